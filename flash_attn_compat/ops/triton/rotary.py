@@ -1,0 +1,143 @@
+"""The rotation of rotary embeddings (Su et al. 2021, RoFormer): the one place that computes it.
+
+Pure PyTorch on every device, no autograd (see `layers/rotary.py` for that) and no host synchronisation
+when the offsets are tensors. Building cos and sin tables stays out.
+"""
+
+from __future__ import annotations
+
+from typing import Optional, Union
+
+import torch
+from torch import Tensor
+
+
+def apply_rotary(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seqlen_offsets: Union[int, Tensor] = 0,
+    cu_seqlens: Optional[Tensor] = None,
+    max_seqlen: Optional[int] = None,
+    interleaved: bool = False,
+    inplace: bool = False,
+    conjugate: bool = False,
+) -> Tensor:
+    """Rotate pairs of channels of `x` by the angle of their position. Not differentiable.
+
+    The token at place t of sequence b has position t + seqlen_offsets[b]. The pair (a, b) becomes
+    (a cos - b sin, a sin + b cos), in fp32 (fp64 if an operand is fp64), rounded once to x.dtype.
+
+    Args:
+        x: (batch, seqlen, nheads, headdim), or (total, nheads, headdim) with `cu_seqlens`; any
+            floating dtype, any strides. Unlike flash-attn, headdim may exceed 256.
+        cos, sin: (seqlen_ro, rotary_dim / 2) with rotary_dim <= headdim; channels from rotary_dim on
+            are copied through.
+        seqlen_offsets: int, or (batch,) int32 or int64. A position outside the table is an error with
+            an int (as far as shapes tell) and leaves the token unrotated with a tensor, as in flash-attn 2.8.
+        cu_seqlens: (batch + 1,) int32 or int64; tokens outside [cu_seqlens[0], cu_seqlens[-1]) are unrotated.
+        max_seqlen: required with `cu_seqlens`; the longest sequence, checked against the table.
+        interleaved: pair channels (0, 1), (2, 3), ... instead of (c, c + rotary_dim / 2).
+        inplace: write into `x`'s storage, whatever its strides, and return `x`. Autograd does not notice:
+            it works on leaves that require grad and does not raise the version counter.
+        conjugate: rotate backwards (negate sin).
+    Returns:
+        Tensor of x's shape and dtype; `x` itself if `inplace`.
+    Raises:
+        AssertionError: shapes, table length or offsets do not fit.
+    """
+    batch, seqlen = _checked_batch_and_seqlen(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
+    with torch.no_grad():
+        if cu_seqlens is None and not isinstance(seqlen_offsets, Tensor):
+            rows = slice(seqlen_offsets, seqlen_offsets + seqlen)
+            cos_t, sin_t = cos[rows], sin[rows]
+        else:
+            if cu_seqlens is None:
+                positions = _dense_positions(seqlen, seqlen_offsets, x.device)
+            else:
+                positions = _varlen_positions(x.shape[0], cu_seqlens, batch, seqlen_offsets)
+            cos_t, sin_t = _look_up(cos, sin, positions)
+        # (..., seqlen, 1, rotary_dim / 2): the heads axis is broadcast.
+        cos_t, sin_t = cos_t.unsqueeze(-2), sin_t.unsqueeze(-2)
+        return _rotate(x, cos_t, -sin_t if conjugate else sin_t, interleaved, inplace)
+
+
+def _checked_batch_and_seqlen(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seqlen_offsets: Union[int, Tensor],
+    cu_seqlens: Optional[Tensor],
+    max_seqlen: Optional[int],
+) -> tuple[int, int]:
+    if cu_seqlens is None:
+        assert x.ndim == 4, f"x has shape {tuple(x.shape)}, expected (batch, seqlen, nheads, headdim)"
+        batch, seqlen = x.shape[0], x.shape[1]
+    else:
+        assert max_seqlen is not None, "If cu_seqlens is passed in, then max_seqlen must be passed"
+        assert x.ndim == 3, f"x has shape {tuple(x.shape)}, expected (total, nheads, headdim) with cu_seqlens"
+        batch, seqlen = cu_seqlens.shape[0] - 1, int(max_seqlen)
+    assert sin.shape == cos.shape, f"sin has shape {tuple(sin.shape)}, expected cos's shape {tuple(cos.shape)}"
+    assert cos.ndim == 2, f"cos has shape {tuple(cos.shape)}, expected (seqlen_ro, rotary_dim / 2)"
+    seqlen_ro, rotary_dim = cos.shape[0], 2 * cos.shape[1]
+    assert rotary_dim <= x.shape[-1], f"rotary_dim must be <= headdim, got {rotary_dim} and {x.shape[-1]}"
+    assert seqlen_ro >= seqlen, f"seqlen_ro must be >= seqlen, got {seqlen_ro} and {seqlen}"
+    if isinstance(seqlen_offsets, Tensor):
+        shape, dtype = tuple(seqlen_offsets.shape), seqlen_offsets.dtype
+        assert shape == (batch,), f"seqlen_offsets has shape {shape}, expected (batch,) = ({batch},)"
+        assert dtype in (torch.int32, torch.int64), f"seqlen_offsets has dtype {dtype}, expected int32 or int64"
+    else:
+        assert 0 <= seqlen_offsets <= seqlen_ro - seqlen, (
+            f"seqlen_offsets + seqlen must be <= seqlen_ro and seqlen_offsets >= 0, "
+            f"got {seqlen_offsets} + {seqlen} and {seqlen_ro}"
+        )
+    return batch, seqlen
+
+
+def _dense_positions(seqlen: int, offsets: Tensor, device: torch.device) -> Tensor:
+    """(batch, seqlen) positions."""
+    return torch.arange(seqlen, device=device) + offsets[:, None]
+
+
+def _varlen_positions(total: int, cu_seqlens: Tensor, batch: int, offsets: Union[int, Tensor]) -> Tensor:
+    """(total,) positions, -1 for tokens that belong to no sequence."""
+    tokens = torch.arange(total, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    sequence = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
+    inside = (sequence >= 0) & (sequence < batch)
+    sequence = sequence.clamp(0, max(batch - 1, 0))
+    positions = tokens - cu_seqlens[sequence]
+    positions = positions + (offsets[sequence] if isinstance(offsets, Tensor) else offsets)
+    return torch.where(inside, positions, -1)
+
+
+def _look_up(cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Table rows at `positions`; cos = 1 and sin = 0, the identity, where there is no such row."""
+    if cos.shape[0] == 0:
+        shape = (*positions.shape, cos.shape[1])
+        return cos.new_ones(shape), sin.new_zeros(shape)
+    rows = positions.clamp(0, cos.shape[0] - 1)
+    in_table = ((positions >= 0) & (positions < cos.shape[0])).unsqueeze(-1)
+    return torch.where(in_table, cos[rows], 1.0), torch.where(in_table, sin[rows], 0.0)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inplace: bool) -> Tensor:
+    compute_dtype = torch.promote_types(torch.promote_types(x.dtype, cos.dtype), torch.float32)
+    cos, sin = cos.to(compute_dtype), sin.to(compute_dtype)
+    half = cos.shape[-1]
+    # `.data`, not `detach()`: the write must be invisible to autograd's version counter.
+    target = x.data if inplace else x
+    if interleaved:
+        first, second = target[..., 0 : 2 * half : 2], target[..., 1 : 2 * half : 2]
+    else:
+        first, second = target[..., :half], target[..., half : 2 * half]
+    a, b = first.to(compute_dtype), second.to(compute_dtype)
+    new_first = (a * cos - b * sin).to(x.dtype)
+    new_second = (a * sin + b * cos).to(x.dtype)
+    if inplace:
+        first.copy_(new_first)
+        second.copy_(new_second)
+        return x
+    rest = x[..., 2 * half :]
+    if interleaved:
+        return torch.cat((torch.stack((new_first, new_second), dim=-1).flatten(-2), rest), dim=-1)
+    return torch.cat((new_first, new_second, rest), dim=-1)
