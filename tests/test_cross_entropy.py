@@ -1,0 +1,307 @@
+"""Cross entropy against fp64, its gradient, its memory and its vocab-parallel form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor
+
+from flash_attn_compat.losses.cross_entropy import CrossEntropyLoss
+from flash_attn_compat.ops.triton import cross_entropy
+from flash_attn_compat.ops.triton.cross_entropy import cross_entropy_loss
+
+N, V = 12, 37
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"label_smoothing": 0.1},
+    {"logit_scale": 0.7},
+    {"lse_square_scale": 1e-2},
+    {"label_smoothing": 0.2, "logit_scale": 1.5, "lse_square_scale": 1e-2},
+]
+
+
+def problem(dtype: torch.dtype = torch.float32, n: int = N, v: int = V) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(n, v, generator=generator, dtype=torch.float64) * 4).to(dtype)
+    labels = torch.randint(0, v, (n,), generator=generator)
+    labels[1] = -100
+    return logits, labels
+
+
+def reference(
+    logits: Tensor,
+    labels: Tensor,
+    label_smoothing: float = 0.0,
+    logit_scale: float = 1.0,
+    lse_square_scale: float = 0.0,
+    ignore_index: int = -100,
+) -> tuple[Tensor, Tensor]:
+    """Torch's own cross entropy in fp64, and the z-loss."""
+    z = logits.double() * logit_scale
+    kept = labels != ignore_index
+    loss = F.cross_entropy(
+        z, labels.long(), reduction="none", label_smoothing=label_smoothing, ignore_index=ignore_index
+    )
+    z_loss = torch.where(kept, lse_square_scale * torch.logsumexp(z, dim=-1) ** 2, 0.0)
+    return loss + z_loss, z_loss
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("inplace_backward", [False, True])
+def test_losses_and_gradients_agree_with_fp64(
+    dtype: torch.dtype, options: dict[str, Any], inplace_backward: bool
+) -> None:
+    logits, labels = problem(dtype)
+    leaf = logits.double().requires_grad_()
+    expected, expected_z = reference(leaf, labels, **options)
+    weight = torch.linspace(0.5, 2, N)
+    (expected * weight).sum().backward()
+
+    x = logits.clone().requires_grad_()
+    losses, z_losses = cross_entropy_loss(x, labels, inplace_backward=inplace_backward, **options)
+    (losses * weight).sum().backward()
+
+    assert losses.dtype == z_losses.dtype == torch.float32
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(z_losses.double(), expected_z, rtol=1e-5, atol=1e-6)
+    assert x.grad is not None and x.grad.dtype == dtype and leaf.grad is not None
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(x.grad.double(), leaf.grad, rtol=max(eps, 1e-5), atol=max(eps * 1e-2, 1e-6))
+    assert losses[1] == 0 and z_losses[1] == 0 and x.grad[1].abs().sum() == 0
+
+
+def test_the_gradient_matches_finite_differences() -> None:
+    logits, labels = problem(torch.float64, n=4, v=6)
+    logits.requires_grad_()
+
+    def losses(x: Tensor) -> Tensor:
+        return cross_entropy_loss(x, labels, None, 0.1, 0.8, 1e-2)[0]
+
+    assert losses(logits).dtype == torch.float64
+    assert torch.autograd.gradcheck(losses, (logits,))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_blocks_of_rows_give_what_one_block_gives(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, labels = problem()
+
+    def run() -> tuple[Tensor, Tensor, Tensor]:
+        x = logits.clone().requires_grad_()
+        losses, z_losses = cross_entropy_loss(x, labels, **options)
+        losses.sum().backward()
+        assert x.grad is not None
+        return losses, z_losses, x.grad
+
+    whole = run()
+    monkeypatch.setattr(cross_entropy, "_BLOCK_ELEMENTS", 5 * V)
+    for actual, expected in zip(run(), whole, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_no_fp32_copy_of_all_half_precision_logits_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(tensor, Tensor) and tensor.dtype in (torch.float32, torch.float64):
+                    self.elements = max(self.elements, tensor.numel())
+            return out
+
+    monkeypatch.setattr(cross_entropy, "_BLOCK_ELEMENTS", 4 * V)
+    logits, labels = problem(torch.bfloat16, n=64)
+    logits.requires_grad_()
+    with Largest() as largest:
+        cross_entropy_loss(logits, labels, label_smoothing=0.1)[0].sum().backward()
+    assert 0 < largest.elements <= 4 * V
+
+
+def test_inplace_backward_writes_the_gradient_over_the_logits() -> None:
+    logits, labels = problem()
+    x = logits.clone().requires_grad_()
+    y = x * 1.0
+    y.retain_grad()
+    cross_entropy_loss(y, labels, inplace_backward=True)[0].sum().backward()
+    assert x.grad is not None
+    assert torch.equal(y.detach(), x.grad)
+
+
+def test_inplace_backward_makes_a_second_backward_an_error() -> None:
+    logits, labels = problem()
+    y = logits.clone().requires_grad_() * 1.0
+    loss = cross_entropy_loss(y, labels, inplace_backward=True)[0].sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_without_inplace_backward_the_logits_are_left_alone() -> None:
+    logits, labels = problem()
+    x = logits.clone().requires_grad_()
+    loss = cross_entropy_loss(x, labels)[0].sum()
+    loss.backward(retain_graph=True)
+    first = x.grad.clone() if x.grad is not None else None
+    loss.backward()
+    assert torch.equal(x.detach(), logits)
+    assert first is not None and x.grad is not None and torch.equal(x.grad, 2 * first)
+
+
+def test_int32_labels_and_another_ignore_index_are_accepted() -> None:
+    logits, labels = problem()
+    labels[1] = 3
+    expected, _ = reference(logits, labels, ignore_index=3)
+    losses, _ = cross_entropy_loss(logits, labels.int(), ignore_index=3)
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("label", [V, -1])
+def test_a_label_that_is_no_class_has_only_smoothing_and_z_loss(label: int) -> None:
+    logits, labels = problem()
+    labels[2] = label
+    x = logits.clone().requires_grad_()
+    losses, z_losses = cross_entropy_loss(x, labels, label_smoothing=0.1, lse_square_scale=1e-2)
+    z = logits[2].double()
+    lse = torch.logsumexp(z, dim=-1)
+    torch.testing.assert_close(losses[2].double(), 0.1 * (lse - z.mean()) + 1e-2 * lse**2, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(z_losses[2].double(), 1e-2 * lse**2, rtol=1e-5, atol=1e-5)
+    assert cross_entropy_loss(logits, labels)[0][2] == 0
+    losses[2].backward()
+    assert x.grad is not None
+    expected = torch.softmax(z, dim=-1) * (1 + 2e-2 * lse) - 0.1 / V
+    torch.testing.assert_close(x.grad[2].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_masked_classes_do_not_poison_the_loss() -> None:
+    logits, labels = problem()
+    labels[labels >= V - 3] = 0
+    logits[:, V - 3 :] = float("-inf")
+    expected, _ = reference(logits[:, : V - 3], labels)
+    x = logits.clone().requires_grad_()
+    losses, _ = cross_entropy_loss(x, labels)
+    losses.sum().backward()
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
+    assert x.grad is not None and x.grad.isfinite().all() and x.grad[:, V - 3 :].abs().sum() == 0
+
+
+def test_ignored_rows_stay_zero_whatever_their_logits() -> None:
+    logits, labels = problem()
+    logits[1] = float("nan")
+    x = logits.requires_grad_()
+    losses, z_losses = cross_entropy_loss(x, labels, lse_square_scale=1e-2)
+    losses.sum().backward()
+    assert losses[1] == 0 and z_losses[1] == 0
+    assert x.grad is not None and x.grad[1].abs().sum() == 0
+
+
+def test_a_precomputed_lse_is_used_only_without_scale_and_smoothing() -> None:
+    logits, labels = problem()
+    lse = torch.logsumexp(logits, dim=-1)
+    plain, _ = cross_entropy_loss(logits, labels)
+    shifted, _ = cross_entropy_loss(logits, labels, lse + 1)
+    kept = labels != -100
+    torch.testing.assert_close(shifted[kept], plain[kept] + 1)
+    for options in ({"label_smoothing": 0.1}, {"logit_scale": 0.5}):
+        assert torch.equal(
+            cross_entropy_loss(logits, labels, lse + 1, **options)[0], cross_entropy_loss(logits, labels, **options)[0]
+        )
+
+
+def test_z_losses_carry_no_gradient() -> None:
+    logits, labels = problem()
+    _, z_losses = cross_entropy_loss(logits.requires_grad_(), labels, lse_square_scale=1e-2)
+    assert not z_losses.requires_grad
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("return_z_loss", [False, True])
+def test_the_module_reduces_like_torch(reduction: str, return_z_loss: bool) -> None:
+    logits, labels = problem()
+    module = CrossEntropyLoss(reduction=reduction, lse_square_scale=1e-2, return_z_loss=return_z_loss)
+    result = module(logits, labels)
+    loss, z_loss = result if return_z_loss else (result, None)
+    expected, expected_z = reference(logits, labels, lse_square_scale=1e-2)
+    if reduction != "none":
+        count = (labels != -100).sum() if reduction == "mean" else 1
+        expected, expected_z = expected.sum() / count, expected_z.sum() / count
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+    if z_loss is not None:
+        torch.testing.assert_close(z_loss.double(), expected_z, rtol=1e-5, atol=1e-6)
+
+
+def test_the_mean_over_no_rows_is_nan() -> None:
+    logits, labels = problem()
+    assert CrossEntropyLoss()(logits, torch.full_like(labels, -100)).isnan()
+
+
+def test_an_unknown_reduction_is_not_implemented() -> None:
+    with pytest.raises(NotImplementedError, match="median"):
+        CrossEntropyLoss(reduction="median")
+
+
+def test_shapes_and_scale_are_checked_by_name() -> None:
+    logits, labels = problem()
+    with pytest.raises(AssertionError, match=r"labels has shape \(11,\)"):
+        cross_entropy_loss(logits, labels[1:])
+    with pytest.raises(AssertionError, match="expected \\(n_rows, vocab_size\\)"):
+        cross_entropy_loss(logits[None], labels)
+    with pytest.raises(AssertionError, match="logit_scale must be positive"):
+        cross_entropy_loss(logits, labels, logit_scale=0.0)
+    with pytest.raises(AssertionError, match="precomputed_lse has shape"):
+        cross_entropy_loss(logits, labels, labels[1:].float())
+
+
+def test_it_compiles_in_one_graph() -> None:
+    logits, labels = problem()
+    expected, actual = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    torch._dynamo.reset()
+
+    def function(x: Tensor) -> Tensor:
+        return CrossEntropyLoss(label_smoothing=0.1)(x * 1.0, labels)
+
+    function(expected).backward()
+    torch.compile(function, backend="aot_eager", fullgraph=True)(actual).backward()
+    torch.testing.assert_close(actual.grad, expected.grad)
+
+
+def _vocab_parallel_worker(rank: int, world_size: int, store: str, results: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    answers: list[tuple[Tensor, Tensor, Optional[Tensor]]] = []
+    logits, labels = problem(v=2 * V)
+    labels[2] = 2 * V  # no class of any rank
+    local = logits.chunk(world_size, dim=-1)[rank]
+    weight = torch.linspace(0.5, 2, N)
+    for options in [*OPTIONS, {"precomputed_lse": torch.logsumexp(local, dim=-1)}]:
+        x = local.clone().requires_grad_()
+        losses, z_losses = cross_entropy_loss(x, labels, process_group=dist.group.WORLD, **options)
+        (losses * weight).sum().backward()
+        answers.append((losses.detach(), z_losses, x.grad))
+    torch.save(answers, f"{results}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_vocab_parallel_ranks_agree_with_one_process(tmp_path: Path) -> None:
+    mp.spawn(_vocab_parallel_worker, (2, str(tmp_path / "store"), str(tmp_path)), nprocs=2)
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    logits, labels = problem(v=2 * V)
+    labels[2] = 2 * V
+    weight = torch.linspace(0.5, 2, N)
+    for index, options in enumerate([*OPTIONS, {}]):
+        x = logits.clone().requires_grad_()
+        losses, z_losses = cross_entropy_loss(x, labels, **options)
+        (losses * weight).sum().backward()
+        for rank in ranks:
+            torch.testing.assert_close(rank[index][0], losses.detach(), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(rank[index][1], z_losses, rtol=1e-5, atol=1e-6)
+        gradient = torch.cat([rank[index][2] for rank in ranks], dim=-1)
+        torch.testing.assert_close(gradient, x.grad, rtol=1e-5, atol=1e-6)
