@@ -1,0 +1,261 @@
+"""A small right implementation of the seven public functions, and twenty ways to get it wrong.
+
+`correct` must pass verify, each of the others must be found by it. Shares no code with the package or with verify's oracle.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+TILE = 32
+
+
+@dataclass(frozen=True)
+class Naive:
+    """Attention in fp32, one sequence at a time. Each field is one mistake; the defaults make none."""
+
+    left_edge: int = 0  # keys too many at the left edge of a window
+    right_edge: int = 0  # keys too many at the right edge, causal included
+    top_left_causal: bool = False
+    softcap_before_scale: bool = False
+    alibi_sign: int = -1
+    alibi_softcapped: bool = False
+    tiled_heads: bool = False  # query head h reads kv head h % nheads_k
+    log2_lse: bool = False
+    fp16_accumulation: bool = False
+    unwindowed_backward: bool = False
+    stale_key_tile: bool = False  # the last full tile of keys is that before it
+    stored_maximum_lost: bool = False  # every tile after the first is weighed with the first one's maximum
+    cache_row_late: int = 0
+    dropout_unscaled: bool = False
+    dropout_of_scores: bool = False  # dropped before normalising
+    dead_rows_average: bool = False
+    dead_rows_minus_inf: bool = False
+    scale_of_padded_head_dim: bool = False
+    no_maximum_subtracted: bool = False
+    rotary_halves_swapped: bool = False
+    leftpad_ignored: bool = False
+    aligned_to_longest: bool = False  # varlen: aligned by max_seqlen, not by each sequence's own lengths
+    gradient_of_one_group_head: bool = False
+
+    # ---- the public functions ---------------------------------------------------------------------------------------
+
+    def flash_attn_func(self, q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+                        alibi_slopes=None, deterministic=False, return_attn_probs=False):
+        rules = dict(p=dropout_p, scale=softmax_scale, causal=causal, window=_open(window_size, k.shape[1]), softcap=softcap)
+        parts = [self._sequence(q[b], k[b], v[b], slopes=_row(alibi_slopes, b), **rules) for b in range(q.shape[0])]
+        out, lse = (torch.stack([part[i] for part in parts]) for i in range(2))
+        return (out, lse, _slab([part[2] for part in parts], q.dtype, dropout_p)) if return_attn_probs else out
+
+    def flash_attn_kvpacked_func(self, q, kv, *args, **kwargs):
+        return self.flash_attn_func(q, *kv.unbind(2), *args, **kwargs)
+
+    def flash_attn_qkvpacked_func(self, qkv, *args, **kwargs):
+        return self.flash_attn_func(*qkv.unbind(2), *args, **kwargs)
+
+    def flash_attn_varlen_func(self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+                               softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+                               deterministic=False, return_attn_probs=False, block_table=None):
+        rules = dict(p=dropout_p, scale=softmax_scale, causal=causal, window=_open(window_size, max_seqlen_k), softcap=softcap)
+        if self.aligned_to_longest:
+            rules["shift"] = int(max_seqlen_k) - int(max_seqlen_q)
+        bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+        parts = []
+        for b in range(len(bounds_q) - 1):
+            keys = slice(bounds_k[b], bounds_k[b + 1])
+            if block_table is None:
+                kb, vb = k[keys], v[keys]
+            else:
+                kb, vb = (x[block_table[b].long()].flatten(0, 1)[: keys.stop - keys.start] for x in (k, v))
+            parts.append(self._sequence(q[bounds_q[b] : bounds_q[b + 1]], kb, vb, slopes=_row(alibi_slopes, b), **rules))
+        out, lse = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts], dim=1)
+        return (out, lse, _slab([part[2] for part in parts], q.dtype, dropout_p)) if return_attn_probs else out
+
+    def flash_attn_varlen_kvpacked_func(self, q, kv, *args, **kwargs):
+        return self.flash_attn_varlen_func(q, *kv.unbind(1), *args, **kwargs)
+
+    def flash_attn_varlen_qkvpacked_func(self, qkv, cu_seqlens, max_seqlen, *args, **kwargs):
+        q, k, v = qkv.unbind(1)
+        return self.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs)
+
+    def flash_attn_with_kvcache(self, q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+                                cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False,
+                                window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0,
+                                return_softmax_lse=False):
+        batch, page = q.shape[0], k_cache.shape[1]
+        capacity = page if block_table is None else page * block_table.shape[1]
+        if cache_seqlens is None:
+            cache_seqlens = capacity
+        lengths = cache_seqlens.tolist() if isinstance(cache_seqlens, Tensor) else [cache_seqlens] * batch
+        window = _open(window_size, capacity)
+        local = causal or window != (-1, -1)
+        parts = []
+        for b in range(batch):
+            row = b if cache_batch_idx is None else int(cache_batch_idx[b])
+
+            def where(index: Tensor) -> tuple[Any, Tensor]:
+                return (row, index) if block_table is None else (block_table[b].long()[index // page], index % page)
+
+            start, end = lengths[b], lengths[b]
+            if k is not None:
+                positions = torch.arange(start, start + k.shape[1], device=q.device)
+                late = (positions + self.cache_row_late).clamp(max=capacity - 1)
+                k_cache[where(late)] = self._rotated(k[b], rotary_cos, rotary_sin, positions, rotary_interleaved)
+                v_cache[where(late)] = v[b]
+                end += k.shape[1]
+            first = 0 if cache_leftpad is None or self.leftpad_ignored else int(cache_leftpad[b])
+            kept = where(torch.arange(first, end, device=q.device))
+            rows = torch.arange(q.shape[1], device=q.device) * int(local) + start
+            parts.append(self._sequence(self._rotated(q[b], rotary_cos, rotary_sin, rows, rotary_interleaved), k_cache[kept], v_cache[kept],
+                                        scale=softmax_scale, causal=causal, window=window, softcap=softcap,
+                                        slopes=_row(alibi_slopes, b)))
+        out, lse = (torch.stack([part[i] for part in parts]) for i in range(2))
+        return (out, lse) if return_softmax_lse else out
+
+    # ---- one sequence -----------------------------------------------------------------------------------------------
+
+    def _sequence(self, q, k, v, p=0.0, scale=None, causal=False, window=(-1, -1), softcap=0.0, slopes=None, shift=None):
+        """out (seqlen_q, nheads, dv), lse (nheads, seqlen_q), signed exp(s - max) (nheads, seqlen_q, seqlen_k)."""
+        dtype, (sq, nheads, d), sk = q.dtype, q.shape, k.shape[0]
+        compute = torch.promote_types(dtype, torch.float32)
+        groups = nheads // k.shape[1]
+        if self.stale_key_tile and sk >= 2 * TILE:
+            last = sk // TILE * TILE
+            k = torch.cat((k[: last - TILE], k[last - 2 * TILE : last - TILE], k[last:]))
+        if self.tiled_heads:
+            k, v = (x.repeat(1, groups, 1) for x in (k, v))
+        else:
+            k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+        if self.gradient_of_one_group_head:
+            first = (torch.arange(nheads, device=q.device) % groups == 0)[:, None]
+            k, v = (torch.where(first, x, x.detach()) for x in (k, v))
+        q, k, v = (x.to(compute).transpose(0, 1) for x in (q, k, v))
+        scale = (-(-d // 8) * 8 if self.scale_of_padded_head_dim else d) ** -0.5 if scale is None else scale
+
+        s = q @ k.transpose(1, 2) * (1.0 if self.softcap_before_scale and softcap > 0 else scale)
+        i = torch.arange(sq, device=q.device)[:, None] + (sk - sq if shift is None else shift)
+        j = torch.arange(sk, device=q.device)[None, :]
+        bias = 0 if slopes is None else self.alibi_sign * slopes[:, None, None].to(compute) * (i - j).abs()
+        if self.alibi_softcapped:
+            s, bias = s + bias, 0
+        if softcap > 0:
+            s = softcap * torch.tanh(s / softcap) * (scale if self.softcap_before_scale else 1.0)
+        s = s + bias
+
+        left, right = int(window[0]), 0 if causal else int(window[1])
+        if self.top_left_causal and causal:
+            i = i - (sk - sq)
+        visible = torch.ones(sq, sk, dtype=torch.bool, device=q.device)
+        if left >= 0:
+            visible &= j >= i - left - self.left_edge
+        if right >= 0:
+            visible &= j <= i + right + self.right_edge
+        kept = torch.ones(nheads, sq, sk, dtype=torch.bool, device=q.device)
+        if p > 0:
+            kept = torch.randint(0, 256, kept.shape, device=q.device) <= math.floor(255 * (1 - p))
+
+        out, lse, weights = self._softmax(s, visible, kept, v, p, dtype)
+        if self.unwindowed_backward and left >= 0:
+            wide, _, _ = self._softmax(s, torch.ones_like(visible), kept, v, p, dtype)
+            out = wide + (out - wide).detach()
+        if slopes is not None and right == 0 and left < 0:
+            lse = lse + slopes[:, None] * (torch.arange(sq, device=q.device) + sk - sq)
+        return out.transpose(0, 1).to(dtype), lse.float(), weights
+
+    def _softmax(self, s, visible, kept, v, p, dtype):
+        alive = visible.any(dim=1)
+        s = s.masked_fill(~(visible | ~alive[:, None]), -math.inf)
+        top = s.detach().amax(dim=-1, keepdim=True) if s.shape[-1] else s.new_zeros(*s.shape[:-1], 1)
+        if self.no_maximum_subtracted:
+            top = torch.zeros_like(top)
+        e = torch.exp(s - top)
+        if self.stored_maximum_lost and s.shape[-1] > TILE:
+            first = s[..., :TILE].detach().amax(dim=-1, keepdim=True).clamp(min=-1e4)
+            e = torch.cat((e[..., :TILE], torch.exp(s[..., TILE:] - first)), dim=-1)
+        if self.dropout_of_scores and p > 0:
+            e = e * kept
+        total = e.sum(dim=-1, keepdim=True)
+        weights = e / total * (1 if self.dead_rows_average else alive[:, None])
+        if p > 0:
+            weights = weights * kept / (1.0 if self.dropout_unscaled else 1 - p)
+        lse = (top + total.log()).squeeze(-1)
+        if self.log2_lse:
+            lse = lse / math.log(2)
+        lse = lse.masked_fill(~alive, -math.inf if self.dead_rows_minus_inf else math.inf)
+        signed = torch.where(kept, e, -e - 1e-30).detach() * alive[:, None]
+        return self._product(weights, v, dtype), lse, signed
+
+    def _product(self, weights, v, dtype):
+        if not self.fp16_accumulation or dtype != torch.float16:
+            return weights @ v
+        total = torch.zeros(*weights.shape[:-1], v.shape[-1], dtype=torch.float16, device=v.device)
+        for tile in range(0, weights.shape[-1], TILE):
+            total = total + (weights[..., tile : tile + TILE] @ v[..., tile : tile + TILE, :]).half()
+        return total.float()
+
+    def _rotated(self, x, cos, sin, positions, interleaved):
+        if cos is None:
+            return x
+        cos, sin = (table[positions].float()[:, None] for table in (cos, sin))
+        if interleaved != self.rotary_halves_swapped:
+            cos, sin = (table.repeat_interleave(2, dim=-1) for table in (cos, sin))
+        else:
+            cos, sin = (table.repeat(1, 1, 2) for table in (cos, sin))
+        head, tail = x[..., : cos.shape[-1]].float(), x[..., cos.shape[-1] :]
+        if interleaved != self.rotary_halves_swapped:
+            turned = torch.stack((-head[..., 1::2], head[..., ::2]), dim=-1).flatten(-2)
+        else:
+            a, b = head.chunk(2, dim=-1)
+            turned = torch.cat((-b, a), dim=-1)
+        return torch.cat(((head * cos + turned * sin).to(x.dtype), tail), dim=-1)
+
+
+def _open(window_size: tuple[int, int], longest_k: int) -> tuple[int, int]:
+    """Sides no shorter than the longest key sequence are no limit."""
+    left, right = (-1 if int(side) >= longest_k else int(side) for side in window_size)
+    return left, right
+
+
+def _row(slopes: Tensor | None, index: int) -> Tensor | None:
+    return slopes if slopes is None or slopes.dim() == 1 else slopes[index]
+
+
+def _slab(parts: list[Tensor], dtype: torch.dtype, p: float) -> Tensor:
+    if p <= 0:
+        return torch.empty(0, dtype=dtype)
+    sq, sk = (-(-max(part.shape[axis] for part in parts) // 128) * 128 for axis in (1, 2))
+    return torch.stack([F.pad(part, (0, sk - part.shape[2], 0, sq - part.shape[1])) for part in parts]).to(dtype)
+
+
+correct = Naive()
+left_edge_one_too_far = Naive(left_edge=1)
+left_edge_one_too_near = Naive(left_edge=-1)
+right_edge_one_too_far = Naive(right_edge=1)
+right_edge_one_too_near = Naive(right_edge=-1)
+top_left_causal = Naive(top_left_causal=True)
+softcap_before_scale = Naive(softcap_before_scale=True)
+alibi_sign = Naive(alibi_sign=1)
+alibi_softcapped = Naive(alibi_softcapped=True)
+tiled_heads = Naive(tiled_heads=True)
+log2_lse = Naive(log2_lse=True)
+fp16_accumulation = Naive(fp16_accumulation=True)
+unwindowed_backward = Naive(unwindowed_backward=True)
+stale_key_tile = Naive(stale_key_tile=True)
+stored_maximum_lost = Naive(stored_maximum_lost=True)
+cache_one_row_late = Naive(cache_row_late=1)
+dropout_unscaled = Naive(dropout_unscaled=True)
+dropout_of_scores = Naive(dropout_of_scores=True)
+dead_rows_average = Naive(dead_rows_average=True)
+dead_rows_minus_inf = Naive(dead_rows_minus_inf=True)
+scale_of_padded_head_dim = Naive(scale_of_padded_head_dim=True)
+no_maximum_subtracted = Naive(no_maximum_subtracted=True)
+rotary_halves_swapped = Naive(rotary_halves_swapped=True)
+leftpad_ignored = Naive(leftpad_ignored=True)
+aligned_to_longest = Naive(aligned_to_longest=True)
+gradient_of_one_group_head = Naive(gradient_of_one_group_head=True)

@@ -1,0 +1,42 @@
+"""The command line: `python -m verify [compare] ...` and its sisters. A subcommand is a module with `register(subparsers)`.
+
+Whatever the user got wrong ends in one line and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import NoReturn
+
+from verify import compare
+from verify.errors import UsageError
+
+# One line for each subcommand; the first is what `python -m verify` alone does.
+SUBCOMMANDS = (compare,)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (--help shows what there is)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m verify", description=__doc__.splitlines()[0])
+    subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
+    for module in SUBCOMMANDS:
+        module.register(subparsers)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command and gives its exit code: 0 all is well, 1 something was found wrong, 2 the question was."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
+        argv.insert(0, "compare")
+    arguments = build_parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except UsageError as error:
+        print(f"python -m verify: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,305 @@
+"""`python -m verify compare`: every recorded official answer and every generated problem through every implementation on every device.
+
+Runs and tabulates. What is compared is made in recorded.py and cases.py, how near it must come is judge.py's business.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from verify import implementations as impl
+from verify.cases import SHORT, Case, generated
+from verify.environment import checked_devices, describe
+from verify.errors import UsageError
+from verify.judge import Check, against_fp64, against_official
+from verify.oracle import plain, truth
+from verify.output import Report, Table, add_output_arguments, check_output_arguments, console, deliver, progress_bar
+from verify.problem import Answer, Problem, solve
+from verify.recorded import recorded_problems
+
+PASS, FAIL, NOT_SUPPORTED = "pass", "FAIL", "not supported"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case through one implementation on one device."""
+
+    case: str
+    function: str
+    dtype: str
+    recorded: bool
+    implementation: str
+    device: str
+    checks: Sequence[Check] = ()
+    note: str = ""
+    refused: bool = False
+
+    @property
+    def verdict(self) -> str:
+        if self.refused:
+            return NOT_SUPPORTED
+        return PASS if self.checks and all(check.ok for check in self.checks if check.counts) else FAIL
+
+    def worst(self, against: str) -> Check | None:
+        """The check nearest to (or furthest beyond) its bound."""
+        return max((check for check in self.checks if check.against == against), key=lambda check: check.ratio, default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        checks = [{**_finite(asdict(check)), "ok": check.ok} for check in self.checks]
+        return {**{k: v for k, v in vars(self).items() if k != "checks"}, "verdict": self.verdict, "checks": checks}
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON knows no NaN and no infinity."""
+    return {name: str(value) if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run: problems (recorded and generated), implementations, devices."""
+
+    implementations: Sequence[impl.Implementation]
+    devices: Sequence[str]
+    recorded: Sequence[Problem]
+    cases: Sequence[Case]
+    forward_only: bool = False
+    official: impl.Imported | None = None
+
+    @property
+    def runs(self) -> int:
+        return (len(self.recorded) + len(self.cases)) * len(self.implementations) * len(self.devices)
+
+    def problems(self) -> Iterator[Problem]:
+        """One after another: a problem's tensors live no longer than its turn."""
+        for problem in (*self.recorded, *(case.build() for case in self.cases)):
+            if self.forward_only:
+                official = problem.official and replace(problem.official, grads={})
+                problem = replace(problem, dout=None, official=official)
+            yield problem
+
+
+@dataclass
+class _Yardsticks:
+    """The fp64 and the plain answer of a problem, worked out once, except under dropout where each run has its own mask."""
+
+    problem: Problem
+    known: tuple[Answer, Answer] | None = field(default=None)
+
+    def for_answer(self, answer: Answer) -> tuple[Answer, Answer]:
+        if self.problem.dropout_p > 0:
+            return truth(self.problem, answer.dmask), plain(self.problem, answer.dmask)
+        if self.known is None:
+            self.known = truth(self.problem), plain(self.problem)
+        return self.known
+
+
+def run(plan: Plan) -> Iterator[Row]:
+    """Row after row, case by case."""
+    for problem in plan.problems():
+        yardsticks = _Yardsticks(problem)
+        for device in plan.devices:
+            second_opinion = _second_opinion(plan.official, problem, device)
+            for implementation in plan.implementations:
+                yield _judge(problem, implementation, device, yardsticks, second_opinion)
+
+
+def _judge(problem: Problem, implementation: impl.Implementation, device: str, yardsticks: _Yardsticks, second: Answer | None) -> Row:
+    row = Row(problem.name, problem.function, SHORT[problem.dtype], problem.official is not None, implementation.name, device)
+    if device.startswith("mps") and problem.dtype == torch.float64:
+        return replace(row, refused=True, note="the device has no fp64")
+    try:
+        with implementation.serving(problem) as function:
+            answer = solve(function, problem, device)
+            again = solve(function, problem, device) if problem.dropout_p > 0 else None
+    except impl.NotSupported as refusal:
+        return replace(row, refused=True, note=str(refusal))
+    except Exception as error:  # whatever an implementation under test raises is its failure, not ours
+        return replace(row, note=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+    if problem.dropout_p > 0 and answer.dmask is None:
+        return replace(row, refused=True, note="returns no S_dmask, so what it dropped is not known")
+
+    checks = against_fp64(problem, answer, *yardsticks.for_answer(answer))
+    if again is not None:
+        same = torch.equal(answer.out, again.out)
+        checks.append(Check("same seed, same mask", "fp64", 0.0 if same else math.inf, 0.0, 0.0, same))
+    if problem.official is not None:
+        checks += against_official(problem, answer, problem.official)
+    elif second is not None:
+        checks += [replace(check, counts=False) for check in against_official(problem, answer, second)]
+    note = "; ".join(f"{check.quantity} {check.note}" for check in checks if check.note)
+    return replace(row, checks=checks, note=note)
+
+
+def _second_opinion(official: impl.Imported | None, problem: Problem, device: str) -> Answer | None:
+    """The real flash-attn's answer to a generated problem, where it is installed and takes it."""
+    if official is None or problem.official is not None or not device.startswith("cuda") or problem.dropout_p > 0:
+        return None
+    try:
+        with official.serving(problem) as function:
+            return solve(function, problem, device)
+    except Exception:  # outside its dtypes, head dims and page sizes it refuses
+        return None
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+
+# Which quantity came nearest to its bound, its error, and that error as a multiple of the bound.
+LEGEND = "(worst quantity, its error, in brackets that error / its bound)"
+
+
+def _figure(check: Check | None) -> str:
+    if check is None:
+        return ""
+    return f"{check.quantity} {check.error:.1e} ({check.ratio:.2f})"
+
+
+def _where(row: Row, several_devices: bool) -> str:
+    return f"{row.implementation} on {row.device}" if several_devices else row.implementation
+
+
+def _case_table(title: str, rows: Iterable[Row], several_devices: bool) -> Table:
+    columns = ("case", "backend", "vs official", "vs fp64", "out max", "out mean", "allclose", "verdict", "note")
+    cells = []
+    for row in rows:
+        out = next((check for check in row.checks if check.quantity == "out" and not check.note), None)
+        about_out = (f"{out.error:.0e}", f"{out.mean_difference:.0e}", _yes(out.allclose)) if out else ("", "", "")
+        figures = _figure(row.worst("official")), _figure(row.worst("fp64"))
+        cells.append((row.case, _where(row, several_devices), *figures, *about_out, row.verdict, row.note))
+    if not any(row[-1] for row in cells):
+        columns, cells = columns[:-1], [row[:-1] for row in cells]
+    return Table(f"{title} {LEGEND}", columns, cells)
+
+
+def _yes(fact: bool) -> str:
+    return "yes" if fact else "no"
+
+
+def _group_table(rows: Iterable[Row], several_devices: bool) -> Table:
+    groups: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[row.function, row.dtype, _where(row, several_devices)].append(row)
+    cells = []
+    for (function, dtype, where), members in groups.items():
+        ran = [row for row in members if not row.refused]
+        if not ran:
+            continue
+        checks = [check for row in ran if (check := row.worst("fp64"))]
+        worst = max(checks, key=lambda check: check.ratio, default=None)
+        passed = sum(row.verdict == PASS for row in ran)
+        close = sum(all(check.allclose for check in row.checks if check.quantity == "out") for row in ran)
+        official = max((check.error for row in ran if (check := row.worst("official"))), default=None)
+        opinion = "" if official is None else f"{official:.1e}"
+        counts = f"{passed} of {len(ran)}", str(len(members) - len(ran) or "")
+        cells.append((function, dtype, where, *counts, _figure(worst), opinion, f"{close} of {len(ran)}", PASS if passed == len(ran) else FAIL))
+    columns = ("function", "dtype", "backend", "right", "not supported", "vs fp64", "vs official", "allclose", "verdict")
+    return Table(f"Generated problems {LEGEND}", columns, cells)
+
+
+def _summary(rows: Sequence[Row], several_devices: bool) -> tuple[Table, list[str]]:
+    """Counts by implementation, and a line for each that served nothing at all."""
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[_where(row, several_devices)].append(row)
+    cells, idle = [], []
+    for where, members in groups.items():
+        ran = [row for row in members if not row.refused]
+        if not ran:
+            idle.append(f"{where}: no case ran ({members[0].note})")
+            continue
+        counts = []
+        for recorded in (True, False):
+            of_kind = [row for row in members if row.recorded == recorded]
+            served = [row for row in of_kind if not row.refused]
+            counts.append(f"{sum(row.verdict == PASS for row in served)} of {len(served)}" + f" ({len(of_kind) - len(served)} not supported)" * (len(served) < len(of_kind)))
+        worst = max((check.ratio for row in ran for check in row.checks if check.counts), default=math.inf)
+        cells.append((where, *counts, f"{worst:.2f}", PASS if all(row.verdict == PASS for row in ran) else FAIL))
+    return Table("Summary", ("backend", "recorded answers", "generated problems", "worst error (x bound)", "verdict"), cells), idle
+
+
+def report(rows: Sequence[Row], environment: dict[str, str], verbose: bool) -> Report:
+    several = len({row.device for row in rows}) > 1
+    ran_somewhere = {_where(row, several) for row in rows if not row.refused}
+    shown = [row for row in rows if _where(row, several) in ran_somewhere]
+    tables = []
+    if recorded := [row for row in shown if row.recorded]:
+        tables.append(_case_table("Answers recorded from flash-attn 2.8.3", recorded, several))
+    if of_cases := [row for row in shown if not row.recorded]:
+        if verbose or len(of_cases) <= 60:
+            tables.append(_case_table("Generated problems", of_cases, several))
+        else:
+            tables.append(_group_table(of_cases, several))
+            if failed := [row for row in of_cases if row.verdict == FAIL]:
+                tables.append(_case_table("Generated problems with a wrong answer", failed, several))
+    summary, idle = _summary(rows, several)
+    tables.append(summary)
+    ran = [row for row in rows if not row.refused]
+    passed = sum(row.verdict == PASS for row in ran)
+    verdict = "PASS" if ran and passed == len(ran) else "FAIL"
+    closing = f"{verdict}: {passed} of {len(ran)} answers right" if ran else "FAIL: no case ran on any backend"
+    return Report("flash_attn_compat: verify", environment, tables, [*idle, closing])
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def register(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "compare",
+        help="hold every backend against the recorded official answers and against fp64 (the default)",
+        description="Holds every backend on every device against the recorded answers of flash-attn 2.8.3 and against an independent fp64 "
+        "computation. Exit code 0 when every answer is right, 1 when one is wrong, 2 for a question that makes no sense.",
+    )
+    parser.add_argument("--backend", action="append", default=[], metavar="NAME", help="only this backend (may be repeated)")
+    parser.add_argument("--implementation", metavar="MODULE[:ATTRIBUTE]",
+                        help="judge this instead of the backends: an object with the public functions, or one function for flash_attn_func")
+    parser.add_argument("--device", action="append", default=[], metavar="DEVICE", help="only this device: cpu, cuda, cuda:1, mps (may be repeated)")
+    parser.add_argument("--quick", action="store_true", help="the recorded answers and one generated problem for each feature: half a minute")
+    parser.add_argument("-k", dest="filter", default="", metavar="TEXT[,TEXT]", help="only cases with one of these texts in their name or function")
+    parser.add_argument("--forward-only", action="store_true", help="leave gradients out")
+    parser.add_argument("-v", "--verbose", action="store_true", help="a row for every generated problem")
+    add_output_arguments(parser)
+    parser.set_defaults(run=main)
+
+
+def plan_from(arguments: argparse.Namespace) -> Plan:
+    """The plan the arguments describe, or a UsageError."""
+    if arguments.implementation and arguments.backend:
+        raise UsageError("--backend and --implementation exclude each other")
+    judged: Sequence[impl.Implementation]
+    judged = [impl.imported(arguments.implementation)] if arguments.implementation else impl.backends(arguments.backend)
+    wanted = [text.strip() for text in arguments.filter.split(",") if text.strip()]
+
+    def chosen(name: str, function: str) -> bool:
+        return not wanted or any(text in f"{function} {name}" for text in wanted)
+
+    recorded = [problem for problem in recorded_problems() if chosen(problem.name, problem.function)]
+    cases = [case for case in generated(arguments.quick) if chosen(case.name, case.function)]
+    if not recorded and not cases:
+        raise UsageError(f"no case has {arguments.filter!r} in its name")
+    devices = checked_devices(arguments.device)
+    second_opinion, _ = impl.official()
+    return Plan(judged, devices, recorded, cases, arguments.forward_only, second_opinion)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    check_output_arguments(arguments)
+    plan = plan_from(arguments)
+    terminal = console()
+    rows: list[Row] = []
+    with progress_bar(terminal) as progress:
+        task = progress.add_task("comparing", total=plan.runs)
+        for row in run(plan):
+            rows.append(row)
+            progress.advance(task)
+    environment = {**describe(list(plan.devices)), "official flash-attn": impl.official()[1]}
+    summary = report(rows, environment, arguments.verbose)
+    deliver(summary, {"rows": [row.to_json() for row in rows]}, arguments, terminal)
+    return 0 if summary.conclusion[-1].startswith("PASS") else 1

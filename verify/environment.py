@@ -1,0 +1,74 @@
+"""Where a result was obtained: device, capability (real or forced), versions, date. Every figure verify prints carries this."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+
+import torch
+
+from verify.errors import UsageError
+
+
+def devices_present() -> list[str]:
+    """The devices verify runs on unless told otherwise: the CPU, and the first CUDA (or ROCm) and MPS device."""
+    present = ["cpu"]
+    if torch.cuda.is_available():
+        present.append("cuda")
+    if torch.backends.mps.is_available():
+        present.append("mps")
+    return present
+
+
+def checked_devices(wanted: list[str]) -> list[str]:
+    """The wanted devices, or all that are present; UsageError for one that is not there."""
+    present = devices_present()
+    for name in wanted:
+        kind, _, index = name.partition(":")
+        there = kind in present and (not index or (index.isdigit() and kind == "cuda" and int(index) < torch.cuda.device_count()))
+        if not there:
+            raise UsageError(f"no device {name!r} here; there are {', '.join(present)}")
+    return wanted or present
+
+
+def describe_device(device: str) -> str:
+    """One line: the device's name and, for CUDA, its capability and whether another one is forced."""
+    kind = device.partition(":")[0]
+    if kind == "cpu":
+        return f"{_cpu_name()}, {torch.get_num_threads()} threads"
+    if kind != "cuda":
+        return f"{device.upper()} on {platform.machine()}"
+    major, minor = torch.cuda.get_device_capability(device)
+    forced = os.environ.get("FLASH_ATTN_COMPAT_CAPABILITY")
+    real = f"capability {major}.{minor}"
+    return f"{torch.cuda.get_device_name(device)}, {real}" + (f" treated as {forced} (forced)" if forced else "")
+
+
+def describe(devices: list[str]) -> dict[str, str]:
+    """What a reader needs to judge or repeat a result, by label."""
+    facts = {f"device {device}": describe_device(device) for device in devices}
+    facts["flash_attn_compat"] = _version("flash-attn-compat")
+    facts["torch"] = torch.__version__ + (f" (CUDA {torch.version.cuda})" if torch.version.cuda else "")
+    facts["python"] = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    settings = {name: value for name, value in os.environ.items() if name.startswith("FLASH_ATTN_COMPAT_")}
+    if settings:
+        facts["settings"] = " ".join(f"{name}={value}" for name, value in sorted(settings.items()))
+    facts["date"] = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    return facts
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

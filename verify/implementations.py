@@ -1,0 +1,131 @@
+"""Whose answers are judged: the package's backends, anything given by import path, and the real flash-attn as a second opinion."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from verify.errors import UsageError
+from verify.problem import Problem, accepted_options
+
+PUBLIC_FUNCTIONS = (
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+)
+
+
+class NotSupported(Exception):
+    """The implementation declines this problem; the message is its first reason."""
+
+
+class Implementation(Protocol):
+    name: str
+
+    def serving(self, problem: Problem) -> AbstractContextManager[Callable[..., Any]]:
+        """A context manager giving the function that solves the problem; NotSupported where there is none."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One of the package's backends, forced."""
+
+    name: str
+
+    @contextmanager
+    def serving(self, problem: Problem) -> Iterator[Callable[..., Any]]:
+        import flash_attn_compat
+
+        with flash_attn_compat.use_backend(self.name):
+            try:
+                yield getattr(flash_attn_compat, problem.function)
+            except flash_attn_compat.BackendNotSupported as refusal:
+                raise NotSupported(self._reason(refusal)) from refusal
+
+    def _reason(self, refusal: Exception) -> str:
+        lines = [line.strip() for line in str(refusal).splitlines() if line.strip()]
+        own = next((line for line in lines[1:] if line.startswith(self.name)), lines[0] if lines else "no reason given")
+        return own.removeprefix(self.name).lstrip(": ")
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A module-like object with some of the public functions, or a single function standing for flash_attn_func."""
+
+    name: str
+    target: Any
+
+    @contextmanager
+    def serving(self, problem: Problem) -> Iterator[Callable[..., Any]]:
+        function = getattr(self.target, problem.function, None)
+        if function is None and problem.function == "flash_attn_func" and callable(self.target):
+            function = self.target
+        if function is None:
+            raise NotSupported(f"has no {problem.function}")
+        try:
+            inspect.signature(function).bind(**problem.tensors, **accepted_options(function, problem))
+        except TypeError as error:
+            raise NotSupported(str(error)) from error
+        try:
+            yield function
+        except NotImplementedError as error:
+            raise NotSupported(str(error) or "NotImplementedError") from error
+
+
+def backends(names: list[str]) -> list[Backend]:
+    """The named backends, or all of them in order of preference."""
+    from flash_attn_compat.backends import BACKENDS
+
+    known = [backend.name for backend in BACKENDS]
+    for name in names:
+        if name not in known:
+            raise UsageError(f"unknown backend {name!r}; there are {', '.join(known)}")
+    return [Backend(name) for name in names or known]
+
+
+def imported(path: str) -> Imported:
+    """The implementation at `module` or `module:attribute`."""
+    module_name, _, attribute = path.partition(":")
+    try:
+        target = importlib.import_module(module_name)
+    except Exception as error:
+        raise UsageError(f"cannot import {module_name!r}: {type(error).__name__}: {error}") from error
+    for part in filter(None, attribute.split(".")):
+        if not hasattr(target, part):
+            raise UsageError(f"module {module_name!r} has no {attribute!r}")
+        target = getattr(target, part)
+    if not callable(target) and not any(hasattr(target, name) for name in PUBLIC_FUNCTIONS):
+        raise UsageError(f"{path!r} is no function and has none of {', '.join(PUBLIC_FUNCTIONS)}")
+    return Imported(path, target)
+
+
+def official() -> tuple[Imported | None, str]:
+    """The real flash_attn if it is installed and works here, and a word on why not or which."""
+    if os.environ.get("FLASH_ATTN_COMPAT_DISABLE_OFFICIAL", "0") not in ("", "0"):
+        return None, "switched off by FLASH_ATTN_COMPAT_DISABLE_OFFICIAL"
+    try:
+        import flash_attn
+    except Exception as error:
+        return None, f"not importable ({type(error).__name__})"
+    function = getattr(flash_attn, "flash_attn_func", None)
+    if function is None or getattr(function, "__module__", "").startswith("flash_attn_compat"):
+        return None, "the name flash_attn is answered by flash_attn_compat"
+    if not torch.cuda.is_available():
+        return None, "installed, but there is no CUDA device"
+    try:
+        q = torch.zeros(1, 8, 1, 64, device="cuda", dtype=torch.float16)
+        function(q, q, q)
+    except Exception as error:
+        return None, f"installed, but does not run here ({str(error).splitlines()[0]})"
+    return Imported(f"flash_attn {flash_attn.__version__}", flash_attn), str(flash_attn.__version__)

@@ -1,0 +1,37 @@
+"""The answers recorded from flash-attn 2.8.3, as problems. What they are and how near one must come: recorded_answers/README.md."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verify.problem import Answer, Problem
+
+FOLDER = Path(__file__).parent / "recorded_answers"
+
+
+def _problem(name: str, record: dict[str, Any]) -> Problem:
+    returned = record["out"]
+    official = Answer(
+        out=returned[0],
+        softmax_lse=returned[1] if len(returned) > 1 else None,
+        grads=record.get("grads") or {},
+        caches=record.get("after") or {},
+    )
+    return Problem(name, record["fn"], record["args"], record["kwargs"], record.get("dout"), official=official)
+
+
+@cache
+def recorded_problems() -> tuple[Problem, ...]:
+    """All 62, in the order of the recording."""
+    files = sorted(FOLDER.glob("public*.pt"))
+    return tuple(_problem(name, record) for file in files for name, record in torch.load(file, weights_only=True).items())
+
+
+def recorded_errors() -> dict[str, str]:
+    """What flash-attn said to 34 malformed or borderline calls: "ExceptionType: first line" or "ok: what came back"."""
+    return json.loads((FOLDER / "errors.json").read_text())["calls"]
