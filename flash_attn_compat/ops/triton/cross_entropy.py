@@ -71,7 +71,7 @@ class CrossEntropyLoss(torch.autograd.Function):
         return losses, z_losses
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]
+    @once_differentiable
     def backward(ctx: Any, grad_losses: Tensor, grad_z_losses: Tensor) -> tuple[Optional[Tensor], ...]:
         logits, lse, local_labels, local, ignored = ctx.saved_tensors
         # detach() shares the version counter: whoever else still needs these logits gets an error, not garbage.

@@ -48,15 +48,15 @@ def apply_rotary(
     """
     batch, seqlen = _checked_batch_and_seqlen(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
     with torch.no_grad():
-        if cu_seqlens is None and not isinstance(seqlen_offsets, Tensor):
+        if cu_seqlens is not None:
+            cos_t, sin_t = _look_up(cos, sin, _varlen_positions(x.shape[0], cu_seqlens, batch, seqlen_offsets))
+        elif isinstance(seqlen_offsets, Tensor):
+            # (batch, seqlen)
+            positions = torch.arange(seqlen, device=x.device) + seqlen_offsets[:, None]
+            cos_t, sin_t = _look_up(cos, sin, positions)
+        else:
             rows = slice(seqlen_offsets, seqlen_offsets + seqlen)
             cos_t, sin_t = cos[rows], sin[rows]
-        else:
-            if cu_seqlens is None:
-                positions = _dense_positions(seqlen, seqlen_offsets, x.device)
-            else:
-                positions = _varlen_positions(x.shape[0], cu_seqlens, batch, seqlen_offsets)
-            cos_t, sin_t = _look_up(cos, sin, positions)
         # (..., seqlen, 1, rotary_dim / 2): the heads axis is broadcast.
         cos_t, sin_t = cos_t.unsqueeze(-2), sin_t.unsqueeze(-2)
         return _rotate(x, cos_t, -sin_t if conjugate else sin_t, interleaved, inplace)
@@ -92,11 +92,6 @@ def _checked_batch_and_seqlen(
             f"got {seqlen_offsets} + {seqlen} and {seqlen_ro}"
         )
     return batch, seqlen
-
-
-def _dense_positions(seqlen: int, offsets: Tensor, device: torch.device) -> Tensor:
-    """(batch, seqlen) positions."""
-    return torch.arange(seqlen, device=device) + offsets[:, None]
 
 
 def _varlen_positions(total: int, cu_seqlens: Tensor, batch: int, offsets: Union[int, Tensor]) -> Tensor:

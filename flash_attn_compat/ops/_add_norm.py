@@ -1,0 +1,193 @@
+"""Dropout, add and normalise in one differentiable step: the arithmetic behind every norm of `ops`.
+
+    h = drop(x * rowscale * colscale) + drop1(x1) + residual
+    y = norm(h) * weight + bias,   y1 = norm(h) * weight1 + bias1
+
+in fp32 (fp64 if an operand is fp64), from the unrounded h. The backward recomputes h from the inputs, so
+nothing of fp32 size is kept. Public signatures and return shapes stay with the modules that mirror flash_attn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True)
+class NormOptions:
+    """What is not a tensor. `residual_dtype` is None if h itself is not wanted back."""
+
+    eps: float
+    is_rms_norm: bool
+    out_dtype: torch.dtype
+    residual_dtype: Optional[torch.dtype] = None
+    dropout_p: float = 0.0
+    zero_centered_weight: bool = False
+
+
+class NormInputs(NamedTuple):
+    """Every tensor of the formula; (..., n) except rowscale (...), colscale, weights and biases (n,)."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Optional[Tensor] = None
+    residual: Optional[Tensor] = None
+    x1: Optional[Tensor] = None
+    weight1: Optional[Tensor] = None
+    bias1: Optional[Tensor] = None
+    rowscale: Optional[Tensor] = None
+    colscale: Optional[Tensor] = None
+    mask: Optional[Tensor] = None
+    mask1: Optional[Tensor] = None
+
+
+def add_norm(inputs: NormInputs, options: NormOptions) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
+    """(y, y1 or None, h in residual_dtype or None), differentiable in every floating input."""
+    _check(inputs)
+    y, y1, h = _AddNorm.apply(options, *inputs)  # type: ignore[no-untyped-call]
+    return y, y1, h
+
+
+def dropout_mask(x: Tensor, dropout_p: float) -> Optional[Tensor]:
+    """Bool mask of x's shape, True = kept with probability 1 - dropout_p, from torch's default generator."""
+    if dropout_p <= 0.0:
+        return None
+    return torch.rand(x.shape, device=x.device, dtype=torch.float32) >= dropout_p
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, options: NormOptions, *tensors: Optional[Tensor]) -> tuple[Optional[Tensor], ...]:
+        inputs = NormInputs(*tensors)  # type: ignore[arg-type]
+        h = _added(inputs, options)
+        normed, _ = _normed(h, options)
+        y = _affine(normed, inputs.weight, inputs.bias, options)
+        y1 = None if inputs.weight1 is None else _affine(normed, inputs.weight1, inputs.bias1, options)
+        ctx.options = options
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        return y, y1, None if options.residual_dtype is None else h.to(options.residual_dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, dy: Optional[Tensor], dy1: Optional[Tensor], dh_out: Optional[Tensor]
+    ) -> tuple[Optional[Tensor], ...]:
+        options: NormOptions = ctx.options
+        inputs = NormInputs(*ctx.saved_tensors)
+        h = _added(inputs, options)
+        normed, rstd = _normed(h, options)
+
+        weight_grads: list[Optional[Tensor]] = []
+        dnormed = torch.zeros_like(h)
+        for grad, weight, bias in ((dy, inputs.weight, inputs.bias), (dy1, inputs.weight1, inputs.bias1)):
+            if grad is None or weight is None:
+                weight_grads += [None, None]
+                continue
+            grad = grad.to(h.dtype)
+            dnormed = dnormed + grad * _full_weight(weight, h.dtype, options)
+            weight_grads.append(_sum_rows(grad * normed).to(weight.dtype))
+            weight_grads.append(None if bias is None else _sum_rows(grad).to(bias.dtype))
+        dweight, dbias, dweight1, dbias1 = weight_grads
+
+        dh = dnormed - normed * (dnormed * normed).mean(dim=-1, keepdim=True)
+        if not options.is_rms_norm:
+            dh = dh - dnormed.mean(dim=-1, keepdim=True)
+        dh = dh * rstd
+        if dh_out is not None:
+            dh = dh + dh_out.to(dh.dtype)
+        dx, drowscale, dcolscale = _scaled_grads(dh, inputs, options, ctx.needs_input_grad)
+        dresidual = None if inputs.residual is None else dh.to(inputs.residual.dtype)
+        dx1 = None if inputs.x1 is None else _dropped(dh, inputs.mask1, options).to(inputs.x1.dtype)
+        # In the order of NormInputs; the masks have none.
+        return None, dx, dweight, dbias, dresidual, dx1, dweight1, dbias1, drowscale, dcolscale, None, None
+
+
+def _added(inputs: NormInputs, options: NormOptions) -> Tensor:
+    tensors = [inputs.x, *(t for t in (inputs.x1, inputs.residual) if t is not None)]
+    dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    h = _dropped(_scaled(inputs.x.to(dtype), inputs), inputs.mask, options)
+    if inputs.x1 is not None:
+        h = h + _dropped(inputs.x1.to(dtype), inputs.mask1, options)
+    if inputs.residual is not None:
+        h = h + inputs.residual
+    return h
+
+
+def _scaled(x: Tensor, inputs: NormInputs) -> Tensor:
+    if inputs.rowscale is not None:
+        x = x * inputs.rowscale[..., None].to(x.dtype)
+    if inputs.colscale is not None:
+        x = x * inputs.colscale.to(x.dtype)
+    return x
+
+
+def _dropped(x: Tensor, mask: Optional[Tensor], options: NormOptions) -> Tensor:
+    if mask is None:
+        return x
+    # p >= 1 drops everything; 1 / (1 - p) must not turn that into nan.
+    scale = 1.0 / (1.0 - options.dropout_p) if options.dropout_p < 1.0 else 0.0
+    return torch.where(mask, x * scale, 0.0)
+
+
+def _normed(h: Tensor, options: NormOptions) -> tuple[Tensor, Tensor]:
+    if options.is_rms_norm:
+        rstd = torch.rsqrt(h.square().mean(dim=-1, keepdim=True) + options.eps)
+        return h * rstd, rstd
+    centred = h - h.mean(dim=-1, keepdim=True)
+    rstd = torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + options.eps)
+    return centred * rstd, rstd
+
+
+def _full_weight(weight: Tensor, dtype: torch.dtype, options: NormOptions) -> Tensor:
+    weight = weight.to(dtype)
+    return weight + 1.0 if options.zero_centered_weight else weight
+
+
+def _affine(normed: Tensor, weight: Tensor, bias: Optional[Tensor], options: NormOptions) -> Tensor:
+    y = normed * _full_weight(weight, normed.dtype, options)
+    if bias is not None:
+        y = y + bias.to(y.dtype)
+    return y.to(options.out_dtype)
+
+
+def _scaled_grads(
+    dh: Tensor, inputs: NormInputs, options: NormOptions, needs_input_grad: tuple[bool, ...]
+) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
+    """Gradients of x, rowscale and colscale from that of drop(x * rowscale * colscale)."""
+    dscaled = _dropped(dh, inputs.mask, options)
+    needed = NormInputs(*needs_input_grad[1:])  # type: ignore[arg-type]
+    drowscale = dcolscale = None
+    if inputs.rowscale is not None and needed.rowscale:
+        without = _scaled(inputs.x.to(dh.dtype), inputs._replace(rowscale=None))
+        drowscale = (dscaled * without).sum(dim=-1).to(inputs.rowscale.dtype)
+    if inputs.colscale is not None and needed.colscale:
+        without = _scaled(inputs.x.to(dh.dtype), inputs._replace(colscale=None))
+        dcolscale = _sum_rows(dscaled * without).to(inputs.colscale.dtype)
+    return _scaled(dscaled, inputs).to(inputs.x.dtype), drowscale, dcolscale
+
+
+def _sum_rows(t: Tensor) -> Tensor:
+    return t.reshape(-1, t.shape[-1]).sum(dim=0)
+
+
+def _check(inputs: NormInputs) -> None:
+    shape, features = tuple(inputs.x.shape), inputs.x.shape[-1]
+    for name in ("residual", "x1", "mask", "mask1"):
+        tensor = getattr(inputs, name)
+        assert tensor is None or tuple(tensor.shape) == shape, (
+            f"x has shape {shape}, {name} has shape {tuple(tensor.shape)}, expected {name} of shape {shape}"
+        )
+    for name in ("weight", "bias", "weight1", "bias1", "colscale"):
+        tensor = getattr(inputs, name)
+        assert tensor is None or tuple(tensor.shape) == (features,), (
+            f"x has shape {shape}, {name} has shape {tuple(tensor.shape)}, expected {name} of shape ({features},)"
+        )
+    assert inputs.rowscale is None or tuple(inputs.rowscale.shape) == shape[:-1], (
+        f"x has shape {shape}, rowscale has shape {tuple(inputs.rowscale.shape)}, "
+        f"expected rowscale of shape {shape[:-1]}"
+    )

@@ -1,0 +1,338 @@
+"""Dropout, add and layer norm in the signatures of flash-attn's `dropout_layer_norm` extension.
+
+The arithmetic is in `ops/_add_norm.py`; `ops/rms_norm.py` is the same without centring.
+"""
+
+from __future__ import annotations
+
+from typing import Optional, Union
+
+import torch
+from torch import Tensor, nn
+
+from flash_attn_compat.ops._add_norm import NormInputs, NormOptions, add_norm, dropout_mask
+
+Results = Union[Tensor, tuple[Optional[Tensor], ...]]
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Optional[Tensor], epsilon: float) -> Tensor:
+    """Layer norm over the last axis: x (..., n), weight and bias (n,), computed in fp32, result in x's dtype."""
+    return _norm(x, weight, bias, epsilon, is_rms_norm=False)
+
+
+def dropout_add_layer_norm(
+    x0: Tensor,
+    residual: Optional[Tensor],
+    weight: Tensor,
+    bias: Optional[Tensor],
+    dropout_p: float,
+    epsilon: float,
+    rowscale: Optional[Tensor] = None,
+    layerscale: Optional[Tensor] = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
+) -> Results:
+    """z = norm(x) with x = dropout(x0 * rowscale * layerscale) + residual.
+
+    Args:
+        x0: (..., n).
+        residual: (..., n) or None.
+        weight, bias: (n,); bias may be None.
+        dropout_p: applied whenever positive (also in evaluation).
+        rowscale: (...), layerscale: (n,), or None.
+        prenorm: also return x, in residual's dtype, else fp32 if `residual_in_fp32`, else x0's dtype.
+        return_dropout_mask: also return the mask, uint8, x0's shape, 1 = kept (all ones without dropout).
+    Returns:
+        z in x0's dtype, or (z[, x][, mask]).
+    """
+    return _dropout_add_norm(
+        x0,
+        residual,
+        weight,
+        bias,
+        dropout_p,
+        epsilon,
+        rowscale,
+        layerscale,
+        prenorm,
+        residual_in_fp32,
+        return_dropout_mask,
+        is_rms_norm=False,
+    )
+
+
+def dropout_add_layer_norm_subset(
+    x0: Tensor,
+    residual: Optional[Tensor],
+    weight: Tensor,
+    bias: Optional[Tensor],
+    dropout_p: float,
+    epsilon: float,
+    layerscale: Optional[Tensor] = None,
+    x0_subset: Optional[Tensor] = None,
+    out_subset: Optional[Tensor] = None,
+    rowscale_const: float = 1.0,
+    out_numrows: int = 0,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
+) -> Results:
+    """`dropout_add_layer_norm` where only some rows have an x0, and only some rows are wanted (drop path).
+
+    Args:
+        x0: (rows of x0, ..., n), the rows that take part.
+        residual: the rows of x, or None.
+        x0_subset: int32, one entry per row of x: 1 + its row of x0, or 0 if it has none. None: all rows.
+        out_subset: int32, one entry per row of x: 1 + its row of z, or 0 if it is not wanted. None: all rows.
+        rowscale_const: factor on x0, for instance 1 / (1 - drop path rate).
+        out_numrows: rows of z, with `out_subset`.
+        Others: as `dropout_add_layer_norm`.
+    Returns:
+        z, or (z[, x][, mask]); z and x have shape (-1, *x0.shape[1:]), the mask has x0's shape.
+    """
+    return _dropout_add_norm_subset(
+        x0,
+        residual,
+        weight,
+        bias,
+        dropout_p,
+        epsilon,
+        layerscale,
+        x0_subset,
+        out_subset,
+        rowscale_const,
+        out_numrows,
+        prenorm,
+        residual_in_fp32,
+        return_dropout_mask,
+        is_rms_norm=False,
+    )
+
+
+def dropout_add_layer_norm_parallel_residual(
+    x0: Tensor,
+    x1: Optional[Tensor],
+    residual: Optional[Tensor],
+    weight0: Tensor,
+    bias0: Optional[Tensor],
+    weight1: Optional[Tensor],
+    bias1: Optional[Tensor],
+    dropout_p: float,
+    epsilon: float,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
+) -> tuple[Optional[Tensor], ...]:
+    """Two norms of x = dropout(x0) + dropout(x1) + residual, each branch with its own mask.
+
+    Args:
+        x0, x1, residual: (..., n); x1 and residual may be None.
+        weight0, bias0, weight1, bias1: (n,); the biases, and weight1, may be None.
+        Others: as `dropout_add_layer_norm`.
+    Returns:
+        (z0, z1[, x][, mask0, mask1]); z1 is None without weight1, mask1 without x1.
+    """
+    return _dropout_add_norm_parallel(
+        x0,
+        x1,
+        residual,
+        weight0,
+        bias0,
+        weight1,
+        bias1,
+        dropout_p,
+        epsilon,
+        prenorm,
+        residual_in_fp32,
+        return_dropout_mask,
+        is_rms_norm=False,
+    )
+
+
+class DropoutAddLayerNorm(nn.Module):
+    """`dropout_add_layer_norm` as a module; dropout only in training.
+
+    Args:
+        hidden_size: n, the size of the last axis.
+        prenorm: return (z, x) instead of z.
+        p: dropout probability.
+        eps: added to the variance.
+        residual_in_fp32: keep x in fp32 where there is no residual whose dtype decides.
+    """
+
+    is_rms_norm = False
+
+    def __init__(
+        self,
+        hidden_size: int,
+        prenorm: bool = False,
+        p: float = 0.0,
+        eps: float = 1e-5,
+        residual_in_fp32: bool = False,
+        device: Optional[Union[torch.device, str]] = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
+        super().__init__()
+        self.prenorm = prenorm
+        self.p = p
+        self.eps = eps
+        self.residual_in_fp32 = residual_in_fp32
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.bias: Optional[nn.Parameter]
+        if self.is_rms_norm:
+            self.register_parameter("bias", None)
+        else:
+            self.bias = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Weight one and bias zero."""
+        nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x0: Tensor, residual: Optional[Tensor] = None) -> Results:
+        """x0 and residual (..., n) to z, or (z, x) with prenorm."""
+        return _dropout_add_norm(
+            x0,
+            residual,
+            self.weight,
+            self.bias,
+            self.p if self.training else 0.0,
+            self.eps,
+            None,
+            None,
+            self.prenorm,
+            self.residual_in_fp32,
+            False,
+            is_rms_norm=self.is_rms_norm,
+        )
+
+
+def _norm(x: Tensor, weight: Tensor, bias: Optional[Tensor], epsilon: float, is_rms_norm: bool) -> Tensor:
+    options = NormOptions(eps=epsilon, is_rms_norm=is_rms_norm, out_dtype=x.dtype)
+    return add_norm(NormInputs(x, weight, bias), options)[0]
+
+
+def _dropout_add_norm(
+    x0: Tensor,
+    residual: Optional[Tensor],
+    weight: Tensor,
+    bias: Optional[Tensor],
+    dropout_p: float,
+    epsilon: float,
+    rowscale: Optional[Tensor],
+    layerscale: Optional[Tensor],
+    prenorm: bool,
+    residual_in_fp32: bool,
+    return_dropout_mask: bool,
+    is_rms_norm: bool,
+) -> Results:
+    mask = dropout_mask(x0, dropout_p)
+    z, _, x = add_norm(
+        NormInputs(x0, weight, bias, residual, rowscale=rowscale, colscale=layerscale, mask=mask),
+        _options(x0, residual, dropout_p, epsilon, prenorm, residual_in_fp32, is_rms_norm),
+    )
+    masks = (_as_uint8(mask, x0),) if return_dropout_mask else ()
+    return _results(z, *((x,) if prenorm else ()), *masks)
+
+
+def _dropout_add_norm_subset(
+    x0: Tensor,
+    residual: Optional[Tensor],
+    weight: Tensor,
+    bias: Optional[Tensor],
+    dropout_p: float,
+    epsilon: float,
+    layerscale: Optional[Tensor],
+    x0_subset: Optional[Tensor],
+    out_subset: Optional[Tensor],
+    rowscale_const: float,
+    out_numrows: int,
+    prenorm: bool,
+    residual_in_fp32: bool,
+    return_dropout_mask: bool,
+    is_rms_norm: bool,
+) -> Results:
+    features, shape = x0.shape[-1], (-1, *x0.shape[1:])
+    given_mask = dropout_mask(x0, dropout_p)
+    rows = x0.reshape(-1, features)
+    mask = None if given_mask is None else given_mask.reshape(-1, features)
+    if x0_subset is not None:
+        # Row 0 stands for "absent": nothing is added there.
+        source = x0_subset.reshape(-1).long()
+        rows = torch.cat((rows.new_zeros(1, features), rows))[source]
+        mask = None if mask is None else torch.cat((mask.new_zeros(1, features), mask))[source]
+    colscale = layerscale
+    if rowscale_const != 1.0:
+        colscale = weight.new_ones(features) if layerscale is None else layerscale
+        colscale = colscale * rowscale_const
+    flat_residual = None if residual is None else residual.reshape(-1, features)
+    z, _, x = add_norm(
+        NormInputs(rows, weight, bias, flat_residual, colscale=colscale, mask=mask),
+        _options(x0, residual, dropout_p, epsilon, prenorm, residual_in_fp32, is_rms_norm),
+    )
+    if out_subset is not None:
+        # Row 0 collects what is not wanted.
+        z = z.new_zeros(out_numrows + 1, features).index_copy(0, out_subset.reshape(-1).long(), z)[1:]
+    masks = (_as_uint8(given_mask, x0),) if return_dropout_mask else ()
+    return _results(z.reshape(shape), *(() if x is None else (x.reshape(shape),)), *masks)
+
+
+def _dropout_add_norm_parallel(
+    x0: Tensor,
+    x1: Optional[Tensor],
+    residual: Optional[Tensor],
+    weight0: Tensor,
+    bias0: Optional[Tensor],
+    weight1: Optional[Tensor],
+    bias1: Optional[Tensor],
+    dropout_p: float,
+    epsilon: float,
+    prenorm: bool,
+    residual_in_fp32: bool,
+    return_dropout_mask: bool,
+    is_rms_norm: bool,
+) -> tuple[Optional[Tensor], ...]:
+    mask0 = dropout_mask(x0, dropout_p)
+    mask1 = None if x1 is None else dropout_mask(x1, dropout_p)
+    z0, z1, x = add_norm(
+        NormInputs(x0, weight0, bias0, residual, x1, weight1, bias1, mask=mask0, mask1=mask1),
+        _options(x0, residual, dropout_p, epsilon, prenorm, residual_in_fp32, is_rms_norm),
+    )
+    results: tuple[Optional[Tensor], ...] = (z0, z1)
+    if prenorm:
+        results += (x,)
+    if return_dropout_mask:
+        results += (_as_uint8(mask0, x0), None if x1 is None else _as_uint8(mask1, x1))
+    return results
+
+
+def _options(
+    x0: Tensor,
+    residual: Optional[Tensor],
+    dropout_p: float,
+    epsilon: float,
+    prenorm: bool,
+    residual_in_fp32: bool,
+    is_rms_norm: bool,
+) -> NormOptions:
+    residual_dtype = torch.float32 if residual_in_fp32 else x0.dtype
+    if residual is not None:
+        residual_dtype = residual.dtype
+    return NormOptions(
+        eps=epsilon,
+        is_rms_norm=is_rms_norm,
+        out_dtype=x0.dtype,
+        residual_dtype=residual_dtype if prenorm else None,
+        dropout_p=dropout_p,
+    )
+
+
+def _as_uint8(mask: Optional[Tensor], x: Tensor) -> Tensor:
+    return torch.ones_like(x, dtype=torch.uint8) if mask is None else mask.to(torch.uint8)
+
+
+def _results(first: Tensor, *rest: Optional[Tensor]) -> Results:
+    return (first, *rest) if rest else first

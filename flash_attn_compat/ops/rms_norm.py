@@ -1,0 +1,151 @@
+"""Dropout, add and RMS norm in the signatures of flash-attn's `dropout_layer_norm` extension."""
+
+from __future__ import annotations
+
+from typing import Optional, Union
+
+import torch
+from torch import Tensor, nn
+
+from flash_attn_compat.ops.layer_norm import (
+    DropoutAddLayerNorm,
+    Results,
+    _dropout_add_norm,
+    _dropout_add_norm_parallel,
+    _dropout_add_norm_subset,
+    _norm,
+)
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """RMS norm over the last axis: x (..., n), weight (n,), computed in fp32, result in x's dtype."""
+    return _norm(x, weight, None, epsilon, is_rms_norm=True)
+
+
+def dropout_add_rms_norm(
+    x0: Tensor,
+    residual: Optional[Tensor],
+    weight: Tensor,
+    bias: Optional[Tensor],
+    dropout_p: float,
+    epsilon: float,
+    rowscale: Optional[Tensor] = None,
+    layerscale: Optional[Tensor] = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
+) -> Results:
+    """As `flash_attn_compat.ops.layer_norm.dropout_add_layer_norm`, without centring."""
+    return _dropout_add_norm(
+        x0,
+        residual,
+        weight,
+        bias,
+        dropout_p,
+        epsilon,
+        rowscale,
+        layerscale,
+        prenorm,
+        residual_in_fp32,
+        return_dropout_mask,
+        is_rms_norm=True,
+    )
+
+
+def dropout_add_rms_norm_subset(
+    x0: Tensor,
+    residual: Optional[Tensor],
+    weight: Tensor,
+    bias: Optional[Tensor],
+    dropout_p: float,
+    epsilon: float,
+    layerscale: Optional[Tensor] = None,
+    x0_subset: Optional[Tensor] = None,
+    out_subset: Optional[Tensor] = None,
+    rowscale_const: float = 1.0,
+    out_numrows: int = 0,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
+) -> Results:
+    """As `flash_attn_compat.ops.layer_norm.dropout_add_layer_norm_subset`, without centring."""
+    return _dropout_add_norm_subset(
+        x0,
+        residual,
+        weight,
+        bias,
+        dropout_p,
+        epsilon,
+        layerscale,
+        x0_subset,
+        out_subset,
+        rowscale_const,
+        out_numrows,
+        prenorm,
+        residual_in_fp32,
+        return_dropout_mask,
+        is_rms_norm=True,
+    )
+
+
+def dropout_add_rms_norm_parallel_residual(
+    x0: Tensor,
+    x1: Optional[Tensor],
+    residual: Optional[Tensor],
+    weight0: Tensor,
+    bias0: Optional[Tensor],
+    weight1: Optional[Tensor],
+    bias1: Optional[Tensor],
+    dropout_p: float,
+    epsilon: float,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
+) -> tuple[Optional[Tensor], ...]:
+    """As `flash_attn_compat.ops.layer_norm.dropout_add_layer_norm_parallel_residual`, without centring."""
+    return _dropout_add_norm_parallel(
+        x0,
+        x1,
+        residual,
+        weight0,
+        bias0,
+        weight1,
+        bias1,
+        dropout_p,
+        epsilon,
+        prenorm,
+        residual_in_fp32,
+        return_dropout_mask,
+        is_rms_norm=True,
+    )
+
+
+class RMSNorm(nn.Module):
+    """RMS norm over the last axis of size `hidden_size`; `bias` is registered as None."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        device: Optional[Union[torch.device, str]] = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Weight one."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., hidden_size) to the same shape and dtype."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+class DropoutAddRMSNorm(DropoutAddLayerNorm):
+    """`dropout_add_rms_norm` as a module; arguments as `DropoutAddLayerNorm`, `bias` is registered as None."""
+
+    is_rms_norm = True

@@ -1,0 +1,364 @@
+"""Layer norm and RMS norm fused with dropout and residual addition, and their plain reference forms.
+
+Signatures, masks and return shapes; the arithmetic is in `ops/_add_norm.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional, Union
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flash_attn_compat.ops._add_norm import NormInputs, NormOptions, add_norm, dropout_mask
+
+Results = Union[Tensor, tuple[Optional[Tensor], ...]]
+
+
+def layer_norm_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    residual: Optional[Tensor] = None,
+    x1: Optional[Tensor] = None,
+    weight1: Optional[Tensor] = None,
+    bias1: Optional[Tensor] = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Optional[Tensor] = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    zero_centered_weight: bool = False,
+    is_rms_norm: bool = False,
+    return_dropout_mask: bool = False,
+    out_dtype: Optional[torch.dtype] = None,
+    out: Optional[Tensor] = None,
+    residual_out: Optional[Tensor] = None,
+) -> Results:
+    """y = norm(h) * weight + bias with h = dropout(x * rowscale) [+ dropout(x1)] [+ residual], in fp32.
+
+    Args:
+        x: (..., n) of any floating dtype and any n.
+        weight, bias: (n,), any floating dtype; bias may be None.
+        residual: (..., n), added to h; may have another dtype.
+        x1: (..., n), a second branch added to h with a dropout mask of its own.
+        weight1, bias1: (n,), give a second output y1 = norm(h) * weight1 + bias1.
+        dropout_p: probability of dropping an element, applied whenever positive (also in evaluation).
+        rowscale: (...), one factor per row of x; not together with x1.
+        prenorm: also return h, in residual's dtype, else fp32 if residual_in_fp32, else x's dtype.
+            It is x itself if nothing was added, scaled, dropped or cast.
+        zero_centered_weight: weights are stored minus one.
+        is_rms_norm: divide by the root mean square, without centring.
+        return_dropout_mask: append the two masks.
+        out_dtype: dtype of y and y1, x's by default.
+        out, residual_out: tensors of x's shape to write y and h into (and to return).
+    Returns:
+        y, or a tuple (y[, y1][, h][, mask, mask1]): y1 with weight1, h with prenorm, the masks (bool, x's shape,
+        True = kept; None without dropout, mask1 None without x1) with return_dropout_mask.
+    Raises:
+        AssertionError: shapes do not fit, or rowscale together with x1.
+    """
+    assert rowscale is None or x1 is None, "rowscale is not supported with parallel LayerNorm"
+    mask = dropout_mask(x, dropout_p)
+    mask1 = None if x1 is None else dropout_mask(x1, dropout_p)
+    residual_dtype = x.dtype
+    if residual is not None:
+        residual_dtype = residual.dtype
+    elif residual_in_fp32:
+        residual_dtype = torch.float32
+    unchanged = residual_dtype == x.dtype and residual is x1 is rowscale is mask is None
+    y, y1, h = add_norm(
+        NormInputs(x, weight, bias, residual, x1, weight1, bias1, rowscale, mask=mask, mask1=mask1),
+        NormOptions(
+            eps=eps,
+            is_rms_norm=is_rms_norm,
+            out_dtype=x.dtype if out_dtype is None else out_dtype,
+            residual_dtype=residual_dtype if prenorm and not unchanged else None,
+            dropout_p=dropout_p,
+            zero_centered_weight=zero_centered_weight,
+        ),
+    )
+    y = _written(y, out)
+    results: tuple[Optional[Tensor], ...] = (y,)
+    if weight1 is not None:
+        results += (y1,)
+    if prenorm:
+        results += (_written(x if h is None else h, residual_out),)
+    if return_dropout_mask:
+        results += (mask, mask1)
+    return results if len(results) > 1 else y
+
+
+def rms_norm_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    residual: Optional[Tensor] = None,
+    x1: Optional[Tensor] = None,
+    weight1: Optional[Tensor] = None,
+    bias1: Optional[Tensor] = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Optional[Tensor] = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    zero_centered_weight: bool = False,
+    return_dropout_mask: bool = False,
+    out_dtype: Optional[torch.dtype] = None,
+    out: Optional[Tensor] = None,
+    residual_out: Optional[Tensor] = None,
+) -> Results:
+    """`layer_norm_fn` with is_rms_norm=True (Zhang and Sennrich 2019)."""
+    return layer_norm_fn(
+        x,
+        weight,
+        bias,
+        residual=residual,
+        x1=x1,
+        weight1=weight1,
+        bias1=bias1,
+        eps=eps,
+        dropout_p=dropout_p,
+        rowscale=rowscale,
+        prenorm=prenorm,
+        residual_in_fp32=residual_in_fp32,
+        zero_centered_weight=zero_centered_weight,
+        is_rms_norm=True,
+        return_dropout_mask=return_dropout_mask,
+        out_dtype=out_dtype,
+        out=out,
+        residual_out=residual_out,
+    )
+
+
+def layer_norm_linear_fn(
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Optional[Tensor],
+    linear_weight: Tensor,
+    linear_bias: Optional[Tensor],
+    residual: Optional[Tensor] = None,
+    eps: float = 1e-6,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+) -> Results:
+    """linear(norm(x + residual)): x (..., n), linear_weight (m, n), linear_bias (m,) or None.
+
+    Returns:
+        (..., m) in x's dtype (autocast's if it is on), or that and h = x + residual with `prenorm`,
+        in the dtype `layer_norm_fn` gives it.
+    """
+    normed = layer_norm_fn(
+        x,
+        norm_weight,
+        norm_bias,
+        residual=residual,
+        eps=eps,
+        prenorm=prenorm,
+        residual_in_fp32=residual_in_fp32,
+        is_rms_norm=is_rms_norm,
+    )
+    y = normed[0] if prenorm else normed
+    assert isinstance(y, Tensor)
+    linear_bias = None if linear_bias is None else linear_bias.to(y.dtype)
+    out = F.linear(y, linear_weight.to(y.dtype), linear_bias)
+    return (out, normed[1]) if prenorm else out
+
+
+class RMSNorm(nn.Module):
+    """RMS norm over the last axis, with optional dropout and residual addition before it.
+
+    Args:
+        hidden_size: n, the size of the last axis.
+        eps: added to the mean square.
+        dropout_p: dropout of x in training.
+        zero_centered_weight: store the weight minus one.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        dropout_p: float = 0.0,
+        zero_centered_weight: bool = False,
+        device: Optional[Union[torch.device, str]] = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.drop = nn.Dropout(dropout_p) if dropout_p > 0.0 else None
+        self.zero_centered_weight = zero_centered_weight
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Weights of the identity."""
+        nn.init.constant_(self.weight, 0.0 if self.zero_centered_weight else 1.0)
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Optional[Tensor] = None,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> Results:
+        """x (..., n) to y in x's dtype, or (y, h) with `prenorm`; see `rms_norm_fn`."""
+        return rms_norm_fn(
+            x,
+            self.weight,
+            None,
+            residual=residual,
+            eps=self.eps,
+            dropout_p=self.drop.p if self.drop is not None and self.training else 0.0,
+            prenorm=prenorm,
+            residual_in_fp32=residual_in_fp32,
+            zero_centered_weight=self.zero_centered_weight,
+        )
+
+
+def layer_norm_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    residual: Optional[Tensor] = None,
+    x1: Optional[Tensor] = None,
+    weight1: Optional[Tensor] = None,
+    bias1: Optional[Tensor] = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Optional[Tensor] = None,
+    prenorm: bool = False,
+    zero_centered_weight: bool = False,
+    dropout_mask: Optional[Tensor] = None,
+    dropout_mask1: Optional[Tensor] = None,
+    upcast: bool = False,
+) -> Results:
+    """`layer_norm_fn` step by step in the operands' own dtypes, or in fp32 if `upcast`; for comparisons.
+
+    Args as `layer_norm_fn`, and dropout_mask, dropout_mask1: bool, x's shape, True = kept; drawn if None.
+    Returns:
+        y, or (y[, y1][, h]) as there, in x's dtype.
+    """
+    return _norm_ref(
+        _plain_layer_norm,
+        x,
+        weight,
+        bias,
+        residual,
+        x1,
+        weight1,
+        bias1,
+        eps,
+        dropout_p,
+        rowscale,
+        prenorm,
+        zero_centered_weight,
+        dropout_mask,
+        dropout_mask1,
+        upcast,
+    )
+
+
+def rms_norm_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    residual: Optional[Tensor] = None,
+    x1: Optional[Tensor] = None,
+    weight1: Optional[Tensor] = None,
+    bias1: Optional[Tensor] = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Optional[Tensor] = None,
+    prenorm: bool = False,
+    zero_centered_weight: bool = False,
+    dropout_mask: Optional[Tensor] = None,
+    dropout_mask1: Optional[Tensor] = None,
+    upcast: bool = False,
+) -> Results:
+    """`rms_norm_fn` step by step in the operands' own dtypes, or in fp32 if `upcast`; see `layer_norm_ref`."""
+    return _norm_ref(
+        _plain_rms_norm,
+        x,
+        weight,
+        bias,
+        residual,
+        x1,
+        weight1,
+        bias1,
+        eps,
+        dropout_p,
+        rowscale,
+        prenorm,
+        zero_centered_weight,
+        dropout_mask,
+        dropout_mask1,
+        upcast,
+    )
+
+
+def _plain_layer_norm(h: Tensor, weight: Tensor, bias: Optional[Tensor], eps: float) -> Tensor:
+    bias = None if bias is None else bias.to(weight.dtype)
+    return F.layer_norm(h.to(weight.dtype), h.shape[-1:], weight, bias, eps)
+
+
+def _plain_rms_norm(h: Tensor, weight: Tensor, bias: Optional[Tensor], eps: float) -> Tensor:
+    y = h * torch.rsqrt(h.square().mean(dim=-1, keepdim=True) + eps) * weight
+    return y if bias is None else y + bias
+
+
+def _norm_ref(
+    norm: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    residual: Optional[Tensor],
+    x1: Optional[Tensor],
+    weight1: Optional[Tensor],
+    bias1: Optional[Tensor],
+    eps: float,
+    dropout_p: float,
+    rowscale: Optional[Tensor],
+    prenorm: bool,
+    zero_centered_weight: bool,
+    dropout_mask: Optional[Tensor],
+    dropout_mask1: Optional[Tensor],
+    upcast: bool,
+) -> Results:
+    assert rowscale is None or x1 is None, "rowscale is not supported with parallel LayerNorm"
+    dtype = x.dtype
+
+    def cast(t: Optional[Tensor]) -> Any:
+        return t.float() if upcast and t is not None else t
+
+    h, weight, bias, weight1, bias1 = cast(x), cast(weight), cast(bias), cast(weight1), cast(bias1)
+    if zero_centered_weight:
+        weight = weight + 1.0
+        weight1 = None if weight1 is None else weight1 + 1.0
+    if rowscale is not None:
+        h = h * cast(rowscale)[..., None]
+    h = _plain_dropout(h, dropout_p, dropout_mask)
+    if x1 is not None:
+        h = h + _plain_dropout(cast(x1), dropout_p, dropout_mask1)
+    if residual is not None:
+        h = (h + cast(residual)).to(h.dtype)
+    y = norm(h, weight, bias, eps).to(dtype)
+    results: tuple[Optional[Tensor], ...] = (y,)
+    if weight1 is not None:
+        results += (norm(h, weight1, bias1, eps).to(dtype),)
+    if prenorm:
+        results += (h.to(dtype),)
+    return results if len(results) > 1 else y
+
+
+def _plain_dropout(x: Tensor, dropout_p: float, mask: Optional[Tensor]) -> Tensor:
+    if dropout_p <= 0.0:
+        return x
+    return F.dropout(x, dropout_p) if mask is None else x.masked_fill(~mask, 0.0) / (1.0 - dropout_p)
+
+
+def _written(value: Tensor, target: Optional[Tensor]) -> Tensor:
+    return value if target is None else target.copy_(value)
