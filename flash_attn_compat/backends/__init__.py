@@ -1,0 +1,11 @@
+"""The ordered list of backends: the first that can serve a call exactly does. Nothing else names them."""
+
+from __future__ import annotations
+
+from flash_attn_compat.backends.base import Backend, Capabilities
+from flash_attn_compat.backends.chunked import Chunked
+from flash_attn_compat.backends.reference import Reference
+
+BACKENDS: tuple[Backend, ...] = (Chunked(), Reference())
+
+__all__ = ["BACKENDS", "Backend", "Capabilities"]

@@ -1,0 +1,187 @@
+"""What a backend is: a table of what it can compute, its reasons against a call, forward and backward.
+
+Reasons come from the table wherever they can, so that the table is also the documentation and the tests'
+parametrisation. A backend never looks at another one.
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.engine import alibi, dropout
+from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
+from flash_attn_compat.engine.features import DESCRIPTIONS, Feature, Traits, split
+from flash_attn_compat.engine.layout import Block, Group, Layout, whole_block
+
+HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
+FLOAT_DTYPES = HALF_DTYPES | {torch.float32, torch.float64}
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend computes exactly.
+
+    devices: device types, None for any; min_capability, max_capability: CUDA compute capabilities, inclusive
+    """
+
+    features: Feature
+    devices: frozenset[str] | None = None
+    dtypes: frozenset[torch.dtype] = FLOAT_DTYPES
+    min_capability: tuple[int, int] | None = None
+    max_capability: tuple[int, int] | None = None
+    max_head_dim: int | None = None
+
+
+class Backend(abc.ABC):
+    """One way to compute attention."""
+
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities]
+
+    def not_supported_reasons(self, call: AttentionCall) -> list[str]:
+        """Every reason why this backend cannot serve ``call``; empty when it can."""
+        return self.reasons(call.traits())
+
+    def reasons(self, traits: Traits) -> list[str]:
+        table = self.capabilities
+        reasons = list(self.unavailable_reasons())
+        if table.devices is not None and traits.device_type not in table.devices:
+            reasons.append(f"runs on {' and '.join(sorted(table.devices))}, not on {traits.device_type}")
+        reasons += _capability_reasons(table, traits)
+        if traits.dtype not in table.dtypes:
+            reasons.append(f"does not compute {_name(traits.dtype)}")
+        largest = max(traits.head_dim, traits.head_dim_v)
+        if table.max_head_dim is not None and largest > table.max_head_dim:
+            reasons.append(f"head_dim is at most {table.max_head_dim}, got {largest}")
+        missing = traits.features & ~int(table.features)
+        reasons += [f"does not support {DESCRIPTIONS[feature]}" for feature in split(missing)]
+        return reasons + self.extra_reasons(traits)
+
+    def unavailable_reasons(self) -> list[str]:
+        """Why this backend cannot serve any call on this machine."""
+        return []
+
+    def extra_reasons(self, traits: Traits) -> list[str]:
+        """Reasons that the table cannot express, such as combinations."""
+        return []
+
+    @abc.abstractmethod
+    def forward(self, call: AttentionCall) -> Result:
+        """Compute out, softmax_lse (+inf for rows without keys) and the dropout's rng_state."""
+
+    @abc.abstractmethod
+    def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
+        """Gradients from the ``out`` and ``softmax_lse`` in ``upstream``, whoever computed those.
+
+        Probabilities are exp(score - softmax_lse), so the numbers may describe a longer sequence of which
+        ``call`` holds a part. Results are written through the strides of ``into`` where it is given.
+        """
+
+
+class BlockwiseBackend(Backend):
+    """A backend that computes dense blocks; packed, paged and padded calls are laid out for it."""
+
+    @abc.abstractmethod
+    def forward_block(
+        self, call: AttentionCall, block: Block, rng_state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """``out`` (n, seqlen_q, nheads, head_dim_v) and the true LSE (n, nheads, seqlen_q), +inf in empty rows."""
+
+    @abc.abstractmethod
+    def backward_block(
+        self, call: AttentionCall, block: Block, upstream: Upstream
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv in the layout of block.q, block.k, block.v."""
+
+    def forward(self, call: AttentionCall) -> Result:
+        rng_state = call.rng_state
+        if call.dropout_p and rng_state is None:
+            rng_state = dropout.new_rng_state(call.q.device)
+        block = whole_block(call)
+        if block is not None:
+            out, lse = self.forward_block(call, block, rng_state)
+            return Result(out.to(call.q.dtype), _reported_lse(call, block, lse), rng_state)
+        layout = Layout(call)
+        out, lse = layout.empty_result()
+        for group, block in layout.blocks():
+            block_out, block_lse = self.forward_block(call, block, rng_state)
+            layout.scatter(out, layout.rows, group, block_out)
+            if block_lse is not None:
+                layout.scatter_lse(lse, group, _reported_lse(call, block, block_lse))
+        return Result(out, lse, rng_state)
+
+    def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
+        block = whole_block(call)
+        if block is not None:
+            lse = _true_lse(call, block, upstream.softmax_lse)
+            found = self.backward_block(call, block, upstream._replace(softmax_lse=lse))
+            return _deliver(Gradients(*found), call, into)
+        layout = Layout(call)
+        totals = into or Gradients(*map(torch.empty_like, (call.q, call.k, call.v)))
+        for total in totals:
+            total.zero_()
+        for group, block in layout.blocks():
+            found = self.backward_block(call, block, _block_upstream(call, layout, group, block, upstream))
+            layout.scatter(totals.dq, layout.rows, group, found[0])
+            layout.scatter(totals.dk, layout.keys, group, found[1])
+            layout.scatter(totals.dv, layout.keys, group, found[2])
+        return totals
+
+
+def _block_upstream(call: AttentionCall, layout: Layout, group: Group, block: Block, upstream: Upstream) -> Upstream:
+    """The rows of one block out of the whole call's, with the true LSE."""
+    dout = layout.gather(upstream.dout, layout.rows, group, group.seqlen_q)
+    out = layout.gather(upstream.out, layout.rows, group, group.seqlen_q)
+    lse = _true_lse(call, block, layout.gather_lse(upstream.softmax_lse, group))
+    if block.first_row is not None:
+        # Rows of padding repeat another row's numbers; without probability they give no gradient.
+        lse = lse.masked_fill((block.row_indices() < 0)[:, None], torch.inf)
+    return Upstream(dout, out, lse, upstream.rng_state)
+
+
+def _reported_lse(call: AttentionCall, block: Block, lse: Tensor | None) -> Tensor | None:
+    """The LSE as flash-attn words it, from the true one."""
+    if lse is None or not call.lse_carries_alibi_position:
+        return lse
+    return lse + _lse_shift(block)
+
+
+def _true_lse(call: AttentionCall, block: Block, lse: Tensor) -> Tensor:
+    return lse - _lse_shift(block) if call.lse_carries_alibi_position else lse
+
+
+def _lse_shift(block: Block) -> Tensor:
+    offset = block.offset if block.first_key is None else block.offset - block.first_key
+    return alibi.causal_lse_shift(block.slopes, block.q.shape[1], offset)
+
+
+def _deliver(found: Gradients, call: AttentionCall, into: Gradients | None) -> Gradients:
+    if into is None:
+        return Gradients(found.dq.to(call.q.dtype), found.dk.to(call.k.dtype), found.dv.to(call.v.dtype))
+    for target, value in zip(into, found):
+        target.copy_(value)
+    return into
+
+
+def _capability_reasons(table: Capabilities, traits: Traits) -> list[str]:
+    if traits.capability is None:
+        return []
+    lowest, highest = table.min_capability, table.max_capability
+    if lowest is not None and traits.capability < lowest:
+        return [f"needs compute capability {_dotted(lowest)}, this GPU counts as {_dotted(traits.capability)}"]
+    if highest is not None and traits.capability > highest:
+        return [f"knows GPUs up to {_dotted(highest)}, this GPU counts as {_dotted(traits.capability)}"]
+    return []
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

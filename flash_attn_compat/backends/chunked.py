@@ -1,0 +1,230 @@
+"""Online softmax over blocks of keys in plain PyTorch: every feature, every device, memory linear in length.
+
+Forward is algorithm 1 of FlashAttention-2 (Dao, 2023) and backward its algorithm 2, with tiles as large
+as a fixed memory budget allows: one pass over all visible keys of a few rows where that fits, running
+maxima only where it does not. Query heads that share a key head are rows of the same matrix product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.backends.base import BlockwiseBackend, Capabilities
+from flash_attn_compat.engine import alibi, dropout
+from flash_attn_compat.engine.call import AttentionCall, Upstream
+from flash_attn_compat.engine.features import Feature
+from flash_attn_compat.engine.layout import Block
+from flash_attn_compat.engine.mask import Range
+
+
+class Chunked(BlockwiseBackend):
+    name = "chunked"
+    capabilities = Capabilities(features=~Feature.TRANSFORMS)
+
+    def forward_block(
+        self, call: AttentionCall, block: Block, rng_state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        n, seqlen_q, nheads = block.q.shape[:3]
+        out = block.q.new_zeros(n, seqlen_q, nheads, call.head_dim_v)
+        lse = torch.full((n, nheads, seqlen_q), torch.inf, dtype=_working_dtype(block.q), device=block.q.device)
+        for piece in _pieces(call, block, rng_state):
+            for rows in piece.row_blocks():
+                row_out, row_lse = _attend_rows(piece, rows)
+                out[piece.n, rows.start : rows.stop, piece.heads] = row_out.transpose(1, 2)
+                lse[piece.n, piece.heads, rows.start : rows.stop] = row_lse
+        return out, lse
+
+    def backward_block(
+        self, call: AttentionCall, block: Block, upstream: Upstream
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq = torch.zeros_like(block.q)
+        dk, dv = torch.empty_like(block.k), torch.empty_like(block.v)
+        for piece in _pieces(call, block, upstream.rng_state):
+            totals = torch.zeros_like(piece.keys), torch.zeros_like(piece.values)
+            for rows in piece.row_blocks():
+                row_dq = _backpropagate_rows(piece, rows, upstream, *totals)
+                dq[piece.n, rows.start : rows.stop, piece.heads] = row_dq.transpose(1, 2)
+            for target, total in zip((dk, dv), totals):
+                target[piece.n, :, piece.heads_kv] = total.unflatten(0, (piece.count, -1)).transpose(1, 2)
+        return dq, dk, dv
+
+
+class _Piece:
+    """Some sequences and heads of a block in working precision, worked on one tile at a time."""
+
+    def __init__(
+        self, call: AttentionCall, block: Block, rng_state: Tensor | None, n: slice, heads_kv: slice, tile: _Tile
+    ) -> None:
+        self.call, self.rng_state, self.n, self.heads_kv, self.tile = call, rng_state, n, heads_kv, tile
+        self.group = call.nheads // call.nheads_k
+        self.heads = slice(heads_kv.start * self.group, heads_kv.stop * self.group)
+        self.q, self.block = block.q, block.narrow(n)
+        self.count, self.seqlen_q = self.block.q.shape[:2]
+        self.seqlen_k, self.offset = self.block.k.shape[1], block.offset
+        self.dtype = _working_dtype(block.q)
+        self.keys = self._fold_keys(self.block.k)
+        self.values = self._fold_keys(self.block.v)
+
+    def row_blocks(self) -> Iterator[Range]:
+        alive = self.call.mask.rows_with_keys(self.seqlen_q, self.seqlen_k)
+        for start in range(alive.start, alive.stop, self.tile.rows):
+            yield Range(start, min(start + self.tile.rows, alive.stop))
+
+    def key_blocks(self, rows: Range) -> Iterator[Range]:
+        visible = self.call.mask.visible_keys(rows, self.offset, self.seqlen_k)
+        for start in range(visible.start, visible.stop, self.tile.keys):
+            yield Range(start, min(start + self.tile.keys, visible.stop))
+
+    def fold(self, tensor: Tensor, rows: Range) -> Tensor:
+        """Rows of a (n, seqlen_q, nheads, x) tensor as (n * kv heads, group * rows, x) in working precision."""
+        part = tensor[self.n, rows.start : rows.stop, self.heads].to(self.dtype).transpose(1, 2)
+        return part.reshape(-1, self.group * rows.size, tensor.shape[-1])
+
+    def unfold(self, folded: Tensor, rows: Range) -> Tensor:
+        """(n * kv heads, group * rows, x) -> (n, q heads, rows, x)."""
+        return folded.view(self.count, -1, rows.size, folded.shape[-1])
+
+    def _fold_keys(self, tensor: Tensor) -> Tensor:
+        return tensor[:, :, self.heads_kv].to(self.dtype).transpose(1, 2).flatten(0, 1)
+
+    def scores(self, queries: Tensor, rows: Range, columns: Range) -> tuple[Tensor, Tensor | None]:
+        """Scores (n, q heads, rows, columns) of scaled ``queries``; the tanh values beside them under softcap."""
+        keys = self.keys[:, columns.start : columns.stop]
+        scores = self.unfold(torch.bmm(queries, keys.transpose(1, 2)), rows)
+        capped = None
+        if self.call.softcap:
+            capped = scores.div_(self.call.softcap).tanh_()
+            scores = capped * self.call.softcap
+        if self.block.slopes is not None:
+            alibi.add_bias_(scores, self.block.slopes[:, self.heads], rows, columns, self.offset)
+        hidden = self.call.mask.hidden(rows, columns, self.offset, scores.device)
+        if hidden is not None:
+            scores.masked_fill_(hidden, -torch.inf)
+        if self.block.first_key is not None:
+            padding = self.block.key_indices()[:, columns.start : columns.stop] < 0
+            scores.masked_fill_(padding[:, None, None], -torch.inf)
+        return scores, capped
+
+    def keep(self, rows: Range, columns: Range) -> Tensor | None:
+        """Surviving probabilities of a tile as 0 and 1, (n, q heads, rows, columns); None without dropout."""
+        if not self.call.dropout_p:
+            return None
+        device = self.block.q.device
+        tile = dropout.keep_tile(
+            self.rng_state,
+            self.call.dropout_p,
+            torch.as_tensor(list(self.block.sequences), device=device),
+            torch.arange(self.heads.start, self.heads.stop, device=device),
+            self.block.row_indices()[..., rows.start : rows.stop],
+            self.block.key_indices()[..., columns.start : columns.stop],
+        )
+        return tile.to(self.dtype)
+
+
+def _attend_rows(piece: _Piece, rows: Range) -> tuple[Tensor, Tensor]:
+    """Algorithm 1 for one block of rows: out (n, q heads, rows, head_dim_v) and its LSE."""
+    queries = piece.fold(piece.q, rows) * piece.call.softmax_scale
+    out = peak = total = None
+    for columns in piece.key_blocks(rows):
+        scores, _ = piece.scores(queries, rows, columns)
+        block_peak = scores.amax(-1, keepdim=True)
+        new_peak = block_peak if peak is None else torch.maximum(peak, block_peak)
+        # A row that has seen nothing yet has peak -inf; 0 keeps exp(-inf - peak) at 0 instead of nan.
+        shift = new_peak.masked_fill(new_peak == -torch.inf, 0.0)
+        weights = scores.sub_(shift).exp_()
+        block_total = weights.sum(-1, keepdim=True)
+        keep = piece.keep(rows, columns)
+        if keep is not None:
+            weights.mul_(keep)
+        values = piece.values[:, columns.start : columns.stop]
+        block_out = piece.unfold(torch.bmm(weights.view(*queries.shape[:2], -1), values), rows)
+        if out is None:
+            out, total = block_out, block_total
+        else:
+            decay = torch.exp(peak - shift)
+            out.mul_(decay).add_(block_out)
+            total.mul_(decay).add_(block_total)
+        peak = new_peak
+    dead = total == 0
+    total.masked_fill_(dead, 1.0)
+    out.div_(total * (1.0 - piece.call.dropout_p))
+    lse = total.log_().add_(peak).masked_fill_(dead, torch.inf)
+    return out, lse.squeeze(-1)
+
+
+def _backpropagate_rows(piece: _Piece, rows: Range, upstream: Upstream, dk: Tensor, dv: Tensor) -> Tensor:
+    """Algorithm 2 for one block of rows: adds to dk and dv, returns dq (n, q heads, rows, head_dim)."""
+    call = piece.call
+    queries = piece.fold(piece.q, rows) * call.softmax_scale
+    dout = piece.fold(upstream.dout, rows)
+    delta = (dout * piece.fold(upstream.out, rows)).sum(-1, keepdim=True)
+    row_lse = upstream.softmax_lse[piece.n, piece.heads, rows.start : rows.stop].to(piece.dtype).unsqueeze(-1)
+    dq = torch.zeros_like(queries)
+    for columns in piece.key_blocks(rows):
+        inside = slice(columns.start, columns.stop)
+        scores, capped = piece.scores(queries, rows, columns)
+        probabilities = scores.sub_(row_lse).exp_()
+        keep = piece.keep(rows, columns)
+        dropped = probabilities
+        if keep is not None:
+            dropped = probabilities * keep.mul_(1.0 / (1.0 - call.dropout_p))
+        dv[:, inside].baddbmm_(dropped.view(*queries.shape[:2], -1).transpose(1, 2), dout)
+        dscores = torch.bmm(dout, piece.values[:, inside].transpose(1, 2))
+        if keep is not None:
+            dscores.mul_(keep.view_as(dscores))
+        dscores.sub_(delta).mul_(probabilities.view_as(dscores))
+        if capped is not None:
+            dscores.mul_(capped.square_().neg_().add_(1.0).view_as(dscores))
+        dq.baddbmm_(dscores, piece.keys[:, inside])
+        dk[:, inside].baddbmm_(dscores.transpose(1, 2), queries)
+    return piece.unfold(dq.mul_(call.softmax_scale), rows)
+
+
+class _Tile(NamedTuple):
+    """How much is worked on at once."""
+
+    sequences: int
+    heads_kv: int
+    rows: int
+    keys: int
+
+
+# Elements of one tile of scores. On a CPU a tile should stay in cache; elsewhere it should fill the device.
+_TILE_ELEMENTS = {"cpu": 2**19}
+_TILE_ELEMENTS_ACCELERATOR = 2**25
+_KEYS_PER_TILE = {"cpu": 512}
+_KEYS_PER_TILE_ACCELERATOR = 8192
+_MIN_ROWS = {"cpu": 128}
+_MIN_ROWS_ACCELERATOR = 256
+
+
+def _tile(call: AttentionCall, block: Block) -> _Tile:
+    """The largest tile within the device's budget: first rows and keys, then heads, then sequences."""
+    device_type = block.q.device.type
+    n, seqlen_q = block.q.shape[:2]
+    left, right = call.mask
+    width = block.k.shape[1] if left is None or right is None else min(block.k.shape[1], left + right + 1)
+    budget = _TILE_ELEMENTS.get(device_type, _TILE_ELEMENTS_ACCELERATOR) // (call.nheads // call.nheads_k)
+    keys = min(width, _KEYS_PER_TILE.get(device_type, _KEYS_PER_TILE_ACCELERATOR))
+    rows = min(seqlen_q, _MIN_ROWS.get(device_type, _MIN_ROWS_ACCELERATOR))
+    heads = max(1, min(call.nheads_k, budget // (rows * keys)))
+    sequences = max(1, min(n, budget // (rows * keys * heads)))
+    rows = max(rows, min(seqlen_q, budget // (sequences * heads * keys)))
+    return _Tile(sequences, heads, rows, keys)
+
+
+def _pieces(call: AttentionCall, block: Block, rng_state: Tensor | None) -> Iterator[_Piece]:
+    tile = _tile(call, block)
+    for start in range(0, block.q.shape[0], tile.sequences):
+        n = slice(start, min(start + tile.sequences, block.q.shape[0]))
+        for first in range(0, call.nheads_k, tile.heads_kv):
+            heads_kv = slice(first, min(first + tile.heads_kv, call.nheads_k))
+            yield _Piece(call, block, rng_state, n, heads_kv, tile)
+
+
+def _working_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

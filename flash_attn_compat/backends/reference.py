@@ -1,0 +1,99 @@
+"""The answer everything else is checked against: all scores at once, in fp64 where the device has it.
+
+Written out of place in differentiable operations, so that it also serves forward-mode AD, torch.func and
+double backward. Memory grows with the product of the lengths; never chosen before another backend.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.backends.base import BlockwiseBackend, Capabilities
+from flash_attn_compat.engine import alibi, dropout
+from flash_attn_compat.engine.call import AttentionCall, Upstream
+from flash_attn_compat.engine.features import Feature
+from flash_attn_compat.engine.layout import Block
+from flash_attn_compat.engine.mask import Range
+
+
+class Reference(BlockwiseBackend):
+    name = "reference"
+    capabilities = Capabilities(features=~Feature(0))
+
+    def forward_block(
+        self, call: AttentionCall, block: Block, rng_state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        q, k, v = _expand(call, block)
+        scores, _ = _scores(call, block, q, k)
+        peak = scores.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
+        weights = torch.exp(scores - peak)
+        total = weights.sum(-1, keepdim=True)
+        dead = total == 0
+        lse = torch.where(dead, torch.inf, total.masked_fill(dead, 1.0).log() + peak).squeeze(-1)
+        probabilities = weights / total.masked_fill(dead, 1.0)
+        keep = _keep(call, block, rng_state)
+        if keep is not None:
+            probabilities = probabilities * keep
+        out = torch.einsum("bhqk,bkhd->bqhd", probabilities, v)
+        return out.to(block.q.dtype), lse.to(torch.float64 if q.dtype == block.q.dtype else torch.float32)
+
+    def backward_block(
+        self, call: AttentionCall, block: Block, upstream: Upstream
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = _expand(call, block)
+        dout, out, lse = (tensor.to(q.dtype) for tensor in upstream[:3])
+        scores, softcap_slope = _scores(call, block, q, k)
+        probabilities = torch.exp(scores - lse.unsqueeze(-1))
+        keep = _keep(call, block, upstream.rng_state)
+        dropped = probabilities if keep is None else probabilities * keep
+        dv = torch.einsum("bhqk,bqhd->bkhd", dropped, dout)
+        dprobabilities = torch.einsum("bqhd,bkhd->bhqk", dout, v)
+        if keep is not None:
+            dprobabilities = dprobabilities * keep
+        delta = torch.einsum("bqhd,bqhd->bhq", dout, out).unsqueeze(-1)
+        dscores = probabilities * (dprobabilities - delta)
+        if softcap_slope is not None:
+            dscores = dscores * softcap_slope
+        dq = torch.einsum("bhqk,bkhd->bqhd", dscores, k) * call.softmax_scale
+        dk = torch.einsum("bhqk,bqhd->bkhd", dscores, q) * call.softmax_scale
+        groups = (block.k.shape[2], -1)
+        return dq, dk.unflatten(2, groups).sum(3), dv.unflatten(2, groups).sum(3)
+
+
+def _expand(call: AttentionCall, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v in the working precision, key and value heads repeated for their query heads."""
+    dtype = torch.float32 if block.q.device.type == "mps" else torch.float64
+    group = call.nheads // call.nheads_k
+    k, v = (tensor.to(dtype).repeat_interleave(group, dim=2) for tensor in (block.k, block.v))
+    return block.q.to(dtype), k, v
+
+
+def _scores(call: AttentionCall, block: Block, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Scores (n, nheads, seqlen_q, seqlen_k), -inf where unseen; the softcap's derivative beside them."""
+    rows, keys = Range(0, q.shape[1]), Range(0, k.shape[1])
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * call.softmax_scale
+    softcap_slope = None
+    if call.softcap:
+        capped = torch.tanh(scores / call.softcap)
+        scores, softcap_slope = call.softcap * capped, 1 - capped**2
+    if block.slopes is not None:
+        scores = scores + alibi.bias(block.slopes, rows, keys, block.offset, scores.dtype)
+    hidden = call.mask.hidden(rows, keys, block.offset, q.device)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    if block.first_key is not None:
+        scores = scores.masked_fill((block.key_indices() < 0)[:, None, None], -torch.inf)
+    return scores, softcap_slope
+
+
+def _keep(call: AttentionCall, block: Block, rng_state: Tensor | None) -> Tensor | None:
+    """What dropout multiplies probabilities by: 0 or 1 / (1 - p)."""
+    if not call.dropout_p:
+        return None
+    sequences = torch.as_tensor(list(block.sequences), device=block.q.device)
+    heads = torch.arange(call.nheads, device=block.q.device)
+    kept = dropout.keep_tile(
+        rng_state, call.dropout_p, sequences, heads, block.row_indices(), block.key_indices()
+    )
+    return kept / (1.0 - call.dropout_p)

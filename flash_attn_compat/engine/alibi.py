@@ -1,0 +1,50 @@
+"""ALiBi (Press et al., 2022): the bias ``-slope * |position - key|`` and its trace in the LSE.
+
+flash-attn adds ``slope * key`` instead when the mask is purely causal. Outputs and gradients are the
+same, but the LSE it returns is then larger by ``slope * position``; callers that merge partial results
+rely on that number, so every backend computes the plain bias and converts with the functions here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.engine.mask import Range, distance
+
+
+def per_sequence(slopes: Tensor, batch: int) -> Tensor:
+    """(nheads,) or (batch, nheads) slopes as (batch, nheads), without a copy."""
+    return slopes if slopes.dim() == 2 else slopes.expand(batch, -1)
+
+
+def bias(slopes: Tensor, rows: Range, keys: Range, offset: int, dtype: torch.dtype) -> Tensor:
+    """(batch, nheads) slopes -> additive bias (batch, nheads, rows, keys)."""
+    gap = distance(rows, keys, offset, slopes.device).abs_().to(dtype)
+    return slopes.to(dtype).neg()[:, :, None, None] * gap
+
+
+def add_bias_(scores: Tensor, slopes: Tensor, rows: Range, keys: Range, offset: int) -> Tensor:
+    """Add the bias to ``scores`` (batch, nheads, rows, keys) in place, without materialising it."""
+    gap = distance(rows, keys, offset, scores.device).abs_().to(scores.dtype)
+    return scores.addcmul_(slopes.to(scores.dtype)[:, :, None, None], gap, value=-1)
+
+
+def causal_lse_shift(slopes: Tensor, seqlen_q: int, offset: int | Tensor) -> Tensor:
+    """``slope * position`` per row: (batch, nheads) slopes -> (batch, nheads, seqlen_q).
+
+    ``offset`` is seqlen_k - seqlen_q, one number or one per sequence (batch,).
+    """
+    rows = torch.arange(seqlen_q, device=slopes.device)
+    positions = rows + (offset[:, None, None] if isinstance(offset, Tensor) else offset)
+    return slopes[:, :, None] * positions
+
+
+def causal_lse_shift_varlen(slopes: Tensor, cu_seqlens_q: Tensor, lengths_k: Tensor, total_q: int) -> Tensor:
+    """The same for packed rows: (batch, nheads) slopes -> (nheads, total_q), without a host sync."""
+    batch = slopes.shape[0]
+    tokens = torch.arange(total_q, device=slopes.device)
+    sequence = torch.searchsorted(cu_seqlens_q[1:], tokens, right=True).clamp_(max=batch - 1)
+    lengths_q = cu_seqlens_q[1:] - cu_seqlens_q[:-1]
+    positions = tokens - cu_seqlens_q[:-1][sequence] + (lengths_k - lengths_q)[sequence]
+    return (slopes[sequence] * positions[:, None]).t()

@@ -1,0 +1,120 @@
+"""From a call to its outputs, with gradients where they are wanted: one autograd Function for every backend.
+
+Packed inputs enter the graph whole, so that their gradient is one packed tensor written once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.backends import Backend
+from flash_attn_compat.engine import dispatch
+from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream, wants_transforms
+from flash_attn_compat.engine.layout import lse_dtype
+from flash_attn_compat.engine.probabilities import signed_probabilities
+
+
+class Inputs(NamedTuple):
+    """The differentiable tensors as the caller gave them: (q, k, v), (q, kv) or (qkv,)."""
+
+    tensors: tuple[Tensor, ...]
+
+    def unpack(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v as views; packed tensors hold them along their third axis from the end."""
+        if len(self.tensors) == 3:
+            return self.tensors
+        packed = self.tensors[-1]
+        parts = tuple(packed.select(-3, index) for index in range(packed.shape[-3]))
+        return (*self.tensors[:-1], *parts)
+
+
+def attend(inputs: Inputs, call: AttentionCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(out, softmax_lse, S_dmask) of ``call``, recorded for autograd if any of ``inputs`` requires grad.
+
+    S_dmask is None unless call.return_dmask, softmax_lse may be None unless call.return_lse.
+    """
+    if wants_transforms(*inputs.tensors):
+        call = call._replace(transformed=True)
+        return _finish(call, dispatch.serve(call).forward(call))
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs.tensors):
+        return _Attention.apply(call._replace(needs_grad=True), *inputs.tensors)
+    return _finish(call, run_forward(call))
+
+
+def run_forward(call: AttentionCall) -> Result:
+    """Serve a call outside autograd."""
+    if call.is_empty:
+        return _empty_result(call)
+    return dispatch.serve(call).forward(call)
+
+
+def run_backward(
+    backend: Backend | None, call: AttentionCall, upstream: Upstream, into: Gradients | None = None
+) -> Gradients:
+    """The gradients of a call that ``backend`` serves; written through ``into`` where given."""
+    if call.is_empty:
+        gradients = into or Gradients(*map(torch.empty_like, (call.q, call.k, call.v)))
+        for gradient in gradients:
+            gradient.zero_()
+        return gradients
+    return backend.backward(call, upstream, into)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: AttentionCall, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        if call.is_empty:
+            ctx.backend, result = None, _empty_result(call)
+        else:
+            ctx.backend = dispatch.serve(call)
+            result = ctx.backend.forward(call)
+        ctx.description = call.without_tensors()
+        ctx.save_for_backward(
+            *tensors, result.out, result.softmax_lse, result.rng_state,
+            call.alibi_slopes, call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.leftpad_k, call.block_table,
+        )  # fmt: skip
+        ctx.set_materialize_grads(False)
+        return _finish(call, result)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
+        *tensors, out, lse, rng_state, slopes, cu_q, cu_k, used, leftpad, table = ctx.saved_tensors
+        if dout is None:
+            return None, *(None for _ in tensors)
+        inputs = Inputs(tuple(tensors))
+        q, k, v = inputs.unpack()
+        call = ctx.description._replace(
+            q=q, k=k, v=v, alibi_slopes=slopes, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k,
+            seqused_k=used, leftpad_k=leftpad, block_table=table, rng_state=rng_state,
+        )  # fmt: skip
+        if torch.is_grad_enabled():
+            return None, *_differentiable_gradients(inputs, call, dout)
+        buffers = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
+        into = Gradients(*Inputs(tuple(buffers)).unpack()) if len(buffers) < 3 else None
+        gradients = run_backward(ctx.backend, call, Upstream(dout, out, lse, rng_state), into)
+        return None, *(buffers if into is not None else gradients)
+
+
+def _differentiable_gradients(inputs: Inputs, call: AttentionCall, dout: Tensor) -> tuple[Tensor, ...]:
+    """Gradients that can be differentiated again: the forward once more in differentiable operations."""
+    again = call._replace(transformed=True, needs_grad=False)
+    with torch.enable_grad():
+        out = dispatch.choose(again).forward(again).out
+        return torch.autograd.grad(out, inputs.tensors, dout, create_graph=True, allow_unused=True)
+
+
+def _finish(call: AttentionCall, result: Result) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    if not call.return_lse:
+        return result.out, None, None
+    dmask = signed_probabilities(call, result.rng_state) if call.return_dmask else result.out.new_empty(0)
+    return result.out, result.softmax_lse.contiguous(), dmask
+
+
+def _empty_result(call: AttentionCall) -> Result:
+    """No rows or no keys anywhere: zeros, and +inf for rows without keys."""
+    device = call.q.device
+    lse = torch.full(call.lse_shape, torch.inf, dtype=lse_dtype(call.q.dtype), device=device)
+    return Result(call.q.new_zeros(call.out_shape), lse, torch.zeros(2, dtype=torch.int64, device=device))

@@ -1,0 +1,107 @@
+"""From flash-attn's arguments to an AttentionCall: checks, defaults and conversions, in one place."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from flash_attn_compat.engine import checks
+from flash_attn_compat.engine.call import AttentionCall
+from flash_attn_compat.engine.mask import Mask
+
+
+class Options(NamedTuple):
+    """The arguments that every attention function shares, as the caller gave them."""
+
+    dropout_p: float = 0.0
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: Sequence[int] = (-1, -1)
+    softcap: float | None = 0.0
+    alibi_slopes: Tensor | None = None
+    deterministic: bool = False
+    return_attn_probs: bool = False
+
+
+class Packing(NamedTuple):
+    """How sequences are packed: starts (batch + 1,) int32 and the longest lengths the caller states."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+def dense_call(q: Tensor, k: Tensor, v: Tensor, options: Options) -> AttentionCall:
+    """(batch, seqlen, heads, head_dim) tensors; raises as checks.dense does."""
+    checks.dense(q, k, v)
+    return _call(q, k, v, options, q.shape[0], q.shape[1], k.shape[1])
+
+
+def packed_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: Packing,
+    options: Options,
+    block_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+) -> AttentionCall:
+    """(total, heads, head_dim) tensors, or paged k and v with ``block_table``; raises as checks.packed does."""
+    starts_q, starts_k, max_seqlen_q, max_seqlen_k = packing
+    batch = starts_q.shape[0] - 1
+    if block_table is None:
+        checks.packed(q, k, v, starts_q, starts_k)
+    else:
+        checks.packed_over_pages(q, k, v, starts_q, starts_k, block_table)
+    if seqused_k is not None:
+        checks.per_sequence("seqused_k", seqused_k, batch, q.device)
+    if leftpad_k is not None:
+        if block_table is not None:
+            raise RuntimeError("We don't support Paged KV and leftpad_k running at the same time yet")
+        checks.per_sequence("leftpad_k", leftpad_k, batch, q.device)
+    if block_table is not None and seqused_k is None:
+        seqused_k = starts_k[1:] - starts_k[:-1]
+    call = _call(q, k, v, options, batch, _integer(max_seqlen_q), _integer(max_seqlen_k))
+    return call._replace(
+        cu_seqlens_q=starts_q,
+        cu_seqlens_k=starts_k if block_table is None else None,
+        block_table=block_table,
+        seqused_k=seqused_k,
+        leftpad_k=leftpad_k,
+    )
+
+
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, batch: int, max_seqlen_q: int, max_seqlen_k: int
+) -> AttentionCall:
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs = options
+    left, right = window_size
+    checks.dropout(dropout_p)
+    if alibi_slopes is not None:
+        checks.alibi(alibi_slopes, q, batch)
+    drops = dropout_p > 0.0
+    return AttentionCall(
+        q=q,
+        k=k,
+        v=v,
+        softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
+        mask=Mask.from_window(bool(causal), operator.index(left), operator.index(right)),
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        softcap=float(softcap) if softcap is not None and softcap > 0.0 else 0.0,
+        dropout_p=float(dropout_p) if drops else 0.0,
+        alibi_slopes=alibi_slopes,
+        deterministic=bool(deterministic),
+        return_lse=bool(return_attn_probs),
+        return_dmask=bool(return_attn_probs) and drops,
+        shares_dropout_mask=bool(return_attn_probs) and drops,
+    )
+
+
+def _integer(value: int | Tensor) -> int:
+    return value if type(value) is int else operator.index(value)

@@ -1,0 +1,231 @@
+"""One attention call as one immutable value, however it was spelled by the caller.
+
+Arguments are checked before the value is made (checks.py); afterwards nothing is checked again. What a
+row sees is in mask.py, how sequences lie in the tensors in layout.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat import settings
+from flash_attn_compat.engine.features import Feature, Traits
+from flash_attn_compat.engine.mask import Mask
+
+
+class AttentionCall(NamedTuple):
+    """Attention of ``q`` over ``k`` and ``v``.
+
+    q: (batch, seqlen_q, nheads, head_dim), or (total_q, nheads, head_dim) with ``cu_seqlens_q``
+    k: (batch, seqlen_k, nheads_k, head_dim), (total_k, nheads_k, head_dim) with ``cu_seqlens_k``, or
+        (num_blocks, page_size, nheads_k, head_dim) with ``block_table``; v likewise with its own head_dim
+    cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 starts of packed sequences
+    seqused_k: (batch,) int32, one past the last key used, counted from the sequence's first slot
+    leftpad_k: (batch,) int32, slots skipped at the front
+    block_table: (batch, max_blocks) int32 pages of each sequence
+    alibi_slopes: (batch, nheads) or (nheads,) fp32
+    rng_state: (2,) int64, the dropout mask to use; None draws a new one
+    max_seqlen_q, max_seqlen_k: as the caller said for packed calls, the tensors' lengths for dense ones
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    softmax_scale: float
+    mask: Mask
+    max_seqlen_q: int
+    max_seqlen_k: int
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    alibi_slopes: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_k: Tensor | None = None
+    leftpad_k: Tensor | None = None
+    block_table: Tensor | None = None
+    rng_state: Tensor | None = None
+    deterministic: bool = False
+    return_lse: bool = False
+    return_dmask: bool = False
+    needs_grad: bool = False
+    given_lse: bool = False
+    shares_dropout_mask: bool = False
+    transformed: bool = False
+
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+    @property
+    def nheads(self) -> int:
+        return self.q.shape[-2]
+
+    @property
+    def nheads_k(self) -> int:
+        return self.k.shape[-2]
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.v.shape[-1]
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return (*self.q.shape[:-1], self.v.shape[-1])
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """(batch, nheads, seqlen_q), or (nheads, total_q) for packed rows."""
+        if self.cu_seqlens_q is None:
+            return self.q.shape[0], self.q.shape[2], self.q.shape[1]
+        return self.q.shape[1], self.q.shape[0]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row sees a key because there are no rows or no keys at all."""
+        return self.q.numel() == 0 or self.k.numel() == 0 or self.v.numel() == 0
+
+    @property
+    def lse_carries_alibi_position(self) -> bool:
+        """flash-attn returns LSE + slope * position when the mask is, for its kernel, purely causal."""
+        left = self.mask.left
+        return (
+            self.alibi_slopes is not None
+            and self.mask.right == 0
+            and (left is None or left >= self.max_seqlen_k)
+        )
+
+    def features(self) -> int:
+        """The combination of Feature values this call asks for."""
+        left, right = self.mask
+        features = 0
+        if right is not None:
+            features = _CAUSAL if right == 0 else _WINDOW_RIGHT
+        if left is not None:
+            features |= _WINDOW_LEFT
+        if self.softcap:
+            features |= _SOFTCAP
+        if self.alibi_slopes is not None:
+            features |= _ALIBI
+        if self.dropout_p:
+            features |= _DROPOUT
+            if self.shares_dropout_mask:
+                features |= _SHARED_DROPOUT_MASK
+        if self.q.shape[-2] != self.k.shape[-2]:
+            features |= _GQA
+        if self.k.shape[-1] != self.v.shape[-1]:
+            features |= _VALUE_HEAD_DIM
+        if self.cu_seqlens_q is not None:
+            features |= _VARLEN
+        if self.seqused_k is not None:
+            features |= _SEQUSED_K
+        if self.leftpad_k is not None:
+            features |= _LEFTPAD_K
+        if self.block_table is not None:
+            features |= _PAGED
+        if self.return_lse:
+            features |= _LSE
+        if self.needs_grad:
+            features |= _BACKWARD
+        if self.given_lse:
+            features |= _GIVEN_LSE
+        if self.transformed:
+            features |= _TRANSFORMS
+        return features
+
+    def traits(self) -> Traits:
+        q, k, v = self.q, self.k, self.v
+        device = q.device
+        on_cuda = device.type == "cuda"
+        return Traits(
+            device_type=device.type,
+            capability=settings.capability(device) if on_cuda else None,
+            dtype=q.dtype,
+            head_dim=q.shape[-1],
+            head_dim_v=v.shape[-1],
+            sq_vs_sk=self._compare_lengths(),
+            aligned=not on_cuda or (_aligned(q) and _aligned(k) and _aligned(v)),
+            features=self.features(),
+            page_size=k.shape[1] if self.block_table is not None else 0,
+        )
+
+    def without_tensors(self) -> AttentionCall:
+        """The call's description alone; autograd keeps the tensors itself."""
+        return self._replace(
+            q=None, k=None, v=None, alibi_slopes=None, cu_seqlens_q=None, cu_seqlens_k=None,
+            seqused_k=None, leftpad_k=None, block_table=None, rng_state=None,
+        )  # fmt: skip
+
+    def _compare_lengths(self) -> str:
+        if self.cu_seqlens_q is not None:
+            same = self.cu_seqlens_q is self.cu_seqlens_k and self.seqused_k is None and self.leftpad_k is None
+            return "=" if same else "?"
+        if self.seqused_k is not None or self.leftpad_k is not None or self.block_table is not None:
+            return "?"
+        sq, sk = self.q.shape[1], self.k.shape[1]
+        return "=" if sq == sk else "<" if sq < sk else ">"
+
+
+# Plain ints: combining enum members costs a microsecond each on the path of every call.
+_CAUSAL = int(Feature.CAUSAL)
+_WINDOW_LEFT = int(Feature.WINDOW_LEFT)
+_WINDOW_RIGHT = int(Feature.WINDOW_RIGHT)
+_SOFTCAP = int(Feature.SOFTCAP)
+_ALIBI = int(Feature.ALIBI)
+_DROPOUT = int(Feature.DROPOUT)
+_SHARED_DROPOUT_MASK = int(Feature.SHARED_DROPOUT_MASK)
+_GQA = int(Feature.GQA)
+_VALUE_HEAD_DIM = int(Feature.VALUE_HEAD_DIM)
+_VARLEN = int(Feature.VARLEN)
+_SEQUSED_K = int(Feature.SEQUSED_K)
+_LEFTPAD_K = int(Feature.LEFTPAD_K)
+_PAGED = int(Feature.PAGED)
+_LSE = int(Feature.LSE)
+_BACKWARD = int(Feature.BACKWARD)
+_GIVEN_LSE = int(Feature.GIVEN_LSE)
+_TRANSFORMS = int(Feature.TRANSFORMS)
+
+
+def _aligned(tensor: Tensor) -> bool:
+    unit = 16 // tensor.element_size()
+    return tensor.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in tensor.stride()[:-1])
+
+
+class Result(NamedTuple):
+    """What a backend's forward hands back.
+
+    out: call.out_shape, in q's dtype; softmax_lse: call.lse_shape fp32 (None only where neither gradients
+    nor return_lse asked for it); rng_state: (2,) int64, meaningful under dropout.
+    """
+
+    out: Tensor
+    softmax_lse: Tensor | None
+    rng_state: Tensor | None = None
+
+
+class Gradients(NamedTuple):
+    """dq, dk, dv in the shapes and dtypes of q, k, v; strides are whatever the holder chose."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+class Upstream(NamedTuple):
+    """What a backward starts from: dout, and the out, softmax_lse and rng_state of a forward."""
+
+    dout: Tensor
+    out: Tensor
+    softmax_lse: Tensor
+    rng_state: Tensor | None
+
+
+def wants_transforms(*tensors: Tensor) -> bool:
+    """Whether forward-mode AD or a torch.func transform is watching, which no kernel can serve."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    if torch.autograd.forward_ad._current_level < 0:
+        return False
+    return any(torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)

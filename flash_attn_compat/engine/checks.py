@@ -1,0 +1,191 @@
+"""Rejecting malformed calls before anything is computed or written.
+
+First lines are worded as flash-attn 2.8 words them, since people search and test for those; what was
+given and what was expected follows. What we accept beyond flash-attn is simply not checked.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.engine.call import AttentionCall, Upstream
+
+_DENSE = {"q": "(batch_size, seqlen_q, num_heads, head_size)", "k": "(batch_size, seqlen_k, num_heads_k, head_size)"}
+_PACKED = {"q": "(total_q, num_heads, head_size)", "k": "(total_k, num_heads_k, head_size)"}
+_PAGED = {"k": "(num_blocks, page_block_size, num_heads_k, head_size)"}
+
+
+def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """One floating dtype, one device, non-empty batch and heads that divide."""
+    if q.dtype != k.dtype:
+        raise _error("query and key must have the same dtype", q, k, v)
+    if q.dtype != v.dtype:
+        raise _error("query and value must have the same dtype", q, k, v)
+    if not q.is_floating_point():
+        raise _error("FlashAttention only support fp16 and bf16 data type (and here fp32 and fp64)", q, k, v)
+    if q.device != k.device or q.device != v.device:
+        name = "k" if q.device != k.device else "v"
+        raise _error(_must_be_on(name, q.device), q, k, v)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """q, k, v of shapes (batch, seqlen, heads, head_dim)."""
+    for tensor in (q, k, v):
+        if tensor.dim() != 4:
+            raise _rank_error(tensor, 4, q, k, v)
+    tensors(q, k, v)
+    batch, _, _, head_dim = q.shape
+    if batch == 0:
+        raise _error("batch size must be positive", q, k, v)
+    if k.shape[0] != batch or k.shape[3] != head_dim:
+        raise _error(f"k must have shape {_DENSE['k']}", q, k, v)
+    if v.shape[:3] != k.shape[:3]:
+        raise _error(f"v must have shape {_DENSE['k']}", q, k, v)
+    _heads(q, k, v)
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    """q, k, v of shapes (total, heads, head_dim) with (batch + 1,) int32 starts."""
+    if q.dim() != 3:
+        raise _packed_rank_error(q, k, v)
+    tensors(q, k, v)
+    if k.dim() != 3 or k.shape[2] != q.shape[2]:
+        raise _error(f"k must have shape {_PACKED['k']}", q, k, v)
+    if v.dim() != 3 or v.shape[:2] != k.shape[:2]:
+        raise _error(f"v must have shape {_PACKED['k']}", q, k, v)
+    _heads(q, k, v)
+    starts(q, cu_seqlens_q, cu_seqlens_k)
+
+
+def packed_over_pages(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, block_table: Tensor
+) -> None:
+    """Packed q over k, v of shape (num_blocks, page_size, heads, head_dim)."""
+    if q.dim() != 3:
+        raise _packed_rank_error(q, k, v)
+    tensors(q, k, v)
+    starts(q, cu_seqlens_q, cu_seqlens_k)
+    pages(q, k, v, block_table, cu_seqlens_q.shape[0] - 1)
+
+
+def starts(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        int32(name, cu_seqlens, q.device)
+    if cu_seqlens_q.dim() != 1:
+        raise RuntimeError(f"cu_seqlens_q must have shape (batch_size + 1), got {tuple(cu_seqlens_q.shape)}")
+    if cu_seqlens_q.shape[0] < 2:
+        raise RuntimeError(f"batch size must be positive\n  cu_seqlens_q: {tuple(cu_seqlens_q.shape)}")
+    if cu_seqlens_k.shape != cu_seqlens_q.shape:
+        raise RuntimeError(
+            "cu_seqlens_k must have shape (batch_size + 1)\n"
+            f"  cu_seqlens_q: {tuple(cu_seqlens_q.shape)}\n  cu_seqlens_k: {tuple(cu_seqlens_k.shape)}"
+        )
+
+
+def pages(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, batch: int) -> None:
+    """Paged keys and values, and the (batch, max_blocks) int32 table that finds them."""
+    if block_table.dtype != torch.int32:
+        raise RuntimeError(f"block_table must have dtype torch.int32, got {block_table.dtype}")
+    if block_table.device != q.device:
+        raise RuntimeError(_must_be_on("block_table", q.device))
+    if block_table.dim() != 2 or block_table.shape[0] != batch:
+        shape = tuple(block_table.shape)
+        raise RuntimeError(f"block_table must have shape (batch_size, max_num_blocks_per_seq), got {shape}, batch {batch}")
+    if k.dim() != 4 or k.shape[3] != q.shape[-1]:
+        raise _error(f"k must have shape {_PAGED['k']}", q, k, v)
+    if v.dim() != 4 or v.shape[:3] != k.shape[:3]:
+        raise _error(f"v must have shape {_PAGED['k']}", q, k, v)
+    _heads(q, k, v)
+
+
+def alibi(slopes: Tensor, q: Tensor, batch: int) -> None:
+    """(nheads,) or (batch, nheads) fp32."""
+    if slopes.dtype != torch.float32:
+        raise RuntimeError(f"ALiBi slopes must have dtype fp32, got {slopes.dtype}")
+    if slopes.device != q.device:
+        raise RuntimeError(_must_be_on("alibi_slopes", q.device))
+    nheads = q.shape[-2]
+    if slopes.shape not in ((nheads,), (batch, nheads)):
+        raise RuntimeError(
+            f"Expected alibi_slopes.sizes() == ({nheads},) or ({batch}, {nheads}), that is (num_heads,) or "
+            f"(batch_size, num_heads), got {tuple(slopes.shape)}"
+        )
+
+
+def dropout(dropout_p: float) -> None:
+    if dropout_p >= 1.0:
+        raise RuntimeError(f"Expected p_dropout < 1.f to be true, but got {dropout_p}")
+
+
+def upstream(call: AttentionCall, given: Upstream, *gradients: Tensor | None) -> None:
+    """A backward's dout, out and softmax_lse, and the dq, dk, dv it is to write (each may be None)."""
+    if given.dout.dtype != call.q.dtype:
+        raise RuntimeError(f"query and dout must have the same dtype, got {call.q.dtype} and {given.dout.dtype}")
+    if given.out.dtype != call.q.dtype:
+        raise RuntimeError(f"query and out must have the same dtype, got {call.q.dtype} and {given.out.dtype}")
+    expected = {"dout": call.out_shape, "out": call.out_shape, "softmax_lse": call.lse_shape}
+    for name, shape in expected.items():
+        if getattr(given, name).shape != shape:
+            raise RuntimeError(f"{name} must have shape {shape}, got {tuple(getattr(given, name).shape)}")
+    for name, gradient, source in zip("qkv", gradients, (call.q, call.k, call.v)):
+        if gradient is None:
+            continue
+        if gradient.dtype != source.dtype:
+            raise RuntimeError(f"d{name} must have the same dtype as q, got {gradient.dtype} for {source.dtype}")
+        if gradient.shape != source.shape:
+            raise RuntimeError(f"d{name} must have shape {tuple(source.shape)}, got {tuple(gradient.shape)}")
+    if call.dropout_p and given.rng_state is None:
+        raise RuntimeError("rng_state must be given when dropout_p > 0: it holds the forward's dropout mask")
+
+
+def int32(name: str, tensor: Tensor, device: torch.device) -> None:
+    """An index tensor as CUDA kernels read it: int32, contiguous, beside the data."""
+    if tensor.dtype != torch.int32:
+        raise RuntimeError(f"{name} must have dtype int32, got {str(tensor.dtype).removeprefix('torch.')}")
+    if tensor.device != device:
+        raise RuntimeError(_must_be_on(name, device))
+    if not tensor.is_contiguous():
+        raise RuntimeError(f"{name} must be contiguous, got strides {tensor.stride()}")
+
+
+def per_sequence(name: str, tensor: Tensor, batch: int, device: torch.device) -> None:
+    """A (batch,) int32 tensor."""
+    int32(name, tensor, device)
+    if tensor.shape != (batch,):
+        raise RuntimeError(f"{name} must have shape (batch_size), got {tuple(tensor.shape)} for batch size {batch}")
+
+
+def _heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
+        raise _error("Number of heads in key/value must divide number of heads in query", q, k, v)
+
+
+def _must_be_on(name: str, device: torch.device) -> str:
+    where = "CUDA" if device.type == "cuda" else device.type
+    return f"{name} must be on {where}, the device of q ({device})"
+
+
+def _rank_error(tensor: Tensor, rank: int, q: Tensor, k: Tensor, v: Tensor) -> Exception:
+    if tensor.dim() >= rank:
+        return _error(f"q, k and v must have {rank} dimensions, as q: {_DENSE['q']}", q, k, v)
+    last = tensor.dim() - 1
+    message = f"Dimension out of range (expected to be in range of [{-last - 1}, {last}], but got {rank - 1})"
+    return IndexError(_with_shapes(f"{message}: q must have shape {_DENSE['q']}", q, k, v))
+
+
+def _packed_rank_error(q: Tensor, k: Tensor, v: Tensor) -> RuntimeError:
+    return _error(
+        f"q must have shape {_PACKED['q']} when cu_seqlens_q is given (flash-attn says: query, key, value, "
+        "and out_ must have a head_size that is a multiple of 8)",
+        q, k, v,
+    )  # fmt: skip
+
+
+def _error(message: str, q: Tensor, k: Tensor, v: Tensor) -> RuntimeError:
+    return RuntimeError(_with_shapes(message, q, k, v))
+
+
+def _with_shapes(message: str, q: Tensor, k: Tensor, v: Tensor) -> str:
+    lines = [f"  {name}: {tuple(t.shape)} {t.dtype} {t.device}" for name, t in (("q", q), ("k", k), ("v", v))]
+    return "\n".join([message, *lines])

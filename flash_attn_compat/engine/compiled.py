@@ -1,0 +1,231 @@
+"""The custom ops that torch.compile sees instead of the engine; eager calls never pass through them.
+
+Each op makes the same AttentionCall as an eager call and serves it, so a graph holds one opaque node per
+attention, with shapes known beforehand. Names live in our own namespace: flash_attn:: belongs to flash-attn.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.engine import autograd, dispatch
+from flash_attn_compat.engine.build import Options, Packing, dense_call, packed_call
+from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream
+from flash_attn_compat.engine.layout import lse_dtype
+from flash_attn_compat.engine.probabilities import round_up, signed_probabilities
+
+
+class Placement(NamedTuple):
+    """Where packed sequences lie."""
+
+    packing: Packing
+    block_table: Tensor | None = None
+    seqused_k: Tensor | None = None
+    leftpad_k: Tensor | None = None
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, placement: Placement | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, softmax_lse, S_dmask), differentiable in q, k and v."""
+    return_dmask = options.return_attn_probs and options.dropout_p > 0.0
+    out, lse, dmask, _ = forward(q, k, v, options, placement, return_dmask)
+    return out, lse, dmask
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    placement: Placement | None = None,
+    return_dmask: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, softmax_lse, S_dmask, rng_state)."""
+    return _forward_op(q, k, v, *_flatten(options, placement), return_dmask)
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, upstream: Upstream, placement: Placement | None = None
+) -> Gradients:
+    """dq, dk, dv as new tensors."""
+    return Gradients(*_backward_op(*upstream, q, k, v, *_flatten(options, placement)))
+
+
+def _flatten(options: Options, placement: Placement | None) -> tuple:
+    dropout_p, softmax_scale, causal, (left, right), softcap, alibi_slopes, deterministic, _ = options
+    scalars = (float(dropout_p), softmax_scale, bool(causal), left, right, float(softcap or 0.0), bool(deterministic))
+    if placement is None:
+        return None, None, None, None, None, alibi_slopes, 0, 0, None, None, *scalars
+    (cu_q, cu_k, max_q, max_k), block_table, seqused_k, leftpad_k = placement
+    # A longest length given as a tensor stays one, so that tracing does not have to read it.
+    lengths = [value for value in (max_q, max_k)]
+    numbers = [0 if isinstance(value, Tensor) else value for value in lengths]
+    tensors = [value if isinstance(value, Tensor) else None for value in lengths]
+    return cu_q, cu_k, block_table, seqused_k, leftpad_k, alibi_slopes, *numbers, *tensors, *scalars
+
+
+class _Arguments(NamedTuple):
+    """The ops' arguments after the tensors q, k and v, in order."""
+
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    block_table: Tensor | None
+    seqused_k: Tensor | None
+    leftpad_k: Tensor | None
+    alibi_slopes: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    max_seqlen_q_tensor: Tensor | None
+    max_seqlen_k_tensor: Tensor | None
+    dropout_p: float
+    softmax_scale: float | None
+    causal: bool
+    window_size_left: int
+    window_size_right: int
+    softcap: float
+    deterministic: bool
+
+    def call(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
+        options = Options(
+            self.dropout_p,
+            self.softmax_scale,
+            self.causal,
+            (self.window_size_left, self.window_size_right),
+            self.softcap,
+            self.alibi_slopes,
+            self.deterministic,
+        )
+        if self.cu_seqlens_q is None:
+            return dense_call(q, k, v, options)
+        longest_q = self.max_seqlen_q if self.max_seqlen_q_tensor is None else self.max_seqlen_q_tensor
+        longest_k = self.max_seqlen_k if self.max_seqlen_k_tensor is None else self.max_seqlen_k_tensor
+        packing = Packing(self.cu_seqlens_q, self.cu_seqlens_k, longest_q, longest_k)
+        return packed_call(q, k, v, packing, options, self.block_table, self.seqused_k, self.leftpad_k)
+
+
+# custom_op reads the annotations of these signatures, hence Optional and the long lists.
+@torch.library.custom_op("flash_attn_compat::attention", mutates_args=())
+def _forward_op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: Optional[torch.Tensor],
+    cu_seqlens_k: Optional[torch.Tensor],
+    block_table: Optional[torch.Tensor],
+    seqused_k: Optional[torch.Tensor],
+    leftpad_k: Optional[torch.Tensor],
+    alibi_slopes: Optional[torch.Tensor],
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    max_seqlen_q_tensor: Optional[torch.Tensor],
+    max_seqlen_k_tensor: Optional[torch.Tensor],
+    dropout_p: float,
+    softmax_scale: Optional[float],
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    deterministic: bool,
+    return_dmask: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    arguments = _Arguments(
+        cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, leftpad_k, alibi_slopes, max_seqlen_q, max_seqlen_k,
+        max_seqlen_q_tensor, max_seqlen_k_tensor, dropout_p, softmax_scale, causal, window_size_left,
+        window_size_right, softcap, deterministic,
+    )  # fmt: skip
+    # Whether gradients follow is unknown here, and the backward finds its backend anew: ask for both.
+    call = arguments.call(q, k, v)._replace(return_lse=True, shares_dropout_mask=True, needs_grad=True)
+    result = autograd.run_forward(call)
+    rng_state = result.rng_state if result.rng_state is not None else _no_rng_state(q)
+    dmask = signed_probabilities(call, rng_state) if return_dmask else q.new_empty(0)
+    return result.out.contiguous(), result.softmax_lse.contiguous(), dmask, rng_state
+
+
+@_forward_op.register_fake
+def _(q, k, v, *arguments):
+    *rest, return_dmask = arguments
+    known = _Arguments(*rest)
+    nheads = q.shape[-2]
+    if known.cu_seqlens_q is None:
+        batch, longest_q, longest_k = q.shape[0], q.shape[1], k.shape[1]
+        lse_shape = (batch, nheads, longest_q)
+    else:
+        batch, longest_q, longest_k = known.cu_seqlens_q.shape[0] - 1, known.max_seqlen_q, known.max_seqlen_k
+        lse_shape = (nheads, q.shape[0])
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    lse = q.new_empty(lse_shape, dtype=lse_dtype(q.dtype))
+    dmask = q.new_empty((batch, nheads, round_up(longest_q, 128), round_up(longest_k, 128)) if return_dmask else 0)
+    return out, lse, dmask, _no_rng_state(q)
+
+
+@torch.library.custom_op("flash_attn_compat::attention_backward", mutates_args=())
+def _backward_op(
+    dout: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    rng_state: Optional[torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: Optional[torch.Tensor],
+    cu_seqlens_k: Optional[torch.Tensor],
+    block_table: Optional[torch.Tensor],
+    seqused_k: Optional[torch.Tensor],
+    leftpad_k: Optional[torch.Tensor],
+    alibi_slopes: Optional[torch.Tensor],
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    max_seqlen_q_tensor: Optional[torch.Tensor],
+    max_seqlen_k_tensor: Optional[torch.Tensor],
+    dropout_p: float,
+    softmax_scale: Optional[float],
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    arguments = _Arguments(
+        cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, leftpad_k, alibi_slopes, max_seqlen_q, max_seqlen_k,
+        max_seqlen_q_tensor, max_seqlen_k_tensor, dropout_p, softmax_scale, causal, window_size_left,
+        window_size_right, softcap, deterministic,
+    )  # fmt: skip
+    call = arguments.call(q, k, v)._replace(
+        return_lse=True, shares_dropout_mask=True, needs_grad=True, given_lse=True, rng_state=rng_state
+    )
+    backend = None if call.is_empty else dispatch.choose(call)
+    gradients = autograd.run_backward(backend, call, Upstream(dout, out, softmax_lse, rng_state))
+    return tuple(gradient.contiguous() for gradient in gradients)
+
+
+@_backward_op.register_fake
+def _(dout, out, softmax_lse, rng_state, q, k, v, *arguments):
+    return tuple(tensor.new_empty(tensor.shape) for tensor in (q, k, v))
+
+
+def _setup_context(ctx, inputs, output):
+    *inputs, _ = inputs
+    out, lse, _, rng_state = output
+    ctx.scalars = tuple(None if isinstance(value, Tensor) else value for value in inputs)
+    ctx.save_for_backward(out, lse, rng_state, *(value if isinstance(value, Tensor) else None for value in inputs))
+    ctx.set_materialize_grads(False)
+
+
+def _compiled_backward(ctx, dout, *unused):
+    if dout is None:
+        return (None,) * (len(ctx.scalars) + 1)
+    out, lse, rng_state, *tensors = ctx.saved_tensors
+    inputs = [scalar if tensor is None else tensor for scalar, tensor in zip(ctx.scalars, tensors)]
+    gradients = _backward_op(dout, out, lse, rng_state, *inputs)
+    return *gradients, *(None for _ in ctx.scalars[3:]), None
+
+
+_forward_op.register_autograd(_compiled_backward, setup_context=_setup_context)
+
+
+def _no_rng_state(q: Tensor) -> Tensor:
+    return torch.zeros(2, dtype=torch.int64, device=q.device)

@@ -1,0 +1,146 @@
+"""Which backend serves a call, why, and how often each one has.
+
+A decision depends on a call's traits and the environment's wishes only, so it is remembered by them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from flash_attn_compat import settings
+from flash_attn_compat.backends import BACKENDS, Backend
+from flash_attn_compat.engine.call import AttentionCall
+from flash_attn_compat.engine.features import DESCRIPTIONS, Traits, split
+
+
+class BackendNotSupported(RuntimeError):
+    """No backend, or not the one that was asked for, can serve a call. The message holds every reason."""
+
+
+_forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("flash_attn_compat_backend", default=None)
+_explaining: contextvars.ContextVar[bool] = contextvars.ContextVar("flash_attn_compat_explaining", default=False)
+_decisions: dict[tuple[Traits, str | None, bool, bool, str], Backend] = {}
+_served: Counter[str] = Counter()
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend a call would get, and what speaks against each (an empty list: it could serve)."""
+
+    backend: str | None
+    reasons: dict[str, list[str]]
+
+    def __str__(self) -> str:
+        width = max(len(name) for name in self.reasons)
+        lines = []
+        for name, reasons in self.reasons.items():
+            chosen = "serves the call" if name == self.backend else "could serve it too"
+            lines.append(f"{name:{width}}  {'; '.join(reasons) or chosen}")
+        return "\n".join(lines)
+
+
+class _Explained(BaseException):
+    """Carries an explanation out of the call it was asked about, past any ``except Exception``."""
+
+    def __init__(self, explanation: Explanation) -> None:
+        self.explanation = explanation
+
+
+@contextlib.contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Let only the backend ``name`` serve calls of this thread or task; a call it can't serve raises.
+
+    Gradients are computed by the backend that served the forward. Raises ValueError for unknown names.
+    """
+    _find(name)
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Which backend ``function(*args, **kwargs)`` would get and why not the others; nothing is computed.
+
+    ``function`` is one of flash_attn's, or anything that calls one: then its first attention call counts.
+    Raises ValueError if no attention was called.
+    """
+    token = _explaining.set(True)
+    try:
+        function(*args, **kwargs)
+    except _Explained as found:
+        return found.explanation
+    finally:
+        _explaining.reset(token)
+    raise ValueError(f"{function!r} made no attention call to explain")
+
+
+def backend_counts() -> dict[str, int]:
+    """Calls served since the start or the last reset, per backend; a forward and its backward count once."""
+    return dict(_served)
+
+
+def reset_backend_counts() -> None:
+    _served.clear()
+
+
+def choose(call: AttentionCall) -> Backend:
+    """The first backend that can serve ``call`` exactly, or the forced one.
+
+    Raises BackendNotSupported with every backend's reasons.
+    """
+    traits = call.traits()
+    forced = _forced.get() or settings.forced_backend()
+    if _explaining.get():
+        raise _Explained(_explain(traits, forced))
+    key = (traits, forced, *settings.dispatch_switches())
+    backend = _decisions.get(key)
+    if backend is None:
+        backend = _decide(traits, forced)
+        _decisions[key] = backend
+    return backend
+
+
+def serve(call: AttentionCall) -> Backend:
+    """Choose, and count the call."""
+    backend = choose(call)
+    _served[backend.name] += 1
+    return backend
+
+
+def _decide(traits: Traits, forced: str | None) -> Backend:
+    explanation = _explain(traits, forced)
+    if explanation.backend is None:
+        raise BackendNotSupported(_refusal(traits, explanation, forced))
+    return _find(explanation.backend)
+
+
+def _explain(traits: Traits, forced: str | None) -> Explanation:
+    reasons = {backend.name: backend.reasons(traits) for backend in BACKENDS}
+    if forced is not None:
+        _find(forced)
+        return Explanation(forced if not reasons[forced] else None, reasons)
+    able = [name for name, against in reasons.items() if not against]
+    return Explanation(able[0] if able else None, reasons)
+
+
+def _refusal(traits: Traits, explanation: Explanation, forced: str | None) -> str:
+    asked = ", ".join(DESCRIPTIONS[feature] for feature in split(traits.features)) or "dense attention"
+    head = f"backend {forced!r} cannot serve this call" if forced else "no backend can serve this call"
+    return (
+        f"{head}: {traits.dtype} on {traits.device_type}, head_dim {traits.head_dim}, {asked}\n{explanation}"
+    )
+
+
+def _find(name: str) -> Backend:
+    for backend in BACKENDS:
+        if backend.name == name:
+            return backend
+    known = ", ".join(backend.name for backend in BACKENDS)
+    raise ValueError(f"unknown backend {name!r}; known are {known}")

@@ -1,0 +1,71 @@
+"""Dropout masks that any backend can recompute for any tile, from ``rng_state`` alone.
+
+Each (sequence, head, row, key) gets a pseudo-random 32-bit word: full-strength hashes of its row and of
+its key, added and finalised by two multiply-xorshift rounds. No generator is advanced per tile, so
+forward, backward and ``S_dmask`` agree whatever their block sizes are, and nothing is read by the host.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_WORD = 0xFFFFFFFF
+_MULTIPLIER_A = 0x7FEB352D
+_MULTIPLIER_B = -0x7B935975  # 0x846CA68B as a signed 32-bit number
+
+
+def new_rng_state(device: torch.device) -> Tensor:
+    """(2,) int64 drawn from PyTorch's default generator of ``device``: torch.manual_seed fixes it."""
+    return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
+
+
+def keep_probability(dropout_p: float) -> float:
+    """flash-attn compares one random byte with floor(255 * (1 - p)), so p is honoured to 1/256."""
+    return (_byte_threshold(dropout_p) + 1) / 256
+
+
+def keep_tile(
+    rng_state: Tensor, dropout_p: float, sequences: Tensor, heads: Tensor, rows: Tensor, keys: Tensor
+) -> Tensor:
+    """Which probabilities survive, bool (batch, heads, rows, keys).
+
+    sequences: (batch,) indices of the sequences in the call; heads: (heads,) query heads; rows, keys: (rows,) or (batch, rows) indices
+    counted from each sequence's first row and key.
+    """
+    seed = _seed(rng_state)
+    per_head = _mix(_mix(seed + sequences)[:, None] + heads)
+    row_words = _mix(per_head[:, :, None] + rows.reshape(-1, 1, rows.shape[-1]))
+    key_words = _mix(_mix(seed ^ _MULTIPLIER_A) + keys.reshape(-1, 1, keys.shape[-1]))
+    word = _as_int32(row_words)[..., None] + _as_int32(key_words)[..., None, :]
+    word ^= word >> 16
+    word *= _MULTIPLIER_A
+    word ^= word >> 15
+    word *= _MULTIPLIER_B
+    # The top byte of the word is the random byte; comparing the signed word compares it.
+    limit = ((_byte_threshold(dropout_p) + 1 - 128) << 24) - 1
+    return word <= limit
+
+
+def _byte_threshold(dropout_p: float) -> int:
+    return int((1.0 - dropout_p) * 255.0)
+
+
+def _seed(rng_state: Tensor) -> Tensor:
+    seed, offset = rng_state.unbind()
+    word = _mix(seed & _WORD)
+    for part in (seed >> 32, offset, offset >> 32):
+        word = _mix(word + (part & _WORD))
+    return word
+
+
+def _mix(word: Tensor) -> Tensor:
+    """Bijective mixing of 32-bit words held in int64."""
+    word = word & _WORD
+    word = ((word ^ (word >> 16)) * _MULTIPLIER_A) & _WORD
+    word = ((word ^ (word >> 15)) * (_MULTIPLIER_B & _WORD)) & _WORD
+    return word ^ (word >> 16)
+
+
+def _as_int32(word: Tensor) -> Tensor:
+    return torch.where(word >= 2**31, word - 2**32, word).to(torch.int32)

@@ -1,0 +1,311 @@
+"""How sequences lie in a call's tensors, and which of them are computed together.
+
+Backends without a kernel for packed or paged data work on blocks: dense tensors of sequences that are
+equally long, or nearly so. Where a block pads, it pads on the left, so that one offset aligns all its
+rows with all its keys and every mask and bias applies unchanged. Lengths are read by the host here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.engine import alibi
+from flash_attn_compat.engine.call import AttentionCall
+
+# Work that one separate computation is worth, in floating-point operations: below it, padding a few
+# sequences to a common length is cheaper than another round of launches (benchmarks/cpu.py).
+_LAUNCH_FLOPS = {"cpu": 1e6}
+_LAUNCH_FLOPS_ACCELERATOR = 2e9
+# Sequences larger than this many launches gain nothing from company.
+_LARGE = 16
+
+
+class Spans(NamedTuple):
+    """Where the sequences of one tensor lie: first slot and length of each, in host integers.
+
+    batched: whether slots are counted within a row of a (batch, seqlen, ...) tensor.
+    """
+
+    starts: list[int]
+    lengths: list[int]
+    batched: bool
+    table: Tensor | None = None
+    page_size: int = 0
+
+
+class Group(NamedTuple):
+    """Sequences to compute together, all ``seqlen_q`` rows and ``seqlen_k`` keys long after padding."""
+
+    sequences: list[int]
+    seqlen_q: int
+    seqlen_k: int
+    padded: bool
+
+
+class Block(NamedTuple):
+    """Dense tensors of one group.
+
+    q: (n, seqlen_q, nheads, head_dim), k and v: (n, seqlen_k, nheads_k, ...), views where possible
+    slopes: (n, nheads) or None; sequences: their indices in the call
+    first_row, first_key: (n,) int64, how many rows and keys of padding precede each sequence, or None
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    slopes: Tensor | None
+    sequences: Sequence[int]
+    first_row: Tensor | None = None
+    first_key: Tensor | None = None
+
+    @property
+    def offset(self) -> int:
+        return self.k.shape[1] - self.q.shape[1]
+
+    def narrow(self, n: slice) -> Block:
+        """The same for some of the sequences."""
+        per_sequence = (self.slopes, self.first_row, self.first_key)
+        slopes, first_row, first_key = (None if tensor is None else tensor[n] for tensor in per_sequence)
+        return Block(self.q[n], self.k[n], self.v[n], slopes, self.sequences[n], first_row, first_key)
+
+    def row_indices(self) -> Tensor:
+        """(seqlen_q,) or (n, seqlen_q): each row's index in its own sequence, negative in padding."""
+        return _indices(self.q.shape[1], self.first_row, self.q.device)
+
+    def key_indices(self) -> Tensor:
+        return _indices(self.k.shape[1], self.first_key, self.k.device)
+
+
+def whole_block(call: AttentionCall) -> Block | None:
+    """A dense call's own tensors as one block; None where sequences have lengths of their own."""
+    lengths = (call.cu_seqlens_q, call.seqused_k, call.leftpad_k, call.block_table)
+    if call.is_empty or any(tensor is not None for tensor in lengths):
+        return None
+    batch = call.q.shape[0]
+    slopes = None if call.alibi_slopes is None else alibi.per_sequence(call.alibi_slopes, batch)
+    return Block(call.q, call.k, call.v, slopes, range(batch))
+
+
+def _indices(length: int, first: Tensor | None, device: torch.device) -> Tensor:
+    indices = torch.arange(length, device=device)
+    return indices if first is None else indices - first[:, None]
+
+
+class Layout:
+    """The blocks of one call, and the way back from a block's results to the call's tensors."""
+
+    def __init__(self, call: AttentionCall) -> None:
+        self.call = call
+        self.rows = _row_spans(call)
+        self.keys = _key_spans(call)
+        self.groups = self._plan()
+
+    def blocks(self) -> Iterator[tuple[Group, Block]]:
+        for group in self.groups:
+            yield group, self.block(group)
+
+    def block(self, group: Group) -> Block:
+        call = self.call
+        slopes = call.alibi_slopes
+        if slopes is not None:
+            slopes = alibi.per_sequence(slopes, call.batch)[group.sequences]
+        return Block(
+            q=self.gather(call.q, self.rows, group, group.seqlen_q),
+            k=self.gather(call.k, self.keys, group, group.seqlen_k),
+            v=self.gather(call.v, self.keys, group, group.seqlen_k),
+            slopes=slopes,
+            sequences=group.sequences,
+            first_row=self._padding(self.rows, group, group.seqlen_q),
+            first_key=self._padding(self.keys, group, group.seqlen_k),
+        )
+
+    def gather(self, tensor: Tensor, spans: Spans, group: Group, seqlen: int) -> Tensor:
+        """(n, seqlen, heads, head_dim) of the group's sequences: a view where they lie evenly."""
+        view = _view(tensor, spans, group, seqlen)
+        return tensor[_addresses(tensor, spans, group.sequences, seqlen)] if view is None else view
+
+    def scatter(self, target: Tensor, spans: Spans, group: Group, values: Tensor) -> None:
+        """Write (n, seqlen, heads, head_dim) block values to their slots in ``target``."""
+        seqlen = values.shape[1]
+        view = _view(target, spans, group, seqlen)
+        if view is not None:
+            view.copy_(values)
+            return
+        where, kept = _addresses(target, spans, group.sequences, seqlen), values
+        if group.padded:
+            valid = self._valid(spans, group, seqlen)
+            where, kept = tuple(index[valid] for index in where), values[valid]
+        # Sequences may share pages, whose gradients add up.
+        target.index_put_(where, kept.to(target.dtype), accumulate=spans.table is not None)
+
+    def scatter_lse(self, target: Tensor, group: Group, lse: Tensor) -> None:
+        """Write (n, nheads, seqlen_q) to ``target`` of call.lse_shape."""
+        by_token = target.transpose(1, 2) if self.rows.batched else target.t()
+        self.scatter(by_token.unsqueeze(-1), self.rows, group, lse.transpose(1, 2).unsqueeze(-1))
+
+    def gather_lse(self, source: Tensor, group: Group) -> Tensor:
+        by_token = source.transpose(1, 2) if self.rows.batched else source.t()
+        gathered = self.gather(by_token.unsqueeze(-1), self.rows, group, group.seqlen_q)
+        return gathered.squeeze(-1).transpose(1, 2)
+
+    def empty_result(self) -> tuple[Tensor, Tensor]:
+        """``out`` and ``softmax_lse`` to scatter into: 0 and +inf where a sequence has no keys."""
+        call = self.call
+        out = call.q.new_zeros(call.out_shape)
+        lse = torch.zeros(call.lse_shape, dtype=lse_dtype(call.q.dtype), device=call.q.device)
+        for start, seqlen_q, seqlen_k, index in self._spans():
+            if seqlen_k == 0 and seqlen_q:
+                (lse[index] if self.rows.batched else lse[:, start : start + seqlen_q]).fill_(torch.inf)
+        return out, lse
+
+    def _spans(self) -> Iterator[tuple[int, int, int, int]]:
+        rows, keys = self.rows, self.keys
+        for index in range(self.call.batch):
+            yield rows.starts[index], rows.lengths[index], keys.lengths[index], index
+
+    def _padding(self, spans: Spans, group: Group, seqlen: int) -> Tensor | None:
+        if not group.padded:
+            return None
+        lengths = [seqlen - spans.lengths[index] for index in group.sequences]
+        return torch.tensor(lengths, device=self.call.q.device)
+
+    def _valid(self, spans: Spans, group: Group, seqlen: int) -> Tensor:
+        first = self._padding(spans, group, seqlen)
+        return torch.arange(seqlen, device=first.device) >= first[:, None]
+
+    def _plan(self) -> list[Group]:
+        call = self.call
+        flops_per_pair = 2 * call.nheads * (call.q.shape[-1] + call.head_dim_v)
+        launch = _LAUNCH_FLOPS.get(call.q.device.type, _LAUNCH_FLOPS_ACCELERATOR) / flops_per_pair
+        runs = self._even_runs()
+        small = [run for run in runs if run.seqlen_q * run.seqlen_k <= _LARGE * launch]
+        large = [run for run in runs if run.seqlen_q * run.seqlen_k > _LARGE * launch]
+        return large + _share_launches(small, launch)
+
+    def _even_runs(self) -> list[Group]:
+        """Neighbouring sequences of equal lengths, which one view can hold."""
+        runs: list[Group] = []
+        for _, seqlen_q, seqlen_k, index in self._spans():
+            if not seqlen_q or not seqlen_k:
+                continue
+            last = runs[-1] if runs else None
+            if (
+                last is not None
+                and (last.seqlen_q, last.seqlen_k) == (seqlen_q, seqlen_k)
+                and last.sequences[-1] == index - 1
+                and _continues(self.rows, index)
+                and _continues(self.keys, index)
+            ):
+                last.sequences.append(index)
+            else:
+                runs.append(Group([index], seqlen_q, seqlen_k, padded=False))
+        return runs
+
+
+def _share_launches(runs: list[Group], launch: float) -> list[Group]:
+    """Join runs of like length while the padding costs less than the launch it saves.
+
+    Sorted by length, the padding that a joiner adds is smallest; areas count (row, key) pairs.
+    """
+    groups: list[Group] = []
+    for run in sorted(runs, key=lambda run: (run.seqlen_k, run.seqlen_q)):
+        if not groups:
+            groups.append(run)
+            continue
+        last = groups[-1]
+        seqlen_q, seqlen_k = max(last.seqlen_q, run.seqlen_q), max(last.seqlen_k, run.seqlen_k)
+        members = len(last.sequences) + len(run.sequences)
+        separate = len(last.sequences) * last.seqlen_q * last.seqlen_k + len(run.sequences) * run.seqlen_q * run.seqlen_k
+        if members * seqlen_q * seqlen_k - separate <= launch:
+            uneven = (last.seqlen_q, last.seqlen_k) != (run.seqlen_q, run.seqlen_k)
+            groups[-1] = Group(last.sequences + run.sequences, seqlen_q, seqlen_k, last.padded or run.padded or uneven)
+        else:
+            groups.append(run)
+    return groups
+
+
+def _continues(spans: Spans, index: int) -> bool:
+    if spans.table is not None:
+        return False
+    if spans.batched:
+        return spans.starts[index] == spans.starts[index - 1]
+    return spans.starts[index] == spans.starts[index - 1] + spans.lengths[index - 1]
+
+
+def _view(tensor: Tensor, spans: Spans, group: Group, seqlen: int) -> Tensor | None:
+    """The group's sequences as a view of ``tensor``, or None where they don't lie evenly."""
+    first, count = group.sequences[0], len(group.sequences)
+    if group.padded or group.sequences != list(range(first, first + count)):
+        return None
+    if any(not _continues(spans, index) for index in group.sequences[1:]):
+        return None
+    start = spans.starts[first]
+    if spans.table is not None:
+        if start + seqlen > spans.page_size:
+            return None
+        page = int(spans.table[first, 0])
+        return tensor[page : page + 1, start : start + seqlen]
+    if spans.batched:
+        return tensor[first : first + count, start : start + seqlen]
+    return tensor[start : start + count * seqlen].unflatten(0, (count, seqlen))
+
+
+def _addresses(tensor: Tensor, spans: Spans, sequences: list[int], seqlen: int) -> tuple[Tensor, ...]:
+    """Index tensors (n, seqlen) of the slots of right-aligned sequences; padding points at slot 0."""
+    device = tensor.device
+    padding = torch.tensor([seqlen - spans.lengths[index] for index in sequences], device=device)
+    starts = torch.tensor([spans.starts[index] for index in sequences], device=device)
+    within = torch.arange(seqlen, device=device) - padding[:, None]
+    slots = torch.where(within >= 0, within + starts[:, None], 0)
+    if spans.table is not None:
+        pages = spans.table[torch.tensor(sequences, device=device)].long()
+        return pages.gather(1, slots // spans.page_size), slots % spans.page_size
+    if spans.batched:
+        return torch.tensor(sequences, device=device)[:, None].expand_as(slots), slots
+    return (slots,)
+
+
+def _row_spans(call: AttentionCall) -> Spans:
+    if call.cu_seqlens_q is None:
+        batch, seqlen_q = call.q.shape[:2]
+        return Spans([0] * batch, [seqlen_q] * batch, batched=True)
+    starts, lengths = _packed_spans("cu_seqlens_q", call.cu_seqlens_q, call.q.shape[0])
+    return Spans(starts, lengths, batched=False)
+
+
+def _key_spans(call: AttentionCall) -> Spans:
+    table = call.block_table
+    page_size = call.k.shape[1] if table is not None else 0
+    if call.cu_seqlens_k is not None and table is None:
+        starts, lengths = _packed_spans("cu_seqlens_k", call.cu_seqlens_k, call.k.shape[0])
+        capacity = lengths
+    else:
+        slots = table.shape[1] * page_size if table is not None else call.k.shape[1]
+        starts, capacity = [0] * call.batch, [slots] * call.batch
+        lengths = capacity
+    if call.seqused_k is not None:
+        lengths = call.seqused_k.tolist()
+        if any(not 0 <= used <= most for used, most in zip(lengths, capacity)):
+            raise RuntimeError(f"seqused_k must lie between 0 and the keys each sequence has: {lengths} of {capacity}")
+    if call.leftpad_k is not None:
+        leftpad = call.leftpad_k.tolist()
+        starts = [start + skipped for start, skipped in zip(starts, leftpad)]
+        lengths = [max(0, length - skipped) for length, skipped in zip(lengths, leftpad)]
+    return Spans(starts, lengths, table is not None or call.cu_seqlens_k is None, table, page_size)
+
+
+def _packed_spans(name: str, cu_seqlens: Tensor, total: int) -> tuple[list[int], list[int]]:
+    bounds = cu_seqlens.tolist()
+    lengths = [stop - start for start, stop in zip(bounds, bounds[1:])]
+    if bounds[0] < 0 or bounds[-1] > total or any(length < 0 for length in lengths):
+        raise RuntimeError(f"{name} must rise from 0 to at most the {total} tokens of its tensor, got {bounds}")
+    return bounds[:-1], lengths
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """softmax_lse is fp32, except that fp64 problems keep theirs in fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,85 @@
+"""Which keys a query row sees. The only place that knows bottom-right alignment and what -1 means.
+
+A row ``i`` of a sequence with ``seqlen_q`` queries and ``seqlen_k`` keys stands at key position
+``i + offset`` with ``offset = seqlen_k - seqlen_q``; it sees the keys ``j`` with
+``i + offset - left <= j <= i + offset + right``. Padding of a batch is not a mask: see layout.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Range(NamedTuple):
+    """Half-open range of rows or keys."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return max(0, self.stop - self.start)
+
+
+class Mask(NamedTuple):
+    """A band of visible keys around each row's own position; ``None`` means unbounded on that side."""
+
+    left: int | None = None
+    right: int | None = None
+
+    @classmethod
+    def from_window(cls, causal: bool, window_left: int, window_right: int) -> Mask:
+        """flash-attn's arguments: any negative bound is unbounded, ``causal`` forces the right one to 0."""
+        if causal:
+            window_right = 0
+        return cls(None if window_left < 0 else window_left, None if window_right < 0 else window_right)
+
+    @property
+    def is_full(self) -> bool:
+        return self.left is None and self.right is None
+
+    @property
+    def is_causal(self) -> bool:
+        """Every earlier key and the row's own, nothing later."""
+        return self.left is None and self.right == 0
+
+    def visible_keys(self, rows: Range, offset: int, seqlen_k: int) -> Range:
+        """The keys that at least one of ``rows`` sees."""
+        start = 0 if self.left is None else max(0, rows.start + offset - self.left)
+        stop = seqlen_k if self.right is None else min(seqlen_k, rows.stop + offset + self.right)
+        return Range(min(start, seqlen_k), max(stop, min(start, seqlen_k)))
+
+    def rows_with_keys(self, seqlen_q: int, seqlen_k: int) -> Range:
+        """The rows that see any key at all; they are always consecutive."""
+        offset = seqlen_k - seqlen_q
+        if seqlen_k == 0:
+            return Range(0, 0)
+        start = 0 if self.right is None else max(0, -offset - self.right)
+        stop = seqlen_q if self.left is None else min(seqlen_q, seqlen_k - offset + self.left)
+        return Range(min(start, seqlen_q), max(stop, min(start, seqlen_q)))
+
+    def covers(self, rows: Range, keys: Range, offset: int) -> bool:
+        """Whether every one of ``rows`` sees every one of ``keys``."""
+        left_open = self.left is None or keys.start >= rows.stop - 1 + offset - self.left
+        right_open = self.right is None or keys.stop - 1 <= rows.start + offset + self.right
+        return left_open and right_open
+
+    def hidden(self, rows: Range, keys: Range, offset: int, device: torch.device) -> Tensor | None:
+        """Boolean tile (rows, keys), True where a key is out of sight; None when all are visible."""
+        if self.covers(rows, keys, offset):
+            return None
+        ahead = distance(rows, keys, offset, device)
+        if self.left is None:
+            return ahead > self.right
+        if self.right is None:
+            return ahead < -self.left
+        return (ahead < -self.left) | (ahead > self.right)
+
+
+def distance(rows: Range, keys: Range, offset: int, device: torch.device) -> Tensor:
+    """How far each key is ahead of each row's position, int64 (rows, keys)."""
+    positions = torch.arange(rows.start + offset, rows.stop + offset, device=device)
+    return torch.arange(keys.start, keys.stop, device=device) - positions.unsqueeze(-1)

@@ -1,0 +1,100 @@
+"""S_dmask: the probabilities of a call with dropout, signed by whether dropout kept them.
+
+flash-attn writes them as its kernel meets them: exp(score - m) with m the row's maximum over the key
+blocks seen so far, blocks being visited from the last to the first. Tests and tools undo exactly that,
+so it is reproduced here, at the cost of a materialised matrix that the caller asked for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.engine import alibi, dropout
+from flash_attn_compat.engine.call import AttentionCall
+from flash_attn_compat.engine.layout import Block, Layout
+from flash_attn_compat.engine.mask import Range
+
+
+def signed_probabilities(call: AttentionCall, rng_state: Tensor) -> Tensor:
+    """(batch, nheads, max_seqlen_q, max_seqlen_k rounded up to 128) in q's dtype: kept >= 0, dropped negative.
+
+    Each sequence starts at [0, 0] of its own matrix; everything outside what a row sees is 0.
+    """
+    shape = (call.batch, call.nheads, round_up(call.max_seqlen_q, 128), round_up(call.max_seqlen_k, 128))
+    signed = call.q.new_zeros(shape)
+    if call.is_empty:
+        return signed
+    layout = Layout(call)
+    for group in layout.groups:
+        for index in group.sequences:
+            single = group._replace(
+                sequences=[index],
+                seqlen_q=layout.rows.lengths[index],
+                seqlen_k=layout.keys.lengths[index],
+                padded=False,
+            )
+            tile = _signed_tile(call, layout.block(single), rng_state)[0]
+            rows, keys = min(tile.shape[1], shape[2]), min(tile.shape[2], shape[3])
+            signed[index, :, :rows, :keys] = tile[:, :rows, :keys]
+    return signed
+
+
+def round_up(number: int, multiple: int) -> int:
+    return (number + multiple - 1) // multiple * multiple
+
+
+def key_block_size(device: torch.device, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
+    """The key block of flash-attn 2.8's forward kernel for this head_dim.
+
+    On CUDA it depends on the GPU at head dims 97 to 128; other devices count as the common kind.
+    """
+    assert head_dim <= 256
+    if head_dim <= 32:
+        return 128
+    if head_dim <= 64:
+        return 64 if is_dropout else 128
+    if head_dim <= 96:
+        return 64
+    if head_dim <= 128:
+        is_small = device.type == "cuda" and torch.cuda.get_device_capability(device) in ((8, 6), (8, 9))
+        if is_small:
+            return 64 if is_causal and not is_dropout else 32
+        return 32 if is_dropout else 64
+    return 64
+
+
+def _signed_tile(call: AttentionCall, block: Block, rng_state: Tensor) -> Tensor:
+    rows, keys = Range(0, block.q.shape[1]), Range(0, block.k.shape[1])
+    device = block.q.device
+    group = call.nheads // call.nheads_k
+    q = block.q.float() * call.softmax_scale
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, block.k.float().repeat_interleave(group, dim=2))
+    if call.softcap:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    if block.slopes is not None:
+        alibi.add_bias_(scores, block.slopes, rows, keys, block.offset)
+    hidden = call.mask.hidden(rows, keys, block.offset, device)
+    if hidden is not None:
+        scores.masked_fill_(hidden, -torch.inf)
+    weights = torch.exp(scores - _running_maxima(call, scores))
+    kept = dropout.keep_tile(
+        rng_state,
+        call.dropout_p,
+        torch.as_tensor(list(block.sequences), device=device),
+        torch.arange(call.nheads, device=device),
+        block.row_indices(),
+        block.key_indices(),
+    )
+    return torch.where(kept, weights, -weights)
+
+
+def _running_maxima(call: AttentionCall, scores: Tensor) -> Tensor:
+    """Per element, the row's maximum over its own key block and all later ones; 0 while nothing was seen."""
+    seqlen_k = scores.shape[-1]
+    head_dim = min(call.q.shape[-1], 256)
+    size = key_block_size(scores.device, head_dim, True, call.mask.right == 0)
+    blocks = [scores[..., start : start + size].amax(-1) for start in range(0, seqlen_k, size)]
+    running = torch.stack(blocks, -1).flip(-1).cummax(-1).values.flip(-1)
+    running = running.masked_fill(running == -torch.inf, 0.0)
+    return running.repeat_interleave(size, dim=-1)[..., :seqlen_k]

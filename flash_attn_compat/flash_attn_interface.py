@@ -1,0 +1,366 @@
+"""The attention functions of flash-attn 2.8: signatures, documentation and return shapes.
+
+What a call means is in engine/build.py, how gradients flow in engine/autograd.py, the private functions
+in private_interface.py, the KV cache in kvcache.py; all of them can be imported from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.engine import compiled
+from flash_attn_compat.engine.autograd import Inputs, attend
+from flash_attn_compat.engine.build import Options, Packing, dense_call, packed_call
+from flash_attn_compat.kvcache import flash_attn_with_kvcache
+from flash_attn_compat.private_interface import (
+    USE_TRITON_ROCM,
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+    _get_block_size_n,
+    _wrapped_flash_attn_backward,
+    _wrapped_flash_attn_forward,
+    _wrapped_flash_attn_varlen_backward,
+    _wrapped_flash_attn_varlen_forward,
+    maybe_contiguous,
+    round_multiple,
+)
+
+__all__ = [
+    "FlashAttnFunc",
+    "FlashAttnKVPackedFunc",
+    "FlashAttnQKVPackedFunc",
+    "FlashAttnVarlenFunc",
+    "FlashAttnVarlenKVPackedFunc",
+    "FlashAttnVarlenQKVPackedFunc",
+    "USE_TRITON_ROCM",
+    "_flash_attn_backward",
+    "_flash_attn_forward",
+    "_flash_attn_varlen_backward",
+    "_flash_attn_varlen_forward",
+    "_get_block_size_n",
+    "_wrapped_flash_attn_backward",
+    "_wrapped_flash_attn_forward",
+    "_wrapped_flash_attn_varlen_backward",
+    "_wrapped_flash_attn_varlen_forward",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "maybe_contiguous",
+    "round_multiple",
+]
+
+AttentionOutput = Tensor | tuple[Tensor, Tensor, Tensor]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> AttentionOutput:
+    """softmax(q @ k^T * softmax_scale) @ v, differentiable in q, k and v.
+
+    Arguments:
+        q: (batch_size, seqlen_q, nheads, headdim), fp16, bf16, fp32 or fp64
+        k: (batch_size, seqlen_k, nheads_k, headdim); nheads_k divides nheads, and query head h reads
+            key/value head h // (nheads / nheads_k)
+        v: (batch_size, seqlen_k, nheads_k, headdim); its headdim may differ from k's
+        dropout_p: probability of dropping a softmax entry, below 1, honoured to 1/256; 0 in evaluation
+        softmax_scale: factor of q @ k^T; default headdim ** -0.5
+        causal: row i sees the keys up to i + seqlen_k - seqlen_q (aligned at the bottom right)
+        window_size: (left, right); row i sees the keys from i + seqlen_k - seqlen_q - left to
+            i + seqlen_k - seqlen_q + right, both included; a negative bound is unbounded
+        softcap: positive values turn scaled scores into softcap * tanh(score / softcap)
+        alibi_slopes: (nheads,) or (batch_size, nheads) fp32; -slope * |i + seqlen_k - seqlen_q - j| is
+            added to the score of row i and key j
+        deterministic: the same gradients to the bit in every run
+        return_attn_probs: also return softmax_lse and S_dmask
+    Returns:
+        out: (batch_size, seqlen_q, nheads, headdim of v) in q's dtype; rows that see no key are 0
+        softmax_lse [with return_attn_probs]: (batch_size, nheads, seqlen_q) fp32, the natural log of the
+            softmax denominator; +inf for rows that see no key. With ALiBi and a causal mask it is larger
+            by slope * (i + seqlen_k - seqlen_q), as flash-attn's is.
+        S_dmask [with return_attn_probs]: (batch_size, nheads, seqlen_q and seqlen_k rounded up to 128)
+            under dropout, negative where dropped, not normalised: for tests; else empty
+    Raises:
+        RuntimeError: shapes, dtypes or devices do not fit together, dropout_p >= 1
+        IndexError: a tensor has too few dimensions
+    """
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+    return _dense(Inputs((q, k, v)), options)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> AttentionOutput:
+    """flash_attn_func with k and v in one tensor, whose gradient is one tensor too.
+
+    Arguments:
+        q: (batch_size, seqlen_q, nheads, headdim)
+        kv: (batch_size, seqlen_k, 2, nheads_k, headdim), k first
+    The other arguments, results and errors are those of flash_attn_func.
+    """
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+    return _dense(Inputs((q, kv)), options)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> AttentionOutput:
+    """flash_attn_func with q, k and v in one tensor, whose gradient is one tensor too.
+
+    Arguments:
+        qkv: (batch_size, seqlen, 3, nheads, headdim), in the order q, k, v
+    The other arguments, results and errors are those of flash_attn_func.
+    """
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+    return _dense(Inputs((qkv,)), options)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> AttentionOutput:
+    """flash_attn_func over sequences of different lengths, laid end to end.
+
+    Arguments:
+        q: (total_q, nheads, headdim), total_q the number of query tokens of the batch
+        k, v: (total_k, nheads_k, headdim), or (num_blocks, page_block_size, nheads_k, headdim) with
+            block_table
+        cu_seqlens_q, cu_seqlens_k: (batch_size + 1,) int32, where each sequence starts and the last ends;
+            sequences may be empty on either side
+        max_seqlen_q, max_seqlen_k: the longest lengths
+        block_table: (batch_size, max_num_blocks_per_seq) int32, the pages of each sequence in order;
+            cu_seqlens_k then gives lengths only
+    The other arguments are those of flash_attn_func, applied to each sequence with its own lengths.
+    Returns:
+        out: (total_q, nheads, headdim of v); tokens outside of all sequences are 0
+        softmax_lse [with return_attn_probs]: (nheads, total_q) fp32
+        S_dmask [with return_attn_probs]: (batch_size, nheads, max_seqlen_q and max_seqlen_k rounded up to
+            128), each sequence from [0, 0] of its own matrix
+    Raises:
+        RuntimeError: shapes, dtypes or devices do not fit together, cu_seqlens not int32 or not contiguous
+    """
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _packed(Inputs((q, k, v)), packing, options, block_table)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> AttentionOutput:
+    """flash_attn_varlen_func with k and v in one tensor.
+
+    Arguments:
+        q: (total_q, nheads, headdim)
+        kv: (total_k, 2, nheads_k, headdim), k first
+    The other arguments, results and errors are those of flash_attn_varlen_func.
+    """
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _packed(Inputs((q, kv)), packing, options)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> AttentionOutput:
+    """flash_attn_varlen_func with q, k and v in one tensor.
+
+    Arguments:
+        qkv: (total, 3, nheads, headdim), in the order q, k, v
+        cu_seqlens: (batch_size + 1,) int32
+        max_seqlen: the longest length
+    The other arguments, results and errors are those of flash_attn_varlen_func.
+    """
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+    packing = Packing(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return _packed(Inputs((qkv,)), packing, options)
+
+
+def _dense(inputs: Inputs, options: Options) -> AttentionOutput:
+    q, k, v = inputs.unpack()
+    if torch.compiler.is_compiling():
+        outputs = compiled.attend(q, k, v, options)
+    else:
+        outputs = attend(inputs, dense_call(q, k, v, options))
+    return outputs if options.return_attn_probs else outputs[0]
+
+
+def _packed(inputs: Inputs, packing: Packing, options: Options, block_table: Tensor | None = None) -> AttentionOutput:
+    q, k, v = inputs.unpack()
+    if torch.compiler.is_compiling():
+        outputs = compiled.attend(q, k, v, options, compiled.Placement(packing, block_table))
+    else:
+        outputs = attend(inputs, packed_call(q, k, v, packing, options, block_table))
+    return outputs if options.return_attn_probs else outputs[0]
+
+
+class _Applied(torch.autograd.Function):
+    """flash-attn's autograd Functions by name: ``apply`` takes their forward's arguments without ctx.
+
+    One Function of ours computes the gradients, so ``forward`` is an ordinary call and ctx stays unused.
+    """
+
+    @classmethod
+    def apply(cls, *args):
+        return cls.forward(None, *args)
+
+
+class FlashAttnQKVPackedFunc(_Applied):
+    @staticmethod
+    def forward(
+        ctx, qkv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_softmax, is_grad_enabled=True,
+    ):  # fmt: skip
+        with torch.set_grad_enabled(torch.is_grad_enabled() and is_grad_enabled):
+            return flash_attn_qkvpacked_func(
+                qkv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+                return_softmax,
+            )  # fmt: skip
+
+
+class FlashAttnKVPackedFunc(_Applied):
+    @staticmethod
+    def forward(
+        ctx, q, kv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_softmax, is_grad_enabled=True,
+    ):  # fmt: skip
+        with torch.set_grad_enabled(torch.is_grad_enabled() and is_grad_enabled):
+            return flash_attn_kvpacked_func(
+                q, kv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+                return_softmax,
+            )  # fmt: skip
+
+
+class FlashAttnFunc(_Applied):
+    @staticmethod
+    def forward(
+        ctx, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_softmax, is_grad_enabled=True,
+    ):  # fmt: skip
+        with torch.set_grad_enabled(torch.is_grad_enabled() and is_grad_enabled):
+            return flash_attn_func(
+                q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+                return_softmax,
+            )  # fmt: skip
+
+
+class FlashAttnVarlenQKVPackedFunc(_Applied):
+    @staticmethod
+    def forward(
+        ctx, qkv, cu_seqlens, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_softmax, is_grad_enabled=True,
+    ):  # fmt: skip
+        with torch.set_grad_enabled(torch.is_grad_enabled() and is_grad_enabled):
+            return flash_attn_varlen_qkvpacked_func(
+                qkv, cu_seqlens, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+                deterministic, return_softmax,
+            )  # fmt: skip
+
+
+class FlashAttnVarlenKVPackedFunc(_Applied):
+    @staticmethod
+    def forward(
+        ctx, q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_softmax, is_grad_enabled=True,
+    ):  # fmt: skip
+        with torch.set_grad_enabled(torch.is_grad_enabled() and is_grad_enabled):
+            return flash_attn_varlen_kvpacked_func(
+                q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+                window_size, softcap, alibi_slopes, deterministic, return_softmax,
+            )  # fmt: skip
+
+
+class FlashAttnVarlenFunc(_Applied):
+    @staticmethod
+    def forward(
+        ctx, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_softmax, block_table=None, is_grad_enabled=True,
+    ):  # fmt: skip
+        with torch.set_grad_enabled(torch.is_grad_enabled() and is_grad_enabled):
+            return flash_attn_varlen_func(
+                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+                window_size, softcap, alibi_slopes, deterministic, return_softmax, block_table,
+            )  # fmt: skip

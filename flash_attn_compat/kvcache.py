@@ -1,0 +1,357 @@
+"""flash_attn_with_kvcache: append the new keys and values, rotate, then an ordinary call.
+
+Everything is checked, and the backend chosen, before the cache is touched. Positions stay on the device.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.engine import checks, dispatch
+from flash_attn_compat.engine.autograd import run_forward
+from flash_attn_compat.engine.call import AttentionCall
+from flash_attn_compat.engine.layout import lse_dtype
+from flash_attn_compat.engine.mask import Mask
+from flash_attn_compat.ops.triton.rotary import apply_rotary
+
+_CACHE_SHAPE = "(batch_size_cache, seqlen_cache, num_heads_k, head_size)"
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of ``q`` over a key/value cache, after writing new keys and values into it in place.
+
+    Not differentiable. Arguments:
+        q: (batch_size, seqlen_q, nheads, headdim)
+        k_cache, v_cache: (batch_size_cache, seqlen_cache, nheads_k, headdim), or (num_blocks,
+            page_block_size, nheads_k, headdim) with block_table; the last dimension contiguous
+        k, v: (batch_size, seqlen_new, nheads_k, headdim), written behind the cache_seqlens of each sequence
+        rotary_cos, rotary_sin: (at least the cache's capacity, rotary_dim / 2) in q's dtype; rotates k at
+            its positions, and q at cache_seqlens + row if causal or windowed, else at cache_seqlens
+        cache_seqlens: how many cache slots are in use before the call, from slot 0 on: an int or
+            (batch_size,) int32; default all of them. It is not updated.
+        cache_batch_idx: (batch_size,) int32, the cache row of each sequence; default its own index
+        cache_leftpad: (batch_size,) int32, slots to skip at the front
+        block_table: (batch_size, max_num_blocks_per_seq) int32, the pages of each sequence
+        softmax_scale, causal, window_size, softcap, alibi_slopes: as in flash_attn_func, with seqlen_k the
+            slots in use after the append, less the skipped ones
+        rotary_interleaved: rotate channels (0, 1), (2, 3), ... rather than the two halves
+        num_splits: accepted and ignored, apart from its upper limit
+        return_softmax_lse: also return softmax_lse
+    Returns:
+        out: (batch_size, seqlen_q, nheads, headdim)
+        softmax_lse [with return_softmax_lse]: (batch_size, nheads, seqlen_q) fp32
+    Raises:
+        RuntimeError: something does not fit together, or the new keys do not fit into the cache; the cache
+            is unchanged then. On CUDA a cache_seqlens tensor that is too long is caught by the device.
+    """
+    arguments = _Arguments(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, _lengths(cache_seqlens, q, k_cache), cache_batch_idx,
+        cache_leftpad, block_table, softmax_scale, causal, window_size[0], window_size[1], softcap,
+        rotary_interleaved, alibi_slopes, num_splits,
+    )  # fmt: skip
+    if torch.compiler.is_compiling():
+        out, lse = _kvcache_op(*arguments)
+    else:
+        with torch.no_grad():
+            out, lse = _attend(arguments, return_softmax_lse)
+    return (out, lse) if return_softmax_lse else out
+
+
+class _Arguments(NamedTuple):
+    """The function's arguments, with cache_seqlens as a tensor or None."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
+    cache_seqlens: Tensor | None
+    cache_batch_idx: Tensor | None
+    cache_leftpad: Tensor | None
+    block_table: Tensor | None
+    softmax_scale: float | None
+    causal: bool
+    window_size_left: int
+    window_size_right: int
+    softcap: float
+    rotary_interleaved: bool
+    alibi_slopes: Tensor | None
+    num_splits: int
+
+    @property
+    def capacity(self) -> int:
+        """Slots that one sequence can address."""
+        page = self.k_cache.shape[1]
+        return page if self.block_table is None else page * self.block_table.shape[1]
+
+    @property
+    def seqlen_new(self) -> int:
+        return 0 if self.k is None else self.k.shape[1]
+
+
+def _lengths(cache_seqlens: int | Tensor | None, q: Tensor, k_cache: Tensor) -> Tensor | None:
+    if cache_seqlens is None or isinstance(cache_seqlens, Tensor):
+        return cache_seqlens
+    return torch.full((q.shape[0],), operator.index(cache_seqlens), dtype=torch.int32, device=k_cache.device)
+
+
+def _attend(arguments: _Arguments, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+    _check(arguments)
+    call = _call(arguments)._replace(return_lse=return_lse)
+    if not call.is_empty:
+        dispatch.choose(call)  # raises, if nothing can serve, before the cache changes
+    if arguments.k is not None:
+        call = call._replace(q=_append(arguments, call))
+    result = run_forward(call)
+    return result.out, result.softmax_lse.contiguous() if return_lse else None
+
+
+def _call(arguments: _Arguments) -> AttentionCall:
+    q, k_cache, v_cache = arguments.q, arguments.k_cache, arguments.v_cache
+    softcap, batch = arguments.softcap, q.shape[0]
+    seqused = arguments.cache_seqlens
+    if seqused is not None and arguments.seqlen_new:
+        seqused = seqused + arguments.seqlen_new
+    table = arguments.block_table
+    if table is None and arguments.cache_batch_idx is not None:
+        # A cache row is a page that holds its whole sequence.
+        table = arguments.cache_batch_idx.unsqueeze(1)
+    elif table is None:
+        k_cache, v_cache = k_cache[:batch], v_cache[:batch]
+    return AttentionCall(
+        q=q,
+        k=k_cache,
+        v=v_cache,
+        softmax_scale=q.shape[-1] ** -0.5 if arguments.softmax_scale is None else float(arguments.softmax_scale),
+        mask=_mask(arguments),
+        max_seqlen_q=q.shape[1],
+        max_seqlen_k=arguments.capacity,
+        softcap=float(softcap) if softcap is not None and softcap > 0.0 else 0.0,
+        alibi_slopes=arguments.alibi_slopes,
+        seqused_k=seqused,
+        leftpad_k=arguments.cache_leftpad,
+        block_table=table,
+    )
+
+
+def _mask(arguments: _Arguments) -> Mask:
+    left, right = operator.index(arguments.window_size_left), operator.index(arguments.window_size_right)
+    return Mask.from_window(bool(arguments.causal), left, right)
+
+
+def _append(arguments: _Arguments, call: AttentionCall) -> Tensor:
+    """Write the new keys and values behind each sequence; returns q, rotated if asked for."""
+    q, k, starts = arguments.q, arguments.k, arguments.cache_seqlens
+    if arguments.rotary_cos is not None:
+        turn = {"cos": arguments.rotary_cos, "sin": arguments.rotary_sin, "interleaved": arguments.rotary_interleaved}
+        k = apply_rotary(k, seqlen_offsets=starts, **turn)
+        if _rows_have_own_position(arguments, call):
+            q = apply_rotary(q, seqlen_offsets=starts, **turn)
+        else:
+            # All rows stand at the same position: rotate them as further heads of one row.
+            q = apply_rotary(q.flatten(1, 2).unsqueeze(1), seqlen_offsets=starts, **turn).view(q.shape)
+    slots = starts.long().unsqueeze(1) + torch.arange(k.shape[1], device=q.device)
+    if call.block_table is None:
+        rows = torch.arange(q.shape[0], device=q.device).unsqueeze(1)
+    else:
+        page = call.k.shape[1]
+        rows, slots = call.block_table.long().gather(1, slots // page), slots % page
+    call.k.index_put_((rows, slots), k)
+    call.v.index_put_((rows, slots), arguments.v)
+    return q
+
+
+def _rows_have_own_position(arguments: _Arguments, call: AttentionCall) -> bool:
+    """flash-attn rotates row i at its own position only if the mask, as its kernel sees it, is banded."""
+    left, right = call.mask
+    if right == 0 and arguments.q.shape[1] == 1 and arguments.causal:
+        return True  # one row: its position is cache_seqlens either way
+    banded_left = left is not None and left < arguments.capacity
+    banded_right = right is not None and right < arguments.capacity
+    return banded_left or banded_right
+
+
+def _check(arguments: _Arguments) -> None:
+    q, k_cache, v_cache = arguments.q, arguments.k_cache, arguments.v_cache
+    checks.tensors(q, k_cache, v_cache)
+    if q.dim() != 4 or k_cache.dim() != 4:
+        raise RuntimeError(
+            "q must have shape (batch_size, seqlen_q, num_heads, head_size) and kcache must have shape "
+            f"{_CACHE_SHAPE}, got {tuple(q.shape)} and {tuple(k_cache.shape)}"
+        )
+    batch = q.shape[0]
+    if batch == 0:
+        raise RuntimeError(f"batch size must be positive, got q of shape {tuple(q.shape)}")
+    if arguments.num_splits > 128:
+        raise RuntimeError(f"num_splits > 128 not supported, got {arguments.num_splits}")
+    _check_addressing(arguments)
+    if k_cache.shape[3] != q.shape[3]:
+        raise RuntimeError(f"kcache must have shape {_CACHE_SHAPE}, got {tuple(k_cache.shape)} for q {tuple(q.shape)}")
+    if v_cache.dim() != 4 or v_cache.shape[:3] != k_cache.shape[:3]:
+        raise RuntimeError(f"vcache must have shape {_CACHE_SHAPE}, got {tuple(v_cache.shape)}")
+    if q.shape[2] % max(k_cache.shape[2], 1):
+        raise RuntimeError("Number of heads in key/value must divide number of heads in query")
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.stride(-1) != 1 and cache.numel():
+            raise AssertionError(f"{name} must have contiguous last dimension")
+    if arguments.alibi_slopes is not None:
+        checks.alibi(arguments.alibi_slopes, q, batch)
+    if arguments.cache_seqlens is not None:
+        checks.per_sequence("seqlens_k", arguments.cache_seqlens, batch, q.device)
+    if arguments.cache_leftpad is not None:
+        checks.per_sequence("leftpad_k", arguments.cache_leftpad, batch, q.device)
+    _check_new_keys(arguments)
+    _check_rotary(arguments)
+
+
+def _check_addressing(arguments: _Arguments) -> None:
+    q, k_cache, v_cache = arguments.q, arguments.k_cache, arguments.v_cache
+    batch, index, table = q.shape[0], arguments.cache_batch_idx, arguments.block_table
+    if table is not None:
+        if index is not None:
+            raise RuntimeError("Paged KVcache does not support cache_batch_idx")
+        if arguments.cache_leftpad is not None:
+            raise RuntimeError("We don't support Paged KV and leftpad_k running at the same time yet")
+        checks.pages(q, k_cache, v_cache, table, batch)
+    elif index is not None:
+        if index.dtype != torch.int32:
+            raise RuntimeError(f"cache_batch_idx must have dtype int32, got {index.dtype}")
+        if index.shape != (batch,):
+            raise RuntimeError(f"cache_batch_idx must have shape (batch_size), got {tuple(index.shape)}, batch {batch}")
+    elif k_cache.shape[0] < batch:
+        raise RuntimeError(
+            f"kcache must have shape {_CACHE_SHAPE} with at least batch_size = {batch} rows, got {tuple(k_cache.shape)}"
+        )
+
+
+def _check_new_keys(arguments: _Arguments) -> None:
+    q, k, v, lengths = arguments.q, arguments.k, arguments.v, arguments.cache_seqlens
+    if k is None:
+        if v is not None:
+            raise RuntimeError("If value is supplied, key must also be passed in")
+        _check_capacity(arguments)
+        return
+    if v is None:
+        raise RuntimeError("If key is supplied, value must also be passed in")
+    if lengths is None:
+        raise RuntimeError("If key is supplied, seqlens_k must also be passed in")
+    if k.dtype != q.dtype:
+        raise RuntimeError(f"Key must have the same dtype as query, got {k.dtype} and {q.dtype}")
+    if v.dtype != q.dtype:
+        raise RuntimeError(f"Value must have the same dtype as query, got {v.dtype} and {q.dtype}")
+    batch, nheads_k = q.shape[0], arguments.k_cache.shape[2]
+    for name, new, cache in (("k", k, arguments.k_cache), ("v", v, arguments.v_cache)):
+        expected = (batch, k.shape[1], nheads_k, cache.shape[3])
+        if tuple(new.shape) != expected:
+            raise RuntimeError(
+                f"{name} must have shape (batch_size, seqlen_knew, num_heads_k, head_size) = {expected}, "
+                f"got {tuple(new.shape)}"
+            )
+        if new.device != q.device:
+            raise RuntimeError(f"{name} must be on {q.device}, the device of q, got {new.device}")
+    _check_capacity(arguments)
+
+
+def _check_capacity(arguments: _Arguments) -> None:
+    """New keys must fit. Only lengths the host can read for free are checked here."""
+    lengths = arguments.cache_seqlens
+    if lengths is None or lengths.device.type != "cpu" or not lengths.numel():
+        return
+    lowest, longest = int(lengths.min()), int(lengths.max()) + arguments.seqlen_new
+    if lowest < 0 or longest > arguments.capacity:
+        where = "the kcache" if arguments.block_table is None else "block_table and its pages"
+        raise RuntimeError(
+            f"KV cache: max(seqlens_k) + seqlen_knew (= {longest}) exceeds the capacity addressable by {where} "
+            f"(= {arguments.capacity}), or a length is negative: {lengths.tolist()}"
+        )
+
+
+def _check_rotary(arguments: _Arguments) -> None:
+    cos, sin, q = arguments.rotary_cos, arguments.rotary_sin, arguments.q
+    if cos is None:
+        return
+    if arguments.k is None:
+        raise RuntimeError(
+            "If rotary cos/sin are provided, new key / value to be appended to KV cache must also be provided"
+        )
+    if sin is None:
+        raise RuntimeError("If rotary cos is provided, rotary sin must also be provided")
+    rotary_dim = 2 * cos.shape[-1]
+    if rotary_dim > q.shape[-1]:
+        raise RuntimeError(f"rotary_dim must be <= headdim, got {rotary_dim} and {q.shape[-1]}")
+    if rotary_dim % 16:
+        raise RuntimeError(f"Only rotary dimensions divisible by 16 are currently supported, got {rotary_dim}")
+    if cos.shape[0] < arguments.capacity:
+        raise RuntimeError(
+            f"cos/sin seqlen must be at least the seqlen of KV cache, got {cos.shape[0]} and {arguments.capacity}"
+        )
+    if sin.shape != cos.shape:
+        raise RuntimeError(f"rotary_sin must have shape {tuple(cos.shape)}, got {tuple(sin.shape)}")
+    if cos.dtype != q.dtype or sin.dtype != q.dtype:
+        raise RuntimeError(f"rotary_cos must have the same dtype as query, got {cos.dtype}, {sin.dtype}, {q.dtype}")
+
+
+# custom_op reads the annotations of this signature, hence Optional and the long list.
+@torch.library.custom_op("flash_attn_compat::kvcache", mutates_args=("k_cache", "v_cache"))
+def _kvcache_op(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: Optional[torch.Tensor],
+    v: Optional[torch.Tensor],
+    rotary_cos: Optional[torch.Tensor],
+    rotary_sin: Optional[torch.Tensor],
+    cache_seqlens: Optional[torch.Tensor],
+    cache_batch_idx: Optional[torch.Tensor],
+    cache_leftpad: Optional[torch.Tensor],
+    block_table: Optional[torch.Tensor],
+    softmax_scale: Optional[float],
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    rotary_interleaved: bool,
+    alibi_slopes: Optional[torch.Tensor],
+    num_splits: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    arguments = _Arguments(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+        block_table, softmax_scale, causal, window_size_left, window_size_right, softcap, rotary_interleaved,
+        alibi_slopes, num_splits,
+    )  # fmt: skip
+    out, lse = _attend(arguments, return_lse=True)
+    return out.contiguous(), lse
+
+
+@_kvcache_op.register_fake
+def _(q, k_cache, v_cache, *arguments):
+    batch, seqlen_q, nheads, _ = q.shape
+    out = q.new_empty((batch, seqlen_q, nheads, v_cache.shape[-1]))
+    return out, q.new_empty((batch, nheads, seqlen_q), dtype=lse_dtype(q.dtype))

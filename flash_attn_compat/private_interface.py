@@ -1,0 +1,254 @@
+"""flash-attn's semi-public functions, which ring attention and others build on, in their 2.8 shapes.
+
+They compute outside autograd. The backward takes whatever ``out`` and ``softmax_lse`` it is given, those
+of a longer sequence included, and writes into the gradients it is given.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.engine import checks, compiled, dispatch
+from flash_attn_compat.engine.autograd import run_backward, run_forward
+from flash_attn_compat.engine.build import Options, Packing, dense_call, packed_call
+from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream
+from flash_attn_compat.engine.probabilities import key_block_size, round_up, signed_probabilities
+
+USE_TRITON_ROCM = False
+
+
+def maybe_contiguous(x: Tensor | None) -> Tensor | None:
+    """``x``, copied only if its last dimension is strided."""
+    return x.contiguous() if x is not None and x.stride(-1) != 1 else x
+
+
+def round_multiple(x: int, m: int) -> int:
+    """The smallest multiple of ``m`` that is at least ``x``."""
+    return round_up(x, m)
+
+
+def _get_block_size_n(device: torch.device | str, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
+    """Width of the key blocks by which S_dmask was scaled; AssertionError for head_dim over 256."""
+    return key_block_size(torch.device(device), head_dim, is_dropout, is_causal)
+
+
+def _flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    return_softmax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Dense attention; arguments as in flash_attn_func.
+
+    Returns (out, softmax_lse, S_dmask, rng_state): S_dmask is empty without return_softmax, rng_state (2,)
+    int64 reproduces the dropout mask in _flash_attn_backward.
+    """
+    options = _options(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes)
+    _check_return_softmax(return_softmax, dropout_p)
+    if torch.compiler.is_compiling():
+        return compiled.forward(q, k, v, options, return_dmask=bool(return_softmax))
+    return _forward(dense_call(q, k, v, options), bool(return_softmax))
+
+
+def _flash_attn_varlen_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float | None = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_softmax: bool = False,
+    block_table: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    zero_tensors: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Packed attention; arguments as in flash_attn_varlen_func, and per sequence:
+
+    seqused_k: (batch,) int32, how many keys are used; leftpad_k: (batch,) int32, how many are skipped first
+    zero_tensors: tokens outside of all sequences get LSE -inf instead of 0 (their out is 0 in any case)
+    """
+    options = _options(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes)
+    _check_return_softmax(return_softmax, dropout_p)
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if torch.compiler.is_compiling():
+        placement = compiled.Placement(packing, block_table, seqused_k, leftpad_k)
+        out, lse, dmask, rng_state = compiled.forward(q, k, v, options, placement, bool(return_softmax))
+    else:
+        call = packed_call(q, k, v, packing, options, block_table, seqused_k, leftpad_k)
+        out, lse, dmask, rng_state = _forward(call, bool(return_softmax))
+    if zero_tensors:
+        lse = lse.masked_fill(_outside(cu_seqlens_q, q.shape[0]), -torch.inf)
+    return out, lse, dmask, rng_state
+
+
+def _flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+) -> Tensor:
+    """Gradients of dense attention, written into dq, dk, dv through their strides.
+
+    Probabilities are exp(score - softmax_lse) and their mean gradient is rowsum(dout * out), so ``out`` and
+    ``softmax_lse`` may belong to a longer sequence of which k and v are one part: the results are then that
+    part's exact share.
+
+    Returns softmax_d: (batch, nheads, seqlen_q rounded up to 128) fp32, rowsum(dout * out) * (1 - dropout_p).
+    """
+    options = _options(
+        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic
+    )
+    upstream = Upstream(dout, out, softmax_lse, rng_state)
+    if torch.compiler.is_compiling():
+        _write(compiled.backward(q, k, v, options, upstream), dq, dk, dv)
+    else:
+        _backward(dense_call(q, k, v, options), upstream, dq, dk, dv)
+    padded = round_up(q.shape[1], 128)
+    softmax_d = q.new_zeros((q.shape[0], q.shape[2], padded), dtype=torch.float32)
+    softmax_d[:, :, : q.shape[1]] = _row_products(dout, out, dropout_p).transpose(1, 2)
+    return softmax_d
+
+
+def _flash_attn_varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+    zero_tensors: bool = False,
+) -> Tensor:
+    """Gradients of packed attention; as _flash_attn_backward, with tokens outside of all sequences set to 0.
+
+    Returns softmax_d: (nheads, total_q + 128 * batch) fp32, sequence b from column cu_seqlens_q[b] + 128 * b.
+    """
+    options = _options(
+        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic
+    )
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    upstream = Upstream(dout, out, softmax_lse, rng_state)
+    if torch.compiler.is_compiling():
+        _write(compiled.backward(q, k, v, options, upstream, compiled.Placement(packing)), dq, dk, dv)
+    else:
+        _backward(packed_call(q, k, v, packing, options), upstream, dq, dk, dv)
+    return _packed_softmax_d(_row_products(dout, out, dropout_p), cu_seqlens_q)
+
+
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_backward = _flash_attn_backward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
+
+
+def _options(
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    deterministic: bool = False,
+) -> Options:
+    window_size = window_size_left, window_size_right
+    return Options(dropout_p, softmax_scale, bool(causal), window_size, softcap, alibi_slopes, deterministic)
+
+
+def _check_return_softmax(return_softmax: bool, dropout_p: float) -> None:
+    if return_softmax and dropout_p <= 0.0:
+        raise RuntimeError("return_softmax is only supported when p_dropout > 0.0")
+
+
+def _forward(call: AttentionCall, return_softmax: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    result = run_forward(call._replace(return_lse=True, shares_dropout_mask=True))
+    rng_state = result.rng_state
+    if rng_state is None:
+        rng_state = torch.zeros(2, dtype=torch.int64, device=call.q.device)
+    dmask = signed_probabilities(call, rng_state) if return_softmax else result.out.new_empty(0)
+    return result.out, result.softmax_lse.contiguous(), dmask, rng_state
+
+
+def _backward(
+    call: AttentionCall, upstream: Upstream, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None
+) -> None:
+    checks.upstream(call, upstream, dq, dk, dv)
+    call = call._replace(given_lse=True, shares_dropout_mask=True, rng_state=upstream.rng_state)
+    into = None if dq is None or dk is None or dv is None else Gradients(dq, dk, dv)
+    found = run_backward(None if call.is_empty else dispatch.serve(call), call, upstream, into)
+    if into is None:
+        _write(found, dq, dk, dv)
+
+
+def _write(found: Gradients, *targets: Tensor | None) -> None:
+    for target, value in zip(targets, found):
+        if target is not None:
+            target.copy_(value)
+
+
+def _row_products(dout: Tensor, out: Tensor, dropout_p: float) -> Tensor:
+    """rowsum(dout * out) * (1 - dropout_p) in fp32, without the head_dim axis."""
+    kept = 1.0 - dropout_p if dropout_p > 0.0 else 1.0
+    return (dout.float() * out.float()).sum(-1) * kept
+
+
+def _packed_softmax_d(products: Tensor, cu_seqlens_q: Tensor) -> Tensor:
+    """(total_q, nheads) as (nheads, total_q + 128 * batch), 128 more columns after each sequence."""
+    total_q, nheads = products.shape
+    batch = cu_seqlens_q.shape[0] - 1
+    softmax_d = products.new_zeros(nheads, total_q + 128 * batch)
+    tokens = torch.arange(total_q, device=products.device)
+    sequence = torch.searchsorted(cu_seqlens_q[1:], tokens, right=True)
+    return softmax_d.index_copy_(1, tokens + 128 * sequence.clamp_(max=batch - 1), products.t())
+
+
+def _outside(cu_seqlens: Tensor, total: int) -> Tensor:
+    """Which of ``total`` tokens belong to no sequence."""
+    tokens = torch.arange(total, device=cu_seqlens.device)
+    return (tokens < cu_seqlens[0]) | (tokens >= cu_seqlens[-1])
