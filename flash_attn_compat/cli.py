@@ -1,0 +1,96 @@
+"""The command flash-attn-compat: install, uninstall, run, doctor. Arguments and exit codes; the work is elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from flash_attn_compat.naming import install as installation
+from flash_attn_compat.naming import patch
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code (0 done, 1 refused or failed, 2 wrong usage)."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["run"] and len(arguments) > 1 and arguments[1] not in ("-h", "--help"):
+        run(arguments[1:])
+    options = _parser().parse_args(arguments)
+    if options.command == "run":
+        _parser().error("run: name a script, or -m and a module")
+    return options.action(options)
+
+
+def run(arguments: Sequence[str]) -> NoReturn:
+    """Become `python ARGUMENTS...` in an environment where flash_attn is answered.
+
+    A fresh interpreter, so that __main__, sys.path, exit code, signals and tracebacks are those of a direct run.
+    """
+    patch()
+    command = [sys.executable, *arguments]
+    if os.name == "nt":  # there, exec starts a child and lets the shell go on
+        sys.exit(subprocess.call(command))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, command)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="flash-attn-compat", description="Answer to the name flash_attn on machines that flash-attn refuses."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    command = commands.add_parser("install", help="put flash_attn and its metadata into this environment")
+    command.add_argument("--target", metavar="DIR", help="another directory than this interpreter's site-packages")
+    command.set_defaults(action=_install)
+
+    command = commands.add_parser("uninstall", help="remove what install put there")
+    command.add_argument("--target", metavar="DIR", help="the directory given to install")
+    command.set_defaults(action=_uninstall)
+
+    command = commands.add_parser(
+        "run",
+        help="run a script or module with flash_attn answered",
+        usage="flash-attn-compat run SCRIPT [ARGUMENT ...] | -m MODULE [ARGUMENT ...]",
+    )
+    command.add_argument("rest", nargs=argparse.REMAINDER, metavar="SCRIPT")
+
+    command = commands.add_parser("doctor", help="what this machine is, what would serve it, and whether it computes right")
+    command.add_argument("--json", action="store_true", help="the report as one JSON object")
+    command.set_defaults(action=_doctor)
+    return parser
+
+
+def _install(options: argparse.Namespace) -> int:
+    try:
+        dist_info = installation.install(options.target)
+    except installation.InstallError as error:
+        print(f"flash-attn-compat: {error}", file=sys.stderr)
+        return 1
+    print(f"flash_attn is answered in {dist_info.parent} ({dist_info.name}); flash-attn-compat uninstall undoes it")
+    return 0
+
+
+def _uninstall(options: argparse.Namespace) -> int:
+    removed = installation.uninstall(options.target)
+    for dist_info in removed:
+        print(f"removed {dist_info.name} from {dist_info.parent}")
+    if not removed:
+        print("nothing to remove: flash-attn-compat install was not run here")
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from flash_attn_compat import doctor
+
+    report = doctor.examine()
+    print(doctor.to_json(report) if options.json else doctor.to_text(report))
+    return 0 if report.healthy else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""The finder that makes flash_attn's submodules the very modules of flash_attn_compat.
+
+The package flash_attn itself is a file in site/; what lies below it is found here. Nothing is imported to be found.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+# The part of flash_attn_compat that mirrors flash_attn. What is not listed (engine, backends, naming, ...) is ours
+# alone and stays absent under flash_attn's name, as do the names of FlashAttention 1, 3 and 4.
+MIRRORED = frozenset({"bert_padding", "flash_attn_interface", "layers", "losses", "modules", "ops", "utils"})
+
+
+class MirrorFinder(importlib.abc.MetaPathFinder):
+    """Finds flash_attn.X.Y where flash_attn_compat.X.Y exists, while flash_attn is our stand-in."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        package, _, below = fullname.partition(".")
+        if package != "flash_attn" or below.partition(".")[0] not in MIRRORED:
+            return None
+        if not is_stand_in(sys.modules.get("flash_attn")):
+            return None
+        source = importlib.util.find_spec(f"flash_attn_compat.{below}")
+        if source is None:
+            return None
+        spec = importlib.machinery.ModuleSpec(
+            fullname,
+            MirrorLoader(source.name),
+            origin=source.origin,
+            is_package=source.submodule_search_locations is not None,
+        )
+        spec.has_location = source.has_location
+        if source.submodule_search_locations is not None:
+            spec.submodule_search_locations = list(source.submodule_search_locations)
+        return spec
+
+
+class MirrorLoader(importlib.abc.Loader):
+    """Loads a module by putting the one of another name into sys.modules, its own __spec__ untouched."""
+
+    def __init__(self, source_name: str) -> None:
+        self.source_name = source_name
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The import system returns what sys.modules holds once this returns.
+        sys.modules[module.__name__] = importlib.import_module(self.source_name)
+
+
+_FINDER = MirrorFinder()
+
+
+def add_to_meta_path() -> bool:
+    """Put the finder first, before the one that would load a second copy from the parent package's __path__."""
+    if _FINDER in sys.meta_path:
+        return False
+    sys.meta_path.insert(0, _FINDER)
+    return True
+
+
+def remove_from_meta_path() -> None:
+    if _FINDER in sys.meta_path:
+        sys.meta_path.remove(_FINDER)
+
+
+def is_stand_in(module: ModuleType | None) -> bool:
+    """Whether a module named flash_attn is ours: it holds the startup module of site/."""
+    return module is not None and hasattr(module, "_flash_attn_compat_startup")

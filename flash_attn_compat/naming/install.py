@@ -1,0 +1,159 @@
+"""Installing the name flash_attn into an environment for good, and removing it without a trace.
+
+Writes an ordinary distribution flash-attn (package, metadata, RECORD) that pip lists, accepts and can uninstall.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import importlib
+import importlib.metadata
+import io
+import py_compile
+import sysconfig
+from collections.abc import Iterator
+from importlib.util import cache_from_source
+from pathlib import Path
+
+from flash_attn_compat.naming import real
+from flash_attn_compat.naming.site_directory import SITE
+
+INSTALLER = "flash-attn-compat"
+_STARTUP = "_flash_attn_compat_startup"
+# A .pth line is run at every start of the interpreter; it lets transformers on a CPU accept flash_attention_2.
+_PTH = f"import {_STARTUP}; {_STARTUP}.wait_for_transformers()\n"
+
+
+class InstallError(RuntimeError):
+    """The name cannot be installed here; the message says why and what to do."""
+
+
+def install(directory: str | Path | None = None) -> Path:
+    """Write the distribution into `directory` (this interpreter's site-packages) and return its dist-info.
+
+    Refuses with InstallError where a real flash-attn is found, a broken one included: its files are not ours to
+    overwrite. Installing again renews the files.
+    """
+    directory = Path(directory or sysconfig.get_path("purelib"))
+    _refuse_a_real_one(directory)
+    uninstall(directory)
+    files = dict(_files(directory))
+    written: list[Path] = []
+    try:
+        for name, content in files.items():
+            path = directory / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+            written.append(path)
+        compiled = [_compile(path) for path in written if path.suffix == ".py"]
+        record = _dist_info(directory) / "RECORD"
+        record.write_text(_record(directory, [*written, *filter(None, compiled)], record), encoding="utf-8")
+    except OSError as error:
+        _remove(directory, written)
+        raise InstallError(f"cannot write into {directory}: {error}") from error
+    importlib.invalidate_caches()
+    return record.parent
+
+
+def uninstall(directory: str | Path | None = None) -> list[Path]:
+    """Remove what install() wrote, from `directory` or wherever on sys.path it is; returns the removed dist-infos."""
+    removed = []
+    for dist_info in installed(directory):
+        with open(dist_info / "RECORD", newline="", encoding="utf-8") as record:
+            files = [dist_info.parent / row[0] for row in csv.reader(record) if row]
+        _remove(dist_info.parent, files)
+        removed.append(dist_info)
+    importlib.invalidate_caches()
+    return removed
+
+
+def installed(directory: str | Path | None = None) -> list[Path]:
+    """The dist-info directories that install() wrote, in `directory` or on sys.path."""
+    where = {"path": [str(directory)]} if directory is not None else {}
+    found = []
+    for distribution in importlib.metadata.distributions(name="flash-attn", **where):
+        dist_info = Path(str(distribution.locate_file(""))) / _dist_info_name()
+        if distribution.read_text("INSTALLER") == INSTALLER + "\n" and (dist_info / "RECORD").is_file():
+            found.append(dist_info)
+    return list(dict.fromkeys(found))
+
+
+def _refuse_a_real_one(directory: Path) -> None:
+    found = real.find_real()
+    if found is not None and found.usable:
+        raise InstallError(
+            f"flash-attn {found.version or ''} in {found.location} works on this machine: it stays, nothing is installed"
+        )
+    if found is not None:
+        raise InstallError(
+            f"a flash-attn {found.version or ''} lies in {found.location}, though it cannot serve here "
+            f"({found.unusable_because}). Run pip uninstall flash-attn, then this again; "
+            "or leave it and call flash_attn_compat.patch(), which makes it work"
+        )
+    package = directory / "flash_attn"
+    if package.exists() and not installed(directory):
+        raise InstallError(f"{package} exists and is not ours: move it away first")
+
+
+def _files(directory: Path) -> Iterator[tuple[str, bytes]]:
+    site = Path(SITE)
+    for name in ("flash_attn/__init__.py", f"{real.EXTENSION}.py", f"{_STARTUP}.py"):
+        yield name, (site / name).read_bytes()
+    yield f"{_STARTUP}.pth", _PTH.encode()
+    info = _dist_info_name()
+    for name in ("INSTALLER", "top_level.txt"):
+        yield f"{info}/{name}", (site / info / name).read_bytes()
+    yield f"{info}/METADATA", (site / info / "METADATA").read_bytes() + _requirement()
+
+
+def _requirement() -> bytes:
+    """So that pip tells who removes flash-attn-compat alone; run from a checkout, there is nothing to require."""
+    try:
+        importlib.metadata.distribution(INSTALLER)
+    except importlib.metadata.PackageNotFoundError:
+        return b""
+    return f"Requires-Dist: {INSTALLER}\n".encode()
+
+
+def _dist_info_name() -> str:
+    return next(Path(SITE).glob("*.dist-info")).name
+
+
+def _dist_info(directory: Path) -> Path:
+    return directory / _dist_info_name()
+
+
+def _compile(path: Path) -> Path | None:
+    try:
+        return Path(py_compile.compile(str(path), doraise=True))
+    except (OSError, py_compile.PyCompileError):
+        return None
+
+
+def _record(directory: Path, files: list[Path], record: Path) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    for path in files:
+        name = path.relative_to(directory).as_posix()
+        if path.suffix == ".pyc":
+            writer.writerow([name, "", ""])
+        else:
+            digest = base64.urlsafe_b64encode(hashlib.sha256(path.read_bytes()).digest()).rstrip(b"=").decode()
+            writer.writerow([name, f"sha256={digest}", path.stat().st_size])
+    writer.writerow([record.relative_to(directory).as_posix(), "", ""])
+    return text.getvalue()
+
+
+def _remove(directory: Path, files: list[Path]) -> None:
+    folders = set()
+    for path in files:
+        compiled = [Path(cache_from_source(str(path)))] if path.suffix == ".py" else []
+        for victim in [path, *compiled]:
+            victim.unlink(missing_ok=True)
+            folders.add(victim.parent)
+    # Deepest first; site-packages itself and its __pycache__ stay unless empty of everybody's files.
+    for folder in sorted(folders, key=lambda folder: len(folder.parts), reverse=True):
+        if folder not in (directory, directory.parent) and folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()

@@ -1,0 +1,247 @@
+"""A real flash-attn in this environment: finding it, judging whether it works here, swapping its extension.
+
+Imports nothing unless a real flash-attn is there to be judged.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import re
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import module_from_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from flash_attn_compat.naming.site_directory import SITE, is_stand_in_spec
+
+EXTENSION = "flash_attn_2_cuda"
+RAW_FUNCTIONS = ("fwd", "varlen_fwd", "bwd", "varlen_bwd", "fwd_kvcache")
+_FIRST_VERSION_WITH_THESE_RAW_FUNCTIONS = (2, 7)
+_OPERATORS = ("_flash_attn_forward", "_flash_attn_varlen_forward", "_flash_attn_backward", "_flash_attn_varlen_backward")
+
+
+@dataclass(frozen=True)
+class RealFlashAttn:
+    """A flash-attn that is not ours: where it lies, its version, and why it cannot serve here (None: it can)."""
+
+    location: str
+    version: str | None
+    unusable_because: str | None
+
+    @property
+    def usable(self) -> bool:
+        return self.unusable_because is None
+
+
+_swapped: RealFlashAttn | None = None
+
+
+def find_real() -> RealFlashAttn | None:
+    """The real flash-attn of this environment, imported and tried with a tiny call; None where there is none."""
+    if _swapped is not None:
+        return _swapped
+    with ExitStack() as undo:
+        real = judge_real(undo)
+        if real is not None and real.usable:
+            undo.pop_all()
+        return real
+
+
+def judge_real(undo: ExitStack) -> RealFlashAttn | None:
+    """As find_real, leaving what was imported in sys.modules until `undo` is closed."""
+    spec = real_spec()
+    if spec is None:
+        return None
+    location = str(Path(spec.origin or "").parent)
+    return RealFlashAttn(location, _installed_version(location), _reason_against(spec, undo))
+
+
+def real_is_swapped() -> bool:
+    """Whether the real package runs on our functions at present: asking it to serve them would go in circles."""
+    return _swapped is not None
+
+
+def first_spec(path: list[str] | None = None) -> ModuleSpec | None:
+    """What the finders answer for flash_attn, whatever sys.modules holds; `path` stands in for sys.path."""
+    for finder in sys.meta_path:
+        if hasattr(finder, "find_spec"):
+            spec = finder.find_spec("flash_attn", path if finder is PathFinder else None)
+            # A directory without __init__ (a stray folder, FlashAttention 4 by itself) is no flash-attn 2.
+            if spec is not None and spec.origin is not None:
+                return spec
+    return None
+
+
+def real_spec() -> ModuleSpec | None:
+    """The spec of a flash_attn that is not our stand-in, even where the stand-in comes first."""
+    spec = first_spec([entry for entry in sys.path if not _holds_stand_in(entry)])
+    return None if is_stand_in_spec(spec) else spec
+
+
+def path_entry(location: str) -> str | None:
+    """The sys.path entry through which the package at `location` is found."""
+    parent = Path(location).resolve().parent
+    return next((entry for entry in sys.path if Path(entry or os.curdir).resolve() == parent), None)
+
+
+def remember_modules(undo: ExitStack) -> None:
+    """When `undo` is closed, sys.modules holds the flash_attn modules of now, and no other."""
+    saved = {name: module for name, module in sys.modules.items() if _is_flash_attn(name)}
+
+    def restore() -> None:
+        forget_modules()
+        sys.modules.update(saved)
+
+    undo.callback(restore)
+
+
+def forget_modules() -> None:
+    for name in list(sys.modules):
+        if _is_flash_attn(name):
+            del sys.modules[name]
+
+
+def swap_extension(real: RealFlashAttn, undo: ExitStack) -> bool:
+    """Let the real Python package run on our raw functions, also through functions imported from it before.
+
+    Its wrappers look the extension up when they are called. Returns False, with everything put back, where that
+    does not help: versions before 2.7, a package that fails for other reasons, functions that refuse by themselves.
+    """
+    global _swapped
+    ours = importlib.import_module(f"flash_attn_compat.{EXTENSION}")
+    with ExitStack() as attempt:
+        remember_modules(attempt)
+        _replace_raw_functions(ours, attempt)
+        try:
+            package = _import_real(real_spec())
+            interface = importlib.import_module("flash_attn.flash_attn_interface")
+            if _version_of(package) < _FIRST_VERSION_WITH_THESE_RAW_FUNCTIONS or not hasattr(interface, "flash_attn_gpu"):
+                return False
+            _set_attribute(interface, "flash_attn_gpu", ours, attempt)
+            _add_kernels_off_cuda(interface)
+            _swapped = real
+            attempt.callback(_unmark)
+            _try_a_call(package, "cpu")
+        except Exception:
+            return False
+        undo.push(attempt.pop_all())
+    return True
+
+
+def _reason_against(spec: ModuleSpec, undo: ExitStack) -> str | None:
+    if os.environ.get("FLASH_ATTN_COMPAT_DISABLE_OFFICIAL", "0") not in ("", "0"):
+        return "FLASH_ATTN_COMPAT_DISABLE_OFFICIAL is set"
+    import torch
+
+    remember_modules(undo)
+    try:
+        package = _import_real(spec)
+    except Exception as error:
+        return f"importing it raises {type(error).__name__}: {_first_line(error)}"
+    if not torch.cuda.is_available():
+        return "it needs a CUDA device, and PyTorch sees none"
+    forced = os.environ.get("FLASH_ATTN_COMPAT_CAPABILITY")
+    if forced and int(forced.partition(".")[0]) < 8:
+        return f"it needs compute capability 8.0, and FLASH_ATTN_COMPAT_CAPABILITY says {forced}"
+    try:
+        _try_a_call(package, f"cuda:{_local_device(torch.cuda.device_count())}")
+    except Exception as error:
+        return f"calling it raises {type(error).__name__}: {_first_line(error)}"
+    return None
+
+
+def _import_real(spec: ModuleSpec | None) -> ModuleType:
+    loaded = sys.modules.get("flash_attn")
+    if loaded is not None and getattr(loaded, "__spec__", None) and not is_stand_in_spec(loaded.__spec__):
+        return loaded
+    if spec is None or spec.loader is None:
+        raise ImportError("flash_attn cannot be found")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+        del sys.modules[name]
+    module = module_from_spec(spec)
+    sys.modules["flash_attn"] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop("flash_attn", None)
+        raise
+    return module
+
+
+def _try_a_call(module: Any, device: str) -> None:
+    import torch
+
+    q = torch.zeros(1, 8, 1, 32, dtype=torch.float16, device=device)
+    out = module.flash_attn_func(q, q, q)
+    if out.shape != q.shape or bool(out.isnan().any()):
+        raise RuntimeError("flash_attn_func gives a wrong answer for zeros")
+
+
+def _local_device(count: int) -> int:
+    """The GPU that a launcher gives to this process, so that no other one gets a context."""
+    rank = os.environ.get("LOCAL_RANK", "0")
+    return int(rank) % count if rank.isdigit() else 0
+
+
+def _replace_raw_functions(ours: ModuleType, undo: ExitStack) -> None:
+    loaded = sys.modules.get(EXTENSION)
+    if loaded is None:
+        sys.modules[EXTENSION] = ours
+        return
+    for name in RAW_FUNCTIONS:
+        _set_attribute(loaded, name, getattr(ours, name), undo)
+
+
+def _add_kernels_off_cuda(interface: ModuleType) -> None:
+    """The package registers its operators for CUDA alone. Not undone: they then reach the extension of that time."""
+    for name in _OPERATORS:
+        operator = getattr(interface, name, None)
+        if not hasattr(operator, "register_kernel"):
+            continue
+        for device in ("cpu", "mps"):
+            if device not in getattr(operator, "_backend_fns", {}):
+                operator.register_kernel(device)(operator._init_fn)
+
+
+def _set_attribute(target: Any, name: str, value: Any, undo: ExitStack) -> None:
+    missing = object()
+    original = getattr(target, name, missing)
+    setattr(target, name, value)
+    if original is missing:
+        undo.callback(delattr, target, name)
+    else:
+        undo.callback(setattr, target, name, original)
+
+
+def _unmark() -> None:
+    global _swapped
+    _swapped = None
+
+
+def _version_of(package: ModuleType) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", getattr(package, "__version__", "0"))[:2])
+
+
+def _installed_version(location: str) -> str | None:
+    for distribution in importlib.metadata.distributions(path=[str(Path(location).parent)]):
+        if re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower() == "flash-attn":
+            return distribution.version
+    return None
+
+
+def _holds_stand_in(entry: str) -> bool:
+    return entry == SITE or is_stand_in_spec(PathFinder.find_spec("flash_attn", [entry]))
+
+
+def _is_flash_attn(name: str) -> bool:
+    return name.partition(".")[0] in ("flash_attn", EXTENSION)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0]

@@ -1,0 +1,261 @@
+"""transformers' checks for flash-attn, opened on devices that it has none for (CPU, MPS) and closed again.
+
+Where CUDA is there, every check passes by the files of site/ alone and nothing below changes an answer. Works on
+4.48 and later, whether transformers is loaded already or comes later; never imports transformers itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_IMPORT_UTILS = "transformers.utils.import_utils"
+_FLASH_UTILS = "transformers.modeling_flash_attention_utils"
+_MODELING_UTILS = "transformers.modeling_utils"
+_AVAILABLE = "is_flash_attn_2_available"
+_GUARDS = {_AVAILABLE, "is_flash_attn_available"}
+
+# Answers that transformers keeps for the life of the process (which of them exist depends on the version).
+_CACHED_ANSWERS = (
+    _AVAILABLE,
+    "is_flash_attn_greater_or_equal",
+    "is_flash_attn_greater_or_equal_2_10",
+    "_package_distribution_mapping",
+)
+# What it keeps of a flash-attn once loaded.
+_LOADED_FUNCTIONS = (
+    "_loaded_implementation",
+    "_flash_fn",
+    "_flash_varlen_fn",
+    "_flash_with_kvcache_fn",
+    "_pad_fn",
+    "_unpad_fn",
+    "_process_flash_kwargs_fn",
+    "_process_with_kvcache_kwargs_fn",
+)
+# Methods of PreTrainedModel that refuse a model on the CPU, and the argument that turns that refusal alone off.
+_DEVICE_CHECKS = {
+    "_check_and_enable_flash_attn_2": ("check_device_map", False),  # to 4.53
+    "_flash_attn_2_can_dispatch": ("is_init_check", True),  # 4.54 to 5.0
+    "_flash_attn_can_dispatch": ("is_init_check", True),  # 5.1 and later
+}
+
+_lock = threading.Lock()
+_open = False
+
+
+def open_gates(undo: ExitStack | None = None) -> None:
+    """Let attn_implementation="flash_attention_2" through; `undo` takes back exactly what this call did."""
+    global _open
+    with _lock:
+        if _open:
+            return
+        _open = True
+    gates = _Gates()
+    if undo is not None:
+        undo.callback(_close, gates)
+    gates.open()
+
+
+def _close(gates: _Gates) -> None:
+    global _open
+    gates.close()
+    with _lock:
+        _open = False
+
+
+class _Gates:
+    """One opening of transformers' checks: the steps taken, and their way back."""
+
+    def __init__(self) -> None:
+        self._undo = ExitStack()
+        self._available: dict[str, Any] = {}
+
+    def open(self) -> None:
+        handlers = {
+            _IMPORT_UTILS: self._open_import_utils,
+            _FLASH_UTILS: self._open_flash_utils,
+            _MODELING_UTILS: self._open_modeling_utils,
+        }
+        waiting = {name: handler for name, handler in handlers.items() if name not in sys.modules}
+        if waiting:
+            watcher = _AfterImport(waiting)
+            sys.meta_path.insert(0, watcher)
+            self._undo.callback(_remove, sys.meta_path, watcher)
+        for name in handlers.keys() - waiting.keys():
+            handlers[name](sys.modules[name])
+        if _IMPORT_UTILS not in waiting:
+            _replay_guarded_imports(self._undo)
+
+    def close(self) -> None:
+        self._undo.close()
+
+    def _open_import_utils(self, module: ModuleType) -> None:
+        original = getattr(module, _AVAILABLE, None)
+        if original is None:
+            return
+        self._undo.callback(_forget_answers, module)
+        self._undo.callback(_forget_answers, module, original)
+        mapping = getattr(module, "PACKAGE_DISTRIBUTION_MAPPING", {})
+        before = mapping.get("flash_attn", [])
+        if mapping and "flash-attn" not in before:
+            mapping["flash_attn"] = [*before, "flash-attn"]
+            if before:
+                self._undo.callback(mapping.__setitem__, "flash_attn", before)
+            else:
+                self._undo.callback(mapping.pop, "flash_attn")
+        _forget_answers(module)
+        opened = _always_available(original)
+        _replace_everywhere(original, opened)
+        self._undo.callback(_replace_everywhere, opened, original)
+
+    def _open_flash_utils(self, module: ModuleType) -> None:
+        for name in _LOADED_FUNCTIONS:
+            if hasattr(module, name):
+                self._undo.callback(setattr, module, name, getattr(module, name))
+        entry = getattr(module, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", {}).get(2, {})
+        checked = entry.get("general_availability_check")
+        if checked is not None and getattr(module, _AVAILABLE, checked) is not checked:
+            entry["general_availability_check"] = getattr(module, _AVAILABLE)
+            self._undo.callback(entry.__setitem__, "general_availability_check", checked)
+        elif checked is not None and hasattr(checked, "_flash_attn_compat_original"):
+            self._undo.callback(entry.__setitem__, "general_availability_check", checked._flash_attn_compat_original)
+
+    def _open_modeling_utils(self, module: ModuleType) -> None:
+        model_class = module.PreTrainedModel
+        for name, (argument, value) in _DEVICE_CHECKS.items():
+            original = model_class.__dict__.get(name)
+            if original is not None:
+                setattr(model_class, name, _without_device_check(original, argument, value))
+                self._undo.callback(setattr, model_class, name, original)
+
+
+class _AfterImport:
+    """A finder that finds nothing by itself: it lets a handler run once a module it waits for has been executed."""
+
+    def __init__(self, handlers: dict[str, Callable[[ModuleType], None]]) -> None:
+        self._handlers = handlers
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        handler = self._handlers.get(fullname)
+        if handler is None:
+            return None
+        for finder in sys.meta_path:
+            spec = finder.find_spec(fullname, path, target) if finder is not self else None
+            if spec is not None and spec.loader is not None:
+                _run_after(spec.loader, handler)
+                return spec
+        return None
+
+
+def _run_after(loader: Any, handler: Callable[[ModuleType], None]) -> None:
+    execute = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        del loader.exec_module
+        execute(module)
+        handler(module)
+
+    loader.exec_module = exec_module
+
+
+def _always_available(original: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(original)
+    def is_flash_attn_2_available(*args: Any, **kwargs: Any) -> bool:
+        return True
+
+    is_flash_attn_2_available._flash_attn_compat_original = original  # type: ignore[attr-defined]
+    # Its callers clear the cache that newer versions keep.
+    return functools.lru_cache(is_flash_attn_2_available) if hasattr(original, "cache_clear") else is_flash_attn_2_available
+
+
+def _replace_everywhere(old: Any, new: Any) -> None:
+    """Rebind the check in each module that imported it by name, code downloaded at run time included."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(_AVAILABLE) is old:
+            setattr(module, _AVAILABLE, new)
+
+
+def _forget_answers(module: ModuleType, *more: Any) -> None:
+    for function in [getattr(module, name, None) for name in _CACHED_ANSWERS] + list(more):
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
+
+
+def _without_device_check(method: Any, argument: str, value: bool) -> Any:
+    function = method.__func__ if isinstance(method, classmethod) else method
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        bound = signature.bind(*args, **kwargs)
+        if not torch.cuda.is_available() and bound.arguments.get("flash_attn_version", 2) == 2:
+            bound.arguments[argument] = value
+        return function(*bound.args, **bound.kwargs)
+
+    return classmethod(checked) if isinstance(method, classmethod) else checked
+
+
+def _replay_guarded_imports(undo: ExitStack) -> None:
+    """Run the imports that modules of transformers 4 skipped behind `if is_flash_attn_2_available():` at their import."""
+    guarded = [name for name in list(sys.modules) if name.startswith(("transformers.models.", "transformers_modules."))]
+    for name in [_FLASH_UTILS, *guarded]:
+        module = sys.modules.get(name)
+        # A lazy module of transformers would import its whole content to answer for an attribute.
+        namespace = getattr(module, "__dict__", {})
+        imports = _guarded_imports(module) if _GUARDS & namespace.keys() else []
+        if not imports:
+            continue
+        before = dict(vars(module))
+        undo.callback(_restore_namespace, module, before)
+        if name == _FLASH_UTILS:
+            # Its own functions look these names up when they run, so executing it again serves earlier importers.
+            importlib.reload(module)
+        else:
+            exec(compile(ast.Module(imports, []), f"<guarded imports of {name}>", "exec"), vars(module))
+
+
+def _guarded_imports(module: ModuleType) -> list[ast.stmt]:
+    try:
+        tree = ast.parse(inspect.getsource(module))
+    except (OSError, TypeError, SyntaxError):
+        return []
+    return [
+        statement
+        for guard in tree.body
+        if isinstance(guard, ast.If) and _asks_for_flash_attn(guard.test)
+        for statement in guard.body
+        if isinstance(statement, (ast.Import, ast.ImportFrom))
+    ]
+
+
+def _asks_for_flash_attn(test: ast.expr) -> bool:
+    return (
+        isinstance(test, ast.Call)
+        and isinstance(test.func, ast.Name)
+        and test.func.id in _GUARDS
+    )
+
+
+def _restore_namespace(module: ModuleType, before: dict[str, Any]) -> None:
+    for name in vars(module).keys() - before.keys():
+        delattr(module, name)
+    vars(module).update(before)
+
+
+def _remove(finders: list[Any], finder: Any) -> None:
+    if finder in finders:
+        finders.remove(finder)

@@ -1,0 +1,197 @@
+"""The persistent installation, in a throw-away environment: pip accepts it, and nothing of it stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from flash_attn_compat.naming import install as installation
+from flash_attn_compat.naming.install import InstallError, install, installed, uninstall
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+class Environment:
+    """A venv without packages of its own that sees this interpreter's and the repository."""
+
+    def __init__(self, directory: Path) -> None:
+        venv.create(directory, with_pip=False, symlinks=os.name != "nt")
+        self.python = next(path for path in directory.glob("*/python*") if path.stem == "python")
+        script = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        self.site_packages = Path(self.call("-c", script).stdout.strip())
+        outer = [entry for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))]
+        (self.site_packages / "outer.pth").write_text("\n".join([str(REPOSITORY), *outer]) + "\n")
+        self.clean = self.files()
+
+    def call(self, *arguments: str, **options) -> subprocess.CompletedProcess[str]:
+        # Away from the repository, so that only the installation can answer.
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        return subprocess.run(
+            [str(self.python), *arguments], capture_output=True, text=True, cwd=self.python.parent, env=env, **options
+        )
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.call("-m", "flash_attn_compat", *arguments)
+
+    def pip(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.call("-m", "pip", "--disable-pip-version-check", *arguments)
+
+    def files(self) -> set[str]:
+        return {path.relative_to(self.site_packages).as_posix() for path in self.site_packages.rglob("*")}
+
+
+@pytest.fixture(scope="module")
+def shared_environment(tmp_path_factory) -> Environment:
+    return Environment(tmp_path_factory.mktemp("venv") / "env")
+
+
+@pytest.fixture
+def environment(shared_environment):
+    yield shared_environment
+    shared_environment.command("uninstall")
+    assert shared_environment.files() == shared_environment.clean
+
+
+@pytest.fixture
+def installed_environment(environment):
+    answer = environment.command("install")
+    assert answer.returncode == 0, answer.stderr
+    return environment
+
+
+needs_pip = pytest.mark.skipif(
+    subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode != 0,
+    reason="this interpreter has no pip",
+)
+
+
+def test_the_import_system_and_the_metadata_find_it(installed_environment):
+    script = """
+import importlib.metadata as m, importlib.util as u, json, sys
+torch_at_start = "torch" in sys.modules
+spec = u.find_spec("flash_attn")
+import flash_attn, flash_attn.bert_padding, flash_attn_2_cuda, flash_attn_compat.bert_padding as ours
+print(json.dumps([torch_at_start, spec.origin, flash_attn.__version__, m.version("Flash.Attn"),
+                  m.packages_distributions()["flash_attn"], flash_attn.bert_padding is ours, flash_attn_2_cuda.__name__]))
+"""
+    answer = installed_environment.call("-c", script)
+    assert answer.returncode == 0, answer.stderr
+    origin = str(installed_environment.site_packages / "flash_attn" / "__init__.py")
+    expected = [False, origin, "2.8.3", "2.8.3", ["flash-attn"], True, "flash_attn_compat.flash_attn_2_cuda"]
+    assert json.loads(answer.stdout) == expected
+
+
+def test_pkg_resources_finds_it(installed_environment):
+    pytest.importorskip("pkg_resources", reason="setuptools 82 and later have no pkg_resources")
+    script = "import pkg_resources; print(pkg_resources.require('flash-attn>=2.5')[0])"
+    assert installed_environment.call("-W", "ignore", "-c", script).stdout.strip() == "flash-attn 2.8.3"
+
+
+@needs_pip
+def test_pip_lists_it_and_takes_the_requirement_as_satisfied(installed_environment):
+    answer = installed_environment.pip("install", "--no-index", "--dry-run", "--no-build-isolation", "flash-attn>=2.5,<3")
+    assert answer.returncode == 0 and "already satisfied" in answer.stdout, answer.stdout + answer.stderr
+    assert "flash_attn/__init__.py" in installed_environment.pip("show", "-f", "flash_attn").stdout
+
+
+@needs_pip
+def test_pip_uninstall_removes_every_trace(installed_environment):
+    installed_environment.call("-c", "import flash_attn, flash_attn_2_cuda")  # may leave compiled files
+    answer = installed_environment.pip("uninstall", "-y", "flash-attn")
+    assert answer.returncode == 0, answer.stderr
+    assert installed_environment.files() == installed_environment.clean
+
+
+def test_our_uninstall_removes_every_trace(installed_environment):
+    installed_environment.call("-c", "import flash_attn, flash_attn_2_cuda")
+    answer = installed_environment.command("uninstall")
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert installed_environment.files() == installed_environment.clean
+    assert installed_environment.call("-c", "import flash_attn").returncode != 0
+
+
+def test_installing_again_changes_nothing(installed_environment):
+    before = installed_environment.files()
+    assert installed_environment.command("install").returncode == 0
+    assert installed_environment.files() == before
+
+
+def test_uninstall_without_an_installation_says_so_and_succeeds(environment):
+    answer = environment.command("uninstall")
+    assert answer.returncode == 0 and "nothing to remove" in answer.stdout
+
+
+def test_interpreter_start_imports_one_small_module_and_nothing_else(installed_environment):
+    script = "import sys; print(*sorted(sys.modules))"
+    with_it = set(installed_environment.call("-c", script).stdout.split())
+    installed_environment.command("uninstall")
+    without = set(installed_environment.call("-c", script).stdout.split())
+    assert with_it - without == {"_flash_attn_compat_startup"}
+
+
+def test_the_record_names_every_file_with_its_digest(tmp_path):
+    dist_info = install(tmp_path)
+    rows = [line.split(",") for line in (dist_info / "RECORD").read_text().splitlines()]
+    files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    assert {row[0] for row in rows} == files
+    assert all(row[1].startswith("sha256=") for row in rows if not row[0].endswith((".pyc", "RECORD")))
+
+
+def test_a_distribution_that_is_not_ours_is_left_alone_by_uninstall(tmp_path):
+    info = tmp_path / "flash_attn-2.8.3.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flash_attn\nVersion: 2.8.3\n")
+    (info / "INSTALLER").write_text("pip\n")
+    (info / "RECORD").write_text("flash_attn-2.8.3.dist-info/METADATA,,\n")
+    assert uninstall(tmp_path) == [] and installed(tmp_path) == []
+    assert (info / "METADATA").exists()
+
+
+@pytest.fixture
+def real_package(tmp_path, monkeypatch):
+    directory = tmp_path / "real"
+    (directory / "flash_attn").mkdir(parents=True)
+    (directory / "flash_attn" / "__init__.py").write_text("raise ImportError('undefined symbol')\n")
+    monkeypatch.syspath_prepend(str(directory))
+    return directory
+
+
+def test_it_refuses_beside_a_broken_real_package_and_says_how_to_go_on(tmp_path, real_package):
+    with pytest.raises(InstallError, match="undefined symbol.*pip uninstall flash-attn"):
+        install(tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+
+def test_it_refuses_beside_a_working_real_package(tmp_path, real_package, monkeypatch):
+    monkeypatch.setattr(installation.real, "_reason_against", lambda spec, undo: None)
+    with pytest.raises(InstallError, match="works on this machine"):
+        install(tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+
+def test_it_refuses_to_write_over_a_package_without_metadata(tmp_path):
+    (tmp_path / "flash_attn").mkdir()
+    with pytest.raises(InstallError, match="not ours"):
+        install(tmp_path)
+
+
+def test_a_directory_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path):
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "flash_attn_2_cuda.py").mkdir()  # a write in the middle fails
+    with pytest.raises(InstallError, match="cannot write into"):
+        install(target)
+    assert [path.name for path in target.iterdir()] == ["flash_attn_2_cuda.py"]
+    shutil.rmtree(target)
+
+
+def test_installing_is_reported_with_its_place_and_its_way_back(environment):
+    answer = environment.command("install")
+    assert str(environment.site_packages) in answer.stdout and "uninstall" in answer.stdout

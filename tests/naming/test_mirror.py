@@ -1,0 +1,100 @@
+"""Under the name flash_attn stand flash_attn_compat's own modules, and what flash-attn 2.8 lacks stays absent."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import pickle
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import flash_attn_compat
+from flash_attn_compat.naming import patch
+from flash_attn_compat.naming.finder import MIRRORED
+
+ROOT = Path(flash_attn_compat.__file__).parent
+MIRRORED_MODULES = sorted(
+    module.name.removeprefix("flash_attn_compat.")
+    for module in pkgutil.walk_packages([str(ROOT)], "flash_attn_compat.", onerror=lambda name: None)
+    if module.name.split(".")[1] in MIRRORED
+)
+ABSENT = [
+    "flash_attn_interface",  # FlashAttention 3
+    "flash_attn_3",
+    "flash_attn.cute",  # FlashAttention 4
+    "flash_attn.flash_attention",  # FlashAttention 1
+    "flash_attn.flash_attn_triton",
+    "flash_attn.engine",  # ours alone
+    "flash_attn.backends",
+    "flash_attn.naming",
+    "flash_attn.cli",
+    "flash_attn.ops.not_there",
+]
+
+
+def test_the_walk_finds_the_mirrored_tree():
+    assert {"bert_padding", "flash_attn_interface", "layers.rotary", "ops.triton.rotary"} <= set(MIRRORED_MODULES)
+
+
+@pytest.mark.parametrize("name", MIRRORED_MODULES)
+def test_a_submodule_is_the_same_object_with_its_spec_untouched(name):
+    ours = importlib.import_module(f"flash_attn_compat.{name}")
+    patch()
+    theirs = importlib.import_module(f"flash_attn.{name}")
+    assert theirs is ours
+    assert ours.__spec__.name == f"flash_attn_compat.{name}"
+    assert importlib.util.find_spec(f"flash_attn.{name}") is not None
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_a_name_that_flash_attn_2_does_not_have_is_absent(name):
+    patch()
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(name)
+
+
+def test_the_package_has_a_real_spec_and_exactly_the_seven_functions():
+    patch()
+    import flash_attn
+
+    functions = {name for name, value in vars(flash_attn).items() if inspect.isfunction(value)}
+    assert functions == {
+        "flash_attn_func",
+        "flash_attn_kvpacked_func",
+        "flash_attn_qkvpacked_func",
+        "flash_attn_varlen_func",
+        "flash_attn_varlen_kvpacked_func",
+        "flash_attn_varlen_qkvpacked_func",
+        "flash_attn_with_kvcache",
+    }
+    assert flash_attn.__spec__.name == "flash_attn" and flash_attn.__spec__.loader is not None
+    assert inspect.getsource(flash_attn)
+
+
+def test_the_functions_are_the_same_objects_with_readable_signatures():
+    patch()
+    import flash_attn
+
+    assert flash_attn.flash_attn_func is flash_attn_compat.flash_attn_func
+    assert flash_attn.flash_attn_interface.flash_attn_func is flash_attn.flash_attn_func
+    assert {"window_size", "softcap", "deterministic"} <= inspect.signature(flash_attn.flash_attn_func).parameters.keys()
+
+
+def test_the_extension_is_the_raw_module_with_five_functions():
+    patch()
+    import flash_attn_2_cuda
+
+    import flash_attn_compat.flash_attn_2_cuda as ours
+
+    assert flash_attn_2_cuda is ours
+    assert all(callable(getattr(ours, name)) for name in ("fwd", "varlen_fwd", "bwd", "varlen_bwd", "fwd_kvcache"))
+
+
+def test_a_function_pickled_under_the_name_comes_back_as_the_same_object():
+    patch()
+    from flash_attn import flash_attn_func
+
+    assert pickle.loads(pickle.dumps(flash_attn_func)) is flash_attn_func

@@ -1,0 +1,209 @@
+"""A real flash-attn beside ours: left alone where it works, run on our functions where it cannot, replaced at worst."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import flash_attn_compat
+from flash_attn_compat.naming import patch, real, unpatch
+
+INTERFACE = '''
+import torch
+import flash_attn_2_cuda as flash_attn_gpu
+
+def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    return flash_attn_gpu.fwd(q, k, v, None, None, dropout_p, scale, causal, -1, -1, 0.0, False, None)[0]
+'''
+EXTENSIONS = {
+    "ImportError": "raise ImportError('undefined symbol: _ZN3c104cuda9SetDeviceEi')",
+    "OSError": "raise OSError('libcudart.so.12: cannot open shared object file')",
+    "wrong GPU": (
+        "def fwd(*arguments):\n    raise RuntimeError('FlashAttention only supports Ampere GPUs or newer.')\n"
+        "varlen_fwd = bwd = varlen_bwd = fwd_kvcache = fwd\n"
+    ),
+}
+PACKAGES = {
+    "package raises ImportError": "raise ImportError('this build is for another Python')",
+    "package raises OSError": "raise OSError('libc10.so: cannot open shared object file')",
+    "package raises RuntimeError": "raise RuntimeError('no driver')",
+    "functions refuse by themselves": (
+        "__version__ = '2.7.4'\n"
+        "def flash_attn_func(*arguments, **named):\n"
+        "    raise RuntimeError('FlashAttention only supports Ampere GPUs or newer.')\n"
+    ),
+    "version before 2.7": "__version__ = '2.6.3'\nfrom flash_attn.flash_attn_interface import flash_attn_func\n",
+}
+
+
+class Fake:
+    """A flash-attn in a directory at the front of sys.path."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.package = directory / "flash_attn"
+        self.package.mkdir()
+        self.write("__init__.py", "__version__ = '2.7.4'\nfrom flash_attn.flash_attn_interface import flash_attn_func\n")
+        self.write("flash_attn_interface.py", INTERFACE)
+        info = directory / "flash_attn-2.7.4.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flash_attn\nVersion: 2.7.4\n")
+        self.extension(EXTENSIONS["wrong GPU"])
+
+    def write(self, name: str, text: str) -> None:
+        (self.package / name).write_text(text)
+        importlib.invalidate_caches()
+
+    def extension(self, text: str) -> None:
+        (self.directory / "flash_attn_2_cuda.py").write_text(text)
+        importlib.invalidate_caches()
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield Fake(tmp_path)
+    unpatch()
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("flash_attn", "flash_attn_2_cuda"):
+            del sys.modules[name]
+
+
+def served(function) -> bool:
+    """Whether a call through `function` gives attention and is counted as ours."""
+    q = torch.randn(1, 6, 2, 16)
+    flash_attn_compat.reset_backend_counts()
+    out = function(q, q, q, causal=True)
+    scores = torch.einsum("bihd,bjhd->bhij", q, q) / 4 + torch.full((6, 6), float("-inf")).triu(1)
+    expected = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), q)
+    return torch.allclose(out, expected, atol=1e-5) and sum(flash_attn_compat.backend_counts().values()) == 1
+
+
+@pytest.mark.parametrize("extension", EXTENSIONS.values(), ids=EXTENSIONS.keys())
+def test_a_package_with_an_unusable_extension_runs_on_our_functions(fake, extension):
+    fake.extension(extension)
+    patch()
+    import flash_attn
+
+    assert Path(flash_attn.__file__).parent == fake.package
+    assert served(flash_attn.flash_attn_func)
+
+
+def test_a_function_imported_before_is_served_after(fake):
+    from flash_attn import flash_attn_func
+
+    with pytest.raises(RuntimeError, match="Ampere"):
+        served(flash_attn_func)
+    patch()
+    assert served(flash_attn_func)
+    unpatch()
+    with pytest.raises(RuntimeError, match="Ampere"):
+        served(flash_attn_func)
+
+
+def test_the_extension_imported_before_gets_our_five_functions_and_loses_them_again(fake):
+    import flash_attn_2_cuda
+
+    before = dict(vars(flash_attn_2_cuda))
+    patch()
+    assert flash_attn_2_cuda.varlen_bwd is importlib.import_module("flash_attn_compat.flash_attn_2_cuda").varlen_bwd
+    unpatch()
+    assert {name: value for name, value in vars(flash_attn_2_cuda).items() if name in before} == before
+
+
+@pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES.keys())
+def test_a_package_that_no_extension_can_mend_is_replaced_by_ours(fake, package):
+    fake.write("__init__.py", package)
+    patch()
+    import flash_attn
+
+    assert "flash_attn_compat" in flash_attn.__file__
+    assert served(flash_attn.flash_attn_func)
+    assert importlib.metadata.version("flash-attn") == flash_attn.__version__ == "2.8.3"
+
+
+@pytest.mark.parametrize("extension", EXTENSIONS.values(), ids=EXTENSIONS.keys())
+def test_unpatch_brings_the_unusable_package_back_as_it_was(fake, extension):
+    fake.extension(extension)
+    patch()
+    importlib.import_module("flash_attn")
+    unpatch()
+    assert "flash_attn" not in sys.modules and "flash_attn_2_cuda" not in sys.modules
+    with pytest.raises((ImportError, OSError, RuntimeError)):
+        served(importlib.import_module("flash_attn").flash_attn_func)
+
+
+@pytest.mark.parametrize("extension", EXTENSIONS.values(), ids=EXTENSIONS.keys())
+def test_a_child_process_is_served_too(fake, extension):
+    fake.extension(extension)
+    patch()
+    code = "import torch, flash_attn; q = torch.zeros(1, 4, 1, 8); print(flash_attn.flash_attn_func(q, q, q).shape == q.shape)"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert answer.stdout.strip() == "True", answer.stderr
+
+
+def test_a_package_that_works_on_this_gpu_is_left_alone(fake, monkeypatch):
+    fake.extension("def fwd(q, *arguments):\n    return [q]\n")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device, zeros=torch.zeros, **named: zeros(*shape, **named))
+    path = list(sys.path)
+    patch()
+    import flash_attn
+
+    assert Path(flash_attn.__file__).parent == fake.package
+    assert (sys.path, flash_attn.flash_attn_interface.flash_attn_gpu.__file__) == (
+        path,
+        str(fake.directory / "flash_attn_2_cuda.py"),
+    )
+    assert importlib.metadata.version("flash-attn") == "2.7.4"
+
+
+REASONS = {
+    "ImportError": "importing it raises ImportError: undefined symbol",
+    "OSError": "importing it raises OSError: libcudart.so.12",
+    "wrong GPU": "calling it raises RuntimeError: FlashAttention only supports Ampere",
+}
+
+
+@pytest.mark.parametrize("kind", REASONS)
+def test_the_reason_against_a_real_package_says_what_it_raises(fake, monkeypatch, kind):
+    fake.extension(EXTENSIONS[kind])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device, zeros=torch.zeros, **named: zeros(*shape, **named))
+    found = real.find_real()
+    assert found.unusable_because.startswith(REASONS[kind])
+    assert (found.location, found.version) == (str(fake.package), "2.7.4")
+    assert "flash_attn" not in sys.modules
+
+
+def test_without_cuda_the_reason_is_the_missing_device(fake):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    assert "no" in real.find_real().unusable_because and "CUDA" in real.find_real().unusable_because
+
+
+def test_a_real_package_set_aside_by_the_environment_is_unusable(fake, monkeypatch):
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_DISABLE_OFFICIAL", "1")
+    assert "FLASH_ATTN_COMPAT_DISABLE_OFFICIAL" in real.find_real().unusable_because
+
+
+def test_a_folder_called_flash_attn_is_no_package(tmp_path, monkeypatch):
+    (tmp_path / "flash_attn").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert real.find_real() is None
+
+
+def test_our_stand_in_is_not_taken_for_a_real_package():
+    patch()
+    importlib.import_module("flash_attn")
+    assert real.find_real() is None

@@ -1,0 +1,154 @@
+"""patch() and unpatch() leave the process as they found it, however often and from wherever they are called."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import threading
+import types
+
+import pytest
+
+from flash_attn_compat.naming import patch, patched, unpatch
+
+
+def state() -> tuple:
+    named = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in ("flash_attn", "flash_attn_2_cuda")}
+    return list(sys.path), list(sys.meta_path), os.environ.get("PYTHONPATH"), named
+
+
+def use_the_name() -> None:
+    for name in ("flash_attn", "flash_attn.layers.rotary", "flash_attn_2_cuda"):
+        importlib.import_module(name)
+
+
+@pytest.mark.parametrize("pythonpath", [None, "", "/somewhere", f"/somewhere{os.pathsep}"])
+def test_unpatch_restores_paths_finders_environment_and_modules(monkeypatch, pythonpath):
+    if pythonpath is None:
+        monkeypatch.delenv("PYTHONPATH", raising=False)
+    else:
+        monkeypatch.setenv("PYTHONPATH", pythonpath)
+    before = state()
+    patch()
+    assert state()[:3] != before[:3]
+    use_the_name()
+    unpatch()
+    assert state() == before
+
+
+def test_patch_twice_is_undone_by_one_unpatch():
+    before = state()
+    patch()
+    once = state()
+    patch()
+    assert state() == once
+    unpatch()
+    assert state() == before
+    unpatch()
+    assert state() == before
+
+
+def test_it_can_be_patched_again_after_unpatch():
+    patch()
+    use_the_name()
+    unpatch()
+    patch()
+    use_the_name()
+
+
+def test_nested_blocks_undo_at_the_outermost_end():
+    before = state()
+    with patched():
+        with patched():
+            use_the_name()
+        importlib.import_module("flash_attn")
+    assert state() == before
+
+
+def test_a_block_leaves_an_explicit_patch_standing():
+    patch()
+    with patched():
+        pass
+    assert importlib.util.find_spec("flash_attn")
+
+
+def test_a_block_undoes_when_it_raises():
+    before = state()
+    with pytest.raises(KeyError), patched():
+        raise KeyError
+    assert state() == before
+
+
+def test_what_others_put_into_pythonpath_meanwhile_stays(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/a")
+    patch()
+    os.environ["PYTHONPATH"] += os.pathsep + "/b"
+    unpatch()
+    assert os.environ["PYTHONPATH"] == os.pathsep.join(["/a", "/b"])
+
+
+def test_what_others_put_into_sys_path_meanwhile_stays(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    patch()
+    sys.path.append("/others")
+    unpatch()
+    assert sys.path[-1] == "/others"
+    assert not any("flash_attn_compat" in entry for entry in sys.path)
+
+
+def test_a_none_left_by_others_in_sys_modules_is_overcome_and_comes_back(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    patch()
+    assert importlib.import_module("flash_attn").__version__ == "2.8.3"
+    unpatch()
+    assert "flash_attn" in sys.modules and sys.modules["flash_attn"] is None
+
+
+def test_a_bare_stub_left_by_others_is_replaced_and_comes_back(monkeypatch):
+    stub = types.ModuleType("flash_attn")
+    monkeypatch.setitem(sys.modules, "flash_attn", stub)
+    patch()
+    assert importlib.import_module("flash_attn").__version__ == "2.8.3"
+    unpatch()
+    assert sys.modules["flash_attn"] is stub
+
+
+def test_threads_that_patch_and_unpatch_at_once_leave_nothing():
+    before = state()
+    errors = []
+
+    def work() -> None:
+        try:
+            for _ in range(20):
+                with patched():
+                    use_the_name()
+        except BaseException as error:  # noqa: BLE001 (shown by the assertion)
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert state() == before
+
+
+def test_functions_imported_while_patched_keep_working():
+    import torch
+
+    with patched():
+        from flash_attn import flash_attn_func
+    q = torch.randn(1, 4, 1, 8)
+    assert flash_attn_func(q, q, q).shape == q.shape
+
+
+def test_a_child_of_a_patched_process_can_patch_and_unpatch_itself(python):
+    code = (
+        "import subprocess, sys; import flash_attn_compat.naming as n; n.patch();"
+        "inner = 'import flash_attn_compat.naming as n, flash_attn as f; n.patch(); n.unpatch(); import flash_attn; print(flash_attn is not None)';"
+        "sys.exit(subprocess.call([sys.executable, '-c', inner]))"
+    )
+    answer = python("-c", code)
+    assert (answer.returncode, answer.stdout.strip()) == (0, "True"), answer.stderr
