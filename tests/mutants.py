@@ -1,6 +1,6 @@
-"""A small right implementation of the seven public functions, and twenty ways to get it wrong.
+"""A small right implementation of the seven public functions, and two dozen ways to get it wrong.
 
-`correct` must pass verify, each of the others must be found by it. Shares no code with the package or with verify's oracle.
+`correct` must pass verify, each of the others must be found by it. Shares no code with the package or with verify.
 """
 
 from __future__ import annotations
@@ -46,9 +46,23 @@ class Naive:
 
     # ---- the public functions ---------------------------------------------------------------------------------------
 
-    def flash_attn_func(self, q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-                        alibi_slopes=None, deterministic=False, return_attn_probs=False):
-        rules = dict(p=dropout_p, scale=softmax_scale, causal=causal, window=_open(window_size, k.shape[1]), softcap=softcap)
+    def flash_attn_func(
+        self,
+        q,
+        k,
+        v,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        alibi_slopes=None,
+        deterministic=False,
+        return_attn_probs=False,
+    ):
+        rules = dict(
+            p=dropout_p, scale=softmax_scale, causal=causal, window=_open(window_size, k.shape[1]), softcap=softcap
+        )
         parts = [self._sequence(q[b], k[b], v[b], slopes=_row(alibi_slopes, b), **rules) for b in range(q.shape[0])]
         out, lse = (torch.stack([part[i] for part in parts]) for i in range(2))
         return (out, lse, _slab([part[2] for part in parts], q.dtype, dropout_p)) if return_attn_probs else out
@@ -59,10 +73,28 @@ class Naive:
     def flash_attn_qkvpacked_func(self, qkv, *args, **kwargs):
         return self.flash_attn_func(*qkv.unbind(2), *args, **kwargs)
 
-    def flash_attn_varlen_func(self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
-                               softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
-                               deterministic=False, return_attn_probs=False, block_table=None):
-        rules = dict(p=dropout_p, scale=softmax_scale, causal=causal, window=_open(window_size, max_seqlen_k), softcap=softcap)
+    def flash_attn_varlen_func(
+        self,
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        alibi_slopes=None,
+        deterministic=False,
+        return_attn_probs=False,
+        block_table=None,
+    ):
+        rules = dict(
+            p=dropout_p, scale=softmax_scale, causal=causal, window=_open(window_size, max_seqlen_k), softcap=softcap
+        )
         if self.aligned_to_longest:
             rules["shift"] = int(max_seqlen_k) - int(max_seqlen_q)
         bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
@@ -73,7 +105,9 @@ class Naive:
                 kb, vb = k[keys], v[keys]
             else:
                 kb, vb = (x[block_table[b].long()].flatten(0, 1)[: keys.stop - keys.start] for x in (k, v))
-            parts.append(self._sequence(q[bounds_q[b] : bounds_q[b + 1]], kb, vb, slopes=_row(alibi_slopes, b), **rules))
+            parts.append(
+                self._sequence(q[bounds_q[b] : bounds_q[b + 1]], kb, vb, slopes=_row(alibi_slopes, b), **rules)
+            )
         out, lse = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts], dim=1)
         return (out, lse, _slab([part[2] for part in parts], q.dtype, dropout_p)) if return_attn_probs else out
 
@@ -84,10 +118,28 @@ class Naive:
         q, k, v = qkv.unbind(1)
         return self.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs)
 
-    def flash_attn_with_kvcache(self, q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
-                                cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False,
-                                window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0,
-                                return_softmax_lse=False):
+    def flash_attn_with_kvcache(
+        self,
+        q,
+        k_cache,
+        v_cache,
+        k=None,
+        v=None,
+        rotary_cos=None,
+        rotary_sin=None,
+        cache_seqlens=None,
+        cache_batch_idx=None,
+        cache_leftpad=None,
+        block_table=None,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        rotary_interleaved=True,
+        alibi_slopes=None,
+        num_splits=0,
+        return_softmax_lse=False,
+    ):
         batch, page = q.shape[0], k_cache.shape[1]
         capacity = page if block_table is None else page * block_table.shape[1]
         if cache_seqlens is None:
@@ -112,15 +164,26 @@ class Naive:
             first = 0 if cache_leftpad is None or self.leftpad_ignored else int(cache_leftpad[b])
             kept = where(torch.arange(first, end, device=q.device))
             rows = torch.arange(q.shape[1], device=q.device) * int(local) + start
-            parts.append(self._sequence(self._rotated(q[b], rotary_cos, rotary_sin, rows, rotary_interleaved), k_cache[kept], v_cache[kept],
-                                        scale=softmax_scale, causal=causal, window=window, softcap=softcap,
-                                        slopes=_row(alibi_slopes, b)))
+            parts.append(
+                self._sequence(
+                    self._rotated(q[b], rotary_cos, rotary_sin, rows, rotary_interleaved),
+                    k_cache[kept],
+                    v_cache[kept],
+                    scale=softmax_scale,
+                    causal=causal,
+                    window=window,
+                    softcap=softcap,
+                    slopes=_row(alibi_slopes, b),
+                )
+            )
         out, lse = (torch.stack([part[i] for part in parts]) for i in range(2))
         return (out, lse) if return_softmax_lse else out
 
     # ---- one sequence -----------------------------------------------------------------------------------------------
 
-    def _sequence(self, q, k, v, p=0.0, scale=None, causal=False, window=(-1, -1), softcap=0.0, slopes=None, shift=None):
+    def _sequence(
+        self, q, k, v, p=0.0, scale=None, causal=False, window=(-1, -1), softcap=0.0, slopes=None, shift=None
+    ):
         """out (seqlen_q, nheads, dv), lse (nheads, seqlen_q), signed exp(s - max) (nheads, seqlen_q, seqlen_k)."""
         dtype, (sq, nheads, d), sk = q.dtype, q.shape, k.shape[0]
         compute = torch.promote_types(dtype, torch.float32)

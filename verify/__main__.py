@@ -7,7 +7,10 @@ try:
 except ModuleNotFoundError as error:
     if error.name not in ("rich", "torch", "einops", "flash_attn_compat", "matplotlib"):
         raise
-    print(f'python -m verify: {error.name} is not installed: pip install -c constraints.txt -e ".[verify]"', file=sys.stderr)
+    print(
+        f'python -m verify: {error.name} is not installed: pip install -c constraints.txt -e ".[verify]"',
+        file=sys.stderr,
+    )
     sys.exit(2)
 
 if __name__ == "__main__":

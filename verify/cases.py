@@ -1,4 +1,4 @@
-"""The generated problems: functions x features x dtypes, each from a seed of its own name, so that any one can be repeated.
+"""The generated problems: functions x features x dtypes, each repeatable from the seed that its own name gives.
 
 A Case is cheap; its tensors are made by `build()`.
 """
@@ -86,9 +86,23 @@ def _with_probabilities(options: dict[str, Any]) -> dict[str, Any]:
 # ---- builders -------------------------------------------------------------------------------------------------------
 
 
-def _dense(name: str, function: str, dtype: torch.dtype, *, batch: int = 2, lengths: tuple[int, int] = (83, 83),
-           heads: tuple[int, int] = (4, 4), head_dim: int = 40, head_dim_v: int | None = None, alibi: str | None = None,
-           q_scale: float = 1.0, v_mean: float = 0.0, layout: str = "contiguous", backward: bool = True, **options: Any) -> Problem:
+def _dense(
+    name: str,
+    function: str,
+    dtype: torch.dtype,
+    *,
+    batch: int = 2,
+    lengths: tuple[int, int] = (83, 83),
+    heads: tuple[int, int] = (4, 4),
+    head_dim: int = 40,
+    head_dim_v: int | None = None,
+    alibi: str | None = None,
+    q_scale: float = 1.0,
+    v_mean: float = 0.0,
+    layout: str = "contiguous",
+    backward: bool = True,
+    **options: Any,
+) -> Problem:
     draw = _Draw(name, dtype)
     (seqlen_q, seqlen_k), (nheads, nheads_k) = lengths, heads
     q = draw.normal(batch, seqlen_q, nheads, head_dim, scale=q_scale)
@@ -105,12 +119,25 @@ def _dense(name: str, function: str, dtype: torch.dtype, *, batch: int = 2, leng
     return Problem(name, function, tensors, _with_probabilities(options), dout, layout)
 
 
-def _varlen(name: str, function: str, dtype: torch.dtype, *, lengths_q: tuple[int, ...] = (37, 1, 0, 70),
-            lengths_k: tuple[int, ...] = (37, 1, 0, 70), heads: tuple[int, int] = (4, 4), head_dim: int = 40,
-            alibi: str | None = None, page: int | None = None, layout: str = "contiguous", **options: Any) -> Problem:
+def _varlen(
+    name: str,
+    function: str,
+    dtype: torch.dtype,
+    *,
+    lengths_q: tuple[int, ...] = (37, 1, 0, 70),
+    lengths_k: tuple[int, ...] = (37, 1, 0, 70),
+    heads: tuple[int, int] = (4, 4),
+    head_dim: int = 40,
+    alibi: str | None = None,
+    page: int | None = None,
+    layout: str = "contiguous",
+    **options: Any,
+) -> Problem:
     draw = _Draw(name, dtype)
     nheads, nheads_k = heads
-    cu_q, cu_k = (torch.tensor((0, *itertools.accumulate(lengths)), dtype=torch.int32) for lengths in (lengths_q, lengths_k))
+    cu_q, cu_k = (
+        torch.tensor((0, *itertools.accumulate(lengths)), dtype=torch.int32) for lengths in (lengths_q, lengths_k)
+    )
     q = draw.normal(sum(lengths_q), nheads, head_dim)
     if page is None:
         k, v = (draw.normal(sum(lengths_k), nheads_k, head_dim) for _ in "kv")
@@ -133,10 +160,24 @@ def _varlen(name: str, function: str, dtype: torch.dtype, *, lengths_q: tuple[in
     return Problem(name, function, tensors, _with_probabilities(options), dout, layout)
 
 
-def _cache(name: str, function: str, dtype: torch.dtype, *, seqlen_q: int = 1, new: int | None = None, lengths: Any = (70, 0, 33),
-           capacity: int = 100, heads: tuple[int, int] = (4, 2), head_dim: int = 64, alibi: str | None = None,
-           rotary_dim: int = 0, page: int | None = None, batch_idx: bool = False, leftpad: tuple[int, ...] | None = None,
-           **options: Any) -> Problem:
+def _cache(
+    name: str,
+    function: str,
+    dtype: torch.dtype,
+    *,
+    seqlen_q: int = 1,
+    new: int | None = None,
+    lengths: Any = (70, 0, 33),
+    capacity: int = 100,
+    heads: tuple[int, int] = (4, 2),
+    head_dim: int = 64,
+    alibi: str | None = None,
+    rotary_dim: int = 0,
+    page: int | None = None,
+    batch_idx: bool = False,
+    leftpad: tuple[int, ...] | None = None,
+    **options: Any,
+) -> Problem:
     draw = _Draw(name, dtype)
     batch, (nheads, nheads_k) = 3, heads
     tensors = {"q": draw.normal(batch, seqlen_q, nheads, head_dim)}
@@ -170,7 +211,11 @@ def _cache(name: str, function: str, dtype: torch.dtype, *, seqlen_q: int = 1, n
 # ---- the collections ------------------------------------------------------------------------------------------------
 
 DENSE, DENSE_KV, DENSE_QKV = "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"
-VARLEN, VARLEN_KV, VARLEN_QKV = "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func"
+VARLEN, VARLEN_KV, VARLEN_QKV = (
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+)
 CACHE = "flash_attn_with_kvcache"
 
 
@@ -203,7 +248,9 @@ def essential() -> Iterator[Case]:
     yield _case(DENSE, "large logits causal", fp16, _dense, q_scale=16.0, causal=True)
     yield _case(DENSE, "8192 keys", fp16, _dense, batch=1, lengths=(4, 8192), heads=(2, 1), head_dim=64, v_mean=1.0)
     yield _case(DENSE, "1300 keys causal", fp32, _dense, batch=1, lengths=(140, 1300), heads=(2, 2), causal=True)
-    yield _case(DENSE, "1300 keys window", fp16, _dense, batch=1, lengths=(300, 1300), heads=(2, 1), window_size=(150, 60))
+    yield _case(
+        DENSE, "1300 keys window", fp16, _dense, batch=1, lengths=(300, 1300), heads=(2, 1), window_size=(150, 60)
+    )
     yield _case(DENSE, "no keys", fp16, _dense, lengths=(5, 0), backward=False)
     yield _case(DENSE, "one query", fp16, _dense, lengths=(1, 77), heads=(4, 2), causal=True)
     yield _case(DENSE, "deterministic causal", bf16, _dense, deterministic=True, causal=True)
@@ -220,9 +267,23 @@ def essential() -> Iterator[Case]:
     yield _case(VARLEN, "softcap causal", fp32, _varlen, softcap=4.0, causal=True, **skewed)
     yield _case(VARLEN, "alibi-batch causal", fp16, _varlen, alibi="BH", causal=True, **skewed)
     yield _case(VARLEN, "dropout causal", fp16, _varlen, causal=True, **DROPOUT)
-    yield _case(VARLEN, "many short", fp16, _varlen, lengths_q=tuple(range(1, 25)), lengths_k=tuple(range(1, 25)), causal=True)
-    yield _case(VARLEN, "paged 256 causal", fp16, _varlen, lengths_q=(10, 15), lengths_k=(300, 61), page=256, heads=(4, 2), causal=True)
-    yield _case(VARLEN, "paged 16 window", bf16, _varlen, lengths_q=(10, 15), lengths_k=(40, 61), page=16, **MASKS["window"])
+    yield _case(
+        VARLEN, "many short", fp16, _varlen, lengths_q=tuple(range(1, 25)), lengths_k=tuple(range(1, 25)), causal=True
+    )
+    yield _case(
+        VARLEN,
+        "paged 256 causal",
+        fp16,
+        _varlen,
+        lengths_q=(10, 15),
+        lengths_k=(300, 61),
+        page=256,
+        heads=(4, 2),
+        causal=True,
+    )
+    yield _case(
+        VARLEN, "paged 16 window", bf16, _varlen, lengths_q=(10, 15), lengths_k=(40, 61), page=16, **MASKS["window"]
+    )
     yield _case(VARLEN_KV, "causal skewed", fp16, _varlen, heads=(4, 2), causal=True, **skewed)
     yield _case(VARLEN_QKV, "causal d64", bf16, _varlen, head_dim=64, causal=True)
 
@@ -234,8 +295,16 @@ def essential() -> Iterator[Case]:
     yield _case(CACHE, "whole capacity", fp16, _cache, new=0, seqlen_q=3, lengths=None)
     yield _case(CACHE, "int length", bf16, _cache, lengths=50, causal=True)
     for interleaved in (True, False):
-        yield _case(CACHE, f"rotary {'interleaved' if interleaved else 'halves'}", fp16, _cache, seqlen_q=4, rotary_dim=32, causal=True,
-                    rotary_interleaved=interleaved)
+        yield _case(
+            CACHE,
+            f"rotary {'interleaved' if interleaved else 'halves'}",
+            fp16,
+            _cache,
+            seqlen_q=4,
+            rotary_dim=32,
+            causal=True,
+            rotary_interleaved=interleaved,
+        )
     yield _case(CACHE, "rotary unmasked", fp16, _cache, seqlen_q=4, rotary_dim=64)
     yield _case(CACHE, "batch_idx", fp16, _cache, batch_idx=True, causal=True, seqlen_q=2)
     yield _case(CACHE, "leftpad", fp16, _cache, leftpad=(10, 0, 3), lengths=(70, 4, 33), causal=True, seqlen_q=2)
@@ -247,14 +316,26 @@ def essential() -> Iterator[Case]:
 
 
 def thorough() -> Iterator[Case]:
-    """Every mask with every score feature, every relation of lengths and every dtype, heads and head_dim taking turns."""
+    """Every mask with every score feature, every relation of lengths and every dtype, heads and head_dim taking
+    turns.
+    """
     heads, head_dims = itertools.cycle(HEADS.items()), itertools.cycle(HEAD_DIMS)
     for (mask, mask_options), (score, score_options), (relation, lengths), dtype in itertools.product(
         MASKS.items(), SCORES.items(), LENGTHS.items(), DTYPES
     ):
         (head_name, nheads), head_dim = next(heads), next(head_dims)
         feature = _label(mask, score, relation, head_name, f"d{head_dim}")
-        yield _case(DENSE, feature, dtype, _dense, lengths=lengths, heads=nheads, head_dim=head_dim, **mask_options, **score_options)
+        yield _case(
+            DENSE,
+            feature,
+            dtype,
+            _dense,
+            lengths=lengths,
+            heads=nheads,
+            head_dim=head_dim,
+            **mask_options,
+            **score_options,
+        )
 
     skewed = {"": (37, 1, 0, 70), "sq<sk": (37, 60, 9, 170), "sq>sk": (20, 1, 0, 31)}
     for (mask, mask_options), (score, score_options), (relation, lengths_k), dtype in itertools.product(
@@ -262,7 +343,17 @@ def thorough() -> Iterator[Case]:
     ):
         (head_name, nheads), head_dim = next(heads), next(head_dims)
         feature = _label(mask, score, relation, head_name, f"d{head_dim}")
-        yield _case(VARLEN, feature, dtype, _varlen, lengths_k=lengths_k, heads=nheads, head_dim=head_dim, **mask_options, **score_options)
+        yield _case(
+            VARLEN,
+            feature,
+            dtype,
+            _varlen,
+            lengths_k=lengths_k,
+            heads=nheads,
+            head_dim=head_dim,
+            **mask_options,
+            **score_options,
+        )
 
     for (mask, mask_options), (score, score_options), dtype in itertools.product(MASKS.items(), SCORES.items(), DTYPES):
         feature = _label(mask, score)
@@ -289,10 +380,30 @@ def thorough() -> Iterator[Case]:
         yield _case(CACHE, _label(kind, mask, score), dtype, _cache, **settings, **mask_options, **score_options)
 
     for (mask, mask_options), score, dtype in itertools.product(MASKS.items(), ("", "softcap", "alibi"), DTYPES):
-        yield _case(DENSE, _label("long", mask, score), dtype, _dense, batch=1, lengths=(260, 1400), heads=(2, 1), head_dim=64,
-                    **mask_options, **SCORES[score])
-        yield _case(VARLEN, _label("long", mask, score), dtype, _varlen, lengths_q=(700, 3, 120), lengths_k=(700, 900, 1100), heads=(2, 1),
-                    head_dim=32, **mask_options, **SCORES[score])
+        yield _case(
+            DENSE,
+            _label("long", mask, score),
+            dtype,
+            _dense,
+            batch=1,
+            lengths=(260, 1400),
+            heads=(2, 1),
+            head_dim=64,
+            **mask_options,
+            **SCORES[score],
+        )
+        yield _case(
+            VARLEN,
+            _label("long", mask, score),
+            dtype,
+            _varlen,
+            lengths_q=(700, 3, 120),
+            lengths_k=(700, 900, 1100),
+            heads=(2, 1),
+            head_dim=32,
+            **mask_options,
+            **SCORES[score],
+        )
 
 
 def generated(quick: bool) -> list[Case]:

@@ -1,6 +1,6 @@
-"""The command line: `python -m verify [compare] ...` and its sisters. A subcommand is a module with `register(subparsers)`.
+"""The command line: `python -m verify [compare] ...` and its sisters.
 
-Whatever the user got wrong ends in one line and exit code 2.
+A subcommand is a module with `register(subparsers)`. Whatever the user got wrong ends in one line and exit code 2.
 """
 
 from __future__ import annotations

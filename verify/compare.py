@@ -1,4 +1,4 @@
-"""`python -m verify compare`: every recorded official answer and every generated problem through every implementation on every device.
+"""`python -m verify compare`: every recorded and every generated problem, through every implementation and device.
 
 Runs and tabulates. What is compared is made in recorded.py and cases.py, how near it must come is judge.py's business.
 """
@@ -49,7 +49,9 @@ class Row:
 
     def worst(self, against: str) -> Check | None:
         """The check nearest to (or furthest beyond) its bound."""
-        return max((check for check in self.checks if check.against == against), key=lambda check: check.ratio, default=None)
+        return max(
+            (check for check in self.checks if check.against == against), key=lambda check: check.ratio, default=None
+        )
 
     def to_json(self) -> dict[str, Any]:
         checks = [{**_finite(asdict(check)), "ok": check.ok} for check in self.checks]
@@ -58,7 +60,10 @@ class Row:
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
     """JSON knows no NaN and no infinity."""
-    return {name: str(value) if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()}
+    return {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,9 @@ class Plan:
 
 @dataclass
 class _Yardsticks:
-    """The fp64 and the plain answer of a problem, worked out once, except under dropout where each run has its own mask."""
+    """The fp64 and the plain answer of a problem, worked out once, except under dropout where each run has its own
+    mask.
+    """
 
     problem: Problem
     known: tuple[Answer, Answer] | None = field(default=None)
@@ -110,8 +117,12 @@ def run(plan: Plan) -> Iterator[Row]:
                 yield _judge(problem, implementation, device, yardsticks, second_opinion)
 
 
-def _judge(problem: Problem, implementation: impl.Implementation, device: str, yardsticks: _Yardsticks, second: Answer | None) -> Row:
-    row = Row(problem.name, problem.function, SHORT[problem.dtype], problem.official is not None, implementation.name, device)
+def _judge(
+    problem: Problem, implementation: impl.Implementation, device: str, yardsticks: _Yardsticks, second: Answer | None
+) -> Row:
+    row = Row(
+        problem.name, problem.function, SHORT[problem.dtype], problem.official is not None, implementation.name, device
+    )
     if device.startswith("mps") and problem.dtype == torch.float64:
         return replace(row, refused=True, note="the device has no fp64")
     try:
@@ -158,7 +169,8 @@ LEGEND = "(worst quantity, its error, in brackets that error / its bound)"
 def _figure(check: Check | None) -> str:
     if check is None:
         return ""
-    return f"{check.quantity} {check.error:.1e} ({check.ratio:.2f})"
+    ratio = f"{check.ratio:.2f}" if check.ratio < 1000 else f"{check.ratio:.0e}"
+    return f"{check.quantity} {check.error:.1e} ({ratio})"
 
 
 def _where(row: Row, several_devices: bool) -> str:
@@ -198,8 +210,29 @@ def _group_table(rows: Iterable[Row], several_devices: bool) -> Table:
         official = max((check.error for row in ran if (check := row.worst("official"))), default=None)
         opinion = "" if official is None else f"{official:.1e}"
         counts = f"{passed} of {len(ran)}", str(len(members) - len(ran) or "")
-        cells.append((function, dtype, where, *counts, _figure(worst), opinion, f"{close} of {len(ran)}", PASS if passed == len(ran) else FAIL))
-    columns = ("function", "dtype", "backend", "right", "not supported", "vs fp64", "vs official", "allclose", "verdict")
+        cells.append(
+            (
+                function,
+                dtype,
+                where,
+                *counts,
+                _figure(worst),
+                opinion,
+                f"{close} of {len(ran)}",
+                PASS if passed == len(ran) else FAIL,
+            )
+        )
+    columns = (
+        "function",
+        "dtype",
+        "backend",
+        "right",
+        "not supported",
+        "vs fp64",
+        "vs official",
+        "allclose",
+        "verdict",
+    )
     return Table(f"Generated problems {LEGEND}", columns, cells)
 
 
@@ -218,10 +251,22 @@ def _summary(rows: Sequence[Row], several_devices: bool) -> tuple[Table, list[st
         for recorded in (True, False):
             of_kind = [row for row in members if row.recorded == recorded]
             served = [row for row in of_kind if not row.refused]
-            counts.append(f"{sum(row.verdict == PASS for row in served)} of {len(served)}" + f" ({len(of_kind) - len(served)} not supported)" * (len(served) < len(of_kind)))
+            counts.append(
+                f"{sum(row.verdict == PASS for row in served)} of {len(served)}"
+                + f" ({len(of_kind) - len(served)} not supported)" * (len(served) < len(of_kind))
+            )
         worst = max((check.ratio for row in ran for check in row.checks if check.counts), default=math.inf)
-        cells.append((where, *counts, f"{worst:.2f}", PASS if all(row.verdict == PASS for row in ran) else FAIL))
-    return Table("Summary", ("backend", "recorded answers", "generated problems", "worst error (x bound)", "verdict"), cells), idle
+        cells.append(
+            (
+                where,
+                *counts,
+                f"{worst:.2f}" if worst < 1000 else f"{worst:.0e}",
+                PASS if all(row.verdict == PASS for row in ran) else FAIL,
+            )
+        )
+    return Table(
+        "Summary", ("backend", "recorded answers", "generated problems", "worst error (x bound)", "verdict"), cells
+    ), idle
 
 
 def report(rows: Sequence[Row], environment: dict[str, str], verbose: bool) -> Report:
@@ -254,15 +299,37 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "compare",
         help="hold every backend against the recorded official answers and against fp64 (the default)",
-        description="Holds every backend on every device against the recorded answers of flash-attn 2.8.3 and against an independent fp64 "
-        "computation. Exit code 0 when every answer is right, 1 when one is wrong, 2 for a question that makes no sense.",
+        description="Holds every backend on every device against the recorded answers of flash-attn 2.8.3 and against "
+        "an independent fp64 computation. Exit code 0: every answer is right; 1: one is wrong; 2: a question "
+        "that makes no sense.",
     )
-    parser.add_argument("--backend", action="append", default=[], metavar="NAME", help="only this backend (may be repeated)")
-    parser.add_argument("--implementation", metavar="MODULE[:ATTRIBUTE]",
-                        help="judge this instead of the backends: an object with the public functions, or one function for flash_attn_func")
-    parser.add_argument("--device", action="append", default=[], metavar="DEVICE", help="only this device: cpu, cuda, cuda:1, mps (may be repeated)")
-    parser.add_argument("--quick", action="store_true", help="the recorded answers and one generated problem for each feature: half a minute")
-    parser.add_argument("-k", dest="filter", default="", metavar="TEXT[,TEXT]", help="only cases with one of these texts in their name or function")
+    parser.add_argument(
+        "--backend", action="append", default=[], metavar="NAME", help="only this backend (may be repeated)"
+    )
+    parser.add_argument(
+        "--implementation",
+        metavar="MODULE[:ATTRIBUTE]",
+        help="judge this instead of the backends: an object with the public functions, or a flash_attn_func",
+    )
+    parser.add_argument(
+        "--device",
+        action="append",
+        default=[],
+        metavar="DEVICE",
+        help="only this device: cpu, cuda, cuda:1, mps (may be repeated)",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="the recorded answers and one generated problem for each feature: half a minute",
+    )
+    parser.add_argument(
+        "-k",
+        dest="filter",
+        default="",
+        metavar="TEXT[,TEXT]",
+        help="only cases with one of these texts in their name or function",
+    )
     parser.add_argument("--forward-only", action="store_true", help="leave gradients out")
     parser.add_argument("-v", "--verbose", action="store_true", help="a row for every generated problem")
     add_output_arguments(parser)

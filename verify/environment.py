@@ -1,4 +1,4 @@
-"""Where a result was obtained: device, capability (real or forced), versions, date. Every figure verify prints carries this."""
+"""Where a result was obtained: device, capability (real or forced), versions, date."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def checked_devices(wanted: list[str]) -> list[str]:
     present = devices_present()
     for name in wanted:
         kind, _, index = name.partition(":")
-        there = kind in present and (not index or (index.isdigit() and kind == "cuda" and int(index) < torch.cuda.device_count()))
+        there = kind in present and (
+            not index or (index.isdigit() and kind == "cuda" and int(index) < torch.cuda.device_count())
+        )
         if not there:
             raise UsageError(f"no device {name!r} here; there are {', '.join(present)}")
     return wanted or present

@@ -1,4 +1,4 @@
-"""Whose answers are judged: the package's backends, anything given by import path, and the real flash-attn as a second opinion."""
+"""Whose answers are judged: our backends, anything given by import path, the real flash-attn as second opinion."""
 
 from __future__ import annotations
 
@@ -54,9 +54,12 @@ class Backend:
                 raise NotSupported(self._reason(refusal)) from refusal
 
     def _reason(self, refusal: Exception) -> str:
-        lines = [line.strip() for line in str(refusal).splitlines() if line.strip()]
-        own = next((line for line in lines[1:] if line.startswith(self.name)), lines[0] if lines else "no reason given")
-        return own.removeprefix(self.name).lstrip(": ")
+        """The first of this backend's reasons: the message has a line "name  reason; reason" for each backend."""
+        for line in str(refusal).splitlines()[1:]:
+            name, _, reasons = line.strip().partition(" ")
+            if name == self.name:
+                return reasons.strip().partition(";")[0]
+        return str(refusal).partition("\n")[0]
 
 
 @dataclass(frozen=True)

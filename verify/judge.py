@@ -1,10 +1,11 @@
 """How far two answers are apart, and how far they may be. The criteria are flash-attn's own and live only here.
 
-- Against fp64: the error is at most twice (gradients three times) that of plain PyTorch in the input's dtype, plus one rounding of the
-  largest value, without which a problem that plain PyTorch happens to solve exactly could not be passed.
+- Against fp64: the error is at most twice (gradients three times) that of plain PyTorch in the input's dtype, plus one
+  rounding of the largest value, without which a problem that plain PyTorch happens to solve exactly could not be
+  passed.
 - Against a recorded official answer: the bounds stated beside the recording.
-- Gradients get a small absolute floor as well (flash-attn's tests add 1e-5): where they cancel to zero, as with one visible key, what
-  is left is the rounding of the terms, and no multiple of zero could bound it.
+- Gradients get a small absolute floor as well (flash-attn's tests add 1e-5): where they cancel to zero, as with one
+  visible key, what is left is the rounding of the terms, and no multiple of zero could bound it.
 """
 
 from __future__ import annotations
@@ -83,8 +84,11 @@ def _measure(quantity: str, against: str, got: Tensor | None, expected: Tensor, 
 
 
 def rounding(dtype: torch.dtype, magnitude: float) -> float:
-    """The floor under every bound, in units in the last place of the largest value: half a unit for half precision; four for fp32, where
-    the order of summation alone makes that difference; 32 for fp64, where the fp64 answer is no better than the one it judges."""
+    """The floor under every bound, in units in the last place of the largest value.
+
+    Half a unit for half precision; four for fp32, where the order of summation alone makes that difference; 32 for
+    fp64, where the fp64 answer is no better than the one it judges.
+    """
     units = {2: 0.5, 4: 4.0, 8: 32.0}[dtype.itemsize]
     return units * torch.finfo(dtype).eps * magnitude
 
@@ -119,7 +123,8 @@ def against_fp64(problem: Problem, got: Answer, truth: Answer, plain: Answer) ->
     for name, expected in truth.caches.items():
         # Old rows and v are copied, so their rounding is none; rotated keys are rounded once.
         epsilons = 1.0 if name == "k_cache" and "rotary_cos" in problem.tensors else 0.0
-        checks.append(_measure(name, "fp64", got.caches.get(name), expected, epsilons * torch.finfo(problem.dtype).eps * largest(expected)))
+        bound_of_cache = epsilons * torch.finfo(problem.dtype).eps * largest(expected)
+        checks.append(_measure(name, "fp64", got.caches.get(name), expected, bound_of_cache))
     return checks + _form(problem, got)
 
 
@@ -133,7 +138,8 @@ def against_official(problem: Problem, got: Answer, official: Answer) -> list[Ch
         gradient_bound = OFFICIAL_GRADIENT_EPSILONS * eps * largest(expected) + cancellation(problem.dtype)
         checks.append(_measure(f"d{name}", "official", got.grads.get(name), expected, gradient_bound))
     for name, expected in official.caches.items():
-        checks.append(_measure(name, "official", got.caches.get(name), expected, (name == "k_cache") * eps * largest(expected)))
+        bound_of_cache = eps * largest(expected) if name == "k_cache" else 0.0
+        checks.append(_measure(name, "official", got.caches.get(name), expected, bound_of_cache))
     return checks
 
 
@@ -142,19 +148,28 @@ def _form(problem: Problem, got: Answer) -> list[Check]:
     checks = []
     if got.out.dtype != problem.dtype:
         checks.append(_broken("out", "fp64", f"dtype {got.out.dtype}, expected {problem.dtype}"))
-    if got.softmax_lse is not None and got.softmax_lse.dtype not in (torch.float32, torch.promote_types(problem.dtype, torch.float32)):
+    if got.softmax_lse is not None and got.softmax_lse.dtype not in (
+        torch.float32,
+        torch.promote_types(problem.dtype, torch.float32),
+    ):
         checks.append(_broken("softmax_lse", "fp64", f"dtype {got.softmax_lse.dtype}, expected torch.float32"))
     for name, gradient in got.grads.items():
         if gradient.dtype != problem.tensors[name].dtype:
-            checks.append(_broken(f"d{name}", "fp64", f"dtype {gradient.dtype}, expected {problem.tensors[name].dtype}"))
+            checks.append(
+                _broken(f"d{name}", "fp64", f"dtype {gradient.dtype}, expected {problem.tensors[name].dtype}")
+            )
     if problem.dropout_p > 0 and got.dmask is not None:
         checks.append(_kept_fraction(problem, got.dmask))
     return checks
 
 
 def _kept_fraction(problem: Problem, dmask: Tensor) -> Check:
-    """The share of kept probabilities against flash-attn's own, (floor(255 (1 - p)) + 1) / 256, within five standard deviations."""
-    drawn = torch.cat([dmask[i, :, : sees.shape[0], : sees.shape[1]][:, sees].flatten() for i, sees in enumerate(visible(problem))])
+    """The share of kept probabilities against flash-attn's own, (floor(255 (1 - p)) + 1) / 256, within five standard
+    deviations.
+    """
+    drawn = torch.cat(
+        [dmask[i, :, : sees.shape[0], : sees.shape[1]][:, sees].flatten() for i, sees in enumerate(visible(problem))]
+    )
     kept = (drawn[drawn != 0] > 0).double()  # a probability that underflowed to zero lost its sign
     if not kept.numel():
         return _broken("kept", "fp64", "S_dmask is zero everywhere")

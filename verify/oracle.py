@@ -1,7 +1,7 @@
-"""The independent answer: what flash_attn's documentation says a call means, written out plainly, once, for every public function.
+"""The independent answer: what a call of flash_attn means, written out plainly, once, for every public function.
 
-Solved in fp64 it is the truth that answers are held against. Solved in the input's dtype it is the yardstick: the error that
-straightforward PyTorch makes on the same problem. Shares no code with the package under test.
+Solved in fp64 it is the truth that answers are held against. Solved in the input's dtype it is the yardstick: the
+error that straightforward PyTorch makes on the same problem. Shares no code with the package under test.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from verify.problem import CACHES, Answer, Problem
 
 
 def truth(problem: Problem, dmask: Tensor | None = None) -> Answer:
-    """The fp64 answer. With dropout, dmask (S_dmask of the run being judged; negative means dropped) says what was dropped."""
+    """The fp64 answer. With dropout, dmask (S_dmask of the run being judged; negative means dropped) says what was
+    dropped.
+    """
     return _Oracle(problem, torch.float64, dmask).answer()
 
 
@@ -52,6 +54,13 @@ def _sees(seqlen_q: int, seqlen_k: int, left: int, right: int) -> Tensor:
     return sees
 
 
+def _slots(positions: Tensor, row: int, pages: Tensor | None, page: int | None) -> tuple[Tensor, Tensor]:
+    """Where key positions lie in a cache: (row, position), or (block, slot) in a paged one."""
+    if pages is None:
+        return torch.full_like(positions, row), positions
+    return pages[positions // page], positions % page
+
+
 class _Oracle:
     def __init__(self, problem: Problem, dtype: torch.dtype, dmask: Tensor | None) -> None:
         self.problem = problem
@@ -60,7 +69,9 @@ class _Oracle:
         self.options: Mapping[str, Any] = problem.options
         self.wide = torch.promote_types(dtype, torch.float32)  # slopes, rotary and the LSE are fp32 in flash-attn
         self.tensors = {
-            name: tensor.detach().to(dtype).requires_grad_(name in problem.differentiable) if tensor.is_floating_point() else tensor
+            name: tensor.detach().to(dtype).requires_grad_(name in problem.differentiable)
+            if tensor.is_floating_point()
+            else tensor
             for name, tensor in problem.tensors.items()
         }
         self.cache_after: dict[str, Tensor] = {}
@@ -84,7 +95,11 @@ class _Oracle:
         results = [self._attend(sequence, index, left, right) for index, sequence in enumerate(sequences)]
         join = torch.cat if "varlen" in self.problem.function else torch.stack
         out = join([out for out, _ in results])
-        softmax_lse = torch.cat([lse for _, lse in results], dim=-1) if join is torch.cat else torch.stack([lse for _, lse in results])
+        softmax_lse = (
+            torch.cat([lse for _, lse in results], dim=-1)
+            if join is torch.cat
+            else torch.stack([lse for _, lse in results])
+        )
 
         grads: dict[str, Tensor] = {}
         if self.problem.differentiable:
@@ -120,7 +135,9 @@ class _Oracle:
                 sequences.append(Sequence(rows, k[start:end], v[start:end]))
             else:
                 pages = table[index].long()
-                sequences.append(Sequence(rows, k[pages].flatten(0, 1)[: end - start], v[pages].flatten(0, 1)[: end - start]))
+                sequences.append(
+                    Sequence(rows, k[pages].flatten(0, 1)[: end - start], v[pages].flatten(0, 1)[: end - start])
+                )
         return sequences, longest_k
 
     def _cached(self) -> tuple[list[Sequence], int]:
@@ -134,24 +151,20 @@ class _Oracle:
         left, right = self._window(capacity)
         q_moves = left >= 0 or right >= 0  # without a mask every query row is rotated to the first new position
 
+        page = None if table is None else k_cache.shape[1]
         sequences = []
         for index in range(batch):
             row = int(tensors["cache_batch_idx"][index]) if "cache_batch_idx" in tensors else index
-
-            def slots(positions: Tensor) -> tuple[Tensor, Tensor]:
-                if table is None:
-                    return torch.full_like(positions, row), positions
-                return table[index].long()[positions // k_cache.shape[1]], positions % k_cache.shape[1]
-
+            pages = None if table is None else table[index].long()
             end = lengths[index]
             if "k" in tensors:
                 new = torch.arange(end, end + tensors["k"].shape[1])
-                k_cache[slots(new)] = self._rotate(tensors["k"][index], new)
-                v_cache[slots(new)] = tensors["v"][index]
+                k_cache[_slots(new, row, pages, page)] = self._rotate(tensors["k"][index], new)
+                v_cache[_slots(new, row, pages, page)] = tensors["v"][index]
                 end += tensors["k"].shape[1]
-            visible = slots(torch.arange(leftpad[index], end))
+            used = _slots(torch.arange(leftpad[index], end), row, pages, page)
             q_positions = lengths[index] + torch.arange(q.shape[1]) * int(q_moves)
-            sequences.append(Sequence(self._rotate(q[index], q_positions), k_cache[visible], v_cache[visible]))
+            sequences.append(Sequence(self._rotate(q[index], q_positions), k_cache[used], v_cache[used]))
         self.cache_after = dict(zip(CACHES, (k_cache, v_cache)))
         return sequences, capacity
 
@@ -165,7 +178,9 @@ class _Oracle:
         """x (seqlen, nheads, d), rotated in its first 2 * rotary_cos.shape[1] channels."""
         if "rotary_cos" not in self.tensors:
             return x
-        cos, sin = (self.problem.tensors[name].to(self.wide)[positions][:, None] for name in ("rotary_cos", "rotary_sin"))
+        cos, sin = (
+            self.problem.tensors[name].to(self.wide)[positions][:, None] for name in ("rotary_cos", "rotary_sin")
+        )
         half = cos.shape[-1]
         turned, rest = x[..., : 2 * half].to(self.wide), x[..., 2 * half :]
         interleaved = self.options.get("rotary_interleaved", True)
@@ -203,12 +218,14 @@ class _Oracle:
 
         visible = _sees(seqlen_q, seqlen_k, left, right)
         alive = visible.any(dim=-1)
-        # A row that sees nothing is computed as if it saw everything and then zeroed, so that no NaN enters the gradient.
+        # A row that sees nothing is computed as if it saw everything and then zeroed, so that no NaN enters the
+        # gradient.
         masked = scores.masked_fill(~(visible | ~alive[:, None]), float("-inf"))
         probabilities = torch.softmax(masked, dim=-1).to(self.dtype) * alive[:, None]
         softmax_lse = torch.logsumexp(masked.detach().to(self.wide), dim=-1)
         if slopes is not None and left < 0 and right == 0:
-            # flash-attn adds slope * key here instead of subtracting the distance: same softmax, LSE larger by slope * position.
+            # flash-attn adds slope * key here instead of subtracting the distance: same softmax, LSE larger by slope
+            # * position.
             softmax_lse = softmax_lse + slopes[:, None] * position[:, 0]
         softmax_lse = softmax_lse.masked_fill(~alive, float("inf"))
 
@@ -228,5 +245,6 @@ class _Oracle:
     def _matmul(self, a: Tensor, b: Tensor) -> Tensor:
         if self.dtype.itemsize >= 4:
             return a @ b
-        # What a GPU does, and about 300 times faster on a CPU than its own half-precision product: accumulate in fp32, round once.
+        # What a GPU does, and about 300 times faster on a CPU than its own half-precision product: accumulate in
+        # fp32, round once.
         return (a.float() @ b.float()).to(self.dtype)

@@ -1,4 +1,4 @@
-"""What verify's commands print and write: a Report of tables, shown on the terminal and written as JSON, Markdown or HTML.
+"""What verify's commands show and write: a Report of tables, on the terminal and as JSON, Markdown or HTML.
 
 Knows nothing of attention. A command adds the arguments with `add_output_arguments` and hands its Report to `deliver`.
 """
@@ -62,14 +62,19 @@ def check_output_arguments(arguments: argparse.Namespace) -> None:
     """Before the work: a file that cannot be written must not be found out about after it."""
     for path in (arguments.json, arguments.markdown, arguments.html):
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise UsageError(f"cannot write {path}: " + ("it is a folder" if path.is_dir() else f"there is no folder {path.absolute().parent}"))
+            raise UsageError(
+                f"cannot write {path}: "
+                + ("it is a folder" if path.is_dir() else f"there is no folder {path.absolute().parent}")
+            )
 
 
 def deliver(report: Report, data: Mapping[str, Any], arguments: argparse.Namespace, terminal: Console) -> None:
     """Shows the report and writes the files asked for. JSON gets `data` beside the environment."""
     show(report, terminal)
     if arguments.json:
-        arguments.json.write_text(json.dumps({"title": report.title, "environment": dict(report.environment), **data}, indent=1) + "\n")
+        arguments.json.write_text(
+            json.dumps({"title": report.title, "environment": dict(report.environment), **data}, indent=1) + "\n"
+        )
     if arguments.markdown:
         arguments.markdown.write_text(to_markdown(report))
     if arguments.html:
@@ -82,7 +87,13 @@ def show(report: Report, terminal: Console) -> None:
     for label, fact in report.environment.items():
         terminal.print(Text(f"{label}: {fact}", style="dim"))
     for table in report.tables:
-        shown = rich.table.Table(title=table.title, title_justify="left", title_style="bold", header_style="bold", box=rich.table.box.SIMPLE_HEAD)
+        shown = rich.table.Table(
+            title=table.title,
+            title_justify="left",
+            title_style="bold",
+            header_style="bold",
+            box=rich.table.box.SIMPLE_HEAD,
+        )
         for column in table.columns:
             shown.add_column(column)
         for row in table.rows:
@@ -104,14 +115,21 @@ def to_markdown(report: Report) -> str:
 
 
 _PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; color: #1c2024; background: #fff }}
-div {{ overflow-x: auto }} table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap }}
-th, td {{ text-align: left; padding: .2rem .9rem .2rem 0; border-bottom: 1px solid #e3e6e8 }} dt {{ color: #667 }} dd {{ margin: 0 0 .4rem }}
-.pass {{ color: #18794e }} .FAIL {{ color: #ce2c31; font-weight: 700 }} .not {{ color: #976b00 }} .conclusion {{ font-weight: 600 }}
-@media (prefers-color-scheme: dark) {{ body {{ color: #e6e8ea; background: #16181a }} th, td {{ border-color: #33373b }}
-.pass {{ color: #4cc38a }} .FAIL {{ color: #ff8589 }} .not {{ color: #f1a10d }} }}
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem }}
+body {{ color: #1c2024; background: #fff }}
+div {{ overflow-x: auto }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap }}
+th, td {{ text-align: left; padding: .2rem .9rem .2rem 0; border-bottom: 1px solid #8884 }}
+dt {{ opacity: .6 }} dd {{ margin: 0 0 .4rem }}
+.pass {{ color: #18794e }} .FAIL {{ color: #ce2c31; font-weight: 700 }} .not-supported {{ color: #976b00 }}
+.conclusion {{ font-weight: 600 }}
+@media (prefers-color-scheme: dark) {{
+body {{ color: #e6e8ea; background: #16181a }}
+.pass {{ color: #4cc38a }} .FAIL {{ color: #ff8589 }} .not-supported {{ color: #f1a10d }}
+}}
 </style></head><body>
 {body}
 </body></html>
@@ -122,15 +140,19 @@ def to_html(report: Report) -> str:
     """One self-contained page."""
     body = [f"<h1>{html.escape(report.title)}</h1>"]
     body += [f'<p class="conclusion">{html.escape(line)}</p>' for line in report.conclusion]
-    facts = "".join(f"<dt>{html.escape(label)}</dt><dd>{html.escape(fact)}</dd>" for label, fact in report.environment.items())
+    facts = "".join(
+        f"<dt>{html.escape(label)}</dt><dd>{html.escape(fact)}</dd>" for label, fact in report.environment.items()
+    )
     body.append(f"<dl>{facts}</dl>")
     for table in report.tables:
         head = "".join(f"<th>{html.escape(column)}</th>" for column in table.columns)
         rows = "".join("<tr>" + "".join(_cell(cell) for cell in row) + "</tr>\n" for row in table.rows)
-        body.append(f"<h2>{html.escape(table.title)}</h2><div><table><thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table></div>")
+        body.append(
+            f"<h2>{html.escape(table.title)}</h2><div><table><thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table></div>"
+        )
     return _PAGE.format(title=html.escape(report.title), body="\n".join(body))
 
 
 def _cell(cell: str) -> str:
-    kind = f' class="{cell}"' if cell in COLOURS else ""
+    kind = f' class="{cell.replace(" ", "-")}"' if cell in COLOURS else ""
     return f"<td{kind}>{html.escape(cell)}</td>"

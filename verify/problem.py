@@ -1,4 +1,4 @@
-"""The values verify works with: a Problem (one call of a public function), an Answer (all that came of it), and how one makes the other.
+"""The values verify works with: a Problem (one call of a public function) and an Answer (all that came of it).
 
 No judgement here, and nothing about where problems come from.
 """
@@ -21,8 +21,9 @@ CACHES = ("k_cache", "v_cache")
 class Answer:
     """What one call gave, on the CPU.
 
-    out: (..., nheads, headdim); softmax_lse: as flash-attn lays it out, or None; dmask: S_dmask where dropout was asked for;
-    grads: gradients by argument name; caches: k_cache and v_cache as the call left them.
+    out: (..., nheads, headdim); softmax_lse: as flash-attn lays it out, or None
+    dmask: S_dmask where dropout was asked for
+    grads: gradients by argument name; caches: k_cache and v_cache as the call left them
     """
 
     out: Tensor
@@ -92,7 +93,8 @@ def solve(function: Callable[..., Any], problem: Problem, device: str, seed: int
     """Runs the problem on the device, forward and (where it has a dout) backward."""
     given = {name: tensor.to(device) for name, tensor in problem.tensors.items()}
     arguments = {
-        name: laid_out(tensor.clone(), problem.layout if name not in CACHES else "contiguous") for name, tensor in given.items()
+        name: laid_out(tensor.clone(), problem.layout if name not in CACHES else "contiguous")
+        for name, tensor in given.items()
     }
     leaves = [arguments[name].detach().requires_grad_() for name in problem.differentiable]
     arguments.update(zip(problem.differentiable, leaves))
@@ -100,7 +102,9 @@ def solve(function: Callable[..., Any], problem: Problem, device: str, seed: int
     torch.manual_seed(seed)
     with torch.set_grad_enabled(problem.dout is not None):
         returned = function(**arguments, **accepted_options(function, problem))
-    out, softmax_lse, dmask = (*returned, None, None)[:3] if isinstance(returned, (tuple, list)) else (returned, None, None)
+    out, softmax_lse, dmask = (
+        (*returned, None, None)[:3] if isinstance(returned, (tuple, list)) else (returned, None, None)
+    )
     gradients: tuple[Tensor, ...] = ()
     if leaves:
         gradients = torch.autograd.grad(out, leaves, problem.dout.to(device))

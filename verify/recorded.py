@@ -1,4 +1,4 @@
-"""The answers recorded from flash-attn 2.8.3, as problems. What they are and how near one must come: recorded_answers/README.md."""
+"""The answers recorded from flash-attn 2.8.3, as problems. recorded_answers/README.md says what they are."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def _problem(name: str, record: dict[str, Any]) -> Problem:
 def recorded_problems() -> tuple[Problem, ...]:
     """All 62, in the order of the recording."""
     files = sorted(FOLDER.glob("public*.pt"))
-    return tuple(_problem(name, record) for file in files for name, record in torch.load(file, weights_only=True).items())
+    return tuple(
+        _problem(name, record) for file in files for name, record in torch.load(file, weights_only=True).items()
+    )
 
 
 def recorded_errors() -> dict[str, str]:

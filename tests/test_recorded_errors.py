@@ -1,0 +1,175 @@
+"""The 34 malformed or borderline calls that flash-attn 2.8.3 was asked, asked of us.
+
+What it rejects as malformed we reject with the same exception type and key words, before anything is written. What it
+serves we serve. What it rejects only for lack of a kernel we serve, and right.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import flash_attn_compat
+from verify.judge import against_fp64
+from verify.oracle import plain, truth
+from verify.problem import Problem, solve
+from verify.recorded import recorded_errors
+
+RECORDED = recorded_errors()
+EXTENSIONS = {
+    "float32",
+    "cpu_tensor",
+    "head_dim_264",
+    "v_headdim_differs",
+    "dropout_with_softcap",
+    "empty_q",
+    "page_size_100",
+}
+# Where flash-attn's sentence names its own expression or device, the words of it that count.
+KEY_WORDS = {
+    "three_dims": "Dimension out of range",
+    "dropout_1": "p_dropout < 1",
+    "alibi_shape": "Expected alibi_slopes.sizes() ==",
+    "cu_cpu": "cu_seqlens_q must be on",
+}
+DENSE, QKV, VARLEN, CACHE = (
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+)
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).half()
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def dense(function: str = DENSE, tensors: dict[str, Any] | None = None, **options: Any) -> Problem:
+    qkv = {name: half(1, 8, 2, 32) for name in "qkv"}
+    return Problem("", function, {**qkv, **(tensors or {})}, options)
+
+
+def varlen(**tensors: Any) -> Problem:
+    given = {
+        **{name: half(12, 2, 32) for name in "qkv"},
+        "cu_seqlens_q": int32(0, 5, 12),
+        "cu_seqlens_k": int32(0, 5, 12),
+        **tensors,
+    }
+    return Problem("", VARLEN, given, {"max_seqlen_q": 7, "max_seqlen_k": 7})
+
+
+def cache(paged: int = 0, **tensors: Any) -> Problem:
+    """A decode call over a cache of 64 rows, or over four pages of `paged` rows; None takes an argument away."""
+    shape = (4, paged, 2, 32) if paged else (2, 64, 2, 32)
+    given = {
+        "q": half(2, 1, 2, 32),
+        "k_cache": half(*shape),
+        "v_cache": half(*shape),
+        "k": half(2, 1, 2, 32),
+        "v": half(2, 1, 2, 32),
+        "cache_seqlens": int32(7, 30),
+        **({"block_table": int32(3, 1, 0, 2).view(2, 2)} if paged else {}),
+        **tensors,
+    }
+    return Problem("", CACHE, {name: tensor for name, tensor in given.items() if tensor is not None}, {})
+
+
+def table(rows: int, columns: int = 16) -> torch.Tensor:
+    return half(rows, columns).cos()
+
+
+CALLS: dict[str, Problem] = {
+    "float32": dense(tensors={name: half(1, 8, 2, 32).float() for name in "qkv"}),
+    "mixed_dtype": dense(tensors={"k": half(1, 8, 2, 32).bfloat16()}),
+    "cpu_tensor": dense(),
+    "head_dim_264": dense(tensors={name: half(1, 8, 2, 264) for name in "qkv"}),
+    "heads_not_divisible": dense(tensors={"q": half(1, 8, 3, 32)}),
+    "batch_mismatch": dense(tensors={"k": half(2, 8, 2, 32), "v": half(2, 8, 2, 32)}),
+    "kv_len_mismatch": dense(tensors={"v": half(1, 9, 2, 32)}),
+    "v_headdim_differs": dense(tensors={"v": half(1, 8, 2, 64)}),
+    "qk_headdim_differs": dense(tensors={"k": half(1, 8, 2, 64), "v": half(1, 8, 2, 64)}),
+    "three_dims": dense(tensors={name: half(8, 2, 32) for name in "qkv"}),
+    "dropout_with_softcap": dense(dropout_p=0.1, softcap=10.0, return_attn_probs=True),
+    "dropout_1": dense(dropout_p=1.0),
+    "dropout_negative": dense(dropout_p=-0.1),
+    "alibi_fp16": dense(tensors={"alibi_slopes": half(2).abs()}),
+    "alibi_shape": dense(tensors={"alibi_slopes": half(3).abs().float()}),
+    "empty_q": dense(tensors={"q": half(1, 0, 2, 32)}),
+    "empty_k": dense(tensors={"k": half(1, 0, 2, 32), "v": half(1, 0, 2, 32)}),
+    "batch_0": dense(tensors={name: half(0, 8, 2, 32) for name in "qkv"}),
+    "cu_int64": varlen(cu_seqlens_q=int32(0, 5, 12).long(), cu_seqlens_k=int32(0, 5, 12).long()),
+    "cu_cpu": varlen(cu_seqlens_q=int32(0, 5, 12).to("meta"), cu_seqlens_k=int32(0, 5, 12).to("meta")),
+    "cu_len_mismatch": varlen(cu_seqlens_k=int32(0, 3, 5, 12)),
+    "cu_noncontig": varlen(cu_seqlens_q=int32(0, 0, 5, 5, 12, 12)[::2]),
+    "varlen_4d": varlen(**{name: half(1, 12, 2, 32) for name in "qkv"}),
+    "qkv_wrong_3": Problem("", QKV, {"qkv": half(1, 8, 2, 2, 32)}, {}),
+    "page_size_100": cache(paged=100),
+    "page_with_batch_idx": cache(paged=256, cache_batch_idx=int32(0, 1)),
+    "rotary_without_new_k": cache(k=None, v=None, rotary_cos=table(64), rotary_sin=table(64)),
+    "rotary_short": cache(rotary_cos=table(40), rotary_sin=table(40)),
+    "new_k_without_v": cache(v=None),
+    "new_k_without_len": cache(cache_seqlens=None),
+    "cache_len_int64": cache(cache_seqlens=int32(7, 30).long()),
+    "leftpad_paged": cache(paged=256, cache_leftpad=int32(1, 2)),
+    "probs_without_dropout": dense(return_attn_probs=True),
+    "window_minus_2": dense(window_size=(-2, -2)),
+}
+REJECTED = [name for name, answer in RECORDED.items() if not answer.startswith("ok") and name not in EXTENSIONS]
+SERVED = [name for name, answer in RECORDED.items() if answer.startswith("ok")]
+
+
+def call(problem: Problem) -> Any:
+    return getattr(flash_attn_compat, problem.function)(**problem.tensors, **problem.options)
+
+
+def test_every_recorded_call_is_reconstructed():
+    assert set(CALLS) == set(RECORDED)
+    assert len(REJECTED) + len(SERVED) + len(EXTENSIONS) == 34
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_a_malformed_call_is_rejected_with_the_official_type_and_words(name):
+    kind, _, sentence = RECORDED[name].partition(": ")
+    with pytest.raises((RuntimeError, IndexError)) as raised:
+        call(CALLS[name])
+    assert type(raised.value).__name__ == kind
+    assert KEY_WORDS.get(name, sentence) in str(raised.value)
+
+
+@pytest.mark.parametrize("name", [name for name in REJECTED if CALLS[name].function == CACHE])
+def test_a_rejected_cache_call_has_written_nothing(name):
+    problem = replace(
+        CALLS[name], tensors={argument: tensor.clone() for argument, tensor in CALLS[name].tensors.items()}
+    )
+    with pytest.raises(RuntimeError):
+        call(problem)
+    assert all(
+        torch.equal(problem.tensors[argument], CALLS[name].tensors[argument]) for argument in ("k_cache", "v_cache")
+    )
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_call_that_flash_attn_serves_comes_back_in_the_same_form(name):
+    expected = json.loads(RECORDED[name].removeprefix("ok: "))
+    got = call(CALLS[name])
+    form = [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in (got if isinstance(got, tuple) else [got])]
+    assert form == (expected if isinstance(expected, list) else [expected])
+
+
+@pytest.mark.parametrize("name", [*SERVED, *sorted(EXTENSIONS)])
+def test_a_borderline_call_or_extension_is_answered_right(name):
+    problem = CALLS[name]
+    answer = solve(getattr(flash_attn_compat, problem.function), problem, "cpu")
+    yardsticks = truth(problem, answer.dmask), plain(problem, answer.dmask)
+    assert [
+        check for check in against_fp64(problem, answer, *yardsticks) if not check.ok and check.quantity != "kept"
+    ] == []

@@ -1,0 +1,184 @@
+"""verify's command line and its files: what a user who mistypes sees, and what is written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from verify.cli import main
+from verify.judge import Check, against_fp64, against_official
+from verify.oracle import plain, truth
+from verify.recorded import recorded_errors, recorded_problems
+
+ROOT = Path(__file__).parent.parent
+CORRECT = ["--quick", "--implementation", "tests.mutants:correct", "--device", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--backend", "nonsense"], "unknown backend 'nonsense'; there are "),
+        (["--device", "tpu"], "no device 'tpu' here; there are cpu"),
+        (["--device", "cpu:1"], "no device 'cpu:1' here"),
+        (["--implementation", "no_such_module"], "cannot import 'no_such_module'"),
+        (["--implementation", "json:nothing"], "module 'json' has no 'nothing'"),
+        (["--implementation", "json"], "has none of flash_attn_func"),
+        (["--implementation", "tests.mutants:correct", "--backend", "chunked"], "exclude each other"),
+        (["-k", "no such case"], "no case has 'no such case' in its name"),
+        (["--json", "/no/such/folder/file.json"], "there is no folder /no/such/folder"),
+        (["--html", "."], "it is a folder"),
+        (["--no-such-option"], "unrecognized arguments: --no-such-option"),
+        (["no-such-command"], "invalid choice"),
+    ],
+)
+def test_a_bad_argument_ends_in_one_line_and_exit_code_2(arguments, part):
+    done = subprocess.run([sys.executable, "-m", "verify", *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert part in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and done.stdout == ""
+
+
+def test_json_holds_every_check_and_where_it_was_obtained(tmp_path):
+    saved = tmp_path / "a.json"
+    assert main([*CORRECT, "-k", "kv_rotary", "--json", str(saved)]) == 0
+    data = json.loads(saved.read_text())
+    assert data["environment"]["torch"].startswith(torch.__version__)
+    assert {"device cpu", "date", "python"} <= set(data["environment"])
+    against = {(check["quantity"], check["against"]) for check in data["rows"][0]["checks"]}
+    assert {
+        ("out", "fp64"),
+        ("out", "official"),
+        ("k_cache", "official"),
+        ("v_cache", "official"),
+        ("softmax_lse", "official"),
+    } <= against
+
+
+def test_markdown_and_html_hold_the_same_rows_as_the_terminal(tmp_path, capsys):
+    markdown, page = tmp_path / "a.md", tmp_path / "a.html"
+    assert main([*CORRECT, "-k", "varlen_paged", "--markdown", str(markdown), "--html", str(page)]) == 0
+    for text in (capsys.readouterr().out, markdown.read_text(), page.read_text()):
+        assert "varlen_paged" in text and "tests.mutants:correct" in text and "PASS: 1 of 1 answers right" in text
+    assert "http" not in page.read_text()
+
+
+def test_a_single_function_stands_for_flash_attn_func_and_the_rest_is_not_supported(tmp_path):
+    saved = tmp_path / "a.json"
+    code = main(
+        [
+            "--quick",
+            "--implementation",
+            "tests.test_verify_cli:only_plain_attention",
+            "-k",
+            "mqa_cross,window_zero,varlen0",
+            "--device",
+            "cpu",
+            "--json",
+            str(saved),
+        ]
+    )
+    verdicts = {row["case"]: (row["verdict"], row["note"]) for row in json.loads(saved.read_text())["rows"]}
+    assert code == 0
+    assert verdicts["mqa_cross"][0] == "pass"
+    assert verdicts["window_zero"] == ("not supported", "got an unexpected keyword argument 'window_size'")
+    assert verdicts["varlen0"] == ("not supported", "has no flash_attn_varlen_func")
+
+
+def only_plain_attention(q, k, v):
+    q, k, v = (x.float().transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).half()
+
+
+def test_an_implementation_that_serves_nothing_is_a_failure(capsys):
+    assert (
+        main(
+            [
+                "--quick",
+                "--implementation",
+                "tests.test_verify_cli:only_plain_attention",
+                "-k",
+                "varlen0",
+                "--device",
+                "cpu",
+            ]
+        )
+        == 1
+    )
+    assert "no case ran" in capsys.readouterr().out
+
+
+def test_an_exception_from_an_implementation_is_a_failed_case_with_its_message(tmp_path):
+    saved = tmp_path / "a.json"
+    code = main(
+        [
+            "--quick",
+            "--implementation",
+            "tests.test_verify_cli:raises",
+            "-k",
+            "mqa_cross",
+            "--device",
+            "cpu",
+            "--json",
+            str(saved),
+        ]
+    )
+    (row,) = json.loads(saved.read_text())["rows"]
+    assert (code, row["verdict"], row["note"]) == (1, "FAIL", "ZeroDivisionError: planted")
+
+
+def raises(q, k, v):
+    raise ZeroDivisionError("planted")
+
+
+def test_writing_into_an_input_is_a_failure(tmp_path):
+    saved = tmp_path / "a.json"
+    code = main(
+        [
+            "--quick",
+            "--implementation",
+            "tests.test_verify_cli:scales_in_place",
+            "-k",
+            "mqa_cross",
+            "--forward-only",
+            "--device",
+            "cpu",
+            "--json",
+            str(saved),
+        ]
+    )
+    (row,) = json.loads(saved.read_text())["rows"]
+    assert (code, row["note"]) == (1, "InputsModified: the call changed its input q")
+
+
+def scales_in_place(q, k, v):
+    out = only_plain_attention(q, k, v)
+    q.mul_(2)
+    return out
+
+
+def test_there_are_62_recorded_answers_and_34_recorded_errors():
+    assert len(recorded_problems()) == 62
+    assert len(recorded_errors()) == 34
+
+
+@pytest.mark.parametrize("problem", recorded_problems(), ids=lambda problem: problem.name)
+def test_the_oracle_agrees_with_the_official_answer_in_both_directions(problem):
+    exact, yardstick = truth(problem), plain(problem)
+    assert [check for check in against_fp64(problem, problem.official, exact, yardstick) if not check.ok] == []
+    in_range = [
+        check
+        for check in against_official(problem, exact, problem.official)
+        if check.quantity != "k_cache" and not check.ok
+    ]
+    assert in_range == []
+
+
+@pytest.mark.parametrize("error", [float("nan"), float("inf"), 2.0])
+def test_an_error_beyond_its_bound_or_no_number_is_not_ok(error):
+    assert not Check("out", "fp64", error, 1.0, 0.0, False).ok

@@ -1,0 +1,106 @@
+"""Deliberately wrong implementations: `python -m verify` must find each of them, in the quantity that is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import mutants
+from verify.cli import main
+
+ROOT = Path(__file__).parent.parent
+
+# mutant: the cases to run (-k), and quantities that must be among those found wrong
+FOUND = {
+    "left_edge_one_too_far": ("window", {"out", "dk", "softmax_lse"}),
+    "left_edge_one_too_near": ("window", {"out", "dk", "softmax_lse"}),
+    "right_edge_one_too_far": ("causal", {"out", "dk", "softmax_lse"}),
+    "right_edge_one_too_near": ("causal", {"out", "dk", "softmax_lse"}),
+    "top_left_causal": ("sq_lt_sk,sq<sk,sq_gt_sk,sq>sk", {"out", "dq", "softmax_lse"}),
+    "softcap_before_scale": ("softcap", {"out", "softmax_lse"}),
+    "alibi_sign": ("alibi", {"out", "softmax_lse"}),
+    "alibi_softcapped": ("softcap+alibi", {"out", "softmax_lse"}),
+    "tiled_heads": ("gqa,mqa", {"out", "dk", "dv"}),
+    "log2_lse": ("softcap", {"softmax_lse"}),
+    "fp16_accumulation": ("8192 keys", {"out"}),
+    "unwindowed_backward": ("window", {"dq", "dk", "dv"}),
+    "stale_key_tile": ("causal", {"out", "dk"}),
+    "stored_maximum_lost": ("causal", {"softmax_lse"}),
+    "cache_one_row_late": ("kvcache", {"k_cache", "v_cache", "out"}),
+    "dropout_unscaled": ("dropout", {"out"}),
+    "dropout_of_scores": ("dropout", {"out"}),
+    "dead_rows_average": ("sq_gt_sk,sq>sk", {"out"}),
+    "dead_rows_minus_inf": ("sq_gt_sk,sq>sk", {"softmax_lse"}),
+    "scale_of_padded_head_dim": ("head_dim,d52", {"out", "softmax_lse"}),
+    "no_maximum_subtracted": ("large logits", {"out"}),
+    "rotary_halves_swapped": ("rotary", {"out", "k_cache"}),
+    "leftpad_ignored": ("leftpad", {"out"}),
+    "aligned_to_longest": ("varlen", {"out", "softmax_lse"}),
+    "gradient_of_one_group_head": ("gqa,mqa", {"dk", "dv"}),
+}
+# These leave the other quantities right, and verify must say so.
+UNTOUCHED = {
+    "log2_lse": {"out", "dq", "dk", "dv"},
+    "unwindowed_backward": {"out", "softmax_lse"},
+    "dead_rows_minus_inf": {"out", "dq", "dk", "dv"},
+    "gradient_of_one_group_head": {"out", "softmax_lse", "dq"},
+}
+
+
+def verify(implementation: str, tmp_path: Path, *arguments: str) -> tuple[int, list[dict]]:
+    """The exit code and the rows of a quick comparison."""
+    saved = tmp_path / "rows.json"
+    code = main(
+        [
+            "--quick",
+            "--implementation",
+            f"tests.mutants:{implementation}",
+            "--device",
+            "cpu",
+            "--json",
+            str(saved),
+            *arguments,
+        ]
+    )
+    return code, json.loads(saved.read_text())["rows"]
+
+
+def test_every_mutant_has_an_expectation():
+    defined = {name for name, value in vars(mutants).items() if isinstance(value, mutants.Naive)}
+    assert defined == {*FOUND, "correct"}
+
+
+def test_the_right_implementation_passes_every_quick_case(tmp_path):
+    code, rows = verify("correct", tmp_path)
+    assert [row["case"] for row in rows if row["verdict"] != "pass"] == []
+    assert code == 0 and len(rows) > 62
+
+
+@pytest.mark.parametrize("mutant", FOUND)
+def test_a_wrong_implementation_is_found_in_the_quantity_that_is_wrong(mutant, tmp_path):
+    cases, expected = FOUND[mutant]
+    code, rows = verify(mutant, tmp_path, "-k", cases)
+    wrong = {check["quantity"] for row in rows for check in row["checks"] if not check["ok"]}
+    assert code == 1
+    assert expected <= wrong
+    assert not wrong & UNTOUCHED.get(mutant, set())
+
+
+def test_the_command_exits_1_and_names_the_case_that_a_mutant_fails():
+    command = [
+        sys.executable,
+        "-m",
+        "verify",
+        "--quick",
+        "--implementation",
+        "tests.mutants:top_left_causal",
+        "-k",
+        "causal_sq_lt_sk",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "causal_sq_lt_sk" in done.stdout and "FAIL" in done.stdout
