@@ -5,7 +5,8 @@ from __future__ import annotations
 from flash_attn_compat.backends.base import Backend, Capabilities
 from flash_attn_compat.backends.chunked import Chunked
 from flash_attn_compat.backends.reference import Reference
+from flash_attn_compat.backends.sdpa import Sdpa
 
-BACKENDS: tuple[Backend, ...] = (Chunked(), Reference())
+BACKENDS: tuple[Backend, ...] = (Sdpa(), Chunked(), Reference())
 
 __all__ = ["BACKENDS", "Backend", "Capabilities"]

@@ -1,0 +1,246 @@
+"""PyTorch's fused scaled_dot_product_attention on blocks that need no padding, or next to none.
+
+Causal calls are cut into parts that the kernel's own top-left causal mask fits; windows, ALiBi and
+padding get an additive bias, a few rows at a time. On a CPU the fused kernel is called below PyTorch's
+autograd, since it returns the LSE that a backward needs; elsewhere the public function serves, and
+gradients come from differentiating it once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flash_attn_compat.backends.base import BlockwiseBackend, Capabilities
+from flash_attn_compat.engine import alibi, online
+from flash_attn_compat.engine.call import AttentionCall, Upstream
+from flash_attn_compat.engine.features import Feature, Traits
+from flash_attn_compat.engine.layout import Block
+from flash_attn_compat.engine.mask import Mask, Range
+
+_LACKS = Feature.SOFTCAP | Feature.DROPOUT | Feature.SHARED_DROPOUT_MASK | Feature.VALUE_HEAD_DIM | Feature.TRANSFORMS
+# Elements of one bias, whatever the lengths: the memory of a windowed or ALiBi call stays bounded.
+_BIAS_ELEMENTS = 2**21
+_MIN_BIAS_ROWS = 32
+
+
+class Sdpa(BlockwiseBackend):
+    name = "sdpa"
+    capabilities = Capabilities(features=~_LACKS)
+
+    def extra_reasons(self, traits: Traits) -> list[str]:
+        reasons = []
+        if traits.device_type != "cpu":
+            if traits.features & Feature.LSE:
+                reasons.append(f"scaled_dot_product_attention returns no softmax_lse on {traits.device_type}")
+            if traits.features & Feature.GIVEN_LSE:
+                reasons.append(f"its backward on {traits.device_type} recomputes softmax_lse, it can't be given one")
+        elif _FORWARD is None:
+            reasons.append("this PyTorch has no fused attention kernel for the CPU with an attn_mask")
+        return reasons
+
+    def forward_block(
+        self, call: AttentionCall, block: Block, rng_state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        q, k, v = _by_head(block.q), _by_head(block.k), _by_head(block.v)
+        parts = list(_parts(call, block))
+        if _is_whole(parts, q, k):
+            out, lse = _attend(q, k, v, parts[0], call.softmax_scale)
+        else:
+            out, lse = _assemble(q, k, v, parts, call.softmax_scale)
+        if block.first_key is not None:
+            out, lse = _blank_dead_rows(call.mask, block, out, lse)
+        return out.transpose(1, 2), lse
+
+    def backward_block(
+        self, call: AttentionCall, block: Block, upstream: Upstream
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dtype = _backward_dtype(block)
+        q, k, v, out, dout = (
+            _by_head(tensor).to(dtype) for tensor in (block.q, block.k, block.v, upstream.out, upstream.dout)
+        )
+        parts = list(_parts(call, block))
+        if _is_whole(parts, q, k):
+            upstream = Upstream(dout, out, upstream.softmax_lse, None)
+            gradients = _gradients(q, k, v, upstream, parts[0], call.softmax_scale)
+            return tuple(gradient.transpose(1, 2) for gradient in gradients)
+        totals = [torch.zeros(t.shape, dtype=_sum_dtype(dtype), device=t.device) for t in (q, k, v)]
+        for part in parts:
+            rows, keys = slice(*part.rows), slice(*part.keys)
+            lse = upstream.softmax_lse[:, :, rows]
+            piece = Upstream(dout[:, :, rows], out[:, :, rows], lse, None)
+            found = _gradients(q[:, :, rows], k[:, :, keys], v[:, :, keys], piece, part, call.softmax_scale)
+            for total, where, gradient in zip(totals, (rows, keys, keys), found):
+                total[:, :, where] += gradient
+        return tuple(total.transpose(1, 2) for total in totals)
+
+
+class _Part(NamedTuple):
+    """A rectangle of rows and keys that one kernel call can do.
+
+    causal: the kernel's own mask, aligned at the top left; bias: additive, broadcastable to
+    (n, nheads, rows, keys)
+    """
+
+    rows: Range
+    keys: Range
+    causal: bool = False
+    bias: Tensor | None = None
+
+
+def _is_whole(parts: list[_Part], q: Tensor, k: Tensor) -> bool:
+    """Whether one part is all rows and all keys."""
+    return len(parts) == 1 and (parts[0].rows.size, parts[0].keys.size) == (q.shape[2], k.shape[2])
+
+
+def _parts(call: AttentionCall, block: Block) -> Iterator[_Part]:
+    """Cut a block so that every visible (row, key) pair lies in exactly one part."""
+    mask, seqlen_q, seqlen_k = call.mask, block.q.shape[1], block.k.shape[1]
+    rows = mask.rows_with_keys(seqlen_q, seqlen_k)
+    keys = mask.visible_keys(rows, block.offset, seqlen_k)
+    plain = block.slopes is None and block.first_key is None
+    if plain and mask.covers(rows, keys, block.offset):
+        yield _Part(rows, keys)
+    elif plain and mask.is_causal and _can_merge(block):
+        earlier = Range(0, max(0, block.offset))
+        if earlier.size:
+            yield _Part(rows, earlier)
+        yield _Part(rows, Range(earlier.stop, seqlen_k), causal=True)
+    elif plain and mask.is_causal and block.offset <= 0:
+        yield _Part(rows, keys, causal=True)
+    else:
+        yield from _biased_parts(call, block, rows)
+
+
+def _biased_parts(call: AttentionCall, block: Block, alive: Range) -> Iterator[_Part]:
+    """Blocks of rows with their visible keys; equal biases are shared between them."""
+    left, right = call.mask
+    seqlen_k = block.k.shape[1]
+    width = seqlen_k if left is None or right is None else min(seqlen_k, left + right + 1)
+    copies = (1 if block.slopes is None else block.slopes.numel()) * (1 if block.first_key is None else block.q.shape[0])
+    size = max(_MIN_BIAS_ROWS, min(max(width, 128), _BIAS_ELEMENTS // (copies * (width + 128))))
+    previous: tuple[tuple[int, int, int], Tensor | None] | None = None
+    for start in range(alive.start, alive.stop, size):
+        rows = Range(start, min(start + size, alive.stop))
+        keys = call.mask.visible_keys(rows, block.offset, seqlen_k)
+        shape = (rows.size, keys.size, keys.start - rows.start)
+        if previous is None or previous[0] != shape or block.first_key is not None:
+            previous = shape, _bias(call.mask, block, rows, keys)
+        yield _Part(rows, keys, bias=previous[1])
+
+
+def _bias(mask: Mask, block: Block, rows: Range, keys: Range) -> Tensor | None:
+    """What is added to the scores of a part: ALiBi, and -inf for keys out of sight or in padding."""
+    dtype = torch.float64 if block.q.dtype == torch.float64 else torch.float32
+    hidden = mask.hidden(rows, keys, block.offset, block.q.device)
+    bias = None
+    if block.slopes is not None:
+        bias = alibi.bias(block.slopes, rows, keys, block.offset, dtype)
+    elif hidden is not None or block.first_key is not None:
+        bias = torch.zeros(1, 1, rows.size, keys.size, dtype=dtype, device=block.q.device)
+    if hidden is not None:
+        bias = bias.masked_fill_(hidden, -torch.inf)
+    if block.first_key is not None:
+        padding = block.key_indices()[:, keys.start : keys.stop] < 0
+        bias = bias.masked_fill(padding[:, None, None], -torch.inf)
+    return bias
+
+
+def _assemble(q: Tensor, k: Tensor, v: Tensor, parts: list[_Part], scale: float) -> tuple[Tensor, Tensor | None]:
+    """Outputs of all parts; those that share rows are merged by their LSE, rows in no part stay empty."""
+    n, nheads, seqlen_q, head_dim = q.shape
+    out = q.new_zeros(n, seqlen_q, nheads, head_dim).transpose(1, 2)
+    lse = None
+    if not parts:
+        return out, torch.full((n, nheads, seqlen_q), torch.inf, dtype=_sum_dtype(q.dtype), device=q.device)
+    merged: tuple[Range, Tensor, Tensor | None] | None = None
+    for part in parts:
+        rows, keys = slice(*part.rows), slice(*part.keys)
+        part_out, part_lse = _attend(q[:, :, rows], k[:, :, keys], v[:, :, keys], part, scale)
+        if merged is not None and merged[0] == part.rows:
+            part_out, part_lse = online.merge(merged[1].to(part_lse.dtype), merged[2], part_out, part_lse)
+        merged = part.rows, part_out, part_lse
+        out[:, :, rows] = part_out
+        if part_lse is not None:
+            if lse is None:
+                lse = torch.full((n, nheads, seqlen_q), torch.inf, dtype=part_lse.dtype, device=q.device)
+            lse[:, :, rows] = part_lse
+    return out, lse
+
+
+def _blank_dead_rows(mask: Mask, block: Block, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Rows that see only padding: the kernel leaves 0 or nan there and no infinite LSE."""
+    last_key = torch.arange(block.q.shape[1], device=out.device) + block.offset + (mask.right or 0)
+    if mask.right is None:
+        last_key = torch.full_like(last_key, block.k.shape[1])
+    dead = (last_key < block.first_key[:, None])[:, None]
+    out = out.masked_fill(dead.unsqueeze(-1), 0.0)
+    return out, None if lse is None else lse.masked_fill(dead, torch.inf)
+
+
+def _by_head(tensor: Tensor) -> Tensor:
+    """(n, seqlen, heads, head_dim) -> (n, heads, seqlen, head_dim); the kernel needs contiguous channels."""
+    if tensor.stride(-1) != 1:
+        tensor = tensor.contiguous()
+    return tensor.transpose(1, 2)
+
+
+def _backward_dtype(block: Block) -> torch.dtype:
+    return block.q.dtype
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _op_with_mask(name: str):
+    """An operator of PyTorch's private namespace, if this build has it with an attn_mask argument."""
+    op = getattr(torch.ops.aten, name, None)
+    if op is None or "attn_mask" not in {argument.name for argument in op.default._schema.arguments}:
+        return None
+    return op.default
+
+
+_FORWARD = _op_with_mask("_scaled_dot_product_flash_attention_for_cpu")
+_BACKWARD = _op_with_mask("_scaled_dot_product_flash_attention_for_cpu_backward")
+
+
+def _can_merge(block: Block) -> bool:
+    return block.q.device.type == "cpu"
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, part: _Part, scale: float) -> tuple[Tensor, Tensor | None]:
+    """(n, heads, rows, head_dim) inputs -> out and, on a CPU, the LSE (n, heads, rows)."""
+    if q.device.type == "cpu":
+        if q.shape[2] == 1 and part.bias is None and q.shape[1] != k.shape[1]:
+            return _attend_folded(q, k, v, scale)
+        return _FORWARD(q, k, v, 0.0, part.causal, attn_mask=part.bias, scale=scale)
+    return _public(q, k, v, part, scale), None
+
+
+def _attend_folded(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """One row that sees all keys: query heads that share a key head become its rows, and read it once."""
+    n, nheads = q.shape[:2]
+    out, lse = _FORWARD(q.reshape(n, k.shape[1], -1, q.shape[3]), k, v, 0.0, False, scale=scale)
+    return out.reshape(n, nheads, 1, -1), lse.reshape(n, nheads, 1)
+
+
+def _gradients(q: Tensor, k: Tensor, v: Tensor, upstream: Upstream, part: _Part, scale: float) -> tuple[Tensor, ...]:
+    dout, out, lse, _ = upstream
+    if q.device.type == "cpu":
+        return _BACKWARD(dout, q, k, v, out, lse, 0.0, part.causal, attn_mask=part.bias, scale=scale)
+    inputs = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    with torch.enable_grad():
+        return torch.autograd.grad(_public(*inputs, part, scale), inputs, dout)
+
+
+def _public(q: Tensor, k: Tensor, v: Tensor, part: _Part, scale: float) -> Tensor:
+    group = q.shape[1] // k.shape[1]
+    if group > 1:
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    bias = None if part.bias is None else part.bias.to(q.dtype)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=part.causal, scale=scale)
