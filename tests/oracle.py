@@ -1,0 +1,371 @@
+"""The right answer to every public call, in fp64, and the same call done plainly in its own dtype.
+
+Written from the documented behaviour alone: one dense boolean mask and one materialised score matrix per
+sequence, gradients by autograd. Nothing of flash_attn_compat is imported here, so agreement means something.
+`answer(...)` is the judge, `plain(...)` the yardstick that says how much rounding the dtype itself costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PACKED = {"qkv": ("q", "k", "v"), "kv": ("k", "v")}
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What shapes the scores of a call, the same for each of its sequences."""
+
+    scale: float
+    causal: bool
+    window: tuple[int, int]
+    softcap: float
+    shifts_lse: bool  # pure causal: flash-attn adds slope * j, so its LSE is the true one plus slope * pos(i)
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One sequence of a call: q (sq, H, d), k (sk, Hk, d), v (sk, Hk, dv), with what belongs to it alone."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    slopes: Tensor | None
+    keep: Tensor | None  # (H, sq, sk) bool
+    dout: Tensor | None  # (sq, H, dv)
+
+
+@dataclass
+class Answer:
+    """What a call must return and leave behind. `grads` is by q, k, v, packed arguments taken apart."""
+
+    out: Tensor
+    softmax_lse: Tensor | None = None
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    caches: dict[str, Tensor] = field(default_factory=dict)
+    # Per tensor the largest sum of absolute terms behind one of its elements: rounding is proportional to it.
+    magnitudes: dict[str, Tensor] = field(default_factory=dict)
+
+
+def answer(fn: str, args: Mapping[str, Any], dout: Tensor | None = None, keep: Tensor | None = None) -> Answer:
+    """The fp64 answer. `keep` is the dropout keep mask, (B, H, >= sq, >= sk) bool, where dropout_p > 0."""
+    return _answer(fn, args, dout, keep, torch.float64, _exact)
+
+
+def plain(fn: str, args: Mapping[str, Any], dout: Tensor | None = None, keep: Tensor | None = None) -> Answer:
+    """The same computation with every intermediate result rounded to the input's dtype."""
+    return _answer(fn, args, dout, keep, None, _plainly)
+
+
+def keys_visible(sq: int, sk: int, causal: bool, window: tuple[int, int], device: torch.device | str) -> Tensor:
+    """(sq, sk) bool, bottom-right aligned: pos(i) - left <= j <= pos(i) + right, a negative side unbounded."""
+    left, right = window
+    if causal:
+        right = 0
+    offset = torch.arange(sk, device=device)[None, :] - (torch.arange(sq, device=device)[:, None] + sk - sq)
+    visible = torch.ones(sq, sk, dtype=torch.bool, device=device)
+    if left >= 0:
+        visible &= offset >= -left
+    if right >= 0:
+        visible &= offset <= right
+    return visible
+
+
+# ---------------------------------------------------------------- one sequence
+
+Attend = Callable[[Sequence, Mask, float], tuple[Tensor, Tensor | None, dict[str, Tensor]]]
+
+
+def _exact(s: Sequence, mask: Mask, dropout_p: float) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    sq, sk = s.q.shape[0], s.k.shape[0]
+    group = s.q.shape[1] // s.k.shape[1]
+    k, v = s.k.repeat_interleave(group, 1), s.v.repeat_interleave(group, 1)
+    visible = keys_visible(sq, sk, mask.causal, mask.window, s.q.device)
+    if sk == 0:  # one invisible key stands for none, so that every reduction below has something to reduce
+        k, v = k.new_zeros(1, *k.shape[1:]), v.new_zeros(1, *v.shape[1:])
+        visible = visible.new_zeros(sq, 1)
+    scores = mask.scale * torch.einsum("qhd,khd->hqk", s.q, k)
+    slope_of_tanh = 1.0
+    if mask.softcap > 0:
+        capped = torch.tanh(scores / mask.softcap)
+        slope_of_tanh = 1 - capped.detach() ** 2
+        scores = mask.softcap * capped
+    pos = torch.arange(sq, device=s.q.device) + sk - sq
+    bias = None
+    if s.slopes is not None:
+        distance = (pos[:, None] - torch.arange(k.shape[0], device=s.q.device)[None, :]).abs()
+        bias = s.slopes.double()[:, None, None] * distance
+        scores = scores - bias
+    scores = scores.masked_fill(~visible, -torch.inf)
+    dead = ~visible.any(-1)
+    top = scores.detach().amax(-1, keepdim=True).masked_fill(dead[:, None], 0.0)
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True).masked_fill(dead[:, None], 1.0)
+    probs = weights / total
+    dropped = probs
+    if s.keep is not None:
+        keep = s.keep if sk else s.keep.new_zeros(s.keep.shape[0], sq, 1)
+        dropped = probs * keep / (1 - dropout_p)
+    out = torch.einsum("hqk,khd->qhd", dropped, v)
+    lse = (top + total.log()).squeeze(-1)
+    if s.slopes is not None and mask.shifts_lse:
+        lse = lse + s.slopes.double()[:, None] * pos
+    lse = lse.detach().masked_fill(dead, torch.inf)
+    with torch.no_grad():
+        sizes = _magnitudes(s, k, v, probs, dropped, visible, bias, slope_of_tanh, mask.scale, group)
+    return out, lse, sizes
+
+
+def _magnitudes(
+    s: Sequence, k: Tensor, v: Tensor, probs: Tensor, dropped: Tensor, visible: Tensor, bias: Tensor | None,
+    slope_of_tanh: Tensor | float, scale: float, group: int,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Each result's formula with absolute values in place of values."""
+    scores = abs(scale) * torch.einsum("qhd,khd->hqk", s.q.abs(), k.abs())
+    if bias is not None:
+        scores = scores + bias.abs()
+    sizes = {
+        "out": _amax(torch.einsum("hqk,khd->qhd", dropped, v.abs())),
+        "score": _amax(scores * visible),
+    }
+    if s.dout is None:
+        return sizes
+    dout = s.dout.abs()
+    ratio = torch.where(probs > 0, dropped / probs, 0.0)
+    dprobs = torch.einsum("qhd,khd->hqk", dout, v.abs()) * ratio
+    dscores = scale * probs * (dprobs + (probs * dprobs).sum(-1, keepdim=True)) * slope_of_tanh
+    sizes["q"] = _amax(torch.einsum("hqk,khd->qhd", dscores, k.abs()))
+    sizes["k"] = _amax(torch.einsum("hqk,qhd->khd", dscores, s.q.abs()).unflatten(1, (-1, group)).sum(2))
+    sizes["v"] = _amax(torch.einsum("hqk,qhd->khd", dropped, dout).unflatten(1, (-1, group)).sum(2))
+    return sizes
+
+
+def _plainly(s: Sequence, mask: Mask, dropout_p: float) -> tuple[Tensor, None, dict[str, Tensor]]:
+    sq, sk, dtype = s.q.shape[0], s.k.shape[0], s.q.dtype
+    group = s.q.shape[1] // s.k.shape[1]
+    q, k, v = (x.transpose(0, 1) for x in (s.q, s.k.repeat_interleave(group, 1), s.v.repeat_interleave(group, 1)))
+    visible = keys_visible(sq, sk, mask.causal, mask.window, q.device)
+    scores = _rounded_matmul(q, (k * mask.scale).transpose(1, 2))
+    if mask.softcap > 0:
+        scores = torch.tanh(scores / mask.softcap) * mask.softcap
+    if s.slopes is not None:  # the bias stays in fp32, the dtype of the slopes, as in flash-attn's own tests
+        wide = torch.promote_types(dtype, torch.float32)
+        pos = torch.arange(sq, device=q.device) + sk - sq
+        distance = (pos[:, None] - torch.arange(sk, device=q.device)[None, :]).abs()
+        scores = scores.to(wide) - s.slopes.to(wide)[:, None, None] * distance
+    dead = ~visible.any(-1)[:, None]
+    scores = scores.masked_fill(~visible, -torch.inf).masked_fill(dead, 0.0)
+    probs = torch.softmax(scores, -1).to(dtype).masked_fill(dead, 0.0)
+    if s.keep is not None:
+        probs, v = probs * s.keep, v * (1 / (1 - dropout_p))
+    return _rounded_matmul(probs, v).transpose(0, 1), None, {}
+
+
+def _rounded_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """A matmul that accumulates in fp32 and rounds once, which is what half precision means on a GPU."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return (a.to(wide) @ b.to(wide)).to(a.dtype)
+
+
+def _amax(x: Tensor) -> Tensor:
+    return x.amax() if x.numel() else x.new_zeros(())
+
+
+# ---------------------------------------------------------------- whole calls
+
+
+def _answer(
+    fn: str, args: Mapping[str, Any], dout: Tensor | None, keep: Tensor | None, dtype: torch.dtype | None, attend: Attend
+) -> Answer:
+    args = dict(args)
+    packed = next((name for name in PACKED if name in args), None)
+    if packed is not None:
+        parts = args.pop(packed).unbind(-3)
+        args.update(zip(PACKED[packed], parts, strict=True))
+    if "cu_seqlens" in args:
+        args["cu_seqlens_q"] = args["cu_seqlens_k"] = args.pop("cu_seqlens")
+        args["max_seqlen_q"] = args["max_seqlen_k"] = args.pop("max_seqlen")
+    caches = {}
+    if fn == "flash_attn_with_kvcache":
+        args, caches = _append(args, exact=attend is _exact)
+    # The names that a gradient exists for; the caches stand under k and v here and get none.
+    wide = dtype or args["q"].dtype
+    leaves = {n: args[n].detach().to(wide).requires_grad_(dout is not None) for n in ("q", "k", "v")}
+    dropout_p = max(float(args.get("dropout_p", 0.0)), 0.0)
+    mask = _mask(args)
+    outs, lses, sizes = [], [], []
+    for sequence in _sequences(args, leaves, dout, keep if dropout_p > 0 else None, wide):
+        out, lse, size = attend(sequence, mask, dropout_p)
+        outs.append(out)
+        lses.append(lse)
+        sizes.append(size)
+    out = _assemble(args, outs, leaves["q"])
+    result = Answer(out=out.detach(), caches=caches)
+    if lses[0] is not None:
+        result.softmax_lse = _assemble_lse(args, lses)
+        result.magnitudes = {n: torch.stack([s[n] for s in sizes]).amax() for n in sizes[0]}
+    if dout is not None:
+        grads = torch.autograd.grad(out, list(leaves.values()), dout.to(wide), materialize_grads=True)
+        result.grads = dict(zip(leaves, grads, strict=True))
+    return result
+
+
+def _mask(args: Mapping[str, Any]) -> Mask:
+    left, right = (int(x) for x in args.get("window_size", (-1, -1)))
+    if "window_size_left" in args:  # the private functions
+        left, right = int(args["window_size_left"]), int(args["window_size_right"])
+    causal = bool(args.get("causal", False))
+    scale = args.get("softmax_scale")
+    normal_left, normal_right = _normalised_window(args, causal, (left, right))
+    return Mask(
+        scale=args["q"].shape[-1] ** -0.5 if scale is None else float(scale),
+        causal=causal,
+        window=(left, right),
+        softcap=float(args.get("softcap", 0.0)),
+        shifts_lse=normal_left < 0 and normal_right == 0,
+    )
+
+
+def _normalised_window(args: Mapping[str, Any], causal: bool, window: tuple[int, int]) -> tuple[int, int]:
+    """A side at least as long as the keys (the longest sequence, or the cache) counts as unbounded."""
+    left, right = (-1 if side >= _key_capacity(args) else side for side in window)
+    return left, 0 if causal else right
+
+
+def _key_capacity(args: Mapping[str, Any]) -> int:
+    if "max_seqlen_k" in args:
+        return int(args["max_seqlen_k"])
+    if "cache_capacity" in args:
+        return args["cache_capacity"]
+    return args["k"].shape[1]
+
+
+def _sequences(
+    args: Mapping[str, Any], leaves: Mapping[str, Tensor], dout: Tensor | None, keep: Tensor | None, wide: torch.dtype
+) -> Iterator[Sequence]:
+    q, k, v = leaves["q"], leaves["k"], leaves["v"]
+    slopes = args.get("alibi_slopes")
+    for b, (rows, keys) in enumerate(_slices(args)):
+        sq = rows[-1].stop - rows[-1].start
+        k_b, v_b = _keys_of(k, keys), _keys_of(v, keys)
+        yield Sequence(
+            q=q[rows],
+            k=k_b,
+            v=v_b,
+            slopes=slopes if slopes is None or slopes.dim() == 1 else slopes[b],
+            keep=None if keep is None else keep[b, :, :sq, : k_b.shape[0]],
+            dout=None if dout is None else dout[rows].to(wide),
+        )
+
+
+def _slices(args: Mapping[str, Any]) -> list[tuple[tuple, Any]]:
+    """Per sequence the index of its query rows and the index of its keys."""
+    if "cu_seqlens_q" in args:
+        cu_q, cu_k = args["cu_seqlens_q"].tolist(), args["cu_seqlens_k"].tolist()
+        batch = len(cu_q) - 1
+        leftpad, used = _ints(args.get("leftpad_k"), [0] * batch), _ints(args.get("seqused_k"), None)
+        slices = []
+        for b in range(batch):
+            length = cu_k[b + 1] - cu_k[b] if used is None else used[b]
+            keys: Any = slice(cu_k[b] + leftpad[b], cu_k[b] + length)
+            if args.get("block_table") is not None:
+                keys = (args["block_table"][b], 0, length)
+            slices.append(((slice(cu_q[b], cu_q[b + 1]),), keys))
+        return slices
+    rows = slice(0, args["q"].shape[1])
+    if "key_ranges" in args:  # a cache
+        return [((b, rows), keys) for b, keys in enumerate(args["key_ranges"])]
+    return [((b, rows), (b, slice(0, args["k"].shape[1]))) for b in range(args["q"].shape[0])]
+
+
+def _keys_of(x: Tensor, keys: Any) -> Tensor:
+    if not isinstance(keys, tuple) or len(keys) == 2:
+        return x[keys]
+    table, start, stop = keys
+    pages = table[: -(-stop // x.shape[1])].long()
+    return x[pages].flatten(0, 1)[start:stop]
+
+
+def _ints(x: Tensor | None, default: Any) -> Any:
+    return default if x is None else x.tolist()
+
+
+def _assemble(args: Mapping[str, Any], outs: list[Tensor], q: Tensor) -> Tensor:
+    if "cu_seqlens_q" not in args:
+        return torch.stack(outs)
+    before, after = _outside(args)
+    blank = outs[0].new_zeros
+    return torch.cat([blank(before, *outs[0].shape[1:]), *outs, blank(after, *outs[0].shape[1:])])
+
+
+def _assemble_lse(args: Mapping[str, Any], lses: list[Tensor]) -> Tensor:
+    """(B, H, sq), or (H, total_q) with NaN for tokens outside every sequence, whose LSE nothing defines."""
+    if "cu_seqlens_q" not in args:
+        return torch.stack(lses)
+    before, after = _outside(args)
+    heads = lses[0].shape[0]
+    return torch.cat([lses[0].new_full((heads, before), torch.nan), *lses, lses[0].new_full((heads, after), torch.nan)], 1)
+
+
+def _outside(args: Mapping[str, Any]) -> tuple[int, int]:
+    cu = args["cu_seqlens_q"].tolist()
+    return cu[0], args["q"].shape[0] - cu[-1]
+
+
+# ---------------------------------------------------------------- the cache
+
+
+def _append(args: dict[str, Any], exact: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Rotates, appends to copies of the caches, and turns the call into one over ranges of cache rows."""
+    q, k_cache, v_cache = args["q"], args["k_cache"].clone(), args["v_cache"].clone()
+    k, v, table = args.get("k"), args.get("v"), args.get("block_table")
+    batch, sq = q.shape[:2]
+    page = k_cache.shape[1]
+    capacity = page if table is None else table.shape[1] * page
+    lengths = args.get("cache_seqlens")
+    lengths = capacity if lengths is None else lengths
+    lengths = lengths.tolist() if isinstance(lengths, Tensor) else [int(lengths)] * batch
+    rows = _ints(args.get("cache_batch_idx"), list(range(batch)))
+    leftpad = _ints(args.get("cache_leftpad"), [0] * batch)
+    args = {**args, "cache_capacity": capacity}
+    causal = bool(args.get("causal", False))
+    if args.get("rotary_cos") is not None:
+        window = tuple(int(x) for x in args.get("window_size", (-1, -1)))
+        # Without any mask every query row stands at the same position: all of them see all the keys alike.
+        moves = max(_normalised_window(args, causal, window)) >= 0
+        rotate = dict(args=args, math=torch.float64 if exact else torch.float32)
+        starts = torch.tensor(lengths, device=q.device)[:, None]
+        q = _rotary(q, starts + torch.arange(sq, device=q.device) * moves, **rotate)
+        k = _rotary(k, starts + torch.arange(k.shape[1], device=q.device), **rotate)
+    new = 0 if k is None else k.shape[1]
+    for b in range(batch):
+        for t in range(new):
+            at = lengths[b] + t
+            where = (rows[b], at) if table is None else (int(table[b, at // page]), at % page)
+            k_cache[where], v_cache[where] = k[b, t], v[b, t]
+    if table is None:
+        ranges: list[Any] = [(rows[b], slice(leftpad[b], lengths[b] + new)) for b in range(batch)]
+    else:
+        ranges = [(table[b], leftpad[b], lengths[b] + new) for b in range(batch)]
+    args.update(q=q, k=k_cache, v=v_cache, key_ranges=ranges, block_table=None)
+    return args, {"k_cache": k_cache, "v_cache": v_cache}
+
+
+def _rotary(x: Tensor, positions: Tensor, args: Mapping[str, Any], math: torch.dtype) -> Tensor:
+    """x (B, S, H, d) with its first channels turned by the angle of `positions` (B, S), back in x's dtype."""
+    cos, sin = (args[name].to(math)[positions][:, :, None] for name in ("rotary_cos", "rotary_sin"))
+    half = cos.shape[-1]
+    turned = x.to(math)
+    head, rest = turned[..., : 2 * half], x[..., 2 * half :]
+    if args.get("rotary_interleaved", True):
+        a, b = head[..., 0::2], head[..., 1::2]
+        head = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+    else:
+        a, b = head[..., :half], head[..., half:]
+        head = torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+    return torch.cat([head.to(x.dtype), rest], -1)

@@ -1,0 +1,76 @@
+"""What several test files share: the general backends, small inputs, and a comparison with the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_attn_compat
+from flash_attn_compat import flash_attn_interface
+from tests import oracle
+from tests.problems import Call
+
+GENERAL = ("reference", "chunked", "sdpa")  # the backends of any device
+on_general_backends = pytest.mark.parametrize("backend", GENERAL)
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 1000 * sum(shape))).to(dtype)
+
+
+def qkv(
+    b: int = 2, sq: int = 7, sk: int = 7, h: int = 2, hk: int | None = None, d: int = 16, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
+    hk = hk or h
+    return (
+        randn(b, sq, h, d, seed=1, dtype=dtype),
+        randn(b, sk, hk, d, seed=2, dtype=dtype),
+        randn(b, sk, hk, d, seed=3, dtype=dtype),
+    )
+
+
+def cumulative(*lengths: int) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def on_backend(backend: str, fn: Any, *args: Any, **kwargs: Any) -> Any:
+    """The call on one backend; the test is skipped, with the backend's reasons, where that one does not serve it."""
+    with flash_attn_compat.use_backend(backend):
+        try:
+            return fn(*args, **kwargs)
+        except flash_attn_compat.BackendNotSupported as refusal:
+            if backend in ("reference", "chunked"):
+                raise
+            pytest.skip(str(refusal).splitlines()[0])
+
+
+def close(ours: Tensor, right: Tensor, magnitude: Tensor | float = 1.0, epsilons: float = 16) -> None:
+    """Within some roundings of the size of what was summed; infinities in the same places."""
+    assert ours.shape == right.shape
+    atol = epsilons * torch.finfo(ours.dtype).eps * float(magnitude)
+    torch.testing.assert_close(ours.double(), right.double(), rtol=epsilons * torch.finfo(ours.dtype).eps, atol=atol)
+
+
+def check_against_oracle(backend: str, fn: str, args: dict[str, Any], keep: Tensor | None = None) -> None:
+    """Output, LSE and gradients of one call of fn(**args, return_attn_probs=True) with a random gradient."""
+    names = [n for n in ("q", "k", "v", "kv", "qkv") if n in args]
+    leaves = {n: args[n].detach().requires_grad_() for n in names}
+    call = Call(fn, {**args, **leaves, "return_attn_probs": True}, None)
+    torch.manual_seed(0)
+    out, lse, s_dmask = on_backend(backend, getattr(flash_attn_interface, fn), **call.args)
+    if keep is None and args.get("dropout_p", 0.0) > 0:
+        keep = s_dmask >= 0
+    dout = randn(*out.shape, seed=9, dtype=out.dtype)
+    right = oracle.answer(fn, args, dout, keep)
+    wide = 1 + float(right.magnitudes["score"])
+    close(out, right.out, right.magnitudes["out"] * wide)
+    torch.testing.assert_close(lse.double(), right.softmax_lse, rtol=0, atol=1e-5 * wide, equal_nan=True)
+    grads = torch.autograd.grad(out, list(leaves.values()), dout)
+    for name, grad in zip(leaves, grads, strict=True):
+        assert grad.shape == args[name].shape and grad.dtype == args[name].dtype
+        parts = oracle.PACKED.get(name, (name,))
+        for part, ours in zip(parts, grad.unbind(-3) if len(parts) > 1 else (grad,), strict=True):
+            close(ours, right.grads[part], right.magnitudes[part] * wide)
