@@ -158,6 +158,7 @@ def _call(arguments: _Arguments) -> AttentionCall:
         seqused_k=seqused,
         leftpad_k=arguments.cache_leftpad,
         block_table=table,
+        is_dense=seqused is None and arguments.cache_leftpad is None and table is None,
     )
 
 

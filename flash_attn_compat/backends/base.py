@@ -90,7 +90,7 @@ class BlockwiseBackend(Backend):
     def forward_block(
         self, call: AttentionCall, block: Block, rng_state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """``out`` (n, seqlen_q, nheads, head_dim_v) and the true LSE (n, nheads, seqlen_q), +inf in empty rows."""
+        """``out`` (n, seqlen_q, nheads, head_dim_v) in q's dtype and the true LSE (n, nheads, seqlen_q), +inf in empty rows."""
 
     @abc.abstractmethod
     def backward_block(
@@ -105,7 +105,7 @@ class BlockwiseBackend(Backend):
         block = whole_block(call)
         if block is not None:
             out, lse = self.forward_block(call, block, rng_state)
-            return Result(out.to(call.q.dtype), _reported_lse(call, block, lse), rng_state)
+            return Result(out, _reported_lse(call, block, lse), rng_state)
         layout = Layout(call)
         out, lse = layout.empty_result()
         for group, block in layout.blocks():

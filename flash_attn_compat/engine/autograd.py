@@ -39,8 +39,10 @@ def attend(inputs: Inputs, call: AttentionCall) -> tuple[Tensor, Tensor | None, 
     if wants_transforms(*inputs.tensors):
         call = call._replace(transformed=True)
         return _finish(call, dispatch.serve(call).forward(call))
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs.tensors):
-        return _Attention.apply(call._replace(needs_grad=True), *inputs.tensors)
+    if torch.is_grad_enabled():
+        for tensor in inputs.tensors:
+            if tensor.requires_grad:
+                return _Attention.apply(call._replace(needs_grad=True), *inputs.tensors)
     return _finish(call, run_forward(call))
 
 

@@ -73,6 +73,7 @@ def packed_call(
         block_table=block_table,
         seqused_k=seqused_k,
         leftpad_k=leftpad_k,
+        is_dense=False,
     )
 
 

@@ -28,6 +28,7 @@ class AttentionCall(NamedTuple):
     block_table: (batch, max_blocks) int32 pages of each sequence
     alibi_slopes: (batch, nheads) or (nheads,) fp32
     rng_state: (2,) int64, the dropout mask to use; None draws a new one
+    is_dense: whether every sequence is as long as the tensors: no lengths, no pages
     max_seqlen_q, max_seqlen_k: as the caller said for packed calls, the tensors' lengths for dense ones
     """
 
@@ -47,6 +48,7 @@ class AttentionCall(NamedTuple):
     leftpad_k: Tensor | None = None
     block_table: Tensor | None = None
     rng_state: Tensor | None = None
+    is_dense: bool = True
     deterministic: bool = False
     return_lse: bool = False
     return_dmask: bool = False
@@ -85,7 +87,7 @@ class AttentionCall(NamedTuple):
     @property
     def is_empty(self) -> bool:
         """Whether no row sees a key because there are no rows or no keys at all."""
-        return self.q.numel() == 0 or self.k.numel() == 0 or self.v.numel() == 0
+        return not (self.q.numel() and self.k.numel() and self.v.numel())
 
     @property
     def lse_carries_alibi_position(self) -> bool:
@@ -113,18 +115,20 @@ class AttentionCall(NamedTuple):
             features |= _DROPOUT
             if self.shares_dropout_mask:
                 features |= _SHARED_DROPOUT_MASK
-        if self.q.shape[-2] != self.k.shape[-2]:
+        k_shape = self.k.shape
+        if self.q.shape[-2] != k_shape[-2]:
             features |= _GQA
-        if self.k.shape[-1] != self.v.shape[-1]:
+        if k_shape[-1] != self.v.shape[-1]:
             features |= _VALUE_HEAD_DIM
-        if self.cu_seqlens_q is not None:
-            features |= _VARLEN
-        if self.seqused_k is not None:
-            features |= _SEQUSED_K
-        if self.leftpad_k is not None:
-            features |= _LEFTPAD_K
-        if self.block_table is not None:
-            features |= _PAGED
+        if not self.is_dense:
+            if self.cu_seqlens_q is not None:
+                features |= _VARLEN
+            if self.seqused_k is not None:
+                features |= _SEQUSED_K
+            if self.leftpad_k is not None:
+                features |= _LEFTPAD_K
+            if self.block_table is not None:
+                features |= _PAGED
         if self.return_lse:
             features |= _LSE
         if self.needs_grad:
@@ -135,21 +139,23 @@ class AttentionCall(NamedTuple):
             features |= _TRANSFORMS
         return features
 
-    def traits(self) -> Traits:
+    def signature(self) -> tuple[object, ...]:
+        """What traits are made of, as cheaply as possible: equal signatures have equal traits."""
         q, k, v = self.q, self.k, self.v
-        device = q.device
-        on_cuda = device.type == "cuda"
-        return Traits(
-            device_type=device.type,
-            capability=settings.capability(device) if on_cuda else None,
-            dtype=q.dtype,
-            head_dim=q.shape[-1],
-            head_dim_v=v.shape[-1],
-            sq_vs_sk=self._compare_lengths(),
-            aligned=not on_cuda or (_aligned(q) and _aligned(k) and _aligned(v)),
-            features=self.features(),
-            page_size=k.shape[1] if self.block_table is not None else 0,
-        )
+        q_shape, k_shape, device = q.shape, k.shape, q.device
+        if self.is_dense:
+            sq, sk = q_shape[1], k_shape[1]
+            sq_vs_sk = "=" if sq == sk else "<" if sq < sk else ">"
+        else:
+            sq_vs_sk = self._compare_packed_lengths()
+        aligned = not q.is_cuda or (_aligned(q) and _aligned(k) and _aligned(v))
+        page_size = k_shape[1] if self.block_table is not None else 0
+        return device, q.dtype, q_shape[-1], v.shape[-1], sq_vs_sk, aligned, self.features(), page_size
+
+    def traits(self) -> Traits:
+        device, *rest = self.signature()
+        capability = settings.capability(device) if device.type == "cuda" else None
+        return Traits(device.type, capability, *rest)
 
     def without_tensors(self) -> AttentionCall:
         """The call's description alone; autograd keeps the tensors itself."""
@@ -158,14 +164,9 @@ class AttentionCall(NamedTuple):
             seqused_k=None, leftpad_k=None, block_table=None, rng_state=None,
         )  # fmt: skip
 
-    def _compare_lengths(self) -> str:
-        if self.cu_seqlens_q is not None:
-            same = self.cu_seqlens_q is self.cu_seqlens_k and self.seqused_k is None and self.leftpad_k is None
-            return "=" if same else "?"
-        if self.seqused_k is not None or self.leftpad_k is not None or self.block_table is not None:
-            return "?"
-        sq, sk = self.q.shape[1], self.k.shape[1]
-        return "=" if sq == sk else "<" if sq < sk else ">"
+    def _compare_packed_lengths(self) -> str:
+        same_starts = self.cu_seqlens_q is not None and self.cu_seqlens_q is self.cu_seqlens_k
+        return "=" if same_starts and self.seqused_k is None and self.leftpad_k is None else "?"
 
 
 # Plain ints: combining enum members costs a microsecond each on the path of every call.

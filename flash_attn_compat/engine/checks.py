@@ -11,38 +11,40 @@ from torch import Tensor
 
 from flash_attn_compat.engine.call import AttentionCall, Upstream
 
+_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _DENSE = {"q": "(batch_size, seqlen_q, num_heads, head_size)", "k": "(batch_size, seqlen_k, num_heads_k, head_size)"}
 _PACKED = {"q": "(total_q, num_heads, head_size)", "k": "(total_k, num_heads_k, head_size)"}
 _PAGED = {"k": "(num_blocks, page_block_size, num_heads_k, head_size)"}
 
 
 def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """One floating dtype, one device, non-empty batch and heads that divide."""
+    """One floating dtype and one device."""
+    dtype, device = q.dtype, q.device
+    if dtype == k.dtype == v.dtype and device == k.device == v.device and dtype in _DTYPES:
+        return
     if q.dtype != k.dtype:
         raise _error("query and key must have the same dtype", q, k, v)
     if q.dtype != v.dtype:
         raise _error("query and value must have the same dtype", q, k, v)
-    if not q.is_floating_point():
+    if dtype not in _DTYPES:
         raise _error("FlashAttention only support fp16 and bf16 data type (and here fp32 and fp64)", q, k, v)
-    if q.device != k.device or q.device != v.device:
-        name = "k" if q.device != k.device else "v"
-        raise _error(_must_be_on(name, q.device), q, k, v)
+    raise _error(_must_be_on("k" if device != k.device else "v", device), q, k, v)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
     """q, k, v of shapes (batch, seqlen, heads, head_dim)."""
-    for tensor in (q, k, v):
-        if tensor.dim() != 4:
-            raise _rank_error(tensor, 4, q, k, v)
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
+        raise _rank_error(next(tensor for tensor in (q, k, v) if tensor.dim() != 4), 4, q, k, v)
     tensors(q, k, v)
-    batch, _, _, head_dim = q.shape
+    batch, _, nheads, head_dim = q_shape
     if batch == 0:
         raise _error("batch size must be positive", q, k, v)
-    if k.shape[0] != batch or k.shape[3] != head_dim:
+    if k_shape[0] != batch or k_shape[3] != head_dim:
         raise _error(f"k must have shape {_DENSE['k']}", q, k, v)
-    if v.shape[:3] != k.shape[:3]:
+    if v_shape[:3] != k_shape[:3]:
         raise _error(f"v must have shape {_DENSE['k']}", q, k, v)
-    _heads(q, k, v)
+    _heads(nheads, k_shape[2], q, k, v)
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
@@ -54,7 +56,7 @@ def packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: 
         raise _error(f"k must have shape {_PACKED['k']}", q, k, v)
     if v.dim() != 3 or v.shape[:2] != k.shape[:2]:
         raise _error(f"v must have shape {_PACKED['k']}", q, k, v)
-    _heads(q, k, v)
+    _heads(q.shape[-2], k.shape[-2], q, k, v)
     starts(q, cu_seqlens_q, cu_seqlens_k)
 
 
@@ -96,7 +98,7 @@ def pages(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, batch: int) -> N
         raise _error(f"k must have shape {_PAGED['k']}", q, k, v)
     if v.dim() != 4 or v.shape[:3] != k.shape[:3]:
         raise _error(f"v must have shape {_PAGED['k']}", q, k, v)
-    _heads(q, k, v)
+    _heads(q.shape[-2], k.shape[-2], q, k, v)
 
 
 def alibi(slopes: Tensor, q: Tensor, batch: int) -> None:
@@ -156,8 +158,8 @@ def per_sequence(name: str, tensor: Tensor, batch: int, device: torch.device) ->
         raise RuntimeError(f"{name} must have shape (batch_size), got {tuple(tensor.shape)} for batch size {batch}")
 
 
-def _heads(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
+def _heads(nheads: int, nheads_k: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+    if nheads_k == 0 or nheads % nheads_k:
         raise _error("Number of heads in key/value must divide number of heads in query", q, k, v)
 
 

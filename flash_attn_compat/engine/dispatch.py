@@ -1,6 +1,6 @@
 """Which backend serves a call, why, and how often each one has.
 
-A decision depends on a call's traits and the environment's wishes only, so it is remembered by them.
+A decision depends on a call's traits and the settings only, so it is remembered by them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class BackendNotSupported(RuntimeError):
 
 _forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("flash_attn_compat_backend", default=None)
 _explaining: contextvars.ContextVar[bool] = contextvars.ContextVar("flash_attn_compat_explaining", default=False)
-_decisions: dict[tuple[Traits, str | None, bool, bool, str], Backend] = {}
+_decisions: dict[tuple[object, ...], Backend] = {}
 _served: Counter[str] = Counter()
 
 
@@ -95,16 +95,17 @@ def choose(call: AttentionCall) -> Backend:
 
     Raises BackendNotSupported with every backend's reasons.
     """
-    traits = call.traits()
-    forced = _forced.get() or settings.forced_backend()
     if _explaining.get():
-        raise _Explained(_explain(traits, forced))
-    key = (traits, forced, *settings.dispatch_switches())
+        raise _Explained(_explain(call.traits(), _wish()))
+    key = (call.signature(), _forced.get(), settings.fingerprint())
     backend = _decisions.get(key)
     if backend is None:
-        backend = _decide(traits, forced)
-        _decisions[key] = backend
+        backend = _decisions[key] = _decide(call.traits(), _wish())
     return backend
+
+
+def _wish() -> str | None:
+    return _forced.get() or settings.forced_backend()
 
 
 def serve(call: AttentionCall) -> Backend:

@@ -82,8 +82,7 @@ class Block(NamedTuple):
 
 def whole_block(call: AttentionCall) -> Block | None:
     """A dense call's own tensors as one block; None where sequences have lengths of their own."""
-    lengths = (call.cu_seqlens_q, call.seqused_k, call.leftpad_k, call.block_table)
-    if call.is_empty or any(tensor is not None for tensor in lengths):
+    if not call.is_dense:
         return None
     batch = call.q.shape[0]
     slopes = None if call.alibi_slopes is None else alibi.per_sequence(call.alibi_slopes, batch)
