@@ -4,5 +4,6 @@ Importable without torch. How attention is computed stays out.
 """
 
 from flash_attn_compat.naming.patch import patch, patched, unpatch
+from flash_attn_compat.naming.transformers import register_with_transformers
 
-__all__ = ["patch", "patched", "unpatch"]
+__all__ = ["patch", "patched", "register_with_transformers", "unpatch"]

@@ -91,8 +91,9 @@ class _Gates:
             watcher = _AfterImport(waiting)
             sys.meta_path.insert(0, watcher)
             self._undo.callback(_remove, sys.meta_path, watcher)
-        for name in handlers.keys() - waiting.keys():
-            handlers[name](sys.modules[name])
+        for name, handler in handlers.items():  # in this order: the others build on what the first replaces
+            if name not in waiting:
+                handler(sys.modules[name])
         if _IMPORT_UTILS not in waiting:
             _replay_guarded_imports(self._undo)
 
@@ -259,3 +260,23 @@ def _restore_namespace(module: ModuleType, before: dict[str, Any]) -> None:
 def _remove(finders: list[Any], finder: Any) -> None:
     if finder in finders:
         finders.remove(finder)
+
+
+def register_with_transformers(name: str = "fa2_compat") -> None:
+    """Register our attention under `name`, for attn_implementation=name, through transformers' own registry.
+
+    Nothing is patched and nothing answers to the name flash_attn. Models that ask whether "flash" is requested (some
+    vision towers) take their other branch, which is as right and less packed. Needs transformers 4.53 or later.
+
+    Raises ValueError for a name that contains "flash", which transformers takes for a kernel to download, and
+    ImportError where transformers is missing or too old.
+    """
+    if "flash" in name:
+        raise ValueError(f"name must not contain 'flash', which transformers looks up on its hub, got {name!r}")
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+
+    from flash_attn_compat.naming.attention_function import attention
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, flash_attention_mask)

@@ -1,0 +1,93 @@
+"""transformers' attention function over flash_attn_compat, for its registry: padding, packing, windows.
+
+The one file of naming that needs torch; register_with_transformers imports it on its first use.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.bert_padding import pad_input, unpad_input
+from flash_attn_compat.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it.
+
+    query (batch, nheads, seqlen_q, head_dim), key and value (batch, nheads_k, seqlen_k, head_dim).
+    attention_mask (batch, seqlen_k): 1 for tokens, 0 for padding; None where nothing is padded.
+    sliding_window: how many keys a token sees, itself included.
+    Returns (batch, seqlen_q, nheads, head_dim) and None for the weights.
+    Raises ValueError for attention sinks (s_aux) and for masks of other shapes: they would be ignored.
+    """
+    if s_aux is not None:
+        raise ValueError("attention sinks (s_aux) are not part of flash-attn 2: use another attn_implementation")
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError(f"attention_mask must have shape (batch, seqlen_k), got {tuple(attention_mask.shape)}")
+    q, k, v = (states.transpose(1, 2) for states in (query, key, value))
+    seqlen_k = k.shape[1]
+    windowed = sliding_window is not None and seqlen_k > sliding_window
+    options: dict[str, Any] = {
+        "dropout_p": dropout,
+        "softmax_scale": scaling,
+        "causal": getattr(module, "is_causal", True) if is_causal is None else is_causal,
+        "window_size": (sliding_window - 1, sliding_window - 1) if windowed else (-1, -1),
+        "softcap": softcap or 0.0,
+    }
+    if attention_mask is not None:
+        return _padded(q, k, v, attention_mask, options), None
+    if cu_seq_lens_q is None and _is_packed(position_ids, q, k):
+        cu_seq_lens_q = cu_seq_lens_k = _cu_seqlens(position_ids)
+        max_length_q = max_length_k = int(cu_seq_lens_q.diff().max())
+    if cu_seq_lens_q is not None:
+        lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+        out = flash_attn_varlen_func(*(states.flatten(0, 1) for states in (q, k, v)), *lengths, **options)
+        return out.unflatten(0, q.shape[:2]), None
+    return flash_attn_func(q, k, v, **options), None
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor, options: dict[str, Any]) -> Tensor:
+    batch, seqlen_q = q.shape[:2]
+    mask_k = attention_mask[:, : k.shape[1]]
+    k, v = k[:, : mask_k.shape[1]], v[:, : mask_k.shape[1]]  # a static cache is longer than its content
+    # Queries are the newest tokens; one that is itself padding is computed for nothing and left zero.
+    mask_q = mask_k[:, -seqlen_q:]
+    q, indices_q, cu_seqlens_q, max_seqlen_q, _ = unpad_input(q, mask_q)
+    k, _, cu_seqlens_k, max_seqlen_k, _ = unpad_input(k, mask_k)
+    v = unpad_input(v, mask_k)[0]
+    out = flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options)
+    return pad_input(out, indices_q, batch, seqlen_q)
+
+
+def _is_packed(position_ids: Tensor | None, q: Tensor, k: Tensor) -> bool:
+    """Several sequences in one row: their positions start anew."""
+    if position_ids is None or position_ids.dim() != 2 or q.shape[0] != 1 or q.shape[1] != k.shape[1]:
+        return False
+    return position_ids.shape == q.shape[:2] and bool((position_ids.diff(dim=-1) < 0).any())
+
+
+def _cu_seqlens(position_ids: Tensor) -> Tensor:
+    positions = position_ids.flatten()
+    starts = torch.nonzero(positions.diff(prepend=positions[:1] + 1) != 1).flatten()
+    return torch.nn.functional.pad(starts, (0, 1), value=positions.numel()).to(torch.int32)

@@ -1,0 +1,183 @@
+"""Tiny random models of transformers and the inputs they take, alike in every version of it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+VOCABULARY = 97
+DECODER = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+ENCODER = {name: value for name, value in DECODER.items() if name != "num_key_value_heads"}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A class and configuration of transformers by name; `inputs` makes what it takes besides token ids."""
+
+    kind: str  # decoder, encoder, other
+    config: str
+    head: str
+    options: dict[str, Any]
+    inputs: Callable[[Any], dict[str, Tensor]] | None = None
+    attention_calls: int = 2
+    tolerance: dict[torch.dtype, float] = field(default_factory=lambda: {torch.float32: 2e-6, torch.bfloat16: 4e-2})
+
+
+def _whisper_inputs(config: Any) -> dict[str, Tensor]:
+    return {
+        "input_features": torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions),
+        "decoder_input_ids": torch.randint(3, VOCABULARY, (2, 9)),
+    }
+
+
+def _vit_inputs(config: Any) -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(2, 3, config.image_size, config.image_size)}
+
+
+def _qwen2_vl_inputs(config: Any) -> dict[str, Tensor]:
+    # Two images of different size: 4 x 4 and 4 x 8 patches, merged 2 x 2 into 4 and 8 tokens.
+    grid = torch.tensor([[1, 4, 4], [1, 4, 8]])
+    vision = config.vision_config
+    dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    tokens = torch.randint(3, 80, (1, 6))
+    image = lambda count: torch.full((1, count), config.image_token_id)  # noqa: E731
+    start = torch.full((1, 1), config.vision_start_token_id)
+    ids = torch.cat([tokens[:, :2], start, image(4), tokens[:, 2:4], start, image(8), tokens[:, 4:]], dim=1)
+    inputs = {"input_ids": ids, "pixel_values": torch.randn(16 + 32, dim), "image_grid_thw": grid}
+    inputs["attention_mask"] = torch.ones_like(ids)
+    # Newer versions tell images from text by this; run() leaves it out for the others.
+    inputs["mm_token_type_ids"] = (ids == config.image_token_id).int()
+    return inputs
+
+
+MODELS: dict[str, Model] = {
+    "llama": Model("decoder", "LlamaConfig", "LlamaForCausalLM", DECODER),
+    "mistral with a window": Model("decoder", "MistralConfig", "MistralForCausalLM", DECODER | {"sliding_window": 5}),
+    "gemma2 with softcap and window": Model(
+        "decoder",
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        DECODER | {"sliding_window": 5, "attn_logit_softcapping": 5.0, "head_dim": 16, "query_pre_attn_scalar": 16},
+    ),
+    "qwen3": Model("decoder", "Qwen3Config", "Qwen3ForCausalLM", DECODER | {"head_dim": 16}),
+    "phi3": Model("decoder", "Phi3Config", "Phi3ForCausalLM", DECODER),
+    "bert": Model("encoder", "BertConfig", "BertForMaskedLM", ENCODER),
+    "modernbert": Model(
+        "encoder",
+        "ModernBertConfig",
+        "ModernBertForMaskedLM",
+        ENCODER | {"num_hidden_layers": 4, "local_attention": 8, "cls_token_id": 1, "sep_token_id": 2, "reference_compile": False},
+        attention_calls=4,
+    ),
+    "whisper": Model(
+        "other",
+        "WhisperConfig",
+        "WhisperForConditionalGeneration",
+        dict(
+            vocab_size=VOCABULARY,
+            d_model=64,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=96,
+            decoder_ffn_dim=96,
+            num_mel_bins=16,
+            max_source_positions=20,
+            max_target_positions=32,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=1,
+        ),
+        _whisper_inputs,
+        attention_calls=6,
+    ),
+    "vit": Model(
+        "other",
+        "ViTConfig",
+        "ViTForImageClassification",
+        dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=4),
+        _vit_inputs,
+    ),
+    "qwen2-vl": Model(
+        "other",
+        "Qwen2VLConfig",
+        "Qwen2VLForConditionalGeneration",
+        dict(
+            vision_config=dict(
+                depth=2, embed_dim=64, hidden_size=64, num_heads=4, mlp_ratio=2, patch_size=4, in_channels=3, in_chans=3
+            ),
+            image_token_id=90,
+            video_token_id=91,
+            vision_start_token_id=92,
+            vision_end_token_id=93,
+            **DECODER,
+            rope_scaling={"type": "mrope", "rope_type": "default", "mrope_section": [2, 3, 3]},
+        ),
+        _qwen2_vl_inputs,
+        attention_calls=4,
+    ),
+}
+DECODERS = [name for name, model in MODELS.items() if model.kind == "decoder"]
+
+
+def exists(name: str) -> bool:
+    """Whether the installed transformers has this model (Qwen3 came with 4.51)."""
+    return hasattr(transformers, MODELS[name].head)
+
+
+def build(name: str, implementation: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    """The model in evaluation mode; the same weights for the same seed."""
+    model = MODELS[name]
+    # from_config writes into the configuration that it is given, so every model gets its own.
+    config = getattr(transformers, model.config)(**copy.deepcopy(model.options))
+    torch.manual_seed(seed)
+    built = getattr(transformers, model.head)._from_config(config, attn_implementation=implementation)
+    assert built.config._attn_implementation == implementation
+    # Some initial weights are so small that attention would hardly show in the output.
+    with torch.no_grad():
+        for parameter in built.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, parameter.shape[-1] ** -0.5)
+    return built.to(dtype).eval()
+
+
+def token_ids(batch: int, seqlen: int) -> Tensor:
+    return torch.randint(3, VOCABULARY, (batch, seqlen))
+
+
+def inputs_of(name: str, config: Any) -> dict[str, Tensor]:
+    """Inputs without padding."""
+    make = MODELS[name].inputs
+    return make(config) if make else {"input_ids": token_ids(2, 12)}
+
+
+def run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    dtype = next(model.parameters()).dtype
+    accepted = inspect.signature(model.forward).parameters
+    cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
+    return model(**{name: value for name, value in cast.items() if name != "mm_token_type_ids" or name in accepted}).logits
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    got, expected = got.detach().float(), expected.detach().float()
+    return float((got - expected).abs().max() / expected.abs().max())

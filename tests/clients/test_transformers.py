@@ -1,0 +1,151 @@
+"""transformers with attn_implementation="flash_attention_2" on a CPU, after patch() only, against eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from tests.clients.models import (  # noqa: E402
+    DECODERS,
+    MODELS,
+    build,
+    exists,
+    inputs_of,
+    relative_error,
+    run,
+    token_ids,
+)
+
+pytestmark = pytest.mark.usefixtures("patched")
+DTYPES = [torch.float32, torch.bfloat16]
+present = [pytest.param(name, marks=pytest.mark.skipif(not exists(name), reason="newer than this transformers")) for name in MODELS]
+decoders = [parameter for parameter in present if parameter.values[0] in DECODERS]
+padded_models = [parameter for parameter in present if MODELS[parameter.values[0]].kind != "other"]
+
+
+def pair(name, dtype):
+    return build(name, "eager", dtype), build(name, "flash_attention_2", dtype)
+
+
+def gradients(model, logits, weights):
+    model.zero_grad()
+    (logits * weights).sum().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def assert_close_gradients(got, expected, tolerance):
+    assert got.keys() == expected.keys()
+    scale = max(float(grad.abs().max()) for grad in expected.values())
+    worst = max(float((got[name].float() - expected[name].float()).abs().max()) for name in expected)
+    assert worst <= tolerance * scale, f"{worst / scale:.2e}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", present)
+def test_outputs_and_gradients_without_padding_equal_eager(name, dtype, calls):
+    eager, flash = pair(name, dtype)
+    inputs = inputs_of(name, eager.config)
+    expected = run(eager, inputs)
+    assert calls() == 0
+    got = run(flash, inputs)
+    assert calls() >= MODELS[name].attention_calls
+    tolerance = MODELS[name].tolerance[dtype]
+    assert relative_error(got, expected) <= tolerance
+    weights = torch.randn_like(expected)
+    assert_close_gradients(gradients(flash, got, weights), gradients(eager, expected, weights), tolerance)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", padded_models)
+def test_outputs_and_gradients_with_padding_equal_eager_at_the_tokens(name, dtype, side, calls):
+    eager, flash = pair(name, dtype)
+    ids = token_ids(3, 12)
+    mask = torch.ones_like(ids)
+    if side == "left":
+        mask[0, :5], mask[1, :1] = 0, 0
+    else:
+        mask[0, 7:], mask[1, 11:] = 0, 0
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if MODELS[name].kind == "decoder":
+        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    expected, got = run(eager, inputs), run(flash, inputs)
+    assert calls() >= MODELS[name].attention_calls
+    real = mask.bool()
+    tolerance = MODELS[name].tolerance[dtype]
+    assert relative_error(got[real], expected[real]) <= tolerance
+    weights = torch.randn_like(expected) * real[..., None]
+    assert_close_gradients(gradients(flash, got, weights), gradients(eager, expected, weights), tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", decoders)
+def test_packed_sequences_equal_eager_on_each_by_itself(name, dtype, calls):
+    eager, flash = pair(name, dtype)
+    lengths = [7, 1, 10]
+    ids = token_ids(1, sum(lengths))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    expected = torch.cat([run(eager, {"input_ids": part}) for part in ids.split(lengths, dim=1)], dim=1)
+    got = run(flash, {"input_ids": ids, "position_ids": positions})
+    assert calls() == MODELS[name].attention_calls
+    tolerance = MODELS[name].tolerance[dtype]
+    assert relative_error(got, expected) <= tolerance
+    weights = torch.randn_like(expected)
+    assert_close_gradients(gradients(flash, got, weights), gradients(eager, expected, weights), tolerance)
+
+
+@pytest.mark.parametrize("name", decoders)
+def test_greedy_generation_from_left_padded_prompts_gives_the_same_tokens(name, calls):
+    eager, flash = pair(name, torch.float32)
+    ids = token_ids(3, 9)
+    mask = torch.ones_like(ids)
+    mask[0, :4], mask[1, :1] = 0, 0
+    ids[mask == 0] = 0
+    options = dict(attention_mask=mask, max_new_tokens=10, min_new_tokens=10, do_sample=False, pad_token_id=0)
+    expected = eager.generate(ids, **options)
+    assert calls() == 0
+    got = flash.generate(ids, **options)
+    assert calls() >= 10 * MODELS[name].attention_calls
+    assert torch.equal(got, expected)
+
+
+# For fp32 transformers logs a warning from inside the graph, which breaks it with any flash-attn.
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 2e-6), (torch.bfloat16, 4e-2)], ids=["fp64", "bf16"])
+def test_a_decoder_compiles_as_one_graph_forward_and_backward(dtype, tolerance, calls):
+    eager, flash = pair("llama", dtype)
+    ids = token_ids(2, 12)
+    expected = run(eager, {"input_ids": ids})
+    run(flash, {"input_ids": ids})  # transformers loads its flash functions outside the graph
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda ids: flash(input_ids=ids, use_cache=False).logits, fullgraph=True, backend="aot_eager")
+    compiled(ids)
+    before = calls()
+    got = compiled(ids)
+    assert calls() == before + 2
+    assert relative_error(got, expected) <= tolerance
+    weights = torch.randn_like(expected)
+    assert_close_gradients(gradients(flash, got, weights), gradients(eager, expected, weights), tolerance)
+
+
+def test_a_model_switched_on_the_cpu_after_its_creation_equals_eager(calls):
+    eager, switched = build("llama", "eager"), build("llama", "eager")
+    if not hasattr(switched, "set_attn_implementation"):
+        pytest.skip("this transformers cannot switch a model")
+    switched.set_attn_implementation("flash_attention_2")
+    ids = {"input_ids": token_ids(2, 12)}
+    expected = run(eager, ids)
+    assert relative_error(run(switched, ids), expected) <= 2e-6
+    assert calls() == 2
+
+
+def test_a_model_loaded_from_files_onto_the_cpu_equals_eager(tmp_path, calls):
+    from transformers import LlamaForCausalLM
+
+    eager = build("llama", "eager")
+    eager.save_pretrained(tmp_path)
+    flash = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="flash_attention_2").eval()
+    ids = {"input_ids": token_ids(2, 12)}
+    assert relative_error(run(flash, ids), run(eager, ids)) <= 2e-6
+    assert calls() == 2
