@@ -105,7 +105,9 @@ class BlockwiseBackend(Backend):
         block = whole_block(call)
         if block is not None:
             out, lse = self.forward_block(call, block, rng_state)
-            return Result(out, _reported_lse(call, block, lse), rng_state)
+            if call.alibi_slopes is not None:
+                lse = _reported_lse(call, block, lse)
+            return Result(out, lse, rng_state)
         layout = Layout(call)
         out, lse = layout.empty_result()
         for group, block in layout.blocks():
@@ -148,16 +150,16 @@ def _reported_lse(call: AttentionCall, block: Block, lse: Tensor | None) -> Tens
     """The LSE as flash-attn words it, from the true one."""
     if lse is None or not call.lse_carries_alibi_position:
         return lse
-    return lse + _lse_shift(block)
+    return lse + _lse_shift(block, lse.dtype)
 
 
 def _true_lse(call: AttentionCall, block: Block, lse: Tensor) -> Tensor:
-    return lse - _lse_shift(block) if call.lse_carries_alibi_position else lse
+    return lse - _lse_shift(block, lse.dtype) if call.lse_carries_alibi_position else lse
 
 
-def _lse_shift(block: Block) -> Tensor:
+def _lse_shift(block: Block, dtype: torch.dtype) -> Tensor:
     offset = block.offset if block.first_key is None else block.offset - block.first_key
-    return alibi.causal_lse_shift(block.slopes, block.q.shape[1], offset)
+    return alibi.causal_lse_shift(block.slopes.to(dtype), block.q.shape[1], offset)
 
 
 def _deliver(found: Gradients, call: AttentionCall, into: Gradients | None) -> Gradients:

@@ -36,7 +36,7 @@ class Reference(BlockwiseBackend):
         if keep is not None:
             probabilities = probabilities * keep
         out = torch.einsum("bhqk,bkhd->bqhd", probabilities, v)
-        return out.to(block.q.dtype), lse.to(torch.float64 if q.dtype == block.q.dtype else torch.float32)
+        return out.to(block.q.dtype).contiguous(), lse.to(torch.float64 if q.dtype == block.q.dtype else torch.float32)
 
     def backward_block(
         self, call: AttentionCall, block: Block, upstream: Upstream
@@ -63,7 +63,7 @@ class Reference(BlockwiseBackend):
 
 def _expand(call: AttentionCall, block: Block) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v in the working precision, key and value heads repeated for their query heads."""
-    dtype = torch.float32 if block.q.device.type == "mps" else torch.float64
+    dtype = _working_dtype(block)
     group = call.nheads // call.nheads_k
     k, v = (tensor.to(dtype).repeat_interleave(group, dim=2) for tensor in (block.k, block.v))
     return block.q.to(dtype), k, v
@@ -96,4 +96,8 @@ def _keep(call: AttentionCall, block: Block, rng_state: Tensor | None) -> Tensor
     kept = dropout.keep_tile(
         rng_state, call.dropout_p, sequences, heads, block.row_indices(), block.key_indices()
     )
-    return kept / (1.0 - call.dropout_p)
+    return kept.to(_working_dtype(block)) / (1.0 - call.dropout_p)
+
+
+def _working_dtype(block: Block) -> torch.dtype:
+    return torch.float32 if block.q.device.type == "mps" else torch.float64

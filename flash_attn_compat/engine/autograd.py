@@ -26,9 +26,24 @@ class Inputs(NamedTuple):
         """q, k, v as views; packed tensors hold them along their third axis from the end."""
         if len(self.tensors) == 3:
             return self.tensors
-        packed = self.tensors[-1]
-        parts = tuple(packed.select(-3, index) for index in range(packed.shape[-3]))
-        return (*self.tensors[:-1], *parts)
+        *before, packed = self.tensors
+        expected = 3 - len(before)
+        _check_packed(packed, expected)
+        return (*before, *(packed.select(-3, index) for index in range(expected)))
+
+
+def _check_packed(packed: Tensor, expected: int) -> None:
+    name, axis = {2: "kv", 3: "qkv"}[expected], packed.dim() - 3
+    if axis < 0:
+        raise IndexError(f"Dimension out of range: {name} must have at least 4 dimensions, got {tuple(packed.shape)}")
+    size = packed.shape[axis]
+    if size < expected:
+        raise IndexError(
+            f"index {expected - 1} is out of bounds for dimension {axis} with size {size}: {name} of shape "
+            f"{tuple(packed.shape)} must hold {expected} tensors along its third axis from the end"
+        )
+    if size > expected:
+        raise RuntimeError(f"{name} must hold {expected} tensors along axis {axis}, got shape {tuple(packed.shape)}")
 
 
 def attend(inputs: Inputs, call: AttentionCall) -> tuple[Tensor, Tensor | None, Tensor | None]:

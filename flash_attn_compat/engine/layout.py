@@ -125,7 +125,13 @@ class Layout:
     def gather(self, tensor: Tensor, spans: Spans, group: Group, seqlen: int) -> Tensor:
         """(n, seqlen, heads, head_dim) of the group's sequences: a view where they lie evenly."""
         view = _view(tensor, spans, group, seqlen)
-        return tensor[_addresses(tensor, spans, group.sequences, seqlen)] if view is None else view
+        if view is not None:
+            return view
+        gathered = tensor[_addresses(tensor, spans, group.sequences, seqlen)]
+        if not group.padded:
+            return gathered
+        # Padding was read from some other token, whose infinities a weight of 0 would not undo.
+        return gathered.masked_fill(~self._valid(spans, group, seqlen)[..., None, None], 0)
 
     def scatter(self, target: Tensor, spans: Spans, group: Group, values: Tensor) -> None:
         """Write (n, seqlen, heads, head_dim) block values to their slots in ``target``."""

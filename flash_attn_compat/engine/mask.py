@@ -33,9 +33,8 @@ class Mask(NamedTuple):
     @classmethod
     def from_window(cls, causal: bool, window_left: int, window_right: int) -> Mask:
         """flash-attn's arguments: any negative bound is unbounded, ``causal`` forces the right one to 0."""
-        if causal:
-            window_right = 0
-        return cls(None if window_left < 0 else window_left, None if window_right < 0 else window_right)
+        left = None if window_left < 0 else window_left
+        return cls(left, 0 if causal else None if window_right < 0 else window_right)
 
     @property
     def is_full(self) -> bool:
