@@ -1,0 +1,280 @@
+"""flash-attn-compat doctor: what this machine is, what would serve here, whether it computes right, who sees flash_attn.
+
+examine() gathers a Report of plain values; to_text and to_json show it. Nothing is changed or installed.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import flash_attn_compat
+from flash_attn_compat import self_check
+from flash_attn_compat.naming import install, real
+from flash_attn_compat.naming.site_directory import SITE, is_stand_in_spec
+from flash_attn_compat.self_check import Check
+
+
+@dataclass(frozen=True)
+class Machine:
+    python: str
+    system: str
+    torch: str
+    device: str  # where the calls below would run: cuda:0, mps or cpu
+    device_name: str
+    capability: str | None
+    built_for: list[str]  # the architectures that this PyTorch binary has code for
+    has_code_for_device: bool
+    settings: dict[str, str]  # the FLASH_ATTN_COMPAT_ variables that are set
+
+
+@dataclass(frozen=True)
+class TypicalCall:
+    """A call as models make it: who would serve it, and what speaks against each other backend."""
+
+    name: str
+    backend: str | None
+    reasons: dict[str, list[str]]
+
+
+@dataclass(frozen=True)
+class Name:
+    """What answers to flash_attn here, and what the ways of looking for it find."""
+
+    answered_by: str
+    real_location: str | None
+    real_version: str | None
+    real_unusable_because: str | None
+    installed_in: list[str]
+    looks: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Report:
+    version: str
+    machine: Machine
+    calls: list[TypicalCall]
+    checks: list[Check]
+    name: Name
+
+    @property
+    def healthy(self) -> bool:
+        """Every backend that takes a call computes it right, and each typical call finds one."""
+        return all(check.passed for check in self.checks) and all(call.backend for call in self.calls)
+
+
+def examine() -> Report:
+    """Look at this machine; takes a few seconds."""
+    device = _device()
+    return Report(
+        version=flash_attn_compat.__version__,
+        machine=_machine(device),
+        calls=_typical_calls(device),
+        checks=self_check.run(device),
+        name=_name(),
+    )
+
+
+def to_json(report: Report) -> str:
+    return json.dumps({**asdict(report), "healthy": report.healthy}, indent=2)
+
+
+def to_text(report: Report) -> str:
+    machine, name = report.machine, report.name
+    lines = [f"flash-attn-compat {report.version}", "", "Machine"]
+    code = "yes" if machine.has_code_for_device else "NO: this PyTorch cannot run on this GPU"
+    facts = {
+        "python": f"{machine.python}, {machine.system}",
+        "torch": machine.torch,
+        "device": f"{machine.device} ({machine.device_name})",
+        "capability": machine.capability or "none (not a CUDA device)",
+        "code for it": f"{code} (built for {', '.join(machine.built_for) or 'CPU only'})",
+        **machine.settings,
+    }
+    lines += _columns(facts)
+    lines += ["", "What would serve"]
+    for call in report.calls:
+        lines.append(f"  {call.name}: {call.backend or 'NOTHING'}")
+        others = {name: "; ".join(against) or "could serve too" for name, against in call.reasons.items() if name != call.backend}
+        lines += _columns(others, indent=6)
+    lines += ["", "Self-check: error against fp64, and what computing plainly in the same dtype gives"]
+    widths = [max((len(text) for text in column), default=0) for column in zip(*((c.backend, c.case) for c in report.checks))]
+    for check in report.checks:
+        verdict = "ok  " if check.passed else "FAIL"
+        lines.append(f"  {verdict}  {check.backend:{widths[0]}}  {check.case:{widths[1]}}  {check.detail}")
+    lines += ["", "The name flash_attn"]
+    facts = {"answered by": name.answered_by}
+    if name.real_location:
+        state = f"cannot serve: {name.real_unusable_because}" if name.real_unusable_because else "works here"
+        facts["real flash-attn"] = f"{name.real_version or 'version unknown'} in {name.real_location}; {state}"
+    facts["installed in"] = ", ".join(name.installed_in) or "nowhere (flash-attn-compat install)"
+    lines += _columns({**facts, **name.looks})
+    lines += ["", "All well." if report.healthy else "Something is wrong: see NOTHING and FAIL above."]
+    return "\n".join(lines)
+
+
+def _columns(rows: dict[str, str], indent: int = 2) -> list[str]:
+    width = max(map(len, rows), default=0)
+    lines = []
+    for label, text in rows.items():
+        head = f"{'':{indent}}{label:{width}}  "
+        lines += textwrap.wrap(text, 110, initial_indent=head, subsequent_indent=" " * len(head)) or [head]
+    return lines
+
+
+def _device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if torch.backends.mps.is_available():
+        return torch.device("mps")
+    return torch.device("cpu")
+
+
+def _machine(device: torch.device) -> Machine:
+    build = torch.version.cuda and f"CUDA {torch.version.cuda}" or torch.version.hip and f"ROCm {torch.version.hip}"
+    capability, built_for, has_code = None, [], True
+    device_name = platform.processor() or platform.machine()
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        device_name = properties.name
+        built_for = torch.cuda.get_arch_list()
+        if torch.version.hip:
+            has_code = getattr(properties, "gcnArchName", "").split(":")[0] in built_for
+        else:
+            has_code = has_code_for((properties.major, properties.minor), built_for)
+            capability = f"{properties.major}.{properties.minor}"
+    return Machine(
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.machine()}",
+        torch=f"{torch.__version__} ({build or 'no CUDA'})",
+        device=str(device),
+        device_name=device_name,
+        capability=capability,
+        built_for=built_for,
+        has_code_for_device=has_code,
+        settings={name: value for name, value in sorted(os.environ.items()) if name.startswith("FLASH_ATTN_COMPAT_")},
+    )
+
+
+def has_code_for(capability: tuple[int, int], built_for: list[str]) -> bool:
+    """Whether a binary built for these (sm_75, compute_90) runs on a GPU of this capability.
+
+    Machine code runs within its major version from its minor on; compute_ is code that drivers translate for any
+    later GPU.
+    """
+    for architecture in built_for:
+        kind, _, digits = architecture.partition("_")
+        digits = digits.rstrip("af")  # sm_90a: for that capability alone, which the comparison below allows too
+        if not digits.isdigit():
+            continue
+        major, minor = int(digits[:-1]), int(digits[-1])
+        if kind == "compute" and (major, minor) <= capability:
+            return True
+        if kind == "sm" and major == capability[0] and minor <= capability[1]:
+            return True
+    return False
+
+
+def _typical_calls(device: torch.device) -> list[TypicalCall]:
+    half = torch.float16 if device.type != "cpu" else torch.bfloat16
+
+    def tensor(*shape: int, grad: bool = False) -> torch.Tensor:
+        return torch.empty(shape, dtype=half, device=device, requires_grad=grad)
+
+    def lengths(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    q = tensor(2, 512, 8, 64, grad=True)
+    slopes = torch.rand(8, device=device)
+    calls: dict[str, Callable[[], Any]] = {
+        "training a causal language model": lambda: flash_attn_compat.flash_attn_func(q, q, q, causal=True),
+        "training on packed sequences": lambda: flash_attn_compat.flash_attn_varlen_qkvpacked_func(
+            tensor(1024, 3, 4, 32, grad=True), lengths(0, 300, 1024), 724
+        ),
+        "a sliding window with grouped heads and softcap": lambda: flash_attn_compat.flash_attn_func(
+            q, tensor(2, 512, 2, 64), tensor(2, 512, 2, 64), causal=True, window_size=(127, 0), softcap=30.0
+        ),
+        "decoding with a KV cache": lambda: flash_attn_compat.flash_attn_with_kvcache(
+            tensor(4, 1, 8, 128), tensor(4, 1024, 2, 128), tensor(4, 1024, 2, 128), cache_seqlens=lengths(9, 80, 700, 1024)
+        ),
+        "training with ALiBi and dropout": lambda: flash_attn_compat.flash_attn_func(
+            q, q, q, dropout_p=0.1, causal=True, alibi_slopes=slopes
+        ),
+    }
+    found = []
+    for name, call in calls.items():
+        explanation = flash_attn_compat.explain(call)
+        found.append(TypicalCall(f"{name} ({str(half).removeprefix('torch.')})", explanation.backend, explanation.reasons))
+    return found
+
+
+def _name() -> Name:
+    found = real.find_real()
+    places = [str(dist_info.parent) for dist_info in install.installed()]
+    return Name(
+        answered_by=_who_answers(found),
+        real_location=found.location if found else None,
+        real_version=found.version if found else None,
+        real_unusable_because=found.unusable_because if found else None,
+        installed_in=places,
+        looks=_looks(),
+    )
+
+
+def _who_answers(found: real.RealFlashAttn | None) -> str:
+    if real.real_is_swapped():
+        return "the real flash-attn, running on flash_attn_compat's functions (patched)"
+    spec = real.first_spec()
+    if is_stand_in_spec(spec):
+        patched = spec is not None and Path(spec.origin or "").is_relative_to(SITE)
+        return f"flash_attn_compat ({'patched, here or by the parent process' if patched else 'installed'})"
+    return "nothing: import flash_attn fails" if found is None else "the real flash-attn"
+
+
+def _looks() -> dict[str, str]:
+    """What each way of looking finds, named with clients that look that way."""
+    looks: dict[str, Callable[[], Any]] = {
+        "find_spec (diffusers, axolotl)": lambda: getattr(importlib.util.find_spec("flash_attn"), "origin", "nothing"),
+        "metadata (TransformerEngine, gpt-neox)": lambda: importlib.metadata.version("flash-attn"),
+        "packages_distributions (transformers 5)": lambda: (
+            ", ".join(importlib.metadata.packages_distributions().get("flash_attn", [])) or "nothing"
+        ),
+        "a child process (torchrun, accelerate)": _child_sees,
+        "transformers": _transformers_sees,
+    }
+    return {name: _answer(look) for name, look in looks.items()}
+
+
+def _answer(look: Callable[[], Any]) -> str:
+    try:
+        return str(look())
+    except importlib.metadata.PackageNotFoundError:
+        return "nothing"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _child_sees() -> str:
+    code = "import importlib.util as u; print(getattr(u.find_spec('flash_attn'), 'origin', 'nothing'))"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() or "nothing"
+
+
+def _transformers_sees() -> str:
+    if importlib.util.find_spec("transformers") is None:
+        return "not installed"
+    from transformers.utils import is_flash_attn_2_available
+
+    version = importlib.metadata.version("transformers")
+    return f"{version}: flash_attention_2 is {'available' if is_flash_attn_2_available() else 'not available'}"

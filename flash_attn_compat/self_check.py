@@ -1,0 +1,117 @@
+"""A numeric self-check of the backends on the device at hand, for doctor: a few seconds, no test suite.
+
+Attention is computed plainly in fp64 here, by nothing that the package itself uses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import flash_attn_compat
+from flash_attn_compat.backends import BACKENDS
+
+# The bound of the package: twice the error of the same computation done plainly in the dtype, thrice for gradients.
+_FORWARD, _BACKWARD = 2.0, 3.0
+
+
+@dataclass(frozen=True)
+class Check:
+    """One case on one backend."""
+
+    backend: str
+    case: str
+    passed: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class _Case:
+    name: str
+    nheads_k: int = 4
+    causal: bool = True
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+
+
+_CASES = (
+    _Case("causal"),
+    _Case("grouped heads, window, softcap", nheads_k=2, window=(20, 0), softcap=5.0),
+    _Case("full", causal=False),
+)
+
+
+def run(device: torch.device) -> list[Check]:
+    """Each case, output and gradients, on each backend that can serve it, in half precision and fp32."""
+    halves = (torch.bfloat16,) if device.type == "cpu" else (torch.float16, torch.bfloat16)
+    return [
+        check
+        for dtype in (*halves, torch.float32)
+        for case in _CASES
+        for check in _run_case(case, dtype, device)
+    ]
+
+
+def _run_case(case: _Case, dtype: torch.dtype, device: torch.device) -> list[Check]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 70, 4, 64), (2, 90, case.nheads_k, 64), (2, 90, case.nheads_k, 64)]
+    inputs = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    dout = torch.randn(shapes[0], generator=generator).to(device, dtype)
+    # In fp64 on the CPU, where every device's numbers can be compared.
+    exact = _with_gradients(lambda q, k, v: _plain(case, q, k, v), [x.cpu().double() for x in inputs], dout.cpu().double())
+    plain = _with_gradients(lambda q, k, v: _plain(case, q, k, v), inputs, dout)
+    bounds = [factor * error for factor, error in zip((_FORWARD, *[_BACKWARD] * 3), _errors(plain, exact))]
+    floor = torch.finfo(dtype).eps  # where the plain computation happens to be nearly exact
+    checks = []
+    for backend in BACKENDS:
+        with flash_attn_compat.use_backend(backend.name):
+            name = f"{case.name}, {str(dtype).removeprefix('torch.')}"
+            try:
+                got = _with_gradients(lambda q, k, v: _ours(case, q, k, v), inputs, dout)
+            except flash_attn_compat.BackendNotSupported:
+                continue
+            except Exception as error:  # a backend that breaks is what doctor is there to tell
+                checks.append(Check(backend.name, name, False, f"{type(error).__name__}: {error}"))
+                continue
+        errors = _errors(got, exact)
+        passed = all(error <= bound + floor for error, bound in zip(errors, bounds))
+        detail = f"out {errors[0]:.1e} ({bounds[0] / _FORWARD:.1e}), gradients {max(errors[1:]):.1e} ({max(bounds[1:]) / _BACKWARD:.1e})"
+        checks.append(Check(backend.name, name, passed, detail))
+    return checks
+
+
+def _ours(case: _Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return flash_attn_compat.flash_attn_func(
+        q, k, v, causal=case.causal, window_size=case.window, softcap=case.softcap
+    )
+
+
+def _plain(case: _Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    group = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1])
+    if case.softcap:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
+    seqlen_q, seqlen_k = scores.shape[-2:]
+    distance = torch.arange(seqlen_k, device=q.device) - torch.arange(seqlen_q, device=q.device)[:, None]
+    distance = distance - (seqlen_k - seqlen_q)  # of key j from row i's own position
+    visible = torch.ones_like(distance, dtype=torch.bool)
+    if case.causal:
+        visible &= distance <= 0
+    if case.window[0] >= 0:
+        visible &= distance >= -case.window[0]
+    return torch.einsum("bhij,bjhd->bihd", scores.masked_fill(~visible, -math.inf).softmax(-1), v)
+
+
+def _with_gradients(function: Callable[..., Tensor], inputs: list[Tensor], dout: Tensor) -> list[Tensor]:
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def _errors(got: list[Tensor], exact: list[Tensor]) -> list[float]:
+    return [float((a.cpu().double() - b).abs().max()) for a, b in zip(got, exact)]

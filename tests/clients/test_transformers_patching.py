@@ -1,0 +1,166 @@
+"""When transformers is patched and where: before or after its import, in children, and back again; its registry."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import flash_attn_compat
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+RUN_A_MODEL = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+config = LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+model = LlamaForCausalLM._from_config(config, attn_implementation="flash_attention_2")
+model(torch.arange(8)[None])
+mask = torch.ones(2, 8, dtype=torch.long); mask[0, :3] = 0
+model(torch.arange(8).repeat(2, 1), attention_mask=mask)
+import flash_attn_compat
+print(sum(flash_attn_compat.backend_counts().values()))
+"""
+ORDERS = {
+    "before its import": "import flash_attn_compat; flash_attn_compat.patch()",
+    "after the package's import": "import transformers, flash_attn_compat; flash_attn_compat.patch()",
+    "after a model's import": "from transformers import LlamaForCausalLM; import flash_attn_compat; flash_attn_compat.patch()",
+    "after it refused": (
+        "from transformers.utils import is_flash_attn_2_available as ask; assert not ask()\n"
+        "from transformers import LlamaForCausalLM\n"
+        "import flash_attn_compat; flash_attn_compat.patch(); from transformers.utils import is_flash_attn_2_available as ask; assert ask()"
+    ),
+}
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA transformers needs no patching")
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    root = os.path.dirname(os.path.dirname(flash_attn_compat.__file__))
+    env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=env, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("start", ORDERS.values(), ids=ORDERS.keys())
+def test_patch_alone_is_enough(start):
+    answer = python(start + "\n" + RUN_A_MODEL)
+    assert answer.stdout.strip() == "2", answer.stderr
+
+
+def test_a_child_of_a_patched_process_needs_nothing_more():
+    answer = python(
+        "import flash_attn_compat, subprocess, sys; flash_attn_compat.patch();"
+        f"sys.exit(subprocess.call([sys.executable, '-W', 'ignore', '-c', {RUN_A_MODEL!r}]))"
+    )
+    assert answer.stdout.strip() == "2", answer.stderr
+
+
+def test_a_model_module_that_skipped_its_guarded_imports_gets_them():
+    """Qwen2-VL's module of transformers 4.48 holds flash_attn_varlen_func = None where it found no flash-attn."""
+    answer = python(
+        "from transformers.models.qwen2_vl import modeling_qwen2_vl as module; import transformers, inspect;"
+        "guarded = 'flash_attn_varlen_func' in vars(module);"
+        "import flash_attn_compat; flash_attn_compat.patch();"
+        "print((module.flash_attn_varlen_func is flash_attn_compat.flash_attn_varlen_func) if guarded else True);"
+        "flash_attn_compat.unpatch();"
+        "print(module.flash_attn_varlen_func is None if guarded else True)"
+    )
+    assert answer.stdout.split() == ["True", "True"], answer.stderr
+
+
+@without_cuda
+def test_after_unpatch_transformers_is_as_it_was():
+    answer = python(
+        "import transformers.utils, transformers.modeling_utils as m, transformers.modeling_flash_attention_utils as f\n"
+        "import transformers.utils.import_utils as u, sys, flash_attn_compat\n"
+        "modules = [u, transformers.utils, m, f, m.PreTrainedModel]\n"
+        "def state(): return [dict(vars(module)) for module in modules], repr(getattr(f, 'FLASH_ATTENTION_COMPATIBILITY_MATRIX', None)), repr(getattr(u, 'PACKAGE_DISTRIBUTION_MAPPING', {}).get('flash_attn')), list(sys.meta_path)\n"
+        "before = state()\n"
+        "flash_attn_compat.patch()\n"
+        "assert state() != before and u.is_flash_attn_2_available()\n" + RUN_A_MODEL + "\n"
+        "flash_attn_compat.unpatch()\n"
+        "after = state()\n"
+        "for old, new in zip(before[0], after[0]):\n"
+        "    changed = {name for name in old.keys() | new.keys() if old.get(name, 0) is not new.get(name, 0)}\n"
+        "    assert not {name for name in changed if 'flash' in name}, changed\n"
+        "assert before[1:3] == after[1:3]\n"
+        "assert [finder for finder in after[3] if 'flash_attn_compat' in type(finder).__module__] == []\n"
+        "assert not u.is_flash_attn_2_available() and not f.is_flash_attn_2_available()\n"
+    )
+    assert answer.returncode == 0, answer.stderr
+
+
+@without_cuda
+def test_modules_imported_while_patched_lose_the_answer_too():
+    answer = python(
+        "import flash_attn_compat; flash_attn_compat.patch()\n"
+        "import transformers.modeling_flash_attention_utils as f, transformers.modeling_utils, transformers.utils\n"
+        "from transformers import PreTrainedModel\n"
+        "assert f.is_flash_attn_2_available()\n"
+        "flash_attn_compat.unpatch()\n"
+        "assert not f.is_flash_attn_2_available() and not transformers.utils.is_flash_attn_2_available()\n"
+        "matrix = getattr(f, 'FLASH_ATTENTION_COMPATIBILITY_MATRIX', None)\n"
+        "assert matrix is None or not matrix[2]['general_availability_check']()\n"
+        "assert not [n for n in vars(PreTrainedModel) if 'flash_attn_compat' in getattr(vars(PreTrainedModel)[n], '__module__', '')]\n"
+    )
+    assert answer.returncode == 0, answer.stderr
+
+
+def test_importing_transformers_in_a_patched_child_does_not_import_torch_by_our_doing():
+    code = "import transformers.utils.import_utils, sys; print('torch' in sys.modules)"
+    patched = f"import flash_attn_compat, subprocess, sys; flash_attn_compat.patch(); subprocess.call([sys.executable, '-c', {code!r}])"
+    assert python(patched).stdout == python(code).stdout
+
+
+class TestRegistry:
+    """register_with_transformers(): no patching, no name flash_attn."""
+
+    @pytest.fixture(autouse=True)
+    def registered(self):
+        pytest.importorskip("transformers.masking_utils", reason="this transformers has no registry of masks")
+        flash_attn_compat.register_with_transformers()
+
+    @pytest.mark.parametrize("name", ["llama", "mistral with a window", "gemma2 with softcap and window", "bert", "whisper"])
+    def test_outputs_equal_eager(self, name, calls):
+        from tests.clients.models import MODELS, build, inputs_of, relative_error, run
+
+        eager, ours = build(name, "eager"), build(name, "fa2_compat")
+        inputs = inputs_of(name, eager.config)
+        expected = run(eager, inputs)
+        assert relative_error(run(ours, inputs), expected) <= 2e-6
+        assert calls() == MODELS[name].attention_calls
+        assert "flash_attn" not in sys.modules
+
+    def test_left_padded_generation_gives_the_same_tokens(self, calls):
+        from tests.clients.models import build, token_ids
+
+        eager, ours = build("mistral with a window", "eager"), build("mistral with a window", "fa2_compat")
+        ids = token_ids(2, 9)
+        mask = torch.ones_like(ids)
+        mask[0, :4] = 0
+        options = dict(attention_mask=mask, max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)
+        assert torch.equal(ours.generate(ids, **options), eager.generate(ids, **options))
+        assert calls() > 0
+
+    def test_packed_sequences_equal_each_by_itself(self, calls):
+        from tests.clients.models import build, relative_error, run, token_ids
+
+        eager, ours = build("llama", "eager"), build("llama", "fa2_compat")
+        ids = token_ids(1, 12)
+        positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+        expected = torch.cat([run(eager, {"input_ids": part}) for part in ids.split([5, 7], dim=1)], dim=1)
+        assert relative_error(run(ours, {"input_ids": ids, "position_ids": positions}), expected) <= 2e-6
+        assert calls() == 2
+
+    def test_a_name_that_would_be_looked_up_on_the_hub_is_refused(self):
+        with pytest.raises(ValueError, match="must not contain 'flash'"):
+            flash_attn_compat.register_with_transformers("flash_compat")
+
+    def test_attention_sinks_are_refused_rather_than_ignored(self):
+        from flash_attn_compat.naming.attention_function import attention
+
+        q = torch.randn(1, 2, 4, 8)
+        with pytest.raises(ValueError, match="sinks"):
+            attention(torch.nn.Module(), q, q, q, None, s_aux=torch.zeros(2))

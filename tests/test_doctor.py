@@ -1,0 +1,106 @@
+"""doctor tells what is, in text and JSON, and notices what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import flash_attn_compat
+from flash_attn_compat import backends, doctor, self_check
+
+
+@pytest.fixture(scope="module")
+def report():
+    return doctor.examine()
+
+
+def test_each_typical_call_finds_a_backend_and_reasons_for_every_one(report):
+    assert len(report.calls) == 5
+    for call in report.calls:
+        assert call.backend in call.reasons
+        assert call.reasons.keys() == {backend.name for backend in backends.BACKENDS}
+        assert call.reasons[call.backend] == []
+
+
+def test_every_backend_that_can_serve_here_is_checked_and_passes(report):
+    able = {name for call in report.calls for name, against in call.reasons.items() if not against}
+    assert {check.backend for check in report.checks} >= able
+    assert all(check.passed for check in report.checks) and report.healthy
+
+
+def test_json_holds_the_whole_report(report):
+    told = json.loads(doctor.to_json(report))
+    assert told.keys() == {field.name for field in dataclasses.fields(report)} | {"healthy"}
+    assert told["machine"]["torch"].startswith(torch.__version__)
+    assert told["name"]["looks"].keys() == report.name.looks.keys()
+
+
+def test_text_names_device_backends_and_verdict_in_lines_of_a_terminal(report):
+    text = doctor.to_text(report)
+    assert report.machine.device in text and "All well." in text
+    assert all(backend.name in text for backend in backends.BACKENDS)
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_a_backend_that_computes_wrong_is_told(monkeypatch):
+    served = flash_attn_compat.explain(flash_attn_compat.flash_attn_func, *[torch.randn(1, 4, 1, 8)] * 3).backend
+    original = flash_attn_compat.flash_attn_func
+    monkeypatch.setattr(flash_attn_compat, "flash_attn_func", lambda *inputs, **options: 1.01 * original(*inputs, **options))
+    failed = [check for check in self_check.run(torch.device("cpu")) if not check.passed]
+    assert served in {check.backend for check in failed}
+
+
+def test_a_backend_that_raises_is_told(monkeypatch, report):
+    def broken(*inputs, **options):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(flash_attn_compat, "flash_attn_func", broken)
+    checks = self_check.run(torch.device("cpu"))
+    assert {check.detail for check in checks} == {"MemoryError: no room"}
+    sick = dataclasses.replace(report, checks=checks)
+    assert not sick.healthy and "FAIL" in doctor.to_text(sick)
+
+
+@pytest.mark.parametrize(
+    ("capability", "built_for", "expected"),
+    [
+        ((7, 5), ["sm_70", "sm_75", "sm_80"], True),
+        ((7, 5), ["sm_70"], True),  # machine code runs on later minors of its major
+        ((7, 5), ["sm_80", "sm_90"], False),
+        ((7, 0), ["sm_75", "sm_80"], False),
+        ((12, 0), ["sm_80", "compute_90"], True),
+        ((12, 0), ["sm_80", "sm_90a"], False),
+        ((9, 0), ["sm_90a"], True),
+        ((7, 5), [], False),
+    ],
+)
+def test_whether_a_binary_has_code_for_a_gpu(capability, built_for, expected):
+    assert doctor.has_code_for(capability, built_for) is expected
+
+
+def test_a_real_package_that_cannot_serve_is_named_with_its_reason(tmp_path):
+    package = tmp_path / "flash_attn"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise OSError('libcudart.so.11.0: cannot open shared object file')\n")
+    root = os.path.dirname(os.path.dirname(flash_attn_compat.__file__))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([root, str(tmp_path)])}
+    command = [sys.executable, "-m", "flash_attn_compat", "doctor", "--json"]
+    answer = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
+    name = json.loads(answer.stdout)["name"]
+    assert name["real_location"] == str(package)
+    assert "OSError: libcudart.so.11.0" in name["real_unusable_because"]
+
+
+def test_a_patched_process_is_told_who_answers():
+    with flash_attn_compat.patched():
+        name = doctor.examine().name
+    assert name.answered_by.startswith("flash_attn_compat (patched")
+    assert name.looks["metadata (TransformerEngine, gpt-neox)"] == "2.8.3"
+    assert name.looks["a child process (torchrun, accelerate)"].endswith("__init__.py")
