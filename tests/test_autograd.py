@@ -1,0 +1,297 @@
+"""How gradients flow: determinism, packed inputs, repeated, higher and forward-mode differentiation, nothing kept in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+import flash_attn_compat
+from flash_attn_compat import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
+from tests.support import close, cumulative, on_backend, on_general_backends, qkv, randn
+
+FEATURES = {
+    "plain": {},
+    "causal": dict(causal=True),
+    "window": dict(window_size=(3, 1)),
+    "softcap": dict(softcap=2.0),
+    "alibi": dict(alibi_slopes=torch.tensor([0.3, 0.1, 0.2, 0.0])),
+    "dropout": dict(dropout_p=0.3),
+}
+
+
+def leaves(*shape_args: Any, **kwargs: Any) -> list[Tensor]:
+    return [x.requires_grad_() for x in qkv(*shape_args, **kwargs)]
+
+
+# ---------------------------------------------------------------- determinism
+
+
+@on_general_backends
+@pytest.mark.parametrize("feature", FEATURES)
+def test_deterministic_gradients_are_bit_identical_over_20_repeats(backend: str, feature: str) -> None:
+    inputs = leaves(sq=150, sk=600, h=4, hk=2, dtype=torch.bfloat16)
+    dout = randn(2, 150, 4, 16, seed=5, dtype=torch.bfloat16)
+
+    def gradients() -> tuple[Tensor, ...]:
+        torch.manual_seed(0)
+        out = on_backend(backend, flash_attn_func, *inputs, deterministic=True, **FEATURES[feature])
+        return torch.autograd.grad(out, inputs, dout)
+
+    first = gradients()
+    for _ in range(19):
+        assert all(torch.equal(a, b) for a, b in zip(gradients(), first, strict=True))
+
+
+@on_general_backends
+def test_deterministic_packed_gradients_are_bit_identical_over_20_repeats(backend: str) -> None:
+    lengths = (70, 3, 200, 1, 40, 40)
+    cu = cumulative(*lengths)
+    inputs = [randn(sum(lengths), h, 16, seed=h).requires_grad_() for h in (4, 2, 2)]
+
+    def gradients() -> tuple[Tensor, ...]:
+        out = on_backend(backend, flash_attn_varlen_func, *inputs, cu, cu, 200, 200, causal=True, deterministic=True)
+        return torch.autograd.grad(out.square().sum(), inputs)
+
+    first = gradients()
+    for _ in range(19):
+        assert all(torch.equal(a, b) for a, b in zip(gradients(), first, strict=True))
+
+
+# ---------------------------------------------------------------- the graph
+
+
+@on_general_backends
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)])
+def test_only_the_inputs_that_ask_for_a_gradient_get_one(backend: str, wanted: tuple[int, ...]) -> None:
+    whole = leaves(h=4, hk=2)
+    right = torch.autograd.grad(on_backend(backend, flash_attn_func, *whole).square().sum(), whole)
+    inputs = list(qkv(h=4, hk=2))
+    for index in wanted:
+        inputs[index].requires_grad_()
+    on_backend(backend, flash_attn_func, *inputs).square().sum().backward()
+    for index, tensor in enumerate(inputs):
+        if index in wanted:
+            close(tensor.grad, right[index], 8)
+        else:
+            assert tensor.grad is None
+
+
+@on_general_backends
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_retained_graph_gives_the_same_gradients_twice(backend: str, feature: str) -> None:
+    inputs = leaves(h=4, hk=2)
+    out = on_backend(backend, flash_attn_func, *inputs, **FEATURES[feature])
+    first = torch.autograd.grad(out.square().sum(), inputs, retain_graph=True)
+    torch.randn(3)  # the random state moves on, the mask of this call does not
+    second = torch.autograd.grad(out.square().sum(), inputs)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@on_general_backends
+def test_gradients_into_lse_and_s_dmask_are_dropped(backend: str) -> None:
+    inputs = leaves()
+    torch.manual_seed(0)
+    kwargs = dict(return_attn_probs=True) if backend == "sdpa" else dict(return_attn_probs=True, dropout_p=0.2)
+    out, lse, s_dmask = on_backend(backend, flash_attn_func, *inputs, **kwargs)
+    assert lse.requires_grad
+    grads = torch.autograd.grad(out.sum() + 100 * lse.sum() + s_dmask.sum(), inputs, retain_graph=True)
+    right = torch.autograd.grad(out.sum(), inputs)
+    assert all(torch.equal(a, b) for a, b in zip(grads, right, strict=True))
+
+
+@on_general_backends
+def test_a_strided_upstream_gradient_is_used_through_its_strides(backend: str) -> None:
+    inputs = leaves()
+    out = on_backend(backend, flash_attn_func, *inputs)
+    dout = randn(*out.shape, seed=5)
+    right = torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    for strided in (
+        dout.transpose(1, 2).contiguous().transpose(1, 2),
+        torch.stack([dout, dout], -1)[..., 0],
+        torch.cat([dout, dout], 1)[:, : dout.shape[1]],
+    ):
+        for ours, wanted in zip(torch.autograd.grad(out, inputs, strided, retain_graph=True), right, strict=True):
+            close(ours, wanted, 4)
+
+
+@on_general_backends
+def test_the_gradient_of_a_sum_is_an_expanded_scalar_and_works(backend: str) -> None:
+    inputs = leaves()
+    out = on_backend(backend, flash_attn_func, *inputs)
+    summed = torch.autograd.grad(out.sum(), inputs, retain_graph=True)
+    ones = torch.autograd.grad(out, inputs, torch.ones_like(out))
+    for ours, wanted in zip(summed, ones, strict=True):
+        close(ours, wanted, 4)
+
+
+@on_general_backends
+def test_packed_inputs_enter_the_graph_whole(backend: str) -> None:
+    packed = torch.stack(qkv(sq=5, sk=5), 2).requires_grad_()
+    on_backend(backend, flash_attn_qkvpacked_func, packed).sum().backward()
+    assert packed.grad.shape == packed.shape and packed.grad.is_contiguous()
+    q, k, v = qkv(sq=5, sk=6)
+    kv = torch.stack([k, v], 2).requires_grad_()
+    on_backend(backend, flash_attn_kvpacked_func, q, kv).sum().backward()
+    assert kv.grad.shape == kv.shape
+
+
+@on_general_backends
+def test_changing_the_output_in_place_is_an_error_at_backward_rather_than_a_wrong_gradient(backend: str) -> None:
+    inputs = leaves()
+    out = on_backend(backend, flash_attn_func, *inputs)
+    result = out.square().sum()
+    with torch.no_grad():
+        out.mul_(2)
+    with pytest.raises(RuntimeError, match="modified.*inplace"):
+        result.backward()
+
+
+# ---------------------------------------------------------------- keeping nothing
+
+
+@on_general_backends
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_is_saved(backend: str, context: Callable[[], Any]) -> None:
+    saved = []
+    inputs = leaves()
+    with saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x), context():
+        out = on_backend(backend, flash_attn_func, *inputs)
+    assert not saved and not out.requires_grad and out.grad_fn is None
+
+
+@on_general_backends
+def test_inputs_without_gradients_save_nothing(backend: str) -> None:
+    saved = []
+    with saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        out = on_backend(backend, flash_attn_func, *qkv())
+    assert not saved and not out.requires_grad
+
+
+@on_general_backends
+@pytest.mark.parametrize("feature", FEATURES)
+def test_with_gradients_only_tensors_of_the_inputs_size_are_saved(backend: str, feature: str) -> None:
+    """No probabilities, no keep mask: the backward recomputes them."""
+    saved: list[Tensor] = []
+    inputs = leaves(b=1, sq=300, sk=300, h=4, hk=2, d=8)
+    with saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        on_backend(backend, flash_attn_func, *inputs, **FEATURES[feature])
+    assert saved and max(x.numel() for x in saved) <= inputs[0].numel()
+
+
+def test_inference_mode_serves_every_kind_of_call() -> None:
+    q, k, v = qkv()
+    right = flash_attn_func(q, k, v)
+    with torch.inference_mode():
+        inputs = tuple(x.clone() for x in (q, k, v))
+        assert torch.equal(flash_attn_func(*inputs), right)
+        cu = cumulative(7, 7)
+        close(flash_attn_varlen_func(*(x.flatten(0, 1) for x in inputs), cu, cu, 7, 7), right.flatten(0, 1))
+        close(flash_attn_with_kvcache(*inputs), right)
+
+
+# ---------------------------------------------------------------- higher derivatives
+
+
+def _in_fp64(**kwargs: Any) -> list[Tensor]:
+    return [x.requires_grad_() for x in qkv(b=1, sq=3, sk=4, h=2, hk=1, d=4, dtype=torch.float64, **kwargs)]
+
+
+def _attention(feature: str) -> Callable[..., Tensor]:
+    kwargs = dict(FEATURES[feature])
+    if feature == "alibi":
+        kwargs["alibi_slopes"] = kwargs["alibi_slopes"][:2]
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return flash_attn_func(q, k, v, **kwargs)
+
+    return attention
+
+
+@on_general_backends
+@pytest.mark.parametrize("feature", FEATURES)
+def test_gradients_agree_with_finite_differences(backend: str, feature: str) -> None:
+    assert on_backend(backend, torch.autograd.gradcheck, _attention(feature), _in_fp64())
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_second_derivatives_agree_with_finite_differences(feature: str) -> None:
+    assert torch.autograd.gradgradcheck(_attention(feature), _in_fp64())
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_forward_mode_agrees_with_finite_differences(feature: str) -> None:
+    assert torch.autograd.gradcheck(
+        _attention(feature), _in_fp64(), check_forward_ad=True, check_backward_ad=False, check_undefined_grad=False
+    )
+
+
+@pytest.mark.parametrize("feature", ["plain", "causal", "alibi"])
+def test_second_derivatives_of_packed_sequences_agree_with_finite_differences(feature: str) -> None:
+    cu_q, cu_k = cumulative(2, 3), cumulative(3, 2)
+    kwargs = dict(FEATURES[feature])
+    if feature == "alibi":
+        kwargs["alibi_slopes"] = kwargs["alibi_slopes"][:2]
+    inputs = [randn(5, h, 4, seed=h, dtype=torch.float64).requires_grad_() for h in (2, 1, 1)]
+    assert torch.autograd.gradgradcheck(lambda *x: flash_attn_varlen_func(*x, cu_q, cu_k, 3, 3, **kwargs), inputs)
+
+
+def test_torch_func_transforms_are_served() -> None:
+    q, k, v = (x.detach() for x in _in_fp64())
+    jacobian = torch.func.jacrev(lambda x: flash_attn_func(x, k, v, causal=True).sum((0, 1, 2)))(q)
+    assert jacobian.shape == (4, *q.shape)
+    leaf = q.requires_grad_()
+    right = torch.autograd.grad(flash_attn_func(leaf, k, v, causal=True)[..., 1].sum(), leaf)[0]
+    torch.testing.assert_close(jacobian[1], right)
+    tangent = torch.func.jvp(lambda x: flash_attn_func(x, k, v), (q.detach(),), (torch.ones_like(q),))[1]
+    assert tangent.shape == (1, 3, 2, 4)
+
+
+def test_vmap_over_a_batch_agrees_with_the_batch() -> None:
+    q, k, v = qkv(b=3)
+    right = flash_attn_func(q, k, v, causal=True)
+    mapped = torch.vmap(lambda *x: flash_attn_func(*(t[None] for t in x), causal=True)[0])(q, k, v)
+    torch.testing.assert_close(mapped, right)
+
+
+def test_checkpointing_gives_the_same_gradients_under_dropout() -> None:
+    inputs = leaves()
+
+    def attention(*x: Tensor) -> Tensor:
+        return flash_attn_func(*x, dropout_p=0.3)
+
+    torch.manual_seed(0)
+    right = torch.autograd.grad(attention(*inputs).square().sum(), inputs)
+    torch.manual_seed(0)
+    out = torch.utils.checkpoint.checkpoint(attention, *inputs, use_reentrant=False)
+    for ours, wanted in zip(torch.autograd.grad(out.square().sum(), inputs), right, strict=True):
+        close(ours, wanted, 4)
+
+
+def test_autocast_leaves_the_dtype_of_the_inputs_alone() -> None:
+    q, k, v = qkv()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = flash_attn_func(q, k, v)
+    assert out.dtype == torch.float32
+    close(out, flash_attn_func(q, k, v))
+
+
+def test_the_backend_of_the_forward_computes_the_backward() -> None:
+    inputs = leaves()
+    with flash_attn_compat.use_backend("reference"):
+        out = flash_attn_func(*inputs)
+    flash_attn_compat.reset_backend_counts()
+    with flash_attn_compat.use_backend("chunked"):
+        torch.autograd.grad(out.sum(), inputs)
+    assert "chunked" not in {name for name, count in flash_attn_compat.backend_counts().items() if count}

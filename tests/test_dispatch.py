@@ -1,0 +1,243 @@
+"""Which backend serves a call, how one is forced, and what is said when none can."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_attn_compat
+from flash_attn_compat import (
+    BackendNotSupported,
+    backend_counts,
+    explain,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    reset_backend_counts,
+    use_backend,
+)
+from flash_attn_compat.backends import BACKENDS
+from tests.support import cumulative, qkv
+
+NAMES = [backend.name for backend in BACKENDS]
+
+
+@pytest.fixture(autouse=True)
+def _counts_start_at_zero() -> None:
+    reset_backend_counts()
+
+
+def counted() -> dict[str, int]:
+    return {name: count for name, count in backend_counts().items() if count}
+
+
+def test_the_backends_have_their_documented_order() -> None:
+    documented = ["official", "torch_flash", "torch_efficient", "flex", "sdpa", "chunked", "reference"]
+    assert [name for name in documented if name in NAMES] == NAMES
+    assert NAMES[-3:] == ["sdpa", "chunked", "reference"]
+
+
+@pytest.mark.parametrize("name", ["sdpa", "chunked", "reference"])
+def test_use_backend_lets_only_that_one_serve(name: str) -> None:
+    with use_backend(name):
+        flash_attn_func(*qkv())
+    assert counted() == {name: 1}
+
+
+def test_use_backend_ends_with_its_block_even_after_an_error() -> None:
+    with pytest.raises(ZeroDivisionError), use_backend("reference"):
+        raise ZeroDivisionError
+    flash_attn_func(*qkv())
+    assert "reference" not in counted()
+
+
+def test_use_backend_nests() -> None:
+    with use_backend("reference"):
+        with use_backend("chunked"):
+            flash_attn_func(*qkv())
+        flash_attn_func(*qkv())
+    assert counted() == {"chunked": 1, "reference": 1}
+
+
+def test_use_backend_of_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="chunked") as error, use_backend("fast"):
+        pass
+    assert "'fast'" in str(error.value) and all(name in str(error.value) for name in NAMES)
+
+
+def test_use_backend_does_not_reach_other_threads() -> None:
+    with use_backend("reference"):
+        thread = threading.Thread(target=lambda: flash_attn_func(*qkv()))
+        thread.start()
+        thread.join()
+    assert "reference" not in counted()
+
+
+@pytest.mark.parametrize("name", ["chunked", "reference"])
+def test_the_environment_variable_forces_a_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_BACKEND", name)
+    flash_attn_func(*qkv())
+    assert counted() == {name: 1}
+
+
+def test_use_backend_wins_over_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_BACKEND", "reference")
+    with use_backend("chunked"):
+        flash_attn_func(*qkv())
+    assert counted() == {"chunked": 1}
+
+
+def test_an_unknown_name_in_the_environment_variable_is_an_error_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_BACKEND", "fast")
+    with pytest.raises(ValueError, match="'fast'.*chunked"):
+        flash_attn_func(*qkv())
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def _refusal(**kwargs: Any) -> str:
+    with use_backend("sdpa"), pytest.raises(BackendNotSupported) as refusal:
+        flash_attn_func(*qkv(), **kwargs)
+    return str(refusal.value)
+
+
+def test_a_forced_backend_that_cannot_serve_raises_a_runtime_error() -> None:
+    assert issubclass(BackendNotSupported, RuntimeError)
+    assert "sdpa" in _refusal(softcap=2.0)
+
+
+def test_the_refusal_says_what_every_backend_has_against_the_call() -> None:
+    lines = _refusal(softcap=2.0).splitlines()
+    for name in NAMES:
+        (line,) = [line for line in lines[1:] if line.split()[0] == name]
+        assert line.split(maxsplit=1)[1]
+
+
+def test_all_reasons_are_given_and_not_only_the_first() -> None:
+    line = next(line for line in _refusal(softcap=2.0, dropout_p=0.1).splitlines()[1:] if line.startswith("sdpa"))
+    assert "softcap" in line.lower() and "dropout" in line.lower()
+
+
+def test_a_refused_cache_call_leaves_the_cache_alone() -> None:
+    q, k, v = qkv()
+    k_cache, v_cache = torch.zeros(2, 20, 2, 16), torch.zeros(2, 20, 2, 16)
+    with use_backend("sdpa"), pytest.raises(BackendNotSupported):
+        flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=4, softcap=2.0)
+    assert not k_cache.any() and not v_cache.any()
+
+
+def test_a_backend_answers_for_a_call_with_a_list_of_reasons() -> None:
+    reasons = explain(flash_attn_func, *qkv(), softcap=2.0, dropout_p=0.1).reasons
+    assert list(reasons) == NAMES
+    assert reasons["chunked"] == [] and reasons["reference"] == [] and len(reasons["sdpa"]) == 2
+
+
+# ---------------------------------------------------------------- explain and counts
+
+
+def test_explain_names_the_backend_that_then_serves() -> None:
+    q, k, v = qkv()
+    cu = cumulative(7, 7)
+    calls = [
+        (flash_attn_func, (q, k, v), {}),
+        (flash_attn_func, (q, k, v), dict(softcap=2.0)),
+        (flash_attn_func, (q, k, v), dict(dropout_p=0.1, causal=True)),
+        (flash_attn_varlen_func, (*(x.flatten(0, 1) for x in (q, k, v)), cu, cu, 7, 7), dict(causal=True)),
+        (flash_attn_with_kvcache, (q, k, v), dict(cache_seqlens=3)),
+    ]
+    for fn, args, kwargs in calls:
+        reset_backend_counts()
+        explanation = explain(fn, *args, **kwargs)
+        assert counted() == {}
+        fn(*args, **kwargs)
+        assert counted() == {explanation.backend: 1}
+        assert explanation.reasons[explanation.backend] == []
+
+
+def test_explain_computes_and_writes_nothing() -> None:
+    q, k, v = qkv()
+    k_cache, v_cache = torch.zeros(2, 20, 2, 16), torch.zeros(2, 20, 2, 16)
+    state = torch.random.get_rng_state()
+    explain(flash_attn_with_kvcache, q, k_cache, v_cache, k, v, cache_seqlens=4)
+    explain(flash_attn_func, q, k, v, dropout_p=0.5)
+    assert not k_cache.any() and counted() == {} and torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_explain_looks_through_a_module_at_its_first_attention_call() -> None:
+    class Block(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return flash_attn_func(flash_attn_func(q, k, v, softcap=2.0), k, v)
+
+    assert explain(Block(), *qkv()).backend == "chunked"
+
+
+def test_an_explanation_prints_one_line_per_backend() -> None:
+    text = str(explain(flash_attn_func, *qkv(), softcap=2.0))
+    assert [line.split()[0] for line in text.splitlines()] == NAMES
+    assert "softcap" in text.lower()
+
+
+def test_explain_obeys_a_forced_backend() -> None:
+    with use_backend("reference"):
+        assert explain(flash_attn_func, *qkv()).backend == "reference"
+    with use_backend("sdpa"):
+        assert explain(flash_attn_func, *qkv(), softcap=2.0).backend is None
+
+
+def test_explain_of_something_without_attention_is_a_value_error() -> None:
+    with pytest.raises(ValueError):
+        explain(lambda: None)
+
+
+def test_a_forward_and_its_backward_count_as_one_call() -> None:
+    q, k, v = (x.requires_grad_() for x in qkv())
+    with use_backend("chunked"):
+        flash_attn_func(q, k, v).sum().backward()
+        flash_attn_func(q, k, v)
+    assert counted() == {"chunked": 2}
+
+
+def test_counts_are_a_copy() -> None:
+    backend_counts()["chunked"] = 99
+    assert counted() == {}
+
+
+# ---------------------------------------------------------------- the compute capability
+
+
+
+
+def test_the_capability_variable_replaces_that_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flash_attn_compat import settings
+
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_CAPABILITY", "7.5")
+    assert settings.capability(torch.device("cuda:0")) == (7, 5)
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_CAPABILITY", "12.0")
+    assert settings.capability(torch.device("cuda:0")) == (12, 0)
+
+
+@pytest.mark.parametrize("text", ["seven", "7,5", "sm75"])
+def test_a_malformed_capability_names_the_variable(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flash_attn_compat import settings
+
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_CAPABILITY", text)
+    with pytest.raises(ValueError, match="FLASH_ATTN_COMPAT_CAPABILITY"):
+        settings.capability(torch.device("cuda:0"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=NAMES)
+def test_a_backend_that_needs_a_newer_gpu_says_so(backend: Any) -> None:
+    lowest = backend.capabilities.min_capability
+    if lowest is None:
+        assert backend.name not in ("official", "torch_flash", "torch_efficient")
+        return
+    traits = flash_attn_compat.engine.features.Traits(
+        device_type="cuda", capability=(lowest[0] - 1, 0), dtype=torch.float16, head_dim=64, head_dim_v=64,
+        sq_vs_sk="=", aligned=True, features=0, page_size=0,
+    )  # fmt: skip
+    assert any(f"{lowest[0]}.{lowest[1]}" in reason for reason in backend.reasons(traits))

@@ -1,0 +1,177 @@
+"""Dropout: reproducible, the same mask forward and backward, honest in its probability, reported in S_dmask."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from flash_attn_compat import flash_attn_func, flash_attn_varlen_func
+from flash_attn_compat.flash_attn_interface import _get_block_size_n
+from tests import oracle
+from tests.support import check_against_oracle, cumulative, on_backend, on_general_backends, qkv, randn
+
+DROPPING = pytest.mark.parametrize("backend", ["reference", "chunked"])
+
+
+def dropped(backend: str, seed: int, *args: Any, **kwargs: Any) -> Any:
+    torch.manual_seed(seed)
+    return on_backend(backend, flash_attn_func, *args, **kwargs)
+
+
+@DROPPING
+def test_the_mask_is_reproducible_from_the_seed(backend: str) -> None:
+    q, k, v = qkv()
+    first, again, other = (dropped(backend, seed, q, k, v, dropout_p=0.3) for seed in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+@DROPPING
+def test_successive_calls_have_different_masks(backend: str) -> None:
+    q, k, v = qkv()
+    first = dropped(backend, 1, q, k, v, dropout_p=0.3)
+    assert not torch.equal(first, on_backend(backend, flash_attn_func, q, k, v, dropout_p=0.3))
+
+
+@DROPPING
+def test_asking_for_the_probabilities_does_not_change_the_mask(backend: str) -> None:
+    q, k, v = qkv()
+    asked, _, _ = dropped(backend, 1, q, k, v, dropout_p=0.3, return_attn_probs=True)
+    assert torch.equal(asked, dropped(backend, 1, q, k, v, dropout_p=0.3))
+
+
+@DROPPING
+@pytest.mark.parametrize("p", [0.1, 0.17, 0.5, 0.9])
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, dict(causal=True), dict(window_size=(5, 3)), dict(alibi_slopes=torch.tensor([0.2, 0.1, 0.0, 1.0])), dict(softcap=3.0)],
+    ids=["plain", "causal", "window", "alibi", "softcap"],
+)
+def test_forward_and_backward_use_the_mask_that_s_dmask_shows(backend: str, p: float, kwargs: Any) -> None:
+    q, k, v = qkv(sq=19, sk=33, h=4, hk=2)
+    check_against_oracle(backend, "flash_attn_func", dict(q=q, k=k, v=v, dropout_p=p, **kwargs))
+
+
+@DROPPING
+def test_packed_sequences_have_masks_of_their_own(backend: str) -> None:
+    args = dict(
+        q=randn(24, 2, 8, seed=1), k=randn(24, 2, 8, seed=2), v=randn(24, 2, 8, seed=3),
+        cu_seqlens_q=cumulative(12, 12), cu_seqlens_k=cumulative(12, 12), max_seqlen_q=12, max_seqlen_k=12, dropout_p=0.5,
+    )  # fmt: skip
+    check_against_oracle(backend, "flash_attn_varlen_func", args)
+    _, _, s_dmask = on_backend(backend, flash_attn_varlen_func, **args, return_attn_probs=True)
+    keep = s_dmask[:, :, :12, :12] >= 0
+    assert not torch.equal(keep[0], keep[1]) and not torch.equal(keep[0, 0], keep[0, 1])
+
+
+@DROPPING
+@pytest.mark.parametrize("p", [0.1, 0.17, 0.5, 0.9])
+def test_the_share_of_kept_probabilities_is_that_of_one_random_byte(backend: str, p: float) -> None:
+    """Keep iff byte <= floor(255 (1 - p)). Within 4.5 standard deviations of a binomial count."""
+    q, k, v = qkv(b=2, sq=200, sk=250, h=4, d=8)
+    _, _, s_dmask = dropped(backend, 5, q, k, v, dropout_p=p, return_attn_probs=True)
+    keep = s_dmask[:, :, :200, :250] >= 0
+    wanted = (math.floor(255 * (1 - p)) + 1) / 256
+    for axes, what in (((0, 1, 2, 3), "all"), ((0, 2, 3), "each head"), ((2, 3), "each matrix"), ((0, 1, 3), "each row")):
+        count = keep.numel() / keep.double().mean(axes).numel()
+        deviation = (keep.double().mean(axes) - wanted).abs().max().item() / math.sqrt(wanted * (1 - wanted) / count)
+        assert deviation < 4.5, what
+
+
+@DROPPING
+def test_neighbouring_decisions_are_independent(backend: str) -> None:
+    q, k, v = qkv(b=1, sq=300, sk=300, h=4, d=8)
+    _, _, s_dmask = dropped(backend, 5, q, k, v, dropout_p=0.5, return_attn_probs=True)
+    x = (s_dmask[0, :, :300, :300] >= 0).double() - 0.5
+    pairs = {
+        "keys": (x[:, :, 1:], x[:, :, :-1]), "rows": (x[:, 1:], x[:, :-1]), "heads": (x[1:], x[:-1]),
+        "diagonal": (x[:, 1:, 1:], x[:, :-1, :-1]), "mirror": (x, x.transpose(1, 2)),
+    }  # fmt: skip
+    for name, (a, b) in pairs.items():
+        assert abs(4 * (a * b).mean().item()) < 5 / math.sqrt(a.numel() / 2), name
+
+
+@DROPPING
+def test_the_expected_output_is_that_without_dropout(backend: str) -> None:
+    q, k, v = qkv(b=1, sq=1, sk=16, h=1, d=8)
+    many = [x.expand(20000, -1, -1, -1) for x in (q, k, v)]
+    mean = dropped(backend, 0, *many, dropout_p=0.25).double().mean(0)
+    # Kept with probability 192/256, scaled by 1/0.75: unbiased for this p.
+    torch.testing.assert_close(mean, flash_attn_func(q, k, v)[0].double(), rtol=0, atol=0.03)
+
+
+# ---------------------------------------------------------------- S_dmask
+
+
+@DROPPING
+def test_s_dmask_is_padded_to_multiples_of_128(backend: str) -> None:
+    _, _, s_dmask = dropped(backend, 0, *qkv(b=2, sq=130, sk=5, h=3, dtype=torch.float16), dropout_p=0.2, return_attn_probs=True)
+    assert s_dmask.shape == (2, 3, 256, 128) and s_dmask.dtype == torch.float16
+
+
+@DROPPING
+def test_s_dmask_of_packed_sequences_is_padded_from_the_longest_and_starts_at_the_corner(backend: str) -> None:
+    args = dict(
+        q=randn(7, 2, 8, seed=1), k=randn(140, 2, 8, seed=2), v=randn(140, 2, 8, seed=3),
+        cu_seqlens_q=cumulative(2, 5), cu_seqlens_k=cumulative(137, 3), max_seqlen_q=5, max_seqlen_k=137,
+    )  # fmt: skip
+    _, _, s_dmask = on_backend(backend, flash_attn_varlen_func, **args, dropout_p=0.2, return_attn_probs=True)
+    assert s_dmask.shape == (2, 2, 128, 256)
+    assert (s_dmask[1, :, :5, :3] != 0).all() and (s_dmask[0, :, :2, :137] != 0).all()
+
+
+@DROPPING
+@pytest.mark.parametrize("d", [8, 64, 100, 128])
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        dict(causal=True),
+        dict(window_size=(20, 9)),
+        dict(alibi_slopes=torch.tensor([0.2, 0.05])),
+        dict(alibi_slopes=torch.tensor([0.2, 0.05]), causal=True),
+    ],
+    ids=["plain", "causal", "window", "alibi", "alibi_causal"],
+)
+def test_s_dmask_is_exp_of_score_minus_the_running_maximum_of_key_blocks_from_the_right(
+    backend: str, d: int, kwargs: Any
+) -> None:
+    q, k, v = qkv(b=1, sq=60, sk=200, h=2, d=d)
+    _, _, s_dmask = dropped(backend, 0, q, k, v, dropout_p=0.2, return_attn_probs=True, **kwargs)
+    block = _get_block_size_n(q.device, d, True, kwargs.get("causal", False))
+    scores = torch.einsum("qhd,khd->hqk", q[0], k[0]).double() * d**-0.5
+    if "alibi_slopes" in kwargs:
+        distance = (torch.arange(60)[:, None] + 140 - torch.arange(200)).abs()
+        scores = scores - kwargs["alibi_slopes"].double()[:, None, None] * distance
+    seen = oracle.keys_visible(60, 200, kwargs.get("causal", False), kwargs.get("window_size", (-1, -1)), "cpu")
+    scores = scores.masked_fill(~seen, -torch.inf)
+    right = torch.zeros_like(scores)
+    running = torch.full((2, 60), -torch.inf, dtype=torch.float64)
+    for start in reversed(range(0, 200, block)):
+        columns = slice(start, start + block)
+        running = torch.maximum(running, scores[:, :, columns].amax(-1))
+        right[:, :, columns] = (scores[:, :, columns] - running.masked_fill(running == -torch.inf, 0)[..., None]).exp()
+    torch.testing.assert_close(s_dmask[0, :, :60, :200].abs().double(), right, rtol=1e-5, atol=1e-6)
+
+
+@DROPPING
+def test_the_lse_is_taken_before_dropout(backend: str) -> None:
+    q, k, v = qkv()
+    _, lse, _ = dropped(backend, 0, q, k, v, dropout_p=0.5, return_attn_probs=True)
+    _, right, _ = flash_attn_func(q, k, v, return_attn_probs=True)
+    torch.testing.assert_close(lse, right)
+
+
+@pytest.mark.parametrize("p", [1.0, 1.5])
+def test_dropping_everything_is_rejected(p: float) -> None:
+    with pytest.raises(RuntimeError, match="p_dropout < 1.f"):
+        flash_attn_func(*qkv(), dropout_p=p)
+
+
+@on_general_backends
+def test_no_dropout_draws_no_random_number(backend: str) -> None:
+    state = torch.random.get_rng_state()
+    on_backend(backend, flash_attn_func, *qkv())
+    assert torch.equal(torch.random.get_rng_state(), state)

@@ -1,0 +1,345 @@
+"""The names in flash_attn_interface that other packages build on: signatures, shapes, and the backward of a shard."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_attn_compat
+from flash_attn_compat import flash_attn_func, flash_attn_interface, flash_attn_varlen_func
+from flash_attn_compat.flash_attn_interface import (
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+    _get_block_size_n,
+    maybe_contiguous,
+    round_multiple,
+)
+from tests import oracle
+from tests.support import close, cumulative, on_backend, on_general_backends, qkv, randn
+
+_DENSE_OPTIONS = (
+    "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+    "alibi_slopes=None, deterministic=False, return_attn_probs=False"
+)
+PUBLIC = {
+    "flash_attn_func": f"q, k, v, {_DENSE_OPTIONS}",
+    "flash_attn_kvpacked_func": f"q, kv, {_DENSE_OPTIONS}",
+    "flash_attn_qkvpacked_func": f"qkv, {_DENSE_OPTIONS}",
+    "flash_attn_varlen_func": "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, "
+    f"{_DENSE_OPTIONS}, block_table=None",
+    "flash_attn_varlen_kvpacked_func": "q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, " + _DENSE_OPTIONS,
+    "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {_DENSE_OPTIONS}",
+    "flash_attn_with_kvcache": "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, "
+    "cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), "
+    "softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False",
+}
+_LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+_SCORES = "dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes"
+PRIVATE = {
+    "_flash_attn_forward": f"q, k, v, {_SCORES}, return_softmax",
+    "_flash_attn_varlen_forward": f"q, k, v, {_LENGTHS}, dropout_p, softmax_scale, causal, window_size_left=-1, "
+    "window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None, leftpad_k=None, "
+    "seqused_k=None, zero_tensors=False",
+    "_flash_attn_backward": f"dout, q, k, v, out, softmax_lse, dq, dk, dv, {_SCORES}, deterministic, rng_state=None",
+    "_flash_attn_varlen_backward": f"dout, q, k, v, out, softmax_lse, dq, dk, dv, {_LENGTHS}, {_SCORES}, deterministic, "
+    "rng_state=None, zero_tensors=False",
+}
+
+
+def _written(signature: inspect.Signature) -> str:
+    """Names, order and defaults, without annotations."""
+    kinds = {p.kind for p in signature.parameters.values()}
+    assert kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    return str(inspect.Signature(bare))[1:-1]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_public_signatures_are_those_of_flash_attn(name: str) -> None:
+    assert _written(inspect.signature(getattr(flash_attn_compat, name))) == PUBLIC[name]
+    assert getattr(flash_attn_compat, name) is getattr(flash_attn_interface, name)
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+@pytest.mark.parametrize("prefix", ["", "_wrapped"])
+def test_the_private_signatures_are_those_of_flash_attn(name: str, prefix: str) -> None:
+    function = getattr(flash_attn_interface, prefix + name)
+    assert _written(inspect.signature(function)) == PRIVATE[name]
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_getfullargspec_finds_the_arguments_as_ring_attention_looks_for_them(name: str) -> None:
+    function = getattr(flash_attn_interface, name)
+    spec = inspect.getfullargspec(function if inspect.isfunction(function) else function._init_fn)
+    wanted = [part.split("=")[0] for part in PRIVATE[name].split(", ")]
+    assert spec.args == wanted and spec.varargs is None and spec.kwonlyargs == []
+    assert len(spec.defaults or ()) == PRIVATE[name].count("=")
+
+
+def test_maybe_contiguous_copies_only_a_strided_last_dimension() -> None:
+    x = randn(4, 6)
+    assert maybe_contiguous(x) is x and maybe_contiguous(x[:, :3]).data_ptr() == x.data_ptr()
+    assert maybe_contiguous(x.t()).is_contiguous() and maybe_contiguous(None) is None
+
+
+def test_round_multiple_rounds_up() -> None:
+    assert [round_multiple(n, 32) for n in (0, 1, 32, 33)] == [0, 32, 32, 64]
+
+
+def test_the_key_block_is_that_of_the_common_gpus() -> None:
+    sizes = [_get_block_size_n(torch.device("cpu"), d, p, False) for d in (32, 64, 96, 128, 256) for p in (False, True)]
+    assert sizes == [128, 128, 128, 64, 64, 64, 64, 32, 64, 64]
+    with pytest.raises(AssertionError):
+        _get_block_size_n(torch.device("cpu"), 257, False, False)
+
+
+# ---------------------------------------------------------------- forward
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, **changes: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    args: dict[str, Any] = dict(
+        dropout_p=0.0, softmax_scale=q.shape[-1] ** -0.5, causal=False, window_size_left=-1, window_size_right=-1,
+        softcap=0.0, alibi_slopes=None, return_softmax=False,
+    )  # fmt: skip
+    return _flash_attn_forward(q, k, v, **args | changes)
+
+
+@on_general_backends
+def test_the_forward_returns_out_lse_an_empty_s_dmask_and_a_random_state(backend: str) -> None:
+    q, k, v = qkv(sq=5, sk=9)
+    out, lse, s_dmask, rng_state = on_backend(backend, forward, q, k, v, causal=True)
+    right, right_lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    close(out, right)
+    close(lse, right_lse)
+    assert s_dmask.shape == (0,) and s_dmask.dtype == q.dtype
+    assert rng_state.shape == (2,) and rng_state.dtype == torch.int64
+
+
+def test_return_softmax_without_dropout_is_rejected() -> None:
+    with pytest.raises(RuntimeError, match="return_softmax is only supported when p_dropout > 0.0"):
+        forward(*qkv(), return_softmax=True)
+
+
+def test_dropout_may_be_the_int_0() -> None:
+    q, k, v = qkv()
+    assert torch.equal(forward(q, k, v, dropout_p=0)[0], forward(q, k, v)[0])
+
+
+# ---------------------------------------------------------------- backward
+
+
+def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *grads: Tensor | None, **changes: Any):
+    args: dict[str, Any] = dict(
+        dropout_p=0.0, softmax_scale=q.shape[-1] ** -0.5, causal=False, window_size_left=-1, window_size_right=-1,
+        softcap=0.0, alibi_slopes=None, deterministic=False,
+    )  # fmt: skip
+    return _flash_attn_backward(dout, q, k, v, out, lse, *grads, **args | changes)
+
+
+def empty_grads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(torch.full_like(x, torch.nan) for x in (q, k, v))
+
+
+MASKS = {
+    "plain": {},
+    "softcap": dict(softcap=2.0),
+    "alibi": dict(alibi_slopes=torch.tensor([0.3, 0.1, 0.2, 0.0])),
+    "causal": dict(causal=True),
+    "causal_alibi": dict(causal=True, alibi_slopes=torch.tensor([0.3, 0.1, 0.2, 0.0])),
+}
+
+
+@on_general_backends
+@pytest.mark.parametrize("mask", ["plain", "softcap"])
+def test_with_the_global_out_and_lse_a_shard_of_the_keys_gives_its_exact_share(backend: str, mask: str) -> None:
+    q, k, v = qkv(sq=9, sk=20, h=4, hk=2)
+    dout, kwargs = randn(*q.shape, seed=5), MASKS[mask]
+    out, lse, _, _ = forward(q, k, v, **kwargs)
+    total = torch.zeros_like(q)
+    shares_k, shares_v = [], []
+    for keys in (slice(0, 7), slice(7, 20)):
+        grads = empty_grads(q, k[:, keys], v[:, keys])
+        on_backend(backend, backward, dout, q, k[:, keys], v[:, keys], out, lse, *grads, **kwargs)
+        total += grads[0]
+        shares_k.append(grads[1])
+        shares_v.append(grads[2])
+    right = oracle.answer("flash_attn_func", dict(q=q, k=k, v=v, softcap=kwargs.get("softcap", 0.0)), dout)
+    for name, ours in (("q", total), ("k", torch.cat(shares_k, 1)), ("v", torch.cat(shares_v, 1))):
+        close(ours, right.grads[name], right.magnitudes[name])
+
+
+@on_general_backends
+@pytest.mark.parametrize("second_half", [False, True])
+def test_ring_attention_of_causal_halves_gives_the_exact_share(backend: str, second_half: bool) -> None:
+    """The later rows see the earlier keys in full and their own causally: two calls, one global LSE."""
+    q, k, v = qkv(b=1, sq=12, sk=12)
+    dout = randn(*q.shape, seed=5)
+    out, lse, _, _ = forward(q, k, v, causal=True)
+    rows, keys = slice(6, 12), slice(6, 12) if second_half else slice(0, 6)
+    grads = empty_grads(q[:, rows], k[:, keys], v[:, keys])
+    parts = (dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, :, rows].contiguous())
+    on_backend(backend, backward, *parts, *grads, causal=second_half)
+
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k).double() / 4
+    weights = torch.softmax(scores.masked_fill(torch.ones(12, 12).triu(1).bool(), -torch.inf), -1)[:, :, rows, keys]
+    delta = torch.einsum("bqhd,bqhd->bhq", dout[:, rows], out[:, rows]).double()[..., None]
+    dscores = weights * (torch.einsum("bqhd,bkhd->bhqk", dout[:, rows], v[:, keys]).double() - delta)
+    close(grads[0], torch.einsum("bhqk,bkhd->bqhd", dscores, k[:, keys].double()) / 4, 8)
+    close(grads[1], torch.einsum("bhqk,bqhd->bkhd", dscores, q[:, rows].double()) / 4, 8)
+    close(grads[2], torch.einsum("bhqk,bqhd->bkhd", weights, dout[:, rows].double()), 8)
+
+
+@on_general_backends
+@pytest.mark.parametrize("mask", MASKS)
+def test_gradients_are_written_in_place_through_strides(backend: str, mask: str) -> None:
+    q, k, v = qkv(sq=9, sk=9, h=4, hk=2)
+    dout, kwargs = randn(*q.shape, seed=5), MASKS[mask]
+    out, lse, _, _ = forward(q, k, v, **kwargs)
+    wide_dq = torch.full((2, 18, 4, 16), 7.0)
+    dkv = torch.full((2, 9, 3, 2, 16), 7.0)
+    on_backend(backend, backward, dout, q, k, v, out, lse, wide_dq[:, 9:], dkv[:, :, 0], dkv[:, :, 1], **kwargs)
+    right = oracle.answer("flash_attn_func", dict(q=q, k=k, v=v, **kwargs), dout)
+    for name, ours in (("q", wide_dq[:, 9:]), ("k", dkv[:, :, 0]), ("v", dkv[:, :, 1])):
+        close(ours, right.grads[name], right.magnitudes[name])
+    assert (wide_dq[:, :9] == 7).all() and (dkv[:, :, 2] == 7).all()
+
+
+@on_general_backends
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_a_gradient_that_is_none_is_left_out(backend: str, missing: int) -> None:
+    q, k, v = qkv()
+    dout = randn(*q.shape, seed=5)
+    out, lse, _, _ = forward(q, k, v)
+    whole, partial = empty_grads(q, k, v), list(empty_grads(q, k, v))
+    partial[missing] = None
+    on_backend(backend, backward, dout, q, k, v, out, lse, *whole)
+    on_backend(backend, backward, dout, q, k, v, out, lse, *partial)
+    for name in {0, 1, 2} - {missing}:
+        close(partial[name], whole[name])
+
+
+@on_general_backends
+def test_a_row_with_plus_inf_lse_gets_and_sends_nothing(backend: str) -> None:
+    q, k, v = qkv()
+    out, lse, _, _ = forward(q, k, v)
+    lse, out = lse.clone(), out.clone()
+    lse[:, :, 2], out[:, 2] = torch.inf, 0
+    dout = torch.zeros_like(q)
+    dout[:, 2] = 1
+    grads = empty_grads(q, k, v)
+    on_backend(backend, backward, dout, q, k, v, out, lse, *grads)
+    assert not any(grad.any() for grad in grads)
+
+
+@on_general_backends
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+def test_softmax_d_is_the_row_sum_of_dout_times_out_over_padded_rows(backend: str, dropout_p: float) -> None:
+    q, k, v = qkv(sq=130, sk=9)
+    out, lse, _, rng_state = forward(q, k, v, dropout_p=dropout_p)
+    dout = randn(*q.shape, seed=5)
+    kwargs = dict(dropout_p=dropout_p, rng_state=rng_state)
+    softmax_d = on_backend(backend, backward, dout, q, k, v, out, lse, *empty_grads(q, k, v), **kwargs)
+    assert softmax_d.shape == (2, 2, 256) and softmax_d.dtype == torch.float32
+    close(softmax_d[:, :, :130], (dout * out).sum(-1).transpose(1, 2) * (1 - dropout_p), 16)
+
+
+@on_general_backends
+def test_rng_state_reproduces_the_dropout_mask_whatever_the_seed_is_now(backend: str) -> None:
+    q, k, v = qkv(sq=9, sk=9)
+    dout = randn(*q.shape, seed=5)
+    torch.manual_seed(3)
+    out, lse, s_dmask, rng_state = on_backend(backend, forward, q, k, v, dropout_p=0.4, return_softmax=True)
+    torch.manual_seed(99)
+    grads = empty_grads(q, k, v)
+    on_backend(backend, backward, dout, q, k, v, out, lse, *grads, dropout_p=0.4, rng_state=rng_state)
+    right = oracle.answer("flash_attn_func", dict(q=q, k=k, v=v, dropout_p=0.4), dout, keep=s_dmask >= 0)
+    for name, ours in zip("qkv", grads, strict=True):
+        close(ours, right.grads[name], right.magnitudes[name])
+
+
+def varlen_backward(args: dict[str, Any], **changes: Any) -> Tensor:
+    options: dict[str, Any] = dict(
+        dropout_p=0.0, softmax_scale=0.25, causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0,
+        alibi_slopes=None, deterministic=False,
+    )  # fmt: skip
+    return _flash_attn_varlen_backward(**args | options | changes)
+
+
+def packed_backward(**kwargs: Any) -> dict[str, Any]:
+    """Arguments of a backward over two sequences, one token of q and one of k outside of both."""
+    q, k, v = randn(9, 4, 16, seed=1), randn(12, 2, 16, seed=2), randn(12, 2, 16, seed=3)
+    lengths = dict(cu_seqlens_q=cumulative(3, 5), cu_seqlens_k=cumulative(4, 7), max_seqlen_q=5, max_seqlen_k=7)
+    options = dict(dropout_p=0.0, softmax_scale=0.25, causal=False) | kwargs
+    out, lse, _, _ = _flash_attn_varlen_forward(q, k, v, **lengths, **options)
+    dq, dk, dv = empty_grads(q, k, v)
+    return dict(dout=randn(9, 4, 16, seed=4), q=q, k=k, v=v, out=out, softmax_lse=lse, dq=dq, dk=dk, dv=dv, **lengths)
+
+
+@on_general_backends
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_varlen_backward_writes_each_sequences_gradients_and_zeros_outside(backend: str, causal: bool) -> None:
+    args = packed_backward(causal=causal)
+    on_backend(backend, varlen_backward, args, causal=causal)
+    call = {n: args[n] for n in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")}
+    right = oracle.answer("flash_attn_varlen_func", call | dict(causal=causal), args["dout"])
+    for name in "qkv":
+        close(args[f"d{name}"], right.grads[name], right.magnitudes[name])
+
+
+@on_general_backends
+def test_the_varlen_softmax_d_starts_each_sequence_128_columns_later(backend: str) -> None:
+    args = packed_backward()
+    softmax_d = on_backend(backend, varlen_backward, args)
+    products = (args["dout"] * args["out"]).sum(-1).t()
+    assert softmax_d.shape == (4, 9 + 128 * 2) and softmax_d.dtype == torch.float32
+    close(softmax_d[:, :3], products[:, :3], 16)
+    close(softmax_d[:, 3 + 128 : 8 + 128], products[:, 3:8], 16)
+
+
+def test_a_gradient_of_the_wrong_dtype_is_rejected_by_name() -> None:
+    q, k, v = qkv()
+    out, lse, _, _ = forward(q, k, v)
+    with pytest.raises(RuntimeError, match="dk must have the same dtype as q"):
+        backward(out, q, k, v, out, lse, torch.empty_like(q), torch.empty_like(k).half(), torch.empty_like(v))
+
+
+@on_general_backends
+def test_a_gradient_may_even_have_a_strided_last_dimension(backend: str) -> None:
+    q, k, v = qkv()
+    out, lse, _, _ = forward(q, k, v)
+    strided = torch.full((*q.shape, 2), 7.0)
+    whole, dout = empty_grads(q, k, v), randn(*q.shape, seed=5)
+    on_backend(backend, backward, dout, q, k, v, out, lse, *whole)
+    on_backend(backend, backward, dout, q, k, v, out, lse, strided[..., 0], whole[1], whole[2])
+    close(strided[..., 0], whole[0])
+    assert (strided[..., 1] == 7).all()
+
+
+# ---------------------------------------------------------------- the autograd Functions
+
+
+def test_the_autograd_functions_take_the_arguments_of_flash_attn() -> None:
+    q, k, v = qkv()
+    options = (0.0, None, True, (-1, -1), 0.0, None, False, False, True)
+    right = flash_attn_func(q, k, v, causal=True)
+    kv, packed = torch.stack([k, v], 2), torch.stack([q, k, v], 2)
+    close(flash_attn_interface.FlashAttnFunc.apply(q, k, v, *options), right)
+    close(flash_attn_interface.FlashAttnKVPackedFunc.apply(q, kv, *options), right)
+    close(flash_attn_interface.FlashAttnQKVPackedFunc.apply(packed, *options), right)
+
+
+def test_the_varlen_autograd_functions_take_the_arguments_of_flash_attn() -> None:
+    q, k, v = randn(8, 2, 16, seed=1), randn(8, 2, 16, seed=2), randn(8, 2, 16, seed=3)
+    cu = cumulative(3, 5)
+    options = (0.0, None, True, (-1, -1), 0.0, None, False, False)
+    right = flash_attn_varlen_func(q, k, v, cu, cu, 5, 5, causal=True)
+    kv, packed = torch.stack([k, v], 1), torch.stack([q, k, v], 1)
+    close(flash_attn_interface.FlashAttnVarlenFunc.apply(q, k, v, cu, cu, 5, 5, *options, None, True), right)
+    close(flash_attn_interface.FlashAttnVarlenKVPackedFunc.apply(q, kv, cu, cu, 5, 5, *options, True), right)
+    close(flash_attn_interface.FlashAttnVarlenQKVPackedFunc.apply(packed, cu, 5, *options, True), right)
