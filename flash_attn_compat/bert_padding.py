@@ -6,7 +6,7 @@ Pure index arithmetic with its gradients: nothing here knows about attention.
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -118,7 +118,7 @@ def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, T
 
 
 def unpad_input(
-    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Optional[Tensor] = None
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
     """Drop the padding of a batch and pack what is left.
 

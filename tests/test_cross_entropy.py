@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import pytest
 import torch
@@ -276,7 +276,7 @@ def test_it_compiles_in_one_graph() -> None:
 
 def _vocab_parallel_worker(rank: int, world_size: int, store: str, results: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    answers: list[tuple[Tensor, Tensor, Optional[Tensor]]] = []
+    answers: list[tuple[Tensor, Tensor, Tensor | None]] = []
     logits, labels = problem(v=2 * V)
     labels[2] = 2 * V  # no class of any rank
     local = logits.chunk(world_size, dim=-1)[rank]

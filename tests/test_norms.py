@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def norm64(h: Tensor, weight: Tensor, bias: Optional[Tensor], rms: bool, eps: float = EPS) -> Tensor:
+def norm64(h: Tensor, weight: Tensor, bias: Tensor | None, rms: bool, eps: float = EPS) -> Tensor:
     if not rms:
         return F.layer_norm(h, h.shape[-1:], weight, bias, eps)
     y = h / torch.sqrt(h.pow(2).mean(-1, keepdim=True) + eps) * weight
@@ -146,7 +146,7 @@ def test_half_outputs_are_rounded_once_from_the_unrounded_sum() -> None:
     ],
 )
 def test_the_residual_keeps_its_dtype(
-    residual_dtype: Optional[torch.dtype], residual_in_fp32: bool, expected: torch.dtype
+    residual_dtype: torch.dtype | None, residual_in_fp32: bool, expected: torch.dtype
 ) -> None:
     x, weight = randn(3, D, dtype=torch.bfloat16), torch.ones(D)
     residual = None if residual_dtype is None else randn(3, D, seed=1, dtype=residual_dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import pytest
 import torch
@@ -107,9 +107,7 @@ def test_packed_sequences_are_rotated_from_their_own_start(interleaved: bool, of
     positions = torch.full((12,), -1)
     for start, stop, offset in zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:], per_sequence, strict=False):
         positions[start:stop] = torch.arange(stop - start) + offset
-    out = apply_rotary_emb(
-        x, cos, sin, interleaved, seqlen_offsets=offsets, cu_seqlens=cu_seqlens, max_seqlen=6
-    )
+    out = apply_rotary_emb(x, cos, sin, interleaved, seqlen_offsets=offsets, cu_seqlens=cu_seqlens, max_seqlen=6)
     assert_rounded_once(out, rotated(x, cos, sin, positions, interleaved))
     assert torch.equal(out[[0, 11]], x[[0, 11]])
 
@@ -195,7 +193,7 @@ def test_outputs_of_unbind_can_be_rotated_in_place_with_gradients() -> None:
 @pytest.mark.parametrize("own_key_tables", [False, True])
 @pytest.mark.parametrize("offsets", [2, torch.tensor([1, 3])])
 def test_packed_qkv_is_rotated_in_place_with_gradients(
-    num_heads_q: Optional[int], own_key_tables: bool, offsets: Any
+    num_heads_q: int | None, own_key_tables: bool, offsets: Any
 ) -> None:
     cos, sin = tables(10, torch.float64)
     cos_k, sin_k = tables(10, torch.float64, seed=5) if own_key_tables else (None, None)
@@ -203,9 +201,7 @@ def test_packed_qkv_is_rotated_in_place_with_gradients(
     leaf = randn(*shape, dtype=torch.float64).requires_grad_()
 
     def call(t: Tensor) -> Tensor:
-        return apply_rotary_emb_qkv_(
-            t, cos, sin, cos_k, sin_k, seqlen_offsets=offsets, num_heads_q=num_heads_q
-        )
+        return apply_rotary_emb_qkv_(t, cos, sin, cos_k, sin_k, seqlen_offsets=offsets, num_heads_q=num_heads_q)
 
     qkv = leaf.detach().clone()
     assert call(qkv).data_ptr() == qkv.data_ptr()
@@ -276,9 +272,7 @@ def test_rotate_half_negates_the_second_of_each_pair() -> None:
         ({"cu_seqlens": torch.tensor([0, 3]), "max_seqlen": 3}, "expected \\(total, nheads, headdim\\)"),
     ],
 )
-def test_arguments_that_do_not_fit_are_assertion_errors_and_write_nothing(
-    change: dict[str, Any], message: str
-) -> None:
+def test_arguments_that_do_not_fit_are_assertion_errors_and_write_nothing(change: dict[str, Any], message: str) -> None:
     cos, sin = tables(D)
     arguments: dict[str, Any] = {"x": randn(B, S, H, D), "cos": cos, "sin": sin, "inplace": True} | change
     kept = arguments["x"].clone()

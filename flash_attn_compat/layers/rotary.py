@@ -6,7 +6,7 @@ qkv and kv forms.
 
 from __future__ import annotations
 
-from typing import Any, Optional, Union
+from typing import Any
 
 import torch
 from einops import rearrange, repeat
@@ -53,9 +53,9 @@ class ApplyRotaryEmb(torch.autograd.Function):
         sin: Tensor,
         interleaved: bool = False,
         inplace: bool = False,
-        seqlen_offsets: Union[int, Tensor] = 0,
-        cu_seqlens: Optional[Tensor] = None,
-        max_seqlen: Optional[int] = None,
+        seqlen_offsets: int | Tensor = 0,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
     ) -> Tensor:
         out = apply_rotary(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen, interleaved, inplace)
         _save_tables(ctx, cos, sin, seqlen_offsets, cu_seqlens)
@@ -64,12 +64,10 @@ class ApplyRotaryEmb(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Optional[Tensor], ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin, seqlen_offsets, cu_seqlens = _saved_tables(ctx)
         # Out of place always: autograd may have handed out an expanded or shared gradient.
-        dx = apply_rotary(
-            grad, cos, sin, seqlen_offsets, cu_seqlens, ctx.max_seqlen, ctx.interleaved, conjugate=True
-        )
+        dx = apply_rotary(grad, cos, sin, seqlen_offsets, cu_seqlens, ctx.max_seqlen, ctx.interleaved, conjugate=True)
         return dx, None, None, None, None, None, None, None
 
 
@@ -79,9 +77,9 @@ def apply_rotary_emb(
     sin: Tensor,
     interleaved: bool = False,
     inplace: bool = False,
-    seqlen_offsets: Union[int, Tensor] = 0,
-    cu_seqlens: Optional[Tensor] = None,
-    max_seqlen: Optional[int] = None,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
 ) -> Tensor:
     """Rotary embedding of x, differentiable in x.
 
@@ -113,13 +111,13 @@ def _apply_rotary_emb_qkv(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
-    cos_k: Optional[Tensor] = None,
-    sin_k: Optional[Tensor] = None,
+    cos_k: Tensor | None = None,
+    sin_k: Tensor | None = None,
     interleaved: bool = False,
     inplace: bool = False,
     conjugate: bool = False,
-    seqlen_offsets: Union[int, Tensor] = 0,
-    num_heads_q: Optional[int] = None,
+    seqlen_offsets: int | Tensor = 0,
+    num_heads_q: int | None = None,
 ) -> Tensor:
     """Rotate the queries and keys of a packed tensor; no autograd. Shapes as `apply_rotary_emb_qkv_`."""
     cos_k = cos if cos_k is None else cos_k
@@ -140,21 +138,19 @@ class ApplyRotaryEmbQKV_(torch.autograd.Function):
         qkv: Tensor,
         cos: Tensor,
         sin: Tensor,
-        cos_k: Optional[Tensor] = None,
-        sin_k: Optional[Tensor] = None,
+        cos_k: Tensor | None = None,
+        sin_k: Tensor | None = None,
         interleaved: bool = False,
-        seqlen_offsets: Union[int, Tensor] = 0,
-        num_heads_q: Optional[int] = None,
+        seqlen_offsets: int | Tensor = 0,
+        num_heads_q: int | None = None,
     ) -> Tensor:
-        _apply_rotary_emb_qkv(
-            qkv.data, cos, sin, cos_k, sin_k, interleaved, True, False, seqlen_offsets, num_heads_q
-        )
+        _apply_rotary_emb_qkv(qkv.data, cos, sin, cos_k, sin_k, interleaved, True, False, seqlen_offsets, num_heads_q)
         _save_tables(ctx, cos, sin, seqlen_offsets, cos_k, sin_k)
         ctx.interleaved, ctx.num_heads_q = interleaved, num_heads_q
         return qkv
 
     @staticmethod
-    def backward(ctx: Any, dqkv: Tensor) -> tuple[Optional[Tensor], ...]:
+    def backward(ctx: Any, dqkv: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin, seqlen_offsets, cos_k, sin_k = _saved_tables(ctx)
         dx = _apply_rotary_emb_qkv(
             dqkv, cos, sin, cos_k, sin_k, ctx.interleaved, False, True, seqlen_offsets, ctx.num_heads_q
@@ -166,11 +162,11 @@ def apply_rotary_emb_qkv_(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
-    cos_k: Optional[Tensor] = None,
-    sin_k: Optional[Tensor] = None,
+    cos_k: Tensor | None = None,
+    sin_k: Tensor | None = None,
     interleaved: bool = False,
-    seqlen_offsets: Union[int, Tensor] = 0,
-    num_heads_q: Optional[int] = None,
+    seqlen_offsets: int | Tensor = 0,
+    num_heads_q: int | None = None,
 ) -> Tensor:
     """Rotary embedding of the queries and keys of a packed tensor, in place and differentiable.
 
@@ -200,7 +196,7 @@ class ApplyRotaryEmbKV_(torch.autograd.Function):
         cos: Tensor,
         sin: Tensor,
         interleaved: bool = False,
-        seqlen_offsets: Union[int, Tensor] = 0,
+        seqlen_offsets: int | Tensor = 0,
     ) -> Tensor:
         apply_rotary(_key_of_kv(kv.data), cos, sin, seqlen_offsets, interleaved=interleaved, inplace=True)
         _save_tables(ctx, cos, sin, seqlen_offsets)
@@ -208,12 +204,10 @@ class ApplyRotaryEmbKV_(torch.autograd.Function):
         return kv
 
     @staticmethod
-    def backward(ctx: Any, dkv: Tensor) -> tuple[Optional[Tensor], ...]:
+    def backward(ctx: Any, dkv: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin, seqlen_offsets = _saved_tables(ctx)
         dkv = dkv.clone()
-        apply_rotary(
-            dkv[:, :, 0], cos, sin, seqlen_offsets, interleaved=ctx.interleaved, inplace=True, conjugate=True
-        )
+        apply_rotary(dkv[:, :, 0], cos, sin, seqlen_offsets, interleaved=ctx.interleaved, inplace=True, conjugate=True)
         return dkv, None, None, None, None
 
 
@@ -222,7 +216,7 @@ def apply_rotary_emb_kv_(
     cos: Tensor,
     sin: Tensor,
     interleaved: bool = False,
-    seqlen_offsets: Union[int, Tensor] = 0,
+    seqlen_offsets: int | Tensor = 0,
 ) -> Tensor:
     """Rotary embedding of the keys of a packed kv, in place and differentiable.
 
@@ -257,15 +251,15 @@ class RotaryEmbedding(torch.nn.Module):
     """
 
     inv_freq: Tensor
-    scale: Optional[Tensor]
+    scale: Tensor | None
 
     def __init__(
         self,
         dim: int,
         base: float = 10000.0,
         interleaved: bool = False,
-        scale_base: Optional[float] = None,
-        device: Optional[Union[torch.device, str]] = None,
+        scale_base: float | None = None,
+        device: torch.device | str | None = None,
         pos_idx_in_fp32: bool = True,
     ) -> None:
         super().__init__()
@@ -280,12 +274,12 @@ class RotaryEmbedding(torch.nn.Module):
             scale = (torch.arange(0, dim, 2, device=device, dtype=torch.float32) + 0.4 * dim) / (1.4 * dim)
         self.register_buffer("scale", scale, persistent=False)
         self._seq_len_cached = 0
-        self._cos_cached: Optional[Tensor] = None
-        self._sin_cached: Optional[Tensor] = None
-        self._cos_k_cached: Optional[Tensor] = None
-        self._sin_k_cached: Optional[Tensor] = None
+        self._cos_cached: Tensor | None = None
+        self._sin_cached: Tensor | None = None
+        self._cos_k_cached: Tensor | None = None
+        self._sin_k_cached: Tensor | None = None
 
-    def _compute_inv_freq(self, device: Optional[Union[torch.device, str]] = None) -> Tensor:
+    def _compute_inv_freq(self, device: torch.device | str | None = None) -> Tensor:
         """(dim / 2,) fp32: base^(-2i / dim)."""
         exponents = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim
         return 1.0 / (self.base**exponents)
@@ -293,8 +287,8 @@ class RotaryEmbedding(torch.nn.Module):
     def _update_cos_sin_cache(
         self,
         seqlen: int,
-        device: Optional[Union[torch.device, str]] = None,
-        dtype: Optional[torch.dtype] = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Rebuild the tables if they are too short, elsewhere, in another dtype, or unusable for training."""
         dtype = torch.float32 if dtype is None else dtype
@@ -328,11 +322,11 @@ class RotaryEmbedding(torch.nn.Module):
     def forward(
         self,
         qkv: Tensor,
-        kv: Optional[Tensor] = None,
-        seqlen_offset: Union[int, Tensor] = 0,
-        max_seqlen: Optional[int] = None,
-        num_heads_q: Optional[int] = None,
-    ) -> Union[Tensor, tuple[Tensor, Tensor]]:
+        kv: Tensor | None = None,
+        seqlen_offset: int | Tensor = 0,
+        max_seqlen: int | None = None,
+        num_heads_q: int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Rotate in place.
 
         Args:
@@ -380,7 +374,7 @@ class RotaryEmbedding(torch.nn.Module):
         return q, kv
 
 
-def _query_and_key(qkv: Tensor, num_heads_q: Optional[int]) -> tuple[Tensor, Tensor]:
+def _query_and_key(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor]:
     shape = tuple(qkv.shape)
     if qkv.ndim == 5:
         assert shape[2] == 3, f"qkv has shape {shape}, expected (batch, seqlen, 3, nheads, headdim)"
@@ -403,9 +397,7 @@ def _key_of_kv(kv: Tensor) -> Tensor:
     return kv[:, :, 0]
 
 
-def _save_tables(
-    ctx: Any, cos: Tensor, sin: Tensor, seqlen_offsets: Union[int, Tensor], *more: Optional[Tensor]
-) -> None:
+def _save_tables(ctx: Any, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor, *more: Tensor | None) -> None:
     offsets = seqlen_offsets if isinstance(seqlen_offsets, Tensor) else None
     ctx.save_for_backward(cos, sin, offsets, *more)
     ctx.seqlen_offsets = seqlen_offsets if offsets is None else None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Optional, Union
-
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -31,7 +29,7 @@ class CrossEntropyLoss(nn.Module):
         logit_scale: float = 1.0,
         lse_square_scale: float = 0.0,
         inplace_backward: bool = False,
-        process_group: Optional[dist.ProcessGroup] = None,
+        process_group: dist.ProcessGroup | None = None,
         return_z_loss: bool = False,
     ) -> None:
         super().__init__()
@@ -47,8 +45,8 @@ class CrossEntropyLoss(nn.Module):
         self.return_z_loss = return_z_loss
 
     def forward(
-        self, input: Tensor, target: Tensor, precomputed_lse: Optional[Tensor] = None
-    ) -> Union[Tensor, tuple[Tensor, Tensor]]:
+        self, input: Tensor, target: Tensor, precomputed_lse: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """
         Args:
             input: (n_rows, vocab_size) logits.

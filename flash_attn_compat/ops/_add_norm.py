@@ -10,7 +10,7 @@ nothing of fp32 size is kept. Public signatures and return shapes stay with the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ class NormOptions:
     eps: float
     is_rms_norm: bool
     out_dtype: torch.dtype
-    residual_dtype: Optional[torch.dtype] = None
+    residual_dtype: torch.dtype | None = None
     dropout_p: float = 0.0
     zero_centered_weight: bool = False
 
@@ -34,25 +34,25 @@ class NormInputs(NamedTuple):
 
     x: Tensor
     weight: Tensor
-    bias: Optional[Tensor] = None
-    residual: Optional[Tensor] = None
-    x1: Optional[Tensor] = None
-    weight1: Optional[Tensor] = None
-    bias1: Optional[Tensor] = None
-    rowscale: Optional[Tensor] = None
-    colscale: Optional[Tensor] = None
-    mask: Optional[Tensor] = None
-    mask1: Optional[Tensor] = None
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    x1: Tensor | None = None
+    weight1: Tensor | None = None
+    bias1: Tensor | None = None
+    rowscale: Tensor | None = None
+    colscale: Tensor | None = None
+    mask: Tensor | None = None
+    mask1: Tensor | None = None
 
 
-def add_norm(inputs: NormInputs, options: NormOptions) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
+def add_norm(inputs: NormInputs, options: NormOptions) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(y, y1 or None, h in residual_dtype or None), differentiable in every floating input."""
     _check(inputs)
     y, y1, h = _AddNorm.apply(options, *inputs)  # type: ignore[no-untyped-call]
     return y, y1, h
 
 
-def dropout_mask(x: Tensor, dropout_p: float) -> Optional[Tensor]:
+def dropout_mask(x: Tensor, dropout_p: float) -> Tensor | None:
     """Bool mask of x's shape, True = kept with probability 1 - dropout_p, from torch's default generator."""
     if dropout_p <= 0.0:
         return None
@@ -61,7 +61,7 @@ def dropout_mask(x: Tensor, dropout_p: float) -> Optional[Tensor]:
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, options: NormOptions, *tensors: Optional[Tensor]) -> tuple[Optional[Tensor], ...]:
+    def forward(ctx: Any, options: NormOptions, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         inputs = NormInputs(*tensors)  # type: ignore[arg-type]
         h = _added(inputs, options)
         normed, _ = _normed(h, options)
@@ -74,15 +74,13 @@ class _AddNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, dy: Optional[Tensor], dy1: Optional[Tensor], dh_out: Optional[Tensor]
-    ) -> tuple[Optional[Tensor], ...]:
+    def backward(ctx: Any, dy: Tensor | None, dy1: Tensor | None, dh_out: Tensor | None) -> tuple[Tensor | None, ...]:
         options: NormOptions = ctx.options
         inputs = NormInputs(*ctx.saved_tensors)
         h = _added(inputs, options)
         normed, rstd = _normed(h, options)
 
-        weight_grads: list[Optional[Tensor]] = []
+        weight_grads: list[Tensor | None] = []
         dnormed = torch.zeros_like(h)
         for grad, weight, bias in ((dy, inputs.weight, inputs.bias), (dy1, inputs.weight1, inputs.bias1)):
             if grad is None or weight is None:
@@ -126,7 +124,7 @@ def _scaled(x: Tensor, inputs: NormInputs) -> Tensor:
     return x
 
 
-def _dropped(x: Tensor, mask: Optional[Tensor], options: NormOptions) -> Tensor:
+def _dropped(x: Tensor, mask: Tensor | None, options: NormOptions) -> Tensor:
     if mask is None:
         return x
     # p >= 1 drops everything; 1 / (1 - p) must not turn that into nan.
@@ -148,7 +146,7 @@ def _full_weight(weight: Tensor, dtype: torch.dtype, options: NormOptions) -> Te
     return weight + 1.0 if options.zero_centered_weight else weight
 
 
-def _affine(normed: Tensor, weight: Tensor, bias: Optional[Tensor], options: NormOptions) -> Tensor:
+def _affine(normed: Tensor, weight: Tensor, bias: Tensor | None, options: NormOptions) -> Tensor:
     y = normed * _full_weight(weight, normed.dtype, options)
     if bias is not None:
         y = y + bias.to(y.dtype)
@@ -157,7 +155,7 @@ def _affine(normed: Tensor, weight: Tensor, bias: Optional[Tensor], options: Nor
 
 def _scaled_grads(
     dh: Tensor, inputs: NormInputs, options: NormOptions, needs_input_grad: tuple[bool, ...]
-) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of x, rowscale and colscale from that of drop(x * rowscale * colscale)."""
     dscaled = _dropped(dh, inputs.mask, options)
     needed = NormInputs(*needs_input_grad[1:])  # type: ignore[arg-type]

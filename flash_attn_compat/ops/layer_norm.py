@@ -5,30 +5,28 @@ The arithmetic is in `ops/_add_norm.py`; `ops/rms_norm.py` is the same without c
 
 from __future__ import annotations
 
-from typing import Optional, Union
-
 import torch
 from torch import Tensor, nn
 
 from flash_attn_compat.ops._add_norm import NormInputs, NormOptions, add_norm, dropout_mask
 
-Results = Union[Tensor, tuple[Optional[Tensor], ...]]
+Results = Tensor | tuple[Tensor | None, ...]
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Optional[Tensor], epsilon: float) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
     """Layer norm over the last axis: x (..., n), weight and bias (n,), computed in fp32, result in x's dtype."""
     return _norm(x, weight, bias, epsilon, is_rms_norm=False)
 
 
 def dropout_add_layer_norm(
     x0: Tensor,
-    residual: Optional[Tensor],
+    residual: Tensor | None,
     weight: Tensor,
-    bias: Optional[Tensor],
+    bias: Tensor | None,
     dropout_p: float,
     epsilon: float,
-    rowscale: Optional[Tensor] = None,
-    layerscale: Optional[Tensor] = None,
+    rowscale: Tensor | None = None,
+    layerscale: Tensor | None = None,
     prenorm: bool = False,
     residual_in_fp32: bool = False,
     return_dropout_mask: bool = False,
@@ -64,14 +62,14 @@ def dropout_add_layer_norm(
 
 def dropout_add_layer_norm_subset(
     x0: Tensor,
-    residual: Optional[Tensor],
+    residual: Tensor | None,
     weight: Tensor,
-    bias: Optional[Tensor],
+    bias: Tensor | None,
     dropout_p: float,
     epsilon: float,
-    layerscale: Optional[Tensor] = None,
-    x0_subset: Optional[Tensor] = None,
-    out_subset: Optional[Tensor] = None,
+    layerscale: Tensor | None = None,
+    x0_subset: Tensor | None = None,
+    out_subset: Tensor | None = None,
     rowscale_const: float = 1.0,
     out_numrows: int = 0,
     prenorm: bool = False,
@@ -112,18 +110,18 @@ def dropout_add_layer_norm_subset(
 
 def dropout_add_layer_norm_parallel_residual(
     x0: Tensor,
-    x1: Optional[Tensor],
-    residual: Optional[Tensor],
+    x1: Tensor | None,
+    residual: Tensor | None,
     weight0: Tensor,
-    bias0: Optional[Tensor],
-    weight1: Optional[Tensor],
-    bias1: Optional[Tensor],
+    bias0: Tensor | None,
+    weight1: Tensor | None,
+    bias1: Tensor | None,
     dropout_p: float,
     epsilon: float,
     prenorm: bool = False,
     residual_in_fp32: bool = False,
     return_dropout_mask: bool = False,
-) -> tuple[Optional[Tensor], ...]:
+) -> tuple[Tensor | None, ...]:
     """Two norms of x = dropout(x0) + dropout(x1) + residual, each branch with its own mask.
 
     Args:
@@ -170,8 +168,8 @@ class DropoutAddLayerNorm(nn.Module):
         p: float = 0.0,
         eps: float = 1e-5,
         residual_in_fp32: bool = False,
-        device: Optional[Union[torch.device, str]] = None,
-        dtype: Optional[torch.dtype] = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.prenorm = prenorm
@@ -179,7 +177,7 @@ class DropoutAddLayerNorm(nn.Module):
         self.eps = eps
         self.residual_in_fp32 = residual_in_fp32
         self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
-        self.bias: Optional[nn.Parameter]
+        self.bias: nn.Parameter | None
         if self.is_rms_norm:
             self.register_parameter("bias", None)
         else:
@@ -192,7 +190,7 @@ class DropoutAddLayerNorm(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x0: Tensor, residual: Optional[Tensor] = None) -> Results:
+    def forward(self, x0: Tensor, residual: Tensor | None = None) -> Results:
         """x0 and residual (..., n) to z, or (z, x) with prenorm."""
         return _dropout_add_norm(
             x0,
@@ -210,20 +208,20 @@ class DropoutAddLayerNorm(nn.Module):
         )
 
 
-def _norm(x: Tensor, weight: Tensor, bias: Optional[Tensor], epsilon: float, is_rms_norm: bool) -> Tensor:
+def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, is_rms_norm: bool) -> Tensor:
     options = NormOptions(eps=epsilon, is_rms_norm=is_rms_norm, out_dtype=x.dtype)
     return add_norm(NormInputs(x, weight, bias), options)[0]
 
 
 def _dropout_add_norm(
     x0: Tensor,
-    residual: Optional[Tensor],
+    residual: Tensor | None,
     weight: Tensor,
-    bias: Optional[Tensor],
+    bias: Tensor | None,
     dropout_p: float,
     epsilon: float,
-    rowscale: Optional[Tensor],
-    layerscale: Optional[Tensor],
+    rowscale: Tensor | None,
+    layerscale: Tensor | None,
     prenorm: bool,
     residual_in_fp32: bool,
     return_dropout_mask: bool,
@@ -240,14 +238,14 @@ def _dropout_add_norm(
 
 def _dropout_add_norm_subset(
     x0: Tensor,
-    residual: Optional[Tensor],
+    residual: Tensor | None,
     weight: Tensor,
-    bias: Optional[Tensor],
+    bias: Tensor | None,
     dropout_p: float,
     epsilon: float,
-    layerscale: Optional[Tensor],
-    x0_subset: Optional[Tensor],
-    out_subset: Optional[Tensor],
+    layerscale: Tensor | None,
+    x0_subset: Tensor | None,
+    out_subset: Tensor | None,
     rowscale_const: float,
     out_numrows: int,
     prenorm: bool,
@@ -282,26 +280,26 @@ def _dropout_add_norm_subset(
 
 def _dropout_add_norm_parallel(
     x0: Tensor,
-    x1: Optional[Tensor],
-    residual: Optional[Tensor],
+    x1: Tensor | None,
+    residual: Tensor | None,
     weight0: Tensor,
-    bias0: Optional[Tensor],
-    weight1: Optional[Tensor],
-    bias1: Optional[Tensor],
+    bias0: Tensor | None,
+    weight1: Tensor | None,
+    bias1: Tensor | None,
     dropout_p: float,
     epsilon: float,
     prenorm: bool,
     residual_in_fp32: bool,
     return_dropout_mask: bool,
     is_rms_norm: bool,
-) -> tuple[Optional[Tensor], ...]:
+) -> tuple[Tensor | None, ...]:
     mask0 = dropout_mask(x0, dropout_p)
     mask1 = None if x1 is None else dropout_mask(x1, dropout_p)
     z0, z1, x = add_norm(
         NormInputs(x0, weight0, bias0, residual, x1, weight1, bias1, mask=mask0, mask1=mask1),
         _options(x0, residual, dropout_p, epsilon, prenorm, residual_in_fp32, is_rms_norm),
     )
-    results: tuple[Optional[Tensor], ...] = (z0, z1)
+    results: tuple[Tensor | None, ...] = (z0, z1)
     if prenorm:
         results += (x,)
     if return_dropout_mask:
@@ -311,7 +309,7 @@ def _dropout_add_norm_parallel(
 
 def _options(
     x0: Tensor,
-    residual: Optional[Tensor],
+    residual: Tensor | None,
     dropout_p: float,
     epsilon: float,
     prenorm: bool,
@@ -330,9 +328,9 @@ def _options(
     )
 
 
-def _as_uint8(mask: Optional[Tensor], x: Tensor) -> Tensor:
+def _as_uint8(mask: Tensor | None, x: Tensor) -> Tensor:
     return torch.ones_like(x, dtype=torch.uint8) if mask is None else mask.to(torch.uint8)
 
 
-def _results(first: Tensor, *rest: Optional[Tensor]) -> Results:
+def _results(first: Tensor, *rest: Tensor | None) -> Results:
     return (first, *rest) if rest else first

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Optional, Union
-
 import torch
 from torch import Tensor, nn
 
@@ -24,13 +22,13 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 def dropout_add_rms_norm(
     x0: Tensor,
-    residual: Optional[Tensor],
+    residual: Tensor | None,
     weight: Tensor,
-    bias: Optional[Tensor],
+    bias: Tensor | None,
     dropout_p: float,
     epsilon: float,
-    rowscale: Optional[Tensor] = None,
-    layerscale: Optional[Tensor] = None,
+    rowscale: Tensor | None = None,
+    layerscale: Tensor | None = None,
     prenorm: bool = False,
     residual_in_fp32: bool = False,
     return_dropout_mask: bool = False,
@@ -54,14 +52,14 @@ def dropout_add_rms_norm(
 
 def dropout_add_rms_norm_subset(
     x0: Tensor,
-    residual: Optional[Tensor],
+    residual: Tensor | None,
     weight: Tensor,
-    bias: Optional[Tensor],
+    bias: Tensor | None,
     dropout_p: float,
     epsilon: float,
-    layerscale: Optional[Tensor] = None,
-    x0_subset: Optional[Tensor] = None,
-    out_subset: Optional[Tensor] = None,
+    layerscale: Tensor | None = None,
+    x0_subset: Tensor | None = None,
+    out_subset: Tensor | None = None,
     rowscale_const: float = 1.0,
     out_numrows: int = 0,
     prenorm: bool = False,
@@ -90,18 +88,18 @@ def dropout_add_rms_norm_subset(
 
 def dropout_add_rms_norm_parallel_residual(
     x0: Tensor,
-    x1: Optional[Tensor],
-    residual: Optional[Tensor],
+    x1: Tensor | None,
+    residual: Tensor | None,
     weight0: Tensor,
-    bias0: Optional[Tensor],
-    weight1: Optional[Tensor],
-    bias1: Optional[Tensor],
+    bias0: Tensor | None,
+    weight1: Tensor | None,
+    bias1: Tensor | None,
     dropout_p: float,
     epsilon: float,
     prenorm: bool = False,
     residual_in_fp32: bool = False,
     return_dropout_mask: bool = False,
-) -> tuple[Optional[Tensor], ...]:
+) -> tuple[Tensor | None, ...]:
     """As `flash_attn_compat.ops.layer_norm.dropout_add_layer_norm_parallel_residual`, without centring."""
     return _dropout_add_norm_parallel(
         x0,
@@ -127,8 +125,8 @@ class RMSNorm(nn.Module):
         self,
         hidden_size: int,
         eps: float = 1e-5,
-        device: Optional[Union[torch.device, str]] = None,
-        dtype: Optional[torch.dtype] = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.eps = eps

@@ -6,7 +6,8 @@ over rows (mean, sum) are `losses/cross_entropy.py`'s.
 
 from __future__ import annotations
 
-from typing import Any, Iterator, Optional
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,13 +26,13 @@ class CrossEntropyLoss(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         labels: Tensor,
-        precomputed_lse: Optional[Tensor] = None,
+        precomputed_lse: Tensor | None = None,
         smoothing: float = 0.0,
         logit_scale: float = 1.0,
         lse_square_scale: float = 0.0,
         ignore_index: int = -100,
         inplace_backward: bool = False,
-        process_group: Optional[dist.ProcessGroup] = None,
+        process_group: dist.ProcessGroup | None = None,
     ) -> tuple[Tensor, Tensor]:
         world_size, rank = _world(process_group)
         n_rows, n_cols = logits.shape
@@ -72,7 +73,7 @@ class CrossEntropyLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_losses: Tensor, grad_z_losses: Tensor) -> tuple[Optional[Tensor], ...]:
+    def backward(ctx: Any, grad_losses: Tensor, grad_z_losses: Tensor) -> tuple[Tensor | None, ...]:
         logits, lse, local_labels, local, ignored = ctx.saved_tensors
         # detach() shares the version counter: whoever else still needs these logits gets an error, not garbage.
         dlogits = logits.detach() if ctx.inplace_backward else torch.empty_like(logits)
@@ -95,13 +96,13 @@ class CrossEntropyLoss(torch.autograd.Function):
 def cross_entropy_loss(
     logits: Tensor,
     labels: Tensor,
-    precomputed_lse: Optional[Tensor] = None,
+    precomputed_lse: Tensor | None = None,
     label_smoothing: float = 0.0,
     logit_scale: float = 1.0,
     lse_square_scale: float = 0.0,
     ignore_index: int = -100,
     inplace_backward: bool = False,
-    process_group: Optional[dist.ProcessGroup] = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Cross entropy of every row, in fp32 (fp64 for fp64 logits).
 
@@ -177,7 +178,7 @@ def _row_sums(logits: Tensor, logit_scale: float, with_logit_sum: bool) -> tuple
     return lse, logit_sum
 
 
-def _world(process_group: Optional[dist.ProcessGroup]) -> tuple[int, int]:
+def _world(process_group: dist.ProcessGroup | None) -> tuple[int, int]:
     if process_group is None:
         return 1, 0
     return dist.get_world_size(process_group), dist.get_rank(process_group)
@@ -189,7 +190,7 @@ def _over_ranks(
     logit_sum: Tensor,
     rank: int,
     world_size: int,
-    process_group: Optional[dist.ProcessGroup],
+    process_group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The three quantities over all ranks' classes, by one collective that every backend has."""
     shared = lse.new_zeros(world_size + 2, lse.shape[0])

@@ -5,7 +5,7 @@ Signatures, masks and return shapes; the arithmetic is in `ops/_add_norm.py`.
 
 from __future__ import annotations
 
-from typing import Any, Optional, Union
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,28 +13,28 @@ from torch import Tensor, nn
 
 from flash_attn_compat.ops._add_norm import NormInputs, NormOptions, add_norm, dropout_mask
 
-Results = Union[Tensor, tuple[Optional[Tensor], ...]]
+Results = Tensor | tuple[Tensor | None, ...]
 
 
 def layer_norm_fn(
     x: Tensor,
     weight: Tensor,
-    bias: Optional[Tensor],
-    residual: Optional[Tensor] = None,
-    x1: Optional[Tensor] = None,
-    weight1: Optional[Tensor] = None,
-    bias1: Optional[Tensor] = None,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
     eps: float = 1e-6,
     dropout_p: float = 0.0,
-    rowscale: Optional[Tensor] = None,
+    rowscale: Tensor | None = None,
     prenorm: bool = False,
     residual_in_fp32: bool = False,
     zero_centered_weight: bool = False,
     is_rms_norm: bool = False,
     return_dropout_mask: bool = False,
-    out_dtype: Optional[torch.dtype] = None,
-    out: Optional[Tensor] = None,
-    residual_out: Optional[Tensor] = None,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
 ) -> Results:
     """y = norm(h) * weight + bias with h = dropout(x * rowscale) [+ dropout(x1)] [+ residual], in fp32.
 
@@ -80,7 +80,7 @@ def layer_norm_fn(
         ),
     )
     y = _written(y, out)
-    results: tuple[Optional[Tensor], ...] = (y,)
+    results: tuple[Tensor | None, ...] = (y,)
     if weight1 is not None:
         results += (y1,)
     if prenorm:
@@ -93,21 +93,21 @@ def layer_norm_fn(
 def rms_norm_fn(
     x: Tensor,
     weight: Tensor,
-    bias: Optional[Tensor],
-    residual: Optional[Tensor] = None,
-    x1: Optional[Tensor] = None,
-    weight1: Optional[Tensor] = None,
-    bias1: Optional[Tensor] = None,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
     eps: float = 1e-6,
     dropout_p: float = 0.0,
-    rowscale: Optional[Tensor] = None,
+    rowscale: Tensor | None = None,
     prenorm: bool = False,
     residual_in_fp32: bool = False,
     zero_centered_weight: bool = False,
     return_dropout_mask: bool = False,
-    out_dtype: Optional[torch.dtype] = None,
-    out: Optional[Tensor] = None,
-    residual_out: Optional[Tensor] = None,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
 ) -> Results:
     """`layer_norm_fn` with is_rms_norm=True (Zhang and Sennrich 2019)."""
     return layer_norm_fn(
@@ -135,10 +135,10 @@ def rms_norm_fn(
 def layer_norm_linear_fn(
     x: Tensor,
     norm_weight: Tensor,
-    norm_bias: Optional[Tensor],
+    norm_bias: Tensor | None,
     linear_weight: Tensor,
-    linear_bias: Optional[Tensor],
-    residual: Optional[Tensor] = None,
+    linear_bias: Tensor | None,
+    residual: Tensor | None = None,
     eps: float = 1e-6,
     prenorm: bool = False,
     residual_in_fp32: bool = False,
@@ -183,8 +183,8 @@ class RMSNorm(nn.Module):
         eps: float = 1e-5,
         dropout_p: float = 0.0,
         zero_centered_weight: bool = False,
-        device: Optional[Union[torch.device, str]] = None,
-        dtype: Optional[torch.dtype] = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.eps = eps
@@ -201,7 +201,7 @@ class RMSNorm(nn.Module):
     def forward(
         self,
         x: Tensor,
-        residual: Optional[Tensor] = None,
+        residual: Tensor | None = None,
         prenorm: bool = False,
         residual_in_fp32: bool = False,
     ) -> Results:
@@ -222,18 +222,18 @@ class RMSNorm(nn.Module):
 def layer_norm_ref(
     x: Tensor,
     weight: Tensor,
-    bias: Optional[Tensor],
-    residual: Optional[Tensor] = None,
-    x1: Optional[Tensor] = None,
-    weight1: Optional[Tensor] = None,
-    bias1: Optional[Tensor] = None,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
     eps: float = 1e-6,
     dropout_p: float = 0.0,
-    rowscale: Optional[Tensor] = None,
+    rowscale: Tensor | None = None,
     prenorm: bool = False,
     zero_centered_weight: bool = False,
-    dropout_mask: Optional[Tensor] = None,
-    dropout_mask1: Optional[Tensor] = None,
+    dropout_mask: Tensor | None = None,
+    dropout_mask1: Tensor | None = None,
     upcast: bool = False,
 ) -> Results:
     """`layer_norm_fn` step by step in the operands' own dtypes, or in fp32 if `upcast`; for comparisons.
@@ -265,18 +265,18 @@ def layer_norm_ref(
 def rms_norm_ref(
     x: Tensor,
     weight: Tensor,
-    bias: Optional[Tensor],
-    residual: Optional[Tensor] = None,
-    x1: Optional[Tensor] = None,
-    weight1: Optional[Tensor] = None,
-    bias1: Optional[Tensor] = None,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
     eps: float = 1e-6,
     dropout_p: float = 0.0,
-    rowscale: Optional[Tensor] = None,
+    rowscale: Tensor | None = None,
     prenorm: bool = False,
     zero_centered_weight: bool = False,
-    dropout_mask: Optional[Tensor] = None,
-    dropout_mask1: Optional[Tensor] = None,
+    dropout_mask: Tensor | None = None,
+    dropout_mask1: Tensor | None = None,
     upcast: bool = False,
 ) -> Results:
     """`rms_norm_fn` step by step in the operands' own dtypes, or in fp32 if `upcast`; see `layer_norm_ref`."""
@@ -300,12 +300,12 @@ def rms_norm_ref(
     )
 
 
-def _plain_layer_norm(h: Tensor, weight: Tensor, bias: Optional[Tensor], eps: float) -> Tensor:
+def _plain_layer_norm(h: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     bias = None if bias is None else bias.to(weight.dtype)
     return F.layer_norm(h.to(weight.dtype), h.shape[-1:], weight, bias, eps)
 
 
-def _plain_rms_norm(h: Tensor, weight: Tensor, bias: Optional[Tensor], eps: float) -> Tensor:
+def _plain_rms_norm(h: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     y = h * torch.rsqrt(h.square().mean(dim=-1, keepdim=True) + eps) * weight
     return y if bias is None else y + bias
 
@@ -314,24 +314,24 @@ def _norm_ref(
     norm: Any,
     x: Tensor,
     weight: Tensor,
-    bias: Optional[Tensor],
-    residual: Optional[Tensor],
-    x1: Optional[Tensor],
-    weight1: Optional[Tensor],
-    bias1: Optional[Tensor],
+    bias: Tensor | None,
+    residual: Tensor | None,
+    x1: Tensor | None,
+    weight1: Tensor | None,
+    bias1: Tensor | None,
     eps: float,
     dropout_p: float,
-    rowscale: Optional[Tensor],
+    rowscale: Tensor | None,
     prenorm: bool,
     zero_centered_weight: bool,
-    dropout_mask: Optional[Tensor],
-    dropout_mask1: Optional[Tensor],
+    dropout_mask: Tensor | None,
+    dropout_mask1: Tensor | None,
     upcast: bool,
 ) -> Results:
     assert rowscale is None or x1 is None, "rowscale is not supported with parallel LayerNorm"
     dtype = x.dtype
 
-    def cast(t: Optional[Tensor]) -> Any:
+    def cast(t: Tensor | None) -> Any:
         return t.float() if upcast and t is not None else t
 
     h, weight, bias, weight1, bias1 = cast(x), cast(weight), cast(bias), cast(weight1), cast(bias1)
@@ -346,7 +346,7 @@ def _norm_ref(
     if residual is not None:
         h = (h + cast(residual)).to(h.dtype)
     y = norm(h, weight, bias, eps).to(dtype)
-    results: tuple[Optional[Tensor], ...] = (y,)
+    results: tuple[Tensor | None, ...] = (y,)
     if weight1 is not None:
         results += (norm(h, weight1, bias1, eps).to(dtype),)
     if prenorm:
@@ -354,11 +354,11 @@ def _norm_ref(
     return results if len(results) > 1 else y
 
 
-def _plain_dropout(x: Tensor, dropout_p: float, mask: Optional[Tensor]) -> Tensor:
+def _plain_dropout(x: Tensor, dropout_p: float, mask: Tensor | None) -> Tensor:
     if dropout_p <= 0.0:
         return x
     return F.dropout(x, dropout_p) if mask is None else x.masked_fill(~mask, 0.0) / (1.0 - dropout_p)
 
 
-def _written(value: Tensor, target: Optional[Tensor]) -> Tensor:
+def _written(value: Tensor, target: Tensor | None) -> Tensor:
     return value if target is None else target.copy_(value)

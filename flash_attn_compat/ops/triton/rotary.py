@@ -6,8 +6,6 @@ when the offsets are tensors. Building cos and sin tables stays out.
 
 from __future__ import annotations
 
-from typing import Optional, Union
-
 import torch
 from torch import Tensor
 
@@ -16,9 +14,9 @@ def apply_rotary(
     x: Tensor,
     cos: Tensor,
     sin: Tensor,
-    seqlen_offsets: Union[int, Tensor] = 0,
-    cu_seqlens: Optional[Tensor] = None,
-    max_seqlen: Optional[int] = None,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
     interleaved: bool = False,
     inplace: bool = False,
     conjugate: bool = False,
@@ -66,9 +64,9 @@ def _checked_batch_and_seqlen(
     x: Tensor,
     cos: Tensor,
     sin: Tensor,
-    seqlen_offsets: Union[int, Tensor],
-    cu_seqlens: Optional[Tensor],
-    max_seqlen: Optional[int],
+    seqlen_offsets: int | Tensor,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
 ) -> tuple[int, int]:
     if cu_seqlens is None:
         assert x.ndim == 4, f"x has shape {tuple(x.shape)}, expected (batch, seqlen, nheads, headdim)"
@@ -94,7 +92,7 @@ def _checked_batch_and_seqlen(
     return batch, seqlen
 
 
-def _varlen_positions(total: int, cu_seqlens: Tensor, batch: int, offsets: Union[int, Tensor]) -> Tensor:
+def _varlen_positions(total: int, cu_seqlens: Tensor, batch: int, offsets: int | Tensor) -> Tensor:
     """(total,) positions, -1 for tokens that belong to no sequence."""
     tokens = torch.arange(total, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     sequence = torch.searchsorted(cu_seqlens, tokens, right=True) - 1

@@ -1,0 +1,314 @@
+"""The compiled extension's five functions, by position, over the private functions and the KV cache.
+
+Callers that go below flash_attn's Python layer (and that layer itself) work unchanged on top of this
+module. Nothing is computed here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.kvcache import flash_attn_with_kvcache
+from flash_attn_compat.private_interface import (
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+)
+
+__all__ = ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]
+
+
+def fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out_: Tensor | None,
+    alibi_slopes_: Tensor | None,
+    p_dropout: float,
+    softmax_scale: float,
+    is_causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    return_softmax: bool,
+    gen_: Any = None,
+) -> list[Tensor]:
+    """Dense forward: q (batch, seqlen_q, nheads, headdim), k and v (batch, seqlen_k, nheads_k, headdim).
+
+    out_: written in place through its strides and returned, if given
+    gen_: must be None; dropout uses torch's default generator
+    Returns [out, softmax_lse, S_dmask, rng_state], as _flash_attn_forward.
+    """
+    _check_generator(gen_)
+    _check_out(out_, q)
+    out, *rest = _flash_attn_forward(
+        q,
+        k,
+        v,
+        p_dropout,
+        softmax_scale,
+        is_causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        alibi_slopes_,
+        return_softmax,
+    )
+    return [_written(out, out_), *rest]
+
+
+def varlen_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out_: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_k: Tensor | None,
+    leftpad_k_: Tensor | None,
+    block_table_: Tensor | None,
+    alibi_slopes_: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    p_dropout: float,
+    softmax_scale: float,
+    zero_tensors: bool,
+    is_causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    return_softmax: bool,
+    gen_: Any = None,
+    num_splits: int = 0,
+) -> list[Tensor]:
+    """Packed forward: q (total_q, nheads, headdim), k and v (total_k, nheads_k, headdim) or pages.
+
+    out_, gen_: as in fwd
+    num_splits: later than 2.8.3; more than one split is not supported with a block table, and changes
+        nothing without
+    Returns [out, softmax_lse, S_dmask, rng_state], as _flash_attn_varlen_forward.
+    """
+    _check_generator(gen_)
+    _check_out(out_, q)
+    if num_splits > 1 and block_table_ is not None:
+        raise RuntimeError(f"num_splits > 1 is not supported with a block_table, got num_splits = {num_splits}")
+    out, *rest = _flash_attn_varlen_forward(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        p_dropout,
+        softmax_scale,
+        is_causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        alibi_slopes_,
+        return_softmax,
+        block_table_,
+        leftpad_k_,
+        seqused_k,
+        zero_tensors,
+    )
+    return [_written(out, out_), *rest]
+
+
+def bwd(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq_: Tensor | None,
+    dk_: Tensor | None,
+    dv_: Tensor | None,
+    alibi_slopes_: Tensor | None,
+    p_dropout: float,
+    softmax_scale: float,
+    is_causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    deterministic: bool,
+    gen_: Any = None,
+    rng_state: Tensor | None = None,
+) -> list[Tensor]:
+    """Dense backward, from the given out and softmax_lse; shapes as in fwd.
+
+    dq_, dk_, dv_: written in place through their strides, if given
+    Returns [dq, dk, dv, softmax_d], as _flash_attn_backward.
+    """
+    _check_generator(gen_)
+    dq, dk, dv = _gradients((q, k, v), (dq_, dk_, dv_))
+    softmax_d = _flash_attn_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        dq,
+        dk,
+        dv,
+        p_dropout,
+        softmax_scale,
+        is_causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        alibi_slopes_,
+        deterministic,
+        rng_state,
+    )
+    return [dq, dk, dv, softmax_d]
+
+
+def varlen_bwd(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq_: Tensor | None,
+    dk_: Tensor | None,
+    dv_: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    alibi_slopes_: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    p_dropout: float,
+    softmax_scale: float,
+    zero_tensors: bool,
+    is_causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    deterministic: bool,
+    gen_: Any = None,
+    rng_state: Tensor | None = None,
+) -> list[Tensor]:
+    """Packed backward, from the given out and softmax_lse; shapes as in varlen_fwd.
+
+    Returns [dq, dk, dv, softmax_d], as _flash_attn_varlen_backward; gradients as in bwd.
+    """
+    _check_generator(gen_)
+    dq, dk, dv = _gradients((q, k, v), (dq_, dk_, dv_))
+    softmax_d = _flash_attn_varlen_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        dq,
+        dk,
+        dv,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        p_dropout,
+        softmax_scale,
+        is_causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        alibi_slopes_,
+        deterministic,
+        rng_state,
+        zero_tensors,
+    )
+    return [dq, dk, dv, softmax_d]
+
+
+def fwd_kvcache(
+    q: Tensor,
+    kcache: Tensor,
+    vcache: Tensor,
+    k_: Tensor | None,
+    v_: Tensor | None,
+    seqlens_k_: Tensor | None,
+    rotary_cos_: Tensor | None,
+    rotary_sin_: Tensor | None,
+    cache_batch_idx_: Tensor | None,
+    leftpad_k_: Tensor | None,
+    block_table_: Tensor | None,
+    alibi_slopes_: Tensor | None,
+    out_: Tensor | None,
+    softmax_scale: float,
+    is_causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    is_rotary_interleaved: bool,
+    num_splits: int,
+) -> list[Tensor]:
+    """Forward over a KV cache, appending k_ and v_ in place; shapes as in flash_attn_with_kvcache.
+
+    Returns [out, softmax_lse]; out_ is written in place and returned, if given.
+    """
+    _check_out(out_, q)
+    out, softmax_lse = flash_attn_with_kvcache(
+        q,
+        kcache,
+        vcache,
+        k_,
+        v_,
+        rotary_cos=rotary_cos_,
+        rotary_sin=rotary_sin_,
+        cache_seqlens=seqlens_k_,
+        cache_batch_idx=cache_batch_idx_,
+        cache_leftpad=leftpad_k_,
+        block_table=block_table_,
+        softmax_scale=softmax_scale,
+        causal=is_causal,
+        window_size=(window_size_left, window_size_right),
+        softcap=softcap,
+        rotary_interleaved=is_rotary_interleaved,
+        alibi_slopes=alibi_slopes_,
+        num_splits=num_splits,
+        return_softmax_lse=True,
+    )
+    return [_written(out, out_), softmax_lse]
+
+
+def _check_generator(gen: Any) -> None:
+    if gen is None:
+        return
+    raise RuntimeError(
+        "flash-attn: the RNG `generator` argument is no longer supported and must be None; "
+        "dropout (when enabled) uses torch's default generator."
+    )
+
+
+def _check_out(out: Tensor | None, q: Tensor) -> None:
+    """Before anything is computed or appended to a cache. v's head_dim is q's in every caller that preallocates."""
+    if out is None:
+        return
+    if out.dtype != q.dtype:
+        raise RuntimeError(f"Output must have the same dtype as inputs: out is {out.dtype}, q is {q.dtype}")
+    if out.shape != q.shape:
+        raise RuntimeError(f"out must have shape {tuple(q.shape)} (that of q), got {tuple(out.shape)}")
+
+
+def _written(value: Tensor, target: Tensor | None) -> Tensor:
+    # no_grad: a preallocated out belongs to the caller's own backward, as with the compiled extension.
+    with torch.no_grad():
+        return value if target is None else target.copy_(value)
+
+
+def _gradients(
+    inputs: tuple[Tensor, Tensor, Tensor], given: tuple[Tensor | None, Tensor | None, Tensor | None]
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty_like(t) if grad is None else grad for t, grad in zip(inputs, given))
+    return dq, dk, dv

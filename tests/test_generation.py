@@ -1,0 +1,142 @@
+"""Sampling from logits, and decoding with caches against running the whole sequence again."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flash_attn_compat.modules.mha import MHA
+from flash_attn_compat.utils.generation import (
+    GenerationMixin,
+    InferenceParams,
+    decode,
+    modify_logits_for_top_k_filtering,
+    modify_logits_for_top_p_filtering,
+    sample,
+)
+
+VOCAB = 11
+
+
+class TinyModel(nn.Module, GenerationMixin):
+    """Embedding, two attention layers, and logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCAB, 32)
+        self.layers = nn.ModuleList(
+            MHA(32, 2, causal=True, layer_idx=i, rotary_emb_dim=16, use_flash_attn=True) for i in range(2)
+        )
+        self.head = nn.Linear(32, VOCAB)
+        self.seen: list[tuple[int, ...]] = []
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        inference_params: Any = None,
+        num_last_tokens: int = 0,
+    ) -> Any:
+        self.seen.append(tuple(input_ids.shape))
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = x + layer(x, inference_params=inference_params)
+        return SimpleNamespace(logits=self.head(x[:, -num_last_tokens:]))
+
+
+def greedy_without_cache(model: TinyModel, ids: Tensor, max_length: int) -> Tensor:
+    while ids.shape[1] < max_length:
+        ids = torch.cat((ids, model(ids).logits[:, -1:].argmax(-1)), dim=1)
+    return ids
+
+
+PROMPT = torch.tensor([[1, 2, 3], [7, 5, 9]])
+
+
+def test_cached_greedy_decoding_agrees_with_running_everything_again() -> None:
+    model = TinyModel()
+    expected = greedy_without_cache(model, PROMPT, 10)
+    model.seen.clear()
+    output = model.generate(PROMPT, 10, return_dict_in_generate=True, output_scores=True)
+    assert torch.equal(output.sequences, expected)
+    assert model.seen == [(2, 3)] + [(2, 1)] * 6
+    assert len(output.scores) == 7 and torch.equal(output.scores[-1].argmax(-1), expected[:, -1])
+    assert model.generate(PROMPT, 10, return_dict_in_generate=True).scores is None
+
+
+def test_decoding_stops_when_every_sample_ends() -> None:
+    model = TinyModel()
+    expected = greedy_without_cache(model, PROMPT[:1], 10)
+    eos = int(expected[0, 5])
+    first = expected[0, 3:].tolist().index(eos) + 3
+    assert torch.equal(model.generate(PROMPT[:1], 10, eos_token_id=eos), expected[:, : first + 1])
+
+
+def test_teacher_tokens_replace_drawn_ones() -> None:
+    model = TinyModel()
+    teacher = torch.tensor([[1, 2, 3, 4, 6, 8], [7, 5, 9, 0, 0, 1]])
+    output = decode(PROMPT, model, 7, teacher_outputs=teacher)
+    assert torch.equal(output.sequences[:, :6], teacher)
+    torch.testing.assert_close(output.scores[-1], model(teacher).logits[:, -1], rtol=1e-4, atol=1e-5)
+
+
+def test_logits_past_the_vocabulary_are_ignored() -> None:
+    output = decode(PROMPT, TinyModel(), 8, vocab_size=4)
+    assert output.sequences[:, 3:].max() < 4 and output.scores[0].shape == (2, 4)
+
+
+def test_top_1_is_the_argmax_and_leaves_the_logits_alone() -> None:
+    logits = torch.randn(5, VOCAB)
+    kept = logits.clone()
+    assert torch.equal(sample(logits), logits.argmax(-1))
+    for options in ({"top_k": 3, "top_p": 0.5}, {"top_k": 0, "top_p": 0.5, "temperature": 0.5}):
+        sample(logits, **options)
+    assert torch.equal(logits, kept)
+
+
+@pytest.mark.parametrize("options", [{"top_k": 3}, {"top_k": 0}, {"top_k": 0, "temperature": 0.5}, {"top_k": 99}])
+def test_draws_follow_the_probabilities(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    logits = torch.tensor([0.0, 2.0, 1.0, 1.5])
+    drawn = sample(logits.expand(20000, 4), **options)
+    scaled = logits / options.get("temperature", 1.0)
+    if options["top_k"] == 3:
+        scaled = torch.where(scaled == 0.0, float("-inf"), scaled)
+    frequencies = torch.bincount(drawn, minlength=4) / 20000
+    torch.testing.assert_close(frequencies, scaled.softmax(-1), rtol=0, atol=0.015)
+
+
+def test_top_p_keeps_the_smallest_set_that_exceeds_it() -> None:
+    probabilities = torch.tensor([[0.05, 0.5, 0.15, 0.3], [0.9, 0.04, 0.03, 0.03]])
+    for top_p, kept in ((0.4, [1, 1]), (0.6, [2, 1]), (0.93, [3, 2]), (0.0, [4, 4]), (1.0, [4, 4])):
+        logits = probabilities.log()
+        modify_logits_for_top_p_filtering(logits, top_p)
+        assert logits.isfinite().sum(-1).tolist() == kept
+    logits = probabilities.log()
+    modify_logits_for_top_p_filtering(logits, 0.6)
+    assert logits[0].isfinite().tolist() == [False, True, False, True]
+
+
+def test_top_k_keeps_the_largest() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0]])
+    modify_logits_for_top_k_filtering(logits, 2)
+    assert logits.isfinite().tolist() == [[False, True, True]]
+
+
+def test_the_state_can_be_reset_and_keeps_its_caches() -> None:
+    params = InferenceParams(8, 2, seqlen_offset=5, key_value_memory_dict={0: "cache"})
+    params.lengths_per_sample = torch.tensor([3, 4])
+    params.reset(16, 1)
+    assert (params.max_seqlen, params.max_batch_size, params.seqlen_offset) == (16, 1, 0)
+    assert params.key_value_memory_dict == {0: "cache"} and params.lengths_per_sample.tolist() == [0, 0]
+    assert InferenceParams(1, 1).key_value_memory_dict is not InferenceParams(1, 1).key_value_memory_dict
+
+
+def test_a_model_without_caches_says_so() -> None:
+    with pytest.raises(NotImplementedError, match="allocate_inference_cache"):
+        GenerationMixin().allocate_inference_cache(1, 1)

@@ -1,0 +1,334 @@
+"""Attention and feed-forward modules: against plain attention, and a cache against the full forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import flash_attn_compat
+from flash_attn_compat.layers.rotary import apply_rotary_emb_torch
+from flash_attn_compat.modules import mha
+from flash_attn_compat.modules.mha import (
+    MHA,
+    CrossAttention,
+    FlashCrossAttention,
+    FlashSelfAttention,
+    SelfAttention,
+    get_alibi_slopes,
+)
+from flash_attn_compat.modules.mlp import FusedMLP, GatedMlp, Mlp
+from flash_attn_compat.ops.fused_dense import FusedDense, fused_dense_func
+from flash_attn_compat.utils.generation import InferenceParams
+
+B, S, H, HK, D = 2, 6, 4, 2, 16
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def attention64(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float = D**-0.5, slopes: Any = None, left: int = -1
+) -> Tensor:
+    """Softmax attention in fp64, (batch, seqlen, nheads, headdim), bottom-right aligned."""
+    q, k, v = q.double(), k.double(), v.double()
+    k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], dim=2) for t in (k, v))
+    scores = torch.einsum("bthd,bshd->bhts", q, k) * scale
+    distance = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1] - torch.arange(k.shape[1])
+    if slopes is not None:
+        scores = scores - torch.tensor(slopes, dtype=torch.float64)[:, None, None] * distance.abs()
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if causal:
+        hidden |= distance < 0
+    if left >= 0:
+        hidden |= distance > left
+    scores = scores.masked_fill(hidden, float("-inf"))
+    return torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v)
+
+
+def test_alibi_slopes_follow_the_paper() -> None:
+    assert get_alibi_slopes(8) == pytest.approx([2.0**-i for i in range(1, 9)])
+    assert get_alibi_slopes(1) == pytest.approx([2.0**-8])
+    # Twelve heads: those of eight, then every other one of sixteen.
+    assert get_alibi_slopes(12) == pytest.approx(get_alibi_slopes(8) + get_alibi_slopes(16)[0:8:2])
+
+
+def test_the_order_of_alibi_and_window_differs_between_the_two_flash_modules() -> None:
+    slopes = torch.rand(H)
+    self_attention = FlashSelfAttention(True, None, 0.0, (2, 0), slopes)
+    cross_attention = FlashCrossAttention(True, None, 0.0, slopes, (2, 0))
+    for module in (self_attention, cross_attention):
+        assert module.window_size == (2, 0) and torch.equal(module.alibi_slopes, slopes) and not module.state_dict()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_self_attention_agrees_with_fp64_dense_and_packed(dtype: torch.dtype, causal: bool) -> None:
+    slopes = torch.tensor(get_alibi_slopes(H))
+    module = FlashSelfAttention(softmax_scale=0.3, window_size=(3, -1), alibi_slopes=slopes.to(dtype)).eval()
+    qkv = randn(B, S, 3, H, D, dtype=dtype)
+    slopes_used = slopes.to(dtype).double().tolist()
+    expected = attention64(*qkv.unbind(2), causal, 0.3, slopes_used, left=3)
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(module(qkv, causal=causal).double(), expected, rtol=tolerance, atol=tolerance)
+    cu_seqlens = torch.arange(B + 1, dtype=torch.int32) * S
+    packed = module(qkv.flatten(0, 1), causal=causal, cu_seqlens=cu_seqlens, max_seqlen=S)
+    torch.testing.assert_close(packed.double(), expected.flatten(0, 1), rtol=tolerance, atol=tolerance)
+
+
+def test_flash_cross_attention_agrees_with_fp64_dense_and_packed() -> None:
+    module = FlashCrossAttention(causal=True)
+    q, kv = randn(B, 3, H, D), randn(B, S, 2, HK, D, seed=1)
+    expected = attention64(q, *kv.unbind(2), causal=True)
+    torch.testing.assert_close(module(q, kv).double(), expected, rtol=1e-5, atol=1e-5)
+    cu_seqlens, cu_seqlens_k = (torch.arange(B + 1, dtype=torch.int32) * n for n in (3, S))
+    packed = module(
+        q.flatten(0, 1), kv.flatten(0, 1), None, cu_seqlens=cu_seqlens, max_seqlen=3, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_k=S,
+    )  # fmt: skip
+    torch.testing.assert_close(packed.double(), expected.flatten(0, 1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_attention_dropout_acts_in_training_only(flash: bool) -> None:
+    module = (FlashSelfAttention if flash else SelfAttention)(attention_dropout=0.5)
+    qkv = randn(B, S, 3, H, D)
+    expected = attention64(*qkv.unbind(2), causal=False)
+    torch.testing.assert_close(module.eval()(qkv).double(), expected, rtol=1e-5, atol=1e-5)
+    assert (module.train()(qkv).double() - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_plain_attention_agrees_with_fp64_where_something_is_visible(causal: bool) -> None:
+    qkv, q, kv = randn(B, S, 3, H, D), randn(B, 3, H, D, seed=1), randn(B, S, 2, HK, D, seed=2)
+    mask = torch.ones(B, S, dtype=torch.bool)
+    mask[1, 4:] = False
+    self_attention, cross_attention = SelfAttention(causal), CrossAttention(causal)
+    expected = attention64(*qkv.unbind(2), causal)
+    torch.testing.assert_close(self_attention(qkv).double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        self_attention(qkv, key_padding_mask=mask)[1, :4].double(),
+        attention64(*qkv[1:, :4].unbind(2), causal)[0],
+        rtol=1e-5,
+        atol=1e-5,
+    )
+    expected = attention64(q, *kv.unbind(2), causal)
+    torch.testing.assert_close(cross_attention(q, kv).double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        cross_attention(q, kv, key_padding_mask=mask)[1].double(),
+        attention64(q[1:], *kv[1:, :4].unbind(2), causal)[0],
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+def test_a_row_that_sees_nothing_is_a_uniform_average_in_plain_attention() -> None:
+    q, kv = randn(1, 3, H, D), randn(1, 2, 2, H, D, seed=1)
+    out = CrossAttention(causal=True)(q, kv)
+    torch.testing.assert_close(out[0, 0], kv[0, :, 1].mean(dim=0))
+
+
+def parameters(module: torch.nn.Module) -> set[str]:
+    return {name.rsplit(".", 1)[0] for name, _ in module.named_parameters()}
+
+
+def test_mha_names_its_projections_as_flash_attn_does() -> None:
+    assert parameters(MHA(64, H)) == {"Wqkv", "out_proj"}
+    assert parameters(MHA(64, H, cross_attn=True)) == {"Wq", "Wkv", "out_proj"}
+    assert parameters(MHA(64, H, dwconv=True)) == {"Wqkv", "dwconv_qkv", "out_proj"}
+    assert parameters(MHA(64, H, num_heads_kv=HK, dwconv=True)) == {"Wqkv", "dwconv_q", "dwconv_kv", "out_proj"}
+    assert MHA(64, H, num_heads_kv=HK).Wqkv.weight.shape == (64 + 2 * HK * D, 64)
+    assert MHA(64, H, rotary_emb_dim=8).state_dict().keys() == MHA(64, H).state_dict().keys()
+
+
+@pytest.mark.parametrize("num_heads_kv", [H, HK])
+@pytest.mark.parametrize("use_flash_attn", [False, True])
+def test_mha_is_projection_rotation_attention_projection(num_heads_kv: int, use_flash_attn: bool) -> None:
+    torch.manual_seed(0)
+    module = MHA(64, H, num_heads_kv, causal=True, rotary_emb_dim=8, use_flash_attn=use_flash_attn)
+    x = randn(B, S, 64)
+    q, k, v = module.Wqkv(x).split((64, num_heads_kv * D, num_heads_kv * D), dim=-1)
+    q, k, v = (t.unflatten(-1, (-1, D)) for t in (q, k, v))
+    module.rotary_emb._update_cos_sin_cache(S, dtype=torch.float32)
+    cos, sin = module.rotary_emb._cos_cached, module.rotary_emb._sin_cached
+    context = attention64(apply_rotary_emb_torch(q, cos, sin), apply_rotary_emb_torch(k, cos, sin), v, causal=True)
+    expected = F.linear(context.flatten(2), module.out_proj.weight.double(), module.out_proj.bias.double())
+    torch.testing.assert_close(module(x).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_heads_kv", [H, HK])
+def test_packed_mha_agrees_with_the_padded_one(num_heads_kv: int) -> None:
+    torch.manual_seed(0)
+    module = MHA(64, H, num_heads_kv, causal=True, use_flash_attn=True, use_alibi=True, window_size=(3, 0))
+    x = randn(B, S, 64)
+    cu_seqlens = torch.arange(B + 1, dtype=torch.int32) * S
+    packed = module(x.flatten(0, 1), cu_seqlens=cu_seqlens, max_seqlen=S)
+    torch.testing.assert_close(packed, module(x).flatten(0, 1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("use_flash_attn", [False, True])
+@pytest.mark.parametrize("cross_attn", [False, True])
+def test_return_residual_hands_back_x(use_flash_attn: bool, cross_attn: bool) -> None:
+    torch.manual_seed(0)
+    module = MHA(64, H, cross_attn=cross_attn, return_residual=True, use_flash_attn=use_flash_attn)
+    x, x_kv = randn(B, 3, 64), randn(B, S, 64, seed=1) if cross_attn else None
+    out, residual = module(x, x_kv)
+    assert out.shape == x.shape and residual is x
+
+
+def test_checkpointing_and_dense_layers_change_neither_values_nor_gradients() -> None:
+    torch.manual_seed(0)
+    plain = MHA(64, H, causal=True, use_flash_attn=True, rotary_emb_dim=16)
+    other = MHA(64, H, causal=True, use_flash_attn=True, rotary_emb_dim=16, checkpointing=True, fused_bias_fc=True)
+    other.load_state_dict(plain.state_dict())
+    assert isinstance(other.Wqkv, FusedDense)
+    x = randn(B, S, 64)
+    leaves = [x.clone().requires_grad_(), x.clone().requires_grad_()]
+    for module, leaf in zip((plain, other), leaves, strict=True):
+        module(leaf).square().sum().backward()
+    torch.testing.assert_close(leaves[1].grad, leaves[0].grad)
+    torch.testing.assert_close(other.Wqkv.weight.grad, plain.Wqkv.weight.grad)
+
+
+def test_the_depthwise_convolution_does_not_look_ahead() -> None:
+    torch.manual_seed(0)
+    module = MHA(64, H, causal=True, dwconv=True)
+    x = randn(B, S, 64)
+    changed = x.clone()
+    changed[:, 4:] += 1
+    torch.testing.assert_close(module(changed)[:, :4], module(x)[:, :4])
+
+
+CACHED: list[dict[str, Any]] = [
+    {"use_flash_attn": False},
+    {"use_flash_attn": False, "rotary_emb_dim": 16},
+    {"use_flash_attn": True},
+    {"use_flash_attn": True, "rotary_emb_dim": 16},
+    {"use_flash_attn": True, "rotary_emb_dim": 16, "rotary_emb_interleaved": True, "num_heads_kv": HK},
+    {"use_flash_attn": True, "rotary_emb_dim": 8, "num_heads_kv": HK},
+    {"use_flash_attn": True, "rotary_emb_dim": 16, "rotary_emb_scale_base": 512},
+    {"use_flash_attn": True, "use_alibi": True, "num_heads_kv": HK},
+    {"use_flash_attn": True, "window_size": (2, 0), "rotary_emb_dim": 16},
+    {"use_flash_attn": True, "window_size": (2, 0)},
+]
+
+
+@pytest.mark.parametrize("options", CACHED)
+def test_decoding_with_a_cache_agrees_with_the_full_forward(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    module = MHA(64, H, causal=True, layer_idx=0, **options)
+    x = randn(B, S, 64)
+    expected = module(x)
+    params = InferenceParams(max_seqlen=S + 2, max_batch_size=B)
+    steps = []
+    for start, stop in ((0, 2), (2, 3), (3, 5), (5, 6)):
+        steps.append(module(x[:, start:stop], inference_params=params))
+        params.seqlen_offset = stop
+    torch.testing.assert_close(torch.cat(steps, dim=1), expected, rtol=1e-4, atol=1e-5)
+    assert params.key_value_memory_dict[0].shape == (B, S + 2, 2, options.get("num_heads_kv", H), D)
+
+
+def test_decoding_uses_the_length_of_each_sample_and_its_part_of_the_batch() -> None:
+    torch.manual_seed(0)
+    module = MHA(64, H, causal=True, layer_idx=0, use_flash_attn=True, rotary_emb_dim=16)
+    x = randn(B, S, 64)
+    cache = module.allocate_inference_cache(B + 1, S + 2)
+    params = InferenceParams(
+        max_seqlen=S + 2, max_batch_size=B + 1, batch_size_offset=1, key_value_memory_dict={0: cache}
+    )
+    module(x, inference_params=params)
+    lengths = [4, 6]
+    params.lengths_per_sample = torch.tensor([0, *lengths], dtype=torch.int32)
+    params.seqlen_offset = max(lengths)
+    token = randn(B, 1, 64, seed=1)
+    step = module(token, inference_params=params)
+    for row, length in enumerate(lengths):
+        alone = module(torch.cat((x[row : row + 1, :length], token[row : row + 1]), dim=1))
+        torch.testing.assert_close(step[row], alone[0, -1:], rtol=1e-4, atol=1e-5)
+
+
+def test_a_cache_that_is_too_short_is_refused() -> None:
+    module = MHA(64, H, causal=True, layer_idx=0)
+    with pytest.raises(AssertionError, match="does not fit into the cache"):
+        module(randn(B, S, 64), inference_params=InferenceParams(max_seqlen=S - 1, max_batch_size=B))
+
+
+def test_options_that_exclude_each_other_are_refused() -> None:
+    with pytest.raises(AssertionError, match="ALiBi code path requires flash_attn"):
+        MHA(64, H, use_alibi=True)
+    with pytest.raises(AssertionError, match="requires flash_attn"):
+        MHA(64, H, window_size=(2, 0))
+    with pytest.raises(AssertionError, match="divisible by num_heads_kv"):
+        MHA(64, H, 3)
+    with pytest.raises(AssertionError, match="key_padding_mask excludes"):
+        MHA(64, H, use_flash_attn=True)(randn(B, S, 64), key_padding_mask=torch.ones(B, S, dtype=torch.bool))
+    with pytest.raises(AssertionError, match="for cross-attention"):
+        MHA(64, H)(randn(B, S, 64), x_kv=randn(B, S, 64))
+
+
+def test_the_module_re_exports_the_attention_functions() -> None:
+    for name in ("flash_attn_kvpacked_func", "flash_attn_varlen_kvpacked_func", "flash_attn_with_kvcache"):
+        assert getattr(mha, name) is getattr(flash_attn_compat, name)
+
+
+# Feed-forward
+
+
+def linear64(layer: torch.nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x, layer.weight.double(), layer.bias.double())
+
+
+def test_mlp_defaults_and_residual() -> None:
+    torch.manual_seed(0)
+    module = Mlp(8, return_residual=True)
+    x = randn(3, 8)
+    y, residual = module(x)
+    assert module.fc1.out_features == 32 and residual is x
+    expected = linear64(module.fc2, F.gelu(linear64(module.fc1, x.double())))
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("activation", [F.sigmoid, F.silu, F.gelu])
+def test_gated_mlp_multiplies_the_first_half_by_its_gate(activation: Any) -> None:
+    torch.manual_seed(0)
+    module = GatedMlp(8, activation=activation, multiple_of=16)
+    x = randn(3, 8)
+    y, gate = linear64(module.fc1, x.double()).chunk(2, dim=-1)
+    assert module.fc2.in_features == 32
+    torch.testing.assert_close(module(x).double(), linear64(module.fc2, y * activation(gate)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("checkpoint_lvl", [0, 2])
+@pytest.mark.parametrize(
+    ("activation", "plain"),
+    [
+        ("gelu_approx", lambda x: F.gelu(x, approximate="tanh")),
+        ("relu", F.relu),
+        ("sqrelu", lambda x: F.relu(x).square()),
+    ],
+)
+def test_fused_mlp_is_two_layers_with_gradients(activation: str, plain: Any, checkpoint_lvl: int) -> None:
+    torch.manual_seed(0)
+    module = FusedMLP(8, 12, 5, activation=activation, checkpoint_lvl=checkpoint_lvl)
+    x = randn(3, 8).requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    out, expected = module(x), linear64(module.fc2, plain(linear64(module.fc1, exact)))
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
+    out.sum().backward()
+    expected.sum().backward()
+    torch.testing.assert_close(x.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_dense_layers_return_their_input_and_refuse_tensor_parallelism() -> None:
+    layer = FusedDense(4, 3, return_residual=True)
+    x = randn(2, 4)
+    out, residual = layer(x)
+    assert residual is x and torch.equal(out, F.linear(x, layer.weight, layer.bias))
+    with pytest.raises(NotImplementedError, match="process_group"):
+        fused_dense_func(x, layer.weight, process_group=object())
+    with pytest.raises(NotImplementedError, match="'swish'"):
+        FusedMLP(4, activation="swish")
