@@ -246,7 +246,11 @@ def essential() -> Iterator[Case]:
     yield _case(DENSE, "head_dim 64 value 32", fp16, _dense, head_dim=64, head_dim_v=32, causal=True)
     yield _case(DENSE, "large logits", fp32, _dense, q_scale=40.0)
     yield _case(DENSE, "large logits causal", fp16, _dense, q_scale=16.0, causal=True)
-    yield _case(DENSE, "8192 keys", fp16, _dense, batch=1, lengths=(4, 8192), heads=(2, 1), head_dim=64, v_mean=1.0)
+    # The mean shows what fp16 sums lose. Forward only: the backward takes rowsum(dout * out) from the rounded out, so with
+    # values this one-sided even flash-attn's own gradients are further off than plain PyTorch's.
+    many = {"batch": 1, "lengths": (4, 8192), "heads": (2, 1), "head_dim": 64}
+    yield _case(DENSE, "8192 keys one-sided values", fp16, _dense, v_mean=1.0, backward=False, **many)
+    yield _case(DENSE, "8192 keys", fp16, _dense, **many)
     yield _case(DENSE, "1300 keys causal", fp32, _dense, batch=1, lengths=(140, 1300), heads=(2, 2), causal=True)
     yield _case(
         DENSE, "1300 keys window", fp16, _dense, batch=1, lengths=(300, 1300), heads=(2, 1), window_size=(150, 60)
@@ -355,7 +359,8 @@ def thorough() -> Iterator[Case]:
             **score_options,
         )
 
-    for (mask, mask_options), (score, score_options), dtype in itertools.product(MASKS.items(), SCORES.items(), DTYPES):
+    few = {name: SCORES[name] for name in ("", "alibi", "dropout")}  # packing meets the features in one place only
+    for (mask, mask_options), (score, score_options), dtype in itertools.product(MASKS.items(), few.items(), DTYPES):
         feature = _label(mask, score)
         yield _case(DENSE_KV, feature, dtype, _dense, heads=(4, 2), lengths=(50, 75), **mask_options, **score_options)
         yield _case(DENSE_QKV, feature, dtype, _dense, **mask_options, **score_options)
@@ -374,10 +379,12 @@ def thorough() -> Iterator[Case]:
         "rotary paged": {"seqlen_q": 3, "rotary_dim": 32, "page": 32},
     }
     without_dropout = {name: options for name, options in SCORES.items() if "dropout_p" not in options}
-    for (kind, settings), (mask, mask_options), (score, score_options), dtype in itertools.product(
-        cached.items(), MASKS.items(), without_dropout.items(), DTYPES
+    dtypes = itertools.cycle(DTYPES)
+    for (kind, settings), (mask, mask_options), (score, score_options) in itertools.product(
+        cached.items(), MASKS.items(), without_dropout.items()
     ):
-        yield _case(CACHE, _label(kind, mask, score), dtype, _cache, **settings, **mask_options, **score_options)
+        feature = _label(kind, mask, score)
+        yield _case(CACHE, feature, next(dtypes), _cache, **settings, **mask_options, **score_options)
 
     for (mask, mask_options), score, dtype in itertools.product(MASKS.items(), ("", "softcap", "alibi"), DTYPES):
         yield _case(

@@ -197,9 +197,10 @@ def _yes(fact: bool) -> str:
 def _group_table(rows: Iterable[Row], several_devices: bool) -> Table:
     groups: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
     for row in rows:
-        groups[row.function, row.dtype, _where(row, several_devices)].append(row)
+        groups[row.function.removeprefix("flash_attn_"), row.dtype, _where(row, several_devices)].append(row)
     cells = []
-    for (function, dtype, where), members in groups.items():
+    order = [name.removeprefix("flash_attn_") for name in impl.PUBLIC_FUNCTIONS]
+    for (function, dtype, where), members in sorted(groups.items(), key=lambda item: order.index(item[0][0])):
         ran = [row for row in members if not row.refused]
         if not ran:
             continue
@@ -359,6 +360,7 @@ def plan_from(arguments: argparse.Namespace) -> Plan:
 def main(arguments: argparse.Namespace) -> int:
     check_output_arguments(arguments)
     plan = plan_from(arguments)
+    torch.set_num_threads(1)  # thousands of small problems: more threads cost more than they give
     terminal = console()
     rows: list[Row] = []
     with progress_bar(terminal) as progress:
