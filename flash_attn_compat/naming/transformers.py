@@ -95,7 +95,7 @@ class _Gates:
             if name not in waiting:
                 handler(sys.modules[name])
         if _IMPORT_UTILS not in waiting:
-            _replay_guarded_imports(self._undo)
+            _replay_guarded_code(self._undo)
 
     def close(self) -> None:
         self._undo.close()
@@ -210,45 +210,47 @@ def _without_device_check(method: Any, argument: str, value: bool) -> Any:
     return classmethod(checked) if isinstance(method, classmethod) else checked
 
 
-def _replay_guarded_imports(undo: ExitStack) -> None:
-    """Run the imports that modules of transformers 4 skipped behind `if is_flash_attn_2_available():` at their import."""
+def _replay_guarded_code(undo: ExitStack) -> None:
+    """Run what modules of transformers 4 skipped behind `if is_flash_attn_2_available():` when they were imported."""
     guarded = [name for name in list(sys.modules) if name.startswith(("transformers.models.", "transformers_modules."))]
     for name in [_FLASH_UTILS, *guarded]:
         module = sys.modules.get(name)
-        # A lazy module of transformers would import its whole content to answer for an attribute.
-        namespace = getattr(module, "__dict__", {})
-        imports = _guarded_imports(module) if _GUARDS & namespace.keys() else []
-        if not imports:
+        # Looked up in __dict__: a lazy module of transformers would import its content to answer for an attribute.
+        skipped = _skipped_code(module) if _GUARDS & getattr(module, "__dict__", {}).keys() else []
+        if module is None or not skipped:
             continue
-        before = dict(vars(module))
-        undo.callback(_restore_namespace, module, before)
+        undo.callback(_restore_namespace, module, dict(vars(module)))
         if name == _FLASH_UTILS:
             # Its own functions look these names up when they run, so executing it again serves earlier importers.
             importlib.reload(module)
         else:
-            exec(compile(ast.Module(imports, []), f"<guarded imports of {name}>", "exec"), vars(module))
+            exec(compile(ast.Module(skipped, []), module.__file__ or name, "exec"), vars(module))
 
 
-def _guarded_imports(module: ModuleType) -> list[ast.stmt]:
+def _skipped_code(module: ModuleType | None) -> list[ast.stmt]:
+    """The guarded imports of a module, and its classes that have an imported class as base (ModernBERT's rotary)."""
     try:
-        tree = ast.parse(inspect.getsource(module))
+        tree = ast.parse(inspect.getsource(module))  # type: ignore[arg-type]
     except (OSError, TypeError, SyntaxError):
         return []
-    return [
+    imports: list[ast.stmt] = [
         statement
         for guard in tree.body
         if isinstance(guard, ast.If) and _asks_for_flash_attn(guard.test)
         for statement in guard.body
         if isinstance(statement, (ast.Import, ast.ImportFrom))
     ]
+    names = {alias.asname or alias.name for statement in imports for alias in statement.names}  # type: ignore[attr-defined]
+    return imports + [
+        statement
+        for statement in tree.body
+        if isinstance(statement, ast.ClassDef)
+        and any(isinstance(base, ast.Name) and base.id in names for base in statement.bases)
+    ]
 
 
 def _asks_for_flash_attn(test: ast.expr) -> bool:
-    return (
-        isinstance(test, ast.Call)
-        and isinstance(test.func, ast.Name)
-        and test.func.id in _GUARDS
-    )
+    return isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id in _GUARDS
 
 
 def _restore_namespace(module: ModuleType, before: dict[str, Any]) -> None:

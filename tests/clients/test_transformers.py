@@ -5,22 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="transformers is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from tests.clients.models import (  # noqa: E402
     DECODERS,
     MODELS,
     build,
-    exists,
     inputs_of,
     relative_error,
     run,
     token_ids,
+    tolerance,
+    why_not,
 )
 
 pytestmark = pytest.mark.usefixtures("patched")
+version = tuple(int(number) for number in transformers.__version__.split(".")[:2])
 DTYPES = [torch.float32, torch.bfloat16]
-present = [pytest.param(name, marks=pytest.mark.skipif(not exists(name), reason="newer than this transformers")) for name in MODELS]
+present = [pytest.param(name, marks=pytest.mark.skipif(bool(why_not(name)), reason=str(why_not(name)))) for name in MODELS]
 decoders = [parameter for parameter in present if parameter.values[0] in DECODERS]
 padded_models = [parameter for parameter in present if MODELS[parameter.values[0]].kind != "other"]
 
@@ -35,11 +37,11 @@ def gradients(model, logits, weights):
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def assert_close_gradients(got, expected, tolerance):
+def assert_close_gradients(got, expected, limit):
     assert got.keys() == expected.keys()
     scale = max(float(grad.abs().max()) for grad in expected.values())
     worst = max(float((got[name].float() - expected[name].float()).abs().max()) for name in expected)
-    assert worst <= tolerance * scale, f"{worst / scale:.2e}"
+    assert worst <= limit * scale, f"{worst / scale:.2e}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
@@ -51,10 +53,10 @@ def test_outputs_and_gradients_without_padding_equal_eager(name, dtype, calls):
     assert calls() == 0
     got = run(flash, inputs)
     assert calls() >= MODELS[name].attention_calls
-    tolerance = MODELS[name].tolerance[dtype]
-    assert relative_error(got, expected) <= tolerance
+    limit = tolerance(name, dtype)
+    assert relative_error(got, expected) <= limit
     weights = torch.randn_like(expected)
-    assert_close_gradients(gradients(flash, got, weights), gradients(eager, expected, weights), tolerance)
+    assert_close_gradients(gradients(flash, got, weights), gradients(eager, expected, weights), limit)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -74,10 +76,10 @@ def test_outputs_and_gradients_with_padding_equal_eager_at_the_tokens(name, dtyp
     expected, got = run(eager, inputs), run(flash, inputs)
     assert calls() >= MODELS[name].attention_calls
     real = mask.bool()
-    tolerance = MODELS[name].tolerance[dtype]
-    assert relative_error(got[real], expected[real]) <= tolerance
+    limit = tolerance(name, dtype)
+    assert relative_error(got[real], expected[real]) <= limit
     weights = torch.randn_like(expected) * real[..., None]
-    assert_close_gradients(gradients(flash, got, weights), gradients(eager, expected, weights), tolerance)
+    assert_close_gradients(gradients(flash, got, weights), gradients(eager, expected, weights), limit)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
@@ -90,10 +92,10 @@ def test_packed_sequences_equal_eager_on_each_by_itself(name, dtype, calls):
     expected = torch.cat([run(eager, {"input_ids": part}) for part in ids.split(lengths, dim=1)], dim=1)
     got = run(flash, {"input_ids": ids, "position_ids": positions})
     assert calls() == MODELS[name].attention_calls
-    tolerance = MODELS[name].tolerance[dtype]
-    assert relative_error(got, expected) <= tolerance
+    limit = tolerance(name, dtype)
+    assert relative_error(got, expected) <= limit
     weights = torch.randn_like(expected)
-    assert_close_gradients(gradients(flash, got, weights), gradients(eager, expected, weights), tolerance)
+    assert_close_gradients(gradients(flash, got, weights), gradients(eager, expected, weights), limit)
 
 
 @pytest.mark.parametrize("name", decoders)
@@ -112,8 +114,11 @@ def test_greedy_generation_from_left_padded_prompts_gives_the_same_tokens(name, 
 
 
 # For fp32 transformers logs a warning from inside the graph, which breaks it with any flash-attn.
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 2e-6), (torch.bfloat16, 4e-2)], ids=["fp64", "bf16"])
-def test_a_decoder_compiles_as_one_graph_forward_and_backward(dtype, tolerance, calls):
+@pytest.mark.skipif(
+    version < (4, 57), reason="older ones branch on the values of position_ids, which breaks the graph with any flash-attn"
+)
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 2e-6), (torch.bfloat16, 4e-2)], ids=["fp64", "bf16"])
+def test_a_decoder_compiles_as_one_graph_forward_and_backward(dtype, limit, calls):
     eager, flash = pair("llama", dtype)
     ids = token_ids(2, 12)
     expected = run(eager, {"input_ids": ids})
@@ -124,9 +129,9 @@ def test_a_decoder_compiles_as_one_graph_forward_and_backward(dtype, tolerance, 
     before = calls()
     got = compiled(ids)
     assert calls() == before + 2
-    assert relative_error(got, expected) <= tolerance
+    assert relative_error(got, expected) <= limit
     weights = torch.randn_like(expected)
-    assert_close_gradients(gradients(flash, got, weights), gradients(eager, expected, weights), tolerance)
+    assert_close_gradients(gradients(flash, got, weights), gradients(eager, expected, weights), limit)
 
 
 def test_a_model_switched_on_the_cpu_after_its_creation_equals_eager(calls):

@@ -49,7 +49,7 @@ def run(version: str, directory: Path, torch: str | None) -> tuple[str, str, int
     script = "import torch, transformers; print(transformers.__version__, 'torch', torch.__version__)"
     installed = subprocess.run([python, "-c", script], capture_output=True, text=True, env=environment).stdout.strip()
     tests = [test for test in TESTS if (REPOSITORY / test).exists()]
-    command = [python, "-m", "pytest", "-q", "-rs", "--show-capture=no", "--tb=short", *tests]
+    command = [python, "-m", "pytest", "-q", "-rfs", "--show-capture=no", "--tb=short", *tests]
     answer = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     print(answer.stdout, answer.stderr, sep="\n", flush=True)
     return installed, (answer.stdout.strip().splitlines() or ["no output"])[-1], answer.returncode
