@@ -95,6 +95,23 @@ def only_plain_attention(q, k, v):
     return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).half()
 
 
+def test_an_implementation_without_softmax_lse_is_judged_by_its_output(tmp_path):
+    saved = tmp_path / "a.json"
+    implementation = ["--implementation", "tests.test_verify_cli:REFUSES_LSE", "-k", "mqa_cross", "--device", "cpu"]
+    code = main(["--quick", *implementation, "--json", str(saved)])
+    (row,) = json.loads(saved.read_text())["rows"]
+    assert (code, row["verdict"], row["note"]) == (0, "pass", "without softmax_lse: planted")
+    assert {check["quantity"] for check in row["checks"]} == {"out", "dq", "dk", "dv"}
+
+
+class REFUSES_LSE:
+    @staticmethod
+    def flash_attn_func(q, k, v, return_attn_probs=False):
+        if return_attn_probs:
+            raise NotImplementedError("planted")
+        return only_plain_attention(q, k, v)
+
+
 def test_an_implementation_that_serves_nothing_is_a_failure(capsys):
     assert (
         main(

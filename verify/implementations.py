@@ -36,6 +36,9 @@ class Implementation(Protocol):
     def serving(self, problem: Problem) -> AbstractContextManager[Callable[..., Any]]:
         """A context manager giving the function that solves the problem; NotSupported where there is none."""
 
+    def calls_served(self) -> int | None:
+        """How many calls it has answered itself so far, None where nobody counts."""
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -52,6 +55,11 @@ class Backend:
                 yield getattr(flash_attn_compat, problem.function)
             except flash_attn_compat.BackendNotSupported as refusal:
                 raise NotSupported(self._reason(refusal)) from refusal
+
+    def calls_served(self) -> int:
+        import flash_attn_compat
+
+        return flash_attn_compat.backend_counts().get(self.name, 0)
 
     def _reason(self, refusal: Exception) -> str:
         """The first of this backend's reasons: the message has a line "name  reason; reason" for each backend."""
@@ -84,6 +92,9 @@ class Imported:
             yield function
         except NotImplementedError as error:
             raise NotSupported(str(error) or "NotImplementedError") from error
+
+    def calls_served(self) -> None:
+        return None
 
 
 def backends(names: list[str]) -> list[Backend]:
