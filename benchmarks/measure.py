@@ -1,0 +1,168 @@
+"""How time and memory are measured, and how a figure is held against its threshold. No attention in here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A ratio that must not fall below, or not exceed, a threshold. `of` says what is divided by what."""
+
+    group: str
+    case: str
+    of: str
+    ratio: float
+    at_least: float | None = None
+    at_most: float | None = None
+    detail: str = ""
+
+    @property
+    def passes(self) -> bool:
+        return (self.at_least is None or self.ratio >= self.at_least) and (self.at_most is None or self.ratio <= self.at_most)
+
+    @property
+    def required(self) -> str:
+        if self.at_least is not None:
+            return f">= {self.at_least:g}"
+        return f"<= {self.at_most:g}" if self.at_most is not None else ""
+
+
+_ENOUGH_SECONDS = 20.0
+
+
+def interleaved(contestants: Mapping[str, Callable[[], Any]], repeats: int, calls: int = 1) -> dict[str, float]:
+    """Median seconds per call of each contestant.
+
+    They take turns within every repeat, the first one rotating, so that a slow moment of the machine hits all alike.
+    Three repeats are enough where they take long.
+    """
+    names = list(contestants)
+    for name in names:
+        contestants[name]()  # allocator, thread pool and caches are warm from here on
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    begun = time.perf_counter()
+    for repeat in range(repeats):
+        if repeat >= 3 and time.perf_counter() - begun > _ENOUGH_SECONDS:
+            break
+        for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
+            call = contestants[name]
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            taken[name].append((time.perf_counter() - start) / calls)
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+@dataclass(frozen=True)
+class Allocations:
+    """Bytes that a call took from the allocator: most held at once, and in one piece."""
+
+    peak: int
+    largest: int
+
+
+def allocations(call: Callable[[], Any], device: str = "cpu") -> Allocations:
+    """What `call` takes from PyTorch's allocator, its results included, scratch memory inside kernels included.
+
+    On a CPU the profiler records every allocation and release. Resident memory of the process would also count what
+    the C library keeps for later, and a dispatch mode would not see into fused kernels.
+    """
+    if torch.device(device).type == "cuda":
+        return _cuda_allocations(call)
+    with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        result = call()
+    del result
+    held = peak = largest = 0
+    for size in _sizes_in_order(recorded):
+        held += size
+        peak, largest = max(peak, held), max(largest, size)
+    return Allocations(peak, largest)
+
+
+def _sizes_in_order(recorded: profile) -> list[int]:
+    """Bytes of each allocation, negative for a release."""
+    found: list[tuple[int, int]] = []
+    waiting = list(recorded.profiler.kineto_results.experimental_event_tree())
+    while waiting:
+        event = waiting.pop()
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            found.append((event.start_time_ns, event.extra_fields.alloc_size))
+        waiting += event.children
+    return [size for _, size in sorted(found, key=lambda pair: pair[0])]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The profiler's native code announces itself on stderr."""
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as silence:
+        os.dup2(silence.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+
+
+def _cuda_allocations(call: Callable[[], Any]) -> Allocations:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = call()
+    torch.cuda.synchronize()
+    del result
+    peak = torch.cuda.max_memory_allocated() - before
+    return Allocations(peak, peak)
+
+
+# ---------------------------------------------------------------- reporting
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", metavar="FILE", help="write the figures there too")
+    parser.add_argument("--only", default="", help="only groups and cases with this text in their name")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    return parser
+
+
+def report(title: str, figures: list[Figure], options: argparse.Namespace) -> int:
+    """Print the table, write the JSON; 1 if a figure misses its threshold."""
+    console = Console()
+    table = Table("case", "ratio", "required", "", "detail", title=f"{title}: {_machine()}")
+    for group in dict.fromkeys(figure.group for figure in figures):
+        table.add_section()
+        rows = [figure for figure in figures if figure.group == group]
+        table.add_row(f"[bold]{group}[/]  {rows[0].of}")
+        for figure in rows:
+            verdict = "" if not figure.required else "[green]pass[/]" if figure.passes else "[red]FAIL[/]"
+            table.add_row(f"  {figure.case}", f"{figure.ratio:.2f}", figure.required, verdict, figure.detail)
+    console.print(table)
+    failed = [figure for figure in figures if not figure.passes]
+    console.print(f"{len(figures)} figures, {len(failed)} short of what is required")
+    if options.json:
+        with open(options.json, "w") as file:
+            rows = [asdict(figure) | {"passes": figure.passes} for figure in figures]
+            json.dump({"machine": _machine(), "figures": rows}, file, indent=1)
+    return 1 if failed else 0
+
+
+def _machine() -> str:
+    return f"torch {torch.__version__}, {platform.machine()}, {torch.get_num_threads()} threads"
