@@ -9,11 +9,11 @@ import argparse
 import sys
 from typing import NoReturn
 
-from verify import compare
+from verify import bench, compare
 from verify.errors import UsageError
 
 # One line for each subcommand; the first is what `python -m verify` alone does.
-SUBCOMMANDS = (compare,)
+SUBCOMMANDS = (compare, bench)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,0 +1,305 @@
+"""Rows of timings as tables, ratios, curves, and against an earlier run."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verify.bench_run import Row
+from verify.errors import UsageError
+from verify.output import Table
+from verify.thresholds import Ratios
+from verify.timing import Timing, geometric_mean
+from verify.workloads import Workload
+
+FORWARD, BOTH = "forward", "both"
+NONE = "-"
+
+
+def rows_by_workload(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
+    found: dict[str, dict[str, Row]] = defaultdict(dict)
+    for row in rows:
+        found[row.workload][row.contestant] = row
+    return found
+
+
+# ---- ratios -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """Milliseconds flash-attn takes, and where the figure is from."""
+
+    ms: float
+    source: str
+
+
+def official(workload: Workload, rows: Mapping[str, Row], mode: str, recorded_applies: bool) -> Yardstick | None:
+    """flash-attn as measured in this run, else PyTorch's build of it, else as recorded on an H200 (which for decoding
+    comes first: only flash-attn itself has a kernel for it).
+    """
+    measured = _ms(rows.get("official"), mode)
+    if measured is not None:
+        return Yardstick(measured, "official")
+    figures = workload.recorded if recorded_applies else None
+    known = None
+    if figures is not None:
+        known = figures.forward_ms if mode == FORWARD else figures.both_ms
+    recorded = Yardstick(known, "recorded") if known is not None else None
+    aten = _ms(rows.get("aten_flash"), mode)
+    bundled = Yardstick(aten, "aten_flash") if aten is not None else None
+    return (recorded or bundled) if workload.decode else (bundled or recorded)
+
+
+def _ms(row: Row | None, mode: str) -> float | None:
+    timing = getattr(row, mode) if row is not None else None
+    return timing.median_ms if timing is not None else None
+
+
+def _over(theirs: float | None, ours: float | None) -> float | None:
+    return theirs / ours if theirs is not None and ours else None
+
+
+def our_row(rows: Mapping[str, Row]) -> Row | None:
+    """The default choice, or the first backend of ours that was asked for."""
+    ours = [row for row in rows.values() if row.ours]
+    return rows.get("default") or next((row for row in ours if row.forward), next(iter(ours), None))
+
+
+def ratios(workload: Workload, rows: Mapping[str, Row], recorded_applies: bool, of: Row | None = None) -> Ratios | None:
+    """`of` against everyone else; the default choice unless given."""
+    mine = of or our_row(rows)
+    if mine is None or mine.forward is None:
+        return None
+
+    def to_official(mode: str) -> float | None:
+        yardstick = official(workload, rows, mode, recorded_applies)
+        return _over(yardstick.ms, _ms(mine, mode)) if yardstick else None
+
+    def to(name: str, mode: str) -> float | None:
+        return _over(_ms(rows.get(name), mode), _ms(mine, mode))
+
+    return Ratios(
+        workload=workload.name,
+        served_by=mine.served_by,
+        official=to_official(FORWARD),
+        official_both=to_official(BOTH),
+        pad=to("pad_sdpa", FORWARD),
+        pad_both=to("pad_sdpa", BOTH),
+        bare=to("bare", FORWARD),
+        bare_both=to("bare", BOTH),
+        memory_mib=mine.memory_mib,
+    )
+
+
+# ---- tables -----------------------------------------------------------------------------------------------------------
+
+DETAIL_COLUMNS = (
+    "workload", "contestant", "forward ms", "fwd+bwd ms", "peak MiB", "TFLOP/s", "of matmul", "answer", "remarks",
+)  # fmt: skip
+
+
+def detail(row: Row, matmul: float | None) -> list[str]:
+    share = NONE
+    if row.forward_tflops is not None and matmul:
+        share = f"{row.forward_tflops * 1e12 / matmul:.1%}"
+    name = (
+        f"{row.contestant} ({row.served_by})" if row.served_by and row.served_by != row.contestant else row.contestant
+    )
+    return [
+        row.workload,
+        name,
+        _milliseconds(row.forward),
+        _milliseconds(row.both),
+        NONE if row.memory_mib is None else f"{row.memory_mib:.1f}",
+        NONE if row.forward_tflops is None else f"{row.forward_tflops:.3g}",
+        share,
+        answer(row),
+        remarks(row),
+    ]
+
+
+def _milliseconds(timing: Timing | None) -> str:
+    return NONE if timing is None else f"{timing.median_ms:.4g} ±{timing.spread:.0%}"
+
+
+def answer(row: Row) -> str:
+    if row.verdict is None:
+        return "FAIL" if row.failed else ("not supported" if row.reason else NONE)
+    return "pass" if row.verdict.ok else "FAIL"
+
+
+def remarks(row: Row) -> str:
+    parts = [row.reason] if row.reason else []
+    if row.verdict is not None and not row.verdict.ok:
+        parts.append(f"{row.verdict.quantity} off by {row.verdict.ratio:.3g} of its bound")
+    if row.verdict is not None and row.verdict.note:
+        parts.append(row.verdict.note)
+    return "; ".join(parts)
+
+
+def detail_table(rows: Sequence[Row], matmul: float | None) -> Table:
+    shown = [row for row in rows if row.forward or row.reason != "is the default"]
+    return Table("Every contestant: median ± half the quartile distance", DETAIL_COLUMNS,
+                 [detail(row, matmul) for row in shown])  # fmt: skip
+
+
+def summary_table(workloads: Sequence[Workload], rows: Sequence[Row], recorded_applies: bool) -> Table:
+    """The default choice in one line for each workload."""
+    by_workload = rows_by_workload(rows)
+    columns = ["workload", "served by", "fwd ms", "fwd+bwd ms", "MiB", "official fwd", "official both", "/official",
+               "both", "/pad", "both", "/bare", "both", "answer"]  # fmt: skip
+    cells = []
+    for workload in workloads:
+        present = by_workload.get(workload.name, {})
+        mine = our_row(present)
+        if mine is None:
+            continue
+        found = ratios(workload, present, recorded_applies) or Ratios(workload.name, mine.served_by)
+        yardsticks = [official(workload, present, mode, recorded_applies) for mode in (FORWARD, BOTH)]
+        cells.append([
+            workload.name, mine.served_by, *(_number(_ms(mine, mode), ".4g") for mode in (FORWARD, BOTH)),
+            _number(mine.memory_mib, ".0f"),
+            *(NONE if each is None else f"{each.ms:.3g} {_SHORT[each.source]}" for each in yardsticks),
+            *(_number(ratio, ".3f") for ratio in (found.official, found.official_both)),
+            *(_number(ratio, ".2f") for ratio in (found.pad, found.pad_both)),
+            *(_number(ratio, ".3f") for ratio in (found.bare, found.bare_both)),
+            answer(mine),
+        ])  # fmt: skip
+    kept = [index for index in range(len(columns)) if any(row[index] not in (NONE, "") for row in cells)]
+    title = "Ours, and as a multiple of the others' speed (official: m measured, a aten flash, r recorded on an H200)"
+    return Table(title, [columns[index] for index in kept], [[row[index] for index in kept] for row in cells])
+
+
+_SHORT = {"official": "m", "aten_flash": "a", "recorded": "r"}
+
+
+def _number(value: float | None, form: str) -> str:
+    return NONE if value is None else format(value, form)
+
+
+def mean_lines(workloads: Sequence[Workload], rows: Sequence[Row], recorded_applies: bool) -> list[str]:
+    """Geometric means, of every contestant of ours and of the pad scheme, to official and to the pad scheme."""
+    by_workload = rows_by_workload(rows)
+    names = list(
+        dict.fromkeys(row.contestant for row in rows if row.forward and (row.ours or row.contestant == "pad_sdpa"))
+    )
+    lines = []
+    for name in names:
+        found = [
+            ratios(workload, by_workload[workload.name], recorded_applies, by_workload[workload.name][name])
+            for workload in workloads
+            if not workload.decode and name in by_workload.get(workload.name, {})
+        ]
+        parts = []
+        for label, field in (("official", "official"), ("the pad scheme", "pad")):
+            if label == "the pad scheme" and name == "pad_sdpa":
+                continue
+            forward, both = (
+                [value for value in (getattr(each, key) for each in found if each) if value is not None]
+                for key in (field, f"{field}_both")
+            )
+            if forward:
+                backward = f", forward + backward {geometric_mean(both):.3f} ({len(both)})" if both else ""
+                parts.append(f"{label} forward {geometric_mean(forward):.3f} ({len(forward)} workloads){backward}")
+        if parts:
+            lines.append(f"geometric mean of {name} to {'; to '.join(parts)}")
+    return lines
+
+
+# ---- against an earlier run ---------------------------------------------------------------------------------------------
+
+
+def load(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text())
+        for row in data["rows"]:
+            row["workload"], row["contestant"], row["forward"], row["both"]
+        data["environment"].get("date")
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path} is not a file that `verify bench --json` wrote") from error
+    return data
+
+
+def against(saved: Mapping[str, Any], rows: Sequence[Row], tolerance: float) -> tuple[Table, list[str], bool]:
+    """A table of now / saved, lines of conclusion, and whether something became slower by more than the tolerance."""
+    before = {(row["workload"], row["contestant"]): row for row in saved["rows"]}
+    cells, slower = [], []
+    found: dict[str, list[float]] = {FORWARD: [], BOTH: []}
+    for row in rows:
+        old = before.get((row.workload, row.contestant))
+        line = [row.workload, row.contestant]
+        for mode in (FORWARD, BOTH):
+            now, then = _ms(row, mode), ((old or {}).get(mode) or {}).get("median_ms")
+            ratio = _over(now, then)
+            line += [_number(then, ".4g"), _number(now, ".4g"), _number(ratio, ".3f")]
+            if ratio is None:
+                continue
+            if row.ours:
+                found[mode].append(ratio)
+            if row.ours and ratio > 1 + tolerance:
+                slower.append(f"{row.workload} {row.contestant} {mode} {ratio:.2f}x")
+        if any(cell != NONE for cell in (line[4], line[7])):
+            cells.append(line)
+    columns = ["workload", "contestant", "fwd saved", "now", "ratio", "fwd+bwd saved", "now", "ratio"]
+    table = Table(f"Against the run of {saved['environment'].get('date', '?')} (now / saved)", columns, cells)
+    lines = []
+    for mode, values in found.items():
+        if values:
+            lines.append(
+                f"now / saved, {mode}, geometric mean of ours: {geometric_mean(values):.3f} over {len(values)}"
+            )
+    if not cells:
+        lines.append("nothing in common with the saved run")
+    lines.append(
+        f"slower by more than {tolerance:.0%}: {', '.join(slower)}" if slower
+        else f"nothing of ours is slower by more than {tolerance:.0%}"
+    )  # fmt: skip
+    return table, lines, bool(slower)
+
+
+def differing_devices(saved: Mapping[str, Any], environment: Mapping[str, str]) -> str | None:
+    """A warning, if the saved run is from another machine or setting."""
+    for label, fact in environment.items():
+        if (label.startswith("device") or label == "settings") and saved["environment"].get(label) != fact:
+            return f"the saved run had {label}: {saved['environment'].get(label, 'none')}"
+    return None
+
+
+# ---- curves -------------------------------------------------------------------------------------------------------------
+
+
+def plot(rows: Sequence[Row], lengths: Mapping[str, int], device: str, path: Path) -> None:
+    """Time and memory of the forward over sequence length, one curve for each contestant."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (time_axis, memory_axis) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    for name in dict.fromkeys(row.contestant for row in rows):
+        timed = [row for row in rows if row.contestant == name and row.forward]
+        if not timed:
+            continue
+        label = f"flash_attn_compat: {name}" if timed[0].ours else name
+        style = "-" if timed[0].ours else "--"
+        time_axis.plot([lengths[row.workload] for row in timed], [row.forward.median_ms for row in timed], style,
+                       marker="o", label=label)  # fmt: skip
+        weighed = [row for row in timed if row.memory_mib is not None]
+        memory_axis.plot([lengths[row.workload] for row in weighed], [row.memory_mib for row in weighed], style,
+                         marker="o", label=label)  # fmt: skip
+    for axis, title in ((time_axis, "forward, ms"), (memory_axis, "peak memory beyond the inputs, MiB")):
+        axis.set(title=title, xlabel="sequence length", xscale="log", yscale="log")
+        axis.set_xticks(sorted(lengths.values()), [str(length) for length in sorted(lengths.values())])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    time_axis.legend(fontsize="small")
+    figure.suptitle(device, fontsize="small")
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)

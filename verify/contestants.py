@@ -1,0 +1,415 @@
+"""Who is timed on a workload: the package's backends, what people write without it, flash-attn, and bare kernels.
+
+A contestant prepares what its users would prepare once (masks, indices), outside of the clock. The rivals are written
+as they are found in the wild, and are given the benefit of the doubt: no mask where none is needed, masks for free.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from verify import implementations as impl
+from verify.workloads import Inputs, Workload
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Unavailable(Exception):
+    """This contestant cannot take part in this workload, and why."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """run(q, k, v) -> out, differentiable unless `no_backward` says why not. `around` is entered outside of the clock.
+
+    with_dmask gives (out, kept) where kept is the bool (batch, nheads, seqlen_q, seqlen_k) dropout mask, if it can.
+    """
+
+    run: Attention
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
+    no_backward: str = ""
+    prepared_bytes: int = 0
+    served_by: str = ""
+    with_dmask: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+
+
+class Contestant(Protocol):
+    name: str
+    ours: bool
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> Prepared:
+        """Raises Unavailable."""
+
+
+# ---- flash-attn's interface: ours and the official package ------------------------------------------------------------
+
+
+def flash_attn_call(namespace: Any, workload: Workload, inputs: Inputs, **more: Any) -> Callable[..., Any]:
+    """(q, k, v) -> what the public function that fits the workload returns."""
+    options: dict[str, Any] = {
+        "causal": workload.causal,
+        "window_size": workload.window_size,
+        "softcap": workload.softcap,
+        "alibi_slopes": inputs.alibi_slopes,
+        **more,
+    }
+    if workload.decode:
+        cached = namespace.flash_attn_with_kvcache
+        options |= {"cache_seqlens": inputs.cache_seqlens, "block_table": inputs.block_table}
+        return lambda q, k, v: cached(q, k, v, **options)
+    options["dropout_p"] = workload.dropout_p
+    if not workload.packed:
+        dense = namespace.flash_attn_func
+        return lambda q, k, v: dense(q, k, v, **options)
+    varlen = namespace.flash_attn_varlen_func
+    packing = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, workload.max_seqlen_q, workload.max_seqlen_k)
+    return lambda q, k, v: varlen(q, k, v, *packing, **options)
+
+
+def _with_dmask(namespace: Any, workload: Workload, inputs: Inputs) -> Any:
+    if not workload.dropout_p or workload.packed:
+        return None
+    call = flash_attn_call(namespace, workload, inputs, return_attn_probs=True)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, _, dmask = call(q, k, v)
+        return out, ~torch.signbit(dmask[:, :, : workload.max_seqlen_q, : workload.max_seqlen_k])
+
+    return run
+
+
+@dataclass(frozen=True)
+class Ours:
+    """The package: the backend it chooses, or the named one."""
+
+    backend: str | None = None
+    ours = True
+
+    @property
+    def name(self) -> str:
+        return self.backend or "default"
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> Prepared:
+        import flash_attn_compat
+
+        call = flash_attn_call(flash_attn_compat, workload, inputs)
+        around = (lambda: flash_attn_compat.use_backend(self.backend)) if self.backend else nullcontext
+        with around():
+            explanation = flash_attn_compat.explain(call, *inputs.qkv)
+        if self.backend and explanation.reasons[self.backend]:
+            raise Unavailable("; ".join(explanation.reasons[self.backend]))
+        if explanation.backend is None:
+            raise Unavailable(f"no backend serves this\n{explanation}")
+        return Prepared(
+            run=call,
+            around=around,
+            served_by=explanation.backend,
+            with_dmask=_with_dmask(flash_attn_compat, workload, inputs),
+        )
+
+
+@contextmanager
+def _official_not_disabled() -> Iterator[None]:
+    """The switch keeps the package from using flash-attn; a comparison with flash-attn still wants it."""
+    value = os.environ.pop("FLASH_ATTN_COMPAT_DISABLE_OFFICIAL", None)
+    try:
+        yield
+    finally:
+        if value is not None:
+            os.environ["FLASH_ATTN_COMPAT_DISABLE_OFFICIAL"] = value
+
+
+class Official:
+    """The real flash-attn, if it is here and runs."""
+
+    name = "official"
+    ours = False
+
+    def __init__(self) -> None:
+        with _official_not_disabled():
+            self._package, self.version = impl.official()
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> Prepared:
+        if self._package is None:
+            raise Unavailable(f"flash_attn: {self.version}")
+        if inputs.device.type != "cuda" or inputs.q.dtype.itemsize != 2:
+            raise Unavailable("computes fp16 and bf16 on CUDA devices")
+        namespace = self._package.target
+        return Prepared(
+            run=flash_attn_call(namespace, workload, inputs),
+            with_dmask=_with_dmask(namespace, workload, inputs),
+        )
+
+
+# ---- PyTorch's kernels, called bare -----------------------------------------------------------------------------------
+
+
+def _cuda_only(inputs: Inputs) -> None:
+    if inputs.device.type != "cuda":
+        raise Unavailable("a CUDA kernel")
+
+
+class AtenFlash:
+    """torch.ops.aten._flash_attention_forward, PyTorch's own build of FlashAttention-2."""
+
+    name = "aten_flash"
+    ours = False
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> Prepared:
+        _cuda_only(inputs)
+        if torch.cuda.get_device_capability(inputs.device) < (8, 0) or inputs.q.dtype.itemsize != 2:
+            raise Unavailable("computes fp16 and bf16 on GPUs of compute capability 8.0 and newer")
+        if workload.softcap:
+            raise Unavailable("no softcap")
+        if workload.page_size:
+            raise Unavailable("no pages")
+        operator = torch.ops.aten._flash_attention_forward
+        lengths = (inputs.cu_seqlens_q, inputs.cu_seqlens_k) if workload.packed else (None, None)
+        left, right = workload.bounds
+        options: dict[str, Any] = {}
+        if workload.window_size != (-1, -1):
+            options = {"window_size_left": left, "window_size_right": right}
+        if inputs.alibi_slopes is not None:
+            options["alibi_slopes"] = inputs.alibi_slopes
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return operator(
+                q, k, v, *lengths, workload.max_seqlen_q, workload.max_seqlen_k, workload.dropout_p, workload.causal,
+                False, **options,
+            )[0]  # fmt: skip
+
+        return Prepared(run, no_backward="the backward operator takes no alibi_slopes" if workload.alibi else "")
+
+
+class Bare:
+    """One call of torch.ops.aten._efficient_attention_forward, where one is all that it takes."""
+
+    name = "bare"
+    ours = False
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> Prepared:
+        _cuda_only(inputs)
+        operator = torch.ops.aten._efficient_attention_forward
+        if workload.decode:
+            return self._folded_decode(operator, workload, inputs)
+        left, right = workload.bounds
+        if workload.softcap or workload.alibi or workload.nheads != workload.nheads_k or right > 0:
+            raise Unavailable("takes more than one kernel call")
+        if left >= 0 and right != 0:
+            raise Unavailable("takes more than one kernel call")
+        options = {"window_size": left + 1} if left >= 0 else {}
+        lengths = (None, None, None, None)
+        if workload.packed:
+            lengths = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, workload.max_seqlen_q, workload.max_seqlen_k)
+        mask_type = 2 if right == 0 else 0
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if workload.packed:
+                q, k, v = q[None], k[None], v[None]
+            out = operator(q, k, v, None, *lengths, workload.dropout_p, mask_type, True, **options)[0]
+            return out[0] if workload.packed else out
+
+        return Prepared(run, no_backward="PyTorch's own gradient forgets the window" if options else "")
+
+    def _folded_decode(self, operator: Any, workload: Workload, inputs: Inputs) -> Prepared:
+        """The query heads that share a key head become rows."""
+        if workload.page_size:
+            raise Unavailable("takes more than one kernel call")
+        group = workload.nheads // workload.nheads_k
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            rows = q.unflatten(2, (workload.nheads_k, group))[:, 0].transpose(1, 2)
+            out = operator(
+                rows, k, v, None, None, None, None, None, 0.0, 0, False, seqlen_k=inputs.cache_seqlens
+            )[0]  # fmt: skip
+            return out.transpose(1, 2).reshape(q.shape)
+
+        return Prepared(run)
+
+
+# ---- what people write ------------------------------------------------------------------------------------------------
+
+
+class _Padding:
+    """Packed tokens to (batch, longest, ...) and back; dense tensors as they are."""
+
+    def __init__(self, lengths: tuple[int, ...], packed: bool, device: torch.device) -> None:
+        self.batch, self.longest, self.packed = len(lengths), max(lengths), packed
+        rows = [torch.arange(length) + index * self.longest for index, length in enumerate(lengths)]
+        self.places = torch.cat(rows).to(device) if packed else None
+
+    def pad(self, tokens: Tensor) -> Tensor:
+        if self.places is None:
+            return tokens
+        padded = tokens.new_zeros(self.batch * self.longest, *tokens.shape[1:])
+        return padded.index_put((self.places,), tokens).unflatten(0, (self.batch, self.longest))
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        return padded if self.places is None else padded.flatten(0, 1).index_select(0, self.places)
+
+
+def _visible(workload: Workload, device: torch.device) -> Tensor:
+    """(batch or 1, 1, seqlen_q, seqlen_k) bool. Rows of padding see their keys as well: a row that sees none is NaN in
+    some kernels, and NaN in padding reaches the gradients.
+    """
+    one = workload.full
+    lengths_q = torch.tensor(workload.seqlens_q[:1] if one else workload.seqlens_q, device=device)[:, None, None]
+    lengths_k = torch.tensor(workload.seqlens_k[:1] if one else workload.seqlens_k, device=device)[:, None, None]
+    row = torch.arange(workload.max_seqlen_q, device=device)[None, :, None]
+    key = torch.arange(workload.max_seqlen_k, device=device)[None, None, :]
+    left, right = workload.bounds
+    position = row + lengths_k - lengths_q
+    visible = (key < lengths_k).expand(-1, workload.max_seqlen_q, -1)
+    if left >= 0:
+        visible = visible & (key >= position - left)
+    if right >= 0:
+        visible = visible & (key <= position + right)
+    return (visible | (row >= lengths_q))[:, None]
+
+
+def _mask(workload: Workload, inputs: Inputs) -> tuple[Tensor | None, bool]:
+    """attn_mask and is_causal for SDPA; no mask where right padding and is_causal do without."""
+    windowed = workload.window_size != (-1, -1)
+    if workload.decode:
+        key = torch.arange(workload.max_seqlen_k, device=inputs.device)
+        return (key < inputs.cache_seqlens[:, None])[:, None, None], False
+    if not windowed and not workload.alibi:
+        if workload.causal and workload.self_attention:
+            return None, True
+        if not workload.causal:
+            if workload.full:
+                return None, False
+            lengths = torch.tensor(workload.seqlens_k, device=inputs.device)
+            return (torch.arange(workload.max_seqlen_k, device=inputs.device) < lengths[:, None])[:, None, None], False
+    visible = _visible(workload, inputs.device)
+    if inputs.alibi_slopes is None:
+        return visible, False
+    row = torch.arange(workload.max_seqlen_q, device=inputs.device)[:, None] + workload.max_seqlen_k
+    key = torch.arange(workload.max_seqlen_k, device=inputs.device)[None, :] + workload.max_seqlen_q
+    bias = -inputs.alibi_slopes[:, None, None] * (row - key).abs()
+    return bias[None].masked_fill(~visible, -torch.inf).to(inputs.q.dtype), False
+
+
+def _heads_first(workload: Workload, inputs: Inputs) -> tuple[Callable[..., tuple[Tensor, ...]], _Padding]:
+    """(q, k, v) -> padded (batch, nheads, seqlen, head_dim) with the key heads repeated."""
+    rows = _Padding(workload.seqlens_q, workload.packed, inputs.device)
+    keys = _Padding(workload.seqlens_k, workload.packed, inputs.device)
+    group = workload.nheads // workload.nheads_k
+
+    def spread(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        if workload.page_size:
+            k, v = (pages[inputs.block_table].flatten(1, 2)[:, : workload.max_seqlen_k] for pages in (k, v))
+        q, k, v = rows.pad(q).transpose(1, 2), keys.pad(k).transpose(1, 2), keys.pad(v).transpose(1, 2)
+        if group > 1:
+            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        return q, k, v
+
+    return spread, rows
+
+
+def _bytes(mask: Tensor | None) -> int:
+    return 0 if mask is None else mask.numel() * mask.element_size()
+
+
+class Plain:
+    """Matmul, softmax, matmul, on padded tensors: the textbook formula, and the only way to a softcap."""
+
+    name = "plain"
+    ours = False
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> Prepared:
+        spread, rows = _heads_first(workload, inputs)
+        mask, is_causal = _mask(workload, inputs)
+        if is_causal:
+            mask = _visible(workload, inputs.device)
+        scale = workload.head_dim**-0.5
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = spread(q, k, v)
+            scores = q @ k.transpose(-1, -2) * scale
+            if workload.softcap:
+                scores = torch.tanh(scores / workload.softcap) * workload.softcap
+            if mask is not None:
+                scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+            probabilities = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)
+            if workload.dropout_p:
+                probabilities = F.dropout(probabilities, workload.dropout_p)
+            return rows.unpad((probabilities @ v).transpose(1, 2))
+
+        return Prepared(run, prepared_bytes=_bytes(mask))
+
+
+class PadSdpa:
+    """Pad, F.scaled_dot_product_attention, unpad; on a GPU with the kernels that Turing has and no others."""
+
+    name = "pad_sdpa"
+    ours = False
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> Prepared:
+        if workload.softcap:
+            return Plain().prepare(workload, inputs)
+        spread, rows = _heads_first(workload, inputs)
+        mask, is_causal = _mask(workload, inputs)
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = spread(q, k, v)
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, dropout_p=workload.dropout_p, is_causal=is_causal
+            )
+            return rows.unpad(out.transpose(1, 2))
+
+        return Prepared(run, around=_turing_kernels(inputs), prepared_bytes=_bytes(mask))
+
+
+def _turing_kernels(inputs: Inputs) -> Callable[[], AbstractContextManager[object]]:
+    if inputs.device.type != "cuda":
+        return nullcontext
+    return lambda: sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
+class SdpaLoop:
+    """F.scaled_dot_product_attention for one sequence after the other, with whatever kernel PyTorch picks."""
+
+    name = "sdpa_loop"
+    ours = False
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> Prepared:
+        if not workload.packed:
+            raise Unavailable("pad_sdpa is the same where nothing is packed")
+        if workload.softcap or workload.alibi or workload.window_size != (-1, -1):
+            raise Unavailable("only for plain and causal masks")
+        if workload.causal and not workload.self_attention:
+            raise Unavailable("is_causal aligns at the top left")
+        group = workload.nheads // workload.nheads_k
+        lengths_q, lengths_k = list(workload.seqlens_q), list(workload.seqlens_k)
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            parts = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k))
+            return torch.cat([one(*part) for part in parts])
+
+        def one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (tokens.transpose(0, 1)[None] for tokens in (q, k, v))
+            if group > 1:
+                k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+            out = F.scaled_dot_product_attention(q, k, v, dropout_p=workload.dropout_p, is_causal=workload.causal)
+            return out[0].transpose(0, 1)
+
+        return Prepared(run)
+
+
+RIVALS: tuple[type, ...] = (Official, AtenFlash, Bare, PadSdpa, SdpaLoop, Plain)
+# The ones worth their time on each kind of device, unless asked for by name.
+USUAL_RIVALS = {
+    "cuda": ("official", "aten_flash", "bare", "pad_sdpa"),
+    "cpu": ("pad_sdpa", "sdpa_loop", "plain"),
+    "mps": ("pad_sdpa", "sdpa_loop", "plain"),
+}

@@ -1,0 +1,200 @@
+"""Is a timed answer right? The longest and the shortest sequence of a workload, one key head of each, against fp64.
+
+All rows, all keys and all gradients of those, block by block of rows, so that the largest workload fits. The bound is
+judge's: twice the error (gradients three times) of the same steps rounded to the input's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from verify.contestants import Contestant, Prepared
+from verify.judge import GRADIENT_FACTOR, OUT_FACTOR, cancellation, largest, recomputation, rounding
+from verify.workloads import Inputs, Workload
+
+# Scores of one block of rows, for all query heads of the piece: 128 MiB in fp64.
+BLOCK_SCORES = 16 * 2**20
+QUANTITIES = ("out", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The error nearest to (or furthest beyond) its bound, as a multiple of it, and which quantity that was."""
+
+    ratio: float
+    quantity: str
+    note: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.ratio <= 1.0  # False for NaN
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One sequence and one key head with the query heads that read it."""
+
+    sequence: int
+    head: int
+
+
+@dataclass(frozen=True)
+class Solution:
+    """(group, seqlen_q, head_dim) out and dq, (seqlen_k, head_dim) dk and dv, and the largest |softmax_lse|."""
+
+    out: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    largest_lse: float
+
+
+def pieces(workload: Workload) -> list[Piece]:
+    order = sorted(range(workload.batch), key=lambda index: workload.seqlens_k[index])
+    return [Piece(order[-1], workload.nheads_k - 1), Piece(order[0], 0)]
+
+
+def check(contestant: Contestant, prepared: Prepared, workload: Workload, inputs: Inputs, backward: bool) -> Verdict:
+    """One call, held against fp64. Without a way to its dropout mask, a contestant is checked without dropout."""
+    note = ""
+    if workload.dropout_p and prepared.with_dmask is None:
+        workload = replace(workload, dropout_p=0.0)
+        prepared = contestant.prepare(workload, inputs)
+        note = "checked without dropout"
+    backward = backward and not prepared.no_backward
+    leaves = [tensor.detach().requires_grad_(backward) for tensor in inputs.qkv]
+    kept = None
+    with torch.set_grad_enabled(backward), prepared.around():
+        if prepared.with_dmask is not None:
+            out, kept = prepared.with_dmask(*leaves)
+        else:
+            out = prepared.run(*leaves)
+        if out.shape != inputs.q.shape:
+            return Verdict(float("inf"), f"out has shape {tuple(out.shape)}")
+        gradients = torch.autograd.grad(out, leaves, inputs.dout) if backward else ()
+    answer = (out.detach(), *gradients)
+    found = [verdict for piece in pieces(workload) for verdict in _judge(answer, workload, inputs, piece, kept)]
+    # `not <=` rather than `>`, so that NaN is the worst of all.
+    worst = found[0]
+    for verdict in found[1:]:
+        if not verdict.ratio <= worst.ratio and worst.ratio == worst.ratio:
+            worst = verdict
+    return replace(worst, note=note)
+
+
+def _judge(
+    answer: Sequence[Tensor], workload: Workload, inputs: Inputs, piece: Piece, kept: Tensor | None
+) -> list[Verdict]:
+    dtype = inputs.q.dtype
+    exact = _solve(workload, inputs, piece, kept, torch.float64, lambda tensor: tensor)
+    work = torch.promote_types(dtype, torch.float32)
+    plain = _solve(workload, inputs, piece, kept, work, lambda tensor: tensor.to(dtype).to(work))
+    verdicts = []
+    for name, whole in zip(QUANTITIES, answer):
+        got = _rows(whole, workload, piece) if name in ("out", "dq") else _keys(whole, workload, inputs, piece)
+        truth = getattr(exact, name)
+        got, yardstick = (tensor.to(truth.device, torch.float64) for tensor in (got, getattr(plain, name)))
+        factor = OUT_FACTOR if name == "out" else GRADIENT_FACTOR
+        bound = factor * (yardstick - truth).abs().max().item() + rounding(dtype, largest(truth))
+        if name != "out":
+            bound += cancellation(dtype) + recomputation(dtype, torch.tensor([exact.largest_lse]), truth)
+        verdicts.append(Verdict((got - truth).abs().max().item() / bound, name))
+    return verdicts
+
+
+# ---- one piece out of the whole ---------------------------------------------------------------------------------------
+
+
+def _slice(tensor: Tensor, lengths: tuple[int, ...], packed: bool, piece: Piece) -> Tensor:
+    """(seqlen, heads, head_dim) of the piece's sequence."""
+    length = lengths[piece.sequence]
+    if not packed:
+        return tensor[piece.sequence, :length]
+    start = sum(lengths[: piece.sequence])
+    return tensor[start : start + length]
+
+
+def _rows(tensor: Tensor, workload: Workload, piece: Piece) -> Tensor:
+    group = workload.nheads // workload.nheads_k
+    heads = slice(piece.head * group, (piece.head + 1) * group)
+    return _slice(tensor, workload.seqlens_q, workload.packed, piece)[:, heads].transpose(0, 1)
+
+
+def _keys(tensor: Tensor, workload: Workload, inputs: Inputs, piece: Piece) -> Tensor:
+    if inputs.block_table is not None:
+        pages = tensor[inputs.block_table[piece.sequence], :, piece.head]
+        return pages.flatten(0, 1)[: workload.seqlens_k[piece.sequence]]
+    return _slice(tensor, workload.seqlens_k, workload.packed, piece)[:, piece.head]
+
+
+# ---- the fp64 answer ----------------------------------------------------------------------------------------------------
+
+
+def _solve(
+    workload: Workload,
+    inputs: Inputs,
+    piece: Piece,
+    kept: Tensor | None,
+    work: torch.dtype,
+    rounded: Callable[[Tensor], Tensor],
+) -> Solution:
+    """Attention and its gradients by their formulas; `rounded` is applied after every step."""
+    # MPS has no fp64.
+    device = inputs.device if inputs.device.type == "cuda" else torch.device("cpu")
+    q, dout = (_rows(tensor, workload, piece).to(device, work) for tensor in (inputs.q, inputs.dout))
+    k, v = (_keys(tensor, workload, inputs, piece).to(device, work) for tensor in (inputs.k, inputs.v))
+    group, seqlen_q, head_dim = q.shape
+    seqlen_k = len(k)
+    scale = head_dim**-0.5
+    left, right = workload.bounds
+    key = torch.arange(seqlen_k, device=device)
+    slopes = keep = None
+    if inputs.alibi_slopes is not None:
+        slopes = inputs.alibi_slopes.view(workload.nheads_k, group)[piece.head].to(device, work)[:, None, None]
+    if kept is not None:
+        heads = slice(piece.head * group, (piece.head + 1) * group)
+        keep = kept[piece.sequence, heads, :seqlen_q, :seqlen_k].to(device)
+
+    out, dq = torch.empty_like(q), torch.empty_like(q)
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    largest_lse = 0.0
+    step = max(1, BLOCK_SCORES // max(1, group * seqlen_k))
+    for start in range(0, seqlen_q, step):
+        rows = slice(start, min(start + step, seqlen_q))
+        position = torch.arange(rows.start, rows.stop, device=device)[:, None] + seqlen_k - seqlen_q
+        visible = torch.ones(len(position), seqlen_k, dtype=torch.bool, device=device)
+        if left >= 0:
+            visible &= key >= position - left
+        if right >= 0:
+            visible &= key <= position + right
+        scores = rounded(rounded(q[:, rows] @ k.T) * scale)
+        slope_of_cap = None
+        if workload.softcap:
+            capped = rounded(torch.tanh(scores / workload.softcap))
+            slope_of_cap = 1 - capped * capped
+            scores = rounded(capped * workload.softcap)
+        if slopes is not None:
+            scores = rounded(scores - slopes * (position - key).abs())
+        scores = scores.masked_fill(~visible, -torch.inf)
+        lse = torch.logsumexp(scores, -1, keepdim=True)
+        largest_lse = max(largest_lse, largest(lse))
+        # A row that sees nothing has probability nowhere.
+        probabilities = rounded(torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)))
+        share = torch.ones((), dtype=work, device=device)
+        if keep is not None:
+            share = keep[:, rows].to(work) / (1 - workload.dropout_p)
+        dropped = rounded(probabilities * share)
+        out[:, rows] = rounded(dropped @ v)
+        dv += (dropped.transpose(1, 2) @ dout[:, rows]).sum(0)
+        dprobabilities = rounded(rounded(dout[:, rows] @ v.T) * share)
+        delta = (probabilities * dprobabilities).sum(-1, keepdim=True)
+        dscores = rounded(probabilities * (dprobabilities - delta))
+        if slope_of_cap is not None:
+            dscores = rounded(dscores * slope_of_cap)
+        dq[:, rows] = rounded(dscores @ k * scale)
+        dk += (dscores.transpose(1, 2) @ q[:, rows]).sum(0) * scale
+    return Solution(out, dq, rounded(dk), rounded(dv), largest_lse)

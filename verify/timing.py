@@ -1,0 +1,240 @@
+"""How long and how much: interleaved rounds, medians and spread, peak memory. Knows nothing of attention.
+
+The contestants of one workload take turns, so that a machine that slows down slows all of them down.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+WARM_UP_CALLS = 2
+# One reading spans at least this long, so that launching the first call does not count much.
+READING_MS = {"cuda": 8.0, "cpu": 4.0}
+MOST_CALLS = 100
+# Where the first call takes longer than this, one more is the whole measurement.
+LONGEST_CALL_S = 3.0
+
+
+class DeviceLost(Exception):
+    """A kernel has broken the CUDA context of this process; nothing can be measured any more."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Something to be timed, within a context that is entered outside of the clock."""
+
+    run: Callable[[], object]
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one call: the median of the readings, and their quartiles."""
+
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    readings: int
+
+    @property
+    def spread(self) -> float:
+        """Half the distance of the quartiles over the median."""
+        return (self.high_ms - self.low_ms) / 2 / self.median_ms
+
+
+@dataclass(frozen=True)
+class Failed:
+    """What went wrong, in one line; no traceback, which would keep tensors alive."""
+
+    reason: str
+
+
+def attempt(device: str, work: Callable[..., Result], *arguments: object) -> Result | Failed:
+    """What `work(*arguments)` returns, or how it failed. Raises DeviceLost if the device can do no more."""
+    try:
+        return work(*arguments)
+    except torch.cuda.OutOfMemoryError:
+        failed = Failed("out of memory")
+    except Exception as error:
+        failed = Failed(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}")
+    free_memory()
+    try:
+        torch.ones(1, device=device).add(1).item()
+    except Exception as error:
+        raise DeviceLost(failed.reason) from error
+    return failed
+
+
+def time_together(jobs: Mapping[str, Job], device: str, repeats: int, budget_s: float) -> dict[str, Timing | Failed]:
+    """Every job's timing, or how it failed. A job gets `repeats` readings, fewer (at least two) if they would take
+    longer than `budget_s`.
+    """
+    results: dict[str, Timing | Failed] = {}
+    readings: dict[str, list[float]] = {}
+    plans: dict[str, tuple[int, int]] = {}
+    for name, job in jobs.items():
+        plan = attempt(device, _warm_up, job, device, repeats, budget_s)
+        if isinstance(plan, (Timing, Failed)):
+            results[name] = plan
+        else:
+            plans[name], readings[name] = plan, []
+    for turn in range(repeats):
+        for name, (calls, rounds) in plans.items():
+            if turn >= rounds or name in results:
+                continue
+            reading = attempt(device, _read, jobs[name], calls, device)
+            if isinstance(reading, Failed):
+                results[name] = reading
+            else:
+                readings[name].append(reading)
+    return results | {name: _summary(values) for name, values in readings.items() if name not in results}
+
+
+def peak_memory(job: Job, device: str) -> int | None:
+    """Bytes allocated at the peak of one call beyond what was there before it; None where nobody counts them."""
+    kind = device.partition(":")[0]
+    if kind == "cuda":
+        free_memory()
+        synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        with job.around():
+            result = job.run()
+        synchronize(device)
+        del result
+        return torch.cuda.max_memory_allocated(device) - before
+    return _cpu_peak(job) if kind == "cpu" else None
+
+
+def host_microseconds(job: Job, device: str, calls: int = 100, repeats: int = 9) -> float:
+    """How long one call keeps the host busy, whatever the device still has to do: the median over batches of calls."""
+    found = []
+    with job.around():
+        for _ in range(20):
+            job.run()
+        for _ in range(repeats):
+            synchronize(device)
+            start = time.perf_counter()
+            for _ in range(calls):
+                job.run()
+            found.append((time.perf_counter() - start) / calls * 1e6)
+            synchronize(device)
+    return statistics.median(found)
+
+
+def matmul_flops_per_second(device: str, dtype: torch.dtype) -> float:
+    """What a large matrix product reaches here: the ceiling attention is held against."""
+    if device.startswith("cuda"):
+        size = 8192
+    else:
+        size = 1024 if dtype.itemsize > 2 else 256  # half precision has no fast matmul on most CPUs
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    result = time_together({"matmul": Job(lambda: a @ b)}, device, repeats=7, budget_s=2.0)["matmul"]
+    if isinstance(result, Failed):
+        raise RuntimeError(result.reason)
+    return 2.0 * size**3 / (result.median_ms / 1e3)
+
+
+def geometric_mean(values: list[float]) -> float:
+    """NaN for none."""
+    return math.exp(math.fsum(map(math.log, values)) / len(values)) if values else math.nan
+
+
+def synchronize(device: str) -> None:
+    kind = device.partition(":")[0]
+    if kind == "cuda":
+        torch.cuda.synchronize(device)
+    elif kind == "mps":
+        torch.mps.synchronize()
+
+
+def free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _warm_up(job: Job, device: str, repeats: int, budget_s: float) -> Timing | tuple[int, int]:
+    """How many calls make a reading and how many readings there will be, or the timing at once if one call is slow."""
+    start = time.perf_counter()
+    _read(job, 1, device)
+    if time.perf_counter() - start > LONGEST_CALL_S:
+        return _summary([_read(job, 1, device)])
+    for _ in range(WARM_UP_CALLS - 1):
+        _read(job, 1, device)
+    once_ms = max(_read(job, 1, device), 1e-4)
+    calls = min(MOST_CALLS, max(1, math.ceil(READING_MS.get(device.partition(":")[0], 4.0) / once_ms)))
+    affordable = int(budget_s * 1e3 / (once_ms * calls))
+    return calls, min(repeats, max(2, affordable))
+
+
+def _read(job: Job, calls: int, device: str) -> float:
+    """Milliseconds of one call, the mean over `calls` issued back to back."""
+    with job.around():
+        synchronize(device)
+        if not device.startswith("cuda"):
+            start = time.perf_counter()
+            for _ in range(calls):
+                job.run()
+            synchronize(device)
+            return (time.perf_counter() - start) * 1e3 / calls
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.device(device):
+            begin.record()
+            for _ in range(calls):
+                job.run()
+            end.record()
+            end.synchronize()
+        return begin.elapsed_time(end) / calls
+
+
+def _summary(values: list[float]) -> Timing:
+    if len(values) < 3:
+        return Timing(statistics.median(values), min(values), max(values), len(values))
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Timing(statistics.median(values), low, high, len(values))
+
+
+def _cpu_peak(job: Job) -> int | None:
+    """From the profiler's record of every allocation and release on the CPU."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with _silent_stderr(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        with job.around():
+            result = job.run()
+        del result
+    events = sorted(
+        (event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"),
+        key=lambda event: event.start_ns(),
+    )
+    if not events:
+        return None
+    now = highest = 0
+    for event in events:
+        now += event.nbytes()
+        highest = max(highest, now)
+    return highest
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Some PyTorch releases announce each profile on the process's stderr."""
+    saved = os.dup(2)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)

@@ -1,0 +1,246 @@
+"""What is timed, as data: shapes and masks of well-known models, their tensors, and what flash-attn took for them.
+
+Nothing here computes attention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Window = tuple[int, int]
+# flash-attn's own pages are multiples of this.
+PAGE_SIZE = 256
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """flash-attn 2.8.3.post2 on an NVIDIA H200, fp16: ms of forward and forward + backward, MiB of the forward beyond
+    its inputs.
+    """
+
+    forward_ms: float
+    both_ms: float | None = None
+    forward_mib: float | None = None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One attention problem. `packed` sequences lie end to end (varlen); a `decode` reads one query row for each
+    sequence from a KV cache, in pages if `page_size` says so.
+    """
+
+    name: str
+    seqlens_q: tuple[int, ...]
+    seqlens_k: tuple[int, ...]
+    nheads: int
+    nheads_k: int
+    head_dim: int
+    packed: bool = False
+    causal: bool = False
+    window_size: Window = (-1, -1)
+    softcap: float = 0.0
+    alibi: bool = False
+    dropout_p: float = 0.0
+    decode: bool = False
+    page_size: int | None = None
+    recorded: Recorded | None = None
+
+    @property
+    def batch(self) -> int:
+        return len(self.seqlens_q)
+
+    @property
+    def max_seqlen_q(self) -> int:
+        return max(self.seqlens_q)
+
+    @property
+    def max_seqlen_k(self) -> int:
+        return max(self.seqlens_k)
+
+    @property
+    def bounds(self) -> Window:
+        """The window with causal as what it is: nothing to the right. -1 for an open side."""
+        left, right = self.window_size
+        return left, 0 if self.causal else right
+
+    @property
+    def self_attention(self) -> bool:
+        return self.seqlens_q == self.seqlens_k
+
+    @property
+    def full(self) -> bool:
+        """Whether every sequence is as long as the longest, so that there is nothing to pad."""
+        return len(set(self.seqlens_q)) == 1 and len(set(self.seqlens_k)) == 1
+
+    def flops(self, backward: bool) -> float:
+        """Multiplications and additions of the matmuls over what the mask lets through: 4 for each visible (row, key)
+        and channel forward, 2.5 times as many backward, as the FlashAttention papers count.
+        """
+        left, right = self.bounds
+        pairs = sum(visible_pairs(sq, sk, left, right) for sq, sk in zip(self.seqlens_q, self.seqlens_k))
+        return 4.0 * pairs * self.nheads * self.head_dim * (3.5 if backward else 1.0)
+
+    def describe(self) -> str:
+        longest = f"{self.max_seqlen_q}x{self.max_seqlen_k}" if not self.self_attention else str(self.max_seqlen_q)
+        heads = str(self.nheads) if self.nheads == self.nheads_k else f"{self.nheads}/{self.nheads_k}"
+        return f"{self.batch} x {'' if self.full else '<='}{longest}, {heads} heads, head_dim {self.head_dim}"
+
+
+def visible_pairs(seqlen_q: int, seqlen_k: int, left: int, right: int) -> int:
+    """How many (row, key) pairs a bottom-right aligned window lets through."""
+    position = torch.arange(seqlen_q) + seqlen_k - seqlen_q
+    first = (position - left).clamp(min=0) if left >= 0 else torch.zeros_like(position)
+    last = (position + right).clamp(max=seqlen_k - 1) if right >= 0 else torch.full_like(position, seqlen_k - 1)
+    return int((last - first + 1).clamp(min=0).sum())
+
+
+# ---- the workloads --------------------------------------------------------------------------------------------------
+
+
+def _packed(name: str, lengths: Sequence[int], nheads: int, head_dim: int, **more: Any) -> Workload:
+    return Workload(name, tuple(lengths), tuple(lengths), nheads, nheads, head_dim, packed=True, **more)
+
+
+def _dense(name: str, batch: int, seqlen: int, heads: tuple[int, int], head_dim: int, **more: Any) -> Workload:
+    return Workload(name, (seqlen,) * batch, (seqlen,) * batch, *heads, head_dim, **more)
+
+
+def _decode(batch: int, seqlen: int, heads: tuple[int, int], forward_ms: float) -> list[Workload]:
+    contiguous = Workload(
+        f"decode_{batch}x{seqlen}", (1,) * batch, (seqlen,) * batch, *heads, 128, causal=True, decode=True,
+        recorded=Recorded(forward_ms),
+    )  # fmt: skip
+    return [contiguous, replace(contiguous, name=f"{contiguous.name}_paged", page_size=PAGE_SIZE)]
+
+
+def skewed_lengths(count: int, middle: float = 700.0, lowest: int = 16, highest: int = 8192) -> tuple[int, ...]:
+    """Log-normal lengths as in text corpora: for 128 of them the mean is 998, the longest 6998."""
+    draws = torch.randn(count, generator=torch.Generator().manual_seed(1))
+    return tuple((draws * 0.9 + math.log(middle)).exp().int().clamp(lowest, highest).tolist())
+
+
+# What flash-attn took, in this order, was measured on these very lengths and shapes.
+FULL: tuple[Workload, ...] = (
+    _packed("uniform_varlen", [4096] * 32, 8, 64, recorded=Recorded(3.42, 12.8, 132)),
+    _packed("skewed_varlen", skewed_lengths(128), 16, 64, recorded=Recorded(4.13, 15.4, 258)),
+    _packed("skewed_causal", skewed_lengths(128), 16, 64, causal=True, recorded=Recorded(2.41, 9.35, 258)),
+    _packed("ptv3_patches", [1024] * 512, 4, 16, recorded=Recorded(2.13, 7.59, 72)),
+    _dense("llm_gqa_causal", 8, 2048, (32, 8), 128, causal=True, recorded=Recorded(0.83, 3.57, 130)),
+    _dense("mistral_window", 1, 16384, (32, 8), 128, causal=True, window_size=(1024, 0),
+           recorded=Recorded(1.00, 3.83, 130)),
+    _packed("modernbert_local", [8192, 3000, 512, 6000] * 2, 12, 64, window_size=(64, 64),
+            recorded=Recorded(0.26, 0.87, 54)),
+    _dense("alibi_causal", 4, 4096, (16, 16), 64, causal=True, alibi=True, recorded=Recorded(0.61, 2.03, 33)),
+    _dense("alibi_bidirectional", 4, 2048, (16, 16), 64, alibi=True, recorded=Recorded(0.28, 0.97, 17)),
+    _dense("gemma_softcap", 1, 4096, (8, 4), 128, causal=True, softcap=50.0, recorded=Recorded(0.23, 0.80, 8)),
+    _dense("gemma_softcap_window", 1, 8192, (8, 4), 128, causal=True, softcap=50.0, window_size=(1024, 0),
+           recorded=Recorded(0.15, 0.63, 16)),
+    _dense("dropout_train", 8, 1024, (16, 16), 64, causal=True, dropout_p=0.1, recorded=Recorded(0.10, 0.51, 17)),
+    Workload("cross_short_q", (64,) * 16, (4096,) * 16, 16, 16, 64, recorded=Recorded(0.12, 0.64, 2)),
+)  # fmt: skip
+
+DECODE: tuple[Workload, ...] = (
+    *_decode(1, 8192, (32, 8), 0.030),
+    *_decode(32, 4096, (32, 8), 0.196),
+    *_decode(8, 16384, (32, 32), 0.850),
+)
+
+
+def shrunk(workload: Workload, batch: int = 8, seqlen: int = 16, heads: int = 4) -> Workload:
+    """The same kind of problem, so many times smaller: for a CPU. Recorded times no longer apply."""
+
+    def some(lengths: tuple[int, ...]) -> tuple[int, ...]:
+        kept = max(1, len(lengths) // batch) if len(lengths) > batch else min(len(lengths), 2)
+        return tuple(length if length == 1 else max(1, length // seqlen) for length in lengths[:kept])
+
+    fewer = math.gcd(heads, workload.nheads_k)
+    return replace(
+        workload,
+        seqlens_q=some(workload.seqlens_q),
+        seqlens_k=some(workload.seqlens_k),
+        nheads=workload.nheads // fewer,
+        nheads_k=workload.nheads_k // fewer,
+        window_size=tuple(bound if bound <= 0 else max(1, bound // seqlen) for bound in workload.window_size),
+        page_size=workload.page_size,
+        recorded=None,
+    )
+
+
+SMALL: tuple[Workload, ...] = tuple(shrunk(workload) for workload in (*FULL, *DECODE))
+
+
+# ---- tensors --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Packed q, k, v are (total, nheads, head_dim), dense ones (batch, seqlen, nheads, head_dim); a decode has its
+    cache, or its pages, as k and v. dout is shaped like the output.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    alibi_slopes: Tensor | None
+    cache_seqlens: Tensor | None
+    block_table: Tensor | None
+
+    @property
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.v
+
+    @property
+    def device(self) -> torch.device:
+        return self.q.device
+
+
+def make_inputs(workload: Workload, device: str, dtype: torch.dtype, seed: int = 0) -> Inputs:
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    def tensor_shape(lengths: tuple[int, ...], nheads: int) -> tuple[int, ...]:
+        if workload.packed:
+            return sum(lengths), nheads, workload.head_dim
+        return len(lengths), max(lengths), nheads, workload.head_dim
+
+    shape_k = tensor_shape(workload.seqlens_k, workload.nheads_k)
+    block_table = None
+    if workload.page_size:
+        each = -(-workload.max_seqlen_k // workload.page_size)
+        shape_k = (workload.batch * each, workload.page_size, workload.nheads_k, workload.head_dim)
+        order = torch.randperm(shape_k[0], generator=torch.Generator().manual_seed(seed))
+        block_table = order.view(workload.batch, each).to(device, torch.int32)
+    q = normal(*tensor_shape(workload.seqlens_q, workload.nheads))
+    lengths_k = torch.tensor(workload.seqlens_k, dtype=torch.int32, device=device)
+    return Inputs(
+        q=q,
+        k=normal(*shape_k),
+        v=normal(*shape_k),
+        dout=torch.randn(q.shape, generator=generator, device=device, dtype=dtype),
+        cu_seqlens_q=_cumulative(workload.seqlens_q, device),
+        cu_seqlens_k=_cumulative(workload.seqlens_k, device),
+        alibi_slopes=alibi_slopes(workload.nheads, device) if workload.alibi else None,
+        cache_seqlens=lengths_k if workload.decode else None,
+        block_table=block_table,
+    )
+
+
+def alibi_slopes(nheads: int, device: str) -> Tensor:
+    """(nheads,) fp32, 2 ** (-8 * (head + 1) / nheads), as ALiBi's paper has them for powers of two."""
+    return 2.0 ** (-8.0 * torch.arange(1, nheads + 1, device=device, dtype=torch.float32) / nheads)
+
+
+def _cumulative(lengths: tuple[int, ...], device: str) -> Tensor:
+    sums = torch.tensor((0, *lengths), dtype=torch.int64).cumsum(0)
+    return sums.to(device, torch.int32)
