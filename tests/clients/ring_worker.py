@@ -35,9 +35,9 @@ def ring_flash_attn() -> Any:
     return importlib.import_module("ring_flash_attn")
 
 
-def whole(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Attention over (batch, seqlen, nheads, head_dim), plainly."""
-    k, v = (x.repeat_interleave(NHEADS // NHEADS_K, dim=2) for x in (k, v))
+def whole(q: Tensor, k: Tensor, v: Tensor, causal: bool, groups: int = NHEADS // NHEADS_K) -> Tensor:
+    """Attention over (batch, seqlen, nheads, head_dim), plainly; `groups` query heads share one of keys."""
+    k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * HEAD_DIM**-0.5
     if causal:
         scores = scores + torch.full(scores.shape[-2:], float("-inf"), dtype=q.dtype).triu(1)
