@@ -6,7 +6,8 @@ from flash_attn_compat.backends.base import Backend, Capabilities
 from flash_attn_compat.backends.chunked import Chunked
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.backends.sdpa import Sdpa
+from flash_attn_compat.backends.torch_efficient import TorchEfficient
 
-BACKENDS: tuple[Backend, ...] = (Sdpa(), Chunked(), Reference())
+BACKENDS: tuple[Backend, ...] = (TorchEfficient(), Sdpa(), Chunked(), Reference())
 
 __all__ = ["BACKENDS", "Backend", "Capabilities"]

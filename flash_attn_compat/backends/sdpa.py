@@ -246,7 +246,7 @@ def _attend_folded(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tenso
 
 
 def _gradients(q: Tensor, k: Tensor, v: Tensor, upstream: Upstream, part: _Part, scale: float) -> tuple[Tensor, ...]:
-    dout, out, lse, _ = upstream
+    dout, out, lse = upstream[:3]
     if q.device.type == "cpu":
         return _BACKWARD(dout, q, k, v, out, lse, 0.0, part.causal, attn_mask=part.bias, scale=scale)
     inputs = [tensor.detach().requires_grad_() for tensor in (q, k, v)]

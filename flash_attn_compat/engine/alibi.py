@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_attn_compat.engine.mask import Range, distance
+from flash_attn_compat.engine.mask import Mask, Range, distance
 
 
 def per_sequence(slopes: Tensor, batch: int) -> Tensor:
@@ -48,3 +48,54 @@ def causal_lse_shift_varlen(slopes: Tensor, cu_seqlens_q: Tensor, lengths_k: Ten
     lengths_q = cu_seqlens_q[1:] - cu_seqlens_q[:-1]
     positions = tokens - cu_seqlens_q[:-1][sequence] + (lengths_k - lengths_q)[sequence]
     return (slopes[sequence] * positions[:, None]).t()
+
+
+def key_channels(positions: Tensor, seqlen_k: int, dtype: torch.dtype) -> Tensor:
+    """Channels that put a key's position into an inner product: (...,) -> (..., 6) in ``dtype``.
+
+    The position is written to base 64, whose digits times a power of two half precision holds exactly: up to
+    a million keys in bf16, four million in fp16.
+    """
+    unit = _channel_unit(seqlen_k)
+    digits = torch.stack((positions // 4096 * 64, positions // 64 % 64, positions % 64), dim=-1) * unit
+    return digits.repeat_interleave(2, dim=-1).to(dtype)
+
+
+def query_channels(slopes: Tensor, softmax_scale: float, seqlen_k: int, dtype: torch.dtype) -> Tensor:
+    """The other side: (..., nheads) slopes -> (..., nheads, 6), so that scaled products sum to slope * position.
+
+    Each factor is its nearest number in ``dtype`` and the rest. A slope too large for that is limited to one
+    that leaves nothing but the nearest key either way.
+    """
+    factor = (slopes.double() / (softmax_scale * _channel_unit(seqlen_k))).clamp(-1000.0, 1000.0)
+    factors = torch.stack((factor * 64, factor * 64, factor), dim=-1)
+    nearest = factors.to(dtype)
+    rest = (factors - nearest).to(dtype)
+    return torch.stack((nearest, rest), dim=-1).flatten(-2)
+
+
+def _channel_unit(seqlen_k: int) -> int:
+    """A power of two that uses fp16's range for the keys, so that the queries' factors stay small."""
+    return 2 ** max(0, min(10, (60000 * 64 // max(seqlen_k, 1)).bit_length() - 1))
+
+
+def bias_table(
+    slopes: Tensor | None, mask: Mask, rows: int, first: int, width: int, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """Bias of ``rows`` neighbouring rows for a strip of ``width`` keys: (1 or batch, 1 or nheads, rows, width).
+
+    The bias depends on a key's distance alone: column c lies ``c - first`` ahead of row 0. Hidden keys get the
+    lowest number of ``dtype``. slopes: (1 or batch, nheads) or None for the mask alone.
+    """
+    ahead = torch.arange(-first - rows + 1, width - first, device=device)
+    values = torch.zeros(1, 1, ahead.numel(), device=device)
+    if slopes is not None:
+        values = slopes[:, :, None] * -ahead.abs()
+    hidden = torch.zeros_like(ahead, dtype=torch.bool)
+    if mask.left is not None:
+        hidden |= ahead < -mask.left
+    if mask.right is not None:
+        hidden |= ahead > mask.right
+    lowest = torch.finfo(dtype).min
+    values = values.masked_fill(hidden, lowest).clamp_(min=lowest).to(dtype)
+    return values.unfold(-1, width, 1).flip(-2)

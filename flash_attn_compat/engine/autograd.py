@@ -88,17 +88,21 @@ class _Attention(torch.autograd.Function):
         else:
             ctx.backend = dispatch.serve(call)
             result = ctx.backend.forward(call)
+        ctx.inputs = len(tensors)
         ctx.description = call.without_tensors()
         ctx.save_for_backward(
             *tensors, result.out, result.softmax_lse, result.rng_state,
             call.alibi_slopes, call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.leftpad_k, call.block_table,
+            *result.saved,
         )  # fmt: skip
         ctx.set_materialize_grads(False)
         return _finish(call, result)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
-        *tensors, out, lse, rng_state, slopes, cu_q, cu_k, used, leftpad, table = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        tensors, (out, lse, rng_state, slopes, cu_q, cu_k, used, leftpad, table) = saved[:ctx.inputs], saved[ctx.inputs:ctx.inputs + 9]
+        kept = saved[ctx.inputs + 9:]
         if dout is None:
             return None, *(None for _ in tensors)
         inputs = Inputs(tuple(tensors))
@@ -111,7 +115,7 @@ class _Attention(torch.autograd.Function):
             return None, *_differentiable_gradients(inputs, call, dout)
         buffers = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
         into = Gradients(*Inputs(tuple(buffers)).unpack()) if len(buffers) < 3 else None
-        gradients = run_backward(ctx.backend, call, Upstream(dout, out, lse, rng_state), into)
+        gradients = run_backward(ctx.backend, call, Upstream(dout, out, lse, rng_state, kept), into)
         return None, *(buffers if into is not None else gradients)
 
 

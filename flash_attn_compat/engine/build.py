@@ -74,6 +74,7 @@ def packed_call(
         seqused_k=seqused_k,
         leftpad_k=leftpad_k,
         is_dense=False,
+        equal_lengths=starts_q is starts_k and block_table is None and seqused_k is None and leftpad_k is None,
     )
 
 

@@ -29,6 +29,7 @@ class AttentionCall(NamedTuple):
     alibi_slopes: (batch, nheads) or (nheads,) fp32
     rng_state: (2,) int64, the dropout mask to use; None draws a new one
     is_dense: whether every sequence is as long as the tensors: no lengths, no pages
+    equal_lengths: whether every packed sequence is known to have as many queries as keys
     max_seqlen_q, max_seqlen_k: as the caller said for packed calls, the tensors' lengths for dense ones
     """
 
@@ -49,6 +50,7 @@ class AttentionCall(NamedTuple):
     block_table: Tensor | None = None
     rng_state: Tensor | None = None
     is_dense: bool = True
+    equal_lengths: bool = False
     deterministic: bool = False
     return_lse: bool = False
     return_dmask: bool = False
@@ -147,10 +149,11 @@ class AttentionCall(NamedTuple):
             sq, sk = q_shape[1], k_shape[1]
             sq_vs_sk = "=" if sq == sk else "<" if sq < sk else ">"
         else:
-            sq_vs_sk = self._compare_packed_lengths()
+            sq_vs_sk = "=" if self.equal_lengths else "?"
         aligned = not q.is_cuda or (_aligned(q) and _aligned(k) and _aligned(v))
         page_size = k_shape[1] if self.block_table is not None else 0
-        return device, q.dtype, q_shape[-1], v.shape[-1], sq_vs_sk, aligned, self.features(), page_size
+        one_query = self.max_seqlen_q == 1
+        return device, q.dtype, q_shape[-1], v.shape[-1], sq_vs_sk, one_query, aligned, self.features(), page_size
 
     def traits(self) -> Traits:
         device, *rest = self.signature()
@@ -163,10 +166,6 @@ class AttentionCall(NamedTuple):
             q=None, k=None, v=None, alibi_slopes=None, cu_seqlens_q=None, cu_seqlens_k=None,
             seqused_k=None, leftpad_k=None, block_table=None, rng_state=None,
         )  # fmt: skip
-
-    def _compare_packed_lengths(self) -> str:
-        same_starts = self.cu_seqlens_q is not None and self.cu_seqlens_q is self.cu_seqlens_k
-        return "=" if same_starts and self.seqused_k is None and self.leftpad_k is None else "?"
 
 
 # Plain ints: combining enum members costs a microsecond each on the path of every call.
@@ -198,12 +197,14 @@ class Result(NamedTuple):
     """What a backend's forward hands back.
 
     out: call.out_shape, in q's dtype; softmax_lse: call.lse_shape fp32 (None only where neither gradients
-    nor return_lse asked for it); rng_state: (2,) int64, meaningful under dropout.
+    nor return_lse asked for it); rng_state: (2,) int64, meaningful under dropout; saved: whatever else the
+    backend's own backward wants to find again.
     """
 
     out: Tensor
     softmax_lse: Tensor | None
     rng_state: Tensor | None = None
+    saved: tuple[Tensor | None, ...] = ()
 
 
 class Gradients(NamedTuple):
@@ -215,12 +216,16 @@ class Gradients(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """What a backward starts from: dout, and the out, softmax_lse and rng_state of a forward."""
+    """What a backward starts from: dout, and a forward's results.
+
+    softmax_lse may be missing where ``saved`` holds what the backend kept instead.
+    """
 
     dout: Tensor
     out: Tensor
-    softmax_lse: Tensor
+    softmax_lse: Tensor | None
     rng_state: Tensor | None
+    saved: tuple[Tensor | None, ...] = ()
 
 
 def wants_transforms(*tensors: Tensor) -> bool:

@@ -1,0 +1,137 @@
+"""One launch of PyTorch's memory-efficient attention kernel (aten::_efficient_attention_*), forward and backward.
+
+What the kernel wants of its tensors, how it lays out its LSE, and the operators' long signatures are
+known here only. Which launches make up a call is torch_efficient.py's business.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NO_MASK, CAUSAL_BOTTOM_RIGHT = 0, 2
+# The kernel pads each sequence's LSE to a multiple of this many rows, and its backward reads them.
+_LSE_ROWS = 32
+_FORWARD_ARGUMENTS = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "custom_mask_type", "seqlen_k", "window_size"}
+_BACKWARD_ARGUMENTS = {"cu_seqlens_q", "cu_seqlens_k", "logsumexp", "philox_seed", "custom_mask_type", "window_size"}
+
+
+def missing_reason() -> str | None:
+    """Why this PyTorch's operators can't be called as here, or None."""
+    for name, needed in (("forward", _FORWARD_ARGUMENTS), ("backward", _BACKWARD_ARGUMENTS)):
+        op = getattr(torch.ops.aten, f"_efficient_attention_{name}", None)
+        if op is None:
+            return f"this PyTorch has no aten::_efficient_attention_{name}"
+        lacking = needed - {argument.name for argument in op.default._schema.arguments}
+        if lacking:
+            return f"this PyTorch's aten::_efficient_attention_{name} lacks {', '.join(sorted(lacking))}"
+    return None
+
+
+class Launch(NamedTuple):
+    """The kernel's inputs.
+
+    q: (batch, rows, heads, head_dim), k and v: (batch, keys, heads, head_dim of their own); batch is 1 with
+        cu_seqlens_q, (n + 1,) int32 starts
+    cu_seqlens_k: (n + 1,) int32; with seqlen_k, (n,) int32, only the starts count and may overlap
+    bias: additive (batch, heads, rows, keys), rows a multiple of 16 bytes apart
+    window_size: how many keys a row sees under the causal mask, its own included
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    mask: int = NO_MASK
+    window_size: int | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    seqlen_k: Tensor | None = None
+    bias: Tensor | None = None
+    dropout_p: float = 0.0
+
+
+class Native(NamedTuple):
+    """What a launch leaves for its backward: LSE (n, heads, rows rounded up to 32) and the dropout's state."""
+
+    lse: Tensor
+    seed: Tensor | None = None
+    offset: Tensor | None = None
+
+
+def forward(launch: Launch, keep_lse: bool) -> tuple[Tensor, Native]:
+    """out (batch, rows, heads, head_dim of v); rows without keys are 0, and 0 in the LSE."""
+    out, lse, seed, offset, _, _ = torch.ops.aten._efficient_attention_forward.default(
+        launch.q, launch.k, launch.v, launch.bias, launch.cu_seqlens_q, launch.cu_seqlens_k, launch.max_seqlen_q,
+        launch.max_seqlen_k, launch.dropout_p, launch.mask, keep_lse, scale=launch.scale, seqlen_k=launch.seqlen_k,
+        window_size=launch.window_size,
+    )  # fmt: skip
+    return out, Native(lse, seed, offset)
+
+
+def backward(launch: Launch, dout: Tensor, out: Tensor, native: Native) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of one launch, the window handed on explicitly: autograd's own formula drops it before 2.15.
+
+    The kernel reads ``out`` as if it were contiguous, whatever its strides say (seen in 2.11, fp16).
+    """
+    packed = launch.cu_seqlens_q is not None
+    seed = native.seed if native.seed is not None else _no_seed(launch.q.device)
+    dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward.default(
+        ready(dout), launch.q, launch.k, launch.v, launch.bias, out.contiguous(), launch.cu_seqlens_q, launch.cu_seqlens_k,
+        launch.max_seqlen_q if packed else launch.q.shape[1], launch.max_seqlen_k if packed else launch.k.shape[1],
+        native.lse, launch.dropout_p, seed, native.offset if native.offset is not None else seed, launch.mask, False,
+        scale=launch.scale, window_size=launch.window_size,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def ready(tensor: Tensor) -> Tensor:
+    """``tensor`` as the kernel reads it: channels contiguous, every row on 16 bytes."""
+    unit = 16 // tensor.element_size()
+    strides = tensor.stride()
+    if strides[-1] == 1 and tensor.data_ptr() % 16 == 0 and not any(stride % unit for stride in strides[:-1]):
+        return tensor
+    return tensor.contiguous()
+
+
+def pad_channels(tensor: Tensor) -> Tensor:
+    """Zero channels up to a multiple of 8, the alignment of the tensor-core kernels."""
+    missing = -tensor.shape[-1] % 8
+    return F.pad(tensor, (0, missing)) if missing else tensor
+
+
+def lse_to_native(lse: Tensor) -> Tensor:
+    """(batch, heads, rows) as the backward reads it: contiguous, rows padded with +inf."""
+    missing = -lse.shape[-1] % _LSE_ROWS
+    return F.pad(lse, (0, missing), value=torch.inf).contiguous()
+
+
+def packed_lse_to_native(lse: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int) -> Tensor:
+    """(heads, total) as (n, heads, rows), without a host sync."""
+    rows = torch.arange(max_seqlen_q + (-max_seqlen_q % _LSE_ROWS), device=lse.device)
+    tokens = cu_seqlens_q[:-1, None] + rows
+    inside = tokens < cu_seqlens_q[1:, None]
+    gathered = lse[:, tokens.clamp_(max=lse.shape[1] - 1)].transpose(0, 1)
+    return torch.where(inside[:, None], gathered, torch.inf)
+
+
+def native_lse_to_packed(native: Tensor, cu_seqlens_q: Tensor, total: int) -> Tensor:
+    """(n, heads, rows) as (heads, total)."""
+    sequence, row = token_places(cu_seqlens_q, total)
+    return native[sequence, :, row.clamp_(max=native.shape[2] - 1)].t()
+
+
+def token_places(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Each token's sequence and its index there; tokens outside of all sequences count to the nearest one."""
+    tokens = torch.arange(total, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens[1:], tokens, right=True).clamp_(max=cu_seqlens.shape[0] - 2)
+    return sequence, (tokens - cu_seqlens[sequence]).clamp_(min=0)
+
+
+def _no_seed(device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=torch.int64, device=device)
