@@ -1,0 +1,65 @@
+"""The judge of the random problems must itself be able to say no: it finds every mutant, and passes the right one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from flash_attn_compat import flash_attn_interface
+from tests import mutants
+from tests.judge import Examination
+from tests.problems import FUNCTIONS, Problem, random_problem
+
+# Accumulating in fp16 costs no more than the plain computation in fp16 does, which is the bound.
+MUTANTS = [
+    name
+    for name, value in vars(mutants).items()
+    if isinstance(value, mutants.Naive) and name not in ("correct", "fp16_accumulation")
+]
+
+
+def _within_the_mutants_reach(p: Problem) -> bool:
+    """The small implementation they are made from knows no empty sequences, gaps or private functions."""
+    wide = any(side >= max(p.seqlens_k) for side in p.window) and max(p.seqlens_q) > min(p.seqlens_k, default=0)
+    return (
+        p.kind != "private_varlen" and not p.poison and p.gap == (0, 0) and p.dtype != "float64"
+        and all(p.seqlens_k) and all(p.seqlens_q) and max(p.seqlens_k) < 300 and not wide
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def examinations() -> list[Examination]:
+    return [Examination(problem) for problem in map(random_problem, range(350)) if _within_the_mutants_reach(problem)]
+
+
+@pytest.fixture
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    mutant = getattr(mutants, request.param)
+    for function in set(FUNCTIONS.values()) - {"_flash_attn_varlen_forward"}:
+        monkeypatch.setattr(flash_attn_interface, function, getattr(mutant, function))
+    yield
+
+
+@pytest.mark.parametrize("implementation", MUTANTS, indirect=True)
+def test_a_mutant_fails_some_problem(implementation: None, examinations: list[Examination]) -> None:
+    assert any(examination.judge("reference").failures for examination in examinations)
+
+
+@pytest.mark.parametrize("implementation", ["correct"], indirect=True)
+def test_the_implementation_they_are_made_from_passes_every_problem(
+    implementation: None, examinations: list[Examination]
+) -> None:
+    assert len(examinations) > 60
+    complaints = {repr(e.problem): e.judge("reference").failures for e in examinations}
+    assert not {problem: failures for problem, failures in complaints.items() if failures}
+
+
+def test_an_exception_is_a_failure_and_not_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(**kwargs: object) -> torch.Tensor:
+        raise ZeroDivisionError("broken")
+
+    monkeypatch.setattr(flash_attn_interface, "flash_attn_func", broken)
+    verdict = Examination(Problem()).judge("reference")
+    assert verdict.failures == ["ZeroDivisionError: broken"] and not verdict.refused
