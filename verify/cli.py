@@ -9,11 +9,11 @@ import argparse
 import sys
 from typing import NoReturn
 
-from verify import bench, compare
+from verify import bench, compare, ladder
 from verify.errors import UsageError
 
 # One line for each subcommand; the first is what `python -m verify` alone does.
-SUBCOMMANDS = (compare, bench)
+SUBCOMMANDS = (compare, bench, ladder)
 
 
 class _Parser(argparse.ArgumentParser):
