@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import flash_attn_compat
+from tests.naming.environment import Environment
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -54,6 +55,13 @@ def test_a_child_of_a_patched_process_needs_nothing_more():
         "import flash_attn_compat, subprocess, sys; flash_attn_compat.patch();"
         f"sys.exit(subprocess.call([sys.executable, '-W', 'ignore', '-c', {RUN_A_MODEL!r}]))"
     )
+    assert answer.stdout.strip() == "2", answer.stderr
+
+
+def test_a_persistent_installation_needs_no_line_of_code(tmp_path):
+    environment = Environment(tmp_path / "env")
+    assert environment.command("install").returncode == 0
+    answer = environment.call("-W", "ignore", "-c", RUN_A_MODEL)
     assert answer.stdout.strip() == "2", answer.stderr
 
 

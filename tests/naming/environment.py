@@ -1,0 +1,40 @@
+"""A throw-away virtual environment, for what is written into site-packages."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+class Environment:
+    """A venv without packages of its own that sees this interpreter's and the repository."""
+
+    def __init__(self, directory: Path) -> None:
+        venv.create(directory, with_pip=False, symlinks=os.name != "nt")
+        self.python = next(path for path in directory.glob("*/python*") if path.stem == "python")
+        script = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        self.site_packages = Path(self.call("-c", script).stdout.strip())
+        outer = [entry for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))]
+        (self.site_packages / "outer.pth").write_text("\n".join([str(REPOSITORY), *outer]) + "\n")
+        self.clean = self.files()
+
+    def call(self, *arguments: str, **options) -> subprocess.CompletedProcess[str]:
+        # Away from the repository, so that only the installation can answer.
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        return subprocess.run(
+            [str(self.python), *arguments], capture_output=True, text=True, cwd=self.python.parent, env=env, **options
+        )
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.call("-m", "flash_attn_compat", *arguments)
+
+    def pip(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.call("-m", "pip", "--disable-pip-version-check", *arguments)
+
+    def files(self) -> set[str]:
+        return {path.relative_to(self.site_packages).as_posix() for path in self.site_packages.rglob("*")}
