@@ -274,7 +274,7 @@ def _finish(
     recorded_applies = on_cuda and plan.dtype == torch.float16 and "H200" in torch.cuda.get_device_name(plan.device)
     lines = []
     if matmul:
-        lines.append(f"matmul rate, the roofline: {matmul / 1e12:.4g} TFLOP/s in {environment['dtype']}")
+        lines.append(f"matmul rate, the roofline: {tables.si(matmul)}FLOP/s in {environment['dtype']}")
     if host_us:
         figures = ", ".join(f"{name} {us:.1f} us" for name, us in host_us.items())
         lines.append(f"host time of a tiny varlen call: {figures}")
@@ -319,15 +319,17 @@ def _finish(
 def _print_rows(workload: Workload, rows: Sequence[Row], matmul: float | None, terminal: Console) -> None:
     terminal.print(Text(f"{workload.name}: {workload.describe()}", style="bold"))
     for row in rows:
-        if row.reason == "is the default":
+        if not row.forward and not row.failed:
             continue
-        _, name, forward, both, memory, tflops, share, verdict, remarks = tables.detail(row, matmul)
-        line = Text(f"  {name:28} ")
-        if row.forward or row.failed:
-            line.append(f"{forward:>13} {both:>13} ms {memory:>8} MiB {tflops:>6} TFLOP/s {share:>6}  ")
+        _, name, forward, both, memory, flops, share, verdict, remarks = tables.detail(row, matmul)
+        line = Text(f"  {name:28} {forward:>13} {both:>13} ms {memory:>8} MiB {flops:>6}FLOP/s {share:>6}  ")
         line.append(verdict, style=COLOURS.get(verdict, ""))
         line.append(f"  {remarks}", style="dim")
         terminal.print(line, soft_wrap=True)
+    absent = [row for row in rows if not row.forward and not row.failed and row.reason != "is the default"]
+    if absent:
+        reasons = "; ".join(f"{row.contestant}: {row.reason}" for row in absent)
+        terminal.print(Text(f"  without {reasons}", style="dim"), soft_wrap=True)
     terminal.file.flush()
 
 

@@ -31,9 +31,10 @@ class Row:
     both: Timing | None = None
     memory_mib: float | None = None
     verdict: Verdict | None = None
-    forward_tflops: float | None = None
+    flops_per_second: float | None = None
     reason: str = ""
     failed: bool = False
+    not_supported: bool = False
 
     @property
     def wrong(self) -> bool:
@@ -89,6 +90,7 @@ def _rows(workload: Workload, plan: Plan, step: Callable[[str], None]) -> list[R
     backward = plan.backward and not workload.decode
     facts: dict[str, dict[str, Any]] = {each.name: {"ours": each.ours} for each in plan.contestants}
     prepared: dict[str, Prepared] = {}
+    truth = spot_check.Truth(workload, inputs)
     chosen = ""
     for contestant in plan.contestants:
         name = contestant.name
@@ -97,18 +99,18 @@ def _rows(workload: Workload, plan: Plan, step: Callable[[str], None]) -> list[R
         if isinstance(found, Failed):
             facts[name] |= {"reason": found.reason, "failed": True}
             continue
-        if isinstance(found, str):
-            facts[name] |= {"reason": found}
+        if isinstance(found, Absent):
+            facts[name] |= asdict(found)
             continue
         if name == "default":
             chosen = found.served_by
         facts[name]["served_by"] = found.served_by
-        verdict = attempt(plan.device, spot_check.check, contestant, found, workload, inputs, backward)
+        verdict = attempt(plan.device, spot_check.check, contestant, found, truth, backward)
         if isinstance(verdict, Failed):
             facts[name] |= {"reason": verdict.reason, "failed": True}
             if backward and not found.no_backward:
                 # The forward may still be possible: most failures are backward passes out of memory.
-                verdict = attempt(plan.device, spot_check.check, contestant, found, workload, inputs, False)
+                verdict = attempt(plan.device, spot_check.check, contestant, found, truth, False)
             if isinstance(verdict, Failed):
                 continue
         facts[name]["verdict"] = verdict
@@ -124,7 +126,7 @@ def _rows(workload: Workload, plan: Plan, step: Callable[[str], None]) -> list[R
     for name, timing in time_together(forward_jobs, plan.device, plan.repeats, plan.budget_s).items():
         facts[name] |= _timed("forward", timing)
         if isinstance(timing, Timing):
-            facts[name]["forward_tflops"] = workload.flops(backward=False) / timing.median_ms / 1e9
+            facts[name]["flops_per_second"] = workload.flops(backward=False) / timing.median_ms * 1e3
     if backward:
         both_jobs = {
             name: _both_job(each, inputs)
@@ -140,17 +142,25 @@ def _rows(workload: Workload, plan: Plan, step: Callable[[str], None]) -> list[R
     return [Row(workload.name, name, **values) for name, values in facts.items()]
 
 
-def _prepare(contestant: Contestant, workload: Workload, inputs: Inputs, plan: Plan, chosen: str) -> Prepared | str:
-    """Ready to run, or the reason why it will not."""
+@dataclass(frozen=True)
+class Absent:
+    """Why a contestant does not run."""
+
+    reason: str
+    not_supported: bool = False
+
+
+def _prepare(contestant: Contestant, workload: Workload, inputs: Inputs, plan: Plan, chosen: str) -> Prepared | Absent:
     name = contestant.name
     if contestant.ours and name not in plan.named and name == chosen:
-        return "is the default"
-    if plan.late and name not in plan.named | ESSENTIAL:
-        return "left out: the time limit is reached"
+        return Absent("is the default")
     try:
-        return contestant.prepare(workload, inputs)
+        prepared = contestant.prepare(workload, inputs)
     except Unavailable as reason:
-        return str(reason).partition("\n")[0]
+        return Absent(str(reason).partition("\n")[0], not_supported=True)
+    if plan.late and name not in plan.named | ESSENTIAL:
+        return Absent("left out: the time limit is reached")
+    return prepared
 
 
 def _timed(field_name: str, timing: Timing | Failed) -> dict[str, Any]:

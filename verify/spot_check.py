@@ -6,6 +6,7 @@ judge's: twice the error (gradients three times) of the same steps rounded to th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -55,15 +56,39 @@ class Solution:
 
 def pieces(workload: Workload) -> list[Piece]:
     order = sorted(range(workload.batch), key=lambda index: workload.seqlens_k[index])
-    return [Piece(order[-1], workload.nheads_k - 1), Piece(order[0], 0)]
+    both = (Piece(order[-1], workload.nheads_k - 1), Piece(order[0], 0))
+    return list(dict.fromkeys(both))
 
 
-def check(contestant: Contestant, prepared: Prepared, workload: Workload, inputs: Inputs, backward: bool) -> Verdict:
+class Truth:
+    """The fp64 answers and the plain ones of a workload's pieces, computed once for all contestants."""
+
+    def __init__(self, workload: Workload, inputs: Inputs) -> None:
+        self.workload, self.inputs = workload, inputs
+        self._without_dropout: dict[Piece, tuple[Solution, Solution]] = {}
+
+    def of(self, piece: Piece, kept: Tensor | None) -> tuple[Solution, Solution]:
+        """Exact and plain. kept is the dropout mask of the run in question, None without dropout."""
+        if kept is not None:
+            return self._solve(piece, kept)
+        if piece not in self._without_dropout:
+            self._without_dropout[piece] = self._solve(piece, None)
+        return self._without_dropout[piece]
+
+    def _solve(self, piece: Piece, kept: Tensor | None) -> tuple[Solution, Solution]:
+        dtype = self.inputs.q.dtype
+        work = torch.promote_types(dtype, torch.float32)
+        exact = _solve(self.workload, self.inputs, piece, kept, torch.float64, lambda tensor: tensor)
+        plain = _solve(self.workload, self.inputs, piece, kept, work, lambda tensor: tensor.to(dtype).to(work))
+        return exact, plain
+
+
+def check(contestant: Contestant, prepared: Prepared, truth: Truth, backward: bool) -> Verdict:
     """One call, held against fp64. Without a way to its dropout mask, a contestant is checked without dropout."""
+    workload, inputs = truth.workload, truth.inputs
     note = ""
     if workload.dropout_p and prepared.with_dmask is None:
-        workload = replace(workload, dropout_p=0.0)
-        prepared = contestant.prepare(workload, inputs)
+        prepared = contestant.prepare(replace(workload, dropout_p=0.0), inputs)
         note = "checked without dropout"
     backward = backward and not prepared.no_backward
     leaves = [tensor.detach().requires_grad_(backward) for tensor in inputs.qkv]
@@ -74,35 +99,28 @@ def check(contestant: Contestant, prepared: Prepared, workload: Workload, inputs
         else:
             out = prepared.run(*leaves)
         if out.shape != inputs.q.shape:
-            return Verdict(float("inf"), f"out has shape {tuple(out.shape)}")
+            return Verdict(math.inf, f"out of shape {tuple(out.shape)}")
         gradients = torch.autograd.grad(out, leaves, inputs.dout) if backward else ()
     answer = (out.detach(), *gradients)
-    found = [verdict for piece in pieces(workload) for verdict in _judge(answer, workload, inputs, piece, kept)]
-    # `not <=` rather than `>`, so that NaN is the worst of all.
-    worst = found[0]
-    for verdict in found[1:]:
-        if not verdict.ratio <= worst.ratio and worst.ratio == worst.ratio:
-            worst = verdict
+    found = [verdict for piece in pieces(workload) for verdict in _judge(answer, truth, piece, kept)]
+    worst = max(found, key=lambda verdict: math.inf if math.isnan(verdict.ratio) else verdict.ratio)
     return replace(worst, note=note)
 
 
-def _judge(
-    answer: Sequence[Tensor], workload: Workload, inputs: Inputs, piece: Piece, kept: Tensor | None
-) -> list[Verdict]:
+def _judge(answer: Sequence[Tensor], truth: Truth, piece: Piece, kept: Tensor | None) -> list[Verdict]:
+    workload, inputs = truth.workload, truth.inputs
     dtype = inputs.q.dtype
-    exact = _solve(workload, inputs, piece, kept, torch.float64, lambda tensor: tensor)
-    work = torch.promote_types(dtype, torch.float32)
-    plain = _solve(workload, inputs, piece, kept, work, lambda tensor: tensor.to(dtype).to(work))
+    exact, plain = truth.of(piece, kept)
     verdicts = []
     for name, whole in zip(QUANTITIES, answer):
         got = _rows(whole, workload, piece) if name in ("out", "dq") else _keys(whole, workload, inputs, piece)
-        truth = getattr(exact, name)
-        got, yardstick = (tensor.to(truth.device, torch.float64) for tensor in (got, getattr(plain, name)))
+        expected = getattr(exact, name)
+        got, yardstick = (tensor.to(expected.device, torch.float64) for tensor in (got, getattr(plain, name)))
         factor = OUT_FACTOR if name == "out" else GRADIENT_FACTOR
-        bound = factor * (yardstick - truth).abs().max().item() + rounding(dtype, largest(truth))
+        bound = factor * (yardstick - expected).abs().max().item() + rounding(dtype, largest(expected))
         if name != "out":
-            bound += cancellation(dtype) + recomputation(dtype, torch.tensor([exact.largest_lse]), truth)
-        verdicts.append(Verdict((got - truth).abs().max().item() / bound, name))
+            bound += cancellation(dtype) + recomputation(dtype, torch.tensor([exact.largest_lse]), expected)
+        verdicts.append(Verdict((got - expected).abs().max().item() / bound, name))
     return verdicts
 
 
