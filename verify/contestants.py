@@ -6,8 +6,9 @@ as they are found in the wild, and are given the benefit of the doubt: no mask w
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -107,19 +108,31 @@ class Ours:
         import flash_attn_compat
 
         call = flash_attn_call(flash_attn_compat, workload, inputs)
-        around = (lambda: flash_attn_compat.use_backend(self.backend)) if self.backend else nullcontext
-        with around():
-            explanation = flash_attn_compat.explain(call, *inputs.qkv)
-        if self.backend and explanation.reasons[self.backend]:
-            raise Unavailable("; ".join(explanation.reasons[self.backend]))
-        if explanation.backend is None:
-            raise Unavailable(f"no backend serves this\n{explanation}")
+        around = functools.partial(flash_attn_compat.use_backend, self.backend) if self.backend else nullcontext
+        forward = self._explained(call, inputs.qkv)
+        if forward.backend is None:
+            raise Unavailable("; ".join(forward.reasons[self.backend]) if self.backend else str(forward))
+        no_backward, served_by = "", forward.backend
+        if not workload.decode:
+            # With gradients wanted, dispatch may choose another one.
+            both = self._explained(call, [tensor.detach().requires_grad_() for tensor in inputs.qkv])
+            if both.backend is None:
+                no_backward = "; ".join(both.reasons[self.backend]) if self.backend else "no backend serves it"
+            elif both.backend != forward.backend:
+                served_by = f"{forward.backend}, {both.backend} with gradients"
         return Prepared(
             run=call,
             around=around,
-            served_by=explanation.backend,
+            served_by=served_by,
+            no_backward=no_backward,
             with_dmask=_with_dmask(flash_attn_compat, workload, inputs),
         )
+
+    def _explained(self, call: Callable[..., Any], qkv: Sequence[Tensor]) -> Any:
+        import flash_attn_compat
+
+        with flash_attn_compat.use_backend(self.backend) if self.backend else nullcontext():
+            return flash_attn_compat.explain(call, *qkv)
 
 
 @contextmanager

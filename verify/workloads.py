@@ -222,14 +222,16 @@ def make_inputs(workload: Workload, device: str, dtype: torch.dtype, seed: int =
         order = torch.randperm(shape_k[0], generator=torch.Generator().manual_seed(seed))
         block_table = order.view(workload.batch, each).to(device, torch.int32)
     q = normal(*tensor_shape(workload.seqlens_q, workload.nheads))
+    cu_seqlens_q = _cumulative(workload.seqlens_q, device)
     lengths_k = torch.tensor(workload.seqlens_k, dtype=torch.int32, device=device)
     return Inputs(
         q=q,
         k=normal(*shape_k),
         v=normal(*shape_k),
         dout=torch.randn(q.shape, generator=generator, device=device, dtype=dtype),
-        cu_seqlens_q=_cumulative(workload.seqlens_q, device),
-        cu_seqlens_k=_cumulative(workload.seqlens_k, device),
+        cu_seqlens_q=cu_seqlens_q,
+        # One tensor for both in self-attention, as models pass it: the lengths are known to be equal without a look.
+        cu_seqlens_k=cu_seqlens_q if workload.self_attention else _cumulative(workload.seqlens_k, device),
         alibi_slopes=alibi_slopes(workload.nheads, device) if workload.alibi else None,
         cache_seqlens=lengths_k if workload.decode else None,
         block_table=block_table,
