@@ -133,6 +133,8 @@ def plan_from(arguments: argparse.Namespace) -> Plan:
     kind = device.partition(":")[0]
     if arguments.plot and not arguments.lengths:
         raise UsageError("--plot draws curves over length: it needs --lengths")
+    if arguments.plot and not arguments.plot.absolute().parent.is_dir():
+        raise UsageError(f"cannot write {arguments.plot}: there is no folder {arguments.plot.absolute().parent}")
     workloads = _workloads(arguments, kind)
     backends = _names(arguments.backends)
     rivals = _names(arguments.rivals) or list(USUAL_RIVALS[kind])

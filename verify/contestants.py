@@ -233,7 +233,9 @@ class Bare:
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if workload.packed:
                 q, k, v = q[None], k[None], v[None]
-            out = operator(q, k, v, None, *lengths, workload.dropout_p, mask_type, True, **options)[0]
+            out = operator(q, k, v, None, *lengths, workload.dropout_p, mask_type, torch.is_grad_enabled(), **options)[
+                0
+            ]
             return out[0] if workload.packed else out
 
         return Prepared(run, no_backward="PyTorch's own gradient forgets the window" if options else "")

@@ -1,0 +1,469 @@
+"""verify bench: its figures can be trusted, whatever one contestant does, and a mistyped option says so in one line."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+
+from verify import bench, bench_report, spot_check, thresholds, timing
+from verify.bench_run import Plan, Row, run
+from verify.cli import build_parser, main
+from verify.contestants import Ours, PadSdpa, Plain, Prepared, SdpaLoop, Unavailable
+from verify.spot_check import Truth, Verdict, check
+from verify.timing import Failed, Job, Timing, geometric_mean, peak_memory, time_together
+from verify.workloads import DECODE, FULL, SMALL, Workload, make_inputs, shrunk, visible_pairs
+
+QUICK = ["bench", "--only", "cross_short_q", "--repeats", "2", "--backends", "default,chunked"]
+TINY = {workload.name: shrunk(workload, batch=32, seqlen=64, heads=8) for workload in (*FULL, *DECODE)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--device", "tpu"], "no device 'tpu' here; there are cpu"),
+        (["--gpu", "--device", "cpu"], "--gpu means --device cuda, not cpu"),
+        (["--backends", "nonsense"], "unknown backend 'nonsense'; there are default, "),
+        (["--rivals", "nonsense"], "unknown rival 'nonsense'; there are official, "),
+        (["--only", "nonsense"], "no workload 'nonsense'; there are uniform_varlen, "),
+        (["--only", "skewed", "--batch", "3"], "--only picks among the built-in workloads"),
+        (["--heads", "6", "--heads-kv", "4"], "--heads must be a multiple of --heads-kv, got 6 and 4"),
+        (["--max-seqlen", "8", "--min-seqlen", "9"], "--min-seqlen 9 is more than --max-seqlen 8"),
+        (["--lengths", "8,16", "--max-seqlen", "8"], "leave out --max-seqlen"),
+        (["--softcap", "-1"], "--softcap must be positive, got -1.0"),
+        (["--plot", "a.png"], "it needs --lengths"),
+        (["--against", "no-such-file.json"], "cannot read no-such-file.json"),
+        (["--json", "/no/such/folder/file.json"], "there is no folder /no/such/folder"),
+        (["--lengths", "8", "--plot", "/no/such/folder/a.png"], "there is no folder /no/such/folder"),
+        (["--batch", "0"], "must be a positive whole number, got '0'"),
+        (["--lengths", "8,x"], "must be a positive whole number, got 'x'"),
+        (["--window", "3"], "must look like 1024,0, got '3'"),
+        (["--dropout", "1.5"], "must be at least 0 and below 1, got '1.5'"),
+        (["--dtype", "int8"], "invalid choice: 'int8'"),
+        (["--compile", "maybe"], "invalid choice: 'maybe'"),
+    ],
+)
+def test_a_bad_argument_ends_in_one_line_and_exit_code_2(arguments, part, capsys):
+    try:
+        code = main(["bench", *arguments])
+    except SystemExit as exit_:
+        code = exit_.code
+    printed = capsys.readouterr()
+    assert code == 2 and printed.out == ""
+    assert part in printed.err and len(printed.err.splitlines()) == 1
+
+
+def test_a_file_that_is_no_saved_run_is_named(tmp_path, capsys):
+    path = tmp_path / "a.json"
+    path.write_text('{"rows": [{}]}')
+    assert main(["bench", "--against", str(path)]) == 2
+    assert "is not a file that `verify bench --json` wrote" in capsys.readouterr().err
+
+
+# ---- the command, on tiny problems --------------------------------------------------------------------------------------
+
+
+def test_a_run_shows_and_saves_every_figure_with_where_it_was_obtained(tmp_path, capsys):
+    saved, markdown = tmp_path / "a.json", tmp_path / "a.md"
+    assert main([*QUICK, "--json", str(saved), "--markdown", str(markdown)]) == 0
+    data = json.loads(saved.read_text())
+    rows = {row["contestant"]: row for row in data["rows"]}
+    assert {"default", "chunked", "pad_sdpa", "plain"} <= set(rows)
+    for name in ("default", "pad_sdpa"):
+        row = rows[name]
+        assert row["forward"]["median_ms"] > 0 and row["both"]["median_ms"] > 0
+        assert row["verdict"]["ok"] and row["memory_mib"] > 0 and row["flops_per_second"] > 0
+    assert (
+        rows["default"]["served_by"]
+        and data["matmul_flops_per_second"] > 0
+        and data["host_microseconds"]["default"] > 0
+    )
+    assert {"device cpu", "torch", "date", "dtype"} <= set(data["environment"])
+    for text in (capsys.readouterr().out, markdown.read_text()):
+        assert "cross_short_q" in text and "pad_sdpa" in text and "geometric mean of default to the pad scheme" in text
+
+
+def test_against_names_what_became_slower_and_exits_with_1(tmp_path, capsys):
+    saved = tmp_path / "a.json"
+    arguments = [*QUICK, "--no-backward", "--rivals", "none"]
+    assert main([*arguments, "--json", str(saved)]) == 0
+    data = json.loads(saved.read_text())
+    assert main([*arguments, "--against", str(_scaled(data, 1e3, tmp_path))]) == 0
+    assert "nothing of ours is slower by more than 10%" in capsys.readouterr().out
+    assert main([*arguments, "--against", str(_scaled(data, 1e-3, tmp_path))]) == 1
+    assert "slower by more than 10%: cross_short_q default forward" in " ".join(capsys.readouterr().out.split())
+
+
+def _scaled(data, factor, folder):
+    path = folder / f"{factor}.json"
+    rows = [
+        {**row, "forward": row["forward"] and {**row["forward"], **{key: row["forward"][key] * factor for key in
+         ("median_ms", "low_ms", "high_ms")}}}
+        for row in data["rows"]
+    ]  # fmt: skip
+    path.write_text(json.dumps({**data, "rows": rows}))
+    return path
+
+
+def test_lengths_give_a_row_and_a_point_of_the_curve_each(tmp_path, capsys):
+    picture = tmp_path / "a.png"
+    arguments = ["bench", "--lengths", "8,16", "--batch", "2", "--heads", "2", "--no-backward", "--repeats", "1"]
+    assert main([*arguments, "--backends", "default", "--rivals", "plain", "--plot", str(picture)]) == 0
+    assert "2x8" in (out := capsys.readouterr().out) and "2x16" in out
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_own_workloads_have_the_lengths_and_features_asked_for():
+    plan = _planned("--batch", "5", "--max-seqlen", "40", "--min-seqlen", "3", "--heads", "4", "--heads-kv", "2", "--head-dim",
+                    "16", "--causal", "--window", "7,0", "--alibi", "--softcap", "9", "--dropout", "0.2")  # fmt: skip
+    (workload,) = plan.workloads
+    assert workload.batch == 5 and workload.max_seqlen_k == 40 and min(workload.seqlens_q) >= 3 and not workload.full
+    assert (workload.nheads, workload.nheads_k, workload.head_dim) == (4, 2, 16)
+    assert (workload.causal, workload.window_size, workload.alibi) == (True, (7, 0), True)
+    assert (workload.softcap, workload.dropout_p, workload.packed) == (9.0, 0.2, True)
+
+
+def _planned(*arguments):
+    return bench.plan_from(build_parser().parse_args(["bench", *arguments]))
+
+
+def test_compile_switches_compilation_for_this_run_only(monkeypatch):
+    seen = []
+    monkeypatch.delenv(bench.COMPILE, raising=False)
+    monkeypatch.setattr(bench, "_bench", lambda *_: seen.append(os.environ.get(bench.COMPILE)) or 0)
+    for arguments in ([], ["--compile", "on"], ["--compile", "off"]):
+        assert main(["bench", *arguments]) == 0
+    assert seen == [None, "1", "0"] and bench.COMPILE not in os.environ
+
+
+# ---- one contestant does not spoil the others -----------------------------------------------------------------------------
+
+
+class _Stub:
+    ours = True
+
+    def __init__(self, name, attention):
+        self.name, self._attention = name, attention
+
+    def prepare(self, workload, inputs):
+        return Prepared(self._attention(workload, inputs) if self._attention else _unavailable())
+
+
+def _unavailable():
+    raise Unavailable("lacks everything")
+
+
+def _right(workload, inputs):
+    return Plain().prepare(workload, inputs).run
+
+
+def _raising(workload, inputs):
+    def attention(q, k, v):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 EiB")
+
+    return attention
+
+
+def _no_backward(workload, inputs):
+    def attention(q, k, v):
+        if torch.is_grad_enabled():
+            raise RuntimeError("no gradients here\nand more lines")
+        return _right(workload, inputs)(q, k, v)
+
+    return attention
+
+
+def _off(workload, inputs):
+    right = _right(workload, inputs)
+    return lambda q, k, v: right(q, k, v) * 1.001
+
+
+def _rows_of(*contestants, **plan):
+    settings = {"device": "cpu", "dtype": torch.float32, "repeats": 1, "budget_s": 0.1, **plan}
+    (rows,) = run(Plan([TINY["llm_gqa_causal"]], contestants, **settings))
+    return {row.contestant: row for row in rows}
+
+
+def test_a_failure_is_a_row_with_its_reason_and_the_others_keep_their_figures():
+    rows = _rows_of(
+        _Stub("oom", _raising),
+        _Stub("half", _no_backward),
+        _Stub("absent", None),
+        _Stub("off", _off),
+        _Stub("fine", _right),
+    )
+    assert rows["oom"].failed and rows["oom"].reason == "out of memory" and rows["oom"].forward is None
+    assert rows["half"].failed and rows["half"].reason == "RuntimeError: no gradients here"
+    assert rows["half"].forward is not None and rows["half"].both is None
+    assert rows["absent"].not_supported and not rows["absent"].wrong and rows["absent"].reason == "lacks everything"
+    assert rows["off"].wrong and rows["off"].forward is not None
+    assert rows["fine"].verdict.ok and rows["fine"].forward and rows["fine"].both and not rows["fine"].wrong
+
+
+def test_after_the_time_limit_only_the_essential_and_the_named_still_run():
+    contestants = [_Stub(name, _right) for name in ("default", "slow", "wanted")]
+    rows = _rows_of(*contestants, time_limit_s=-1.0, named=frozenset({"wanted"}))
+    assert rows["default"].forward and rows["wanted"].forward
+    assert rows["slow"].forward is None and rows["slow"].reason == "left out: the time limit is reached"
+
+
+def test_a_wrong_answer_of_ours_gives_exit_code_1(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "_ours", lambda names: [_Stub("default", _off)])
+    assert main(["bench", "--only", "cross_short_q", "--repeats", "1", "--rivals", "none"]) == 1
+    assert "WRONG OR FAILED  cross_short_q default: out off by" in capsys.readouterr().out
+
+
+# ---- right and wrong answers ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_rival_and_the_default_are_right_on_every_workload(name):
+    workload = TINY[name]
+    inputs = make_inputs(workload, "cpu", torch.float32)
+    truth = Truth(workload, inputs)
+    for contestant in (Ours(), Ours("reference"), PadSdpa(), SdpaLoop(), Plain()):
+        try:
+            prepared = contestant.prepare(workload, inputs)
+        except Unavailable:
+            assert contestant.name == "sdpa_loop"
+            continue
+        verdict = check(contestant, prepared, truth, backward=not workload.decode)
+        assert verdict.ok, (contestant.name, verdict)
+
+
+def _with(change):
+    """The plain computation of a workload with something about it changed."""
+    return lambda workload, inputs: Plain().prepare(change(workload), inputs).run
+
+
+def _changed(**fields):
+    return _with(lambda workload: replace(workload, **fields))
+
+
+def _forgets_dk(workload, inputs):
+    right = _right(workload, inputs)
+    return lambda q, k, v: right(q, k.detach() + 0.5 * (k - k.detach()), v)
+
+
+def _nan_in_the_last_row(workload, inputs):
+    right = _right(workload, inputs)
+
+    def attention(q, k, v):
+        out = right(q, k, v)
+        return torch.cat([out[:-1], out[-1:] * math.nan])
+
+    return attention
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "quantity"),
+    [
+        ("mistral_window", _changed(window_size=(17, 0)), None),
+        ("modernbert_local", _changed(window_size=(1, 2)), None),
+        ("alibi_causal", _changed(alibi=False), None),
+        ("gemma_softcap", _changed(softcap=0.0), None),
+        ("llm_gqa_causal", _changed(causal=False), None),
+        ("skewed_varlen", _forgets_dk, "dk"),
+        ("uniform_varlen", _nan_in_the_last_row, None),
+        ("uniform_varlen", lambda workload, inputs: lambda q, k, v: q[:-1], "out of shape"),
+    ],
+)
+def test_a_wrong_answer_is_seen_whichever_way_it_is_wrong(name, wrong, quantity):
+    workload = TINY[name]
+    inputs = make_inputs(workload, "cpu", torch.float32)
+    contestant = _Stub("wrong", wrong)
+    verdict = check(contestant, contestant.prepare(workload, inputs), Truth(workload, inputs), backward=True)
+    assert not verdict.ok
+    assert quantity is None or verdict.quantity.startswith(quantity)
+
+
+def test_dropout_is_checked_with_the_mask_that_was_drawn():
+    workload = TINY["dropout_train"]
+    inputs = make_inputs(workload, "cpu", torch.float32)
+    prepared = Ours().prepare(workload, inputs)
+    out, kept = prepared.with_dmask(*inputs.qkv)
+    assert 0 < (~kept).float().mean() < 0.3
+    wrong = Prepared(prepared.run, with_dmask=lambda q, k, v: (out, ~kept))
+    assert check(Ours(), prepared, Truth(workload, inputs), backward=False).ok
+    assert not check(Ours(), wrong, Truth(workload, inputs), backward=False).ok
+
+
+# ---- arithmetic -----------------------------------------------------------------------------------------------------------
+
+
+def test_geometric_mean_of_a_ratio_and_its_inverse_is_one():
+    assert geometric_mean([4.0, 0.25]) == pytest.approx(1.0)
+    assert geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
+    assert math.isnan(geometric_mean([]))
+
+
+@pytest.mark.parametrize(("left", "right"), [(-1, -1), (-1, 0), (2, 0), (0, 3), (-1, 2), (1, 1)])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(5, 5), (3, 8), (8, 3), (1, 6)])
+def test_visible_pairs_are_those_of_the_mask(seqlen_q, seqlen_k, left, right):
+    seen = 0
+    for row in range(seqlen_q):
+        position = row + seqlen_k - seqlen_q
+        for key in range(seqlen_k):
+            seen += (left < 0 or key >= position - left) and (right < 0 or key <= position + right)
+    assert visible_pairs(seqlen_q, seqlen_k, left, right) == seen
+
+
+def test_flops_of_causal_attention_are_a_little_over_half_of_full():
+    full = Workload("full", (64,), (64,), 2, 2, 8)
+    causal = Workload("causal", (64,), (64,), 2, 2, 8, causal=True)
+    assert full.flops(backward=False) == 4 * 64 * 64 * 2 * 8
+    assert full.flops(backward=True) == 3.5 * full.flops(backward=False)
+    assert causal.flops(backward=False) / full.flops(backward=False) == pytest.approx(65 / 128)
+
+
+def test_the_recorded_memory_of_each_workload_is_its_output_and_its_lse():
+    """The recorded figures are those of these shapes, in this order: flash-attn allocates nothing else."""
+    for workload in FULL:
+        rows = sum(workload.seqlens_q) * workload.nheads
+        mib = rows * (2 * workload.head_dim + 4) / 2**20
+        assert mib == pytest.approx(workload.recorded.forward_mib, abs=1.0, rel=0.02), workload.name
+
+
+def test_skewed_lengths_are_the_recorded_ones():
+    lengths = next(workload for workload in FULL if workload.name == "skewed_varlen").seqlens_q
+    assert (len(lengths), max(lengths), sum(lengths) // len(lengths)) == (128, 6998, 998)
+
+
+def test_shrunk_workloads_keep_their_features():
+    for large, small in zip((*FULL, *DECODE), SMALL):
+        assert (small.causal, small.softcap, small.alibi, small.dropout_p, small.decode, small.packed, small.page_size) == (
+            large.causal, large.softcap, large.alibi, large.dropout_p, large.decode, large.packed, large.page_size
+        )  # fmt: skip
+        assert small.nheads / small.nheads_k == large.nheads / large.nheads_k
+        assert (small.bounds[0] > 0) == (large.bounds[0] > 0) and small.recorded is None
+        assert 0 < small.flops(backward=False) < large.flops(backward=False) / 10
+
+
+def test_peak_memory_on_a_cpu_counts_what_lives_at_once():
+    def work():
+        first = torch.ones(2**18)  # 1 MiB
+        second = first + first
+        del first
+        return second + second
+
+    assert peak_memory(Job(work), "cpu") == 2 * 2**20
+
+
+def test_timings_come_with_a_median_between_their_quartiles_and_failures_with_a_reason():
+    def broken():
+        raise ValueError("not today")
+
+    found = time_together({"sleep": Job(lambda: timing.time.sleep(0.002)), "broken": Job(broken)}, "cpu", 5, 1.0)
+    assert found["broken"] == Failed("ValueError: not today")
+    assert 2.0 <= found["sleep"].low_ms <= found["sleep"].median_ms <= found["sleep"].high_ms
+    assert found["sleep"].readings == 5
+
+
+def test_a_context_is_entered_around_every_reading():
+    depth = []
+
+    class Around:
+        def __enter__(self):
+            depth.append(1)
+
+        def __exit__(self, *_):
+            depth.pop()
+
+    seen = []
+    time_together({"job": Job(lambda: seen.append(len(depth)), Around), "other": Job(lambda: seen.append(len(depth) + 1),
+                  nullcontext)}, "cpu", 1, 0.01)  # fmt: skip
+    assert set(seen) == {1} and not depth
+
+
+# ---- ratios and promises --------------------------------------------------------------------------------------------------
+
+
+def _row(workload, contestant, forward, both=None, ok=True, ours=False, served_by="", memory_mib=None):
+    def timing_of(ms):
+        return None if ms is None else Timing(ms, ms, ms, 3)
+
+    return Row(workload.name, contestant, ours, served_by, timing_of(forward), timing_of(both), memory_mib,
+               Verdict(0.5 if ok else 2.0, "out"))  # fmt: skip
+
+
+def test_the_official_figure_is_measured_else_aten_else_recorded():
+    workload, decode = FULL[0], DECODE[0]
+    both = {"official": _row(workload, "official", 3.0), "aten_flash": _row(workload, "aten_flash", 4.0)}
+    assert bench_report.official(workload, both, "forward", True) == bench_report.Yardstick(3.0, "official")
+    wrong = {**both, "official": _row(workload, "official", 3.0, ok=False)}
+    assert bench_report.official(workload, wrong, "forward", True) == bench_report.Yardstick(4.0, "aten_flash")
+    assert bench_report.official(workload, {}, "both", True) == bench_report.Yardstick(12.8, "recorded")
+    assert bench_report.official(workload, {}, "both", False) is None
+    aten = {"aten_flash": _row(decode, "aten_flash", 4.0)}
+    assert bench_report.official(decode, aten, "forward", True) == bench_report.Yardstick(0.030, "recorded")
+
+
+def test_ratios_are_theirs_over_ours():
+    workload = FULL[0]
+    rows = {
+        "default": _row(workload, "default", 8.0, 40.0, ours=True, served_by="torch_efficient", memory_mib=140.0),
+        "pad_sdpa": _row(workload, "pad_sdpa", 10.0, 80.0),
+        "official": _row(workload, "official", 4.0, 10.0),
+        "bare": _row(workload, "bare", 7.6),
+    }
+    found = bench_report.ratios(workload, rows, recorded_applies=False)
+    assert found == thresholds.Ratios(
+        "uniform_varlen", "torch_efficient", 0.5, 0.25, 0.5, 1.25, 2.0, 0.95, None, memory_mib=140.0
+    )
+
+
+def _promises(ratio=0.5, pad=2.0, bare=0.99, memory=10.0, **more):
+    rows = [
+        thresholds.Ratios(workload.name, "torch_efficient", ratio, ratio, None, pad, pad, bare, bare, memory)
+        for workload in FULL
+    ]
+    rows += [thresholds.Ratios(workload.name, "torch_efficient", official=ratio) for workload in DECODE]
+    return thresholds.judged(rows, {"default": more.get("host_us", 30.0)}, more.get("compiled", False))
+
+
+def test_every_promise_is_met_by_figures_that_keep_it_and_unmet_by_others():
+    assert not [line for line in _promises(ratio=0.8) if line.startswith("UNMET")]
+    for broken, part in [
+        ({"ratio": 0.37}, "geometric mean to official, forward: 0.370"),
+        ({"ratio": 0.31}, "geometric mean to official, forward + backward: 0.310"),
+        ({"ratio": 0.5, "compiled": True}, "geometric mean to official, forward: 0.500"),
+        ({"ratio": 0.1}, "no workload below 0.12 of official: alibi_bidirectional 0.100"),
+        ({"pad": 0.9}, "never slower than the pad scheme: alibi_bidirectional 0.90x"),
+        ({"bare": 0.94}, "within 5 % of the bare kernel: alibi_bidirectional 0.940"),
+        ({"memory": 60.0}, "cross_short_q 60 MiB, at most 35"),
+        ({"memory": 600.0}, "gemma_softcap 600 MiB, at most 512"),
+        ({"ratio": 0.7}, "decode_32x4096: 0.700 of official, at least 0.75"),
+        ({"ratio": 0.3}, "decode_1x8192_paged: 0.300 of official, at least 0.4"),
+        ({"host_us": 49.0}, "host time of a tiny varlen call 49.0 us"),
+    ]:
+        unmet = [line for line in _promises(**{"ratio": 0.8, **broken}) if line.startswith("UNMET")]
+        assert any(part in line for line in unmet), (broken, unmet)
+
+
+def test_a_mean_over_fewer_than_all_workloads_is_not_called_met():
+    row = thresholds.Ratios(FULL[0].name, "torch_efficient", official=0.9)
+    assert any(
+        line.startswith("UNMET") and "1 of 13 workloads" in line
+        for line in thresholds.judged([row], {}, compiled=False)
+    )
+
+
+def test_torch_flash_is_judged_only_where_the_capability_is_not_forced(monkeypatch):
+    row = thresholds.Ratios(FULL[0].name, "torch_flash", official=1.0, official_itself=0.9)
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_CAPABILITY", "7.5")
+    assert not any("torch_flash" in line for line in thresholds.judged([row], {}, compiled=False))
+    monkeypatch.delenv("FLASH_ATTN_COMPAT_CAPABILITY")
+    assert any(
+        line.startswith("UNMET") and "torch_flash" in line for line in thresholds.judged([row], {}, compiled=False)
+    )
+
+
+def test_the_pieces_checked_are_the_longest_and_the_shortest_sequence():
+    workload = Workload("three", (5, 9, 2), (5, 9, 2), 4, 2, 8, packed=True)
+    assert spot_check.pieces(workload) == [spot_check.Piece(1, 1), spot_check.Piece(2, 0)]
+    assert len(spot_check.pieces(Workload("one", (5,), (5,), 1, 1, 8))) == 1
