@@ -292,7 +292,7 @@ def _vocab_parallel_worker(rank: int, world_size: int, store: str, results: str)
 
 def test_vocab_parallel_ranks_agree_with_one_process(tmp_path: Path) -> None:
     mp.spawn(_vocab_parallel_worker, (2, str(tmp_path / "store"), str(tmp_path)), nprocs=2)
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     logits, labels = problem(v=2 * V)
     labels[2] = 2 * V
     weight = torch.linspace(0.5, 2, N)

@@ -9,12 +9,14 @@ nothing of fp32 size is kept. Public signatures and return shapes stay with the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from flash_attn_compat.ops._casting import cast
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,15 @@ class NormInputs(NamedTuple):
 def add_norm(inputs: NormInputs, options: NormOptions) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(y, y1 or None, h in residual_dtype or None), differentiable in every floating input."""
     _check(inputs)
-    y, y1, h = _AddNorm.apply(options, *inputs)  # type: ignore[no-untyped-call]
-    return y, y1, h
+    added_to_x = (inputs.residual, inputs.x1, inputs.rowscale, inputs.colscale, inputs.mask)
+    if options.residual_dtype == inputs.x.dtype and all(t is None for t in added_to_x):
+        y, y1, _ = add_norm(inputs, replace(options, residual_dtype=None))
+        return y, y1, inputs.x
+    # Only what exists is returned: torch 2.11's compiler mixes up the gradients around a None.
+    outputs = iter(_AddNorm.apply(options, *inputs))  # type: ignore[no-untyped-call]
+    y = next(outputs)
+    y1 = None if inputs.weight1 is None else next(outputs)
+    return y, y1, None if options.residual_dtype is None else next(outputs)
 
 
 def dropout_mask(x: Tensor, dropout_p: float) -> Tensor | None:
@@ -61,43 +70,52 @@ def dropout_mask(x: Tensor, dropout_p: float) -> Tensor | None:
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, options: NormOptions, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, options: NormOptions, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         inputs = NormInputs(*tensors)  # type: ignore[arg-type]
         h = _added(inputs, options)
         normed, _ = _normed(h, options)
-        y = _affine(normed, inputs.weight, inputs.bias, options)
-        y1 = None if inputs.weight1 is None else _affine(normed, inputs.weight1, inputs.bias1, options)
+        outputs = [_affine(normed, inputs.weight, inputs.bias, options)]
+        if inputs.weight1 is not None:
+            outputs.append(_affine(normed, inputs.weight1, inputs.bias1, options))
+        if options.residual_dtype is not None:
+            outputs.append(cast(h, options.residual_dtype))
         ctx.options = options
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        return y, y1, None if options.residual_dtype is None else h.to(options.residual_dtype)
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dy1: Tensor | None, dh_out: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         options: NormOptions = ctx.options
         inputs = NormInputs(*ctx.saved_tensors)
-        h = _added(inputs, options)
-        normed, rstd = _normed(h, options)
+        dy = grads[0]
+        dy1 = None if inputs.weight1 is None else grads[1]
+        dh_out = None if options.residual_dtype is None else grads[-1]
+        normed, rstd = _normed(_added(inputs, options), options)
 
         weight_grads: list[Tensor | None] = []
-        dnormed = torch.zeros_like(h)
+        dnormed: Tensor | None = None
         for grad, weight, bias in ((dy, inputs.weight, inputs.bias), (dy1, inputs.weight1, inputs.bias1)):
             if grad is None or weight is None:
                 weight_grads += [None, None]
                 continue
-            grad = grad.to(h.dtype)
-            dnormed = dnormed + grad * _full_weight(weight, h.dtype, options)
+            grad = grad.to(normed.dtype)
+            through = grad * _full_weight(weight, grad.dtype, options)
+            dnormed = through if dnormed is None else dnormed + through
             weight_grads.append(_sum_rows(grad * normed).to(weight.dtype))
             weight_grads.append(None if bias is None else _sum_rows(grad).to(bias.dtype))
         dweight, dbias, dweight1, dbias1 = weight_grads
 
-        dh = dnormed - normed * (dnormed * normed).mean(dim=-1, keepdim=True)
-        if not options.is_rms_norm:
-            dh = dh - dnormed.mean(dim=-1, keepdim=True)
-        dh = dh * rstd
+        if dnormed is None:
+            dh = torch.zeros_like(normed)
+        else:
+            along = (dnormed * normed).mean(dim=-1, keepdim=True)
+            offset = 0.0 if options.is_rms_norm else dnormed.mean(dim=-1, keepdim=True)
+            # normed is not needed any more.
+            dh = normed.mul_(-along).add_(dnormed).sub_(offset).mul_(rstd)
         if dh_out is not None:
-            dh = dh + dh_out.to(dh.dtype)
+            dh.add_(dh_out)
         dx, drowscale, dcolscale = _scaled_grads(dh, inputs, options, ctx.needs_input_grad)
         dresidual = None if inputs.residual is None else dh.to(inputs.residual.dtype)
         dx1 = None if inputs.x1 is None else _dropped(dh, inputs.mask1, options).to(inputs.x1.dtype)
@@ -150,7 +168,7 @@ def _affine(normed: Tensor, weight: Tensor, bias: Tensor | None, options: NormOp
     y = normed * _full_weight(weight, normed.dtype, options)
     if bias is not None:
         y = y + bias.to(y.dtype)
-    return y.to(options.out_dtype)
+    return cast(y, options.out_dtype)
 
 
 def _scaled_grads(

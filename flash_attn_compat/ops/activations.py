@@ -11,58 +11,60 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_attn_compat.ops._casting import cast, upcast
+
 _GELU_SLOPE = 0.79788456  # sqrt(2 / pi)
 _GELU_CUBIC = 0.044715
 
 
 def swiglu_fwd(x: Tensor, y: Tensor) -> Tensor:
     """silu(x) * y for x and y of one shape, in x's dtype."""
-    x32, y32 = _upcast(x), _upcast(y)
-    return (x32 * torch.sigmoid(x32) * y32).to(x.dtype)
+    x32, y32 = upcast(x), upcast(y)
+    return cast(x32 * torch.sigmoid(x32) * y32, x.dtype)
 
 
 def swiglu_bwd(x: Tensor, y: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients (dx, dy) of `swiglu_fwd` for the upstream gradient g, in the dtypes of x and y."""
-    x32, y32, g32 = _upcast(x), _upcast(y), _upcast(g)
+    x32, y32, g32 = upcast(x), upcast(y), upcast(g)
     sigmoid = torch.sigmoid(x32)
     dx = g32 * y32 * sigmoid * (1 + x32 * (1 - sigmoid))
-    return dx.to(x.dtype), (g32 * x32 * sigmoid).to(y.dtype)
+    return cast(dx, x.dtype), cast(g32 * x32 * sigmoid, y.dtype)
 
 
 def gelu_fwd(x: Tensor) -> Tensor:
     """Tanh-approximated gelu of x, in x's dtype."""
-    return _gelu(_upcast(x)).to(x.dtype)
+    return cast(_gelu(upcast(x)), x.dtype)
 
 
 def gelu_bwd(g: Tensor, x: Tensor) -> Tensor:
     """Gradient of `gelu_fwd` at x for the upstream gradient g, in x's dtype."""
-    return (_gelu_slope(_upcast(x)) * _upcast(g)).to(x.dtype)
+    return cast(_gelu_slope(upcast(x)) * upcast(g), x.dtype)
 
 
 def bias_gelu(y: Tensor, bias: Tensor) -> Tensor:
     """Tanh-approximated gelu of y + bias: y (..., d), bias (d,), result in y's dtype."""
-    return _gelu(_upcast(y) + _upcast(bias)).to(y.dtype)
+    return cast(_gelu(upcast(y) + upcast(bias)), y.dtype)
 
 
 def bias_gelu_back(g: Tensor, y: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients (dy (..., d), dbias (d,)) of `bias_gelu` for the upstream gradient g."""
-    dy = _gelu_slope(_upcast(y) + _upcast(bias)) * _upcast(g)
-    return dy.to(y.dtype), dy.reshape(-1, bias.shape[-1]).sum(dim=0).to(bias.dtype)
+    dy = _gelu_slope(upcast(y) + upcast(bias)) * upcast(g)
+    return cast(dy, y.dtype), cast(dy.reshape(-1, bias.shape[-1]).sum(dim=0), bias.dtype)
 
 
 def relu_bwd(g: Tensor, x: Tensor) -> Tensor:
     """Gradient of relu at x, which passes at x == 0 too (unlike torch's), in x's dtype."""
-    return torch.where(x >= 0, g, 0.0).to(x.dtype)
+    return cast(torch.where(x >= 0, g, 0.0), x.dtype)
 
 
 def sqrelu_fwd(x: Tensor) -> Tensor:
     """relu(x) squared (Primer, So et al. 2021), in x's dtype."""
-    return _upcast(x).clamp(min=0).square().to(x.dtype)
+    return cast(upcast(x).clamp(min=0).square(), x.dtype)
 
 
 def sqrelu_bwd(g: Tensor, x: Tensor) -> Tensor:
     """Gradient of `sqrelu_fwd` at x for the upstream gradient g, in x's dtype."""
-    return (2 * _upcast(g) * _upcast(x).clamp(min=0)).to(x.dtype)
+    return cast(2 * upcast(g) * upcast(x).clamp(min=0), x.dtype)
 
 
 class SwiGLUFunction(torch.autograd.Function):
@@ -120,10 +122,6 @@ def bias_gelu_impl(input: Tensor, bias: Tensor) -> Tensor:
 def fast_gelu_impl(x: Tensor) -> Tensor:
     """`gelu_fwd`, differentiable."""
     return FastGeLUFunction.apply(x)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _upcast(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _gelu(x: Tensor) -> Tensor:

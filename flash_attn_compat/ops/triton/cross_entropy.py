@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Logits held in fp32 at once: 64 MiB.
-_BLOCK_ELEMENTS = 2**24
+# Logits held in fp32 at once: 128 MiB.
+_BLOCK_ELEMENTS = 2**25
 
 
 class CrossEntropyLoss(torch.autograd.Function):
@@ -77,19 +77,21 @@ class CrossEntropyLoss(torch.autograd.Function):
         logits, lse, local_labels, local, ignored = ctx.saved_tensors
         # detach() shares the version counter: whoever else still needs these logits gets an error, not garbage.
         dlogits = logits.detach() if ctx.inplace_backward else torch.empty_like(logits)
-        row_scale = grad_losses.to(lse.dtype) * ctx.logit_scale
-        lse_factor = 1.0 + 2.0 * ctx.lse_square_scale * lse
-        at_label = torch.where(local, -(1.0 - ctx.smoothing), 0.0).to(lse.dtype)
-        columns = torch.where(local, local_labels, 0)
+        row_scale = (grad_losses.to(lse.dtype) * ctx.logit_scale)[:, None]
+        lse_factor = (1.0 + 2.0 * ctx.lse_square_scale * lse)[:, None]
+        at_label = torch.where(local, -(1.0 - ctx.smoothing), 0.0).to(lse.dtype)[:, None]
+        columns = torch.where(local, local_labels, 0)[:, None]
         for rows in _row_blocks(logits):
-            grad = _scaled(logits[rows], ctx.logit_scale, lse.dtype) - lse[rows, None]
-            grad.exp_().mul_(lse_factor[rows, None])
+            grad = _shifted(logits[rows], ctx.logit_scale, lse[rows]).exp_()
+            if ctx.lse_square_scale != 0.0:
+                grad.mul_(lse_factor[rows])
             if ctx.smoothing > 0.0:
                 grad.sub_(ctx.smoothing / ctx.total_classes)
             if logits.shape[1]:
-                grad.scatter_add_(1, columns[rows, None], at_label[rows, None])
-            grad.mul_(row_scale[rows, None]).masked_fill_(ignored[rows, None], 0.0)
-            dlogits[rows] = grad.to(dlogits.dtype)
+                grad.scatter_add_(1, columns[rows], at_label[rows])
+            _multiply_into(dlogits[rows], grad, row_scale[rows])
+        # Not left to row_scale = 0: the logits of padding may be nan.
+        dlogits.masked_fill_(ignored[:, None], 0.0)
         return dlogits, None, None, None, None, None, None, None, None
 
 
@@ -153,9 +155,17 @@ def _compute_dtype(logits: Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
-def _scaled(logits: Tensor, logit_scale: float, dtype: torch.dtype) -> Tensor:
-    z = logits.to(dtype)
-    return z if logit_scale == 1.0 else z * logit_scale
+def _shifted(logits: Tensor, logit_scale: float, shift: Tensor) -> Tensor:
+    """logits * logit_scale - shift[:, None] in shift's dtype, a new tensor made in one pass over the logits."""
+    return torch.add(-shift[:, None], logits, alpha=logit_scale)
+
+
+def _multiply_into(target: Tensor, values: Tensor, factor: Tensor) -> None:
+    """target = values * factor, rounded to target's dtype in the same pass."""
+    if torch.compiler.is_compiling():
+        target.copy_(values * factor)
+        return
+    torch.mul(values, factor, out=target)
 
 
 def _row_blocks(logits: Tensor) -> Iterator[slice]:
@@ -167,15 +177,17 @@ def _row_blocks(logits: Tensor) -> Iterator[slice]:
 
 def _row_sums(logits: Tensor, logit_scale: float, with_logit_sum: bool) -> tuple[Tensor, Tensor]:
     """logsumexp and, if asked for, the sum of every row of logits * logit_scale."""
-    dtype = _compute_dtype(logits)
-    lse = torch.empty(logits.shape[0], device=logits.device, dtype=dtype)
-    logit_sum = torch.zeros_like(lse)
+    n_rows, n_cols = logits.shape
+    total = torch.zeros(n_rows, device=logits.device, dtype=_compute_dtype(logits))
+    if n_cols == 0:
+        return total.log(), total
+    largest = logits.amax(dim=-1).to(total.dtype) * logit_scale
+    # An infinite maximum would turn inf - inf into nan.
+    largest = largest.masked_fill(largest.isinf(), 0.0)
     for rows in _row_blocks(logits):
-        z = _scaled(logits[rows], logit_scale, dtype)
-        lse[rows] = torch.logsumexp(z, dim=-1)
-        if with_logit_sum:
-            logit_sum[rows] = z.sum(dim=-1)
-    return lse, logit_sum
+        total[rows] = _shifted(logits[rows], logit_scale, largest[rows]).exp_().sum(dim=-1)
+    lse = total.log().add_(largest)
+    return lse, logits.sum(dim=-1, dtype=lse.dtype) * logit_scale if with_logit_sum else torch.zeros_like(lse)
 
 
 def _world(process_group: dist.ProcessGroup | None) -> tuple[int, int]:

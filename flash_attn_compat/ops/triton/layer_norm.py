@@ -67,14 +67,13 @@ def layer_norm_fn(
         residual_dtype = residual.dtype
     elif residual_in_fp32:
         residual_dtype = torch.float32
-    unchanged = residual_dtype == x.dtype and residual is x1 is rowscale is mask is None
     y, y1, h = add_norm(
         NormInputs(x, weight, bias, residual, x1, weight1, bias1, rowscale, mask=mask, mask1=mask1),
         NormOptions(
             eps=eps,
             is_rms_norm=is_rms_norm,
             out_dtype=x.dtype if out_dtype is None else out_dtype,
-            residual_dtype=residual_dtype if prenorm and not unchanged else None,
+            residual_dtype=residual_dtype if prenorm else None,
             dropout_p=dropout_p,
             zero_centered_weight=zero_centered_weight,
         ),
@@ -84,7 +83,8 @@ def layer_norm_fn(
     if weight1 is not None:
         results += (y1,)
     if prenorm:
-        results += (_written(x if h is None else h, residual_out),)
+        assert h is not None
+        results += (_written(h, residual_out),)
     if return_dropout_mask:
         results += (mask, mask1)
     return results if len(results) > 1 else y

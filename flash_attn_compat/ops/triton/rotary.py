@@ -123,13 +123,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inplace: boo
         first, second = target[..., 0 : 2 * half : 2], target[..., 1 : 2 * half : 2]
     else:
         first, second = target[..., :half], target[..., half : 2 * half]
-    a, b = first.to(compute_dtype), second.to(compute_dtype)
-    new_first = (a * cos - b * sin).to(x.dtype)
-    new_second = (a * sin + b * cos).to(x.dtype)
+    # The tables promote the products to compute_dtype; both are complete before anything is written.
+    new_first = torch.mul(first, cos).sub_(torch.mul(second, sin))
+    new_second = torch.mul(first, sin).add_(torch.mul(second, cos))
     if inplace:
         first.copy_(new_first)
         second.copy_(new_second)
         return x
+    new_first, new_second = new_first.to(x.dtype), new_second.to(x.dtype)
     rest = x[..., 2 * half :]
     if interleaved:
         return torch.cat((torch.stack((new_first, new_second), dim=-1).flatten(-2), rest), dim=-1)
