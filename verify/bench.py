@@ -61,7 +61,7 @@ def register(subparsers: Any) -> None:
         "--backends", default="", metavar="A,B", help="of ours only these; 'default' is what dispatch chooses"
     )
     parser.add_argument("--rivals", default="", metavar="A,B",
-                        help=f"of the others only these ('none': nobody): {', '.join(rival.name for rival in RIVALS)}")  # fmt: skip
+                        help=f"of the others only these ('none': nobody): {', '.join(RIVALS)}")  # fmt: skip
     parser.add_argument("--repeats", type=_positive, default=7, metavar="N", help="readings of each figure (default 7)")
     parser.add_argument("--no-backward", action="store_true", help="forward only")
     parser.add_argument("--compile", choices=("on", "off"), help=f"sets {COMPILE} for this run")
@@ -166,13 +166,12 @@ def _ours(names: list[str]) -> list[Contestant]:
 
 
 def _rivals(names: list[str]) -> list[Contestant]:
-    known = {rival.name: rival for rival in RIVALS}
     if names == ["none"]:
         return []
     for name in names:
-        if name not in known:
-            raise UsageError(f"unknown rival {name!r}; there are {', '.join(known)}, none")
-    return [known[name]() for name in names]
+        if name not in RIVALS:
+            raise UsageError(f"unknown rival {name!r}; there are {', '.join(RIVALS)}, none")
+    return [RIVALS[name]() for name in names]
 
 
 _CUSTOM = ("batch", "max_seqlen", "min_seqlen", "heads", "heads_kv", "head_dim", "causal", "window", "softcap", "alibi",

@@ -45,7 +45,7 @@ def official(workload: Workload, rows: Mapping[str, Row], mode: str, recorded_ap
     """
     real = rows.get("official")
     measured = _ms(real, mode)
-    if measured is not None and not real.wrong:
+    if measured is not None and real is not None and not real.wrong:
         return Yardstick(measured, "official")
     figures = workload.recorded if recorded_applies else None
     known = None
@@ -161,8 +161,7 @@ def detail_table(rows: Sequence[Row], matmul: float | None) -> Table:
 def summary_table(workloads: Sequence[Workload], rows: Sequence[Row], recorded_applies: bool) -> Table:
     """The default choice in one line for each workload."""
     by_workload = rows_by_workload(rows)
-    columns = ["workload", "served by", "fwd ms", "fwd+bwd ms", "MiB", "official fwd", "official both", "/official",
-               "both", "/pad", "both", "/bare", "both", "answer"]  # fmt: skip
+    columns = ["workload", "served by", "ms", "MiB", "official ms", "to official", "to pad", "to bare", "answer"]
     cells = []
     for workload in workloads:
         present = by_workload.get(workload.name, {})
@@ -170,24 +169,29 @@ def summary_table(workloads: Sequence[Workload], rows: Sequence[Row], recorded_a
         if mine is None:
             continue
         found = ratios(workload, present, recorded_applies) or Ratios(workload.name, mine.served_by)
-        yardsticks = [official(workload, present, mode, recorded_applies) for mode in (FORWARD, BOTH)]
+        theirs = [official(workload, present, mode, recorded_applies) for mode in (FORWARD, BOTH)]
         cells.append([
-            workload.name, mine.served_by, *(_number(_ms(mine, mode), ".4g") for mode in (FORWARD, BOTH)),
+            workload.name, mine.served_by, _pair(_ms(mine, FORWARD), _ms(mine, BOTH), ".3g"),
             _number(mine.memory_mib, ".0f"),
-            *(NONE if each is None else f"{each.ms:.3g} {_SHORT[each.source]}" for each in yardsticks),
-            *(_number(ratio, ".3f") for ratio in (found.official, found.official_both)),
-            *(_number(ratio, ".2f") for ratio in (found.pad, found.pad_both)),
-            *(_number(ratio, ".3f") for ratio in (found.bare, found.bare_both)),
-            answer(mine),
+            " / ".join(f"{each.ms:.3g} {_SHORT[each.source]}" for each in theirs if each) or NONE,
+            _pair(found.official, found.official_both, ".3f"), _pair(found.pad, found.pad_both, ".2f"),
+            _pair(found.bare, found.bare_both, ".3f"), answer(mine),
         ])  # fmt: skip
     kept = [index for index in range(len(columns)) if any(row[index] not in (NONE, "") for row in cells)]
-    title = "Ours, and as a multiple of the others' speed"
-    if recorded_applies or any(row[5] != NONE for row in cells):
-        title += " (official: m measured, a aten_flash, r recorded on an H200)"
+    title = "Ours, forward / forward + backward, and as a multiple of the others' speed"
+    if any(row[4] != NONE for row in cells):
+        title += " (m measured, a aten_flash, r recorded on an H200)"
     return Table(title, [columns[index] for index in kept], [[row[index] for index in kept] for row in cells])
 
 
 _SHORT = {"official": "m", "aten_flash": "a", "recorded": "r"}
+
+
+def _pair(forward: float | None, both: float | None, form: str) -> str:
+    """Forward / forward + backward, as far as they are there."""
+    if both is None:
+        return _number(forward, form)
+    return f"{_number(forward, form)} / {_number(both, form)}"
 
 
 def _number(value: float | None, form: str) -> str:
@@ -252,10 +256,11 @@ def against(saved: Mapping[str, Any], rows: Sequence[Row], tolerance: float) -> 
         old = before.get((row.workload, row.contestant))
         line = [row.workload, row.contestant]
         for mode in (FORWARD, BOTH):
-            now, then = getattr(row, mode), _timing((old or {}).get(mode))
-            ratio = _over(now.median_ms if now else None, then.median_ms if then else None)
-            line += [_number(each and each.median_ms, ".4g") for each in (then, now)] + [_number(ratio, ".3f")]
-            if ratio is None or not row.ours:
+            now: Timing | None = getattr(row, mode)
+            then = _timing((old or {}).get(mode))
+            ratio = now.median_ms / then.median_ms if now and then else None
+            line += [_number(each.median_ms if each else None, ".4g") for each in (then, now)] + [_number(ratio, ".3f")]
+            if now is None or then is None or ratio is None or not row.ours:
                 continue
             found[mode].append(ratio)
             # Apart by more than the noise of either.
@@ -305,7 +310,7 @@ def plot(rows: Sequence[Row], lengths: Mapping[str, int], device: str, path: Pat
             continue
         label = f"flash_attn_compat: {name}" if timed[0].ours else name
         style = "-" if timed[0].ours else "--"
-        time_axis.plot([lengths[row.workload] for row in timed], [row.forward.median_ms for row in timed], style,
+        time_axis.plot([lengths[row.workload] for row in timed], [_ms(row, FORWARD) for row in timed], style,
                        marker="o", label=label)  # fmt: skip
         weighed = [row for row in timed if row.memory_mib is not None]
         memory_axis.plot([lengths[row.workload] for row in weighed], [row.memory_mib for row in weighed], style,

@@ -193,7 +193,7 @@ def tiny_host_times(plan: Plan) -> dict[str, float]:
     workload = Workload("tiny", (16, 16), (16, 16), 4, 4, 64, packed=True)
     inputs = make_inputs(workload, plan.device, plan.dtype)
     found = {}
-    wanted = [Ours(), *(rival() for rival in RIVALS if rival.name in ("official", "aten_flash", "bare"))]
+    wanted = [Ours(), *(RIVALS[name]() for name in ("official", "aten_flash", "bare"))]
     for contestant in wanted:
         microseconds = attempt(plan.device, _host_time, contestant, workload, inputs)
         if isinstance(microseconds, float):

@@ -47,8 +47,12 @@ class Prepared:
 
 
 class Contestant(Protocol):
-    name: str
-    ours: bool
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is this package, which must be right, or somebody to compare with."""
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Prepared:
         """Raises Unavailable."""
@@ -225,17 +229,17 @@ class Bare:
         if left >= 0 and right != 0:
             raise Unavailable("takes more than one kernel call")
         options = {"window_size": left + 1} if left >= 0 else {}
-        lengths = (None, None, None, None)
+        lengths: tuple[Any, ...] = (None, None, None, None)
         if workload.packed:
             lengths = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, workload.max_seqlen_q, workload.max_seqlen_k)
         mask_type = 2 if right == 0 else 0
+        dropout_p = workload.dropout_p
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if workload.packed:
                 q, k, v = q[None], k[None], v[None]
-            out = operator(q, k, v, None, *lengths, workload.dropout_p, mask_type, torch.is_grad_enabled(), **options)[
-                0
-            ]
+            with_lse = torch.is_grad_enabled()
+            out = operator(q, k, v, None, *lengths, dropout_p, mask_type, with_lse, **options)[0]
             return out[0] if workload.packed else out
 
         return Prepared(run, no_backward="PyTorch's own gradient forgets the window" if options else "")
@@ -299,7 +303,7 @@ def _visible(workload: Workload, device: torch.device) -> Tensor:
 def _mask(workload: Workload, inputs: Inputs) -> tuple[Tensor | None, bool]:
     """attn_mask and is_causal for SDPA; no mask where right padding and is_causal do without."""
     windowed = workload.window_size != (-1, -1)
-    if workload.decode:
+    if inputs.cache_seqlens is not None:
         key = torch.arange(workload.max_seqlen_k, device=inputs.device)
         return (key < inputs.cache_seqlens[:, None])[:, None, None], False
     if not windowed and not workload.alibi:
@@ -427,7 +431,9 @@ class SdpaLoop:
         return Prepared(run)
 
 
-RIVALS: tuple[type, ...] = (Official, AtenFlash, Bare, PadSdpa, SdpaLoop, Plain)
+RIVALS: dict[str, Callable[[], Contestant]] = {
+    rival.name: rival for rival in (Official, AtenFlash, Bare, PadSdpa, SdpaLoop, Plain)
+}
 # The ones worth their time on each kind of device, unless asked for by name.
 USUAL_RIVALS = {
     "cuda": ("official", "aten_flash", "bare", "pad_sdpa"),

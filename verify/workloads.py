@@ -160,13 +160,14 @@ def shrunk(workload: Workload, batch: int = 8, seqlen: int = 16, heads: int = 4)
         return tuple(length if length == 1 else max(1, length // seqlen) for length in lengths[:kept])
 
     fewer = math.gcd(heads, workload.nheads_k)
+    left, right = (bound if bound <= 0 else max(1, bound // seqlen) for bound in workload.window_size)
     return replace(
         workload,
         seqlens_q=some(workload.seqlens_q),
         seqlens_k=some(workload.seqlens_k),
         nheads=workload.nheads // fewer,
         nheads_k=workload.nheads_k // fewer,
-        window_size=tuple(bound if bound <= 0 else max(1, bound // seqlen) for bound in workload.window_size),
+        window_size=(left, right),
         page_size=workload.page_size,
         recorded=None,
     )
