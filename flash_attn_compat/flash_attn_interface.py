@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flash_attn_compat import flash_attn_2_cuda as flash_attn_gpu
 from flash_attn_compat.engine import compiled
 from flash_attn_compat.engine.autograd import Inputs, attend
 from flash_attn_compat.engine.build import Options, Packing, dense_call, packed_call
@@ -48,6 +49,7 @@ __all__ = [
     "_wrapped_flash_attn_varlen_backward",
     "_wrapped_flash_attn_varlen_forward",
     "flash_attn_func",
+    "flash_attn_gpu",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",

@@ -105,22 +105,29 @@ class BlockwiseBackend(Backend):
         block = whole_block(call)
         if block is not None:
             out, lse = self.forward_block(call, block, rng_state)
-            if call.alibi_slopes is not None:
-                lse = _reported_lse(call, block, lse)
-            return Result(out, lse, rng_state)
+            if lse is None or not call.lse_carries_alibi_position:
+                return Result(out, lse, rng_state)
+            return Result(out, lse + _lse_shift(block, lse.dtype), rng_state, saved=(lse,))
         layout = Layout(call)
         out, lse = layout.empty_result()
+        # The reported LSE can be large beside the true one, which the backward needs to its last digit.
+        true_lse = lse.clone() if call.lse_carries_alibi_position else None
         for group, block in layout.blocks():
             block_out, block_lse = self.forward_block(call, block, rng_state)
             layout.scatter(out, layout.rows, group, block_out)
-            if block_lse is not None:
-                layout.scatter_lse(lse, group, _reported_lse(call, block, block_lse))
-        return Result(out, lse, rng_state)
+            if block_lse is None:
+                continue
+            if true_lse is not None:
+                layout.scatter_lse(true_lse, group, block_lse)
+                block_lse = block_lse + _lse_shift(block, block_lse.dtype)
+            layout.scatter_lse(lse, group, block_lse)
+        return Result(out, lse, rng_state, saved=() if true_lse is None else (true_lse,))
 
     def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
         block = whole_block(call)
         if block is not None:
-            lse = _true_lse(call, block, upstream.softmax_lse)
+            known = upstream.saved[0] if upstream.saved else upstream.softmax_lse
+            lse = _true_lse(call, block, upstream, known)
             found = self.backward_block(call, block, upstream._replace(softmax_lse=lse))
             return _deliver(Gradients(*found), call, into)
         layout = Layout(call)
@@ -139,22 +146,19 @@ def _block_upstream(call: AttentionCall, layout: Layout, group: Group, block: Bl
     """The rows of one block out of the whole call's, with the true LSE."""
     dout = layout.gather(upstream.dout, layout.rows, group, group.seqlen_q)
     out = layout.gather(upstream.out, layout.rows, group, group.seqlen_q)
-    lse = _true_lse(call, block, layout.gather_lse(upstream.softmax_lse, group))
+    known = upstream.saved[0] if upstream.saved else upstream.softmax_lse
+    lse = _true_lse(call, block, upstream, layout.gather_lse(known, group))
     if block.first_row is not None:
         # Rows of padding repeat another row's numbers; without probability they give no gradient.
         lse = lse.masked_fill((block.row_indices() < 0)[:, None], torch.inf)
     return Upstream(dout, out, lse, upstream.rng_state)
 
 
-def _reported_lse(call: AttentionCall, block: Block, lse: Tensor | None) -> Tensor | None:
-    """The LSE as flash-attn words it, from the true one."""
-    if lse is None or not call.lse_carries_alibi_position:
+def _true_lse(call: AttentionCall, block: Block, upstream: Upstream, lse: Tensor) -> Tensor:
+    """The LSE of a block without the position that flash-attn adds under causal ALiBi."""
+    if not call.lse_carries_alibi_position or upstream.saved:
         return lse
-    return lse + _lse_shift(block, lse.dtype)
-
-
-def _true_lse(call: AttentionCall, block: Block, lse: Tensor) -> Tensor:
-    return lse - _lse_shift(block, lse.dtype) if call.lse_carries_alibi_position else lse
+    return lse - _lse_shift(block, lse.dtype)
 
 
 def _lse_shift(block: Block, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.base import BlockwiseBackend, Capabilities
+from flash_attn_compat.backends.base import HALF_DTYPES, BlockwiseBackend, Capabilities
 from flash_attn_compat.engine import alibi, dropout
 from flash_attn_compat.engine.call import AttentionCall, Upstream
 from flash_attn_compat.engine.features import Feature
@@ -44,7 +44,7 @@ class Chunked(BlockwiseBackend):
         dq = torch.zeros_like(block.q)
         dk, dv = torch.empty_like(block.k), torch.empty_like(block.v)
         for piece in _pieces(call, block, upstream.rng_state):
-            totals = torch.zeros_like(piece.keys), torch.zeros_like(piece.values)
+            totals = [torch.zeros_like(tensor, dtype=piece.dtype) for tensor in (piece.keys, piece.values)]
             for rows in piece.row_blocks():
                 row_dq = _backpropagate_rows(piece, rows, upstream, *totals)
                 dq[piece.n, rows.start : rows.stop, piece.heads] = row_dq.transpose(1, 2)
@@ -66,6 +66,7 @@ class _Piece:
         self.count, self.seqlen_q = self.block.q.shape[:2]
         self.seqlen_k, self.offset = self.block.k.shape[1], block.offset
         self.dtype = _working_dtype(block.q)
+        self.operand_dtype = block.q.dtype if _multiplies_half(block.q) else self.dtype
         self.keys = self._fold_keys(self.block.k)
         self.values = self._fold_keys(self.block.v)
 
@@ -80,8 +81,8 @@ class _Piece:
             yield Range(start, min(start + self.tile.keys, visible.stop))
 
     def fold(self, tensor: Tensor, rows: Range) -> Tensor:
-        """Rows of a (n, seqlen_q, nheads, x) tensor as (n * kv heads, group * rows, x) in working precision."""
-        part = tensor[self.n, rows.start : rows.stop, self.heads].to(self.dtype).transpose(1, 2)
+        """Rows of a (n, seqlen_q, nheads, x) tensor as operands (n * kv heads, group * rows, x)."""
+        part = tensor[self.n, rows.start : rows.stop, self.heads].to(self.operand_dtype).transpose(1, 2)
         return part.reshape(-1, self.group * rows.size, tensor.shape[-1])
 
     def unfold(self, folded: Tensor, rows: Range) -> Tensor:
@@ -89,25 +90,49 @@ class _Piece:
         return folded.view(self.count, -1, rows.size, folded.shape[-1])
 
     def _fold_keys(self, tensor: Tensor) -> Tensor:
-        return tensor[:, :, self.heads_kv].to(self.dtype).transpose(1, 2).flatten(0, 1)
+        return tensor[:, :, self.heads_kv].to(self.operand_dtype).transpose(1, 2).flatten(0, 1)
 
-    def scores(self, queries: Tensor, rows: Range, columns: Range) -> tuple[Tensor, Tensor | None]:
-        """Scores (n, q heads, rows, columns) of scaled ``queries``; the tanh values beside them under softcap."""
-        keys = self.keys[:, columns.start : columns.stop]
-        scores = self.unfold(torch.bmm(queries, keys.transpose(1, 2)), rows)
-        capped = None
-        if self.call.softcap:
-            capped = scores.div_(self.call.softcap).tanh_()
-            scores = capped * self.call.softcap
+    def scores(self, queries: Tensor, rows: Range, columns: Range) -> tuple[Tensor, float]:
+        """Scores (n, q heads, rows, columns) up to the factor beside them, which the next pass applies.
+
+        Under softcap they are the tanh values, and the factor is the cap.
+        """
+        call = self.call
+        keys = self.keys[:, columns.start : columns.stop].transpose(1, 2)
+        factor = call.softcap or 1.0
+        scores = self.unfold(self.product(queries, keys, call.softmax_scale / factor), rows)
+        if call.softcap:
+            scores.tanh_()
         if self.block.slopes is not None:
+            scores, factor = scores.mul_(factor), 1.0
             alibi.add_bias_(scores, self.block.slopes[:, self.heads], rows, columns, self.offset)
-        hidden = self.call.mask.hidden(rows, columns, self.offset, scores.device)
-        if hidden is not None:
-            scores.masked_fill_(hidden, -torch.inf)
+        for part in call.mask.partly_hidden(rows, columns, self.offset):
+            hidden = call.mask.hidden(rows, part, self.offset, scores.device)
+            scores[..., part.start - columns.start : part.stop - columns.start].masked_fill_(hidden, -torch.inf)
         if self.block.first_key is not None:
             padding = self.block.key_indices()[:, columns.start : columns.stop] < 0
             scores.masked_fill_(padding[:, None, None], -torch.inf)
-        return scores, capped
+        return scores, factor
+
+    def product(self, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
+        """a @ b * scale with fp32 (fp64) accumulation and result, whatever precision the operands are in."""
+        if a.dtype == self.dtype:
+            return torch.baddbmm(a.new_empty(1, 1, 1).expand(a.shape[0], a.shape[1], b.shape[2]), a, b, beta=0, alpha=scale)
+        found = torch.bmm(a, b, out_dtype=self.dtype)
+        return found if scale == 1.0 else found.mul_(scale)
+
+    def exp(self, scores: Tensor) -> Tensor:
+        """exp(scores) as an operand; half precision is rounded to on the way to memory."""
+        if self.operand_dtype == self.dtype:
+            return scores.exp_()
+        return torch.exp(scores, out=torch.empty_like(scores, dtype=self.operand_dtype))
+
+    def tanh_values(self, queries: Tensor, rows: Range, columns: Range, scores: Tensor) -> Tensor:
+        """What softcap made of the raw scores: ``scores`` itself, unless ALiBi was added to it."""
+        if self.block.slopes is None:
+            return scores
+        keys = self.keys[:, columns.start : columns.stop].transpose(1, 2)
+        return self.unfold(self.product(queries, keys, self.call.softmax_scale / self.call.softcap), rows).tanh_()
 
     def keep(self, rows: Range, columns: Range) -> Tensor | None:
         """Surviving probabilities of a tile as 0 and 1, (n, q heads, rows, columns); None without dropout."""
@@ -122,26 +147,26 @@ class _Piece:
             self.block.row_indices()[..., rows.start : rows.stop],
             self.block.key_indices()[..., columns.start : columns.stop],
         )
-        return tile.to(self.dtype)
+        return tile.to(self.operand_dtype)
 
 
 def _attend_rows(piece: _Piece, rows: Range) -> tuple[Tensor, Tensor]:
     """Algorithm 1 for one block of rows: out (n, q heads, rows, head_dim_v) and its LSE."""
-    queries = piece.fold(piece.q, rows) * piece.call.softmax_scale
+    queries = piece.fold(piece.q, rows)
     out = peak = total = None
     for columns in piece.key_blocks(rows):
-        scores, _ = piece.scores(queries, rows, columns)
-        block_peak = scores.amax(-1, keepdim=True)
+        scores, factor = piece.scores(queries, rows, columns)
+        block_peak = scores.amax(-1, keepdim=True).mul_(factor)
         new_peak = block_peak if peak is None else torch.maximum(peak, block_peak)
         # A row that has seen nothing yet has peak -inf; 0 keeps exp(-inf - peak) at 0 instead of nan.
         shift = new_peak.masked_fill(new_peak == -torch.inf, 0.0)
-        weights = scores.sub_(shift).exp_()
-        block_total = weights.sum(-1, keepdim=True)
+        weights = piece.exp(torch.add(shift.neg(), scores, alpha=factor, out=scores))
+        block_total = weights.sum(-1, keepdim=True, dtype=piece.dtype)
         keep = piece.keep(rows, columns)
         if keep is not None:
             weights.mul_(keep)
         values = piece.values[:, columns.start : columns.stop]
-        block_out = piece.unfold(torch.bmm(weights.view(*queries.shape[:2], -1), values), rows)
+        block_out = piece.unfold(piece.product(weights.view(*queries.shape[:2], -1), values), rows)
         if out is None:
             out, total = block_out, block_total
         else:
@@ -159,29 +184,35 @@ def _attend_rows(piece: _Piece, rows: Range) -> tuple[Tensor, Tensor]:
 def _backpropagate_rows(piece: _Piece, rows: Range, upstream: Upstream, dk: Tensor, dv: Tensor) -> Tensor:
     """Algorithm 2 for one block of rows: adds to dk and dv, returns dq (n, q heads, rows, head_dim)."""
     call = piece.call
-    queries = piece.fold(piece.q, rows) * call.softmax_scale
-    dout = piece.fold(upstream.dout, rows)
-    delta = (dout * piece.fold(upstream.out, rows)).sum(-1, keepdim=True)
+    queries, dout = piece.fold(piece.q, rows), piece.fold(upstream.dout, rows)
+    delta = (dout.to(piece.dtype) * piece.fold(upstream.out, rows)).sum(-1, keepdim=True)
     row_lse = upstream.softmax_lse[piece.n, piece.heads, rows.start : rows.stop].to(piece.dtype).unsqueeze(-1)
-    dq = torch.zeros_like(queries)
+    dq: Tensor | None = None
     for columns in piece.key_blocks(rows):
         inside = slice(columns.start, columns.stop)
-        scores, capped = piece.scores(queries, rows, columns)
-        probabilities = scores.sub_(row_lse).exp_()
+        scores, factor = piece.scores(queries, rows, columns)
+        # Under softcap the tanh values are needed again, without ALiBi's bias they are the scores.
+        tanh = piece.tanh_values(queries, rows, columns, scores) if call.softcap else None
+        probabilities = torch.add(row_lse.neg(), scores, alpha=factor, out=None if tanh is scores else scores).exp_()
+        folded = probabilities.view(*queries.shape[:2], -1)
         keep = piece.keep(rows, columns)
-        dropped = probabilities
+        dropped = folded.to(piece.operand_dtype)
         if keep is not None:
-            dropped = probabilities * keep.mul_(1.0 / (1.0 - call.dropout_p))
-        dv[:, inside].baddbmm_(dropped.view(*queries.shape[:2], -1).transpose(1, 2), dout)
-        dscores = torch.bmm(dout, piece.values[:, inside].transpose(1, 2))
+            keep = keep.mul_(1.0 / (1.0 - call.dropout_p)).view_as(folded)
+            dropped = dropped * keep
+        dv[:, inside] += piece.product(dropped.transpose(1, 2), dout)
+        dscores = piece.product(dout, piece.values[:, inside].transpose(1, 2))
         if keep is not None:
-            dscores.mul_(keep.view_as(dscores))
-        dscores.sub_(delta).mul_(probabilities.view_as(dscores))
-        if capped is not None:
-            dscores.mul_(capped.square_().neg_().add_(1.0).view_as(dscores))
-        dq.baddbmm_(dscores, piece.keys[:, inside])
-        dk[:, inside].baddbmm_(dscores.transpose(1, 2), queries)
-    return piece.unfold(dq.mul_(call.softmax_scale), rows)
+            dscores.mul_(keep)
+        dscores.sub_(delta).mul_(folded)
+        if tanh is not None:
+            # A hidden key's tanh is -inf here, its gradient 0.
+            dscores.mul_(tanh.clamp_(-1.0, 1.0).square_().neg_().add_(1.0).view_as(dscores))
+        dscores = dscores.to(piece.operand_dtype)
+        part = piece.product(dscores, piece.keys[:, inside], call.softmax_scale)
+        dq = part if dq is None else dq.add_(part)
+        dk[:, inside] += piece.product(dscores.transpose(1, 2), queries, call.softmax_scale)
+    return piece.unfold(dq, rows)
 
 
 class _Tile(NamedTuple):
@@ -193,27 +224,31 @@ class _Tile(NamedTuple):
     keys: int
 
 
-# Elements of one tile of scores. On a CPU a tile should stay in cache; elsewhere it should fill the device.
+# Elements of one tile of scores. On a CPU a tile should stay in the cache of a core; on a GPU, in its L2.
 _TILE_ELEMENTS = {"cpu": 2**19}
-_TILE_ELEMENTS_ACCELERATOR = 2**25
+_TILE_ELEMENTS_ACCELERATOR = 2**23
 _KEYS_PER_TILE = {"cpu": 512}
 _KEYS_PER_TILE_ACCELERATOR = 8192
-_MIN_ROWS = {"cpu": 128}
-_MIN_ROWS_ACCELERATOR = 256
+_MIN_ROWS = 128
 
 
 def _tile(call: AttentionCall, block: Block) -> _Tile:
-    """The largest tile within the device's budget: first rows and keys, then heads, then sequences."""
+    """The largest tile within the device's budget: first rows and keys, then heads, then sequences, then rows.
+
+    Rows beyond an eighth of the keys, or half a window, would mostly compute scores that the mask hides.
+    """
     device_type = block.q.device.type
     n, seqlen_q = block.q.shape[:2]
+    seqlen_k = block.k.shape[1]
     left, right = call.mask
-    width = block.k.shape[1] if left is None or right is None else min(block.k.shape[1], left + right + 1)
+    band = seqlen_k if left is None or right is None else min(seqlen_k, left + right + 1)
+    rows = min(seqlen_q, _MIN_ROWS)
+    most_rows = seqlen_q if call.mask.is_full else max(rows, min(seqlen_k // 8, band // 2))
+    keys = min(seqlen_k, band + most_rows, _KEYS_PER_TILE.get(device_type, _KEYS_PER_TILE_ACCELERATOR))
     budget = _TILE_ELEMENTS.get(device_type, _TILE_ELEMENTS_ACCELERATOR) // (call.nheads // call.nheads_k)
-    keys = min(width, _KEYS_PER_TILE.get(device_type, _KEYS_PER_TILE_ACCELERATOR))
-    rows = min(seqlen_q, _MIN_ROWS.get(device_type, _MIN_ROWS_ACCELERATOR))
     heads = max(1, min(call.nheads_k, budget // (rows * keys)))
     sequences = max(1, min(n, budget // (rows * keys * heads)))
-    rows = max(rows, min(seqlen_q, budget // (sequences * heads * keys)))
+    rows = max(rows, min(most_rows, budget // (sequences * heads * keys)))
     return _Tile(sequences, heads, rows, keys)
 
 
@@ -228,3 +263,14 @@ def _pieces(call: AttentionCall, block: Block, rng_state: Tensor | None) -> Iter
 
 def _working_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _multiplies_half(tensor: Tensor) -> bool:
+    """Whether half-precision operands go straight to the tensor cores with a result in fp32.
+
+    On a CPU PyTorch's own half-precision products can be hundreds of times slower than fp32.
+    """
+    return tensor.is_cuda and tensor.dtype in HALF_DTYPES and _BMM_HAS_OUT_DTYPE
+
+
+_BMM_HAS_OUT_DTYPE = hasattr(torch.ops.aten.bmm, "dtype")

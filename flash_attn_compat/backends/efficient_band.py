@@ -21,7 +21,7 @@ from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upst
 # Rows per block are about half the window, so that a slice of keys is three blocks long.
 _MIN_ROWS = 64
 # Elements of the rows (and of the bias) that one launch takes: bounds the memory beside inputs and outputs.
-_LAUNCH_ELEMENTS = 2**23
+_LAUNCH_ELEMENTS = 2**24
 
 
 class _Band(NamedTuple):
@@ -88,16 +88,24 @@ def backward(call: AttentionCall, upstream: Upstream) -> Gradients:
 def _launches(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[_Chunk, slice, Launch]]:
     """Launches over (blocks, rows, heads, head_dim), one per chunk and per member of a group of query heads."""
     band = _band(call)
-    sequence = _sequence_of_tokens(call, q.shape[0])
+    marks = _marks(call, q.shape[0], band)
+    chunks = list(_chunks(q, band))
+    whole = _Chunk(0, sum(chunk.blocks for chunk in chunks))
+    # One bias for all launches where it is small: a dozen operations less for each of them.
+    shared = _bias(marks, whole, band, q.dtype) if whole.blocks * band.rows * band.keys <= _LAUNCH_ELEMENTS else None
     group = call.nheads // call.nheads_k
-    for chunk in _chunks(q, band):
-        bias = _bias(sequence, chunk, band, q.dtype)
+    for chunk in chunks:
+        first = chunk.start // band.rows
+        bias = _bias(marks, chunk, band, q.dtype) if shared is None else shared[first : first + chunk.blocks]
         queries = _rows(q, chunk, band)
         keys, values = _key_slices(k, chunk, band), _key_slices(v, chunk, band)
         for member in (slice(first, None, group) for first in range(group)):
             heads = queries[:, :, member]
             expanded = bias.expand(-1, heads.shape[2], -1, -1)
-            yield chunk, member, Launch(heads, keys, values, call.softmax_scale, bias=expanded)
+            launch = Launch(
+                heads, keys, values, call.softmax_scale, bias=expanded, deterministic=call.deterministic
+            )
+            yield chunk, member, launch
 
 
 def _band(call: AttentionCall) -> _Band:
@@ -147,27 +155,28 @@ def _key_slices(tensor: Tensor, chunk: _Chunk, band: _Band) -> Tensor:
     return slab.unfold(0, band.keys, band.rows).movedim(-1, 1)
 
 
-def _sequence_of_tokens(call: AttentionCall, total: int) -> Tensor:
-    """(total,) int32: which sequence each token belongs to, distinct numbers outside of all of them."""
+def _marks(call: AttentionCall, total: int, band: _Band) -> Tensor:
+    """Which sequence each token belongs to, from 1 on, with 0 for padding in front of and behind all tokens."""
     tokens = torch.arange(total, device=call.q.device)
     if call.cu_seqlens_q is None:
-        return tokens.div_(call.q.shape[1], rounding_mode="floor")
-    return torch.searchsorted(call.cu_seqlens_q, tokens, right=True)
+        sequence = tokens.div_(call.q.shape[1], rounding_mode="floor") + 1
+    else:
+        sequence = torch.searchsorted(call.cu_seqlens_q, tokens, right=True) + 1
+    return F.pad(sequence.to(torch.int32), (band.before, band.rows + band.after))
 
 
-def _bias(sequence: Tensor, chunk: _Chunk, band: _Band, dtype: torch.dtype) -> Tensor:
+def _bias(marks: Tensor, chunk: _Chunk, band: _Band, dtype: torch.dtype) -> Tensor:
     """(blocks, 1, rows, keys): 0 where a key of the same sequence is in the window, else the lowest number."""
-    device = sequence.device
-    ahead = torch.arange(band.keys, device=device) - band.before - torch.arange(band.rows, device=device)[:, None]
+    device = marks.device
+    ahead = torch.arange(band.keys, device=device) - torch.arange(band.before, band.before + band.rows, device=device)[:, None]
     in_window = (ahead >= -band.left) & (ahead <= band.right)
-    # 0 marks padding, of rows and keys; sequences count from 1.
-    marks = sequence + 1
-    rows = _rows(marks, chunk, band)
-    keys = _slab(marks, chunk.start - band.before, (chunk.blocks - 1) * band.rows + band.keys)
-    same = rows[:, :, None] == keys.unfold(0, band.keys, band.rows)[:, None]
-    lowest = torch.finfo(dtype).min
+    strip = marks[chunk.start : chunk.start + (chunk.blocks - 1) * band.rows + band.keys]
+    keys = strip.unfold(0, band.keys, band.rows)
+    rows = keys[:, band.before : band.before + band.rows]
+    visible = (rows[:, :, None] == keys[:, None]) & in_window
     # Finite, so that a row of padding averages instead of becoming nan; it is thrown away.
-    return torch.where(same & in_window, 0.0, lowest).to(dtype).unsqueeze(1)
+    lowest = torch.finfo(dtype).min
+    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, lowest).unsqueeze(1)
 
 
 def _inside(chunk: _Chunk, launch: Launch, total: int) -> slice:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn_compat.backends import efficient_launch
@@ -17,8 +18,9 @@ from flash_attn_compat.engine.call import AttentionCall, Result
 from flash_attn_compat.engine.features import DESCRIPTIONS, Feature, Traits
 
 # Below this many (sequence, key head) pairs a cache is cut into shares until the GPU has that many.
-_ENOUGH_WORK = 256
+_ENOUGH_WORK = 128
 _SHORTEST_SHARE = 256
+_NOTHING = -1e30
 
 
 def reasons(traits: Traits) -> list[str]:
@@ -40,10 +42,11 @@ def reasons(traits: Traits) -> list[str]:
 
 
 class _Shares(NamedTuple):
-    """Where the keys of each share start in the flattened cache, and how many are used: (batch, count)."""
+    """Where the keys of each share start in the flattened cache, and how many are used: (batch, count) int32."""
 
     starts: Tensor
     lengths: Tensor
+    longest: int
 
     @property
     def count(self) -> int:
@@ -58,98 +61,60 @@ def forward(call: AttentionCall) -> Result:
     rows = seqlen_q * group
     shares = _shares(call)
     count = shares.count
-    # (batch, seqlen_q, nheads_k, group, d) -> (batch, rows, nheads_k, d), once for every share
-    folded = call.q.unflatten(2, (nheads_k, group)).transpose(2, 3).reshape(batch, 1, rows, nheads_k, head_dim)
-    queries = folded.expand(-1, count, -1, -1, -1).reshape(1, batch * count * rows, nheads_k, head_dim)
-    starts_q = torch.arange(0, (batch * count + 1) * rows, rows, dtype=torch.int32, device=call.q.device)
+    # (batch, seqlen_q, nheads_k, group, d) -> rows of (nheads_k, d), once for every share
+    folded = call.q.view(batch, 1, seqlen_q, nheads_k, group, head_dim).transpose(3, 4)
+    queries = folded.expand(-1, count, -1, -1, -1, -1).reshape(1, batch * count * rows, nheads_k, head_dim)
     launch = Launch(
         q=queries,
         k=call.k.flatten(0, 1).unsqueeze(0),
         v=call.v.flatten(0, 1).unsqueeze(0),
         scale=call.softmax_scale,
         mask=NO_MASK,
-        cu_seqlens_q=starts_q,
-        cu_seqlens_k=_closed(shares.starts),
+        cu_seqlens_q=torch.arange(0, (batch * count + 1) * rows, rows, dtype=torch.int32, device=call.q.device),
+        cu_seqlens_k=F.pad(shares.starts.flatten(), (0, 1)),
         max_seqlen_q=rows,
-        max_seqlen_k=max(1, min(_longest_share(call, count), call.k.shape[0] * call.k.shape[1])),
+        max_seqlen_k=max(1, shares.longest),
         seqlen_k=shares.lengths.flatten(),
     )
-    keep_lse = count > 1 or call.return_lse
-    out, native = efficient_launch.forward(launch, keep_lse)
-    out = out.view(batch, count, rows, nheads_k, -1)
-    lse = None
-    if keep_lse:
-        lse = native.lse[:, :, :rows].unflatten(0, (batch, count))
-        lse = lse.masked_fill(shares.lengths[:, :, None, None] <= 0, -torch.inf)
-    if count == 1:
-        merged, total = out.squeeze(1), None if lse is None else lse.squeeze(1)
-    else:
-        merged, total = _merge(out, lse)
-    unfolded = merged.unflatten(1, (seqlen_q, group)).transpose(2, 3).reshape(batch, seqlen_q, nheads, -1)
-    return Result(unfolded, _unfold_lse(call, total, group) if call.return_lse else None)
+    out, native = efficient_launch.forward(launch, keep_lse=count > 1 or call.return_lse)
+    lse = native.lse[:, :, :rows].unflatten(0, (batch, count)) if count > 1 or call.return_lse else None
+    if lse is not None:
+        # The kernel reports 0 for a share without keys; finite, so that a sequence without any stays 0.
+        lse = lse.masked_fill((shares.lengths <= 0)[:, :, None, None], _NOTHING)
+    if count > 1:
+        weights = torch.softmax(lse, dim=1).transpose(2, 3).unsqueeze(-1)
+        out = (out.view(batch, count, rows, nheads_k, -1) * weights).sum(1).to(call.q.dtype)
+    unfolded = out.view(batch, seqlen_q, group, nheads_k, -1).transpose(2, 3).reshape(batch, seqlen_q, nheads, -1)
+    return Result(unfolded, _whole_lse(lse, seqlen_q, group) if call.return_lse else None)
 
 
-def _merge(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """(batch, shares, rows, heads, d) and (batch, shares, heads, rows) -> without shares."""
+def _whole_lse(lse: Tensor, seqlen_q: int, group: int) -> Tensor:
+    """(batch, shares, nheads_k, seqlen_q * group) -> (batch, nheads, seqlen_q), +inf for rows without keys."""
     total = torch.logsumexp(lse, dim=1)
-    weights = torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0).unsqueeze(1))
-    merged = torch.einsum("bsrhd,bshr->brhd", out.float(), weights)
-    return merged.to(out.dtype), total
-
-
-def _unfold_lse(call: AttentionCall, total: Tensor, group: int) -> Tensor:
-    """(batch, nheads_k, seqlen_q * group) -> (batch, nheads, seqlen_q), +inf for rows without keys."""
-    by_head = total.unflatten(2, (-1, group)).transpose(2, 3).flatten(1, 2)
-    return by_head.masked_fill(by_head == -torch.inf, torch.inf)
+    by_head = total.unflatten(2, (seqlen_q, group)).transpose(2, 3).flatten(1, 2)
+    return by_head.masked_fill(by_head < _NOTHING / 2, torch.inf)
 
 
 def _shares(call: AttentionCall) -> _Shares:
-    batch, device = call.batch, call.q.device
-    page = call.k.shape[1]
-    slots = page if call.block_table is None else page * call.block_table.shape[1]
-    first, stop = _visible_slots(call, slots)
-    if call.block_table is None or call.block_table.shape[1] == 1:
-        rows = torch.arange(batch, device=device) if call.block_table is None else call.block_table[:, 0]
-        count = _share_count(call, slots)
+    """Pages are shares; a cache row is cut into equal ones, as many as fill the GPU."""
+    device, page, table = call.q.device, call.k.shape[1], call.block_table
+    rows = torch.arange(call.batch, dtype=torch.int32, device=device).unsqueeze(1) if table is None else table
+    slots = page * rows.shape[1]
+    size = page
+    if rows.shape[1] == 1:
+        count = max(1, min(-(-_ENOUGH_WORK // (call.batch * call.nheads_k)), slots // _SHORTEST_SHARE))
         size = -(-slots // count)
-        bases = (rows * page)[:, None] + torch.zeros(count, dtype=torch.int32, device=device)
-        offsets = torch.arange(0, count * size, size, device=device)
-    else:
-        bases, size = call.block_table * page, page
-        offsets = torch.arange(0, slots, page, device=device)
-        bases = bases - offsets
-    begin = torch.maximum(first[:, None], offsets)
-    end = torch.minimum(stop[:, None], offsets + size)
-    lengths = (end - begin).clamp_(min=0)
-    starts = torch.where(lengths > 0, bases + begin, 0)
-    return _Shares(starts.to(torch.int32), lengths.to(torch.int32))
-
-
-def _visible_slots(call: AttentionCall, slots: int) -> tuple[Tensor, Tensor]:
-    """First slot each sequence's rows see, and one past the last: (batch,) each."""
-    device, batch = call.q.device, call.batch
-    stop = call.seqused_k
-    if stop is None:
-        stop = torch.full((batch,), slots, dtype=torch.int32, device=device)
-    first = torch.zeros_like(stop) if call.leftpad_k is None else call.leftpad_k
+    offsets = torch.arange(0, slots, size, dtype=torch.int32, device=device)
+    stop = torch.full((call.batch,), slots, dtype=torch.int32, device=device) if call.seqused_k is None else call.seqused_k
+    starts = rows * page if rows.shape[1] > 1 else rows * page + offsets
+    lengths = (stop.unsqueeze(1) - offsets).clamp_(0, size)
+    first = call.leftpad_k
     if call.mask.left is not None:
         # The only row stands at the last key.
-        first = torch.maximum(first, stop - 1 - call.mask.left)
-    return first, stop
-
-
-def _share_count(call: AttentionCall, slots: int) -> int:
-    work = call.batch * call.nheads_k
-    wanted = -(-_ENOUGH_WORK // work)
-    return max(1, min(wanted, slots // _SHORTEST_SHARE))
-
-
-def _longest_share(call: AttentionCall, count: int) -> int:
-    slots = call.k.shape[1]
-    return slots if call.block_table is not None and call.block_table.shape[1] > 1 else -(-slots // count)
-
-
-def _closed(starts: Tensor) -> Tensor:
-    """(n + 1,) starts; with seqlen_k the kernel reads no end."""
-    flat = starts.flatten()
-    return torch.cat((flat, flat[-1:]))
+        edge = stop - 1 - call.mask.left
+        first = edge if first is None else torch.maximum(first, edge)
+    if first is not None:
+        skipped = (first.unsqueeze(1) - offsets).clamp_(min=0)
+        skipped = torch.minimum(skipped, lengths)
+        starts, lengths = starts + skipped, lengths - skipped
+    return _Shares(starts, lengths, size)

@@ -6,6 +6,7 @@ known here only. Which launches make up a call is torch_efficient.py's business.
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 import torch
@@ -54,6 +55,7 @@ class Launch(NamedTuple):
     seqlen_k: Tensor | None = None
     bias: Tensor | None = None
     dropout_p: float = 0.0
+    deterministic: bool = False
 
 
 class Native(NamedTuple):
@@ -85,13 +87,23 @@ def backward(launch: Launch, dout: Tensor, out: Tensor, native: Native) -> tuple
         ready(dout), launch.q, launch.k, launch.v, launch.bias, out.contiguous(), launch.cu_seqlens_q, launch.cu_seqlens_k,
         launch.max_seqlen_q if packed else launch.q.shape[1], launch.max_seqlen_k if packed else launch.k.shape[1],
         native.lse, launch.dropout_p, seed, native.offset if native.offset is not None else seed, launch.mask, False,
-        scale=launch.scale, window_size=launch.window_size,
+        scale=launch.scale, num_splits_key=_key_splits(launch), window_size=launch.window_size,
     )  # fmt: skip
     return dq, dk, dv
 
 
+def _key_splits(launch: Launch) -> int | None:
+    """Into how many parts the backward cuts the keys of one head; more fill the GPU, but they add up atomically."""
+    if launch.deterministic:
+        return 1
+    override = os.environ.get("FAC_SPLITS")
+    return int(override) if override else None
+
+
 def ready(tensor: Tensor) -> Tensor:
     """``tensor`` as the kernel reads it: channels contiguous, every row on 16 bytes."""
+    if tensor.shape[-1] % 8 == 0 and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
+        return tensor
     unit = 16 // tensor.element_size()
     strides = tensor.stride()
     if strides[-1] == 1 and tensor.data_ptr() % 16 == 0 and not any(stride % unit for stride in strides[:-1]):

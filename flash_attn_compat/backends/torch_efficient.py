@@ -22,6 +22,7 @@ from flash_attn_compat.engine.features import Feature, Traits
 from flash_attn_compat.engine.mask import Mask, Range
 
 _LACKS = Feature.SOFTCAP | Feature.SHARED_DROPOUT_MASK | Feature.TRANSFORMS
+_LSE = Feature.LSE | Feature.GIVEN_LSE
 _CACHED = Feature.SEQUSED_K | Feature.LEFTPAD_K | Feature.PAGED
 # Before 2.15 the windowed backward aligns its mask as if there were as many queries as keys.
 _OLD_WINDOW_BACKWARD = torch.__version__ < (2, 15)
@@ -60,6 +61,8 @@ class TorchEfficient(Backend):
         biased = biased or bool(features & Feature.ALIBI and not features & Feature.CAUSAL)
         if biased and features & Feature.DROPOUT:
             reasons.append("dropout together with a bias")
+        if biased and features & Feature.ALIBI and traits.dtype == torch.bfloat16 and features & _LSE:
+            reasons.append("softmax_lse under an ALiBi bias that bfloat16 rounds too coarsely")
         if biased and features & Feature.ALIBI and traits.sq_vs_sk == ">" and traits.dtype != torch.float32:
             reasons.append("an ALiBi bias in half precision where rows stand before the first key")
         if biased and features & Feature.VARLEN and (features & Feature.ALIBI or traits.sq_vs_sk != "="):
@@ -76,12 +79,14 @@ class TorchEfficient(Backend):
         if _is_band(call):
             return efficient_band.forward(call)
         keep_lse = call.needs_grad or call.return_lse
+        if _is_single(call):
+            return _forward_single(call, keep_lse)
         out: Tensor | None = None
         natives: list[Native] = []
         places: list[_Place] = []
         for place, launch in _launches(call):
             part, native = efficient_launch.forward(launch, keep_lse)
-            if launch.v.shape[-1] > _WRITES_EMPTY_ROWS_UP_TO and _may_lack_keys(call):
+            if max(launch.q.shape[-1], launch.v.shape[-1]) > _WRITES_EMPTY_ROWS_UP_TO and _may_lack_keys(call):
                 part.masked_fill_(_rows_without_keys(call)[:, None, None], 0.0)
             natives.append(native)
             places.append(place)
@@ -90,6 +95,8 @@ class TorchEfficient(Backend):
             else:
                 out = _zeros(call) if out is None else out
                 _put(out, place, part)
+            # Widened copies of one launch must not outlive it.
+            del launch, part
         if out is None:
             out = _zeros(call)
         out = out.squeeze(0) if call.cu_seqlens_q is not None else out
@@ -112,6 +119,36 @@ class TorchEfficient(Backend):
                 found[0].masked_fill_(_rows_without_keys(call)[:, None, None], 0.0)
             sums.add(place, *found)
         return sums.deliver(into)
+
+
+def _is_single(call: AttentionCall) -> bool:
+    """The common case, told apart early: one launch on the tensors as they are, every row with keys."""
+    left, right = call.mask
+    return (
+        (right == 0 or (right is None and left is None))
+        and call.alibi_slopes is None
+        and call.q.shape[-2] == call.k.shape[-2]
+        and (call.equal_lengths or (call.is_dense and (right is None or call.q.shape[1] <= call.k.shape[1])))
+    )
+
+
+def _forward_single(call: AttentionCall, keep_lse: bool) -> Result:
+    launch = _single(call)
+    out, native = efficient_launch.forward(launch, keep_lse)
+    lse = _official_lse(call, [_EVERYTHING], [native]) if call.return_lse else None
+    if call.cu_seqlens_q is not None:
+        out = out.squeeze(0)
+    if out.shape[-1] != call.v.shape[-1]:
+        out = out[..., : call.v.shape[-1]]
+    return Result(out, lse, None, native if call.needs_grad else ())
+
+
+def _single(call: AttentionCall) -> Launch:
+    whole = Launch(
+        _prepared(call.q), _prepared(call.k), _prepared(call.v), call.softmax_scale, dropout_p=call.dropout_p,
+        deterministic=call.deterministic,
+    )  # fmt: skip
+    return _packed(call, whole) if call.cu_seqlens_q is not None else _dense(call, whole)[0][1]
 
 
 class _Place(NamedTuple):
@@ -144,7 +181,7 @@ def _launches(call: AttentionCall) -> Iterator[tuple[_Place, Launch]]:
         parts = _with_alibi_channels(call)
     else:
         q, k, v = (_prepared(tensor) for tensor in (call.q, call.k, call.v))
-        whole = Launch(q, k, v, call.softmax_scale, dropout_p=call.dropout_p)
+        whole = Launch(q, k, v, call.softmax_scale, dropout_p=call.dropout_p, deterministic=call.deterministic)
         # The kernel's own masks are none, causal, and causal with a left window.
         has_bias = call.alibi_slopes is not None or not (call.mask.is_full or call.mask.right == 0)
         parts = _biased(call, whole) if has_bias else _unbiased(call, whole)
@@ -153,6 +190,7 @@ def _launches(call: AttentionCall) -> Iterator[tuple[_Place, Launch]]:
 
 
 def _prepared(tensor: Tensor) -> Tensor:
+    """Channels padded to a multiple of 8 and rows on 16 bytes."""
     return efficient_launch.ready(efficient_launch.pad_channels(tensor))
 
 
@@ -180,6 +218,7 @@ def _with_alibi_channels(call: AttentionCall) -> Iterator[tuple[_Place, Launch]]
             _prepared(call.v),
             call.softmax_scale,
             dropout_p=call.dropout_p,
+            deterministic=call.deterministic,
         )
         yield _EVERYTHING, _packed(call, whole)
         return
@@ -190,15 +229,22 @@ def _with_alibi_channels(call: AttentionCall) -> Iterator[tuple[_Place, Launch]]
     query_channels = alibi.query_channels(slopes, call.softmax_scale, longest, call.q.dtype).unsqueeze(1)
     for batch in _batch_slices(call):
         part = call._replace(q=call.q[batch], k=call.k[batch], v=call.v[batch])
-        whole = Launch(
-            _append(part.q, query_channels[batch]),
-            _append(part.k, key_channels),
-            _prepared(part.v),
-            call.softmax_scale,
-            dropout_p=call.dropout_p,
-        )
-        for place, launch in _dense(part, whole):
-            yield place._replace(batch=batch), launch
+        yield from _widened(part, batch, query_channels[batch], key_channels)
+
+
+def _widened(
+    part: AttentionCall, batch: slice, query_channels: Tensor, key_channels: Tensor
+) -> Iterator[tuple[_Place, Launch]]:
+    whole = Launch(
+        _append(part.q, query_channels),
+        _append(part.k, key_channels),
+        _prepared(part.v),
+        part.softmax_scale,
+        dropout_p=part.dropout_p,
+        deterministic=part.deterministic,
+    )
+    for place, launch in _dense(part, whole):
+        yield place._replace(batch=batch), launch
 
 
 def _append(tensor: Tensor, channels: Tensor) -> Tensor:

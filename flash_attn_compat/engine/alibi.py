@@ -40,16 +40,6 @@ def causal_lse_shift(slopes: Tensor, seqlen_q: int, offset: int | Tensor) -> Ten
     return slopes[:, :, None] * positions
 
 
-def causal_lse_shift_varlen(slopes: Tensor, cu_seqlens_q: Tensor, lengths_k: Tensor, total_q: int) -> Tensor:
-    """The same for packed rows: (batch, nheads) slopes -> (nheads, total_q), without a host sync."""
-    batch = slopes.shape[0]
-    tokens = torch.arange(total_q, device=slopes.device)
-    sequence = torch.searchsorted(cu_seqlens_q[1:], tokens, right=True).clamp_(max=batch - 1)
-    lengths_q = cu_seqlens_q[1:] - cu_seqlens_q[:-1]
-    positions = tokens - cu_seqlens_q[:-1][sequence] + (lengths_k - lengths_q)[sequence]
-    return (slopes[sequence] * positions[:, None]).t()
-
-
 def key_channels(positions: Tensor, seqlen_k: int, dtype: torch.dtype) -> Tensor:
     """Channels that put a key's position into an inner product: (...,) -> (..., 6) in ``dtype``.
 
@@ -98,4 +88,4 @@ def bias_table(
         hidden |= ahead > mask.right
     lowest = torch.finfo(dtype).min
     values = values.masked_fill(hidden, lowest).clamp_(min=lowest).to(dtype)
-    return values.unfold(-1, width, 1).flip(-2)
+    return values.unfold(-1, width, 1).flip(-2).contiguous()

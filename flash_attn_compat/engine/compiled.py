@@ -52,7 +52,7 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, options: Options, upstream: Upstream, placement: Placement | None = None
 ) -> Gradients:
     """dq, dk, dv as new tensors."""
-    return Gradients(*_backward_op(*upstream, q, k, v, *_flatten(options, placement)))
+    return Gradients(*_backward_op(*upstream[:4], q, k, v, *_flatten(options, placement)))
 
 
 def _flatten(options: Options, placement: Placement | None) -> tuple:

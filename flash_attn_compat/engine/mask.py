@@ -66,6 +66,18 @@ class Mask(NamedTuple):
         right_open = self.right is None or keys.stop - 1 <= rows.start + offset + self.right
         return left_open and right_open
 
+    def partly_hidden(self, rows: Range, keys: Range, offset: int) -> list[Range]:
+        """The stretches of ``keys`` in which at least one of ``rows`` misses a key: at most one at each end."""
+        left_stop, right_start = keys.start, keys.stop
+        if self.left is not None:
+            left_stop = min(max(rows.stop - 1 + offset - self.left, keys.start), keys.stop)
+        if self.right is not None:
+            right_start = max(min(rows.start + offset + self.right + 1, keys.stop), keys.start)
+        if right_start <= left_stop:
+            return [keys] if keys.size else []
+        stretches = (Range(keys.start, left_stop), Range(right_start, keys.stop))
+        return [stretch for stretch in stretches if stretch.size]
+
     def hidden(self, rows: Range, keys: Range, offset: int, device: torch.device) -> Tensor | None:
         """Boolean tile (rows, keys), True where a key is out of sight; None when all are visible."""
         if self.covers(rows, keys, offset):
