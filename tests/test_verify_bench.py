@@ -282,15 +282,32 @@ def test_a_wrong_answer_is_seen_whichever_way_it_is_wrong(name, wrong, quantity)
     assert quantity is None or verdict.quantity.startswith(quantity)
 
 
-def test_dropout_is_checked_with_the_mask_that_was_drawn():
+@pytest.mark.parametrize("packed", [False, True])
+def test_dropout_is_checked_with_the_mask_that_was_drawn(packed):
+    workload = Workload("dropout", (24, 40), (24, 40), 4, 2, 16, packed=True, causal=True, dropout_p=0.3)
+    if not packed:
+        workload = replace(workload, packed=False, seqlens_q=(40, 40), seqlens_k=(40, 40))
+    inputs = make_inputs(workload, "cpu", torch.float32)
+    truth = Truth(workload, inputs)
+    for contestant in (Ours(), PadSdpa(), Plain()):
+        verdict = check(contestant, contestant.prepare(workload, inputs), truth, backward=True)
+        assert verdict.ok and not verdict.note, (contestant.name, verdict)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
+def test_a_dropout_of_another_probability_is_seen(dropout_p):
+    workload = Workload("dropout", (40,), (40,), 2, 2, 16, dropout_p=0.3)
+    inputs = make_inputs(workload, "cpu", torch.float32)
+    wrong = _Stub("wrong", _changed(dropout_p=dropout_p))
+    assert not check(wrong, wrong.prepare(workload, inputs), Truth(workload, inputs), backward=False).ok
+
+
+def test_checking_leaves_the_random_generator_as_it_was():
     workload = TINY["dropout_train"]
     inputs = make_inputs(workload, "cpu", torch.float32)
-    prepared = Ours().prepare(workload, inputs)
-    out, kept = prepared.with_dmask(*inputs.qkv)
-    assert 0 < (~kept).float().mean() < 0.3
-    wrong = Prepared(prepared.run, with_dmask=lambda q, k, v: (out, ~kept))
-    assert check(Ours(), prepared, Truth(workload, inputs), backward=False).ok
-    assert not check(Ours(), wrong, Truth(workload, inputs), backward=False).ok
+    before = torch.get_rng_state()
+    check(Plain(), Plain().prepare(workload, inputs), Truth(workload, inputs), backward=True)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 # ---- arithmetic -----------------------------------------------------------------------------------------------------------

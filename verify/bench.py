@@ -257,6 +257,8 @@ def _bench(plan: Plan, saved: dict[str, Any] | None, arguments: argparse.Namespa
                 progress.advance(task)
         except DeviceLost as reason:
             lost = f"the CUDA device gave up, nothing could be measured after: {reason}"
+        except KeyboardInterrupt:
+            lost = "interrupted: these are the figures up to then"
     return _finish(plan, rows, matmul, host_us, lost, environment, saved, arguments, terminal)
 
 

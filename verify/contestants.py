@@ -21,9 +21,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from verify import implementations as impl
 from verify.workloads import Inputs, Workload
 
-# A dropout mask larger than this (4 GiB in fp16) is not asked for.
-MOST_SCORES_OF_DMASK = 2**31
-
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -33,17 +30,13 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Prepared:
-    """run(q, k, v) -> out, differentiable unless `no_backward` says why not. `around` is entered outside of the clock.
-
-    with_dmask gives (out, kept) where kept is the bool (batch, nheads, seqlen_q, seqlen_k) dropout mask, if it can.
-    """
+    """run(q, k, v) -> out, differentiable unless `no_backward` says why not. `around` is entered outside of the clock."""
 
     run: Attention
     around: Callable[[], AbstractContextManager[object]] = nullcontext
     no_backward: str = ""
     prepared_bytes: int = 0
     served_by: str = ""
-    with_dmask: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
 
 class Contestant(Protocol):
@@ -61,14 +54,13 @@ class Contestant(Protocol):
 # ---- flash-attn's interface: ours and the official package ------------------------------------------------------------
 
 
-def flash_attn_call(namespace: Any, workload: Workload, inputs: Inputs, **more: Any) -> Callable[..., Any]:
-    """(q, k, v) -> what the public function that fits the workload returns."""
+def flash_attn_call(namespace: Any, workload: Workload, inputs: Inputs) -> Callable[..., Any]:
+    """(q, k, v) -> out by the public function that fits the workload."""
     options: dict[str, Any] = {
         "causal": workload.causal,
         "window_size": workload.window_size,
         "softcap": workload.softcap,
         "alibi_slopes": inputs.alibi_slopes,
-        **more,
     }
     if workload.decode:
         cached = namespace.flash_attn_with_kvcache
@@ -81,20 +73,6 @@ def flash_attn_call(namespace: Any, workload: Workload, inputs: Inputs, **more: 
     varlen = namespace.flash_attn_varlen_func
     packing = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, workload.max_seqlen_q, workload.max_seqlen_k)
     return lambda q, k, v: varlen(q, k, v, *packing, **options)
-
-
-def _with_dmask(namespace: Any, workload: Workload, inputs: Inputs) -> Any:
-    if not workload.dropout_p:
-        return None
-    if workload.batch * workload.nheads * workload.max_seqlen_q * workload.max_seqlen_k > MOST_SCORES_OF_DMASK:
-        return None
-    call = flash_attn_call(namespace, workload, inputs, return_attn_probs=True)
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, _, dmask = call(q, k, v)
-        return out, ~torch.signbit(dmask[:, :, : workload.max_seqlen_q, : workload.max_seqlen_k])
-
-    return run
 
 
 @dataclass(frozen=True)
@@ -129,7 +107,6 @@ class Ours:
             around=around,
             served_by=served_by,
             no_backward=no_backward,
-            with_dmask=_with_dmask(flash_attn_compat, workload, inputs),
         )
 
     def _explained(self, call: Callable[..., Any], qkv: Sequence[Tensor]) -> Any:
@@ -168,7 +145,6 @@ class Official:
         namespace = self._package.target
         return Prepared(
             run=flash_attn_call(namespace, workload, inputs),
-            with_dmask=_with_dmask(namespace, workload, inputs),
         )
 
 

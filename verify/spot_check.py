@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +20,9 @@ from verify.workloads import Inputs, Workload
 
 # Scores of one block of rows, for all query heads of the piece: 128 MiB in fp64.
 BLOCK_SCORES = 16 * 2**20
+# A dropout mask is found out head_dim keys at a time; where that takes more calls, dropout is left out.
+MOST_PROBES = 64
+DROPOUT_SEED = 7
 QUANTITIES = ("out", "dq", "dk", "dv")
 
 
@@ -68,7 +72,7 @@ class Truth:
         self._without_dropout: dict[Piece, tuple[Solution, Solution]] = {}
 
     def of(self, piece: Piece, kept: Tensor | None) -> tuple[Solution, Solution]:
-        """Exact and plain. kept is the dropout mask of the run in question, None without dropout."""
+        """Exact and plain. kept is the piece's dropout mask in the run in question, None without dropout."""
         if kept is not None:
             return self._solve(piece, kept)
         if piece not in self._without_dropout:
@@ -84,27 +88,55 @@ class Truth:
 
 
 def check(contestant: Contestant, prepared: Prepared, truth: Truth, backward: bool) -> Verdict:
-    """One call, held against fp64. Without a way to its dropout mask, a contestant is checked without dropout."""
+    """One call, held against fp64. Dropout counts with the mask that was drawn."""
     workload, inputs = truth.workload, truth.inputs
     note = ""
-    if workload.dropout_p and prepared.with_dmask is None:
-        prepared = contestant.prepare(replace(workload, dropout_p=0.0), inputs)
+    if workload.dropout_p and -(-workload.max_seqlen_k // workload.head_dim) > MOST_PROBES:
+        workload = replace(workload, dropout_p=0.0)
+        prepared = contestant.prepare(workload, inputs)
         note = "checked without dropout"
     backward = backward and not prepared.no_backward
     leaves = [tensor.detach().requires_grad_(backward) for tensor in inputs.qkv]
-    kept = None
-    with torch.set_grad_enabled(backward), prepared.around():
-        if prepared.with_dmask is not None:
-            out, kept = prepared.with_dmask(*leaves)
-        else:
-            out = prepared.run(*leaves)
+    with torch.set_grad_enabled(backward), prepared.around(), _fork_rng(inputs):
+        kept = _dropout_masks(prepared, workload, inputs, leaves) if workload.dropout_p else {}
+        torch.manual_seed(DROPOUT_SEED)
+        out = prepared.run(*leaves)
         if out.shape != inputs.q.shape:
             return Verdict(math.inf, f"out of shape {tuple(out.shape)}")
         gradients = torch.autograd.grad(out, leaves, inputs.dout) if backward else ()
     answer = (out.detach(), *gradients)
-    found = [verdict for piece in pieces(workload) for verdict in _judge(answer, truth, piece, kept)]
+    found = [verdict for piece in pieces(workload) for verdict in _judge(answer, truth, piece, kept.get(piece))]
     worst = max(found, key=lambda verdict: math.inf if math.isnan(verdict.ratio) else verdict.ratio)
     return replace(worst, note=note)
+
+
+def _dropout_masks(
+    prepared: Prepared, workload: Workload, inputs: Inputs, leaves: Sequence[Tensor]
+) -> dict[Piece, Tensor]:
+    """(group, seqlen_q, seqlen_k) bool of each piece: which probabilities the mask of DROPOUT_SEED keeps.
+
+    A value that is 1 in channel c of key j and else 0 shows the probability of key j in channel c of the output; a
+    mask depends on the seed, not on the values. Works for whoever draws from PyTorch's generators.
+    """
+    q, k, v = leaves
+    lengths = workload.seqlens_k if workload.packed else (workload.max_seqlen_k,)
+    position = torch.cat([torch.arange(length) for length in lengths]).to(v.device)
+    channel = torch.arange(workload.head_dim, device=v.device)
+    found: dict[Piece, list[Tensor]] = {piece: [] for piece in pieces(workload)}
+    for first in range(0, workload.max_seqlen_k, workload.head_dim):
+        one_hot = (position[:, None] == first + channel)[:, None, :].to(v.dtype)
+        one_hot = one_hot.expand(v.shape).contiguous().requires_grad_(v.requires_grad)
+        torch.manual_seed(DROPOUT_SEED)
+        seen = prepared.run(q, k, one_hot).detach() != 0
+        for piece, parts in found.items():
+            parts.append(_rows(seen, workload, piece))
+    return {piece: torch.cat(parts, -1)[..., : workload.seqlens_k[piece.sequence]] for piece, parts in found.items()}
+
+
+def _fork_rng(inputs: Inputs) -> AbstractContextManager[None]:
+    """The generators of the CPU and of the inputs' device, put back afterwards."""
+    devices = [inputs.device.index or 0] if inputs.device.type == "cuda" else []
+    return torch.random.fork_rng(devices=devices)
 
 
 def _judge(answer: Sequence[Tensor], truth: Truth, piece: Piece, kept: Tensor | None) -> list[Verdict]:
@@ -174,8 +206,7 @@ def _solve(
     if inputs.alibi_slopes is not None:
         slopes = inputs.alibi_slopes.view(workload.nheads_k, group)[piece.head].to(device, work)[:, None, None]
     if kept is not None:
-        heads = slice(piece.head * group, (piece.head + 1) * group)
-        keep = kept[piece.sequence, heads, :seqlen_q, :seqlen_k].to(device)
+        keep = kept.to(device)
 
     out, dq = torch.empty_like(q), torch.empty_like(q)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
