@@ -3,8 +3,6 @@
 Everything is checked, and the backend chosen, before the cache is touched. Positions stay on the device.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from typing import NamedTuple, Optional

@@ -154,12 +154,15 @@ def _attend_rows(piece: _Piece, rows: Range) -> tuple[Tensor, Tensor]:
     """Algorithm 1 for one block of rows: out (n, q heads, rows, head_dim_v) and its LSE."""
     queries = piece.fold(piece.q, rows)
     out = peak = total = None
-    for columns in piece.key_blocks(rows):
+    blocks = list(piece.key_blocks(rows))
+    # One block of keys shows every row a key, unless it is padding.
+    all_alive = len(blocks) == 1 and piece.block.first_key is None
+    for columns in blocks:
         scores, factor = piece.scores(queries, rows, columns)
         block_peak = scores.amax(-1, keepdim=True).mul_(factor)
         new_peak = block_peak if peak is None else torch.maximum(peak, block_peak)
         # A row that has seen nothing yet has peak -inf; 0 keeps exp(-inf - peak) at 0 instead of nan.
-        shift = new_peak.masked_fill(new_peak == -torch.inf, 0.0)
+        shift = new_peak if all_alive else new_peak.masked_fill(new_peak == -torch.inf, 0.0)
         weights = piece.exp(torch.add(shift.neg(), scores, alpha=factor, out=scores))
         block_total = weights.sum(-1, keepdim=True, dtype=piece.dtype)
         keep = piece.keep(rows, columns)
@@ -174,11 +177,14 @@ def _attend_rows(piece: _Piece, rows: Range) -> tuple[Tensor, Tensor]:
             out.mul_(decay).add_(block_out)
             total.mul_(decay).add_(block_total)
         peak = new_peak
+    if piece.call.dropout_p:
+        out.div_(1.0 - piece.call.dropout_p)
+    if all_alive:
+        return out.div_(total), total.log_().add_(peak).squeeze(-1)
     dead = total == 0
     total.masked_fill_(dead, 1.0)
-    out.div_(total * (1.0 - piece.call.dropout_p))
-    lse = total.log_().add_(peak).masked_fill_(dead, torch.inf)
-    return out, lse.squeeze(-1)
+    lse = total.log().add_(peak).masked_fill_(dead, torch.inf)
+    return out.div_(total), lse.squeeze(-1)
 
 
 def _backpropagate_rows(piece: _Piece, rows: Range, upstream: Upstream, dk: Tensor, dv: Tensor) -> Tensor:
@@ -226,7 +232,7 @@ class _Tile(NamedTuple):
 
 # Elements of one tile of scores. On a CPU a tile should stay in the cache of a core; on a GPU, in its L2.
 _TILE_ELEMENTS = {"cpu": 2**19}
-_TILE_ELEMENTS_ACCELERATOR = 2**23
+_TILE_ELEMENTS_ACCELERATOR = 2**24
 _KEYS_PER_TILE = {"cpu": 512}
 _KEYS_PER_TILE_ACCELERATOR = 8192
 _MIN_ROWS = 128

@@ -19,7 +19,7 @@ from flash_attn_compat.backends.efficient_launch import Launch, Native
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 
 # Rows per block are about half the window, so that a slice of keys is three blocks long.
-_MIN_ROWS = 64
+_MIN_ROWS, _MAX_ROWS = 64, 1024
 # Elements of the rows (and of the bias) that one launch takes: bounds the memory beside inputs and outputs.
 _LAUNCH_ELEMENTS = 2**24
 
@@ -112,7 +112,7 @@ def _band(call: AttentionCall) -> _Band:
     longest = call.max_seqlen_k
     left = longest if call.mask.left is None else min(call.mask.left, longest)
     right = longest if call.mask.right is None else min(call.mask.right, longest)
-    rows = max(_MIN_ROWS, -(-(left + right) // 2 // 64) * 64)
+    rows = min(_MAX_ROWS, max(_MIN_ROWS, -(-(left + right) // 2 // 64) * 64))
     return _Band(rows, -(-left // rows) * rows, -(-right // rows) * rows, left, right)
 
 
@@ -173,10 +173,10 @@ def _bias(marks: Tensor, chunk: _Chunk, band: _Band, dtype: torch.dtype) -> Tens
     strip = marks[chunk.start : chunk.start + (chunk.blocks - 1) * band.rows + band.keys]
     keys = strip.unfold(0, band.keys, band.rows)
     rows = keys[:, band.before : band.before + band.rows]
-    visible = (rows[:, :, None] == keys[:, None]) & in_window
+    hidden = rows[:, :, None] != keys[:, None]
+    hidden |= ~in_window
     # Finite, so that a row of padding averages instead of becoming nan; it is thrown away.
-    lowest = torch.finfo(dtype).min
-    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, lowest).unsqueeze(1)
+    return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min).unsqueeze(1)
 
 
 def _inside(chunk: _Chunk, launch: Launch, total: int) -> slice:

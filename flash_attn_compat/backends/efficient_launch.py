@@ -6,7 +6,7 @@ known here only. Which launches make up a call is torch_efficient.py's business.
 
 from __future__ import annotations
 
-import os
+import functools
 from typing import NamedTuple
 
 import torch
@@ -93,11 +93,23 @@ def backward(launch: Launch, dout: Tensor, out: Tensor, native: Native) -> tuple
 
 
 def _key_splits(launch: Launch) -> int | None:
-    """Into how many parts the backward cuts the keys of one head; more fill the GPU, but they add up atomically."""
-    if launch.deterministic:
+    """Into how many parts the backward cuts the keys of one head, which then add to dq atomically.
+
+    PyTorch's own choice (None) is right for many heads; for few, one part per multiprocessor was 30 % faster,
+    for rows that fit one tile no cut 6 times (benchmarks on an H200).
+    """
+    rows = launch.max_seqlen_q or launch.q.shape[1]
+    if launch.deterministic or rows <= _LSE_ROWS * 2:
         return 1
-    override = os.environ.get("FAC_SPLITS")
-    return int(override) if override else None
+    sequences = launch.q.shape[0] if launch.cu_seqlens_q is None else launch.cu_seqlens_q.shape[0] - 1
+    parts = sequences * launch.q.shape[2]
+    processors = _multiprocessors(launch.q.device)
+    return None if parts * 2 > processors else processors // parts
+
+
+@functools.lru_cache(maxsize=None)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def ready(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends import efficient_band, efficient_cache, efficient_launch
+from flash_attn_compat.backends import efficient_band, efficient_bf16, efficient_cache, efficient_launch
 from flash_attn_compat.backends.base import Backend, Capabilities
 from flash_attn_compat.backends.efficient_launch import CAUSAL_BOTTOM_RIGHT, NO_MASK, Launch, Native
 from flash_attn_compat.engine import alibi
@@ -54,8 +54,6 @@ class TorchEfficient(Backend):
         if features & _CACHED:
             return efficient_cache.reasons(traits)
         reasons = []
-        if traits.dtype == torch.bfloat16 and traits.capability is not None and traits.capability < (8, 0):
-            reasons.append("computes bfloat16 only from compute capability 8.0 on")
         window = features & (Feature.WINDOW_LEFT | Feature.WINDOW_RIGHT)
         biased = bool(window) and (not features & Feature.CAUSAL or bool(features & Feature.ALIBI))
         biased = biased or bool(features & Feature.ALIBI and not features & Feature.CAUSAL)
@@ -65,7 +63,8 @@ class TorchEfficient(Backend):
             reasons.append("softmax_lse under an ALiBi bias that bfloat16 rounds too coarsely")
         if biased and features & Feature.ALIBI and traits.sq_vs_sk == ">" and traits.dtype != torch.float32:
             reasons.append("an ALiBi bias in half precision where rows stand before the first key")
-        if biased and features & Feature.VARLEN and (features & Feature.ALIBI or traits.sq_vs_sk != "="):
+        both_sides = features & Feature.WINDOW_LEFT and features & Feature.WINDOW_RIGHT
+        if biased and features & Feature.VARLEN and (features & Feature.ALIBI or traits.sq_vs_sk != "=" or not both_sides):
             reasons.append("a bias over packed sequences, which the kernel takes for dense ones only")
         if window and not biased and traits.sq_vs_sk == "?" and traits.needs_backward:
             reasons.append("gradients of a window over packed sequences whose query and key lengths may differ")
@@ -74,6 +73,16 @@ class TorchEfficient(Backend):
         return reasons
 
     def forward(self, call: AttentionCall) -> Result:
+        if efficient_bf16.applies(call):
+            return efficient_bf16.forward(call, self._forward)
+        return self._forward(call)
+
+    def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
+        if efficient_bf16.applies(call):
+            return _deliver(efficient_bf16.backward(call, upstream, self._backward), into)
+        return _deliver(self._backward(call, upstream), into)
+
+    def _forward(self, call: AttentionCall) -> Result:
         if not call.is_dense and call.cu_seqlens_k is None:
             return efficient_cache.forward(call)
         if _is_band(call):
@@ -104,9 +113,9 @@ class TorchEfficient(Backend):
         saved = tuple(tensor for native in natives for tensor in native) if call.needs_grad else ()
         return Result(out[..., : call.head_dim_v], lse, None, saved)
 
-    def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
+    def _backward(self, call: AttentionCall, upstream: Upstream) -> Gradients:
         if _is_band(call):
-            return _deliver(efficient_band.backward(call, upstream), into)
+            return efficient_band.backward(call, upstream)
         packed = call.cu_seqlens_q is not None
         dout, out = (t.unsqueeze(0) if packed else t for t in (upstream.dout, upstream.out))
         natives = _saved_natives(upstream.saved)
@@ -118,7 +127,7 @@ class TorchEfficient(Backend):
             if _may_lack_keys(call):
                 found[0].masked_fill_(_rows_without_keys(call)[:, None, None], 0.0)
             sums.add(place, *found)
-        return sums.deliver(into)
+        return sums.total()
 
 
 def _is_single(call: AttentionCall) -> bool:
@@ -170,7 +179,7 @@ _EVERYTHING = _Place()
 def _is_band(call: AttentionCall) -> bool:
     """A two-sided window over sequences of as many queries as keys."""
     same = call.equal_lengths or (call.is_dense and call.q.shape[1] == call.k.shape[1])
-    windowed = call.mask.left is not None and call.mask.right != 0
+    windowed = call.mask.left is not None and bool(call.mask.right)
     return windowed and same and call.alibi_slopes is None
 
 
@@ -336,7 +345,9 @@ def _biased(call: AttentionCall, whole: Launch) -> Iterator[tuple[_Place, Launch
 
 def _row_blocks(alive: Range, mask: Mask, offset: int, seqlen_k: int, copies: int) -> Iterator[tuple[Range, Range]]:
     """Blocks of rows and the keys they see, the first of them rounded down to a multiple of 8."""
-    width = seqlen_k if mask.left is None or mask.right is None else min(seqlen_k, mask.left + mask.right + 64)
+    bounded = mask.left is not None and mask.right is not None
+    # The table holds every distance that occurs: up to seqlen_k on either side of a row.
+    width = min(2 * seqlen_k, mask.left + mask.right + 64) if bounded else (1 if mask.right == 0 else 2) * seqlen_k
     size = max(64, _BIAS_ELEMENTS // (copies * width) // 64 * 64)
     for start in range(alive.start, alive.stop, size):
         rows = Range(start, min(start + size, alive.stop))
@@ -449,7 +460,7 @@ class _Sums:
         dtype = like.dtype if like is self.call.q else torch.float32
         return torch.zeros((*shape[:-1], part.shape[-1]), dtype=dtype, device=like.device)
 
-    def deliver(self, into: Gradients | None) -> Gradients:
+    def total(self) -> Gradients:
         sources = (self.call.q, self.call.k, self.call.v)
         found = self.found or (self.dq, self.dk, self.dv)
         results = []
@@ -458,7 +469,7 @@ class _Sums:
                 gradient = torch.zeros_like(source)
             gradient = gradient.view((*source.shape[:-1], gradient.shape[-1]))[..., : source.shape[-1]]
             results.append(gradient.to(source.dtype))
-        return _deliver(Gradients(*results), into)
+        return Gradients(*results)
 
 
 def _deliver(found: Gradients, into: Gradients | None) -> Gradients:

@@ -88,4 +88,5 @@ def bias_table(
         hidden |= ahead > mask.right
     lowest = torch.finfo(dtype).min
     values = values.masked_fill(hidden, lowest).clamp_(min=lowest).to(dtype)
-    return values.unfold(-1, width, 1).flip(-2).contiguous()
+    upwards = torch.arange(rows - 1, -1, -1, device=device)
+    return torch.index_select(values.unfold(-1, width, 1), -2, upwards)

@@ -4,8 +4,6 @@ Each op makes the same AttentionCall as an eager call and serves it, so a graph 
 attention, with shapes known beforehand. Names live in our own namespace: flash_attn:: belongs to flash-attn.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, Optional
 
 import torch
