@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import flash_attn_compat
 from flash_attn_compat import (
     BackendNotSupported,
     backend_counts,
@@ -21,6 +20,7 @@ from flash_attn_compat import (
     use_backend,
 )
 from flash_attn_compat.backends import BACKENDS
+from flash_attn_compat.engine.build import Options, dense_call
 from tests.support import cumulative, qkv
 
 NAMES = [backend.name for backend in BACKENDS]
@@ -236,8 +236,6 @@ def test_a_backend_that_needs_a_newer_gpu_says_so(backend: Any) -> None:
     if lowest is None:
         assert backend.name not in ("official", "torch_flash", "torch_efficient")
         return
-    traits = flash_attn_compat.engine.features.Traits(
-        device_type="cuda", capability=(lowest[0] - 1, 0), dtype=torch.float16, head_dim=64, head_dim_v=64,
-        sq_vs_sk="=", aligned=True, features=0, page_size=0,
-    )  # fmt: skip
-    assert any(f"{lowest[0]}.{lowest[1]}" in reason for reason in backend.reasons(traits))
+    traits = dense_call(*qkv(dtype=torch.float16), Options()).traits()
+    older = traits._replace(device_type="cuda", capability=(lowest[0] - 1, 0))
+    assert any(f"{lowest[0]}.{lowest[1]}" in reason for reason in backend.reasons(older))
