@@ -172,7 +172,7 @@ def summary_table(workloads: Sequence[Workload], rows: Sequence[Row], recorded_a
         theirs = [official(workload, present, mode, recorded_applies) for mode in (FORWARD, BOTH)]
         cells.append([
             workload.name, mine.served_by, _pair(_ms(mine, FORWARD), _ms(mine, BOTH), ".3g"),
-            _number(mine.memory_mib, ".0f"),
+            _number(mine.memory_mib, ".0f" if (mine.memory_mib or 0) >= 10 else ".2g"),
             " / ".join(f"{each.ms:.3g} {_SHORT[each.source]}" for each in theirs if each) or NONE,
             _pair(found.official, found.official_both, ".3f"), _pair(found.pad, found.pad_both, ".2f"),
             _pair(found.bare, found.bare_both, ".3f"), answer(mine),

@@ -152,7 +152,7 @@ DECODE: tuple[Workload, ...] = (
 )
 
 
-def shrunk(workload: Workload, batch: int = 8, seqlen: int = 16, heads: int = 4) -> Workload:
+def shrunk(workload: Workload, batch: int = 8, seqlen: int = 8, heads: int = 4) -> Workload:
     """The same kind of problem, so many times smaller: for a CPU. Recorded times no longer apply."""
 
     def some(lengths: tuple[int, ...]) -> tuple[int, ...]:
