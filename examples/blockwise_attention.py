@@ -70,9 +70,7 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tup
 
 class _Blockwise(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, query_chunk: int, key_chunk: int
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, query_chunk: int, key_chunk: int) -> Tensor:
         batch, seqlen, nheads, head_dim = q.shape
         out = torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
         lse = torch.full((batch, nheads, seqlen), float("-inf"), device=q.device)
@@ -98,7 +96,9 @@ class _Blockwise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        sums = [torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device) for x in (q, k, v)]
+        sums = [
+            torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device) for x in (q, k, v)
+        ]
         for rows, keys, window_right in blocks(q.shape[1], *ctx.options):
             parts = [torch.empty_like(x) for x in (q[:, rows], k[:, keys], v[:, keys])]
             _flash_attn_backward(

@@ -59,7 +59,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("rest", nargs=argparse.REMAINDER, metavar="SCRIPT")
 
-    command = commands.add_parser("doctor", help="what this machine is, what would serve it, and whether it computes right")
+    command = commands.add_parser(
+        "doctor", help="what this machine is, what would serve it, and whether it computes right"
+    )
     command.add_argument("--json", action="store_true", help="the report as one JSON object")
     command.set_defaults(action=_doctor)
     return parser

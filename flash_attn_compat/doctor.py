@@ -1,4 +1,4 @@
-"""flash-attn-compat doctor: what this machine is, what would serve here, whether it computes right, who sees flash_attn.
+"""flash-attn-compat doctor: what this machine is, what serves here, whether it computes right, who sees flash_attn.
 
 examine() gathers a Report of plain values; to_text and to_json show it. Nothing is changed or installed.
 """
@@ -107,10 +107,16 @@ def to_text(report: Report) -> str:
     lines += ["", "What would serve"]
     for call in report.calls:
         lines.append(f"  {call.name}: {call.backend or 'NOTHING'}")
-        others = {name: "; ".join(against) or "could serve too" for name, against in call.reasons.items() if name != call.backend}
+        others = {
+            name: "; ".join(against) or "could serve too"
+            for name, against in call.reasons.items()
+            if name != call.backend
+        }
         lines += _columns(others, indent=6)
     lines += ["", "Self-check: error against fp64, and what computing plainly in the same dtype gives"]
-    widths = [max((len(text) for text in column), default=0) for column in zip(*((c.backend, c.case) for c in report.checks))]
+    widths = [
+        max((len(text) for text in column), default=0) for column in zip(*((c.backend, c.case) for c in report.checks))
+    ]
     for check in report.checks:
         verdict = "ok  " if check.passed else "FAIL"
         lines.append(f"  {verdict}  {check.backend:{widths[0]}}  {check.case:{widths[1]}}  {check.detail}")
@@ -207,7 +213,10 @@ def _typical_calls(device: torch.device) -> list[TypicalCall]:
             q, tensor(2, 512, 2, 64), tensor(2, 512, 2, 64), causal=True, window_size=(127, 0), softcap=30.0
         ),
         "decoding with a KV cache": lambda: flash_attn_compat.flash_attn_with_kvcache(
-            tensor(4, 1, 8, 128), tensor(4, 1024, 2, 128), tensor(4, 1024, 2, 128), cache_seqlens=lengths(9, 80, 700, 1024)
+            tensor(4, 1, 8, 128),
+            tensor(4, 1024, 2, 128),
+            tensor(4, 1024, 2, 128),
+            cache_seqlens=lengths(9, 80, 700, 1024),
         ),
         "training with ALiBi and dropout": lambda: flash_attn_compat.flash_attn_func(
             q, q, q, dropout_p=0.1, causal=True, alibi_slopes=slopes
@@ -216,7 +225,9 @@ def _typical_calls(device: torch.device) -> list[TypicalCall]:
     found = []
     for name, call in calls.items():
         explanation = flash_attn_compat.explain(call)
-        found.append(TypicalCall(f"{name} ({str(half).removeprefix('torch.')})", explanation.backend, explanation.reasons))
+        found.append(
+            TypicalCall(f"{name} ({str(half).removeprefix('torch.')})", explanation.backend, explanation.reasons)
+        )
     return found
 
 

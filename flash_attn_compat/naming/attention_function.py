@@ -46,25 +46,26 @@ def attention(
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(f"attention_mask must have shape (batch, seqlen_k), got {tuple(attention_mask.shape)}")
     q, k, v = (states.transpose(1, 2) for states in (query, key, value))
-    seqlen_k = k.shape[1]
-    windowed = sliding_window is not None and seqlen_k > sliding_window
+    window = -1 if sliding_window is None or k.shape[1] <= sliding_window else sliding_window - 1
     options: dict[str, Any] = {
         "dropout_p": dropout,
         "softmax_scale": scaling,
         "causal": getattr(module, "is_causal", True) if is_causal is None else is_causal,
-        "window_size": (sliding_window - 1, sliding_window - 1) if windowed else (-1, -1),
+        "window_size": (window, window),
         "softcap": softcap or 0.0,
     }
     if attention_mask is not None:
         return _padded(q, k, v, attention_mask, options), None
-    if cu_seq_lens_q is None and _is_packed(position_ids, q, k):
-        cu_seq_lens_q = cu_seq_lens_k = _cu_seqlens(position_ids)
-        max_length_q = max_length_k = int(cu_seq_lens_q.diff().max())
-    if cu_seq_lens_q is not None:
-        lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-        out = flash_attn_varlen_func(*(states.flatten(0, 1) for states in (q, k, v)), *lengths, **options)
-        return out.unflatten(0, q.shape[:2]), None
-    return flash_attn_func(q, k, v, **options), None
+    lengths: Any = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    if cu_seq_lens_q is None and position_ids is not None and _is_packed(position_ids, q, k):
+        cu_seqlens = _cu_seqlens(position_ids)
+        longest = int(cu_seqlens.diff().max())
+        lengths = (cu_seqlens, cu_seqlens, longest, longest)
+    if lengths[0] is not None:
+        packed: Any = flash_attn_varlen_func(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *lengths, **options)
+        return packed.unflatten(0, q.shape[:2]), None
+    dense: Any = flash_attn_func(q, k, v, **options)
+    return dense, None
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor, options: dict[str, Any]) -> Tensor:
@@ -76,15 +77,15 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor, options: di
     q, indices_q, cu_seqlens_q, max_seqlen_q, _ = unpad_input(q, mask_q)
     k, _, cu_seqlens_k, max_seqlen_k, _ = unpad_input(k, mask_k)
     v = unpad_input(v, mask_k)[0]
-    out = flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options)
+    out: Any = flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options)
     return pad_input(out, indices_q, batch, seqlen_q)
 
 
-def _is_packed(position_ids: Tensor | None, q: Tensor, k: Tensor) -> bool:
+def _is_packed(position_ids: Tensor, q: Tensor, k: Tensor) -> bool:
     """Several sequences in one row: their positions start anew."""
-    if position_ids is None or position_ids.dim() != 2 or q.shape[0] != 1 or q.shape[1] != k.shape[1]:
+    if q.shape[0] != 1 or q.shape[1] != k.shape[1] or position_ids.shape != q.shape[:2]:
         return False
-    return position_ids.shape == q.shape[:2] and bool((position_ids.diff(dim=-1) < 0).any())
+    return bool((position_ids.diff(dim=-1) < 0).any())
 
 
 def _cu_seqlens(position_ids: Tensor) -> Tensor:

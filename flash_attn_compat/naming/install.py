@@ -12,6 +12,7 @@ import importlib
 import importlib.metadata
 import io
 import py_compile
+import sys
 import sysconfig
 from collections.abc import Iterator
 from importlib.util import cache_from_source
@@ -71,9 +72,9 @@ def uninstall(directory: str | Path | None = None) -> list[Path]:
 
 def installed(directory: str | Path | None = None) -> list[Path]:
     """The dist-info directories that install() wrote, in `directory` or on sys.path."""
-    where = {"path": [str(directory)]} if directory is not None else {}
+    path = sys.path if directory is None else [str(directory)]
     found = []
-    for distribution in importlib.metadata.distributions(name="flash-attn", **where):
+    for distribution in importlib.metadata.distributions(name="flash-attn", path=path):
         dist_info = Path(str(distribution.locate_file(""))) / _dist_info_name()
         if distribution.read_text("INSTALLER") == INSTALLER + "\n" and (dist_info / "RECORD").is_file():
             found.append(dist_info)
@@ -84,7 +85,8 @@ def _refuse_a_real_one(directory: Path) -> None:
     found = real.find_real()
     if found is not None and found.usable:
         raise InstallError(
-            f"flash-attn {found.version or ''} in {found.location} works on this machine: it stays, nothing is installed"
+            f"flash-attn {found.version or ''} in {found.location} works on this machine: "
+            "it stays, and nothing is installed"
         )
     if found is not None:
         raise InstallError(
@@ -127,7 +129,7 @@ def _dist_info(directory: Path) -> Path:
 
 def _compile(path: Path) -> Path | None:
     try:
-        return Path(py_compile.compile(str(path), doraise=True))
+        return Path(str(py_compile.compile(str(path), doraise=True)))
     except (OSError, py_compile.PyCompileError):
         return None
 

@@ -70,6 +70,7 @@ def _apply() -> None:
         if _answer_to_the_name(undo):
             transformers.open_gates(undo)
         _undo = undo.pop_all()
+    _forget_decisions()
 
 
 def _release() -> None:
@@ -78,6 +79,14 @@ def _release() -> None:
         return
     undo, _undo = _undo, None
     undo.close()
+    _forget_decisions()
+
+
+def _forget_decisions() -> None:
+    """Whether an installed flash-attn may serve depends on whether it runs on our functions."""
+    dispatch = sys.modules.get("flash_attn_compat.engine.dispatch")
+    if dispatch is not None:
+        dispatch.forget_decisions()
 
 
 def _answer_to_the_name(undo: ExitStack) -> bool:

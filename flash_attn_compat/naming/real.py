@@ -23,7 +23,12 @@ from flash_attn_compat.naming.site_directory import SITE, is_stand_in_spec
 EXTENSION = "flash_attn_2_cuda"
 RAW_FUNCTIONS = ("fwd", "varlen_fwd", "bwd", "varlen_bwd", "fwd_kvcache")
 _FIRST_VERSION_WITH_THESE_RAW_FUNCTIONS = (2, 7)
-_OPERATORS = ("_flash_attn_forward", "_flash_attn_varlen_forward", "_flash_attn_backward", "_flash_attn_varlen_backward")
+_OPERATORS = (
+    "_flash_attn_forward",
+    "_flash_attn_varlen_forward",
+    "_flash_attn_backward",
+    "_flash_attn_varlen_backward",
+)
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,9 @@ def swap_extension(real: RealFlashAttn, undo: ExitStack) -> bool:
         try:
             package = _import_real(real_spec())
             interface = importlib.import_module("flash_attn.flash_attn_interface")
-            if _version_of(package) < _FIRST_VERSION_WITH_THESE_RAW_FUNCTIONS or not hasattr(interface, "flash_attn_gpu"):
+            if _version_of(package) < _FIRST_VERSION_WITH_THESE_RAW_FUNCTIONS or not hasattr(
+                interface, "flash_attn_gpu"
+            ):
                 return False
             _set_attribute(interface, "flash_attn_gpu", ours, attempt)
             _add_kernels_off_cuda(interface)
@@ -201,7 +208,7 @@ def _replace_raw_functions(ours: ModuleType, undo: ExitStack) -> None:
 def _add_kernels_off_cuda(interface: ModuleType) -> None:
     """The package registers its operators for CUDA alone. Not undone: they then reach the extension of that time."""
     for name in _OPERATORS:
-        operator = getattr(interface, name, None)
+        operator: Any = getattr(interface, name, None)
         if not hasattr(operator, "register_kernel"):
             continue
         for device in ("cpu", "mps"):

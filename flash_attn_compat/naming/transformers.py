@@ -81,7 +81,7 @@ class _Gates:
         self._available: dict[str, Any] = {}
 
     def open(self) -> None:
-        handlers = {
+        handlers: dict[str, Callable[[ModuleType], None]] = {
             _IMPORT_UTILS: self._open_import_utils,
             _FLASH_UTILS: self._open_flash_utils,
             _MODELING_UTILS: self._open_modeling_utils,
@@ -178,7 +178,11 @@ def _always_available(original: Callable[..., bool]) -> Callable[..., bool]:
 
     is_flash_attn_2_available._flash_attn_compat_original = original  # type: ignore[attr-defined]
     # Its callers clear the cache that newer versions keep.
-    return functools.lru_cache(is_flash_attn_2_available) if hasattr(original, "cache_clear") else is_flash_attn_2_available
+    return (
+        functools.lru_cache(is_flash_attn_2_available)
+        if hasattr(original, "cache_clear")
+        else is_flash_attn_2_available
+    )
 
 
 def _replace_everywhere(old: Any, new: Any) -> None:
@@ -189,7 +193,8 @@ def _replace_everywhere(old: Any, new: Any) -> None:
 
 
 def _forget_answers(module: ModuleType, *more: Any) -> None:
-    for function in [getattr(module, name, None) for name in _CACHED_ANSWERS] + list(more):
+    answers: list[Any] = [getattr(module, name, None) for name in _CACHED_ANSWERS]
+    for function in [*answers, *more]:
         if hasattr(function, "cache_clear"):
             function.cache_clear()
 

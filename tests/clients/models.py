@@ -83,7 +83,14 @@ MODELS: dict[str, Model] = {
         "encoder",
         "ModernBertConfig",
         "ModernBertForMaskedLM",
-        ENCODER | {"num_hidden_layers": 4, "local_attention": 8, "cls_token_id": 1, "sep_token_id": 2, "reference_compile": False},
+        ENCODER
+        | {
+            "num_hidden_layers": 4,
+            "local_attention": 8,
+            "cls_token_id": 1,
+            "sep_token_id": 2,
+            "reference_compile": False,
+        },
         attention_calls=4,
     ),
     "whisper": Model(
@@ -114,7 +121,14 @@ MODELS: dict[str, Model] = {
         "other",
         "ViTConfig",
         "ViTForImageClassification",
-        dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=4),
+        dict(
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            image_size=16,
+            patch_size=4,
+        ),
         _vit_inputs,
     ),
     "qwen2-vl": Model(
@@ -152,7 +166,9 @@ def why_not(name: str) -> str | None:
 def tolerance(name: str, dtype: torch.dtype) -> float:
     """How far from eager the output may be, relative to its largest value."""
     # ModernBERT had attention of its own up to transformers 5.0, which rounds q, k and v to bf16 even in fp32 models.
-    rounds = name == "modernbert" and hasattr(transformers.models.modernbert.modeling_modernbert, "ModernBertUnpaddedRotaryEmbedding")
+    rounds = name == "modernbert" and hasattr(
+        transformers.models.modernbert.modeling_modernbert, "ModernBertUnpaddedRotaryEmbedding"
+    )
     return 4e-2 if rounds or dtype is torch.bfloat16 else 2e-6
 
 
@@ -196,7 +212,9 @@ def run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
     if "use_cache" in accepted:
         cast["use_cache"] = False  # with a cache, some models of 4.48 refuse padding on the right
-    return model(**{name: value for name, value in cast.items() if name != "mm_token_type_ids" or name in accepted}).logits
+    return model(
+        **{name: value for name, value in cast.items() if name != "mm_token_type_ids" or name in accepted}
+    ).logits
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:

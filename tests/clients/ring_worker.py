@@ -1,8 +1,8 @@
 """One process of a ring-flash-attn run: every variant against the whole sequence in fp64, errors written as JSON.
 
-Started by torchrun under flash-attn-compat, on CPUs over gloo (tests/clients/test_ring_flash_attn.py) or by hand on GPUs:
+Started by torchrun under flash-attn-compat, on CPUs over gloo by test_ring_flash_attn.py, or by hand on GPUs:
 
-    flash-attn-compat run -m torch.distributed.run --nproc-per-node 2 tests/clients/ring_worker.py errors.json --device cuda
+    flash-attn-compat run -m torch.distributed.run --nproc-per-node 2 -m tests.clients.ring_worker FILE --device cuda
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def cases(package: Any, rank: int, world: int, device: str) -> dict[str, tuple]:
         return lambda q, k, v: function(q, k, v, local, int(local.diff().max()), causal=causal)
 
     def llama3(causal: bool) -> Callable[..., Tensor]:
-        # Positionally as the package returns them: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice.
+        # cu_seqlens of queries and keys, the longest of each, and the keys that this process needs.
         cu_q, cu_k, max_q, max_k, part = package.llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, causal, rank, world)
         return lambda q, k, v: package.llama3_flash_attn_varlen_func(
             q, k, v, cu_q, cu_k, max_q, max_k, heads_k_stride=1, local_k_slice=part, causal=causal
@@ -87,7 +87,12 @@ def cases(package: Any, rank: int, world: int, device: str) -> dict[str, tuple]:
     found = {
         "zigzag, causal": (dense(package.zigzag_ring_flash_attn_func, True), zigzag, False, True),
         "stripe, causal": (dense(package.stripe_flash_attn_func, True), striped, False, True),
-        "zigzag varlen, causal": (packed(package.zigzag_ring_flash_attn_varlen_func, True), per_sequence(zigzag), True, True),
+        "zigzag varlen, causal": (
+            packed(package.zigzag_ring_flash_attn_varlen_func, True),
+            per_sequence(zigzag),
+            True,
+            True,
+        ),
     }
     for causal in (True, False):
         word = "causal" if causal else "full"
@@ -105,7 +110,9 @@ def errors_of(case: tuple, rank: int, world: int, dtype: torch.dtype, device: st
     leading = (sum(LENGTHS),) if is_packed else (BATCH, SEQLEN)
     dim = len(leading) - 1
     # Rounded to the dtype first, so that both sides start from the same numbers.
-    q, k, v, dout = (torch.randn(*leading, heads, HEAD_DIM).to(dtype).double() for heads in (NHEADS, NHEADS_K, NHEADS_K, NHEADS))
+    q, k, v, dout = (
+        torch.randn(*leading, heads, HEAD_DIM).to(dtype).double() for heads in (NHEADS, NHEADS_K, NHEADS_K, NHEADS)
+    )
     exact_inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     exact = (whole_packed if is_packed else whole)(*exact_inputs, causal)
     exact_all = [exact, *torch.autograd.grad(exact, exact_inputs, dout)]

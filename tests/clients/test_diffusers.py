@@ -36,7 +36,9 @@ def test_a_backend_equals_native_in_output_and_gradients(dispatch, calls, backen
     got = attend(dispatch, backend, *inputs, is_causal=is_causal)
     assert calls() == 1
     limit = 4e-3 if dtype is torch.float16 else 3e-2
-    for a, b in zip([got, *torch.autograd.grad(got, inputs, weights)], [expected, *torch.autograd.grad(expected, inputs, weights)]):
+    for a, b in zip(
+        [got, *torch.autograd.grad(got, inputs, weights)], [expected, *torch.autograd.grad(expected, inputs, weights)]
+    ):
         assert float((a - b).detach().abs().max()) <= limit * float(b.detach().abs().max())
 
 

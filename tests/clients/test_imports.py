@@ -16,7 +16,8 @@ CLIENTS = {
     "xformers": ("import xformers.ops, xformers.ops.fmha.flash as f; print('flash_attn' in sys.modules)", "True"),
     "peft": (
         "import peft, torch; from transformers import LlamaConfig, LlamaForCausalLM\n"
-        "config = LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)\n"
+        "sizes = dict(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)\n"
+        "config = LlamaConfig(**sizes)\n"
         "model = LlamaForCausalLM._from_config(config, attn_implementation='flash_attention_2')\n"
         "model = peft.get_peft_model(model, peft.LoraConfig(target_modules=['q_proj', 'v_proj']))\n"
         "model(torch.arange(8)[None]).logits.sum().backward()\n"
@@ -34,7 +35,8 @@ CLIENTS = {
     "diffusers": (
         "from diffusers.utils.import_utils import is_flash_attn_available, is_flash_attn_version\n"
         "import diffusers.models.attention_dispatch as d\n"
-        "print(is_flash_attn_available() and is_flash_attn_version('>=', '2.6.3') and d._wrapped_flash_attn_forward is not None)",
+        "assert is_flash_attn_available() and is_flash_attn_version('>=', '2.6.3')\n"
+        "print(d._wrapped_flash_attn_forward is not None)",
         "True",
     ),
 }
@@ -49,5 +51,7 @@ def test_a_client_imports_and_works_with_the_name_answered(client):
     root = os.path.dirname(os.path.dirname(flash_attn_compat.__file__))
     env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
     start = "import sys, flash_attn_compat; flash_attn_compat.patch()\n"
-    answer = subprocess.run([sys.executable, "-W", "ignore", "-c", start + code], env=env, capture_output=True, text=True)
+    answer = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", start + code], env=env, capture_output=True, text=True
+    )
     assert answer.stdout.strip() == expected, answer.stderr[-3000:]

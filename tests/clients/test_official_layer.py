@@ -67,5 +67,9 @@ def test_decoding_with_a_cache_equals_ours(official):
 def test_it_compiles_as_one_graph(official):
     inputs = [torch.randn(2, 17, 2, 32) for _ in range(3)]
     torch._dynamo.reset()
-    compiled = torch.compile(lambda q, k, v: official.flash_attn_func(q, k, v, causal=True), fullgraph=True, backend="aot_eager")
-    assert_equal(with_gradients(compiled, *inputs), with_gradients(flash_attn_compat.flash_attn_func, *inputs, causal=True))
+    compiled = torch.compile(
+        lambda q, k, v: official.flash_attn_func(q, k, v, causal=True), fullgraph=True, backend="aot_eager"
+    )
+    assert_equal(
+        with_gradients(compiled, *inputs), with_gradients(flash_attn_compat.flash_attn_func, *inputs, causal=True)
+    )

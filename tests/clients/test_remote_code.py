@@ -37,7 +37,7 @@ class TinyModel(PreTrainedModel):
         out = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True)
         return pad_input(out, indices, batch, seqlen)
 '''
-CONFIGURATION = '''
+CONFIGURATION = """
 from transformers import PretrainedConfig
 
 
@@ -47,7 +47,7 @@ class TinyConfig(PretrainedConfig):
     def __init__(self, width=16, **options):
         self.width = width
         super().__init__(**options)
-'''
+"""
 
 
 @pytest.fixture

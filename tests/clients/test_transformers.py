@@ -22,7 +22,9 @@ from tests.clients.models import (  # noqa: E402
 pytestmark = pytest.mark.usefixtures("patched")
 version = tuple(int(number) for number in transformers.__version__.split(".")[:2])
 DTYPES = [torch.float32, torch.bfloat16]
-present = [pytest.param(name, marks=pytest.mark.skipif(bool(why_not(name)), reason=str(why_not(name)))) for name in MODELS]
+present = [
+    pytest.param(name, marks=pytest.mark.skipif(bool(why_not(name)), reason=str(why_not(name)))) for name in MODELS
+]
 decoders = [parameter for parameter in present if parameter.values[0] in DECODERS]
 padded_models = [parameter for parameter in present if MODELS[parameter.values[0]].kind != "other"]
 
@@ -115,7 +117,8 @@ def test_greedy_generation_from_left_padded_prompts_gives_the_same_tokens(name, 
 
 # For fp32 transformers logs a warning from inside the graph, which breaks it with any flash-attn.
 @pytest.mark.skipif(
-    version < (4, 57), reason="older ones branch on the values of position_ids, which breaks the graph with any flash-attn"
+    version < (4, 57),
+    reason="older ones branch on the values of position_ids, which breaks the graph with any flash-attn",
 )
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 2e-6), (torch.bfloat16, 4e-2)], ids=["fp64", "bf16"])
 def test_a_decoder_compiles_as_one_graph_forward_and_backward(dtype, limit, calls):
@@ -124,7 +127,9 @@ def test_a_decoder_compiles_as_one_graph_forward_and_backward(dtype, limit, call
     expected = run(eager, {"input_ids": ids})
     run(flash, {"input_ids": ids})  # transformers loads its flash functions outside the graph
     torch._dynamo.reset()
-    compiled = torch.compile(lambda ids: flash(input_ids=ids, use_cache=False).logits, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda ids: flash(input_ids=ids, use_cache=False).logits, fullgraph=True, backend="aot_eager"
+    )
     compiled(ids)
     before = calls()
     got = compiled(ids)

@@ -25,16 +25,34 @@ model(torch.arange(8).repeat(2, 1), attention_mask=mask)
 import flash_attn_compat
 print(sum(flash_attn_compat.backend_counts().values()))
 """
+PATCH = "import flash_attn_compat; flash_attn_compat.patch()\n"
 ORDERS = {
-    "before its import": "import flash_attn_compat; flash_attn_compat.patch()",
-    "after the package's import": "import transformers, flash_attn_compat; flash_attn_compat.patch()",
-    "after a model's import": "from transformers import LlamaForCausalLM; import flash_attn_compat; flash_attn_compat.patch()",
+    "before its import": PATCH,
+    "after the package's import": "import transformers\n" + PATCH,
+    "after a model's import": "from transformers import LlamaForCausalLM\n" + PATCH,
     "after it refused": (
-        "from transformers.utils import is_flash_attn_2_available as ask; assert not ask()\n"
-        "from transformers import LlamaForCausalLM\n"
-        "import flash_attn_compat; flash_attn_compat.patch(); from transformers.utils import is_flash_attn_2_available as ask; assert ask()"
+        "from transformers.utils import is_flash_attn_2_available\n"
+        "assert not is_flash_attn_2_available()\n"
+        "from transformers import LlamaForCausalLM\n" + PATCH + "import transformers.utils\n"
+        "assert transformers.utils.is_flash_attn_2_available()\n"
     ),
 }
+# Everything that patch() may touch in transformers, as values that can be compared.
+STATE = """
+import sys, flash_attn_compat
+import transformers.utils, transformers.utils.import_utils as import_utils
+import transformers.modeling_utils as modeling, transformers.modeling_flash_attention_utils as flash
+
+def state():
+    names = {}
+    for module in (import_utils, transformers.utils, modeling, flash, modeling.PreTrainedModel):
+        names.update({(module.__name__, name): value for name, value in vars(module).items() if "flash" in name})
+    mapping = getattr(import_utils, "PACKAGE_DISTRIBUTION_MAPPING", {}).get("flash_attn")
+    return names, repr(getattr(flash, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", None)), mapping
+
+def ours():
+    return [finder for finder in sys.meta_path if "flash_attn_compat" in type(finder).__module__]
+"""
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA transformers needs no patching")
 
 
@@ -80,46 +98,41 @@ def test_a_model_module_that_skipped_its_guarded_imports_gets_them():
 
 @without_cuda
 def test_after_unpatch_transformers_is_as_it_was():
-    answer = python(
-        "import transformers.utils, transformers.modeling_utils as m, transformers.modeling_flash_attention_utils as f\n"
-        "import transformers.utils.import_utils as u, sys, flash_attn_compat\n"
-        "modules = [u, transformers.utils, m, f, m.PreTrainedModel]\n"
-        "def state(): return [dict(vars(module)) for module in modules], repr(getattr(f, 'FLASH_ATTENTION_COMPATIBILITY_MATRIX', None)), repr(getattr(u, 'PACKAGE_DISTRIBUTION_MAPPING', {}).get('flash_attn')), list(sys.meta_path)\n"
-        "before = state()\n"
-        "flash_attn_compat.patch()\n"
-        "assert state() != before and u.is_flash_attn_2_available()\n" + RUN_A_MODEL + "\n"
-        "flash_attn_compat.unpatch()\n"
-        "after = state()\n"
-        "for old, new in zip(before[0], after[0]):\n"
-        "    changed = {name for name in old.keys() | new.keys() if old.get(name, 0) is not new.get(name, 0)}\n"
-        "    assert not {name for name in changed if 'flash' in name}, changed\n"
-        "assert before[1:3] == after[1:3]\n"
-        "assert [finder for finder in after[3] if 'flash_attn_compat' in type(finder).__module__] == []\n"
-        "assert not u.is_flash_attn_2_available() and not f.is_flash_attn_2_available()\n"
-    )
+    script = f"""
+{STATE}
+before = state()
+flash_attn_compat.patch()
+assert state() != before and ours() and import_utils.is_flash_attn_2_available()
+{RUN_A_MODEL}
+flash_attn_compat.unpatch()
+assert state() == before and not ours()
+assert not import_utils.is_flash_attn_2_available() and not flash.is_flash_attn_2_available()
+"""
+    answer = python(script)
     assert answer.returncode == 0, answer.stderr
 
 
 @without_cuda
 def test_modules_imported_while_patched_lose_the_answer_too():
-    answer = python(
-        "import flash_attn_compat; flash_attn_compat.patch()\n"
-        "import transformers.modeling_flash_attention_utils as f, transformers.modeling_utils, transformers.utils\n"
-        "from transformers import PreTrainedModel\n"
-        "assert f.is_flash_attn_2_available()\n"
-        "flash_attn_compat.unpatch()\n"
-        "assert not f.is_flash_attn_2_available() and not transformers.utils.is_flash_attn_2_available()\n"
-        "matrix = getattr(f, 'FLASH_ATTENTION_COMPATIBILITY_MATRIX', None)\n"
-        "assert matrix is None or not matrix[2]['general_availability_check']()\n"
-        "assert not [n for n in vars(PreTrainedModel) if 'flash_attn_compat' in getattr(vars(PreTrainedModel)[n], '__module__', '')]\n"
-    )
+    script = f"""
+{PATCH}
+{STATE}
+assert flash.is_flash_attn_2_available()
+flash_attn_compat.unpatch()
+assert not flash.is_flash_attn_2_available() and not transformers.utils.is_flash_attn_2_available() and not ours()
+matrix = getattr(flash, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", None)
+assert matrix is None or not matrix[2]["general_availability_check"]()
+methods = vars(modeling.PreTrainedModel).values()
+assert not [method for method in methods if "flash_attn_compat" in getattr(method, "__globals__", {{}}).get("__name__", "")]
+"""
+    answer = python(script)
     assert answer.returncode == 0, answer.stderr
 
 
 def test_importing_transformers_in_a_patched_child_does_not_import_torch_by_our_doing():
     code = "import transformers.utils.import_utils, sys; print('torch' in sys.modules)"
-    patched = f"import flash_attn_compat, subprocess, sys; flash_attn_compat.patch(); subprocess.call([sys.executable, '-c', {code!r}])"
-    assert python(patched).stdout == python(code).stdout
+    child = f"import subprocess, sys; subprocess.call([sys.executable, '-c', {code!r}])"
+    assert python(PATCH + child).stdout == python(code).stdout
 
 
 class TestRegistry:
@@ -130,7 +143,9 @@ class TestRegistry:
         pytest.importorskip("transformers.masking_utils", reason="this transformers has no registry of masks")
         flash_attn_compat.register_with_transformers()
 
-    @pytest.mark.parametrize("name", ["llama", "mistral with a window", "gemma2 with softcap and window", "bert", "whisper"])
+    @pytest.mark.parametrize(
+        "name", ["llama", "mistral with a window", "gemma2 with softcap and window", "bert", "whisper"]
+    )
     def test_outputs_equal_eager(self, name, calls):
         from tests.clients.models import MODELS, build, inputs_of, relative_error, run, why_not
 

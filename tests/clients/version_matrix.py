@@ -29,7 +29,9 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         directory = options.directory or Path(temporary)
-        results = {version: run(version, directory / f"transformers-{version}", options.torch) for version in options.versions}
+        results = {
+            version: run(version, directory / f"transformers-{version}", options.torch) for version in options.versions
+        }
     for version, (installed, summary, _) in results.items():
         print(f"transformers {version:8} {installed:32} {summary}")
     return int(any(code for *_, code in results.values()))
@@ -42,8 +44,19 @@ def run(version: str, directory: Path, torch: str | None) -> tuple[str, str, int
         venv.create(directory, with_pip=True)
     constraints = (REPOSITORY / "constraints.txt").read_text().splitlines()
     # Old releases of transformers need older companions than the constraints name; torch and pytest stay pinned.
-    pins = [line for line in constraints if line.startswith(("pytest", "einops")) or (line.startswith("torch") and not torch)]
-    wanted = ["transformers" if version == "latest" else f"transformers=={version}", "peft", "accelerate", "einops", "pytest", "pytest-xdist"]
+    pins = [
+        line
+        for line in constraints
+        if line.startswith(("pytest", "einops")) or (line.startswith("torch") and not torch)
+    ]
+    wanted = [
+        "transformers" if version == "latest" else f"transformers=={version}",
+        "peft",
+        "accelerate",
+        "einops",
+        "pytest",
+        "pytest-xdist",
+    ]
     wanted += [f"torch=={torch}"] if torch else ["torch"]
     (directory / "pins.txt").write_text("\n".join(pins))
     subprocess.run([python, "-m", "pip", "install", "-q", "-c", directory / "pins.txt", *wanted], check=True)

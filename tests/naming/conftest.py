@@ -28,6 +28,8 @@ def python() -> Callable[..., subprocess.CompletedProcess[str]]:
 
     def run(*arguments: str, cwd: Path | str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "PYTHONPATH": REPOSITORY, "OMP_NUM_THREADS": "1", **environment}
-        return subprocess.run([sys.executable, *arguments], env=env, cwd=cwd, capture_output=True, text=True, timeout=120)
+        return subprocess.run(
+            [sys.executable, *arguments], env=env, cwd=cwd, capture_output=True, text=True, timeout=120
+        )
 
     return run

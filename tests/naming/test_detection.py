@@ -15,7 +15,9 @@ import pytest
 
 from flash_attn_compat.naming import patch, unpatch
 
-CHILD = "import importlib.metadata as m, importlib.util as u; print(u.find_spec('flash_attn') and m.version('flash-attn'))"
+CHILD = (
+    "import importlib.metadata as m, importlib.util as u; print(u.find_spec('flash_attn') and m.version('flash-attn'))"
+)
 
 
 def find_spec(name: str) -> Callable[[], object]:

@@ -46,7 +46,8 @@ torch_at_start = "torch" in sys.modules
 spec = u.find_spec("flash_attn")
 import flash_attn, flash_attn.bert_padding, flash_attn_2_cuda, flash_attn_compat.bert_padding as ours
 print(json.dumps([torch_at_start, spec.origin, flash_attn.__version__, m.version("Flash.Attn"),
-                  m.packages_distributions()["flash_attn"], flash_attn.bert_padding is ours, flash_attn_2_cuda.__name__]))
+                  m.packages_distributions()["flash_attn"],
+                  flash_attn.bert_padding is ours, flash_attn_2_cuda.__name__]))
 """
     answer = installed_environment.call("-c", script)
     assert answer.returncode == 0, answer.stderr
@@ -63,7 +64,9 @@ def test_pkg_resources_finds_it(installed_environment):
 
 @needs_pip
 def test_pip_lists_it_and_takes_the_requirement_as_satisfied(installed_environment):
-    answer = installed_environment.pip("install", "--no-index", "--dry-run", "--no-build-isolation", "flash-attn>=2.5,<3")
+    answer = installed_environment.pip(
+        "install", "--no-index", "--dry-run", "--no-build-isolation", "flash-attn>=2.5,<3"
+    )
     assert answer.returncode == 0 and "already satisfied" in answer.stdout, answer.stdout + answer.stderr
     assert "flash_attn/__init__.py" in installed_environment.pip("show", "-f", "flash_attn").stdout
 

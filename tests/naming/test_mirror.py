@@ -80,7 +80,9 @@ def test_the_functions_are_the_same_objects_with_readable_signatures():
 
     assert flash_attn.flash_attn_func is flash_attn_compat.flash_attn_func
     assert flash_attn.flash_attn_interface.flash_attn_func is flash_attn.flash_attn_func
-    assert {"window_size", "softcap", "deterministic"} <= inspect.signature(flash_attn.flash_attn_func).parameters.keys()
+    assert {"window_size", "softcap", "deterministic"} <= inspect.signature(
+        flash_attn.flash_attn_func
+    ).parameters.keys()
 
 
 def test_the_extension_is_the_raw_module_with_five_functions():

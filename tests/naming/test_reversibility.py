@@ -14,7 +14,11 @@ from flash_attn_compat.naming import patch, patched, unpatch
 
 
 def state() -> tuple:
-    named = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in ("flash_attn", "flash_attn_2_cuda")}
+    named = {
+        name: module
+        for name, module in sys.modules.items()
+        if name.partition(".")[0] in ("flash_attn", "flash_attn_2_cuda")
+    }
     return list(sys.path), list(sys.meta_path), os.environ.get("PYTHONPATH"), named
 
 
@@ -145,10 +149,13 @@ def test_functions_imported_while_patched_keep_working():
 
 
 def test_a_child_of_a_patched_process_can_patch_and_unpatch_itself(python):
-    code = (
-        "import subprocess, sys; import flash_attn_compat.naming as n; n.patch();"
-        "inner = 'import flash_attn_compat.naming as n, flash_attn as f; n.patch(); n.unpatch(); import flash_attn; print(flash_attn is not None)';"
-        "sys.exit(subprocess.call([sys.executable, '-c', inner]))"
+    inner = (
+        "import flash_attn_compat.naming as n, flash_attn; n.patch(); n.unpatch(); import flash_attn;"
+        "print(flash_attn.__version__)"
     )
-    answer = python("-c", code)
-    assert (answer.returncode, answer.stdout.strip()) == (0, "True"), answer.stderr
+    outer = (
+        "import subprocess, sys; import flash_attn_compat.naming as n; n.patch();"
+        f"sys.exit(subprocess.call([sys.executable, '-c', {inner!r}]))"
+    )
+    answer = python("-c", outer)
+    assert (answer.returncode, answer.stdout.strip()) == (0, "2.8.3"), answer.stderr
