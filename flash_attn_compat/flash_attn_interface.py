@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flash_attn_compat import flash_attn_2_cuda as flash_attn_gpu
 from flash_attn_compat.engine import compiled
-from flash_attn_compat.engine.autograd import Inputs, attend
+from flash_attn_compat.engine.autograd import attend, unpack
 from flash_attn_compat.engine.build import Options, Packing, dense_call, packed_call
 from flash_attn_compat.kvcache import flash_attn_with_kvcache
 from flash_attn_compat.private_interface import (
@@ -107,7 +107,7 @@ def flash_attn_func(
     options = Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    return _dense(Inputs((q, k, v)), options)
+    return _dense((q, k, v), options)
 
 
 def flash_attn_kvpacked_func(
@@ -132,7 +132,7 @@ def flash_attn_kvpacked_func(
     options = Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    return _dense(Inputs((q, kv)), options)
+    return _dense((q, kv), options)
 
 
 def flash_attn_qkvpacked_func(
@@ -155,7 +155,7 @@ def flash_attn_qkvpacked_func(
     options = Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    return _dense(Inputs((qkv,)), options)
+    return _dense((qkv,), options)
 
 
 def flash_attn_varlen_func(
@@ -200,7 +200,7 @@ def flash_attn_varlen_func(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _packed(Inputs((q, k, v)), packing, options, block_table)
+    return _packed((q, k, v), packing, options, block_table)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -230,7 +230,7 @@ def flash_attn_varlen_kvpacked_func(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _packed(Inputs((q, kv)), packing, options)
+    return _packed((q, kv), packing, options)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -258,11 +258,11 @@ def flash_attn_varlen_qkvpacked_func(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
     packing = Packing(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return _packed(Inputs((qkv,)), packing, options)
+    return _packed((qkv,), packing, options)
 
 
-def _dense(inputs: Inputs, options: Options) -> AttentionOutput:
-    q, k, v = inputs.unpack()
+def _dense(inputs: tuple[Tensor, ...], options: Options) -> AttentionOutput:
+    q, k, v = unpack(inputs)
     if torch.compiler.is_compiling():
         outputs = compiled.attend(q, k, v, options)
     else:
@@ -270,8 +270,8 @@ def _dense(inputs: Inputs, options: Options) -> AttentionOutput:
     return outputs if options.return_attn_probs else outputs[0]
 
 
-def _packed(inputs: Inputs, packing: Packing, options: Options, block_table: Tensor | None = None) -> AttentionOutput:
-    q, k, v = inputs.unpack()
+def _packed(inputs: tuple[Tensor, ...], packing: Packing, options: Options, block_table: Tensor | None = None) -> AttentionOutput:
+    q, k, v = unpack(inputs)
     if torch.compiler.is_compiling():
         outputs = compiled.attend(q, k, v, options, compiled.Placement(packing, block_table))
     else:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flash_attn_compat.backends.base import BlockwiseBackend, Capabilities
 from flash_attn_compat.engine import alibi, online
-from flash_attn_compat.engine.call import AttentionCall, Upstream
+from flash_attn_compat.engine.call import AttentionCall, Result, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
 from flash_attn_compat.engine.layout import Block
 from flash_attn_compat.engine.mask import Mask, Range
@@ -43,18 +43,24 @@ class Sdpa(BlockwiseBackend):
             reasons.append("this PyTorch has no fused attention kernel for the CPU with an attn_mask")
         return reasons
 
+    def forward(self, call: AttentionCall) -> Result:
+        if call.is_dense and call.alibi_slopes is None and _fits_one_kernel_call(call):
+            # The common case, told apart without blocks and parts, which a small call would notice.
+            q, k, v = _by_head(call.q), _by_head(call.k), _by_head(call.v)
+            out, lse = _attend(q, k, v, call.mask.right == 0, None, call.softmax_scale)
+            return Result(out.transpose(1, 2), lse)
+        return super().forward(call)
+
     def forward_block(
         self, call: AttentionCall, block: Block, rng_state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         q, k, v = _by_head(block.q), _by_head(block.k), _by_head(block.v)
-        if block.slopes is None and block.first_key is None and _fits_one_kernel_call(call.mask, block):
-            out, lse = _attend(q, k, v, call.mask.right == 0, None, call.softmax_scale)
-            return out.transpose(1, 2), lse
         parts = list(_parts(call, block))
+        biases = _Biases(call.mask, block)
         if _is_whole(parts, q, k):
-            out, lse = _attend(q, k, v, parts[0].causal, parts[0].bias, call.softmax_scale)
+            out, lse = _attend(q, k, v, parts[0].causal, biases.of(parts[0]), call.softmax_scale)
         else:
-            out, lse = _assemble(q, k, v, parts, call.softmax_scale)
+            out, lse = _assemble(q, k, v, parts, biases, call.softmax_scale)
         if block.first_key is not None:
             out, lse = _blank_dead_rows(call.mask, block, out, lse)
         return out.transpose(1, 2), lse
@@ -67,16 +73,18 @@ class Sdpa(BlockwiseBackend):
             _by_head(tensor).to(dtype) for tensor in (block.q, block.k, block.v, upstream.out, upstream.dout)
         )
         parts = list(_parts(call, block))
+        biases = _Biases(call.mask, block)
         if _is_whole(parts, q, k):
             upstream = Upstream(dout, out, upstream.softmax_lse, None)
-            gradients = _gradients(q, k, v, upstream, parts[0], call.softmax_scale)
+            gradients = _gradients(q, k, v, upstream, parts[0].causal, biases.of(parts[0]), call.softmax_scale)
             return tuple(gradient.transpose(1, 2) for gradient in gradients)
         totals = [torch.zeros(t.shape, dtype=_sum_dtype(dtype), device=t.device) for t in (q, k, v)]
         for part in parts:
             rows, keys = slice(*part.rows), slice(*part.keys)
             lse = upstream.softmax_lse[:, :, rows]
             piece = Upstream(dout[:, :, rows], out[:, :, rows], lse, None)
-            found = _gradients(q[:, :, rows], k[:, :, keys], v[:, :, keys], piece, part, call.softmax_scale)
+            part_q, part_k, part_v = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+            found = _gradients(part_q, part_k, part_v, piece, part.causal, biases.of(part), call.softmax_scale)
             for total, where, gradient in zip(totals, (rows, keys, keys), found):
                 total[:, :, where] += gradient
         return tuple(total.transpose(1, 2) for total in totals)
@@ -85,20 +93,37 @@ class Sdpa(BlockwiseBackend):
 class _Part(NamedTuple):
     """A rectangle of rows and keys that one kernel call can do.
 
-    causal: the kernel's own mask, aligned at the top left; bias: additive, broadcastable to
-    (n, nheads, rows, keys)
+    causal: the kernel's own mask, aligned at the top left; biased: whether it needs a bias
     """
 
     rows: Range
     keys: Range
     causal: bool = False
-    bias: Tensor | None = None
+    biased: bool = False
 
 
-def _fits_one_kernel_call(mask: Mask, block: Block) -> bool:
-    """The common case, told apart without the arithmetic of parts, which a small call would notice."""
-    left, right = mask
-    return left is None and (right is None or (right == 0 and block.q.shape[1] == block.k.shape[1]))
+class _Biases:
+    """The biases of a block's parts, one alive at a time; neighbours of equal geometry share theirs."""
+
+    def __init__(self, mask: Mask, block: Block) -> None:
+        self._mask, self._block = mask, block
+        self._geometry: tuple[int, int, int] | None = None
+        self._bias: Tensor | None = None
+
+    def of(self, part: _Part) -> Tensor | None:
+        """Additive, broadcastable to (n, nheads, rows, keys); None where nothing is to be added."""
+        if not part.biased:
+            return None
+        geometry = part.rows.size, part.keys.size, part.keys.start - part.rows.start
+        if geometry != self._geometry or self._block.first_key is not None:
+            self._bias = None
+            self._bias, self._geometry = _bias(self._mask, self._block, part.rows, part.keys), geometry
+        return self._bias
+
+
+def _fits_one_kernel_call(call: AttentionCall) -> bool:
+    left, right = call.mask
+    return left is None and (right is None or (right == 0 and call.q.shape[1] == call.k.shape[1]))
 
 
 def _is_whole(parts: list[_Part], q: Tensor, k: Tensor) -> bool:
@@ -126,20 +151,15 @@ def _parts(call: AttentionCall, block: Block) -> Iterator[_Part]:
 
 
 def _biased_parts(call: AttentionCall, block: Block, alive: Range) -> Iterator[_Part]:
-    """Blocks of rows with their visible keys; equal biases are shared between them."""
+    """Blocks of rows with their visible keys, as many rows as a bias may have."""
     left, right = call.mask
     seqlen_k = block.k.shape[1]
     width = seqlen_k if left is None or right is None else min(seqlen_k, left + right + 1)
     copies = (1 if block.slopes is None else block.slopes.numel()) * (1 if block.first_key is None else block.q.shape[0])
     size = max(_MIN_BIAS_ROWS, min(max(width, 128), _BIAS_ELEMENTS // (copies * (width + 128))))
-    previous: tuple[tuple[int, int, int], Tensor | None] | None = None
     for start in range(alive.start, alive.stop, size):
         rows = Range(start, min(start + size, alive.stop))
-        keys = call.mask.visible_keys(rows, block.offset, seqlen_k)
-        shape = (rows.size, keys.size, keys.start - rows.start)
-        if previous is None or previous[0] != shape or block.first_key is not None:
-            previous = shape, _bias(call.mask, block, rows, keys)
-        yield _Part(rows, keys, bias=previous[1])
+        yield _Part(rows, call.mask.visible_keys(rows, block.offset, seqlen_k), biased=True)
 
 
 def _bias(mask: Mask, block: Block, rows: Range, keys: Range) -> Tensor | None:
@@ -159,7 +179,9 @@ def _bias(mask: Mask, block: Block, rows: Range, keys: Range) -> Tensor | None:
     return bias
 
 
-def _assemble(q: Tensor, k: Tensor, v: Tensor, parts: list[_Part], scale: float) -> tuple[Tensor, Tensor | None]:
+def _assemble(
+    q: Tensor, k: Tensor, v: Tensor, parts: list[_Part], biases: _Biases, scale: float
+) -> tuple[Tensor, Tensor | None]:
     """Outputs of all parts; those that share rows are merged by their LSE, rows in no part stay empty."""
     n, nheads, seqlen_q, head_dim = q.shape
     out = q.new_zeros(n, seqlen_q, nheads, head_dim).transpose(1, 2)
@@ -169,7 +191,8 @@ def _assemble(q: Tensor, k: Tensor, v: Tensor, parts: list[_Part], scale: float)
     merged: tuple[Range, Tensor, Tensor | None] | None = None
     for part in parts:
         rows, keys = slice(*part.rows), slice(*part.keys)
-        part_out, part_lse = _attend(q[:, :, rows], k[:, :, keys], v[:, :, keys], part.causal, part.bias, scale)
+        bias = biases.of(part)
+        part_out, part_lse = _attend(q[:, :, rows], k[:, :, keys], v[:, :, keys], part.causal, bias, scale)
         if merged is not None and merged[0] == part.rows:
             part_out, part_lse = online.merge(merged[1].to(part_lse.dtype), merged[2], part_out, part_lse)
         merged = part.rows, part_out, part_lse
@@ -245,13 +268,15 @@ def _attend_folded(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tenso
     return out.reshape(n, nheads, 1, -1), lse.reshape(n, nheads, 1)
 
 
-def _gradients(q: Tensor, k: Tensor, v: Tensor, upstream: Upstream, part: _Part, scale: float) -> tuple[Tensor, ...]:
+def _gradients(
+    q: Tensor, k: Tensor, v: Tensor, upstream: Upstream, causal: bool, bias: Tensor | None, scale: float
+) -> tuple[Tensor, ...]:
     dout, out, lse = upstream[:3]
-    if q.device.type == "cpu":
-        return _BACKWARD(dout, q, k, v, out, lse, 0.0, part.causal, attn_mask=part.bias, scale=scale)
+    if q.is_cpu:
+        return _BACKWARD(dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
     inputs = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
     with torch.enable_grad():
-        return torch.autograd.grad(_public(*inputs, part.causal, part.bias, scale), inputs, dout)
+        return torch.autograd.grad(_public(*inputs, causal, bias, scale), inputs, dout)
 
 
 def _public(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float) -> Tensor:

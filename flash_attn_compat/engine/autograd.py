@@ -5,7 +5,7 @@ Packed inputs enter the graph whole, so that their gradient is one packed tensor
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,19 +17,17 @@ from flash_attn_compat.engine.layout import lse_dtype
 from flash_attn_compat.engine.probabilities import signed_probabilities
 
 
-class Inputs(NamedTuple):
-    """The differentiable tensors as the caller gave them: (q, k, v), (q, kv) or (qkv,)."""
+def unpack(inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v as views of what the caller gave: (q, k, v), (q, kv) or (qkv,).
 
-    tensors: tuple[Tensor, ...]
-
-    def unpack(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v as views; packed tensors hold them along their third axis from the end."""
-        if len(self.tensors) == 3:
-            return self.tensors
-        *before, packed = self.tensors
-        expected = 3 - len(before)
-        _check_packed(packed, expected)
-        return (*before, *(packed.select(-3, index) for index in range(expected)))
+    Packed tensors hold them along their third axis from the end.
+    """
+    if len(inputs) == 3:
+        return inputs
+    *before, packed = inputs
+    expected = 3 - len(before)
+    _check_packed(packed, expected)
+    return (*before, *(packed.select(-3, index) for index in range(expected)))
 
 
 def _check_packed(packed: Tensor, expected: int) -> None:
@@ -46,19 +44,20 @@ def _check_packed(packed: Tensor, expected: int) -> None:
         raise RuntimeError(f"{name} must hold {expected} tensors along axis {axis}, got shape {tuple(packed.shape)}")
 
 
-def attend(inputs: Inputs, call: AttentionCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def attend(inputs: tuple[Tensor, ...], call: AttentionCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(out, softmax_lse, S_dmask) of ``call``, recorded for autograd if any of ``inputs`` requires grad.
 
     S_dmask is None unless call.return_dmask, softmax_lse may be None unless call.return_lse.
     """
-    if wants_transforms(*inputs.tensors):
+    if wants_transforms(*inputs):
         call = call._replace(transformed=True)
         return _finish(call, dispatch.serve(call).forward(call))
     if torch.is_grad_enabled():
-        for tensor in inputs.tensors:
+        for tensor in inputs:
             if tensor.requires_grad:
-                return _Attention.apply(call._replace(needs_grad=True), *inputs.tensors)
-    return _finish(call, run_forward(call))
+                return _Attention.apply(call._replace(needs_grad=True), *inputs)
+    result = run_forward(call)
+    return _finish(call, result) if call.return_lse else (result.out, None, None)
 
 
 def run_forward(call: AttentionCall) -> Result:
@@ -100,31 +99,31 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        tensors, (out, lse, rng_state, slopes, cu_q, cu_k, used, leftpad, table) = saved[:ctx.inputs], saved[ctx.inputs:ctx.inputs + 9]
-        kept = saved[ctx.inputs + 9:]
+        inputs, saved = ctx.saved_tensors[: ctx.inputs], ctx.saved_tensors[ctx.inputs :]
+        out, lse, rng_state, slopes, cu_q, cu_k, used, leftpad, table, *kept = saved
         if dout is None:
-            return None, *(None for _ in tensors)
-        inputs = Inputs(tuple(tensors))
-        q, k, v = inputs.unpack()
+            return None, *(None for _ in inputs)
+        q, k, v = unpack(inputs)
         call = ctx.description._replace(
             q=q, k=k, v=v, alibi_slopes=slopes, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k,
             seqused_k=used, leftpad_k=leftpad, block_table=table, rng_state=rng_state,
         )  # fmt: skip
         if torch.is_grad_enabled():
             return None, *_differentiable_gradients(inputs, call, dout)
-        buffers = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
-        into = Gradients(*Inputs(tuple(buffers)).unpack()) if len(buffers) < 3 else None
-        gradients = run_backward(ctx.backend, call, Upstream(dout, out, lse, rng_state, kept), into)
-        return None, *(buffers if into is not None else gradients)
+        upstream = Upstream(dout, out, lse, rng_state, tuple(kept))
+        if len(inputs) == 3:
+            return None, *run_backward(ctx.backend, call, upstream)
+        packed = tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
+        run_backward(ctx.backend, call, upstream, into=Gradients(*unpack(packed)))
+        return None, *packed
 
 
-def _differentiable_gradients(inputs: Inputs, call: AttentionCall, dout: Tensor) -> tuple[Tensor, ...]:
+def _differentiable_gradients(inputs: tuple[Tensor, ...], call: AttentionCall, dout: Tensor) -> tuple[Tensor, ...]:
     """Gradients that can be differentiated again: the forward once more in differentiable operations."""
     again = call._replace(transformed=True, needs_grad=False)
     with torch.enable_grad():
         out = dispatch.choose(again).forward(again).out
-        return torch.autograd.grad(out, inputs.tensors, dout, create_graph=True, allow_unused=True)
+        return torch.autograd.grad(out, inputs, dout, create_graph=True, allow_unused=True)
 
 
 def _finish(call: AttentionCall, result: Result) -> tuple[Tensor, Tensor | None, Tensor | None]:
