@@ -11,6 +11,7 @@ import types
 import pytest
 
 from flash_attn_compat.naming import patch, patched, unpatch
+from flash_attn_compat.naming.site_directory import SITE
 
 
 def state() -> tuple:
@@ -98,7 +99,7 @@ def test_what_others_put_into_sys_path_meanwhile_stays(monkeypatch):
     sys.path.append("/others")
     unpatch()
     assert sys.path[-1] == "/others"
-    assert not any("flash_attn_compat" in entry for entry in sys.path)
+    assert SITE not in sys.path
 
 
 def test_a_none_left_by_others_in_sys_modules_is_overcome_and_comes_back(monkeypatch):
