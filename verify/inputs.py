@@ -1,4 +1,4 @@
-"""The problem that locate and ladder are given on the command line: its arguments, and the same seeded inputs always."""
+"""The problem that locate and ladder are given on the command line: its arguments, and always the same inputs."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +24,10 @@ from verify.oracle import plain, truth
 from verify.output import Report, Table, add_output_arguments, check_output_arguments, console, deliver, progress_bar
 from verify.problem import Answer, Problem
 from verify.steps import STEPS, Attention
-from verify.timing import Job, Timing, peak_memory, time_together
+from verify.timing import DeviceLost, Failed, Job, Timing, peak_memory, time_together
 
 DEFAULT_LENGTHS = (128, 256, 512, 1024)
-# Longer problems are checked on this many rows, in bands spread over the sequence: the fp64 answer needs all its scores.
+# Longer problems are checked on this many rows, in bands spread over the sequence: fp64 needs all scores of a band.
 CHECKED_ROWS, CHECKED_BANDS = 2048, 8
 ENOUGH_S = 0.6  # of readings, for one step at one length
 
@@ -35,7 +35,7 @@ ENOUGH_S = 0.6  # of readings, for one step at one length
 @dataclass(frozen=True)
 class Rung:
     name: str
-    run: Attention
+    run: Callable[..., Any]
     paper: str
     memory: str
 
@@ -96,15 +96,13 @@ def climb(
 
 
 def _measure(
-    name: str, n: int, job: Job, timing: Timing | Exception, device: str, exact: _Judge, by_torch: Tensor
+    name: str, n: int, job: Job, timing: Timing | Failed, device: str, exact: _Judge, by_torch: Tensor
 ) -> Measurement:
-    if isinstance(timing, Exception):
-        if not _out_of_memory(timing):
-            raise timing
-        return Measurement(name, n, note="out of memory")
-    out = job.run()
+    if isinstance(timing, Failed):
+        return Measurement(name, n, ok="memory" in timing.reason, note=timing.reason)
+    out = cast(Tensor, job.run()).cpu()
     check = exact.judge(out)
-    against_torch = (out.double() - by_torch.double()).abs().max().item()
+    against_torch = (out.double() - by_torch.cpu().double()).abs().max().item()
     del out
     quartiles = timing.median_ms, timing.low_ms, timing.high_ms
     return Measurement(name, n, check.error, check.bound, check.ok, against_torch, *quartiles, peak_memory(job, device))
@@ -129,8 +127,7 @@ class _Judge:
     def judge(self, out: Tensor) -> Check:
         """The check nearest to (or furthest beyond) its bound."""
         checks = [
-            against_fp64(problem, Answer(out[:, rows].cpu()), exact, rough)[0]
-            for rows, problem, exact, rough in self.bands
+            against_fp64(problem, Answer(out[:, rows]), exact, rough)[0] for rows, problem, exact, rough in self.bands
         ]
         return max(checks, key=lambda check: check.ratio)
 
@@ -153,24 +150,25 @@ def legend(ladder: Sequence[Rung]) -> Table:
 
 def table(n: int, measurements: Sequence[Measurement]) -> Table:
     of_torch = next((m.time_ms for m in measurements if m.step == "PyTorch SDPA"), None)
-    rows = [
-        (m.step, *[""] * 7, m.note)
-        if m.note
-        else (
-            m.step,
-            f"{m.error:.1e}",
-            f"{m.bound:.1e}",
-            f"{m.against_torch:.1e}",
-            f"{m.time_ms:.3g} ms",
-            f"{m.low_ms:.3g} to {m.high_ms:.3g}",
-            f"{m.time_ms / of_torch:.{0 if m.time_ms > 10 * of_torch else 1}f} x" if of_torch else "",
-            "" if m.peak_bytes is None else f"{m.peak_bytes / 2**20:.3g} MiB",
-            "pass" if m.ok else "FAIL",
-        )
-        for m in measurements
-    ]
     columns = ("step", "off fp64", "may be", "off PyTorch", "time", "quartiles", "of SDPA", "peak memory", "verdict")
-    return Table(f"N = {n}", columns, rows)
+    return Table(f"N = {n}", columns, [_line(m, of_torch) for m in measurements])
+
+
+def _line(m: Measurement, of_torch: float | None) -> tuple[str, ...]:
+    if m.time_ms is None:
+        return (m.step, *[""] * 7, m.note if m.ok else f"FAIL: {m.note}")
+    factor = m.time_ms / of_torch if of_torch else None
+    return (
+        m.step,
+        f"{m.error:.1e}",
+        f"{m.bound:.1e}",
+        f"{m.against_torch:.1e}",
+        f"{m.time_ms:.3g} ms",
+        f"{m.low_ms:.3g} to {m.high_ms:.3g}",
+        "" if factor is None else f"{factor:.{0 if factor > 10 else 1}f} x",
+        "" if m.peak_bytes is None else f"{m.peak_bytes / 2**20:.3g} MiB",
+        "pass" if m.ok else "FAIL",
+    )
 
 
 def plot(measurements: Sequence[Measurement], title: str, path: Path) -> None:
@@ -185,8 +183,8 @@ def plot(measurements: Sequence[Measurement], title: str, path: Path) -> None:
         of_step = [m for m in measurements if m.step == name and not m.note]
         style = {"marker": "osD^v*P"[index % 7], "markersize": 4, "linestyle": "-" if index < len(STEPS) else "--"}
         times.plot([m.n for m in of_step], [m.time_ms for m in of_step], label=name, **style)
-        counted = [m for m in of_step if m.peak_bytes]
-        memory.plot([m.n for m in counted], [m.peak_bytes / 2**20 for m in counted], label=name, **style)
+        counted = [(m.n, m.peak_bytes / 2**20) for m in of_step if m.peak_bytes]
+        memory.plot(*zip(*counted), label=name, **style)
     for axes, label in ((times, "time, ms"), (memory, "peak memory beyond the inputs, MiB")):
         axes.set(xlabel="N (sequence length)", ylabel=label, xscale="log", yscale="log")
         lengths = sorted({m.n for m in measurements})
@@ -240,7 +238,9 @@ def main(arguments: argparse.Namespace) -> int:
         for n in lengths:
             try:
                 measurements += climb(n, arguments, device, ladder, lambda: progress.advance(task))
-            except Exception as error:
+            except DeviceLost as error:
+                raise UsageError(f"N = {n}: the device gave up: {error}") from error
+            except RuntimeError as error:
                 if not _out_of_memory(error):
                     raise
                 raise UsageError(f"N = {n} does not fit: no memory for the inputs and PyTorch's own answer") from error

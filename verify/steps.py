@@ -129,7 +129,7 @@ def online_tiles_fa1(q: Tensor, k: Tensor, v: Tensor, causal: bool, block_rows: 
     """
     o, l, m = zeros(q, v.shape[-1]), zeros(q, 1), zeros(q, 1, -math.inf)  # FA1 algorithm 1, line 2
     for columns in blocks(k.shape[-2], block_columns):  # line 5: for j
-        kj, vj = columns, v[..., columns, :]  # line 6: load K_j, V_j
+        vj = v[..., columns, :]  # line 6: load K_j, V_j
         for rows in blocks(q.shape[-2], block_rows):  # line 7: for i
             if causal and in_the_future(rows, columns, q, k):
                 continue

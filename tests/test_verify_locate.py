@@ -1,0 +1,362 @@
+"""verify locate: planted mistakes are named, right kernels left in peace, wrong questions end in one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import mutants
+from verify.cli import main
+from verify.difference import first_place, gap, heat_map, texture, which
+from verify.inputs import draw, recipe
+from verify.locate import Located, locate
+from verify.planted import right
+from verify.probe import Candidate, Setting, key_weights, statistics
+
+ROOT = Path(__file__).parent.parent
+SMALL = ["--n", "96", "--br", "32", "--bc", "32", "--batch", "1", "--heads", "2", "--head-dim", "16"]
+REFERENCE = Candidate("reference", mutants.correct.flash_attn_func)
+
+
+def located(function, n=96, causal=False, keys=None, dtype=torch.float32, tile=32, heads=2, heads_k=None) -> Located:
+    shapes = {"q": (1, n, heads, 16), "k": (1, keys or n, heads_k or heads, 16), "v": (1, keys or n, heads_k or heads, 16)}  # fmt: skip
+    setting = Setting(**draw(shapes, dtype, 0), causal=causal, block_rows=tile, block_columns=tile, device="cpu")
+    return locate(Candidate("mine", function), REFERENCE, setting)
+
+
+def named(found: Located) -> str:
+    """The last of the findings about A: what the mistake is called."""
+    return found.findings["A"][-1]
+
+
+# ---- the classical bug ----------------------------------------------------------------------------------------------
+
+
+def test_a_running_maximum_stored_at_the_wrong_index_is_named(tmp_path, capsys):
+    saved = tmp_path / "a.json"
+    planted = "verify.planted:maximum_at_next_tile"
+    assert main(["locate", planted, "tests.mutants:correct.flash_attn_func", *SMALL, "--json", str(saved)]) == 1
+    shown = capsys.readouterr().out
+    assert "key tile 0 is right, every later one is wrong" in shown
+    assert "the running maximum m of the key tiles before is not what it was: stored at" in shown
+    data = json.loads(saved.read_text())
+    assert data["first"] | {"channel": 0} == {
+        "batch": 0, "head": 0, "row": 0, "channel": 0, "query_tile": 0, "key_tile": 1
+    }  # fmt: skip
+    assert [problem["differs"] for problem in data["growth"]] == [False, True, True]
+
+
+def test_a_maximum_index_without_the_query_tiles_offset_is_right_in_query_tile_0_only(tmp_path, capsys):
+    saved = tmp_path / "a.json"
+    planted = "verify.planted:maximum_without_tile_offset"
+    assert main(["locate", planted, "tests.mutants:correct.flash_attn_func", *SMALL, "--json", str(saved)]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "query tile 0 is right, every later one is wrong" in shown
+    assert "wrong index (read as -inf, the value it started with), one that lacks the query tile's offset" in shown
+    first = json.loads(saved.read_text())["first"]
+    assert (first["batch"], first["head"], first["row"], first["query_tile"], first["key_tile"]) == (0, 0, 32, 1, 1)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("mistake", "part"),
+    [
+        ("maximum at next tile", "the running maximum m"),
+        ("maximum without tile offset", "the running maximum m"),
+        ("row sum not rescaled", "the row sum l is not brought to the new maximum"),
+        ("output not rescaled", "the output O is not brought to the new maximum"),
+    ],
+)
+def test_state_carried_wrongly_between_key_tiles_is_named_from_outside(mistake, part, causal):
+    def without_trace(q, k, v, causal=False):
+        return right(q, k, v, causal=causal, block_rows=24, block_columns=40, mistake=mistake)[0]
+
+    found = located(without_trace, n=100, causal=causal, tile=40)
+    assert part in named(found)
+    assert "trace" not in " ".join(found.findings["A"])
+
+
+# ---- other mistakes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mutant", "settings", "part"),
+    [
+        ("stale_key_tile", {"n": 128}, "key tile 3: not what it should be"),
+        ("tiled_heads", {"heads": 4, "heads_k": 2}, "the scores themselves"),
+        ("top_left_causal", {"causal": True, "keys": 130}, "the causal mask"),
+        ("right_edge_one_too_far", {"causal": True}, "the causal mask"),
+        ("stored_maximum_lost", {}, "the running maximum m"),
+    ],
+)
+def test_a_mutant_is_called_what_it_is(mutant, settings, part):
+    assert part in named(located(getattr(mutants, mutant).flash_attn_func, **settings))
+
+
+def on_keys(choose):
+    """Right, but of the keys that `choose` leaves."""
+
+    def attention(q, k, v, causal=False):
+        return mutants.correct.flash_attn_func(q, choose(k), choose(v), causal=causal)
+
+    return attention
+
+
+def test_a_remainder_left_out_is_named():
+    found = located(on_keys(lambda x: x[:, : x.shape[1] // 32 * 32 or None]), n=100)
+    assert "the last key tile" in named(found)
+
+
+def test_a_key_tile_never_read_is_named():
+    found = located(on_keys(lambda x: torch.cat((x[:, :32], x[:, 64:]), 1)), n=128)
+    assert "key tile 1: never counted" in named(found)
+
+
+def test_a_wrong_product_with_v_is_told_from_a_wrong_softmax():
+    def channels_swapped(q, k, v, causal=False):
+        return mutants.correct.flash_attn_func(q, k, v, causal=causal)[..., [1, 0, *range(2, 16)]]
+
+    found = located(channels_swapped)
+    assert "the softmax is right" in named(found)
+    assert texture(found.differs, 32) == "whole channels of tiles"
+
+
+def test_rows_never_written_are_named():
+    assert "rows that are zero" in named(located(lambda q, k, v, causal: torch.zeros_like(q)))
+
+
+def test_nan_counts_as_a_difference_and_is_named():
+    found = located(lambda q, k, v, causal: q * torch.nan)
+    assert found.first is not None and found.differs.all()
+    assert "NaN or infinity" in named(found)
+
+
+def test_two_calls_that_differ_are_a_race():
+    generator = torch.Generator().manual_seed(0)
+    found = located(lambda q, k, v, causal: torch.randn(q.shape, generator=generator))
+    assert "two calls differ" in named(found)
+
+
+def test_a_changed_input_is_remarked_even_where_the_answer_is_right():
+    def in_place(q, k, v, causal=False):
+        out = mutants.correct.flash_attn_func(q, k, v, causal=causal)
+        q.zero_()
+        return out
+
+    found = located(in_place)
+    assert found.first is None
+    assert found.candidates[0].remarks == ["it changed its input q"]
+
+
+def test_a_kernel_of_one_length_only_is_still_located():
+    def of_96(q, k, v, causal=False):
+        if q.shape[1] != 96:
+            raise ValueError("96 or nothing")
+        return right(q, k, v, mistake="row sum not rescaled")[0]
+
+    found = located(of_96)
+    assert found.first is not None and found.key_tile is None
+    assert "smaller problems could not be tried" in found.findings["A"][0]
+
+
+# ---- no false alarm -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("n", "keys", "causal"), [(96, None, False), (101, None, True), (37, 90, True), (90, 37, True)]
+)
+def test_two_right_kernels_are_the_same(dtype, n, keys, causal):
+    found = located(partial(right, block_rows=24, block_columns=32), n=n, keys=keys, causal=causal, dtype=dtype)
+    assert found.first is None and all(each.check.ok for each in found.candidates)
+
+
+def test_two_backends_are_compared_by_import_path(capsys):
+    assert main(["locate", "verify.backend:chunked", "verify.backend:reference", *SMALL]) == 0
+    assert "SAME" in capsys.readouterr().out
+
+
+# ---- the trace ------------------------------------------------------------------------------------------------------
+
+
+def test_a_right_trace_agrees_with_fp64_after_every_key_tile():
+    shape = (2, 90, 2, 16)
+    setting = Setting(**draw({"q": shape, "k": shape, "v": shape}, torch.float32, 1), causal=True,
+                      block_rows=32, block_columns=32, device="cpu")  # fmt: skip
+    _, trace = right(setting.q, setting.k, setting.v, causal=True, block_rows=32, block_columns=32)
+    exact = statistics(setting)
+    assert torch.allclose(trace["running_max"].double(), exact.running_max, atol=1e-5)
+    assert torch.allclose(trace["row_sum"].double(), exact.row_sum, rtol=1e-4)
+
+
+def test_a_trace_left_as_an_attribute_is_read(capsys):
+    assert main(["locate", "tests.test_verify_locate:with_attribute", "verify.planted:right", *SMALL]) == 1
+    shown = capsys.readouterr().out
+    assert "m of A off" in shown and "m of B off" in shown
+    assert "trace, running maximum: no key tile is wrong" in shown
+    assert "trace, row sum: key tile 0 is right, every later one is wrong" in shown
+
+
+def with_attribute(q, k, v, causal=False):
+    out, with_attribute.trace = right(
+        q, k, v, causal=causal, block_rows=32, block_columns=32, mistake="row sum not rescaled"
+    )
+    return out
+
+
+def test_a_maximum_chosen_larger_on_purpose_is_not_called_wrong():
+    def generous(q, k, v, causal=False):
+        out, trace = right(q, k, v, causal=causal, block_rows=32, block_columns=32)
+        kept = {"running_max": trace["running_max"] + 1, "row_sum": trace["row_sum"] / torch.e}
+        return out * 1.5, kept
+
+    assert any("another maximum was subtracted on purpose" in line for line in located(generous).findings["A"])
+
+
+def test_a_trace_of_other_tiles_is_refused(capsys):
+    arguments = [*SMALL[:4], "--bc", "48", *SMALL[6:]]
+    assert main(["locate", "tests.test_verify_locate:with_attribute", *arguments]) == 2
+    assert "trace['running_max'] has shape (1, 2, 96, 3), expected" in capsys.readouterr().err
+
+
+# ---- the parts ------------------------------------------------------------------------------------------------------
+
+
+def test_key_weights_measured_through_v_are_those_of_the_softmax():
+    shape = (1, 100, 2, 4)
+    tensors = draw({"q": shape, "k": shape, "v": shape}, torch.float64, 2)
+    setting = Setting(**tensors, causal=True, block_rows=16, block_columns=16, device="cpu")
+    assert torch.allclose(key_weights(REFERENCE, setting), statistics(setting).weight, atol=1e-6)
+
+
+def test_the_first_difference_is_the_first_in_batch_head_row_channel_order():
+    differs = torch.zeros(2, 3, 40, 8, dtype=torch.bool)
+    differs[1, 0, 0, 0] = differs[0, 2, 17, 5] = differs[0, 2, 18, 0] = True
+    place = first_place(differs, block_rows=16)
+    assert place is not None
+    assert (place.batch, place.head, place.row, place.channel, place.query_tile) == (0, 2, 17, 5, 1)
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [
+        ((slice(None), slice(16, 32), slice(None)), "whole tiles"),
+        ((slice(None), slice(18, 20), slice(None)), "whole rows"),
+        ((slice(None), slice(16, 32), slice(2, 4)), "whole channels of tiles"),
+        ((0, 5, 3), "scattered elements"),
+    ],
+)
+def test_the_texture_is_the_largest_thing_that_differs_as_a_whole(where, expected):
+    differs = torch.zeros(1, 2, 40, 8, dtype=torch.bool)
+    differs[(0, *where)] = True
+    assert texture(differs, block_rows=16) == expected
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ([False, True, True], "tile 0 is right, every later one is wrong"),
+        ([False, False, True], "only the last tile, 2, is wrong"),
+        ([False, False, True, True], "tiles up to 1 are right, every later one is wrong"),
+        ([True, False, True, False], "every other tile is wrong, from 0 on"),
+        ([True, True], "all 2 tiles are wrong"),
+        ([False, True, True, True, False], "tiles 1 to 3 of 5 are wrong"),
+        ([True, False, False], "of 3 tiles only 0 is wrong"),
+        ([False, False], "no tile is wrong"),
+    ],
+)
+def test_a_pattern_is_put_into_words(wrong, words):
+    assert which(wrong, "tile") == words
+
+
+def test_the_heat_map_holds_the_largest_error_of_each_head_and_row_bin():
+    a = torch.zeros(2, 70, 3, 4)
+    b = a.clone()
+    b[1, 69, 2, 3] = 5.0
+    b[0, 0, 0, 0] = torch.nan
+    values, height = heat_map(gap(a, b), cells=32)
+    assert height == 3 and values.shape == (3, 24)
+    assert values[2, 23] == 5.0 and values[0, 0] == torch.inf and (values > 0).sum() == 2
+
+
+def test_the_heat_map_is_drawn_as_png_and_in_characters(tmp_path, capsys):
+    picture = tmp_path / "a.png"
+    assert main(["locate", "verify.planted:maximum_without_tile_offset", *SMALL, "--plot", str(picture)]) == 1
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    # two rows in each character: query tile 0 is 16 of them
+    assert "·" * 16 + "█" * 32 in capsys.readouterr().out
+
+
+def test_the_printed_recipe_gives_the_inputs(capsys):
+    shape = (1, 5, 2, 16)
+    drawn = draw({"q": shape, "k": shape, "v": shape}, torch.float16, 7)
+    generator = torch.Generator("cpu").manual_seed(7)
+    for tensor in drawn.values():
+        assert torch.equal(tensor, torch.randn(1, 5, 2, 16, generator=generator).to(torch.float16))
+    assert 'torch.Generator("cpu").manual_seed(7)' in recipe(torch.float16, 7)
+    main(["locate", "verify.planted:right", *SMALL, "--seed", "7"])
+    assert "manual_seed(7)" in capsys.readouterr().out
+
+
+# ---- wrong questions ------------------------------------------------------------------------------------------------
+
+
+def raises(q, k, v, causal=False):
+    raise ZeroDivisionError("planted\nsecond line")
+
+
+def of_another_shape(q, k, v, causal=False):
+    return q.transpose(1, 2)
+
+
+def knows_no_mask(q, k, v):
+    return q
+
+
+not_a_function = 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["no_such_module:f"], "cannot import 'no_such_module'"),
+        (["json:nothing"], "module 'json' has no 'nothing'"),
+        (["verify.planted:right", "json:nothing"], "module 'json' has no 'nothing'"),
+        (["verify.backend:nonsense"], "has no 'nonsense'"),
+        (["verify.planted"], "module:function is needed"),
+        (["tests.test_verify_locate:not_a_function"], "is no function"),
+        (["tests.test_verify_locate:raises"], "raised ZeroDivisionError for q (2, 256, 4, 64)"),
+        (["tests.test_verify_locate:of_another_shape"], "returned shape (2, 4, 256, 64), expected (2, 256, 4, 64)"),
+        (["tests.test_verify_locate:knows_no_mask", "--causal"], "has no argument causal"),
+        (["verify.planted:right", "--br", "0"], "--br: '0' is not a positive whole number"),
+        (["verify.planted:right", "--bc", "-3"], "--bc: '-3' is not a positive whole number"),
+        (["verify.planted:right", "--device", "tpu"], "no device 'tpu' here"),
+        (["verify.planted:right", "--dtype", "int8"], "unknown dtype 'int8'"),
+        (["verify.planted:right", "--heads", "3", "--heads-k", "2"], "must be a multiple of --heads-k"),
+        (["verify.planted:right", "--n", "100000"], "GiB"),
+        (["verify.planted:right", "--atol", "-1"], "must be a number of at least 0"),
+        (["verify.planted:right", "--plot", "a.jpg"], "ends in .png"),
+        (["verify.planted:right", "--json", "/no/such/folder/a.json"], "there is no folder"),
+        ([], "required: A"),
+    ],
+)
+def test_a_wrong_question_ends_in_one_line_and_exit_code_2(arguments, part, capsys):
+    try:
+        code = main(["locate", *arguments])
+    except SystemExit as stop:  # argparse's way
+        code = stop.code
+    captured = capsys.readouterr()
+    assert code == 2
+    assert part in captured.err and len(captured.err.splitlines()) == 1
+
+
+def test_no_traceback_reaches_the_user():
+    command = [sys.executable, "-m", "verify", "locate", "no_such_module:f"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and done.stdout == ""

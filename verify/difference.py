@@ -1,0 +1,89 @@
+"""Where two outputs differ and what the differing elements look like: pure functions of tensors.
+
+Outputs come as (batch, seqlen_q, nheads, head_dim) and are looked at as (batch, nheads, row, channel), the order in
+which "first" is meant.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Of a tile (row, channel) that differs at all, this share differs where the whole of it is wrong: by chance some
+# elements come out near the right value.
+WHOLE = 0.8
+
+
+@dataclass(frozen=True)
+class Place:
+    """An element of the output, and the query tile it lies in."""
+
+    batch: int
+    head: int
+    row: int
+    channel: int
+    query_tile: int
+
+
+def gap(a: Tensor, b: Tensor) -> Tensor:
+    """|a - b| as (batch, nheads, row, channel) in fp64; 0 for equal infinities, inf where one of them is no number."""
+    a, b = (x.double().transpose(1, 2) for x in (a, b))
+    return torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+def first_place(differs: Tensor, block_rows: int) -> Place | None:
+    """The first True of (batch, nheads, row, channel)."""
+    if not differs.any():
+        return None
+    batch, head, row, channel = (int(i) for i in torch.unravel_index(differs.flatten().int().argmax(), differs.shape))
+    return Place(batch, head, row, channel, row // block_rows)
+
+
+def texture(differs: Tensor, block_rows: int) -> str:
+    """What differs together, the largest first: whole tiles, whole rows, whole channels, or elements here and there."""
+    tiles = [tile.flatten(2) for tile in differs.split(block_rows, dim=2)]
+    shares = torch.cat([tile.double().mean(-1).flatten() for tile in tiles])
+    if _whole(shares):
+        return "whole tiles"
+    if _whole(differs.double().mean(-1)):
+        return "whole rows"
+    if _whole(torch.stack([tile.double().mean(2) for tile in differs.split(block_rows, dim=2)])):
+        return "whole channels of tiles"
+    return "scattered elements"
+
+
+def _whole(shares: Tensor) -> bool:
+    touched = shares[shares > 0]
+    return bool(touched.numel()) and touched.mean().item() >= WHOLE
+
+
+def heat_map(error: Tensor, cells: int) -> tuple[Tensor, int]:
+    """The largest error over batch and channel by (head, row), rows in at most `cells` bins; and the rows of a bin."""
+    by_row = error.amax(dim=(0, 3))
+    height = max(1, -(-by_row.shape[1] // cells))
+    return torch.stack([rows.amax(-1) for rows in by_row.split(height, dim=1)], dim=1), height
+
+
+def which(wrong: Sequence[bool], noun: str) -> str:
+    """The wrong ones of a sequence in words: "query tile 0 is right, every later one is wrong"."""
+    count, bad = len(wrong), [index for index, is_wrong in enumerate(wrong) if is_wrong]
+    if not bad:
+        return f"no {noun} is wrong"
+    if len(bad) == count:
+        return f"all {count} {noun}s are wrong" if count > 1 else f"the only {noun} is wrong"
+    if bad == list(range(1, count)):
+        return f"{noun} 0 is right, every later one is wrong"
+    if bad == [count - 1]:
+        return f"only the last {noun}, {bad[0]}, is wrong"
+    if bad == list(range(bad[0], count)):
+        return f"{noun}s up to {bad[0] - 1} are right, every later one is wrong"
+    if len(bad) > 1 and bad == list(range(bad[1] - 2, count, 2)) and bad[0] < 2:
+        return f"every other {noun} is wrong, from {bad[0]} on"
+    if bad == list(range(bad[0], bad[-1] + 1)) and len(bad) > 2:
+        return f"{noun}s {bad[0]} to {bad[-1]} of {count} are wrong"
+    few = ", ".join(map(str, bad[:6])) + (" and more" if len(bad) > 6 else "")
+    return f"of {count} {noun}s only {few} {'are' if len(bad) > 1 else 'is'} wrong"

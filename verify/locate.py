@@ -1,0 +1,317 @@
+"""`python -m verify locate A B`: where two attention kernels differ, and what kind of mistake that looks like.
+
+Runs the probes and presents what they find; the measuring is probe.py's, the words are diagnosis.py's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from verify import heatmap, inputs
+from verify.diagnosis import Evidence, findings, trace_errors
+from verify.difference import Place, first_place, gap, heat_map, texture
+from verify.environment import checked_devices, describe
+from verify.errors import UsageError
+from verify.implementations import imported
+from verify.oracle import truth
+from verify.output import Report, Table, add_output_arguments, check_output_arguments, console, deliver, progress_bar
+from verify.probe import Candidate, Judged, Setting, TileStatistics, growth, judged, key_weights, statistics, tolerance
+
+REFERENCE = "flash_attn_compat:flash_attn_func"
+MOST_BYTES = 2 << 30  # of fp64 scores, which the right answer needs several times
+MOST_KEY_TILES = 64  # problems that are grown tile by tile
+
+
+@dataclass(frozen=True)
+class Located:
+    """All that was found. error: |A - B| as (batch, nheads, row, channel).
+
+    growth: (keys, whether A and B differ there) for problems of 1, 2, ... key tiles; weights: by candidate, measured
+    """
+
+    setting: Setting
+    candidates: tuple[Judged, Judged]
+    error: Tensor
+    tolerance: float
+    first: Place | None
+    truth: TileStatistics
+    growth: Sequence[tuple[int, bool]] = ()
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    findings: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    @property
+    def differs(self) -> Tensor:
+        return self.error > self.tolerance
+
+    @property
+    def key_tile(self) -> int | None:
+        """The first key tile with which the two differ."""
+        return next((index for index, (_, differs) in enumerate(self.growth) if differs), None)
+
+
+def locate(a: Candidate, b: Candidate, setting: Setting, done: Callable[[str], None] = lambda what: None) -> Located:
+    """Everything there is to know about the difference of two kernels; probes only where there is one."""
+    done("both kernels")
+    pair = judged((a, b), setting)
+    allowed = tolerance(pair[0].check, setting)
+    error = gap(pair[0].reply.out, pair[1].reply.out)
+    first = first_place(error > allowed, setting.block_rows)
+    found = Located(setting, pair, error, allowed, first, statistics(setting))
+    if first is None:
+        return found
+    grown, why_not = _grown((a, b), setting, done)
+    done("weights of key tiles")
+    weights = {label: key_weights(each, setting) for label, each in (("A", a), ("B", b))}
+    only_causal = None
+    if setting.causal:
+        done("without causal mask")
+        full = judged((a, b), replace(setting, causal=False))
+        only_causal = not (gap(full[0].reply.out, full[1].reply.out) > tolerance(full[0].check, setting)).any()
+    exact = truth(setting.problem).out
+    said = {}
+    for label, each in zip(("A", "B"), pair):
+        if not each.check.ok:
+            wrong = gap(each.reply.out, exact) > each.check.bound
+            known = [differs for _, differs in grown]
+            evidence = Evidence(each, wrong, setting.block_rows, known, weights[label], found.truth, only_causal)
+            said[label] = ([why_not] if why_not else []) + findings(evidence)
+    return replace(found, growth=grown, weights=weights, findings=said)
+
+
+def _grown(
+    pair: tuple[Candidate, Candidate], setting: Setting, done: Callable[[str], None]
+) -> tuple[list[tuple[int, bool]], str]:
+    """(keys, whether they differ there), or nothing and why: a kernel need not take smaller problems."""
+    if len(setting.key_tiles) > MOST_KEY_TILES:
+        return [], f"more than {MOST_KEY_TILES} key tiles: smaller problems were not tried"
+    grown: list[tuple[int, bool]] = []
+    try:
+        for keys, differs in growth(pair, setting):
+            done(f"problem of {keys} keys")
+            grown.append((keys, differs))
+    except UsageError as error:
+        return [], f"smaller problems could not be tried: {error}"
+    return grown, ""
+
+
+# ---- what is shown --------------------------------------------------------------------------------------------------
+
+
+def report(found: Located, environment: dict[str, str]) -> Report:
+    tables = [_candidates_table(found)]
+    if found.first is not None:
+        tables += [_first_table(found, found.first), _query_table(found), _key_table(found, found.first)]
+    values, height = heat_map(found.error, heatmap.CELLS)
+    tables.append(heatmap.as_table(values.tolist(), found.tolerance, height))
+    return Report("flash_attn_compat: locate", environment, tables, conclusion(found))
+
+
+def conclusion(found: Located) -> list[str]:
+    if found.first is None:
+        remarks = [
+            f"{label} ({each.candidate.name}): {remark}"
+            for label, each in zip("AB", found.candidates)
+            for remark in each.remarks
+        ]
+        return [*remarks, f"SAME: no element differs by more than {found.tolerance:.1e}"]
+    count, total = int(found.differs.sum()), found.differs.numel()
+    kind = texture(found.differs, found.setting.block_rows)
+    lines = [f"DIFFERENT: {count} of {total} elements ({count / total:.1%}), in {kind}"]
+    for label, sentences in found.findings.items():
+        lines.append(f"{label} ({_name(found, label)}) is wrong:")
+        lines += [f"  {sentence}" for sentence in sentences]
+    return lines
+
+
+def _name(found: Located, label: str) -> str:
+    return found.candidates["AB".index(label)].candidate.name
+
+
+def _candidates_table(found: Located) -> Table:
+    rows = [
+        (label, each.candidate.name, f"{each.check.error:.1e}", f"{each.check.bound:.1e}",
+         "pass" if each.check.ok else "FAIL", "yes" if each.reply.trace else "no")
+        for label, each in zip("AB", found.candidates)
+    ]  # fmt: skip
+    return Table("Kernels", ("", "function", "off fp64", "may be", "verdict", "trace"), rows)
+
+
+def _first_table(found: Located, first: Place) -> Table:
+    index = first.batch, first.row, first.head, first.channel
+    exact = truth(found.setting.problem).out
+    a, b, right = (x[index].item() for x in (found.candidates[0].reply.out, found.candidates[1].reply.out, exact))
+    place = str(first.batch), str(first.head), str(first.row), str(first.channel)
+    tiles = f"{first.query_tile}", "not known" if found.key_tile is None else f"{found.key_tile}"
+    columns = ("batch", "head", "row", "channel", "query tile", "key tile", "A", "B", "fp64")
+    return Table("First difference", columns, [(*place, *tiles, f"{a:.6g}", f"{b:.6g}", f"{right:.6g}")])
+
+
+def _query_table(found: Located) -> Table:
+    size, rows = found.setting.block_rows, []
+    for index, (differs, error) in enumerate(zip(found.differs.split(size, 2), found.error.split(size, 2))):
+        first_row = index * size
+        share = differs.double().mean().item()
+        heads = differs.any(dim=3).any(dim=2).any(dim=0)
+        kind = texture(differs, size) if share else ""
+        bounds = f"{first_row} .. {first_row + differs.shape[2] - 1}"
+        where = _listed(heads.nonzero().flatten().tolist(), len(heads))
+        rows.append((str(index), bounds, f"{share:.1%}", f"{error.max().item():.1e}", where, kind))
+    return _cut("Query tiles", ("tile", "rows", "differs", "by up to", "heads", "what differs"), rows)
+
+
+def _key_table(found: Located, first: Place) -> Table:
+    """By key tile: the smaller problem, the weight the first differing row gives it, and the traces."""
+    at = first.batch, first.head, first.row
+    columns = ["tile", "keys", "problem up to here", "weight in A", "in B", "right"]
+    traces = {label: trace_errors(each, found.truth) for label, each in zip("AB", found.candidates)}
+    shown = [("running_max", "m"), ("row_sum", "l, rel."), ("lse", "m + log l")]
+    for label, errors in traces.items():
+        columns += [f"{symbol} of {label} off" for name, symbol in shown if name in errors]
+    rows = []
+    for index, tile in enumerate(found.setting.key_tiles):
+        same = ("differs" if found.growth[index][1] else "same") if found.growth else "not tried"
+        weights = [*found.weights.values(), found.truth.weight]
+        shares = [f"{weight[at][index].item():.4f}" for weight in weights]
+        cells = [str(index), f"{tile.start} .. {tile.stop - 1}", same, *shares]
+        for errors in traces.values():
+            cells += [f"{errors[name][index]:.1e}" for name, _ in shown if name in errors]
+        rows.append(cells)
+    title = f"Key tiles, weights of row {first.row} of head {first.head} of batch element {first.batch}"
+    return _cut(title, columns, rows)
+
+
+def _listed(indices: Sequence[int], count: int) -> str:
+    if len(indices) == count:
+        return "all"
+    return ", ".join(map(str, indices[:6])) + (" ..." if len(indices) > 6 else "")
+
+
+def _cut(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], most: int = 32) -> Table:
+    return Table(title + (f" (the first {most} of {len(rows)})" if len(rows) > most else ""), columns, rows[:most])
+
+
+def to_json(found: Located) -> dict[str, Any]:
+    """What `verify report` and others read; not a number and infinity become null."""
+    setting = found.setting
+    values, height = heat_map(found.error, heatmap.CELLS)
+    kernels = [
+        {
+            "name": each.candidate.name,
+            "error": _finite(each.check.error),
+            "bound": each.check.bound,
+            "ok": each.check.ok,
+        }
+        for each in found.candidates
+    ]
+    return {
+        "kernels": kernels,
+        "same": found.first is None,
+        "tolerance": found.tolerance,
+        "share": found.differs.double().mean().item(),
+        "texture": texture(found.differs, setting.block_rows) if found.first else None,
+        "first": None if found.first is None else {**asdict(found.first), "key_tile": found.key_tile},
+        "growth": [{"keys": keys, "differs": differs} for keys, differs in found.growth],
+        "findings": {label: list(lines) for label, lines in found.findings.items()},
+        "block_rows": setting.block_rows,
+        "block_columns": setting.block_columns,
+        "heat_map": {"rows_per_cell": height, "values": [[_finite(x) for x in line] for line in values.tolist()]},
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def picture(found: Located) -> bytes:
+    values, height = heat_map(found.error, heatmap.CELLS)
+    title = " against ".join(each.candidate.name for each in found.candidates)
+    return heatmap.png(values.tolist(), found.tolerance, height, title, found.setting.block_rows)
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def register(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "locate",
+        help="where two attention kernels differ: element, tile, pattern, and what mistake that looks like",
+        description="Runs two functions (q, k, v, causal=...) -> out, in flash-attn's layout (batch, seqlen, heads, "
+        "head_dim), on the same seeded inputs. Exit code 0: the same; 1: they differ; 2: a question that makes no "
+        "sense. A function may return (out, trace) or leave an attribute `trace`, a dict of running_max and row_sum, "
+        "each (batch, heads, seqlen_q, key tiles), as they are after each key tile; it is given block_rows and "
+        "block_columns if it has parameters of these names.",
+    )
+    parser.add_argument("a", metavar="A", help="module:function")
+    parser.add_argument("b", metavar="B", nargs="?", default=REFERENCE, help=f"module:function (default {REFERENCE})")
+    parser.add_argument("--n", type=inputs.positive, default=256, metavar="N", help="sequence length (default 256)")
+    parser.add_argument("--seqlen-k", type=inputs.positive, metavar="N", help="number of keys (default: as of queries)")
+    inputs.add_tile_arguments(parser)
+    inputs.add_problem_arguments(parser, batch=2, heads=4, head_dim=64)
+    parser.add_argument("--heads-k", type=inputs.positive, metavar="H", help="key/value heads (default: as many)")
+    parser.add_argument("--atol", type=_tolerance, metavar="X", help="differing means by more than this")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the heat map of the error over (row, head)")
+    add_output_arguments(parser)
+    parser.set_defaults(run=main)
+
+
+def _tolerance(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text!r}")
+    return value
+
+
+def candidate(path: str) -> Candidate:
+    """The kernel at an import path, or a UsageError."""
+    if ":" not in path:
+        raise UsageError(f"{path!r} is no import path: module:function is needed")
+    target = imported(path).target
+    if not callable(target):
+        raise UsageError(f"{path!r} is not a function")
+    return Candidate(path, target)
+
+
+def setting_from(arguments: argparse.Namespace, device: str) -> Setting:
+    heads_k, seqlen_k = arguments.heads_k or arguments.heads, arguments.seqlen_k or arguments.n
+    if arguments.heads % heads_k:
+        raise UsageError(f"--heads must be a multiple of --heads-k, got {arguments.heads} and {heads_k}")
+    needed = arguments.batch * arguments.heads * arguments.n * seqlen_k * 8
+    if needed > MOST_BYTES:
+        raise UsageError(f"the fp64 answer needs {needed / 2**30:.1f} GiB for its scores alone: take a smaller problem")
+    keys = (arguments.batch, seqlen_k, heads_k, arguments.head_dim)
+    shapes = {"q": (arguments.batch, arguments.n, arguments.heads, arguments.head_dim), "k": keys, "v": keys}
+    q, k, v = inputs.draw(shapes, arguments.dtype, arguments.seed).values()
+    return Setting(q, k, v, arguments.causal, arguments.br, arguments.bc, device, arguments.atol)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    check_output_arguments(arguments)
+    inputs.check_picture(arguments.plot)
+    (device,) = checked_devices([arguments.device])
+    a, b = candidate(arguments.a), candidate(arguments.b)
+    setting = setting_from(arguments, device)
+    terminal = console()
+    with progress_bar(terminal) as progress:
+        task = progress.add_task("", total=len(setting.key_tiles) + 3)
+        found = locate(a, b, setting, lambda what: progress.update(task, advance=1, description=what))
+    problem = (
+        f"batch {arguments.batch}, seqlen {arguments.n} x {setting.k.shape[1]}, heads {arguments.heads}/"
+        f"{setting.k.shape[2]}, head_dim {arguments.head_dim}, {inputs.short(arguments.dtype)}, "
+        f"{'causal' if arguments.causal else 'not causal'}, tiles of {arguments.br} rows x {arguments.bc} keys"
+    )
+    environment = {"problem": problem, "inputs": inputs.recipe(arguments.dtype, arguments.seed), **describe([device])}
+    if arguments.plot:
+        heatmap.save(arguments.plot, picture(found))
+        terminal.print(f"wrote {arguments.plot}")
+    deliver(report(found, environment), {"problem": problem, **to_json(found)}, arguments, terminal)
+    return 0 if found.first is None else 1

@@ -1,0 +1,237 @@
+"""Asks a kernel questions from outside: its answer, its trace, how much weight a row gives each key tile, and how long
+a problem must be before two kernels disagree.
+
+Attention is linear in v, so v = 1 on the keys of one tile and 0 elsewhere makes the output that tile's softmax weight.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verify.difference import gap
+from verify.errors import UsageError
+from verify.judge import Check, against_fp64
+from verify.oracle import plain, truth, visible
+from verify.problem import Answer, Problem
+
+TRACE = ("running_max", "row_sum")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One problem: q (batch, seqlen_q, nheads, head_dim), k and v (batch, seqlen_k, nheads_k, head_dim), on the CPU."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    causal: bool
+    block_rows: int
+    block_columns: int
+    device: str
+    atol: float | None = None  # what counts as a difference, where not the bound that verify itself uses
+
+    @property
+    def problem(self) -> Problem:
+        return Problem("locate", "flash_attn_func", {"q": self.q, "k": self.k, "v": self.v}, {"causal": self.causal})
+
+    @property
+    def key_tiles(self) -> list[slice]:
+        n, size = self.k.shape[1], self.block_columns
+        return [slice(start, min(start + size, n)) for start in range(0, n, size)]
+
+    def grown_to(self, keys: int) -> Setting:
+        """The same problem with its first keys only; where it is square it stays so, since many kernels need that."""
+        rows = keys if self.q.shape[1] == self.k.shape[1] else self.q.shape[1]
+        return replace(self, q=self.q[:, :rows], k=self.k[:, :keys], v=self.v[:, :keys])
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kernel by its import path, called as function(q, k, v, causal=...)."""
+
+    name: str
+    function: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """out (batch, seqlen_q, nheads, head_dim) on the CPU; trace: each (batch, nheads, seqlen_q, key tiles), or None."""
+
+    out: Tensor
+    trace: Mapping[str, Tensor] | None = None
+    changed_inputs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A candidate's answers to one setting held against fp64."""
+
+    candidate: Candidate
+    reply: Reply
+    check: Check
+    repeats: float = 0.0  # how far a second call was from the first
+
+    @property
+    def remarks(self) -> list[str]:
+        """What is worth knowing of a right answer too."""
+        lines = [f"it changed its input {name}" for name in self.reply.changed_inputs]
+        if self.repeats > 0:
+            lines.append(f"a second call gave another answer, {self.repeats:.1e} off the first")
+        return lines
+
+
+# ---- one call -------------------------------------------------------------------------------------------------------
+
+
+def ask(candidate: Candidate, setting: Setting) -> Reply:
+    """The candidate's answer; UsageError if it raises or answers something else than an output."""
+    given = {name: getattr(setting, name).to(setting.device) for name in ("q", "k", "v")}
+    inputs = {name: tensor.clone() for name, tensor in given.items()}
+    try:
+        with torch.no_grad():
+            returned = candidate.function(*inputs.values(), **_options(candidate, setting))
+            out, trace = _taken_apart(returned, candidate.function)
+            out = out.detach().cpu()
+    except UsageError:
+        raise
+    except Exception as error:  # whatever someone's kernel raises
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in inputs.items())
+        first_line = (str(error).splitlines() or [""])[0]
+        raise UsageError(f"{candidate.name} raised {type(error).__name__} for {shapes}: {first_line}") from error
+    expected = (*setting.q.shape[:-1], setting.v.shape[-1])
+    if tuple(out.shape) != expected:
+        raise UsageError(
+            f"{candidate.name} returned shape {tuple(out.shape)}, expected {expected}: batch, seqlen, heads, head_dim"
+        )
+    changed = tuple(name for name in given if not torch.equal(given[name], inputs[name]))
+    return Reply(out, _checked(trace, candidate, setting), changed)
+
+
+def _options(candidate: Candidate, setting: Setting) -> dict[str, Any]:
+    """causal, and the block sizes where the function has parameters of these names."""
+    try:
+        parameters = inspect.signature(candidate.function).parameters
+    except (TypeError, ValueError):  # a compiled function need not have one
+        return {"causal": setting.causal}
+    options = {name: getattr(setting, name) for name in ("causal", "block_rows", "block_columns") if name in parameters}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        options["causal"] = setting.causal
+    if setting.causal and "causal" not in options:
+        raise UsageError(f"{candidate.name} has no argument causal, so --causal cannot be asked of it")
+    return options
+
+
+def _taken_apart(returned: Any, function: Callable[..., Any]) -> tuple[Tensor, Any]:
+    """The output and the trace: returned beside it, or left as the function's attribute `trace`."""
+    if isinstance(returned, (tuple, list)) and returned:
+        trace = next((part for part in returned[1:] if isinstance(part, Mapping)), None)
+        returned = returned[0]
+    else:
+        trace = None
+    if not isinstance(returned, Tensor):
+        raise TypeError(f"returned {type(returned).__name__}, expected a tensor, or a tensor and a trace")
+    return returned, getattr(function, "trace", None) if trace is None else trace
+
+
+def _checked(trace: Any, candidate: Candidate, setting: Setting) -> dict[str, Tensor] | None:
+    if not isinstance(trace, Mapping) or not any(name in trace for name in TRACE):
+        return None
+    expected = (setting.q.shape[0], setting.q.shape[2], setting.q.shape[1], len(setting.key_tiles))
+    for name in TRACE:
+        if name in trace and tuple(trace[name].shape) != expected:
+            raise UsageError(
+                f"{candidate.name}: trace[{name!r}] has shape {tuple(trace[name].shape)}, expected "
+                f"(batch, heads, seqlen_q, key tiles of --bc {setting.block_columns}) = {expected}"
+            )
+    return {name: trace[name].detach().double().cpu() for name in TRACE if name in trace}
+
+
+# ---- against fp64, and against each other ---------------------------------------------------------------------------
+
+
+def judged(candidates: tuple[Candidate, Candidate], setting: Setting) -> tuple[Judged, Judged]:
+    """Both answers, each asked twice, held against fp64."""
+    exact, rough = truth(setting.problem), plain(setting.problem)
+    first, second = (_judged(candidate, setting, exact, rough) for candidate in candidates)
+    return first, second
+
+
+def _judged(candidate: Candidate, setting: Setting, exact: Answer, rough: Answer) -> Judged:
+    reply = ask(candidate, setting)
+    check = against_fp64(setting.problem, Answer(reply.out), exact, rough)[0]
+    once, again = (out.nan_to_num(nan=0.0) for out in (reply.out, ask(candidate, setting).out))
+    return Judged(candidate, reply, check, gap(once, again).max().item())
+
+
+def tolerance(check: Check, setting: Setting) -> float:
+    """Two answers that verify passes are each within the bound of fp64, so within twice the bound of each other."""
+    return 2 * check.bound if setting.atol is None else setting.atol
+
+
+def growth(candidates: tuple[Candidate, Candidate], setting: Setting) -> Iterator[tuple[int, bool]]:
+    """(number of keys, whether the two differ there) for problems of 1, 2, ... key tiles."""
+    for columns in setting.key_tiles:
+        smaller = setting.grown_to(columns.stop)
+        exact, rough = truth(smaller.problem), plain(smaller.problem)
+        a, b = (ask(candidate, smaller).out for candidate in candidates)
+        check = against_fp64(smaller.problem, Answer(a), exact, rough)[0]
+        yield columns.stop, bool((gap(a, b) > tolerance(check, setting)).any())
+
+
+def key_weights(candidate: Candidate, setting: Setting) -> Tensor:
+    """(batch, nheads, seqlen_q, key tiles): the softmax weight each row gives each key tile, measured through v."""
+    parts = []
+    for columns in setting.key_tiles:
+        v = torch.zeros_like(setting.v)
+        v[:, columns] = 1
+        # Every channel says the same, unless it is the channels that are mixed up.
+        parts.append(ask(candidate, replace(setting, v=v)).out.double().median(dim=-1).values)
+    return torch.stack(parts, dim=-1).transpose(1, 2)
+
+
+# ---- what is right --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TileStatistics:
+    """In fp64, by row and key tile, each (batch, nheads, seqlen_q, key tiles); out has head_dim behind.
+
+    running_max, row_sum: what an online softmax holds after the tile (natural logarithms, scores scaled)
+    weight: the tile's share of the final softmax; out: what the row would get from the tile alone
+    """
+
+    running_max: Tensor
+    row_sum: Tensor
+    weight: Tensor
+    out: Tensor = field(repr=False)
+
+
+def statistics(setting: Setting) -> TileStatistics:
+    groups = setting.q.shape[2] // setting.k.shape[2]
+    q, k, v = (x.double().transpose(1, 2) for x in (setting.q, setting.k, setting.v))
+    k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    sees = torch.stack(visible(setting.problem))[:, None]
+    s = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(~sees, -torch.inf)
+
+    tops = torch.stack([s[..., tile].amax(-1) for tile in setting.key_tiles], dim=-1)
+    running = tops.cummax(dim=-1).values
+    finite = running.masked_fill(running == -torch.inf, 0.0)
+    parts = [torch.exp(s[..., tile] - finite[..., -1:]) for tile in setting.key_tiles]
+    sums = torch.stack([part.sum(-1) for part in parts], dim=-1)  # relative to the final maximum
+    tile_out = torch.stack([part @ v[..., tile, :] for part, tile in zip(parts, setting.key_tiles)], dim=-2)
+    return TileStatistics(
+        running_max=running,
+        row_sum=sums.cumsum(-1) * torch.exp(finite[..., -1:] - finite),
+        weight=_over(sums, sums.sum(-1, keepdim=True)),
+        out=_over(tile_out, sums[..., None]),
+    )
+
+
+def _over(a: Tensor, b: Tensor) -> Tensor:
+    return torch.where(b > 0, a / b, 0.0)
