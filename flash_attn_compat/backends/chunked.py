@@ -67,6 +67,7 @@ class _Piece:
         self.seqlen_k, self.offset = self.block.k.shape[1], block.offset
         self.dtype = _working_dtype(block.q)
         self.operand_dtype = block.q.dtype if _multiplies_half(block.q) else self.dtype
+        self._hidden: dict[tuple[int, int, int], Tensor | None] = {}
         self.keys = self._fold_keys(self.block.k)
         self.values = self._fold_keys(self.block.v)
 
@@ -107,12 +108,19 @@ class _Piece:
             scores, factor = scores.mul_(factor), 1.0
             alibi.add_bias_(scores, self.block.slopes[:, self.heads], rows, columns, self.offset)
         for part in call.mask.partly_hidden(rows, columns, self.offset):
-            hidden = call.mask.hidden(rows, part, self.offset, scores.device)
+            hidden = self._hidden_tile(rows, part)
             scores[..., part.start - columns.start : part.stop - columns.start].masked_fill_(hidden, -torch.inf)
         if self.block.first_key is not None:
             padding = self.block.key_indices()[:, columns.start : columns.stop] < 0
             scores.masked_fill_(padding[:, None, None], -torch.inf)
         return scores, factor
+
+    def _hidden_tile(self, rows: Range, keys: Range) -> Tensor | None:
+        """Mask.hidden, remembered for the next rows, which see the same at the same distance."""
+        geometry = rows.size, keys.size, keys.start - rows.start
+        if geometry not in self._hidden:
+            self._hidden = {geometry: self.call.mask.hidden(rows, keys, self.offset, self.keys.device)}
+        return self._hidden[geometry]
 
     def product(self, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
         """a @ b * scale with fp32 (fp64) accumulation and result, whatever precision the operands are in."""
@@ -230,9 +238,10 @@ class _Tile(NamedTuple):
     keys: int
 
 
-# Elements of one tile of scores. On a CPU a tile should stay in the cache of a core; on a GPU, in its L2.
+# Elements of one tile of scores. On a CPU a tile should stay in the cache of a core; on a GPU launches are
+# what a small tile costs.
 _TILE_ELEMENTS = {"cpu": 2**19}
-_TILE_ELEMENTS_ACCELERATOR = 2**24
+_TILE_ELEMENTS_ACCELERATOR = 2**25
 _KEYS_PER_TILE = {"cpu": 512}
 _KEYS_PER_TILE_ACCELERATOR = 8192
 _MIN_ROWS = 128
@@ -241,7 +250,7 @@ _MIN_ROWS = 128
 def _tile(call: AttentionCall, block: Block) -> _Tile:
     """The largest tile within the device's budget: first rows and keys, then heads, then sequences, then rows.
 
-    Rows beyond an eighth of the keys, or half a window, would mostly compute scores that the mask hides.
+    Rows beyond some share of the keys, or of a window, would mostly compute scores that the mask hides.
     """
     device_type = block.q.device.type
     n, seqlen_q = block.q.shape[:2]
@@ -249,7 +258,8 @@ def _tile(call: AttentionCall, block: Block) -> _Tile:
     left, right = call.mask
     band = seqlen_k if left is None or right is None else min(seqlen_k, left + right + 1)
     rows = min(seqlen_q, _MIN_ROWS)
-    most_rows = seqlen_q if call.mask.is_full else max(rows, min(seqlen_k // 8, band // 2))
+    share = 2 if device_type == "cpu" else 1
+    most_rows = seqlen_q if call.mask.is_full else max(rows, min(seqlen_k // (4 * share), band // share))
     keys = min(seqlen_k, band + most_rows, _KEYS_PER_TILE.get(device_type, _KEYS_PER_TILE_ACCELERATOR))
     budget = _TILE_ELEMENTS.get(device_type, _TILE_ELEMENTS_ACCELERATOR) // (call.nheads // call.nheads_k)
     heads = max(1, min(call.nheads_k, budget // (rows * keys)))

@@ -99,8 +99,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
-        inputs, saved = ctx.saved_tensors[: ctx.inputs], ctx.saved_tensors[ctx.inputs :]
-        out, lse, rng_state, slopes, cu_q, cu_k, used, leftpad, table, *kept = saved
+        saved = ctx.saved_tensors  # once: activation checkpointing recomputes them at the first look only
+        inputs = saved[: ctx.inputs]
+        out, lse, rng_state, slopes, cu_q, cu_k, used, leftpad, table, *kept = saved[ctx.inputs :]
         if dout is None:
             return None, *(None for _ in inputs)
         q, k, v = unpack(inputs)
