@@ -223,7 +223,7 @@ def _with_alibi_channels(call: AttentionCall) -> Iterator[tuple[_Place, Launch]]
         slopes = alibi.per_sequence(call.alibi_slopes, call.batch)[sequence_q]
         whole = Launch(
             _append(call.q, alibi.query_channels(slopes, call.softmax_scale, longest, call.q.dtype)),
-            _append(call.k, alibi.key_channels(positions, longest, call.k.dtype).unsqueeze(1)),
+            _append(call.k, alibi.key_channels(positions, call.softmax_scale, longest, call.k.dtype).unsqueeze(1)),
             _prepared(call.v),
             call.softmax_scale,
             dropout_p=call.dropout_p,
@@ -233,7 +233,7 @@ def _with_alibi_channels(call: AttentionCall) -> Iterator[tuple[_Place, Launch]]
         return
     positions = torch.arange(call.k.shape[1], device=call.k.device)
     longest = call.k.shape[1]
-    key_channels = alibi.key_channels(positions, longest, call.k.dtype).unsqueeze(1)
+    key_channels = alibi.key_channels(positions, call.softmax_scale, longest, call.k.dtype).unsqueeze(1)
     slopes = alibi.per_sequence(call.alibi_slopes, call.batch)
     query_channels = alibi.query_channels(slopes, call.softmax_scale, longest, call.q.dtype).unsqueeze(1)
     for batch in _batch_slices(call):

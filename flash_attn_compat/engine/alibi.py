@@ -7,6 +7,8 @@ rely on that number, so every backend computes the plain bias and converts with 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -40,13 +42,13 @@ def causal_lse_shift(slopes: Tensor, seqlen_q: int, offset: int | Tensor) -> Ten
     return slopes[:, :, None] * positions
 
 
-def key_channels(positions: Tensor, seqlen_k: int, dtype: torch.dtype) -> Tensor:
+def key_channels(positions: Tensor, softmax_scale: float, seqlen_k: int, dtype: torch.dtype) -> Tensor:
     """Channels that put a key's position into an inner product: (...,) -> (..., 6) in ``dtype``.
 
     The position is written to base 64, whose digits times a power of two half precision holds exactly: up to
     a million keys in bf16, four million in fp16.
     """
-    unit = _channel_unit(seqlen_k)
+    unit = _channel_unit(softmax_scale, seqlen_k)
     digits = torch.stack((positions // 4096 * 64, positions // 64 % 64, positions % 64), dim=-1) * unit
     return digits.repeat_interleave(2, dim=-1).to(dtype)
 
@@ -57,16 +59,17 @@ def query_channels(slopes: Tensor, softmax_scale: float, seqlen_k: int, dtype: t
     Each factor is its nearest number in ``dtype`` and the rest. A slope too large for that is limited to one
     that leaves nothing but the nearest key either way.
     """
-    factor = (slopes.double() / (softmax_scale * _channel_unit(seqlen_k))).clamp(-1000.0, 1000.0)
+    factor = (slopes.double() / (softmax_scale * _channel_unit(softmax_scale, seqlen_k))).clamp(-1000.0, 1000.0)
     factors = torch.stack((factor * 64, factor * 64, factor), dim=-1)
     nearest = factors.to(dtype)
     rest = (factors - nearest).to(dtype)
     return torch.stack((nearest, rest), dim=-1).flatten(-2)
 
 
-def _channel_unit(seqlen_k: int) -> int:
-    """A power of two that uses fp16's range for the keys, so that the queries' factors stay small."""
-    return 2 ** max(0, min(10, (60000 * 64 // max(seqlen_k, 1)).bit_length() - 1))
+def _channel_unit(softmax_scale: float, seqlen_k: int) -> float:
+    """A power of two for the keys that leaves factors of ordinary slopes around 8, far from fp16's limits."""
+    largest = 60000 * 64 / max(seqlen_k, 4096)
+    return 2.0 ** math.floor(math.log2(min(largest, max(2.0**-6, 1.0 / (8.0 * abs(softmax_scale) + 1e-30)))))
 
 
 def bias_table(
