@@ -110,24 +110,27 @@ class BlockwiseBackend(Backend):
             return Result(out, lse + _lse_shift(block, lse.dtype), rng_state, saved=(lse,))
         layout = Layout(call)
         out, lse = layout.empty_result()
+        has_lse = True
         # The reported LSE can be large beside the true one, which the backward needs to its last digit.
         true_lse = lse.clone() if call.lse_carries_alibi_position else None
         for group, block in layout.blocks():
             block_out, block_lse = self.forward_block(call, block, rng_state)
             layout.scatter(out, layout.rows, group, block_out)
             if block_lse is None:
+                has_lse = False
                 continue
             if true_lse is not None:
                 layout.scatter_lse(true_lse, group, block_lse)
                 block_lse = block_lse + _lse_shift(block, block_lse.dtype)
             layout.scatter_lse(lse, group, block_lse)
+        if not has_lse:
+            return Result(out, None, rng_state)
         return Result(out, lse, rng_state, saved=() if true_lse is None else (true_lse,))
 
     def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
         block = whole_block(call)
         if block is not None:
-            known = upstream.saved[0] if upstream.saved else upstream.softmax_lse
-            lse = _true_lse(call, block, upstream, known)
+            lse = _true_lse(call, block, upstream, _kept_lse(upstream))
             found = self.backward_block(call, block, upstream._replace(softmax_lse=lse))
             return _deliver(Gradients(*found), call, into)
         layout = Layout(call)
@@ -146,17 +149,22 @@ def _block_upstream(call: AttentionCall, layout: Layout, group: Group, block: Bl
     """The rows of one block out of the whole call's, with the true LSE."""
     dout = layout.gather(upstream.dout, layout.rows, group, group.seqlen_q)
     out = layout.gather(upstream.out, layout.rows, group, group.seqlen_q)
-    known = upstream.saved[0] if upstream.saved else upstream.softmax_lse
-    lse = _true_lse(call, block, upstream, layout.gather_lse(known, group))
-    if block.first_row is not None:
+    known = _kept_lse(upstream)
+    lse = None if known is None else _true_lse(call, block, upstream, layout.gather_lse(known, group))
+    if block.first_row is not None and lse is not None:
         # Rows of padding repeat another row's numbers; without probability they give no gradient.
         lse = lse.masked_fill((block.row_indices() < 0)[:, None], torch.inf)
     return Upstream(dout, out, lse, upstream.rng_state)
 
 
-def _true_lse(call: AttentionCall, block: Block, upstream: Upstream, lse: Tensor) -> Tensor:
+def _kept_lse(upstream: Upstream) -> Tensor | None:
+    """The true LSE if the forward kept it, else what was reported; None from kernels that have none."""
+    return upstream.saved[0] if upstream.saved else upstream.softmax_lse
+
+
+def _true_lse(call: AttentionCall, block: Block, upstream: Upstream, lse: Tensor | None) -> Tensor | None:
     """The LSE of a block without the position that flash-attn adds under causal ALiBi."""
-    if not call.lse_carries_alibi_position or upstream.saved:
+    if lse is None or not call.lse_carries_alibi_position or upstream.saved:
         return lse
     return lse - _lse_shift(block, lse.dtype)
 

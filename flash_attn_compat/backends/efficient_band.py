@@ -21,7 +21,7 @@ from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upst
 # Rows per block are about half the window, so that a slice of keys is three blocks long.
 _MIN_ROWS, _MAX_ROWS = 64, 1024
 # Elements of the rows (and of the bias) that one launch takes: bounds the memory beside inputs and outputs.
-_LAUNCH_ELEMENTS = 2**24
+_LAUNCH_ELEMENTS = 3 * 2**22
 
 
 class _Band(NamedTuple):

@@ -26,7 +26,8 @@ def applies(call: AttentionCall) -> bool:
 def forward(call: AttentionCall, compute: Callable[[AttentionCall], Result]) -> Result:
     lowered = _lower(call)
     result = compute(lowered.call)
-    return result._replace(out=(result.out / lowered.v).to(call.q.dtype))
+    # First back to bf16's range: a small result would vanish in fp16.
+    return result._replace(out=result.out.to(call.q.dtype) / lowered.v)
 
 
 def backward(

@@ -65,7 +65,7 @@ def forward(call: AttentionCall) -> Result:
     folded = call.q.view(batch, 1, seqlen_q, nheads_k, group, head_dim).transpose(3, 4)
     queries = folded.expand(-1, count, -1, -1, -1, -1).reshape(1, batch * count * rows, nheads_k, head_dim)
     launch = Launch(
-        q=queries,
+        q=efficient_launch.ready(queries),
         k=call.k.flatten(0, 1).unsqueeze(0),
         v=call.v.flatten(0, 1).unsqueeze(0),
         scale=call.softmax_scale,

@@ -81,7 +81,7 @@ class Sdpa(BlockwiseBackend):
         totals = [torch.zeros(t.shape, dtype=_sum_dtype(dtype), device=t.device) for t in (q, k, v)]
         for part in parts:
             rows, keys = slice(*part.rows), slice(*part.keys)
-            lse = upstream.softmax_lse[:, :, rows]
+            lse = None if upstream.softmax_lse is None else upstream.softmax_lse[:, :, rows]
             piece = Upstream(dout[:, :, rows], out[:, :, rows], lse, None)
             part_q, part_k, part_v = q[:, :, rows], k[:, :, keys], v[:, :, keys]
             found = _gradients(part_q, part_k, part_v, piece, part.causal, biases.of(part), call.softmax_scale)
