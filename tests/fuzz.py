@@ -7,12 +7,13 @@ the lines that repeat it.
 from __future__ import annotations
 
 import argparse
-import itertools
+import json
 import multiprocessing
+import queue
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -39,6 +40,7 @@ class Failure:
     backend: str
     problem: Problem
     complaints: list[str]
+    fatal: bool = False
 
 
 @dataclass
@@ -60,28 +62,34 @@ class Tally:
             self.worst[name] = max(found, self.worst.get(name, (0.0, -1)))
 
 
-def examine(plan: Plan, seeds: Iterable[int]) -> Tally:
-    tally = Tally()
-    for seed in seeds:
-        problem = random_problem(seed, plan.kinds, plan.dtypes)
-        examination = Examination(problem, plan.device)
-        tally.problems += 1
-        for name in plan.backends:
-            complaints, ratio, refused = _judge(examination, name)
-            if complaints:
-                tally.failures.append(Failure(seed, name, problem, complaints))
-            if refused:
-                tally.refused[name] += 1
-                continue
-            tally.ran[name] += 1
-            tally.worst[name] = max((ratio, seed), tally.worst.get(name, (0.0, -1)))
+def examine(plan: Plan, seed: int) -> Tally:
+    problem = random_problem(seed, plan.kinds, plan.dtypes)
+    tally = Tally(problems=1)
+    examination = Examination(problem, plan.device)
+    for name in plan.backends:
+        complaints, ratio, refused = _judge(examination, name)
+        fatal = _is_fatal(complaints)
+        if complaints:
+            tally.failures.append(Failure(seed, name, problem, complaints, fatal))
+        if refused:
+            tally.refused[name] += 1
+            continue
+        tally.ran[name] += 1
+        tally.worst[name] = max((ratio, seed), tally.worst.get(name, (0.0, -1)))
+        if fatal:
+            break
     return tally
+
+
+def _is_fatal(complaints: list[str]) -> bool:
+    """Whether the device refuses all further work of this process."""
+    return any("CUDA error" in complaint for complaint in complaints)
 
 
 def _judge(examination: Examination, backend: str) -> tuple[list[str], float, bool]:
     verdict = examination.judge(backend)
     complaints = list(verdict.failures)
-    if verdict.refused and must_serve(examination.problem, backend):
+    if verdict.refused and must_serve(examination.problem, backend, examination.device):
         complaints.append(f"refused: {verdict.refused}")
     return complaints, verdict.ratio, bool(verdict.refused)
 
@@ -107,7 +115,7 @@ def shrink(failure: Failure, device: str, attempts: int = 300) -> Problem:
 
 
 def _quantities(complaints: list[str]) -> set[str]:
-    return {complaint.split(":")[0] for complaint in complaints}
+    return {" ".join(complaint.split(":")[0].split()[:6]) for complaint in complaints}
 
 
 def _fails_alike(problem: Problem, backend: str, device: str, wanted: set[str]) -> bool:
@@ -154,42 +162,80 @@ def _simpler(problem: Problem) -> Iterator[Problem]:
 # ---------------------------------------------------------------- running
 
 
-def _run(plan: Plan, seeds: range, jobs: int, console: Console) -> Tally:
-    total = Tally()
+def _run(plan: Plan, seeds: range, jobs: int, seconds: float, console: Console) -> Tally:
+    total, begun = Tally(), time.monotonic()
     columns = (TextColumn("problems"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
                TextColumn("{task.fields[failures]} failures"))  # fmt: skip
+    in_processes = jobs > 1 or plan.device != "cpu"
+    tallies = _in_processes(plan, seeds, jobs) if in_processes else (examine(plan, seed) for seed in seeds)
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("problems", total=len(seeds), failures=0)
-        for part in _parts(plan, seeds, jobs):
-            total.add(part)
+        for tally in tallies:
+            total.add(tally)
             progress.update(task, completed=total.problems, failures=len(total.failures))
+            if time.monotonic() - begun > seconds:
+                break
     return total
 
 
-def _parts(plan: Plan, seeds: range, jobs: int) -> Iterator[Tally]:
-    pieces = [seeds[start : start + 20] for start in range(0, len(seeds), 20)]
-    if jobs == 1:
-        for piece in pieces:
-            yield examine(plan, piece)
-        return
+def _in_processes(plan: Plan, seeds: range, jobs: int) -> Iterator[Tally]:
+    """Each process takes every jobs-th problem. One that dies, or loses its device, is replaced behind that problem."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        # Submitted a few at a time, so that an interrupt does not leave thousands behind.
-        waiting: set = set()
-        queue = iter(pieces)
-        while True:
-            waiting |= {pool.submit(examine, plan, piece) for piece in itertools.islice(queue, 2 * jobs - len(waiting))}
-            if not waiting:
-                return
-            done = next(as_completed(waiting))
-            waiting.remove(done)
-            yield done.result()
+    results = context.Queue()
+    workers: dict[int, tuple[multiprocessing.process.BaseProcess, range]] = {}
+
+    def start(job: int, left: range) -> None:
+        if left:
+            process = context.Process(target=_work, args=(plan, left, job, results), daemon=True)
+            process.start()
+            workers[job] = process, left
+
+    try:
+        for job in range(jobs):
+            start(job, seeds[job::jobs])
+        while workers:
+            try:
+                job, tally, fatal = results.get(timeout=1.0)
+            except queue.Empty:
+                for job, (process, left) in list(workers.items()):
+                    if not process.is_alive() and results.empty():
+                        del workers[job]
+                        yield _death(plan, left[0], process.exitcode)
+                        start(job, left[1:])
+                continue
+            process, left = workers.pop(job)
+            if fatal:
+                process.join()
+                start(job, left[1:])
+            elif left[1:]:
+                workers[job] = process, left[1:]
+            yield tally
+    finally:
+        for process, _ in workers.values():
+            process.terminate()
+
+
+def _work(plan: Plan, seeds: range, job: int, results: multiprocessing.Queue) -> None:
+    torch.set_num_threads(1)
+    for seed in seeds:
+        tally = examine(plan, seed)
+        fatal = any(failure.fatal for failure in tally.failures)
+        results.put((job, tally, fatal))
+        if fatal:
+            return
+
+
+def _death(plan: Plan, seed: int, exitcode: int | None) -> Tally:
+    problem = random_problem(seed, plan.kinds, plan.dtypes)
+    complaint = f"the process died with exit code {exitcode}"
+    return Tally(problems=1, failures=[Failure(seed, "?", problem, [complaint], fatal=True)])
 
 
 def _report(total: Tally, plan: Plan, console: Console, shown: int) -> None:
     for failure in total.failures[:shown]:
-        small = shrink(failure, plan.device)
-        complaints = _judge(Examination(small, plan.device), failure.backend)[0]
+        # After a device error a process can try nothing more, so that problem stays as large as it was.
+        small = failure.problem if failure.fatal else shrink(failure, plan.device)
+        complaints = failure.complaints if failure.fatal else _judge(Examination(small, plan.device), failure.backend)[0]
         console.rule(f"problem {failure.seed} on {failure.backend}")
         console.print(f"{failure.problem!r}\n  " + "\n  ".join(failure.complaints), markup=False, highlight=False)
         console.print(
@@ -207,6 +253,9 @@ def _report(total: Tally, plan: Plan, console: Console, shown: int) -> None:
             f"[red]{failed[name]}[/]" if failed[name] else "0",
         )  # fmt: skip
     console.print(table)
+    kinds = Counter((failure.backend, kind) for failure in total.failures for kind in _quantities(failure.complaints))
+    for (name, kind), count in kinds.most_common():
+        console.print(f"  {count:5} {name}: {kind}", markup=False, highlight=False)
     console.print(f"{total.problems} problems on {plan.device}, {len(total.failures)} failures")
 
 
@@ -220,6 +269,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kind", action="append", choices=KINDS)
     parser.add_argument("--dtype", action="append", choices=list(DTYPES))
     parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after as long, and report")
+    parser.add_argument("--json", metavar="FILE", help="write every failure there")
     parser.add_argument("--show", type=int, default=5, help="failures to shrink and print")
     options = parser.parse_args(argv)
     plan = Plan(
@@ -231,7 +282,10 @@ def main(argv: list[str] | None = None) -> int:
     if options.device == "cpu":
         torch.set_num_threads(1)
     console = Console()
-    total = _run(plan, range(options.seed, options.seed + options.problems), options.jobs, console)
+    total = _run(plan, range(options.seed, options.seed + options.problems), options.jobs, options.seconds, console)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump([{**vars(f), "problem": repr(f.problem)} for f in total.failures], file, indent=1)
     _report(total, plan, console, options.show)
     return 1 if total.failures else 0
 
