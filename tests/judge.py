@@ -130,7 +130,7 @@ class Examination:
         names, rows = [], []
         score = exact.magnitudes["score"]
         # Scores are computed in fp32 at least, so only there does their size add to the error of the probabilities.
-        terms = 1 + score if dtype in (torch.float32, torch.float64) else torch.ones_like(score)
+        terms = 2 + score if dtype in (torch.float32, torch.float64) else torch.ones_like(score)
         for name, ours in {"out": result.out, **result.grads}.items():
             right, yardstick = (a.out if name == "out" else a.grads[name] for a in (exact, plain))
             names.append(name)
