@@ -88,7 +88,7 @@ class _Piece:
 
     def unfold(self, folded: Tensor, rows: Range) -> Tensor:
         """(n * kv heads, group * rows, x) -> (n, q heads, rows, x)."""
-        return folded.view(self.count, -1, rows.size, folded.shape[-1])
+        return folded.reshape(self.count, -1, rows.size, folded.shape[-1])
 
     def _fold_keys(self, tensor: Tensor) -> Tensor:
         return tensor[:, :, self.heads_kv].to(self.operand_dtype).transpose(1, 2).flatten(0, 1)
@@ -129,12 +129,6 @@ class _Piece:
         found = torch.bmm(a, b, out_dtype=self.dtype)
         return found if scale == 1.0 else found.mul_(scale)
 
-    def exp(self, scores: Tensor) -> Tensor:
-        """exp(scores) as an operand; half precision is rounded to on the way to memory."""
-        if self.operand_dtype == self.dtype:
-            return scores.exp_()
-        return torch.exp(scores, out=torch.empty_like(scores, dtype=self.operand_dtype))
-
     def tanh_values(self, queries: Tensor, rows: Range, columns: Range, scores: Tensor) -> Tensor:
         """What softcap made of the raw scores: ``scores`` itself, unless ALiBi was added to it."""
         if self.block.slopes is None:
@@ -171,13 +165,14 @@ def _attend_rows(piece: _Piece, rows: Range) -> tuple[Tensor, Tensor]:
         new_peak = block_peak if peak is None else torch.maximum(peak, block_peak)
         # A row that has seen nothing yet has peak -inf; 0 keeps exp(-inf - peak) at 0 instead of nan.
         shift = new_peak if all_alive else new_peak.masked_fill(new_peak == -torch.inf, 0.0)
-        weights = piece.exp(torch.add(shift.neg(), scores, alpha=factor, out=scores))
-        block_total = weights.sum(-1, keepdim=True, dtype=piece.dtype)
+        weights = torch.add(shift.neg(), scores, alpha=factor, out=scores).exp_()
+        block_total = weights.sum(-1, keepdim=True)
+        weights = weights.to(piece.operand_dtype)
         keep = piece.keep(rows, columns)
         if keep is not None:
             weights.mul_(keep)
         values = piece.values[:, columns.start : columns.stop]
-        block_out = piece.unfold(piece.product(weights.view(*queries.shape[:2], -1), values), rows)
+        block_out = piece.unfold(piece.product(weights.reshape(*queries.shape[:2], -1), values), rows)
         if out is None:
             out, total = block_out, block_total
         else:
@@ -208,11 +203,11 @@ def _backpropagate_rows(piece: _Piece, rows: Range, upstream: Upstream, dk: Tens
         # Under softcap the tanh values are needed again, without ALiBi's bias they are the scores.
         tanh = piece.tanh_values(queries, rows, columns, scores) if call.softcap else None
         probabilities = torch.add(row_lse.neg(), scores, alpha=factor, out=None if tanh is scores else scores).exp_()
-        folded = probabilities.view(*queries.shape[:2], -1)
+        folded = probabilities.reshape(*queries.shape[:2], -1)
         keep = piece.keep(rows, columns)
         dropped = folded.to(piece.operand_dtype)
         if keep is not None:
-            keep = keep.mul_(1.0 / (1.0 - call.dropout_p)).view_as(folded)
+            keep = keep.mul_(1.0 / (1.0 - call.dropout_p)).reshape(folded.shape)
             dropped = dropped * keep
         dv[:, inside] += piece.product(dropped.transpose(1, 2), dout)
         dscores = piece.product(dout, piece.values[:, inside].transpose(1, 2))
@@ -221,7 +216,7 @@ def _backpropagate_rows(piece: _Piece, rows: Range, upstream: Upstream, dk: Tens
         dscores.sub_(delta).mul_(folded)
         if tanh is not None:
             # A hidden key's tanh is -inf here, its gradient 0.
-            dscores.mul_(tanh.clamp_(-1.0, 1.0).square_().neg_().add_(1.0).view_as(dscores))
+            dscores.mul_(tanh.clamp_(-1.0, 1.0).square_().neg_().add_(1.0).reshape(dscores.shape))
         dscores = dscores.to(piece.operand_dtype)
         part = piece.product(dscores, piece.keys[:, inside], call.softmax_scale)
         dq = part if dq is None else dq.add_(part)

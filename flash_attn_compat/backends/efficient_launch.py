@@ -84,7 +84,7 @@ def backward(launch: Launch, dout: Tensor, out: Tensor, native: Native) -> tuple
     packed = launch.cu_seqlens_q is not None
     seed = native.seed if native.seed is not None else _no_seed(launch.q.device)
     dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward.default(
-        ready(dout), launch.q, launch.k, launch.v, launch.bias, out.contiguous(), launch.cu_seqlens_q, launch.cu_seqlens_k,
+        ready(dout), launch.q, launch.k, launch.v, launch.bias, aligned_contiguous(out), launch.cu_seqlens_q, launch.cu_seqlens_k,
         launch.max_seqlen_q if packed else launch.q.shape[1], launch.max_seqlen_k if packed else launch.k.shape[1],
         native.lse, launch.dropout_p, seed, native.offset if native.offset is not None else seed, launch.mask, False,
         scale=launch.scale, num_splits_key=_key_splits(launch), window_size=launch.window_size,
@@ -120,7 +120,13 @@ def ready(tensor: Tensor) -> Tensor:
     strides = tensor.stride()
     if strides[-1] == 1 and tensor.data_ptr() % 16 == 0 and not any(stride % unit for stride in strides[:-1]):
         return tensor
-    return tensor.contiguous()
+    return aligned_contiguous(tensor)
+
+
+def aligned_contiguous(tensor: Tensor) -> Tensor:
+    """``tensor`` contiguous and from 16 bytes on; a contiguous slice of a buffer may begin anywhere."""
+    contiguous = tensor.contiguous()
+    return contiguous if contiguous.data_ptr() % 16 == 0 else contiguous.clone()
 
 
 def pad_channels(tensor: Tensor) -> Tensor:
@@ -132,7 +138,7 @@ def pad_channels(tensor: Tensor) -> Tensor:
 def lse_to_native(lse: Tensor) -> Tensor:
     """(batch, heads, rows) as the backward reads it: contiguous, rows padded with +inf."""
     missing = -lse.shape[-1] % _LSE_ROWS
-    return F.pad(lse, (0, missing), value=torch.inf).contiguous()
+    return aligned_contiguous(F.pad(lse, (0, missing), value=torch.inf))
 
 
 def packed_lse_to_native(lse: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int) -> Tensor:
@@ -141,7 +147,7 @@ def packed_lse_to_native(lse: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int) -
     tokens = cu_seqlens_q[:-1, None] + rows
     inside = tokens < cu_seqlens_q[1:, None]
     gathered = lse[:, tokens.clamp_(max=lse.shape[1] - 1)].transpose(0, 1)
-    return torch.where(inside[:, None], gathered, torch.inf)
+    return torch.where(inside[:, None], gathered, torch.inf).contiguous()
 
 
 def native_lse_to_packed(native: Tensor, cu_seqlens_q: Tensor, total: int) -> Tensor:

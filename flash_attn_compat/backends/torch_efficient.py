@@ -20,6 +20,7 @@ from flash_attn_compat.engine import alibi
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
 from flash_attn_compat.engine.mask import Mask, Range
+from flash_attn_compat.engine.outside import zero_outside
 
 _LACKS = Feature.SOFTCAP | Feature.SHARED_DROPOUT_MASK | Feature.TRANSFORMS
 _LSE = Feature.LSE | Feature.GIVEN_LSE
@@ -108,7 +109,7 @@ class TorchEfficient(Backend):
             del launch, part
         if out is None:
             out = _zeros(call)
-        out = out.squeeze(0) if call.cu_seqlens_q is not None else out
+        out = zero_outside(out.squeeze(0), call.cu_seqlens_q) if call.cu_seqlens_q is not None else out
         lse = _official_lse(call, places, natives) if call.return_lse else None
         saved = tuple(tensor for native in natives for tensor in native) if call.needs_grad else ()
         return Result(out[..., : call.head_dim_v], lse, None, saved)
@@ -146,7 +147,7 @@ def _forward_single(call: AttentionCall, keep_lse: bool) -> Result:
     out, native = efficient_launch.forward(launch, keep_lse)
     lse = _official_lse(call, [_EVERYTHING], [native]) if call.return_lse else None
     if call.cu_seqlens_q is not None:
-        out = out.squeeze(0)
+        out = zero_outside(out.squeeze(0), call.cu_seqlens_q)
     if out.shape[-1] != call.v.shape[-1]:
         out = out[..., : call.v.shape[-1]]
     return Result(out, lse, None, native if call.needs_grad else ())
@@ -467,8 +468,11 @@ class _Sums:
         for source, gradient in zip(sources, found):
             if gradient is None:
                 gradient = torch.zeros_like(source)
-            gradient = gradient.view((*source.shape[:-1], gradient.shape[-1]))[..., : source.shape[-1]]
-            results.append(gradient.to(source.dtype))
+            gradient = gradient.view((*source.shape[:-1], gradient.shape[-1]))
+            if self.call.cu_seqlens_q is not None:
+                starts = self.call.cu_seqlens_q if source is self.call.q else self.call.cu_seqlens_k
+                gradient = zero_outside(gradient, starts)
+            results.append(gradient[..., : source.shape[-1]].to(source.dtype))
         return Gradients(*results)
 
 
