@@ -25,8 +25,9 @@ REFERENCE = Candidate("reference", mutants.correct.flash_attn_func)
 
 
 def located(function, n=96, causal=False, keys=None, dtype=torch.float32, tile=32, heads=2, heads_k=None) -> Located:
-    shapes = {"q": (1, n, heads, 16), "k": (1, keys or n, heads_k or heads, 16), "v": (1, keys or n, heads_k or heads, 16)}  # fmt: skip
-    setting = Setting(**draw(shapes, dtype, 0), causal=causal, block_rows=tile, block_columns=tile, device="cpu")
+    of_keys = (1, keys or n, heads_k or heads, 16)
+    tensors = draw({"q": (1, n, heads, 16), "k": of_keys, "v": of_keys}, dtype, 0)
+    setting = Setting(**tensors, causal=causal, block_rows=tile, block_columns=tile, device="cpu")
     return locate(Candidate("mine", function), REFERENCE, setting)
 
 

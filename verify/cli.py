@@ -9,11 +9,11 @@ import argparse
 import sys
 from typing import NoReturn
 
-from verify import bench, compare, ladder, locate
+from verify import bench, compare, ladder, locate, report
 from verify.errors import UsageError
 
 # One line for each subcommand; the first is what `python -m verify` alone does.
-SUBCOMMANDS = (compare, bench, ladder, locate)
+SUBCOMMANDS = (compare, bench, ladder, locate, report)
 
 
 class _Parser(argparse.ArgumentParser):

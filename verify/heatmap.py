@@ -38,7 +38,7 @@ def png(values: Sequence[Sequence[float]], tolerance: float, rows_per_cell: int,
     from matplotlib import colors, pyplot
 
     heads, cells = len(values), len(values[0])
-    figure, axes = pyplot.subplots(figsize=(7, 1.3 + 0.28 * min(heads, 16)), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(6, 1.2 + 0.26 * min(heads, 16)), layout="constrained")
     shown = [[min(max(error / tolerance if tolerance else 1e9, 1e-3), 1e3) for error in line] for line in values]
     extent = (0, cells * rows_per_cell, heads - 0.5, -0.5)
     scale = colors.LogNorm(1e-3, 1e3)
@@ -48,10 +48,11 @@ def png(values: Sequence[Sequence[float]], tolerance: float, rows_per_cell: int,
         for border in range(1, math.ceil(tiles)):
             axes.axvline(border * block_rows, color="black", linewidth=0.6, alpha=0.5)
     axes.set(xlabel="query row", ylabel="head", yticks=range(0, heads, max(1, heads // 8)))
-    axes.set_title(title, fontsize=9)
+    if title:
+        axes.set_title(title, fontsize=8)
     figure.colorbar(image, ax=axes, label="error / tolerance", ticks=[1e-3, 1, 1e3], pad=0.02)
     target = io.BytesIO()
-    figure.savefig(target, format="png", dpi=130)
+    figure.savefig(target, format="png", dpi=170)
     pyplot.close(figure)
     return target.getvalue()
 

@@ -229,9 +229,11 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def picture(found: Located) -> bytes:
+def picture(found: Located, title: str | None = None) -> bytes:
+    """The heat map as PNG, under the names of the two unless another title (or none, "") is given."""
     values, height = heat_map(found.error, heatmap.CELLS)
-    title = " against ".join(each.candidate.name for each in found.candidates)
+    if title is None:
+        title = " against ".join(each.candidate.name for each in found.candidates)
     return heatmap.png(values.tolist(), found.tolerance, height, title, found.setting.block_rows)
 
 
