@@ -34,7 +34,9 @@ class Figure:
 
     @property
     def passes(self) -> bool:
-        return (self.at_least is None or self.ratio >= self.at_least) and (self.at_most is None or self.ratio <= self.at_most)
+        return (self.at_least is None or self.ratio >= self.at_least) and (
+            self.at_most is None or self.ratio <= self.at_most
+        )
 
     @property
     def required(self) -> str:
@@ -142,7 +144,10 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--only", default="", help="only groups and cases with this text in their name")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument(
-        "--threads", type=int, default=torch.get_num_threads(), help="1 measures CPU time: the choice for a busy machine"
+        "--threads",
+        type=int,
+        default=torch.get_num_threads(),
+        help="1 measures CPU time: the choice for a busy machine",
     )
     return parser
 

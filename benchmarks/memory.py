@@ -68,7 +68,8 @@ def growth(backend: str, feature: str, with_backward: bool, device: str) -> Iter
     mib = 2.0**20
     detail = f"{short.peak / mib:.1f} -> {long.peak / mib:.1f} MiB, all scores would be {4 * LONG**2 / mib:.0f}"
     yield Figure(
-        f"{backend}: memory beyond inputs and outputs", f"{feature}, {'forward + backward' if with_backward else 'forward'}",
+        f"{backend}: memory beyond inputs and outputs",
+        f"{feature}, {'forward + backward' if with_backward else 'forward'}",
         f"{LONG} over {SHORT} tokens", long.peak / max(short.peak, 1), at_most=2.2, detail=detail,
     )  # fmt: skip
 

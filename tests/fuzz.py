@@ -132,7 +132,8 @@ _SIMPLEST = {
     "dtype": "float32", "causal": False, "window": (-1, -1), "window_as": "tuple", "softcap": 0.0, "alibi": "",
     "dropout_p": 0.0, "softmax_scale": None, "magnitude": 1.0, "deterministic": False, "return_attn_probs": True,
     "gap": (0, 0), "max_seqlen_slack": 0, "max_seqlen_as": "int", "num_splits": 0, "poison": False, "batch_idx": False,
-    "rotary_dim": 0, "leftpad": None, "head_dim_v": None, "group": 1, "nheads_k": 1, "head_dim": 8, "lengths_as": "tensor",
+    "rotary_dim": 0, "leftpad": None, "head_dim_v": None, "group": 1, "nheads_k": 1, "head_dim": 8,
+    "lengths_as": "tensor",
     "layouts": ("contiguous",) * 4, "page_size": 0, "seqused": None, "seed": 0,
 }  # fmt: skip
 
@@ -235,13 +236,16 @@ def _report(total: Tally, plan: Plan, console: Console, shown: int) -> None:
     for failure in total.failures[:shown]:
         # After a device error a process can try nothing more, so that problem stays as large as it was.
         small = failure.problem if failure.fatal else shrink(failure, plan.device)
-        complaints = failure.complaints if failure.fatal else _judge(Examination(small, plan.device), failure.backend)[0]
+        complaints = (
+            failure.complaints if failure.fatal else _judge(Examination(small, plan.device), failure.backend)[0]
+        )
         console.rule(f"problem {failure.seed} on {failure.backend}")
         console.print(f"{failure.problem!r}\n  " + "\n  ".join(failure.complaints), markup=False, highlight=False)
         console.print(
             "smallest found, to repeat:\n"
             "  from tests.judge import Examination; from tests.problems import Problem\n"
-            f"  print(Examination({small!r}, {plan.device!r}).judge({failure.backend!r}))\n  " + "\n  ".join(complaints),
+            f"  print(Examination({small!r}, {plan.device!r}).judge({failure.backend!r}))\n  "
+            + "\n  ".join(complaints),
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
     table = Table("backend", "ran", "refused", "worst error / bound", "of problem", "failures")

@@ -8,6 +8,7 @@ error of a tiny problem can be zero by luck.
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -171,7 +172,7 @@ class Examination:
     @staticmethod
     def _note(verdict: Verdict, name: str, error: float, bound: float) -> None:
         ratio = error / bound if bound else (0.0 if error == 0 else float("inf"))
-        verdict.ratio = max(verdict.ratio, ratio if ratio == ratio else float("inf"))
+        verdict.ratio = max(verdict.ratio, float("inf") if math.isnan(ratio) else ratio)
         if not error <= bound:
             verdict.failures.append(f"{name}: error {error:.3e}, allowed {bound:.3e}")
 
@@ -238,7 +239,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def must_serve(p: Problem, backend: str, device: str = "cpu") -> bool:
-    """What a backend may not refuse: the two general ones nothing, `sdpa` on a CPU no plain attention, whatever its mask."""
+    """What a backend may not refuse: the two general ones nothing, `sdpa` on a CPU no plain attention of any mask."""
     if backend in ("reference", "chunked"):
         return True
     plain = p.has_gradients and not p.dropout_p and p.softcap <= 0 and p.value_dim == p.head_dim

@@ -180,7 +180,12 @@ def _amax(x: Tensor) -> Tensor:
 
 
 def _answer(
-    fn: str, args: Mapping[str, Any], dout: Tensor | None, keep: Tensor | None, dtype: torch.dtype | None, attend: Attend
+    fn: str,
+    args: Mapping[str, Any],
+    dout: Tensor | None,
+    keep: Tensor | None,
+    dtype: torch.dtype | None,
+    attend: Attend,
 ) -> Answer:
     args = dict(args)
     packed = next((name for name in PACKED if name in args), None)
@@ -309,7 +314,9 @@ def _assemble_lse(args: Mapping[str, Any], lses: list[Tensor]) -> Tensor:
         return torch.stack(lses)
     before, after = _outside(args)
     heads = lses[0].shape[0]
-    return torch.cat([lses[0].new_full((heads, before), torch.nan), *lses, lses[0].new_full((heads, after), torch.nan)], 1)
+    return torch.cat(
+        [lses[0].new_full((heads, before), torch.nan), *lses, lses[0].new_full((heads, after), torch.nan)], 1
+    )
 
 
 def _outside(args: Mapping[str, Any]) -> tuple[int, int]:

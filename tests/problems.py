@@ -246,7 +246,9 @@ class _Builder:
     def cache(self) -> dict[str, Any]:
         p = self.p
         batch, new = len(p.seqlens_q), p.new_keys or 0
-        args: dict[str, Any] = {"q": self.tensor((batch, p.seqlens_q[0], p.nheads, p.head_dim), p.layouts[0], p.magnitude)}
+        args: dict[str, Any] = {
+            "q": self.tensor((batch, p.seqlens_q[0], p.nheads, p.head_dim), p.layouts[0], p.magnitude)
+        }
         capacity = p.capacity
         if p.page_size:
             args["block_table"], args["k_cache"], args["v_cache"] = self.pages(p.seqlens_k, reserve=new)
@@ -263,7 +265,9 @@ class _Builder:
         if p.rotary_dim:
             table = max(capacity, max(p.seqlens_k) + max(p.seqlens_q[0], new))
             angles = torch.rand(table, p.rotary_dim // 2, generator=self.generator) * 6.3
-            args["rotary_cos"], args["rotary_sin"] = (t.to(self.dtype).to(self.device) for t in (angles.cos(), angles.sin()))
+            args["rotary_cos"], args["rotary_sin"] = (
+                t.to(self.dtype).to(self.device) for t in (angles.cos(), angles.sin())
+            )
             args["rotary_interleaved"] = p.rotary_interleaved
         return args
 
@@ -314,7 +318,10 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 
 
 class Source(Protocol):
-    """Where the choices come from: a seed here, hypothesis in test_properties.py. The first of the options and the lower bound are the simplest."""
+    """Where the choices come from: a seed here, hypothesis in test_properties.py.
+
+    The first of the options and the lower bound are the simplest.
+    """
 
     def integer(self, low: int, high: int) -> int: ...
     def pick(self, options: Sequence[T]) -> T: ...

@@ -22,7 +22,13 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 
 
 def qkv(
-    b: int = 2, sq: int = 7, sk: int = 7, h: int = 2, hk: int | None = None, d: int = 16, dtype: torch.dtype = torch.float32
+    b: int = 2,
+    sq: int = 7,
+    sk: int = 7,
+    h: int = 2,
+    hk: int | None = None,
+    d: int = 16,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor]:
     hk = hk or h
     return (

@@ -1,4 +1,4 @@
-"""How gradients flow: determinism, packed inputs, repeated, higher and forward-mode differentiation, nothing kept in vain."""
+"""How gradients flow: determinism, packed inputs, repeated, higher and forward-mode derivatives, memory."""
 
 from __future__ import annotations
 

@@ -125,7 +125,9 @@ def test_varlen_over_pages() -> None:
 
 def test_the_triple_of_return_attn_probs() -> None:
     args = qkv(sq=5, sk=9)
-    ours, right = (fn(*args, causal=True, return_attn_probs=True) for fn in (compiled(flash_attn_func), flash_attn_func))
+    ours, right = (
+        fn(*args, causal=True, return_attn_probs=True) for fn in (compiled(flash_attn_func), flash_attn_func)
+    )
     close(ours[0], right[0])
     close(ours[1], right[1])
     assert ours[2].shape == (0,)
@@ -150,7 +152,10 @@ def test_kvcache_with_an_append_and_rotary_writes_the_same_cache(causal: bool) -
         return call(q, *cache, k, v, cos, sin, cache_seqlens=lengths, causal=causal, return_softmax_lse=True)
 
     caches = [(randn(2, 20, 2, 16, seed=5), randn(2, 20, 2, 16, seed=6)) for _ in range(2)]
-    (out, lse), (right, right_lse) = step(caches[0], compiled(flash_attn_with_kvcache)), step(caches[1], flash_attn_with_kvcache)
+    (out, lse), (right, right_lse) = (
+        step(caches[0], compiled(flash_attn_with_kvcache)),
+        step(caches[1], flash_attn_with_kvcache),
+    )
     close(out, right)
     close(lse, right_lse)
     for ours, wanted in zip(*caches, strict=True):
@@ -168,7 +173,9 @@ def test_kvcache_over_pages() -> None:
     def step(pools: tuple[Tensor, Tensor], call: Callable[..., Any]) -> Tensor:
         q, k, v = randn(2, 1, 4, 16, seed=1), randn(2, 1, 2, 16, seed=2), randn(2, 1, 2, 16, seed=3)
         table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
-        return call(q, *pools, k, v, cache_seqlens=torch.tensor([5, 7], dtype=torch.int32), block_table=table, causal=True)
+        return call(
+            q, *pools, k, v, cache_seqlens=torch.tensor([5, 7], dtype=torch.int32), block_table=table, causal=True
+        )
 
     pools = [(randn(4, 4, 2, 16, seed=5), randn(4, 4, 2, 16, seed=6)) for _ in range(2)]
     close(step(pools[0], compiled(flash_attn_with_kvcache)), step(pools[1], flash_attn_with_kvcache))
@@ -189,7 +196,20 @@ def test_the_private_functions(varlen: bool) -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, ...]:
         out, lse, _, rng_state = forward(q, k, v, *lengths, **options, **more, return_softmax=False)
         softmax_d = backward(
-            out.cos(), q, k, v, out, lse, dq, dk, dv, *lengths, **options, **more, deterministic=False, rng_state=rng_state
+            out.cos(),
+            q,
+            k,
+            v,
+            out,
+            lse,
+            dq,
+            dk,
+            dv,
+            *lengths,
+            **options,
+            **more,
+            deterministic=False,
+            rng_state=rng_state,
         )
         return out, lse, softmax_d, dq, dk, dv
 
@@ -258,7 +278,9 @@ def test_the_fake_kernels_know_shapes_dtypes_and_strides(option: str, backward: 
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
 
-def _ops_called(inputs: tuple[Tensor, ...], kwargs: dict[str, Any], backward: bool) -> list[tuple[Any, tuple[Any, ...]]]:
+def _ops_called(
+    inputs: tuple[Tensor, ...], kwargs: dict[str, Any], backward: bool
+) -> list[tuple[Any, tuple[Any, ...]]]:
     """Our custom ops with the arguments that a compiled call passes to them, read while its graph runs."""
     called: list[tuple[Any, tuple[Any, ...]]] = []
 
@@ -276,7 +298,9 @@ def _ops_called(inputs: tuple[Tensor, ...], kwargs: dict[str, Any], backward: bo
         return make_boxed_func(run)
 
     leaves = [x.detach().requires_grad_(backward) for x in inputs]
-    returned = torch.compile(flash_attn_func, fullgraph=True, backend=aot_autograd(fw_compiler=reading))(*leaves, **kwargs)
+    returned = torch.compile(flash_attn_func, fullgraph=True, backend=aot_autograd(fw_compiler=reading))(
+        *leaves, **kwargs
+    )
     if backward:
         (returned[0] if isinstance(returned, tuple) else returned).sum().backward()
     assert len(called) == 1 + backward

@@ -146,7 +146,9 @@ def test_key_and_value_gradients_are_summed_over_the_group(backend: str) -> None
     k, v = k.requires_grad_(), v.requires_grad_()
     dk, dv = torch.autograd.grad(on_backend(backend, flash_attn_func, q, k, v).square().sum(), (k, v))
     wide_k, wide_v = (x.detach().repeat_interleave(3, 2).requires_grad_() for x in (k, v))
-    separate = torch.autograd.grad(on_backend(backend, flash_attn_func, q, wide_k, wide_v).square().sum(), (wide_k, wide_v))
+    separate = torch.autograd.grad(
+        on_backend(backend, flash_attn_func, q, wide_k, wide_v).square().sum(), (wide_k, wide_v)
+    )
     for ours, wide in zip((dk, dv), separate, strict=True):
         close(ours, wide.unflatten(2, (2, 3)).sum(3), 8)
 
@@ -155,7 +157,10 @@ def test_key_and_value_gradients_are_summed_over_the_group(backend: str) -> None
 @pytest.mark.parametrize("d", [1, 5, 52, 264])
 def test_the_default_scale_uses_the_true_head_dim(backend: str, d: int) -> None:
     q, k, v = qkv(d=d)
-    close(on_backend(backend, flash_attn_func, q, k, v), on_backend(backend, flash_attn_func, q, k, v, softmax_scale=d**-0.5))
+    close(
+        on_backend(backend, flash_attn_func, q, k, v),
+        on_backend(backend, flash_attn_func, q, k, v, softmax_scale=d**-0.5),
+    )
     check_against_oracle(backend, "flash_attn_func", dict(q=q, k=k, v=v))
 
 
@@ -177,7 +182,9 @@ def test_softcap_is_off_unless_positive(backend: str, softcap: float) -> None:
 
 @on_general_backends
 @pytest.mark.parametrize("per_batch", [False, True])
-@pytest.mark.parametrize("kwargs", [{}, dict(causal=True), dict(window_size=(3, 2)), dict(causal=True, window_size=(3, 0))])
+@pytest.mark.parametrize(
+    "kwargs", [{}, dict(causal=True), dict(window_size=(3, 2)), dict(causal=True, window_size=(3, 0))]
+)
 def test_alibi_lowers_scores_by_slope_times_distance(backend: str, per_batch: bool, kwargs: Any) -> None:
     q, k, v = qkv(sq=7, sk=11, h=4, hk=2)
     slopes = torch.rand((2, 4) if per_batch else (4,), generator=torch.Generator().manual_seed(0))
@@ -260,7 +267,9 @@ def test_a_negative_dropout_is_none(backend: str) -> None:
 @on_general_backends
 @pytest.mark.parametrize("d", [16, 20])
 @pytest.mark.parametrize("sliced", [False, True])
-def test_the_output_is_contiguous_so_that_heads_can_be_viewed_as_one_dimension(backend: str, d: int, sliced: bool) -> None:
+def test_the_output_is_contiguous_so_that_heads_can_be_viewed_as_one_dimension(
+    backend: str, d: int, sliced: bool
+) -> None:
     q, k, v = torch.stack(qkv(d=d), 2).unbind(2) if sliced else qkv(d=d)
     assert on_backend(backend, flash_attn_func, q, k, v).view(2, 7, 2 * d).shape == (2, 7, 2 * d)
 

@@ -210,8 +210,6 @@ def test_counts_are_a_copy() -> None:
 # ---------------------------------------------------------------- the compute capability
 
 
-
-
 def test_the_capability_variable_replaces_that_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from flash_attn_compat import settings
 

@@ -46,7 +46,13 @@ def test_asking_for_the_probabilities_does_not_change_the_mask(backend: str) -> 
 @pytest.mark.parametrize("p", [0.1, 0.17, 0.5, 0.9])
 @pytest.mark.parametrize(
     "kwargs",
-    [{}, dict(causal=True), dict(window_size=(5, 3)), dict(alibi_slopes=torch.tensor([0.2, 0.1, 0.0, 1.0])), dict(softcap=3.0)],
+    [
+        {},
+        dict(causal=True),
+        dict(window_size=(5, 3)),
+        dict(alibi_slopes=torch.tensor([0.2, 0.1, 0.0, 1.0])),
+        dict(softcap=3.0),
+    ],
     ids=["plain", "causal", "window", "alibi", "softcap"],
 )
 def test_forward_and_backward_use_the_mask_that_s_dmask_shows(backend: str, p: float, kwargs: Any) -> None:
@@ -58,7 +64,8 @@ def test_forward_and_backward_use_the_mask_that_s_dmask_shows(backend: str, p: f
 def test_packed_sequences_have_masks_of_their_own(backend: str) -> None:
     args = dict(
         q=randn(24, 2, 8, seed=1), k=randn(24, 2, 8, seed=2), v=randn(24, 2, 8, seed=3),
-        cu_seqlens_q=cumulative(12, 12), cu_seqlens_k=cumulative(12, 12), max_seqlen_q=12, max_seqlen_k=12, dropout_p=0.5,
+        cu_seqlens_q=cumulative(12, 12), cu_seqlens_k=cumulative(12, 12), max_seqlen_q=12, max_seqlen_k=12,
+        dropout_p=0.5,
     )  # fmt: skip
     check_against_oracle(backend, "flash_attn_varlen_func", args)
     _, _, s_dmask = on_backend(backend, flash_attn_varlen_func, **args, return_attn_probs=True)
@@ -74,7 +81,12 @@ def test_the_share_of_kept_probabilities_is_that_of_one_random_byte(backend: str
     _, _, s_dmask = dropped(backend, 5, q, k, v, dropout_p=p, return_attn_probs=True)
     keep = s_dmask[:, :, :200, :250] >= 0
     wanted = (math.floor(255 * (1 - p)) + 1) / 256
-    for axes, what in (((0, 1, 2, 3), "all"), ((0, 2, 3), "each head"), ((2, 3), "each matrix"), ((0, 1, 3), "each row")):
+    for axes, what in (
+        ((0, 1, 2, 3), "all"),
+        ((0, 2, 3), "each head"),
+        ((2, 3), "each matrix"),
+        ((0, 1, 3), "each row"),
+    ):
         count = keep.numel() / keep.double().mean(axes).numel()
         deviation = (keep.double().mean(axes) - wanted).abs().max().item() / math.sqrt(wanted * (1 - wanted) / count)
         assert deviation < 4.5, what
@@ -107,7 +119,9 @@ def test_the_expected_output_is_that_without_dropout(backend: str) -> None:
 
 @DROPPING
 def test_s_dmask_is_padded_to_multiples_of_128(backend: str) -> None:
-    _, _, s_dmask = dropped(backend, 0, *qkv(b=2, sq=130, sk=5, h=3, dtype=torch.float16), dropout_p=0.2, return_attn_probs=True)
+    _, _, s_dmask = dropped(
+        backend, 0, *qkv(b=2, sq=130, sk=5, h=3, dtype=torch.float16), dropout_p=0.2, return_attn_probs=True
+    )
     assert s_dmask.shape == (2, 3, 256, 128) and s_dmask.dtype == torch.float16
 
 

@@ -150,7 +150,18 @@ def test_new_keys_go_to_the_rows_of_cache_batch_idx_and_nowhere_else(backend: st
 @on_general_backends
 def test_new_keys_left_of_every_window_are_written_too(backend: str) -> None:
     q, (k, v), (k_new, v_new) = queries(sq=1), cache(), new(snew=12)
-    on_backend(backend, flash_attn_with_kvcache, q, k, v, k_new, v_new, cache_seqlens=ints(7, 20), causal=True, window_size=(2, 0))
+    on_backend(
+        backend,
+        flash_attn_with_kvcache,
+        q,
+        k,
+        v,
+        k_new,
+        v_new,
+        cache_seqlens=ints(7, 20),
+        causal=True,
+        window_size=(2, 0),
+    )
     assert torch.equal(k[0, 7:19], k_new[0]) and torch.equal(v[1, 20:32], v_new[1])
 
 
@@ -158,7 +169,9 @@ def test_new_keys_left_of_every_window_are_written_too(backend: str) -> None:
 def test_strided_caches_are_written_through_their_strides(backend: str) -> None:
     both = torch.stack(cache(), 2)
     q, (k_new, v_new) = queries(), new()
-    on_backend(backend, flash_attn_with_kvcache, q, both[:, :, 0], both[:, :, 1], k_new, v_new, cache_seqlens=ints(7, 20))
+    on_backend(
+        backend, flash_attn_with_kvcache, q, both[:, :, 0], both[:, :, 1], k_new, v_new, cache_seqlens=ints(7, 20)
+    )
     assert torch.equal(both[0, 7:10, 0], k_new[0]) and torch.equal(both[1, 20:23, 1], v_new[1])
 
 
@@ -234,7 +247,9 @@ def tables(positions: int = 40, dim: int = 16) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-def _rotated(q: Tensor, k: Tensor, starts: Tensor, q_constant: bool, interleaved: bool, dim: int) -> tuple[Tensor, Tensor]:
+def _rotated(
+    q: Tensor, k: Tensor, starts: Tensor, q_constant: bool, interleaved: bool, dim: int
+) -> tuple[Tensor, Tensor]:
     cos, sin = tables(dim=dim)
     k = apply_rotary_emb(k, cos, sin, interleaved, seqlen_offsets=starts)
     if not q_constant:
@@ -304,7 +319,10 @@ def test_rotary_positions_do_not_depend_on_leftpad(backend: str) -> None:
         (dict(rotary_sin=None), "If rotary cos is provided, rotary sin must also be provided"),
         (dict(rotary_cos=randn(40, 6), rotary_sin=randn(40, 6)), "rotary dimensions divisible by 16"),
         (dict(rotary_cos=randn(40, 16), rotary_sin=randn(40, 16)), "rotary_dim must be <= headdim"),
-        (dict(rotary_cos=randn(31, 8), rotary_sin=randn(31, 8)), "cos/sin seqlen must be at least the seqlen of KV cache"),
+        (
+            dict(rotary_cos=randn(31, 8), rotary_sin=randn(31, 8)),
+            "cos/sin seqlen must be at least the seqlen of KV cache",
+        ),
         (dict(rotary_cos=randn(40, 8).half(), rotary_sin=randn(40, 8).half()), "must have the same dtype as query"),
         (dict(cache_seqlens=torch.tensor([7, 20])), "seqlens_k must have dtype int32"),
         (dict(cache_leftpad=torch.tensor([1, 2])), "leftpad_k must have dtype int32"),
@@ -318,7 +336,14 @@ def test_a_malformed_call_is_rejected_before_anything_is_written(change: dict[st
     (k_cache, v_cache), (k, v), (cos, sin) = cache(), new(), tables()
     before = k_cache.clone(), v_cache.clone()
     call = dict(
-        q=queries(), k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=cos, rotary_sin=sin, cache_seqlens=ints(7, 20)
+        q=queries(),
+        k_cache=k_cache,
+        v_cache=v_cache,
+        k=k,
+        v=v,
+        rotary_cos=cos,
+        rotary_sin=sin,
+        cache_seqlens=ints(7, 20),
     )
     with pytest.raises(RuntimeError, match=message):
         flash_attn_with_kvcache(**call | change)
@@ -340,7 +365,7 @@ def test_a_cache_with_a_strided_last_dimension_is_an_assertion_error(name: str) 
 @on_general_backends
 def test_the_lse_is_returned_on_request(backend: str) -> None:
     q, (k, v) = queries(), cache()
-    out, lse = on_backend(backend, flash_attn_with_kvcache, q, k, v, cache_seqlens=9, return_softmax_lse=True)
+    _, lse = on_backend(backend, flash_attn_with_kvcache, q, k, v, cache_seqlens=9, return_softmax_lse=True)
     _, right, _ = flash_attn_func(q, k[:, :9], v[:, :9], return_attn_probs=True)
     assert lse.shape == (2, 4, 3) and lse.dtype == torch.float32
     close(lse, right)

@@ -1,4 +1,4 @@
-"""Memory grows with the length, never with its square. Bytes are those the allocator was asked for, so the same every time."""
+"""Memory grows with the length, never with its square. Bytes asked of the allocator, so the same every time."""
 
 from __future__ import annotations
 

@@ -41,7 +41,9 @@ def _excess(ours: torch.Tensor, recorded: torch.Tensor, epsilons: float, terms: 
 @pytest.mark.parametrize("name", RECORDED)
 def test_the_oracle_agrees_with_the_official_answer(name: str) -> None:
     record = RECORDED[name]
-    ours = oracle.answer(record["fn"], record["args"] | record["kwargs"], record.get("dout") if record.get("grads") else None)
+    ours = oracle.answer(
+        record["fn"], record["args"] | record["kwargs"], record.get("dout") if record.get("grads") else None
+    )
     assert _excess(ours.out, record["out"][0], 4, ours.magnitudes["out"]) <= 1
     if len(record["out"]) > 1:
         lse = record["out"][1]

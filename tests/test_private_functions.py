@@ -33,11 +33,13 @@ PUBLIC = {
     "flash_attn_qkvpacked_func": f"qkv, {_DENSE_OPTIONS}",
     "flash_attn_varlen_func": "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, "
     f"{_DENSE_OPTIONS}, block_table=None",
-    "flash_attn_varlen_kvpacked_func": "q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, " + _DENSE_OPTIONS,
+    "flash_attn_varlen_kvpacked_func": "q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, "
+    + _DENSE_OPTIONS,
     "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {_DENSE_OPTIONS}",
-    "flash_attn_with_kvcache": "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, "
-    "cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), "
-    "softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False",
+    "flash_attn_with_kvcache": "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, "
+    "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, "
+    "causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
+    "return_softmax_lse=False",
 }
 _LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 _SCORES = "dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes"
@@ -47,8 +49,8 @@ PRIVATE = {
     "window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None, leftpad_k=None, "
     "seqused_k=None, zero_tensors=False",
     "_flash_attn_backward": f"dout, q, k, v, out, softmax_lse, dq, dk, dv, {_SCORES}, deterministic, rng_state=None",
-    "_flash_attn_varlen_backward": f"dout, q, k, v, out, softmax_lse, dq, dk, dv, {_LENGTHS}, {_SCORES}, deterministic, "
-    "rng_state=None, zero_tensors=False",
+    "_flash_attn_varlen_backward": f"dout, q, k, v, out, softmax_lse, dq, dk, dv, {_LENGTHS}, {_SCORES}, "
+    "deterministic, rng_state=None, zero_tensors=False",
 }
 
 
@@ -134,7 +136,9 @@ def test_dropout_may_be_the_int_0() -> None:
 # ---------------------------------------------------------------- backward
 
 
-def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *grads: Tensor | None, **changes: Any):
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *grads: Tensor | None, **changes: Any
+):
     args: dict[str, Any] = dict(
         dropout_p=0.0, softmax_scale=q.shape[-1] ** -0.5, causal=False, window_size_left=-1, window_size_right=-1,
         softcap=0.0, alibi_slopes=None, deterministic=False,
