@@ -16,6 +16,7 @@ from torch import Tensor
 from flash_attn_compat.backends.base import HALF_DTYPES, BlockwiseBackend, Capabilities
 from flash_attn_compat.engine import alibi, dropout
 from flash_attn_compat.engine.call import AttentionCall, Upstream
+from flash_attn_compat.engine.compilation import OptionallyCompiled
 from flash_attn_compat.engine.features import Feature
 from flash_attn_compat.engine.layout import Block
 from flash_attn_compat.engine.mask import Range
@@ -108,14 +109,14 @@ class _Piece:
             scores, factor = scores.mul_(factor), 1.0
             alibi.add_bias_(scores, self.block.slopes[:, self.heads], rows, columns, self.offset)
         for part in call.mask.partly_hidden(rows, columns, self.offset):
-            hidden = self._hidden_tile(rows, part)
+            hidden = self.hidden_tile(rows, part)
             scores[..., part.start - columns.start : part.stop - columns.start].masked_fill_(hidden, -torch.inf)
         if self.block.first_key is not None:
             padding = self.block.key_indices()[:, columns.start : columns.stop] < 0
             scores.masked_fill_(padding[:, None, None], -torch.inf)
         return scores, factor
 
-    def _hidden_tile(self, rows: Range, keys: Range) -> Tensor | None:
+    def hidden_tile(self, rows: Range, keys: Range) -> Tensor | None:
         """Mask.hidden, remembered for the next rows, which see the same at the same distance."""
         geometry = rows.size, keys.size, keys.start - rows.start
         if geometry not in self._hidden:
@@ -160,14 +161,7 @@ def _attend_rows(piece: _Piece, rows: Range) -> tuple[Tensor, Tensor]:
     # One block of keys shows every row a key, unless it is padding.
     all_alive = len(blocks) == 1 and piece.block.first_key is None
     for columns in blocks:
-        scores, factor = piece.scores(queries, rows, columns)
-        block_peak = scores.amax(-1, keepdim=True).mul_(factor)
-        new_peak = block_peak if peak is None else torch.maximum(peak, block_peak)
-        # A row that has seen nothing yet has peak -inf; 0 keeps exp(-inf - peak) at 0 instead of nan.
-        shift = new_peak if all_alive else new_peak.masked_fill(new_peak == -torch.inf, 0.0)
-        weights = torch.add(shift.neg(), scores, alpha=factor, out=scores).exp_()
-        block_total = weights.sum(-1, keepdim=True)
-        weights = weights.to(piece.operand_dtype)
+        weights, block_total, new_peak, shift = _weigh(piece, queries, rows, columns, peak, all_alive)
         keep = piece.keep(rows, columns)
         if keep is not None:
             weights.mul_(keep)
@@ -188,6 +182,40 @@ def _attend_rows(piece: _Piece, rows: Range) -> tuple[Tensor, Tensor]:
     total.masked_fill_(dead, 1.0)
     lse = total.log().add_(peak).masked_fill_(dead, torch.inf)
     return out.div_(total), lse.squeeze(-1)
+
+
+def _weigh(
+    piece: _Piece, queries: Tensor, rows: Range, columns: Range, peak: Tensor | None, all_alive: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """exp(score - shift) of a tile as an operand, its row sums, the new running maximum, and the shift."""
+    if _fused_weights.is_enabled and piece.block.slopes is None and piece.block.first_key is None:
+        softcap = piece.call.softcap
+        keys = piece.keys[:, columns.start : columns.stop].transpose(1, 2)
+        raw = piece.unfold(piece.product(queries, keys, piece.call.softmax_scale / (softcap or 1.0)), rows)
+        hidden = piece.hidden_tile(rows, columns)
+        return _fused_weights(raw, hidden, softcap, peak, piece.operand_dtype)
+    scores, factor = piece.scores(queries, rows, columns)
+    block_peak = scores.amax(-1, keepdim=True).mul_(factor)
+    new_peak = block_peak if peak is None else torch.maximum(peak, block_peak)
+    # A row that has seen nothing yet has peak -inf; 0 keeps exp(-inf - peak) at 0 instead of nan.
+    shift = new_peak if all_alive else new_peak.masked_fill(new_peak == -torch.inf, 0.0)
+    weights = torch.add(shift.neg(), scores, alpha=factor, out=scores).exp_()
+    return weights.to(piece.operand_dtype), weights.sum(-1, keepdim=True), new_peak, shift
+
+
+@OptionallyCompiled
+def _fused_weights(
+    raw: Tensor, hidden: Tensor | None, softcap: float, peak: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What _weigh does after the matrix product, out of place and in one expression for the compiler to fuse."""
+    scores = torch.tanh(raw) * softcap if softcap else raw
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    block_peak = scores.amax(-1, keepdim=True)
+    new_peak = block_peak if peak is None else torch.maximum(peak, block_peak)
+    shift = torch.where(new_peak == -torch.inf, 0.0, new_peak)
+    weights = torch.exp(scores - shift)
+    return weights.to(dtype), weights.sum(-1, keepdim=True), new_peak, shift
 
 
 def _backpropagate_rows(piece: _Piece, rows: Range, upstream: Upstream, dk: Tensor, dv: Tensor) -> Tensor:
