@@ -196,8 +196,13 @@ def test_a_right_trace_agrees_with_fp64_after_every_key_tile():
     assert torch.allclose(trace["row_sum"].double(), exact.row_sum, rtol=1e-4)
 
 
-def test_a_trace_left_as_an_attribute_is_read(capsys):
-    assert main(["locate", "tests.test_verify_locate:with_attribute", "verify.planted:right", *SMALL]) == 1
+def test_a_trace_left_as_an_attribute_is_read(tmp_path, capsys):
+    saved = tmp_path / "a.json"
+    arguments = ["tests.test_verify_locate:with_attribute", "verify.planted:right", *SMALL, "--json", str(saved)]
+    assert main(["locate", *arguments]) == 1
+    errors = json.loads(saved.read_text())["trace_errors"]
+    assert [error > 0.1 for error in errors["A"]["row_sum"]] == [False, True, True]
+    assert max(errors["B"]["running_max"] + errors["B"]["row_sum"] + errors["B"]["lse"]) < 1e-4
     shown = capsys.readouterr().out
     assert "m of A off" in shown and "m of B off" in shown
     assert "trace, running maximum: no key tile is wrong" in shown

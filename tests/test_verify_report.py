@@ -260,12 +260,15 @@ def test_accelerators_come_first_in_the_machine_line():
         ("--compare", "[]", "is not a file that `python -m verify compare --json` wrote"),
         ("--compare", BENCHED, "is not a file that `python -m verify compare --json` wrote"),
         ("--bench", COMPARED, "is not a file that `python -m verify bench --json` wrote"),
+        ("--compare", changed(COMPARED, 0, checks=[{"ok": True}]), "is not as this version writes it"),
         ("--locate", BENCHED, "is not a file that `python -m verify locate --json` wrote"),
     ],
 )
 def test_a_file_of_another_kind_ends_in_one_line_and_exit_code_2(option, content, part, tmp_path, capsys):
     path = str(tmp_path / "missing.json") if content is None else saved(tmp_path, "a.json", content)
-    assert main(["report", option, path, "-o", str(tmp_path / "r.html")]) == 2
+    others = {"--compare": COMPARED, "--bench": BENCHED, "--locate": LOCATED} | {option: None}
+    good = [[name, saved(tmp_path, f"{name[2:]}.json", data)] for name, data in others.items() if data]
+    assert main(["report", option, path, *sum(good, []), "-o", str(tmp_path / "r.html")]) == 2
     captured = capsys.readouterr()
     assert part in captured.err and len(captured.err.splitlines()) == 1
     assert not (tmp_path / "r.html").exists()

@@ -218,6 +218,10 @@ def to_json(found: Located) -> dict[str, Any]:
         "texture": texture(found.differs, setting.block_rows) if found.first else None,
         "first": None if found.first is None else {**asdict(found.first), "key_tile": found.key_tile},
         "growth": [{"keys": keys, "differs": differs} for keys, differs in found.growth],
+        "trace_errors": {
+            label: {name: [_finite(x) for x in by_tile] for name, by_tile in trace_errors(each, found.truth).items()}
+            for label, each in zip("AB", found.candidates)
+        },
         "findings": {label: list(lines) for label, lines in found.findings.items()},
         "block_rows": setting.block_rows,
         "block_columns": setting.block_columns,

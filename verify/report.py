@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +18,8 @@ from verify.output import console
 from verify.page import Picture, Source, page
 from verify.probe import Setting
 from verify.report_facts import Json, answers, load, speed
+
+Facts = TypeVar("Facts")
 
 QUICK_COMPARE = ("--quick",)
 QUICK_WORKLOADS = "uniform_varlen,skewed_varlen,llm_gqa_causal,mistral_window,decode_32x4096"
@@ -74,12 +76,22 @@ def main(arguments: argparse.Namespace) -> int:
         Source("Speed and memory", _command(quick_bench, arguments.bench), bench_data["environment"]),
         *found,
     ]
-    facts = answers(compare_data), speed(bench_data)
+    facts = _read(answers, compare_data, arguments.compare), _read(speed, bench_data, arguments.bench)
     output.write_text(page(*facts, pictures, sources), encoding="utf-8")
     terminal = console()
     terminal.print(f"wrote {output}")
     right = facts[0].all.ok and facts[0].all.given > 0 and not facts[1].wrong
     return 0 if right else 1
+
+
+def _read(facts_of: Callable[[Json], Facts], data: Json, saved: Path | None) -> Facts:
+    """The facts of a run; a saved one may be of another version, or edited by hand."""
+    try:
+        return facts_of(data)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if saved is None:
+            raise
+        raise UsageError(f"{saved} is not as this version writes it: {type(error).__name__} {error}") from error
 
 
 def _command(quick: Sequence[str], saved: Path | None) -> str:
