@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from verify import ladder
+from verify import inputs, ladder
 from verify.cli import main
+from verify.errors import UsageError
 from verify.inputs import draw
 from verify.judge import against_fp64
 from verify.oracle import plain, truth
@@ -152,3 +154,12 @@ def test_no_memory_even_for_the_inputs_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(ladder, "torch_attention", full)
     assert main(["ladder", "--n", "16", *QUICK]) == 2
     assert "N = 16 does not fit" in capsys.readouterr().err
+
+
+def test_a_missing_matplotlib_or_fp64_is_found_out_before_the_work(monkeypatch):
+    with pytest.raises(UsageError, match="mps has no fp64"):
+        inputs.check_device("mps", torch.float64)
+    inputs.check_device("cuda", torch.float64)
+    monkeypatch.setattr(inputs.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="matplotlib is not installed"):
+        inputs.check_picture(Path("a.png"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -73,3 +74,14 @@ def check_picture(path: Path | None) -> None:
         raise UsageError(f"cannot draw {path}: a name that ends in .png is needed")
     if not path.absolute().parent.is_dir():
         raise UsageError(f"cannot write {path}: there is no folder {path.absolute().parent}")
+    check_matplotlib()
+
+
+def check_matplotlib() -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError('matplotlib is not installed: pip install -c constraints.txt -e ".[verify]"')
+
+
+def check_device(device: str, kind: torch.dtype) -> None:
+    if device.startswith("mps") and kind == torch.float64:
+        raise UsageError("the device mps has no fp64")

@@ -227,6 +227,7 @@ def main(arguments: argparse.Namespace) -> int:
     check_output_arguments(arguments)
     inputs.check_picture(arguments.plot)
     (device,) = checked_devices([arguments.device])
+    inputs.check_device(device, arguments.dtype)
     lengths = sorted(set(arguments.n or DEFAULT_LENGTHS))
     if arguments.plot and len(lengths) == 1:
         lengths = sorted({max(1, lengths[0] // part) for part in (4, 2, 1)})

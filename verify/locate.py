@@ -304,6 +304,7 @@ def main(arguments: argparse.Namespace) -> int:
     check_output_arguments(arguments)
     inputs.check_picture(arguments.plot)
     (device,) = checked_devices([arguments.device])
+    inputs.check_device(device, arguments.dtype)
     a, b = candidate(arguments.a), candidate(arguments.b)
     setting = setting_from(arguments, device)
     terminal = console()

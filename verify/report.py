@@ -60,6 +60,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise UsageError(
             f"cannot write {output}: " + ("it is a folder" if output.is_dir() else "there is no such folder")
         )
+    inputs.check_matplotlib()
     device = checked_devices([arguments.device] if arguments.device else [])[-1]
     # Everything given is read before anything slow begins.
     compared = load(arguments.compare, "compare") if arguments.compare else None
