@@ -90,6 +90,20 @@ def reset_backend_counts() -> None:
     _served.clear()
 
 
+def forget_decisions() -> None:
+    """Decide anew from now on: what a backend can serve has changed for a reason that no setting shows."""
+    _decisions.clear()
+
+
+def serve_instead(failed: Backend, call: AttentionCall) -> Backend:
+    """Another backend for a call that ``failed`` was counted for and could not compute; its reasons say why by now."""
+    forget_decisions()
+    backend = choose(call)
+    _served[failed.name] -= 1
+    _served[backend.name] += 1
+    return backend
+
+
 def choose(call: AttentionCall) -> Backend:
     """The first backend that can serve ``call`` exactly, or the forced one.
 
