@@ -1,0 +1,210 @@
+"""PyTorch's own copy of FlashAttention-2: the path for GPUs of compute capability 8.0 and newer without flash-attn.
+
+The operators' schemas grew over PyTorch's versions; what the installed one lacks is a reason. How a call
+becomes a launch is in flash_launch.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flash_attn_compat.backends import flash_alibi, flash_outside
+from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities
+from flash_attn_compat.backends.flash_launch import FlashBackend, Launch, Native
+from flash_attn_compat.engine.call import Gradients
+from flash_attn_compat.engine.features import Feature, Traits
+
+_LACKS = Feature.SOFTCAP | Feature.SHARED_DROPOUT_MASK | Feature.VALUE_HEAD_DIM | Feature.TRANSFORMS
+_ALWAYS = {
+    "forward": {"cum_seq_q", "cum_seq_k", "max_q", "max_k", "scale", "window_size_left", "window_size_right"},
+    "backward": {"logsumexp", "cum_seq_q", "cum_seq_k", "scale", "window_size_left", "window_size_right"},
+}
+_determinism = threading.Lock()
+
+
+class TorchFlash(FlashBackend):
+    name = "torch_flash"
+    capabilities = Capabilities(
+        features=~_LACKS,
+        devices=frozenset({"cuda"}),
+        dtypes=HALF_DTYPES,
+        min_capability=(8, 0),
+        max_capability=(12, 1),
+        max_head_dim=256,
+    )
+
+    def unavailable_reasons(self) -> list[str]:
+        if torch.version.hip is not None:
+            return ["PyTorch's flash kernels for ROCm are others and untested"]
+        is_built = getattr(torch.backends.cuda, "is_flash_attention_available", None)
+        if torch.version.cuda is not None and is_built is not None and not is_built():
+            return ["this PyTorch was built without its flash kernels"]
+        other = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+        if other is not None:
+            return [f"{other} was activated in place of PyTorch's own flash kernels"]
+        return [
+            f"this PyTorch's aten::_flash_attention_{name} lacks {', '.join(sorted(missing))}"
+            for name, needed in _ALWAYS.items()
+            if (missing := needed - _arguments(name))
+        ]
+
+    def extra_reasons(self, traits: Traits) -> list[str]:
+        features = Feature(traits.features)
+        needed = {Feature.SEQUSED_K: "seqused_k", Feature.LEFTPAD_K: "seqused_k", Feature.PAGED: "block_table"}
+        lacking = {name for feature, name in needed.items() if features & feature} - _arguments("forward")
+        reasons = [f"this PyTorch's aten::_flash_attention_forward lacks {name}" for name in sorted(lacking)]
+        if features & Feature.ALIBI:
+            reasons += flash_alibi.reasons(traits)
+        if features & Feature.PAGED and features & Feature.LEFTPAD_K:
+            reasons.append("leftpad_k with pages")
+        return super().extra_reasons(traits) + reasons
+
+    def launch_forward(self, launch: Launch) -> Native:
+        native = _forward(launch) if launch.alibi_slopes is None else _forward_by_channels(launch)
+        if launch.cu_seqlens_q is not None and flash_outside.may_exist(launch.cu_seqlens_q, launch.q.shape[0]):
+            flash_outside.set_to_zero(native.out, launch.cu_seqlens_q)
+        return native
+
+    def launch_backward(self, launch: Launch, dout: Tensor, native: Native, into: Gradients | None) -> Gradients:
+        compute = _backward if launch.alibi_slopes is None else _backward_by_channels
+        with _deterministic() if launch.deterministic else contextlib.nullcontext():
+            found = compute(launch, dout, native)
+        if launch.cu_seqlens_q is not None:
+            for gradient, starts in zip(found, (launch.cu_seqlens_q, launch.cu_seqlens_k, launch.cu_seqlens_k)):
+                if flash_outside.may_exist(starts, gradient.shape[0]):
+                    flash_outside.set_to_zero(gradient, starts)
+        if into is None:
+            return found
+        for place, gradient in zip(into, found):
+            place.copy_(gradient)
+        return into
+
+    def official_lse(self, launch: Launch, lse: Tensor) -> Tensor:
+        if launch.cu_seqlens_q is not None and lse.dim() == 3:
+            lse = _padded_to_packed(lse, launch.cu_seqlens_q, launch.q.shape[0])
+        return lse if launch.alibi_slopes is None else flash_alibi.from_channels(launch, lse)
+
+    def native_lse(self, launch: Launch, lse: Tensor) -> Tensor:
+        if launch.alibi_slopes is not None:
+            lse = flash_alibi.to_channels(launch, lse)
+        if launch.cu_seqlens_q is not None and _pads_lse(launch.q.device):
+            return _packed_to_padded(lse, launch.cu_seqlens_q, launch.max_seqlen_q)
+        return lse.contiguous()
+
+
+def _forward(launch: Launch) -> Native:
+    seqused_k = launch.seqused_k
+    optional = {}
+    if seqused_k is not None or launch.leftpad_k is not None or launch.block_table is not None:
+        launch = _without_leftpad(launch)
+        optional = {"seqused_k": launch.seqused_k}
+        if launch.block_table is not None:
+            optional["block_table"] = launch.block_table
+    left, right = launch.window
+    out, lse, seed, offset, _ = _operator("forward")(
+        launch.q, launch.k, launch.v, launch.cu_seqlens_q, launch.cu_seqlens_k, launch.max_seqlen_q,
+        launch.max_seqlen_k, launch.dropout_p, launch.causal, False, scale=launch.scale, window_size_left=left,
+        window_size_right=right, **optional,
+    )  # fmt: skip
+    return Native(out, lse, (seed, offset))
+
+
+def _backward(launch: Launch, dout: Tensor, native: Native) -> Gradients:
+    seed, offset = native.state or (dout.new_empty(0), dout.new_empty(0))
+    left, right = launch.window
+    return Gradients(
+        *_operator("backward")(
+            dout, launch.q, launch.k, launch.v, native.out, native.lse, launch.cu_seqlens_q, launch.cu_seqlens_k,
+            launch.max_seqlen_q, launch.max_seqlen_k, launch.dropout_p, launch.causal, seed, offset, scale=launch.scale,
+            window_size_left=left, window_size_right=right,
+        )
+    )  # fmt: skip
+
+
+def _forward_by_channels(launch: Launch) -> Native:
+    """Causal ALiBi: PyTorch builds its kernels without slopes, whatever the operator's schema says."""
+    out = launch.q.new_empty(launch.q.shape)
+    lse, state, channels = [], [], flash_alibi.channels(launch)
+    for part in flash_alibi.parts(launch):
+        native = _forward(flash_alibi.with_channels(launch, channels, part))
+        out[part] = native.out[..., : out.shape[-1]]
+        lse.append(native.lse)
+        state += native.state
+    return Native(out, lse[0] if len(lse) == 1 else torch.cat(lse), tuple(state))
+
+
+def _backward_by_channels(launch: Launch, dout: Tensor, native: Native) -> Gradients:
+    found = Gradients(*(tensor.new_empty(tensor.shape) for tensor in (launch.q, launch.k, launch.v)))
+    channels = flash_alibi.channels(launch)
+    for index, part in enumerate(flash_alibi.parts(launch)):
+        wide = flash_alibi.with_channels(launch, channels, part)
+        size = wide.q.shape[-1]
+        lse = native.lse if launch.cu_seqlens_q is not None else native.lse[part]
+        kept = Native(flash_alibi.widen(native.out[part], size), lse, native.state[2 * index : 2 * index + 2])
+        for gradient, wider in zip(found, _backward(wide, flash_alibi.widen(dout[part], size), kept)):
+            gradient[part] = wider[..., : gradient.shape[-1]]
+    return found
+
+
+def _without_leftpad(launch: Launch) -> Launch:
+    """Skipped slots as later starts: where the keys' lengths are given, their starts may lie anywhere."""
+    if launch.leftpad_k is None and (launch.block_table is None or launch.seqused_k is not None):
+        return launch
+    lengths = launch.cu_seqlens_k.diff() if launch.seqused_k is None else launch.seqused_k
+    if launch.leftpad_k is None:
+        return launch._replace(seqused_k=lengths)
+    starts = launch.cu_seqlens_k + F.pad(launch.leftpad_k, (0, 1))
+    return launch._replace(cu_seqlens_k=starts, seqused_k=(lengths - launch.leftpad_k).clamp_(min=0), leftpad_k=None)
+
+
+@functools.lru_cache(maxsize=None)
+def _operator(direction: str) -> Callable[..., tuple[Tensor, ...]] | None:
+    packet = getattr(torch.ops.aten, f"_flash_attention_{direction}", None)
+    return packet and packet.default
+
+
+@functools.lru_cache(maxsize=None)
+def _arguments(direction: str) -> frozenset[str]:
+    """The names of an operator's arguments in the installed PyTorch."""
+    operator = _operator(direction)
+    return frozenset() if operator is None else frozenset(argument.name for argument in operator._schema.arguments)
+
+
+@functools.lru_cache(maxsize=None)
+def _pads_lse(device: torch.device) -> bool:
+    """Whether packed rows' LSE is (batch, heads, max_seqlen_q), as before FlashAttention 2.6; found by a tiny call."""
+    q = torch.zeros(1, 1, 8, dtype=torch.float16, device=device)
+    starts = torch.arange(2, dtype=torch.int32, device=device)
+    lse = _operator("forward")(q, q, q, starts, starts, 1, 1, 0.0, False, False)[1]
+    return lse.dim() == 3
+
+
+def _padded_to_packed(lse: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
+    tokens = torch.arange(total, device=lse.device)
+    sequence = torch.searchsorted(cu_seqlens[1:], tokens, right=True).clamp_(max=lse.shape[0] - 1)
+    row = (tokens - cu_seqlens[sequence]).clamp_(0, lse.shape[2] - 1)
+    return lse[sequence, :, row].t()
+
+
+def _packed_to_padded(lse: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+    tokens = cu_seqlens[:-1, None] + torch.arange(longest, device=lse.device)
+    return lse[:, tokens.clamp_(max=lse.shape[1] - 1)].transpose(0, 1).contiguous()
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    """The operator takes no such argument: it asks PyTorch's global switch, while it is launched."""
+    with _determinism:
+        before = torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()
+        torch._C._set_deterministic_algorithms(True, warn_only=False)
+        try:
+            yield
+        finally:
+            torch._C._set_deterministic_algorithms(before[0], warn_only=before[1])

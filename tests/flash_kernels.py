@@ -1,0 +1,229 @@
+"""FlashAttention-2's kernels acted out on a CPU: strict about what they are given, careless where the real ones are.
+
+Tokens outside of all sequences come back as NaN, windows are clamped to the longest key length, rows beyond
+max_seqlen_q are not computed, and grouped heads of single rows are folded only if every sequence has one. So a
+backend that relies on more than the kernels promise fails here. The numbers come from the reference backend.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.backends.reference import Reference
+from flash_attn_compat.engine.build import Options, dense_call
+from flash_attn_compat.engine.call import Gradients, Upstream
+
+calls: list[tuple[str, tuple[Any, ...]]] = []  # what was called with what
+
+
+def fwd(q, k, v, out_, alibi_slopes, p_dropout, scale, is_causal, left, right, softcap, return_softmax, gen_=None):
+    calls.append(("fwd", (q, k, v)))
+    _check(q, k, v, p_dropout, softcap)
+    window = _normalised(is_causal, left, right, k.shape[1])
+    return _forward(q, k, v, alibi_slopes, p_dropout, scale, window, softcap)
+
+
+def bwd(
+    dout, q, k, v, out, lse, dq, dk, dv, alibi_slopes, p_dropout, scale, is_causal, left, right, softcap, deterministic,
+    gen_=None, rng_state=None,
+):  # fmt: skip
+    calls.append(("bwd", (dout, q, k, v)))
+    _check(q, k, v, p_dropout, softcap)
+    _check_upstream(dout, out, lse)
+    window = _normalised(is_causal, left, right, k.shape[1])
+    return _backward(dout, q, k, v, out, lse, dq, dk, dv, alibi_slopes, p_dropout, scale, window, softcap, rng_state)
+
+
+def varlen_fwd(
+    q, k, v, out_, cu_q, cu_k, seqused_k, leftpad_k, block_table, alibi_slopes, max_q, max_k, p_dropout, scale,
+    zero_tensors, is_causal, left, right, softcap, return_softmax, gen_=None,
+):  # fmt: skip
+    calls.append(("varlen_fwd", (q, k, v)))
+    _check(q, k, v, p_dropout, softcap)
+    assert not (leftpad_k is not None and block_table is not None)
+    left, right = _normalised(is_causal, left, right, max_k)
+    batch = cu_q.shape[0] - 1
+    folds = max_q == 1 and q.shape[1] > k.shape[-2] and (left, right) in ((-1, -1), (-1, 0))
+    if folds and not p_dropout and alibi_slopes is None:
+        assert q.shape[0] == batch, "folded rows cannot be reshaped"
+    outside, lse_outside = (0.0, -torch.inf) if zero_tensors else (torch.nan, torch.nan)
+    out, lse = torch.full_like(q, outside), torch.full((q.shape[1], q.shape[0]), lse_outside)
+    rng_state = torch.zeros(2, dtype=torch.int64)
+    for index, rows in enumerate(_spans(cu_q)):
+        rows = slice(rows.start, min(rows.stop, rows.start + max_q))
+        if rows.start == rows.stop:
+            continue
+        keys = _keys(index, cu_k, seqused_k, leftpad_k, block_table, k)
+        window = (min(left, max(0, k[keys].shape[0] - 1)), right)  # as far, and short of what counts as unbounded
+        slopes = _slopes(alibi_slopes, index)
+        part = _forward(q[None, rows], k[keys][None], v[keys][None], slopes, p_dropout, scale, window, softcap)
+        out[rows], lse[:, rows], rng_state = part[0][0], part[1][0], part[3]
+    return [out, lse, q.new_empty(0), rng_state]
+
+
+def varlen_bwd(
+    dout, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, alibi_slopes, max_q, max_k, p_dropout, scale, zero_tensors,
+    is_causal, left, right, softcap, deterministic, gen_=None, rng_state=None,
+):  # fmt: skip
+    calls.append(("varlen_bwd", (dout, q, k, v)))
+    _check(q, k, v, p_dropout, softcap)
+    _check_upstream(dout, out, lse)
+    left, right = _normalised(is_causal, left, right, max_k)
+    for gradient in (dq, dk, dv):
+        gradient.fill_(0.0 if zero_tensors else torch.nan)
+    for index, (rows, keys) in enumerate(zip(_spans(cu_q), _spans(cu_k))):
+        for gradient, span in ((dq, rows), (dk, keys), (dv, keys)):
+            gradient[span] = 0
+        if rows.start == rows.stop or keys.start == keys.stop:
+            continue
+        window = (min(left, keys.stop - keys.start - 1), right)
+        _backward(
+            dout[None, rows], q[None, rows], k[None, keys], v[None, keys], out[None, rows], lse[None, :, rows],
+            dq[None, rows], dk[None, keys], dv[None, keys], _slopes(alibi_slopes, index), p_dropout, scale, window,
+            softcap, rng_state,
+        )  # fmt: skip
+    return [dq, dk, dv, None]
+
+
+def fwd_kvcache(
+    q, kcache, vcache, k_, v_, seqlens_k, cos, sin, cache_batch_idx, leftpad_k, block_table, alibi_slopes, out_, scale,
+    is_causal, left, right, softcap, interleaved, num_splits,
+):  # fmt: skip
+    calls.append(("fwd_kvcache", (q, kcache, vcache)))
+    _check(q, kcache, vcache, 0.0, softcap)
+    assert k_ is None and v_ is None
+    assert cache_batch_idx is None and not (leftpad_k is not None and block_table is not None)
+    pages, size = (1, kcache.shape[1]) if block_table is None else (block_table.shape[1], kcache.shape[1])
+    window = _normalised(is_causal, left, right, pages * size)
+    starts = torch.arange(q.shape[0] + 1) * pages * size
+    if block_table is None:
+        kcache, vcache = kcache.flatten(0, 1), vcache.flatten(0, 1)
+    out, lse = torch.empty_like(q), torch.empty(q.shape[0], q.shape[2], q.shape[1])
+    for index in range(q.shape[0]):
+        keys = _keys(index, starts, seqlens_k, leftpad_k, block_table, kcache)
+        k, v, slopes = kcache[keys][None], vcache[keys][None], _slopes(alibi_slopes, index)
+        # As far to the left, and short of what counts as unbounded.
+        near = (min(window[0], max(0, k.shape[1] - 1)), window[1])
+        out[index], lse[index] = (
+            part[0] for part in _forward(q[index, None], k, v, slopes, 0.0, scale, near, softcap)[:2]
+        )
+    return [out, lse]
+
+
+def aten_forward(
+    q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None, window_size_left=None,
+    window_size_right=None, seqused_k=None, alibi_slopes=None, block_table=None, pads_lse=False,
+):  # fmt: skip
+    """PyTorch's operator around the same kernels; ``pads_lse`` as before FlashAttention 2.6."""
+    assert alibi_slopes is None, "This flash attention build does not support alibi."
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    left, right = (-1 if side is None else side for side in (window_size_left, window_size_right))
+    shared = (scale, is_causal, left, right, 0.0, False)
+    if cu_q is None:
+        assert seqused_k is None and block_table is None
+        out, lse, _, rng_state = fwd(q, k, v, None, alibi_slopes, dropout_p, *shared)
+    else:
+        varlen = (seqused_k, None, block_table, alibi_slopes, max_q, max_k, dropout_p, scale, False)
+        out, lse, _, rng_state = varlen_fwd(q, k, v, None, cu_q, cu_k, *varlen, *shared[1:])
+        lse = _padded(lse, cu_q, max_q) if pads_lse else lse
+    return out, lse, rng_state, torch.empty(()), q.new_empty(0)
+
+
+def aten_backward(
+    dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, seed, offset, *, scale=None,
+    window_size_left=None, window_size_right=None, pads_lse=False,
+):  # fmt: skip
+    gradients = [torch.empty_like(tensor) for tensor in (q, k, v)]
+    scalars = (scale, is_causal, window_size_left, window_size_right, 0.0)
+    rng_state = seed if dropout_p else None
+    if cu_q is None:
+        bwd(dout, q, k, v, out, lse, *gradients, None, dropout_p, *scalars, False, None, rng_state)
+    else:
+        lse = _unpadded(lse, cu_q, q.shape[0]) if pads_lse else lse
+        given = (dout, q, k, v, out, lse, *gradients, cu_q, cu_k, None, max_q, max_k, dropout_p, scale, False)
+        varlen_bwd(*given, *scalars[1:], False, None, rng_state)
+    return tuple(gradients)
+
+
+def _forward(q, k, v, slopes, dropout_p, scale, window, softcap):
+    if k.shape[1] == 0:
+        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), torch.inf)
+        return [torch.zeros_like(q), lse, q.new_empty(0), torch.zeros(2, dtype=torch.int64)]
+    call = dense_call(q, k, v, Options(dropout_p, scale, False, window, softcap, slopes, return_attn_probs=True))
+    result = Reference().forward(call)
+    return [result.out, result.softmax_lse, q.new_empty(0), result.rng_state]
+
+
+def _backward(dout, q, k, v, out, lse, dq, dk, dv, slopes, dropout_p, scale, window, softcap, rng_state):
+    call = dense_call(q, k, v, Options(dropout_p, scale, False, window, softcap, slopes))._replace(rng_state=rng_state)
+    upstream = Upstream(dout, out, lse, rng_state)
+    return [*Reference().backward(call, upstream, Gradients(dq, dk, dv)), None]
+
+
+def _normalised(causal: bool, left: int, right: int, longest: int) -> tuple[int, int]:
+    right = 0 if causal else right
+    left, right = (-1 if side >= longest else side for side in (left, right))
+    if left < 0 <= right and right != 0:
+        left = longest
+    if right < 0 <= left:
+        right = longest
+    return left, right
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softcap: float) -> None:
+    for tensor in (q, k, v):
+        assert tensor.dtype == q.dtype and tensor.dtype in (torch.float16, torch.bfloat16), tensor.dtype
+        assert tensor.shape[-1] == q.shape[-1] and tensor.shape[-1] % 8 == 0 and tensor.shape[-1] <= 256, tensor.shape
+        _check_alignment(tensor)
+    assert q.shape[0] > 0 and q.shape[-2] % k.shape[-2] == 0
+    assert not (dropout_p and softcap)
+
+
+def _check_upstream(dout: Tensor, out: Tensor, lse: Tensor) -> None:
+    _check_alignment(dout)
+    _check_alignment(out)
+    assert lse.is_contiguous() and lse.dtype == torch.float32
+
+
+def _check_alignment(tensor: Tensor) -> None:
+    assert tensor.stride(-1) == 1 and all(stride % 8 == 0 for stride in tensor.stride()[:-1]), tensor.stride()
+    assert tensor.storage_offset() % 8 == 0
+
+
+def _spans(starts: Tensor) -> list[slice]:
+    bounds = starts.tolist()
+    return [slice(start, stop) for start, stop in zip(bounds, bounds[1:])]
+
+
+def _keys(
+    index: int, cu_k: Tensor, seqused_k: Tensor | None, leftpad_k: Tensor | None, table: Tensor | None, k: Tensor
+) -> slice | tuple[Tensor, Tensor]:
+    start, stop = int(cu_k[index]), int(cu_k[index + 1])
+    length = stop - start if seqused_k is None else int(seqused_k[index])
+    if table is not None:
+        assert k.shape[1] % 256 == 0
+        slots = torch.arange(length)
+        return table[index].long()[slots // k.shape[1]], slots % k.shape[1]
+    skipped = 0 if leftpad_k is None else int(leftpad_k[index])
+    return slice(start + skipped, start + max(skipped, length))
+
+
+def _slopes(slopes: Tensor | None, index: int) -> Tensor | None:
+    return slopes if slopes is None or slopes.dim() == 1 else slopes[index : index + 1]
+
+
+def _padded(lse: Tensor, starts: Tensor, longest: int) -> Tensor:
+    padded = torch.full((starts.shape[0] - 1, lse.shape[0], longest), torch.nan)
+    for index, rows in enumerate(_spans(starts)):
+        padded[index, :, : rows.stop - rows.start] = lse[:, rows]
+    return padded
+
+
+def _unpadded(lse: Tensor, starts: Tensor, total: int) -> Tensor:
+    packed = torch.full((lse.shape[1], total), torch.nan)
+    for index, rows in enumerate(_spans(starts)):
+        packed[:, rows] = lse[index, :, : rows.stop - rows.start]
+    return packed

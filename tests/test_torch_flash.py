@@ -1,0 +1,325 @@
+"""The torch_flash backend around PyTorch's operators, acted out on a CPU in the shapes of its versions."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from flash_attn_compat import explain, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
+from flash_attn_compat.backends import flash_alibi, flash_outside, torch_flash
+from flash_attn_compat.backends.flash_launch import prepare
+from flash_attn_compat.engine import dispatch
+from flash_attn_compat.engine.build import Options, dense_call
+from flash_attn_compat.engine.call import AttentionCall
+from tests import flash_kernels
+from tests.judge import Examination
+from tests.problems import KINDS, Problem, random_problem
+from tests.support import cumulative, qkv
+
+HALF = torch.float16
+# Since FlashAttention 2.6 packed rows' LSE is (heads, total_q); pages came with PyTorch 2.12 or so.
+VERSIONS = {"padded LSE": (True, False), "packed LSE": (False, False), "packed LSE, pages": (False, True)}
+
+
+@pytest.fixture(params=VERSIONS.values(), ids=VERSIONS.keys())
+def has_pages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    for _ in _pretended(monkeypatch, *request.param):
+        yield request.param[1]
+
+
+@pytest.fixture
+def newest(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield from _pretended(monkeypatch, pads_lse=False, has_pages=True)
+
+
+def _pretended(
+    monkeypatch: pytest.MonkeyPatch, pads_lse: bool, has_pages: bool, capability: tuple[int, int] = (9, 0)
+) -> Iterator[None]:
+    """Calls on CPU tensors count as calls on a GPU, and its operators are those of tests/flash_kernels.py."""
+    true_traits = AttentionCall.traits
+    monkeypatch.setattr(
+        AttentionCall, "traits", lambda call: true_traits(call)._replace(device_type="cuda", capability=capability)
+    )
+    functions = {"forward": flash_kernels.aten_forward, "backward": flash_kernels.aten_backward}
+    names = {
+        direction: frozenset(inspect.signature(function).parameters) - (set() if has_pages else {"block_table"})
+        for direction, function in functions.items()
+    }
+    names["backward"] |= {"logsumexp", "cum_seq_q", "cum_seq_k"}
+    names["forward"] |= {"cum_seq_q", "cum_seq_k", "max_q", "max_k"}
+    monkeypatch.setattr(
+        torch_flash, "_operator", lambda direction: functools.partial(functions[direction], pads_lse=pads_lse)
+    )
+    monkeypatch.setattr(torch_flash, "_arguments", lambda direction: names[direction])
+    torch_flash._pads_lse.cache_clear()
+    dispatch.forget_decisions()
+    flash_kernels.calls.clear()
+    yield
+    torch_flash._pads_lse.cache_clear()
+    dispatch.forget_decisions()
+
+
+def reasons(function: Any = flash_attn_func, *args: Any, **kwargs: Any) -> list[str]:
+    return explain(function, *(args or qkv(dtype=HALF)), **kwargs).reasons["torch_flash"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_agrees_with_the_oracle_wherever_it_serves(has_pages: bool, kind: str) -> None:
+    served, complaints = 0, []
+    for seed in range(400):
+        problem = random_problem(seed, (kind,), ("float16", "bfloat16"))
+        if problem.dropout_p:  # which only the kernel that drew a mask can repeat
+            continue
+        verdict = Examination(problem).judge("torch_flash")
+        complaints += [f"{problem}: {failure}" for failure in verdict.failures]
+        served += not verdict.refused
+        if served == 20:
+            break
+    assert not complaints, "\n".join(complaints)
+    if kind == "paged" and not has_pages:
+        assert not flash_kernels.calls
+    else:
+        assert served >= 10 and flash_kernels.calls
+
+
+@pytest.mark.usefixtures("has_pages")
+@pytest.mark.parametrize(
+    ("window", "alibi"),
+    [((-1, -1), False), ((-1, 0), False), ((3, 0), False), ((4, 5), False), ((-1, 0), True), ((3, 0), True)],
+)
+def test_its_backward_takes_an_lse_that_another_forward_left(window: tuple[int, int], alibi: bool) -> None:
+    from flash_attn_compat.flash_attn_interface import _flash_attn_varlen_backward, _flash_attn_varlen_forward
+
+    q, k, v = (x.flatten(0, 1) for x in qkv(b=3, sq=11, sk=11, h=4, hk=2, dtype=HALF))
+    starts_q, starts_k = cumulative(11, 2, 20), cumulative(9, 11, 13)
+    options = (0.0, 0.25, False, *window, 0.0, torch.tensor([0.5, 0.2, 0.1, 0.7]) if alibi else None)
+    with use_backend("reference"):
+        out, lse, *_ = _flash_attn_varlen_forward(q, k, v, starts_q, starts_k, 20, 13, *options)
+    dout = torch.randn_like(out)
+    found = {}
+    for backend in ("reference", "torch_flash"):
+        found[backend] = [torch.empty_like(x) for x in (q, k, v)]
+        with use_backend(backend):
+            _flash_attn_varlen_backward(
+                dout, q, k, v, out, lse, *found[backend], starts_q, starts_k, 20, 13, *options, False
+            )
+    for ours, right in zip(found["torch_flash"], found["reference"]):
+        torch.testing.assert_close(ours.float(), right.float(), rtol=2e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("seqlens", [(7, 7), (4, 9), (9, 4)])
+@pytest.mark.parametrize("window", [(-1, -1), (3, -1)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_channels_in_place_of_slopes_give_the_lse_they_are_said_to_give(
+    seqlens: tuple[int, int], window: tuple[int, int], dtype: torch.dtype
+) -> None:
+    q, k, v = qkv(sq=seqlens[0], sk=seqlens[1], h=2, d=16, dtype=dtype)
+    slopes = torch.tensor([0.3137, 11.7])
+    call = dense_call(q, k, v, Options(causal=True, window_size=window, alibi_slopes=slopes, return_attn_probs=True))
+    with use_backend("reference"):
+        _, lse, _ = flash_attn_func(
+            q, k, v, causal=True, window_size=window, alibi_slopes=slopes, return_attn_probs=True
+        )
+    launch = prepare(call, takes_caches=False)
+    wide = flash_alibi.with_channels(launch, flash_alibi.channels(launch), slice(None))
+    scores = torch.einsum("bihd,bjhd->bhij", wide.q.double(), wide.k.double()) * wide.scale
+    hidden = call.mask.hidden(*_ranges(*seqlens), seqlens[1] - seqlens[0], q.device)
+    scores = scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
+    expected = torch.logsumexp(scores, -1)
+    expected = expected.masked_fill(expected == -torch.inf, torch.inf)
+    torch.testing.assert_close(flash_alibi.to_channels(launch, lse).double(), expected, rtol=0, atol=2e-4)
+    torch.testing.assert_close(flash_alibi.from_channels(launch, expected), lse, rtol=0, atol=2e-4)
+
+
+def _ranges(seqlen_q: int, seqlen_k: int) -> tuple[Any, Any]:
+    from flash_attn_compat.engine.mask import Range
+
+    return Range(0, seqlen_q), Range(0, seqlen_k)
+
+
+@pytest.mark.usefixtures("newest")
+def test_alibi_is_computed_for_a_few_sequences_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_alibi, "_ENOUGH_ROWS", 50)
+    problem = Problem(
+        seqlens_q=(20,) * 5,
+        seqlens_k=(23,) * 5,
+        nheads_k=1,
+        group=2,
+        head_dim=16,
+        dtype="float16",
+        alibi="bh",
+        causal=True,
+    )
+    verdict = Examination(problem).judge("torch_flash")
+    assert verdict.failures == [] and not verdict.refused
+    assert [x[0].shape[0] for name, x in flash_kernels.calls if name == "fwd"] == [2, 2, 1]
+
+
+@pytest.mark.usefixtures("newest")
+def test_a_deterministic_backward_switches_pytorch_to_it_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    true_backward = torch_flash._operator("backward")
+    operators = {"forward": torch_flash._operator("forward")}
+    operators["backward"] = lambda *args, **kwargs: (
+        seen.append(torch.are_deterministic_algorithms_enabled()) or true_backward(*args, **kwargs)
+    )
+    monkeypatch.setattr(torch_flash, "_operator", operators.__getitem__)
+    with use_backend("torch_flash"):
+        for deterministic in (True, False):
+            flash_attn_func(
+                *(x.requires_grad_() for x in qkv(dtype=HALF)), deterministic=deterministic
+            ).sum().backward()
+    assert seen == [True, False] and not torch.are_deterministic_algorithms_enabled()
+
+
+# ---------------------------------------------------------------- what it refuses
+
+
+@pytest.mark.usefixtures("newest")
+@pytest.mark.parametrize(
+    ("shapes", "kwargs", "word"),
+    [
+        (dict(d=264), {}, "256"),
+        ({}, dict(softcap=3.0), "softcap"),
+        ({}, dict(dropout_p=0.1, return_attn_probs=True), "S_dmask"),
+    ],
+)
+def test_what_the_kernels_lack_is_a_reason(shapes: dict[str, int], kwargs: dict[str, Any], word: str) -> None:
+    assert any(word in reason for reason in reasons(flash_attn_func, *qkv(dtype=HALF, **shapes), **kwargs))
+
+
+@pytest.mark.usefixtures("newest")
+def test_fp32_is_a_reason() -> None:
+    assert reasons(flash_attn_func, *qkv()) == ["does not compute float32"]
+
+
+@pytest.mark.usefixtures("newest")
+def test_lengths_over_a_cache_need_seqused_k(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = qkv(dtype=HALF)
+    assert reasons(flash_attn_with_kvcache, q, k, v, cache_seqlens=3) == []
+    arguments = torch_flash._arguments
+    monkeypatch.setattr(torch_flash, "_arguments", lambda direction: arguments(direction) - {"seqused_k"})
+    assert any("seqused_k" in reason for reason in reasons(flash_attn_with_kvcache, q, k, v, cache_seqlens=3))
+
+
+@pytest.mark.usefixtures("newest")
+def test_an_operator_without_windows_is_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_flash, "_arguments", lambda direction: frozenset())
+    assert len(reasons()) == 2 and all("window_size_left" in reason for reason in reasons())
+
+
+@pytest.mark.parametrize(("head_dim", "refused"), [(192, False), (200, True), (256, False)])
+def test_a_gpu_with_less_shared_memory_lacks_some_backwards(
+    head_dim: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in _pretended(monkeypatch, pads_lse=False, has_pages=True, capability=(8, 6)):
+        leaves = [x.requires_grad_() for x in qkv(d=head_dim, dtype=HALF)]
+        assert any("shared memory" in reason for reason in reasons(flash_attn_func, *leaves)) == refused
+        assert not reasons(flash_attn_func, *qkv(d=head_dim, dtype=HALF))
+
+
+@pytest.mark.usefixtures("newest")
+def test_alibi_needs_a_causal_mask_and_room_for_its_channels() -> None:
+    slopes = torch.ones(2)
+    assert reasons(flash_attn_func, *qkv(dtype=HALF), alibi_slopes=slopes, causal=True) == []
+    assert any("causal" in reason for reason in reasons(flash_attn_func, *qkv(dtype=HALF), alibi_slopes=slopes))
+    wide = qkv(d=256, dtype=HALF)
+    assert any("250" in reason for reason in reasons(flash_attn_func, *wide, alibi_slopes=slopes, causal=True))
+
+
+@pytest.mark.usefixtures("newest")
+def test_one_query_over_a_cache_is_left_to_kernels_that_share_out_keys() -> None:
+    q, k, v = qkv(dtype=HALF)
+    assert any("one query" in reason for reason in reasons(flash_attn_with_kvcache, q[:, :1], k, v, cache_seqlens=3))
+    assert reasons(flash_attn_with_kvcache, q, k, v, cache_seqlens=3) == []
+
+
+def test_the_installed_pytorch_has_the_operators_in_a_known_form() -> None:
+    assert torch_flash.TorchFlash().unavailable_reasons() == []
+    starts = cumulative(3, 4)
+    found = explain(
+        flash_attn_varlen_func, *(torch.zeros(7, 2, 16, dtype=HALF) for _ in range(3)), starts, starts, 4, 4
+    )
+    assert found.reasons["torch_flash"] == ["runs on cuda, not on cpu"]
+
+
+# ---------------------------------------------------------------- on a GPU
+
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),
+    reason="runs PyTorch's flash kernels, needs a GPU of compute capability 8.0",
+)
+
+
+def on_gpu(*lengths: int, spare: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    total = sum(lengths) + spare
+    tensors = [torch.randn(total, 2, 64, dtype=HALF, device="cuda") for _ in range(3)]
+    return tensors, cumulative(*lengths).cuda()
+
+
+@needs_gpu
+@pytest.mark.parametrize("spare", [0, 20])
+def test_tokens_outside_of_all_sequences_are_zero_at_the_first_look_and_later(spare: int) -> None:
+    tensors, starts = on_gpu(30, 50, spare=spare)
+    for tensor in tensors:
+        tensor[80:] = torch.nan
+        tensor.requires_grad_()
+    for _ in range(3):
+        torch.full((400, 2, 64), torch.nan, dtype=HALF, device="cuda")  # what freed memory holds
+        with use_backend("torch_flash"):
+            out = flash_attn_varlen_func(*tensors, starts, starts, 50, 50, causal=True)
+        gradients = torch.autograd.grad(out, tensors, torch.ones_like(out))
+        for result in (out, *gradients):
+            assert result.isfinite().all() and not result[80:].any()
+        torch.cuda.synchronize()
+    assert flash_outside.may_exist(starts, 80 + spare) == (spare > 0)
+
+
+@needs_gpu
+def test_lengths_that_change_in_place_are_looked_at_again() -> None:
+    _, starts = on_gpu(30, 50, spare=0)
+    flash_outside.may_exist(starts, 80)
+    torch.cuda.synchronize()
+    assert not flash_outside.may_exist(starts, 80)
+    starts.copy_(cumulative(30, 20))
+    assert flash_outside.may_exist(starts, 80)
+    torch.cuda.synchronize()
+    assert flash_outside.may_exist(starts, 80) and not flash_outside.may_exist(starts, 50)
+
+
+@needs_gpu
+def test_a_captured_call_serves_other_lengths_at_its_replay() -> None:
+    tensors, starts = on_gpu(30, 70, spare=0)
+
+    def call() -> torch.Tensor:
+        return flash_attn_varlen_func(*tensors, starts, starts, 70, 70, causal=True)
+
+    with torch.no_grad(), use_backend("torch_flash"):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = call()
+        starts.copy_(cumulative(50, 20))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, call()) and not out[70:].any()
+
+
+@needs_gpu
+def test_deterministic_gradients_are_the_same_every_time() -> None:
+    leaves = [torch.randn(2, 1500, 4, 64, dtype=HALF, device="cuda", requires_grad=True) for _ in range(3)]
+    with use_backend("torch_flash"):
+        runs = [
+            torch.autograd.grad(flash_attn_func(*leaves, causal=True, deterministic=True).sum(), leaves)
+            for _ in range(8)
+        ]
+    assert all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0]))
