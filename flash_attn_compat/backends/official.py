@@ -1,0 +1,188 @@
+"""The real flash-attn 2, used call by call where it is installed, works on this GPU and accepts the call.
+
+Its compiled extension is called directly, under whatever name answers to ``flash_attn`` at present: the
+package's own functions may be running on ours. What it refuses is a reason; a build that computes something
+else (some are limited to a few head dims) is found out by a tiny call before it gets its first real one.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat import settings
+from flash_attn_compat.backends import flash_outside, official_trial
+from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities
+from flash_attn_compat.backends.flash_launch import FlashBackend, Launch, Native
+from flash_attn_compat.engine.call import Gradients
+from flash_attn_compat.engine.features import Feature, Traits
+from flash_attn_compat.naming import real
+
+_LACKS = Feature.SHARED_DROPOUT_MASK | Feature.VALUE_HEAD_DIM | Feature.TRANSFORMS
+
+
+class Official(FlashBackend):
+    name = "official"
+    takes_caches = True
+    capabilities = Capabilities(
+        features=~_LACKS,
+        devices=frozenset({"cuda"}),
+        dtypes=HALF_DTYPES,
+        min_capability=(8, 0),
+        max_head_dim=256,
+    )
+
+    def reasons(self, traits: Traits) -> list[str]:
+        # Only a call that nothing else speaks against is worth loading the extension for.
+        return super().reasons(traits) or self._loading_reasons(traits)
+
+    def unavailable_reasons(self) -> list[str]:
+        if settings.official_disabled():
+            return [f"{settings.DISABLE_OFFICIAL} is set"]
+        if torch.version.hip is not None:
+            return ["flash-attn's kernels for ROCm are others and untested"]
+        if real.real_is_swapped():
+            return ["the installed flash-attn runs on this package at present"]
+        return [] if _location() is not None else ["flash-attn is not installed"]
+
+    def extra_reasons(self, traits: Traits) -> list[str]:
+        features = Feature(traits.features)
+        reasons = super().extra_reasons(traits)
+        if features & Feature.SOFTCAP and features & Feature.DROPOUT:
+            reasons.append("softcap with dropout")
+        if features & Feature.PAGED and features & Feature.LEFTPAD_K:
+            reasons.append("leftpad_k with pages")
+        if features & Feature.PAGED and features & Feature.VARLEN and features & Feature.LSE:
+            reasons.append("softmax_lse of packed rows over pages: it misplaces that of rows without keys")
+        return reasons
+
+    def launch_forward(self, launch: Launch) -> Native:
+        functions = _functions()
+        q, k, v, scale, causal, (left, right) = launch[:6]
+        if launch.cu_seqlens_q is not None:
+            out, lse, _, rng_state = functions.varlen_fwd(
+                q, k, v, None, launch.cu_seqlens_q, launch.cu_seqlens_k, launch.seqused_k, launch.leftpad_k,
+                launch.block_table, launch.alibi_slopes, launch.max_seqlen_q, launch.max_seqlen_k, launch.dropout_p,
+                scale, flash_outside.may_exist(launch.cu_seqlens_q, q.shape[0]), causal, left, right, launch.softcap,
+                False, None,
+            )  # fmt: skip
+            return Native(out, lse, (rng_state,))
+        if launch.seqused_k is None and launch.leftpad_k is None and launch.block_table is None:
+            out, lse, _, rng_state = functions.fwd(
+                q, k, v, None, launch.alibi_slopes, launch.dropout_p, scale, causal, left, right, launch.softcap,
+                False, None,
+            )  # fmt: skip
+            return Native(out, lse, (rng_state,))
+        out, lse = functions.fwd_kvcache(
+            q, k, v, None, None, launch.seqused_k, None, None, None, launch.leftpad_k, launch.block_table,
+            launch.alibi_slopes, None, scale, causal, left, right, launch.softcap, True, 0,
+        )  # fmt: skip
+        return Native(out, lse, ())
+
+    def launch_backward(self, launch: Launch, dout: Tensor, native: Native, into: Gradients | None) -> Gradients:
+        functions = _functions()
+        q, k, v, scale, causal, (left, right) = launch[:6]
+        gradients = into or Gradients(*(tensor.new_empty(tensor.shape) for tensor in (q, k, v)))
+        rng_state = native.state[0] if native.state and launch.dropout_p else None
+        given = (dout, q, k, v, native.out, native.lse, *gradients)
+        if launch.cu_seqlens_q is None:
+            functions.bwd(
+                *given, launch.alibi_slopes, launch.dropout_p, scale, causal, left, right, launch.softcap,
+                launch.deterministic, None, rng_state,
+            )  # fmt: skip
+        else:
+            outside = flash_outside.may_exist(launch.cu_seqlens_q, q.shape[0])
+            outside = flash_outside.may_exist(launch.cu_seqlens_k, k.shape[0]) or outside
+            functions.varlen_bwd(
+                *given, launch.cu_seqlens_q, launch.cu_seqlens_k, launch.alibi_slopes, launch.max_seqlen_q,
+                launch.max_seqlen_k, launch.dropout_p, scale, outside, causal, left, right, launch.softcap,
+                launch.deterministic, None, rng_state,
+            )  # fmt: skip
+        return gradients
+
+    def _loading_reasons(self, traits: Traits) -> list[str]:
+        loaded = _load(_location())
+        if isinstance(loaded, str):
+            return [loaded]
+        wrong = official_trial.wrong_answer(self, loaded, traits)
+        return [wrong] if wrong else []
+
+
+class _Functions(NamedTuple):
+    """The extension's functions as they were when it was loaded, whatever is put in their place later."""
+
+    fwd: Callable[..., Any]
+    varlen_fwd: Callable[..., Any]
+    bwd: Callable[..., Any]
+    varlen_bwd: Callable[..., Any]
+    fwd_kvcache: Callable[..., Any]
+
+
+def _functions() -> _Functions:
+    loaded = _load(_location())
+    if isinstance(loaded, str):
+        raise RuntimeError(loaded)
+    return loaded
+
+
+def _location() -> str | None:
+    """The directory of the installed package, or None."""
+    return _location_on(tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=8)
+def _location_on(path: tuple[str, ...]) -> str | None:
+    spec = real.real_spec()
+    return None if spec is None or spec.origin is None else str(Path(spec.origin).parent)
+
+
+@functools.lru_cache(maxsize=8)
+def _load(location: str) -> _Functions | str:
+    """The extension's functions, or why there are none. Tried once: a second attempt would not end differently."""
+    version = _version(Path(location))
+    if version is None or not (2, 7) <= version < (3,):
+        known = "of unknown version" if version is None else ".".join(map(str, version))
+        return f"flash-attn {known} is installed, and versions 2.7 to 2.x are called here"
+    try:
+        module = _extension(location)
+        return _Functions(*(getattr(module, name) for name in _Functions._fields))
+    except Exception as error:
+        line = (str(error).strip().splitlines() or [""])[0]
+        return f"loading flash-attn raises {type(error).__name__}: {line}"
+
+
+def _extension(location: str) -> Any:
+    # Installations put it beside the package; our stand-in for it is never there.
+    spec = PathFinder.find_spec(real.EXTENSION, [str(Path(location).parent)])
+    if spec is None or spec.loader is None:
+        raise ImportError(f"its compiled extension {real.EXTENSION} is missing")
+    before = sys.modules.get(real.EXTENSION)
+    if before is not None and getattr(getattr(before, "__spec__", None), "origin", None) == spec.origin:
+        return before
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        # Loading an extension module may enter it under its name, which may be another's to answer.
+        sys.modules.pop(real.EXTENSION, None)
+        if before is not None:
+            sys.modules[real.EXTENSION] = before
+    return module
+
+
+def _version(location: Path) -> tuple[int, ...] | None:
+    """As the package's own file states it, read without importing it."""
+    try:
+        found = re.search(r"^__version__\s*=\s*[\"'](\d+)\.(\d+)", (location / "__init__.py").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return None if found is None else (int(found[1]), int(found[2]))

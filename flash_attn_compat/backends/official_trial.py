@@ -1,0 +1,131 @@
+"""A tiny call of each kind before the first real one: does the installed flash-attn compute it right on this GPU?
+
+flash-attn can be built with fewer head dims or features, and then answers wrongly without a word; a binary
+for another GPU raises. The plain formula in fp32 is the judge.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.backends.base import Backend
+from flash_attn_compat.backends.flash_launch import CACHED, NEEDS_BACKWARD
+from flash_attn_compat.engine import alibi
+from flash_attn_compat.engine.call import AttentionCall, Upstream
+from flash_attn_compat.engine.features import Feature, Traits
+from flash_attn_compat.engine.mask import Mask, Range
+
+_SEQLEN_Q, _SEQLEN_K = 20, 33
+# What separate kernels are compiled for.
+_VARIANTS = (
+    Feature.CAUSAL | Feature.WINDOW_LEFT | Feature.WINDOW_RIGHT | Feature.SOFTCAP | Feature.ALIBI | Feature.DROPOUT
+)
+_TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+class Kind(NamedTuple):
+    """Calls that are right or wrong together."""
+
+    dtype: torch.dtype
+    head_dim: int
+    features: Feature
+    cached: bool
+    backward: bool
+
+
+def wrong_answer(backend: Backend, binary: object, traits: Traits) -> str | None:
+    """Why ``backend`` is not to be trusted with calls of these traits; remembered per ``binary`` and kind of call."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return None  # a capture allows no look at results
+    features = Feature(traits.features)
+    head_dim = traits.head_dim + -traits.head_dim % 8
+    kind = Kind(traits.dtype, head_dim, features & _VARIANTS, bool(features & CACHED), bool(features & NEEDS_BACKWARD))
+    return _tried(backend, binary, kind)
+
+
+@functools.lru_cache(maxsize=None)
+def _tried(backend: Backend, binary: object, kind: Kind) -> str | None:
+    try:
+        right = _is_right(backend, kind)
+    except Exception as error:
+        line = (str(error).strip().splitlines() or [""])[0]
+        return f"calling it raises {type(error).__name__}: {line}"
+    if right:
+        return None
+    return f"its build gives a wrong answer for head_dim {kind.head_dim} with these features on this GPU"
+
+
+def _is_right(backend: Backend, kind: Kind) -> bool:
+    call, dout = _problem(kind)
+    with torch.enable_grad():
+        leaves = [tensor.detach().float().requires_grad_() for tensor in (call.q, call.k, call.v)]
+        expected = _attention(call, *leaves)
+        gradients = torch.autograd.grad(expected, leaves, dout.float())
+    with torch.no_grad():
+        result = backend.forward(call)
+        pairs = [(result.out, expected)]
+        if kind.backward:
+            upstream = Upstream(dout, result.out, result.softmax_lse, None, result.saved)
+            pairs += zip(backend.backward(call, upstream, None), gradients)
+        tolerance = _TOLERANCE[kind.dtype]
+        right = all(torch.allclose(got.float(), wanted, rtol=tolerance, atol=tolerance) for got, wanted in pairs)
+        return right and (not kind.features & Feature.DROPOUT or _drops(backend, call))
+
+
+def _drops(backend: Backend, call: AttentionCall) -> bool:
+    """Whether dropout changes sums of probabilities, which are 1 without it."""
+    devices = [call.q.device] if call.q.is_cuda else []
+    with torch.random.fork_rng(devices):
+        out = backend.forward(call._replace(v=torch.ones_like(call.v), dropout_p=0.5)).out
+    return bool((out - 1).abs().max() > 0.1)
+
+
+def _problem(kind: Kind) -> tuple[AttentionCall, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    device, features = _device(), kind.features
+    q, k, v, dout = (
+        torch.randn(shape, generator=generator).to(device, kind.dtype)
+        for shape in (
+            (1, _SEQLEN_Q, 2, kind.head_dim),
+            (1, _SEQLEN_K, 1, kind.head_dim),
+            (1, _SEQLEN_K, 1, kind.head_dim),
+            (1, _SEQLEN_Q, 2, kind.head_dim),
+        )
+    )
+    right = 0 if features & Feature.CAUSAL else 3 if features & Feature.WINDOW_RIGHT else None
+    return AttentionCall(
+        q=q,
+        k=k,
+        v=v,
+        softmax_scale=kind.head_dim**-0.5,
+        mask=Mask(5 if features & Feature.WINDOW_LEFT else None, right),
+        max_seqlen_q=_SEQLEN_Q,
+        max_seqlen_k=_SEQLEN_K,
+        softcap=2.0 if features & Feature.SOFTCAP else 0.0,
+        alibi_slopes=torch.tensor([0.3, 0.1], device=device) if features & Feature.ALIBI else None,
+        seqused_k=torch.tensor([_SEQLEN_K], dtype=torch.int32, device=device) if kind.cached else None,
+        is_dense=not kind.cached,
+        needs_grad=kind.backward,
+    ), dout
+
+
+def _attention(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The plain formula: one key head for all query heads, batch of 1."""
+    rows, keys, offset = Range(0, _SEQLEN_Q), Range(0, _SEQLEN_K), _SEQLEN_K - _SEQLEN_Q
+    scores = torch.einsum("bihd,bjd->bhij", q, k[:, :, 0]) * call.softmax_scale
+    if call.softcap:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    if call.alibi_slopes is not None:
+        scores = scores + alibi.bias(call.alibi_slopes[None], rows, keys, offset, scores.dtype)
+    hidden = call.mask.hidden(rows, keys, offset, q.device)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return torch.einsum("bhij,bjd->bihd", scores.softmax(-1), v[:, :, 0])
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())

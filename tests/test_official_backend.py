@@ -1,0 +1,290 @@
+"""The official backend around a flash-attn that is acted out on a CPU: what it calls, refuses and survives."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flash_attn_compat
+from flash_attn_compat import BackendNotSupported, explain, flash_attn_func, flash_attn_varlen_func, use_backend
+from flash_attn_compat.backends import official_trial
+from flash_attn_compat.engine import dispatch
+from flash_attn_compat.engine.call import AttentionCall
+from tests import flash_kernels
+from tests.judge import Examination
+from tests.problems import KINDS, random_problem
+from tests.support import cumulative, qkv
+
+GENUINE = "from tests.flash_kernels import bwd, fwd, fwd_kvcache, varlen_bwd, varlen_fwd\n"
+BROKEN = {
+    "ImportError": "raise ImportError('undefined symbol: _ZN3c104cuda9SetDeviceEi')",
+    "OSError": "raise OSError('libcudart.so.12: cannot open shared object file')",
+    "SystemError": "raise SystemError('initialization failed')",
+    "AttributeError": "def fwd(*arguments): ...\n",
+}
+HALF = torch.float16
+
+
+@pytest.fixture(autouse=True)
+def a_gpu_by_pretence(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Calls on CPU tensors count as calls on a GPU of compute capability 9.0."""
+    true_traits = AttentionCall.traits
+    monkeypatch.setattr(
+        AttentionCall, "traits", lambda call: true_traits(call)._replace(device_type="cuda", capability=(9, 0))
+    )
+    monkeypatch.setattr(official_trial, "_device", lambda: torch.device("cpu"))
+    dispatch.forget_decisions()
+    flash_kernels.calls.clear()
+    yield
+    flash_attn_compat.unpatch()
+    dispatch.forget_decisions()
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Lay a flash-attn at the front of sys.path: install(extension's source, version)."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def lay(extension: str | None = GENUINE, version: str = "2.8.3") -> Path:
+        package = tmp_path / "flash_attn"
+        package.mkdir(exist_ok=True)
+        (package / "__init__.py").write_text(
+            f"__version__ = '{version}'\nraise ImportError('the wrapper is not needed')\n"
+        )
+        if extension is not None:
+            (tmp_path / "flash_attn_2_cuda.py").write_text(extension)
+        importlib.invalidate_caches()
+        monkeypatch.syspath_prepend(str(tmp_path))
+        return tmp_path
+
+    return lay
+
+
+def reasons(function: Any = flash_attn_func, *args: Any, **kwargs: Any) -> list[str]:
+    return explain(function, *(args or qkv(dtype=HALF)), **kwargs).reasons["official"]
+
+
+# ---------------------------------------------------------------- what it calls
+
+
+def test_it_serves_before_every_other_backend(install) -> None:
+    install()
+    found = explain(flash_attn_func, *qkv(dtype=HALF))
+    assert found.backend == "official", str(found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_agrees_with_the_oracle_wherever_it_serves(install, kind: str) -> None:
+    install()
+    served, complaints = 0, []
+    for seed in range(400):
+        problem = random_problem(seed, (kind,), ("float16", "bfloat16"))
+        if problem.dropout_p:  # which only the kernel that drew a mask can repeat
+            continue
+        verdict = Examination(problem).judge("official")
+        complaints += [f"{problem}: {failure}" for failure in verdict.failures]
+        served += not verdict.refused
+        if served == 20:
+            break
+    assert not complaints, "\n".join(complaints)
+    assert served >= 10 and flash_kernels.calls
+
+
+def test_a_dense_call_reaches_fwd_and_bwd_and_a_packed_one_their_varlen_forms(install) -> None:
+    install()
+    leaves = [x.requires_grad_() for x in qkv(dtype=HALF)]
+    starts = cumulative(7, 7)
+    explain(flash_attn_func, *leaves)  # the trial calls are over
+    explain(flash_attn_varlen_func, *(x.flatten(0, 1) for x in leaves), starts, starts, 7, 7)
+    flash_kernels.calls.clear()
+    flash_attn_func(*leaves).sum().backward()
+    flash_attn_varlen_func(*(x.flatten(0, 1) for x in leaves), starts, starts, 7, 7).sum().backward()
+    assert [name for name, _ in flash_kernels.calls] == ["fwd", "bwd", "varlen_fwd", "varlen_bwd"]
+
+
+def test_the_dropout_mask_of_the_forward_is_handed_to_the_backward(install) -> None:
+    install()
+    q, k, v = (x.requires_grad_() for x in qkv(b=1, sq=1, sk=400, h=1, dtype=HALF))
+    with torch.no_grad():
+        k.zero_()
+    out = flash_attn_func(q, k, v, dropout_p=0.5)
+    (dv,) = torch.autograd.grad(out.sum(), v)
+    kept = dv[0, :, 0, 0] > 0
+    assert explain(flash_attn_func, q, k, v, dropout_p=0.5).backend == "official" and 100 < kept.sum() < 300
+    assert torch.allclose((v[0, :, 0] * kept[:, None]).float().sum(0) / 200, out[0, 0, 0].float(), atol=5e-3)
+
+
+def test_gradients_of_a_packed_tensor_are_written_where_they_belong(install) -> None:
+    install()
+    packed = torch.randn(2, 9, 3, 2, 16, dtype=HALF, requires_grad=True)
+    explain(flash_attn_compat.flash_attn_qkvpacked_func, packed)
+    flash_kernels.calls.clear()
+    out = flash_attn_compat.flash_attn_qkvpacked_func(packed)
+    out.sum().backward()
+    assert packed.grad.shape == packed.shape and packed.grad[:, :, 2].any()
+
+
+# ---------------------------------------------------------------- what it refuses
+
+
+def test_without_flash_attn_it_says_so() -> None:
+    if explain(flash_attn_func, *qkv(dtype=HALF)).backend == "official":
+        pytest.skip("a flash-attn is installed here")
+    assert reasons() == ["flash-attn is not installed"]
+
+
+@pytest.mark.parametrize("error", BROKEN)
+def test_an_extension_that_cannot_be_loaded_is_a_reason(install, error: str) -> None:
+    install(BROKEN[error])
+    (reason,) = reasons()
+    assert error in reason and "loading" in reason
+
+
+def test_loading_is_tried_once(install) -> None:
+    directory = install("import tests.flash_kernels as f\nf.calls.append(('loaded', ()))\nraise OSError('no')\n")
+    reasons()
+    dispatch.forget_decisions()
+    reasons()
+    assert [name for name, _ in flash_kernels.calls] == ["loaded"] and directory.exists()
+
+
+def test_a_missing_extension_is_a_reason(install) -> None:
+    install(None)
+    assert "flash_attn_2_cuda is missing" in reasons()[0]
+
+
+@pytest.mark.parametrize("version", ["2.6.3", "1.0.9", "3.0.0"])
+def test_versions_with_other_raw_functions_are_refused(install, version: str) -> None:
+    install(version=version)
+    assert version[:3] in reasons()[0]
+
+
+def test_the_environment_variable_switches_it_off(install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install()
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_DISABLE_OFFICIAL", "1")
+    assert reasons() == ["FLASH_ATTN_COMPAT_DISABLE_OFFICIAL is set"]
+    monkeypatch.delenv("FLASH_ATTN_COMPAT_DISABLE_OFFICIAL")
+    assert reasons() == []
+
+
+def test_a_call_it_cannot_take_does_not_load_it(install) -> None:
+    install("import tests.flash_kernels as f\nf.calls.append(('loaded', ()))\n" + GENUINE)
+    assert reasons(flash_attn_func, *qkv()) == ["does not compute float32"]
+    assert flash_kernels.calls == []
+
+
+@pytest.mark.parametrize(
+    ("shapes", "kwargs", "word"),
+    [
+        (dict(d=264), {}, "256"),
+        ({}, dict(softcap=3.0, dropout_p=0.1), "softcap"),
+    ],
+)
+def test_what_flash_attn_rejects_is_a_reason(
+    install, shapes: dict[str, int], kwargs: dict[str, Any], word: str
+) -> None:
+    install()
+    assert any(word in reason for reason in reasons(flash_attn_func, *qkv(dtype=HALF, **shapes), **kwargs))
+
+
+def test_another_value_head_dim_is_a_reason(install) -> None:
+    install()
+    q, k, _ = qkv(dtype=HALF)
+    assert any(
+        "value head_dim" in reason for reason in reasons(flash_attn_func, q, k, torch.randn(2, 7, 2, 8, dtype=HALF))
+    )
+
+
+def test_pages_of_another_size_are_a_reason(install) -> None:
+    install()
+    k = torch.randn(4, 100, 2, 16, dtype=HALF)
+    table = torch.arange(4, dtype=torch.int32).view(2, 2)
+    found = reasons(
+        flash_attn_compat.flash_attn_with_kvcache,
+        torch.randn(2, 1, 2, 16, dtype=HALF),
+        k,
+        k,
+        cache_seqlens=50,
+        block_table=table,
+    )
+    assert any("256" in reason and "100" in reason for reason in found)
+
+
+# ---------------------------------------------------------------- builds that answer wrongly
+
+
+def test_a_build_that_is_wrong_for_a_head_dim_is_not_used_for_it(install) -> None:
+    install(
+        "import tests.flash_kernels as f\n"
+        "def fwd(q, *rest):\n"
+        "    out, *others = f.fwd(q, *rest)\n"
+        "    return [out * (1 if q.shape[-1] <= 64 else 0.5), *others]\n"
+        "bwd, varlen_fwd, varlen_bwd, fwd_kvcache = f.bwd, f.varlen_fwd, f.varlen_bwd, f.fwd_kvcache\n"
+    )
+    assert reasons(flash_attn_func, *qkv(d=64, dtype=HALF)) == []
+    assert "head_dim 96" in reasons(flash_attn_func, *qkv(d=96, dtype=HALF))[0]
+
+
+def test_a_build_without_dropout_is_found_out(install) -> None:
+    install(
+        "import tests.flash_kernels as f\n"
+        "def fwd(q, k, v, out, slopes, p_dropout, *rest):\n"
+        "    return f.fwd(q, k, v, out, slopes, 0.0, *rest)\n"
+        "bwd, varlen_fwd, varlen_bwd, fwd_kvcache = f.bwd, f.varlen_fwd, f.varlen_bwd, f.fwd_kvcache\n"
+    )
+    assert reasons() == []
+    assert "wrong answer" in reasons(flash_attn_func, *qkv(dtype=HALF), dropout_p=0.1)[0]
+
+
+def test_an_extension_that_raises_for_this_gpu_is_a_reason(install) -> None:
+    install(
+        "def fwd(*arguments):\n"
+        "    raise RuntimeError('no kernel image')\n"
+        "bwd = varlen_fwd = varlen_bwd = fwd_kvcache = fwd\n"
+    )
+    assert reasons() == ["calling it raises RuntimeError: no kernel image"]
+
+
+def test_a_trial_leaves_the_random_generator_alone(install) -> None:
+    install()
+    state = torch.random.get_rng_state()
+    reasons(flash_attn_func, *qkv(dtype=HALF), dropout_p=0.1)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+# ---------------------------------------------------------------- the name flash_attn
+
+
+def test_loading_it_leaves_the_name_to_whoever_has_it(install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install()
+    stand_in = type(sys)("flash_attn_2_cuda")
+    monkeypatch.setitem(sys.modules, "flash_attn_2_cuda", stand_in)
+    flash_attn_func(*qkv(dtype=HALF))
+    assert sys.modules["flash_attn_2_cuda"] is stand_in and "flash_attn" not in sys.modules
+
+
+def test_a_real_package_that_runs_on_our_functions_is_not_asked(install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install()
+    monkeypatch.setattr("flash_attn_compat.naming.real._swapped", object())
+    assert reasons() == ["the installed flash-attn runs on this package at present"]
+
+
+@pytest.mark.parametrize("change", [flash_attn_compat.patch, flash_attn_compat.unpatch])
+def test_patching_and_unpatching_make_dispatch_decide_anew(change: Callable[[], None]) -> None:
+    (flash_attn_compat.unpatch if change is flash_attn_compat.patch else flash_attn_compat.patch)()
+    with use_backend("reference"):
+        flash_attn_func(*qkv())
+    assert dispatch._decisions
+    change()
+    assert not dispatch._decisions
+
+
+def test_a_forced_official_that_is_not_there_raises_with_everyones_reasons() -> None:
+    with use_backend("official"), pytest.raises(BackendNotSupported, match="official"):
+        flash_attn_func(*qkv())
