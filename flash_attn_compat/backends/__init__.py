@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from flash_attn_compat.backends.base import Backend, Capabilities
 from flash_attn_compat.backends.chunked import Chunked
+from flash_attn_compat.backends.flex import Flex
+from flash_attn_compat.backends.official import Official
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.backends.sdpa import Sdpa
 from flash_attn_compat.backends.torch_efficient import TorchEfficient
+from flash_attn_compat.backends.torch_flash import TorchFlash
 
-BACKENDS: tuple[Backend, ...] = (TorchEfficient(), Sdpa(), Chunked(), Reference())
+BACKENDS: tuple[Backend, ...] = (
+    Official(),
+    TorchFlash(),
+    TorchEfficient(),
+    Flex(),
+    Sdpa(),
+    Chunked(),
+    Reference(),
+)
 
 __all__ = ["BACKENDS", "Backend", "Capabilities"]
