@@ -113,20 +113,17 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def ready(tensor: Tensor) -> Tensor:
-    """``tensor`` as the kernel reads it: channels contiguous, every row on 16 bytes."""
-    if tensor.shape[-1] % 8 == 0 and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
-        return tensor
+    """``tensor`` as the kernel reads it: channels contiguous, every step on 16 bytes, even along axes of size 1."""
     unit = 16 // tensor.element_size()
     strides = tensor.stride()
-    if strides[-1] == 1 and tensor.data_ptr() % 16 == 0 and not any(stride % unit for stride in strides[:-1]):
+    if strides[-1] == 1 and tensor.data_ptr() % 16 == 0 and not any([stride % unit for stride in strides[:-1]]):
         return tensor
-    return aligned_contiguous(tensor)
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def aligned_contiguous(tensor: Tensor) -> Tensor:
     """``tensor`` contiguous and from 16 bytes on; a contiguous slice of a buffer may begin anywhere."""
-    contiguous = tensor.contiguous()
-    return contiguous if contiguous.data_ptr() % 16 == 0 else contiguous.clone()
+    return ready(tensor.contiguous())
 
 
 def pad_channels(tensor: Tensor) -> Tensor:
@@ -138,7 +135,7 @@ def pad_channels(tensor: Tensor) -> Tensor:
 def lse_to_native(lse: Tensor) -> Tensor:
     """(batch, heads, rows) as the backward reads it: contiguous, rows padded with +inf."""
     missing = -lse.shape[-1] % _LSE_ROWS
-    return aligned_contiguous(F.pad(lse, (0, missing), value=torch.inf))
+    return F.pad(lse, (0, missing), value=torch.inf) if missing else lse.clone(memory_format=torch.contiguous_format)
 
 
 def packed_lse_to_native(lse: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int) -> Tensor:

@@ -23,7 +23,6 @@ from flash_attn_compat.engine.mask import Mask, Range
 from flash_attn_compat.engine.outside import zero_outside
 
 _LACKS = Feature.SOFTCAP | Feature.SHARED_DROPOUT_MASK | Feature.TRANSFORMS
-_LSE = Feature.LSE | Feature.GIVEN_LSE
 _CACHED = Feature.SEQUSED_K | Feature.LEFTPAD_K | Feature.PAGED
 # Before 2.15 the windowed backward aligns its mask as if there were as many queries as keys.
 _OLD_WINDOW_BACKWARD = torch.__version__ < (2, 15)
@@ -60,10 +59,9 @@ class TorchEfficient(Backend):
         biased = biased or bool(features & Feature.ALIBI and not features & Feature.CAUSAL)
         if biased and features & Feature.DROPOUT:
             reasons.append("dropout together with a bias")
-        if biased and features & Feature.ALIBI and traits.dtype == torch.bfloat16 and features & _LSE:
-            reasons.append("softmax_lse under an ALiBi bias that bfloat16 rounds too coarsely")
-        if biased and features & Feature.ALIBI and traits.sq_vs_sk == ">" and traits.dtype != torch.float32:
-            reasons.append("an ALiBi bias in half precision where rows stand before the first key")
+        if biased and features & Feature.ALIBI and traits.dtype != torch.float32:
+            # Under a negative slope the far keys count, whose bias half precision rounds by whole units.
+            reasons.append("ALiBi that is not purely causal needs a bias in q's dtype, too coarse in half precision")
         both_sides = features & Feature.WINDOW_LEFT and features & Feature.WINDOW_RIGHT
         if biased and features & Feature.VARLEN and (features & Feature.ALIBI or traits.sq_vs_sk != "=" or not both_sides):
             reasons.append("a bias over packed sequences, which the kernel takes for dense ones only")
