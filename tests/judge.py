@@ -64,11 +64,21 @@ class Examination:
             touched = [n for n in saved if not _same(self.call.args[n], saved[n])]
             return Verdict(refused=str(refusal), failures=[f"{n} was written before the refusal" for n in touched])
         except Exception as error:  # noqa: BLE001 - whatever it is, the report must name the problem
-            return Verdict(ratio=float("inf"), failures=[f"{type(error).__name__}: {error}"])
+            complaints = [f"{type(error).__name__}: {error}", *self._device_error()]
+            return Verdict(ratio=float("inf"), failures=complaints)
         finally:
             with contextlib.suppress(RuntimeError):  # a device that failed; what it did is already in the verdict
                 for name, values in saved.items():
                     self.call.args[name].copy_(values)
+
+    def _device_error(self) -> list[str]:
+        """What a failed launch left behind on the device, lest it be blamed on the next backend."""
+        try:
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+        except RuntimeError as error:
+            return [f"{type(error).__name__}: {error}"]
+        return []
 
     # ---------------------------------------------------------------- running
 
