@@ -21,6 +21,9 @@ from tests.judge import Examination
 from tests.problems import Problem
 from tests.support import cumulative, qkv
 
+LACKS = [reason for reason in flex._missing() if "Triton" not in reason]
+pytestmark = pytest.mark.skipif(bool(LACKS), reason="; ".join(LACKS) or "this PyTorch has what the backend needs")
+
 FLEX = next(backend for backend in BACKENDS if backend.name == "flex")
 
 

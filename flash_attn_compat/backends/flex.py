@@ -52,12 +52,9 @@ class Flex(Backend):
         self._failures: dict[Traits, str] = {}
 
     def unavailable_reasons(self) -> list[str]:
-        reasons = []
         if not settings.compilation_enabled():
-            reasons.append(f"compilation is not switched on ({settings.COMPILE}=1)")
-        if torch.version.hip is not None:
-            reasons.append("untested on ROCm")
-        return reasons + _missing()
+            return [f"compilation is not switched on ({settings.COMPILE}=1)"]
+        return _missing() if torch.version.hip is None else ["untested on ROCm"]
 
     def extra_reasons(self, traits: Traits) -> list[str]:
         reasons = []
@@ -263,12 +260,11 @@ def _deliver(found: tuple[Tensor, Tensor, Tensor], into: Gradients | None) -> Gr
 
 @functools.lru_cache(maxsize=None)
 def _missing() -> list[str]:
-    if importlib.util.find_spec("triton") is None:
-        return ["Triton is not installed"]
+    reasons = [] if importlib.util.find_spec("triton") is not None else ["Triton is not installed"]
     try:
         from torch.nn.attention.flex_attention import BlockMask
     except ImportError:
-        return ["this PyTorch has no FlexAttention"]
+        return [*reasons, "this PyTorch has no FlexAttention"]
     if "seq_lengths" not in inspect.signature(BlockMask.from_kv_blocks).parameters:
-        return ["this PyTorch's FlexAttention is too old"]
-    return []
+        reasons.append("this PyTorch's FlexAttention is too old")
+    return reasons
