@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flash_attn_compat.backends.base import HALF_DTYPES, BlockwiseBackend, Capabilities
 from flash_attn_compat.engine import alibi, dropout
+from flash_attn_compat.engine.alignment import ready
 from flash_attn_compat.engine.call import AttentionCall, Upstream
 from flash_attn_compat.engine.compilation import OptionallyCompiled
 from flash_attn_compat.engine.features import Feature
@@ -85,14 +86,18 @@ class _Piece:
     def fold(self, tensor: Tensor, rows: Range) -> Tensor:
         """Rows of a (n, seqlen_q, nheads, x) tensor as operands (n * kv heads, group * rows, x)."""
         part = tensor[self.n, rows.start : rows.stop, self.heads].to(self.operand_dtype).transpose(1, 2)
-        return part.reshape(-1, self.group * rows.size, tensor.shape[-1])
+        return self._operand(part.reshape(-1, self.group * rows.size, tensor.shape[-1]))
 
     def unfold(self, folded: Tensor, rows: Range) -> Tensor:
         """(n * kv heads, group * rows, x) -> (n, q heads, rows, x)."""
         return folded.reshape(self.count, -1, rows.size, folded.shape[-1])
 
     def _fold_keys(self, tensor: Tensor) -> Tensor:
-        return tensor[:, :, self.heads_kv].to(self.operand_dtype).transpose(1, 2).flatten(0, 1)
+        return self._operand(tensor[:, :, self.heads_kv].to(self.operand_dtype).transpose(1, 2).flatten(0, 1))
+
+    def _operand(self, matrices: Tensor) -> Tensor:
+        """A view of the caller's memory may begin anywhere, which half-precision products on a GPU can't read."""
+        return ready(matrices) if self.operand_dtype != self.dtype and not matrices.shape[-1] % 8 else matrices
 
     def scores(self, queries: Tensor, rows: Range, columns: Range) -> tuple[Tensor, float]:
         """Scores (n, q heads, rows, columns) up to the factor beside them, which the next pass applies.

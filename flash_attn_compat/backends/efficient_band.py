@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flash_attn_compat.backends import efficient_launch
 from flash_attn_compat.backends.efficient_launch import Launch, Native
+from flash_attn_compat.engine import alignment
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.outside import zero_outside
 
@@ -137,7 +138,7 @@ def _chunks(q: Tensor, band: _Band) -> Iterator[_Chunk]:
 
 def _tokens(tensor: Tensor) -> Tensor:
     """(tokens, heads, head_dim) as the kernel reads it; a view unless channels or sequences are oddly strided."""
-    padded = efficient_launch.ready(efficient_launch.pad_channels(tensor))
+    padded = alignment.ready(efficient_launch.pad_channels(tensor))
     return padded.flatten(0, 1) if padded.dim() == 4 else padded
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flash_attn_compat.backends import efficient_launch
 from flash_attn_compat.backends.efficient_launch import NO_MASK, Launch
+from flash_attn_compat.engine import alignment
 from flash_attn_compat.engine.call import AttentionCall, Result
 from flash_attn_compat.engine.features import DESCRIPTIONS, Feature, Traits
 
@@ -65,7 +66,7 @@ def forward(call: AttentionCall) -> Result:
     folded = call.q.view(batch, 1, seqlen_q, nheads_k, group, head_dim).transpose(3, 4)
     queries = folded.expand(-1, count, -1, -1, -1, -1).reshape(1, batch * count * rows, nheads_k, head_dim)
     launch = Launch(
-        q=efficient_launch.ready(queries),
+        q=alignment.ready(queries),
         k=call.k.flatten(0, 1).unsqueeze(0),
         v=call.v.flatten(0, 1).unsqueeze(0),
         scale=call.softmax_scale,

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flash_attn_compat.engine.alignment import aligned_contiguous, ready
+
 NO_MASK, CAUSAL_BOTTOM_RIGHT = 0, 2
 # The kernel pads each sequence's LSE to a multiple of this many rows, and its backward reads them.
 _LSE_ROWS = 32
@@ -110,20 +112,6 @@ def _key_splits(launch: Launch) -> int | None:
 @functools.lru_cache(maxsize=None)
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def ready(tensor: Tensor) -> Tensor:
-    """``tensor`` as the kernel reads it: channels contiguous, every step on 16 bytes, even along axes of size 1."""
-    unit = 16 // tensor.element_size()
-    strides = tensor.stride()
-    if strides[-1] == 1 and tensor.data_ptr() % 16 == 0 and not any([stride % unit for stride in strides[:-1]]):
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def aligned_contiguous(tensor: Tensor) -> Tensor:
-    """``tensor`` contiguous and from 16 bytes on; a contiguous slice of a buffer may begin anywhere."""
-    return ready(tensor.contiguous())
 
 
 def pad_channels(tensor: Tensor) -> Tensor:

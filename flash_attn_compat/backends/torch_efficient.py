@@ -16,7 +16,7 @@ from torch import Tensor
 from flash_attn_compat.backends import efficient_band, efficient_bf16, efficient_cache, efficient_launch
 from flash_attn_compat.backends.base import Backend, Capabilities
 from flash_attn_compat.backends.efficient_launch import CAUSAL_BOTTOM_RIGHT, NO_MASK, Launch, Native
-from flash_attn_compat.engine import alibi
+from flash_attn_compat.engine import alibi, alignment
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
 from flash_attn_compat.engine.mask import Mask, Range
@@ -199,7 +199,7 @@ def _launches(call: AttentionCall) -> Iterator[tuple[_Place, Launch]]:
 
 def _prepared(tensor: Tensor) -> Tensor:
     """Channels padded to a multiple of 8 and rows on 16 bytes."""
-    return efficient_launch.ready(efficient_launch.pad_channels(tensor))
+    return alignment.ready(efficient_launch.pad_channels(tensor))
 
 
 def _unbiased(call: AttentionCall, whole: Launch) -> Iterator[tuple[_Place, Launch]]:

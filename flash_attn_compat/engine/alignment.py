@@ -1,0 +1,20 @@
+"""Tensors as CUDA kernels want them: read 16 bytes at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def ready(tensor: Tensor) -> Tensor:
+    """``tensor`` as the kernel reads it: channels contiguous, every step on 16 bytes, even along axes of size 1."""
+    unit = 16 // tensor.element_size()
+    strides = tensor.stride()
+    if strides[-1] == 1 and tensor.data_ptr() % 16 == 0 and not any([stride % unit for stride in strides[:-1]]):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def aligned_contiguous(tensor: Tensor) -> Tensor:
+    """``tensor`` contiguous and from 16 bytes on; a contiguous slice of a buffer may begin anywhere."""
+    return ready(tensor.contiguous())
