@@ -7,6 +7,7 @@ backend that relies on more than the kernels promise fails here. The numbers com
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +16,22 @@ from torch import Tensor
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.engine.build import Options, dense_call
 from flash_attn_compat.engine.call import Gradients, Upstream
+from tests.problems import Problem
 
 calls: list[tuple[str, tuple[Any, ...]]] = []  # what was called with what
+
+
+# Queries that stand far before the first key, under windows that end on one side only: the kernels clamp the other
+# side, or the window itself, to the longest key length.
+FAR_BEFORE_THE_KEYS = [
+    replace(Problem(seqlens_q=(40,), seqlens_k=(5,), nheads_k=1, group=2, head_dim=16, dtype="float16"), **changes)
+    for window in ((3, -1), (0, -1), (-1, 10), (2, 20))
+    for changes in (
+        {"window": window},
+        {"window": window, "kind": "varlen", "seqlens_q": (40, 3), "seqlens_k": (5, 4)},
+        {"window": window, "kind": "kvcache", "capacity": 6},
+    )
+]
 
 
 def fwd(q, k, v, out_, alibi_slopes, p_dropout, scale, is_causal, left, right, softcap, return_softmax, gen_=None):

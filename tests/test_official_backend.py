@@ -18,7 +18,7 @@ from flash_attn_compat.engine import dispatch
 from flash_attn_compat.engine.call import AttentionCall
 from tests import flash_kernels
 from tests.judge import Examination
-from tests.problems import KINDS, random_problem
+from tests.problems import KINDS, Problem, random_problem
 from tests.support import cumulative, qkv
 
 GENUINE = "from tests.flash_kernels import bwd, fwd, fwd_kvcache, varlen_bwd, varlen_fwd\n"
@@ -94,6 +94,23 @@ def test_it_agrees_with_the_oracle_wherever_it_serves(install, kind: str) -> Non
             break
     assert not complaints, "\n".join(complaints)
     assert served >= 10 and flash_kernels.calls
+
+
+@pytest.mark.parametrize("problem", flash_kernels.FAR_BEFORE_THE_KEYS, ids=repr)
+def test_an_open_window_is_open_to_rows_far_before_the_keys(install, problem: Problem) -> None:
+    install()
+    verdict = Examination(problem).judge("official")
+    assert verdict.failures == [] and not verdict.refused
+
+
+def test_keys_outside_of_all_sequences_get_no_gradient(install) -> None:
+    install()
+    q, k, v = (x.flatten(0, 1).requires_grad_() for x in qkv(dtype=HALF))
+    starts_q, starts_k = cumulative(7, 7), cumulative(4, 5)
+    with use_backend("official"):
+        out = flash_attn_varlen_func(q, k, v, starts_q, starts_k, 7, 5)
+    for gradient in torch.autograd.grad(out.sum(), (k, v)):
+        assert not gradient[9:].any()
 
 
 def test_a_dense_call_reaches_fwd_and_bwd_and_a_packed_one_their_varlen_forms(install) -> None:

@@ -87,6 +87,13 @@ def test_it_agrees_with_the_oracle_wherever_it_serves(has_pages: bool, kind: str
         assert served >= 10 and flash_kernels.calls
 
 
+@pytest.mark.usefixtures("newest")
+@pytest.mark.parametrize("problem", flash_kernels.FAR_BEFORE_THE_KEYS, ids=repr)
+def test_an_open_window_is_open_to_rows_far_before_the_keys(problem: Problem) -> None:
+    verdict = Examination(problem).judge("torch_flash")
+    assert verdict.failures == [] and not verdict.refused
+
+
 @pytest.mark.usefixtures("has_pages")
 @pytest.mark.parametrize(
     ("window", "alibi"),
