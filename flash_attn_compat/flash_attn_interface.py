@@ -270,7 +270,9 @@ def _dense(inputs: tuple[Tensor, ...], options: Options) -> AttentionOutput:
     return outputs if options.return_attn_probs else outputs[0]
 
 
-def _packed(inputs: tuple[Tensor, ...], packing: Packing, options: Options, block_table: Tensor | None = None) -> AttentionOutput:
+def _packed(
+    inputs: tuple[Tensor, ...], packing: Packing, options: Options, block_table: Tensor | None = None
+) -> AttentionOutput:
     q, k, v = unpack(inputs)
     if torch.compiler.is_compiling():
         outputs = compiled.attend(q, k, v, options, compiled.Placement(packing, block_table))

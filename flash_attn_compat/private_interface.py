@@ -215,9 +215,7 @@ def _forward(call: AttentionCall, return_softmax: bool) -> tuple[Tensor, Tensor,
     return result.out, result.softmax_lse.contiguous(), dmask, rng_state
 
 
-def _backward(
-    call: AttentionCall, upstream: Upstream, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None
-) -> None:
+def _backward(call: AttentionCall, upstream: Upstream, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> None:
     checks.upstream(call, upstream, dq, dk, dv)
     call = call._replace(given_lse=True, shares_dropout_mask=True, rng_state=upstream.rng_state)
     into = None if dq is None or dk is None or dv is None else Gradients(dq, dk, dv)

@@ -90,12 +90,13 @@ class BlockwiseBackend(Backend):
     def forward_block(
         self, call: AttentionCall, block: Block, rng_state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """``out`` (n, seqlen_q, nheads, head_dim_v) in q's dtype and the true LSE (n, nheads, seqlen_q), +inf in empty rows."""
+        """``out`` (n, seqlen_q, nheads, head_dim_v) in q's dtype, and the true LSE (n, nheads, seqlen_q).
+
+        Rows without keys are 0, their LSE +inf; a kernel that has no LSE gives None.
+        """
 
     @abc.abstractmethod
-    def backward_block(
-        self, call: AttentionCall, block: Block, upstream: Upstream
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward_block(self, call: AttentionCall, block: Block, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv in the layout of block.q, block.k, block.v."""
 
     def forward(self, call: AttentionCall) -> Result:
@@ -110,14 +111,14 @@ class BlockwiseBackend(Backend):
             return Result(out, lse + _lse_shift(block, lse.dtype), rng_state, saved=(lse,))
         layout = Layout(call)
         out, lse = layout.empty_result()
-        has_lse = True
+        has_lse = call.return_lse or call.needs_grad
         # The reported LSE can be large beside the true one, which the backward needs to its last digit.
         true_lse = lse.clone() if call.lse_carries_alibi_position else None
         for group, block in layout.blocks():
             block_out, block_lse = self.forward_block(call, block, rng_state)
             layout.scatter(out, layout.rows, group, block_out)
-            if block_lse is None:
-                has_lse = False
+            has_lse = has_lse and block_lse is not None
+            if not has_lse:
                 continue
             if true_lse is not None:
                 layout.scatter_lse(true_lse, group, block_lse)

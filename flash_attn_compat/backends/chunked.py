@@ -40,9 +40,7 @@ class Chunked(BlockwiseBackend):
                 lse[piece.n, piece.heads, rows.start : rows.stop] = row_lse
         return out, lse
 
-    def backward_block(
-        self, call: AttentionCall, block: Block, upstream: Upstream
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward_block(self, call: AttentionCall, block: Block, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
         dq = torch.zeros_like(block.q)
         dk, dv = torch.empty_like(block.k), torch.empty_like(block.v)
         for piece in _pieces(call, block, upstream.rng_state):
@@ -131,7 +129,9 @@ class _Piece:
     def product(self, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
         """a @ b * scale with fp32 (fp64) accumulation and result, whatever precision the operands are in."""
         if a.dtype == self.dtype:
-            return torch.baddbmm(a.new_empty(1, 1, 1).expand(a.shape[0], a.shape[1], b.shape[2]), a, b, beta=0, alpha=scale)
+            return torch.baddbmm(
+                a.new_empty(1, 1, 1).expand(a.shape[0], a.shape[1], b.shape[2]), a, b, beta=0, alpha=scale
+            )
         found = torch.bmm(a, b, out_dtype=self.dtype)
         return found if scale == 1.0 else found.mul_(scale)
 

@@ -109,9 +109,7 @@ def _launches(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Iterator[
         for member in (slice(first, None, group) for first in range(group)):
             heads = queries[:, :, member]
             expanded = bias.expand(-1, heads.shape[2], -1, -1)
-            launch = Launch(
-                heads, keys, values, call.softmax_scale, bias=expanded, deterministic=call.deterministic
-            )
+            launch = Launch(heads, keys, values, call.softmax_scale, bias=expanded, deterministic=call.deterministic)
             yield chunk, member, launch
 
 
@@ -175,7 +173,10 @@ def _marks(call: AttentionCall, total: int, band: _Band) -> Tensor:
 def _bias(marks: Tensor, chunk: _Chunk, band: _Band, dtype: torch.dtype) -> Tensor:
     """(blocks, 1, rows, keys): 0 where a key of the same sequence is in the window, else the lowest number."""
     device = marks.device
-    ahead = torch.arange(band.keys, device=device) - torch.arange(band.before, band.before + band.rows, device=device)[:, None]
+    ahead = (
+        torch.arange(band.keys, device=device)
+        - torch.arange(band.before, band.before + band.rows, device=device)[:, None]
+    )
     in_window = (ahead >= -band.left) & (ahead <= band.right)
     strip = marks[chunk.start : chunk.start + (chunk.blocks - 1) * band.rows + band.keys]
     keys = strip.unfold(0, band.keys, band.rows)

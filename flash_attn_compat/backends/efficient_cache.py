@@ -35,7 +35,9 @@ def reasons(traits: Traits) -> list[str]:
     if traits.dtype == torch.bfloat16 and traits.capability is not None and traits.capability < (8, 0):
         found.append("computes bfloat16 only from compute capability 8.0 on")
     if (traits.head_dim % 8 or traits.head_dim_v % 8) or not traits.aligned:
-        found.append("would have to copy a cache whose rows don't lie on 16 bytes or whose head_dim is no multiple of 8")
+        found.append(
+            "would have to copy a cache whose rows don't lie on 16 bytes or whose head_dim is no multiple of 8"
+        )
     masked = features & (Feature.CAUSAL | Feature.WINDOW_LEFT | Feature.WINDOW_RIGHT)
     if masked and not traits.one_query:
         found.append("a mask over a cache for more than one query")
@@ -106,7 +108,9 @@ def _shares(call: AttentionCall) -> _Shares:
         count = max(1, min(-(-_ENOUGH_WORK // (call.batch * call.nheads_k)), slots // _SHORTEST_SHARE))
         size = -(-slots // count)
     offsets = torch.arange(0, slots, size, dtype=torch.int32, device=device)
-    stop = torch.full((call.batch,), slots, dtype=torch.int32, device=device) if call.seqused_k is None else call.seqused_k
+    stop = (
+        torch.full((call.batch,), slots, dtype=torch.int32, device=device) if call.seqused_k is None else call.seqused_k
+    )
     starts = rows * page if rows.shape[1] > 1 else rows * page + offsets
     lengths = (stop.unsqueeze(1) - offsets).clamp_(0, size)
     first = call.leftpad_k

@@ -86,7 +86,8 @@ def backward(launch: Launch, dout: Tensor, out: Tensor, native: Native) -> tuple
     packed = launch.cu_seqlens_q is not None
     seed = native.seed if native.seed is not None else _no_seed(launch.q.device)
     dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward.default(
-        ready(dout), launch.q, launch.k, launch.v, launch.bias, aligned_contiguous(out), launch.cu_seqlens_q, launch.cu_seqlens_k,
+        ready(dout), launch.q, launch.k, launch.v, launch.bias, aligned_contiguous(out), launch.cu_seqlens_q,
+        launch.cu_seqlens_k,
         launch.max_seqlen_q if packed else launch.q.shape[1], launch.max_seqlen_k if packed else launch.k.shape[1],
         native.lse, launch.dropout_p, seed, native.offset if native.offset is not None else seed, launch.mask, False,
         scale=launch.scale, num_splits_key=_key_splits(launch), window_size=launch.window_size,

@@ -38,9 +38,7 @@ class Reference(BlockwiseBackend):
         out = torch.einsum("bhqk,bkhd->bqhd", probabilities, v)
         return out.to(block.q.dtype).contiguous(), lse.to(torch.float64 if q.dtype == block.q.dtype else torch.float32)
 
-    def backward_block(
-        self, call: AttentionCall, block: Block, upstream: Upstream
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward_block(self, call: AttentionCall, block: Block, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = _expand(call, block)
         dout, out, lse = (tensor.to(q.dtype) for tensor in upstream[:3])
         scores, softcap_slope = _scores(call, block, q, k)
@@ -93,9 +91,7 @@ def _keep(call: AttentionCall, block: Block, rng_state: Tensor | None) -> Tensor
         return None
     sequences = torch.as_tensor(list(block.sequences), device=block.q.device)
     heads = torch.arange(call.nheads, device=block.q.device)
-    kept = dropout.keep_tile(
-        rng_state, call.dropout_p, sequences, heads, block.row_indices(), block.key_indices()
-    )
+    kept = dropout.keep_tile(rng_state, call.dropout_p, sequences, heads, block.row_indices(), block.key_indices())
     return kept.to(_working_dtype(block)) / (1.0 - call.dropout_p)
 
 

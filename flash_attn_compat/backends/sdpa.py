@@ -66,9 +66,7 @@ class Sdpa(BlockwiseBackend):
             out, lse = _blank_dead_rows(call.mask, block, out, lse)
         return out.transpose(1, 2), lse
 
-    def backward_block(
-        self, call: AttentionCall, block: Block, upstream: Upstream
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward_block(self, call: AttentionCall, block: Block, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
         dtype = _backward_dtype(block)
         q, k, v, out, dout = (
             _by_head(tensor).to(dtype) for tensor in (block.q, block.k, block.v, upstream.out, upstream.dout)
@@ -156,7 +154,9 @@ def _biased_parts(call: AttentionCall, block: Block, alive: Range) -> Iterator[_
     left, right = call.mask
     seqlen_k = block.k.shape[1]
     width = seqlen_k if left is None or right is None else min(seqlen_k, left + right + 1)
-    copies = (1 if block.slopes is None else block.slopes.numel()) * (1 if block.first_key is None else block.q.shape[0])
+    copies = (1 if block.slopes is None else block.slopes.numel()) * (
+        1 if block.first_key is None else block.q.shape[0]
+    )
     size = max(_MIN_BIAS_ROWS, min(max(width, 128), _BIAS_ELEMENTS // (copies * (width + 128))))
     for start in range(alive.start, alive.stop, size):
         rows = Range(start, min(start + size, alive.stop))

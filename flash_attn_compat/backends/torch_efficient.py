@@ -63,7 +63,11 @@ class TorchEfficient(Backend):
             # Under a negative slope the far keys count, whose bias half precision rounds by whole units.
             reasons.append("ALiBi that is not purely causal needs a bias in q's dtype, too coarse in half precision")
         both_sides = features & Feature.WINDOW_LEFT and features & Feature.WINDOW_RIGHT
-        if biased and features & Feature.VARLEN and (features & Feature.ALIBI or traits.sq_vs_sk != "=" or not both_sides):
+        if (
+            biased
+            and features & Feature.VARLEN
+            and (features & Feature.ALIBI or traits.sq_vs_sk != "=" or not both_sides)
+        ):
             reasons.append("a bias over packed sequences, which the kernel takes for dense ones only")
         if window and not biased and traits.sq_vs_sk == "?" and traits.needs_backward:
             reasons.append("gradients of a window over packed sequences whose query and key lengths may differ")
@@ -336,9 +340,7 @@ def _biased(call: AttentionCall, whole: Launch) -> Iterator[tuple[_Place, Launch
         column = first + keys.start - rows.start - offset
         bias = table[:, :, : rows.size, column : column + keys.size].expand(batch, nheads, -1, -1)
         row_slice, key_slice = slice(*rows), slice(*keys)
-        launch = whole._replace(
-            q=whole.q[:, row_slice], k=whole.k[:, key_slice], v=whole.v[:, key_slice], bias=bias
-        )
+        launch = whole._replace(q=whole.q[:, row_slice], k=whole.k[:, key_slice], v=whole.v[:, key_slice], bias=bias)
         yield _Place(rows=row_slice, keys=key_slice), launch
 
 
@@ -425,9 +427,7 @@ def _native_from_official(call: AttentionCall, place: _Place, launch: Launch, ls
         lse = lse - alibi.causal_lse_shift(slopes, call.q.shape[1], call.k.shape[1] - call.q.shape[1])
     if call.cu_seqlens_q is None:
         return Native(efficient_launch.lse_to_native(lse[place.batch, place.heads, place.rows]))
-    return Native(
-        efficient_launch.packed_lse_to_native(lse[place.heads], launch.cu_seqlens_q, launch.max_seqlen_q)
-    )
+    return Native(efficient_launch.packed_lse_to_native(lse[place.heads], launch.cu_seqlens_q, launch.max_seqlen_q))
 
 
 def _saved_natives(saved: tuple[Tensor, ...]) -> list[Native]:
@@ -449,7 +449,9 @@ class _Sums:
             self.found = Gradients(dq, dk, dv)
             return
         if self.dq is None:
-            self.dq, self.dk, self.dv = (self._zeros(*of) for of in ((self.call.q, dq), (self.call.k, dk), (self.call.v, dv)))
+            self.dq, self.dk, self.dv = (
+                self._zeros(*of) for of in ((self.call.q, dq), (self.call.k, dk), (self.call.v, dv))
+            )
         self.dq[place.batch, place.rows, place.heads] = dq[..., : self.dq.shape[-1]]
         self.dk[place.batch, place.keys] += dk[..., : self.dk.shape[-1]]
         self.dv[place.batch, place.keys] += dv

@@ -95,11 +95,7 @@ class AttentionCall(NamedTuple):
     def lse_carries_alibi_position(self) -> bool:
         """flash-attn returns LSE + slope * position when the mask is, for its kernel, purely causal."""
         left = self.mask.left
-        return (
-            self.alibi_slopes is not None
-            and self.mask.right == 0
-            and (left is None or left >= self.max_seqlen_k)
-        )
+        return self.alibi_slopes is not None and self.mask.right == 0 and (left is None or left >= self.max_seqlen_k)
 
     def features(self) -> int:
         """The combination of Feature values this call asks for."""

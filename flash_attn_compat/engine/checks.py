@@ -93,7 +93,9 @@ def pages(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, batch: int) -> N
         raise RuntimeError(_must_be_on("block_table", q.device))
     if block_table.dim() != 2 or block_table.shape[0] != batch:
         shape = tuple(block_table.shape)
-        raise RuntimeError(f"block_table must have shape (batch_size, max_num_blocks_per_seq), got {shape}, batch {batch}")
+        raise RuntimeError(
+            f"block_table must have shape (batch_size, max_num_blocks_per_seq), got {shape}, batch {batch}"
+        )
     if k.dim() != 4 or k.shape[3] != q.shape[-1]:
         raise _error(f"k must have shape {_PAGED['k']}", q, k, v)
     if v.dim() != 4 or v.shape[:3] != k.shape[:3]:

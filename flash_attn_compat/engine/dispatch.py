@@ -148,9 +148,7 @@ def _explain(traits: Traits, forced: str | None) -> Explanation:
 def _refusal(traits: Traits, explanation: Explanation, forced: str | None) -> str:
     asked = ", ".join(DESCRIPTIONS[feature] for feature in split(traits.features)) or "dense attention"
     head = f"backend {forced!r} cannot serve this call" if forced else "no backend can serve this call"
-    return (
-        f"{head}: {traits.dtype} on {traits.device_type}, head_dim {traits.head_dim}, {asked}\n{explanation}"
-    )
+    return f"{head}: {traits.dtype} on {traits.device_type}, head_dim {traits.head_dim}, {asked}\n{explanation}"
 
 
 def _find(name: str) -> Backend:

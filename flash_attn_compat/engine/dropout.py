@@ -30,8 +30,8 @@ def keep_tile(
 ) -> Tensor:
     """Which probabilities survive, bool (batch, heads, rows, keys).
 
-    sequences: (batch,) indices of the sequences in the call; heads: (heads,) query heads; rows, keys: (rows,) or (batch, rows) indices
-    counted from each sequence's first row and key.
+    sequences: (batch,) indices of the sequences in the call; heads: (heads,) query heads
+    rows, keys: (rows,) or (batch, rows) indices, counted from each sequence's first row and key
     """
     seed = _seed(rng_state)
     per_head = _mix(_mix(seed + sequences)[:, None] + heads)

@@ -18,7 +18,7 @@ from flash_attn_compat.engine.call import AttentionCall
 
 # Work that one separate computation is worth, in floating-point operations: below it, padding a few
 # sequences to a common length is cheaper than another round of launches (benchmarks/cpu.py).
-_LAUNCH_FLOPS = {"cpu": 1e6}
+_LAUNCH_FLOPS = {"cpu": 1e5}
 _LAUNCH_FLOPS_ACCELERATOR = 2e9
 # Sequences larger than this many launches gain nothing from company.
 _LARGE = 16
@@ -127,7 +127,12 @@ class Layout:
         view = _view(tensor, spans, group, seqlen)
         if view is not None:
             return view
-        gathered = tensor[_addresses(tensor, spans, group.sequences, seqlen)]
+        where = _addresses(tensor, spans, group.sequences, seqlen)
+        if len(where) == 1:
+            # Whole rows at a time; indexing with the index's own shape goes element by element.
+            gathered = tensor.index_select(0, where[0].flatten()).unflatten(0, where[0].shape)
+        else:
+            gathered = tensor[where]
         if not group.padded:
             return gathered
         # Padding was read from some other token, whose infinities a weight of 0 would not undo.
@@ -144,6 +149,9 @@ class Layout:
         if group.padded:
             valid = self._valid(spans, group, seqlen)
             where, kept = tuple(index[valid] for index in where), values[valid]
+        if len(where) == 1:
+            target.index_copy_(0, where[0].flatten(), kept.reshape(-1, *kept.shape[-2:]).to(target.dtype))
+            return
         # Sequences may share pages, whose gradients add up.
         target.index_put_(where, kept.to(target.dtype), accumulate=spans.table is not None)
 
@@ -224,7 +232,9 @@ def _share_launches(runs: list[Group], launch: float) -> list[Group]:
         last = groups[-1]
         seqlen_q, seqlen_k = max(last.seqlen_q, run.seqlen_q), max(last.seqlen_k, run.seqlen_k)
         members = len(last.sequences) + len(run.sequences)
-        separate = len(last.sequences) * last.seqlen_q * last.seqlen_k + len(run.sequences) * run.seqlen_q * run.seqlen_k
+        separate = (
+            len(last.sequences) * last.seqlen_q * last.seqlen_k + len(run.sequences) * run.seqlen_q * run.seqlen_k
+        )
         if members * seqlen_q * seqlen_k - separate <= launch:
             uneven = (last.seqlen_q, last.seqlen_k) != (run.seqlen_q, run.seqlen_k)
             groups[-1] = Group(last.sequences + run.sequences, seqlen_q, seqlen_k, last.padded or run.padded or uneven)
