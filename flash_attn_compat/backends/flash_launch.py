@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn_compat.backends.base import Backend
+from flash_attn_compat.engine import alignment
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import DESCRIPTIONS, Feature, Traits
 
@@ -117,7 +118,8 @@ class FlashBackend(Backend):
             lse = upstream.softmax_lse
             lse = self.native_lse(launch, lse.transpose(0, 1).flatten(1) if packs else lse)
             native = Native(out, lse, ())
-        target = into if into is not None and not packs and all(map(_is_ready, into)) else None
+        as_they_are = not packs and launch.q.shape[-1] == call.q.shape[-1]
+        target = into if into is not None and as_they_are and all(_ready(t) is t for t in into) else None
         found = self.launch_backward(launch, dout, native, target)
         if target is not None:
             return target
@@ -192,20 +194,8 @@ def _shaped(gradient: Tensor, source: Tensor) -> Tensor:
 
 def _ready(tensor: Tensor) -> Tensor:
     """``tensor`` as the kernels read it: a multiple of 8 channels, contiguous, every row on 16 bytes."""
-    if _is_ready(tensor):
-        return tensor
     missing = -tensor.shape[-1] % 8
-    # contiguous() would leave a tensor that only starts in the wrong place as it is.
-    return F.pad(tensor, (0, missing)) if missing else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _is_ready(tensor: Tensor) -> bool:
-    if tensor.data_ptr() % 16 or tensor.shape[-1] % 8:
-        return False
-    if tensor.is_contiguous():
-        return True
-    *strides, last = tensor.stride()
-    return last == 1 and not any(stride % 8 for stride in strides)
+    return F.pad(tensor, (0, missing)) if missing else alignment.ready(tensor)
 
 
 def _cache_reasons(features: Feature, traits: Traits, takes_caches: bool) -> list[str]:
