@@ -80,13 +80,16 @@ def forward(call: AttentionCall) -> Result:
         seqlen_k=shares.lengths.flatten(),
     )
     out, native = efficient_launch.forward(launch, keep_lse=count > 1 or call.return_lse)
+    out = out.view(batch, count, rows, nheads_k, -1)
+    if efficient_launch.skips_empty_rows(launch):
+        out.masked_fill_((shares.lengths <= 0)[:, :, None, None, None], 0.0)
     lse = native.lse[:, :, :rows].unflatten(0, (batch, count)) if count > 1 or call.return_lse else None
     if lse is not None:
         # The kernel reports 0 for a share without keys; finite, so that a sequence without any stays 0.
         lse = lse.masked_fill((shares.lengths <= 0)[:, :, None, None], _NOTHING)
     if count > 1:
         weights = torch.softmax(lse, dim=1).transpose(2, 3).unsqueeze(-1)
-        out = (out.view(batch, count, rows, nheads_k, -1) * weights).sum(1).to(call.q.dtype)
+        out = (out * weights).sum(1).to(call.q.dtype)
     unfolded = out.view(batch, seqlen_q, group, nheads_k, -1).transpose(2, 3).reshape(batch, seqlen_q, nheads, -1)
     return Result(unfolded, _whole_lse(lse, seqlen_q, group) if call.return_lse else None)
 

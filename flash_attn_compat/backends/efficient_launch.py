@@ -115,6 +115,11 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def skips_empty_rows(launch: Launch) -> bool:
+    """Whether rows without keys stay as the memory was: beyond 128 channels the kernel accumulates in memory."""
+    return max(launch.q.shape[-1], launch.v.shape[-1]) > 128
+
+
 def pad_channels(tensor: Tensor) -> Tensor:
     """Zero channels up to a multiple of 8, the alignment of the tensor-core kernels."""
     missing = -tensor.shape[-1] % 8

@@ -28,8 +28,6 @@ _CACHED = Feature.SEQUSED_K | Feature.LEFTPAD_K | Feature.PAGED
 _OLD_WINDOW_BACKWARD = torch.__version__ < (2, 15)
 # Elements of one bias: enough rows to fill the GPU, little memory beside the tensors.
 _BIAS_ELEMENTS = 2**24
-# With more channels the kernel accumulates in memory, and leaves rows without keys as it found them.
-_WRITES_EMPTY_ROWS_UP_TO = 128
 # (row, head) pairs that keep the GPU busy.
 _ENOUGH_ROWS = 2**16
 
@@ -98,7 +96,7 @@ class TorchEfficient(Backend):
         places: list[_Place] = []
         for place, launch in _launches(call):
             part, native = efficient_launch.forward(launch, keep_lse)
-            if max(launch.q.shape[-1], launch.v.shape[-1]) > _WRITES_EMPTY_ROWS_UP_TO and _may_lack_keys(call):
+            if _may_lack_keys(call) and efficient_launch.skips_empty_rows(launch):
                 part.masked_fill_(_rows_without_keys(call)[:, None, None], 0.0)
             natives.append(native)
             places.append(place)

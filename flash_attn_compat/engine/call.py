@@ -148,7 +148,7 @@ class AttentionCall(NamedTuple):
             sq_vs_sk = "=" if self.equal_lengths else "?"
         # Only a cache is too large to be copied into place.
         in_cache = not self.is_dense and self.cu_seqlens_k is None
-        aligned = not in_cache or not q.is_cuda or (_aligned(k) and _aligned(v))
+        aligned = not in_cache or (_aligned(k) and _aligned(v))
         page_size = k_shape[1] if self.block_table is not None else 0
         one_query = self.max_seqlen_q == 1
         return device, q.dtype, q_shape[-1], v.shape[-1], sq_vs_sk, one_query, aligned, self.features(), page_size

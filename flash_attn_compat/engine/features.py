@@ -65,7 +65,7 @@ class Traits(NamedTuple):
 
     sq_vs_sk compares the two lengths: "=", "<", ">", or "?" where they differ per sequence.
     one_query: no sequence has more than one query row
-    aligned: a cache on a CUDA device starts and steps on 16 bytes, as kernels want it.
+    aligned: a cache starts and steps on 16 bytes, as CUDA kernels want it.
     """
 
     device_type: str

@@ -1,0 +1,96 @@
+"""The memory-efficient kernel as it behaves on a GPU, its traps included, in slow PyTorch for any device.
+
+Stands in for efficient_launch.forward and .backward, so that how torch_efficient cuts calls into launches is
+tested on a CPU. What the kernel leaves unwritten is NaN here; reading where it may not fails.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.backends.efficient_launch import CAUSAL_BOTTOM_RIGHT, Launch, Native
+
+
+def forward(launch: Launch, keep_lse: bool) -> tuple[Tensor, Native]:
+    _check(launch)
+    out = torch.full((*launch.q.shape[:-1], launch.v.shape[-1]), math.nan, dtype=launch.q.dtype)
+    sequences = list(_sequences(launch))
+    longest = launch.max_seqlen_q or launch.q.shape[1]
+    lse = torch.full((len(sequences), launch.q.shape[2], -(-longest // 32) * 32), math.inf)
+    for index, (row, q, key, k, v) in enumerate(sequences):
+        scores = _scores(launch, index, q, k)
+        seen = scores.isfinite().any(-1)
+        weights = scores.masked_fill(~seen[..., None], 0.0).softmax(-1).masked_fill(~seen[..., None], 0.0)
+        batch, rows = row
+        if k.shape[0] or max(q.shape[-1], v.shape[-1]) <= 128:
+            out[batch, rows] = torch.einsum("hqk,khd->qhd", weights, v.double()).to(out.dtype)
+        lse[index, :, : q.shape[0]] = torch.where(seen, scores.logsumexp(-1), 0.0) if k.shape[0] else 0.0
+    return out, Native(lse if keep_lse else lse.new_empty(0))
+
+
+def backward(launch: Launch, dout: Tensor, out: Tensor, native: Native) -> tuple[Tensor, Tensor, Tensor]:
+    assert launch.seqlen_k is None and (launch.bias is None or launch.cu_seqlens_q is None)
+    _check(launch)
+    dq, dk, dv = (torch.full(t.shape, math.nan, dtype=t.dtype) for t in (launch.q, launch.k, launch.v))
+    for index, (row, q, key, k, v) in enumerate(_sequences(launch)):
+        (batch, rows), (key_batch, keys) = row, key
+        g, o = dout[batch, rows].double(), out[batch, rows].double()
+        scores = _scores(launch, index, q, k)
+        p = torch.exp(scores - native.lse[index, :, : q.shape[0], None].double())
+        dscores = p * (torch.einsum("qhd,khd->hqk", g, v.double()) - (g * o).sum(-1).t()[..., None])
+        if k.shape[0]:
+            dq[batch, rows] = (torch.einsum("hqk,khd->qhd", dscores, k.double()) * launch.scale).to(dq.dtype)
+        dk[key_batch, keys] = (torch.einsum("hqk,qhd->khd", dscores, q.double()) * launch.scale).to(dk.dtype)
+        dv[key_batch, keys] = torch.einsum("hqk,qhd->khd", p, g).to(dv.dtype)
+    return dq, dk, dv
+
+
+def _check(launch: Launch) -> None:
+    for tensor in (launch.q, launch.k, launch.v, launch.bias):
+        if tensor is None:
+            continue
+        unit = 16 // tensor.element_size()
+        assert tensor.dim() == 4 and tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0
+        assert all(stride % unit == 0 for stride in tensor.stride()[:-1]), "misaligned address"
+    assert launch.q.shape[-1] % 8 == 0 and launch.v.shape[-1] % 8 == 0, "no kernel found to launch"
+    assert launch.q.shape[2] == launch.k.shape[2] == launch.v.shape[2]
+    batch, rows, heads, _ = launch.q.shape
+    assert launch.bias is None or launch.bias.shape == (batch, heads, rows, launch.k.shape[1])
+    assert launch.window_size is None or launch.mask == CAUSAL_BOTTOM_RIGHT
+    if launch.cu_seqlens_q is not None:
+        assert launch.q.shape[0] == 1 and 0 < launch.max_seqlen_q <= launch.q.shape[1]
+        assert launch.cu_seqlens_q.shape == launch.cu_seqlens_k.shape and launch.cu_seqlens_k.dtype == torch.int32
+
+
+def _sequences(launch: Launch) -> Iterator[tuple[tuple[int, slice], Tensor, tuple[int, slice], Tensor, Tensor]]:
+    if launch.cu_seqlens_q is None:
+        assert launch.seqlen_k is None, "the kernel ignores seqlen_k without cu_seqlens"
+        for batch in range(launch.q.shape[0]):
+            everything = batch, slice(None)
+            yield everything, launch.q[batch], everything, launch.k[batch], launch.v[batch]
+        return
+    starts_q, starts_k = launch.cu_seqlens_q.tolist(), launch.cu_seqlens_k.tolist()
+    for index, (start, stop) in enumerate(zip(starts_q, starts_q[1:])):
+        first = starts_k[index]
+        last = starts_k[index + 1] if launch.seqlen_k is None else first + int(launch.seqlen_k[index])
+        rows, keys = slice(start, min(stop, start + launch.max_seqlen_q)), slice(first, last)
+        assert last <= launch.k.shape[1] or last == first, "reads behind the keys"
+        yield (0, rows), launch.q[0, rows], (0, keys), launch.k[0, keys], launch.v[0, keys]
+
+
+def _scores(launch: Launch, index: int, q: Tensor, k: Tensor) -> Tensor:
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k.double()) * launch.scale
+    if launch.bias is not None:
+        scores = scores + launch.bias[index].double()
+    if launch.mask == CAUSAL_BOTTOM_RIGHT:
+        assert q.shape[0] <= k.shape[0] or not k.shape[0], "wrong for more queries than keys"
+        ahead = torch.arange(k.shape[0]) - torch.arange(q.shape[0])[:, None] - (k.shape[0] - q.shape[0])
+        hidden = ahead > 0
+        if launch.window_size is not None:
+            hidden |= ahead <= -launch.window_size
+        scores = scores.masked_fill(hidden, -math.inf)
+    return scores

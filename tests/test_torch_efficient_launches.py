@@ -1,0 +1,60 @@
+"""How torch_efficient cuts calls into launches, on a CPU: the kernel is a stand-in with the real one's traps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from flash_attn_compat.backends import BACKENDS, efficient_launch
+from tests import efficient_kernels
+from tests.judge import Examination
+from tests.problems import Problem, random_problem
+
+PROBLEMS = 500
+
+
+@pytest.fixture(autouse=True)
+def kernels_on_a_cpu(monkeypatch):
+    backend = next(backend for backend in BACKENDS if backend.name == "torch_efficient")
+    table = dataclasses.replace(backend.capabilities, devices=frozenset({"cpu"}), min_capability=None)
+    monkeypatch.setattr(type(backend), "capabilities", table)
+    monkeypatch.setattr(efficient_launch, "forward", efficient_kernels.forward)
+    monkeypatch.setattr(efficient_launch, "backward", efficient_kernels.backward)
+    # bf16 then goes through fp16, as on a Turing GPU.
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_CAPABILITY", "7.5")
+
+
+def examine(problem: Problem):
+    return Examination(problem).judge("torch_efficient")
+
+
+def is_served_by_the_stand_in(problem: Problem) -> bool:
+    """The stand-in has no dropout; NaN beside a two-sided window reaches over a border, as documented."""
+    both_sides = problem.window[0] >= 0 and problem.window[1] > 0 and not problem.causal
+    return problem.dropout_p <= 0 and not (both_sides and problem.poison)
+
+
+@pytest.mark.parametrize("first", range(0, PROBLEMS, 50))
+def test_random_problems_are_right_or_refused(first):
+    for number in range(first, first + 50):
+        problem = random_problem(number)
+        if is_served_by_the_stand_in(problem):
+            assert not (verdict := examine(problem)).failures, (problem, verdict)
+
+
+@pytest.mark.parametrize("window", [(64, 64), (3, 40), (100, 1), (300, 300), (0, 5)])
+@pytest.mark.parametrize(("kind", "nheads_k"), [("dense", 4), ("dense", 2), ("varlen_qkvpacked", 4)])
+def test_two_sided_windows_over_many_blocks_are_right(kind, window, nheads_k):
+    lengths = (700, 700) if kind == "dense" else (333, 0, 64, 1, 517)
+    problem = Problem(
+        kind=kind, seqlens_q=lengths, seqlens_k=lengths, window=window, group=4 // nheads_k, nheads_k=nheads_k
+    )
+    verdict = examine(problem)
+    assert not verdict.refused and not verdict.failures, verdict
+
+
+def test_a_cache_is_read_in_shares_and_merged():
+    problem = Problem("kvcache", (1, 1), (1300, 7), capacity=1500, causal=True, group=2, nheads_k=2)
+    verdict = examine(problem)
+    assert not verdict.refused and not verdict.failures, verdict
