@@ -83,16 +83,17 @@ def _call(
 ) -> AttentionCall:
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs = options
     left, right = window_size
-    checks.dropout(dropout_p)
+    drops = dropout_p > 0.0
+    if drops:
+        checks.dropout(dropout_p)
     if alibi_slopes is not None:
         checks.alibi(alibi_slopes, q, batch)
-    drops = dropout_p > 0.0
     return AttentionCall(
         q=q,
         k=k,
         v=v,
         softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
-        mask=Mask.from_window(bool(causal), operator.index(left), operator.index(right)),
+        mask=Mask.from_window(causal, _integer(left), _integer(right)),
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         softcap=float(softcap) if softcap is not None and softcap > 0.0 else 0.0,
