@@ -241,6 +241,8 @@ def _op_with_mask(name: str) -> Callable[..., tuple[Tensor, ...]] | None:
     return getattr(torch, name, op.default)
 
 
+# In PyTorch 2.4 the kernel reads behind the key heads if they are fewer than the query heads; 2.11 is right.
+_SHARES_KEY_HEADS = torch.__version__ >= (2, 11)
 _FORWARD = _op_with_mask("_scaled_dot_product_flash_attention_for_cpu")
 _BACKWARD = _op_with_mask("_scaled_dot_product_flash_attention_for_cpu_backward")
 
@@ -257,6 +259,8 @@ def _attend(
         return _public(q, k, v, causal, bias, scale), None
     if bias is None and q.shape[2] == 1 and q.shape[1] != k.shape[1]:
         return _attend_folded(q, k, v, scale)
+    if not _SHARES_KEY_HEADS:
+        k, v = _repeated(q, k, v)
     if bias is None:
         return _FORWARD(q, k, v, 0.0, causal, scale=scale)
     return _FORWARD(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
@@ -273,16 +277,26 @@ def _gradients(
     q: Tensor, k: Tensor, v: Tensor, upstream: Upstream, causal: bool, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, ...]:
     dout, out, lse = upstream[:3]
-    if q.is_cpu:
+    if q.is_cpu and (_SHARES_KEY_HEADS or q.shape[1] == k.shape[1]):
         return _BACKWARD(dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
+    if q.is_cpu:
+        repeated = _repeated(q, k, v)
+        dq, *shares = _BACKWARD(dout, q, *repeated, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
+        return dq, *(share.unflatten(1, (k.shape[1], -1)).sum(2) for share in shares)
     inputs = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
     with torch.enable_grad():
         return torch.autograd.grad(_public(*inputs, causal, bias, scale), inputs, dout)
 
 
-def _public(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float) -> Tensor:
+def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v with a head for every head of q."""
     group = q.shape[1] // k.shape[1]
-    if group > 1:
-        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    if group == 1:
+        return k, v
+    return k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+
+
+def _public(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float) -> Tensor:
+    k, v = _repeated(q, k, v)
     bias = None if bias is None else bias.to(q.dtype)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, scale=scale)
