@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from flash_attn_compat import explain, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
-from flash_attn_compat.backends import flash_alibi, flash_outside, torch_flash
+from flash_attn_compat.backends import flash_alibi, torch_flash
 from flash_attn_compat.backends.flash_launch import prepare
-from flash_attn_compat.engine import dispatch
+from flash_attn_compat.engine import dispatch, outside
 from flash_attn_compat.engine.build import Options, dense_call
 from flash_attn_compat.engine.call import AttentionCall
 from tests import flash_kernels
@@ -284,19 +284,19 @@ def test_tokens_outside_of_all_sequences_are_zero_at_the_first_look_and_later(sp
         for result in (out, *gradients):
             assert result.isfinite().all() and not result[80:].any()
         torch.cuda.synchronize()
-    assert flash_outside.may_exist(starts, 80 + spare) == (spare > 0)
+    assert outside.may_exist(starts, 80 + spare) == (spare > 0)
 
 
 @needs_gpu
 def test_lengths_that_change_in_place_are_looked_at_again() -> None:
     _, starts = on_gpu(30, 50, spare=0)
-    flash_outside.may_exist(starts, 80)
+    outside.may_exist(starts, 80)
     torch.cuda.synchronize()
-    assert not flash_outside.may_exist(starts, 80)
+    assert not outside.may_exist(starts, 80)
     starts.copy_(cumulative(30, 20))
-    assert flash_outside.may_exist(starts, 80)
+    assert outside.may_exist(starts, 80)
     torch.cuda.synchronize()
-    assert flash_outside.may_exist(starts, 80) and not flash_outside.may_exist(starts, 50)
+    assert outside.may_exist(starts, 80) and not outside.may_exist(starts, 50)
 
 
 @needs_gpu

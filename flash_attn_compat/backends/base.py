@@ -133,7 +133,7 @@ class BlockwiseBackend(Backend):
         if block is not None:
             lse = _true_lse(call, block, upstream, _kept_lse(upstream))
             found = self.backward_block(call, block, upstream._replace(softmax_lse=lse))
-            return _deliver(Gradients(*found), call, into)
+            return deliver(Gradients(*found), call, into)
         layout = Layout(call)
         totals = into or Gradients(*map(torch.empty_like, (call.q, call.k, call.v)))
         for total in totals:
@@ -175,7 +175,8 @@ def _lse_shift(block: Block, dtype: torch.dtype) -> Tensor:
     return alibi.causal_lse_shift(block.slopes.to(dtype), block.q.shape[1], offset)
 
 
-def _deliver(found: Gradients, call: AttentionCall, into: Gradients | None) -> Gradients:
+def deliver(found: Gradients, call: AttentionCall, into: Gradients | None) -> Gradients:
+    """``found`` in the call's dtypes, or written through the strides of ``into``."""
     if into is None:
         return Gradients(found.dq.to(call.q.dtype), found.dk.to(call.k.dtype), found.dv.to(call.v.dtype))
     for target, value in zip(into, found):

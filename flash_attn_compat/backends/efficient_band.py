@@ -16,9 +16,8 @@ from torch import Tensor
 
 from flash_attn_compat.backends import efficient_launch
 from flash_attn_compat.backends.efficient_launch import Launch, Native
-from flash_attn_compat.engine import alignment
+from flash_attn_compat.engine import alignment, outside
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
-from flash_attn_compat.engine.outside import zero_outside
 
 # Rows per block are about half the window, so that a slice of keys is three blocks long.
 _MIN_ROWS, _MAX_ROWS = 64, 1024
@@ -63,7 +62,7 @@ def forward(call: AttentionCall) -> Result:
             by_row = native.lse[:, :, : launch.q.shape[1]].transpose(0, 1).flatten(1)
             lse[member, tokens] = by_row[:, : tokens.stop - tokens.start]
     if call.cu_seqlens_q is not None:
-        zero_outside(out, call.cu_seqlens_q)
+        outside.set_to_zero(out, call.cu_seqlens_q)
     out = out[..., : call.head_dim_v].view(call.out_shape)
     if lse is not None and call.cu_seqlens_q is None:
         lse = lse.unflatten(1, call.q.shape[:2]).transpose(0, 1)
@@ -86,7 +85,7 @@ def backward(call: AttentionCall, upstream: Upstream) -> Gradients:
             _add_slab(total, _overlapping_sum(pieces, band), chunk.start - band.before)
     if call.cu_seqlens_q is not None:
         for gradient in (dq, dk, dv):
-            zero_outside(gradient, call.cu_seqlens_q)
+            outside.set_to_zero(gradient, call.cu_seqlens_q)
     channels = call.q.shape[-1], call.k.shape[-1], call.v.shape[-1]
     found = (gradient[..., :size] for gradient, size in zip((dq, dk, dv), channels))
     return Gradients(*(gradient.view(like.shape) for gradient, like in zip(found, (call.q, call.k, call.v))))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends import flex_mask
-from flash_attn_compat.backends.base import Backend, Capabilities
+from flash_attn_compat.backends.base import Backend, Capabilities, deliver
 from flash_attn_compat.backends.flex_mask import Geometry
 from flash_attn_compat.engine import alibi
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
@@ -84,7 +84,7 @@ class Flex(Backend):
 
         if call.traits() not in self._failures:
             try:
-                return _deliver(_backward(call, upstream.dout), into)
+                return deliver(Gradients(*_backward(call, upstream.dout)), call, into)
             except torch.cuda.OutOfMemoryError:
                 raise
             except Exception as error:
@@ -248,14 +248,6 @@ def _alibi_shift(call: AttentionCall, geometry: Geometry) -> Tensor:
         return slopes[:, :, None] * geometry.place
     position = geometry.place - call.cu_seqlens_k[geometry.sequence]
     return (slopes[geometry.sequence] * position[:, None]).t()
-
-
-def _deliver(found: tuple[Tensor, Tensor, Tensor], into: Gradients | None) -> Gradients:
-    if into is None:
-        return Gradients(*found)
-    for target, gradient in zip(into, found):
-        target.copy_(gradient)
-    return into
 
 
 @functools.lru_cache(maxsize=None)

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import settings
-from flash_attn_compat.backends import flash_outside, official_trial
+from flash_attn_compat.backends import official_trial
 from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities
 from flash_attn_compat.backends.flash_launch import FlashBackend, Launch, Native
+from flash_attn_compat.engine import outside
 from flash_attn_compat.engine.call import Gradients
 from flash_attn_compat.engine.features import Feature, Traits
 from flash_attn_compat.naming import real
@@ -72,7 +73,7 @@ class Official(FlashBackend):
             out, lse, _, rng_state = functions.varlen_fwd(
                 q, k, v, None, launch.cu_seqlens_q, launch.cu_seqlens_k, launch.seqused_k, launch.leftpad_k,
                 launch.block_table, launch.alibi_slopes, launch.max_seqlen_q, launch.max_seqlen_k, launch.dropout_p,
-                scale, flash_outside.may_exist(launch.cu_seqlens_q, q.shape[0]), causal, left, right, launch.softcap,
+                scale, outside.may_exist(launch.cu_seqlens_q, q.shape[0]), causal, left, right, launch.softcap,
                 False, None,
             )  # fmt: skip
             return Native(out, lse, (rng_state,))
@@ -100,11 +101,11 @@ class Official(FlashBackend):
                 launch.deterministic, None, rng_state,
             )  # fmt: skip
         else:
-            outside = flash_outside.may_exist(launch.cu_seqlens_q, q.shape[0])
-            outside = flash_outside.may_exist(launch.cu_seqlens_k, k.shape[0]) or outside
+            some_outside = outside.may_exist(launch.cu_seqlens_q, q.shape[0])
+            some_outside = outside.may_exist(launch.cu_seqlens_k, k.shape[0]) or some_outside
             functions.varlen_bwd(
                 *given, launch.cu_seqlens_q, launch.cu_seqlens_k, launch.alibi_slopes, launch.max_seqlen_q,
-                launch.max_seqlen_k, launch.dropout_p, scale, outside, causal, left, right, launch.softcap,
+                launch.max_seqlen_k, launch.dropout_p, scale, some_outside, causal, left, right, launch.softcap,
                 launch.deterministic, None, rng_state,
             )  # fmt: skip
         return gradients

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends import efficient_band, efficient_bf16, efficient_cache, efficient_launch
-from flash_attn_compat.backends.base import Backend, Capabilities
+from flash_attn_compat.backends.base import Backend, Capabilities, deliver
 from flash_attn_compat.backends.efficient_launch import CAUSAL_BOTTOM_RIGHT, NO_MASK, Launch, Native
-from flash_attn_compat.engine import alibi, alignment
+from flash_attn_compat.engine import alibi, alignment, outside
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
 from flash_attn_compat.engine.mask import Mask, Range
-from flash_attn_compat.engine.outside import zero_outside
 
 _LACKS = Feature.SOFTCAP | Feature.SHARED_DROPOUT_MASK | Feature.TRANSFORMS
 _CACHED = Feature.SEQUSED_K | Feature.LEFTPAD_K | Feature.PAGED
@@ -80,8 +79,8 @@ class TorchEfficient(Backend):
 
     def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
         if efficient_bf16.applies(call):
-            return _deliver(efficient_bf16.backward(call, upstream, self._backward), into)
-        return _deliver(self._backward(call, upstream), into)
+            return deliver(efficient_bf16.backward(call, upstream, self._backward), call, into)
+        return deliver(self._backward(call, upstream), call, into)
 
     def _forward(self, call: AttentionCall) -> Result:
         if not call.is_dense and call.cu_seqlens_k is None:
@@ -109,7 +108,9 @@ class TorchEfficient(Backend):
             del launch, part
         if out is None:
             out = _zeros(call)
-        out = zero_outside(out.squeeze(0), call.cu_seqlens_q) if call.cu_seqlens_q is not None else out
+        if call.cu_seqlens_q is not None:
+            out = out.squeeze(0)
+            outside.set_to_zero(out, call.cu_seqlens_q)
         lse = _official_lse(call, places, natives) if call.return_lse else None
         saved = tuple(tensor for native in natives for tensor in native) if call.needs_grad else ()
         return Result(out[..., : call.head_dim_v], lse, None, saved)
@@ -147,7 +148,8 @@ def _forward_single(call: AttentionCall, keep_lse: bool) -> Result:
     out, native = efficient_launch.forward(launch, keep_lse)
     lse = _official_lse(call, [_EVERYTHING], [native]) if call.return_lse else None
     if call.cu_seqlens_q is not None:
-        out = zero_outside(out.squeeze(0), call.cu_seqlens_q)
+        out = out.squeeze(0)
+        outside.set_to_zero(out, call.cu_seqlens_q)
     if out.shape[-1] != call.v.shape[-1]:
         out = out[..., : call.v.shape[-1]]
     return Result(out, lse, None, native if call.needs_grad else ())
@@ -469,14 +471,6 @@ class _Sums:
             gradient = gradient.view((*source.shape[:-1], gradient.shape[-1]))
             if self.call.cu_seqlens_q is not None:
                 starts = self.call.cu_seqlens_q if source is self.call.q else self.call.cu_seqlens_k
-                gradient = zero_outside(gradient, starts)
+                outside.set_to_zero(gradient, starts)
             results.append(gradient[..., : source.shape[-1]].to(source.dtype))
         return Gradients(*results)
-
-
-def _deliver(found: Gradients, into: Gradients | None) -> Gradients:
-    if into is None:
-        return found
-    for target, gradient in zip(into, found):
-        target.copy_(gradient)
-    return into

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_attn_compat.backends import flash_alibi, flash_outside
+from flash_attn_compat.backends import flash_alibi
 from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities
 from flash_attn_compat.backends.flash_launch import FlashBackend, Launch, Native
+from flash_attn_compat.engine import outside
 from flash_attn_compat.engine.call import Gradients
 from flash_attn_compat.engine.features import Feature, Traits
 
@@ -68,8 +69,8 @@ class TorchFlash(FlashBackend):
 
     def launch_forward(self, launch: Launch) -> Native:
         native = _forward(launch) if launch.alibi_slopes is None else _forward_by_channels(launch)
-        if launch.cu_seqlens_q is not None and flash_outside.may_exist(launch.cu_seqlens_q, launch.q.shape[0]):
-            flash_outside.set_to_zero(native.out, launch.cu_seqlens_q)
+        if launch.cu_seqlens_q is not None and outside.may_exist(launch.cu_seqlens_q, launch.q.shape[0]):
+            outside.set_to_zero(native.out, launch.cu_seqlens_q)
         return native
 
     def launch_backward(self, launch: Launch, dout: Tensor, native: Native, into: Gradients | None) -> Gradients:
@@ -78,8 +79,8 @@ class TorchFlash(FlashBackend):
             found = compute(launch, dout, native)
         if launch.cu_seqlens_q is not None:
             for gradient, starts in zip(found, (launch.cu_seqlens_q, launch.cu_seqlens_k, launch.cu_seqlens_k)):
-                if flash_outside.may_exist(starts, gradient.shape[0]):
-                    flash_outside.set_to_zero(gradient, starts)
+                if outside.may_exist(starts, gradient.shape[0]):
+                    outside.set_to_zero(gradient, starts)
         if into is None:
             return found
         for place, gradient in zip(into, found):
