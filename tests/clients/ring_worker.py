@@ -1,8 +1,11 @@
-"""One process of a ring-flash-attn run: every variant against the whole sequence in fp64, errors written as JSON.
+"""ring-flash-attn, unmodified, on this package: every variant against the whole sequence in fp64.
 
-Started by torchrun under flash-attn-compat, on CPUs over gloo by test_ring_flash_attn.py, or by hand on GPUs:
+On two GPUs over NCCL, as each GPU is and treated as one of capability 7.5, one line for each case, exit code 1 if one
+is off:
 
-    flash-attn-compat run -m torch.distributed.run --nproc-per-node 2 -m tests.clients.ring_worker FILE --device cuda
+    flash-attn-compat run -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.clients.ring_worker --device cuda
+
+test_ring_flash_attn.py runs it on the CPU over gloo.
 """
 
 from __future__ import annotations
@@ -10,9 +13,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
 import types
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +29,58 @@ from torch import Tensor
 
 NHEADS, NHEADS_K, HEAD_DIM = 4, 2, 16
 BATCH, SEQLEN = 2, 64
-LENGTHS = (32, 8, 24)  # of packed sequences; divisible by twice the processes, as zigzag asks
+CAPABILITY = "FLASH_ATTN_COMPAT_CAPABILITY"
+# Largest errors of the output and of a gradient, as parts of the largest exact value. Rounding once costs 5e-4 in fp16
+# and 4e-3 in bf16, and ring attention rounds each partial gradient, dq to bf16 in any case; a mistake shows as 0.1.
+BOUNDS = {"float16": (1e-3, 5e-3), "bfloat16": (8e-3, 3e-2)}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One process's view. `lengths` of packed sequences are divisible by twice the processes, as zigzag asks."""
+
+    rank: int
+    world: int
+    device: str
+    dtype: torch.dtype
+    seqlen: int
+    head_dim: int
+
+    @property
+    def lengths(self) -> list[int]:
+        return [self.seqlen // 2, self.seqlen // 8, self.seqlen * 3 // 8]
+
+
+@dataclass(frozen=True)
+class Case:
+    """attention(q, k, v) of a shard, how a tensor is sharded along an axis, and what the whole sequence computes."""
+
+    attention: Callable[..., Tensor]
+    shard: Callable[[Tensor, Problem, int], Tensor]
+    packed: bool
+    causal: bool
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """errors: of out, dq, dk, dv, the worst of all processes; served_by: calls of all processes by backend."""
+
+    case: str
+    setting: str
+    errors: Mapping[str, float]
+    served_by: Mapping[str, int]
+
+    def right(self, dtype: str) -> bool:
+        of_output, of_gradient = BOUNDS[dtype]
+        return all(
+            error <= (of_output if name == "out" else of_gradient)  # False for NaN
+            for name, error in self.errors.items()
+        )
+
+    def line(self, dtype: str) -> str:
+        errors = " ".join(f"{name} {error:.1e}" for name, error in self.errors.items())
+        served = ", ".join(f"{name} {calls}" for name, calls in sorted(self.served_by.items())) or "nobody of ours"
+        return f"{'right' if self.right(dtype) else 'WRONG'}  {self.case:22} {self.setting:22} {errors}  by {served}"
 
 
 def ring_flash_attn() -> Any:
@@ -35,18 +93,24 @@ def ring_flash_attn() -> Any:
     return importlib.import_module("ring_flash_attn")
 
 
+# ---- the whole sequence -----------------------------------------------------------------------------------------------
+
+
 def whole(q: Tensor, k: Tensor, v: Tensor, causal: bool, groups: int = NHEADS // NHEADS_K) -> Tensor:
     """Attention over (batch, seqlen, nheads, head_dim), plainly; `groups` query heads share one of keys."""
     k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) * HEAD_DIM**-0.5
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
     if causal:
-        scores = scores + torch.full(scores.shape[-2:], float("-inf"), dtype=q.dtype).triu(1)
+        scores = scores + torch.full(scores.shape[-2:], float("-inf"), dtype=q.dtype, device=q.device).triu(1)
     return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
 
 
-def whole_packed(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    parts = zip(*(x.split(LENGTHS) for x in (q, k, v)))
+def whole_packed(q: Tensor, k: Tensor, v: Tensor, causal: bool, lengths: list[int]) -> Tensor:
+    parts = zip(*(x.split(lengths) for x in (q, k, v)))
     return torch.cat([whole(*(x[None] for x in part), causal)[0] for part in parts])
+
+
+# ---- how it is cut ----------------------------------------------------------------------------------------------------
 
 
 def contiguous(x: Tensor, rank: int, world: int, dim: int) -> Tensor:
@@ -62,21 +126,28 @@ def striped(x: Tensor, rank: int, world: int, dim: int) -> Tensor:
     return x.unflatten(dim, (-1, world)).select(dim + 1, rank)
 
 
-def per_sequence(shard: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda x, rank, world, dim: torch.cat([shard(part, rank, world, dim) for part in x.split(LENGTHS, dim)], dim)
+def at_once(shard: Callable[..., Tensor]) -> Callable[[Tensor, Problem, int], Tensor]:
+    return lambda x, problem, dim: shard(x, problem.rank, problem.world, dim)
 
 
-def cases(package: Any, rank: int, world: int, device: str) -> dict[str, tuple]:
-    """Name -> (attention of a shard, its sharding, whether packed, causal)."""
-    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32).to(device)
+def per_sequence(shard: Callable[..., Tensor]) -> Callable[[Tensor, Problem, int], Tensor]:
+    return lambda x, problem, dim: torch.cat(
+        [shard(part, problem.rank, problem.world, dim) for part in x.split(problem.lengths, dim)], dim
+    )
+
+
+def cases(package: Any, problem: Problem) -> dict[str, Case]:
+    cu_seqlens = torch.tensor([0, *problem.lengths]).cumsum(0).to(torch.int32).to(problem.device)
 
     def packed(function: Callable[..., Tensor], causal: bool) -> Callable[..., Tensor]:
-        local = cu_seqlens // world
+        local = cu_seqlens // problem.world
         return lambda q, k, v: function(q, k, v, local, int(local.diff().max()), causal=causal)
 
     def llama3(causal: bool) -> Callable[..., Tensor]:
         # cu_seqlens of queries and keys, the longest of each, and the keys that this process needs.
-        cu_q, cu_k, max_q, max_k, part = package.llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, causal, rank, world)
+        cu_q, cu_k, max_q, max_k, part = package.llama3_flash_attn_prepare_cu_seqlens(
+            cu_seqlens, causal, problem.rank, problem.world
+        )
         return lambda q, k, v: package.llama3_flash_attn_varlen_func(
             q, k, v, cu_q, cu_k, max_q, max_k, heads_k_stride=1, local_k_slice=part, causal=causal
         )
@@ -84,75 +155,143 @@ def cases(package: Any, rank: int, world: int, device: str) -> dict[str, tuple]:
     def dense(function: Callable[..., Tensor], causal: bool) -> Callable[..., Tensor]:
         return lambda q, k, v: function(q, k, v, causal=causal)
 
+    zigzag_varlen = packed(package.zigzag_ring_flash_attn_varlen_func, True)
     found = {
-        "zigzag, causal": (dense(package.zigzag_ring_flash_attn_func, True), zigzag, False, True),
-        "stripe, causal": (dense(package.stripe_flash_attn_func, True), striped, False, True),
-        "zigzag varlen, causal": (
-            packed(package.zigzag_ring_flash_attn_varlen_func, True),
-            per_sequence(zigzag),
-            True,
-            True,
-        ),
+        "zigzag, causal": Case(dense(package.zigzag_ring_flash_attn_func, True), at_once(zigzag), False, True),
+        "stripe, causal": Case(dense(package.stripe_flash_attn_func, True), at_once(striped), False, True),
+        "zigzag varlen, causal": Case(zigzag_varlen, per_sequence(zigzag), True, True),
     }
     for causal in (True, False):
         word = "causal" if causal else "full"
-        found[f"ring, {word}"] = (dense(package.ring_flash_attn_func, causal), contiguous, False, causal)
+        found[f"ring, {word}"] = Case(dense(package.ring_flash_attn_func, causal), at_once(contiguous), False, causal)
         ring = packed(package.ring_flash_attn_varlen_func, causal)
-        found[f"ring varlen, {word}"] = (ring, per_sequence(contiguous), True, causal)
-        found[f"llama3 varlen, {word}"] = (llama3(causal), contiguous, True, causal)
+        found[f"ring varlen, {word}"] = Case(ring, per_sequence(contiguous), True, causal)
+        found[f"llama3 varlen, {word}"] = Case(llama3(causal), at_once(contiguous), True, causal)
     return found
 
 
-def errors_of(case: tuple, rank: int, world: int, dtype: torch.dtype, device: str) -> list[float]:
+# ---- one case ---------------------------------------------------------------------------------------------------------
+
+
+def errors_of(case: Case, problem: Problem) -> list[float]:
     """Largest errors of out, dq, dk, dv on this process, relative to the largest exact value."""
-    attention, shard, is_packed, causal = case
-    torch.manual_seed(0)
-    leading = (sum(LENGTHS),) if is_packed else (BATCH, SEQLEN)
+    leading = (problem.seqlen,) if case.packed else (BATCH, problem.seqlen)
     dim = len(leading) - 1
+    generator = torch.Generator().manual_seed(0)
     # Rounded to the dtype first, so that both sides start from the same numbers.
     q, k, v, dout = (
-        torch.randn(*leading, heads, HEAD_DIM).to(dtype).double() for heads in (NHEADS, NHEADS_K, NHEADS_K, NHEADS)
+        torch.randn(*leading, heads, problem.head_dim, generator=generator)
+        .to(problem.dtype)
+        .to(problem.device)
+        .double()
+        for heads in (NHEADS, NHEADS_K, NHEADS_K, NHEADS)
     )
-    exact_inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    exact = (whole_packed if is_packed else whole)(*exact_inputs, causal)
-    exact_all = [exact, *torch.autograd.grad(exact, exact_inputs, dout)]
-    inputs = [shard(x, rank, world, dim).to(dtype).contiguous().to(device).requires_grad_() for x in (q, k, v)]
-    out = attention(*inputs)
-    got = [out, *torch.autograd.grad(out, inputs, shard(dout, rank, world, dim).to(dtype).contiguous().to(device))]
+
+    def local(x: Tensor) -> Tensor:
+        return case.shard(x, problem, dim).to(problem.dtype).contiguous()
+
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    exact = whole_packed(*leaves, case.causal, problem.lengths) if case.packed else whole(*leaves, case.causal)
+    expected = [exact, *torch.autograd.grad(exact, leaves, dout)]
+    inputs = [local(x).requires_grad_() for x in (q, k, v)]
+    out = case.attention(*inputs)
+    got = [out, *torch.autograd.grad(out, inputs, local(dout))]
     return [
-        float((a.detach().cpu().double() - shard(b.detach(), rank, world, dim)).abs().max() / b.detach().abs().max())
-        for a, b in zip(got, exact_all)
+        float((a.detach().double() - case.shard(b.detach(), problem, dim)).abs().max() / b.detach().abs().max())
+        for a, b in zip(got, expected)
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("output", help="file for the errors, as JSON")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    # Half precision only: the package accumulates gradients in .to(float32) of a buffer, in fp32 the buffer itself.
-    parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("nccl" if options.device == "cuda" else "gloo", timeout=timedelta(minutes=2))
-    rank, world = dist.get_rank(), dist.get_world_size()
-    device = f"cuda:{rank}" if options.device == "cuda" else "cpu"
-    if options.device == "cuda":
-        torch.cuda.set_device(rank)
-    package = ring_flash_attn()
+def outcome(name: str, case: Case, problem: Problem, setting: str) -> Outcome:
     import flash_attn_compat
 
-    errors = {}
-    for name, case in cases(package, rank, world, device).items():
-        worst = torch.tensor(errors_of(case, rank, world, getattr(torch, options.dtype), device), device=device)
-        dist.all_reduce(worst, dist.ReduceOp.MAX)
-        errors[name] = dict(zip(("out", "dq", "dk", "dv"), worst.tolist()))
-    calls = torch.tensor(sum(flash_attn_compat.backend_counts().values()), device=device)
-    dist.all_reduce(calls)
+    flash_attn_compat.reset_backend_counts()
+    worst = torch.tensor(errors_of(case, problem), device=problem.device)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    counts: list[Any] = [None] * problem.world
+    dist.all_gather_object(counts, {name: calls for name, calls in flash_attn_compat.backend_counts().items() if calls})
+    served_by = sum((Counter(each) for each in counts), Counter())
+    return Outcome(name, setting, dict(zip(("out", "dq", "dk", "dv"), worst.tolist())), dict(served_by))
+
+
+def capabilities(device: str) -> list[str | None]:
+    """What the GPU is to be treated as: itself and a Turing GPU, unless the environment has decided; on CPUs no matter."""
+    return [None, "7.5"] if device == "cuda" and not os.environ.get(CAPABILITY) else [None]
+
+
+@contextmanager
+def treated_as(capability: str | None) -> Iterator[str]:
+    """Yields how to call it."""
+    if capability is None:
+        forced = os.environ.get(CAPABILITY)
+        yield f"capability {forced} forced" if forced else "as it is"
+        return
+    os.environ[CAPABILITY] = capability
+    try:
+        yield f"capability {capability} forced"
+    finally:
+        del os.environ[CAPABILITY]
+
+
+# ---- the command ------------------------------------------------------------------------------------------------------
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("output", nargs="?", help="file for errors and counts, as JSON")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="cpu: over gloo, cuda: over NCCL")
+    # Half precision only: ring-flash-attn accumulates gradients in .to(float32) of a buffer, in fp32 the buffer itself.
+    parser.add_argument("--dtype", default="float16", choices=BOUNDS)
+    parser.add_argument("--seqlen", type=int, help=f"tokens of the whole sequence (default {SEQLEN}, on GPUs 2048)")
+    parser.add_argument("--head-dim", type=int, help=f"default {HEAD_DIM}, on GPUs 64")
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it by torchrun: " + __doc__.split("\n\n")[2].strip())
+    on_gpus = options.device == "cuda"
+    options.seqlen = options.seqlen or (2048 if on_gpus else SEQLEN)
+    options.head_dim = options.head_dim or (64 if on_gpus else HEAD_DIM)
+    piece = 16 * int(os.environ["WORLD_SIZE"])
+    if options.seqlen <= 0 or options.seqlen % piece:
+        parser.error(f"--seqlen must be a positive multiple of {piece}, 16 times the processes, got {options.seqlen}")
+    if on_gpus and torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
+        parser.error(f"each process needs a GPU of its own, there are {torch.cuda.device_count()}")
+    return options
+
+
+def main() -> int:
+    options = _arguments()
+    torch.set_num_threads(1)
+    device = "cpu"
+    if options.device == "cuda":
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)
+    backend = "nccl" if options.device == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(minutes=2))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    problem = Problem(rank, world, device, getattr(torch, options.dtype), options.seqlen, options.head_dim)
+    # The first operation creates the communicator, and ring attention's own first one is no collective.
+    dist.all_reduce(torch.zeros(1, device=device))
+    package, outcomes = ring_flash_attn(), []
+    for capability in capabilities(options.device):
+        with treated_as(capability) as setting:
+            for name, case in cases(package, problem).items():
+                outcomes.append(outcome(name, case, problem, setting))
+                if rank == 0:
+                    print(outcomes[-1].line(options.dtype), flush=True)
+    right = sum(each.right(options.dtype) for each in outcomes)
     if rank == 0:
-        with open(options.output, "w") as file:
-            json.dump({"errors": errors, "calls": int(calls), "world": world}, file, indent=1)
+        where = torch.cuda.get_device_name(device) if options.device == "cuda" else "CPU"
+        of_output = max(each.errors["out"] for each in outcomes)
+        of_gradient = max(max(each.errors.values()) for each in outcomes)
+        print(f"{right} of {len(outcomes)} cases right, {world} processes over {backend} on {where}, torch "
+              f"{torch.__version__}, {options.dtype}, seqlen {options.seqlen}, head_dim {options.head_dim}: largest error "
+              f"of out {of_output:.1e}, of all {of_gradient:.1e}", flush=True)  # fmt: skip
+        if options.output:
+            with open(options.output, "w") as file:
+                json.dump({"outcomes": [asdict(each) for each in outcomes], "world": world}, file, indent=1)
     dist.destroy_process_group()
+    return 0 if right == len(outcomes) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
