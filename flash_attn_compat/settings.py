@@ -12,6 +12,7 @@ CAPABILITY = "FLASH_ATTN_COMPAT_CAPABILITY"
 COMPILE = "FLASH_ATTN_COMPAT_COMPILE"
 DISABLE_OFFICIAL = "FLASH_ATTN_COMPAT_DISABLE_OFFICIAL"
 BF16 = "FLASH_ATTN_COMPAT_BF16"
+JITERATOR = "FLASH_ATTN_COMPAT_JITERATOR"
 
 # os.environ.get costs a microsecond for a variable that is not set, the mapping inside it a twentieth;
 # with five variables that is a fifth of the host time of a whole call.
@@ -41,6 +42,11 @@ def compilation_enabled() -> bool:
 def official_disabled() -> bool:
     """FLASH_ATTN_COMPAT_DISABLE_OFFICIAL=1: leave an installed flash-attn aside."""
     return os.environ.get(DISABLE_OFFICIAL, "0") not in ("", "0")
+
+
+def jiterator_enabled() -> bool:
+    """FLASH_ATTN_COMPAT_JITERATOR=0: no elementwise kernels compiled at run time by PyTorch's jiterator."""
+    return os.environ.get(JITERATOR, "1") not in ("", "0")
 
 
 def bf16_precision() -> str:

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_attn_compat.backends import chunked_fused
 from flash_attn_compat.backends.base import HALF_DTYPES, BlockwiseBackend, Capabilities
-from flash_attn_compat.engine import alibi, dropout
+from flash_attn_compat.engine import alibi, band, dropout, elementwise
 from flash_attn_compat.engine.alignment import ready
 from flash_attn_compat.engine.call import AttentionCall, Upstream
 from flash_attn_compat.engine.compilation import OptionallyCompiled
@@ -33,31 +34,67 @@ class Chunked(BlockwiseBackend):
         n, seqlen_q, nheads = block.q.shape[:3]
         out = block.q.new_zeros(n, seqlen_q, nheads, call.head_dim_v)
         lse = torch.full((n, nheads, seqlen_q), torch.inf, dtype=_working_dtype(block.q), device=block.q.device)
+        if not _is_cut(call, block):
+            self._forward_part(call, block, rng_state, out, lse)
+            return out, lse
+        for part in band.cut(block, call.mask.left):
+            self._forward_part(call, part.block, rng_state, part.rows_of(out), part.lse_of(lse))
+        return out, lse
+
+    def _forward_part(
+        self, call: AttentionCall, block: Block, rng_state: Tensor | None, out: Tensor, lse: Tensor
+    ) -> None:
         for piece in _pieces(call, block, rng_state):
+            if piece.is_fused:
+                chunked_fused.forward(piece, out, lse)
+                continue
             for rows in piece.row_blocks():
                 row_out, row_lse = _attend_rows(piece, rows)
                 out[piece.n, rows.start : rows.stop, piece.heads] = row_out.transpose(1, 2)
                 lse[piece.n, piece.heads, rows.start : rows.stop] = row_lse
-        return out, lse
 
     def backward_block(self, call: AttentionCall, block: Block, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
         dq = torch.zeros_like(block.q)
-        dk, dv = torch.empty_like(block.k), torch.empty_like(block.v)
-        for piece in _pieces(call, block, upstream.rng_state):
-            totals = [torch.zeros_like(tensor, dtype=piece.dtype) for tensor in (piece.keys, piece.values)]
-            for rows in piece.row_blocks():
-                row_dq = _backpropagate_rows(piece, rows, upstream, *totals)
-                dq[piece.n, rows.start : rows.stop, piece.heads] = row_dq.transpose(1, 2)
-            for target, total in zip((dk, dv), totals):
-                target[piece.n, :, piece.heads_kv] = total.unflatten(0, (piece.count, -1)).transpose(1, 2)
+        if not _is_cut(call, block):
+            dk, dv = torch.empty_like(block.k), torch.empty_like(block.v)
+            self._backward_part(call, block, upstream, dq, dk, dv)
+            return dq, dk, dv
+        dk, dv = (torch.zeros_like(tensor, dtype=_working_dtype(block.q)) for tensor in (block.k, block.v))
+        for part in band.cut(block, call.mask.left):
+            given = (part.rows_of(upstream.dout), part.rows_of(upstream.out), part.lse_of(upstream.softmax_lse))
+            shares = [dk.new_empty(tensor.shape) for tensor in (part.block.k, part.block.v)]
+            self._backward_part(call, part.block, Upstream(*given, upstream.rng_state), part.rows_of(dq), *shares)
+            for total, share in zip((dk, dv), shares):
+                part.add_keys_to(total, share)
         return dq, dk, dv
 
+    def _backward_part(
+        self, call: AttentionCall, block: Block, upstream: Upstream, dq: Tensor, dk: Tensor, dv: Tensor
+    ) -> None:
+        for piece in _pieces(call, block, upstream.rng_state):
+            totals = [torch.zeros_like(tensor, dtype=piece.dtype) for tensor in (piece.keys, piece.values)]
+            if piece.is_fused:
+                chunked_fused.backward(piece, upstream, dq, *totals)
+            else:
+                for rows in piece.row_blocks():
+                    row_dq = _backpropagate_rows(piece, rows, upstream, *totals)
+                    dq[piece.n, rows.start : rows.stop, piece.heads] = row_dq.transpose(1, 2)
+            for target, total in zip((dk, dv), totals):
+                target[piece.n, :, piece.heads_kv] = total.unflatten(0, (piece.count, -1)).transpose(1, 2)
 
-class _Piece:
+
+class Piece:
     """Some sequences and heads of a block in working precision, worked on one tile at a time."""
 
     def __init__(
-        self, call: AttentionCall, block: Block, rng_state: Tensor | None, n: slice, heads_kv: slice, tile: _Tile
+        self,
+        call: AttentionCall,
+        block: Block,
+        rng_state: Tensor | None,
+        n: slice,
+        heads_kv: slice,
+        tile: _Tile,
+        is_fused: bool,
     ) -> None:
         self.call, self.rng_state, self.n, self.heads_kv, self.tile = call, rng_state, n, heads_kv, tile
         self.group = call.nheads // call.nheads_k
@@ -67,6 +104,7 @@ class _Piece:
         self.seqlen_k, self.offset = self.block.k.shape[1], block.offset
         self.dtype = _working_dtype(block.q)
         self.operand_dtype = block.q.dtype if _multiplies_half(block.q) else self.dtype
+        self.is_fused = is_fused
         self._hidden: dict[tuple[int, int, int], Tensor | None] = {}
         self.keys = self._fold_keys(self.block.k)
         self.values = self._fold_keys(self.block.v)
@@ -76,8 +114,13 @@ class _Piece:
         for start in range(alive.start, alive.stop, self.tile.rows):
             yield Range(start, min(start + self.tile.rows, alive.stop))
 
-    def key_blocks(self, rows: Range) -> Iterator[Range]:
+    def visible_keys(self, rows: Range) -> Range:
+        """The keys that some of ``rows`` see, from a multiple of 8 on, where matrix products read fast."""
         visible = self.call.mask.visible_keys(rows, self.offset, self.seqlen_k)
+        return Range(visible.start - visible.start % 8, visible.stop)
+
+    def key_blocks(self, rows: Range) -> Iterator[Range]:
+        visible = self.visible_keys(rows)
         for start in range(visible.start, visible.stop, self.tile.keys):
             yield Range(start, min(start + self.tile.keys, visible.stop))
 
@@ -111,13 +154,22 @@ class _Piece:
         if self.block.slopes is not None:
             scores, factor = scores.mul_(factor), 1.0
             alibi.add_bias_(scores, self.block.slopes[:, self.heads], rows, columns, self.offset)
-        for part in call.mask.partly_hidden(rows, columns, self.offset):
+        self._hide(scores, rows, columns)
+        return scores, factor
+
+    def raw_scores(self, queries: Tensor, rows: Range, columns: Range) -> Tensor:
+        """Inner products (n, q heads, rows, columns), -inf where a key is hidden."""
+        products = self.unfold(self.product(queries, self.keys[:, columns.start : columns.stop].transpose(1, 2)), rows)
+        self._hide(products, rows, columns)
+        return products
+
+    def _hide(self, scores: Tensor, rows: Range, columns: Range) -> None:
+        for part in self.call.mask.partly_hidden(rows, columns, self.offset):
             hidden = self.hidden_tile(rows, part)
             scores[..., part.start - columns.start : part.stop - columns.start].masked_fill_(hidden, -torch.inf)
         if self.block.first_key is not None:
             padding = self.block.key_indices()[:, columns.start : columns.stop] < 0
             scores.masked_fill_(padding[:, None, None], -torch.inf)
-        return scores, factor
 
     def hidden_tile(self, rows: Range, keys: Range) -> Tensor | None:
         """Mask.hidden, remembered for the next rows, which see the same at the same distance."""
@@ -134,6 +186,13 @@ class _Piece:
             )
         found = torch.bmm(a, b, out_dtype=self.dtype)
         return found if scale == 1.0 else found.mul_(scale)
+
+    def add_product(self, total: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
+        """total += a @ b * scale, in the precision of ``total``."""
+        if _BADDBMM_HAS_OUT_DTYPE and a.is_cuda and a.dtype != total.dtype:
+            torch.ops.aten.baddbmm.dtype_out(total, a, b, total.dtype, alpha=scale, out=total)
+        else:
+            total += self.product(a, b, scale)
 
     def tanh_values(self, queries: Tensor, rows: Range, columns: Range, scores: Tensor) -> Tensor:
         """What softcap made of the raw scores: ``scores`` itself, unless ALiBi was added to it."""
@@ -158,7 +217,7 @@ class _Piece:
         return tile.to(self.operand_dtype)
 
 
-def _attend_rows(piece: _Piece, rows: Range) -> tuple[Tensor, Tensor]:
+def _attend_rows(piece: Piece, rows: Range) -> tuple[Tensor, Tensor]:
     """Algorithm 1 for one block of rows: out (n, q heads, rows, head_dim_v) and its LSE."""
     queries = piece.fold(piece.q, rows)
     out = peak = total = None
@@ -190,7 +249,7 @@ def _attend_rows(piece: _Piece, rows: Range) -> tuple[Tensor, Tensor]:
 
 
 def _weigh(
-    piece: _Piece, queries: Tensor, rows: Range, columns: Range, peak: Tensor | None, all_alive: bool
+    piece: Piece, queries: Tensor, rows: Range, columns: Range, peak: Tensor | None, all_alive: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """exp(score - shift) of a tile as an operand, its row sums, the new running maximum, and the shift."""
     if _fused_weights.is_enabled and piece.block.slopes is None and piece.block.first_key is None:
@@ -223,7 +282,7 @@ def _fused_weights(
     return weights.to(dtype), weights.sum(-1, keepdim=True), new_peak, shift
 
 
-def _backpropagate_rows(piece: _Piece, rows: Range, upstream: Upstream, dk: Tensor, dv: Tensor) -> Tensor:
+def _backpropagate_rows(piece: Piece, rows: Range, upstream: Upstream, dk: Tensor, dv: Tensor) -> Tensor:
     """Algorithm 2 for one block of rows: adds to dk and dv, returns dq (n, q heads, rows, head_dim)."""
     call = piece.call
     queries, dout = piece.fold(piece.q, rows), piece.fold(upstream.dout, rows)
@@ -272,37 +331,64 @@ _TILE_ELEMENTS = {"cpu": 2**19}
 _TILE_ELEMENTS_ACCELERATOR = 2**25
 _KEYS_PER_TILE = {"cpu": 512}
 _KEYS_PER_TILE_ACCELERATOR = 8192
-_MIN_ROWS = 128
+_MIN_ROWS = {"cpu": 128}
+_MIN_ROWS_ACCELERATOR = 256
+_ALIGNED_ROWS = 64
+# Scores that are not worth a second round of launches, even if half of them are hidden.
+_SMALL = {"cpu": 0}
+_SMALL_ACCELERATOR = 2**24
+_CUTS_WINDOWS = {"cuda"}
 
 
-def _tile(call: AttentionCall, block: Block) -> _Tile:
+def _tile(call: AttentionCall, block: Block, whole_rows: bool) -> _Tile:
     """The largest tile within the device's budget: first rows and keys, then heads, then sequences, then rows.
 
     Rows beyond some share of the keys, or of a window, would mostly compute scores that the mask hides.
+    whole_rows: a tile holds all keys that its rows see
     """
     device_type = block.q.device.type
     n, seqlen_q = block.q.shape[:2]
     seqlen_k = block.k.shape[1]
     left, right = call.mask
     band = seqlen_k if left is None or right is None else min(seqlen_k, left + right + 1)
-    rows = min(seqlen_q, _MIN_ROWS)
+    rows = min(seqlen_q, _MIN_ROWS.get(device_type, _MIN_ROWS_ACCELERATOR))
     share = 2 if device_type == "cpu" else 1
-    most_rows = seqlen_q if call.mask.is_full else max(rows, min(seqlen_k // (4 * share), band // share))
-    keys = min(seqlen_k, band + most_rows, _KEYS_PER_TILE.get(device_type, _KEYS_PER_TILE_ACCELERATOR))
+    all_scores = n * call.nheads * seqlen_q * seqlen_k
+    everything = call.mask.is_full or all_scores <= _SMALL.get(device_type, _SMALL_ACCELERATOR)
+    most_rows = seqlen_q if everything else max(rows, min(seqlen_k // (4 * share), band // share))
+    keys = min(seqlen_k, band + most_rows)
+    if not whole_rows:
+        keys = min(keys, _KEYS_PER_TILE.get(device_type, _KEYS_PER_TILE_ACCELERATOR))
     budget = _TILE_ELEMENTS.get(device_type, _TILE_ELEMENTS_ACCELERATOR) // (call.nheads // call.nheads_k)
     heads = max(1, min(call.nheads_k, budget // (rows * keys)))
     sequences = max(1, min(n, budget // (rows * keys * heads)))
-    rows = max(rows, min(most_rows, budget // (sequences * heads * keys)))
-    return _Tile(sequences, heads, rows, keys)
+    sequences = -(-n // -(-n // sequences))
+    rows = max(min(rows, max(16, budget // keys)), min(most_rows, budget // (sequences * heads * keys)))
+    # Keys seen by later rows then begin where matrix products read fast.
+    return _Tile(sequences, heads, rows if rows < _ALIGNED_ROWS else rows - rows % _ALIGNED_ROWS, keys)
 
 
-def _pieces(call: AttentionCall, block: Block, rng_state: Tensor | None) -> Iterator[_Piece]:
-    tile = _tile(call, block)
+def _is_fused(call: AttentionCall, block: Block) -> bool:
+    """Whether chunked_fused.py computes the block's tiles."""
+    plain = not call.dropout_p and block.slopes is None and call.softmax_scale > 0
+    return plain and _multiplies_half(block.q) and elementwise.is_usable(block.q.device, block.q.dtype)
+
+
+def _is_cut(call: AttentionCall, block: Block) -> bool:
+    """Whether a causal window is worked on in cut pieces, where many small launches would cost most."""
+    left, right = call.mask
+    is_window = right == 0 and left is not None and not call.dropout_p
+    return is_window and block.q.device.type in _CUTS_WINDOWS and band.pays(block, left)
+
+
+def _pieces(call: AttentionCall, block: Block, rng_state: Tensor | None) -> Iterator[Piece]:
+    is_fused = _is_fused(call, block)
+    tile = _tile(call, block, whole_rows=is_fused)
     for start in range(0, block.q.shape[0], tile.sequences):
         n = slice(start, min(start + tile.sequences, block.q.shape[0]))
         for first in range(0, call.nheads_k, tile.heads_kv):
             heads_kv = slice(first, min(first + tile.heads_kv, call.nheads_k))
-            yield _Piece(call, block, rng_state, n, heads_kv, tile)
+            yield Piece(call, block, rng_state, n, heads_kv, tile, is_fused)
 
 
 def _working_dtype(tensor: Tensor) -> torch.dtype:
@@ -318,3 +404,4 @@ def _multiplies_half(tensor: Tensor) -> bool:
 
 
 _BMM_HAS_OUT_DTYPE = hasattr(torch.ops.aten.bmm, "dtype")
+_BADDBMM_HAS_OUT_DTYPE = hasattr(torch.ops.aten.baddbmm, "dtype_out")

@@ -1,0 +1,161 @@
+"""Elementwise work on a tile of scores as one CUDA kernel, where plain PyTorch needs four to nine.
+
+PyTorch's jiterator compiles the functions below with NVRTC at first use (about a second, then cached on
+disk), as PyTorch does for some operators of its own: neither a compiler nor Triton has to be installed.
+Its kernels return their arguments' dtype, so two half-precision neighbours travel as one fp32 number.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flash_attn_compat import settings
+
+# A score: softcap * tanh(product * factor), or product * factor without softcap; -inf stays hidden. The
+# tanh is right to 1e-7, and to 1e-5 of itself where it is small.
+_SCORE_OF = """
+  auto tanh_of = [&](T x) {
+    T square = x * x;
+    if (square < T(0.0025)) return x * (T(1) + square * (T(-1) / 3 + square * (T(2) / 15)));
+    return T(1) - __fdividef(T(2), __expf(T(2) * x) + T(1));
+  };
+  auto score_of = [&](T product) { return softcap > 0 ? softcap * tanh_of(product * factor) : product * factor; };"""
+
+_SCORE = f"""
+template <typename T> T score(T product, T factor, T softcap) {{{_SCORE_OF}
+  return product == -INFINITY ? product : score_of(product);
+}}"""
+
+_WEIGHTS = f"""
+template <typename T> void weights(T even, T odd, T peak, T factor, T softcap, T& packed, T& sum) {{{_SCORE_OF}
+  T shift = peak == -INFINITY ? T(0) : score_of(peak);
+  T low = even == -INFINITY ? T(0) : expf(score_of(even) - shift);
+  T high = odd == -INFINITY ? T(0) : expf(score_of(odd) - shift);
+  sum = low + high;
+  PACK(packed)
+}}"""
+
+_GRADIENTS = f"""
+template <typename T> void gradients(T even, T odd, T dp_even, T dp_odd, T lse, T delta, T factor, T softcap,
+                                     T& packed_p, T& packed_ds) {{{_SCORE_OF}
+  T product[2] = {{even, odd}}, dp[2] = {{dp_even, dp_odd}}, p[2], ds[2];
+  for (int i = 0; i < 2; ++i) {{
+    T score = score_of(product[i]);
+    T tanh = softcap > 0 ? score / softcap : T(0);
+    p[i] = product[i] == -INFINITY ? T(0) : expf(score - lse);
+    ds[i] = p[i] == 0 ? T(0) : p[i] * (dp[i] - delta) * (T(1) - tanh * tanh);
+  }}
+  {{ T low = p[0], high = p[1]; PACK(packed_p) }}
+  {{ T low = ds[0], high = ds[1]; PACK(packed_ds) }}
+}}"""
+
+# Two fp32 numbers, low and high, rounded to nearest even and put into the bits of one.
+_PACK = {
+    torch.float16: """
+  unsigned int bits;
+  asm("{ .reg .f16 a, b; cvt.rn.f16.f32 a, %1; cvt.rn.f16.f32 b, %2; mov.b32 %0, {a, b}; }"
+      : "=r"(bits) : "f"(low), "f"(high));
+  TARGET = __uint_as_float(bits);""",
+    torch.bfloat16: """
+  unsigned int a = __float_as_uint(low), b = __float_as_uint(high);
+  a = low != low ? 0x7FC0u : (a + 0x7FFFu + ((a >> 16) & 1u)) >> 16;
+  b = high != high ? 0x7FC0u : (b + 0x7FFFu + ((b >> 16) & 1u)) >> 16;
+  TARGET = __uint_as_float(a | (b << 16));""",
+}
+
+
+def score(products: Tensor, factor: float, softcap: float) -> Tensor:
+    """fp32 inner products -> scores; -inf stays -inf."""
+    return _compiled_score()(products, factor=factor, softcap=softcap)
+
+
+def weights(products: Tensor, peak: Tensor, factor: float, softcap: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """exp(score - score of the peak) in ``dtype``, and the fp32 sums of two neighbours each.
+
+    products: (..., keys), fp32, -inf where hidden; peak: (..., 1), a row's largest product, -inf where it has none
+    """
+    even, odd = _halves(products, -torch.inf)
+    packed, sums = _compiled("weights", dtype)(even, odd, peak, factor=factor, softcap=softcap)
+    return _unpack(packed, products.shape[-1], dtype), sums
+
+
+def gradients(
+    products: Tensor, dp: Tensor, lse: Tensor, delta: Tensor, factor: float, softcap: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Probabilities and the gradient of the products without ``factor * softcap``, both (..., keys) in ``dtype``."""
+    even, odd = _halves(products, -torch.inf)
+    dp_even, dp_odd = _halves(dp, 0.0)
+    step = _compiled("gradients", dtype)
+    p, ds = step(even, odd, dp_even, dp_odd, lse, delta, factor=factor, softcap=softcap)
+    return _unpack(p, products.shape[-1], dtype), _unpack(ds, products.shape[-1], dtype)
+
+
+def is_usable(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernels for tiles of ``dtype`` compile on this device and give the right numbers."""
+    if device.type != "cuda" or dtype not in _PACK or torch.version.hip is not None or not settings.jiterator_enabled():
+        return False
+    if (device, dtype) not in _verdicts:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        _verdicts[device, dtype] = _works(device, dtype)
+    return _verdicts[device, dtype]
+
+
+_verdicts: dict[tuple[torch.device, torch.dtype], bool] = {}
+
+
+def _works(device: torch.device, dtype: torch.dtype) -> bool:
+    """Compile and compare with plain PyTorch, once; whatever goes wrong, plain PyTorch serves."""
+    products = torch.tensor([[0.5, -1.0, -torch.inf], [2.0, 3.0, 0.0]], device=device)
+    peak, delta = products.amax(-1, keepdim=True), torch.tensor([[0.5], [-0.5]], device=device)
+    scores = 2.0 * torch.tanh(products * 0.5)
+    lse = scores.amax(-1, keepdim=True)
+    expected = torch.exp(scores - lse).masked_fill(products == -torch.inf, 0.0)
+    slope = 1.0 - (scores / 2.0).square()
+    try:
+        found, sums = weights(products, peak, 0.5, 2.0, dtype)
+        p, ds = gradients(products, products.clamp(min=-1.0), lse, delta, 0.5, 2.0, dtype)
+        pairs = (
+            (found, expected),
+            (p, expected),
+            (sums.sum(-1), expected.sum(-1)),
+            (ds, expected * (products.clamp(min=-1.0) - delta) * slope),
+            (score(products, 0.5, 2.0)[1], scores[1]),
+        )
+        if all(torch.allclose(one.float(), other, rtol=1e-2, atol=1e-3) for one, other in pairs):
+            return True
+        problem = "its results are wrong"
+    except Exception as error:  # NVRTC missing or too old, or whatever else a driver raises
+        problem = f"{type(error).__name__}: {error}"
+    warnings.warn(f"PyTorch's jiterator is not used on {device}, plain PyTorch is: {problem}", RuntimeWarning)
+    return False
+
+
+@functools.lru_cache(maxsize=None)
+def _compiled(name: str, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]]:
+    source = {"weights": _WEIGHTS, "gradients": _GRADIENTS}[name]
+    for target in ("packed_p", "packed_ds", "packed"):
+        source = source.replace(f"PACK({target})", _PACK[dtype].replace("TARGET", target))
+    return torch.cuda.jiterator._create_multi_output_jit_fn(source, 2, factor=1.0, softcap=0.0)
+
+
+@functools.lru_cache(maxsize=None)
+def _compiled_score() -> Callable[..., Tensor]:
+    return torch.cuda.jiterator._create_jit_fn(_SCORE, factor=1.0, softcap=0.0)
+
+
+def _halves(tile: Tensor, padding: float) -> tuple[Tensor, Tensor]:
+    """Even and odd columns, as many of each."""
+    if tile.shape[-1] % 2:
+        tile = F.pad(tile, (0, 1), value=padding)
+    return tile[..., 0::2], tile[..., 1::2]
+
+
+def _unpack(packed: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    return packed.view(dtype)[..., :columns]
