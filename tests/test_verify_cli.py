@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import flash_attn_compat
 from verify.cli import main
+from verify.environment import describe
 from verify.judge import Check, against_fp64, against_official
 from verify.oracle import plain, truth
 from verify.recorded import recorded_errors, recorded_problems
@@ -199,3 +202,23 @@ def test_the_oracle_agrees_with_the_official_answer_in_both_directions(problem):
 @pytest.mark.parametrize("error", [float("nan"), float("inf"), 2.0])
 def test_an_error_beyond_its_bound_or_no_number_is_not_ok(error):
     assert not Check("out", "fp64", error, 1.0, 0.0, False).ok
+
+
+@pytest.mark.parametrize(
+    ("installed", "shown"),
+    [
+        (None, "1.2.3, from a checkout that is not installed"),
+        ("1.2.3", "1.2.3"),
+        ("1.2.2", "1.2.3, from a checkout; 1.2.2 is installed"),
+    ],
+)
+def test_the_version_shown_is_that_of_the_package_that_runs(installed, shown, monkeypatch):
+    def version(distribution):
+        assert distribution == "flash-attn-compat"
+        if installed is None:
+            raise importlib.metadata.PackageNotFoundError(distribution)
+        return installed
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(flash_attn_compat, "__version__", "1.2.3")
+    assert describe(["cpu"])["flash_attn_compat"] == shown

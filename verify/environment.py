@@ -9,6 +9,7 @@ import platform
 
 import torch
 
+import flash_attn_compat
 from verify.errors import UsageError
 
 
@@ -51,7 +52,7 @@ def describe_device(device: str) -> str:
 def describe(devices: list[str]) -> dict[str, str]:
     """What a reader needs to judge or repeat a result, by label."""
     facts = {f"device {device}": describe_device(device) for device in devices}
-    facts["flash_attn_compat"] = _version("flash-attn-compat")
+    facts["flash_attn_compat"] = _version()
     facts["torch"] = torch.__version__ + (f" (CUDA {torch.version.cuda})" if torch.version.cuda else "")
     facts["python"] = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     settings = {name: value for name, value in os.environ.items() if name.startswith("FLASH_ATTN_COMPAT_")}
@@ -61,11 +62,14 @@ def describe(devices: list[str]) -> dict[str, str]:
     return facts
 
 
-def _version(distribution: str) -> str:
+def _version() -> str:
+    """Of the package that is measured, which a checkout in front of the path may keep from being the installed one."""
+    running = flash_attn_compat.__version__
     try:
-        return importlib.metadata.version(distribution)
+        installed = importlib.metadata.version("flash-attn-compat")
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return f"{running}, from a checkout that is not installed"
+    return running if installed == running else f"{running}, from a checkout; {installed} is installed"
 
 
 def _cpu_name() -> str:
