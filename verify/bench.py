@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from verify import bench_report as tables
+from verify import graphs
 from verify import implementations as impl
 from verify.bench_run import Plan, Row, run, tiny_host_times
 from verify.contestants import RIVALS, USUAL_RIVALS, Contestant, Official, Ours
@@ -63,7 +64,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--rivals", default="", metavar="A,B",
                         help=f"of the others only these ('none': nobody): {', '.join(RIVALS)}")  # fmt: skip
     parser.add_argument("--repeats", type=_positive, default=7, metavar="N", help="readings of each figure (default 7)")
-    parser.add_argument("--no-backward", action="store_true", help="forward only")
+    parser.add_argument("--forward-only", "--no-backward", action="store_true", help="no gradients")
     parser.add_argument("--compile", choices=("on", "off"), help=f"sets {COMPILE} for this run")
     parser.add_argument("--small", action="store_true", help="the small workloads, which are the default on a CPU")
     parser.add_argument("--time-limit", type=_positive, default=240, metavar="SECONDS",
@@ -145,7 +146,8 @@ def plan_from(arguments: argparse.Namespace) -> Plan:
         device=device,
         dtype=dtype,
         repeats=arguments.repeats,
-        backward=not arguments.no_backward,
+        backward=not arguments.forward_only,
+        graphs=kind == "cuda",
         seed=arguments.seed,
         named=frozenset(backends) | frozenset(_names(arguments.rivals)),
         time_limit_s=arguments.time_limit,
@@ -255,11 +257,17 @@ def _bench(plan: Plan, saved: dict[str, Any] | None, arguments: argparse.Namespa
                 rows += found
                 _print_rows(plan.workloads[len(rows) // len(plan.contestants) - 1], found, matmul, terminal)
                 progress.advance(task)
+            for found in graphs.measured(plan, rows, lambda what: progress.update(task, description=what)):
+                rows = [next((new for new in found if _same(new, row)), row) for row in rows]
         except DeviceLost as reason:
             lost = f"the CUDA device gave up, nothing could be measured after: {reason}"
         except KeyboardInterrupt:
             lost = "interrupted: these are the figures up to then"
     return _finish(plan, rows, matmul, host_us, lost, environment, saved, arguments, terminal)
+
+
+def _same(one: Row, other: Row) -> bool:
+    return (one.workload, one.contestant) == (other.workload, other.contestant)
 
 
 def _finish(
@@ -291,14 +299,19 @@ def _finish(
     compiled = os.environ.get(COMPILE, "0") not in ("", "0")
     promises = judged(ratios, host_us, compiled) if on_cuda else []
     lines += promises
-    summary = [tables.summary_table(plan.workloads, rows, recorded_applies)]
+    graph_table = tables.graph_table(plan.workloads, rows)
+    summary = [tables.summary_table(plan.workloads, rows, recorded_applies), *([graph_table] if graph_table else [])]
     regressed = False
     if saved:
         table, conclusion, regressed = tables.against(saved, rows, arguments.tolerance)
         summary.append(table)
         warning = tables.differing_devices(saved, environment)
         lines += [*conclusion, *([warning] if warning else [])]
-    wrong = [f"{row.workload} {row.contestant}: {tables.remarks(row)}" for row in rows if row.ours and row.wrong]
+    wrong = [
+        f"{row.workload} {row.contestant}: {tables.remarks(row)}"
+        for row in rows
+        if row.ours and (row.wrong or row.graph_wrong)
+    ]
     lines += [f"WRONG OR FAILED  {line}" for line in wrong] + ([lost] if lost else [])
 
     if arguments.plot:
@@ -324,7 +337,7 @@ def _print_rows(workload: Workload, rows: Sequence[Row], matmul: float | None, t
     for row in rows:
         if not row.forward and not row.failed:
             continue
-        _, name, forward, both, memory, flops, share, verdict, remarks = tables.detail(row, matmul)
+        _, name, forward, both, _, memory, flops, share, verdict, remarks = tables.detail(row, matmul)
         line = Text(f"  {name:28} {forward:>13} {both:>13} ms {memory:>8} MiB {flops:>6}FLOP/s {share:>6}  ")
         line.append(verdict, style=COLOURS.get(verdict, ""))
         line.append(f"  {remarks}", style="dim")

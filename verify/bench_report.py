@@ -16,7 +16,7 @@ from verify.thresholds import Ratios
 from verify.timing import Timing, geometric_mean
 from verify.workloads import Workload
 
-FORWARD, BOTH = "forward", "both"
+FORWARD, BOTH, GRAPH = "forward", "both", "graph"
 NONE = "-"
 
 
@@ -103,8 +103,10 @@ def ratios(workload: Workload, rows: Mapping[str, Row], recorded_applies: bool, 
 
 # ---- tables -----------------------------------------------------------------------------------------------------------
 
+GRAPH_COLUMN = "in graph ms"
 DETAIL_COLUMNS = (
-    "workload", "contestant", "forward ms", "fwd+bwd ms", "peak MiB", "FLOP/s", "of matmul", "answer", "remarks",
+    "workload", "contestant", "forward ms", "fwd+bwd ms", GRAPH_COLUMN, "peak MiB", "FLOP/s", "of matmul", "answer",
+    "remarks",
 )  # fmt: skip
 
 
@@ -120,6 +122,7 @@ def detail(row: Row, matmul: float | None) -> list[str]:
         name,
         _milliseconds(row.forward),
         _milliseconds(row.both),
+        _milliseconds(row.graph),
         NONE if row.memory_mib is None else f"{row.memory_mib:.1f}",
         NONE if row.flops_per_second is None else si(row.flops_per_second),
         share,
@@ -149,13 +152,23 @@ def remarks(row: Row) -> str:
         parts.append(f"{row.verdict.quantity} off by {row.verdict.ratio:.3g} of its bound")
     if row.verdict is not None and row.verdict.note:
         parts.append(row.verdict.note)
+    if row.graph_reason:
+        parts.append(f"no graph: {row.graph_reason}")
     return "; ".join(parts)
 
 
 def detail_table(rows: Sequence[Row], matmul: float | None) -> Table:
     shown = [row for row in rows if row.forward or row.failed or row.not_supported]
-    return Table("Every contestant: median ± half the quartile distance", DETAIL_COLUMNS,
-                 [detail(row, matmul) for row in shown])  # fmt: skip
+    return _table("Every contestant: median ± half the quartile distance", DETAIL_COLUMNS,
+                  [detail(row, matmul) for row in shown])  # fmt: skip
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], always: int = 0) -> Table:
+    """Without the columns nobody has anything in, the first few of them aside."""
+    kept = [
+        index for index in range(len(columns)) if index < always or any(row[index] not in (NONE, "") for row in rows)
+    ]
+    return Table(title, [columns[index] for index in kept], [[row[index] for index in kept] for row in rows])
 
 
 def summary_table(workloads: Sequence[Workload], rows: Sequence[Row], recorded_applies: bool) -> Table:
@@ -177,11 +190,35 @@ def summary_table(workloads: Sequence[Workload], rows: Sequence[Row], recorded_a
             _pair(found.official, found.official_both, ".3f"), _pair(found.pad, found.pad_both, ".2f"),
             _pair(found.bare, found.bare_both, ".3f"), answer(mine),
         ])  # fmt: skip
-    kept = [index for index in range(len(columns)) if any(row[index] not in (NONE, "") for row in cells)]
     title = "Ours, forward / forward + backward, and as a multiple of the others' speed"
     if any(row[4] != NONE for row in cells):
         title += " (m measured, a aten_flash, r recorded on an H200)"
-    return Table(title, [columns[index] for index in kept], [[row[index] for index in kept] for row in cells])
+    return _table(title, columns, cells)
+
+
+def graph_table(workloads: Sequence[Workload], rows: Sequence[Row]) -> Table | None:
+    """Ours and the others', all replayed; None where nothing was to be captured."""
+    by_workload = rows_by_workload(rows)
+    rivals = list(dict.fromkeys(row.contestant for row in rows if not row.ours))
+    cells = []
+    for workload in workloads:
+        present = by_workload.get(workload.name, {})
+        mine = our_row(present)
+        if mine is None or not any(row.graph or row.graph_reason for row in present.values()):
+            continue
+        line = [workload.name, mine.served_by, _number(_ms(mine, FORWARD), ".3g"), _number(_ms(mine, GRAPH), ".3g")]
+        for name in rivals:
+            row = present.get(name)
+            theirs = _ms(row, GRAPH) if row and not row.wrong else None
+            ratio = _over(theirs, _ms(mine, GRAPH))
+            line.append(_number(theirs, ".3g") + (f" ({ratio:.3g})" if ratio else ""))
+        reasons = [f"{row.contestant}: {row.graph_reason}" for row in present.values() if row.graph_reason]
+        cells.append([*line, "; ".join(reasons)])
+    if not cells:
+        return None
+    columns = ["workload", "served by", "eager ms", GRAPH_COLUMN, *(f"{name} ms" for name in rivals), "no graph"]
+    title = "For information: ours and the others' replayed from a CUDA graph (theirs / ours); the promises are about eager calls"
+    return _table(title, columns, cells, always=4)
 
 
 _SHORT = {"official": "m", "aten_flash": "a", "recorded": "r"}

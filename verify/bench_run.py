@@ -21,7 +21,10 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant on one workload. `reason` says why there are no figures, or not all of them."""
+    """One contestant on one workload. `reason` says why there are no figures, or not all of them.
+
+    graph: the forward replayed from a CUDA graph; graph_reason: why there is none; graph_wrong: it was another answer
+    """
 
     workload: str
     contestant: str
@@ -35,6 +38,9 @@ class Row:
     reason: str = ""
     failed: bool = False
     not_supported: bool = False
+    graph: Timing | None = None
+    graph_reason: str = ""
+    graph_wrong: bool = False
 
     @property
     def wrong(self) -> bool:
@@ -57,6 +63,8 @@ class Plan:
     repeats: int = 7
     budget_s: float = 2.0
     backward: bool = True
+    # Whether calls without gradients are timed in a CUDA graph as well.
+    graphs: bool = False
     seed: int = 0
     # Contestants named by the user run even where another one is the same, or when time is short.
     named: frozenset[str] = frozenset()
@@ -116,7 +124,7 @@ def _rows(workload: Workload, plan: Plan, step: Callable[[str], None]) -> list[R
         facts[name]["verdict"] = verdict
         prepared[name] = found
 
-    forward_jobs = {name: _forward_job(each, inputs) for name, each in prepared.items()}
+    forward_jobs = {name: forward_job(each, inputs) for name, each in prepared.items()}
     for name, job in forward_jobs.items():
         step(f"{workload.name}: memory of {name}")
         peak = attempt(plan.device, peak_memory, job, plan.device)
@@ -169,7 +177,8 @@ def _timed(field_name: str, timing: Timing | Failed) -> dict[str, Any]:
     return {field_name: timing}
 
 
-def _forward_job(prepared: Prepared, inputs: Inputs) -> Job:
+def forward_job(prepared: Prepared, inputs: Inputs) -> Job:
+    """One call without gradients."""
     q, k, v = inputs.qkv
 
     def forward() -> torch.Tensor:
