@@ -21,3 +21,20 @@ def test_key_heads_are_repeated_where_the_kernel_cannot_share_them(monkeypatch, 
             found[name] = (out, *torch.autograd.grad(out.square().sum(), inputs))
     for ours, expected in zip(*found.values()):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("keeps_scores", sorted({sdpa._KEEPS_SCORES, False}))
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (9, 3)}], ids=str)
+def test_scores_too_large_for_fp16_are_no_trouble(monkeypatch, keeps_scores, options):
+    monkeypatch.setattr(sdpa, "_KEEPS_SCORES", keeps_scores)
+    torch.manual_seed(0)
+    q, k, v = ((torch.randn(2, 40, 4, 16) * size).half() for size in (150, 150, 1))
+    found = []
+    for inputs in ([q, k, v], [q.double(), k.double(), v.double()]):
+        inputs = [tensor.requires_grad_() for tensor in inputs]
+        with use_backend("sdpa"):
+            out, lse, _ = flash_attn_func(*inputs, softmax_scale=1e-4, return_attn_probs=True, **options)
+            found.append((out, lse, *torch.autograd.grad(out.square().sum(), inputs)))
+    assert (q.double().transpose(1, 2) @ k.double().permute(0, 2, 3, 1)).abs().max() > torch.finfo(torch.float16).max
+    for ours, exact in zip(*found):
+        torch.testing.assert_close(ours.double(), exact.double(), rtol=4e-3, atol=4e-3)

@@ -223,7 +223,7 @@ def _by_head(tensor: Tensor) -> Tensor:
 
 
 def _backward_dtype(block: Block) -> torch.dtype:
-    return block.q.dtype
+    return torch.float32 if _rounds_scores(block.q) else block.q.dtype
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -243,8 +243,15 @@ def _op_with_mask(name: str) -> Callable[..., tuple[Tensor, ...]] | None:
 
 # In PyTorch 2.4 the kernel reads behind the key heads if they are fewer than the query heads; 2.11 is right.
 _SHARES_KEY_HEADS = torch.__version__ >= (2, 11)
+# In PyTorch 2.4 the kernel rounds fp16 inputs' scores, not yet scaled, to fp16: its LSE is off by 1e-2 where scores
+# reach 40, and past 65504 everything is nan. 2.5 keeps them in fp32, and so did every version for bf16.
+_KEEPS_SCORES = torch.__version__ >= (2, 5)
 _FORWARD = _op_with_mask("_scaled_dot_product_flash_attention_for_cpu")
 _BACKWARD = _op_with_mask("_scaled_dot_product_flash_attention_for_cpu_backward")
+
+
+def _rounds_scores(q: Tensor) -> bool:
+    return not _KEEPS_SCORES and q.dtype == torch.float16 and q.is_cpu
 
 
 def _can_merge(block: Block) -> bool:
@@ -257,6 +264,9 @@ def _attend(
     """(n, heads, rows, head_dim) inputs -> out and, on a CPU, the LSE (n, heads, rows)."""
     if not q.is_cpu:
         return _public(q, k, v, causal, bias, scale), None
+    if _rounds_scores(q):
+        out, lse = _attend(q.float(), k.float(), v.float(), causal, bias, scale)
+        return out.to(q.dtype), lse
     if bias is None and q.shape[2] == 1 and q.shape[1] != k.shape[1]:
         return _attend_folded(q, k, v, scale)
     if not _SHARES_KEY_HEADS:
