@@ -45,6 +45,14 @@ def test_ratios_are_theirs_over_ours():
     )
 
 
+def test_a_run_without_gradients_shows_no_recorded_time_with_them():
+    workload = FULL[0]
+    for both, shown in ((None, "3.42 r"), (20.0, "3.42 r / 12.8 r")):
+        rows = [_row(workload, "default", 8.0, both, ours=True, served_by="torch_efficient")]
+        table = bench_report.summary_table([workload], rows, recorded_applies=True)
+        assert table.rows[0][list(table.columns).index("official ms")] == shown
+
+
 def _promises(ratio=0.5, pad=2.0, bare=0.99, memory=10.0, **more):
     rows = [
         thresholds.Ratios(workload.name, "torch_efficient", ratio, ratio, None, pad, pad, bare, bare, memory)
@@ -61,7 +69,7 @@ def test_every_promise_is_met_by_figures_that_keep_it_and_unmet_by_others():
         ({"ratio": 0.31}, "geometric mean to official, forward + backward: 0.310"),
         ({"ratio": 0.5, "compiled": True}, "geometric mean to official, forward: 0.500"),
         ({"ratio": 0.1}, "no workload below 0.12 of official, 13 of 13 workloads: alibi_bidirectional 0.100"),
-        ({"pad": 0.9}, "never slower than the pad scheme, 13 of 13 workloads: alibi_bidirectional 0.90x"),
+        ({"pad": 0.9}, "never slower than the pad scheme, 13 of 13 workloads: alibi_bidirectional 0.900x"),
         ({"bare": 0.94}, "within 5 % of the bare kernel, 13 of 13 workloads: alibi_bidirectional 0.940"),
         ({"memory": 60.0}, "cross_short_q 60 MiB, at most 35"),
         ({"memory": 600.0}, "gemma_softcap 600 MiB, at most 512"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import re
 from html.parser import HTMLParser
@@ -101,7 +102,7 @@ LOCATED = {
 class Reader(HTMLParser):
     """Checks that tags are closed, and collects the text and what would be fetched."""
 
-    VOID = {"meta", "br", "img", "wbr"}
+    VOID = frozenset({"meta", "br", "img", "wbr"})
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -268,7 +269,7 @@ def test_a_file_of_another_kind_ends_in_one_line_and_exit_code_2(option, content
     path = str(tmp_path / "missing.json") if content is None else saved(tmp_path, "a.json", content)
     others = {"--compare": COMPARED, "--bench": BENCHED, "--locate": LOCATED} | {option: None}
     good = [[name, saved(tmp_path, f"{name[2:]}.json", data)] for name, data in others.items() if data]
-    assert main(["report", option, path, *sum(good, []), "-o", str(tmp_path / "r.html")]) == 2
+    assert main(["report", option, path, *itertools.chain(*good), "-o", str(tmp_path / "r.html")]) == 2
     captured = capsys.readouterr()
     assert part in captured.err and len(captured.err.splitlines()) == 1
     assert not (tmp_path / "r.html").exists()

@@ -182,7 +182,8 @@ def summary_table(workloads: Sequence[Workload], rows: Sequence[Row], recorded_a
         if mine is None:
             continue
         found = ratios(workload, present, recorded_applies) or Ratios(workload.name, mine.served_by)
-        theirs = [official(workload, present, mode, recorded_applies) for mode in (FORWARD, BOTH)]
+        modes = (FORWARD, BOTH) if mine.both else (FORWARD,)
+        theirs = [official(workload, present, mode, recorded_applies) for mode in modes]
         cells.append([
             workload.name, mine.served_by, _pair(_ms(mine, FORWARD), _ms(mine, BOTH), ".3g"),
             _number(mine.memory_mib, ".0f" if (mine.memory_mib or 0) >= 10 else ".2g"),

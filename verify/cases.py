@@ -228,9 +228,9 @@ def essential() -> Iterator[Case]:
     fp16, bf16, fp32, fp64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
     for dtype in (*DTYPES, fp64):
         yield _case(DENSE, "causal gqa", dtype, _dense, heads=(4, 2), causal=True)
-    for mask in MASKS:
-        yield _case(DENSE, _label(mask, "sq<sk"), fp16, _dense, lengths=(41, 131), **MASKS[mask])
-        yield _case(DENSE, _label(mask, "sq>sk"), bf16, _dense, lengths=(131, 41), heads=(4, 2), **MASKS[mask])
+    for name, mask in MASKS.items():
+        yield _case(DENSE, _label(name, "sq<sk"), fp16, _dense, lengths=(41, 131), **mask)
+        yield _case(DENSE, _label(name, "sq>sk"), bf16, _dense, lengths=(131, 41), heads=(4, 2), **mask)
     yield _case(DENSE, "softcap", fp16, _dense, softcap=4.0, q_scale=4.0)
     yield _case(DENSE, "softcap+alibi causal", fp32, _dense, softcap=6.0, alibi="H", causal=True, q_scale=3.0)
     yield _case(DENSE, "alibi", fp16, _dense, alibi="H", lengths=(60, 90))

@@ -138,7 +138,7 @@ def _judge(
             note = f"without softmax_lse: {refusal}"
     except impl.NotSupported as refusal:
         return replace(row, refused=True, note=str(refusal))
-    except Exception as error:  # whatever an implementation under test raises is its failure, not ours
+    except Exception as error:  # noqa: BLE001  whatever an implementation under test raises is its failure, not ours
         return replace(row, note=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
     if problem.dropout_p > 0 and answer.dmask is None:
         return replace(row, refused=True, note="returns no S_dmask, so what it dropped is not known")
@@ -178,7 +178,7 @@ def _second_opinion(official: impl.Imported | None, problem: Problem, device: st
     try:
         with official.serving(problem) as function:
             return solve(function, problem, device)
-    except Exception:  # outside its dtypes, head dims and page sizes it refuses
+    except Exception:  # noqa: BLE001  outside its dtypes, head dims and page sizes it refuses
         return None
 
 

@@ -6,6 +6,7 @@ error that straightforward PyTorch makes on the same problem. Shares no code wit
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -129,7 +130,7 @@ class _Oracle:
         longest_k = int(self.options.get("max_seqlen_k", self.options.get("max_seqlen")))
         table = self.tensors.get("block_table")
         sequences = []
-        for index, (start, end) in enumerate(zip(bounds_k, bounds_k[1:])):
+        for index, (start, end) in enumerate(itertools.pairwise(bounds_k)):
             rows = q[bounds_q[index] : bounds_q[index + 1]]
             if table is None:
                 sequences.append(Sequence(rows, k[start:end], v[start:end]))

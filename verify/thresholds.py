@@ -96,7 +96,7 @@ def _means(training: Sequence[Ratios], compiled: bool) -> list[str]:
 def _each(training: Sequence[Ratios]) -> list[str]:
     rules: list[tuple[str, tuple[str, ...], float, Callable[[float], str]]] = [
         (f"no workload below {LOWEST} of official", ("official", "official_both"), LOWEST, "{:.3f}".format),
-        ("never slower than the pad scheme", ("pad", "pad_both"), 1.0, "{:.2f}x".format),
+        ("never slower than the pad scheme", ("pad", "pad_both"), 1.0, "{:.3f}x".format),
         ("within 5 % of the bare kernel", ("bare", "bare_both"), 1 / BARE, "{:.3f}".format),
     ]
     lines = []

@@ -66,7 +66,7 @@ def attempt(device: str, work: Callable[..., Result], *arguments: object) -> Res
         return work(*arguments)
     except torch.cuda.OutOfMemoryError:
         failed = Failed("out of memory")
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  that is what is reported
         failed = Failed(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}")
     free_memory()
     try:
@@ -142,7 +142,7 @@ def matmul_flops_per_second(device: str, dtype: torch.dtype) -> float:
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     result = time_together({"matmul": Job(lambda: a @ b)}, device, repeats=7, budget_s=2.0)["matmul"]
     if isinstance(result, Failed):
-        raise RuntimeError(result.reason)
+        raise RuntimeError(result.reason)  # noqa: TRY004
     return 2.0 * size**3 / (result.median_ms / 1e3)
 
 
