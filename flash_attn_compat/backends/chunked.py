@@ -59,14 +59,16 @@ class Chunked(BlockwiseBackend):
             dk, dv = torch.empty_like(block.k), torch.empty_like(block.v)
             self._backward_part(call, block, upstream, dq, dk, dv)
             return dq, dk, dv
-        dk, dv = (torch.zeros_like(tensor, dtype=_working_dtype(block.q)) for tensor in (block.k, block.v))
+        n, seqlen_k = block.k.shape[:2]
+        room = (n, seqlen_k + band.SPARE_KEYS)
+        dk, dv = (tensor.new_zeros(*room, *tensor.shape[2:], dtype=_working_dtype(tensor)) for tensor in block[1:3])
         for part in band.cut(block, call.mask.left):
             given = (part.rows_of(upstream.dout), part.rows_of(upstream.out), part.lse_of(upstream.softmax_lse))
             shares = [dk.new_empty(tensor.shape) for tensor in (part.block.k, part.block.v)]
             self._backward_part(call, part.block, Upstream(*given, upstream.rng_state), part.rows_of(dq), *shares)
             for total, share in zip((dk, dv), shares):
                 part.add_keys_to(total, share)
-        return dq, dk, dv
+        return dq, dk[:, :seqlen_k], dv[:, :seqlen_k]
 
     def _backward_part(
         self, call: AttentionCall, block: Block, upstream: Upstream, dq: Tensor, dk: Tensor, dv: Tensor
@@ -95,6 +97,7 @@ class Piece:
         heads_kv: slice,
         tile: _Tile,
         is_fused: bool,
+        hidden: dict[tuple[int, int, int], Tensor | None],
     ) -> None:
         self.call, self.rng_state, self.n, self.heads_kv, self.tile = call, rng_state, n, heads_kv, tile
         self.group = call.nheads // call.nheads_k
@@ -105,7 +108,7 @@ class Piece:
         self.dtype = _working_dtype(block.q)
         self.operand_dtype = block.q.dtype if _multiplies_half(block.q) else self.dtype
         self.is_fused = is_fused
-        self._hidden: dict[tuple[int, int, int], Tensor | None] = {}
+        self.hidden = hidden
         self.keys = self._fold_keys(self.block.k)
         self.values = self._fold_keys(self.block.v)
 
@@ -172,11 +175,13 @@ class Piece:
             scores.masked_fill_(padding[:, None, None], -torch.inf)
 
     def hidden_tile(self, rows: Range, keys: Range) -> Tensor | None:
-        """Mask.hidden, remembered for the next rows, which see the same at the same distance."""
+        """Mask.hidden, remembered for other rows, which see the same at the same distance."""
         geometry = rows.size, keys.size, keys.start - rows.start
-        if geometry not in self._hidden:
-            self._hidden = {geometry: self.call.mask.hidden(rows, keys, self.offset, self.keys.device)}
-        return self._hidden[geometry]
+        if geometry not in self.hidden:
+            if len(self.hidden) >= _REMEMBERED_TILES:
+                self.hidden.clear()
+            self.hidden[geometry] = self.call.mask.hidden(rows, keys, self.offset, self.keys.device)
+        return self.hidden[geometry]
 
     def product(self, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
         """a @ b * scale with fp32 (fp64) accumulation and result, whatever precision the operands are in."""
@@ -328,7 +333,7 @@ class _Tile(NamedTuple):
 # Elements of one tile of scores. On a CPU a tile should stay in the cache of a core; on a GPU launches are
 # what a small tile costs.
 _TILE_ELEMENTS = {"cpu": 2**19}
-_TILE_ELEMENTS_ACCELERATOR = 2**25
+_TILE_ELEMENTS_ACCELERATOR = 5 * 2**23
 _KEYS_PER_TILE = {"cpu": 512}
 _KEYS_PER_TILE_ACCELERATOR = 8192
 _MIN_ROWS = {"cpu": 128}
@@ -337,6 +342,8 @@ _ALIGNED_ROWS = 64
 # Scores that are not worth a second round of launches, even if half of them are hidden.
 _SMALL = {"cpu": 0}
 _SMALL_ACCELERATOR = 2**24
+# Masks of tiles kept for the next ones: both ends of a window.
+_REMEMBERED_TILES = 2
 _CUTS_WINDOWS = {"cuda"}
 
 
@@ -384,11 +391,12 @@ def _is_cut(call: AttentionCall, block: Block) -> bool:
 def _pieces(call: AttentionCall, block: Block, rng_state: Tensor | None) -> Iterator[Piece]:
     is_fused = _is_fused(call, block)
     tile = _tile(call, block, whole_rows=is_fused)
+    hidden: dict[tuple[int, int, int], Tensor | None] = {}
     for start in range(0, block.q.shape[0], tile.sequences):
         n = slice(start, min(start + tile.sequences, block.q.shape[0]))
         for first in range(0, call.nheads_k, tile.heads_kv):
             heads_kv = slice(first, min(first + tile.heads_kv, call.nheads_k))
-            yield Piece(call, block, rng_state, n, heads_kv, tile, is_fused)
+            yield Piece(call, block, rng_state, n, heads_kv, tile, is_fused, hidden)
 
 
 def _working_dtype(tensor: Tensor) -> torch.dtype:

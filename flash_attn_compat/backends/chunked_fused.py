@@ -28,29 +28,28 @@ def forward(piece: Piece, out: Tensor, lse: Tensor) -> None:
     blocks = list(piece.row_blocks())
     if not blocks:
         return
-    first, last = blocks[0].start, blocks[-1].stop
-    peaks, totals = torch.empty(
-        2, piece.count, piece.heads.stop - piece.heads.start, last - first, dtype=piece.dtype, device=out.device
-    )
+    peaks, totals = [], []
     for rows in blocks:
         columns = piece.visible_keys(rows)
         queries = piece.fold(piece.q, rows)
         products = piece.raw_scores(queries, rows, columns)
-        place = slice(rows.start - first, rows.stop - first)
-        peak = torch.amax(products, -1, out=peaks[..., place])
-        weights, sums = elementwise.weights(products, peak.unsqueeze(-1), factor, softcap, piece.operand_dtype)
-        total = torch.sum(sums, -1, out=totals[..., place])
+        # Scores rise with the products, so their maxima are in the same places.
+        peaks.append(elementwise.score(products.amax(-1, keepdim=True), factor, softcap))
+        weights, sums = elementwise.weights(products, peaks[-1], factor, softcap, piece.operand_dtype)
+        totals.append(sums.sum(-1, keepdim=True))
+        total = totals[-1]
         if piece.block.first_key is not None:
             # Rows of padding, or rows that see nothing but padding.
             total = total.masked_fill(total == 0, 1.0)
         values = piece.values[:, columns.start : columns.stop]
         found = piece.unfold(piece.product(weights.reshape(*queries.shape[:2], -1), values), rows)
         target = out[piece.n, rows.start : rows.stop, piece.heads].transpose(1, 2)
-        torch.div(found, total.unsqueeze(-1), out=target)
-    found_lse = torch.log(totals).add_(elementwise.score(peaks, factor, softcap))
+        torch.div(found, total, out=target)
+    total, peak = (torch.cat(parts, dim=-2) if len(parts) > 1 else parts[0] for parts in (totals, peaks))
+    found_lse = torch.log(total).add_(peak)
     if piece.block.first_key is not None:
-        found_lse.masked_fill_(totals == 0, torch.inf)
-    lse[piece.n, piece.heads, first:last] = found_lse
+        found_lse.masked_fill_(total == 0, torch.inf)
+    lse[piece.n, piece.heads, blocks[0].start : blocks[-1].stop] = found_lse.squeeze(-1)
 
 
 def backward(piece: Piece, upstream: Upstream, dq: Tensor, dk: Tensor, dv: Tensor) -> None:

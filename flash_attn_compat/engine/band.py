@@ -16,6 +16,8 @@ from flash_attn_compat.engine.layout import Block
 from flash_attn_compat.engine.mask import Range
 
 _MIN_ROWS, _MAX_ROWS, _ROUNDED_TO = 128, 1024, 64
+# So many more keys a target of Part.add_keys_to has, for the last problem's last share to be added like all others.
+SPARE_KEYS = _MAX_ROWS
 
 
 class Part(NamedTuple):
@@ -44,7 +46,10 @@ class Part(NamedTuple):
         return rows.unflatten(1, (self.count, -1)).transpose(0, 1)
 
     def add_keys_to(self, total: Tensor, values: Tensor) -> None:
-        """Add (count, keys, heads, head_dim) to the keys of the whole block (n, seqlen_k, heads, head_dim)."""
+        """Add (count, keys, heads, head_dim) to the keys of the whole block.
+
+        total: (n, seqlen_k + SPARE_KEYS, heads, head_dim); what lies behind seqlen_k is scratch
+        """
         step = self.rows.size // self.count
         target = total[self.sequence].squeeze(0)
         if self.count == 1:
@@ -53,10 +58,8 @@ class Part(NamedTuple):
         for first in range(0, values.shape[1], step):
             share = values[:, first : first + step]
             start = self.first_key + first
-            last = start + (self.count - 1) * step
-            # The keys may end before the last problem's step does.
-            target[start:last].unflatten(0, (self.count - 1, step))[:, : share.shape[1]].add_(share[:-1])
-            target[last : last + share.shape[1]].add_(share[-1])
+            places = target[start : start + self.count * step].unflatten(0, (self.count, step))
+            places[:, : share.shape[1]].add_(share)
 
 
 def cut(block: Block, left: int) -> Iterator[Part]:

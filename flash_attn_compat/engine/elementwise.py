@@ -18,12 +18,13 @@ from torch import Tensor
 from flash_attn_compat import settings
 
 # A score: softcap * tanh(product * factor), or product * factor without softcap; -inf stays hidden. The
-# tanh is right to 1e-7, and to 1e-5 of itself where it is small.
+# tanh is right to 1e-7, and to 1e-5 of itself where it is small; the exponentials to 1e-5 where they count.
 _SCORE_OF = """
   auto tanh_of = [&](T x) {
     T square = x * x;
-    if (square < T(0.0025)) return x * (T(1) + square * (T(-1) / 3 + square * (T(2) / 15)));
-    return T(1) - __fdividef(T(2), __expf(T(2) * x) + T(1));
+    T small = x * (T(1) + square * (T(-0.33333333f) + square * T(0.13333333f)));
+    T large = T(1) - __fdividef(T(2), __expf(T(2) * x) + T(1));
+    return square < T(0.0025f) ? small : large;
   };
   auto score_of = [&](T product) { return softcap > 0 ? softcap * tanh_of(product * factor) : product * factor; };"""
 
@@ -34,9 +35,9 @@ template <typename T> T score(T product, T factor, T softcap) {{{_SCORE_OF}
 
 _WEIGHTS = f"""
 template <typename T> void weights(T even, T odd, T peak, T factor, T softcap, T& packed, T& sum) {{{_SCORE_OF}
-  T shift = peak == -INFINITY ? T(0) : score_of(peak);
-  T low = even == -INFINITY ? T(0) : expf(score_of(even) - shift);
-  T high = odd == -INFINITY ? T(0) : expf(score_of(odd) - shift);
+  T shift = peak == -INFINITY ? T(0) : peak;
+  T low = even == -INFINITY ? T(0) : __expf(score_of(even) - shift);
+  T high = odd == -INFINITY ? T(0) : __expf(score_of(odd) - shift);
   sum = low + high;
   PACK(packed)
 }}"""
@@ -45,10 +46,10 @@ _GRADIENTS = f"""
 template <typename T> void gradients(T even, T odd, T dp_even, T dp_odd, T lse, T delta, T factor, T softcap,
                                      T& packed_p, T& packed_ds) {{{_SCORE_OF}
   T product[2] = {{even, odd}}, dp[2] = {{dp_even, dp_odd}}, p[2], ds[2];
+  T per_softcap = softcap > 0 ? __fdividef(T(1), softcap) : T(0);
   for (int i = 0; i < 2; ++i) {{
-    T score = score_of(product[i]);
-    T tanh = softcap > 0 ? score / softcap : T(0);
-    p[i] = product[i] == -INFINITY ? T(0) : expf(score - lse);
+    T score = score_of(product[i]), tanh = score * per_softcap;
+    p[i] = product[i] == -INFINITY ? T(0) : __expf(score - lse);
     ds[i] = p[i] == 0 ? T(0) : p[i] * (dp[i] - delta) * (T(1) - tanh * tanh);
   }}
   {{ T low = p[0], high = p[1]; PACK(packed_p) }}
@@ -76,9 +77,9 @@ def score(products: Tensor, factor: float, softcap: float) -> Tensor:
 
 
 def weights(products: Tensor, peak: Tensor, factor: float, softcap: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """exp(score - score of the peak) in ``dtype``, and the fp32 sums of two neighbours each.
+    """exp(score - peak) in ``dtype``, and the fp32 sums of two neighbours each.
 
-    products: (..., keys), fp32, -inf where hidden; peak: (..., 1), a row's largest product, -inf where it has none
+    products: (..., keys), fp32, -inf where hidden; peak: (..., 1), a row's largest score, -inf where it has none
     """
     even, odd = _halves(products, -torch.inf)
     packed, sums = _compiled("weights", dtype)(even, odd, peak, factor=factor, softcap=softcap)
@@ -113,13 +114,13 @@ _verdicts: dict[tuple[torch.device, torch.dtype], bool] = {}
 def _works(device: torch.device, dtype: torch.dtype) -> bool:
     """Compile and compare with plain PyTorch, once; whatever goes wrong, plain PyTorch serves."""
     products = torch.tensor([[0.5, -1.0, -torch.inf], [2.0, 3.0, 0.0]], device=device)
-    peak, delta = products.amax(-1, keepdim=True), torch.tensor([[0.5], [-0.5]], device=device)
+    delta = torch.tensor([[0.5], [-0.5]], device=device)
     scores = 2.0 * torch.tanh(products * 0.5)
     lse = scores.amax(-1, keepdim=True)
     expected = torch.exp(scores - lse).masked_fill(products == -torch.inf, 0.0)
     slope = 1.0 - (scores / 2.0).square()
     try:
-        found, sums = weights(products, peak, 0.5, 2.0, dtype)
+        found, sums = weights(products, lse, 0.5, 2.0, dtype)
         p, ds = gradients(products, products.clamp(min=-1.0), lse, delta, 0.5, 2.0, dtype)
         pairs = (
             (found, expected),
@@ -158,4 +159,5 @@ def _halves(tile: Tensor, padding: float) -> tuple[Tensor, Tensor]:
 
 
 def _unpack(packed: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    return packed.view(dtype)[..., :columns]
+    # Flattened first: only a last axis of stride 1 can be read as another dtype, which an axis of size 1 need not have.
+    return packed.reshape(-1).view(dtype).view(*packed.shape[:-1], -1)[..., :columns]

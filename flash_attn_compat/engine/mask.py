@@ -80,14 +80,19 @@ class Mask(NamedTuple):
 
     def hidden(self, rows: Range, keys: Range, offset: int, device: torch.device) -> Tensor | None:
         """Boolean tile (rows, keys), True where a key is out of sight; None when all are visible."""
-        if self.covers(rows, keys, offset):
-            return None
-        ahead = distance(rows, keys, offset, device)
-        if self.left is None:
-            return ahead > self.right
-        if self.right is None:
-            return ahead < -self.left
-        return (ahead < -self.left) | (ahead > self.right)
+        tile = None
+        # Column c of the tile stands c - r + ahead before row r's position.
+        ahead = keys.start - rows.start - offset
+        if self.right is not None and keys.stop - 1 > rows.start + offset + self.right:
+            tile = _ones(rows, keys, device).triu_(self.right - ahead + 1)
+        if self.left is not None and keys.start < rows.stop - 1 + offset - self.left:
+            earlier = _ones(rows, keys, device).tril_(-self.left - ahead - 1)
+            tile = earlier if tile is None else tile.logical_or_(earlier)
+        return tile
+
+
+def _ones(rows: Range, keys: Range, device: torch.device) -> Tensor:
+    return torch.ones(rows.size, keys.size, dtype=torch.bool, device=device)
 
 
 def distance(rows: Range, keys: Range, offset: int, device: torch.device) -> Tensor:
