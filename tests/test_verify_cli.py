@@ -39,13 +39,21 @@ CORRECT = ["--quick", "--implementation", "tests.mutants:correct", "--device", "
         (["no-such-command"], "invalid choice"),
     ],
 )
-def test_a_bad_argument_ends_in_one_line_and_exit_code_2(arguments, part):
-    done = subprocess.run(
-        [sys.executable, "-m", "verify", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert part in done.stderr
-    assert len(done.stderr.splitlines()) == 1 and done.stdout == ""
+def test_a_bad_argument_ends_in_one_line_and_exit_code_2(arguments, part, capsys):
+    try:
+        code = main(arguments)
+    except SystemExit as exit_:
+        code = exit_.code
+    printed = capsys.readouterr()
+    assert code == 2 and printed.out == ""
+    assert part in printed.err and len(printed.err.splitlines()) == 1
+
+
+def test_as_a_program_it_ends_in_one_line_and_exit_code_2_too():
+    command = [sys.executable, "-m", "verify", "--device", "tpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert "no device 'tpu' here" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_json_holds_every_check_and_where_it_was_obtained(tmp_path):
