@@ -92,7 +92,7 @@ class BlockwiseBackend(Backend):
     ) -> tuple[Tensor, Tensor | None]:
         """``out`` (n, seqlen_q, nheads, head_dim_v) in q's dtype, and the true LSE (n, nheads, seqlen_q).
 
-        Rows without keys are 0, their LSE +inf; a kernel that has no LSE gives None.
+        Rows without keys are 0, their LSE +inf. None where nobody asked for the LSE, or the kernel has none.
         """
 
     @abc.abstractmethod

@@ -33,16 +33,19 @@ class Chunked(BlockwiseBackend):
     ) -> tuple[Tensor, Tensor | None]:
         n, seqlen_q, nheads = block.q.shape[:3]
         out = block.q.new_zeros(n, seqlen_q, nheads, call.head_dim_v)
-        lse = torch.full((n, nheads, seqlen_q), torch.inf, dtype=_working_dtype(block.q), device=block.q.device)
+        lse = None
+        if call.return_lse or call.needs_grad:
+            lse = torch.full((n, nheads, seqlen_q), torch.inf, dtype=_working_dtype(block.q), device=block.q.device)
         if not _is_cut(call, block):
             self._forward_part(call, block, rng_state, out, lse)
             return out, lse
         for part in band.cut(block, call.mask.left):
-            self._forward_part(call, part.block, rng_state, part.rows_of(out), part.lse_of(lse))
+            part_lse = None if lse is None else part.lse_of(lse)
+            self._forward_part(call, part.block, rng_state, part.rows_of(out), part_lse)
         return out, lse
 
     def _forward_part(
-        self, call: AttentionCall, block: Block, rng_state: Tensor | None, out: Tensor, lse: Tensor
+        self, call: AttentionCall, block: Block, rng_state: Tensor | None, out: Tensor, lse: Tensor | None
     ) -> None:
         for piece in _pieces(call, block, rng_state):
             if piece.is_fused:
@@ -51,7 +54,8 @@ class Chunked(BlockwiseBackend):
             for rows in piece.row_blocks():
                 row_out, row_lse = _attend_rows(piece, rows)
                 out[piece.n, rows.start : rows.stop, piece.heads] = row_out.transpose(1, 2)
-                lse[piece.n, piece.heads, rows.start : rows.stop] = row_lse
+                if lse is not None:
+                    lse[piece.n, piece.heads, rows.start : rows.stop] = row_lse
 
     def backward_block(self, call: AttentionCall, block: Block, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
         dq = torch.zeros_like(block.q)

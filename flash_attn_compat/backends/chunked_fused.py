@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from flash_attn_compat.backends.chunked import Piece
 
 
-def forward(piece: Piece, out: Tensor, lse: Tensor) -> None:
-    """Write the piece's rows of out (n, seqlen_q, nheads, head_dim_v) and lse (n, nheads, seqlen_q).
+def forward(piece: Piece, out: Tensor, lse: Tensor | None) -> None:
+    """Write the piece's rows of out (n, seqlen_q, nheads, head_dim_v) and, if wanted, lse (n, nheads, seqlen_q).
 
     Rows that see no key are left as they are, 0 and +inf.
     """
@@ -45,6 +45,8 @@ def forward(piece: Piece, out: Tensor, lse: Tensor) -> None:
         found = piece.unfold(piece.product(weights.reshape(*queries.shape[:2], -1), values), rows)
         target = out[piece.n, rows.start : rows.stop, piece.heads].transpose(1, 2)
         torch.div(found, total, out=target)
+    if lse is None:
+        return
     total, peak = (torch.cat(parts, dim=-2) if len(parts) > 1 else parts[0] for parts in (totals, peaks))
     found_lse = torch.log(total).add_(peak)
     if piece.block.first_key is not None:
