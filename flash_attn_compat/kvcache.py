@@ -74,9 +74,12 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     if torch.compiler.is_compiling():
         out, lse = _kvcache_op(*arguments)
-    else:
+    elif torch.is_grad_enabled():
         with torch.no_grad():
             out, lse = _attend(arguments, return_softmax_lse)
+    else:
+        # A decoding step is short enough for the host to notice two context managers.
+        out, lse = _attend(arguments, return_softmax_lse)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -122,16 +125,16 @@ def _lengths(cache_seqlens: int | Tensor | None, q: Tensor, k_cache: Tensor) -> 
 
 def _attend(arguments: _Arguments, return_lse: bool) -> tuple[Tensor, Tensor | None]:
     _check(arguments)
-    call = _call(arguments)._replace(return_lse=return_lse)
-    if not call.is_empty:
-        dispatch.choose(call)  # raises, if nothing can serve, before the cache changes
+    call = _call(arguments, return_lse)
     if arguments.k is not None:
+        if not call.is_empty:
+            dispatch.choose(call)  # raises, if nothing can serve, before the cache changes
         call = call._replace(q=_append(arguments, call))
     result = run_forward(call)
     return result.out, result.softmax_lse.contiguous() if return_lse else None
 
 
-def _call(arguments: _Arguments) -> AttentionCall:
+def _call(arguments: _Arguments, return_lse: bool) -> AttentionCall:
     q, k_cache, v_cache = arguments.q, arguments.k_cache, arguments.v_cache
     softcap, batch = arguments.softcap, q.shape[0]
     seqused = arguments.cache_seqlens
@@ -141,7 +144,7 @@ def _call(arguments: _Arguments) -> AttentionCall:
     if table is None and arguments.cache_batch_idx is not None:
         # A cache row is a page that holds its whole sequence.
         table = arguments.cache_batch_idx.unsqueeze(1)
-    elif table is None:
+    elif table is None and k_cache.shape[0] != batch:
         k_cache, v_cache = k_cache[:batch], v_cache[:batch]
     return AttentionCall(
         q=q,
@@ -157,6 +160,7 @@ def _call(arguments: _Arguments) -> AttentionCall:
         leftpad_k=arguments.cache_leftpad,
         block_table=table,
         is_dense=seqused is None and arguments.cache_leftpad is None and table is None,
+        return_lse=return_lse,
     )
 
 
@@ -200,26 +204,28 @@ def _rows_have_own_position(arguments: _Arguments, call: AttentionCall) -> bool:
 def _check(arguments: _Arguments) -> None:
     q, k_cache, v_cache = arguments.q, arguments.k_cache, arguments.v_cache
     checks.tensors(q, k_cache, v_cache)
-    if q.dim() != 4 or k_cache.dim() != 4:
+    q_shape, k_shape, v_shape = q.shape, k_cache.shape, v_cache.shape
+    if len(q_shape) != 4 or len(k_shape) != 4:
         raise RuntimeError(
             "q must have shape (batch_size, seqlen_q, num_heads, head_size) and kcache must have shape "
-            f"{_CACHE_SHAPE}, got {tuple(q.shape)} and {tuple(k_cache.shape)}"
+            f"{_CACHE_SHAPE}, got {tuple(q_shape)} and {tuple(k_shape)}"
         )
-    batch = q.shape[0]
+    batch, _, nheads, head_dim = q_shape
     if batch == 0:
-        raise RuntimeError(f"batch size must be positive, got q of shape {tuple(q.shape)}")
+        raise RuntimeError(f"batch size must be positive, got q of shape {tuple(q_shape)}")
     if arguments.num_splits > 128:
         raise RuntimeError(f"num_splits > 128 not supported, got {arguments.num_splits}")
     _check_addressing(arguments)
-    if k_cache.shape[3] != q.shape[3]:
-        raise RuntimeError(f"kcache must have shape {_CACHE_SHAPE}, got {tuple(k_cache.shape)} for q {tuple(q.shape)}")
-    if v_cache.dim() != 4 or v_cache.shape[:3] != k_cache.shape[:3]:
-        raise RuntimeError(f"vcache must have shape {_CACHE_SHAPE}, got {tuple(v_cache.shape)}")
-    if q.shape[2] % max(k_cache.shape[2], 1):
+    if k_shape[3] != head_dim:
+        raise RuntimeError(f"kcache must have shape {_CACHE_SHAPE}, got {tuple(k_shape)} for q {tuple(q_shape)}")
+    if v_shape != k_shape and (len(v_shape) != 4 or v_shape[:3] != k_shape[:3]):
+        raise RuntimeError(f"vcache must have shape {_CACHE_SHAPE}, got {tuple(v_shape)}")
+    if nheads % max(k_shape[2], 1):
         raise RuntimeError("Number of heads in key/value must divide number of heads in query")
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.stride(-1) != 1 and cache.numel():
-            raise AssertionError(f"{name} must have contiguous last dimension")
+    if k_cache.stride(3) != 1 and k_cache.numel():
+        raise AssertionError("k_cache must have contiguous last dimension")
+    if v_cache.stride(3) != 1 and v_cache.numel():
+        raise AssertionError("v_cache must have contiguous last dimension")
     if arguments.alibi_slopes is not None:
         checks.alibi(arguments.alibi_slopes, q, batch)
     if arguments.cache_seqlens is not None:

@@ -6,21 +6,16 @@ long cache, is a sequence of its own over which the rows are repeated, and the s
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from flash_attn_compat.backends import efficient_launch
+from flash_attn_compat.backends import efficient_launch, efficient_shares
 from flash_attn_compat.backends.efficient_launch import NO_MASK, Launch
 from flash_attn_compat.engine import alignment
 from flash_attn_compat.engine.call import AttentionCall, Result
 from flash_attn_compat.engine.features import DESCRIPTIONS, Feature, Traits
 
-# Below this many (sequence, key head) pairs a cache is cut into shares until the GPU has that many.
-_ENOUGH_WORK = 128
-_SHORTEST_SHARE = 256
+# The LSE of a share without keys.
 _NOTHING = -1e30
 
 
@@ -44,85 +39,93 @@ def reasons(traits: Traits) -> list[str]:
     return found
 
 
-class _Shares(NamedTuple):
-    """Where the keys of each share start in the flattened cache, and how many are used: (batch, count) int32."""
-
-    starts: Tensor
-    lengths: Tensor
-    longest: int
-
-    @property
-    def count(self) -> int:
-        return self.starts.shape[1]
-
-
 def forward(call: AttentionCall) -> Result:
     """Rows that all see the same keys, query heads folded into rows, one launch."""
-    batch, seqlen_q, nheads, head_dim = call.q.shape
-    nheads_k = call.nheads_k
+    batch, seqlen_q, nheads, _ = call.q.shape
+    nheads_k, head_dim_v = call.v.shape[2:]
     group = nheads // nheads_k
     rows = seqlen_q * group
-    shares = _shares(call)
+    k, v, pitch = _flattened(call.k, call.v)
+    shares = efficient_shares.cut(call, pitch)
     count = shares.count
-    # (batch, seqlen_q, nheads_k, group, d) -> rows of (nheads_k, d), once for every share
-    folded = call.q.view(batch, 1, seqlen_q, nheads_k, group, head_dim).transpose(3, 4)
-    queries = folded.expand(-1, count, -1, -1, -1, -1).reshape(1, batch * count * rows, nheads_k, head_dim)
     launch = Launch(
-        q=alignment.ready(queries),
-        k=call.k.flatten(0, 1).unsqueeze(0),
-        v=call.v.flatten(0, 1).unsqueeze(0),
+        q=_repeated(call.q, nheads_k, count),
+        k=k,
+        v=v,
         scale=call.softmax_scale,
         mask=NO_MASK,
-        cu_seqlens_q=torch.arange(0, (batch * count + 1) * rows, rows, dtype=torch.int32, device=call.q.device),
-        cu_seqlens_k=F.pad(shares.starts.flatten(), (0, 1)),
+        cu_seqlens_q=shares.cu_seqlens_q,
+        cu_seqlens_k=shares.starts,
         max_seqlen_q=rows,
         max_seqlen_k=max(1, shares.longest),
-        seqlen_k=shares.lengths.flatten(),
+        seqlen_k=shares.lengths,
     )
-    out, native = efficient_launch.forward(launch, keep_lse=count > 1 or call.return_lse)
-    out = out.view(batch, count, rows, nheads_k, -1)
-    if efficient_launch.skips_empty_rows(launch):
-        out.masked_fill_((shares.lengths <= 0)[:, :, None, None, None], 0.0)
-    lse = native.lse[:, :, :rows].unflatten(0, (batch, count)) if count > 1 or call.return_lse else None
-    if lse is not None:
+    merges = count > 1
+    out, native = efficient_launch.forward(launch, keep_lse=merges or call.return_lse)
+    # With the heads in the caller's order, those that share a key head side by side.
+    head, row = head_dim_v, nheads_k * head_dim_v
+    parts = out.as_strided(
+        (batch, count, seqlen_q, nheads_k, group, head_dim_v),
+        (count * rows * row, rows * row, group * row, head, row, 1),
+    )
+    skips_empty = efficient_launch.skips_empty_rows(launch)
+    empty = None
+    if skips_empty or (not shares.alike and (merges or call.return_lse)):
+        empty = shares.lengths.view(batch, count, 1) <= 0
+    if skips_empty:
+        parts.masked_fill_(empty[..., None, None, None], 0.0)
+    if not (merges or call.return_lse):
+        return Result(parts.reshape(call.out_shape), None)
+    if empty is not None and not shares.alike:
         # The kernel reports 0 for a share without keys; finite, so that a sequence without any stays 0.
-        lse = lse.masked_fill((shares.lengths <= 0)[:, :, None, None], _NOTHING)
-    if count > 1:
-        weights = torch.softmax(lse, dim=1).transpose(2, 3).unsqueeze(-1)
-        out = (out * weights).sum(1).to(call.q.dtype)
-    unfolded = out.view(batch, seqlen_q, group, nheads_k, -1).transpose(2, 3).reshape(batch, seqlen_q, nheads, -1)
-    return Result(unfolded, _whole_lse(lse, seqlen_q, group) if call.return_lse else None)
-
-
-def _whole_lse(lse: Tensor, seqlen_q: int, group: int) -> Tensor:
-    """(batch, shares, nheads_k, seqlen_q * group) -> (batch, nheads, seqlen_q), +inf for rows without keys."""
-    total = torch.logsumexp(lse, dim=1)
-    by_head = total.unflatten(2, (seqlen_q, group)).transpose(2, 3).flatten(1, 2)
-    return by_head.masked_fill(by_head < _NOTHING / 2, torch.inf)
-
-
-def _shares(call: AttentionCall) -> _Shares:
-    """Pages are shares; a cache row is cut into equal ones, as many as fill the GPU."""
-    device, page, table = call.q.device, call.k.shape[1], call.block_table
-    rows = torch.arange(call.batch, dtype=torch.int32, device=device).unsqueeze(1) if table is None else table
-    slots = page * rows.shape[1]
-    size = page
-    if rows.shape[1] == 1:
-        count = max(1, min(-(-_ENOUGH_WORK // (call.batch * call.nheads_k)), slots // _SHORTEST_SHARE))
-        size = -(-slots // count)
-    offsets = torch.arange(0, slots, size, dtype=torch.int32, device=device)
-    stop = (
-        torch.full((call.batch,), slots, dtype=torch.int32, device=device) if call.seqused_k is None else call.seqused_k
+        native.lse.view(batch, count, -1).masked_fill_(empty, _NOTHING)
+    padded = native.lse.shape[2]
+    # (batch, nheads_k, rows, count)
+    lse = native.lse.as_strided(
+        (batch, nheads_k, rows, count), (count * nheads_k * padded, padded, 1, nheads_k * padded)
     )
-    starts = rows * page if rows.shape[1] > 1 else rows * page + offsets
-    lengths = (stop.unsqueeze(1) - offsets).clamp_(0, size)
-    first = call.leftpad_k
-    if call.mask.left is not None:
-        # The only row stands at the last key.
-        edge = stop - 1 - call.mask.left
-        first = edge if first is None else torch.maximum(first, edge)
-    if first is not None:
-        skipped = (first.unsqueeze(1) - offsets).clamp_(min=0)
-        skipped = torch.minimum(skipped, lengths)
-        starts, lengths = starts + skipped, lengths - skipped
-    return _Shares(starts, lengths, size)
+    if merges:
+        weights = torch.softmax(lse, -1).as_strided(
+            (batch, count, seqlen_q, nheads_k, group, 1),
+            (nheads_k * rows * count, 1, group * count, rows * count, count, 1),
+        )
+        # Products in fp32: those of small values and weights vanish in half precision.
+        parts = (parts * weights).sum(1).to(out.dtype)
+    whole_lse = _whole_lse(lse, seqlen_q) if call.return_lse else None
+    return Result(parts.reshape(call.out_shape), whole_lse)
+
+
+def _flattened(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Cache rows or pages end to end, (1, slots, nheads_k, d), and how many slots one starts after the other.
+
+    A cache whose rows are part of longer ones is read where it lies; any other that is no such view is copied.
+    """
+    pages, page = k.shape[:2]
+    if pages == 1:
+        return k, v, page
+    pitch, rest = divmod(k.stride(0), k.stride(1)) if k.stride(1) else (0, 1)
+    if rest == 0 and pitch >= page and v.stride(0) == pitch * v.stride(1):
+        slots = (pages - 1) * pitch + page
+        return tuple(x.as_strided((1, slots, *x.shape[2:]), (slots * x.stride(1), *x.stride()[1:])) for x in (k, v)) + (
+            pitch,
+        )
+    return k.flatten(0, 1).unsqueeze(0), v.flatten(0, 1).unsqueeze(0), page
+
+
+def _repeated(q: Tensor, nheads_k: int, count: int) -> Tensor:
+    """(batch, seqlen_q, nheads, d) as rows of (nheads_k, d), all rows of a sequence once for each of its shares."""
+    batch, seqlen_q, nheads, head_dim = q.shape
+    group = nheads // nheads_k
+    by_batch, by_row, by_head, by_channel = q.stride()
+    spread = q.as_strided(
+        (batch, count, seqlen_q, group, nheads_k, head_dim),
+        (by_batch, 0, by_row, by_head, group * by_head, by_channel),
+    )
+    return alignment.ready(spread.reshape(1, batch * count * seqlen_q * group, nheads_k, head_dim))
+
+
+def _whole_lse(lse: Tensor, seqlen_q: int) -> Tensor:
+    """(batch, nheads_k, seqlen_q * group, shares) -> (batch, nheads, seqlen_q), +inf for rows without keys."""
+    total = torch.logsumexp(lse, dim=-1)
+    by_head = total.unflatten(2, (seqlen_q, -1)).transpose(2, 3).flatten(1, 2)
+    return by_head.masked_fill(by_head < _NOTHING / 2, torch.inf)
