@@ -63,16 +63,17 @@ class Chunked(BlockwiseBackend):
             dk, dv = torch.empty_like(block.k), torch.empty_like(block.v)
             self._backward_part(call, block, upstream, dq, dk, dv)
             return dq, dk, dv
-        n, seqlen_k = block.k.shape[:2]
-        room = (n, seqlen_k + band.SPARE_KEYS)
-        dk, dv = (tensor.new_zeros(*room, *tensor.shape[2:], dtype=_working_dtype(tensor)) for tensor in block[1:3])
+        totals = [band.KeySums.zeros(tensor, call.mask.left, _working_dtype(tensor)) for tensor in (block.k, block.v)]
         for part in band.cut(block, call.mask.left):
             given = (part.rows_of(upstream.dout), part.rows_of(upstream.out), part.lse_of(upstream.softmax_lse))
-            shares = [dk.new_empty(tensor.shape) for tensor in (part.block.k, part.block.v)]
+            shares = [
+                total.tensor.new_empty(tensor.shape) for total, tensor in zip(totals, (part.block.k, part.block.v))
+            ]
             self._backward_part(call, part.block, Upstream(*given, upstream.rng_state), part.rows_of(dq), *shares)
-            for total, share in zip((dk, dv), shares):
+            for total, share in zip(totals, shares):
                 part.add_keys_to(total, share)
-        return dq, dk[:, :seqlen_k], dv[:, :seqlen_k]
+        dk, dv = (total.found(block.k.shape[1]) for total in totals)
+        return dq, dk, dv
 
     def _backward_part(
         self, call: AttentionCall, block: Block, upstream: Upstream, dq: Tensor, dk: Tensor, dv: Tensor
@@ -177,6 +178,8 @@ class Piece:
         if self.block.first_key is not None:
             padding = self.block.key_indices()[:, columns.start : columns.stop] < 0
             scores.masked_fill_(padding[:, None, None], -torch.inf)
+        for sequence, blank in enumerate(self.block.blank_keys):
+            scores[sequence, ..., : max(0, blank - columns.start)] = -torch.inf
 
     def hidden_tile(self, rows: Range, keys: Range) -> Tensor | None:
         """Mask.hidden, remembered for other rows, which see the same at the same distance."""

@@ -1,8 +1,8 @@
 """A causal window over a long sequence as many short problems, for backends that compute whole tiles.
 
 Rows are cut into blocks that all see equally many keys; the slices of keys of neighbouring blocks overlap,
-which a strided view expresses without a copy. The first rows, whose window reaches before the first key,
-and the last ones, which fill no block, remain problems of their own.
+which a strided view expresses without a copy. Where windows reach before the first key, blank keys are put
+in front. The last rows, which fill no block, are a problem of their own.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn_compat.engine.layout import Block
 from flash_attn_compat.engine.mask import Range
 
 _MIN_ROWS, _MAX_ROWS, _ROUNDED_TO = 128, 1024, 64
-# So many more keys a target of Part.add_keys_to has, for the last problem's last share to be added like all others.
-SPARE_KEYS = _MAX_ROWS
 
 
 class Part(NamedTuple):
     """Consecutive rows of one sequence of a block, as ``count`` problems of the same shape.
 
-    block: their q, k and v with the problems as its sequences; the slices of keys begin at ``first_key`` and
-    each starts as many keys after the one before as a problem has rows.
+    block: their q, k and v with the problems as its sequences; the slices of keys begin at ``first_key``, before 0
+    where there are blank keys, and each starts as many keys after the one before as a problem has rows
     """
 
     sequence: slice
@@ -45,53 +45,66 @@ class Part(NamedTuple):
         rows = lse[self.sequence, :, self.rows.start : self.rows.stop].squeeze(0)
         return rows.unflatten(1, (self.count, -1)).transpose(0, 1)
 
-    def add_keys_to(self, total: Tensor, values: Tensor) -> None:
-        """Add (count, keys, heads, head_dim) to the keys of the whole block.
-
-        total: (n, seqlen_k + SPARE_KEYS, heads, head_dim); what lies behind seqlen_k is scratch
-        """
+    def add_keys_to(self, total: KeySums, values: Tensor) -> None:
+        """Add (count, keys, heads, head_dim) to what the whole block's keys have got so far."""
         step = self.rows.size // self.count
-        target = total[self.sequence].squeeze(0)
-        if self.count == 1:
-            target[self.first_key : self.first_key + values.shape[1]].add_(values[0])
-            return
+        target = total.tensor[self.sequence].squeeze(0)
         for first in range(0, values.shape[1], step):
             share = values[:, first : first + step]
-            start = self.first_key + first
+            start = total.front + self.first_key + first
             places = target[start : start + self.count * step].unflatten(0, (self.count, step))
             places[:, : share.shape[1]].add_(share)
 
 
+class KeySums(NamedTuple):
+    """Sums per key of the whole block, (n, front + seqlen_k + scratch, heads, head_dim)."""
+
+    tensor: Tensor
+    front: int
+
+    @classmethod
+    def zeros(cls, keys: Tensor, left: int, dtype: torch.dtype) -> KeySums:
+        """For keys (n, seqlen_k, heads, head_dim), with room for blank keys in front and a last share behind."""
+        n, seqlen_k = keys.shape[:2]
+        return cls(keys.new_zeros(n, left + seqlen_k + _MAX_ROWS, *keys.shape[2:], dtype=dtype), left)
+
+    def found(self, seqlen_k: int) -> Tensor:
+        return self.tensor[:, self.front : self.front + seqlen_k]
+
+
 def cut(block: Block, left: int) -> Iterator[Part]:
-    """The parts of a block without padding, under a causal mask with ``left`` more keys than a row's own."""
-    seqlen_q, offset = block.q.shape[1], block.offset
+    """The parts of a block under a causal mask with ``left`` more keys than a row's own; rows without keys are left out."""
+    seqlen_q = block.q.shape[1]
     # A quarter of the window more is computed than seen.
     step = min(_MAX_ROWS, max(_MIN_ROWS, -(-left // 4 // _ROUNDED_TO) * _ROUNDED_TO))
-    head = min(seqlen_q, max(0, left - offset))
-    count = (seqlen_q - head) // step
-    tail = head + count * step
+    first = min(seqlen_q, max(0, -block.offset))
+    count = (seqlen_q - first) // step
+    tail = first + count * step
     for n in range(block.q.shape[0]):
         one = block.narrow(slice(n, n + 1))
-        for rows, problems in ((Range(0, head), 1), (Range(head, tail), count), (Range(tail, seqlen_q), 1)):
+        for rows, problems in ((Range(first, tail), count), (Range(tail, seqlen_q), 1)):
             if rows.size:
                 yield _part(one, slice(n, n + 1), rows, problems, left)
 
 
 def pays(block: Block, left: int) -> bool:
-    """Whether most rows lie in blocks: else the whole is as good."""
+    """Whether cutting saves much: long sequences without padding, and a window that is short beside them."""
     has_padding = block.first_row is not None or block.first_key is not None
-    return not has_padding and block.q.shape[1] - max(0, left - block.offset) >= 8 * _MIN_ROWS
+    return not has_padding and block.q.shape[1] >= 8 * _MIN_ROWS and 2 * left <= block.k.shape[1]
 
 
 def _part(one: Block, sequence: slice, rows: Range, count: int, left: int) -> Part:
     step = rows.size // count
-    first_key = max(0, rows.start + one.offset - left)
-    keys = max(first_key, rows.start + step + one.offset) - first_key
-    if count == 1:
-        k, v = (tensor[:, first_key : first_key + keys] for tensor in (one.k, one.v))
-        return Part(sequence, rows, first_key, one._replace(q=one.q[:, rows.start : rows.stop], k=k, v=v))
+    first_key = rows.start + one.offset - left
+    keys, blank = step + left, max(0, -first_key)
+    start = first_key + blank
     q = one.q[0, rows.start : rows.stop].unflatten(0, (count, step))
-    length = keys + (count - 1) * step
-    k, v = (tensor[0, first_key : first_key + length].unfold(0, keys, step).movedim(-1, 1) for tensor in (one.k, one.v))
+    k, v = (
+        F.pad(tensor[0, start : start + keys + (count - 1) * step - blank], (0, 0, 0, 0, blank, 0))
+        .unfold(0, keys, step)
+        .movedim(-1, 1)
+        for tensor in (one.k, one.v)
+    )
     slopes = None if one.slopes is None else one.slopes.expand(count, -1)
-    return Part(sequence, rows, first_key, Block(q, k, v, slopes, list(one.sequences) * count))
+    blank_keys = range(blank, 0, -step)[:count]
+    return Part(sequence, rows, first_key, Block(q, k, v, slopes, list(one.sequences) * count, blank_keys=blank_keys))
