@@ -22,6 +22,14 @@ class _Bounds(NamedTuple):
     event: torch.cuda.Event
 
 
+class _KnownBounds(NamedTuple):
+    """The same, once they have arrived."""
+
+    version: int
+    first: int
+    last: int
+
+
 def may_exist(cu_seqlens: Tensor, total: int) -> bool:
     """Whether some of ``total`` tokens may lie outside; False only where the host knows better. Never waits."""
     if not cu_seqlens.is_cuda:
@@ -29,23 +37,37 @@ def may_exist(cu_seqlens: Tensor, total: int) -> bool:
     # A captured graph may be replayed with other lengths, and inference tensors tell nobody when they change.
     if cu_seqlens.is_inference() or torch.cuda.is_current_stream_capturing():
         return True
-    known: _Bounds | None = getattr(cu_seqlens, _ATTRIBUTE, None)
+    known: _Bounds | _KnownBounds | None = getattr(cu_seqlens, _ATTRIBUTE, None)
     if known is None or known.version != cu_seqlens._version:
         setattr(cu_seqlens, _ATTRIBUTE, _look(cu_seqlens))
         return True
-    if not known.event.query():
-        return True
-    first, last = known.values.tolist()
-    return first != 0 or last != total
+    if type(known) is _Bounds:
+        if not known.event.query():
+            return True
+        known = _KnownBounds(known.version, *known.values.tolist())
+        setattr(cu_seqlens, _ATTRIBUTE, known)
+    return known.first != 0 or known.last != total
+
+
+def mask(cu_seqlens: Tensor, total: int) -> Tensor:
+    """(total,) bool, True for tokens that lie outside."""
+    # Half a token more than its index tells the token at a sequence's end from the last one within.
+    tokens = torch.arange(0.5, total, dtype=torch.float64, device=cu_seqlens.device)
+    return tokens.clamp(cu_seqlens[0], cu_seqlens[-1]) != tokens
 
 
 def set_to_zero(tensor: Tensor, cu_seqlens: Tensor) -> None:
     """Set the tokens of (total, heads, head_dim) that lie outside to 0, in place."""
-    # Half a token more than its index tells the token at a sequence's end from the last one within.
-    tokens = torch.arange(0.5, tensor.shape[0], dtype=torch.float64, device=tensor.device)
-    outside = tokens.clamp(cu_seqlens[0], cu_seqlens[-1]) != tokens
+    whole_words = tensor.shape[-1] * tensor.element_size() % 8 == 0
     # Eight bytes at a time, for speed.
-    tensor.view(torch.int64).masked_fill_(outside[:, None, None], 0)
+    words = tensor.view(torch.int64) if whole_words else tensor
+    words.masked_fill_(mask(cu_seqlens, tensor.shape[0])[:, None, None], 0)
+
+
+def clear(tensor: Tensor, cu_seqlens: Tensor) -> None:
+    """set_to_zero where it may be needed."""
+    if may_exist(cu_seqlens, tensor.shape[0]):
+        set_to_zero(tensor, cu_seqlens)
 
 
 def _look(cu_seqlens: Tensor) -> _Bounds:
