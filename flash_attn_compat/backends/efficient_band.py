@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn_compat.backends import efficient_launch
@@ -22,7 +21,7 @@ from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upst
 # Rows per block are about half the window, so that a slice of keys is three blocks long.
 _MIN_ROWS, _MAX_ROWS = 64, 1024
 # Elements of the rows (and of the bias) that one launch takes: bounds the memory beside inputs and outputs.
-_LAUNCH_ELEMENTS = 3 * 2**22
+_LAUNCH_ELEMENTS = 2**24
 
 
 class _Band(NamedTuple):
@@ -35,15 +34,19 @@ class _Band(NamedTuple):
     right: int
 
     @property
-    def keys(self) -> int:
-        return self.rows + self.before + self.after
+    def width(self) -> int:
+        """Keys of a slice."""
+        return self.before + self.rows + self.after
 
 
 class _Chunk(NamedTuple):
-    """Consecutive blocks of one launch: their first token and how many blocks."""
+    """Consecutive blocks of one launch: the first block's rows and the first slice's keys, as start and size."""
 
-    start: int
     blocks: int
+    start: int
+    rows: int
+    first_key: int
+    keys: int
 
 
 def forward(call: AttentionCall) -> Result:
@@ -51,86 +54,108 @@ def forward(call: AttentionCall) -> Result:
     q, k, v = (_tokens(tensor) for tensor in (call.q, call.k, call.v))
     total, nheads = q.shape[:2]
     out = q.new_empty(total, nheads, v.shape[-1])
-    lse = torch.empty(nheads, total, device=q.device) if call.return_lse else None
-    natives: list[Native] = []
-    for chunk, member, launch in _launches(call, q, k, v):
-        part, native = efficient_launch.forward(launch, keep_lse=call.needs_grad or call.return_lse)
-        natives.append(native)
-        tokens = _inside(chunk, launch, total)
-        out[tokens, member] = part.flatten(0, 1)[: tokens.stop - tokens.start]
-        if lse is not None:
-            by_row = native.lse[:, :, : launch.q.shape[1]].transpose(0, 1).flatten(1)
-            lse[member, tokens] = by_row[:, : tokens.stop - tokens.start]
+    keep_lse = call.needs_grad or call.return_lse
+    lse = torch.empty(total, nheads, device=q.device) if keep_lse else None
+    band = _band(call)
+    for chunk, bias in _chunks_with_bias(call, q, band):
+        for member in _members(call):
+            launch = _launch(call, chunk, member, band, bias, q, k, v)
+            part, native = efficient_launch.forward(launch, keep_lse)
+            _rows(out, chunk, member).copy_(part)
+            if lse is not None:
+                _rows(lse, chunk, member).copy_(native.lse[:, :, : chunk.rows].transpose(1, 2))
+            # The next launch's output finds its place free.
+            del launch, part, native
     if call.cu_seqlens_q is not None:
-        outside.set_to_zero(out, call.cu_seqlens_q)
-    out = out[..., : call.head_dim_v].view(call.out_shape)
-    if lse is not None and call.cu_seqlens_q is None:
-        lse = lse.unflatten(1, call.q.shape[:2]).transpose(0, 1)
-    return Result(out, lse, None, tuple(native.lse for native in natives) if call.needs_grad else ())
+        outside.clear(out, call.cu_seqlens_q)
+    out = out.view(*call.q.shape[:-1], out.shape[-1])[..., : call.head_dim_v]
+    return Result(out, None if lse is None else lse.view(call.q.shape[:-1]).transpose(-1, -2))
 
 
 def backward(call: AttentionCall, upstream: Upstream) -> Gradients:
     q, k, v = (_tokens(tensor) for tensor in (call.q, call.k, call.v))
     dout, out = (_tokens(tensor) for tensor in (upstream.dout, upstream.out))
+    lse = _lse_by_token(call, upstream.softmax_lse)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    dk, dv = (torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in (k, v))
+    # Sums over the query heads that share a key head are kept in fp32.
+    dtype = k.dtype if call.nheads == call.nheads_k else torch.float32
+    dk, dv = (torch.zeros_like(tensor, dtype=dtype, memory_format=torch.contiguous_format) for tensor in (k, v))
     band = _band(call)
-    for index, (chunk, member, launch) in enumerate(_launches(call, q, k, v)):
-        native = Native(upstream.saved[index] if upstream.saved else _given_lse(call, upstream, chunk, member, launch))
-        rows_dout, rows_out = (_rows(tensor, chunk, band)[:, :, member] for tensor in (dout, out))
-        found = efficient_launch.backward(launch, rows_dout, rows_out, native)
-        tokens = _inside(chunk, launch, q.shape[0])
-        dq[tokens, member] = found[0].flatten(0, 1)[: tokens.stop - tokens.start]
-        for total, pieces in zip((dk, dv), found[1:]):
-            _add_slab(total, _overlapping_sum(pieces, band), chunk.start - band.before)
-    if call.cu_seqlens_q is not None:
-        for gradient in (dq, dk, dv):
-            outside.set_to_zero(gradient, call.cu_seqlens_q)
-    channels = call.q.shape[-1], call.k.shape[-1], call.v.shape[-1]
-    found = (gradient[..., :size] for gradient, size in zip((dq, dk, dv), channels))
-    return Gradients(*(gradient.view(like.shape) for gradient, like in zip(found, (call.q, call.k, call.v))))
+    for chunk, bias in _chunks_with_bias(call, q, band):
+        for member in _members(call):
+            launch = _launch(call, chunk, member, band, bias, q, k, v)
+            native = Native(efficient_launch.lse_to_native(_rows(lse, chunk, member).transpose(1, 2)))
+            rows_dout, rows_out = _rows(dout, chunk, member), _rows(out, chunk, member)
+            rows_dq, *pieces = efficient_launch.backward(launch, rows_dout, rows_out, native)
+            _rows(dq, chunk, member).copy_(rows_dq)
+            for sums in (dv, dk):
+                _add_pieces(sums, pieces.pop(), chunk, band)
+            del launch, native, rows_out, rows_dq
+    gradients = []
+    for source, gradient in zip((call.q, call.k, call.v), (dq, dk, dv)):
+        if call.cu_seqlens_q is not None:
+            outside.clear(gradient, call.cu_seqlens_q)
+        gradients.append(gradient.view(*source.shape[:-1], gradient.shape[-1])[..., : source.shape[-1]])
+    return Gradients(*gradients)
 
 
-def _launches(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[_Chunk, slice, Launch]]:
-    """Launches over (blocks, rows, heads, head_dim), one per chunk and per member of a group of query heads."""
-    band = _band(call)
-    marks = _marks(call, q.shape[0], band)
-    chunks = list(_chunks(q, band))
-    whole = _Chunk(0, sum(chunk.blocks for chunk in chunks))
-    # One bias for all launches where it is small: a dozen operations less for each of them.
-    shared = _bias(marks, whole, band, q.dtype) if whole.blocks * band.rows * band.keys <= _LAUNCH_ELEMENTS else None
+def _launch(
+    call: AttentionCall, chunk: _Chunk, member: slice, band: _Band, bias: Tensor, q: Tensor, k: Tensor, v: Tensor
+) -> Launch:
+    rows = _rows(q, chunk, member)
+    return Launch(
+        rows, _keys(k, chunk, band), _keys(v, chunk, band), call.softmax_scale,
+        bias=bias.unsqueeze(1).expand(-1, rows.shape[2], -1, -1), deterministic=call.deterministic,
+    )  # fmt: skip
+
+
+def _members(call: AttentionCall) -> list[slice]:
+    """The query heads of one launch: one for each key head."""
     group = call.nheads // call.nheads_k
-    for chunk in chunks:
-        first = chunk.start // band.rows
-        bias = _bias(marks, chunk, band, q.dtype) if shared is None else shared[first : first + chunk.blocks]
-        queries = _rows(q, chunk, band)
-        keys, values = _key_slices(k, chunk, band), _key_slices(v, chunk, band)
-        for member in (slice(first, None, group) for first in range(group)):
-            heads = queries[:, :, member]
-            expanded = bias.expand(-1, heads.shape[2], -1, -1)
-            launch = Launch(heads, keys, values, call.softmax_scale, bias=expanded, deterministic=call.deterministic)
-            yield chunk, member, launch
+    return [slice(None)] if group == 1 else [slice(member, None, group) for member in range(group)]
 
 
 def _band(call: AttentionCall) -> _Band:
     longest = call.max_seqlen_k
-    left = longest if call.mask.left is None else min(call.mask.left, longest)
-    right = longest if call.mask.right is None else min(call.mask.right, longest)
+    left, right = (min(side, longest) for side in call.mask)
     rows = min(_MAX_ROWS, max(_MIN_ROWS, -(-(left + right) // 2 // 64) * 64))
     return _Band(rows, -(-left // rows) * rows, -(-right // rows) * rows, left, right)
 
 
+def _chunks_with_bias(call: AttentionCall, q: Tensor, band: _Band) -> Iterator[tuple[_Chunk, Tensor]]:
+    """Launches and the bias of each, (blocks, rows, keys)."""
+    marks = _marks(call, q.shape[0], band)
+    blocks = -(-q.shape[0] // band.rows)
+    # One bias for all launches where it is small: some operations less for each of them.
+    shares = blocks * band.rows * band.width <= _LAUNCH_ELEMENTS
+    shared = _bias(marks, 0, blocks, band, q.dtype) if shares else None
+    for chunk in _chunks(q, band):
+        first, skipped = chunk.start // band.rows, chunk.first_key - (chunk.start - band.before)
+        bias = (
+            _bias(marks, first, chunk.blocks, band, q.dtype)
+            if shared is None
+            else shared.narrow(0, first, chunk.blocks)
+        )
+        if chunk.keys < band.width:
+            bias = bias[:, : chunk.rows, skipped : skipped + chunk.keys]
+        yield chunk, bias
+
+
 def _chunks(q: Tensor, band: _Band) -> Iterator[_Chunk]:
-    """Blocks at the edges apart, since their keys must be padded; the others by as many as memory allows."""
-    total, width = q.shape[0], q.shape[1] * q.shape[2]
-    size = max(1, _LAUNCH_ELEMENTS // (band.rows * max(width, band.keys)))
+    """Blocks whose slice reaches beyond the tokens one by one, cut off there; the others by as many as memory allows."""
+    total, elements = q.shape[0], q.shape[1] * q.shape[2]
     blocks = -(-total // band.rows)
     first_inner = min(blocks, band.before // band.rows)
     last_inner = max(first_inner, (total - band.after) // band.rows)
-    bounds = [0, *range(first_inner, last_inner, size), last_inner, blocks]
-    for start, stop in zip(bounds, bounds[1:]):
-        if stop > start:
-            yield _Chunk(start * band.rows, stop - start)
+    most = max(1, _LAUNCH_ELEMENTS // (band.rows * max(elements, band.width)))
+    step = -(-(last_inner - first_inner) // max(1, -(-(last_inner - first_inner) // most)))
+    for block in (*range(first_inner), *range(last_inner, blocks)):
+        start = block * band.rows
+        first_key, stop = max(0, start - band.before), min(total, start + band.rows + band.after)
+        yield _Chunk(1, start, min(band.rows, total - start), first_key, stop - first_key)
+    for block in range(first_inner, last_inner, max(1, step)):
+        start = block * band.rows
+        yield _Chunk(min(step, last_inner - block), start, band.rows, start - band.before, band.width)
 
 
 def _tokens(tensor: Tensor) -> Tensor:
@@ -139,91 +164,59 @@ def _tokens(tensor: Tensor) -> Tensor:
     return padded.flatten(0, 1) if padded.dim() == 4 else padded
 
 
-def _slab(tensor: Tensor, start: int, length: int) -> Tensor:
-    """``length`` tokens from ``start`` on: a view, or a zero-padded copy where they reach beyond the ends."""
-    total = tensor.shape[0]
-    before, after = max(0, -start), max(0, start + length - total)
-    inside = tensor[max(0, start) : min(total, start + length)]
-    if not before and not after:
-        return inside
-    return F.pad(inside, (0, 0) * (tensor.dim() - 1) + (min(before, length), min(after, length)))[:length]
+def _rows(tensor: Tensor, chunk: _Chunk, member: slice) -> Tensor:
+    """The blocks of (tokens, heads, ...): (blocks, rows, heads, ...)."""
+    rows = _windows(tensor, chunk.start, (chunk.blocks, chunk.rows), chunk.rows)
+    return rows if member.step is None else rows[:, :, member]
 
 
-def _rows(tensor: Tensor, chunk: _Chunk, band: _Band) -> Tensor:
-    return _slab(tensor, chunk.start, chunk.blocks * band.rows).unflatten(0, (chunk.blocks, band.rows))
+def _keys(tensor: Tensor, chunk: _Chunk, band: _Band) -> Tensor:
+    """The slices, which overlap: (blocks, keys, heads, head_dim)."""
+    return _windows(tensor, chunk.first_key, (chunk.blocks, chunk.keys), band.rows)
 
 
-def _key_slices(tensor: Tensor, chunk: _Chunk, band: _Band) -> Tensor:
-    """(blocks, keys, heads, head_dim): slices of the tokens that overlap, without a copy."""
-    slab = _slab(tensor, chunk.start - band.before, (chunk.blocks - 1) * band.rows + band.keys)
-    return slab.unfold(0, band.keys, band.rows).movedim(-1, 1)
+def _windows(tensor: Tensor, start: int, shape: tuple[int, int], step: int) -> Tensor:
+    strides = tensor.stride()
+    offset = tensor.storage_offset() + start * strides[0]
+    return tensor.as_strided((*shape, *tensor.shape[1:]), (step * strides[0], *strides), offset)
 
 
 def _marks(call: AttentionCall, total: int, band: _Band) -> Tensor:
-    """Which sequence each token belongs to, from 1 on, with 0 for padding in front of and behind all tokens."""
-    tokens = torch.arange(total, device=call.q.device)
+    """Which sequence each token belongs to, from ``before`` tokens in front of the first to behind the last block."""
+    stop = -(-total // band.rows) * band.rows + band.after
+    tokens = torch.arange(-band.before, stop, dtype=torch.int32, device=call.q.device)
     if call.cu_seqlens_q is None:
-        sequence = tokens.div_(call.q.shape[1], rounding_mode="floor") + 1
-    else:
-        sequence = torch.searchsorted(call.cu_seqlens_q, tokens, right=True) + 1
-    return F.pad(sequence.to(torch.int32), (band.before, band.rows + band.after))
+        return tokens.div_(call.q.shape[1], rounding_mode="floor")
+    return torch.searchsorted(call.cu_seqlens_q, tokens, right=True, out_int32=True)
 
 
-def _bias(marks: Tensor, chunk: _Chunk, band: _Band, dtype: torch.dtype) -> Tensor:
-    """(blocks, 1, rows, keys): 0 where a key of the same sequence is in the window, else the lowest number."""
-    device = marks.device
-    ahead = (
-        torch.arange(band.keys, device=device)
-        - torch.arange(band.before, band.before + band.rows, device=device)[:, None]
-    )
-    in_window = (ahead >= -band.left) & (ahead <= band.right)
-    strip = marks[chunk.start : chunk.start + (chunk.blocks - 1) * band.rows + band.keys]
-    keys = strip.unfold(0, band.keys, band.rows)
+def _bias(marks: Tensor, first: int, blocks: int, band: _Band, dtype: torch.dtype) -> Tensor:
+    """(blocks, rows, keys): 0 where a key of the same sequence is in the window, else the lowest number or -inf."""
+    strip = marks[first * band.rows : (first + blocks - 1) * band.rows + band.width]
+    keys = strip.unfold(0, band.width, band.rows)
     rows = keys[:, band.before : band.before + band.rows]
-    hidden = rows[:, :, None] != keys[:, None]
-    hidden |= ~in_window
-    # Finite, so that a row of padding averages instead of becoming nan; it is thrown away.
-    return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min).unsqueeze(1)
+    lowest = torch.finfo(dtype).min
+    # Row 0 is column ``before``.
+    full = torch.full((band.rows, band.width), lowest, dtype=dtype, device=marks.device)
+    window = full.tril(band.before - band.left - 1).add_(full.triu_(band.before + band.right + 1))
+    return torch.add(window, rows[:, :, None] != keys[:, None], alpha=lowest)
 
 
-def _inside(chunk: _Chunk, launch: Launch, total: int) -> slice:
-    blocks, rows = launch.q.shape[:2]
-    return slice(chunk.start, min(total, chunk.start + blocks * rows))
-
-
-def _overlapping_sum(pieces: Tensor, band: _Band) -> Tensor:
-    """(blocks, keys, heads, d) gradients of overlapping slices -> of the tokens they cover, summed in fp32."""
-    blocks, keys = pieces.shape[:2]
-    shares = keys // band.rows
-    cut = pieces.unflatten(1, (shares, band.rows)).contiguous()
-    covered = blocks + shares - 1
-    total = cut.new_empty((covered, *cut.shape[2:]))
-    inner = blocks - shares + 1
-    if inner > 0:
-        # total[j] = sum over s of cut[j - s, s]; with s counted down, both steps go forward in memory.
-        block, share = cut.stride(0), cut.stride(1)
-        sizes = (inner, shares, *cut.shape[2:])
-        steps = (block, block - share, *cut.stride()[2:])
-        view = cut.as_strided(sizes, steps, cut.storage_offset() + (shares - 1) * share)
-        total[shares - 1 : blocks] = view.sum(1)
-    edges = range(covered) if inner <= 0 else [*range(shares - 1), *range(blocks, covered)]
-    for at in edges:
-        members = [cut[at - share, share] for share in range(shares) if 0 <= at - share < blocks]
-        total[at] = torch.stack(members).sum(0)
-    return total.flatten(0, 1)
-
-
-def _add_slab(total: Tensor, slab: Tensor, start: int) -> None:
-    """Add ``slab`` to the tokens from ``start`` on; what reaches beyond the ends came from padding."""
-    first, stop = max(0, start), min(total.shape[0], start + slab.shape[0])
-    total[first:stop] += slab[first - start : stop - start]
-
-
-def _given_lse(call: AttentionCall, upstream: Upstream, chunk: _Chunk, member: slice, launch: Launch) -> Tensor:
-    """The caller's LSE for the rows of one launch: (blocks, heads, rows)."""
-    lse = upstream.softmax_lse
+def _lse_by_token(call: AttentionCall, lse: Tensor) -> Tensor:
+    """(tokens, nheads), +inf outside of all sequences: such rows give no gradient to their neighbours."""
+    by_token = lse.transpose(-1, -2)
     if call.cu_seqlens_q is None:
-        lse = lse.transpose(0, 1).flatten(1)
-    by_token = lse[member].t()
-    rows = _slab(by_token, chunk.start, launch.q.shape[0] * launch.q.shape[1])
-    return efficient_launch.lse_to_native(rows.unflatten(0, launch.q.shape[:2]).transpose(1, 2))
+        return by_token.flatten(0, 1)
+    if not outside.may_exist(call.cu_seqlens_q, by_token.shape[0]):
+        return by_token
+    return by_token.masked_fill(outside.mask(call.cu_seqlens_q, by_token.shape[0])[:, None], torch.inf)
+
+
+def _add_pieces(sums: Tensor, pieces: Tensor, chunk: _Chunk, band: _Band) -> None:
+    """Add (blocks, keys, heads, head_dim) of overlapping slices to the tokens they cover."""
+    if chunk.blocks == 1:
+        sums.narrow(0, chunk.first_key, chunk.keys).add_(pieces[0])
+        return
+    for first in range(0, band.width, band.rows):
+        tokens = _windows(sums, chunk.first_key + first, (chunk.blocks, band.rows), band.rows)
+        tokens.add_(pieces.narrow(1, first, band.rows))
