@@ -18,11 +18,31 @@ from torch import Tensor
 
 from flash_attn_compat.engine.call import AttentionCall
 
-# Below this many (sequence, key head) pairs a cache is cut into shares until the GPU has that many.
-_ENOUGH_WORK = 128
+# Below this many (sequence, key head) pairs a cache is cut into shares until the GPU has that many. Of 64 to 512
+# shares this was the best in every case tried (batch 1 to 8, 2 to 32 key heads, 2048 to 32768 keys, an H200).
+_ENOUGH_WORK = 256
 _SHORTEST_SHARE = 256
+# Shorter caches stay whole: launching the merge would take longer than it saves.
+_WORTH_CUTTING = 2048
 # Elements of the largest table of even shares that is kept: 4 MiB.
 _LARGEST_TABLE = 2**20
+
+
+# The LSE of a share without keys: finite, so that the shares of a sequence without any weigh the same.
+NOTHING = -1e30
+
+
+class Merging(NamedTuple):
+    """How shares become sequences again, by torch.embedding_bag.
+
+    members: (batch * nheads_k * rows * count,) int32, each share's row of the kernel's flattened output
+    bags: (batch * nheads_k * rows,) int32, where the shares of a row and head begin in it
+    nothing: (), NOTHING in fp32
+    """
+
+    members: Tensor
+    bags: Tensor
+    nothing: Tensor
 
 
 class Shares(NamedTuple):
@@ -32,7 +52,7 @@ class Shares(NamedTuple):
     starts: (batch * count + 1,) int32, first keys in the flattened cache; the last one is not read
     lengths: (batch * count,) int32
     longest: no share has more keys
-    alike: whether the shares of a sequence all have keys, or none of them
+    alike: whether the shares of a sequence all have keys, or none of them; for a lone sequence only
     """
 
     count: int
@@ -40,6 +60,7 @@ class Shares(NamedTuple):
     starts: Tensor
     lengths: Tensor
     longest: int
+    merging: Merging
     alike: bool = False
 
 
@@ -71,6 +92,7 @@ class _Cut(NamedTuple):
     cu_seqlens_q: Tensor
     offsets: Tensor
     starts: Tensor
+    merging: Merging
 
 
 def cut(call: AttentionCall, pitch: int) -> Shares:
@@ -81,36 +103,44 @@ def cut(call: AttentionCall, pitch: int) -> Shares:
     batch, seqlen_q, nheads, _ = call.q.shape
     _, page, nheads_k, _ = call.k.shape
     table, used, device = call.block_table, call.seqused_k, call.q.device
-    pages = 0 if table is None else table.shape[1]
-    sizes = _Sizes(batch, nheads_k, seqlen_q * (nheads // nheads_k), page, pages, pitch)
+    sizes = _Sizes(
+        batch, nheads_k, seqlen_q * (nheads // nheads_k), page, 0 if table is None else table.shape[1], pitch
+    )
     stream = _stream(call.q)
     parts = _make_cut(sizes, device) if stream is None else _remembered_cut(sizes, device, stream)
-    count, size, cu_seqlens_q, offsets, starts = parts
     skips = call.leftpad_k is not None or call.mask.left is not None
-    if batch == 1 and count > 1 and table is None and used is not None and not skips and not call.return_lse:
-        even = _known_even_shares(page, count, device, stream)
+    if batch == 1 and parts.count > 1 and table is None and used is not None and not skips and not call.return_lse:
+        even = _known_even_shares(page, parts.count, device, stream)
         if even is not None:
-            found = even.index_select(0, used)
-            starts, lengths = found.as_strided((count + 1,), (1,)), found.as_strided((count,), (1,), count + 1)
-            return Shares(count, cu_seqlens_q, starts, lengths, page, alike=True)
+            return _looked_up(even, used, parts, page)
     if used is None:
         used = torch.full((batch,), sizes.slots, dtype=torch.int32, device=device)
     stop = used.unsqueeze(1)
-    lengths = stop.clamp(0, size) if count == 1 else (stop - offsets).clamp_(0, size)
-    if table is not None:
-        starts = torch.add(starts, table, alpha=pitch)
+    lengths = stop.clamp(0, parts.size) if parts.count == 1 else (stop - parts.offsets).clamp_(0, parts.size)
+    starts = parts.starts if table is None else torch.add(parts.starts, table, alpha=pitch)
     if skips:
-        starts = starts[:-1].view(batch, count) if table is None else starts[0]
-        first = call.leftpad_k
-        if call.mask.left is not None:
-            # The only row stands at the last key.
-            edge = used - 1 - call.mask.left
-            first = edge if first is None else torch.maximum(first, edge)
-        skipped = torch.minimum((first.unsqueeze(1) - offsets).clamp_(min=0), lengths)
-        starts, lengths = F.pad((starts + skipped).view(-1), (0, 1)), lengths - skipped
+        places = starts[:-1].view(batch, parts.count) if table is None else starts[0]
+        skipped = torch.minimum((_first(call, used).unsqueeze(1) - parts.offsets).clamp_(min=0), lengths)
+        starts, lengths = F.pad((places + skipped).view(-1), (0, 1)), lengths - skipped
     elif table is not None:
-        starts = starts.as_strided((batch * count + 1,), (1,))
-    return Shares(count, cu_seqlens_q, starts, lengths.view(-1), size)
+        starts = starts.as_strided((batch * parts.count + 1,), (1,))
+    return Shares(parts.count, parts.cu_seqlens_q, starts, lengths.view(-1), parts.size, parts.merging)
+
+
+def _first(call: AttentionCall, used: Tensor) -> Tensor:
+    """(batch,) the first slot that is not skipped; may be negative."""
+    if call.mask.left is None:
+        return call.leftpad_k
+    # The only row stands at the last key.
+    edge = used - 1 - call.mask.left
+    return edge if call.leftpad_k is None else torch.maximum(call.leftpad_k, edge)
+
+
+def _looked_up(even: Tensor, used: Tensor, parts: _Cut, slots: int) -> Shares:
+    found = even.index_select(0, used)
+    starts = found.as_strided((parts.count + 1,), (1,))
+    lengths = found.as_strided((parts.count,), (1,), parts.count + 1)
+    return Shares(parts.count, parts.cu_seqlens_q, starts, lengths, slots, parts.merging, alike=True)
 
 
 def _make_cut(sizes: _Sizes, device: torch.device) -> _Cut:
@@ -118,22 +148,28 @@ def _make_cut(sizes: _Sizes, device: torch.device) -> _Cut:
     if sizes.pages > 1:
         count, size = sizes.pages, page
     else:
-        count = max(1, min(-(-_ENOUGH_WORK // (batch * sizes.nheads_k)), page // _SHORTEST_SHARE))
+        most = page // _SHORTEST_SHARE if page >= _WORTH_CUTTING else 1
+        count = max(1, min(-(-_ENOUGH_WORK // (batch * sizes.nheads_k)), most))
         size = -(-page // count)
         count = -(-page // size)
     ints = functools.partial(torch.arange, dtype=torch.int32, device=device)
     cu_seqlens_q = ints(0, (batch * count + 1) * sizes.rows, sizes.rows)
     offsets = ints(0, count * size, size)
     if sizes.pages == 0:
-        rows = ints(0, (batch + 1) * sizes.pitch, sizes.pitch).unsqueeze(1)
-        starts = (rows + offsets).view(-1)[: batch * count + 1]
+        firsts = ints(0, (batch + 1) * sizes.pitch, sizes.pitch).unsqueeze(1)
+        starts = (firsts + offsets).view(-1)[: batch * count + 1]
     else:
         within = offsets if sizes.pages == 1 else offsets.new_zeros(1)
         starts = within.repeat(2, 1, 1)
-    return _Cut(count, size, cu_seqlens_q, offsets, starts)
+    outputs = ints(batch * count * sizes.rows * sizes.nheads_k).view(batch, count, sizes.rows, sizes.nheads_k)
+    members = outputs.permute(0, 3, 2, 1).reshape(-1)
+    bags = ints(0, members.shape[0], count)
+    return _Cut(
+        count, size, cu_seqlens_q, offsets, starts, Merging(members, bags, torch.full((), NOTHING, device=device))
+    )
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=32)
 def _remembered_cut(sizes: _Sizes, device: torch.device, stream: int) -> _Cut:
     with torch.inference_mode(False):
         return _make_cut(sizes, device)

@@ -1,0 +1,258 @@
+"""Decoding over a cache on torch_efficient: how keys are cut into shares and merged, what is remembered.
+
+On a CPU the kernel is a stand-in with the real one's traps; where there is a GPU, the real one runs too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_compat import explain, flash_attn_with_kvcache, use_backend
+from flash_attn_compat.backends import BACKENDS, efficient_cache, efficient_launch, efficient_shares
+from tests import efficient_kernels
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs the kernel, needs a CUDA device")
+HEADS = [(2, 4), (4, 1), (1, 8)]  # (key heads, query heads for each)
+
+
+def forget() -> None:
+    for remembered in (efficient_shares._remembered_cut, efficient_shares._even_shares, efficient_shares._sightings):
+        remembered.cache_clear()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_gpu)])
+def device(request, monkeypatch) -> str:
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_CAPABILITY", "7.5")
+    monkeypatch.setattr(efficient_shares, "_WORTH_CUTTING", 512)
+    forget()
+    if request.param == "cpu":
+        backend = next(backend for backend in BACKENDS if backend.name == "torch_efficient")
+        table = dataclasses.replace(backend.capabilities, devices=frozenset({"cpu"}), min_capability=None)
+        monkeypatch.setattr(type(backend), "capabilities", table)
+        monkeypatch.setattr(efficient_launch, "forward", efficient_kernels.forward)
+    return request.param
+
+
+def random(*shape: int, device: str, dtype: torch.dtype = torch.float16) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(device, dtype)
+
+
+def ints(*values: int, device: str) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def decode(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor | tuple[Tensor, Tensor]:
+    with use_backend("torch_efficient"):
+        return flash_attn_with_kvcache(q, k, v, causal=True, **options)
+
+
+def right(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], first: int = 0) -> Tensor:
+    """One query row for each cache row over its keys from ``first`` up to its length, in fp64; 0 without keys."""
+    out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=torch.float64, device=q.device)
+    group = q.shape[2] // k.shape[2]
+    for index, length in enumerate(lengths):
+        keys, values = (x[index, first:length].double().repeat_interleave(group, 1) for x in (k, v))
+        scores = torch.einsum("hd,khd->hk", q[index, 0].double(), keys) * q.shape[-1] ** -0.5
+        out[index, 0] = torch.einsum("hk,khd->hd", scores.softmax(-1), values)
+    return out
+
+
+def close(ours: Tensor, expected: Tensor, size: float = 4.0) -> None:
+    """``size`` is that of the values; one rounding of the kernel's shares, of their weights and of the result."""
+    assert ours.shape == expected.shape and ours.is_contiguous()
+    torch.testing.assert_close(ours.double(), expected, rtol=0, atol=2 * torch.finfo(ours.dtype).eps * size)
+
+
+def with_garbage(x: Tensor, lengths: list[int]) -> Tensor:
+    for index, length in enumerate(lengths):
+        x[index, length:] = math.nan
+        x[index, length + 1 :: 2] = math.inf
+    return x
+
+
+@pytest.mark.parametrize(("nheads_k", "group"), HEADS)
+@pytest.mark.parametrize("length", [0, 1, 11, 12, 13, 255, 2048, 3070, 3071])
+def test_a_lone_sequence_of_any_length_is_right_before_and_after_its_shares_are_remembered(
+    device, nheads_k, group, length
+):
+    q, k, v = random(1, 1, nheads_k * group, 64, device=device), *random(2, 1, 3071, nheads_k, 64, device=device)
+    expected = right(q, k, v, [length])
+    k, v = with_garbage(k, [length]), with_garbage(v, [length])
+    lengths = ints(length, device=device)
+    found = [decode(q, k, v, cache_seqlens=lengths) for _ in range(3)]
+    for out in found:
+        close(out, expected)
+    assert efficient_shares._even_shares.cache_info().currsize == 1
+    assert torch.equal(found[1], found[2])
+
+
+@pytest.mark.parametrize(("nheads_k", "group"), HEADS)
+def test_sequences_of_different_lengths_ignore_what_lies_behind_them(device, nheads_k, group):
+    lengths = [0, 1, 300, 777, 1100]
+    q, k, v = random(5, 1, nheads_k * group, 64, device=device), *random(2, 5, 1100, nheads_k, 64, device=device)
+    expected = right(q, k, v, lengths)
+    k, v = with_garbage(k, lengths), with_garbage(v, lengths)
+    for _ in range(2):
+        out, lse = decode(q, k, v, cache_seqlens=ints(*lengths, device=device), return_softmax_lse=True)
+        close(out, expected)
+        close(decode(q, k, v, cache_seqlens=ints(*lengths, device=device)), expected)
+        assert (lse[0] == math.inf).all() and lse[1:].isfinite().all()
+
+
+@pytest.mark.parametrize("head_dim", [64, 192])
+@pytest.mark.parametrize("lengths", [[0], [5], [2000], [0, 2000], [1, 3]])
+def test_the_lse_is_that_of_all_keys_and_plus_inf_without_any(device, head_dim, lengths):
+    batch = len(lengths)
+    q, k, v = random(batch, 1, 4, head_dim, device=device), *random(2, batch, 2000, 2, head_dim, device=device)
+    for _ in range(3):
+        out, lse = decode(q, k, v, cache_seqlens=ints(*lengths, device=device), return_softmax_lse=True)
+        close(out, right(q, k, v, lengths))
+        for index, length in enumerate(lengths):
+            scores = torch.einsum("hgd,khd->hgk", q[index, 0].unflatten(0, (2, 2)).double(), k[index].double())
+            expected = (scores[..., :length] * head_dim**-0.5).logsumexp(-1).flatten()
+            expected = expected if length else torch.full_like(expected, math.inf)
+            torch.testing.assert_close(lse[index, :, 0].double(), expected, rtol=0, atol=2e-3)
+
+
+def test_a_cache_that_is_part_of_a_longer_one_is_read_where_it_lies(device, monkeypatch):
+    seen, forward = [], efficient_launch.forward
+
+    def noted(launch: efficient_launch.Launch, keep_lse: bool) -> tuple[Tensor, efficient_launch.Native]:
+        seen.append(launch)
+        return forward(launch, keep_lse)
+
+    monkeypatch.setattr(efficient_launch, "forward", noted)
+    lengths = [700, 0, 35]
+    q, both = random(3, 1, 4, 64, device=device), random(3, 2000, 2, 2, 64, device=device)
+    k, v = both[:, 100:900, 0], both[:, 100:900, 1]
+    for _ in range(2):
+        close(decode(q, k, v, cache_seqlens=ints(*lengths, device=device)), right(q, k, v, lengths))
+    assert len(seen) == 2
+    for launch in seen:
+        assert launch.k.data_ptr() == k.data_ptr() and launch.v.data_ptr() == v.data_ptr()
+
+
+def test_a_cache_with_its_sequences_side_by_side_is_right(device):
+    q, k, v = random(3, 1, 4, 64, device=device), *random(2, 800, 3, 2, 64, device=device).transpose(1, 2)
+    close(decode(q, k, v, cache_seqlens=ints(700, 0, 35, device=device)), right(q, k, v, [700, 0, 35]))
+
+
+@pytest.mark.parametrize("lengths", [[1000], [0], [257], [600, 0, 1, 1024]])
+def test_pages_beyond_a_length_are_not_looked_at_whatever_the_table_says_of_them(device, lengths):
+    batch, page, pages = len(lengths), 256, 4
+    q, k, v = random(batch, 1, 8, 64, device=device), *random(2, batch, page * pages, 2, 64, device=device)
+    expected = right(q, k, v, lengths)
+    order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(0)).to(device)
+    pools = []
+    for x in (with_garbage(k, lengths), with_garbage(v, lengths)):
+        pool = x.new_empty(batch * pages, page, 2, 64)
+        pool[order] = x.unflatten(1, (pages, page)).flatten(0, 1)
+        pools.append(pool)
+    table = order.view(batch, pages).int()
+    for index, length in enumerate(lengths):
+        table[index, -(-length // page) :] = -1
+    for _ in range(2):
+        close(decode(q, *pools, cache_seqlens=ints(*lengths, device=device), block_table=table), expected)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_window_and_leftpad_hide_the_front(device, batch):
+    lengths = [1500, 1400, 600][:batch]
+    q, k, v = random(batch, 1, 4, 64, device=device), *random(2, batch, 1500, 2, 64, device=device)
+    used, pad = ints(*lengths, device=device), ints(*([77] * batch), device=device)
+    for _ in range(2):
+        close(decode(q, k, v, cache_seqlens=used, cache_leftpad=pad), right(q, k, v, lengths, first=77))
+        for index, length in enumerate(lengths):
+            one = slice(index, index + 1)
+            out = decode(q[one], k[one], v[one], cache_seqlens=used[one].clone(), window_size=(400, 0))
+            close(out, right(q[one], k[one], v[one], [length], first=length - 401))
+
+
+def test_small_values_are_not_lost_in_the_merging(device):
+    q, k, v = random(1, 1, 8, 64, device=device), *random(2, 1, 8192, 2, 64, device=device)
+    k, v = k * 0.01, (v.abs() + 1) * 1e-5
+    lengths = ints(8192, device=device)
+    decode(q, k, v, cache_seqlens=lengths)
+    found = decode(q, k, v, cache_seqlens=lengths).double()
+    # Half precision is that coarse here: the shares and their sum are rounded once each.
+    assert (found - right(q, k, v, [8192])).abs().max() <= 1.1 * 2**-24
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("nheads_k", [1, 4])
+def test_rows_that_are_many_and_strided_are_copied_in_order(device, monkeypatch, dtype, nheads_k):
+    monkeypatch.setattr(efficient_cache, "_MANY_ELEMENTS", 0)
+    q, k, v = (
+        random(2, 3, 4, 3, 64, device=device)[:, 1:2, :, 1].to(dtype),
+        *(random(2, 700, nheads_k, 64, device=device).to(dtype) for _ in range(2)),
+    )
+    close(decode(q, k, v, cache_seqlens=ints(700, 650, device=device)), right(q, k, v, [700, 650]))
+
+
+def test_caches_that_grow_with_every_call_get_no_table(device):
+    q = random(1, 1, 4, 64, device=device)
+    for capacity in range(1000, 1005):
+        k, v = random(2, 1, capacity, 2, 64, device=device)
+        close(decode(q, k, v, cache_seqlens=ints(capacity, device=device)), right(q, k, v, [capacity]))
+    assert efficient_shares._even_shares.cache_info().misses == 0
+
+
+def test_what_was_remembered_under_inference_mode_serves_elsewhere(device):
+    q, k, v = random(1, 1, 4, 64, device=device), *random(2, 1, 1000, 2, 64, device=device)
+    lengths = ints(1000, device=device)
+    with torch.inference_mode():
+        decode(q, k, v, cache_seqlens=lengths), decode(q, k, v, cache_seqlens=lengths)
+    out = decode(q.clone().requires_grad_(), k, v, cache_seqlens=lengths)
+    close(out, right(q, k, v, [1000]))
+    assert not out.is_inference() and not out.requires_grad
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 32])
+def test_even_shares_cover_every_key_once_and_none_is_empty(count):
+    table = efficient_shares._even_shares(100, count, torch.device("cpu"), 0)
+    for length, row in enumerate(table.tolist()):
+        starts, lengths = row[:count], row[count + 1 :]
+        keys = [key for start, size in zip(starts, lengths) for key in range(start, start + size)]
+        if length >= count:
+            assert keys == list(range(length)) and min(lengths) >= 1
+        else:
+            assert keys == list(range(length)) * count
+
+
+@needs_gpu
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_captured_decode_reads_nothing_that_may_be_forgotten(monkeypatch, paged, batch):
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_CAPABILITY", "7.5")
+    forget()
+    q, k, v = random(batch, 1, 8, 64, device="cuda"), *random(2, batch, 2048, 2, 64, device="cuda")
+    lengths = ints(*range(2048, 2048 - batch, -1), device="cuda")
+    options: dict[str, Tensor] = {"cache_seqlens": lengths}
+    caches = (k, v)
+    if paged:
+        caches = tuple(x.view(-1, 256, 2, 64) for x in (k, v))
+        options["block_table"] = torch.arange(batch * 8, dtype=torch.int32, device="cuda").view(batch, 8)
+
+    def call() -> Tensor:
+        return flash_attn_with_kvcache(q, *caches, causal=True, **options)
+
+    assert explain(call).backend == "torch_efficient"
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    forget()
+    dirty = [torch.full((2**20,), -1, dtype=torch.int32, device="cuda") for _ in range(8)]
+    for used in (list(range(5, 5 + batch)), [0] * batch, [1999] * batch):
+        lengths.copy_(ints(*used, device="cuda"))
+        graph.replay()
+        close(captured, right(q, k, v, used))
+        close(call(), right(q, k, v, used))
+    del dirty
