@@ -136,6 +136,6 @@ def test_without_the_jiterator_plain_operators_serve(monkeypatch):
 @needs_cuda
 def test_kernels_that_give_wrong_numbers_are_not_used(monkeypatch):
     monkeypatch.setattr(elementwise, "_compiled_score", lambda: lambda products, **parameters: products)
-    monkeypatch.setattr(elementwise, "_verdicts", {})
+    monkeypatch.setattr(elementwise, "_problems", {})
     with pytest.warns(RuntimeWarning, match="its results are wrong"):
         assert not elementwise.is_usable(torch.device("cuda", 0), torch.float16)

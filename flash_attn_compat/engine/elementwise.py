@@ -98,20 +98,31 @@ def gradients(
 
 
 def is_usable(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels for tiles of ``dtype`` compile on this device and give the right numbers."""
-    if device.type != "cuda" or dtype not in _PACK or torch.version.hip is not None or not settings.jiterator_enabled():
-        return False
-    if (device, dtype) not in _verdicts:
+    """Whether the kernels serve tiles of ``dtype`` on this device."""
+    return not why_not(device, dtype)
+
+
+def why_not(device: torch.device, dtype: torch.dtype) -> str:
+    """Why plain operators serve instead, or nothing: the kernels compile on this device and give the right numbers."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return "they are for NVIDIA GPUs"
+    if dtype not in _PACK:
+        return "they are for half precision"
+    if not settings.jiterator_enabled():
+        return f"switched off by {settings.JITERATOR}"
+    if (device, dtype) not in _problems:
         if torch.cuda.is_current_stream_capturing():
-            return False
-        _verdicts[device, dtype] = _works(device, dtype)
-    return _verdicts[device, dtype]
+            return "not tried before a CUDA graph was captured"
+        _problems[device, dtype] = problem = _problem(device, dtype)
+        if problem:
+            warnings.warn(f"PyTorch's jiterator is not used on {device}: {problem}", RuntimeWarning, stacklevel=2)
+    return _problems[device, dtype]
 
 
-_verdicts: dict[tuple[torch.device, torch.dtype], bool] = {}
+_problems: dict[tuple[torch.device, torch.dtype], str] = {}
 
 
-def _works(device: torch.device, dtype: torch.dtype) -> bool:
+def _problem(device: torch.device, dtype: torch.dtype) -> str:
     """Compile and compare with plain PyTorch, once; whatever goes wrong, plain PyTorch serves."""
     products = torch.tensor([[0.5, -1.0, -torch.inf], [2.0, 3.0, 0.0]], device=device)
     delta = torch.tensor([[0.5], [-0.5]], device=device)
@@ -129,13 +140,10 @@ def _works(device: torch.device, dtype: torch.dtype) -> bool:
             (ds, expected * (products.clamp(min=-1.0) - delta) * slope),
             (score(products, 0.5, 2.0)[1], scores[1]),
         )
-        if all(torch.allclose(one.float(), other, rtol=1e-2, atol=1e-3) for one, other in pairs):
-            return True
-        problem = "its results are wrong"
+        right = all(torch.allclose(one.float(), other, rtol=1e-2, atol=1e-3) for one, other in pairs)
     except Exception as error:  # NVRTC missing or too old, or whatever else a driver raises
-        problem = f"{type(error).__name__}: {error}"
-    warnings.warn(f"PyTorch's jiterator is not used on {device}, plain PyTorch is: {problem}", RuntimeWarning)
-    return False
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return "" if right else "its results are wrong"
 
 
 @functools.lru_cache(maxsize=None)

@@ -11,7 +11,7 @@ from flash_attn_compat.naming import finder as _finder  # noqa: E402
 
 _finder.add_to_meta_path()
 
-from flash_attn_compat import FLASH_ATTN_VERSION as __version__  # noqa: E402, F401
+from flash_attn_compat import FLASH_ATTN_VERSION as __version__  # noqa: E402, F401, I001
 from flash_attn.flash_attn_interface import (  # noqa: E402, F401
     flash_attn_func,
     flash_attn_kvpacked_func,
