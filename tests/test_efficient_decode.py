@@ -173,6 +173,21 @@ def test_a_window_and_leftpad_hide_the_front(device, batch):
             close(out, right(q[one], k[one], v[one], [length], first=length - 401))
 
 
+@pytest.mark.parametrize("head_dim", [64, 192])
+def test_shares_that_leftpad_or_a_window_leave_empty_count_for_nothing(device, head_dim):
+    q, k, v = random(2, 1, 4, head_dim, device=device), *random(2, 2, 1500, 2, head_dim, device=device)
+    expected = right(q, k, v, [1500, 1500], first=1100)
+    k[:, :1100], v[:, :1100] = math.nan, math.nan
+    pad = ints(1100, 1100, device=device)
+    for options in (
+        {"cache_leftpad": pad},
+        {"window_size": (399, 0), "cache_seqlens": ints(1500, 1500, device=device)},
+    ):
+        dirty = [torch.full((2, 1500, 4, head_dim), math.nan, device=device, dtype=q.dtype) for _ in range(4)]
+        del dirty
+        close(decode(q, k, v, **options), expected)
+
+
 def test_small_values_are_not_lost_in_the_merging(device):
     q, k, v = random(1, 1, 8, 64, device=device), *random(2, 1, 8192, 2, 64, device=device)
     k, v = k * 0.01, (v.abs() + 1) * 1e-5

@@ -40,6 +40,20 @@ def reasons(traits: Traits) -> list[str]:
     return found
 
 
+def decodes(call: AttentionCall) -> bool:
+    """Whether a dense call has one query per sequence and tensors that can be read where they lie, like a cache."""
+    return (
+        call.is_dense
+        and call.q.shape[1] == 1
+        and call.alibi_slopes is None
+        and not (call.dropout_p or call.needs_grad)
+        and call.q.shape[-1] % 8 == 0
+        and call.v.shape[-1] % 8 == 0
+        and alignment.is_ready(call.k)
+        and alignment.is_ready(call.v)
+    )
+
+
 def forward(call: AttentionCall) -> Result:
     """Rows that all see the same keys, query heads folded into rows, one launch."""
     batch, seqlen_q, nheads, _ = call.q.shape
@@ -61,48 +75,51 @@ def forward(call: AttentionCall) -> Result:
         max_seqlen_k=max(1, shares.longest),
         seqlen_k=shares.lengths,
     )
-    merges = count > 1
-    out, native = efficient_launch.forward(launch, keep_lse=merges or call.return_lse)
-    skips_empty = efficient_launch.skips_empty_rows(launch)
-    empty = None
-    if skips_empty or (not shares.alike and (merges or call.return_lse)):
-        empty = shares.lengths.view(batch, count) <= 0
-    if skips_empty:
-        out.view(batch, count, -1).masked_fill_(empty.unsqueeze(2), 0.0)
-    lse = None
-    if not merges:
-        lse = _by_row(native.lse, rows, shares, empty) if call.return_lse else None
-        out = out.view(batch, seqlen_q, group, nheads_k, head_dim_v).transpose(2, 3)
+    out, native = efficient_launch.forward(launch, keep_lse=count > 1 or call.return_lse)
+    if efficient_launch.skips_empty_rows(launch) and not shares.full:
+        out.view(batch, count, -1).masked_fill_(shares.lengths.view(batch, count, 1) <= 0, 0.0)
+    lse = _by_row(native.lse, rows, shares) if call.return_lse or (count > 1 and not shares.alike) else None
+    if count > 1:
+        weights = _even_weights(native.lse, rows, shares) if lse is None else torch.softmax(lse, -1)
+        out = _merged(out, weights, shares).view(batch, nheads_k, seqlen_q, group, head_dim_v).transpose(1, 2)
     else:
-        if shares.alike:
-            # Softmax over the shares where they lie; the rows of padding are left behind afterwards.
-            weights = _rows_first(torch.softmax(native.lse, 0), rows, count)
-        else:
-            lse = _by_row(native.lse, rows, shares, empty)
-            weights = torch.softmax(lse, -1)
-        weights = weights.to(out.dtype, memory_format=torch.contiguous_format).reshape(-1)
-        # A bag holds the shares of one row and head: their weighted sum in fp32, in one operation.
-        members, bags, _ = shares.merging
-        out, *_ = torch.embedding_bag(out.view(-1, head_dim_v), members, bags, per_sample_weights=weights)
-        out = out.view(batch, nheads_k, seqlen_q, group, head_dim_v).transpose(1, 2)
+        out = out.view(batch, seqlen_q, group, nheads_k, head_dim_v).transpose(2, 3)
     # Heads that share a key head lie side by side.
     return Result(out.reshape(call.out_shape), _whole_lse(lse, seqlen_q) if call.return_lse else None)
 
 
-def _rows_first(lse: Tensor, rows: int, count: int) -> Tensor:
-    """(batch * shares, nheads_k, padded rows) -> a view (batch, nheads_k, rows, shares)"""
-    sequences, nheads_k, padded = lse.shape
-    share = nheads_k * padded
-    return lse.as_strided((sequences // count, nheads_k, rows, count), (count * share, padded, 1, share))
+def _merged(out: Tensor, weights: Tensor, shares: Shares) -> Tensor:
+    """(batch * nheads_k * rows, d): a bag holds the shares of one row and head, summed in fp32 in one operation.
+
+    weights: (batch, nheads_k, rows, count)
+    """
+    members, bags, _ = shares.merging
+    weights = weights.to(out.dtype, memory_format=torch.contiguous_format).reshape(-1)
+    return torch.embedding_bag(out.view(-1, out.shape[-1]), members, bags, per_sample_weights=weights)[0]
 
 
-def _by_row(lse: Tensor, rows: int, shares: Shares, empty: Tensor) -> Tensor:
-    """(batch, nheads_k, rows, shares), finite for a share without keys, so that a sequence of only such stays 0.
+def _even_weights(lse: Tensor, rows: int, shares: Shares) -> Tensor:
+    """The weights of shares that all have keys, or all none: softmax where they lie, the padding left behind then."""
+    count = shares.count
+    weights = torch.softmax(lse, 0) if lse.shape[0] == count else torch.softmax(lse.unflatten(0, (-1, count)), 1)
+    return _rows_first(weights, lse.shape, rows, count)
+
+
+def _by_row(lse: Tensor, rows: int, shares: Shares) -> Tensor:
+    """(batch, nheads_k, rows, count), finite for a share without keys, so that a sequence of only such stays 0.
 
     The kernel reports 0 for them. With the shares side by side, a softmax over them runs along memory.
     """
-    lse = _rows_first(lse, rows, shares.count)
-    return torch.where(empty[:, None, None], shares.merging.nothing, lse, out=lse.new_empty(lse.shape))
+    ordered = _rows_first(lse, lse.shape, rows, shares.count)
+    empty = shares.lengths.view(-1, 1, 1, shares.count) <= 0
+    return torch.where(empty, shares.merging.nothing, ordered, out=lse.new_empty(ordered.shape))
+
+
+def _rows_first(tensor: Tensor, lse_shape: torch.Size, rows: int, count: int) -> Tensor:
+    """A view (batch, nheads_k, rows, count) of what lies like an LSE (batch * count, nheads_k, padded rows)."""
+    sequences, nheads_k, padded = lse_shape
+    share = nheads_k * padded
+    return tensor.as_strided((sequences // count, nheads_k, rows, count), (count * share, padded, 1, share))
 
 
 def _flattened(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:

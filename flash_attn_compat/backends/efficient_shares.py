@@ -52,7 +52,8 @@ class Shares(NamedTuple):
     starts: (batch * count + 1,) int32, first keys in the flattened cache; the last one is not read
     lengths: (batch * count,) int32
     longest: no share has more keys
-    alike: whether the shares of a sequence all have keys, or none of them; for a lone sequence only
+    alike: whether the shares of a sequence all have keys, or none of them
+    full: whether all of them have keys, whatever the sequence
     """
 
     count: int
@@ -62,6 +63,7 @@ class Shares(NamedTuple):
     longest: int
     merging: Merging
     alike: bool = False
+    full: bool = False
 
 
 class _Sizes(NamedTuple):
@@ -85,6 +87,7 @@ class _Cut(NamedTuple):
     offsets: (count,) int32, each share's first slot in its sequence
     starts: (batch * count + 1,) int32 in the flattened cache; with pages (2, 1, count or 1) in the page, twice
         because the kernel wants one number more than there are shares
+    lengths: (batch * count,) int32, of sequences that fill all their slots
     """
 
     count: int
@@ -92,6 +95,7 @@ class _Cut(NamedTuple):
     cu_seqlens_q: Tensor
     offsets: Tensor
     starts: Tensor
+    lengths: Tensor
     merging: Merging
 
 
@@ -113,6 +117,9 @@ def cut(call: AttentionCall, pitch: int) -> Shares:
         even = _known_even_shares(page, parts.count, device, stream)
         if even is not None:
             return _looked_up(even, used, parts, page)
+    if used is None and table is None and not skips:
+        full = parts.cu_seqlens_q, parts.starts, parts.lengths, parts.size, parts.merging
+        return Shares(parts.count, *full, alike=True, full=True)
     if used is None:
         used = torch.full((batch,), sizes.slots, dtype=torch.int32, device=device)
     stop = used.unsqueeze(1)
@@ -161,12 +168,11 @@ def _make_cut(sizes: _Sizes, device: torch.device) -> _Cut:
     else:
         within = offsets if sizes.pages == 1 else offsets.new_zeros(1)
         starts = within.repeat(2, 1, 1)
+    lengths = (sizes.slots - offsets).clamp_(max=size).repeat(batch)
     outputs = ints(batch * count * sizes.rows * sizes.nheads_k).view(batch, count, sizes.rows, sizes.nheads_k)
     members = outputs.permute(0, 3, 2, 1).reshape(-1)
-    bags = ints(0, members.shape[0], count)
-    return _Cut(
-        count, size, cu_seqlens_q, offsets, starts, Merging(members, bags, torch.full((), NOTHING, device=device))
-    )
+    merging = Merging(members, ints(0, members.shape[0], count), torch.full((), NOTHING, device=device))
+    return _Cut(count, size, cu_seqlens_q, offsets, starts, lengths, merging)
 
 
 @functools.lru_cache(maxsize=32)
