@@ -50,7 +50,9 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, options: Options, upstream: Upstream, placement: Placement | None = None
 ) -> Gradients:
     """dq, dk, dv as new tensors."""
-    return Gradients(*_backward_op(*upstream[:4], q, k, v, *_flatten(options, placement)))
+    # Unpacked, for in PyTorch 2.6 Dynamo can't slice a NamedTuple.
+    dout, out, softmax_lse, rng_state, _ = upstream
+    return Gradients(*_backward_op(dout, out, softmax_lse, rng_state, q, k, v, *_flatten(options, placement)))
 
 
 def _flatten(options: Options, placement: Placement | None) -> tuple:
