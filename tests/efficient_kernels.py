@@ -32,7 +32,9 @@ def forward(launch: Launch, keep_lse: bool) -> tuple[Tensor, Native]:
     return out, Native(lse if keep_lse else lse.new_empty(0))
 
 
-def backward(launch: Launch, dout: Tensor, out: Tensor, native: Native) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    launch: Launch, dout: Tensor, out: Tensor, native: Native, neighbours: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
     assert launch.seqlen_k is None and (launch.bias is None or launch.cu_seqlens_q is None)
     _check(launch)
     dq, dk, dv = (torch.full(t.shape, math.nan, dtype=t.dtype) for t in (launch.q, launch.k, launch.v))

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from flash_attn_compat.engine.mask import Mask, Range, distance
+from flash_attn_compat.engine.mask import Range, distance
 
 
 def per_sequence(slopes: Tensor, batch: int) -> Tensor:
@@ -70,26 +70,3 @@ def _channel_unit(softmax_scale: float, seqlen_k: int) -> float:
     """A power of two for the keys that leaves factors of ordinary slopes around 8, far from fp16's limits."""
     largest = 60000 * 64 / max(seqlen_k, 4096)
     return 2.0 ** math.floor(math.log2(min(largest, max(2.0**-6, 1.0 / (8.0 * abs(softmax_scale) + 1e-30)))))
-
-
-def bias_table(
-    slopes: Tensor | None, mask: Mask, rows: int, first: int, width: int, device: torch.device, dtype: torch.dtype
-) -> Tensor:
-    """Bias of ``rows`` neighbouring rows for a strip of ``width`` keys: (1 or batch, 1 or nheads, rows, width).
-
-    The bias depends on a key's distance alone: column c lies ``c - first`` ahead of row 0. Hidden keys get the
-    lowest number of ``dtype``. slopes: (1 or batch, nheads) or None for the mask alone.
-    """
-    ahead = torch.arange(-first - rows + 1, width - first, device=device)
-    values = torch.zeros(1, 1, ahead.numel(), device=device)
-    if slopes is not None:
-        values = slopes[:, :, None] * -ahead.abs()
-    hidden = torch.zeros_like(ahead, dtype=torch.bool)
-    if mask.left is not None:
-        hidden |= ahead < -mask.left
-    if mask.right is not None:
-        hidden |= ahead > mask.right
-    lowest = torch.finfo(dtype).min
-    values = values.masked_fill(hidden, lowest).clamp_(min=lowest).to(dtype)
-    upwards = torch.arange(rows - 1, -1, -1, device=device)
-    return torch.index_select(values.unfold(-1, width, 1), -2, upwards)

@@ -1,0 +1,94 @@
+"""Dense calls that the memory-efficient kernel serves with a bias only: masks that it lacks, and two-sided ALiBi.
+
+The bias is in q's dtype and made for some rows at a time. Softmax ignores what is added to a whole row, so
+each row's bias is shifted until its largest number is 0: half precision is fine there and coarse only
+where a key no longer counts. The kernel's LSE is shifted alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.backends.efficient_launch import Launch, Place
+from flash_attn_compat.engine.call import AttentionCall
+from flash_attn_compat.engine.mask import Mask, Range
+
+# Elements of one bias: rows enough to fill a GPU, little memory beside the tensors.
+_ELEMENTS = 2**24
+# Rows of a block under a window that is bounded on both sides: they see few keys more than each of them does.
+_FEWEST_ROWS = 512
+
+
+def launches(call: AttentionCall, whole: Launch) -> list[tuple[Place, Callable[[], Launch]]]:
+    """Blocks of rows with the keys they see; a bias lives no longer than its launch. Query heads equal key heads.
+
+    whole: the call's tensors as the kernel reads them, not masked yet
+    """
+    seqlen_q, seqlen_k, mask = whole.q.shape[1], whole.k.shape[1], call.mask
+    slopes, shift, offset = _by_batch(call.alibi_slopes), lse_shift(call), seqlen_k - seqlen_q
+    found = []
+    for rows in _row_blocks(mask.rows_with_keys(seqlen_q, seqlen_k), mask, seqlen_k, slopes):
+        keys = mask.visible_keys(rows, offset, seqlen_k)
+        place = Place(rows=slice(*rows), keys=slice(*keys))
+        found.append((place, partial(_launch, whole, mask, slopes, shift, rows, keys)))
+    return found
+
+
+def lse_shift(call: AttentionCall) -> Tensor | None:
+    """By how much each row's bias, and so the kernel's LSE, is raised: (1 or batch, nheads, seqlen_q)."""
+    slopes = _by_batch(call.alibi_slopes)
+    if slopes is None:
+        return None
+    seqlen_q, seqlen_k = call.q.shape[1], call.k.shape[1]
+    left, right = call.mask
+    positions = torch.arange(seqlen_k - seqlen_q, seqlen_k, dtype=torch.float32, device=slopes.device)
+    behind, ahead = positions, seqlen_k - 1 - positions
+    farthest = torch.maximum(
+        behind if left is None else behind.clamp(max=left), ahead if right is None else ahead.clamp(max=right)
+    )
+    # A row that stands before the first key sees none at its own position.
+    nearest = positions.neg().clamp_(min=0)
+    return torch.minimum(slopes[:, :, None] * nearest, slopes[:, :, None] * farthest)
+
+
+def _by_batch(slopes: Tensor | None) -> Tensor | None:
+    """(1 or batch, nheads)."""
+    return slopes.unsqueeze(0) if slopes is not None and slopes.dim() == 1 else slopes
+
+
+def _row_blocks(alive: Range, mask: Mask, seqlen_k: int, slopes: Tensor | None) -> Iterator[Range]:
+    copies = 1 if slopes is None else slopes.numel()
+    most, width = alive.size, seqlen_k
+    if mask.left is not None and mask.right is not None:
+        most = max(_FEWEST_ROWS, (mask.left + mask.right) // 64 * 64)
+        width = min(seqlen_k, most + mask.left + mask.right)
+    size = max(64, min(most, _ELEMENTS // (copies * width) // 64 * 64))
+    for start in range(alive.start, alive.stop, size):
+        yield Range(start, min(start + size, alive.stop))
+
+
+def _launch(whole: Launch, mask: Mask, slopes: Tensor | None, shift: Tensor | None, rows: Range, keys: Range) -> Launch:
+    batch, seqlen_q, nheads = whole.q.shape[:3]
+    q, k, v = whole.q[:, slice(*rows)], whole.k[:, slice(*keys)], whole.v[:, slice(*keys)]
+    offset = whole.k.shape[1] - seqlen_q
+    # Rows of the bias lie on 16 bytes: 8 numbers of half precision.
+    width = keys.size + -keys.size % 8
+    if slopes is None:
+        table = q.new_zeros(1, 1, rows.size, width)
+    else:
+        positions, columns = (
+            torch.arange(start, start + size, dtype=torch.float32, device=q.device)
+            for start, size in ((rows.start + offset, rows.size), (keys.start, width))
+        )
+        distance = (columns - positions.unsqueeze(1)).abs_()
+        table = q.new_empty(*slopes.shape, rows.size, width)
+        torch.addcmul(shift[:, :, slice(*rows), None], slopes[:, :, None, None], distance, value=-1, out=table)
+    bias = table[..., : keys.size]
+    hidden = mask.hidden(rows, keys, offset, q.device)
+    if hidden is not None:
+        bias.masked_fill_(hidden, -torch.inf)
+    return whole._replace(q=q, k=k, v=v, bias=bias.expand(batch, nheads, -1, -1))
