@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -66,8 +66,8 @@ def packed_call(
         checks.per_sequence("leftpad_k", leftpad_k, batch, q.device)
     if block_table is not None and seqused_k is None:
         seqused_k = starts_k[1:] - starts_k[:-1]
-    call = _call(q, k, v, options, batch, _integer(max_seqlen_q), _integer(max_seqlen_k))
-    return call._replace(
+    return _call(
+        q, k, v, options, batch, _integer(max_seqlen_q), _integer(max_seqlen_k),
         cu_seqlens_q=starts_q,
         cu_seqlens_k=starts_k if block_table is None else None,
         block_table=block_table,
@@ -75,12 +75,13 @@ def packed_call(
         leftpad_k=leftpad_k,
         is_dense=False,
         equal_lengths=starts_q is starts_k and block_table is None and seqused_k is None and leftpad_k is None,
-    )
+    )  # fmt: skip
 
 
 def _call(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, batch: int, max_seqlen_q: int, max_seqlen_k: int
+    q: Tensor, k: Tensor, v: Tensor, options: Options, batch: int, max_seqlen_q: int, max_seqlen_k: int, **lengths: Any
 ) -> AttentionCall:
+    """lengths: the call's fields that say how sequences lie in the tensors, for other than dense ones."""
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs = options
     left, right = window_size
     drops = dropout_p > 0.0
@@ -103,6 +104,7 @@ def _call(
         return_lse=bool(return_attn_probs),
         return_dmask=bool(return_attn_probs) and drops,
         shares_dropout_mask=bool(return_attn_probs) and drops,
+        **lengths,
     )
 
 

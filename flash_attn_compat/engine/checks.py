@@ -49,14 +49,15 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
     """q, k, v of shapes (total, heads, head_dim) with (batch + 1,) int32 starts."""
-    if q.dim() != 3:
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    if len(q_shape) != 3:
         raise _packed_rank_error(q, k, v)
     tensors(q, k, v)
-    if k.dim() != 3 or k.shape[2] != q.shape[2]:
+    if len(k_shape) != 3 or k_shape[2] != q_shape[2]:
         raise _error(f"k must have shape {_PACKED['k']}", q, k, v)
-    if v.dim() != 3 or v.shape[:2] != k.shape[:2]:
+    if len(v_shape) != 3 or v_shape[:2] != k_shape[:2]:
         raise _error(f"v must have shape {_PACKED['k']}", q, k, v)
-    _heads(q.shape[-2], k.shape[-2], q, k, v)
+    _heads(q_shape[1], k_shape[1], q, k, v)
     starts(q, cu_seqlens_q, cu_seqlens_k)
 
 
@@ -72,8 +73,9 @@ def packed_over_pages(
 
 
 def starts(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
-    for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        int32(name, cu_seqlens, q.device)
+    int32("cu_seqlens_q", cu_seqlens_q, q.device)
+    if cu_seqlens_k is not cu_seqlens_q:
+        int32("cu_seqlens_k", cu_seqlens_k, q.device)
     if cu_seqlens_q.dim() != 1:
         raise RuntimeError(f"cu_seqlens_q must have shape (batch_size + 1), got {tuple(cu_seqlens_q.shape)}")
     if cu_seqlens_q.shape[0] < 2:
