@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_compat import explain, flash_attn_with_kvcache, use_backend
+from flash_attn_compat import explain, flash_attn_func, flash_attn_with_kvcache, use_backend
 from flash_attn_compat.backends import BACKENDS, efficient_cache, efficient_launch, efficient_shares
 from tests import efficient_kernels
 
@@ -186,6 +186,37 @@ def test_shares_that_leftpad_or_a_window_leave_empty_count_for_nothing(device, h
         dirty = [torch.full((2, 1500, 4, head_dim), math.nan, device=device, dtype=q.dtype) for _ in range(4)]
         del dirty
         close(decode(q, k, v, **options), expected)
+
+
+@pytest.mark.parametrize(("nheads_k", "group"), HEADS)
+@pytest.mark.parametrize("window", [(-1, -1), (100, 0), (100, 5), (-1, 3)])
+@pytest.mark.parametrize(("batch", "seqlen_k"), [(1, 1500), (3, 300), (2, 1)])
+def test_one_query_of_a_dense_call_is_served_like_a_cache(device, nheads_k, group, window, batch, seqlen_k):
+    nheads = nheads_k * group
+    q, k, v = random(batch, 1, nheads, 64, device=device), *random(2, batch, seqlen_k, nheads_k, 64, device=device)
+    first = 0 if window[0] < 0 else max(0, seqlen_k - 1 - window[0])
+    expected = right(q, k, v, [seqlen_k] * batch, first=first)
+    with use_backend("torch_efficient"):
+        out = flash_attn_func(q, k, v, window_size=window)
+        again, lse, _ = flash_attn_func(q, k, v, causal=True, window_size=window, return_attn_probs=True)
+        cached = flash_attn_with_kvcache(q, k, v, window_size=window)
+    for found in (out, again, cached):
+        close(found, expected)
+    keys = k.double().repeat_interleave(group, 2)[:, first:]
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), keys) * 64**-0.5
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=0, atol=2e-3)
+
+
+def test_one_query_that_shares_heads_or_has_many_keys_takes_one_launch(device, monkeypatch):
+    seen, forward = [], efficient_launch.forward
+    monkeypatch.setattr(
+        efficient_launch, "forward", lambda launch, keep_lse: seen.append(1) or forward(launch, keep_lse)
+    )
+    for nheads_k in (2, 8):
+        q, k, v = random(1, 1, 8, 64, device=device), *random(2, 1, 600, nheads_k, 64, device=device)
+        with use_backend("torch_efficient"):
+            close(flash_attn_func(q, k, v), right(q, k, v, [600]))
+    assert len(seen) == 2
 
 
 def test_small_values_are_not_lost_in_the_merging(device):

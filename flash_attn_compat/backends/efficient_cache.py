@@ -40,18 +40,21 @@ def reasons(traits: Traits) -> list[str]:
     return found
 
 
-def decodes(call: AttentionCall) -> bool:
-    """Whether a dense call has one query per sequence and tensors that can be read where they lie, like a cache."""
-    return (
-        call.is_dense
-        and call.q.shape[1] == 1
-        and call.alibi_slopes is None
-        and not (call.dropout_p or call.needs_grad)
-        and call.q.shape[-1] % 8 == 0
-        and call.v.shape[-1] % 8 == 0
-        and alignment.is_ready(call.k)
-        and alignment.is_ready(call.v)
-    )
+def serves(call: AttentionCall) -> bool:
+    """Whether a call is over a cache, or gains from being served like one.
+
+    That is a dense call of one query per sequence whose heads share key heads or whose keys are worth cutting, with
+    tensors that can be read where they lie.
+    """
+    if not call.is_dense:
+        return call.cu_seqlens_k is None
+    if call.q.shape[1] != 1 or call.alibi_slopes is not None or call.dropout_p or call.needs_grad:
+        return False
+    batch, seqlen_k, nheads_k, head_dim = call.k.shape
+    if call.nheads == nheads_k and not efficient_shares.is_worth_cutting(batch, nheads_k, seqlen_k):
+        return False
+    whole = head_dim % 8 == 0 and call.head_dim_v % 8 == 0
+    return whole and alignment.is_ready(call.k) and alignment.is_ready(call.v)
 
 
 def forward(call: AttentionCall) -> Result:

@@ -134,6 +134,11 @@ def cut(call: AttentionCall, pitch: int) -> Shares:
     return Shares(parts.count, parts.cu_seqlens_q, starts, lengths.view(-1), parts.size, parts.merging)
 
 
+def is_worth_cutting(batch: int, nheads_k: int, slots: int) -> bool:
+    """Whether the sequences alone leave the GPU idle, and for long enough."""
+    return slots >= _WORTH_CUTTING and batch * nheads_k < _ENOUGH_WORK
+
+
 def _first(call: AttentionCall, used: Tensor) -> Tensor:
     """(batch,) the first slot that is not skipped; may be negative."""
     if call.mask.left is None:
@@ -155,8 +160,9 @@ def _make_cut(sizes: _Sizes, device: torch.device) -> _Cut:
     if sizes.pages > 1:
         count, size = sizes.pages, page
     else:
-        most = page // _SHORTEST_SHARE if page >= _WORTH_CUTTING else 1
-        count = max(1, min(-(-_ENOUGH_WORK // (batch * sizes.nheads_k)), most))
+        count = 1
+        if is_worth_cutting(batch, sizes.nheads_k, page):
+            count = min(-(-_ENOUGH_WORK // (batch * sizes.nheads_k)), page // _SHORTEST_SHARE)
         size = -(-page // count)
         count = -(-page // size)
     ints = functools.partial(torch.arange, dtype=torch.int32, device=device)

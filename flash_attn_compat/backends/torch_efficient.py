@@ -101,7 +101,7 @@ class TorchEfficient(Backend):
         keep_lse = call.needs_grad or call.return_lse
         if _is_single(call):
             return _forward_single(call, keep_lse)
-        if not call.is_dense and call.cu_seqlens_k is None:
+        if efficient_cache.serves(call):
             return efficient_cache.forward(call)
         if _is_band(call):
             return efficient_band.forward(call)
