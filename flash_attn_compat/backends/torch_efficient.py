@@ -98,11 +98,11 @@ class TorchEfficient(Backend):
         return deliver(self._backward(call, upstream), call, into)
 
     def _forward(self, call: AttentionCall) -> Result:
+        if efficient_cache.serves(call):
+            return efficient_cache.forward(call)
         keep_lse = call.needs_grad or call.return_lse
         if _is_single(call):
             return _forward_single(call, keep_lse)
-        if efficient_cache.serves(call):
-            return efficient_cache.forward(call)
         if _is_band(call):
             return efficient_band.forward(call)
         call = _without_idle_window(call)
@@ -246,6 +246,8 @@ def _whole(call: AttentionCall) -> Launch:
 
 def _prepared(tensor: Tensor) -> Tensor:
     """Channels padded to a multiple of 8 and rows on 16 bytes."""
+    if tensor.shape[-1] % 8 == 0 and alignment.is_ready(tensor):
+        return tensor
     return alignment.ready(efficient_launch.pad_channels(tensor))
 
 
@@ -289,7 +291,7 @@ def _packed(call: AttentionCall) -> Launch:
     if right == 0 and not call.equal_lengths:
         cu_q, cu_k = _split_dead_rows(cu_q, cu_k)
     return Launch(
-        q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), call.softmax_scale,
+        q[None], k[None], v[None], call.softmax_scale,
         NO_MASK if right is None else CAUSAL_BOTTOM_RIGHT, None if left is None else left + 1, cu_q, cu_k,
         max(1, min(call.max_seqlen_q, q.shape[0])), max(1, min(call.max_seqlen_k, k.shape[0])),
         dropout_p=call.dropout_p, deterministic=call.deterministic,
