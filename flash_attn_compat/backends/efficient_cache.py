@@ -84,7 +84,9 @@ def forward(call: AttentionCall) -> Result:
     lse = _by_row(native.lse, rows, shares) if call.return_lse or (count > 1 and not shares.alike) else None
     if count > 1:
         weights = _even_weights(native.lse, rows, shares) if lse is None else torch.softmax(lse, -1)
-        out = _merged(out, weights, shares).view(batch, nheads_k, seqlen_q, group, head_dim_v).transpose(1, 2)
+        out = _merged(out, weights, shares)
+        if seqlen_q > 1:
+            out = out.view(batch, nheads_k, seqlen_q, group, head_dim_v).transpose(1, 2)
     else:
         out = out.view(batch, seqlen_q, group, nheads_k, head_dim_v).transpose(2, 3)
     # Heads that share a key head lie side by side.
