@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import explain, flash_attn_func, flash_attn_with_kvcache, use_backend
-from flash_attn_compat.backends import BACKENDS, efficient_cache, efficient_launch, efficient_shares
+from flash_attn_compat.backends import BACKENDS, efficient_launch, efficient_shares
 from tests import efficient_kernels
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs the kernel, needs a CUDA device")
@@ -231,8 +231,7 @@ def test_small_values_are_not_lost_in_the_merging(device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("nheads_k", [1, 4])
-def test_rows_that_are_many_and_strided_are_copied_in_order(device, monkeypatch, dtype, nheads_k):
-    monkeypatch.setattr(efficient_cache, "_MANY_ELEMENTS", 0)
+def test_queries_may_be_strided(device, dtype, nheads_k):
     q, k, v = (
         random(2, 3, 4, 3, 64, device=device)[:, 1:2, :, 1].to(dtype),
         *(random(2, 700, nheads_k, 64, device=device).to(dtype) for _ in range(2)),

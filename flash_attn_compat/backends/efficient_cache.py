@@ -16,9 +16,6 @@ from flash_attn_compat.engine import alignment
 from flash_attn_compat.engine.call import AttentionCall, Result
 from flash_attn_compat.engine.features import DESCRIPTIONS, Feature, Traits
 
-# From so many on, copying takes longer than launching the copy.
-_MANY_ELEMENTS = 2**19
-
 
 def reasons(traits: Traits) -> list[str]:
     """Why a call over a cache can't be served."""
@@ -147,10 +144,6 @@ def _flattened(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
 def _repeated(q: Tensor, nheads_k: int, count: int) -> Tensor:
     """(batch, seqlen_q, nheads, d) as rows of (nheads_k, d), all rows of a sequence once for each of its shares."""
     batch, seqlen_q, nheads, head_dim = q.shape
-    if q.numel() * count > _MANY_ELEMENTS and q.element_size() == 2 and head_dim % 4 == 0:
-        # Moved four at a time, which takes half as long (512 shares of 32 heads, an H200).
-        aligned = alignment.ready(q)
-        return _repeated(aligned.view(torch.int64), nheads_k, count).view(q.dtype)
     group = nheads // nheads_k
     by_batch, by_row, by_head, by_channel = q.stride()
     spread = q.as_strided(
