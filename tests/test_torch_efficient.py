@@ -9,10 +9,10 @@ import torch
 
 import flash_attn_compat
 from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
-from flash_attn_compat.backends import efficient_launch, torch_efficient
+from flash_attn_compat.backends import efficient_bias, efficient_launch, torch_efficient
 from flash_attn_compat.backends.efficient_launch import CAUSAL_BOTTOM_RIGHT, Launch
 from flash_attn_compat.backends.torch_efficient import TorchEfficient
-from flash_attn_compat.engine import alibi
+from flash_attn_compat.engine import alibi, elementwise
 from flash_attn_compat.engine.features import Feature, Traits
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs the kernel, needs a CUDA device")
@@ -158,6 +158,19 @@ def test_packed_and_decode_calls_can_be_captured_in_a_cuda_graph(monkeypatch):
     graph.replay()
     for replayed, eager in zip(captured, calls()):
         torch.testing.assert_close(replayed, eager)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_bias_from_one_kernel_is_that_of_plain_operators_to_the_bit(monkeypatch, dtype):
+    assert elementwise.bias_is_usable(torch.device("cuda", 0), dtype)
+    slopes = torch.tensor([[0.3, -0.7, 0.0], [-1e-3, 1.9, 60.0]], device="cuda")
+    shift = torch.rand(2, 3, 37, device="cuda") * -100
+    bias = efficient_bias._Alibi.of(slopes, shift, 37, 2049)
+    rows, columns = slice(5, 30), slice(1001, 2056 - 7)
+    one = bias.table(rows, columns, dtype)
+    monkeypatch.setattr(elementwise, "bias_is_usable", lambda device, dtype: False)
+    assert one.shape == (2, 3, 25, 1048) and torch.equal(one, bias.table(rows, columns, dtype))
 
 
 @needs_gpu

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.efficient_launch import Launch, Place
+from flash_attn_compat.engine import elementwise
 from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.mask import Mask, Range
 
@@ -29,12 +31,13 @@ def launches(call: AttentionCall, whole: Launch) -> list[tuple[Place, Callable[[
     whole: the call's tensors as the kernel reads them, not masked yet
     """
     seqlen_q, seqlen_k, mask = whole.q.shape[1], whole.k.shape[1], call.mask
-    slopes, shift, offset = _by_batch(call.alibi_slopes), lse_shift(call), seqlen_k - seqlen_q
+    slopes, offset = _by_batch(call.alibi_slopes), seqlen_k - seqlen_q
+    alibi = None if slopes is None else _Alibi.of(slopes, lse_shift(call), seqlen_q, seqlen_k)
     found = []
     for rows in _row_blocks(mask.rows_with_keys(seqlen_q, seqlen_k), mask, seqlen_k, slopes):
         keys = mask.visible_keys(rows, offset, seqlen_k)
         place = Place(rows=slice(*rows), keys=slice(*keys))
-        found.append((place, partial(_launch, whole, mask, slopes, shift, rows, keys)))
+        found.append((place, partial(_launch, whole, mask, alibi, rows, keys)))
     return found
 
 
@@ -61,7 +64,8 @@ def _by_batch(slopes: Tensor | None) -> Tensor | None:
 
 
 def _row_blocks(alive: Range, mask: Mask, seqlen_k: int, slopes: Tensor | None) -> Iterator[Range]:
-    copies = 1 if slopes is None else slopes.numel()
+    # A mask alone is one table for all heads, but made in int64.
+    copies = 8 if slopes is None else slopes.numel()
     most, width = alive.size, seqlen_k
     if mask.left is not None and mask.right is not None:
         most = max(_FEWEST_ROWS, (mask.left + mask.right) // 64 * 64)
@@ -71,24 +75,47 @@ def _row_blocks(alive: Range, mask: Mask, seqlen_k: int, slopes: Tensor | None) 
         yield Range(start, min(start + size, alive.stop))
 
 
-def _launch(whole: Launch, mask: Mask, slopes: Tensor | None, shift: Tensor | None, rows: Range, keys: Range) -> Launch:
+class _Alibi(NamedTuple):
+    """What biases are made of, in fp32.
+
+    slopes: (1 or batch, nheads, 1, 1); shift: (1 or batch, nheads, seqlen_q, 1)
+    positions: (seqlen_q,), where each row stands among the keys; columns: (seqlen_k + 7,), those of the keys
+    """
+
+    slopes: Tensor
+    shift: Tensor
+    positions: Tensor
+    columns: Tensor
+
+    @classmethod
+    def of(cls, slopes: Tensor, shift: Tensor, seqlen_q: int, seqlen_k: int) -> _Alibi:
+        positions, columns = (
+            torch.arange(start, stop, dtype=torch.float32, device=slopes.device)
+            for start, stop in ((seqlen_k - seqlen_q, seqlen_k), (0, seqlen_k + 7))
+        )
+        return cls(slopes[:, :, None, None], shift.unsqueeze(-1), positions, columns)
+
+    def table(self, rows: slice, columns: slice, dtype: torch.dtype) -> Tensor:
+        """(1 or batch, nheads, rows, columns)."""
+        shift, positions, columns = self.shift[:, :, rows], self.positions[rows], self.columns[columns]
+        if elementwise.bias_is_usable(shift.device, dtype):
+            return elementwise.alibi_bias(self.slopes, shift, positions, columns, dtype)
+        table = shift.new_empty((*shift.shape[:3], columns.shape[0]), dtype=dtype)
+        distance = (columns - positions.unsqueeze(1)).abs_()
+        return torch.addcmul(shift, self.slopes, distance, value=-1, out=table)
+
+
+def _launch(whole: Launch, mask: Mask, alibi: _Alibi | None, rows: Range, keys: Range) -> Launch:
     batch, seqlen_q, nheads = whole.q.shape[:3]
     q, k, v = whole.q[:, slice(*rows)], whole.k[:, slice(*keys)], whole.v[:, slice(*keys)]
-    offset = whole.k.shape[1] - seqlen_q
     # Rows of the bias lie on 16 bytes: 8 numbers of half precision.
     width = keys.size + -keys.size % 8
-    if slopes is None:
+    if alibi is None:
         table = q.new_zeros(1, 1, rows.size, width)
     else:
-        positions, columns = (
-            torch.arange(start, start + size, dtype=torch.float32, device=q.device)
-            for start, size in ((rows.start + offset, rows.size), (keys.start, width))
-        )
-        distance = (columns - positions.unsqueeze(1)).abs_()
-        table = q.new_empty(*slopes.shape, rows.size, width)
-        torch.addcmul(shift[:, :, slice(*rows), None], slopes[:, :, None, None], distance, value=-1, out=table)
+        table = alibi.table(slice(*rows), slice(keys.start, keys.start + width), q.dtype)
     bias = table[..., : keys.size]
-    hidden = mask.hidden(rows, keys, offset, q.device)
+    hidden = mask.hidden(rows, keys, whole.k.shape[1] - seqlen_q, q.device)
     if hidden is not None:
         bias.masked_fill_(hidden, -torch.inf)
     return whole._replace(q=q, k=k, v=v, bias=bias.expand(batch, nheads, -1, -1))

@@ -1,4 +1,4 @@
-"""Elementwise work on a tile of scores as one CUDA kernel, where plain PyTorch needs four to nine.
+"""Elementwise work on a tile of scores, or of a bias, as one CUDA kernel, where plain PyTorch needs three to nine.
 
 PyTorch's jiterator compiles the functions below with NVRTC at first use (about a second, then cached on
 disk), as PyTorch does for some operators of its own: neither a compiler nor Triton has to be installed.
@@ -56,6 +56,13 @@ template <typename T> void gradients(T even, T odd, T dp_even, T dp_odd, T lse, 
   {{ T low = ds[0], high = ds[1]; PACK(packed_ds) }}
 }}"""
 
+_BIAS = """
+template <typename T> T bias(T slope, T shift, T position, T column) {
+  T low = shift - slope * fabsf(column - position), high = shift - slope * fabsf(column + T(1) - position), packed;
+  PACK(packed)
+  return packed;
+}"""
+
 # Two fp32 numbers, low and high, rounded to nearest even and put into the bits of one.
 _PACK = {
     torch.float16: """
@@ -97,29 +104,48 @@ def gradients(
     return _unpack(p, products.shape[-1], dtype), _unpack(ds, products.shape[-1], dtype)
 
 
+def alibi_bias(slopes: Tensor, shift: Tensor, positions: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
+    """shift - slope * |column - position| in ``dtype``, (batch, nheads, rows, columns); all arguments are fp32.
+
+    slopes, shift: (batch, nheads, 1, 1) and (batch, nheads, rows, 1); positions: (rows,); columns: (columns,)
+    consecutive ones, an even number of them
+    """
+    packed = _compiled_bias(dtype)(slopes, shift, positions.unsqueeze(1), columns[0::2])
+    return _unpack(packed, columns.shape[0], dtype)
+
+
 def is_usable(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels serve tiles of ``dtype`` on this device."""
     return not why_not(device, dtype)
 
 
+def bias_is_usable(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether alibi_bias serves."""
+    return not _why_not(device, dtype, _bias_problem)
+
+
 def why_not(device: torch.device, dtype: torch.dtype) -> str:
     """Why plain operators serve instead, or nothing: the kernels compile on this device and give the right numbers."""
+    return _why_not(device, dtype, _problem)
+
+
+def _why_not(device: torch.device, dtype: torch.dtype, trial: Callable[[torch.device, torch.dtype], str]) -> str:
     if device.type != "cuda" or torch.version.hip is not None:
         return "they are for NVIDIA GPUs"
     if dtype not in _PACK:
         return "they are for half precision"
     if not settings.jiterator_enabled():
         return f"switched off by {settings.JITERATOR}"
-    if (device, dtype) not in _problems:
+    if (device, dtype, trial) not in _problems:
         if torch.cuda.is_current_stream_capturing():
             return "not tried before a CUDA graph was captured"
-        _problems[device, dtype] = problem = _problem(device, dtype)
+        _problems[device, dtype, trial] = problem = trial(device, dtype)
         if problem:
             warnings.warn(f"PyTorch's jiterator is not used on {device}: {problem}", RuntimeWarning, stacklevel=2)
-    return _problems[device, dtype]
+    return _problems[device, dtype, trial]
 
 
-_problems: dict[tuple[torch.device, torch.dtype], str] = {}
+_problems: dict[tuple[object, ...], str] = {}
 
 
 def _problem(device: torch.device, dtype: torch.dtype) -> str:
@@ -146,6 +172,18 @@ def _problem(device: torch.device, dtype: torch.dtype) -> str:
     return "" if right else "its results are wrong"
 
 
+def _bias_problem(device: torch.device, dtype: torch.dtype) -> str:
+    slopes = torch.tensor([0.5, -2.0], device=device).view(1, 2, 1, 1)
+    shift = torch.tensor([0.0, 1.0, -3.0], device=device).view(1, 1, 3, 1).expand(1, 2, 3, 1)
+    positions, columns = torch.arange(3.0, device=device), torch.arange(-1.0, 5.0, device=device)
+    expected = shift - slopes * (columns - positions.unsqueeze(1)).abs()
+    try:
+        right = torch.equal(alibi_bias(slopes, shift, positions, columns, dtype), expected.to(dtype))
+    except Exception as error:  # as above
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return "" if right else "its results are wrong"
+
+
 @functools.lru_cache(maxsize=None)
 def _compiled(name: str, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]]:
     source = {"weights": _WEIGHTS, "gradients": _GRADIENTS}[name]
@@ -157,6 +195,12 @@ def _compiled(name: str, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tens
 @functools.lru_cache(maxsize=None)
 def _compiled_score() -> Callable[..., Tensor]:
     return torch.cuda.jiterator._create_jit_fn(_SCORE, factor=1.0, softcap=0.0)
+
+
+@functools.lru_cache(maxsize=None)
+def _compiled_bias(dtype: torch.dtype) -> Callable[..., Tensor]:
+    source = _BIAS.replace("PACK(packed)", _PACK[dtype].replace("TARGET", "packed"))
+    return torch.cuda.jiterator._create_jit_fn(source)
 
 
 def _halves(tile: Tensor, padding: float) -> tuple[Tensor, Tensor]:
