@@ -54,28 +54,32 @@ def forward(call: AttentionCall) -> Result:
     q, k, v = (_tokens(tensor) for tensor in (call.q, call.k, call.v))
     total, nheads = q.shape[:2]
     out = q.new_empty(total, nheads, v.shape[-1])
-    keep_lse = call.needs_grad or call.return_lse
-    lse = torch.empty(total, nheads, device=q.device) if keep_lse else None
+    lse = torch.empty(total, nheads, device=q.device) if call.return_lse else None
+    kept: list[Tensor] = []
     band = _band(call)
     for chunk, bias in _chunks_with_bias(call, q, band):
         for member in _members(call):
             launch = _launch(call, chunk, member, band, bias, q, k, v)
-            part, native = efficient_launch.forward(launch, keep_lse)
+            part, native = efficient_launch.forward(launch, keep_lse=call.needs_grad or call.return_lse)
             _rows(out, chunk, member).copy_(part)
             if lse is not None:
                 _rows(lse, chunk, member).copy_(native.lse[:, :, : chunk.rows].transpose(1, 2))
+            if call.needs_grad:
+                kept.append(native.lse)
             # The next launch's output finds its place free.
             del launch, part, native
     if call.cu_seqlens_q is not None:
         outside.clear(out, call.cu_seqlens_q)
     out = out.view(*call.q.shape[:-1], out.shape[-1])[..., : call.head_dim_v]
-    return Result(out, None if lse is None else lse.view(call.q.shape[:-1]).transpose(-1, -2))
+    lse = None if lse is None else lse.view(call.q.shape[:-1]).transpose(-1, -2)
+    return Result(out, lse, None, tuple(kept))
 
 
 def backward(call: AttentionCall, upstream: Upstream) -> Gradients:
     q, k, v = (_tokens(tensor) for tensor in (call.q, call.k, call.v))
     dout, out = (_tokens(tensor) for tensor in (upstream.dout, upstream.out))
-    lse = _lse_by_token(call, upstream.softmax_lse)
+    given_lse = None if upstream.saved else _lse_by_token(call, upstream.softmax_lse)
+    kept = iter(upstream.saved)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     # Sums over the query heads that share a key head are kept in fp32.
     dtype = k.dtype if call.nheads == call.nheads_k else torch.float32
@@ -84,13 +88,16 @@ def backward(call: AttentionCall, upstream: Upstream) -> Gradients:
     for chunk, bias in _chunks_with_bias(call, q, band):
         for member in _members(call):
             launch = _launch(call, chunk, member, band, bias, q, k, v)
-            native = Native(efficient_launch.lse_to_native(_rows(lse, chunk, member).transpose(1, 2)))
+            if given_lse is None:
+                lse = next(kept)
+            else:
+                lse = efficient_launch.lse_to_native(_rows(given_lse, chunk, member).transpose(1, 2))
             rows_dout, rows_out = _rows(dout, chunk, member), _rows(out, chunk, member)
-            rows_dq, *pieces = efficient_launch.backward(launch, rows_dout, rows_out, native)
+            rows_dq, *pieces = efficient_launch.backward(launch, rows_dout, rows_out, Native(lse))
             _rows(dq, chunk, member).copy_(rows_dq)
             for sums in (dv, dk):
                 _add_pieces(sums, pieces.pop(), chunk, band)
-            del launch, native, rows_out, rows_dq
+            del launch, lse, rows_out, rows_dq
     gradients = []
     for source, gradient in zip((call.q, call.k, call.v), (dq, dk, dv)):
         if call.cu_seqlens_q is not None:
