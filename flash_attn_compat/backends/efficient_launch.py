@@ -7,6 +7,7 @@ known here only. Which launches make up a call is torch_efficient.py's business.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -81,9 +82,14 @@ class Native(NamedTuple):
     offset: Tensor | None = None
 
 
+@functools.lru_cache(maxsize=None)
+def _operator(direction: str) -> Callable[..., tuple[Tensor, ...]]:
+    return getattr(torch.ops.aten, f"_efficient_attention_{direction}").default
+
+
 def forward(launch: Launch, keep_lse: bool) -> tuple[Tensor, Native]:
     """out (batch, rows, heads, head_dim of v); rows without keys are 0, and 0 in the LSE."""
-    out, lse, seed, offset, _, _ = torch.ops.aten._efficient_attention_forward.default(
+    out, lse, seed, offset, _, _ = _operator("forward")(
         launch.q, launch.k, launch.v, launch.bias, launch.cu_seqlens_q, launch.cu_seqlens_k, launch.max_seqlen_q,
         launch.max_seqlen_k, launch.dropout_p, launch.mask, keep_lse, scale=launch.scale, seqlen_k=launch.seqlen_k,
         window_size=launch.window_size,
@@ -101,7 +107,7 @@ def backward(
     """
     packed = launch.cu_seqlens_q is not None
     seed = native.seed if native.seed is not None else _no_seed(launch.q.device)
-    dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward.default(
+    dq, dk, dv, _ = _operator("backward")(
         ready(dout), launch.q, launch.k, launch.v, launch.bias, aligned_contiguous(out), launch.cu_seqlens_q,
         launch.cu_seqlens_k,
         launch.max_seqlen_q if packed else launch.q.shape[1], launch.max_seqlen_k if packed else launch.k.shape[1],
@@ -190,4 +196,4 @@ def token_places(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
 
 
 def _no_seed(device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=torch.int64, device=device)
+    return torch.empty((), dtype=torch.int64, device=device)
