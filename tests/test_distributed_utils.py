@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -21,6 +20,7 @@ from flash_attn_compat.utils.distributed import (
     reduce_scatter_raw,
     sync_shared_params,
 )
+from tests.support import end_worker
 
 WORLD = 2
 
@@ -79,9 +79,7 @@ def _worker(rank: int, store: str) -> None:
     allreduce_sequence_parallel_grad(model, group)
     assert (model["shared"].weight == 0.0).all() and torch.equal(model["own"].weight, own_before)
     assert (model["own"].weight.grad == 3.0).all() and (model["own"].bias.grad == rank + 1.0).all()
-    dist.destroy_process_group()
-    # In PyTorch 2.4 the group's destructor waits, holding the GIL, for a thread that may want it to free a tensor.
-    os._exit(0)
+    end_worker()
 
 
 def test_collectives_and_their_gradients_over_two_processes(tmp_path: Path) -> None:
