@@ -33,5 +33,13 @@ def compiled(name: str, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tenso
     return {"weights": weights, "gradients": gradients}[name]
 
 
+def compiled_bias(dtype: torch.dtype) -> Callable[..., Tensor]:
+    def bias(slopes: Tensor, shift: Tensor, positions: Tensor, even: Tensor) -> Tensor:
+        low, high = (shift - slopes * (columns - positions).abs() for columns in (even, even + 1))
+        return _pack(low, high, dtype)
+
+    return bias
+
+
 def _pack(low: Tensor, high: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.stack((low.to(dtype), high.to(dtype)), dim=-1).contiguous().view(torch.float32).squeeze(-1)

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from flash_attn_compat.backends import BACKENDS, efficient_alibi, efficient_band, efficient_bias, efficient_launch
-from tests import efficient_kernels
+from flash_attn_compat.engine import elementwise
+from tests import efficient_kernels, elementwise_steps
 from tests.judge import Examination
 from tests.problems import Problem, random_problem
 
@@ -64,7 +65,12 @@ def test_two_sided_windows_over_many_blocks_are_right(kind, window, nheads_k):
 @pytest.mark.parametrize("window", [(-1, -1), (200, 30), (-1, 100), (100, 0)])
 @pytest.mark.parametrize("lengths", [(400, 400), (150, 700), (700, 150)])
 @pytest.mark.parametrize("alibi", ["h", "bh"])
-def test_alibi_that_is_not_purely_causal_is_right_in_half_precision_for_slopes_of_any_sign(window, lengths, alibi):
+@pytest.mark.parametrize("fused", [False, True])
+def test_alibi_that_is_not_purely_causal_is_right_in_half_precision_for_slopes_of_any_sign(
+    monkeypatch, window, lengths, alibi, fused
+):
+    monkeypatch.setattr(elementwise, "bias_is_usable", lambda device, dtype: fused)
+    monkeypatch.setattr(elementwise, "_compiled_bias", elementwise_steps.compiled_bias)
     seqlens_q, seqlens_k = ((length,) * 2 for length in lengths)
     problem = Problem(
         seqlens_q=seqlens_q, seqlens_k=seqlens_k, window=window, alibi=alibi, nheads_k=3, group=2, dtype="float16"
