@@ -13,7 +13,9 @@ from flash_attn_compat.backends import efficient_bias, efficient_launch, torch_e
 from flash_attn_compat.backends.efficient_launch import CAUSAL_BOTTOM_RIGHT, Launch
 from flash_attn_compat.backends.torch_efficient import TorchEfficient
 from flash_attn_compat.engine import alibi, elementwise
+from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.features import Feature, Traits
+from flash_attn_compat.engine.mask import Mask
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs the kernel, needs a CUDA device")
 
@@ -165,8 +167,9 @@ def test_packed_and_decode_calls_can_be_captured_in_a_cuda_graph(monkeypatch):
 def test_a_bias_from_one_kernel_is_that_of_plain_operators_to_the_bit(monkeypatch, dtype):
     assert elementwise.bias_is_usable(torch.device("cuda", 0), dtype)
     slopes = torch.tensor([[0.3, -0.7, 0.0], [-1e-3, 1.9, 60.0]], device="cuda")
-    shift = torch.rand(2, 3, 37, device="cuda") * -100
-    bias = efficient_bias._Alibi.of(slopes, shift, 37, 2049)
+    q, k = random(2, 37, 3, 8, dtype=dtype), random(2, 2049, 3, 8, dtype=dtype)
+    call = AttentionCall(q, k, k, 1.0, Mask(None, None), 37, 2049, alibi_slopes=slopes)
+    bias = efficient_bias._Alibi.of(call)
     rows, columns = slice(5, 30), slice(1001, 2056 - 7)
     one = bias.table(rows, columns, dtype)
     monkeypatch.setattr(elementwise, "bias_is_usable", lambda device, dtype: False)

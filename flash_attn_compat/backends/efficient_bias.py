@@ -31,11 +31,10 @@ def launches(call: AttentionCall, whole: Launch) -> list[tuple[Place, Callable[[
     whole: the call's tensors as the kernel reads them, not masked yet
     """
     seqlen_q, seqlen_k, mask = whole.q.shape[1], whole.k.shape[1], call.mask
-    slopes, offset = _by_batch(call.alibi_slopes), seqlen_k - seqlen_q
-    alibi = None if slopes is None else _Alibi.of(slopes, lse_shift(call), seqlen_q, seqlen_k)
+    alibi = None if call.alibi_slopes is None else _Alibi.of(call)
     found = []
-    for rows in _row_blocks(mask.rows_with_keys(seqlen_q, seqlen_k), mask, seqlen_k, slopes):
-        keys = mask.visible_keys(rows, offset, seqlen_k)
+    for rows in _row_blocks(mask.rows_with_keys(seqlen_q, seqlen_k), mask, seqlen_k, call.alibi_slopes):
+        keys = mask.visible_keys(rows, seqlen_k - seqlen_q, seqlen_k)
         place = Place(rows=slice(*rows), keys=slice(*keys))
         found.append((place, partial(_launch, whole, mask, alibi, rows, keys)))
     return found
@@ -43,24 +42,7 @@ def launches(call: AttentionCall, whole: Launch) -> list[tuple[Place, Callable[[
 
 def lse_shift(call: AttentionCall) -> Tensor | None:
     """By how much each row's bias, and so the kernel's LSE, is raised: (1 or batch, nheads, seqlen_q)."""
-    slopes = _by_batch(call.alibi_slopes)
-    if slopes is None:
-        return None
-    seqlen_q, seqlen_k = call.q.shape[1], call.k.shape[1]
-    left, right = call.mask
-    positions = torch.arange(seqlen_k - seqlen_q, seqlen_k, dtype=torch.float32, device=slopes.device)
-    behind, ahead = positions, seqlen_k - 1 - positions
-    farthest = torch.maximum(
-        behind if left is None else behind.clamp(max=left), ahead if right is None else ahead.clamp(max=right)
-    )
-    # A row that stands before the first key sees none at its own position.
-    nearest = positions.neg().clamp_(min=0)
-    return torch.minimum(slopes[:, :, None] * nearest, slopes[:, :, None] * farthest)
-
-
-def _by_batch(slopes: Tensor | None) -> Tensor | None:
-    """(1 or batch, nheads)."""
-    return slopes.unsqueeze(0) if slopes is not None and slopes.dim() == 1 else slopes
+    return None if call.alibi_slopes is None else _Alibi.of(call).shift.squeeze(-1)
 
 
 def _row_blocks(alive: Range, mask: Mask, seqlen_k: int, slopes: Tensor | None) -> Iterator[Range]:
@@ -88,12 +70,24 @@ class _Alibi(NamedTuple):
     columns: Tensor
 
     @classmethod
-    def of(cls, slopes: Tensor, shift: Tensor, seqlen_q: int, seqlen_k: int) -> _Alibi:
-        positions, columns = (
-            torch.arange(start, stop, dtype=torch.float32, device=slopes.device)
-            for start, stop in ((seqlen_k - seqlen_q, seqlen_k), (0, seqlen_k + 7))
-        )
-        return cls(slopes[:, :, None, None], shift.unsqueeze(-1), positions, columns)
+    def of(cls, call: AttentionCall) -> _Alibi:
+        slopes = call.alibi_slopes if call.alibi_slopes.dim() == 2 else call.alibi_slopes[None]
+        slopes, (left, right) = slopes[:, :, None, None], call.mask
+        seqlen_q, seqlen_k = call.q.shape[1], call.k.shape[1]
+        first, offset = min(0, seqlen_k - seqlen_q), seqlen_k - seqlen_q
+        axis = torch.arange(first, seqlen_k + 7, dtype=torch.float32, device=slopes.device)
+        positions = axis[offset - first : seqlen_k - first]
+        behind, ahead = positions, seqlen_k - 1 - positions
+        farthest = torch.maximum(
+            behind if left is None else behind.clamp(max=left), ahead if right is None else ahead.clamp(max=right)
+        ).unsqueeze(1)
+        if offset >= 0:
+            shift = slopes.clamp(max=0) * farthest
+        else:
+            # A row that stands before the first key sees none at its own position.
+            nearest = positions.neg().clamp_(min=0).unsqueeze(1)
+            shift = torch.minimum(slopes * nearest, slopes * farthest)
+        return cls(slopes, shift, positions, axis[-first:])
 
     def table(self, rows: slice, columns: slice, dtype: torch.dtype) -> Tensor:
         """(1 or batch, nheads, rows, columns)."""
