@@ -16,7 +16,7 @@ def score(product: Tensor, factor: float, softcap: float) -> Tensor:
 
 def compiled(name: str, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]]:
     def weights(even: Tensor, odd: Tensor, peak: Tensor, **parameters: Any) -> tuple[Tensor, Tensor]:
-        shift = peak.masked_fill(peak == -torch.inf, 0.0)
+        shift = score(peak, **parameters).masked_fill(peak == -torch.inf, 0.0)
         low, high = (torch.exp(score(products, **parameters) - shift) for products in (even, odd))
         return _pack(low, high, dtype), low + high
 

@@ -165,19 +165,37 @@ class Piece:
         self._hide(scores, rows, columns)
         return scores, factor
 
-    def raw_scores(self, queries: Tensor, rows: Range, columns: Range) -> Tensor:
-        """Inner products (n, q heads, rows, columns), -inf where a key is hidden."""
-        products = self.unfold(self.product(queries, self.keys[:, columns.start : columns.stop].transpose(1, 2)), rows)
-        self._hide(products, rows, columns)
-        return products
+    def rows_by_key_head(self, tensor: Tensor, rows: Range) -> Tensor:
+        """Rows of a (n, seqlen_q, nheads, x) tensor as a view (n, kv heads, rows, group, x)."""
+        part = tensor[self.n, rows.start : rows.stop, self.heads]
+        return part.unflatten(2, (-1, self.group)).transpose(1, 2)
+
+    def fold_rows(self, tensor: Tensor, rows: Range) -> Tensor:
+        """Like fold, but (n * kv heads, rows * group, x): some rows of it are a slice."""
+        part = self.rows_by_key_head(tensor, rows).to(self.operand_dtype)
+        return self._operand(part.reshape(-1, rows.size * self.group, tensor.shape[-1]))
+
+    def unfold_rows(self, folded: Tensor) -> Tensor:
+        """(n * kv heads, rows * group, x) -> (n, kv heads, rows, group, x)."""
+        n, group = self.count, self.group
+        return folded.view(n, folded.shape[0] // n, folded.shape[1] // group, group, folded.shape[2])
+
+    def inner_products(self, queries: Tensor, rows: Range, columns: Range) -> Tensor:
+        """(n * kv heads, rows * group, x) queries -> (n, kv heads, rows, group, columns), -inf where a key is hidden."""
+        found = self.unfold_rows(self.product(queries, self.keys[:, columns.start : columns.stop].transpose(1, 2)))
+        self._hide(found, rows, columns)
+        return found
 
     def _hide(self, scores: Tensor, rows: Range, columns: Range) -> None:
+        """Put -inf on scores (n, heads, rows, columns), or with an axis of the group before the last."""
         for part in self.call.mask.partly_hidden(rows, columns, self.offset):
             hidden = self.hidden_tile(rows, part)
+            if scores.dim() == 5:
+                hidden = hidden.unsqueeze(1)
             scores[..., part.start - columns.start : part.stop - columns.start].masked_fill_(hidden, -torch.inf)
         if self.block.first_key is not None:
             padding = self.block.key_indices()[:, columns.start : columns.stop] < 0
-            scores.masked_fill_(padding[:, None, None], -torch.inf)
+            scores.masked_fill_(padding.view(-1, *[1] * (scores.dim() - 2), columns.size), -torch.inf)
         for sequence, blank in enumerate(self.block.blank_keys):
             scores[sequence, ..., : max(0, blank - columns.start)] = -torch.inf
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flash_attn_compat.engine import elementwise
 from flash_attn_compat.engine.call import Upstream
+from flash_attn_compat.engine.mask import Range
 
 if TYPE_CHECKING:
     from flash_attn_compat.backends.chunked import Piece
@@ -28,54 +29,63 @@ def forward(piece: Piece, out: Tensor, lse: Tensor | None) -> None:
     blocks = list(piece.row_blocks())
     if not blocks:
         return
+    everything = Range(blocks[0].start, blocks[-1].stop)
+    queries = piece.fold_rows(piece.q, everything)
     peaks, totals = [], []
     for rows in blocks:
         columns = piece.visible_keys(rows)
-        queries = piece.fold(piece.q, rows)
-        products = piece.raw_scores(queries, rows, columns)
+        products = piece.inner_products(queries[:, _share(piece, everything, rows)], rows, columns)
         # Scores rise with the products, so their maxima are in the same places.
-        peaks.append(elementwise.score(products.amax(-1, keepdim=True), factor, softcap))
-        weights, sums = elementwise.weights(products, peaks[-1], factor, softcap, piece.operand_dtype)
-        totals.append(sums.sum(-1, keepdim=True))
-        total = totals[-1]
+        peak = products.amax(-1, keepdim=True)
+        weights, sums = elementwise.weights(products, peak, factor, softcap, piece.operand_dtype)
+        total = sums.sum(-1, keepdim=True)
+        peaks.append(peak)
+        totals.append(total)
         if piece.block.first_key is not None:
             # Rows of padding, or rows that see nothing but padding.
             total = total.masked_fill(total == 0, 1.0)
         values = piece.values[:, columns.start : columns.stop]
-        found = piece.unfold(piece.product(weights.reshape(*queries.shape[:2], -1), values), rows)
-        target = out[piece.n, rows.start : rows.stop, piece.heads].transpose(1, 2)
-        torch.div(found, total, out=target)
+        found = piece.product(weights.reshape(values.shape[0], -1, columns.size), values)
+        torch.div(piece.unfold_rows(found), total, out=piece.rows_by_key_head(out, rows))
     if lse is None:
         return
-    total, peak = (torch.cat(parts, dim=-2) if len(parts) > 1 else parts[0] for parts in (totals, peaks))
-    found_lse = torch.log(total).add_(peak)
+    total, peak = (torch.cat(parts, dim=2) if len(parts) > 1 else parts[0] for parts in (totals, peaks))
+    found_lse = torch.log(total).add_(elementwise.score(peak, factor, softcap))
     if piece.block.first_key is not None:
         found_lse.masked_fill_(total == 0, torch.inf)
-    lse[piece.n, piece.heads, blocks[0].start : blocks[-1].stop] = found_lse.squeeze(-1)
+    by_head = lse[piece.n, piece.heads, everything.start : everything.stop].unflatten(1, (-1, piece.group))
+    by_head.copy_(found_lse.squeeze(-1).transpose(2, 3))
 
 
 def backward(piece: Piece, upstream: Upstream, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
     """Write the piece's rows of dq (n, seqlen_q, nheads, head_dim), add to dk, dv (n * kv heads, seqlen_k, ...)."""
     factor, softcap = _score_parameters(piece)
     scale = piece.call.softmax_scale
-    dout, out, lse = (
-        tensor[piece.n, ..., piece.heads, :] for tensor in (upstream.dout, upstream.out, upstream.softmax_lse)
-    )
-    deltas = (dout.to(piece.dtype) * out).sum(-1).transpose(1, 2)
-    for rows in piece.row_blocks():
-        columns = piece.visible_keys(rows)
+    blocks = list(piece.row_blocks())
+    if not blocks:
+        return
+    everything = Range(blocks[0].start, blocks[-1].stop)
+    queries, dout = piece.fold_rows(piece.q, everything), piece.fold_rows(upstream.dout, everything)
+    out = piece.rows_by_key_head(upstream.out, everything)
+    deltas = (piece.unfold_rows(dout) * out.to(piece.dtype)).sum(-1, keepdim=True)
+    lse = piece.rows_by_key_head(upstream.softmax_lse.transpose(1, 2).unsqueeze(-1), everything)
+    for rows in blocks:
+        columns, share = piece.visible_keys(rows), _share(piece, everything, rows)
         inside = slice(columns.start, columns.stop)
-        queries, row_dout = piece.fold(piece.q, rows), piece.fold(upstream.dout, rows)
-        row_lse, delta = (tensor[..., rows.start : rows.stop].unsqueeze(-1) for tensor in (lse, deltas))
-        products = piece.raw_scores(queries, rows, columns)
-        dp = piece.unfold(piece.product(row_dout, piece.values[:, inside].transpose(1, 2)), rows)
+        row_lse, delta = (tensor.narrow(2, rows.start - everything.start, rows.size) for tensor in (lse, deltas))
+        products = piece.inner_products(queries[:, share], rows, columns)
+        dp = piece.unfold_rows(piece.product(dout[:, share], piece.values[:, inside].transpose(1, 2)))
         found = elementwise.gradients(products, dp, row_lse, delta, factor, softcap, piece.operand_dtype)
-        p, ds = (tensor.reshape(*queries.shape[:2], -1) for tensor in found)
-        piece.add_product(dv[:, inside], p.transpose(1, 2), row_dout)
-        piece.add_product(dk[:, inside], ds.transpose(1, 2), queries, scale)
-        row_dq = piece.unfold(piece.product(ds, piece.keys[:, inside]), rows)
-        target = dq[piece.n, rows.start : rows.stop, piece.heads].transpose(1, 2)
-        torch.mul(row_dq, scale, out=target)
+        p, ds = (tensor.reshape(queries.shape[0], -1, columns.size) for tensor in found)
+        piece.add_product(dv[:, inside], p.transpose(1, 2), dout[:, share])
+        piece.add_product(dk[:, inside], ds.transpose(1, 2), queries[:, share], scale)
+        row_dq = piece.unfold_rows(piece.product(ds, piece.keys[:, inside]))
+        torch.mul(row_dq, scale, out=piece.rows_by_key_head(dq, rows))
+
+
+def _share(piece: Piece, everything: Range, rows: Range) -> slice:
+    """Where ``rows`` lie in what fold_rows made of ``everything``."""
+    return slice((rows.start - everything.start) * piece.group, (rows.stop - everything.start) * piece.group)
 
 
 def _score_parameters(piece: Piece) -> tuple[float, float]:

@@ -35,7 +35,7 @@ template <typename T> T score(T product, T factor, T softcap) {{{_SCORE_OF}
 
 _WEIGHTS = f"""
 template <typename T> void weights(T even, T odd, T peak, T factor, T softcap, T& packed, T& sum) {{{_SCORE_OF}
-  T shift = peak == -INFINITY ? T(0) : peak;
+  T shift = peak == -INFINITY ? T(0) : score_of(peak);
   T low = even == -INFINITY ? T(0) : __expf(score_of(even) - shift);
   T high = odd == -INFINITY ? T(0) : __expf(score_of(odd) - shift);
   sum = low + high;
@@ -84,9 +84,9 @@ def score(products: Tensor, factor: float, softcap: float) -> Tensor:
 
 
 def weights(products: Tensor, peak: Tensor, factor: float, softcap: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """exp(score - peak) in ``dtype``, and the fp32 sums of two neighbours each.
+    """exp(score - the peak's score) in ``dtype``, and the fp32 sums of two neighbours each.
 
-    products: (..., keys), fp32, -inf where hidden; peak: (..., 1), a row's largest score, -inf where it has none
+    products: (..., keys), fp32, -inf where hidden; peak: (..., 1), a row's largest product, -inf where it has none
     """
     even, odd = _halves(products, -torch.inf)
     packed, sums = _compiled("weights", dtype)(even, odd, peak, factor=factor, softcap=softcap)
@@ -157,7 +157,7 @@ def _problem(device: torch.device, dtype: torch.dtype) -> str:
     expected = torch.exp(scores - lse).masked_fill(products == -torch.inf, 0.0)
     slope = 1.0 - (scores / 2.0).square()
     try:
-        found, sums = weights(products, lse, 0.5, 2.0, dtype)
+        found, sums = weights(products, products.amax(-1, keepdim=True), 0.5, 2.0, dtype)
         p, ds = gradients(products, products.clamp(min=-1.0), lse, delta, 0.5, 2.0, dtype)
         pairs = (
             (found, expected),
