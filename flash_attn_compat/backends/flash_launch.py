@@ -30,7 +30,8 @@ class Launch(NamedTuple):
 
     q, k, v: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with cu_seqlens; k and v
         (num_blocks, page_size, heads, head_dim) with block_table; head_dim a multiple of 8
-    window: (left, right), -1 for unbounded
+    window: (left, right), -1 for unbounded; right is -1 with ``causal``, since one row of grouped heads is only
+        folded, and its keys read once, where the kernels find both sides unbounded
     """
 
     q: Tensor
@@ -149,7 +150,7 @@ def prepare(call: AttentionCall, takes_caches: bool) -> Launch:
         if cu_seqlens_k is None:
             cu_seqlens_k = _even_starts(call, call.k.shape[1] * call.block_table.shape[1])
     launch = Launch(
-        _ready(call.q), _ready(call.k), _ready(call.v), call.softmax_scale, right == 0, (left, right),
+        _ready(call.q), _ready(call.k), _ready(call.v), call.softmax_scale, right == 0, (left, -1 if right == 0 else right),
         max_seqlen_q, max_seqlen_k, cu_seqlens_q, cu_seqlens_k, call.seqused_k, call.leftpad_k, call.block_table,
         slopes if slopes is None or slopes.stride(-1) == 1 else slopes.contiguous(),
         call.softcap, call.dropout_p, call.deterministic,
