@@ -43,6 +43,18 @@ def test_gradients_of_a_window_over_sequences_of_unknown_lengths_are_refused():
     assert reasons(WINDOW | Feature.VARLEN | Feature.BACKWARD, sq_vs_sk="=") == []
 
 
+def test_a_bias_of_alibi_is_refused_where_bf16_would_round_it():
+    assert any("bfloat16" in reason for reason in reasons(Feature.ALIBI, dtype=torch.bfloat16, capability=(8, 0)))
+    assert reasons(Feature.ALIBI, dtype=torch.float16, capability=(8, 0)) == []
+    assert reasons(Feature.ALIBI, dtype=torch.bfloat16) == []  # goes through fp16
+    assert reasons(Feature.ALIBI | Feature.CAUSAL, dtype=torch.bfloat16, capability=(8, 0)) == []
+
+
+def test_packed_causal_alibi_in_fp32_is_refused():
+    assert reasons(Feature.ALIBI | Feature.CAUSAL | Feature.VARLEN, dtype=torch.float32)
+    assert reasons(Feature.ALIBI | Feature.CAUSAL | Feature.VARLEN) == []
+
+
 @pytest.mark.parametrize("feature", [Feature.ALIBI, Feature.BACKWARD, Feature.DROPOUT, Feature.VARLEN])
 def test_a_cache_with_more_than_reading_is_refused(feature):
     assert reasons(Feature.SEQUSED_K, one_query=True) == []

@@ -83,3 +83,23 @@ def test_a_cache_is_read_in_shares_and_merged():
     problem = Problem("kvcache", (1, 1), (1300, 7), capacity=1500, causal=True, group=2, nheads_k=2)
     verdict = examine(problem)
     assert not verdict.refused and not verdict.failures, verdict
+
+
+@pytest.mark.parametrize("slopes", ["h", "bh"])
+@pytest.mark.parametrize("lengths", [(65, 65), (40, 131), (90, 33)])
+def test_causal_alibi_in_fp32_is_a_bias_and_right(monkeypatch, lengths, slopes):
+    launches = []
+
+    def recorded(launch, *arguments):
+        launches.append(launch)
+        return efficient_kernels.forward(launch, *arguments)
+
+    monkeypatch.setattr(efficient_launch, "forward", recorded)
+    seqlen_q, seqlen_k = lengths
+    problem = Problem(
+        "dense", (seqlen_q, seqlen_q), (seqlen_k, seqlen_k), causal=True, alibi=slopes, group=2, nheads_k=2,
+        head_dim=16, dtype="float32",
+    )  # fmt: skip
+    verdict = examine(problem)
+    assert not verdict.refused and not verdict.failures, verdict
+    assert launches and all(launch.bias is not None and launch.q.shape[-1] == 16 for launch in launches)

@@ -32,7 +32,7 @@ from flash_attn_compat.backends.efficient_launch import (
     Native,
     Place,
 )
-from flash_attn_compat.engine import alignment, outside, streams
+from flash_attn_compat.engine import alibi, alignment, outside, streams
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
 from flash_attn_compat.engine.mask import Mask
@@ -71,9 +71,14 @@ class TorchEfficient(Backend):
         reasons = []
         window = features & (Feature.WINDOW_LEFT | Feature.WINDOW_RIGHT)
         biased = bool(window) and (not features & Feature.CAUSAL or bool(features & Feature.ALIBI))
-        biased = biased or bool(features & Feature.ALIBI and not features & Feature.CAUSAL)
+        biased = biased or bool(
+            features & Feature.ALIBI and (not features & Feature.CAUSAL or traits.dtype == torch.float32)
+        )
         if biased and features & Feature.DROPOUT:
             reasons.append("dropout together with a bias")
+        native_bf16 = traits.dtype == torch.bfloat16 and traits.capability is not None and traits.capability >= (8, 0)
+        if biased and features & Feature.ALIBI and native_bf16:
+            reasons.append("a bias of ALiBi in q's dtype, which moves the LSE by more than it may in bfloat16")
         both_sides = features & Feature.WINDOW_LEFT and features & Feature.WINDOW_RIGHT
         if (
             biased
@@ -225,8 +230,8 @@ def _launches(call: AttentionCall) -> Iterator[Step]:
         for heads in members:
             slopes_of = slopes if slopes is None else slopes[..., heads]
             part = call._replace(q=call.q[..., heads, :], alibi_slopes=slopes_of)
-            causal_alibi = slopes is not None and mask.is_causal
-            steps = _with_alibi_channels(part) if causal_alibi else efficient_bias.launches(part, _whole(part))
+            by_channels = slopes is not None and _takes_channels(call)
+            steps = _with_alibi_channels(part) if by_channels else efficient_bias.launches(part, _whole(part))
             for place, launch_of in steps:
                 yield place._replace(heads=heads), launch_of
         return
@@ -234,6 +239,11 @@ def _launches(call: AttentionCall) -> Iterator[Step]:
     for place, launch in _dense(call) if call.cu_seqlens_q is None else [(EVERYTHING, _packed(call))]:
         for heads in members:
             yield place._replace(heads=heads), partial(launch._replace, q=launch.q[:, :, heads])
+
+
+def _takes_channels(call: AttentionCall) -> bool:
+    """Whether ALiBi becomes channels, whose large products cost fp32 digits that half precision does not have."""
+    return call.mask.is_causal and (call.q.dtype != torch.float32 or not call.is_dense or call.dropout_p > 0)
 
 
 def _whole(call: AttentionCall) -> Launch:
@@ -349,8 +359,14 @@ def _official_lse(call: AttentionCall, places: list[Place], natives: list[Native
 
 
 def _lse_shift(call: AttentionCall) -> Tensor | None:
-    """By how much the launches' LSE is larger than what flash-attn returns; causal ALiBi's is as flash-attn's."""
-    return None if call.mask.is_causal else efficient_bias.lse_shift(call)
+    """By how much the launches' LSE is larger than what flash-attn returns; under channels it is as flash-attn's."""
+    if call.alibi_slopes is None or _takes_channels(call):
+        return None
+    shift = efficient_bias.lse_shift(call)
+    if not call.mask.is_causal:
+        return shift
+    slopes = alibi.per_sequence(call.alibi_slopes, call.batch)
+    return shift - alibi.causal_lse_shift(slopes, call.q.shape[1], call.k.shape[1] - call.q.shape[1])
 
 
 def _packed_lse(call: AttentionCall, native: Native) -> Tensor:
