@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flash_attn_compat.backends import chunked
+from flash_attn_compat.backends import chunked, chunked_tiles
+from flash_attn_compat.backends.base import HALF_DTYPES
 from flash_attn_compat.engine import band, elementwise
 from tests import elementwise_steps
 from tests.judge import Examination
@@ -24,12 +25,12 @@ def fused_steps(monkeypatch):
         calls.append(name)
         return elementwise_steps.compiled(name, dtype)
 
-    monkeypatch.setattr(elementwise, "is_usable", lambda device, dtype: dtype in chunked.HALF_DTYPES)
+    monkeypatch.setattr(elementwise, "is_usable", lambda device, dtype: dtype in HALF_DTYPES)
     monkeypatch.setattr(elementwise, "_compiled", counted)
     monkeypatch.setattr(elementwise, "_compiled_score", lambda: elementwise_steps.score)
-    monkeypatch.setattr(chunked, "_multiplies_half", lambda tensor: tensor.dtype in chunked.HALF_DTYPES)
+    monkeypatch.setattr(chunked_tiles, "_multiplies_half", lambda tensor: tensor.dtype in HALF_DTYPES)
     monkeypatch.setattr(
-        chunked.Piece, "product", lambda self, a, b, scale=1.0: (a.to(self.dtype) @ b.to(self.dtype)).mul_(scale)
+        chunked_tiles.Piece, "product", lambda self, a, b, scale=1.0: (a.to(self.dtype) @ b.to(self.dtype)).mul_(scale)
     )
     return calls
 
@@ -73,7 +74,7 @@ def test_fused_steps_serve_odd_numbers_of_keys(fused_steps, lengths, softcap):
 
 @pytest.mark.parametrize("window", [(-1, 0), (13, 0), (9, 20), (-1, -1)])
 def test_fused_steps_serve_rows_in_blocks(fused_steps, monkeypatch, window):
-    monkeypatch.setattr(chunked, "_tile", lambda call, block, whole_rows: chunked._Tile(1, 1, 24, 1000))
+    monkeypatch.setattr(chunked_tiles, "_tile", lambda call, block, whole_rows: chunked_tiles.Tile(1, 1, 24, 1000))
     problem = Problem("dense", (50, 50), (71, 71), window=window, softcap=2.0, group=2, nheads_k=2, dtype="float16")
     verdict = Examination(problem).judge("chunked")
     assert not verdict.refused and not verdict.failures, verdict

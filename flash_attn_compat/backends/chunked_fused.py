@@ -7,17 +7,13 @@ kept until the last tile.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from flash_attn_compat.backends.chunked_tiles import Piece
 from flash_attn_compat.engine import elementwise
 from flash_attn_compat.engine.call import Upstream
 from flash_attn_compat.engine.mask import Range
-
-if TYPE_CHECKING:
-    from flash_attn_compat.backends.chunked import Piece
 
 
 def forward(piece: Piece, out: Tensor, lse: Tensor | None) -> None:

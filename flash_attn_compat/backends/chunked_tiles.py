@@ -1,0 +1,261 @@
+"""What `chunked` works on: pieces of a block, and how large a tile of scores is computed at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.backends.base import HALF_DTYPES
+from flash_attn_compat.engine import alibi, dropout, elementwise
+from flash_attn_compat.engine.alignment import ready
+from flash_attn_compat.engine.call import AttentionCall
+from flash_attn_compat.engine.layout import Block
+from flash_attn_compat.engine.mask import Range
+
+
+class Piece:
+    """Some sequences and heads of a block in working precision, worked on one tile at a time."""
+
+    def __init__(
+        self,
+        call: AttentionCall,
+        block: Block,
+        rng_state: Tensor | None,
+        n: slice,
+        heads_kv: slice,
+        tile: Tile,
+        is_fused: bool,
+        hidden: dict[tuple[int, int, int], Tensor | None],
+    ) -> None:
+        self.call, self.rng_state, self.n, self.heads_kv, self.tile = call, rng_state, n, heads_kv, tile
+        self.group = call.nheads // call.nheads_k
+        self.heads = slice(heads_kv.start * self.group, heads_kv.stop * self.group)
+        self.q, self.block = block.q, block.narrow(n)
+        self.count, self.seqlen_q = self.block.q.shape[:2]
+        self.seqlen_k, self.offset = self.block.k.shape[1], block.offset
+        self.dtype = working_dtype(block.q)
+        self.operand_dtype = block.q.dtype if _multiplies_half(block.q) else self.dtype
+        self.is_fused = is_fused
+        self.hidden = hidden
+        self.keys = self._fold_keys(self.block.k)
+        self.values = self._fold_keys(self.block.v)
+
+    def row_blocks(self) -> Iterator[Range]:
+        alive = self.call.mask.rows_with_keys(self.seqlen_q, self.seqlen_k)
+        for start in range(alive.start, alive.stop, self.tile.rows):
+            yield Range(start, min(start + self.tile.rows, alive.stop))
+
+    def visible_keys(self, rows: Range) -> Range:
+        """The keys that some of ``rows`` see, from a multiple of 8 on, where matrix products read fast."""
+        visible = self.call.mask.visible_keys(rows, self.offset, self.seqlen_k)
+        return Range(visible.start - visible.start % 8, visible.stop)
+
+    def key_blocks(self, rows: Range) -> Iterator[Range]:
+        visible = self.visible_keys(rows)
+        for start in range(visible.start, visible.stop, self.tile.keys):
+            yield Range(start, min(start + self.tile.keys, visible.stop))
+
+    def fold(self, tensor: Tensor, rows: Range) -> Tensor:
+        """Rows of a (n, seqlen_q, nheads, x) tensor as operands (n * kv heads, group * rows, x)."""
+        part = tensor[self.n, rows.start : rows.stop, self.heads].to(self.operand_dtype).transpose(1, 2)
+        return self._operand(part.reshape(-1, self.group * rows.size, tensor.shape[-1]))
+
+    def unfold(self, folded: Tensor, rows: Range) -> Tensor:
+        """(n * kv heads, group * rows, x) -> (n, q heads, rows, x)."""
+        return folded.reshape(self.count, -1, rows.size, folded.shape[-1])
+
+    def _fold_keys(self, tensor: Tensor) -> Tensor:
+        return self._operand(tensor[:, :, self.heads_kv].to(self.operand_dtype).transpose(1, 2).flatten(0, 1))
+
+    def _operand(self, matrices: Tensor) -> Tensor:
+        """A view of the caller's memory may begin anywhere, which half-precision products on a GPU can't read."""
+        return ready(matrices) if self.operand_dtype != self.dtype and not matrices.shape[-1] % 8 else matrices
+
+    def scores(self, queries: Tensor, rows: Range, columns: Range) -> tuple[Tensor, float]:
+        """Scores (n, q heads, rows, columns) up to the factor beside them, which the next pass applies.
+
+        Under softcap they are the tanh values, and the factor is the cap.
+        """
+        call = self.call
+        keys = self.keys[:, columns.start : columns.stop].transpose(1, 2)
+        factor = call.softcap or 1.0
+        scores = self.unfold(self.product(queries, keys, call.softmax_scale / factor), rows)
+        if call.softcap:
+            scores.tanh_()
+        if self.block.slopes is not None:
+            scores, factor = scores.mul_(factor), 1.0
+            alibi.add_bias_(scores, self.block.slopes[:, self.heads], rows, columns, self.offset)
+        self._hide(scores, rows, columns)
+        return scores, factor
+
+    def rows_by_key_head(self, tensor: Tensor, rows: Range) -> Tensor:
+        """Rows of a (n, seqlen_q, nheads, x) tensor as a view (n, kv heads, rows, group, x)."""
+        part = tensor[self.n, rows.start : rows.stop, self.heads]
+        return part.unflatten(2, (-1, self.group)).transpose(1, 2)
+
+    def fold_rows(self, tensor: Tensor, rows: Range) -> Tensor:
+        """Like fold, but (n * kv heads, rows * group, x): some rows of it are a slice."""
+        part = self.rows_by_key_head(tensor, rows).to(self.operand_dtype)
+        return self._operand(part.reshape(-1, rows.size * self.group, tensor.shape[-1]))
+
+    def unfold_rows(self, folded: Tensor) -> Tensor:
+        """(n * kv heads, rows * group, x) -> (n, kv heads, rows, group, x)."""
+        n, group = self.count, self.group
+        return folded.view(n, folded.shape[0] // n, folded.shape[1] // group, group, folded.shape[2])
+
+    def inner_products(self, queries: Tensor, rows: Range, columns: Range) -> Tensor:
+        """(n * kv heads, rows * group, x) queries -> (n, kv heads, rows, group, columns), -inf where a key is hidden."""
+        found = self.unfold_rows(self.product(queries, self.keys[:, columns.start : columns.stop].transpose(1, 2)))
+        self._hide(found, rows, columns)
+        return found
+
+    def _hide(self, scores: Tensor, rows: Range, columns: Range) -> None:
+        """Put -inf on scores (n, heads, rows, columns), or with an axis of the group before the last."""
+        for part in self.call.mask.partly_hidden(rows, columns, self.offset):
+            hidden = self.hidden_tile(rows, part)
+            if scores.dim() == 5:
+                hidden = hidden.unsqueeze(1)
+            scores[..., part.start - columns.start : part.stop - columns.start].masked_fill_(hidden, -torch.inf)
+        if self.block.first_key is not None:
+            padding = self.block.key_indices()[:, columns.start : columns.stop] < 0
+            scores.masked_fill_(padding.view(-1, *[1] * (scores.dim() - 2), columns.size), -torch.inf)
+        for sequence, blank in enumerate(self.block.blank_keys):
+            scores[sequence, ..., : max(0, blank - columns.start)] = -torch.inf
+
+    def hidden_tile(self, rows: Range, keys: Range) -> Tensor | None:
+        """Mask.hidden, remembered for other rows, which see the same at the same distance."""
+        geometry = rows.size, keys.size, keys.start - rows.start
+        if geometry not in self.hidden:
+            if len(self.hidden) >= _REMEMBERED_TILES:
+                self.hidden.clear()
+            self.hidden[geometry] = self.call.mask.hidden(rows, keys, self.offset, self.keys.device)
+        return self.hidden[geometry]
+
+    def product(self, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
+        """a @ b * scale with fp32 (fp64) accumulation and result, whatever precision the operands are in."""
+        if a.dtype == self.dtype:
+            return torch.baddbmm(
+                a.new_empty(1, 1, 1).expand(a.shape[0], a.shape[1], b.shape[2]), a, b, beta=0, alpha=scale
+            )
+        found = torch.bmm(a, b, out_dtype=self.dtype)
+        return found if scale == 1.0 else found.mul_(scale)
+
+    def add_product(self, total: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
+        """total += a @ b * scale, in the precision of ``total``."""
+        if _BADDBMM_HAS_OUT_DTYPE and a.is_cuda and a.dtype != total.dtype:
+            torch.ops.aten.baddbmm.dtype_out(total, a, b, total.dtype, alpha=scale, out=total)
+        else:
+            total += self.product(a, b, scale)
+
+    def tanh_values(self, queries: Tensor, rows: Range, columns: Range, scores: Tensor) -> Tensor:
+        """What softcap made of the raw scores: ``scores`` itself, unless ALiBi was added to it."""
+        if self.block.slopes is None:
+            return scores
+        keys = self.keys[:, columns.start : columns.stop].transpose(1, 2)
+        return self.unfold(self.product(queries, keys, self.call.softmax_scale / self.call.softcap), rows).tanh_()
+
+    def keep(self, rows: Range, columns: Range) -> Tensor | None:
+        """Surviving probabilities of a tile as 0 and 1, (n, q heads, rows, columns); None without dropout."""
+        if not self.call.dropout_p:
+            return None
+        device = self.block.q.device
+        tile = dropout.keep_tile(
+            self.rng_state,
+            self.call.dropout_p,
+            torch.as_tensor(list(self.block.sequences), device=device),
+            torch.arange(self.heads.start, self.heads.stop, device=device),
+            self.block.row_indices()[..., rows.start : rows.stop],
+            self.block.key_indices()[..., columns.start : columns.stop],
+        )
+        return tile.to(self.operand_dtype)
+
+
+class Tile(NamedTuple):
+    """How much is worked on at once."""
+
+    sequences: int
+    heads_kv: int
+    rows: int
+    keys: int
+
+
+# Elements of one tile of scores. On a CPU a tile should stay in the cache of a core; on a GPU launches are
+# what a small tile costs.
+_TILE_ELEMENTS = {"cpu": 2**19}
+_TILE_ELEMENTS_ACCELERATOR = 5 * 2**23
+_KEYS_PER_TILE = {"cpu": 512}
+_KEYS_PER_TILE_ACCELERATOR = 8192
+_MIN_ROWS = {"cpu": 128}
+_MIN_ROWS_ACCELERATOR = 256
+_ALIGNED_ROWS = 64
+# Scores that are not worth a second round of launches, even if half of them are hidden.
+_SMALL = {"cpu": 0}
+_SMALL_ACCELERATOR = 2**24
+# Masks of tiles kept for the next ones: both ends of a window.
+_REMEMBERED_TILES = 2
+
+
+def _tile(call: AttentionCall, block: Block, whole_rows: bool) -> Tile:
+    """The largest tile within the device's budget: first rows and keys, then heads, then sequences, then rows.
+
+    Rows beyond some share of the keys, or of a window, would mostly compute scores that the mask hides.
+    whole_rows: a tile holds all keys that its rows see
+    """
+    device_type = block.q.device.type
+    n, seqlen_q = block.q.shape[:2]
+    seqlen_k = block.k.shape[1]
+    left, right = call.mask
+    band = seqlen_k if left is None or right is None else min(seqlen_k, left + right + 1)
+    rows = min(seqlen_q, _MIN_ROWS.get(device_type, _MIN_ROWS_ACCELERATOR))
+    share = 2 if device_type == "cpu" else 1
+    all_scores = n * call.nheads * seqlen_q * seqlen_k
+    everything = call.mask.is_full or all_scores <= _SMALL.get(device_type, _SMALL_ACCELERATOR)
+    most_rows = seqlen_q if everything else max(rows, min(seqlen_k // (4 * share), band // share))
+    keys = min(seqlen_k, band + most_rows)
+    if not whole_rows:
+        keys = min(keys, _KEYS_PER_TILE.get(device_type, _KEYS_PER_TILE_ACCELERATOR))
+    budget = _TILE_ELEMENTS.get(device_type, _TILE_ELEMENTS_ACCELERATOR) // (call.nheads // call.nheads_k)
+    heads = max(1, min(call.nheads_k, budget // (rows * keys)))
+    sequences = max(1, min(n, budget // (rows * keys * heads)))
+    sequences = -(-n // -(-n // sequences))
+    rows = max(min(rows, max(16, budget // keys)), min(most_rows, budget // (sequences * heads * keys)))
+    if _ALIGNED_ROWS < rows < seqlen_q:
+        # The keys that later rows see then begin where matrix products read fast.
+        rows -= rows % _ALIGNED_ROWS
+    return Tile(sequences, heads, rows, keys)
+
+
+def _is_fused(call: AttentionCall, block: Block) -> bool:
+    """Whether chunked_fused.py computes the block's tiles."""
+    plain = not call.dropout_p and block.slopes is None and call.softmax_scale > 0
+    return plain and _multiplies_half(block.q) and elementwise.is_usable(block.q.device, block.q.dtype)
+
+
+def pieces(call: AttentionCall, block: Block, rng_state: Tensor | None) -> Iterator[Piece]:
+    is_fused = _is_fused(call, block)
+    tile = _tile(call, block, whole_rows=is_fused)
+    hidden: dict[tuple[int, int, int], Tensor | None] = {}
+    for start in range(0, block.q.shape[0], tile.sequences):
+        n = slice(start, min(start + tile.sequences, block.q.shape[0]))
+        for first in range(0, call.nheads_k, tile.heads_kv):
+            heads_kv = slice(first, min(first + tile.heads_kv, call.nheads_k))
+            yield Piece(call, block, rng_state, n, heads_kv, tile, is_fused, hidden)
+
+
+def working_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _multiplies_half(tensor: Tensor) -> bool:
+    """Whether half-precision operands go straight to the tensor cores with a result in fp32.
+
+    On a CPU PyTorch's own half-precision products can be hundreds of times slower than fp32.
+    """
+    return tensor.is_cuda and tensor.dtype in HALF_DTYPES and _BMM_HAS_OUT_DTYPE
+
+
+_BMM_HAS_OUT_DTYPE = hasattr(torch.ops.aten.bmm, "dtype")
+_BADDBMM_HAS_OUT_DTYPE = hasattr(torch.ops.aten.baddbmm, "dtype_out")
