@@ -264,7 +264,7 @@ def _attend(
     """(n, heads, rows, head_dim) inputs -> out and, on a CPU, the LSE (n, heads, rows)."""
     if not q.is_cpu:
         return _public(q, k, v, causal, bias, scale), None
-    if _rounds_scores(q):
+    if not _KEEPS_SCORES and _rounds_scores(q):
         out, lse = _attend(q.float(), k.float(), v.float(), causal, bias, scale)
         return out.to(q.dtype), lse
     if bias is None and q.shape[2] == 1 and q.shape[1] != k.shape[1]:

@@ -84,28 +84,28 @@ def _call(
     """lengths: the call's fields that say how sequences lie in the tensors, for other than dense ones."""
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs = options
     left, right = window_size
+    if left == -1 and right == -1:
+        mask = _CAUSAL if causal else _FULL
+    else:
+        mask = Mask.from_window(causal, _integer(left), _integer(right))
     drops = dropout_p > 0.0
     if drops:
         checks.dropout(dropout_p)
     if alibi_slopes is not None:
         checks.alibi(alibi_slopes, q, batch)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    cap = float(softcap) if softcap is not None and softcap > 0.0 else 0.0
     return AttentionCall(
-        q=q,
-        k=k,
-        v=v,
-        softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
-        mask=Mask.from_window(causal, _integer(left), _integer(right)),
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        softcap=float(softcap) if softcap is not None and softcap > 0.0 else 0.0,
-        dropout_p=float(dropout_p) if drops else 0.0,
-        alibi_slopes=alibi_slopes,
+        q, k, v, scale, mask, max_seqlen_q, max_seqlen_k, cap, float(dropout_p) if drops else 0.0, alibi_slopes,
         deterministic=bool(deterministic),
         return_lse=bool(return_attn_probs),
         return_dmask=bool(return_attn_probs) and drops,
         shares_dropout_mask=bool(return_attn_probs) and drops,
         **lengths,
-    )
+    )  # fmt: skip
+
+
+_FULL, _CAUSAL = Mask(), Mask(None, 0)
 
 
 def _integer(value: int | Tensor) -> int:
