@@ -16,6 +16,7 @@ from torch import Tensor
 from flash_attn_compat.backends import efficient_launch
 from flash_attn_compat.backends.efficient_launch import Launch, Native
 from flash_attn_compat.engine import alignment, outside
+from flash_attn_compat.engine.band import add_overlapping
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 
 # Rows per block are about half the window, so that a slice of keys is three blocks long.
@@ -58,7 +59,7 @@ def forward(call: AttentionCall) -> Result:
     kept: list[Tensor] = []
     band = _band(call)
     for chunk, bias in _chunks_with_bias(call, q, band):
-        for member in _members(call):
+        for member in efficient_launch.members(call.nheads, call.nheads_k):
             launch = _launch(call, chunk, member, band, bias, q, k, v)
             part, native = efficient_launch.forward(launch, keep_lse=call.needs_grad or call.return_lse)
             _rows(out, chunk, member).copy_(part)
@@ -86,7 +87,7 @@ def backward(call: AttentionCall, upstream: Upstream) -> Gradients:
     dk, dv = (torch.zeros_like(tensor, dtype=dtype, memory_format=torch.contiguous_format) for tensor in (k, v))
     band = _band(call)
     for chunk, bias in _chunks_with_bias(call, q, band):
-        for member in _members(call):
+        for member in efficient_launch.members(call.nheads, call.nheads_k):
             launch = _launch(call, chunk, member, band, bias, q, k, v)
             if given_lse is None:
                 lse = next(kept)
@@ -96,7 +97,7 @@ def backward(call: AttentionCall, upstream: Upstream) -> Gradients:
             rows_dq, *pieces = efficient_launch.backward(launch, rows_dout, rows_out, Native(lse))
             _rows(dq, chunk, member).copy_(rows_dq)
             for sums in (dv, dk):
-                _add_pieces(sums, pieces.pop(), chunk, band)
+                add_overlapping(sums, pieces.pop(), chunk.first_key, band.rows)
             del launch, lse, rows_out, rows_dq
     gradients = []
     for source, gradient in zip((call.q, call.k, call.v), (dq, dk, dv)):
@@ -114,12 +115,6 @@ def _launch(
         rows, _keys(k, chunk, band), _keys(v, chunk, band), call.softmax_scale,
         bias=bias.unsqueeze(1).expand(-1, rows.shape[2], -1, -1), deterministic=call.deterministic,
     )  # fmt: skip
-
-
-def _members(call: AttentionCall) -> list[slice]:
-    """The query heads of one launch: one for each key head."""
-    group = call.nheads // call.nheads_k
-    return [slice(None)] if group == 1 else [slice(member, None, group) for member in range(group)]
 
 
 def _band(call: AttentionCall) -> _Band:
@@ -217,13 +212,3 @@ def _lse_by_token(call: AttentionCall, lse: Tensor) -> Tensor:
     if not outside.may_exist(call.cu_seqlens_q, by_token.shape[0]):
         return by_token
     return by_token.masked_fill(outside.mask(call.cu_seqlens_q, by_token.shape[0])[:, None], torch.inf)
-
-
-def _add_pieces(sums: Tensor, pieces: Tensor, chunk: _Chunk, band: _Band) -> None:
-    """Add (blocks, keys, heads, head_dim) of overlapping slices to the tokens they cover."""
-    if chunk.blocks == 1:
-        sums.narrow(0, chunk.first_key, chunk.keys).add_(pieces[0])
-        return
-    for first in range(0, band.width, band.rows):
-        tokens = _windows(sums, chunk.first_key + first, (chunk.blocks, band.rows), band.rows)
-        tokens.add_(pieces.narrow(1, first, band.rows))

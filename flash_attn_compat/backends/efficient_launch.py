@@ -74,6 +74,12 @@ class Place(NamedTuple):
 EVERYTHING = Place()
 
 
+def members(nheads: int, nheads_k: int) -> list[slice]:
+    """Query heads that share key heads: one of each group at a time, over all key heads, copying nothing."""
+    group = nheads // nheads_k
+    return [slice(None)] if group == 1 else [slice(member, None, group) for member in range(group)]
+
+
 class Native(NamedTuple):
     """What a launch leaves for its backward: LSE (n, heads, rows rounded up to 32) and the dropout's state."""
 

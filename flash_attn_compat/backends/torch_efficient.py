@@ -219,12 +219,8 @@ def _without_idle_window(call: AttentionCall) -> AttentionCall:
 
 
 def _launches(call: AttentionCall) -> Iterator[Step]:
-    """The launches of a dense or packed call, always in the same order.
-
-    Query heads that share key heads: one launch for each head of a group, over all key heads, copying nothing.
-    """
-    group = call.nheads // call.nheads_k
-    members = [slice(None)] if group == 1 else [slice(member, None, group) for member in range(group)]
+    """The launches of a dense or packed call, always in the same order."""
+    members = efficient_launch.members(call.nheads, call.nheads_k)
     slopes, mask = call.alibi_slopes, call.mask
     if slopes is not None or not (mask.is_full or mask.right == 0):
         for heads in members:

@@ -47,13 +47,23 @@ class Part(NamedTuple):
 
     def add_keys_to(self, total: KeySums, values: Tensor) -> None:
         """Add (count, keys, heads, head_dim) to what the whole block's keys have got so far."""
-        step = self.rows.size // self.count
         target = total.tensor[self.sequence].squeeze(0)
-        for first in range(0, values.shape[1], step):
-            share = values[:, first : first + step]
-            start = total.front + self.first_key + first
-            places = target[start : start + self.count * step].unflatten(0, (self.count, step))
-            places[:, : share.shape[1]].add_(share)
+        add_overlapping(target, values, total.front + self.first_key, self.rows.size // self.count)
+
+
+def add_overlapping(total: Tensor, slices: Tensor, first: int, step: int) -> None:
+    """Add (count, size, ...) slices to (tokens, ...): the first from ``first`` on, each next one ``step`` further.
+
+    ``total`` holds ``count`` whole steps behind the start of each share of a slice.
+    """
+    count, size = slices.shape[:2]
+    if count == 1:
+        total.narrow(0, first, size).add_(slices[0])
+        return
+    for start in range(0, size, step):
+        share = slices[:, start : start + step]
+        places = total.narrow(0, first + start, count * step).unflatten(0, (count, step))
+        places[:, : share.shape[1]].add_(share)
 
 
 class KeySums(NamedTuple):
@@ -99,12 +109,10 @@ def _part(one: Block, sequence: slice, rows: Range, count: int, left: int) -> Pa
     keys, blank = step + left, max(0, -first_key)
     start = first_key + blank
     q = one.q[0, rows.start : rows.stop].unflatten(0, (count, step))
-    k, v = (
-        F.pad(tensor[0, start : start + keys + (count - 1) * step - blank], (0, 0, 0, 0, blank, 0))
-        .unfold(0, keys, step)
-        .movedim(-1, 1)
-        for tensor in (one.k, one.v)
-    )
+    k, v = (tensor[0, start : start + keys + (count - 1) * step - blank] for tensor in (one.k, one.v))
+    if blank:
+        k, v = (F.pad(tensor, (0, 0, 0, 0, blank, 0)) for tensor in (k, v))
+    k, v = (tensor.unfold(0, keys, step).movedim(-1, 1) for tensor in (k, v))
     slopes = None if one.slopes is None else one.slopes.expand(count, -1)
     blank_keys = range(blank, 0, -step)[:count]
     return Part(sequence, rows, first_key, Block(q, k, v, slopes, list(one.sequences) * count, blank_keys=blank_keys))

@@ -8,6 +8,7 @@ Its kernels return their arguments' dtype, so two half-precision neighbours trav
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from collections.abc import Callable
 
@@ -121,15 +122,15 @@ def is_usable(device: torch.device, dtype: torch.dtype) -> bool:
 
 def bias_is_usable(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether alibi_bias serves."""
-    return not _why_not(device, dtype, _bias_problem)
+    return not _why_not(device, dtype, _bias_is_right)
 
 
 def why_not(device: torch.device, dtype: torch.dtype) -> str:
     """Why plain operators serve instead, or nothing: the kernels compile on this device and give the right numbers."""
-    return _why_not(device, dtype, _problem)
+    return _why_not(device, dtype, _tiles_are_right)
 
 
-def _why_not(device: torch.device, dtype: torch.dtype, trial: Callable[[torch.device, torch.dtype], str]) -> str:
+def _why_not(device: torch.device, dtype: torch.dtype, trial: Callable[[torch.device, torch.dtype], bool]) -> str:
     if device.type != "cuda" or torch.version.hip is not None:
         return "they are for NVIDIA GPUs"
     if dtype not in _PACK:
@@ -139,7 +140,7 @@ def _why_not(device: torch.device, dtype: torch.dtype, trial: Callable[[torch.de
     if (device, dtype, trial) not in _problems:
         if torch.cuda.is_current_stream_capturing():
             return "not tried before a CUDA graph was captured"
-        _problems[device, dtype, trial] = problem = trial(device, dtype)
+        _problems[device, dtype, trial] = problem = _problem(device, dtype, trial)
         if problem:
             warnings.warn(f"PyTorch's jiterator is not used on {device}: {problem}", RuntimeWarning, stacklevel=2)
     return _problems[device, dtype, trial]
@@ -148,47 +149,44 @@ def _why_not(device: torch.device, dtype: torch.dtype, trial: Callable[[torch.de
 _problems: dict[tuple[object, ...], str] = {}
 
 
-def _problem(device: torch.device, dtype: torch.dtype) -> str:
+def _problem(device: torch.device, dtype: torch.dtype, trial: Callable[[torch.device, torch.dtype], bool]) -> str:
     """Compile and compare with plain PyTorch, once; whatever goes wrong, plain PyTorch serves."""
+    try:
+        return "" if trial(device, dtype) else "its results are wrong"
+    except Exception as error:  # NVRTC missing or too old, or whatever else a driver raises
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _tiles_are_right(device: torch.device, dtype: torch.dtype) -> bool:
     products = torch.tensor([[0.5, -1.0, -torch.inf], [2.0, 3.0, 0.0]], device=device)
     delta = torch.tensor([[0.5], [-0.5]], device=device)
     scores = 2.0 * torch.tanh(products * 0.5)
     lse = scores.amax(-1, keepdim=True)
     expected = torch.exp(scores - lse).masked_fill(products == -torch.inf, 0.0)
     slope = 1.0 - (scores / 2.0).square()
-    try:
-        found, sums = weights(products, products.amax(-1, keepdim=True), 0.5, 2.0, dtype)
-        p, ds = gradients(products, products.clamp(min=-1.0), lse, delta, 0.5, 2.0, dtype)
-        pairs = (
-            (found, expected),
-            (p, expected),
-            (sums.sum(-1), expected.sum(-1)),
-            (ds, expected * (products.clamp(min=-1.0) - delta) * slope),
-            (score(products, 0.5, 2.0)[1], scores[1]),
-        )
-        right = all(torch.allclose(one.float(), other, rtol=1e-2, atol=1e-3) for one, other in pairs)
-    except Exception as error:  # NVRTC missing or too old, or whatever else a driver raises
-        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    return "" if right else "its results are wrong"
+    found, sums = weights(products, products.amax(-1, keepdim=True), 0.5, 2.0, dtype)
+    p, ds = gradients(products, products.clamp(min=-1.0), lse, delta, 0.5, 2.0, dtype)
+    pairs = (
+        (found, expected),
+        (p, expected),
+        (sums.sum(-1), expected.sum(-1)),
+        (ds, expected * (products.clamp(min=-1.0) - delta) * slope),
+        (score(products, 0.5, 2.0)[1], scores[1]),
+    )
+    return all(torch.allclose(one.float(), other, rtol=1e-2, atol=1e-3) for one, other in pairs)
 
 
-def _bias_problem(device: torch.device, dtype: torch.dtype) -> str:
+def _bias_is_right(device: torch.device, dtype: torch.dtype) -> bool:
     slopes = torch.tensor([0.5, -2.0], device=device).view(1, 2, 1, 1)
     shift = torch.tensor([0.0, 1.0, -3.0], device=device).view(1, 1, 3, 1).expand(1, 2, 3, 1)
     positions, columns = torch.arange(3.0, device=device), torch.arange(-1.0, 5.0, device=device)
     expected = shift - slopes * (columns - positions.unsqueeze(1)).abs()
-    try:
-        right = torch.equal(alibi_bias(slopes, shift, positions, columns, dtype), expected.to(dtype))
-    except Exception as error:  # as above
-        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    return "" if right else "its results are wrong"
+    return torch.equal(alibi_bias(slopes, shift, positions, columns, dtype), expected.to(dtype))
 
 
 @functools.lru_cache(maxsize=None)
 def _compiled(name: str, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]]:
-    source = {"weights": _WEIGHTS, "gradients": _GRADIENTS}[name]
-    for target in ("packed_p", "packed_ds", "packed"):
-        source = source.replace(f"PACK({target})", _PACK[dtype].replace("TARGET", target))
+    source = _packing({"weights": _WEIGHTS, "gradients": _GRADIENTS}[name], dtype)
     return torch.cuda.jiterator._create_multi_output_jit_fn(source, 2, factor=1.0, softcap=0.0)
 
 
@@ -199,8 +197,12 @@ def _compiled_score() -> Callable[..., Tensor]:
 
 @functools.lru_cache(maxsize=None)
 def _compiled_bias(dtype: torch.dtype) -> Callable[..., Tensor]:
-    source = _BIAS.replace("PACK(packed)", _PACK[dtype].replace("TARGET", "packed"))
-    return torch.cuda.jiterator._create_jit_fn(source)
+    return torch.cuda.jiterator._create_jit_fn(_packing(_BIAS, dtype))
+
+
+def _packing(source: str, dtype: torch.dtype) -> str:
+    """``source`` with each PACK(target) spelt out for ``dtype``."""
+    return re.sub(r"PACK\((\w+)\)", lambda pack: _PACK[dtype].replace("TARGET", pack[1]), source)
 
 
 def _halves(tile: Tensor, padding: float) -> tuple[Tensor, Tensor]:
