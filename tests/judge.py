@@ -19,7 +19,7 @@ import flash_attn_compat
 from flash_attn_compat import flash_attn_interface
 from tests import oracle
 from tests.oracle import Answer
-from tests.problems import Call, Problem
+from tests.problems import Call, Problem, random_problem
 
 # (times the plain error, times one rounding of the terms)
 ALLOWED = {"out": (2.0, 1.0), "q": (3.0, 2.0), "k": (3.0, 2.0), "v": (3.0, 2.0)}
@@ -254,3 +254,18 @@ def must_serve(p: Problem, backend: str, device: str = "cpu") -> bool:
         return True
     plain = p.has_gradients and not p.dropout_p and p.softcap <= 0 and p.value_dim == p.head_dim
     return backend == "sdpa" and device == "cpu" and plain
+
+
+def judge_first_served(backend: str, kind: str, enough: int = 20) -> tuple[int, list[str]]:
+    """Half-precision problems of one kind until a flash backend has served enough: how many, and what was wrong."""
+    served, complaints = 0, []
+    for seed in range(400):
+        problem = random_problem(seed, (kind,), ("float16", "bfloat16"))
+        if problem.dropout_p:  # which only the kernel that drew a mask can repeat
+            continue
+        verdict = Examination(problem).judge(backend)
+        complaints += [f"{problem}: {failure}" for failure in verdict.failures]
+        served += not verdict.refused
+        if served == enough:
+            break
+    return served, complaints

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import pytest
@@ -91,3 +92,17 @@ def end_worker() -> NoReturn:
     """
     dist.destroy_process_group()
     os._exit(0)
+
+
+def check_refused_in_one_line(
+    main: Callable[[list[str]], int], arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> str:
+    """A command line that makes no sense: exit code 2 and one line on stderr with ``part`` in it; returns stdout."""
+    try:
+        code = main(arguments)
+    except SystemExit as stop:  # argparse's way
+        code = stop.code
+    printed = capsys.readouterr()
+    assert code == 2
+    assert part in printed.err and len(printed.err.splitlines()) == 1
+    return printed.out

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support import check_refused_in_one_line
 from verify import bench, spot_check, timing
 from verify.bench_run import Plan, run
 from verify.cli import build_parser, main
@@ -49,13 +50,7 @@ TINY = {workload.name: shrunk(workload, batch=32, seqlen=64, heads=8) for worklo
     ],
 )
 def test_a_bad_argument_ends_in_one_line_and_exit_code_2(arguments, part, capsys):
-    try:
-        code = main(["bench", *arguments])
-    except SystemExit as exit_:
-        code = exit_.code
-    printed = capsys.readouterr()
-    assert code == 2 and printed.out == ""
-    assert part in printed.err and len(printed.err.splitlines()) == 1
+    assert check_refused_in_one_line(main, ["bench", *arguments], part, capsys) == ""
 
 
 def test_a_file_that_is_no_saved_run_is_named(tmp_path, capsys):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import flash_attn_compat
+from tests.support import check_refused_in_one_line
 from verify.cli import main
 from verify.environment import describe
 from verify.judge import Check, against_fp64, against_official
@@ -40,13 +41,7 @@ CORRECT = ["--quick", "--implementation", "tests.mutants:correct", "--device", "
     ],
 )
 def test_a_bad_argument_ends_in_one_line_and_exit_code_2(arguments, part, capsys):
-    try:
-        code = main(arguments)
-    except SystemExit as exit_:
-        code = exit_.code
-    printed = capsys.readouterr()
-    assert code == 2 and printed.out == ""
-    assert part in printed.err and len(printed.err.splitlines()) == 1
+    assert check_refused_in_one_line(main, arguments, part, capsys) == ""
 
 
 def test_as_a_program_it_ends_in_one_line_and_exit_code_2_too():

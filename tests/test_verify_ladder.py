@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support import check_refused_in_one_line
 from verify import inputs, ladder
 from verify.cli import main
 from verify.errors import UsageError
@@ -138,13 +139,7 @@ def test_the_command_writes_every_step_at_every_length_and_draws_it(tmp_path, ca
     ],
 )
 def test_a_wrong_question_ends_in_one_line_and_exit_code_2(arguments, part, capsys):
-    try:
-        code = main(["ladder", *arguments])
-    except SystemExit as stop:  # argparse's way
-        code = stop.code
-    captured = capsys.readouterr()
-    assert code == 2
-    assert part in captured.err and len(captured.err.splitlines()) == 1
+    check_refused_in_one_line(main, ["ladder", *arguments], part, capsys)
 
 
 def test_no_memory_even_for_the_inputs_is_one_line(monkeypatch, capsys):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests import mutants
+from tests.support import check_refused_in_one_line
 from verify.cli import main
 from verify.difference import first_place, gap, heat_map, texture, which
 from verify.inputs import draw, recipe
@@ -353,13 +354,7 @@ not_a_function = 3
     ],
 )
 def test_a_wrong_question_ends_in_one_line_and_exit_code_2(arguments, part, capsys):
-    try:
-        code = main(["locate", *arguments])
-    except SystemExit as stop:  # argparse's way
-        code = stop.code
-    captured = capsys.readouterr()
-    assert code == 2
-    assert part in captured.err and len(captured.err.splitlines()) == 1
+    check_refused_in_one_line(main, ["locate", *arguments], part, capsys)
 
 
 def test_no_traceback_reaches_the_user():
