@@ -62,13 +62,15 @@ def varlen_fwd(
     left, right = _normalised(is_causal, left, right, max_k)
     batch = cu_q.shape[0] - 1
     folds = max_q == 1 and q.shape[1] > k.shape[-2] and (left, right) in ((-1, -1), (-1, 0))
-    if folds and not p_dropout and alibi_slopes is None:
+    folds = folds and not p_dropout and alibi_slopes is None
+    if folds:
         assert q.shape[0] == batch, "folded rows cannot be reshaped"
     outside, lse_outside = (0.0, -torch.inf) if zero_tensors else (torch.nan, torch.nan)
     out, lse = torch.full_like(q, outside), torch.full((q.shape[1], q.shape[0]), lse_outside)
     rng_state = torch.zeros(2, dtype=torch.int64)
     for index, rows in enumerate(_spans(cu_q)):
-        rows = slice(rows.start, min(rows.stop, rows.start + max_q))
+        # Folded rows are taken for one per sequence, whatever cu_q says.
+        rows = slice(index, index + 1) if folds else slice(rows.start, min(rows.stop, rows.start + max_q))
         if rows.start == rows.stop:
             continue
         keys = _keys(index, cu_k, seqused_k, leftpad_k, block_table, k)

@@ -95,6 +95,14 @@ def test_an_open_window_is_open_to_rows_far_before_the_keys(install, problem: Pr
     assert verdict.failures == [] and not verdict.refused
 
 
+def test_single_rows_outside_of_all_sequences_do_not_pass_for_a_row_in_each(install) -> None:
+    install()
+    lengths = (0, 1, 0, 0)
+    problem = Problem("varlen", lengths, lengths, group=3, dtype="bfloat16", causal=True, gap=(3, 0))
+    verdict = Examination(problem).judge("official")
+    assert verdict.failures == [] and not verdict.refused
+
+
 def test_keys_outside_of_all_sequences_get_no_gradient(install) -> None:
     install()
     q, k, v = (x.flatten(0, 1).requires_grad_() for x in qkv(dtype=HALF))

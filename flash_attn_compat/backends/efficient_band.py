@@ -52,7 +52,7 @@ class _Chunk(NamedTuple):
 
 def forward(call: AttentionCall) -> Result:
     """Tokens are rows and keys alike: every sequence has as many queries as keys."""
-    q, k, v = (_tokens(tensor) for tensor in (call.q, call.k, call.v))
+    q, k, v = (_tokens(call, tensor) for tensor in (call.q, call.k, call.v))
     total, nheads = q.shape[:2]
     out = q.new_empty(total, nheads, v.shape[-1])
     lse = torch.empty(total, nheads, device=q.device) if call.return_lse else None
@@ -77,8 +77,8 @@ def forward(call: AttentionCall) -> Result:
 
 
 def backward(call: AttentionCall, upstream: Upstream) -> Gradients:
-    q, k, v = (_tokens(tensor) for tensor in (call.q, call.k, call.v))
-    dout, out = (_tokens(tensor) for tensor in (upstream.dout, upstream.out))
+    q, k, v = (_tokens(call, tensor) for tensor in (call.q, call.k, call.v))
+    dout, out = (_tokens(call, tensor) for tensor in (upstream.dout, upstream.out))
     given_lse = None if upstream.saved else _lse_by_token(call, upstream.softmax_lse)
     kept = iter(upstream.saved)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -160,8 +160,13 @@ def _chunks(q: Tensor, band: _Band) -> Iterator[_Chunk]:
         yield _Chunk(min(step, last_inner - block), start, band.rows, start - band.before, band.width)
 
 
-def _tokens(tensor: Tensor) -> Tensor:
-    """(tokens, heads, head_dim) as the kernel reads it; a view unless channels or sequences are oddly strided."""
+def _tokens(call: AttentionCall, tensor: Tensor) -> Tensor:
+    """(tokens, heads, head_dim) as the kernel reads it; a view unless channels or sequences are oddly strided.
+
+    Blocks beside a sequence multiply what lies outside by 0, which NaN would survive.
+    """
+    if call.cu_seqlens_q is not None:
+        tensor = outside.cleared(tensor, call.cu_seqlens_q)
     padded = alignment.ready(efficient_launch.pad_channels(tensor))
     return padded.flatten(0, 1) if padded.dim() == 4 else padded
 

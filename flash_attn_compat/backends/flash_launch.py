@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn_compat.backends.base import Backend
-from flash_attn_compat.engine import alignment
+from flash_attn_compat.engine import alignment, outside
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import DESCRIPTIONS, Feature, Traits
 
@@ -144,7 +144,8 @@ def prepare(call: AttentionCall, takes_caches: bool) -> Launch:
     clamped = max_seqlen_q > max_seqlen_k and right != 0 and (left >= 0 or right > 0)
     if cu_seqlens_q is not None:
         # With one row per sequence the kernels fold grouped heads into rows, and count on a row in every sequence.
-        may_fold = max_seqlen_q <= 1 and call.q.shape[0] != call.batch
+        total = call.q.shape[0]
+        may_fold = max_seqlen_q <= 1 and (total != call.batch or outside.may_exist(cu_seqlens_q, total))
         max_seqlen_k = max(1, max_seqlen_q if clamped else 0, max_seqlen_k)
         max_seqlen_q = 2 if may_fold else max(1, max_seqlen_q)
         if cu_seqlens_k is None:

@@ -70,6 +70,14 @@ def clear(tensor: Tensor, cu_seqlens: Tensor) -> None:
         set_to_zero(tensor, cu_seqlens)
 
 
+def cleared(tensor: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """(total, heads, head_dim) with 0 outside: a copy where something may lie there, which may be NaN."""
+    total = tensor.shape[0]
+    if not may_exist(cu_seqlens, total):
+        return tensor
+    return tensor.masked_fill(mask(cu_seqlens, total)[:, None, None], 0)
+
+
 def _look(cu_seqlens: Tensor) -> _Bounds:
     values = torch.empty(2, dtype=cu_seqlens.dtype, pin_memory=True)
     values.copy_(cu_seqlens[:: cu_seqlens.shape[0] - 1], non_blocking=True)
