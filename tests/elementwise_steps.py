@@ -1,45 +1,85 @@
-"""engine/elementwise.py's kernels as plain PyTorch, packing included, so that what surrounds them runs on a CPU."""
+"""engine/elementwise.py's kernels as plain PyTorch, so that what surrounds them runs on a CPU."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-
-def score(product: Tensor, factor: float, softcap: float) -> Tensor:
-    found = torch.tanh(product * factor) * softcap if softcap else product * factor
-    return found.masked_fill(product == -torch.inf, -torch.inf)
+from flash_attn_compat.engine.elementwise import Sight
 
 
-def compiled(name: str, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]]:
-    def weights(even: Tensor, odd: Tensor, peak: Tensor, **parameters: Any) -> tuple[Tensor, Tensor]:
-        shift = score(peak, **parameters).masked_fill(peak == -torch.inf, 0.0)
-        low, high = (torch.exp(score(products, **parameters) - shift) for products in (even, odd))
-        return _pack(low, high, dtype), low + high
-
-    def gradients(
-        even: Tensor, odd: Tensor, dp_even: Tensor, dp_odd: Tensor, lse: Tensor, delta: Tensor, **parameters: Any
-    ) -> tuple[Tensor, Tensor]:
-        p = [torch.exp(score(products, **parameters) - lse) for products in (even, odd)]
-        ds = []
-        for one, products, dp in zip(p, (even, odd), (dp_even, dp_odd), strict=True):
-            tanh = torch.tanh(products * parameters["factor"]) if parameters["softcap"] else torch.zeros(())
-            ds.append((one * (dp - delta) * (1 - tanh * tanh)).masked_fill(one == 0, 0.0))
-        return _pack(*p, dtype), _pack(*ds, dtype)
-
-    return {"weights": weights, "gradients": gradients}[name]
+def score(products: Tensor, factor: float, softcap: float) -> Tensor:
+    found = torch.tanh(products * factor) * softcap if softcap else products * factor
+    return found.masked_fill(products == -torch.inf, -torch.inf)
 
 
-def compiled_bias(dtype: torch.dtype) -> Callable[..., Tensor]:
-    def bias(slopes: Tensor, shift: Tensor, positions: Tensor, even: Tensor) -> Tensor:
-        low, high = (shift - slopes * (columns - positions).abs() for columns in (even, even + 1))
-        return _pack(low, high, dtype)
-
-    return bias
+def raise_peaks(products: Tensor, peaks: Tensor, sight: Sight) -> None:
+    assert peaks.is_contiguous()
+    found = products.masked_fill(_hidden(products, sight), -torch.inf).amax(-1, keepdim=True)
+    peaks.copy_(torch.maximum(peaks, found))
 
 
-def _pack(low: Tensor, high: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.stack((low.to(dtype), high.to(dtype)), dim=-1).contiguous().view(torch.float32).squeeze(-1)
+def weights(
+    products: Tensor, peak: Tensor, factor: float, softcap: float, dtype: torch.dtype, sight: Sight
+) -> tuple[Tensor, Tensor]:
+    shift = score(peak, factor, softcap).masked_fill(peak == -torch.inf, 0.0)
+    found = torch.exp(score(products, factor, softcap) - shift).masked_fill(_hidden(products, sight), 0.0)
+    # Two parts of each row: whoever sums them up must take both.
+    sums = torch.stack((found[..., ::2].sum(-1), found[..., 1::2].sum(-1)), dim=-1)
+    return _padded(found, dtype), sums
+
+
+def finish(
+    products: Tensor, sums: Tensor, peak: Tensor, factor: float, softcap: float, out: Tensor, lse: Tensor | None
+) -> None:
+    total = sums.sum(-1, keepdim=True)
+    dead = total == 0
+    out.copy_((products / total).masked_fill(dead, 0.0))
+    if lse is not None:
+        lse.copy_((total.log() + score(peak, factor, softcap)).masked_fill(dead, torch.inf).squeeze(-1))
+
+
+def gradients(
+    products: Tensor,
+    dp: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    factor: float,
+    softcap: float,
+    dtype: torch.dtype,
+    sight: Sight,
+) -> tuple[Tensor, Tensor]:
+    p = torch.exp(score(products, factor, softcap) - lse).masked_fill(_hidden(products, sight), 0.0)
+    tanh = torch.tanh(products * factor) if softcap else torch.zeros((), dtype=products.dtype)
+    ds = (p * (dp - delta) * (1 - tanh * tanh)).masked_fill(p == 0, 0.0)
+    return _padded(p, dtype), _padded(ds, dtype)
+
+
+def alibi_bias(
+    slopes: Tensor, shift: Tensor, positions: Tensor, first_column: int, columns: int, dtype: torch.dtype
+) -> Tensor:
+    assert columns % 8 == 0
+    places = torch.arange(first_column, first_column + columns, dtype=torch.float32)
+    return (shift - slopes * (places - positions.unsqueeze(1)).abs()).to(dtype)
+
+
+def _padded(tile: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows on 16 bytes, as the kernels write them."""
+    columns = tile.shape[-1]
+    found = torch.full((*tile.shape[:-1], columns + -columns % 8), torch.nan, dtype=dtype, device=tile.device)
+    found[..., :columns] = tile
+    return found[..., :columns]
+
+
+def _hidden(products: Tensor, sight: Sight) -> Tensor:
+    """Like products or broadcast to it, by the words of Sight alone."""
+    n, _, rows, _, columns = products.shape
+    device = products.device
+    place = torch.arange(rows, device=device).view(rows, 1, 1) + sight.position
+    column = torch.arange(columns, device=device)
+    if sight.first_keys is None:
+        blank = sight.blank - sight.blank_step * torch.arange(n, device=device)
+    else:
+        blank = sight.first_keys - sight.start
+    outside = (column < place - sight.left) | (column > place + sight.right)
+    return outside | (column < blank.view(n, 1, 1, 1, 1))

@@ -7,8 +7,9 @@ import torch
 
 from flash_attn_compat.backends import chunked, chunked_tiles
 from flash_attn_compat.backends.base import HALF_DTYPES
-from flash_attn_compat.engine import band, elementwise
-from tests import elementwise_steps
+from flash_attn_compat.engine import band, elementwise, jiterated
+from flash_attn_compat.engine.elementwise import Sight
+from tests import cuda_on_cpu, elementwise_steps
 from tests.judge import Examination
 from tests.problems import Problem, random_problem
 from tests.support import check_against_oracle, qkv
@@ -21,13 +22,12 @@ def fused_steps(monkeypatch):
     """Half-precision tiles go through the stand-in of the kernels; a CPU multiplies them in fp32."""
     calls = []
 
-    def counted(name, dtype):
-        calls.append(name)
-        return elementwise_steps.compiled(name, dtype)
+    def counted(step):
+        return lambda *arguments: calls.append(step.__name__) or step(*arguments)
 
     monkeypatch.setattr(elementwise, "is_usable", lambda device, dtype: dtype in HALF_DTYPES)
-    monkeypatch.setattr(elementwise, "_compiled", counted)
-    monkeypatch.setattr(elementwise, "_compiled_score", lambda: elementwise_steps.score)
+    for name in ("raise_peaks", "weights", "finish", "gradients"):
+        monkeypatch.setattr(elementwise, name, counted(getattr(elementwise_steps, name)))
     monkeypatch.setattr(chunked_tiles, "_multiplies_half", lambda tensor: tensor.dtype in HALF_DTYPES)
     monkeypatch.setattr(
         chunked_tiles.Piece, "product", lambda self, a, b, scale=1.0: (a.to(self.dtype) @ b.to(self.dtype)).mul_(scale)
@@ -102,30 +102,77 @@ def test_a_short_sequence_is_not_cut(cut_windows):
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels run on NVIDIA GPUs only")
 
 
-@needs_cuda
+@pytest.fixture(params=cuda_on_cpu.devices())
+def kernels(request, monkeypatch) -> torch.device:
+    if request.param == "cpu":
+        cuda_on_cpu.install(monkeypatch)
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.mark.parametrize("columns", [1, 7, 64, 131, 300, 1000])
+@pytest.mark.parametrize(
+    "sight",
+    [
+        Sight(0),
+        Sight(40, right=0),
+        Sight(-3, right=0),
+        Sight(90, left=50, right=0),
+        Sight(20, left=5, right=9, blank=70, blank_step=32),
+        Sight(60, right=0, first_keys=torch.tensor([0, 9, 99]), start=4),
+        Sight(10**6),
+    ],
+    ids=repr,
+)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_kernels_compile_and_equal_their_stand_in(dtype):
-    device = torch.device("cuda", torch.cuda.current_device())
+def test_the_kernels_equal_their_stand_in(kernels, dtype, sight, columns):
+    device = kernels
     assert elementwise.is_usable(device, dtype)
-    products = torch.randn(2, 3, 65, 129, device=device) * 4
-    products[..., :7].masked_fill_(torch.rand(65, 7, device=device) < 0.5, -torch.inf)
-    dp = torch.randn_like(products)
-    peak, delta = products.amax(-1, keepdim=True), torch.randn(2, 3, 65, 1, device=device)
-    lse = elementwise_steps.score(peak, 0.3, 1.5)
-    weights, sums = elementwise.weights(products, peak, 0.3, 1.5, dtype)
-    found = (
-        weights,
-        sums.sum(-1, keepdim=True),
-        *elementwise.gradients(products, dp, lse, delta, 0.3, 1.5, dtype),
-        elementwise.score(products, 0.3, 0.0),
-    )
-    score = elementwise_steps.score(products.double(), 0.3, 1.5)
-    p = torch.exp(score - lse)
-    ds = p * (dp - delta) * (1 - (score / 1.5).square())
-    right = (p, p.sum(-1, keepdim=True), p, ds.masked_fill(p == 0, 0.0), products.double() * 0.3)
+    if sight.first_keys is not None:
+        sight = sight._replace(first_keys=sight.first_keys.to(device))
+    products, dp = torch.randn(2, 3, 2, 65, 3, columns, device=device).mul_(4)
+    delta = torch.randn(3, 2, 65, 3, 1, device=device)
+    peak, found_peak = torch.full((2, *delta.shape), -torch.inf, device=device)
+    elementwise_steps.raise_peaks(products, peak, sight)
+    elementwise.raise_peaks(products, found_peak, sight)
+    assert torch.equal(found_peak, peak)
+    lse = elementwise_steps.score(peak, 0.3, 1.5).masked_fill(peak == -torch.inf, torch.inf)
+    weights, sums = elementwise.weights(products, peak, 0.3, 1.5, dtype, sight)
+    found = (weights, sums.sum(-1), *elementwise.gradients(products, dp, lse, delta, 0.3, 1.5, dtype, sight))
+    exact = (products.double(), peak.double(), 0.3, 1.5, torch.float64, sight)
+    right_weights, right_sums = elementwise_steps.weights(*exact)
+    gradients = elementwise_steps.gradients(exact[0], dp.double(), lse.double(), delta.double(), *exact[2:])
+    for one, other in zip(found, (right_weights, right_sums.sum(-1), *gradients), strict=True):
+        bound = max(torch.finfo(one.dtype).eps, 1e-5)
+        torch.testing.assert_close(one.double(), other, rtol=bound, atol=bound / 16)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("channels", [1, 8, 20, 128])
+@pytest.mark.parametrize("chunks", [1, 5])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_finished_rows_are_written_where_they_belong(kernels, dtype, chunks, channels, softcap):
+    sizes = (2, 3, 7, 2)  # sequences, key heads, rows, query heads of each
+    products, sums = (torch.rand(*sizes, size, device=kernels) for size in (channels, chunks))
+    peak = torch.randn(*sizes, 1, device=kernels)
+    sums[1, 2, 4] = 0.0
+    peak[1, 2, 4] = -torch.inf
+    found, right = [], []
+    for finish, into in ((elementwise.finish, found), (elementwise_steps.finish, right)):
+        for wants_lse in (True, False):
+            out = torch.full((2, 9, 6, channels), 7.0, dtype=dtype, device=kernels)
+            lse = torch.full((2, 6, 9), 7.0, device=kernels)
+            rows = out[:, 1:8].unflatten(2, (3, 2)).transpose(1, 2)
+            row_lse = lse[:, :, 1:8].transpose(1, 2).unflatten(2, (3, 2)).transpose(1, 2)
+            finish(products, sums, peak, 0.7, softcap, rows, row_lse if wants_lse else None)
+            into += (out, lse)
     for one, other in zip(found, right, strict=True):
-        exact = max(torch.finfo(one.dtype).eps, 1e-5)
-        torch.testing.assert_close(one.double(), other, rtol=exact, atol=exact / 16)
+        torch.testing.assert_close(one, other, rtol=max(torch.finfo(one.dtype).eps, 1e-5), atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_kernels_pass_their_own_trials(kernels, dtype):
+    assert elementwise._tiles_are_right(kernels, dtype) and elementwise._bias_is_right(kernels, dtype)
 
 
 @needs_cuda
@@ -136,7 +183,7 @@ def test_without_the_jiterator_plain_operators_serve(monkeypatch):
 
 @needs_cuda
 def test_kernels_that_give_wrong_numbers_are_not_used(monkeypatch):
-    monkeypatch.setattr(elementwise, "_compiled_score", lambda: lambda products, **parameters: products)
-    monkeypatch.setattr(elementwise, "_problems", {})
+    monkeypatch.setattr(elementwise, "raise_peaks", lambda *arguments: None)
+    monkeypatch.setattr(jiterated, "_problems", {})
     with pytest.warns(RuntimeWarning, match="its results are wrong"):
         assert not elementwise.is_usable(torch.device("cuda", 0), torch.float16)

@@ -13,23 +13,20 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import explain, flash_attn_func, flash_attn_with_kvcache, use_backend
-from flash_attn_compat.backends import BACKENDS, efficient_launch, efficient_shares
-from tests import efficient_kernels
+from flash_attn_compat.backends import BACKENDS, efficient_decode, efficient_launch, efficient_shares
+from flash_attn_compat.backends.efficient_shares import Cut
+from flash_attn_compat.engine import jiterated
+from tests import cuda_on_cpu, efficient_kernels
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs the kernel, needs a CUDA device")
 HEADS = [(2, 4), (4, 1), (1, 8)]  # (key heads, query heads for each)
-
-
-def forget() -> None:
-    for remembered in (efficient_shares._remembered_cut, efficient_shares._even_shares, efficient_shares._sightings):
-        remembered.cache_clear()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_gpu)])
 def device(request, monkeypatch) -> str:
     monkeypatch.setenv("FLASH_ATTN_COMPAT_CAPABILITY", "7.5")
     monkeypatch.setattr(efficient_shares, "_WORTH_CUTTING", 512)
-    forget()
+    efficient_shares._even_shares.cache_clear()
     if request.param == "cpu":
         backend = next(backend for backend in BACKENDS if backend.name == "torch_efficient")
         table = dataclasses.replace(backend.capabilities, devices=frozenset({"cpu"}), min_capability=None)
@@ -77,18 +74,12 @@ def with_garbage(x: Tensor, lengths: list[int]) -> Tensor:
 
 @pytest.mark.parametrize(("nheads_k", "group"), HEADS)
 @pytest.mark.parametrize("length", [0, 1, 11, 12, 13, 255, 2048, 3070, 3071])
-def test_a_lone_sequence_of_any_length_is_right_before_and_after_its_shares_are_remembered(
-    device, nheads_k, group, length
-):
+def test_a_lone_sequence_of_any_length_is_right(device, nheads_k, group, length):
     q, k, v = random(1, 1, nheads_k * group, 64, device=device), *random(2, 1, 3071, nheads_k, 64, device=device)
     expected = right(q, k, v, [length])
     k, v = with_garbage(k, [length]), with_garbage(v, [length])
     lengths = ints(length, device=device)
-    found = [decode(q, k, v, cache_seqlens=lengths) for _ in range(3)]
-    for out in found:
-        close(out, expected)
-    assert efficient_shares._even_shares.cache_info().currsize == 1
-    assert torch.equal(found[1], found[2])
+    close(decode(q, k, v, cache_seqlens=lengths), expected)
 
 
 @pytest.mark.parametrize(("nheads_k", "group"), HEADS)
@@ -237,34 +228,44 @@ def test_queries_may_be_strided(device, dtype, nheads_k):
     close(decode(q, k, v, cache_seqlens=ints(700, 650, device=device)), right(q, k, v, [700, 650]))
 
 
-def test_caches_that_grow_with_every_call_get_no_table(device):
-    q = random(1, 1, 4, 64, device=device)
-    for capacity in range(1000, 1005):
-        k, v = random(2, 1, capacity, 2, 64, device=device)
-        close(decode(q, k, v, cache_seqlens=ints(capacity, device=device)), right(q, k, v, [capacity]))
-    assert efficient_shares._even_shares.cache_info().misses == 0
+@pytest.fixture(params=cuda_on_cpu.devices())
+def kernels(request, monkeypatch) -> str:
+    if request.param == "cpu":
+        cuda_on_cpu.install(monkeypatch)
+    return request.param
 
 
-def test_what_was_remembered_under_inference_mode_serves_elsewhere(device):
-    q, k, v = random(1, 1, 4, 64, device=device), *random(2, 1, 1000, 2, 64, device=device)
-    lengths = ints(1000, device=device)
-    with torch.inference_mode():
-        decode(q, k, v, cache_seqlens=lengths), decode(q, k, v, cache_seqlens=lengths)
-    out = decode(q.clone().requires_grad_(), k, v, cache_seqlens=lengths)
-    close(out, right(q, k, v, [1000]))
-    assert not out.is_inference() and not out.requires_grad
+LENGTHS = ([0, 1, 300], [2048, 4, 257], [1000, 1024, 0])
 
 
-@pytest.mark.parametrize("count", [1, 2, 7, 32])
-def test_even_shares_cover_every_key_once_and_none_is_empty(count):
-    table = efficient_shares._even_shares(100, count, torch.device("cpu"), 0)
-    for length, row in enumerate(table.tolist()):
-        starts, lengths = row[:count], row[count + 1 :]
-        keys = [key for start, size in zip(starts, lengths) for key in range(start, start + size)]
-        if length >= count:
-            assert keys == list(range(length)) and min(lengths) >= 1
-        else:
-            assert keys == list(range(length)) * count
+@pytest.mark.parametrize(("seqlen_q", "nheads_k", "group", "head_dim"), [(1, 2, 4, 64), (3, 1, 5, 8), (2, 4, 1, 192)])
+@pytest.mark.parametrize("pages", [0, 1, 4])
+@pytest.mark.parametrize("left", [-1, 0, 700])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_kernels_equal_plain_operators(kernels, seqlen_q, nheads_k, group, head_dim, pages, left, dtype):
+    device = torch.device(kernels, 0 if kernels == "cuda" else None)
+    assert not jiterated.why_not(device, dtype, efficient_decode._is_right)
+    q = random(3, seqlen_q, 3, nheads_k * group, head_dim, device=kernels, dtype=dtype)[:, :, 1]
+    table = torch.arange(3 * max(1, pages), device=kernels, dtype=torch.int32).flip(0).view(3, -1) if pages else None
+    count, page = (pages, 300) if pages > 1 else (5, 2048)
+    size, shape = page if pages > 1 else -(-page // count), tuple(q.shape)
+    for lengths in LENGTHS:
+        used = ints(*lengths, device=kernels)
+        for given, leftpad in ((used, None), (used, ints(3, 0, 290, device=kernels)), (None, None)):
+            cut = Cut(count, size, page, page + 8, pages, left, given, leftpad, table)
+            found, expected = (way.prepare(q, nheads_k, cut) for way in (efficient_decode, efficient_shares))
+            for one, other in zip(found, expected, strict=True):
+                assert torch.equal(one, other)
+            lse = torch.randn(3 * count, nheads_k, 32, device=kernels) * 5
+            out = torch.randn(expected.rows.shape, device=kernels).to(dtype)
+            out.view(3 * count, -1).masked_fill_((expected.lengths <= 0).unsqueeze(1), math.nan)
+            merged = [way.merge(out, lse, expected.lengths, shape) for way in (efficient_decode, efficient_shares)]
+            torch.testing.assert_close(*merged, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_kernels_pass_their_own_trial(kernels, dtype):
+    assert efficient_decode._is_right(torch.device(kernels), dtype)
 
 
 @needs_gpu
@@ -272,7 +273,6 @@ def test_even_shares_cover_every_key_once_and_none_is_empty(count):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_captured_decode_reads_nothing_that_may_be_forgotten(monkeypatch, paged, batch):
     monkeypatch.setenv("FLASH_ATTN_COMPAT_CAPABILITY", "7.5")
-    forget()
     q, k, v = random(batch, 1, 8, 64, device="cuda"), *random(2, batch, 2048, 2, 64, device="cuda")
     lengths = ints(*range(2048, 2048 - batch, -1), device="cuda")
     options: dict[str, Tensor] = {"cache_seqlens": lengths}
@@ -291,7 +291,6 @@ def test_a_captured_decode_reads_nothing_that_may_be_forgotten(monkeypatch, page
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = call()
-    forget()
     dirty = [torch.full((2**20,), -1, dtype=torch.int32, device="cuda") for _ in range(8)]
     for used in (list(range(5, 5 + batch)), [0] * batch, [1999] * batch):
         lengths.copy_(ints(*used, device="cuda"))

@@ -64,7 +64,9 @@ def test_two_sided_windows_over_many_blocks_are_right(kind, window, nheads_k):
 @pytest.mark.parametrize("gap", [(3, 0), (0, 5), (2, 2)])
 def test_nan_outside_of_all_sequences_does_not_reach_into_a_two_sided_window(gap):
     lengths = (17, 0, 48)
-    problem = Problem(kind="varlen_qkvpacked", seqlens_q=lengths, seqlens_k=lengths, window=(4, 9), gap=gap, poison=True)
+    problem = Problem(
+        kind="varlen_qkvpacked", seqlens_q=lengths, seqlens_k=lengths, window=(4, 9), gap=gap, poison=True
+    )
     verdict = examine(problem)
     assert not verdict.refused and not verdict.failures, verdict
 
@@ -77,7 +79,7 @@ def test_alibi_that_is_not_purely_causal_is_right_in_half_precision_for_slopes_o
     monkeypatch, window, lengths, alibi, fused
 ):
     monkeypatch.setattr(elementwise, "bias_is_usable", lambda device, dtype: fused)
-    monkeypatch.setattr(elementwise, "_compiled_bias", elementwise_steps.compiled_bias)
+    monkeypatch.setattr(elementwise, "alibi_bias", elementwise_steps.alibi_bias)
     seqlens_q, seqlens_k = ((length,) * 2 for length in lengths)
     problem = Problem(
         seqlens_q=seqlens_q, seqlens_k=seqlens_k, window=window, alibi=alibi, nheads_k=3, group=2, dtype="float16"

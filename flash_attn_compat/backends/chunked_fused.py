@@ -1,8 +1,7 @@
 """`chunked` in half precision on NVIDIA GPUs: tiles hold whole rows of scores, one kernel does what is elementwise.
 
-Without running maxima over blocks of keys, a tile takes two matrix products and three passes over its scores,
-its backward five products and one pass. Launches are what is left to save, so statistics of all rows are
-kept until the last tile.
+Without running maxima over blocks of keys, a tile takes two matrix products and two passes over its scores,
+its backward five products and one pass. Launches are what is left to save.
 """
 
 from __future__ import annotations
@@ -27,30 +26,20 @@ def forward(piece: Piece, out: Tensor, lse: Tensor | None) -> None:
         return
     everything = Range(blocks[0].start, blocks[-1].stop)
     queries = piece.fold_rows(piece.q, everything)
-    peaks, totals = [], []
+    sequences = queries.shape[0]
+    peaks = torch.full((queries.shape[:2].numel(),), -torch.inf, device=queries.device)
     for rows in blocks:
-        columns = piece.visible_keys(rows)
-        products = piece.inner_products(queries[:, _share(piece, everything, rows)], rows, columns)
+        columns, share = piece.visible_keys(rows), _share(piece, everything, rows)
+        products = piece.inner_products(queries[:, share], columns)
+        sight = piece.sight(rows, columns)
         # Scores rise with the products, so their maxima are in the same places.
-        peak = products.amax(-1, keepdim=True)
-        weights, sums = elementwise.weights(products, peak, factor, softcap, piece.operand_dtype)
-        total = sums.sum(-1, keepdim=True)
-        peaks.append(peak)
-        totals.append(total)
-        if piece.block.first_key is not None:
-            # Rows of padding, or rows that see nothing but padding.
-            total = total.masked_fill(total == 0, 1.0)
-        values = piece.values[:, columns.start : columns.stop]
-        found = piece.product(weights.reshape(values.shape[0], -1, columns.size), values)
-        torch.div(piece.unfold_rows(found), total, out=piece.rows_by_key_head(out, rows))
-    if lse is None:
-        return
-    total, peak = (torch.cat(parts, dim=2) if len(parts) > 1 else parts[0] for parts in (totals, peaks))
-    found_lse = torch.log(total).add_(elementwise.score(peak, factor, softcap))
-    if piece.block.first_key is not None:
-        found_lse.masked_fill_(total == 0, torch.inf)
-    by_head = lse[piece.n, piece.heads, everything.start : everything.stop].unflatten(1, (-1, piece.group))
-    by_head.copy_(found_lse.squeeze(-1).transpose(2, 3))
+        peak = peaks[sequences * share.start : sequences * share.stop].view(*products.shape[:-1], 1)
+        elementwise.raise_peaks(products, peak, sight)
+        weights, sums = elementwise.weights(products, peak, factor, softcap, piece.operand_dtype, sight)
+        found = piece.product(weights.flatten(2, 3).flatten(0, 1), piece.values[:, columns.start : columns.stop])
+        row_lse = None if lse is None else piece.rows_by_key_head(lse.transpose(1, 2), rows)
+        row_out = piece.rows_by_key_head(out, rows)
+        elementwise.finish(piece.unfold_rows(found), sums, peak, factor, softcap, row_out, row_lse)
 
 
 def backward(piece: Piece, upstream: Upstream, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
@@ -69,10 +58,12 @@ def backward(piece: Piece, upstream: Upstream, dq: Tensor, dk: Tensor, dv: Tenso
         columns, share = piece.visible_keys(rows), _share(piece, everything, rows)
         inside = slice(columns.start, columns.stop)
         row_lse, delta = (tensor.narrow(2, rows.start - everything.start, rows.size) for tensor in (lse, deltas))
-        products = piece.inner_products(queries[:, share], rows, columns)
+        products = piece.inner_products(queries[:, share], columns)
         dp = piece.unfold_rows(piece.product(dout[:, share], piece.values[:, inside].transpose(1, 2)))
-        found = elementwise.gradients(products, dp, row_lse, delta, factor, softcap, piece.operand_dtype)
-        p, ds = (tensor.reshape(queries.shape[0], -1, columns.size) for tensor in found)
+        found = elementwise.gradients(
+            products, dp, row_lse, delta, factor, softcap, piece.operand_dtype, piece.sight(rows, columns)
+        )
+        p, ds = (tensor.flatten(2, 3).flatten(0, 1) for tensor in found)
         piece.add_product(dv[:, inside], p.transpose(1, 2), dout[:, share])
         piece.add_product(dk[:, inside], ds.transpose(1, 2), queries[:, share], scale)
         row_dq = piece.unfold_rows(piece.product(ds, piece.keys[:, inside]))

@@ -12,6 +12,7 @@ from flash_attn_compat.backends.base import HALF_DTYPES
 from flash_attn_compat.engine import alibi, dropout, elementwise
 from flash_attn_compat.engine.alignment import ready
 from flash_attn_compat.engine.call import AttentionCall
+from flash_attn_compat.engine.elementwise import Sight
 from flash_attn_compat.engine.layout import Block
 from flash_attn_compat.engine.mask import Range
 
@@ -106,22 +107,26 @@ class Piece:
         n, group = self.count, self.group
         return folded.view(n, folded.shape[0] // n, folded.shape[1] // group, group, folded.shape[2])
 
-    def inner_products(self, queries: Tensor, rows: Range, columns: Range) -> Tensor:
-        """(n * kv heads, rows * group, x) queries -> (n, kv heads, rows, group, columns), -inf where a key is hidden."""
-        found = self.unfold_rows(self.product(queries, self.keys[:, columns.start : columns.stop].transpose(1, 2)))
-        self._hide(found, rows, columns)
-        return found
+    def inner_products(self, queries: Tensor, columns: Range) -> Tensor:
+        """(n * kv heads, rows * group, x) queries -> (n, kv heads, rows, group, columns), whatever is hidden."""
+        return self.unfold_rows(self.product(queries, self.keys[:, columns.start : columns.stop].transpose(1, 2)))
+
+    def sight(self, rows: Range, columns: Range) -> Sight:
+        """Which of ``columns`` the tile's rows see."""
+        sight = Sight.under(self.call.mask, rows.start + self.offset - columns.start)
+        if self.block.first_key is not None:
+            return sight._replace(first_keys=self.block.first_key, start=columns.start)
+        blank = self.block.blank_keys
+        return sight._replace(blank=blank.start - columns.start, blank_step=-blank.step) if blank else sight
 
     def _hide(self, scores: Tensor, rows: Range, columns: Range) -> None:
-        """Put -inf on scores (n, heads, rows, columns), or with an axis of the group before the last."""
+        """Put -inf on scores (n, heads, rows, columns)."""
         for part in self.call.mask.partly_hidden(rows, columns, self.offset):
             hidden = self.hidden_tile(rows, part)
-            if scores.dim() == 5:
-                hidden = hidden.unsqueeze(1)
             scores[..., part.start - columns.start : part.stop - columns.start].masked_fill_(hidden, -torch.inf)
         if self.block.first_key is not None:
             padding = self.block.key_indices()[:, columns.start : columns.stop] < 0
-            scores.masked_fill_(padding.view(-1, *[1] * (scores.dim() - 2), columns.size), -torch.inf)
+            scores.masked_fill_(padding[:, None, None], -torch.inf)
         for sequence, blank in enumerate(self.block.blank_keys):
             scores[sequence, ..., : max(0, blank - columns.start)] = -torch.inf
 
@@ -217,6 +222,9 @@ def _tile(call: AttentionCall, block: Block, whole_rows: bool) -> Tile:
     keys = min(seqlen_k, band + most_rows)
     if not whole_rows:
         keys = min(keys, _KEYS_PER_TILE.get(device_type, _KEYS_PER_TILE_ACCELERATOR))
+    if whole_rows:
+        # Kernels give a thread more keys than that, and count rows up to a limit.
+        keys = max(keys, 8)
     budget = _TILE_ELEMENTS.get(device_type, _TILE_ELEMENTS_ACCELERATOR) // (call.nheads // call.nheads_k)
     heads = max(1, min(call.nheads_k, budget // (rows * keys)))
     sequences = max(1, min(n, budget // (rows * keys * heads)))

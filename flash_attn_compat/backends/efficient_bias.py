@@ -89,12 +89,13 @@ class _Alibi(NamedTuple):
             shift = torch.minimum(slopes * nearest, slopes * farthest)
         return cls(slopes, shift, positions, axis[-first:])
 
-    def table(self, rows: slice, columns: slice, dtype: torch.dtype) -> Tensor:
-        """(1 or batch, nheads, rows, columns)."""
-        shift, positions, columns = self.shift[:, :, rows], self.positions[rows], self.columns[columns]
+    def table(self, rows: slice, columns: Range, dtype: torch.dtype) -> Tensor:
+        """(1 or batch, nheads, rows, columns), a multiple of 8 columns."""
+        shift, positions = self.shift[:, :, rows], self.positions[rows]
         if elementwise.bias_is_usable(shift.device, dtype):
-            return elementwise.alibi_bias(self.slopes, shift, positions, columns, dtype)
-        table = shift.new_empty((*shift.shape[:3], columns.shape[0]), dtype=dtype)
+            return elementwise.alibi_bias(self.slopes, shift, positions, columns.start, columns.size, dtype)
+        table = shift.new_empty((*shift.shape[:3], columns.size), dtype=dtype)
+        columns = self.columns[slice(*columns)]
         distance = (columns - positions.unsqueeze(1)).abs_()
         return torch.addcmul(shift, self.slopes, distance, value=-1, out=table)
 
@@ -107,7 +108,7 @@ def _launch(whole: Launch, mask: Mask, alibi: _Alibi | None, rows: Range, keys: 
     if alibi is None:
         table = q.new_zeros(1, 1, rows.size, width)
     else:
-        table = alibi.table(slice(*rows), slice(keys.start, keys.start + width), q.dtype)
+        table = alibi.table(slice(*rows), Range(keys.start, keys.start + width), q.dtype)
     bias = table[..., : keys.size]
     hidden = mask.hidden(rows, keys, whole.k.shape[1] - seqlen_q, q.device)
     if hidden is not None:

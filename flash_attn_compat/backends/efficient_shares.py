@@ -1,19 +1,14 @@
 """How the keys of a cache are cut into shares for the memory-efficient kernel, each a sequence of its own to it.
 
-Small batches are bound by the host, so what depends on sizes alone is made once and remembered, per stream:
-a tensor made on a stream is complete for whatever comes after it there. Nothing remembered goes into a CUDA
-graph, which would read it after it was forgotten, and nothing is remembered out of one.
+``prepare`` and ``merge`` are what surrounds the launch, in plain operators; efficient_decode.py has them as kernels.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn_compat.engine.call import AttentionCall
@@ -24,114 +19,56 @@ _ENOUGH_WORK = 256
 _SHORTEST_SHARE = 256
 # Shorter caches stay whole: launching the merge would take longer than it saves.
 _WORTH_CUTTING = 2048
-# Elements of the largest table of even shares that is kept: 4 MiB.
-_LARGEST_TABLE = 2**20
 
 
-# The LSE of a share without keys: finite, so that the shares of a sequence without any weigh the same.
-NOTHING = -1e30
+class Cut(NamedTuple):
+    """How keys become shares: ``count`` for each sequence, of ``size`` slots each.
 
-
-class Merging(NamedTuple):
-    """How shares become sequences again, by torch.embedding_bag.
-
-    members: (batch * nheads_k * rows * count,) int32, each share's row of the kernel's flattened output
-    bags: (batch * nheads_k * rows,) int32, where the shares of a row and head begin in it
-    nothing: (), NOTHING in fp32
-    """
-
-    members: Tensor
-    bags: Tensor
-    nothing: Tensor
-
-
-class Shares(NamedTuple):
-    """``count`` per sequence, in the sequences' order.
-
-    cu_seqlens_q: (batch * count + 1,) int32, the rows repeated for each share
-    starts: (batch * count + 1,) int32, first keys in the flattened cache; the last one is not read
-    lengths: (batch * count,) int32
-    longest: no share has more keys
-    alike: whether the shares of a sequence all have keys, or none of them
-    full: whether all of them have keys, whatever the sequence
-    """
-
-    count: int
-    cu_seqlens_q: Tensor
-    starts: Tensor
-    lengths: Tensor
-    longest: int
-    merging: Merging
-    alike: bool = False
-    full: bool = False
-
-
-class _Sizes(NamedTuple):
-    """pages: of one sequence, 0 for cache rows in their order; pitch: slots from one row or page to the next."""
-
-    batch: int
-    nheads_k: int
-    rows: int
-    page: int
-    pages: int
-    pitch: int
-
-    @property
-    def slots(self) -> int:
-        return self.page * max(1, self.pages)
-
-
-class _Cut(NamedTuple):
-    """``count`` shares per sequence of ``size`` slots each.
-
-    offsets: (count,) int32, each share's first slot in its sequence
-    starts: (batch * count + 1,) int32 in the flattened cache; with pages (2, 1, count or 1) in the page, twice
-        because the kernel wants one number more than there are shares
-    lengths: (batch * count,) int32, of sequences that fill all their slots
+    page, pitch: slots of a cache row or page, and from one to the next in the flattened cache
+    pages: of one sequence, 0 for cache rows in their order, 1 where ``table`` holds a row for each sequence
+    left: how many keys before its own the only row sees, -1 for all
+    used, leftpad: (batch,) int32 or None; table: (batch, pages) int32 or None
     """
 
     count: int
     size: int
+    page: int
+    pitch: int
+    pages: int
+    left: int
+    used: Tensor | None
+    leftpad: Tensor | None
+    table: Tensor | None
+
+
+class Prepared(NamedTuple):
+    """What a launch over shares reads.
+
+    rows: (1, batch * count * rows, nheads_k, head_dim), each sequence's rows once for each of its shares, where the
+        query heads that share a key head are rows
+    cu_seqlens_q: (batch * count + 1,) int32
+    starts: (batch * count + 1,) int32, first keys in the flattened cache; the last one is not read
+    lengths: (batch * count,) int32
+    """
+
+    rows: Tensor
     cu_seqlens_q: Tensor
-    offsets: Tensor
     starts: Tensor
     lengths: Tensor
-    merging: Merging
 
 
-def cut(call: AttentionCall, pitch: int) -> Shares:
+def cut(call: AttentionCall, pitch: int) -> Cut:
     """Pages are shares; a cache row is cut into equal ones, as many as fill the GPU.
 
     pitch: how many slots of the flattened cache lie between the starts of two cache rows, or pages
     """
-    batch, seqlen_q, nheads, _ = call.q.shape
+    table, left = call.block_table, call.mask.left
     _, page, nheads_k, _ = call.k.shape
-    table, used, device = call.block_table, call.seqused_k, call.q.device
-    sizes = _Sizes(
-        batch, nheads_k, seqlen_q * (nheads // nheads_k), page, 0 if table is None else table.shape[1], pitch
-    )
-    stream = _stream(call.q)
-    parts = _make_cut(sizes, device) if stream is None else _remembered_cut(sizes, device, stream)
-    skips = call.leftpad_k is not None or call.mask.left is not None
-    if batch == 1 and parts.count > 1 and table is None and used is not None and not skips and not call.return_lse:
-        even = _known_even_shares(page, parts.count, device, stream)
-        if even is not None:
-            return _looked_up(even, used, parts, page)
-    if used is None and table is None and not skips:
-        full = parts.cu_seqlens_q, parts.starts, parts.lengths, parts.size, parts.merging
-        return Shares(parts.count, *full, alike=True, full=True)
-    if used is None:
-        used = torch.full((batch,), sizes.slots, dtype=torch.int32, device=device)
-    stop = used.unsqueeze(1)
-    lengths = stop.clamp(0, parts.size) if parts.count == 1 else (stop - parts.offsets).clamp_(0, parts.size)
-    starts = parts.starts if table is None else torch.add(parts.starts, table, alpha=pitch)
-    if skips:
-        places = starts[:-1].view(batch, parts.count) if table is None else starts[0]
-        skipped = torch.minimum((_first(call, used).unsqueeze(1) - parts.offsets).clamp_(min=0), lengths)
-        starts, lengths = F.pad((places + skipped).view(-1), (0, 1)), lengths - skipped
-    elif table is not None:
-        starts = starts.as_strided((batch * parts.count + 1,), (1,))
-    return Shares(parts.count, parts.cu_seqlens_q, starts, lengths.view(-1), parts.size, parts.merging)
+    pages = 0 if table is None else table.shape[1]
+    count, size = (pages, page) if pages > 1 else _even_shares(call.q.shape[0], nheads_k, page)
+    return Cut(
+        count, size, page, pitch, pages, -1 if left is None else left, call.seqused_k, call.leftpad_k, table
+    )  # fmt: skip
 
 
 def is_worth_cutting(batch: int, nheads_k: int, slots: int) -> bool:
@@ -139,90 +76,65 @@ def is_worth_cutting(batch: int, nheads_k: int, slots: int) -> bool:
     return slots >= _WORTH_CUTTING and batch * nheads_k < _ENOUGH_WORK
 
 
-def _first(call: AttentionCall, used: Tensor) -> Tensor:
-    """(batch,) the first slot that is not skipped; may be negative."""
-    if call.mask.left is None:
-        return call.leftpad_k
-    # The only row stands at the last key.
-    edge = used - 1 - call.mask.left
-    return edge if call.leftpad_k is None else torch.maximum(call.leftpad_k, edge)
+@functools.lru_cache(maxsize=1024)
+def _even_shares(batch: int, nheads_k: int, slots: int) -> tuple[int, int]:
+    count = 1
+    if is_worth_cutting(batch, nheads_k, slots):
+        count = min(-(-_ENOUGH_WORK // (batch * nheads_k)), slots // _SHORTEST_SHARE)
+    size = -(-slots // count)
+    return -(-slots // size), size
 
 
-def _looked_up(even: Tensor, used: Tensor, parts: _Cut, slots: int) -> Shares:
-    found = even.index_select(0, used)
-    starts = found.as_strided((parts.count + 1,), (1,))
-    lengths = found.as_strided((parts.count,), (1,), parts.count + 1)
-    return Shares(parts.count, parts.cu_seqlens_q, starts, lengths, slots, parts.merging, alike=True)
-
-
-def _make_cut(sizes: _Sizes, device: torch.device) -> _Cut:
-    batch, page = sizes.batch, sizes.page
-    if sizes.pages > 1:
-        count, size = sizes.pages, page
+def prepare(q: Tensor, nheads_k: int, cut: Cut) -> Prepared:
+    """q: (batch, seqlen_q, nheads, head_dim)."""
+    batch, seqlen_q, nheads, head_dim = q.shape
+    group, count = nheads // nheads_k, cut.count
+    by_head = q.unflatten(2, (nheads_k, group)).transpose(2, 3).unsqueeze(1)
+    rows = by_head.expand(-1, count, -1, -1, -1, -1).reshape(1, -1, nheads_k, head_dim)
+    ints = functools.partial(torch.arange, dtype=torch.int32, device=q.device)
+    offsets = ints(0, count * cut.size, cut.size)
+    if cut.table is None:
+        starts = ints(0, batch * cut.pitch, cut.pitch).unsqueeze(1) + offsets
     else:
-        count = 1
-        if is_worth_cutting(batch, sizes.nheads_k, page):
-            count = min(-(-_ENOUGH_WORK // (batch * sizes.nheads_k)), page // _SHORTEST_SHARE)
-        size = -(-page // count)
-        count = -(-page // size)
-    ints = functools.partial(torch.arange, dtype=torch.int32, device=device)
-    cu_seqlens_q = ints(0, (batch * count + 1) * sizes.rows, sizes.rows)
-    offsets = ints(0, count * size, size)
-    if sizes.pages == 0:
-        firsts = ints(0, (batch + 1) * sizes.pitch, sizes.pitch).unsqueeze(1)
-        starts = (firsts + offsets).view(-1)[: batch * count + 1]
-    else:
-        within = offsets if sizes.pages == 1 else offsets.new_zeros(1)
-        starts = within.repeat(2, 1, 1)
-    lengths = (sizes.slots - offsets).clamp_(max=size).repeat(batch)
-    outputs = ints(batch * count * sizes.rows * sizes.nheads_k).view(batch, count, sizes.rows, sizes.nheads_k)
-    members = outputs.permute(0, 3, 2, 1).reshape(-1)
-    merging = Merging(members, ints(0, members.shape[0], count), torch.full((), NOTHING, device=device))
-    return _Cut(count, size, cu_seqlens_q, offsets, starts, lengths, merging)
+        starts = cut.table * cut.pitch if cut.pages > 1 else cut.table * cut.pitch + offsets
+    used = cut.used
+    if used is None:
+        used = torch.full((batch,), cut.page * max(1, cut.pages), dtype=torch.int32, device=q.device)
+    lengths = (used.unsqueeze(1) - offsets).clamp_(0, cut.size)
+    first = cut.leftpad
+    if cut.left >= 0:
+        # The only row stands at the last key.
+        edge = used - 1 - cut.left
+        first = edge if first is None else torch.maximum(first, edge)
+    if first is not None:
+        skipped = torch.minimum((first.unsqueeze(1) - offsets).clamp_(min=0), lengths)
+        starts, lengths = starts + skipped, lengths - skipped
+    cu_seqlens_q = ints(0, (batch * count + 1) * seqlen_q * group, seqlen_q * group)
+    return Prepared(rows, cu_seqlens_q, torch.cat((starts.flatten(), starts.new_zeros(1))), lengths.flatten())
 
 
-@functools.lru_cache(maxsize=32)
-def _remembered_cut(sizes: _Sizes, device: torch.device, stream: int) -> _Cut:
-    with torch.inference_mode(False):
-        return _make_cut(sizes, device)
+def merge(out: Tensor, lse: Tensor, lengths: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The whole output in ``shape``, (batch, seqlen_q, nheads, head_dim_v), of shares that were computed alone.
 
-
-def _known_even_shares(slots: int, count: int, device: torch.device, stream: int | None) -> Tensor | None:
-    """A table of even shares if there is one; it is worth making when the same sizes come up again."""
-    if stream is None or (slots + 1) * (2 * count + 1) > _LARGEST_TABLE:
-        return None
-    if next(_sightings(slots, count, device, stream)) == 0:
-        return None
-    return _even_shares(slots, count, device, stream)
-
-
-@functools.lru_cache(maxsize=64)
-def _sightings(slots: int, count: int, device: torch.device, stream: int) -> Iterator[int]:
-    return itertools.count()
-
-
-@functools.lru_cache(maxsize=8)
-def _even_shares(slots: int, count: int, device: torch.device, stream: int) -> Tensor:
-    """For every length from 0 to ``slots``, one row: the starts of ``count`` even shares and its end, their lengths.
-
-    A length looked up in it is one operation, and no share of it is empty: of fewer keys than shares, each share
-    has all, and merged they are what they are alone.
+    out: (1, batch * count * rows, nheads_k, head_dim_v); lse: (batch * count, nheads_k, rows padded), fp32
     """
-    with torch.inference_mode(False):
-        length = torch.arange(slots + 1, dtype=torch.int32, device=device).unsqueeze(1)
-        bounds = (length * torch.arange(count + 1, dtype=torch.int64, device=device) // count).int()
-        few = length < count
-        starts = bounds.masked_fill(few, 0)
-        lengths = torch.where(few, length, bounds[:, 1:] - bounds[:, :-1])
-        return torch.cat([starts, lengths], 1)
+    batch, seqlen_q, nheads, head_dim = shape
+    nheads_k = out.shape[2]
+    group = nheads // nheads_k
+    parts = out.view(batch, -1, seqlen_q, group, nheads_k, head_dim).transpose(3, 4)
+    lse = by_share(lse, lengths, batch, seqlen_q * group)
+    weights = torch.softmax(lse.masked_fill(lse == -torch.inf, _NOTHING), 1)
+    weights = weights.unflatten(3, (seqlen_q, group)).permute(0, 1, 3, 2, 4).unsqueeze(-1)
+    # Beyond 128 channels the output of a share without keys is whatever the memory held.
+    empty = (lengths <= 0).view(batch, -1, 1, 1, 1, 1)
+    return (weights * parts).masked_fill(empty, 0.0).sum(1).to(out.dtype).reshape(shape)
 
 
-def _stream(q: Tensor) -> int | None:
-    """The stream that q's device works on now; None where nothing may be remembered: in a CUDA graph, under fakes."""
-    if type(q) is not Tensor:
-        return None
-    if q.device.type != "cuda":
-        return 0
-    if torch.cuda.is_current_stream_capturing():
-        return None
-    return torch._C._cuda_getCurrentRawStream(q.device.index)
+# A finite stand-in for the LSE of a share without keys.
+_NOTHING = -1e30
+
+
+def by_share(lse: Tensor, lengths: Tensor, batch: int, rows: int) -> Tensor:
+    """(batch, count, nheads_k, rows), -inf for shares without keys, for which the kernel reports 0."""
+    ordered = lse[..., :rows].unflatten(0, (batch, -1))
+    return ordered.masked_fill((lengths <= 0).view(batch, -1, 1, 1), -torch.inf)

@@ -1,25 +1,74 @@
 """Elementwise work on a tile of scores, or of a bias, as one CUDA kernel, where plain PyTorch needs three to nine.
 
-PyTorch's jiterator compiles the functions below with NVRTC at first use (about a second, then cached on
-disk), as PyTorch does for some operators of its own: neither a compiler nor Triton has to be installed.
-Its kernels return their arguments' dtype, so two half-precision neighbours travel as one fp32 number.
+Kernels read scores in fp32, write half precision, and skip what a row does not see: nothing has to be masked.
 """
 
 from __future__ import annotations
 
-import functools
-import re
-import warnings
-from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from flash_attn_compat import settings
+from flash_attn_compat.engine import jiterated
+from flash_attn_compat.engine.mask import Mask
 
-# A score: softcap * tanh(product * factor), or product * factor without softcap; -inf stays hidden. The
-# tanh is right to 1e-7, and to 1e-5 of itself where it is small; the exponentials to 1e-5 where they count.
+# Further than any key is away, and small enough to be added to a place.
+_OPEN = 2**30
+
+
+class Sight(NamedTuple):
+    """Which keys the rows of a tile (n, kv heads, rows, group, keys) see; keys are counted from the tile's first one.
+
+    position: where the first row stands
+    left, right: how many keys a row sees before and behind its position
+    first_keys: (n,) int64, how many keys of padding precede each sequence, counted from key ``-start``; or None
+    blank: the same of sequence 0, ``blank_step`` less for each next one
+    """
+
+    position: int
+    left: int = _OPEN
+    right: int = _OPEN
+    first_keys: Tensor | None = None
+    start: int = 0
+    blank: int = 0
+    blank_step: int = 0
+
+    @classmethod
+    def under(cls, mask: Mask, position: int) -> Sight:
+        left, right = (_OPEN if bound is None else min(bound, _OPEN) for bound in mask)
+        return cls(position, left, right)
+
+
+# How the kernels find a tile's row and what it sees, and read eight scores of it.
+_PLACE = """
+  int r = (int)row, n = r / per_sequence, place = r / group % rows + position;
+  int first = place - left, last = place + right, blanks = blank - n * blank_step;
+  if (first_keys) blanks = (int)(((const long long*)first_keys)[n] - start);
+  first = first < blanks ? blanks : first;
+  last = last < columns ? last : columns - 1;
+  auto is_seen = [&](int c) { return c >= first && c <= last; };
+  auto load = [&](const float* from, int c, float* eight) {
+    for (int j = 0; j < 8; j += 4) {
+      if (columns % 4 == 0) {
+        if (c + j < columns) {
+          float4 four = *(const float4*)(from + c + j);
+          eight[j] = four.x; eight[j + 1] = four.y; eight[j + 2] = four.z; eight[j + 3] = four.w;
+        }
+        continue;
+      }
+      for (int i = j; i < j + 4; ++i) eight[i] = c + i < columns ? from[c + i] : 0.f;
+    }
+  };"""
+_PLACE_PARAMETERS = """int per_sequence, int group, int rows, int columns, int chunks, int position, int left,
+  int right, long long first_keys, long long start, int blank, int blank_step"""
+_PLACE_SCALARS = (
+    "per_sequence", "group", "rows", "columns", "chunks", "position", "left", "right", "first_keys", "start", "blank",
+    "blank_step",
+)  # fmt: skip
+
+# A score: softcap * tanh(product * factor), or product * factor without softcap. The tanh is right to 1e-7,
+# and to 1e-5 of itself where it is small; the exponentials to 1e-5 where they count.
 _SCORE_OF = """
   auto tanh_of = [&](T x) {
     T square = x * x;
@@ -29,90 +78,225 @@ _SCORE_OF = """
   };
   auto score_of = [&](T product) { return softcap > 0 ? softcap * tanh_of(product * factor) : product * factor; };"""
 
-_SCORE = f"""
-template <typename T> T score(T product, T factor, T softcap) {{{_SCORE_OF}
-  return product == -INFINITY ? product : score_of(product);
+# Neighbouring threads read neighbouring numbers: a thread's quadruples lie ``chunks`` of them apart. Of floats the
+# positive ones rise and the negative ones fall with their bits; adding 0 makes -0 positive.
+_PEAKS = f"""
+template <typename T> T peaks(T row, T chunk, long long products, long long peaks, {_PLACE_PARAMETERS}) {{{_PLACE}
+  const float* from = (const float*)products + (long long)r * columns;
+  T peak = -INFINITY;
+  for (int c = 4 * (int)chunk; c <= last; c += 4 * chunks) {{
+    if (c + 3 < first) continue;
+    T four[4];
+    if (columns % 4 == 0) {{
+      float4 all = *(const float4*)(from + c);
+      four[0] = all.x; four[1] = all.y; four[2] = all.z; four[3] = all.w;
+    }} else {{
+      for (int j = 0; j < 4; ++j) four[j] = c + j < columns ? from[c + j] : 0.f;
+    }}
+    if (c >= first && c + 3 <= last) {{
+      peak = fmaxf(fmaxf(fmaxf(peak, four[0]), four[1]), fmaxf(four[2], four[3]));
+    }} else {{
+      for (int j = 0; j < 4; ++j) if (is_seen(c + j)) peak = fmaxf(peak, four[j]);
+    }}
+  }}
+  if (peak != -INFINITY) {{
+    peak += 0.f;
+    if (peak >= 0) atomicMax((int*)peaks + r, __float_as_int(peak));
+    else atomicMin((unsigned int*)peaks + r, __float_as_uint(peak));
+  }}
+  return T(0);
 }}"""
 
 _WEIGHTS = f"""
-template <typename T> void weights(T even, T odd, T peak, T factor, T softcap, T& packed, T& sum) {{{_SCORE_OF}
-  T shift = peak == -INFINITY ? T(0) : score_of(peak);
-  T low = even == -INFINITY ? T(0) : __expf(score_of(even) - shift);
-  T high = odd == -INFINITY ? T(0) : __expf(score_of(odd) - shift);
-  sum = low + high;
-  PACK(packed)
+template <typename T> T weights(T row, T chunk, T peak, T factor, T softcap, long long products, long long packed,
+                                {_PLACE_PARAMETERS}) {{{_PLACE}{_SCORE_OF}HALVES
+  const float* from = (const float*)products + (long long)r * columns;
+  int width = (columns + 7) / 8 * 8;
+  unsigned int* to = (unsigned int*)packed + (long long)r * (width / 2);
+  T shift = peak == -INFINITY ? T(0) : score_of(peak), sum = 0;
+  for (int c = 8 * (int)chunk; c < width; c += 8 * chunks) {{
+    unsigned int bits[4] = {{0, 0, 0, 0}};
+    if (c + 7 >= first && c <= last) {{
+      T eight[8];
+      load(from, c, eight);
+      for (int j = 0; j < 8; ++j) eight[j] = __expf(score_of(eight[j]) - shift);
+      if (c < first || c + 7 > last) for (int j = 0; j < 8; ++j) if (!is_seen(c + j)) eight[j] = 0;
+      for (int j = 0; j < 8; ++j) sum += eight[j];
+      for (int j = 0; j < 4; ++j) bits[j] = pack(eight[2 * j], eight[2 * j + 1]);
+    }}
+    *(uint4*)(to + c / 2) = make_uint4(bits[0], bits[1], bits[2], bits[3]);
+  }}
+  return sum;
 }}"""
 
+# Eight channels of a row of the output, and the row's LSE: what weights left undone.
+_FINISH = f"""
+template <typename T> T finish(T row, T unit, T peak, T factor, T softcap, long long products, long long sums, int chunks,
+                               long long out, long long lse, int channels, int heads, int rows, int group,
+                               long long out_n, long long out_head, long long out_row, long long out_member,
+                               long long lse_n, long long lse_head, long long lse_row, long long lse_member)
+{{{_SCORE_OF}HALVES
+  int r = (int)row, c = 8 * (int)unit, member = r % group, place = r / group % rows, head = r / group / rows % heads;
+  int n = r / group / rows / heads;
+  const float* parts = (const float*)sums + (long long)r * chunks;
+  T total = 0;
+  for (int i = 0; i < chunks; ++i) total += parts[i];
+  // Only rows that see no key have a sum of 0.
+  if (c == 0 && lse) ((float*)lse)[n * lse_n + head * lse_head + place * lse_row + member * lse_member] =
+      total == 0 ? INFINITY : __logf(total) + score_of(peak);
+  T scale = total == 0 ? T(0) : T(1) / total;
+  const float* from = (const float*)products + (long long)r * channels + c;
+  unsigned short* to = (unsigned short*)out + n * out_n + head * out_head + place * out_row + member * out_member + c;
+  if (channels % 8 == 0 && (long long)to % 16 == 0) {{
+    float4 low = *(const float4*)from, high = *(const float4*)(from + 4);
+    *(uint4*)to = make_uint4(pack(low.x * scale, low.y * scale), pack(low.z * scale, low.w * scale),
+                             pack(high.x * scale, high.y * scale), pack(high.z * scale, high.w * scale));
+  }} else {{
+    for (int j = 0; j < 8; ++j) if (c + j < channels) to[j] = pack(from[j] * scale, 0) & 0xFFFF;
+  }}
+  return T(0);
+}}"""
+_FINISH_SCALARS = (
+    "factor", "softcap", "products", "sums", "chunks", "out", "lse", "channels", "heads", "rows", "group",
+    "out_n", "out_head", "out_row", "out_member", "lse_n", "lse_head", "lse_row", "lse_member",
+)  # fmt: skip
+
 _GRADIENTS = f"""
-template <typename T> void gradients(T even, T odd, T dp_even, T dp_odd, T lse, T delta, T factor, T softcap,
-                                     T& packed_p, T& packed_ds) {{{_SCORE_OF}
-  T product[2] = {{even, odd}}, dp[2] = {{dp_even, dp_odd}}, p[2], ds[2];
+template <typename T> T gradients(T row, T chunk, T lse, T delta, T factor, T softcap, long long products, long long dp,
+                                  long long packed_p, long long packed_ds, {_PLACE_PARAMETERS}) {{{_PLACE}{_SCORE_OF}HALVES
+  const float* from = (const float*)products + (long long)r * columns;
+  const float* from_dp = (const float*)dp + (long long)r * columns;
+  int width = (columns + 7) / 8 * 8;
+  unsigned int* to_p = (unsigned int*)packed_p + (long long)r * (width / 2);
+  unsigned int* to_ds = (unsigned int*)packed_ds + (long long)r * (width / 2);
   T per_softcap = softcap > 0 ? __fdividef(T(1), softcap) : T(0);
   for (int i = 0; i < 2; ++i) {{
-    T score = score_of(product[i]), tanh = score * per_softcap;
-    p[i] = product[i] == -INFINITY ? T(0) : __expf(score - lse);
-    ds[i] = p[i] == 0 ? T(0) : p[i] * (dp[i] - delta) * (T(1) - tanh * tanh);
+    int c = 8 * ((int)chunk + i * chunks);
+    if (c >= width) break;
+    unsigned int bits_p[4] = {{0, 0, 0, 0}}, bits_ds[4] = {{0, 0, 0, 0}};
+    if (c + 7 >= first && c <= last) {{
+      T p[8], ds[8];
+      load(from, c, p);
+      load(from_dp, c, ds);
+      for (int j = 0; j < 8; ++j) {{
+        T score = score_of(p[j]), tanh = score * per_softcap;
+        p[j] = __expf(score - lse);
+        ds[j] = p[j] == 0 ? T(0) : p[j] * (ds[j] - delta) * (T(1) - tanh * tanh);
+      }}
+      if (c < first || c + 7 > last) for (int j = 0; j < 8; ++j) if (!is_seen(c + j)) p[j] = ds[j] = 0;
+      for (int j = 0; j < 4; ++j) {{
+        bits_p[j] = pack(p[2 * j], p[2 * j + 1]);
+        bits_ds[j] = pack(ds[2 * j], ds[2 * j + 1]);
+      }}
+    }}
+    *(uint4*)(to_p + c / 2) = make_uint4(bits_p[0], bits_p[1], bits_p[2], bits_p[3]);
+    *(uint4*)(to_ds + c / 2) = make_uint4(bits_ds[0], bits_ds[1], bits_ds[2], bits_ds[3]);
   }}
-  {{ T low = p[0], high = p[1]; PACK(packed_p) }}
-  {{ T low = ds[0], high = ds[1]; PACK(packed_ds) }}
+  return T(0);
 }}"""
 
 _BIAS = """
-template <typename T> T bias(T slope, T shift, T position, T column) {
-  T low = shift - slope * fabsf(column - position), high = shift - slope * fabsf(column + T(1) - position), packed;
-  PACK(packed)
-  return packed;
+template <typename T> T bias(T row, T chunk, T slope, T shift, T position, T first_column, long long table,
+                             int columns, int chunks) {HALVES
+  unsigned int* to = (unsigned int*)table + (long long)row * (columns / 2);
+  for (int i = 0; i < 4; ++i) {
+    int c = 8 * ((int)chunk + i * chunks);
+    if (c >= columns) break;
+    unsigned int bits[4];
+    for (int j = 0; j < 4; ++j) {
+      T column = first_column + T(c + 2 * j);
+      bits[j] = pack(shift - slope * fabsf(column - position), shift - slope * fabsf(column + T(1) - position));
+    }
+    *(uint4*)(to + c / 2) = make_uint4(bits[0], bits[1], bits[2], bits[3]);
+  }
+  return T(0);
 }"""
 
-# Two fp32 numbers, low and high, rounded to nearest even and put into the bits of one.
-_PACK = {
-    torch.float16: """
-  unsigned int bits;
-  asm("{ .reg .f16 a, b; cvt.rn.f16.f32 a, %1; cvt.rn.f16.f32 b, %2; mov.b32 %0, {a, b}; }"
-      : "=r"(bits) : "f"(low), "f"(high));
-  TARGET = __uint_as_float(bits);""",
-    torch.bfloat16: """
-  unsigned int a = __float_as_uint(low), b = __float_as_uint(high);
-  a = low != low ? 0x7FC0u : (a + 0x7FFFu + ((a >> 16) & 1u)) >> 16;
-  b = high != high ? 0x7FC0u : (b + 0x7FFFu + ((b >> 16) & 1u)) >> 16;
-  TARGET = __uint_as_float(a | (b << 16));""",
-}
 
+def raise_peaks(products: Tensor, peaks: Tensor, sight: Sight) -> None:
+    """Raise ``peaks`` (n, kv heads, rows, group, 1) to the largest product that each row sees; both fp32, contiguous.
 
-def score(products: Tensor, factor: float, softcap: float) -> Tensor:
-    """fp32 inner products -> scores; -inf stays -inf."""
-    return _compiled_score()(products, factor=factor, softcap=softcap)
-
-
-def weights(products: Tensor, peak: Tensor, factor: float, softcap: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """exp(score - the peak's score) in ``dtype``, and the fp32 sums of two neighbours each.
-
-    products: (..., keys), fp32, -inf where hidden; peak: (..., 1), a row's largest product, -inf where it has none
+    products: (n, kv heads, rows, group, keys)
     """
-    even, odd = _halves(products, -torch.inf)
-    packed, sums = _compiled("weights", dtype)(even, odd, peak, factor=factor, softcap=softcap)
-    return _unpack(packed, products.shape[-1], dtype), sums
+    place, scalars = _grid(products, sight, columns_per_thread=64)
+    kernel = jiterated.compiled(_PEAKS, ("products", "peaks", *_PLACE_SCALARS))
+    kernel(*place, products=products.data_ptr(), peaks=peaks.data_ptr(), **scalars)
+
+
+def weights(
+    products: Tensor, peak: Tensor, factor: float, softcap: float, dtype: torch.dtype, sight: Sight
+) -> tuple[Tensor, Tensor]:
+    """exp(score - the peak's score) in ``dtype``, 0 where a key is not seen, and fp32 sums of parts of each row."""
+    place, scalars = _grid(products, sight, columns_per_thread=64)
+    found = _padded(products, dtype)
+    kernel = jiterated.compiled(_WEIGHTS, ("factor", "softcap", "products", "packed", *_PLACE_SCALARS), dtype)
+    sums = kernel(
+        *place, peak, factor=factor, softcap=softcap, products=products.data_ptr(), packed=found.data_ptr(), **scalars
+    )
+    return found[..., : products.shape[-1]], sums
+
+
+def finish(
+    products: Tensor, sums: Tensor, peak: Tensor, factor: float, softcap: float, out: Tensor, lse: Tensor | None
+) -> None:
+    """Write ``products`` of weights and values over the weights' sums to ``out``, and the rows' LSE.
+
+    products: (n, kv heads, rows, group, head_dim_v), fp32, contiguous; sums: likewise, what weights() found; peak: (..., 1)
+    out: like products in half precision, of any strides but the last; lse: (n, kv heads, rows, group), fp32
+    """
+    n, heads, rows, group, channels = products.shape
+    device, lse_strides = products.device, (0, 0, 0, 0) if lse is None else lse.stride()
+    jiterated.compiled(_FINISH, _FINISH_SCALARS, out.dtype)(
+        jiterated.places(n * heads * rows * group, device).view(n, heads, rows, group, 1),
+        jiterated.places(-(-channels // 8), device), peak, factor=factor, softcap=softcap, products=products.data_ptr(),
+        sums=sums.data_ptr(), chunks=sums.shape[-1], out=out.data_ptr(), lse=0 if lse is None else lse.data_ptr(),
+        channels=channels, heads=heads, rows=rows, group=group, out_n=out.stride(0), out_head=out.stride(1),
+        out_row=out.stride(2), out_member=out.stride(3), lse_n=lse_strides[0], lse_head=lse_strides[1],
+        lse_row=lse_strides[2], lse_member=lse_strides[3],
+    )  # fmt: skip
 
 
 def gradients(
-    products: Tensor, dp: Tensor, lse: Tensor, delta: Tensor, factor: float, softcap: float, dtype: torch.dtype
+    products: Tensor,
+    dp: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    factor: float,
+    softcap: float,
+    dtype: torch.dtype,
+    sight: Sight,
 ) -> tuple[Tensor, Tensor]:
-    """Probabilities and the gradient of the products without ``factor * softcap``, both (..., keys) in ``dtype``."""
-    even, odd = _halves(products, -torch.inf)
-    dp_even, dp_odd = _halves(dp, 0.0)
-    step = _compiled("gradients", dtype)
-    p, ds = step(even, odd, dp_even, dp_odd, lse, delta, factor=factor, softcap=softcap)
-    return _unpack(p, products.shape[-1], dtype), _unpack(ds, products.shape[-1], dtype)
+    """Probabilities and the gradient of the products without ``factor * softcap``, both like products in ``dtype``.
 
-
-def alibi_bias(slopes: Tensor, shift: Tensor, positions: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
-    """shift - slope * |column - position| in ``dtype``, (batch, nheads, rows, columns); all arguments are fp32.
-
-    slopes, shift: (batch, nheads, 1, 1) and (batch, nheads, rows, 1); positions: (rows,); columns: (columns,)
-    consecutive ones, an even number of them
+    dp: like products; lse, delta: (n, kv heads, rows, group, 1), fp32
     """
-    packed = _compiled_bias(dtype)(slopes, shift, positions.unsqueeze(1), columns[0::2])
-    return _unpack(packed, columns.shape[0], dtype)
+    place, scalars = _grid(products, sight, columns_per_thread=16)
+    p, ds = _padded(products, dtype), _padded(products, dtype)
+    names = ("factor", "softcap", "products", "dp", "packed_p", "packed_ds", *_PLACE_SCALARS)
+    jiterated.compiled(_GRADIENTS, names, dtype)(
+        *place, lse, delta, factor=factor, softcap=softcap, products=products.data_ptr(), dp=dp.data_ptr(),
+        packed_p=p.data_ptr(), packed_ds=ds.data_ptr(), **scalars,
+    )  # fmt: skip
+    return p[..., : products.shape[-1]], ds[..., : products.shape[-1]]
+
+
+def alibi_bias(
+    slopes: Tensor, shift: Tensor, positions: Tensor, first_column: int, columns: int, dtype: torch.dtype
+) -> Tensor:
+    """shift - slope * |column - position| in ``dtype``, (batch, nheads, rows, columns); tensors are fp32.
+
+    slopes, shift: (batch, nheads, 1, 1) and (batch, nheads, rows, 1); positions: (rows,)
+    columns: how many from ``first_column`` on, a multiple of 8
+    """
+    sizes, device = shift.shape[:3], shift.device
+    table = torch.empty(*sizes, columns, dtype=dtype, device=device)
+    chunks = -(-columns // 32)
+    kernel = jiterated.compiled(_BIAS, ("first_column", "table", "columns", "chunks"), dtype)
+    kernel(
+        jiterated.places(sizes.numel(), device).view(*sizes, 1), jiterated.places(chunks, device), slopes, shift,
+        positions.unsqueeze(1), first_column=first_column, table=table.data_ptr(), columns=columns, chunks=chunks,
+    )  # fmt: skip
+    return table
 
 
 def is_usable(device: torch.device, dtype: torch.dtype) -> bool:
@@ -122,96 +306,79 @@ def is_usable(device: torch.device, dtype: torch.dtype) -> bool:
 
 def bias_is_usable(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether alibi_bias serves."""
-    return not _why_not(device, dtype, _bias_is_right)
+    return not jiterated.why_not(device, dtype, _bias_is_right)
 
 
 def why_not(device: torch.device, dtype: torch.dtype) -> str:
-    """Why plain operators serve instead, or nothing: the kernels compile on this device and give the right numbers."""
-    return _why_not(device, dtype, _tiles_are_right)
+    """Why plain operators serve tiles instead, or nothing."""
+    return jiterated.why_not(device, dtype, _tiles_are_right)
 
 
-def _why_not(device: torch.device, dtype: torch.dtype, trial: Callable[[torch.device, torch.dtype], bool]) -> str:
-    if device.type != "cuda" or torch.version.hip is not None:
-        return "they are for NVIDIA GPUs"
-    if dtype not in _PACK:
-        return "they are for half precision"
-    if not settings.jiterator_enabled():
-        return f"switched off by {settings.JITERATOR}"
-    if (device, dtype, trial) not in _problems:
-        if torch.cuda.is_current_stream_capturing():
-            return "not tried before a CUDA graph was captured"
-        _problems[device, dtype, trial] = problem = _problem(device, dtype, trial)
-        if problem:
-            warnings.warn(f"PyTorch's jiterator is not used on {device}: {problem}", RuntimeWarning, stacklevel=2)
-    return _problems[device, dtype, trial]
+def _grid(tile: Tensor, sight: Sight, columns_per_thread: int) -> tuple[tuple[Tensor, Tensor], dict[str, int]]:
+    """Row and chunk of each thread, and the kernels' scalars: a tensor's address counts as one."""
+    n, heads, rows, group, columns = tile.shape
+    chunks = -(-columns // columns_per_thread)
+    row_places = jiterated.places(n * heads * rows * group, tile.device).view(n, heads, rows, group, 1)
+    first_keys = sight.first_keys
+    scalars = {
+        "per_sequence": heads * rows * group,
+        "group": group,
+        "rows": rows,
+        "columns": columns,
+        "chunks": chunks,
+        "position": sight.position,
+        "left": sight.left,
+        "right": sight.right,
+        "first_keys": 0 if first_keys is None else first_keys.data_ptr(),
+        "start": sight.start,
+        "blank": sight.blank,
+        "blank_step": sight.blank_step,
+    }
+    return (row_places, jiterated.places(chunks, tile.device)), scalars
 
 
-_problems: dict[tuple[object, ...], str] = {}
-
-
-def _problem(device: torch.device, dtype: torch.dtype, trial: Callable[[torch.device, torch.dtype], bool]) -> str:
-    """Compile and compare with plain PyTorch, once; whatever goes wrong, plain PyTorch serves."""
-    try:
-        return "" if trial(device, dtype) else "its results are wrong"
-    except Exception as error:  # NVRTC missing or too old, or whatever else a driver raises
-        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+def _padded(tile: Tensor, dtype: torch.dtype) -> Tensor:
+    """Room for a tile in ``dtype`` whose rows lie on 16 bytes."""
+    columns = tile.shape[-1]
+    return torch.empty(*tile.shape[:-1], columns + -columns % 8, dtype=dtype, device=tile.device)
 
 
 def _tiles_are_right(device: torch.device, dtype: torch.dtype) -> bool:
-    products = torch.tensor([[0.5, -1.0, -torch.inf], [2.0, 3.0, 0.0]], device=device)
-    delta = torch.tensor([[0.5], [-0.5]], device=device)
-    scores = 2.0 * torch.tanh(products * 0.5)
+    return all(_tile_is_right(device, dtype, columns) for columns in (11, 40))
+
+
+def _tile_is_right(device: torch.device, dtype: torch.dtype, columns: int) -> bool:
+    """Two sequences of three rows and two heads, under a window and padding, against plain operators."""
+    products = torch.linspace(-3.0, 3.0, 12 * columns, device=device).view(2, 1, 3, 2, columns).contiguous()
+    dp = products.flip(-1).contiguous()
+    sight = Sight(5, 4, 2, torch.tensor([3, 6], device=device), start=2)
+    row, column = torch.arange(3, device=device).view(3, 1, 1), torch.arange(columns, device=device)
+    hidden = (column < row + 1) | (column > row + 7)
+    hidden = hidden | (column < torch.tensor([1, 4], device=device).view(2, 1, 1, 1, 1))
+    scores = (2.0 * torch.tanh(products * 0.5)).masked_fill(hidden, -torch.inf)
+    peak = products.masked_fill(hidden, -torch.inf).amax(-1, keepdim=True)
     lse = scores.amax(-1, keepdim=True)
-    expected = torch.exp(scores - lse).masked_fill(products == -torch.inf, 0.0)
-    slope = 1.0 - (scores / 2.0).square()
-    found, sums = weights(products, products.amax(-1, keepdim=True), 0.5, 2.0, dtype)
-    p, ds = gradients(products, products.clamp(min=-1.0), lse, delta, 0.5, 2.0, dtype)
+    delta = torch.linspace(-0.5, 0.5, 12, device=device).view(2, 1, 3, 2, 1)
+    p = torch.exp(scores - lse)
+    found_peak = torch.full_like(peak, -torch.inf)
+    raise_peaks(products, found_peak, sight)
+    found, sums = weights(products, peak, 0.5, 2.0, dtype, sight)
+    out, found_lse = torch.zeros(2, 3, 2, 8, dtype=dtype, device=device), torch.zeros(2, 2, 3, device=device)
+    values = products[..., :8].contiguous()
+    finish(values, sums, peak, 0.5, 2.0, out.unsqueeze(1), found_lse.transpose(1, 2).unsqueeze(1))
+    found_p, found_ds = gradients(products, dp, lse, delta, 0.5, 2.0, dtype, sight)
+    ds = (p * (dp - delta) * (1.0 - torch.tanh(products * 0.5).square())).masked_fill(hidden, 0.0)
+    total = p.sum(-1, keepdim=True)
     pairs = (
-        (found, expected),
-        (p, expected),
-        (sums.sum(-1), expected.sum(-1)),
-        (ds, expected * (products.clamp(min=-1.0) - delta) * slope),
-        (score(products, 0.5, 2.0)[1], scores[1]),
-    )
+        (found_peak, peak), (found, p), (sums.sum(-1, keepdim=True), total), (found_p, p), (found_ds, ds),
+        (out.unsqueeze(1), values / total), (found_lse.transpose(1, 2)[:, None, :, :, None], lse + total.log()),
+    )  # fmt: skip
     return all(torch.allclose(one.float(), other, rtol=1e-2, atol=1e-3) for one, other in pairs)
 
 
 def _bias_is_right(device: torch.device, dtype: torch.dtype) -> bool:
     slopes = torch.tensor([0.5, -2.0], device=device).view(1, 2, 1, 1)
     shift = torch.tensor([0.0, 1.0, -3.0], device=device).view(1, 1, 3, 1).expand(1, 2, 3, 1)
-    positions, columns = torch.arange(3.0, device=device), torch.arange(-1.0, 5.0, device=device)
+    positions, columns = torch.arange(3.0, device=device), torch.arange(1.0, 49.0, device=device)
     expected = shift - slopes * (columns - positions.unsqueeze(1)).abs()
-    return torch.equal(alibi_bias(slopes, shift, positions, columns, dtype), expected.to(dtype))
-
-
-@functools.lru_cache(maxsize=None)
-def _compiled(name: str, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]]:
-    source = _packing({"weights": _WEIGHTS, "gradients": _GRADIENTS}[name], dtype)
-    return torch.cuda.jiterator._create_multi_output_jit_fn(source, 2, factor=1.0, softcap=0.0)
-
-
-@functools.lru_cache(maxsize=None)
-def _compiled_score() -> Callable[..., Tensor]:
-    return torch.cuda.jiterator._create_jit_fn(_SCORE, factor=1.0, softcap=0.0)
-
-
-@functools.lru_cache(maxsize=None)
-def _compiled_bias(dtype: torch.dtype) -> Callable[..., Tensor]:
-    return torch.cuda.jiterator._create_jit_fn(_packing(_BIAS, dtype))
-
-
-def _packing(source: str, dtype: torch.dtype) -> str:
-    """``source`` with each PACK(target) spelt out for ``dtype``."""
-    return re.sub(r"PACK\((\w+)\)", lambda pack: _PACK[dtype].replace("TARGET", pack[1]), source)
-
-
-def _halves(tile: Tensor, padding: float) -> tuple[Tensor, Tensor]:
-    """Even and odd columns, as many of each."""
-    if tile.shape[-1] % 2:
-        tile = F.pad(tile, (0, 1), value=padding)
-    return tile[..., 0::2], tile[..., 1::2]
-
-
-def _unpack(packed: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    # Flattened first: only a last axis of stride 1 can be read as another dtype, which an axis of size 1 need not have.
-    return packed.reshape(-1).view(dtype).view(*packed.shape[:-1], -1)[..., :columns]
+    return torch.equal(alibi_bias(slopes, shift, positions, 1, 48, dtype), expected.to(dtype))

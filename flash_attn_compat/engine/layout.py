@@ -62,7 +62,7 @@ class Block(NamedTuple):
     sequences: Sequence[int]
     first_row: Tensor | None = None
     first_key: Tensor | None = None
-    blank_keys: Sequence[int] = ()
+    blank_keys: range = range(0)
 
     @property
     def offset(self) -> int:

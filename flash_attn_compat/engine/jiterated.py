@@ -1,0 +1,109 @@
+"""CUDA kernels that PyTorch's jiterator compiles at first use with NVRTC, which comes with PyTorch (a second, then
+cached on disk), as PyTorch does for some operators of its own: neither a compiler nor Triton has to be installed.
+
+The jiterator computes one number per element of its inputs, all of one dtype. Our kernels get an element's
+place as numbers, read and write 16 bytes at a time through addresses handed to them as integers, and
+return what else they find. Addresses are used in stream order, like any tensor's memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat import settings
+
+Kernel = Callable[..., Tensor]
+Trial = Callable[[torch.device, torch.dtype], bool]
+
+# Two fp32 numbers to 32 bits of half precision, rounded to nearest even, and back.
+_HALVES = {
+    torch.float16: """
+  auto pack = [](float low, float high) {
+    unsigned int bits;
+    asm("{ .reg .f16 a, b; cvt.rn.f16.f32 a, %1; cvt.rn.f16.f32 b, %2; mov.b32 %0, {a, b}; }"
+        : "=r"(bits) : "f"(low), "f"(high));
+    return bits;
+  };
+  auto unpack = [](unsigned int bits, float& low, float& high) {
+    asm("{ .reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
+        : "=f"(low), "=f"(high) : "r"(bits));
+  };""",
+    torch.bfloat16: """
+  auto pack = [](float low, float high) {
+    unsigned int a = __float_as_uint(low), b = __float_as_uint(high);
+    a = low != low ? 0x7FC0u : (a + 0x7FFFu + ((a >> 16) & 1u)) >> 16;
+    b = high != high ? 0x7FC0u : (b + 0x7FFFu + ((b >> 16) & 1u)) >> 16;
+    return a | (b << 16);
+  };
+  auto unpack = [](unsigned int bits, float& low, float& high) {
+    low = __uint_as_float(bits << 16);
+    high = __uint_as_float(bits & 0xFFFF0000u);
+  };""",
+}
+
+HALF_DTYPES = frozenset(_HALVES)
+# Places are counted in fp32, which is exact that far.
+MOST_PLACES = 2**24
+_KEPT_PLACES = 2**20
+
+
+@functools.lru_cache(maxsize=None)
+def compiled(source: str, scalars: tuple[str, ...], dtype: torch.dtype | None = None) -> Kernel:
+    """A kernel called as kernel(*tensors, **scalars); HALVES in its source becomes pack and unpack of ``dtype``."""
+    if dtype is not None:
+        source = source.replace("HALVES", _HALVES[dtype])
+    # PyTorch looks a kernel up by its whole source at every launch.
+    source = re.sub(r"\s+", " ", re.sub(r"//.*", "", source))
+    return torch.cuda.jiterator._create_jit_fn(source, **dict.fromkeys(scalars, 0))
+
+
+def places(count: int, device: torch.device) -> Tensor:
+    """0 to ``count`` - 1 in fp32."""
+    if count > _KEPT_PLACES:
+        return torch.arange(count, dtype=torch.float32, device=device)
+    return _kept_places(device)[:count]
+
+
+@functools.lru_cache(maxsize=None)
+def _kept_places(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        kept = torch.arange(_KEPT_PLACES, dtype=torch.float32, device=device)
+        # Other streams may read it from now on.
+        torch.cuda.current_stream(device).synchronize()
+        return kept
+
+
+def why_not(device: torch.device, dtype: torch.dtype, trial: Trial) -> str:
+    """Why kernels can't serve, or nothing once ``trial`` has found them to compile and to give the right numbers."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return "they are for NVIDIA GPUs"
+    if dtype not in _HALVES:
+        return "they are for half precision"
+    if not settings.jiterator_enabled():
+        return f"switched off by {settings.JITERATOR}"
+    key = device, dtype, trial
+    if key not in _problems:
+        if torch.cuda.is_current_stream_capturing():
+            return "not tried before a CUDA graph was captured"
+        _problems[key] = problem = _problem(device, dtype, trial)
+        if problem:
+            warnings.warn(f"PyTorch's jiterator is not used on {device}: {problem}", RuntimeWarning, stacklevel=2)
+    return _problems[key]
+
+
+_problems: dict[tuple[object, ...], str] = {}
+
+
+def _problem(device: torch.device, dtype: torch.dtype, trial: Trial) -> str:
+    """Compile and compare with plain PyTorch, once; whatever goes wrong, plain PyTorch serves."""
+    try:
+        _kept_places(device)
+        return "" if trial(device, dtype) else "its results are wrong"
+    except Exception as error:  # NVRTC missing or too old, or whatever else a driver raises
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
