@@ -19,6 +19,8 @@ JITERATOR = "FLASH_ATTN_COMPAT_JITERATOR"
 _variables = getattr(os.environ, "_data", None)
 _keys = tuple(os.environ.encodekey(name) for name in (BACKEND, CAPABILITY, COMPILE, DISABLE_OFFICIAL, BF16))
 
+_JITERATOR_KEY = os.environ.encodekey(JITERATOR)
+
 
 def fingerprint() -> tuple[object, ...]:
     """Equal for equal settings: what a remembered decision is valid for."""
@@ -46,6 +48,8 @@ def official_disabled() -> bool:
 
 def jiterator_enabled() -> bool:
     """FLASH_ATTN_COMPAT_JITERATOR=0: no elementwise kernels compiled at run time by PyTorch's jiterator."""
+    if _variables is not None and _JITERATOR_KEY not in _variables:
+        return True
     return os.environ.get(JITERATOR, "1") not in ("", "0")
 
 

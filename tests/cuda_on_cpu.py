@@ -53,7 +53,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = _lacks()
     if reason:
         pytest.skip(reason)
-    monkeypatch.setattr(jiterated, "compiled", _compiled)
+    monkeypatch.setattr(jiterated.Kernel, "__call__", _launch)
     monkeypatch.setattr(jiterated, "places", lambda count, device: torch.arange(count, dtype=torch.float32))
     monkeypatch.setattr(
         jiterated, "why_not", lambda device, dtype, trial: "" if dtype in jiterated.HALF_DTYPES else "no"
@@ -75,25 +75,20 @@ def _lacks() -> str:
     return "this g++ has no _Float16" if found.returncode else ""
 
 
-def _compiled(source: str, scalars: tuple[str, ...], dtype: torch.dtype | None = None) -> jiterated.Kernel:
-    halves = {torch.float16: _FLOAT16}.get(dtype) or jiterated._HALVES.get(dtype, "")
-    source = source.replace("HALVES", halves)
-
-    def kernel(*tensors: Tensor, **values: float) -> Tensor:
-        assert tuple(values) == scalars, "the jiterator hands scalars over in the order they are declared in"
-        run = _library(source, len(tensors), len(scalars)).run
-        broadcast = [tensor.contiguous() for tensor in torch.broadcast_tensors(*tensors)]
-        found = torch.empty_like(broadcast[0])
-        assert all(tensor.dtype == torch.float32 for tensor in broadcast)
-        run(
-            ctypes.c_longlong(found.numel()),
-            (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in broadcast)),
-            (ctypes.c_double * len(scalars))(*values.values()),
-            ctypes.c_void_p(found.data_ptr()),
-        )
-        return found
-
-    return kernel
+def _launch(kernel: jiterated.Kernel, dtype: torch.dtype, *tensors: Tensor, **scalars: float) -> Tensor:
+    assert scalars.keys() == set(kernel.scalars)
+    source = kernel.source.replace("HALVES", _FLOAT16 if dtype == torch.float16 else jiterated._HALVES[dtype])
+    run = _library(source, len(tensors), len(scalars)).run
+    broadcast = [tensor.contiguous() for tensor in torch.broadcast_tensors(*tensors)]
+    assert all(tensor.dtype == torch.float32 for tensor in broadcast)
+    found = torch.empty_like(broadcast[0])
+    run(
+        ctypes.c_longlong(found.numel()),
+        (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in broadcast)),
+        (ctypes.c_double * len(scalars))(*(scalars[name] for name in kernel.scalars)),
+        ctypes.c_void_p(found.data_ptr()),
+    )
+    return found
 
 
 @functools.lru_cache(maxsize=None)

@@ -24,15 +24,12 @@ def weights(
 ) -> tuple[Tensor, Tensor]:
     shift = score(peak, factor, softcap).masked_fill(peak == -torch.inf, 0.0)
     found = torch.exp(score(products, factor, softcap) - shift).masked_fill(_hidden(products, sight), 0.0)
-    # Two parts of each row: whoever sums them up must take both.
-    sums = torch.stack((found[..., ::2].sum(-1), found[..., 1::2].sum(-1)), dim=-1)
-    return _padded(found, dtype), sums
+    return _padded(found, dtype), found.sum(-1, keepdim=True)
 
 
 def finish(
-    products: Tensor, sums: Tensor, peak: Tensor, factor: float, softcap: float, out: Tensor, lse: Tensor | None
+    products: Tensor, total: Tensor, peak: Tensor, factor: float, softcap: float, out: Tensor, lse: Tensor | None
 ) -> None:
-    total = sums.sum(-1, keepdim=True)
     dead = total == 0
     out.copy_((products / total).masked_fill(dead, 0.0))
     if lse is not None:

@@ -35,11 +35,11 @@ def forward(piece: Piece, out: Tensor, lse: Tensor | None) -> None:
         # Scores rise with the products, so their maxima are in the same places.
         peak = peaks[sequences * share.start : sequences * share.stop].view(*products.shape[:-1], 1)
         elementwise.raise_peaks(products, peak, sight)
-        weights, sums = elementwise.weights(products, peak, factor, softcap, piece.operand_dtype, sight)
+        weights, total = elementwise.weights(products, peak, factor, softcap, piece.operand_dtype, sight)
         found = piece.product(weights.flatten(2, 3).flatten(0, 1), piece.values[:, columns.start : columns.stop])
         row_lse = None if lse is None else piece.rows_by_key_head(lse.transpose(1, 2), rows)
         row_out = piece.rows_by_key_head(out, rows)
-        elementwise.finish(piece.unfold_rows(found), sums, peak, factor, softcap, row_out, row_lse)
+        elementwise.finish(piece.unfold_rows(found), total, peak, factor, softcap, row_out, row_lse)
 
 
 def backward(piece: Piece, upstream: Upstream, dq: Tensor, dk: Tensor, dv: Tensor) -> None:

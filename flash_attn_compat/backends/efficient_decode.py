@@ -13,12 +13,9 @@ from flash_attn_compat.backends.efficient_shares import Cut, Prepared
 from flash_attn_compat.engine import jiterated
 from flash_attn_compat.engine.alignment import ready
 
-# The jiterator gives a thread up to eight neighbouring elements, too few threads for so little work, so that only
-# every eighth one counts.
-_SPREAD = 8
-
 # Bounds and keys of a share for the first threads, 16 bytes of a copy of q's rows for each of them.
-_PREPARE = """
+_PREPARE = jiterated.Kernel(
+    """
 template <typename T> T prepare(T at, int spread, long long q, long long by_batch, long long by_row, long long by_head,
                                 long long copies, long long numbers, long long used, long long leftpad, long long table,
                                 long long by_sequence, int batch, int seqlen_q, int group, int heads, int units,
@@ -51,14 +48,34 @@ template <typename T> T prepare(T at, int spread, long long q, long long by_batc
   const uint4* from = (const uint4*)q + n * by_batch + row * by_row + (head * group + member) * by_head;
   ((uint4*)copies)[i] = from[unit];
   return T(0);
-}"""
-_PREPARE_SCALARS = (
-    "spread", "q", "by_batch", "by_row", "by_head", "copies", "numbers", "used", "leftpad", "table", "by_sequence", "batch",
-    "seqlen_q", "group", "heads", "units", "count", "size", "page", "pitch", "pages", "left",
-)  # fmt: skip
+}""",
+    "spread",
+    "q",
+    "by_batch",
+    "by_row",
+    "by_head",
+    "copies",
+    "numbers",
+    "used",
+    "leftpad",
+    "table",
+    "by_sequence",
+    "batch",
+    "seqlen_q",
+    "group",
+    "heads",
+    "units",
+    "count",
+    "size",
+    "page",
+    "pitch",
+    "pages",
+    "left",
+)
 
 # Two channels of one row and head: the shares' outputs by the softmax of their LSE, 0 where none has keys.
-_MERGE = """
+_MERGE = jiterated.Kernel(
+    """
 template <typename T> T merge(T at, int spread, long long outs, long long lses, long long lengths, long long merged,
                               int count, int seqlen_q, int group, int heads, int pairs, int padded) {HALVES
   int i = (int)at;
@@ -92,8 +109,7 @@ template <typename T> T merge(T at, int spread, long long outs, long long lses, 
   T scale = total > 0 ? T(1) / total : T(0);
   ((unsigned int*)merged)[i] = pack(low * scale, high * scale);
   return T(0);
-}"""
-_MERGE_SCALARS = (
+}""",
     "spread",
     "outs",
     "lses",
@@ -117,8 +133,10 @@ def prepare(q: Tensor, nheads_k: int, cut: Cut) -> Prepared:
     numbers = torch.empty(3 * shares + 2, dtype=torch.int32, device=q.device)
     by_batch, by_row, by_head, _ = q.stride()
     used, leftpad, table = (_dense(tensor) for tensor in (cut.used, cut.leftpad, cut.table))
-    jiterated.compiled(_PREPARE, _PREPARE_SCALARS)(
-        jiterated.places(rows.numel() // unit * _SPREAD, q.device), spread=_SPREAD, q=q.data_ptr(), by_batch=by_batch // unit,
+    threads = rows.numel() // unit
+    spread = _spread(threads)
+    _PREPARE(
+        q.dtype, jiterated.places(threads * spread, q.device), spread=spread, q=q.data_ptr(), by_batch=by_batch // unit,
         by_row=by_row // unit, by_head=by_head // unit, copies=rows.data_ptr(), numbers=numbers.data_ptr(),
         used=_address(used), leftpad=_address(leftpad), table=_address(table),
         by_sequence=0 if table is None else table.stride(0), batch=batch, seqlen_q=seqlen_q, group=group, heads=nheads_k,
@@ -137,8 +155,10 @@ def merge(out: Tensor, lse: Tensor, lengths: Tensor, shape: tuple[int, ...]) -> 
     batch, seqlen_q, nheads, head_dim = shape
     nheads_k = out.shape[2]
     merged = out.new_empty(shape)
-    jiterated.compiled(_MERGE, _MERGE_SCALARS, out.dtype)(
-        jiterated.places(merged.numel() // 2 * _SPREAD, out.device), spread=_SPREAD, outs=out.data_ptr(),
+    threads = merged.numel() // 2
+    spread = _spread(threads)
+    _MERGE(
+        out.dtype, jiterated.places(threads * spread, out.device), spread=spread, outs=out.data_ptr(),
         lses=lse.data_ptr(), lengths=lengths.data_ptr(), merged=merged.data_ptr(), count=lengths.shape[0] // batch,
         seqlen_q=seqlen_q, group=nheads // nheads_k, heads=nheads_k, pairs=head_dim // 2, padded=lse.shape[2],
     )  # fmt: skip
@@ -149,7 +169,12 @@ def serves(q: Tensor, v: Tensor, count: int) -> bool:
     """Whether both kernels can be used for ``count`` shares of the keys; v: (..., nheads_k, head_dim_v)."""
     units = q.numel() * count * q.element_size() // 16
     pairs = q.numel() // q.shape[-1] * v.shape[-1] // 2
-    return max(units, pairs) * _SPREAD < jiterated.MOST_PLACES and not jiterated.why_not(q.device, q.dtype, _is_right)
+    return max(units, pairs) < jiterated.MOST_PLACES and not jiterated.why_not(q.device, q.dtype, _is_right)
+
+
+def _spread(threads: int) -> int:
+    """The jiterator gives a thread up to eight neighbours: too few threads for little work, so every eighth counts."""
+    return 8 if 8 * threads <= jiterated.KEPT_PLACES else 1
 
 
 def _address(tensor: Tensor | None) -> int:

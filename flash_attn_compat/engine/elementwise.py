@@ -78,26 +78,29 @@ _SCORE_OF = """
   };
   auto score_of = [&](T product) { return softcap > 0 ? softcap * tanh_of(product * factor) : product * factor; };"""
 
-# Neighbouring threads read neighbouring numbers: a thread's quadruples lie ``chunks`` of them apart. Of floats the
+# Neighbouring threads read neighbouring numbers: a thread's quadruples lie ``chunks`` of them apart. All are read
+# before any is used, or a thread would wait for each. Of floats the
 # positive ones rise and the negative ones fall with their bits; adding 0 makes -0 positive.
-_PEAKS = f"""
+_PEAKS = jiterated.Kernel(
+    f"""
 template <typename T> T peaks(T row, T chunk, long long products, long long peaks, {_PLACE_PARAMETERS}) {{{_PLACE}
   const float* from = (const float*)products + (long long)r * columns;
   T peak = -INFINITY;
-  for (int c = 4 * (int)chunk; c <= last; c += 4 * chunks) {{
-    if (c + 3 < first) continue;
-    T four[4];
+  T all[8][4];
+  for (int i = 0; i < 8; ++i) {{
+    int c = 4 * ((int)chunk + i * chunks);
+    for (int j = 0; j < 4; ++j) all[i][j] = -INFINITY;
+    if (last < c || c + 3 < first) continue;
     if (columns % 4 == 0) {{
-      float4 all = *(const float4*)(from + c);
-      four[0] = all.x; four[1] = all.y; four[2] = all.z; four[3] = all.w;
+      float4 four = *(const float4*)(from + c);
+      all[i][0] = four.x; all[i][1] = four.y; all[i][2] = four.z; all[i][3] = four.w;
     }} else {{
-      for (int j = 0; j < 4; ++j) four[j] = c + j < columns ? from[c + j] : 0.f;
+      for (int j = 0; j < 4; ++j) if (c + j < columns) all[i][j] = from[c + j];
     }}
-    if (c >= first && c + 3 <= last) {{
-      peak = fmaxf(fmaxf(fmaxf(peak, four[0]), four[1]), fmaxf(four[2], four[3]));
-    }} else {{
-      for (int j = 0; j < 4; ++j) if (is_seen(c + j)) peak = fmaxf(peak, four[j]);
-    }}
+  }}
+  for (int i = 0; i < 8; ++i) {{
+    int c = 4 * ((int)chunk + i * chunks);
+    for (int j = 0; j < 4; ++j) if (is_seen(c + j)) peak = fmaxf(peak, all[i][j]);
   }}
   if (peak != -INFINITY) {{
     peak += 0.f;
@@ -105,9 +108,14 @@ template <typename T> T peaks(T row, T chunk, long long products, long long peak
     else atomicMin((unsigned int*)peaks + r, __float_as_uint(peak));
   }}
   return T(0);
-}}"""
+}}""",
+    "products",
+    "peaks",
+    *_PLACE_SCALARS,
+)
 
-_WEIGHTS = f"""
+_WEIGHTS = jiterated.Kernel(
+    f"""
 template <typename T> T weights(T row, T chunk, T peak, T factor, T softcap, long long products, long long packed,
                                 {_PLACE_PARAMETERS}) {{{_PLACE}{_SCORE_OF}HALVES
   const float* from = (const float*)products + (long long)r * columns;
@@ -127,20 +135,24 @@ template <typename T> T weights(T row, T chunk, T peak, T factor, T softcap, lon
     *(uint4*)(to + c / 2) = make_uint4(bits[0], bits[1], bits[2], bits[3]);
   }}
   return sum;
-}}"""
+}}""",
+    "factor",
+    "softcap",
+    "products",
+    "packed",
+    *_PLACE_SCALARS,
+)
 
 # Eight channels of a row of the output, and the row's LSE: what weights left undone.
-_FINISH = f"""
-template <typename T> T finish(T row, T unit, T peak, T factor, T softcap, long long products, long long sums, int chunks,
-                               long long out, long long lse, int channels, int heads, int rows, int group,
+_FINISH = jiterated.Kernel(
+    f"""
+template <typename T> T finish(T row, T unit, T peak, T total, T factor, T softcap, long long products, long long out,
+                               long long lse, int channels, int heads, int rows, int group,
                                long long out_n, long long out_head, long long out_row, long long out_member,
                                long long lse_n, long long lse_head, long long lse_row, long long lse_member)
 {{{_SCORE_OF}HALVES
   int r = (int)row, c = 8 * (int)unit, member = r % group, place = r / group % rows, head = r / group / rows % heads;
   int n = r / group / rows / heads;
-  const float* parts = (const float*)sums + (long long)r * chunks;
-  T total = 0;
-  for (int i = 0; i < chunks; ++i) total += parts[i];
   // Only rows that see no key have a sum of 0.
   if (c == 0 && lse) ((float*)lse)[n * lse_n + head * lse_head + place * lse_row + member * lse_member] =
       total == 0 ? INFINITY : __logf(total) + score_of(peak);
@@ -155,13 +167,27 @@ template <typename T> T finish(T row, T unit, T peak, T factor, T softcap, long 
     for (int j = 0; j < 8; ++j) if (c + j < channels) to[j] = pack(from[j] * scale, 0) & 0xFFFF;
   }}
   return T(0);
-}}"""
-_FINISH_SCALARS = (
-    "factor", "softcap", "products", "sums", "chunks", "out", "lse", "channels", "heads", "rows", "group",
-    "out_n", "out_head", "out_row", "out_member", "lse_n", "lse_head", "lse_row", "lse_member",
-)  # fmt: skip
-
-_GRADIENTS = f"""
+}}""",
+    "factor",
+    "softcap",
+    "products",
+    "out",
+    "lse",
+    "channels",
+    "heads",
+    "rows",
+    "group",
+    "out_n",
+    "out_head",
+    "out_row",
+    "out_member",
+    "lse_n",
+    "lse_head",
+    "lse_row",
+    "lse_member",
+)
+_GRADIENTS = jiterated.Kernel(
+    f"""
 template <typename T> T gradients(T row, T chunk, T lse, T delta, T factor, T softcap, long long products, long long dp,
                                   long long packed_p, long long packed_ds, {_PLACE_PARAMETERS}) {{{_PLACE}{_SCORE_OF}HALVES
   const float* from = (const float*)products + (long long)r * columns;
@@ -193,9 +219,18 @@ template <typename T> T gradients(T row, T chunk, T lse, T delta, T factor, T so
     *(uint4*)(to_ds + c / 2) = make_uint4(bits_ds[0], bits_ds[1], bits_ds[2], bits_ds[3]);
   }}
   return T(0);
-}}"""
+}}""",
+    "factor",
+    "softcap",
+    "products",
+    "dp",
+    "packed_p",
+    "packed_ds",
+    *_PLACE_SCALARS,
+)
 
-_BIAS = """
+_BIAS = jiterated.Kernel(
+    """
 template <typename T> T bias(T row, T chunk, T slope, T shift, T position, T first_column, long long table,
                              int columns, int chunks) {HALVES
   unsigned int* to = (unsigned int*)table + (long long)row * (columns / 2);
@@ -210,7 +245,12 @@ template <typename T> T bias(T row, T chunk, T slope, T shift, T position, T fir
     *(uint4*)(to + c / 2) = make_uint4(bits[0], bits[1], bits[2], bits[3]);
   }
   return T(0);
-}"""
+}""",
+    "first_column",
+    "table",
+    "columns",
+    "chunks",
+)
 
 
 def raise_peaks(products: Tensor, peaks: Tensor, sight: Sight) -> None:
@@ -218,38 +258,39 @@ def raise_peaks(products: Tensor, peaks: Tensor, sight: Sight) -> None:
 
     products: (n, kv heads, rows, group, keys)
     """
-    place, scalars = _grid(products, sight, columns_per_thread=64)
-    kernel = jiterated.compiled(_PEAKS, ("products", "peaks", *_PLACE_SCALARS))
-    kernel(*place, products=products.data_ptr(), peaks=peaks.data_ptr(), **scalars)
+    place, scalars = _grid(products, sight, columns_per_thread=32)
+    # Nothing here is in half precision; any of the two will do.
+    _PEAKS(torch.float16, *place, products=products.data_ptr(), peaks=peaks.data_ptr(), **scalars)
 
 
 def weights(
     products: Tensor, peak: Tensor, factor: float, softcap: float, dtype: torch.dtype, sight: Sight
 ) -> tuple[Tensor, Tensor]:
-    """exp(score - the peak's score) in ``dtype``, 0 where a key is not seen, and fp32 sums of parts of each row."""
-    place, scalars = _grid(products, sight, columns_per_thread=64)
+    """exp(score - the peak's score) in ``dtype``, 0 where a key is not seen, and its fp32 sums (..., 1)."""
+    place, scalars = _grid(products, sight, columns_per_thread=32)
     found = _padded(products, dtype)
-    kernel = jiterated.compiled(_WEIGHTS, ("factor", "softcap", "products", "packed", *_PLACE_SCALARS), dtype)
-    sums = kernel(
-        *place, peak, factor=factor, softcap=softcap, products=products.data_ptr(), packed=found.data_ptr(), **scalars
-    )
-    return found[..., : products.shape[-1]], sums
+    sums = _WEIGHTS(
+        dtype, *place, peak, factor=factor, softcap=softcap, products=products.data_ptr(), packed=found.data_ptr(),
+        **scalars,
+    )  # fmt: skip
+    return found[..., : products.shape[-1]], sums.sum(-1, keepdim=True)
 
 
 def finish(
-    products: Tensor, sums: Tensor, peak: Tensor, factor: float, softcap: float, out: Tensor, lse: Tensor | None
+    products: Tensor, total: Tensor, peak: Tensor, factor: float, softcap: float, out: Tensor, lse: Tensor | None
 ) -> None:
     """Write ``products`` of weights and values over the weights' sums to ``out``, and the rows' LSE.
 
-    products: (n, kv heads, rows, group, head_dim_v), fp32, contiguous; sums: likewise, what weights() found; peak: (..., 1)
+    products: (n, kv heads, rows, group, head_dim_v), fp32, contiguous; total, peak: (..., 1)
     out: like products in half precision, of any strides but the last; lse: (n, kv heads, rows, group), fp32
     """
     n, heads, rows, group, channels = products.shape
     device, lse_strides = products.device, (0, 0, 0, 0) if lse is None else lse.stride()
-    jiterated.compiled(_FINISH, _FINISH_SCALARS, out.dtype)(
+    _FINISH(
+        out.dtype,
         jiterated.places(n * heads * rows * group, device).view(n, heads, rows, group, 1),
-        jiterated.places(-(-channels // 8), device), peak, factor=factor, softcap=softcap, products=products.data_ptr(),
-        sums=sums.data_ptr(), chunks=sums.shape[-1], out=out.data_ptr(), lse=0 if lse is None else lse.data_ptr(),
+        jiterated.places(-(-channels // 8), device), peak, total, factor=factor, softcap=softcap,
+        products=products.data_ptr(), out=out.data_ptr(), lse=0 if lse is None else lse.data_ptr(),
         channels=channels, heads=heads, rows=rows, group=group, out_n=out.stride(0), out_head=out.stride(1),
         out_row=out.stride(2), out_member=out.stride(3), lse_n=lse_strides[0], lse_head=lse_strides[1],
         lse_row=lse_strides[2], lse_member=lse_strides[3],
@@ -272,9 +313,8 @@ def gradients(
     """
     place, scalars = _grid(products, sight, columns_per_thread=16)
     p, ds = _padded(products, dtype), _padded(products, dtype)
-    names = ("factor", "softcap", "products", "dp", "packed_p", "packed_ds", *_PLACE_SCALARS)
-    jiterated.compiled(_GRADIENTS, names, dtype)(
-        *place, lse, delta, factor=factor, softcap=softcap, products=products.data_ptr(), dp=dp.data_ptr(),
+    _GRADIENTS(
+        dtype, *place, lse, delta, factor=factor, softcap=softcap, products=products.data_ptr(), dp=dp.data_ptr(),
         packed_p=p.data_ptr(), packed_ds=ds.data_ptr(), **scalars,
     )  # fmt: skip
     return p[..., : products.shape[-1]], ds[..., : products.shape[-1]]
@@ -291,9 +331,8 @@ def alibi_bias(
     sizes, device = shift.shape[:3], shift.device
     table = torch.empty(*sizes, columns, dtype=dtype, device=device)
     chunks = -(-columns // 32)
-    kernel = jiterated.compiled(_BIAS, ("first_column", "table", "columns", "chunks"), dtype)
-    kernel(
-        jiterated.places(sizes.numel(), device).view(*sizes, 1), jiterated.places(chunks, device), slopes, shift,
+    _BIAS(
+        dtype, jiterated.places(sizes.numel(), device).view(*sizes, 1), jiterated.places(chunks, device), slopes, shift,
         positions.unsqueeze(1), first_column=first_column, table=table.data_ptr(), columns=columns, chunks=chunks,
     )  # fmt: skip
     return table
@@ -362,15 +401,15 @@ def _tile_is_right(device: torch.device, dtype: torch.dtype, columns: int) -> bo
     p = torch.exp(scores - lse)
     found_peak = torch.full_like(peak, -torch.inf)
     raise_peaks(products, found_peak, sight)
-    found, sums = weights(products, peak, 0.5, 2.0, dtype, sight)
+    found, found_total = weights(products, peak, 0.5, 2.0, dtype, sight)
     out, found_lse = torch.zeros(2, 3, 2, 8, dtype=dtype, device=device), torch.zeros(2, 2, 3, device=device)
     values = products[..., :8].contiguous()
-    finish(values, sums, peak, 0.5, 2.0, out.unsqueeze(1), found_lse.transpose(1, 2).unsqueeze(1))
+    finish(values, found_total, peak, 0.5, 2.0, out.unsqueeze(1), found_lse.transpose(1, 2).unsqueeze(1))
     found_p, found_ds = gradients(products, dp, lse, delta, 0.5, 2.0, dtype, sight)
     ds = (p * (dp - delta) * (1.0 - torch.tanh(products * 0.5).square())).masked_fill(hidden, 0.0)
     total = p.sum(-1, keepdim=True)
     pairs = (
-        (found_peak, peak), (found, p), (sums.sum(-1, keepdim=True), total), (found_p, p), (found_ds, ds),
+        (found_peak, peak), (found, p), (found_total, total), (found_p, p), (found_ds, ds),
         (out.unsqueeze(1), values / total), (found_lse.transpose(1, 2)[:, None, :, :, None], lse + total.log()),
     )  # fmt: skip
     return all(torch.allclose(one.float(), other, rtol=1e-2, atol=1e-3) for one, other in pairs)

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 
-Kernel = Callable[..., Tensor]
 Trial = Callable[[torch.device, torch.dtype], bool]
 
 # Two fp32 numbers to 32 bits of half precision, rounded to nearest even, and back.
@@ -48,16 +47,27 @@ _HALVES = {
 }
 
 HALF_DTYPES = frozenset(_HALVES)
-# Places are counted in fp32, which is exact that far.
+# Places are counted in fp32, which is exact that far; the first of them are kept.
 MOST_PLACES = 2**24
-_KEPT_PLACES = 2**20
+KEPT_PLACES = 2**20
 
 
-@functools.lru_cache(maxsize=None)
-def compiled(source: str, scalars: tuple[str, ...], dtype: torch.dtype | None = None) -> Kernel:
-    """A kernel called as kernel(*tensors, **scalars); HALVES in its source becomes pack and unpack of ``dtype``."""
-    if dtype is not None:
-        source = source.replace("HALVES", _HALVES[dtype])
+class Kernel:
+    """``source`` with the names of its scalars in order; HALVES in it becomes pack and unpack of half precision."""
+
+    def __init__(self, source: str, *scalars: str) -> None:
+        self.source, self.scalars = source, scalars
+        self._compiled: dict[torch.dtype, Callable[..., Tensor]] = {}
+
+    def __call__(self, dtype: torch.dtype, *tensors: Tensor, **scalars: float) -> Tensor:
+        """Launch: a number for each element of the broadcast fp32 ``tensors``; an address is a scalar."""
+        compiled = self._compiled.get(dtype)
+        if compiled is None:
+            compiled = self._compiled[dtype] = _compile(self.source.replace("HALVES", _HALVES[dtype]), self.scalars)
+        return compiled(*tensors, **scalars)
+
+
+def _compile(source: str, scalars: tuple[str, ...]) -> Callable[..., Tensor]:
     # PyTorch looks a kernel up by its whole source at every launch.
     source = re.sub(r"\s+", " ", re.sub(r"//.*", "", source))
     return torch.cuda.jiterator._create_jit_fn(source, **dict.fromkeys(scalars, 0))
@@ -65,15 +75,21 @@ def compiled(source: str, scalars: tuple[str, ...], dtype: torch.dtype | None = 
 
 def places(count: int, device: torch.device) -> Tensor:
     """0 to ``count`` - 1 in fp32."""
-    if count > _KEPT_PLACES:
+    if count > KEPT_PLACES:
         return torch.arange(count, dtype=torch.float32, device=device)
-    return _kept_places(device)[:count]
+    return _first_places(count, device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _first_places(count: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return _kept_places(device)[:count]
 
 
 @functools.lru_cache(maxsize=None)
 def _kept_places(device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        kept = torch.arange(_KEPT_PLACES, dtype=torch.float32, device=device)
+        kept = torch.arange(KEPT_PLACES, dtype=torch.float32, device=device)
         # Other streams may read it from now on.
         torch.cuda.current_stream(device).synchronize()
         return kept
