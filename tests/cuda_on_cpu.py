@@ -23,9 +23,6 @@ _CUDA = """
 struct float4 { float x, y, z, w; };
 struct uint4 { unsigned int x, y, z, w; };
 static uint4 make_uint4(unsigned int x, unsigned int y, unsigned int z, unsigned int w) { return {x, y, z, w}; }
-static int __float_as_int(float x) { int y; std::memcpy(&y, &x, 4); return y; }
-template <typename T> void atomicMax(T* at, T x) { if (x > *at) *at = x; }
-template <typename T> void atomicMin(T* at, T x) { if (x < *at) *at = x; }
 #define __logf(x) std::log(x)
 #define __expf(x) std::exp(x)
 static float __fdividef(float x, float y) { return x / y; }
@@ -76,7 +73,7 @@ def _lacks() -> str:
 
 
 def _launch(kernel: jiterated.Kernel, dtype: torch.dtype, *tensors: Tensor, **scalars: float) -> Tensor:
-    assert scalars.keys() == set(kernel.scalars)
+    assert tuple(scalars) == kernel.scalars, "PyTorch hands scalars over in the order they are given in"
     source = kernel.source.replace("HALVES", _FLOAT16 if dtype == torch.float16 else jiterated._HALVES[dtype])
     run = _library(source, len(tensors), len(scalars)).run
     broadcast = [tensor.contiguous() for tensor in torch.broadcast_tensors(*tensors)]

@@ -13,10 +13,8 @@ def score(products: Tensor, factor: float, softcap: float) -> Tensor:
     return found.masked_fill(products == -torch.inf, -torch.inf)
 
 
-def raise_peaks(products: Tensor, peaks: Tensor, sight: Sight) -> None:
-    assert peaks.is_contiguous()
-    found = products.masked_fill(_hidden(products, sight), -torch.inf).amax(-1, keepdim=True)
-    peaks.copy_(torch.maximum(peaks, found))
+def peaks(products: Tensor, sight: Sight) -> Tensor:
+    return products.masked_fill(_hidden(products, sight), -torch.inf).amax(-1, keepdim=True)
 
 
 def weights(

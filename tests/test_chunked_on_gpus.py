@@ -26,7 +26,7 @@ def fused_steps(monkeypatch):
         return lambda *arguments: calls.append(step.__name__) or step(*arguments)
 
     monkeypatch.setattr(elementwise, "is_usable", lambda device, dtype: dtype in HALF_DTYPES)
-    for name in ("raise_peaks", "weights", "finish", "gradients"):
+    for name in ("peaks", "weights", "finish", "gradients"):
         monkeypatch.setattr(elementwise, name, counted(getattr(elementwise_steps, name)))
     monkeypatch.setattr(chunked_tiles, "_multiplies_half", lambda tensor: tensor.dtype in HALF_DTYPES)
     monkeypatch.setattr(
@@ -132,10 +132,8 @@ def test_the_kernels_equal_their_stand_in(kernels, dtype, sight, columns):
         sight = sight._replace(first_keys=sight.first_keys.to(device))
     products, dp = torch.randn(2, 3, 2, 65, 3, columns, device=device).mul_(4)
     delta = torch.randn(3, 2, 65, 3, 1, device=device)
-    peak, found_peak = torch.full((2, *delta.shape), -torch.inf, device=device)
-    elementwise_steps.raise_peaks(products, peak, sight)
-    elementwise.raise_peaks(products, found_peak, sight)
-    assert torch.equal(found_peak, peak)
+    peak = elementwise_steps.peaks(products, sight)
+    assert torch.equal(elementwise.peaks(products, sight), peak)
     lse = elementwise_steps.score(peak, 0.3, 1.5).masked_fill(peak == -torch.inf, torch.inf)
     found = (
         *elementwise.weights(products, peak, 0.3, 1.5, dtype, sight),
@@ -186,7 +184,7 @@ def test_without_the_jiterator_plain_operators_serve(monkeypatch):
 
 @needs_cuda
 def test_kernels_that_give_wrong_numbers_are_not_used(monkeypatch):
-    monkeypatch.setattr(elementwise, "raise_peaks", lambda *arguments: None)
+    monkeypatch.setattr(elementwise, "peaks", lambda products, sight: products[..., :1])
     monkeypatch.setattr(jiterated, "_problems", {})
     with pytest.warns(RuntimeWarning, match="its results are wrong"):
         assert not elementwise.is_usable(torch.device("cuda", 0), torch.float16)

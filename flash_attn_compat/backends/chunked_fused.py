@@ -26,15 +26,12 @@ def forward(piece: Piece, out: Tensor, lse: Tensor | None) -> None:
         return
     everything = Range(blocks[0].start, blocks[-1].stop)
     queries = piece.fold_rows(piece.q, everything)
-    sequences = queries.shape[0]
-    peaks = torch.full((queries.shape[:2].numel(),), -torch.inf, device=queries.device)
     for rows in blocks:
         columns, share = piece.visible_keys(rows), _share(piece, everything, rows)
         products = piece.inner_products(queries[:, share], columns)
         sight = piece.sight(rows, columns)
         # Scores rise with the products, so their maxima are in the same places.
-        peak = peaks[sequences * share.start : sequences * share.stop].view(*products.shape[:-1], 1)
-        elementwise.raise_peaks(products, peak, sight)
+        peak = elementwise.peaks(products, sight)
         weights, total = elementwise.weights(products, peak, factor, softcap, piece.operand_dtype, sight)
         found = piece.product(weights.flatten(2, 3).flatten(0, 1), piece.values[:, columns.start : columns.stop])
         row_lse = None if lse is None else piece.rows_by_key_head(lse.transpose(1, 2), rows)

@@ -132,13 +132,15 @@ def prepare(q: Tensor, nheads_k: int, cut: Cut) -> Prepared:
     rows = q.new_empty((1, shares * seqlen_q * group, nheads_k, head_dim))
     numbers = torch.empty(3 * shares + 2, dtype=torch.int32, device=q.device)
     by_batch, by_row, by_head, _ = q.stride()
-    used, leftpad, table = (_dense(tensor) for tensor in (cut.used, cut.leftpad, cut.table))
+    table = cut.table
+    if table is not None and table.stride(1) != 1:
+        table = table.contiguous()
     threads = rows.numel() // unit
     spread = _spread(threads)
     _PREPARE(
         q.dtype, jiterated.places(threads * spread, q.device), spread=spread, q=q.data_ptr(), by_batch=by_batch // unit,
         by_row=by_row // unit, by_head=by_head // unit, copies=rows.data_ptr(), numbers=numbers.data_ptr(),
-        used=_address(used), leftpad=_address(leftpad), table=_address(table),
+        used=_address(cut.used), leftpad=_address(cut.leftpad), table=_address(table),
         by_sequence=0 if table is None else table.stride(0), batch=batch, seqlen_q=seqlen_q, group=group, heads=nheads_k,
         units=head_dim // unit, count=cut.count, size=cut.size, page=cut.page, pitch=cut.pitch, pages=cut.pages,
         left=cut.left,
@@ -179,11 +181,6 @@ def _spread(threads: int) -> int:
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def _dense(numbers: Tensor | None) -> Tensor | None:
-    """int32 numbers whose last axis lies without gaps."""
-    return numbers if numbers is None or numbers.stride(-1) == 1 else numbers.contiguous()
 
 
 def _is_right(device: torch.device, dtype: torch.dtype) -> bool:

@@ -188,7 +188,7 @@ _TRANSFORMS = int(Feature.TRANSFORMS)
 
 def _aligned(tensor: Tensor) -> bool:
     unit = 16 // tensor.element_size()
-    return tensor.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in tensor.stride()[:-1])
+    return tensor.data_ptr() % 16 == 0 and not any([stride % unit for stride in tensor.stride()[:-1]])
 
 
 class Result(NamedTuple):

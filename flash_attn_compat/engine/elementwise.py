@@ -79,11 +79,10 @@ _SCORE_OF = """
   auto score_of = [&](T product) { return softcap > 0 ? softcap * tanh_of(product * factor) : product * factor; };"""
 
 # Neighbouring threads read neighbouring numbers: a thread's quadruples lie ``chunks`` of them apart. All are read
-# before any is used, or a thread would wait for each. Of floats the
-# positive ones rise and the negative ones fall with their bits; adding 0 makes -0 positive.
+# before any is used, or a thread would wait for each.
 _PEAKS = jiterated.Kernel(
     f"""
-template <typename T> T peaks(T row, T chunk, long long products, long long peaks, {_PLACE_PARAMETERS}) {{{_PLACE}
+template <typename T> T peaks(T row, T chunk, long long products, {_PLACE_PARAMETERS}) {{{_PLACE}
   const float* from = (const float*)products + (long long)r * columns;
   T peak = -INFINITY;
   T all[8][4];
@@ -102,15 +101,9 @@ template <typename T> T peaks(T row, T chunk, long long products, long long peak
     int c = 4 * ((int)chunk + i * chunks);
     for (int j = 0; j < 4; ++j) if (is_seen(c + j)) peak = fmaxf(peak, all[i][j]);
   }}
-  if (peak != -INFINITY) {{
-    peak += 0.f;
-    if (peak >= 0) atomicMax((int*)peaks + r, __float_as_int(peak));
-    else atomicMin((unsigned int*)peaks + r, __float_as_uint(peak));
-  }}
-  return T(0);
+  return peak;
 }}""",
     "products",
-    "peaks",
     *_PLACE_SCALARS,
 )
 
@@ -253,14 +246,14 @@ template <typename T> T bias(T row, T chunk, T slope, T shift, T position, T fir
 )
 
 
-def raise_peaks(products: Tensor, peaks: Tensor, sight: Sight) -> None:
-    """Raise ``peaks`` (n, kv heads, rows, group, 1) to the largest product that each row sees; both fp32, contiguous.
+def peaks(products: Tensor, sight: Sight) -> Tensor:
+    """The largest product that each row sees, (n, kv heads, rows, group, 1); -inf where it sees none.
 
-    products: (n, kv heads, rows, group, keys)
+    products: (n, kv heads, rows, group, keys), fp32, contiguous
     """
     place, scalars = _grid(products, sight, columns_per_thread=32)
     # Nothing here is in half precision; any of the two will do.
-    _PEAKS(torch.float16, *place, products=products.data_ptr(), peaks=peaks.data_ptr(), **scalars)
+    return _PEAKS(torch.float16, *place, products=products.data_ptr(), **scalars).amax(-1, keepdim=True)
 
 
 def weights(
@@ -399,8 +392,7 @@ def _tile_is_right(device: torch.device, dtype: torch.dtype, columns: int) -> bo
     lse = scores.amax(-1, keepdim=True)
     delta = torch.linspace(-0.5, 0.5, 12, device=device).view(2, 1, 3, 2, 1)
     p = torch.exp(scores - lse)
-    found_peak = torch.full_like(peak, -torch.inf)
-    raise_peaks(products, found_peak, sight)
+    found_peak = peaks(products, sight)
     found, found_total = weights(products, peak, 0.5, 2.0, dtype, sight)
     out, found_lse = torch.zeros(2, 3, 2, 8, dtype=dtype, device=device), torch.zeros(2, 2, 3, device=device)
     values = products[..., :8].contiguous()

@@ -56,21 +56,19 @@ class Kernel:
     """``source`` with the names of its scalars in order; HALVES in it becomes pack and unpack of half precision."""
 
     def __init__(self, source: str, *scalars: str) -> None:
-        self.source, self.scalars = source, scalars
-        self._compiled: dict[torch.dtype, Callable[..., Tensor]] = {}
+        # PyTorch looks a kernel up by its whole source at every launch.
+        self.source, self.scalars = re.sub(r"\s+", " ", re.sub(r"//.*", "", source)), scalars
+        self._compiled: dict[torch.dtype, tuple[str, str]] = {}
 
     def __call__(self, dtype: torch.dtype, *tensors: Tensor, **scalars: float) -> Tensor:
-        """Launch: a number for each element of the broadcast fp32 ``tensors``; an address is a scalar."""
-        compiled = self._compiled.get(dtype)
-        if compiled is None:
-            compiled = self._compiled[dtype] = _compile(self.source.replace("HALVES", _HALVES[dtype]), self.scalars)
-        return compiled(*tensors, **scalars)
-
-
-def _compile(source: str, scalars: tuple[str, ...]) -> Callable[..., Tensor]:
-    # PyTorch looks a kernel up by its whole source at every launch.
-    source = re.sub(r"\s+", " ", re.sub(r"//.*", "", source))
-    return torch.cuda.jiterator._create_jit_fn(source, **dict.fromkeys(scalars, 0))
+        """Launch: a number for each element of the broadcast fp32 ``tensors``; scalars in order, addresses among them."""
+        source_and_name = self._compiled.get(dtype)
+        if source_and_name is None:
+            source = self.source.replace("HALVES", _HALVES[dtype])
+            name = torch.cuda.jiterator._create_jit_fn(source).kernel_name
+            source_and_name = self._compiled[dtype] = source, name
+        # What jiterator's functions do at a launch, less their looking at each scalar.
+        return torch._C._cuda_jiterator_compile_and_launch_kernel(*source_and_name, False, 1, tensors, scalars)
 
 
 def places(count: int, device: torch.device) -> Tensor:
