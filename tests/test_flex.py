@@ -62,6 +62,7 @@ PROBLEMS = {
     "two-sided window": Problem(seqlens_q=(270,), seqlens_k=(300,), head_dim=24, window=(40, 7)),
     "ALiBi": Problem(**UNEVEN, **HEADS, alibi="bh", causal=True, softcap=3.0),
     "packed": Problem(**HOLES, **HEADS, softcap=2.0, causal=True),
+    "packed, NaN outside": Problem(**HOLES, **HEADS, poison=True, dtype="bfloat16"),
     "packed, window, ALiBi": Problem(**PACKED, **HEADS, alibi="h", window=(30, 0)),
     "packed ALiBi, pure causal": Problem(**PACKED, **HEADS, alibi="bh", causal=True),
 }
@@ -252,7 +253,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="compiles k
 
 @needs_gpu
 @pytest.mark.parametrize("capability", ["9.0", "7.5"])
-@pytest.mark.parametrize("problem", ["packed", "ALiBi"])
+@pytest.mark.parametrize("problem", ["packed", "packed, NaN outside", "ALiBi"])
 def test_a_compiled_kernel_agrees_with_the_oracle(
     problem: str, capability: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

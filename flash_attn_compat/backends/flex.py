@@ -23,7 +23,7 @@ from flash_attn_compat import settings
 from flash_attn_compat.backends import flex_mask
 from flash_attn_compat.backends.base import Backend, Capabilities, deliver
 from flash_attn_compat.backends.flex_mask import Geometry
-from flash_attn_compat.engine import alibi
+from flash_attn_compat.engine import alibi, outside
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
 
@@ -225,7 +225,12 @@ def _kernel_options(inputs: _Inputs) -> dict[str, int]:
 
 def _inputs(call: AttentionCall) -> _Inputs:
     size, size_v = (max(16, 1 << (size - 1).bit_length()) for size in (call.q.shape[-1], call.head_dim_v))
-    padded = (_padded(tensor, to) for tensor, to in ((call.q, size), (call.k, size), (call.v, size_v)))
+    tensors = (call.q, call.k, call.v)
+    if call.cu_seqlens_q is not None:
+        # Blocks that reach over a sequence's end multiply what lies there by 0, which NaN would survive.
+        starts = (call.cu_seqlens_q, call.cu_seqlens_k, call.cu_seqlens_k)
+        tensors = tuple(map(outside.cleared, tensors, starts))
+    padded = map(_padded, tensors, (size, size, size_v))
     return _Inputs(*map(_by_head, padded))
 
 
