@@ -24,8 +24,10 @@ def kernels_on_a_cpu(monkeypatch):
     monkeypatch.setattr(efficient_launch, "backward", efficient_kernels.backward)
     # Small enough for every cut to be made.
     monkeypatch.setattr(efficient_alibi, "_ENOUGH_ROWS", 2**6)
+    monkeypatch.setattr(efficient_alibi, "_ENOUGH_ROWS_BACKWARD", 2**8)
     monkeypatch.setattr(efficient_band, "_LAUNCH_ELEMENTS", 2**14)
     monkeypatch.setattr(efficient_bias, "_ELEMENTS", 2**14)
+    monkeypatch.setattr(efficient_bias, "_ELEMENTS_BACKWARD", 2**20)
     # bf16 then goes through fp16, as on a Turing GPU.
     monkeypatch.setenv("FLASH_ATTN_COMPAT_CAPABILITY", "7.5")
 
@@ -86,6 +88,28 @@ def test_alibi_that_is_not_purely_causal_is_right_in_half_precision_for_slopes_o
     )
     verdict = examine(problem)
     assert not verdict.refused and not verdict.failures, verdict
+
+
+@pytest.mark.parametrize("lengths", [(400,) * 2, (30,) * 9])
+@pytest.mark.parametrize("group", [1, 2])
+def test_a_backward_takes_the_rows_or_sequences_of_several_forward_launches(monkeypatch, lengths, group):
+    counts = [0, 0]
+
+    def counted(index, step):
+        def launch(*arguments):
+            counts[index] += 1
+            return step(*arguments)
+
+        return launch
+
+    for index, name in enumerate(("forward", "backward")):
+        monkeypatch.setattr(efficient_launch, name, counted(index, getattr(efficient_kernels, name)))
+    problem = Problem(
+        "dense", lengths, lengths, causal=lengths[0] < 100, alibi="h", nheads_k=2 // group, group=group, dtype="float16"
+    )
+    verdict = examine(problem)
+    assert not verdict.refused and not verdict.failures, verdict
+    assert counts[0] > counts[1] > 0
 
 
 def test_a_cache_is_read_in_shares_and_merged():

@@ -32,10 +32,15 @@ class Chunked(BlockwiseBackend):
         self, call: AttentionCall, block: Block, rng_state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         n, seqlen_q, nheads = block.q.shape[:3]
-        out = block.q.new_zeros(n, seqlen_q, nheads, call.head_dim_v)
+        out = block.q.new_empty(n, seqlen_q, nheads, call.head_dim_v)
         lse = None
         if call.return_lse or call.needs_grad:
-            lse = torch.full((n, nheads, seqlen_q), torch.inf, dtype=working_dtype(block.q), device=block.q.device)
+            lse = block.q.new_empty((n, nheads, seqlen_q), dtype=working_dtype(block.q))
+        if call.mask.rows_with_keys(seqlen_q, block.k.shape[1]).size < seqlen_q:
+            # The others are not computed.
+            out.zero_()
+            if lse is not None:
+                lse.fill_(torch.inf)
         if not _is_cut(call, block):
             self._forward_part(call, block, rng_state, out, lse)
             return out, lse

@@ -17,8 +17,9 @@ from flash_attn_compat.backends import efficient_launch
 from flash_attn_compat.engine import alibi
 from flash_attn_compat.engine.call import AttentionCall
 
-# (row, head) pairs that keep a GPU busy.
-_ENOUGH_ROWS = 2**16
+# (row, head) pairs that keep a GPU busy. The backward, which has more tensors beside the copies, may take more at once.
+_ENOUGH_ROWS = 2**17
+_ENOUGH_ROWS_BACKWARD = 2**19
 
 
 class Channels(NamedTuple):
@@ -54,9 +55,14 @@ def append(tensor: Tensor, added: Tensor) -> Tensor:
     return wider
 
 
-def batch_slices(call: AttentionCall) -> Iterator[slice]:
+def batch_slices(call: AttentionCall, backward: bool) -> Iterator[slice]:
     """As few sequences at a time as fill the GPU: widened copies of them are what the memory goes to."""
-    rows = call.q.shape[1] * call.nheads
+    batch, rows = call.q.shape[0], call.q.shape[1] * call.nheads
     step = max(1, -(-_ENOUGH_ROWS // max(1, rows)))
-    for start in range(0, call.q.shape[0], step):
-        yield slice(start, min(start + step, call.q.shape[0]))
+    if backward:
+        step *= max(1, _ENOUGH_ROWS_BACKWARD // _ENOUGH_ROWS)
+    if step >= batch:
+        yield slice(None)
+        return
+    for start in range(0, batch, step):
+        yield slice(start, min(start + step, batch))

@@ -19,25 +19,32 @@ from flash_attn_compat.engine import elementwise
 from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.mask import Mask, Range
 
-# Elements of one bias: rows enough to fill a GPU, little memory beside the tensors.
+# Elements of one bias: rows enough to fill a GPU, little memory beside the tensors. The backward has more tensors
+# beside it, and each launch less saves adding to all of dk and dv in fp32.
 _ELEMENTS = 2**24
+_ELEMENTS_BACKWARD = 2**26
 # Rows of a block under a window that is bounded on both sides: they see few keys more than each of them does.
 _FEWEST_ROWS = 512
 
 
-def launches(call: AttentionCall, whole: Launch) -> list[tuple[Place, Callable[[], Launch]]]:
+def launches(call: AttentionCall, whole: Launch, backward: bool) -> list[tuple[Place, Callable[[], Launch]]]:
     """Blocks of rows with the keys they see; a bias lives no longer than its launch. Query heads equal key heads.
 
     whole: the call's tensors as the kernel reads them, not masked yet
+    backward: blocks for the backward, each of one or more of the forward's
     """
     seqlen_q, seqlen_k, mask = whole.q.shape[1], whole.k.shape[1], call.mask
     alibi = None if call.alibi_slopes is None else _Alibi.of(call)
     found = []
-    for rows in _row_blocks(mask.rows_with_keys(seqlen_q, seqlen_k), mask, seqlen_k, call.alibi_slopes):
+    for rows in _row_blocks(mask.rows_with_keys(seqlen_q, seqlen_k), mask, seqlen_k, call.alibi_slopes, backward):
         keys = mask.visible_keys(rows, seqlen_k - seqlen_q, seqlen_k)
-        place = Place(rows=slice(*rows), keys=slice(*keys))
+        place = Place(rows=_slice(rows, seqlen_q), keys=_slice(keys, seqlen_k))
         found.append((place, partial(_launch, whole, mask, alibi, rows, keys)))
     return found
+
+
+def _slice(part: Range, size: int) -> slice:
+    return slice(None) if part.size == size else slice(*part)
 
 
 def lse_shift(call: AttentionCall) -> Tensor | None:
@@ -45,7 +52,7 @@ def lse_shift(call: AttentionCall) -> Tensor | None:
     return None if call.alibi_slopes is None else _Alibi.of(call).shift.squeeze(-1)
 
 
-def _row_blocks(alive: Range, mask: Mask, seqlen_k: int, slopes: Tensor | None) -> Iterator[Range]:
+def _row_blocks(alive: Range, mask: Mask, seqlen_k: int, slopes: Tensor | None, backward: bool) -> Iterator[Range]:
     # A mask alone is one table for all heads, but made in int64.
     copies = 8 if slopes is None else slopes.numel()
     most, width = alive.size, seqlen_k
@@ -53,6 +60,8 @@ def _row_blocks(alive: Range, mask: Mask, seqlen_k: int, slopes: Tensor | None) 
         most = max(_FEWEST_ROWS, (mask.left + mask.right) // 64 * 64)
         width = min(seqlen_k, most + mask.left + mask.right)
     size = max(64, min(most, _ELEMENTS // (copies * width) // 64 * 64))
+    if backward:
+        size *= max(1, min(-(-most // size), _ELEMENTS_BACKWARD // (copies * width * size)))
     for start in range(alive.start, alive.stop, size):
         yield Range(start, min(start + size, alive.stop))
 

@@ -146,8 +146,9 @@ class TorchEfficient(Backend):
         call = _without_idle_window(call)
         packed = call.cu_seqlens_q is not None
         dout, out = (t.unsqueeze(0) if packed else t for t in (upstream.dout, upstream.out))
-        natives = _saved_natives(upstream.saved)
-        steps = list(_launches(call))
+        # Each launch of a forward under dropout drew a mask of its own.
+        steps = list(_launches(call, backward=not call.dropout_p))
+        natives = _natives_of(call, steps, upstream.saved)
         sums = _Sums(call, steps)
         neighbours = streams.LANES if _takes_turns(call, steps) else 1
 
@@ -218,8 +219,8 @@ def _without_idle_window(call: AttentionCall) -> AttentionCall:
     return call._replace(mask=Mask(None, 0)) if call.lse_carries_alibi_position else call
 
 
-def _launches(call: AttentionCall) -> Iterator[Step]:
-    """The launches of a dense or packed call, always in the same order."""
+def _launches(call: AttentionCall, backward: bool = False) -> Iterator[Step]:
+    """The launches of a dense or packed call, always in the same order; a backward may take several at a time."""
     members = efficient_launch.members(call.nheads, call.nheads_k)
     slopes, mask = call.alibi_slopes, call.mask
     if slopes is not None or not (mask.is_full or mask.right == 0):
@@ -227,7 +228,10 @@ def _launches(call: AttentionCall) -> Iterator[Step]:
             slopes_of = slopes if slopes is None else slopes[..., heads]
             part = call._replace(q=call.q[..., heads, :], alibi_slopes=slopes_of)
             by_channels = slopes is not None and _takes_channels(call)
-            steps = _with_alibi_channels(part) if by_channels else efficient_bias.launches(part, _whole(part))
+            if by_channels:
+                steps = _with_alibi_channels(part, backward)
+            else:
+                steps = efficient_bias.launches(part, _whole(part), backward)
             for place, launch_of in steps:
                 yield place._replace(heads=heads), launch_of
         return
@@ -257,7 +261,7 @@ def _prepared(tensor: Tensor) -> Tensor:
     return alignment.ready(efficient_launch.pad_channels(tensor))
 
 
-def _with_alibi_channels(call: AttentionCall) -> Iterator[Step]:
+def _with_alibi_channels(call: AttentionCall, backward: bool) -> Iterator[Step]:
     """Query heads equal key heads."""
     added = efficient_alibi.channels(call)
 
@@ -269,7 +273,7 @@ def _with_alibi_channels(call: AttentionCall) -> Iterator[Step]:
         yield EVERYTHING, partial(widened, _packed(call), added.queries)
         return
     for place, launch in _dense(call):
-        for batch in efficient_alibi.batch_slices(call):
+        for batch in efficient_alibi.batch_slices(call, backward):
             part = launch._replace(q=launch.q[batch], k=launch.k[batch], v=launch.v[batch])
             yield place._replace(batch=batch), partial(widened, part, added.queries[batch])
 
@@ -385,8 +389,28 @@ def _native_from_official(call: AttentionCall, place: Place, launch: Launch, lse
     return Native(efficient_launch.packed_lse_to_native(lse[place.heads], launch.cu_seqlens_q, launch.max_seqlen_q))
 
 
-def _saved_natives(saved: tuple[Tensor, ...]) -> list[Native]:
-    return [Native(*saved[start : start + 3]) for start in range(0, len(saved), 3)]
+def _natives_of(call: AttentionCall, steps: Sequence[Step], saved: tuple[Tensor, ...]) -> list[Native]:
+    """What the forward's launches kept for each of the backward's, which may compute the rows of several."""
+    natives = [Native(*saved[start : start + 3]) for start in range(0, len(saved), 3)]
+    if len(natives) <= len(steps):
+        return natives
+    parts: dict[int, list[Tensor]] = {}
+    axis = 0
+    for (place, _), native in zip(_launches(call), natives):
+        whole = next(index for index, (other, _) in enumerate(steps) if _covers(other, place))
+        parts.setdefault(whole, []).append(native.lse)
+        # A forward is cut into sequences or into rows, of which all but the last are as many as the kernel pads to.
+        axis = 2 if place.batch == slice(None) else 0
+    return [Native(torch.cat(parts[index], axis)) for index in range(len(steps))]
+
+
+def _covers(whole: Place, part: Place) -> bool:
+    """Whether ``part`` is some of the sequences or rows of ``whole``."""
+
+    def within(one: slice, other: slice) -> bool:
+        return one in (slice(None), other) or (one.start <= other.start and other.stop <= one.stop)
+
+    return whole.heads == part.heads and within(whole.batch, part.batch) and within(whole.rows, part.rows)
 
 
 class _Sums:
