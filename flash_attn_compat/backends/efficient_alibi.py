@@ -18,7 +18,7 @@ from flash_attn_compat.engine import alibi
 from flash_attn_compat.engine.call import AttentionCall
 
 # (row, head) pairs that keep a GPU busy. The backward, which has more tensors beside the copies, may take more at once.
-_ENOUGH_ROWS = 2**17
+_ENOUGH_ROWS = 2**16
 _ENOUGH_ROWS_BACKWARD = 2**19
 
 
