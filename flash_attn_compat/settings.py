@@ -18,8 +18,7 @@ JITERATOR = "FLASH_ATTN_COMPAT_JITERATOR"
 # with five variables that is a fifth of the host time of a whole call.
 _variables = getattr(os.environ, "_data", None)
 _keys = tuple(os.environ.encodekey(name) for name in (BACKEND, CAPABILITY, COMPILE, DISABLE_OFFICIAL, BF16))
-
-_JITERATOR_KEY = os.environ.encodekey(JITERATOR)
+_COMPILE_KEY, _JITERATOR_KEY = os.environ.encodekey(COMPILE), os.environ.encodekey(JITERATOR)
 
 
 def fingerprint() -> tuple[object, ...]:
@@ -38,6 +37,8 @@ def forced_backend() -> str | None:
 
 def compilation_enabled() -> bool:
     """FLASH_ATTN_COMPAT_COMPILE=1: allow torch.compile inside backends."""
+    if _variables is not None and _COMPILE_KEY not in _variables:
+        return False
     return os.environ.get(COMPILE, "0") not in ("", "0")
 
 

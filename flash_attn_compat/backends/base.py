@@ -38,10 +38,16 @@ class Capabilities:
 
 
 class Backend(abc.ABC):
-    """One way to compute attention."""
+    """One way to compute attention.
+
+    compiles: whether its kernels are compiled by Triton, which the user has to allow
+    yields_to_compiled: whether a backend that compiles is tried against it once that is allowed (engine/tuning.py)
+    """
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
+    compiles: ClassVar[bool] = False
+    yields_to_compiled: ClassVar[bool] = False
 
     def not_supported_reasons(self, call: AttentionCall) -> list[str]:
         """Every reason why this backend cannot serve ``call``; empty when it can."""
@@ -73,6 +79,10 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def forward(self, call: AttentionCall) -> Result:
         """Compute out, softmax_lse (+inf for rows without keys) and the dropout's rng_state."""
+
+    def attempt(self, call: AttentionCall) -> Result | None:
+        """``forward``, or None where kernels turn out not to work, which is a reason from then on."""
+        return self.forward(call)
 
     @abc.abstractmethod
     def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:

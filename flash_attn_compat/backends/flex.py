@@ -40,6 +40,7 @@ _LACKS = (
 
 class Flex(Backend):
     name = "flex"
+    compiles = True
     capabilities = Capabilities(
         features=~_LACKS,
         devices=frozenset({"cuda"}),
@@ -70,6 +71,10 @@ class Flex(Backend):
     def forward(self, call: AttentionCall) -> Result:
         from flash_attn_compat.engine import dispatch
 
+        found = self.attempt(call)
+        return dispatch.serve_instead(self, call).forward(call) if found is None else found
+
+    def attempt(self, call: AttentionCall) -> Result | None:
         try:
             with torch.no_grad():
                 return _forward(call)
@@ -77,7 +82,7 @@ class Flex(Backend):
             raise
         except Exception as error:
             self._remember(call, error)
-            return dispatch.serve_instead(self, call).forward(call)
+            return None
 
     def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
         from flash_attn_compat.engine import dispatch
@@ -116,9 +121,12 @@ class _Inputs(NamedTuple):
 def _forward(call: AttentionCall) -> Result:
     geometry = flex_mask.geometry(call)
     out, lse = _attend(call, geometry, _Inputs(*(tensor.detach() for tensor in _inputs(call))))
-    dead = geometry.sees_nothing
-    out = out.transpose(1, 2)[..., : call.head_dim_v].masked_fill(dead[:, None, None], 0).contiguous()
-    lse = lse.masked_fill(dead, torch.inf)
+    out = out.transpose(1, 2)[..., : call.head_dim_v]
+    seqlen_q = call.q.shape[1]
+    if not call.is_dense or call.mask.rows_with_keys(seqlen_q, call.k.shape[1]).size < seqlen_q:
+        dead = geometry.sees_nothing
+        out, lse = out.masked_fill(dead[:, None, None], 0), lse.masked_fill(dead, torch.inf)
+    out = out.contiguous()
     if call.cu_seqlens_q is not None:
         out, lse = out.squeeze(0), lse.squeeze(0)
     if call.lse_carries_alibi_position:

@@ -51,6 +51,7 @@ _WORTH_STREAMS = 2**20
 
 class TorchEfficient(Backend):
     name = "torch_efficient"
+    yields_to_compiled = True
     capabilities = Capabilities(
         features=~_LACKS,
         devices=frozenset({"cuda"}),

@@ -1,6 +1,7 @@
 """Which backend serves a call, why, and how often each one has.
 
-A decision depends on a call's traits and the settings only, so it is remembered by them.
+A decision depends on a call's traits and the settings only, so it is remembered by them. Where compilation is
+allowed, what tuning.py found out about such calls is asked on top.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends import BACKENDS, Backend
+from flash_attn_compat.engine import tuning
 from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.features import DESCRIPTIONS, Traits, split
 
@@ -93,6 +95,7 @@ def reset_backend_counts() -> None:
 def forget_decisions() -> None:
     """Decide anew from now on: what a backend can serve has changed for a reason that no setting shows."""
     _decisions.clear()
+    tuning.forget()
 
 
 def serve_instead(failed: Backend, call: AttentionCall) -> Backend:
@@ -110,11 +113,13 @@ def choose(call: AttentionCall) -> Backend:
     Raises BackendNotSupported with every backend's reasons.
     """
     if _explaining.get():
-        raise _Explained(_explain(call.traits(), _wish()))
+        raise _Explained(_explain(call.traits(), _wish(), call))
     key = (call.signature(), _forced.get(), settings.fingerprint())
     backend = _decisions.get(key)
     if backend is None:
         backend = _decisions[key] = _decide(call.traits(), _wish())
+    if backend.yields_to_compiled and settings.compilation_enabled() and _wish() is None:
+        return tuning.faster(call, backend)
     return backend
 
 
@@ -136,12 +141,16 @@ def _decide(traits: Traits, forced: str | None) -> Backend:
     return _find(explanation.backend)
 
 
-def _explain(traits: Traits, forced: str | None) -> Explanation:
+def _explain(traits: Traits, forced: str | None, call: AttentionCall | None = None) -> Explanation:
     reasons = {backend.name: backend.reasons(traits) for backend in BACKENDS}
     if forced is not None:
         _find(forced)
         return Explanation(forced if not reasons[forced] else None, reasons)
     able = [name for name, against in reasons.items() if not against]
+    if able and call is not None:
+        slower = tuning.why_not(call, _find(able[0]))
+        if slower:
+            reasons[able.pop(0)].append(slower)
     return Explanation(able[0] if able else None, reasons)
 
 
