@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flash_attn_compat import flash_attn_func, flash_attn_with_kvcache
 from flash_attn_compat.backends import chunked, chunked_tiles
 from flash_attn_compat.backends.base import HALF_DTYPES
 from flash_attn_compat.engine import band, elementwise, jiterated
@@ -188,3 +189,19 @@ def test_kernels_that_give_wrong_numbers_are_not_used(monkeypatch):
     monkeypatch.setattr(jiterated, "_problems", {})
     with pytest.warns(RuntimeWarning, match="its results are wrong"):
         assert not elementwise.is_usable(torch.device("cuda", 0), torch.float16)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
+def test_kernels_run_where_the_tensors_are_whatever_the_current_device():
+    with torch.cuda.device(0):
+        tensors = [torch.randn(2, 700, 4, 64, dtype=torch.float16) for _ in range(3)]
+        found = []
+        for device in ("cuda:0", "cuda:1"):
+            q, k, v = (tensor.to(device).requires_grad_() for tensor in tensors)
+            out = flash_attn_func(q, k, v, causal=True, softcap=5.0)
+            with torch.no_grad():
+                decoded = flash_attn_with_kvcache(q[:, :1], k.repeat(1, 4, 1, 1), v.repeat(1, 4, 1, 1))
+            found.append((out, decoded, *torch.autograd.grad(out.sum(), (q, k, v))))
+        for one, other in zip(*found, strict=True):
+            assert other.device.index == 1
+            torch.testing.assert_close(one.cpu(), other.cpu())

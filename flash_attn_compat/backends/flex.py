@@ -125,7 +125,9 @@ def _forward(call: AttentionCall) -> Result:
     seqlen_q = call.q.shape[1]
     if not call.is_dense or call.mask.rows_with_keys(seqlen_q, call.k.shape[1]).size < seqlen_q:
         dead = geometry.sees_nothing
-        out, lse = out.masked_fill(dead[:, None, None], 0), lse.masked_fill(dead, torch.inf)
+        # In place: a copy would be the largest thing beside the inputs.
+        out.masked_fill_(dead[:, None, None], 0)
+        lse.masked_fill_(dead, torch.inf)
     out = out.contiguous()
     if call.cu_seqlens_q is not None:
         out, lse = out.squeeze(0), lse.squeeze(0)

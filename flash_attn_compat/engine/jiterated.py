@@ -67,6 +67,11 @@ class Kernel:
             source = self.source.replace("HALVES", _HALVES[dtype])
             name = torch.cuda.jiterator._create_jit_fn(source).kernel_name
             source_and_name = self._compiled[dtype] = source, name
+        device = tensors[0].device.index
+        if device != torch.cuda.current_device():
+            # The jiterator launches on the current device, wherever the tensors are.
+            with torch.cuda.device(device):
+                return self(dtype, *tensors, **scalars)
         # What jiterator's functions do at a launch, less their looking at each scalar.
         return torch._C._cuda_jiterator_compile_and_launch_kernel(*source_and_name, False, 1, tensors, scalars)
 
