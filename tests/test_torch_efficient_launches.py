@@ -136,3 +136,15 @@ def test_causal_alibi_in_fp32_is_a_bias_and_right(monkeypatch, lengths, slopes):
     verdict = examine(problem)
     assert not verdict.refused and not verdict.failures, verdict
     assert launches and all(launch.bias is not None and launch.q.shape[-1] == 16 for launch in launches)
+
+
+# (heads of all sequences, blocks of keys, blocks that an H200 holds): the fastest number of parts there.
+SCANNED = {
+    (256, 64, 396): 32, (2048, 16, 396): 1, (1024, 8, 396): 1, (64, 32, 132): 2, (128, 32, 396): 3, (128, 16, 396): 3,
+    (128, 16, 132): 1, (64, 64, 132): 2, (24, 8, 396): 8, (8, 256, 132): 16, (8, 128, 132): 16, (64, 32, 396): 6,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "fastest"), SCANNED.items())
+def test_the_backward_cuts_keys_into_what_was_fastest_in_a_scan(sizes, fastest):
+    assert efficient_launch._best_splits(*sizes) == fastest

@@ -128,7 +128,7 @@ def _key_splits(launch: Launch, neighbours: int) -> int | None:
 
     PyTorch's own choice (None) is a part for each block of keys, unless there are very many heads: right where
     lengths differ. Elsewhere the one from which the last part should be done the soonest is up to 30 % faster, for
-    few rows 10 times (a scan on an H200).
+    few rows 10 times (benchmarks/key_splits.py).
     """
     rows = launch.max_seqlen_q or launch.q.shape[1]
     if launch.deterministic or rows <= _LSE_ROWS * 2:
@@ -147,11 +147,12 @@ def _key_splits(launch: Launch, neighbours: int) -> int | None:
 def _best_splits(heads: int, blocks: int, at_once: int) -> int:
     """How many parts to make of ``blocks`` of keys for each of ``heads``; ``at_once`` are worked on at a time."""
 
-    def rounds(splits: int) -> int:
-        return -(-heads * splits // at_once) * -(-blocks // splits)
+    def price(splits: int) -> float:
+        rounds = -(-heads * splits // at_once) * -(-blocks // splits)
+        # Several parts add to the same dq, which costs a third more; of equals the fewest.
+        return rounds * (1.0 if splits == 1 else 1.3) * (1.0 + splits / 2000)
 
-    # Of equals the least, and a little for every part: more of them write to the same dq.
-    return min(range(1, min(blocks, at_once) + 1), key=lambda splits: rounds(splits) * (50 + splits), default=1)
+    return min(range(1, min(blocks, at_once) + 1), key=price, default=1)
 
 
 @functools.lru_cache(maxsize=None)
