@@ -17,6 +17,7 @@ from flash_attn_compat.engine.layout import lse_dtype
 from flash_attn_compat.engine.mask import Mask
 from flash_attn_compat.ops.triton.rotary import apply_rotary
 
+_FULL, _CAUSAL = Mask(), Mask(None, 0)
 _CACHE_SHAPE = "(batch_size_cache, seqlen_cache, num_heads_k, head_size)"
 
 
@@ -165,6 +166,8 @@ def _call(arguments: _Arguments, return_lse: bool) -> AttentionCall:
 
 
 def _mask(arguments: _Arguments) -> Mask:
+    if arguments.window_size_left == -1 and arguments.window_size_right == -1:
+        return _CAUSAL if arguments.causal else _FULL
     left, right = operator.index(arguments.window_size_left), operator.index(arguments.window_size_right)
     return Mask.from_window(bool(arguments.causal), left, right)
 

@@ -63,7 +63,7 @@ def forward(call: AttentionCall) -> Result:
     steps = efficient_decode if efficient_decode.serves(call.q, v, cut.count) else efficient_shares
     rows, cu_seqlens_q, starts, lengths = steps.prepare(call.q, nheads_k, cut)
     launch = Launch(
-        alignment.ready(rows), k, v, call.softmax_scale, NO_MASK, None, cu_seqlens_q, starts, seqlen_q * group,
+        rows, k, v, call.softmax_scale, NO_MASK, None, cu_seqlens_q, starts, seqlen_q * group,
         max(1, cut.size), lengths,
     )  # fmt: skip
     out, native = efficient_launch.forward(launch, keep_lse=cut.count > 1 or call.return_lse)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_attn_compat.engine.alignment import ready
 from flash_attn_compat.engine.call import AttentionCall
 
 # Below this many (sequence, key head) pairs a cache is cut into shares until the GPU has that many. Of 64 to 512
@@ -90,7 +91,7 @@ def prepare(q: Tensor, nheads_k: int, cut: Cut) -> Prepared:
     batch, seqlen_q, nheads, head_dim = q.shape
     group, count = nheads // nheads_k, cut.count
     by_head = q.unflatten(2, (nheads_k, group)).transpose(2, 3).unsqueeze(1)
-    rows = by_head.expand(-1, count, -1, -1, -1, -1).reshape(1, -1, nheads_k, head_dim)
+    rows = ready(by_head.expand(-1, count, -1, -1, -1, -1).reshape(1, -1, nheads_k, head_dim))
     ints = functools.partial(torch.arange, dtype=torch.int32, device=q.device)
     offsets = ints(0, count * cut.size, cut.size)
     if cut.table is None:

@@ -148,7 +148,7 @@ class AttentionCall(NamedTuple):
             sq_vs_sk = "=" if self.equal_lengths else "?"
         # Only a cache is too large to be copied into place.
         in_cache = not self.is_dense and self.cu_seqlens_k is None
-        aligned = not in_cache or (_aligned(k) and _aligned(v))
+        aligned = not in_cache or _are_aligned(k, v)
         page_size = k_shape[1] if self.block_table is not None else 0
         one_query = self.max_seqlen_q == 1
         return device, q.dtype, q_shape[-1], v.shape[-1], sq_vs_sk, one_query, aligned, self.features(), page_size
@@ -186,9 +186,11 @@ _GIVEN_LSE = int(Feature.GIVEN_LSE)
 _TRANSFORMS = int(Feature.TRANSFORMS)
 
 
-def _aligned(tensor: Tensor) -> bool:
-    unit = 16 // tensor.element_size()
-    return tensor.data_ptr() % 16 == 0 and not any([stride % unit for stride in tensor.stride()[:-1]])
+def _are_aligned(k: Tensor, v: Tensor) -> bool:
+    unit = 16 // k.element_size()
+    strides, others = k.stride(), v.stride()
+    steps = strides[:-1] if others == strides else strides[:-1] + others[:-1]
+    return not (k.data_ptr() | v.data_ptr()) % 16 and not any([stride % unit for stride in steps])
 
 
 class Result(NamedTuple):
