@@ -31,6 +31,16 @@ def _packed(batch: int, seqlen: int, heads: int, head_dim: int, mask: int = NO_M
     return Launch(q, k, v, head_dim**-0.5, mask, None, starts, starts, seqlen, seqlen)
 
 
+def _uneven(heads: int, head_dim: int, mask: int = NO_MASK) -> Launch:
+    lengths = (
+        torch.randn(128, generator=torch.Generator().manual_seed(1)).mul(0.9).add(6.55).exp().int().clamp(16, 8192)
+    )
+    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().cuda()
+    q, k, v = (_normal(1, int(lengths.sum()), heads, head_dim) for _ in range(3))
+    longest = int(lengths.max())
+    return Launch(q, k, v, head_dim**-0.5, mask, None, starts, starts, longest, longest)
+
+
 def _normal(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.float16)
 
@@ -39,6 +49,8 @@ SHAPES: dict[str, Callable[[], Launch]] = {
     "32 packed of 4096, 8 heads, d 64": lambda: _packed(32, 4096, 8, 64),
     "512 packed of 1024, 4 heads, d 16": lambda: _packed(512, 1024, 4, 16),
     "64 packed of 512, 16 heads, d 64, causal": lambda: _packed(64, 512, 16, 64, CAUSAL_BOTTOM_RIGHT),
+    "128 packed of 16 to 7000, 16 heads, d 64": lambda: _uneven(16, 64),
+    "128 packed of 16 to 7000, 4 heads, d 128, causal": lambda: _uneven(4, 128, CAUSAL_BOTTOM_RIGHT),
     "8 x 2048, 8 heads, d 128, causal": lambda: _dense(8, 2048, 2048, 8, 128, mask=CAUSAL_BOTTOM_RIGHT),
     "8 x 2048, 16 heads, d 64": lambda: _dense(8, 2048, 2048, 16, 64),
     "8 x 1024, 16 heads, d 64, causal": lambda: _dense(8, 1024, 1024, 16, 64, mask=CAUSAL_BOTTOM_RIGHT),

@@ -75,11 +75,11 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     if torch.compiler.is_compiling():
         out, lse = _kvcache_op(*arguments)
-    elif torch.is_grad_enabled():
+    elif torch.is_grad_enabled() and arguments.want_gradients:
         with torch.no_grad():
             out, lse = _attend(arguments, return_softmax_lse)
     else:
-        # A decoding step is short enough for the host to notice two context managers.
+        # A decoding step is short enough for the host to notice a context manager.
         out, lse = _attend(arguments, return_softmax_lse)
     return (out, lse) if return_softmax_lse else out
 
@@ -106,6 +106,11 @@ class _Arguments(NamedTuple):
     rotary_interleaved: bool
     alibi_slopes: Tensor | None
     num_splits: int
+
+    @property
+    def want_gradients(self) -> bool:
+        tensors = (self.q, self.k_cache, self.v_cache, self.k, self.v, self.rotary_cos, self.rotary_sin)
+        return any([tensor is not None and tensor.requires_grad for tensor in (*tensors, self.alibi_slopes)])
 
     @property
     def capacity(self) -> int:

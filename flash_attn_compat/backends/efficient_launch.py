@@ -20,6 +20,7 @@ NO_MASK, CAUSAL_BOTTOM_RIGHT = 0, 2
 # The kernel pads each sequence's LSE to a multiple of this many rows, and its backward reads them.
 _LSE_ROWS = 32
 _KEYS_PER_BLOCK = 64
+_UNEVEN_SPLITS = 16
 _FORWARD_ARGUMENTS = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "custom_mask_type", "seqlen_k", "window_size"}
 _BACKWARD_ARGUMENTS = {"cu_seqlens_q", "cu_seqlens_k", "logsumexp", "philox_seed", "custom_mask_type", "window_size"}
 
@@ -123,12 +124,12 @@ def backward(
     return dq, dk, dv
 
 
-def _key_splits(launch: Launch, neighbours: int) -> int | None:
+def _key_splits(launch: Launch, neighbours: int) -> int:
     """Into how many parts the backward cuts the keys of one head, which then add to dq atomically.
 
-    PyTorch's own choice (None) is a part for each block of keys, unless there are very many heads: right where
-    lengths differ. Elsewhere the one from which the last part should be done the soonest is up to 30 % faster, for
-    few rows 10 times (benchmarks/key_splits.py).
+    PyTorch's own choice (None) is a part for each block of keys, unless there are very many heads. The one from
+    which the last part should be done the soonest is up to 30 % faster, for few rows 10 times. Where lengths differ,
+    parts of every sequence are needed to even out the work, but not that many (benchmarks/key_splits.py).
     """
     rows = launch.max_seqlen_q or launch.q.shape[1]
     if launch.deterministic or rows <= _LSE_ROWS * 2:
@@ -136,11 +137,12 @@ def _key_splits(launch: Launch, neighbours: int) -> int | None:
     sequences, keys = launch.q.shape[0], launch.k.shape[1]
     if launch.cu_seqlens_q is not None:
         sequences, keys = launch.cu_seqlens_q.shape[0] - 1, launch.max_seqlen_k
-        if sequences * keys > 1.5 * launch.k.shape[1]:
-            return None
     head_dim = max(launch.q.shape[-1], launch.v.shape[-1])
-    at_once = _blocks_at_once(launch.q.device, head_dim, launch.q.dtype) // neighbours
-    return _best_splits(sequences * launch.q.shape[2], -(-keys // _KEYS_PER_BLOCK), max(1, at_once))
+    at_once = max(1, _blocks_at_once(launch.q.device, head_dim, launch.q.dtype) // neighbours)
+    heads, blocks = sequences * launch.q.shape[2], -(-keys // _KEYS_PER_BLOCK)
+    if sequences * keys > 1.5 * launch.k.shape[1]:
+        return min(max(1, blocks), max(_UNEVEN_SPLITS, -(-8 * at_once // heads)))
+    return _best_splits(heads, blocks, at_once)
 
 
 @functools.lru_cache(maxsize=4096)
