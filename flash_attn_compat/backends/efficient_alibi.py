@@ -44,17 +44,6 @@ def channels(call: AttentionCall) -> Channels:
     return Channels(efficient_launch.pad_channels(queries), efficient_launch.pad_channels(keys).unsqueeze(1))
 
 
-def append(tensor: Tensor, added: Tensor) -> Tensor:
-    """``tensor``, prepared for the kernel, with further channels."""
-    size = tensor.shape[-1]
-    wider = tensor.new_empty((*tensor.shape[:-1], size + added.shape[-1]))
-    # Eight bytes at a time, for speed.
-    place, start = wider.view(torch.int64), size * tensor.element_size() // 8
-    place[..., :start] = tensor.view(torch.int64)
-    place[..., start:] = added.view(torch.int64)
-    return wider
-
-
 def batch_slices(call: AttentionCall, backward: bool) -> Iterator[slice]:
     """As few sequences at a time as fill the GPU: widened copies of them are what the memory goes to."""
     batch, rows = call.q.shape[0], call.q.shape[1] * call.nheads

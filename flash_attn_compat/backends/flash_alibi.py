@@ -62,11 +62,10 @@ def with_channels(launch: Launch, added: Channels, part: slice) -> Launch:
     """The launch, or a part of it, without slopes: q and k wider by their channels, v by zeros."""
     q, k, v = launch.q[part], launch.k[part], launch.v[part]
     queries = added.queries if launch.cu_seqlens_q is not None else added.queries[part]
-    size = queries.shape[-1]
     return launch._replace(
-        q=torch.cat((q, queries.expand(*q.shape[:-1], size)), dim=-1),
-        k=torch.cat((k, added.keys.expand(*k.shape[:-1], size)), dim=-1),
-        v=widen(v, v.shape[-1] + size),
+        q=alibi.append_channels(q, queries),
+        k=alibi.append_channels(k, added.keys),
+        v=alibi.append_channels(v, v.new_zeros(queries.shape[-1])),
         alibi_slopes=None,
     )
 

@@ -267,7 +267,7 @@ def _with_alibi_channels(call: AttentionCall, backward: bool) -> Iterator[Step]:
     added = efficient_alibi.channels(call)
 
     def widened(launch: Launch, queries: Tensor) -> Launch:
-        q, k = efficient_alibi.append(launch.q, queries), efficient_alibi.append(launch.k, added.keys)
+        q, k = alibi.append_channels(launch.q, queries), alibi.append_channels(launch.k, added.keys)
         return launch._replace(q=q, k=k)
 
     if call.cu_seqlens_q is not None:

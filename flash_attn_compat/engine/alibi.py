@@ -70,3 +70,28 @@ def _channel_unit(softmax_scale: float, seqlen_k: int) -> float:
     """A power of two for the keys that leaves factors of ordinary slopes around 8, far from fp16's limits."""
     largest = 60000 * 64 / max(seqlen_k, 4096)
     return 2.0 ** math.floor(math.log2(min(largest, max(2.0**-6, 1.0 / (8.0 * abs(softmax_scale) + 1e-30)))))
+
+
+def append_channels(tensor: Tensor, added: Tensor) -> Tensor:
+    """``tensor`` with further channels, which are broadcast to its other axes."""
+    size = tensor.shape[-1]
+    wider = tensor.new_empty((*tensor.shape[:-1], size + added.shape[-1]))
+    if _in_words(tensor) and _in_words(added):
+        # Eight bytes at a time, for speed.
+        place, start = wider.view(torch.int64), size * tensor.element_size() // 8
+        place[..., :start] = tensor.view(torch.int64)
+        place[..., start:] = added.view(torch.int64)
+    else:
+        wider[..., :size] = tensor
+        wider[..., size:] = added
+    return wider
+
+
+def _in_words(tensor: Tensor) -> bool:
+    """Whether channels can be read eight bytes at a time."""
+    unit = 8 // tensor.element_size()
+    return (
+        tensor.stride(-1) == 1
+        and not (tensor.storage_offset() % unit or tensor.shape[-1] % unit)
+        and not any([stride % unit for stride in tensor.stride()[:-1]])
+    )
