@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 from flash_attn_compat.backends import BACKENDS, efficient_alibi, efficient_band, efficient_bias, efficient_launch
 from flash_attn_compat.engine import elementwise
@@ -138,13 +139,38 @@ def test_causal_alibi_in_fp32_is_a_bias_and_right(monkeypatch, lengths, slopes):
     assert launches and all(launch.bias is not None and launch.q.shape[-1] == 16 for launch in launches)
 
 
-# (heads of all sequences, blocks of keys, blocks that an H200 holds): the fastest number of parts there.
-SCANNED = {
-    (256, 64, 396): 32, (2048, 16, 396): 1, (1024, 8, 396): 1, (64, 32, 132): 2, (128, 32, 396): 3, (128, 16, 396): 3,
-    (128, 16, 132): 1, (64, 64, 132): 2, (24, 8, 396): 8, (8, 256, 132): 16, (8, 128, 132): 16, (64, 32, 396): 6,
-}  # fmt: skip
+def _dense(batch: int, seqlen: int, heads: int, head_dim: int) -> efficient_launch.Launch:
+    tensor = torch.empty(batch, seqlen, heads, head_dim, dtype=torch.float16, device="meta")
+    return efficient_launch.Launch(tensor, tensor, tensor, 1.0)
 
 
-@pytest.mark.parametrize(("sizes", "fastest"), SCANNED.items())
-def test_the_backward_cuts_keys_into_what_was_fastest_in_a_scan(sizes, fastest):
-    assert efficient_launch._best_splits(*sizes) == fastest
+def _packed(batch: int, heads: int, head_dim: int, longest: int, total: int) -> efficient_launch.Launch:
+    tensor = torch.empty(1, total, heads, head_dim, dtype=torch.float16, device="meta")
+    starts = torch.empty(batch + 1, dtype=torch.int32, device="meta")
+    return efficient_launch.Launch(tensor, tensor, tensor, 1.0, 0, None, starts, starts, longest, longest)
+
+
+# The fastest number of parts in benchmarks/key_splits.py on an H200, which holds 396 blocks of 64 channels, 132 of more.
+SCANNED = [
+    (_packed(32, 8, 64, 4096, 32 * 4096), 32),
+    (_packed(512, 4, 16, 1024, 512 * 1024), 1),
+    (_packed(64, 16, 64, 512, 64 * 512), 1),
+    (_packed(128, 16, 64, 6998, 127744), 16),
+    (_dense(8, 2048, 8, 128), 2),
+    (_dense(8, 2048, 16, 64), 3),
+    (_dense(8, 1024, 16, 64), 3),
+    (_dense(4, 1000, 32, 128), 1),
+    (_dense(4, 4096, 16, 72), 2),
+    (_dense(2, 512, 12, 64), 8),
+    (_dense(1, 16384, 8, 128), 16),
+    (_dense(1, 8192, 8, 128), 16),
+    (_dense(16, 64, 16, 64), 1),
+]
+
+
+@pytest.mark.parametrize(("launch", "fastest"), SCANNED)
+def test_the_backward_cuts_keys_into_what_was_fastest_in_a_scan(monkeypatch, launch, fastest):
+    monkeypatch.setattr(
+        efficient_launch, "_blocks_at_once", lambda device, head_dim, dtype: 396 if head_dim <= 64 else 132
+    )
+    assert efficient_launch._key_splits(launch, 1) == fastest

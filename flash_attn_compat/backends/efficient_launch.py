@@ -134,15 +134,16 @@ def _key_splits(launch: Launch, neighbours: int) -> int:
     rows = launch.max_seqlen_q or launch.q.shape[1]
     if launch.deterministic or rows <= _LSE_ROWS * 2:
         return 1
-    sequences, keys = launch.q.shape[0], launch.k.shape[1]
+    sequences, keys, are_even = launch.q.shape[0], launch.k.shape[1], True
     if launch.cu_seqlens_q is not None:
         sequences, keys = launch.cu_seqlens_q.shape[0] - 1, launch.max_seqlen_k
+        are_even = sequences * keys <= 1.5 * launch.k.shape[1]
     head_dim = max(launch.q.shape[-1], launch.v.shape[-1])
     at_once = max(1, _blocks_at_once(launch.q.device, head_dim, launch.q.dtype) // neighbours)
     heads, blocks = sequences * launch.q.shape[2], -(-keys // _KEYS_PER_BLOCK)
-    if sequences * keys > 1.5 * launch.k.shape[1]:
-        return min(max(1, blocks), max(_UNEVEN_SPLITS, -(-8 * at_once // heads)))
-    return _best_splits(heads, blocks, at_once)
+    if are_even:
+        return _best_splits(heads, blocks, at_once)
+    return min(max(1, blocks), max(_UNEVEN_SPLITS, -(-8 * at_once // heads)))
 
 
 @functools.lru_cache(maxsize=4096)
