@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from flash_attn_compat.backends import BACKENDS, efficient_alibi, efficient_band, efficient_bias, efficient_launch
-from flash_attn_compat.engine import elementwise
-from tests import efficient_kernels, elementwise_steps
+from flash_attn_compat.engine import elementwise, jiterated
+from tests import cuda_on_cpu, efficient_kernels, elementwise_steps
 from tests.judge import Examination
 from tests.problems import Problem, random_problem
 
@@ -60,6 +60,18 @@ def test_two_sided_windows_over_many_blocks_are_right(kind, window, nheads_k):
     problem = Problem(
         kind=kind, seqlens_q=lengths, seqlens_k=lengths, window=window, group=4 // nheads_k, nheads_k=nheads_k
     )
+    verdict = examine(problem)
+    assert not verdict.refused and not verdict.failures, verdict
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("window", [(64, 64), (3, 40), (100, 1), (0, 5)])
+def test_two_sided_windows_are_right_with_a_bias_from_one_kernel(monkeypatch, window, dtype):
+    cuda_on_cpu.install(monkeypatch)
+    assert elementwise.bias_is_usable(torch.device("cpu"), torch.float16)
+    lengths = (333, 0, 64, 1, 117)
+    problem = Problem(kind="varlen_qkvpacked", seqlens_q=lengths, seqlens_k=lengths, window=window, dtype=dtype)
+    monkeypatch.setattr(elementwise, "bias_is_usable", lambda device, dtype: dtype in jiterated.HALF_DTYPES)
     verdict = examine(problem)
     assert not verdict.refused and not verdict.failures, verdict
 

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from flash_attn_compat.backends import efficient_launch
 from flash_attn_compat.backends.efficient_launch import Launch, Native
-from flash_attn_compat.engine import alignment, outside
+from flash_attn_compat.engine import alignment, elementwise, outside
 from flash_attn_compat.engine.band import add_overlapping
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
+from flash_attn_compat.engine.mask import Mask
 
 # Rows per block are about half the window, so that a slice of keys is three blocks long.
 _MIN_ROWS, _MAX_ROWS = 64, 1024
@@ -199,6 +200,9 @@ def _marks(call: AttentionCall, total: int, band: _Band) -> Tensor:
 
 def _bias(marks: Tensor, first: int, blocks: int, band: _Band, dtype: torch.dtype) -> Tensor:
     """(blocks, rows, keys): 0 where a key of the same sequence is in the window, else the lowest number or -inf."""
+    if elementwise.bias_is_usable(marks.device, dtype):
+        sizes = blocks, band.rows, band.width
+        return elementwise.band_bias(marks[first * band.rows :], sizes, band.before, Mask(band.left, band.right), dtype)
     strip = marks[first * band.rows : (first + blocks - 1) * band.rows + band.width]
     keys = strip.unfold(0, band.width, band.rows)
     rows = keys[:, band.before : band.before + band.rows]

@@ -245,6 +245,40 @@ template <typename T> T bias(T row, T chunk, T slope, T shift, T position, T fir
     "chunks",
 )
 
+# Whether a key counts, for eight keys of a row: 0 or ``hidden``, the bits of a number, in half precision.
+_BAND = jiterated.Kernel(
+    """
+template <typename T> T band(T row, T chunk, long long marks, long long table, int hidden, int rows, int width,
+                             int before, int left, int right, int chunks) {
+  int r = (int)row, place = r % rows + before;
+  const int* strip = (const int*)marks + (long long)(r / rows) * rows;
+  unsigned int* to = (unsigned int*)table + (long long)r * (width / 2);
+  int mine = strip[place], first = place - left, last = place + right;
+  for (int i = 0; i < 2; ++i) {
+    int c = 8 * ((int)chunk + i * chunks);
+    if (c >= width) break;
+    unsigned int bits[4] = {0, 0, 0, 0};
+    for (int j = 0; j < 8; ++j) {
+      bool counts = c + j >= first && c + j <= last && strip[c + j] == mine;
+      if (!counts) bits[j / 2] |= (unsigned int)hidden << (j % 2 * 16);
+    }
+    *(uint4*)(to + c / 2) = make_uint4(bits[0], bits[1], bits[2], bits[3]);
+  }
+  return T(0);
+}""",
+    "marks",
+    "table",
+    "hidden",
+    "rows",
+    "width",
+    "before",
+    "left",
+    "right",
+    "chunks",
+)
+# The lowest numbers' bits.
+_LOWEST = {torch.float16: 0xFBFF, torch.bfloat16: 0xFF7F}
+
 
 def peaks(products: Tensor, sight: Sight) -> Tensor:
     """The largest product that each row sees, (n, kv heads, rows, group, 1); -inf where it sees none.
@@ -331,13 +365,31 @@ def alibi_bias(
     return table
 
 
+def band_bias(marks: Tensor, sizes: tuple[int, int, int], before: int, window: Mask, dtype: torch.dtype) -> Tensor:
+    """(blocks, rows, width) in ``dtype``: 0 where a key has its row's mark and is in the window, else the lowest number.
+
+    marks: int32, (at least (blocks - 1) * rows + width,); a block's keys begin at its number times ``rows``, and its
+        rows are the keys from ``before`` on
+    sizes: blocks, rows and width, a multiple of 8
+    """
+    blocks, rows, width = sizes
+    table = torch.empty(sizes, dtype=dtype, device=marks.device)
+    chunks = -(-width // 16)
+    _BAND(
+        dtype, jiterated.places(blocks * rows, marks.device).unsqueeze(1), jiterated.places(chunks, marks.device),
+        marks=marks.data_ptr(), table=table.data_ptr(), hidden=_LOWEST[dtype], rows=rows, width=width, before=before,
+        left=window.left, right=window.right, chunks=chunks,
+    )  # fmt: skip
+    return table
+
+
 def is_usable(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels serve tiles of ``dtype`` on this device."""
     return not why_not(device, dtype)
 
 
 def bias_is_usable(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether alibi_bias serves."""
+    """Whether alibi_bias and band_bias serve."""
     return not jiterated.why_not(device, dtype, _bias_is_right)
 
 
@@ -412,4 +464,13 @@ def _bias_is_right(device: torch.device, dtype: torch.dtype) -> bool:
     shift = torch.tensor([0.0, 1.0, -3.0], device=device).view(1, 1, 3, 1).expand(1, 2, 3, 1)
     positions, columns = torch.arange(3.0, device=device), torch.arange(1.0, 49.0, device=device)
     expected = shift - slopes * (columns - positions.unsqueeze(1)).abs()
-    return torch.equal(alibi_bias(slopes, shift, positions, 1, 48, dtype), expected.to(dtype))
+    is_right = torch.equal(alibi_bias(slopes, shift, positions, 1, 48, dtype), expected.to(dtype))
+    # Two blocks of 8 rows, of 24 keys each.
+    marks = torch.tensor([0] * 11 + [1] * 30, dtype=torch.int32, device=device)
+    keys, ahead = (
+        marks.unfold(0, 24, 8)[:2],
+        torch.arange(-8, 16, device=device) - torch.arange(8, device=device)[:, None],
+    )
+    hidden = (ahead < -3) | (ahead > 5) | (keys[:, None] != keys[:, 8:16, None])
+    counts = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill(hidden, torch.finfo(dtype).min)
+    return is_right and torch.equal(band_bias(marks, (2, 8, 24), 8, Mask(3, 5), dtype), counts)
