@@ -220,11 +220,11 @@ def _tile(call: AttentionCall, block: Block, whole_rows: bool) -> Tile:
     everything = call.mask.is_full or all_scores <= _SMALL.get(device_type, _SMALL_ACCELERATOR)
     most_rows = seqlen_q if everything else max(rows, min(seqlen_k // (4 * share), band // share))
     keys = min(seqlen_k, band + most_rows)
-    if not whole_rows:
-        keys = min(keys, _KEYS_PER_TILE.get(device_type, _KEYS_PER_TILE_ACCELERATOR))
     if whole_rows:
         # Kernels give a thread more keys than that, and count rows up to a limit.
         keys = max(keys, 8)
+    else:
+        keys = min(keys, _KEYS_PER_TILE.get(device_type, _KEYS_PER_TILE_ACCELERATOR))
     budget = _TILE_ELEMENTS.get(device_type, _TILE_ELEMENTS_ACCELERATOR) // (call.nheads // call.nheads_k)
     heads = max(1, min(call.nheads_k, budget // (rows * keys)))
     sequences = max(1, min(n, budget // (rows * keys * heads)))
