@@ -6,7 +6,12 @@ Its price of a choice was fitted to these figures on an H200.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import torch
@@ -16,8 +21,10 @@ from torch import Tensor
 
 from flash_attn_compat.backends import efficient_launch
 from flash_attn_compat.backends.efficient_launch import CAUSAL_BOTTOM_RIGHT, NO_MASK, Launch
+from verify.timing import Job, Timing, time_together
+from verify.workloads import skewed_lengths
 
-SPLITS = (None, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+SPLITS = {str(splits or "PyTorch's"): splits for splits in (None, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)}
 
 
 def _dense(batch: int, seqlen_q: int, seqlen_k: int, heads: int, head_dim: int, **more: object) -> Launch:
@@ -25,20 +32,10 @@ def _dense(batch: int, seqlen_q: int, seqlen_k: int, heads: int, head_dim: int, 
     return Launch(rows, *keys, head_dim**-0.5, **more)
 
 
-def _packed(batch: int, seqlen: int, heads: int, head_dim: int, mask: int = NO_MASK) -> Launch:
-    starts = torch.arange(0, (batch + 1) * seqlen, seqlen, device="cuda", dtype=torch.int32)
-    q, k, v = (_normal(1, batch * seqlen, heads, head_dim) for _ in range(3))
-    return Launch(q, k, v, head_dim**-0.5, mask, None, starts, starts, seqlen, seqlen)
-
-
-def _uneven(heads: int, head_dim: int, mask: int = NO_MASK) -> Launch:
-    lengths = (
-        torch.randn(128, generator=torch.Generator().manual_seed(1)).mul(0.9).add(6.55).exp().int().clamp(16, 8192)
-    )
-    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().cuda()
-    q, k, v = (_normal(1, int(lengths.sum()), heads, head_dim) for _ in range(3))
-    longest = int(lengths.max())
-    return Launch(q, k, v, head_dim**-0.5, mask, None, starts, starts, longest, longest)
+def _packed(lengths: Sequence[int], heads: int, head_dim: int, mask: int = NO_MASK) -> Launch:
+    starts = torch.tensor((0, *itertools.accumulate(lengths)), device="cuda", dtype=torch.int32)
+    q, k, v = (_normal(1, sum(lengths), heads, head_dim) for _ in range(3))
+    return Launch(q, k, v, head_dim**-0.5, mask, None, starts, starts, max(lengths), max(lengths))
 
 
 def _normal(*shape: int) -> Tensor:
@@ -46,11 +43,13 @@ def _normal(*shape: int) -> Tensor:
 
 
 SHAPES: dict[str, Callable[[], Launch]] = {
-    "32 packed of 4096, 8 heads, d 64": lambda: _packed(32, 4096, 8, 64),
-    "512 packed of 1024, 4 heads, d 16": lambda: _packed(512, 1024, 4, 16),
-    "64 packed of 512, 16 heads, d 64, causal": lambda: _packed(64, 512, 16, 64, CAUSAL_BOTTOM_RIGHT),
-    "128 packed of 16 to 7000, 16 heads, d 64": lambda: _uneven(16, 64),
-    "128 packed of 16 to 7000, 4 heads, d 128, causal": lambda: _uneven(4, 128, CAUSAL_BOTTOM_RIGHT),
+    "32 packed of 4096, 8 heads, d 64": lambda: _packed([4096] * 32, 8, 64),
+    "512 packed of 1024, 4 heads, d 16": lambda: _packed([1024] * 512, 4, 16),
+    "64 packed of 512, 16 heads, d 64, causal": lambda: _packed([512] * 64, 16, 64, CAUSAL_BOTTOM_RIGHT),
+    "128 packed of 16 to 7000, 16 heads, d 64": lambda: _packed(skewed_lengths(128), 16, 64),
+    "128 packed of 16 to 7000, 4 heads, d 128, causal": lambda: _packed(
+        skewed_lengths(128), 4, 128, CAUSAL_BOTTOM_RIGHT
+    ),
     "8 x 2048, 8 heads, d 128, causal": lambda: _dense(8, 2048, 2048, 8, 128, mask=CAUSAL_BOTTOM_RIGHT),
     "8 x 2048, 16 heads, d 64": lambda: _dense(8, 2048, 2048, 16, 64),
     "8 x 1024, 16 heads, d 64, causal": lambda: _dense(8, 1024, 1024, 16, 64, mask=CAUSAL_BOTTOM_RIGHT),
@@ -65,27 +64,20 @@ SHAPES: dict[str, Callable[[], Launch]] = {
 }
 
 
-def _milliseconds(step: Callable[[], object], runs: int = 4) -> float:
-    step()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(runs):
-        step()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / runs
+def _forced(splits: int | None) -> AbstractContextManager[object]:
+    return mock.patch.object(efficient_launch, "_key_splits", lambda launch, neighbours: splits)
 
 
 def main() -> None:
-    table = Table("shape", "chosen", *(str(splits or "PyTorch's") for splits in SPLITS), title="ms of one backward")
+    table = Table("shape", "chosen", *SPLITS, title="ms of one backward")
     for name, make in SHAPES.items():
         launch = make()
         out, native = efficient_launch.forward(launch, keep_lse=True)
         chosen = efficient_launch._key_splits(launch, 1)
-        times = []
-        for splits in SPLITS:
-            with mock.patch.object(efficient_launch, "_key_splits", lambda *_, splits=splits: splits):
-                times.append(_milliseconds(lambda: efficient_launch.backward(launch, out, out, native)))
+        step = Job(partial(efficient_launch.backward, launch, out, out, native))
+        jobs = {heading: replace(step, around=partial(_forced, splits)) for heading, splits in SPLITS.items()}
+        found = time_together(jobs, "cuda", repeats=5, budget_s=10.0)
+        times = [timing.median_ms if isinstance(timing, Timing) else math.inf for timing in map(found.get, SPLITS)]
         table.add_row(name, str(chosen), *(f"[bold]{ms:.3f}[/]" if ms == min(times) else f"{ms:.3f}" for ms in times))
     console = Console(width=200)
     console.print(torch.cuda.get_device_name(), torch.__version__)

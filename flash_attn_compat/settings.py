@@ -18,7 +18,7 @@ JITERATOR = "FLASH_ATTN_COMPAT_JITERATOR"
 # with five variables that is a fifth of the host time of a whole call.
 _variables = getattr(os.environ, "_data", None)
 _keys = tuple(os.environ.encodekey(name) for name in (BACKEND, CAPABILITY, COMPILE, DISABLE_OFFICIAL, BF16))
-_COMPILE_KEY, _JITERATOR_KEY = os.environ.encodekey(COMPILE), os.environ.encodekey(JITERATOR)
+_switches = {name: os.environ.encodekey(name) for name in (COMPILE, DISABLE_OFFICIAL, JITERATOR)}
 
 
 def fingerprint() -> tuple[object, ...]:
@@ -37,21 +37,23 @@ def forced_backend() -> str | None:
 
 def compilation_enabled() -> bool:
     """FLASH_ATTN_COMPAT_COMPILE=1: allow torch.compile inside backends."""
-    if _variables is not None and _COMPILE_KEY not in _variables:
-        return False
-    return os.environ.get(COMPILE, "0") not in ("", "0")
+    return _is_on(COMPILE, unless_set=False)
 
 
 def official_disabled() -> bool:
     """FLASH_ATTN_COMPAT_DISABLE_OFFICIAL=1: leave an installed flash-attn aside."""
-    return os.environ.get(DISABLE_OFFICIAL, "0") not in ("", "0")
+    return _is_on(DISABLE_OFFICIAL, unless_set=False)
 
 
 def jiterator_enabled() -> bool:
     """FLASH_ATTN_COMPAT_JITERATOR=0: no elementwise kernels compiled at run time by PyTorch's jiterator."""
-    if _variables is not None and _JITERATOR_KEY not in _variables:
-        return True
-    return os.environ.get(JITERATOR, "1") not in ("", "0")
+    return _is_on(JITERATOR, unless_set=True)
+
+
+def _is_on(switch: str, unless_set: bool) -> bool:
+    if _variables is not None and _switches[switch] not in _variables:
+        return unless_set
+    return os.environ.get(switch, "1" if unless_set else "0") not in ("", "0")
 
 
 def bf16_precision() -> str:

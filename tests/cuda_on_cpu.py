@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flash_attn_compat.backends.base import HALF_DTYPES
 from flash_attn_compat.engine import jiterated
 
 _CUDA = """
@@ -52,9 +53,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip(reason)
     monkeypatch.setattr(jiterated.Kernel, "__call__", _launch)
     monkeypatch.setattr(jiterated, "places", lambda count, device: torch.arange(count, dtype=torch.float32))
-    monkeypatch.setattr(
-        jiterated, "why_not", lambda device, dtype, trial: "" if dtype in jiterated.HALF_DTYPES else "no"
-    )
+    monkeypatch.setattr(jiterated, "why_not", lambda device, dtype, trial: "" if dtype in HALF_DTYPES else "no")
 
 
 def devices() -> Iterator[object]:

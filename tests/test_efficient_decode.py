@@ -1,4 +1,4 @@
-"""Decoding over a cache on torch_efficient: how keys are cut into shares and merged, what is remembered.
+"""Decoding over a cache on torch_efficient: how keys are cut into shares and merged.
 
 On a CPU the kernel is a stand-in with the real one's traps; where there is a GPU, the real one runs too.
 """

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from flash_attn_compat.backends import BACKENDS, efficient_alibi, efficient_band, efficient_bias, efficient_launch
-from flash_attn_compat.engine import elementwise, jiterated
+from flash_attn_compat.backends.base import HALF_DTYPES
+from flash_attn_compat.engine import elementwise
 from tests import cuda_on_cpu, efficient_kernels, elementwise_steps
 from tests.judge import Examination
 from tests.problems import Problem, random_problem
@@ -71,7 +72,7 @@ def test_two_sided_windows_are_right_with_a_bias_from_one_kernel(monkeypatch, wi
     assert elementwise.bias_is_usable(torch.device("cpu"), torch.float16)
     lengths = (333, 0, 64, 1, 117)
     problem = Problem(kind="varlen_qkvpacked", seqlens_q=lengths, seqlens_k=lengths, window=window, dtype=dtype)
-    monkeypatch.setattr(elementwise, "bias_is_usable", lambda device, dtype: dtype in jiterated.HALF_DTYPES)
+    monkeypatch.setattr(elementwise, "bias_is_usable", lambda device, dtype: dtype in HALF_DTYPES)
     verdict = examine(problem)
     assert not verdict.refused and not verdict.failures, verdict
 

@@ -49,6 +49,7 @@ def batch_slices(call: AttentionCall, backward: bool) -> Iterator[slice]:
     batch, rows = call.q.shape[0], call.q.shape[1] * call.nheads
     step = max(1, -(-_ENOUGH_ROWS // max(1, rows)))
     if backward:
+        # Whole launches of the forward.
         step *= max(1, _ENOUGH_ROWS_BACKWARD // _ENOUGH_ROWS)
     if step >= batch:
         yield slice(None)

@@ -20,6 +20,8 @@ _ENOUGH_WORK = 256
 _SHORTEST_SHARE = 256
 # Shorter caches stay whole: launching the merge would take longer than it saves.
 _WORTH_CUTTING = 2048
+# A finite stand-in for the LSE of a share without keys.
+_NOTHING = -1e30
 
 
 class Cut(NamedTuple):
@@ -67,9 +69,8 @@ def cut(call: AttentionCall, pitch: int) -> Cut:
     _, page, nheads_k, _ = call.k.shape
     pages = 0 if table is None else table.shape[1]
     count, size = (pages, page) if pages > 1 else _even_shares(call.q.shape[0], nheads_k, page)
-    return Cut(
-        count, size, page, pitch, pages, -1 if left is None else left, call.seqused_k, call.leftpad_k, table
-    )  # fmt: skip
+    left = -1 if left is None else left
+    return Cut(count, size, page, pitch, pages, left, call.seqused_k, call.leftpad_k, table)
 
 
 def is_worth_cutting(batch: int, nheads_k: int, slots: int) -> bool:
@@ -129,10 +130,6 @@ def merge(out: Tensor, lse: Tensor, lengths: Tensor, shape: tuple[int, ...]) -> 
     # Beyond 128 channels the output of a share without keys is whatever the memory held.
     empty = (lengths <= 0).view(batch, -1, 1, 1, 1, 1)
     return (weights * parts).masked_fill(empty, 0.0).sum(1).to(out.dtype).reshape(shape)
-
-
-# A finite stand-in for the LSE of a share without keys.
-_NOTHING = -1e30
 
 
 def by_share(lse: Tensor, lengths: Tensor, batch: int, rows: int) -> Tensor:

@@ -46,7 +46,6 @@ _HALVES = {
   };""",
 }
 
-HALF_DTYPES = frozenset(_HALVES)
 # Places are counted in fp32, which is exact that far; the first of them are kept.
 MOST_PLACES = 2**24
 KEPT_PLACES = 2**20

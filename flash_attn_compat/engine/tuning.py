@@ -41,7 +41,7 @@ def forget() -> None:
 
 def faster(call: AttentionCall, usual: Backend) -> Backend:
     """``usual``, or a compiled backend that was found to be faster at such calls; may time both now."""
-    key = _key(call, usual)
+    key = _key(call)
     if key is None:
         return usual
     if key not in _verdicts:
@@ -54,7 +54,7 @@ def faster(call: AttentionCall, usual: Backend) -> Backend:
 
 def why_not(call: AttentionCall, usual: Backend) -> str | None:
     """What speaks against ``usual`` as far as known; never times anything."""
-    key = _key(call, usual)
+    key = _key(call) if usual.yields_to_compiled else None
     verdict = None if key is None else _verdicts.get(key)
     if verdict is None or not verdict.rival_wins:
         return None
@@ -64,9 +64,9 @@ def why_not(call: AttentionCall, usual: Backend) -> str | None:
     )
 
 
-def _key(call: AttentionCall, usual: Backend) -> tuple[object, ...] | None:
+def _key(call: AttentionCall) -> tuple[object, ...] | None:
     """Equal for calls of one kind and, within a factor of 8, size; None for calls that are not timed."""
-    if not usual.yields_to_compiled or not settings.compilation_enabled() or call.needs_grad or call.given_lse:
+    if call.needs_grad or call.given_lse:
         return None
     rows = call.q.shape[0] if call.cu_seqlens_q is not None else call.q.shape[0] * call.q.shape[1]
     work = rows * call.max_seqlen_k * call.nheads
