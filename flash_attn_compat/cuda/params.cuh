@@ -1,0 +1,65 @@
+// The one argument of every kernel, by value. backends/fused/params.py writes the same bytes; a test compares the layouts.
+// Strides count elements. Batch strides (of pages, where k and v are paged) are 64 bits wide, row and head strides 32.
+#pragma once
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned long long u64;
+typedef long long i64;
+
+struct Strides {
+  i64 batch;
+  int row, head;
+};
+
+struct Params {
+  // Attention: q, k, v in their dtype's bits; out likewise; softmax_lse in fp32.
+  const u16 *q, *k, *v;
+  u16 *out;
+  float *lse;        // (batch, nheads, seqlen_q) or (nheads, total_q), contiguous; backward reads it
+  float *lse_true;   // the same without the position that flash-attn adds under causal ALiBi; may be null
+  const int *cu_seqlens_q, *cu_seqlens_k;  // (batch + 1,) or null
+  const int *seqused_k;                    // (batch,) or null: keys in use, counted from the sequence's first slot
+  const int *leftpad_k;                    // (batch,) or null: slots skipped at the front
+  const int *block_table;                  // (batch, pages_per_sequence) or null
+  const float *alibi_slopes;               // (batch, nheads) with slopes_batch, (nheads,) with slopes_batch = 0
+  const i64 *rng_state;                    // (2,), for dropout
+  float *absmax;     // converted bf16: (4, batch, nheads_k, absmax_splits) largest finite magnitudes of q, k, v, dout
+  // Decode: what the splits hand to the last one.
+  float *part_out;   // (tiles, splits, 16, D)
+  float *part_ml;    // (tiles, splits, 16, 2): maximum in units of log2, sum
+  int *counters;     // (tiles,), zero before and after
+  // Append: new keys and values, rotated and written behind the cache's; q rotated into q_rotated.
+  const u16 *k_new, *v_new, *rotary_cos, *rotary_sin;
+  u16 *q_rotated;
+  // Backward.
+  const u16 *dout;
+  u16 *dq, *dk, *dv;
+  float *delta;      // (.., like lse): rowsum(out * dout)
+
+  Strides q_s, k_s, v_s, out_s, dout_s, dq_s, dk_s, dv_s, k_new_s, v_new_s, q_rotated_s;
+  i64 lse_batch;     // lse, lse_true, delta: elements between sequences (0 when packed)
+  i64 lse_head;      // and between heads
+  int slopes_batch;
+  int table_stride;  // elements between the rows of block_table
+
+  int batch, nheads, nheads_k, group;       // group = nheads / nheads_k
+  int seqlen_q, seqlen_k;                   // longest rows a sequence is launched for; keys (capacity for a cache)
+  int total_q, total_k;                     // tokens of packed q and k: nothing past them is touched
+  int seqlen_new;                           // keys appended behind seqused_k: counted as used
+  int head_dim, head_dim_v;
+  int window_left, window_right;            // -1: unbounded
+  int page_size, pages_per_sequence, num_pages;
+  int tiles;                                // row tiles (key tiles for dk, dv) of the longest sequence, a head
+  int splits, keys_per_split;               // decode
+  int absmax_splits;
+  int rotary_dim, rotary_interleaved, rotary_rows;   // rotary_rows: rows of the cos and sin tables
+  int rotary_row_stride;                    // elements between rows of cos and sin
+  int rotate_rows_apart;                    // q row i stands at seqused_k + i (else all at seqused_k)
+  int lse_has_position;                     // reported LSE = true LSE + slope * row position
+  int dropout_limit;                        // a word above it drops its probability (engine/dropout.py)
+  float dropout_scale;                      // 1 / keep probability
+  float softmax_scale, softcap;
+  int zero;                                 // always 0, which the compiler cannot know
+  int padding;
+};
