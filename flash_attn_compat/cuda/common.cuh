@@ -1,0 +1,302 @@
+// What forward, decode and backward share: where a sequence lies, tiles in shared memory, loads with conversion, dropout's words.
+#pragma once
+#include "ptx.cuh"
+
+#ifndef D       // head dim that registers and tiles are made for; the true ones are p.head_dim and p.head_dim_v
+#define D 64
+#endif
+#ifndef LOCAL   // causal, or any window
+#define LOCAL 0
+#endif
+#ifndef ALIBI
+#define ALIBI 0
+#endif
+#ifndef SOFTCAP
+#define SOFTCAP 0
+#endif
+#ifndef DROPOUT
+#define DROPOUT 0
+#endif
+#ifndef PAGED   // keys and values through block_table
+#define PAGED 0
+#endif
+#ifndef VEC     // elements a global load may take at once: 8 where every row starts on 16 bytes, else 1
+#define VEC 8
+#endif
+
+DEVICE int clamp(int x, int low, int high) { return max(low, min(x, high)); }
+
+// ---- Where one sequence lies. Whatever the lengths say, nothing outside of the tensors is addressed.
+struct Sequence {
+  int first_q, seqlen_q;   // first token of packed rows, else 0
+  int first_k, seqlen_k;   // first key's slot, and how many keys there are
+};
+
+DEVICE Sequence find_sequence(const Params &p, int b) {
+  Sequence s = {0, p.seqlen_q, 0, p.seqlen_k};
+  if (p.cu_seqlens_q) {
+    s.first_q = clamp(p.cu_seqlens_q[b], 0, p.total_q);
+    s.seqlen_q = clamp(p.cu_seqlens_q[b + 1], s.first_q, p.total_q) - s.first_q;
+  }
+  if (p.cu_seqlens_k) {
+    s.first_k = clamp(p.cu_seqlens_k[b], 0, p.total_k);
+    s.seqlen_k = clamp(p.cu_seqlens_k[b + 1], s.first_k, p.total_k) - s.first_k;
+  }
+  if (p.seqused_k) s.seqlen_k = clamp(p.seqused_k[b] + p.seqlen_new, 0, s.seqlen_k);
+  if (p.leftpad_k) {
+    const int skipped = clamp(p.leftpad_k[b], 0, s.seqlen_k);
+    s.first_k += skipped;
+    s.seqlen_k -= skipped;
+  }
+  return s;
+}
+
+// Keys that the rows [row, row_end) see between them: [first, end). A row's own position among the keys is row + offset.
+struct Range {
+  int first, end;
+};
+#define UNBOUNDED (1 << 29)
+
+DEVICE Range visible_keys(int row, int row_end, int offset, int seqlen_k, int left, int right) {
+  Range r = {0, seqlen_k};
+#if LOCAL
+  r.first = max(0, row + offset - left);
+  r.end = min(seqlen_k, row_end - 1 + offset + right + 1);
+#endif
+  return r;
+}
+
+// A slot of a sequence's cache: contiguous, or through its pages.
+DEVICE const u16 *key_row(const Params &p, const u16 *base, const Strides &s, const int *pages, int slot) {
+#if PAGED
+  const u32 page = (u32)slot / (u32)p.page_size, within = slot - page * p.page_size;
+  const u32 index = min((u32)pages[min(page, (u32)(p.pages_per_sequence - 1))], (u32)(p.num_pages - 1));
+  return base + (i64)index * s.batch + (i64)within * s.row;
+#else
+  return base + (i64)slot * s.row;
+#endif
+}
+
+// ---- 16-bit numbers
+DEVICE float bits_to_float(u16 x) {  // of the caller's dtype
+#if TYPE == 0
+  return half_to_float(x);
+#else
+  return __int_as_float((u32)x << 16);
+#endif
+}
+
+// Two floats rounded to the caller's dtype.
+DEVICE u32 pack_out(float a, float b) {
+#if TYPE == 2
+  u32 x = __float_as_int(a), y = __float_as_int(b);
+  x = (x & 0x7fffffff) > 0x7f800000 ? 0x7fffffff : x + 0x7fff + ((x >> 16) & 1);
+  y = (y & 0x7fffffff) > 0x7f800000 ? 0x7fffffff : y + 0x7fff + ((y >> 16) & 1);
+  return (x >> 16) | (y & 0xffff0000u);
+#else
+  return pack(a, b);
+#endif
+}
+
+// Converted bf16: every (sequence, key head) has powers of two of its own, which bring its largest finite magnitude to
+// [2^14, 2^15): nothing overflows, 29 binades below it keep all bits, and an inf or NaN is nobody else's business.
+#define ABSMAX_Q 0
+#define ABSMAX_K 1
+#define ABSMAX_V 2
+#define ABSMAX_DOUT 3
+DEVICE float scale_of(const Params &p, int tensor, int b, int head_k) {
+#if TYPE == 2
+  const float *parts = p.absmax + ((i64)(tensor * p.batch + b) * p.nheads_k + head_k) * p.absmax_splits;
+  float largest = 0.f;
+  for (int i = threadIdx.x & 31; i < p.absmax_splits; i += 32) largest = fmaxf(largest, parts[i]);
+#pragma unroll
+  for (int i = 16; i; i >>= 1) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, i));
+  if (largest == 0.f) return 1.f;
+  const int exponent = max((__float_as_int(largest) >> 23) - 127, -112);
+  return __int_as_float((14 - exponent + 127) << 23);
+#else
+  return 1.f;
+#endif
+}
+
+DEVICE uint4 convert(uint4 x, float scale) {
+#if TYPE == 2
+  x.x = pack(__int_as_float(x.x << 16) * scale, __int_as_float(x.x & 0xffff0000u) * scale);
+  x.y = pack(__int_as_float(x.y << 16) * scale, __int_as_float(x.y & 0xffff0000u) * scale);
+  x.z = pack(__int_as_float(x.z << 16) * scale, __int_as_float(x.z & 0xffff0000u) * scale);
+  x.w = pack(__int_as_float(x.w << 16) * scale, __int_as_float(x.w & 0xffff0000u) * scale);
+#endif
+  return x;
+}
+
+// Eight channels of a row, of which `channels` exist.
+DEVICE uint4 load_chunk(const u16 *p, int channels) {
+#if VEC == 8
+  return global_load16(p);
+#else
+  u32 x[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) x[i] = i < channels ? global_load2(p + i) : 0;
+  return make_uint4(x[0] | x[1] << 16, x[2] | x[3] << 16, x[4] | x[5] << 16, x[6] | x[7] << 16);
+#endif
+}
+
+DEVICE void store_chunk(u16 *p, uint4 v, int channels) {
+#if VEC == 8
+  global_store16(p, v);
+#else
+  const u32 x[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 8; i++)
+    if (i < channels) global_store2(p + i, (u16)(x[i / 2] >> (i % 2 * 16)));
+#endif
+}
+
+// ---- Tiles in shared memory: rows of 16-byte chunks, swizzled so that the 8 rows of an ldmatrix hit different banks.
+template <int DIM> DEVICE u32 swizzle_of(int row, int chunk) {
+  if (DIM >= 64) return row * (DIM * 2) + ((chunk ^ (row & 7)) << 4);
+  if (DIM == 32) return row * 64 + ((chunk ^ ((row >> 1) & 3)) << 4);
+  return row * 32 + ((chunk ^ ((row >> 2) & 1)) << 4);
+}
+DEVICE u32 swizzle(int row, int chunk) { return swizzle_of<D>(row, chunk); }
+
+constexpr int ROW_BYTES = D * 2, CHUNKS = D / 8;
+
+// How a block's THREADS share a tile: each takes one chunk of every STEP-th row.
+template <int THREADS> struct Mover {
+  static constexpr int STEP = THREADS / CHUNKS;
+  int row, chunk;    // this thread's first row, its chunk
+  u32 at;            // byte offset of that chunk in a tile
+  DEVICE Mover(int thread) : row(thread / CHUNKS), chunk(thread % CHUNKS), at(swizzle(row, chunk)) {}
+  // Byte offset of the thread's i-th chunk: STEP is 4 or a multiple of 8, so only bit 2 of the row can change the swizzle.
+  DEVICE u32 offset(int i) const { return (at ^ (((i * STEP) & 7) << 4)) + i * STEP * ROW_BYTES; }
+};
+
+// N chunks of a tile on their way from global to shared memory, held in registers while the tensor cores work (cp.async: in flight).
+template <int THREADS, int N> struct Transfer {
+  typedef Mover<THREADS> M;
+#if !CPA
+  uint4 x[N];
+#endif
+  // Rows first_slot + m.row + i * STEP of a sequence with `slots` slots; channels past head_dim and slots past the end are 0.
+  DEVICE void load(const Params &p, const u16 *base, const Strides &s, const int *pages, int first_slot, int left, int head_dim, const M &m, u32 tile) {
+    const int channels = head_dim - m.chunk * 8;
+    const int valid = channels > 0 ? left - m.row : 0;   // row i is there if i * STEP < valid
+#if CPA
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      const bool there = i * M::STEP < valid;
+      const u16 *row = there ? key_row(p, base, s, pages, first_slot + m.row + i * M::STEP) + m.chunk * 8 : base;
+      copy_async(tile + m.offset(i), row, there);
+    }
+#elif PAGED
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      x[i] = make_uint4(0, 0, 0, 0);
+      if (i * M::STEP < valid) x[i] = load_chunk(key_row(p, base, s, pages, first_slot + m.row + i * M::STEP) + m.chunk * 8, channels);
+    }
+#else
+    const u16 *row = base + (i64)(first_slot + m.row) * s.row + m.chunk * 8;
+    if (valid > (N - 1) * M::STEP) {
+#pragma unroll
+      for (int i = 0; i < N; i++) x[i] = load_chunk(row + (i64)(i * M::STEP) * s.row, channels);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; i++) {
+        x[i] = make_uint4(0, 0, 0, 0);
+        if (i * M::STEP < valid) x[i] = load_chunk(row + (i64)(i * M::STEP) * s.row, channels);
+      }
+    }
+#endif
+  }
+  DEVICE void store(u32 tile, const M &m, float scale) {
+#if CPA
+    copy_async_wait();
+#else
+#pragma unroll
+    for (int i = 0; i < N; i++) shared_store(tile + m.offset(i), convert(x[i], scale));
+#endif
+  }
+};
+
+// Two steps of 8 along the inner dimension for two neighbouring 8-wide column blocks: b[0], b[1] are block 0's steps, b[2], b[3] block 1's.
+// a[m]: the 16 x 16 operand of row tile m (steps a0, a1 and a2, a3).
+template <int M> DEVICE void multiply(float (&c0)[M][4], float (&c1)[M][4], const u32 (&a)[M][4], const u32 (&b)[4]) {
+#if MMA16
+#pragma unroll
+  for (int m = 0; m < M; m++) mma_k16(c0[m], a[m][0], a[m][1], a[m][2], a[m][3], b[0], b[1]);
+#pragma unroll
+  for (int m = 0; m < M; m++) mma_k16(c1[m], a[m][0], a[m][1], a[m][2], a[m][3], b[2], b[3]);
+#else
+#pragma unroll
+  for (int step = 0; step < 2; step++) {
+#pragma unroll
+    for (int m = 0; m < M; m++) mma_k8(c0[m], a[m][2 * step], a[m][2 * step + 1], b[step]);
+#pragma unroll
+    for (int m = 0; m < M; m++) mma_k8(c1[m], a[m][2 * step], a[m][2 * step + 1], b[2 + step]);
+  }
+#endif
+}
+
+template <int N, int M> DEVICE void set_zero(float (&c)[N][M][4]) {
+#pragma unroll
+  for (int n = 0; n < N; n++)
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) c[n][m][e] = 0.f;
+}
+
+// The 16 * M rows of a warp (first_row.. of its block's tile) times `factor`, through shared memory to 16-byte stores.
+template <int M>
+DEVICE void write_rows(float (&c)[CHUNKS][M][4], const float (&factor)[M][2], u32 tile, int first_row, u16 *out, int row_stride, int rows, int head_dim) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+#pragma unroll
+  for (int m = 0; m < M; m++)
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+      for (int n = 0; n < CHUNKS; n++)
+        shared_store(tile + swizzle(first_row + m * 16 + g + r * 8, n) + t * 4,
+                     pack_out(c[n][m][2 * r] * factor[m][r], c[n][m][2 * r + 1] * factor[m][r]));
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < M * 16 * CHUNKS / 32; i++) {
+    const int index = lane + i * 32, row = first_row + index / CHUNKS, chunk = index % CHUNKS;
+    if (row < rows && chunk * 8 < head_dim)
+      store_chunk(out + (i64)row * row_stride + chunk * 8, shared_load4(tile + swizzle(row, chunk)), head_dim - chunk * 8);
+  }
+  __syncwarp();
+}
+
+// tanh(x) = 1 - 2 / (exp(2 x) + 1), good to 2e-7: doubled is 2 x log2(e).
+DEVICE float tanh_of(float doubled) { return fmaf(-2.f, reciprocal_approx(exp2_approx(doubled) + 1.f), 1.f); }
+
+// ---- Dropout: the words of engine/dropout.py. A probability is dropped when its word is above p.dropout_limit.
+#define MULTIPLIER_A 0x7FEB352Du
+#define MULTIPLIER_B 0x846CA68Bu
+DEVICE u32 mix(u32 x) {
+  x = (x ^ (x >> 16)) * MULTIPLIER_A;
+  x = (x ^ (x >> 15)) * MULTIPLIER_B;
+  return x ^ (x >> 16);
+}
+struct DropoutWords {
+  u32 row_base, key_base;   // a row's word is mix(row_base + row), a key's mix(key_base + key)
+  DEVICE DropoutWords(const Params &p, int b, int head) {
+    const u64 seed = p.rng_state[0], offset = p.rng_state[1];
+    u32 word = mix((u32)seed);
+    word = mix(word + (u32)(seed >> 32));
+    word = mix(word + (u32)offset);
+    word = mix(word + (u32)(offset >> 32));
+    row_base = mix(mix(word + b) + head);
+    key_base = mix(word ^ MULTIPLIER_A);
+  }
+  DEVICE u32 row(int i) const { return mix(row_base + i); }
+  DEVICE u32 key(int j) const { return mix(key_base + j); }
+};
+DEVICE bool dropped(u32 row_word, u32 key_word, int limit) {
+  u32 word = row_word + key_word;
+  word = (word ^ (u32)((int)word >> 16)) * MULTIPLIER_A;   // signed shifts, as PyTorch's of int32 are
+  word = (word ^ (u32)((int)word >> 15)) * MULTIPLIER_B;
+  return (int)word > limit;
+}

@@ -1,0 +1,121 @@
+// The machine instructions that the kernels are written in. Turing (sm_75) has all but those under BUILD_SM80.
+// TYPE: 0 fp16; 1 bf16 on GPUs that compute it; 2 bf16 turned into scaled fp16 on the way to the tensor cores.
+// The CPU emulator of the tests defines EMULATED and the same functions.
+#pragma once
+#include "params.cuh"
+
+#ifndef TYPE
+#define TYPE 0
+#endif
+#ifndef MMA16   // m16n8k16, sm_80 and newer; bf16 needs it
+#define MMA16 (TYPE == 1)
+#endif
+#ifndef CPA     // cp.async, sm_80 and newer: what is loaded goes to shared memory as it is
+#define CPA 0
+#endif
+
+#define LOG2E 1.4426950408889634f
+#define LN2 0.6931471805599453f
+#define ALL_LANES 0xffffffffu
+
+#ifndef EMULATED
+#define DEVICE __device__ __forceinline__
+#define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
+#define SHARED_MEMORY extern __shared__ __align__(128) unsigned char shared_memory[];
+#define SHARED_BASE (u32)__cvta_generic_to_shared(shared_memory)
+#define NEG_INF __int_as_float(0xff800000)
+#define POS_INF __int_as_float(0x7f800000)
+
+// Two floats as a pair of 16-bit operands of the tensor cores, the first one low.
+DEVICE u32 pack(float a, float b) {
+  u32 r;
+#if TYPE == 1
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(b), "f"(a));
+#elif __CUDA_ARCH__ >= 800
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(b), "f"(a));
+#else
+  asm("{.reg .b16 l, h; cvt.rn.f16.f32 l, %1; cvt.rn.f16.f32 h, %2; mov.b32 %0, {l, h};}" : "=r"(r) : "f"(a), "f"(b));
+#endif
+  return r;
+}
+DEVICE float half_to_float(u16 x) {
+  float r;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(x));
+  return r;
+}
+// exp2 and 1/x of the special function unit, 2 ulp and 1 ulp.
+DEVICE float exp2_approx(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+DEVICE float reciprocal_approx(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+// Four 8 x 8 matrices from shared memory; lane l gives the address of row l % 8 of matrix l / 8.
+DEVICE void ldmatrix(u32 (&r)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+}
+DEVICE void ldmatrix_transposed(u32 (&r)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+}
+// c += a b for a of 16 x 8, b of 8 x 8. Lane 4 g + t holds a[g][2t, 2t+1], a[g+8][..], b[2t, 2t+1][g], c[g][2t, 2t+1], c[g+8][..].
+DEVICE void mma_k8(float (&c)[4], u32 a0, u32 a1, u32 b) {
+#if TYPE == 1
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+#else
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+#endif
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(b));
+}
+#if MMA16
+DEVICE void mma_k16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+#if TYPE == 1
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+#else
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+#endif
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+#endif
+DEVICE void shared_store(u32 address, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
+}
+DEVICE void shared_store(u32 address, u32 v) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(v)); }
+DEVICE uint4 shared_load4(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
+DEVICE float shared_load_float(u32 address) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
+  return x;
+}
+DEVICE void shared_load_floats(float (&x)[2], u32 address) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(address));
+}
+// Global memory that no kernel in flight writes, 16 bytes or one element at a time.
+DEVICE uint4 global_load16(const u16 *p) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+DEVICE u16 global_load2(const u16 *p) {
+  u16 v;
+  asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(v) : "l"(p));
+  return v;
+}
+DEVICE void global_store16(u16 *p, uint4 v) { *(uint4 *)p = v; }
+DEVICE void global_store2(u16 *p, u16 v) { *p = v; }
+#if CPA
+DEVICE void copy_async(u32 address, const u16 *p, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(p), "r"(valid ? 16 : 0));
+}
+DEVICE void copy_async_wait() { asm volatile("cp.async.wait_all;"); }
+#endif
+#endif  // EMULATED
