@@ -16,7 +16,7 @@ struct Params {
   // Attention: q, k, v in their dtype's bits; out likewise; softmax_lse in fp32.
   const u16 *q, *k, *v;
   u16 *out;
-  float *lse;        // (batch, nheads, seqlen_q) or (nheads, total_q), contiguous; backward reads it
+  float *lse;        // (batch, nheads, seqlen_q) or (nheads, total_q), contiguous; null where nobody wants it; backward reads it
   float *lse_true;   // the same without the position that flash-attn adds under causal ALiBi; may be null
   const int *cu_seqlens_q, *cu_seqlens_k;  // (batch + 1,) or null
   const int *seqused_k;                    // (batch,) or null: keys in use, counted from the sequence's first slot
@@ -28,7 +28,7 @@ struct Params {
   // Decode: what the splits hand to the last one.
   float *part_out;   // (tiles, splits, 16, D)
   float *part_ml;    // (tiles, splits, 16, 2): maximum in units of log2, sum
-  int *counters;     // (tiles,), zero before and after
+  int *counters;     // (tiles,), zero before a launch
   // Append: new keys and values, rotated and written behind the cache's; q rotated into q_rotated.
   const u16 *k_new, *v_new, *rotary_cos, *rotary_sin;
   u16 *q_rotated;
