@@ -1,0 +1,322 @@
+// FlashAttention-2, Algorithm 1 (Dao, 2023): attention of one tile of rows over all the keys it sees.
+//
+// A block holds BM = NW * MT * 16 rows of one head: NW warps, MT row tiles of 16 each. It walks over tiles of BN keys. While one tile
+// of K or V is multiplied, the next one is on its way from global memory; K and V have one tile of shared memory each, Q shares
+// theirs and lives in registers (QREG) or keeps its own. Scores and probabilities never leave the registers: the layout in which
+// mma returns S is the one in which it takes P.
+#include "common.cuh"
+
+#ifndef BN     // keys a tile
+#define BN 64
+#endif
+#ifndef NW     // warps
+#define NW 4
+#endif
+#ifndef MT     // row tiles of 16 a warp
+#define MT 1
+#endif
+#ifndef QREG   // Q in registers
+#define QREG 1
+#endif
+#ifndef MINB   // blocks a multiprocessor, which bounds the registers
+#define MINB 2
+#endif
+
+constexpr int THREADS = NW * 32, BM = NW * MT * 16, NB = BN / 8, WARP_ROWS = MT * 16;
+typedef Transfer<THREADS, BN * CHUNKS / THREADS> KeyTransfer;
+typedef Mover<THREADS> Move;
+
+// What a warp's rows need to know about themselves.
+struct Rows {
+  int first;          // index of the warp's first row in its sequence
+  int offset;         // seqlen_k - seqlen_q: row i stands at key i + offset
+  int left, right;    // window
+  int seqlen_k;
+  DEVICE bool sees_some(int key) const {
+    return key <= first + WARP_ROWS - 1 + offset + right && key + BN - 1 >= first + offset - left;
+  }
+  DEVICE bool sees_all(int key) const {
+    if (key + BN > seqlen_k) return false;
+    return !LOCAL || (key + BN - 1 <= first + offset + right && key >= first + WARP_ROWS - 1 + offset - left);
+  }
+};
+
+// S = Q K^T
+DEVICE void scores(float (&S)[NB][MT][4], const u32 (*q)[MT][4], u32 q_at, u32 k_at) {
+  set_zero(S);
+#pragma unroll
+  for (int k = 0; k < CHUNKS / 2; k++) {
+#if QREG
+    const u32 (&a)[MT][4] = q[k];
+#else
+    u32 a[MT][4];
+#pragma unroll
+    for (int m = 0; m < MT; m++) ldmatrix(a[m], (q_at + m * 16 * ROW_BYTES) ^ (k << 5));
+#endif
+#pragma unroll
+    for (int n = 0; n < NB; n += 2) {
+      u32 b[4];
+      ldmatrix(b, (k_at ^ (k << 5)) + n * 8 * ROW_BYTES);
+      multiply<MT>(S[n], S[n + 1], a, b);
+    }
+  }
+}
+
+// Softcap and ALiBi, after which scores are in units of log2; a softmax_scale that is not positive is applied here too.
+DEVICE void modify(float (&S)[NB][MT][4], const Params &p, float scale, float slope, int key, const Rows &rows, int g, int t) {
+#if SOFTCAP
+  const float doubled = 2.f * LOG2E * scale / p.softcap, cap = p.softcap * LOG2E;
+#endif
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+#if ALIBI
+      const float ahead = (float)(key + 2 * t - (rows.first + m * 16 + g + r * 8 + rows.offset));
+#endif
+#pragma unroll
+      for (int n = 0; n < NB; n++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          float &s = S[n][m][2 * r + e];
+#if SOFTCAP
+          s = tanh_of(s * doubled) * cap;
+#else
+          s *= scale * LOG2E;
+#endif
+#if ALIBI
+          s = fmaf(-slope * LOG2E, fabsf(ahead + (float)(n * 8 + e)), s);
+#endif
+        }
+    }
+}
+
+DEVICE void hide(float (&S)[NB][MT][4], int key, const Rows &rows, int g, int t) {
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      int last = rows.seqlen_k - 1, first = 0;
+      if (LOCAL) {
+        const int position = rows.first + m * 16 + g + r * 8 + rows.offset;
+        last = min(last, position + rows.right);
+        first = max(first, position - rows.left);
+      }
+      last -= key + 2 * t;
+      first -= key + 2 * t;
+#pragma unroll
+      for (int n = 0; n < NB; n++)
+#pragma unroll
+        for (int e = 0; e < 2; e++)
+          if (n * 8 + e > last || (LOCAL && n * 8 + e < first)) S[n][m][2 * r + e] = NEG_INF;
+    }
+}
+
+// Online softmax: S becomes exp2(S * unit - m_new); row maxima m and this lane's share of the row sums l follow. Rescales O only
+// where some maximum of the warp rose.
+DEVICE void online_softmax(float (&S)[NB][MT][4], float (&m)[MT][2], float (&l)[MT][2], float (&O)[CHUNKS][MT][4], float unit) {
+  float shrink[MT][2];
+  bool rose = false;
+#pragma unroll
+  for (int i = 0; i < MT; i++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float highest = m[i][r];
+#pragma unroll
+      for (int n = 0; n < NB; n++) highest = fmaxf(highest, fmaxf(S[n][i][2 * r], S[n][i][2 * r + 1]));
+      highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, 1));
+      highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, 2));
+      rose = rose || highest > m[i][r];
+      const float from = highest == NEG_INF ? 0.f : highest * unit;
+      shrink[i][r] = exp2_approx(fmaf(m[i][r], unit, -from));
+      m[i][r] = highest;
+      float sum = l[i][r] * shrink[i][r];
+#pragma unroll
+      for (int n = 0; n < NB; n++) {
+        S[n][i][2 * r] = exp2_approx(fmaf(S[n][i][2 * r], unit, -from));
+        S[n][i][2 * r + 1] = exp2_approx(fmaf(S[n][i][2 * r + 1], unit, -from));
+        sum += S[n][i][2 * r] + S[n][i][2 * r + 1];
+      }
+      l[i][r] = sum;
+    }
+  if (!__any_sync(ALL_LANES, rose)) return;
+#pragma unroll
+  for (int n = 0; n < CHUNKS; n++)
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) O[n][i][e] *= shrink[i][e >> 1];
+}
+
+#if DROPOUT
+DEVICE void drop(float (&P)[NB][MT][4], const DropoutWords &words, const u32 (&row_words)[MT][2], int key, int t, int limit) {
+#pragma unroll
+  for (int n = 0; n < NB; n++)
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const u32 key_word = words.key(key + n * 8 + 2 * t + e);
+#pragma unroll
+      for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+          if (dropped(row_words[m][r], key_word, limit)) P[n][m][2 * r + e] = 0.f;
+    }
+}
+#endif
+
+// O += P V
+DEVICE void accumulate(float (&O)[CHUNKS][MT][4], const float (&P)[NB][MT][4], u32 v_at) {
+#pragma unroll
+  for (int k = 0; k < NB; k += 2) {
+    u32 a[MT][4];
+#pragma unroll
+    for (int m = 0; m < MT; m++) {
+      a[m][0] = pack(P[k][m][0], P[k][m][1]);
+      a[m][1] = pack(P[k][m][2], P[k][m][3]);
+      a[m][2] = pack(P[k + 1][m][0], P[k + 1][m][1]);
+      a[m][3] = pack(P[k + 1][m][2], P[k + 1][m][3]);
+    }
+#pragma unroll
+    for (int n = 0; n < CHUNKS; n += 2) {
+      u32 b[4];
+      ldmatrix_transposed(b, (v_at ^ (n << 4)) + k * 8 * ROW_BYTES);
+      multiply<MT>(O[n], O[n + 1], a, b);
+    }
+  }
+}
+
+// Tokens before the first and behind the last sequence get out 0 and LSE 0.
+DEVICE void clear_outside(const Params &p, int tile, int head) {
+  const int first = clamp(p.cu_seqlens_q[0], 0, p.total_q), end = clamp(p.cu_seqlens_q[p.batch], first, p.total_q);
+  const int outside = first + p.total_q - end;
+  for (int i = tile; i < outside; i += p.tiles) {
+    const int token = i < first ? i : end + i - first;
+    u16 *out = p.out + (i64)token * p.out_s.row + (i64)head * p.out_s.head;
+    for (int c = threadIdx.x; c < p.head_dim_v; c += THREADS) global_store2(out + c, 0);
+    if (threadIdx.x == 0) {
+      p.lse[head * p.lse_head + token] = 0.f;
+      if (p.lse_true) p.lse_true[head * p.lse_head + token] = 0.f;
+    }
+  }
+}
+
+KERNEL(THREADS, MINB) forward(const Params p) {
+  SHARED_MEMORY
+  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;
+  const int head = blockIdx.x / p.tiles % p.nheads, b = blockIdx.x / p.tiles / p.nheads, head_k = head / p.group;
+  // The last tiles of a causal problem see most keys: they start first.
+  const int tile = LOCAL ? p.tiles - 1 - blockIdx.x % p.tiles : blockIdx.x % p.tiles;
+  if (b == p.batch) return clear_outside(p, tile, head);
+  const Sequence seq = find_sequence(p, b);
+  const int first_row = tile * BM;
+  if (first_row >= seq.seqlen_q) return;
+
+  const u16 *q = p.q + b * p.q_s.batch + (i64)(seq.first_q + first_row) * p.q_s.row + (i64)head * p.q_s.head;
+  const u16 *k = p.k + (PAGED ? 0 : b * p.k_s.batch) + (i64)head_k * p.k_s.head;
+  const u16 *v = p.v + (PAGED ? 0 : b * p.v_s.batch) + (i64)head_k * p.v_s.head;
+  const int *pages = PAGED ? p.block_table + (i64)b * p.table_stride : nullptr;
+  const int left = LOCAL && p.window_left >= 0 ? p.window_left : UNBOUNDED;
+  const int right = LOCAL && p.window_right >= 0 ? p.window_right : UNBOUNDED;
+  const Rows rows = {first_row + warp * WARP_ROWS, seq.seqlen_k - seq.seqlen_q, left, right, seq.seqlen_k};
+  const Range keys = visible_keys(first_row, min(first_row + BM, seq.seqlen_q), rows.offset, seq.seqlen_k, left, right);
+  const int first_tile = keys.first / BN, last_tile = (keys.end + BN - 1) / BN;   // [first, last)
+
+  const float q_scale = scale_of(p, ABSMAX_Q, b, head_k), k_scale = scale_of(p, ABSMAX_K, b, head_k), v_scale = scale_of(p, ABSMAX_V, b, head_k);
+  const float scale = p.softmax_scale / q_scale / k_scale;
+  // Scores are compared as they come and scaled inside exp2, where nothing else happens to them.
+  const bool modified = SOFTCAP || ALIBI || !(scale > 0.f);
+  const float unit = modified ? 1.f : scale * LOG2E;
+  const float slope = ALIBI ? p.alibi_slopes[b * p.slopes_batch + head] : 0.f;
+#if DROPOUT
+  const DropoutWords words(p, b, head);
+  u32 row_words[MT][2];
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) row_words[m][r] = words.row(rows.first + m * 16 + g + r * 8);
+#endif
+
+  const u32 shared = SHARED_BASE, q_tile = shared, k_tile = QREG ? shared : shared + BM * ROW_BYTES, v_tile = k_tile + BN * ROW_BYTES;
+  // Where this lane's ldmatrix rows lie: A operands (rows 0-7, 8-15, then the next chunk), B operands of K, of V (transposed).
+  const int lane_row = lane & 7, second = (lane >> 3) & 1, third = lane >> 4;
+  const u32 q_at = q_tile + swizzle(warp * WARP_ROWS + lane_row + second * 8, third);
+  const u32 k_at = k_tile + swizzle(lane_row + third * 8, second);
+  const u32 v_at = v_tile + swizzle(lane_row + second * 8, third);
+  const Move move(thread);
+  KeyTransfer transfer;
+#define LOAD(base, strides, tile_number, dim, target) \
+  transfer.load(p, base, strides, pages, seq.first_k + (tile_number) * BN, seq.seqlen_k - (tile_number) * BN, dim, move, target)
+
+#pragma unroll
+  for (int i = 0; i < BM * CHUNKS / THREADS; i++) {
+    const int row = move.row + i * Move::STEP, channels = p.head_dim - move.chunk * 8;
+    uint4 x = make_uint4(0, 0, 0, 0);
+    if (channels > 0 && first_row + row < seq.seqlen_q) x = load_chunk(q + (i64)row * p.q_s.row + move.chunk * 8, channels);
+    shared_store(q_tile + move.offset(i), convert(x, q_scale));
+  }
+#if QREG
+  u32 qf[CHUNKS / 2][MT][4];
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < CHUNKS / 2; k++)
+#pragma unroll
+    for (int m = 0; m < MT; m++) ldmatrix(qf[k][m], (q_at + m * 16 * ROW_BYTES) ^ (k << 5));
+  __syncthreads();
+#else
+  const u32 (*qf)[MT][4] = nullptr;
+#endif
+  if (first_tile < last_tile) {
+    LOAD(k, p.k_s, first_tile, p.head_dim, k_tile);
+    transfer.store(k_tile, move, k_scale);
+  }
+  __syncthreads();
+
+  float O[CHUNKS][MT][4], m[MT][2], l[MT][2];
+  set_zero(O);
+#pragma unroll
+  for (int i = 0; i < MT; i++) m[i][0] = m[i][1] = NEG_INF, l[i][0] = l[i][1] = 0.f;
+
+#pragma unroll 1
+  for (int j = first_tile; j < last_tile; j++) {
+    const int key = j * BN;
+    const bool active = !LOCAL || rows.sees_some(key);   // of this warp's rows
+    LOAD(v, p.v_s, j, p.head_dim_v, v_tile);
+    float S[NB][MT][4];
+    if (active) scores(S, qf, q_at, k_at);
+    transfer.store(v_tile, move, v_scale);
+    __syncthreads();
+    if (j + 1 < last_tile) LOAD(k, p.k_s, j + 1, p.head_dim, k_tile);
+    if (active) {
+      if (modified) modify(S, p, scale, slope, key, rows, g, t);
+      if (!rows.sees_all(key)) hide(S, key, rows, g, t);
+      online_softmax(S, m, l, O, unit);
+#if DROPOUT
+      drop(S, words, row_words, key, t, p.dropout_limit);
+#endif
+      accumulate(O, S, v_at);
+    }
+    if (j + 1 < last_tile) transfer.store(k_tile, move, k_scale);
+    __syncthreads();
+  }
+
+  // out = O / l, LSE = m + ln(l); rows that see no key: 0 and +inf.
+  float factor[MT][2];
+  const i64 lse_at = b * p.lse_batch + head * p.lse_head + seq.first_q;
+#pragma unroll
+  for (int i = 0; i < MT; i++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float sum = l[i][r];
+      sum += __shfl_xor_sync(ALL_LANES, sum, 1);
+      sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+      factor[i][r] = (sum == 0.f ? 0.f : 1.f / sum) * (DROPOUT ? p.dropout_scale : 1.f) / v_scale;
+      const int row = rows.first + i * 16 + g + r * 8;
+      if (t == 0 && row < seq.seqlen_q) {
+        const float lse = sum == 0.f ? POS_INF : (m[i][r] * unit + __log2f(sum)) * LN2;
+        p.lse[lse_at + row] = ALIBI && p.lse_has_position ? fmaf(slope, (float)(row + rows.offset), lse) : lse;
+        if (p.lse_true) p.lse_true[lse_at + row] = lse;
+      }
+    }
+  u16 *out = p.out + b * p.out_s.batch + (i64)(seq.first_q + first_row) * p.out_s.row + (i64)head * p.out_s.head;
+  write_rows<MT>(O, factor, shared, warp * WARP_ROWS, out, p.out_s.row, seq.seqlen_q - first_row, p.head_dim_v);
+}
