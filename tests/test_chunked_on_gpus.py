@@ -9,6 +9,7 @@ from flash_attn_compat import flash_attn_func, flash_attn_with_kvcache
 from flash_attn_compat.backends import chunked, chunked_tiles
 from flash_attn_compat.backends.base import HALF_DTYPES
 from flash_attn_compat.engine import band, elementwise, jiterated
+from flash_attn_compat.engine.compilation import OptionallyCompiled
 from flash_attn_compat.engine.elementwise import Sight
 from tests import cuda_on_cpu, elementwise_steps
 from tests.judge import Examination
@@ -98,6 +99,36 @@ def test_a_short_sequence_is_not_cut(cut_windows):
     q, k, v = qkv(1, 40, 40, dtype=torch.float64)
     check_against_oracle("chunked", "flash_attn_func", {"q": q, "k": k, "v": v, "causal": True, "window_size": (12, 0)})
     assert not cut_windows
+
+
+@pytest.fixture
+def compiled_step(monkeypatch):
+    """The step that FLASH_ATTN_COMPAT_COMPILE=1 compiles, as the compiler gets it; counts its runs."""
+    step, runs = chunked._fused_weights._function, []
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_COMPILE", "1")
+    monkeypatch.setattr(torch, "compile", lambda function, **kwargs: lambda *args: runs.append(1) or function(*args))
+    monkeypatch.setattr(chunked, "_fused_weights", OptionallyCompiled(step))
+    return runs
+
+
+@pytest.mark.parametrize("first", range(0, 150, 50))
+def test_random_problems_are_right_with_the_compiled_step(compiled_step, cut_windows, first):
+    for number in range(first, first + 50):
+        problem = random_problem(9000 + number, dtypes=("float32", "float64"))
+        verdict = Examination(problem).judge("chunked")
+        assert not verdict.failures, (problem, verdict)
+    assert compiled_step
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k", "left"), [(150, 150, 12), (130, 171, 7), (210, 150, 30)])
+def test_the_compiled_step_sees_no_blank_keys_in_front_of_a_cut_window(
+    compiled_step, cut_windows, seqlen_q, seqlen_k, left, softcap
+):
+    q, k, v = qkv(1, seqlen_q, seqlen_k, dtype=torch.float64)
+    arguments = {"q": q, "k": k, "v": v, "causal": True, "window_size": (left, 0), "softcap": softcap}
+    check_against_oracle("chunked", "flash_attn_func", arguments)
+    assert compiled_step and max(cut_windows) > 4
 
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels run on NVIDIA GPUs only")

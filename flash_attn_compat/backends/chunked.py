@@ -137,7 +137,7 @@ def _weigh(
     piece: Piece, queries: Tensor, rows: Range, columns: Range, peak: Tensor | None, all_alive: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """exp(score - shift) of a tile as an operand, its row sums, the new running maximum, and the shift."""
-    if _fused_weights.is_enabled and piece.block.slopes is None and piece.block.first_key is None:
+    if _fused_weights.is_enabled and piece.block.slopes is None and piece.is_hidden_by_mask_alone:
         softcap = piece.call.softcap
         keys = piece.keys[:, columns.start : columns.stop].transpose(1, 2)
         raw = piece.unfold(piece.product(queries, keys, piece.call.softmax_scale / (softcap or 1.0)), rows)

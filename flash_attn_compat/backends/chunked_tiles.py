@@ -119,6 +119,11 @@ class Piece:
         blank = self.block.blank_keys
         return sight._replace(blank=blank.start - columns.start, blank_step=-blank.step) if blank else sight
 
+    @property
+    def is_hidden_by_mask_alone(self) -> bool:
+        """Whether no key is padding."""
+        return self.block.first_key is None and not self.block.blank_keys
+
     def _hide(self, scores: Tensor, rows: Range, columns: Range) -> None:
         """Put -inf on scores (n, heads, rows, columns)."""
         for part in self.call.mask.partly_hidden(rows, columns, self.offset):
