@@ -48,6 +48,7 @@ def switched_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _forget() -> None:
     FLEX._failures.clear()
     flex._compiled.cache_clear()
+    flex._capped.cache_clear()
     flex_mask._dense.cache_clear()
     dispatch.forget_decisions()
 
@@ -189,6 +190,18 @@ def test_gradients_come_from_another_backend_whichever_half_fails(
         right = torch.autograd.grad(flash_attn_func(*leaves, softcap=2.0, causal=True).sum(), leaves)
     for gradient, expected in zip(ours, right):
         torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.usefixtures("switched_on")
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_what_inference_mode_left_behind_serves_training(softcap: float) -> None:
+    q, k, v = qkv()
+    with use_backend("flex"), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="compiled FlexAttention", category=RuntimeWarning)
+        with torch.inference_mode():
+            flash_attn_func(q, k, v, softcap=softcap, causal=True)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        torch.autograd.grad(flash_attn_func(*leaves, softcap=softcap, causal=True).sum(), leaves)
 
 
 @pytest.mark.usefixtures("switched_on")

@@ -212,7 +212,8 @@ def _score_mod(call: AttentionCall, geometry: Geometry) -> Callable[..., Tensor]
 @functools.lru_cache(maxsize=16)
 def _capped(softcap: float, device: torch.device) -> Callable[..., Tensor]:
     # A tensor, since a second value of a Python number would be compiled as a symbol, which FlexAttention fails on.
-    limit = torch.full((), softcap, dtype=torch.float32, device=device)
+    with torch.inference_mode(False):
+        limit = torch.full((), softcap, dtype=torch.float32, device=device)
 
     def capped(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return limit * torch.tanh(score / limit)

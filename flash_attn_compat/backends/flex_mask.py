@@ -45,9 +45,11 @@ def geometry(call: AttentionCall) -> Geometry:
 
 @functools.lru_cache(maxsize=8)
 def _dense(seqlen_q: int, seqlen_k: int, mask: Mask, device: torch.device) -> Geometry:
-    place = torch.arange(seqlen_k - seqlen_q, seqlen_k, dtype=torch.int32, device=device)
-    first, stop = _bounds(mask, place, 0, seqlen_k)
-    return Geometry(first, stop, place, None, _block_mask(first, stop, seqlen_k))
+    # A later call may need gradients, which inference tensors refuse to take part in.
+    with torch.inference_mode(False):
+        place = torch.arange(seqlen_k - seqlen_q, seqlen_k, dtype=torch.int32, device=device)
+        first, stop = _bounds(mask, place, 0, seqlen_k)
+        return Geometry(first, stop, place, None, _block_mask(first, stop, seqlen_k))
 
 
 def _packed(call: AttentionCall) -> Geometry:
