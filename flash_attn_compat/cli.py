@@ -6,7 +6,7 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from flash_attn_compat.naming import install as installation
@@ -21,7 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.command == "run":
         _parser().error("run: name a script, or -m and a module")
-    return options.action(options)
+    action: Callable[[argparse.Namespace], int] = options.action
+    return action(options)
 
 
 def run(arguments: Sequence[str]) -> NoReturn:

@@ -270,7 +270,7 @@ def mean_lines(workloads: Sequence[Workload], rows: Sequence[Row], recorded_appl
 
 def load(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text())
+        data: dict[str, Any] = json.loads(path.read_text())
         for row in data["rows"]:
             row["workload"], row["contestant"], _timing(row["forward"]), _timing(row["both"])
         data["environment"].get("date")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 from verify import bench, compare, ladder, locate, report
@@ -35,8 +36,9 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
         argv.insert(0, "compare")
     arguments = build_parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = arguments.run
     try:
-        return arguments.run(arguments)
+        return command(arguments)
     except UsageError as error:
         print(f"python -m verify: {error}", file=sys.stderr)
         return 2

@@ -208,9 +208,8 @@ def _case_table(title: str, rows: Iterable[Row], several_devices: bool) -> Table
         about_out = (f"{out.error:.0e}", f"{out.mean_difference:.0e}", _yes(out.allclose)) if out else ("", "", "")
         figures = _figure(row.worst("official")), _figure(row.worst("fp64"))
         cells.append((row.case, _where(row, several_devices), *figures, *about_out, row.verdict, row.note))
-    if not any(row[-1] for row in cells):
-        columns, cells = columns[:-1], [row[:-1] for row in cells]
-    return Table(f"{title} {LEGEND}", columns, cells)
+    shown = len(columns) if any(row[-1] for row in cells) else len(columns) - 1
+    return Table(f"{title} {LEGEND}", columns[:shown], [row[:shown] for row in cells])
 
 
 def _yes(fact: bool) -> str:
@@ -365,8 +364,9 @@ def plan_from(arguments: argparse.Namespace) -> Plan:
     """The plan the arguments describe, or a UsageError."""
     if arguments.implementation and arguments.backend:
         raise UsageError("--backend and --implementation exclude each other")
-    judged: Sequence[impl.Implementation]
-    judged = [impl.imported(arguments.implementation)] if arguments.implementation else impl.backends(arguments.backend)
+    judged: list[impl.Implementation] = (
+        [impl.imported(arguments.implementation)] if arguments.implementation else [*impl.backends(arguments.backend)]
+    )
     wanted = [text.strip() for text in arguments.filter.split(",") if text.strip()]
 
     def chosen(name: str, function: str) -> bool:

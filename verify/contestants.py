@@ -185,10 +185,11 @@ class AtenFlash:
             options["alibi_slopes"] = inputs.alibi_slopes
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return operator(
+            out: Tensor = operator(
                 q, k, v, *lengths, workload.max_seqlen_q, workload.max_seqlen_k, workload.dropout_p, workload.causal,
                 False, **options,
             )[0]  # fmt: skip
+            return out
 
         return Prepared(run, no_backward="the backward operator takes no alibi_slopes" if workload.alibi else "")
 
@@ -220,7 +221,7 @@ class Bare:
             if workload.packed:
                 q, k, v = q[None], k[None], v[None]
             with_lse = torch.is_grad_enabled()
-            out = operator(q, k, v, None, *lengths, dropout_p, mask_type, with_lse, **options)[0]
+            out: Tensor = operator(q, k, v, None, *lengths, dropout_p, mask_type, with_lse, **options)[0]
             return out[0] if workload.packed else out
 
         return Prepared(run, no_backward="PyTorch's own gradient forgets the window" if options else "")
@@ -233,7 +234,7 @@ class Bare:
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             rows = q.unflatten(2, (workload.nheads_k, group))[:, 0].transpose(1, 2)
-            out = operator(
+            out: Tensor = operator(
                 rows, k, v, None, None, None, None, None, 0.0, 0, False, seqlen_k=inputs.cache_seqlens
             )[0]  # fmt: skip
             return out.transpose(1, 2).reshape(q.shape)
@@ -256,7 +257,7 @@ class _Padding:
         if self.places is None:
             return tokens
         padded = tokens.new_zeros(self.batch * self.longest, *tokens.shape[1:])
-        return padded.index_put((self.places,), tokens).unflatten(0, (self.batch, self.longest))
+        return padded.index_put((self.places,), tokens).view(self.batch, self.longest, *tokens.shape[1:])
 
     def unpad(self, padded: Tensor) -> Tensor:
         return padded if self.places is None else padded.flatten(0, 1).index_select(0, self.places)

@@ -31,7 +31,8 @@ class NotSupported(Exception):
 
 
 class Implementation(Protocol):
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def serving(self, problem: Problem) -> AbstractContextManager[Callable[..., Any]]:
         """A context manager giving the function that solves the problem; NotSupported where there is none."""

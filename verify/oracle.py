@@ -55,7 +55,7 @@ def _sees(seqlen_q: int, seqlen_k: int, left: int, right: int) -> Tensor:
     return sees
 
 
-def _slots(positions: Tensor, row: int, pages: Tensor | None, page: int | None) -> tuple[Tensor, Tensor]:
+def _slots(positions: Tensor, row: int, pages: Tensor | None, page: int) -> tuple[Tensor, Tensor]:
     """Where key positions lie in a cache: (row, position), or (block, slot) in a paged one."""
     if pages is None:
         return torch.full_like(positions, row), positions
@@ -103,9 +103,10 @@ class _Oracle:
         )
 
         grads: dict[str, Tensor] = {}
-        if self.problem.differentiable:
+        dout = self.problem.dout
+        if dout is not None and self.problem.differentiable:
             leaves = [self.tensors[name] for name in self.problem.differentiable]
-            found = torch.autograd.grad(out, leaves, self.problem.dout.to(self.dtype))
+            found = torch.autograd.grad(out, leaves, dout.to(self.dtype))
             grads = dict(zip(self.problem.differentiable, found))
         return Answer(out=out.detach(), softmax_lse=softmax_lse.detach(), grads=grads, caches=self.cache_after)
 
@@ -125,9 +126,10 @@ class _Oracle:
 
     def _varlen(self) -> tuple[list[Sequence], int]:
         q, k, v = self._qkv()
-        bounds_q = self.tensors.get("cu_seqlens_q", self.tensors.get("cu_seqlens")).tolist()
-        bounds_k = self.tensors.get("cu_seqlens_k", self.tensors.get("cu_seqlens")).tolist()
-        longest_k = int(self.options.get("max_seqlen_k", self.options.get("max_seqlen")))
+        packed = "qkv" in self.tensors  # q and k have one pair of lengths then
+        bounds_q = self.tensors["cu_seqlens" if packed else "cu_seqlens_q"].tolist()
+        bounds_k = self.tensors["cu_seqlens" if packed else "cu_seqlens_k"].tolist()
+        longest_k = int(self.options["max_seqlen" if packed else "max_seqlen_k"])
         table = self.tensors.get("block_table")
         sequences = []
         for index, (start, end) in enumerate(itertools.pairwise(bounds_k)):
@@ -152,7 +154,7 @@ class _Oracle:
         left, right = self._window(capacity)
         q_moves = left >= 0 or right >= 0  # without a mask every query row is rotated to the first new position
 
-        page = None if table is None else k_cache.shape[1]
+        page = k_cache.shape[1]
         sequences = []
         for index in range(batch):
             row = int(tensors["cache_batch_idx"][index]) if "cache_batch_idx" in tensors else index
@@ -232,6 +234,8 @@ class _Oracle:
 
         p = self.problem.dropout_p
         if p > 0:
+            if self.dmask is None:
+                raise ValueError("with dropout the oracle needs dmask, the S_dmask of the run being judged")
             kept = (self.dmask[index, :, :seqlen_q, :seqlen_k] >= 0).to(self.dtype)
             probabilities = probabilities * kept / (1 - p)
         return self._matmul(probabilities, v.transpose(0, 1)).transpose(0, 1), softmax_lse

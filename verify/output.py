@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import rich.table
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
@@ -92,7 +93,7 @@ def show(report: Report, terminal: Console) -> None:
             title_justify="left",
             title_style="bold",
             header_style="bold",
-            box=rich.table.box.SIMPLE_HEAD,
+            box=box.SIMPLE_HEAD,
         )
         for column in table.columns:
             shown.add_column(column)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from verify.report_facts import (
@@ -262,12 +262,13 @@ def _workload(workload: Workload) -> str:
     own = f"{_number(mine.forward_ms)} ms" if mine and mine.forward_ms else "not timed"
     described = f' <span class="soft">{_text(workload.description)}</span>' if workload.description else ""
     groups = []
-    for title, pick, unit in (
+    figures: tuple[tuple[str, Callable[[Entry], float | None], str], ...] = (
         ("forward", lambda entry: entry.forward_ms, "ms"),
         ("forward + backward", lambda entry: entry.both_ms, "ms"),
         ("peak memory beyond the inputs", lambda entry: entry.memory_mib, "MiB"),
-    ):
-        known = [(entry, pick(entry)) for entry in workload.entries if pick(entry) is not None]
+    )
+    for title, pick, unit in figures:
+        known = [(entry, value) for entry in workload.entries if (value := pick(entry)) is not None]
         if known:
             top = max(value for _, value in known) or 1.0
             bars = "".join(

@@ -36,4 +36,5 @@ def recorded_problems() -> tuple[Problem, ...]:
 
 def recorded_errors() -> dict[str, str]:
     """What flash-attn said to 34 malformed or borderline calls: "ExceptionType: first line" or "ok: what came back"."""
-    return json.loads((FOLDER / "errors.json").read_text())["calls"]
+    calls: dict[str, str] = json.loads((FOLDER / "errors.json").read_text())["calls"]
+    return calls

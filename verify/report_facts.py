@@ -24,7 +24,7 @@ NEEDED = {
 def load(path: Path, command: str) -> Json:
     """The file that `verify COMMAND --json` wrote, or a UsageError."""
     try:
-        data = json.loads(path.read_text())
+        data: Json = json.loads(path.read_text())
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:

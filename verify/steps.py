@@ -59,7 +59,7 @@ def scores(q: Tensor, k: Tensor, rows: slice, columns: slice, causal: bool) -> T
 
 def in_the_future(rows: slice, columns: slice, q: Tensor, k: Tensor) -> bool:
     """Whether the causal mask hides the whole tile."""
-    return columns.start > rows.stop - 1 + k.shape[-2] - q.shape[-2]
+    return bool(columns.start > rows.stop - 1 + k.shape[-2] - q.shape[-2])
 
 
 def finite(m: Tensor) -> Tensor:

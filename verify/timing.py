@@ -195,7 +195,8 @@ def _read(job: Job, calls: int, device: str) -> float:
                 job.run()
             end.record()
             end.synchronize()
-        return begin.elapsed_time(end) / calls
+        elapsed_ms: float = begin.elapsed_time(end)
+        return elapsed_ms / calls
 
 
 def _summary(values: list[float]) -> Timing:
