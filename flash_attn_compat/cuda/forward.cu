@@ -193,7 +193,7 @@ DEVICE void clear_outside(const Params &p, int tile, int head) {
     const int token = i < first ? i : end + i - first;
     u16 *out = p.out + (i64)token * p.out_s.row + (i64)head * p.out_s.head;
     for (int c = threadIdx.x; c < p.head_dim_v; c += THREADS) global_store2(out + c, 0);
-    if (threadIdx.x == 0) {
+    if (p.lse && threadIdx.x == 0) {
       p.lse[head * p.lse_head + token] = 0.f;
       if (p.lse_true) p.lse_true[head * p.lse_head + token] = 0.f;
     }
@@ -311,7 +311,7 @@ KERNEL(THREADS, MINB) forward(const Params p) {
       sum += __shfl_xor_sync(ALL_LANES, sum, 2);
       factor[i][r] = (sum == 0.f ? 0.f : 1.f / sum) * (DROPOUT ? p.dropout_scale : 1.f) / v_scale;
       const int row = rows.first + i * 16 + g + r * 8;
-      if (t == 0 && row < seq.seqlen_q) {
+      if (p.lse && t == 0 && row < seq.seqlen_q) {
         const float lse = sum == 0.f ? POS_INF : (m[i][r] * unit + __log2f(sum)) * LN2;
         p.lse[lse_at + row] = ALIBI && p.lse_has_position ? fmaf(slope, (float)(row + rows.offset), lse) : lse;
         if (p.lse_true) p.lse_true[lse_at + row] = lse;
