@@ -102,3 +102,23 @@ def test_a_failure_still_makes_the_caller_wait(caller):
     with pytest.raises(MemoryError):
         streams.in_turns([piece(0), piece(1)], fail, DEVICE)
     assert 0 in caller.done
+
+
+@pytest.mark.parametrize("current", [0, 1])
+@pytest.mark.parametrize("capturing", [0, 1])
+def test_a_capture_is_seen_on_the_device_that_is_asked_about(monkeypatch, current, capturing):
+    entered = [current]
+
+    @contextlib.contextmanager
+    def device(other: torch.device):
+        entered.append(other.index)
+        yield
+        entered.pop()
+
+    cuda = SimpleNamespace(
+        current_device=lambda: entered[-1], device=device, is_current_stream_capturing=lambda: entered[-1] == capturing
+    )
+    monkeypatch.setattr(streams, "torch", SimpleNamespace(cuda=cuda))
+    for index in (0, 1):
+        assert streams.is_capturing(torch.device("cuda", index)) == (index == capturing)
+    assert streams.is_capturing(torch.device("cuda")) == (current == capturing)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import settings
+from flash_attn_compat.engine import streams
 
 Trial = Callable[[torch.device, torch.dtype], bool]
 
@@ -107,7 +108,7 @@ def why_not(device: torch.device, dtype: torch.dtype, trial: Trial) -> str:
         return f"switched off by {settings.JITERATOR}"
     key = device, dtype, trial
     if key not in _problems:
-        if torch.cuda.is_current_stream_capturing():
+        if streams.is_capturing(device):
             return "not tried before a CUDA graph was captured"
         _problems[key] = problem = _problem(device, dtype, trial)
         if problem:

@@ -6,18 +6,33 @@ tensor are copied to the host in the background when it is first seen, and the p
 
 from __future__ import annotations
 
+import functools
+import weakref
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-_ATTRIBUTE = "_flash_attn_compat_bounds"
+from flash_attn_compat.engine import streams
+
+
+class _State(NamedTuple):
+    """What changes whenever somebody gives a tensor other numbers."""
+
+    version: int
+    address: int
+    length: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _State:
+        return cls(tensor._version, tensor.data_ptr(), tensor.shape[0])
 
 
 class _Bounds(NamedTuple):
-    """The first and last number of a cu_seqlens tensor as of ``version``, on the host after ``event``."""
+    """The first and last number of a cu_seqlens tensor in ``state``, on the host after ``event``."""
 
-    version: int
+    tensor: weakref.ref[Tensor]
+    state: _State
     values: Tensor
     event: torch.cuda.Event
 
@@ -25,9 +40,15 @@ class _Bounds(NamedTuple):
 class _KnownBounds(NamedTuple):
     """The same, once they have arrived."""
 
-    version: int
+    tensor: weakref.ref[Tensor]
+    state: _State
     first: int
     last: int
+
+
+# By the tensors' id, since tensors compare element by element. Each step on it is one operation of a dict, which
+# threads may make at the same time; an entry goes when its tensor does, before another one can have that id.
+_known: dict[int, _Bounds | _KnownBounds] = {}
 
 
 def may_exist(cu_seqlens: Tensor, total: int) -> bool:
@@ -35,17 +56,17 @@ def may_exist(cu_seqlens: Tensor, total: int) -> bool:
     if not cu_seqlens.is_cuda:
         return bool(cu_seqlens[0] != 0 or cu_seqlens[-1] != total)
     # A captured graph may be replayed with other lengths, and inference tensors tell nobody when they change.
-    if cu_seqlens.is_inference() or torch.cuda.is_current_stream_capturing():
+    if cu_seqlens.is_inference() or streams.is_capturing(cu_seqlens.device):
         return True
-    known: _Bounds | _KnownBounds | None = getattr(cu_seqlens, _ATTRIBUTE, None)
-    if known is None or known.version != cu_seqlens._version:
-        setattr(cu_seqlens, _ATTRIBUTE, _look(cu_seqlens))
+    key = id(cu_seqlens)
+    known = _known.get(key)
+    if known is None or known.tensor() is not cu_seqlens or known.state != _State.of(cu_seqlens):
+        _known[key] = _look(cu_seqlens)
         return True
-    if type(known) is _Bounds:
+    if isinstance(known, _Bounds):
         if not known.event.query():
             return True
-        known = _KnownBounds(known.version, *known.values.tolist())
-        setattr(cu_seqlens, _ATTRIBUTE, known)
+        known = _known[key] = _KnownBounds(known.tensor, known.state, *known.values.tolist())
     return known.first != 0 or known.last != total
 
 
@@ -79,8 +100,18 @@ def cleared(tensor: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def _look(cu_seqlens: Tensor) -> _Bounds:
-    values = torch.empty(2, dtype=cu_seqlens.dtype, pin_memory=True)
+    # The caller's default device is another one's business: only memory of the host can be pinned.
+    values = torch.empty(2, dtype=cu_seqlens.dtype, device="cpu", pin_memory=True)
     values.copy_(cu_seqlens[:: cu_seqlens.shape[0] - 1], non_blocking=True)
     event = torch.cuda.Event()
-    event.record()
-    return _Bounds(cu_seqlens._version, values, event)
+    # The copy is issued to this stream, whatever the current device is.
+    event.record(torch.cuda.current_stream(cu_seqlens.device))
+    return _Bounds(_reference(cu_seqlens), _State.of(cu_seqlens), values, event)
+
+
+def _reference(cu_seqlens: Tensor) -> weakref.ref[Tensor]:
+    return weakref.ref(cu_seqlens, functools.partial(_forget, id(cu_seqlens)))
+
+
+def _forget(key: int, _: weakref.ref[Tensor]) -> None:
+    _known.pop(key, None)

@@ -47,6 +47,14 @@ def in_turns(
             caller.wait_stream(lane)
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether the stream that ``device`` is given work on, current device or not, is being captured to a CUDA graph."""
+    if device.index in (None, torch.cuda.current_device()):
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
 class _Threads(threading.local):
     """Streams of one thread: two threads that shared one could wait for each other, or capture each other's work."""
 

@@ -13,6 +13,7 @@ import torch
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends import BACKENDS, Backend
+from flash_attn_compat.engine import streams
 from flash_attn_compat.engine.call import AttentionCall
 
 # (row, key, head) triples from which on a GPU has enough to do for its kernels to count.
@@ -45,7 +46,7 @@ def faster(call: AttentionCall, usual: Backend) -> Backend:
     if key is None:
         return usual
     if key not in _verdicts:
-        if call.q.is_cuda and torch.cuda.is_current_stream_capturing():
+        if call.q.is_cuda and streams.is_capturing(call.q.device):
             return usual
         _verdicts[key] = _time(call, usual)
     verdict = _verdicts[key]

@@ -1,0 +1,154 @@
+"""What is known of cu_seqlens tensors on a GPU, on a CPU: looked at without waiting, and kept apart from the tensors."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flash_attn_compat.engine import outside, streams
+from tests.support import cumulative
+
+ELSEWHERE = torch.device("cuda", 1)  # the tensors' device; the current one is number 0
+
+
+class OnGpu(torch.Tensor):
+    """A tensor in the host's memory that says it lies on a GPU."""
+
+    is_cuda = property(lambda self: True)
+    device = property(lambda self: ELSEWHERE)
+
+
+class Event:
+    """Complete at once, unless told otherwise."""
+
+    recorded_on: list[object] = []
+    is_complete = True
+
+    def record(self, stream: object = "the current device's stream") -> None:
+        Event.recorded_on.append(stream)
+
+    def query(self) -> bool:
+        return Event.is_complete
+
+
+@pytest.fixture(autouse=True)
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def empty(*sizes: int, pin_memory: bool, **where: Any) -> torch.Tensor:
+        found = torch.empty(*sizes, **where)
+        assert pin_memory and found.device.type == "cpu", "Only dense CPU tensors can be pinned"
+        return found
+
+    cuda = SimpleNamespace(
+        Event=Event,
+        current_stream=lambda device=None: f"stream of {device}",
+        is_current_stream_capturing=lambda: False,
+    )
+    monkeypatch.setattr(outside, "torch", SimpleNamespace(empty=empty, cuda=cuda, int64=torch.int64))
+    monkeypatch.setattr(streams, "is_capturing", lambda device: False, raising=False)
+    monkeypatch.setattr(outside, "_known", {}, raising=False)
+    monkeypatch.setattr(Event, "is_complete", True)
+    Event.recorded_on.clear()
+
+
+def starts(*lengths: int) -> torch.Tensor:
+    return cumulative(*lengths).as_subclass(OnGpu)
+
+
+def test_a_tensor_is_looked_at_once_and_known_from_then_on() -> None:
+    cu_seqlens = starts(30, 50)
+    assert outside.may_exist(cu_seqlens, 80)
+    assert not outside.may_exist(cu_seqlens, 80) and outside.may_exist(cu_seqlens, 81)
+    assert len(Event.recorded_on) == 1
+
+
+def test_nobody_waits_for_the_numbers() -> None:
+    cu_seqlens = starts(30, 50)
+    Event.is_complete = False
+    assert outside.may_exist(cu_seqlens, 80) and outside.may_exist(cu_seqlens, 80)
+    Event.is_complete = True
+    assert not outside.may_exist(cu_seqlens, 80)
+
+
+def test_the_event_is_recorded_behind_the_copy_whatever_the_current_device() -> None:
+    outside.may_exist(starts(30, 50), 80)
+    assert Event.recorded_on == [f"stream of {ELSEWHERE}"]
+
+
+@pytest.mark.parametrize("default", ["meta", "cpu"])
+def test_the_numbers_arrive_on_the_host_whatever_the_default_device(default: str) -> None:
+    cu_seqlens = starts(30, 50)
+    with torch.device(default):
+        outside.may_exist(cu_seqlens, 80)
+        assert not outside.may_exist(cu_seqlens, 80)
+
+
+def test_nothing_is_written_to_the_callers_tensor() -> None:
+    cu_seqlens = starts(30, 50)
+    for _ in range(2):
+        outside.may_exist(cu_seqlens, 80)
+        assert not vars(cu_seqlens)
+
+
+def test_what_is_known_goes_with_the_tensor() -> None:
+    cu_seqlens = starts(30, 50)
+    outside.may_exist(cu_seqlens, 80)
+    assert len(outside._known) == 1
+    outside.may_exist(cu_seqlens, 80)
+    del cu_seqlens
+    gc.collect()
+    assert not outside._known
+
+
+def test_another_tensor_with_the_id_of_one_that_is_gone_is_looked_at_anew() -> None:
+    cu_seqlens, other = starts(30, 50), starts(30, 20)
+    outside.may_exist(cu_seqlens, 80)
+    outside.may_exist(cu_seqlens, 80)
+    outside._known[id(other)] = outside._known[id(cu_seqlens)]._replace(state=outside._State.of(other))
+    assert outside.may_exist(other, 80)
+    assert outside.may_exist(other, 80) and not outside.may_exist(other, 50)
+
+
+@pytest.mark.parametrize("change", [lambda t: t.copy_(cumulative(30, 20)), lambda t: setattr(t, "data", starts(30, 20))])
+def test_numbers_that_change_are_looked_at_again(change: Any) -> None:
+    cu_seqlens = starts(30, 50)
+    for _ in range(2):
+        outside.may_exist(cu_seqlens, 80)
+    change(cu_seqlens)
+    assert outside.may_exist(cu_seqlens, 80)
+    assert outside.may_exist(cu_seqlens, 80) and not outside.may_exist(cu_seqlens, 50)
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@needs_gpu
+def test_a_tensor_that_a_call_has_seen_can_be_copied_and_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    cu_seqlens = cumulative(30, 50).cuda()
+    for _ in range(2):
+        outside.may_exist(cu_seqlens, 80)
+        torch.cuda.synchronize()
+    assert torch.equal(copy.deepcopy(cu_seqlens), cu_seqlens)
+    assert torch.equal(pickle.loads(pickle.dumps(cu_seqlens)), cu_seqlens)
+    file = io.BytesIO()
+    torch.save(cu_seqlens, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=True), cu_seqlens)
+
+
+@needs_gpu
+@pytest.mark.parametrize("default", ["cuda", "meta"])
+def test_a_real_gpus_numbers_arrive_whatever_the_default_device(monkeypatch: pytest.MonkeyPatch, default: str) -> None:
+    monkeypatch.undo()
+    cu_seqlens = cumulative(30, 50).cuda()
+    with torch.device(default):
+        outside.may_exist(cu_seqlens, 80)
+        torch.cuda.synchronize()
+        assert not outside.may_exist(cu_seqlens, 80)
