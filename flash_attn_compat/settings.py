@@ -13,21 +13,24 @@ COMPILE = "FLASH_ATTN_COMPAT_COMPILE"
 DISABLE_OFFICIAL = "FLASH_ATTN_COMPAT_DISABLE_OFFICIAL"
 BF16 = "FLASH_ATTN_COMPAT_BF16"
 JITERATOR = "FLASH_ATTN_COMPAT_JITERATOR"
+FUSED = "FLASH_ATTN_COMPAT_FUSED"
+CACHE = "FLASH_ATTN_COMPAT_CACHE"
 
 # os.environ.get costs a microsecond for a variable that is not set, the mapping inside it a twentieth;
-# with five variables that is a fifth of the host time of a whole call.
+# with six variables that is a fifth of the host time of a whole call.
 _variables = getattr(os.environ, "_data", None)
-_keys = tuple(os.environ.encodekey(name) for name in (BACKEND, CAPABILITY, COMPILE, DISABLE_OFFICIAL, BF16))
+_DECISIVE = (BACKEND, CAPABILITY, COMPILE, DISABLE_OFFICIAL, BF16, FUSED)
+_keys = tuple(os.environ.encodekey(name) for name in _DECISIVE)
 _switches = {name: os.environ.encodekey(name) for name in (COMPILE, DISABLE_OFFICIAL, JITERATOR)}
 
 
 def fingerprint() -> tuple[object, ...]:
     """Equal for equal settings: what a remembered decision is valid for."""
     if _variables is None:
-        return tuple(os.environ.get(name) for name in (BACKEND, CAPABILITY, COMPILE, DISABLE_OFFICIAL, BF16))
+        return tuple(os.environ.get(name) for name in _DECISIVE)
     get = _variables.get
-    first, second, third, fourth, fifth = _keys
-    return get(first), get(second), get(third), get(fourth), get(fifth)
+    first, second, third, fourth, fifth, sixth = _keys
+    return get(first), get(second), get(third), get(fourth), get(fifth), get(sixth)
 
 
 def forced_backend() -> str | None:
@@ -50,6 +53,17 @@ def jiterator_enabled() -> bool:
     return _is_on(JITERATOR, unless_set=True)
 
 
+def fused() -> bool | None:
+    """FLASH_ATTN_COMPAT_FUSED: 0 forbids this package's own kernels, 1 uses them without timing them first."""
+    wish = os.environ.get(FUSED)
+    return None if not wish else wish != "0"
+
+
+def cache_folder() -> str | None:
+    """FLASH_ATTN_COMPAT_CACHE: where compiled kernels are kept; by default the user's cache directory."""
+    return os.environ.get(CACHE) or None
+
+
 def _is_on(switch: str, unless_set: bool) -> bool:
     if _variables is not None and _switches[switch] not in _variables:
         return unless_set
@@ -63,12 +77,17 @@ def bf16_precision() -> str:
 
 def capability(device: torch.device) -> tuple[int, int]:
     """The CUDA compute capability dispatch goes by: FLASH_ATTN_COMPAT_CAPABILITY (such as 7.5) or the GPU's own."""
+    return forced_capability() or device_capability(device)
+
+
+def forced_capability() -> tuple[int, int] | None:
+    """FLASH_ATTN_COMPAT_CAPABILITY."""
     forced = os.environ.get(CAPABILITY)
-    return _parse_capability(forced) if forced else _device_capability(device)
+    return _parse_capability(forced) if forced else None
 
 
 @functools.lru_cache(maxsize=None)
-def _device_capability(device: torch.device) -> tuple[int, int]:
+def device_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 

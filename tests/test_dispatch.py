@@ -36,7 +36,7 @@ def counted() -> dict[str, int]:
 
 
 def test_the_backends_have_their_documented_order() -> None:
-    documented = ["official", "torch_flash", "torch_efficient", "flex", "sdpa", "chunked", "reference"]
+    documented = ["official", "torch_flash", "fused", "torch_efficient", "flex", "sdpa", "chunked", "reference"]
     assert [name for name in documented if name in NAMES] == NAMES
     assert NAMES[-3:] == ["sdpa", "chunked", "reference"]
 
@@ -232,7 +232,7 @@ def test_a_malformed_capability_names_the_variable(text: str, monkeypatch: pytes
 def test_a_backend_that_needs_a_newer_gpu_says_so(backend: Any) -> None:
     lowest = backend.capabilities.min_capability
     if lowest is None:
-        assert backend.name not in ("official", "torch_flash", "torch_efficient")
+        assert backend.name not in ("official", "torch_flash", "fused", "torch_efficient")
         return
     traits = dense_call(*qkv(dtype=torch.float16), Options()).traits()
     older = traits._replace(device_type="cuda", capability=(lowest[0] - 1, 0))

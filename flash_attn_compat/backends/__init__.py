@@ -5,6 +5,7 @@ from __future__ import annotations
 from flash_attn_compat.backends.base import Backend, Capabilities
 from flash_attn_compat.backends.chunked import Chunked
 from flash_attn_compat.backends.flex import Flex
+from flash_attn_compat.backends.fused import Fused
 from flash_attn_compat.backends.official import Official
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.backends.sdpa import Sdpa
@@ -14,6 +15,7 @@ from flash_attn_compat.backends.torch_flash import TorchFlash
 BACKENDS: tuple[Backend, ...] = (
     Official(),
     TorchFlash(),
+    Fused(),
     TorchEfficient(),
     Flex(),
     Sdpa(),

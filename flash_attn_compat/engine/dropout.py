@@ -42,9 +42,15 @@ def keep_tile(
     word *= _MULTIPLIER_A
     word ^= word >> 15
     word *= _MULTIPLIER_B
-    # The top byte of the word is the random byte; comparing the signed word compares it.
-    limit = ((_byte_threshold(dropout_p) + 1 - 128) << 24) - 1
-    return word <= limit
+    return word <= word_limit(dropout_p)
+
+
+def word_limit(dropout_p: float) -> int:
+    """A probability is dropped where its word, a signed 32-bit number, is above this.
+
+    The top byte of the word is the random byte; comparing the signed word compares it.
+    """
+    return ((_byte_threshold(dropout_p) + 1 - 128) << 24) - 1
 
 
 def _byte_threshold(dropout_p: float) -> int:

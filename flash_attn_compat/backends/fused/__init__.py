@@ -1,0 +1,68 @@
+"""This package's own kernels (cuda/*.cu): NVIDIA GPUs from Turing on, compiled where they run by PyTorch's NVRTC."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from flash_attn_compat import settings
+from flash_attn_compat.backends.base import HALF_DTYPES, Backend, Capabilities
+from flash_attn_compat.backends.fused import forward, loader
+from flash_attn_compat.backends.fused.loader import KernelError
+from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
+from flash_attn_compat.engine.features import Feature, Traits
+
+
+class Fused(Backend):
+    name = "fused"
+    counts_new_keys = True
+    capabilities = Capabilities(
+        features=~(Feature.TRANSFORMS | Feature.BACKWARD | Feature.GIVEN_LSE),
+        devices=frozenset({"cuda"}),
+        dtypes=HALF_DTYPES,
+        min_capability=(7, 5),
+        max_head_dim=256,
+    )
+
+    def __init__(self) -> None:
+        self._failures: dict[Traits, str] = {}
+        self._told: set[str] = set()
+
+    def reasons(self, traits: Traits) -> list[str]:
+        # Only a call that nothing else speaks against is worth looking for NVRTC.
+        against = super().reasons(traits)
+        lacking = None if against else loader.why_not()
+        return against if lacking is None else [lacking]
+
+    def unavailable_reasons(self) -> list[str]:
+        if settings.fused() is False:
+            return [f"{settings.FUSED}=0 forbids it"]
+        return ["its kernels are for NVIDIA GPUs"] if torch.version.hip is not None else []
+
+    def extra_reasons(self, traits: Traits) -> list[str]:
+        return [f"failed before: {self._failures[traits]}"] if traits in self._failures else []
+
+    def forward(self, call: AttentionCall) -> Result:
+        from flash_attn_compat.engine import dispatch
+
+        found = self.attempt(call)
+        return dispatch.serve_instead(self, call).forward(call) if found is None else found
+
+    def attempt(self, call: AttentionCall) -> Result | None:
+        try:
+            return forward.forward(call)
+        except KernelError as error:
+            self._remember(call, error)
+            return None
+
+    def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
+        raise NotImplementedError("the table says that it has no backward")
+
+    def _remember(self, call: AttentionCall, error: KernelError) -> None:
+        """A reason from now on, and one warning for each thing that went wrong."""
+        reason = self._failures[call.traits()] = " ".join(str(error).split())[:400]
+        if reason in self._told:
+            return
+        self._told.add(reason)
+        warnings.warn(f"a fused kernel is not used: {reason}", RuntimeWarning, stacklevel=2)

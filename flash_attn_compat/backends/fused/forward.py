@@ -1,0 +1,194 @@
+"""A call's forward: the forward kernel for tiles of rows, the decode kernel for few rows over many keys."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.backends.fused import launcher, loader, params, variants
+from flash_attn_compat.backends.fused.launcher import address, extent
+from flash_attn_compat.backends.fused.loader import Kernel, Target
+from flash_attn_compat.backends.fused.variants import Kind
+from flash_attn_compat.engine import dropout
+from flash_attn_compat.engine.call import AttentionCall, Result
+
+_FLOAT, _INT, _LONG = torch.float32, torch.int32, torch.int64
+
+
+def forward(call: AttentionCall, counters: Tensor | None = None) -> Result:
+    """One call; raises KernelError where a kernel cannot be used.
+
+    counters: the decode kernel's, zero in stream order already; by default they are made here
+    """
+    call = launcher.tidy(call) if call.alibi_slopes is not None or call.block_table is not None else call
+    plan = launcher.planned(("forward", *launcher.key(call)), lambda: make_plan(call))
+    if isinstance(plan, Copied):
+        return plan.run(call)
+    return plan.run(call, counters)
+
+
+class Copied:
+    """Rows that lie badly are copied into place first."""
+
+    def run(self, call: AttentionCall) -> Result:
+        q, k, v = map(launcher.aligned, (call.q, call.k, call.v))
+        result = forward(call._replace(q=q, k=k, v=v))
+        if v.shape[-1] == call.v.shape[-1]:
+            return result
+        return result._replace(out=result.out[..., : call.v.shape[-1]])
+
+
+class Attention:
+    """A launch of the forward or the decode kernel."""
+
+    def __init__(self, call: AttentionCall, kind: Kind, target: Target, device: int) -> None:
+        self.device, self.dtype, self.place = device, call.q.dtype, call.q.device
+        self.out_shape, self.lse_shape = call.out_shape, call.lse_shape
+        self.keeps_lse = call.return_lse or call.needs_grad
+        self.keeps_true_lse = call.needs_grad and call.lse_carries_alibi_position
+        self.extents = tuple(map(extent, (call.q, call.k, call.v)))
+        self.starts = call.batch + 1
+        self.table = 0 if call.block_table is None else extent(call.block_table)
+        self.slopes = 0 if call.alibi_slopes is None else extent(call.alibi_slopes)
+        self.fields = launcher.described(call)
+        self.fields["out_s"] = _contiguous_strides(call.out_shape)
+        self.maxima = Maxima(call, kind, target, device) if kind.type == variants.BF16_AS_FP16 else None
+        if self.maxima is not None:
+            self.fields["absmax_splits"] = self.maxima.splits
+        self.splits = 1
+        group = call.nheads // call.nheads_k
+        if loader.exists("decode.cu") and variants.takes_decode(launcher.longest_rows(call), group, kind.dropout):
+            self._take_decode(call, kind, target)
+        else:
+            self._take_forward(call, kind, target)
+        self.template = params.pack(self.fields)
+
+    def _take_forward(self, call: AttentionCall, kind: Kind, target: Target) -> None:
+        variant, self.kernel = launcher.ready(variants.forward, kind, target, self.device)
+        tiles = -(-launcher.longest_rows(call) // variant.rows)
+        # With packed rows, one slab more sets what lies outside of all sequences to 0.
+        sequences = call.batch + (call.cu_seqlens_q is not None)
+        self.fields["tiles"], self.blocks = tiles, tiles * call.nheads * sequences
+
+    def _take_decode(self, call: AttentionCall, kind: Kind, target: Target) -> None:
+        _, self.kernel = launcher.ready(variants.decode, kind, target, self.device)
+        rows = launcher.longest_rows(call) * (call.nheads // call.nheads_k)
+        tiles = -(-rows // variants.DECODE_ROWS)
+        self.tiles = tiles * call.nheads_k * call.batch
+        left, right = call.mask
+        keys = launcher.longest_keys(call)
+        if left is not None:
+            keys = min(keys, left + launcher.longest_rows(call) + (keys if right is None else right))
+        self.splits, size = variants.splits(self.tiles, keys, launcher.processors(self.device))
+        self.fields |= {"tiles": tiles, "splits": self.splits, "keys_per_split": size}
+        sequences = call.batch + (call.cu_seqlens_q is not None)
+        self.blocks = self.splits * tiles * call.nheads_k * sequences
+        # Bytes of the partial outputs, of their maxima and sums, and of the counters behind them.
+        rows = self.tiles * self.splits * variants.DECODE_ROWS
+        self.part_ml, self.counters = rows * kind.D * 4, rows * (kind.D + 2) * 4
+        self.workspace = self.counters + self.tiles * 4
+
+    def run(self, call: AttentionCall, counters: Tensor | None) -> Result:
+        device, dtype, place = self.device, self.dtype, self.place
+        q_extent, k_extent, v_extent = self.extents
+        out = torch.empty(self.out_shape, dtype=dtype, device=place)
+        lse = torch.empty(self.lse_shape, dtype=_FLOAT, device=place) if self.keeps_lse else None
+        true_lse = torch.empty(self.lse_shape, dtype=_FLOAT, device=place) if self.keeps_true_lse else None
+        maxima = self.maxima.run(call) if self.maxima is not None else None
+        rng_state = call.rng_state
+        if rng_state is None and call.dropout_p:
+            rng_state = dropout.new_rng_state(place)
+        if self.splits > 1:
+            partials = torch.empty(self.workspace, dtype=torch.uint8, device=place).data_ptr()
+            zeros = partials + self.counters
+            if counters is None:
+                loader.driver().clear(zeros, self.tiles, device)
+            else:
+                zeros = address("counters", counters, _INT, device, self.tiles)
+            parts = partials, partials + self.part_ml, zeros
+        else:
+            parts = 0, 0, 0
+        cu_q, cu_k, used, leftpad = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.leftpad_k
+        table, slopes, starts = call.block_table, call.alibi_slopes, self.starts
+        arguments = launcher.arguments
+        arguments.view[:] = self.template
+        params.DECODE_ADDRESSES.pack_into(
+            arguments.buffer, 0,
+            address("q", call.q, dtype, device, q_extent),
+            address("k", call.k, dtype, device, k_extent),
+            address("v", call.v, dtype, device, v_extent),
+            out.data_ptr(),
+            0 if lse is None else lse.data_ptr(),
+            0 if true_lse is None else true_lse.data_ptr(),
+            0 if cu_q is None else address("cu_seqlens_q", cu_q, _INT, device, starts),
+            0 if cu_k is None else address("cu_seqlens_k", cu_k, _INT, device, starts),
+            0 if used is None else address("seqused_k", used, _INT, device, starts - 1),
+            0 if leftpad is None else address("leftpad_k", leftpad, _INT, device, starts - 1),
+            0 if table is None else address("block_table", table, _INT, device, self.table),
+            0 if slopes is None else address("alibi_slopes", slopes, _FLOAT, device, self.slopes),
+            0 if rng_state is None else address("rng_state", rng_state, _LONG, device, 2),
+            0 if maxima is None else maxima.data_ptr(),
+            *parts,
+        )  # fmt: skip
+        launcher.submit(self.kernel, self.blocks, device)
+        return Result(out, lse, rng_state, () if true_lse is None else (true_lse,))
+
+
+class Maxima:
+    """The launch that finds the largest magnitudes of bf16 inputs, where the tensor cores take scaled fp16."""
+
+    def __init__(self, call: AttentionCall, kind: Kind, target: Target, device: int, tensors: int = 3) -> None:
+        _, self.kernel = launcher.ready(variants.absmax, kind, target, device)
+        heads = call.batch * call.nheads_k
+        longest = max(launcher.longest_rows(call), launcher.longest_keys(call))
+        self.splits = variants.absmax_splits(longest, heads, launcher.processors(device))
+        self.device, self.place = device, call.q.device
+        self.size, self.blocks = 4 * heads * self.splits, tensors * heads * self.splits
+        self.extents = tuple(map(extent, (call.q, call.k, call.v)))
+        self.starts = call.batch + 1
+        self.table = 0 if call.block_table is None else extent(call.block_table)
+        fields = launcher.described(call)
+        fields["absmax_splits"] = self.splits
+        self.fields = fields
+        self.template = params.pack(fields)
+
+    def run(self, call: AttentionCall) -> Tensor:
+        device, dtype, starts = self.device, call.q.dtype, self.starts
+        q_extent, k_extent, v_extent = self.extents
+        maxima = torch.empty(self.size, dtype=_FLOAT, device=self.place)
+        cu_q, cu_k, used, leftpad = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.leftpad_k
+        table = call.block_table
+        arguments = launcher.arguments
+        arguments.view[:] = self.template
+        params.FORWARD_ADDRESSES.pack_into(
+            arguments.buffer, 0,
+            address("q", call.q, dtype, device, q_extent),
+            address("k", call.k, dtype, device, k_extent),
+            address("v", call.v, dtype, device, v_extent),
+            0, 0, 0,
+            0 if cu_q is None else address("cu_seqlens_q", cu_q, _INT, device, starts),
+            0 if cu_k is None else address("cu_seqlens_k", cu_k, _INT, device, starts),
+            0 if used is None else address("seqused_k", used, _INT, device, starts - 1),
+            0 if leftpad is None else address("leftpad_k", leftpad, _INT, device, starts - 1),
+            0 if table is None else address("block_table", table, _INT, device, self.table),
+            0, 0, maxima.data_ptr(),
+        )  # fmt: skip
+        launcher.submit(self.kernel, self.blocks, device)
+        return maxima
+
+
+def make_plan(call: AttentionCall) -> Attention | Copied:
+    device = call.q.get_device()
+    in_cache = not call.is_dense and call.cu_seqlens_k is None
+    vec = launcher.vector_size(call, in_cache)
+    if not vec:
+        return Copied()
+    target = loader.target(device)
+    return Attention(call, launcher.kind_of(call, target, vec), target, device)
+
+
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """(batch, row, head) of a contiguous (batch, rows, heads, d), or (total, heads, d)."""
+    heads, channels = shape[-2], shape[-1]
+    row = heads * channels
+    return (shape[1] * row if len(shape) == 4 else 0), row, channels

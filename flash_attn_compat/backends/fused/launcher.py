@@ -1,0 +1,246 @@
+"""The only place where a tensor becomes an address. What a kernel may rely on is checked right there.
+
+A plan holds everything of a launch that follows from shapes, strides and options; it is made once per such
+signature. What is left for each call are the addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flash_attn_compat import settings
+from flash_attn_compat.backends.fused import loader, params, trial, variants
+from flash_attn_compat.backends.fused.loader import Kernel, Target
+from flash_attn_compat.backends.fused.variants import Kind, Variant
+from flash_attn_compat.engine import dropout
+from flash_attn_compat.engine.call import AttentionCall
+
+_LARGEST_INT = 2**31 - 1
+# Longer windows than any sequence; the kernels add them to positions.
+_LONGEST_WINDOW = 2**29
+_MOST_PLANS = 4096
+# Elements up to which loading one by one costs less than copying into place first.
+_SMALL = 2**18
+
+Plan = TypeVar("Plan")
+
+
+class _Arguments(threading.local):
+    """Each thread's struct Params; the driver copies it at the launch."""
+
+    def __init__(self) -> None:
+        self.buffer = ctypes.create_string_buffer(params.SIZE)
+        self.view = memoryview(self.buffer).cast("B")
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
+        self.pointers = ctypes.c_void_p(ctypes.addressof(self._pointers))
+
+
+arguments = _Arguments()
+
+
+def submit(kernel: Kernel, blocks: int, device: int) -> None:
+    """Launch ``kernel`` with this thread's ``arguments`` on the current stream of ``device``."""
+    loader.driver().launch(kernel, blocks, device, arguments.pointers)
+
+
+def address(name: str, tensor: Tensor, dtype: torch.dtype, device: int, extent: int) -> int:
+    """Where ``tensor`` begins, once it is known to hold ``extent`` elements of ``dtype`` from there on, on ``device``."""
+    if tensor.dtype is not dtype or tensor.get_device() != device:
+        raise RuntimeError(
+            f"{name} must be {dtype} on device {device}, got {tensor.dtype} on {tensor.device}, shape {tuple(tensor.shape)}"
+        )
+    missing = (tensor.storage_offset() + extent) * tensor.element_size() - tensor.untyped_storage().nbytes()
+    if missing > 0:
+        raise RuntimeError(
+            f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} reaches {missing} bytes behind its storage"
+        )
+    return tensor.data_ptr()
+
+
+def extent(tensor: Tensor) -> int:
+    """Elements from the first to the last one that shape and strides can reach, both included."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+
+
+def strides(tensor: Tensor) -> tuple[int, int, int]:
+    """(batch or page, row, head) in elements; 0 for the batch of packed tensors."""
+    if tensor.dim() == 3:
+        return 0, tensor.stride(0), tensor.stride(1)
+    return tensor.stride(0), tensor.stride(1), tensor.stride(2)
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether a kernel can read it at all: neighbouring channels, row and head strides that an int holds."""
+    steps = [stride for size, stride in zip(tensor.shape, tensor.stride()) if size > 1]
+    channels_touch = tensor.shape[-1] == 1 or tensor.stride(-1) == 1
+    return channels_touch and max(steps[-3:], default=0) <= _LARGEST_INT
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether every row starts on 16 bytes and is made of pieces of 16."""
+    return (
+        tensor.shape[-1] % 8 == 0
+        and tensor.data_ptr() % 16 == 0
+        and all(stride % 8 == 0 for size, stride in zip(tensor.shape[:-1], tensor.stride()) if size > 1)
+    )
+
+
+def vector_size(call: AttentionCall, in_place: bool) -> int:
+    """Elements a load may take at once: 8; 1 where rows are not on 16 bytes and copies cost more; 0 where to copy.
+
+    in_place: whether the keys are a cache, which is not copied
+    """
+    tensors = (call.q, call.k, call.v)
+    if not all(map(is_readable, tensors)):
+        return 0
+    if all(map(is_aligned, tensors)):
+        return 8
+    return 1 if in_place or sum(tensor.numel() for tensor in tensors) <= _SMALL else 0
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """``tensor``, or a copy whose channels are padded with 0 to a multiple of 8 and whose rows are on 16 bytes."""
+    if is_readable(tensor) and is_aligned(tensor):
+        return tensor
+    missing = -tensor.shape[-1] % 8
+    copy = F.pad(tensor, (0, missing)) if missing else tensor
+    return copy if is_readable(copy) and is_aligned(copy) else copy.clone(memory_format=torch.contiguous_format)
+
+
+def key(call: AttentionCall) -> tuple[Hashable, ...]:
+    """Equal for calls that one plan serves."""
+    q, k, v, slopes, table = call.q, call.k, call.v, call.alibi_slopes, call.block_table
+    return (
+        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
+        q.dtype, q.get_device(), settings.fingerprint(), call.softmax_scale, call.mask, call.max_seqlen_q,
+        call.max_seqlen_k, call.softcap, call.dropout_p, call.return_lse, call.needs_grad,
+        None if slopes is None else slopes.stride(), None if table is None else (table.shape, table.stride()),
+        None if call.cu_seqlens_q is None else call.cu_seqlens_q.shape,
+        call.cu_seqlens_k is None, call.seqused_k is None, call.leftpad_k is None,
+    )  # fmt: skip
+
+
+_plans: dict[Hashable, object] = {}
+
+
+def planned(signature: Hashable, make: Callable[[], Plan]) -> Plan:
+    """The plan for ``signature``, made at its first call."""
+    found = _plans.get(signature)
+    if found is None:
+        found = make()
+        if len(_plans) >= _MOST_PLANS:  # lengths may differ from step to step
+            _plans.clear()
+        _plans[signature] = found
+    return found  # type: ignore[return-value]
+
+
+def forget_plans() -> None:
+    _plans.clear()
+
+
+def kind_of(call: AttentionCall, target: Target, vec: int) -> Kind:
+    left, right = call.mask
+    half = variants.FP16 if call.q.dtype == torch.float16 else variants.BF16
+    return Kind(
+        number=target.number,
+        type=variants.BF16_AS_FP16 if half and target.number < 80 else half,
+        head_dim=max(call.q.shape[-1], call.v.shape[-1]),
+        local=left is not None or right is not None,
+        alibi=call.alibi_slopes is not None,
+        softcap=call.softcap > 0.0,
+        dropout=call.dropout_p > 0.0,
+        paged=call.block_table is not None,
+        vec=vec,
+        window=None if left is None or right is None else left + right + 1,
+    )
+
+
+def ready(make: Callable[[Kind], Variant], kind: Kind, target: Target, device: int) -> tuple[Variant, Kernel]:
+    """A variant that was found to compute right on ``device``; raises KernelError where it does not."""
+    variant = make(kind)
+    kernel = loader.kernel(variant, target.architecture, device)
+    trial.check(variant, kind, target, device)
+    return variant, kernel
+
+
+def described(call: AttentionCall) -> dict[str, params.Value]:
+    """The fields of struct Params that a call's shapes and options give, whatever the kernel."""
+    q, k, v = call.q, call.k, call.v
+    left, right = call.mask
+    fields: dict[str, params.Value] = {
+        "q_s": strides(q),
+        "k_s": strides(k),
+        "v_s": strides(v),
+        "batch": call.batch,
+        "nheads": call.nheads,
+        "nheads_k": call.nheads_k,
+        "group": call.nheads // call.nheads_k,
+        "seqlen_q": longest_rows(call),
+        "seqlen_k": longest_keys(call),
+        "total_q": q.shape[0] if call.cu_seqlens_q is not None else 0,
+        "total_k": k.shape[0] if call.cu_seqlens_k is not None else 0,
+        "seqlen_new": getattr(call, "seqlen_new", 0),
+        "head_dim": q.shape[-1],
+        "head_dim_v": v.shape[-1],
+        "window_left": -1 if left is None else min(left, _LONGEST_WINDOW),
+        "window_right": -1 if right is None else min(right, _LONGEST_WINDOW),
+        "softmax_scale": call.softmax_scale,
+        "softcap": call.softcap,
+        "lse_has_position": int(call.lse_carries_alibi_position),
+        "lse_batch": 0 if call.cu_seqlens_q is not None else call.nheads * q.shape[1],
+        "lse_head": q.shape[0] if call.cu_seqlens_q is not None else q.shape[1],
+    }
+    table, slopes = call.block_table, call.alibi_slopes
+    if slopes is not None:
+        fields["slopes_batch"] = slopes.stride(0) if slopes.dim() == 2 else 0
+    if table is not None:
+        fields |= {
+            "table_stride": table.stride(0),
+            "page_size": k.shape[1],
+            "pages_per_sequence": table.shape[1],
+            "num_pages": k.shape[0],
+        }
+    if call.dropout_p:
+        fields["dropout_limit"] = dropout.word_limit(call.dropout_p)
+        fields["dropout_scale"] = 1.0 / dropout.keep_probability(call.dropout_p)
+    return fields
+
+
+def longest_rows(call: AttentionCall) -> int:
+    """Rows that a sequence may have."""
+    if call.cu_seqlens_q is None:
+        return call.q.shape[1]
+    return max(1, min(call.max_seqlen_q, call.q.shape[0]))
+
+
+def longest_keys(call: AttentionCall) -> int:
+    """Keys that a sequence may have; slots of a cache."""
+    if call.block_table is not None:
+        return call.block_table.shape[1] * call.k.shape[1]
+    if call.cu_seqlens_k is None:
+        return call.k.shape[1]
+    return max(1, min(call.max_seqlen_k, call.k.shape[0]))
+
+
+def tidy(call: AttentionCall) -> AttentionCall:
+    """The call with slopes and table as the kernels step through them."""
+    slopes, table = call.alibi_slopes, call.block_table
+    if slopes is not None and slopes.stride(-1) != 1:
+        call = call._replace(alibi_slopes=slopes.contiguous())
+    if table is not None and table.stride(-1) != 1 and table.shape[-1] > 1:
+        call = call._replace(block_table=table.contiguous())
+    return call
+
+
+@functools.lru_cache(maxsize=None)
+def processors(device: int) -> int:
+    """Streaming multiprocessors of a GPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,394 @@
+"""Kernel sources to functions that a GPU can run: NVRTC compiles them, the driver loads them, both by ctypes.
+
+NVRTC comes with every CUDA build of PyTorch; no compiler has to be installed. What is compiled is kept on disk
+(cache.py). Nothing happens at import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import glob
+import hashlib
+import importlib.util
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from flash_attn_compat import settings
+from flash_attn_compat.backends.fused import cache
+from flash_attn_compat.backends.fused.variants import Variant
+
+SOURCES = Path(__file__).resolve().parents[2] / "cuda"
+_INVALID_CONTEXT, _RELAXED = 201, 2
+_MAX_DYNAMIC_SHARED, _STATIC_LIMIT = 8, 48 * 1024
+_OTHERS = re.compile(r"builtins|\.alt\.")  # libraries named like NVRTC
+
+
+class KernelError(RuntimeError):
+    """A kernel could not be compiled, loaded or launched, or computes wrong numbers."""
+
+
+class Compiler:
+    """NVRTC. ``version`` is (major, minor), ``architectures`` the compute capabilities it knows, as 75 or 90."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        major, minor, count = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+        self._check(library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+        self._check(library.nvrtcGetNumSupportedArchs(ctypes.byref(count)))
+        known = (ctypes.c_int * count.value)()
+        self._check(library.nvrtcGetSupportedArchs(known))
+        self.version = major.value, minor.value
+        self.architectures = tuple(sorted(known))
+
+    def compile(self, name: str, options: tuple[str, ...]) -> bytes:
+        """cuda/``name`` as a cubin for --gpu-architecture=sm_XY among ``options``, as PTX for compute_XY."""
+        program = ctypes.c_void_p()
+        headers = included(name)
+        texts = (ctypes.c_char_p * len(headers))(*(source(header).encode() for header in headers))
+        names = (ctypes.c_char_p * len(headers))(*(header.encode() for header in headers))
+        library = self._library
+        self._check(
+            library.nvrtcCreateProgram(
+                ctypes.byref(program), source(name).encode(), name.encode(), len(headers), texts, names
+            )
+        )
+        try:
+            given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+            if library.nvrtcCompileProgram(program, len(options), given):
+                log = self._text(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
+                raise KernelError(f"NVRTC {self.version[0]}.{self.version[1]} refuses {name} {' '.join(options)}:\n{log}")
+            is_binary = any("=sm_" in option for option in options)
+            return self._text(program, "CUBIN" if is_binary else "PTX")
+        finally:
+            library.nvrtcDestroyProgram(ctypes.byref(program))
+
+    def _text(self, program: ctypes.c_void_p, what: str) -> bytes:
+        size = ctypes.c_size_t()
+        self._check(getattr(self._library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+        text = ctypes.create_string_buffer(size.value)
+        self._check(getattr(self._library, f"nvrtcGet{what}")(program, text))
+        return text.raw
+
+    def _check(self, code: int) -> None:
+        if code:
+            self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
+            raise KernelError(f"NVRTC: {self._library.nvrtcGetErrorString(code).decode()}")
+
+
+class Kernel(NamedTuple):
+    """A loaded function and what each of its launches is given beside the grid."""
+
+    handle: ctypes.c_void_p
+    threads: int
+    shared: int
+
+
+class Driver:
+    """The CUDA driver, as far as loading and launching goes, in the primary contexts that PyTorch uses too."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+        # Without argtypes ctypes hands Python's ints over as C ints, which is what the grid is; it is a microsecond
+        # faster. Addresses come as c_void_p.
+        self._launch = library.cuLaunchKernel
+        self._contexts: dict[int, ctypes.c_void_p] = {}
+        version = ctypes.c_int()
+        self.check(library.cuDriverGetVersion(ctypes.byref(version)))
+        self.version = version.value // 1000, version.value % 1000 // 10
+
+    def check(self, code: int) -> None:
+        if not code:
+            return
+        name, text = ctypes.c_char_p(), ctypes.c_char_p()
+        self.library.cuGetErrorName(code, ctypes.byref(name))
+        self.library.cuGetErrorString(code, ctypes.byref(text))
+        raise KernelError(f"CUDA driver: {(name.value or b'').decode()} ({(text.value or b'').decode()})")
+
+    def load(self, variant: Variant, code: bytes, device: int) -> Kernel:
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        with self.context(device), self._relaxed_capture():
+            self.check(self.library.cuModuleLoadData(ctypes.byref(module), code))
+            self.check(self.library.cuModuleGetFunction(ctypes.byref(function), module, variant.entry.encode()))
+            if variant.shared > _STATIC_LIMIT:
+                self.check(self.library.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, variant.shared))
+        return Kernel(function, variant.threads, variant.shared)
+
+    def launch(self, kernel: Kernel, blocks: int, device: int, arguments: ctypes.c_void_p) -> None:
+        """Launch on PyTorch's current stream of ``device``, whichever device is current."""
+        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device))
+        if device != torch._C._cuda_getDevice():
+            with self.context(device):
+                code = self._submit(kernel, blocks, stream, arguments)
+        else:
+            code = self._submit(kernel, blocks, stream, arguments)
+            if code == _INVALID_CONTEXT:  # a thread in which PyTorch has not made a context current yet
+                self.check(self.library.cuCtxSetCurrent(self._primary_context(device)))
+                code = self._submit(kernel, blocks, stream, arguments)
+        if code:
+            self.check(code)
+
+    def clear(self, address: int, words: int, device: int) -> None:
+        """Set ``words`` 32-bit words to 0 in the order of the current stream."""
+        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device))
+        with contextlib.nullcontext() if device == torch._C._cuda_getDevice() else self.context(device):
+            code = self.library.cuMemsetD32Async(ctypes.c_void_p(address), 0, ctypes.c_size_t(words), stream)
+            if code == _INVALID_CONTEXT:
+                self.check(self.library.cuCtxSetCurrent(self._primary_context(device)))
+                code = self.library.cuMemsetD32Async(ctypes.c_void_p(address), 0, ctypes.c_size_t(words), stream)
+        self.check(code)
+
+    def _submit(self, kernel: Kernel, blocks: int, stream: ctypes.c_void_p, arguments: ctypes.c_void_p) -> int:
+        handle, threads, shared = kernel
+        code: int = self._launch(handle, blocks, 1, 1, threads, 1, 1, shared, stream, arguments, None)
+        return code
+
+    @contextlib.contextmanager
+    def context(self, device: int) -> Iterator[None]:
+        """The primary context of ``device`` is current inside; the thread finds its own again afterwards."""
+        self.check(self.library.cuCtxPushCurrent_v2(self._primary_context(device)))
+        try:
+            yield
+        finally:
+            self.check(self.library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p())))
+
+    def _primary_context(self, device: int) -> ctypes.c_void_p:
+        """Retained once, for as long as the process lives: kernels are loaded into it."""
+        context = self._contexts.get(device)
+        if context is None:
+            context, ordinal = ctypes.c_void_p(), ctypes.c_int()
+            # CUDA_VISIBLE_DEVICES hides devices from the driver as from PyTorch: both count the same ones.
+            self.check(self.library.cuDeviceGet(ctypes.byref(ordinal), device))
+            self.check(self.library.cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal))
+            self._contexts[device] = context
+        return context
+
+    @contextlib.contextmanager
+    def _relaxed_capture(self) -> Iterator[None]:
+        """Loading a module is no part of a graph that the thread's stream may be recording."""
+        exchange = getattr(self.library, "cuThreadExchangeStreamCaptureMode", None)
+        if exchange is None:
+            yield
+            return
+        mode = ctypes.c_int(_RELAXED)
+        self.check(exchange(ctypes.byref(mode)))
+        try:
+            yield
+        finally:
+            self.check(exchange(ctypes.byref(mode)))
+
+
+class Target(NamedTuple):
+    """What variants are compiled for on one GPU: ``architecture`` as NVRTC spells it, ``number`` as 75 or 90."""
+
+    architecture: str
+    number: int
+
+
+def target(device: int) -> Target:
+    """The GPU's own architecture where NVRTC knows it; PTX for the driver to assemble where it is too new or forced."""
+    real = _number(settings.device_capability(torch.device("cuda", device)))
+    forced = settings.forced_capability()
+    if forced is not None and forced < (8, 0) <= settings.device_capability(torch.device("cuda", device)):
+        return Target("compute_75", 75)
+    return _target(real, compiler().architectures)
+
+
+@functools.lru_cache(maxsize=None)
+def _target(number: int, known: tuple[int, ...]) -> Target:
+    if number in known:
+        return Target(f"sm_{number}", number)
+    older = [one for one in known if one < number]
+    if not older:
+        raise KernelError(f"this NVRTC compiles for {known[0]} and newer, the GPU is {number}")
+    return Target(f"compute_{older[-1]}", older[-1])
+
+
+def _number(capability: tuple[int, int]) -> int:
+    return capability[0] * 10 + capability[1]
+
+
+_lock = threading.Lock()
+_locks: dict[tuple[Variant, str, int], threading.Lock] = {}
+_kernels: dict[tuple[Variant, str, int], Kernel | KernelError] = {}
+
+
+def kernel(variant: Variant, architecture: str, device: int) -> Kernel:
+    """``variant`` ready to be launched on ``device``; a variant that fails once raises the same error from then on."""
+    key = variant, architecture, device
+    found = _kernels.get(key)
+    if found is None:
+        with _lock:
+            lock = _locks.setdefault(key, threading.Lock())
+        with lock:
+            found = _kernels.get(key)
+            if found is None:
+                found = _load(variant, architecture, device)
+                if isinstance(found, KernelError) and torch.cuda.is_current_stream_capturing():
+                    raise RuntimeError(
+                        f"the {variant.entry} kernel of this call could not be loaded while a CUDA graph is captured: "
+                        f"make the same call once before the capture ({_first_line(found)})"
+                    )
+                _kernels[key] = found
+    if isinstance(found, KernelError):
+        raise KernelError(str(found))
+    return found
+
+
+def reject(variant: Variant, architecture: str, device: int, error: KernelError) -> None:
+    """A variant that computes wrong numbers is not handed out again."""
+    _kernels[variant, architecture, device] = error
+
+
+def is_loaded(variant: Variant, architecture: str, device: int) -> bool:
+    return (variant, architecture, device) in _kernels
+
+
+def _load(variant: Variant, architecture: str, device: int) -> Kernel | KernelError:
+    try:
+        name = cache_name(variant, architecture)
+        kept = cache.read(name)
+        if kept is not None:
+            with contextlib.suppress(KernelError):  # kept by an NVRTC that this driver does not understand, or the like
+                return driver().load(variant, kept, device)
+        code = binary(variant, architecture)
+        cache.write(name, code)
+        return driver().load(variant, code, device)
+    except (KernelError, OSError) as error:
+        return error if isinstance(error, KernelError) else KernelError(str(error))
+
+
+def binary(variant: Variant, architecture: str) -> bytes:
+    """``variant`` compiled now, as a cubin for sm_XY or PTX for compute_XY."""
+    return compiler().compile(variant.source, options(variant, architecture))
+
+
+def options(variant: Variant, architecture: str) -> tuple[str, ...]:
+    macros = (f"-D{name}={value}" for name, value in variant.macros)
+    return f"--gpu-architecture={architecture}", "--std=c++17", "-default-device", *macros
+
+
+def cache_name(variant: Variant, architecture: str) -> str:
+    """The file that keeps a compiled variant: a name for every source, option and compiler."""
+    parts = [source(name) for name in (variant.source, *included(variant.source))]
+    parts += [*options(variant, architecture), str(compiler().version)]
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    return f"{variant.entry}-{architecture}-{digest[:40]}"
+
+
+def exists(name: str) -> bool:
+    return (SOURCES / name).is_file()
+
+
+@functools.lru_cache(maxsize=None)
+def source(name: str) -> str:
+    return (SOURCES / name).read_text(encoding="utf-8")
+
+
+@functools.lru_cache(maxsize=None)
+def included(name: str) -> tuple[str, ...]:
+    """The files of ours that cuda/``name`` includes, directly or not."""
+    found: list[str] = []
+    for header in re.findall(r'^\s*#include "([^"]+)"', source(name), re.MULTILINE):
+        found += [one for one in (header, *included(header)) if one not in found]
+    return tuple(dict.fromkeys(found))
+
+
+def why_not() -> str | None:
+    """Why no kernel can be compiled or loaded on this machine; None where both libraries were found."""
+    try:
+        compiler()
+    except (OSError, KernelError) as error:
+        return f"NVRTC, which compiles the kernels, cannot be used: {_first_line(error)}"
+    try:
+        driver()
+    except (OSError, KernelError) as error:
+        return f"the CUDA driver cannot be used: {_first_line(error)}"
+    return None
+
+
+def compiler() -> Compiler:
+    """NVRTC; raises OSError or KernelError where there is none that works, each time the same."""
+    return _once("compiler", lambda: Compiler(_nvrtc()))
+
+
+def driver() -> Driver:
+    """The driver; raises OSError or KernelError where there is none that works, each time the same."""
+    return _once("driver", lambda: Driver(ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")))
+
+
+_found: dict[str, Any] = {}
+
+
+def _once(name: str, find: Any) -> Any:
+    found = _found.get(name)
+    if found is None:
+        with _lock:
+            found = _found.get(name)
+            if found is None:
+                try:
+                    found = find()
+                except (OSError, KernelError, AttributeError) as error:
+                    found = error if isinstance(error, (OSError, KernelError)) else KernelError(str(error))
+                _found[name] = found
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _nvrtc() -> ctypes.CDLL:
+    """PyTorch's own NVRTC if possible: the driver that runs PyTorch understands what it makes."""
+    majors = ["13", "12", "11"]
+    own = (torch.version.cuda or "").partition(".")[0]
+    majors.sort(key=lambda major: major != own)
+    for major in majors:
+        for path in _places(major):
+            with contextlib.suppress(OSError):
+                return _open(path)
+    raise OSError(f"no {_file_name(majors[0])} beside PyTorch, in the nvidia-* packages or on the library path")
+
+
+def _places(major: str) -> Iterator[str]:
+    """Where a library of that major version may lie, most likely first."""
+    name = _file_name(major)
+    patterns = [os.path.join(os.path.dirname(torch.__file__), "lib", name)]
+    spec = importlib.util.find_spec("nvidia")
+    for base in (spec.submodule_search_locations or ()) if spec is not None else ():
+        patterns += [os.path.join(base, *folder, name) for folder in ((f"cu{major}", "lib"), ("cuda_nvrtc", "lib"))]
+        patterns += [os.path.join(base, *folder, name) for folder in ((f"cu{major}", "bin", "**"), ("cuda_nvrtc", "bin"))]
+    for pattern in patterns:
+        yield from (path for path in sorted(glob.glob(pattern, recursive=True)) if not _OTHERS.search(path))
+    if sys.platform == "win32":
+        yield f"nvrtc64_{major}0_0.dll"
+        return
+    yield f"libnvrtc.so.{major}"
+    for root in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
+        if root:
+            yield os.path.join(root, "lib64", f"libnvrtc.so.{major}")
+
+
+def _file_name(major: str) -> str:
+    # PyTorch's older wheels carry a hash in the name: libnvrtc-<hash>.so.11.2.
+    return f"nvrtc64_{major}*.dll" if sys.platform == "win32" else f"libnvrtc[-.]*so.{major}*"
+
+
+def _open(path: str) -> ctypes.CDLL:
+    folder = os.path.dirname(path)
+    if folder:
+        # NVRTC opens these by name, and finds them anywhere once they are loaded.
+        for builtins in glob.glob(os.path.join(folder, "*nvrtc-builtins*")):
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(builtins)
+    return ctypes.CDLL(path)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,65 @@
+"""The kernels' one argument, struct Params of cuda/params.cuh, byte for byte."""
+
+from __future__ import annotations
+
+import struct
+
+# Names in the order of the C struct; its types as struct spells them: Q an address, q a long long, i an int, f a float.
+_ADDRESSES = (
+    "q", "k", "v", "out", "lse", "lse_true", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table",
+    "alibi_slopes", "rng_state", "absmax", "part_out", "part_ml", "counters", "k_new", "v_new", "rotary_cos",
+    "rotary_sin", "q_rotated", "dout", "dq", "dk", "dv", "delta",
+)  # fmt: skip
+_STRIDES = ("q_s", "k_s", "v_s", "out_s", "dout_s", "dq_s", "dk_s", "dv_s", "k_new_s", "v_new_s", "q_rotated_s")
+_LONGS = ("lse_batch", "lse_head")
+_INTS = (
+    "slopes_batch", "table_stride", "batch", "nheads", "nheads_k", "group", "seqlen_q", "seqlen_k", "total_q",
+    "total_k", "seqlen_new", "head_dim", "head_dim_v", "window_left", "window_right", "page_size",
+    "pages_per_sequence", "num_pages", "tiles", "splits", "keys_per_split", "absmax_splits", "rotary_dim",
+    "rotary_interleaved", "rotary_rows", "rotary_row_stride", "rotate_rows_apart", "lse_has_position",
+    "dropout_limit",
+)  # fmt: skip
+_FLOATS = ("dropout_scale", "softmax_scale", "softcap")
+_LAST = ("zero", "padding")
+
+FIELDS: tuple[tuple[str, str], ...] = (
+    *((name, "Q") for name in _ADDRESSES),
+    *((name, "qii") for name in _STRIDES),
+    *((name, "q") for name in _LONGS),
+    *((name, "i") for name in _INTS),
+    *((name, "f") for name in _FLOATS),
+    *((name, "i") for name in _LAST),
+)
+_STRUCT = struct.Struct("<" + "".join(kind for _, kind in FIELDS))
+SIZE = _STRUCT.size
+
+# What changes from call to call stands at the front: the addresses, of which a forward fills the first ones.
+ADDRESSES = struct.Struct(f"<{len(_ADDRESSES)}Q")
+FORWARD_ADDRESSES = struct.Struct("<14Q")
+DECODE_ADDRESSES = struct.Struct("<17Q")
+
+Value = int | float | tuple[int, int, int]
+
+
+def offsets() -> dict[str, int]:
+    """Bytes from the struct's start, of each field."""
+    found, at = {}, 0
+    for name, kind in FIELDS:
+        found[name] = at
+        at += struct.calcsize("<" + kind)
+    return found
+
+
+def pack(fields: dict[str, Value]) -> bytes:
+    """The struct with ``fields`` and 0 elsewhere. Strides are (batch, row, head) in elements."""
+    flat: list[int | float] = []
+    for name, kind in FIELDS:
+        value = fields.get(name)
+        if len(kind) == 3:
+            flat.extend(value if isinstance(value, tuple) else (0, 0, 0))
+        else:
+            flat.append(0 if value is None or isinstance(value, tuple) else value)
+    unknown = fields.keys() - {name for name, _ in FIELDS}
+    if unknown:
+        raise KeyError(f"struct Params has no {', '.join(sorted(unknown))}")
+    return _STRUCT.pack(*flat)

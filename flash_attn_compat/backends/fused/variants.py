@@ -1,0 +1,197 @@
+"""Every kernel that is compiled: entry, source file, macros and tile, and which one a call takes.
+
+A variant is an entry with its macros. What the macros and grids mean is said in cuda/*.cu; the table here is also
+what the offline compile test, the trial and the documentation read. Numbers of splits and parts follow from shapes
+and the GPU's size alone: nothing is read from the GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+FP16, BF16, BF16_AS_FP16 = 0, 1, 2
+HEAD_DIMS = (32, 64, 128, 256)
+# Windows of fewer keys than this leave most of a tall tile masked.
+_NARROW = 256
+DECODE_ROWS, _DECODE_UNIT = 16, 64
+_ABSMAX_ROWS = 512
+
+
+class Variant(NamedTuple):
+    """One compiled kernel. rows: how many rows (keys for dkdv) a block works on; shared: bytes of dynamic shared memory"""
+
+    entry: str
+    source: str
+    macros: tuple[tuple[str, int], ...]
+    rows: int
+    threads: int
+    shared: int
+
+
+class Kind(NamedTuple):
+    """What of a call chooses a variant. number: the architecture's, as 75 or 90; window: keys in sight, None unbounded"""
+
+    number: int
+    type: int
+    head_dim: int
+    local: bool = False
+    alibi: bool = False
+    softcap: bool = False
+    dropout: bool = False
+    paged: bool = False
+    vec: int = 8
+    window: int | None = None
+
+    @property
+    def D(self) -> int:
+        return next(size for size in HEAD_DIMS if self.head_dim <= size)
+
+    def macros(self, *names: str) -> list[tuple[str, int]]:
+        found = [("D", self.D), ("TYPE", self.type), ("VEC", self.vec)]
+        flags = {
+            "LOCAL": self.local,
+            "ALIBI": self.alibi,
+            "SOFTCAP": self.softcap,
+            "DROPOUT": self.dropout,
+            "PAGED": self.paged,
+        }
+        found += [(name, 1) for name in names if flags[name]]
+        return found
+
+    def newer(self, copies: bool = True) -> list[tuple[str, int]]:
+        """What builds for sm80 and newer have beyond Turing's instructions."""
+        if self.number < 80:
+            return []
+        # cp.async takes 16 bytes as they are: no conversion, no single elements.
+        asynchronous = copies and self.type != BF16_AS_FP16 and self.vec == 8
+        return [("MMA16", 1), *([("CPA", 1)] if asynchronous else [])]
+
+
+class Tile(NamedTuple):
+    """Warps NW of MT times 16 rows, and the keys (rows for dkdv) a step of the main loop takes."""
+
+    step: int
+    NW: int
+    MT: int
+    MINB: int
+    registers: bool = True  # the block's own rows stay in registers
+
+    @property
+    def rows(self) -> int:
+        return self.NW * self.MT * 16
+
+
+_FORWARD = {
+    32: Tile(64, 4, 2, 2),
+    64: Tile(64, 4, 2, 2),
+    128: Tile(64, 4, 1, 2),
+    256: Tile(16, 4, 1, 2, registers=False),
+}
+_FORWARD_NARROW = {**_FORWARD, 64: Tile(64, 4, 1, 3)}
+_DKDV = {32: Tile(64, 4, 1, 2), 64: Tile(64, 4, 1, 2), 128: Tile(32, 4, 1, 2), 256: Tile(16, 4, 1, 1)}
+_DQ = {32: Tile(32, 4, 1, 3), 64: Tile(32, 4, 1, 3), 128: Tile(32, 4, 1, 2), 256: Tile(16, 4, 1, 1)}
+
+
+def forward(kind: Kind) -> Variant:
+    narrow = kind.window is not None and kind.window < _NARROW
+    tile = (_FORWARD_NARROW if narrow else _FORWARD)[kind.D]
+    macros = kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED")
+    macros += [("BN", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB)]
+    macros += [] if tile.registers else [("QREG", 0)]
+    resident = max(tile.rows, 2 * tile.step) if tile.registers else tile.rows + 2 * tile.step
+    macros += kind.newer()
+    return Variant("forward", "forward.cu", tuple(macros), tile.rows, tile.NW * 32, resident * kind.D * 2)
+
+
+def decode(kind: Kind) -> Variant:
+    macros = kind.macros("LOCAL", "ALIBI", "SOFTCAP", "PAGED") + kind.newer(copies=False)
+    return Variant("decode", "decode.cu", tuple(macros), DECODE_ROWS, 128, 0)
+
+
+def append(kind: Kind) -> Variant:
+    """Copies 16-bit numbers; D and most of the rest make no difference."""
+    macros = [("TYPE", min(kind.type, 1)), ("VEC", kind.vec), *([("PAGED", 1)] if kind.paged else [])]
+    return Variant("append", "append.cu", tuple(macros), 1, 128, 0)
+
+
+def absmax(kind: Kind) -> Variant:
+    macros = [("D", kind.D), ("TYPE", BF16_AS_FP16), ("VEC", kind.vec), *([("PAGED", 1)] if kind.paged else [])]
+    return Variant("absmax", "convert.cu", tuple(macros), _ABSMAX_ROWS, 128, 0)
+
+
+def delta(kind: Kind) -> Variant:
+    macros = [("D", kind.D), ("TYPE", kind.type), ("VEC", kind.vec)]
+    return Variant("delta", "backward.cu", (*macros, ("KERNEL_DELTA", 1)), 8, 256, 0)
+
+
+def dkdv(kind: Kind) -> Variant:
+    return _backward("dkdv", "KERNEL_DKDV", kind, _DKDV[kind.D])
+
+
+def dq(kind: Kind) -> Variant:
+    return _backward("dq", "KERNEL_DQ", kind, _DQ[kind.D])
+
+
+def _backward(entry: str, switch: str, kind: Kind, tile: Tile) -> Variant:
+    macros = [*kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED"), (switch, 1)]
+    macros += [("TL", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB), *kind.newer(copies=False)]
+    shared = (tile.rows + 3 * tile.step) * kind.D * 2
+    return Variant(entry, "backward.cu", tuple(macros), tile.rows, tile.NW * 32, shared)
+
+
+MAKERS = {
+    "forward": forward,
+    "decode": decode,
+    "append": append,
+    "absmax": absmax,
+    "delta": delta,
+    "dkdv": dkdv,
+    "dq": dq,
+}
+
+
+def kinds(number: int) -> Iterator[Kind]:
+    """Every kind of call that may be asked for on an architecture."""
+    types = (FP16, BF16) if number >= 80 else (FP16, BF16_AS_FP16)
+    flags = itertools.product((False, True), repeat=5)
+    for (local, alibi, softcap, dropout, paged), type, D, vec in itertools.product(flags, types, HEAD_DIMS, (8, 1)):
+        for window in (None, _NARROW - 1) if local else (None,):
+            yield Kind(number, type, D, local, alibi, softcap, dropout, paged, vec, window)
+
+
+def shipped(number: int) -> dict[Variant, Kind]:
+    """Every variant for an architecture, with a kind of call that takes it."""
+    found: dict[Variant, Kind] = {}
+    for kind in kinds(number):
+        for entry, make in MAKERS.items():
+            if (entry == "decode" and kind.dropout) or (entry == "absmax" and kind.type != BF16_AS_FP16):
+                continue
+            found.setdefault(make(kind), kind)
+    return found
+
+
+def takes_decode(seqlen_q: int, group: int, dropout: bool) -> bool:
+    """Few query rows a key head: what counts is reading the keys once, by as many blocks as there are."""
+    return not dropout and seqlen_q <= 16 and seqlen_q * group <= 64
+
+
+class Splits(NamedTuple):
+    """How the keys of one tile of rows are shared out among blocks."""
+
+    count: int
+    keys: int
+
+
+def splits(tiles: int, keys: int, processors: int) -> Splits:
+    """``tiles``: of the whole call; ``keys``: that a row can see, or a cache's capacity."""
+    count = 1 if tiles >= 2 * processors else max(2, processors // tiles)
+    most = max(1, -(-keys // _DECODE_UNIT))
+    size = -(-most // min(count, most)) * _DECODE_UNIT
+    return Splits(max(1, -(-keys // size)), size)
+
+
+def absmax_splits(seqlen: int, heads: int, processors: int) -> int:
+    """Parts of a sequence whose maxima are found by blocks of their own; heads: key heads of all sequences."""
+    return max(1, min(-(-seqlen // _ABSMAX_ROWS), -(-8 * processors // heads), 64))

@@ -1,0 +1,64 @@
+"""The fused backend's launches seen from a CPU: what each kernel would have been given, without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import pytest
+
+from flash_attn_compat.backends.fused import launcher, loader, params
+from flash_attn_compat.backends.fused.loader import Kernel, Target
+from flash_attn_compat.backends.fused.variants import Variant
+
+
+class Launch(NamedTuple):
+    """One launch: the variant, the number of blocks and struct Params by name (strides as tuples)."""
+
+    variant: Variant
+    blocks: int
+    fields: dict[str, params.Value]
+
+
+@dataclass
+class Launches:
+    """Everything launched since the start, in order, and how many words were cleared."""
+
+    seen: list[Launch] = field(default_factory=list)
+    cleared: list[int] = field(default_factory=list)
+
+    @property
+    def last(self) -> Launch:
+        return self.seen[-1]
+
+
+def unpack(content: bytes) -> dict[str, params.Value]:
+    values = iter(struct.unpack("<" + "".join(kind for _, kind in params.FIELDS), content))
+    return {name: tuple(next(values) for _ in kind) if len(kind) > 1 else next(values) for name, kind in params.FIELDS}
+
+
+def record(monkeypatch: pytest.MonkeyPatch, number: int = 75) -> Launches:
+    """Let the backend serve CPU tensors from now on; nothing is computed, every launch is written down."""
+    found, variants = Launches(), []
+
+    def kernel(variant: Variant, architecture: str, device: int) -> Kernel:
+        variants.append(variant)
+        return Kernel(ctypes.c_void_p(len(variants)), variant.threads, variant.shared)
+
+    def submit(kernel: Kernel, blocks: int, device: int) -> None:
+        variant = variants[kernel.handle.value - 1]
+        found.seen.append(Launch(variant, blocks, unpack(launcher.arguments.buffer.raw)))
+
+    class Driver:
+        def clear(self, address: int, words: int, device: int) -> None:
+            found.cleared.append(words)
+
+    monkeypatch.setattr(loader, "kernel", kernel)
+    monkeypatch.setattr(loader, "target", lambda device: Target(f"sm_{number}", number))
+    monkeypatch.setattr(loader, "driver", Driver)
+    monkeypatch.setattr(launcher, "submit", submit)
+    monkeypatch.setattr(launcher, "processors", lambda device: 40)
+    launcher.forget_plans()
+    return found
