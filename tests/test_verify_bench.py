@@ -225,7 +225,7 @@ def test_every_rival_and_the_default_are_right_on_every_workload(name):
         try:
             prepared = contestant.prepare(workload, inputs)
         except Unavailable:
-            assert contestant.name == "sdpa_loop"
+            assert contestant.name == "sdpa_loop" or (workload.appends and not contestant.ours)
             continue
         verdict = check(contestant, prepared, truth, backward=not workload.decode)
         assert verdict.ok, (contestant.name, verdict)

@@ -296,8 +296,7 @@ def _finish(
         for workload in plan.workloads
         if (found := tables.ratios(workload, by_workload.get(workload.name, {}), recorded_applies))
     ]
-    compiled = os.environ.get(COMPILE, "0") not in ("", "0")
-    promises = judged(ratios, host_us, compiled) if on_cuda else []
+    promises = judged(ratios, host_us) if on_cuda else []
     lines += promises
     graph_table = tables.graph_table(plan.workloads, rows)
     summary = [tables.summary_table(plan.workloads, rows, recorded_applies), *([graph_table] if graph_table else [])]

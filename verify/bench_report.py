@@ -78,26 +78,26 @@ def ratios(workload: Workload, rows: Mapping[str, Row], recorded_applies: bool, 
     if mine is None or mine.forward is None:
         return None
 
-    without_aten = {name: row for name, row in rows.items() if name != "aten_flash"}
-
-    def to_official(mode: str, among: Mapping[str, Row] = rows) -> float | None:
-        yardstick = official(workload, among, mode, recorded_applies)
+    def to_official(mode: str) -> float | None:
+        yardstick = official(workload, rows, mode, recorded_applies)
         return _over(yardstick.ms, _ms(mine, mode)) if yardstick else None
 
     def to(name: str, mode: str) -> float | None:
         return _over(_ms(rows.get(name), mode), _ms(mine, mode))
 
+    theirs = rows.get("official")
     return Ratios(
         workload=workload.name,
         served_by=mine.served_by,
         official=to_official(FORWARD),
         official_both=to_official(BOTH),
-        official_itself=to_official(FORWARD, without_aten),
+        official_graph=to("official", GRAPH),
         pad=to("pad_sdpa", FORWARD),
         pad_both=to("pad_sdpa", BOTH),
-        bare=to("bare", FORWARD),
-        bare_both=to("bare", BOTH),
         memory_mib=mine.memory_mib,
+        official_memory_mib=theirs.memory_mib if theirs else None,
+        both_memory_mib=mine.both_memory_mib,
+        official_both_memory_mib=theirs.both_memory_mib if theirs else None,
     )
 
 
@@ -174,7 +174,7 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], al
 def summary_table(workloads: Sequence[Workload], rows: Sequence[Row], recorded_applies: bool) -> Table:
     """The default choice in one line for each workload."""
     by_workload = rows_by_workload(rows)
-    columns = ["workload", "served by", "ms", "MiB", "official ms", "to official", "to pad", "to bare", "answer"]
+    columns = ["workload", "served by", "ms", "MiB", "official ms", "to official", "to pad", "answer"]
     cells = []
     for workload in workloads:
         present = by_workload.get(workload.name, {})
@@ -186,10 +186,10 @@ def summary_table(workloads: Sequence[Workload], rows: Sequence[Row], recorded_a
         theirs = [official(workload, present, mode, recorded_applies) for mode in modes]
         cells.append([
             workload.name, mine.served_by, _pair(_ms(mine, FORWARD), _ms(mine, BOTH), ".3g"),
-            _number(mine.memory_mib, ".0f" if (mine.memory_mib or 0) >= 10 else ".2g"),
+            _pair(mine.memory_mib, mine.both_memory_mib, ".0f" if (mine.memory_mib or 0) >= 10 else ".2g"),
             " / ".join(f"{each.ms:.3g} {_SHORT[each.source]}" for each in theirs if each) or NONE,
             _pair(found.official, found.official_both, ".3f"), _pair(found.pad, found.pad_both, ".2f"),
-            _pair(found.bare, found.bare_both, ".3f"), answer(mine),
+            answer(mine),
         ])  # fmt: skip
     title = "Ours, forward / forward + backward, and as a multiple of the others' speed"
     if any(row[4] != NONE for row in cells):
@@ -218,7 +218,7 @@ def graph_table(workloads: Sequence[Workload], rows: Sequence[Row]) -> Table | N
     if not cells:
         return None
     columns = ["workload", "served by", "eager ms", GRAPH_COLUMN, *(f"{name} ms" for name in rivals), "no graph"]
-    title = "For information: ours and the others' replayed from a CUDA graph (theirs / ours); the promises are about eager calls"
+    title = "Ours and the others' replayed from a CUDA graph (theirs / ours)"
     return _table(title, columns, cells, always=4)
 
 

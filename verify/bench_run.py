@@ -41,6 +41,7 @@ class Row:
     graph: Timing | None = None
     graph_reason: str = ""
     graph_wrong: bool = False
+    both_memory_mib: float | None = None
 
     @property
     def wrong(self) -> bool:
@@ -141,6 +142,11 @@ def _rows(workload: Workload, plan: Plan, step: Callable[[str], None]) -> list[R
             for name, each in prepared.items()
             if not each.no_backward and not facts[name].get("failed")
         }
+        for name, job in both_jobs.items():
+            step(f"{workload.name}: memory of {name} with gradients")
+            peak = attempt(plan.device, peak_memory, job, plan.device)
+            if isinstance(peak, int):
+                facts[name]["both_memory_mib"] = (peak + prepared[name].prepared_bytes) / MIB
         step(f"{workload.name}: forward + backward")
         for name, timing in time_together(both_jobs, plan.device, plan.repeats, plan.budget_s).items():
             facts[name] |= _timed("both", timing)

@@ -64,7 +64,10 @@ def flash_attn_call(namespace: Any, workload: Workload, inputs: Inputs) -> Calla
     }
     if workload.decode:
         cached = namespace.flash_attn_with_kvcache
-        options |= {"cache_seqlens": inputs.cache_seqlens, "block_table": inputs.block_table}
+        options |= {
+            "cache_seqlens": inputs.cache_seqlens, "block_table": inputs.block_table, "k": inputs.k_new, "v": inputs.v_new,
+            "rotary_cos": inputs.rotary_cos, "rotary_sin": inputs.rotary_sin,
+        }  # fmt: skip
         return lambda q, k, v: cached(q, k, v, **options)
     options["dropout_p"] = workload.dropout_p
     if not workload.packed:
@@ -156,6 +159,11 @@ class Official:
 # ---- PyTorch's kernels, called bare -----------------------------------------------------------------------------------
 
 
+def _no_append(workload: Workload) -> None:
+    if workload.appends:
+        raise Unavailable("reads a cache but appends nothing to it")
+
+
 def _cuda_only(inputs: Inputs) -> None:
     if inputs.device.type != "cuda":
         raise Unavailable("a CUDA kernel")
@@ -175,6 +183,7 @@ class AtenFlash:
             raise Unavailable("no softcap")
         if workload.page_size:
             raise Unavailable("no pages")
+        _no_append(workload)
         operator = torch.ops.aten._flash_attention_forward
         lengths = (inputs.cu_seqlens_q, inputs.cu_seqlens_k) if workload.packed else (None, None)
         left, right = workload.bounds
@@ -202,6 +211,7 @@ class Bare:
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Prepared:
         _cuda_only(inputs)
+        _no_append(workload)
         operator = torch.ops.aten._efficient_attention_forward
         if workload.decode:
             return self._folded_decode(operator, workload, inputs)
@@ -333,6 +343,7 @@ class Plain:
     ours = False
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Prepared:
+        _no_append(workload)
         spread, rows = _heads_first(workload, inputs)
         mask, is_causal = _mask(workload, inputs)
         if is_causal:
@@ -364,6 +375,7 @@ class PadSdpa:
     def prepare(self, workload: Workload, inputs: Inputs) -> Prepared:
         if workload.softcap:
             return Plain().prepare(workload, inputs)
+        _no_append(workload)
         spread, rows = _heads_first(workload, inputs)
         mask, is_causal = _mask(workload, inputs)
 

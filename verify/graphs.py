@@ -131,12 +131,14 @@ def _changed(inputs: Inputs) -> Iterator[None]:
         if inputs.block_table is not None:
             inputs.block_table.copy_(inputs.block_table.flip(0, 1))
 
+    # A step that appends would overwrite another slot of the cache.
+    shorter = inputs.cache_seqlens if inputs.k_new is None else None
     negate()
-    if inputs.cache_seqlens is not None:
-        inputs.cache_seqlens.sub_(1)
+    if shorter is not None:
+        shorter.sub_(1)
     try:
         yield
     finally:
         negate()
-        if inputs.cache_seqlens is not None:
-            inputs.cache_seqlens.add_(1)
+        if shorter is not None:
+            shorter.add_(1)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from verify.contestants import Contestant, Prepared
 from verify.judge import GRADIENT_FACTOR, OUT_FACTOR, cancellation, largest, recomputation, rounding
-from verify.workloads import Inputs, Workload
+from verify.workloads import Inputs, Workload, after_append
 
 # Scores of one block of rows, for all query heads of the piece: 128 MiB in fp64.
 BLOCK_SCORES = 16 * 2**20
@@ -65,10 +65,13 @@ def pieces(workload: Workload) -> list[Piece]:
 
 
 class Truth:
-    """The fp64 answers and the plain ones of a workload's pieces, computed once for all contestants."""
+    """The fp64 answers and the plain ones of a workload's pieces, computed once for all contestants.
+
+    given: what the contestants get; inputs: what attention meets, once new keys are appended and rotated.
+    """
 
     def __init__(self, workload: Workload, inputs: Inputs) -> None:
-        self.workload, self.inputs = workload, inputs
+        self.workload, self.given, self.inputs = workload, inputs, after_append(workload, inputs)
         self._without_dropout: dict[Piece, tuple[Solution, Solution]] = {}
 
     def of(self, piece: Piece, kept: Tensor | None) -> tuple[Solution, Solution]:
@@ -89,7 +92,7 @@ class Truth:
 
 def check(contestant: Contestant, prepared: Prepared, truth: Truth, backward: bool) -> Verdict:
     """One call, held against fp64. Dropout counts with the mask that was drawn."""
-    workload, inputs = truth.workload, truth.inputs
+    workload, inputs = truth.workload, truth.given
     note = ""
     if workload.dropout_p and -(-workload.max_seqlen_k // workload.head_dim) > MOST_PROBES:
         workload = replace(workload, dropout_p=0.0)

@@ -32,7 +32,8 @@ class Recorded:
 @dataclass(frozen=True)
 class Workload:
     """One attention problem. `packed` sequences lie end to end (varlen); a `decode` reads one query row for each
-    sequence from a KV cache, in pages if `page_size` says so.
+    sequence from a KV cache, in pages if `page_size` says so. One that `appends` writes the last key and value first,
+    rotated if `rotary_dim` says so, as a model's decoding step does.
     """
 
     name: str
@@ -49,6 +50,8 @@ class Workload:
     dropout_p: float = 0.0
     decode: bool = False
     page_size: int | None = None
+    appends: bool = False
+    rotary_dim: int = 0
     recorded: Recorded | None = None
 
     @property
@@ -111,12 +114,22 @@ def _dense(name: str, batch: int, seqlen: int, heads: tuple[int, int], head_dim:
     return Workload(name, (seqlen,) * batch, (seqlen,) * batch, *heads, head_dim, **more)
 
 
-def _decode(batch: int, seqlen: int, heads: tuple[int, int], forward_ms: float) -> list[Workload]:
+def _decode(
+    batch: int, seqlen: int, heads: tuple[int, int], head_dim: int = 128, forward_ms: float | None = None
+) -> list[Workload]:
+    """Reading a cache, reading pages, and a model's step: append, rotate and read, from either."""
+    size = "" if head_dim == 128 else f"_d{head_dim}"
+    recorded = Recorded(forward_ms) if forward_ms else None
     contiguous = Workload(
-        f"decode_{batch}x{seqlen}", (1,) * batch, (seqlen,) * batch, *heads, 128, causal=True, decode=True,
-        recorded=Recorded(forward_ms),
+        f"decode_{batch}x{seqlen}{size}", (1,) * batch, (seqlen,) * batch, *heads, head_dim, causal=True, decode=True,
+        recorded=recorded,
     )  # fmt: skip
-    return [contiguous, replace(contiguous, name=f"{contiguous.name}_paged", page_size=PAGE_SIZE)]
+    paged = replace(contiguous, name=f"{contiguous.name}_paged", page_size=PAGE_SIZE)
+    steps = [
+        replace(each, name=f"{each.name}_append", appends=True, rotary_dim=head_dim, recorded=None)
+        for each in (contiguous, paged)
+    ]
+    return [contiguous, paged, *steps]
 
 
 def skewed_lengths(count: int, middle: float = 700.0, lowest: int = 16, highest: int = 8192) -> tuple[int, ...]:
@@ -146,9 +159,12 @@ FULL: tuple[Workload, ...] = (
 )  # fmt: skip
 
 DECODE: tuple[Workload, ...] = (
-    *_decode(1, 8192, (32, 8), 0.030),
-    *_decode(32, 4096, (32, 8), 0.196),
-    *_decode(8, 16384, (32, 32), 0.850),
+    *_decode(1, 8192, (32, 8), forward_ms=0.030),
+    *_decode(32, 4096, (32, 8), forward_ms=0.196),
+    *_decode(8, 16384, (32, 32), forward_ms=0.850),
+    *_decode(64, 2048, (32, 8)),
+    *_decode(8, 4096, (16, 16), head_dim=64),
+    *_decode(8, 4096, (16, 8), head_dim=256),
 )
 
 
@@ -194,6 +210,10 @@ class Inputs:
     alibi_slopes: Tensor | None
     cache_seqlens: Tensor | None
     block_table: Tensor | None
+    k_new: Tensor | None = None
+    v_new: Tensor | None = None
+    rotary_cos: Tensor | None = None
+    rotary_sin: Tensor | None = None
 
     @property
     def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -225,6 +245,13 @@ def make_inputs(workload: Workload, device: str, dtype: torch.dtype, seed: int =
     q = normal(*tensor_shape(workload.seqlens_q, workload.nheads))
     cu_seqlens_q = _cumulative(workload.seqlens_q, device)
     lengths_k = torch.tensor(workload.seqlens_k, dtype=torch.int32, device=device)
+    new_shape = (workload.batch, 1, workload.nheads_k, workload.head_dim)
+    angles = None
+    if workload.rotary_dim:
+        channels = torch.arange(0, workload.rotary_dim, 2, device=device, dtype=torch.float64)
+        frequency = 1e4 ** (-channels / workload.rotary_dim)
+        capacity = workload.max_seqlen_k if block_table is None else block_table.shape[1] * shape_k[1]
+        angles = torch.arange(capacity, device=device, dtype=torch.float64)[:, None] * frequency
     return Inputs(
         q=q,
         k=normal(*shape_k),
@@ -234,9 +261,37 @@ def make_inputs(workload: Workload, device: str, dtype: torch.dtype, seed: int =
         # One tensor for both in self-attention, as models pass it: the lengths are known to be equal without a look.
         cu_seqlens_k=cu_seqlens_q if workload.self_attention else _cumulative(workload.seqlens_k, device),
         alibi_slopes=alibi_slopes(workload.nheads, device) if workload.alibi else None,
-        cache_seqlens=lengths_k if workload.decode else None,
+        cache_seqlens=(lengths_k - int(workload.appends)) if workload.decode else None,
         block_table=block_table,
+        k_new=normal(*new_shape) if workload.appends else None,
+        v_new=normal(*new_shape) if workload.appends else None,
+        rotary_cos=None if angles is None else angles.cos().to(dtype),
+        rotary_sin=None if angles is None else angles.sin().to(dtype),
     )
+
+
+def after_append(workload: Workload, inputs: Inputs) -> Inputs:
+    """The inputs as attention meets them: new keys and values written, q and new keys rotated, in their dtype."""
+    if inputs.k_new is None or inputs.v_new is None or inputs.cache_seqlens is None:
+        return inputs
+    q, k_new = inputs.q, inputs.k_new
+    if inputs.rotary_cos is not None and inputs.rotary_sin is not None:
+        cos, sin = (table[inputs.cache_seqlens.long()][:, None, None] for table in (inputs.rotary_cos, inputs.rotary_sin))
+        q, k_new = _rotated(q, cos, sin), _rotated(k_new, cos, sin)
+    k, v = inputs.k.clone(), inputs.v.clone()
+    rows = torch.arange(workload.batch, device=q.device)
+    slots = inputs.cache_seqlens.long()
+    if inputs.block_table is not None and workload.page_size:
+        rows, slots = inputs.block_table[rows, slots // workload.page_size].long(), slots % workload.page_size
+    k[rows, slots], v[rows, slots] = k_new[:, 0], inputs.v_new[:, 0]
+    return replace(inputs, q=q, k=k, v=v)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """(batch, 1, heads, head_dim) with the channels (0, 1), (2, 3), ... turned."""
+    real, imaginary = x.double()[..., 0::2], x.double()[..., 1::2]
+    turned = torch.stack((real * cos - imaginary * sin, real * sin + imaginary * cos), dim=-1)
+    return turned.flatten(-2).to(x.dtype)
 
 
 def alibi_slopes(nheads: int, device: str) -> Tensor:
