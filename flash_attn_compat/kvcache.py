@@ -1,6 +1,7 @@
 """flash_attn_with_kvcache: append the new keys and values, rotate, then an ordinary call.
 
-Everything is checked, and the backend chosen, before the cache is touched. Positions stay on the device.
+Everything is checked, and the backend chosen, before the cache is touched. What is appended and how is in
+engine/append.py, what the call becomes in engine/build.py. Positions stay on the device.
 """
 
 import operator
@@ -11,13 +12,12 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.engine import checks, dispatch
+from flash_attn_compat.engine.append import Append, by_operators
 from flash_attn_compat.engine.autograd import run_forward
-from flash_attn_compat.engine.call import AttentionCall
+from flash_attn_compat.engine.build import Cache, Options, cache_call
+from flash_attn_compat.engine.call import AttentionCall, Result
 from flash_attn_compat.engine.layout import lse_dtype
-from flash_attn_compat.engine.mask import Mask
-from flash_attn_compat.ops.triton.rotary import apply_rotary
 
-_FULL, _CAUSAL = Mask(), Mask(None, 0)
 _CACHE_SHAPE = "(batch_size_cache, seqlen_cache, num_heads_k, head_size)"
 
 
@@ -52,7 +52,7 @@ def flash_attn_with_kvcache(
         rotary_cos, rotary_sin: (at least the cache's capacity, rotary_dim / 2) in q's dtype; rotates k at
             its positions, and q at cache_seqlens + row if causal or windowed, else at cache_seqlens
         cache_seqlens: how many cache slots are in use before the call, from slot 0 on: an int or
-            (batch_size,) int32; default all of them. It is not updated.
+            (batch_size,) int32; default all of them. It is not updated. An int needs no tensor on the way.
         cache_batch_idx: (batch_size,) int32, the cache row of each sequence; default its own index
         cache_leftpad: (batch_size,) int32, slots to skip at the front
         block_table: (batch_size, max_num_blocks_per_seq) int32, the pages of each sequence
@@ -68,13 +68,20 @@ def flash_attn_with_kvcache(
         RuntimeError: something does not fit together, or the new keys do not fit into the cache; the cache
             is unchanged then. On CUDA a cache_seqlens tensor that is too long is caught by the device.
     """
+    lengths = cache_seqlens
+    if lengths is not None and not isinstance(lengths, Tensor):
+        lengths = operator.index(lengths)
     arguments = _Arguments(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, _lengths(cache_seqlens, q, k_cache), cache_batch_idx,
-        cache_leftpad, block_table, softmax_scale, causal, window_size[0], window_size[1], softcap,
-        rotary_interleaved, alibi_slopes, num_splits,
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, lengths, cache_batch_idx, cache_leftpad, block_table,
+        softmax_scale, causal, window_size[0], window_size[1], softcap, rotary_interleaved, alibi_slopes, num_splits,
     )  # fmt: skip
     if torch.compiler.is_compiling():
-        out, lse = _kvcache_op(*arguments)
+        tensor, number = (lengths, None) if lengths is None or isinstance(lengths, Tensor) else (None, lengths)
+        out, lse = _kvcache_op(
+            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, tensor, number, cache_batch_idx, cache_leftpad,
+            block_table, softmax_scale, causal, window_size[0], window_size[1], softcap, rotary_interleaved,
+            alibi_slopes, num_splits,
+        )  # fmt: skip
     elif torch.is_grad_enabled() and arguments.want_gradients:
         with torch.no_grad():
             out, lse = _attend(arguments, return_softmax_lse)
@@ -85,7 +92,7 @@ def flash_attn_with_kvcache(
 
 
 class _Arguments(NamedTuple):
-    """The function's arguments, with cache_seqlens as a tensor or None."""
+    """The function's arguments."""
 
     q: Tensor
     k_cache: Tensor
@@ -94,7 +101,7 @@ class _Arguments(NamedTuple):
     v: Tensor | None
     rotary_cos: Tensor | None
     rotary_sin: Tensor | None
-    cache_seqlens: Tensor | None
+    cache_seqlens: int | Tensor | None
     cache_batch_idx: Tensor | None
     cache_leftpad: Tensor | None
     block_table: Tensor | None
@@ -123,90 +130,42 @@ class _Arguments(NamedTuple):
         return 0 if self.k is None else self.k.shape[1]
 
 
-def _lengths(cache_seqlens: int | Tensor | None, q: Tensor, k_cache: Tensor) -> Tensor | None:
-    if cache_seqlens is None or isinstance(cache_seqlens, Tensor):
-        return cache_seqlens
-    return torch.full((q.shape[0],), operator.index(cache_seqlens), dtype=torch.int32, device=k_cache.device)
-
-
 def _attend(arguments: _Arguments, return_lse: bool) -> tuple[Tensor, Tensor | None]:
     _check(arguments)
     call = _call(arguments, return_lse)
-    if arguments.k is not None:
-        if not call.is_empty:
-            dispatch.choose(call)  # raises, if nothing can serve, before the cache changes
-        call = call._replace(q=_append(arguments, call))
-    result = run_forward(call)
-    return result.out, result.softmax_lse.contiguous() if return_lse else None
+    result = run_forward(call) if arguments.k is None else _append_and_run(arguments, call)
+    lse = result.softmax_lse
+    return result.out, lse.contiguous() if return_lse and lse is not None else None
 
 
 def _call(arguments: _Arguments, return_lse: bool) -> AttentionCall:
-    q, k_cache, v_cache = arguments.q, arguments.k_cache, arguments.v_cache
-    softcap, batch = arguments.softcap, q.shape[0]
-    seqused = arguments.cache_seqlens
-    if seqused is not None and arguments.seqlen_new:
-        seqused = seqused + arguments.seqlen_new
-    table = arguments.block_table
-    if table is None and arguments.cache_batch_idx is not None:
-        # A cache row is a page that holds its whole sequence.
-        table = arguments.cache_batch_idx.unsqueeze(1)
-    elif table is None and k_cache.shape[0] != batch:
-        k_cache, v_cache = k_cache[:batch], v_cache[:batch]
-    return AttentionCall(
-        q=q,
-        k=k_cache,
-        v=v_cache,
-        softmax_scale=q.shape[-1] ** -0.5 if arguments.softmax_scale is None else float(arguments.softmax_scale),
-        mask=_mask(arguments),
-        max_seqlen_q=q.shape[1],
-        max_seqlen_k=arguments.capacity,
-        softcap=float(softcap) if softcap is not None and softcap > 0.0 else 0.0,
-        alibi_slopes=arguments.alibi_slopes,
-        seqused_k=seqused,
-        leftpad_k=arguments.cache_leftpad,
-        block_table=table,
-        is_dense=seqused is None and arguments.cache_leftpad is None and table is None,
-        return_lse=return_lse,
-    )
+    cache = Cache(
+        arguments.cache_seqlens, arguments.seqlen_new, arguments.cache_batch_idx, arguments.cache_leftpad,
+        arguments.block_table,
+    )  # fmt: skip
+    window_size = arguments.window_size_left, arguments.window_size_right
+    options = Options(
+        0.0, arguments.softmax_scale, arguments.causal, window_size, arguments.softcap, arguments.alibi_slopes, False,
+        return_lse,
+    )  # fmt: skip
+    return cache_call(arguments.q, arguments.k_cache, arguments.v_cache, cache, options)
 
 
-def _mask(arguments: _Arguments) -> Mask:
-    if arguments.window_size_left == -1 and arguments.window_size_right == -1:
-        return _CAUSAL if arguments.causal else _FULL
-    left, right = operator.index(arguments.window_size_left), operator.index(arguments.window_size_right)
-    return Mask.from_window(bool(arguments.causal), left, right)
-
-
-def _append(arguments: _Arguments, call: AttentionCall) -> Tensor:
-    """Write the new keys and values behind each sequence; returns q, rotated if asked for."""
-    q, k, starts = arguments.q, arguments.k, arguments.cache_seqlens
-    if arguments.rotary_cos is not None:
-        turn = {"cos": arguments.rotary_cos, "sin": arguments.rotary_sin, "interleaved": arguments.rotary_interleaved}
-        k = apply_rotary(k, seqlen_offsets=starts, **turn)
-        if _rows_have_own_position(arguments, call):
-            q = apply_rotary(q, seqlen_offsets=starts, **turn)
-        else:
-            # All rows stand at the same position: rotate them as further heads of one row.
-            q = apply_rotary(q.flatten(1, 2).unsqueeze(1), seqlen_offsets=starts, **turn).view(q.shape)
-    slots = starts.long().unsqueeze(1) + torch.arange(k.shape[1], device=q.device)
-    if call.block_table is None:
-        rows = torch.arange(q.shape[0], device=q.device).unsqueeze(1)
-    else:
-        page = call.k.shape[1]
-        rows, slots = call.block_table.long().gather(1, slots // page), slots % page
-    call.k.index_put_((rows, slots), k)
-    call.v.index_put_((rows, slots), arguments.v)
-    return q
-
-
-def _rows_have_own_position(arguments: _Arguments, call: AttentionCall) -> bool:
-    """flash-attn rotates row i at its own position only if the mask, as its kernel sees it, is banded."""
-    left, right = call.mask
-    if right == 0 and arguments.q.shape[1] == 1 and arguments.causal:
-        return True  # one row: its position is cache_seqlens either way
-    banded_left = left is not None and left < arguments.capacity
-    banded_right = right is not None and right < arguments.capacity
-    return banded_left or banded_right
+def _append_and_run(arguments: _Arguments, call: AttentionCall) -> Result:
+    assert arguments.k is not None and arguments.v is not None and arguments.cache_seqlens is not None
+    # flash-attn rotates row i at its own position only if the mask is banded.
+    new = Append(
+        arguments.k, arguments.v, arguments.rotary_cos, arguments.rotary_sin, arguments.rotary_interleaved,
+        arguments.cache_seqlens, not call.mask.is_full,
+    )  # fmt: skip
+    if call.is_empty:
+        by_operators(call, new)
+        return run_forward(call)
+    backend = dispatch.serve(call)  # raises, if nothing can serve, before the cache changes
+    call = call._replace(q=backend.append(call, new))
+    if call.seqused_k is not None and call.seqlen_new and not backend.counts_new_keys:
+        call = call._replace(seqused_k=call.seqused_k + call.seqlen_new, seqlen_new=0)
+    return backend.forward(call)
 
 
 def _check(arguments: _Arguments) -> None:
@@ -234,9 +193,7 @@ def _check(arguments: _Arguments) -> None:
         raise AssertionError("k_cache must have contiguous last dimension")
     if v_cache.stride(3) != 1 and v_cache.numel():
         raise AssertionError("v_cache must have contiguous last dimension")
-    if arguments.alibi_slopes is not None:
-        checks.alibi(arguments.alibi_slopes, q, batch)
-    if arguments.cache_seqlens is not None:
+    if isinstance(arguments.cache_seqlens, Tensor):
         checks.per_sequence("seqlens_k", arguments.cache_seqlens, batch, q.device)
     if arguments.cache_leftpad is not None:
         checks.per_sequence("leftpad_k", arguments.cache_leftpad, batch, q.device)
@@ -293,16 +250,21 @@ def _check_new_keys(arguments: _Arguments) -> None:
 
 
 def _check_capacity(arguments: _Arguments) -> None:
-    """New keys must fit. Only lengths the host can read for free are checked here."""
+    """New keys must fit. Only lengths the host knows, or can read for free, are checked here."""
     lengths = arguments.cache_seqlens
-    if lengths is None or lengths.device.type != "cpu" or not lengths.numel():
+    if isinstance(lengths, int):
+        shortest = longest = lengths
+    elif lengths is None or lengths.device.type != "cpu" or not lengths.numel():
         return
-    lowest, longest = int(lengths.min()), int(lengths.max()) + arguments.seqlen_new
-    if lowest < 0 or longest > arguments.capacity:
+    else:
+        shortest, longest = int(lengths.min()), int(lengths.max())
+    longest += arguments.seqlen_new
+    if shortest < 0 or longest > arguments.capacity:
         where = "the kcache" if arguments.block_table is None else "block_table and its pages"
+        given = lengths if isinstance(lengths, int) else lengths.tolist()
         raise RuntimeError(
             f"KV cache: max(seqlens_k) + seqlen_knew (= {longest}) exceeds the capacity addressable by {where} "
-            f"(= {arguments.capacity}), or a length is negative: {lengths.tolist()}"
+            f"(= {arguments.capacity}), or a length is negative: cache_seqlens is {given}"
         )
 
 
@@ -342,6 +304,7 @@ def _kvcache_op(
     rotary_cos: Optional[torch.Tensor],
     rotary_sin: Optional[torch.Tensor],
     cache_seqlens: Optional[torch.Tensor],
+    cache_seqlen: Optional[int],
     cache_batch_idx: Optional[torch.Tensor],
     cache_leftpad: Optional[torch.Tensor],
     block_table: Optional[torch.Tensor],
@@ -355,16 +318,17 @@ def _kvcache_op(
     num_splits: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     arguments = _Arguments(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
-        block_table, softmax_scale, causal, window_size_left, window_size_right, softcap, rotary_interleaved,
-        alibi_slopes, num_splits,
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens if cache_seqlen is None else cache_seqlen,
+        cache_batch_idx, cache_leftpad, block_table, softmax_scale, causal, window_size_left, window_size_right,
+        softcap, rotary_interleaved, alibi_slopes, num_splits,
     )  # fmt: skip
     out, lse = _attend(arguments, return_lse=True)
+    assert lse is not None
     return out.contiguous(), lse
 
 
 @_kvcache_op.register_fake
-def _(q, k_cache, v_cache, *arguments):
+def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, *arguments: object) -> tuple[Tensor, Tensor]:
     batch, seqlen_q, nheads, _ = q.shape
     out = q.new_empty((batch, seqlen_q, nheads, v_cache.shape[-1]))
     return out, q.new_empty((batch, nheads, seqlen_q), dtype=lse_dtype(q.dtype))

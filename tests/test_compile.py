@@ -169,6 +169,20 @@ def test_kvcache_without_an_append(length: int | None) -> None:
     close(compiled(flash_attn_with_kvcache)(*args, cache_seqlens=length), right)
 
 
+def test_kvcache_with_an_int_length_that_grows() -> None:
+    def step(cache: tuple[Tensor, Tensor], length: int, call: Callable[..., Any]) -> Any:
+        q, k, v = randn(2, 1, 4, 16, seed=length), randn(2, 1, 2, 16, seed=2), randn(2, 1, 2, 16, seed=3)
+        return call(q, *cache, k, v, cache_seqlens=length, causal=True)
+
+    caches = [(randn(2, 20, 2, 16, seed=5), randn(2, 20, 2, 16, seed=6)) for _ in range(2)]
+    whole = compiled(flash_attn_with_kvcache, dynamic=None)
+    for length in (4, 5, 6, 19):
+        close(step(caches[0], length, whole), step(caches[1], length, flash_attn_with_kvcache))
+        assert torch.equal(caches[0][0], caches[1][0])
+    with pytest.raises(RuntimeError, match="exceeds the capacity"):
+        step(caches[0], 20, whole)
+
+
 def test_kvcache_over_pages() -> None:
     def step(pools: tuple[Tensor, Tensor], call: Callable[..., Any]) -> Tensor:
         q, k, v = randn(2, 1, 4, 16, seed=1), randn(2, 1, 2, 16, seed=2), randn(2, 1, 2, 16, seed=3)

@@ -199,10 +199,12 @@ def test_fp32_is_a_reason() -> None:
 @pytest.mark.usefixtures("newest")
 def test_lengths_over_a_cache_need_seqused_k(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = qkv(dtype=HALF)
-    assert reasons(flash_attn_with_kvcache, q, k, v, cache_seqlens=3) == []
+    lengths = torch.tensor([3, 2], dtype=torch.int32)
+    assert reasons(flash_attn_with_kvcache, q, k, v, cache_seqlens=lengths) == []
     arguments = torch_flash._arguments
     monkeypatch.setattr(torch_flash, "_arguments", lambda direction: arguments(direction) - {"seqused_k"})
-    assert any("seqused_k" in reason for reason in reasons(flash_attn_with_kvcache, q, k, v, cache_seqlens=3))
+    assert any("seqused_k" in reason for reason in reasons(flash_attn_with_kvcache, q, k, v, cache_seqlens=lengths))
+    assert reasons(flash_attn_with_kvcache, q, k, v, cache_seqlens=3) == []
 
 
 @pytest.mark.usefixtures("newest")
@@ -233,8 +235,10 @@ def test_alibi_needs_a_causal_mask_and_room_for_its_channels() -> None:
 @pytest.mark.usefixtures("newest")
 def test_one_query_over_a_cache_is_left_to_kernels_that_share_out_keys() -> None:
     q, k, v = qkv(dtype=HALF)
-    assert any("one query" in reason for reason in reasons(flash_attn_with_kvcache, q[:, :1], k, v, cache_seqlens=3))
-    assert reasons(flash_attn_with_kvcache, q, k, v, cache_seqlens=3) == []
+    lengths = torch.tensor([3, 2], dtype=torch.int32)
+    refused = reasons(flash_attn_with_kvcache, q[:, :1], k, v, cache_seqlens=lengths)
+    assert any("one query" in reason for reason in refused)
+    assert reasons(flash_attn_with_kvcache, q, k, v, cache_seqlens=lengths) == []
 
 
 def test_the_installed_pytorch_has_the_operators_in_a_known_form() -> None:

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from flash_attn_compat.engine import alibi, dropout
+from flash_attn_compat.engine import alibi, append, dropout
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import DESCRIPTIONS, Feature, Traits, split
 from flash_attn_compat.engine.layout import Block, Group, Layout, whole_block
@@ -42,12 +42,14 @@ class Backend(abc.ABC):
 
     compiles: whether its kernels are compiled by Triton, which the user has to allow
     yields_to_compiled: whether a backend that compiles is tried against it once that is allowed (engine/tuning.py)
+    counts_new_keys: whether ``forward`` adds call.seqlen_new to call.seqused_k; where not, the sum is made for it
     """
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
     compiles: ClassVar[bool] = False
     yields_to_compiled: ClassVar[bool] = False
+    counts_new_keys: ClassVar[bool] = False
 
     def not_supported_reasons(self, call: AttentionCall) -> list[str]:
         """Every reason why this backend cannot serve ``call``; empty when it can."""
@@ -75,6 +77,13 @@ class Backend(abc.ABC):
     def extra_reasons(self, traits: Traits) -> list[str]:
         """Reasons that the table cannot express, such as combinations."""
         return []
+
+    def append(self, call: AttentionCall, new: append.Append) -> Tensor:
+        """Write new keys and values into call.k and call.v, the cache, in place; returns q, rotated if asked for.
+
+        Comes before ``forward``, which gets the same call with the q that is returned here.
+        """
+        return append.by_operators(call, new)
 
     @abc.abstractmethod
     def forward(self, call: AttentionCall) -> Result:

@@ -90,7 +90,7 @@ def _difference(launch: Launch) -> Tensor:
     positions = _row_positions(launch)
     own = alibi.key_channels(positions, launch.scale, _longest(launch), launch.k.dtype).double().unsqueeze(-2)
     bias = (own * _query_channels(launch).double()).sum(-1) * launch.scale
-    if launch.window[0] < 0 or launch.window[0] >= launch.max_seqlen_k:
+    if launch.window[0] < 0:
         # flash-attn's kernel adds slope * key here, too.
         bias = bias - _row_slopes(launch).double() * positions.unsqueeze(-1)
     return bias.transpose(-1, -2)

@@ -21,8 +21,6 @@ from flash_attn_compat.engine.features import DESCRIPTIONS, Feature, Traits
 # Keys that are found by more than their place in a dense or packed tensor.
 CACHED = Feature.SEQUSED_K | Feature.LEFTPAD_K | Feature.PAGED
 NEEDS_BACKWARD = Feature.BACKWARD | Feature.GIVEN_LSE
-# The kernels take windows as C ints; none of ours is larger than a sequence.
-_LONGEST = 2**30
 
 
 class Launch(NamedTuple):
@@ -135,9 +133,7 @@ class FlashBackend(Backend):
 
 def prepare(call: AttentionCall, takes_caches: bool) -> Launch:
     """The launch that computes ``call``."""
-    left, right = call.mask
-    left = -1 if left is None else min(left, _LONGEST)
-    right = -1 if right is None else min(right, _LONGEST)
+    left, right = (-1 if bound is None else bound for bound in call.mask)
     max_seqlen_q, max_seqlen_k = call.max_seqlen_q, call.max_seqlen_k
     cu_seqlens_q, cu_seqlens_k, slopes = call.cu_seqlens_q, call.cu_seqlens_k, call.alibi_slopes
     # Windows are clamped to the longest key length, which is wrong for rows that stand further before the first key.

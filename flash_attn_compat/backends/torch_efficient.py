@@ -35,7 +35,6 @@ from flash_attn_compat.backends.efficient_launch import (
 from flash_attn_compat.engine import alibi, alignment, outside, streams
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
-from flash_attn_compat.engine.mask import Mask
 
 Found = TypeVar("Found")
 # A launch is made when it is its turn: what it needs beside the call's tensors lives no longer than that.
@@ -111,7 +110,6 @@ class TorchEfficient(Backend):
             return _forward_single(call, keep_lse)
         if _is_band(call):
             return efficient_band.forward(call)
-        call = _without_idle_window(call)
         steps = list(_launches(call))
         natives: list[Native] = []
         out = None if _is_one_launch(steps) else _empty_out(call)
@@ -144,7 +142,6 @@ class TorchEfficient(Backend):
     def _backward(self, call: AttentionCall, upstream: Upstream) -> Gradients:
         if _is_band(call):
             return efficient_band.backward(call, upstream)
-        call = _without_idle_window(call)
         packed = call.cu_seqlens_q is not None
         dout, out = (t.unsqueeze(0) if packed else t for t in (upstream.dout, upstream.out))
         # Each launch of a forward under dropout drew a mask of its own.
@@ -213,11 +210,6 @@ def _is_band(call: AttentionCall) -> bool:
     same = call.equal_lengths or (call.is_dense and call.q.shape[1] == call.k.shape[1])
     windowed = call.mask.left is not None and bool(call.mask.right)
     return windowed and same and call.alibi_slopes is None
-
-
-def _without_idle_window(call: AttentionCall) -> AttentionCall:
-    """flash-attn takes an ALiBi call whose window hides no earlier key for a purely causal one."""
-    return call._replace(mask=Mask(None, 0)) if call.lse_carries_alibi_position else call
 
 
 def _launches(call: AttentionCall, backward: bool = False) -> Iterator[Step]:

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from flash_attn_compat.engine import checks
@@ -35,10 +36,23 @@ class Packing(NamedTuple):
     max_seqlen_k: int
 
 
+class Cache(NamedTuple):
+    """How sequences lie in a cache, with the names and meanings of flash_attn_with_kvcache's arguments.
+
+    seqlen_new: how many keys are written behind cache_seqlens before the call
+    """
+
+    cache_seqlens: int | Tensor | None
+    seqlen_new: int
+    cache_batch_idx: Tensor | None
+    cache_leftpad: Tensor | None
+    block_table: Tensor | None
+
+
 def dense_call(q: Tensor, k: Tensor, v: Tensor, options: Options) -> AttentionCall:
     """(batch, seqlen, heads, head_dim) tensors; raises as checks.dense does."""
     checks.dense(q, k, v)
-    return _call(q, k, v, options, q.shape[0], q.shape[1], k.shape[1])
+    return _call(q, k, v, options, q.shape[0], q.shape[1], k.shape[1], k.shape[1])
 
 
 def packed_call(
@@ -66,8 +80,9 @@ def packed_call(
         checks.per_sequence("leftpad_k", leftpad_k, batch, q.device)
     if block_table is not None and seqused_k is None:
         seqused_k = starts_k[1:] - starts_k[:-1]
+    longest_q, longest_k = _integer(max_seqlen_q), _integer(max_seqlen_k)
     return _call(
-        q, k, v, options, batch, _integer(max_seqlen_q), _integer(max_seqlen_k),
+        q, k, v, options, batch, longest_q, longest_k, longest_k,
         cu_seqlens_q=starts_q,
         cu_seqlens_k=starts_k if block_table is None else None,
         block_table=block_table,
@@ -78,16 +93,63 @@ def packed_call(
     )  # fmt: skip
 
 
+def cache_call(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: Cache, options: Options) -> AttentionCall:
+    """(batch, seqlen_q, nheads, head_dim) queries over a cache; kvcache.py has checked everything but the options.
+
+    Lengths that are known to the host and equal become dense slices of the cache, new keys included. Any others are
+    seqused_k, in which new keys are not counted where the lengths are a tensor: see AttentionCall.seqlen_new.
+    """
+    used, seqlen_new, batch_idx, leftpad, table = cache
+    batch, seqlen_q, slots = q.shape[0], q.shape[1], k_cache.shape[1]
+    capacity = slots if table is None else slots * table.shape[1]
+    if batch_idx is not None:
+        # A cache row is a page that holds its whole sequence.
+        table = batch_idx.unsqueeze(1)
+    elif table is None and k_cache.shape[0] != batch:
+        k_cache, v_cache = k_cache[:batch], v_cache[:batch]
+    if isinstance(used, int):
+        used, seqlen_new = used + seqlen_new, 0
+        if table is None and leftpad is None and not _shows_capacity(options):
+            k, v = k_cache[:, :used], v_cache[:, :used]
+            return _call(q, k, v, options, batch, seqlen_q, used, capacity)
+        used = torch.full((batch,), used, dtype=torch.int32, device=q.device)
+    return _call(
+        q, k_cache, v_cache, options, batch, seqlen_q, capacity, capacity,
+        seqused_k=used,
+        leftpad_k=leftpad,
+        block_table=table,
+        is_dense=used is None and leftpad is None and table is None,
+        seqlen_new=seqlen_new,
+    )  # fmt: skip
+
+
+def _shows_capacity(options: Options) -> bool:
+    """Whether the LSE tells a window that is idle over the whole cache from one that is over the keys in use."""
+    return options.alibi_slopes is not None and options.window_size[0] >= 0
+
+
 def _call(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, batch: int, max_seqlen_q: int, max_seqlen_k: int, **lengths: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    batch: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    capacity: int,
+    **lengths: Any,
 ) -> AttentionCall:
-    """lengths: the call's fields that say how sequences lie in the tensors, for other than dense ones."""
+    """The one place that turns options into a call.
+
+    capacity: the keys that windows are measured against
+    lengths: the call's fields that say how sequences lie in the tensors, for other than dense ones
+    """
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs = options
     left, right = window_size
     if left == -1 and right == -1:
         mask = _CAUSAL if causal else _FULL
     else:
-        mask = Mask.from_window(causal, _integer(left), _integer(right))
+        mask = Mask.from_window(bool(causal), _integer(left), _integer(right), max_seqlen_q, capacity)
     drops = dropout_p > 0.0
     if drops:
         checks.dropout(dropout_p)

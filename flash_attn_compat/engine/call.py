@@ -24,6 +24,8 @@ class AttentionCall(NamedTuple):
         (num_blocks, page_size, nheads_k, head_dim) with ``block_table``; v likewise with its own head_dim
     cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 starts of packed sequences
     seqused_k: (batch,) int32, one past the last key used, counted from the sequence's first slot
+    seqlen_new: how many keys Backend.append writes behind seqused_k, which does not count them yet; only backends
+        with ``counts_new_keys`` ever compute a call in which it is not 0
     leftpad_k: (batch,) int32, slots skipped at the front
     block_table: (batch, max_blocks) int32 pages of each sequence
     alibi_slopes: (batch, nheads) or (nheads,) fp32
@@ -58,6 +60,7 @@ class AttentionCall(NamedTuple):
     given_lse: bool = False
     shares_dropout_mask: bool = False
     transformed: bool = False
+    seqlen_new: int = 0
 
     @property
     def batch(self) -> int:
@@ -94,8 +97,7 @@ class AttentionCall(NamedTuple):
     @property
     def lse_carries_alibi_position(self) -> bool:
         """flash-attn returns LSE + slope * position when the mask is, for its kernel, purely causal."""
-        left = self.mask.left
-        return self.alibi_slopes is not None and self.mask.right == 0 and (left is None or left >= self.max_seqlen_k)
+        return self.alibi_slopes is not None and self.mask.is_causal
 
     def features(self) -> int:
         """The combination of Feature values this call asks for."""

@@ -12,6 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# No sequence is longer. Kernels add bounds to positions in int32, so none of ours may be larger either.
+MOST_TOKENS = 2**30
+
 
 class Range(NamedTuple):
     """Half-open range of rows or keys."""
@@ -31,10 +34,20 @@ class Mask(NamedTuple):
     right: int | None = None
 
     @classmethod
-    def from_window(cls, causal: bool, window_left: int, window_right: int) -> Mask:
-        """flash-attn's arguments: any negative bound is unbounded, ``causal`` forces the right one to 0."""
-        left = None if window_left < 0 else window_left
-        return cls(left, 0 if causal else None if window_right < 0 else window_right)
+    def from_window(cls, causal: bool, window_left: int, window_right: int, longest_q: int, longest_k: int) -> Mask:
+        """flash-attn's arguments in their normal form, in which a bound that hides nothing is None.
+
+        Any negative bound is unbounded, and ``causal`` forces the right one to 0. longest_q, longest_k: the most
+        rows and keys that a sequence may have. As flash-attn does, a bound counts as idle from longest_k on, one
+        more than hides nothing: its LSE under ALiBi and its rotary positions show the difference. With more rows
+        than keys the right one may hide keys even then.
+        """
+        longest_k = min(longest_k, MOST_TOKENS)
+        left = None if window_left < 0 or window_left >= longest_k else window_left
+        if causal:
+            return cls(left, 0)
+        idle_right = window_right < 0 or window_right >= max(longest_k, min(longest_q, MOST_TOKENS) - 1)
+        return cls(left, None if idle_right else window_right)
 
     @property
     def is_full(self) -> bool:
