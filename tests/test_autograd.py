@@ -287,6 +287,27 @@ def test_autocast_leaves_the_dtype_of_the_inputs_alone() -> None:
     close(out, flash_attn_func(q, k, v))
 
 
+@on_general_backends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("half", ["forward", "backward", "both"])
+def test_autocast_changes_no_digit(
+    backend: str, dtype: torch.dtype, autocast_dtype: torch.dtype, half: str
+) -> None:
+    inputs = [x.requires_grad_() for x in qkv(2, 40, 50, h=4, hk=2, dtype=dtype)]
+    feature = {"window_size": (9, 0)} if backend == "sdpa" else {"softcap": 2.0, "dropout_p": 0.3}
+
+    def run(halves: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        with torch.autocast("cpu", dtype=autocast_dtype, enabled=halves in ("forward", "both")):
+            found = on_backend(backend, flash_attn_func, *inputs, causal=True, return_attn_probs=True, **feature)
+        with torch.autocast("cpu", dtype=autocast_dtype, enabled=halves in ("backward", "both")):
+            return [*found, *torch.autograd.grad(found[0].sum(), inputs)]
+
+    for ours, wanted in zip(run(half), run("none"), strict=True):
+        assert torch.equal(ours, wanted)
+
+
 def test_the_backend_of_the_forward_computes_the_backward() -> None:
     inputs = leaves()
     with flash_attn_compat.use_backend("reference"):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends import Backend
-from flash_attn_compat.engine import dispatch
+from flash_attn_compat.engine import callers_state, dispatch
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream, wants_transforms
 from flash_attn_compat.engine.layout import lse_dtype
 from flash_attn_compat.engine.probabilities import signed_probabilities
@@ -51,7 +51,8 @@ def attend(inputs: tuple[Tensor, ...], call: AttentionCall) -> tuple[Tensor, Ten
     """
     if wants_transforms(*inputs):
         call = call._replace(transformed=True)
-        return _finish(call, dispatch.serve(call).forward(call))
+        with callers_state.without_autocast(call.q.device):
+            return _finish(call, dispatch.serve(call).forward(call))
     if torch.is_grad_enabled():
         for tensor in inputs:
             if tensor.requires_grad:
@@ -62,9 +63,18 @@ def attend(inputs: tuple[Tensor, ...], call: AttentionCall) -> tuple[Tensor, Ten
 
 def run_forward(call: AttentionCall) -> Result:
     """Serve a call outside autograd."""
+    return _served(call)[1]
+
+
+def _served(call: AttentionCall) -> tuple[Backend | None, Result]:
+    """The backend that served the call, None where there was nothing to compute, and what it found."""
     if call.is_empty:
-        return _empty_result(call)
-    return dispatch.serve(call).forward(call)
+        return None, _empty_result(call)
+    if callers_state.autocasts(call.q.device):
+        with callers_state.without_autocast(call.q.device):
+            return _served(call)
+    backend = dispatch.serve(call)
+    return backend, backend.forward(call)
 
 
 def run_backward(
@@ -76,17 +86,16 @@ def run_backward(
         for gradient in gradients:
             gradient.zero_()
         return gradients
+    if callers_state.autocasts(call.q.device):
+        with callers_state.without_autocast(call.q.device):
+            return backend.backward(call, upstream, into)
     return backend.backward(call, upstream, into)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: AttentionCall, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        if call.is_empty:
-            ctx.backend, result = None, _empty_result(call)
-        else:
-            ctx.backend = dispatch.serve(call)
-            result = ctx.backend.forward(call)
+        ctx.backend, result = _served(call)
         ctx.inputs = len(tensors)
         ctx.description = call.without_tensors()
         ctx.save_for_backward(
@@ -122,7 +131,7 @@ class _Attention(torch.autograd.Function):
 def _differentiable_gradients(inputs: tuple[Tensor, ...], call: AttentionCall, dout: Tensor) -> tuple[Tensor, ...]:
     """Gradients that can be differentiated again: the forward once more in differentiable operations."""
     again = call._replace(transformed=True, needs_grad=False)
-    with torch.enable_grad():
+    with torch.enable_grad(), callers_state.without_autocast(call.q.device):
         out = dispatch.choose(again).forward(again).out
         return torch.autograd.grad(out, inputs, dout, create_graph=True, allow_unused=True)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_attn_compat.engine import alibi, dropout
+from flash_attn_compat.engine import alibi, callers_state, dropout
 from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.layout import Block, Layout
 from flash_attn_compat.engine.mask import Range
@@ -21,6 +21,11 @@ def signed_probabilities(call: AttentionCall, rng_state: Tensor) -> Tensor:
 
     Each sequence starts at [0, 0] of its own matrix; everything outside what a row sees is 0.
     """
+    with callers_state.without_autocast(call.q.device):
+        return _signed_probabilities(call, rng_state)
+
+
+def _signed_probabilities(call: AttentionCall, rng_state: Tensor) -> Tensor:
     shape = (call.batch, call.nheads, round_up(call.max_seqlen_q, 128), round_up(call.max_seqlen_k, 128))
     signed = call.q.new_zeros(shape)
     if call.is_empty:

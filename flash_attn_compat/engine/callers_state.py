@@ -1,0 +1,43 @@
+"""The caller's state that would change what plain operators compute, and how we work without it.
+
+Default dtype and default device are not here: every tensor we make names its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import torch
+
+
+def autocasts(device: torch.device) -> bool:
+    """Whether autocast is on for operators on ``device``: it would round the products of what is wider."""
+    return _knows_autocast(device.type) and torch.is_autocast_enabled(device.type)
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """A context without it."""
+    return torch.autocast(device.type, enabled=False) if autocasts(device) else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def set_aside(device: torch.device) -> Iterator[None]:
+    """A context for what is computed once and decides, or serves, later calls: neither autocast nor inference mode.
+
+    As outside of it, gradients are recorded only if they were.
+    """
+    records = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(records):
+        with without_autocast(device):
+            yield
+
+
+@functools.lru_cache(maxsize=None)
+def _knows_autocast(device_type: str) -> bool:
+    try:
+        torch.is_autocast_enabled(device_type)
+    except RuntimeError:
+        return False
+    return True
