@@ -5,11 +5,13 @@ from __future__ import annotations
 import warnings
 
 import torch
+from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import HALF_DTYPES, Backend, Capabilities
-from flash_attn_compat.backends.fused import forward, loader
+from flash_attn_compat.backends.fused import append, forward, loader
 from flash_attn_compat.backends.fused.loader import KernelError
+from flash_attn_compat.engine.append import Append, by_operators
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
 
@@ -43,11 +45,24 @@ class Fused(Backend):
     def extra_reasons(self, traits: Traits) -> list[str]:
         return [f"failed before: {self._failures[traits]}"] if traits in self._failures else []
 
+    def append(self, call: AttentionCall, new: Append) -> Tensor:
+        if loader.exists("append.cu"):
+            try:
+                return append.append(call, new)
+            except KernelError as error:
+                self._remember(call, error)
+        return by_operators(call, new)
+
     def forward(self, call: AttentionCall) -> Result:
         from flash_attn_compat.engine import dispatch
 
         found = self.attempt(call)
-        return dispatch.serve_instead(self, call).forward(call) if found is None else found
+        if found is not None:
+            return found
+        other = dispatch.serve_instead(self, call)
+        if call.seqused_k is not None and call.seqlen_new and not other.counts_new_keys:
+            call = call._replace(seqused_k=call.seqused_k + call.seqlen_new, seqlen_new=0)
+        return other.forward(call)
 
     def attempt(self, call: AttentionCall) -> Result | None:
         try:

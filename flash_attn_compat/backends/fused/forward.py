@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused import launcher, loader, params, variants
+from flash_attn_compat.backends.fused import append, launcher, loader, params, variants
 from flash_attn_compat.backends.fused.launcher import address, extent
 from flash_attn_compat.backends.fused.loader import Kernel, Target
 from flash_attn_compat.backends.fused.variants import Kind
@@ -15,16 +15,10 @@ from flash_attn_compat.engine.call import AttentionCall, Result
 _FLOAT, _INT, _LONG = torch.float32, torch.int32, torch.int64
 
 
-def forward(call: AttentionCall, counters: Tensor | None = None) -> Result:
-    """One call; raises KernelError where a kernel cannot be used.
-
-    counters: the decode kernel's, zero in stream order already; by default they are made here
-    """
+def forward(call: AttentionCall) -> Result:
+    """One call; raises KernelError where a kernel cannot be used."""
     call = launcher.tidy(call) if call.alibi_slopes is not None or call.block_table is not None else call
-    plan = launcher.planned(("forward", *launcher.key(call)), lambda: make_plan(call))
-    if isinstance(plan, Copied):
-        return plan.run(call)
-    return plan.run(call, counters)
+    return launcher.planned(("forward", *launcher.key(call)), lambda: make_plan(call)).run(call)
 
 
 class Copied:
@@ -51,44 +45,27 @@ class Attention:
         self.table = 0 if call.block_table is None else extent(call.block_table)
         self.slopes = 0 if call.alibi_slopes is None else extent(call.alibi_slopes)
         self.fields = launcher.described(call)
-        self.fields["out_s"] = _contiguous_strides(call.out_shape)
+        self.fields["out_s"] = launcher.contiguous_strides(call.out_shape)
         self.maxima = Maxima(call, kind, target, device) if kind.type == variants.BF16_AS_FP16 else None
         if self.maxima is not None:
             self.fields["absmax_splits"] = self.maxima.splits
-        self.splits = 1
-        group = call.nheads // call.nheads_k
-        if loader.exists("decode.cu") and variants.takes_decode(launcher.longest_rows(call), group, kind.dropout):
-            self._take_decode(call, kind, target)
-        else:
-            self._take_forward(call, kind, target)
-        self.template = params.pack(self.fields)
-
-    def _take_forward(self, call: AttentionCall, kind: Kind, target: Target) -> None:
-        variant, self.kernel = launcher.ready(variants.forward, kind, target, self.device)
-        tiles = -(-launcher.longest_rows(call) // variant.rows)
+        self.share = launcher.share(call, kind)
         # With packed rows, one slab more sets what lies outside of all sequences to 0.
         sequences = call.batch + (call.cu_seqlens_q is not None)
-        self.fields["tiles"], self.blocks = tiles, tiles * call.nheads * sequences
+        if self.share is None:
+            variant, self.kernel = launcher.ready(variants.forward, kind, target, device)
+            tiles = -(-launcher.longest_rows(call) // variant.rows)
+            self.blocks = tiles * call.nheads * sequences
+        else:
+            _, self.kernel = launcher.ready(variants.decode, kind, target, device)
+            tiles = self.share.tiles
+            self.fields |= {"splits": self.share.splits, "keys_per_split": self.share.keys}
+            self.blocks = self.share.splits * tiles * call.nheads_k * sequences
+        self.fields["tiles"] = tiles
+        self.splits = 1 if self.share is None else self.share.splits
+        self.template = params.pack(self.fields)
 
-    def _take_decode(self, call: AttentionCall, kind: Kind, target: Target) -> None:
-        _, self.kernel = launcher.ready(variants.decode, kind, target, self.device)
-        rows = launcher.longest_rows(call) * (call.nheads // call.nheads_k)
-        tiles = -(-rows // variants.DECODE_ROWS)
-        self.tiles = tiles * call.nheads_k * call.batch
-        left, right = call.mask
-        keys = launcher.longest_keys(call)
-        if left is not None:
-            keys = min(keys, left + launcher.longest_rows(call) + (keys if right is None else right))
-        self.splits, size = variants.splits(self.tiles, keys, launcher.processors(self.device))
-        self.fields |= {"tiles": tiles, "splits": self.splits, "keys_per_split": size}
-        sequences = call.batch + (call.cu_seqlens_q is not None)
-        self.blocks = self.splits * tiles * call.nheads_k * sequences
-        # Bytes of the partial outputs, of their maxima and sums, and of the counters behind them.
-        rows = self.tiles * self.splits * variants.DECODE_ROWS
-        self.part_ml, self.counters = rows * kind.D * 4, rows * (kind.D + 2) * 4
-        self.workspace = self.counters + self.tiles * 4
-
-    def run(self, call: AttentionCall, counters: Tensor | None) -> Result:
+    def run(self, call: AttentionCall) -> Result:
         device, dtype, place = self.device, self.dtype, self.place
         q_extent, k_extent, v_extent = self.extents
         out = torch.empty(self.out_shape, dtype=dtype, device=place)
@@ -98,16 +75,7 @@ class Attention:
         rng_state = call.rng_state
         if rng_state is None and call.dropout_p:
             rng_state = dropout.new_rng_state(place)
-        if self.splits > 1:
-            partials = torch.empty(self.workspace, dtype=torch.uint8, device=place).data_ptr()
-            zeros = partials + self.counters
-            if counters is None:
-                loader.driver().clear(zeros, self.tiles, device)
-            else:
-                zeros = address("counters", counters, _INT, device, self.tiles)
-            parts = partials, partials + self.part_ml, zeros
-        else:
-            parts = 0, 0, 0
+        workspace, partials, part_ml, counters = self._workspace(call) if self.splits > 1 else (None, 0, 0, 0)
         cu_q, cu_k, used, leftpad = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.leftpad_k
         table, slopes, starts = call.block_table, call.alibi_slopes, self.starts
         arguments = launcher.arguments
@@ -128,10 +96,22 @@ class Attention:
             0 if slopes is None else address("alibi_slopes", slopes, _FLOAT, device, self.slopes),
             0 if rng_state is None else address("rng_state", rng_state, _LONG, device, 2),
             0 if maxima is None else maxima.data_ptr(),
-            *parts,
+            partials, part_ml, counters,
         )  # fmt: skip
         launcher.submit(self.kernel, self.blocks, device)
         return Result(out, lse, rng_state, () if true_lse is None else (true_lse,))
+
+
+    def _workspace(self, call: AttentionCall) -> tuple[Tensor, int, int, int]:
+        """Memory to be kept until the launch, and in it part_out, part_ml and counters, 0 once the stream is there."""
+        share = self.share
+        assert share is not None
+        workspace = append.take(call.q, share.workspace, self.device)
+        if workspace is None:
+            workspace = torch.empty(share.workspace, dtype=torch.uint8, device=self.place)
+            loader.driver().clear(workspace.data_ptr() + share.counters, share.total, self.device)
+        start = workspace.data_ptr()
+        return workspace, start, start + share.part_ml, start + share.counters
 
 
 class Maxima:
@@ -186,9 +166,3 @@ def make_plan(call: AttentionCall) -> Attention | Copied:
     target = loader.target(device)
     return Attention(call, launcher.kind_of(call, target, vec), target, device)
 
-
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """(batch, row, head) of a contiguous (batch, rows, heads, d), or (total, heads, d)."""
-    heads, channels = shape[-2], shape[-1]
-    row = heads * channels
-    return (shape[1] * row if len(shape) == 4 else 0), row, channels

@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable, Hashable
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from flash_attn_compat.engine import dropout
 from flash_attn_compat.engine.call import AttentionCall
 
 _LARGEST_INT = 2**31 - 1
-# Longer windows than any sequence; the kernels add them to positions.
+# Longer windows than a sequence that fits a GPU; the kernels add them to positions.
 _LONGEST_WINDOW = 2**29
 _MOST_PLANS = 4096
 # Elements up to which loading one by one costs less than copying into place first.
@@ -51,6 +51,19 @@ def submit(kernel: Kernel, blocks: int, device: int) -> None:
     loader.driver().launch(kernel, blocks, device, arguments.pointers)
 
 
+def stream(device: int) -> int:
+    """PyTorch's current stream of ``device``."""
+    current: int = torch._C._cuda_getCurrentRawStream(device)
+    return current
+
+
+def note_written(*tensors: Tensor) -> None:
+    """Tell autograd, as PyTorch's own operators do, that tensors of the caller's were written in place."""
+    for tensor in tensors:
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+
+
 def address(name: str, tensor: Tensor, dtype: torch.dtype, device: int, extent: int) -> int:
     """Where ``tensor`` begins, once it is known to hold ``extent`` elements of ``dtype`` from there on, on ``device``."""
     if tensor.dtype is not dtype or tensor.get_device() != device:
@@ -75,6 +88,13 @@ def strides(tensor: Tensor) -> tuple[int, int, int]:
     if tensor.dim() == 3:
         return 0, tensor.stride(0), tensor.stride(1)
     return tensor.stride(0), tensor.stride(1), tensor.stride(2)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, int, int]:
+    """(batch, row, head) of a contiguous (batch, rows, heads, d), or (total, heads, d)."""
+    heads, channels = shape[-2], shape[-1]
+    row = heads * channels
+    return (shape[1] * row if len(shape) == 4 else 0), row, channels
 
 
 def is_readable(tensor: Tensor) -> bool:
@@ -124,7 +144,7 @@ def key(call: AttentionCall) -> tuple[Hashable, ...]:
         call.max_seqlen_k, call.softcap, call.dropout_p, call.return_lse, call.needs_grad,
         None if slopes is None else slopes.stride(), None if table is None else (table.shape, table.stride()),
         None if call.cu_seqlens_q is None else call.cu_seqlens_q.shape,
-        call.cu_seqlens_k is None, call.seqused_k is None, call.leftpad_k is None,
+        call.cu_seqlens_k is None, call.seqused_k is None, call.leftpad_k is None, call.seqlen_new,
     )  # fmt: skip
 
 
@@ -153,7 +173,8 @@ def kind_of(call: AttentionCall, target: Target, vec: int) -> Kind:
         number=target.number,
         type=variants.BF16_AS_FP16 if half and target.number < 80 else half,
         head_dim=max(call.q.shape[-1], call.v.shape[-1]),
-        local=left is not None or right is not None,
+        # One row stands at the last key: nothing is to its right.
+        local=left is not None or (right is not None and longest_rows(call) > 1),
         alibi=call.alibi_slopes is not None,
         softcap=call.softcap > 0.0,
         dropout=call.dropout_p > 0.0,
@@ -187,7 +208,7 @@ def described(call: AttentionCall) -> dict[str, params.Value]:
         "seqlen_k": longest_keys(call),
         "total_q": q.shape[0] if call.cu_seqlens_q is not None else 0,
         "total_k": k.shape[0] if call.cu_seqlens_k is not None else 0,
-        "seqlen_new": getattr(call, "seqlen_new", 0),
+        "seqlen_new": call.seqlen_new,
         "head_dim": q.shape[-1],
         "head_dim_v": v.shape[-1],
         "window_left": -1 if left is None else min(left, _LONGEST_WINDOW),
@@ -228,6 +249,38 @@ def longest_keys(call: AttentionCall) -> int:
     if call.cu_seqlens_k is None:
         return call.k.shape[1]
     return max(1, min(call.max_seqlen_k, call.k.shape[0]))
+
+
+class Share(NamedTuple):
+    """How the decode kernel cuts a call: tiles of rows a key head, splits of their keys, bytes between the splits.
+
+    part_ml, counters: where these begin in a workspace of ``workspace`` bytes; total: tiles of all heads
+    """
+
+    tiles: int
+    total: int
+    splits: int
+    keys: int
+    part_ml: int
+    counters: int
+    workspace: int
+
+
+def share(call: AttentionCall, kind: Kind) -> Share | None:
+    """None where the call has too many rows for the decode kernel."""
+    rows, group = longest_rows(call), call.nheads // call.nheads_k
+    if not variants.takes_decode(rows, group, kind.dropout) or not loader.exists("decode.cu"):
+        return None
+    tiles = -(-rows * group // variants.DECODE_ROWS)
+    total = tiles * call.nheads_k * call.batch
+    left, right = call.mask
+    keys = longest_keys(call)
+    if left is not None and right is not None:
+        keys = min(keys, left + rows + right)
+    splits, size = variants.splits(total, keys, processors(call.q.get_device()))
+    partial_rows = total * splits * variants.DECODE_ROWS
+    counters = partial_rows * (kind.D + 2) * 4
+    return Share(tiles, total, splits, size, partial_rows * kind.D * 4, counters, counters + total * 4)
 
 
 def tidy(call: AttentionCall) -> AttentionCall:

@@ -37,6 +37,7 @@ SIZE = _STRUCT.size
 ADDRESSES = struct.Struct(f"<{len(_ADDRESSES)}Q")
 FORWARD_ADDRESSES = struct.Struct("<14Q")
 DECODE_ADDRESSES = struct.Struct("<17Q")
+APPEND_ADDRESSES = struct.Struct("<22Q")
 
 Value = int | float | tuple[int, int, int]
 
