@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import struct
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch import Tensor
 
-from flash_attn_compat.backends.fused import launcher, loader, params
+from flash_attn_compat.backends.fused import append, backward, forward, launcher, loader, maxima, params, trial
 from flash_attn_compat.backends.fused.loader import Kernel, Target
 from flash_attn_compat.backends.fused.variants import Variant
 
@@ -28,6 +30,7 @@ class Launches:
 
     seen: list[Launch] = field(default_factory=list)
     cleared: list[int] = field(default_factory=list)
+    variants: list[Variant] = field(default_factory=list)
 
     @property
     def last(self) -> Launch:
@@ -41,14 +44,14 @@ def unpack(content: bytes) -> dict[str, params.Value]:
 
 def record(monkeypatch: pytest.MonkeyPatch, number: int = 75) -> Launches:
     """Let the backend serve CPU tensors from now on; nothing is computed, every launch is written down."""
-    found, variants = Launches(), []
+    found = Launches()
 
     def kernel(variant: Variant, architecture: str, device: int) -> Kernel:
-        variants.append(variant)
-        return Kernel(ctypes.c_void_p(len(variants)), variant.threads, variant.shared)
+        found.variants.append(variant)
+        return Kernel(ctypes.c_void_p(len(found.variants)), variant.threads, variant.shared)
 
     def submit(kernel: Kernel, blocks: int, device: int) -> None:
-        variant = variants[kernel.handle.value - 1]
+        variant = found.variants[kernel.handle.value - 1]
         found.seen.append(Launch(variant, blocks, unpack(launcher.arguments.buffer.raw)))
 
     class Driver:
@@ -59,6 +62,38 @@ def record(monkeypatch: pytest.MonkeyPatch, number: int = 75) -> Launches:
     monkeypatch.setattr(loader, "target", lambda device: Target(f"sm_{number}", number))
     monkeypatch.setattr(loader, "driver", Driver)
     monkeypatch.setattr(launcher, "submit", submit)
+    monkeypatch.setattr(launcher, "stream", lambda device: 0)
     monkeypatch.setattr(launcher, "processors", lambda device: 40)
+    monkeypatch.setattr(trial, "check", lambda *what: None)
     launcher.forget_plans()
+    return found
+
+
+def emulate(monkeypatch: pytest.MonkeyPatch, number: int = 75) -> Launches:
+    """As ``record``, and every launch is computed by the emulator, which allows no access outside of the call's tensors."""
+    from tests.kernels import emulate as emulator
+
+    found = record(monkeypatch, number)
+    memory: list[Tensor] = []
+    address, empty = launcher.address, torch.empty
+
+    def known_address(name: str, tensor: Tensor, *rest: Any) -> int:
+        memory.append(tensor)
+        return address(name, tensor, *rest)
+
+    def known_empty(*args: Any, **kwargs: Any) -> Tensor:
+        memory.append(empty(*args, **kwargs))
+        return memory[-1].fill_(torch.nan if memory[-1].is_floating_point() else 0)
+
+    def submit(kernel: Kernel, blocks: int, device: int) -> None:
+        variant = found.variants[kernel.handle.value - 1]
+        content = launcher.arguments.buffer.raw
+        found.seen.append(Launch(variant, blocks, unpack(content)))
+        compiled = emulator.compile_kernel(variant.source, variant.entry, dict(variant.macros))
+        compiled.launch(content, blocks, variant.threads, variant.shared, list(memory))
+
+    for module in (append, backward, forward, maxima):
+        monkeypatch.setattr(module, "address", known_address)
+    monkeypatch.setattr(torch, "empty", known_empty)
+    monkeypatch.setattr(launcher, "submit", submit)
     return found

@@ -9,18 +9,23 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import HALF_DTYPES, Backend, Capabilities
-from flash_attn_compat.backends.fused import append, forward, loader
+from flash_attn_compat.backends.fused import append, backward, forward, loader
 from flash_attn_compat.backends.fused.loader import KernelError
 from flash_attn_compat.engine.append import Append, by_operators
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
 
 
+_LACKS = Feature.TRANSFORMS
+if not loader.exists("dq.cu"):
+    _LACKS |= Feature.BACKWARD | Feature.GIVEN_LSE
+
+
 class Fused(Backend):
     name = "fused"
     counts_new_keys = True
     capabilities = Capabilities(
-        features=~(Feature.TRANSFORMS | Feature.BACKWARD | Feature.GIVEN_LSE),
+        features=~_LACKS,
         devices=frozenset({"cuda"}),
         dtypes=HALF_DTYPES,
         min_capability=(7, 5),
@@ -43,7 +48,10 @@ class Fused(Backend):
         return ["its kernels are for NVIDIA GPUs"] if torch.version.hip is not None else []
 
     def extra_reasons(self, traits: Traits) -> list[str]:
-        return [f"failed before: {self._failures[traits]}"] if traits in self._failures else []
+        reasons = [f"failed before: {self._failures[traits]}"] if traits in self._failures else []
+        if traits.needs_backward and traits.features & Feature.PAGED:
+            reasons.append("gradients of pages")
+        return reasons
 
     def append(self, call: AttentionCall, new: Append) -> Tensor:
         if loader.exists("append.cu"):
@@ -72,7 +80,17 @@ class Fused(Backend):
             return None
 
     def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
-        raise NotImplementedError("the table says that it has no backward")
+        from flash_attn_compat.engine import dispatch
+
+        if call.traits() not in self._failures:
+            try:
+                return backward.backward(call, upstream, into)
+            except KernelError as error:
+                self._remember(call, error)
+                dispatch.forget_decisions()
+        # What the forward kept is for this backend's backward; others start from what was reported, and know the mask.
+        call = call._replace(given_lse=True, shares_dropout_mask=call.dropout_p > 0)
+        return dispatch.choose(call).backward(call, upstream._replace(saved=()), into)
 
     def _remember(self, call: AttentionCall, error: KernelError) -> None:
         """A reason from now on, and one warning for each thing that went wrong."""

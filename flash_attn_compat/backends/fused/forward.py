@@ -7,7 +7,8 @@ from torch import Tensor
 
 from flash_attn_compat.backends.fused import append, launcher, loader, params, variants
 from flash_attn_compat.backends.fused.launcher import address, extent
-from flash_attn_compat.backends.fused.loader import Kernel, Target
+from flash_attn_compat.backends.fused.loader import Target
+from flash_attn_compat.backends.fused.maxima import Maxima
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine import dropout
 from flash_attn_compat.engine.call import AttentionCall, Result
@@ -46,7 +47,7 @@ class Attention:
         self.slopes = 0 if call.alibi_slopes is None else extent(call.alibi_slopes)
         self.fields = launcher.described(call)
         self.fields["out_s"] = launcher.contiguous_strides(call.out_shape)
-        self.maxima = Maxima(call, kind, target, device) if kind.type == variants.BF16_AS_FP16 else None
+        self.maxima = Maxima(call, kind, target) if kind.type == variants.BF16_AS_FP16 else None
         if self.maxima is not None:
             self.fields["absmax_splits"] = self.maxima.splits
         self.share = launcher.share(call, kind)
@@ -112,49 +113,6 @@ class Attention:
             loader.driver().clear(workspace.data_ptr() + share.counters, share.total, self.device)
         start = workspace.data_ptr()
         return workspace, start, start + share.part_ml, start + share.counters
-
-
-class Maxima:
-    """The launch that finds the largest magnitudes of bf16 inputs, where the tensor cores take scaled fp16."""
-
-    def __init__(self, call: AttentionCall, kind: Kind, target: Target, device: int, tensors: int = 3) -> None:
-        _, self.kernel = launcher.ready(variants.absmax, kind, target, device)
-        heads = call.batch * call.nheads_k
-        longest = max(launcher.longest_rows(call), launcher.longest_keys(call))
-        self.splits = variants.absmax_splits(longest, heads, launcher.processors(device))
-        self.device, self.place = device, call.q.device
-        self.size, self.blocks = 4 * heads * self.splits, tensors * heads * self.splits
-        self.extents = tuple(map(extent, (call.q, call.k, call.v)))
-        self.starts = call.batch + 1
-        self.table = 0 if call.block_table is None else extent(call.block_table)
-        fields = launcher.described(call)
-        fields["absmax_splits"] = self.splits
-        self.fields = fields
-        self.template = params.pack(fields)
-
-    def run(self, call: AttentionCall) -> Tensor:
-        device, dtype, starts = self.device, call.q.dtype, self.starts
-        q_extent, k_extent, v_extent = self.extents
-        maxima = torch.empty(self.size, dtype=_FLOAT, device=self.place)
-        cu_q, cu_k, used, leftpad = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.leftpad_k
-        table = call.block_table
-        arguments = launcher.arguments
-        arguments.view[:] = self.template
-        params.FORWARD_ADDRESSES.pack_into(
-            arguments.buffer, 0,
-            address("q", call.q, dtype, device, q_extent),
-            address("k", call.k, dtype, device, k_extent),
-            address("v", call.v, dtype, device, v_extent),
-            0, 0, 0,
-            0 if cu_q is None else address("cu_seqlens_q", cu_q, _INT, device, starts),
-            0 if cu_k is None else address("cu_seqlens_k", cu_k, _INT, device, starts),
-            0 if used is None else address("seqused_k", used, _INT, device, starts - 1),
-            0 if leftpad is None else address("leftpad_k", leftpad, _INT, device, starts - 1),
-            0 if table is None else address("block_table", table, _INT, device, self.table),
-            0, 0, maxima.data_ptr(),
-        )  # fmt: skip
-        launcher.submit(self.kernel, self.blocks, device)
-        return maxima
 
 
 def make_plan(call: AttentionCall) -> Attention | Copied:

@@ -28,7 +28,7 @@ _LARGEST_INT = 2**31 - 1
 _LONGEST_WINDOW = 2**29
 _MOST_PLANS = 4096
 # Elements up to which loading one by one costs less than copying into place first.
-_SMALL = 2**18
+SMALL = 2**18
 
 Plan = TypeVar("Plan")
 
@@ -123,7 +123,7 @@ def vector_size(call: AttentionCall, in_place: bool) -> int:
         return 0
     if all(map(is_aligned, tensors)):
         return 8
-    return 1 if in_place or sum(tensor.numel() for tensor in tensors) <= _SMALL else 0
+    return 1 if in_place or sum(tensor.numel() for tensor in tensors) <= SMALL else 0
 
 
 def aligned(tensor: Tensor) -> Tensor:

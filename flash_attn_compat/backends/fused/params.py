@@ -33,9 +33,8 @@ FIELDS: tuple[tuple[str, str], ...] = (
 _STRUCT = struct.Struct("<" + "".join(kind for _, kind in FIELDS))
 SIZE = _STRUCT.size
 
-# What changes from call to call stands at the front: the addresses, of which a forward fills the first ones.
-ADDRESSES = struct.Struct(f"<{len(_ADDRESSES)}Q")
-FORWARD_ADDRESSES = struct.Struct("<14Q")
+# What changes from call to call stands at the front: the addresses, of which a kernel uses the first ones.
+BACKWARD_ADDRESSES = struct.Struct(f"<{len(_ADDRESSES)}Q")
 DECODE_ADDRESSES = struct.Struct("<17Q")
 APPEND_ADDRESSES = struct.Struct("<22Q")
 

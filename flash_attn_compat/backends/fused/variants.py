@@ -70,28 +70,37 @@ class Kind(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Warps NW of MT times 16 rows, and the keys (rows for dkdv) a step of the main loop takes."""
+    """Warps NW of MT times 16 rows; step: keys (rows for dkdv) that the main loop takes at once
+
+    s, p: whether the block's own rows stay in registers (forward: its queries; backward: own operand of S, of dP)
+    """
 
     step: int
     NW: int
     MT: int
     MINB: int
-    registers: bool = True  # the block's own rows stay in registers
+    s: bool = True
+    p: bool = True
 
     @property
     def rows(self) -> int:
         return self.NW * self.MT * 16
 
 
-_FORWARD = {
-    32: Tile(64, 4, 2, 2),
-    64: Tile(64, 4, 2, 2),
-    128: Tile(64, 4, 1, 2),
-    256: Tile(16, 4, 1, 2, registers=False),
-}
+_FORWARD = {32: Tile(64, 4, 2, 2), 64: Tile(64, 4, 2, 2), 128: Tile(64, 4, 1, 2), 256: Tile(16, 4, 1, 2, s=False)}
 _FORWARD_NARROW = {**_FORWARD, 64: Tile(64, 4, 1, 3)}
-_DKDV = {32: Tile(64, 4, 1, 2), 64: Tile(64, 4, 1, 2), 128: Tile(32, 4, 1, 2), 256: Tile(16, 4, 1, 1)}
-_DQ = {32: Tile(32, 4, 1, 3), 64: Tile(32, 4, 1, 3), 128: Tile(32, 4, 1, 2), 256: Tile(16, 4, 1, 1)}
+_DKDV = {
+    32: Tile(64, 4, 1, 2),
+    64: Tile(64, 4, 1, 2),
+    128: Tile(16, 4, 1, 2, s=False),
+    256: Tile(16, 4, 1, 1, s=False, p=False),
+}
+_DQ = {
+    32: Tile(32, 4, 2, 2),
+    64: Tile(32, 4, 2, 2),
+    128: Tile(32, 4, 1, 2),
+    256: Tile(16, 4, 1, 1, s=False, p=False),
+}
 
 
 def forward(kind: Kind) -> Variant:
@@ -99,8 +108,8 @@ def forward(kind: Kind) -> Variant:
     tile = (_FORWARD_NARROW if narrow else _FORWARD)[kind.D]
     macros = kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED")
     macros += [("BN", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB)]
-    macros += [] if tile.registers else [("QREG", 0)]
-    resident = max(tile.rows, 2 * tile.step) if tile.registers else tile.rows + 2 * tile.step
+    macros += [] if tile.s else [("QREG", 0)]
+    resident = max(tile.rows, 2 * tile.step) if tile.s else tile.rows + 2 * tile.step
     macros += kind.newer()
     return Variant("forward", "forward.cu", tuple(macros), tile.rows, tile.NW * 32, resident * kind.D * 2)
 
@@ -122,23 +131,33 @@ def absmax(kind: Kind) -> Variant:
 
 
 def delta(kind: Kind) -> Variant:
-    macros = [("D", kind.D), ("TYPE", kind.type), ("VEC", kind.vec)]
-    return Variant("delta", "backward.cu", (*macros, ("KERNEL_DELTA", 1)), 8, 256, 0)
+    macros = (("D", kind.D), ("TYPE", kind.type), ("VEC", kind.vec))
+    return Variant("delta", "delta.cu", macros, 2048 // kind.D, 256, 0)
 
 
 def dkdv(kind: Kind) -> Variant:
-    return _backward("dkdv", "KERNEL_DKDV", kind, _DKDV[kind.D])
+    tile = _DKDV[kind.D]
+    return _backward("dkdv", kind, tile, passing=tile.step * 16)
 
 
 def dq(kind: Kind) -> Variant:
-    return _backward("dq", "KERNEL_DQ", kind, _DQ[kind.D])
+    return _backward("dq", kind, _DQ[kind.D], passing=0)
 
 
-def _backward(entry: str, switch: str, kind: Kind, tile: Tile) -> Variant:
-    macros = [*kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED"), (switch, 1)]
-    macros += [("TL", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB), *kind.newer(copies=False)]
-    shared = (tile.rows + 3 * tile.step) * kind.D * 2
-    return Variant(entry, "backward.cu", tuple(macros), tile.rows, tile.NW * 32, shared)
+def _backward(entry: str, kind: Kind, tile: Tile, passing: int) -> Variant:
+    """passing: bytes of what is known of a tile's passing rows"""
+    macros = [*kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT"), *kind.newer(copies=False)]
+    macros += [("TL", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB)]
+    macros += [("REG_S", int(tile.s)), ("REG_P", int(tile.p))]
+    row = 2 * kind.D
+    own = (2 - tile.s - tile.p) * tile.rows * row
+    shared = own + max(3 * tile.step * row + passing, tile.rows * row)
+    return Variant(entry, f"{entry}.cu", tuple(macros), tile.rows, tile.NW * 32, shared)
+
+
+def dkdv_parts(kind: Kind) -> int:
+    """Blocks that share one tile of keys: dk and dv of the largest heads do not fit into one block's registers."""
+    return 2 if kind.D > 128 else 1
 
 
 MAKERS = {

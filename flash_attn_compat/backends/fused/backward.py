@@ -1,0 +1,148 @@
+"""A call's gradients: delta, then dkdv for tiles of keys, then dq for tiles of rows. No atomics: the same bits each time."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.backends.fused import launcher, loader, params, variants
+from flash_attn_compat.backends.fused.launcher import address, extent
+from flash_attn_compat.backends.fused.loader import Kernel, Target
+from flash_attn_compat.backends.fused.maxima import Maxima
+from flash_attn_compat.backends.fused.variants import Kind
+from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream
+
+_FLOAT, _INT, _LONG = torch.float32, torch.int32, torch.int64
+_TILES, _ONE_INT = params.offsets()["tiles"], struct.Struct("<i")
+
+
+def backward(call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
+    """Gradients, written through ``into`` where given; raises KernelError where a kernel cannot be used."""
+    call = launcher.tidy(call)
+    place = into if into is not None and all(map(_is_writable, into)) else Gradients(*map(_empty, (call.q, call.k, call.v)))
+    tensors = (call.q, call.k, call.v, upstream.out, upstream.dout, *place)
+    in_vectors = all(map(launcher.is_readable, tensors)) and all(map(launcher.is_aligned, tensors))
+    if in_vectors or (all(map(launcher.is_readable, tensors)) and sum(t.numel() for t in tensors) <= launcher.SMALL):
+        found = _run(call, upstream, place, 8 if in_vectors else 1)
+    else:
+        found = _on_copies(call, upstream)
+    if into is None:
+        return found
+    for target, gradient in zip(into, found):
+        if gradient is not target:
+            target.copy_(gradient)
+    if found is into:
+        launcher.note_written(*into)
+    return into
+
+
+def _on_copies(call: AttentionCall, upstream: Upstream) -> Gradients:
+    """Rows that lie badly are copied into place first; their gradients have the padding cut off."""
+    q, k, v, out, dout = map(launcher.aligned, (call.q, call.k, call.v, upstream.out, upstream.dout))
+    wide = call._replace(q=q, k=k, v=v)
+    found = _run(wide, upstream._replace(out=out, dout=dout), Gradients(*map(_empty, (q, k, v))), 8)
+    sources = (call.q, call.k, call.v)
+    return Gradients(*(gradient[..., : source.shape[-1]] for gradient, source in zip(found, sources)))
+
+
+def _run(call: AttentionCall, upstream: Upstream, gradients: Gradients, vec: int) -> Gradients:
+    # Reported under causal ALiBi is LSE plus a position, which may be large beside it: the true one was kept.
+    is_true = bool(upstream.saved)
+    lse = upstream.saved[0] if is_true else upstream.softmax_lse
+    assert lse is not None
+    dout, out = upstream.dout, upstream.out
+    signature = (
+        "backward", *launcher.key(call), vec, is_true, dout.stride(), out.stride(),
+        *[gradient.stride() for gradient in gradients],
+    )  # fmt: skip
+    plan = launcher.planned(signature, lambda: _Plan(call, dout, out, gradients, vec, is_true))
+    return plan.run(call, dout, out, lse if lse.is_contiguous() else lse.contiguous(), gradients)
+
+
+class _Plan:
+    def __init__(
+        self, call: AttentionCall, dout: Tensor, out: Tensor, gradients: Gradients, vec: int, is_true: bool
+    ) -> None:
+        self.device = device = call.q.get_device()
+        target = loader.target(device)
+        kind = launcher.kind_of(call, target, vec)
+        self.extents = tuple(map(extent, (call.q, call.k, call.v, out, dout, *gradients)))
+        self.starts, self.lse_shape = call.batch + 1, call.lse_shape
+        self.lse_size = call.q.numel() // call.q.shape[-1]
+        self.slopes = 0 if call.alibi_slopes is None else extent(call.alibi_slopes)
+        fields = launcher.described(call)
+        fields |= {"out_s": launcher.strides(out), "dout_s": launcher.strides(dout)}
+        fields |= {f"d{name}_s": launcher.strides(gradient) for name, gradient in zip("qkv", gradients)}
+        fields["lse_has_position"] = int(call.lse_carries_alibi_position and not is_true)
+        self.maxima = Maxima(call, kind, target, dout) if kind.type == variants.BF16_AS_FP16 else None
+        if self.maxima is not None:
+            fields["absmax_splits"] = self.maxima.splits
+        self.template = params.pack(fields)
+        self.launches = self._launches(call, kind, target)
+
+    def _launches(self, call: AttentionCall, kind: Kind, target: Target) -> tuple[tuple[Kernel, int, int], ...]:
+        """(kernel, tiles, blocks) in order."""
+        found = []
+        rows, keys = launcher.longest_rows(call), launcher.longest_keys(call)
+        # With packed tokens, one slab more sets the gradients of those outside of all sequences to 0.
+        all_rows, all_keys = call.batch + (call.cu_seqlens_q is not None), call.batch + (call.cu_seqlens_k is not None)
+        parts = variants.dkdv_parts(kind)
+        for make, length, heads, sequences in (
+            (variants.delta, rows, call.nheads, call.batch),
+            (variants.dkdv, keys, call.nheads_k * parts, all_keys),
+            (variants.dq, rows, call.nheads, all_rows),
+        ):
+            variant, kernel = launcher.ready(make, kind, target, self.device)
+            tiles = -(-length // variant.rows)
+            found.append((kernel, tiles, tiles * heads * sequences))
+        return tuple(found)
+
+    def run(self, call: AttentionCall, dout: Tensor, out: Tensor, lse: Tensor, gradients: Gradients) -> Gradients:
+        device, dtype, starts = self.device, call.q.dtype, self.starts
+        q_extent, k_extent, v_extent, out_extent, dout_extent, dq_extent, dk_extent, dv_extent = self.extents
+        dq, dk, dv = gradients
+        cu_q, cu_k, used, leftpad = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.leftpad_k
+        slopes, rng_state = call.alibi_slopes, call.rng_state
+        delta = torch.empty(self.lse_shape, dtype=_FLOAT, device=lse.device)
+        maxima = None if self.maxima is None else self.maxima.run(call, dout)
+        arguments = launcher.arguments
+        arguments.view[:] = self.template
+        params.BACKWARD_ADDRESSES.pack_into(
+            arguments.buffer, 0,
+            address("q", call.q, dtype, device, q_extent),
+            address("k", call.k, dtype, device, k_extent),
+            address("v", call.v, dtype, device, v_extent),
+            address("out", out, dtype, device, out_extent),
+            address("softmax_lse", lse, _FLOAT, device, self.lse_size),
+            0,
+            0 if cu_q is None else address("cu_seqlens_q", cu_q, _INT, device, starts),
+            0 if cu_k is None else address("cu_seqlens_k", cu_k, _INT, device, starts),
+            0 if used is None else address("seqused_k", used, _INT, device, starts - 1),
+            0 if leftpad is None else address("leftpad_k", leftpad, _INT, device, starts - 1),
+            0,
+            0 if slopes is None else address("alibi_slopes", slopes, _FLOAT, device, self.slopes),
+            0 if rng_state is None else address("rng_state", rng_state, _LONG, device, 2),
+            0 if maxima is None else maxima.data_ptr(),
+            0, 0, 0, 0, 0, 0, 0, 0,
+            address("dout", dout, dtype, device, dout_extent),
+            address("dq", dq, dtype, device, dq_extent),
+            address("dk", dk, dtype, device, dk_extent),
+            address("dv", dv, dtype, device, dv_extent),
+            delta.data_ptr(),
+        )  # fmt: skip
+        for kernel, tiles, blocks in self.launches:
+            _ONE_INT.pack_into(arguments.buffer, _TILES, tiles)
+            launcher.submit(kernel, blocks, device)
+        return gradients
+
+
+def _empty(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+
+
+def _is_writable(tensor: Tensor) -> bool:
+    """Whether a kernel can write it: readable, and no two elements in one place."""
+    apart = all(size <= 1 or stride > 0 for size, stride in zip(tensor.shape, tensor.stride()))
+    return apart and launcher.is_readable(tensor)
