@@ -35,16 +35,16 @@ struct Sequence {
 DEVICE Sequence find_sequence(const Params &p, int b) {
   Sequence s = {0, p.seqlen_q, 0, p.seqlen_k};
   if (p.cu_seqlens_q) {
-    s.first_q = clamp(p.cu_seqlens_q[b], 0, p.total_q);
-    s.seqlen_q = clamp(p.cu_seqlens_q[b + 1], s.first_q, p.total_q) - s.first_q;
+    s.first_q = clamp(global_load(p.cu_seqlens_q + b), 0, p.total_q);
+    s.seqlen_q = clamp(global_load(p.cu_seqlens_q + b + 1), s.first_q, p.total_q) - s.first_q;
   }
   if (p.cu_seqlens_k) {
-    s.first_k = clamp(p.cu_seqlens_k[b], 0, p.total_k);
-    s.seqlen_k = clamp(p.cu_seqlens_k[b + 1], s.first_k, p.total_k) - s.first_k;
+    s.first_k = clamp(global_load(p.cu_seqlens_k + b), 0, p.total_k);
+    s.seqlen_k = clamp(global_load(p.cu_seqlens_k + b + 1), s.first_k, p.total_k) - s.first_k;
   }
-  if (p.seqused_k) s.seqlen_k = clamp(p.seqused_k[b] + p.seqlen_new, 0, s.seqlen_k);
+  if (p.seqused_k) s.seqlen_k = clamp(global_load(p.seqused_k + b) + p.seqlen_new, 0, s.seqlen_k);
   if (p.leftpad_k) {
-    const int skipped = clamp(p.leftpad_k[b], 0, s.seqlen_k);
+    const int skipped = clamp(global_load(p.leftpad_k + b), 0, s.seqlen_k);
     s.first_k += skipped;
     s.seqlen_k -= skipped;
   }
@@ -70,7 +70,7 @@ DEVICE Range visible_keys(int row, int row_end, int offset, int seqlen_k, int le
 DEVICE const u16 *key_row(const Params &p, const u16 *base, const Strides &s, const int *pages, int slot) {
 #if PAGED
   const u32 page = (u32)slot / (u32)p.page_size, within = slot - page * p.page_size;
-  const u32 index = min((u32)pages[min(page, (u32)(p.pages_per_sequence - 1))], (u32)(p.num_pages - 1));
+  const u32 index = min((u32)global_load(pages + min(page, (u32)(p.pages_per_sequence - 1))), (u32)(p.num_pages - 1));
   return base + (i64)index * s.batch + (i64)within * s.row;
 #else
   return base + (i64)slot * s.row;
@@ -108,7 +108,7 @@ DEVICE float scale_of(const Params &p, int tensor, int b, int head_k) {
 #if TYPE == 2
   const float *parts = p.absmax + ((i64)(tensor * p.batch + b) * p.nheads_k + head_k) * p.absmax_splits;
   float largest = 0.f;
-  for (int i = threadIdx.x & 31; i < p.absmax_splits; i += 32) largest = fmaxf(largest, parts[i]);
+  for (int i = threadIdx.x & 31; i < p.absmax_splits; i += 32) largest = fmaxf(largest, global_load(parts + i));
 #pragma unroll
   for (int i = 16; i; i >>= 1) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, i));
   if (largest == 0.f) return 1.f;
@@ -283,7 +283,7 @@ DEVICE u32 mix(u32 x) {
 struct DropoutWords {
   u32 row_base, key_base;   // a row's word is mix(row_base + row), a key's mix(key_base + key)
   DEVICE DropoutWords(const Params &p, int b, int head) {
-    const u64 seed = p.rng_state[0], offset = p.rng_state[1];
+    const u64 seed = global_load(p.rng_state), offset = global_load(p.rng_state + 1);
     u32 word = mix((u32)seed);
     word = mix(word + (u32)(seed >> 32));
     word = mix(word + (u32)offset);

@@ -187,15 +187,15 @@ DEVICE void accumulate(float (&O)[CHUNKS][MT][4], const float (&P)[NB][MT][4], u
 
 // Tokens before the first and behind the last sequence get out 0 and LSE 0.
 DEVICE void clear_outside(const Params &p, int tile, int head) {
-  const int first = clamp(p.cu_seqlens_q[0], 0, p.total_q), end = clamp(p.cu_seqlens_q[p.batch], first, p.total_q);
+  const int first = clamp(global_load(p.cu_seqlens_q), 0, p.total_q), end = clamp(global_load(p.cu_seqlens_q + p.batch), first, p.total_q);
   const int outside = first + p.total_q - end;
   for (int i = tile; i < outside; i += p.tiles) {
     const int token = i < first ? i : end + i - first;
     u16 *out = p.out + (i64)token * p.out_s.row + (i64)head * p.out_s.head;
     for (int c = threadIdx.x; c < p.head_dim_v; c += THREADS) global_store2(out + c, 0);
     if (p.lse && threadIdx.x == 0) {
-      p.lse[head * p.lse_head + token] = 0.f;
-      if (p.lse_true) p.lse_true[head * p.lse_head + token] = 0.f;
+      global_store(p.lse + head * p.lse_head + token, 0.f);
+      if (p.lse_true) global_store(p.lse_true + head * p.lse_head + token, 0.f);
     }
   }
 }
@@ -226,7 +226,7 @@ KERNEL(THREADS, MINB) forward(const Params p) {
   // Scores are compared as they come and scaled inside exp2, where nothing else happens to them.
   const bool modified = SOFTCAP || ALIBI || !(scale > 0.f);
   const float unit = modified ? 1.f : scale * LOG2E;
-  const float slope = ALIBI ? p.alibi_slopes[b * p.slopes_batch + head] : 0.f;
+  const float slope = ALIBI ? global_load(p.alibi_slopes + b * p.slopes_batch + head) : 0.f;
 #if DROPOUT
   const DropoutWords words(p, b, head);
   u32 row_words[MT][2];
@@ -313,8 +313,8 @@ KERNEL(THREADS, MINB) forward(const Params p) {
       const int row = rows.first + i * 16 + g + r * 8;
       if (p.lse && t == 0 && row < seq.seqlen_q) {
         const float lse = sum == 0.f ? POS_INF : (m[i][r] * unit + __log2f(sum)) * LN2;
-        p.lse[lse_at + row] = ALIBI && p.lse_has_position ? fmaf(slope, (float)(row + rows.offset), lse) : lse;
-        if (p.lse_true) p.lse_true[lse_at + row] = lse;
+        global_store(p.lse + lse_at + row, ALIBI && p.lse_has_position ? fmaf(slope, (float)(row + rows.offset), lse) : lse);
+        if (p.lse_true) global_store(p.lse_true + lse_at + row, lse);
       }
     }
   u16 *out = p.out + b * p.out_s.batch + (i64)(seq.first_q + first_row) * p.out_s.row + (i64)head * p.out_s.head;

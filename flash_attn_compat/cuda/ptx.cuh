@@ -91,6 +91,15 @@ DEVICE uint4 shared_load4(u32 address) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
   return v;
 }
+DEVICE void shared_store_float(u32 address, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x)); }
+DEVICE void shared_store_float4(u32 address, float4 v) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w));
+}
+DEVICE float4 shared_load_float4(u32 address) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address));
+  return v;
+}
 DEVICE float shared_load_float(u32 address) {
   float x;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
@@ -112,6 +121,11 @@ DEVICE u16 global_load2(const u16 *p) {
 }
 DEVICE void global_store16(u16 *p, uint4 v) { *(uint4 *)p = v; }
 DEVICE void global_store2(u16 *p, u16 v) { *p = v; }
+// Lengths, page numbers, statistics: plain accesses, which the emulator checks.
+template <class T> DEVICE T global_load(const T *p) { return *p; }
+template <class T> DEVICE void global_store(T *p, T v) { *p = v; }
+// What other blocks of this launch have written: past L1, which does not hear of them.
+template <class T> DEVICE T global_load_fresh(const T *p) { return __ldcg(p); }
 #if CPA
 DEVICE void copy_async(u32 address, const u16 *p, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(p), "r"(valid ? 16 : 0));

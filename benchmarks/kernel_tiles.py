@@ -1,0 +1,91 @@
+"""Which tile each kernel should take: times candidates on this GPU, `python -m benchmarks.kernel_tiles`.
+
+Set FLASH_ATTN_COMPAT_CAPABILITY=7.5 for the PTX that Turing gets. The first candidate of each line is today's.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import flash_attn_compat
+from flash_attn_compat.backends.fused import launcher, variants
+from flash_attn_compat.backends.fused.variants import Tile
+
+# head dim: batch, seqlen, query heads, key heads
+SHAPES = {32: (16, 2048, 8, 8), 64: (8, 4096, 8, 8), 128: (4, 2048, 32, 8), 256: (4, 2048, 16, 16)}
+OPTIONS: dict[str, dict[str, object]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (64, 64)},
+    "softcap": {"causal": True, "softcap": 30.0},
+    "dropout": {"causal": True, "dropout_p": 0.1},
+}
+FORWARD = {
+    32: [Tile(64, 4, 1, 3), Tile(128, 4, 1, 3)],
+    64: [Tile(64, 4, 1, 3), Tile(64, 4, 2, 2), Tile(128, 4, 1, 2), Tile(64, 8, 1, 1), Tile(32, 4, 2, 2)],
+    128: [Tile(64, 4, 1, 2), Tile(32, 4, 1, 2), Tile(64, 8, 1, 1), Tile(32, 4, 2, 2, False), Tile(64, 4, 2, 1, False), Tile(64, 4, 1, 2, False)],
+    256: [Tile(16, 4, 1, 2, False), Tile(32, 4, 1, 1, False), Tile(32, 8, 1, 1, False), Tile(64, 8, 1, 1, False), Tile(64, 4, 1, 1, False)],
+}  # fmt: skip
+
+
+def milliseconds(run: Callable[[], object], repeats: int = 5) -> float:
+    """The fastest of some readings of about 4 ms each."""
+    run()
+    found = []
+    for _ in range(repeats):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(4):
+            run()
+        stop.record()
+        stop.synchronize()
+        found.append(start.elapsed_time(stop) / 4)
+    return min(found)
+
+
+def problem(head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    batch, seqlen, nheads, nheads_k = SHAPES[head_dim]
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(batch, seqlen, heads, head_dim) for heads in (nheads, nheads_k, nheads_k)]
+    q, k, v = (torch.randn(shape, generator=generator, device="cuda", dtype=dtype) for shape in shapes)
+    return q, k, v
+
+
+def scan_forward(head_dims: list[int], dtype: torch.dtype) -> None:
+    for head_dim in head_dims:
+        q, k, v = problem(head_dim, dtype)
+        for name, options in OPTIONS.items():
+            cells = []
+            for tile in [None, *FORWARD[head_dim]]:
+                tables = (variants._FORWARD, variants._FORWARD_NARROW)
+                before = [table[head_dim] for table in tables]
+                try:
+                    for table in tables:
+                        table[head_dim] = tile or table[head_dim]
+                    launcher.forget_plans()
+                    ms = milliseconds(lambda: flash_attn_compat.flash_attn_func(q, k, v, **options))
+                    label = "today" if tile is None else f"{tile.step}x{tile.NW}x{tile.MT}/{tile.MINB}{'' if tile.registers else 's'}"
+                    cells.append(f"{label} {ms:.3f}")
+                except Exception as error:
+                    cells.append(f"{tile}: {str(error)[:80]}")
+                finally:
+                    for table, tile_before in zip(tables, before):
+                        table[head_dim] = tile_before
+            print(f"d{head_dim:<4}{name:9}" + "  ".join(cells), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--head-dims", type=int, nargs="+", default=list(SHAPES))
+    parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
+    arguments = parser.parse_args()
+    with flash_attn_compat.use_backend("fused"):
+        scan_forward(arguments.head_dims, getattr(torch, arguments.dtype))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,398 @@
+// FlashAttention-2, Algorithm 2 (Dao, 2023), seen from either side.
+//
+// With P = exp(S - LSE), dP = dout V^T and delta = rowsum(out * dout):  dS = P (dP - delta),  dv = P^T dout,  dk = scale dS^T q,
+// dq = scale dS k. Two kernels compute S and dP anew, so that every sum is one block's own: no atomics, no fp32 buffer, the same
+// bits each time. dkdv keeps a tile of keys and lets the queries of all heads of its group pass by; dq keeps a tile of queries and
+// lets the keys pass by. Both are walk() below. It speaks of *own* rows (this block's) and *passing* ones:
+//
+//              own                       passing                     S (own x passing)      dP               gradients
+//   dkdv       K (of S), V (of dP)       Q (of S), dout (of dP)      S^T = K Q^T            dP^T = V dout^T  dk += dS^T Q, dv += P^T dout
+//   dq         Q (of S), dout (of dP)    K (of S), V (of dP)         S = Q K^T              dP = dout V^T    dq += dS K
+//
+// The layout in which mma returns S is the one in which it takes P and dS: they never leave the registers.
+//
+// A block has NW warps of MT row tiles of 16, OWN = NW * MT * 16 rows. Passing tiles have TL rows; the one of S has two buffers, since
+// it is read again for dS. Own operands lie in registers (REG_S, REG_P) or in shared memory. Bytes of shared memory:
+//   (2 - REG_S - REG_P) * OWN * 2 D + max(3 * TL * 2 D + [dkdv] TL * 16, OWN * 2 D)
+// Entries: delta (delta.cu), dkdv (dkdv.cu), dq (dq.cu), launched in this order; grids are said there. Tiles on compute_75 (MT = 1 and
+// REG_S = REG_P = 1 where nothing else is said; NW = 4, so 128 threads; OWN = 64 * MT):
+//   D      dkdv                                dq
+//   32     TL=64 MINB=2                        TL=32 MT=2 MINB=2
+//   64     TL=64 MINB=2                        TL=32 MT=2 MINB=2 (windows narrower than OWN: MT=1)
+//   128    TL=16 REG_S=0 MINB=2                TL=32 MINB=2
+//   256    TL=16 REG_S=0 MINB=1                TL=16 REG_P=0 MINB=1
+// Other macros: D, TYPE, VEC, LOCAL, ALIBI, SOFTCAP, DROPOUT (delta: D, TYPE, VEC); MMA16 and CPA for sm_80 and newer. There is no PAGED.
+#pragma once
+#include "common.cuh"
+
+#ifndef NW     // warps
+#define NW 4
+#endif
+#ifndef MT     // row tiles of 16 a warp
+#define MT 1
+#endif
+#ifndef TL     // passing rows a tile
+#define TL 32
+#endif
+#ifndef REG_S  // own operand of S in registers
+#define REG_S 1
+#endif
+#ifndef REG_P  // own operand of dP in registers
+#define REG_P 1
+#endif
+#ifndef MINB   // blocks a multiprocessor, which bounds the registers
+#define MINB 2
+#endif
+
+constexpr int THREADS = NW * 32, OWN = NW * MT * 16, NB = TL / 8, WARP_ROWS = MT * 16;
+constexpr int OWN_BYTES = OWN * ROW_BYTES, TILE_BYTES = TL * ROW_BYTES;
+// Probabilities times 2^12 use fp16's range below 1 as well. Only where what multiplies them is scaled anyway.
+constexpr int P_SHIFT = TYPE == 2 ? 12 : 0;
+typedef Transfer<THREADS, TL * CHUNKS / THREADS> TileTransfer;
+typedef Mover<THREADS> Move;
+typedef float Scores[NB][MT][4];
+typedef u32 Packed[NB / 2][MT][4];         // scores as operands
+typedef float Gradient[CHUNKS][MT][4];
+
+// ---- Powers of two (converted bf16)
+DEVICE int exponent_of(float x) { return ((__float_as_int(x) >> 23) & 255) - 127; }
+DEVICE float power_of_two(int e) { return __int_as_float((e + 127) << 23); }
+// x * 2^e, in two steps, for which e may be what no float is.
+DEVICE float times_power_of_two(float x, int e) { return x * power_of_two(e / 2) * power_of_two(e - e / 2); }
+
+struct Exponents {   // tensors are multiplied by 2 to these, on the way to shared memory
+  int q, k, v, dout;
+  DEVICE Exponents(const Params &p, int b, int head_k)
+      : q(exponent_of(scale_of(p, ABSMAX_Q, b, head_k))), k(exponent_of(scale_of(p, ABSMAX_K, b, head_k))),
+        v(exponent_of(scale_of(p, ABSMAX_V, b, head_k))), dout(exponent_of(scale_of(p, ABSMAX_DOUT, b, head_k))) {}
+};
+
+// dS is multiplied by 2 to this, so that it stays below 2^15: |dP| is at most head_dim_v times the largest |v| (below 2^15) and the largest
+// |dout|, delta has its own bound, since a given out may be of more keys than these.
+DEVICE int ds_exponent(const Params &p, float largest_dout, float largest_delta) {
+#if TYPE == 2
+  const float bound = p.head_dim_v * 32768.f * largest_dout * (DROPOUT ? p.dropout_scale : 1.f) + largest_delta;
+  return 14 - P_SHIFT - exponent_of(fmaxf(bound, 1e-9f));
+#else
+  return 0;
+#endif
+}
+
+// ---- Which passing rows a warp's own rows see: own row i those from i + shift - before to i + shift + after.
+struct Band {
+  int first;          // the warp's first own row
+  int shift, before, after;
+  int passing;        // how many rows pass
+  DEVICE bool sees_some(int tile) const {
+    return tile <= first + WARP_ROWS - 1 + shift + after && tile + TL - 1 >= first + shift - before;
+  }
+  DEVICE bool sees_all(int tile) const {
+    if (tile + TL > passing) return false;
+    return !LOCAL || (tile + TL - 1 <= first + shift + after && tile >= first + WARP_ROWS - 1 + shift - before);
+  }
+};
+
+// ---- What is known of a query row: LSE in units of log2 (rows without keys have +inf: their probabilities are 0), and delta.
+DEVICE float row_lse(const Params &p, const float *lse, int row, int offset, float slope) {
+  float x = lse[row];
+  if (fabsf(x) == POS_INF) return POS_INF;
+  if (ALIBI && p.lse_has_position) x = fmaf(-slope, (float)(row + offset), x);
+  return fmaf(x, LOG2E, (float)-P_SHIFT);
+}
+DEVICE float row_delta(const float *delta, int row, const Exponents &e) { return times_power_of_two(delta[row], e.v + e.dout); }
+
+// How scores of one head become probabilities.
+struct Scoring {
+  float unit;              // scores times this are in units of log2
+  float doubled, cap;      // softcap: cap * tanh(S * doubled / (2 log2(e))), in units of log2
+  float slope;
+  u32 row_base, key_base;  // dropout
+  DEVICE void set_scale(const Params &p, const Exponents &e) {
+    unit = times_power_of_two(p.softmax_scale * LOG2E, -(e.q + e.k));
+#if SOFTCAP
+    doubled = 2.f * unit / p.softcap;
+    cap = p.softcap * LOG2E;
+#endif
+  }
+  DEVICE void set_head(const Params &p, int b, int head) {
+#if ALIBI
+    slope = p.alibi_slopes[b * p.slopes_batch + head] * LOG2E;
+#endif
+#if DROPOUT
+    const DropoutWords words(p, b, head);
+    row_base = words.row_base;
+    key_base = words.key_base;
+#endif
+  }
+};
+
+// ---- Products. c += own tile^T, both along the head dim.
+template <bool REG> DEVICE void product(Scores &c, const u32 (*own)[MT][4], u32 own_at, u32 tile_at) {
+  set_zero(c);
+#pragma unroll
+  for (int k = 0; k < CHUNKS / 2; k++) {
+    u32 a[MT][4];
+#pragma unroll
+    for (int m = 0; m < MT; m++) {
+      if (!REG) ldmatrix(a[m], (own_at + m * 16 * ROW_BYTES) ^ (k << 5));
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        if (REG) a[m][i] = own[k][m][i];
+    }
+#pragma unroll
+    for (int n = 0; n < NB; n += 2) {
+      u32 b[4];
+      ldmatrix(b, (tile_at ^ (k << 5)) + n * 8 * ROW_BYTES);
+      multiply<MT>(c[n], c[n + 1], a, b);
+    }
+  }
+}
+
+// c += a tile, along the passing rows. The addresses are product()'s, so that they are kept once: transposed, blocks and steps change places.
+DEVICE void accumulate(Gradient &c, const Packed &a, u32 tile_at) {
+#pragma unroll
+  for (int k = 0; k < NB / 2; k++)
+#pragma unroll
+    for (int n = 0; n < CHUNKS; n += 2) {
+      u32 b[4];
+      ldmatrix_transposed(b, (tile_at ^ (n << 4)) + k * 16 * ROW_BYTES);
+      const u32 swapped[4] = {b[0], b[2], b[1], b[3]};
+      multiply<MT>(c[n], c[n + 1], a[k], swapped);
+    }
+}
+
+// ---- Line 11: P = exp(S - LSE) in S's place, what is hidden 0. Where softcap's slope 1 - tanh^2 comes in, it is a factor of P already;
+// a dropped probability is negative. `packed` gets the probabilities that out was made of, for dv.
+struct OwnRows {   // of queries; keys need nothing but their dropout words
+  float lse[MT][2], delta[MT][2];
+  u32 word[MT][2];
+};
+
+template <bool MASKED, bool KEEP>
+DEVICE void probabilities(Scores &S, Packed &packed, const Scoring &f, const Band &band, const OwnRows &own, u32 rows_at, int tile, int limit, int g, int t) {
+  int first[MT][2], last[MT][2];   // visible passing rows, from this lane's first one on
+  float ahead[MT][2];
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int position = band.first + m * 16 + g + r * 8 + band.shift - tile - 2 * t;
+      first[m][r] = LOCAL ? position - band.before : 0;
+      last[m][r] = band.passing - 1 - tile - 2 * t;
+      if (LOCAL) last[m][r] = min(last[m][r], position + band.after);
+      ahead[m][r] = (float)-position;
+    }
+#pragma unroll
+  for (int n = 0; n < NB; n++) {
+    float lse[2];
+    if (KEYS_STAY) shared_load_floats(lse, rows_at + n * 32);
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+#if DROPOUT
+      const u32 word = mix((KEYS_STAY ? f.row_base : f.key_base) + tile + n * 8 + 2 * t + e);
+#endif
+#pragma unroll
+      for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          float &s = S[n][m][2 * r + e];
+          const float minus_lse = KEYS_STAY ? -lse[e] : -own.lse[m][r];
+#if SOFTCAP
+          const float tanh = tanh_of(s * f.doubled);
+          s = fmaf(tanh, f.cap, minus_lse);
+#else
+          s = fmaf(s, f.unit, minus_lse);
+#endif
+#if ALIBI
+          s = fmaf(-f.slope, fabsf(ahead[m][r] + (float)(n * 8 + e)), s);
+#endif
+          s = exp2_approx(s);
+          if (MASKED && (n * 8 + e > last[m][r] || (LOCAL && n * 8 + e < first[m][r]))) s = 0.f;
+#if DROPOUT
+          const bool gone = KEYS_STAY ? dropped(word, own.word[m][r], limit) : dropped(own.word[m][r], word, limit);
+#else
+          const bool gone = false;
+#endif
+          if (KEEP) {
+            u32 &pair = packed[n / 2][m][n % 2 * 2 + r];
+            const float kept = gone ? 0.f : s;
+            pair = e ? pack(__int_as_float(pair), kept) : __float_as_int(kept);
+          }
+#if SOFTCAP
+          s *= fmaf(-tanh, tanh, 1.f);
+#endif
+          if (gone) s = -s;
+        }
+    }
+  }
+}
+
+// ---- Line 13: dS = P (dP - delta), packed. A dropped probability has dP = 0.
+DEVICE void score_gradients(Packed &dS, const Scores &P, const Scores &dP, const OwnRows &own, u32 rows_at, float dropout_scale, const float (&factor)[MT][2]) {
+#pragma unroll
+  for (int n = 0; n < NB; n++) {
+    float delta[2];
+    if (KEYS_STAY) shared_load_floats(delta, rows_at + TL * 4 + n * 32);
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        float x[2];
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          const float probability = P[n][m][2 * r + e], d = KEYS_STAY ? delta[e] : own.delta[m][r];
+#if DROPOUT
+          x[e] = probability * (probability >= 0.f ? fmaf(dP[n][m][2 * r + e], dropout_scale, -d) : d);
+#else
+          x[e] = probability * (dP[n][m][2 * r + e] - d);
+#endif
+#if TYPE == 2
+          x[e] *= factor[m][r];
+#endif
+        }
+        dS[n / 2][m][n % 2 * 2 + r] = pack(x[0], x[1]);
+      }
+  }
+}
+
+// ---- A block at work
+// What passes by: tiles [first, end) of a sequence's rows, for each of `heads` heads.
+struct Passing {
+  const u16 *s, *p;           // the operands of S and of dP: the sequence's first row, the first head
+  const float *lse, *delta;   // likewise, where queries pass
+  int rows, offset;           // how many rows there are; seqlen_k - seqlen_q
+  int first, end, heads;
+};
+
+struct Block {
+  u32 own_s[REG_S ? CHUNKS / 2 : 1][MT][4], own_p[REG_P ? CHUNKS / 2 : 1][MT][4];
+  OwnRows own;
+  Band band;
+  Scoring scoring;
+  Exponents exponents;
+  float ds_factor[MT][2];   // powers of two
+  u32 shared;
+
+  static constexpr u32 OWN_P = REG_S ? 0 : OWN_BYTES, TILES = OWN_P + (REG_P ? 0 : OWN_BYTES), TILE_P = TILES + 2 * TILE_BYTES;
+  static constexpr u32 ROW_VALUES = TILES + 3 * TILE_BYTES;   // LSE and delta of a passing tile's queries, twice
+
+  DEVICE Block(const Params &p, int b, int head_k) : exponents(p, b, head_k) { scoring.set_scale(p, exponents); }
+
+  // Own rows to their place; `at` is where a lane's ldmatrix rows of an A operand lie: rows 0-7, 8-15, then the next chunk.
+  DEVICE u32 a_operand() const {
+    const int lane = threadIdx.x & 31;
+    return swizzle((threadIdx.x >> 5) * WARP_ROWS + (lane & 15), lane >> 4);
+  }
+  template <bool REG, int N>
+  DEVICE void load_own(u32 (&operand)[N][MT][4], u32 place, const u16 *rows, int row_stride, int left, int head_dim, int exponent) {
+    const Move move(threadIdx.x);
+    const u32 tile = shared + (REG ? TILES : place);
+#pragma unroll
+    for (int i = 0; i < OWN * CHUNKS / THREADS; i++) {
+      const int row = move.row + i * Move::STEP, channels = head_dim - move.chunk * 8;
+      uint4 x = make_uint4(0, 0, 0, 0);
+      if (channels > 0 && row < left) x = load_chunk(rows + (i64)row * row_stride + move.chunk * 8, channels);
+      shared_store(tile + move.offset(i), convert(x, power_of_two(exponent)));
+    }
+    __syncthreads();
+    if (!REG) return;
+#pragma unroll
+    for (int k = 0; k < N; k++)
+#pragma unroll
+      for (int m = 0; m < MT; m++) ldmatrix(operand[k][m], (tile + a_operand() + m * 16 * ROW_BYTES) ^ (k << 5));
+    __syncthreads();
+  }
+
+  // Lines 6 to 15: the inner loop. grad_s += dS S's passing operand, grad_p += P dP's passing operand; each where wanted.
+  template <bool GRAD_S, bool GRAD_P>
+  DEVICE void walk(const Params &p, const Passing &passing, int b, int head, Gradient &grad_s, Gradient &grad_p) {
+    const int thread = threadIdx.x, lane = thread & 31, g = lane >> 2, t = lane & 3;
+    const Strides &s_strides = KEYS_STAY ? p.q_s : p.k_s, &p_strides = KEYS_STAY ? p.dout_s : p.v_s;
+    const float s_scale = power_of_two(KEYS_STAY ? exponents.q : exponents.k), p_scale = power_of_two(KEYS_STAY ? exponents.dout : exponents.v);
+    const u32 own_at = shared + a_operand(), tile_at = swizzle((lane & 7) + (lane >> 4) * 8, (lane >> 3) & 1);
+    const Move move(thread);
+    TileTransfer transfer;
+    float row_value = 0.f;   // this thread's part of the next tile's LSE and delta
+    int tile = passing.first, this_head = 0;
+    const auto load = [&](const u16 *base, const Strides &s, int tile, int that_head, int head_dim, u32 target) {
+      transfer.load(p, base + (i64)that_head * (KEYS_STAY ? s.head : 0), s, nullptr, tile * TL, passing.rows - tile * TL, head_dim, move, target);
+    };
+    const auto load_s = [&](int tile, int that_head, u32 target) {
+      load(passing.s, s_strides, tile, that_head, p.head_dim, target);
+      if (!KEYS_STAY || thread >= 2 * TL) return;
+      const int row = tile * TL + thread % TL;
+      const i64 at = that_head * p.lse_head;
+      row_value = thread < TL ? POS_INF : 0.f;
+      if (row >= passing.rows) return;
+      const float slope = ALIBI && p.lse_has_position ? p.alibi_slopes[b * p.slopes_batch + head + that_head] : 0.f;
+      row_value = thread < TL ? row_lse(p, passing.lse + at, row, passing.offset, slope) : row_delta(passing.delta + at, row, exponents);
+    };
+    const auto store_s = [&](int buffer) {
+      transfer.store(shared + TILES + buffer * TILE_BYTES, move, s_scale);
+      if (KEYS_STAY && thread < 2 * TL) shared_store(shared + ROW_VALUES + buffer * TL * 8 + thread * 4, __float_as_int(row_value));
+    };
+    if (passing.first < passing.end) {
+      load_s(tile, 0, shared + TILES);
+      store_s(0);
+    }
+    __syncthreads();
+    const int steps = max(passing.end - passing.first, 0) * passing.heads;
+#pragma unroll 1
+    for (int step = 0; step < steps; step++) {
+      const u32 zero = step & p.zero;   // unknown to the compiler: it keeps no address of this tile over the loop
+      const int buffer = step & 1, first = tile * TL;
+      const u32 s_at = shared + TILES + buffer * TILE_BYTES + tile_at + zero, p_at = shared + TILE_P + tile_at + zero;
+      const u32 rows_at = shared + ROW_VALUES + buffer * TL * 8 + t * 8;
+      const bool active = !LOCAL || band.sees_some(first), last = step + 1 == steps;
+      load(passing.p, p_strides, tile, this_head, p.head_dim_v, shared + TILE_P);
+      Scores S, dP;
+      Packed P, dS;
+      scoring.set_head(p, b, head + this_head);
+      if (active) {
+        product<REG_S>(S, own_s, own_at + zero, s_at);
+        if (band.sees_all(first)) probabilities<false, GRAD_P>(S, P, scoring, band, own, rows_at, first, p.dropout_limit, g, t);
+        else probabilities<true, GRAD_P>(S, P, scoring, band, own, rows_at, first, p.dropout_limit, g, t);
+      }
+      transfer.store(shared + TILE_P, move, p_scale);
+      __syncthreads();
+      if (++tile == passing.end) tile = passing.first, this_head++;
+      if (!last) load_s(tile, this_head, shared + TILES + (buffer ^ 1) * TILE_BYTES);
+      if (active && GRAD_S) {
+        product<REG_P>(dP, own_p, own_at + OWN_P + zero, p_at);
+        score_gradients(dS, S, dP, own, rows_at, p.dropout_scale, ds_factor);
+        accumulate(grad_s, dS, s_at);
+      }
+      if (active && GRAD_P) accumulate(grad_p, P, p_at);
+      if (!last) store_s(buffer ^ 1);
+      __syncthreads();
+    }
+  }
+
+  // A gradient times `scale` and 2^exponent to its rows, through shared memory.
+  DEVICE void write(Gradient &c, const int (&exponent)[MT][2], float scale, u16 *out, int row_stride, int rows, int head_dim) {
+    float factor[MT][2];
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        // In two steps, for which the exponent may be one that no float has.
+        const int half = exponent[m][r] / 2;
+#pragma unroll
+        for (int n = 0; n < CHUNKS; n++)
+#pragma unroll
+          for (int e = 0; e < 2; e++)
+            if (TYPE == 2) c[n][m][2 * r + e] *= power_of_two(half);
+        factor[m][r] = scale * power_of_two(exponent[m][r] - half);
+      }
+    write_rows<MT>(c, factor, shared, (threadIdx.x >> 5) * WARP_ROWS, out, row_stride, rows, head_dim);
+  }
+};
+
+// Rows [first, end) and [first_behind, end_behind) of one head get 0; the blocks of a head share them out.
+DEVICE void clear_rows(u16 *x, const Strides &s, int head, int head_dim, int first, int end, int first_behind, int end_behind, int tile, int tiles) {
+  const int before = end - first, rows = before + end_behind - first_behind;
+  for (int i = tile; i < rows; i += tiles) {
+    u16 *row = x + (i64)(i < before ? first + i : first_behind + i - before) * s.row + (i64)head * s.head;
+    for (int c = threadIdx.x; c < head_dim; c += THREADS) global_store2(row + c, 0);
+  }
+}

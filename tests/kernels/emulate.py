@@ -1,0 +1,109 @@
+"""Runs the CUDA kernels on CPU tensors: g++ compiles their very sources together with emulator.h.
+
+>>> kernel = compile_kernel("forward.cu", "forward", {"D": 64, "LOCAL": 1})
+>>> kernel.launch(params, grid=4, threads=128, shared_bytes=16384, tensors=(q, k, v, out, lse))
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from torch import Tensor
+
+import flash_attn_compat
+
+HERE = Path(__file__).parent
+SOURCES = Path(flash_attn_compat.__file__).parent / "cuda"
+# No contraction: a * b + c is rounded twice where the source says so; fmaf is fmaf.
+OPTIONS = ("-std=c++17", "-O2", "-ffp-contract=off", "-w", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique")
+
+Macros = Mapping[str, object]
+
+
+class EmulationError(Exception):
+    """What a kernel did that a GPU need not forgive: block, thread and what it was."""
+
+
+def why_not() -> str:
+    """Why kernels cannot be emulated here; empty where they can."""
+    return "" if shutil.which("g++") else "g++ is not installed: the kernels cannot be compiled for the CPU"
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = (("start", ctypes.c_uint64), ("end", ctypes.c_uint64))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One entry of a compiled source."""
+
+    library: ctypes.CDLL
+    entry: str
+
+    def launch(
+        self, params: bytes, grid: int, threads: int, shared_bytes: int, tensors: Sequence[Tensor], seed: int = 1
+    ) -> None:
+        """Runs all blocks. Memory outside of ``tensors`` is an error; ``seed`` orders blocks and warps."""
+        memories = (_Memory * len(tensors))(*map(_memory, tensors))
+        entry = ctypes.cast(getattr(self.library, self.entry), ctypes.c_void_p)
+        emulate = self.library.emulate
+        emulate.restype = ctypes.c_char_p
+        said = emulate(
+            entry, ctypes.c_char_p(params), ctypes.c_uint32(grid), ctypes.c_uint32(threads),
+            ctypes.c_uint32(shared_bytes), memories, len(tensors), ctypes.c_uint32(seed),
+        )  # fmt: skip
+        if said:
+            raise EmulationError(f"{self.entry}: {said.decode()}")
+
+
+def _memory(x: Tensor) -> _Memory:
+    """From a tensor's first element to its last."""
+    start = x.data_ptr()
+    if x.numel() == 0:
+        return _Memory(start, start)
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return _Memory(start, start + (last + 1) * x.element_size())
+
+
+def compile_kernel(source: str | Path, entry: str, macros: Macros) -> Kernel:
+    """``source``: a file of the package's kernels, or a path."""
+    defined = tuple(sorted((name, str(int(value) if isinstance(value, bool) else value)) for name, value in macros.items()))
+    return Kernel(_library(SOURCES / source, defined), entry)
+
+
+@lru_cache(maxsize=None)
+def _library(source: Path, macros: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
+    command = ["g++", *OPTIONS, *(f"-D{name}={value}" for name, value in macros), f"-I{HERE}", f"-I{source.parent}", f"-I{SOURCES}"]
+    files = sorted({source, *SOURCES.glob("*.cuh"), *HERE.glob("*.h")})
+    said = hashlib.sha256(repr((command, _compiler_version())).encode())
+    for file in files:
+        said.update(file.read_bytes())
+    folder = Path(tempfile.gettempdir()) / f"flash_attn_compat_emulated_{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    target = folder / f"{source.stem}_{said.hexdigest()[:24]}.so"
+    if not target.exists():
+        _compile([*command, "-include", "emulator.h", "-x", "c++", str(source)], target)
+    return ctypes.CDLL(str(target))
+
+
+def _compile(command: list[str], target: Path) -> None:
+    """Written beside its place and moved there, because several test processes may be at it."""
+    unfinished = target.with_suffix(f".{os.getpid()}")
+    done = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+    unfinished.replace(target)
+
+
+@lru_cache(maxsize=None)
+def _compiler_version() -> str:
+    return subprocess.run(["g++", "--version"], capture_output=True, text=True).stdout
