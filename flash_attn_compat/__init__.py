@@ -26,7 +26,8 @@ if TYPE_CHECKING:
         flash_attn_varlen_qkvpacked_func,
         flash_attn_with_kvcache,
     )
-    from flash_attn_compat.naming import patch, patched, register_with_transformers, unpatch
+    from flash_attn_compat.naming.patch import patch, patched, unpatch
+    from flash_attn_compat.naming.transformers import register_with_transformers
 
 # Where each public name lives. Loading them on first use lets `patch` and the command line work without torch.
 _HOMES = {

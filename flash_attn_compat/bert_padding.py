@@ -87,7 +87,8 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     Raises:
         AssertionError: `input` has fewer than two dimensions, or `indices` is not 1-D.
     """
-    return IndexFirstAxis.apply(input, indices)  # type: ignore[no-any-return, no-untyped-call]
+    rows: Tensor = IndexFirstAxis.apply(input, indices)
+    return rows
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
@@ -102,7 +103,8 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
     Raises:
         AssertionError: `values` has fewer than two dimensions, or `indices` is not 1-D.
     """
-    return IndexPutFirstAxis.apply(values, indices, first_axis_dim)  # type: ignore[no-any-return, no-untyped-call]
+    put: Tensor = IndexPutFirstAxis.apply(values, indices, first_axis_dim)
+    return put
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,7 +116,8 @@ def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, T
     Returns:
         ((z, ...) selected rows, (n, ...) the input); the gradients of both reach `input`.
     """
-    return IndexFirstAxisResidual.apply(input, indices)  # type: ignore[no-any-return, no-untyped-call]
+    both: tuple[Tensor, Tensor] = IndexFirstAxisResidual.apply(input, indices)
+    return both
 
 
 def unpad_input(

@@ -7,6 +7,7 @@ in private_interface.py, the KV cache in kvcache.py; all of them can be imported
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -60,9 +61,22 @@ __all__ = [
     "round_multiple",
 ]
 
+# out, or with return_attn_probs (out, softmax_lse, S_dmask); overloads let type checkers know when it is out alone.
 AttentionOutput = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ..., return_attn_probs: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ..., return_attn_probs: bool = ...,
+) -> AttentionOutput: ...  # fmt: skip
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -110,6 +124,18 @@ def flash_attn_func(
     return _dense((q, k, v), options)
 
 
+@overload
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor, dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ..., return_attn_probs: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor, dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ..., return_attn_probs: bool = ...,
+) -> AttentionOutput: ...  # fmt: skip
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -135,6 +161,18 @@ def flash_attn_kvpacked_func(
     return _dense((q, kv), options)
 
 
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ..., return_attn_probs: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ..., return_attn_probs: bool = ...,
+) -> AttentionOutput: ...  # fmt: skip
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -158,6 +196,20 @@ def flash_attn_qkvpacked_func(
     return _dense((qkv,), options)
 
 
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ..., window_size: Sequence[int] = ...,
+    softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
+    return_attn_probs: Literal[False] = ..., block_table: Tensor | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ..., window_size: Sequence[int] = ...,
+    softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ..., return_attn_probs: bool = ...,
+    block_table: Tensor | None = ...,
+) -> AttentionOutput: ...  # fmt: skip
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -203,6 +255,19 @@ def flash_attn_varlen_func(
     return _packed((q, k, v), packing, options, block_table)
 
 
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ..., window_size: Sequence[int] = ...,
+    softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
+    return_attn_probs: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ..., window_size: Sequence[int] = ...,
+    softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ..., return_attn_probs: bool = ...,
+) -> AttentionOutput: ...  # fmt: skip
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -233,6 +298,18 @@ def flash_attn_varlen_kvpacked_func(
     return _packed((q, kv), packing, options)
 
 
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = ..., softmax_scale: float | None = ...,
+    causal: bool = ..., window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ..., return_attn_probs: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = ..., softmax_scale: float | None = ...,
+    causal: bool = ..., window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ..., return_attn_probs: bool = ...,
+) -> AttentionOutput: ...  # fmt: skip
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -288,16 +365,17 @@ class _Applied(torch.autograd.Function):
     """
 
     @classmethod
-    def apply(cls, *args):
+    def apply(cls, *args: Any) -> Any:
         return cls.forward(None, *args)
 
 
 class FlashAttnQKVPackedFunc(_Applied):
     @staticmethod
     def forward(
-        ctx, qkv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_softmax, is_grad_enabled=True,
-    ):  # fmt: skip
+        ctx: Any, qkv: Tensor, dropout_p: float, softmax_scale: float | None, causal: bool, window_size: Sequence[int],
+        softcap: float, alibi_slopes: Tensor | None, deterministic: bool, return_softmax: bool,
+        is_grad_enabled: bool = True,
+    ) -> AttentionOutput:  # fmt: skip
         with torch.set_grad_enabled(torch.is_grad_enabled() and is_grad_enabled):
             return flash_attn_qkvpacked_func(
                 qkv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
@@ -308,9 +386,10 @@ class FlashAttnQKVPackedFunc(_Applied):
 class FlashAttnKVPackedFunc(_Applied):
     @staticmethod
     def forward(
-        ctx, q, kv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_softmax, is_grad_enabled=True,
-    ):  # fmt: skip
+        ctx: Any, q: Tensor, kv: Tensor, dropout_p: float, softmax_scale: float | None, causal: bool,
+        window_size: Sequence[int], softcap: float, alibi_slopes: Tensor | None, deterministic: bool,
+        return_softmax: bool, is_grad_enabled: bool = True,
+    ) -> AttentionOutput:  # fmt: skip
         with torch.set_grad_enabled(torch.is_grad_enabled() and is_grad_enabled):
             return flash_attn_kvpacked_func(
                 q, kv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
@@ -321,9 +400,10 @@ class FlashAttnKVPackedFunc(_Applied):
 class FlashAttnFunc(_Applied):
     @staticmethod
     def forward(
-        ctx, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_softmax, is_grad_enabled=True,
-    ):  # fmt: skip
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float | None, causal: bool,
+        window_size: Sequence[int], softcap: float, alibi_slopes: Tensor | None, deterministic: bool,
+        return_softmax: bool, is_grad_enabled: bool = True,
+    ) -> AttentionOutput:  # fmt: skip
         with torch.set_grad_enabled(torch.is_grad_enabled() and is_grad_enabled):
             return flash_attn_func(
                 q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
@@ -334,9 +414,10 @@ class FlashAttnFunc(_Applied):
 class FlashAttnVarlenQKVPackedFunc(_Applied):
     @staticmethod
     def forward(
-        ctx, qkv, cu_seqlens, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_softmax, is_grad_enabled=True,
-    ):  # fmt: skip
+        ctx: Any, qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float, softmax_scale: float | None,
+        causal: bool, window_size: Sequence[int], softcap: float, alibi_slopes: Tensor | None, deterministic: bool,
+        return_softmax: bool, is_grad_enabled: bool = True,
+    ) -> AttentionOutput:  # fmt: skip
         with torch.set_grad_enabled(torch.is_grad_enabled() and is_grad_enabled):
             return flash_attn_varlen_qkvpacked_func(
                 qkv, cu_seqlens, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
@@ -347,9 +428,11 @@ class FlashAttnVarlenQKVPackedFunc(_Applied):
 class FlashAttnVarlenKVPackedFunc(_Applied):
     @staticmethod
     def forward(
-        ctx, q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-        window_size, softcap, alibi_slopes, deterministic, return_softmax, is_grad_enabled=True,
-    ):  # fmt: skip
+        ctx: Any, q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+        max_seqlen_k: int, dropout_p: float, softmax_scale: float | None, causal: bool, window_size: Sequence[int],
+        softcap: float, alibi_slopes: Tensor | None, deterministic: bool, return_softmax: bool,
+        is_grad_enabled: bool = True,
+    ) -> AttentionOutput:  # fmt: skip
         with torch.set_grad_enabled(torch.is_grad_enabled() and is_grad_enabled):
             return flash_attn_varlen_kvpacked_func(
                 q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
@@ -360,9 +443,11 @@ class FlashAttnVarlenKVPackedFunc(_Applied):
 class FlashAttnVarlenFunc(_Applied):
     @staticmethod
     def forward(
-        ctx, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-        window_size, softcap, alibi_slopes, deterministic, return_softmax, block_table=None, is_grad_enabled=True,
-    ):  # fmt: skip
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+        max_seqlen_k: int, dropout_p: float, softmax_scale: float | None, causal: bool, window_size: Sequence[int],
+        softcap: float, alibi_slopes: Tensor | None, deterministic: bool, return_softmax: bool,
+        block_table: Tensor | None = None, is_grad_enabled: bool = True,
+    ) -> AttentionOutput:  # fmt: skip
         with torch.set_grad_enabled(torch.is_grad_enabled() and is_grad_enabled):
             return flash_attn_varlen_func(
                 q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,

@@ -44,7 +44,11 @@ def _check_packed(packed: Tensor, expected: int) -> None:
         raise RuntimeError(f"{name} must hold {expected} tensors along axis {axis}, got shape {tuple(packed.shape)}")
 
 
-def attend(inputs: tuple[Tensor, ...], call: AttentionCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
+# out, softmax_lse, S_dmask. Any, because None stands for what the call did not ask for, and whoever asks is not given None.
+Outputs = tuple[Tensor, Any, Any]
+
+
+def attend(inputs: tuple[Tensor, ...], call: AttentionCall) -> Outputs:
     """(out, softmax_lse, S_dmask) of ``call``, recorded for autograd if any of ``inputs`` requires grad.
 
     S_dmask is None unless call.return_dmask, softmax_lse may be None unless call.return_lse.
@@ -56,7 +60,8 @@ def attend(inputs: tuple[Tensor, ...], call: AttentionCall) -> tuple[Tensor, Ten
     if torch.is_grad_enabled():
         for tensor in inputs:
             if tensor.requires_grad:
-                return _Attention.apply(call._replace(needs_grad=True), *inputs)
+                outputs: Outputs = _Attention.apply(call._replace(needs_grad=True), *inputs)
+                return outputs
     result = run_forward(call)
     return _finish(call, result) if call.return_lse else (result.out, None, None)
 
@@ -94,7 +99,7 @@ def run_backward(
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: AttentionCall, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(ctx: Any, call: AttentionCall, *tensors: Tensor) -> Outputs:
         ctx.backend, result = _served(call)
         ctx.inputs = len(tensors)
         ctx.description = call.without_tensors()
@@ -136,7 +141,7 @@ def _differentiable_gradients(inputs: tuple[Tensor, ...], call: AttentionCall, d
         return torch.autograd.grad(out, inputs, dout, create_graph=True, allow_unused=True)
 
 
-def _finish(call: AttentionCall, result: Result) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _finish(call: AttentionCall, result: Result) -> Outputs:
     if not call.return_lse:
         return result.out, None, None
     dmask = signed_probabilities(call, result.rng_state) if call.return_dmask else result.out.new_empty(0)

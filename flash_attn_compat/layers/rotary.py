@@ -98,9 +98,8 @@ def apply_rotary_emb(
     Raises:
         AssertionError: as `apply_rotary`.
     """
-    return ApplyRotaryEmb.apply(  # type: ignore[no-any-return, no-untyped-call]
-        x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen
-    )
+    rotated: Tensor = ApplyRotaryEmb.apply(x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen)
+    return rotated
 
 
 # The older name of the same function.
@@ -181,9 +180,10 @@ def apply_rotary_emb_qkv_(
     Returns:
         qkv itself, carrying the gradient.
     """
-    return ApplyRotaryEmbQKV_.apply(  # type: ignore[no-any-return, no-untyped-call]
+    rotated: Tensor = ApplyRotaryEmbQKV_.apply(
         qkv, cos, sin, cos_k, sin_k, interleaved, seqlen_offsets, num_heads_q
     )
+    return rotated
 
 
 class ApplyRotaryEmbKV_(torch.autograd.Function):
@@ -228,9 +228,8 @@ def apply_rotary_emb_kv_(
     Returns:
         kv itself, carrying the gradient.
     """
-    return ApplyRotaryEmbKV_.apply(  # type: ignore[no-any-return, no-untyped-call]
-        kv, cos, sin, interleaved, seqlen_offsets
-    )
+    rotated: Tensor = ApplyRotaryEmbKV_.apply(kv, cos, sin, interleaved, seqlen_offsets)
+    return rotated
 
 
 class RotaryEmbedding(torch.nn.Module):

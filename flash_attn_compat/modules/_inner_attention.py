@@ -94,9 +94,11 @@ class FlashSelfAttention(nn.Module):
             "deterministic": self.deterministic,
         }
         if cu_seqlens is None:
-            return flash_attn_qkvpacked_func(qkv, **options)  # type: ignore[return-value]
+            out: Tensor = flash_attn_qkvpacked_func(qkv, **options)
+            return out
         assert max_seqlen is not None, "max_seqlen must be passed with cu_seqlens"
-        return flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, **options)  # type: ignore[return-value]
+        out = flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, **options)
+        return out
 
 
 class FlashCrossAttention(nn.Module):
@@ -152,13 +154,13 @@ class FlashCrossAttention(nn.Module):
             "deterministic": self.deterministic,
         }
         if cu_seqlens is None:
-            return flash_attn_kvpacked_func(q, kv, **options)  # type: ignore[return-value]
+            out: Tensor = flash_attn_kvpacked_func(q, kv, **options)
+            return out
         assert max_seqlen is not None and cu_seqlens_k is not None and max_seqlen_k is not None, (
             "max_seqlen, cu_seqlens_k and max_seqlen_k must be passed with cu_seqlens"
         )
-        return flash_attn_varlen_kvpacked_func(  # type: ignore[return-value]
-            q, kv, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, **options
-        )
+        out = flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, **options)
+        return out
 
 
 class SelfAttention(nn.Module):

@@ -69,7 +69,7 @@ def _update_kv_cache(kv: Tensor, inference_params: Any, layer_idx: int) -> Tenso
     Returns:
         (batch, seqlen_offset + seqlen, 2, nheads_k, headdim), a view of what the cache holds now.
     """
-    caches = inference_params.key_value_memory_dict
+    caches: dict[int, Tensor] = inference_params.key_value_memory_dict
     if layer_idx not in caches:
         shape = (inference_params.max_batch_size, inference_params.max_seqlen, 2, *kv.shape[-2:])
         caches[layer_idx] = torch.empty(shape, dtype=kv.dtype, device=kv.device)
@@ -81,7 +81,7 @@ def _update_kv_cache(kv: Tensor, inference_params: Any, layer_idx: int) -> Tenso
         f"does not fit into the cache of shape {tuple(cache.shape)}"
     )
     cache[rows, inference_params.seqlen_offset : end] = kv
-    return cache[rows, :end]  # type: ignore[no-any-return]
+    return cache[rows, :end]
 
 
 class MHA(nn.Module):
@@ -312,7 +312,8 @@ class MHA(nn.Module):
     def _update_kvcache_attention(self, q: Tensor, kv: Tensor, inference_params: Any) -> Tensor:
         """Append kv to the cache, then attend; shapes as `_apply_rotary_update_kvcache_attention`."""
         if inference_params.seqlen_offset == 0 or not self.use_flash_attn:
-            return self.inner_cross_attn(q, self._update_kv_cache(kv, inference_params))  # type: ignore[no-any-return]
+            context: Tensor = self.inner_cross_attn(q, self._update_kv_cache(kv, inference_params))
+            return context
         return self._attend_to_cache(q, kv, inference_params)
 
     def _attend_to_cache(self, q: Tensor, kv: Tensor, inference_params: Any, **rotary: Any) -> Tensor:

@@ -55,7 +55,7 @@ def add_norm(inputs: NormInputs, options: NormOptions) -> tuple[Tensor, Tensor |
         y, y1, _ = add_norm(inputs, replace(options, residual_dtype=None))
         return y, y1, inputs.x
     # Only what exists is returned: torch 2.11's compiler mixes up the gradients around a None.
-    outputs = iter(_AddNorm.apply(options, *inputs))  # type: ignore[no-untyped-call]
+    outputs = iter(_AddNorm.apply(options, *inputs))
     y = next(outputs)
     y1 = None if inputs.weight1 is None else next(outputs)
     return y, y1, None if options.residual_dtype is None else next(outputs)
@@ -71,7 +71,7 @@ def dropout_mask(x: Tensor, dropout_p: float) -> Tensor | None:
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: NormOptions, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        inputs = NormInputs(*tensors)  # type: ignore[arg-type]
+        inputs = NormInputs(*tensors)  # type: ignore[arg-type]  # x and weight are not None
         h = _added(inputs, options)
         normed, _ = _normed(h, options)
         outputs = [_affine(normed, inputs.weight, inputs.bias, options)]
@@ -176,12 +176,12 @@ def _scaled_grads(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of x, rowscale and colscale from that of drop(x * rowscale * colscale)."""
     dscaled = _dropped(dh, inputs.mask, options)
-    needed = NormInputs(*needs_input_grad[1:])  # type: ignore[arg-type]
+    needed = dict(zip(NormInputs._fields, needs_input_grad[1:]))
     drowscale = dcolscale = None
-    if inputs.rowscale is not None and needed.rowscale:
+    if inputs.rowscale is not None and needed["rowscale"]:
         without = _scaled(inputs.x.to(dh.dtype), inputs._replace(rowscale=None))
         drowscale = (dscaled * without).sum(dim=-1).to(inputs.rowscale.dtype)
-    if inputs.colscale is not None and needed.colscale:
+    if inputs.colscale is not None and needed["colscale"]:
         without = _scaled(inputs.x.to(dh.dtype), inputs._replace(colscale=None))
         dcolscale = _sum_rows(dscaled * without).to(inputs.colscale.dtype)
     return _scaled(dscaled, inputs).to(inputs.x.dtype), drowscale, dcolscale

@@ -111,17 +111,20 @@ class FastGeLUFunction(torch.autograd.Function):
 
 def swiglu(x: Tensor, y: Tensor) -> Tensor:
     """silu(x) * y (Shazeer 2020), differentiable; x and y of one shape, result in x's dtype."""
-    return SwiGLUFunction.apply(x, y)  # type: ignore[no-any-return, no-untyped-call]
+    out: Tensor = SwiGLUFunction.apply(x, y)
+    return out
 
 
 def bias_gelu_impl(input: Tensor, bias: Tensor) -> Tensor:
     """`bias_gelu`, differentiable in input (..., d) and bias (d,)."""
-    return GeLUFunction.apply(input, bias)  # type: ignore[no-any-return, no-untyped-call]
+    out: Tensor = GeLUFunction.apply(input, bias)
+    return out
 
 
 def fast_gelu_impl(x: Tensor) -> Tensor:
     """`gelu_fwd`, differentiable."""
-    return FastGeLUFunction.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+    out: Tensor = FastGeLUFunction.apply(x)
+    return out
 
 
 def _gelu(x: Tensor) -> Tensor:

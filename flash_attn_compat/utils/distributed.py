@@ -102,17 +102,20 @@ class AllReduceFunc(torch.autograd.Function):
 
 def all_gather(input_: Tensor, process_group: dist.ProcessGroup) -> Tensor:
     """`all_gather_raw` with a gradient: (n, ...) to (world_size * n, ...)."""
-    return AllGatherFunc.apply(input_, process_group)  # type: ignore[no-any-return, no-untyped-call]
+    gathered: Tensor = AllGatherFunc.apply(input_, process_group)
+    return gathered
 
 
 def reduce_scatter(input_: Tensor, process_group: dist.ProcessGroup) -> Tensor:
     """`reduce_scatter_raw` with a gradient: (n, ...) to (n / world_size, ...)."""
-    return ReduceScatterFunc.apply(input_, process_group)  # type: ignore[no-any-return, no-untyped-call]
+    scattered: Tensor = ReduceScatterFunc.apply(input_, process_group)
+    return scattered
 
 
 def all_reduce(input_: Tensor, process_group: dist.ProcessGroup) -> Tensor:
     """Sum over ranks with a gradient; `input_` is left alone."""
-    return AllReduceFunc.apply(input_, process_group)  # type: ignore[no-any-return, no-untyped-call]
+    reduced: Tensor = AllReduceFunc.apply(input_, process_group)
+    return reduced
 
 
 def sync_shared_params(model: nn.Module, process_group: dist.ProcessGroup) -> None:

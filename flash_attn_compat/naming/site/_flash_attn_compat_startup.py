@@ -6,7 +6,7 @@ Every start of the interpreter pays for this file, so it imports nothing until i
 import sys
 
 
-def make_package_importable():
+def make_package_importable() -> None:
     """Append flash_attn_compat's parent to sys.path where a child's path lacks what its patched parent had."""
     import importlib.util
     import os
@@ -24,7 +24,7 @@ def make_package_importable():
     sys.path.append(root)
 
 
-def wait_for_transformers():
+def wait_for_transformers() -> None:
     """Open transformers' checks once its import begins; until then only compare a name at each import."""
     if _WaitForTransformers not in sys.meta_path:
         sys.meta_path.insert(0, _WaitForTransformers)
@@ -32,7 +32,7 @@ def wait_for_transformers():
 
 class _WaitForTransformers:
     @classmethod
-    def find_spec(cls, fullname, path=None, target=None):
+    def find_spec(cls, fullname: str, path: object = None, target: object = None) -> None:
         if fullname != "transformers":
             return None
         if cls in sys.meta_path:

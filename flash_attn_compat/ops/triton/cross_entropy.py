@@ -138,7 +138,7 @@ def cross_entropy_loss(
         f"precomputed_lse has shape {tuple(precomputed_lse.shape)}, expected {tuple(labels.shape)}"
     )
     assert logit_scale > 0, f"logit_scale must be positive, got {logit_scale}"
-    return CrossEntropyLoss.apply(  # type: ignore[no-any-return, no-untyped-call]
+    outputs: tuple[Tensor, Tensor] = CrossEntropyLoss.apply(
         logits,
         labels,
         precomputed_lse,
@@ -149,6 +149,7 @@ def cross_entropy_loss(
         inplace_backward,
         process_group,
     )
+    return outputs
 
 
 def _compute_dtype(logits: Tensor) -> torch.dtype:
