@@ -18,6 +18,9 @@ from flash_attn_compat import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
+from flash_attn_compat.backends.reference import Reference
+from flash_attn_compat.engine import dispatch
+from flash_attn_compat.engine.call import AttentionCall, Result
 from tests.support import close, cumulative, on_backend, on_general_backends, qkv, randn
 
 FEATURES = {
@@ -245,6 +248,100 @@ def test_second_derivatives_of_packed_sequences_agree_with_finite_differences(fe
         kwargs["alibi_slopes"] = kwargs["alibi_slopes"][:2]
     inputs = [randn(5, h, 4, seed=h, dtype=torch.float64).requires_grad_() for h in (2, 1, 1)]
     assert torch.autograd.gradgradcheck(lambda *x: flash_attn_varlen_func(*x, cu_q, cu_k, 3, 3, **kwargs), inputs)
+
+
+SUBSETS = [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)]
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention in differentiable operations, (1, seqlen, heads, head_dim) with one key head."""
+    scores = torch.einsum("bqhd,bkd->bhqk", q, k[:, :, 0]) * q.shape[-1] ** -0.5
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + k.shape[1] - q.shape[1])
+    return torch.einsum("bhqk,bkd->bqhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v[:, :, 0])
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    starts = cumulative(q.shape[1]), cumulative(k.shape[1])
+    parts = (x.flatten(0, 1) for x in (q, k, v))
+    return flash_attn_varlen_func(*parts, *starts, q.shape[1], k.shape[1], causal=True)[None]
+
+
+def _kv_packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return flash_attn_kvpacked_func(q, torch.stack([k, v], 2), causal=True)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return flash_attn_func(q, k, v, causal=True)
+
+
+@pytest.mark.parametrize("attention", [_dense, _packed, _kv_packed])
+@pytest.mark.parametrize("wanted", SUBSETS)
+def test_any_inputs_that_ask_for_gradients_get_some_that_can_be_differentiated(
+    attention: Callable[..., Tensor], wanted: tuple[int, ...]
+) -> None:
+    def twice(function: Callable[..., Tensor]) -> list[Tensor]:
+        inputs = [x.detach().requires_grad_(index in wanted) for index, x in enumerate(_in_fp64())]
+        asked = [inputs[index] for index in wanted]
+        first = torch.autograd.grad(function(*inputs).pow(3).sum(), asked, create_graph=True)
+        second = torch.autograd.grad(sum(x.pow(2).sum() for x in first), asked)
+        return [*first, *second]
+
+    for ours, right in zip(twice(attention), twice(_plain), strict=True):
+        torch.testing.assert_close(ours, right)
+
+
+NOTHING = {"no keys": (3, 0), "no rows": (0, 4), "neither": (0, 0)}
+
+
+@pytest.mark.parametrize("attention", [_dense, _packed])
+@pytest.mark.parametrize("wanted", SUBSETS)
+@pytest.mark.parametrize("lengths", NOTHING.values(), ids=NOTHING.keys())
+def test_without_rows_or_keys_gradients_are_zeros_that_can_be_differentiated(
+    attention: Callable[..., Tensor], wanted: tuple[int, ...], lengths: tuple[int, int]
+) -> None:
+    q, k, v = (x.detach() for x in _in_fp64())
+    inputs = [q[:, : lengths[0]], k[:, : lengths[1]], v[:, : lengths[1]]]
+    asked = [inputs[index].requires_grad_() for index in wanted]
+    first = torch.autograd.grad(attention(*inputs).square().sum(), asked, create_graph=True)
+    second = torch.autograd.grad(sum(x.square().sum() for x in first), asked)
+    for x, *gradients in zip(asked, first, second, strict=True):
+        assert all(gradient.shape == x.shape and not gradient.any() for gradient in gradients)
+
+
+def test_packed_sequences_that_all_lack_keys_have_gradients_of_zero_that_can_be_differentiated() -> None:
+    inputs = [randn(5, h, 4, seed=h, dtype=torch.float64).requires_grad_() for h in (2, 1, 1)]
+    out = flash_attn_varlen_func(*inputs, cumulative(2, 3), cumulative(0, 0), 3, 0)
+    first = torch.autograd.grad(out.sum(), inputs, create_graph=True)
+    second = torch.autograd.grad(sum(x.sum() for x in first), inputs)
+    assert all(not gradient.any() for gradient in (*first, *second))
+
+
+@pytest.mark.parametrize("lengths", NOTHING.values(), ids=NOTHING.keys())
+def test_torch_func_transforms_are_served_without_rows_or_keys(lengths: tuple[int, int]) -> None:
+    q, k, v = (x.detach() for x in _in_fp64())
+    q, k, v = q[:, : lengths[0]], k[:, : lengths[1]], v[:, : lengths[1]]
+    gradients = torch.func.grad(lambda *x: flash_attn_func(*x, causal=True).sum(), argnums=(0, 1, 2))(q, k, v)
+    assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape] and not any(x.any() for x in gradients)
+    out, tangent = torch.func.jvp(flash_attn_func, (q, k, v), (q, k, v))
+    assert out.shape == tangent.shape == q.shape and not out.any() and not tangent.any()
+    mapped, lse, _ = torch.vmap(lambda *x: flash_attn_func(*x, return_attn_probs=True))(q[None], k[None], v[None])
+    assert mapped.shape == (1, *q.shape) and not mapped.any() and (lse == torch.inf).all()
+
+
+def test_a_mask_that_cannot_be_drawn_again_is_an_error_under_create_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of the GPU kernels whose dropout masks are their own."""
+
+    class KeepsItsMask(Reference):
+        def forward(self, call: AttentionCall) -> Result:
+            return super().forward(call)._replace(rng_state=None)
+
+    monkeypatch.setattr(dispatch, "BACKENDS", (KeepsItsMask(),))
+    dispatch.forget_decisions()
+    inputs = leaves()
+    out = flash_attn_func(*inputs, dropout_p=0.2)
+    with pytest.raises(RuntimeError, match="create_graph=True needs a dropout mask"):
+        torch.autograd.grad(out.sum(), inputs, create_graph=True)
+    dispatch.forget_decisions()
 
 
 def test_torch_func_transforms_are_served() -> None:

@@ -26,7 +26,7 @@ class Reference(BlockwiseBackend):
     ) -> tuple[Tensor, Tensor | None]:
         q, k, v = _expand(call, block)
         scores, _ = _scores(call, block, q, k)
-        peak = scores.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
+        peak = _peak(scores.detach())
         weights = torch.exp(scores - peak)
         total = weights.sum(-1, keepdim=True)
         dead = total == 0
@@ -57,6 +57,14 @@ class Reference(BlockwiseBackend):
         dk = torch.einsum("bhqk,bqhd->bkhd", dscores, q) * call.softmax_scale
         groups = (block.k.shape[2], -1)
         return dq, dk.unflatten(2, groups).sum(3), dv.unflatten(2, groups).sum(3)
+
+
+def _peak(scores: Tensor) -> Tensor:
+    """The largest score of each row, finite even where a row sees no key or there is none."""
+    lowest = torch.finfo(scores.dtype).min
+    if not scores.shape[-1]:
+        return scores.new_full((*scores.shape[:-1], 1), lowest)
+    return scores.amax(-1, keepdim=True).clamp_min(lowest)
 
 
 def _expand(call: AttentionCall, block: Block) -> tuple[Tensor, Tensor, Tensor]:

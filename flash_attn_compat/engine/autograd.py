@@ -124,7 +124,7 @@ class _Attention(torch.autograd.Function):
             seqused_k=used, leftpad_k=leftpad, block_table=table, rng_state=rng_state,
         )  # fmt: skip
         if torch.is_grad_enabled():
-            return None, *_differentiable_gradients(inputs, call, dout)
+            return None, *_differentiable_gradients(inputs, ctx.needs_input_grad[1:], call, dout)
         upstream = Upstream(dout, out, lse, rng_state, tuple(kept))
         if len(inputs) == 3:
             return None, *run_backward(ctx.backend, call, upstream)
@@ -133,12 +133,31 @@ class _Attention(torch.autograd.Function):
         return None, *packed
 
 
-def _differentiable_gradients(inputs: tuple[Tensor, ...], call: AttentionCall, dout: Tensor) -> tuple[Tensor, ...]:
+def _differentiable_gradients(
+    inputs: tuple[Tensor, ...], wanted: tuple[bool, ...], call: AttentionCall, dout: Tensor
+) -> list[Tensor | None]:
     """Gradients that can be differentiated again: the forward once more in differentiable operations."""
+    if call.dropout_p and call.rng_state is None:
+        raise RuntimeError(
+            "create_graph=True needs a dropout mask that can be drawn again, and the kernel that served this call keeps "
+            'its own: use dropout_p=0, or compute the forward under flash_attn_compat.use_backend("chunked")'
+        )
     again = call._replace(transformed=True, needs_grad=False)
+    leaves = [tensor for tensor, is_wanted in zip(inputs, wanted) if is_wanted]
     with torch.enable_grad(), callers_state.without_autocast(call.q.device):
         out = dispatch.choose(again).forward(again).out
-        return torch.autograd.grad(out, inputs, dout, create_graph=True, allow_unused=True)
+        found = (
+            torch.autograd.grad(out, leaves, dout, create_graph=True, allow_unused=True) if out.requires_grad else ()
+        )
+        gradients = iter(found or [None] * len(leaves))
+        return [_or_zeros(next(gradients), tensor) if is_wanted else None for tensor, is_wanted in zip(inputs, wanted)]
+
+
+def _or_zeros(gradient: Tensor | None, tensor: Tensor) -> Tensor:
+    """The gradient, or zeros that can be differentiated too: no row sees a key."""
+    if gradient is not None:
+        return gradient
+    return tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), 0)
 
 
 def _finish(call: AttentionCall, result: Result) -> Outputs:
