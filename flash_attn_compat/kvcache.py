@@ -11,11 +11,11 @@ from typing import NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from flash_attn_compat.engine import checks, dispatch
-from flash_attn_compat.engine.append import Append, by_operators
+from flash_attn_compat.engine import checks
+from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.autograd import run_forward
 from flash_attn_compat.engine.build import Cache, Options, cache_call
-from flash_attn_compat.engine.call import AttentionCall, Result
+from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.layout import lse_dtype
 
 _CACHE_SHAPE = "(batch_size_cache, seqlen_cache, num_heads_k, head_size)"
@@ -133,7 +133,7 @@ class _Arguments(NamedTuple):
 def _attend(arguments: _Arguments, return_lse: bool) -> tuple[Tensor, Tensor | None]:
     _check(arguments)
     call = _call(arguments, return_lse)
-    result = run_forward(call) if arguments.k is None else _append_and_run(arguments, call)
+    result = run_forward(call, _new_keys(arguments, call))
     lse = result.softmax_lse
     return result.out, lse.contiguous() if return_lse and lse is not None else None
 
@@ -151,21 +151,15 @@ def _call(arguments: _Arguments, return_lse: bool) -> AttentionCall:
     return cache_call(arguments.q, arguments.k_cache, arguments.v_cache, cache, options)
 
 
-def _append_and_run(arguments: _Arguments, call: AttentionCall) -> Result:
-    assert arguments.k is not None and arguments.v is not None and arguments.cache_seqlens is not None
+def _new_keys(arguments: _Arguments, call: AttentionCall) -> Append | None:
+    if arguments.k is None:
+        return None
+    assert arguments.v is not None and arguments.cache_seqlens is not None
     # flash-attn rotates row i at its own position only if the mask is banded.
-    new = Append(
+    return Append(
         arguments.k, arguments.v, arguments.rotary_cos, arguments.rotary_sin, arguments.rotary_interleaved,
         arguments.cache_seqlens, not call.mask.is_full,
     )  # fmt: skip
-    if call.is_empty:
-        by_operators(call, new)
-        return run_forward(call)
-    backend = dispatch.serve(call)  # raises, if nothing can serve, before the cache changes
-    call = call._replace(q=backend.append(call, new))
-    if call.seqused_k is not None and call.seqlen_new and not backend.counts_new_keys:
-        call = call._replace(seqused_k=call.seqused_k + call.seqlen_new, seqlen_new=0)
-    return backend.forward(call)
 
 
 def _check(arguments: _Arguments) -> None:

@@ -124,6 +124,20 @@ def test_an_int_length_appends_and_answers_as_a_tensor_of_equal_ones(
         close(ours, right)
 
 
+@pytest.mark.parametrize("length", [4, lengths(4, 9)], ids=["int", "tensor"])
+def test_autocast_rounds_nothing_of_a_call_that_appends(length: Any) -> None:
+    (q, k, v), angles = qkv(sq=3, sk=3), randn(CAPACITY, 8)
+    found = []
+    for enabled in (False, True):
+        cached = caches()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            out = flash_attn_with_kvcache(
+                q, *cached, k, v, angles.cos(), angles.sin(), cache_seqlens=length, softcap=3.0, causal=True
+            )
+        found.append((out, *cached))
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("length", [18, 21, -1])
 @pytest.mark.parametrize("paged", [False, True])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flash_attn_compat.backends import Backend
 from flash_attn_compat.engine import callers_state, dispatch
+from flash_attn_compat.engine.append import Append, by_operators
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream, wants_transforms
 from flash_attn_compat.engine.layout import lse_dtype
 from flash_attn_compat.engine.probabilities import signed_probabilities
@@ -66,20 +67,30 @@ def attend(inputs: tuple[Tensor, ...], call: AttentionCall) -> Outputs:
     return _finish(call, result) if call.return_lse else (result.out, None, None)
 
 
-def run_forward(call: AttentionCall) -> Result:
-    """Serve a call outside autograd."""
-    return _served(call)[1]
+def run_forward(call: AttentionCall, new: Append | None = None) -> Result:
+    """Serve a call outside autograd; ``new`` keys go into its cache first, once a backend is found for it."""
+    return _served(call, new)[1]
 
 
-def _served(call: AttentionCall) -> tuple[Backend | None, Result]:
+def _served(call: AttentionCall, new: Append | None = None) -> tuple[Backend | None, Result]:
     """The backend that served the call, None where there was nothing to compute, and what it found."""
     if call.is_empty:
+        if new is not None:
+            by_operators(call, new)
         return None, _empty_result(call)
     if callers_state.autocasts(call.q.device):
         with callers_state.without_autocast(call.q.device):
-            return _served(call)
+            return _served(call, new)
     backend = dispatch.serve(call)
-    return backend, backend.forward(call)
+    return backend, backend.forward(call if new is None else _appended(backend, call, new))
+
+
+def _appended(backend: Backend, call: AttentionCall, new: Append) -> AttentionCall:
+    """The call as ``backend`` computes it behind its append."""
+    call = call._replace(q=backend.append(call, new))
+    if call.seqused_k is None or not call.seqlen_new or backend.counts_new_keys:
+        return call
+    return call._replace(seqused_k=call.seqused_k + call.seqlen_new, seqlen_new=0)
 
 
 def run_backward(
