@@ -323,12 +323,12 @@ def test_fused_mlp_is_two_layers_with_gradients(activation: str, plain: Any, che
     torch.testing.assert_close(x.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_dense_layers_return_their_input_and_refuse_tensor_parallelism() -> None:
+def test_dense_layers_return_their_input_and_refuse_unknown_activations() -> None:
     layer = FusedDense(4, 3, return_residual=True)
     x = randn(2, 4)
     out, residual = layer(x)
     assert residual is x and torch.equal(out, F.linear(x, layer.weight, layer.bias))
-    with pytest.raises(NotImplementedError, match="process_group"):
-        fused_dense_func(x, layer.weight, process_group=object())
+    out, residual = fused_dense_func(x, layer.weight, return_residual=True)
+    assert residual is x and torch.equal(out, F.linear(x, layer.weight))
     with pytest.raises(NotImplementedError, match="'swish'"):
         FusedMLP(4, activation="swish")

@@ -1,17 +1,30 @@
-"""Feed-forward blocks: plain and gated. The tensor-parallel ones are absent."""
+"""Feed-forward blocks: plain and gated, on one device and tensor-parallel."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_attn_compat.ops.activations import swiglu
-from flash_attn_compat.ops.fused_dense import FusedMLP
+from flash_attn_compat.ops.fused_dense import ColumnParallelLinear, FusedMLP, ParallelFusedMLP, RowParallelLinear
 
-__all__ = ["FusedMLP", "GatedMlp", "Mlp"]
+__all__ = [
+    "ColumnParallelLinear",
+    "FusedMLP",
+    "GatedMlp",
+    "Mlp",
+    "ParallelFusedMLP",
+    "ParallelGatedMlp",
+    "ParallelMLP",
+    "RowParallelLinear",
+    "swiglu",
+]
+
+Activation = Callable[[Tensor], Tensor]
 
 
 class Mlp(nn.Module):
@@ -29,7 +42,7 @@ class Mlp(nn.Module):
         in_features: int,
         hidden_features: int | None = None,
         out_features: int | None = None,
-        activation: Callable[[Tensor], Tensor] = F.gelu,
+        activation: Activation = F.gelu,
         bias1: bool = True,
         bias2: bool = True,
         return_residual: bool = False,
@@ -50,6 +63,43 @@ class Mlp(nn.Module):
         return (y, x) if self.return_residual else y
 
 
+class ParallelMLP(nn.Module):
+    """`Mlp` over a process group, each rank with some of the hidden features; arguments as there.
+
+    sequence_parallel: input and output are this rank's part of the first axis; otherwise every rank has all of it.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int | None = None,
+        out_features: int | None = None,
+        activation: Activation = F.gelu,
+        process_group: dist.ProcessGroup | None = None,
+        sequence_parallel: bool = True,
+        bias1: bool = True,
+        bias2: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        assert process_group is not None, "process_group is required; Mlp works without one"
+        out_features = in_features if out_features is None else out_features
+        hidden_features = 4 * in_features if hidden_features is None else hidden_features
+        self.fc1 = ColumnParallelLinear(
+            in_features, hidden_features, process_group, bias1, sequence_parallel, device=device, dtype=dtype
+        )
+        self.activation = activation
+        self.fc2 = RowParallelLinear(
+            hidden_features, out_features, process_group, bias2, sequence_parallel, device=device, dtype=dtype
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, ..., in_features) to (n, ..., out_features)."""
+        y: Tensor = self.fc2(self.activation(self.fc1(x)))
+        return y
+
+
 class GatedMlp(nn.Module):
     """fc2(y * activation(gate)) with (y, gate) the two halves of fc1(x) (Shazeer 2020).
 
@@ -66,7 +116,7 @@ class GatedMlp(nn.Module):
         in_features: int,
         hidden_features: int | None = None,
         out_features: int | None = None,
-        activation: Callable[[Tensor], Tensor] = F.sigmoid,
+        activation: Activation = F.sigmoid,
         bias1: bool = True,
         bias2: bool = True,
         multiple_of: int = 128,
@@ -76,8 +126,7 @@ class GatedMlp(nn.Module):
     ) -> None:
         super().__init__()
         out_features = in_features if out_features is None else out_features
-        hidden_features = int(8 * in_features / 3) if hidden_features is None else hidden_features
-        hidden_features = -(-hidden_features // multiple_of) * multiple_of
+        hidden_features = _gated_features(in_features, hidden_features, multiple_of)
         self.return_residual = return_residual
         self.fc1 = nn.Linear(in_features, 2 * hidden_features, bias=bias1, device=device, dtype=dtype)
         self.activation = activation
@@ -85,11 +134,58 @@ class GatedMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """(..., in_features) to (..., out_features)."""
-        y = self.fc1(x)
-        if self.activation is F.sigmoid:
-            y = F.glu(y, dim=-1)
-        else:
-            y, gate = y.chunk(2, dim=-1)
-            y = swiglu(gate, y) if self.activation is F.silu else y * self.activation(gate)
-        y = self.fc2(y)
+        y = self.fc2(_gated(self.fc1(x), self.activation))
         return (y, x) if self.return_residual else y
+
+
+class ParallelGatedMlp(nn.Module):
+    """`GatedMlp` over a process group; arguments as there.
+
+    A rank's fc1 holds its share of y, then its share of the gate.
+
+    sequence_parallel: input and output are this rank's part of the first axis; otherwise every rank has all of it.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        process_group: dist.ProcessGroup,
+        hidden_features: int | None = None,
+        out_features: int | None = None,
+        activation: Activation = F.sigmoid,
+        bias1: bool = True,
+        bias2: bool = True,
+        multiple_of: int = 128,
+        sequence_parallel: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        out_features = in_features if out_features is None else out_features
+        hidden_features = _gated_features(in_features, hidden_features, multiple_of)
+        # In pairs, so that an uneven share has as many y as gates, and as many as fc2 takes.
+        self.fc1 = ColumnParallelLinear(
+            in_features, 2 * hidden_features, process_group, bias1, sequence_parallel, 2, device=device, dtype=dtype
+        )
+        self.activation = activation
+        self.fc2 = RowParallelLinear(
+            hidden_features, out_features, process_group, bias2, sequence_parallel, device=device, dtype=dtype
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, ..., in_features) to (n, ..., out_features)."""
+        y: Tensor = self.fc2(_gated(self.fc1(x), self.activation))
+        return y
+
+
+def _gated_features(in_features: int, hidden_features: int | None, multiple_of: int) -> int:
+    hidden_features = int(8 * in_features / 3) if hidden_features is None else hidden_features
+    return -(-hidden_features // multiple_of) * multiple_of
+
+
+def _gated(y: Tensor, activation: Activation) -> Tensor:
+    """(..., 2 * hidden) to (..., hidden): the first half times activation(second half)."""
+    if activation is F.sigmoid:
+        return F.glu(y, dim=-1)
+    y, gate = y.chunk(2, dim=-1)
+    return swiglu(gate, y) if activation is F.silu else y * activation(gate)

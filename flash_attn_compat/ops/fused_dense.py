@@ -1,6 +1,8 @@
-"""Linear layers and the two-layer MLP under the names of flash-attn's fused kernels, on one device.
+"""Linear layers and the two-layer MLP under the names of flash-attn's fused kernels, on one device and parallel.
 
-The kernels are gone, the arithmetic and the parameter names stay. The tensor-parallel classes are absent.
+The kernels are gone, the arithmetic and the parameter names stay. Tensor-parallel layers follow Shoeybi et al.
+2019, with sequence parallelism as in Korthikanti et al. 2022: between layers each rank holds its part of the
+first axis.
 """
 
 from __future__ import annotations
@@ -10,8 +12,18 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flash_attn_compat.utils.distributed import (
+    all_gather,
+    all_reduce,
+    all_reduce_raw,
+    get_dim_for_local_rank,
+    reduce_scatter,
+)
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_approx": partial(F.gelu, approximate="tanh"),
@@ -25,18 +37,18 @@ def fused_dense_func(
     weight: Tensor,
     bias: Tensor | None = None,
     return_residual: bool = False,
-    process_group: Any = None,
+    process_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """x @ weight.T + bias: x (..., in_features), weight (out_features, in_features), bias (out_features,).
 
+    Args:
+        process_group: the ranks that hold other rows of the weight; x's gradient is summed over them.
+        sequence_parallel: with a process_group, x is this rank's part of the first axis and is gathered first.
     Returns:
         (..., out_features), or that and x with `return_residual`.
-    Raises:
-        NotImplementedError: with a process_group.
     """
-    _check_one_device(process_group)
-    out = F.linear(x, weight, bias)
+    out = F.linear(_of_all_ranks(x, process_group, sequence_parallel), weight, bias)
     return (out, x) if return_residual else out
 
 
@@ -55,9 +67,72 @@ class FusedDense(nn.Linear):
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.return_residual = return_residual
 
-    def forward(self, x: Tensor, process_group: Any = None) -> Any:
+    def forward(self, x: Tensor, process_group: dist.ProcessGroup | None = None) -> Any:
         """(..., in_features) to (..., out_features), or to that and x with `return_residual`."""
         return fused_dense_func(x, self.weight, self.bias, self.return_residual, process_group)
+
+
+class ColumnParallelLinear(nn.Linear):
+    """Each rank holds some of the output features.
+
+    Args:
+        in_features, out_features: of the whole layer.
+        sequence_parallel: the input is this rank's part of the first axis; otherwise every rank has all of it.
+        multiple_of: the features of a rank come in such units; the first ranks take what is left over.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        process_group: dist.ProcessGroup,
+        bias: bool = True,
+        sequence_parallel: bool = True,
+        multiple_of: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        local = _local_features("out_features", out_features, process_group, multiple_of)
+        super().__init__(in_features, local, bias=bias, device=device, dtype=dtype)
+        self.process_group = process_group
+        self.sequence_parallel = sequence_parallel
+
+    def forward(self, x: Tensor) -> Any:
+        """(n, ..., in_features) to (n or world_size * n, ..., features of this rank)."""
+        return fused_dense_func(
+            x, self.weight, self.bias, process_group=self.process_group, sequence_parallel=self.sequence_parallel
+        )
+
+
+class RowParallelLinear(nn.Linear):
+    """Each rank holds some of the input features, rank 0 the bias; the outputs are summed.
+
+    Args:
+        in_features, out_features: of the whole layer.
+        sequence_parallel: each rank keeps its part of the first axis of the sum; otherwise all keep all of it.
+        multiple_of: as `ColumnParallelLinear`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        process_group: dist.ProcessGroup,
+        bias: bool = True,
+        sequence_parallel: bool = True,
+        multiple_of: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        local = _local_features("in_features", in_features, process_group, multiple_of)
+        has_bias = bias and dist.get_rank(process_group) == 0
+        super().__init__(local, out_features, bias=has_bias, device=device, dtype=dtype)
+        self.process_group = process_group
+        self.sequence_parallel = sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, ..., features of this rank) to (n or n / world_size, ..., out_features)."""
+        return _summed(F.linear(x, self.weight, self.bias), self.process_group, self.sequence_parallel)
 
 
 def fused_mlp_func(
@@ -71,7 +146,7 @@ def fused_mlp_func(
     return_residual: bool = False,
     checkpoint_lvl: int = 0,
     heuristic: int | str = 0,
-    process_group: Any = None,
+    process_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """linear2(activation(linear1(x))): x (..., in_features), weight1 (hidden, in), weight2 (out, hidden).
@@ -80,19 +155,21 @@ def fused_mlp_func(
         activation: "gelu_approx" (tanh), "relu" or "sqrelu" (relu squared).
         checkpoint_lvl: above 0, hidden activations are recomputed in the backward instead of kept.
         save_pre_act, heuristic: accepted; they choose between kernels that give the same values.
+        process_group, sequence_parallel: of the first layer, as `fused_dense_func`; the output of the second is
+            this rank's addend.
     Returns:
         (..., out_features), or that and x with `return_residual`.
     Raises:
-        NotImplementedError: with a process_group, or another activation.
+        NotImplementedError: for another activation.
     """
-    _check_one_device(process_group)
     act = _activation(activation)
 
     def run(x: Tensor) -> Tensor:
-        return F.linear(act(F.linear(x, weight1, bias1)), weight2, bias2)
+        total = _of_all_ranks(x, process_group, sequence_parallel)
+        return F.linear(act(F.linear(total, weight1, bias1)), weight2, bias2)
 
     if checkpoint_lvl > 0 and torch.is_grad_enabled():
-        out = torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
+        out: Tensor = checkpoint(run, x, use_reentrant=False)
     else:
         out = run(x)
     return (out, x) if return_residual else out
@@ -132,19 +209,76 @@ class FusedMLP(nn.Module):
         self.fc1 = nn.Linear(in_features, hidden_features, bias=bias1, device=device, dtype=dtype)
         self.fc2 = nn.Linear(hidden_features, out_features, bias=bias2, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor, process_group: Any = None) -> Tensor | tuple[Tensor, Tensor]:
-        """(..., in_features) to (..., out_features), or to that and x with `return_residual`."""
-        return fused_mlp_func(
+    def forward(self, x: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """(..., in_features) to (..., out_features), or to that and x with `return_residual`.
+
+        With a process_group fc1 and fc2 hold this rank's hidden features, and x and the result its part of the
+        first axis.
+        """
+        out: Any = fused_mlp_func(
             x,
             self.fc1.weight,
             self.fc2.weight,
             self.fc1.bias,
             self.fc2.bias,
             activation=self.activation,
-            return_residual=self.return_residual,
             checkpoint_lvl=self.checkpoint_lvl,
             process_group=process_group,
         )
+        if process_group is not None:
+            out = reduce_scatter(out, process_group)
+        return (out, x) if self.return_residual else out
+
+
+class ParallelFusedMLP(nn.Module):
+    """`FusedMLP` over a process group, each rank with some of the hidden features; arguments as there.
+
+    sequence_parallel: input and output are this rank's part of the first axis; otherwise every rank has all of it.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int | None = None,
+        out_features: int | None = None,
+        activation: str = "gelu_approx",
+        process_group: dist.ProcessGroup | None = None,
+        bias1: bool = True,
+        bias2: bool = True,
+        sequence_parallel: bool = True,
+        checkpoint_lvl: int = 0,
+        heuristic: int | str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _activation(activation)
+        assert process_group is not None, "process_group is required; FusedMLP works without one"
+        hidden_features = 4 * in_features if hidden_features is None else hidden_features
+        out_features = in_features if out_features is None else out_features
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.activation = activation
+        self.process_group = process_group
+        self.sequence_parallel = sequence_parallel
+        self.checkpoint_lvl = checkpoint_lvl
+        self.heuristic = heuristic
+        self.fc1 = ColumnParallelLinear(in_features, hidden_features, process_group, bias=bias1, **where)
+        self.fc2 = RowParallelLinear(hidden_features, out_features, process_group, bias=bias2, **where)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, ..., in_features) to (n, ..., out_features)."""
+        out: Any = fused_mlp_func(
+            x,
+            self.fc1.weight,
+            self.fc2.weight,
+            self.fc1.bias,
+            self.fc2.bias,
+            activation=self.activation,
+            checkpoint_lvl=self.checkpoint_lvl,
+            process_group=self.process_group,
+            sequence_parallel=self.sequence_parallel,
+        )
+        return _summed(out, self.process_group, self.sequence_parallel)
 
 
 def _activation(name: str) -> Callable[[Tensor], Tensor]:
@@ -153,6 +287,36 @@ def _activation(name: str) -> Callable[[Tensor], Tensor]:
     return _ACTIVATIONS[name]
 
 
-def _check_one_device(process_group: Any) -> None:
-    if process_group is not None:
-        raise NotImplementedError("process_group: tensor-parallel layers are not part of flash_attn_compat")
+def _local_features(name: str, features: int, process_group: dist.ProcessGroup, multiple_of: int) -> int:
+    if features % multiple_of:
+        raise ValueError(f"{name} ({features}) must be a multiple of {multiple_of}")
+    rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    return get_dim_for_local_rank(features, world_size, rank, multiple_of)
+
+
+def _of_all_ranks(x: Tensor, process_group: dist.ProcessGroup | None, sequence_parallel: bool) -> Tensor:
+    """The input of a column-parallel layer, its gradient summed over the ranks."""
+    if process_group is None:
+        return x
+    if sequence_parallel:
+        return all_gather(x, process_group)
+    same: Tensor = _GradientOfAllRanks.apply(x, process_group)
+    return same
+
+
+def _summed(x: Tensor, process_group: dist.ProcessGroup, sequence_parallel: bool) -> Tensor:
+    """The output of a row-parallel layer: the ranks' addends summed, and this rank's part if sequence_parallel."""
+    return (reduce_scatter if sequence_parallel else all_reduce)(x, process_group)
+
+
+class _GradientOfAllRanks(torch.autograd.Function):
+    """The identity, with a gradient summed over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, process_group: dist.ProcessGroup) -> Tensor:
+        ctx.process_group = process_group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce_raw(grad.clone(), ctx.process_group)[0], None

@@ -25,7 +25,8 @@ def all_gather_raw(input_: Tensor, process_group: dist.ProcessGroup, async_op: b
     """
     world_size = dist.get_world_size(process_group)
     output = input_.new_empty(world_size * input_.shape[0], *input_.shape[1:])
-    handle = dist.all_gather_into_tensor(output, input_.contiguous(), group=process_group, async_op=async_op)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+    handle = gather(output, input_.contiguous(), group=process_group, async_op=async_op)
     return output, handle
 
 
@@ -51,7 +52,8 @@ def reduce_scatter_raw(
         start = dist.get_rank(process_group) * part
         return total[start : start + part], handle
     output = input_.new_empty(part, *input_.shape[1:])
-    handle = dist.reduce_scatter_tensor(output, input_.contiguous(), group=process_group, async_op=async_op)
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+    handle = scatter(output, input_.contiguous(), group=process_group, async_op=async_op)
     return output, handle
 
 

@@ -1,0 +1,217 @@
+"""Transformer blocks against dropout, add, norm, mixer and MLP written out."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flash_attn_compat.modules.block import Block, ParallelBlock, StochasticDepth
+from flash_attn_compat.modules.mha import MHA
+from flash_attn_compat.modules.mlp import Mlp
+from flash_attn_compat.ops.triton.layer_norm import RMSNorm
+from tests.plain import Parameters, check_module
+from tests.support import randn
+
+D = 8
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+NORMS = {"layer": nn.LayerNorm, "rms": RMSNorm, "centred": partial(RMSNorm, zero_centered_weight=True)}
+PARTS: dict[str, Any] = {"mixer_cls": partial(nn.Linear, out_features=D), "mlp_cls": partial(nn.Linear, out_features=D)}
+
+
+def scrambled(module: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Random parameters, norms included: ones and zeros would hide a forgotten weight or bias."""
+    for index, parameter in enumerate(module.parameters()):
+        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(index))
+    return module.to(dtype)
+
+
+def norm(params: Parameters, name: str, kind: str, x: Tensor) -> Tensor:
+    weight = params[f"{name}.weight"]
+    if kind == "layer":
+        return F.layer_norm(x, (D,), weight, params[f"{name}.bias"], 1e-5)
+    root = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+    return x * root * (1 + weight if kind == "centred" else weight)
+
+
+def linear(params: Parameters, name: str, x: Tensor) -> Tensor:
+    return F.linear(x, params[f"{name}.weight"], params[f"{name}.bias"])
+
+
+def plain_prenorm(kind: str, fp32: bool, params: Parameters, hidden: Tensor, residual: Tensor | None = None) -> Any:
+    dtype = params["norm1.weight"].dtype
+    for norm_name, part in (("norm1", "mixer"), ("norm2", "mlp")):
+        residual = hidden if residual is None else hidden + residual
+        hidden = linear(params, part, norm(params, norm_name, kind, residual.to(dtype)))
+        residual = residual.float() if fp32 and dtype != torch.float64 else residual
+    return hidden, residual
+
+
+def plain_postnorm(kind: str, params: Parameters, hidden: Tensor) -> Tensor:
+    hidden = norm(params, "norm1", kind, linear(params, "mixer", hidden) + hidden)
+    return norm(params, "norm2", kind, linear(params, "mlp", hidden) + hidden)
+
+
+def plain_parallel(kind: str, tied: bool, params: Parameters, first: Tensor, *rest: Tensor) -> Any:
+    residual = first + (sum(rest) if rest else 0)
+    total = residual.to(params["norm1.weight"].dtype)
+    normed = norm(params, "norm1", kind, total)
+    second = normed if tied else norm(params, "norm2", kind, total)
+    return linear(params, "mixer", normed), linear(params, "mlp", second), residual
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("residual_in_fp32", [False, True])
+def test_a_prenorm_block_adds_then_normalises(
+    dtype: torch.dtype, kind: str, fused: bool, residual_in_fp32: bool
+) -> None:
+    block = Block(D, norm_cls=NORMS[kind], fused_dropout_add_ln=fused, residual_in_fp32=residual_in_fp32, **PARTS)
+    scrambled(block, dtype)
+    hidden = randn(2, 5, D, dtype=dtype)
+    plain = partial(plain_prenorm, kind, residual_in_fp32)
+    check_module(block, plain, hidden)
+    check_module(block, plain, hidden, randn(2, 5, D, seed=1, dtype=torch.float32 if residual_in_fp32 else dtype))
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_block_of_fp16_weights_takes_fp32_inputs_and_keeps_the_residual_in_fp32(kind: str) -> None:
+    block = scrambled(Block(D, norm_cls=NORMS[kind], **PARTS), torch.float16)
+    check_module(block, partial(plain_prenorm, kind, False), randn(2, 5, D), randn(2, 5, D, seed=1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_postnorm_block_normalises_after_each_branch(dtype: torch.dtype, kind: str, fused: bool) -> None:
+    block = Block(D, norm_cls=NORMS[kind], prenorm=False, fused_dropout_add_ln=fused, **PARTS)
+    check_module(scrambled(block, dtype), partial(plain_postnorm, kind), randn(2, 5, D, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("inputs", [1, 3])
+def test_a_parallel_block_feeds_both_branches_from_one_sum(
+    dtype: torch.dtype, kind: str, fused: bool, tied: bool, inputs: int
+) -> None:
+    block = ParallelBlock(D, norm_cls=NORMS[kind], tied_norm=tied, fused_dropout_add_ln=fused, **PARTS)
+    hidden = [randn(2, 5, D, seed=seed, dtype=dtype) for seed in range(inputs)]
+    check_module(scrambled(block, dtype), partial(plain_parallel, kind, tied), *hidden)
+
+
+@pytest.mark.parametrize("block_cls", [Block, ParallelBlock])
+def test_the_default_parts_are_attention_with_heads_of_64_and_a_fourfold_mlp(block_cls: Any) -> None:
+    block = block_cls(128)
+    assert isinstance(block.mixer, MHA) and block.mixer.num_heads == 2
+    assert isinstance(block.mlp, Mlp) and block.mlp.fc1.out_features == 512
+    assert set(block.state_dict()) == {
+        f"{part}.{name}"
+        for part in ("mixer.Wqkv", "mixer.out_proj", "norm1", "mlp.fc1", "mlp.fc2", "norm2")
+        for name in ("weight", "bias")
+    }
+    assert block(randn(1, 3, 128))[-1].shape == (1, 3, 128)
+    assert block.allocate_inference_cache(2, 7).shape == (2, 7, 2, 2, 64)
+
+
+def test_without_an_mlp_the_second_half_is_left_out() -> None:
+    block = scrambled(Block(D, mixer_cls=PARTS["mixer_cls"], mlp_cls=nn.Identity))
+    hidden, residual = block(randn(1, 3, D))
+    params = dict(block.named_parameters())
+    assert not hasattr(block, "norm2") and torch.equal(residual, randn(1, 3, D))
+    torch.testing.assert_close(hidden, linear(params, "mixer", norm(params, "norm1", "layer", residual)))
+
+
+class Pair(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), 2 * x
+
+
+def test_branches_that_return_a_residual_decide_what_they_are_added_to() -> None:
+    block = Block(D, partial(Pair, out_features=D), partial(Pair, out_features=D), prenorm=False, return_residual=True)
+    scrambled(block)
+
+    def plain(params: Parameters, x: Tensor) -> Tensor:
+        x = norm(params, "norm1", "layer", linear(params, "mixer", x) + 2 * x)
+        return norm(params, "norm2", "layer", linear(params, "mlp", x) + 2 * x)
+
+    check_module(block, plain, randn(2, 3, D))
+
+
+def test_a_mixer_subset_cuts_the_residual_and_the_callers_options_stay_as_they_are() -> None:
+    block = Block(64, partial(MHA, num_heads=1, cross_attn=True), nn.Identity)
+    options: dict[str, Any] = {}
+    hidden, residual = block(randn(2, 5, 64), mixer_subset=torch.tensor([0, 3]), mixer_kwargs=options)
+    assert hidden.shape == residual.shape == (2, 2, 64) and options == {}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_dropout_and_drop_path_act_in_training_only(fused: bool) -> None:
+    block = Block(D, resid_dropout1=0.5, drop_path2=0.5, fused_dropout_add_ln=fused, **PARTS)
+    scrambled(block)
+    x = randn(64, 4, D)
+    block.eval()
+    check_module(block, partial(plain_prenorm, "layer", False), x)
+    block.train()
+    (hidden, residual), (other_hidden, other_residual) = block(x), block(x)
+    assert not torch.equal(hidden, other_hidden) and not torch.equal(residual, other_residual)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_drop_path_drops_whole_samples_and_scales_the_others(fused: bool) -> None:
+    block = Block(D, drop_path1=0.5, fused_dropout_add_ln=fused, mixer_cls=PARTS["mixer_cls"], mlp_cls=nn.Identity)
+    torch.manual_seed(0)
+    x, residual = torch.ones(64, 4, D), torch.full((64, 4, D), 10.0)
+    _, total = block(x, residual)
+    drawn = total[:, 0, 0]
+    assert set(drawn.tolist()) == {10.0, 12.0} and (total == drawn[:, None, None]).all()
+
+
+@pytest.mark.parametrize("resid_dropout2", [0.5, 0.0])
+def test_each_branch_of_a_fused_parallel_block_has_its_own_dropout(resid_dropout2: float) -> None:
+    block = ParallelBlock(D, resid_dropout1=0.5, resid_dropout2=resid_dropout2, fused_dropout_add_ln=True, **PARTS)
+    torch.manual_seed(0)
+    x = torch.ones(8, 4, D)
+    *_, residual = block(x, 10 * x, x)
+    kept2 = {1.0, 21.0} if resid_dropout2 else {11.0}
+    assert set(residual.unique().tolist()) == {kept + 2 * drawn for kept in kept2 for drawn in (0, 1)}
+
+
+def test_stochastic_depth_draws_for_each_row_or_once_and_refuses_nonsense() -> None:
+    torch.manual_seed(0)
+    x = torch.ones(100, 3)
+    by_row = StochasticDepth(0.25, "row")(x)
+    assert set(by_row.unique().tolist()) == {0.0, float(torch.tensor(1.0) / 0.75)}
+    assert (by_row == by_row[:, :1]).all() and 60 < (by_row[:, 0] > 0).sum() < 90
+    assert len(StochasticDepth(0.5, "batch")(x).unique()) == 1
+    assert StochasticDepth(0.5, "row").eval()(x) is x
+    assert (StochasticDepth(1.0, "row")(x) == 0).all()
+    with pytest.raises(ValueError, match="p must lie"):
+        StochasticDepth(1.5, "row")
+    with pytest.raises(ValueError, match="mode must be"):
+        StochasticDepth(0.5, "column")
+
+
+@pytest.mark.parametrize("block_cls", [Block, ParallelBlock])
+def test_norms_are_marked_for_sequence_parallel_training(block_cls: Any) -> None:
+    block = block_cls(D, sequence_parallel=True, mark_shared_params=True, **PARTS)
+    marked = {name for name, p in block.named_parameters() if getattr(p, "_sequence_parallel", False)}
+    shared = {name for name, p in block.named_parameters() if getattr(p, "_shared_params", False)}
+    assert marked == shared == {"norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias"}
+    plain = block_cls(D, **PARTS)
+    assert not any(hasattr(p, "_sequence_parallel") or hasattr(p, "_shared_params") for p in plain.parameters())
+
+
+def test_what_cannot_be_fused_or_kept_is_refused() -> None:
+    with pytest.raises(AssertionError, match="fused_dropout_add_ln needs"):
+        Block(D, norm_cls=nn.Identity, fused_dropout_add_ln=True, **PARTS)
+    with pytest.raises(AssertionError, match="only compatible with prenorm"):
+        Block(D, prenorm=False, residual_in_fp32=True, **PARTS)
+    with pytest.raises(AssertionError, match="residual is for prenorm"):
+        Block(D, prenorm=False, **PARTS)(randn(1, 2, D), randn(1, 2, D))

@@ -1,0 +1,109 @@
+"""Embeddings of tokens, positions, types and image patches against lookups and sums written out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flash_attn_compat.layers.patch_embed import PatchEmbed
+from flash_attn_compat.modules.embedding import (
+    BertEmbeddings,
+    ColumnParallelEmbedding,
+    GPT2Embeddings,
+    ParallelGPT2Embeddings,
+    VocabParallelEmbedding,
+)
+from flash_attn_compat.ops.fused_dense import FusedDense
+from tests.plain import Parameters, check_module
+from tests.support import randn
+
+VOCAB, D, POSITIONS = 11, 6, 9
+IDS = torch.tensor([[1, 4, 4, 0], [10, 2, 1, 7]])
+PLACES = torch.tensor([[3, 3, 0, 8], [1, 2, 5, 5]])
+on_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+
+
+def plain_gpt2(params: Parameters, ids: Tensor, places: Tensor | None = None) -> Tensor:
+    out = params["word_embeddings.weight"][ids]
+    if "project_in.weight" in params:
+        out = out @ params["project_in.weight"].T
+    if "position_embeddings.weight" in params:
+        out = out + params["position_embeddings.weight"][torch.arange(ids.shape[1]) if places is None else places]
+    return out
+
+
+def plain_bert(params: Parameters, ids: Tensor, places: Tensor | None = None, types: Tensor | None = None) -> Tensor:
+    out = plain_gpt2(params, ids, places)
+    if "token_type_embeddings.weight" in params:
+        out = out + params["token_type_embeddings.weight"][torch.zeros_like(ids) if types is None else types]
+    return out
+
+
+@on_dtypes
+@pytest.mark.parametrize("positions", [POSITIONS, 0])
+@pytest.mark.parametrize("word_dim", [None, 3])
+def test_gpt2_embeddings_are_tokens_projected_plus_positions(
+    dtype: torch.dtype, positions: int, word_dim: int | None
+) -> None:
+    module = GPT2Embeddings(D, VOCAB, positions, word_embed_proj_dim=word_dim, dtype=dtype)
+    names = {"word_embeddings", *(["position_embeddings"] if positions else []), *(["project_in"] if word_dim else [])}
+    assert set(module.state_dict()) == {f"{name}.weight" for name in names}
+    check_module(module, plain_gpt2, IDS)
+    check_module(module, plain_gpt2, IDS, PLACES)
+
+
+@on_dtypes
+@pytest.mark.parametrize("positions", [POSITIONS, 0])
+@pytest.mark.parametrize("types", [2, 0])
+def test_bert_embeddings_are_tokens_plus_positions_plus_types(dtype: torch.dtype, positions: int, types: int) -> None:
+    module = BertEmbeddings(D, VOCAB, positions, types, dtype=dtype)
+    names = {"word_embeddings", *(["position_embeddings"] if positions else [])}
+    assert set(module.state_dict()) == {f"{n}.weight" for n in names | ({"token_type_embeddings"} if types else set())}
+    check_module(module, plain_bert, IDS)
+    check_module(module, plain_bert, IDS, PLACES, torch.tensor([[0, 1, 1, 0], [1, 1, 0, 0]]))
+
+
+def test_the_padding_token_starts_at_zero_and_gets_no_gradient() -> None:
+    for module in (GPT2Embeddings(D, VOCAB, 0, padding_idx=4), BertEmbeddings(D, VOCAB, 0, 0, padding_idx=4)):
+        module(IDS).sum().backward()
+        assert (module.word_embeddings.weight[4] == 0).all() and (module.word_embeddings.weight.grad[4] == 0).all()
+
+
+def test_parallel_embeddings_without_a_group_are_ordinary_and_the_whole_module_wants_one() -> None:
+    for module in (VocabParallelEmbedding(VOCAB, D), ColumnParallelEmbedding(VOCAB, D)):
+        assert torch.equal(module(IDS), module.weight[IDS])
+    with pytest.raises(AssertionError, match="process_group is required"):
+        ParallelGPT2Embeddings(D, VOCAB, POSITIONS, None)  # type: ignore[arg-type]
+
+
+def plain_patches(params: Parameters, x: Tensor, norm: bool = False, flatten: bool = True) -> Tensor:
+    """The convolution that the linear layer stands for."""
+    weight, bias = params["proj.weight"], params.get("proj.bias")
+    out = F.conv2d(x, weight.view(-1, 3, 2, 4), bias, stride=(2, 4)).permute(0, 2, 3, 1)
+    out = out.flatten(1, 2) if flatten else out
+    return F.layer_norm(out, out.shape[-1:], params["norm.weight"], params["norm.bias"]) if norm else out
+
+
+@on_dtypes
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_patch_embedding_is_a_convolution(
+    dtype: torch.dtype, flatten: bool, bias: bool, norm: bool, fused: bool
+) -> None:
+    module = PatchEmbed((4, 8), (2, 4), 3, D, nn.LayerNorm if norm else None, flatten, bias, fused).to(dtype)
+    assert isinstance(module.proj, FusedDense) == (fused and bias) and module.grid_size == (2, 2)
+    x = randn(2, 3, 4, 8, dtype=dtype)
+    check_module(module, lambda params, x: plain_patches(params, x, norm, flatten), x)
+
+
+def test_patch_embedding_refuses_images_of_another_size() -> None:
+    module = PatchEmbed(8, 4, 3, D)
+    assert module.num_patches == 4 and module.proj.weight.shape == (D, 48)
+    with pytest.raises(AssertionError, match=r"Input image height \(4\) doesn't match model \(8\)"):
+        module(randn(1, 3, 4, 8))
+    with pytest.raises(AssertionError, match=r"Input image width \(12\) doesn't match model \(8\)"):
+        module(randn(1, 3, 8, 12))
