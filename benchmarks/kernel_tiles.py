@@ -6,7 +6,8 @@ Set FLASH_ATTN_COMPAT_CAPABILITY=7.5 for the PTX that Turing gets. The first can
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -55,26 +56,36 @@ def problem(head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
+def label(tile: Tile | None) -> str:
+    return "today" if tile is None else f"{tile.step}x{tile.NW}x{tile.MT}/{tile.MINB}{'' if tile.s else 's'}"
+
+
+@contextmanager
+def chosen(function: str, tile: Tile | None) -> Iterator[None]:
+    """``variants.function`` answers ``tile``; what it answers by itself for None."""
+    before = getattr(variants, function)
+    if tile is not None:
+        setattr(variants, function, lambda kind: tile)
+    launcher.forget_plans()
+    try:
+        yield
+    finally:
+        setattr(variants, function, before)
+        launcher.forget_plans()
+
+
 def scan_forward(head_dims: list[int], dtype: torch.dtype) -> None:
     for head_dim in head_dims:
         q, k, v = problem(head_dim, dtype)
         for name, options in OPTIONS.items():
             cells = []
             for tile in [None, *FORWARD[head_dim]]:
-                tables = (variants._FORWARD, variants._FORWARD_NARROW)
-                before = [table[head_dim] for table in tables]
-                try:
-                    for table in tables:
-                        table[head_dim] = tile or table[head_dim]
-                    launcher.forget_plans()
-                    ms = milliseconds(lambda: flash_attn_compat.flash_attn_func(q, k, v, **options))
-                    label = "today" if tile is None else f"{tile.step}x{tile.NW}x{tile.MT}/{tile.MINB}{'' if tile.registers else 's'}"
-                    cells.append(f"{label} {ms:.3f}")
-                except Exception as error:
-                    cells.append(f"{tile}: {str(error)[:80]}")
-                finally:
-                    for table, tile_before in zip(tables, before):
-                        table[head_dim] = tile_before
+                with chosen("forward_tile", tile):
+                    try:
+                        ms = milliseconds(lambda: flash_attn_compat.flash_attn_func(q, k, v, **options))
+                        cells.append(f"{label(tile)} {ms:.3f}")
+                    except RuntimeError as error:
+                        cells.append(f"{label(tile)} {str(error)[:60]}")
             print(f"d{head_dim:<4}{name:9}" + "  ".join(cells), flush=True)
 
 

@@ -61,7 +61,7 @@ struct Params {
   int rotate_rows_apart;                    // q row i stands at seqused_k + i (else all at seqused_k)
   int lse_has_position;                     // reported LSE = true LSE + slope * row position
   int dropout_limit;                        // a word above it drops its probability (engine/dropout.py)
-  float dropout_scale;                      // 1 / keep probability
+  float dropout_scale;                      // 1 / (1 - dropout_p)
   float softmax_scale, softcap;
   int zero;                                 // always 0, which the compiler cannot know
   int padding;

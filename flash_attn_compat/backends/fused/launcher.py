@@ -231,7 +231,7 @@ def described(call: AttentionCall) -> dict[str, params.Value]:
         }
     if call.dropout_p:
         fields["dropout_limit"] = dropout.word_limit(call.dropout_p)
-        fields["dropout_scale"] = 1.0 / dropout.keep_probability(call.dropout_p)
+        fields["dropout_scale"] = 1.0 / (1.0 - call.dropout_p)
     return fields
 
 

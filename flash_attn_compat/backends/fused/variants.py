@@ -87,8 +87,6 @@ class Tile(NamedTuple):
         return self.NW * self.MT * 16
 
 
-_FORWARD = {32: Tile(64, 4, 2, 2), 64: Tile(64, 4, 2, 2), 128: Tile(64, 4, 1, 2), 256: Tile(16, 4, 1, 2, s=False)}
-_FORWARD_NARROW = {**_FORWARD, 64: Tile(64, 4, 1, 3)}
 _DKDV = {
     32: Tile(64, 4, 1, 2),
     64: Tile(64, 4, 1, 2),
@@ -103,9 +101,23 @@ _DQ = {
 }
 
 
-def forward(kind: Kind) -> Variant:
+def forward_tile(kind: Kind) -> Tile:
+    """The fastest of benchmarks/kernel_tiles.py on an H200, as Turing's PTX below sm80, of those that fit 64 KB."""
+    newer, more_work = kind.number >= 80, kind.softcap or kind.dropout
     narrow = kind.window is not None and kind.window < _NARROW
-    tile = (_FORWARD_NARROW if narrow else _FORWARD)[kind.D]
+    if kind.D == 32:
+        return Tile(64, 4, 1, 3) if narrow or kind.dropout else Tile(128, 4, 1, 3)
+    if kind.D == 64:
+        return Tile(64, 4, 1, 3) if narrow or more_work else Tile(64, 4, 2, 2)
+    if kind.D == 128 and newer:
+        return Tile(64, 4, 1, 2) if kind.dropout else Tile(64, 4, 2, 1, s=False)
+    if kind.D == 128:
+        return Tile(64, 4, 1, 2) if kind.local or kind.dropout else Tile(32, 4, 2, 2, s=False)
+    return Tile(64 if newer else 32, 4, 1, 1, s=False)
+
+
+def forward(kind: Kind) -> Variant:
+    tile = forward_tile(kind)
     macros = kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED")
     macros += [("BN", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB)]
     macros += [] if tile.s else [("QREG", 0)]
