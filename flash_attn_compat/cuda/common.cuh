@@ -77,6 +77,21 @@ DEVICE const u16 *key_row(const Params &p, const u16 *base, const Strides &s, co
 #endif
 }
 
+// Tokens of packed rows before the first and behind the last sequence get out 0 and LSE 0: this block's share of them, `part` of `parts`.
+DEVICE void clear_outside(const Params &p, int head, int part, int parts) {
+  const int first = clamp(global_load(p.cu_seqlens_q), 0, p.total_q), end = clamp(global_load(p.cu_seqlens_q + p.batch), first, p.total_q);
+  const int outside = first + p.total_q - end;
+  for (int i = part; i < outside; i += parts) {
+    const int token = i < first ? i : end + i - first;
+    u16 *out = p.out + (i64)token * p.out_s.row + (i64)head * p.out_s.head;
+    for (int c = threadIdx.x; c < p.head_dim_v; c += blockDim.x) global_store2(out + c, 0);
+    if (p.lse && threadIdx.x == 0) {
+      global_store(p.lse + head * p.lse_head + token, 0.f);
+      if (p.lse_true) global_store(p.lse_true + head * p.lse_head + token, 0.f);
+    }
+  }
+}
+
 // ---- 16-bit numbers
 DEVICE float bits_to_float(u16 x) {  // of the caller's dtype
 #if TYPE == 0
@@ -104,6 +119,11 @@ DEVICE u32 pack_out(float a, float b) {
 #define ABSMAX_K 1
 #define ABSMAX_V 2
 #define ABSMAX_DOUT 3
+DEVICE float scale_for(float largest) {
+  if (largest == 0.f) return 1.f;
+  const int exponent = max((__float_as_int(largest) >> 23) - 127, -112);
+  return __int_as_float((14 - exponent + 127) << 23);
+}
 DEVICE float scale_of(const Params &p, int tensor, int b, int head_k) {
 #if TYPE == 2
   const float *parts = p.absmax + ((i64)(tensor * p.batch + b) * p.nheads_k + head_k) * p.absmax_splits;
@@ -111,9 +131,7 @@ DEVICE float scale_of(const Params &p, int tensor, int b, int head_k) {
   for (int i = threadIdx.x & 31; i < p.absmax_splits; i += 32) largest = fmaxf(largest, global_load(parts + i));
 #pragma unroll
   for (int i = 16; i; i >>= 1) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, i));
-  if (largest == 0.f) return 1.f;
-  const int exponent = max((__float_as_int(largest) >> 23) - 127, -112);
-  return __int_as_float((14 - exponent + 127) << 23);
+  return scale_for(largest);
 #else
   return 1.f;
 #endif
@@ -138,6 +156,14 @@ DEVICE uint4 load_chunk(const u16 *p, int channels) {
 #pragma unroll
   for (int i = 0; i < 8; i++) x[i] = i < channels ? global_load2(p + i) : 0;
   return make_uint4(x[0] | x[1] << 16, x[2] | x[3] << 16, x[4] | x[5] << 16, x[6] | x[7] << 16);
+#endif
+}
+
+DEVICE uint4 load_chunk_if(bool there, const u16 *p, int channels) {   // else zeros
+#if VEC == 8
+  return global_load16_if(there && channels > 0, p);
+#else
+  return load_chunk(p, there ? channels : 0);
 #endif
 }
 

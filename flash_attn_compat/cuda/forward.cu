@@ -185,28 +185,13 @@ DEVICE void accumulate(float (&O)[CHUNKS][MT][4], const float (&P)[NB][MT][4], u
   }
 }
 
-// Tokens before the first and behind the last sequence get out 0 and LSE 0.
-DEVICE void clear_outside(const Params &p, int tile, int head) {
-  const int first = clamp(global_load(p.cu_seqlens_q), 0, p.total_q), end = clamp(global_load(p.cu_seqlens_q + p.batch), first, p.total_q);
-  const int outside = first + p.total_q - end;
-  for (int i = tile; i < outside; i += p.tiles) {
-    const int token = i < first ? i : end + i - first;
-    u16 *out = p.out + (i64)token * p.out_s.row + (i64)head * p.out_s.head;
-    for (int c = threadIdx.x; c < p.head_dim_v; c += THREADS) global_store2(out + c, 0);
-    if (p.lse && threadIdx.x == 0) {
-      global_store(p.lse + head * p.lse_head + token, 0.f);
-      if (p.lse_true) global_store(p.lse_true + head * p.lse_head + token, 0.f);
-    }
-  }
-}
-
 KERNEL(THREADS, MINB) forward(const Params p) {
   SHARED_MEMORY
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;
   const int head = blockIdx.x / p.tiles % p.nheads, b = blockIdx.x / p.tiles / p.nheads, head_k = head / p.group;
   // The last tiles of a causal problem see most keys: they start first.
   const int tile = LOCAL ? p.tiles - 1 - blockIdx.x % p.tiles : blockIdx.x % p.tiles;
-  if (b == p.batch) return clear_outside(p, tile, head);
+  if (b == p.batch) return clear_outside(p, head, tile, p.tiles);
   const Sequence seq = find_sequence(p, b);
   const int first_row = tile * BM;
   if (first_row >= seq.seqlen_q) return;

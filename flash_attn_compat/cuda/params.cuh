@@ -53,8 +53,7 @@ struct Params {
   int window_left, window_right;            // -1: unbounded
   int page_size, pages_per_sequence, num_pages;
   int tiles;                                // row tiles (key tiles for dk, dv) of the longest sequence, a head
-  int splits, keys_per_split;               // decode: split i takes keys_per_split keys, the first one from the first key
-                                            // that a row of the tile sees, the last one all that are left
+  int splits;                               // decode: blocks among which the keys that a tile sees are shared out, as far as it pays
   int absmax_splits;
   int rotary_dim, rotary_interleaved, rotary_rows;   // rotary_rows: rows of the cos and sin tables
   int rotary_row_stride;                    // elements between rows of cos and sin
@@ -64,5 +63,4 @@ struct Params {
   float dropout_scale;                      // 1 / (1 - dropout_p)
   float softmax_scale, softcap;
   int zero;                                 // always 0, which the compiler cannot know
-  int padding;
 };

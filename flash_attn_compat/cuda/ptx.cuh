@@ -100,6 +100,11 @@ DEVICE float4 shared_load_float4(u32 address) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address));
   return v;
 }
+DEVICE u32 shared_load(u32 address) {
+  u32 x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address));
+  return x;
+}
 DEVICE float shared_load_float(u32 address) {
   float x;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
@@ -112,6 +117,12 @@ DEVICE void shared_load_floats(float (&x)[2], u32 address) {
 DEVICE uint4 global_load16(const u16 *p) {
   uint4 v;
   asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+DEVICE uint4 global_load16_if(bool there, const u16 *p) {   // else zeros; no branch
+  uint4 v = make_uint4(0, 0, 0, 0);
+  asm volatile("{.reg .pred there; setp.ne.s32 there, %5, 0; @there ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];}"
+               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(p), "r"((int)there));
   return v;
 }
 DEVICE u16 global_load2(const u16 *p) {

@@ -82,6 +82,7 @@ template <class T> inline T *checked(T *p, size_t alignment = sizeof(T)) {
   return p;
 }
 inline uint4 global_load16(const u16 *p) { return *checked((const uint4 *)p, 16); }
+inline uint4 global_load16_if(bool there, const u16 *p) { return there ? global_load16(p) : make_uint4(0, 0, 0, 0); }
 inline u16 global_load2(const u16 *p) { return *checked(p); }
 inline void global_store16(u16 *p, uint4 v) { *checked((uint4 *)p, 16) = v; }
 inline void global_store2(u16 *p, u16 v) { *checked(p) = v; }
@@ -104,6 +105,7 @@ inline void shared_store(u32 address, u32 v) { shared_write(address, v); }
 inline void shared_store_float(u32 address, float v) { shared_write(address, v); }
 inline void shared_store_float4(u32 address, float4 v) { shared_write(address, v); }
 inline uint4 shared_load4(u32 address) { return shared_read<uint4>(address); }
+inline u32 shared_load(u32 address) { return shared_read<u32>(address); }
 inline float shared_load_float(u32 address) { return shared_read<float>(address); }
 inline float4 shared_load_float4(u32 address) { return shared_read<float4>(address); }
 inline void shared_load_floats(float (&x)[2], u32 address) {

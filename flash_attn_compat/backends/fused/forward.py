@@ -47,10 +47,12 @@ class Attention:
         self.slopes = 0 if call.alibi_slopes is None else extent(call.alibi_slopes)
         self.fields = launcher.described(call)
         self.fields["out_s"] = launcher.contiguous_strides(call.out_shape)
-        self.maxima = Maxima(call, kind, target) if kind.type == variants.BF16_AS_FP16 else None
+        self.share = launcher.share(call, kind)
+        # The decode kernel scales what it converts step by step.
+        converts = kind.type == variants.BF16_AS_FP16 and self.share is None
+        self.maxima = Maxima(call, kind, target) if converts else None
         if self.maxima is not None:
             self.fields["absmax_splits"] = self.maxima.splits
-        self.share = launcher.share(call, kind)
         # With packed rows, one slab more sets what lies outside of all sequences to 0.
         sequences = call.batch + (call.cu_seqlens_q is not None)
         if self.share is None:
@@ -60,7 +62,7 @@ class Attention:
         else:
             _, self.kernel = launcher.ready(variants.decode, kind, target, device)
             tiles = self.share.tiles
-            self.fields |= {"splits": self.share.splits, "keys_per_split": self.share.keys}
+            self.fields["splits"] = self.share.splits
             self.blocks = self.share.splits * tiles * call.nheads_k * sequences
         self.fields["tiles"] = tiles
         self.splits = 1 if self.share is None else self.share.splits

@@ -252,7 +252,7 @@ def longest_keys(call: AttentionCall) -> int:
 
 
 class Share(NamedTuple):
-    """How the decode kernel cuts a call: tiles of rows a key head, splits of their keys, bytes between the splits.
+    """How the decode kernel cuts a call: tiles of rows a key head, splits of their keys.
 
     part_ml, counters: where these begin in a workspace of ``workspace`` bytes; total: tiles of all heads
     """
@@ -260,7 +260,6 @@ class Share(NamedTuple):
     tiles: int
     total: int
     splits: int
-    keys: int
     part_ml: int
     counters: int
     workspace: int
@@ -277,10 +276,10 @@ def share(call: AttentionCall, kind: Kind) -> Share | None:
     keys = longest_keys(call)
     if left is not None and right is not None:
         keys = min(keys, left + rows + right)
-    splits, size = variants.splits(total, keys, processors(call.q.get_device()))
+    splits, width = variants.splits(total, keys, processors(call.q.get_device())), variants.decode_width(kind)
     partial_rows = total * splits * variants.DECODE_ROWS
-    counters = partial_rows * (kind.D + 2) * 4
-    return Share(tiles, total, splits, size, partial_rows * kind.D * 4, counters, counters + total * 4)
+    counters = partial_rows * (width + 2) * 4
+    return Share(tiles, total, splits, partial_rows * width * 4, counters, counters + total * 4)
 
 
 def tidy(call: AttentionCall) -> AttentionCall:

@@ -15,7 +15,9 @@ FP16, BF16, BF16_AS_FP16 = 0, 1, 2
 HEAD_DIMS = (32, 64, 128, 256)
 # Windows of fewer keys than this leave most of a tall tile masked.
 _NARROW = 256
-DECODE_ROWS, _DECODE_UNIT = 16, 64
+DECODE_ROWS, _DECODE_UNIT, _MOST_SPLITS = 16, 64, 256
+# Bytes: what 4 warps have found for 16 rows of 64 channels, maxima and sums of these, those of the tile, one flag.
+_DECODE_SHARED = 4 * 16 * 64 * 4 + 4 * 16 * 8 + 16 * 4 + 4
 _ABSMAX_ROWS = 512
 
 
@@ -127,8 +129,13 @@ def forward(kind: Kind) -> Variant:
 
 
 def decode(kind: Kind) -> Variant:
-    macros = kind.macros("LOCAL", "ALIBI", "SOFTCAP", "PAGED") + kind.newer(copies=False)
-    return Variant("decode", "decode.cu", tuple(macros), DECODE_ROWS, 128, 0)
+    macros = kind._replace(head_dim=decode_width(kind)).macros("LOCAL", "ALIBI", "SOFTCAP", "PAGED")
+    return Variant("decode", "decode.cu", tuple(macros), DECODE_ROWS, 128, _DECODE_SHARED)
+
+
+def decode_width(kind: Kind) -> int:
+    """Channels of its partial results: its loads of values take 64 at once."""
+    return max(kind.D, 64)
 
 
 def append(kind: Kind) -> Variant:
@@ -208,19 +215,13 @@ def takes_decode(seqlen_q: int, group: int, dropout: bool) -> bool:
     return not dropout and seqlen_q <= 16 and seqlen_q * group <= 64
 
 
-class Splits(NamedTuple):
-    """How the keys of one tile of rows are shared out among blocks."""
+def splits(tiles: int, keys: int, processors: int) -> int:
+    """Blocks for the keys of one tile of rows. tiles: of the whole call; keys: that a row can see, or a cache's capacity
 
-    count: int
-    keys: int
-
-
-def splits(tiles: int, keys: int, processors: int) -> Splits:
-    """``tiles``: of the whole call; ``keys``: that a row can see, or a cache's capacity."""
+    The kernel uses fewer where a sequence turns out to be short.
+    """
     count = 1 if tiles >= 2 * processors else max(2, processors // tiles)
-    most = max(1, -(-keys // _DECODE_UNIT))
-    size = -(-most // min(count, most)) * _DECODE_UNIT
-    return Splits(max(1, -(-keys // size)), size)
+    return max(1, min(count, -(-keys // _DECODE_UNIT), _MOST_SPLITS))
 
 
 def absmax_splits(seqlen: int, heads: int, processors: int) -> int:

@@ -1,0 +1,502 @@
+// Attention of few query rows over many keys, as in decoding: what counts is reading every key and value once, by as many blocks as there are.
+//
+// A row is one query of one head; the heads that share keys are rows of one tile, 16 a tile. A tile's keys are split among blocks
+// (FlashDecoding: Dao, Haziza, Massa, Sizov, 2023) and, within a block, dealt to its warps KEYS at a time. Nothing goes through shared
+// memory on the way: mma takes K and V in the layout in which a lane's 16-byte loads bring them. In the end the warps of a block put
+// their shares together, and the last block of a tile those of its splits.
+#include "common.cuh"
+
+#ifndef NW     // warps
+#define NW 4
+#endif
+#ifndef MINB   // blocks a multiprocessor, which bounds the registers
+#define MINB 2
+#endif
+
+constexpr int THREADS = NW * 32, ROWS = 16;
+constexpr int KEYS = D == 256 ? 8 : 16, NB = KEYS / 8;   // keys a warp takes at once, blocks of 8 of them
+constexpr int PIECES = D / 32, SLABS = D / 64;           // of 32 channels in K, of 64 channels in V
+constexpr bool Q_IN_REGISTERS = D == 64 || (D == 128 && TYPE != 2);
+constexpr int MAX_SPLITS = 256;
+// Shared memory: the warps' shares of a slab of the result (before: Q, after: the splits' weights), then their maxima and sums, then
+// those of the whole tile, then whether this block is the last one of its tile.
+constexpr u32 SHARES = NW * ROWS * 64 * 4, STATISTICS = NW * ROWS * 8;
+constexpr u32 STATISTICS_AT = SHARES, FACTORS_AT = STATISTICS_AT + STATISTICS, LAST_AT = FACTORS_AT + ROWS * 4;
+
+DEVICE u32 word(const uint4 &x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
+DEVICE u32 &word(uint4 &x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
+
+// The rows of a block's tile: row i is query i / group of head i % group.
+struct Tile {
+  int sequence, head_k, first, rows;   // rows: of all tiles of this sequence and key head
+  Sequence seq;
+  DEVICE int count() const { return min(ROWS, rows - first); }
+  DEVICE int row(int i) const { return min(first + i, rows - 1); }
+  DEVICE int query(const Params &p, int i) const { return row(i) / p.group; }
+  DEVICE int head(const Params &p, int i) const { return head_k * p.group + row(i) % p.group; }
+};
+
+// ---- Keys and values on their way to the tensor cores
+
+// Where the keys of one step lie. In pages every lane knows it of one key, and hands it to those that load the key.
+struct Places {
+#if PAGED
+  int page, within;
+  DEVICE void find(const Params &p, const int *pages, int slot, int last_slot) {
+    const u32 mine = min(slot + (int)(threadIdx.x & (KEYS - 1)), last_slot);
+    const u32 column = mine / (u32)p.page_size;
+    within = mine - column * p.page_size;
+    page = min((u32)global_load(pages + min(column, (u32)(p.pages_per_sequence - 1))), (u32)(p.num_pages - 1));
+  }
+  DEVICE const u16 *row(const u16 *base, const Strides &s, int i) const {
+    return base + (i64)__shfl_sync(ALL_LANES, page, i) * s.batch + (i64)__shfl_sync(ALL_LANES, within, i) * s.row;
+  }
+#else
+  int first;
+  DEVICE void find(const Params &p, const int *pages, int slot, int last_slot) { first = slot; }
+  DEVICE const u16 *row(const u16 *base, const Strides &s, int i) const { return base + (i64)(first + i) * s.row; }
+#endif
+};
+
+// Lane 4 g + t holds key 8 n + g, channels 32 c + 8 t and the 7 behind them. The tensor cores take two channels of each lane a step,
+// which are not neighbours among the lanes: the sum over channels does not mind, as long as Q lies likewise.
+struct KeyTile {
+  uint4 x[NB][PIECES];
+  template <bool WHOLE> DEVICE void load(const u16 *base, const Strides &s, const Places &places, int left, int head_dim) {
+    const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+#pragma unroll
+    for (int n = 0; n < NB; n++) {
+      const u16 *row = places.row(base, s, n * 8 + g) + t * 8;
+#pragma unroll
+      for (int c = 0; c < PIECES; c++) {
+        const int channels = head_dim - t * 8 - c * 32;
+        x[n][c] = WHOLE ? load_chunk(row + c * 32, channels) : load_chunk_if(n * 8 + g < left, row + c * 32, channels);
+      }
+    }
+  }
+};
+
+// Lane 4 g + t holds keys 8 n + 2 t and its neighbour, channels 64 h + 8 g and the 7 behind them.
+struct ValueTile {
+  uint4 x[NB][SLABS][2];
+  template <bool WHOLE> DEVICE void load(const u16 *base, const Strides &s, const Places &places, int left, int head_dim) {
+    const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+#pragma unroll
+    for (int n = 0; n < NB; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const u16 *row = places.row(base, s, n * 8 + 2 * t + e) + g * 8;
+#pragma unroll
+        for (int h = 0; h < SLABS; h++) {
+          const int channels = head_dim - g * 8 - h * 64;
+          x[n][h][e] = WHOLE ? load_chunk(row + h * 64, channels) : load_chunk_if(n * 8 + 2 * t + e < left, row + h * 64, channels);
+        }
+      }
+  }
+};
+
+// Of the keys, `left` are there; what is behind them reads as 0, so that nothing there can harm.
+template <class T> DEVICE void load(T &tile, const u16 *base, const Strides &s, const Places &places, int left, int head_dim) {
+  if (left >= KEYS && head_dim == D) tile.template load<true>(base, s, places, left, head_dim);
+  else tile.template load<false>(base, s, places, left, head_dim);
+}
+
+// Converted bf16: every step's keys, its values and every row of Q have a power of two of their own, so that nothing overflows and
+// small ones keep their bits whatever stands elsewhere. The accumulators are fp32 and hold true values.
+DEVICE int finite_magnitude(int largest, u32 pair) {
+  const int low = pair << 16 & 0x7fff0000, high = pair & 0x7fff0000;
+  return max(largest, max(low < 0x7f800000 ? low : 0, high < 0x7f800000 ? high : 0));
+}
+template <int N> DEVICE int finite_magnitude(const uint4 (&x)[N]) {
+  int largest = 0;
+#pragma unroll
+  for (int i = 0; i < N; i++)
+#pragma unroll
+    for (int w = 0; w < 4; w++) largest = finite_magnitude(largest, word(x[i], w));
+  return largest;
+}
+template <int N> DEVICE float convert_all(uint4 (&x)[N]) {   // the inverse of the scale, a power of two as well
+#if TYPE == 2
+  int largest = finite_magnitude(x);
+#pragma unroll
+  for (int i = 16; i; i >>= 1) largest = max(largest, __shfl_xor_sync(ALL_LANES, largest, i));
+  const float scale = scale_for(__int_as_float(largest));
+#pragma unroll
+  for (int i = 0; i < N; i++) x[i] = convert(x[i], scale);
+  return 1.f / scale;
+#else
+  return 1.f;
+#endif
+}
+
+// ---- One step of Algorithm 1 (forward.cu) for a warp's KEYS keys
+
+// S = Q K^T for rows g and g + 8 of the tile
+DEVICE void scores(float (&S)[NB][4], const uint4 (*q)[PIECES], u32 q_at, const KeyTile &k) {
+#pragma unroll
+  for (int n = 0; n < NB; n++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) S[n][e] = 0.f;
+#pragma unroll
+  for (int c = 0; c < PIECES; c++) {
+    const uint4 a = Q_IN_REGISTERS ? q[0][c] : shared_load4(q_at ^ (c << 6)), b = Q_IN_REGISTERS ? q[1][c] : shared_load4((q_at ^ (c << 6)) + 8 * ROW_BYTES);
+#pragma unroll
+    for (int w = 0; w < 4; w++)
+#pragma unroll
+      for (int n = 0; n < NB; n++) mma_k8(S[n], word(a, w), word(b, w), word(k.x[n][c], w));
+  }
+}
+
+// What a lane knows of its two rows.
+struct Rows {
+  int first[2], end[2];   // the keys that a row sees
+  float position[2], slope[2], scale[2];
+};
+
+// Scores in units of log2.
+DEVICE void modify(float (&S)[NB][4], const Params &p, const Rows &rows, float key_unit, int key) {
+  const int t = threadIdx.x & 3;
+#if SOFTCAP
+  const float doubled = 2.f * LOG2E / p.softcap, cap = p.softcap * LOG2E;
+#endif
+#pragma unroll
+  for (int n = 0; n < NB; n++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      float s = S[n][e];
+#if TYPE == 2
+      s *= key_unit;
+#endif
+      s *= rows.scale[e >> 1];
+#if SOFTCAP
+      s = tanh_of(s * doubled) * cap;
+#else
+      s *= LOG2E;
+#endif
+#if ALIBI
+      s = fmaf(-rows.slope[e >> 1] * LOG2E, fabsf((float)(key + n * 8 + 2 * t + (e & 1)) - rows.position[e >> 1]), s);
+#endif
+      S[n][e] = s;
+    }
+}
+
+DEVICE void hide(float (&S)[NB][4], const Rows &rows, int key) {
+  const int t = threadIdx.x & 3;
+#pragma unroll
+  for (int n = 0; n < NB; n++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const int j = key + n * 8 + 2 * t + (e & 1);
+      if (j >= rows.end[e >> 1] || (LOCAL && j < rows.first[e >> 1])) S[n][e] = NEG_INF;
+    }
+}
+
+// S becomes exp2(S * unit - m_new); m and this lane's share of l follow. Rescales O only where some maximum of the warp rose.
+DEVICE void online_softmax(float (&S)[NB][4], float (&m)[2], float (&l)[2], float (&O)[CHUNKS][4], float unit) {
+  float shrink[2];
+  bool rose = false;
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    float highest = m[r];
+#pragma unroll
+    for (int n = 0; n < NB; n++) highest = fmaxf(highest, fmaxf(S[n][2 * r], S[n][2 * r + 1]));
+    highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, 1));
+    highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, 2));
+    rose = rose || highest > m[r];
+    const float from = highest == NEG_INF ? 0.f : highest * unit;
+    shrink[r] = exp2_approx(fmaf(m[r], unit, -from));
+    m[r] = highest;
+    l[r] *= shrink[r];
+#pragma unroll
+    for (int n = 0; n < NB; n++)
+#pragma unroll
+      for (int e = 2 * r; e < 2 * r + 2; e++) {
+        S[n][e] = exp2_approx(fmaf(S[n][e], unit, -from));
+        l[r] += S[n][e];
+      }
+  }
+  if (!__any_sync(ALL_LANES, rose)) return;
+#pragma unroll
+  for (int n = 0; n < CHUNKS; n++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) O[n][e] *= shrink[e >> 1];
+}
+
+// O += P V. O[8 h + i] holds channels 64 h + 16 t + i (first and third) and 8 more.
+DEVICE void accumulate(float (&O)[CHUNKS][4], const float (&P)[NB][4], const ValueTile &v, float value_unit) {
+  u32 a[NB][2];
+#pragma unroll
+  for (int n = 0; n < NB; n++) a[n][0] = pack(P[n][0], P[n][1]), a[n][1] = pack(P[n][2], P[n][3]);
+#pragma unroll
+  for (int h = 0; h < SLABS; h++)
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+#if TYPE == 2
+      float o[4] = {0.f, 0.f, 0.f, 0.f};
+#else
+      float (&o)[4] = O[h * 8 + i];
+#endif
+#pragma unroll
+      for (int n = 0; n < NB; n++)
+        mma_k8(o, a[n][0], a[n][1], __byte_perm(word(v.x[n][h][0], i / 2), word(v.x[n][h][1], i / 2), i % 2 ? 0x7632 : 0x5410));
+#if TYPE == 2
+#pragma unroll
+      for (int e = 0; e < 4; e++) O[h * 8 + i][e] = fmaf(o[e], value_unit, O[h * 8 + i][e]);
+#endif
+    }
+}
+
+// ---- Results
+
+DEVICE void write_out(const Params &p, const Tile &tile, int row, int channel, float4 x, float factor) {
+  const int channels = p.head_dim_v - channel;
+  if (channels <= 0) return;
+  u16 *out = p.out + tile.sequence * p.out_s.batch + (i64)(tile.seq.first_q + tile.query(p, row)) * p.out_s.row +
+             (i64)tile.head(p, row) * p.out_s.head + channel;
+  const uint2 bits = make_uint2(pack_out(x.x * factor, x.y * factor), pack_out(x.z * factor, x.w * factor));
+#if VEC == 8
+  global_store((uint2 *)out, bits);
+#else
+  const u32 pairs[2] = {bits.x, bits.y};
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    if (i < channels) global_store2(out + i, (u16)(pairs[i / 2] >> (i % 2 * 16)));
+#endif
+}
+
+// LSE = ln(2) (m + log2(l)), +inf where a row sees no key; with the row's position where flash-attn adds it.
+DEVICE void write_lse(const Params &p, const Tile &tile, int row, float m, float l) {
+  if (!p.lse) return;
+  const int head = tile.head(p, row), query = tile.query(p, row);
+  const i64 at = tile.sequence * p.lse_batch + head * p.lse_head + tile.seq.first_q + query;
+  const float lse = l == 0.f ? POS_INF : (m + __log2f(l)) * LN2;
+  float reported = lse;
+#if ALIBI
+  if (p.lse_has_position) {
+    const float slope = global_load(p.alibi_slopes + tile.sequence * p.slopes_batch + head);
+    reported = fmaf(slope, (float)(query + tile.seq.seqlen_k - tile.seq.seqlen_q), lse);
+  }
+#endif
+  global_store(p.lse + at, reported);
+  if (p.lse_true) global_store(p.lse_true + at, lse);
+}
+
+DEVICE float reciprocal_of_sum(float l) { return l == 0.f ? 0.f : 1.f / l; }
+
+// Four channels of a row as one warp left them; spread over the banks.
+DEVICE u32 share_at(u32 shared, int warp, int row, int quad) { return shared + ((warp * ROWS + row) * 16 + (quad ^ row)) * 16; }
+
+// The warps' shares of all channels put together: written as the result where the tile has one split, else left for the last block.
+DEVICE void combine_warps(const Params &p, const Tile &tile, float (&O)[CHUNKS][4], float (&m)[2], float (&l)[2], float unit, u32 shared,
+                          int splits, i64 part) {
+  const int thread = threadIdx.x, warp = thread >> 5, g = (thread & 31) >> 2, t = thread & 3;
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    l[r] += __shfl_xor_sync(ALL_LANES, l[r], 1);
+    l[r] += __shfl_xor_sync(ALL_LANES, l[r], 2);
+  }
+#pragma unroll
+  for (int h = 0; h < SLABS; h++) {
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int row = g + r * 8;
+      const u32 statistics = shared + STATISTICS_AT + (warp * ROWS + row) * 8;
+      if (h == 0 && t == 0) shared_store_float(statistics, m[r] == NEG_INF ? NEG_INF : m[r] * unit), shared_store_float(statistics + 4, l[r]);
+#pragma unroll
+      for (int e = 0; e < 2; e++)
+#pragma unroll
+        for (int i = 0; i < 8; i += 4)
+          shared_store_float4(share_at(shared, warp, row, 4 * t + 2 * e + i / 4),
+                              make_float4(O[h * 8 + i][2 * r + e], O[h * 8 + i + 1][2 * r + e], O[h * 8 + i + 2][2 * r + e], O[h * 8 + i + 3][2 * r + e]));
+    }
+    __syncthreads();
+    for (int i = thread; i < tile.count() * 16; i += THREADS) {
+      const int row = i / 16, quad = i % 16, channel = h * 64 + quad * 4;
+      float statistics[NW][2], highest = NEG_INF, sum = 0.f;
+#pragma unroll
+      for (int w = 0; w < NW; w++) {
+        shared_load_floats(statistics[w], shared + STATISTICS_AT + (w * ROWS + row) * 8);
+        highest = fmaxf(highest, statistics[w][0]);
+      }
+      const float from = highest == NEG_INF ? 0.f : highest;
+      float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+      for (int w = 0; w < NW; w++) {
+        const float weight = exp2_approx(statistics[w][0] - from);
+        const float4 x = shared_load_float4(share_at(shared, w, row, quad));
+        sum += weight * statistics[w][1];
+        total.x += weight * x.x, total.y += weight * x.y, total.z += weight * x.z, total.w += weight * x.w;
+      }
+      if (splits == 1) {
+        write_out(p, tile, row, channel, total, reciprocal_of_sum(sum));
+        if (channel == 0) write_lse(p, tile, row, from, sum);
+      } else {
+        global_store((float4 *)(p.part_out + (part * ROWS + row) * D + channel), total);
+        if (channel == 0) global_store((float2 *)(p.part_ml + (part * ROWS + row) * 2), make_float2(highest, sum));
+      }
+    }
+  }
+}
+
+// Whether all other splits of the tile have left their parts.
+DEVICE bool is_last(const Params &p, i64 tile_index, int splits, u32 shared) {
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) shared_store(shared + LAST_AT, (u32)(atomicAdd(p.counters + tile_index, 1) == splits - 1));
+  __syncthreads();
+  const bool last = shared_load(shared + LAST_AT);
+  __threadfence();
+  return last;
+}
+
+DEVICE void combine_splits(const Params &p, const Tile &tile, u32 shared, int splits, i64 first_part) {
+  const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+  for (int row = warp; row < tile.count(); row += NW) {
+    const float2 *statistics = (const float2 *)(p.part_ml + (first_part * ROWS + row) * 2);
+    float highest = NEG_INF, sum = 0.f;
+    for (int s = lane; s < splits; s += 32) highest = fmaxf(highest, global_load_fresh(statistics + s * ROWS).x);
+#pragma unroll
+    for (int i = 16; i; i >>= 1) highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, i));
+    const float from = highest == NEG_INF ? 0.f : highest;
+    for (int s = lane; s < splits; s += 32) {
+      const float2 x = global_load_fresh(statistics + s * ROWS);
+      const float weight = exp2_approx(x.x - from);
+      sum += weight * x.y;
+      shared_store_float(shared + (row * MAX_SPLITS + s) * 4, weight);
+    }
+#pragma unroll
+    for (int i = 16; i; i >>= 1) sum += __shfl_xor_sync(ALL_LANES, sum, i);
+    if (lane == 0) {
+      shared_store_float(shared + FACTORS_AT + row * 4, reciprocal_of_sum(sum));
+      write_lse(p, tile, row, from, sum);
+    }
+  }
+  __syncthreads();
+  for (int i = thread; i < tile.count() * (D / 4); i += THREADS) {
+    const int row = i / (D / 4), channel = i % (D / 4) * 4;
+    const float *part = p.part_out + (first_part * ROWS + row) * D + channel;
+    float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 8
+    for (int s = 0; s < splits; s++) {
+      const float weight = shared_load_float(shared + (row * MAX_SPLITS + s) * 4);
+      const float4 x = global_load_fresh((const float4 *)(part + (i64)s * ROWS * D));
+      total.x += weight * x.x, total.y += weight * x.y, total.z += weight * x.z, total.w += weight * x.w;
+    }
+    write_out(p, tile, row, channel, total, shared_load_float(shared + FACTORS_AT + row * 4));
+  }
+}
+
+// ---- Rows of Q: lane 4 g + t holds channels 32 c + 8 t and the 7 behind them of rows g and g + 8.
+DEVICE void load_rows(const Params &p, const Tile &tile, uint4 (&q)[2][PIECES], Rows &rows) {
+  const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int query = tile.query(p, g + r * 8), head = tile.head(p, g + r * 8);
+    const u16 *row = p.q + tile.sequence * p.q_s.batch + (i64)(tile.seq.first_q + query) * p.q_s.row + (i64)head * p.q_s.head + t * 8;
+#pragma unroll
+    for (int c = 0; c < PIECES; c++) q[r][c] = load_chunk_if(true, row + c * 32, p.head_dim - t * 8 - c * 32);
+    rows.scale[r] = p.softmax_scale;
+#if TYPE == 2
+    int largest = finite_magnitude(q[r]);
+    largest = max(largest, __shfl_xor_sync(ALL_LANES, largest, 1));
+    largest = max(largest, __shfl_xor_sync(ALL_LANES, largest, 2));
+    const float scale = scale_for(__int_as_float(largest));
+#pragma unroll
+    for (int c = 0; c < PIECES; c++) q[r][c] = convert(q[r][c], scale);
+    rows.scale[r] = p.softmax_scale / scale;
+#endif
+#if ALIBI
+    rows.slope[r] = global_load(p.alibi_slopes + tile.sequence * p.slopes_batch + head);
+#endif
+  }
+}
+
+KERNEL(THREADS, MINB) decode(const Params p) {
+  SHARED_MEMORY
+  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;
+  const int tile_index = blockIdx.x / p.splits, split = blockIdx.x % p.splits, head_index = tile_index / p.tiles;
+  Tile tile;
+  tile.sequence = head_index / p.nheads_k, tile.head_k = head_index % p.nheads_k, tile.first = tile_index % p.tiles * ROWS;
+  if (tile.sequence == p.batch) {
+    for (int i = 0; i < p.group; i++) clear_outside(p, tile.head_k * p.group + i, tile_index % p.tiles * p.splits + split, p.tiles * p.splits);
+    return;
+  }
+  const Sequence seq = tile.seq = find_sequence(p, tile.sequence);
+  tile.rows = seq.seqlen_q * p.group;
+  if (tile.first >= tile.rows) return;
+
+  // The keys that some row of the tile sees, and this block's share of them.
+  const int offset = seq.seqlen_k - seq.seqlen_q;
+  const int left = LOCAL && p.window_left >= 0 ? p.window_left : UNBOUNDED;
+  const int right = LOCAL && p.window_right >= 0 ? p.window_right : UNBOUNDED;
+  const Range seen = visible_keys(tile.query(p, 0), tile.query(p, ROWS - 1) + 1, offset, seq.seqlen_k, left, right);
+  const int count = max(0, seen.end - seen.first), most = min(p.splits, MAX_SPLITS), unit_keys = NW * KEYS;
+  const int share = max(1, ((count + most - 1) / most + unit_keys - 1) / unit_keys) * unit_keys;
+  const int splits = max(1, (count + share - 1) / share);
+  if (split >= splits) return;
+  const int first = seen.first + split * share, end = min(seen.end, first + share);
+
+  const u32 shared = SHARED_BASE, q_at = shared + g * ROW_BYTES + ((t ^ (g & 1) << 2) << 4);
+  const u16 *k = p.k + (PAGED ? 0 : tile.sequence * p.k_s.batch) + (i64)tile.head_k * p.k_s.head;
+  const u16 *v = p.v + (PAGED ? 0 : tile.sequence * p.v_s.batch) + (i64)tile.head_k * p.v_s.head;
+  const int *pages = PAGED ? p.block_table + (i64)tile.sequence * p.table_stride : nullptr;
+
+  Rows rows;
+  uint4 q[2][PIECES];
+  load_rows(p, tile, q, rows);
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int position = tile.query(p, g + r * 8) + offset;
+    rows.position[r] = (float)position;
+    rows.first[r] = LOCAL ? position - left : 0;
+    rows.end[r] = LOCAL ? min(end, position + right + 1) : end;
+  }
+  if (!Q_IN_REGISTERS) {
+    if (warp == 0)
+#pragma unroll
+      for (int c = 0; c < PIECES; c++) shared_store(q_at ^ (c << 6), q[0][c]), shared_store((q_at ^ (c << 6)) + 8 * ROW_BYTES, q[1][c]);
+    __syncthreads();
+  }
+  // Scores are compared as they come and scaled inside exp2, where nothing else happens to them.
+  const bool modified = SOFTCAP || ALIBI || TYPE == 2 || !(p.softmax_scale > 0.f);
+  const float unit = modified ? 1.f : p.softmax_scale * LOG2E;
+
+  float O[CHUNKS][4], m[2] = {NEG_INF, NEG_INF}, l[2] = {0.f, 0.f};
+#pragma unroll
+  for (int n = 0; n < CHUNKS; n++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) O[n][e] = 0.f;
+  Places places;
+  KeyTile key_tile;
+  ValueTile value_tile;
+  const int last_slot = seq.first_k + end - 1;
+  int key = first + warp * KEYS;
+  if (key < end) {
+    places.find(p, pages, seq.first_k + key, last_slot);
+    load(key_tile, k, p.k_s, places, end - key, p.head_dim);
+    load(value_tile, v, p.v_s, places, end - key, p.head_dim_v);
+    places.find(p, pages, seq.first_k + key + unit_keys, last_slot);
+  }
+#pragma unroll 1
+  for (; key < end; key += unit_keys) {
+    const int next = key + unit_keys;
+    float S[NB][4];
+    const float key_unit = convert_all(reinterpret_cast<uint4 (&)[NB * PIECES]>(key_tile.x));
+    scores(S, q, q_at, key_tile);
+    if (next < end) load(key_tile, k, p.k_s, places, end - next, p.head_dim);
+    if (modified) modify(S, p, rows, key_unit, key);
+    if (LOCAL || key + KEYS > end) hide(S, rows, key);
+    online_softmax(S, m, l, O, unit);
+    const float value_unit = convert_all(reinterpret_cast<uint4 (&)[NB * SLABS * 2]>(value_tile.x));
+    accumulate(O, S, value_tile, value_unit);
+    if (next < end) {
+      load(value_tile, v, p.v_s, places, end - next, p.head_dim_v);
+      places.find(p, pages, seq.first_k + next + unit_keys, last_slot);
+    }
+  }
+
+  const i64 first_part = (i64)tile_index * p.splits;
+  combine_warps(p, tile, O, m, l, unit, shared, splits, first_part + split);
+  if (splits > 1 && is_last(p, tile_index, splits, shared)) combine_splits(p, tile, shared, splits, first_part);
+}
