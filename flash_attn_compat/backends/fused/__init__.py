@@ -67,10 +67,13 @@ class Fused(Backend):
         found = self.attempt(call)
         if found is not None:
             return found
+        if call.needs_grad:
+            # The backward is asked here again: leave it what any backend can start from.
+            call = call._replace(return_lse=True, shares_dropout_mask=call.dropout_p > 0)
         other = dispatch.serve_instead(self, call)
         if call.seqused_k is not None and call.seqlen_new and not other.counts_new_keys:
             call = call._replace(seqused_k=call.seqused_k + call.seqlen_new, seqlen_new=0)
-        return other.forward(call)
+        return other.forward(call)._replace(saved=())
 
     def attempt(self, call: AttentionCall) -> Result | None:
         try:

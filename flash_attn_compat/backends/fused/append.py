@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused import launcher, loader, params, variants
+from flash_attn_compat.backends.fused import launcher, loader, params, trial, variants
 from flash_attn_compat.backends.fused.launcher import address, extent
+from flash_attn_compat.backends.fused.loader import Target
 from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.call import AttentionCall
 
@@ -53,18 +54,30 @@ def append(call: AttentionCall, new: Append) -> Tensor:
         starts if isinstance(starts, int) else None, None if cos is None else (cos.shape, cos.stride()),
         new.rotary_interleaved, new.rows_have_own_position,
     )  # fmt: skip
-    return launcher.planned(signature, lambda: _Plan(call, new)).run(call, new)
+    return launcher.planned(signature, lambda: _make_plan(call, new)).run(call, new)
+
+
+def _make_plan(call: AttentionCall, new: Append) -> _Plan:
+    device = call.q.get_device()
+    target = loader.target(device)
+    plan = _Plan(call, new, target)
+
+    def tried() -> str | None:
+        problem = trial.problem(plan.kind, call.q.device, few_rows=True, needs_grad=False)
+        return trial.of_append(problem, lambda tiny, new: _Plan(tiny, new, target).run(tiny, new))
+
+    trial.check((plan.variant,), target, device, tried)
+    return plan
 
 
 class _Plan:
-    def __init__(self, call: AttentionCall, new: Append) -> None:
+    def __init__(self, call: AttentionCall, new: Append, target: Target) -> None:
         self.device = device = call.q.get_device()
         self.rotates = new.rotary_cos is not None
         tensors = (call.k, call.v, new.k, new.v, *((call.q,) if self.rotates else ()))
         vec = 8 if all(map(launcher.is_aligned, tensors)) else 1
-        target = loader.target(device)
-        kind = launcher.kind_of(call, target, vec)
-        _, self.kernel = launcher.ready(variants.append, kind, target, device)
+        self.kind = launcher.kind_of(call, target, vec)
+        self.variant, self.kernel = launcher.loaded(variants.append, self.kind, target, device)
         self.extents = tuple(map(extent, (call.q, call.k, call.v, new.k, new.v)))
         self.table = 0 if call.block_table is None else extent(call.block_table)
         self.q_shape = call.q.shape
@@ -89,8 +102,7 @@ class _Plan:
                 "rotate_rows_apart": int(new.rows_have_own_position),
             }
         self.tables = 0 if new.rotary_cos is None else extent(new.rotary_cos)
-        decode_kind = launcher.kind_of(call, target, vec)
-        self.share = launcher.share(call, decode_kind)
+        self.share = launcher.share(call, self.kind)
         if self.share is not None:
             fields |= {"tiles": self.share.tiles}
         self.workspace = 0 if self.share is None or self.share.splits == 1 else self.share.workspace

@@ -7,11 +7,11 @@ import struct
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused import launcher, loader, params, variants
+from flash_attn_compat.backends.fused import launcher, loader, params, trial, variants
 from flash_attn_compat.backends.fused.launcher import address, extent
 from flash_attn_compat.backends.fused.loader import Kernel, Target
 from flash_attn_compat.backends.fused.maxima import Maxima
-from flash_attn_compat.backends.fused.variants import Kind
+from flash_attn_compat.backends.fused.variants import Kind, Variant
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream
 
 _FLOAT, _INT, _LONG = torch.float32, torch.int32, torch.int64
@@ -57,17 +57,34 @@ def _run(call: AttentionCall, upstream: Upstream, gradients: Gradients, vec: int
         "backward", *launcher.key(call), vec, is_true, dout.stride(), out.stride(),
         *[gradient.stride() for gradient in gradients],
     )  # fmt: skip
-    plan = launcher.planned(signature, lambda: _Plan(call, dout, out, gradients, vec, is_true))
+    plan = launcher.planned(signature, lambda: _make_plan(call, dout, out, gradients, vec, is_true))
     return plan.run(call, dout, out, lse if lse.is_contiguous() else lse.contiguous(), gradients)
+
+
+def _make_plan(
+    call: AttentionCall, dout: Tensor, out: Tensor, gradients: Gradients, vec: int, is_true: bool
+) -> _Plan:
+    device = call.q.get_device()
+    target = loader.target(device)
+    kind = launcher.kind_of(call, target, vec)
+    plan = _Plan(call, dout, out, gradients, kind, target, is_true)
+
+    def run(tiny: AttentionCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        places = Gradients(*map(_empty, (tiny.q, tiny.k, tiny.v)))
+        return _Plan(tiny, dout, out, places, kind, target, True).run(tiny, dout, out, lse, places)
+
+    def tried() -> str | None:
+        return trial.of_backward(trial.problem(kind, call.q.device, few_rows=False, needs_grad=True), run)
+
+    trial.check(plan.variants, target, device, tried)
+    return plan
 
 
 class _Plan:
     def __init__(
-        self, call: AttentionCall, dout: Tensor, out: Tensor, gradients: Gradients, vec: int, is_true: bool
+        self, call: AttentionCall, dout: Tensor, out: Tensor, gradients: Gradients, kind: Kind, target: Target, is_true: bool
     ) -> None:
-        self.device = device = call.q.get_device()
-        target = loader.target(device)
-        kind = launcher.kind_of(call, target, vec)
+        self.device = call.q.get_device()
         self.extents = tuple(map(extent, (call.q, call.k, call.v, out, dout, *gradients)))
         self.starts, self.lse_shape = call.batch + 1, call.lse_shape
         self.lse_size = call.q.numel() // call.q.shape[-1]
@@ -85,6 +102,7 @@ class _Plan:
     def _launches(self, call: AttentionCall, kind: Kind, target: Target) -> tuple[tuple[Kernel, int, int], ...]:
         """(kernel, tiles, blocks) in order."""
         found = []
+        self.variants: tuple[Variant, ...] = ()
         rows, keys = launcher.longest_rows(call), launcher.longest_keys(call)
         # With packed tokens, one slab more sets the gradients of those outside of all sequences to 0.
         all_rows, all_keys = call.batch + (call.cu_seqlens_q is not None), call.batch + (call.cu_seqlens_k is not None)
@@ -94,7 +112,8 @@ class _Plan:
             (variants.dkdv, keys, call.nheads_k * parts, all_keys),
             (variants.dq, rows, call.nheads, all_rows),
         ):
-            variant, kernel = launcher.ready(make, kind, target, self.device)
+            variant, kernel = launcher.loaded(make, kind, target, self.device)
+            self.variants += (variant,)
             tiles = -(-length // variant.rows)
             found.append((kernel, tiles, tiles * heads * sequences))
         return tuple(found)

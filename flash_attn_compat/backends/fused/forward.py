@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused import append, launcher, loader, params, variants
+from flash_attn_compat.backends.fused import append, launcher, loader, params, trial, variants
 from flash_attn_compat.backends.fused.launcher import address, extent
 from flash_attn_compat.backends.fused.loader import Target
 from flash_attn_compat.backends.fused.maxima import Maxima
@@ -56,11 +56,11 @@ class Attention:
         # With packed rows, one slab more sets what lies outside of all sequences to 0.
         sequences = call.batch + (call.cu_seqlens_q is not None)
         if self.share is None:
-            variant, self.kernel = launcher.ready(variants.forward, kind, target, device)
-            tiles = -(-launcher.longest_rows(call) // variant.rows)
+            self.variant, self.kernel = launcher.loaded(variants.forward, kind, target, device)
+            tiles = -(-launcher.longest_rows(call) // self.variant.rows)
             self.blocks = tiles * call.nheads * sequences
         else:
-            _, self.kernel = launcher.ready(variants.decode, kind, target, device)
+            self.variant, self.kernel = launcher.loaded(variants.decode, kind, target, device)
             tiles = self.share.tiles
             self.fields["splits"] = self.share.splits
             self.blocks = self.share.splits * tiles * call.nheads_k * sequences
@@ -124,5 +124,12 @@ def make_plan(call: AttentionCall) -> Attention | Copied:
     if not vec:
         return Copied()
     target = loader.target(device)
-    return Attention(call, launcher.kind_of(call, target, vec), target, device)
+    kind = launcher.kind_of(call, target, vec)
+    plan = Attention(call, kind, target, device)
 
+    def tried() -> str | None:
+        problem = trial.problem(kind, call.q.device, plan.share is not None, needs_grad=False)
+        return trial.of_forward(problem, lambda tiny: Attention(tiny, kind, target, device).run(tiny)[:2])
+
+    trial.check((plan.variant,), target, device, tried)
+    return plan

@@ -156,6 +156,8 @@ def planned(signature: Hashable, make: Callable[[], Plan]) -> Plan:
     found = _plans.get(signature)
     if found is None:
         found = make()
+        if trial.is_capturing():  # its kernels may not have been tried
+            return found
         if len(_plans) >= _MOST_PLANS:  # lengths may differ from step to step
             _plans.clear()
         _plans[signature] = found
@@ -184,12 +186,10 @@ def kind_of(call: AttentionCall, target: Target, vec: int) -> Kind:
     )
 
 
-def ready(make: Callable[[Kind], Variant], kind: Kind, target: Target, device: int) -> tuple[Variant, Kernel]:
-    """A variant that was found to compute right on ``device``; raises KernelError where it does not."""
+def loaded(make: Callable[[Kind], Variant], kind: Kind, target: Target, device: int) -> tuple[Variant, Kernel]:
+    """A variant, compiled and loaded; raises KernelError where that fails."""
     variant = make(kind)
-    kernel = loader.kernel(variant, target.architecture, device)
-    trial.check(variant, kind, target, device)
-    return variant, kernel
+    return variant, loader.kernel(variant, target.architecture, device)
 
 
 def described(call: AttentionCall) -> dict[str, params.Value]:

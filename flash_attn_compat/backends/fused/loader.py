@@ -193,6 +193,10 @@ class Target(NamedTuple):
     number: int
 
 
+def device_name(device: int) -> str:
+    return torch.cuda.get_device_name(device)
+
+
 def target(device: int) -> Target:
     """The GPU's own architecture where NVRTC knows it; PTX for the driver to assemble where it is too new or forced."""
     real = _number(settings.device_capability(torch.device("cuda", device)))

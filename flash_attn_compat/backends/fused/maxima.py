@@ -19,7 +19,7 @@ class Maxima:
 
     def __init__(self, call: AttentionCall, kind: Kind, target: Target, dout: Tensor | None = None) -> None:
         self.device, self.place = call.q.get_device(), call.q.device
-        _, self.kernel = launcher.ready(variants.absmax, kind, target, self.device)
+        _, self.kernel = launcher.loaded(variants.absmax, kind, target, self.device)
         heads = call.batch * call.nheads_k
         longest = max(launcher.longest_rows(call), launcher.longest_keys(call))
         self.splits = variants.absmax_splits(longest, heads, launcher.processors(self.device))

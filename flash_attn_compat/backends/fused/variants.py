@@ -74,7 +74,7 @@ class Kind(NamedTuple):
 class Tile(NamedTuple):
     """Warps NW of MT times 16 rows; step: keys (rows for dkdv) that the main loop takes at once
 
-    s, p: whether the block's own rows stay in registers (forward: its queries; backward: own operand of S, of dP)
+    s, p: whether the block's own rows stay in registers: the operand of S = Q K^T, and in the backward that of dP
     """
 
     step: int
