@@ -42,6 +42,7 @@ class Backend(abc.ABC):
 
     compiles: whether its kernels are compiled by Triton, which the user has to allow
     yields_to_compiled: whether a backend that compiles is tried against it once that is allowed (engine/tuning.py)
+    reads_lengths: whether it reads the lengths of packed sequences on the host, which waits for the device
     counts_new_keys: whether ``forward`` adds call.seqlen_new to call.seqused_k; where not, the sum is made for it
     """
 
@@ -49,6 +50,7 @@ class Backend(abc.ABC):
     capabilities: ClassVar[Capabilities]
     compiles: ClassVar[bool] = False
     yields_to_compiled: ClassVar[bool] = False
+    reads_lengths: ClassVar[bool] = False
     counts_new_keys: ClassVar[bool] = False
 
     def not_supported_reasons(self, call: AttentionCall) -> list[str]:
@@ -104,6 +106,8 @@ class Backend(abc.ABC):
 
 class BlockwiseBackend(Backend):
     """A backend that computes dense blocks; packed, paged and padded calls are laid out for it."""
+
+    reads_lengths = True
 
     @abc.abstractmethod
     def forward_block(

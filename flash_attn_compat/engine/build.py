@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_compat.engine import checks
+from flash_attn_compat.engine import checks, equal_lengths
 from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.mask import Mask
 
@@ -81,6 +81,7 @@ def packed_call(
     if block_table is not None and seqused_k is None:
         seqused_k = starts_k[1:] - starts_k[:-1]
     longest_q, longest_k = _integer(max_seqlen_q), _integer(max_seqlen_k)
+    are_whole = block_table is None and seqused_k is None and leftpad_k is None
     return _call(
         q, k, v, options, batch, longest_q, longest_k, longest_k,
         cu_seqlens_q=starts_q,
@@ -89,7 +90,7 @@ def packed_call(
         seqused_k=seqused_k,
         leftpad_k=leftpad_k,
         is_dense=False,
-        equal_lengths=starts_q is starts_k and block_table is None and seqused_k is None and leftpad_k is None,
+        equal_lengths=are_whole and equal_lengths.is_visible(starts_q, starts_k),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends import BACKENDS, Backend
-from flash_attn_compat.engine import tuning
+from flash_attn_compat.engine import equal_lengths, tuning
 from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.features import DESCRIPTIONS, Traits, split
 
@@ -114,13 +114,24 @@ def choose(call: AttentionCall) -> Backend:
     """
     if _explaining.get():
         raise _Explained(_explain(call.traits(), _wish(), call))
-    key = (call.signature(), _forced.get(), settings.fingerprint())
-    backend = _decisions.get(key)
+    backend = _decide(call)
     if backend is None:
-        backend = _decisions[key] = _decide(call.traits(), _wish())
+        traits, wish = call.traits(), _wish()
+        raise BackendNotSupported(_refusal(traits, _explain(traits, wish), wish))
     if backend.yields_to_compiled and settings.compilation_enabled() and _wish() is None:
         return tuning.faster(call, backend)
     return backend
+
+
+def settled(call: AttentionCall) -> AttentionCall:
+    """``call`` with equal_lengths found out, where that is not visible and nothing is lost by waiting for it."""
+    if not equal_lengths.may_be_asked(call):
+        return call
+    backend = _decide(call)
+    if backend is not None and not backend.reads_lengths:
+        return call
+    assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
+    return call._replace(equal_lengths=equal_lengths.ask(call.cu_seqlens_q, call.cu_seqlens_k))
 
 
 def _wish() -> str | None:
@@ -134,11 +145,16 @@ def serve(call: AttentionCall) -> Backend:
     return backend
 
 
-def _decide(traits: Traits, forced: str | None) -> Backend:
-    explanation = _explain(traits, forced)
-    if explanation.backend is None:
-        raise BackendNotSupported(_refusal(traits, explanation, forced))
-    return _find(explanation.backend)
+def _decide(call: AttentionCall) -> Backend | None:
+    """The backend whose turn it is; None where there is none."""
+    key = (call.signature(), _forced.get(), settings.fingerprint())
+    backend = _decisions.get(key)
+    if backend is None:
+        name = _explain(call.traits(), _wish()).backend
+        if name is None:
+            return None
+        backend = _decisions[key] = _find(name)
+    return backend
 
 
 def _explain(traits: Traits, forced: str | None, call: AttentionCall | None = None) -> Explanation:

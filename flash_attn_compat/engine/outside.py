@@ -16,7 +16,7 @@ from torch import Tensor
 from flash_attn_compat.engine import streams
 
 
-class _State(NamedTuple):
+class State(NamedTuple):
     """What changes whenever somebody gives a tensor other numbers."""
 
     version: int
@@ -24,7 +24,7 @@ class _State(NamedTuple):
     length: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _State:
+    def of(cls, tensor: Tensor) -> State:
         return cls(tensor._version, tensor.data_ptr(), tensor.shape[0])
 
 
@@ -32,7 +32,7 @@ class _Bounds(NamedTuple):
     """The first and last number of a cu_seqlens tensor in ``state``, on the host after ``event``."""
 
     tensor: weakref.ref[Tensor]
-    state: _State
+    state: State
     values: Tensor
     event: torch.cuda.Event
 
@@ -41,7 +41,7 @@ class _KnownBounds(NamedTuple):
     """The same, once they have arrived."""
 
     tensor: weakref.ref[Tensor]
-    state: _State
+    state: State
     first: int
     last: int
 
@@ -60,7 +60,7 @@ def may_exist(cu_seqlens: Tensor, total: int) -> bool:
         return True
     key = id(cu_seqlens)
     known = _known.get(key)
-    if known is None or known.tensor() is not cu_seqlens or known.state != _State.of(cu_seqlens):
+    if known is None or known.tensor() is not cu_seqlens or known.state != State.of(cu_seqlens):
         _known[key] = _look(cu_seqlens)
         return True
     if isinstance(known, _Bounds):
@@ -106,7 +106,7 @@ def _look(cu_seqlens: Tensor) -> _Bounds:
     event = torch.cuda.Event()
     # The copy is issued to this stream, whatever the current device is.
     event.record(torch.cuda.current_stream(cu_seqlens.device))
-    return _Bounds(_reference(cu_seqlens), _State.of(cu_seqlens), values, event)
+    return _Bounds(_reference(cu_seqlens), State.of(cu_seqlens), values, event)
 
 
 def _reference(cu_seqlens: Tensor) -> weakref.ref[Tensor]:

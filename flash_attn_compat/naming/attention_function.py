@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_compat.bert_padding import pad_input, unpad_input
+from flash_attn_compat.bert_padding import index_first_axis, pad_input, unpad_input
 from flash_attn_compat.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
 
 
@@ -57,10 +57,8 @@ def attention(
     if attention_mask is not None:
         return _padded(q, k, v, attention_mask, options), None
     lengths: Any = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    if cu_seq_lens_q is None and position_ids is not None and _is_packed(position_ids, q, k):
-        cu_seqlens = _cu_seqlens(position_ids)
-        longest = int(cu_seqlens.diff().max())
-        lengths = (cu_seqlens, cu_seqlens, longest, longest)
+    if cu_seq_lens_q is None and position_ids is not None:
+        lengths = _lengths(position_ids, q, k)
     if lengths[0] is not None:
         packed: Any = flash_attn_varlen_func(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *lengths, **options)
         return packed.unflatten(0, q.shape[:2]), None
@@ -72,23 +70,33 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor, options: di
     batch, seqlen_q = q.shape[:2]
     mask_k = attention_mask[:, : k.shape[1]]
     k, v = k[:, : mask_k.shape[1]], v[:, : mask_k.shape[1]]  # a static cache is longer than its content
-    # Queries are the newest tokens; one that is itself padding is computed for nothing and left zero.
-    mask_q = mask_k[:, -seqlen_q:]
-    q, indices_q, cu_seqlens_q, max_seqlen_q, _ = unpad_input(q, mask_q)
-    k, _, cu_seqlens_k, max_seqlen_k, _ = unpad_input(k, mask_k)
-    v = unpad_input(v, mask_k)[0]
+    k, indices_k, cu_seqlens_k, max_seqlen_k, _ = unpad_input(k, mask_k)
+    v = index_first_axis(v.flatten(0, 1), indices_k)
+    if seqlen_q == mask_k.shape[1]:
+        # The same tensor of starts for both: equal lengths open the way to faster kernels.
+        indices_q, cu_seqlens_q, max_seqlen_q = indices_k, cu_seqlens_k, max_seqlen_k
+        q = index_first_axis(q.flatten(0, 1), indices_q)
+    else:
+        # Queries are the newest tokens; one that is itself padding is computed for nothing and left zero.
+        q, indices_q, cu_seqlens_q, max_seqlen_q, _ = unpad_input(q, mask_k[:, -seqlen_q:])
     out: Any = flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options)
     return pad_input(out, indices_q, batch, seqlen_q)
 
 
-def _is_packed(position_ids: Tensor, q: Tensor, k: Tensor) -> bool:
-    """Several sequences in one row: their positions start anew."""
+def _lengths(position_ids: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """The starts and longest lengths of several sequences in one row; None for a row that is one.
+
+    As transformers has it, each sequence but the first, which may be cut off in front, starts at the lowest position:
+    positions within one may repeat (of an image's tokens, say) or skip some.
+    """
     if q.shape[0] != 1 or q.shape[1] != k.shape[1] or position_ids.shape != q.shape[:2]:
-        return False
-    return bool((position_ids.diff(dim=-1) < 0).any())
-
-
-def _cu_seqlens(position_ids: Tensor) -> Tensor:
+        return None, None, 0, 0
     positions = position_ids.flatten()
-    starts = torch.nonzero(positions.diff(prepend=positions[:1] + 1) != 1).flatten()
-    return torch.nn.functional.pad(starts, (0, 1), value=positions.numel()).to(torch.int32)
+    is_start = positions == positions.min()
+    is_start[0] = True
+    starts = torch.nonzero(is_start).flatten()
+    if starts.numel() == 1:
+        return None, None, 0, 0
+    cu_seqlens = torch.nn.functional.pad(starts, (0, 1), value=positions.numel()).to(torch.int32)
+    longest = int(cu_seqlens.diff().max())
+    return cu_seqlens, cu_seqlens, longest, longest

@@ -179,6 +179,51 @@ class TestRegistry:
         assert relative_error(run(ours, {"input_ids": ids, "position_ids": positions}), expected) <= 2e-6
         assert calls() == 2
 
+    @pytest.mark.parametrize(
+        ("positions", "lengths"),
+        [
+            ([0, 0, 1, 2, 3], [1, 4]),
+            ([0, 1, 2, 3, 0], [4, 1]),
+            ([0, 0, 0, 0, 0], [1, 1, 1, 1, 1]),
+            ([2, 2, 3, 2, 3], [1, 2, 2]),  # RoBERTa's first position is behind its padding's
+            ([7, 8, 0, 1, 2], [2, 3]),  # the first sequence lacks its beginning
+            ([0, 1, 1, 1, 2], [5]),  # an image's tokens share a position
+            ([0, 1, 2, 5, 6], [5]),
+            ([4, 5, 6, 7, 8], [5]),
+        ],
+    )
+    def test_a_sequence_starts_at_the_lowest_position(self, positions, lengths):
+        from flash_attn_compat.naming.attention_function import attention
+
+        q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
+
+        def of(position_ids, *parts):
+            return attention(torch.nn.Module(), *parts, None, position_ids=position_ids, is_causal=True)[0]
+
+        each = zip(*(x.split(lengths, dim=2) for x in (q, k, v)))
+        expected = torch.cat([of(None, *parts) for parts in each], dim=1)
+        torch.testing.assert_close(of(torch.tensor([positions]), q, k, v), expected)
+
+    @pytest.mark.parametrize("seqlen_q", [5, 2])
+    def test_padding_of_as_many_queries_as_keys_hands_over_one_tensor_of_starts(self, seqlen_q, monkeypatch):
+        from flash_attn_compat.naming import attention_function
+
+        q, k, v = torch.randn(2, 2, seqlen_q, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+        mask = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]])
+        handed = []
+        varlen = attention_function.flash_attn_varlen_func
+        monkeypatch.setattr(
+            attention_function, "flash_attn_varlen_func", lambda *a, **kw: handed.append(a) or varlen(*a, **kw)
+        )
+        out = attention_function.attention(torch.nn.Module(), q, k, v, mask, is_causal=True)[0]
+        assert (handed[0][3] is handed[0][4]) == (seqlen_q == 5)
+        for b, skipped in enumerate((2, 1)):
+            rows, keys = q[b : b + 1, :, max(0, seqlen_q - 5 + skipped) :], slice(skipped, 5)
+            right = attention_function.attention(
+                torch.nn.Module(), rows, k[b : b + 1, :, keys], v[b : b + 1, :, keys], None, is_causal=True
+            )[0]
+            torch.testing.assert_close(out[b : b + 1, -rows.shape[2] :], right)
+
     def test_a_name_that_would_be_looked_up_on_the_hub_is_refused(self):
         with pytest.raises(ValueError, match="must not contain 'flash'"):
             flash_attn_compat.register_with_transformers("flash_compat")
