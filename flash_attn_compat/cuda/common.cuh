@@ -119,6 +119,13 @@ DEVICE u32 pack_out(float a, float b) {
 #define ABSMAX_K 1
 #define ABSMAX_V 2
 #define ABSMAX_DOUT 3
+DEVICE int finite_magnitude(int largest, u32 pair) {   // of bf16; floats that are not negative compare as their bits do
+  const int low = pair << 16 & 0x7fff0000, high = pair & 0x7fff0000;
+  return max(largest, max(low < 0x7f800000 ? low : 0, high < 0x7f800000 ? high : 0));
+}
+DEVICE int finite_magnitude(int largest, const uint4 &x) {
+  return finite_magnitude(finite_magnitude(finite_magnitude(finite_magnitude(largest, x.x), x.y), x.z), x.w);
+}
 DEVICE float scale_for(float largest) {
   if (largest == 0.f) return 1.f;
   const int exponent = max((__float_as_int(largest) >> 23) - 127, -112);

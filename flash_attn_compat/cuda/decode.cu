@@ -103,16 +103,10 @@ template <class T> DEVICE void load(T &tile, const u16 *base, const Strides &s, 
 
 // Converted bf16: every step's keys, its values and every row of Q have a power of two of their own, so that nothing overflows and
 // small ones keep their bits whatever stands elsewhere. The accumulators are fp32 and hold true values.
-DEVICE int finite_magnitude(int largest, u32 pair) {
-  const int low = pair << 16 & 0x7fff0000, high = pair & 0x7fff0000;
-  return max(largest, max(low < 0x7f800000 ? low : 0, high < 0x7f800000 ? high : 0));
-}
 template <int N> DEVICE int finite_magnitude(const uint4 (&x)[N]) {
   int largest = 0;
 #pragma unroll
-  for (int i = 0; i < N; i++)
-#pragma unroll
-    for (int w = 0; w < 4; w++) largest = finite_magnitude(largest, word(x[i], w));
+  for (int i = 0; i < N; i++) largest = finite_magnitude(largest, x[i]);
   return largest;
 }
 template <int N> DEVICE float convert_all(uint4 (&x)[N]) {   // the inverse of the scale, a power of two as well

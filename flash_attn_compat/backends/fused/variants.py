@@ -140,13 +140,13 @@ def decode_width(kind: Kind) -> int:
 
 def append(kind: Kind) -> Variant:
     """Copies 16-bit numbers; D and most of the rest make no difference."""
-    macros = [("TYPE", min(kind.type, 1)), ("VEC", kind.vec), *([("PAGED", 1)] if kind.paged else [])]
+    macros = [("TYPE", kind.type), ("VEC", kind.vec), *([("PAGED", 1)] if kind.paged else [])]
     return Variant("append", "append.cu", tuple(macros), 1, 128, 0)
 
 
 def absmax(kind: Kind) -> Variant:
     macros = [("D", kind.D), ("TYPE", BF16_AS_FP16), ("VEC", kind.vec), *([("PAGED", 1)] if kind.paged else [])]
-    return Variant("absmax", "convert.cu", tuple(macros), _ABSMAX_ROWS, 128, 0)
+    return Variant("absmax", "convert.cu", tuple(macros), _ABSMAX_ROWS, 128, 16)
 
 
 def delta(kind: Kind) -> Variant:
