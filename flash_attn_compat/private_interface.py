@@ -212,7 +212,7 @@ def _forward(call: AttentionCall, return_softmax: bool) -> tuple[Tensor, Tensor,
     if rng_state is None:
         rng_state = torch.zeros(2, dtype=torch.int64, device=call.q.device)
     dmask = signed_probabilities(call, rng_state) if return_softmax else result.out.new_empty(0)
-    return result.out, result.softmax_lse.contiguous(), dmask, rng_state
+    return result.out, result.lse.contiguous(), dmask, rng_state
 
 
 def _backward(call: AttentionCall, upstream: Upstream, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> None:

@@ -45,7 +45,7 @@ def cut_windows(monkeypatch):
 
     def counted(block, left):
         for part in original(block, left):
-            parts.append(part.count)
+            parts.append(part.problems)
             yield part
 
     monkeypatch.setattr(chunked, "_CUTS_WINDOWS", {"cpu"})

@@ -140,8 +140,8 @@ class BlockwiseBackend(Backend):
         for group, block in layout.blocks():
             block_out, block_lse = self.forward_block(call, block, rng_state)
             layout.scatter(out, layout.rows, group, block_out)
-            has_lse = has_lse and block_lse is not None
-            if not has_lse:
+            if block_lse is None or not has_lse:
+                has_lse = False
                 continue
             if true_lse is not None:
                 layout.scatter_lse(true_lse, group, block_lse)
@@ -194,6 +194,7 @@ def _true_lse(call: AttentionCall, block: Block, upstream: Upstream, lse: Tensor
 
 
 def _lse_shift(block: Block, dtype: torch.dtype) -> Tensor:
+    assert block.slopes is not None  # nothing else shifts it
     offset = block.offset if block.first_key is None else block.offset - block.first_key
     return alibi.causal_lse_shift(block.slopes.to(dtype), block.q.shape[1], offset)
 

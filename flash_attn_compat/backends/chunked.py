@@ -41,10 +41,11 @@ class Chunked(BlockwiseBackend):
             out.zero_()
             if lse is not None:
                 lse.fill_(torch.inf)
-        if not _is_cut(call, block):
+        left = _cut_window(call, block)
+        if left is None:
             self._forward_part(call, block, rng_state, out, lse)
             return out, lse
-        for part in band.cut(block, call.mask.left):
+        for part in band.cut(block, left):
             part_lse = None if lse is None else part.lse_of(lse)
             self._forward_part(call, part.block, rng_state, part.rows_of(out), part_lse)
         return out, lse
@@ -64,13 +65,14 @@ class Chunked(BlockwiseBackend):
 
     def backward_block(self, call: AttentionCall, block: Block, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
         dq = torch.zeros_like(block.q)
-        if not _is_cut(call, block):
+        left = _cut_window(call, block)
+        if left is None:
             dk, dv = torch.empty_like(block.k), torch.empty_like(block.v)
             self._backward_part(call, block, upstream, dq, dk, dv)
             return dq, dk, dv
-        totals = [band.KeySums.zeros(tensor, call.mask.left, working_dtype(tensor)) for tensor in (block.k, block.v)]
-        for part in band.cut(block, call.mask.left):
-            given = (part.rows_of(upstream.dout), part.rows_of(upstream.out), part.lse_of(upstream.softmax_lse))
+        totals = [band.KeySums.zeros(tensor, left, working_dtype(tensor)) for tensor in (block.k, block.v)]
+        for part in band.cut(block, left):
+            given = (part.rows_of(upstream.dout), part.rows_of(upstream.out), part.lse_of(upstream.lse))
             shares = [
                 total.tensor.new_empty(tensor.shape) for total, tensor in zip(totals, (part.block.k, part.block.v))
             ]
@@ -95,33 +97,26 @@ class Chunked(BlockwiseBackend):
                 target[piece.n, :, piece.heads_kv] = total.unflatten(0, (piece.count, -1)).transpose(1, 2)
 
 
-def _is_cut(call: AttentionCall, block: Block) -> bool:
-    """Whether a causal window is worked on in cut pieces, where many small launches would cost most."""
+def _cut_window(call: AttentionCall, block: Block) -> int | None:
+    """The left bound of a causal window that is worked on in cut pieces, where many small launches would cost most."""
     left, right = call.mask
-    is_window = right == 0 and left is not None and not call.dropout_p
-    return is_window and block.q.device.type in _CUTS_WINDOWS and band.pays(block, left)
+    if left is None or right != 0 or call.dropout_p or block.q.device.type not in _CUTS_WINDOWS:
+        return None
+    return left if band.pays(block, left) else None
 
 
 def _attend_rows(piece: Piece, rows: Range) -> tuple[Tensor, Tensor]:
     """Algorithm 1 for one block of rows: out (n, q heads, rows, head_dim_v) and its LSE."""
     queries = piece.fold(piece.q, rows)
-    out = peak = total = None
-    blocks = list(piece.key_blocks(rows))
+    first, *others = piece.key_blocks(rows)
     # One block of keys shows every row a key, unless it is padding.
-    all_alive = len(blocks) == 1 and piece.block.first_key is None
-    for columns in blocks:
-        weights, block_total, new_peak, shift = _weigh(piece, queries, rows, columns, peak, all_alive)
-        keep = piece.keep(rows, columns)
-        if keep is not None:
-            weights.mul_(keep)
-        values = piece.values[:, columns.start : columns.stop]
-        block_out = piece.unfold(piece.product(weights.reshape(*queries.shape[:2], -1), values), rows)
-        if out is None:
-            out, total = block_out, block_total
-        else:
-            decay = torch.exp(peak - shift)
-            out.mul_(decay).add_(block_out)
-            total.mul_(decay).add_(block_total)
+    all_alive = not others and piece.block.first_key is None
+    out, total, peak, _ = _attend_block(piece, queries, rows, first, None, all_alive)
+    for columns in others:
+        block_out, block_total, new_peak, shift = _attend_block(piece, queries, rows, columns, peak, all_alive)
+        decay = torch.exp(peak - shift)
+        out.mul_(decay).add_(block_out)
+        total.mul_(decay).add_(block_total)
         peak = new_peak
     if piece.call.dropout_p:
         out.div_(1.0 - piece.call.dropout_p)
@@ -131,6 +126,19 @@ def _attend_rows(piece: Piece, rows: Range) -> tuple[Tensor, Tensor]:
     total.masked_fill_(dead, 1.0)
     lse = total.log().add_(peak).masked_fill_(dead, torch.inf)
     return out.div_(total), lse.squeeze(-1)
+
+
+def _attend_block(
+    piece: Piece, queries: Tensor, rows: Range, columns: Range, peak: Tensor | None, all_alive: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What one block of keys adds to out and to the weights' sum, the new running maximum, and the shift."""
+    weights, total, new_peak, shift = _weigh(piece, queries, rows, columns, peak, all_alive)
+    keep = piece.keep(rows, columns)
+    if keep is not None:
+        weights.mul_(keep)
+    values = piece.values[:, columns.start : columns.stop]
+    out = piece.unfold(piece.product(weights.reshape(*queries.shape[:2], -1), values), rows)
+    return out, total, new_peak, shift
 
 
 def _weigh(
@@ -172,7 +180,7 @@ def _backpropagate_rows(piece: Piece, rows: Range, upstream: Upstream, dk: Tenso
     call = piece.call
     queries, dout = piece.fold(piece.q, rows), piece.fold(upstream.dout, rows)
     delta = (dout.to(piece.dtype) * piece.fold(upstream.out, rows)).sum(-1, keepdim=True)
-    row_lse = upstream.softmax_lse[piece.n, piece.heads, rows.start : rows.stop].to(piece.dtype).unsqueeze(-1)
+    row_lse = upstream.lse[piece.n, piece.heads, rows.start : rows.stop].to(piece.dtype).unsqueeze(-1)
     dq: Tensor | None = None
     for columns in piece.key_blocks(rows):
         inside = slice(columns.start, columns.stop)
@@ -198,4 +206,5 @@ def _backpropagate_rows(piece: Piece, rows: Range, upstream: Upstream, dk: Tenso
         part = piece.product(dscores, piece.keys[:, inside], call.softmax_scale)
         dq = part if dq is None else dq.add_(part)
         dk[:, inside] += piece.product(dscores.transpose(1, 2), queries, call.softmax_scale)
+    assert dq is not None  # rows that see no keys are in no block of rows
     return piece.unfold(dq, rows)

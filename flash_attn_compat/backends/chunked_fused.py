@@ -50,7 +50,7 @@ def backward(piece: Piece, upstream: Upstream, dq: Tensor, dk: Tensor, dv: Tenso
     queries, dout = piece.fold_rows(piece.q, everything), piece.fold_rows(upstream.dout, everything)
     out = piece.rows_by_key_head(upstream.out, everything)
     deltas = (piece.unfold_rows(dout) * out.to(piece.dtype)).sum(-1, keepdim=True)
-    lse = piece.rows_by_key_head(upstream.softmax_lse.transpose(1, 2).unsqueeze(-1), everything)
+    lse = piece.rows_by_key_head(upstream.lse.transpose(1, 2).unsqueeze(-1), everything)
     for rows in blocks:
         columns, share = piece.visible_keys(rows), _share(piece, everything, rows)
         inside = slice(columns.start, columns.stop)

@@ -95,7 +95,7 @@ class Piece:
     def rows_by_key_head(self, tensor: Tensor, rows: Range) -> Tensor:
         """Rows of a (n, seqlen_q, nheads, x) tensor as a view (n, kv heads, rows, group, x)."""
         part = tensor[self.n, rows.start : rows.stop, self.heads]
-        return part.unflatten(2, (-1, self.group)).transpose(1, 2)
+        return torch.unflatten(part, 2, (-1, self.group)).transpose(1, 2)
 
     def fold_rows(self, tensor: Tensor, rows: Range) -> Tensor:
         """Like fold, but (n * kv heads, rows * group, x): some rows of it are a slice."""
@@ -128,7 +128,8 @@ class Piece:
         """Put -inf on scores (n, heads, rows, columns)."""
         for part in self.call.mask.partly_hidden(rows, columns, self.offset):
             hidden = self.hidden_tile(rows, part)
-            scores[..., part.start - columns.start : part.stop - columns.start].masked_fill_(hidden, -torch.inf)
+            if hidden is not None:
+                scores[..., part.start - columns.start : part.stop - columns.start].masked_fill_(hidden, -torch.inf)
         if self.block.first_key is not None:
             padding = self.block.key_indices()[:, columns.start : columns.stop] < 0
             scores.masked_fill_(padding[:, None, None], -torch.inf)

@@ -40,7 +40,7 @@ class Reference(BlockwiseBackend):
 
     def backward_block(self, call: AttentionCall, block: Block, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = _expand(call, block)
-        dout, out, lse = (tensor.to(q.dtype) for tensor in upstream[:3])
+        dout, out, lse = (tensor.to(q.dtype) for tensor in (upstream.dout, upstream.out, upstream.lse))
         scores, softcap_slope = _scores(call, block, q, k)
         probabilities = torch.exp(scores - lse.unsqueeze(-1))
         keep = _keep(call, block, upstream.rng_state)

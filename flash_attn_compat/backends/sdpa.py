@@ -9,7 +9,7 @@ gradients come from differentiating it once more.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +63,7 @@ class Sdpa(BlockwiseBackend):
         else:
             out, lse = _assemble(q, k, v, parts, biases, call.softmax_scale)
         if block.first_key is not None:
-            out, lse = _blank_dead_rows(call.mask, block, out, lse)
+            out, lse = _blank_dead_rows(call.mask, block, block.first_key, out, lse)
         return out.transpose(1, 2), lse
 
     def backward_block(self, call: AttentionCall, block: Block, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,7 +76,8 @@ class Sdpa(BlockwiseBackend):
         if _is_whole(parts, q, k):
             upstream = Upstream(dout, out, upstream.softmax_lse, None)
             gradients = _gradients(q, k, v, upstream, parts[0].causal, biases.of(parts[0]), call.softmax_scale)
-            return tuple(gradient.transpose(1, 2) for gradient in gradients)
+            dq, dk, dv = gradients
+            return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
         totals = [torch.zeros(t.shape, dtype=_sum_dtype(dtype), device=t.device) for t in (q, k, v)]
         for part in parts:
             rows, keys = slice(*part.rows), slice(*part.keys)
@@ -86,7 +87,8 @@ class Sdpa(BlockwiseBackend):
             found = _gradients(part_q, part_k, part_v, piece, part.causal, biases.of(part), call.softmax_scale)
             for total, where, gradient in zip(totals, (rows, keys, keys), found):
                 total[:, :, where] += gradient
-        return tuple(total.transpose(1, 2) for total in totals)
+        dq, dk, dv = (total.transpose(1, 2) for total in totals)
+        return dq, dk, dv
 
 
 class _Part(NamedTuple):
@@ -167,10 +169,11 @@ def _bias(mask: Mask, block: Block, rows: Range, keys: Range) -> Tensor | None:
     """What is added to the scores of a part: ALiBi, and -inf for keys out of sight or in padding."""
     dtype = torch.float64 if block.q.dtype == torch.float64 else torch.float32
     hidden = mask.hidden(rows, keys, block.offset, block.q.device)
-    bias = None
     if block.slopes is not None:
         bias = alibi.bias(block.slopes, rows, keys, block.offset, dtype)
-    elif hidden is not None or block.first_key is not None:
+    elif hidden is None and block.first_key is None:
+        return None
+    else:
         bias = torch.zeros(1, 1, rows.size, keys.size, dtype=dtype, device=block.q.device)
     if hidden is not None:
         bias = bias.masked_fill_(hidden, -torch.inf)
@@ -189,28 +192,30 @@ def _assemble(
     lse = None
     if not parts:
         return out, torch.full((n, nheads, seqlen_q), torch.inf, dtype=_sum_dtype(q.dtype), device=q.device)
-    merged: tuple[Range, Tensor, Tensor | None] | None = None
+    merged: tuple[Range, Tensor, Tensor] | None = None
     for part in parts:
         rows, keys = slice(*part.rows), slice(*part.keys)
         bias = biases.of(part)
         part_out, part_lse = _attend(q[:, :, rows], k[:, :, keys], v[:, :, keys], part.causal, bias, scale)
-        if merged is not None and merged[0] == part.rows:
-            part_out, part_lse = online.merge(merged[1].to(part_lse.dtype), merged[2], part_out, part_lse)
-        merged = part.rows, part_out, part_lse
-        out[:, :, rows] = part_out
         if part_lse is not None:
+            if merged is not None and merged[0] == part.rows:
+                part_out, part_lse = online.merge(merged[1].to(part_lse.dtype), merged[2], part_out, part_lse)
+            merged = part.rows, part_out, part_lse
             if lse is None:
                 lse = torch.full((n, nheads, seqlen_q), torch.inf, dtype=part_lse.dtype, device=q.device)
             lse[:, :, rows] = part_lse
+        out[:, :, rows] = part_out
     return out, lse
 
 
-def _blank_dead_rows(mask: Mask, block: Block, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _blank_dead_rows(
+    mask: Mask, block: Block, first_key: Tensor, out: Tensor, lse: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """Rows that see only padding: the kernel leaves 0 or nan there and no infinite LSE."""
     last_key = torch.arange(block.q.shape[1], device=out.device) + block.offset + (mask.right or 0)
     if mask.right is None:
         last_key = torch.full_like(last_key, block.k.shape[1])
-    dead = (last_key < block.first_key[:, None])[:, None]
+    dead = (last_key < first_key[:, None])[:, None]
     out = out.masked_fill(dead.unsqueeze(-1), 0.0)
     return out, None if lse is None else lse.masked_fill(dead, torch.inf)
 
@@ -238,16 +243,19 @@ def _op_with_mask(name: str) -> Callable[..., tuple[Tensor, ...]] | None:
     op = getattr(torch.ops.aten, name, None)
     if op is None or "attn_mask" not in {argument.name for argument in op.default._schema.arguments}:
         return None
-    return getattr(torch, name, op.default)
+    found: Callable[..., tuple[Tensor, ...]] = getattr(torch, name, op.default)
+    return found
 
 
+# torch.__version__ compares as a version, not as letters.
 # In PyTorch 2.4 the kernel reads behind the key heads if they are fewer than the query heads; 2.11 is right.
-_SHARES_KEY_HEADS = torch.__version__ >= (2, 11)
+_SHARES_KEY_HEADS = torch.__version__ >= "2.11"
 # In PyTorch 2.4 the kernel rounds fp16 inputs' scores, not yet scaled, to fp16: its LSE is off by 1e-2 where scores
 # reach 40, and past 65504 everything is nan. 2.5 keeps them in fp32, and so did every version for bf16.
-_KEEPS_SCORES = torch.__version__ >= (2, 5)
-_FORWARD = _op_with_mask("_scaled_dot_product_flash_attention_for_cpu")
-_BACKWARD = _op_with_mask("_scaled_dot_product_flash_attention_for_cpu_backward")
+_KEEPS_SCORES = torch.__version__ >= "2.5"
+# Any: where PyTorch lacks them no call comes this far.
+_FORWARD: Any = _op_with_mask("_scaled_dot_product_flash_attention_for_cpu")
+_BACKWARD: Any = _op_with_mask("_scaled_dot_product_flash_attention_for_cpu_backward")
 
 
 def _rounds_scores(q: Tensor) -> bool:
@@ -271,9 +279,12 @@ def _attend(
         return _attend_folded(q, k, v, scale)
     if not _SHARES_KEY_HEADS:
         k, v = _repeated(q, k, v)
+    found: tuple[Tensor, Tensor]
     if bias is None:
-        return _FORWARD(q, k, v, 0.0, causal, scale=scale)
-    return _FORWARD(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+        found = _FORWARD(q, k, v, 0.0, causal, scale=scale)
+    else:
+        found = _FORWARD(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    return found
 
 
 def _attend_folded(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -288,14 +299,15 @@ def _gradients(
 ) -> tuple[Tensor, ...]:
     dout, out, lse = upstream[:3]
     if q.is_cpu and (_SHARES_KEY_HEADS or q.shape[1] == k.shape[1]):
-        return _BACKWARD(dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
+        found: tuple[Tensor, ...] = _BACKWARD(dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
+        return found
     if q.is_cpu:
         repeated = _repeated(q, k, v)
         dq, *shares = _BACKWARD(dout, q, *repeated, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
         return dq, *(share.unflatten(1, (k.shape[1], -1)).sum(2) for share in shares)
-    inputs = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
     with torch.enable_grad():
-        return torch.autograd.grad(_public(*inputs, causal, bias, scale), inputs, dout)
+        return torch.autograd.grad(_public(q, k, v, causal, bias, scale), (q, k, v), dout)
 
 
 def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,11 +24,16 @@ def unpack(inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
     Packed tensors hold them along their third axis from the end.
     """
     if len(inputs) == 3:
-        return inputs
-    *before, packed = inputs
-    expected = 3 - len(before)
-    _check_packed(packed, expected)
-    return (*before, *(packed.select(-3, index) for index in range(expected)))
+        q, k, v = inputs
+    elif len(inputs) == 2:
+        q, kv = inputs
+        _check_packed(kv, 2)
+        k, v = kv.select(-3, 0), kv.select(-3, 1)
+    else:
+        (qkv,) = inputs
+        _check_packed(qkv, 3)
+        q, k, v = qkv.select(-3, 0), qkv.select(-3, 1), qkv.select(-3, 2)
+    return q, k, v
 
 
 def _check_packed(packed: Tensor, expected: int) -> None:
@@ -45,7 +50,7 @@ def _check_packed(packed: Tensor, expected: int) -> None:
         raise RuntimeError(f"{name} must hold {expected} tensors along axis {axis}, got shape {tuple(packed.shape)}")
 
 
-# out, softmax_lse, S_dmask. Any, because None stands for what the call did not ask for, and whoever asks is not given None.
+# out, softmax_lse, S_dmask. Any, because what the call does not ask for is None, and what it asks for is not.
 Outputs = tuple[Tensor, Any, Any]
 
 
@@ -96,8 +101,8 @@ def _appended(backend: Backend, call: AttentionCall, new: Append) -> AttentionCa
 def run_backward(
     backend: Backend | None, call: AttentionCall, upstream: Upstream, into: Gradients | None = None
 ) -> Gradients:
-    """The gradients of a call that ``backend`` serves; written through ``into`` where given."""
-    if call.is_empty:
+    """The gradients of a call that ``backend`` serves (None: an empty one); written through ``into`` where given."""
+    if backend is None:
         gradients = into or Gradients(*map(torch.empty_like, (call.q, call.k, call.v)))
         for gradient in gradients:
             gradient.zero_()
@@ -176,7 +181,7 @@ def _finish(call: AttentionCall, result: Result) -> Outputs:
     if not call.return_lse:
         return result.out, None, None
     dmask = signed_probabilities(call, result.rng_state) if call.return_dmask else result.out.new_empty(0)
-    return result.out, result.softmax_lse.contiguous(), dmask
+    return result.out, result.lse.contiguous(), dmask
 
 
 def _empty_result(call: AttentionCall) -> Result:

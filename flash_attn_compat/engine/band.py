@@ -21,7 +21,7 @@ _MIN_ROWS, _MAX_ROWS, _ROUNDED_TO = 128, 1024, 64
 
 
 class Part(NamedTuple):
-    """Consecutive rows of one sequence of a block, as ``count`` problems of the same shape.
+    """Consecutive rows of one sequence of a block, as some ``problems`` of the same shape.
 
     block: their q, k and v with the problems as its sequences; the slices of keys begin at ``first_key``, before 0
     where there are blank keys, and each starts as many keys after the one before as a problem has rows
@@ -33,22 +33,23 @@ class Part(NamedTuple):
     block: Block
 
     @property
-    def count(self) -> int:
+    def problems(self) -> int:
         return self.block.q.shape[0]
 
     def rows_of(self, tensor: Tensor) -> Tensor:
-        """(n, seqlen_q, heads, head_dim) of the whole block -> a view (count, rows, heads, head_dim)."""
-        return tensor[self.sequence, self.rows.start : self.rows.stop].unflatten(1, (self.count, -1)).squeeze(0)
+        """(n, seqlen_q, heads, head_dim) of the whole block -> a view (problems, rows, heads, head_dim)."""
+        rows = tensor[self.sequence, self.rows.start : self.rows.stop]
+        return torch.unflatten(rows, 1, (self.problems, -1)).squeeze(0)
 
     def lse_of(self, lse: Tensor) -> Tensor:
-        """(n, heads, seqlen_q) of the whole block -> a view (count, heads, rows)."""
+        """(n, heads, seqlen_q) of the whole block -> a view (problems, heads, rows)."""
         rows = lse[self.sequence, :, self.rows.start : self.rows.stop].squeeze(0)
-        return rows.unflatten(1, (self.count, -1)).transpose(0, 1)
+        return torch.unflatten(rows, 1, (self.problems, -1)).transpose(0, 1)
 
     def add_keys_to(self, total: KeySums, values: Tensor) -> None:
-        """Add (count, keys, heads, head_dim) to what the whole block's keys have got so far."""
+        """Add (problems, keys, heads, head_dim) to what the whole block's keys have got so far."""
         target = total.tensor[self.sequence].squeeze(0)
-        add_overlapping(target, values, total.front + self.first_key, self.rows.size // self.count)
+        add_overlapping(target, values, total.front + self.first_key, self.rows.size // self.problems)
 
 
 def add_overlapping(total: Tensor, slices: Tensor, first: int, step: int) -> None:

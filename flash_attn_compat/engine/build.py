@@ -28,12 +28,15 @@ class Options(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """How sequences are packed: starts (batch + 1,) int32 and the longest lengths the caller states."""
+    """How sequences are packed: starts (batch + 1,) int32 and the longest lengths the caller states.
+
+    A length that is a tensor of one integer is read, which waits for its GPU.
+    """
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
+    max_seqlen_q: int | Tensor
+    max_seqlen_k: int | Tensor
 
 
 class Cache(NamedTuple):

@@ -139,7 +139,7 @@ class AttentionCall(NamedTuple):
             features |= _TRANSFORMS
         return features
 
-    def signature(self) -> tuple[object, ...]:
+    def signature(self) -> tuple[torch.device, torch.dtype, int, int, str, bool, bool, int, int]:
         """What traits are made of, as cheaply as possible: equal signatures have equal traits."""
         q, k, v = self.q, self.k, self.v
         q_shape, k_shape, device = q.shape, k.shape, q.device
@@ -156,14 +156,16 @@ class AttentionCall(NamedTuple):
         return device, q.dtype, q_shape[-1], v.shape[-1], sq_vs_sk, one_query, aligned, self.features(), page_size
 
     def traits(self) -> Traits:
-        device, *rest = self.signature()
+        signature = self.signature()
+        device = signature[0]
         capability = settings.capability(device) if device.type == "cuda" else None
-        return Traits(device.type, capability, *rest)
+        return Traits(device.type, capability, *signature[1:])
 
     def without_tensors(self) -> AttentionCall:
         """The call's description alone; autograd keeps the tensors itself."""
         return self._replace(
-            q=None, k=None, v=None, alibi_slopes=None, cu_seqlens_q=None, cu_seqlens_k=None,
+            q=None, k=None, v=None,  # type: ignore[arg-type]  # whoever keeps the description puts them back
+            alibi_slopes=None, cu_seqlens_q=None, cu_seqlens_k=None,
             seqused_k=None, leftpad_k=None, block_table=None, rng_state=None,
         )  # fmt: skip
 
@@ -208,6 +210,11 @@ class Result(NamedTuple):
     rng_state: Tensor | None = None
     saved: tuple[Tensor | None, ...] = ()
 
+    @property
+    def lse(self) -> Tensor:
+        """softmax_lse where it was asked for."""
+        return _given(self.softmax_lse)
+
 
 class Gradients(NamedTuple):
     """dq, dk, dv in the shapes and dtypes of q, k, v; strides are whatever the holder chose."""
@@ -228,6 +235,17 @@ class Upstream(NamedTuple):
     softmax_lse: Tensor | None
     rng_state: Tensor | None
     saved: tuple[Tensor | None, ...] = ()
+
+    @property
+    def lse(self) -> Tensor:
+        """softmax_lse, for a backward that cannot do without."""
+        return _given(self.softmax_lse)
+
+
+def _given(softmax_lse: Tensor | None) -> Tensor:
+    if softmax_lse is None:
+        raise RuntimeError("softmax_lse is missing, although it was asked for")
+    return softmax_lse
 
 
 def wants_transforms(*tensors: Tensor) -> bool:

@@ -4,7 +4,7 @@ Each op makes the same AttentionCall as an eager call and serves it, so a graph 
 attention, with shapes known beforehand. Names live in our own namespace: flash_attn:: belongs to flash-attn.
 """
 
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -43,7 +43,9 @@ def forward(
     return_dmask: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, softmax_lse, S_dmask, rng_state)."""
-    return _forward_op(q, k, v, *_flatten(options, placement), return_dmask)
+    outputs: tuple[Tensor, Tensor, Tensor, Tensor]
+    outputs = _forward_op(q, k, v, *_flatten(options, placement), return_dmask)
+    return outputs
 
 
 def backward(
@@ -55,7 +57,7 @@ def backward(
     return Gradients(*_backward_op(dout, out, softmax_lse, rng_state, q, k, v, *_flatten(options, placement)))
 
 
-def _flatten(options: Options, placement: Placement | None) -> tuple:
+def _flatten(options: Options, placement: Placement | None) -> tuple[Any, ...]:
     dropout_p, softmax_scale, causal, (left, right), softcap, alibi_slopes, deterministic, _ = options
     scalars = (float(dropout_p), softmax_scale, bool(causal), left, right, float(softcap or 0.0), bool(deterministic))
     if placement is None:
@@ -99,7 +101,7 @@ class _Arguments(NamedTuple):
             self.alibi_slopes,
             self.deterministic,
         )
-        if self.cu_seqlens_q is None:
+        if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
             return dense_call(q, k, v, options)
         longest_q = self.max_seqlen_q if self.max_seqlen_q_tensor is None else self.max_seqlen_q_tensor
         longest_k = self.max_seqlen_k if self.max_seqlen_k_tensor is None else self.max_seqlen_k_tensor
@@ -142,17 +144,17 @@ def _forward_op(
     result = autograd.run_forward(call)
     rng_state = result.rng_state if result.rng_state is not None else _no_rng_state(q)
     dmask = signed_probabilities(call, rng_state) if return_dmask else q.new_empty(0)
-    return result.out.contiguous(), result.softmax_lse.contiguous(), dmask, rng_state
+    return result.out.contiguous(), result.lse.contiguous(), dmask, rng_state
 
 
 @_forward_op.register_fake
-def _(q, k, v, *arguments):
+def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *rest, return_dmask = arguments
     known = _Arguments(*rest)
     nheads = q.shape[-2]
     if known.cu_seqlens_q is None:
         batch, longest_q, longest_k = q.shape[0], q.shape[1], k.shape[1]
-        lse_shape = (batch, nheads, longest_q)
+        lse_shape: tuple[int, ...] = (batch, nheads, longest_q)
     else:
         batch, longest_q, longest_k = known.cu_seqlens_q.shape[0] - 1, known.max_seqlen_q, known.max_seqlen_k
         lse_shape = (nheads, q.shape[0])
@@ -200,23 +202,26 @@ def _backward_op(
     call = dispatch.settled(call)
     backend = None if call.is_empty else dispatch.choose(call)
     gradients = autograd.run_backward(backend, call, Upstream(dout, out, softmax_lse, rng_state))
-    return tuple(gradient.contiguous() for gradient in gradients)
+    dq, dk, dv = gradients
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 @_backward_op.register_fake
-def _(dout, out, softmax_lse, rng_state, q, k, v, *arguments):
-    return tuple(tensor.new_empty(tensor.shape) for tensor in (q, k, v))
+def _(
+    dout: Tensor, out: Tensor, lse: Tensor, rng_state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup_context(ctx, inputs, output):
-    *inputs, _ = inputs
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    inputs = inputs[:-1]
     out, lse, _, rng_state = output
     ctx.scalars = tuple(None if isinstance(value, Tensor) else value for value in inputs)
     ctx.save_for_backward(out, lse, rng_state, *(value if isinstance(value, Tensor) else None for value in inputs))
     ctx.set_materialize_grads(False)
 
 
-def _compiled_backward(ctx, dout, *unused):
+def _compiled_backward(ctx: Any, dout: Tensor | None, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
     if dout is None:
         return (None,) * (len(ctx.scalars) + 1)
     out, lse, rng_state, *tensors = ctx.saved_tensors

@@ -26,13 +26,16 @@ def keep_probability(dropout_p: float) -> float:
 
 
 def keep_tile(
-    rng_state: Tensor, dropout_p: float, sequences: Tensor, heads: Tensor, rows: Tensor, keys: Tensor
+    rng_state: Tensor | None, dropout_p: float, sequences: Tensor, heads: Tensor, rows: Tensor, keys: Tensor
 ) -> Tensor:
     """Which probabilities survive, bool (batch, heads, rows, keys).
 
     sequences: (batch,) indices of the sequences in the call; heads: (heads,) query heads
     rows, keys: (rows,) or (batch, rows) indices, counted from each sequence's first row and key
+    Raises ValueError without an rng_state.
     """
+    if rng_state is None:
+        raise ValueError("dropout needs the call's rng_state, got None")
     seed = _seed(rng_state)
     per_head = _mix(_mix(seed + sequences)[:, None] + heads)
     row_words = _mix(per_head[:, :, None] + rows.reshape(-1, 1, rows.shape[-1]))

@@ -12,6 +12,7 @@ import functools
 import re
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,8 +66,8 @@ class Kernel:
         source_and_name = self._compiled.get(dtype)
         if source_and_name is None:
             source = self.source.replace("HALVES", _HALVES[dtype])
-            name = torch.cuda.jiterator._create_jit_fn(source).kernel_name
-            source_and_name = self._compiled[dtype] = source, name
+            function: Any = torch.cuda.jiterator._create_jit_fn(source)
+            source_and_name = self._compiled[dtype] = source, function.kernel_name
         device = tensors[0].device.index
         if device != torch.cuda.current_device():
             # The jiterator launches on the current device, wherever the tensors are.

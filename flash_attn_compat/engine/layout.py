@@ -133,7 +133,7 @@ class Layout:
         where = _addresses(tensor, spans, group.sequences, seqlen)
         if len(where) == 1:
             # Whole rows at a time; indexing with the index's own shape goes element by element.
-            gathered = tensor.index_select(0, where[0].flatten()).unflatten(0, where[0].shape)
+            gathered = torch.unflatten(tensor.index_select(0, where[0].flatten()), 0, where[0].shape)
         else:
             gathered = tensor[where]
         if not group.padded:
@@ -184,13 +184,15 @@ class Layout:
             yield rows.starts[index], rows.lengths[index], keys.lengths[index], index
 
     def _padding(self, spans: Spans, group: Group, seqlen: int) -> Tensor | None:
-        if not group.padded:
-            return None
+        return self._missing(spans, group, seqlen) if group.padded else None
+
+    def _missing(self, spans: Spans, group: Group, seqlen: int) -> Tensor:
+        """(n,) int64, by how much each sequence is shorter than ``seqlen``."""
         lengths = [seqlen - spans.lengths[index] for index in group.sequences]
         return torch.tensor(lengths, device=self.call.q.device)
 
     def _valid(self, spans: Spans, group: Group, seqlen: int) -> Tensor:
-        first = self._padding(spans, group, seqlen)
+        first = self._missing(spans, group, seqlen)
         return torch.arange(seqlen, device=first.device) >= first[:, None]
 
     def _plan(self) -> list[Group]:
@@ -269,7 +271,7 @@ def _view(tensor: Tensor, spans: Spans, group: Group, seqlen: int) -> Tensor | N
         return tensor[page : page + 1, start : start + seqlen]
     if spans.batched:
         return tensor[first : first + count, start : start + seqlen]
-    return tensor[start : start + count * seqlen].unflatten(0, (count, seqlen))
+    return torch.unflatten(tensor[start : start + count * seqlen], 0, (count, seqlen))
 
 
 def _addresses(tensor: Tensor, spans: Spans, sequences: list[int], seqlen: int) -> tuple[Tensor, ...]:

@@ -51,8 +51,10 @@ class _KnownBounds(NamedTuple):
 _known: dict[int, _Bounds | _KnownBounds] = {}
 
 
-def may_exist(cu_seqlens: Tensor, total: int) -> bool:
+def may_exist(cu_seqlens: Tensor | None, total: int) -> bool:
     """Whether some of ``total`` tokens may lie outside; False only where the host knows better. Never waits."""
+    if cu_seqlens is None:
+        return False
     if not cu_seqlens.is_cuda:
         return bool(cu_seqlens[0] != 0 or cu_seqlens[-1] != total)
     # A captured graph may be replayed with other lengths, and inference tensors tell nobody when they change.

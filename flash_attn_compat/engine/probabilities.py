@@ -16,7 +16,7 @@ from flash_attn_compat.engine.layout import Block, Layout
 from flash_attn_compat.engine.mask import Range
 
 
-def signed_probabilities(call: AttentionCall, rng_state: Tensor) -> Tensor:
+def signed_probabilities(call: AttentionCall, rng_state: Tensor | None) -> Tensor:
     """(batch, nheads, max_seqlen_q, max_seqlen_k rounded up to 128) in q's dtype: kept >= 0, dropped negative.
 
     Each sequence starts at [0, 0] of its own matrix; everything outside what a row sees is 0.
@@ -25,7 +25,7 @@ def signed_probabilities(call: AttentionCall, rng_state: Tensor) -> Tensor:
         return _signed_probabilities(call, rng_state)
 
 
-def _signed_probabilities(call: AttentionCall, rng_state: Tensor) -> Tensor:
+def _signed_probabilities(call: AttentionCall, rng_state: Tensor | None) -> Tensor:
     shape = (call.batch, call.nheads, round_up(call.max_seqlen_q, 128), round_up(call.max_seqlen_k, 128))
     signed = call.q.new_zeros(shape)
     if call.is_empty:
@@ -69,7 +69,7 @@ def key_block_size(device: torch.device, head_dim: int, is_dropout: bool, is_cau
     return 64
 
 
-def _signed_tile(call: AttentionCall, block: Block, rng_state: Tensor) -> Tensor:
+def _signed_tile(call: AttentionCall, block: Block, rng_state: Tensor | None) -> Tensor:
     rows, keys = Range(0, block.q.shape[1]), Range(0, block.k.shape[1])
     device = block.q.device
     group = call.nheads // call.nheads_k

@@ -82,18 +82,18 @@ def _time(call: AttentionCall, usual: Backend) -> Verdict | None:
     if rival is None:
         return None
     try:
-        times = [_milliseconds(backend, call) for backend in (usual, rival)]
+        usual_ms, compiled_ms = (_milliseconds(backend, call) for backend in (usual, rival))
     except torch.cuda.OutOfMemoryError as error:
         warnings.warn(f"{rival.name} is not compared with {usual.name}: {error}", RuntimeWarning, stacklevel=2)
         return None
-    return None if times[1] is None else Verdict(times[0], times[1], rival)
+    return None if usual_ms is None or compiled_ms is None else Verdict(usual_ms, compiled_ms, rival)
 
 
 def _milliseconds(backend: Backend, call: AttentionCall) -> float | None:
     """The shortest of some runs after a first one that compiles; None from a backend that fails."""
     if backend.attempt(call) is None:
         return None
-    spans = []
+    spans: list[float] = []
     with torch.cuda.device(call.q.device):
         for _ in range(_RUNS):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
