@@ -13,7 +13,7 @@ DEVICE void largest_dout(float (&largest)[MT][2], const Block &block) {
 #pragma unroll
     for (int k = 0; k < CHUNKS / 2; k++) {
       u32 a[4];
-      ldmatrix(a, (block.shared + Block::OWN_P + block.a_operand() + m * 16 * ROW_BYTES) ^ (k << 5));
+      if (!REG_P) ldmatrix(a, (block.shared + Block::OWN_P + block.a_operand() + m * 16 * ROW_BYTES) ^ (k << 5));
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const u32 x = REG_P ? block.own_p[REG_P ? k : 0][m][i] : a[i];
