@@ -207,7 +207,7 @@ def _typical_calls(device: torch.device) -> list[TypicalCall]:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
     q = tensor(2, 512, 8, 64, grad=True)
-    slopes = torch.rand(8, device=device)
+    slopes = torch.rand(8, dtype=torch.float32, device=device)
     calls: dict[str, Callable[[], Any]] = {
         "training a causal language model": lambda: flash_attn_compat.flash_attn_func(q, q, q, causal=True),
         "training on packed sequences": lambda: flash_attn_compat.flash_attn_varlen_qkvpacked_func(

@@ -5,6 +5,7 @@ Attention is computed plainly in fp64 here, by nothing that the package itself u
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,9 +55,10 @@ def run(device: torch.device) -> list[Check]:
 
 def _run_case(case: _Case, dtype: torch.dtype, device: torch.device) -> list[Check]:
     generator = torch.Generator().manual_seed(0)
+    draw = functools.partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
     shapes = [(2, 70, 4, 64), (2, 90, case.nheads_k, 64), (2, 90, case.nheads_k, 64)]
-    inputs = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
-    dout = torch.randn(shapes[0], generator=generator).to(device, dtype)
+    inputs = [draw(shape).to(device, dtype) for shape in shapes]
+    dout = draw(shapes[0]).to(device, dtype)
     # In fp64 on the CPU, where every device's numbers can be compared.
     exact = _with_gradients(
         lambda q, k, v: _plain(case, q, k, v), [x.cpu().double() for x in inputs], dout.cpu().double()

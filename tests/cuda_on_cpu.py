@@ -51,8 +51,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = _lacks()
     if reason:
         pytest.skip(reason)
-    monkeypatch.setattr(jiterated.Kernel, "__call__", _launch)
-    monkeypatch.setattr(jiterated, "places", lambda count, device: torch.arange(count, dtype=torch.float32))
+    monkeypatch.setattr(jiterated.Kernel, "_launch", _launch)
+    monkeypatch.setattr(
+        jiterated, "places", lambda count, device: torch.arange(count, dtype=torch.float32, device=device)
+    )
     monkeypatch.setattr(jiterated, "why_not", lambda device, dtype, trial: "" if dtype in HALF_DTYPES else "no")
 
 
@@ -71,12 +73,12 @@ def _lacks() -> str:
     return "this g++ has no _Float16" if found.returncode else ""
 
 
-def _launch(kernel: jiterated.Kernel, dtype: torch.dtype, *tensors: Tensor, **scalars: float) -> Tensor:
-    assert tuple(scalars) == kernel.scalars, "PyTorch hands scalars over in the order they are given in"
+def _launch(
+    kernel: jiterated.Kernel, dtype: torch.dtype, tensors: tuple[Tensor, ...], scalars: dict[str, float]
+) -> Tensor:
     source = kernel.source.replace("HALVES", _FLOAT16 if dtype == torch.float16 else jiterated._HALVES[dtype])
     run = _library(source, len(tensors), len(scalars)).run
     broadcast = [tensor.contiguous() for tensor in torch.broadcast_tensors(*tensors)]
-    assert all(tensor.dtype == torch.float32 for tensor in broadcast)
     found = torch.empty_like(broadcast[0])
     run(
         ctypes.c_longlong(found.numel()),

@@ -388,9 +388,7 @@ def test_autocast_leaves_the_dtype_of_the_inputs_alone() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("autocast_dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("half", ["forward", "backward", "both"])
-def test_autocast_changes_no_digit(
-    backend: str, dtype: torch.dtype, autocast_dtype: torch.dtype, half: str
-) -> None:
+def test_autocast_changes_no_digit(backend: str, dtype: torch.dtype, autocast_dtype: torch.dtype, half: str) -> None:
     inputs = [x.requires_grad_() for x in qkv(2, 40, 50, h=4, hk=2, dtype=dtype)]
     feature = {"window_size": (9, 0)} if backend == "sdpa" else {"softcap": 2.0, "dropout_p": 0.3}
 

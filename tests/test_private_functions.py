@@ -159,6 +159,18 @@ MASKS = {
 }
 
 
+@pytest.mark.parametrize(("dtype", "device"), [(torch.float16, "cpu"), (torch.float64, "cpu"), (torch.float32, "meta")])
+def test_an_lse_that_kernels_would_misread_is_refused_before_anything_is_written(
+    dtype: torch.dtype, device: str
+) -> None:
+    q, k, v = qkv()
+    out, lse, _, _ = forward(q, k, v)
+    grads = empty_grads(q, k, v)
+    with pytest.raises(RuntimeError, match="softmax_lse must"):
+        backward(q, q, k, v, out, lse.to(device, dtype), *grads)
+    assert all(gradient.isnan().all() for gradient in grads)
+
+
 @on_general_backends
 @pytest.mark.parametrize("mask", ["plain", "softcap"])
 def test_with_the_global_out_and_lse_a_shard_of_the_keys_gives_its_exact_share(backend: str, mask: str) -> None:

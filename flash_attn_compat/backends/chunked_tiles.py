@@ -176,7 +176,7 @@ class Piece:
         tile = dropout.keep_tile(
             self.rng_state,
             self.call.dropout_p,
-            torch.as_tensor(list(self.block.sequences), device=device),
+            torch.tensor(list(self.block.sequences), dtype=torch.int64, device=device),
             torch.arange(self.heads.start, self.heads.stop, device=device),
             self.block.row_indices()[..., rows.start : rows.stop],
             self.block.key_indices()[..., columns.start : columns.stop],

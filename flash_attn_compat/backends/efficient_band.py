@@ -56,7 +56,7 @@ def forward(call: AttentionCall) -> Result:
     q, k, v = (_tokens(call, tensor) for tensor in (call.q, call.k, call.v))
     total, nheads = q.shape[:2]
     out = q.new_empty(total, nheads, v.shape[-1])
-    lse = torch.empty(total, nheads, device=q.device) if call.return_lse else None
+    lse = torch.empty(total, nheads, dtype=torch.float32, device=q.device) if call.return_lse else None
     kept: list[Tensor] = []
     band = _band(call)
     for chunk, bias in _chunks_with_bias(call, q, band):

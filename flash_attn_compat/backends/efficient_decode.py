@@ -5,6 +5,8 @@ A decoding step of few sequences is bound by the host, so what counts is the num
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from flash_attn_compat.backends import efficient_shares
 from flash_attn_compat.backends.efficient_shares import Cut, Prepared
 from flash_attn_compat.engine import jiterated
 from flash_attn_compat.engine.alignment import ready
+from flash_attn_compat.engine.jiterated import Memory
 
 # Bounds and keys of a share for the first threads, 16 bytes of a copy of q's rows for each of them.
 _PREPARE = jiterated.Kernel(
@@ -138,9 +141,12 @@ def prepare(q: Tensor, nheads_k: int, cut: Cut) -> Prepared:
     threads = rows.numel() // unit
     spread = _spread(threads)
     _PREPARE(
-        q.dtype, jiterated.places(threads * spread, q.device), spread=spread, q=q.data_ptr(), by_batch=by_batch // unit,
-        by_row=by_row // unit, by_head=by_head // unit, copies=rows.data_ptr(), numbers=numbers.data_ptr(),
-        used=_address(cut.used), leftpad=_address(cut.leftpad), table=_address(table),
+        q.dtype, jiterated.places(threads * spread, q.device), spread=spread,
+        q=Memory(q, q.dtype, q.shape, dense_axes=1, in_words=True), by_batch=by_batch // unit, by_row=by_row // unit,
+        by_head=by_head // unit, copies=Memory(rows, q.dtype, rows.shape, in_words=True),
+        numbers=Memory(numbers, torch.int32, numbers.shape), used=_lengths(cut.used, batch),
+        leftpad=_lengths(cut.leftpad, batch),
+        table=None if table is None else Memory(table, torch.int32, (batch, cut.pages), dense_axes=1),
         by_sequence=0 if table is None else table.stride(0), batch=batch, seqlen_q=seqlen_q, group=group, heads=nheads_k,
         units=head_dim // unit, count=cut.count, size=cut.size, page=cut.page, pitch=cut.pitch, pages=cut.pages,
         left=cut.left,
@@ -155,14 +161,17 @@ def merge(out: Tensor, lse: Tensor, lengths: Tensor, shape: tuple[int, ...]) -> 
     lse: (batch * count, nheads_k, rows padded), fp32; lengths: (batch * count,) int32, 0 for shares without keys
     """
     batch, seqlen_q, nheads, head_dim = shape
-    nheads_k = out.shape[2]
+    nheads_k, shares, padded = out.shape[2], lengths.shape[0], lse.shape[2]
+    rows = seqlen_q * nheads // nheads_k
     merged = out.new_empty(shape)
     threads = merged.numel() // 2
     spread = _spread(threads)
     _MERGE(
-        out.dtype, jiterated.places(threads * spread, out.device), spread=spread, outs=out.data_ptr(),
-        lses=lse.data_ptr(), lengths=lengths.data_ptr(), merged=merged.data_ptr(), count=lengths.shape[0] // batch,
-        seqlen_q=seqlen_q, group=nheads // nheads_k, heads=nheads_k, pairs=head_dim // 2, padded=lse.shape[2],
+        out.dtype, jiterated.places(threads * spread, out.device), spread=spread,
+        outs=Memory(out, out.dtype, (1, shares * rows, nheads_k, head_dim)),
+        lses=Memory(lse, torch.float32, (shares, nheads_k, padded)), lengths=Memory(lengths, torch.int32, (shares,)),
+        merged=Memory(merged, out.dtype, shape), count=shares // batch, seqlen_q=seqlen_q, group=nheads // nheads_k,
+        heads=nheads_k, pairs=head_dim // 2, padded=padded,
     )  # fmt: skip
     return merged
 
@@ -179,8 +188,8 @@ def _spread(threads: int) -> int:
     return 8 if 8 * threads <= jiterated.KEPT_PLACES else 1
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def _lengths(tensor: Tensor | None, batch: int) -> Memory | None:
+    return None if tensor is None else Memory(tensor, torch.int32, (batch,))
 
 
 def _is_right(device: torch.device, dtype: torch.dtype) -> bool:
@@ -189,10 +198,11 @@ def _is_right(device: torch.device, dtype: torch.dtype) -> bool:
     def ints(*rows: object) -> Tensor:
         return torch.tensor(rows, dtype=torch.int32, device=device)
 
-    q = torch.linspace(-2.0, 2.0, 2 * 2 * 6 * 16, device=device).to(dtype).view(2, 2, 6, 16)
+    places = functools.partial(torch.arange, dtype=torch.float32, device=device)
+    q = torch.linspace(-2.0, 2.0, 2 * 2 * 6 * 16, dtype=torch.float32, device=device).to(dtype).view(2, 2, 6, 16)
     cut = Cut(3, 4, 4, 5, 3, 6, ints(10, 3), ints(1, 0), ints([2, 0, 1], [1, 2, 0]))
     found, expected = prepare(q, 2, cut), efficient_shares.prepare(q, 2, cut)
-    out = torch.cos(torch.arange(found.rows.numel(), device=device)).to(dtype).view(found.rows.shape)
-    lse = torch.sin(torch.arange(6 * 2 * 32, device=device)).view(6, 2, 32)
+    out = torch.cos(places(found.rows.numel())).to(dtype).view(found.rows.shape)
+    lse = torch.sin(places(6 * 2 * 32)).view(6, 2, 32)
     merged = (way(out, lse, expected.lengths, tuple(q.shape)).float() for way in (merge, efficient_shares.merge))
     return all(map(torch.equal, found, expected)) and torch.allclose(*merged, rtol=1e-2, atol=1e-3)

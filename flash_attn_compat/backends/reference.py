@@ -97,7 +97,7 @@ def _keep(call: AttentionCall, block: Block, rng_state: Tensor | None) -> Tensor
     """What dropout multiplies probabilities by: 0 or 1 / (1 - p)."""
     if not call.dropout_p:
         return None
-    sequences = torch.as_tensor(list(block.sequences), device=block.q.device)
+    sequences = torch.tensor(list(block.sequences), dtype=torch.int64, device=block.q.device)
     heads = torch.arange(call.nheads, device=block.q.device)
     kept = dropout.keep_tile(rng_state, call.dropout_p, sequences, heads, block.row_indices(), block.key_indices())
     return kept.to(_working_dtype(block)) / (1.0 - call.dropout_p)

@@ -427,8 +427,8 @@ class _Sums:
 
     @staticmethod
     def _empty(like: Tensor, dtype: torch.dtype, zero: bool) -> Tensor:
-        make = torch.zeros if zero else torch.empty
-        return make(like.shape if like.dim() == 4 else (1, *like.shape), dtype=dtype, device=like.device)
+        shape = like.shape if like.dim() == 4 else (1, *like.shape)
+        return like.new_zeros(shape, dtype=dtype) if zero else like.new_empty(shape, dtype=dtype)
 
     def add(self, place: Place, found: tuple[Tensor, ...]) -> None:
         if self.is_one_launch:

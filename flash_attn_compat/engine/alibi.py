@@ -49,7 +49,7 @@ def key_channels(positions: Tensor, softmax_scale: float, seqlen_k: int, dtype: 
     a million keys in bf16, four million in fp16.
     """
     unit = _channel_unit(softmax_scale, seqlen_k)
-    digits = torch.stack((positions // 4096 * 64, positions // 64 % 64, positions % 64), dim=-1) * unit
+    digits = torch.stack((positions // 4096 * 64, positions // 64 % 64, positions % 64), dim=-1).float() * unit
     return digits.repeat_interleave(2, dim=-1).to(dtype)
 
 

@@ -134,6 +134,12 @@ def upstream(call: AttentionCall, given: Upstream, *gradients: Tensor | None) ->
     for name, shape in expected.items():
         if getattr(given, name).shape != shape:
             raise RuntimeError(f"{name} must have shape {shape}, got {tuple(getattr(given, name).shape)}")
+        if getattr(given, name).device != call.q.device:
+            raise RuntimeError(_must_be_on(name, call.q.device))
+    # Kernels read it through its address, as fp32.
+    lse_dtypes = {torch.float32, torch.float64 if call.q.dtype == torch.float64 else torch.float32}
+    if given.softmax_lse.dtype not in lse_dtypes:
+        raise RuntimeError(f"softmax_lse must have dtype fp32, got {given.softmax_lse.dtype}")
     for name, gradient, source in zip("qkv", gradients, (call.q, call.k, call.v)):
         if gradient is None:
             continue

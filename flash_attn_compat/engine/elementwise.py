@@ -5,12 +5,14 @@ Kernels read scores in fp32, write half precision, and skip what a row does not 
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flash_attn_compat.engine import jiterated
+from flash_attn_compat.engine.jiterated import Argument, Memory
 from flash_attn_compat.engine.mask import Mask
 
 # Further than any key is away, and small enough to be added to a place.
@@ -287,7 +289,7 @@ def peaks(products: Tensor, sight: Sight) -> Tensor:
     """
     place, scalars = _grid(products, sight, columns_per_thread=32)
     # Nothing here is in half precision; any of the two will do.
-    return _PEAKS(torch.float16, *place, products=products.data_ptr(), **scalars).amax(-1, keepdim=True)
+    return _PEAKS(torch.float16, *place, products=_tile(products, products.shape), **scalars).amax(-1, keepdim=True)
 
 
 def weights(
@@ -297,8 +299,8 @@ def weights(
     place, scalars = _grid(products, sight, columns_per_thread=32)
     found = _padded(products, dtype)
     sums = _WEIGHTS(
-        dtype, *place, peak, factor=factor, softcap=softcap, products=products.data_ptr(), packed=found.data_ptr(),
-        **scalars,
+        dtype, *place, peak, factor=factor, softcap=softcap, products=_tile(products, products.shape),
+        packed=_words(found), **scalars,
     )  # fmt: skip
     return found[..., : products.shape[-1]], sums.sum(-1, keepdim=True)
 
@@ -313,11 +315,13 @@ def finish(
     """
     n, heads, rows, group, channels = products.shape
     device, lse_strides = products.device, (0, 0, 0, 0) if lse is None else lse.stride()
+    lse_memory = None if lse is None else Memory(lse, torch.float32, (n, heads, rows, group), dense_axes=0)
     _FINISH(
         out.dtype,
         jiterated.places(n * heads * rows * group, device).view(n, heads, rows, group, 1),
         jiterated.places(-(-channels // 8), device), peak, total, factor=factor, softcap=softcap,
-        products=products.data_ptr(), out=out.data_ptr(), lse=0 if lse is None else lse.data_ptr(),
+        products=_tile(products, products.shape), out=Memory(out, out.dtype, products.shape, dense_axes=1),
+        lse=lse_memory,
         channels=channels, heads=heads, rows=rows, group=group, out_n=out.stride(0), out_head=out.stride(1),
         out_row=out.stride(2), out_member=out.stride(3), lse_n=lse_strides[0], lse_head=lse_strides[1],
         lse_row=lse_strides[2], lse_member=lse_strides[3],
@@ -341,8 +345,8 @@ def gradients(
     place, scalars = _grid(products, sight, columns_per_thread=16)
     p, ds = _padded(products, dtype), _padded(products, dtype)
     _GRADIENTS(
-        dtype, *place, lse, delta, factor=factor, softcap=softcap, products=products.data_ptr(), dp=dp.data_ptr(),
-        packed_p=p.data_ptr(), packed_ds=ds.data_ptr(), **scalars,
+        dtype, *place, lse, delta, factor=factor, softcap=softcap, products=_tile(products, products.shape),
+        dp=_tile(dp, products.shape), packed_p=_words(p), packed_ds=_words(ds), **scalars,
     )  # fmt: skip
     return p[..., : products.shape[-1]], ds[..., : products.shape[-1]]
 
@@ -360,7 +364,7 @@ def alibi_bias(
     chunks = -(-columns // 32)
     _BIAS(
         dtype, jiterated.places(sizes.numel(), device).view(*sizes, 1), jiterated.places(chunks, device), slopes, shift,
-        positions.unsqueeze(1), first_column=first_column, table=table.data_ptr(), columns=columns, chunks=chunks,
+        positions.unsqueeze(1), first_column=first_column, table=_words(table), columns=columns, chunks=chunks,
     )  # fmt: skip
     return table
 
@@ -374,10 +378,10 @@ def band_bias(marks: Tensor, sizes: tuple[int, int, int], before: int, window: M
     """
     blocks, rows, width = sizes
     table = torch.empty(sizes, dtype=dtype, device=marks.device)
-    chunks = -(-width // 16)
+    chunks, read = -(-width // 16), (blocks - 1) * rows + width
     _BAND(
         dtype, jiterated.places(blocks * rows, marks.device).unsqueeze(1), jiterated.places(chunks, marks.device),
-        marks=marks.data_ptr(), table=table.data_ptr(), hidden=_LOWEST[dtype], rows=rows, width=width, before=before,
+        marks=Memory(marks[:read], torch.int32, (read,)), table=_words(table), hidden=_LOWEST[dtype], rows=rows, width=width, before=before,
         left=window.left, right=window.right, chunks=chunks,
     )  # fmt: skip
     return table
@@ -398,13 +402,13 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str:
     return jiterated.why_not(device, dtype, _tiles_are_right)
 
 
-def _grid(tile: Tensor, sight: Sight, columns_per_thread: int) -> tuple[tuple[Tensor, Tensor], dict[str, int]]:
+def _grid(tile: Tensor, sight: Sight, columns_per_thread: int) -> tuple[tuple[Tensor, Tensor], dict[str, Argument]]:
     """Row and chunk of each thread, and the kernels' scalars: a tensor's address counts as one."""
     n, heads, rows, group, columns = tile.shape
     chunks = -(-columns // columns_per_thread)
     row_places = jiterated.places(n * heads * rows * group, tile.device).view(n, heads, rows, group, 1)
     first_keys = sight.first_keys
-    scalars = {
+    scalars: dict[str, Argument] = {
         "per_sequence": heads * rows * group,
         "group": group,
         "rows": rows,
@@ -413,12 +417,22 @@ def _grid(tile: Tensor, sight: Sight, columns_per_thread: int) -> tuple[tuple[Te
         "position": sight.position,
         "left": sight.left,
         "right": sight.right,
-        "first_keys": 0 if first_keys is None else first_keys.data_ptr(),
+        "first_keys": None if first_keys is None else Memory(first_keys, torch.int64, (n,)),
         "start": sight.start,
         "blank": sight.blank,
         "blank_step": sight.blank_step,
     }
     return (row_places, jiterated.places(chunks, tile.device)), scalars
+
+
+def _tile(tensor: Tensor, shape: tuple[int, ...]) -> Memory:
+    """A tile that is read, four numbers at a time where its rows allow."""
+    return Memory(tensor, torch.float32, shape, in_words=shape[-1] % 4 == 0)
+
+
+def _words(tensor: Tensor) -> Memory:
+    """A tensor of ours, to be written."""
+    return Memory(tensor, tensor.dtype, tensor.shape, in_words=True)
 
 
 def _padded(tile: Tensor, dtype: torch.dtype) -> Tensor:
@@ -433,20 +447,25 @@ def _tiles_are_right(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _tile_is_right(device: torch.device, dtype: torch.dtype, columns: int) -> bool:
     """Two sequences of three rows and two heads, under a window and padding, against plain operators."""
-    products = torch.linspace(-3.0, 3.0, 12 * columns, device=device).view(2, 1, 3, 2, columns).contiguous()
+    products = (
+        torch.linspace(-3.0, 3.0, 12 * columns, dtype=torch.float32, device=device)
+        .view(2, 1, 3, 2, columns)
+        .contiguous()
+    )
     dp = products.flip(-1).contiguous()
-    sight = Sight(5, 4, 2, torch.tensor([3, 6], device=device), start=2)
+    sight = Sight(5, 4, 2, torch.tensor([3, 6], dtype=torch.int64, device=device), start=2)
     row, column = torch.arange(3, device=device).view(3, 1, 1), torch.arange(columns, device=device)
     hidden = (column < row + 1) | (column > row + 7)
-    hidden = hidden | (column < torch.tensor([1, 4], device=device).view(2, 1, 1, 1, 1))
+    hidden = hidden | (column < torch.tensor([1, 4], dtype=torch.int64, device=device).view(2, 1, 1, 1, 1))
     scores = (2.0 * torch.tanh(products * 0.5)).masked_fill(hidden, -torch.inf)
     peak = products.masked_fill(hidden, -torch.inf).amax(-1, keepdim=True)
     lse = scores.amax(-1, keepdim=True)
-    delta = torch.linspace(-0.5, 0.5, 12, device=device).view(2, 1, 3, 2, 1)
+    delta = torch.linspace(-0.5, 0.5, 12, dtype=torch.float32, device=device).view(2, 1, 3, 2, 1)
     p = torch.exp(scores - lse)
     found_peak = peaks(products, sight)
     found, found_total = weights(products, peak, 0.5, 2.0, dtype, sight)
-    out, found_lse = torch.zeros(2, 3, 2, 8, dtype=dtype, device=device), torch.zeros(2, 2, 3, device=device)
+    out = torch.zeros(2, 3, 2, 8, dtype=dtype, device=device)
+    found_lse = torch.zeros(2, 2, 3, dtype=torch.float32, device=device)
     values = products[..., :8].contiguous()
     finish(values, found_total, peak, 0.5, 2.0, out.unsqueeze(1), found_lse.transpose(1, 2).unsqueeze(1))
     found_p, found_ds = gradients(products, dp, lse, delta, 0.5, 2.0, dtype, sight)
@@ -460,9 +479,9 @@ def _tile_is_right(device: torch.device, dtype: torch.dtype, columns: int) -> bo
 
 
 def _bias_is_right(device: torch.device, dtype: torch.dtype) -> bool:
-    slopes = torch.tensor([0.5, -2.0], device=device).view(1, 2, 1, 1)
-    shift = torch.tensor([0.0, 1.0, -3.0], device=device).view(1, 1, 3, 1).expand(1, 2, 3, 1)
-    positions, columns = torch.arange(3.0, device=device), torch.arange(1.0, 49.0, device=device)
+    fp32 = functools.partial(torch.tensor, dtype=torch.float32, device=device)
+    slopes, shift = fp32([0.5, -2.0]).view(1, 2, 1, 1), fp32([0.0, 1.0, -3.0]).view(1, 1, 3, 1).expand(1, 2, 3, 1)
+    positions, columns = fp32(range(3)), fp32(range(1, 49))
     expected = shift - slopes * (columns - positions.unsqueeze(1)).abs()
     is_right = torch.equal(alibi_bias(slopes, shift, positions, 1, 48, dtype), expected.to(dtype))
     # Two blocks of 8 rows, of 24 keys each.

@@ -12,13 +12,13 @@ import functools
 import re
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flash_attn_compat import settings
-from flash_attn_compat.engine import streams
+from flash_attn_compat.engine import callers_state, streams
 
 Trial = Callable[[torch.device, torch.dtype], bool]
 
@@ -53,6 +53,48 @@ MOST_PLACES = 2**24
 KEPT_PLACES = 2**20
 
 
+class Memory(NamedTuple):
+    """A tensor that a kernel reads or writes through its address, and what the kernel counts on.
+
+    shape: the sizes it goes by
+    dense_axes: None where it takes the whole to be contiguous; 1 where the last axis, 0 where none, since it is
+        handed the strides
+    in_words: whether it reads or writes 16 bytes at a time
+    """
+
+    tensor: Tensor
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    dense_axes: Literal[0, 1] | None = None
+    in_words: bool = False
+
+    def address(self, name: str, device: torch.device) -> int:
+        """What the kernel gets, once the tensor is as the kernel counts on; raises RuntimeError naming it if not."""
+        tensor, dtype, shape, dense_axes, in_words = self
+        if tensor.dtype != dtype:
+            raise RuntimeError(f"{name} must have dtype {dtype}, got {tensor.dtype}")
+        if tensor.device != device:
+            raise RuntimeError(f"{name} must be on {device}, got {tensor.device}")
+        if tensor.shape != shape:
+            raise RuntimeError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
+        if not _is_dense(tensor, dense_axes):
+            raise RuntimeError(f"{name} of shape {tuple(shape)} must be contiguous, got strides {tensor.stride()}")
+        address = tensor.data_ptr()
+        if in_words and address % 16:
+            raise RuntimeError(f"{name} must begin on 16 bytes, got address {address:#x}")
+        return address
+
+
+def _is_dense(tensor: Tensor, axes: Literal[0, 1] | None) -> bool:
+    if axes is None:
+        return tensor.is_contiguous()
+    return axes == 0 or tensor.stride(-1) == 1 or tensor.shape[-1] == 1
+
+
+# What a kernel is given beside its tensors; None is the address 0.
+Argument = float | Memory | None
+
+
 class Kernel:
     """``source`` with the names of its scalars in order; HALVES in it becomes pack and unpack of half precision."""
 
@@ -61,8 +103,25 @@ class Kernel:
         self.source, self.scalars = re.sub(r"\s+", " ", re.sub(r"//.*", "", source)), scalars
         self._compiled: dict[torch.dtype, tuple[str, str]] = {}
 
-    def __call__(self, dtype: torch.dtype, *tensors: Tensor, **scalars: float) -> Tensor:
-        """Launch: a number for each element of the broadcast fp32 ``tensors``; scalars in order, addresses among them."""
+    def __call__(self, dtype: torch.dtype, *tensors: Tensor, **arguments: Argument) -> Tensor:
+        """Launch: a number for each element of the broadcast fp32 ``tensors``; scalars in order, addresses among them.
+
+        Raises RuntimeError where a tensor is not what the kernel would take it for.
+        """
+        if dtype not in _HALVES:
+            raise RuntimeError(f"a kernel's dtype must be one of half precision, got {dtype}")
+        device = tensors[0].device
+        for tensor in tensors:
+            if tensor.dtype != torch.float32 or tensor.device != device:
+                raise RuntimeError(
+                    f"a kernel's tensors must be fp32 on {device}, got {tensor.dtype} on {tensor.device}"
+                )
+        if tuple(arguments) != self.scalars:
+            raise RuntimeError(f"a kernel's scalars are {self.scalars}, in this order, got {tuple(arguments)}")
+        scalars = {name: _number(name, value, device) for name, value in arguments.items()}
+        return self._launch(dtype, tensors, scalars)
+
+    def _launch(self, dtype: torch.dtype, tensors: tuple[Tensor, ...], scalars: dict[str, float]) -> Tensor:
         source_and_name = self._compiled.get(dtype)
         if source_and_name is None:
             source = self.source.replace("HALVES", _HALVES[dtype])
@@ -72,9 +131,15 @@ class Kernel:
         if device != torch.cuda.current_device():
             # The jiterator launches on the current device, wherever the tensors are.
             with torch.cuda.device(device):
-                return self(dtype, *tensors, **scalars)
+                return self._launch(dtype, tensors, scalars)
         # What jiterator's functions do at a launch, less their looking at each scalar.
         return torch._C._cuda_jiterator_compile_and_launch_kernel(*source_and_name, False, 1, tensors, scalars)
+
+
+def _number(name: str, value: Argument, device: torch.device) -> float:
+    if type(value) is Memory:
+        return value.address(name, device)
+    return 0 if value is None else value
 
 
 def places(count: int, device: torch.device) -> Tensor:
@@ -123,7 +188,8 @@ _problems: dict[tuple[object, ...], str] = {}
 def _problem(device: torch.device, dtype: torch.dtype, trial: Trial) -> str:
     """Compile and compare with plain PyTorch, once; whatever goes wrong, plain PyTorch serves."""
     try:
-        _kept_places(device)
-        return "" if trial(device, dtype) else "its results are wrong"
+        with callers_state.set_aside(device):
+            _kept_places(device)
+            return "" if trial(device, dtype) else "its results are wrong"
     except Exception as error:  # NVRTC missing or too old, or whatever else a driver raises
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

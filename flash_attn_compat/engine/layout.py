@@ -7,6 +7,7 @@ rows with all its keys and every mask and bias applies unchanged. Lengths are re
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -189,7 +190,7 @@ class Layout:
     def _missing(self, spans: Spans, group: Group, seqlen: int) -> Tensor:
         """(n,) int64, by how much each sequence is shorter than ``seqlen``."""
         lengths = [seqlen - spans.lengths[index] for index in group.sequences]
-        return torch.tensor(lengths, device=self.call.q.device)
+        return torch.tensor(lengths, dtype=torch.int64, device=self.call.q.device)
 
     def _valid(self, spans: Spans, group: Group, seqlen: int) -> Tensor:
         first = self._missing(spans, group, seqlen)
@@ -277,15 +278,16 @@ def _view(tensor: Tensor, spans: Spans, group: Group, seqlen: int) -> Tensor | N
 def _addresses(tensor: Tensor, spans: Spans, sequences: list[int], seqlen: int) -> tuple[Tensor, ...]:
     """Index tensors (n, seqlen) of the slots of right-aligned sequences; padding points at slot 0."""
     device = tensor.device
-    padding = torch.tensor([seqlen - spans.lengths[index] for index in sequences], device=device)
-    starts = torch.tensor([spans.starts[index] for index in sequences], device=device)
+    ints = functools.partial(torch.tensor, dtype=torch.int64, device=device)
+    padding = ints([seqlen - spans.lengths[index] for index in sequences])
+    starts = ints([spans.starts[index] for index in sequences])
     within = torch.arange(seqlen, device=device) - padding[:, None]
     slots = torch.where(within >= 0, within + starts[:, None], 0)
     if spans.table is not None:
-        pages = spans.table[torch.tensor(sequences, device=device)].long()
+        pages = spans.table[ints(sequences)].long()
         return pages.gather(1, slots // spans.page_size), slots % spans.page_size
     if spans.batched:
-        return torch.tensor(sequences, device=device)[:, None].expand_as(slots), slots
+        return ints(sequences)[:, None].expand_as(slots), slots
     return (slots,)
 
 

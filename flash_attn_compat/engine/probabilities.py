@@ -86,7 +86,7 @@ def _signed_tile(call: AttentionCall, block: Block, rng_state: Tensor | None) ->
     kept = dropout.keep_tile(
         rng_state,
         call.dropout_p,
-        torch.as_tensor(list(block.sequences), device=device),
+        torch.tensor(list(block.sequences), dtype=torch.int64, device=device),
         torch.arange(call.nheads, device=device),
         block.row_indices(),
         block.key_indices(),

@@ -295,7 +295,7 @@ class RotaryEmbedding(torch.nn.Module):
         usable = (
             cached is not None
             and seqlen <= self._seq_len_cached
-            and cached.device == torch.empty(0, device=device).device
+            and cached.device == torch.empty(0, dtype=dtype, device=device).device
             and cached.dtype == dtype
             # Autograd cannot save inference tensors; torch.compile cannot ask, and makes none.
             and (torch.compiler.is_compiling() or not (self.training and cached.is_inference()))

@@ -1,0 +1,88 @@
+"""The caller's default device and dtype never reach a tensor of ours: whatever makes one names both."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import flash_attn_compat
+
+PACKAGE = Path(flash_attn_compat.__file__).parent
+FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+FACTORIES = {
+    "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand",
+    "randint", "randn", "randperm", "range", "scalar_tensor", "tensor", "zeros", "hann_window", "tril_indices",
+    "triu_indices", "from_file", "normal", "empty_permuted",
+}  # fmt: skip
+# Whose dtype is that of whole numbers they are given, whatever the default is.
+OF_WHOLE_NUMBERS = {"arange", "randint", "randperm", "tril_indices", "triu_indices"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_whatever_makes_a_tensor_names_its_device_and_dtype(path: Path) -> None:
+    source = (PACKAGE / path).read_text()
+    complaints = [f"{path}:{line}: {complaint}" for line, complaint in complaints_of(ast.parse(source))]
+    assert not complaints, "\n".join(complaints)
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("torch.empty(2, pin_memory=True)", 2),
+        ("torch.empty(2, dtype=d)", 1),
+        ("torch.empty(2, device=d)", 1),
+        ("torch.linspace(0, 1, 3, device=d)", 1),
+        ("torch.tensor([1], device=d)", 1),
+        ("torch.arange(3, device=d)", 0),
+        ("torch.arange(3.0, device=d)", 1),
+        ("torch.arange(-0.5, 3, device=d)", 1),
+        ("make = torch.zeros\nmake(3)", 1),
+        ("functools.partial(torch.arange, device=d)", 0),
+        ("functools.partial(torch.zeros, device=d)", 1),
+        ("x.new_empty(3)", 0),
+        ("torch.zeros_like(x)", 0),
+    ],
+)
+def test_the_rule_sees_what_it_should(source: str, count: int) -> None:
+    assert len(list(complaints_of(ast.parse(source)))) == count
+
+
+def complaints_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    called = {}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        given = node.args
+        function = node.func
+        if isinstance(function, ast.Attribute) and function.attr == "partial" and given:
+            function, given = given[0], given[1:]
+        name = _factory(function)
+        if name is None:
+            continue
+        called[id(function)] = True
+        keywords = {keyword.arg for keyword in node.keywords}
+        if None in keywords:  # **what the caller of ours said
+            continue
+        if "device" not in keywords:
+            yield node.lineno, f"torch.{name} without a device"
+        is_whole = name in OF_WHOLE_NUMBERS and not any(_is_fraction(argument) for argument in given)
+        if "dtype" not in keywords and not is_whole:
+            yield node.lineno, f"torch.{name} without a dtype"
+    for node in ast.walk(tree):
+        name = _factory(node)
+        if name is not None and id(node) not in called:
+            yield node.lineno, f"torch.{name} under another name, where nobody sees what it is given"
+
+
+def _factory(node: ast.AST) -> str | None:
+    """The name of a factory of torch's, if ``node`` is one."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+        return node.attr if node.attr in FACTORIES else None
+    return None
+
+
+def _is_fraction(node: ast.AST) -> bool:
+    return any(isinstance(part, ast.Constant) and isinstance(part.value, float) for part in ast.walk(node))
