@@ -35,7 +35,9 @@ def backward(
 ) -> Gradients:
     lowered = _lower(call)
     dtype = lowered.call.q.dtype
-    scale_dout = _to_unit(upstream.dout) if dtype == torch.float16 else torch.ones((), device=call.q.device)
+    scale_dout = (
+        _to_unit(upstream.dout) if dtype == torch.float16 else torch.ones((), dtype=torch.float32, device=call.q.device)
+    )
     dout = (upstream.dout * scale_dout).to(dtype)
     out = (upstream.out * lowered.v).to(dtype)
     found = compute(lowered.call, upstream._replace(dout=dout, out=out))
@@ -56,7 +58,7 @@ class _Lowered(NamedTuple):
 
 def _lower(call: AttentionCall) -> _Lowered:
     if settings.bf16_precision() == "fp32":
-        one = torch.ones((), device=call.q.device)
+        one = torch.ones((), dtype=torch.float32, device=call.q.device)
         return _Lowered(call._replace(q=call.q.float(), k=call.k.float(), v=call.v.float()), one, one)
     balance = _power_of_two(torch.sqrt(_largest(call.k) / _largest(call.q)))
     scale_v = _to_unit(call.v)
