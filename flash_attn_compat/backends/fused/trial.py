@@ -178,7 +178,7 @@ def _attention(
     probabilities = torch.exp(scores - lse[..., None])
     if call.dropout_p:
         counted = [torch.arange(size, device=cpu) for size in (_HEADS, rows.stop, keys.stop)]
-        sequence = torch.tensor([index], device=cpu)
+        sequence = torch.tensor([index], dtype=torch.int64, device=cpu)
         keep = dropout.keep_tile(rng_state, call.dropout_p, sequence, counted[0], counted[1][None], counted[2][None])[0]
         probabilities = probabilities * keep.float() / (1.0 - call.dropout_p)
     return torch.einsum("hij,jhd->ihd", probabilities, v), lse
@@ -261,7 +261,8 @@ def _packed(parts: list[Tensor]) -> Tensor:
 
 def _slopes() -> Tensor:
     """(sequences, heads)"""
-    return torch.tensor([[0.02 * (head + 1 + 3 * index) for head in range(_HEADS)] for index in range(2)], device="cpu")
+    slopes = [[0.02 * (head + 1 + 3 * index) for head in range(_HEADS)] for index in range(2)]
+    return torch.tensor(slopes, dtype=torch.float32, device="cpu")
 
 
 def _on(place: torch.device, tensor: Tensor) -> Tensor:
