@@ -16,16 +16,11 @@ from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upst
 from flash_attn_compat.engine.features import Feature, Traits
 
 
-_LACKS = Feature.TRANSFORMS
-if not loader.exists("dq.cu"):
-    _LACKS |= Feature.BACKWARD | Feature.GIVEN_LSE
-
-
 class Fused(Backend):
     name = "fused"
     counts_new_keys = True
     capabilities = Capabilities(
-        features=~_LACKS,
+        features=~Feature.TRANSFORMS,
         devices=frozenset({"cuda"}),
         dtypes=HALF_DTYPES,
         min_capability=(7, 5),
@@ -54,12 +49,11 @@ class Fused(Backend):
         return reasons
 
     def append(self, call: AttentionCall, new: Append) -> Tensor:
-        if loader.exists("append.cu"):
-            try:
-                return append.append(call, new)
-            except KernelError as error:
-                self._remember(call, error)
-        return by_operators(call, new)
+        try:
+            return append.append(call, new)
+        except KernelError as error:
+            self._remember(call, error)
+            return by_operators(call, new)
 
     def forward(self, call: AttentionCall) -> Result:
         from flash_attn_compat.engine import dispatch

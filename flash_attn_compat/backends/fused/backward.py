@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.fused import launcher, loader, params, trial, variants
-from flash_attn_compat.backends.fused.launcher import address, extent
+from flash_attn_compat.backends.fused.launcher import address, reach
 from flash_attn_compat.backends.fused.loader import Kernel, Target
 from flash_attn_compat.backends.fused.maxima import Maxima
 from flash_attn_compat.backends.fused.variants import Kind, Variant
@@ -85,10 +85,9 @@ class _Plan:
         self, call: AttentionCall, dout: Tensor, out: Tensor, gradients: Gradients, kind: Kind, target: Target, is_true: bool
     ) -> None:
         self.device = call.q.get_device()
-        self.extents = tuple(map(extent, (call.q, call.k, call.v, out, dout, *gradients)))
-        self.starts, self.lse_shape = call.batch + 1, call.lse_shape
-        self.lse_size = call.q.numel() // call.q.shape[-1]
-        self.slopes = 0 if call.alibi_slopes is None else extent(call.alibi_slopes)
+        self.sizes = tuple(map(reach, (call.q, call.k, call.v, out, dout, *gradients)))
+        self.starts, self.lengths, self.slopes = 4 * (call.batch + 1), 4 * call.batch, reach(call.alibi_slopes)
+        self.lse_shape, self.lse_size = call.lse_shape, 4 * (call.q.numel() // call.q.shape[-1])
         fields = launcher.described(call)
         fields |= {"out_s": launcher.strides(out), "dout_s": launcher.strides(dout)}
         fields |= {f"d{name}_s": launcher.strides(gradient) for name, gradient in zip("qkv", gradients)}
@@ -119,8 +118,8 @@ class _Plan:
         return tuple(found)
 
     def run(self, call: AttentionCall, dout: Tensor, out: Tensor, lse: Tensor, gradients: Gradients) -> Gradients:
-        device, dtype, starts = self.device, call.q.dtype, self.starts
-        q_extent, k_extent, v_extent, out_extent, dout_extent, dq_extent, dk_extent, dv_extent = self.extents
+        device, dtype, starts, lengths = self.device, call.q.dtype, self.starts, self.lengths
+        q_size, k_size, v_size, out_size, dout_size, dq_size, dk_size, dv_size = self.sizes
         dq, dk, dv = gradients
         cu_q, cu_k, used, leftpad = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.leftpad_k
         slopes, rng_state = call.alibi_slopes, call.rng_state
@@ -130,25 +129,25 @@ class _Plan:
         arguments.view[:] = self.template
         params.BACKWARD_ADDRESSES.pack_into(
             arguments.buffer, 0,
-            address("q", call.q, dtype, device, q_extent),
-            address("k", call.k, dtype, device, k_extent),
-            address("v", call.v, dtype, device, v_extent),
-            address("out", out, dtype, device, out_extent),
+            address("q", call.q, dtype, device, q_size),
+            address("k", call.k, dtype, device, k_size),
+            address("v", call.v, dtype, device, v_size),
+            address("out", out, dtype, device, out_size),
             address("softmax_lse", lse, _FLOAT, device, self.lse_size),
             0,
             0 if cu_q is None else address("cu_seqlens_q", cu_q, _INT, device, starts),
             0 if cu_k is None else address("cu_seqlens_k", cu_k, _INT, device, starts),
-            0 if used is None else address("seqused_k", used, _INT, device, starts - 1),
-            0 if leftpad is None else address("leftpad_k", leftpad, _INT, device, starts - 1),
+            0 if used is None else address("seqused_k", used, _INT, device, lengths),
+            0 if leftpad is None else address("leftpad_k", leftpad, _INT, device, lengths),
             0,
             0 if slopes is None else address("alibi_slopes", slopes, _FLOAT, device, self.slopes),
-            0 if rng_state is None else address("rng_state", rng_state, _LONG, device, 2),
+            0 if rng_state is None else address("rng_state", rng_state, _LONG, device, 16),
             0 if maxima is None else maxima.data_ptr(),
             0, 0, 0, 0, 0, 0, 0, 0,
-            address("dout", dout, dtype, device, dout_extent),
-            address("dq", dq, dtype, device, dq_extent),
-            address("dk", dk, dtype, device, dk_extent),
-            address("dv", dv, dtype, device, dv_extent),
+            address("dout", dout, dtype, device, dout_size),
+            address("dq", dq, dtype, device, dq_size),
+            address("dk", dk, dtype, device, dk_size),
+            address("dv", dv, dtype, device, dv_size),
             delta.data_ptr(),
         )  # fmt: skip
         for kernel, tiles, blocks in self.launches:

@@ -64,23 +64,27 @@ def note_written(*tensors: Tensor) -> None:
             torch.autograd.graph.increment_version(tensor)
 
 
-def address(name: str, tensor: Tensor, dtype: torch.dtype, device: int, extent: int) -> int:
-    """Where ``tensor`` begins, once it is known to hold ``extent`` elements of ``dtype`` from there on, on ``device``."""
-    if tensor.dtype is not dtype or tensor.get_device() != device:
-        raise RuntimeError(
-            f"{name} must be {dtype} on device {device}, got {tensor.dtype} on {tensor.device}, shape {tuple(tensor.shape)}"
-        )
-    missing = (tensor.storage_offset() + extent) * tensor.element_size() - tensor.untyped_storage().nbytes()
-    if missing > 0:
-        raise RuntimeError(
-            f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} reaches {missing} bytes behind its storage"
-        )
-    return tensor.data_ptr()
+def address(name: str, tensor: Tensor, dtype: torch.dtype, device: int, size: int) -> int:
+    """Where ``tensor`` begins, once it is known to hold ``size`` bytes of ``dtype`` from there on, on ``device``."""
+    if (
+        tensor.dtype is dtype
+        and tensor.get_device() == device
+        and tensor.storage_offset() * tensor.element_size() + size <= tensor.untyped_storage().nbytes()
+    ):
+        return tensor.data_ptr()
+    raise RuntimeError(
+        f"{name} must be {dtype} on device {device} with {size} bytes in its storage from its first element on, got "
+        f"{tensor.dtype} on {tensor.device}, shape {tuple(tensor.shape)}, strides {tensor.stride()}, storage of "
+        f"{tensor.untyped_storage().nbytes()} bytes, offset {tensor.storage_offset()}"
+    )
 
 
-def extent(tensor: Tensor) -> int:
-    """Elements from the first to the last one that shape and strides can reach, both included."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+def reach(tensor: Tensor | None) -> int:
+    """Bytes from the first element to the last one that shape and strides can reach, both included."""
+    if tensor is None or not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return (last + 1) * tensor.element_size()
 
 
 def strides(tensor: Tensor) -> tuple[int, int, int]:
@@ -268,7 +272,7 @@ class Share(NamedTuple):
 def share(call: AttentionCall, kind: Kind) -> Share | None:
     """None where the call has too many rows for the decode kernel."""
     rows, group = longest_rows(call), call.nheads // call.nheads_k
-    if not variants.takes_decode(rows, group, kind.dropout) or not loader.exists("decode.cu"):
+    if not variants.takes_decode(rows, group, kind.dropout):
         return None
     tiles = -(-rows * group // variants.DECODE_ROWS)
     total = tiles * call.nheads_k * call.batch

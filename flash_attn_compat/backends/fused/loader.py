@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -101,6 +101,7 @@ class Driver:
         # faster. Addresses come as c_void_p.
         self._launch = library.cuLaunchKernel
         self._contexts: dict[int, ctypes.c_void_p] = {}
+        self._streams: dict[int, ctypes.c_void_p] = {}
         version = ctypes.c_int()
         self.check(library.cuDriverGetVersion(ctypes.byref(version)))
         self.version = version.value // 1000, version.value % 1000 // 10
@@ -124,32 +125,38 @@ class Driver:
 
     def launch(self, kernel: Kernel, blocks: int, device: int, arguments: ctypes.c_void_p) -> None:
         """Launch on PyTorch's current stream of ``device``, whichever device is current."""
-        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device))
+        handle, threads, shared = kernel
+        stream = self._stream(device)
         if device != torch._C._cuda_getDevice():
             with self.context(device):
-                code = self._submit(kernel, blocks, stream, arguments)
+                code = self._launch(handle, blocks, 1, 1, threads, 1, 1, shared, stream, arguments, None)
         else:
-            code = self._submit(kernel, blocks, stream, arguments)
+            code = self._launch(handle, blocks, 1, 1, threads, 1, 1, shared, stream, arguments, None)
             if code == _INVALID_CONTEXT:  # a thread in which PyTorch has not made a context current yet
                 self.check(self.library.cuCtxSetCurrent(self._primary_context(device)))
-                code = self._submit(kernel, blocks, stream, arguments)
+                code = self._launch(handle, blocks, 1, 1, threads, 1, 1, shared, stream, arguments, None)
         if code:
             self.check(code)
 
     def clear(self, address: int, words: int, device: int) -> None:
         """Set ``words`` 32-bit words to 0 in the order of the current stream."""
-        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device))
-        with contextlib.nullcontext() if device == torch._C._cuda_getDevice() else self.context(device):
-            code = self.library.cuMemsetD32Async(ctypes.c_void_p(address), 0, ctypes.c_size_t(words), stream)
+        given = ctypes.c_void_p(address), 0, ctypes.c_size_t(words), self._stream(device)
+        if device != torch._C._cuda_getDevice():
+            with self.context(device):
+                code = self.library.cuMemsetD32Async(*given)
+        else:
+            code = self.library.cuMemsetD32Async(*given)
             if code == _INVALID_CONTEXT:
                 self.check(self.library.cuCtxSetCurrent(self._primary_context(device)))
-                code = self.library.cuMemsetD32Async(ctypes.c_void_p(address), 0, ctypes.c_size_t(words), stream)
+                code = self.library.cuMemsetD32Async(*given)
         self.check(code)
 
-    def _submit(self, kernel: Kernel, blocks: int, stream: ctypes.c_void_p, arguments: ctypes.c_void_p) -> int:
-        handle, threads, shared = kernel
-        code: int = self._launch(handle, blocks, 1, 1, threads, 1, 1, shared, stream, arguments, None)
-        return code
+    def _stream(self, device: int) -> ctypes.c_void_p:
+        handle = torch._C._cuda_getCurrentRawStream(device)
+        found = self._streams.get(handle)
+        if found is None:
+            found = self._streams[handle] = ctypes.c_void_p(handle)
+        return found
 
     @contextlib.contextmanager
     def context(self, device: int) -> Iterator[None]:
@@ -266,8 +273,8 @@ def _load(variant: Variant, architecture: str, device: int) -> Kernel | KernelEr
         code = binary(variant, architecture)
         cache.write(name, code)
         return driver().load(variant, code, device)
-    except (KernelError, OSError) as error:
-        return error if isinstance(error, KernelError) else KernelError(str(error))
+    except KernelError as error:
+        return error
 
 
 def binary(variant: Variant, architecture: str) -> bytes:
@@ -288,10 +295,6 @@ def cache_name(variant: Variant, architecture: str) -> str:
     return f"{variant.entry}-{architecture}-{digest[:40]}"
 
 
-def exists(name: str) -> bool:
-    return (SOURCES / name).is_file()
-
-
 @functools.lru_cache(maxsize=None)
 def source(name: str) -> str:
     return (SOURCES / name).read_text(encoding="utf-8")
@@ -310,42 +313,45 @@ def why_not() -> str | None:
     """Why no kernel can be compiled or loaded on this machine; None where both libraries were found."""
     try:
         compiler()
-    except (OSError, KernelError) as error:
+    except KernelError as error:
         return f"NVRTC, which compiles the kernels, cannot be used: {_first_line(error)}"
     try:
         driver()
-    except (OSError, KernelError) as error:
+    except KernelError as error:
         return f"the CUDA driver cannot be used: {_first_line(error)}"
     return None
 
 
 def compiler() -> Compiler:
-    """NVRTC; raises OSError or KernelError where there is none that works, each time the same."""
-    return _once("compiler", lambda: Compiler(_nvrtc()))
+    """NVRTC; raises KernelError where there is none that works, each time the same."""
+    found = _compiler()
+    if isinstance(found, KernelError):
+        raise KernelError(str(found))
+    return found
 
 
 def driver() -> Driver:
-    """The driver; raises OSError or KernelError where there is none that works, each time the same."""
-    return _once("driver", lambda: Driver(ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")))
-
-
-_found: dict[str, Any] = {}
-
-
-def _once(name: str, find: Any) -> Any:
-    found = _found.get(name)
-    if found is None:
-        with _lock:
-            found = _found.get(name)
-            if found is None:
-                try:
-                    found = find()
-                except (OSError, KernelError, AttributeError) as error:
-                    found = error if isinstance(error, (OSError, KernelError)) else KernelError(str(error))
-                _found[name] = found
-    if isinstance(found, Exception):
-        raise found
+    """The driver; raises KernelError where there is none that works, each time the same."""
+    found = _driver()
+    if isinstance(found, KernelError):
+        raise KernelError(str(found))
     return found
+
+
+@functools.lru_cache(maxsize=None)
+def _compiler() -> Compiler | KernelError:
+    try:
+        return Compiler(_nvrtc())
+    except (OSError, AttributeError, KernelError) as error:
+        return KernelError(str(error))
+
+
+@functools.lru_cache(maxsize=None)
+def _driver() -> Driver | KernelError:
+    try:
+        return Driver(ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"))
+    except (OSError, AttributeError, KernelError) as error:
+        return KernelError(str(error))
 
 
 def _nvrtc() -> ctypes.CDLL:
