@@ -88,8 +88,13 @@ def _uninstall(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from flash_attn_compat import doctor
+    from flash_attn_compat import doctor, settings
 
+    try:
+        settings.check()
+    except ValueError as error:
+        print(f"flash-attn-compat: {error}", file=sys.stderr)
+        return 2
     report = doctor.examine()
     print(doctor.to_json(report) if options.json else doctor.to_text(report))
     return 0 if report.healthy else 1

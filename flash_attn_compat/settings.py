@@ -1,11 +1,16 @@
-"""Environment variables that steer the package, read at the call they steer. docs/environment.md lists them."""
+"""Environment variables that steer the package, read at the call they steer. docs/environment.md lists them.
+
+A value that means nothing raises a ValueError that names the choices; an empty one counts as not set.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 BACKEND = "FLASH_ATTN_COMPAT_BACKEND"
 CAPABILITY = "FLASH_ATTN_COMPAT_CAPABILITY"
@@ -17,9 +22,9 @@ FUSED = "FLASH_ATTN_COMPAT_FUSED"
 CACHE = "FLASH_ATTN_COMPAT_CACHE"
 
 # os.environ.get costs a microsecond for a variable that is not set, the mapping inside it a twentieth;
-# with six variables that is a fifth of the host time of a whole call.
+# with seven variables that is a fifth of the host time of a whole call.
 _variables = getattr(os.environ, "_data", None)
-_DECISIVE = (BACKEND, CAPABILITY, COMPILE, DISABLE_OFFICIAL, BF16, FUSED)
+_DECISIVE = (BACKEND, CAPABILITY, COMPILE, DISABLE_OFFICIAL, BF16, JITERATOR, FUSED)
 _keys = tuple(os.environ.encodekey(name) for name in _DECISIVE)
 _switches = {name: os.environ.encodekey(name) for name in (COMPILE, DISABLE_OFFICIAL, JITERATOR)}
 
@@ -29,8 +34,16 @@ def fingerprint() -> tuple[object, ...]:
     if _variables is None:
         return tuple(os.environ.get(name) for name in _DECISIVE)
     get = _variables.get
-    first, second, third, fourth, fifth, sixth = _keys
-    return get(first), get(second), get(third), get(fourth), get(fifth), get(sixth)
+    first, second, third, fourth, fifth, sixth, seventh = _keys
+    return get(first), get(second), get(third), get(fourth), get(fifth), get(sixth), get(seventh)
+
+
+def check() -> None:
+    """Raise for a value that means nothing, whether or not this machine or call would ask for it."""
+    for switch in (COMPILE, DISABLE_OFFICIAL, JITERATOR, FUSED):
+        _switch(switch)
+    bf16_precision()
+    forced_capability()
 
 
 def forced_backend() -> str | None:
@@ -55,8 +68,7 @@ def jiterator_enabled() -> bool:
 
 def fused() -> bool | None:
     """FLASH_ATTN_COMPAT_FUSED: 0 forbids this package's own kernels, 1 uses them without timing them first."""
-    wish = os.environ.get(FUSED)
-    return None if not wish else wish != "0"
+    return _switch(FUSED)
 
 
 def cache_folder() -> str | None:
@@ -64,15 +76,30 @@ def cache_folder() -> str | None:
     return os.environ.get(CACHE) or None
 
 
+def bf16_precision() -> str:
+    """FLASH_ATTN_COMPAT_BF16: how GPUs without bf16 units compute bf16 calls, "fp16" or "fp32"."""
+    return _choice(BF16, ("fp16", "fp32")) or "fp16"
+
+
 def _is_on(switch: str, unless_set: bool) -> bool:
     if _variables is not None and _switches[switch] not in _variables:
         return unless_set
-    return os.environ.get(switch, "1" if unless_set else "0") not in ("", "0")
+    wish = _switch(switch)
+    return unless_set if wish is None else wish
 
 
-def bf16_precision() -> str:
-    """FLASH_ATTN_COMPAT_BF16: how GPUs without bf16 units compute bf16 calls, "fp16" or "fp32"."""
-    return os.environ.get(BF16) or "fp16"
+def _switch(name: str) -> bool | None:
+    wish = _choice(name, ("0", "1"))
+    return None if wish is None else wish == "1"
+
+
+def _choice(name: str, choices: tuple[str, ...]) -> str | None:
+    value = os.environ.get(name)
+    if not value:
+        return None
+    if value not in choices:
+        raise ValueError(f"{name} must be {' or '.join(choices)}, got {value!r}")
+    return value
 
 
 def capability(device: torch.device) -> tuple[int, int]:
@@ -88,6 +115,8 @@ def forced_capability() -> tuple[int, int] | None:
 
 @functools.lru_cache(maxsize=None)
 def device_capability(device: torch.device) -> tuple[int, int]:
+    import torch
+
     return torch.cuda.get_device_capability(device)
 
 
@@ -95,5 +124,5 @@ def device_capability(device: torch.device) -> tuple[int, int]:
 def _parse_capability(text: str) -> tuple[int, int]:
     major, _, minor = text.partition(".")
     if not (major.isdigit() and (minor or "0").isdigit()):
-        raise ValueError(f"{CAPABILITY} must look like 7.5, got {text!r}")
+        raise ValueError(f"{CAPABILITY} must be a compute capability such as 7.5, got {text!r}")
     return int(major), int(minor or 0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from flash_attn_compat import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
     reset_backend_counts,
+    settings,
     use_backend,
 )
 from flash_attn_compat.backends import BACKENDS
@@ -91,10 +94,52 @@ def test_use_backend_wins_over_the_environment_variable(monkeypatch: pytest.Monk
     assert counted() == {"chunked": 1}
 
 
-def test_an_unknown_name_in_the_environment_variable_is_an_error_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASH_ATTN_COMPAT_BACKEND", "fast")
-    with pytest.raises(ValueError, match="'fast'.*chunked"):
-        flash_attn_func(*qkv())
+@pytest.mark.parametrize(
+    ("name", "value", "choices"),
+    [
+        ("BACKEND", "fast", "official.*chunked"),
+        ("CAPABILITY", "turing", "7.5"),
+        ("CAPABILITY", "7.5.1", "7.5"),
+        ("COMPILE", "yes", "0 or 1"),
+        ("COMPILE", "2", "0 or 1"),
+        ("DISABLE_OFFICIAL", "true", "0 or 1"),
+        ("BF16", "FP32", "fp16 or fp32"),
+        ("JITERATOR", "off", "0 or 1"),
+        ("FUSED", "always", "0 or 1"),
+    ],
+)
+@pytest.mark.parametrize("call", [flash_attn_func, partial(explain, flash_attn_func)], ids=["call", "explain"])
+def test_a_value_that_means_nothing_is_an_error_that_names_the_choices_on_any_machine(
+    call: Any, name: str, value: str, choices: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flash_attn_func(*qkv())  # the decision for such calls is known
+    monkeypatch.setenv(f"FLASH_ATTN_COMPAT_{name}", value)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"FLASH_ATTN_COMPAT_{name} must be .*{choices}.*'{value}'"):
+            call(*qkv())
+
+
+VARIABLES = ["BACKEND", "CAPABILITY", "COMPILE", "DISABLE_OFFICIAL", "BF16", "JITERATOR", "FUSED", "CACHE"]
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_an_empty_value_counts_as_not_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answers() -> list[object]:
+        functions = (settings.compilation_enabled, settings.official_disabled, settings.jiterator_enabled)
+        more = (settings.fused, settings.bf16_precision, settings.forced_capability, settings.cache_folder)
+        return [explain(flash_attn_func, *qkv()), *(function() for function in (*functions, *more))]
+
+    monkeypatch.delenv(f"FLASH_ATTN_COMPAT_{name}", raising=False)
+    unset = answers()
+    monkeypatch.setenv(f"FLASH_ATTN_COMPAT_{name}", "")
+    assert answers() == unset
+
+
+def test_every_variable_is_known_to_these_tests_and_documented() -> None:
+    names = {value for value in vars(settings).values() if str(value).startswith("FLASH_ATTN_COMPAT_")}
+    assert names == {f"FLASH_ATTN_COMPAT_{name}" for name in VARIABLES}
+    documented = (Path(__file__).parents[1] / "docs" / "environment.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in documented for name in names)
 
 
 # ---------------------------------------------------------------- refusals

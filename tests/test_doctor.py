@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import flash_attn_compat
-from flash_attn_compat import backends, doctor, self_check
+from flash_attn_compat import backends, cli, doctor, self_check
+from tests.support import check_refused_in_one_line
 
 
 @pytest.fixture(scope="module")
@@ -106,3 +107,8 @@ def test_a_patched_process_is_told_who_answers():
     assert name.answered_by.startswith("flash_attn_compat (patched")
     assert name.looks["metadata (TransformerEngine, gpt-neox)"] == "2.8.3"
     assert name.looks["a child process (torchrun, accelerate)"].endswith("__init__.py")
+
+
+def test_a_setting_that_means_nothing_is_refused_in_one_line(monkeypatch, capsys):
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_BF16", "FP32")
+    check_refused_in_one_line(cli.main, ["doctor"], "FLASH_ATTN_COMPAT_BF16 must be fp16 or fp32, got 'FP32'", capsys)

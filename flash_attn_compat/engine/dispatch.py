@@ -113,6 +113,7 @@ def choose(call: AttentionCall) -> Backend:
     Raises BackendNotSupported with every backend's reasons.
     """
     if _explaining.get():
+        _check_settings()
         raise _Explained(_explain(call.traits(), _wish(), call))
     backend = _decide(call)
     if backend is None:
@@ -134,6 +135,13 @@ def settled(call: AttentionCall) -> AttentionCall:
     return call._replace(equal_lengths=equal_lengths.ask(call.cu_seqlens_q, call.cu_seqlens_k))
 
 
+def _check_settings() -> None:
+    settings.check()
+    name = settings.forced_backend()
+    if name is not None and name not in _names():
+        raise ValueError(f"{settings.BACKEND} must be one of {', '.join(_names())}, got {name!r}")
+
+
 def _wish() -> str | None:
     return _forced.get() or settings.forced_backend()
 
@@ -150,6 +158,7 @@ def _decide(call: AttentionCall) -> Backend | None:
     key = (call.signature(), _forced.get(), settings.fingerprint())
     backend = _decisions.get(key)
     if backend is None:
+        _check_settings()
         name = _explain(call.traits(), _wish()).backend
         if name is None:
             return None
@@ -180,5 +189,8 @@ def _find(name: str) -> Backend:
     for backend in BACKENDS:
         if backend.name == name:
             return backend
-    known = ", ".join(backend.name for backend in BACKENDS)
-    raise ValueError(f"unknown backend {name!r}; known are {known}")
+    raise ValueError(f"unknown backend {name!r}; known are {', '.join(_names())}")
+
+
+def _names() -> list[str]:
+    return [backend.name for backend in BACKENDS]

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from flash_attn_compat import settings
 from flash_attn_compat.naming.site_directory import SITE, is_stand_in_spec
 
 EXTENSION = "flash_attn_2_cuda"
@@ -142,8 +143,8 @@ def swap_extension(real: RealFlashAttn, undo: ExitStack) -> bool:
 
 
 def _reason_against(spec: ModuleSpec, undo: ExitStack) -> str | None:
-    if os.environ.get("FLASH_ATTN_COMPAT_DISABLE_OFFICIAL", "0") not in ("", "0"):
-        return "FLASH_ATTN_COMPAT_DISABLE_OFFICIAL is set"
+    if settings.official_disabled():
+        return f"{settings.DISABLE_OFFICIAL} is set"
     import torch
 
     remember_modules(undo)
@@ -153,9 +154,9 @@ def _reason_against(spec: ModuleSpec, undo: ExitStack) -> str | None:
         return f"importing it raises {type(error).__name__}: {_first_line(error)}"
     if not torch.cuda.is_available():
         return "it needs a CUDA device, and PyTorch sees none"
-    forced = os.environ.get("FLASH_ATTN_COMPAT_CAPABILITY")
-    if forced and int(forced.partition(".")[0]) < 8:
-        return f"it needs compute capability 8.0, and FLASH_ATTN_COMPAT_CAPABILITY says {forced}"
+    forced = settings.forced_capability()
+    if forced is not None and forced < (8, 0):
+        return f"it needs compute capability 8.0, and {settings.CAPABILITY} says {forced[0]}.{forced[1]}"
     try:
         _try_a_call(package, f"cuda:{_local_device(torch.cuda.device_count())}")
     except Exception as error:
