@@ -4,37 +4,17 @@
 // (FlashDecoding: Dao, Haziza, Massa, Sizov, 2023) and, within a block, dealt to its warps KEYS at a time. Nothing goes through shared
 // memory on the way: mma takes K and V in the layout in which a lane's 16-byte loads bring them. In the end the warps of a block put
 // their shares together, and the last block of a tile those of its splits.
-#include "common.cuh"
+#include "decode.cuh"
 
-#ifndef NW     // warps
-#define NW 4
-#endif
 #ifndef MINB   // blocks a multiprocessor, which bounds the registers
 #define MINB 2
 #endif
 
-constexpr int THREADS = NW * 32, ROWS = 16;
 constexpr int KEYS = D == 256 ? 8 : 16, NB = KEYS / 8;   // keys a warp takes at once, blocks of 8 of them
-constexpr int PIECES = D / 32, SLABS = D / 64;           // of 32 channels in K, of 64 channels in V
+constexpr int PIECES = D / 32;                           // of 32 channels in K
 constexpr bool Q_IN_REGISTERS = D == 64 || (D == 128 && TYPE != 2);
-constexpr int MAX_SPLITS = 256;
-// Shared memory: the warps' shares of a slab of the result (before: Q, after: the splits' weights), then their maxima and sums, then
-// those of the whole tile, then whether this block is the last one of its tile.
-constexpr u32 SHARES = NW * ROWS * 64 * 4, STATISTICS = NW * ROWS * 8;
-constexpr u32 STATISTICS_AT = SHARES, FACTORS_AT = STATISTICS_AT + STATISTICS, LAST_AT = FACTORS_AT + ROWS * 4;
 
 DEVICE u32 word(const uint4 &x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
-DEVICE u32 &word(uint4 &x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
-
-// The rows of a block's tile: row i is query i / group of head i % group.
-struct Tile {
-  int sequence, head_k, first, rows;   // rows: of all tiles of this sequence and key head
-  Sequence seq;
-  DEVICE int count() const { return min(ROWS, rows - first); }
-  DEVICE int row(int i) const { return min(first + i, rows - 1); }
-  DEVICE int query(const Params &p, int i) const { return row(i) / p.group; }
-  DEVICE int head(const Params &p, int i) const { return head_k * p.group + row(i) % p.group; }
-};
 
 // ---- Keys and values on their way to the tensor cores
 
@@ -133,7 +113,8 @@ DEVICE void scores(float (&S)[NB][4], const uint4 (*q)[PIECES], u32 q_at, const 
     for (int e = 0; e < 4; e++) S[n][e] = 0.f;
 #pragma unroll
   for (int c = 0; c < PIECES; c++) {
-    const uint4 a = Q_IN_REGISTERS ? q[0][c] : shared_load4(q_at ^ (c << 6)), b = Q_IN_REGISTERS ? q[1][c] : shared_load4((q_at ^ (c << 6)) + 8 * ROW_BYTES);
+    const u32 at = q_at ^ (c << 6);
+    const uint4 a = Q_IN_REGISTERS ? q[0][c] : shared_load4(at), b = Q_IN_REGISTERS ? q[1][c] : shared_load4(at + 8 * ROW_BYTES);
 #pragma unroll
     for (int w = 0; w < 4; w++)
 #pragma unroll
@@ -240,147 +221,6 @@ DEVICE void accumulate(float (&O)[CHUNKS][4], const float (&P)[NB][4], const Val
     }
 }
 
-// ---- Results
-
-DEVICE void write_out(const Params &p, const Tile &tile, int row, int channel, float4 x, float factor) {
-  const int channels = p.head_dim_v - channel;
-  if (channels <= 0) return;
-  u16 *out = p.out + tile.sequence * p.out_s.batch + (i64)(tile.seq.first_q + tile.query(p, row)) * p.out_s.row +
-             (i64)tile.head(p, row) * p.out_s.head + channel;
-  const uint2 bits = make_uint2(pack_out(x.x * factor, x.y * factor), pack_out(x.z * factor, x.w * factor));
-#if VEC == 8
-  global_store((uint2 *)out, bits);
-#else
-  const u32 pairs[2] = {bits.x, bits.y};
-#pragma unroll
-  for (int i = 0; i < 4; i++)
-    if (i < channels) global_store2(out + i, (u16)(pairs[i / 2] >> (i % 2 * 16)));
-#endif
-}
-
-// LSE = ln(2) (m + log2(l)), +inf where a row sees no key; with the row's position where flash-attn adds it.
-DEVICE void write_lse(const Params &p, const Tile &tile, int row, float m, float l) {
-  if (!p.lse) return;
-  const int head = tile.head(p, row), query = tile.query(p, row);
-  const i64 at = tile.sequence * p.lse_batch + head * p.lse_head + tile.seq.first_q + query;
-  const float lse = l == 0.f ? POS_INF : (m + __log2f(l)) * LN2;
-  float reported = lse;
-#if ALIBI
-  if (p.lse_has_position) {
-    const float slope = global_load(p.alibi_slopes + tile.sequence * p.slopes_batch + head);
-    reported = fmaf(slope, (float)(query + tile.seq.seqlen_k - tile.seq.seqlen_q), lse);
-  }
-#endif
-  global_store(p.lse + at, reported);
-  if (p.lse_true) global_store(p.lse_true + at, lse);
-}
-
-DEVICE float reciprocal_of_sum(float l) { return l == 0.f ? 0.f : 1.f / l; }
-
-// Four channels of a row as one warp left them; spread over the banks.
-DEVICE u32 share_at(u32 shared, int warp, int row, int quad) { return shared + ((warp * ROWS + row) * 16 + (quad ^ row)) * 16; }
-
-// The warps' shares of all channels put together: written as the result where the tile has one split, else left for the last block.
-DEVICE void combine_warps(const Params &p, const Tile &tile, float (&O)[CHUNKS][4], float (&m)[2], float (&l)[2], float unit, u32 shared,
-                          int splits, i64 part) {
-  const int thread = threadIdx.x, warp = thread >> 5, g = (thread & 31) >> 2, t = thread & 3;
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    l[r] += __shfl_xor_sync(ALL_LANES, l[r], 1);
-    l[r] += __shfl_xor_sync(ALL_LANES, l[r], 2);
-  }
-#pragma unroll
-  for (int h = 0; h < SLABS; h++) {
-    __syncthreads();
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const int row = g + r * 8;
-      const u32 statistics = shared + STATISTICS_AT + (warp * ROWS + row) * 8;
-      if (h == 0 && t == 0) shared_store_float(statistics, m[r] == NEG_INF ? NEG_INF : m[r] * unit), shared_store_float(statistics + 4, l[r]);
-#pragma unroll
-      for (int e = 0; e < 2; e++)
-#pragma unroll
-        for (int i = 0; i < 8; i += 4)
-          shared_store_float4(share_at(shared, warp, row, 4 * t + 2 * e + i / 4),
-                              make_float4(O[h * 8 + i][2 * r + e], O[h * 8 + i + 1][2 * r + e], O[h * 8 + i + 2][2 * r + e], O[h * 8 + i + 3][2 * r + e]));
-    }
-    __syncthreads();
-    for (int i = thread; i < tile.count() * 16; i += THREADS) {
-      const int row = i / 16, quad = i % 16, channel = h * 64 + quad * 4;
-      float statistics[NW][2], highest = NEG_INF, sum = 0.f;
-#pragma unroll
-      for (int w = 0; w < NW; w++) {
-        shared_load_floats(statistics[w], shared + STATISTICS_AT + (w * ROWS + row) * 8);
-        highest = fmaxf(highest, statistics[w][0]);
-      }
-      const float from = highest == NEG_INF ? 0.f : highest;
-      float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-      for (int w = 0; w < NW; w++) {
-        const float weight = exp2_approx(statistics[w][0] - from);
-        const float4 x = shared_load_float4(share_at(shared, w, row, quad));
-        sum += weight * statistics[w][1];
-        total.x += weight * x.x, total.y += weight * x.y, total.z += weight * x.z, total.w += weight * x.w;
-      }
-      if (splits == 1) {
-        write_out(p, tile, row, channel, total, reciprocal_of_sum(sum));
-        if (channel == 0) write_lse(p, tile, row, from, sum);
-      } else {
-        global_store((float4 *)(p.part_out + (part * ROWS + row) * D + channel), total);
-        if (channel == 0) global_store((float2 *)(p.part_ml + (part * ROWS + row) * 2), make_float2(highest, sum));
-      }
-    }
-  }
-}
-
-// Whether all other splits of the tile have left their parts.
-DEVICE bool is_last(const Params &p, i64 tile_index, int splits, u32 shared) {
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) shared_store(shared + LAST_AT, (u32)(atomicAdd(p.counters + tile_index, 1) == splits - 1));
-  __syncthreads();
-  const bool last = shared_load(shared + LAST_AT);
-  __threadfence();
-  return last;
-}
-
-DEVICE void combine_splits(const Params &p, const Tile &tile, u32 shared, int splits, i64 first_part) {
-  const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
-  for (int row = warp; row < tile.count(); row += NW) {
-    const float2 *statistics = (const float2 *)(p.part_ml + (first_part * ROWS + row) * 2);
-    float highest = NEG_INF, sum = 0.f;
-    for (int s = lane; s < splits; s += 32) highest = fmaxf(highest, global_load_fresh(statistics + s * ROWS).x);
-#pragma unroll
-    for (int i = 16; i; i >>= 1) highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, i));
-    const float from = highest == NEG_INF ? 0.f : highest;
-    for (int s = lane; s < splits; s += 32) {
-      const float2 x = global_load_fresh(statistics + s * ROWS);
-      const float weight = exp2_approx(x.x - from);
-      sum += weight * x.y;
-      shared_store_float(shared + (row * MAX_SPLITS + s) * 4, weight);
-    }
-#pragma unroll
-    for (int i = 16; i; i >>= 1) sum += __shfl_xor_sync(ALL_LANES, sum, i);
-    if (lane == 0) {
-      shared_store_float(shared + FACTORS_AT + row * 4, reciprocal_of_sum(sum));
-      write_lse(p, tile, row, from, sum);
-    }
-  }
-  __syncthreads();
-  for (int i = thread; i < tile.count() * (D / 4); i += THREADS) {
-    const int row = i / (D / 4), channel = i % (D / 4) * 4;
-    const float *part = p.part_out + (first_part * ROWS + row) * D + channel;
-    float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 8
-    for (int s = 0; s < splits; s++) {
-      const float weight = shared_load_float(shared + (row * MAX_SPLITS + s) * 4);
-      const float4 x = global_load_fresh((const float4 *)(part + (i64)s * ROWS * D));
-      total.x += weight * x.x, total.y += weight * x.y, total.z += weight * x.z, total.w += weight * x.w;
-    }
-    write_out(p, tile, row, channel, total, shared_load_float(shared + FACTORS_AT + row * 4));
-  }
-}
-
 // ---- Rows of Q: lane 4 g + t holds channels 32 c + 8 t and the 7 behind them of rows g and g + 8.
 DEVICE void load_rows(const Params &p, const Tile &tile, uint4 (&q)[2][PIECES], Rows &rows) {
   const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
@@ -449,7 +289,9 @@ KERNEL(THREADS, MINB) decode(const Params p) {
   if (!Q_IN_REGISTERS) {
     if (warp == 0)
 #pragma unroll
-      for (int c = 0; c < PIECES; c++) shared_store(q_at ^ (c << 6), q[0][c]), shared_store((q_at ^ (c << 6)) + 8 * ROW_BYTES, q[1][c]);
+      for (int c = 0; c < PIECES; c++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) shared_store((q_at ^ (c << 6)) + r * 8 * ROW_BYTES, q[r][c]);
     __syncthreads();
   }
   // Scores are compared as they come and scaled inside exp2, where nothing else happens to them.
