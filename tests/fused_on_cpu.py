@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import struct
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused import append, backward, forward, launcher, loader, maxima, params, trial
+from flash_attn_compat.backends.fused import Fused, append, backward, forward, launcher, loader, maxima, params, trial
 from flash_attn_compat.backends.fused.loader import Kernel, Target
 from flash_attn_compat.backends.fused.variants import Variant
 
@@ -83,7 +84,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch, number: int = 75) -> Launches:
 
     def known_empty(*args: Any, **kwargs: Any) -> Tensor:
         memory.append(empty(*args, **kwargs))
-        return memory[-1].fill_(torch.nan if memory[-1].is_floating_point() else 0)
+        return memory[-1].fill_(torch.nan if memory[-1].is_floating_point() else 0xAB)
 
     def submit(kernel: Kernel, blocks: int, device: int) -> None:
         variant = found.variants[kernel.handle.value - 1]
@@ -92,8 +93,23 @@ def emulate(monkeypatch: pytest.MonkeyPatch, number: int = 75) -> Launches:
         compiled = emulator.compile_kernel(variant.source, variant.entry, dict(variant.macros))
         compiled.launch(content, blocks, variant.threads, variant.shared, list(memory))
 
+    class Driver:
+        def clear(self, address: int, words: int, device: int) -> None:
+            found.cleared.append(words)
+            ctypes.memset(address, 0, 4 * words)
+
     for module in (append, backward, forward, maxima):
         monkeypatch.setattr(module, "address", known_address)
+    monkeypatch.setattr(loader, "driver", Driver)
     monkeypatch.setattr(torch, "empty", known_empty)
     monkeypatch.setattr(launcher, "submit", submit)
+    return found
+
+
+def serve(monkeypatch: pytest.MonkeyPatch, number: int = 75) -> Launches:
+    """As ``emulate``, and flash_attn's functions take the backend for CPU tensors under ``use_backend("fused")``."""
+    found = emulate(monkeypatch, number)
+    table = dataclasses.replace(Fused.capabilities, devices=frozenset({"cpu"}))
+    monkeypatch.setattr(Fused, "capabilities", table)
+    monkeypatch.setattr(loader, "why_not", lambda: None)
     return found
