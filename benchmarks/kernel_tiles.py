@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import flash_attn_compat
+from flash_attn_compat import settings
 from flash_attn_compat.backends.fused import launcher, variants
 from flash_attn_compat.backends.fused.variants import Tile
 
@@ -30,6 +31,22 @@ FORWARD = {
     64: [Tile(64, 4, 1, 3), Tile(64, 4, 2, 2), Tile(128, 4, 1, 2), Tile(64, 8, 1, 1), Tile(32, 4, 2, 2)],
     128: [Tile(64, 4, 1, 2), Tile(32, 4, 1, 2), Tile(64, 8, 1, 1), Tile(32, 4, 2, 2, False), Tile(64, 4, 2, 1, False), Tile(64, 4, 1, 2, False)],
     256: [Tile(16, 4, 1, 2, False), Tile(32, 4, 1, 1, False), Tile(32, 8, 1, 1, False), Tile(64, 8, 1, 1, False), Tile(64, 4, 1, 1, False)],
+}  # fmt: skip
+# Of each, some are tried with cp.async too where the GPU has it.
+DKDV = {
+    32: [Tile(64, 4, 1, 2), Tile(64, 4, 1, 3), Tile(128, 4, 1, 2), Tile(64, 4, 2, 2), Tile(32, 4, 2, 2)],
+    64: [Tile(64, 4, 1, 2), Tile(32, 4, 1, 2), Tile(64, 8, 1, 1), Tile(64, 4, 1, 2, p=False), Tile(32, 4, 2, 1, p=False),
+         Tile(32, 4, 1, 3, s=False, p=False)],
+    128: [Tile(16, 4, 1, 2, s=False), Tile(16, 4, 1, 2), Tile(32, 4, 1, 2, s=False, p=False), Tile(32, 4, 1, 1, s=False),
+          Tile(32, 8, 1, 1, s=False, p=False), Tile(64, 4, 1, 1, s=False, p=False)],
+    256: [Tile(16, 4, 1, 1, s=False, p=False), Tile(16, 4, 1, 1, s=False), Tile(32, 4, 1, 1, s=False, p=False)],
+}  # fmt: skip
+DQ = {
+    32: [Tile(32, 4, 2, 2), Tile(64, 4, 2, 2), Tile(64, 4, 1, 3), Tile(32, 4, 1, 3)],
+    64: [Tile(32, 4, 2, 2), Tile(64, 4, 1, 2), Tile(32, 4, 1, 3), Tile(64, 4, 2, 1), Tile(32, 4, 2, 2, p=False)],
+    128: [Tile(32, 4, 1, 2), Tile(64, 4, 1, 1), Tile(32, 4, 1, 2, p=False), Tile(32, 4, 2, 1, s=False, p=False),
+          Tile(64, 4, 1, 2, s=False, p=False), Tile(32, 8, 1, 1)],
+    256: [Tile(16, 4, 1, 1, s=False, p=False), Tile(16, 4, 1, 1, p=False), Tile(32, 4, 1, 1, s=False, p=False)],
 }  # fmt: skip
 
 
@@ -57,7 +74,7 @@ def problem(head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def label(tile: Tile | None) -> str:
-    return "today" if tile is None else f"{tile.step}x{tile.NW}x{tile.MT}/{tile.MINB}{'' if tile.s else 's'}"
+    return "today" if tile is None else f"{tile.step}x{tile.NW}x{tile.MT}/{tile.MINB}{'' if tile.s else 's'}{'' if tile.p else 'p'}{'a' if tile.copies else ''}"
 
 
 @contextmanager
@@ -89,13 +106,39 @@ def scan_forward(head_dims: list[int], dtype: torch.dtype) -> None:
             print(f"d{head_dim:<4}{name:9}" + "  ".join(cells), flush=True)
 
 
+def scan_backward(entry: str, candidates: dict[int, list[Tile]], head_dims: list[int], dtype: torch.dtype) -> None:
+    """Times the whole backward; the other kernels are today's."""
+    newer = settings.capability(torch.device("cuda", 0)) >= (8, 0)
+    for head_dim in head_dims:
+        q, k, v = problem(head_dim, dtype)
+        tiles = candidates[head_dim] + [tile._replace(copies=True) for tile in candidates[head_dim] if newer]
+        for name in ("full", "causal", "softcap"):
+            cells = []
+            for tile in [None, *tiles]:
+                with chosen(f"{entry}_tile", tile):
+                    try:
+                        leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+                        out = flash_attn_compat.flash_attn_func(*leaves, **OPTIONS[name])
+                        ms = milliseconds(lambda: torch.autograd.grad(out, leaves, out.detach(), retain_graph=True), 3)
+                        cells.append(f"{label(tile)} {ms:.3f}")
+                    except RuntimeError as error:
+                        cells.append(f"{label(tile)} {str(error)[:60]}")
+            print(f"{entry} d{head_dim:<4}{name:9}" + "  ".join(cells), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--head-dims", type=int, nargs="+", default=list(SHAPES))
+    parser.add_argument("--kernels", nargs="+", choices=("forward", "dkdv", "dq"), default=["forward", "dkdv", "dq"])
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     arguments = parser.parse_args()
     with flash_attn_compat.use_backend("fused"):
-        scan_forward(arguments.head_dims, getattr(torch, arguments.dtype))
+        dtype = getattr(torch, arguments.dtype)
+        if "forward" in arguments.kernels:
+            scan_forward(arguments.head_dims, dtype)
+        for entry, candidates in (("dkdv", DKDV), ("dq", DQ)):
+            if entry in arguments.kernels:
+                scan_backward(entry, candidates, arguments.head_dims, dtype)
 
 
 if __name__ == "__main__":

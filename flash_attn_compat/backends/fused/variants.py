@@ -75,6 +75,7 @@ class Tile(NamedTuple):
     """Warps NW of MT times 16 rows; step: keys (rows for dkdv) that the main loop takes at once
 
     s, p: whether the block's own rows stay in registers: the operand of S = Q K^T, and in the backward that of dP
+    copies: whether a backward loads by cp.async where the GPU has it
     """
 
     step: int
@@ -83,24 +84,11 @@ class Tile(NamedTuple):
     MINB: int
     s: bool = True
     p: bool = True
+    copies: bool = False
 
     @property
     def rows(self) -> int:
         return self.NW * self.MT * 16
-
-
-_DKDV = {
-    32: Tile(64, 4, 1, 2),
-    64: Tile(64, 4, 1, 2),
-    128: Tile(16, 4, 1, 2, s=False),
-    256: Tile(16, 4, 1, 1, s=False, p=False),
-}
-_DQ = {
-    32: Tile(32, 4, 2, 2),
-    64: Tile(32, 4, 2, 2),
-    128: Tile(32, 4, 1, 2),
-    256: Tile(16, 4, 1, 1, s=False, p=False),
-}
 
 
 def forward_tile(kind: Kind) -> Tile:
@@ -154,18 +142,30 @@ def delta(kind: Kind) -> Variant:
     return Variant("delta", "delta.cu", macros, 2048 // kind.D, 256, 0)
 
 
+def dkdv_tile(kind: Kind) -> Tile:
+    if kind.D <= 64:
+        return Tile(64, 4, 1, 2)
+    return Tile(16, 4, 1, 2, s=False) if kind.D == 128 else Tile(16, 4, 1, 1, s=False, p=False)
+
+
+def dq_tile(kind: Kind) -> Tile:
+    if kind.D <= 64:
+        return Tile(32, 4, 2, 2)
+    return Tile(32, 4, 1, 2) if kind.D == 128 else Tile(16, 4, 1, 1, s=False, p=False)
+
+
 def dkdv(kind: Kind) -> Variant:
-    tile = _DKDV[kind.D]
+    tile = dkdv_tile(kind)
     return _backward("dkdv", kind, tile, passing=tile.step * 16)
 
 
 def dq(kind: Kind) -> Variant:
-    return _backward("dq", kind, _DQ[kind.D], passing=0)
+    return _backward("dq", kind, dq_tile(kind), passing=0)
 
 
 def _backward(entry: str, kind: Kind, tile: Tile, passing: int) -> Variant:
     """passing: bytes of what is known of a tile's passing rows"""
-    macros = [*kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT"), *kind.newer(copies=False)]
+    macros = [*kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT"), *kind.newer(tile.copies)]
     macros += [("TL", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB)]
     macros += [("REG_S", int(tile.s)), ("REG_P", int(tile.p))]
     row = 2 * kind.D
