@@ -145,13 +145,16 @@ def delta(kind: Kind) -> Variant:
 def dkdv_tile(kind: Kind) -> Tile:
     if kind.D <= 64:
         return Tile(64, 4, 1, 2)
-    return Tile(16, 4, 1, 2, s=False) if kind.D == 128 else Tile(16, 4, 1, 1, s=False, p=False)
+    if kind.D == 128:
+        return Tile(16, 4, 1, 2, s=False)
+    # Turing has 64 KB of shared memory for a block, which one operand in registers leaves just enough of.
+    return Tile(16, 4, 1, 1, s=False, p=kind.number < 80)
 
 
 def dq_tile(kind: Kind) -> Tile:
     if kind.D <= 64:
         return Tile(32, 4, 2, 2)
-    return Tile(32, 4, 1, 2) if kind.D == 128 else Tile(16, 4, 1, 1, s=False, p=False)
+    return Tile(32, 4, 1, 2) if kind.D == 128 else Tile(16, 4, 1, 1, s=kind.number < 80, p=False)
 
 
 def dkdv(kind: Kind) -> Variant:
