@@ -4,7 +4,6 @@ Everything is checked, and the backend chosen, before the cache is touched. What
 engine/append.py, what the call becomes in engine/build.py. Positions stay on the device.
 """
 
-import operator
 from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from flash_attn_compat.engine import checks
 from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.autograd import run_forward
-from flash_attn_compat.engine.build import Cache, Options, cache_call
+from flash_attn_compat.engine.build import Cache, Options, cache_call, integer
 from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.layout import lse_dtype
 
@@ -70,7 +69,7 @@ def flash_attn_with_kvcache(
     """
     lengths = cache_seqlens
     if lengths is not None and not isinstance(lengths, Tensor):
-        lengths = operator.index(lengths)
+        lengths = integer("cache_seqlens", lengths)
     arguments = _Arguments(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, lengths, cache_batch_idx, cache_leftpad, block_table,
         softmax_scale, causal, window_size[0], window_size[1], softcap, rotary_interleaved, alibi_slopes, num_splits,
@@ -117,7 +116,7 @@ class _Arguments(NamedTuple):
     @property
     def want_gradients(self) -> bool:
         tensors = (self.q, self.k_cache, self.v_cache, self.k, self.v, self.rotary_cos, self.rotary_sin)
-        return any([tensor is not None and tensor.requires_grad for tensor in (*tensors, self.alibi_slopes)])
+        return any([isinstance(tensor, Tensor) and tensor.requires_grad for tensor in (*tensors, self.alibi_slopes)])
 
     @property
     def capacity(self) -> int:
@@ -164,6 +163,9 @@ def _new_keys(arguments: _Arguments, call: AttentionCall) -> Append | None:
 
 def _check(arguments: _Arguments) -> None:
     q, k_cache, v_cache = arguments.q, arguments.k_cache, arguments.v_cache
+    if not (isinstance(q, Tensor) and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)):
+        for name in ("q", "k_cache", "v_cache"):
+            checks.is_tensor(name, getattr(arguments, name))
     checks.tensors(q, k_cache, v_cache)
     q_shape, k_shape, v_shape = q.shape, k_cache.shape, v_cache.shape
     if len(q_shape) != 4 or len(k_shape) != 4:
@@ -190,6 +192,7 @@ def _check(arguments: _Arguments) -> None:
     if isinstance(arguments.cache_seqlens, Tensor):
         checks.per_sequence("seqlens_k", arguments.cache_seqlens, batch, q.device)
     if arguments.cache_leftpad is not None:
+        checks.is_tensor("cache_leftpad", arguments.cache_leftpad)
         checks.per_sequence("leftpad_k", arguments.cache_leftpad, batch, q.device)
     _check_new_keys(arguments)
     _check_rotary(arguments)
@@ -205,8 +208,11 @@ def _check_addressing(arguments: _Arguments) -> None:
             raise RuntimeError("We don't support Paged KV and leftpad_k running at the same time yet")
         checks.pages(q, k_cache, v_cache, table, batch)
     elif index is not None:
+        checks.is_tensor("cache_batch_idx", index)
         if index.dtype != torch.int32:
             raise RuntimeError(f"cache_batch_idx must have dtype int32, got {index.dtype}")
+        if index.device != q.device:
+            raise RuntimeError(checks.must_be_on("cache_batch_idx", q.device))
         if index.shape != (batch,):
             raise RuntimeError(f"cache_batch_idx must have shape (batch_size), got {tuple(index.shape)}, batch {batch}")
     elif k_cache.shape[0] < batch:
@@ -226,20 +232,22 @@ def _check_new_keys(arguments: _Arguments) -> None:
         raise RuntimeError("If key is supplied, value must also be passed in")
     if lengths is None:
         raise RuntimeError("If key is supplied, seqlens_k must also be passed in")
+    checks.is_tensor("k", k)
+    checks.is_tensor("v", v)
     if k.dtype != q.dtype:
         raise RuntimeError(f"Key must have the same dtype as query, got {k.dtype} and {q.dtype}")
     if v.dtype != q.dtype:
         raise RuntimeError(f"Value must have the same dtype as query, got {v.dtype} and {q.dtype}")
     batch, nheads_k = q.shape[0], arguments.k_cache.shape[2]
     for name, new, cache in (("k", k, arguments.k_cache), ("v", v, arguments.v_cache)):
-        expected = (batch, k.shape[1], nheads_k, cache.shape[3])
+        expected = (batch, k.shape[1] if k.dim() > 1 else 0, nheads_k, cache.shape[3])
         if tuple(new.shape) != expected:
             raise RuntimeError(
                 f"{name} must have shape (batch_size, seqlen_knew, num_heads_k, head_size) = {expected}, "
                 f"got {tuple(new.shape)}"
             )
         if new.device != q.device:
-            raise RuntimeError(f"{name} must be on {q.device}, the device of q, got {new.device}")
+            raise RuntimeError(checks.must_be_on(name, q.device))
     _check_capacity(arguments)
 
 
@@ -272,6 +280,12 @@ def _check_rotary(arguments: _Arguments) -> None:
         )
     if sin is None:
         raise RuntimeError("If rotary cos is provided, rotary sin must also be provided")
+    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
+        checks.is_tensor(name, table)
+        if table.dim() != 2:
+            raise RuntimeError(f"{name} must have shape (seqlen_ro, rotary_dim / 2), got {tuple(table.shape)}")
+        if table.device != q.device:
+            raise RuntimeError(checks.must_be_on(name, q.device))
     rotary_dim = 2 * cos.shape[-1]
     if rotary_dim > q.shape[-1]:
         raise RuntimeError(f"rotary_dim must be <= headdim, got {rotary_dim} and {q.shape[-1]}")

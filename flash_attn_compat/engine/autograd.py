@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends import Backend
-from flash_attn_compat.engine import callers_state, dispatch
+from flash_attn_compat.engine import callers_state, checks, dispatch
 from flash_attn_compat.engine.append import Append, by_operators
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream, wants_transforms
 from flash_attn_compat.engine.layout import lse_dtype
@@ -37,7 +37,9 @@ def unpack(inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _check_packed(packed: Tensor, expected: int) -> None:
-    name, axis = {2: "kv", 3: "qkv"}[expected], packed.dim() - 3
+    name = {2: "kv", 3: "qkv"}[expected]
+    checks.is_tensor(name, packed)
+    axis = packed.dim() - 3
     if axis < 0:
         raise IndexError(f"Dimension out of range: {name} must have at least 4 dimensions, got {tuple(packed.shape)}")
     size = packed.shape[axis]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flash_attn_compat.engine import checks, equal_lengths
 from flash_attn_compat.engine.call import AttentionCall
-from flash_attn_compat.engine.mask import Mask
+from flash_attn_compat.engine.mask import MOST_TOKENS, Mask
 
 
 class Options(NamedTuple):
@@ -70,11 +70,11 @@ def packed_call(
 ) -> AttentionCall:
     """(total, heads, head_dim) tensors, or paged k and v with ``block_table``; raises as checks.packed does."""
     starts_q, starts_k, max_seqlen_q, max_seqlen_k = packing
-    batch = starts_q.shape[0] - 1
     if block_table is None:
         checks.packed(q, k, v, starts_q, starts_k)
     else:
         checks.packed_over_pages(q, k, v, starts_q, starts_k, block_table)
+    batch = starts_q.shape[0] - 1
     if seqused_k is not None:
         checks.per_sequence("seqused_k", seqused_k, batch, q.device)
     if leftpad_k is not None:
@@ -83,7 +83,7 @@ def packed_call(
         checks.per_sequence("leftpad_k", leftpad_k, batch, q.device)
     if block_table is not None and seqused_k is None:
         seqused_k = starts_k[1:] - starts_k[:-1]
-    longest_q, longest_k = _integer(max_seqlen_q), _integer(max_seqlen_k)
+    longest_q, longest_k = _longest("max_seqlen_q", max_seqlen_q), _longest("max_seqlen_k", max_seqlen_k)
     are_whole = block_table is None and seqused_k is None and leftpad_k is None
     return _call(
         q, k, v, options, batch, longest_q, longest_k, longest_k,
@@ -149,11 +149,15 @@ def _call(
     lengths: the call's fields that say how sequences lie in the tensors, for other than dense ones
     """
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs = options
-    left, right = window_size
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise TypeError(f"window_size must be two integers (left, right), got {window_size!r}") from None
     if left == -1 and right == -1:
         mask = _CAUSAL if causal else _FULL
     else:
-        mask = Mask.from_window(bool(causal), _integer(left), _integer(right), max_seqlen_q, capacity)
+        bounds = integer("window_size_left", left), integer("window_size_right", right)
+        mask = Mask.from_window(bool(causal), *bounds, max_seqlen_q, capacity)
     drops = dropout_p > 0.0
     if drops:
         checks.dropout(dropout_p)
@@ -174,5 +178,18 @@ def _call(
 _FULL, _CAUSAL = Mask(), Mask(None, 0)
 
 
-def _integer(value: int | Tensor) -> int:
-    return value if type(value) is int else operator.index(value)
+def integer(name: str, value: object) -> int:
+    """An int, or what converts to one without loss: a 0-dim tensor of integers, a NumPy integer."""
+    if type(value) is int:
+        return value
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise checks.wrong_type(name, "int", value) from None
+
+
+def _longest(name: str, value: object) -> int:
+    found = integer(name, value)
+    if found > MOST_TOKENS:
+        raise RuntimeError(f"{name} must be the longest sequence's length, at most {MOST_TOKENS}, got {found}")
+    return found

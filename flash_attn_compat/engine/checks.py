@@ -17,6 +17,25 @@ _PACKED = {"q": "(total_q, num_heads, head_size)", "k": "(total_k, num_heads_k, 
 _PAGED = {"k": "(num_blocks, page_block_size, num_heads_k, head_size)"}
 
 
+def is_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise wrong_type(name, "Tensor", value)
+
+
+def wrong_type(name: str, expected: str, value: object) -> RuntimeError:
+    """What PyTorch says of a custom operator's argument, as which flash-attn registers its functions."""
+    return RuntimeError(
+        f"Expected a value of type '{expected}' for argument '{name}' but instead found type '{type(value).__name__}'"
+    )
+
+
+def are_tensors(q: object, k: object, v: object) -> None:
+    if isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor):
+        return
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        is_tensor(name, value)
+
+
 def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """One floating dtype and one device."""
     dtype, device = q.dtype, q.device
@@ -28,11 +47,12 @@ def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise _error("query and value must have the same dtype", q, k, v)
     if dtype not in _DTYPES:
         raise _error("FlashAttention only support fp16 and bf16 data type (and here fp32 and fp64)", q, k, v)
-    raise _error(_must_be_on("k" if device != k.device else "v", device), q, k, v)
+    raise _error(must_be_on("k" if device != k.device else "v", device), q, k, v)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
     """q, k, v of shapes (batch, seqlen, heads, head_dim)."""
+    are_tensors(q, k, v)
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
     if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
         raise _rank_error(next(tensor for tensor in (q, k, v) if tensor.dim() != 4), 4, q, k, v)
@@ -49,6 +69,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
     """q, k, v of shapes (total, heads, head_dim) with (batch + 1,) int32 starts."""
+    are_tensors(q, k, v)
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
     if len(q_shape) != 3:
         raise _packed_rank_error(q, k, v)
@@ -65,6 +86,7 @@ def packed_over_pages(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, block_table: Tensor
 ) -> None:
     """Packed q over k, v of shape (num_blocks, page_size, heads, head_dim)."""
+    are_tensors(q, k, v)
     if q.dim() != 3:
         raise _packed_rank_error(q, k, v)
     tensors(q, k, v)
@@ -89,10 +111,11 @@ def starts(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
 
 def pages(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, batch: int) -> None:
     """Paged keys and values, and the (batch, max_blocks) int32 table that finds them."""
+    is_tensor("block_table", block_table)
     if block_table.dtype != torch.int32:
         raise RuntimeError(f"block_table must have dtype torch.int32, got {block_table.dtype}")
     if block_table.device != q.device:
-        raise RuntimeError(_must_be_on("block_table", q.device))
+        raise RuntimeError(must_be_on("block_table", q.device))
     if block_table.dim() != 2 or block_table.shape[0] != batch:
         shape = tuple(block_table.shape)
         raise RuntimeError(
@@ -107,10 +130,11 @@ def pages(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, batch: int) -> N
 
 def alibi(slopes: Tensor, q: Tensor, batch: int) -> None:
     """(nheads,) or (batch, nheads) fp32."""
+    is_tensor("alibi_slopes", slopes)
     if slopes.dtype != torch.float32:
         raise RuntimeError(f"ALiBi slopes must have dtype fp32, got {slopes.dtype}")
     if slopes.device != q.device:
-        raise RuntimeError(_must_be_on("alibi_slopes", q.device))
+        raise RuntimeError(must_be_on("alibi_slopes", q.device))
     nheads = q.shape[-2]
     if slopes.shape not in ((nheads,), (batch, nheads)):
         raise RuntimeError(
@@ -135,7 +159,7 @@ def upstream(call: AttentionCall, given: Upstream, *gradients: Tensor | None) ->
         if getattr(given, name).shape != shape:
             raise RuntimeError(f"{name} must have shape {shape}, got {tuple(getattr(given, name).shape)}")
         if getattr(given, name).device != call.q.device:
-            raise RuntimeError(_must_be_on(name, call.q.device))
+            raise RuntimeError(must_be_on(name, call.q.device))
     # Kernels read it through its address, as fp32.
     lse_dtypes = {torch.float32, torch.float64 if call.q.dtype == torch.float64 else torch.float32}
     if given.softmax_lse.dtype not in lse_dtypes:
@@ -153,10 +177,11 @@ def upstream(call: AttentionCall, given: Upstream, *gradients: Tensor | None) ->
 
 def int32(name: str, tensor: Tensor, device: torch.device) -> None:
     """An index tensor as CUDA kernels read it: int32, contiguous, beside the data."""
+    is_tensor(name, tensor)
     if tensor.dtype != torch.int32:
         raise RuntimeError(f"{name} must have dtype int32, got {str(tensor.dtype).removeprefix('torch.')}")
     if tensor.device != device:
-        raise RuntimeError(_must_be_on(name, device))
+        raise RuntimeError(must_be_on(name, device))
     if not tensor.is_contiguous():
         raise RuntimeError(f"{name} must be contiguous, got strides {tensor.stride()}")
 
@@ -173,7 +198,7 @@ def _heads(nheads: int, nheads_k: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         raise _error("Number of heads in key/value must divide number of heads in query", q, k, v)
 
 
-def _must_be_on(name: str, device: torch.device) -> str:
+def must_be_on(name: str, device: torch.device) -> str:
     where = "CUDA" if device.type == "cuda" else device.type
     return f"{name} must be on {where}, the device of q ({device})"
 
