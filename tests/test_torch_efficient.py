@@ -181,7 +181,7 @@ def test_a_bias_from_one_kernel_is_that_of_plain_operators(monkeypatch, dtype):
     slopes = torch.tensor([[0.3, -0.7, 0.0], [-1e-3, 1.9, 60.0]], device="cuda")
     q, k = random(2, 37, 3, 8, dtype=dtype), random(2, 2049, 3, 8, dtype=dtype)
     call = AttentionCall(q, k, k, 1.0, Mask(None, None), 37, 2049, alibi_slopes=slopes)
-    bias = efficient_bias._Alibi.of(call)
+    bias = efficient_bias._Alibi.of(call, call.alibi_slopes)
     rows, columns = slice(5, 30), Range(1001, 2049)
     one = bias.table(rows, columns, dtype)
     monkeypatch.setattr(elementwise, "bias_is_usable", lambda device, dtype: False)

@@ -29,9 +29,10 @@ class Channels(NamedTuple):
     keys: Tensor
 
 
-def channels(call: AttentionCall) -> Channels:
-    slopes = alibi.per_sequence(call.alibi_slopes, call.batch)
-    if call.cu_seqlens_q is None:
+def channels(call: AttentionCall, slopes: Tensor) -> Channels:
+    """slopes: the call's, (nheads,) or (batch, nheads)."""
+    slopes = alibi.per_sequence(slopes, call.batch)
+    if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
         longest = call.k.shape[1]
         positions, by_row = torch.arange(longest, device=call.k.device), slopes.unsqueeze(1)
     else:

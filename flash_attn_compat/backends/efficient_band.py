@@ -80,7 +80,7 @@ def forward(call: AttentionCall) -> Result:
 def backward(call: AttentionCall, upstream: Upstream) -> Gradients:
     q, k, v = (_tokens(call, tensor) for tensor in (call.q, call.k, call.v))
     dout, out = (_tokens(call, tensor) for tensor in (upstream.dout, upstream.out))
-    given_lse = None if upstream.saved else _lse_by_token(call, upstream.softmax_lse)
+    given_lse = None if upstream.saved else _lse_by_token(call, upstream.lse)
     kept = iter(upstream.saved)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     # Sums over the query heads that share a key head are kept in fp32.
@@ -120,7 +120,9 @@ def _launch(
 
 def _band(call: AttentionCall) -> _Band:
     longest = call.max_seqlen_k
-    left, right = (min(side, longest) for side in call.mask)
+    left, right = call.mask
+    assert left is not None and right is not None  # or it is no band
+    left, right = min(left, longest), min(right, longest)
     rows = min(_MAX_ROWS, max(_MIN_ROWS, -(-(left + right) // 2 // 64) * 64))
     return _Band(rows, -(-left // rows) * rows, -(-right // rows) * rows, left, right)
 

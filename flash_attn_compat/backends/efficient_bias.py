@@ -34,8 +34,8 @@ def launches(call: AttentionCall, whole: Launch, backward: bool) -> list[tuple[P
     backward: blocks for the backward, each of one or more of the forward's
     """
     seqlen_q, seqlen_k, mask = whole.q.shape[1], whole.k.shape[1], call.mask
-    alibi = None if call.alibi_slopes is None else _Alibi.of(call)
-    found = []
+    alibi = None if call.alibi_slopes is None else _Alibi.of(call, call.alibi_slopes)
+    found: list[tuple[Place, Callable[[], Launch]]] = []
     for rows in _row_blocks(mask.rows_with_keys(seqlen_q, seqlen_k), mask, seqlen_k, call.alibi_slopes, backward):
         keys = mask.visible_keys(rows, seqlen_k - seqlen_q, seqlen_k)
         place = Place(rows=_slice(rows, seqlen_q), keys=_slice(keys, seqlen_k))
@@ -49,7 +49,7 @@ def _slice(part: Range, size: int) -> slice:
 
 def lse_shift(call: AttentionCall) -> Tensor | None:
     """By how much each row's bias, and so the kernel's LSE, is raised: (1 or batch, nheads, seqlen_q)."""
-    return None if call.alibi_slopes is None else _Alibi.of(call).shift.squeeze(-1)
+    return None if call.alibi_slopes is None else _Alibi.of(call, call.alibi_slopes).shift.squeeze(-1)
 
 
 def _row_blocks(alive: Range, mask: Mask, seqlen_k: int, slopes: Tensor | None, backward: bool) -> Iterator[Range]:
@@ -79,9 +79,9 @@ class _Alibi(NamedTuple):
     columns: Tensor
 
     @classmethod
-    def of(cls, call: AttentionCall) -> _Alibi:
-        slopes = call.alibi_slopes if call.alibi_slopes.dim() == 2 else call.alibi_slopes[None]
-        slopes, (left, right) = slopes[:, :, None, None], call.mask
+    def of(cls, call: AttentionCall, slopes: Tensor) -> _Alibi:
+        slopes = (slopes if slopes.dim() == 2 else slopes[None])[:, :, None, None]
+        left, right = call.mask
         seqlen_q, seqlen_k = call.q.shape[1], call.k.shape[1]
         first, offset = min(0, seqlen_k - seqlen_q), seqlen_k - seqlen_q
         axis = torch.arange(first, seqlen_k + 7, dtype=torch.float32, device=slopes.device)
@@ -104,8 +104,7 @@ class _Alibi(NamedTuple):
         if elementwise.bias_is_usable(shift.device, dtype):
             return elementwise.alibi_bias(self.slopes, shift, positions, columns.start, columns.size, dtype)
         table = shift.new_empty((*shift.shape[:3], columns.size), dtype=dtype)
-        columns = self.columns[slice(*columns)]
-        distance = (columns - positions.unsqueeze(1)).abs_()
+        distance = (self.columns[slice(*columns)] - positions.unsqueeze(1)).abs_()
         return torch.addcmul(shift, self.slopes, distance, value=-1, out=table)
 
 

@@ -60,15 +60,15 @@ def forward(call: AttentionCall) -> Result:
     group = nheads // nheads_k
     k, v, pitch = _flattened(call.k, call.v)
     cut = efficient_shares.cut(call, pitch)
-    steps = efficient_decode if efficient_decode.serves(call.q, v, cut.count) else efficient_shares
+    steps = efficient_decode if efficient_decode.serves(call.q, v, cut.shares) else efficient_shares
     rows, cu_seqlens_q, starts, lengths = steps.prepare(call.q, nheads_k, cut)
     launch = Launch(
         rows, k, v, call.softmax_scale, NO_MASK, None, cu_seqlens_q, starts, seqlen_q * group,
         max(1, cut.size), lengths,
     )  # fmt: skip
-    out, native = efficient_launch.forward(launch, keep_lse=cut.count > 1 or call.return_lse)
+    out, native = efficient_launch.forward(launch, keep_lse=cut.shares > 1 or call.return_lse)
     lse = _whole_lse(native.lse, lengths, batch, seqlen_q, group) if call.return_lse else None
-    if cut.count > 1:
+    if cut.shares > 1:
         return Result(steps.merge(out, native.lse, lengths, call.out_shape), lse)
     if efficient_launch.skips_empty_rows(launch):
         out.view(batch, -1).masked_fill_((lengths <= 0).unsqueeze(1), 0.0)
@@ -88,14 +88,13 @@ def _flattened(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
     pitch, rest = divmod(k.stride(0), k.stride(1)) if k.stride(1) else (0, 1)
     if rest == 0 and pitch >= page and v.stride(0) == pitch * v.stride(1):
         slots = (pages - 1) * pitch + page
-        return tuple(x.as_strided((1, slots, *x.shape[2:]), (slots * x.stride(1), *x.stride()[1:])) for x in (k, v)) + (
-            pitch,
-        )
+        k, v = (x.as_strided((1, slots, *x.shape[2:]), (slots * x.stride(1), *x.stride()[1:])) for x in (k, v))
+        return k, v, pitch
     return k.flatten(0, 1).unsqueeze(0), v.flatten(0, 1).unsqueeze(0), page
 
 
 def _whole_lse(lse: Tensor, lengths: Tensor, batch: int, seqlen_q: int, group: int) -> Tensor:
     """(batch, nheads, seqlen_q), +inf for rows without keys."""
     total = efficient_shares.by_share(lse, lengths, batch, seqlen_q * group).logsumexp(1)
-    by_head = total.unflatten(2, (seqlen_q, group)).transpose(2, 3).flatten(1, 2)
+    by_head = torch.unflatten(total, 2, (seqlen_q, group)).transpose(2, 3).flatten(1, 2)
     return by_head.masked_fill(by_head == -torch.inf, torch.inf)

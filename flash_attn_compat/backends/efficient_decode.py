@@ -131,7 +131,7 @@ def prepare(q: Tensor, nheads_k: int, cut: Cut) -> Prepared:
     """q: (batch, seqlen_q, nheads, head_dim)."""
     q = ready(q)
     batch, seqlen_q, nheads, head_dim = q.shape
-    group, shares, unit = nheads // nheads_k, batch * cut.count, 16 // q.element_size()
+    group, shares, unit = nheads // nheads_k, batch * cut.shares, 16 // q.element_size()
     rows = q.new_empty((1, shares * seqlen_q * group, nheads_k, head_dim))
     numbers = torch.empty(3 * shares + 2, dtype=torch.int32, device=q.device)
     by_batch, by_row, by_head, _ = q.stride()
@@ -148,7 +148,7 @@ def prepare(q: Tensor, nheads_k: int, cut: Cut) -> Prepared:
         leftpad=_lengths(cut.leftpad, batch),
         table=None if table is None else Memory(table, torch.int32, (batch, cut.pages), dense_axes=1),
         by_sequence=0 if table is None else table.stride(0), batch=batch, seqlen_q=seqlen_q, group=group, heads=nheads_k,
-        units=head_dim // unit, count=cut.count, size=cut.size, page=cut.page, pitch=cut.pitch, pages=cut.pages,
+        units=head_dim // unit, count=cut.shares, size=cut.size, page=cut.page, pitch=cut.pitch, pages=cut.pages,
         left=cut.left,
     )  # fmt: skip
     return Prepared(rows, *numbers.split((shares + 1, shares + 1, shares)))
@@ -204,5 +204,5 @@ def _is_right(device: torch.device, dtype: torch.dtype) -> bool:
     found, expected = prepare(q, 2, cut), efficient_shares.prepare(q, 2, cut)
     out = torch.cos(places(found.rows.numel())).to(dtype).view(found.rows.shape)
     lse = torch.sin(places(6 * 2 * 32)).view(6, 2, 32)
-    merged = (way(out, lse, expected.lengths, tuple(q.shape)).float() for way in (merge, efficient_shares.merge))
-    return all(map(torch.equal, found, expected)) and torch.allclose(*merged, rtol=1e-2, atol=1e-3)
+    ours, plain = (way(out, lse, expected.lengths, tuple(q.shape)).float() for way in (merge, efficient_shares.merge))
+    return all(map(torch.equal, found, expected)) and torch.allclose(ours, plain, rtol=1e-2, atol=1e-3)

@@ -91,7 +91,8 @@ class Native(NamedTuple):
 
 @functools.lru_cache(maxsize=None)
 def _operator(direction: str) -> Callable[..., tuple[Tensor, ...]]:
-    return getattr(torch.ops.aten, f"_efficient_attention_{direction}").default
+    operator: Callable[..., tuple[Tensor, ...]] = getattr(torch.ops.aten, f"_efficient_attention_{direction}").default
+    return operator
 
 
 def forward(launch: Launch, keep_lse: bool) -> tuple[Tensor, Native]:
@@ -136,7 +137,7 @@ def _key_splits(launch: Launch, neighbours: int) -> int:
         return 1
     sequences, keys, are_even = launch.q.shape[0], launch.k.shape[1], True
     if launch.cu_seqlens_q is not None:
-        sequences, keys = launch.cu_seqlens_q.shape[0] - 1, launch.max_seqlen_k
+        sequences, keys = launch.cu_seqlens_q.shape[0] - 1, launch.max_seqlen_k or keys
         are_even = sequences * keys <= 1.5 * launch.k.shape[1]
     head_dim = max(launch.q.shape[-1], launch.v.shape[-1])
     at_once = max(1, _blocks_at_once(launch.q.device, head_dim, launch.q.dtype) // neighbours)

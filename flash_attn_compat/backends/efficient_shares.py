@@ -25,7 +25,7 @@ _NOTHING = -1e30
 
 
 class Cut(NamedTuple):
-    """How keys become shares: ``count`` for each sequence, of ``size`` slots each.
+    """How keys become shares: so many for each sequence, of ``size`` slots each.
 
     page, pitch: slots of a cache row or page, and from one to the next in the flattened cache
     pages: of one sequence, 0 for cache rows in their order, 1 where ``table`` holds a row for each sequence
@@ -33,7 +33,7 @@ class Cut(NamedTuple):
     used, leftpad: (batch,) int32 or None; table: (batch, pages) int32 or None
     """
 
-    count: int
+    shares: int
     size: int
     page: int
     pitch: int
@@ -90,7 +90,7 @@ def _even_shares(batch: int, nheads_k: int, slots: int) -> tuple[int, int]:
 def prepare(q: Tensor, nheads_k: int, cut: Cut) -> Prepared:
     """q: (batch, seqlen_q, nheads, head_dim)."""
     batch, seqlen_q, nheads, head_dim = q.shape
-    group, count = nheads // nheads_k, cut.count
+    group, count = nheads // nheads_k, cut.shares
     by_head = q.unflatten(2, (nheads_k, group)).transpose(2, 3).unsqueeze(1)
     rows = ready(by_head.expand(-1, count, -1, -1, -1, -1).reshape(1, -1, nheads_k, head_dim))
     ints = functools.partial(torch.arange, dtype=torch.int32, device=q.device)
@@ -129,10 +129,11 @@ def merge(out: Tensor, lse: Tensor, lengths: Tensor, shape: tuple[int, ...]) -> 
     weights = weights.unflatten(3, (seqlen_q, group)).permute(0, 1, 3, 2, 4).unsqueeze(-1)
     # Beyond 128 channels the output of a share without keys is whatever the memory held.
     empty = (lengths <= 0).view(batch, -1, 1, 1, 1, 1)
-    return (weights * parts).masked_fill(empty, 0.0).sum(1).to(out.dtype).reshape(shape)
+    merged: Tensor = (weights * parts).masked_fill(empty, 0.0).sum(1).to(out.dtype).reshape(shape)
+    return merged
 
 
 def by_share(lse: Tensor, lengths: Tensor, batch: int, rows: int) -> Tensor:
     """(batch, count, nheads_k, rows), -inf for shares without keys, for which the kernel reports 0."""
-    ordered = lse[..., :rows].unflatten(0, (batch, -1))
+    ordered = torch.unflatten(lse[..., :rows], 0, (batch, -1))
     return ordered.masked_fill((lengths <= 0).view(batch, -1, 1, 1), -torch.inf)

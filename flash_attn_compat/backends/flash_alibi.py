@@ -108,6 +108,7 @@ def _longest(launch: Launch) -> int:
 def _row_slopes(launch: Launch) -> Tensor:
     """(batch, 1, heads), packed (total, heads)."""
     slopes = launch.alibi_slopes
+    assert slopes is not None  # nobody else asks for channels
     if launch.cu_seqlens_q is None:
         return alibi.per_sequence(slopes, launch.q.shape[0]).unsqueeze(1)
     if slopes.dim() == 1:
@@ -117,7 +118,7 @@ def _row_slopes(launch: Launch) -> Tensor:
 
 def _row_positions(launch: Launch) -> Tensor:
     """Where each row stands among its sequence's keys, 0 for rows before the first: (seqlen_q,) or (total_q,)."""
-    if launch.cu_seqlens_q is None:
+    if launch.cu_seqlens_q is None or launch.cu_seqlens_k is None:
         seqlen_q, seqlen_k = launch.q.shape[1], launch.k.shape[1]
         return torch.arange(seqlen_k - seqlen_q, seqlen_k, device=launch.q.device).clamp_(min=0)
     total = launch.q.shape[0]

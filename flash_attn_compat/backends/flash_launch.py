@@ -114,7 +114,7 @@ class FlashBackend(Backend):
         if upstream.saved:
             native = Native(out, upstream.saved[0], upstream.saved[1:])
         else:
-            lse = upstream.softmax_lse
+            lse = upstream.lse
             lse = self.native_lse(launch, lse.transpose(0, 1).flatten(1) if packs else lse)
             native = Native(out, lse, ())
         as_they_are = not packs and launch.q.shape[-1] == call.q.shape[-1]
@@ -145,7 +145,8 @@ def prepare(call: AttentionCall, takes_caches: bool) -> Launch:
         max_seqlen_k = max(1, max_seqlen_q if clamped else 0, max_seqlen_k)
         max_seqlen_q = 2 if may_fold else max(1, max_seqlen_q)
         if cu_seqlens_k is None:
-            cu_seqlens_k = _even_starts(call, call.k.shape[1] * call.block_table.shape[1])
+            pages = 1 if call.block_table is None else call.block_table.shape[1]
+            cu_seqlens_k = _even_starts(call, call.k.shape[1] * pages)
     launch = Launch(
         _ready(call.q), _ready(call.k), _ready(call.v), call.softmax_scale, right == 0, (left, -1 if right == 0 else right),
         max_seqlen_q, max_seqlen_k, cu_seqlens_q, cu_seqlens_k, call.seqused_k, call.leftpad_k, call.block_table,
@@ -183,7 +184,7 @@ def _is_packed_dense(call: AttentionCall, launch: Launch) -> bool:
 
 def _unpacked_lse(call: AttentionCall, lse: Tensor) -> Tensor:
     """(heads, batch * seqlen_q) -> (batch, heads, seqlen_q)."""
-    return lse.unflatten(1, call.q.shape[:2]).transpose(0, 1)
+    return torch.unflatten(lse, 1, call.q.shape[:2]).transpose(0, 1)
 
 
 def _shaped(gradient: Tensor, source: Tensor) -> Tensor:

@@ -132,7 +132,8 @@ def _forward(call: AttentionCall) -> Result:
     if call.cu_seqlens_q is not None:
         out, lse = out.squeeze(0), lse.squeeze(0)
     if call.lse_carries_alibi_position:
-        lse = lse + _alibi_shift(call, geometry)
+        assert call.alibi_slopes is not None
+        lse = lse + _alibi_shift(call, call.alibi_slopes, geometry)
     return Result(out, lse)
 
 
@@ -145,7 +146,8 @@ def _backward(call: AttentionCall, dout: Tensor) -> tuple[Tensor, Tensor, Tensor
         gradients = torch.autograd.grad(out, leaves, F.pad(dout, (0, out.shape[-1] - dout.shape[-1])))
     sources = (call.q, call.k, call.v)
     by_token = (gradient.transpose(1, 2)[..., : source.shape[-1]] for gradient, source in zip(gradients, sources))
-    return tuple(gradient.reshape(source.shape) for gradient, source in zip(by_token, sources))
+    dq, dk, dv = (gradient.reshape(source.shape) for gradient, source in zip(by_token, sources))
+    return dq, dk, dv
 
 
 def _attend(call: AttentionCall, geometry: Geometry, inputs: _Inputs) -> tuple[Tensor, Tensor]:
@@ -178,9 +180,10 @@ def _with_aux(
 ) -> tuple[Tensor, Tensor]:
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-    out, aux = flex_attention(
+    found: Any = flex_attention(
         q, k, v, score_mod, block_mask, scale, enable_gqa, kernel_options=options, return_aux=AuxRequest(lse=True)
     )
+    out, aux = found
     return out, aux.lse
 
 
@@ -189,7 +192,11 @@ def _with_lse(
 ) -> tuple[Tensor, Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return flex_attention(q, k, v, score_mod, block_mask, scale, enable_gqa, kernel_options=options, return_lse=True)
+    found: Any = flex_attention(
+        q, k, v, score_mod, block_mask, scale, enable_gqa, kernel_options=options, return_lse=True
+    )
+    out, lse = found
+    return out, lse
 
 
 def _score_mod(call: AttentionCall, geometry: Geometry) -> Callable[..., Tensor] | None:
@@ -236,12 +243,12 @@ def _kernel_options(inputs: _Inputs) -> dict[str, int]:
 
 def _inputs(call: AttentionCall) -> _Inputs:
     size, size_v = (max(16, 1 << (size - 1).bit_length()) for size in (call.q.shape[-1], call.head_dim_v))
-    tensors = (call.q, call.k, call.v)
-    if call.cu_seqlens_q is not None:
+    q, k, v = call.q, call.k, call.v
+    if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
         # Blocks that reach over a sequence's end multiply what lies there by 0, which NaN would survive.
-        starts = (call.cu_seqlens_q, call.cu_seqlens_k, call.cu_seqlens_k)
-        tensors = tuple(map(outside.cleared, tensors, starts))
-    padded = map(_padded, tensors, (size, size, size_v))
+        q = outside.cleared(q, call.cu_seqlens_q)
+        k, v = outside.cleared(k, call.cu_seqlens_k), outside.cleared(v, call.cu_seqlens_k)
+    padded = map(_padded, (q, k, v), (size, size, size_v))
     return _Inputs(*map(_by_head, padded))
 
 
@@ -257,10 +264,10 @@ def _by_head(tensor: Tensor) -> Tensor:
     return (tensor if tensor.dim() == 4 else tensor.unsqueeze(0)).transpose(1, 2)
 
 
-def _alibi_shift(call: AttentionCall, geometry: Geometry) -> Tensor:
+def _alibi_shift(call: AttentionCall, slopes: Tensor, geometry: Geometry) -> Tensor:
     """slope * position, which flash-attn's LSE carries: (batch, heads, seqlen_q), packed (heads, total_q)."""
-    slopes = alibi.per_sequence(call.alibi_slopes, call.batch)
-    if geometry.sequence is None:
+    slopes = alibi.per_sequence(slopes, call.batch)
+    if geometry.sequence is None or call.cu_seqlens_k is None:
         return slopes[:, :, None] * geometry.place
     position = geometry.place - call.cu_seqlens_k[geometry.sequence]
     return (slopes[geometry.sequence] * position[:, None]).t()

@@ -38,9 +38,9 @@ class Geometry(NamedTuple):
 
 def geometry(call: AttentionCall) -> Geometry:
     """The geometry of a dense or packed call; that of a dense one is remembered."""
-    if call.cu_seqlens_q is None:
+    if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
         return _dense(call.q.shape[1], call.k.shape[1], call.mask, call.q.device)
-    return _packed(call)
+    return _packed(call, call.cu_seqlens_q, call.cu_seqlens_k)
 
 
 @functools.lru_cache(maxsize=8)
@@ -52,8 +52,7 @@ def _dense(seqlen_q: int, seqlen_k: int, mask: Mask, device: torch.device) -> Ge
         return Geometry(first, stop, place, None, _block_mask(first, stop, seqlen_k))
 
 
-def _packed(call: AttentionCall) -> Geometry:
-    starts_q, starts_k = call.cu_seqlens_q, call.cu_seqlens_k
+def _packed(call: AttentionCall, starts_q: Tensor, starts_k: Tensor) -> Geometry:
     tokens = torch.arange(call.q.shape[0], dtype=torch.int32, device=call.q.device)
     sequence = torch.searchsorted(starts_q[1:], tokens, right=True).clamp_(max=call.batch - 1)
     begin, end = starts_k[sequence], starts_k[sequence + 1]

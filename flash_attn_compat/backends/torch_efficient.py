@@ -8,9 +8,9 @@ are in efficient_cache.py. Nothing waits for the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ Step = tuple[Place, Callable[[], Launch]]
 _LACKS = Feature.SOFTCAP | Feature.SHARED_DROPOUT_MASK | Feature.TRANSFORMS
 _CACHED = Feature.SEQUSED_K | Feature.LEFTPAD_K | Feature.PAGED
 # Before 2.15 the windowed backward aligns its mask as if there were as many queries as keys.
-_OLD_WINDOW_BACKWARD = torch.__version__ < (2, 15)
+_OLD_WINDOW_BACKWARD = torch.__version__ < "2.15"  # as versions, not as letters
 # Elements of q from which on it pays to issue launches to several streams.
 _WORTH_STREAMS = 2**20
 
@@ -132,6 +132,7 @@ class TorchEfficient(Backend):
             return [tensor for tensor in native if tensor is not None and tensor.is_cuda]
 
         _run(call, [partial(compute, *step) for step in steps], collect)
+        assert out is not None  # made beforehand, unless there is one launch
         if call.cu_seqlens_q is not None:
             out = out.squeeze(0)
             outside.clear(out, call.cu_seqlens_q)
@@ -152,7 +153,7 @@ class TorchEfficient(Backend):
 
         def compute(index: int, place: Place, launch_of: Callable[[], Launch]) -> tuple[Place, tuple[Tensor, ...]]:
             launch = launch_of()
-            native = natives[index] if natives else _native_from_official(call, place, launch, upstream.softmax_lse)
+            native = natives[index] if natives else _native_from_official(call, place, launch, upstream.lse)
             rows_dout, rows_out = (
                 efficient_launch.pad_channels(tensor[place.batch, place.rows, place.heads]) for tensor in (dout, out)
             )
@@ -218,11 +219,11 @@ def _launches(call: AttentionCall, backward: bool = False) -> Iterator[Step]:
     slopes, mask = call.alibi_slopes, call.mask
     if slopes is not None or not (mask.is_full or mask.right == 0):
         for heads in members:
-            slopes_of = slopes if slopes is None else slopes[..., heads]
+            slopes_of = None if slopes is None else slopes[..., heads]
             part = call._replace(q=call.q[..., heads, :], alibi_slopes=slopes_of)
-            by_channels = slopes is not None and _takes_channels(call)
-            if by_channels:
-                steps = _with_alibi_channels(part, backward)
+            steps: Iterable[Step]
+            if slopes_of is not None and _takes_channels(call):
+                steps = _with_alibi_channels(part, slopes_of, backward)
             else:
                 steps = efficient_bias.launches(part, _whole(part), backward)
             for place, launch_of in steps:
@@ -254,9 +255,9 @@ def _prepared(tensor: Tensor) -> Tensor:
     return alignment.ready(efficient_launch.pad_channels(tensor))
 
 
-def _with_alibi_channels(call: AttentionCall, backward: bool) -> Iterator[Step]:
+def _with_alibi_channels(call: AttentionCall, slopes: Tensor, backward: bool) -> Iterator[Step]:
     """Query heads equal key heads."""
-    added = efficient_alibi.channels(call)
+    added = efficient_alibi.channels(call, slopes)
 
     def widened(launch: Launch, queries: Tensor) -> Launch:
         q, k = alibi.append_channels(launch.q, queries), alibi.append_channels(launch.k, added.keys)
@@ -290,9 +291,7 @@ def _packed(call: AttentionCall) -> Launch:
     """Packed sequences in one launch; where a causal mask may hide all keys of a row, such rows get no keys."""
     q, k, v = _prepared(call.q), _prepared(call.k), _prepared(call.v)
     left, right = call.mask
-    cu_q, cu_k = call.cu_seqlens_q, call.cu_seqlens_k
-    if right == 0 and not call.equal_lengths:
-        cu_q, cu_k = _split_dead_rows(cu_q, cu_k)
+    cu_q, cu_k = _packed_starts(call)
     return Launch(
         q[None], k[None], v[None], call.softmax_scale,
         NO_MASK if right is None else CAUSAL_BOTTOM_RIGHT, None if left is None else left + 1, cu_q, cu_k,
@@ -356,7 +355,7 @@ def _lse_shift(call: AttentionCall) -> Tensor | None:
     if call.alibi_slopes is None or _takes_channels(call):
         return None
     shift = efficient_bias.lse_shift(call)
-    if not call.mask.is_causal:
+    if shift is None or not call.mask.is_causal:
         return shift
     slopes = alibi.per_sequence(call.alibi_slopes, call.batch)
     return shift - alibi.causal_lse_shift(slopes, call.q.shape[1], call.k.shape[1] - call.q.shape[1])
@@ -369,20 +368,22 @@ def _packed_lse(call: AttentionCall, native: Native) -> Tensor:
 
 
 def _packed_starts(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    starts_q, starts_k = call.cu_seqlens_q, call.cu_seqlens_k
+    assert starts_q is not None and starts_k is not None  # packed calls have both, others do not come here
     if call.mask.right == 0 and not call.equal_lengths:
-        return _split_dead_rows(call.cu_seqlens_q, call.cu_seqlens_k)
-    return call.cu_seqlens_q, call.cu_seqlens_k
+        return _split_dead_rows(starts_q, starts_k)
+    return starts_q, starts_k
 
 
 def _native_from_official(call: AttentionCall, place: Place, launch: Launch, lse: Tensor) -> Native:
     shift = _lse_shift(call)
     lse = lse if shift is None else lse + shift
-    if call.cu_seqlens_q is None:
+    if launch.cu_seqlens_q is None or launch.max_seqlen_q is None:
         return Native(efficient_launch.lse_to_native(lse[place.batch, place.heads, place.rows]))
     return Native(efficient_launch.packed_lse_to_native(lse[place.heads], launch.cu_seqlens_q, launch.max_seqlen_q))
 
 
-def _natives_of(call: AttentionCall, steps: Sequence[Step], saved: tuple[Tensor, ...]) -> list[Native]:
+def _natives_of(call: AttentionCall, steps: Sequence[Step], saved: tuple[Any, ...]) -> list[Native]:
     """What the forward's launches kept for each of the backward's, which may compute the rows of several."""
     natives = [Native(*saved[start : start + 3]) for start in range(0, len(saved), 3)]
     if len(natives) <= len(steps):

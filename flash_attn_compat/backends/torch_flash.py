@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -79,7 +80,7 @@ class TorchFlash(FlashBackend):
             found = compute(launch, dout, native)
         if launch.cu_seqlens_q is not None:
             for gradient, starts in zip(found, (launch.cu_seqlens_q, launch.cu_seqlens_k, launch.cu_seqlens_k)):
-                if outside.may_exist(starts, gradient.shape[0]):
+                if starts is not None and outside.may_exist(starts, gradient.shape[0]):
                     outside.set_to_zero(gradient, starts)
         if into is None:
             return found
@@ -132,7 +133,9 @@ def _backward(launch: Launch, dout: Tensor, native: Native) -> Gradients:
 def _forward_by_channels(launch: Launch) -> Native:
     """Causal ALiBi: PyTorch builds its kernels without slopes, whatever the operator's schema says."""
     out = launch.q.new_empty(launch.q.shape)
-    lse, state, channels = [], [], flash_alibi.channels(launch)
+    lse: list[Tensor] = []
+    state: list[Tensor] = []
+    channels = flash_alibi.channels(launch)
     for part in flash_alibi.parts(launch):
         native = _forward(flash_alibi.with_channels(launch, channels, part))
         out[part] = native.out[..., : out.shape[-1]]
@@ -158,15 +161,18 @@ def _without_leftpad(launch: Launch) -> Launch:
     """Skipped slots as later starts: where the keys' lengths are given, their starts may lie anywhere."""
     if launch.leftpad_k is None and (launch.block_table is None or launch.seqused_k is not None):
         return launch
-    lengths = launch.cu_seqlens_k.diff() if launch.seqused_k is None else launch.seqused_k
+    starts = launch.cu_seqlens_k
+    assert starts is not None  # flash_launch.py packs whatever has lengths, pages or padding
+    lengths = starts.diff() if launch.seqused_k is None else launch.seqused_k
     if launch.leftpad_k is None:
         return launch._replace(seqused_k=lengths)
-    starts = launch.cu_seqlens_k + F.pad(launch.leftpad_k, (0, 1))
+    starts = starts + F.pad(launch.leftpad_k, (0, 1))
     return launch._replace(cu_seqlens_k=starts, seqused_k=(lengths - launch.leftpad_k).clamp_(min=0), leftpad_k=None)
 
 
 @functools.lru_cache(maxsize=None)
-def _operator(direction: str) -> Callable[..., tuple[Tensor, ...]] | None:
+def _operator(direction: str) -> Any:
+    """The operator, None where this PyTorch has none, which is a reason against every call."""
     packet = getattr(torch.ops.aten, f"_flash_attention_{direction}", None)
     return packet and packet.default
 
@@ -183,7 +189,7 @@ def _pads_lse(device: torch.device) -> bool:
     """Whether packed rows' LSE is (batch, heads, max_seqlen_q), as before FlashAttention 2.6; found by a tiny call."""
     q = torch.zeros(1, 1, 8, dtype=torch.float16, device=device)
     starts = torch.arange(2, dtype=torch.int32, device=device)
-    lse = _operator("forward")(q, q, q, starts, starts, 1, 1, 0.0, False, False)[1]
+    lse: Tensor = _operator("forward")(q, q, q, starts, starts, 1, 1, 0.0, False, False)[1]
     return lse.dim() == 3
 
 

@@ -6,7 +6,7 @@ row sees is in mask.py, how sequences lie in the tensors in layout.py.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -208,7 +208,7 @@ class Result(NamedTuple):
     out: Tensor
     softmax_lse: Tensor | None
     rng_state: Tensor | None = None
-    saved: tuple[Tensor | None, ...] = ()
+    saved: tuple[Any, ...] = ()
 
     @property
     def lse(self) -> Tensor:
@@ -234,7 +234,7 @@ class Upstream(NamedTuple):
     out: Tensor
     softmax_lse: Tensor | None
     rng_state: Tensor | None
-    saved: tuple[Tensor | None, ...] = ()
+    saved: tuple[Any, ...] = ()
 
     @property
     def lse(self) -> Tensor:

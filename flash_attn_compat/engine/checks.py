@@ -162,8 +162,8 @@ def upstream(call: AttentionCall, given: Upstream, *gradients: Tensor | None) ->
             raise RuntimeError(must_be_on(name, call.q.device))
     # Kernels read it through its address, as fp32.
     lse_dtypes = {torch.float32, torch.float64 if call.q.dtype == torch.float64 else torch.float32}
-    if given.softmax_lse.dtype not in lse_dtypes:
-        raise RuntimeError(f"softmax_lse must have dtype fp32, got {given.softmax_lse.dtype}")
+    if given.lse.dtype not in lse_dtypes:
+        raise RuntimeError(f"softmax_lse must have dtype fp32, got {given.lse.dtype}")
     for name, gradient, source in zip("qkv", gradients, (call.q, call.k, call.v)):
         if gradient is None:
             continue

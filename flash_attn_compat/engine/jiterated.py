@@ -137,7 +137,7 @@ class Kernel:
 
 
 def _number(name: str, value: Argument, device: torch.device) -> float:
-    if type(value) is Memory:
+    if isinstance(value, Memory):
         return value.address(name, device)
     return 0 if value is None else value
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -237,8 +237,8 @@ def of_append(problem: Problem, run: Callable[[AttentionCall, Append], Tensor]) 
     here = here._replace(block_table=None if call.block_table is None else call.block_table.cpu())
     with torch.no_grad():
         right = engine_append.by_operators(here, new)
-    on_device = {name: value.to(place) for name, value in new._asdict().items() if isinstance(value, Tensor)}
-    found = run(call, new._replace(**on_device))
+    tensors: dict[str, Any] = {name: value for name, value in new._asdict().items() if isinstance(value, Tensor)}
+    found = run(call, new._replace(**{name: tensor.to(place) for name, tensor in tensors.items()}))
     # What the cache held before is NaN behind the keys in use.
     pairs = [("q", found, right), ("k_cache", call.k, here.k), ("v_cache", call.v, here.v)]
     return _difference([(name, got.nan_to_num(9.0), wanted.nan_to_num(9.0)) for name, got, wanted in pairs], dtype)
