@@ -13,10 +13,12 @@ from flash_attn_compat.modules.mha import MHA
 from flash_attn_compat.utils.generation import (
     GenerationMixin,
     InferenceParams,
+    allocate_inference_cache,
     decode,
     modify_logits_for_top_k_filtering,
     modify_logits_for_top_p_filtering,
     sample,
+    update_graph_cache,
 )
 
 VOCAB = 11
@@ -34,6 +36,11 @@ class TinyModel(nn.Module, GenerationMixin):
         )
         self.head = nn.Linear(32, VOCAB)
         self.seen: list[tuple[int, ...]] = []
+
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
+    ) -> Any:
+        return {i: layer.allocate_inference_cache(batch_size, max_seqlen, dtype) for i, layer in enumerate(self.layers)}
 
     def forward(
         self,
@@ -140,3 +147,58 @@ def test_the_state_can_be_reset_and_keeps_its_caches() -> None:
 def test_a_model_without_caches_says_so() -> None:
     with pytest.raises(NotImplementedError, match="allocate_inference_cache"):
         GenerationMixin().allocate_inference_cache(1, 1)
+
+
+# CUDA graphs of a step; on a CPU the same interface calls the model.
+
+on_devices = pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+
+
+@on_devices
+def test_decoding_by_graphs_gives_the_tokens_of_decoding_without(device: str) -> None:
+    model = TinyModel().to(device)
+    prompt = PROMPT.to(device)
+    expected = model.generate(prompt, 12)
+    assert torch.equal(model.generate(prompt, 12, cg=True), expected)
+    graphs = model._decoding_cache
+    # A shorter generation, and another prompt, replay what is there.
+    assert torch.equal(model.generate(prompt.flip(0), 9, cg=True), expected.flip(0)[:, :9])
+    assert model._decoding_cache is graphs and graphs.max_seqlen == 12 and len(graphs.callables) == 1
+    # A longer sequence in between replaces the rotary tables that a graph reads.
+    model(torch.zeros(1, 64, dtype=torch.long, device=device))
+    assert torch.equal(model.generate(prompt, 12, cg=True), expected)
+
+
+@on_devices
+def test_a_step_of_several_tokens_gives_the_logits_of_each(device: str) -> None:
+    model = TinyModel().to(device)
+    ids = torch.tensor([[1, 2, 3, 4, 5], [7, 5, 9, 0, 2]], device=device)
+    cache = update_graph_cache(model, None, 2, 3, 8, decoding_seqlens=(1, 2))
+    assert cache.inference_params.seqlen_offset == 0 and set(cache.callables) == {(2, 1), (2, 2)}
+    with torch.inference_mode():
+        cache.inference_params.reset(8, 2)
+        model(ids[:, :3], inference_params=cache.inference_params)
+    logits = cache.run(ids[:, 3:], torch.tensor([[3, 4]] * 2, device=device), 3)
+    torch.testing.assert_close(logits, model(ids).logits[:, 3:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", [{"batch_size": 3}, {"max_seqlen": 9}, {"dtype": torch.float16}])
+def test_graphs_that_do_not_fit_are_made_anew(change: dict[str, Any]) -> None:
+    model = TinyModel()
+    sizes: dict[str, Any] = {"batch_size": 2, "seqlen_og": 3, "max_seqlen": 8}
+    cache = update_graph_cache(model, None, **sizes)
+    state, step = cache.inference_params, cache.callables[2, 1]
+    assert update_graph_cache(model, cache, 1, 3, 7) is cache and cache.callables[2, 1] is step
+    assert update_graph_cache(model, cache, **{**sizes, **change}) is cache
+    assert cache.inference_params is not state and step not in cache.callables.values()
+    batch, dtype = change.get("batch_size", 2), change.get("dtype", torch.float32)
+    caches = cache.inference_params.key_value_memory_dict
+    assert caches[0].shape[:2] == (batch, change.get("max_seqlen", 8)) and caches[0].dtype == dtype
+
+
+def test_caches_are_made_from_a_configuration_where_the_model_has_none() -> None:
+    model = nn.Linear(1, 1)
+    model.config = SimpleNamespace(hidden_size=32, num_attention_heads=4, num_hidden_layers=2)  # type: ignore[assignment]
+    caches = update_graph_cache(model, None, 2, 3, 8, decoding_seqlens=(), tensor_parallel=2).inference_params
+    assert {i: tuple(c.shape) for i, c in caches.key_value_memory_dict.items()} == {i: (2, 8, 2, 2, 8) for i in (0, 1)}
+    assert list(allocate_inference_cache(1, 2, 3, 4, [5, 7], "cpu")) == [5, 7]

@@ -93,7 +93,12 @@ class CachedAttention(nn.Module):
 
     def _apply_rotary_update_kvcache_attention(self, q: Tensor, kv: Tensor, inference_params: Any) -> Tensor:
         """A decoding step: rotate q (batch, seqlen, nheads, headdim) and kv (batch, seqlen, 2, nheads_k, headdim)."""
-        self.rotary_emb._update_cos_sin_cache(inference_params.max_seqlen, device=q.device, dtype=q.dtype)
+        assert self.layer_idx is not None, "Generation requires layer_idx in the constructor"
+        # A cache made for a longer generation wants tables of its own length.
+        capacity = inference_params.key_value_memory_dict[self.layer_idx].shape[1]
+        self.rotary_emb._update_cos_sin_cache(
+            max(inference_params.max_seqlen, capacity), device=q.device, dtype=q.dtype
+        )
         return self._attend_to_cache(
             q,
             kv,
@@ -106,6 +111,8 @@ class CachedAttention(nn.Module):
     def _update_kvcache_attention(self, q: Tensor, kv: Tensor, inference_params: Any) -> Tensor:
         """Append kv to the cache, then attend; shapes as `_apply_rotary_update_kvcache_attention`."""
         if inference_params.seqlen_offset == 0 or not self.use_flash_attn:
+            if inference_params.seqlen_offset > 0 and q.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("a CUDA graph follows the cache's lengths with use_flash_attn=True only")
             context: Tensor = self.inner_cross_attn(q, self._update_kv_cache(kv, inference_params))
             return context
         return self._attend_to_cache(q, kv, inference_params)

@@ -15,7 +15,9 @@ from types import ModuleType
 
 # The part of flash_attn_compat that mirrors flash_attn. What is not listed (engine, backends, naming, ...) is ours
 # alone and stays absent under flash_attn's name, as do the names of FlashAttention 1, 3 and 4.
-MIRRORED = frozenset({"bert_padding", "flash_attn_interface", "layers", "losses", "modules", "ops", "utils"})
+MIRRORED = frozenset(
+    {"bert_padding", "flash_attn_interface", "flash_attn_triton", "layers", "losses", "modules", "ops", "utils"}
+)
 
 
 class MirrorFinder(importlib.abc.MetaPathFinder):
@@ -25,9 +27,17 @@ class MirrorFinder(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         package, _, below = fullname.partition(".")
-        if package != "flash_attn" or below.partition(".")[0] not in MIRRORED:
+        if package != "flash_attn" or not is_stand_in(sys.modules.get("flash_attn")):
             return None
-        if not is_stand_in(sys.modules.get("flash_attn")):
+        if below == "models":
+            # Its parent says why before anything below it is looked for.
+            raise ModuleNotFoundError(
+                "flash_attn.models (whole models: GPT, BERT, ...) is not part of flash_attn_compat, which has the "
+                "attention functions, layers, losses, modules, ops and utils of flash-attn; take the model from "
+                "transformers, or from a checkout of flash-attn",
+                name="flash_attn_compat.models",
+            )
+        if below.partition(".")[0] not in MIRRORED:
             return None
         source = importlib.util.find_spec(f"flash_attn_compat.{below}")
         if source is None:

@@ -1,11 +1,13 @@
-"""Autoregressive generation with a KV cache: the state, sampling from logits, and a decoding loop.
+"""Autoregressive generation with a KV cache: the state, sampling from logits, a decoding loop, CUDA graphs of a step.
 
-CUDA graphs and speculative decoding stay out.
+Speculative decoding stays out.
 """
 
 from __future__ import annotations
 
+import gc
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,22 +120,36 @@ def decode(
         eos_token_id: stop as soon as every sample's token of one step is this one.
         teacher_outputs: (batch, n) tokens to use instead of the drawn ones, as far as they go.
         vocab_size: ignore logits past this one.
-        tensor_parallel, cg: accepted; they matter to CUDA graphs only, of which there are none here.
+        tensor_parallel: heads of the model are shared out over so many ranks; matters with cg alone.
+        cg: replay CUDA graphs, which are kept in model._decoding_cache; see `update_graph_cache`.
         enable_timing: print the time that decoding took.
     """
     batch_size, prompt_length = input_ids.shape
     state = InferenceParams(max_seqlen=max_length, max_batch_size=batch_size)
+    graphs: DecodingCGCache | None = None
+    if cg:
+        graphs = update_graph_cache(
+            model,
+            getattr(model, "_decoding_cache", None),
+            batch_size,
+            prompt_length,
+            max_length,
+            tensor_parallel=tensor_parallel,
+        )
+        model._decoding_cache = graphs
+        state = graphs.inference_params
+        state.reset(max_length, batch_size)
     start = time.perf_counter()
     sequences, scores = [input_ids], []
     tokens = input_ids
     while True:
         positions = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.long) + state.seqlen_offset
-        logits = model(
-            tokens,
-            position_ids=positions.expand(batch_size, -1),
-            inference_params=state,
-            num_last_tokens=1,
-        ).logits.squeeze(dim=1)
+        positions = positions.expand(batch_size, -1)
+        if graphs is not None and state.seqlen_offset > 0:
+            logits = graphs.run(tokens, positions, state.seqlen_offset)
+        else:
+            logits = model(tokens, position_ids=positions, inference_params=state, num_last_tokens=1).logits
+        logits = logits.squeeze(dim=1)
         logits = logits if vocab_size is None else logits[..., :vocab_size]
         scores.append(logits)
         state.seqlen_offset += tokens.shape[1]
@@ -180,3 +196,171 @@ class GenerationMixin:
         if not output_scores:
             output.scores = None
         return output if return_dict_in_generate else output.sequences
+
+
+def allocate_inference_cache(
+    max_batch_size: int,
+    max_seqlen: int,
+    nheads: int,
+    headdim: int,
+    layers: int | Iterable[int],
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float16,
+) -> dict[int, Tensor]:
+    """An uninitialised cache (max_batch_size, max_seqlen, 2, nheads, headdim) for each layer, by its index."""
+    indices = range(layers) if isinstance(layers, int) else layers
+    shape = (max_batch_size, max_seqlen, 2, nheads, headdim)
+    return {index: torch.empty(shape, device=device, dtype=dtype) for index in indices}
+
+
+# A step: (input_ids, position_ids, tokens in the cache) to logits.
+Step = Callable[[Tensor, Tensor, int], Tensor]
+
+
+@dataclass
+class DecodingCGCache:
+    """CUDA graphs of decoding steps, and the state that they were captured with.
+
+    Attributes:
+        max_batch_size, max_seqlen, device, dtype: what the graphs are good for.
+        callables: a step by (batch size, tokens in a step).
+        mempool: the graphs' memory; None off CUDA.
+        run: the step that fits its input_ids (batch, tokens).
+    """
+
+    max_batch_size: int = 0
+    max_seqlen: int = 0
+    device: torch.device | None = None
+    dtype: torch.dtype | None = None
+    callables: dict[tuple[int, int], Step] = field(default_factory=dict)
+    mempool: Any = None
+    inference_params: Any = None
+    run: Any = None
+
+
+@torch.inference_mode()
+def update_graph_cache(
+    model: Any,
+    cache: DecodingCGCache | None,
+    batch_size: int,
+    seqlen_og: int,
+    max_seqlen: int,
+    decoding_seqlens: Iterable[int] = (1,),
+    tensor_parallel: int = 1,
+    dtype: torch.dtype | None = None,
+    n_warmups: int = 2,
+) -> DecodingCGCache:
+    """Capture the steps that `cache` lacks, from scratch where it is too small or of another device or dtype.
+
+    Args:
+        model: called as `decode` does, with num_last_tokens = tokens of the step. Its caches come from
+            model.allocate_inference_cache, else from model.config. Attention must go by lengths_per_sample, which
+            changes between replays (MHA with use_flash_attn does).
+        cache: of an earlier call, or None.
+        seqlen_og: tokens of the prompt.
+        decoding_seqlens: how many tokens a step may have.
+        tensor_parallel: divides model.config's heads.
+        dtype: of the caches, the parameters' by default.
+        n_warmups: calls before a capture.
+    """
+    cache = DecodingCGCache() if cache is None else cache
+    example = next(iter(model.parameters()))
+    device, dtype = example.device, example.dtype if dtype is None else dtype
+    too_small = batch_size > cache.max_batch_size or max_seqlen > cache.max_seqlen
+    if too_small or (device, dtype) != (cache.device, cache.dtype):
+        cache.callables, cache.mempool, cache.inference_params = {}, None, None
+        gc.collect()  # graphs hold their memory until they are gone
+        cache.device, cache.dtype, cache.max_batch_size, cache.max_seqlen = device, dtype, batch_size, max_seqlen
+        cache.inference_params = InferenceParams(
+            max_seqlen=max_seqlen,
+            max_batch_size=batch_size,
+            seqlen_offset=seqlen_og,
+            key_value_memory_dict=_model_caches(model, batch_size, max_seqlen, tensor_parallel, device, dtype),
+            lengths_per_sample=torch.full((batch_size,), seqlen_og, dtype=torch.int32, device=device),
+        )
+        cache.mempool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+    callables = cache.callables
+    for tokens in decoding_seqlens:
+        if (batch_size, tokens) not in callables:
+            callables[batch_size, tokens] = capture_graph(
+                model, cache.inference_params, batch_size, max_seqlen, tokens, cache.mempool, n_warmups
+            )
+    cache.run = lambda input_ids, position_ids, seqlen: callables[tuple(input_ids.shape[:2])](
+        input_ids, position_ids, seqlen
+    )
+    cache.inference_params.seqlen_offset = 0
+    return cache
+
+
+def capture_graph(
+    model: Any,
+    inference_params: InferenceParams,
+    batch_size: int,
+    max_seqlen: int,
+    decoding_seqlen: int = 1,
+    mempool: Any = None,
+    n_warmups: int = 2,
+) -> Step:
+    """A step of decoding_seqlen tokens as a CUDA graph; where there is no CUDA, a step that calls the model.
+
+    Returns a function of input_ids and position_ids (batch_size, decoding_seqlen) and the tokens that the cache
+    holds, which gives the logits (batch_size, decoding_seqlen, vocab).
+    """
+    lengths = inference_params.lengths_per_sample
+    assert lengths is not None, "inference_params.lengths_per_sample is required: it changes between replays"
+    device = next(iter(model.parameters())).device
+    shape, before = (batch_size, decoding_seqlen), inference_params.seqlen_offset
+
+    @torch.inference_mode()
+    def call(input_ids: Tensor, position_ids: Tensor, seqlen: int) -> Tensor:
+        inference_params.seqlen_offset = seqlen
+        lengths.fill_(seqlen)
+        logits: Tensor = model(
+            input_ids, position_ids=position_ids, inference_params=inference_params, num_last_tokens=decoding_seqlen
+        ).logits
+        return logits
+
+    if device.type != "cuda":
+        return call
+    input_ids, position_ids = (torch.zeros(shape, dtype=torch.long, device=device) for _ in range(2))
+    last = max_seqlen - decoding_seqlen
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(n_warmups):
+            call(input_ids, position_ids, last)
+        side.synchronize()
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()  # no rank captures while another one's collectives still run
+    torch.cuda.current_stream(device).wait_stream(side)
+    # What the graph reads must outlive it: rotary tables are replaced when a longer sequence comes along.
+    read = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode(), torch.cuda.graph(graph, pool=mempool):
+        logits = model(
+            input_ids, position_ids=position_ids, inference_params=inference_params, num_last_tokens=decoding_seqlen
+        ).logits
+
+    @torch.inference_mode()
+    def replay(new_input_ids: Tensor, new_position_ids: Tensor, seqlen: int, _read: object = read) -> Tensor:
+        lengths.fill_(seqlen)
+        input_ids.copy_(new_input_ids)
+        position_ids.copy_(new_position_ids)
+        graph.replay()
+        out: Tensor = logits.clone()
+        return out
+
+    inference_params.seqlen_offset = before
+    return replay
+
+
+def _model_caches(
+    model: Any, batch_size: int, max_seqlen: int, tensor_parallel: int, device: torch.device, dtype: torch.dtype
+) -> dict[Any, Any]:
+    if hasattr(model, "allocate_inference_cache"):
+        caches: dict[Any, Any] = model.allocate_inference_cache(batch_size, max_seqlen, dtype)
+        return caches
+    config = model.config
+    headdim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    nheads = config.num_attention_heads // tensor_parallel
+    return allocate_inference_cache(batch_size, max_seqlen, nheads, headdim, config.num_hidden_layers, device, dtype)

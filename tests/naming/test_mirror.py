@@ -26,7 +26,9 @@ ABSENT = [
     "flash_attn_3",
     "flash_attn.cute",  # FlashAttention 4
     "flash_attn.flash_attention",  # FlashAttention 1
-    "flash_attn.flash_attn_triton",
+    "flash_attn.flash_blocksparse_attention",
+    "flash_attn.models",
+    "flash_attn.models.gpt",
     "flash_attn.engine",  # ours alone
     "flash_attn.backends",
     "flash_attn.naming",
@@ -54,6 +56,45 @@ def test_a_name_that_flash_attn_2_does_not_have_is_absent(name):
     patch()
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module(name)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["import flash_attn.models", "from flash_attn import models", "from flash_attn.models.gpt import GPTLMHeadModel"],
+)
+def test_whole_models_are_refused_with_the_reason(statement):
+    patch()
+    with pytest.raises(ImportError, match="is not part of flash_attn_compat"):
+        exec(statement)
+
+
+# What public code imports, one statement each: a single absent name fails the whole of it.
+IMPORTS = [
+    "from flash_attn.modules.block import Block, ParallelBlock",
+    "from flash_attn.modules.embedding import BertEmbeddings, GPT2Embeddings, ParallelGPT2Embeddings",
+    "from flash_attn.modules.mha import MHA, CrossAttention, FlashCrossAttention, LinearResidual, ParallelMHA",
+    "from flash_attn.modules.mlp import FusedMLP, GatedMlp, Mlp, ParallelFusedMLP, ParallelGatedMlp, ParallelMLP",
+    "from flash_attn.ops.fused_dense import ColumnParallelLinear, FusedDense, RowParallelLinear, fused_dense_func",
+    "from flash_attn.ops.fused_dense import FusedMLP, ParallelFusedMLP, fused_mlp_func",
+    "from flash_attn.layers.patch_embed import PatchEmbed",
+    "from flash_attn.utils.benchmark import benchmark_all, benchmark_backward, benchmark_combined, benchmark_forward",
+    "from flash_attn.utils.benchmark import benchmark_fwd_bwd, benchmark_memory, pytorch_profiler",
+    "from flash_attn.utils.pretrained import state_dict_from_pretrained",
+    "from flash_attn.utils.testing import attention_ref, generate_qkv, generate_random_padding_mask",
+    "from flash_attn.utils.torch import custom_bwd, custom_fwd",
+    "from flash_attn.utils.library import triton_op",
+    "from flash_attn.utils.generation import GenerationMixin, InferenceParams, sample, update_graph_cache",
+    "from flash_attn.ops.triton.mlp import FusedDenseSqreluDense, fused_dense_sqrelu_dense_function",
+    "from flash_attn.ops.triton.linear import triton_dgrad_act, triton_linear_act",
+    "from flash_attn.ops.triton.k_activations import Activation, gelu, gelu_approx, gelu_approx_grad, gelu_grad",
+    "from flash_attn.flash_attn_triton import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func",
+]
+
+
+@pytest.mark.parametrize("statement", IMPORTS)
+def test_an_import_that_public_code_contains_works(statement):
+    patch()
+    exec(statement)
 
 
 def test_the_package_has_a_real_spec_and_exactly_the_seven_functions():

@@ -1,0 +1,103 @@
+"""Attention with a bias against the softmax of scores plus bias written out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_compat import flash_attn_triton
+from flash_attn_compat.flash_attn_triton import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+from tests.plain import check_function
+from tests.support import randn
+
+B, H, D = 2, 3, 16
+
+
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, causal: bool = False, scale: Any = None
+) -> Tensor:
+    scores = torch.einsum("bthd,bshd->bhts", q, k) * (D**-0.5 if scale is None else scale)
+    scores = scores if bias is None else scores + bias
+    if causal:
+        above = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(above, -torch.inf)
+    return torch.einsum("bhts,bshd->bthd", scores.softmax(-1).to(v.dtype), v)
+
+
+@pytest.fixture(autouse=True, params=[256, 3])
+def block_of_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that hold everything, and blocks that cut through it."""
+    monkeypatch.setattr(flash_attn_triton, "_ROWS", request.param)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("shape", [None, (1, H), (B, 1), (B, H)])
+@pytest.mark.parametrize("bias_dtype", [None, torch.float32])
+def test_the_bias_is_added_to_the_scores(
+    dtype: torch.dtype, causal: bool, rows: bool, shape: tuple[int, int] | None, bias_dtype: torch.dtype | None
+) -> None:
+    """All gradients, the bias's too; a fp32 bias of half inputs is used as it is."""
+    for seqlen_q, seqlen_k in ((7, 7), (4, 9), (9, 4), (1, 6)):
+        q, k, v = (randn(B, n, H, D, seed=s, dtype=dtype) for s, n in enumerate((seqlen_q, seqlen_k, seqlen_k)))
+        bias = None
+        if shape is not None:
+            bias = 3 * randn(*shape, seqlen_q if rows else 1, seqlen_k, seed=5, dtype=bias_dtype or dtype)
+        check_function(
+            lambda *given: flash_attn_func(*given, causal), lambda *given: plain(*given, causal), q, k, v, bias
+        )
+
+
+def test_a_large_fp32_bias_is_not_rounded_to_half() -> None:
+    q, k, v = (torch.zeros(1, 4, 1, D, dtype=torch.float16) for _ in range(3))
+    v[0, :, 0, 0] = torch.arange(4.0)
+    bias = torch.tensor([4096.0, 4096.5, 4097.0, 4097.5]).view(1, 1, 1, 4)  # fp16 has steps of 4 there
+    expected = (bias.flatten().double().softmax(-1) * torch.arange(4.0)).sum()
+    torch.testing.assert_close(
+        flash_attn_func(q, k, v, bias)[0, :, 0, 0].double(), expected.expand(4), rtol=1e-3, atol=0
+    )
+
+
+def test_packed_forms_take_q_k_and_v_from_their_places() -> None:
+    q, k, v = (randn(B, 5, H, D, seed=s) for s in range(3))
+    bias = randn(1, H, 1, 5)
+    expected = plain(q, k, v, bias, True, 0.3)
+    for out in (
+        flash_attn_func(q, k, v, bias, True, 0.3),
+        flash_attn_kvpacked_func(q, torch.stack((k, v), dim=2), bias, True, 0.3),
+        flash_attn_qkvpacked_func(torch.stack((q, k, v), dim=2), bias, True, 0.3),
+    ):
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_autocast_rounds_nothing() -> None:
+    q, k, v = (randn(B, 5, H, D, seed=s).requires_grad_() for s in range(3))
+    expected = flash_attn_func(q, k, v)
+    expected_grads = torch.autograd.grad(expected.sum(), (q, k, v))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = flash_attn_func(q, k, v)
+        grads = torch.autograd.grad(out.sum(), (q, k, v))
+    for ours, right in zip((out, *grads), (expected, *expected_grads), strict=True):
+        assert torch.equal(ours, right)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "part"),
+    [
+        ({"k": randn(B, 6, 1, D)}, AssertionError, "k has shape"),
+        ({"v": randn(B, 5, H, D)}, AssertionError, "v has shape"),
+        ({"k": randn(B, 6, H, D, dtype=torch.float16)}, AssertionError, "same type"),
+        ({"bias": randn(1, H, 4, 5)}, RuntimeError, "bias has shape"),
+        ({"bias": randn(1, 2, 1, 6)}, RuntimeError, "bias has shape"),
+        ({"bias": randn(H, 4, 6)}, RuntimeError, "bias has shape"),
+        ({"bias": randn(1, H, 1, 6).double()}, AssertionError, "bias has dtype"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: dict[str, Tensor], error: type[Exception], part: str) -> None:
+    given = {"q": randn(B, 4, H, D), "k": randn(B, 6, H, D), "v": randn(B, 6, H, D), **change}
+    with pytest.raises(error, match=part):
+        flash_attn_func(**given)
