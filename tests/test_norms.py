@@ -19,6 +19,7 @@ from flash_attn_compat.ops.triton.layer_norm import (
     rms_norm_fn,
     rms_norm_ref,
 )
+from tests.plain import check_function
 
 B, S, D = 2, 5, 24
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -318,6 +319,30 @@ def test_the_subset_form_drops_whole_samples(rms: bool) -> None:
     expected.backward(upstream.double())
     assert x0.grad is not None and exact.grad is not None
     close(x0.grad, exact.grad, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weight_dtype", DTYPES)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_subset_forms_factors_are_not_rounded_to_the_weights_dtype(
+    dtype: torch.dtype, weight_dtype: torch.dtype, scaled: bool
+) -> None:
+    """Values and gradients; a factor of 1 / 0.9 in bf16 would be off by 4e-3."""
+    factor = 1 / 0.9
+    weight, bias = randn(D, dtype=weight_dtype, seed=1), randn(D, dtype=weight_dtype, seed=2)
+    layerscale = randn(D, dtype=weight_dtype, seed=3) if scaled else None
+    x0, residual = randn(B * S, D, dtype=dtype, seed=4), randn(B * S, D, seed=5)
+
+    def ours(x0: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, layerscale: Tensor | None) -> Any:
+        return ln.dropout_add_layer_norm_subset(
+            x0, residual, weight, bias, 0.0, EPS, layerscale, rowscale_const=factor, prenorm=True
+        )
+
+    def plain(x0: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, layerscale: Tensor | None) -> Any:
+        x = (x0 if layerscale is None else x0 * layerscale) * factor + residual
+        return F.layer_norm(x, (D,), weight.to(x.dtype), bias.to(x.dtype), EPS).to(x0.dtype), x
+
+    check_function(ours, plain, x0, residual, weight, bias, layerscale)
 
 
 def test_without_subsets_the_subset_form_is_the_plain_one() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_attn_compat.ops._add_norm import NormInputs, NormOptions, add_norm, dropout_mask
+from flash_attn_compat.ops._casting import upcast
 
 Results = Tensor | tuple[Tensor | None, ...]
 
@@ -264,7 +265,8 @@ def _dropout_add_norm_subset(
         mask = None if mask is None else torch.cat((mask.new_zeros(1, features), mask))[source]
     colscale = layerscale
     if rowscale_const != 1.0:
-        colscale = weight.new_ones(features) if layerscale is None else layerscale
+        # In fp32 whatever the weights' dtype: it scales what may be a fp32 residual.
+        colscale = x0.new_ones(features, dtype=torch.float32) if layerscale is None else upcast(layerscale)
         colscale = colscale * rowscale_const
     flat_residual = None if residual is None else residual.reshape(-1, features)
     z, _, x = add_norm(
