@@ -6,21 +6,44 @@ tested on a CPU. What the kernel leaves unwritten is NaN here; reading where it 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 
+import pytest
 import torch
 from torch import Tensor
 
+from flash_attn_compat.backends import BACKENDS, efficient_alibi, efficient_band, efficient_bias, efficient_launch
 from flash_attn_compat.backends.efficient_launch import CAUSAL_BOTTOM_RIGHT, Launch, Native
+
+CPU = torch.device("cpu")
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch_efficient serves tensors on a CPU from now on, cut into pieces as small as possible, bf16 as on a Turing GPU."""
+    backend = next(backend for backend in BACKENDS if backend.name == "torch_efficient")
+    table = dataclasses.replace(backend.capabilities, devices=frozenset({"cpu"}), min_capability=None)
+    monkeypatch.setattr(type(backend), "capabilities", table)
+    monkeypatch.setattr(efficient_launch, "forward", forward)
+    monkeypatch.setattr(efficient_launch, "backward", backward)
+    # Small enough for every cut to be made.
+    monkeypatch.setattr(efficient_alibi, "_ENOUGH_ROWS", 2**6)
+    monkeypatch.setattr(efficient_alibi, "_ENOUGH_ROWS_BACKWARD", 2**8)
+    monkeypatch.setattr(efficient_band, "_LAUNCH_ELEMENTS", 2**14)
+    monkeypatch.setattr(efficient_bias, "_ELEMENTS", 2**14)
+    monkeypatch.setattr(efficient_bias, "_ELEMENTS_BACKWARD", 2**20)
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_CAPABILITY", "7.5")
 
 
 def forward(launch: Launch, keep_lse: bool) -> tuple[Tensor, Native]:
     _check(launch)
-    out = torch.full((*launch.q.shape[:-1], launch.v.shape[-1]), math.nan, dtype=launch.q.dtype)
+    out = torch.full((*launch.q.shape[:-1], launch.v.shape[-1]), math.nan, dtype=launch.q.dtype, device=CPU)
     sequences = list(_sequences(launch))
     longest = launch.max_seqlen_q or launch.q.shape[1]
-    lse = torch.full((len(sequences), launch.q.shape[2], -(-longest // 32) * 32), math.inf)
+    lse = torch.full(
+        (len(sequences), launch.q.shape[2], -(-longest // 32) * 32), math.inf, dtype=torch.float32, device=CPU
+    )
     for index, (row, q, key, k, v) in enumerate(sequences):
         scores = _scores(launch, index, q, k)
         seen = scores.isfinite().any(-1)
@@ -37,7 +60,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert launch.seqlen_k is None and (launch.bias is None or launch.cu_seqlens_q is None)
     _check(launch)
-    dq, dk, dv = (torch.full(t.shape, math.nan, dtype=t.dtype) for t in (launch.q, launch.k, launch.v))
+    dq, dk, dv = (torch.full(t.shape, math.nan, dtype=t.dtype, device=CPU) for t in (launch.q, launch.k, launch.v))
     for index, (row, q, key, k, v) in enumerate(_sequences(launch)):
         (batch, rows), (key_batch, keys) = row, key
         g, o = dout[batch, rows].double(), out[batch, rows].double()
@@ -90,7 +113,11 @@ def _scores(launch: Launch, index: int, q: Tensor, k: Tensor) -> Tensor:
         scores = scores + launch.bias[index].double()
     if launch.mask == CAUSAL_BOTTOM_RIGHT:
         assert q.shape[0] <= k.shape[0] or not k.shape[0], "wrong for more queries than keys"
-        ahead = torch.arange(k.shape[0]) - torch.arange(q.shape[0])[:, None] - (k.shape[0] - q.shape[0])
+        ahead = (
+            torch.arange(k.shape[0], device=CPU)
+            - torch.arange(q.shape[0], device=CPU)[:, None]
+            - (k.shape[0] - q.shape[0])
+        )
         hidden = ahead > 0
         if launch.window_size is not None:
             hidden |= ahead <= -launch.window_size

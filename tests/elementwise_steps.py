@@ -45,7 +45,7 @@ def gradients(
     sight: Sight,
 ) -> tuple[Tensor, Tensor]:
     p = torch.exp(score(products, factor, softcap) - lse).masked_fill(_hidden(products, sight), 0.0)
-    tanh = torch.tanh(products * factor) if softcap else torch.zeros((), dtype=products.dtype)
+    tanh = torch.tanh(products * factor) if softcap else products.new_zeros(())
     ds = (p * (dp - delta) * (1 - tanh * tanh)).masked_fill(p == 0, 0.0)
     return _padded(p, dtype), _padded(ds, dtype)
 
@@ -54,7 +54,7 @@ def alibi_bias(
     slopes: Tensor, shift: Tensor, positions: Tensor, first_column: int, columns: int, dtype: torch.dtype
 ) -> Tensor:
     assert columns % 8 == 0
-    places = torch.arange(first_column, first_column + columns, dtype=torch.float32)
+    places = torch.arange(first_column, first_column + columns, dtype=torch.float32, device=shift.device)
     return (shift - slopes * (places - positions.unsqueeze(1)).abs()).to(dtype)
 
 

@@ -18,6 +18,8 @@ from flash_attn_compat.engine.build import Options, dense_call
 from flash_attn_compat.engine.call import Gradients, Upstream
 from tests.problems import Problem
 
+CPU = torch.device("cpu")
+FP32: Any = {"dtype": torch.float32, "device": CPU}
 calls: list[tuple[str, tuple[Any, ...]]] = []  # what was called with what
 
 
@@ -66,8 +68,8 @@ def varlen_fwd(
     if folds:
         assert q.shape[0] == batch, "folded rows cannot be reshaped"
     outside, lse_outside = (0.0, -torch.inf) if zero_tensors else (torch.nan, torch.nan)
-    out, lse = torch.full_like(q, outside), torch.full((q.shape[1], q.shape[0]), lse_outside)
-    rng_state = torch.zeros(2, dtype=torch.int64)
+    out, lse = torch.full_like(q, outside), torch.full((q.shape[1], q.shape[0]), lse_outside, **FP32)
+    rng_state = torch.zeros(2, dtype=torch.int64, device=CPU)
     for index, rows in enumerate(_spans(cu_q)):
         # Folded rows are taken for one per sequence, whatever cu_q says.
         rows = slice(index, index + 1) if folds else slice(rows.start, min(rows.stop, rows.start + max_q))
@@ -115,10 +117,10 @@ def fwd_kvcache(
     assert cache_batch_idx is None and not (leftpad_k is not None and block_table is not None)
     pages, size = (1, kcache.shape[1]) if block_table is None else (block_table.shape[1], kcache.shape[1])
     window = _normalised(is_causal, left, right, pages * size)
-    starts = torch.arange(q.shape[0] + 1) * pages * size
+    starts = torch.arange(q.shape[0] + 1, device=CPU) * pages * size
     if block_table is None:
         kcache, vcache = kcache.flatten(0, 1), vcache.flatten(0, 1)
-    out, lse = torch.empty_like(q), torch.empty(q.shape[0], q.shape[2], q.shape[1])
+    out, lse = torch.empty_like(q), torch.empty(q.shape[0], q.shape[2], q.shape[1], **FP32)
     for index in range(q.shape[0]):
         keys = _keys(index, starts, seqlens_k, leftpad_k, block_table, kcache)
         k, v, slopes = kcache[keys][None], vcache[keys][None], _slopes(alibi_slopes, index)
@@ -146,7 +148,7 @@ def aten_forward(
         varlen = (seqused_k, None, block_table, alibi_slopes, max_q, max_k, dropout_p, scale, False)
         out, lse, _, rng_state = varlen_fwd(q, k, v, None, cu_q, cu_k, *varlen, *shared[1:])
         lse = _padded(lse, cu_q, max_q) if pads_lse else lse
-    return out, lse, rng_state, torch.empty(()), q.new_empty(0)
+    return out, lse, rng_state, torch.empty((), **FP32), q.new_empty(0)
 
 
 def aten_backward(
@@ -167,8 +169,8 @@ def aten_backward(
 
 def _forward(q, k, v, slopes, dropout_p, scale, window, softcap):
     if k.shape[1] == 0:
-        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), torch.inf)
-        return [torch.zeros_like(q), lse, q.new_empty(0), torch.zeros(2, dtype=torch.int64)]
+        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), torch.inf, **FP32)
+        return [torch.zeros_like(q), lse, q.new_empty(0), torch.zeros(2, dtype=torch.int64, device=CPU)]
     call = dense_call(q, k, v, Options(dropout_p, scale, False, window, softcap, slopes, return_attn_probs=True))
     result = Reference().forward(call)
     return [result.out, result.softmax_lse, q.new_empty(0), result.rng_state]
@@ -222,7 +224,7 @@ def _keys(
     length = stop - start if seqused_k is None else int(seqused_k[index])
     if table is not None:
         assert k.shape[1] % 256 == 0
-        slots = torch.arange(length)
+        slots = torch.arange(length, device=CPU)
         return table[index].long()[slots // k.shape[1]], slots % k.shape[1]
     skipped = 0 if leftpad_k is None else int(leftpad_k[index])
     return slice(start + skipped, start + max(skipped, length))
@@ -233,14 +235,14 @@ def _slopes(slopes: Tensor | None, index: int) -> Tensor | None:
 
 
 def _padded(lse: Tensor, starts: Tensor, longest: int) -> Tensor:
-    padded = torch.full((starts.shape[0] - 1, lse.shape[0], longest), torch.nan)
+    padded = torch.full((starts.shape[0] - 1, lse.shape[0], longest), torch.nan, **FP32)
     for index, rows in enumerate(_spans(starts)):
         padded[index, :, : rows.stop - rows.start] = lse[:, rows]
     return padded
 
 
 def _unpadded(lse: Tensor, starts: Tensor, total: int) -> Tensor:
-    packed = torch.full((lse.shape[1], total), torch.nan)
+    packed = torch.full((lse.shape[1], total), torch.nan, **FP32)
     for index, rows in enumerate(_spans(starts)):
         packed[:, rows] = lse[index, :, : rows.stop - rows.start]
     return packed

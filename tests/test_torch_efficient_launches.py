@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
-from flash_attn_compat.backends import BACKENDS, efficient_alibi, efficient_band, efficient_bias, efficient_launch
+from flash_attn_compat.backends import efficient_launch
 from flash_attn_compat.backends.base import HALF_DTYPES
 from flash_attn_compat.engine import elementwise
 from tests import cuda_on_cpu, efficient_kernels, elementwise_steps
@@ -19,19 +17,7 @@ PROBLEMS = 500
 
 @pytest.fixture(autouse=True)
 def kernels_on_a_cpu(monkeypatch):
-    backend = next(backend for backend in BACKENDS if backend.name == "torch_efficient")
-    table = dataclasses.replace(backend.capabilities, devices=frozenset({"cpu"}), min_capability=None)
-    monkeypatch.setattr(type(backend), "capabilities", table)
-    monkeypatch.setattr(efficient_launch, "forward", efficient_kernels.forward)
-    monkeypatch.setattr(efficient_launch, "backward", efficient_kernels.backward)
-    # Small enough for every cut to be made.
-    monkeypatch.setattr(efficient_alibi, "_ENOUGH_ROWS", 2**6)
-    monkeypatch.setattr(efficient_alibi, "_ENOUGH_ROWS_BACKWARD", 2**8)
-    monkeypatch.setattr(efficient_band, "_LAUNCH_ELEMENTS", 2**14)
-    monkeypatch.setattr(efficient_bias, "_ELEMENTS", 2**14)
-    monkeypatch.setattr(efficient_bias, "_ELEMENTS_BACKWARD", 2**20)
-    # bf16 then goes through fp16, as on a Turing GPU.
-    monkeypatch.setenv("FLASH_ATTN_COMPAT_CAPABILITY", "7.5")
+    efficient_kernels.install(monkeypatch)
 
 
 def examine(problem: Problem):

@@ -1,0 +1,121 @@
+"""The caller's default dtype, default device and autocast, on the way to and from the kernels of GPUs: no digit changes.
+
+The kernels are their stand-ins for a CPU, so that every cut of a call into launches is seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_attn_compat
+from tests import efficient_kernels
+from tests.judge import Examination
+from tests.problems import Problem, random_problem
+from tests.test_chunked_on_gpus import fused_steps  # noqa: F401 - a fixture
+from tests.test_torch_efficient_launches import is_served_by_the_stand_in
+from tests.test_torch_flash import newest  # noqa: F401 - a fixture
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+STATES: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
+    "default dtype fp16": functools.partial(default_dtype, torch.float16),
+    "default dtype bf16": functools.partial(default_dtype, torch.bfloat16),
+    "default dtype fp64": functools.partial(default_dtype, torch.float64),
+    "default device meta": functools.partial(torch.device, "meta"),
+    "autocast to bf16": functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16),
+    "autocast to fp16": functools.partial(torch.autocast, "cpu", dtype=torch.float16),
+}
+
+
+def answers(examination: Examination) -> list[Tensor]:
+    """Everything a problem gives, its caches included, which are put back."""
+    torch.manual_seed(0)
+    caches = [examination.call.args[name] for name in ("k_cache", "v_cache") if name in examination.call.args]
+    before = [cache.clone() for cache in caches]
+    try:
+        result, complaints = examination._run()
+        assert not complaints
+        found = (result.out, result.lse, result.keep, *result.grads.values(), *caches)
+        return [tensor.clone() for tensor in found if tensor is not None]
+    finally:
+        for cache, values in zip(caches, before, strict=True):
+            cache.copy_(values)
+
+
+def are_equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(
+        a.dtype == b.dtype and a.device == b.device and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def check(backend: str, problems: Iterable[Problem]) -> None:
+    served = 0
+    for problem in problems:
+        if backend == "torch_efficient" and not is_served_by_the_stand_in(problem):
+            continue
+        examination = Examination(problem)
+        with flash_attn_compat.use_backend(backend):
+            try:
+                expected = answers(examination)
+            except flash_attn_compat.BackendNotSupported:
+                continue
+            served += 1
+            for state, enter in STATES.items():
+                with enter():
+                    found = answers(examination)
+                assert are_equal(found, expected), (state, problem)
+    assert served >= 5
+
+
+@pytest.mark.parametrize("first", [0, 30])
+def test_torch_efficient(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
+    efficient_kernels.install(monkeypatch)
+    check("torch_efficient", map(random_problem, range(first, first + 30)))
+
+
+EVEN = Problem(seqlens_q=(90, 90), seqlens_k=(90, 90), group=2, dtype="float16")
+PACKED = Problem("varlen", (60, 0, 33), (60, 0, 33), nheads_k=2, dtype="bfloat16")
+WAYS = [
+    replace(EVEN, window=(20, 7)), replace(PACKED, window=(20, 7), gap=(2, 3)),  # blocks of a band
+    replace(EVEN, causal=True, alibi="h"), replace(PACKED, causal=True, alibi="bh"),  # channels
+    replace(EVEN, alibi="bh"), replace(EVEN, window=(20, 7), alibi="h"), replace(EVEN, window=(-1, 5)),  # a bias
+    replace(PACKED, seqlens_q=(7, 20, 33), causal=True, gap=(1, 0)),  # rows without keys
+    Problem("kvcache", (1, 1), (300, 7), capacity=700, causal=True, group=2, nheads_k=2, dtype="float16"),  # shares
+]  # fmt: skip
+
+
+def test_every_way_of_torch_efficient(monkeypatch: pytest.MonkeyPatch) -> None:
+    efficient_kernels.install(monkeypatch)
+    check("torch_efficient", WAYS)
+
+
+@pytest.mark.usefixtures("newest")
+def test_torch_flash() -> None:
+    check("torch_flash", map(random_problem, range(40)))
+
+
+@pytest.mark.usefixtures("fused_steps")
+def test_chunked_with_fused_steps() -> None:
+    check("chunked", (random_problem(7000 + n, dtypes=("float16", "bfloat16")) for n in range(25)))
+
+
+@pytest.mark.parametrize("backend", ["chunked", "sdpa", "reference"])
+def test_backends_of_any_device(backend: str) -> None:
+    check(backend, map(random_problem, range(15)))
