@@ -88,14 +88,11 @@ def varlen_fwd(
     """Packed forward: q (total_q, nheads, headdim), k and v (total_k, nheads_k, headdim) or pages.
 
     out_, gen_: as in fwd
-    num_splits: later than 2.8.3; more than one split is not supported with a block table, and changes
-        nothing without
+    num_splits: as in _flash_attn_varlen_forward
     Returns [out, softmax_lse, S_dmask, rng_state], as _flash_attn_varlen_forward.
     """
     _check_generator(gen_)
     _check_out(out_, q)
-    if num_splits > 1 and block_table_ is not None:
-        raise RuntimeError(f"num_splits > 1 is not supported with a block_table, got num_splits = {num_splits}")
     out, *rest = _flash_attn_varlen_forward(
         q,
         k,
@@ -116,6 +113,7 @@ def varlen_fwd(
         leftpad_k_,
         seqused_k,
         zero_tensors,
+        num_splits,
     )
     return [_written(out, out_), *rest]
 

@@ -78,14 +78,22 @@ def _flash_attn_varlen_forward(
     leftpad_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
     zero_tensors: bool = False,
+    num_splits: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Packed attention; arguments as in flash_attn_varlen_func, and per sequence:
 
     seqused_k: (batch,) int32, how many keys are used; leftpad_k: (batch,) int32, how many are skipped first
     zero_tensors: tokens outside of all sequences get LSE -inf instead of 0 (their out is 0 in any case)
+    num_splits: later than 2.8.3; changes nothing. With a block table more than one split is refused where flash-attn's
+        kernel has none: but for single queries of grouped heads without dropout, ALiBi and windows
     """
     options = _options(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes)
     _check_return_softmax(return_softmax, dropout_p)
+    if num_splits > 1 and block_table is not None:
+        checks.is_tensor("q", q)
+        checks.is_tensor("k", k)
+        plain = dropout_p <= 0.0 and alibi_slopes is None and window_size_left < 0 and window_size_right < 0
+        _check_num_splits(num_splits, max_seqlen_q == 1 and q.shape[-2] > k.shape[-2] and plain)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if torch.compiler.is_compiling():
         placement = compiled.Placement(packing, block_table, seqused_k, leftpad_k)
@@ -204,6 +212,13 @@ def _options(
 def _check_return_softmax(return_softmax: bool, dropout_p: float) -> None:
     if return_softmax and dropout_p <= 0.0:
         raise RuntimeError("return_softmax is only supported when p_dropout > 0.0")
+
+
+def _check_num_splits(num_splits: int, has_splits: bool) -> None:
+    if not has_splits:
+        raise RuntimeError(f"num_splits > 1 is not supported with a block_table, got num_splits = {num_splits}")
+    if num_splits > 128:
+        raise RuntimeError(f"num_splits > 128 not supported, got {num_splits}")
 
 
 def _forward(call: AttentionCall, return_softmax: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -47,7 +47,7 @@ PRIVATE = {
     "_flash_attn_forward": f"q, k, v, {_SCORES}, return_softmax",
     "_flash_attn_varlen_forward": f"q, k, v, {_LENGTHS}, dropout_p, softmax_scale, causal, window_size_left=-1, "
     "window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None, leftpad_k=None, "
-    "seqused_k=None, zero_tensors=False",
+    "seqused_k=None, zero_tensors=False, num_splits=0",
     "_flash_attn_backward": f"dout, q, k, v, out, softmax_lse, dq, dk, dv, {_SCORES}, deterministic, rng_state=None",
     "_flash_attn_varlen_backward": f"dout, q, k, v, out, softmax_lse, dq, dk, dv, {_LENGTHS}, {_SCORES}, "
     "deterministic, rng_state=None, zero_tensors=False",
@@ -359,3 +359,53 @@ def test_the_varlen_autograd_functions_take_the_arguments_of_flash_attn() -> Non
     close(flash_attn_interface.FlashAttnVarlenFunc.apply(q, k, v, cu, cu, 5, 5, *options, None, True), right)
     close(flash_attn_interface.FlashAttnVarlenKVPackedFunc.apply(q, kv, cu, cu, 5, 5, *options, True), right)
     close(flash_attn_interface.FlashAttnVarlenQKVPackedFunc.apply(packed, cu, 5, *options, True), right)
+
+
+# ---------------------------------------------------------------- num_splits, later than 2.8.3
+
+PAGED = dict(
+    cu_seqlens_q=cumulative(1, 1), cu_seqlens_k=cumulative(9, 16), max_seqlen_q=1, max_seqlen_k=16, dropout_p=0.0,
+    softmax_scale=0.25, causal=True, block_table=torch.tensor([[1, 0], [2, 3]], dtype=torch.int32),
+)  # fmt: skip
+
+
+def _pages(nheads: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    return randn(2, nheads, 16, seed=1), randn(4, 8, 2, 16, seed=2), randn(4, 8, 2, 16, seed=3)
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 2, 128])
+def test_single_queries_of_grouped_heads_over_pages_take_any_number_of_splits(num_splits: int) -> None:
+    expected = _flash_attn_varlen_forward(*_pages(), **PAGED)
+    found = _flash_attn_varlen_forward(*_pages(), **PAGED, num_splits=num_splits)
+    assert all(map(torch.equal, found[:3], expected))
+
+
+@pytest.mark.parametrize(
+    ("nheads", "options"),
+    [
+        (2, {}),
+        (4, dict(max_seqlen_q=2)),
+        (4, dict(window_size_left=3)),
+        (4, dict(window_size_right=0)),
+        (4, dict(alibi_slopes=torch.ones(4))),
+        (4, dict(dropout_p=0.1)),
+    ],
+)
+def test_other_queries_over_pages_take_one_split(nheads: int, options: dict[str, Any]) -> None:
+    for num_splits in (0, 1):
+        _flash_attn_varlen_forward(*_pages(nheads), **PAGED | options, num_splits=num_splits)
+    with pytest.raises(RuntimeError, match="num_splits > 1 is not supported"):
+        _flash_attn_varlen_forward(*_pages(nheads), **PAGED | options, num_splits=2)
+
+
+def test_more_than_128_splits_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="num_splits > 128 not supported"):
+        _flash_attn_varlen_forward(*_pages(), **PAGED, num_splits=129)
+
+
+def test_without_pages_the_number_of_splits_changes_nothing() -> None:
+    q, k, v = (x.flatten(0, 1) for x in qkv(sq=3, sk=3))
+    lengths = (cumulative(3, 3), cumulative(3, 3), 3, 3)
+    for num_splits in (0, 2):
+        found = _flash_attn_varlen_forward(q, k, v, *lengths, 0.0, 0.25, True, num_splits=num_splits)
+        assert torch.equal(found[0], _flash_attn_varlen_forward(q, k, v, *lengths, 0.0, 0.25, True)[0])

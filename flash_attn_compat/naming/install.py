@@ -94,7 +94,7 @@ def _refuse_a_real_one(directory: Path) -> None:
             f"({found.unusable_because}). Run pip uninstall flash-attn, then this again; "
             "or leave it and call flash_attn_compat.patch(), which makes it work"
         )
-    package = directory / "flash_attn"
+    package = directory / "flash_attn" / "__init__.py"  # a directory without may be FlashAttention 4, which can stay
     if package.exists() and not installed(directory):
         raise InstallError(f"{package} exists and is not ours: move it away first")
 

@@ -148,6 +148,7 @@ def test_it_refuses_beside_a_working_real_package(tmp_path, real_package, monkey
 
 def test_it_refuses_to_write_over_a_package_without_metadata(tmp_path):
     (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").touch()
     with pytest.raises(InstallError, match="not ours"):
         install(tmp_path)
 

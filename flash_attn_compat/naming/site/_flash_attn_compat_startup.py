@@ -24,6 +24,20 @@ def make_package_importable() -> None:
     sys.path.append(root)
 
 
+def with_other_distributions(path: list[str]) -> list[str]:
+    """The package's path and, as flash-attn extends it, directories that others put under its name (flash_attn.cute).
+
+    A whole other flash-attn stays out: what this one lacks must not come from there and mix with it.
+    """
+    import os
+    import pkgutil
+
+    def belongs(entry: str) -> bool:
+        return entry in path or not os.path.exists(os.path.join(entry, "flash_attn_interface.py"))
+
+    return [entry for entry in pkgutil.extend_path(path, "flash_attn") if belongs(entry)]
+
+
 def wait_for_transformers() -> None:
     """Open transformers' checks once its import begins; until then only compare a name at each import."""
     if _WaitForTransformers not in sys.meta_path:

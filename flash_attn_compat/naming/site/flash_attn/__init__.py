@@ -6,6 +6,7 @@ Its submodules are flash_attn_compat's own module objects, put here by naming.fi
 import _flash_attn_compat_startup
 
 _flash_attn_compat_startup.make_package_importable()
+__path__ = _flash_attn_compat_startup.with_other_distributions(__path__)
 
 from flash_attn_compat.naming import finder as _finder  # noqa: E402
 
