@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from flash_attn_compat import explain, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
+from flash_attn_compat import (
+    BackendNotSupported,
+    explain,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    use_backend,
+)
 from flash_attn_compat.backends import flash_alibi, torch_flash
 from flash_attn_compat.backends.flash_launch import prepare
 from flash_attn_compat.engine import dispatch, outside
@@ -158,24 +165,21 @@ def test_alibi_is_computed_for_a_few_sequences_at_a_time(monkeypatch: pytest.Mon
     assert [x[0].shape[0] for name, x in flash_kernels.calls if name == "fwd"] == [2, 2, 1]
 
 
-@pytest.mark.usefixtures("newest")
-def test_a_deterministic_backward_switches_pytorch_to_it_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    true_backward = torch_flash._operator("backward")
-    operators = {"forward": torch_flash._operator("forward")}
-    operators["backward"] = lambda *args, **kwargs: (
-        seen.append(torch.are_deterministic_algorithms_enabled()) or true_backward(*args, **kwargs)
-    )
-    monkeypatch.setattr(torch_flash, "_operator", operators.__getitem__)
-    with use_backend("torch_flash"):
-        for deterministic in (True, False):
-            flash_attn_func(
-                *(x.requires_grad_() for x in qkv(dtype=HALF)), deterministic=deterministic
-            ).sum().backward()
-    assert seen == [True, False] and not torch.are_deterministic_algorithms_enabled()
-
-
 # ---------------------------------------------------------------- what it refuses
+
+
+@pytest.mark.usefixtures("newest")
+def test_deterministic_gradients_are_another_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator asks PyTorch's switch, which belongs to the whole process: nobody touches it."""
+    leaves = [x.requires_grad_() for x in qkv(dtype=HALF)]
+    assert any("deterministic" in reason for reason in reasons(flash_attn_func, *leaves, deterministic=True))
+    assert explain(flash_attn_func, *leaves).backend == "torch_flash"
+    with use_backend("torch_flash"), pytest.raises(BackendNotSupported):
+        flash_attn_func(*leaves, deterministic=True)
+    monkeypatch.setattr(torch._C, "_set_deterministic_algorithms", lambda *args, **kwargs: pytest.fail("switched"))
+    flash_attn_func(*leaves).sum().backward()
+    with torch.no_grad():
+        assert not reasons(flash_attn_func, *qkv(dtype=HALF), deterministic=True)
 
 
 @pytest.mark.usefixtures("newest")
@@ -319,9 +323,7 @@ def test_a_captured_call_serves_other_lengths_at_its_replay() -> None:
 @needs_gpu
 def test_deterministic_gradients_are_the_same_every_time() -> None:
     leaves = [torch.randn(2, 1500, 4, 64, dtype=HALF, device="cuda", requires_grad=True) for _ in range(3)]
-    with use_backend("torch_flash"):
-        runs = [
-            torch.autograd.grad(flash_attn_func(*leaves, causal=True, deterministic=True).sum(), leaves)
-            for _ in range(8)
-        ]
+    runs = [
+        torch.autograd.grad(flash_attn_func(*leaves, causal=True, deterministic=True).sum(), leaves) for _ in range(8)
+    ]
     assert all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0]))

@@ -6,10 +6,7 @@ becomes a launch is in flash_launch.py.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,7 +25,6 @@ _ALWAYS = {
     "forward": {"cum_seq_q", "cum_seq_k", "max_q", "max_k", "scale", "window_size_left", "window_size_right"},
     "backward": {"logsumexp", "cum_seq_q", "cum_seq_k", "scale", "window_size_left", "window_size_right"},
 }
-_determinism = threading.Lock()
 
 
 class TorchFlash(FlashBackend):
@@ -66,6 +62,8 @@ class TorchFlash(FlashBackend):
             reasons += flash_alibi.reasons(traits)
         if features & Feature.PAGED and features & Feature.LEFTPAD_K:
             reasons.append("leftpad_k with pages")
+        if features & Feature.DETERMINISTIC:
+            reasons.append("deterministic gradients: its operator asks a switch of the whole process for them")
         return super().extra_reasons(traits) + reasons
 
     def launch_forward(self, launch: Launch) -> Native:
@@ -76,8 +74,7 @@ class TorchFlash(FlashBackend):
 
     def launch_backward(self, launch: Launch, dout: Tensor, native: Native, into: Gradients | None) -> Gradients:
         compute = _backward if launch.alibi_slopes is None else _backward_by_channels
-        with _deterministic() if launch.deterministic else contextlib.nullcontext():
-            found = compute(launch, dout, native)
+        found = compute(launch, dout, native)
         if launch.cu_seqlens_q is not None:
             for gradient, starts in zip(found, (launch.cu_seqlens_q, launch.cu_seqlens_k, launch.cu_seqlens_k)):
                 if starts is not None and outside.may_exist(starts, gradient.shape[0]):
@@ -203,15 +200,3 @@ def _padded_to_packed(lse: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
 def _packed_to_padded(lse: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
     tokens = cu_seqlens[:-1, None] + torch.arange(longest, device=lse.device)
     return lse[:, tokens.clamp_(max=lse.shape[1] - 1)].transpose(0, 1).contiguous()
-
-
-@contextlib.contextmanager
-def _deterministic() -> Iterator[None]:
-    """The operator takes no such argument: it asks PyTorch's global switch, while it is launched."""
-    with _determinism:
-        before = torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()
-        torch._C._set_deterministic_algorithms(True, warn_only=False)
-        try:
-            yield
-        finally:
-            torch._C._set_deterministic_algorithms(before[0], warn_only=before[1])

@@ -135,6 +135,8 @@ class AttentionCall(NamedTuple):
             features |= _BACKWARD
         if self.given_lse:
             features |= _GIVEN_LSE
+        if self.deterministic and (self.needs_grad or self.given_lse):
+            features |= _DETERMINISTIC
         if self.transformed:
             features |= _TRANSFORMS
         return features
@@ -188,6 +190,7 @@ _LSE = int(Feature.LSE)
 _BACKWARD = int(Feature.BACKWARD)
 _GIVEN_LSE = int(Feature.GIVEN_LSE)
 _TRANSFORMS = int(Feature.TRANSFORMS)
+_DETERMINISTIC = int(Feature.DETERMINISTIC)
 
 
 def _are_aligned(k: Tensor, v: Tensor) -> bool:

@@ -32,6 +32,7 @@ class Feature(enum.IntFlag):
     BACKWARD = enum.auto()
     GIVEN_LSE = enum.auto()
     TRANSFORMS = enum.auto()
+    DETERMINISTIC = enum.auto()
 
 
 DESCRIPTIONS: dict[Feature, str] = {
@@ -52,6 +53,7 @@ DESCRIPTIONS: dict[Feature, str] = {
     Feature.BACKWARD: "gradients",
     Feature.GIVEN_LSE: "a backward from an out and softmax_lse of the caller's",
     Feature.TRANSFORMS: "forward-mode or higher-order differentiation and torch.func transforms",
+    Feature.DETERMINISTIC: "gradients that are the same to the bit in every run",
 }
 
 
