@@ -69,7 +69,7 @@ struct Exponents {   // tensors are multiplied by 2 to these, on the way to shar
 
 // dS is multiplied by 2 to this, so that it stays below 2^15: |dP| is at most head_dim_v times the largest |v| (below 2^15) and the largest
 // |dout|, delta has its own bound, since a given out may be of more keys than these.
-DEVICE int ds_exponent(const Params &p, float largest_dout, float largest_delta) {
+DEVICE int exponent_of_ds(const Params &p, float largest_dout, float largest_delta) {
 #if TYPE == 2
   const float bound = p.head_dim_v * 32768.f * largest_dout * (DROPOUT ? p.dropout_scale : 1.f) + largest_delta;
   return 14 - P_SHIFT - exponent_of(fmaxf(bound, 1e-9f));
@@ -96,7 +96,7 @@ struct Band {
 DEVICE float row_lse(const Params &p, const float *lse, int row, int offset, float slope) {
   float x = lse[row];
   if (fabsf(x) == POS_INF) return POS_INF;
-  if (ALIBI && p.lse_has_position) x = fmaf(-slope, (float)(row + offset), x);
+  if (ALIBI) x = fmaf(-slope, (float)(row + offset), x);
   return fmaf(x, LOG2E, (float)-P_SHIFT);
 }
 DEVICE float row_delta(const float *delta, int row, const Exponents &e) { return times_power_of_two(delta[row], e.v + e.dout); }
@@ -228,7 +228,7 @@ DEVICE void probabilities(Scores &S, Packed &packed, const Scoring &f, const Ban
 }
 
 // ---- Line 13: dS = P (dP - delta), packed. A dropped probability has dP = 0.
-DEVICE void score_gradients(Packed &dS, const Scores &P, const Scores &dP, const OwnRows &own, u32 rows_at, float dropout_scale, const float (&factor)[MT][2]) {
+DEVICE void score_gradients(Packed &dS, const Scores &P, const Scores &dP, const OwnRows &own, u32 rows_at, float dropout_scale, const int (&exponent)[MT][2]) {
 #pragma unroll
   for (int n = 0; n < NB; n++) {
     float delta[2];
@@ -247,7 +247,7 @@ DEVICE void score_gradients(Packed &dS, const Scores &P, const Scores &dP, const
           x[e] = probability * (dP[n][m][2 * r + e] - d);
 #endif
 #if TYPE == 2
-          x[e] *= factor[m][r];
+          x[e] *= power_of_two(exponent[m][r]);
 #endif
         }
         dS[n / 2][m][n % 2 * 2 + r] = pack(x[0], x[1]);
@@ -255,34 +255,38 @@ DEVICE void score_gradients(Packed &dS, const Scores &P, const Scores &dP, const
   }
 }
 
+// What the given LSE has of a row's position.
+DEVICE float position_slope(const Params &p, int b, int head) { return ALIBI && p.lse_has_position ? p.alibi_slopes[b * p.slopes_batch + head] : 0.f; }
+
 // ---- A block at work
 // What passes by: tiles [first, end) of a sequence's rows, for each of `heads` heads.
 struct Passing {
-  const u16 *s, *p;           // the operands of S and of dP: the sequence's first row, the first head
-  const float *lse, *delta;   // likewise, where queries pass
-  int rows, offset;           // how many rows there are; seqlen_k - seqlen_q
+  const u16 *s, *p;      // the operands of S and of dP: the sequence's first row, the first head
+  i64 row_values;        // where their LSE and delta begin, if queries pass
+  int rows, offset;      // how many rows there are; seqlen_k - seqlen_q
   int first, end, heads;
 };
 
 struct Block {
   u32 own_s[REG_S ? CHUNKS / 2 : 1][MT][4], own_p[REG_P ? CHUNKS / 2 : 1][MT][4];
   OwnRows own;
-  Band band;
+  int own_first, shift, before, after;   // as in Band, but for the block's first row
   Scoring scoring;
   Exponents exponents;
-  float ds_factor[MT][2];   // powers of two
+  int ds_exponent[MT][2];   // of each own row: the same for keys
   u32 shared;
 
   static constexpr u32 OWN_P = REG_S ? 0 : OWN_BYTES, TILES = OWN_P + (REG_P ? 0 : OWN_BYTES), TILE_P = TILES + 2 * TILE_BYTES;
   static constexpr u32 ROW_VALUES = TILES + 3 * TILE_BYTES;   // LSE and delta of a passing tile's queries, twice
 
-  DEVICE Block(const Params &p, int b, int head_k) : exponents(p, b, head_k) { scoring.set_scale(p, exponents); }
+  DEVICE Block(const Params &p, u32 shared, int b, int head_k) : exponents(p, b, head_k), shared(shared) { scoring.set_scale(p, exponents); }
 
-  // Own rows to their place; `at` is where a lane's ldmatrix rows of an A operand lie: rows 0-7, 8-15, then the next chunk.
-  DEVICE u32 a_operand() const {
-    const int lane = threadIdx.x & 31;
-    return swizzle((threadIdx.x >> 5) * WARP_ROWS + (lane & 15), lane >> 4);
-  }
+  // Where a lane's ldmatrix rows of an A operand lie: the warp's rows 0-7, 8-15, then the next chunk.
+  static DEVICE u32 own_at(int thread) { return swizzle((thread >> 5) * WARP_ROWS + (thread & 15), thread >> 4 & 1); }
+  // The same of a B operand: rows 0-7, the next chunk, then rows 8-15.
+  static DEVICE u32 passing_at(int thread) { return swizzle((thread & 7) + (thread >> 4 & 1) * 8, thread >> 3 & 1); }
+
+  // Own rows to their place.
   template <bool REG, int N>
   DEVICE void load_own(u32 (&operand)[N][MT][4], u32 place, const u16 *rows, int row_stride, int left, int head_dim, int exponent) {
     const Move move(threadIdx.x);
@@ -299,90 +303,95 @@ struct Block {
 #pragma unroll
     for (int k = 0; k < N; k++)
 #pragma unroll
-      for (int m = 0; m < MT; m++) ldmatrix(operand[k][m], (tile + a_operand() + m * 16 * ROW_BYTES) ^ (k << 5));
+      for (int m = 0; m < MT; m++) ldmatrix(operand[k][m], (tile + own_at(threadIdx.x) + m * 16 * ROW_BYTES) ^ (k << 5));
     __syncthreads();
+  }
+
+  // One tile of one head on its way to shared memory.
+  DEVICE void load(const Params &p, TileTransfer &transfer, const u16 *base, const Strides &s, const Passing &passing, int tile, int head, int head_dim,
+                   int thread, u32 target) const {
+    transfer.load(p, base + (KEYS_STAY ? (i64)head * s.head : 0), s, nullptr, tile * TL, passing.rows - tile * TL, head_dim, Move(thread), target);
+  }
+  // This thread's part of a tile's LSE and delta.
+  DEVICE float load_row_value(const Params &p, const Passing &passing, int tile, int head, float slope, int thread) const {
+    const int row = tile * TL + thread % TL;
+    const bool is_lse = thread < TL;
+    if (!KEYS_STAY || thread >= 2 * TL || row >= passing.rows) return is_lse ? POS_INF : 0.f;
+    const i64 at = passing.row_values + head * p.lse_head;
+    return is_lse ? row_lse(p, p.lse + at, row, passing.offset, slope) : row_delta(p.delta + at, row, exponents);
   }
 
   // Lines 6 to 15: the inner loop. grad_s += dS S's passing operand, grad_p += P dP's passing operand; each where wanted.
   template <bool GRAD_S, bool GRAD_P>
   DEVICE void walk(const Params &p, const Passing &passing, int b, int head, Gradient &grad_s, Gradient &grad_p) {
-    const int thread = threadIdx.x, lane = thread & 31, g = lane >> 2, t = lane & 3;
     const Strides &s_strides = KEYS_STAY ? p.q_s : p.k_s, &p_strides = KEYS_STAY ? p.dout_s : p.v_s;
     const float s_scale = power_of_two(KEYS_STAY ? exponents.q : exponents.k), p_scale = power_of_two(KEYS_STAY ? exponents.dout : exponents.v);
-    const u32 own_at = shared + a_operand(), tile_at = swizzle((lane & 7) + (lane >> 4) * 8, (lane >> 3) & 1);
-    const Move move(thread);
+    const int steps = max(passing.end - passing.first, 0) * passing.heads;
     TileTransfer transfer;
-    float row_value = 0.f;   // this thread's part of the next tile's LSE and delta
     int tile = passing.first, this_head = 0;
-    const auto load = [&](const u16 *base, const Strides &s, int tile, int that_head, int head_dim, u32 target) {
-      transfer.load(p, base + (i64)that_head * (KEYS_STAY ? s.head : 0), s, nullptr, tile * TL, passing.rows - tile * TL, head_dim, move, target);
-    };
-    const auto load_s = [&](int tile, int that_head, u32 target) {
-      load(passing.s, s_strides, tile, that_head, p.head_dim, target);
-      if (!KEYS_STAY || thread >= 2 * TL) return;
-      const int row = tile * TL + thread % TL;
-      const i64 at = that_head * p.lse_head;
-      row_value = thread < TL ? POS_INF : 0.f;
-      if (row >= passing.rows) return;
-      const float slope = ALIBI && p.lse_has_position ? p.alibi_slopes[b * p.slopes_batch + head + that_head] : 0.f;
-      row_value = thread < TL ? row_lse(p, passing.lse + at, row, passing.offset, slope) : row_delta(passing.delta + at, row, exponents);
-    };
-    const auto store_s = [&](int buffer) {
-      transfer.store(shared + TILES + buffer * TILE_BYTES, move, s_scale);
-      if (KEYS_STAY && thread < 2 * TL) shared_store(shared + ROW_VALUES + buffer * TL * 8 + thread * 4, __float_as_int(row_value));
-    };
-    if (passing.first < passing.end) {
-      load_s(tile, 0, shared + TILES);
-      store_s(0);
+    if (steps) {
+      load(p, transfer, passing.s, s_strides, passing, tile, 0, p.head_dim, threadIdx.x, shared + TILES);
+      const float row_value = load_row_value(p, passing, tile, 0, position_slope(p, b, head), threadIdx.x);
+      transfer.store(shared + TILES, Move(threadIdx.x), s_scale);
+      if (KEYS_STAY && threadIdx.x < 2 * TL) shared_store(shared + ROW_VALUES + threadIdx.x * 4, __float_as_int(row_value));
     }
     __syncthreads();
-    const int steps = max(passing.end - passing.first, 0) * passing.heads;
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
-      const u32 zero = step & p.zero;   // unknown to the compiler: it keeps no address of this tile over the loop
+      // 0, which the compiler cannot know: so it keeps nothing that follows from the thread's number over the loop.
+      const int zero = step & p.zero, thread = threadIdx.x + zero, g = thread >> 2 & 7, t = thread & 3;
       const int buffer = step & 1, first = tile * TL;
-      const u32 s_at = shared + TILES + buffer * TILE_BYTES + tile_at + zero, p_at = shared + TILE_P + tile_at + zero;
+      const u32 s_at = shared + TILES + buffer * TILE_BYTES + passing_at(thread), p_at = shared + TILE_P + passing_at(thread);
       const u32 rows_at = shared + ROW_VALUES + buffer * TL * 8 + t * 8;
+      const Band band = {own_first + (thread >> 5) * WARP_ROWS, shift, before, after, passing.rows};
       const bool active = !LOCAL || band.sees_some(first), last = step + 1 == steps;
-      load(passing.p, p_strides, tile, this_head, p.head_dim_v, shared + TILE_P);
+      load(p, transfer, passing.p, p_strides, passing, tile, this_head, p.head_dim_v, thread, shared + TILE_P);
       Scores S, dP;
       Packed P, dS;
       scoring.set_head(p, b, head + this_head);
       if (active) {
-        product<REG_S>(S, own_s, own_at + zero, s_at);
+        product<REG_S>(S, own_s, shared + own_at(thread), s_at);
         if (band.sees_all(first)) probabilities<false, GRAD_P>(S, P, scoring, band, own, rows_at, first, p.dropout_limit, g, t);
         else probabilities<true, GRAD_P>(S, P, scoring, band, own, rows_at, first, p.dropout_limit, g, t);
       }
-      transfer.store(shared + TILE_P, move, p_scale);
+      transfer.store(shared + TILE_P, Move(thread), p_scale);
       __syncthreads();
       if (++tile == passing.end) tile = passing.first, this_head++;
-      if (!last) load_s(tile, this_head, shared + TILES + (buffer ^ 1) * TILE_BYTES);
-      if (active && GRAD_S) {
-        product<REG_P>(dP, own_p, own_at + OWN_P + zero, p_at);
-        score_gradients(dS, S, dP, own, rows_at, p.dropout_scale, ds_factor);
-        accumulate(grad_s, dS, s_at);
+      float row_value;
+      if (!last) {
+        load(p, transfer, passing.s, s_strides, passing, tile, this_head, p.head_dim, thread, shared + TILES + (buffer ^ 1) * TILE_BYTES);
+        row_value = load_row_value(p, passing, tile, this_head, position_slope(p, b, head + this_head), thread);
       }
-      if (active && GRAD_P) accumulate(grad_p, P, p_at);
-      if (!last) store_s(buffer ^ 1);
+      if (active) {
+        if (GRAD_P) accumulate(grad_p, P, p_at);
+        if (GRAD_S) {
+          product<REG_P>(dP, own_p, shared + OWN_P + own_at(thread), p_at);
+          score_gradients(dS, S, dP, own, rows_at, p.dropout_scale, ds_exponent);
+          accumulate(grad_s, dS, s_at);
+        }
+      }
+      if (!last) {
+        transfer.store(shared + TILES + (buffer ^ 1) * TILE_BYTES, Move(thread), s_scale);
+        if (KEYS_STAY && thread < 2 * TL) shared_store(shared + ROW_VALUES + (buffer ^ 1) * TL * 8 + thread * 4, __float_as_int(row_value));
+      }
       __syncthreads();
     }
   }
 
-  // A gradient times `scale` and 2^exponent to its rows, through shared memory.
-  DEVICE void write(Gradient &c, const int (&exponent)[MT][2], float scale, u16 *out, int row_stride, int rows, int head_dim) {
+  // A gradient times `scale` and 2^exponent to its rows, through shared memory. In two steps, for which the exponent may be one no float has.
+  DEVICE void write(Gradient &c, int exponent, float scale, u16 *out, int row_stride, int rows, int head_dim, bool of_dS) const {
     float factor[MT][2];
 #pragma unroll
     for (int m = 0; m < MT; m++)
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        // In two steps, for which the exponent may be one that no float has.
-        const int half = exponent[m][r] / 2;
+        const int all = exponent - (of_dS ? ds_exponent[m][r] : 0), half = all / 2;
 #pragma unroll
         for (int n = 0; n < CHUNKS; n++)
 #pragma unroll
           for (int e = 0; e < 2; e++)
             if (TYPE == 2) c[n][m][2 * r + e] *= power_of_two(half);
-        factor[m][r] = scale * power_of_two(exponent[m][r] - half);
+        factor[m][r] = scale * power_of_two(all - half);
       }
     write_rows<MT>(c, factor, shared, (threadIdx.x >> 5) * WARP_ROWS, out, row_stride, rows, head_dim);
   }
