@@ -45,6 +45,8 @@ __all__ = [
     "_flash_attn_varlen_backward",
     "_flash_attn_varlen_forward",
     "_get_block_size_n",
+    "_torch_custom_op_wrapper",
+    "_torch_register_fake_wrapper",
     "_wrapped_flash_attn_backward",
     "_wrapped_flash_attn_forward",
     "_wrapped_flash_attn_varlen_backward",
@@ -60,6 +62,10 @@ __all__ = [
     "maybe_contiguous",
     "round_multiple",
 ]
+
+# flash-attn's names for what registers its operators; ours are in naming/operators.py.
+_torch_custom_op_wrapper = torch.library.custom_op
+_torch_register_fake_wrapper = torch.library.register_fake
 
 # out, or with return_attn_probs (out, softmax_lse, S_dmask); overloads let type checkers know when it is out alone.
 AttentionOutput = Tensor | tuple[Tensor, Tensor, Tensor]

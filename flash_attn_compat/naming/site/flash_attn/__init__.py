@@ -22,3 +22,7 @@ from flash_attn.flash_attn_interface import (  # noqa: E402, F401
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
+
+from flash_attn_compat.naming.operators import register as _register  # noqa: E402
+
+_register()

@@ -1,0 +1,188 @@
+"""torch.ops.flash_attn.* under the name: flash-attn's schemas, our answers, and a real package's precedence."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_compat import flash_attn_interface as ours
+from flash_attn_compat.naming import patch
+from tests.support import cumulative, qkv, randn
+
+# What torch.library infers from flash-attn 2.8.3's functions.
+SCHEMAS = {
+    "_flash_attn_forward": (
+        "flash_attn::_flash_attn_forward(Tensor q, Tensor k, Tensor v, float dropout_p, float softmax_scale, "
+        "bool causal, SymInt window_size_left, SymInt window_size_right, float softcap, Tensor? alibi_slopes, "
+        "bool return_softmax) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+    "_flash_attn_varlen_forward": (
+        "flash_attn::_flash_attn_varlen_forward(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, "
+        "Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float dropout_p, float softmax_scale, "
+        "bool causal, SymInt window_size_left=-1, SymInt window_size_right=-1, float softcap=0., "
+        "Tensor? alibi_slopes=None, bool return_softmax=False, Tensor? block_table=None, Tensor? leftpad_k=None, "
+        "Tensor? seqused_k=None, bool zero_tensors=False) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+    "_flash_attn_backward": (
+        "flash_attn::_flash_attn_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, "
+        "Tensor softmax_lse, Tensor(a6!)? dq, Tensor(a7!)? dk, Tensor(a8!)? dv, float dropout_p, "
+        "float softmax_scale, bool causal, SymInt window_size_left, SymInt window_size_right, float softcap, "
+        "Tensor? alibi_slopes, bool deterministic, Tensor? rng_state=None) -> Tensor"
+    ),
+    "_flash_attn_varlen_backward": (
+        "flash_attn::_flash_attn_varlen_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, "
+        "Tensor softmax_lse, Tensor(a6!)? dq, Tensor(a7!)? dk, Tensor(a8!)? dv, Tensor cu_seqlens_q, "
+        "Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float dropout_p, float softmax_scale, "
+        "bool causal, SymInt window_size_left, SymInt window_size_right, float softcap, Tensor? alibi_slopes, "
+        "bool deterministic, Tensor? rng_state=None, bool zero_tensors=False) -> Tensor"
+    ),
+}
+SCALE = 0.3
+OPTIONS: tuple[Any, ...] = (SCALE, True, 4, 0, 0.0, None)  # scale to alibi_slopes
+CU_SEQLENS = cumulative(3, 4)
+
+
+@pytest.fixture
+def operators() -> Any:
+    patch()
+    import flash_attn  # noqa: F401
+
+    return torch.ops.flash_attn
+
+
+def calls(dropout_p: float = 0.0) -> dict[str, Callable[[Any], tuple[Any, ...]]]:
+    """Arguments of each operator, made from the forward of `namespace` where they need one."""
+    dense, packed = qkv(), tuple(t.flatten(0, 1)[:7] for t in qkv())
+    lengths = (CU_SEQLENS, CU_SEQLENS, 4, 4)
+    drops = dropout_p > 0.0
+
+    def forward(namespace: Any) -> tuple[Any, ...]:
+        return (*dense, dropout_p, *OPTIONS, drops)
+
+    def varlen_forward(namespace: Any) -> tuple[Any, ...]:
+        return (*packed, *lengths, dropout_p, *OPTIONS, drops)
+
+    def gradients(out: Tensor, tensors: Any) -> tuple[Tensor, ...]:
+        return randn(*out.shape, seed=9), *tensors, *(torch.full_like(t, 7.0) for t in tensors)
+
+    def backward(namespace: Any) -> tuple[Any, ...]:
+        out, lse, _, rng_state = namespace._flash_attn_forward(*forward(namespace))
+        dout, q, k, v, *grads = gradients(out, dense)
+        return (dout, q, k, v, out, lse, *grads, dropout_p, *OPTIONS, False, rng_state)
+
+    def varlen_backward(namespace: Any) -> tuple[Any, ...]:
+        out, lse, _, rng_state = namespace._flash_attn_varlen_forward(*varlen_forward(namespace))
+        dout, q, k, v, *grads = gradients(out, packed)
+        return (dout, q, k, v, out, lse, *grads, *lengths, dropout_p, *OPTIONS, False, rng_state)
+
+    return dict(zip(SCHEMAS, (forward, varlen_forward, backward, varlen_backward), strict=True))
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_the_schema_is_flash_attns(operators: Any, name: str) -> None:
+    assert str(getattr(operators, name).default._schema) == SCHEMAS[name]
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_the_operator_answers_as_the_function_of_its_name(operators: Any, name: str, dropout_p: float) -> None:
+    arguments = calls(dropout_p)[name]
+    torch.manual_seed(0)
+    given = arguments(ours)
+    expected = getattr(ours, name)(*given)
+    torch.manual_seed(0)
+    given_again = arguments(operators)
+    found = getattr(operators, name)(*given_again)
+    for one, other in zip((*_as_tuple(found), *given_again), (*_as_tuple(expected), *given), strict=True):
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_what_compilers_are_told_of_the_results_is_true(operators: Any, name: str, dropout_p: float) -> None:
+    given = calls(dropout_p)[name](operators)
+    if dropout_p == 0.0 and name.endswith("forward"):
+        given = (given[0].transpose(-3, -2).contiguous().transpose(-3, -2), *given[1:])  # strided
+    checks = ("test_schema", "test_faketensor")
+    # Its first check runs the operator twice, which draws different dropout.
+    torch.library.opcheck(getattr(operators, name).default, given, test_utils=checks[int(dropout_p > 0) :])
+
+
+def test_gradients_through_an_operator_are_refused_as_in_flash_attn(operators: Any) -> None:
+    q, k, v = (t.requires_grad_() for t in qkv())
+    out, *_ = operators._flash_attn_forward(q, k, v, 0.0, *OPTIONS, False)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        out.sum().backward()
+
+
+def test_a_checkpointing_policy_can_name_the_operators(operators: Any) -> None:
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    saved = [operators._flash_attn_forward.default, operators._flash_attn_varlen_forward.default]
+    q, k, v = (t.requires_grad_() for t in qkv())
+    expected = torch.autograd.grad(ours.flash_attn_func(q, k, v).sum(), (q, k, v))
+    out = checkpoint(
+        ours.flash_attn_func, q, k, v, use_reentrant=False,
+        context_fn=lambda: create_selective_checkpoint_contexts(saved),
+    )  # fmt: skip
+    for one, other in zip(torch.autograd.grad(out.sum(), (q, k, v)), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+IN_A_PROCESS = {
+    # Imported as flash_attn_compat, the name of the operators is left free.
+    "nothing is registered without the name": """
+        import torch, flash_attn_compat
+        assert not hasattr(torch.ops.flash_attn, "_flash_attn_forward")
+        """,
+    "what is registered already is left alone": """
+        import torch, flash_attn_compat
+        @torch.library.custom_op("flash_attn::_flash_attn_forward", mutates_args=())
+        def theirs(q: torch.Tensor) -> torch.Tensor:
+            return q + 1
+        flash_attn_compat.patch()
+        import flash_attn
+        assert torch.ops.flash_attn._flash_attn_forward(torch.zeros(1)) == 1
+        assert hasattr(torch.ops.flash_attn, "_flash_attn_backward")
+        """,
+    "a package imported later registers over ours": """
+        import torch, flash_attn_compat
+        flash_attn_compat.patch()
+        import flash_attn
+        flash_attn_compat.unpatch()
+        @torch.library.custom_op("flash_attn::_flash_attn_forward", mutates_args=())
+        def theirs(q: torch.Tensor) -> torch.Tensor:
+            return q + 1
+        assert torch.ops.flash_attn._flash_attn_forward(torch.zeros(1)) == 1
+        """,
+    "patching again changes nothing": """
+        import torch, flash_attn_compat
+        for _ in range(2):
+            with flash_attn_compat.patched():
+                import flash_attn
+        q = torch.ones(1, 2, 1, 8)
+        out, *_ = torch.ops.flash_attn._flash_attn_forward(q, q, q, 0.0, 1.0, False, -1, -1, 0.0, None, False)
+        assert torch.equal(out, q)
+        """,
+}
+
+
+@pytest.mark.parametrize("case", IN_A_PROCESS)
+def test_registration(case: str, python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    code = "\n".join(line.removeprefix(" " * 8) for line in IN_A_PROCESS[case].splitlines())
+    done = python("-W", "ignore", "-c", code)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_wrappers_flash_attn_registers_with_are_torchs() -> None:
+    assert ours._torch_custom_op_wrapper is torch.library.custom_op
+    assert ours._torch_register_fake_wrapper is torch.library.register_fake
