@@ -30,6 +30,7 @@ BROKEN = {
     "AttributeError": "def fwd(*arguments): ...\n",
 }
 HALF = torch.float16
+TENSORS, SLOPES = qkv(dtype=HALF), torch.tensor([0.1, 0.2])
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +40,7 @@ def a_gpu_by_pretence(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(
         AttentionCall, "traits", lambda call: true_traits(call)._replace(device_type="cuda", capability=(9, 0))
     )
-    monkeypatch.setattr(official_trial, "_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(official_trial, "_device", lambda capability: torch.device("cpu"))
     dispatch.forget_decisions()
     flash_kernels.calls.clear()
     yield
@@ -145,6 +146,40 @@ def test_gradients_of_a_packed_tensor_are_written_where_they_belong(install) -> 
     out = flash_attn_compat.flash_attn_qkvpacked_func(packed)
     out.sum().backward()
     assert packed.grad.shape == packed.shape and packed.grad[:, :, 2].any()
+
+
+@pytest.mark.parametrize("enter", [torch.inference_mode, torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_the_trial_ends_well_in_every_state_of_the_callers(install, enter: Any) -> None:
+    install()
+    official_trial._tried.cache_clear()
+    with enter():
+        assert not reasons()
+        assert not reasons(flash_attn_func, *TENSORS, alibi_slopes=SLOPES)
+
+
+def test_the_trial_ends_well_under_any_default_dtype_and_device(install) -> None:
+    install()
+    for device, dtype in (("meta", torch.float32), ("cpu", torch.float16), ("cpu", torch.float64)):
+        official_trial._tried.cache_clear()
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(device):
+                assert not reasons(flash_attn_func, *TENSORS, alibi_slopes=SLOPES)
+        finally:
+            torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(("capability", "index"), [((8, 0), 1), ((9, 0), 0), ((7, 5), 2), ((6, 1), 1)])
+def test_the_trial_is_made_on_a_gpu_of_the_calls_kind(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], index: int
+) -> None:
+    monkeypatch.undo()
+    gpus = [(9, 0), (8, 0), (7, 5), (8, 0)]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpus[device.index])
+    assert official_trial._device(capability) == torch.device("cuda", index)
 
 
 # ---------------------------------------------------------------- what it refuses

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flash_attn_compat.backends.base import Backend
 from flash_attn_compat.backends.flash_launch import CACHED, NEEDS_BACKWARD
-from flash_attn_compat.engine import alibi, callers_state
+from flash_attn_compat.engine import alibi, callers_state, streams
 from flash_attn_compat.engine.call import AttentionCall, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
 from flash_attn_compat.engine.mask import Mask, Range
@@ -35,22 +35,24 @@ class Kind(NamedTuple):
     features: Feature
     cached: bool
     backward: bool
+    capability: tuple[int, int] | None
 
 
 def wrong_answer(backend: Backend, binary: object, traits: Traits) -> str | None:
     """Why ``backend`` is not to be trusted with calls of these traits; remembered per ``binary`` and kind of call."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_available() and streams.is_capturing(_device(traits.capability)):
         return None  # a capture allows no look at results
     features = Feature(traits.features)
     head_dim = traits.head_dim + -traits.head_dim % 8
-    kind = Kind(traits.dtype, head_dim, features & _VARIANTS, bool(features & CACHED), bool(features & NEEDS_BACKWARD))
+    cached, backward = bool(features & CACHED), bool(features & NEEDS_BACKWARD)
+    kind = Kind(traits.dtype, head_dim, features & _VARIANTS, cached, backward, traits.capability)
     return _tried(backend, binary, kind)
 
 
 @functools.lru_cache(maxsize=None)
 def _tried(backend: Backend, binary: object, kind: Kind) -> str | None:
     try:
-        with callers_state.set_aside(_device()):
+        with callers_state.set_aside(_device(kind.capability)):
             right = _is_right(backend, kind)
     except Exception as error:
         line = (str(error).strip().splitlines() or [""])[0]
@@ -87,7 +89,7 @@ def _drops(backend: Backend, call: AttentionCall) -> bool:
 
 def _problem(kind: Kind) -> tuple[AttentionCall, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    device, features = _device(), kind.features
+    device, features = _device(kind.capability), kind.features
     q, k, v, dout = (
         torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device, kind.dtype)
         for shape in (
@@ -128,5 +130,9 @@ def _attention(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhij,bjd->bihd", scores.softmax(-1), v[:, :, 0])
 
 
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
+def _device(capability: tuple[int, int] | None) -> torch.device:
+    """A GPU for which the same binary is loaded: the current one if it is such a one, or none is."""
+    current = torch.device("cuda", torch.cuda.current_device())
+    others = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+    alike = (device for device in (current, *others) if torch.cuda.get_device_capability(device) == capability)
+    return next(alike, current)
