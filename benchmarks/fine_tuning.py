@@ -1,8 +1,8 @@
 """Does training with this package learn as training with eager attention does? `python -m benchmarks.fine_tuning`
 
-A small byte-level language model learns Python's own documentation, from one seed and in one order of batches, once with
-eager attention and once with ours. Exit code 1 where the two loss curves, averaged over ten steps, are ever more than 1 %
-apart.
+A small byte-level language model learns Python's own documentation, from one seed and in one order of batches, once
+with eager attention and once with ours. Exit code 1 where the two loss curves, averaged over ten steps, are ever more
+than 1 % apart.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def main() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         got = gradients(lambda *inputs: blockwise_attention(*inputs, query_chunk=128, key_chunk=96), dtype)
         errors = (f"{name} {(a - b).abs().max():.1e}" for name, a, b in zip(("out", "dq", "dk", "dv"), got, exact))
-        print(f"{str(dtype):15}", *errors, sep="  ")
+        print(f"{dtype!s:15}", *errors, sep="  ")
 
 
 if __name__ == "__main__":

@@ -51,9 +51,9 @@ _HOMES = {
 }
 
 __all__ = [
+    "FLASH_ATTN_VERSION",
     "BackendNotSupported",
     "Explanation",
-    "FLASH_ATTN_VERSION",
     "__version__",
     "backend_counts",
     "explain",

@@ -152,7 +152,7 @@ def _device() -> torch.device:
 
 
 def _machine(device: torch.device) -> Machine:
-    build = torch.version.cuda and f"CUDA {torch.version.cuda}" or torch.version.hip and f"ROCm {torch.version.hip}"
+    build = (torch.version.cuda and f"CUDA {torch.version.cuda}") or (torch.version.hip and f"ROCm {torch.version.hip}")
     capability, built_for, has_code = None, [], True
     device_name = platform.processor() or platform.machine()
     if device.type == "cuda":
@@ -277,13 +277,14 @@ def _answer(look: Callable[[], Any]) -> str:
         return str(look())
     except importlib.metadata.PackageNotFoundError:
         return "nothing"
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  it is the answer
         return f"{type(error).__name__}: {error}"
 
 
 def _child_sees() -> str:
     code = "import importlib.util as u; print(getattr(u.find_spec('flash_attn'), 'origin', 'nothing'))"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() or "nothing"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    return child.stdout.strip() or "nothing"
 
 
 def _transformers_sees() -> str:

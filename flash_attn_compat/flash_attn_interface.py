@@ -33,13 +33,13 @@ from flash_attn_compat.private_interface import (
 )
 
 __all__ = [
+    "USE_TRITON_ROCM",
     "FlashAttnFunc",
     "FlashAttnKVPackedFunc",
     "FlashAttnQKVPackedFunc",
     "FlashAttnVarlenFunc",
     "FlashAttnVarlenKVPackedFunc",
     "FlashAttnVarlenQKVPackedFunc",
-    "USE_TRITON_ROCM",
     "_flash_attn_backward",
     "_flash_attn_forward",
     "_flash_attn_varlen_backward",

@@ -113,14 +113,14 @@ def forced_capability() -> tuple[int, int] | None:
     return _parse_capability(forced) if forced else None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def device_capability(device: torch.device) -> tuple[int, int]:
     import torch
 
     return torch.cuda.get_device_capability(device)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _parse_capability(text: str) -> tuple[int, int]:
     major, _, minor = text.partition(".")
     if not (major.isdigit() and (minor or "0").isdigit()):

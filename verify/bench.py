@@ -68,7 +68,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--compile", choices=("on", "off"), help=f"sets {COMPILE} for this run")
     parser.add_argument("--small", action="store_true", help="the small workloads, which are the default on a CPU")
     parser.add_argument("--time-limit", type=_positive, default=240, metavar="SECONDS",
-                        help="after this, only the default choice and its rivals are still timed (default 240)")  # fmt: skip
+                        help="after this, only the default choice and its rivals are timed (default 240)")  # fmt: skip
     custom = parser.add_argument_group("one workload of your own: packed sequences, --min-seqlen to --max-seqlen long")
     custom.add_argument("--batch", type=_positive, metavar="N", help="number of sequences (default 8)")
     custom.add_argument("--max-seqlen", type=_positive, metavar="N", help="the longest of them (default 1024)")
@@ -95,7 +95,7 @@ def register(subparsers: Any) -> None:
     parser.set_defaults(run=main)
 
 
-# ---- options ------------------------------------------------------------------------------------------------------------
+# ---- options ---------------------------------------------------------------------------------------------------------
 
 
 def _positive(text: str) -> int:
@@ -228,7 +228,7 @@ def _custom(arguments: argparse.Namespace) -> list[Workload]:
     ]
 
 
-# ---- the command ----------------------------------------------------------------------------------------------------------
+# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def main(arguments: argparse.Namespace) -> int:

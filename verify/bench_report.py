@@ -27,7 +27,7 @@ def rows_by_workload(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
     return found
 
 
-# ---- ratios -----------------------------------------------------------------------------------------------------------
+# ---- ratios ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def ratios(workload: Workload, rows: Mapping[str, Row], recorded_applies: bool, 
     )
 
 
-# ---- tables -----------------------------------------------------------------------------------------------------------
+# ---- tables ----------------------------------------------------------------------------------------------------------
 
 GRAPH_COLUMN = "in graph ms"
 DETAIL_COLUMNS = (
@@ -265,7 +265,7 @@ def mean_lines(workloads: Sequence[Workload], rows: Sequence[Row], recorded_appl
     return lines
 
 
-# ---- against an earlier run ---------------------------------------------------------------------------------------------
+# ---- against an earlier run ------------------------------------------------------------------------------------------
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -331,7 +331,7 @@ def differing_devices(saved: Mapping[str, Any], environment: Mapping[str, str]) 
     return None
 
 
-# ---- curves -------------------------------------------------------------------------------------------------------------
+# ---- curves ----------------------------------------------------------------------------------------------------------
 
 
 def plot(rows: Sequence[Row], lengths: Mapping[str, int], device: str, path: Path) -> None:

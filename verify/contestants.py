@@ -30,7 +30,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Prepared:
-    """run(q, k, v) -> out, differentiable unless `no_backward` says why not. `around` is entered outside of the clock."""
+    """run(q, k, v) -> out, differentiable unless `no_backward` says why not. `around` is entered outside the clock."""
 
     run: Attention
     around: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -51,7 +51,7 @@ class Contestant(Protocol):
         """Raises Unavailable."""
 
 
-# ---- flash-attn's interface: ours and the official package ------------------------------------------------------------
+# ---- flash-attn's interface: ours and the official package -----------------------------------------------------------
 
 
 def flash_attn_call(namespace: Any, workload: Workload, inputs: Inputs) -> Callable[..., Any]:
@@ -65,7 +65,8 @@ def flash_attn_call(namespace: Any, workload: Workload, inputs: Inputs) -> Calla
     if workload.decode:
         cached = namespace.flash_attn_with_kvcache
         options |= {
-            "cache_seqlens": inputs.cache_seqlens, "block_table": inputs.block_table, "k": inputs.k_new, "v": inputs.v_new,
+            "cache_seqlens": inputs.cache_seqlens, "block_table": inputs.block_table,
+            "k": inputs.k_new, "v": inputs.v_new,
             "rotary_cos": inputs.rotary_cos, "rotary_sin": inputs.rotary_sin,
         }  # fmt: skip
         return lambda q, k, v: cached(q, k, v, **options)
@@ -156,7 +157,7 @@ class Official:
         )
 
 
-# ---- PyTorch's kernels, called bare -----------------------------------------------------------------------------------
+# ---- PyTorch's kernels, called bare ----------------------------------------------------------------------------------
 
 
 def _no_append(workload: Workload) -> None:
@@ -252,7 +253,7 @@ class Bare:
         return Prepared(run)
 
 
-# ---- what people write ------------------------------------------------------------------------------------------------
+# ---- what people write -----------------------------------------------------------------------------------------------
 
 
 class _Padding:

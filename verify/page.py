@@ -112,16 +112,16 @@ def in_plain_words(answers: Answers, speed: Speed, where: str) -> str:
     by = f"in the {methods} ways it has of computing here, {score.given} answers in all" if methods > 1 else ""
     sentences = [
         (
-            "Programs that understand and write text or draw pictures spend much of their time on one calculation, called "
-            "attention."
+            "Programs that understand and write text or draw pictures spend much of their time on one calculation, "
+            "called attention."
         ),
         (
             "The best-known fast program for it, flash-attn, runs on certain graphics cards only; flash_attn_compat is "
             "meant to give the same answers everywhere."
         ),
         (
-            f"For this page it was tried on one machine ({where}) with {answers.exercises} exercises whose right answers "
-            f"are known{known}{', ' + by if by else ''}."
+            f"For this page it was tried on one machine ({where}) with {answers.exercises} exercises whose right "
+            f"answers are known{known}{', ' + by if by else ''}."
         ),
     ]
     if score.ok:
@@ -186,9 +186,10 @@ def _answers(answers: Answers) -> str:
     parts = [
         "<h2>Answers</h2>",
         (
-            "<p>Each answer is held against the same calculation in 64-bit numbers, and against flash-attn's own answer "
-            "where one was recorded. It is right if its error is at most twice that of plain PyTorch (three times for "
-            "gradients), the criterion of flash-attn's own tests. The bars show how much of that the worst one used.</p>"
+            "<p>Each answer is held against the same calculation in 64-bit numbers, and against flash-attn's own "
+            "answer where one was recorded. It is right if its error is at most twice that of plain PyTorch (three "
+            "times for gradients), the criterion of flash-attn's own tests. The bars show how much of that the worst "
+            "one used.</p>"
         ),
         '<div class="grid"><div><h3>By backend</h3>',
         _scores(answers.by_backend),
@@ -292,8 +293,8 @@ def _pictures(pictures: Sequence[Picture]) -> str:
     parts = [
         "<h2>Where the error is</h2>",
         (
-            "<p>Each picture is one attention answer: a line for each head, from the first word on the left to the last "
-            "on the right. Blue is nearer than rounding allows, white just so near, red is wrong.</p>"
+            "<p>Each picture is one attention answer: a line for each head, from the first word on the left to the "
+            "last on the right. Blue is nearer than rounding allows, white just so near, red is wrong.</p>"
         ),
     ]
     for picture in pictures:

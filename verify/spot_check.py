@@ -159,7 +159,7 @@ def _judge(answer: Sequence[Tensor], truth: Truth, piece: Piece, kept: Tensor | 
     return verdicts
 
 
-# ---- one piece out of the whole ---------------------------------------------------------------------------------------
+# ---- one piece out of the whole --------------------------------------------------------------------------------------
 
 
 def _slice(tensor: Tensor, lengths: tuple[int, ...], packed: bool, piece: Piece) -> Tensor:
@@ -184,7 +184,7 @@ def _keys(tensor: Tensor, workload: Workload, inputs: Inputs, piece: Piece) -> T
     return _slice(tensor, workload.seqlens_k, workload.packed, piece)[:, piece.head]
 
 
-# ---- the fp64 answer ----------------------------------------------------------------------------------------------------
+# ---- the fp64 answer -------------------------------------------------------------------------------------------------
 
 
 def _solve(

@@ -142,7 +142,7 @@ def matmul_flops_per_second(device: str, dtype: torch.dtype) -> float:
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     result = time_together({"matmul": Job(lambda: a @ b)}, device, repeats=7, budget_s=2.0)["matmul"]
     if isinstance(result, Failed):
-        raise RuntimeError(result.reason)  # noqa: TRY004
+        raise RuntimeError(result.reason)
     return 2.0 * size**3 / (result.median_ms / 1e3)
 
 

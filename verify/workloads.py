@@ -276,7 +276,9 @@ def after_append(workload: Workload, inputs: Inputs) -> Inputs:
         return inputs
     q, k_new = inputs.q, inputs.k_new
     if inputs.rotary_cos is not None and inputs.rotary_sin is not None:
-        cos, sin = (table[inputs.cache_seqlens.long()][:, None, None] for table in (inputs.rotary_cos, inputs.rotary_sin))
+        cos, sin = (
+            table[inputs.cache_seqlens.long()][:, None, None] for table in (inputs.rotary_cos, inputs.rotary_sin)
+        )
         q, k_new = _rotated(q, cos, sin), _rotated(k_new, cos, sin)
     k, v = inputs.k.clone(), inputs.v.clone()
     rows = torch.arange(workload.batch, device=q.device)

@@ -147,7 +147,7 @@ def _chunks_with_bias(call: AttentionCall, q: Tensor, band: _Band) -> Iterator[t
 
 
 def _chunks(q: Tensor, band: _Band) -> Iterator[_Chunk]:
-    """Blocks whose slice reaches beyond the tokens one by one, cut off there; the others by as many as memory allows."""
+    """Blocks whose slice reaches beyond the tokens one by one, cut off there; of the others what memory allows."""
     total, elements = q.shape[0], q.shape[1] * q.shape[2]
     blocks = -(-total // band.rows)
     first_inner = min(blocks, band.before // band.rows)

@@ -90,7 +90,8 @@ template <typename T> T merge(T at, int spread, long long outs, long long lses, 
   head /= group;
   const float* lse = (const float*)lses + ((long long)n * count * heads + head) * padded + row;
   const int* keys = (const int*)lengths + n * count;
-  const unsigned int* out = (const unsigned int*)outs + (((long long)n * count * rows + row) * heads + head) * pairs + pair;
+  const unsigned int* out = (const unsigned int*)outs;
+  out += (((long long)n * count * rows + row) * heads + head) * pairs + pair;
   long long next_lse = (long long)heads * padded, next_out = (long long)rows * heads * pairs;
   T peak = -INFINITY, total = 0, low = 0, high = 0;
   _Pragma("unroll 8")
@@ -147,8 +148,9 @@ def prepare(q: Tensor, nheads_k: int, cut: Cut) -> Prepared:
         numbers=Memory(numbers, torch.int32, numbers.shape), used=_lengths(cut.used, batch),
         leftpad=_lengths(cut.leftpad, batch),
         table=None if table is None else Memory(table, torch.int32, (batch, cut.pages), dense_axes=1),
-        by_sequence=0 if table is None else table.stride(0), batch=batch, seqlen_q=seqlen_q, group=group, heads=nheads_k,
-        units=head_dim // unit, count=cut.shares, size=cut.size, page=cut.page, pitch=cut.pitch, pages=cut.pages,
+        by_sequence=0 if table is None else table.stride(0), batch=batch, seqlen_q=seqlen_q, group=group,
+        heads=nheads_k, units=head_dim // unit,
+        count=cut.shares, size=cut.size, page=cut.page, pitch=cut.pitch, pages=cut.pages,
         left=cut.left,
     )  # fmt: skip
     return Prepared(rows, *numbers.split((shares + 1, shares + 1, shares)))

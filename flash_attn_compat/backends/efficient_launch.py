@@ -89,7 +89,7 @@ class Native(NamedTuple):
     offset: Tensor | None = None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _operator(direction: str) -> Callable[..., tuple[Tensor, ...]]:
     operator: Callable[..., tuple[Tensor, ...]] = getattr(torch.ops.aten, f"_efficient_attention_{direction}").default
     return operator
@@ -159,7 +159,7 @@ def _best_splits(heads: int, blocks: int, at_once: int) -> int:
     return min(range(1, min(blocks, at_once) + 1), key=price, default=1)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _blocks_at_once(device: torch.device, head_dim: int, dtype: torch.dtype) -> int:
     """How many blocks of the backward kernel a GPU holds, by the warps the kernel is compiled for."""
     properties = torch.cuda.get_device_properties(device)

@@ -148,7 +148,8 @@ def prepare(call: AttentionCall, takes_caches: bool) -> Launch:
             pages = 1 if call.block_table is None else call.block_table.shape[1]
             cu_seqlens_k = _even_starts(call, call.k.shape[1] * pages)
     launch = Launch(
-        _ready(call.q), _ready(call.k), _ready(call.v), call.softmax_scale, right == 0, (left, -1 if right == 0 else right),
+        _ready(call.q), _ready(call.k), _ready(call.v),
+        call.softmax_scale, right == 0, (left, -1 if right == 0 else right),
         max_seqlen_q, max_seqlen_k, cu_seqlens_q, cu_seqlens_k, call.seqused_k, call.leftpad_k, call.block_table,
         slopes if slopes is None or slopes.stride(-1) == 1 else slopes.contiguous(),
         call.softcap, call.dropout_p, call.deterministic,
@@ -217,4 +218,4 @@ def _backward_exceeds_shared_memory(traits: Traits) -> bool:
     """From 193 channels on only the data-center GPUs have room for every variant of the backward."""
     if traits.capability not in {(8, 6), (8, 9), (12, 0), (12, 1)}:
         return False
-    return 192 < traits.head_dim and (traits.head_dim <= 224 or bool(traits.features & Feature.DROPOUT))
+    return traits.head_dim > 192 and (traits.head_dim <= 224 or bool(traits.features & Feature.DROPOUT))

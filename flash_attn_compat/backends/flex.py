@@ -80,7 +80,7 @@ class Flex(Backend):
                 return _forward(call)
         except torch.cuda.OutOfMemoryError:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  whatever the compiler stack raises, others compute it too
             self._remember(call, error)
             return None
 
@@ -92,7 +92,7 @@ class Flex(Backend):
                 return deliver(Gradients(*_backward(call, upstream.dout)), call, into)
             except torch.cuda.OutOfMemoryError:
                 raise
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  as in attempt
                 self._remember(call, error)
                 dispatch.forget_decisions()
         # Another backend's forward may have kept what only its own backward can read.
@@ -273,7 +273,7 @@ def _alibi_shift(call: AttentionCall, slopes: Tensor, geometry: Geometry) -> Ten
     return (slopes[geometry.sequence] * position[:, None]).t()
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _missing() -> list[str]:
     reasons = [] if importlib.util.find_spec("triton") is not None else ["Triton is not installed"]
     try:

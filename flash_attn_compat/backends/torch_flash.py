@@ -167,21 +167,21 @@ def _without_leftpad(launch: Launch) -> Launch:
     return launch._replace(cu_seqlens_k=starts, seqused_k=(lengths - launch.leftpad_k).clamp_(min=0), leftpad_k=None)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _operator(direction: str) -> Any:
     """The operator, None where this PyTorch has none, which is a reason against every call."""
     packet = getattr(torch.ops.aten, f"_flash_attention_{direction}", None)
     return packet and packet.default
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _arguments(direction: str) -> frozenset[str]:
     """The names of an operator's arguments in the installed PyTorch."""
     operator = _operator(direction)
     return frozenset() if operator is None else frozenset(argument.name for argument in operator._schema.arguments)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _pads_lse(device: torch.device) -> bool:
     """Whether packed rows' LSE is (batch, heads, max_seqlen_q), as before FlashAttention 2.6; found by a tiny call."""
     q = torch.zeros(1, 1, 8, dtype=torch.float16, device=device)

@@ -158,8 +158,8 @@ def _differentiable_gradients(
     """Gradients that can be differentiated again: the forward once more in differentiable operations."""
     if call.dropout_p and call.rng_state is None:
         raise RuntimeError(
-            "create_graph=True needs a dropout mask that can be drawn again, and the kernel that served this call keeps "
-            'its own: use dropout_p=0, or compute the forward under flash_attn_compat.use_backend("chunked")'
+            "create_graph=True needs a dropout mask that can be drawn again, and the kernel that served this call "
+            'keeps its own: use dropout_p=0, or compute the forward under flash_attn_compat.use_backend("chunked")'
         )
     again = call._replace(transformed=True, needs_grad=False)
     leaves = [tensor for tensor, is_wanted in zip(inputs, wanted) if is_wanted]

@@ -84,7 +84,7 @@ class KeySums(NamedTuple):
 
 
 def cut(block: Block, left: int) -> Iterator[Part]:
-    """The parts of a block under a causal mask with ``left`` more keys than a row's own; rows without keys are left out."""
+    """The parts of a block under a causal mask with ``left`` keys beside a row's own; rows without keys are in none."""
     seqlen_q = block.q.shape[1]
     # A quarter of the window more is computed than seen.
     step = min(_MAX_ROWS, max(_MIN_ROWS, -(-left // 4 // _ROUNDED_TO) * _ROUNDED_TO))

@@ -29,12 +29,11 @@ def set_aside(device: torch.device) -> Iterator[None]:
     As outside of it, gradients are recorded only if they were.
     """
     records = torch.is_grad_enabled()
-    with torch.inference_mode(False), torch.set_grad_enabled(records):
-        with without_autocast(device):
-            yield
+    with torch.inference_mode(False), torch.set_grad_enabled(records), without_autocast(device):
+        yield
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _knows_autocast(device_type: str) -> bool:
     try:
         torch.is_autocast_enabled(device_type)

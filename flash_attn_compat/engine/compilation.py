@@ -36,7 +36,8 @@ class OptionallyCompiled(Generic[P, R]):
             self._compiled = torch.compile(self._function, dynamic=True)
         try:
             return self._compiled(*args, **kwargs)
-        except Exception as error:  # whatever the compiler stack raises: the uncompiled function is as right
+        # Whatever the compiler stack raises: the uncompiled function is as right.
+        except Exception as error:  # noqa: BLE001
             self._has_failed = True
             warnings.warn(
                 f"{self._function.__name__} could not be compiled and runs uncompiled from now on: "

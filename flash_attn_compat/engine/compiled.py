@@ -64,9 +64,8 @@ def _flatten(options: Options, placement: Placement | None) -> tuple[Any, ...]:
         return None, None, None, None, None, alibi_slopes, 0, 0, None, None, *scalars
     (cu_q, cu_k, max_q, max_k), block_table, seqused_k, leftpad_k = placement
     # A longest length given as a tensor stays one, so that tracing does not have to read it.
-    lengths = [value for value in (max_q, max_k)]
-    numbers = [0 if isinstance(value, Tensor) else value for value in lengths]
-    tensors = [value if isinstance(value, Tensor) else None for value in lengths]
+    numbers = [0 if isinstance(value, Tensor) else value for value in (max_q, max_k)]
+    tensors = [value if isinstance(value, Tensor) else None for value in (max_q, max_k)]
     return cu_q, cu_k, block_table, seqused_k, leftpad_k, alibi_slopes, *numbers, *tensors, *scalars
 
 

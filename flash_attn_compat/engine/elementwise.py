@@ -184,7 +184,8 @@ template <typename T> T finish(T row, T unit, T peak, T total, T factor, T softc
 _GRADIENTS = jiterated.Kernel(
     f"""
 template <typename T> T gradients(T row, T chunk, T lse, T delta, T factor, T softcap, long long products, long long dp,
-                                  long long packed_p, long long packed_ds, {_PLACE_PARAMETERS}) {{{_PLACE}{_SCORE_OF}HALVES
+                                  long long packed_p, long long packed_ds, {_PLACE_PARAMETERS}) {{
+{_PLACE}{_SCORE_OF}HALVES
   const float* from = (const float*)products + (long long)r * columns;
   const float* from_dp = (const float*)dp + (long long)r * columns;
   int width = (columns + 7) / 8 * 8;
@@ -370,7 +371,7 @@ def alibi_bias(
 
 
 def band_bias(marks: Tensor, sizes: tuple[int, int, int], before: int, window: Mask, dtype: torch.dtype) -> Tensor:
-    """(blocks, rows, width) in ``dtype``: 0 where a key has its row's mark and is in the window, else the lowest number.
+    """(blocks, rows, width) in ``dtype``: 0 where a key has its row's mark and is in the window, else the lowest value.
 
     marks: int32, (at least (blocks - 1) * rows + width,); a block's keys begin at its number times ``rows``, and its
         rows are the keys from ``before`` on
@@ -381,7 +382,8 @@ def band_bias(marks: Tensor, sizes: tuple[int, int, int], before: int, window: M
     chunks, read = -(-width // 16), (blocks - 1) * rows + width
     _BAND(
         dtype, jiterated.places(blocks * rows, marks.device).unsqueeze(1), jiterated.places(chunks, marks.device),
-        marks=Memory(marks[:read], torch.int32, (read,)), table=_words(table), hidden=_LOWEST[dtype], rows=rows, width=width, before=before,
+        marks=Memory(marks[:read], torch.int32, (read,)), table=_words(table), hidden=_LOWEST[dtype],
+        rows=rows, width=width, before=before,
         left=window.left, right=window.right, chunks=chunks,
     )  # fmt: skip
     return table

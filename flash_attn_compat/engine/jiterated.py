@@ -155,7 +155,7 @@ def _first_places(count: int, device: torch.device) -> Tensor:
         return _kept_places(device)[:count]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _kept_places(device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         kept = torch.arange(KEPT_PLACES, dtype=torch.float32, device=device)
@@ -191,5 +191,5 @@ def _problem(device: torch.device, dtype: torch.dtype, trial: Trial) -> str:
         with callers_state.set_aside(device):
             _kept_places(device)
             return "" if trial(device, dtype) else "its results are wrong"
-    except Exception as error:  # NVRTC missing or too old, or whatever else a driver raises
+    except Exception as error:  # noqa: BLE001  NVRTC is missing or too old, or whatever else a driver raises
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

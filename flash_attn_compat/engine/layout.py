@@ -8,6 +8,7 @@ rows with all its keys and every mask and bias applies unchanged. Lengths are re
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -322,7 +323,7 @@ def _key_spans(call: AttentionCall) -> Spans:
 
 def _packed_spans(name: str, cu_seqlens: Tensor, total: int) -> tuple[list[int], list[int]]:
     bounds = cu_seqlens.tolist()
-    lengths = [stop - start for start, stop in zip(bounds, bounds[1:])]
+    lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
     if bounds[0] < 0 or bounds[-1] > total or any(length < 0 for length in lengths):
         raise RuntimeError(f"{name} must rise from 0 to at most the {total} tokens of its tensor, got {bounds}")
     return bounds[:-1], lengths

@@ -51,8 +51,8 @@ class PatchEmbed(nn.Module):
         rows, columns = self.patch_size
         patches = rearrange(x, "b c (h p1) (w p2) -> b h w (c p1 p2)", p1=rows, p2=columns)
         out: Tensor = self.proj(patches)
-        out = self.norm(out.flatten(1, 2) if self.flatten else out)
-        return out
+        normed: Tensor = self.norm(out.flatten(1, 2) if self.flatten else out)
+        return normed
 
 
 def _pair(size: int | tuple[int, int]) -> tuple[int, int]:

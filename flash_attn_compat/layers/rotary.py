@@ -180,9 +180,7 @@ def apply_rotary_emb_qkv_(
     Returns:
         qkv itself, carrying the gradient.
     """
-    rotated: Tensor = ApplyRotaryEmbQKV_.apply(
-        qkv, cos, sin, cos_k, sin_k, interleaved, seqlen_offsets, num_heads_q
-    )
+    rotated: Tensor = ApplyRotaryEmbQKV_.apply(qkv, cos, sin, cos_k, sin_k, interleaved, seqlen_offsets, num_heads_q)
     return rotated
 
 

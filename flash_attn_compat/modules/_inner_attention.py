@@ -97,8 +97,8 @@ class FlashSelfAttention(nn.Module):
             out: Tensor = flash_attn_qkvpacked_func(qkv, **options)
             return out
         assert max_seqlen is not None, "max_seqlen must be passed with cu_seqlens"
-        out = flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, **options)
-        return out
+        packed: Tensor = flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, **options)
+        return packed
 
 
 class FlashCrossAttention(nn.Module):
@@ -159,8 +159,10 @@ class FlashCrossAttention(nn.Module):
         assert max_seqlen is not None and cu_seqlens_k is not None and max_seqlen_k is not None, (
             "max_seqlen, cu_seqlens_k and max_seqlen_k must be passed with cu_seqlens"
         )
-        out = flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, **options)
-        return out
+        packed: Tensor = flash_attn_varlen_kvpacked_func(
+            q, kv, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, **options
+        )
+        return packed
 
 
 class SelfAttention(nn.Module):

@@ -34,13 +34,13 @@ from flash_attn_compat.ops.fused_dense import ColumnParallelLinear, FusedDense, 
 from flash_attn_compat.utils.distributed import get_dim_for_local_rank
 
 __all__ = [
+    "MHA",
     "ColumnParallelLinear",
     "CrossAttention",
     "FlashCrossAttention",
     "FlashSelfAttention",
     "FusedDense",
     "LinearResidual",
-    "MHA",
     "ParallelMHA",
     "RotaryEmbedding",
     "RowParallelLinear",

@@ -136,7 +136,7 @@ def swap_extension(real: RealFlashAttn, undo: ExitStack) -> bool:
             _swapped = real
             attempt.callback(_unmark)
             _try_a_call(package, "cpu")
-        except Exception:
+        except Exception:  # noqa: BLE001  a broken installation raises anything
             return False
         undo.push(attempt.pop_all())
     return True
@@ -150,7 +150,7 @@ def _reason_against(spec: ModuleSpec, undo: ExitStack) -> str | None:
     remember_modules(undo)
     try:
         package = _import_real(spec)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  a broken installation raises anything
         return f"importing it raises {type(error).__name__}: {_first_line(error)}"
     if not torch.cuda.is_available():
         return "it needs a CUDA device, and PyTorch sees none"
@@ -159,7 +159,7 @@ def _reason_against(spec: ModuleSpec, undo: ExitStack) -> str | None:
         return f"it needs compute capability 8.0, and {settings.CAPABILITY} says {forced[0]}.{forced[1]}"
     try:
         _try_a_call(package, f"cuda:{_local_device(torch.cuda.device_count())}")
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  so does one for other GPUs
         return f"calling it raises {type(error).__name__}: {_first_line(error)}"
     return None
 

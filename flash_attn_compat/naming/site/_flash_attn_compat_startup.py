@@ -48,13 +48,12 @@ class _WaitForTransformers:
     @classmethod
     def find_spec(cls, fullname: str, path: object = None, target: object = None) -> None:
         if fullname != "transformers":
-            return None
+            return
         if cls in sys.meta_path:
             sys.meta_path.remove(cls)
         try:
             make_package_importable()
             from flash_attn_compat.naming.transformers import open_gates
         except ImportError:
-            return None
+            return
         open_gates()
-        return None
