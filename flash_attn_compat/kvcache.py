@@ -79,7 +79,7 @@ def flash_attn_with_kvcache(
         out, lse = _kvcache_op(
             q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, tensor, number, cache_batch_idx, cache_leftpad,
             block_table, softmax_scale, causal, window_size[0], window_size[1], softcap, rotary_interleaved,
-            alibi_slopes, num_splits,
+            alibi_slopes, num_splits, return_softmax_lse,
         )  # fmt: skip
     elif torch.is_grad_enabled() and arguments.want_gradients:
         with torch.no_grad():
@@ -324,19 +324,21 @@ def _kvcache_op(
     rotary_interleaved: bool,
     alibi_slopes: Optional[torch.Tensor],
     num_splits: int,
+    return_softmax_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     arguments = _Arguments(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens if cache_seqlen is None else cache_seqlen,
         cache_batch_idx, cache_leftpad, block_table, softmax_scale, causal, window_size_left, window_size_right,
         softcap, rotary_interleaved, alibi_slopes, num_splits,
     )  # fmt: skip
-    out, lse = _attend(arguments, return_lse=True)
-    assert lse is not None
-    return out.contiguous(), lse
+    out, lse = _attend(arguments, return_softmax_lse)
+    return out.contiguous(), q.new_empty(0, dtype=lse_dtype(q.dtype)) if lse is None else lse
 
 
 @_kvcache_op.register_fake
 def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, *arguments: object) -> tuple[Tensor, Tensor]:
     batch, seqlen_q, nheads, _ = q.shape
     out = q.new_empty((batch, seqlen_q, nheads, v_cache.shape[-1]))
-    return out, q.new_empty((batch, nheads, seqlen_q), dtype=lse_dtype(q.dtype))
+    *_, return_softmax_lse = arguments
+    lse_shape = (batch, nheads, seqlen_q) if return_softmax_lse else (0,)
+    return out, q.new_empty(lse_shape, dtype=lse_dtype(q.dtype))

@@ -21,6 +21,9 @@ from flash_attn_compat import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
+from flash_attn_compat.backends.reference import Reference
+from flash_attn_compat.engine import dispatch
+from flash_attn_compat.engine.call import AttentionCall, Result
 from flash_attn_compat.flash_attn_interface import (
     _flash_attn_backward,
     _flash_attn_forward,
@@ -131,6 +134,77 @@ def test_the_triple_of_return_attn_probs() -> None:
     close(ours[0], right[0])
     close(ours[1], right[1])
     assert ours[2].shape == (0,)
+
+
+@pytest.mark.parametrize("longest", [(5, 7), (torch.tensor(5), torch.tensor(7)), (5, torch.tensor(130))])
+def test_s_dmask_has_its_eager_shape_however_the_longest_lengths_are_given(longest: tuple[Any, Any]) -> None:
+    (q, k, v), (cu_q, cu_k, *_) = packed()
+
+    def probabilities(*lengths: Any) -> tuple[Tensor, int]:
+        s_dmask = flash_attn_varlen_func(
+            q, k, v, cu_q, cu_k, *lengths, dropout_p=0.3, causal=True, return_attn_probs=True
+        )[2]
+        return s_dmask.abs() + 1, s_dmask.shape[-1]  # a kernel that was compiled for a shape
+
+    torch.manual_seed(0)
+    right, keys = probabilities(*longest)
+    torch.manual_seed(0)
+    ours, compiled_keys = compiled(probabilities)(*longest)
+    assert ours.shape == right.shape and compiled_keys == keys
+    close(ours, right)
+
+
+class Recorder(Reference):
+    def __init__(self) -> None:
+        self.calls: list[AttentionCall] = []
+
+    def forward(self, call: AttentionCall) -> Result:
+        self.calls.append(call)
+        return super().forward(call)
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    backend = Recorder()
+    monkeypatch.setattr(dispatch, "BACKENDS", (backend,))
+    dispatch.forget_decisions()
+    yield backend
+    dispatch.forget_decisions()
+
+
+@pytest.mark.parametrize(
+    ("requires_grad", "mode", "needs_grad"),
+    [
+        (True, torch.enable_grad, True),
+        (False, torch.enable_grad, False),
+        (True, torch.no_grad, False),
+        (False, torch.inference_mode, False),
+    ],
+)
+@pytest.mark.parametrize("return_attn_probs", [False, True])
+def test_a_compiled_call_asks_for_what_its_eager_one_asks_for(
+    recorder: Recorder, requires_grad: bool, mode: Any, needs_grad: bool, return_attn_probs: bool
+) -> None:
+    """Gradients and LSE are features that not every backend has."""
+    q, k, v = randn(5, 2, 16), randn(4, 4, 2, 16, seed=1), randn(4, 4, 2, 16, seed=2)
+    q.requires_grad_(requires_grad)
+    args = (q, k, v, cumulative(2, 3), cumulative(6, 3), 3, 6)
+    table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
+    with mode():
+        for function in (flash_attn_varlen_func, compiled(flash_attn_varlen_func)):
+            function(*args, return_attn_probs=return_attn_probs, block_table=table)
+    eager, ours = recorder.calls
+    assert eager.needs_grad == ours.needs_grad == needs_grad
+    assert ours.return_lse == (return_attn_probs or needs_grad) and eager.return_lse == return_attn_probs
+
+
+@pytest.mark.parametrize("return_softmax_lse", [False, True])
+def test_a_compiled_call_over_a_cache_asks_for_the_lse_only_where_it_is_returned(
+    recorder: Recorder, return_softmax_lse: bool
+) -> None:
+    args = randn(2, 1, 4, 16), randn(2, 20, 2, 16, seed=5), randn(2, 20, 2, 16, seed=6)
+    compiled(flash_attn_with_kvcache)(*args, cache_seqlens=7, return_softmax_lse=return_softmax_lse)
+    assert [call.return_lse for call in recorder.calls] == [return_softmax_lse]
 
 
 def test_dropout_uses_one_mask_forward_and_backward() -> None:

@@ -1,7 +1,8 @@
 """The custom ops that torch.compile sees instead of the engine; eager calls never pass through them.
 
 Each op makes the same AttentionCall as an eager call and serves it, so a graph holds one opaque node per
-attention, with shapes known beforehand. Names live in our own namespace: flash_attn:: belongs to flash-attn.
+attention, with shapes known beforehand; so is whether gradients or the LSE will be asked for, which are left out
+otherwise. Names live in our own namespace: flash_attn:: belongs to flash-attn.
 """
 
 from typing import Any, NamedTuple, Optional
@@ -25,12 +26,22 @@ class Placement(NamedTuple):
     leftpad_k: Tensor | None = None
 
 
+class _Wanted(NamedTuple):
+    """What follows a forward, as far as tracing tells. An output nobody wants has no elements."""
+
+    return_lse: bool
+    return_dmask: bool
+    needs_grad: bool
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, options: Options, placement: Placement | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, softmax_lse, S_dmask), differentiable in q, k and v."""
-    return_dmask = options.return_attn_probs and options.dropout_p > 0.0
-    out, lse, dmask, _ = forward(q, k, v, options, placement, return_dmask)
+    """(out, softmax_lse, S_dmask), differentiable in q, k and v; softmax_lse only with options.return_attn_probs."""
+    return_probs = options.return_attn_probs
+    needs_grad = _gradients_follow(q, k, v)
+    wanted = _Wanted(return_probs or needs_grad, return_probs and options.dropout_p > 0.0, needs_grad)
+    out, lse, dmask, _ = _forward(q, k, v, options, placement, wanted)
     return out, lse, dmask
 
 
@@ -43,9 +54,20 @@ def forward(
     return_dmask: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, softmax_lse, S_dmask, rng_state)."""
+    return _forward(q, k, v, options, placement, _Wanted(True, return_dmask, _gradients_follow(q, k, v)))
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, placement: Placement | None, wanted: _Wanted
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return_lse, return_dmask, needs_grad = wanted
     outputs: tuple[Tensor, Tensor, Tensor, Tensor]
-    outputs = _forward_op(q, k, v, *_flatten(options, placement), return_dmask)
+    outputs = _forward_op(q, k, v, *_flatten(options, placement), return_lse, return_dmask, needs_grad)
     return outputs
+
+
+def _gradients_follow(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
 def backward(
@@ -131,36 +153,51 @@ def _forward_op(
     window_size_right: int,
     softcap: float,
     deterministic: bool,
+    return_lse: bool,
     return_dmask: bool,
+    needs_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     arguments = _Arguments(
         cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, leftpad_k, alibi_slopes, max_seqlen_q, max_seqlen_k,
         max_seqlen_q_tensor, max_seqlen_k_tensor, dropout_p, softmax_scale, causal, window_size_left,
         window_size_right, softcap, deterministic,
     )  # fmt: skip
-    # Whether gradients follow is unknown here, and the backward finds its backend anew: ask for both.
-    call = arguments.call(q, k, v)._replace(return_lse=True, shares_dropout_mask=True, needs_grad=True)
+    # The backward finds its backend anew, so the dropout mask has to be one that any of them can draw.
+    call = arguments.call(q, k, v)._replace(
+        return_lse=return_lse, shares_dropout_mask=True, needs_grad=needs_grad, return_dmask=return_dmask
+    )
     result = autograd.run_forward(call)
     rng_state = result.rng_state if result.rng_state is not None else _no_rng_state(q)
+    lse = result.lse.contiguous() if return_lse else _no_lse(q)
     dmask = signed_probabilities(call, rng_state) if return_dmask else q.new_empty(0)
-    return result.out.contiguous(), result.lse.contiguous(), dmask, rng_state
+    return result.out.contiguous(), lse, dmask, rng_state
 
 
 @_forward_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *rest, return_dmask = arguments
+    *rest, return_lse, return_dmask, _needs_grad = arguments
     known = _Arguments(*rest)
-    nheads = q.shape[-2]
-    if known.cu_seqlens_q is None:
-        batch, longest_q, longest_k = q.shape[0], q.shape[1], k.shape[1]
-        lse_shape: tuple[int, ...] = (batch, nheads, longest_q)
-    else:
-        batch, longest_q, longest_k = known.cu_seqlens_q.shape[0] - 1, known.max_seqlen_q, known.max_seqlen_k
-        lse_shape = (nheads, q.shape[0])
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    lse = q.new_empty(lse_shape, dtype=lse_dtype(q.dtype))
-    dmask = q.new_empty((batch, nheads, round_up(longest_q, 128), round_up(longest_k, 128)) if return_dmask else 0)
+    if known.cu_seqlens_q is None:
+        lse_shape: tuple[int, ...] = (q.shape[0], q.shape[2], q.shape[1])
+    else:
+        lse_shape = (q.shape[1], q.shape[0])
+    lse = q.new_empty(lse_shape, dtype=lse_dtype(q.dtype)) if return_lse else _no_lse(q)
+    dmask = q.new_empty(_dmask_shape(q, k, known)) if return_dmask else q.new_empty(0)
     return out, lse, dmask, _no_rng_state(q)
+
+
+def _dmask_shape(q: Tensor, k: Tensor, known: _Arguments) -> tuple[int, ...]:
+    if known.cu_seqlens_q is None:
+        return q.shape[0], q.shape[2], round_up(q.shape[1], 128), round_up(k.shape[1], 128)
+    rows = _rounded_length(known.max_seqlen_q, known.max_seqlen_q_tensor)
+    keys = _rounded_length(known.max_seqlen_k, known.max_seqlen_k_tensor)
+    return known.cu_seqlens_q.shape[0] - 1, q.shape[1], rows, keys
+
+
+def _rounded_length(number: int, tensor: Tensor | None) -> Any:
+    """What a tensor holds is known at run time only; a size of its own stands for it till then."""
+    return round_up(number, 128) if tensor is None else torch.library.get_ctx().new_dynamic_size()
 
 
 @torch.library.custom_op("flash_attn_compat::attention_backward", mutates_args=())
@@ -213,7 +250,8 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    inputs = inputs[:-1]
+    count = len(_Wanted._fields)
+    inputs, (*_, ctx.is_expected) = inputs[:-count], inputs[-count:]
     out, lse, _, rng_state = output
     ctx.scalars = tuple(None if isinstance(value, Tensor) else value for value in inputs)
     ctx.save_for_backward(out, lse, rng_state, *(value if isinstance(value, Tensor) else None for value in inputs))
@@ -222,11 +260,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _compiled_backward(ctx: Any, dout: Tensor | None, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
     if dout is None:
-        return (None,) * (len(ctx.scalars) + 1)
+        return (None,) * (len(ctx.scalars) + len(_Wanted._fields))
+    if not ctx.is_expected:
+        raise RuntimeError(
+            "this graph was traced where no gradients were recorded, and kept nothing to compute them from"
+        )
     out, lse, rng_state, *tensors = ctx.saved_tensors
     inputs = [scalar if tensor is None else tensor for scalar, tensor in zip(ctx.scalars, tensors)]
     gradients = _backward_op(dout, out, lse, rng_state, *inputs)
-    return *gradients, *(None for _ in ctx.scalars[3:]), None
+    return *gradients, *(None for _ in (*ctx.scalars[3:], *_Wanted._fields))
 
 
 _forward_op.register_autograd(_compiled_backward, setup_context=_setup_context)
@@ -234,3 +276,7 @@ _forward_op.register_autograd(_compiled_backward, setup_context=_setup_context)
 
 def _no_rng_state(q: Tensor) -> Tensor:
     return torch.zeros(2, dtype=torch.int64, device=q.device)
+
+
+def _no_lse(q: Tensor) -> Tensor:
+    return q.new_empty(0, dtype=lse_dtype(q.dtype))
