@@ -215,9 +215,9 @@ def test_wrong_lengths_and_pages_touch_nothing_outside(turing: Launches) -> None
     for lengths in (rubbish, torch.full((3,), 2**31 - 1, dtype=torch.int32)):
         launch_unchecked({**call.args, "cache_seqlens": lengths, "cache_leftpad": rubbish.flip(0)})
     new = {"k": torch.zeros(3, 5, 2, 256).half(), "v": torch.zeros(3, 5, 2, 256).half()}
-    for lengths in (rubbish, rubbish.flip(0)):
+    for lengths in (rubbish, rubbish.flip(0), torch.full((3,), 5, dtype=torch.int32)):
         launch_unchecked({**call.args, **new, "cache_seqlens": lengths})
-    assert entries(turing) == ["decode", "decode", "append", "decode", "append", "decode"]
+    assert entries(turing) == ["decode", "decode"] + ["append", "decode"] * 3
 
 
 def launch_unchecked(args: dict[str, object]) -> None:
@@ -227,12 +227,12 @@ def launch_unchecked(args: dict[str, object]) -> None:
         flash_attn_interface.flash_attn_with_kvcache(**args)  # type: ignore[arg-type]
 
 
-def test_new_keys_behind_the_capacity_are_not_written(turing: Launches) -> None:
+def test_new_keys_in_front_of_the_cache_or_behind_it_are_not_written(turing: Launches) -> None:
     call = replace(PLAIN["split keys"], seqlens_k=(318, 320), capacity=320, poison=False).build()
     k_cache, before = call.args["k_cache"], call.args["k_cache"].clone()
     new = {name: torch.full((2, 5, 2, 64), 3.0).half() for name in ("k", "v")}
-    launch_unchecked({**call.args, **new, "cache_seqlens": torch.tensor([318, -2], dtype=torch.int32)})
-    before[0, 318:320], before[1, 0:3] = 3.0, 3.0
+    launch_unchecked({**call.args, **new, "cache_seqlens": torch.tensor([318, -5], dtype=torch.int32)})
+    before[0, 318:320] = 3.0
     assert torch.equal(k_cache, before)
 
 
