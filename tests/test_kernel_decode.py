@@ -93,13 +93,13 @@ TURING = PLAIN | LOCAL | PAGES | CONVERTED | CONVERTED_WIDE | EVERYTHING | ALIBI
 @pytest.fixture
 def turing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     with flash_attn_compat.use_backend("fused"):
-        yield fused_on_cpu.serve(monkeypatch, 75)
+        yield fused_on_cpu.emulate(monkeypatch, 75)
 
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     with flash_attn_compat.use_backend("fused"):
-        yield fused_on_cpu.serve(monkeypatch, 90)
+        yield fused_on_cpu.emulate(monkeypatch, 90)
 
 
 @pytest.mark.parametrize("name", TURING)

@@ -21,11 +21,18 @@ _TILES, _ONE_INT = params.offsets()["tiles"], struct.Struct("<i")
 def backward(call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
     """Gradients, written through ``into`` where given; raises KernelError where a kernel cannot be used."""
     call = launcher.tidy(call)
-    place = into if into is not None and all(map(_is_writable, into)) else Gradients(*map(_empty, (call.q, call.k, call.v)))
-    tensors = (call.q, call.k, call.v, upstream.out, upstream.dout, *place)
-    in_vectors = all(map(launcher.is_readable, tensors)) and all(map(launcher.is_aligned, tensors))
-    if in_vectors or (all(map(launcher.is_readable, tensors)) and sum(t.numel() for t in tensors) <= launcher.SMALL):
-        found = _run(call, upstream, place, 8 if in_vectors else 1)
+    # A gradient of sum() is one number for all rows, and one that is transposed is common too: copies that cost little.
+    out, dout = map(_in_rows, (upstream.out, upstream.dout))
+    upstream = upstream._replace(out=out, dout=dout)
+    place = (
+        into if into is not None and all(map(_is_writable, into)) else Gradients(*map(_empty, (call.q, call.k, call.v)))
+    )
+    tensors = (call.q, call.k, call.v, out, dout, *place)
+    readable = all(map(launcher.is_readable, tensors))
+    if readable and all(map(launcher.is_aligned, tensors)):
+        found = _run(call, upstream, place, 8)
+    elif readable and sum(tensor.numel() for tensor in tensors) <= launcher.SMALL:
+        found = _run(call, upstream, place, 1)
     else:
         found = _on_copies(call, upstream)
     if into is None:
@@ -61,9 +68,7 @@ def _run(call: AttentionCall, upstream: Upstream, gradients: Gradients, vec: int
     return plan.run(call, dout, out, lse if lse.is_contiguous() else lse.contiguous(), gradients)
 
 
-def _make_plan(
-    call: AttentionCall, dout: Tensor, out: Tensor, gradients: Gradients, vec: int, is_true: bool
-) -> _Plan:
+def _make_plan(call: AttentionCall, dout: Tensor, out: Tensor, gradients: Gradients, vec: int, is_true: bool) -> _Plan:
     device = call.q.get_device()
     target = loader.target(device)
     kind = launcher.kind_of(call, target, vec)
@@ -82,7 +87,14 @@ def _make_plan(
 
 class _Plan:
     def __init__(
-        self, call: AttentionCall, dout: Tensor, out: Tensor, gradients: Gradients, kind: Kind, target: Target, is_true: bool
+        self,
+        call: AttentionCall,
+        dout: Tensor,
+        out: Tensor,
+        gradients: Gradients,
+        kind: Kind,
+        target: Target,
+        is_true: bool,
     ) -> None:
         self.device = call.q.get_device()
         self.sizes = tuple(map(reach, (call.q, call.k, call.v, out, dout, *gradients)))
@@ -154,6 +166,13 @@ class _Plan:
             _ONE_INT.pack_into(arguments.buffer, _TILES, tiles)
             launcher.submit(kernel, blocks, device)
         return gradients
+
+
+def _in_rows(tensor: Tensor) -> Tensor:
+    """``tensor``, or a contiguous copy where that alone puts its rows on 16 bytes."""
+    if launcher.is_readable(tensor) and (launcher.is_aligned(tensor) or tensor.shape[-1] % 8):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _empty(like: Tensor) -> Tensor:

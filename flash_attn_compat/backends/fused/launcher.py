@@ -103,9 +103,9 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, int, int]:
 
 def is_readable(tensor: Tensor) -> bool:
     """Whether a kernel can read it at all: neighbouring channels, row and head strides that an int holds."""
-    steps = [stride for size, stride in zip(tensor.shape, tensor.stride()) if size > 1]
-    channels_touch = tensor.shape[-1] == 1 or tensor.stride(-1) == 1
-    return channels_touch and max(steps[-3:], default=0) <= _LARGEST_INT
+    *_, (rows, row), (heads, head), (channels, channel) = zip(tensor.shape, tensor.stride())
+    fits = (rows == 1 or row <= _LARGEST_INT) and (heads == 1 or head <= _LARGEST_INT)
+    return fits and (channels == 1 or channel == 1)
 
 
 def is_aligned(tensor: Tensor) -> bool:

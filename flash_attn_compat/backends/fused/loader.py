@@ -65,7 +65,9 @@ class Compiler:
             given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
             if library.nvrtcCompileProgram(program, len(options), given):
                 log = self._text(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
-                raise KernelError(f"NVRTC {self.version[0]}.{self.version[1]} refuses {name} {' '.join(options)}:\n{log}")
+                raise KernelError(
+                    f"NVRTC {self.version[0]}.{self.version[1]} refuses {name} {' '.join(options)}:\n{log}"
+                )
             is_binary = any("=sm_" in option for option in options)
             return self._text(program, "CUBIN" if is_binary else "PTX")
         finally:
@@ -373,7 +375,9 @@ def _places(major: str) -> Iterator[str]:
     spec = importlib.util.find_spec("nvidia")
     for base in (spec.submodule_search_locations or ()) if spec is not None else ():
         patterns += [os.path.join(base, *folder, name) for folder in ((f"cu{major}", "lib"), ("cuda_nvrtc", "lib"))]
-        patterns += [os.path.join(base, *folder, name) for folder in ((f"cu{major}", "bin", "**"), ("cuda_nvrtc", "bin"))]
+        patterns += [
+            os.path.join(base, *folder, name) for folder in ((f"cu{major}", "bin", "**"), ("cuda_nvrtc", "bin"))
+        ]
     for pattern in patterns:
         yield from (path for path in sorted(glob.glob(pattern, recursive=True)) if not _OTHERS.search(path))
     if sys.platform == "win32":

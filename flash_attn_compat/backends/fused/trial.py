@@ -87,7 +87,9 @@ def problem(kind: Kind, place: torch.device, few_rows: bool, needs_grad: bool) -
 
     def tensors(lengths: tuple[int, ...], heads: int, dim: int) -> list[Tensor]:
         shapes = [(length, heads, dim) for length in lengths]
-        return [torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype) for shape in shapes]
+        return [
+            torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype) for shape in shapes
+        ]
 
     rows = _FEW_ROWS if few_rows else _ROWS
     q, k, v = tensors(rows, _HEADS, dims[0]), tensors(_KEYS, _HEADS_K, dims[0]), tensors(_KEYS, _HEADS_K, dims[1])
@@ -215,10 +217,14 @@ def of_backward(problem: Problem, run: Callable[..., tuple[Tensor, Tensor, Tenso
 
 
 def of_append(problem: Problem, run: Callable[[AttentionCall, Append], Tensor]) -> str | None:
-    """What is wrong with a cache after two keys were appended to each sequence, and with the rotated q."""
+    """What is wrong with a cache after keys were appended, and with the rotated q; ``run(call, new)`` appends."""
+    return _of_append(problem, run, interleaved=False) or _of_append(problem, run, interleaved=True)
+
+
+def _of_append(problem: Problem, run: Callable[[AttentionCall, Append], Tensor], interleaved: bool) -> str | None:
     call = problem.call
     place, dtype = call.q.device, call.q.dtype
-    generator = torch.Generator("cpu").manual_seed(2)
+    generator = torch.Generator("cpu").manual_seed(2 + interleaved)
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
@@ -229,18 +235,20 @@ def of_append(problem: Problem, run: Callable[[AttentionCall, Append], Tensor]) 
         v=randn(2, 2, _HEADS_K, call.v.shape[-1]),
         rotary_cos=randn(200, rotary // 2) if rotary else None,
         rotary_sin=randn(200, rotary // 2) if rotary else None,
-        rotary_interleaved=False,
+        rotary_interleaved=interleaved,
         cache_seqlens=torch.tensor([8, 93], dtype=torch.int32, device="cpu"),
-        rows_have_own_position=True,
+        rows_have_own_position=interleaved,
     )
-    here = call._replace(**{name: getattr(call, name).cpu() for name in ("q", "k", "v")})
-    here = here._replace(block_table=None if call.block_table is None else call.block_table.cpu())
+    table = call.block_table
+    q, k, v = (tensor.to("cpu", copy=True) for tensor in call[:3])
     with torch.no_grad():
-        right = engine_append.by_operators(here, new)
+        right = engine_append.by_operators(
+            call._replace(q=q, k=k, v=v, block_table=None if table is None else table.cpu()), new
+        )
     tensors: dict[str, Any] = {name: value for name, value in new._asdict().items() if isinstance(value, Tensor)}
     found = run(call, new._replace(**{name: tensor.to(place) for name, tensor in tensors.items()}))
-    # What the cache held before is NaN behind the keys in use.
-    pairs = [("q", found, right), ("k_cache", call.k, here.k), ("v_cache", call.v, here.v)]
+    # What the cache held behind the keys in use is NaN.
+    pairs = [("q", found, right), ("k_cache", call.k, k), ("v_cache", call.v, v)]
     return _difference([(name, got.nan_to_num(9.0), wanted.nan_to_num(9.0)) for name, got, wanted in pairs], dtype)
 
 

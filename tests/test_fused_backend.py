@@ -1,0 +1,310 @@
+"""The fused backend as a whole: what it refuses, what happens when a kernel cannot be used, and that wrong ones are caught."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_attn_compat
+from flash_attn_compat import backend_counts, explain, flash_attn_func, flash_attn_with_kvcache, reset_backend_counts
+from flash_attn_compat.backends.fused import Fused, append, backward, forward, launcher, loader, trial, variants
+from flash_attn_compat.backends.fused.loader import KernelError
+from flash_attn_compat.backends.fused.variants import Kind
+from flash_attn_compat.engine.build import Options, dense_call
+from flash_attn_compat.engine.features import Feature, Traits
+from tests import fused_on_cpu
+from tests.support import check_against_oracle, close, randn
+
+HALF = torch.float16
+
+
+def traits(**changes: Any) -> Traits:
+    q = torch.zeros(1, 2, 2, 64, dtype=HALF)
+    return dense_call(q, q, q, Options()).traits()._replace(**{"device_type": "cuda", "capability": (7, 5), **changes})
+
+
+def qkv(dtype: torch.dtype = HALF, dim: int = 64) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        randn(2, 40, 4, dim, dtype=dtype),
+        randn(2, 50, 2, dim, seed=1, dtype=dtype),
+        randn(2, 50, 2, dim, seed=2, dtype=dtype),
+    )
+
+
+# ---- reasons
+
+
+@pytest.fixture
+def _available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "why_not", lambda: None)
+
+
+@pytest.mark.usefixtures("_available")
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0), (12, 1)])
+def test_it_serves_everything_from_turing_on(capability: tuple[int, int]) -> None:
+    everything = int(~(Feature.TRANSFORMS | Feature.PAGED) & Feature((1 << 17) - 1))
+    assert Fused().reasons(traits(capability=capability, features=everything)) == []
+
+
+@pytest.mark.usefixtures("_available")
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"capability": (7, 0)}, "7.5"),
+        ({"dtype": torch.float32}, "float32"),
+        ({"head_dim": 264}, "at most 256"),
+        ({"features": int(Feature.TRANSFORMS)}, "forward-mode"),
+        ({"features": int(Feature.PAGED | Feature.BACKWARD)}, "gradients of pages"),
+        ({"device_type": "cpu"}, "runs on cuda"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_it_says_why_it_cannot_serve(changes: dict[str, Any], reason: str) -> None:
+    found = Fused().reasons(traits(**changes))
+    assert len(found) == 1 and reason in found[0]
+
+
+@pytest.mark.usefixtures("_available")
+def test_the_user_can_forbid_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_FUSED", "0")
+    assert Fused().reasons(traits()) == ["FLASH_ATTN_COMPAT_FUSED=0 forbids it"]
+
+
+@pytest.mark.usefixtures("_available")
+def test_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    assert Fused().reasons(traits()) == ["its kernels are for NVIDIA GPUs"]
+
+
+def test_a_machine_without_nvrtc_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise OSError("no libnvrtc anywhere")
+
+    monkeypatch.setattr(loader, "_nvrtc", missing)
+    loader._compiler.cache_clear()
+    try:
+        (reason,) = Fused().reasons(traits())
+    finally:
+        loader._compiler.cache_clear()
+    assert "NVRTC" in reason and "no libnvrtc anywhere" in reason
+
+
+# ---- answers
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "window, softcap, alibi": {
+        "window_size": (7, 3),
+        "softcap": 2.0,
+        "alibi_slopes": torch.tensor([0.1, 0.3, 0.02, 0.5]),
+    },
+    "dropout": {"dropout_p": 0.4},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_answers_and_gradients_are_the_oracles(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    fused_on_cpu.emulate(monkeypatch)
+    q, k, v = qkv(dtype)
+    check_against_oracle("fused", "flash_attn_func", {"q": q, "k": k, "v": v, **CALLS[name]})
+
+
+@pytest.mark.parametrize("dim", [1, 20, 64, 100])
+def test_rows_that_lie_badly_are_read_right(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    fused_on_cpu.emulate(monkeypatch)
+    whole = randn(2, 20, 3, 4, 2 * dim, dtype=HALF)
+    q, k, v = (whole[:, :, index, :, ::2] for index in range(3))
+    check_against_oracle("fused", "flash_attn_func", {"q": q, "k": k, "v": v, "causal": True})
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_copies_change_neither_answers_nor_gradients(small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "SMALL", 2**30 if small else 0)
+    fused_on_cpu.emulate(monkeypatch)
+    q, k, v = qkv(dim=20)
+    check_against_oracle("fused", "flash_attn_func", {"q": q, "k": k, "v": v, "softcap": 3.0})
+
+
+def test_gradients_are_written_where_the_caller_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused_on_cpu.emulate(monkeypatch)
+    whole = randn(2, 20, 3, 4, 16, dtype=HALF)
+    check_against_oracle("fused", "flash_attn_qkvpacked_func", {"qkv": whole, "causal": True})
+
+
+# ---- kernels that cannot be used
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise KernelError("NVRTC refuses it")
+
+    monkeypatch.setattr(module, module.__name__.rpartition(".")[2], fail)
+
+
+def test_a_forward_that_fails_is_served_by_another_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused_on_cpu.record(monkeypatch)
+    broken(monkeypatch, forward)
+    q, k, v = qkv()
+    reset_backend_counts()
+    with pytest.warns(RuntimeWarning, match="NVRTC refuses it") as caught:
+        out = flash_attn_func(q, k, v)
+        flash_attn_func(q, k, v)
+        flash_attn_func(q, k, v, causal=True)
+    assert len([one for one in caught if "fused" in str(one.message)]) == 1
+    assert not backend_counts().get("fused")
+    assert "failed before: NVRTC refuses it" in explain(flash_attn_func, q, k, v).reasons["fused"]
+    with flash_attn_compat.use_backend("chunked"):
+        close(out, flash_attn_func(q, k, v))
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_gradients_are_right_whichever_half_fails(
+    direction: str, dropout_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused_on_cpu.emulate(monkeypatch)
+    broken(monkeypatch, {"forward": forward, "backward": backward}[direction])
+    leaves = [tensor.requires_grad_() for tensor in qkv()]
+    slopes = torch.tensor([0.5, 0.25, 0.125, 1.0])
+    with pytest.warns(RuntimeWarning, match="NVRTC refuses it"):
+        torch.manual_seed(0)
+        out, _, dmask = flash_attn_func(*leaves, dropout_p, None, True, (-1, -1), 0.0, slopes, False, True)
+        dout = randn(*out.shape, dtype=HALF)
+        found = torch.autograd.grad(out, leaves, dout)
+    with flash_attn_compat.use_backend("chunked"):
+        torch.manual_seed(0)
+        right, _, other = flash_attn_func(*leaves, dropout_p, None, True, (-1, -1), 0.0, slopes, False, True)
+        expected = torch.autograd.grad(right, leaves, dout)
+    if dropout_p:
+        assert torch.equal(dmask >= 0, other >= 0)
+    for one, two in zip((out, *found), (right, *expected)):
+        close(one, two, 4.0)
+
+
+@pytest.mark.parametrize("failing", ["append", "forward", "both"])
+def test_a_step_of_decoding_is_right_whichever_half_fails(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fused_on_cpu.emulate(monkeypatch)
+    for module in (append, forward):
+        if failing in ("both", module.__name__.rpartition(".")[2]):
+            broken(monkeypatch, module)
+
+    def step() -> list[Tensor]:
+        caches = [randn(2, 50, 2, 64, seed=seed, dtype=HALF) for seed in (1, 2)]
+        new = [randn(2, 1, 2, 64, seed=seed, dtype=HALF) for seed in (3, 4)]
+        tables = [randn(50, 16, seed=seed, dtype=HALF) for seed in (5, 6)]
+        lengths = torch.tensor([3, 44], dtype=torch.int32)
+        out = flash_attn_with_kvcache(randn(2, 1, 4, 64, dtype=HALF), *caches, *new, *tables, lengths, causal=True)
+        return [out, *caches]
+
+    with pytest.warns(RuntimeWarning, match="NVRTC refuses it"):
+        found = step()
+    with flash_attn_compat.use_backend("chunked"):
+        expected = step()
+    close(found[0], expected[0])
+    assert torch.equal(found[1], expected[1]) and torch.equal(found[2], expected[2])
+
+
+# ---- the trial
+
+
+@pytest.mark.parametrize("number", [75, 80])
+@pytest.mark.parametrize("name", CALLS)
+def test_right_kernels_pass_their_trial(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = fused_on_cpu.emulate(monkeypatch, tried=True)
+    q, k, v = qkv()
+    with warnings.catch_warnings(), flash_attn_compat.use_backend("fused"):
+        warnings.simplefilter("error")
+        flash_attn_func(q.requires_grad_(), k, v, **CALLS[name]).sum().backward()
+        tried = len(launches.seen)
+        flash_attn_func(q, k, v, **CALLS[name]).sum().backward()
+    assert tried == 8 and len(launches.seen) == 12
+
+
+def mutated(folder: Path, file: str, before: str, after: str) -> Path:
+    """The kernels' sources with one change."""
+    shutil.copytree(loader.SOURCES, folder / "cuda")
+    source = folder / "cuda" / file
+    text = source.read_text()
+    assert text.count(before) >= 1, f"{file} has no {before!r} any more"
+    source.write_text(text.replace(before, after))
+    return folder / "cuda"
+
+
+def train(**options: Any) -> Callable[[], object]:
+    q, k, v = qkv()
+    return lambda: flash_attn_func(q.requires_grad_(), k, v, **options).sum().backward()
+
+
+def decode_step() -> Callable[[], object]:
+    cache, new, tables = randn(2, 50, 2, 64, dtype=HALF), randn(2, 1, 2, 64, dtype=HALF), randn(50, 16, dtype=HALF)
+    lengths = torch.tensor([3, 44], dtype=torch.int32)
+    q = randn(2, 1, 4, 64, dtype=HALF)
+    return lambda: flash_attn_with_kvcache(q, cache, cache, new, new, tables, tables, lengths, causal=True)
+
+
+WRONG = {
+    "a window one key too wide": ("forward.cu", "last = min(last, position + rows.right)", "last = min(last, position + rows.right + 1)", train(window_size=(9, 3))),
+    "a key too few": ("forward.cu", "int last = rows.seqlen_k - 1, first = 0;", "int last = rows.seqlen_k - 2, first = 0;", train()),
+    "scores not rescaled": ("forward.cu", "O[n][i][e] *= shrink[i][e >> 1];", ";", train()),
+    "an LSE of other units": ("forward.cu", "+ __log2f(sum)) * LN2", "+ __log2f(sum))", train()),
+    "dropout of another mask": ("common.cuh", "return mix(row_base + i);", "return mix(row_base + i + 1);", train(dropout_p=0.3)),
+    "no delta": ("delta.cu", ": sum;", ": 0.f;", train()),
+    "a rotation the wrong way": ("append.cu", "a * c - b * s", "a * c + b * s", decode_step()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_kernel_is_caught_before_its_first_real_call(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, before, after, call = WRONG[name]
+    fused_on_cpu.emulate(monkeypatch, tried=True, sources=mutated(tmp_path, file, before, after))
+    with pytest.warns(RuntimeWarning, match="computes wrong numbers on this GPU"):
+        call()
+    with warnings.catch_warnings():  # said once
+        warnings.simplefilter("error")
+        call()
+
+
+def test_what_is_found_right_is_remembered_for_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: dict[str, bytes] = {}
+    fused_on_cpu.record(monkeypatch)
+    monkeypatch.setattr(trial.cache, "read", kept.get)
+    monkeypatch.setattr(trial.cache, "write", lambda name, payload: kept.update({name: payload}) or True)
+    monkeypatch.setattr(trial, "check", _check)
+    tries = []
+    kernels = (variants.forward(Kind(75, 0, 64)),)
+    for _ in range(2):
+        trial.check(kernels, loader.Target("sm_75", 75), -1, lambda: tries.append("tried"))
+        trial.forget()
+    assert tries == ["tried"] and list(kept.values()) == [b"right"]
+
+
+def test_a_trial_depends_on_nothing_the_caller_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused_on_cpu.emulate(monkeypatch, tried=True)
+    q, k, v = qkv()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with (
+            torch.inference_mode(),
+            torch.autocast("cpu", torch.bfloat16),
+            torch.device("meta"),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("error")
+            with flash_attn_compat.use_backend("fused"):
+                flash_attn_func(q, k, v, window_size=(9, 4))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+_check = trial.check

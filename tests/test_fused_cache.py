@@ -1,0 +1,132 @@
+"""The files that compiled kernels are kept in: whole or not there, and never trusted further than checked."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from flash_attn_compat.backends.fused import cache
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_CACHE", str(tmp_path / "kernels"))
+    return tmp_path / "kernels"
+
+
+def test_what_was_written_is_read() -> None:
+    assert cache.read("name") is None
+    assert cache.write("name", b"\0code")
+    assert cache.read("name") == b"\0code"
+
+
+def test_a_second_write_replaces_the_first() -> None:
+    cache.write("name", b"old")
+    cache.write("name", b"new and longer")
+    assert cache.read("name") == b"new and longer"
+
+
+@pytest.mark.parametrize("damage", ["cut", "bit", "magic", "empty", "name"])
+def test_a_damaged_or_foreign_file_is_not_trusted(damage: str, _folder: Path) -> None:
+    cache.write("name", b"payload" * 100)
+    path = _folder / "name"
+    content = bytearray(path.read_bytes())
+    if damage == "cut":
+        path.write_bytes(content[:-1])
+    elif damage == "bit":
+        content[-5] ^= 1
+        path.write_bytes(content)
+    elif damage == "magic":
+        path.write_bytes(b"X" + content[1:])
+    elif damage == "empty":
+        path.write_bytes(b"")
+    else:
+        path.rename(_folder / "other")
+    assert cache.read("other" if damage == "name" else "name") is None
+
+
+def test_what_was_damaged_can_be_written_again(_folder: Path) -> None:
+    cache.write("name", b"payload")
+    (_folder / "name").write_bytes(b"nonsense")
+    assert cache.write("name", b"payload") and cache.read("name") == b"payload"
+
+
+def test_a_folder_that_cannot_be_made_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_CACHE", str(tmp_path / "file" / "below"))
+    assert not cache.write("name", b"payload")
+    assert cache.read("name") is None
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() == 0, reason="root may write everywhere")
+def test_a_read_only_folder_keeps_nothing_and_is_read(_folder: Path) -> None:
+    cache.write("name", b"payload")
+    _folder.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    try:
+        assert not cache.write("other", b"payload")
+        assert cache.read("name") == b"payload" and cache.read("other") is None
+    finally:
+        _folder.chmod(stat.S_IRWXU)
+
+
+def test_a_write_that_fails_leaves_nothing_behind(_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*paths: object) -> None:
+        raise PermissionError
+
+    cache.write("name", b"before")
+    monkeypatch.setattr(os, "replace", refuse)
+    assert not cache.write("name", b"after")
+    assert cache.read("name") == b"before" and [path.name for path in _folder.iterdir()] == ["name"]
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="files have no owners here")
+def test_another_users_file_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.write("name", b"payload")
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    assert cache.read("name") is None or owner == 0
+
+
+def test_no_home_directory_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("FLASH_ATTN_COMPAT_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert not cache.write("name", b"payload")
+    assert cache.read("name") is None
+
+
+@pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="XDG_CACHE_HOME is for others")
+def test_the_default_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("FLASH_ATTN_COMPAT_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache.folder() == tmp_path / "flash_attn_compat"
+
+
+def _write_often(payload: bytes) -> None:
+    for _ in range(200):
+        cache.write("name", payload)
+
+
+def test_two_processes_that_write_at_once_leave_one_whole_file() -> None:
+    payloads = [bytes([index]) * 100_000 for index in (1, 2)]
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=_write_often, args=(payload,)) for payload in payloads]
+    for writer in writers:
+        writer.start()
+    seen = set()
+    while any(writer.is_alive() for writer in writers):
+        found = cache.read("name")
+        assert found is None or found in payloads
+        seen.add(found)
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    assert cache.read("name") in payloads
