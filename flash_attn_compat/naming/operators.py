@@ -15,7 +15,7 @@ from flash_attn_compat import private_interface
 from flash_attn_compat.engine.layout import lse_dtype
 from flash_attn_compat.private_interface import round_multiple
 
-# As torch.library infers them from flash-attn's functions.
+# As torch.library infers them from flash-attn's functions; num_splits is its head's.
 _FORWARD_SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, float dropout_p, float softmax_scale, bool causal, SymInt window_size_left, "
     "SymInt window_size_right, float softcap, Tensor? alibi_slopes, bool return_softmax) "
@@ -25,8 +25,8 @@ _VARLEN_FORWARD_SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
     "SymInt max_seqlen_k, float dropout_p, float softmax_scale, bool causal, SymInt window_size_left=-1, "
     "SymInt window_size_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, bool return_softmax=False, "
-    "Tensor? block_table=None, Tensor? leftpad_k=None, Tensor? seqused_k=None, bool zero_tensors=False) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
+    "Tensor? block_table=None, Tensor? leftpad_k=None, Tensor? seqused_k=None, bool zero_tensors=False, "
+    "SymInt num_splits=0) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _GRADIENTS = (
     "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "

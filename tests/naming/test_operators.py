@@ -14,7 +14,7 @@ from flash_attn_compat import flash_attn_interface as ours
 from flash_attn_compat.naming import patch
 from tests.support import cumulative, qkv, randn
 
-# What torch.library infers from flash-attn 2.8.3's functions.
+# What torch.library infers from flash-attn 2.8.3's functions, and num_splits from those of its head.
 SCHEMAS = {
     "_flash_attn_forward": (
         "flash_attn::_flash_attn_forward(Tensor q, Tensor k, Tensor v, float dropout_p, float softmax_scale, "
@@ -26,7 +26,7 @@ SCHEMAS = {
         "Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float dropout_p, float softmax_scale, "
         "bool causal, SymInt window_size_left=-1, SymInt window_size_right=-1, float softcap=0., "
         "Tensor? alibi_slopes=None, bool return_softmax=False, Tensor? block_table=None, Tensor? leftpad_k=None, "
-        "Tensor? seqused_k=None, bool zero_tensors=False) -> (Tensor, Tensor, Tensor, Tensor)"
+        "Tensor? seqused_k=None, bool zero_tensors=False, SymInt num_splits=0) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
     "_flash_attn_backward": (
         "flash_attn::_flash_attn_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, "
@@ -115,6 +115,23 @@ def test_what_compilers_are_told_of_the_results_is_true(operators: Any, name: st
     checks = ("test_schema", "test_faketensor")
     # Its first check runs the operator twice, which draws different dropout.
     torch.library.opcheck(getattr(operators, name).default, given, test_utils=checks[int(dropout_p > 0) :])
+
+
+def test_the_operator_takes_num_splits_and_refuses_what_the_function_refuses(operators: Any) -> None:
+    given = calls()["_flash_attn_varlen_forward"](operators)
+    for found, expected in zip(
+        operators._flash_attn_varlen_forward(*given, num_splits=2), ours._flash_attn_varlen_forward(*given), strict=True
+    ):
+        assert torch.equal(found, expected)
+    k, v = (t.unsqueeze(0) for t in given[1:3])
+    paged = (given[0], k, v, *given[3:])
+    table = torch.zeros(2, 1, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="num_splits > 1 is not supported"):
+        operators._flash_attn_varlen_forward(*paged, block_table=table, num_splits=2)
+    torch.library.opcheck(
+        operators._flash_attn_varlen_forward.default, paged, {"block_table": table, "num_splits": 1},
+        test_utils=("test_schema", "test_faketensor"),
+    )  # fmt: skip
 
 
 def test_gradients_through_an_operator_are_refused_as_in_flash_attn(operators: Any) -> None:
