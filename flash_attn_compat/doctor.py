@@ -22,7 +22,6 @@ import torch
 
 import flash_attn_compat
 from flash_attn_compat import self_check
-from flash_attn_compat.engine import elementwise
 from flash_attn_compat.naming import install, real
 from flash_attn_compat.naming.site_directory import SITE, is_stand_in_spec
 from flash_attn_compat.self_check import Check
@@ -38,7 +37,6 @@ class Machine:
     capability: str | None
     built_for: list[str]  # the architectures that this PyTorch binary has code for
     has_code_for_device: bool
-    fused_steps: str  # whether chunked's tiles go through kernels made by PyTorch's jiterator, or why not
     settings: dict[str, str]  # the FLASH_ATTN_COMPAT_ variables that are set
 
 
@@ -102,7 +100,6 @@ def to_text(report: Report) -> str:
         "torch": machine.torch,
         "device": f"{machine.device} ({machine.device_name})",
         "capability": machine.capability or "none (not a CUDA device)",
-        "chunked's kernels": machine.fused_steps,
         "code for it": f"{code} (built for {', '.join(machine.built_for) or 'CPU only'})",
         **machine.settings,
     }
@@ -173,7 +170,6 @@ def _machine(device: torch.device) -> Machine:
         capability=capability,
         built_for=built_for,
         has_code_for_device=has_code,
-        fused_steps=elementwise.why_not(device, torch.float16) or "used",
         settings={name: value for name, value in sorted(os.environ.items()) if name.startswith("FLASH_ATTN_COMPAT_")},
     )
 

@@ -232,7 +232,7 @@ def _forward(call: AttentionCall, return_softmax: bool) -> tuple[Tensor, Tensor,
 
 def _backward(call: AttentionCall, upstream: Upstream, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> None:
     checks.upstream(call, upstream, dq, dk, dv)
-    call = dispatch.settled(call._replace(given_lse=True, shares_dropout_mask=True, rng_state=upstream.rng_state))
+    call = call._replace(given_lse=True, shares_dropout_mask=True, rng_state=upstream.rng_state)
     into = None if dq is None or dk is None or dv is None else Gradients(dq, dk, dv)
     found = run_backward(None if call.is_empty else dispatch.serve(call), call, upstream, into)
     if into is None:

@@ -16,17 +16,15 @@ BACKEND = "FLASH_ATTN_COMPAT_BACKEND"
 CAPABILITY = "FLASH_ATTN_COMPAT_CAPABILITY"
 COMPILE = "FLASH_ATTN_COMPAT_COMPILE"
 DISABLE_OFFICIAL = "FLASH_ATTN_COMPAT_DISABLE_OFFICIAL"
-BF16 = "FLASH_ATTN_COMPAT_BF16"
-JITERATOR = "FLASH_ATTN_COMPAT_JITERATOR"
 FUSED = "FLASH_ATTN_COMPAT_FUSED"
 CACHE = "FLASH_ATTN_COMPAT_CACHE"
 
 # os.environ.get costs a microsecond for a variable that is not set, the mapping inside it a twentieth;
-# with seven variables that is a fifth of the host time of a whole call.
+# with five variables that is a fifth of the host time of a whole call.
 _variables = getattr(os.environ, "_data", None)
-_DECISIVE = (BACKEND, CAPABILITY, COMPILE, DISABLE_OFFICIAL, BF16, JITERATOR, FUSED)
+_DECISIVE = (BACKEND, CAPABILITY, COMPILE, DISABLE_OFFICIAL, FUSED)
 _keys = tuple(os.environ.encodekey(name) for name in _DECISIVE)
-_switches = {name: os.environ.encodekey(name) for name in (COMPILE, DISABLE_OFFICIAL, JITERATOR)}
+_switches = {name: os.environ.encodekey(name) for name in (COMPILE, DISABLE_OFFICIAL)}
 
 
 def fingerprint() -> tuple[object, ...]:
@@ -34,15 +32,14 @@ def fingerprint() -> tuple[object, ...]:
     if _variables is None:
         return tuple(os.environ.get(name) for name in _DECISIVE)
     get = _variables.get
-    first, second, third, fourth, fifth, sixth, seventh = _keys
-    return get(first), get(second), get(third), get(fourth), get(fifth), get(sixth), get(seventh)
+    first, second, third, fourth, fifth = _keys
+    return get(first), get(second), get(third), get(fourth), get(fifth)
 
 
 def check() -> None:
     """Raise for a value that means nothing, whether or not this machine or call would ask for it."""
-    for switch in (COMPILE, DISABLE_OFFICIAL, JITERATOR, FUSED):
+    for switch in (COMPILE, DISABLE_OFFICIAL, FUSED):
         _switch(switch)
-    bf16_precision()
     forced_capability()
 
 
@@ -61,11 +58,6 @@ def official_disabled() -> bool:
     return _is_on(DISABLE_OFFICIAL, unless_set=False)
 
 
-def jiterator_enabled() -> bool:
-    """FLASH_ATTN_COMPAT_JITERATOR=0: no elementwise kernels compiled at run time by PyTorch's jiterator."""
-    return _is_on(JITERATOR, unless_set=True)
-
-
 def fused() -> bool | None:
     """FLASH_ATTN_COMPAT_FUSED: 0 forbids this package's own kernels, 1 uses them without timing them first."""
     return _switch(FUSED)
@@ -74,11 +66,6 @@ def fused() -> bool | None:
 def cache_folder() -> str | None:
     """FLASH_ATTN_COMPAT_CACHE: where compiled kernels are kept; by default the user's cache directory."""
     return os.environ.get(CACHE) or None
-
-
-def bf16_precision() -> str:
-    """FLASH_ATTN_COMPAT_BF16: how GPUs without bf16 units compute bf16 calls, "fp16" or "fp32"."""
-    return _choice(BF16, ("fp16", "fp32")) or "fp16"
 
 
 def _is_on(switch: str, unless_set: bool) -> bool:

@@ -1,6 +1,6 @@
 """The memory-efficient kernel as it behaves on a GPU, its traps included, in slow PyTorch for any device.
 
-Stands in for efficient_launch.forward and .backward, so that how torch_efficient cuts calls into launches is
+Stands in for efficient_launch.forward and .backward, so that how torch_efficient makes a launch of a call is
 tested on a CPU. What the kernel leaves unwritten is NaN here; reading where it may not fails.
 """
 
@@ -14,26 +14,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends import BACKENDS, efficient_alibi, efficient_band, efficient_bias, efficient_launch
+from flash_attn_compat.backends import BACKENDS, efficient_launch
 from flash_attn_compat.backends.efficient_launch import CAUSAL_BOTTOM_RIGHT, Launch, Native
 
 CPU = torch.device("cpu")
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch_efficient serves tensors on a CPU from now on, cut into pieces as small as possible, bf16 as on a Turing GPU."""
+    """torch_efficient serves tensors on a CPU from now on."""
     backend = next(backend for backend in BACKENDS if backend.name == "torch_efficient")
     table = dataclasses.replace(backend.capabilities, devices=frozenset({"cpu"}), min_capability=None)
     monkeypatch.setattr(type(backend), "capabilities", table)
     monkeypatch.setattr(efficient_launch, "forward", forward)
     monkeypatch.setattr(efficient_launch, "backward", backward)
-    # Small enough for every cut to be made.
-    monkeypatch.setattr(efficient_alibi, "_ENOUGH_ROWS", 2**6)
-    monkeypatch.setattr(efficient_alibi, "_ENOUGH_ROWS_BACKWARD", 2**8)
-    monkeypatch.setattr(efficient_band, "_LAUNCH_ELEMENTS", 2**14)
-    monkeypatch.setattr(efficient_bias, "_ELEMENTS", 2**14)
-    monkeypatch.setattr(efficient_bias, "_ELEMENTS_BACKWARD", 2**20)
-    monkeypatch.setenv("FLASH_ATTN_COMPAT_CAPABILITY", "7.5")
 
 
 def forward(launch: Launch, keep_lse: bool) -> tuple[Tensor, Native]:
@@ -45,7 +38,7 @@ def forward(launch: Launch, keep_lse: bool) -> tuple[Tensor, Native]:
         (len(sequences), launch.q.shape[2], -(-longest // 32) * 32), math.inf, dtype=torch.float32, device=CPU
     )
     for index, (row, q, key, k, v) in enumerate(sequences):
-        scores = _scores(launch, index, q, k)
+        scores = _scores(launch, q, k)
         seen = scores.isfinite().any(-1)
         weights = scores.masked_fill(~seen[..., None], 0.0).softmax(-1).masked_fill(~seen[..., None], 0.0)
         batch, rows = row
@@ -55,16 +48,13 @@ def forward(launch: Launch, keep_lse: bool) -> tuple[Tensor, Native]:
     return out, Native(lse if keep_lse else lse.new_empty(0))
 
 
-def backward(
-    launch: Launch, dout: Tensor, out: Tensor, native: Native, neighbours: int = 1
-) -> tuple[Tensor, Tensor, Tensor]:
-    assert launch.seqlen_k is None and (launch.bias is None or launch.cu_seqlens_q is None)
+def backward(launch: Launch, dout: Tensor, out: Tensor, native: Native) -> tuple[Tensor, Tensor, Tensor]:
     _check(launch)
     dq, dk, dv = (torch.full(t.shape, math.nan, dtype=t.dtype, device=CPU) for t in (launch.q, launch.k, launch.v))
     for index, (row, q, key, k, v) in enumerate(_sequences(launch)):
         (batch, rows), (key_batch, keys) = row, key
         g, o = dout[batch, rows].double(), out[batch, rows].double()
-        scores = _scores(launch, index, q, k)
+        scores = _scores(launch, q, k)
         p = torch.exp(scores - native.lse[index, :, : q.shape[0], None].double())
         dscores = p * (torch.einsum("qhd,khd->hqk", g, v.double()) - (g * o).sum(-1).t()[..., None])
         if k.shape[0]:
@@ -75,16 +65,12 @@ def backward(
 
 
 def _check(launch: Launch) -> None:
-    for tensor in (launch.q, launch.k, launch.v, launch.bias):
-        if tensor is None:
-            continue
+    for tensor in (launch.q, launch.k, launch.v):
         unit = 16 // tensor.element_size()
         assert tensor.dim() == 4 and tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0
         assert all(stride % unit == 0 for stride in tensor.stride()[:-1]), "misaligned address"
     assert launch.q.shape[-1] % 8 == 0 and launch.v.shape[-1] % 8 == 0, "no kernel found to launch"
     assert launch.q.shape[2] == launch.k.shape[2] == launch.v.shape[2]
-    batch, rows, heads, _ = launch.q.shape
-    assert launch.bias is None or launch.bias.shape == (batch, heads, rows, launch.k.shape[1])
     assert launch.window_size is None or launch.mask == CAUSAL_BOTTOM_RIGHT
     if launch.cu_seqlens_q is not None:
         assert launch.q.shape[0] == 1 and 0 < launch.max_seqlen_q <= launch.q.shape[1]
@@ -93,24 +79,20 @@ def _check(launch: Launch) -> None:
 
 def _sequences(launch: Launch) -> Iterator[tuple[tuple[int, slice], Tensor, tuple[int, slice], Tensor, Tensor]]:
     if launch.cu_seqlens_q is None:
-        assert launch.seqlen_k is None, "the kernel ignores seqlen_k without cu_seqlens"
         for batch in range(launch.q.shape[0]):
             everything = batch, slice(None)
             yield everything, launch.q[batch], everything, launch.k[batch], launch.v[batch]
         return
     starts_q, starts_k = launch.cu_seqlens_q.tolist(), launch.cu_seqlens_k.tolist()
     for index, (start, stop) in enumerate(zip(starts_q, starts_q[1:])):
-        first = starts_k[index]
-        last = starts_k[index + 1] if launch.seqlen_k is None else first + int(launch.seqlen_k[index])
+        first, last = starts_k[index : index + 2]
         rows, keys = slice(start, min(stop, start + launch.max_seqlen_q)), slice(first, last)
         assert last <= launch.k.shape[1] or last == first, "reads behind the keys"
         yield (0, rows), launch.q[0, rows], (0, keys), launch.k[0, keys], launch.v[0, keys]
 
 
-def _scores(launch: Launch, index: int, q: Tensor, k: Tensor) -> Tensor:
+def _scores(launch: Launch, q: Tensor, k: Tensor) -> Tensor:
     scores = torch.einsum("qhd,khd->hqk", q.double(), k.double()) * launch.scale
-    if launch.bias is not None:
-        scores = scores + launch.bias[index].double()
     if launch.mask == CAUSAL_BOTTOM_RIGHT:
         assert q.shape[0] <= k.shape[0] or not k.shape[0], "wrong for more queries than keys"
         ahead = (

@@ -39,7 +39,7 @@ def counted() -> dict[str, int]:
 
 
 def test_the_backends_have_their_documented_order() -> None:
-    documented = ["official", "torch_flash", "fused", "torch_efficient", "flex", "sdpa", "chunked", "reference"]
+    documented = ["official", "torch_flash", "fused", "torch_efficient", "sdpa", "chunked", "reference"]
     assert [name for name in documented if name in NAMES] == NAMES
     assert NAMES[-3:] == ["sdpa", "chunked", "reference"]
 
@@ -103,8 +103,6 @@ def test_use_backend_wins_over_the_environment_variable(monkeypatch: pytest.Monk
         ("COMPILE", "yes", "0 or 1"),
         ("COMPILE", "2", "0 or 1"),
         ("DISABLE_OFFICIAL", "true", "0 or 1"),
-        ("BF16", "FP32", "fp16 or fp32"),
-        ("JITERATOR", "off", "0 or 1"),
         ("FUSED", "always", "0 or 1"),
     ],
 )
@@ -119,14 +117,14 @@ def test_a_value_that_means_nothing_is_an_error_that_names_the_choices_on_any_ma
             call(*qkv())
 
 
-VARIABLES = ["BACKEND", "CAPABILITY", "COMPILE", "DISABLE_OFFICIAL", "BF16", "JITERATOR", "FUSED", "CACHE"]
+VARIABLES = ["BACKEND", "CAPABILITY", "COMPILE", "DISABLE_OFFICIAL", "FUSED", "CACHE"]
 
 
 @pytest.mark.parametrize("name", VARIABLES)
 def test_an_empty_value_counts_as_not_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def answers() -> list[object]:
-        functions = (settings.compilation_enabled, settings.official_disabled, settings.jiterator_enabled)
-        more = (settings.fused, settings.bf16_precision, settings.forced_capability, settings.cache_folder)
+        functions = (settings.compilation_enabled, settings.official_disabled, settings.fused)
+        more = (settings.forced_capability, settings.cache_folder)
         return [explain(flash_attn_func, *qkv()), *(function() for function in (*functions, *more))]
 
     monkeypatch.delenv(f"FLASH_ATTN_COMPAT_{name}", raising=False)

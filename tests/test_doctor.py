@@ -110,5 +110,5 @@ def test_a_patched_process_is_told_who_answers():
 
 
 def test_a_setting_that_means_nothing_is_refused_in_one_line(monkeypatch, capsys):
-    monkeypatch.setenv("FLASH_ATTN_COMPAT_BF16", "FP32")
-    check_refused_in_one_line(cli.main, ["doctor"], "FLASH_ATTN_COMPAT_BF16 must be fp16 or fp32, got 'FP32'", capsys)
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_FUSED", "on")
+    check_refused_in_one_line(cli.main, ["doctor"], "FLASH_ATTN_COMPAT_FUSED must be 0 or 1, got 'on'", capsys)

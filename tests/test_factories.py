@@ -14,7 +14,7 @@ PACKAGE = Path(flash_attn_compat.__file__).parent
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 # Tests of the caller's state see the kernels' stand-ins under it, too.
 STAND_INS = [
-    Path(__file__).parent / f"{name}.py" for name in ("efficient_kernels", "elementwise_steps", "flash_kernels")
+    Path(__file__).parent / f"{name}.py" for name in ("efficient_kernels", "flash_kernels")
 ]
 FACTORIES = {
     "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand",

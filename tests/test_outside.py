@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from flash_attn_compat.engine import outside, streams
+from flash_attn_compat.engine import capture, outside
 from tests.support import cumulative
 
 ELSEWHERE = torch.device("cuda", 1)  # the tensors' device; the current one is number 0
@@ -48,10 +48,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = SimpleNamespace(
         Event=Event,
         current_stream=lambda device=None: f"stream of {device}",
-        is_current_stream_capturing=lambda: False,
     )
     monkeypatch.setattr(outside, "torch", SimpleNamespace(empty=empty, cuda=cuda, int64=torch.int64))
-    monkeypatch.setattr(streams, "is_capturing", lambda device: False, raising=False)
+    monkeypatch.setattr(capture, "is_capturing", lambda device: False)
     monkeypatch.setattr(outside, "_known", {}, raising=False)
     monkeypatch.setattr(Event, "is_complete", True)
     Event.recorded_on.clear()

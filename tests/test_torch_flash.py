@@ -18,10 +18,8 @@ from flash_attn_compat import (
     flash_attn_with_kvcache,
     use_backend,
 )
-from flash_attn_compat.backends import flash_alibi, torch_flash
-from flash_attn_compat.backends.flash_launch import prepare
+from flash_attn_compat.backends import torch_flash
 from flash_attn_compat.engine import dispatch, outside
-from flash_attn_compat.engine.build import Options, dense_call
 from flash_attn_compat.engine.call import AttentionCall
 from tests import flash_kernels
 from tests.judge import Examination, judge_first_served
@@ -93,16 +91,13 @@ def test_an_open_window_is_open_to_rows_far_before_the_keys(problem: Problem) ->
 
 
 @pytest.mark.usefixtures("has_pages")
-@pytest.mark.parametrize(
-    ("window", "alibi"),
-    [((-1, -1), False), ((-1, 0), False), ((3, 0), False), ((4, 5), False), ((-1, 0), True), ((3, 0), True)],
-)
-def test_its_backward_takes_an_lse_that_another_forward_left(window: tuple[int, int], alibi: bool) -> None:
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (3, 0), (4, 5)])
+def test_its_backward_takes_an_lse_that_another_forward_left(window: tuple[int, int]) -> None:
     from flash_attn_compat.flash_attn_interface import _flash_attn_varlen_backward, _flash_attn_varlen_forward
 
     q, k, v = (x.flatten(0, 1) for x in qkv(b=3, sq=11, sk=11, h=4, hk=2, dtype=HALF))
     starts_q, starts_k = cumulative(11, 2, 20), cumulative(9, 11, 13)
-    options = (0.0, 0.25, False, *window, 0.0, torch.tensor([0.5, 0.2, 0.1, 0.7]) if alibi else None)
+    options = (0.0, 0.25, False, *window, 0.0, None)
     with use_backend("reference"):
         out, lse, *_ = _flash_attn_varlen_forward(q, k, v, starts_q, starts_k, 20, 13, *options)
     dout = torch.randn_like(out)
@@ -117,52 +112,6 @@ def test_its_backward_takes_an_lse_that_another_forward_left(window: tuple[int, 
         torch.testing.assert_close(ours.float(), right.float(), rtol=2e-3, atol=4e-3)
 
 
-@pytest.mark.parametrize("seqlens", [(7, 7), (4, 9), (9, 4)])
-@pytest.mark.parametrize("window", [(-1, -1), (3, -1)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_channels_in_place_of_slopes_give_the_lse_they_are_said_to_give(
-    seqlens: tuple[int, int], window: tuple[int, int], dtype: torch.dtype
-) -> None:
-    q, k, v = qkv(sq=seqlens[0], sk=seqlens[1], h=2, d=16, dtype=dtype)
-    slopes = torch.tensor([0.3137, 11.7])
-    call = dense_call(q, k, v, Options(causal=True, window_size=window, alibi_slopes=slopes, return_attn_probs=True))
-    with use_backend("reference"):
-        _, lse, _ = flash_attn_func(
-            q, k, v, causal=True, window_size=window, alibi_slopes=slopes, return_attn_probs=True
-        )
-    launch = prepare(call, takes_caches=False)
-    wide = flash_alibi.with_channels(launch, flash_alibi.channels(launch), slice(None))
-    scores = torch.einsum("bihd,bjhd->bhij", wide.q.double(), wide.k.double()) * wide.scale
-    hidden = call.mask.hidden(*_ranges(*seqlens), seqlens[1] - seqlens[0], q.device)
-    scores = scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
-    expected = torch.logsumexp(scores, -1)
-    expected = expected.masked_fill(expected == -torch.inf, torch.inf)
-    torch.testing.assert_close(flash_alibi.to_channels(launch, lse).double(), expected, rtol=0, atol=2e-4)
-    torch.testing.assert_close(flash_alibi.from_channels(launch, expected), lse, rtol=0, atol=2e-4)
-
-
-def _ranges(seqlen_q: int, seqlen_k: int) -> tuple[Any, Any]:
-    from flash_attn_compat.engine.mask import Range
-
-    return Range(0, seqlen_q), Range(0, seqlen_k)
-
-
-@pytest.mark.usefixtures("newest")
-def test_alibi_is_computed_for_a_few_sequences_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash_alibi, "_ENOUGH_ROWS", 50)
-    problem = Problem(
-        seqlens_q=(20,) * 5,
-        seqlens_k=(23,) * 5,
-        nheads_k=1,
-        group=2,
-        head_dim=16,
-        dtype="float16",
-        alibi="bh",
-        causal=True,
-    )
-    verdict = Examination(problem).judge("torch_flash")
-    assert verdict.failures == [] and not verdict.refused
-    assert [x[0].shape[0] for name, x in flash_kernels.calls if name == "fwd"] == [2, 2, 1]
 
 
 # ---------------------------------------------------------------- what it refuses
@@ -188,6 +137,7 @@ def test_deterministic_gradients_are_another_backends(monkeypatch: pytest.Monkey
     [
         (dict(d=264), {}, "256"),
         ({}, dict(softcap=3.0), "softcap"),
+        ({}, dict(alibi_slopes=torch.ones(2), causal=True), "ALiBi"),
         ({}, dict(dropout_p=0.1, return_attn_probs=True), "S_dmask"),
     ],
 )
@@ -225,15 +175,6 @@ def test_a_gpu_with_less_shared_memory_lacks_some_backwards(
         leaves = [x.requires_grad_() for x in qkv(d=head_dim, dtype=HALF)]
         assert any("shared memory" in reason for reason in reasons(flash_attn_func, *leaves)) == refused
         assert not reasons(flash_attn_func, *qkv(d=head_dim, dtype=HALF))
-
-
-@pytest.mark.usefixtures("newest")
-def test_alibi_needs_a_causal_mask_and_room_for_its_channels() -> None:
-    slopes = torch.ones(2)
-    assert reasons(flash_attn_func, *qkv(dtype=HALF), alibi_slopes=slopes, causal=True) == []
-    assert any("causal" in reason for reason in reasons(flash_attn_func, *qkv(dtype=HALF), alibi_slopes=slopes))
-    wide = qkv(d=256, dtype=HALF)
-    assert any("250" in reason for reason in reasons(flash_attn_func, *wide, alibi_slopes=slopes, causal=True))
 
 
 @pytest.mark.usefixtures("newest")

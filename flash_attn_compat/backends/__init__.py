@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from flash_attn_compat.backends.base import Backend, Capabilities
 from flash_attn_compat.backends.chunked import Chunked
-from flash_attn_compat.backends.flex import Flex
 from flash_attn_compat.backends.fused import Fused
 from flash_attn_compat.backends.official import Official
 from flash_attn_compat.backends.reference import Reference
@@ -17,7 +16,6 @@ BACKENDS: tuple[Backend, ...] = (
     TorchFlash(),
     Fused(),
     TorchEfficient(),
-    Flex(),
     Sdpa(),
     Chunked(),
     Reference(),

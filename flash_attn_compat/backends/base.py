@@ -40,17 +40,11 @@ class Capabilities:
 class Backend(abc.ABC):
     """One way to compute attention.
 
-    compiles: whether its kernels are compiled by Triton, which the user has to allow
-    yields_to_compiled: whether a backend that compiles is tried against it once that is allowed (engine/tuning.py)
-    reads_lengths: whether it reads the lengths of packed sequences on the host, which waits for the device
     counts_new_keys: whether ``forward`` adds call.seqlen_new to call.seqused_k; where not, the sum is made for it
     """
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
-    compiles: ClassVar[bool] = False
-    yields_to_compiled: ClassVar[bool] = False
-    reads_lengths: ClassVar[bool] = False
     counts_new_keys: ClassVar[bool] = False
 
     def not_supported_reasons(self, call: AttentionCall) -> list[str]:
@@ -71,6 +65,10 @@ class Backend(abc.ABC):
         missing = traits.features & ~int(table.features)
         reasons += [f"does not support {DESCRIPTIONS[feature]}" for feature in split(missing)]
         return reasons + self.extra_reasons(traits)
+
+    def rank(self, traits: Traits) -> int:
+        """Where it stands among the others for such calls: lower goes first, equals in the order of the list."""
+        return 0
 
     def unavailable_reasons(self) -> list[str]:
         """Why this backend cannot serve any call on this machine."""
@@ -107,7 +105,6 @@ class Backend(abc.ABC):
 class BlockwiseBackend(Backend):
     """A backend that computes dense blocks; packed, paged and padded calls are laid out for it."""
 
-    reads_lengths = True
 
     @abc.abstractmethod
     def forward_block(

@@ -10,18 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends import chunked_fused
 from flash_attn_compat.backends.base import BlockwiseBackend, Capabilities
 from flash_attn_compat.backends.chunked_tiles import Piece, pieces, working_dtype
-from flash_attn_compat.engine import band
 from flash_attn_compat.engine.call import AttentionCall, Upstream
 from flash_attn_compat.engine.compilation import OptionallyCompiled
 from flash_attn_compat.engine.features import Feature
 from flash_attn_compat.engine.layout import Block
 from flash_attn_compat.engine.mask import Range
-
-# Where a causal window is computed in pieces of equal shape: many small launches would cost most there.
-_CUTS_WINDOWS = {"cuda"}
 
 
 class Chunked(BlockwiseBackend):
@@ -41,68 +36,25 @@ class Chunked(BlockwiseBackend):
             out.zero_()
             if lse is not None:
                 lse.fill_(torch.inf)
-        left = _cut_window(call, block)
-        if left is None:
-            self._forward_part(call, block, rng_state, out, lse)
-            return out, lse
-        for part in band.cut(block, left):
-            part_lse = None if lse is None else part.lse_of(lse)
-            self._forward_part(call, part.block, rng_state, part.rows_of(out), part_lse)
-        return out, lse
-
-    def _forward_part(
-        self, call: AttentionCall, block: Block, rng_state: Tensor | None, out: Tensor, lse: Tensor | None
-    ) -> None:
         for piece in pieces(call, block, rng_state):
-            if piece.is_fused:
-                chunked_fused.forward(piece, out, lse)
-                continue
             for rows in piece.row_blocks():
                 row_out, row_lse = _attend_rows(piece, rows)
                 out[piece.n, rows.start : rows.stop, piece.heads] = row_out.transpose(1, 2)
                 if lse is not None:
                     lse[piece.n, piece.heads, rows.start : rows.stop] = row_lse
 
-    def backward_block(self, call: AttentionCall, block: Block, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
-        dq = torch.zeros_like(block.q)
-        left = _cut_window(call, block)
-        if left is None:
-            dk, dv = torch.empty_like(block.k), torch.empty_like(block.v)
-            self._backward_part(call, block, upstream, dq, dk, dv)
-            return dq, dk, dv
-        totals = [band.KeySums.zeros(tensor, left, working_dtype(tensor)) for tensor in (block.k, block.v)]
-        for part in band.cut(block, left):
-            given = (part.rows_of(upstream.dout), part.rows_of(upstream.out), part.lse_of(upstream.lse))
-            shares = [
-                total.tensor.new_empty(tensor.shape) for total, tensor in zip(totals, (part.block.k, part.block.v))
-            ]
-            self._backward_part(call, part.block, Upstream(*given, upstream.rng_state), part.rows_of(dq), *shares)
-            for total, share in zip(totals, shares):
-                part.add_keys_to(total, share)
-        dk, dv = (total.found(block.k.shape[1]) for total in totals)
-        return dq, dk, dv
+        return out, lse
 
-    def _backward_part(
-        self, call: AttentionCall, block: Block, upstream: Upstream, dq: Tensor, dk: Tensor, dv: Tensor
-    ) -> None:
+    def backward_block(self, call: AttentionCall, block: Block, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = torch.zeros_like(block.q), torch.empty_like(block.k), torch.empty_like(block.v)
         for piece in pieces(call, block, upstream.rng_state):
             totals = [torch.zeros_like(tensor, dtype=piece.dtype) for tensor in (piece.keys, piece.values)]
-            if piece.is_fused:
-                chunked_fused.backward(piece, upstream, dq, *totals)
-            else:
-                for rows in piece.row_blocks():
-                    row_dq = _backpropagate_rows(piece, rows, upstream, *totals)
-                    dq[piece.n, rows.start : rows.stop, piece.heads] = row_dq.transpose(1, 2)
+            for rows in piece.row_blocks():
+                row_dq = _backpropagate_rows(piece, rows, upstream, *totals)
+                dq[piece.n, rows.start : rows.stop, piece.heads] = row_dq.transpose(1, 2)
             for target, total in zip((dk, dv), totals):
                 target[piece.n, :, piece.heads_kv] = total.unflatten(0, (piece.count, -1)).transpose(1, 2)
-
-
-def _cut_window(call: AttentionCall, block: Block) -> int | None:
-    """The left bound of a causal window that is worked on in cut pieces, where many small launches would cost most."""
-    left, right = call.mask
-    if left is None or right != 0 or call.dropout_p or block.q.device.type not in _CUTS_WINDOWS:
-        return None
-    return left if band.pays(block, left) else None
+        return dq, dk, dv
 
 
 def _attend_rows(piece: Piece, rows: Range) -> tuple[Tensor, Tensor]:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.base import HALF_DTYPES
-from flash_attn_compat.engine import alibi, dropout, elementwise
+from flash_attn_compat.engine import alibi, dropout
 from flash_attn_compat.engine.alignment import ready
 from flash_attn_compat.engine.call import AttentionCall
-from flash_attn_compat.engine.elementwise import Sight
 from flash_attn_compat.engine.layout import Block
 from flash_attn_compat.engine.mask import Range
 
@@ -28,7 +27,6 @@ class Piece:
         n: slice,
         heads_kv: slice,
         tile: Tile,
-        is_fused: bool,
         hidden: dict[tuple[int, int, int], Tensor | None],
     ) -> None:
         self.call, self.rng_state, self.n, self.heads_kv, self.tile = call, rng_state, n, heads_kv, tile
@@ -39,7 +37,6 @@ class Piece:
         self.seqlen_k, self.offset = self.block.k.shape[1], block.offset
         self.dtype = working_dtype(block.q)
         self.operand_dtype = block.q.dtype if _multiplies_half(block.q) else self.dtype
-        self.is_fused = is_fused
         self.hidden = hidden
         self.keys = self._fold_keys(self.block.k)
         self.values = self._fold_keys(self.block.v)
@@ -92,37 +89,10 @@ class Piece:
         self._hide(scores, rows, columns)
         return scores, factor
 
-    def rows_by_key_head(self, tensor: Tensor, rows: Range) -> Tensor:
-        """Rows of a (n, seqlen_q, nheads, x) tensor as a view (n, kv heads, rows, group, x)."""
-        part = tensor[self.n, rows.start : rows.stop, self.heads]
-        return torch.unflatten(part, 2, (-1, self.group)).transpose(1, 2)
-
-    def fold_rows(self, tensor: Tensor, rows: Range) -> Tensor:
-        """Like fold, but (n * kv heads, rows * group, x): some rows of it are a slice."""
-        part = self.rows_by_key_head(tensor, rows).to(self.operand_dtype)
-        return self._operand(part.reshape(-1, rows.size * self.group, tensor.shape[-1]))
-
-    def unfold_rows(self, folded: Tensor) -> Tensor:
-        """(n * kv heads, rows * group, x) -> (n, kv heads, rows, group, x)."""
-        n, group = self.count, self.group
-        return folded.view(n, folded.shape[0] // n, folded.shape[1] // group, group, folded.shape[2])
-
-    def inner_products(self, queries: Tensor, columns: Range) -> Tensor:
-        """(n * kv heads, rows * group, x) queries -> (n, kv heads, rows, group, columns), whatever is hidden."""
-        return self.unfold_rows(self.product(queries, self.keys[:, columns.start : columns.stop].transpose(1, 2)))
-
-    def sight(self, rows: Range, columns: Range) -> Sight:
-        """Which of ``columns`` the tile's rows see."""
-        sight = Sight.under(self.call.mask, rows.start + self.offset - columns.start)
-        if self.block.first_key is not None:
-            return sight._replace(first_keys=self.block.first_key, start=columns.start)
-        blank = self.block.blank_keys
-        return sight._replace(blank=blank.start - columns.start, blank_step=-blank.step) if blank else sight
-
     @property
     def is_hidden_by_mask_alone(self) -> bool:
         """Whether no key is padding."""
-        return self.block.first_key is None and not self.block.blank_keys
+        return self.block.first_key is None
 
     def _hide(self, scores: Tensor, rows: Range, columns: Range) -> None:
         """Put -inf on scores (n, heads, rows, columns)."""
@@ -133,8 +103,6 @@ class Piece:
         if self.block.first_key is not None:
             padding = self.block.key_indices()[:, columns.start : columns.stop] < 0
             scores.masked_fill_(padding[:, None, None], -torch.inf)
-        for sequence, blank in enumerate(self.block.blank_keys):
-            scores[sequence, ..., : max(0, blank - columns.start)] = -torch.inf
 
     def hidden_tile(self, rows: Range, keys: Range) -> Tensor | None:
         """Mask.hidden, remembered for other rows, which see the same at the same distance."""
@@ -153,13 +121,6 @@ class Piece:
             )
         found = torch.bmm(a, b, out_dtype=self.dtype)
         return found if scale == 1.0 else found.mul_(scale)
-
-    def add_product(self, total: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
-        """total += a @ b * scale, in the precision of ``total``."""
-        if _BADDBMM_HAS_OUT_DTYPE and a.is_cuda and a.dtype != total.dtype:
-            torch.ops.aten.baddbmm.dtype_out(total, a, b, total.dtype, alpha=scale, out=total)
-        else:
-            total += self.product(a, b, scale)
 
     def tanh_values(self, queries: Tensor, rows: Range, columns: Range, scores: Tensor) -> Tensor:
         """What softcap made of the raw scores: ``scores`` itself, unless ALiBi was added to it."""
@@ -209,11 +170,10 @@ _SMALL_ACCELERATOR = 2**24
 _REMEMBERED_TILES = 2
 
 
-def _tile(call: AttentionCall, block: Block, whole_rows: bool) -> Tile:
+def _tile(call: AttentionCall, block: Block) -> Tile:
     """The largest tile within the device's budget: first rows and keys, then heads, then sequences, then rows.
 
     Rows beyond some share of the keys, or of a window, would mostly compute scores that the mask hides.
-    whole_rows: a tile holds all keys that its rows see
     """
     device_type = block.q.device.type
     n, seqlen_q = block.q.shape[:2]
@@ -225,12 +185,7 @@ def _tile(call: AttentionCall, block: Block, whole_rows: bool) -> Tile:
     all_scores = n * call.nheads * seqlen_q * seqlen_k
     everything = call.mask.is_full or all_scores <= _SMALL.get(device_type, _SMALL_ACCELERATOR)
     most_rows = seqlen_q if everything else max(rows, min(seqlen_k // (4 * share), band // share))
-    keys = min(seqlen_k, band + most_rows)
-    if whole_rows:
-        # Kernels give a thread more keys than that, and count rows up to a limit.
-        keys = max(keys, 8)
-    else:
-        keys = min(keys, _KEYS_PER_TILE.get(device_type, _KEYS_PER_TILE_ACCELERATOR))
+    keys = min(seqlen_k, band + most_rows, _KEYS_PER_TILE.get(device_type, _KEYS_PER_TILE_ACCELERATOR))
     budget = _TILE_ELEMENTS.get(device_type, _TILE_ELEMENTS_ACCELERATOR) // (call.nheads // call.nheads_k)
     heads = max(1, min(call.nheads_k, budget // (rows * keys)))
     sequences = max(1, min(n, budget // (rows * keys * heads)))
@@ -242,21 +197,14 @@ def _tile(call: AttentionCall, block: Block, whole_rows: bool) -> Tile:
     return Tile(sequences, heads, rows, keys)
 
 
-def _is_fused(call: AttentionCall, block: Block) -> bool:
-    """Whether chunked_fused.py computes the block's tiles."""
-    plain = not call.dropout_p and block.slopes is None and call.softmax_scale > 0
-    return plain and _multiplies_half(block.q) and elementwise.is_usable(block.q.device, block.q.dtype)
-
-
 def pieces(call: AttentionCall, block: Block, rng_state: Tensor | None) -> Iterator[Piece]:
-    is_fused = _is_fused(call, block)
-    tile = _tile(call, block, whole_rows=is_fused)
+    tile = _tile(call, block)
     hidden: dict[tuple[int, int, int], Tensor | None] = {}
     for start in range(0, block.q.shape[0], tile.sequences):
         n = slice(start, min(start + tile.sequences, block.q.shape[0]))
         for first in range(0, call.nheads_k, tile.heads_kv):
             heads_kv = slice(first, min(first + tile.heads_kv, call.nheads_k))
-            yield Piece(call, block, rng_state, n, heads_kv, tile, is_fused, hidden)
+            yield Piece(call, block, rng_state, n, heads_kv, tile, hidden)
 
 
 def working_dtype(tensor: Tensor) -> torch.dtype:
@@ -272,4 +220,3 @@ def _multiplies_half(tensor: Tensor) -> bool:
 
 
 _BMM_HAS_OUT_DTYPE = hasattr(torch.ops.aten.bmm, "dtype")
-_BADDBMM_HAS_OUT_DTYPE = hasattr(torch.ops.aten.baddbmm, "dtype_out")

@@ -21,7 +21,7 @@ NO_MASK, CAUSAL_BOTTOM_RIGHT = 0, 2
 _LSE_ROWS = 32
 _KEYS_PER_BLOCK = 64
 _UNEVEN_SPLITS = 16
-_FORWARD_ARGUMENTS = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "custom_mask_type", "seqlen_k", "window_size"}
+_FORWARD_ARGUMENTS = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "custom_mask_type", "window_size"}
 _BACKWARD_ARGUMENTS = {"cu_seqlens_q", "cu_seqlens_k", "logsumexp", "philox_seed", "custom_mask_type", "window_size"}
 
 
@@ -41,9 +41,7 @@ class Launch(NamedTuple):
     """The kernel's inputs.
 
     q: (batch, rows, heads, head_dim), k and v: (batch, keys, heads, head_dim of their own); batch is 1 with
-        cu_seqlens_q, (n + 1,) int32 starts
-    cu_seqlens_k: (n + 1,) int32; with seqlen_k, (n,) int32, only the starts count and may overlap
-    bias: additive (batch, heads, rows, keys), rows a multiple of 16 bytes apart
+        cu_seqlens_q and cu_seqlens_k, (n + 1,) int32 starts
     window_size: how many keys a row sees under the causal mask, its own included
     """
 
@@ -57,28 +55,8 @@ class Launch(NamedTuple):
     cu_seqlens_k: Tensor | None = None
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
-    seqlen_k: Tensor | None = None
-    bias: Tensor | None = None
     dropout_p: float = 0.0
     deterministic: bool = False
-
-
-class Place(NamedTuple):
-    """Which sequences, rows, keys and heads of a call one launch computes."""
-
-    batch: slice = slice(None)
-    rows: slice = slice(None)
-    keys: slice = slice(None)
-    heads: slice = slice(None)
-
-
-EVERYTHING = Place()
-
-
-def members(nheads: int, nheads_k: int) -> list[slice]:
-    """Query heads that share key heads: one of each group at a time, over all key heads, copying nothing."""
-    group = nheads // nheads_k
-    return [slice(None)] if group == 1 else [slice(member, None, group) for member in range(group)]
 
 
 class Native(NamedTuple):
@@ -98,39 +76,36 @@ def _operator(direction: str) -> Callable[..., tuple[Tensor, ...]]:
 def forward(launch: Launch, keep_lse: bool) -> tuple[Tensor, Native]:
     """out (batch, rows, heads, head_dim of v); rows without keys are 0, and 0 in the LSE."""
     out, lse, seed, offset, _, _ = _operator("forward")(
-        launch.q, launch.k, launch.v, launch.bias, launch.cu_seqlens_q, launch.cu_seqlens_k, launch.max_seqlen_q,
-        launch.max_seqlen_k, launch.dropout_p, launch.mask, keep_lse, scale=launch.scale, seqlen_k=launch.seqlen_k,
+        launch.q, launch.k, launch.v, None, launch.cu_seqlens_q, launch.cu_seqlens_k, launch.max_seqlen_q,
+        launch.max_seqlen_k, launch.dropout_p, launch.mask, keep_lse, scale=launch.scale,
         window_size=launch.window_size,
     )  # fmt: skip
     return out, Native(lse, seed, offset)
 
 
-def backward(
-    launch: Launch, dout: Tensor, out: Tensor, native: Native, neighbours: int = 1
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(launch: Launch, dout: Tensor, out: Tensor, native: Native) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of one launch, the window handed on explicitly: autograd's own formula drops it before 2.15.
 
     The kernel reads ``out`` as if it were contiguous, whatever its strides say (seen in 2.11, fp16).
-    neighbours: how many launches share the GPU
     """
     packed = launch.cu_seqlens_q is not None
     seed = native.seed if native.seed is not None else _no_seed(launch.q.device)
     dq, dk, dv, _ = _operator("backward")(
-        ready(dout), launch.q, launch.k, launch.v, launch.bias, aligned_contiguous(out), launch.cu_seqlens_q,
+        ready(dout), launch.q, launch.k, launch.v, None, aligned_contiguous(out), launch.cu_seqlens_q,
         launch.cu_seqlens_k,
         launch.max_seqlen_q if packed else launch.q.shape[1], launch.max_seqlen_k if packed else launch.k.shape[1],
         native.lse, launch.dropout_p, seed, native.offset if native.offset is not None else seed, launch.mask, False,
-        scale=launch.scale, num_splits_key=_key_splits(launch, neighbours), window_size=launch.window_size,
+        scale=launch.scale, num_splits_key=_key_splits(launch), window_size=launch.window_size,
     )  # fmt: skip
     return dq, dk, dv
 
 
-def _key_splits(launch: Launch, neighbours: int) -> int:
+def _key_splits(launch: Launch) -> int:
     """Into how many parts the backward cuts the keys of one head, which then add to dq atomically.
 
     PyTorch's own choice (None) is a part for each block of keys, unless there are very many heads. The one from
     which the last part should be done the soonest is up to 30 % faster, for few rows 10 times. Where lengths differ,
-    parts of every sequence are needed to even out the work, but not that many (benchmarks/key_splits.py).
+    parts of every sequence are needed to even out the work, but not that many.
     """
     rows = launch.max_seqlen_q or launch.q.shape[1]
     if launch.deterministic or rows <= _LSE_ROWS * 2:
@@ -140,7 +115,7 @@ def _key_splits(launch: Launch, neighbours: int) -> int:
         sequences, keys = launch.cu_seqlens_q.shape[0] - 1, launch.max_seqlen_k or keys
         are_even = sequences * keys <= 1.5 * launch.k.shape[1]
     head_dim = max(launch.q.shape[-1], launch.v.shape[-1])
-    at_once = max(1, _blocks_at_once(launch.q.device, head_dim, launch.q.dtype) // neighbours)
+    at_once = _blocks_at_once(launch.q.device, head_dim, launch.q.dtype)
     heads, blocks = sequences * launch.q.shape[2], -(-keys // _KEYS_PER_BLOCK)
     if are_even:
         return _best_splits(heads, blocks, at_once)

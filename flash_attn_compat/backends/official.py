@@ -42,6 +42,9 @@ class Official(FlashBackend):
         max_head_dim=256,
     )
 
+    def rank(self, traits: Traits) -> int:
+        return -2  # whatever is faster
+
     def reasons(self, traits: Traits) -> list[str]:
         # Only a call that nothing else speaks against is worth loading the extension for.
         return super().reasons(traits) or self._loading_reasons(traits)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flash_attn_compat.backends.base import Backend
 from flash_attn_compat.backends.flash_launch import CACHED, NEEDS_BACKWARD
-from flash_attn_compat.engine import alibi, callers_state, streams
+from flash_attn_compat.engine import alibi, callers_state, capture
 from flash_attn_compat.engine.call import AttentionCall, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
 from flash_attn_compat.engine.mask import Mask, Range
@@ -40,7 +40,7 @@ class Kind(NamedTuple):
 
 def wrong_answer(backend: Backend, binary: object, traits: Traits) -> str | None:
     """Why ``backend`` is not to be trusted with calls of these traits; remembered per ``binary`` and kind of call."""
-    if torch.cuda.is_available() and streams.is_capturing(_device(traits.capability)):
+    if torch.cuda.is_available() and capture.is_capturing(_device(traits.capability)):
         return None  # a capture allows no look at results
     features = Feature(traits.features)
     head_dim = traits.head_dim + -traits.head_dim % 8

@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_attn_compat.backends import flash_alibi
 from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities
 from flash_attn_compat.backends.flash_launch import FlashBackend, Launch, Native
 from flash_attn_compat.engine import outside
 from flash_attn_compat.engine.call import Gradients
 from flash_attn_compat.engine.features import Feature, Traits
 
-_LACKS = Feature.SOFTCAP | Feature.SHARED_DROPOUT_MASK | Feature.VALUE_HEAD_DIM | Feature.TRANSFORMS
+# PyTorch builds its kernels without slopes, whatever the operator's schema says.
+_LACKS = Feature.SOFTCAP | Feature.ALIBI | Feature.SHARED_DROPOUT_MASK | Feature.VALUE_HEAD_DIM | Feature.TRANSFORMS
 _ALWAYS = {
     "forward": {"cum_seq_q", "cum_seq_k", "max_q", "max_k", "scale", "window_size_left", "window_size_right"},
     "backward": {"logsumexp", "cum_seq_q", "cum_seq_k", "scale", "window_size_left", "window_size_right"},
@@ -58,8 +58,6 @@ class TorchFlash(FlashBackend):
         needed = {Feature.SEQUSED_K: "seqused_k", Feature.LEFTPAD_K: "seqused_k", Feature.PAGED: "block_table"}
         lacking = {name for feature, name in needed.items() if features & feature} - _arguments("forward")
         reasons = [f"this PyTorch's aten::_flash_attention_forward lacks {name}" for name in sorted(lacking)]
-        if features & Feature.ALIBI:
-            reasons += flash_alibi.reasons(traits)
         if features & Feature.PAGED and features & Feature.LEFTPAD_K:
             reasons.append("leftpad_k with pages")
         if features & Feature.DETERMINISTIC:
@@ -67,14 +65,13 @@ class TorchFlash(FlashBackend):
         return super().extra_reasons(traits) + reasons
 
     def launch_forward(self, launch: Launch) -> Native:
-        native = _forward(launch) if launch.alibi_slopes is None else _forward_by_channels(launch)
+        native = _forward(launch)
         if launch.cu_seqlens_q is not None and outside.may_exist(launch.cu_seqlens_q, launch.q.shape[0]):
             outside.set_to_zero(native.out, launch.cu_seqlens_q)
         return native
 
     def launch_backward(self, launch: Launch, dout: Tensor, native: Native, into: Gradients | None) -> Gradients:
-        compute = _backward if launch.alibi_slopes is None else _backward_by_channels
-        found = compute(launch, dout, native)
+        found = _backward(launch, dout, native)
         if launch.cu_seqlens_q is not None:
             for gradient, starts in zip(found, (launch.cu_seqlens_q, launch.cu_seqlens_k, launch.cu_seqlens_k)):
                 if starts is not None and outside.may_exist(starts, gradient.shape[0]):
@@ -88,11 +85,9 @@ class TorchFlash(FlashBackend):
     def official_lse(self, launch: Launch, lse: Tensor) -> Tensor:
         if launch.cu_seqlens_q is not None and lse.dim() == 3:
             lse = _padded_to_packed(lse, launch.cu_seqlens_q, launch.q.shape[0])
-        return lse if launch.alibi_slopes is None else flash_alibi.from_channels(launch, lse)
+        return lse
 
     def native_lse(self, launch: Launch, lse: Tensor) -> Tensor:
-        if launch.alibi_slopes is not None:
-            lse = flash_alibi.to_channels(launch, lse)
         if launch.cu_seqlens_q is not None and _pads_lse(launch.q.device):
             return _packed_to_padded(lse, launch.cu_seqlens_q, launch.max_seqlen_q)
         return lse.contiguous()
@@ -125,33 +120,6 @@ def _backward(launch: Launch, dout: Tensor, native: Native) -> Gradients:
             window_size_left=left, window_size_right=right,
         )
     )  # fmt: skip
-
-
-def _forward_by_channels(launch: Launch) -> Native:
-    """Causal ALiBi: PyTorch builds its kernels without slopes, whatever the operator's schema says."""
-    out = launch.q.new_empty(launch.q.shape)
-    lse: list[Tensor] = []
-    state: list[Tensor] = []
-    channels = flash_alibi.channels(launch)
-    for part in flash_alibi.parts(launch):
-        native = _forward(flash_alibi.with_channels(launch, channels, part))
-        out[part] = native.out[..., : out.shape[-1]]
-        lse.append(native.lse)
-        state += native.state
-    return Native(out, lse[0] if len(lse) == 1 else torch.cat(lse), tuple(state))
-
-
-def _backward_by_channels(launch: Launch, dout: Tensor, native: Native) -> Gradients:
-    found = Gradients(*(tensor.new_empty(tensor.shape) for tensor in (launch.q, launch.k, launch.v)))
-    channels = flash_alibi.channels(launch)
-    for index, part in enumerate(flash_alibi.parts(launch)):
-        wide = flash_alibi.with_channels(launch, channels, part)
-        size = wide.q.shape[-1]
-        lse = native.lse if launch.cu_seqlens_q is not None else native.lse[part]
-        kept = Native(flash_alibi.widen(native.out[part], size), lse, native.state[2 * index : 2 * index + 2])
-        for gradient, wider in zip(found, _backward(wide, flash_alibi.widen(dout[part], size), kept)):
-            gradient[part] = wider[..., : gradient.shape[-1]]
-    return found
 
 
 def _without_leftpad(launch: Launch) -> Launch:

@@ -76,7 +76,7 @@ def attend(inputs: tuple[Tensor, ...], call: AttentionCall) -> Outputs:
 
 def run_forward(call: AttentionCall, new: Append | None = None) -> Result:
     """Serve a call outside autograd; ``new`` keys go into its cache first, once a backend is found for it."""
-    return _served(dispatch.settled(call), new)[1]
+    return _served(call, new)[1]
 
 
 def _served(call: AttentionCall, new: Append | None = None) -> tuple[Backend | None, Result]:
@@ -118,7 +118,6 @@ def run_backward(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: AttentionCall, *tensors: Tensor) -> Outputs:
-        call = dispatch.settled(call)
         ctx.backend, result = _served(call)
         ctx.inputs = len(tensors)
         ctx.description = call.without_tensors()

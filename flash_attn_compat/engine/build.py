@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_compat.engine import checks, equal_lengths
+from flash_attn_compat.engine import checks
 from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.mask import MOST_TOKENS, Mask
 
@@ -93,7 +93,7 @@ def packed_call(
         seqused_k=seqused_k,
         leftpad_k=leftpad_k,
         is_dense=False,
-        equal_lengths=are_whole and equal_lengths.is_visible(starts_q, starts_k),
+        equal_lengths=are_whole and _hold_the_same(starts_q, starts_k),
     )  # fmt: skip
 
 
@@ -193,3 +193,13 @@ def _longest(name: str, value: object) -> int:
     if found > MOST_TOKENS:
         raise RuntimeError(f"{name} must be the longest sequence's length, at most {MOST_TOKENS}, got {found}")
     return found
+
+
+def _hold_the_same(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> bool:
+    """Whether the host sees for free that both hold the same numbers, as two tensors of a collator's may."""
+    if cu_seqlens_q is cu_seqlens_k:
+        return True
+    if cu_seqlens_q.device.type == "cpu":
+        return torch.equal(cu_seqlens_q, cu_seqlens_k)
+    same_memory = cu_seqlens_q.is_cuda and cu_seqlens_q.data_ptr() == cu_seqlens_k.data_ptr()
+    return same_memory and cu_seqlens_q.shape == cu_seqlens_k.shape

@@ -235,7 +235,6 @@ def _backward_op(
     call = arguments.call(q, k, v)._replace(
         return_lse=True, shares_dropout_mask=True, needs_grad=True, given_lse=True, rng_state=rng_state
     )
-    call = dispatch.settled(call)
     backend = None if call.is_empty else dispatch.choose(call)
     gradients = autograd.run_backward(backend, call, Upstream(dout, out, softmax_lse, rng_state))
     dq, dk, dv = gradients

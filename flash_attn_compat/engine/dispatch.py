@@ -1,7 +1,6 @@
 """Which backend serves a call, why, and how often each one has.
 
-A decision depends on a call's traits and the settings only, so it is remembered by them. Where compilation is
-allowed, what tuning.py found out about such calls is asked on top.
+A decision depends on a call's traits and the settings only, so it is remembered by them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends import BACKENDS, Backend
-from flash_attn_compat.engine import equal_lengths, tuning
 from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.features import DESCRIPTIONS, Traits, split
 
@@ -95,7 +93,6 @@ def reset_backend_counts() -> None:
 def forget_decisions() -> None:
     """Decide anew from now on: what a backend can serve has changed for a reason that no setting shows."""
     _decisions.clear()
-    tuning.forget()
 
 
 def serve_instead(failed: Backend, call: AttentionCall) -> Backend:
@@ -114,25 +111,12 @@ def choose(call: AttentionCall) -> Backend:
     """
     if _explaining.get():
         _check_settings()
-        raise _Explained(_explain(call.traits(), _wish(), call))
+        raise _Explained(_explain(call.traits(), _wish()))
     backend = _decide(call)
     if backend is None:
         traits, wish = call.traits(), _wish()
         raise BackendNotSupported(_refusal(traits, _explain(traits, wish), wish))
-    if backend.yields_to_compiled and settings.compilation_enabled() and _wish() is None:
-        return tuning.faster(call, backend)
     return backend
-
-
-def settled(call: AttentionCall) -> AttentionCall:
-    """``call`` with equal_lengths found out, where that is not visible and nothing is lost by waiting for it."""
-    if not equal_lengths.may_be_asked(call):
-        return call
-    backend = _decide(call)
-    if backend is not None and not backend.reads_lengths:
-        return call
-    assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
-    return call._replace(equal_lengths=equal_lengths.ask(call.cu_seqlens_q, call.cu_seqlens_k))
 
 
 def _check_settings() -> None:
@@ -166,16 +150,13 @@ def _decide(call: AttentionCall) -> Backend | None:
     return backend
 
 
-def _explain(traits: Traits, forced: str | None, call: AttentionCall | None = None) -> Explanation:
-    reasons = {backend.name: backend.reasons(traits) for backend in BACKENDS}
+def _explain(traits: Traits, forced: str | None) -> Explanation:
+    ordered = sorted(BACKENDS, key=lambda backend: backend.rank(traits))
+    reasons = {backend.name: backend.reasons(traits) for backend in ordered}
     if forced is not None:
         _find(forced)
         return Explanation(forced if not reasons[forced] else None, reasons)
     able = [name for name, against in reasons.items() if not against]
-    if able and call is not None:
-        slower = tuning.why_not(call, _find(able[0]))
-        if slower:
-            reasons[able.pop(0)].append(slower)
     return Explanation(able[0] if able else None, reasons)
 
 

@@ -54,7 +54,6 @@ class Block(NamedTuple):
     q: (n, seqlen_q, nheads, head_dim), k and v: (n, seqlen_k, nheads_k, ...), views where possible
     slopes: (n, nheads) or None; sequences: their indices in the call
     first_row, first_key: (n,) int64, how many rows and keys of padding precede each sequence, or None
-    blank_keys: how many keys of the first so many sequences are padding that leaves no row without keys
     """
 
     q: Tensor
@@ -64,7 +63,6 @@ class Block(NamedTuple):
     sequences: Sequence[int]
     first_row: Tensor | None = None
     first_key: Tensor | None = None
-    blank_keys: range = range(0)
 
     @property
     def offset(self) -> int:
@@ -74,8 +72,7 @@ class Block(NamedTuple):
         """The same for some of the sequences."""
         per_sequence = (self.slopes, self.first_row, self.first_key)
         slopes, first_row, first_key = (None if tensor is None else tensor[n] for tensor in per_sequence)
-        blank_keys = self.blank_keys[n]
-        return Block(self.q[n], self.k[n], self.v[n], slopes, self.sequences[n], first_row, first_key, blank_keys)
+        return Block(self.q[n], self.k[n], self.v[n], slopes, self.sequences[n], first_row, first_key)
 
     def row_indices(self) -> Tensor:
         """(seqlen_q,) or (n, seqlen_q): each row's index in its own sequence, negative in padding."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_compat.engine import streams
+from flash_attn_compat.engine import capture
 
 
 class State(NamedTuple):
@@ -58,7 +58,7 @@ def may_exist(cu_seqlens: Tensor | None, total: int) -> bool:
     if not cu_seqlens.is_cuda:
         return bool(cu_seqlens[0] != 0 or cu_seqlens[-1] != total)
     # A captured graph may be replayed with other lengths, and inference tensors tell nobody when they change.
-    if cu_seqlens.is_inference() or streams.is_capturing(cu_seqlens.device):
+    if cu_seqlens.is_inference() or capture.is_capturing(cu_seqlens.device):
         return True
     key = id(cu_seqlens)
     known = _known.get(key)
@@ -91,14 +91,6 @@ def clear(tensor: Tensor, cu_seqlens: Tensor) -> None:
     """set_to_zero where it may be needed."""
     if may_exist(cu_seqlens, tensor.shape[0]):
         set_to_zero(tensor, cu_seqlens)
-
-
-def cleared(tensor: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """(total, heads, head_dim) with 0 outside: a copy where something may lie there, which may be NaN."""
-    total = tensor.shape[0]
-    if not may_exist(cu_seqlens, total):
-        return tensor
-    return tensor.masked_fill(mask(cu_seqlens, total)[:, None, None], 0)
 
 
 def _look(cu_seqlens: Tensor) -> _Bounds:

@@ -37,6 +37,17 @@ class Fused(Backend):
         lacking = None if against else loader.why_not()
         return against if lacking is None else [lacking]
 
+    def rank(self, traits: Traits) -> int:
+        """Ahead of PyTorch's flash kernels where it was the faster one on an H200 (docs/dispatch.md)."""
+        features = traits.features
+        if traits.capability is None or traits.capability < (8, 0):
+            return 0  # there are none
+        if features & Feature.WINDOW_RIGHT:
+            return -1
+        if traits.needs_backward or features & Feature.DROPOUT or traits.sq_vs_sk == "<":
+            return 0
+        return -1 if max(traits.head_dim, traits.head_dim_v) <= 64 or features & Feature.WINDOW_LEFT else 0
+
     def unavailable_reasons(self) -> list[str]:
         if settings.fused() is False:
             return [f"{settings.FUSED}=0 forbids it"]
