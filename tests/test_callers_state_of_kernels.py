@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 import flash_attn_compat
-from tests import efficient_kernels
+from tests import efficient_kernels, fused_on_cpu
 from tests.judge import Examination
 from tests.problems import Problem, random_problem
-from tests.test_chunked_on_gpus import fused_steps  # noqa: F401 - a fixture
-from tests.test_torch_efficient_launches import is_served_by_the_stand_in
+from tests.kernels import emulate
 from tests.test_torch_flash import newest  # noqa: F401 - a fixture
 
 
@@ -68,7 +67,7 @@ def are_equal(one: list[Tensor], other: list[Tensor]) -> bool:
 def check(backend: str, problems: Iterable[Problem]) -> None:
     served = 0
     for problem in problems:
-        if backend == "torch_efficient" and not is_served_by_the_stand_in(problem):
+        if backend == "torch_efficient" and problem.dropout_p > 0:  # the stand-in has none
             continue
         examination = Examination(problem)
         with flash_attn_compat.use_backend(backend):
@@ -84,36 +83,32 @@ def check(backend: str, problems: Iterable[Problem]) -> None:
     assert served >= 5
 
 
-@pytest.mark.parametrize("first", [0, 30])
-def test_torch_efficient(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
+def test_torch_efficient(monkeypatch: pytest.MonkeyPatch) -> None:
     efficient_kernels.install(monkeypatch)
-    check("torch_efficient", map(random_problem, range(first, first + 30)))
+    check("torch_efficient", map(random_problem, range(80)))
 
 
 EVEN = Problem(seqlens_q=(90, 90), seqlens_k=(90, 90), group=2, dtype="float16")
 PACKED = Problem("varlen", (60, 0, 33), (60, 0, 33), nheads_k=2, dtype="bfloat16")
 WAYS = [
-    replace(EVEN, window=(20, 7)), replace(PACKED, window=(20, 7), gap=(2, 3)),  # blocks of a band
-    replace(EVEN, causal=True, alibi="h"), replace(PACKED, causal=True, alibi="bh"),  # channels
-    replace(EVEN, alibi="bh"), replace(EVEN, window=(20, 7), alibi="h"), replace(EVEN, window=(-1, 5)),  # a bias
-    replace(PACKED, seqlens_q=(7, 20, 33), causal=True, gap=(1, 0)),  # rows without keys
-    Problem("kvcache", (1, 1), (300, 7), capacity=700, causal=True, group=2, nheads_k=2, dtype="float16"),  # shares
+    replace(EVEN, window=(20, 7)), replace(PACKED, window=(20, 7), gap=(2, 3)),
+    replace(EVEN, causal=True, alibi="h"), replace(PACKED, alibi="bh"), replace(EVEN, softcap=3.0, dropout_p=0.2),
+    replace(PACKED, seqlens_q=(7, 20, 33), causal=True, gap=(1, 0)),
+    Problem("kvcache", (1, 1), (300, 7), capacity=700, causal=True, group=2, nheads_k=2, dtype="float16"),
+    Problem("kvcache", (3, 3), (30, 7), capacity=70, new_keys=3, causal=True, nheads_k=2, dtype="bfloat16"),
 ]  # fmt: skip
 
 
-def test_every_way_of_torch_efficient(monkeypatch: pytest.MonkeyPatch) -> None:
-    efficient_kernels.install(monkeypatch)
-    check("torch_efficient", WAYS)
+@pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not() or "emulated")
+@pytest.mark.parametrize("number", [75, 90])
+def test_fused(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    fused_on_cpu.serve(monkeypatch, number)
+    check("fused", WAYS)
 
 
 @pytest.mark.usefixtures("newest")
 def test_torch_flash() -> None:
     check("torch_flash", map(random_problem, range(40)))
-
-
-@pytest.mark.usefixtures("fused_steps")
-def test_chunked_with_fused_steps() -> None:
-    check("chunked", (random_problem(7000 + n, dtypes=("float16", "bfloat16")) for n in range(25)))
 
 
 @pytest.mark.parametrize("backend", ["chunked", "sdpa", "reference"])

@@ -32,7 +32,7 @@ def generate_random_padding_mask(
     """
     assert mode in ("full", "random", "third"), f'mode must be "full", "random" or "third", got {mode!r}'
     if mode == "full":
-        lengths = torch.full((batch_size, 1), max_seqlen, device=device)
+        lengths = torch.full((batch_size, 1), max_seqlen, dtype=torch.int64, device=device)
     else:
         least = max_seqlen // 3 if mode == "third" else max(0 if zero_lengths else 1, max_seqlen - 20)
         lengths = torch.randint(least, max_seqlen + 1, (batch_size, 1), device=device)
