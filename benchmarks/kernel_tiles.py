@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 import flash_attn_compat
 from flash_attn_compat import settings
-from flash_attn_compat.backends.fused import launcher, variants
+from flash_attn_compat.backends.fused import launcher, loader, variants
 from flash_attn_compat.backends.fused.variants import Tile
 
 # head dim: batch, seqlen, query heads, key heads
@@ -106,12 +107,27 @@ def scan_forward(head_dims: list[int], dtype: torch.dtype) -> None:
             print(f"d{head_dim:<4}{name:9}" + "  ".join(cells), flush=True)
 
 
+def compile_all(entry: str, tiles: list[Tile | None], head_dim: int, dtype: torch.dtype) -> None:
+    """Side by side, before anything is timed."""
+    target, kind_dtype = loader.target(0), variants.FP16 if dtype == torch.float16 else variants.BF16
+    wanted: list[variants.Variant] = []
+    for tile in tiles:
+        for flags in ({}, {"local": True}, {"local": True, "softcap": True}):
+            kind = variants.Kind(target.number, kind_dtype, head_dim, **flags)
+            with chosen(f"{entry}_tile", tile):
+                wanted.append(getattr(variants, entry)(kind))
+    with ThreadPoolExecutor() as pool:
+        for job in [pool.submit(loader.kernel, variant, target.architecture, 0) for variant in wanted]:
+            job.exception()  # a tile that does not fit is told when it is its turn
+
+
 def scan_backward(entry: str, candidates: dict[int, list[Tile]], head_dims: list[int], dtype: torch.dtype) -> None:
     """Times the whole backward; the other kernels are today's."""
     newer = settings.capability(torch.device("cuda", 0)) >= (8, 0)
     for head_dim in head_dims:
         q, k, v = problem(head_dim, dtype)
         tiles = candidates[head_dim] + [tile._replace(copies=True) for tile in candidates[head_dim] if newer]
+        compile_all(entry, [None, *tiles], head_dim, dtype)
         for name in ("full", "causal", "softcap"):
             cells = []
             for tile in [None, *tiles]:

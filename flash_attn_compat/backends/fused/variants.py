@@ -100,7 +100,7 @@ def forward_tile(kind: Kind) -> Tile:
     if kind.D == 64:
         return Tile(64, 4, 1, 3) if narrow or more_work else Tile(64, 4, 2, 2)
     if kind.D == 128 and newer:
-        return Tile(64, 4, 1, 2) if kind.dropout else Tile(64, 4, 2, 1, s=False)
+        return Tile(64, 4, 1, 2) if more_work else Tile(64, 4, 2, 1, s=False)
     if kind.D == 128:
         return Tile(64, 4, 1, 2) if kind.local or kind.dropout else Tile(32, 4, 2, 2, s=False)
     return Tile(64 if newer else 32, 4, 1, 1, s=False)
