@@ -89,7 +89,7 @@ def _lengths(position_ids: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor | None,
     As transformers has it, each sequence but the first, which may be cut off in front, starts at the lowest position:
     positions within one may repeat (of an image's tokens, say) or skip some.
     """
-    if q.shape[0] != 1 or q.shape[1] != k.shape[1] or position_ids.shape != q.shape[:2]:
+    if q.shape[0] != 1 or q.shape[1] != k.shape[1] or position_ids.shape != q.shape[:2] or q.shape[1] == 1:
         return None, None, 0, 0
     positions = position_ids.flatten()
     is_start = positions == positions.min()
