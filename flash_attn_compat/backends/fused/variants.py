@@ -143,18 +143,24 @@ def delta(kind: Kind) -> Variant:
 
 
 def dkdv_tile(kind: Kind) -> Tile:
+    """As forward_tile. On Turing two blocks of up to head_dim 128 share the 64 KB of a multiprocessor."""
+    newer = kind.number >= 80
     if kind.D <= 64:
-        return Tile(64, 4, 1, 2)
+        return Tile(64, 4, 1, 2, copies=newer)
     if kind.D == 128:
-        return Tile(16, 4, 1, 2, s=False)
-    # Turing has 64 KB of shared memory for a block, which one operand in registers leaves just enough of.
-    return Tile(16, 4, 1, 1, s=False, p=kind.number < 80)
+        return Tile(64, 4, 1, 1, s=False, p=False, copies=True) if newer else Tile(16, 4, 1, 2, s=False)
+    return Tile(16, 4, 1, 1, s=False, p=not newer)
 
 
 def dq_tile(kind: Kind) -> Tile:
-    if kind.D <= 64:
+    newer = kind.number >= 80
+    if kind.D == 32:
         return Tile(32, 4, 2, 2)
-    return Tile(32, 4, 1, 2) if kind.D == 128 else Tile(16, 4, 1, 1, s=kind.number < 80, p=False)
+    if kind.D == 64:
+        return Tile(64, 4, 2, 1, copies=True) if newer else Tile(32, 4, 2, 2, p=False)
+    if kind.D == 128:
+        return Tile(64, 4, 1, 1, copies=True) if newer else Tile(32, 4, 1, 2)
+    return Tile(16, 4, 1, 1, s=not newer, p=False)
 
 
 def dkdv(kind: Kind) -> Variant:
