@@ -35,15 +35,15 @@ def append(call: AttentionCall, new: Append) -> Tensor:
     return launcher.planned(signature, lambda: _make_plan(call, new)).run(call, new)
 
 
-def _make_plan(call: AttentionCall, new: Append) -> _Copied | _Plan:
+def _make_plan(call: AttentionCall, new: Append) -> _Copied | Plan:
     if not _is_tidy(new):
         return _Copied()
     target = loader.target(call.q.get_device())
-    plan = _Plan(call, new, target)
+    plan = Plan(call, new, target)
 
     def tried() -> str | None:
         problem = trial.problem(plan.kind, call.q.device, few_rows=True, needs_grad=False)
-        return trial.of_append(problem, lambda tiny, new: _Plan(tiny, new, target).run(tiny, new))
+        return trial.of_append(problem, lambda tiny, new: Plan(tiny, new, target).run(tiny, new))
 
     trial.check((plan.variant,), target, plan.device, tried)
     attention = forward.make_plan(call._replace(q=plan.like_q(call)))
@@ -79,7 +79,7 @@ class _Sizes(NamedTuple):
     rotary: int
 
 
-class _Plan:
+class Plan:
     """attention: the plan of the call behind, where its addresses are the same."""
 
     attention: Attention | None = None

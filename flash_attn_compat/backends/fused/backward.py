@@ -1,4 +1,7 @@
-"""A call's gradients: delta, then dkdv for tiles of keys, then dq for tiles of rows. No atomics: the same bits each time."""
+"""A call's gradients: delta, then dkdv for tiles of keys, then dq for tiles of rows.
+
+Nothing is added by atomics: the same bits each time.
+"""
 
 from __future__ import annotations
 
@@ -68,15 +71,15 @@ def _run(call: AttentionCall, upstream: Upstream, gradients: Gradients, vec: int
     return plan.run(call, dout, out, lse if lse.is_contiguous() else lse.contiguous(), gradients)
 
 
-def _make_plan(call: AttentionCall, dout: Tensor, out: Tensor, gradients: Gradients, vec: int, is_true: bool) -> _Plan:
+def _make_plan(call: AttentionCall, dout: Tensor, out: Tensor, gradients: Gradients, vec: int, is_true: bool) -> Plan:
     device = call.q.get_device()
     target = loader.target(device)
     kind = launcher.kind_of(call, target, vec)
-    plan = _Plan(call, dout, out, gradients, kind, target, is_true)
+    plan = Plan(call, dout, out, gradients, kind, target, is_true)
 
     def run(tiny: AttentionCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         places = Gradients(*map(_empty, (tiny.q, tiny.k, tiny.v)))
-        return _Plan(tiny, dout, out, places, kind, target, True).run(tiny, dout, out, lse, places)
+        return Plan(tiny, dout, out, places, kind, target, True).run(tiny, dout, out, lse, places)
 
     def tried() -> str | None:
         return trial.of_backward(trial.problem(kind, call.q.device, few_rows=False, needs_grad=True), run)
@@ -85,7 +88,7 @@ def _make_plan(call: AttentionCall, dout: Tensor, out: Tensor, gradients: Gradie
     return plan
 
 
-class _Plan:
+class Plan:
     def __init__(
         self,
         call: AttentionCall,

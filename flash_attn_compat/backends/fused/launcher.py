@@ -143,8 +143,8 @@ def key(call: AttentionCall) -> tuple[Hashable, ...]:
     """Equal for calls that one plan serves."""
     q, k, v, slopes, table = call.q, call.k, call.v, call.alibi_slopes, call.block_table
     return (
-        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
-        q.dtype, q.get_device(), settings.fingerprint(), call.softmax_scale, call.mask, call.max_seqlen_q,
+        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(),
+        (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15, q.dtype, q.get_device(), settings.fingerprint(), call.softmax_scale, call.mask, call.max_seqlen_q,
         call.max_seqlen_k, call.softcap, call.dropout_p, call.return_lse, call.needs_grad,
         None if slopes is None else slopes.stride(), None if table is None else (table.shape, table.stride()),
         None if call.cu_seqlens_q is None else call.cu_seqlens_q.shape,
@@ -296,7 +296,7 @@ def tidy(call: AttentionCall) -> AttentionCall:
     return call
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def processors(device: int) -> int:
     """Streaming multiprocessors of a GPU."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

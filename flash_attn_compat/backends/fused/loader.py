@@ -215,7 +215,7 @@ def target(device: int) -> Target:
     return _target(real, compiler().architectures)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _target(number: int, known: tuple[int, ...]) -> Target:
     if number in known:
         return Target(f"sm_{number}", number)
@@ -297,12 +297,12 @@ def cache_name(variant: Variant, architecture: str) -> str:
     return f"{variant.entry}-{architecture}-{digest[:40]}"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def source(name: str) -> str:
     return (SOURCES / name).read_text(encoding="utf-8")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def included(name: str) -> tuple[str, ...]:
     """The files of ours that cuda/``name`` includes, directly or not."""
     found: list[str] = []
@@ -340,7 +340,7 @@ def driver() -> Driver:
     return found
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _compiler() -> Compiler | KernelError:
     try:
         return Compiler(_nvrtc())
@@ -348,7 +348,7 @@ def _compiler() -> Compiler | KernelError:
         return KernelError(str(error))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _driver() -> Driver | KernelError:
     try:
         return Driver(ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"))

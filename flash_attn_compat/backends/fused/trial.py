@@ -145,19 +145,24 @@ def _over_a_cache(
     )
 
 
-def expected(problem: Problem, dout: list[Tensor] | None = None) -> tuple[list[Tensor], ...]:
-    """out (rows, heads, head_dim_v) and the true LSE (heads, rows) of each sequence; then dq, dk, dv for ``dout``."""
+def expected(
+    problem: Problem, dout: list[Tensor] | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[list[Tensor], ...]:
+    """out (rows, heads, head_dim_v) and the true LSE (heads, rows) of each sequence; then dq, dk, dv for ``dout``.
+
+    dtype: that of the whole computation
+    """
     call = problem.call
     found: tuple[list[Tensor], ...] = ([], [], [], [], [])
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         for index, parts in enumerate(zip(problem.q, problem.k, problem.v)):
-            leaves = [part.float().requires_grad_() for part in parts]
+            leaves = [part.to(dtype).requires_grad_() for part in parts]
             out, lse = _attention(call, problem.rng_state, index, *leaves)
             found[0].append(out.detach())
             found[1].append(lse.detach())
             if dout is None:
                 continue
-            for gradients, gradient in zip(found[2:], torch.autograd.grad(out, leaves, dout[index].float())):
+            for gradients, gradient in zip(found[2:], torch.autograd.grad(out, leaves, dout[index].to(dtype))):
                 gradients.append(gradient)
     return found
 
@@ -172,7 +177,7 @@ def _attention(
     if call.softcap:
         scores = torch.tanh(scores / call.softcap) * call.softcap
     if call.alibi_slopes is not None:
-        scores = scores - _slopes()[index][:, None, None] * distance(rows, keys, offset, cpu).abs()
+        scores = scores - _slopes()[index].to(q.dtype)[:, None, None] * distance(rows, keys, offset, cpu).abs()
     hidden = call.mask.hidden(rows, keys, offset, cpu)
     if hidden is not None:
         scores = scores.masked_fill(hidden, -torch.inf)
@@ -182,7 +187,7 @@ def _attention(
         counted = [torch.arange(size, device=cpu) for size in (_HEADS, rows.stop, keys.stop)]
         sequence = torch.tensor([index], dtype=torch.int64, device=cpu)
         keep = dropout.keep_tile(rng_state, call.dropout_p, sequence, counted[0], counted[1][None], counted[2][None])[0]
-        probabilities = probabilities * keep.float() / (1.0 - call.dropout_p)
+        probabilities = probabilities * keep.to(q.dtype) / (1.0 - call.dropout_p)
     return torch.einsum("hij,jhd->ihd", probabilities, v), lse
 
 

@@ -22,7 +22,7 @@ _ABSMAX_ROWS = 512
 
 
 class Variant(NamedTuple):
-    """One compiled kernel. rows: how many rows (keys for dkdv) a block works on; shared: bytes of dynamic shared memory"""
+    """One compiled kernel. rows: that a block works on (keys for dkdv); shared: bytes of dynamic shared memory"""
 
     entry: str
     source: str
@@ -33,7 +33,7 @@ class Variant(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What of a call chooses a variant. number: the architecture's, as 75 or 90; window: keys in sight, None unbounded"""
+    """What of a call chooses a variant. number: the architecture's, as 75; window: keys in sight, None unbounded"""
 
     number: int
     type: int
@@ -225,7 +225,7 @@ def takes_decode(seqlen_q: int, group: int, dropout: bool) -> bool:
 
 
 def splits(tiles: int, keys: int, processors: int) -> int:
-    """Blocks for the keys of one tile of rows. tiles: of the whole call; keys: that a row can see, or a cache's capacity
+    """Blocks for the keys of one tile of rows. tiles: of the whole call; keys: that a row can see, or the capacity
 
     The kernel uses fewer where a sequence turns out to be short.
     """

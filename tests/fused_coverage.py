@@ -1,0 +1,126 @@
+"""Calls that cover the fused kernels' variants: for the GPU checks, and for a sanitizer to watch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.backends.fused import append, backward, forward, loader, trial, variants
+from flash_attn_compat.backends.fused.variants import BF16, BF16_AS_FP16, FP16, HEAD_DIMS, Kind
+from flash_attn_compat.engine.append import Append
+from flash_attn_compat.engine.call import AttentionCall, Gradients
+
+_FEATURES = ("local", "alibi", "softcap", "dropout", "paged")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One launch, or the launches that belong together, on a tiny problem.
+
+    run: raises AssertionError where a sequence's head is off by more than twice what plain arithmetic in that dtype is
+    """
+
+    name: str
+    run: Callable[[], None]
+
+
+def checks(place: torch.device, every: bool = False) -> Iterator[Check]:
+    """For the architecture that kernels are compiled for on ``place``; every: each variant, which takes long."""
+    for kind in kinds(loader.target(place.index).number, every):
+        names = "".join(f" {name}" for name in _FEATURES if getattr(kind, name))
+        label = f"d{kind.D} type {kind.type} vec {kind.vec}{names}{' narrow' if (kind.window or 256) < 256 else ''}"
+        yield Check(f"forward {label}", partial(_forward, kind, place, few_rows=False))
+        if not kind.dropout:
+            yield Check(f"decode {label}", partial(_forward, kind, place, few_rows=True))
+            yield Check(f"append {label}", partial(_append, kind, place))
+        if not kind.paged:
+            yield Check(f"backward {label}", partial(_backward, kind, place))
+
+
+def kinds(number: int, every: bool = False) -> Iterator[Kind]:
+    """Each feature alone and all together, at each head dim and dtype; every: all combinations."""
+    if every:
+        yield from variants.kinds(number)
+        return
+    for D in HEAD_DIMS:
+        for type in (FP16, BF16 if number >= 80 else BF16_AS_FP16):
+            plain = Kind(number, type, D)
+            yield plain
+            yield plain._replace(vec=1)
+            for name in _FEATURES:
+                yield plain._replace(**{name: True}, window=1000 if name == "local" else None)
+            yield plain._replace(local=True, window=34)
+            yield plain._replace(local=True, alibi=True, softcap=True, dropout=True, window=104)
+            yield plain._replace(local=True, alibi=True, softcap=True, paged=True, vec=1, window=104)
+
+
+def _forward(kind: Kind, place: torch.device, few_rows: bool) -> None:
+    problem = trial.problem(kind, place, few_rows, needs_grad=False)
+    target, device = loader.target(place.index), problem.call.q.get_device()
+    result = forward.Attention(problem.call, kind, target, device).run(problem.call)
+    assert result.softmax_lse is not None
+    exact, plain = trial.expected(problem, dtype=torch.float64), trial.expected(problem, dtype=problem.call.q.dtype)
+    outs = result.out if few_rows else _split(result.out, problem.call.cu_seqlens_q)
+    for index, (got, right, rough) in enumerate(zip(outs, exact[0], plain[0])):
+        _compare(f"out of sequence {index}", got, right, rough, 1)
+    lses = result.softmax_lse if few_rows else _split(result.softmax_lse.t(), problem.call.cu_seqlens_q)
+    for index, (got, right) in enumerate(zip(lses, exact[1])):
+        got = got if few_rows else got.t()
+        error = (got.cpu().double() - right).abs().max()
+        assert error < 1e-4 * max(1.0, float(right.abs().max())), (
+            f"softmax_lse of sequence {index} is off by {error:.2g}"
+        )
+    if not few_rows:
+        assert not result.out[-3:].any(), "tokens outside of all sequences are not 0"
+
+
+def _backward(kind: Kind, place: torch.device) -> None:
+    problem = trial.problem(kind, place, few_rows=False, needs_grad=True)
+    call, target = problem.call, loader.target(place.index)
+    generator = torch.Generator().manual_seed(3)
+    dout = [
+        torch.randn((*part.shape[:2], call.v.shape[-1]), generator=generator).to(call.q.dtype) for part in problem.q
+    ]
+    exact = trial.expected(problem, dout, torch.float64)
+    plain = trial.expected(problem, dout, call.q.dtype)
+    behind = torch.zeros(3, call.nheads, call.v.shape[-1])
+    out = torch.cat([*exact[0], behind]).to(place, call.q.dtype)
+    lse = torch.cat([*exact[1], torch.zeros(call.nheads, 3)], dim=1).to(place, torch.float32).contiguous()
+    given = torch.cat([*dout, behind.to(call.q.dtype)]).to(place)
+    found = Gradients(*map(torch.empty_like, call[:3]))
+    backward.Plan(call, given, out, found, kind, target, True).run(call, given, out, lse, found)
+    starts = (call.cu_seqlens_q, call.cu_seqlens_k, call.cu_seqlens_k)
+    for name, gradient, rights, roughs, cu_seqlens in zip("qkv", found, exact[2:], plain[2:], starts):
+        assert not gradient[-3:].any(), f"d{name} outside of all sequences is not 0"
+        for index, (got, right, rough) in enumerate(zip(_split(gradient, cu_seqlens), rights, roughs)):
+            _compare(f"d{name} of sequence {index}", got, right, rough, 2)
+
+
+def _append(kind: Kind, place: torch.device) -> None:
+    def run(call: AttentionCall, new: Append) -> Tensor:
+        return append.Plan(call, new, loader.target(place.index)).run(call, new)
+
+    wrong = trial.of_append(trial.problem(kind, place, few_rows=True, needs_grad=False), run)
+    assert wrong is None, wrong
+
+
+def _compare(what: str, got: Tensor, right: Tensor, plain: Tensor, roundings: float) -> None:
+    """Each head by itself: at most twice the plain error, and some roundings of what was summed."""
+    for head in range(right.shape[1]):
+        mine, exact, rough = got[:, head].cpu().double(), right[:, head], plain[:, head].double()
+        allowed = 2 * float((rough - exact).abs().max()) + roundings * torch.finfo(got.dtype).eps * float(
+            exact.abs().max()
+        )
+        error = float((mine - exact).abs().max())
+        assert error <= allowed, f"{what}, head {head}: off by {error:.2g}, allowed {allowed:.2g}"
+
+
+def _split(tensor: Tensor, cu_seqlens: Tensor | None) -> list[Tensor]:
+    assert cu_seqlens is not None
+    bounds = cu_seqlens.tolist()
+    return [tensor[start:stop] for start, stop in itertools.pairwise(bounds)]

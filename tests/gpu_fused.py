@@ -1,0 +1,396 @@
+"""What only a GPU shows of the fused backend: `python -m tests.gpu_fused`, with --every for each variant (an hour).
+
+Prints a line for each check and exits with 1 if one failed. Set FLASH_ATTN_COMPAT_CAPABILITY=7.5 for Turing's code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import flash_attn_compat
+from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
+from flash_attn_compat.backends.fused import loader
+from tests import fused_coverage
+
+FIRST_CALL, FROM_DISK = 1.5, 0.05  # seconds that the first call of a variant may take
+HOST = {"dense": 30.0, "varlen": 30.0, "decode with append": 35.0}  # microseconds of a tiny call
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--every", action="store_true", help="each variant rather than each feature")
+    parser.add_argument("--only", default="", help="checks whose name contains this")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        CHILDREN[options.child]()
+        return 0
+    if not torch.cuda.is_available():
+        print("needs an NVIDIA GPU")
+        return 1
+    name, target = torch.cuda.get_device_name(), loader.target(torch.cuda.current_device())
+    print(f"{name}, torch {torch.__version__}, NVRTC {loader.compiler().version}, kernels for {target.architecture}")
+    checks = {name: check for name, check in CHECKS.items() if options.only in name}
+    if options.only in "variants":
+        place = torch.device("cuda", torch.cuda.current_device())
+        checks |= {check.name: check.run for check in fused_coverage.checks(place, options.every)}
+    failed = [name for name, check in checks.items() if not passes(name, check)]
+    print(f"{len(checks) - len(failed)} of {len(checks)} passed" + "".join(f"\n  FAILED {name}" for name in failed))
+    return 1 if failed else 0
+
+
+def passes(name: str, check: Callable[[], str | None]) -> bool:
+    start = time.perf_counter()
+    try:
+        said = check()
+        torch.cuda.synchronize()
+    except Exception as error:  # noqa: BLE001  (the others are still to be checked)
+        print(f"FAIL  {name}: {error if isinstance(error, AssertionError) else traceback.format_exc()}", flush=True)
+        return False
+    print(f"ok    {name}  {said or ''} ({time.perf_counter() - start:.2f} s)", flush=True)
+    return True
+
+
+# ---- problems
+
+
+def half(*shape: int, seed: int = 0, device: int | str = "cuda") -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to(device, torch.float16)
+
+
+def close(got: Tensor, right: Tensor, bound: float = 4e-3) -> None:
+    error = float((got.double() - right.double()).abs().max())
+    assert error <= bound, f"off by {error:.2g}"
+
+
+def dense(device: int | str = "cuda", seqlen: int = 100) -> Callable[[], Tensor]:
+    q, k = half(2, seqlen, 4, 64, device=device), half(2, seqlen, 2, 64, seed=1, device=device)
+    return lambda: flash_attn_func(q, k, k, causal=True)
+
+
+def varlen(device: int | str = "cuda") -> Callable[[], Tensor]:
+    q, k = half(100, 4, 64, device=device), half(100, 2, 64, seed=1, device=device)
+    starts = torch.tensor([0, 30, 100], dtype=torch.int32, device=device)
+    return lambda: flash_attn_varlen_func(q, k, k, starts, starts, 70, 70, causal=True)
+
+
+def decode(device: int | str = "cuda") -> Callable[[], Tensor]:
+    cache, new = half(2, 1000, 2, 64, device=device), half(2, 1, 2, 64, seed=1, device=device)
+    q, table = half(2, 1, 8, 64, device=device), half(1000, 16, seed=2, device=device)
+    lengths = torch.tensor([5, 700], dtype=torch.int32, device=device)
+
+    def step() -> Tensor:
+        out: Tensor = flash_attn_with_kvcache(q, cache, cache, new, new, table, table, lengths, causal=True)
+        return out
+
+    return step
+
+
+PROBLEMS: dict[str, Callable[..., Callable[[], Tensor]]] = {
+    "dense": dense,
+    "varlen": varlen,
+    "decode with append": decode,
+}
+
+
+def on_chunked(call: Callable[[], Tensor]) -> Tensor:
+    with use_backend("chunked"):
+        return call()
+
+
+def on_fused(call: Callable[[], Tensor]) -> Tensor:
+    with use_backend("fused"):
+        return call()
+
+
+# ---- in this process
+
+
+def another_device() -> str:
+    if torch.cuda.device_count() < 2:
+        return "skipped: one GPU"
+    other = (torch.cuda.current_device() + 1) % torch.cuda.device_count()
+    before = torch.cuda.current_device()
+    for make in PROBLEMS.values():
+        call = make(other)
+        close(on_fused(call), on_chunked(call))
+    leaf = half(2, 100, 4, 64, device=other).requires_grad_()
+    with use_backend("fused"):
+        flash_attn_func(leaf, leaf, leaf).sum().backward()
+    assert torch.cuda.current_device() == before
+    return f"tensors on cuda:{other}, current cuda:{before}"
+
+
+def threads() -> str:
+    """Sixteen at once, each on a stream of its own; the first call of each thread is one of the backend's."""
+    calls = [make() for make in PROBLEMS.values()] + [dense(seqlen=length) for length in (1, 40, 300, 1000)]
+    expected = [on_chunked(call) for call in calls]
+    torch.cuda.synchronize()
+    failures: list[str] = []
+
+    def work(number: int) -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()), use_backend("fused"):
+                for turn in range(40):
+                    index = (number + turn) % len(calls)
+                    found = calls[index]()
+                    torch.cuda.current_stream().synchronize()
+                    close(found, expected[index])
+        except Exception:  # noqa: BLE001  (told by the main thread)
+            failures.append(traceback.format_exc())
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(16)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not failures, failures[0]
+    return "16 threads"
+
+
+def graphs() -> str:
+    """Captured after one call each, replayed over other numbers."""
+    for make in PROBLEMS.values():
+        call = make()
+        on_fused(call)
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.graph(graph, stream=stream), use_backend("fused"):
+            out = call()
+        for cell in call.__closure__ or ():
+            if isinstance(cell.cell_contents, Tensor) and cell.cell_contents.dtype == torch.float16:
+                cell.cell_contents.mul_(0.5)
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        close(out, on_chunked(call))
+    return "dense, varlen, decode"
+
+
+def graph_of_a_new_variant() -> str:
+    """Loads while the stream is captured, or says what to do before."""
+    q = half(1, 50, 2, 32)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph), use_backend("fused"):
+            out = flash_attn_func(q, q, q, softcap=3.0, window_size=(9, 5))
+    except RuntimeError as error:
+        if "once before the capture" not in str(error):
+            raise
+        torch.cuda.synchronize()
+        return f"refused: {error}"
+    graph.replay()
+    with use_backend("chunked"):
+        close(out, flash_attn_func(q, q, q, softcap=3.0, window_size=(9, 5)))
+    return "loaded while captured"
+
+
+def callers_state() -> str:
+    call = dense(seqlen=77)
+    expected = on_chunked(call)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16), torch.device("cpu"):
+            assert torch.equal(on_fused(call), on_fused(call))
+            close(on_fused(call), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return "default dtype, default device, autocast, inference mode"
+
+
+def host_times() -> str:
+    found, slow = [], []
+    for name, make in PROBLEMS.items():
+        call = make()
+        with use_backend("fused"), torch.no_grad():
+            microseconds = host_microseconds(call)
+        found.append(f"{name} {microseconds:.1f} us")
+        if microseconds > HOST[name]:
+            slow.append(f"{name} takes {microseconds:.1f} us of the host, at most {HOST[name]} are wanted")
+    assert not slow, "; ".join(slow)
+    return ", ".join(found)
+
+
+def host_microseconds(call: Callable[[], Tensor]) -> float:
+    """The fastest of some batches short enough for the GPU's queue."""
+    best = float("inf")
+    for _ in range(30):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(100):
+            call()
+        best = min(best, (time.perf_counter() - start) / 100)
+    return best * 1e6
+
+
+# ---- in processes of their own
+
+
+def child(name: str, folder: str | Path, **variables: str) -> str:
+    """What a child prints. It gets a cache folder and variables."""
+    environment = {**os.environ, "FLASH_ATTN_COMPAT_CACHE": str(folder), **variables}
+    command = [sys.executable, "-m", "tests.gpu_fused", "--child", name]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip()
+
+
+@contextlib.contextmanager
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
+
+
+def first_calls() -> str:
+    with folder() as path:
+        compiled = [float(text) for text in child("times", path).split()]
+        loaded = [float(text) for text in child("times", path).split()]
+    said = f"compiled {', '.join(f'{t:.2f}' for t in compiled)} s, from disk {', '.join(f'{t:.3f}' for t in loaded)} s"
+    assert max(compiled) <= FIRST_CALL and max(loaded) <= FROM_DISK, said
+    return said
+
+
+def child_times() -> None:
+    torch.ones(8, device="cuda").sum().item()
+    for make in PROBLEMS.values():
+        call = make()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        on_fused(call)
+        torch.cuda.synchronize()
+        print(time.perf_counter() - start)
+
+
+def two_processes() -> str:
+    with folder() as path:
+        found: list[str] = []
+        workers = [threading.Thread(target=lambda: found.append(child("answers", path))) for _ in range(2)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        assert found == ["right", "right"], found
+        assert not [file for file in path.iterdir() if file.name.startswith(".")], "temporary files are left"
+    return "both right"
+
+
+def child_answers() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for make in PROBLEMS.values():
+            call = make()
+            close(on_fused(call), on_chunked(call))
+    print("right")
+
+
+def no_cache_folder() -> str:
+    with folder() as path:
+        (path / "file").write_text("")
+        assert child("answers", path / "file" / "below") == "right"
+    return "right without one"
+
+
+def read_only_cache_folder() -> str:
+    with folder() as path:
+        path.chmod(0o500)
+        try:
+            assert child("answers", path) == "right"
+        finally:
+            path.chmod(0o700)
+    return "right"
+
+
+def damaged_cache() -> str:
+    with folder() as path:
+        child("answers", path)
+        files = list(path.iterdir())
+        for index, file in enumerate(files):
+            content = file.read_bytes()
+            file.write_bytes(content[: len(content) // 2] if index % 2 else content[:-9] + b"nonsense!")
+        assert child("answers", path) == "right"
+    return f"{len(files)} files damaged"
+
+
+def missing_nvrtc() -> str:
+    with folder() as path:
+        return child("nvrtc", path)
+
+
+def child_nvrtc() -> None:
+    def missing() -> None:
+        raise OSError("no libnvrtc.so.13 here")
+
+    loader._nvrtc = missing  # type: ignore[assignment]
+    call = dense()
+    reasons = flash_attn_compat.explain(call)
+    assert "no libnvrtc.so.13 here" in "".join(reasons.reasons["fused"]), reasons
+    close(call(), on_chunked(call))
+    print(reasons.reasons["fused"][0])
+
+
+def wrong_kernel() -> str:
+    with folder() as path:
+        return child("wrong", path)
+
+
+def child_wrong() -> None:
+    copy = Path(tempfile.mkdtemp()) / "cuda"
+    shutil.copytree(loader.SOURCES, copy)
+    text = (copy / "forward.cu").read_text()
+    before = "int last = rows.seqlen_k - 1, first = 0;"
+    assert before in text, f"forward.cu has no {before!r} any more"
+    (copy / "forward.cu").write_text(text.replace(before, before.replace("- 1", "- 2")))
+    loader.SOURCES = copy
+    with use_backend("fused"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with contextlib.suppress(flash_attn_compat.BackendNotSupported):
+            dense()()
+    assert any("computes wrong numbers on this GPU" in str(one.message) for one in caught), caught
+    call = dense()
+    close(call(), on_chunked(call))
+    (reason,) = flash_attn_compat.explain(call).reasons["fused"]
+    shutil.rmtree(copy.parent)
+    print(reason[:100])
+
+
+CHECKS: dict[str, Callable[[], str | None]] = {
+    "another device than the current one": another_device,
+    "threads": threads,
+    "CUDA graphs": graphs,
+    "a CUDA graph of a variant that is not loaded": graph_of_a_new_variant,
+    "what the caller set": callers_state,
+    "host time": host_times,
+    "first calls": first_calls,
+    "two processes compile at once": two_processes,
+    "no cache folder": no_cache_folder,
+    "a read-only cache folder": read_only_cache_folder,
+    "a damaged cache": damaged_cache,
+    "no NVRTC": missing_nvrtc,
+    "a wrong kernel": wrong_kernel,
+}
+CHILDREN: dict[str, Callable[[], None]] = {
+    "times": child_times,
+    "answers": child_answers,
+    "nvrtc": child_nvrtc,
+    "wrong": child_wrong,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
