@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from flash_attn_compat import settings
 from flash_attn_compat.naming import install as installation
 from flash_attn_compat.naming import patch
 
@@ -47,6 +48,12 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("install", help="put flash_attn and its metadata into this environment")
     command.add_argument("--target", metavar="DIR", help="another directory than this interpreter's site-packages")
+    command.add_argument(
+        "--api",
+        choices=settings.APIS,
+        default="2.8",
+        help="whose interface: 2.6 is for code written before flash-attn 2.7",
+    )
     command.set_defaults(action=_install)
 
     command = commands.add_parser("uninstall", help="remove what install put there")
@@ -70,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _install(options: argparse.Namespace) -> int:
     try:
-        dist_info = installation.install(options.target)
+        dist_info = installation.install(options.target, options.api)
     except installation.InstallError as error:
         print(f"flash-attn-compat: {error}", file=sys.stderr)
         return 1

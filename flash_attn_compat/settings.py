@@ -18,6 +18,11 @@ COMPILE = "FLASH_ATTN_COMPAT_COMPILE"
 DISABLE_OFFICIAL = "FLASH_ATTN_COMPAT_DISABLE_OFFICIAL"
 FUSED = "FLASH_ATTN_COMPAT_FUSED"
 CACHE = "FLASH_ATTN_COMPAT_CACHE"
+API = "FLASH_ATTN_COMPAT_API"
+
+# The releases of flash-attn whose interface can stand under its name, and what each reports as its version.
+API_VERSIONS = {"2.6": "2.6.3", "2.8": "2.8.3"}
+APIS = tuple(API_VERSIONS)
 
 # os.environ.get costs a microsecond for a variable that is not set, the mapping inside it a twentieth;
 # with five variables that is a fifth of the host time of a whole call.
@@ -41,6 +46,7 @@ def check() -> None:
     for switch in (COMPILE, DISABLE_OFFICIAL, FUSED):
         _switch(switch)
     forced_capability()
+    api()
 
 
 def forced_backend() -> str | None:
@@ -66,6 +72,11 @@ def fused() -> bool | None:
 def cache_folder() -> str | None:
     """FLASH_ATTN_COMPAT_CACHE: where compiled kernels are kept; by default the user's cache directory."""
     return os.environ.get(CACHE) or None
+
+
+def api() -> str | None:
+    """FLASH_ATTN_COMPAT_API: the flash-attn whose interface stands under its name, "2.6" or "2.8"."""
+    return _choice(API, APIS)
 
 
 def _is_on(switch: str, unless_set: bool) -> bool:

@@ -11,6 +11,7 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 
 # The part of flash_attn_compat that mirrors flash_attn. What is not listed (engine, backends, naming, ...) is ours
@@ -18,6 +19,9 @@ from types import ModuleType
 MIRRORED = frozenset(
     {"bert_padding", "flash_attn_interface", "flash_attn_triton", "layers", "losses", "modules", "ops", "utils"}
 )
+
+
+_ROOT = Path(__file__).resolve().parents[1]
 
 
 class MirrorFinder(importlib.abc.MetaPathFinder):
@@ -39,7 +43,7 @@ class MirrorFinder(importlib.abc.MetaPathFinder):
             )
         if below.partition(".")[0] not in MIRRORED:
             return None
-        source = importlib.util.find_spec(f"flash_attn_compat.{below}")
+        source = importlib.util.find_spec(source_name(below, served_api()))
         if source is None:
             return None
         spec = importlib.machinery.ModuleSpec(
@@ -79,6 +83,21 @@ def add_to_meta_path() -> bool:
 def remove_from_meta_path() -> None:
     if _FINDER in sys.meta_path:
         sys.meta_path.remove(_FINDER)
+
+
+def served_api() -> str:
+    """The interface that the stand-in under the name flash_attn serves."""
+    api: str = getattr(sys.modules.get("flash_attn"), "_flash_attn_compat_api", "2.8")
+    return api
+
+
+def source_name(below: str, api: str) -> str:
+    """The module of flash_attn_compat that stands for flash_attn.<below> in that interface."""
+    if api == "2.6" and (_ROOT / "api_2_6" / below.replace(".", "/")).with_suffix(".py").is_file():
+        return f"flash_attn_compat.api_2_6.{below}"
+    if api == "2.6" and (_ROOT / "api_2_6" / below.replace(".", "/") / "__init__.py").is_file():
+        return f"flash_attn_compat.api_2_6.{below}"
+    return f"flash_attn_compat.{below}"
 
 
 def is_stand_in(module: ModuleType | None) -> bool:

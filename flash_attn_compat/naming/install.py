@@ -18,8 +18,9 @@ from collections.abc import Iterator
 from importlib.util import cache_from_source
 from pathlib import Path
 
+from flash_attn_compat import settings
 from flash_attn_compat.naming import real
-from flash_attn_compat.naming.site_directory import SITE
+from flash_attn_compat.naming.site_directory import SITE, SITE_2_6
 
 INSTALLER = "flash-attn-compat"
 _STARTUP = "_flash_attn_compat_startup"
@@ -31,8 +32,10 @@ class InstallError(RuntimeError):
     """The name cannot be installed here; the message says why and what to do."""
 
 
-def install(directory: str | Path | None = None) -> Path:
+def install(directory: str | Path | None = None, api: str = "2.8") -> Path:
     """Write the distribution into `directory` (this interpreter's site-packages) and return its dist-info.
+
+    api: the interface that stands under the name, "2.6" or "2.8"; see `flash_attn_compat.patch`.
 
     Refuses with InstallError where a real flash-attn is found, a broken one included: its files are not ours to
     overwrite. Installing again renews the files.
@@ -40,7 +43,7 @@ def install(directory: str | Path | None = None) -> Path:
     directory = Path(directory or sysconfig.get_path("purelib"))
     _refuse_a_real_one(directory)
     uninstall(directory)
-    files = dict(_files(directory))
+    files = dict(_files(api))
     written: list[Path] = []
     try:
         for name, content in files.items():
@@ -49,7 +52,7 @@ def install(directory: str | Path | None = None) -> Path:
             path.write_bytes(content)
             written.append(path)
         compiled = [_compile(path) for path in written if path.suffix == ".py"]
-        record = _dist_info(directory) / "RECORD"
+        record = directory / _dist_info_name(api) / "RECORD"
         record.write_text(_record(directory, [*written, *filter(None, compiled)], record), encoding="utf-8")
     except OSError as error:
         _remove(directory, written)
@@ -75,7 +78,7 @@ def installed(directory: str | Path | None = None) -> list[Path]:
     path = sys.path if directory is None else [str(directory)]
     found = []
     for distribution in importlib.metadata.distributions(name="flash-attn", path=path):
-        dist_info = Path(str(distribution.locate_file(""))) / _dist_info_name()
+        dist_info = Path(str(distribution.locate_file(""))) / f"flash_attn-{distribution.version}.dist-info"
         if distribution.read_text("INSTALLER") == INSTALLER + "\n" and (dist_info / "RECORD").is_file():
             found.append(dist_info)
     return list(dict.fromkeys(found))
@@ -99,15 +102,17 @@ def _refuse_a_real_one(directory: Path) -> None:
         raise InstallError(f"{package} exists and is not ours: move it away first")
 
 
-def _files(directory: Path) -> Iterator[tuple[str, bytes]]:
+def _files(api: str) -> Iterator[tuple[str, bytes]]:
     site = Path(SITE)
-    for name in ("flash_attn/__init__.py", f"{real.EXTENSION}.py", f"{_STARTUP}.py"):
+    package = (site / "flash_attn" / "__init__.py").read_bytes()
+    yield "flash_attn/__init__.py", package.replace(b"_INSTALLED_API = None", f'_INSTALLED_API = "{api}"'.encode())
+    for name in (f"{real.EXTENSION}.py", f"{_STARTUP}.py"):
         yield name, (site / name).read_bytes()
     yield f"{_STARTUP}.pth", _PTH.encode()
-    info = _dist_info_name()
+    metadata = Path(SITE_2_6 if api == "2.6" else SITE) / _dist_info_name(api)
     for name in ("INSTALLER", "top_level.txt"):
-        yield f"{info}/{name}", (site / info / name).read_bytes()
-    yield f"{info}/METADATA", (site / info / "METADATA").read_bytes() + _requirement()
+        yield f"{metadata.name}/{name}", (metadata / name).read_bytes()
+    yield f"{metadata.name}/METADATA", (metadata / "METADATA").read_bytes() + _requirement()
 
 
 def _requirement() -> bytes:
@@ -119,12 +124,8 @@ def _requirement() -> bytes:
     return f"Requires-Dist: {INSTALLER}\n".encode()
 
 
-def _dist_info_name() -> str:
-    return next(Path(SITE).glob("*.dist-info")).name
-
-
-def _dist_info(directory: Path) -> Path:
-    return directory / _dist_info_name()
+def _dist_info_name(api: str) -> str:
+    return f"flash_attn-{settings.API_VERSIONS[api]}.dist-info"
 
 
 def _compile(path: Path) -> Path | None:

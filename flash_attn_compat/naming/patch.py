@@ -5,20 +5,24 @@ What is done is decided here; how each part is done and undone lies in the modul
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.machinery import ModuleSpec
 
+from flash_attn_compat import settings
 from flash_attn_compat.naming import finder, real, site_directory, transformers
 
 _lock = threading.RLock()
 _undo: ExitStack | None = None
 _kept = False  # by patch(), until unpatch()
 _contexts = 0  # patched() blocks that are open, in any thread
+_api: str | None = None  # asked for by whoever patched first
 
 
-def patch() -> None:
+def patch(api: str | None = None) -> None:
     """Make `import flash_attn` find flash_attn_compat, here and in child processes started later.
 
     Under the name stand flash_attn and its submodules (the same module objects as flash_attn_compat's), the raw
@@ -28,11 +32,15 @@ def patch() -> None:
     A real flash-attn that works on this GPU is left alone: nothing is replaced. One that cannot work here (wrong
     GPU, broken binary) runs on our functions from now on, functions imported from it before included.
 
-    Calling it again does nothing. Threads may call it at the same time.
+    api: "2.6" gives the interface of flash-attn 2.6.3 instead, for code written before 2.7: unpad_input returns four
+    values, private functions take and return what they did, the version is 2.6.3, and a real flash-attn is put
+    aside. By default FLASH_ATTN_COMPAT_API decides, else it is "2.8". Children inherit it.
+
+    Calling it again does nothing; with another api it raises RuntimeError. Threads may call it at the same time.
     """
     global _kept
     with _lock:
-        _apply()
+        _apply(api)
         _kept = True
 
 
@@ -48,11 +56,11 @@ def unpatch() -> None:
 
 
 @contextmanager
-def patched() -> Iterator[None]:
-    """patch() for the length of a block; blocks may nest and overlap, the last one out undoes."""
+def patched(api: str | None = None) -> Iterator[None]:
+    """patch(api) for the length of a block; blocks may nest and overlap, the last one out undoes."""
     global _contexts
     with _lock:
-        _apply()
+        _apply(api)
         _contexts += 1
     try:
         yield
@@ -62,14 +70,22 @@ def patched() -> Iterator[None]:
             _release()
 
 
-def _apply() -> None:
-    global _undo
+def _apply(api: str | None) -> None:
+    global _undo, _api
+    if api is not None and api not in settings.APIS:
+        raise ValueError(f"api must be {' or '.join(settings.APIS)}, got {api!r}")
+    wish = settings.api() if api is None else api
     if _undo is not None:
+        if api is not None and api != (_api or "2.8"):
+            raise RuntimeError(f"patched already with the interface of {_api or '2.8'}: unpatch() first")
         return
     with ExitStack() as undo:
-        if _answer_to_the_name(undo):
+        if api is not None:
+            _set_variable(settings.API, api, undo)
+        if _answer_to_the_name(undo, wish):
             transformers.open_gates(undo)
         _undo = undo.pop_all()
+    _api = wish
     _forget_decisions()
 
 
@@ -89,13 +105,35 @@ def _forget_decisions() -> None:
         dispatch.forget_decisions()
 
 
-def _answer_to_the_name(undo: ExitStack) -> bool:
+def _set_variable(name: str, value: str, undo: ExitStack) -> None:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    if before is None:
+        undo.callback(os.environ.pop, name, None)
+    else:
+        undo.callback(os.environ.__setitem__, name, before)
+
+
+def _answer_to_the_name(undo: ExitStack, api: str | None) -> bool:
     """Returns False where a real flash-attn serves."""
-    if site_directory.is_stand_in_spec(real.first_spec()):
-        # Installed for good, or inherited from a patched parent: only what lies in sys.modules can be wrong.
+    spec = real.first_spec()
+    if site_directory.is_stand_in_spec(spec):
+        # Installed for good, or inherited from a patched parent: only what lies in sys.modules can be wrong, and
+        # the interface.
         real.remember_modules(undo)
-        if not finder.is_stand_in(sys.modules.get("flash_attn")):
+        loaded = sys.modules.get("flash_attn")
+        if api is not None:
+            site_directory.put_on_path(undo, _entry_of(spec), api)
+        if not finder.is_stand_in(loaded) or (api is not None and finder.served_api() != api):
             real.forget_modules()
+        return True
+    if api == "2.6":
+        # Whatever a real one is good for, it is not this interface.
+        real.remember_modules(undo)
+        real.forget_modules()
+        site_directory.put_on_path(undo, _entry_of(real.real_spec()), api)
+        if finder.add_to_meta_path():
+            undo.callback(finder.remove_from_meta_path)
         return True
     found = real.judge_real(undo)
     if found is not None and found.usable:
@@ -106,7 +144,12 @@ def _answer_to_the_name(undo: ExitStack) -> bool:
         return True
     real.remember_modules(undo)
     real.forget_modules()
-    site_directory.put_on_path(undo, before=real.path_entry(found.location) if found else None)
+    site_directory.put_on_path(undo, real.path_entry(found.location) if found else None)
     if finder.add_to_meta_path():
         undo.callback(finder.remove_from_meta_path)
     return True
+
+
+def _entry_of(spec: ModuleSpec | None) -> str | None:
+    """The sys.path entry through which a package is found."""
+    return None if spec is None or spec.origin is None else real.path_entry(os.path.dirname(spec.origin))

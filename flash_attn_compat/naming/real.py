@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from flash_attn_compat import settings
-from flash_attn_compat.naming.site_directory import SITE, is_stand_in_spec
+from flash_attn_compat.naming.site_directory import SITE, SITE_2_6, is_stand_in_spec
 
 EXTENSION = "flash_attn_2_cuda"
 RAW_FUNCTIONS = ("fwd", "varlen_fwd", "bwd", "varlen_bwd", "fwd_kvcache")
@@ -244,7 +244,7 @@ def _installed_version(location: str) -> str | None:
 
 
 def _holds_stand_in(entry: str) -> bool:
-    return entry == SITE or is_stand_in_spec(PathFinder.find_spec("flash_attn", [entry]))
+    return entry in (SITE, SITE_2_6) or is_stand_in_spec(PathFinder.find_spec("flash_attn", [entry]))
 
 
 def _is_flash_attn(name: str) -> bool:

@@ -14,6 +14,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 SITE = str(Path(__file__).resolve().parent / "site")
+# Metadata of flash-attn 2.6.3 alone: it precedes SITE where that interface is asked for.
+SITE_2_6 = str(Path(__file__).resolve().parent / "site_2_6")
 # What the __init__ of a stand-in, and of no real flash_attn, names.
 _MARK = "flash_attn_compat"
 
@@ -28,31 +30,42 @@ def is_stand_in_spec(spec: ModuleSpec | None) -> bool:
         return False
 
 
-def put_on_path(undo: ExitStack, before: str | None = None) -> None:
-    """Make site/ visible here and in children; `before` is a sys.path entry that it must precede."""
-    _add_to_sys_path(undo, before)
-    put_in_pythonpath(undo)
-    _add_to_pkg_resources(undo)
+def put_on_path(undo: ExitStack, before: str | None = None, api: str | None = None) -> None:
+    """Make site/ visible here and in children, with the metadata of `api`.
+
+    before: a sys.path entry that it must precede.
+    """
+    for entry in _entries(api):
+        _add_to_sys_path(undo, entry, before)
+        _add_to_pkg_resources(undo, entry)
+        undo.callback(sys.path_importer_cache.pop, entry, None)
+    put_in_pythonpath(undo, api)
     undo.callback(importlib.invalidate_caches)
-    undo.callback(sys.path_importer_cache.pop, SITE, None)
     importlib.invalidate_caches()
 
 
-def _add_to_sys_path(undo: ExitStack, before: str | None) -> None:
-    if before is None and SITE in sys.path:
+def _entries(api: str | None) -> list[str]:
+    return [SITE_2_6, SITE] if api == "2.6" else [SITE]
+
+
+def _add_to_sys_path(undo: ExitStack, entry: str, before: str | None) -> None:
+    if entry in sys.path and (before not in sys.path or sys.path.index(entry) <= sys.path.index(before)):
         return
     # At the end, so that anything really installed wins; children get it by PYTHONPATH, which comes first there.
-    sys.path.insert(sys.path.index(before) if before in sys.path else len(sys.path), SITE)
-    undo.callback(_remove_once, sys.path, SITE)
+    follower = before if before is not None else SITE
+    sys.path.insert(sys.path.index(follower) if follower in sys.path else len(sys.path), entry)
+    undo.callback(_remove_once, sys.path, entry)
 
 
-def put_in_pythonpath(undo: ExitStack) -> None:
+def put_in_pythonpath(undo: ExitStack, api: str | None = None) -> None:
     """Make site/ visible in child processes, where PYTHONPATH comes before anything installed."""
     original = os.environ.get("PYTHONPATH")
     entries = original.split(os.pathsep) if original else []
-    if SITE in entries:
+    missing = [entry for entry in _entries(api) if entry not in entries]
+    if not missing:
         return
-    changed = os.pathsep.join([*entries, SITE])
+    first = entries.index(SITE) if SITE in entries else len(entries)
+    changed = os.pathsep.join([*entries[:first], *missing, *entries[first:]])
     os.environ["PYTHONPATH"] = changed
     undo.callback(_restore_pythonpath, original, changed)
 
@@ -61,25 +74,26 @@ def _restore_pythonpath(original: str | None, changed: str) -> None:
     current = os.environ.get("PYTHONPATH", "")
     if current != changed:
         # Somebody else changed it meanwhile: take out our entry and leave theirs.
-        original = os.pathsep.join(entry for entry in current.split(os.pathsep) if entry != SITE) or original
+        kept = [entry for entry in current.split(os.pathsep) if entry not in (SITE, SITE_2_6)]
+        original = os.pathsep.join(kept) or original
     if original is None:
         os.environ.pop("PYTHONPATH", None)
     else:
         os.environ["PYTHONPATH"] = original
 
 
-def _add_to_pkg_resources(undo: ExitStack) -> None:
+def _add_to_pkg_resources(undo: ExitStack, entry: str) -> None:
     """pkg_resources reads sys.path once, at its import: one that is loaded already is told."""
     pkg_resources = sys.modules.get("pkg_resources")
     working_set = getattr(pkg_resources, "working_set", None)
-    if working_set is None or SITE in working_set.entries:
+    if working_set is None or entry in working_set.entries:
         return
-    working_set.add_entry(SITE)
+    working_set.add_entry(entry)
 
     def forget() -> None:
-        _remove_once(working_set.entries, SITE)
-        for key in working_set.entry_keys.pop(SITE, []):
-            if getattr(working_set.by_key.get(key), "location", None) == SITE:
+        _remove_once(working_set.entries, entry)
+        for key in working_set.entry_keys.pop(entry, []):
+            if getattr(working_set.by_key.get(key), "location", None) == entry:
                 del working_set.by_key[key]
 
     undo.callback(forget)

@@ -166,3 +166,20 @@ def test_a_directory_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_p
 def test_installing_is_reported_with_its_place_and_its_way_back(environment):
     answer = environment.command("install")
     assert str(environment.site_packages) in answer.stdout and "uninstall" in answer.stdout
+
+
+def test_the_interface_of_2_6_can_be_installed_and_removed(environment):
+    answer = environment.command("install", "--api", "2.6")
+    assert answer.returncode == 0 and "flash_attn-2.6.3.dist-info" in answer.stdout, answer.stderr
+    script = """
+import importlib.metadata as m, flash_attn, flash_attn.bert_padding as b, flash_attn_2_cuda as raw
+print(flash_attn.__version__, m.version("flash-attn"), b.__name__, raw.__name__)
+"""
+    expected = ["2.6.3", "2.6.3", *(f"flash_attn_compat.api_2_6.{n}" for n in ("bert_padding", "flash_attn_2_cuda"))]
+    assert environment.call("-c", script).stdout.split() == expected
+    # Installing the other one replaces it.
+    assert environment.command("install").returncode == 0
+    assert environment.call("-c", script).stdout.split()[:2] == ["2.8.3", "2.8.3"]
+    # patch() can ask for another interface than the one installed.
+    ask = "import flash_attn_compat; flash_attn_compat.patch(api='2.6')\n"
+    assert environment.call("-c", ask + script).stdout.split() == expected

@@ -44,11 +44,16 @@ def test_a_sub_package_of_another_distribution_is_importable_beside_ours(elsewhe
 
 
 def test_what_we_lack_is_not_taken_from_a_broken_flash_attn(elsewhere):
-    put(elsewhere, "raise ImportError('built for another Python')\n", flash_attn_interface="", flash_attn_triton="")
+    put(
+        elsewhere,
+        "raise ImportError('built for another Python')\n",
+        flash_attn_interface="",
+        flash_blocksparse_attention="",
+    )
     patch()
     assert importlib.import_module("flash_attn").flash_attn_func is flash_attn_compat.flash_attn_func
     with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("flash_attn.flash_attn_triton")
+        importlib.import_module("flash_attn.flash_blocksparse_attention")
 
 
 def test_an_installation_shares_a_directory_with_another_distribution(tmp_path, python):

@@ -1,8 +1,10 @@
-"""The raw extension's name, answered by flash_attn_compat.flash_attn_2_cuda itself (the same module object)."""
+"""The raw extension's name, answered by flash_attn_compat's module of that name (the same module object)."""
 
 import importlib
 import sys
 
 import flash_attn  # noqa: F401  (makes flash_attn_compat importable)
 
-sys.modules[__name__] = importlib.import_module("flash_attn_compat.flash_attn_2_cuda")
+from flash_attn_compat.naming import finder
+
+sys.modules[__name__] = importlib.import_module(finder.source_name("flash_attn_2_cuda", finder.served_api()))

@@ -5,14 +5,18 @@ Its submodules are flash_attn_compat's own module objects, put here by naming.fi
 
 import _flash_attn_compat_startup
 
+_INSTALLED_API = None  # install --api writes its own here
+
 _flash_attn_compat_startup.make_package_importable()
 __path__ = _flash_attn_compat_startup.with_other_distributions(__path__)
 
+from flash_attn_compat import settings as _settings  # noqa: E402
 from flash_attn_compat.naming import finder as _finder  # noqa: E402
 
+_flash_attn_compat_api = _settings.api() or _INSTALLED_API or "2.8"
+__version__ = _settings.API_VERSIONS[_flash_attn_compat_api]
 _finder.add_to_meta_path()
 
-from flash_attn_compat import FLASH_ATTN_VERSION as __version__  # noqa: E402, F401, I001
 from flash_attn.flash_attn_interface import (  # noqa: E402, F401
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -23,6 +27,7 @@ from flash_attn.flash_attn_interface import (  # noqa: E402, F401
     flash_attn_with_kvcache,
 )
 
-from flash_attn_compat.naming.operators import register as _register  # noqa: E402
+if _flash_attn_compat_api != "2.6":  # which registered no operators
+    from flash_attn_compat.naming import operators as _operators
 
-_register()
+    _operators.register()

@@ -1,0 +1,48 @@
+"""layers.rotary of flash-attn 2.6: RotaryEmbedding's fifth argument is pos_idx_in_fp32."""
+
+from __future__ import annotations
+
+import torch
+
+from flash_attn_compat.layers import rotary as _current
+from flash_attn_compat.layers.rotary import (
+    ApplyRotaryEmb,
+    ApplyRotaryEmbKV_,
+    ApplyRotaryEmbQKV_,
+    apply_rotary_emb,
+    apply_rotary_emb_func,
+    apply_rotary_emb_kv_,
+    apply_rotary_emb_qkv_,
+    apply_rotary_emb_torch,
+    rotate_half,
+)
+from flash_attn_compat.ops.triton.rotary import apply_rotary
+
+__all__ = [
+    "ApplyRotaryEmb",
+    "ApplyRotaryEmbKV_",
+    "ApplyRotaryEmbQKV_",
+    "RotaryEmbedding",
+    "apply_rotary",
+    "apply_rotary_emb",
+    "apply_rotary_emb_func",
+    "apply_rotary_emb_kv_",
+    "apply_rotary_emb_qkv_",
+    "apply_rotary_emb_torch",
+    "rotate_half",
+]
+
+
+class RotaryEmbedding(_current.RotaryEmbedding):
+    """`flash_attn_compat.layers.rotary.RotaryEmbedding` with the arguments in the order of 2.6."""
+
+    def __init__(
+        self,
+        dim: int,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        scale_base: float | None = None,
+        pos_idx_in_fp32: bool = True,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(dim, base, interleaved, scale_base, device, pos_idx_in_fp32)

@@ -1,0 +1,239 @@
+"""The interface of flash-attn 2.6 under the name: unpad_input, private functions, version, metadata."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import flash_attn_compat
+from flash_attn_compat import flash_attn_interface as current
+from flash_attn_compat.naming import patch, patched, unpatch
+from tests.support import cumulative, qkv, randn
+
+Python = Callable[..., "subprocess.CompletedProcess[str]"]
+VARIABLE = "FLASH_ATTN_COMPAT_API"
+# Signatures of flash-attn 2.6.3, without annotations.
+SIGNATURES = {
+    "bert_padding.unpad_input": "hidden_states, attention_mask",
+    "flash_attn_interface._flash_attn_forward": (
+        "q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax"
+    ),
+    "flash_attn_interface._flash_attn_varlen_forward": (
+        "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, "
+        "window_size=(-1, -1), softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None, "
+        "leftpad_k=None, seqused_k=None"
+    ),
+    "flash_attn_interface._flash_attn_backward": (
+        "dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size, softcap, "
+        "alibi_slopes, deterministic, rng_state=None"
+    ),
+    "flash_attn_interface._flash_attn_varlen_backward": (
+        "dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, "
+        "dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, rng_state=None"
+    ),
+    "layers.rotary.RotaryEmbedding": (
+        "dim, base=10000.0, interleaved=False, scale_base=None, pos_idx_in_fp32=True, device=None"
+    ),
+    "ops.triton.cross_entropy.cross_entropy_loss": (
+        "logits, labels, label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0, ignore_index=-100, "
+        "inplace_backward=False, process_group=None"
+    ),
+    "ops.triton.layer_norm.layer_norm_fn": (
+        "x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, "
+        "rowscale=None, prenorm=False, residual_in_fp32=False, is_rms_norm=False, return_dropout_mask=False"
+    ),
+    "ops.triton.layer_norm.rms_norm_fn": (
+        "x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, "
+        "rowscale=None, prenorm=False, residual_in_fp32=False, return_dropout_mask=False"
+    ),
+    "ops.triton.layer_norm.RMSNorm": "hidden_size, eps=1e-05, dropout_p=0.0, device=None, dtype=None",
+    "ops.triton.layer_norm.layer_norm_ref": (
+        "x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, "
+        "rowscale=None, prenorm=False, dropout_mask=None, dropout_mask1=None, upcast=False"
+    ),
+    "ops.triton.layer_norm.rms_norm_ref": (
+        "x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, "
+        "rowscale=None, prenorm=False, dropout_mask=None, dropout_mask1=None, upcast=False"
+    ),
+}
+
+
+@pytest.fixture
+def old() -> Any:
+    patch(api="2.6")
+    return lambda name: importlib.import_module(f"flash_attn.{name}")
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_those_of_2_6_3(old: Any, name: str) -> None:
+    module, _, attribute = name.rpartition(".")
+    signature = inspect.signature(getattr(old(module), attribute))
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    assert str(inspect.Signature(bare)) == f"({SIGNATURES[name]})"
+
+
+def test_unpad_input_returns_four_values(old: Any) -> None:
+    hidden, mask = randn(2, 3, 4), torch.tensor([[True, True, False], [True, False, False]])
+    tokens, indices, cu_seqlens, max_seqlen = old("bert_padding").unpad_input(hidden, mask)
+    assert torch.equal(tokens, hidden[mask]) and indices.tolist() == [0, 1, 3]
+    assert cu_seqlens.tolist() == [0, 2, 3] and max_seqlen == 2
+    assert len(flash_attn_compat.bert_padding.unpad_input(hidden, mask)) == 5
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_private_functions_have_their_old_shapes_and_todays_values(old: Any, packed: bool, dropout_p: float) -> None:
+    q, k, v = (t.flatten(0, 1)[:7] for t in qkv()) if packed else qkv()
+    kind = "_flash_attn_varlen" if packed else "_flash_attn"
+    lengths = (cumulative(3, 4), cumulative(3, 4), 4, 4) if packed else ()
+    interface = old("flash_attn_interface")
+    torch.manual_seed(0)
+    out, *inputs, padded, lse, dmask, rng_state = getattr(interface, f"{kind}_forward")(
+        q, k, v, *lengths, dropout_p, 0.3, True, (4, 0), 0.0, None, dropout_p > 0
+    )
+    torch.manual_seed(0)
+    expected = getattr(current, f"{kind}_forward")(
+        q, k, v, *lengths, dropout_p, 0.3, True, 4, 0, 0.0, None, dropout_p > 0
+    )
+    for found, right in zip((out, lse, dmask, rng_state, padded, *inputs), (*expected, expected[0], q, k, v)):
+        assert torch.equal(found, right)
+
+    dout, grads = randn(*out.shape, seed=9), [torch.zeros_like(t) for t in (q, k, v)]
+    tail = (0.0, None, False, rng_state)
+    dq, dk, dv, softmax_d = getattr(interface, f"{kind}_backward")(
+        dout, q, k, v, out, lse, *grads, *lengths, dropout_p, 0.3, True, (4, 0), *tail
+    )
+    assert all(found is given for found, given in zip((dq, dk, dv), grads))
+    again = [torch.zeros_like(t) for t in grads]
+    right_d = getattr(current, f"{kind}_backward")(
+        dout, q, k, v, out, lse, *again, *lengths, dropout_p, 0.3, True, 4, 0, *tail
+    )
+    assert torch.equal(softmax_d, right_d) and all(torch.equal(a, b) for a, b in zip(grads, again))
+
+
+def test_positional_arguments_land_where_2_6_had_them(old: Any) -> None:
+    x, weight = randn(3, 8), randn(8)
+    found = old("ops.triton.layer_norm").layer_norm_fn(
+        x, weight, None, None, None, None, None, 1e-6, 0.0, None, False, False, True
+    )
+    torch.testing.assert_close(found, x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight)
+    logits, labels = randn(3, 8), torch.tensor([1, 7, 2])
+    losses, _ = old("ops.triton.cross_entropy").cross_entropy_loss(logits, labels, 0.1)
+    expected = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1, reduction="none")
+    torch.testing.assert_close(losses, expected)
+    assert old("layers.rotary").RotaryEmbedding(8, 10000.0, False, None, True, "cpu").inv_freq.device.type == "cpu"
+    norm = old("ops.triton.layer_norm").RMSNorm(8, 1e-5, 0.0, "cpu", torch.float16)
+    assert norm.weight.dtype == torch.float16
+
+
+def test_everything_else_is_the_same_object_and_our_own_modules_are_untouched(old: Any) -> None:
+    import flash_attn
+
+    assert flash_attn.flash_attn_func is flash_attn_compat.flash_attn_func
+    assert old("modules.mha") is importlib.import_module("flash_attn_compat.modules.mha")
+    from flash_attn.layers import patch_embed, rotary
+    from flash_attn.ops import activations
+    from flash_attn.ops.triton import k_activations, layer_norm
+
+    assert rotary.__name__ == "flash_attn_compat.api_2_6.layers.rotary"
+    assert layer_norm.__name__ == "flash_attn_compat.api_2_6.ops.triton.layer_norm"
+    for module in (patch_embed, activations, k_activations):
+        assert module is importlib.import_module(module.__name__) and "api_2_6" not in module.__name__
+    for name in ("layers.rotary", "ops.triton.layer_norm", "bert_padding"):
+        ours = importlib.import_module(f"flash_attn_compat.{name}")
+        assert "api_2_6" not in ours.__name__
+    assert "api_2_6" not in flash_attn_compat.layers.rotary.__name__
+    with pytest.raises(ModuleNotFoundError):
+        old("ops.not_there")
+
+
+def test_the_version_and_the_metadata_are_2_6_3_and_unpatch_takes_them_back() -> None:
+    before = list(sys.path), os.environ.get("PYTHONPATH"), os.environ.get(VARIABLE)
+    patch(api="2.6")
+    import flash_attn
+
+    assert flash_attn.__version__ == "2.6.3"
+    for name in ("flash-attn", "flash_attn", "Flash.Attn"):
+        assert importlib.metadata.version(name) == "2.6.3"
+    assert set(importlib.metadata.packages_distributions()["flash_attn"]) == {"flash-attn"}
+    import flash_attn_2_cuda
+
+    assert flash_attn_2_cuda.__name__ == "flash_attn_compat.api_2_6.flash_attn_2_cuda"
+    unpatch()
+    assert (list(sys.path), os.environ.get("PYTHONPATH"), os.environ.get(VARIABLE)) == before
+    with patched():
+        assert importlib.import_module("flash_attn").__version__ == "2.8.3"
+        assert importlib.metadata.version("flash-attn") == "2.8.3"
+
+
+def test_the_variable_asks_as_the_argument_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "2.6")
+    with patched():
+        assert importlib.import_module("flash_attn").__version__ == "2.6.3"
+        assert importlib.metadata.version("flash-attn") == "2.6.3"
+    with patched(api="2.8"):
+        assert importlib.import_module("flash_attn").__version__ == "2.8.3"
+    assert os.environ[VARIABLE] == "2.6"
+
+
+def test_unknown_interfaces_and_changes_of_mind_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"api must be 2\.6 or 2\.8, got '2\.5'"):
+        patch(api="2.5")
+    patch(api="2.6")
+    patch(api="2.6")
+    patch()
+    with pytest.raises(RuntimeError, match=r"patched already with the interface of 2\.6"):
+        patch(api="2.8")
+    unpatch()
+    monkeypatch.setenv(VARIABLE, "2.7")
+    with pytest.raises(ValueError, match=rf"{VARIABLE} must be 2\.6 or 2\.8"):
+        patch()
+
+
+def test_children_inherit_it(python: Python) -> None:
+    child = (
+        "import importlib.metadata as m, flash_attn, flash_attn.bert_padding as b, flash_attn_compat as c;"
+        "c.patch(); print(flash_attn.__version__, m.version('flash-attn'), b.__name__)"
+    )
+    parent = (
+        "import subprocess, sys, flash_attn_compat as c; c.patch(api='2.6');"
+        f"print(subprocess.run([sys.executable, '-c', {child!r}], capture_output=True, text=True).stdout)"
+    )
+    answer = python("-c", parent)
+    assert answer.stdout.split() == ["2.6.3", "2.6.3", "flash_attn_compat.api_2_6.bert_padding"], answer.stderr
+
+
+def test_no_operators_are_registered_as_2_6_had_none(python: Python) -> None:
+    code = (
+        "import torch, flash_attn_compat as c; c.patch(api='2.6'); import flash_attn;"
+        "print(hasattr(torch.ops.flash_attn, '_flash_attn_forward'))"
+    )
+    assert python("-c", code).stdout.strip() == "False"
+
+
+def test_a_real_package_is_put_aside_for_it(python: Python, tmp_path: Any) -> None:
+    """One that would serve 2.8 cannot serve this."""
+    package = tmp_path / "flash_attn"
+    package.mkdir()
+    (package / "__init__.py").write_text("__version__ = '2.8.3'\nreal = True\n")
+    info = tmp_path / "flash_attn-2.8.3.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.8.3\n")
+    (info / "top_level.txt").write_text("flash_attn\n")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import flash_attn as real, flash_attn_compat as c;"
+        "c.patch(api='2.6'); import flash_attn, importlib.metadata as m;"
+        "print(flash_attn.__version__, m.version('flash-attn'));"
+        "c.unpatch(); import flash_attn; print(flash_attn is real)"
+    )
+    answer = python("-c", code)
+    assert answer.stdout.split() == ["2.6.3", "2.6.3", "True"], answer.stderr
