@@ -18,6 +18,7 @@ from flash_attn_compat import settings
 from flash_attn_compat.backends.fused import launcher, loader, variants
 from flash_attn_compat.backends.fused.variants import Tile
 
+KERNELS = ("forward", "decode", "dkdv", "dq")
 # head dim: batch, seqlen, query heads, key heads
 SHAPES = {32: (16, 2048, 8, 8), 64: (8, 4096, 8, 8), 128: (4, 2048, 32, 8), 256: (4, 2048, 16, 16)}
 OPTIONS: dict[str, dict[str, object]] = {
@@ -142,16 +143,58 @@ def scan_backward(entry: str, candidates: dict[int, list[Tile]], head_dims: list
             print(f"{entry} d{head_dim:<4}{name:9}" + "  ".join(cells), flush=True)
 
 
+# batch, keys, query heads, key heads, head dim
+DECODE = [(1, 8192, 32, 8, 128), (32, 4096, 32, 8, 128), (8, 16384, 32, 32, 128), (64, 2048, 32, 8, 128),
+          (8, 4096, 16, 16, 64), (32, 4096, 16, 16, 64), (1, 8192, 16, 16, 64), (8, 4096, 16, 8, 256)]  # fmt: skip
+
+
+def scan_decode(dtype: torch.dtype) -> None:
+    """How many blocks should share the keys of a tile: replays of a CUDA graph, contiguous and in pages of 256."""
+    for batch, seqlen, nheads, nheads_k, head_dim in DECODE:
+        q = torch.randn(batch, 1, nheads, head_dim, device="cuda", dtype=dtype)
+        k, v = (torch.randn(batch, seqlen, nheads_k, head_dim, device="cuda", dtype=dtype) for _ in range(2))
+        lengths = torch.full((batch,), seqlen, device="cuda", dtype=torch.int32)
+        table = torch.randperm(batch * seqlen // 256, device="cuda").int().view(batch, -1)
+        pages = [tensor.view(-1, 256, nheads_k, head_dim) for tensor in (k, v)]
+        for name, cache, paged in (("", (k, v), None), ("paged", pages, table)):
+            cells = []
+            for count in (None, 1, 2, 3, 4, 6, 8, 16, 32):
+                with chosen_splits(count):
+                    graph = torch.cuda.CUDAGraph()
+                    options = {"cache_seqlens": lengths, "block_table": paged}
+                    flash_attn_compat.flash_attn_with_kvcache(q, *cache, **options)
+                    torch.cuda.synchronize()
+                    with torch.cuda.graph(graph):
+                        flash_attn_compat.flash_attn_with_kvcache(q, *cache, **options)
+                    cells.append(f"{count or 'today'} {milliseconds(graph.replay) * 1e3:.1f}")
+            print(f"decode {batch}x{seqlen} {nheads}/{nheads_k} d{head_dim} {name:6} us: " + "  ".join(cells), flush=True)
+
+
+@contextmanager
+def chosen_splits(count: int | None) -> Iterator[None]:
+    before = variants.splits
+    if count is not None:
+        variants.splits = lambda tiles, keys, processors: count
+    launcher.forget_plans()
+    try:
+        yield
+    finally:
+        variants.splits = before
+        launcher.forget_plans()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--head-dims", type=int, nargs="+", default=list(SHAPES))
-    parser.add_argument("--kernels", nargs="+", choices=("forward", "dkdv", "dq"), default=["forward", "dkdv", "dq"])
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     arguments = parser.parse_args()
     with flash_attn_compat.use_backend("fused"):
         dtype = getattr(torch, arguments.dtype)
         if "forward" in arguments.kernels:
             scan_forward(arguments.head_dims, dtype)
+        if "decode" in arguments.kernels:
+            scan_decode(dtype)
         for entry, candidates in (("dkdv", DKDV), ("dq", DQ)):
             if entry in arguments.kernels:
                 scan_backward(entry, candidates, arguments.head_dims, dtype)

@@ -303,7 +303,7 @@ KERNEL(THREADS, MINB) decode(const Params p) {
   for (int n = 0; n < CHUNKS; n++)
 #pragma unroll
     for (int e = 0; e < 4; e++) O[n][e] = 0.f;
-  Places places;
+  Places places, following;
   KeyTile key_tile;
   ValueTile value_tile;
   const int last_slot = seq.first_k + end - 1;
@@ -317,6 +317,7 @@ KERNEL(THREADS, MINB) decode(const Params p) {
 #pragma unroll 1
   for (; key < end; key += unit_keys) {
     const int next = key + unit_keys;
+    following.find(p, pages, seq.first_k + next + unit_keys, last_slot);   // page numbers arrive while this step is computed
     float S[NB][4];
     const float key_unit = convert_all(reinterpret_cast<uint4 (&)[NB * PIECES]>(key_tile.x));
     scores(S, q, q_at, key_tile);
@@ -326,10 +327,8 @@ KERNEL(THREADS, MINB) decode(const Params p) {
     online_softmax(S, m, l, O, unit);
     const float value_unit = convert_all(reinterpret_cast<uint4 (&)[NB * SLABS * 2]>(value_tile.x));
     accumulate(O, S, value_tile, value_unit);
-    if (next < end) {
-      load(value_tile, v, p.v_s, places, end - next, p.head_dim_v);
-      places.find(p, pages, seq.first_k + next + unit_keys, last_slot);
-    }
+    if (next < end) load(value_tile, v, p.v_s, places, end - next, p.head_dim_v);
+    places = following;
   }
 
   const i64 first_part = (i64)tile_index * p.splits;
