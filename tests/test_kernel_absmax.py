@@ -27,7 +27,7 @@ def numbers(*shape: int) -> Tensor:
 
 def dense() -> tuple[AttentionCall, Tensor, Parts]:
     q, k, v, dout = numbers(2, 9, 4, 40), numbers(2, 1200, 2, 40), numbers(2, 1200, 2, 24), numbers(2, 9, 4, 24)
-    return AttentionCall(q, k, v, 1.0, Mask(), 9, 1200), dout, list(zip(q, k, v, dout))
+    return AttentionCall(q, k, v, 1.0, Mask(), 9, 1200), dout, [(q[b], k[b], v[b], dout[b]) for b in range(2)]
 
 
 def packed() -> tuple[AttentionCall, Tensor, Parts]:
@@ -42,14 +42,14 @@ def paged() -> tuple[AttentionCall, Tensor, Parts]:
     q, k, v, dout = numbers(2, 20, 4, 64), numbers(9, 7, 2, 64), numbers(9, 7, 2, 64), numbers(2, 20, 4, 64)
     table, used = torch.tensor([[3, 1, 8], [0, 5, 2]], dtype=torch.int32), torch.tensor([20, 8], dtype=torch.int32)
     call = AttentionCall(q, k, v, 1.0, Mask(), 20, 21, block_table=table, seqused_k=used, is_dense=False)
-    caches = [[x[table[b].long()].flatten(0, 1)[: used[b]] for x in (k, v)] for b in range(2)]
-    return call, dout, [(q[b], *caches[b], dout[b]) for b in range(2)]
+    keys, values = ([x[table[b].long()].flatten(0, 1)[: used[b]] for b in range(2)] for x in (k, v))
+    return call, dout, [(q[b], keys[b], values[b], dout[b]) for b in range(2)]
 
 
 def largest_finite(x: Tensor, heads_k: int) -> Tensor:
     x = x.float().abs().nan_to_num(0.0, posinf=0.0)
     by_head = torch.cat([x, x.new_zeros(1, *x.shape[1:])]).amax((0, 2))
-    return by_head.unflatten(0, (heads_k, -1)).amax(1)
+    return by_head.view(heads_k, -1).amax(1)
 
 
 @pytest.mark.parametrize("make", [dense, packed, paged])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -60,7 +61,7 @@ PAGES = {
     "cache_batch_idx": cache(seqlens_q=(1, 1), seqlens_k=(70, 33), capacity=80, head_dim=200, batch_idx=True),
 }
 CONVERTED = {
-    "converted": cache(seqlens_q=(1,) * 3, seqlens_k=(200, 16, 1), capacity=256, head_dim=64, group=4, dtype="bfloat16"),
+    "converted": cache(seqlens_q=(1,) * 2, seqlens_k=(200, 16), capacity=256, head_dim=64, group=4, dtype="bfloat16"),
     "converted, no keys": cache(seqlens_q=(1, 1), seqlens_k=(0, 5), capacity=9, head_dim=64, dtype="bfloat16"),
 }
 CONVERTED_WIDE = {
@@ -76,7 +77,9 @@ EVERYTHING = {
 }  # fmt: skip
 ALIBI = {
     "causal ALiBi": cache(seqlens_q=(2, 2), seqlens_k=(90, 3), capacity=90, head_dim=64, alibi="h", causal=True),
-    "softcap": cache(seqlens_q=(2, 2), seqlens_k=(90, 3), capacity=90, head_dim=64, alibi="bh", softcap=0.5, causal=True),
+    "softcap": cache(
+        seqlens_q=(2, 2), seqlens_k=(90, 3), capacity=90, head_dim=64, alibi="h", softcap=0.5, causal=True
+    ),
 }
 UNALIGNED = {
     "unaligned": cache(
@@ -123,7 +126,8 @@ def check(problem: Problem, found: Launches) -> None:
 
 def attend(call: Call) -> Tensor:
     returned = getattr(flash_attn_interface, call.fn)(**call.args)
-    return returned[0] if isinstance(returned, tuple) else returned
+    out: Tensor = returned[0] if isinstance(returned, tuple) else returned
+    return out
 
 
 def worst_head(call: Call, out: Tensor) -> float:
@@ -144,7 +148,7 @@ def rows_of(call: Call) -> list[slice | int]:
     if "cu_seqlens_q" not in call.args:
         return list(range(call.args["q"].shape[0]))
     starts = [0, *call.args["cu_seqlens_q"].tolist(), call.args["q"].shape[0]]
-    return [slice(*pair) for pair in zip(starts, starts[1:])]
+    return [slice(*pair) for pair in itertools.pairwise(starts)]
 
 
 def by_head(x: Tensor) -> Tensor:
@@ -246,7 +250,9 @@ APPENDS = {
     "all rows at one place": replace(STEP, seqlens_q=(3,) * 3, rotary_dim=64, new_keys=5),
     "rows apart": replace(STEP, seqlens_q=(3,) * 3, rotary_dim=32, rotary_interleaved=False, causal=True, new_keys=3),
     "one length for all": replace(STEP, lengths_as="int", seqlens_k=(40,) * 3, rotary_dim=32),
-    "more than one round of the grid": replace(STEP, new_keys=150, capacity=300, rotary_dim=32, rotary_interleaved=False),
+    "more than one round of the grid": replace(
+        STEP, new_keys=150, capacity=300, rotary_dim=32, rotary_interleaved=False
+    ),
     "pages": replace(STEP, page_size=7, rotary_dim=32),
     "cache_batch_idx": replace(STEP, batch_idx=True, rotary_dim=16),
     "left padding": replace(STEP, leftpad=(5, 3, 0), rotary_dim=32),

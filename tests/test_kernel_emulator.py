@@ -1,4 +1,4 @@
-"""The emulator that runs the CUDA kernels on CPUs computes what the instructions compute, and notices what must not be."""
+"""The emulator of the CUDA kernels computes what the instructions compute, and notices what must not be."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_shared_memory_starts_as_nan() -> None:
 
 
 @pytest.mark.parametrize(
-    "entry, said",
+    ("entry", "said"),
     [
         ("wrong_no_barrier", "race"),
         ("wrong_no_barrier_before_writing", "race"),

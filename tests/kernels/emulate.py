@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 from torch import Tensor
@@ -26,7 +26,7 @@ SOURCES = Path(flash_attn_compat.__file__).parent / "cuda"
 # No contraction: a * b + c is rounded twice where the source says so; fmaf is fmaf.
 OPTIONS = ("-std=c++17", "-O2", "-ffp-contract=off", "-w", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique")
 
-Macros = Mapping[str, object]
+Macros = Mapping[str, int]
 
 
 class EmulationError(Exception):
@@ -76,13 +76,13 @@ def _memory(x: Tensor) -> _Memory:
 
 def compile_kernel(source: str | Path, entry: str, macros: Macros) -> Kernel:
     """``source``: a file of the package's kernels, or a path."""
-    defined = tuple(sorted((name, str(int(value) if isinstance(value, bool) else value)) for name, value in macros.items()))
+    defined = tuple(sorted(f"-D{name}={int(value)}" for name, value in macros.items()))
     return Kernel(_library(SOURCES / source, defined), entry)
 
 
-@lru_cache(maxsize=None)
-def _library(source: Path, macros: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
-    command = ["g++", *OPTIONS, *(f"-D{name}={value}" for name, value in macros), f"-I{HERE}", f"-I{source.parent}", f"-I{SOURCES}"]
+@cache
+def _library(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
+    command = ["g++", *OPTIONS, *macros, f"-I{HERE}", f"-I{source.parent}", f"-I{SOURCES}"]
     files = sorted({source, *SOURCES.glob("*.cuh"), *HERE.glob("*.h")})
     said = hashlib.sha256(repr((command, _compiler_version())).encode())
     for file in files:
@@ -104,6 +104,6 @@ def _compile(command: list[str], target: Path) -> None:
     unfinished.replace(target)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _compiler_version() -> str:
     return subprocess.run(["g++", "--version"], capture_output=True, text=True).stdout
