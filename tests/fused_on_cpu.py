@@ -124,9 +124,9 @@ def record(monkeypatch: pytest.MonkeyPatch, number: int = 75, tried: bool = Fals
 def emulate(
     monkeypatch: pytest.MonkeyPatch, number: int = 75, tried: bool = False, sources: Path = loader.SOURCES
 ) -> Launches:
-    """As ``record``, and every launch is computed by the emulator, which allows no access outside of the call's tensors.
+    """As ``record``, and the emulator computes every launch; it allows no access outside of the call's tensors.
 
-    Memory comes filled with NaN. sources: the folder of the kernels' sources
+    Memory comes filled with NaN and other rubbish. sources: the folder of the kernels' sources
     """
     from tests.kernels import emulate as emulator
 
@@ -142,7 +142,7 @@ def emulate(
 
     def known_empty(*args: Any, **kwargs: Any) -> Tensor:
         memory.append(empty(*args, **kwargs))
-        return memory[-1].fill_(torch.nan if memory[-1].is_floating_point() else 0)
+        return memory[-1].fill_(torch.nan if memory[-1].is_floating_point() else 0xAB)
 
     def submit(kernel: Kernel, blocks: int, device: int) -> None:
         variant = found.variants[(kernel.handle.value or 0) - 1]

@@ -102,7 +102,7 @@ WAYS = [
 @pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not() or "emulated")
 @pytest.mark.parametrize("number", [75, 90])
 def test_fused(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    fused_on_cpu.serve(monkeypatch, number)
+    fused_on_cpu.emulate(monkeypatch, number)
     check("fused", WAYS)
 
 

@@ -26,10 +26,6 @@ def cache(**fields: object) -> Problem:
     return replace(Problem(kind="kvcache", dtype="float16", nheads_k=2, poison=True), **fields)  # type: ignore[arg-type]
 
 
-def entries(found: Launches) -> list[str]:
-    return [launch.variant.entry for launch in found.seen]
-
-
 # What is emulated, by the macros of its variant; the numbers of keys are around the kernel's steps of 8, 16, 32 and 64.
 PLAIN = {
     "one key and more": cache(seqlens_q=(1,) * 6, seqlens_k=(1, 15, 16, 17, 64, 65), capacity=70, head_dim=64, group=4),
@@ -119,7 +115,7 @@ def check(problem: Problem, found: Launches) -> None:
     """The whole call by the judge, then each sequence and head by bounds of its own."""
     verdict = Examination(problem).judge("fused")
     assert not verdict.failures and not verdict.refused, verdict
-    assert entries(found) == ["decode"]
+    assert found.entries == ["decode"]
     call = problem.build()
     assert worst_head(call, attend(call)) <= 1
 
@@ -221,7 +217,7 @@ def test_wrong_lengths_and_pages_touch_nothing_outside(turing: Launches) -> None
     new = {"k": torch.zeros(3, 5, 2, 256).half(), "v": torch.zeros(3, 5, 2, 256).half()}
     for lengths in (rubbish, rubbish.flip(0), torch.full((3,), 5, dtype=torch.int32)):
         launch_unchecked({**call.args, **new, "cache_seqlens": lengths})
-    assert entries(turing) == ["decode", "decode"] + ["append", "decode"] * 3
+    assert turing.entries == ["decode", "decode"] + ["append", "decode"] * 3
 
 
 def launch_unchecked(args: dict[str, object]) -> None:
@@ -268,7 +264,7 @@ APPENDS = {
 def test_a_step_appends_rotates_and_attends_in_two_launches(turing: Launches, name: str) -> None:
     verdict = Examination(APPENDS[name]).judge("fused")
     assert not verdict.failures and not verdict.refused, verdict
-    assert entries(turing) == ["append", "decode"]
+    assert turing.entries == ["append", "decode"]
     assert not turing.cleared, "the append zeroes the decode kernel's counters"
 
 
