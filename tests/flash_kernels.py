@@ -7,6 +7,7 @@ backend that relies on more than the kernels promise fails here. The numbers com
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -214,7 +215,7 @@ def _check_alignment(tensor: Tensor) -> None:
 
 def _spans(starts: Tensor) -> list[slice]:
     bounds = starts.tolist()
-    return [slice(start, stop) for start, stop in zip(bounds, bounds[1:])]
+    return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
 
 
 def _keys(

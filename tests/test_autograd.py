@@ -156,7 +156,7 @@ def test_changing_the_output_in_place_is_an_error_at_backward_rather_than_a_wron
     result = out.square().sum()
     with torch.no_grad():
         out.mul_(2)
-    with pytest.raises(RuntimeError, match="modified.*inplace"):
+    with pytest.raises(RuntimeError, match=r"modified.*inplace"):
         result.backward()
 
 

@@ -1,4 +1,4 @@
-"""The caller's default dtype, default device and autocast, on the way to and from the kernels of GPUs: no digit changes.
+"""The caller's default dtype, default device and autocast, on the way to and from the GPUs' kernels: no digit changes.
 
 The kernels are their stand-ins for a CPU, so that every cut of a call into launches is seen.
 """

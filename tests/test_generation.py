@@ -200,5 +200,6 @@ def test_caches_are_made_from_a_configuration_where_the_model_has_none() -> None
     model = nn.Linear(1, 1)
     model.config = SimpleNamespace(hidden_size=32, num_attention_heads=4, num_hidden_layers=2)  # type: ignore[assignment]
     caches = update_graph_cache(model, None, 2, 3, 8, decoding_seqlens=(), tensor_parallel=2).inference_params
-    assert {i: tuple(c.shape) for i, c in caches.key_value_memory_dict.items()} == {i: (2, 8, 2, 2, 8) for i in (0, 1)}
+    shapes = {layer: tuple(cache.shape) for layer, cache in caches.key_value_memory_dict.items()}
+    assert shapes == dict.fromkeys((0, 1), (2, 8, 2, 2, 8))
     assert list(allocate_inference_cache(1, 2, 3, 4, [5, 7], "cpu")) == [5, 7]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -36,7 +37,7 @@ DQ = {
 
 @dataclass
 class Backward:
-    """What a backward is given besides the problem's tensors: each field that is set replaces what follows from them."""
+    """What a backward is given besides the problem's tensors; each field that is set replaces what follows of them."""
 
     call: Call
     type: int = FP16
@@ -108,7 +109,9 @@ class Backward:
         slab_q, slab_k = (batch + packed) * nheads, (batch + packed) * nheads_k * (2 if D > 128 else 1)
         longest = {"q": fields["seqlen_q"], "k": fields["seqlen_k"]}
 
-        def launch(entry: str, macros: dict[str, int], rows: int, side: str, slab: int, threads: int, shared: int) -> None:
+        def launch(
+            entry: str, macros: dict[str, int], rows: int, side: str, slab: int, threads: int, shared: int
+        ) -> None:
             fields["tiles"] = -(-longest[side] // rows)
             kernel = compile_kernel(f"{entry}.cu", entry, macros | self.macros)
             kernel.launch(params.pack(fields), fields["tiles"] * slab, threads, shared, list(given.values()), self.seed)
@@ -185,7 +188,7 @@ def kept(call: Call, rng_state: Tensor) -> Tensor:
 def pieces(call: Call, name: str, x: Tensor) -> Iterator[Tensor]:
     """(tokens, channels) of each sequence and head."""
     cu = call.args.get("cu_seqlens_q" if name == "q" else "cu_seqlens_k")
-    sequences = x.unbind() if cu is None else [x[start:stop] for start, stop in zip(cu, cu[1:])]
+    sequences = x.unbind() if cu is None else [x[start:stop] for start, stop in itertools.pairwise(cu)]
     for sequence in sequences:
         yield from sequence.unbind(1)
 
@@ -200,7 +203,9 @@ def check(backward: Backward, exact: oracle.Answer, plain: oracle.Answer, got: d
             if not a.numel():
                 continue
             error, plain_error, size = ((x.double() - y).abs().max().item() for x, y in ((a, b), (c, b), (b, b * 0)))
-            assert error <= 2 * plain_error + eps * size, f"d{name}, sequence and head {i}: {error:.3e} of {size:.3e}, plainly {plain_error:.3e}"
+            assert error <= 2 * plain_error + eps * size, (
+                f"d{name}, sequence and head {i}: {error:.3e} of {size:.3e}, plainly {plain_error:.3e}"
+            )
         cu = backward.call.args.get("cu_seqlens_q" if name == "q" else "cu_seqlens_k")
         if cu is not None:
             assert not ours[: cu[0]].any() and not ours[cu[-1] :].any(), f"d{name} outside of the sequences is not 0"
@@ -212,7 +217,7 @@ DENSE = Problem(seqlens_q=(70,), seqlens_k=(83,), nheads_k=2, group=2, head_dim=
 EVERY = [*((d, FP16) for d in DKDV), (256, BF16), *((d, CONVERTED) for d in (32, 128, 256))]
 
 
-@pytest.mark.parametrize("head_dim, type", EVERY)  # 64 and 128 in native bf16: below, with newer instructions
+@pytest.mark.parametrize(("head_dim", "type"), EVERY)  # 64 and 128 in native bf16: below, with newer instructions
 def test_gradients_are_right_for_every_type_and_size(head_dim: int, type: int) -> None:
     problem = replace(DENSE, head_dim=head_dim, causal=True, dtype="bfloat16" if type else "float16")
     check(*prepared(problem, type))
@@ -247,7 +252,7 @@ def test_gradients_are_right_for_every_feature(feature: str) -> None:
 TOGETHER = FEATURES["ALiBi, softcap, dropout, window"]
 
 
-@pytest.mark.parametrize("head_dim, type", [(64, BF16), (64, CONVERTED), (256, FP16)])
+@pytest.mark.parametrize(("head_dim", "type"), [(64, BF16), (64, CONVERTED), (256, FP16)])
 def test_gradients_are_right_for_all_features_together(head_dim: int, type: int) -> None:
     check(*prepared(replace(DENSE, head_dim=head_dim, dtype="bfloat16" if type else "float16", **TOGETHER), type))
 
@@ -271,7 +276,9 @@ def test_packed_sequences_and_nothing_outside_of_them_have_gradients(changes: di
 
 
 def test_slots_that_hold_no_key_get_no_gradient() -> None:
-    problem = replace(PACKED, kind="private_varlen", seqlens_k=(90, 9, 5, 167), seqused=(70, 9, 0, 100), leftpad=(4, 9, 0, 66))
+    problem = replace(
+        PACKED, kind="private_varlen", seqlens_k=(90, 9, 5, 167), seqused=(70, 9, 0, 100), leftpad=(4, 9, 0, 66)
+    )
     backward, exact, plain = prepared(problem)
     got = backward.run()
     check(backward, exact, plain, got)
@@ -285,7 +292,7 @@ def test_slots_that_hold_no_key_get_no_gradient() -> None:
 DIMS = [(40, 24, 8), (24, 64, 8), (80, 96, 8), (200, 136, 8), (1, 1, 1), (3, 9, 1), (40, 50, 1), (136, 199, 1)]
 
 
-@pytest.mark.parametrize("head_dim, head_dim_v, vec", DIMS)
+@pytest.mark.parametrize(("head_dim", "head_dim_v", "vec"), DIMS)
 def test_any_head_dims_have_gradients(head_dim: int, head_dim_v: int, vec: int) -> None:
     check(*prepared(replace(DENSE, head_dim=head_dim, head_dim_v=head_dim_v, causal=True), vec=vec))
 
@@ -339,12 +346,12 @@ def test_rows_with_an_infinite_lse_have_no_gradient(value: float) -> None:
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
 def test_nan_and_infinity_stay_in_their_sequence(name: str, value: float, type: int) -> None:
     problem = replace(PACKED, seqlens_q=(40, 70), seqlens_k=(66, 67), dtype="bfloat16" if type else "float16")
-    backward, exact, plain = prepared(problem, type)
+    backward = prepared(problem, type)[0]
     right = backward.run()
     tensor = backward.call.dout if name == "dout" else backward.call.args[name]
     tensor[problem.gap[0] + 5] = value
     got = backward.run()
-    for grad, (side, lengths) in zip("qkv", (("q", problem.seqlens_q), ("k", problem.seqlens_k), ("k", problem.seqlens_k))):
+    for grad, lengths in zip("qkv", (problem.seqlens_q, problem.seqlens_k, problem.seqlens_k)):
         first = problem.gap[0] + lengths[0]
         assert torch.equal(got[grad][first:], right[grad][first:])
     assert not all(got[grad].isfinite().all() for grad in "qkv")

@@ -170,7 +170,7 @@ def test_the_number_of_results_follows_the_flags() -> None:
     assert len(layer_norm_fn(x, weight, None, prenorm=True)) == 2
     assert len(layer_norm_fn(x, weight, None, weight1=weight)) == 2
     assert len(layer_norm_fn(x, weight, None, weight1=weight, prenorm=True)) == 3
-    y, mask, mask1 = layer_norm_fn(x, weight, None, return_dropout_mask=True)
+    _, mask, mask1 = layer_norm_fn(x, weight, None, return_dropout_mask=True)
     assert mask is None and mask1 is None
     five = layer_norm_fn(x, weight, None, None, x, weight, None, dropout_p=0.5, prenorm=True, return_dropout_mask=True)
     assert [t.dtype for t in five[3:]] == [torch.bool, torch.bool] and not torch.equal(five[3], five[4])

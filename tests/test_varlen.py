@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -204,7 +205,7 @@ def test_a_strided_cu_seqlens_is_rejected() -> None:
 def paged(args: dict[str, Any], page: int) -> dict[str, Any]:
     """The same call with its keys spread over pages in reverse order; NaN and rubbish where nothing may be read."""
     cu = args["cu_seqlens_k"].tolist()
-    counts = [-(-(b - a) // page) for a, b in zip(cu, cu[1:], strict=False)]
+    counts = [-(-(b - a) // page) for a, b in itertools.pairwise(cu)]
     free = list(reversed(range(sum(counts) + 1)))
     table = torch.full((len(counts), max(counts) + 1), 10**6, dtype=torch.int32)
     pools = {n: args[n].new_full((sum(counts) + 1, page, *args[n].shape[1:]), torch.nan) for n in ("k", "v")}
@@ -285,7 +286,7 @@ def test_seqused_k_is_counted_from_the_slice_and_leftpad_k_taken_off_it(backend:
 
 def test_leftpad_k_with_a_block_table_is_rejected() -> None:
     args = paged(packed((3,), (8,)), 4)
-    with pytest.raises(RuntimeError, match="[Pp]aged"):
+    with pytest.raises(RuntimeError, match=r"[Pp]aged"):
         private_forward("chunked", **args, leftpad_k=torch.tensor([2], dtype=torch.int32))
 
 

@@ -60,7 +60,7 @@ def test_a_file_that_is_no_saved_run_is_named(tmp_path, capsys):
     assert "is not a file that `verify bench --json` wrote" in capsys.readouterr().err
 
 
-# ---- the command, on tiny problems --------------------------------------------------------------------------------------
+# ---- the command, on tiny problems -----------------------------------------------------------------------------------
 
 
 def test_a_run_shows_and_saves_every_figure_with_where_it_was_obtained(tmp_path, capsys):
@@ -114,8 +114,9 @@ def test_lengths_give_a_row_and_a_point_of_the_curve_each(tmp_path, capsys):
 
 
 def test_own_workloads_have_the_lengths_and_features_asked_for():
-    plan = _planned("--batch", "5", "--max-seqlen", "40", "--min-seqlen", "3", "--heads", "4", "--heads-kv", "2", "--head-dim",
-                    "16", "--causal", "--window", "7,0", "--alibi", "--softcap", "9", "--dropout", "0.2")  # fmt: skip
+    sizes = "--batch 5 --max-seqlen 40 --min-seqlen 3 --heads 4 --heads-kv 2 --head-dim 16"
+    features = "--causal --window 7,0 --alibi --softcap 9 --dropout 0.2"
+    plan = _planned(*sizes.split(), *features.split())
     (workload,) = plan.workloads
     assert workload.batch == 5 and workload.max_seqlen_k == 40 and min(workload.seqlens_q) >= 3 and not workload.full
     assert (workload.nheads, workload.nheads_k, workload.head_dim) == (4, 2, 16)
@@ -136,7 +137,7 @@ def test_compile_switches_compilation_for_this_run_only(monkeypatch):
     assert seen == [None, "1", "0"] and bench.COMPILE not in os.environ
 
 
-# ---- one contestant does not spoil the others -----------------------------------------------------------------------------
+# ---- one contestant does not spoil the others ------------------------------------------------------------------------
 
 
 class _Stub:
@@ -213,7 +214,7 @@ def test_a_wrong_answer_of_ours_gives_exit_code_1(monkeypatch, capsys):
     assert "WRONG OR FAILED  cross_short_q default: out off by" in capsys.readouterr().out
 
 
-# ---- right and wrong answers ----------------------------------------------------------------------------------------------
+# ---- right and wrong answers -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -305,7 +306,7 @@ def test_checking_leaves_the_random_generator_as_it_was():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# ---- arithmetic -----------------------------------------------------------------------------------------------------------
+# ---- arithmetic ------------------------------------------------------------------------------------------------------
 
 
 def test_geometric_mean_of_a_ratio_and_its_inverse_is_one():
@@ -348,9 +349,8 @@ def test_skewed_lengths_are_the_recorded_ones():
 
 def test_shrunk_workloads_keep_their_features():
     for large, small in zip((*FULL, *DECODE), SMALL):
-        assert (small.causal, small.softcap, small.alibi, small.dropout_p, small.decode, small.packed, small.page_size) == (
-            large.causal, large.softcap, large.alibi, large.dropout_p, large.decode, large.packed, large.page_size
-        )  # fmt: skip
+        for name in ("causal", "softcap", "alibi", "dropout_p", "decode", "packed", "page_size"):
+            assert getattr(small, name) == getattr(large, name), name
         assert small.nheads / small.nheads_k == large.nheads / large.nheads_k
         assert (small.bounds[0] > 0) == (large.bounds[0] > 0) and small.recorded is None
         assert 0 < small.flops(backward=False) < large.flops(backward=False) / 10
@@ -402,8 +402,11 @@ def test_a_context_is_entered_around_every_reading():
             depth.pop()
 
     seen = []
-    time_together({"job": Job(lambda: seen.append(len(depth)), Around), "other": Job(lambda: seen.append(len(depth) + 1),
-                  nullcontext)}, "cpu", 1, 0.01)  # fmt: skip
+    jobs = {
+        "job": Job(lambda: seen.append(len(depth)), Around),
+        "other": Job(lambda: seen.append(len(depth) + 1), nullcontext),
+    }
+    time_together(jobs, "cpu", 1, 0.01)
     assert set(seen) == {1} and not depth
 
 

@@ -1,4 +1,4 @@
-"""verify bench's column of CUDA graphs: what is captured, when a replay counts, and where it is shown. Captures are faked."""
+"""verify bench's column of CUDA graphs: what is captured, when a replay counts, where it is shown. No GPU needed."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def integer(name: str, value: object) -> int:
     if type(value) is int:
         return value
     try:
-        return operator.index(value)  # type: ignore[arg-type]
+        return operator.index(value)  # type: ignore[arg-type]  # or TypeError
     except TypeError:
         raise checks.wrong_type(name, "int", value) from None
 

@@ -122,7 +122,7 @@ class CachedAttention(nn.Module):
         attention = self.inner_cross_attn
         assert isinstance(attention, FlashCrossAttention)
         cache = inference_params.key_value_memory_dict[self.layer_idx][_batch_rows(inference_params, q.shape[0])]
-        return flash_attn_with_kvcache(  # type: ignore[return-value]
+        return flash_attn_with_kvcache(  # type: ignore[return-value]  # out alone
             q,
             cache[:, :, 0],
             cache[:, :, 1],

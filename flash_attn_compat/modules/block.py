@@ -102,7 +102,8 @@ class Block(nn.Module):
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
     ) -> Any:
         """The mixer's cache; see `MHA.allocate_inference_cache`."""
-        return self.mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)  # type: ignore[operator]
+        mixer: Any = self.mixer
+        return mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
 
     def forward(
         self,
@@ -151,7 +152,7 @@ class Block(nn.Module):
         return out if self.return_residual else (out, hidden_states)
 
     def _add_and_norm(
-        self, branch: Tensor, residual: Tensor | None, dropout: nn.Module, drop_path: nn.Module, norm: nn.Module
+        self, branch: Tensor, residual: Tensor | None, dropout: nn.Module, drop_path: nn.Module, norm: Any
     ) -> tuple[Tensor, Tensor]:
         """(norm of the sum, the sum)."""
         if not self.fused_dropout_add_ln:
@@ -162,8 +163,8 @@ class Block(nn.Module):
             rowscale = drop_path(branch.new_ones(branch.shape[:-1]))
         results: Any = layer_norm_fn(
             branch,
-            norm.weight,  # type: ignore[arg-type]
-            norm.bias,  # type: ignore[arg-type]
+            norm.weight,
+            norm.bias,
             residual=residual,
             rowscale=rowscale,
             prenorm=self.prenorm,
@@ -214,7 +215,8 @@ class ParallelBlock(nn.Module):
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
     ) -> Any:
         """The mixer's cache; see `MHA.allocate_inference_cache`."""
-        return self.mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)  # type: ignore[operator]
+        mixer: Any = self.mixer
+        return mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
 
     def forward(
         self,
@@ -247,17 +249,18 @@ class ParallelBlock(nn.Module):
     def _fused_norms(
         self, hidden_states1: Tensor, hidden_states2: Tensor | None, residual: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        second = None if self.tied_norm else self.norm2
+        first: Any = self.norm1
+        second: Any = None if self.tied_norm else self.norm2
         results: Any = layer_norm_fn(
             hidden_states1,
-            self.norm1.weight,  # type: ignore[arg-type]
-            self.norm1.bias,  # type: ignore[arg-type]
+            first.weight,
+            first.bias,
             residual=residual,
             x1=hidden_states2,
-            weight1=None if second is None else second.weight,  # type: ignore[arg-type]
-            bias1=None if second is None else second.bias,  # type: ignore[arg-type]
+            weight1=None if second is None else second.weight,
+            bias1=None if second is None else second.bias,
             prenorm=True,
-            **_fused_options(self, self.norm1),
+            **_fused_options(self, first),
         )
         return results[0], results[0] if second is None else results[1], results[-1]
 
@@ -273,9 +276,9 @@ def _default_mlp(dim: int) -> nn.Module:
     return Mlp(dim, hidden_features=4 * dim)
 
 
-def _normed(norm: nn.Module, total: Tensor, residual_in_fp32: bool) -> tuple[Tensor, Tensor]:
+def _normed(norm: Any, total: Tensor, residual_in_fp32: bool) -> tuple[Tensor, Tensor]:
     """(norm(total) in the norm's dtype, total)."""
-    normed = norm(total.to(dtype=norm.weight.dtype))  # type: ignore[arg-type]
+    normed = norm(total.to(dtype=norm.weight.dtype))
     return normed, total.to(torch.float32) if residual_in_fp32 else total
 
 

@@ -176,7 +176,7 @@ def _always_available(original: Callable[..., bool]) -> Callable[..., bool]:
     def is_flash_attn_2_available(*args: Any, **kwargs: Any) -> bool:
         return True
 
-    is_flash_attn_2_available._flash_attn_compat_original = original  # type: ignore[attr-defined]
+    is_flash_attn_2_available._flash_attn_compat_original = original  # type: ignore[attr-defined]  # functions take any
     # Its callers clear the cache that newer versions keep.
     return (
         functools.lru_cache(is_flash_attn_2_available)
@@ -234,24 +234,27 @@ def _replay_guarded_code(undo: ExitStack) -> None:
 
 def _skipped_code(module: ModuleType | None) -> list[ast.stmt]:
     """The guarded imports of a module, and its classes that have an imported class as base (ModernBERT's rotary)."""
+    if module is None:
+        return []
     try:
-        tree = ast.parse(inspect.getsource(module))  # type: ignore[arg-type]
+        tree = ast.parse(inspect.getsource(module))
     except (OSError, TypeError, SyntaxError):
         return []
-    imports: list[ast.stmt] = [
+    imports = [
         statement
         for guard in tree.body
         if isinstance(guard, ast.If) and _asks_for_flash_attn(guard.test)
         for statement in guard.body
         if isinstance(statement, (ast.Import, ast.ImportFrom))
     ]
-    names = {alias.asname or alias.name for statement in imports for alias in statement.names}  # type: ignore[attr-defined]
-    return imports + [
+    names = {alias.asname or alias.name for statement in imports for alias in statement.names}
+    classes = [
         statement
         for statement in tree.body
         if isinstance(statement, ast.ClassDef)
         and any(isinstance(base, ast.Name) and base.id in names for base in statement.bases)
     ]
+    return [*imports, *classes]
 
 
 def _asks_for_flash_attn(test: ast.expr) -> bool:

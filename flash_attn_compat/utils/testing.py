@@ -80,7 +80,7 @@ def generate_qkv(
         assert nheads == nheads_k, "qkvpacked needs as many heads of k as of q"
         masks = (query_padding_mask, key_padding_mask)
         assert (masks[0] is None) == (masks[1] is None), "qkvpacked needs equal masks"
-        assert masks[0] is None or masks[1] is None or torch.equal(*masks), "qkvpacked needs equal masks"  # type: ignore[arg-type]
+        assert masks[0] is None or masks[1] is None or torch.equal(masks[0], masks[1]), "qkvpacked needs equal masks"
         packed, padded = torch.stack((q_unpad, k_unpad, v_unpad), dim=1), torch.stack((q, k, v), dim=2)
         return _leaf(packed), of_q.cu_seqlens, of_q.max_seqlen, _leaf(padded), of_q.pad, of_q.pad
     if kvpacked:

@@ -7,10 +7,10 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
-import flash_attn_compat  # noqa: E402
+import flash_attn_compat
 
 
 @pytest.fixture(scope="module")

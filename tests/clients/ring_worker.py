@@ -3,7 +3,8 @@
 On two GPUs over NCCL, as each GPU is and treated as one of capability 7.5, one line for each case, exit code 1 if one
 is off:
 
-    flash-attn-compat run -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.clients.ring_worker --device cuda
+    flash-attn-compat run -m torch.distributed.run --standalone --nproc-per-node 2 \\
+        -m tests.clients.ring_worker --device cuda
 
 test_ring_flash_attn.py runs it on the CPU over gloo.
 """
@@ -93,7 +94,7 @@ def ring_flash_attn() -> Any:
     return importlib.import_module("ring_flash_attn")
 
 
-# ---- the whole sequence -----------------------------------------------------------------------------------------------
+# ---- the whole sequence ----------------------------------------------------------------------------------------------
 
 
 def whole(q: Tensor, k: Tensor, v: Tensor, causal: bool, groups: int = NHEADS // NHEADS_K) -> Tensor:
@@ -110,7 +111,7 @@ def whole_packed(q: Tensor, k: Tensor, v: Tensor, causal: bool, lengths: list[in
     return torch.cat([whole(*(x[None] for x in part), causal)[0] for part in parts])
 
 
-# ---- how it is cut ----------------------------------------------------------------------------------------------------
+# ---- how it is cut ---------------------------------------------------------------------------------------------------
 
 
 def contiguous(x: Tensor, rank: int, world: int, dim: int) -> Tensor:
@@ -170,7 +171,7 @@ def cases(package: Any, problem: Problem) -> dict[str, Case]:
     return found
 
 
-# ---- one case ---------------------------------------------------------------------------------------------------------
+# ---- one case --------------------------------------------------------------------------------------------------------
 
 
 def errors_of(case: Case, problem: Problem) -> list[float]:
@@ -215,7 +216,7 @@ def outcome(name: str, case: Case, problem: Problem, setting: str) -> Outcome:
 
 
 def capabilities(device: str) -> list[str | None]:
-    """What the GPU is to be treated as: itself and a Turing GPU, unless the environment has decided; on CPUs no matter."""
+    """What the GPU counts as: itself and a Turing GPU, unless the environment has decided; on CPUs no matter."""
     return [None, "7.5"] if device == "cuda" and not os.environ.get(CAPABILITY) else [None]
 
 
@@ -233,7 +234,7 @@ def treated_as(capability: str | None) -> Iterator[str]:
         del os.environ[CAPABILITY]
 
 
-# ---- the command ------------------------------------------------------------------------------------------------------
+# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def _arguments() -> argparse.Namespace:
@@ -284,8 +285,8 @@ def main() -> int:
         of_output = max(each.errors["out"] for each in outcomes)
         of_gradient = max(max(each.errors.values()) for each in outcomes)
         print(f"{right} of {len(outcomes)} cases right, {world} processes over {backend} on {where}, torch "
-              f"{torch.__version__}, {options.dtype}, seqlen {options.seqlen}, head_dim {options.head_dim}: largest error "
-              f"of out {of_output:.1e}, of all {of_gradient:.1e}", flush=True)  # fmt: skip
+              f"{torch.__version__}, {options.dtype}, seqlen {options.seqlen}, head_dim {options.head_dim}: "
+              f"largest error of out {of_output:.1e}, of all {of_gradient:.1e}", flush=True)  # fmt: skip
         if options.output:
             with open(options.output, "w") as file:
                 json.dump({"outcomes": [asdict(each) for each in outcomes], "world": world}, file, indent=1)

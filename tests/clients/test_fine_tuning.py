@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from tests.clients.models import build  # noqa: E402
+from tests.clients.models import build
 
 STEPS, TOKENS = 30, 256
 

@@ -123,7 +123,8 @@ assert not flash.is_flash_attn_2_available() and not transformers.utils.is_flash
 matrix = getattr(flash, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", None)
 assert matrix is None or not matrix[2]["general_availability_check"]()
 methods = vars(modeling.PreTrainedModel).values()
-assert not [method for method in methods if "flash_attn_compat" in getattr(method, "__globals__", {{}}).get("__name__", "")]
+homes = [getattr(method, "__globals__", {{}}).get("__name__", "") for method in methods]
+assert not [home for home in homes if "flash_attn_compat" in home]
 """
     answer = python(script)
     assert answer.returncode == 0, answer.stderr

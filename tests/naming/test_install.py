@@ -134,7 +134,7 @@ def real_package(tmp_path, monkeypatch):
 
 
 def test_it_refuses_beside_a_broken_real_package_and_says_how_to_go_on(tmp_path, real_package):
-    with pytest.raises(InstallError, match="undefined symbol.*pip uninstall flash-attn"):
+    with pytest.raises(InstallError, match=r"undefined symbol.*pip uninstall flash-attn"):
         install(tmp_path / "target")
     assert not (tmp_path / "target").exists()
 

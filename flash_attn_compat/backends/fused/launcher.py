@@ -10,7 +10,7 @@ import ctypes
 import functools
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -152,7 +152,7 @@ def key(call: AttentionCall) -> tuple[Hashable, ...]:
     )  # fmt: skip
 
 
-_plans: dict[Hashable, object] = {}
+_plans: dict[Hashable, Any] = {}
 
 
 def planned(signature: Hashable, make: Callable[[], Plan]) -> Plan:
@@ -165,7 +165,7 @@ def planned(signature: Hashable, make: Callable[[], Plan]) -> Plan:
         if len(_plans) >= _MOST_PLANS:  # lengths may differ from step to step
             _plans.clear()
         _plans[signature] = found
-    return found  # type: ignore[return-value]
+    return found
 
 
 def forget_plans() -> None:
