@@ -105,7 +105,6 @@ class Backend(abc.ABC):
 class BlockwiseBackend(Backend):
     """A backend that computes dense blocks; packed, paged and padded calls are laid out for it."""
 
-
     @abc.abstractmethod
     def forward_block(
         self, call: AttentionCall, block: Block, rng_state: Tensor | None

@@ -21,7 +21,7 @@ _SERVES = (
     | Feature.LSE | Feature.BACKWARD | Feature.GIVEN_LSE
 )  # fmt: skip
 # Before 2.15 the windowed backward aligns its mask as if there were as many queries as keys.
-_OLD_WINDOW_BACKWARD = torch.__version__ < (2, 15)
+_OLD_WINDOW_BACKWARD = torch.__version__ < "2.15"  # as versions, not as letters
 
 
 class TorchEfficient(Backend):
@@ -94,14 +94,17 @@ def _launch(call: AttentionCall) -> Launch:
     left, right = call.mask
     mask = NO_MASK if right is None else CAUSAL_BOTTOM_RIGHT
     window = None if left is None else left + 1
-    options = {"dropout_p": call.dropout_p, "deterministic": call.deterministic}
     if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
-        return Launch(q[:, _rows_with_keys(call)], k, v, call.softmax_scale, mask, window, **options)
+        return Launch(
+            q[:, _rows_with_keys(call)], k, v, call.softmax_scale, mask, window,
+            dropout_p=call.dropout_p, deterministic=call.deterministic,
+        )  # fmt: skip
     starts_q, starts_k = _packed_starts(call)
     longest_q, longest_k = max(1, min(call.max_seqlen_q, q.shape[0])), max(1, min(call.max_seqlen_k, k.shape[0]))
     return Launch(
-        q[None], k[None], v[None], call.softmax_scale, mask, window, starts_q, starts_k, longest_q, longest_k, **options
-    )
+        q[None], k[None], v[None], call.softmax_scale, mask, window, starts_q, starts_k, longest_q, longest_k,
+        dropout_p=call.dropout_p, deterministic=call.deterministic,
+    )  # fmt: skip
 
 
 def _prepared(tensor: Tensor) -> Tensor:
@@ -120,7 +123,7 @@ def _grouped(gradient: Tensor, keys: Tensor) -> Tensor:
     gradient = gradient.view(*keys.shape[:-2], *gradient.shape[-2:])
     if gradient.shape[-2] == keys.shape[-2]:
         return gradient
-    return gradient.unflatten(-2, (keys.shape[-2], -1)).sum(-2, dtype=torch.float32).to(keys.dtype)
+    return torch.unflatten(gradient, -2, (keys.shape[-2], -1)).sum(-2, dtype=torch.float32).to(keys.dtype)
 
 
 def _rows_with_keys(call: AttentionCall) -> slice:

@@ -68,7 +68,7 @@ def generate_qkv(
             max_seqlen_q, max_seqlen_k, q, k, v, qv, pad the output, pad dq, pad dk).
     """
     assert not (kvpacked and qkvpacked), "kvpacked and qkvpacked exclude each other"
-    batch, seqlen_q, nheads, d = q.shape
+    batch, _, nheads, d = q.shape
     seqlen_k, nheads_k = k.shape[1:3]
     assert k.shape == (batch, seqlen_k, nheads_k, d), f"k has shape {tuple(k.shape)}, q has shape {tuple(q.shape)}"
     assert v.shape[:3] == k.shape[:3], f"v has shape {tuple(v.shape)}, k has shape {tuple(k.shape)}"
