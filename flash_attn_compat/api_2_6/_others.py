@@ -7,9 +7,11 @@ from types import ModuleType
 
 
 def submodule(package: str, name: str) -> ModuleType:
-    """The module of 2.8 of that name in `package` (as api_2_6 mirrors it); AttributeError where there is none."""
-    current = package.replace(".api_2_6", "")
-    try:
-        return importlib.import_module(f"{current}.{name}")
-    except ModuleNotFoundError:
-        raise AttributeError(f"module {package!r} has no attribute {name!r}") from None
+    """The module `name` of `package`, or of the package of 2.8 that it stands for; AttributeError if neither has it."""
+    for home in (package, package.replace(".api_2_6", "")):
+        try:
+            return importlib.import_module(f"{home}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{home}.{name}":
+                raise
+    raise AttributeError(f"module {package!r} has no attribute {name!r}")

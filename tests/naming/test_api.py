@@ -199,6 +199,24 @@ def test_unknown_interfaces_and_changes_of_mind_are_refused(monkeypatch: pytest.
         patch()
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from flash_attn.layers import rotary as m",
+        "import flash_attn.layers as l; m = l.rotary",
+        "import flash_attn.layers.rotary as m",
+        "from flash_attn.ops.triton import layer_norm as m",
+        "import flash_attn.ops as o; m = o.triton.layer_norm",
+        "import flash_attn; from flash_attn import bert_padding as m",
+        "import flash_attn.ops.triton.cross_entropy, flash_attn; m = flash_attn.ops.triton.cross_entropy",
+    ],
+)
+def test_every_way_of_importing_finds_the_old_module_in_a_fresh_process(python: Python, statement: str) -> None:
+    code = f"import flash_attn_compat as c; c.patch(api='2.6'); {statement}; print(m.__name__)"
+    answer = python("-c", code)
+    assert answer.stdout.startswith("flash_attn_compat.api_2_6."), answer.stderr
+
+
 def test_children_inherit_it(python: Python) -> None:
     child = (
         "import importlib.metadata as m, flash_attn, flash_attn.bert_padding as b, flash_attn_compat as c;"
