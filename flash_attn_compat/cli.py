@@ -71,6 +71,9 @@ def _parser() -> argparse.ArgumentParser:
         "doctor", help="what this machine is, what would serve it, and whether it computes right"
     )
     command.add_argument("--json", action="store_true", help="the report as one JSON object")
+    command.add_argument(
+        "--renew", action="store_true", help="time this package's kernels again, on a GPU where nobody has measured"
+    )
     command.set_defaults(action=_doctor)
     return parser
 
@@ -102,7 +105,7 @@ def _doctor(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"flash-attn-compat: {error}", file=sys.stderr)
         return 2
-    report = doctor.examine()
+    report = doctor.examine(options.renew)
     print(doctor.to_json(report) if options.json else doctor.to_text(report))
     return 0 if report.healthy else 1
 

@@ -22,6 +22,7 @@ import torch
 
 import flash_attn_compat
 from flash_attn_compat import self_check
+from flash_attn_compat.backends.fused import inspection
 from flash_attn_compat.naming import install, real
 from flash_attn_compat.naming.site_directory import SITE, is_stand_in_spec
 from flash_attn_compat.self_check import Check
@@ -37,6 +38,7 @@ class Machine:
     capability: str | None
     built_for: list[str]  # the architectures that this PyTorch binary has code for
     has_code_for_device: bool
+    kernels: list[str]  # this package's own: what compiles them, where they are kept, how fast they are
     settings: dict[str, str]  # the FLASH_ATTN_COMPAT_ variables that are set
 
 
@@ -75,12 +77,15 @@ class Report:
         return all(check.passed for check in self.checks) and all(call.backend for call in self.calls)
 
 
-def examine() -> Report:
-    """Look at this machine; takes a few seconds."""
+def examine(renew: bool = False) -> Report:
+    """Look at this machine; takes a few seconds.
+
+    renew: time this package's kernels again where nobody has measured
+    """
     device = _device()
     return Report(
         version=flash_attn_compat.__version__,
-        machine=_machine(device),
+        machine=_machine(device, renew),
         calls=_typical_calls(device),
         checks=self_check.run(device),
         name=_name(),
@@ -101,9 +106,11 @@ def to_text(report: Report) -> str:
         "device": f"{machine.device} ({machine.device_name})",
         "capability": machine.capability or "none (not a CUDA device)",
         "code for it": f"{code} (built for {', '.join(machine.built_for) or 'CPU only'})",
+        "own kernels": machine.kernels[0],
         **machine.settings,
     }
     lines += _columns(facts)
+    lines += [f"    {told}" for told in machine.kernels[1:]]
     lines += ["", "What would serve"]
     for call in report.calls:
         lines.append(f"  {call.name}: {call.backend or 'NOTHING'}")
@@ -148,7 +155,7 @@ def _device() -> torch.device:
     return torch.device("cpu")
 
 
-def _machine(device: torch.device) -> Machine:
+def _machine(device: torch.device, renew: bool) -> Machine:
     build = (torch.version.cuda and f"CUDA {torch.version.cuda}") or (torch.version.hip and f"ROCm {torch.version.hip}")
     capability, built_for, has_code = None, [], True
     device_name = platform.processor() or platform.machine()
@@ -170,6 +177,7 @@ def _machine(device: torch.device) -> Machine:
         capability=capability,
         built_for=built_for,
         has_code_for_device=has_code,
+        kernels=inspection.describe(device, renew),
         settings={name: value for name, value in sorted(os.environ.items()) if name.startswith("FLASH_ATTN_COMPAT_")},
     )
 

@@ -96,7 +96,8 @@ def decode(device: int | str = "cuda") -> Callable[[], Tensor]:
     lengths = torch.tensor([5, 700], dtype=torch.int32, device=device)
 
     def step() -> Tensor:
-        out: Tensor = flash_attn_with_kvcache(q, cache, cache, new, new, table, table, lengths, causal=True)
+        out = flash_attn_with_kvcache(q, cache, cache, new, new, table, table, lengths, causal=True)
+        assert isinstance(out, Tensor)
         return out
 
     return step

@@ -35,6 +35,12 @@ def test_every_backend_that_can_serve_here_is_checked_and_passes(report):
     assert all(check.passed for check in report.checks) and report.healthy
 
 
+def test_a_machine_without_an_nvidia_gpu_has_no_kernels_of_ours(report):
+    if report.machine.device.startswith("cuda"):
+        pytest.skip("there is a GPU")
+    assert report.machine.kernels == ["none: they are for NVIDIA GPUs"]
+
+
 def test_json_holds_the_whole_report(report):
     told = json.loads(doctor.to_json(report))
     assert told.keys() == {field.name for field in dataclasses.fields(report)} | {"healthy"}

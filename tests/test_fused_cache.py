@@ -14,7 +14,7 @@ from flash_attn_compat.backends.fused import cache
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FLASH_ATTN_COMPAT_CACHE", str(tmp_path / "kernels"))
     return tmp_path / "kernels"
 
@@ -32,9 +32,9 @@ def test_a_second_write_replaces_the_first() -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "bit", "magic", "empty", "name"])
-def test_a_damaged_or_foreign_file_is_not_trusted(damage: str, _folder: Path) -> None:
+def test_a_damaged_or_foreign_file_is_not_trusted(damage: str, kernels: Path) -> None:
     cache.write("name", b"payload" * 100)
-    path = _folder / "name"
+    path = kernels / "name"
     content = bytearray(path.read_bytes())
     if damage == "cut":
         path.write_bytes(content[:-1])
@@ -46,17 +46,17 @@ def test_a_damaged_or_foreign_file_is_not_trusted(damage: str, _folder: Path) ->
     elif damage == "empty":
         path.write_bytes(b"")
     else:
-        path.rename(_folder / "other")
+        path.rename(kernels / "other")
     assert cache.read("other" if damage == "name" else "name") is None
 
 
-def test_what_was_damaged_can_be_written_again(_folder: Path) -> None:
+def test_what_was_damaged_can_be_written_again(kernels: Path) -> None:
     cache.write("name", b"payload")
-    (_folder / "name").write_bytes(b"nonsense")
+    (kernels / "name").write_bytes(b"nonsense")
     assert cache.write("name", b"payload") and cache.read("name") == b"payload"
 
 
-def test_a_folder_that_cannot_be_made_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_akernels_that_cannot_be_made_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FLASH_ATTN_COMPAT_CACHE", str(tmp_path / "file" / "below"))
     assert not cache.write("name", b"payload")
@@ -64,24 +64,24 @@ def test_a_folder_that_cannot_be_made_keeps_nothing(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() == 0, reason="root may write everywhere")
-def test_a_read_only_folder_keeps_nothing_and_is_read(_folder: Path) -> None:
+def test_a_read_onlykernels_keeps_nothing_and_is_read(kernels: Path) -> None:
     cache.write("name", b"payload")
-    _folder.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    kernels.chmod(stat.S_IRUSR | stat.S_IXUSR)
     try:
         assert not cache.write("other", b"payload")
         assert cache.read("name") == b"payload" and cache.read("other") is None
     finally:
-        _folder.chmod(stat.S_IRWXU)
+        kernels.chmod(stat.S_IRWXU)
 
 
-def test_a_write_that_fails_leaves_nothing_behind(_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_nothing_behind(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*paths: object) -> None:
         raise PermissionError
 
     cache.write("name", b"before")
     monkeypatch.setattr(os, "replace", refuse)
     assert not cache.write("name", b"after")
-    assert cache.read("name") == b"before" and [path.name for path in _folder.iterdir()] == ["name"]
+    assert cache.read("name") == b"before" and [path.name for path in kernels.iterdir()] == ["name"]
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="files have no owners here")
@@ -104,7 +104,7 @@ def test_no_home_directory_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="XDG_CACHE_HOME is for others")
-def test_the_default_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_defaultkernels_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("FLASH_ATTN_COMPAT_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache.folder() == tmp_path / "flash_attn_compat"

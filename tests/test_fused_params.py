@@ -16,8 +16,15 @@ def c_layout(folder: Path) -> dict[str, int]:
     """Offsets of the struct's fields and its size, as a C++ compiler lays it out."""
     lines = [f'  printf("{name} %zu\\n", offsetof(Params, {name}));' for name, _ in params.FIELDS]
     program = "\n".join(
-        ["#include <cstddef>", "#include <cstdio>", '#include "params.cuh"', "int main() {", *lines]
-        + ['  printf("size %zu\\n", sizeof(Params));', "}"]
+        [
+            "#include <cstddef>",
+            "#include <cstdio>",
+            '#include "params.cuh"',
+            "int main() {",
+            *lines,
+            '  printf("size %zu\\n", sizeof(Params));',
+            "}",
+        ]
     )
     (folder / "layout.cpp").write_text(program)
     binary = folder / "layout"

@@ -111,11 +111,11 @@ def choose(call: AttentionCall) -> Backend:
     """
     if _explaining.get():
         _check_settings()
-        raise _Explained(_explain(call.traits(), _wish()))
+        raise _Explained(_explain(call.traits(), wish()))
     backend = _decide(call)
     if backend is None:
-        traits, wish = call.traits(), _wish()
-        raise BackendNotSupported(_refusal(traits, _explain(traits, wish), wish))
+        traits, named = call.traits(), wish()
+        raise BackendNotSupported(_refusal(traits, _explain(traits, named), named))
     return backend
 
 
@@ -126,7 +126,8 @@ def _check_settings() -> None:
         raise ValueError(f"{settings.BACKEND} must be one of {', '.join(_names())}, got {name!r}")
 
 
-def _wish() -> str | None:
+def wish() -> str | None:
+    """The only backend allowed to serve, if one was named."""
     return _forced.get() or settings.forced_backend()
 
 
@@ -143,7 +144,7 @@ def _decide(call: AttentionCall) -> Backend | None:
     backend = _decisions.get(key)
     if backend is None:
         _check_settings()
-        name = _explain(call.traits(), _wish()).backend
+        name = _explain(call.traits(), wish()).backend
         if name is None:
             return None
         backend = _decisions[key] = _find(name)

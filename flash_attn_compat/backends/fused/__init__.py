@@ -11,6 +11,7 @@ from flash_attn_compat import settings
 from flash_attn_compat.backends.base import HALF_DTYPES, Backend, Capabilities
 from flash_attn_compat.backends.fused import append, backward, forward, loader
 from flash_attn_compat.backends.fused.loader import KernelError
+from flash_attn_compat.backends.fused.probe import Slower
 from flash_attn_compat.engine.append import Append, by_operators
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
@@ -29,6 +30,7 @@ class Fused(Backend):
 
     def __init__(self) -> None:
         self._failures: dict[Traits, str] = {}
+        self._slower: dict[Traits, str] = {}
         self._told: set[str] = set()
 
     def reasons(self, traits: Traits) -> list[str]:
@@ -54,7 +56,12 @@ class Fused(Backend):
         return ["its kernels are for NVIDIA GPUs"] if torch.version.hip is not None else []
 
     def extra_reasons(self, traits: Traits) -> list[str]:
+        from flash_attn_compat.engine import dispatch
+
         reasons = [f"failed before: {self._failures[traits]}"] if traits in self._failures else []
+        # Whoever names this backend wants it, fast or not.
+        if traits in self._slower and dispatch.wish() is None:
+            reasons.append(self._slower[traits])
         if traits.needs_backward and traits.features & Feature.PAGED:
             reasons.append("gradients of pages")
         return reasons
@@ -90,18 +97,21 @@ class Fused(Backend):
     def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
         from flash_attn_compat.engine import dispatch
 
-        if call.traits() not in self._failures:
+        # Others start from what was reported, and know the mask; what the forward kept is for this backend alone.
+        given = call._replace(given_lse=True, shares_dropout_mask=call.dropout_p > 0)
+        if not (self._failures or self._slower) or not self.reasons(given.traits()):
             try:
                 return backward.backward(call, upstream, into)
             except KernelError as error:
-                self._remember(call, error)
+                self._remember(given, error)
                 dispatch.forget_decisions()
-        # What the forward kept is for this backend's backward; others start from what was reported, and know the mask.
-        call = call._replace(given_lse=True, shares_dropout_mask=call.dropout_p > 0)
-        return dispatch.choose(call).backward(call, upstream._replace(saved=()), into)
+        return dispatch.choose(given).backward(given, upstream._replace(saved=()), into)
 
     def _remember(self, call: AttentionCall, error: KernelError) -> None:
         """A reason from now on, and one warning for each thing that went wrong."""
+        if isinstance(error, Slower):
+            self._slower[call.traits()] = str(error)
+            return
         reason = self._failures[call.traits()] = " ".join(str(error).split())[:400]
         if reason in self._told:
             return

@@ -10,7 +10,7 @@ import struct
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused import launcher, loader, params, trial, variants
+from flash_attn_compat.backends.fused import launcher, loader, params, probe, trial, variants
 from flash_attn_compat.backends.fused.launcher import address, reach
 from flash_attn_compat.backends.fused.loader import Kernel, Target
 from flash_attn_compat.backends.fused.maxima import Maxima
@@ -75,6 +75,7 @@ def _make_plan(call: AttentionCall, dout: Tensor, out: Tensor, gradients: Gradie
     device = call.q.get_device()
     target = loader.target(device)
     kind = launcher.kind_of(call, target, vec)
+    probe.check(kind, "backward", device)
     plan = Plan(call, dout, out, gradients, kind, target, is_true)
 
     def run(tiny: AttentionCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:

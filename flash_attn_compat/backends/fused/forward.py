@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused import launcher, loader, params, trial, variants
+from flash_attn_compat.backends.fused import launcher, loader, params, probe, trial, variants
 from flash_attn_compat.backends.fused.launcher import address, reach
 from flash_attn_compat.backends.fused.loader import Target
 from flash_attn_compat.backends.fused.maxima import Maxima
@@ -184,6 +184,8 @@ def make_plan(call: AttentionCall) -> Attention | Copied:
     target = loader.target(device)
     kind = launcher.kind_of(call, target, vec)
     plan = Attention(call, kind, target, device)
+    if plan.share is None:
+        probe.check(kind, "forward", device)
 
     def tried() -> str | None:
         problem = trial.problem(kind, call.q.device, plan.share is not None, needs_grad=False)

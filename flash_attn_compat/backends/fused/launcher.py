@@ -144,8 +144,9 @@ def key(call: AttentionCall) -> tuple[Hashable, ...]:
     q, k, v, slopes, table = call.q, call.k, call.v, call.alibi_slopes, call.block_table
     return (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(),
-        (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15, q.dtype, q.get_device(), settings.fingerprint(), call.softmax_scale, call.mask, call.max_seqlen_q,
-        call.max_seqlen_k, call.softcap, call.dropout_p, call.return_lse, call.needs_grad,
+        (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15, q.dtype, q.get_device(), settings.fingerprint(),
+        call.softmax_scale, call.mask, call.max_seqlen_q, call.max_seqlen_k, call.softcap, call.dropout_p,
+        call.return_lse, call.needs_grad,
         None if slopes is None else slopes.stride(), None if table is None else (table.shape, table.stride()),
         None if call.cu_seqlens_q is None else call.cu_seqlens_q.shape,
         call.cu_seqlens_k is None, call.seqused_k is None, call.leftpad_k is None, call.seqlen_new,

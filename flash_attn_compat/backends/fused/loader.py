@@ -206,13 +206,17 @@ def device_name(device: int) -> str:
     return torch.cuda.get_device_name(device)
 
 
+def capability(device: int) -> tuple[int, int]:
+    """The GPU's own, whatever is forced."""
+    return settings.device_capability(torch.device("cuda", device))
+
+
 def target(device: int) -> Target:
     """The GPU's own architecture where NVRTC knows it; PTX for the driver to assemble where it is too new or forced."""
-    real = _number(settings.device_capability(torch.device("cuda", device)))
-    forced = settings.forced_capability()
-    if forced is not None and forced < (8, 0) <= settings.device_capability(torch.device("cuda", device)):
+    real, forced = capability(device), settings.forced_capability()
+    if forced is not None and forced < (8, 0) <= real:
         return Target("compute_75", 75)
-    return _target(real, compiler().architectures)
+    return _target(real[0] * 10 + real[1], compiler().architectures)
 
 
 @functools.cache
@@ -223,10 +227,6 @@ def _target(number: int, known: tuple[int, ...]) -> Target:
     if not older:
         raise KernelError(f"this NVRTC compiles for {known[0]} and newer, the GPU is {number}")
     return Target(f"compute_{older[-1]}", older[-1])
-
-
-def _number(capability: tuple[int, int]) -> int:
-    return capability[0] * 10 + capability[1]
 
 
 _lock = threading.Lock()

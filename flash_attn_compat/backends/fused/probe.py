@@ -1,0 +1,154 @@
+"""On GPUs where nobody has measured: is the kernel faster than who would serve without it?
+
+A fixed problem, not the caller's, is timed once for each GPU model, size of head_dim and direction. The verdict is kept
+beside the compiled kernels, so that later processes decide alike; `flash-attn-compat doctor` shows and renews it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import NamedTuple
+
+import torch
+
+from flash_attn_compat import settings
+from flash_attn_compat.backends.base import Backend
+from flash_attn_compat.backends.fused import cache, launcher, loader, trial, variants
+from flash_attn_compat.backends.fused.loader import KernelError
+from flash_attn_compat.backends.fused.variants import Kind
+from flash_attn_compat.engine.call import AttentionCall, Upstream
+from flash_attn_compat.engine.mask import Mask
+
+# Compute capabilities of GPUs on which the order of backends was measured.
+MEASURED = frozenset({(9, 0)})
+_BATCH, _SEQLEN, _HEADS, _RUNS = 2, 2048, 8, 5
+DIRECTIONS = ("forward", "backward")
+
+
+class Slower(KernelError):
+    """A kernel that others beat on this GPU: no defect."""
+
+
+class Verdict(NamedTuple):
+    """Milliseconds of the fixed problem by the kernel and by ``rival``, the next backend."""
+
+    fused: float
+    rival: str
+    other: float
+
+    @property
+    def is_slower(self) -> bool:
+        return self.fused > self.other
+
+
+_verdicts: dict[tuple[str, int, str], Verdict | None] = {}
+
+
+def check(kind: Kind, direction: str, device: int) -> None:
+    """Raises Slower where the verdict speaks against the kernel; may time both now."""
+    reason = why_not(kind, direction, device)
+    if reason is not None:
+        raise Slower(reason)
+
+
+def why_not(kind: Kind, direction: str, device: int) -> str | None:
+    """What the verdict says against the kernel, if anything.
+
+    It counts for calls that the next backend computes in one launch too: nobody is near at any others.
+    """
+    from flash_attn_compat.engine import dispatch
+
+    wanted = not (kind.alibi or kind.softcap or kind.paged or (kind.local and kind.window is not None))
+    if not wanted or settings.fused() or settings.forced_capability() is not None or dispatch.wish() is not None:
+        return None
+    if loader.capability(device) in MEASURED or trial.is_capturing():
+        return None
+    found = verdict(kind.D, direction, device)
+    if found is None or not found.is_slower:
+        return None
+    return (
+        f"took {found.fused:.3g} ms for a {direction} of head_dim {kind.D} when it was timed, {found.rival} "
+        f"{found.other:.3g} ms (flash-attn-compat doctor --renew times again, {settings.FUSED}=1 uses it all the same)"
+    )
+
+
+def verdict(head_dim: int, direction: str, device: int, renew: bool = False) -> Verdict | None:
+    """The verdict of this process, the one on disk, or a new one; None where there is nothing to compare with."""
+    key = loader.device_name(device), head_dim, direction
+    if renew or key not in _verdicts:
+        _verdicts[key] = None  # the kernel that is timed is not asked about, nor are other threads' meanwhile
+        found = None if renew else known(head_dim, direction, device)
+        if found is None:
+            found = _timed(head_dim, direction, device)
+            launcher.forget_plans()
+            if found is not None:
+                cache.write(_file(head_dim, direction, device), json.dumps(found._asdict()).encode())
+        _verdicts[key] = found
+    return _verdicts[key]
+
+
+def known(head_dim: int, direction: str, device: int) -> Verdict | None:
+    """The verdict that is kept on disk."""
+    kept = cache.read(_file(head_dim, direction, device))
+    return None if kept is None else Verdict(**json.loads(kept))
+
+
+def forget() -> None:
+    _verdicts.clear()
+
+
+def _file(head_dim: int, direction: str, device: int) -> str:
+    """Other kernels and another PyTorch get a new verdict."""
+    entry = "forward" if direction == "forward" else "dkdv"
+    variant = variants.MAKERS[entry](Kind(loader.target(device).number, variants.FP16, head_dim, local=True))
+    parts = (
+        loader.cache_name(variant, loader.target(device).architecture),
+        loader.device_name(device),
+        torch.__version__,
+    )
+    return f"speed-{head_dim}-{direction}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:40]}"
+
+
+def _timed(head_dim: int, direction: str, device: int) -> Verdict | None:
+    from flash_attn_compat.backends import BACKENDS
+
+    fused = next(backend for backend in BACKENDS if backend.name == "fused")
+    place = torch.device("cuda", device)
+    with torch.cuda.device(place), torch.no_grad():
+        try:
+            call = _problem(head_dim, place)
+            traits = call.traits()
+            others = sorted((one for one in BACKENDS if one is not fused), key=lambda one: one.rank(traits))
+            rival = next((one for one in others if not one.reasons(traits)), None)
+            if rival is None:
+                return None
+            times = [_milliseconds(backend, call, direction) for backend in (fused, rival)]
+        except torch.cuda.OutOfMemoryError:
+            return None
+    return Verdict(times[0], rival.name, times[1])
+
+
+def _problem(head_dim: int, place: torch.device) -> AttentionCall:
+    generator = torch.Generator(place).manual_seed(0)
+    shape = (_BATCH, _SEQLEN, _HEADS, head_dim)
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float16, device=place) for _ in range(3))
+    return AttentionCall(q, k, v, head_dim**-0.5, Mask(None, 0), _SEQLEN, _SEQLEN, return_lse=True, needs_grad=True)
+
+
+def _milliseconds(backend: Backend, call: AttentionCall, direction: str) -> float:
+    """The fastest of some runs after a first one, in which kernels are compiled and tried."""
+    result = backend.forward(call)
+    upstream = Upstream(call.q, result.out, result.softmax_lse, result.rng_state, result.saved)
+    spans: list[float] = []
+    for _ in range(_RUNS + 1):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        if direction == "forward":
+            backend.forward(call)
+        else:
+            backend.backward(call, upstream, None)
+        end.record()
+        end.synchronize()
+        spans.append(begin.elapsed_time(end))
+    return min(spans[1:])

@@ -1,0 +1,205 @@
+"""Whether a kernel is used on a GPU that nobody has measured: decided once, the same for every process."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_compat import explain, flash_attn_func, use_backend
+from flash_attn_compat.backends import Backend
+from flash_attn_compat.backends.fused import inspection, launcher, loader, probe
+from flash_attn_compat.backends.fused.probe import Verdict
+from flash_attn_compat.backends.fused.variants import Kind
+from tests import fused_on_cpu
+from tests.fused_on_cpu import Launches
+from tests.support import randn
+
+SLOW, FAST = Verdict(2.0, "torch_efficient", 1.0), Verdict(1.0, "torch_efficient", 2.0)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """A Turing GPU, as far as the backend can see."""
+    found = fused_on_cpu.record(monkeypatch)
+    monkeypatch.setattr(loader, "capability", lambda device: (7, 5))
+    monkeypatch.setattr(probe, "_verdicts", {})
+    return found
+
+
+@pytest.fixture
+def kept(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    files: dict[str, bytes] = {}
+    monkeypatch.setattr(probe.cache, "read", files.get)
+    monkeypatch.setattr(probe.cache, "write", lambda name, payload: files.update({name: payload}) or True)
+    return files
+
+
+def timed(monkeypatch: pytest.MonkeyPatch, **verdicts: Verdict) -> list[str]:
+    """Let the clock say so; returns what was timed, as it goes."""
+    seen: list[str] = []
+
+    def time(head_dim: int, direction: str, device: int) -> Verdict:
+        seen.append(f"{head_dim} {direction}")
+        return verdicts[direction]
+
+    monkeypatch.setattr(probe, "_timed", time)
+    return seen
+
+
+def qkv(dim: int = 64, grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (randn(2, 40, 4, dim, seed=seed, dtype=torch.float16) for seed in range(3))
+    return q.requires_grad_(grad), k, v
+
+
+@pytest.mark.usefixtures("kept")
+def test_a_faster_kernel_serves_and_is_timed_once(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = timed(monkeypatch, forward=FAST)
+    for length in (40, 30, 20):
+        flash_attn_func(*(tensor[:, :length] for tensor in qkv()))
+    assert launches.entries == ["forward"] * 3 and seen == ["64 forward"]
+
+
+@pytest.mark.usefixtures("kept")
+def test_a_slower_kernel_leaves_the_call_to_the_next_without_a_warning(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    timed(monkeypatch, forward=SLOW)
+    flash_attn_func(*qkv())
+    flash_attn_func(*qkv())
+    assert not launches.seen and not [one for one in recwarn if "fused" in str(one.message)]
+    (reason,) = explain(flash_attn_func, *qkv()).reasons["fused"]
+    assert "2 ms" in reason and "torch_efficient 1 ms" in reason and "FLASH_ATTN_COMPAT_FUSED=1" in reason
+
+
+@pytest.mark.usefixtures("kept")
+def test_each_direction_has_its_own_verdict(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = timed(monkeypatch, forward=FAST, backward=SLOW)
+    for _ in range(2):
+        flash_attn_func(*qkv(grad=True)).sum().backward()
+    assert launches.entries == ["forward", "forward"] and seen == ["64 forward", "64 backward"]
+
+
+def test_a_verdict_outlives_the_process(
+    launches: Launches, kept: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = timed(monkeypatch, forward=SLOW)
+    flash_attn_func(*qkv())
+    probe.forget()
+    launcher.forget_plans()
+    flash_attn_func(*qkv()[::-1])
+    assert seen == ["64 forward"] and not launches.seen
+    (content,) = kept.values()
+    assert json.loads(content) == SLOW._asdict()
+
+
+@pytest.mark.usefixtures("kept")
+def test_renewing_times_again(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = timed(monkeypatch, forward=SLOW)
+    assert probe.verdict(64, "forward", 0) == SLOW
+    timed(monkeypatch, forward=FAST)
+    assert probe.verdict(64, "forward", 0) == SLOW and probe.verdict(64, "forward", 0, renew=True) == FAST
+    assert probe.known(64, "forward", 0) == FAST and seen == ["64 forward"]
+
+
+@pytest.mark.usefixtures("kept")
+def test_the_user_can_have_a_slow_kernel(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = timed(monkeypatch, forward=SLOW)
+    flash_attn_func(*qkv())
+    with use_backend("fused"):
+        flash_attn_func(*qkv())
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_FUSED", "1")
+    flash_attn_func(*qkv(dim=32))
+    assert launches.entries == ["forward", "forward"] and seen == ["64 forward"]
+
+
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize("reason", ["measured", "forced capability"])
+def test_nothing_is_timed_where_it_is_known_or_pretended(
+    reason: str, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = timed(monkeypatch, forward=SLOW)
+    if reason == "measured":
+        monkeypatch.setattr(loader, "capability", lambda device: (9, 0))
+    else:
+        monkeypatch.setenv("FLASH_ATTN_COMPAT_CAPABILITY", "7.5")
+    flash_attn_func(*qkv())
+    assert launches.entries == ["forward"] and not seen
+
+
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize("feature", ["alibi", "softcap", "paged"])
+def test_what_the_next_backend_has_no_kernel_for_is_not_timed(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = timed(monkeypatch, forward=SLOW)
+    assert probe.why_not(Kind(75, 0, 64, **{feature: True}), "forward", 0) is None and not seen
+
+
+@pytest.mark.usefixtures("kept", "launches")
+def test_the_problem_is_fixed_and_asks_nothing_of_the_default_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    before = torch.random.get_rng_state()
+    one, two = (probe._problem(64, torch.device("cpu")) for _ in range(2))
+    assert torch.equal(one.q, two.q) and torch.equal(before, torch.random.get_rng_state())
+
+
+def test_timing_takes_whoever_serves_next(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def milliseconds(backend: Backend, call: object, direction: str) -> float:
+        asked.append(f"{backend.name} {direction}")
+        return float(len(asked))
+
+    monkeypatch.setattr(probe, "_milliseconds", milliseconds)
+    monkeypatch.setattr(probe, "_SEQLEN", 32)
+    monkeypatch.setattr(torch, "device", _on_cpu(torch.device))
+    monkeypatch.setattr(torch.cuda, "device", lambda place: torch.no_grad())
+    found = probe._timed(64, "forward", 0)
+    assert asked[0] == "fused forward" and asked[1] != asked[0] and found is not None
+    assert found == Verdict(1.0, asked[1].removesuffix(" forward"), 2.0) and not found.is_slower
+
+
+def _on_cpu(device: type) -> object:
+    return lambda *where: device("cpu")
+
+
+def test_other_kernels_get_another_verdict(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {probe._file(64, "forward", 0), probe._file(64, "backward", 0), probe._file(128, "forward", 0)}
+    monkeypatch.setattr(loader, "cache_name", lambda variant, architecture: "of other sources")
+    assert probe._file(64, "forward", 0) not in names and len(names) == 3
+
+
+# ---- what doctor tells
+
+
+@pytest.fixture
+def gpu(kept: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    monkeypatch.setattr(loader, "compiler", lambda: SimpleNamespace(version=(13, 0)))
+    return torch.device("cuda", 0)
+
+
+def test_doctor_says_what_was_timed_and_who_serves(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "not timed yet" in inspection.describe(gpu)[1]
+    timed(monkeypatch, forward=SLOW)
+    probe.verdict(64, "forward", 0)
+    first, *speeds = inspection.describe(gpu)
+    assert "for sm_75 by NVRTC 13.0" in first
+    assert speeds == ["forward of head_dim 64: fused 2 ms, torch_efficient 1 ms: torch_efficient serves"]
+
+
+def test_doctor_renews_every_verdict(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = timed(monkeypatch, forward=FAST, backward=SLOW)
+    _, *speeds = inspection.describe(gpu, renew=True)
+    assert len(seen) == len(speeds) == 8 and "fused serves" in speeds[0] and "torch_efficient serves" in speeds[1]
+
+
+def test_doctor_says_that_a_gpu_was_measured(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "capability", lambda device: (9, 0))
+    assert inspection.describe(gpu)[1:] == ["the order of backends was measured on this GPU's kind"]
+
+
+def test_doctor_says_why_there_are_no_kernels(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "why_not", lambda: "NVRTC cannot be used")
+    assert inspection.describe(gpu) == ["none: NVRTC cannot be used"]
