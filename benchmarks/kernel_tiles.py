@@ -31,16 +31,18 @@ OPTIONS: dict[str, dict[str, object]] = {
 FORWARD = {
     32: [Tile(64, 4, 1, 3), Tile(128, 4, 1, 3)],
     64: [Tile(64, 4, 1, 3), Tile(64, 4, 2, 2), Tile(128, 4, 1, 2), Tile(64, 8, 1, 1), Tile(32, 4, 2, 2)],
-    128: [Tile(64, 4, 1, 2), Tile(32, 4, 1, 2), Tile(64, 8, 1, 1), Tile(32, 4, 2, 2, False), Tile(64, 4, 2, 1, False), Tile(64, 4, 1, 2, False)],
-    256: [Tile(16, 4, 1, 2, False), Tile(32, 4, 1, 1, False), Tile(32, 8, 1, 1, False), Tile(64, 8, 1, 1, False), Tile(64, 4, 1, 1, False)],
+    128: [Tile(64, 4, 1, 2), Tile(32, 4, 1, 2), Tile(64, 8, 1, 1), Tile(32, 4, 2, 2, False),
+          Tile(64, 4, 2, 1, False), Tile(64, 4, 1, 2, False)],
+    256: [Tile(16, 4, 1, 2, False), Tile(32, 4, 1, 1, False), Tile(32, 8, 1, 1, False), Tile(64, 8, 1, 1, False),
+          Tile(64, 4, 1, 1, False)],
 }  # fmt: skip
 # Of each, some are tried with cp.async too where the GPU has it.
 DKDV = {
     32: [Tile(64, 4, 1, 2), Tile(64, 4, 1, 3), Tile(128, 4, 1, 2)],
-    64: [Tile(64, 4, 1, 2), Tile(32, 4, 1, 2), Tile(64, 8, 1, 1), Tile(64, 4, 1, 2, p=False), Tile(32, 4, 2, 1, p=False),
-         Tile(32, 4, 1, 3, s=False, p=False)],
-    128: [Tile(16, 4, 1, 2, s=False), Tile(16, 4, 1, 2), Tile(32, 4, 1, 2, s=False, p=False), Tile(32, 4, 1, 1, s=False),
-          Tile(32, 8, 1, 1, s=False, p=False), Tile(64, 4, 1, 1, s=False, p=False)],
+    64: [Tile(64, 4, 1, 2), Tile(32, 4, 1, 2), Tile(64, 8, 1, 1), Tile(64, 4, 1, 2, p=False),
+         Tile(32, 4, 2, 1, p=False), Tile(32, 4, 1, 3, s=False, p=False)],
+    128: [Tile(16, 4, 1, 2, s=False), Tile(16, 4, 1, 2), Tile(32, 4, 1, 2, s=False, p=False),
+          Tile(32, 4, 1, 1, s=False), Tile(32, 8, 1, 1, s=False, p=False), Tile(64, 4, 1, 1, s=False, p=False)],
     256: [Tile(16, 4, 1, 1, s=False, p=False), Tile(16, 4, 1, 1, s=False), Tile(32, 4, 1, 1, s=False, p=False)],
 }  # fmt: skip
 DQ = {
@@ -76,7 +78,10 @@ def problem(head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def label(tile: Tile | None) -> str:
-    return "today" if tile is None else f"{tile.step}x{tile.NW}x{tile.MT}/{tile.MINB}{'' if tile.s else 's'}{'' if tile.p else 'p'}{'a' if tile.copies else ''}"
+    if tile is None:
+        return "today"
+    marks = ("" if tile.s else "s") + ("" if tile.p else "p") + ("a" if tile.copies else "")
+    return f"{tile.step}x{tile.NW}x{tile.MT}/{tile.MINB}{marks}"
 
 
 @contextmanager
@@ -167,7 +172,8 @@ def scan_decode(dtype: torch.dtype) -> None:
                     with torch.cuda.graph(graph):
                         flash_attn_compat.flash_attn_with_kvcache(q, *cache, **options)
                     cells.append(f"{count or 'today'} {milliseconds(graph.replay) * 1e3:.1f}")
-            print(f"decode {batch}x{seqlen} {nheads}/{nheads_k} d{head_dim} {name:6} us: " + "  ".join(cells), flush=True)
+            shape = f"{batch}x{seqlen} {nheads}/{nheads_k} d{head_dim}"
+            print(f"decode {shape} {name:6} us: " + "  ".join(cells), flush=True)
 
 
 @contextmanager

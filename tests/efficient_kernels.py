@@ -7,6 +7,7 @@ tested on a CPU. What the kernel leaves unwritten is NaN here; reading where it 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -37,7 +38,7 @@ def forward(launch: Launch, keep_lse: bool) -> tuple[Tensor, Native]:
     lse = torch.full(
         (len(sequences), launch.q.shape[2], -(-longest // 32) * 32), math.inf, dtype=torch.float32, device=CPU
     )
-    for index, (row, q, key, k, v) in enumerate(sequences):
+    for index, (row, q, _, k, v) in enumerate(sequences):
         scores = _scores(launch, q, k)
         seen = scores.isfinite().any(-1)
         weights = scores.masked_fill(~seen[..., None], 0.0).softmax(-1).masked_fill(~seen[..., None], 0.0)
@@ -84,7 +85,7 @@ def _sequences(launch: Launch) -> Iterator[tuple[tuple[int, slice], Tensor, tupl
             yield everything, launch.q[batch], everything, launch.k[batch], launch.v[batch]
         return
     starts_q, starts_k = launch.cu_seqlens_q.tolist(), launch.cu_seqlens_k.tolist()
-    for index, (start, stop) in enumerate(zip(starts_q, starts_q[1:])):
+    for index, (start, stop) in enumerate(itertools.pairwise(starts_q)):
         first, last = starts_k[index : index + 2]
         rows, keys = slice(start, min(stop, start + launch.max_seqlen_q)), slice(first, last)
         assert last <= launch.k.shape[1] or last == first, "reads behind the keys"

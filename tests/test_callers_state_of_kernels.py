@@ -17,8 +17,8 @@ from torch import Tensor
 import flash_attn_compat
 from tests import efficient_kernels, fused_on_cpu
 from tests.judge import Examination
-from tests.problems import Problem, random_problem
 from tests.kernels import emulate
+from tests.problems import Problem, random_problem
 from tests.test_torch_flash import newest  # noqa: F401 - a fixture
 
 

@@ -233,7 +233,7 @@ def test_explain_obeys_a_forced_backend() -> None:
 
 
 def test_explain_of_something_without_attention_is_a_value_error() -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="attention"):
         explain(lambda: None)
 
 

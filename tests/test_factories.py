@@ -13,9 +13,7 @@ import flash_attn_compat
 PACKAGE = Path(flash_attn_compat.__file__).parent
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 # Tests of the caller's state see the kernels' stand-ins under it, too.
-STAND_INS = [
-    Path(__file__).parent / f"{name}.py" for name in ("efficient_kernels", "flash_kernels")
-]
+STAND_INS = [Path(__file__).parent / f"{name}.py" for name in ("efficient_kernels", "flash_kernels")]
 FACTORIES = {
     "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand",
     "randint", "randn", "randperm", "range", "scalar_tensor", "tensor", "zeros", "hann_window", "tril_indices",

@@ -1,4 +1,4 @@
-"""What is known of cu_seqlens tensors on a GPU, on a CPU: looked at without waiting, and kept apart from the tensors."""
+"""What is known of cu_seqlens tensors on a GPU, on a CPU: looked at without waiting, kept apart from the tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import gc
 import io
 import pickle
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ class OnGpu(torch.Tensor):
 class Event:
     """Complete at once, unless told otherwise."""
 
-    recorded_on: list[object] = []
+    recorded_on: ClassVar[list[object]] = []
     is_complete = True
 
     def record(self, stream: object = "the current device's stream") -> None:

@@ -22,7 +22,7 @@ PLAIN = Traits(
 WINDOW = Feature.CAUSAL | Feature.WINDOW_LEFT
 
 
-def reasons(features: Feature = Feature(0), **changes: object) -> list[str]:
+def reasons(features: int = 0, **changes: object) -> list[str]:
     return TorchEfficient().extra_reasons(PLAIN._replace(features=int(features), **changes))
 
 
@@ -45,7 +45,14 @@ def test_a_left_window_without_a_causal_mask_is_refused():
 
 @pytest.mark.parametrize(
     "feature",
-    [Feature.ALIBI, Feature.SOFTCAP, Feature.WINDOW_RIGHT, Feature.SEQUSED_K, Feature.PAGED, Feature.SHARED_DROPOUT_MASK],
+    [
+        Feature.ALIBI,
+        Feature.SOFTCAP,
+        Feature.WINDOW_RIGHT,
+        Feature.SEQUSED_K,
+        Feature.PAGED,
+        Feature.SHARED_DROPOUT_MASK,
+    ],
 )
 def test_what_takes_more_than_one_launch_is_left_to_others(feature):
     assert TorchEfficient().reasons(PLAIN._replace(features=int(feature)))

@@ -38,7 +38,8 @@ def test_random_problems_are_right_or_refused(first: int) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (7, 0)])
 @pytest.mark.parametrize(
-    ("kind", "lengths"), [("dense", ((40, 40), (65, 65))), ("dense", ((90,), (33,))), ("varlen", ((9, 0, 40), (20, 7, 40)))]
+    ("kind", "lengths"),
+    [("dense", ((40, 40), (65, 65))), ("dense", ((90,), (33,))), ("varlen", ((9, 0, 40), (20, 7, 40)))],
 )
 def test_grouped_heads_are_right_under_every_mask_it_has(
     kind: str, lengths: tuple[tuple[int, ...], ...], window: tuple[int, int], dtype: str

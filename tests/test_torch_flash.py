@@ -112,8 +112,6 @@ def test_its_backward_takes_an_lse_that_another_forward_left(window: tuple[int, 
         torch.testing.assert_close(ours.float(), right.float(), rtol=2e-3, atol=4e-3)
 
 
-
-
 # ---------------------------------------------------------------- what it refuses
 
 
