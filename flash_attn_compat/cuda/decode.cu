@@ -124,8 +124,8 @@ DEVICE void scores(float (&S)[NB][4], const uint4 (*q)[PIECES], u32 q_at, const 
 
 // What a lane knows of its two rows.
 struct Rows {
-  int first[2], end[2];   // the keys that a row sees
-  float position[2], slope[2], scale[2];
+  int position[2];        // at which key a row stands
+  float slope[2], scale[2];
 };
 
 // Scores in units of log2.
@@ -149,20 +149,20 @@ DEVICE void modify(float (&S)[NB][4], const Params &p, const Rows &rows, float k
       s *= LOG2E;
 #endif
 #if ALIBI
-      s = fmaf(-rows.slope[e >> 1] * LOG2E, fabsf((float)(key + n * 8 + 2 * t + (e & 1)) - rows.position[e >> 1]), s);
+      s = fmaf(-rows.slope[e >> 1] * LOG2E, fabsf((float)(key + n * 8 + 2 * t + (e & 1) - rows.position[e >> 1])), s);
 #endif
       S[n][e] = s;
     }
 }
 
-DEVICE void hide(float (&S)[NB][4], const Rows &rows, int key) {
+DEVICE void hide(float (&S)[NB][4], const Rows &rows, int key, int end, int left, int right) {
   const int t = threadIdx.x & 3;
 #pragma unroll
   for (int n = 0; n < NB; n++)
 #pragma unroll
     for (int e = 0; e < 4; e++) {
-      const int j = key + n * 8 + 2 * t + (e & 1);
-      if (j >= rows.end[e >> 1] || (LOCAL && j < rows.first[e >> 1])) S[n][e] = NEG_INF;
+      const int j = key + n * 8 + 2 * t + (e & 1), ahead = j - rows.position[e >> 1];
+      if (j >= end || (LOCAL && (ahead > right || ahead < -left))) S[n][e] = NEG_INF;
     }
 }
 
@@ -279,13 +279,7 @@ KERNEL(THREADS, MINB) decode(const Params p) {
   Rows rows;
   uint4 q[2][PIECES];
   load_rows(p, tile, q, rows);
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const int position = tile.query(p, g + r * 8) + offset;
-    rows.position[r] = (float)position;
-    rows.first[r] = LOCAL ? position - left : 0;
-    rows.end[r] = LOCAL ? min(end, position + right + 1) : end;
-  }
+  rows.position[0] = tile.query(p, g) + offset, rows.position[1] = tile.query(p, g + 8) + offset;
   if (!Q_IN_REGISTERS) {
     if (warp == 0)
 #pragma unroll
@@ -323,7 +317,7 @@ KERNEL(THREADS, MINB) decode(const Params p) {
     scores(S, q, q_at, key_tile);
     if (next < end) load(key_tile, k, p.k_s, places, end - next, p.head_dim);
     if (modified) modify(S, p, rows, key_unit, key);
-    if (LOCAL || key + KEYS > end) hide(S, rows, key);
+    if (LOCAL || key + KEYS > end) hide(S, rows, key, end, left, right);
     online_softmax(S, m, l, O, unit);
     const float value_unit = convert_all(reinterpret_cast<uint4 (&)[NB * SLABS * 2]>(value_tile.x));
     accumulate(O, S, value_tile, value_unit);
