@@ -282,11 +282,11 @@ def test_few_rows_take_the_decode_kernel(seqlen_q: int, group: int, drops: bool,
 def test_splits_fill_the_gpu_and_no_more(processors: int) -> None:
     for tiles in (1, 8, 32, 100, 256, 10_000):
         for keys in (1, 64, 1000, 8192, 10**6):
-            count = variants.splits(tiles, keys, processors)
+            count = variants.splits(tiles, keys, processors, 128)
             assert 1 <= count <= max(1, -(-keys // 64))
             assert count == 1 or tiles * count <= 2 * max(processors, 2 * tiles)
-    assert variants.splits(2 * processors, 10**6, processors) == 1
-    assert variants.splits(8, 8192, 132) == 16
+    assert variants.splits(2 * processors, 10**6, processors, 128) == 1
+    assert variants.splits(8, 8192, 132, 128) == 33 and variants.splits(128, 4096, 132, 64) == 4
 
 
 # ---- plans and threads

@@ -18,23 +18,29 @@ DEVICE u32 word(const uint4 &x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i 
 
 // ---- Keys and values on their way to the tensor cores
 
-// Where the keys of one step lie. In pages every lane knows it of one key, and hands it to those that load the key.
+// Where the keys of one step lie. In pages every lane looks up one of them; where they are neighbours, all know where the others lie,
+// else the lanes that load a key are told by the one that looked it up.
 struct Places {
 #if PAGED
-  int page, within;
+  int page, within, first;   // page is as the table has it: nothing waits for it before it is needed
+  bool neighbours;
   DEVICE void find(const Params &p, const int *pages, int slot, int last_slot) {
-    const u32 mine = min(slot + (int)(threadIdx.x & (KEYS - 1)), last_slot);
-    const u32 column = mine / (u32)p.page_size;
+    const int lane = threadIdx.x & (KEYS - 1);
+    const u32 mine = min(slot + lane, last_slot), column = mine / (u32)p.page_size;
     within = mine - column * p.page_size;
-    page = min((u32)global_load(pages + min(column, (u32)(p.pages_per_sequence - 1))), (u32)(p.num_pages - 1));
+    page = global_load(pages + min(column, (u32)(p.pages_per_sequence - 1)));
+    neighbours = slot % KEYS == 0 && p.page_size % KEYS == 0 && slot + KEYS - 1 <= last_slot;
+    first = within - lane;
   }
-  DEVICE const u16 *row(const u16 *base, const Strides &s, int i) const {
-    return base + (i64)__shfl_sync(ALL_LANES, page, i) * s.batch + (i64)__shfl_sync(ALL_LANES, within, i) * s.row;
+  DEVICE const u16 *row(const Params &p, const u16 *base, const Strides &s, int i) const {
+    int number = page, at = first + i;
+    if (!neighbours) number = __shfl_sync(ALL_LANES, page, i), at = __shfl_sync(ALL_LANES, within, i);
+    return base + (i64)min((u32)number, (u32)(p.num_pages - 1)) * s.batch + (i64)at * s.row;
   }
 #else
   int first;
   DEVICE void find(const Params &p, const int *pages, int slot, int last_slot) { first = slot; }
-  DEVICE const u16 *row(const u16 *base, const Strides &s, int i) const { return base + (i64)(first + i) * s.row; }
+  DEVICE const u16 *row(const Params &p, const u16 *base, const Strides &s, int i) const { return base + (i64)(first + i) * s.row; }
 #endif
 };
 
@@ -42,11 +48,11 @@ struct Places {
 // which are not neighbours among the lanes: the sum over channels does not mind, as long as Q lies likewise.
 struct KeyTile {
   uint4 x[NB][PIECES];
-  template <bool WHOLE> DEVICE void load(const u16 *base, const Strides &s, const Places &places, int left, int head_dim) {
+  template <bool WHOLE> DEVICE void load(const Params &p, const u16 *base, const Strides &s, const Places &places, int left, int head_dim) {
     const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
 #pragma unroll
     for (int n = 0; n < NB; n++) {
-      const u16 *row = places.row(base, s, n * 8 + g) + t * 8;
+      const u16 *row = places.row(p, base, s, n * 8 + g) + t * 8;
 #pragma unroll
       for (int c = 0; c < PIECES; c++) {
         const int channels = head_dim - t * 8 - c * 32;
@@ -59,13 +65,13 @@ struct KeyTile {
 // Lane 4 g + t holds keys 8 n + 2 t and its neighbour, channels 64 h + 8 g and the 7 behind them.
 struct ValueTile {
   uint4 x[NB][SLABS][2];
-  template <bool WHOLE> DEVICE void load(const u16 *base, const Strides &s, const Places &places, int left, int head_dim) {
+  template <bool WHOLE> DEVICE void load(const Params &p, const u16 *base, const Strides &s, const Places &places, int left, int head_dim) {
     const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
 #pragma unroll
     for (int n = 0; n < NB; n++)
 #pragma unroll
       for (int e = 0; e < 2; e++) {
-        const u16 *row = places.row(base, s, n * 8 + 2 * t + e) + g * 8;
+        const u16 *row = places.row(p, base, s, n * 8 + 2 * t + e) + g * 8;
 #pragma unroll
         for (int h = 0; h < SLABS; h++) {
           const int channels = head_dim - g * 8 - h * 64;
@@ -76,9 +82,9 @@ struct ValueTile {
 };
 
 // Of the keys, `left` are there; what is behind them reads as 0, so that nothing there can harm.
-template <class T> DEVICE void load(T &tile, const u16 *base, const Strides &s, const Places &places, int left, int head_dim) {
-  if (left >= KEYS && head_dim == D) tile.template load<true>(base, s, places, left, head_dim);
-  else tile.template load<false>(base, s, places, left, head_dim);
+template <class T> DEVICE void load(const Params &p, T &tile, const u16 *base, const Strides &s, const Places &places, int left, int head_dim) {
+  if (left >= KEYS && head_dim == D) tile.template load<true>(p, base, s, places, left, head_dim);
+  else tile.template load<false>(p, base, s, places, left, head_dim);
 }
 
 // Converted bf16: every step's keys, its values and every row of Q have a power of two of their own, so that nothing overflows and
@@ -304,8 +310,8 @@ KERNEL(THREADS, MINB) decode(const Params p) {
   int key = first + warp * KEYS;
   if (key < end) {
     places.find(p, pages, seq.first_k + key, last_slot);
-    load(key_tile, k, p.k_s, places, end - key, p.head_dim);
-    load(value_tile, v, p.v_s, places, end - key, p.head_dim_v);
+    load(p, key_tile, k, p.k_s, places, end - key, p.head_dim);
+    load(p, value_tile, v, p.v_s, places, end - key, p.head_dim_v);
     places.find(p, pages, seq.first_k + key + unit_keys, last_slot);
   }
 #pragma unroll 1
@@ -315,13 +321,13 @@ KERNEL(THREADS, MINB) decode(const Params p) {
     float S[NB][4];
     const float key_unit = convert_all(reinterpret_cast<uint4 (&)[NB * PIECES]>(key_tile.x));
     scores(S, q, q_at, key_tile);
-    if (next < end) load(key_tile, k, p.k_s, places, end - next, p.head_dim);
+    if (next < end) load(p, key_tile, k, p.k_s, places, end - next, p.head_dim);
     if (modified) modify(S, p, rows, key_unit, key);
     if (LOCAL || key + KEYS > end) hide(S, rows, key, end, left, right);
     online_softmax(S, m, l, O, unit);
     const float value_unit = convert_all(reinterpret_cast<uint4 (&)[NB * SLABS * 2]>(value_tile.x));
     accumulate(O, S, value_tile, value_unit);
-    if (next < end) load(value_tile, v, p.v_s, places, end - next, p.head_dim_v);
+    if (next < end) load(p, value_tile, v, p.v_s, places, end - next, p.head_dim_v);
     places = following;
   }
 

@@ -23,6 +23,8 @@
 #endif
 
 constexpr int THREADS = NW * 32, BM = NW * MT * 16, NB = BN / 8, WARP_ROWS = MT * 16;
+// Probabilities times 2^15 use fp16's range below 1 as well: with dropout the largest ones may be gone, and bf16 keeps the rest.
+constexpr int P_SHIFT = TYPE == 2 ? 15 : 0;
 typedef Transfer<THREADS, BN * CHUNKS / THREADS> KeyTransfer;
 typedef Mover<THREADS> Move;
 
@@ -112,7 +114,7 @@ DEVICE void hide(float (&S)[NB][MT][4], int key, const Rows &rows, int g, int t)
     }
 }
 
-// Online softmax: S becomes exp2(S * unit - m_new); row maxima m and this lane's share of the row sums l follow. Rescales O only
+// Online softmax: S becomes exp2(S * unit - m_new + P_SHIFT); row maxima m and this lane's share of the row sums l follow. Rescales O only
 // where some maximum of the warp rose.
 DEVICE void online_softmax(float (&S)[NB][MT][4], float (&m)[MT][2], float (&l)[MT][2], float (&O)[CHUNKS][MT][4], float unit) {
   float shrink[MT][2];
@@ -133,8 +135,8 @@ DEVICE void online_softmax(float (&S)[NB][MT][4], float (&m)[MT][2], float (&l)[
       float sum = l[i][r] * shrink[i][r];
 #pragma unroll
       for (int n = 0; n < NB; n++) {
-        S[n][i][2 * r] = exp2_approx(fmaf(S[n][i][2 * r], unit, -from));
-        S[n][i][2 * r + 1] = exp2_approx(fmaf(S[n][i][2 * r + 1], unit, -from));
+        S[n][i][2 * r] = exp2_approx(fmaf(S[n][i][2 * r], unit, P_SHIFT - from));
+        S[n][i][2 * r + 1] = exp2_approx(fmaf(S[n][i][2 * r + 1], unit, P_SHIFT - from));
         sum += S[n][i][2 * r] + S[n][i][2 * r + 1];
       }
       l[i][r] = sum;
@@ -297,7 +299,7 @@ KERNEL(THREADS, MINB) forward(const Params p) {
       factor[i][r] = (sum == 0.f ? 0.f : 1.f / sum) * (DROPOUT ? p.dropout_scale : 1.f) / v_scale;
       const int row = rows.first + i * 16 + g + r * 8;
       if (p.lse && t == 0 && row < seq.seqlen_q) {
-        const float lse = sum == 0.f ? POS_INF : (m[i][r] * unit + __log2f(sum)) * LN2;
+        const float lse = sum == 0.f ? POS_INF : (m[i][r] * unit + __log2f(sum) - P_SHIFT) * LN2;
         global_store(p.lse + lse_at + row, ALIBI && p.lse_has_position ? fmaf(slope, (float)(row + rows.offset), lse) : lse);
         if (p.lse_true) global_store(p.lse_true + lse_at + row, lse);
       }

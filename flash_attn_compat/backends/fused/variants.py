@@ -224,13 +224,14 @@ def takes_decode(seqlen_q: int, group: int, dropout: bool) -> bool:
     return not dropout and seqlen_q <= 16 and seqlen_q * group <= 64
 
 
-def splits(tiles: int, keys: int, processors: int) -> int:
-    """Blocks for the keys of one tile of rows. tiles: of the whole call; keys: that a row can see, or the capacity
+def splits(tiles: int, keys: int, processors: int, width: int) -> int:
+    """Blocks for the keys of one tile of rows, as many as the GPU holds at once (benchmarks/kernel_tiles.py).
 
-    The kernel uses fewer where a sequence turns out to be short.
+    tiles: of the whole call; keys: that a row can see, or the capacity; width: decode_width. The kernel uses fewer
+    where a sequence turns out to be short.
     """
-    count = 1 if tiles >= 2 * processors else max(2, processors // tiles)
-    return max(1, min(count, -(-keys // _DECODE_UNIT), _MOST_SPLITS))
+    at_once = processors * (4 if width == 64 else 2)
+    return max(1, min(at_once // tiles, -(-keys // _DECODE_UNIT), _MOST_SPLITS))
 
 
 def absmax_splits(seqlen: int, heads: int, processors: int) -> int:
