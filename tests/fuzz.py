@@ -1,7 +1,9 @@
 """Thousands of random problems through every backend: `python -m tests.fuzz --problems 10000 --device cuda`.
 
-Problem N is the same on every machine. A failure is printed as the smallest problem found that still fails, with
-the lines that repeat it.
+Problem N is the same on every machine. A failure is printed as the smallest problem found that still fails, as one line
+that repeats it. The last line of all is the summary as JSON. 100,000 answers on one GPU with all its CPU cores at work:
+
+    python -m tests.fuzz --device cuda --jobs 16 --served 100000 --seconds 1200
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import queue
 import sys
 import time
@@ -32,6 +35,11 @@ class Plan:
     backends: tuple[str, ...]
     kinds: tuple[str, ...] | None
     dtypes: tuple[str, ...] | None
+    direction: str = "both"
+
+    def problem(self, seed: int) -> Problem:
+        problem = random_problem(seed, self.kinds, self.dtypes)
+        return replace(problem, backward=False) if self.direction == "forward" else problem
 
 
 @dataclass
@@ -52,6 +60,11 @@ class Tally:
     worst: dict[str, tuple[float, int]] = field(default_factory=dict)  # backend: (error over its bound, seed)
     failures: list[Failure] = field(default_factory=list)
     problems: int = 0
+    seconds: float = 0.0
+
+    @property
+    def served(self) -> int:
+        return sum(self.ran.values())
 
     def add(self, other: Tally) -> None:
         self.problems += other.problems
@@ -63,7 +76,7 @@ class Tally:
 
 
 def examine(plan: Plan, seed: int) -> Tally:
-    problem = random_problem(seed, plan.kinds, plan.dtypes)
+    problem = plan.problem(seed)
     tally = Tally(problems=1)
     examination = Examination(problem, plan.device)
     for name in plan.backends:
@@ -122,7 +135,7 @@ def _fails_alike(problem: Problem, backend: str, device: str, wanted: set[str]) 
     try:
         examination = Examination(problem, device)
         if not problem.dropout_p:
-            examination.right_answers(None)  # a problem that the oracle cannot do is malformed
+            examination.truth(None)  # a problem that the oracle cannot do is malformed
         return bool(_quantities(_judge(examination, backend)[0]) & wanted)
     except Exception:  # noqa: BLE001 - a malformed candidate is no candidate
         return False
@@ -131,10 +144,11 @@ def _fails_alike(problem: Problem, backend: str, device: str, wanted: set[str]) 
 _SIMPLEST = {
     "dtype": "float32", "causal": False, "window": (-1, -1), "window_as": "tuple", "softcap": 0.0, "alibi": "",
     "dropout_p": 0.0, "softmax_scale": None, "magnitude": 1.0, "deterministic": False, "return_attn_probs": True,
-    "gap": (0, 0), "max_seqlen_slack": 0, "max_seqlen_as": "int", "num_splits": 0, "poison": False, "batch_idx": False,
+    "gap": (0, 0), "max_seqlen_slack": 0, "max_seqlen_as": "int", "num_splits": 0, "poison": "", "batch_idx": False,
     "rotary_dim": 0, "leftpad": None, "head_dim_v": None, "group": 1, "nheads_k": 1, "head_dim": 8,
     "lengths_as": "tensor",
     "layouts": ("contiguous",) * 4, "page_size": 0, "seqused": None, "seed": 0,
+    "sizes": (), "stray": None, "backward": False,
 }  # fmt: skip
 
 
@@ -147,6 +161,8 @@ def _simpler(problem: Problem) -> Iterator[Problem]:
             if getattr(problem, name) is not None
         }
         yield replace(problem, **pick)
+    for index in range(len(problem.sizes)):
+        yield replace(problem, sizes=problem.sizes[:index] + problem.sizes[index + 1 :])
     for name, value in _SIMPLEST.items():
         if getattr(problem, name) != value and not (name == "page_size" and problem.kind == "paged"):
             yield replace(problem, **{name: value})
@@ -163,19 +179,31 @@ def _simpler(problem: Problem) -> Iterator[Problem]:
 # ---------------------------------------------------------------- running
 
 
-def _run(plan: Plan, seeds: range, jobs: int, seconds: float, console: Console) -> Tally:
+@dataclass(frozen=True)
+class Limits:
+    """When to stop before the last problem: after so many answers over all backends, or so many seconds."""
+
+    served: float = float("inf")
+    seconds: float = float("inf")
+
+
+def _run(plan: Plan, seeds: range, jobs: int, limits: Limits, console: Console) -> Tally:
     total, begun = Tally(), time.monotonic()
     columns = (TextColumn("problems"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
                TextColumn("{task.fields[failures]} failures"))  # fmt: skip
     in_processes = jobs > 1 or plan.device != "cpu"
     tallies = _in_processes(plan, seeds, jobs) if in_processes else (examine(plan, seed) for seed in seeds)
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("problems", total=len(seeds), failures=0)
+        by_answers = limits.served < float("inf")
+        task = progress.add_task("problems", total=limits.served if by_answers else len(seeds), failures=0)
         for tally in tallies:
             total.add(tally)
-            progress.update(task, completed=total.problems, failures=len(total.failures))
-            if time.monotonic() - begun > seconds:
+            progress.update(
+                task, completed=total.served if by_answers else total.problems, failures=len(total.failures)
+            )
+            if total.served >= limits.served or time.monotonic() - begun > limits.seconds:
                 break
+    total.seconds = time.monotonic() - begun
     return total
 
 
@@ -227,9 +255,44 @@ def _work(plan: Plan, seeds: range, job: int, results: multiprocessing.Queue) ->
 
 
 def _death(plan: Plan, seed: int, exitcode: int | None) -> Tally:
-    problem = random_problem(seed, plan.kinds, plan.dtypes)
+    problem = plan.problem(seed)
     complaint = f"the process died with exit code {exitcode}"
     return Tally(problems=1, failures=[Failure(seed, "?", problem, [complaint], fatal=True)])
+
+
+def repetition(problem: Problem, backend: str, device: str) -> str:
+    """One line for a shell, with the settings that this run was given."""
+    settings = "".join(f"{n}={v} " for n, v in sorted(os.environ.items()) if n.startswith("FLASH_ATTN_COMPAT_"))
+    code = (
+        "from tests.judge import Examination; from tests.problems import Problem; "
+        f"print(Examination({problem!r}, {device!r}).judge({backend!r}))"
+    )
+    return f'{settings}python -c "{code}"'
+
+
+def summary(total: Tally, plan: Plan) -> dict[str, object]:
+    """What a run came to, for machines."""
+    failed = Counter(failure.backend for failure in total.failures)
+    of_backends = {
+        name: {
+            "served": total.ran[name],
+            "refused": total.refused[name],
+            "failures": failed[name],
+            "worst": f"{total.worst.get(name, (0.0, -1))[0]:.3f}",  # JSON knows no infinity
+        }
+        for name in plan.backends
+    }
+    return {
+        "device": torch.cuda.get_device_name(plan.device) if plan.device.startswith("cuda") else plan.device,
+        "torch": torch.__version__,
+        "settings": {n: v for n, v in sorted(os.environ.items()) if n.startswith("FLASH_ATTN_COMPAT_")},
+        "direction": plan.direction,
+        "problems": total.problems,
+        "served": total.served,
+        "failures": len(total.failures),
+        "seconds": round(total.seconds, 1),
+        "backends": of_backends,
+    }
 
 
 def _report(total: Tally, plan: Plan, console: Console, shown: int) -> None:
@@ -242,10 +305,7 @@ def _report(total: Tally, plan: Plan, console: Console, shown: int) -> None:
         console.rule(f"problem {failure.seed} on {failure.backend}")
         console.print(f"{failure.problem!r}\n  " + "\n  ".join(failure.complaints), markup=False, highlight=False)
         console.print(
-            "smallest found, to repeat:\n"
-            "  from tests.judge import Examination; from tests.problems import Problem\n"
-            f"  print(Examination({small!r}, {plan.device!r}).judge({failure.backend!r}))\n  "
-            + "\n  ".join(complaints),
+            f"smallest found, to repeat:\n{repetition(small, failure.backend, plan.device)}\n  " + "\n  ".join(complaints),
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
     table = Table("backend", "ran", "refused", "worst error / bound", "of problem", "failures")
@@ -260,13 +320,17 @@ def _report(total: Tally, plan: Plan, console: Console, shown: int) -> None:
     kinds = Counter((failure.backend, kind) for failure in total.failures for kind in _quantities(failure.complaints))
     for (name, kind), count in kinds.most_common():
         console.print(f"  {count:5} {name}: {kind}", markup=False, highlight=False)
-    console.print(f"{total.problems} problems on {plan.device}, {len(total.failures)} failures")
+    console.print(
+        f"{total.problems} problems on {plan.device}, {total.served} answers, {len(total.failures)} failures"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
     names = [backend.name for backend in BACKENDS]
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.splitlines()[0])
-    parser.add_argument("--problems", type=int, default=1000)
+    parser.add_argument("--problems", type=int, help="how many; 1000 where --served does not say when to stop")
+    parser.add_argument("--served", type=int, help="stop after as many answers, counted over all backends")
+    parser.add_argument("--direction", choices=("forward", "both"), default="both", help="forward: nothing wants gradients")
     parser.add_argument("--seed", type=int, default=0, help="the first problem's number")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--backend", action="append", choices=names, help="repeatable; all by default")
@@ -274,7 +338,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", action="append", choices=list(DTYPES))
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after as long, and report")
-    parser.add_argument("--json", metavar="FILE", help="write every failure there")
+    parser.add_argument("--json", metavar="FILE", help="write every failure there, and the summary")
     parser.add_argument("--show", type=int, default=5, help="failures to shrink and print")
     options = parser.parse_args(argv)
     plan = Plan(
@@ -282,15 +346,21 @@ def main(argv: list[str] | None = None) -> int:
         tuple(options.backend or names),
         tuple(options.kind) if options.kind else None,
         tuple(options.dtype) if options.dtype else None,
+        options.direction,
     )
     if options.device == "cpu":
         torch.set_num_threads(1)
     console = Console()
-    total = _run(plan, range(options.seed, options.seed + options.problems), options.jobs, options.seconds, console)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump([{**vars(f), "problem": repr(f.problem)} for f in total.failures], file, indent=1)
+    limits = Limits(options.served or float("inf"), options.seconds)
+    problems = options.problems or (10**9 if options.served else 1000)
+    total = _run(plan, range(options.seed, options.seed + problems), options.jobs, limits, console)
     _report(total, plan, console, options.show)
+    found = summary(total, plan)
+    if options.json:
+        failures = [{**vars(f), "problem": repr(f.problem)} for f in total.failures]
+        with open(options.json, "w") as file:
+            json.dump({"summary": found, "failures": failures}, file, indent=1)
+    print(json.dumps(found))
     return 1 if total.failures else 0
 
 

@@ -1,4 +1,4 @@
-"""A small right implementation of the seven public functions, and two dozen ways to get it wrong.
+"""A small right implementation of the seven public functions, and thirty ways to get it wrong.
 
 `correct` must pass verify, each of the others must be found by it. Shares no code with the package or with verify.
 """
@@ -43,6 +43,14 @@ class Naive:
     leftpad_ignored: bool = False
     aligned_to_longest: bool = False  # varlen: aligned by max_seqlen, not by each sequence's own lengths
     gradient_of_one_group_head: bool = False
+    # What one maximum over a whole tensor would hide, because it is lost, or added, in small heads only:
+    values_share_a_scale: bool = False  # v goes through fp16, moved into its range by one power of two
+    upstream_shares_a_scale: bool = False  # so does dout
+    scores_share_a_scale: bool = False  # so do q and k, by the power of two that balances them
+    neighbouring_head_leaks: bool = False  # 1e-5 of another head's output is added
+    # And what only numbers that are not finite show:
+    largest_of_all_sequences: bool = False  # v is divided by the largest of all, exactly, and out multiplied by it
+    padding_times_zero: bool = False  # what lies outside of the sequences, or behind a cache's end, is weighed with 0
 
     # ---- the public functions ---------------------------------------------------------------------------------------
 
@@ -63,8 +71,10 @@ class Naive:
         rules = dict(
             p=dropout_p, scale=softmax_scale, causal=causal, window=_open(window_size, k.shape[1]), softcap=softcap
         )
+        q, k, v, back = self._of_one_scale(q, k, v)
         parts = [self._sequence(q[b], k[b], v[b], slopes=_row(alibi_slopes, b), **rules) for b in range(q.shape[0])]
         out, lse = (torch.stack([part[i] for part in parts]) for i in range(2))
+        out = self._finished(out, back)
         return (out, lse, _slab([part[2] for part in parts], q.dtype, dropout_p)) if return_attn_probs else out
 
     def flash_attn_kvpacked_func(self, q, kv, *args, **kwargs):
@@ -98,6 +108,7 @@ class Naive:
         if self.aligned_to_longest:
             rules["shift"] = int(max_seqlen_k) - int(max_seqlen_q)
         bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+        q, k, v, back = self._of_one_scale(q, k, v)
         parts = []
         for b in range(len(bounds_q) - 1):
             keys = slice(bounds_k[b], bounds_k[b + 1])
@@ -109,6 +120,10 @@ class Naive:
                 self._sequence(q[bounds_q[b] : bounds_q[b + 1]], kb, vb, slopes=_row(alibi_slopes, b), **rules)
             )
         out, lse = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts], dim=1)
+        before, after = bounds_q[0], q.shape[0] - bounds_q[-1]
+        out, lse = F.pad(self._finished(out, back), (0, 0, 0, 0, before, after)), F.pad(lse, (before, after))
+        if self.padding_times_zero and block_table is None:
+            out = out + 0 * (v[: bounds_k[0]].sum() + v[bounds_k[-1] :].sum()).to(out.dtype)
         return (out, lse, _slab([part[2] for part in parts], q.dtype, dropout_p)) if return_attn_probs else out
 
     def flash_attn_varlen_kvpacked_func(self, q, kv, *args, **kwargs):
@@ -177,7 +192,34 @@ class Naive:
                 )
             )
         out, lse = (torch.stack([part[i] for part in parts]) for i in range(2))
+        out = self._finished(out, None)
+        if self.padding_times_zero and block_table is None and cache_batch_idx is None:
+            new = 0 if k is None else k.shape[1]
+            behind = [v_cache[b, lengths[b] + new :].double().sum() for b in range(batch)]
+            out = out + 0 * torch.stack(behind)[:, None, None, None].to(out.dtype)
         return (out, lse) if return_softmax_lse else out
+
+    # ---- whole tensors ----------------------------------------------------------------------------------------------
+
+    def _of_one_scale(self, q, k, v, read=slice(None)):
+        """q, k, v and what out is to be multiplied by; `read`: the keys that belong to a sequence."""
+        back = None
+        if self.values_share_a_scale:
+            v = _through_fp16(v, _power_of_two(1 / _largest(v)))
+        if self.scores_share_a_scale:
+            balance = _power_of_two((_largest(k) / _largest(q)).sqrt())
+            q, k = _through_fp16(q, balance), _through_fp16(k, 1 / balance)
+        if self.largest_of_all_sequences and q.dtype != torch.float16 and v[read].numel():
+            back = _power_of_two(v[read].detach().abs().amax().float())
+            v = v.float() / back
+        return q, k, v, back
+
+    def _finished(self, out, back):
+        if back is not None:
+            out = (out.float() * back).to(out.dtype)
+        if self.neighbouring_head_leaks:
+            out = out + (torch.finfo(out.dtype).eps / 8 * out.float().roll(1, -2)).to(out.dtype)
+        return _UpstreamThroughFp16.apply(out) if self.upstream_shares_a_scale else out
 
     # ---- one sequence -----------------------------------------------------------------------------------------------
 
@@ -279,6 +321,33 @@ class Naive:
         return torch.cat(((head * cos + turned * sin).to(x.dtype), tail), dim=-1)
 
 
+class _UpstreamThroughFp16(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, out):
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, dout):
+        return _through_fp16(dout, _power_of_two(1 / _largest(dout)))
+
+
+def _through_fp16(x: Tensor, scale: Tensor) -> Tensor:
+    """The value that is left of x * scale in fp16, with x's gradient; only of bf16, which needs such a thing."""
+    if x.dtype != torch.bfloat16:
+        return x
+    kept = ((x.float() * scale).half().float() / scale).to(x.dtype)
+    return x + (kept - x).detach()
+
+
+def _largest(x: Tensor) -> Tensor:
+    finite = x.detach().float().abs().nan_to_num(0.0, 0.0, 0.0)
+    return finite.amax().clamp(min=1e-30) if x.numel() else finite.new_ones(())
+
+
+def _power_of_two(x: Tensor) -> Tensor:
+    return torch.exp2(torch.log2(x).round())
+
+
 def _open(window_size: tuple[int, int], longest_k: int) -> tuple[int, int]:
     """Sides no shorter than the longest key sequence are no limit."""
     left, right = (-1 if int(side) >= longest_k else int(side) for side in window_size)
@@ -322,3 +391,9 @@ rotary_halves_swapped = Naive(rotary_halves_swapped=True)
 leftpad_ignored = Naive(leftpad_ignored=True)
 aligned_to_longest = Naive(aligned_to_longest=True)
 gradient_of_one_group_head = Naive(gradient_of_one_group_head=True)
+values_share_a_scale = Naive(values_share_a_scale=True)
+upstream_shares_a_scale = Naive(upstream_shares_a_scale=True)
+scores_share_a_scale = Naive(scores_share_a_scale=True)
+neighbouring_head_leaks = Naive(neighbouring_head_leaks=True)
+largest_of_all_sequences = Naive(largest_of_all_sequences=True)
+padding_times_zero = Naive(padding_times_zero=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,8 +48,17 @@ class Answer:
     softmax_lse: Tensor | None = None
     grads: dict[str, Tensor] = field(default_factory=dict)
     caches: dict[str, Tensor] = field(default_factory=dict)
-    # Per tensor the largest sum of absolute terms behind one of its elements: rounding is proportional to it.
+    # For out, the scores, q, k and v by (sequence, head), key heads for k and v: the largest sum of absolute terms
+    # behind an element of that head. Rounding is proportional to it.
     magnitudes: dict[str, Tensor] = field(default_factory=dict)
+    # The same for a change by 1 of every probability, or of every score's gradient: what is lost where those underflow.
+    spacings: dict[str, Tensor] = field(default_factory=dict)
+    # (sequences, key heads) bool: something that went in is not finite.
+    tainted: Tensor | None = None
+
+    def magnitude(self, name: str) -> float:
+        """The largest of all heads."""
+        return float(self.magnitudes[name].max())
 
 
 def answer(fn: str, args: Mapping[str, Any], dout: Tensor | None = None, keep: Tensor | None = None) -> Answer:
@@ -78,27 +87,38 @@ def keys_visible(sq: int, sk: int, causal: bool, window: tuple[int, int], device
 
 # ---------------------------------------------------------------- one sequence
 
-Attend = Callable[[Sequence, Mask, float], tuple[Tensor, Tensor | None, dict[str, Tensor]]]
+
+class Attended(NamedTuple):
+    """One sequence's out (sq, H, dv) and, from the exact computation, its LSE (H, sq) and what Answer says of heads."""
+
+    out: Tensor
+    lse: Tensor | None = None
+    magnitudes: Mapping[str, Tensor] = {}
+    spacings: Mapping[str, Tensor] = {}
+    tainted: Tensor | None = None
 
 
-def _exact(s: Sequence, mask: Mask, dropout_p: float) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+Attend = Callable[[Sequence, Mask, float], Attended]
+
+
+def _exact(s: Sequence, mask: Mask, dropout_p: float) -> Attended:
     sq, sk = s.q.shape[0], s.k.shape[0]
     group = s.q.shape[1] // s.k.shape[1]
-    k, v = s.k.repeat_interleave(group, 1), s.v.repeat_interleave(group, 1)
-    visible = keys_visible(sq, sk, mask.causal, mask.window, s.q.device)
+    q, k, v = _heads_first(s, group)
+    visible = keys_visible(sq, sk, mask.causal, mask.window, q.device)
     if sk == 0:  # one invisible key stands for none, so that every reduction below has something to reduce
-        k, v = k.new_zeros(1, *k.shape[1:]), v.new_zeros(1, *v.shape[1:])
+        k, v = k.new_zeros(k.shape[0], 1, k.shape[2]), v.new_zeros(v.shape[0], 1, v.shape[2])
         visible = visible.new_zeros(sq, 1)
-    scores = mask.scale * torch.einsum("qhd,khd->hqk", s.q, k)
-    slope_of_tanh = 1.0
+    scores = mask.scale * (q @ k.mT)
+    slope_of_tanh: Tensor | float = 1.0
     if mask.softcap > 0:
         capped = torch.tanh(scores / mask.softcap)
         slope_of_tanh = 1 - capped.detach() ** 2
         scores = mask.softcap * capped
-    pos = torch.arange(sq, device=s.q.device) + sk - sq
+    pos = torch.arange(sq, device=q.device) + sk - sq
     bias = None
     if s.slopes is not None:
-        distance = (pos[:, None] - torch.arange(k.shape[0], device=s.q.device)[None, :]).abs()
+        distance = (pos[:, None] - torch.arange(k.shape[1], device=q.device)[None, :]).abs()
         bias = s.slopes.double()[:, None, None] * distance
         scores = scores - bias
     scores = scores.masked_fill(~visible, -torch.inf)
@@ -111,46 +131,74 @@ def _exact(s: Sequence, mask: Mask, dropout_p: float) -> tuple[Tensor, Tensor, d
     if s.keep is not None:
         keep = s.keep if sk else s.keep.new_zeros(s.keep.shape[0], sq, 1)
         dropped = probs * keep / (1 - dropout_p)
-    out = torch.einsum("hqk,khd->qhd", dropped, v)
+    out = (dropped @ v).transpose(0, 1)
     lse = (top + total.log()).squeeze(-1)
     if s.slopes is not None and mask.shifts_lse:
         lse = lse + s.slopes.double()[:, None] * pos
     lse = lse.detach().masked_fill(dead, torch.inf)
     with torch.no_grad():
-        sizes = _magnitudes(s, k, v, probs, dropped, visible, bias, slope_of_tanh, mask.scale, group)
-    return out, lse, sizes
+        terms = _Terms(q.abs(), k.abs(), v.abs(), probs, dropped, visible, bias, slope_of_tanh, abs(mask.scale), group)
+        sums, spacings = _sizes(terms, None if s.dout is None else s.dout.transpose(0, 1).abs())
+        # Of anything not finite the sum is not finite either: fp64 is far from overflowing here.
+        per_head = q.sum((1, 2)) + k.sum((1, 2)) + v.sum((1, 2))
+        if s.dout is not None:
+            per_head = per_head + s.dout.sum((0, 2))
+        tainted = ~per_head.view(-1, group).sum(1).isfinite()
+    return Attended(out, lse, sums, spacings, tainted)
 
 
-def _magnitudes(
-    s: Sequence, k: Tensor, v: Tensor, probs: Tensor, dropped: Tensor, visible: Tensor, bias: Tensor | None,
-    slope_of_tanh: Tensor | float, scale: float, group: int,
-) -> dict[str, Tensor]:  # fmt: skip
-    """Each result's formula with absolute values in place of values."""
-    scores = abs(scale) * torch.einsum("qhd,khd->hqk", s.q.abs(), k.abs())
-    if bias is not None:
-        scores = scores + bias.abs()
-    sizes = {
-        "out": _amax(torch.einsum("hqk,khd->qhd", dropped, v.abs())),
-        "score": _amax(scores * visible),
-    }
-    if s.dout is None:
-        return sizes
-    dout = s.dout.abs()
-    ratio = torch.where(probs > 0, dropped / probs, 0.0)
-    dprobs = torch.einsum("qhd,khd->hqk", dout, v.abs()) * ratio
-    dscores = scale * probs * (dprobs + (probs * dprobs).sum(-1, keepdim=True)) * slope_of_tanh
-    sizes["q"] = _amax(torch.einsum("hqk,khd->qhd", dscores, k.abs()))
-    sizes["k"] = _amax(torch.einsum("hqk,qhd->khd", dscores, s.q.abs()).unflatten(1, (-1, group)).sum(2))
-    sizes["v"] = _amax(torch.einsum("hqk,qhd->khd", dropped, dout).unflatten(1, (-1, group)).sum(2))
-    return sizes
+def _heads_first(s: Sequence, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v as (H, seqlen, dim), a key head repeated for each of its query heads."""
+    k, v = (x.transpose(0, 1).repeat_interleave(group, 0) for x in (s.k, s.v))
+    return s.q.transpose(0, 1), k, v
 
 
-def _plainly(s: Sequence, mask: Mask, dropout_p: float) -> tuple[Tensor, None, dict[str, Tensor]]:
+class _Terms(NamedTuple):
+    """What a sequence's results are sums of, in absolute values."""
+
+    q: Tensor  # (H, sq, d)
+    k: Tensor  # (H, sk, d)
+    v: Tensor  # (H, sk, dv)
+    probs: Tensor  # (H, sq, sk)
+    dropped: Tensor
+    visible: Tensor
+    bias: Tensor | None
+    slope_of_tanh: Tensor | float
+    scale: float
+    group: int
+
+
+def _sizes(t: _Terms, dout: Tensor | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Answer.magnitudes and Answer.spacings of one sequence: each result's formula with absolute values in it."""
+    scores = t.scale * (t.q @ t.k.mT)
+    if t.bias is not None:
+        scores = scores + t.bias.abs()
+    sums = {"out": _amax(t.dropped @ t.v), "score": _amax(scores * t.visible)}
+    seen = t.visible.any(0)[:, None]
+    spacings = {"out": _amax((t.v * seen).sum(1))}
+    if dout is None:
+        return sums, spacings
+
+    def of_key_head(x: Tensor) -> Tensor:
+        return x.unflatten(0, (-1, t.group)).sum(1)
+
+    ratio = torch.where(t.probs > 0, t.dropped / t.probs, 0.0)
+    dprobs = (dout @ t.v.mT) * ratio
+    dscores = t.scale * t.probs * (dprobs + (t.probs * dprobs).sum(-1, keepdim=True)) * t.slope_of_tanh
+    sums["q"] = _amax(dscores @ t.k)
+    sums["k"] = _amax(of_key_head(dscores.mT @ t.q))
+    sums["v"] = _amax(of_key_head(t.dropped.mT @ dout))
+    spacings["q"] = t.scale * _amax((t.k * seen).sum(1))
+    spacings["k"] = t.scale * _amax(of_key_head(t.q.sum(1)))
+    spacings["v"] = _amax(of_key_head(dout.sum(1)))
+    return sums, spacings
+
+
+def _plainly(s: Sequence, mask: Mask, dropout_p: float) -> Attended:
     sq, sk, dtype = s.q.shape[0], s.k.shape[0], s.q.dtype
-    group = s.q.shape[1] // s.k.shape[1]
-    q, k, v = (x.transpose(0, 1) for x in (s.q, s.k.repeat_interleave(group, 1), s.v.repeat_interleave(group, 1)))
+    q, k, v = _heads_first(s, s.q.shape[1] // s.k.shape[1])
     visible = keys_visible(sq, sk, mask.causal, mask.window, q.device)
-    scores = _rounded_matmul(q, (k * mask.scale).transpose(1, 2))
+    scores = _rounded_matmul(q, (k * mask.scale).mT)
     if mask.softcap > 0:
         scores = torch.tanh(scores / mask.softcap) * mask.softcap
     if s.slopes is not None:  # the bias stays in fp32, the dtype of the slopes, as in flash-attn's own tests
@@ -163,7 +211,7 @@ def _plainly(s: Sequence, mask: Mask, dropout_p: float) -> tuple[Tensor, None, d
     probs = torch.softmax(scores, -1).to(dtype).masked_fill(dead, 0.0)
     if s.keep is not None:
         probs, v = probs * s.keep, v * (1 / (1 - dropout_p))
-    return _rounded_matmul(probs, v).transpose(0, 1), None, {}
+    return Attended(_rounded_matmul(probs, v).transpose(0, 1))
 
 
 def _rounded_matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -173,7 +221,9 @@ def _rounded_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _amax(x: Tensor) -> Tensor:
-    return x.amax() if x.numel() else x.new_zeros(())
+    """The largest number of each head, 0 where it has none."""
+    x = x.flatten(1)
+    return x.amax(1) if x.shape[1] else x.new_zeros(x.shape[0])
 
 
 # ---------------------------------------------------------------- whole calls
@@ -203,17 +253,18 @@ def _answer(
     leaves = {n: args[n].detach().to(wide).requires_grad_(dout is not None) for n in ("q", "k", "v")}
     dropout_p = max(float(args.get("dropout_p", 0.0)), 0.0)
     mask = _mask(args)
-    outs, lses, sizes = [], [], []
-    for sequence in _sequences(args, leaves, dout, keep if dropout_p > 0 else None, wide):
-        out, lse, size = attend(sequence, mask, dropout_p)
-        outs.append(out)
-        lses.append(lse)
-        sizes.append(size)
-    out = _assemble(args, outs, leaves["q"])
+    attended = [
+        attend(sequence, mask, dropout_p)
+        for sequence in _sequences(args, leaves, dout, keep if dropout_p > 0 else None, wide)
+    ]
+    out = _assemble(args, [a.out for a in attended], leaves["q"])
     result = Answer(out=out.detach(), caches=caches)
-    if lses[0] is not None:
-        result.softmax_lse = _assemble_lse(args, lses)
-        result.magnitudes = {n: torch.stack([s[n] for s in sizes]).amax() for n in sizes[0]}
+    first = attended[0]
+    if first.lse is not None:
+        result.softmax_lse = _assemble_lse(args, [a.lse for a in attended])
+        result.magnitudes = {n: torch.stack([a.magnitudes[n] for a in attended]) for n in first.magnitudes}
+        result.spacings = {n: torch.stack([a.spacings[n] for a in attended]) for n in first.spacings}
+        result.tainted = torch.stack([a.tainted for a in attended])
     if dout is not None:
         grads = torch.autograd.grad(out, list(leaves.values()), dout.to(wide), materialize_grads=True)
         result.grads = dict(zip(leaves, grads, strict=True))

@@ -187,7 +187,7 @@ def test_with_the_global_out_and_lse_a_shard_of_the_keys_gives_its_exact_share(b
         shares_v.append(grads[2])
     right = oracle.answer("flash_attn_func", dict(q=q, k=k, v=v, softcap=kwargs.get("softcap", 0.0)), dout)
     for name, ours in (("q", total), ("k", torch.cat(shares_k, 1)), ("v", torch.cat(shares_v, 1))):
-        close(ours, right.grads[name], right.magnitudes[name])
+        close(ours, right.grads[name], right.magnitude(name))
 
 
 @on_general_backends
@@ -222,7 +222,7 @@ def test_gradients_are_written_in_place_through_strides(backend: str, mask: str)
     on_backend(backend, backward, dout, q, k, v, out, lse, wide_dq[:, 9:], dkv[:, :, 0], dkv[:, :, 1], **kwargs)
     right = oracle.answer("flash_attn_func", dict(q=q, k=k, v=v, **kwargs), dout)
     for name, ours in (("q", wide_dq[:, 9:]), ("k", dkv[:, :, 0]), ("v", dkv[:, :, 1])):
-        close(ours, right.grads[name], right.magnitudes[name])
+        close(ours, right.grads[name], right.magnitude(name))
     assert (wide_dq[:, :9] == 7).all() and (dkv[:, :, 2] == 7).all()
 
 
@@ -276,7 +276,7 @@ def test_rng_state_reproduces_the_dropout_mask_whatever_the_seed_is_now(backend:
     on_backend(backend, backward, dout, q, k, v, out, lse, *grads, dropout_p=0.4, rng_state=rng_state)
     right = oracle.answer("flash_attn_func", dict(q=q, k=k, v=v, dropout_p=0.4), dout, keep=s_dmask >= 0)
     for name, ours in zip("qkv", grads, strict=True):
-        close(ours, right.grads[name], right.magnitudes[name])
+        close(ours, right.grads[name], right.magnitude(name))
 
 
 def varlen_backward(args: dict[str, Any], **changes: Any) -> Tensor:
@@ -305,7 +305,7 @@ def test_the_varlen_backward_writes_each_sequences_gradients_and_zeros_outside(b
     call = {n: args[n] for n in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")}
     right = oracle.answer("flash_attn_varlen_func", call | dict(causal=causal), args["dout"])
     for name in "qkv":
-        close(args[f"d{name}"], right.grads[name], right.magnitudes[name])
+        close(args[f"d{name}"], right.grads[name], right.magnitude(name))
 
 
 @on_general_backends

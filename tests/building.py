@@ -1,0 +1,287 @@
+"""A described problem made into tensors (see problems.py): the same values on every device, drawn on the CPU.
+
+Every tensor comes with a map of its tokens: the sequence that reads each of them, or -1 where the call must not read.
+Sizes, stray values and poison are all put in by that map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from tests.problems import Problem
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+FUNCTIONS = {
+    "dense": "flash_attn_func",
+    "kvpacked": "flash_attn_kvpacked_func",
+    "qkvpacked": "flash_attn_qkvpacked_func",
+    "varlen": "flash_attn_varlen_func",
+    "varlen_kvpacked": "flash_attn_varlen_kvpacked_func",
+    "varlen_qkvpacked": "flash_attn_varlen_qkvpacked_func",
+    "paged": "flash_attn_varlen_func",
+    "private_varlen": "_flash_attn_varlen_forward",
+    "kvcache": "flash_attn_with_kvcache",
+}
+QUANTITIES = ("q", "k", "v", "dout")  # the order of Problem.sizes' numbers
+
+
+@dataclass(frozen=True)
+class Call:
+    """A problem as tensors: `fn` by name, every argument by name, and the gradient to send back."""
+
+    fn: str
+    args: dict[str, Any]
+    dout: Tensor | None
+
+    def to(self, device: torch.device | str) -> Call:
+        """A copy on another device, or on the same, memory layouts included."""
+        args = {name: moved(x, device) if _is_data(name, x) else x for name, x in self.args.items()}
+        return replace(self, args=args, dout=None if self.dout is None else moved(self.dout, device))
+
+
+def _is_data(name: str, x: Any) -> bool:
+    return isinstance(x, Tensor) and not name.startswith("max_seqlen") and name != "window_size"
+
+
+def moved(x: Tensor, device: torch.device | str) -> Tensor:
+    """A copy of x on another device with its strides, its offset and whatever lies between its values."""
+    memory = x.new_empty(0).set_(x.untyped_storage()).to(device, copy=True)
+    return memory.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def build(problem: Problem) -> Call:
+    """The problem's tensors on the CPU."""
+    return _Builder(problem).call()
+
+
+class _Builder:
+    def __init__(self, problem: Problem) -> None:
+        self.p = problem
+        self.dtype = DTYPES[problem.dtype]
+        self.generator = torch.Generator().manual_seed(problem.seed)
+
+    def call(self) -> Call:
+        p = self.p
+        parts = {"kvcache": self.cache, "private_varlen": self.varlen}
+        args = parts.get(p.kind, self.varlen if "varlen" in p.kind or p.kind == "paged" else self.dense)()
+        args |= self.options()
+        dout = None
+        if p.has_gradients:
+            tokens = args["q"].shape[:-2] if "q" in args else args["qkv"].shape[:-3]
+            readers = self.token_readers(p.seqlens_q) if "varlen" in p.kind else self.row_readers(tokens[1])
+            dout = self.tensor(("dout",), readers, p.value_dim, p.layouts[3])
+        return Call(FUNCTIONS[p.kind], args, dout)
+
+    # ---------------------------------------------------------------- values
+
+    def tensor(
+        self, parts: tuple[str, ...], readers: Tensor, dim: int, layout: str = "contiguous", magnitude: float = 1.0
+    ) -> Tensor:
+        """(*readers.shape, [parts,] heads, dim): `parts` says what it holds, one of QUANTITIES or several packed."""
+        p = self.p
+        heads = p.nheads if parts[0] in ("q", "dout") else p.nheads_k
+        values = torch.randn((*readers.shape, len(parts), heads, dim), generator=self.generator) * magnitude
+        for index, part in enumerate(parts):
+            if p.sizes:
+                largest = min(torch.finfo(self.dtype).max, torch.finfo(values.dtype).max)
+                values[..., index, :, :] *= self.factors(part)[readers][..., None]
+                values.clamp_(-largest, largest)
+            if p.stray is not None and p.stray[0] == part:
+                self.put_stray(values[..., index, :, :], readers)
+        if p.poison:
+            values[readers < 0] = float(p.poison)
+        return laid_out((values if len(parts) > 1 else values[..., 0, :, :]).to(self.dtype), layout)
+
+    def factors(self, quantity: str) -> Tensor:
+        """(sequences + 1, heads): what each sequence's heads are multiplied by; the last row, -1's, is 1."""
+        p = self.p
+        batch, which = len(p.seqlens_q), QUANTITIES.index(quantity)
+        chosen = [p.sizes[i % len(p.sizes)][which] for i in range(batch * p.nheads_k)]
+        factors = torch.tensor(chosen).view(batch, p.nheads_k)
+        if quantity in ("q", "dout"):
+            factors = factors.repeat_interleave(p.group, 1)
+        return torch.cat([factors, torch.ones(1, factors.shape[1])])
+
+    def put_stray(self, values: Tensor, readers: Tensor) -> None:
+        """One NaN or infinity in one token, head and channel of the sequence named."""
+        assert self.p.stray is not None
+        _, sequence, number = self.p.stray
+        tokens = (readers == sequence).nonzero().tolist()
+        if tokens and values.shape[-1]:
+            seed = self.p.seed
+            values[(*tokens[seed % len(tokens)], seed % values.shape[-2], seed % values.shape[-1])] = float(number)
+
+    def ints(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int32)
+
+    def shuffled(self, n: int) -> Tensor:
+        return torch.randperm(n, generator=self.generator)
+
+    # ---------------------------------------------------------------- who reads a token
+
+    def row_readers(self, length: int) -> Tensor:
+        batch = len(self.p.seqlens_q)
+        return torch.arange(batch)[:, None].expand(batch, length)
+
+    def token_readers(self, lengths: Sequence[int]) -> Tensor:
+        before, after = self.p.gap
+        sequences = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        return torch.cat([sequences.new_full((before,), -1), sequences, sequences.new_full((after,), -1)])
+
+    # ---------------------------------------------------------------- arguments
+
+    def options(self) -> dict[str, Any]:
+        p = self.p
+        args: dict[str, Any] = {"causal": p.causal, "softmax_scale": p.softmax_scale, "softcap": p.softcap}
+        if p.alibi:
+            shape = (p.nheads,) if p.alibi == "h" else (len(p.seqlens_q), p.nheads)
+            args["alibi_slopes"] = torch.rand(shape, generator=self.generator) - 0.2
+        if p.kind == "private_varlen":
+            args["window_size_left"], args["window_size_right"] = p.window
+            args["softmax_scale"] = p.head_dim**-0.5 if p.softmax_scale is None else p.softmax_scale
+            return args | {"dropout_p": p.dropout_p, "return_softmax": p.dropout_p > 0}
+        ways: dict[str, Callable[[], Any]] = {
+            "tuple": lambda: p.window,
+            "list": lambda: list(p.window),
+            "tensor": lambda: torch.tensor(p.window),
+            "scalars": lambda: tuple(torch.tensor(side) for side in p.window),
+        }
+        args["window_size"] = ways[p.window_as]()
+        if p.kind == "kvcache":
+            return args | {"num_splits": p.num_splits, "return_softmax_lse": p.return_attn_probs}
+        return args | {
+            "dropout_p": p.dropout_p, "deterministic": p.deterministic, "return_attn_probs": p.return_attn_probs,
+        }  # fmt: skip
+
+    def attention_inputs(self, readers_q: Tensor, readers_k: Tensor) -> dict[str, Tensor]:
+        p = self.p
+        if p.kind.endswith("qkvpacked"):
+            return {"qkv": self.tensor(("q", "k", "v"), readers_q, p.head_dim, p.layouts[0], p.magnitude)}
+        q = self.tensor(("q",), readers_q, p.head_dim, p.layouts[0], p.magnitude)
+        if p.kind.endswith("kvpacked"):
+            return {"q": q, "kv": self.tensor(("k", "v"), readers_k, p.head_dim, p.layouts[1], p.magnitude)}
+        return {"q": q} | dict(zip("kv", self.keys_and_values(readers_k), strict=True))
+
+    def keys_and_values(self, readers: Tensor) -> tuple[Tensor, Tensor]:
+        p = self.p
+        k = self.tensor(("k",), readers, p.head_dim, p.layouts[1], p.magnitude)
+        return k, self.tensor(("v",), readers, p.value_dim, p.layouts[2])
+
+    def dense(self) -> dict[str, Any]:
+        return dict(self.attention_inputs(*map(self.row_readers, (self.p.seqlens_q[0], self.p.seqlens_k[0]))))
+
+    def varlen(self) -> dict[str, Any]:
+        p = self.p
+        cu_q, cu_k = (self.cumulative(lengths, p.gap[0]) for lengths in (p.seqlens_q, p.seqlens_k))
+        readers_q, readers_k = map(self.token_readers, (p.seqlens_q, p.seqlens_k))
+        args: dict[str, Any] = {}
+        if p.page_size:
+            args["q"] = self.tensor(("q",), readers_q, p.head_dim, p.layouts[0], p.magnitude)
+            lengths = p.seqlens_k if p.seqused is None else p.seqused
+            args["block_table"], args["k"], args["v"] = self.pages(lengths)
+        else:
+            for b, start in enumerate(cu_k.tolist()[:-1]):
+                used = p.seqlens_k[b] if p.seqused is None else p.seqused[b]
+                readers_k[start : start + (0 if p.leftpad is None else p.leftpad[b])] = -1
+                readers_k[start + used : start + p.seqlens_k[b]] = -1
+            args |= self.attention_inputs(readers_q, readers_k)
+        longest_q, longest_k = (max(x, default=0) + p.max_seqlen_slack for x in (p.seqlens_q, p.seqlens_k))
+        if p.max_seqlen_as == "tensor":
+            longest_q, longest_k = torch.tensor(longest_q), torch.tensor(longest_k)  # type: ignore[assignment]
+        if p.kind == "varlen_qkvpacked":
+            return args | {"cu_seqlens": cu_q, "max_seqlen": longest_q}
+        if p.kind == "private_varlen":
+            longest_q, longest_k = int(longest_q), int(longest_k)
+            if p.seqused is not None:
+                args["seqused_k"] = self.ints(p.seqused)
+            if p.leftpad is not None:
+                args["leftpad_k"] = self.ints(p.leftpad)
+        return args | {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
+
+    def cumulative(self, lengths: Sequence[int], start: int) -> Tensor:
+        return self.ints(torch.tensor([start, *lengths]).cumsum(0).tolist())
+
+    def pages(self, lengths: Sequence[int], reserve: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """(block_table, k, v): pages in random order, rubbish in the table behind each sequence's last page."""
+        p = self.p
+        columns = [-(-(length + reserve) // p.page_size) for length in lengths]
+        width = max(1, *columns, -(-p.capacity // p.page_size))
+        blocks = sum(columns) + 2
+        order = self.shuffled(blocks).tolist()
+        table = torch.full((len(lengths), width), 10**6 if p.poison else 0, dtype=torch.int32)
+        readers = torch.full((blocks, p.page_size), -1)
+        for b, (n, length) in enumerate(zip(columns, lengths, strict=True)):
+            for column in range(n):
+                table[b, column] = page = order.pop()
+                readers[page, : max(0, length - column * p.page_size)] = b
+        return table, *self.keys_and_values(readers)
+
+    def cache(self) -> dict[str, Any]:
+        p = self.p
+        batch, new = len(p.seqlens_q), p.new_keys or 0
+        rows = self.row_readers(p.seqlens_q[0])
+        args: dict[str, Any] = {"q": self.tensor(("q",), rows, p.head_dim, p.layouts[0], p.magnitude)}
+        capacity = p.capacity
+        if p.page_size:
+            args["block_table"], args["k_cache"], args["v_cache"] = self.pages(p.seqlens_k, reserve=new)
+            capacity = args["block_table"].shape[1] * p.page_size
+        else:
+            args |= self.contiguous_cache()
+        if p.lengths_as != "none":
+            args["cache_seqlens"] = p.seqlens_k[0] if p.lengths_as == "int" else self.ints(p.seqlens_k)
+        if p.leftpad is not None:
+            args["cache_leftpad"] = self.ints(p.leftpad)
+        if p.new_keys is not None:
+            args["k"] = self.tensor(("k",), self.row_readers(new), p.head_dim, p.layouts[0], p.magnitude)
+            args["v"] = self.tensor(("v",), self.row_readers(new), p.value_dim, p.layouts[0])
+        if p.rotary_dim:
+            table = max(capacity, max(p.seqlens_k) + max(p.seqlens_q[0], new))
+            angles = torch.rand(table, p.rotary_dim // 2, generator=self.generator) * 6.3
+            args["rotary_cos"], args["rotary_sin"] = (t.to(self.dtype) for t in (angles.cos(), angles.sin()))
+            args["rotary_interleaved"] = p.rotary_interleaved
+        return args
+
+    def contiguous_cache(self) -> dict[str, Tensor]:
+        p = self.p
+        batch = len(p.seqlens_q)
+        rows = batch + 2 if p.batch_idx else batch
+        order = self.shuffled(rows)[:batch] if p.batch_idx else torch.arange(batch)
+        readers = torch.full((rows, p.capacity), -1)
+        for b, row in enumerate(order.tolist()):
+            readers[row, 0 if p.leftpad is None else p.leftpad[b] : p.seqlens_k[b]] = b
+        k, v = self.keys_and_values(readers)
+        args = {"k_cache": k, "v_cache": v}
+        return args | {"cache_batch_idx": self.ints(order.tolist())} if p.batch_idx else args
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """The values of x (..., heads, dim) as a view of another memory layout, NaN in the memory between."""
+    if layout == "contiguous":
+        return x
+    if layout == "sliced":  # one of several tensors packed in front of the heads
+        base = x.new_full((*x.shape[:-2], 2, *x.shape[-2:]), torch.nan)
+        base[..., 1, :, :] = x
+        return base[..., 1, :, :]
+    if layout == "heads_first":
+        return x.transpose(-3, -2).contiguous().transpose(-3, -2)
+    if layout == "wide_rows":
+        base = x.new_full((*x.shape[:-1], x.shape[-1] + 3), torch.nan)
+        base[..., : x.shape[-1]] = x
+        return base[..., : x.shape[-1]]
+    if layout == "offset":  # a pointer that is aligned to nothing
+        base = x.new_full((x.numel() + 1,), torch.nan)
+        base[1:] = x.flatten()
+        return base[1:].view(x.shape)
+    if layout == "strided_dim":
+        return torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0]
+    if layout == "one_head":
+        return x[..., :1, :].expand(x.shape)
+    if layout == "one_value":
+        return (x.flatten()[:1] if x.numel() else x.new_ones(1)).view((1,) * x.dim()).expand(x.shape)
+    raise ValueError(layout)

@@ -1,0 +1,84 @@
+"""The fuzzer's command line: what it runs, when it stops, and what it says of a failure."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from flash_attn_compat import flash_attn_interface
+from tests import mutants
+from tests.fuzz import Failure, Plan, main, shrink
+from tests.problems import Problem
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, dict]:
+    code = main([*arguments, "--backend", "reference"])
+    printed = capsys.readouterr().out
+    return code, printed, json.loads(printed.splitlines()[-1])
+
+
+def test_the_last_line_sums_up_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, found = run(capsys, "--problems", "12")
+    assert code == 0
+    assert (found["problems"], found["served"], found["failures"]) == (12, 12, 0)
+    of_reference = found["backends"]["reference"]
+    assert of_reference["served"] == 12 and 0 < float(of_reference["worst"]) < 1
+
+
+def test_it_stops_after_so_many_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--served", "5")[2]["problems"] == 5
+
+
+def test_it_stops_when_its_time_is_over(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--problems", "100000", "--seconds", "0.2")[2]["problems"] < 1000
+
+
+def test_forward_wants_no_gradients() -> None:
+    plan = Plan("cpu", ("reference",), ("dense",), None, "forward")
+    assert not any(plan.problem(seed).has_gradients for seed in range(20))
+    assert any(Plan("cpu", ("reference",), ("dense",), None).problem(seed).has_gradients for seed in range(20))
+
+
+def test_decoding_can_be_chosen() -> None:
+    plan = Plan("cpu", ("reference",), ("kvcache",), None)
+    assert {plan.problem(seed).kind for seed in range(20)} == {"kvcache"}
+
+
+def test_processes_share_the_problems(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--problems", "6", "--jobs", "2")[2]["served"] == 6
+
+
+@pytest.fixture
+def wrong_alibi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attn_interface, "flash_attn_func", mutants.alibi_sign.flash_attn_func)
+
+
+def test_a_failure_is_printed_as_one_line_that_repeats_it(
+    wrong_alibi: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    saved = tmp_path / "found.json"
+    code, printed, found = run(
+        capsys, "--kind", "dense", "--dtype", "float32", "--problems", "12", "--show", "1", "--json", str(saved)
+    )
+    assert code == 1 and found["failures"] > 0
+    assert len(json.loads(saved.read_text())["failures"]) == found["failures"]
+    line = next(line for line in printed.splitlines() if "python -c" in line)
+    words = shlex.split(line)
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        exec(words[words.index("-c") + 1])
+    assert "failures=['" in told.getvalue()
+
+
+def test_a_failure_is_made_small(wrong_alibi: None) -> None:
+    large = Problem(seqlens_q=(20, 20), seqlens_k=(30, 30), nheads_k=2, head_dim=32, alibi="bh", causal=True,
+                    sizes=((1.0, 1.0, 1e-3, 1.0), (1.0, 1.0, 1.0, 1.0)))  # fmt: skip
+    small = shrink(Failure(0, "reference", large, ["out: error"]), "cpu", attempts=100)
+    assert small.alibi and not small.sizes and len(small.seqlens_q) == 1 and small.head_dim == 8
+    assert torch.tensor(small.seqlens_q).max() < 20
