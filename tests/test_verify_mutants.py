@@ -41,6 +41,12 @@ FOUND = {
     "leftpad_ignored": ("leftpad", {"out"}),
     "aligned_to_longest": ("varlen", {"out", "softmax_lse"}),
     "gradient_of_one_group_head": ("gqa,mqa", {"dk", "dv"}),
+    "values_share_a_scale": ("sizes", {"out", "dq"}),
+    "upstream_shares_a_scale": ("sizes", {"dq", "dk", "dv"}),
+    "scores_share_a_scale": ("sizes", {"dq"}),
+    "neighbouring_head_leaks": ("sizes", {"out"}),
+    "largest_of_all_sequences": ("of one sequence", {"out", "dq"}),
+    "padding_times_zero": ("outside,behind", {"out"}),
 }
 # These leave the other quantities right, and verify must say so.
 UNTOUCHED = {
@@ -48,6 +54,7 @@ UNTOUCHED = {
     "unwindowed_backward": {"out", "softmax_lse"},
     "dead_rows_minus_inf": {"out", "dq", "dk", "dv"},
     "gradient_of_one_group_head": {"out", "softmax_lse", "dq"},
+    "upstream_shares_a_scale": {"out", "softmax_lse"},
 }
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from verify.hurt import UNHURT, Hurt, cache_readers, packed_readers
 from verify.problem import Problem
 
 HALF = (torch.float16, torch.bfloat16)
@@ -101,6 +102,7 @@ def _dense(
     v_mean: float = 0.0,
     layout: str = "contiguous",
     backward: bool = True,
+    hurt: Hurt = UNHURT,
     **options: Any,
 ) -> Problem:
     draw = _Draw(name, dtype)
@@ -108,6 +110,9 @@ def _dense(
     q = draw.normal(batch, seqlen_q, nheads, head_dim, scale=q_scale)
     k = draw.normal(batch, seqlen_k, nheads_k, head_dim)
     v = draw.normal(batch, seqlen_k, nheads_k, head_dim_v or head_dim, mean=v_mean)
+    rows, keys = (torch.arange(batch)[:, None].expand(batch, length) for length in lengths)
+    if hurt != UNHURT:
+        q, k, v = (hurt.put(*each, nheads_k) for each in (("q", q, rows), ("k", k, keys), ("v", v, keys)))
     if "qkvpacked" in function:
         tensors = {"qkv": torch.stack((q, k, v), dim=2)}
     elif "kvpacked" in function:
@@ -115,6 +120,8 @@ def _dense(
     else:
         tensors = {"q": q, "k": k, "v": v}
     dout = draw.normal(batch, seqlen_q, nheads, v.shape[-1]) if backward else None
+    if dout is not None and hurt != UNHURT:
+        dout = hurt.put("dout", dout, rows, nheads_k)
     tensors.update(draw.slopes(alibi, batch, nheads))
     return Problem(name, function, tensors, _with_probabilities(options), dout, layout)
 
@@ -131,16 +138,24 @@ def _varlen(
     alibi: str | None = None,
     page: int | None = None,
     layout: str = "contiguous",
+    gap: tuple[int, int] = (0, 0),
+    hurt: Hurt = UNHURT,
     **options: Any,
 ) -> Problem:
     draw = _Draw(name, dtype)
     nheads, nheads_k = heads
     cu_q, cu_k = (
-        torch.tensor((0, *itertools.accumulate(lengths)), dtype=torch.int32) for lengths in (lengths_q, lengths_k)
+        torch.tensor((0, *itertools.accumulate(lengths)), dtype=torch.int32) + gap[0]
+        for lengths in (lengths_q, lengths_k)
     )
-    q = draw.normal(sum(lengths_q), nheads, head_dim)
+    q = draw.normal(sum(gap) + sum(lengths_q), nheads, head_dim)
+    rows, keys = (packed_readers(lengths, gap) for lengths in (lengths_q, lengths_k))
+    if hurt != UNHURT:
+        q = hurt.put("q", q, rows, nheads_k)
     if page is None:
-        k, v = (draw.normal(sum(lengths_k), nheads_k, head_dim) for _ in "kv")
+        k, v = (draw.normal(sum(gap) + sum(lengths_k), nheads_k, head_dim) for _ in "kv")
+        if hurt != UNHURT:
+            k, v = (hurt.put(*each, keys, nheads_k) for each in (("k", k), ("v", v)))
     else:
         per_sequence = -(-max(lengths_k) // page)
         blocks = len(lengths_k) * per_sequence + 1
@@ -155,7 +170,9 @@ def _varlen(
         options.update(max_seqlen_q=max(lengths_q), max_seqlen_k=max(lengths_k))
     if page is not None:
         tensors["block_table"] = table
-    dout = draw.normal(sum(lengths_q), nheads, head_dim) if page is None else None
+    dout = draw.normal(*q.shape) if page is None else None
+    if dout is not None and hurt != UNHURT:
+        dout = hurt.put("dout", dout, rows, nheads_k)
     tensors.update(draw.slopes(alibi, len(lengths_q), nheads))
     return Problem(name, function, tensors, _with_probabilities(options), dout, layout)
 
@@ -176,6 +193,7 @@ def _cache(
     page: int | None = None,
     batch_idx: bool = False,
     leftpad: tuple[int, ...] | None = None,
+    hurt: Hurt = UNHURT,
     **options: Any,
 ) -> Problem:
     draw = _Draw(name, dtype)
@@ -193,6 +211,16 @@ def _cache(
     new = seqlen_q if new is None else new
     if new:
         tensors["k"], tensors["v"] = (draw.normal(batch, new, nheads_k, head_dim) for _ in "kv")
+    if hurt != UNHURT:
+        readers = cache_readers(shape[:2], lengths, leftpad, tensors.get("block_table"))
+        every = torch.arange(batch)[:, None]
+        appended = replace(hurt, stray=None)
+        for quantity in "kv":
+            cache = f"{quantity}_cache"
+            tensors[cache] = hurt.put(quantity, tensors[cache], readers, nheads_k)
+            if new:
+                tensors[quantity] = appended.put(quantity, tensors[quantity], every.expand(batch, new), nheads_k)
+        tensors["q"] = hurt.put("q", tensors["q"], every.expand(batch, seqlen_q), nheads_k)
     if rotary_dim:
         angles = torch.rand(capacity, rotary_dim // 2, generator=draw.generator) * 6.28
         tensors["rotary_cos"], tensors["rotary_sin"] = angles.cos().to(dtype), angles.sin().to(dtype)
@@ -291,6 +319,8 @@ def essential() -> Iterator[Case]:
     yield _case(VARLEN_KV, "causal skewed", fp16, _varlen, heads=(4, 2), causal=True, **skewed)
     yield _case(VARLEN_QKV, "causal d64", bf16, _varlen, head_dim=64, causal=True)
 
+    yield from _hurtful()
+
     yield _case(CACHE, "decode", fp16, _cache, causal=True)
     yield _case(CACHE, "decode mqa window", bf16, _cache, heads=(4, 1), **MASKS["window-causal"])
     yield _case(CACHE, "chunk", fp32, _cache, seqlen_q=5, causal=True)
@@ -317,6 +347,37 @@ def essential() -> Iterator[Case]:
     yield _case(CACHE, "alibi", bf16, _cache, alibi="H", causal=True, seqlen_q=3)
     yield _case(CACHE, "softcap", fp16, _cache, softcap=3.0, causal=True)
     yield _case(CACHE, "splits", fp16, _cache, num_splits=3, capacity=700, lengths=(650, 8, 300), causal=True)
+
+
+def _hurtful() -> Iterator[Case]:
+    """Where one maximum over a whole tensor, or a product with 0, would be seen to be wrong."""
+    sizes, nan, inf = Hurt(sizes=True), float("nan"), float("inf")
+    skewed = {"lengths_q": (37, 5, 20, 70), "lengths_k": (52, 9, 20, 64)}
+    # docs/exactness.md: sequences that share 128 tokens may see each other's NaN in one backend.
+    apart = {"lengths_q": (128, 128, 128), "lengths_k": (128, 128, 128)}
+    for dtype in DTYPES:
+        yield _case(DENSE, "sizes gqa", dtype, _dense, heads=(4, 2), hurt=sizes)
+        yield _case(VARLEN, "sizes causal gqa", dtype, _varlen, heads=(4, 2), causal=True, hurt=sizes, **skewed)
+        yield _case(CACHE, "sizes", dtype, _cache, hurt=sizes, causal=True, seqlen_q=2, lengths=(70, 20, 33))
+    yield _case(DENSE_QKV, "sizes window", torch.bfloat16, _dense, hurt=sizes, **MASKS["window"])
+    yield _case(VARLEN_KV, "sizes alibi", torch.bfloat16, _varlen, heads=(4, 2), hurt=sizes, alibi="H", **skewed)
+    for quantity, number in (("q", nan), ("k", inf), ("v", inf), ("v", nan), ("dout", inf)):
+        hurt = Hurt(stray=(quantity, 1, number))
+        yield _case(DENSE, f"{number} in {quantity} of one sequence", torch.bfloat16, _dense, heads=(4, 2), hurt=hurt)
+        yield _case(
+            VARLEN, f"{number} in {quantity} of one sequence causal", torch.float16, _varlen, hurt=hurt, causal=True,
+            **apart,
+        )  # fmt: skip
+    yield _case(CACHE, "inf in v of one sequence", torch.bfloat16, _cache, hurt=Hurt(stray=("v", 0, inf)))
+    for number, dtype in ((nan, torch.float16), (inf, torch.bfloat16)):
+        hurt = Hurt(outside=number)
+        yield _case(VARLEN, f"{number} outside", dtype, _varlen, hurt=hurt, gap=(3, 5), **skewed)
+        yield _case(VARLEN_QKV, f"{number} outside causal", dtype, _varlen, hurt=hurt, gap=(0, 4), causal=True)
+        yield _case(CACHE, f"{number} behind the end", dtype, _cache, hurt=hurt, causal=True, seqlen_q=3)
+        yield _case(
+            CACHE, f"{number} behind the end leftpad", dtype, _cache, hurt=hurt, leftpad=(10, 0, 3), lengths=(70, 4, 33)
+        )
+        yield _case(CACHE, f"{number} behind the end paged", dtype, _cache, hurt=hurt, page=16, capacity=112)
 
 
 def thorough() -> Iterator[Case]:

@@ -132,7 +132,7 @@ def _about_growth(growth: Sequence[bool]) -> str:
 
 def name_of(evidence: Evidence, kind: Weights) -> str:
     """The mistake's name, as far as the evidence goes."""
-    if evidence.judged.repeats > evidence.judged.check.bound:
+    if evidence.judged.repeats > evidence.judged.check.widest_bound:
         return "two calls differ: a race between threads, or memory read before it is written"
     if evidence.only_causal:
         return "the causal mask: its diagonal, or the tiles it skips"

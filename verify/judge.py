@@ -1,15 +1,18 @@
 """How far two answers are apart, and how far they may be. The criteria are flash-attn's own and live only here.
 
+Every (sequence, head) is judged on its own, by bounds in proportion to its own numbers: a head a million times smaller
+than its neighbour has to be as right as that one, and a NaN or infinity may spoil no other sequence and no other head.
+
 - Against fp64: the error is at most twice (gradients three times) that of plain PyTorch in the input's dtype, plus one
-  rounding of the largest value, without which a problem that plain PyTorch happens to solve exactly could not be
-  passed.
+  rounding of the largest sum of absolute terms, without which a problem that plain PyTorch happens to solve exactly
+  could not be passed. Gradients may cancel to zero, as with one visible key: what is left is the rounding of the terms.
 - Against a recorded official answer: the bounds stated beside the recording.
-- Gradients get a small absolute floor as well (flash-attn's tests add 1e-5): where they cancel to zero, as with one
-  visible key, what is left is the rounding of the terms, and no multiple of zero could bound it.
+- A (sequence, key head) that was given a NaN or an infinity is left out, and so are results beyond the dtype's range.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -22,11 +25,14 @@ from verify.problem import Answer, Problem
 OUT_FACTOR, GRADIENT_FACTOR = 2.0, 3.0
 OFFICIAL_OUT_EPSILONS, OFFICIAL_GRADIENT_EPSILONS, OFFICIAL_LSE = 4.0, 8.0, 2e-3
 RTOL, ATOL = 1e-3, 1e-5
+CANCELLATION = 64.0  # roundings, of fp32 sums, that a gradient may be off where it cancels to zero
 
 
 @dataclass(frozen=True)
 class Check:
-    """One quantity of one answer held against one yardstick ("official" or "fp64")."""
+    """One quantity of one answer held against one yardstick ("official" or "fp64"), where it is nearest to its bound
+    or furthest beyond it.
+    """
 
     quantity: str
     against: str
@@ -36,6 +42,7 @@ class Check:
     allclose: bool
     note: str = ""
     counts: bool = True  # towards the verdict; the others are information
+    widest_bound: float = 0.0  # error and bound are of the worst (sequence, head); this is the largest bound of all
 
     @property
     def ok(self) -> bool:
@@ -54,9 +61,9 @@ def _broken(quantity: str, against: str, note: str) -> Check:
 
 
 def _difference(got: Tensor, expected: Tensor) -> Tensor:
-    """|got - expected| in fp64; 0 where both are the same infinity, NaN where only one is a number."""
+    """|got - expected| in fp64; 0 where both are the same infinity or both NaN, NaN where only one is a number."""
     got, expected = got.double(), expected.double()
-    return torch.where(got == expected, 0.0, (got - expected).abs())
+    return torch.where((got == expected) | (got.isnan() & expected.isnan()), 0.0, (got - expected).abs())
 
 
 def largest(tensor: Tensor) -> float:
@@ -65,21 +72,72 @@ def largest(tensor: Tensor) -> float:
     return finite.max().item() if finite.numel() else 0.0
 
 
-def _measure(quantity: str, against: str, got: Tensor | None, expected: Tensor, bound: float) -> Check:
+class _Cells:
+    """Finds the largest number in each (sequence, head) of a problem's results, packed parts one after another."""
+
+    def __init__(self, problem: Problem) -> None:
+        tensors = problem.tensors
+        both = tensors.get("cu_seqlens")
+        self.bounds_q, self.bounds_k = tensors.get("cu_seqlens_q", both), tensors.get("cu_seqlens_k", both)
+
+    def worst(self, quantity: str, values: Tensor) -> Tensor:
+        """(sequences + 1, heads), the last row for tokens outside of all sequences; 0 where there is nothing."""
+        if quantity == "softmax_lse":
+            values = values.transpose(-1, -2)[..., None]
+        of_cache = quantity in ("k_cache", "v_cache")
+        bounds = None if of_cache else self.bounds_k if quantity in ("dk", "dv", "dkv") else self.bounds_q
+        if bounds is None:
+            rows = [_largest_of_heads(row) for row in values]
+            return torch.stack([*rows, torch.zeros_like(rows[0])])
+        starts = bounds.tolist()
+        rows = [_largest_of_heads(values[start:end]) for start, end in itertools.pairwise(starts)]
+        outside = torch.cat([values[: starts[0]], values[starts[-1] :]])
+        return torch.stack([*rows, _largest_of_heads(outside)])
+
+
+def _largest_of_heads(values: Tensor) -> Tensor:
+    """(heads,) of (tokens, heads, head_dim) or (tokens, parts, heads, head_dim)."""
+    values = values.flatten(1, -2).transpose(0, 1).flatten(1)
+    return values.amax(1) if values.shape[1] else values.new_zeros(len(values))
+
+
+def _finite(values: Tensor) -> Tensor:
+    """Magnitudes, 0 for what is not finite."""
+    return values.double().abs().nan_to_num(nan=0.0, posinf=0.0)
+
+
+def _measure(
+    quantity: str, against: str, got: Tensor | None, expected: Tensor, bounds: Tensor, cells: _Cells,
+    spoilt: Tensor | None = None,
+) -> Check:  # fmt: skip
+    """bounds: (sequences, heads), or one number for all. spoilt: which of them have nothing to be held against."""
     if got is None:
         return _broken(quantity, against, "missing")
     if got.shape != expected.shape:
         return _broken(quantity, against, f"shape {tuple(got.shape)}, expected {tuple(expected.shape)}")
     difference = _difference(got, expected)
     if not difference.numel():
-        return Check(quantity, against, 0.0, bound, 0.0, True)
+        return Check(quantity, against, 0.0, bounds.max().item() if bounds.numel() else 0.0, 0.0, True)
+    errors = cells.worst(quantity, difference.nan_to_num(nan=math.inf))
+    bounds = bounds.expand(len(errors) - 1, errors.shape[1])
+    if spoilt is not None:
+        errors[:-1].masked_fill_(spoilt, 0.0)
+    if quantity == "softmax_lse":  # which nothing defines outside of all sequences
+        errors[-1] = 0.0
+    bounds = torch.cat([bounds, bounds.new_zeros(1, errors.shape[1])])
+    ratios = torch.where(errors == 0, 0.0, errors / bounds)
+    sequence, head = divmod(int(ratios.argmax()), errors.shape[1])
+    finite = difference[difference.isfinite()]
+    place = "outside of all sequences" if sequence == len(errors) - 1 else f"in sequence {sequence}, head {head}"
     return Check(
         quantity,
         against,
-        error=difference.max().item(),
-        bound=bound,
-        mean_difference=difference.mean().item(),
-        allclose=torch.allclose(got.double(), expected.double(), rtol=RTOL, atol=ATOL),
+        error=errors[sequence, head].item(),
+        bound=bounds[sequence, head].item(),
+        mean_difference=finite.mean().item() if finite.numel() else math.inf,
+        allclose=torch.allclose(got.double(), expected.double(), rtol=RTOL, atol=ATOL, equal_nan=True),
+        note="" if (ratios <= 1).all() else f"wrong {place}",
+        widest_bound=bounds.max().item(),
     )
 
 
@@ -93,9 +151,16 @@ def rounding(dtype: torch.dtype, magnitude: float) -> float:
     return units * torch.finfo(dtype).eps * magnitude
 
 
+def _rounding(dtype: torch.dtype, terms: Tensor) -> Tensor:
+    """The same of every (sequence, head), for the largest sum of terms. In half precision probabilities and results are
+    rounded, each by half a unit.
+    """
+    return max(1.0, rounding(dtype, 1.0) / torch.finfo(dtype).eps) * torch.finfo(dtype).eps * terms
+
+
 def cancellation(dtype: torch.dtype) -> float:
-    """The absolute floor under gradient bounds: 7.6e-6 up to fp32, 1.4e-14 for fp64."""
-    return 64 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    """The absolute floor under gradients of numbers around 1: 7.6e-6 up to fp32, 1.4e-14 for fp64."""
+    return CANCELLATION * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
 
 
 def recomputation(dtype: torch.dtype, softmax_lse: Tensor, gradient: Tensor) -> float:
@@ -106,49 +171,65 @@ def recomputation(dtype: torch.dtype, softmax_lse: Tensor, gradient: Tensor) -> 
     return torch.finfo(torch.promote_types(dtype, torch.float32)).eps * largest(softmax_lse) * largest(gradient)
 
 
-def lse_bound(dtype: torch.dtype, expected: Tensor) -> float:
+def lse_bound(dtype: torch.dtype, expected: Tensor) -> Tensor:
     """softmax_lse is fp32 whatever the dtype: an absolute bound, and the rounding of large values."""
     absolute = OFFICIAL_LSE if dtype.itemsize == 2 else 2e-5
-    return absolute + 4 * torch.finfo(torch.float32).eps * largest(expected)
+    return absolute + 4 * torch.finfo(torch.float32).eps * expected
 
 
 def against_fp64(problem: Problem, got: Answer, truth: Answer, plain: Answer) -> list[Check]:
     """Every quantity of an answer against the fp64 answer, bounded by the error of the plain computation."""
+    cells, dtype = _Cells(problem), problem.dtype
+    largest_lse = cells.worst("softmax_lse", _finite(truth.softmax_lse))[:-1]
 
-    def bound(quantity_plain: Tensor, expected: Tensor, factor: float) -> float:
-        plain_error = _difference(quantity_plain, expected).max().item() if expected.numel() else 0.0
-        return factor * plain_error + rounding(problem.dtype, largest(expected))
+    def measure(quantity: str, mine: Tensor | None, expected: Tensor, rough: Tensor, factor: float) -> Check:
+        terms = truth.terms[quantity]
+        # Where plain PyTorch overflows it says nothing, and the rounding of the terms has to do.
+        bounds = factor * cells.worst(quantity, _finite(_difference(rough, expected)))[:-1] + _rounding(dtype, terms)
+        # exp(score) is off by as much as the score, and a backward pass computes it anew from softmax_lse, rounded at its
+        # own magnitude: what such fp32 numbers cannot know. For fp32 calls it matters.
+        lse = largest_lse.amax(1, keepdim=True)
+        cancelled = 0.0 if quantity == "out" else CANCELLATION
+        bounds = bounds + (cancelled + lse) * torch.finfo(torch.promote_types(dtype, torch.float32)).eps * terms
+        beyond = expected.abs() > torch.finfo(dtype).max
+        if mine is not None and mine.shape == expected.shape:
+            mine = torch.where(beyond, expected, mine.double())
+        return _measure(quantity, "fp64", mine, expected, bounds, cells, truth.spoilt.get(quantity))
 
-    checks = [_measure("out", "fp64", got.out, truth.out, bound(plain.out, truth.out, OUT_FACTOR))]
+    checks = [measure("out", got.out, truth.out, plain.out, OUT_FACTOR)]
     if got.softmax_lse is not None:
-        bound_of_lse = lse_bound(problem.dtype, truth.softmax_lse)
+        bounds = lse_bound(dtype, largest_lse)
         if "rotary_cos" in problem.tensors:  # rotated rows are rounded to the dtype before they are multiplied
-            bound_of_lse += OUT_FACTOR * largest(_difference(plain.softmax_lse, truth.softmax_lse))
-        checks.append(_measure("softmax_lse", "fp64", got.softmax_lse, truth.softmax_lse, bound_of_lse))
+            rough = _finite(_difference(plain.softmax_lse, truth.softmax_lse))
+            bounds = bounds + OUT_FACTOR * cells.worst("softmax_lse", rough)[:-1]
+        spoilt = truth.spoilt.get("out")
+        checks.append(_measure("softmax_lse", "fp64", got.softmax_lse, truth.softmax_lse, bounds, cells, spoilt))
     for name, expected in truth.grads.items():
-        gradient_bound = bound(plain.grads[name], expected, GRADIENT_FACTOR) + cancellation(problem.dtype)
-        gradient_bound += recomputation(problem.dtype, truth.softmax_lse, expected)
-        checks.append(_measure(f"d{name}", "fp64", got.grads.get(name), expected, gradient_bound))
+        checks.append(measure(f"d{name}", got.grads.get(name), expected, plain.grads[name], GRADIENT_FACTOR))
     for name, expected in truth.caches.items():
         # Old rows and v are copied, so their rounding is none; rotated keys are rounded once.
         epsilons = 1.0 if name == "k_cache" and "rotary_cos" in problem.tensors else 0.0
-        bound_of_cache = epsilons * torch.finfo(problem.dtype).eps * largest(expected)
-        checks.append(_measure(name, "fp64", got.caches.get(name), expected, bound_of_cache))
+        bounds = epsilons * torch.finfo(dtype).eps * cells.worst(name, _finite(expected))[:-1]
+        checks.append(_measure(name, "fp64", got.caches.get(name), expected, bounds, cells))
     return checks + _form(problem, got)
 
 
 def against_official(problem: Problem, got: Answer, official: Answer) -> list[Check]:
     """Every quantity of an answer against what flash-attn itself gave."""
-    eps = torch.finfo(problem.dtype).eps
-    checks = [_measure("out", "official", got.out, official.out, OFFICIAL_OUT_EPSILONS * eps * largest(official.out))]
+    eps, cells = torch.finfo(problem.dtype).eps, _Cells(problem)
+
+    def measure(quantity: str, mine: Tensor | None, expected: Tensor, epsilons: float, absolute: float = 0.0) -> Check:
+        bounds = epsilons * eps * cells.worst(quantity, _finite(expected))[:-1] + absolute
+        return _measure(quantity, "official", mine, expected, bounds, cells)
+
+    checks = [measure("out", got.out, official.out, OFFICIAL_OUT_EPSILONS)]
     if official.softmax_lse is not None and got.softmax_lse is not None:
-        checks.append(_measure("softmax_lse", "official", got.softmax_lse, official.softmax_lse, OFFICIAL_LSE))
+        checks.append(measure("softmax_lse", got.softmax_lse, official.softmax_lse, 0.0, OFFICIAL_LSE))
     for name, expected in official.grads.items():
-        gradient_bound = OFFICIAL_GRADIENT_EPSILONS * eps * largest(expected) + cancellation(problem.dtype)
-        checks.append(_measure(f"d{name}", "official", got.grads.get(name), expected, gradient_bound))
+        absolute = cancellation(problem.dtype)
+        checks.append(measure(f"d{name}", got.grads.get(name), expected, OFFICIAL_GRADIENT_EPSILONS, absolute))
     for name, expected in official.caches.items():
-        bound_of_cache = eps * largest(expected) if name == "k_cache" else 0.0
-        checks.append(_measure(name, "official", got.caches.get(name), expected, bound_of_cache))
+        checks.append(measure(name, got.caches.get(name), expected, 1.0 if name == "k_cache" else 0.0))
     return checks
 
 

@@ -78,7 +78,7 @@ def locate(a: Candidate, b: Candidate, setting: Setting, done: Callable[[str], N
     said = {}
     for label, each in zip(("A", "B"), pair):
         if not each.check.ok:
-            wrong = gap(each.reply.out, exact) > each.check.bound
+            wrong = gap(each.reply.out, exact) > each.check.widest_bound
             known = [differs for _, differs in grown]
             evidence = Evidence(each, wrong, setting.block_rows, known, weights[label], found.truth, only_causal)
             said[label] = ([why_not] if why_not else []) + findings(evidence)

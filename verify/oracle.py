@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from verify.problem import CACHES, Answer, Problem
@@ -21,7 +22,8 @@ def truth(problem: Problem, dmask: Tensor | None = None) -> Answer:
     """The fp64 answer. With dropout, dmask (S_dmask of the run being judged; negative means dropped) says what was
     dropped.
     """
-    return _Oracle(problem, torch.float64, dmask).answer()
+    oracle = _Oracle(problem, torch.float64, dmask)
+    return replace(oracle.answer(), terms=oracle.of_all(oracle.terms), spoilt=oracle.of_all(oracle.spoilt))
 
 
 def plain(problem: Problem, dmask: Tensor | None = None) -> Answer:
@@ -36,11 +38,14 @@ def visible(problem: Problem) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Sequence:
-    """One batch element: q (seqlen_q, nheads, d), k (seqlen_k, nheads_k, d), v (seqlen_k, nheads_k, dv)."""
+    """One batch element: q (seqlen_q, nheads, d), k (seqlen_k, nheads_k, d), v (seqlen_k, nheads_k, dv), and what is
+    sent back, dout (seqlen_q, nheads, dv).
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
+    dout: Tensor | None = None
 
 
 def _sees(seqlen_q: int, seqlen_k: int, left: int, right: int) -> Tensor:
@@ -76,6 +81,9 @@ class _Oracle:
             for name, tensor in problem.tensors.items()
         }
         self.cache_after: dict[str, Tensor] = {}
+        # By sequence, and in it by "out", "q", "k", "v": see _terms.
+        self.terms: list[dict[str, Tensor]] = []
+        self.spoilt: list[dict[str, Tensor]] = []
 
     # ---- from a call to its sequences -------------------------------------------------------------------------------
 
@@ -94,13 +102,13 @@ class _Oracle:
         sequences, longest_k = self._sequences()
         left, right = self._window(longest_k)
         results = [self._attend(sequence, index, left, right) for index, sequence in enumerate(sequences)]
-        join = torch.cat if "varlen" in self.problem.function else torch.stack
-        out = join([out for out, _ in results])
-        softmax_lse = (
-            torch.cat([lse for _, lse in results], dim=-1)
-            if join is torch.cat
-            else torch.stack([lse for _, lse in results])
-        )
+        outs, lses = [out for out, _ in results], [lse for _, lse in results]
+        if "varlen" in self.problem.function:
+            before, after = self._outside()
+            out = F.pad(torch.cat(outs), (0, 0, 0, 0, before, after))
+            softmax_lse = F.pad(torch.cat(lses, dim=-1), (before, after))
+        else:
+            out, softmax_lse = torch.stack(outs), torch.stack(lses)
 
         grads: dict[str, Tensor] = {}
         dout = self.problem.dout
@@ -122,7 +130,14 @@ class _Oracle:
 
     def _dense(self) -> tuple[list[Sequence], int]:
         q, k, v = self._qkv()
-        return [Sequence(*parts) for parts in zip(q, k, v)], k.shape[1]
+        douts = [None] * len(q) if self.problem.dout is None else list(self.problem.dout)
+        return [Sequence(*parts) for parts in zip(q, k, v, douts)], k.shape[1]
+
+    def _outside(self) -> tuple[int, int]:
+        """Tokens before the first and behind the last sequence."""
+        q, _, _ = self._qkv()
+        bounds = self.tensors["cu_seqlens" if "qkv" in self.tensors else "cu_seqlens_q"].tolist()
+        return bounds[0], len(q) - bounds[-1]
 
     def _varlen(self) -> tuple[list[Sequence], int]:
         q, k, v = self._qkv()
@@ -133,9 +148,11 @@ class _Oracle:
         table = self.tensors.get("block_table")
         sequences = []
         for index, (start, end) in enumerate(itertools.pairwise(bounds_k)):
-            rows = q[bounds_q[index] : bounds_q[index + 1]]
+            of_q = slice(bounds_q[index], bounds_q[index + 1])
+            rows = q[of_q]
             if table is None:
-                sequences.append(Sequence(rows, k[start:end], v[start:end]))
+                dout = None if self.problem.dout is None else self.problem.dout[of_q]
+                sequences.append(Sequence(rows, k[start:end], v[start:end], dout))
             else:
                 pages = table[index].long()
                 sequences.append(
@@ -211,8 +228,10 @@ class _Oracle:
 
         scores = self._matmul(q.transpose(0, 1) * scale, k.permute(1, 2, 0))
         softcap = float(self.options.get("softcap", 0.0))
+        slope_of_cap: Tensor | float = 1.0
         if softcap > 0:
-            scores = softcap * torch.tanh(scores / softcap)
+            capped = torch.tanh(scores / softcap)
+            scores, slope_of_cap = softcap * capped, 1 - capped.detach() ** 2
         position = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
         key = torch.arange(seqlen_k)[None, :]
         slopes = self._slopes(index)
@@ -232,13 +251,18 @@ class _Oracle:
             softmax_lse = softmax_lse + slopes[:, None] * position[:, 0]
         softmax_lse = softmax_lse.masked_fill(~alive, float("inf"))
 
-        p = self.problem.dropout_p
+        p, share = self.problem.dropout_p, torch.ones((), dtype=self.dtype)
+        dropped = probabilities
         if p > 0:
             if self.dmask is None:
                 raise ValueError("with dropout the oracle needs dmask, the S_dmask of the run being judged")
             kept = (self.dmask[index, :, :seqlen_q, :seqlen_k] >= 0).to(self.dtype)
-            probabilities = probabilities * kept / (1 - p)
-        return self._matmul(probabilities, v.transpose(0, 1)).transpose(0, 1), softmax_lse
+            share = kept / (1 - p)
+            dropped = probabilities * kept / (1 - p)
+        if self.dtype == torch.float64:
+            with torch.no_grad():
+                self._note(sequence, k, v, probabilities, share, slope_of_cap, abs(scale))
+        return self._matmul(dropped, v.transpose(0, 1)).transpose(0, 1), softmax_lse
 
     def _slopes(self, index: int) -> Tensor | None:
         slopes = self.problem.tensors.get("alibi_slopes")
@@ -253,3 +277,55 @@ class _Oracle:
         # What a GPU does, and about 300 times faster on a CPU than its own half-precision product: accumulate in
         # fp32, round once.
         return (a.float() @ b.float()).to(self.dtype)
+
+    # ---- how large what is summed is --------------------------------------------------------------------------------
+
+    def _note(
+        self, sequence: Sequence, k: Tensor, v: Tensor, probabilities: Tensor, share: Tensor,
+        slope_of_cap: Tensor | float, scale: float,
+    ) -> None:  # fmt: skip
+        """Every result's formula with absolute values in it, the largest of each head; k and v are each query head's.
+
+        Where numbers underflow, each probability and each score's gradient may be off by half of the dtype's smallest
+        number; that is added here as a part of a sum of which one rounding is allowed.
+        """
+        nheads_k = sequence.k.shape[1]
+        q, k, v = (x.transpose(0, 1).abs() for x in (sequence.q, k, v))
+        smallest = torch.finfo(self.problem.dtype).smallest_normal
+
+        def of_key_heads(x: Tensor) -> Tensor:
+            return x.unflatten(0, (nheads_k, -1)).sum(1)
+
+        terms = {"out": _largest((probabilities * share) @ v) + smallest * _largest(v.sum(1))}
+        inputs = [q, k, v]
+        if sequence.dout is not None:
+            dout = sequence.dout.to(self.dtype).transpose(0, 1).abs()
+            inputs.append(dout)
+            dprobabilities = (dout @ v.mT) * share
+            mean = (probabilities * dprobabilities).sum(-1, keepdim=True)
+            dscores = scale * probabilities * (dprobabilities + mean) * slope_of_cap
+            terms["q"] = _largest(dscores @ k) + smallest * scale * _largest(k.sum(1))
+            terms["k"] = _largest(of_key_heads(dscores.mT @ q)) + smallest * scale * _largest(of_key_heads(q.sum(1)))
+            dropped = probabilities * share
+            terms["v"] = _largest(of_key_heads(dropped.mT @ dout)) + smallest * _largest(of_key_heads(dout.sum(1)))
+        self.terms.append(terms)
+        # Of anything not finite the sum is not finite either.
+        finite = of_key_heads(torch.stack([x.sum((1, 2)) for x in inputs], 1)).sum(1).isfinite()
+        of_queries = ~finite.repeat_interleave(q.shape[0] // nheads_k)
+        self.spoilt.append({"out": of_queries, "q": of_queries, "k": ~finite, "v": ~finite})
+
+    def of_all(self, found: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """(sequences, heads) of "out" and of each argument's gradient, "dq" and so on; {} where all is False."""
+        together = {name: torch.stack([each[name] for each in found]) for name in found[0]}
+        if together["out"].dtype == torch.bool and not together["out"].any():
+            return {}
+        of_arguments = {
+            f"d{name}": torch.cat([together[part] for part in name], dim=1) for name in self.problem.differentiable
+        }
+        return {"out": together["out"], **of_arguments}
+
+
+def _largest(x: Tensor) -> Tensor:
+    """The largest number of each head, 0 where it has none."""
+    x = x.flatten(1)
+    return x.amax(1) if x.shape[1] else x.new_zeros(x.shape[0])

@@ -171,7 +171,7 @@ def _judged(candidate: Candidate, setting: Setting, exact: Answer, rough: Answer
 
 def tolerance(check: Check, setting: Setting) -> float:
     """Two answers that verify passes are each within the bound of fp64, so within twice the bound of each other."""
-    return 2 * check.bound if setting.atol is None else setting.atol
+    return 2 * check.widest_bound if setting.atol is None else setting.atol
 
 
 def growth(candidates: tuple[Candidate, Candidate], setting: Setting) -> Iterator[tuple[int, bool]]:

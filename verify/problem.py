@@ -24,6 +24,9 @@ class Answer:
     out: (..., nheads, headdim); softmax_lse: as flash-attn lays it out, or None
     dmask: S_dmask where dropout was asked for
     grads: gradients by argument name; caches: k_cache and v_cache as the call left them
+    terms: of the fp64 answer, for "out" and each gradient ("dq", ...): (sequences, heads), the largest sum of absolute
+        terms behind an element of that head, the parts of packed gradients side by side
+    spoilt: of the fp64 answer, likewise: bool, True where something that went in is not finite; empty if all is finite
     """
 
     out: Tensor
@@ -31,6 +34,8 @@ class Answer:
     dmask: Tensor | None = None
     grads: Mapping[str, Tensor] = field(default_factory=dict)
     caches: Mapping[str, Tensor] = field(default_factory=dict)
+    terms: Mapping[str, Tensor] = field(default_factory=dict)
+    spoilt: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,11 @@ def accepted_options(function: Callable[..., Any], problem: Problem) -> dict[str
     return {name: value for name, value in problem.options.items() if name in parameters or name not in requests}
 
 
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Equal, NaN in the same places."""
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
 def solve(function: Callable[..., Any], problem: Problem, device: str, seed: int = 0) -> Answer:
     """Runs the problem on the device, forward and (where it has a dout) backward."""
     given = {name: tensor.to(device) for name, tensor in problem.tensors.items()}
@@ -110,7 +120,7 @@ def solve(function: Callable[..., Any], problem: Problem, device: str, seed: int
         gradients = torch.autograd.grad(out, leaves, problem.dout.to(device))
 
     for name, tensor in given.items():
-        if name not in CACHES and not torch.equal(tensor, arguments[name].detach()):
+        if name not in CACHES and not _same(tensor, arguments[name].detach()):
             raise InputsModified(f"the call changed its input {name}")
     return Answer(
         out=out.detach().cpu(),
