@@ -200,13 +200,13 @@ class Examination:
             verdict.note(name, errors, bounds)
 
     def _shows_nan(self, backend: str) -> bool:
-        """Whether a NaN among the scores must be a NaN in out. A NaN in v says nothing of rows that give it weight 0.
-
-        PyTorch's CPU kernel answers 0 to a row of fewer than 16 scores that are all NaN.
-        """
+        """Whether a NaN among the scores must be a NaN in out. A NaN in v says nothing of rows that give it weight 0."""
         stray = self.problem.stray
-        in_scores = stray is not None and stray[0] in ("q", "k") and stray[2] == "nan"
-        return in_scores and (backend, self.device) != ("sdpa", "cpu")
+        if stray is None or stray[0] == "v" or stray[2] != "nan":
+            return False
+        # PyTorch's CPU kernel, also where it stands in for another, answers 0 to a row of fewer than 16 NaN scores.
+        tensor = self.call.args["qkv" if "qkv" in self.call.args else "q"]
+        return tensor.device.type != "cpu" or backend not in ("sdpa", "torch_efficient")
 
     def truth(self, keep: Tensor | None) -> Truth:
         """The right answers and how near to them one must come; made once, but under dropout for every mask."""
