@@ -115,7 +115,8 @@ class _Builder:
         tokens = (readers == sequence).nonzero().tolist()
         if tokens and values.shape[-1]:
             seed = self.p.seed
-            values[(*tokens[seed % len(tokens)], seed % values.shape[-2], seed % values.shape[-1])] = float(number)
+            heads = values[tuple(tokens[seed % len(tokens)])]
+            heads[seed % values.shape[-2], seed % values.shape[-1]] = float(number)
 
     def ints(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int32)
@@ -224,7 +225,7 @@ class _Builder:
 
     def cache(self) -> dict[str, Any]:
         p = self.p
-        batch, new = len(p.seqlens_q), p.new_keys or 0
+        new = p.new_keys or 0
         rows = self.row_readers(p.seqlens_q[0])
         args: dict[str, Any] = {"q": self.tensor(("q",), rows, p.head_dim, p.layouts[0], p.magnitude)}
         capacity = p.capacity

@@ -305,7 +305,8 @@ def _report(total: Tally, plan: Plan, console: Console, shown: int) -> None:
         console.rule(f"problem {failure.seed} on {failure.backend}")
         console.print(f"{failure.problem!r}\n  " + "\n  ".join(failure.complaints), markup=False, highlight=False)
         console.print(
-            f"smallest found, to repeat:\n{repetition(small, failure.backend, plan.device)}\n  " + "\n  ".join(complaints),
+            f"smallest found, to repeat:\n{repetition(small, failure.backend, plan.device)}\n  "
+            + "\n  ".join(complaints),
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
     table = Table("backend", "ran", "refused", "worst error / bound", "of problem", "failures")
@@ -320,9 +321,7 @@ def _report(total: Tally, plan: Plan, console: Console, shown: int) -> None:
     kinds = Counter((failure.backend, kind) for failure in total.failures for kind in _quantities(failure.complaints))
     for (name, kind), count in kinds.most_common():
         console.print(f"  {count:5} {name}: {kind}", markup=False, highlight=False)
-    console.print(
-        f"{total.problems} problems on {plan.device}, {total.served} answers, {len(total.failures)} failures"
-    )
+    console.print(f"{total.problems} problems on {plan.device}, {total.served} answers, {len(total.failures)} failures")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -330,7 +329,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.splitlines()[0])
     parser.add_argument("--problems", type=int, help="how many; 1000 where --served does not say when to stop")
     parser.add_argument("--served", type=int, help="stop after as many answers, counted over all backends")
-    parser.add_argument("--direction", choices=("forward", "both"), default="both", help="forward: nothing wants gradients")
+    parser.add_argument(
+        "--direction", choices=("forward", "both"), default="both", help="forward: nothing wants gradients"
+    )
     parser.add_argument("--seed", type=int, default=0, help="the first problem's number")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--backend", action="append", choices=names, help="repeatable; all by default")

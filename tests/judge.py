@@ -134,7 +134,8 @@ class Examination:
             names = [n for n in ("q", "k", "v", "kv", "qkv") if n in args]
             found = torch.autograd.grad(out, [args[n] for n in names], self.call.dout)
             grads = dict(zip(names, found, strict=True))
-        return _Result(out.detach(), None if lse is None else lse.detach(), keep, _unpacked(grads)), self._form(out, lse, s_dmask, grads)
+        complaints = self._form(out, lse, s_dmask, grads)
+        return _Result(out.detach(), None if lse is None else lse.detach(), keep, _unpacked(grads)), complaints
 
     def _form(self, out: Tensor, lse: Tensor | None, s_dmask: Tensor | None, grads: dict[str, Tensor]) -> list[str]:
         """Shapes and dtypes, of which nothing needs a number."""
@@ -200,7 +201,7 @@ class Examination:
             verdict.note(name, errors, bounds)
 
     def _shows_nan(self, backend: str) -> bool:
-        """Whether a NaN among the scores must be a NaN in out. A NaN in v says nothing of rows that give it weight 0."""
+        """Whether a NaN among the scores must be a NaN in out. In v it says nothing of rows that give it weight 0."""
         stray = self.problem.stray
         if stray is None or stray[0] == "v" or stray[2] != "nan":
             return False

@@ -265,9 +265,9 @@ def _cache_fields(source: Source, fields: dict[str, Any]) -> dict[str, Any]:
 
 # (q, k) and (v, dout): the first of each are what fp16 has room for, products of q and k, and of v and dout, included.
 _SCORE_SIZES = ((1.0, 1.0),) * 3 + ((1e-3, 1.0), (1.0, 1e-3), (1e2, 1e-2), (1e-2, 1e2), (1e-3, 1e-3))
-_SCORE_SIZES_WIDE = _SCORE_SIZES + ((1e-8, 1.0), (1.0, 1e-8), (1e4, 1e-4), (1e-4, 1e4), (1e-6, 1e4))
+_SCORE_SIZES_WIDE = (*_SCORE_SIZES, (1e-8, 1.0), (1.0, 1e-8), (1e4, 1e-4), (1e-4, 1e4), (1e-6, 1e4))
 _VALUE_SIZES = ((1.0, 1.0), (1e-6, 1.0), (1e-3, 1.0), (1.0, 1e-6), (1.0, 1e-3), (1e4, 1e-3), (1e3, 1e-2), (1e-3, 1e3))
-_VALUE_SIZES_WIDE = _VALUE_SIZES + ((1e-6, 1e-6), (1e4, 1e4), (1e4, 1e-6), (1e-8, 1e4))
+_VALUE_SIZES_WIDE = (*_VALUE_SIZES, (1e-6, 1e-6), (1e4, 1e4), (1e4, 1e-6), (1e-8, 1e4))
 
 
 def _hurtful_fields(source: Source, fields: dict[str, Any]) -> dict[str, Any]:

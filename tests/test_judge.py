@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -44,11 +42,10 @@ def examinations() -> list[Examination]:
 
 
 @pytest.fixture
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant = getattr(mutants, request.param)
     for function in set(FUNCTIONS.values()) - {"_flash_attn_varlen_forward"}:
         monkeypatch.setattr(flash_attn_interface, function, getattr(mutant, function))
-    yield
 
 
 @pytest.mark.parametrize("implementation", MUTANTS, indirect=True)

@@ -274,8 +274,8 @@ def essential() -> Iterator[Case]:
     yield _case(DENSE, "head_dim 64 value 32", fp16, _dense, head_dim=64, head_dim_v=32, causal=True)
     yield _case(DENSE, "large logits", fp32, _dense, q_scale=40.0)
     yield _case(DENSE, "large logits causal", fp16, _dense, q_scale=16.0, causal=True)
-    # The mean shows what fp16 sums lose. Forward only: the backward takes rowsum(dout * out) from the rounded out, so with
-    # values this one-sided even flash-attn's own gradients are further off than plain PyTorch's.
+    # The mean shows what fp16 sums lose. Forward only: the backward takes rowsum(dout * out) from the rounded out, so
+    # with values this one-sided even flash-attn's own gradients are further off than plain PyTorch's.
     many = {"batch": 1, "lengths": (4, 8192), "heads": (2, 1), "head_dim": 64}
     yield _case(DENSE, "8192 keys one-sided values", fp16, _dense, v_mean=1.0, backward=False, **many)
     yield _case(DENSE, "8192 keys", fp16, _dense, **many)
@@ -293,8 +293,8 @@ def essential() -> Iterator[Case]:
 
     skewed = {"lengths_q": (37, 1, 0, 70), "lengths_k": (52, 9, 8, 64)}
     yield _case(VARLEN, "full", fp16, _varlen)
-    for mask in ("causal", "window", "window-left"):
-        yield _case(VARLEN, _label(mask, "skewed gqa"), fp16, _varlen, heads=(4, 2), **skewed, **MASKS[mask])
+    for name in ("causal", "window", "window-left"):
+        yield _case(VARLEN, _label(name, "skewed gqa"), fp16, _varlen, heads=(4, 2), **skewed, **MASKS[name])
     yield _case(VARLEN, "empty key sequences", bf16, _varlen, lengths_q=(9, 20, 5), lengths_k=(12, 0, 0))
     yield _case(VARLEN, "softcap causal", fp32, _varlen, softcap=4.0, causal=True, **skewed)
     yield _case(VARLEN, "alibi-batch causal", fp16, _varlen, alibi="BH", causal=True, **skewed)

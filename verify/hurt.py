@@ -41,7 +41,8 @@ class Hurt:
             x *= torch.cat((factors, torch.ones(1, heads)))[readers][..., None].to(x.dtype)
         if self.stray is not None and self.stray[0] == quantity:
             tokens = (readers == self.stray[1]).nonzero()
-            x[(*tokens[len(tokens) // 2].tolist(), 0, 0)] = self.stray[2]
+            place = tuple(tokens[len(tokens) // 2].tolist())
+            x[place][0, 0] = self.stray[2]
         if self.outside:
             x[readers < 0] = self.outside
         return x

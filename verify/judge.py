@@ -180,14 +180,15 @@ def lse_bound(dtype: torch.dtype, expected: Tensor) -> Tensor:
 def against_fp64(problem: Problem, got: Answer, truth: Answer, plain: Answer) -> list[Check]:
     """Every quantity of an answer against the fp64 answer, bounded by the error of the plain computation."""
     cells, dtype = _Cells(problem), problem.dtype
+    assert truth.softmax_lse is not None and plain.softmax_lse is not None, "the oracle always knows them"
     largest_lse = cells.worst("softmax_lse", _finite(truth.softmax_lse))[:-1]
 
     def measure(quantity: str, mine: Tensor | None, expected: Tensor, rough: Tensor, factor: float) -> Check:
         terms = truth.terms[quantity]
         # Where plain PyTorch overflows it says nothing, and the rounding of the terms has to do.
         bounds = factor * cells.worst(quantity, _finite(_difference(rough, expected)))[:-1] + _rounding(dtype, terms)
-        # exp(score) is off by as much as the score, and a backward pass computes it anew from softmax_lse, rounded at its
-        # own magnitude: what such fp32 numbers cannot know. For fp32 calls it matters.
+        # exp(score) is off by as much as the score, and a backward pass computes it anew from softmax_lse, rounded at
+        # its own magnitude: what such fp32 numbers cannot know. For fp32 calls it matters.
         lse = largest_lse.amax(1, keepdim=True)
         cancelled = 0.0 if quantity == "out" else CANCELLATION
         bounds = bounds + (cancelled + lse) * torch.finfo(torch.promote_types(dtype, torch.float32)).eps * terms

@@ -116,7 +116,7 @@ def solve(function: Callable[..., Any], problem: Problem, device: str, seed: int
         (*returned, None, None)[:3] if isinstance(returned, (tuple, list)) else (returned, None, None)
     )
     gradients: tuple[Tensor, ...] = ()
-    if leaves:
+    if leaves and problem.dout is not None:
         gradients = torch.autograd.grad(out, leaves, problem.dout.to(device))
 
     for name, tensor in given.items():
