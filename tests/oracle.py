@@ -180,7 +180,7 @@ def _sizes(t: _Terms, dout: Tensor | None) -> tuple[dict[str, Tensor], dict[str,
         return sums, spacings
 
     def of_key_head(x: Tensor) -> Tensor:
-        return x.view(-1, t.group, *x.shape[1:]).sum(1)
+        return x.view(len(x) // t.group, t.group, *x.shape[1:]).sum(1)
 
     ratio = torch.where(t.probs > 0, t.dropped / t.probs, 0.0)
     dprobs = (dout @ t.v.mT) * ratio

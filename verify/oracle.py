@@ -294,7 +294,7 @@ class _Oracle:
         smallest = torch.finfo(self.problem.dtype).smallest_normal
 
         def of_key_heads(x: Tensor) -> Tensor:
-            return x.view(nheads_k, -1, *x.shape[1:]).sum(1)
+            return x.view(nheads_k, len(x) // nheads_k, *x.shape[1:]).sum(1)
 
         terms = {"out": _largest((probabilities * share) @ v) + smallest * _largest(v.sum(1))}
         inputs = [q, k, v]
