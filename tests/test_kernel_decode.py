@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not(
 
 def cache(**fields: object) -> Problem:
     """A decoding step; NaN wherever it must not read."""
-    return replace(Problem(kind="kvcache", dtype="float16", nheads_k=2, poison=True), **fields)  # type: ignore[arg-type]
+    return replace(Problem(kind="kvcache", dtype="float16", nheads_k=2, poison="nan"), **fields)  # type: ignore[arg-type]
 
 
 # What is emulated, by the macros of its variant; the numbers of keys are around the kernel's steps of 8, 16, 32 and 64.
@@ -44,11 +44,11 @@ LOCAL = {
     "window": cache(seqlens_q=(1, 1), seqlens_k=(200, 20), capacity=256, head_dim=128, window=(40, 0)),
     "window on both sides": cache(seqlens_q=(4, 4), seqlens_k=(150, 9), capacity=150, head_dim=128, window=(30, 2)),
     "packed": Problem(
-        "private_varlen", (1, 0, 3), (70, 5, 20), 2, 2, 96, dtype="float16", causal=True, gap=(2, 3), poison=True
+        "private_varlen", (1, 0, 3), (70, 5, 20), 2, 2, 96, dtype="float16", causal=True, gap=(2, 3), poison="nan"
     ),
     "packed, keys in use": Problem(
         "private_varlen", (1, 2, 1), (70, 50, 20), 2, 2, 96, dtype="float16", causal=True, seqused=(64, 0, 20),
-        leftpad=(5, 0, 20), poison=True,
+        leftpad=(5, 0, 20), poison="nan",
     ),
 }  # fmt: skip
 PAGES = {
