@@ -32,7 +32,7 @@ def append(call: AttentionCall, new: Append) -> Tensor:
         starts if isinstance(starts, int) else None, new.rotary_interleaved, new.rows_have_own_position,
         None if cos is None or sin is None else (cos.shape, cos.stride(), sin.stride()),
     )  # fmt: skip
-    return launcher.planned(signature, lambda: _make_plan(call, new)).run(call, new)
+    return launcher.planned(signature, call.q.get_device(), lambda: _make_plan(call, new)).run(call, new)
 
 
 def _make_plan(call: AttentionCall, new: Append) -> _Copied | Plan:

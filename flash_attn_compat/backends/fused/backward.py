@@ -67,7 +67,9 @@ def _run(call: AttentionCall, upstream: Upstream, gradients: Gradients, vec: int
         "backward", *launcher.key(call), vec, is_true, dout.stride(), out.stride(),
         *[gradient.stride() for gradient in gradients],
     )  # fmt: skip
-    plan = launcher.planned(signature, lambda: _make_plan(call, dout, out, gradients, vec, is_true))
+    plan = launcher.planned(
+        signature, call.q.get_device(), lambda: _make_plan(call, dout, out, gradients, vec, is_true)
+    )
     return plan.run(call, dout, out, lse if lse.is_contiguous() else lse.contiguous(), gradients)
 
 

@@ -25,7 +25,7 @@ def forward(call: AttentionCall) -> Result:
     if prepared is not None:
         return prepared.plan.launch(prepared.inputs, None)
     call = launcher.tidy(call) if call.alibi_slopes is not None or call.block_table is not None else call
-    return launcher.planned(("forward", *launcher.key(call)), lambda: make_plan(call)).run(call)
+    return launcher.planned(("forward", *launcher.key(call)), call.q.get_device(), lambda: make_plan(call)).run(call)
 
 
 class Prepared(NamedTuple):

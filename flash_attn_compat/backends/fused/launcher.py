@@ -156,12 +156,12 @@ def key(call: AttentionCall) -> tuple[Hashable, ...]:
 _plans: dict[Hashable, Any] = {}
 
 
-def planned(signature: Hashable, make: Callable[[], Plan]) -> Plan:
+def planned(signature: Hashable, device: int, make: Callable[[], Plan]) -> Plan:
     """The plan for ``signature``, made at its first call."""
     found = _plans.get(signature)
     if found is None:
         found = make()
-        if trial.is_capturing():  # its kernels may not have been tried
+        if trial.is_capturing(device):  # its kernels may not have been tried
             return found
         if len(_plans) >= _MOST_PLANS:  # lengths may differ from step to step
             _plans.clear()
