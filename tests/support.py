@@ -88,7 +88,8 @@ def check_against_oracle(backend: str, fn: str, args: dict[str, Any], keep: Tens
 def end_worker() -> NoReturn:
     """The last line of a spawned process with a gloo group, once all is asserted and written.
 
-    Seen in PyTorch 2.4 and 2.6: the group's destructor, holding the GIL, waits for a thread that wants it to free a tensor.
+    Seen in PyTorch 2.4 and 2.6: the group's destructor, holding the GIL, waits for a thread that wants it
+    to free a tensor.
     """
     dist.destroy_process_group()
     os._exit(0)

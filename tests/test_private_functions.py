@@ -124,7 +124,7 @@ def test_the_forward_returns_out_lse_an_empty_s_dmask_and_a_random_state(backend
 
 
 def test_return_softmax_without_dropout_is_rejected() -> None:
-    with pytest.raises(RuntimeError, match="return_softmax is only supported when p_dropout > 0.0"):
+    with pytest.raises(RuntimeError, match=r"return_softmax is only supported when p_dropout > 0.0"):
         forward(*qkv(), return_softmax=True)
 
 
