@@ -282,7 +282,7 @@ def share(call: AttentionCall, kind: Kind) -> Share | None:
     if left is not None and right is not None:
         keys = min(keys, left + rows + right)
     width = variants.decode_width(kind)
-    splits = variants.splits(total, keys, processors(call.q.get_device()), width)
+    splits = variants.splits(total, keys, processors(call.q.get_device()), width, kind.paged)
     partial_rows = total * splits * variants.DECODE_ROWS
     counters = partial_rows * (width + 2) * 4
     return Share(tiles, total, splits, partial_rows * width * 4, counters, counters + total * 4)
