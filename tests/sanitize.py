@@ -1,0 +1,88 @@
+"""The fused kernels under compute-sanitizer: `python -m tests.sanitize`, on any machine with a GPU and the CUDA toolkit.
+
+Every call of fused_coverage.py runs under memcheck (without PyTorch's caching allocator, so that a read past a tensor is
+seen), racecheck and initcheck, shared out among processes. One line for each tool; exit code 1 where one found something in a
+kernel of ours. FLASH_ATTN_COMPAT_CAPABILITY=7.5 checks the PTX that Turing gets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+TOOLS = ("memcheck", "racecheck", "initcheck")
+ENTRIES = "forward|decode|append|absmax|delta|dkdv|dq"
+FINDING = re.compile(rf"=========\s+(?:at|by|Error|Warning|Invalid|Uninitialized|Race).*\b(?:{ENTRIES})\b")
+
+
+def child(shard: int, shards: int) -> None:
+    """Runs every so-manieth check; wrong numbers raise."""
+    from tests.fused_coverage import checks
+
+    done = 0
+    for number, check in enumerate(checks(torch.device("cuda", torch.cuda.current_device()))):
+        if number % shards == shard:
+            check.run()
+            done += 1
+    torch.cuda.synchronize()
+    print(f"ran {done} checks", flush=True)
+
+
+def run(tool: str | None, shard: int, shards: int) -> str:
+    """What a shard printed, under ``tool``; without one it fills the cache of compiled kernels."""
+    command = [sys.executable, "-m", "tests.sanitize", "--shard", str(shard), "--jobs", str(shards)]
+    variables = dict(os.environ)
+    if tool is not None:
+        sanitizer = ["compute-sanitizer", "--tool", tool, "--print-limit", "20"]
+        command = [*sanitizer, *(["--leak-check", "no"] if tool == "memcheck" else []), *command]
+    if tool == "memcheck":
+        variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
+    return done.stdout + done.stderr
+
+
+def findings(text: str) -> list[str]:
+    """The lines of a report that name a kernel of ours."""
+    return [line for line in text.splitlines() if FINDING.search(line)]
+
+
+def judge(tool: str | None, jobs: int) -> bool:
+    with ThreadPoolExecutor(jobs) as pool:
+        texts = list(pool.map(lambda shard: run(tool, shard, jobs), range(jobs)))
+    ran = sum(int(number) for text in texts for number in re.findall(r"^ran (\d+) checks", text, re.MULTILINE))
+    failed = [text for text in texts if not re.search(r"^ran \d+ checks", text, re.MULTILINE)]
+    found = [line for text in texts for line in findings(text)]
+    others = sum(len(re.findall(r"ERROR SUMMARY: [1-9]|RACECHECK SUMMARY: [1-9]", text)) for text in texts)
+    print(f"{tool or 'without a tool'}: {ran} checks, {len(found)} findings in our kernels, {len(failed)} processes failed, "
+          f"{others} with findings of any kind", flush=True)  # fmt: skip
+    for text in failed[:2]:
+        print(text[-1500:], flush=True)
+    for line in found[:10]:
+        print(line, flush=True)
+    return not failed and not found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--shard", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.shard is not None:
+        child(arguments.shard, arguments.jobs)
+        return 0
+    if shutil.which("compute-sanitizer") is None:
+        parser.error("compute-sanitizer is not on the PATH: it comes with the CUDA toolkit")
+    verdicts = [judge(tool, arguments.jobs) for tool in (None, *arguments.tools)]
+    return 0 if all(verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
