@@ -1,8 +1,8 @@
-"""The fused kernels under compute-sanitizer: `python -m tests.sanitize`, on any machine with a GPU and the CUDA toolkit.
+"""The fused kernels under compute-sanitizer: `python -m tests.sanitize`, with a GPU and the CUDA toolkit.
 
-Every call of fused_coverage.py runs under memcheck (without PyTorch's caching allocator, so that a read past a tensor is
-seen), racecheck and initcheck, shared out among processes. One line for each tool; exit code 1 where one found something in a
-kernel of ours. FLASH_ATTN_COMPAT_CAPABILITY=7.5 checks the PTX that Turing gets.
+Every call of fused_coverage.py runs under memcheck (without PyTorch's caching allocator, so that a read past a tensor
+is seen), racecheck and initcheck, shared out among processes. One line for each tool; exit code 1 where one found
+something in a kernel of ours. FLASH_ATTN_COMPAT_CAPABILITY=7.5 checks the PTX that Turing gets.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def judge(tool: str | None, jobs: int) -> bool:
     failed = [text for text in texts if not re.search(r"^ran \d+ checks", text, re.MULTILINE)]
     found = [line for text in texts for line in findings(text)]
     others = sum(len(re.findall(r"ERROR SUMMARY: [1-9]|RACECHECK SUMMARY: [1-9]", text)) for text in texts)
-    print(f"{tool or 'without a tool'}: {ran} checks, {len(found)} findings in our kernels, {len(failed)} processes failed, "
-          f"{others} with findings of any kind", flush=True)  # fmt: skip
+    print(f"{tool or 'without a tool'}: {ran} checks, {len(found)} findings in our kernels, "
+          f"{len(failed)} processes failed, {others} with findings of any kind", flush=True)  # fmt: skip
     for text in failed[:2]:
         print(text[-1500:], flush=True)
     for line in found[:10]:
