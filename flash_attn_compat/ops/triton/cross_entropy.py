@@ -79,7 +79,8 @@ class CrossEntropyLoss(torch.autograd.Function):
         dlogits = logits.detach() if ctx.inplace_backward else torch.empty_like(logits)
         row_scale = (grad_losses.to(lse.dtype) * ctx.logit_scale)[:, None]
         lse_factor = (1.0 + 2.0 * ctx.lse_square_scale * lse)[:, None]
-        at_label = torch.where(local, -(1.0 - ctx.smoothing), 0.0).to(lse.dtype)[:, None]
+        # Of two numbers torch.where makes the default dtype, which may be fp16.
+        at_label = (local.to(lse.dtype) * -(1.0 - ctx.smoothing))[:, None]
         columns = torch.where(local, local_labels, 0)[:, None]
         for rows in _row_blocks(logits):
             grad = _shifted(logits[rows], ctx.logit_scale, lse[rows]).exp_()

@@ -130,8 +130,12 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inplace: boo
         first.copy_(new_first)
         second.copy_(new_second)
         return x
-    new_first, new_second = new_first.to(x.dtype), new_second.to(x.dtype)
-    rest = x[..., 2 * half :]
-    if interleaved:
-        return torch.cat((torch.stack((new_first, new_second), dim=-1).flatten(-2), rest), dim=-1)
-    return torch.cat((new_first, new_second, rest), dim=-1)
+    # Not torch.cat: CPU autocast to bf16 refuses it fp16 tensors.
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    turned = (
+        (out[..., 0 : 2 * half : 2], out[..., 1 : 2 * half : 2]) if interleaved else out[..., : 2 * half].chunk(2, -1)
+    )
+    turned[0].copy_(new_first)
+    turned[1].copy_(new_second)
+    out[..., 2 * half :].copy_(x[..., 2 * half :])
+    return out

@@ -1,0 +1,232 @@
+"""States a caller may be in, and what may come of a call in one: the same answer, and the state as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import flash_attn_compat
+from flash_attn_compat import settings
+from flash_attn_compat.backends import BACKENDS
+from tests.caller_calls import TABLE, Found, Prepared, Row
+
+Enter = Callable[[torch.device], contextlib.AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class State:
+    """enter: the state as a context; same_path: whether answers are equal bit for bit; grads: are any recorded?"""
+
+    name: str
+    enter: Enter
+    same_path: bool = True
+    grads: bool = True
+    own_thread: bool = False
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def _default_device(device: str) -> Iterator[None]:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def _variables(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _stream(device: torch.device) -> Iterator[None]:
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+def states() -> Iterator[State]:
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        yield State(f"default dtype {dtype}", lambda _, dtype=dtype: _default_dtype(dtype))
+    for name in ("cpu", "meta", "cuda"):
+        yield State(f"default device {name}", lambda _, name=name: _default_device(name))
+        yield State(f"with torch.device {name}", lambda _, name=name: torch.device(name))
+    yield State("no_grad", lambda _: torch.no_grad(), same_path=False, grads=False)
+    yield State("inference_mode", lambda _: torch.inference_mode(), same_path=False, grads=False)
+    for dtype in (torch.bfloat16, torch.float16):
+        yield State(f"autocast {dtype}", lambda device, dtype=dtype: torch.autocast(device.type, dtype=dtype))
+    yield State("deterministic algorithms", lambda _: _deterministic(), same_path=False)
+    yield State("a second thread", lambda _: contextlib.nullcontext(), own_thread=True)
+    yield State("cuda: another stream", _stream)
+    yield State("cuda: another current GPU", lambda _: torch.cuda.device(1))
+    settled = {
+        settings.CAPABILITY: ("7.5",), settings.DISABLE_OFFICIAL: ("1",), settings.FUSED: ("0", "1"),
+        settings.API: ("2.6",), settings.BACKEND: tuple(backend.name for backend in BACKENDS),
+    }  # fmt: skip
+    yield State(f"{settings.COMPILE}=1", lambda _: _variables(**{settings.COMPILE: "1"}), same_path=False)
+    for variable, values in settled.items():
+        for value in values:
+            for also in ({}, {settings.COMPILE: "1"}):
+                given = {variable: value, **also}
+                name = " ".join(f"{n}={v}" for n, v in given.items())
+                yield State(name, lambda _, given=given: _variables(**given), same_path=False)
+
+
+def why_not(state: State, device: torch.device) -> str:
+    """Why a state cannot be had here, or nothing."""
+    if "cuda" in state.name and not torch.cuda.is_available():
+        return "needs an NVIDIA GPU"
+    if state.name.startswith("cuda:") and device.type != "cuda":
+        return "streams and current GPUs matter to calls on a GPU"
+    if state.name == "cuda: another current GPU" and torch.cuda.device_count() < 2:
+        return "needs two GPUs"
+    return ""
+
+
+def callers_state() -> dict[str, object]:
+    """What a call must leave as it was, random numbers aside."""
+    found: dict[str, object] = {
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.empty(0).device,
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "threads": torch.get_num_threads(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "variables": {n: v for n, v in os.environ.items() if n.startswith("FLASH_ATTN_COMPAT")},
+    }
+    for kind in ("cpu", "cuda"):
+        found[f"autocast {kind}"] = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    if torch.cuda.is_initialized():
+        found["GPU and stream"] = torch.cuda.current_device(), torch.cuda.current_stream()
+    return found
+
+
+def random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.random.get_rng_state()
+
+
+def answer(row: Row, device: torch.device, state: State | None = None) -> tuple[Found | None, list[str]]:
+    """One call, None where the backend that was asked for refuses it, and what it left otherwise than it was."""
+    prepared = row.prepare(device)
+    before = {name: x.detach().clone() for name, x in prepared.inputs.items()}
+    torch.manual_seed(7)
+    random_numbers = random_state(device)
+    complaints: list[str] = []
+    results: list[Found | None] = []
+
+    def run() -> None:
+        with contextlib.nullcontext() if state is None else state.enter(device):
+            found = callers_state()
+            try:
+                results.append(prepared.run())
+            except flash_attn_compat.BackendNotSupported:
+                results.append(None)
+            now = callers_state()
+            complaints.extend(f"{n}: {found[n]} became {now.get(n)}" for n in found if now.get(n) != found[n])
+
+    errors: list[Exception] = []
+    if state is not None and state.own_thread:
+
+        def guarded() -> None:
+            try:
+                run()
+            except Exception as error:  # noqa: BLE001 - what a thread raises is told by the thread that waits for it
+                errors.append(error)
+
+        thread = threading.Thread(target=guarded)
+        thread.start()
+        thread.join()
+    else:
+        run()
+    if errors:
+        raise errors[0]
+    if not row.draws and not torch.equal(random_numbers, random_state(device)):
+        complaints.append("random numbers were taken")
+    complaints += changed(prepared, before)
+    return results[0], complaints
+
+
+def changed(prepared: Prepared, before: Found) -> list[str]:
+    return [f"{n} was written to" for n in before.keys() - prepared.written if not same(prepared.inputs[n], before[n])]
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def near(a: Tensor, b: Tensor) -> bool:
+    """As near as two backends are: both within rounding of what is right."""
+    if a.dtype != b.dtype or a.shape != b.shape or not a.is_floating_point():
+        return same(a, b)
+    x, y = a.detach().double(), b.detach().double()
+    size = float(y[y.isfinite()].abs().max()) if y.isfinite().any() else 1.0
+    allowed = max(16 * torch.finfo(a.dtype).eps, 1e-3 if a.dtype == torch.float32 else 0.0) * max(size, 1e-3)
+    return torch.allclose(x, y, rtol=0, atol=allowed, equal_nan=True)
+
+
+def examine(state: State, device: torch.device, rows: Iterable[Row] = TABLE) -> list[str]:
+    """Each row in the state, then once more as before: what is remembered in a state must serve outside of it."""
+    complaints, served = [], 0
+    for row in rows:
+        try:
+            expected, _ = answer(row, device)
+            found, wrong = answer(row, device, state)
+            lasting = not state.name.startswith("FLASH_ATTN")
+            again = answer(row, device)[0] if lasting else expected
+        except Exception as error:  # noqa: BLE001 - whatever it is, the row that raises it must be named
+            complaints.append(f"{row.name}: {type(error).__name__}: {str(error)[:300]}")
+            continue
+        complaints += [f"{row.name}: {what}" for what in wrong]
+        assert expected is not None and again is not None
+        complaints += [f"{row.name}: {n} is another afterwards" for n in expected if not near(again[n], expected[n])]
+        if found is None or (row.casts and "autocast" in state.name):
+            continue
+        served += 1
+        # Dropout drawn by another path may be another mask; gradients added by a GPU's atomics have no order.
+        if row.draws and not state.same_path:
+            continue
+        names = [n for n in expected if n in found or state.grads]
+        exact = state.same_path and device.type == "cpu"
+        for name in names:
+            if name not in found or not (same if exact else near)(found[name], expected[name]):
+                complaints.append(f"{row.name}: {name} is another")
+    if not served and not state.name.startswith(settings.BACKEND):
+        complaints.append("no row was served")
+    return complaints

@@ -1,0 +1,94 @@
+"""Neither an answer nor the caller's state or tensors depend on one another: a table of calls in every state."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+from flash_attn_compat import settings
+from tests import caller_state
+from tests.caller_calls import TABLE, Found, Prepared, Row
+from tests.caller_state import State, answer, examine, same, states
+
+STATES = tuple(states())
+DEVICES = [
+    torch.device("cpu"),
+    pytest.param(
+        torch.device("cuda", 0), marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+    ),
+]
+on_devices = pytest.mark.parametrize("device", DEVICES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would be compiled runs as it is: minutes of compilation say nothing of the caller's state."""
+    monkeypatch.setattr(torch, "compile", lambda function=None, **options: function)
+
+
+@on_devices
+@pytest.mark.parametrize("state", STATES, ids=lambda state: state.name)
+def test_no_answer_depends_on_the_state_and_the_state_stays(state: State, device: torch.device) -> None:
+    if reason := caller_state.why_not(state, device):
+        pytest.skip(reason)
+    assert not examine(state, device)
+
+
+@on_devices
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_a_tensor_stays_the_callers(row: Row, device: torch.device) -> None:
+    prepared = row.prepare(device)
+    prepared.run()
+    for name, x in prepared.inputs.items():
+        assert isinstance(x, torch.nn.Parameter) or not vars(x), name
+        file = io.BytesIO()
+        torch.save(x, file)
+        file.seek(0)
+        copies = copy.deepcopy(x), pickle.loads(pickle.dumps(x)), torch.load(file, weights_only=True)
+        assert all(same(each, x) for each in copies), name
+
+
+def test_every_variable_is_in_the_table() -> None:
+    told = {value for name, value in vars(settings).items() if name.isupper() and str(value).startswith("FLASH_ATTN")}
+    assert {name for name in told if any(f"{name}=" in state.name for state in STATES)} == told - {settings.CACHE}
+
+
+def _faulty(run: str) -> Row:
+    """A row with a mistake of each kind that the table is there to find."""
+
+    def prepare(device: torch.device) -> Prepared:
+        x = torch.arange(3.0)
+
+        def body() -> Found:
+            if run == "default dtype":
+                return {"out": x + torch.tensor(0.1, dtype=torch.get_default_dtype())}
+            if run == "random numbers":
+                torch.rand(1, dtype=torch.float32, device="cpu")
+            if run == "input":
+                x.add_(1)
+            if run == "deterministic":
+                torch.use_deterministic_algorithms(not torch.are_deterministic_algorithms_enabled())
+            return {"out": x + 1}
+
+        return Prepared({"x": x}, body)
+
+    return Row(run, prepare)
+
+
+@pytest.mark.parametrize("mistake", ["default dtype", "random numbers", "input", "deterministic"])
+def test_the_table_finds_a_planted_mistake(mistake: str) -> None:
+    fp16 = STATES[0]
+    try:
+        assert examine(fp16, torch.device("cpu"), [_faulty(mistake)])
+        assert not examine(fp16, torch.device("cpu"), [_faulty("")])
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_row_served_by_nobody_is_told() -> None:
+    assert answer(_faulty(""), torch.device("cpu"))[0] is not None
+    assert "no row was served" in examine(STATES[0], torch.device("cpu"), [])
