@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import flash_attn_2_cuda as flash_attn_gpu
+from flash_attn_compat import sinks
 from flash_attn_compat.engine import compiled
 from flash_attn_compat.engine.autograd import attend, unpack
 from flash_attn_compat.engine.build import Options, Packing, dense_call, packed_call
@@ -75,13 +76,13 @@ AttentionOutput = Tensor | tuple[Tensor, Tensor, Tensor]
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ..., return_attn_probs: Literal[False] = ...,
+    deterministic: bool = ..., return_attn_probs: Literal[False] = ..., *, s_aux: Tensor | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ..., return_attn_probs: bool = ...,
+    deterministic: bool = ..., return_attn_probs: bool = ..., *, s_aux: Tensor | None = ...,
 ) -> AttentionOutput: ...  # fmt: skip
 def flash_attn_func(
     q: Tensor,
@@ -95,6 +96,8 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
 ) -> AttentionOutput:
     """softmax(q @ k^T * softmax_scale) @ v, differentiable in q, k and v.
 
@@ -113,6 +116,8 @@ def flash_attn_func(
             added to the score of row i and key j
         deterministic: the same gradients to the bit in every run
         return_attn_probs: also return softmax_lse and S_dmask
+        s_aux [not in flash-attn]: (nheads,), attention sinks: logits that take part in the softmax of every row
+            and have no value; differentiable, softmax_lse counts them; not together with alibi_slopes
     Returns:
         out: (batch_size, seqlen_q, nheads, headdim of v) in q's dtype; rows that see no key are 0
         softmax_lse [with return_attn_probs]: (batch_size, nheads, seqlen_q) fp32, the natural log of the
@@ -127,6 +132,8 @@ def flash_attn_func(
     options = Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
+    if s_aux is not None:
+        return sinks.attend(q, k, v, s_aux, options)
     return _dense((q, k, v), options)
 
 
@@ -207,14 +214,14 @@ def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ..., window_size: Sequence[int] = ...,
     softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
-    return_attn_probs: Literal[False] = ..., block_table: Tensor | None = ...,
+    return_attn_probs: Literal[False] = ..., block_table: Tensor | None = ..., *, s_aux: Tensor | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ..., window_size: Sequence[int] = ...,
     softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ..., return_attn_probs: bool = ...,
-    block_table: Tensor | None = ...,
+    block_table: Tensor | None = ..., *, s_aux: Tensor | None = ...,
 ) -> AttentionOutput: ...  # fmt: skip
 def flash_attn_varlen_func(
     q: Tensor,
@@ -233,6 +240,8 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
+    *,
+    s_aux: Tensor | None = None,
 ) -> AttentionOutput:
     """flash_attn_func over sequences of different lengths, laid end to end.
 
@@ -258,6 +267,8 @@ def flash_attn_varlen_func(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if s_aux is not None:
+        return sinks.attend(q, k, v, s_aux, options, packing, block_table)
     return _packed((q, k, v), packing, options, block_table)
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple, Optional
 import torch
 from torch import Tensor
 
+from flash_attn_compat import sinks
 from flash_attn_compat.engine import checks
 from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.autograd import run_forward
@@ -40,6 +41,8 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
+    *,
+    s_aux: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of ``q`` over a key/value cache, after writing new keys and values into it in place.
 
@@ -60,6 +63,7 @@ def flash_attn_with_kvcache(
         rotary_interleaved: rotate channels (0, 1), (2, 3), ... rather than the two halves
         num_splits: accepted and ignored, apart from its upper limit
         return_softmax_lse: also return softmax_lse
+        s_aux [not in flash-attn]: (nheads,), attention sinks, as in flash_attn_func
     Returns:
         out: (batch_size, seqlen_q, nheads, headdim)
         softmax_lse [with return_softmax_lse]: (batch_size, nheads, seqlen_q) fp32
@@ -67,6 +71,9 @@ def flash_attn_with_kvcache(
         RuntimeError: something does not fit together, or the new keys do not fit into the cache; the cache
             is unchanged then. On CUDA a cache_seqlens tensor that is too long is caught by the device.
     """
+    if s_aux is not None:
+        sinks.check(s_aux, q, alibi_slopes)
+    wants_lse = return_softmax_lse or s_aux is not None
     lengths = cache_seqlens
     if lengths is not None and not isinstance(lengths, Tensor):
         lengths = integer("cache_seqlens", lengths)
@@ -79,14 +86,16 @@ def flash_attn_with_kvcache(
         out, lse = _kvcache_op(
             q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, tensor, number, cache_batch_idx, cache_leftpad,
             block_table, softmax_scale, causal, window_size[0], window_size[1], softcap, rotary_interleaved,
-            alibi_slopes, num_splits, return_softmax_lse,
+            alibi_slopes, num_splits, wants_lse,
         )  # fmt: skip
     elif torch.is_grad_enabled() and arguments.want_gradients:
         with torch.no_grad():
-            out, lse = _attend(arguments, return_softmax_lse)
+            out, lse = _attend(arguments, wants_lse)
     else:
         # A decoding step is short enough for the host to notice a context manager.
-        out, lse = _attend(arguments, return_softmax_lse)
+        out, lse = _attend(arguments, wants_lse)
+    if s_aux is not None:
+        out, lse = sinks.absorb(out, lse, s_aux.detach())
     return (out, lse) if return_softmax_lse else out
 
 

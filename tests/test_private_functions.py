@@ -41,6 +41,7 @@ PUBLIC = {
     "causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
     "return_softmax_lse=False",
 }
+EXTENSIONS = {"s_aux"}
 _LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 _SCORES = "dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes"
 PRIVATE = {
@@ -55,10 +56,11 @@ PRIVATE = {
 
 
 def _written(signature: inspect.Signature) -> str:
-    """Names, order and defaults, without annotations."""
-    kinds = {p.kind for p in signature.parameters.values()}
-    assert kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
-    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    """Names, order and defaults, without annotations; of our own extensions, which are keywords at the end, none."""
+    extensions = [p for p in signature.parameters.values() if p.kind == inspect.Parameter.KEYWORD_ONLY]
+    assert all(p.name in EXTENSIONS and p.default is None for p in extensions)
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values() if p not in extensions]
+    assert {p.kind for p in bare} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
     return str(inspect.Signature(bare))[1:-1]
 
 

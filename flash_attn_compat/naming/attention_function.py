@@ -39,10 +39,9 @@ def attention(
     attention_mask (batch, seqlen_k): 1 for tokens, 0 for padding; None where nothing is padded.
     sliding_window: how many keys a token sees, itself included.
     Returns (batch, seqlen_q, nheads, head_dim) and None for the weights.
-    Raises ValueError for attention sinks (s_aux) and for masks of other shapes: they would be ignored.
+    s_aux: (nheads,), attention sinks.
+    Raises ValueError for masks of other shapes: they would be ignored.
     """
-    if s_aux is not None:
-        raise ValueError("attention sinks (s_aux) are not part of flash-attn 2: use another attn_implementation")
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(f"attention_mask must have shape (batch, seqlen_k), got {tuple(attention_mask.shape)}")
     q, k, v = (states.transpose(1, 2) for states in (query, key, value))
@@ -53,6 +52,7 @@ def attention(
         "causal": getattr(module, "is_causal", True) if is_causal is None else is_causal,
         "window_size": (window, window),
         "softcap": softcap or 0.0,
+        "s_aux": s_aux,
     }
     if attention_mask is not None:
         return _padded(q, k, v, attention_mask, options), None
