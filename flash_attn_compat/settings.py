@@ -19,6 +19,8 @@ DISABLE_OFFICIAL = "FLASH_ATTN_COMPAT_DISABLE_OFFICIAL"
 FUSED = "FLASH_ATTN_COMPAT_FUSED"
 CACHE = "FLASH_ATTN_COMPAT_CACHE"
 API = "FLASH_ATTN_COMPAT_API"
+HUB_KERNELS = "FLASH_ATTN_COMPAT_HUB_KERNELS"
+VARLEN_ATTN = "FLASH_ATTN_COMPAT_VARLEN_ATTN"
 
 # The releases of flash-attn whose interface can stand under its name, and what each reports as its version.
 API_VERSIONS = {"2.6": "2.6.3", "2.8": "2.8.3"}
@@ -43,7 +45,7 @@ def fingerprint() -> tuple[object, ...]:
 
 def check() -> None:
     """Raise for a value that means nothing, whether or not this machine or call would ask for it."""
-    for switch in (COMPILE, DISABLE_OFFICIAL, FUSED):
+    for switch in (COMPILE, DISABLE_OFFICIAL, FUSED, HUB_KERNELS, VARLEN_ATTN):
         _switch(switch)
     forced_capability()
     api()
@@ -77,6 +79,16 @@ def cache_folder() -> str | None:
 def api() -> str | None:
     """FLASH_ATTN_COMPAT_API: the flash-attn whose interface stands under its name, "2.6" or "2.8"."""
     return _choice(API, APIS)
+
+
+def hub_kernels() -> bool:
+    """FLASH_ATTN_COMPAT_HUB_KERNELS=1: transformers' names of flash kernels on its hub lead to our functions."""
+    return bool(_switch(HUB_KERNELS))
+
+
+def varlen_attn() -> bool:
+    """FLASH_ATTN_COMPAT_VARLEN_ATTN=1: torch.nn.attention.varlen runs where torch's kernels do not."""
+    return bool(_switch(VARLEN_ATTN))
 
 
 def _is_on(switch: str, unless_set: bool) -> bool:

@@ -25,7 +25,7 @@ from flash_attn_compat.naming.site_directory import SITE, SITE_2_6
 INSTALLER = "flash-attn-compat"
 _STARTUP = "_flash_attn_compat_startup"
 # A .pth line is run at every start of the interpreter; it lets transformers on a CPU accept flash_attention_2.
-_PTH = f"import {_STARTUP}; {_STARTUP}.wait_for_transformers()\n"
+_PTH = f"import {_STARTUP}; {_STARTUP}.wait_for_imports()\n"
 
 
 class InstallError(RuntimeError):

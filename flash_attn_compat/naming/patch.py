@@ -14,15 +14,18 @@ from importlib.machinery import ModuleSpec
 
 from flash_attn_compat import settings
 from flash_attn_compat.naming import finder, real, site_directory, transformers
+from flash_attn_compat.naming.hub_kernels import answer as answer_hub_names
+from flash_attn_compat.naming.varlen_attn import serve as serve_varlen_attn
 
 _lock = threading.RLock()
 _undo: ExitStack | None = None
 _kept = False  # by patch(), until unpatch()
 _contexts = 0  # patched() blocks that are open, in any thread
 _api: str | None = None  # asked for by whoever patched first
+_extras: set[str] = set()  # in force, by their variables
 
 
-def patch(api: str | None = None) -> None:
+def patch(api: str | None = None, *, hub_kernels: bool = False, varlen_attn: bool = False) -> None:
     """Make `import flash_attn` find flash_attn_compat, here and in child processes started later.
 
     Under the name stand flash_attn and its submodules (the same module objects as flash_attn_compat's), the raw
@@ -36,11 +39,16 @@ def patch(api: str | None = None) -> None:
     values, private functions take and return what they did, the version is 2.6.3, and a real flash-attn is put
     aside. By default FLASH_ATTN_COMPAT_API decides, else it is "2.8". Children inherit it.
 
-    Calling it again does nothing; with another api it raises RuntimeError. Threads may call it at the same time.
+    hub_kernels: transformers' names for flash kernels on its hub, to which it sends models with attention sinks, lead
+    to our functions too (`naming.hub_kernels.NAMES`); so does FLASH_ATTN_COMPAT_HUB_KERNELS=1.
+    varlen_attn: torch.nn.attention.varlen runs on CPUs and GPUs before sm80; so does FLASH_ATTN_COMPAT_VARLEN_ATTN=1.
+
+    Calling it again adds what it asks for and else does nothing; with another api it raises RuntimeError. Threads may
+    call it at the same time.
     """
     global _kept
     with _lock:
-        _apply(api)
+        _apply(api, hub_kernels, varlen_attn)
         _kept = True
 
 
@@ -56,11 +64,11 @@ def unpatch() -> None:
 
 
 @contextmanager
-def patched(api: str | None = None) -> Iterator[None]:
-    """patch(api) for the length of a block; blocks may nest and overlap, the last one out undoes."""
+def patched(api: str | None = None, *, hub_kernels: bool = False, varlen_attn: bool = False) -> Iterator[None]:
+    """patch(...) for the length of a block; blocks may nest and overlap, the last one out undoes."""
     global _contexts
     with _lock:
-        _apply(api)
+        _apply(api, hub_kernels, varlen_attn)
         _contexts += 1
     try:
         yield
@@ -70,7 +78,7 @@ def patched(api: str | None = None) -> Iterator[None]:
             _release()
 
 
-def _apply(api: str | None) -> None:
+def _apply(api: str | None, hub_kernels: bool, varlen_attn: bool) -> None:
     global _undo, _api
     if api is not None and api not in settings.APIS:
         raise ValueError(f"api must be {' or '.join(settings.APIS)}, got {api!r}")
@@ -78,15 +86,31 @@ def _apply(api: str | None) -> None:
     if _undo is not None:
         if api is not None and api != (_api or "2.8"):
             raise RuntimeError(f"patched already with the interface of {_api or '2.8'}: unpatch() first")
+        with ExitStack() as added:
+            _add_extras(hub_kernels, varlen_attn, added)
+            _undo.push(added.pop_all())
         return
     with ExitStack() as undo:
         if api is not None:
             _set_variable(settings.API, api, undo)
         if _answer_to_the_name(undo, wish):
             transformers.open_gates(undo)
+        _extras.clear()
+        _add_extras(hub_kernels or settings.hub_kernels(), varlen_attn or settings.varlen_attn(), undo)
         _undo = undo.pop_all()
     _api = wish
     _forget_decisions()
+
+
+def _add_extras(wants_hub_kernels: bool, wants_varlen_attn: bool, undo: ExitStack) -> None:
+    """What has to be asked for, unless it is there already; the variables tell children."""
+    extras = {settings.HUB_KERNELS: (wants_hub_kernels, answer_hub_names)}
+    extras[settings.VARLEN_ATTN] = (wants_varlen_attn, serve_varlen_attn)
+    for variable, (wanted, apply) in extras.items():
+        if wanted and variable not in _extras:
+            _set_variable(variable, "1", undo)
+            apply(undo)
+            _extras.add(variable)
 
 
 def _release() -> None:

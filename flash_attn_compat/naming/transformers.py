@@ -12,11 +12,12 @@ import importlib
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+
+from flash_attn_compat.naming.after_import import when_imported
 
 _IMPORT_UTILS = "transformers.utils.import_utils"
 _FLASH_UTILS = "transformers.modeling_flash_attention_utils"
@@ -81,19 +82,14 @@ class _Gates:
         self._available: dict[str, Any] = {}
 
     def open(self) -> None:
-        handlers: dict[str, Callable[[ModuleType], None]] = {
-            _IMPORT_UTILS: self._open_import_utils,
-            _FLASH_UTILS: self._open_flash_utils,
-            _MODELING_UTILS: self._open_modeling_utils,
-        }
-        waiting = {name: handler for name, handler in handlers.items() if name not in sys.modules}
-        if waiting:
-            watcher = _AfterImport(waiting)
-            sys.meta_path.insert(0, watcher)
-            self._undo.callback(_remove, sys.meta_path, watcher)
-        for name, handler in handlers.items():  # in this order: the others build on what the first replaces
-            if name not in waiting:
-                handler(sys.modules[name])
+        waiting = when_imported(
+            {  # in this order: the others build on what the first replaces
+                _IMPORT_UTILS: self._open_import_utils,
+                _FLASH_UTILS: self._open_flash_utils,
+                _MODELING_UTILS: self._open_modeling_utils,
+            },
+            self._undo,
+        )
         if _IMPORT_UTILS not in waiting:
             _replay_guarded_code(self._undo)
 
@@ -138,37 +134,6 @@ class _Gates:
             if original is not None:
                 setattr(model_class, name, _without_device_check(original, argument, value))
                 self._undo.callback(setattr, model_class, name, original)
-
-
-class _AfterImport:
-    """A finder that finds nothing by itself: it lets a handler run once a module it waits for has been executed."""
-
-    def __init__(self, handlers: dict[str, Callable[[ModuleType], None]]) -> None:
-        self._handlers = handlers
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        handler = self._handlers.get(fullname)
-        if handler is None:
-            return None
-        for finder in sys.meta_path:
-            spec = finder.find_spec(fullname, path, target) if finder is not self else None
-            if spec is not None and spec.loader is not None:
-                _run_after(spec.loader, handler)
-                return spec
-        return None
-
-
-def _run_after(loader: Any, handler: Callable[[ModuleType], None]) -> None:
-    execute = loader.exec_module
-
-    def exec_module(module: ModuleType) -> None:
-        del loader.exec_module
-        execute(module)
-        handler(module)
-
-    loader.exec_module = exec_module
 
 
 def _always_available(original: Callable[..., bool]) -> Callable[..., bool]:
@@ -265,11 +230,6 @@ def _restore_namespace(module: ModuleType, before: dict[str, Any]) -> None:
     for name in vars(module).keys() - before.keys():
         delattr(module, name)
     vars(module).update(before)
-
-
-def _remove(finders: list[Any], finder: Any) -> None:
-    if finder in finders:
-        finders.remove(finder)
 
 
 def register_with_transformers(name: str = "fa2_compat") -> None:

@@ -3,7 +3,13 @@
 Every start of the interpreter pays for this file, so it imports nothing until it is needed.
 """
 
+from __future__ import annotations
+
 import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 
 def make_package_importable() -> None:
@@ -38,22 +44,29 @@ def with_other_distributions(path: list[str]) -> list[str]:
     return [entry for entry in pkgutil.extend_path(path, "flash_attn") if belongs(entry)]
 
 
-def wait_for_transformers() -> None:
-    """Open transformers' checks once its import begins; until then only compare a name at each import."""
-    if _WaitForTransformers not in sys.meta_path:
-        sys.meta_path.insert(0, _WaitForTransformers)
+def wait_for_imports() -> None:
+    """Do what patch() does to other packages once their import begins; until then only compare names."""
+    if _Wait not in sys.meta_path:
+        sys.meta_path.insert(0, _Wait)
 
 
-class _WaitForTransformers:
+_awaited = {"transformers", "torch.nn.attention.varlen"}
+
+
+class _Wait:
     @classmethod
-    def find_spec(cls, fullname: str, path: object = None, target: object = None) -> None:
-        if fullname != "transformers":
-            return
-        if cls in sys.meta_path:
-            sys.meta_path.remove(cls)
+    def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if fullname not in _awaited:
+            return None
+        _awaited.discard(fullname)
         try:
             make_package_importable()
-            from flash_attn_compat.naming.transformers import open_gates
+            from flash_attn_compat.naming import at_start
         except ImportError:
-            return
-        open_gates()
+            return None
+        at_start.begins(fullname)
+        # What has just been put before this finder would not be asked any more.
+        finders: list[Any] = list(sys.meta_path)
+        others = (finder for finder in finders if finder is not cls and hasattr(finder, "find_spec"))
+        found = (finder.find_spec(fullname, path, target) for finder in others)
+        return next((spec for spec in found if spec is not None), None)

@@ -10,7 +10,7 @@ import sys
 
 import _flash_attn_compat_startup
 
-_flash_attn_compat_startup.wait_for_transformers()
+_flash_attn_compat_startup.wait_for_imports()
 
 _here = os.path.dirname(os.path.abspath(__file__))
 _elsewhere = [entry for entry in sys.path if os.path.abspath(entry) != _here]

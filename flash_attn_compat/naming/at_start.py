@@ -1,0 +1,20 @@
+"""For children of a patched process, and where the name is installed: what patch() does to packages that come later."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from flash_attn_compat import settings
+from flash_attn_compat.naming import hub_kernels, transformers, varlen_attn
+
+_for_good = ExitStack()  # never closed
+
+
+def begins(package: str) -> None:
+    """The import of `package` begins in an interpreter that has not called patch()."""
+    if package == "transformers":
+        transformers.open_gates()
+        if settings.hub_kernels():
+            hub_kernels.answer(_for_good)
+    elif settings.varlen_attn():
+        varlen_attn.serve(_for_good)

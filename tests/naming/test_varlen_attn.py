@@ -1,0 +1,169 @@
+"""torch.nn.attention.varlen on a CPU after patch(varlen_attn=True), against attention written out."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_compat.naming import patch, unpatch
+from tests.plain import check_function
+from tests.support import cumulative, randn
+
+pytest.importorskip("torch.nn.attention.varlen", reason="torch.nn.attention.varlen came with torch 2.10")
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+H, HK, D = 4, 2, 16
+LENGTHS = (3, 6, 1)
+STARTS = cumulative(*LENGTHS)
+arguments = inspect.signature(varlen_attn).parameters
+
+
+def needs(name: str) -> Any:
+    return pytest.mark.skipif(name not in arguments, reason=f"this torch's varlen_attn has no {name}")
+
+
+@pytest.fixture
+def served() -> None:
+    patch(varlen_attn=True)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int] = (-1, -1), scale: float = D**-0.5) -> Tensor:
+    """One sequence, (tokens, heads, headdim)."""
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    place = torch.arange(q.shape[0])[:, None] + k.shape[0] - q.shape[0] - torch.arange(k.shape[0])
+    hidden = torch.zeros_like(place, dtype=torch.bool)
+    hidden |= (place > window[0]) if window[0] >= 0 else False
+    hidden |= (-place > window[1]) if window[1] >= 0 else False
+    scores = torch.einsum("thd,shd->hts", q, k) * scale
+    shares = scores.masked_fill(hidden, -torch.inf).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
+    return torch.einsum("hts,shd->thd", shares.to(v.dtype), v)
+
+
+def each(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return torch.cat([plain(*part, **options) for part in zip(q.split(LENGTHS), k.split(LENGTHS), v.split(LENGTHS))])
+
+
+def inputs(dtype: torch.dtype = torch.float32, heads_k: int = H) -> tuple[Tensor, Tensor, Tensor]:
+    total = sum(LENGTHS)
+    return tuple(randn(total, h, D, seed=s, dtype=dtype) for s, h in enumerate((H, heads_k, heads_k)))  # type: ignore[return-value]
+
+
+def test_without_being_asked_nothing_changes() -> None:
+    patch()
+    with pytest.raises(NotImplementedError, match="_flash_attention_forward"):
+        varlen_attn(*inputs(torch.float16), STARTS, STARTS, 6, 6)
+
+
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, (-1, 0), (2, 0), (1, 2)])
+def test_values_and_gradients(dtype: torch.dtype, window: tuple[int, int] | None) -> None:
+    """Causal, which is a window of (-1, 0) here, and sliding windows."""
+    if window is not None and "window_size" not in arguments:
+        pytest.skip("this torch's varlen_attn has no window_size")
+    options: dict[str, Any] = {} if window is None else {"window_size": window}
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return varlen_attn(q, k, v, STARTS, STARTS, 6, 6, **options)
+
+    check_function(ours, lambda *given: each(*given, window=window or (-1, -1)), *inputs(dtype), epsilons=4)
+
+
+@needs("enable_gqa")
+@pytest.mark.usefixtures("served")
+def test_grouped_heads_and_a_scale() -> None:
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return varlen_attn(q, k, v, STARTS, STARTS, 6, 6, scale=0.3, enable_gqa=True)
+
+    check_function(ours, lambda *given: each(*given, scale=0.3), *inputs(heads_k=HK), epsilons=4)
+
+
+@pytest.mark.usefixtures("served")
+def test_the_log_sum_exp_comes_along() -> None:
+    q, k, v = inputs()
+    out, lse = varlen_attn(q, k, v, STARTS, STARTS, 6, 6, return_aux=AuxRequest(lse=True))
+    parts = zip(q.split(LENGTHS), k.split(LENGTHS))
+    expected = [torch.einsum("thd,shd->hts", a, b).mul(D**-0.5).logsumexp(-1) for a, b in parts]
+    torch.testing.assert_close(lse, torch.cat(expected, dim=1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out, each(q, k, v), rtol=1e-4, atol=1e-5)
+
+
+@needs("block_table")
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("with_starts", [False, True])
+def test_pages_and_used_lengths_are_read(with_starts: bool) -> None:
+    page, used = 256, torch.tensor([5, 300], dtype=torch.int32)
+    q = randn(3, H, D)
+    keys, values = randn(4, page, H, D, seed=1), randn(4, page, H, D, seed=2)
+    table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
+    starts_q, starts_k = cumulative(1, 2), cumulative(5, 300) if with_starts else None
+    out = varlen_attn(
+        q, keys, values, starts_q, starts_k, 2, 300, window_size=(-1, 0), seqused_k=used, block_table=table
+    )
+    for i, rows in enumerate(q.split((1, 2))):
+        k, v = (t[table[i]].flatten(0, 1)[: used[i]] for t in (keys, values))
+        torch.testing.assert_close(out.split((1, 2))[i], plain(rows, k, v, (-1, 0)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("served")
+def test_a_given_output_is_written() -> None:
+    module = importlib.import_module("torch.nn.attention.varlen")
+    if not hasattr(module, "varlen_attn_out"):
+        pytest.skip("this torch has no varlen_attn_out")
+    q, k, v = inputs()
+    out = torch.full_like(q, 7.0)
+    assert module.varlen_attn_out(out, q, k, v, STARTS, STARTS, 6, 6) is out
+    torch.testing.assert_close(out, each(q, k, v), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("served")
+def test_a_compiled_graph_holds_the_operator() -> None:
+    leaves = [t.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for t in inputs()]
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return varlen_attn(q, k, v, STARTS, STARTS, 6, 6).sin().sum()
+
+    expected = torch.autograd.grad(each(*leaves).sin().sum(), leaves)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for found, right in zip(torch.autograd.grad(compiled(*leaves), leaves), expected, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+
+
+@needs("num_splits")
+@pytest.mark.usefixtures("served")
+def test_a_promise_that_we_do_not_keep_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="the same bits in every batch are not promised"):
+        varlen_attn(*inputs(), STARTS, STARTS, 6, 6, num_splits=1)
+
+
+def test_it_ends_with_unpatch_and_can_be_asked_for_later() -> None:
+    patch()
+    patch(varlen_attn=True)
+    varlen_attn(*inputs(), STARTS, STARTS, 6, 6)
+    unpatch()
+    with pytest.raises(NotImplementedError):
+        varlen_attn(*inputs(torch.float16), STARTS, STARTS, 6, 6)
+
+
+CALL = (
+    "import torch; from torch.nn.attention.varlen import varlen_attn; q = torch.ones(2, 1, 8);"
+    "s = torch.tensor([0, 2], dtype=torch.int32); print(varlen_attn(q, q, q, s, s, 2, 2).sum().item())"
+)
+
+
+@pytest.mark.parametrize("how", ["before its import", "in children", "by the variable"])
+def test_it_is_served_wherever_it_is_imported(how: str, python: Callable[..., Any]) -> None:
+    ask = "import flash_attn_compat as c; c.patch(varlen_attn=True);"
+    if how == "before its import":
+        answer = python("-c", ask + CALL)
+    elif how == "in children":
+        answer = python("-c", f"{ask} import subprocess, sys; subprocess.run([sys.executable, '-c', {CALL!r}])")
+    else:
+        answer = python("-c", "import flash_attn_compat as c; c.patch();" + CALL, FLASH_ATTN_COMPAT_VARLEN_ATTN="1")
+    assert answer.stdout.strip() == "16.0", answer.stderr
