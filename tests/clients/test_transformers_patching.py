@@ -229,9 +229,13 @@ class TestRegistry:
         with pytest.raises(ValueError, match="must not contain 'flash'"):
             flash_attn_compat.register_with_transformers("flash_compat")
 
-    def test_attention_sinks_are_refused_rather_than_ignored(self):
+    @pytest.mark.parametrize("padded", [False, True])
+    def test_attention_sinks_take_part(self, padded):
         from flash_attn_compat.naming.attention_function import attention
 
         q = torch.randn(1, 2, 4, 8)
-        with pytest.raises(ValueError, match="sinks"):
-            attention(torch.nn.Module(), q, q, q, None, s_aux=torch.zeros(2))
+        mask = torch.ones(1, 4) if padded else None
+        sinks = torch.tensor([0.0, 1.0])
+        out = attention(torch.nn.Module(), q, q, q, mask, is_causal=False, s_aux=sinks)[0]
+        scores = torch.cat(((q @ q.mT) * 8**-0.5, sinks[None, :, None, None].expand(1, 2, 4, 1)), dim=-1)
+        torch.testing.assert_close(out, (scores.softmax(-1)[..., :-1] @ q).transpose(1, 2))
