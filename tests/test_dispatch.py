@@ -117,7 +117,9 @@ def test_a_value_that_means_nothing_is_an_error_that_names_the_choices_on_any_ma
             call(*qkv())
 
 
-VARIABLES = ["BACKEND", "CAPABILITY", "COMPILE", "DISABLE_OFFICIAL", "FUSED", "CACHE"]
+VARIABLES = [
+    "BACKEND", "CAPABILITY", "COMPILE", "DISABLE_OFFICIAL", "FUSED", "CACHE", "API", "HUB_KERNELS", "VARLEN_ATTN",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", VARIABLES)
