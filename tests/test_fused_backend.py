@@ -257,7 +257,7 @@ WRONG = {
     "a window one key too wide": ("forward.cu", "position + rows.right)", "position + rows.right + 1)", WINDOW),
     "a key too few": ("forward.cu", "int last = rows.seqlen_k - 1, ", "int last = rows.seqlen_k - 2, ", train()),
     "scores not rescaled": ("forward.cu", "O[n][i][e] *= shrink[i][e >> 1];", ";", train()),
-    "an LSE of other units": ("forward.cu", "+ __log2f(sum)) * LN2", "+ __log2f(sum))", train()),
+    "an LSE of other units": ("forward.cu", "- P_SHIFT) * LN2", "- P_SHIFT)", train()),
     "another dropout mask": ("common.cuh", "mix(row_base + i);", "mix(row_base + i + 1);", train(dropout_p=0.3)),
     "no delta": ("delta.cu", ": sum;", ": 0.f;", train()),
     "a rotation the wrong way": ("append.cu", "a * c - b * s", "a * c + b * s", decode_step()),
