@@ -14,14 +14,9 @@
 // A block has NW warps of MT row tiles of 16, OWN = NW * MT * 16 rows. Passing tiles have TL rows; the one of S has two buffers, since
 // it is read again for dS. Own operands lie in registers (REG_S, REG_P) or in shared memory. Bytes of shared memory:
 //   (2 - REG_S - REG_P) * OWN * 2 D + max(3 * TL * 2 D + [dkdv] TL * 16, OWN * 2 D)
-// Entries: delta (delta.cu), dkdv (dkdv.cu), dq (dq.cu), launched in this order; grids are said there. Tiles on compute_75 (MT = 1 and
-// REG_S = REG_P = 1 where nothing else is said; NW = 4, so 128 threads; OWN = 64 * MT):
-//   D      dkdv                                dq
-//   32     TL=64 MINB=2                        TL=32 MT=2 MINB=2
-//   64     TL=64 MINB=2                        TL=32 MT=2 MINB=2 (windows narrower than OWN: MT=1)
-//   128    TL=16 REG_S=0 MINB=2                TL=32 MINB=2
-//   256    TL=16 REG_S=0 MINB=1                TL=16 REG_P=0 MINB=1
-// Other macros: D, TYPE, VEC, LOCAL, ALIBI, SOFTCAP, DROPOUT (delta: D, TYPE, VEC); MMA16 and CPA for sm_80 and newer. There is no PAGED.
+// Entries: delta (delta.cu), dkdv (dkdv.cu), dq (dq.cu), launched in this order; grids are said there, tiles chosen in
+// backends/fused/variants.py.
+// Besides those below there are D, TYPE, VEC, LOCAL, ALIBI, SOFTCAP, DROPOUT (for delta D, TYPE, VEC), and MMA16 and CPA for sm_80 and newer.
 #pragma once
 #include "common.cuh"
 
@@ -45,6 +40,8 @@
 #endif
 
 constexpr int THREADS = NW * 32, OWN = NW * MT * 16, NB = TL / 8, WARP_ROWS = MT * 16;
+static_assert(OWN * CHUNKS % THREADS == 0 && TL * CHUNKS % THREADS == 0, "all threads load as much");
+static_assert(!KEYS_STAY || 2 * TL <= THREADS, "a thread loads one of a tile's LSE and delta");
 constexpr int OWN_BYTES = OWN * ROW_BYTES, TILE_BYTES = TL * ROW_BYTES;
 // Probabilities times 2^12 use fp16's range below 1 as well. Only where what multiplies them is scaled anyway.
 constexpr int P_SHIFT = TYPE == 2 ? 12 : 0;
@@ -56,7 +53,7 @@ typedef float Gradient[CHUNKS][MT][4];
 
 // ---- Powers of two (converted bf16)
 DEVICE int exponent_of(float x) { return ((__float_as_int(x) >> 23) & 255) - 127; }
-DEVICE float power_of_two(int e) { return __int_as_float((e + 127) << 23); }
+DEVICE float power_of_two(int e) { return __int_as_float((clamp(e, -127, 127) + 127) << 23); }
 // x * 2^e, in two steps, for which e may be what no float is.
 DEVICE float times_power_of_two(float x, int e) { return x * power_of_two(e / 2) * power_of_two(e - e / 2); }
 
@@ -67,12 +64,13 @@ struct Exponents {   // tensors are multiplied by 2 to these, on the way to shar
         v(exponent_of(scale_of(p, ABSMAX_V, b, head_k))), dout(exponent_of(scale_of(p, ABSMAX_DOUT, b, head_k))) {}
 };
 
-// dS is multiplied by 2 to this, so that it stays below 2^15: |dP| is at most head_dim_v times the largest |v| (below 2^15) and the largest
-// |dout|, delta has its own bound, since a given out may be of more keys than these.
-DEVICE int exponent_of_ds(const Params &p, float largest_dout, float largest_delta) {
+// dS is multiplied by 2 to this besides: then it stays below 2^15 whatever v, dout and out are. `largest_dout` is scaled, and v below 2^15;
+// delta has a bound of its own, since a given out may be of other values than these.
+DEVICE int exponent_of_ds(const Params &p, const Exponents &e, float largest_dout, float largest_delta) {
 #if TYPE == 2
-  const float bound = p.head_dim_v * 32768.f * largest_dout * (DROPOUT ? p.dropout_scale : 1.f) + largest_delta;
-  return 14 - P_SHIFT - exponent_of(fmaxf(bound, 1e-9f));
+  const int of_dP = exponent_of(p.head_dim_v * 32768.f * largest_dout * (DROPOUT ? p.dropout_scale : 1.f));
+  const int of_delta = largest_delta == 0.f ? of_dP : exponent_of(largest_delta) + e.v + e.dout;
+  return 13 - P_SHIFT - max(of_dP, of_delta);   // |dP - delta| is below 2^(1 + one more than the larger of them)
 #else
   return 0;
 #endif
@@ -99,7 +97,8 @@ DEVICE float row_lse(const Params &p, const float *lse, int row, int offset, flo
   if (ALIBI) x = fmaf(-slope, (float)(row + offset), x);
   return fmaf(x, LOG2E, (float)-P_SHIFT);
 }
-DEVICE float row_delta(const float *delta, int row, const Exponents &e) { return times_power_of_two(delta[row], e.v + e.dout); }
+// delta in the units in which dS is packed.
+DEVICE float row_delta(const float *delta, int row, const Exponents &e, int of_ds) { return times_power_of_two(delta[row], e.v + e.dout + of_ds); }
 
 // How scores of one head become probabilities.
 struct Scoring {
@@ -229,6 +228,11 @@ DEVICE void probabilities(Scores &S, Packed &packed, const Scoring &f, const Ban
 
 // ---- Line 13: dS = P (dP - delta), packed. A dropped probability has dP = 0.
 DEVICE void score_gradients(Packed &dS, const Scores &P, const Scores &dP, const OwnRows &own, u32 rows_at, float dropout_scale, const int (&exponent)[MT][2]) {
+  float scale[MT][2];
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) scale[m][r] = (TYPE == 2 ? power_of_two(exponent[m][r]) : 1.f) * (DROPOUT ? dropout_scale : 1.f);
 #pragma unroll
   for (int n = 0; n < NB; n++) {
     float delta[2];
@@ -241,14 +245,7 @@ DEVICE void score_gradients(Packed &dS, const Scores &P, const Scores &dP, const
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           const float probability = P[n][m][2 * r + e], d = KEYS_STAY ? delta[e] : own.delta[m][r];
-#if DROPOUT
-          x[e] = probability * (probability >= 0.f ? fmaf(dP[n][m][2 * r + e], dropout_scale, -d) : d);
-#else
-          x[e] = probability * (dP[n][m][2 * r + e] - d);
-#endif
-#if TYPE == 2
-          x[e] *= power_of_two(exponent[m][r]);
-#endif
+          x[e] = probability * (DROPOUT && !(probability >= 0.f) ? d : fmaf(dP[n][m][2 * r + e], scale[m][r], -d));
         }
         dS[n / 2][m][n % 2 * 2 + r] = pack(x[0], x[1]);
       }
@@ -318,7 +315,7 @@ struct Block {
     const bool is_lse = thread < TL;
     if (!KEYS_STAY || thread >= 2 * TL || row >= passing.rows) return is_lse ? POS_INF : 0.f;
     const i64 at = passing.row_values + head * p.lse_head;
-    return is_lse ? row_lse(p, p.lse + at, row, passing.offset, slope) : row_delta(p.delta + at, row, exponents);
+    return is_lse ? row_lse(p, p.lse + at, row, passing.offset, slope) : row_delta(p.delta + at, row, exponents, ds_exponent[0][0]);
   }
 
   // Lines 6 to 15: the inner loop. grad_s += dS S's passing operand, grad_p += P dP's passing operand; each where wanted.
@@ -344,7 +341,8 @@ struct Block {
       const u32 s_at = shared + TILES + buffer * TILE_BYTES + passing_at(thread), p_at = shared + TILE_P + passing_at(thread);
       const u32 rows_at = shared + ROW_VALUES + buffer * TL * 8 + t * 8;
       const Band band = {own_first + (thread >> 5) * WARP_ROWS, shift, before, after, passing.rows};
-      const bool active = !LOCAL || band.sees_some(first), last = step + 1 == steps;
+      // Without a mask always true: the compiler then keeps the operands of one half of this loop out of the other, where registers are short.
+      const bool active = LOCAL ? band.sees_some(first) : KEYS_STAY || D > 128 ? zero == 0 : true, last = step + 1 == steps;
       load(p, transfer, passing.p, p_strides, passing, tile, this_head, p.head_dim_v, thread, shared + TILE_P);
       Scores S, dP;
       Packed P, dS;

@@ -8,13 +8,13 @@
 
 constexpr int PARTS = D > 128 ? 2 : 1;
 
-// The largest |delta| (scaled) of rows that pass: every warp finds it for itself.
-DEVICE float largest_delta(const Params &p, const Passing &passing, const Exponents &e) {
+// The largest |delta| of the rows that pass: every warp finds it for itself.
+DEVICE float largest_delta(const Params &p, const Passing &passing) {
   float largest = 0.f;
 #if TYPE == 2
   for (int head = 0; head < passing.heads; head++)
     for (int row = passing.first * TL + (threadIdx.x & 31); row < min(passing.end * TL, passing.rows); row += 32)
-      largest = fmaxf(largest, fabsf(row_delta(p.delta + passing.row_values + head * p.lse_head, row, e)));
+      largest = fmaxf(largest, fabsf(p.delta[passing.row_values + head * p.lse_head + row]));
 #pragma unroll
   for (int i = 16; i; i >>= 1) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, i));
 #endif
@@ -88,7 +88,7 @@ KERNEL(THREADS, MINB) dkdv(const Params p) {
       p.dout + b * p.dout_s.batch + (i64)seq.first_q * p.dout_s.row + (i64)head * p.dout_s.head,
       b * p.lse_batch + head * p.lse_head + seq.first_q, seq.seqlen_q, offset, rows.first / TL, (rows.end + TL - 1) / TL, p.group};
 
-  const int exponent = exponent_of_ds(p, 32768.f, largest_delta(p, passing, e));
+  const int exponent = exponent_of_ds(p, e, 32768.f, largest_delta(p, passing));
 #pragma unroll
   for (int m = 0; m < MT; m++)
 #pragma unroll

@@ -83,8 +83,9 @@ KERNEL(THREADS, MINB) dq(const Params p) {
       const int row = queries.first + (threadIdx.x >> 5) * WARP_ROWS + m * 16 + ((threadIdx.x & 31) >> 2) + r * 8;
       const bool there = row < seq.seqlen_q;
       block.own.lse[m][r] = there ? row_lse(p, p.lse + row_values, row, offset, position_slope(p, b, head)) : POS_INF;
-      block.own.delta[m][r] = there ? row_delta(p.delta + row_values, row, e) : 0.f;
-      block.ds_exponent[m][r] = exponent_of_ds(p, largest[m][r], fabsf(block.own.delta[m][r]));
+      const int ds = exponent_of_ds(p, e, largest[m][r], there ? fabsf(p.delta[row_values + row]) : 0.f);
+      block.own.delta[m][r] = there ? row_delta(p.delta + row_values, row, e, ds) : 0.f;
+      block.ds_exponent[m][r] = ds;
 #if DROPOUT
       block.own.word[m][r] = DropoutWords(p, b, head).row(row);
 #endif
