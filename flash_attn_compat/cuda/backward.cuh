@@ -78,9 +78,16 @@ DEVICE int exponent_of_ds(const Params &p, const Exponents &e, float largest_dou
 
 // ---- Which passing rows a warp's own rows see: own row i those from i + shift - before to i + shift + after.
 struct Band {
-  int first;          // the warp's first own row
-  int shift, before, after;
-  int passing;        // how many rows pass
+  int first, shift;         // the first own row
+  int passing;              // how many rows pass
+  int before, after;
+  DEVICE Band(const Params &p, int first, int shift, int passing, int zero) : first(first), shift(shift), passing(passing) {
+    // Rows from a key's own position - right to it + left see it.
+    const int window_left = p.window_left + zero, window_right = p.window_right + zero;
+    const int left = LOCAL && window_left >= 0 ? window_left : UNBOUNDED, right = LOCAL && window_right >= 0 ? window_right : UNBOUNDED;
+    before = KEYS_STAY ? right : left;
+    after = KEYS_STAY ? left : right;
+  }
   DEVICE bool sees_some(int tile) const {
     return tile <= first + WARP_ROWS - 1 + shift + after && tile + TL - 1 >= first + shift - before;
   }
@@ -90,15 +97,18 @@ struct Band {
   }
 };
 
+DEVICE float alibi_slope(const Params &p, int b, int head) { return global_load(p.alibi_slopes + b * p.slopes_batch + head); }
+// What the given LSE has of a row's position.
+DEVICE float position_slope(const Params &p, int b, int head) { return ALIBI && p.lse_has_position ? alibi_slope(p, b, head) : 0.f; }
+
 // ---- What is known of a query row: LSE in units of log2 (rows without keys have +inf: their probabilities are 0), and delta.
-DEVICE float row_lse(const Params &p, const float *lse, int row, int offset, float slope) {
-  float x = lse[row];
+DEVICE float row_lse(const float *lse, int row, int offset, float slope) {
+  const float x = global_load(lse + row);
   if (fabsf(x) == POS_INF) return POS_INF;
-  if (ALIBI) x = fmaf(-slope, (float)(row + offset), x);
-  return fmaf(x, LOG2E, (float)-P_SHIFT);
+  return fmaf(ALIBI ? fmaf(-slope, (float)(row + offset), x) : x, LOG2E, (float)-P_SHIFT);
 }
 // delta in the units in which dS is packed.
-DEVICE float row_delta(const float *delta, int row, const Exponents &e, int of_ds) { return times_power_of_two(delta[row], e.v + e.dout + of_ds); }
+DEVICE float row_delta(const float *delta, int row, int exponent) { return times_power_of_two(global_load(delta + row), exponent); }
 
 // How scores of one head become probabilities.
 struct Scoring {
@@ -115,7 +125,7 @@ struct Scoring {
   }
   DEVICE void set_head(const Params &p, int b, int head) {
 #if ALIBI
-    slope = p.alibi_slopes[b * p.slopes_batch + head] * LOG2E;
+    slope = alibi_slope(p, b, head) * LOG2E;
 #endif
 #if DROPOUT
     const DropoutWords words(p, b, head);
@@ -252,31 +262,33 @@ DEVICE void score_gradients(Packed &dS, const Scores &P, const Scores &dP, const
   }
 }
 
-// What the given LSE has of a row's position.
-DEVICE float position_slope(const Params &p, int b, int head) { return ALIBI && p.lse_has_position ? p.alibi_slopes[b * p.slopes_batch + head] : 0.f; }
-
 // ---- A block at work
 // What passes by: tiles [first, end) of a sequence's rows, for each of `heads` heads.
 struct Passing {
   const u16 *s, *p;      // the operands of S and of dP: the sequence's first row, the first head
   i64 row_values;        // where their LSE and delta begin, if queries pass
-  int rows, offset;      // how many rows there are; seqlen_k - seqlen_q
+  int rows;              // how many there are
   int first, end, heads;
 };
 
 struct Block {
   u32 own_s[REG_S ? CHUNKS / 2 : 1][MT][4], own_p[REG_P ? CHUNKS / 2 : 1][MT][4];
   OwnRows own;
-  int own_first, shift, before, after;   // as in Band, but for the block's first row
+  int own_first, shift;     // as in Band, but of the block
   Scoring scoring;
-  Exponents exponents;
+  float s_scale, p_scale;   // of what passes
   int ds_exponent[MT][2];   // of each own row: the same for keys
+  int delta_exponent;       // of passing queries
   u32 shared;
 
   static constexpr u32 OWN_P = REG_S ? 0 : OWN_BYTES, TILES = OWN_P + (REG_P ? 0 : OWN_BYTES), TILE_P = TILES + 2 * TILE_BYTES;
   static constexpr u32 ROW_VALUES = TILES + 3 * TILE_BYTES;   // LSE and delta of a passing tile's queries, twice
 
-  DEVICE Block(const Params &p, u32 shared, int b, int head_k) : exponents(p, b, head_k), shared(shared) { scoring.set_scale(p, exponents); }
+  DEVICE Block(const Params &p, u32 shared, const Exponents &e) : shared(shared) {
+    scoring.set_scale(p, e);
+    s_scale = power_of_two(KEYS_STAY ? e.q : e.k);
+    p_scale = power_of_two(KEYS_STAY ? e.dout : e.v);
+  }
 
   // Where a lane's ldmatrix rows of an A operand lie: the warp's rows 0-7, 8-15, then the next chunk.
   static DEVICE u32 own_at(int thread) { return swizzle((thread >> 5) * WARP_ROWS + (thread & 15), thread >> 4 & 1); }
@@ -291,8 +303,7 @@ struct Block {
 #pragma unroll
     for (int i = 0; i < OWN * CHUNKS / THREADS; i++) {
       const int row = move.row + i * Move::STEP, channels = head_dim - move.chunk * 8;
-      uint4 x = make_uint4(0, 0, 0, 0);
-      if (channels > 0 && row < left) x = load_chunk(rows + (i64)row * row_stride + move.chunk * 8, channels);
+      const uint4 x = load_chunk_if(row < left, rows + (i64)row * row_stride + move.chunk * 8, channels);
       shared_store(tile + move.offset(i), convert(x, power_of_two(exponent)));
     }
     __syncthreads();
@@ -315,14 +326,13 @@ struct Block {
     const bool is_lse = thread < TL;
     if (!KEYS_STAY || thread >= 2 * TL || row >= passing.rows) return is_lse ? POS_INF : 0.f;
     const i64 at = passing.row_values + head * p.lse_head;
-    return is_lse ? row_lse(p, p.lse + at, row, passing.offset, slope) : row_delta(p.delta + at, row, exponents, ds_exponent[0][0]);
+    return is_lse ? row_lse(p.lse + at, row, -shift, slope) : row_delta(p.delta + at, row, delta_exponent);
   }
 
   // Lines 6 to 15: the inner loop. grad_s += dS S's passing operand, grad_p += P dP's passing operand; each where wanted.
   template <bool GRAD_S, bool GRAD_P>
   DEVICE void walk(const Params &p, const Passing &passing, int b, int head, Gradient &grad_s, Gradient &grad_p) {
     const Strides &s_strides = KEYS_STAY ? p.q_s : p.k_s, &p_strides = KEYS_STAY ? p.dout_s : p.v_s;
-    const float s_scale = power_of_two(KEYS_STAY ? exponents.q : exponents.k), p_scale = power_of_two(KEYS_STAY ? exponents.dout : exponents.v);
     const int steps = max(passing.end - passing.first, 0) * passing.heads;
     TileTransfer transfer;
     int tile = passing.first, this_head = 0;
@@ -340,7 +350,7 @@ struct Block {
       const int buffer = step & 1, first = tile * TL;
       const u32 s_at = shared + TILES + buffer * TILE_BYTES + passing_at(thread), p_at = shared + TILE_P + passing_at(thread);
       const u32 rows_at = shared + ROW_VALUES + buffer * TL * 8 + t * 8;
-      const Band band = {own_first + (thread >> 5) * WARP_ROWS, shift, before, after, passing.rows};
+      const Band band(p, own_first + (thread >> 5) * WARP_ROWS, shift, passing.rows, zero);
       // Without a mask always true: the compiler then keeps the operands of one half of this loop out of the other, where registers are short.
       const bool active = LOCAL ? band.sees_some(first) : KEYS_STAY || D > 128 ? zero == 0 : true, last = step + 1 == steps;
       load(p, transfer, passing.p, p_strides, passing, tile, this_head, p.head_dim_v, thread, shared + TILE_P);

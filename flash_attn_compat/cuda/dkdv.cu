@@ -14,7 +14,7 @@ DEVICE float largest_delta(const Params &p, const Passing &passing) {
 #if TYPE == 2
   for (int head = 0; head < passing.heads; head++)
     for (int row = passing.first * TL + (threadIdx.x & 31); row < min(passing.end * TL, passing.rows); row += 32)
-      largest = fmaxf(largest, fabsf(p.delta[passing.row_values + head * p.lse_head + row]));
+      largest = fmaxf(largest, fabsf(global_load(p.delta + passing.row_values + head * p.lse_head + row)));
 #pragma unroll
   for (int i = 16; i; i >>= 1) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, i));
 #endif
@@ -45,24 +45,25 @@ DEVICE void clear_unused(const Params &p, u16 *x, const Strides &s, int head_dim
   const int b = keys.b, *starts = p.cu_seqlens_k;
   int first = 0, end = keys.seq.first_k, behind = end + keys.seq.seqlen_k, last = p.seqlen_k;
   if (b == p.batch) {
-    end = clamp(starts[0], 0, p.total_k);
-    behind = clamp(starts[b], end, p.total_k);
+    end = clamp(global_load(starts), 0, p.total_k);
+    behind = clamp(global_load(starts + b), end, p.total_k);
     last = p.total_k;
   } else if (starts) {
-    first = clamp(starts[b], 0, p.total_k);
-    last = clamp(starts[b + 1], first, p.total_k);
+    first = clamp(global_load(starts + b), 0, p.total_k);
+    last = clamp(global_load(starts + b + 1), first, p.total_k);
   }
   clear_rows(x + b * (starts ? 0 : s.batch), s, keys.head_k, head_dim, first, end, behind, last, keys.tile, p.tiles);
 }
 
 DEVICE void write_dk(const Params &p, Block &block, Gradient &dk) {
   const Keys keys(p, blockIdx.x + p.zero);
-  const Exponents &e = block.exponents;
+  const Exponents e(p, keys.b, keys.head_k);
   block.write(dk, -(P_SHIFT + e.v + e.dout + e.q), p.softmax_scale, keys.rows(p.dk, p.dk_s), p.dk_s.row, keys.left, p.head_dim, true);
 }
 DEVICE void write_dv(const Params &p, Block &block, Gradient &dv) {
   const Keys keys(p, blockIdx.x + p.zero);
-  block.write(dv, -(P_SHIFT + block.exponents.dout), DROPOUT ? p.dropout_scale : 1.f, keys.rows(p.dv, p.dv_s), p.dv_s.row, keys.left, p.head_dim_v, false);
+  const Exponents e(p, keys.b, keys.head_k);
+  block.write(dv, -(P_SHIFT + e.dout), DROPOUT ? p.dropout_scale : 1.f, keys.rows(p.dv, p.dv_s), p.dv_s.row, keys.left, p.head_dim_v, false);
 }
 
 KERNEL(THREADS, MINB) dkdv(const Params p) {
@@ -75,20 +76,18 @@ KERNEL(THREADS, MINB) dkdv(const Params p) {
   if (has_dv) clear_unused(p, p.dv, p.dv_s, p.head_dim_v, keys);
   if (b == p.batch || keys.left <= 0) return;
 
-  Block block(p, SHARED_BASE, b, keys.head_k);
-  const Exponents &e = block.exponents;
-  // A key is seen by the rows from its own position - right to it + left.
-  const int offset = seq.seqlen_k - seq.seqlen_q;
-  block.own_first = keys.first, block.shift = -offset;
-  block.before = LOCAL && p.window_right >= 0 ? p.window_right : UNBOUNDED;
-  block.after = LOCAL && p.window_left >= 0 ? p.window_left : UNBOUNDED;
-  const Range rows = visible_keys(keys.first, min(keys.first + OWN, seq.seqlen_k), -offset, seq.seqlen_q, block.before, block.after);
+  const Exponents e(p, b, keys.head_k);
+  Block block(p, SHARED_BASE, e);
+  block.own_first = keys.first, block.shift = seq.seqlen_q - seq.seqlen_k;
+  const Band band(p, keys.first, block.shift, seq.seqlen_q, 0);
+  const Range rows = visible_keys(keys.first, min(keys.first + OWN, seq.seqlen_k), band.shift, band.passing, band.before, band.after);
   const Passing passing = {
       p.q + b * p.q_s.batch + (i64)seq.first_q * p.q_s.row + (i64)head * p.q_s.head,
       p.dout + b * p.dout_s.batch + (i64)seq.first_q * p.dout_s.row + (i64)head * p.dout_s.head,
-      b * p.lse_batch + head * p.lse_head + seq.first_q, seq.seqlen_q, offset, rows.first / TL, (rows.end + TL - 1) / TL, p.group};
+      b * p.lse_batch + head * p.lse_head + seq.first_q, seq.seqlen_q, rows.first / TL, (rows.end + TL - 1) / TL, p.group};
 
   const int exponent = exponent_of_ds(p, e, 32768.f, largest_delta(p, passing));
+  block.delta_exponent = e.v + e.dout + exponent;
 #pragma unroll
   for (int m = 0; m < MT; m++)
 #pragma unroll

@@ -54,22 +54,21 @@ KERNEL(THREADS, MINB) dq(const Params p) {
   const Sequence &seq = queries.seq;
   const int b = queries.b, head = queries.head, head_k = head / p.group;
   if (b == p.batch) {
-    const int end = clamp(p.cu_seqlens_q[0], 0, p.total_q), behind = clamp(p.cu_seqlens_q[b], end, p.total_q);
+    const int end = clamp(global_load(p.cu_seqlens_q), 0, p.total_q), behind = clamp(global_load(p.cu_seqlens_q + b), end, p.total_q);
     return clear_rows(p.dq, p.dq_s, head, p.head_dim, 0, end, behind, p.total_q, queries.tile, p.tiles);
   }
   if (queries.left <= 0) return;
 
-  Block block(p, SHARED_BASE, b, head_k);
-  const Exponents &e = block.exponents;
+  const Exponents e(p, b, head_k);
+  Block block(p, SHARED_BASE, e);
   const int offset = seq.seqlen_k - seq.seqlen_q;
   block.own_first = queries.first, block.shift = offset;
-  block.before = LOCAL && p.window_left >= 0 ? p.window_left : UNBOUNDED;
-  block.after = LOCAL && p.window_right >= 0 ? p.window_right : UNBOUNDED;
-  const Range keys = visible_keys(queries.first, min(queries.first + OWN, seq.seqlen_q), offset, seq.seqlen_k, block.before, block.after);
+  const Band band(p, queries.first, offset, seq.seqlen_k, 0);
+  const Range keys = visible_keys(queries.first, min(queries.first + OWN, seq.seqlen_q), offset, band.passing, band.before, band.after);
   const Passing passing = {
       p.k + b * p.k_s.batch + (i64)seq.first_k * p.k_s.row + (i64)head_k * p.k_s.head,
       p.v + b * p.v_s.batch + (i64)seq.first_k * p.v_s.row + (i64)head_k * p.v_s.head,
-      0, seq.seqlen_k, offset, keys.first / TL, (keys.end + TL - 1) / TL, 1};
+      0, seq.seqlen_k, keys.first / TL, (keys.end + TL - 1) / TL, 1};
 
   block.load_own<REG_S>(block.own_s, 0, queries.rows(p.q, p.q_s), p.q_s.row, queries.left, p.head_dim, e.q);
   block.load_own<REG_P>(block.own_p, Block::OWN_P, queries.rows(p.dout, p.dout_s), p.dout_s.row, queries.left, p.head_dim_v, e.dout);
@@ -82,9 +81,9 @@ KERNEL(THREADS, MINB) dq(const Params p) {
     for (int r = 0; r < 2; r++) {
       const int row = queries.first + (threadIdx.x >> 5) * WARP_ROWS + m * 16 + ((threadIdx.x & 31) >> 2) + r * 8;
       const bool there = row < seq.seqlen_q;
-      block.own.lse[m][r] = there ? row_lse(p, p.lse + row_values, row, offset, position_slope(p, b, head)) : POS_INF;
-      const int ds = exponent_of_ds(p, e, largest[m][r], there ? fabsf(p.delta[row_values + row]) : 0.f);
-      block.own.delta[m][r] = there ? row_delta(p.delta + row_values, row, e, ds) : 0.f;
+      block.own.lse[m][r] = there ? row_lse(p.lse + row_values, row, offset, position_slope(p, b, head)) : POS_INF;
+      const int ds = exponent_of_ds(p, e, largest[m][r], there ? fabsf(global_load(p.delta + row_values + row)) : 0.f);
+      block.own.delta[m][r] = there ? row_delta(p.delta + row_values, row, e.v + e.dout + ds) : 0.f;
       block.ds_exponent[m][r] = ds;
 #if DROPOUT
       block.own.word[m][r] = DropoutWords(p, b, head).row(row);
@@ -95,5 +94,6 @@ KERNEL(THREADS, MINB) dq(const Params p) {
   set_zero(dq);
   block.walk<true, false>(p, passing, b, head, dq, unused);
   const Queries again(p, blockIdx.x + p.zero);
-  block.write(dq, -(P_SHIFT + e.v + e.dout + e.k), p.softmax_scale, again.rows(p.dq, p.dq_s), p.dq_s.row, again.left, p.head_dim, true);
+  const Exponents same(p, again.b, again.head / p.group);
+  block.write(dq, -(P_SHIFT + same.v + same.dout + same.k), p.softmax_scale, again.rows(p.dq, p.dq_s), p.dq_s.row, again.left, p.head_dim, true);
 }
