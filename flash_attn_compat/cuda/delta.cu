@@ -24,5 +24,7 @@ KERNEL(THREADS, 4) delta(const Params p) {
   }
 #pragma unroll
   for (int i = CHUNKS / 2; i; i >>= 1) sum += __shfl_xor_sync(ALL_LANES, sum, i);
-  if (there && chunk == 0) global_store(p.delta + at, fabsf(global_load(p.lse + at)) == POS_INF ? 0.f : sum);
+  if (!there || chunk) return;
+  const float delta = fabsf(global_load(p.lse + at)) == POS_INF ? 0.f : sum;
+  global_store(p.delta + at, delta);
 }

@@ -23,7 +23,8 @@ import flash_attn_compat
 
 HERE = Path(__file__).parent
 SOURCES = Path(flash_attn_compat.__file__).parent / "cuda"
-# -O1, since compiling takes longer than running. No contraction: a * b + c is rounded twice where the source says so; fmaf is fmaf.
+# -O1, since compiling takes longer than running.
+# No contraction: a * b + c is rounded twice where the source says so; fmaf is fmaf.
 OPTIONS = ("-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique")
 
 Macros = Mapping[str, int]
