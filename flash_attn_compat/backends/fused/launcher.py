@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn_compat import settings
-from flash_attn_compat.backends.fused import loader, params, trial, variants
+from flash_attn_compat.backends.fused import loader, params, variants
 from flash_attn_compat.backends.fused.loader import Kernel, Target
 from flash_attn_compat.backends.fused.variants import Kind, Variant
 from flash_attn_compat.engine import dropout
@@ -161,7 +161,7 @@ def planned(signature: Hashable, device: int, make: Callable[[], Plan]) -> Plan:
     found = _plans.get(signature)
     if found is None:
         found = make()
-        if trial.is_capturing(device):  # its kernels may not have been tried
+        if loader.is_capturing(device):  # its kernels may not have been tried
             return found
         if len(_plans) >= _MOST_PLANS:  # lengths may differ from step to step
             _plans.clear()

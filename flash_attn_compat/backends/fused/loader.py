@@ -25,6 +25,7 @@ import torch
 from flash_attn_compat import settings
 from flash_attn_compat.backends.fused import cache
 from flash_attn_compat.backends.fused.variants import Variant
+from flash_attn_compat.engine import capture
 
 SOURCES = Path(__file__).resolve().parents[2] / "cuda"
 _INVALID_CONTEXT, _RELAXED = 201, 2
@@ -245,7 +246,7 @@ def kernel(variant: Variant, architecture: str, device: int) -> Kernel:
             found = _kernels.get(key)
             if found is None:
                 found = _load(variant, architecture, device)
-                if isinstance(found, KernelError) and torch.cuda.is_current_stream_capturing():
+                if isinstance(found, KernelError) and is_capturing(device):
                     raise RuntimeError(
                         f"the {variant.entry} kernel of this call could not be loaded while a CUDA graph is captured: "
                         f"make the same call once before the capture ({_first_line(found)})"
@@ -254,6 +255,11 @@ def kernel(variant: Variant, architecture: str, device: int) -> Kernel:
     if isinstance(found, KernelError):
         raise KernelError(str(found))
     return found
+
+
+def is_capturing(device: int) -> bool:
+    """Whether what is launched on ``device`` now goes into a CUDA graph; -1 is the CPU, which has none."""
+    return device >= 0 and torch.cuda.is_available() and capture.is_capturing(torch.device("cuda", device))
 
 
 def reject(variant: Variant, architecture: str, device: int, error: KernelError) -> None:

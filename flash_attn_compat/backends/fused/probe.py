@@ -14,7 +14,7 @@ import torch
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import Backend
-from flash_attn_compat.backends.fused import cache, launcher, loader, trial, variants
+from flash_attn_compat.backends.fused import cache, launcher, loader, variants
 from flash_attn_compat.backends.fused.loader import KernelError
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine.call import AttentionCall, Upstream
@@ -62,7 +62,7 @@ def why_not(kind: Kind, direction: str, device: int) -> str | None:
     wanted = not (kind.alibi or kind.softcap or kind.paged or (kind.local and kind.window is not None))
     if not wanted or settings.fused() or settings.forced_capability() is not None or dispatch.wish() is not None:
         return None
-    if loader.capability(device) in MEASURED or trial.is_capturing(device):
+    if loader.capability(device) in MEASURED or loader.is_capturing(device):
         return None
     found = verdict(kind.D, direction, device)
     if found is None or not found.is_slower:

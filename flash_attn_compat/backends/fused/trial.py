@@ -17,7 +17,7 @@ from flash_attn_compat.backends.fused import cache, loader
 from flash_attn_compat.backends.fused.loader import KernelError, Target
 from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
 from flash_attn_compat.engine import append as engine_append
-from flash_attn_compat.engine import capture, dropout
+from flash_attn_compat.engine import dropout
 from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.mask import Mask, Range, distance
@@ -42,7 +42,7 @@ def check(variants: tuple[Variant, ...], target: Target, device: int, problem: C
     A capture allows no look at results: kernels are tried at their first call after it.
     """
     key = variants, target.architecture, device
-    if key in _right or is_capturing(device):
+    if key in _right or loader.is_capturing(device):
         return
     name = _verdict_name(*key)
     if cache.read(name) is None:
@@ -55,11 +55,6 @@ def check(variants: tuple[Variant, ...], target: Target, device: int, problem: C
             raise error
         cache.write(name, b"right")
     _right.add(key)
-
-
-def is_capturing(device: int) -> bool:
-    """Whether what is launched on ``device`` now goes into a CUDA graph; -1 is the CPU, which has none."""
-    return device >= 0 and torch.cuda.is_available() and capture.is_capturing(torch.device("cuda", device))
 
 
 def _verdict_name(variants: tuple[Variant, ...], architecture: str, device: int) -> str:

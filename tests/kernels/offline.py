@@ -1,0 +1,196 @@
+"""What the kernels become, without a GPU: NVRTC compiles them, its assembler tells registers and spills.
+
+NVRTC and cuobjdump, which shows the code, come as wheels (the test extra). How long a T4 takes for the main loop is
+estimated from its instructions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from flash_attn_compat.backends.fused import loader
+from flash_attn_compat.backends.fused.loader import Compiler
+from flash_attn_compat.backends.fused.variants import Variant
+
+SHARED_MEMORY = {75: 64 * 1024, 80: 163 * 1024, 90: 227 * 1024}  # bytes a block may have
+REGISTERS = 65536  # of a multiprocessor
+
+_USED = re.compile(r"Used (\d+) registers")
+_SPILLED = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_STATIC = re.compile(r"(\d+) bytes smem")
+_INSTRUCTION = re.compile(r"\s*/\*([0-9a-f]{4,5})\*/\s+(.*?);")
+_BRANCH = re.compile(r"BRA(?:\.U)? (?:!?P\d, )?(0x[0-9a-f]+)")
+
+
+class Compiled(NamedTuple):
+    """A cubin and what the assembler says of it; bytes, and registers of a thread."""
+
+    cubin: bytes
+    registers: int
+    stack: int
+    spilled: int
+    static_shared: int
+
+
+def compilers() -> dict[str, Compiler]:
+    """Every NVRTC that can be loaded here, by its major version."""
+    found = {}
+    for major in ("13", "12"):
+        for path in loader._places(major):
+            with contextlib.suppress(OSError):
+                found[major] = Compiler(loader._open(path))
+                break
+    return found
+
+
+def compiled(compiler: Compiler, variant: Variant, architecture: str) -> Compiled:
+    """``variant`` for sm_XY; raises KernelError with the compiler's log."""
+    log: list[str] = []
+
+    class Telling(Compiler):
+        def __init__(self) -> None:
+            self.__dict__.update(compiler.__dict__)
+
+        def _text(self, program: ctypes.c_void_p, what: str) -> bytes:
+            if what == "CUBIN":
+                log.append(super()._text(program, "ProgramLog").decode(errors="replace"))
+            return super()._text(program, what)
+
+    cubin = Telling().compile(variant.source, (*loader.options(variant, architecture), "--ptxas-options=-v"))
+    used, spilled, static = _USED.search(log[0]), _SPILLED.search(log[0]), _STATIC.search(log[0])
+    assert used is not None and spilled is not None, log[0]
+    stack, stores, loads = map(int, spilled.groups())
+    return Compiled(cubin, int(used[1]), stack, stores + loads, int(static[1]) if static else 0)
+
+
+@functools.cache
+def cuobjdump() -> str | None:
+    """The disassembler, from its wheel or on the path."""
+    spec = importlib.util.find_spec("nvidia")
+    for base in (spec.submodule_search_locations or ()) if spec is not None else ():
+        for found in sorted(Path(base).glob("*/bin/cuobjdump")):
+            if os.access(found, os.X_OK):
+                return str(found)
+    return shutil.which("cuobjdump")
+
+
+def instructions(cubin: bytes) -> list[tuple[int, str]]:
+    """(address, text) in order."""
+    tool = cuobjdump()
+    assert tool is not None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        text = subprocess.run([tool, "-sass", str(path)], check=True, capture_output=True, text=True).stdout
+    return [(int(found[1], 16), found[2]) for found in map(_INSTRUCTION.match, text.splitlines()) if found]
+
+
+def main_loop(code: list[tuple[int, str]]) -> Counter[str]:
+    """Instructions of the loop that holds most tensor-core instructions (the innermost of equals), by name."""
+    best: tuple[int, int, int] | None = None
+    for address, text in code:
+        branch = _BRANCH.search(text)
+        if branch is None or int(branch[1], 16) >= address:
+            continue
+        start = int(branch[1], 16)
+        products = sum("MMA" in one for place, one in code if start <= place <= address)
+        if best is None or (products, start - address) > (best[0], best[1] - best[2]):
+            best = products, start, address
+    if best is None:
+        return Counter()
+    body = (re.sub(r"^@!?U?P\w+ ", "", text).split()[0] for place, text in code if best[1] <= place <= best[2])
+    return Counter(body)
+
+
+class Pipes(NamedTuple):
+    """Cycles of a multiprocessor of sm_75 for 64 rows times 64 keys, by pipe; the largest is what bounds the kernel.
+
+    Assumed: HMMA.1688.F32 8 cycles of a quarter, MUFU and F2F 8, FMA and ALU 2, issue 1; of the whole multiprocessor
+    LDSM.x4 and STS.128 8, smaller shared accesses 2. Every instruction of the loop counts, masks among them.
+    """
+
+    tensor: float
+    shared: float
+    special: float
+    fma: float
+    alu: float
+    issue: float
+
+    @property
+    def tensor_share(self) -> float:
+        """Of the tensor cores' peak, if everything overlaps."""
+        return self.tensor / max(self)
+
+
+def turing_pipes(loop: Counter[str], variant: Variant, step: int) -> Pipes:
+    """step: keys (rows for dkdv) that one turn of the loop takes"""
+
+    def count(*names: str) -> int:
+        return sum(number for name, number in loop.items() if name.startswith(names))
+
+    warps = variant.threads // 32
+    quarter = warps / 4
+    wide_stores = sum(number for name, number in loop.items() if name.startswith("STS") and "128" in name)
+    wide = count("LDSM") + wide_stores
+    narrow = count("LDS") - count("LDSM") + count("STS") - wide_stores
+    units = variant.rows * step / 4096
+    alu = ("FMNMX", "LOP3", "PRMT", "IADD3", "SHF", "LEA", "FSETP", "ISETP", "SEL", "FSEL")
+    return Pipes(
+        tensor=count("HMMA") * 8 * quarter / units,
+        shared=(wide * 8 + narrow * 2) * warps / units,
+        special=(count("MUFU") + count("F2F")) * 8 * quarter / units,
+        fma=(count("FFMA", "FADD", "FMUL", "IMAD")) * 2 * quarter / units,
+        alu=count(*alu) * 2 * quarter / units,
+        issue=sum(loop.values()) * quarter / units,
+    )
+
+
+def blocks(variant: Variant) -> int:
+    """Blocks that a multiprocessor is to hold: MINB, 1 where the kernel does not say."""
+    return dict(variant.macros).get("MINB", 1)
+
+
+def complaints(variant: Variant, found: Compiled, number: int) -> Iterator[str]:
+    """What does not fit the architecture."""
+    if found.registers * variant.threads * blocks(variant) > REGISTERS:
+        yield f"{found.registers} registers times {variant.threads} threads times {blocks(variant)} blocks"
+    if found.static_shared + variant.shared > SHARED_MEMORY[number]:
+        yield f"{found.static_shared + variant.shared} bytes of shared memory"
+
+
+# Bytes, stored and loaded, that these kernels for sm_75 keep in memory for lack of registers, by entry and D; what of
+# that is in the main loop is a few of a thousand instructions. No other kernel spills.
+SPILLS = {
+    ("forward", 32): 192,
+    ("forward", 64): 96,
+    ("forward", 128): 320,
+    ("forward", 256): 384,
+    ("dkdv", 64): 128,
+    ("dkdv", 128): 256,
+    ("dkdv", 256): 320,
+    ("dq", 128): 128,
+    ("dq", 256): 320,
+}
+LOCAL_SHARE = 0.06  # of the main loop's instructions, at most
+
+
+def allowed_spills(variant: Variant) -> int:
+    """Bytes that a kernel for sm_75 may spill."""
+    return SPILLS.get((variant.entry, dict(variant.macros).get("D", 0)), 0)
+
+
+def local_share(loop: Counter[str]) -> float:
+    """Of a loop's instructions, those that fetch and store what did not fit the registers."""
+    return sum(count for name, count in loop.items() if name.startswith(("LDL", "STL"))) / max(1, sum(loop.values()))

@@ -1,0 +1,252 @@
+"""From kernel sources to something a GPU can run: for which architecture, kept under which name, said when it fails."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flash_attn_compat.backends.fused import cache, loader, variants
+from flash_attn_compat.backends.fused.loader import Driver, Kernel, KernelError, Target
+from flash_attn_compat.backends.fused.variants import Kind, Variant
+
+VARIANT = variants.forward(Kind(75, variants.FP16, 64))
+KNOWN = (75, 80, 86, 89, 90, 100)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine with a Turing GPU, as far as the loader can see."""
+    monkeypatch.setattr(loader, "compiler", lambda: SimpleNamespace(version=(13, 0), architectures=KNOWN))
+    monkeypatch.setattr(loader, "capability", lambda device: (7, 5))
+    monkeypatch.setattr(loader, "_kernels", {})
+    monkeypatch.setattr(loader, "_locks", {})
+    return monkeypatch
+
+
+# ---- for which architecture
+
+
+@pytest.mark.parametrize(
+    ("real", "forced", "expected"),
+    [
+        ((7, 5), None, Target("sm_75", 75)),
+        ((8, 9), None, Target("sm_89", 89)),
+        ((9, 0), "7.5", Target("compute_75", 75)),
+        ((9, 0), "7.0", Target("compute_75", 75)),
+        ((9, 0), "8.0", Target("sm_90", 90)),
+        ((7, 5), "9.0", Target("sm_75", 75)),
+        ((12, 1), None, Target("compute_100", 100)),
+    ],
+)
+def test_kernels_are_made_for_the_gpu_or_the_forced_capability(
+    real: tuple[int, int], forced: str | None, expected: Target, gpu: pytest.MonkeyPatch
+) -> None:
+    gpu.setattr(loader, "capability", lambda device: real)
+    if forced:
+        gpu.setenv("FLASH_ATTN_COMPAT_CAPABILITY", forced)
+    assert loader.target(0) == expected
+
+
+def test_an_nvrtc_that_has_forgotten_turing_is_an_error(gpu: pytest.MonkeyPatch) -> None:
+    gpu.setattr(loader, "compiler", lambda: SimpleNamespace(version=(14, 0), architectures=(80, 90)))
+    with pytest.raises(KernelError, match="80 and newer, the GPU is 75"):
+        loader.target(0)
+
+
+# ---- under which name
+
+
+def test_a_name_changes_with_everything_that_matters(gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    other = variants.forward(Kind(75, variants.FP16, 64, local=True))
+    names = [loader.cache_name(VARIANT, architecture) for architecture in ("sm_75", "compute_75")]
+    names.append(loader.cache_name(other, "sm_75"))
+    gpu.setattr(loader, "compiler", lambda: SimpleNamespace(version=(12, 9), architectures=KNOWN))
+    names.append(loader.cache_name(VARIANT, "sm_75"))
+    texts = {name: loader.source(name) for name in ("forward.cu", "common.cuh", "ptx.cuh", "params.cuh")}
+    for changed in texts:
+        with gpu.context() as patch:
+            patch.setattr(loader, "source", lambda name, changed=changed: texts[name] + " " * (name == changed))
+            names.append(loader.cache_name(VARIANT, "sm_75"))
+    assert len(set(names)) == len(names) == 8
+
+
+def test_headers_are_found_through_headers() -> None:
+    assert set(loader.included("forward.cu")) == {"common.cuh", "ptx.cuh", "params.cuh"}
+
+
+# ---- once
+
+
+def loading(gpu: pytest.MonkeyPatch, kept: bytes | None = None, understood: bytes = b"fresh") -> list[str]:
+    """A driver that understands one code only; returns what was done."""
+    done: list[str] = []
+
+    def load(variant: Variant, code: bytes, device: int) -> Kernel:
+        done.append(f"load {code.decode()}")
+        if code != understood:
+            raise KernelError("CUDA driver: CUDA_ERROR_UNSUPPORTED_PTX_VERSION")
+        return Kernel(ctypes.c_void_p(1), variant.threads, variant.shared)
+
+    def binary(variant: Variant, architecture: str) -> bytes:
+        done.append("compile")
+        time.sleep(0.05)
+        return b"fresh"
+
+    gpu.setattr(loader, "driver", lambda: SimpleNamespace(load=load))
+    gpu.setattr(loader, "binary", binary)
+    gpu.setattr(cache, "read", lambda name: kept)
+    gpu.setattr(cache, "write", lambda name, payload: done.append(f"keep {payload.decode()}") or True)
+    return done
+
+
+def test_a_new_kernel_is_compiled_kept_and_loaded_once(gpu: pytest.MonkeyPatch) -> None:
+    done = loading(gpu)
+    assert loader.kernel(VARIANT, "sm_75", 0) == loader.kernel(VARIANT, "sm_75", 0)
+    assert done == ["compile", "keep fresh", "load fresh"]
+
+
+def test_a_kept_kernel_is_loaded_from_disk(gpu: pytest.MonkeyPatch) -> None:
+    done = loading(gpu, kept=b"old", understood=b"old")
+    loader.kernel(VARIANT, "sm_75", 0)
+    assert done == ["load old"]
+
+
+def test_a_kept_kernel_that_the_driver_refuses_is_compiled_anew(gpu: pytest.MonkeyPatch) -> None:
+    done = loading(gpu, kept=b"old")
+    loader.kernel(VARIANT, "sm_75", 0)
+    assert done == ["load old", "compile", "keep fresh", "load fresh"]
+
+
+def test_threads_wait_for_the_one_that_compiles(gpu: pytest.MonkeyPatch) -> None:
+    done = loading(gpu)
+    threads = [threading.Thread(target=loader.kernel, args=(VARIANT, "sm_75", 0)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert done == ["compile", "keep fresh", "load fresh"]
+
+
+def test_each_device_loads_its_own(gpu: pytest.MonkeyPatch) -> None:
+    done = loading(gpu)
+    for device in (0, 1, 0):
+        loader.kernel(VARIANT, "sm_75", device)
+    assert done.count("load fresh") == 2
+
+
+def test_a_failure_is_remembered(gpu: pytest.MonkeyPatch) -> None:
+    done = loading(gpu, understood=b"nothing")
+    for _ in range(2):
+        with pytest.raises(KernelError, match="UNSUPPORTED_PTX_VERSION"):
+            loader.kernel(VARIANT, "sm_75", 0)
+    assert done.count("compile") == 1
+
+
+def test_a_failure_within_a_capture_says_what_to_do_and_is_not_remembered(gpu: pytest.MonkeyPatch) -> None:
+    done = loading(gpu, understood=b"nothing")
+    gpu.setattr(loader, "is_capturing", lambda device: True)
+    with pytest.raises(RuntimeError, match=r"forward kernel .* make the same call once before the capture") as caught:
+        loader.kernel(VARIANT, "sm_75", 0)
+    assert not isinstance(caught.value, KernelError)
+    gpu.setattr(loader, "is_capturing", lambda device: False)
+    loading(gpu)
+    assert loader.kernel(VARIANT, "sm_75", 0) and done
+
+
+# ---- launches
+
+
+class Library:
+    """The driver's functions, as far as a launch needs them, by what they are called with."""
+
+    def __init__(self, codes: list[int]) -> None:
+        self.codes, self.calls = codes, []
+
+    def __getattr__(self, name: str) -> Any:
+        def function(*arguments: Any) -> int:
+            self.calls.append(name)
+            return self.codes.pop(0) if name == "cuLaunchKernel" and self.codes else 0
+
+        return function
+
+
+@pytest.fixture
+def torch_on_gpu_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 17, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+
+
+def launch(library: Library, device: int) -> None:
+    Driver(library).launch(Kernel(ctypes.c_void_p(1), 128, 0), 5, device, ctypes.c_void_p())  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("torch_on_gpu_0")
+def test_a_launch_on_the_current_device_is_one_call() -> None:
+    library = Library([0])
+    launch(library, 0)
+    assert library.calls[1:] == ["cuLaunchKernel"]
+
+
+@pytest.mark.usefixtures("torch_on_gpu_0")
+def test_a_launch_on_another_device_puts_the_threads_context_back() -> None:
+    library = Library([0])
+    launch(library, 1)
+    assert [name for name in library.calls if "Ctx" in name or "Launch" in name] == [
+        "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuLaunchKernel", "cuCtxPopCurrent_v2",
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("torch_on_gpu_0")
+def test_a_launch_that_fails_on_another_device_puts_the_threads_context_back() -> None:
+    library = Library([700])
+    with pytest.raises(KernelError):
+        launch(library, 1)
+    assert "cuCtxPopCurrent_v2" in library.calls
+
+
+@pytest.mark.usefixtures("torch_on_gpu_0")
+def test_a_thread_without_a_context_gets_the_devices() -> None:
+    library = Library([201, 0])
+    launch(library, 0)
+    assert [name for name in library.calls if "Current" in name or "Launch" in name] == [
+        "cuLaunchKernel", "cuCtxSetCurrent", "cuLaunchKernel",
+    ]  # fmt: skip
+
+
+# ---- NVRTC itself
+
+
+@pytest.fixture(scope="module")
+def nvrtc() -> loader.Compiler:
+    try:
+        return loader.compiler()
+    except KernelError as error:
+        pytest.skip(f"no NVRTC here: {error}")
+
+
+def test_nvrtc_says_what_it_knows(nvrtc: loader.Compiler) -> None:
+    assert nvrtc.version >= (11, 2) and 75 in nvrtc.architectures
+
+
+def test_a_source_that_does_not_compile_is_an_error_with_the_compilers_log(
+    nvrtc: loader.Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = {"broken.cu": '#include "part.cuh"\nint x = undeclared_name;', "part.cuh": "#pragma once\n"}
+    monkeypatch.setattr(loader, "source", texts.__getitem__)
+    monkeypatch.setattr(loader, "included", lambda name: ("part.cuh",))
+    with pytest.raises(KernelError, match=r"refuses broken.cu(.|\n)*undeclared_name"):
+        nvrtc.compile("broken.cu", ("--gpu-architecture=compute_75",))
+
+
+@pytest.mark.parametrize(("architecture", "start"), [("compute_75", b"//"), ("sm_75", b"\x7fELF")])
+def test_ptx_is_made_for_drivers_and_cubins_for_gpus(nvrtc: loader.Compiler, architecture: str, start: bytes) -> None:
+    variant = variants.delta(Kind(75, variants.FP16, 64))
+    code = nvrtc.compile(variant.source, loader.options(variant, architecture))
+    assert code.lstrip().startswith(start)
