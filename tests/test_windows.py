@@ -11,7 +11,7 @@ import torch
 from flash_attn_compat import explain, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn_compat.engine.build import Cache, Options, Packing, cache_call, dense_call, packed_call
 from flash_attn_compat.engine.call import AttentionCall
-from flash_attn_compat.engine.mask import Mask
+from flash_attn_compat.engine.mask import MOST_TOKENS, Mask
 from tests.support import close, cumulative, on_backend, on_general_backends, qkv
 
 SEQLEN_K = 12
@@ -73,7 +73,7 @@ def test_a_right_bound_beyond_the_keys_still_hides_keys_from_rows_far_before_the
 def test_no_bound_is_ever_larger_than_kernels_can_add_to_a_position(bound: int) -> None:
     q, k, v = (x.flatten(0, 1) for x in qkv())
     starts = cumulative(7, 7)
-    call = packed_call(q, k, v, Packing(starts, starts, 7, 2**31 - 1), Options(window_size=(bound, bound)))
+    call = packed_call(q, k, v, Packing(starts, starts, 7, MOST_TOKENS), Options(window_size=(bound, bound)))
     assert call.mask == Mask()
 
 
