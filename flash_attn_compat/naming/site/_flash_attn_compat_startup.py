@@ -3,8 +3,6 @@
 Every start of the interpreter pays for this file, so it imports nothing until it is needed.
 """
 
-from __future__ import annotations
-
 import sys
 
 TYPE_CHECKING = False
@@ -55,7 +53,7 @@ _awaited = {"transformers", "torch.nn.attention.varlen"}
 
 class _Wait:
     @classmethod
-    def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(cls, fullname: str, path: "Any" = None, target: "Any" = None) -> "Any":
         if fullname not in _awaited:
             return None
         _awaited.discard(fullname)
