@@ -40,7 +40,7 @@ def _answer_loader(module: ModuleType, undo: ExitStack) -> None:
     for name in ("_loaded_implementation", *_FUNCTIONS):
         if hasattr(module, name):
             undo.callback(setattr, module, name, getattr(module, name))
-    module._lazy_imports = _with_ours(original)  # type: ignore[attr-defined]
+    module._lazy_imports = _with_ours(original)  # type: ignore[attr-defined]  # transformers' own name
     undo.callback(setattr, module, "_lazy_imports", original)
 
 
