@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from functools import partial
 from pathlib import Path
@@ -22,8 +23,10 @@ from flash_attn_compat import (
     settings,
     use_backend,
 )
-from flash_attn_compat.backends import BACKENDS
+from flash_attn_compat.backends import BACKENDS, Backend
+from flash_attn_compat.engine import dispatch
 from flash_attn_compat.engine.build import Options, dense_call
+from flash_attn_compat.engine.features import Traits
 from tests.support import cumulative, qkv
 
 NAMES = [backend.name for backend in BACKENDS]
@@ -56,6 +59,28 @@ def test_use_backend_ends_with_its_block_even_after_an_error() -> None:
         raise ZeroDivisionError
     flash_attn_func(*qkv())
     assert "reference" not in counted()
+
+
+@pytest.mark.parametrize("forced", [None, "chunked", "reference"])
+def test_only_backends_whose_turn_comes_are_asked(forced: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is installed and not wanted costs nothing: the real flash-attn takes seconds to load."""
+    q, k, v = qkv()
+    call = dense_call(q, k, v, Options())
+    ordered = sorted(BACKENDS, key=lambda backend: backend.rank(call.traits()))
+    served = forced or next(backend.name for backend in ordered if not backend.not_supported_reasons(call))
+    asked: list[str] = []
+    for backend in BACKENDS:
+
+        def reasons(traits: Traits, backend: Backend = backend) -> list[str]:
+            asked.append(backend.name)
+            return type(backend).reasons(backend, traits)
+
+        monkeypatch.setattr(backend, "reasons", reasons)
+    dispatch.forget_decisions()
+    with use_backend(forced) if forced else contextlib.nullcontext():
+        flash_attn_func(q, k, v)
+    names = [backend.name for backend in ordered]
+    assert asked == ([forced] if forced else names[: names.index(served) + 1])
 
 
 def test_use_backend_nests() -> None:

@@ -144,16 +144,25 @@ def _decide(call: AttentionCall) -> Backend | None:
     backend = _decisions.get(key)
     if backend is None:
         _check_settings()
-        name = _explain(call.traits(), wish()).backend
-        if name is None:
+        backend = _first_able(call.traits(), wish())
+        if backend is None:
             return None
-        backend = _decisions[key] = _find(name)
+        _decisions[key] = backend
     return backend
 
 
+def _first_able(traits: Traits, forced: str | None) -> Backend | None:
+    """Asks nobody behind the one that serves: some load libraries before they answer, which takes seconds."""
+    candidates = [_find(forced)] if forced is not None else _ordered(traits)
+    return next((backend for backend in candidates if not backend.reasons(traits)), None)
+
+
+def _ordered(traits: Traits) -> list[Backend]:
+    return sorted(BACKENDS, key=lambda backend: backend.rank(traits))
+
+
 def _explain(traits: Traits, forced: str | None) -> Explanation:
-    ordered = sorted(BACKENDS, key=lambda backend: backend.rank(traits))
-    reasons = {backend.name: backend.reasons(traits) for backend in ordered}
+    reasons = {backend.name: backend.reasons(traits) for backend in _ordered(traits)}
     if forced is not None:
         _find(forced)
         return Explanation(forced if not reasons[forced] else None, reasons)
