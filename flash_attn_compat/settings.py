@@ -1,12 +1,16 @@
-"""Environment variables that steer the package, read at the call they steer. docs/environment.md lists them.
+"""What steers the package: environment variables, read at the call they steer, and the backend of use_backend.
 
-A value that means nothing raises a ValueError that names the choices; an empty one counts as not set.
+docs/environment.md lists the variables. A value that means nothing raises a ValueError that names the choices; an
+empty one counts as not set.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,14 +37,16 @@ _DECISIVE = (BACKEND, CAPABILITY, COMPILE, DISABLE_OFFICIAL, FUSED)
 _keys = tuple(os.environ.encodekey(name) for name in _DECISIVE)
 _switches = {name: os.environ.encodekey(name) for name in (COMPILE, DISABLE_OFFICIAL)}
 
+_used: contextvars.ContextVar[str | None] = contextvars.ContextVar("flash_attn_compat_backend", default=None)
+
 
 def fingerprint() -> tuple[object, ...]:
     """Equal for equal settings: what a remembered decision is valid for."""
     if _variables is None:
-        return tuple(os.environ.get(name) for name in _DECISIVE)
+        return _used.get(), *(os.environ.get(name) for name in _DECISIVE)
     get = _variables.get
     first, second, third, fourth, fifth = _keys
-    return get(first), get(second), get(third), get(fourth), get(fifth)
+    return _used.get(), get(first), get(second), get(third), get(fourth), get(fifth)
 
 
 def check() -> None:
@@ -51,9 +57,24 @@ def check() -> None:
     api()
 
 
-def forced_backend() -> str | None:
-    """FLASH_ATTN_COMPAT_BACKEND: the only backend allowed to serve."""
+def backend_variable() -> str | None:
+    """FLASH_ATTN_COMPAT_BACKEND: the only backend allowed to serve, unless use_backend names another."""
     return os.environ.get(BACKEND) or None
+
+
+def named_backend() -> str | None:
+    """The only backend allowed to serve, if one was named: use_backend's in this thread or task, or the variable's."""
+    return _used.get() or backend_variable()
+
+
+@contextlib.contextmanager
+def using_backend(name: str) -> Iterator[None]:
+    """Let ``name`` be the named backend for the length of a block."""
+    token = _used.set(name)
+    try:
+        yield
+    finally:
+        _used.reset(token)
 
 
 def compilation_enabled() -> bool:

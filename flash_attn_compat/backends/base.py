@@ -37,6 +37,10 @@ class Capabilities:
     max_head_dim: int | None = None
 
 
+class KernelsFailed(RuntimeError):
+    """A backend's kernels turn out not to work for a call; nothing was written, and its reasons say why from now on."""
+
+
 class Backend(abc.ABC):
     """One way to compute attention.
 
@@ -87,11 +91,10 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def forward(self, call: AttentionCall) -> Result:
-        """Compute out, softmax_lse (+inf for rows without keys) and the dropout's rng_state."""
+        """Compute out, softmax_lse (+inf for rows without keys) and the dropout's rng_state.
 
-    def attempt(self, call: AttentionCall) -> Result | None:
-        """``forward``, or None where kernels turn out not to work, which is a reason from then on."""
-        return self.forward(call)
+        May raise KernelsFailed, as may ``backward``: then the engine asks the next backend.
+        """
 
     @abc.abstractmethod
     def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:

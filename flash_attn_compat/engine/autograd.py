@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends import Backend
+from flash_attn_compat.backends import Backend, KernelsFailed
 from flash_attn_compat.engine import callers_state, checks, dispatch
 from flash_attn_compat.engine.append import Append, by_operators
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream, wants_transforms
@@ -64,7 +64,7 @@ def attend(inputs: tuple[Tensor, ...], call: AttentionCall) -> Outputs:
     if wants_transforms(*inputs):
         call = call._replace(transformed=True)
         with callers_state.without_autocast(call.q.device):
-            return _finish(call, dispatch.serve(call).forward(call))
+            return _finish(call, _forward(dispatch.serve(call), call)[1])
     if torch.is_grad_enabled():
         for tensor in inputs:
             if tensor.requires_grad:
@@ -89,12 +89,20 @@ def _served(call: AttentionCall, new: Append | None = None) -> tuple[Backend | N
         with callers_state.without_autocast(call.q.device):
             return _served(call, new)
     backend = dispatch.serve(call)
-    return backend, backend.forward(call if new is None else _appended(backend, call, new))
+    return _forward(backend, call if new is None else call._replace(q=backend.append(call, new)))
 
 
-def _appended(backend: Backend, call: AttentionCall, new: Append) -> AttentionCall:
-    """The call as ``backend`` computes it behind its append."""
-    call = call._replace(q=backend.append(call, new))
+def _forward(backend: Backend, call: AttentionCall) -> tuple[Backend, Result]:
+    """The result of ``backend``, or of the next one whose kernels work, and whose it is."""
+    while True:
+        try:
+            return backend, backend.forward(_counted(backend, call))
+        except KernelsFailed as failure:
+            backend = dispatch.serve_instead(backend, call, failure)
+
+
+def _counted(backend: Backend, call: AttentionCall) -> AttentionCall:
+    """The call with its new keys counted, unless ``backend`` counts them itself."""
     if call.seqused_k is None or not call.seqlen_new or backend.counts_new_keys:
         return call
     return call._replace(seqused_k=call.seqused_k + call.seqlen_new, seqlen_new=0)
@@ -111,8 +119,14 @@ def run_backward(
         return gradients
     if callers_state.autocasts(call.q.device):
         with callers_state.without_autocast(call.q.device):
-            return backend.backward(call, upstream, into)
-    return backend.backward(call, upstream, into)
+            return run_backward(backend, call, upstream, into)
+    try:
+        return backend.backward(call, upstream, into)
+    except KernelsFailed as failure:
+        call = call.from_given_results()
+        other = dispatch.choose_instead(backend, call, failure)
+        # What the forward kept was for its own backend alone.
+        return run_backward(other, call, upstream._replace(saved=()), into)
 
 
 class _Attention(torch.autograd.Function):

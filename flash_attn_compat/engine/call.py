@@ -163,6 +163,10 @@ class AttentionCall(NamedTuple):
         capability = settings.capability(device) if device.type == "cuda" else None
         return Traits(device.type, capability, *signature[1:])
 
+    def from_given_results(self) -> AttentionCall:
+        """The backward alone, as a backend computes it from another one's results."""
+        return self._replace(given_lse=True, shares_dropout_mask=self.dropout_p > 0)
+
     def without_tensors(self) -> AttentionCall:
         """The call's description alone; autograd keeps the tensors itself."""
         return self._replace(

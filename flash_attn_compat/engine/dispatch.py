@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flash_attn_compat import settings
-from flash_attn_compat.backends import BACKENDS, Backend
+from flash_attn_compat.backends import BACKENDS, Backend, KernelsFailed
 from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.features import DESCRIPTIONS, Traits, split
 
@@ -22,7 +22,6 @@ class BackendNotSupported(RuntimeError):
     """No backend, or not the one that was asked for, can serve a call. The message holds every reason."""
 
 
-_forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("flash_attn_compat_backend", default=None)
 _explaining: contextvars.ContextVar[bool] = contextvars.ContextVar("flash_attn_compat_explaining", default=False)
 _decisions: dict[tuple[object, ...], Backend] = {}
 _served: Counter[str] = Counter()
@@ -58,11 +57,8 @@ def use_backend(name: str) -> Iterator[None]:
     Gradients are computed by the backend that served the forward. Raises ValueError for unknown names.
     """
     _find(name)
-    token = _forced.set(name)
-    try:
+    with settings.using_backend(name):
         yield
-    finally:
-        _forced.reset(token)
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -95,10 +91,18 @@ def forget_decisions() -> None:
     _decisions.clear()
 
 
-def serve_instead(failed: Backend, call: AttentionCall) -> Backend:
-    """Another backend for a call that ``failed`` was counted for and could not compute; its reasons say why by now."""
+def choose_instead(failed: Backend, call: AttentionCall, failure: KernelsFailed) -> Backend:
+    """Another backend for a call that ``failed`` could not compute, as its reasons say by now."""
     forget_decisions()
     backend = choose(call)
+    if backend is failed:
+        raise failure  # it gave no reason, and would be asked for ever
+    return backend
+
+
+def serve_instead(failed: Backend, call: AttentionCall, failure: KernelsFailed) -> Backend:
+    """Choose another backend, and count the call for that one."""
+    backend = choose_instead(failed, call, failure)
     _served[failed.name] -= 1
     _served[backend.name] += 1
     return backend
@@ -111,24 +115,19 @@ def choose(call: AttentionCall) -> Backend:
     """
     if _explaining.get():
         _check_settings()
-        raise _Explained(_explain(call.traits(), wish()))
+        raise _Explained(_explain(call.traits(), settings.named_backend()))
     backend = _decide(call)
     if backend is None:
-        traits, named = call.traits(), wish()
+        traits, named = call.traits(), settings.named_backend()
         raise BackendNotSupported(_refusal(traits, _explain(traits, named), named))
     return backend
 
 
 def _check_settings() -> None:
     settings.check()
-    name = settings.forced_backend()
+    name = settings.backend_variable()
     if name is not None and name not in _names():
         raise ValueError(f"{settings.BACKEND} must be one of {', '.join(_names())}, got {name!r}")
-
-
-def wish() -> str | None:
-    """The only backend allowed to serve, if one was named."""
-    return _forced.get() or settings.forced_backend()
 
 
 def serve(call: AttentionCall) -> Backend:
@@ -140,11 +139,11 @@ def serve(call: AttentionCall) -> Backend:
 
 def _decide(call: AttentionCall) -> Backend | None:
     """The backend whose turn it is; None where there is none."""
-    key = (call.signature(), _forced.get(), settings.fingerprint())
+    key = (call.signature(), settings.fingerprint())
     backend = _decisions.get(key)
     if backend is None:
         _check_settings()
-        backend = _first_able(call.traits(), wish())
+        backend = _first_able(call.traits(), settings.named_backend())
         if backend is None:
             return None
         _decisions[key] = backend

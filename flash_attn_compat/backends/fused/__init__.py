@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import settings
-from flash_attn_compat.backends.base import HALF_DTYPES, Backend, Capabilities
+from flash_attn_compat.backends.base import HALF_DTYPES, Backend, Capabilities, KernelsFailed
 from flash_attn_compat.backends.fused import append, backward, forward, loader
 from flash_attn_compat.backends.fused.loader import KernelError
 from flash_attn_compat.backends.fused.probe import Slower
@@ -56,11 +56,9 @@ class Fused(Backend):
         return ["its kernels are for NVIDIA GPUs"] if torch.version.hip is not None else []
 
     def extra_reasons(self, traits: Traits) -> list[str]:
-        from flash_attn_compat.engine import dispatch
-
         reasons = [f"failed before: {self._failures[traits]}"] if traits in self._failures else []
         # Whoever names this backend wants it, fast or not.
-        if traits in self._slower and dispatch.wish() is None:
+        if traits in self._slower and settings.named_backend() is None:
             reasons.append(self._slower[traits])
         if traits.needs_backward and traits.features & Feature.PAGED:
             reasons.append("gradients of pages")
@@ -74,38 +72,22 @@ class Fused(Backend):
             return by_operators(call, new)
 
     def forward(self, call: AttentionCall) -> Result:
-        from flash_attn_compat.engine import dispatch
-
-        found = self.attempt(call)
-        if found is not None:
-            return found
-        if call.needs_grad:
-            # The backward is asked here again: leave it what any backend can start from.
-            call = call._replace(return_lse=True, shares_dropout_mask=call.dropout_p > 0)
-        other = dispatch.serve_instead(self, call)
-        if call.seqused_k is not None and call.seqlen_new and not other.counts_new_keys:
-            call = call._replace(seqused_k=call.seqused_k + call.seqlen_new, seqlen_new=0)
-        return other.forward(call)._replace(saved=())
-
-    def attempt(self, call: AttentionCall) -> Result | None:
         try:
             return forward.forward(call)
         except KernelError as error:
             self._remember(call, error)
-            return None
+            raise KernelsFailed(str(error)) from error
 
     def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
-        from flash_attn_compat.engine import dispatch
-
-        # Others start from what was reported, and know the mask; what the forward kept is for this backend alone.
-        given = call._replace(given_lse=True, shares_dropout_mask=call.dropout_p > 0)
-        if not (self._failures or self._slower) or not self.reasons(given.traits()):
-            try:
-                return backward.backward(call, upstream, into)
-            except KernelError as error:
-                self._remember(given, error)
-                dispatch.forget_decisions()
-        return dispatch.choose(given).backward(given, upstream._replace(saved=()), into)
+        if self._failures or self._slower:
+            against = self.reasons(call.from_given_results().traits())
+            if against:
+                raise KernelsFailed("; ".join(against))
+        try:
+            return backward.backward(call, upstream, into)
+        except KernelError as error:
+            self._remember(call.from_given_results(), error)
+            raise KernelsFailed(str(error)) from error
 
     def _remember(self, call: AttentionCall, error: KernelError) -> None:
         """A reason from now on, and one warning for each thing that went wrong."""

@@ -42,6 +42,8 @@ class Verdict(NamedTuple):
         return self.fused > self.other
 
 
+# Every backend, in order; the list of backends gives itself, for who is next is known there only.
+candidates: tuple[Backend, ...] = ()
 _verdicts: dict[tuple[str, int, str], Verdict | None] = {}
 
 
@@ -57,10 +59,8 @@ def why_not(kind: Kind, direction: str, device: int) -> str | None:
 
     It counts for calls that the next backend computes in one launch too: nobody is near at any others.
     """
-    from flash_attn_compat.engine import dispatch
-
     wanted = not (kind.alibi or kind.softcap or kind.paged or (kind.local and kind.window is not None))
-    if not wanted or settings.fused() or settings.forced_capability() is not None or dispatch.wish() is not None:
+    if not wanted or settings.fused() or settings.forced_capability() is not None or settings.named_backend():
         return None
     if loader.capability(device) in MEASURED or loader.is_capturing(device):
         return None
@@ -111,15 +111,13 @@ def _file(head_dim: int, direction: str, device: int) -> str:
 
 
 def _timed(head_dim: int, direction: str, device: int) -> Verdict | None:
-    from flash_attn_compat.backends import BACKENDS
-
-    fused = next(backend for backend in BACKENDS if backend.name == "fused")
+    fused = next(backend for backend in candidates if backend.name == "fused")
     place = torch.device("cuda", device)
     with torch.cuda.device(place), torch.no_grad():
         try:
             call = _problem(head_dim, place)
             traits = call.traits()
-            others = sorted((one for one in BACKENDS if one is not fused), key=lambda one: one.rank(traits))
+            others = sorted((one for one in candidates if one is not fused), key=lambda one: one.rank(traits))
             rival = next((one for one in others if not one.reasons(traits)), None)
             if rival is None:
                 return None
