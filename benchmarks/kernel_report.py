@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterator
 
 from flash_attn_compat.backends.fused import variants
 from flash_attn_compat.backends.fused.loader import KernelError
@@ -37,21 +36,9 @@ _SHOWN = (
 )
 
 
-def chosen(number: int, every: bool, entries: list[str]) -> Iterator[tuple[Variant, Kind]]:
-    seen = set()
-    for kind in fused_coverage.kinds(number, every):
-        for entry in entries:
-            impossible = (
-                (entry == "decode" and kind.dropout)
-                or (entry == "absmax" and kind.type != variants.BF16_AS_FP16)
-                or (entry in ("delta", "dkdv", "dq") and kind.paged)
-            )
-            if impossible:
-                continue
-            variant = variants.MAKERS[entry](kind)
-            if variant not in seen:
-                seen.add(variant)
-                yield variant, kind
+def chosen(number: int, every: bool, entries: list[str]) -> dict[Variant, Kind]:
+    made = variants.made_for(fused_coverage.kinds(number, every))
+    return {variant: kind for variant, kind in made.items() if variant.entry in entries}
 
 
 def step(variant: Variant) -> int:
@@ -102,7 +89,7 @@ def main() -> int:
         print("needs NVRTC and cuobjdump: pip install -e '.[test]' on x86-64 Linux")
         return 1
     total = misfits = 0
-    for variant, _ in chosen(options.architecture, options.every, options.entries):
+    for variant in chosen(options.architecture, options.every, options.entries):
         said, fits = line(variant, options.architecture, options.compiler)
         print(said, flush=True)
         total, misfits = total + 1, misfits + (not fits)

@@ -1,4 +1,4 @@
-"""The command flash-attn-compat: install, uninstall, run, doctor. Arguments and exit codes; the work is elsewhere."""
+"""The command flash-attn-compat. Arguments and exit codes; the work is elsewhere."""
 
 from __future__ import annotations
 
@@ -75,6 +75,26 @@ def _parser() -> argparse.ArgumentParser:
         "--renew", action="store_true", help="time this package's kernels again, on a GPU where nobody has measured"
     )
     command.set_defaults(action=_doctor)
+
+    command = commands.add_parser(
+        "compile",
+        help="compile this package's CUDA kernels before they are wanted, with or without a GPU",
+        description="What models usually ask for is compiled into the cache folder: about 350 kernels for each GPU, "
+        "a second or two of one processor for each. It takes the NVRTC that the kernels' users will find.",
+    )
+    command.add_argument(
+        "--for", dest="architectures", action="append", metavar="ARCH", required=True,
+        help="sm_75, sm_80, sm_90, ...: the compute capability of the GPUs; repeatable",
+    )  # fmt: skip
+    command.add_argument("--into", metavar="DIR", help=f"the folder that {settings.CACHE} will name there")
+    command.add_argument(
+        "--head-dim", type=int, choices=range(1, 257), action="append", default=[], metavar="N",
+        help="only for these; repeatable",
+    )  # fmt: skip
+    command.add_argument("--dtype", choices=("float16", "bfloat16"), action="append", default=[], help="only for these")
+    command.add_argument("--all", action="store_true", help="every combination of features, over a thousand kernels")
+    command.add_argument("--jobs", type=int, help="how many at once; one for each processor by default")
+    command.set_defaults(action=_compile)
     return parser
 
 
@@ -108,6 +128,28 @@ def _doctor(options: argparse.Namespace) -> int:
     report = doctor.examine(options.renew)
     print(doctor.to_json(report) if options.json else doctor.to_text(report))
     return 0 if report.healthy else 1
+
+
+def _compile(options: argparse.Namespace) -> int:
+    from flash_attn_compat.backends.fused import ahead, cache, variants
+    from flash_attn_compat.backends.fused.loader import KernelError
+
+    if options.into:
+        os.environ[settings.CACHE] = options.into
+    try:
+        numbers = {architecture: ahead.number(architecture) for architecture in options.architectures}
+    except KernelError as error:
+        print(f"flash-attn-compat: {error}", file=sys.stderr)
+        return 2
+    wanted = []
+    for architecture, number in numbers.items():
+        kinds = ahead.kinds(number, options.head_dim, options.dtype, options.all)
+        wanted += [(variant, architecture) for variant in variants.made_for(kinds)]
+    made, errors = ahead.compile_all(wanted, options.jobs)
+    print(f"{made} kernels compiled, {len(wanted) - made - len(errors)} were there: {cache.folder()}")
+    for told in dict.fromkeys(errors):
+        print(f"flash-attn-compat: {told}", file=sys.stderr)
+    return 1 if errors else 0
 
 
 if __name__ == "__main__":

@@ -104,6 +104,7 @@ def record(monkeypatch: pytest.MonkeyPatch, number: int = 75, tried: bool = Fals
     monkeypatch.setattr(FUSED, "_told", set())
     monkeypatch.setattr(loader, "why_not", lambda: None)
     monkeypatch.setattr(loader, "kernel", kernel)
+    monkeypatch.setattr(loader, "load_together", lambda *what: None)
     monkeypatch.setattr(loader, "_kernels", {})
     monkeypatch.setattr(loader, "target", lambda device: Target(f"sm_{number}", number))
     monkeypatch.setattr(loader, "capability", lambda device: (9, 0))

@@ -124,6 +124,8 @@ class Plan:
         # With packed tokens, one slab more sets the gradients of those outside of all sequences to 0.
         all_rows, all_keys = call.batch + (call.cu_seqlens_q is not None), call.batch + (call.cu_seqlens_k is not None)
         parts = variants.dkdv_parts(kind)
+        makers = variants.delta, variants.dkdv, variants.dq
+        loader.load_together([make(kind) for make in makers], target.architecture, self.device)
         for make, length, heads, sequences in (
             (variants.delta, rows, call.nheads, call.batch),
             (variants.dkdv, keys, call.nheads_k * parts, all_keys),

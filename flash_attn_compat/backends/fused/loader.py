@@ -16,7 +16,8 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -255,6 +256,16 @@ def kernel(variant: Variant, architecture: str, device: int) -> Kernel:
     if isinstance(found, KernelError):
         raise KernelError(str(found))
     return found
+
+
+def load_together(variants: Iterable[Variant], architecture: str, device: int) -> None:
+    """``kernel`` for each, side by side: compiling one takes a second. What fails is raised when it is asked for."""
+    missing = [variant for variant in variants if not is_loaded(variant, architecture, device)]
+    if len(missing) < 2 or is_capturing(device):  # which a thread of its own could not see
+        return
+    with ThreadPoolExecutor(len(missing)) as pool:
+        for job in [pool.submit(kernel, variant, architecture, device) for variant in missing]:
+            job.exception()
 
 
 def is_capturing(device: int) -> bool:

@@ -8,7 +8,7 @@ and the GPU's size alone: nothing is read from the GPU.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 FP16, BF16, BF16_AS_FP16 = 0, 1, 2
@@ -208,14 +208,23 @@ def kinds(number: int) -> Iterator[Kind]:
             yield Kind(number, type, D, local, alibi, softcap, dropout, paged, vec, window)
 
 
-def shipped(number: int) -> dict[Variant, Kind]:
-    """Every variant for an architecture, with a kind of call that takes it."""
+def entries(kind: Kind) -> Iterator[str]:
+    """The kernels that calls of a kind may launch."""
+    yield "forward"
+    if not kind.dropout:
+        yield from ("decode", "append")
+    if not kind.paged:
+        yield from ("delta", "dkdv", "dq")
+    if kind.type == BF16_AS_FP16:
+        yield "absmax"
+
+
+def made_for(kinds: Iterable[Kind]) -> dict[Variant, Kind]:
+    """Every variant that calls of these kinds may launch, with one of the kinds that do."""
     found: dict[Variant, Kind] = {}
-    for kind in kinds(number):
-        for entry, make in MAKERS.items():
-            if (entry == "decode" and kind.dropout) or (entry == "absmax" and kind.type != BF16_AS_FP16):
-                continue
-            found.setdefault(make(kind), kind)
+    for kind in kinds:
+        for entry in entries(kind):
+            found.setdefault(MAKERS[entry](kind), kind)
     return found
 
 

@@ -1,0 +1,102 @@
+"""flash-attn-compat compile: kernels that are in the cache before a GPU asks for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from flash_attn_compat import cli
+from flash_attn_compat.backends.fused import ahead, cache, loader, variants
+from flash_attn_compat.backends.fused.loader import KernelError
+from flash_attn_compat.backends.fused.variants import BF16_AS_FP16, FP16, Kind, Variant
+from tests.support import check_refused_in_one_line
+
+ONLY = ["--head-dim", "64", "--dtype", "float16"]
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Variant]:
+    """NVRTC is an old one and quick; what it was asked for."""
+    asked: list[Variant] = []
+
+    def binary(variant: Variant, architecture: str) -> bytes:
+        asked.append(variant)
+        return f"{variant.entry} for {architecture}".encode()
+
+    monkeypatch.setattr(loader, "compiler", lambda: SimpleNamespace(version=(12, 9), architectures=(70, 75, 90)))
+    monkeypatch.setattr(loader, "binary", binary)
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_CACHE", str(tmp_path / "kernels"))
+    return asked
+
+
+@pytest.mark.parametrize(("real", "forced"), [((7, 5), None), ((9, 0), None), ((9, 0), "7.5")])
+def test_a_gpu_finds_what_was_compiled_for_it(
+    real: tuple[int, int], forced: str | None, compiled: list[Variant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    architecture = "compute_75" if forced else f"sm_{real[0]}{real[1]}"
+    assert cli.main(["compile", "--for", architecture, *ONLY]) == 0
+    monkeypatch.setattr(loader, "capability", lambda device: real)
+    if forced:
+        monkeypatch.setenv("FLASH_ATTN_COMPAT_CAPABILITY", forced)
+    target = loader.target(0)
+    for flags in ({}, {"local": True}, {"local": True, "softcap": True}, {"dropout": True}):
+        for variant in variants.made_for([Kind(target.number, FP16, 64, **flags)]):
+            kept = cache.read(loader.cache_name(variant, target.architecture))
+            assert kept == f"{variant.entry} for {architecture}".encode()
+
+
+def test_what_is_there_is_not_compiled_again(compiled: list[Variant], capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        assert cli.main(["compile", "--for", "sm_75", *ONLY]) == 0
+    told = capsys.readouterr().out.splitlines()
+    count = len(set(compiled))
+    assert count == len(compiled) and told[0].startswith(f"{count} kernels compiled, 0 were there")
+    assert told[1].startswith(f"0 kernels compiled, {count} were there")
+
+
+def test_another_folder_can_be_named(compiled: list[Variant], tmp_path: Path) -> None:
+    assert cli.main(["compile", "--for", "sm_75", *ONLY, "--into", str(tmp_path / "image")]) == 0
+    assert len(list((tmp_path / "image").iterdir())) == len(compiled) and not (tmp_path / "kernels").exists()
+
+
+def test_a_kernel_that_does_not_compile_is_told_and_the_others_are_kept(
+    compiled: list[Variant], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def binary(variant: Variant, architecture: str) -> bytes:
+        if variant.entry == "delta":
+            raise KernelError("NVRTC refuses delta.cu")
+        return b"code"
+
+    monkeypatch.setattr(loader, "binary", binary)
+    assert cli.main(["compile", "--for", "sm_75", *ONLY]) == 1
+    said = capsys.readouterr()
+    assert said.err.splitlines() == ["flash-attn-compat: NVRTC refuses delta.cu"]
+    assert len(list(cache.folder().iterdir())) > 10
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_folder_that_keeps_nothing_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert cli.main(["compile", "--for", "sm_75", *ONLY, "--into", str(tmp_path / "file")]) == 1
+    assert "cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("name", ["sm_70", "sm_80", "turing", "sm_"])
+def test_an_architecture_that_nobody_has_kernels_for_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    check_refused_in_one_line(cli.main, ["compile", "--for", name], "none of sm_75, sm_90", capsys)
+
+
+def test_every_combination_is_a_thousand_kernels_and_the_usual_ones_a_third() -> None:
+    for number in (75, 90):
+        usual, every = (len(variants.made_for(ahead.kinds(number, (), (), every))) for every in (False, True))
+        assert 300 < usual < 400 and 1200 < every < 1400
+
+
+def test_a_head_dim_and_a_dtype_are_enough_for_their_calls() -> None:
+    made = variants.made_for(ahead.kinds(75, (80,), ("bfloat16",), every=True))
+    macros = [dict(variant.macros) for variant in made]
+    assert {one["TYPE"] for one in macros} == {BF16_AS_FP16}
+    assert {one["D"] for one in macros if "D" in one} == {128}
