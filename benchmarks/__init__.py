@@ -1,1 +1,1 @@
-"""What the package costs, measured here and now: `python -m benchmarks.cpu`, `python -m benchmarks.memory`."""
+"""What the package costs, measured here and now: `python -m benchmarks.cpu`, `.memory`, `.end_to_end`."""

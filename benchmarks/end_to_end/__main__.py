@@ -1,0 +1,204 @@
+"""Starts the implementations' processes, compares their answers, prints the table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import benchmarks.end_to_end
+from benchmarks.end_to_end.agreement import compared, reference
+from benchmarks.end_to_end.program import Implementation
+from benchmarks.end_to_end.programs import PROGRAMS
+from flash_attn_compat import settings
+from flash_attn_compat.naming.site_directory import SITE
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+Rows = dict[str, dict[str, Any]]  # program -> what was found
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.end_to_end", description=benchmarks.end_to_end.__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), help="float16, on a CPU float32")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes: does everything run?")
+    parser.add_argument("--programs", nargs="+", choices=tuple(PROGRAMS), default=list(PROGRAMS), metavar="PROGRAM",
+                        help=", ".join(PROGRAMS))  # fmt: skip
+    parser.add_argument("--implementations", nargs="+", metavar="NAME",
+                        help="ours, official, sdpa, eager; ours@7.5, sdpa@7.5: on what such a GPU has")  # fmt: skip
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds that one program may take")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there too")
+    options = parser.parse_args(argv)
+    options.dtype = options.dtype or ("float16" if options.device.startswith("cuda") else "float32")
+    options.implementations = options.implementations or _usual(options.device)
+    for name in options.implementations:
+        if Implementation(name).kind not in ("ours", "official", "sdpa", "eager"):
+            parser.error(f"unknown implementation {name!r}")
+    return options
+
+
+def _usual(device: str) -> list[str]:
+    """The most telling first, should time run out."""
+    if device.startswith("cuda") and torch.cuda.get_device_capability(device) >= (8, 0):
+        return ["official", "ours@7.5", "sdpa@7.5", "ours", "eager"]
+    return ["ours", "sdpa", "eager"]
+
+
+def _environment(implementation: Implementation) -> dict[str, str]:
+    """Ours stands before a real flash-attn, which is not asked; the others see nothing of ours."""
+    env = dict(os.environ, HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+    path = [str(REPOSITORY), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+    if implementation.kind == "ours":
+        path.insert(0, SITE)
+        env[settings.DISABLE_OFFICIAL] = "1"
+    else:
+        env.pop(settings.DISABLE_OFFICIAL, None)
+    if implementation.forced:
+        env[settings.CAPABILITY] = implementation.forced
+    env["PYTHONPATH"] = os.pathsep.join(path)
+    return env
+
+
+def run(implementation: Implementation, options: argparse.Namespace, folder: Path) -> tuple[Rows, str]:
+    """The rows of one implementation, and why there are none where it is not here.
+
+    A process that dies or takes too long loses the program it was at; another one goes on behind it.
+    """
+    rows: Rows = {}
+    waiting = list(options.programs)
+    while waiting:
+        how = ["tiny" if options.tiny else "real", *waiting]
+        command = [sys.executable, "-m", "benchmarks.end_to_end.worker", str(folder), implementation.name,
+                   options.device, options.dtype, str(options.repeats), *how]  # fmt: skip
+        with (folder / "stderr").open("w+") as stderr:
+            child = subprocess.Popen(command, env=_environment(implementation), cwd=REPOSITORY, stderr=stderr,
+                                     stdout=subprocess.DEVNULL)  # fmt: skip
+            late = _watched(child, implementation, waiting, rows, folder, options.limit)
+            stderr.seek(0)
+            last = (stderr.read().strip().splitlines() or ["without a word"])[-1]
+        if (folder / "not_here").exists():
+            return rows, (folder / "not_here").read_text()
+        if waiting:
+            what = f"took more than {options.limit:.0f} s" if late else f"exit code {child.returncode}: {last}"
+            rows[waiting.pop(0)] = {"error": what}
+    return rows, ""
+
+
+def _watched(
+    child: subprocess.Popen[bytes], implementation: Implementation, waiting: list[str], rows: Rows, folder: Path,
+    limit: float,
+) -> bool:  # fmt: skip
+    """Move results into `rows` as they come; True if the process was ended because one did not."""
+    since = time.monotonic()
+    while True:
+        ended = child.poll() is not None
+        while waiting and (folder / f"{waiting[0]}.json").exists():
+            program = waiting.pop(0)
+            rows[program] = json.loads((folder / f"{program}.json").read_text())
+            print(f"{implementation.name:10} {program:22} {_figure(rows[program])}", flush=True)
+            since = time.monotonic()
+        if ended:
+            return False
+        if time.monotonic() - since > limit:
+            child.kill()
+            child.wait()
+            return True
+        time.sleep(0.05)
+
+
+def _figure(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return str(row["error"])
+    rate = row["tokens_per_second"]
+    return f"{rate:.1f} tok/s" if rate else f"{row['ms']:.1f} ms"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints; 0 if every program of ours ran and agrees, else 1."""
+    options = _arguments(argv)
+    found: dict[str, Rows] = {}
+    absent: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in options.implementations:
+            folder = Path(temporary, name)
+            folder.mkdir()
+            found[name], why = run(Implementation(name), options, folder)
+            if why:
+                absent[name] = why
+            _compare(found, options, Path(temporary))
+            if options.json:
+                _write(found, absent, options)
+    _show(found, absent, options)
+    ours = [row for name in found if Implementation(name).kind == "ours" for row in found[name].values()]
+    return int(any(_is_wrong(row) for row in ours))
+
+
+def _is_wrong(row: dict[str, Any]) -> bool:
+    return not row["agrees"] if "ms" in row else "not_here" not in row
+
+
+def _compare(found: dict[str, Rows], options: argparse.Namespace, folder: Path) -> None:
+    for program in options.programs:
+        answers = {
+            name: torch.load(folder / name / f"{program}.pt")
+            for name, rows in found.items()
+            if "ms" in rows.get(program, {})
+        }
+        judge = reference(list(answers))
+        for name, answer in answers.items():
+            row = found[name][program]
+            row["reference"] = judge
+            row["difference"], row["agrees"] = compared(answer, answers[judge], getattr(torch, options.dtype))
+
+
+def _machine(options: argparse.Namespace) -> dict[str, Any]:
+    gpu = torch.cuda.get_device_name(options.device) if options.device.startswith("cuda") else None
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    return {"torch": torch.__version__, "device": gpu or options.device, "dtype": options.dtype, "tiny": options.tiny,
+            "repeats": options.repeats, "threads": torch.get_num_threads(), "load": load}  # fmt: skip
+
+
+def _write(found: dict[str, Rows], absent: dict[str, str], options: argparse.Namespace) -> None:
+    told = {"machine": _machine(options), "not_here": absent, "programs": found}
+    Path(options.json).write_text(json.dumps(told, indent=1))
+
+
+def _show(found: dict[str, Rows], absent: dict[str, str], options: argparse.Namespace) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=170)
+    machine = ", ".join(f"{name} {value}" for name, value in _machine(options).items())
+    table = Table("program", "implementation", "speed", "peak memory", "agreement", "served by",
+                  title="Whole programs", caption=machine)  # fmt: skip
+    for program in options.programs:
+        table.add_section()
+        for name, rows in found.items():
+            row = rows.get(program)
+            if row is None:
+                continue
+            if "error" in row:
+                table.add_row(program, name, f"[red]{row['error'][:90]}[/]")
+                continue
+            agreement = row["difference"] if row["agrees"] else f"[red]{row['difference']}[/]"
+            if name == row["reference"]:
+                agreement = "the others' measure"
+            memory = f"{row['peak_bytes'] / 2**20:,.1f} MiB"
+            table.add_row(program, name, _figure(row), memory, agreement, row["served_by"])
+    console.print(table)
+    for name, why in absent.items():
+        console.print(f"{name}: {why}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

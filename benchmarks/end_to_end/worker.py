@@ -1,0 +1,128 @@
+"""One implementation's process: runs programs one after the other, a file of results for each.
+
+`python -m benchmarks.end_to_end.worker FOLDER IMPLEMENTATION DEVICE DTYPE REPEATS TINY PROGRAM...`
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.end_to_end.program import Implementation, NotHere, Prepared, Setting
+from benchmarks.end_to_end.programs import PROGRAMS
+from benchmarks.measure import allocations
+
+
+def main() -> None:
+    folder, name, device, dtype, repeats, tiny, *programs = sys.argv[1:]
+    setting = Setting(device, getattr(torch, dtype), tiny == "tiny", Implementation(name))
+    try:
+        _make_ready(setting)
+    except NotHere as reason:
+        Path(folder, "not_here").write_text(str(reason))
+        return
+    for program in programs:
+        found = _measured(program, setting, int(repeats), Path(folder))
+        written = Path(folder, f"{program}.written")
+        written.write_text(json.dumps(found))
+        written.rename(Path(folder, f"{program}.json"))  # whole, or not there yet
+        gc.collect()
+        if setting.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+
+
+def _make_ready(setting: Setting) -> None:
+    implementation = setting.implementation
+    if setting.tiny:
+        torch.set_num_threads(1)
+    if implementation.kind == "ours":
+        import flash_attn_compat
+
+        flash_attn_compat.patch()
+    if implementation.kind == "official":
+        from verify.implementations import official
+
+        package, word = official()
+        if package is None:
+            raise NotHere(word)
+    if implementation.forced and float(implementation.forced) < 8.0:
+        # Those before have neither.
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def _measured(program: str, setting: Setting, repeats: int, folder: Path) -> dict[str, Any]:
+    """What the table shows, or the error. The answer goes into a file beside."""
+    served = _Served(setting)
+    try:
+        prepared = PROGRAMS[program](setting)
+        first = prepared.run()
+        answer = {part: value.detach().float().cpu() for part, value in prepared.answer(first).items()}
+        del first
+        if not all(bool(value.isfinite().all()) for value in answer.values()):
+            return {"error": "its answer is not finite"}
+        torch.save(answer, folder / f"{program}.pt")
+        held, peak = _memory(prepared, setting)
+        seconds = _median_seconds(prepared, setting, repeats)
+        return {
+            "ms": 1e3 * seconds,
+            "tokens_per_second": prepared.tokens / seconds if prepared.tokens else None,
+            "peak_bytes": peak,
+            "held_bytes": held,
+            "served_by": served.told(),
+        }
+    except NotHere as reason:
+        return {"error": str(reason), "not_here": True}
+    except Exception as error:  # noqa: BLE001  a program that fails is a row
+        return {"error": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"}
+
+
+def _memory(prepared: Prepared, setting: Setting) -> tuple[int, int]:
+    """Bytes held before a run (weights, inputs, caches; not known of a CPU) and at its peak."""
+    if not setting.device.startswith("cuda"):
+        return 0, allocations(prepared.run).peak
+    held = torch.cuda.memory_allocated()
+    return held, held + allocations(prepared.run, setting.device).peak
+
+
+def _median_seconds(prepared: Prepared, setting: Setting, repeats: int) -> float:
+    taken = []
+    for _ in range(repeats):
+        setting.synchronize()
+        start = time.perf_counter()
+        prepared.run()
+        setting.synchronize()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+class _Served:
+    """Which of our backends served: a program that quietly computes in another way is no result of ours."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.counted = setting.implementation.kind == "ours"
+        if self.counted:
+            import flash_attn_compat
+
+            flash_attn_compat.reset_backend_counts()
+
+    def told(self) -> str:
+        if not self.counted:
+            return ""
+        import flash_attn_compat
+
+        counts = flash_attn_compat.backend_counts()
+        if not counts:
+            raise RuntimeError("no call of attention came to flash_attn_compat")
+        return ", ".join(sorted(counts, key=lambda name: -counts[name]))
+
+
+if __name__ == "__main__":
+    main()
