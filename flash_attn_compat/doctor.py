@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 import flash_attn_compat
-from flash_attn_compat import self_check
+from flash_attn_compat import installed, self_check
 from flash_attn_compat.backends.fused import inspection
+from flash_attn_compat.installed import SITE, RealFlashAttn, is_stand_in_spec
 from flash_attn_compat.naming import install, real
-from flash_attn_compat.naming.site_directory import SITE, is_stand_in_spec
 from flash_attn_compat.self_check import Check
 
 
@@ -252,10 +252,10 @@ def _name() -> Name:
     )
 
 
-def _who_answers(found: real.RealFlashAttn | None) -> str:
-    if real.real_is_swapped():
+def _who_answers(found: RealFlashAttn | None) -> str:
+    if installed.swapped() is not None:
         return "the real flash-attn, running on flash_attn_compat's functions (patched)"
-    spec = real.first_spec()
+    spec = installed.first_spec()
     if is_stand_in_spec(spec):
         patched = spec is not None and Path(spec.origin or "").is_relative_to(SITE)
         return f"flash_attn_compat ({'patched, here or by the parent process' if patched else 'installed'})"

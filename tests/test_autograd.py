@@ -12,15 +12,18 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import flash_attn_compat
 from flash_attn_compat import (
+    backend_counts,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
+    reset_backend_counts,
 )
+from flash_attn_compat.backends import KernelsFailed
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.engine import dispatch
-from flash_attn_compat.engine.call import AttentionCall, Result
+from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from tests.support import close, cumulative, on_backend, on_general_backends, qkv, randn
 
 FEATURES = {
@@ -411,3 +414,55 @@ def test_the_backend_of_the_forward_computes_the_backward() -> None:
     with flash_attn_compat.use_backend("chunked"):
         torch.autograd.grad(out.sum(), inputs)
     assert "chunked" not in {name for name, count in flash_attn_compat.backend_counts().items() if count}
+
+
+class Failing(Reference):
+    """Kernels that turn out not to work; it says so afterwards, unless ``silent``."""
+
+    def __init__(self, direction: str, silent: bool = False) -> None:
+        self.direction, self.silent, self.failed = direction, silent, False
+
+    def unavailable_reasons(self) -> list[str]:
+        return ["its kernels failed"] if self.failed and not self.silent else []
+
+    def forward(self, call: AttentionCall) -> Result:
+        self.fail_in("forward")
+        return super().forward(call)
+
+    def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
+        self.fail_in("backward")
+        return super().backward(call, upstream, into)
+
+    def fail_in(self, direction: str) -> None:
+        if direction == self.direction:
+            self.failed = True
+            raise KernelsFailed("of no use")
+
+
+class Next(Reference):
+    name = "next"
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_next_backend_serves_where_kernels_fail(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_decisions", {})
+    monkeypatch.setattr(dispatch, "BACKENDS", (Failing(direction), Next()))
+    inputs, window = leaves(), (5, 2)
+    reset_backend_counts()
+    found = torch.autograd.grad(flash_attn_func(*inputs, window_size=window).sum(), inputs)
+    counts = {name: count for name, count in backend_counts().items() if count}
+    assert counts == ({"next": 1} if direction == "forward" else {"reference": 1})
+    monkeypatch.setattr(dispatch, "BACKENDS", (Reference(),))
+    dispatch.forget_decisions()
+    for one, two in zip(found, torch.autograd.grad(flash_attn_func(*inputs, window_size=window).sum(), inputs)):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_failure_without_a_reason_is_raised_rather_than_tried_for_ever(
+    direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "_decisions", {})
+    monkeypatch.setattr(dispatch, "BACKENDS", (Failing(direction, silent=True), Next()))
+    with pytest.raises(KernelsFailed, match="of no use"):
+        flash_attn_func(*leaves()).sum().backward()

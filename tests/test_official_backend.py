@@ -323,7 +323,7 @@ def test_loading_it_leaves_the_name_to_whoever_has_it(install, monkeypatch: pyte
 
 def test_a_real_package_that_runs_on_our_functions_is_not_asked(install, monkeypatch: pytest.MonkeyPatch) -> None:
     install()
-    monkeypatch.setattr("flash_attn_compat.naming.real._swapped", object())
+    monkeypatch.setattr("flash_attn_compat.installed._swapped", object())
     assert reasons() == ["the installed flash-attn runs on this package at present"]
 
 

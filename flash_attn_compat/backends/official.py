@@ -19,14 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_compat import settings
+from flash_attn_compat import installed, settings
 from flash_attn_compat.backends import official_trial
 from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities
 from flash_attn_compat.backends.flash_launch import FlashBackend, Launch, Native
 from flash_attn_compat.engine import outside
 from flash_attn_compat.engine.call import Gradients
 from flash_attn_compat.engine.features import Feature, Traits
-from flash_attn_compat.naming import real
 
 _LACKS = Feature.SHARED_DROPOUT_MASK | Feature.VALUE_HEAD_DIM | Feature.TRANSFORMS
 
@@ -54,7 +53,7 @@ class Official(FlashBackend):
             return [f"{settings.DISABLE_OFFICIAL} is set"]
         if torch.version.hip is not None:
             return ["flash-attn's kernels for ROCm are others and untested"]
-        if real.real_is_swapped():
+        if installed.swapped() is not None:
             return ["the installed flash-attn runs on this package at present"]
         return [] if _location() is not None else ["flash-attn is not installed"]
 
@@ -145,7 +144,7 @@ def _location() -> str | None:
 
 @functools.lru_cache(maxsize=8)
 def _location_on(path: tuple[str, ...]) -> str | None:
-    spec = real.real_spec()
+    spec = installed.real_spec()
     return None if spec is None or spec.origin is None else str(Path(spec.origin).parent)
 
 
@@ -166,10 +165,10 @@ def _load(location: str) -> _Functions | str:
 
 def _extension(location: str) -> Any:
     # Installations put it beside the package; our stand-in for it is never there.
-    spec = PathFinder.find_spec(real.EXTENSION, [str(Path(location).parent)])
+    spec = PathFinder.find_spec(installed.EXTENSION, [str(Path(location).parent)])
     if spec is None or spec.loader is None:
-        raise ImportError(f"its compiled extension {real.EXTENSION} is missing")
-    before = sys.modules.get(real.EXTENSION)
+        raise ImportError(f"its compiled extension {installed.EXTENSION} is missing")
+    before = sys.modules.get(installed.EXTENSION)
     if before is not None and getattr(getattr(before, "__spec__", None), "origin", None) == spec.origin:
         return before
     try:
@@ -177,9 +176,9 @@ def _extension(location: str) -> Any:
         spec.loader.exec_module(module)
     finally:
         # Loading an extension module may enter it under its name, which may be another's to answer.
-        sys.modules.pop(real.EXTENSION, None)
+        sys.modules.pop(installed.EXTENSION, None)
         if before is not None:
-            sys.modules[real.EXTENSION] = before
+            sys.modules[installed.EXTENSION] = before
     return module
 
 

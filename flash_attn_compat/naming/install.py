@@ -19,8 +19,8 @@ from importlib.util import cache_from_source
 from pathlib import Path
 
 from flash_attn_compat import settings
+from flash_attn_compat.installed import EXTENSION, SITE, SITE_2_6
 from flash_attn_compat.naming import real
-from flash_attn_compat.naming.site_directory import SITE, SITE_2_6
 
 INSTALLER = "flash-attn-compat"
 _STARTUP = "_flash_attn_compat_startup"
@@ -106,7 +106,7 @@ def _files(api: str) -> Iterator[tuple[str, bytes]]:
     site = Path(SITE)
     package = (site / "flash_attn" / "__init__.py").read_bytes()
     yield "flash_attn/__init__.py", package.replace(b"_INSTALLED_API = None", f'_INSTALLED_API = "{api}"'.encode())
-    for name in (f"{real.EXTENSION}.py", f"{_STARTUP}.py"):
+    for name in (f"{EXTENSION}.py", f"{_STARTUP}.py"):
         yield name, (site / name).read_bytes()
     yield f"{_STARTUP}.pth", _PTH.encode()
     metadata = Path(SITE_2_6 if api == "2.6" else SITE) / _dist_info_name(api)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.machinery import ModuleSpec
 
-from flash_attn_compat import settings
+from flash_attn_compat import installed, settings
 from flash_attn_compat.naming import finder, real, site_directory, transformers
 from flash_attn_compat.naming.hub_kernels import answer as answer_hub_names
 from flash_attn_compat.naming.varlen_attn import serve as serve_varlen_attn
@@ -140,8 +140,8 @@ def _set_variable(name: str, value: str, undo: ExitStack) -> None:
 
 def _answer_to_the_name(undo: ExitStack, api: str | None) -> bool:
     """Returns False where a real flash-attn serves."""
-    spec = real.first_spec()
-    if site_directory.is_stand_in_spec(spec):
+    spec = installed.first_spec()
+    if installed.is_stand_in_spec(spec):
         # Installed for good, or inherited from a patched parent: only what lies in sys.modules can be wrong, and
         # the interface.
         real.remember_modules(undo)
@@ -155,7 +155,7 @@ def _answer_to_the_name(undo: ExitStack, api: str | None) -> bool:
         # Whatever a real one is good for, it is not this interface.
         real.remember_modules(undo)
         real.forget_modules()
-        site_directory.put_on_path(undo, _entry_of(real.real_spec()), api)
+        site_directory.put_on_path(undo, _entry_of(installed.real_spec()), api)
         if finder.add_to_meta_path():
             undo.callback(finder.remove_from_meta_path)
         return True

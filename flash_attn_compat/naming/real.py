@@ -1,4 +1,4 @@
-"""A real flash-attn in this environment: finding it, judging whether it works here, swapping its extension.
+"""A real flash-attn in this environment: importing it, judging whether it works here, swapping its extension.
 
 Imports nothing unless a real flash-attn is there to be judged.
 """
@@ -11,17 +11,15 @@ import os
 import re
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from flash_attn_compat import settings
-from flash_attn_compat.naming.site_directory import SITE, SITE_2_6, is_stand_in_spec
+from flash_attn_compat import installed, settings
+from flash_attn_compat.installed import EXTENSION, RealFlashAttn, is_stand_in_spec, real_spec
 
-EXTENSION = "flash_attn_2_cuda"
 RAW_FUNCTIONS = ("fwd", "varlen_fwd", "bwd", "varlen_bwd", "fwd_kvcache")
 _FIRST_VERSION_WITH_THESE_RAW_FUNCTIONS = (2, 7)
 _OPERATORS = (
@@ -32,26 +30,11 @@ _OPERATORS = (
 )
 
 
-@dataclass(frozen=True)
-class RealFlashAttn:
-    """A flash-attn that is not ours: where it lies, its version, and why it cannot serve here (None: it can)."""
-
-    location: str
-    version: str | None
-    unusable_because: str | None
-
-    @property
-    def usable(self) -> bool:
-        return self.unusable_because is None
-
-
-_swapped: RealFlashAttn | None = None
-
-
 def find_real() -> RealFlashAttn | None:
     """The real flash-attn of this environment, imported and tried with a tiny call; None where there is none."""
-    if _swapped is not None:
-        return _swapped
+    swapped = installed.swapped()
+    if swapped is not None:
+        return swapped
     with ExitStack() as undo:
         real = judge_real(undo)
         if real is not None and real.usable:
@@ -66,28 +49,6 @@ def judge_real(undo: ExitStack) -> RealFlashAttn | None:
         return None
     location = str(Path(spec.origin or "").parent)
     return RealFlashAttn(location, _installed_version(location), _reason_against(spec, undo))
-
-
-def real_is_swapped() -> bool:
-    """Whether the real package runs on our functions at present: asking it to serve them would go in circles."""
-    return _swapped is not None
-
-
-def first_spec(path: list[str] | None = None) -> ModuleSpec | None:
-    """What the finders answer for flash_attn, whatever sys.modules holds; `path` stands in for sys.path."""
-    for finder in sys.meta_path:
-        if hasattr(finder, "find_spec"):
-            spec = finder.find_spec("flash_attn", path if finder is PathFinder else None)
-            # A directory without __init__ (a stray folder, FlashAttention 4 by itself) is no flash-attn 2.
-            if spec is not None and spec.origin is not None:
-                return spec
-    return None
-
-
-def real_spec() -> ModuleSpec | None:
-    """The spec of a flash_attn that is not our stand-in, even where the stand-in comes first."""
-    spec = first_spec([entry for entry in sys.path if not _holds_stand_in(entry)])
-    return None if is_stand_in_spec(spec) else spec
 
 
 def path_entry(location: str) -> str | None:
@@ -119,7 +80,6 @@ def swap_extension(real: RealFlashAttn, undo: ExitStack) -> bool:
     Its wrappers look the extension up when they are called. Returns False, with everything put back, where that
     does not help: versions before 2.7, a package that fails for other reasons, functions that refuse by themselves.
     """
-    global _swapped
     ours = importlib.import_module(f"flash_attn_compat.{EXTENSION}")
     with ExitStack() as attempt:
         remember_modules(attempt)
@@ -133,8 +93,8 @@ def swap_extension(real: RealFlashAttn, undo: ExitStack) -> bool:
                 return False
             _set_attribute(interface, "flash_attn_gpu", ours, attempt)
             _add_kernels_off_cuda(interface)
-            _swapped = real
-            attempt.callback(_unmark)
+            installed.set_swapped(real)
+            attempt.callback(installed.set_swapped, None)
             _try_a_call(package, "cpu")
         except Exception:  # noqa: BLE001  a broken installation raises anything
             return False
@@ -227,11 +187,6 @@ def _set_attribute(target: Any, name: str, value: Any, undo: ExitStack) -> None:
         undo.callback(setattr, target, name, original)
 
 
-def _unmark() -> None:
-    global _swapped
-    _swapped = None
-
-
 def _version_of(package: ModuleType) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", getattr(package, "__version__", "0"))[:2])
 
@@ -241,10 +196,6 @@ def _installed_version(location: str) -> str | None:
         if re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower() == "flash-attn":
             return distribution.version
     return None
-
-
-def _holds_stand_in(entry: str) -> bool:
-    return entry in (SITE, SITE_2_6) or is_stand_in_spec(PathFinder.find_spec("flash_attn", [entry]))
 
 
 def _is_flash_attn(name: str) -> bool:

@@ -10,24 +10,8 @@ import importlib
 import os
 import sys
 from contextlib import ExitStack
-from importlib.machinery import ModuleSpec
-from pathlib import Path
 
-SITE = str(Path(__file__).resolve().parent / "site")
-# Metadata of flash-attn 2.6.3 alone: it precedes SITE where that interface is asked for.
-SITE_2_6 = str(Path(__file__).resolve().parent / "site_2_6")
-# What the __init__ of a stand-in, and of no real flash_attn, names.
-_MARK = "flash_attn_compat"
-
-
-def is_stand_in_spec(spec: ModuleSpec | None) -> bool:
-    """Whether this spec of flash_attn leads to our stand-in (in site/ or installed), not to the real package."""
-    if spec is None or not spec.origin or not spec.origin.endswith("__init__.py"):
-        return False
-    try:
-        return _MARK in Path(spec.origin).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
+from flash_attn_compat.installed import SITE, SITE_2_6
 
 
 def put_on_path(undo: ExitStack, before: str | None = None, api: str | None = None) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flash_attn_compat
-from flash_attn_compat.naming import real
+from flash_attn_compat import installed
 
 SOURCE = os.environ.get("FLASH_ATTN_SOURCE")
 pytestmark = pytest.mark.skipif(not SOURCE, reason="FLASH_ATTN_SOURCE does not name flash-attn's sources")
@@ -22,7 +22,7 @@ def official(monkeypatch):
     with flash_attn_compat.patched():
         import flash_attn
 
-        assert Path(flash_attn.__file__).is_relative_to(SOURCE) and real.real_is_swapped()
+        assert Path(flash_attn.__file__).is_relative_to(SOURCE) and installed.swapped()
         yield flash_attn
     assert "flash_attn" not in sys.modules
 

@@ -10,8 +10,8 @@ import types
 
 import pytest
 
+from flash_attn_compat.installed import SITE
 from flash_attn_compat.naming import patch, patched, unpatch
-from flash_attn_compat.naming.site_directory import SITE
 
 
 def state() -> tuple:

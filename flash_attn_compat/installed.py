@@ -1,0 +1,73 @@
+"""Which flash_attn this environment holds: a real one, or this package's stand-in for the name. Nothing is imported."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+EXTENSION = "flash_attn_2_cuda"
+# The stand-in: a package, its metadata and a sitecustomize.
+SITE = str(Path(__file__).resolve().parent / "naming" / "site")
+# Metadata of flash-attn 2.6.3 alone: it precedes SITE where that interface is asked for.
+SITE_2_6 = str(Path(__file__).resolve().parent / "naming" / "site_2_6")
+# What the __init__ of a stand-in, and of no real flash_attn, names.
+_MARK = "flash_attn_compat"
+
+
+@dataclass(frozen=True)
+class RealFlashAttn:
+    """A flash-attn that is not ours: where it lies, its version, and why it cannot serve here (None: it can)."""
+
+    location: str
+    version: str | None
+    unusable_because: str | None
+
+    @property
+    def usable(self) -> bool:
+        return self.unusable_because is None
+
+
+_swapped: RealFlashAttn | None = None
+
+
+def swapped() -> RealFlashAttn | None:
+    """The real package that runs on our functions at present: asking it to serve them would go in circles."""
+    return _swapped
+
+
+def set_swapped(real: RealFlashAttn | None) -> None:
+    global _swapped  # noqa: PLW0603  a fact of the process
+    _swapped = real
+
+
+def is_stand_in_spec(spec: ModuleSpec | None) -> bool:
+    """Whether this spec of flash_attn leads to our stand-in (in site/ or installed), not to the real package."""
+    if spec is None or not spec.origin or not spec.origin.endswith("__init__.py"):
+        return False
+    try:
+        return _MARK in Path(spec.origin).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+
+
+def first_spec(path: list[str] | None = None) -> ModuleSpec | None:
+    """What the finders answer for flash_attn, whatever sys.modules holds; `path` stands in for sys.path."""
+    for finder in sys.meta_path:
+        if hasattr(finder, "find_spec"):
+            spec = finder.find_spec("flash_attn", path if finder is PathFinder else None)
+            # A directory without __init__ (a stray folder, FlashAttention 4 by itself) is no flash-attn 2.
+            if spec is not None and spec.origin is not None:
+                return spec
+    return None
+
+
+def real_spec() -> ModuleSpec | None:
+    """The spec of a flash_attn that is not our stand-in, even where the stand-in comes first."""
+    spec = first_spec([entry for entry in sys.path if not _holds_stand_in(entry)])
+    return None if is_stand_in_spec(spec) else spec
+
+
+def _holds_stand_in(entry: str) -> bool:
+    return entry in (SITE, SITE_2_6) or is_stand_in_spec(PathFinder.find_spec("flash_attn", [entry]))

@@ -1,0 +1,85 @@
+"""Who may import whom: the layers, and that nothing imports upwards or in a circle."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "flash_attn_compat"
+# Bottom to top. A name stands for its submodules too, unless they are named themselves; "" is the package itself.
+LAYERS = (
+    ("settings", "installed", "bert_padding", "ops.triton.rotary"),
+    ("engine",),  # values and arithmetic
+    ("backends.base",),
+    ("backends",),
+    ("engine.dispatch", "engine.autograd", "engine.compiled"),
+    ("private_interface", "sinks", "kvcache", "flash_attn_2_cuda", "flash_attn_interface"),
+    ("api_2_6", "flash_attn_triton", "layers", "losses", "modules", "ops", "utils"),
+    ("naming",),
+    ("", "self_check", "doctor", "cli", "__main__"),
+)
+LAYER_OF = {name: number for number, layer in enumerate(LAYERS) for name in layer}
+# Stand-ins that other interpreters find; their imports are those of a client.
+SITES = ("naming.site.", "naming.site_2_6.")
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").removesuffix(".")
+
+
+MODULES = {name: path for path in PACKAGE.rglob("*.py") if not (name := module_name(path)).startswith(SITES)}
+
+
+def imported(path: Path) -> set[str]:
+    """The package's modules that a file imports, within functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            modules = {name for name in names if inside(name) in MODULES}
+            found |= modules if modules == names else modules | {node.module}
+    return {name for name in map(inside, found) if name in MODULES}
+
+
+def inside(name: str) -> str | None:
+    return name.removeprefix("flash_attn_compat").removeprefix(".") if name.startswith("flash_attn_compat") else None
+
+
+def layer(module: str) -> int:
+    parts = module.split(".")
+    names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    return next(LAYER_OF[name] for name in names if name in LAYER_OF)
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_nothing_imports_upwards(module: str) -> None:
+    upwards = {name for name in imported(MODULES[module]) if layer(name) > layer(module)}
+    assert not upwards
+
+
+def test_nothing_imports_in_a_circle() -> None:
+    # A package and its own submodules are one room: whoever imports the one runs the other.
+    graph = {
+        name: {other for other in imported(path) if not is_package_of(other, name)} for name, path in MODULES.items()
+    }
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def is_package_of(package: str, module: str) -> bool:
+    return package == "" or module.startswith(f"{package}.")
+
+
+def test_a_backend_never_looks_at_another_one() -> None:
+    from flash_attn_compat.backends import BACKENDS
+
+    homes = {type(backend).__module__.removeprefix("flash_attn_compat.") for backend in BACKENDS}
+    for module, path in MODULES.items():
+        home = next((home for home in homes if module == home or module.startswith(f"{home}.")), None)
+        if home is not None:
+            others = homes - {home}
+            assert not [name for name in imported(path) if any(f"{name}.".startswith(f"{other}.") for other in others)]
