@@ -5,6 +5,15 @@ import os
 os.environ.pop("FLASH_ATTN_COMPAT_BACKEND", None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests marked ``gpu`` need an NVIDIA GPU: `pytest -m gpu` runs them alone."""
+    for marker in item.iter_markers("gpu"):
+        lowest = marker.kwargs.get("capability", (7, 5))
+        if not torch.cuda.is_available() or torch.cuda.get_device_capability() < lowest:
+            pytest.skip(f"needs an NVIDIA GPU of compute capability {lowest[0]}.{lowest[1]}")

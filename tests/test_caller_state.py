@@ -15,12 +15,7 @@ from tests.caller_calls import TABLE, Found, Prepared, Row
 from tests.caller_state import State, answer, examine, same, states
 
 STATES = tuple(states())
-DEVICES = [
-    torch.device("cpu"),
-    pytest.param(
-        torch.device("cuda", 0), marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-    ),
-]
+DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)]
 on_devices = pytest.mark.parametrize("device", DEVICES, ids=str)
 
 

@@ -126,10 +126,7 @@ def test_numbers_that_change_are_looked_at_again(change: Any) -> None:
     assert outside.may_exist(cu_seqlens, 80) and not outside.may_exist(cu_seqlens, 50)
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-@needs_gpu
+@pytest.mark.gpu
 def test_a_tensor_that_a_call_has_seen_can_be_copied_and_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     cu_seqlens = cumulative(30, 50).cuda()
@@ -144,7 +141,7 @@ def test_a_tensor_that_a_call_has_seen_can_be_copied_and_saved(monkeypatch: pyte
     assert torch.equal(torch.load(file, weights_only=True), cu_seqlens)
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("default", ["cuda", "meta"])
 def test_a_real_gpus_numbers_arrive_whatever_the_default_device(monkeypatch: pytest.MonkeyPatch, default: str) -> None:
     monkeypatch.undo()

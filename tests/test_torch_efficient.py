@@ -13,8 +13,6 @@ from flash_attn_compat.backends.efficient_launch import CAUSAL_BOTTOM_RIGHT, Lau
 from flash_attn_compat.backends.torch_efficient import TorchEfficient
 from flash_attn_compat.engine.features import Feature, Traits
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs the kernel, needs a CUDA device")
-
 PLAIN = Traits(
     device_type="cuda", capability=(7, 5), dtype=torch.float16, head_dim=64, head_dim_v=64, sq_vs_sk="=",
     one_query=False, aligned=True, features=0,
@@ -74,7 +72,7 @@ def causal_fp64(q, k, v):
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1).nan_to_num(0.0), v)
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_the_kernel_alone_is_wrong_for_more_queries_than_keys_and_the_backend_is_not():
     q, k, v = random(1, 130, 2, 64), random(1, 70, 2, 64), random(1, 70, 2, 64)
     expected = causal_fp64(*(tensor[0].double() for tensor in (q, k, v)))
@@ -86,7 +84,7 @@ def test_the_kernel_alone_is_wrong_for_more_queries_than_keys_and_the_backend_is
     assert (bare[0] - expected).abs().max() > 0.1, "the kernel is right now: the rows need not be left out"
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 192])
 def test_rows_of_sequences_without_keys_get_zeros_even_in_dirty_memory(head_dim):
     q, k, v = (random(100, 2, head_dim).requires_grad_() for _ in range(3))
@@ -103,7 +101,7 @@ def test_rows_of_sequences_without_keys_get_zeros_even_in_dirty_memory(head_dim)
     assert all(tensor.isfinite().all() for tensor in (out, dq, dk, dv))
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_pytorchs_own_autograd_of_a_windowed_call_is_wrong_before_2_15_and_ours_is_not():
     q, k, v = (random(1, 200, 2, 64).requires_grad_() for _ in range(3))
     dout = random(1, 200, 2, 64)
@@ -120,7 +118,7 @@ def test_pytorchs_own_autograd_of_a_windowed_call_is_wrong_before_2_15_and_ours_
         assert max((a - b).abs().max() for a, b in zip(theirs, expected)) > 0.1
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_gradients_of_grouped_heads_do_not_depend_on_how_out_is_strided():
     q, k, v = random(1, 128, 4, 64).requires_grad_(), random(1, 128, 1, 64).requires_grad_(), random(1, 128, 1, 64)
     dout = random(1, 128, 4, 64)
@@ -131,7 +129,7 @@ def test_gradients_of_grouped_heads_do_not_depend_on_how_out_is_strided():
     assert all((a - b).abs().max() < 2e-2 for a, b in zip(*found.values()))
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_packed_calls_can_be_captured_in_a_cuda_graph():
     q, k, v = random(96, 4, 64), random(96, 4, 64), random(96, 4, 64)
     starts = torch.tensor([0, 33, 96], dtype=torch.int32, device="cuda")

@@ -45,7 +45,12 @@ def newest(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _pretended(
     monkeypatch: pytest.MonkeyPatch, pads_lse: bool, has_pages: bool, capability: tuple[int, int] = (9, 0)
 ) -> Iterator[None]:
-    """Calls on CPU tensors count as calls on a GPU, and its operators are those of tests/flash_kernels.py."""
+    """Calls on CPU tensors count as calls on a GPU, and its operators are those of tests/flash_kernels.py.
+
+    What else this machine may have, a GPU or the real flash-attn, takes no part.
+    """
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_FUSED", "0")
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_DISABLE_OFFICIAL", "1")
     true_traits = AttentionCall.traits
     monkeypatch.setattr(
         AttentionCall, "traits", lambda call: true_traits(call)._replace(device_type="cuda", capability=capability)
@@ -120,6 +125,7 @@ def test_deterministic_gradients_are_another_backends(monkeypatch: pytest.Monkey
     """The operator asks PyTorch's switch, which belongs to the whole process: nobody touches it."""
     leaves = [x.requires_grad_() for x in qkv(dtype=HALF)]
     assert any("deterministic" in reason for reason in reasons(flash_attn_func, *leaves, deterministic=True))
+    assert explain(flash_attn_func, *leaves, deterministic=True).backend not in (None, "torch_flash")
     assert explain(flash_attn_func, *leaves).backend == "torch_flash"
     with use_backend("torch_flash"), pytest.raises(BackendNotSupported):
         flash_attn_func(*leaves, deterministic=True)
@@ -195,10 +201,7 @@ def test_the_installed_pytorch_has_the_operators_in_a_known_form() -> None:
 
 # ---------------------------------------------------------------- on a GPU
 
-needs_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),
-    reason="runs PyTorch's flash kernels, needs a GPU of compute capability 8.0",
-)
+needs_gpu = pytest.mark.gpu(capability=(8, 0))  # PyTorch's flash kernels
 
 
 def on_gpu(*lengths: int, spare: int) -> tuple[list[torch.Tensor], torch.Tensor]:
