@@ -5,7 +5,7 @@ tests/caller_state.py says what that state is; tests/sanitize.py runs the same c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -352,9 +352,3 @@ TABLE: tuple[Row, ...] = (
     Row("embeddings", _embeddings),
     Row("gated MLP", _gated_mlp, casts=True),
 )
-
-
-def calls(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Every call by name, ready to be made with tensors of its own."""
-    for row in TABLE:
-        yield row.name, row.prepare(device).run

@@ -1,8 +1,13 @@
-"""Calls that cover the fused kernels' variants: for the GPU checks, and for a sanitizer to watch."""
+"""Calls that cover the fused kernels' variants: for the GPU checks, and for a sanitizer to watch.
+
+`python -m tests.fused_coverage` compiles them all into the cache, for Turing and for the GPU at hand or --for another.
+"""
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused import append, backward, forward, loader, trial, variants
+from flash_attn_compat.backends.fused import ahead, append, backward, forward, loader, trial, variants
 from flash_attn_compat.backends.fused.variants import BF16, BF16_AS_FP16, FP16, HEAD_DIMS, Kind
 from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.call import AttentionCall, Gradients
@@ -124,3 +129,23 @@ def _split(tensor: Tensor, cu_seqlens: Tensor | None) -> list[Tensor]:
     assert cu_seqlens is not None
     bounds = cu_seqlens.tolist()
     return [tensor[start:stop] for start, stop in itertools.pairwise(bounds)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--for", dest="architecture", help="sm_90, say; the GPU's by default")
+    parser.add_argument("--jobs", type=int)
+    options = parser.parse_args()
+    architecture = options.architecture or loader.target(torch.cuda.current_device()).architecture
+    wanted = [
+        (variant, name)
+        for name in dict.fromkeys((architecture, "compute_75"))
+        for variant in variants.made_for(kinds(ahead.number(name)))
+    ]
+    made, errors = ahead.compile_all(wanted, options.jobs)
+    print(f"{made} kernels compiled, {len(wanted) - made - len(errors)} were there", *errors, sep="\n")
+    return 1 if errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,18 +1,22 @@
 """The fused kernels under compute-sanitizer: `python -m tests.sanitize`, with a GPU and the CUDA toolkit.
 
-Every call of fused_coverage.py runs under memcheck (without PyTorch's caching allocator, so that a read past a tensor
-is seen), racecheck and initcheck, shared out among processes. One line for each tool; exit code 1 where one found
-something in a kernel of ours. FLASH_ATTN_COMPAT_CAPABILITY=7.5 checks the PTX that Turing gets.
+Every call of fused_coverage.py, and each row of caller_calls.py in some states of its caller, runs under memcheck
+(without PyTorch's caching allocator, so that a read past a tensor is seen), racecheck and initcheck, shared out among
+processes. One line for each tool; exit code 1 where one found something in a kernel of ours.
+FLASH_ATTN_COMPAT_CAPABILITY=7.5 checks the PTX that Turing gets.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -22,17 +26,36 @@ ENTRIES = "forward|decode|append|absmax|delta|dkdv|dq"
 FINDING = re.compile(rf"=========\s+(?:at|by|Error|Warning|Invalid|Uninitialized|Race).*\b(?:{ENTRIES})\b")
 
 
+STATES = ("default dtype torch.float64", "autocast torch.bfloat16", "cuda: another stream", "a second thread")
+
+
 def child(shard: int, shards: int) -> None:
     """Runs every so-manieth check; wrong numbers raise."""
-    from tests.fused_coverage import checks
+    from tests import fused_coverage
 
+    place = torch.device("cuda", torch.cuda.current_device())
+    runs = [*(check.run for check in fused_coverage.checks(place)), *of_the_table(place)]
     done = 0
-    for number, check in enumerate(checks(torch.device("cuda", torch.cuda.current_device()))):
-        if number % shards == shard:
-            check.run()
-            done += 1
+    for run in runs[shard::shards]:
+        run()
+        done += 1
     torch.cuda.synchronize()
     print(f"ran {done} checks", flush=True)
+
+
+def of_the_table(place: torch.device) -> Iterator[Callable[[], object]]:
+    """The rows that our kernels serve, by these."""
+    from flash_attn_compat import use_backend
+    from tests import caller_state
+    from tests.caller_calls import TABLE, Row
+
+    def answer(row: Row, state: caller_state.State | None) -> None:
+        with use_backend("fused"):
+            caller_state.answer(row, place, state)
+
+    states = [None, *(state for state in caller_state.states() if state.name in STATES)]
+    for row, state in itertools.product(TABLE, states):
+        yield functools.partial(answer, row, state)
 
 
 def run(tool: str | None, shard: int, shards: int) -> str:

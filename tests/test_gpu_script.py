@@ -1,0 +1,79 @@
+"""The script for a GPU's minutes: parts that exist, end in time and say how they went. No GPU needed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flash_attn_compat.backends.fused import variants
+from tests import fused_coverage, gpu, sanitize
+from tests.gpu import Part
+
+
+def python(code: str, seconds: int = 60) -> Part:
+    return Part("part", [sys.executable, "-c", code], {"SAID_BEFORE": "4"}, seconds)
+
+
+def test_every_part_runs_a_module_that_is_there(tmp_path: Path) -> None:
+    parts = list(gpu.parts(3, tmp_path))
+    assert len({part.name for part in parts}) == len(parts) > 12
+    for part in parts:
+        assert part.command[:2] == [sys.executable, "-m"] and importlib.util.find_spec(part.command[2]), part
+
+
+@pytest.mark.parametrize(
+    ("code", "ok"), [("print('5 passed')", True), ("print('FAILED one\\n5 passed'); exit(3)", False)]
+)
+def test_a_part_says_how_it_went(code: str, ok: bool, tmp_path: Path) -> None:
+    found = gpu.run(python(code), 60, tmp_path)
+    assert found["ok"] is ok and found["code"] == (0 if ok else 3) and found["said"][-1] == "5 passed"  # type: ignore[index]
+    assert bool(found["failures"]) is not ok and (tmp_path / "part.log").read_text().endswith("5 passed\n")
+
+
+def test_a_part_that_takes_too_long_ends_with_all_it_started(tmp_path: Path) -> None:
+    code = "import os, time; print(os.fork(), flush=True); time.sleep(60)"
+    start = time.monotonic()
+    found = gpu.run(python(code), 2, tmp_path)
+    assert time.monotonic() - start < 30 and found["code"] == "out of time" and found["ok"] is False
+    child = max(int(line) for line in (tmp_path / "part.log").read_text().split())
+    deadline = time.monotonic() + 10
+    while _is_running(child):
+        assert time.monotonic() < deadline, "what it had started runs on"
+        time.sleep(0.1)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().split()[2] != "Z" if os.path.isdir("/proc/self") else False
+    except OSError:
+        return False
+
+
+def test_parts_without_time_are_told_and_are_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--minutes", "0", "--only", "fuzz", "--out", str(tmp_path)]) == 1
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(told) == 4 and all(one["code"] == "no time left" for one in told)
+
+
+def test_a_finding_in_a_kernel_of_ours_is_told_from_others() -> None:
+    lines = ["Invalid __global__ read of size 16 bytes", "    at dkdv+0x4f0", "    at cutlass::Kernel+0x10"]
+    report = "\n".join(f"========= {line}" for line in lines)
+    assert sanitize.findings(report) == ["=========     at dkdv+0x4f0"]
+
+
+def test_the_sanitizers_states_are_states() -> None:
+    from tests.caller_state import states
+
+    assert set(sanitize.STATES) <= {state.name for state in states()}
+
+
+@pytest.mark.parametrize("number", [75, 90])
+def test_the_coverage_has_every_entry(number: int) -> None:
+    entries = {variant.entry for variant in variants.made_for(fused_coverage.kinds(number))}
+    assert entries == variants.MAKERS.keys() - ({"absmax"} if number == 90 else set())
