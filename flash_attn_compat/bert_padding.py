@@ -36,7 +36,7 @@ class IndexFirstAxis(torch.autograd.Function):
         _check_rows("index_first_axis", "input", input, indices)
         ctx.save_for_backward(indices)
         ctx.first_axis_dim = input.shape[0]
-        return input[indices]
+        return input.index_select(0, indices)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
@@ -56,7 +56,7 @@ class IndexPutFirstAxis(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
         (indices,) = ctx.saved_tensors
-        return grad_output[indices], None, None
+        return grad_output.index_select(0, indices), None, None
 
 
 class IndexFirstAxisResidual(torch.autograd.Function):
@@ -66,7 +66,7 @@ class IndexFirstAxisResidual(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         _check_rows("index_first_axis_residual", "input", input, indices)
         ctx.save_for_backward(indices)
-        return input[indices], input.detach()
+        return input.index_select(0, indices), input.detach()
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, grad_residual: Tensor) -> tuple[Tensor, None]:
@@ -87,6 +87,9 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     Raises:
         AssertionError: `input` has fewer than two dimensions, or `indices` is not 1-D.
     """
+    if not _is_recorded(input):
+        _check_rows("index_first_axis", "input", input, indices)
+        return input.index_select(0, indices)
     rows: Tensor = IndexFirstAxis.apply(input, indices)
     return rows
 
@@ -103,6 +106,9 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
     Raises:
         AssertionError: `values` has fewer than two dimensions, or `indices` is not 1-D.
     """
+    if not _is_recorded(values):
+        _check_rows("index_put_first_axis", "values", values, indices)
+        return _put_rows(values, indices, first_axis_dim)
     put: Tensor = IndexPutFirstAxis.apply(values, indices, first_axis_dim)
     return put
 
@@ -140,16 +146,15 @@ def unpad_input(
     Five values, as flash-attn has returned since 2.7.0 (2.6 returned the first four).
     """
     _check_mask("unpad_input", "attention_mask", attention_mask, hidden_states)
-    used = attention_mask != 0
-    kept = used
+    kept = attention_mask != 0
+    seqused = seqlens = kept.sum(dim=-1, dtype=torch.int32)
     if unused_mask is not None:
         _check_mask("unpad_input", "unused_mask", unused_mask, hidden_states)
-        kept = used | (unused_mask != 0)
-    seqlens = kept.sum(dim=-1, dtype=torch.int32)
-    seqused = used.sum(dim=-1, dtype=torch.int32)
+        kept = kept | (unused_mask != 0)
+        seqlens = kept.sum(dim=-1, dtype=torch.int32)
     indices = torch.nonzero(kept.flatten(), as_tuple=False).flatten()
     max_seqlen_in_batch = int(seqlens.max().item())
-    packed = index_first_axis(rearrange(hidden_states, "b s ... -> (b s) ..."), indices)
+    packed = index_first_axis(hidden_states.flatten(0, 1), indices)
     return packed, indices, _cumulative(seqlens), max_seqlen_in_batch, seqused
 
 
@@ -186,7 +191,7 @@ def unpad_input_for_concatenated_sequences(
             f"expected at most seqlen = {seqlen}"
         )
     indices = torch.nonzero(kept.flatten(), as_tuple=False).flatten()
-    packed = index_first_axis(rearrange(hidden_states, "b s ... -> (b s) ..."), indices)
+    packed = index_first_axis(hidden_states.flatten(0, 1), indices)
     return packed, indices, _cumulative(seqlens), max_seqlen_in_batch
 
 
@@ -202,12 +207,19 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
         (batch, seqlen, ...) with zeros in the padding, differentiable.
     """
     padded = index_put_first_axis(hidden_states, indices, batch * seqlen)
-    return rearrange(padded, "(b s) ... -> b s ...", b=batch)
+    return padded.view(batch, seqlen, *padded.shape[1:])
+
+
+def _is_recorded(tensor: Tensor) -> bool:
+    """Whether autograd wants the function's own gradient; if not, its ceremony would cost more than the work."""
+    return tensor.requires_grad and torch.is_grad_enabled()
 
 
 def _put_rows(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     out = torch.zeros(first_axis_dim, *values.shape[1:], device=values.device, dtype=values.dtype)
-    out[indices] = values
+    if indices.dtype == torch.int64:
+        return out.index_copy_(0, indices, values)
+    out[indices] = values  # as transformers has it in decoding: int32
     return out
 
 

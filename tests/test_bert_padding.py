@@ -1,8 +1,12 @@
 """bert_padding: what is kept, what comes back, and where gradients go."""
 
+from collections import Counter
+from typing import Any
+
 import einops
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_attn_compat import bert_padding
 from flash_attn_compat.bert_padding import (
@@ -157,3 +161,46 @@ def test_concatenated_lengths_longer_than_a_row_are_refused() -> None:
 
 def test_rearrange_and_repeat_are_the_ones_of_einops() -> None:
     assert bert_padding.rearrange is einops.rearrange and bert_padding.repeat is einops.repeat
+
+
+def test_without_gradients_nothing_is_told_to_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    for function in (IndexFirstAxis, IndexPutFirstAxis):
+        monkeypatch.setattr(function, "apply", lambda *arguments: pytest.fail("autograd was told"))
+    x = rows(3, 4, 5, requires_grad=True)
+    with torch.no_grad():
+        packed, indices, *_ = unpad_input(x, MASK)
+        padded = pad_input(packed, indices, 3, 4)
+    assert torch.equal(padded, x * MASK[..., None])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_padding_a_decode_step_is_the_zeros_and_one_copy(dtype: torch.dtype) -> None:
+    values, indices = rows(3, 2, 5), torch.arange(3, dtype=dtype)
+    with Counted() as counted:
+        pad_input(values, indices, 3, 1)
+    assert len(counted.operators - {"aten.view.default"}) == 2
+
+
+def test_lengths_are_summed_once() -> None:
+    with Counted() as counted:
+        unpad_input(rows(3, 4, 5), MASK)
+    assert counted["aten.sum.dim_IntList"] == 1
+
+
+class Counted(TorchDispatchMode):
+    """The operators that run in a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._found[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def operators(self) -> set[str]:
+        return set(self._found)
+
+    def __getitem__(self, name: str) -> int:
+        return self._found[name]

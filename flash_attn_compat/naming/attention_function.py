@@ -5,13 +5,17 @@ The one file of naming that needs torch; register_with_transformers imports it o
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from flash_attn_compat.bert_padding import index_first_axis, pad_input, unpad_input
 from flash_attn_compat.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
+
+T = TypeVar("T")
 
 
 def attention(
@@ -68,19 +72,53 @@ def attention(
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor, options: dict[str, Any]) -> Tensor:
     batch, seqlen_q = q.shape[:2]
-    mask_k = attention_mask[:, : k.shape[1]]
-    k, v = k[:, : mask_k.shape[1]], v[:, : mask_k.shape[1]]  # a static cache is longer than its content
-    k, indices_k, cu_seqlens_k, max_seqlen_k, _ = unpad_input(k, mask_k)
-    v = index_first_axis(v.flatten(0, 1), indices_k)
-    if seqlen_q == mask_k.shape[1]:
-        # The same tensor of starts for both: equal lengths open the way to faster kernels.
-        indices_q, cu_seqlens_q, max_seqlen_q = indices_k, cu_seqlens_k, max_seqlen_k
-        q = index_first_axis(q.flatten(0, 1), indices_q)
-    else:
-        # Queries are the newest tokens; one that is itself padding is computed for nothing and left zero.
-        q, indices_q, cu_seqlens_q, max_seqlen_q, _ = unpad_input(q, mask_k[:, -seqlen_q:])
-    out: Any = flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options)
-    return pad_input(out, indices_q, batch, seqlen_q)
+    seqlen_k = min(k.shape[1], attention_mask.shape[1])
+    k, v = k[:, :seqlen_k], v[:, :seqlen_k]  # a static cache is longer than its content
+    rows, keys = _remembered(
+        attention_mask, (seqlen_q, seqlen_k), lambda: _tokens_of(attention_mask[:, :seqlen_k], seqlen_q)
+    )
+    q, k, v = (index_first_axis(x.flatten(0, 1), of.indices) for x, of in ((q, rows), (k, keys), (v, keys)))
+    lengths = rows.cu_seqlens, keys.cu_seqlens, rows.longest, keys.longest
+    out: Any = flash_attn_varlen_func(q, k, v, *lengths, **options)
+    return pad_input(out, rows.indices, batch, seqlen_q)
+
+
+class _Tokens(NamedTuple):
+    """Which tokens of (batch, seqlen) are no padding, and how long the sequences are without it."""
+
+    indices: Tensor
+    cu_seqlens: Tensor
+    longest: int
+
+    @staticmethod
+    def of(mask: Tensor) -> _Tokens:
+        _, indices, cu_seqlens, longest, _ = unpad_input(mask.unsqueeze(-1), mask)
+        return _Tokens(indices, cu_seqlens, longest)
+
+
+def _tokens_of(mask: Tensor, seqlen_q: int) -> tuple[_Tokens, _Tokens]:
+    """Of the queries and of the keys. Queries are the newest tokens; one that is itself padding is left zero."""
+    keys = _Tokens.of(mask)
+    # The same tensor of starts for both: equal lengths open the way to faster kernels.
+    return (keys if seqlen_q == mask.shape[1] else _Tokens.of(mask[:, -seqlen_q:])), keys
+
+
+_known = WeakTensorKeyDictionary()
+
+
+def _remembered(tensor: Tensor, about: object, work: Callable[[], T]) -> T:
+    """`work()`, done once for this tensor as it is now: all layers of a model ask, and answers wait for the GPU."""
+    if torch.compiler.is_compiling() or tensor.is_inference():
+        return work()  # tensors of inference mode do not tell when they were written to
+    stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+    key = tensor._version, about, stream, torch.is_inference_mode_enabled()
+    known = _known.get(tensor)
+    if known is not None and known[0] == key:
+        answer: T = known[1]
+        return answer
+    answer = work()
+    _known[tensor] = key, answer
+    return answer
 
 
 def _lengths(position_ids: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None, int, int]:
@@ -91,7 +129,10 @@ def _lengths(position_ids: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor | None,
     """
     if q.shape[0] != 1 or q.shape[1] != k.shape[1] or position_ids.shape != q.shape[:2] or q.shape[1] == 1:
         return None, None, 0, 0
-    positions = position_ids.flatten()
+    return _remembered(position_ids, None, lambda: _starts(position_ids.flatten()))
+
+
+def _starts(positions: Tensor) -> tuple[Tensor | None, Tensor | None, int, int]:
     is_start = positions == positions.min()
     is_start[0] = True
     starts = torch.nonzero(is_start).flatten()

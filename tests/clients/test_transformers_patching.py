@@ -225,6 +225,51 @@ class TestRegistry:
             )[0]
             torch.testing.assert_close(out[b : b + 1, -rows.shape[2] :], right)
 
+    @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+    def test_lengths_are_read_once_for_all_layers(self, packed, monkeypatch):
+        from flash_attn_compat.naming import attention_function
+
+        asked = []
+        for name in ("_tokens_of", "_starts"):
+            work = getattr(attention_function, name)
+            monkeypatch.setattr(attention_function, name, lambda *a, work=work: asked.append(a) or work(*a))
+        from tests.clients.models import build, run, token_ids
+
+        inputs = {"input_ids": token_ids(1, 8), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}
+        if not packed:
+            inputs = {"input_ids": token_ids(2, 8), "attention_mask": torch.tensor([[0] * 3 + [1] * 5, [1] * 8])}
+        run(build("llama", "fa2_compat"), inputs)
+        assert len(asked) == 1
+
+    def test_a_mask_written_to_is_read_again(self):
+        from flash_attn_compat.naming.attention_function import attention
+
+        q = torch.randn(1, 2, 5, 8)
+        mask, positions = torch.tensor([[0, 1, 1, 1, 1]]), torch.arange(5)[None]
+
+        def out():
+            return attention(torch.nn.Module(), q, q, q, mask, is_causal=True)[0]
+
+        def packed():
+            return attention(torch.nn.Module(), q, q, q, None, position_ids=positions, is_causal=True)[0]
+
+        before = out(), packed()
+        mask[0, 1], positions[0, 2:] = 0, torch.arange(3)
+        after = out(), packed()
+        torch.testing.assert_close(after[0][:, 2:], attention(torch.nn.Module(), *[q[:, :, 2:]] * 3, None)[0])
+        torch.testing.assert_close(after[1][:, 2:], attention(torch.nn.Module(), *[q[:, :, 2:]] * 3, None)[0])
+        assert not torch.equal(before[0], after[0]) and not torch.equal(before[1], after[1])
+
+    def test_what_inference_mode_remembers_is_not_given_to_training(self):
+        from flash_attn_compat.naming.attention_function import attention
+
+        q = torch.randn(2, 2, 4, 8, requires_grad=True)
+        mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
+        with torch.inference_mode():
+            attention(torch.nn.Module(), q, q, q, mask, is_causal=True)
+        attention(torch.nn.Module(), q, q, q, mask, is_causal=True)[0].sum().backward()
+        assert q.grad is not None
+
     def test_a_name_that_would_be_looked_up_on_the_hub_is_refused(self):
         with pytest.raises(ValueError, match="must not contain 'flash'"):
             flash_attn_compat.register_with_transformers("flash_compat")
