@@ -22,7 +22,7 @@ from flash_attn_compat.ops.activations import bias_gelu_impl, swiglu
 from flash_attn_compat.ops.layer_norm import dropout_add_layer_norm
 from flash_attn_compat.ops.triton.layer_norm import rms_norm_fn
 from flash_attn_compat.utils.generation import InferenceParams
-from tests.problems import Problem
+from verify.problems import Problem
 
 Found = dict[str, Tensor]
 

@@ -17,7 +17,9 @@ from torch import Tensor
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.engine.build import Options, dense_call
 from flash_attn_compat.engine.call import Gradients, Upstream
-from tests.problems import Problem
+from verify.drawing import random_problem
+from verify.examination import Examination
+from verify.problems import Problem
 
 CPU = torch.device("cpu")
 FP32: Any = {"dtype": torch.float32, "device": CPU}
@@ -247,3 +249,18 @@ def _unpadded(lse: Tensor, starts: Tensor, total: int) -> Tensor:
     for index, rows in enumerate(_spans(starts)):
         packed[:, rows] = lse[index, :, : rows.stop - rows.start]
     return packed
+
+
+def judge_first_served(backend: str, kind: str, enough: int = 20) -> tuple[int, list[str]]:
+    """Half-precision problems of one kind until a flash backend has served enough: how many, and what was wrong."""
+    served, complaints = 0, []
+    for seed in range(400):
+        problem = random_problem(seed, (kind,), ("float16", "bfloat16"))
+        if problem.dropout_p:  # which only the kernel that drew a mask can repeat
+            continue
+        verdict = Examination(problem).judge(backend)
+        complaints += [f"{problem}: {failure}" for failure in verdict.failures]
+        served += not verdict.refused
+        if served == enough:
+            break
+    return served, complaints

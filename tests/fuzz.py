@@ -25,8 +25,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from flash_attn_compat.backends import BACKENDS
-from tests.judge import Examination, must_serve
-from tests.problems import DTYPES, KINDS, Problem, random_problem
+from verify.call import DTYPES
+from verify.drawing import random_problem
+from verify.examination import Examination
+from verify.problems import KINDS, WITH_GRADIENTS, Problem
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,14 @@ def examine(plan: Plan, seed: int) -> Tally:
     return tally
 
 
+def must_serve(p: Problem, backend: str, device: str = "cpu") -> bool:
+    """What a backend may not refuse: the two general ones nothing, `sdpa` on a CPU no plain attention of any mask."""
+    if backend in ("reference", "chunked"):
+        return True
+    plain = p.kind in WITH_GRADIENTS and not p.dropout_p and p.softcap <= 0 and p.value_dim == p.head_dim
+    return backend == "sdpa" and device == "cpu" and plain
+
+
 def _is_fatal(complaints: list[str]) -> bool:
     """Whether the device refuses all further work of this process."""
     return any("CUDA error" in complaint for complaint in complaints)
@@ -135,7 +145,7 @@ def _fails_alike(problem: Problem, backend: str, device: str, wanted: set[str]) 
     try:
         examination = Examination(problem, device)
         if not problem.dropout_p:
-            examination.truth(None)  # a problem that the oracle cannot do is malformed
+            examination.right()  # a problem that the oracle cannot do is malformed
         return bool(_quantities(_judge(examination, backend)[0]) & wanted)
     except Exception:  # noqa: BLE001 - a malformed candidate is no candidate
         return False
@@ -264,7 +274,7 @@ def repetition(problem: Problem, backend: str, device: str) -> str:
     """One line for a shell, with the settings that this run was given."""
     settings = "".join(f"{n}={v} " for n, v in sorted(os.environ.items()) if n.startswith("FLASH_ATTN_COMPAT_"))
     code = (
-        "from tests.judge import Examination; from tests.problems import Problem; "
+        "from verify.examination import Examination; from verify.problems import Problem; "
         f"print(Examination({problem!r}, {device!r}).judge({backend!r}))"
     )
     return f'{settings}python -c "{code}"'

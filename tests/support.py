@@ -13,8 +13,8 @@ from torch import Tensor
 
 import flash_attn_compat
 from flash_attn_compat import flash_attn_interface
-from tests import oracle
-from tests.problems import Call
+from verify import oracle
+from verify.call import Call
 
 GENERAL = ("reference", "chunked", "sdpa")  # the backends of any device
 on_general_backends = pytest.mark.parametrize("backend", GENERAL)

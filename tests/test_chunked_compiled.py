@@ -7,9 +7,9 @@ import torch
 
 from flash_attn_compat.backends import chunked
 from flash_attn_compat.engine.compilation import OptionallyCompiled
-from tests.judge import Examination
-from tests.problems import random_problem
 from tests.support import check_against_oracle, qkv
+from verify.drawing import random_problem
+from verify.examination import Examination
 
 
 @pytest.fixture

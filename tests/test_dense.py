@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
-from tests import oracle
 from tests.support import check_against_oracle, close, on_backend, on_general_backends, qkv, randn
+from verify import oracle
 
 
 def visible_keys(backend: str, sq: int, sk: int, **kwargs: Any) -> list[list[int]]:

@@ -10,8 +10,8 @@ import torch
 
 from flash_attn_compat import flash_attn_func, flash_attn_varlen_func
 from flash_attn_compat.flash_attn_interface import _get_block_size_n
-from tests import oracle
 from tests.support import check_against_oracle, cumulative, on_backend, on_general_backends, qkv, randn
+from verify import oracle
 
 DROPPING = pytest.mark.parametrize("backend", ["reference", "chunked"])
 

@@ -14,7 +14,7 @@ import torch
 from flash_attn_compat import flash_attn_interface
 from tests import mutants
 from tests.fuzz import Failure, Plan, main, shrink
-from tests.problems import Problem
+from verify.problems import Problem
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, dict]:

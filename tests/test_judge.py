@@ -7,8 +7,9 @@ import torch
 
 from flash_attn_compat import flash_attn_interface
 from tests import mutants
-from tests.judge import Examination
-from tests.problems import FUNCTIONS, Problem, random_problem
+from verify.drawing import random_problem
+from verify.examination import Examination
+from verify.problems import FUNCTIONS, Problem
 
 # Accumulating in fp16 costs no more than the plain computation in fp16 does, which is the bound.
 MUTANTS = [

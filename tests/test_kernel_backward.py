@@ -13,10 +13,11 @@ from torch import Tensor
 from flash_attn_compat.backends.fused import params, variants
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine import dropout
-from tests import oracle
 from tests.kernels import emulate
 from tests.kernels.emulate import compile_kernel
-from tests.problems import Call, Problem
+from verify import oracle
+from verify.call import Call
+from verify.problems import Problem
 
 pytestmark = pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not())
 

@@ -12,11 +12,13 @@ from torch import Tensor
 
 import flash_attn_compat
 from flash_attn_compat import flash_attn_interface, kvcache
-from tests import fused_on_cpu, oracle
+from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches
-from tests.judge import Examination
 from tests.kernels import emulate
-from tests.problems import Call, Problem
+from verify import oracle
+from verify.call import Call
+from verify.examination import Examination
+from verify.problems import Problem
 
 pytestmark = pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not())
 

@@ -2,69 +2,61 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests import oracle
+from verify import oracle
+from verify.call import Call
+from verify.cases import Case
+from verify.judge import against_fp64, against_official, right_answer
+from verify.recorded import recorded_cases, recorded_errors
 
-ANSWERS = Path(__file__).parents[1] / "verify" / "recorded_answers"
-
-
-def _recorded() -> dict[str, dict[str, Any]]:
-    cases: dict[str, dict[str, Any]] = {}
-    for path in sorted(ANSWERS.glob("*.pt")):
-        cases |= torch.load(path, weights_only=True)
-    return cases
+cases = pytest.mark.parametrize("case", recorded_cases(), ids=lambda case: case.name)
 
 
-RECORDED = _recorded()
-pytestmark = pytest.mark.skipif(not RECORDED, reason=f"no recorded answers in {ANSWERS.name}")
+def _call(case: Case) -> Call:
+    assert isinstance(case.problem, Call)
+    return case.problem
 
 
-def _excess(ours: torch.Tensor, recorded: torch.Tensor, epsilons: float, terms: float) -> float:
-    """Largest error over the allowed one: `epsilons` roundings of the largest recorded magnitude.
-
-    `terms` is the size of what was summed. Where it cancels to zero (a window of one key has no dq) the
-    recording holds the noise of fp32 sums.
-    """
-    assert ours.shape == recorded.shape
-    if not recorded.numel():
-        return 0.0
-    allowed = epsilons * torch.finfo(recorded.dtype).eps * recorded.abs().max().item()
-    allowed += torch.finfo(torch.float32).eps * terms
-    return ((ours.double() - recorded.double()).abs().max().item()) / allowed
+def test_there_are_62_recorded_answers_and_34_recorded_errors() -> None:
+    assert len(recorded_cases()) == 62
+    assert len(recorded_errors()) == 34
 
 
-@pytest.mark.parametrize("name", RECORDED)
-def test_the_oracle_agrees_with_the_official_answer(name: str) -> None:
-    record = RECORDED[name]
-    ours = oracle.answer(
-        record["fn"], record["args"] | record["kwargs"], record.get("dout") if record.get("grads") else None
-    )
-    assert _excess(ours.out, record["out"][0], 4, ours.magnitude("out")) <= 1
-    if len(record["out"]) > 1:
-        lse = record["out"][1]
-        assert torch.equal(ours.softmax_lse.isposinf(), lse.isposinf())
-        torch.testing.assert_close(ours.softmax_lse.float(), lse, rtol=0, atol=2e-3, equal_nan=True)
-    for argument, grad in (record.get("grads") or {}).items():
-        parts = oracle.PACKED.get(argument, (argument,))
-        mine = torch.stack([ours.grads[n] for n in parts], -3) if len(parts) > 1 else ours.grads[argument]
-        assert _excess(mine, grad, 8, max(ours.magnitude(n) for n in parts)) <= 1
-    for cache, after in (record.get("after") or {}).items():
-        epsilons = 1 if cache == "k_cache" else 0
-        allowed = epsilons * torch.finfo(after.dtype).eps * after.abs().max().item()
-        assert (ours.caches[cache].double() - after.double()).abs().max().item() <= allowed
+@cases
+def test_the_oracle_and_the_official_answer_pass_by_each_others_criteria(case: Case) -> None:
+    assert case.official is not None
+    right = right_answer(_call(case))
+    checks = against_fp64(right, case.official, "cuda", approximate=True)
+    checks += against_official(_call(case), right.exact, case.official)
+    assert [check for check in checks if not check.ok] == []
 
 
-def test_the_plain_computation_stays_near_the_oracle() -> None:
+@cases
+def test_the_plain_computation_stays_near_the_oracle(case: Case) -> None:
     """The yardstick must be a good computation, or twice its error allows anything."""
-    for name, record in RECORDED.items():
-        call = (record["fn"], record["args"] | record["kwargs"], record.get("dout") if record.get("grads") else None)
-        exact, plain = oracle.answer(*call), oracle.plain(*call)
-        eps = torch.finfo(plain.out.dtype).eps
-        for what in ("out", *exact.grads):
-            a, b = (x.out if what == "out" else x.grads[what] for x in (exact, plain))
-            assert (a - b.double()).abs().max() <= 16 * eps * exact.magnitude(what), (name, what)
+    call = _call(case)
+    exact, plain = (solver(call.fn, call.args, call.dout) for solver in (oracle.answer, oracle.plain))
+    eps = torch.finfo(plain.out.dtype).eps
+    for what in ("out", *exact.grads):
+        a, b = (x.out if what == "out" else x.grads[what] for x in (exact, plain))
+        assert (a - b.double()).abs().max() <= 16 * eps * exact.magnitude(what), what
+
+
+def test_the_oracle_and_the_judge_share_no_code_with_the_package() -> None:
+    folder, left, seen = Path(oracle.__file__).parent, ["oracle", "judge"], set()
+    while left:
+        name = left.pop()
+        seen.add(name)
+        for node in ast.walk(ast.parse((folder / f"{name}.py").read_text())):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not any(module.split(".")[0].startswith("flash_attn") for module in modules), name
+            for module in modules:
+                inside = [alias.name for alias in node.names] if module == "verify" else module.split(".")[1:]
+                left += [part for part in inside if module.startswith("verify") and part not in seen]
+    assert seen >= {"oracle", "judge", "call"}

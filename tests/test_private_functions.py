@@ -20,8 +20,8 @@ from flash_attn_compat.flash_attn_interface import (
     maybe_contiguous,
     round_multiple,
 )
-from tests import oracle
 from tests.support import close, cumulative, on_backend, on_general_backends, qkv, randn
+from verify import oracle
 
 _DENSE_OPTIONS = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "

@@ -14,8 +14,10 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from flash_attn_compat.backends import BACKENDS
-from tests.judge import Examination, must_serve
-from tests.problems import KINDS, Problem, draw_problem
+from tests.fuzz import must_serve
+from verify.drawing import draw_problem
+from verify.examination import Examination
+from verify.problems import KINDS, Problem
 
 T = TypeVar("T")
 

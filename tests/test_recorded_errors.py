@@ -7,16 +7,14 @@ serves we serve. What it rejects only for lack of a kernel we serve, and right.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import flash_attn_compat
-from verify.judge import against_fp64
-from verify.oracle import plain, truth
-from verify.problem import Problem, solve
+from verify.call import Call
+from verify.examination import Examination
 from verify.recorded import recorded_errors
 
 RECORDED = recorded_errors()
@@ -52,22 +50,22 @@ def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def dense(function: str = DENSE, tensors: dict[str, Any] | None = None, **options: Any) -> Problem:
+def dense(function: str = DENSE, tensors: dict[str, Any] | None = None, **options: Any) -> Call:
     qkv = {name: half(1, 8, 2, 32) for name in "qkv"}
-    return Problem("", function, {**qkv, **(tensors or {})}, options)
+    return Call(function, {**qkv, **(tensors or {}), **options})
 
 
-def varlen(**tensors: Any) -> Problem:
+def varlen(**tensors: Any) -> Call:
     given = {
         **{name: half(12, 2, 32) for name in "qkv"},
         "cu_seqlens_q": int32(0, 5, 12),
         "cu_seqlens_k": int32(0, 5, 12),
         **tensors,
     }
-    return Problem("", VARLEN, given, {"max_seqlen_q": 7, "max_seqlen_k": 7})
+    return Call(VARLEN, given | {"max_seqlen_q": 7, "max_seqlen_k": 7})
 
 
-def cache(paged: int = 0, **tensors: Any) -> Problem:
+def cache(paged: int = 0, **tensors: Any) -> Call:
     """A decode call over a cache of 64 rows, or over four pages of `paged` rows; None takes an argument away."""
     shape = (4, paged, 2, 32) if paged else (2, 64, 2, 32)
     given = {
@@ -80,14 +78,14 @@ def cache(paged: int = 0, **tensors: Any) -> Problem:
         **({"block_table": int32(3, 1, 0, 2).view(2, 2)} if paged else {}),
         **tensors,
     }
-    return Problem("", CACHE, {name: tensor for name, tensor in given.items() if tensor is not None}, {})
+    return Call(CACHE, {name: tensor for name, tensor in given.items() if tensor is not None})
 
 
 def table(rows: int, columns: int = 16) -> torch.Tensor:
     return half(rows, columns).cos()
 
 
-CALLS: dict[str, Problem] = {
+CALLS: dict[str, Call] = {
     "float32": dense(tensors={name: half(1, 8, 2, 32).float() for name in "qkv"}),
     "mixed_dtype": dense(tensors={"k": half(1, 8, 2, 32).bfloat16()}),
     "cpu_tensor": dense(),
@@ -111,7 +109,7 @@ CALLS: dict[str, Problem] = {
     "cu_len_mismatch": varlen(cu_seqlens_k=int32(0, 3, 5, 12)),
     "cu_noncontig": varlen(cu_seqlens_q=int32(0, 0, 5, 5, 12, 12)[::2]),
     "varlen_4d": varlen(**{name: half(1, 12, 2, 32) for name in "qkv"}),
-    "qkv_wrong_3": Problem("", QKV, {"qkv": half(1, 8, 2, 2, 32)}, {}),
+    "qkv_wrong_3": Call(QKV, {"qkv": half(1, 8, 2, 2, 32)}),
     "page_size_100": cache(paged=100),
     "page_with_batch_idx": cache(paged=256, cache_batch_idx=int32(0, 1)),
     "rotary_without_new_k": cache(k=None, v=None, rotary_cos=table(64), rotary_sin=table(64)),
@@ -127,8 +125,8 @@ REJECTED = [name for name, answer in RECORDED.items() if not answer.startswith("
 SERVED = [name for name, answer in RECORDED.items() if answer.startswith("ok")]
 
 
-def call(problem: Problem) -> Any:
-    return getattr(flash_attn_compat, problem.function)(**problem.tensors, **problem.options)
+def call(problem: Call) -> Any:
+    return getattr(flash_attn_compat, problem.fn)(**problem.args)
 
 
 def test_every_recorded_call_is_reconstructed():
@@ -145,16 +143,12 @@ def test_a_malformed_call_is_rejected_with_the_official_type_and_words(name):
     assert KEY_WORDS.get(name, sentence) in str(raised.value)
 
 
-@pytest.mark.parametrize("name", [name for name in REJECTED if CALLS[name].function == CACHE])
+@pytest.mark.parametrize("name", [name for name in REJECTED if CALLS[name].fn == CACHE])
 def test_a_rejected_cache_call_has_written_nothing(name):
-    problem = replace(
-        CALLS[name], tensors={argument: tensor.clone() for argument, tensor in CALLS[name].tensors.items()}
-    )
+    problem = CALLS[name].to("cpu")  # a copy
     with pytest.raises(RuntimeError):
         call(problem)
-    assert all(
-        torch.equal(problem.tensors[argument], CALLS[name].tensors[argument]) for argument in ("k_cache", "v_cache")
-    )
+    assert all(torch.equal(problem.args[cache], CALLS[name].args[cache]) for cache in problem.caches)
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -167,9 +161,6 @@ def test_a_call_that_flash_attn_serves_comes_back_in_the_same_form(name):
 
 @pytest.mark.parametrize("name", [*SERVED, *sorted(EXTENSIONS)])
 def test_a_borderline_call_or_extension_is_answered_right(name):
-    problem = CALLS[name]
-    answer = solve(getattr(flash_attn_compat, problem.function), problem, "cpu")
-    yardsticks = truth(problem, answer.dmask), plain(problem, answer.dmask)
-    assert [
-        check for check in against_fp64(problem, answer, *yardsticks) if not check.ok and check.quantity != "kept"
-    ] == []
+    examination = Examination(CALLS[name])
+    answer = examination.ask(getattr(flash_attn_compat, CALLS[name].fn))
+    assert [check for check in examination.checks(answer) if not check.ok] == []

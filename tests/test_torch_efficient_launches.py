@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests import efficient_kernels
-from tests.judge import Examination, Verdict
-from tests.problems import Problem, random_problem
+from verify.drawing import random_problem
+from verify.examination import Examination, Verdict
+from verify.problems import Problem
 
 PROBLEMS = 400
 

@@ -22,9 +22,10 @@ from flash_attn_compat.backends import torch_flash
 from flash_attn_compat.engine import dispatch, outside
 from flash_attn_compat.engine.call import AttentionCall
 from tests import flash_kernels
-from tests.judge import Examination, judge_first_served
-from tests.problems import KINDS, Problem
+from tests.flash_kernels import judge_first_served
 from tests.support import cumulative, qkv
+from verify.examination import Examination
+from verify.problems import KINDS, Problem
 
 HALF = torch.float16
 # Since FlashAttention 2.6 packed rows' LSE is (heads, total_q); pages came with PyTorch 2.12 or so.

@@ -15,9 +15,7 @@ import flash_attn_compat
 from tests.support import check_refused_in_one_line
 from verify.cli import main
 from verify.environment import describe
-from verify.judge import Check, against_fp64, against_official
-from verify.oracle import plain, truth
-from verify.recorded import recorded_errors, recorded_problems
+from verify.judge import Check
 
 ROOT = Path(__file__).parent.parent
 CORRECT = ["--quick", "--implementation", "tests.mutants:correct", "--device", "cpu"]
@@ -178,7 +176,7 @@ def test_writing_into_an_input_is_a_failure(tmp_path):
         ]
     )
     (row,) = json.loads(saved.read_text())["rows"]
-    assert (code, row["note"]) == (1, "InputsModified: the call changed its input q")
+    assert (code, row["note"]) == (1, "q was written to")
 
 
 def scales_in_place(q, k, v):
@@ -187,26 +185,9 @@ def scales_in_place(q, k, v):
     return out
 
 
-def test_there_are_62_recorded_answers_and_34_recorded_errors():
-    assert len(recorded_problems()) == 62
-    assert len(recorded_errors()) == 34
-
-
-@pytest.mark.parametrize("problem", recorded_problems(), ids=lambda problem: problem.name)
-def test_the_oracle_agrees_with_the_official_answer_in_both_directions(problem):
-    exact, yardstick = truth(problem), plain(problem)
-    assert [check for check in against_fp64(problem, problem.official, exact, yardstick) if not check.ok] == []
-    in_range = [
-        check
-        for check in against_official(problem, exact, problem.official)
-        if check.quantity != "k_cache" and not check.ok
-    ]
-    assert in_range == []
-
-
 @pytest.mark.parametrize("error", [float("nan"), float("inf"), 2.0])
 def test_an_error_beyond_its_bound_or_no_number_is_not_ok(error):
-    assert not Check("out", "fp64", error, 1.0, 0.0, False).ok
+    assert not Check("out", "fp64", error, 1.0).ok
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,11 @@ import torch
 
 from tests.support import check_refused_in_one_line
 from verify import inputs, ladder
+from verify.call import Call
 from verify.cli import main
 from verify.errors import UsageError
+from verify.examination import Examination
 from verify.inputs import draw
-from verify.judge import against_fp64
-from verify.oracle import plain, truth
-from verify.problem import Problem, solve
 from verify.steps import STEPS, blocks
 from verify.timing import Job, peak_memory
 
@@ -30,13 +29,12 @@ BY_NAME = {step.name: step.function for step in STEPS}
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_step_is_right_for_blocks_that_do_not_divide_the_lengths(step, dtype, n, keys, heads_k, causal):
     shapes = {"q": (2, n, 2, 24), "k": (2, keys, heads_k, 24), "v": (2, keys, heads_k, 24)}
-    problem = Problem("step", "flash_attn_func", draw(shapes, dtype, n), {"causal": causal})
+    examination = Examination(Call("flash_attn_func", {**draw(shapes, dtype, n), "causal": causal}))
 
     def of_size(q, k, v, causal):
         return step.function(q, k, v, causal=causal, block_rows=12, block_columns=17)
 
-    checks = against_fp64(problem, solve(of_size, problem, "cpu"), truth(problem), plain(problem))
-    assert [check for check in checks if not check.ok] == []
+    assert [check for check in examination.checks(examination.ask(of_size)) if not check.ok] == []
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (7, 100), (100, 7), (1000, 1000)])

@@ -9,20 +9,20 @@ import argparse
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from verify import implementations as impl
-from verify.cases import SHORT, Case, generated
+from verify.call import Answer, same
+from verify.cases import Case, generated
 from verify.environment import checked_devices, describe
 from verify.errors import UsageError
-from verify.judge import Check, against_fp64, against_official
-from verify.oracle import plain, truth
+from verify.examination import Examination, fetched
+from verify.judge import Check, against_official, broken, kept_fraction
 from verify.output import Report, Table, add_output_arguments, check_output_arguments, console, deliver, progress_bar
-from verify.problem import Answer, Problem, solve
-from verify.recorded import recorded_problems
+from verify.recorded import recorded_cases
 
 PASS, FAIL, NOT_SUPPORTED = "pass", "FAIL", "not supported"
 
@@ -69,117 +69,90 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run: problems (recorded and generated), implementations, devices."""
+    """What to run: cases (recorded and generated), implementations, devices."""
 
     implementations: Sequence[impl.Implementation]
     devices: Sequence[str]
-    recorded: Sequence[Problem]
     cases: Sequence[Case]
-    forward_only: bool = False
     official: impl.Imported | None = None
 
     @property
     def runs(self) -> int:
-        return (len(self.recorded) + len(self.cases)) * len(self.implementations) * len(self.devices)
-
-    def problems(self) -> Iterator[Problem]:
-        """One after another: a problem's tensors live no longer than its turn."""
-        for problem in (*self.recorded, *(case.build() for case in self.cases)):
-            if self.forward_only:
-                official = problem.official and replace(problem.official, grads={})
-                problem = replace(problem, dout=None, official=official)
-            yield problem
-
-
-@dataclass
-class _Yardsticks:
-    """The fp64 and the plain answer of a problem, worked out once, except under dropout where each run has its own
-    mask.
-    """
-
-    problem: Problem
-    known: tuple[Answer, Answer] | None = field(default=None)
-
-    def for_answer(self, answer: Answer) -> tuple[Answer, Answer]:
-        if self.problem.dropout_p > 0:
-            return truth(self.problem, answer.dmask), plain(self.problem, answer.dmask)
-        if self.known is None:
-            self.known = truth(self.problem), plain(self.problem)
-        return self.known
+        return len(self.cases) * len(self.implementations) * len(self.devices)
 
 
 def run(plan: Plan) -> Iterator[Row]:
-    """Row after row, case by case."""
-    for problem in plan.problems():
-        yardsticks = _Yardsticks(problem)
+    """Row after row, case by case: a case's tensors live no longer than its turn."""
+    for case in plan.cases:
         for device in plan.devices:
-            second_opinion = _second_opinion(plan.official, problem, device)
+            if device.startswith("mps") and case.dtype == "fp64":
+                yield from (_row(case, each, device, refused=True, note="the device has no fp64")
+                            for each in plan.implementations)  # fmt: skip
+                continue
+            examination = Examination(case.problem, device, careful=True)
+            official = case.official or _second_opinion(plan.official, examination)
             for implementation in plan.implementations:
-                yield _judge(problem, implementation, device, yardsticks, second_opinion)
+                yield _judge(case, implementation, device, examination, official)
+                examination.restore()
+
+
+def _row(case: Case, implementation: impl.Implementation, device: str, **more: Any) -> Row:
+    return Row(case.name, case.function, case.dtype, case.official is not None, implementation.name, device, **more)
 
 
 def _judge(
-    problem: Problem, implementation: impl.Implementation, device: str, yardsticks: _Yardsticks, second: Answer | None
+    case: Case, implementation: impl.Implementation, device: str, examination: Examination, official: Answer | None
 ) -> Row:
-    row = Row(
-        problem.name, problem.function, SHORT[problem.dtype], problem.official is not None, implementation.name, device
-    )
-    if device.startswith("mps") and problem.dtype == torch.float64:
-        return replace(row, refused=True, note="the device has no fp64")
+    row, dropout_p = _row(case, implementation, device), examination.call.dropout_p
     note, before = "", implementation.calls_served()
     try:
         try:
-            answer, again = _solve(implementation, problem, device)
+            answer, again = _asked(implementation, examination)
         except impl.NotSupported as refusal:
-            # Some backends serve what a model asks for, the output and its gradients, but have no softmax_lse to show.
-            if (bare := _without_lse(problem)) is None:
+            # Some serve what a model asks for, the output and its gradients, but have no softmax_lse to show.
+            if dropout_p > 0:
                 raise
-            answer, again = _solve(implementation, bare, device)
+            answer, again = _asked(implementation, examination.without_lse())
             note = f"without softmax_lse: {refusal}"
     except impl.NotSupported as refusal:
         return replace(row, refused=True, note=str(refusal))
     except Exception as error:  # noqa: BLE001  whatever an implementation under test raises is its failure, not ours
         return replace(row, note=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
-    if problem.dropout_p > 0 and answer.dmask is None:
+    if dropout_p > 0 and answer.s_dmask is None:
         return replace(row, refused=True, note="returns no S_dmask, so what it dropped is not known")
     row = replace(row, bypassed=before is not None and implementation.calls_served() == before)
 
-    checks = against_fp64(problem, answer, *yardsticks.for_answer(answer))
-    if again is not None:
-        same = torch.equal(answer.out, again.out)
-        checks.append(Check("same seed, same mask", "fp64", 0.0 if same else math.inf, 0.0, 0.0, same))
-    if problem.official is not None:
-        checks += against_official(problem, answer, problem.official)
-    elif second is not None:
-        checks += [replace(check, counts=False) for check in against_official(problem, answer, second)]
-    notes = [note, *(f"{check.quantity} {check.note}" for check in checks if check.note)]
+    checks = examination.checks(answer, approximate=implementation.approximate)
+    here, host = fetched(answer, "cpu"), examination.host
+    if again is not None and here.s_dmask is not None:
+        if not same(answer.out, again.out):
+            checks.append(broken("same seed, same mask", "another answer"))
+        checks.append(kept_fraction(host, here.s_dmask))
+    if official is not None:
+        counts = case.official is not None
+        checks += [replace(check, counts=counts) for check in against_official(host, here, official)]
+    notes = [note, *(f"{check.quantity} {check.note}" for check in checks if check.note and check.counts)]
     return replace(row, checks=checks, note="; ".join(filter(None, notes)))
 
 
-def _solve(implementation: impl.Implementation, problem: Problem, device: str) -> tuple[Answer, Answer | None]:
+def _asked(implementation: impl.Implementation, examination: Examination) -> tuple[Answer, Answer | None]:
     """The answer and, under dropout, what the same seed gives a second time."""
-    with implementation.serving(problem) as function:
-        answer = solve(function, problem, device)
-        return answer, solve(function, problem, device) if problem.dropout_p > 0 else None
+    with implementation.serving(examination.call) as function:
+        answer = examination.ask(function)
+        return answer, examination.ask(function) if examination.call.dropout_p > 0 else None
 
 
-def _without_lse(problem: Problem) -> Problem | None:
-    """The same call asking for the output alone; None where it already does, or where dropout's mask is needed."""
-    asked = [name for name in ("return_attn_probs", "return_softmax_lse") if problem.options.get(name)]
-    if not asked or problem.dropout_p > 0:
-        return None
-    return replace(problem, options={name: value for name, value in problem.options.items() if name not in asked})
-
-
-def _second_opinion(official: impl.Imported | None, problem: Problem, device: str) -> Answer | None:
+def _second_opinion(official: impl.Imported | None, examination: Examination) -> Answer | None:
     """The real flash-attn's answer to a generated problem, where it is installed and takes it."""
-    if official is None or problem.official is not None or not device.startswith("cuda") or problem.dropout_p > 0:
+    if official is None or examination.device != "cuda" or examination.call.dropout_p > 0:
         return None
     try:
-        with official.serving(problem) as function:
-            return solve(function, problem, device)
+        with official.serving(examination.call) as function:
+            return fetched(examination.ask(function), "cpu")
     except Exception:  # noqa: BLE001  outside its dtypes, head dims and page sizes it refuses
         return None
+    finally:
+        examination.restore()
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
@@ -201,19 +174,14 @@ def _where(row: Row, several_devices: bool) -> str:
 
 
 def _case_table(title: str, rows: Iterable[Row], several_devices: bool) -> Table:
-    columns = ("case", "backend", "vs official", "vs fp64", "out max", "out mean", "allclose", "verdict", "note")
-    cells = []
-    for row in rows:
-        out = next((check for check in row.checks if check.quantity == "out" and not check.note), None)
-        about_out = (f"{out.error:.0e}", f"{out.mean_difference:.0e}", _yes(out.allclose)) if out else ("", "", "")
-        figures = _figure(row.worst("official")), _figure(row.worst("fp64"))
-        cells.append((row.case, _where(row, several_devices), *figures, *about_out, row.verdict, row.note))
+    columns = ("case", "backend", "vs official", "vs fp64", "verdict", "note")
+    cells = [
+        (row.case, _where(row, several_devices), _figure(row.worst("official")), _figure(row.worst("fp64")),
+         row.verdict, row.note)
+        for row in rows
+    ]  # fmt: skip
     shown = len(columns) if any(row[-1] for row in cells) else len(columns) - 1
     return Table(f"{title} {LEGEND}", columns[:shown], [row[:shown] for row in cells])
-
-
-def _yes(fact: bool) -> str:
-    return "yes" if fact else "no"
 
 
 def _group_table(rows: Iterable[Row], several_devices: bool) -> Table:
@@ -229,33 +197,12 @@ def _group_table(rows: Iterable[Row], several_devices: bool) -> Table:
         checks = [check for row in ran if (check := row.worst("fp64"))]
         worst = max(checks, key=lambda check: check.ratio, default=None)
         passed = sum(row.verdict == PASS for row in ran)
-        close = sum(all(check.allclose for check in row.checks if check.quantity == "out") for row in ran)
         official = max((check.error for row in ran if (check := row.worst("official"))), default=None)
         opinion = "" if official is None else f"{official:.1e}"
         counts = f"{passed} of {len(ran)}", str(len(members) - len(ran) or "")
-        cells.append(
-            (
-                function,
-                dtype,
-                where,
-                *counts,
-                _figure(worst),
-                opinion,
-                f"{close} of {len(ran)}",
-                PASS if passed == len(ran) else FAIL,
-            )
-        )
-    columns = (
-        "function",
-        "dtype",
-        "backend",
-        "right",
-        "not supported",
-        "vs fp64",
-        "vs official",
-        "allclose",
-        "verdict",
-    )
+        verdict = PASS if passed == len(ran) else FAIL
+        cells.append((function, dtype, where, *counts, _figure(worst), opinion, verdict))
+    columns = ("function", "dtype", "backend", "right", "not supported", "vs fp64", "vs official", "verdict")
     return Table(f"Generated problems {LEGEND}", columns, cells)
 
 
@@ -372,13 +319,14 @@ def plan_from(arguments: argparse.Namespace) -> Plan:
     def chosen(name: str, function: str) -> bool:
         return not wanted or any(text in f"{function} {name}" for text in wanted)
 
-    recorded = [problem for problem in recorded_problems() if chosen(problem.name, problem.function)]
-    cases = [case for case in generated(arguments.quick) if chosen(case.name, case.function)]
-    if not recorded and not cases:
+    cases = [case for case in (*recorded_cases(), *generated(arguments.quick)) if chosen(case.name, case.function)]
+    if not cases:
         raise UsageError(f"no case has {arguments.filter!r} in its name")
+    if arguments.forward_only:
+        cases = [case.forward_only() for case in cases]
     devices = checked_devices(arguments.device)
     second_opinion, _ = impl.official()
-    return Plan(judged, devices, recorded, cases, arguments.forward_only, second_opinion)
+    return Plan(judged, devices, cases, second_opinion)
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from verify.call import Call, accepted
 from verify.errors import UsageError
-from verify.problem import Problem, accepted_options
 
 PUBLIC_FUNCTIONS = (
     "flash_attn_func",
@@ -34,8 +34,12 @@ class Implementation(Protocol):
     @property
     def name(self) -> str: ...
 
-    def serving(self, problem: Problem) -> AbstractContextManager[Callable[..., Any]]:
-        """A context manager giving the function that solves the problem; NotSupported where there is none."""
+    @property
+    def approximate(self) -> bool:
+        """Whether its exp and tanh may be as approximate as flash-attn's."""
+
+    def serving(self, call: Call) -> AbstractContextManager[Callable[..., Any]]:
+        """A context manager giving the function that answers the call; NotSupported where there is none."""
 
     def calls_served(self) -> int | None:
         """How many calls it has answered itself so far, None where nobody counts."""
@@ -47,13 +51,17 @@ class Backend:
 
     name: str
 
+    @property
+    def approximate(self) -> bool:
+        return self.name == "official"
+
     @contextmanager
-    def serving(self, problem: Problem) -> Iterator[Callable[..., Any]]:
+    def serving(self, call: Call) -> Iterator[Callable[..., Any]]:
         import flash_attn_compat
 
         with flash_attn_compat.use_backend(self.name):
             try:
-                yield getattr(flash_attn_compat, problem.function)
+                yield getattr(flash_attn_compat, call.fn)
             except flash_attn_compat.BackendNotSupported as refusal:
                 raise NotSupported(self._reason(refusal)) from refusal
 
@@ -77,16 +85,17 @@ class Imported:
 
     name: str
     target: Any
+    approximate = True
 
     @contextmanager
-    def serving(self, problem: Problem) -> Iterator[Callable[..., Any]]:
-        function = getattr(self.target, problem.function, None)
-        if function is None and problem.function == "flash_attn_func" and callable(self.target):
+    def serving(self, call: Call) -> Iterator[Callable[..., Any]]:
+        function = getattr(self.target, call.fn, None)
+        if function is None and call.fn == "flash_attn_func" and callable(self.target):
             function = self.target
         if function is None:
-            raise NotSupported(f"has no {problem.function}")
+            raise NotSupported(f"has no {call.fn}")
         try:
-            inspect.signature(function).bind(**problem.tensors, **accepted_options(function, problem))
+            inspect.signature(function).bind(**accepted(function, call.args))
         except TypeError as error:
             raise NotSupported(str(error)) from error
         try:

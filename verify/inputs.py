@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from verify.cases import SHORT
+from verify.call import SHORT
 from verify.errors import UsageError
 
 DTYPES = {short: dtype for dtype, short in SHORT.items()} | {

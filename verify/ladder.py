@@ -17,12 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verify import inputs
+from verify.call import Answer, Call
 from verify.environment import checked_devices, describe
 from verify.errors import UsageError
-from verify.judge import Check, against_fp64
-from verify.oracle import plain, truth
+from verify.judge import Check, against_fp64, right_answer
 from verify.output import Report, Table, add_output_arguments, check_output_arguments, console, deliver, progress_bar
-from verify.problem import Answer, Problem
 from verify.steps import STEPS, Attention
 from verify.timing import DeviceLost, Failed, Job, Timing, peak_memory, time_together
 
@@ -121,14 +120,11 @@ class _Judge:
         for rows in checked_rows(n):
             keys = slice(0, rows.stop if causal else n)
             cut = {"q": tensors["q"][:, rows], "k": tensors["k"][:, keys], "v": tensors["v"][:, keys]}
-            problem = Problem("ladder", "flash_attn_func", cut, {"causal": causal})
-            self.bands.append((rows, problem, truth(problem), plain(problem)))
+            self.bands.append((rows, right_answer(Call("flash_attn_func", {**cut, "causal": causal}))))
 
     def judge(self, out: Tensor) -> Check:
         """The check nearest to (or furthest beyond) its bound."""
-        checks = [
-            against_fp64(problem, Answer(out[:, rows]), exact, rough)[0] for rows, problem, exact, rough in self.bands
-        ]
+        checks = [against_fp64(right, Answer(out[:, rows]))[0] for rows, right in self.bands]
         return max(checks, key=lambda check: check.ratio)
 
 

@@ -20,7 +20,6 @@ from verify.difference import Place, first_place, gap, heat_map, texture
 from verify.environment import checked_devices, describe
 from verify.errors import UsageError
 from verify.implementations import imported
-from verify.oracle import truth
 from verify.output import Report, Table, add_output_arguments, check_output_arguments, console, deliver, progress_bar
 from verify.probe import Candidate, Judged, Setting, TileStatistics, growth, judged, key_weights, statistics, tolerance
 
@@ -74,7 +73,7 @@ def locate(a: Candidate, b: Candidate, setting: Setting, done: Callable[[str], N
         done("without causal mask")
         full = judged((a, b), replace(setting, causal=False))
         only_causal = not (gap(full[0].reply.out, full[1].reply.out) > tolerance(full[0].check, setting)).any()
-    exact = truth(setting.problem).out
+    exact = setting.right.exact.out
     said = {}
     for label, each in zip(("A", "B"), pair):
         if not each.check.ok:
@@ -145,7 +144,7 @@ def _candidates_table(found: Located) -> Table:
 
 def _first_table(found: Located, first: Place) -> Table:
     index = first.batch, first.row, first.head, first.channel
-    exact = truth(found.setting.problem).out
+    exact = found.setting.right.exact.out
     a, b, right = (x[index].item() for x in (found.candidates[0].reply.out, found.candidates[1].reply.out, exact))
     place = str(first.batch), str(first.head), str(first.row), str(first.channel)
     tiles = f"{first.query_tile}", "not known" if found.key_tile is None else f"{found.key_tile}"

@@ -1,331 +1,441 @@
-"""The independent answer: what a call of flash_attn means, written out plainly, once, for every public function.
+"""The right answer to every public call, in fp64, and the same call done plainly in its own dtype.
 
-Solved in fp64 it is the truth that answers are held against. Solved in the input's dtype it is the yardstick: the
-error that straightforward PyTorch makes on the same problem. Shares no code with the package under test.
+Written from the documented behaviour alone: one dense boolean mask and one materialised score matrix per
+sequence, gradients by autograd. Nothing of flash_attn_compat is imported here, so agreement means something.
+`answer(...)` is the truth, `plain(...)` the yardstick that says how much rounding the dtype itself costs.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from verify.problem import CACHES, Answer, Problem
+from verify.call import CACHES, PACKED, Answer, Call
 
 
-def truth(problem: Problem, dmask: Tensor | None = None) -> Answer:
-    """The fp64 answer. With dropout, dmask (S_dmask of the run being judged; negative means dropped) says what was
-    dropped.
-    """
-    oracle = _Oracle(problem, torch.float64, dmask)
-    return replace(oracle.answer(), terms=oracle.of_all(oracle.terms), spoilt=oracle.of_all(oracle.spoilt))
+@dataclass(frozen=True)
+class Mask:
+    """What shapes the scores of a call, the same for each of its sequences."""
 
-
-def plain(problem: Problem, dmask: Tensor | None = None) -> Answer:
-    """The same formula with every step rounded to the input's dtype, as plain PyTorch would on a GPU."""
-    return _Oracle(problem, problem.dtype, dmask).answer()
-
-
-def visible(problem: Problem) -> list[Tensor]:
-    """Which keys each query row sees: one bool tensor (seqlen_q, seqlen_k) per sequence."""
-    return _Oracle(problem, problem.dtype, None).visible()
+    scale: float
+    causal: bool
+    window: tuple[int, int]
+    softcap: float
+    shifts_lse: bool  # pure causal: flash-attn adds slope * j, so its LSE is the true one plus slope * pos(i)
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """One batch element: q (seqlen_q, nheads, d), k (seqlen_k, nheads_k, d), v (seqlen_k, nheads_k, dv), and what is
-    sent back, dout (seqlen_q, nheads, dv).
-    """
+    """One sequence of a call: q (sq, H, d), k (sk, Hk, d), v (sk, Hk, dv), with what belongs to it alone."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    dout: Tensor | None = None
+    slopes: Tensor | None
+    keep: Tensor | None  # (H, sq, sk) bool
+    dout: Tensor | None  # (sq, H, dv)
 
 
-def _sees(seqlen_q: int, seqlen_k: int, left: int, right: int) -> Tensor:
-    """(seqlen_q, seqlen_k) bool; rows aligned with the end of the keys, -1 for an open side, both edges included."""
-    position = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
-    key = torch.arange(seqlen_k)[None, :]
-    sees = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+@dataclass(frozen=True)
+class Truth(Answer):
+    """The fp64 answer, and how large the numbers behind it are.
+
+    magnitudes: for out, the scores, q, k and v by (sequence, head), key heads for k and v: the largest sum of absolute
+        terms behind an element of that head. Rounding is proportional to it.
+    spacings: the same for a change by 1 of every probability, or of every score's gradient: what is lost where those
+        underflow
+    tainted: (sequences, key heads) bool, something that went in is not finite
+    """
+
+    magnitudes: Mapping[str, Tensor] = field(default_factory=dict)
+    spacings: Mapping[str, Tensor] = field(default_factory=dict)
+    tainted: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+
+    def magnitude(self, name: str) -> float:
+        """The largest of all heads."""
+        return float(self.magnitudes[name].max())
+
+
+def answer(fn: str, args: Mapping[str, Any], dout: Tensor | None = None, keep: Tensor | None = None) -> Truth:
+    """The fp64 answer. `keep` is the dropout keep mask, (B, H, >= sq, >= sk) bool, where dropout_p > 0."""
+    return _answer(fn, args, dout, keep, torch.float64, _exact)
+
+
+def plain(fn: str, args: Mapping[str, Any], dout: Tensor | None = None, keep: Tensor | None = None) -> Answer:
+    """The same computation with every intermediate result rounded to the input's dtype."""
+    return _answer(fn, args, dout, keep, None, _plainly)
+
+
+def visible(call: Call) -> list[Tensor]:
+    """Which keys each query row sees: one bool tensor (seqlen_q, seqlen_k) per sequence."""
+    args, _ = _one_form(call.fn, call.args, exact=True)
+    mask = _mask(args)
+    lengths = [(rows[-1].stop - rows[-1].start, len(_keys_of(args["k"], keys))) for rows, keys in _slices(args)]
+    return [keys_visible(sq, sk, mask.causal, mask.window, call.q.device) for sq, sk in lengths]
+
+
+def keys_visible(sq: int, sk: int, causal: bool, window: tuple[int, int], device: torch.device | str) -> Tensor:
+    """(sq, sk) bool, bottom-right aligned: pos(i) - left <= j <= pos(i) + right, a negative side unbounded."""
+    left, right = window
+    if causal:
+        right = 0
+    offset = torch.arange(sk, device=device)[None, :] - (torch.arange(sq, device=device)[:, None] + sk - sq)
+    visible = torch.ones(sq, sk, dtype=torch.bool, device=device)
     if left >= 0:
-        sees &= key >= position - left
+        visible &= offset >= -left
     if right >= 0:
-        sees &= key <= position + right
-    return sees
+        visible &= offset <= right
+    return visible
 
 
-def _slots(positions: Tensor, row: int, pages: Tensor | None, page: int) -> tuple[Tensor, Tensor]:
-    """Where key positions lie in a cache: (row, position), or (block, slot) in a paged one."""
-    if pages is None:
-        return torch.full_like(positions, row), positions
-    return pages[positions // page], positions % page
+# ---------------------------------------------------------------- one sequence
 
 
-class _Oracle:
-    def __init__(self, problem: Problem, dtype: torch.dtype, dmask: Tensor | None) -> None:
-        self.problem = problem
-        self.dtype = dtype
-        self.dmask = dmask
-        self.options: Mapping[str, Any] = problem.options
-        self.wide = torch.promote_types(dtype, torch.float32)  # slopes, rotary and the LSE are fp32 in flash-attn
-        self.tensors = {
-            name: tensor.detach().to(dtype).requires_grad_(name in problem.differentiable)
-            if tensor.is_floating_point()
-            else tensor
-            for name, tensor in problem.tensors.items()
-        }
-        self.cache_after: dict[str, Tensor] = {}
-        # By sequence, and in it by "out", "q", "k", "v": see _terms.
-        self.terms: list[dict[str, Tensor]] = []
-        self.spoilt: list[dict[str, Tensor]] = []
+class Attended(NamedTuple):
+    """One sequence's out (sq, H, dv) and, from the exact computation, its LSE (H, sq) and what Truth says of heads."""
 
-    # ---- from a call to its sequences -------------------------------------------------------------------------------
-
-    def _sequences(self) -> tuple[list[Sequence], int]:
-        """The sequences of the call, and the length its window is measured against."""
-        if "kvcache" in self.problem.function:
-            return self._cached()
-        return self._varlen() if "varlen" in self.problem.function else self._dense()
-
-    def visible(self) -> list[Tensor]:
-        sequences, longest_k = self._sequences()
-        window = self._window(longest_k)
-        return [_sees(len(sequence.q), len(sequence.k), *window) for sequence in sequences]
-
-    def answer(self) -> Answer:
-        sequences, longest_k = self._sequences()
-        left, right = self._window(longest_k)
-        results = [self._attend(sequence, index, left, right) for index, sequence in enumerate(sequences)]
-        outs, lses = [out for out, _ in results], [lse for _, lse in results]
-        if "varlen" in self.problem.function:
-            before, after = self._outside()
-            out = F.pad(torch.cat(outs), (0, 0, 0, 0, before, after))
-            softmax_lse = F.pad(torch.cat(lses, dim=-1), (before, after))
-        else:
-            out, softmax_lse = torch.stack(outs), torch.stack(lses)
-
-        grads: dict[str, Tensor] = {}
-        dout = self.problem.dout
-        if dout is not None and self.problem.differentiable:
-            leaves = [self.tensors[name] for name in self.problem.differentiable]
-            found = torch.autograd.grad(out, leaves, dout.to(self.dtype))
-            grads = dict(zip(self.problem.differentiable, found))
-        return Answer(out=out.detach(), softmax_lse=softmax_lse.detach(), grads=grads, caches=self.cache_after)
-
-    def _qkv(self) -> tuple[Tensor, Tensor, Tensor]:
-        tensors = self.tensors
-        if "qkv" in tensors:
-            q, k, v = tensors["qkv"].unbind(-3)
-            return q, k, v
-        if "kv" in tensors:
-            k, v = tensors["kv"].unbind(-3)
-            return tensors["q"], k, v
-        return tensors["q"], tensors["k"], tensors["v"]
-
-    def _dense(self) -> tuple[list[Sequence], int]:
-        q, k, v = self._qkv()
-        douts = [None] * len(q) if self.problem.dout is None else list(self.problem.dout)
-        return [Sequence(*parts) for parts in zip(q, k, v, douts)], k.shape[1]
-
-    def _outside(self) -> tuple[int, int]:
-        """Tokens before the first and behind the last sequence."""
-        q, _, _ = self._qkv()
-        bounds = self.tensors["cu_seqlens" if "qkv" in self.tensors else "cu_seqlens_q"].tolist()
-        return bounds[0], len(q) - bounds[-1]
-
-    def _varlen(self) -> tuple[list[Sequence], int]:
-        q, k, v = self._qkv()
-        packed = "qkv" in self.tensors  # q and k have one pair of lengths then
-        bounds_q = self.tensors["cu_seqlens" if packed else "cu_seqlens_q"].tolist()
-        bounds_k = self.tensors["cu_seqlens" if packed else "cu_seqlens_k"].tolist()
-        longest_k = int(self.options["max_seqlen" if packed else "max_seqlen_k"])
-        table = self.tensors.get("block_table")
-        sequences = []
-        for index, (start, end) in enumerate(itertools.pairwise(bounds_k)):
-            of_q = slice(bounds_q[index], bounds_q[index + 1])
-            rows = q[of_q]
-            if table is None:
-                dout = None if self.problem.dout is None else self.problem.dout[of_q]
-                sequences.append(Sequence(rows, k[start:end], v[start:end], dout))
-            else:
-                pages = table[index].long()
-                sequences.append(
-                    Sequence(rows, k[pages].flatten(0, 1)[: end - start], v[pages].flatten(0, 1)[: end - start])
-                )
-        return sequences, longest_k
-
-    def _cached(self) -> tuple[list[Sequence], int]:
-        tensors = self.tensors
-        q, table = tensors["q"], tensors.get("block_table")
-        k_cache, v_cache = tensors["k_cache"].clone(), tensors["v_cache"].clone()
-        batch = q.shape[0]
-        capacity = k_cache.shape[1] if table is None else table.shape[1] * k_cache.shape[1]
-        lengths = self._cache_lengths(batch, capacity)
-        leftpad = tensors["cache_leftpad"].tolist() if "cache_leftpad" in tensors else [0] * batch
-        left, right = self._window(capacity)
-        q_moves = left >= 0 or right >= 0  # without a mask every query row is rotated to the first new position
-
-        page = k_cache.shape[1]
-        sequences = []
-        for index in range(batch):
-            row = int(tensors["cache_batch_idx"][index]) if "cache_batch_idx" in tensors else index
-            pages = None if table is None else table[index].long()
-            end = lengths[index]
-            if "k" in tensors:
-                new = torch.arange(end, end + tensors["k"].shape[1])
-                k_cache[_slots(new, row, pages, page)] = self._rotate(tensors["k"][index], new)
-                v_cache[_slots(new, row, pages, page)] = tensors["v"][index]
-                end += tensors["k"].shape[1]
-            used = _slots(torch.arange(leftpad[index], end), row, pages, page)
-            q_positions = lengths[index] + torch.arange(q.shape[1]) * int(q_moves)
-            sequences.append(Sequence(self._rotate(q[index], q_positions), k_cache[used], v_cache[used]))
-        self.cache_after = dict(zip(CACHES, (k_cache, v_cache)))
-        return sequences, capacity
-
-    def _cache_lengths(self, batch: int, capacity: int) -> list[int]:
-        given = self.tensors.get("cache_seqlens", self.options.get("cache_seqlens"))
-        if given is None:
-            return [capacity] * batch
-        return given.tolist() if isinstance(given, Tensor) else [int(given)] * batch
-
-    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x (seqlen, nheads, d), rotated in its first 2 * rotary_cos.shape[1] channels."""
-        if "rotary_cos" not in self.tensors:
-            return x
-        cos, sin = (
-            self.problem.tensors[name].to(self.wide)[positions][:, None] for name in ("rotary_cos", "rotary_sin")
-        )
-        half = cos.shape[-1]
-        turned, rest = x[..., : 2 * half].to(self.wide), x[..., 2 * half :]
-        interleaved = self.options.get("rotary_interleaved", True)
-        a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else (turned[..., :half], turned[..., half:])
-        pair = (a * cos - b * sin, a * sin + b * cos)
-        joined = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
-        return torch.cat((joined.to(self.dtype), rest), dim=-1)
-
-    # ---- one sequence -----------------------------------------------------------------------------------------------
-
-    def _window(self, longest_k: int) -> tuple[int, int]:
-        """(left, right) with -1 for an open side; a side no shorter than the longest key sequence is open."""
-        left, right = (int(side) for side in self.options.get("window_size", (-1, -1)))
-        if self.options.get("causal", False):
-            right = 0
-        return (-1 if left < 0 or left >= longest_k else left), (-1 if right < 0 or right >= longest_k else right)
-
-    def _attend(self, sequence: Sequence, index: int, left: int, right: int) -> tuple[Tensor, Tensor]:
-        """out (seqlen_q, nheads, dv) and softmax_lse (nheads, seqlen_q) of one sequence."""
-        q, k, v = sequence.q, sequence.k, sequence.v
-        (seqlen_q, nheads, head_dim), (seqlen_k, nheads_k, _) = q.shape, k.shape
-        scale = self.options.get("softmax_scale")
-        scale = head_dim**-0.5 if scale is None else float(scale)
-        k, v = (x.repeat_interleave(nheads // nheads_k, dim=1) for x in (k, v))
-
-        scores = self._matmul(q.transpose(0, 1) * scale, k.permute(1, 2, 0))
-        softcap = float(self.options.get("softcap", 0.0))
-        slope_of_cap: Tensor | float = 1.0
-        if softcap > 0:
-            capped = torch.tanh(scores / softcap)
-            scores, slope_of_cap = softcap * capped, 1 - capped.detach() ** 2
-        position = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
-        key = torch.arange(seqlen_k)[None, :]
-        slopes = self._slopes(index)
-        if slopes is not None:
-            scores = scores - slopes[:, None, None] * (position - key).abs()
-
-        visible = _sees(seqlen_q, seqlen_k, left, right)
-        alive = visible.any(dim=-1)
-        # A row that sees nothing is computed as if it saw everything and then zeroed, so that no NaN enters the
-        # gradient.
-        masked = scores.masked_fill(~(visible | ~alive[:, None]), float("-inf"))
-        probabilities = torch.softmax(masked, dim=-1).to(self.dtype) * alive[:, None]
-        softmax_lse = torch.logsumexp(masked.detach().to(self.wide), dim=-1)
-        if slopes is not None and left < 0 and right == 0:
-            # flash-attn adds slope * key here instead of subtracting the distance: same softmax, LSE larger by slope
-            # * position.
-            softmax_lse = softmax_lse + slopes[:, None] * position[:, 0]
-        softmax_lse = softmax_lse.masked_fill(~alive, float("inf"))
-
-        p, share = self.problem.dropout_p, torch.ones((), dtype=self.dtype)
-        dropped = probabilities
-        if p > 0:
-            if self.dmask is None:
-                raise ValueError("with dropout the oracle needs dmask, the S_dmask of the run being judged")
-            kept = (self.dmask[index, :, :seqlen_q, :seqlen_k] >= 0).to(self.dtype)
-            share = kept / (1 - p)
-            dropped = probabilities * kept / (1 - p)
-        if self.dtype == torch.float64:
-            with torch.no_grad():
-                self._note(sequence, k, v, probabilities, share, slope_of_cap, abs(scale))
-        return self._matmul(dropped, v.transpose(0, 1)).transpose(0, 1), softmax_lse
-
-    def _slopes(self, index: int) -> Tensor | None:
-        slopes = self.problem.tensors.get("alibi_slopes")
-        if slopes is None:
-            return None
-        slopes = slopes.to(self.wide)
-        return slopes[index] if slopes.dim() == 2 else slopes
-
-    def _matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        if self.dtype.itemsize >= 4:
-            return a @ b
-        # What a GPU does, and about 300 times faster on a CPU than its own half-precision product: accumulate in
-        # fp32, round once.
-        return (a.float() @ b.float()).to(self.dtype)
-
-    # ---- how large what is summed is --------------------------------------------------------------------------------
-
-    def _note(
-        self, sequence: Sequence, k: Tensor, v: Tensor, probabilities: Tensor, share: Tensor,
-        slope_of_cap: Tensor | float, scale: float,
-    ) -> None:  # fmt: skip
-        """Every result's formula with absolute values in it, the largest of each head; k and v are each query head's.
-
-        Where numbers underflow, each probability and each score's gradient may be off by half of the dtype's smallest
-        number; that is added here as a part of a sum of which one rounding is allowed.
-        """
-        nheads_k = sequence.k.shape[1]
-        q, k, v = (x.transpose(0, 1).abs() for x in (sequence.q, k, v))
-        smallest = torch.finfo(self.problem.dtype).smallest_normal
-
-        def of_key_heads(x: Tensor) -> Tensor:
-            return x.view(nheads_k, len(x) // nheads_k, *x.shape[1:]).sum(1)
-
-        terms = {"out": _largest((probabilities * share) @ v) + smallest * _largest(v.sum(1))}
-        inputs = [q, k, v]
-        if sequence.dout is not None:
-            dout = sequence.dout.to(self.dtype).transpose(0, 1).abs()
-            inputs.append(dout)
-            dprobabilities = (dout @ v.mT) * share
-            mean = (probabilities * dprobabilities).sum(-1, keepdim=True)
-            dscores = scale * probabilities * (dprobabilities + mean) * slope_of_cap
-            terms["q"] = _largest(dscores @ k) + smallest * scale * _largest(k.sum(1))
-            terms["k"] = _largest(of_key_heads(dscores.mT @ q)) + smallest * scale * _largest(of_key_heads(q.sum(1)))
-            dropped = probabilities * share
-            terms["v"] = _largest(of_key_heads(dropped.mT @ dout)) + smallest * _largest(of_key_heads(dout.sum(1)))
-        self.terms.append(terms)
-        # Of anything not finite the sum is not finite either.
-        finite = of_key_heads(torch.stack([x.sum((1, 2)) for x in inputs], 1)).sum(1).isfinite()
-        of_queries = ~finite.repeat_interleave(q.shape[0] // nheads_k)
-        self.spoilt.append({"out": of_queries, "q": of_queries, "k": ~finite, "v": ~finite})
-
-    def of_all(self, found: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """(sequences, heads) of "out" and of each argument's gradient, "dq" and so on; {} where all is False."""
-        together = {name: torch.stack([each[name] for each in found]) for name in found[0]}
-        if together["out"].dtype == torch.bool and not together["out"].any():
-            return {}
-        of_arguments = {
-            f"d{name}": torch.cat([together[part] for part in name], dim=1) for name in self.problem.differentiable
-        }
-        return {"out": together["out"], **of_arguments}
+    out: Tensor
+    lse: Tensor = torch.zeros(0)
+    magnitudes: Mapping[str, Tensor] = {}
+    spacings: Mapping[str, Tensor] = {}
+    tainted: Tensor = torch.zeros(0)
 
 
-def _largest(x: Tensor) -> Tensor:
+Attend = Callable[[Sequence, Mask, float], Attended]
+
+
+def _exact(s: Sequence, mask: Mask, dropout_p: float) -> Attended:
+    sq, sk = s.q.shape[0], s.k.shape[0]
+    group = s.q.shape[1] // s.k.shape[1]
+    q, k, v = _heads_first(s, group)
+    visible = keys_visible(sq, sk, mask.causal, mask.window, q.device)
+    if sk == 0:  # one invisible key stands for none, so that every reduction below has something to reduce
+        k, v = k.new_zeros(k.shape[0], 1, k.shape[2]), v.new_zeros(v.shape[0], 1, v.shape[2])
+        visible = visible.new_zeros(sq, 1)
+    scores = mask.scale * (q @ k.mT)
+    slope_of_tanh: Tensor | float = 1.0
+    if mask.softcap > 0:
+        capped = torch.tanh(scores / mask.softcap)
+        slope_of_tanh = 1 - capped.detach() ** 2
+        scores = mask.softcap * capped
+    pos = torch.arange(sq, device=q.device) + sk - sq
+    bias = None
+    if s.slopes is not None:
+        distance = (pos[:, None] - torch.arange(k.shape[1], device=q.device)[None, :]).abs()
+        bias = s.slopes.double()[:, None, None] * distance
+        scores = scores - bias
+    scores = scores.masked_fill(~visible, -torch.inf)
+    dead = ~visible.any(-1)
+    top = scores.detach().amax(-1, keepdim=True).masked_fill(dead[:, None], 0.0)
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True).masked_fill(dead[:, None], 1.0)
+    probs = weights / total
+    dropped = probs
+    if s.keep is not None:
+        keep = s.keep if sk else s.keep.new_zeros(s.keep.shape[0], sq, 1)
+        dropped = probs * keep / (1 - dropout_p)
+    out = (dropped @ v).transpose(0, 1)
+    lse = (top + total.log()).squeeze(-1)
+    if s.slopes is not None and mask.shifts_lse:
+        lse = lse + s.slopes.double()[:, None] * pos
+    lse = lse.detach().masked_fill(dead, torch.inf)
+    with torch.no_grad():
+        terms = _Terms(q.abs(), k.abs(), v.abs(), probs, dropped, visible, bias, slope_of_tanh, abs(mask.scale), group)
+        sums, spacings = _sizes(terms, None if s.dout is None else s.dout.transpose(0, 1).abs())
+        # Of anything not finite the sum is not finite either: fp64 is far from overflowing here.
+        per_head = q.sum((1, 2)) + k.sum((1, 2)) + v.sum((1, 2))
+        if s.dout is not None:
+            per_head = per_head + s.dout.sum((0, 2))
+        tainted = ~per_head.view(-1, group).sum(1).isfinite()
+    return Attended(out, lse, sums, spacings, tainted)
+
+
+def _heads_first(s: Sequence, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v as (H, seqlen, dim), a key head repeated for each of its query heads."""
+    k, v = (x.transpose(0, 1).repeat_interleave(group, 0) for x in (s.k, s.v))
+    return s.q.transpose(0, 1), k, v
+
+
+class _Terms(NamedTuple):
+    """What a sequence's results are sums of, in absolute values."""
+
+    q: Tensor  # (H, sq, d)
+    k: Tensor  # (H, sk, d)
+    v: Tensor  # (H, sk, dv)
+    probs: Tensor  # (H, sq, sk)
+    dropped: Tensor
+    visible: Tensor
+    bias: Tensor | None
+    slope_of_tanh: Tensor | float
+    scale: float
+    group: int
+
+
+def _sizes(t: _Terms, dout: Tensor | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Answer.magnitudes and Answer.spacings of one sequence: each result's formula with absolute values in it."""
+    scores = t.scale * (t.q @ t.k.mT)
+    if t.bias is not None:
+        scores = scores + t.bias.abs()
+    sums = {"out": _amax(t.dropped @ t.v), "score": _amax(scores * t.visible)}
+    seen = t.visible.any(0)[:, None]
+    spacings = {"out": _amax((t.v * seen).sum(1))}
+    if dout is None:
+        return sums, spacings
+
+    def of_key_head(x: Tensor) -> Tensor:
+        return x.view(len(x) // t.group, t.group, *x.shape[1:]).sum(1)
+
+    ratio = torch.where(t.probs > 0, t.dropped / t.probs, 0.0)
+    dprobs = (dout @ t.v.mT) * ratio
+    dscores = t.scale * t.probs * (dprobs + (t.probs * dprobs).sum(-1, keepdim=True)) * t.slope_of_tanh
+    sums["q"] = _amax(dscores @ t.k)
+    sums["k"] = _amax(of_key_head(dscores.mT @ t.q))
+    sums["v"] = _amax(of_key_head(t.dropped.mT @ dout))
+    spacings["q"] = t.scale * _amax((t.k * seen).sum(1))
+    spacings["k"] = t.scale * _amax(of_key_head(t.q.sum(1)))
+    spacings["v"] = _amax(of_key_head(dout.sum(1)))
+    return sums, spacings
+
+
+def _plainly(s: Sequence, mask: Mask, dropout_p: float) -> Attended:
+    sq, sk, dtype = s.q.shape[0], s.k.shape[0], s.q.dtype
+    q, k, v = _heads_first(s, s.q.shape[1] // s.k.shape[1])
+    visible = keys_visible(sq, sk, mask.causal, mask.window, q.device)
+    scores = _rounded_matmul(q, (k * mask.scale).mT)
+    if mask.softcap > 0:
+        scores = torch.tanh(scores / mask.softcap) * mask.softcap
+    if s.slopes is not None:  # the bias stays in fp32, the dtype of the slopes, as in flash-attn's own tests
+        wide = torch.promote_types(dtype, torch.float32)
+        pos = torch.arange(sq, device=q.device) + sk - sq
+        distance = (pos[:, None] - torch.arange(sk, device=q.device)[None, :]).abs()
+        scores = scores.to(wide) - s.slopes.to(wide)[:, None, None] * distance
+    dead = ~visible.any(-1)[:, None]
+    scores = scores.masked_fill(~visible, -torch.inf).masked_fill(dead, 0.0)
+    probs = torch.softmax(scores, -1).to(dtype).masked_fill(dead, 0.0)
+    if s.keep is not None:
+        probs, v = probs * s.keep, v * (1 / (1 - dropout_p))
+    return Attended(_rounded_matmul(probs, v).transpose(0, 1))
+
+
+def _rounded_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """A matmul that accumulates in fp32 and rounds once, which is what half precision means on a GPU."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return (a.to(wide) @ b.to(wide)).to(a.dtype)
+
+
+def _amax(x: Tensor) -> Tensor:
     """The largest number of each head, 0 where it has none."""
     x = x.flatten(1)
     return x.amax(1) if x.shape[1] else x.new_zeros(x.shape[0])
+
+
+# ---------------------------------------------------------------- whole calls
+
+
+def _one_form(fn: str, args: Mapping[str, Any], exact: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Every function's arguments under the same names, packed ones taken apart, and the caches after an append."""
+    args = dict(args)
+    for packed in PACKED.keys() & args.keys():
+        args.update(zip(PACKED[packed], args.pop(packed).unbind(-3), strict=True))
+    if "cu_seqlens" in args:
+        args["cu_seqlens_q"] = args["cu_seqlens_k"] = args.pop("cu_seqlens")
+        args["max_seqlen_q"] = args["max_seqlen_k"] = args.pop("max_seqlen")
+    return _append(args, exact) if fn == "flash_attn_with_kvcache" else (args, {})
+
+
+def _answer(
+    fn: str,
+    args: Mapping[str, Any],
+    dout: Tensor | None,
+    keep: Tensor | None,
+    dtype: torch.dtype | None,
+    attend: Attend,
+) -> Truth:
+    args, caches = _one_form(fn, args, exact=attend is _exact)
+    # The names that a gradient exists for; the caches stand under k and v here and get none.
+    wide = dtype or args["q"].dtype
+    leaves = {n: args[n].detach().to(wide).requires_grad_(dout is not None) for n in ("q", "k", "v")}
+    dropout_p = max(float(args.get("dropout_p", 0.0)), 0.0)
+    mask = _mask(args)
+    attended = [
+        attend(sequence, mask, dropout_p)
+        for sequence in _sequences(args, leaves, dout, keep if dropout_p > 0 else None, wide)
+    ]
+    out = _assemble(args, [a.out for a in attended], leaves["q"])
+    grads: dict[str, Tensor] = {}
+    if dout is not None:
+        found = torch.autograd.grad(out, list(leaves.values()), dout.to(wide), materialize_grads=True)
+        grads = dict(zip(leaves, found, strict=True))
+    result = Truth(out=out.detach(), grads=grads, caches=caches)
+    if attend is not _exact:
+        return result
+    return replace(
+        result,
+        softmax_lse=_assemble_lse(args, [a.lse for a in attended]),
+        magnitudes={n: torch.stack([a.magnitudes[n] for a in attended]) for n in attended[0].magnitudes},
+        spacings={n: torch.stack([a.spacings[n] for a in attended]) for n in attended[0].spacings},
+        tainted=torch.stack([a.tainted for a in attended]),
+    )
+
+
+def _mask(args: Mapping[str, Any]) -> Mask:
+    left, right = (int(x) for x in args.get("window_size", (-1, -1)))
+    if "window_size_left" in args:  # the private functions
+        left, right = int(args["window_size_left"]), int(args["window_size_right"])
+    causal = bool(args.get("causal", False))
+    scale = args.get("softmax_scale")
+    normal_left, normal_right = _normalised_window(args, causal, (left, right))
+    return Mask(
+        scale=args["q"].shape[-1] ** -0.5 if scale is None else float(scale),
+        causal=causal,
+        window=(left, right),
+        softcap=float(args.get("softcap", 0.0)),
+        shifts_lse=normal_left < 0 and normal_right == 0,
+    )
+
+
+def _normalised_window(args: Mapping[str, Any], causal: bool, window: tuple[int, int]) -> tuple[int, int]:
+    """A side at least as long as the keys (the longest sequence, or the cache) counts as unbounded."""
+    left, right = (-1 if side >= _key_capacity(args) else side for side in window)
+    return left, 0 if causal else right
+
+
+def _key_capacity(args: Mapping[str, Any]) -> int:
+    if "max_seqlen_k" in args:
+        return int(args["max_seqlen_k"])
+    if "cache_capacity" in args:
+        return int(args["cache_capacity"])
+    return int(args["k"].shape[1])
+
+
+def _sequences(
+    args: Mapping[str, Any], leaves: Mapping[str, Tensor], dout: Tensor | None, keep: Tensor | None, wide: torch.dtype
+) -> Iterator[Sequence]:
+    q, k, v = leaves["q"], leaves["k"], leaves["v"]
+    slopes = args.get("alibi_slopes")
+    for b, (rows, keys) in enumerate(_slices(args)):
+        sq = rows[-1].stop - rows[-1].start
+        k_b, v_b = _keys_of(k, keys), _keys_of(v, keys)
+        yield Sequence(
+            q=q[rows],
+            k=k_b,
+            v=v_b,
+            slopes=slopes if slopes is None or slopes.dim() == 1 else slopes[b],
+            keep=None if keep is None else keep[b, :, :sq, : k_b.shape[0]],
+            dout=None if dout is None else dout[rows].to(wide),
+        )
+
+
+def _slices(args: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], Any]]:
+    """Per sequence the index of its query rows and the index of its keys."""
+    if "cu_seqlens_q" in args:
+        cu_q, cu_k = args["cu_seqlens_q"].tolist(), args["cu_seqlens_k"].tolist()
+        batch = len(cu_q) - 1
+        leftpad, used = _ints(args.get("leftpad_k"), [0] * batch), _ints(args.get("seqused_k"), None)
+        slices = []
+        for b in range(batch):
+            length = cu_k[b + 1] - cu_k[b] if used is None else used[b]
+            keys: Any = slice(cu_k[b] + leftpad[b], cu_k[b] + length)
+            if args.get("block_table") is not None:
+                keys = (args["block_table"][b], 0, length)
+            slices.append(((slice(cu_q[b], cu_q[b + 1]),), keys))
+        return slices
+    rows = slice(0, args["q"].shape[1])
+    if "key_ranges" in args:  # a cache
+        return [((b, rows), keys) for b, keys in enumerate(args["key_ranges"])]
+    return [((b, rows), (b, slice(0, args["k"].shape[1]))) for b in range(args["q"].shape[0])]
+
+
+def _keys_of(x: Tensor, keys: Any) -> Tensor:
+    if not isinstance(keys, tuple) or len(keys) == 2:
+        return x[keys]
+    table, start, stop = keys
+    pages = table[: -(-stop // x.shape[1])].long()
+    return x[pages].flatten(0, 1)[start:stop]
+
+
+def _ints(x: Tensor | None, default: Any) -> Any:
+    return default if x is None else x.tolist()
+
+
+def _assemble(args: Mapping[str, Any], outs: list[Tensor], q: Tensor) -> Tensor:
+    if "cu_seqlens_q" not in args:
+        return torch.stack(outs)
+    before, after = _outside(args)
+    blank = outs[0].new_zeros
+    return torch.cat([blank(before, *outs[0].shape[1:]), *outs, blank(after, *outs[0].shape[1:])])
+
+
+def _assemble_lse(args: Mapping[str, Any], lses: list[Tensor]) -> Tensor:
+    """(B, H, sq), or (H, total_q) with NaN for tokens outside every sequence, whose LSE nothing defines."""
+    if "cu_seqlens_q" not in args:
+        return torch.stack(lses)
+    before, after = _outside(args)
+    heads = lses[0].shape[0]
+    return torch.cat(
+        [lses[0].new_full((heads, before), torch.nan), *lses, lses[0].new_full((heads, after), torch.nan)], 1
+    )
+
+
+def _outside(args: Mapping[str, Any]) -> tuple[int, int]:
+    cu = args["cu_seqlens_q"].tolist()
+    return cu[0], args["q"].shape[0] - cu[-1]
+
+
+# ---------------------------------------------------------------- the cache
+
+
+def _append(args: dict[str, Any], exact: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Rotates, appends to copies of the caches, and turns the call into one over ranges of cache rows."""
+    q, k_cache, v_cache = args["q"], args["k_cache"].clone(), args["v_cache"].clone()
+    k, table = args.get("k"), args.get("block_table")
+    batch, sq = q.shape[:2]
+    page = k_cache.shape[1]
+    capacity = page if table is None else table.shape[1] * page
+    lengths = args.get("cache_seqlens")
+    lengths = capacity if lengths is None else lengths
+    lengths = lengths.tolist() if isinstance(lengths, Tensor) else [int(lengths)] * batch
+    rows = _ints(args.get("cache_batch_idx"), list(range(batch)))
+    leftpad = _ints(args.get("cache_leftpad"), [0] * batch)
+    args = {**args, "cache_capacity": capacity}
+    causal = bool(args.get("causal", False))
+    if args.get("rotary_cos") is not None:
+        left, right = (int(x) for x in args.get("window_size", (-1, -1)))
+        # Without any mask every query row stands at the same position: all of them see all the keys alike.
+        moves = max(_normalised_window(args, causal, (left, right))) >= 0
+        math = torch.float64 if exact else torch.float32
+        starts = torch.tensor(lengths, device=q.device)[:, None]
+        q = _rotary(q, starts + torch.arange(sq, device=q.device) * moves, args, math)
+        assert k is not None, "rotary tables without new keys are refused"
+        k = _rotary(k, starts + torch.arange(k.shape[1], device=q.device), args, math)
+    new = 0 if k is None else k.shape[1]
+    for b in range(batch):
+        for t in range(new):
+            at = lengths[b] + t
+            where = (rows[b], at) if table is None else (int(table[b, at // page]), at % page)
+            k_cache[where], v_cache[where] = k[b, t], args["v"][b, t]  # type: ignore[index]  # new > 0 says so
+    if table is None:
+        ranges: list[Any] = [(rows[b], slice(leftpad[b], lengths[b] + new)) for b in range(batch)]
+    else:
+        ranges = [(table[b], leftpad[b], lengths[b] + new) for b in range(batch)]
+    args.update(q=q, k=k_cache, v=v_cache, key_ranges=ranges, block_table=None)
+    return args, dict(zip(CACHES, (k_cache, v_cache)))
+
+
+def _rotary(x: Tensor, positions: Tensor, args: Mapping[str, Any], math: torch.dtype) -> Tensor:
+    """x (B, S, H, d) with its first channels turned by the angle of `positions` (B, S), back in x's dtype."""
+    cos, sin = (args[name].to(math)[positions][:, :, None] for name in ("rotary_cos", "rotary_sin"))
+    half = cos.shape[-1]
+    turned = x.to(math)
+    head, rest = turned[..., : 2 * half], x[..., 2 * half :]
+    if args.get("rotary_interleaved", True):
+        a, b = head[..., 0::2], head[..., 1::2]
+        head = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+    else:
+        a, b = head[..., :half], head[..., half:]
+        head = torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+    return torch.cat([head.to(x.dtype), rest], -1)

@@ -6,6 +6,7 @@ Attention is linear in v, so v = 1 on the keys of one tile and 0 elsewhere makes
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verify.call import Answer, Call
 from verify.difference import gap
 from verify.errors import UsageError
-from verify.judge import Check, against_fp64
-from verify.oracle import plain, truth, visible
-from verify.problem import Answer, Problem
+from verify.judge import Check, Right, against_fp64, right_answer
+from verify.oracle import visible
 
 TRACE = ("running_max", "row_sum")
 
@@ -37,8 +38,12 @@ class Setting:
     atol: float | None = None  # what counts as a difference, where not the bound that verify itself uses
 
     @property
-    def problem(self) -> Problem:
-        return Problem("locate", "flash_attn_func", {"q": self.q, "k": self.k, "v": self.v}, {"causal": self.causal})
+    def call(self) -> Call:
+        return Call("flash_attn_func", {"q": self.q, "k": self.k, "v": self.v, "causal": self.causal})
+
+    @functools.cached_property
+    def right(self) -> Right:
+        return right_answer(self.call)
 
     @property
     def key_tiles(self) -> list[slice]:
@@ -157,14 +162,13 @@ def _checked(trace: Any, candidate: Candidate, setting: Setting) -> dict[str, Te
 
 def judged(candidates: tuple[Candidate, Candidate], setting: Setting) -> tuple[Judged, Judged]:
     """Both answers, each asked twice, held against fp64."""
-    exact, rough = truth(setting.problem), plain(setting.problem)
-    first, second = (_judged(candidate, setting, exact, rough) for candidate in candidates)
+    first, second = (_judged(candidate, setting) for candidate in candidates)
     return first, second
 
 
-def _judged(candidate: Candidate, setting: Setting, exact: Answer, rough: Answer) -> Judged:
+def _judged(candidate: Candidate, setting: Setting) -> Judged:
     reply = ask(candidate, setting)
-    check = against_fp64(setting.problem, Answer(reply.out), exact, rough)[0]
+    check = against_fp64(setting.right, Answer(reply.out))[0]
     once, again = (out.nan_to_num(nan=0.0) for out in (reply.out, ask(candidate, setting).out))
     return Judged(candidate, reply, check, gap(once, again).max().item())
 
@@ -178,9 +182,8 @@ def growth(candidates: tuple[Candidate, Candidate], setting: Setting) -> Iterato
     """(number of keys, whether the two differ there) for problems of 1, 2, ... key tiles."""
     for columns in setting.key_tiles:
         smaller = setting.grown_to(columns.stop)
-        exact, rough = truth(smaller.problem), plain(smaller.problem)
         a, b = (ask(candidate, smaller).out for candidate in candidates)
-        check = against_fp64(smaller.problem, Answer(a), exact, rough)[0]
+        check = against_fp64(smaller.right, Answer(a))[0]
         yield columns.stop, bool((gap(a, b) > tolerance(check, setting)).any())
 
 
@@ -216,7 +219,7 @@ def statistics(setting: Setting) -> TileStatistics:
     groups = setting.q.shape[2] // setting.k.shape[2]
     q, k, v = (x.double().transpose(1, 2) for x in (setting.q, setting.k, setting.v))
     k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-    sees = torch.stack(visible(setting.problem))[:, None]
+    sees = torch.stack(visible(setting.call))[:, None]
     s = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(~sees, -torch.inf)
 
     tops = torch.stack([s[..., tile].amax(-1) for tile in setting.key_tiles], dim=-1)

@@ -1,4 +1,4 @@
-"""The answers recorded from flash-attn 2.8.3, as problems. recorded_answers/README.md says what they are."""
+"""The answers recorded from flash-attn 2.8.3, as cases. recorded_answers/README.md says what they are."""
 
 from __future__ import annotations
 
@@ -9,29 +9,28 @@ from typing import Any
 
 import torch
 
-from verify.problem import Answer, Problem
+from verify.call import Answer, Call, taken_apart
+from verify.cases import Case
 
 FOLDER = Path(__file__).parent / "recorded_answers"
 
 
-def _problem(name: str, record: dict[str, Any]) -> Problem:
+def _case(name: str, record: dict[str, Any]) -> Case:
     returned = record["out"]
     official = Answer(
         out=returned[0],
         softmax_lse=returned[1] if len(returned) > 1 else None,
-        grads=record.get("grads") or {},
+        grads=taken_apart(record.get("grads") or {}),
         caches=record.get("after") or {},
     )
-    return Problem(name, record["fn"], record["args"], record["kwargs"], record.get("dout"), official=official)
+    return Case(name, Call(record["fn"], record["args"] | record["kwargs"], record.get("dout")), official)
 
 
 @cache
-def recorded_problems() -> tuple[Problem, ...]:
+def recorded_cases() -> tuple[Case, ...]:
     """All 62, in the order of the recording."""
     files = sorted(FOLDER.glob("public*.pt"))
-    return tuple(
-        _problem(name, record) for file in files for name, record in torch.load(file, weights_only=True).items()
-    )
+    return tuple(_case(name, record) for file in files for name, record in torch.load(file, weights_only=True).items())
 
 
 def recorded_errors() -> dict[str, str]:

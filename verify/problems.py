@@ -1,22 +1,22 @@
-"""A described problem made into tensors (see problems.py): the same values on every device, drawn on the CPU.
+"""An attention problem: one description by small numbers (`Problem`), and how it is made into tensors.
 
-Every tensor comes with a map of its tokens: the sequence that reads each of them, or -1 where the call must not read.
-Sizes, stray values and poison are all put in by that map.
+A `Problem` is a value whose repr rebuilds it, so a failure is reported as the line that repeats it. The tensors have
+the same values on every device, drawn on the CPU. Every tensor comes with a map of its tokens: the sequence that reads
+each of them, or -1 where the call must not read; sizes, stray values and poison are all put in by that map. What is
+right about an answer stays out: see oracle.py and judge.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from tests.problems import Problem
+from verify.call import DTYPES, Call
 
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 FUNCTIONS = {
     "dense": "flash_attn_func",
     "kvpacked": "flash_attn_kvpacked_func",
@@ -29,30 +29,79 @@ FUNCTIONS = {
     "kvcache": "flash_attn_with_kvcache",
 }
 QUANTITIES = ("q", "k", "v", "dout")  # the order of Problem.sizes' numbers
+KINDS = tuple(FUNCTIONS)
+WITH_GRADIENTS = frozenset(KINDS) - {"paged", "private_varlen", "kvcache"}
 
 
-@dataclass(frozen=True)
-class Call:
-    """A problem as tensors: `fn` by name, every argument by name, and the gradient to send back."""
+@dataclass(frozen=True, repr=False)
+class Problem:
+    """A whole call described by small numbers. For a cache `seqlens_k` is `cache_seqlens`, before the append."""
 
-    fn: str
-    args: dict[str, Any]
-    dout: Tensor | None
+    kind: str = "dense"
+    seqlens_q: tuple[int, ...] = (4,)
+    seqlens_k: tuple[int, ...] = (4,)
+    nheads_k: int = 1
+    group: int = 1
+    head_dim: int = 8
+    head_dim_v: int | None = None
+    dtype: str = "float32"
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    window_as: str = "tuple"
+    softcap: float = 0.0
+    alibi: str = ""
+    dropout_p: float = 0.0
+    softmax_scale: float | None = None
+    layouts: tuple[str, str, str, str] = ("contiguous",) * 4  # q, k, v, dout; a packed tensor has q's
+    magnitude: float = 1.0  # of q and k
+    value_mean: float = 0.0
+    deterministic: bool = False
+    return_attn_probs: bool = True
+    gap: tuple[int, int] = (0, 0)  # tokens before the first and after the last sequence
+    max_seqlen_slack: int = 0
+    max_seqlen_as: str = "int"
+    page_size: int = 0
+    leftpad: tuple[int, ...] | None = None
+    seqused: tuple[int, ...] | None = None
+    capacity: int = 0
+    new_keys: int | None = None
+    lengths_as: str = "tensor"
+    rotary_dim: int = 0
+    rotary_interleaved: bool = True
+    batch_idx: bool = False
+    num_splits: int = 0
+    poison: str = ""  # "nan" or "inf" in whatever the call must not read
+    # What q, k, v and dout are multiplied by: one entry after another for each (sequence, key head), over and over.
+    sizes: tuple[tuple[float, float, float, float], ...] = ()
+    stray: tuple[str, int, str] | None = None  # ("v", 2, "nan"): one NaN or infinity in sequence 2's v
+    backward: bool = True
+    seed: int = 0
 
-    def to(self, device: torch.device | str) -> Call:
-        """A copy on another device, or on the same, memory layouts included."""
-        args = {name: moved(x, device) if _is_data(name, x) else x for name, x in self.args.items()}
-        return replace(self, args=args, dout=None if self.dout is None else moved(self.dout, device))
+    def __repr__(self) -> str:
+        """Only what differs from the defaults, so that a failure is a line one can read and paste."""
+        said = (f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default)
+        return f"Problem({', '.join(said)})"
 
+    @property
+    def nheads(self) -> int:
+        return self.nheads_k * self.group
 
-def _is_data(name: str, x: Any) -> bool:
-    return isinstance(x, Tensor) and not name.startswith("max_seqlen") and name != "window_size"
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
+    @property
+    def scores(self) -> int:
+        return self.nheads * sum(q * k for q, k in zip(self.seqlens_q, self.seqlens_k))
 
-def moved(x: Tensor, device: torch.device | str) -> Tensor:
-    """A copy of x on another device with its strides, its offset and whatever lies between its values."""
-    memory = x.new_empty(0).set_(x.untyped_storage()).to(device, copy=True)
-    return memory.as_strided(x.shape, x.stride(), x.storage_offset())
+    @property
+    def has_gradients(self) -> bool:
+        return self.backward and self.kind in WITH_GRADIENTS
+
+    def build(self, device: torch.device | str = "cpu") -> Call:
+        """The same tensors every time, whatever the device: the values are drawn on the CPU."""
+        call = build(self)
+        return call if torch.device(device).type == "cpu" else call.to(device)
 
 
 def build(problem: Problem) -> Call:
@@ -80,20 +129,23 @@ class _Builder:
 
     # ---------------------------------------------------------------- values
 
-    def tensor(
-        self, parts: tuple[str, ...], readers: Tensor, dim: int, layout: str = "contiguous", magnitude: float = 1.0
-    ) -> Tensor:
+    def tensor(self, parts: tuple[str, ...], readers: Tensor, dim: int, layout: str = "contiguous") -> Tensor:
         """(*readers.shape, [parts,] heads, dim): `parts` says what it holds, one of QUANTITIES or several packed."""
         p = self.p
         heads = p.nheads if parts[0] in ("q", "dout") else p.nheads_k
-        values = torch.randn((*readers.shape, len(parts), heads, dim), generator=self.generator) * magnitude
+        values = torch.randn((*readers.shape, len(parts), heads, dim), generator=self.generator)
         for index, part in enumerate(parts):
+            mine = values[..., index, :, :]
+            if part in ("q", "k"):
+                mine *= p.magnitude
+            if p.value_mean and part == "v":
+                mine += p.value_mean
             if p.sizes:
                 largest = min(torch.finfo(self.dtype).max, torch.finfo(values.dtype).max)
-                values[..., index, :, :] *= self.factors(part)[readers][..., None]
-                values.clamp_(-largest, largest)
+                mine *= self.factors(part)[readers][..., None]
+                mine.clamp_(-largest, largest)
             if p.stray is not None and p.stray[0] == part:
-                self.put_stray(values[..., index, :, :], readers)
+                self.put_stray(mine, readers)
         if p.poison:
             values[readers < 0] = float(p.poison)
         return laid_out((values if len(parts) > 1 else values[..., 0, :, :]).to(self.dtype), layout)
@@ -163,15 +215,15 @@ class _Builder:
     def attention_inputs(self, readers_q: Tensor, readers_k: Tensor) -> dict[str, Tensor]:
         p = self.p
         if p.kind.endswith("qkvpacked"):
-            return {"qkv": self.tensor(("q", "k", "v"), readers_q, p.head_dim, p.layouts[0], p.magnitude)}
-        q = self.tensor(("q",), readers_q, p.head_dim, p.layouts[0], p.magnitude)
+            return {"qkv": self.tensor(("q", "k", "v"), readers_q, p.head_dim, p.layouts[0])}
+        q = self.tensor(("q",), readers_q, p.head_dim, p.layouts[0])
         if p.kind.endswith("kvpacked"):
-            return {"q": q, "kv": self.tensor(("k", "v"), readers_k, p.head_dim, p.layouts[1], p.magnitude)}
-        return {"q": q} | dict(zip("kv", self.keys_and_values(readers_k), strict=True))
+            return {"q": q, "kv": self.tensor(("k", "v"), readers_k, p.head_dim, p.layouts[1])}
+        return {"q": q} | dict(zip("kv", self.keys_and_values(readers_k)))
 
     def keys_and_values(self, readers: Tensor) -> tuple[Tensor, Tensor]:
         p = self.p
-        k = self.tensor(("k",), readers, p.head_dim, p.layouts[1], p.magnitude)
+        k = self.tensor(("k",), readers, p.head_dim, p.layouts[1])
         return k, self.tensor(("v",), readers, p.value_dim, p.layouts[2])
 
     def dense(self) -> dict[str, Any]:
@@ -183,7 +235,7 @@ class _Builder:
         readers_q, readers_k = map(self.token_readers, (p.seqlens_q, p.seqlens_k))
         args: dict[str, Any] = {}
         if p.page_size:
-            args["q"] = self.tensor(("q",), readers_q, p.head_dim, p.layouts[0], p.magnitude)
+            args["q"] = self.tensor(("q",), readers_q, p.head_dim, p.layouts[0])
             lengths = p.seqlens_k if p.seqused is None else p.seqused
             args["block_table"], args["k"], args["v"] = self.pages(lengths)
         else:
@@ -217,7 +269,7 @@ class _Builder:
         order = self.shuffled(blocks).tolist()
         table = torch.full((len(lengths), width), 10**6 if p.poison else 0, dtype=torch.int32)
         readers = torch.full((blocks, p.page_size), -1)
-        for b, (n, length) in enumerate(zip(columns, lengths, strict=True)):
+        for b, (n, length) in enumerate(zip(columns, lengths)):
             for column in range(n):
                 table[b, column] = page = order.pop()
                 readers[page, : max(0, length - column * p.page_size)] = b
@@ -227,7 +279,7 @@ class _Builder:
         p = self.p
         new = p.new_keys or 0
         rows = self.row_readers(p.seqlens_q[0])
-        args: dict[str, Any] = {"q": self.tensor(("q",), rows, p.head_dim, p.layouts[0], p.magnitude)}
+        args: dict[str, Any] = {"q": self.tensor(("q",), rows, p.head_dim, p.layouts[0])}
         capacity = p.capacity
         if p.page_size:
             args["block_table"], args["k_cache"], args["v_cache"] = self.pages(p.seqlens_k, reserve=new)
@@ -239,7 +291,7 @@ class _Builder:
         if p.leftpad is not None:
             args["cache_leftpad"] = self.ints(p.leftpad)
         if p.new_keys is not None:
-            args["k"] = self.tensor(("k",), self.row_readers(new), p.head_dim, p.layouts[0], p.magnitude)
+            args["k"] = self.tensor(("k",), self.row_readers(new), p.head_dim, p.layouts[0])
             args["v"] = self.tensor(("v",), self.row_readers(new), p.value_dim, p.layouts[0])
         if p.rotary_dim:
             table = max(capacity, max(p.seqlens_k) + max(p.seqlens_q[0], new))

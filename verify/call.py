@@ -1,0 +1,136 @@
+"""The values verify works with: a Call (one call of a public function, as tensors) and an Answer (all that came of it).
+
+No judgement here, and nothing about where calls come from.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PACKED = {"qkv": ("q", "k", "v"), "kv": ("k", "v")}
+DIFFERENTIABLE = ("q", "k", "v", *PACKED)
+CACHES = ("k_cache", "v_cache")
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """`fn` by name, every argument by name, and the gradient to send back, if any."""
+
+    fn: str
+    args: dict[str, Any]
+    dout: Tensor | None = None
+
+    @property
+    def q(self) -> Tensor:
+        """Whatever holds the queries: q or qkv."""
+        q: Tensor = self.args["qkv" if "qkv" in self.args else "q"]
+        return q
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.q.dtype
+
+    @property
+    def dropout_p(self) -> float:
+        return max(float(self.args.get("dropout_p", 0.0)), 0.0)
+
+    @property
+    def caches(self) -> list[str]:
+        return [name for name in CACHES if name in self.args]
+
+    def to(self, device: torch.device | str) -> Call:
+        """A copy on another device, or on the same, memory layouts included."""
+        args = {name: moved(x, device) if _is_data(name, x) else x for name, x in self.args.items()}
+        return replace(self, args=args, dout=None if self.dout is None else moved(self.dout, device))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one call gave, or must give: shapes as flash-attn returns them.
+
+    grads: by q, k and v, packed arguments taken apart; caches: k_cache and v_cache as the call left them
+    """
+
+    out: Tensor
+    softmax_lse: Tensor | None = None
+    s_dmask: Tensor | None = None
+    grads: Mapping[str, Tensor] = field(default_factory=dict)
+    caches: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def _is_data(name: str, x: Any) -> bool:
+    return isinstance(x, Tensor) and not name.startswith("max_seqlen") and name != "window_size"
+
+
+def moved(x: Tensor, device: torch.device | str) -> Tensor:
+    """A copy of x on another device with its strides, its offset and whatever lies between its values."""
+    memory = x.new_empty(0).set_(x.untyped_storage()).to(device, copy=True)
+    return memory.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def taken_apart(grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients by q, k and v."""
+    found: dict[str, Tensor] = {}
+    for name, grad in grads.items():
+        found |= dict(zip(PACKED[name], grad.unbind(-3))) if name in PACKED else {name: grad}
+    return found
+
+
+def accepted(function: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments, without requests for extra return values, and defaults, that the function does not know."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(args)
+    return {name: value for name, value in args.items() if name in parameters or not _may_be_left_out(name, value)}
+
+
+# What changes nothing of the answer: flash-attn's defaults.
+_DEFAULTS: dict[str, Any] = {
+    "dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1), "softcap": 0.0, "num_splits": 0,
+    "deterministic": False,
+}  # fmt: skip
+
+
+def _may_be_left_out(name: str, value: Any) -> bool:
+    return name in ("return_attn_probs", "return_softmax_lse") or (name in _DEFAULTS and value == _DEFAULTS[name])
+
+
+def solve(function: Callable[..., Any], call: Call, seed: int = 7) -> Answer:
+    """Makes the call, dropout seeded, then sends its dout back. The caches are copied as they are afterwards."""
+    args = dict(call.args)
+    leaves: dict[str, Tensor] = {}
+    if call.dout is not None:
+        leaves = {name: args[name].detach().requires_grad_() for name in DIFFERENTIABLE if name in args}
+    # torch.manual_seed takes a millisecond to note, for every GPU that has not been used yet, who called it.
+    (torch.default_generator.manual_seed if call.q.device.type == "cpu" else torch.manual_seed)(seed)
+    with torch.set_grad_enabled(bool(leaves)):
+        out, softmax_lse, s_dmask = _parts(function(**args | leaves))
+    grads: dict[str, Tensor] = {}
+    if call.dout is not None:
+        grads = dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), call.dout)))
+    return Answer(
+        out=out.detach(),
+        softmax_lse=None if softmax_lse is None else softmax_lse.detach(),
+        s_dmask=s_dmask,
+        grads=taken_apart(grads),
+        caches={name: args[name] for name in call.caches},
+    )
+
+
+def _parts(returned: Any) -> Iterator[Any]:
+    """out, softmax_lse, S_dmask of whatever a function returns."""
+    parts = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
+    return iter((*parts, None, None)[:3])
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal, NaN in the same places."""
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())

@@ -1,0 +1,212 @@
+"""Random attention problems, fed by a seed or by hypothesis: strange layouts, heads and sequences of very different
+size, NaN or infinity in one sequence, in padding and behind a cache's end.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
+
+from verify.problems import KINDS, QUANTITIES, WITH_GRADIENTS, Problem
+
+T = TypeVar("T")
+
+
+class Source(Protocol):
+    """Where the choices come from: a seed here, hypothesis in test_properties.py.
+
+    The first of the options and the lower bound are the simplest.
+    """
+
+    def integer(self, low: int, high: int) -> int: ...
+    def pick(self, options: Sequence[T]) -> T: ...
+
+
+class FromRandom:
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def integer(self, low: int, high: int) -> int:
+        return self.random.randint(low, high)
+
+    def pick(self, options: Sequence[T]) -> T:
+        return self.random.choice(options)
+
+
+def _chance(source: Source, percent: int) -> bool:
+    return source.integer(0, 99) >= 100 - percent
+
+
+def random_problem(seed: int, kinds: Sequence[str] | None = None, dtypes: Sequence[str] | None = None) -> Problem:
+    """Problem number `seed`, always the same one."""
+    return draw_problem(FromRandom(seed), kinds, dtypes)
+
+
+_KINDS = ("dense",) * 6 + ("varlen",) * 6 + ("kvcache",) * 6 + tuple(k for k in KINDS for _ in range(2))
+_DTYPES = ("float32", "float16", "bfloat16") * 5 + ("float64",)
+_HEAD_DIMS = (8, 16, 32, 64, 40, 24, 1, 5, 100, 128) * 3 + (264,)
+_LAYOUTS = ("contiguous",) * 4 + ("sliced", "heads_first", "wide_rows", "offset", "strided_dim", "one_head")
+
+
+def draw_problem(source: Source, kinds: Sequence[str] | None = None, dtypes: Sequence[str] | None = None) -> Problem:
+    kind = source.pick(kinds or _KINDS)
+    packed = kind.endswith("packed")
+    dtype = source.pick(dtypes or _DTYPES)
+    seqlens_q, seqlens_k = _lengths(source, kind)
+    work = sum(q * k for q, k in zip(seqlens_q, seqlens_k))
+    small = work > 20_000
+    found: dict[str, Any] = dict(
+        kind=kind, dtype=dtype, seqlens_q=seqlens_q, seqlens_k=seqlens_k,
+        nheads_k=1 if small else source.integer(1, 3),
+        group=1 if small or kind.endswith("qkvpacked") else source.pick((1, 1, 2, 3)),
+        head_dim=source.pick((8, 16)) if small else source.pick(_HEAD_DIMS),
+        causal=source.pick((False, True)),
+        window=_window(source, max(seqlens_k, default=0)),
+        window_as=source.pick(("tuple", "tuple", "list", "tensor", "scalars")),
+        alibi=source.pick(("", "", "", "h", "bh")),
+        softmax_scale=source.pick((None, None, None, 0.05, 0.3, 1.0)),
+        magnitude=source.pick((1.0, 1.0, 1.0, 3.0, 0.1)),
+        return_attn_probs=source.pick((True, True, False)),
+        poison=source.pick(("", "nan")),
+        seed=source.integer(0, 2**31 - 1),
+    )  # fmt: skip
+    if not packed and _chance(source, 15):
+        found["head_dim_v"] = source.pick((8, 16, 33))
+    if _chance(source, 20):
+        found["softcap"] = source.pick((30.0, 5.0, 0.5))
+    if kind != "kvcache" and _chance(source, 20):
+        found["dropout_p"] = source.pick((0.1, 0.17, 0.5, 0.9))
+    if kind in WITH_GRADIENTS:
+        found["deterministic"] = source.pick((False, True))
+    found["layouts"] = _layouts(source, kind)
+    if kind == "kvcache":
+        found |= _cache_fields(source, found)
+    elif "varlen" in kind or kind == "paged":
+        found |= _varlen_fields(source, found)
+    return Problem(**found | _hurtful_fields(source, found))
+
+
+def _length(source: Source) -> int:
+    return source.integer(*source.pick(((0, 5), (1, 20), (1, 20), (10, 80), (120, 135), (0, 0))))
+
+
+def _lengths(source: Source, kind: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    batch = source.integer(1, 4 if "varlen" in kind or kind == "paged" else 3)
+    if _chance(source, 2):  # long enough for several blocks of anything
+        batch = 1
+        q, k = source.integer(1, 700), source.integer(300, 1500)
+    elif kind == "kvcache":
+        q, k = source.pick((1, 1, 2, 7, 33)), 0
+    else:
+        q, k = _length(source), _length(source)
+    if kind == "kvcache":
+        if k == 0:
+            return (q,) * batch, tuple(_length(source) for _ in range(batch))
+        return (q,), (k,)
+    same = kind.endswith("qkvpacked") or _chance(source, 40)
+    if "varlen" not in kind and kind != "paged":
+        return (q,) * batch, (q if same else k,) * batch
+    seqlens_q = (q, *(_length(source) for _ in range(batch - 1)))
+    return seqlens_q, seqlens_q if same else (k, *(_length(source) for _ in range(batch - 1)))
+
+
+def _window(source: Source, longest: int) -> tuple[int, int]:
+    if _chance(source, 50):
+        return (-1, -1)
+    sides = (-1, 0, 1, source.integer(2, 20), longest, max(longest - 1, 0), 1000, -2)
+    return source.pick(sides), source.pick(sides)
+
+
+def _layouts(source: Source, kind: str) -> tuple[str, str, str, str]:
+    if _chance(source, 40):
+        return ("contiguous",) * 4
+    dout = source.pick((*_LAYOUTS, "one_value"))
+    inputs: tuple[str, ...] = _LAYOUTS
+    if kind in ("kvcache", "paged", "private_varlen"):  # a cache must have a contiguous last dimension and be writable
+        inputs = tuple(x for x in _LAYOUTS if x not in ("strided_dim", "one_head"))
+    if kind.endswith("packed"):  # heads_first would be (.., H, 3, d) in memory, one_head makes q, k and v one
+        inputs = tuple(x for x in _LAYOUTS if x != "one_head")
+    q, k, v = source.pick(inputs), source.pick(inputs), source.pick(inputs)
+    if "varlen" in kind:  # the gaps are written into these
+        q, k, v, dout = ("contiguous" if x in ("one_head", "one_value") else x for x in (q, k, v, dout))
+    return q, k, v, dout
+
+
+def _varlen_fields(source: Source, fields: dict[str, Any]) -> dict[str, Any]:
+    lengths = fields["seqlens_k"]
+    found: dict[str, Any] = dict(
+        gap=source.pick(((0, 0), (0, 0), (0, 0), (3, 0), (0, 5), (2, 2))),
+        max_seqlen_slack=source.pick((0, 0, 0, 1, 50)),
+        max_seqlen_as=source.pick(("int", "int", "tensor")),
+    )
+    if fields["kind"] == "private_varlen":
+        found["head_dim"] = -(-fields["head_dim"] // 8) * 8  # the private functions do not pad
+        if "head_dim_v" in fields:
+            found["head_dim_v"] = 16
+        if _chance(source, 70):
+            found["seqused"] = tuple(source.integer(0, n) for n in lengths)
+        if _chance(source, 30):
+            found["page_size"] = source.pick((16, 7, 64, 256))
+        elif _chance(source, 60):
+            found["leftpad"] = tuple(source.integer(0, n) for n in found.get("seqused", lengths))
+    if fields["kind"] == "paged":
+        found["page_size"] = source.pick((16, 1, 7, 64, 256))
+    return found
+
+
+def _cache_fields(source: Source, fields: dict[str, Any]) -> dict[str, Any]:
+    sq, lengths = fields["seqlens_q"][0], fields["seqlens_k"]
+    found: dict[str, Any] = dict(
+        lengths_as=source.pick(("tensor", "tensor", "int", "none")),
+        num_splits=source.pick((0, 0, 1, 3)),
+        new_keys=source.pick((None, 1, sq, sq, 5)),
+        rotary_interleaved=source.pick((True, False)),
+    )
+    if found["lengths_as"] == "none":
+        found["new_keys"] = None
+    if found["lengths_as"] != "tensor":
+        lengths = (max(lengths),) * len(lengths)
+    reach = max(lengths) + (found["new_keys"] or 0)
+    found["capacity"] = max(reach, sq, fields["group"], 1) + source.pick((0, 0, 1, 40))
+    if _chance(source, 30):
+        found["page_size"] = source.pick((16, 1, 7, 64, 256))
+    if found["lengths_as"] == "none":
+        page = found.get("page_size", 1)
+        lengths = (-(-found["capacity"] // page) * page,) * len(lengths)
+    if "page_size" not in found:
+        found["batch_idx"] = _chance(source, 30)
+        if _chance(source, 30):
+            found["leftpad"] = tuple(source.integer(0, n) for n in lengths)
+    dims = [n for n in (16, 32, 64, 128) if n <= fields["head_dim"]]
+    if dims and found["new_keys"] is not None and _chance(source, 50):
+        found["rotary_dim"] = source.pick(dims)
+    return found | {"seqlens_k": lengths}
+
+
+# (q, k) and (v, dout): the first of each are what fp16 has room for, products of q and k, and of v and dout, included.
+_SCORE_SIZES = ((1.0, 1.0),) * 3 + ((1e-3, 1.0), (1.0, 1e-3), (1e2, 1e-2), (1e-2, 1e2), (1e-3, 1e-3))
+_SCORE_SIZES_WIDE = (*_SCORE_SIZES, (1e-8, 1.0), (1.0, 1e-8), (1e4, 1e-4), (1e-4, 1e4), (1e-6, 1e4))
+_VALUE_SIZES = ((1.0, 1.0), (1e-6, 1.0), (1e-3, 1.0), (1.0, 1e-6), (1.0, 1e-3), (1e4, 1e-3), (1e3, 1e-2), (1e-3, 1e3))
+_VALUE_SIZES_WIDE = (*_VALUE_SIZES, (1e-6, 1e-6), (1e4, 1e4), (1e4, 1e-6), (1e-8, 1e4))
+
+
+def _hurtful_fields(source: Source, fields: dict[str, Any]) -> dict[str, Any]:
+    """What may hurt other sequences and heads than its own: numbers of very different size, and what is not finite."""
+    found: dict[str, Any] = {}
+    wide = fields["dtype"] != "float16"
+    if _chance(source, 35):
+        scores, values = (_SCORE_SIZES_WIDE, _VALUE_SIZES_WIDE) if wide else (_SCORE_SIZES, _VALUE_SIZES)
+        # Dropout makes what it keeps larger: out would be infinite.
+        fitting = [pair for pair in values if wide or pair[0] <= 1 or not fields.get("dropout_p")]
+        drawn = [(*source.pick(scores), *source.pick(fitting)) for _ in range(source.integer(2, 4))]
+        found["sizes"] = tuple(drawn)
+    if _chance(source, 12):
+        quantities = QUANTITIES if fields["kind"] in WITH_GRADIENTS else QUANTITIES[:3]
+        sequence = source.integer(0, len(fields["seqlens_q"]) - 1)
+        found["stray"] = (source.pick(quantities), sequence, source.pick(("nan", "inf", "-inf")))
+    if fields["poison"] and _chance(source, 33):
+        found["poison"] = "inf"
+    if fields["kind"] in WITH_GRADIENTS and _chance(source, 15):
+        found["backward"] = False
+    return found

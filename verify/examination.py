@@ -1,0 +1,157 @@
+"""One call on one device, put to anybody who claims to answer it: run, held against the right answer, put back."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flash_attn_compat
+from flash_attn_compat import flash_attn_interface
+from verify.call import Answer, Call, accepted, same, solve
+from verify.judge import Cells, Check, Right, against_fp64, broken, of_other_form, right_answer
+from verify.problems import Problem
+
+# Scores of a whole call beyond which a GPU is faster at the right answers than one core: below it launches cost more.
+_SCORES_FOR_A_GPU = 2**18
+
+
+@dataclass
+class Verdict:
+    """What came of one backend: refused with a reason, or served with the worst error over its bound."""
+
+    refused: str = ""
+    ratio: float = 0.0
+    failures: list[str] = field(default_factory=list)
+
+
+class Examination:
+    """A call on a device, its tensors and right answers made once for all who are asked."""
+
+    def __init__(self, problem: Problem | Call, device: torch.device | str = "cpu", careful: bool = False) -> None:
+        """careful: whether inputs on a GPU are looked at after the call too, which takes a copy of each."""
+        self.problem = problem
+        self.device = torch.device(device).type
+        self.careful = careful or self.device == "cpu"
+        self.host = host = problem.build() if isinstance(problem, Problem) else problem
+        on_host = self.device != "cuda" or (isinstance(problem, Problem) and problem.scores < _SCORES_FOR_A_GPU)
+        # What the oracle reads: never what is handed out, which might be written to.
+        self.judges = "cpu" if on_host else device
+        self.untouched = host if on_host else host.to(device)
+        self.call = host.to(device)
+        self.cells = Cells(host, self.judges)
+        self._right: Right | None = None
+
+    # ---- asking ------------------------------------------------------------------------------------------------------
+
+    def ask(self, function: Callable[..., Any]) -> Answer:
+        """What the function answers, on the device. Raises what it raises; the caches are put back by `restore`."""
+        call = self.call
+        answer = solve(function, Call(call.fn, accepted(function, call.args), call.dout))
+        if call.dropout_p > 0 and answer.s_dmask is None and not call.args.get("return_attn_probs"):
+            # The mask comes from the same call repeated with it; what is judged is this one.
+            again = solve(function, Call(call.fn, {**call.args, "return_attn_probs": True}))
+            answer = Answer(answer.out, answer.softmax_lse, again.s_dmask, answer.grads, answer.caches)
+        return answer
+
+    def checks(self, answer: Answer, approximate: bool = False, nan_shows: bool = False) -> list[Check]:
+        """The answer held against fp64, after its form: if that is another, nothing else can be said.
+
+        approximate: with an exp and a tanh as flash-attn's; nan_shows: whether a NaN that is right must be one in out
+        """
+        if wrong := of_other_form(self.call, answer, approximate):
+            return wrong
+        here = fetched(answer, self.judges)
+        keep = None if here.s_dmask is None or not self.call.dropout_p else here.s_dmask >= 0
+        right = self.right(keep)
+        checks = [*against_fp64(right, here, self.device, approximate), *self.written()]
+        if nan_shows and bool((right.exact.out.isnan() & ~here.out.isnan()).any()):
+            checks.append(broken("out", "numbers where a NaN went in"))
+        return checks
+
+    def written(self) -> list[Check]:
+        """Inputs that the call only had to read, and wrote to."""
+        if not self.careful:
+            return []
+        given, left = self.untouched.args, self.call.args
+        readable = [n for n in left.keys() - set(self.call.caches) if isinstance(left[n], Tensor)]
+        return [broken(n, "was written to") for n in readable if not same(left[n].to(self.judges), given[n])]
+
+    def right(self, keep: Tensor | None = None) -> Right:
+        """Made once, but under dropout for every mask."""
+        if keep is not None:
+            return right_answer(self.untouched, keep, self.cells)
+        self._right = self._right or right_answer(self.untouched, None, self.cells)
+        return self._right
+
+    def restore(self) -> None:
+        """Puts the caches back as they were."""
+        with contextlib.suppress(RuntimeError):  # a device that failed; what it did is already in the verdict
+            for name in self.call.caches:
+                self.call.args[name].copy_(self.untouched.args[name])
+
+    def without_lse(self) -> Examination:
+        """The same call, asking for the output alone."""
+        asked = ("return_attn_probs", "return_softmax_lse")
+        args = {name: value for name, value in self.call.args.items() if name not in asked}
+        examination = copy.copy(self)
+        examination.call = replace(self.call, args=args)
+        return examination
+
+    # ---- the package's own backends ----------------------------------------------------------------------------------
+
+    def judge(self, backend: str) -> Verdict:
+        """Never raises for what the backend does wrong: an exception is a failure like any other."""
+        try:
+            with flash_attn_compat.use_backend(backend):
+                answer = self.ask(getattr(flash_attn_interface, self.call.fn))
+            checks = self.checks(answer, backend == "official", self._nan_shows(backend))
+            failures = [f"{check.quantity}: {check.note}" for check in checks if not check.ok]
+            return Verdict(ratio=max(check.ratio for check in checks), failures=failures)
+        except flash_attn_compat.BackendNotSupported as refusal:
+            touched = [n for n in self.call.caches if not self._as_it_was(n)]
+            return Verdict(refused=str(refusal), failures=[f"{n} was written before the refusal" for n in touched])
+        except Exception as error:  # noqa: BLE001  whatever it is, the report must name the problem
+            complaints = [f"{type(error).__name__}: {error}", *self._device_error()]
+            return Verdict(ratio=float("inf"), failures=complaints)
+        finally:
+            self.restore()
+
+    def _as_it_was(self, name: str) -> bool:
+        return same(self.call.args[name].to(self.judges), self.untouched.args[name])
+
+    def _device_error(self) -> list[str]:
+        """What a failed launch left behind on the device, lest it be blamed on the next backend."""
+        try:
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+        except RuntimeError as error:
+            return [f"{type(error).__name__}: {error}"]
+        return []
+
+    def _nan_shows(self, backend: str) -> bool:
+        """Whether a NaN among the scores must be a NaN in out. In v it says nothing of rows that give it weight 0."""
+        stray = self.problem.stray if isinstance(self.problem, Problem) else None
+        if stray is None or stray[0] == "v" or stray[2] != "nan":
+            return False
+        # PyTorch's CPU kernel, also where it stands in for another, answers 0 to a row of fewer than 16 NaN scores.
+        return self.device != "cpu" or backend not in ("sdpa", "torch_efficient")
+
+
+def fetched(answer: Answer, device: torch.device | str) -> Answer:
+    """The answer on another device, in one copy, because each tensor would wait for its own."""
+    found = {"out": answer.out, **answer.grads, **answer.caches}
+    found |= {n: x for n, x in (("lse", answer.softmax_lse), ("s_dmask", answer.s_dmask)) if x is not None}
+    if all(x.device.type == torch.device(device).type for x in found.values()):
+        return answer
+    together = torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in found.values()]).to(device)
+    parts = together.split([x.numel() * x.element_size() for x in found.values()])
+    # A copy of each part, which then begins where its dtype may begin.
+    here = {n: part.clone().view(x.dtype).view(x.shape) for (n, x), part in zip(found.items(), parts)}
+    grads, caches = ({n: here[n] for n in names} for names in (answer.grads, answer.caches))
+    return Answer(here["out"], here.get("lse"), here.get("s_dmask"), grads, caches)
