@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -14,11 +13,11 @@ import torch
 from tests.support import check_refused_in_one_line
 from verify import bench, spot_check, timing
 from verify.bench_run import Plan, run
-from verify.cli import build_parser, main
+from verify.cli import main
 from verify.contestants import Ours, PadSdpa, Plain, Prepared, SdpaLoop, Unavailable
 from verify.spot_check import Truth, check
 from verify.timing import Failed, Job, geometric_mean, peak_memory, time_together
-from verify.workloads import DECODE, FULL, SMALL, Workload, make_inputs, shrunk, visible_pairs
+from verify.workloads import DECODE, FULL, SMALL, Workload, make_inputs, shrunk
 
 QUICK = ["bench", "--only", "cross_short_q", "--repeats", "2", "--backends", "default,chunked"]
 TINY = {workload.name: shrunk(workload, batch=32, seqlen=64, heads=8) for workload in (*FULL, *DECODE)}
@@ -32,21 +31,11 @@ TINY = {workload.name: shrunk(workload, batch=32, seqlen=64, heads=8) for worklo
         (["--backends", "nonsense"], "unknown backend 'nonsense'; there are default, "),
         (["--rivals", "nonsense"], "unknown rival 'nonsense'; there are official, "),
         (["--only", "nonsense"], "no workload 'nonsense'; there are uniform_varlen, "),
-        (["--only", "skewed", "--batch", "3"], "--only picks among the built-in workloads"),
-        (["--heads", "6", "--heads-kv", "4"], "--heads must be a multiple of --heads-kv, got 6 and 4"),
-        (["--max-seqlen", "8", "--min-seqlen", "9"], "--min-seqlen 9 is more than --max-seqlen 8"),
-        (["--lengths", "8,16", "--max-seqlen", "8"], "leave out --max-seqlen"),
-        (["--softcap", "-1"], "--softcap must be positive, got -1.0"),
-        (["--plot", "a.png"], "it needs --lengths"),
         (["--against", "no-such-file.json"], "cannot read no-such-file.json"),
         (["--json", "/no/such/folder/file.json"], "there is no folder /no/such/folder"),
-        (["--lengths", "8", "--plot", "/no/such/folder/a.png"], "there is no folder /no/such/folder"),
-        (["--batch", "0"], "must be a positive whole number, got '0'"),
-        (["--lengths", "8,x"], "must be a positive whole number, got 'x'"),
-        (["--window", "3"], "must look like 1024,0, got '3'"),
-        (["--dropout", "1.5"], "must be at least 0 and below 1, got '1.5'"),
+        (["--repeats", "0"], "'0' is not a positive whole number"),
+        (["--tolerance", "1.5"], "must be at least 0 and below 1, got '1.5'"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
-        (["--compile", "maybe"], "invalid choice: 'maybe'"),
     ],
 )
 def test_a_bad_argument_ends_in_one_line_and_exit_code_2(arguments, part, capsys):
@@ -72,15 +61,11 @@ def test_a_run_shows_and_saves_every_figure_with_where_it_was_obtained(tmp_path,
     for name in ("default", "pad_sdpa"):
         row = rows[name]
         assert row["forward"]["median_ms"] > 0 and row["both"]["median_ms"] > 0
-        assert row["verdict"]["ok"] and row["memory_mib"] > 0 and row["flops_per_second"] > 0
-    assert (
-        rows["default"]["served_by"]
-        and data["matmul_flops_per_second"] > 0
-        and data["host_microseconds"]["default"] > 0
-    )
+        assert row["verdict"]["ok"] and row["memory_mib"] > 0
+    assert rows["default"]["served_by"] and data["host_microseconds"]["default"] > 0
     assert {"device cpu", "torch", "date", "dtype"} <= set(data["environment"])
     for text in (capsys.readouterr().out, markdown.read_text()):
-        assert "cross_short_q" in text and "pad_sdpa" in text and "geometric mean of default to the pad scheme" in text
+        assert "cross_short_q" in text and "pad_sdpa" in text and "geometric mean to the pad scheme" in text
 
 
 def test_against_names_what_became_slower_and_exits_with_1(tmp_path, capsys):
@@ -103,38 +88,6 @@ def _scaled(data, factor, folder):
     ]  # fmt: skip
     path.write_text(json.dumps({**data, "rows": rows}))
     return path
-
-
-def test_lengths_give_a_row_and_a_point_of_the_curve_each(tmp_path, capsys):
-    picture = tmp_path / "a.png"
-    arguments = ["bench", "--lengths", "8,16", "--batch", "2", "--heads", "2", "--no-backward", "--repeats", "1"]
-    assert main([*arguments, "--backends", "default", "--rivals", "plain", "--plot", str(picture)]) == 0
-    assert "2x8" in (out := capsys.readouterr().out) and "2x16" in out
-    assert picture.read_bytes()[:4] == b"\x89PNG"
-
-
-def test_own_workloads_have_the_lengths_and_features_asked_for():
-    sizes = "--batch 5 --max-seqlen 40 --min-seqlen 3 --heads 4 --heads-kv 2 --head-dim 16"
-    features = "--causal --window 7,0 --alibi --softcap 9 --dropout 0.2"
-    plan = _planned(*sizes.split(), *features.split())
-    (workload,) = plan.workloads
-    assert workload.batch == 5 and workload.max_seqlen_k == 40 and min(workload.seqlens_q) >= 3 and not workload.full
-    assert (workload.nheads, workload.nheads_k, workload.head_dim) == (4, 2, 16)
-    assert (workload.causal, workload.window_size, workload.alibi) == (True, (7, 0), True)
-    assert (workload.softcap, workload.dropout_p, workload.packed) == (9.0, 0.2, True)
-
-
-def _planned(*arguments):
-    return bench.plan_from(build_parser().parse_args(["bench", *arguments]))
-
-
-def test_compile_switches_compilation_for_this_run_only(monkeypatch):
-    seen = []
-    monkeypatch.delenv(bench.COMPILE, raising=False)
-    monkeypatch.setattr(bench, "_bench", lambda *_: seen.append(os.environ.get(bench.COMPILE)) or 0)
-    for arguments in ([], ["--compile", "on"], ["--compile", "off"]):
-        assert main(["bench", *arguments]) == 0
-    assert seen == [None, "1", "0"] and bench.COMPILE not in os.environ
 
 
 # ---- one contestant does not spoil the others ------------------------------------------------------------------------
@@ -199,13 +152,6 @@ def test_a_failure_is_a_row_with_its_reason_and_the_others_keep_their_figures():
     assert rows["absent"].not_supported and not rows["absent"].wrong and rows["absent"].reason == "lacks everything"
     assert rows["off"].wrong and rows["off"].forward is not None
     assert rows["fine"].verdict.ok and rows["fine"].forward and rows["fine"].both and not rows["fine"].wrong
-
-
-def test_after_the_time_limit_only_the_essential_and_the_named_still_run():
-    contestants = [_Stub(name, _right) for name in ("default", "slow", "wanted")]
-    rows = _rows_of(*contestants, time_limit_s=-1.0, named=frozenset({"wanted"}))
-    assert rows["default"].forward and rows["wanted"].forward
-    assert rows["slow"].forward is None and rows["slow"].reason == "left out: the time limit is reached"
 
 
 def test_a_wrong_answer_of_ours_gives_exit_code_1(monkeypatch, capsys):
@@ -315,45 +261,13 @@ def test_geometric_mean_of_a_ratio_and_its_inverse_is_one():
     assert math.isnan(geometric_mean([]))
 
 
-@pytest.mark.parametrize(("left", "right"), [(-1, -1), (-1, 0), (2, 0), (0, 3), (-1, 2), (1, 1)])
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(5, 5), (3, 8), (8, 3), (1, 6)])
-def test_visible_pairs_are_those_of_the_mask(seqlen_q, seqlen_k, left, right):
-    seen = 0
-    for row in range(seqlen_q):
-        position = row + seqlen_k - seqlen_q
-        for key in range(seqlen_k):
-            seen += (left < 0 or key >= position - left) and (right < 0 or key <= position + right)
-    assert visible_pairs(seqlen_q, seqlen_k, left, right) == seen
-
-
-def test_flops_of_causal_attention_are_a_little_over_half_of_full():
-    full = Workload("full", (64,), (64,), 2, 2, 8)
-    causal = Workload("causal", (64,), (64,), 2, 2, 8, causal=True)
-    assert full.flops(backward=False) == 4 * 64 * 64 * 2 * 8
-    assert full.flops(backward=True) == 3.5 * full.flops(backward=False)
-    assert causal.flops(backward=False) / full.flops(backward=False) == pytest.approx(65 / 128)
-
-
-def test_the_recorded_memory_of_each_workload_is_its_output_and_its_lse():
-    """The recorded figures are those of these shapes, in this order: flash-attn allocates nothing else."""
-    for workload in FULL:
-        rows = sum(workload.seqlens_q) * workload.nheads
-        mib = rows * (2 * workload.head_dim + 4) / 2**20
-        assert mib == pytest.approx(workload.recorded.forward_mib, abs=1.0, rel=0.02), workload.name
-
-
-def test_skewed_lengths_are_the_recorded_ones():
-    lengths = next(workload for workload in FULL if workload.name == "skewed_varlen").seqlens_q
-    assert (len(lengths), max(lengths), sum(lengths) // len(lengths)) == (128, 6998, 998)
-
-
 def test_shrunk_workloads_keep_their_features():
     for large, small in zip((*FULL, *DECODE), SMALL):
         for name in ("causal", "softcap", "alibi", "dropout_p", "decode", "packed", "page_size"):
             assert getattr(small, name) == getattr(large, name), name
         assert small.nheads / small.nheads_k == large.nheads / large.nheads_k
         assert (small.bounds[0] > 0) == (large.bounds[0] > 0) and small.recorded is None
-        assert 0 < small.flops(backward=False) < large.flops(backward=False) / 10
+        assert sum(small.seqlens_k) <= sum(large.seqlens_k) / 8
 
 
 def test_peak_memory_on_a_cpu_counts_what_lives_at_once():

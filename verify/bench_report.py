@@ -1,4 +1,4 @@
-"""Rows of timings as tables, ratios, curves, and against an earlier run."""
+"""Rows of timings as tables and ratios, and against an earlier run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from verify.bench_run import Row
 from verify.errors import UsageError
-from verify.output import Table
+from verify.tables import Table
 from verify.thresholds import Ratios
 from verify.timing import Timing, geometric_mean
 from verify.workloads import Workload
@@ -105,35 +105,18 @@ def ratios(workload: Workload, rows: Mapping[str, Row], recorded_applies: bool, 
 
 GRAPH_COLUMN = "in graph ms"
 DETAIL_COLUMNS = (
-    "workload", "contestant", "forward ms", "fwd+bwd ms", GRAPH_COLUMN, "peak MiB", "FLOP/s", "of matmul", "answer",
-    "remarks",
+    "workload", "contestant", "forward ms", "fwd+bwd ms", GRAPH_COLUMN, "peak MiB", "answer", "remarks",
 )  # fmt: skip
 
 
-def detail(row: Row, matmul: float | None) -> list[str]:
-    share = NONE
-    if row.flops_per_second is not None and matmul:
-        share = f"{row.flops_per_second / matmul:.1%}"
+def detail(row: Row) -> list[str]:
     name = (
         f"{row.contestant} ({row.served_by})" if row.served_by and row.served_by != row.contestant else row.contestant
     )
     return [
-        row.workload,
-        name,
-        _milliseconds(row.forward),
-        _milliseconds(row.both),
-        _milliseconds(row.graph),
-        NONE if row.memory_mib is None else f"{row.memory_mib:.1f}",
-        NONE if row.flops_per_second is None else si(row.flops_per_second),
-        share,
-        answer(row),
-        remarks(row),
-    ]
-
-
-def si(value: float) -> str:
-    """Three digits with G or T."""
-    return f"{value / 1e12:.3g}T" if value >= 1e12 else f"{value / 1e9:.3g}G"
+        row.workload, name, _milliseconds(row.forward), _milliseconds(row.both), _milliseconds(row.graph),
+        _number(row.memory_mib, ".1f"), answer(row), remarks(row),
+    ]  # fmt: skip
 
 
 def _milliseconds(timing: Timing | None) -> str:
@@ -157,10 +140,10 @@ def remarks(row: Row) -> str:
     return "; ".join(parts)
 
 
-def detail_table(rows: Sequence[Row], matmul: float | None) -> Table:
+def detail_table(rows: Sequence[Row]) -> Table:
     shown = [row for row in rows if row.forward or row.failed or row.not_supported]
     return _table("Every contestant: median ± half the quartile distance", DETAIL_COLUMNS,
-                  [detail(row, matmul) for row in shown])  # fmt: skip
+                  [detail(row) for row in shown])  # fmt: skip
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], always: int = 0) -> Table:
@@ -237,31 +220,20 @@ def _number(value: float | None, form: str) -> str:
 
 
 def mean_lines(workloads: Sequence[Workload], rows: Sequence[Row], recorded_applies: bool) -> list[str]:
-    """Geometric means, of every contestant of ours and of the pad scheme, to official and to the pad scheme."""
+    """Geometric means of the default choice's speed as a multiple of flash-attn's and of the pad scheme's."""
     by_workload = rows_by_workload(rows)
-    names = list(
-        dict.fromkeys(row.contestant for row in rows if row.forward and (row.ours or row.contestant == "pad_sdpa"))
-    )
+    found = [ratios(each, by_workload[each.name], recorded_applies) for each in workloads
+             if not each.decode and each.name in by_workload]  # fmt: skip
     lines = []
-    for name in names:
-        found = [
-            ratios(workload, by_workload[workload.name], recorded_applies, by_workload[workload.name][name])
-            for workload in workloads
-            if not workload.decode and name in by_workload.get(workload.name, {})
-        ]
-        parts = []
-        for label, field in (("official", "official"), ("the pad scheme", "pad")):
-            if label == "the pad scheme" and name == "pad_sdpa":
-                continue
-            forward, both = (
-                [value for value in (getattr(each, key) for each in found if each) if value is not None]
-                for key in (field, f"{field}_both")
+    for label, field in (("official", "official"), ("the pad scheme", "pad")):
+        forward, both = (
+            [value for each in found if each and (value := getattr(each, key))] for key in (field, f"{field}_both")
+        )
+        if forward:
+            backward = f", forward + backward {geometric_mean(both):.3f} ({len(both)})" if both else ""
+            lines.append(
+                f"geometric mean to {label}: forward {geometric_mean(forward):.3f} ({len(forward)} workloads){backward}"
             )
-            if forward:
-                backward = f", forward + backward {geometric_mean(both):.3f} ({len(both)})" if both else ""
-                parts.append(f"{label} forward {geometric_mean(forward):.3f} ({len(forward)} workloads){backward}")
-        if parts:
-            lines.append(f"geometric mean of {name} to {'; to '.join(parts)}")
     return lines
 
 
@@ -329,36 +301,3 @@ def differing_devices(saved: Mapping[str, Any], environment: Mapping[str, str]) 
         if (label.startswith("device") or label == "settings") and saved["environment"].get(label) != fact:
             return f"the saved run had {label}: {saved['environment'].get(label, 'none')}"
     return None
-
-
-# ---- curves ----------------------------------------------------------------------------------------------------------
-
-
-def plot(rows: Sequence[Row], lengths: Mapping[str, int], device: str, path: Path) -> None:
-    """Time and memory of the forward over sequence length, one curve for each contestant."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (time_axis, memory_axis) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    for name in dict.fromkeys(row.contestant for row in rows):
-        timed = [row for row in rows if row.contestant == name and row.forward]
-        if not timed:
-            continue
-        label = f"flash_attn_compat: {name}" if timed[0].ours else name
-        style = "-" if timed[0].ours else "--"
-        time_axis.plot([lengths[row.workload] for row in timed], [_ms(row, FORWARD) for row in timed], style,
-                       marker="o", label=label)  # fmt: skip
-        weighed = [row for row in timed if row.memory_mib is not None]
-        memory_axis.plot([lengths[row.workload] for row in weighed], [row.memory_mib for row in weighed], style,
-                         marker="o", label=label)  # fmt: skip
-    for axis, title in ((time_axis, "forward, ms"), (memory_axis, "peak memory beyond the inputs, MiB")):
-        axis.set(title=title, xlabel="sequence length", xscale="log", yscale="log")
-        axis.set_xticks(sorted(lengths.values()), [str(length) for length in sorted(lengths.values())])
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-    time_axis.legend(fontsize="small")
-    figure.suptitle(device, fontsize="small")
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -34,7 +33,6 @@ class Row:
     both: Timing | None = None
     memory_mib: float | None = None
     verdict: Verdict | None = None
-    flops_per_second: float | None = None
     reason: str = ""
     failed: bool = False
     not_supported: bool = False
@@ -42,6 +40,10 @@ class Row:
     graph_reason: str = ""
     graph_wrong: bool = False
     both_memory_mib: float | None = None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.workload, self.contestant
 
     @property
     def wrong(self) -> bool:
@@ -66,19 +68,6 @@ class Plan:
     backward: bool = True
     # Whether calls without gradients are timed in a CUDA graph as well.
     graphs: bool = False
-    seed: int = 0
-    # Contestants named by the user run even where another one is the same, or when time is short.
-    named: frozenset[str] = frozenset()
-    time_limit_s: float = math.inf
-    started: float = field(default_factory=time.monotonic)
-
-    @property
-    def late(self) -> bool:
-        return time.monotonic() - self.started > self.time_limit_s
-
-
-# These run however late it is: without them there is no ratio.
-ESSENTIAL = frozenset({"default", "official", "aten_flash", "bare", "pad_sdpa"})
 
 
 def run(plan: Plan, step: Callable[[str], None] = lambda what: None) -> Iterator[list[Row]]:
@@ -90,7 +79,7 @@ def run(plan: Plan, step: Callable[[str], None] = lambda what: None) -> Iterator
 
 def _rows(workload: Workload, plan: Plan, step: Callable[[str], None]) -> list[Row]:
     step(f"{workload.name}: tensors")
-    inputs = attempt(plan.device, make_inputs, workload, plan.device, plan.dtype, plan.seed)
+    inputs = attempt(plan.device, make_inputs, workload, plan.device, plan.dtype)
     if isinstance(inputs, Failed):
         return [
             Row(workload.name, each.name, each.ours, reason=inputs.reason, failed=True) for each in plan.contestants
@@ -100,19 +89,16 @@ def _rows(workload: Workload, plan: Plan, step: Callable[[str], None]) -> list[R
     facts: dict[str, dict[str, Any]] = {each.name: {"ours": each.ours} for each in plan.contestants}
     prepared: dict[str, Prepared] = {}
     truth = spot_check.Truth(workload, inputs)
-    chosen = ""
     for contestant in plan.contestants:
         name = contestant.name
         step(f"{workload.name}: checking {name}")
-        found = attempt(plan.device, _prepare, contestant, workload, inputs, plan, chosen)
+        found = attempt(plan.device, _prepared, contestant, workload, inputs)
         if isinstance(found, Failed):
             facts[name] |= {"reason": found.reason, "failed": True}
             continue
-        if isinstance(found, Absent):
-            facts[name] |= asdict(found)
+        if isinstance(found, str):
+            facts[name] |= {"reason": found, "not_supported": True}
             continue
-        if name == "default":
-            chosen = found.served_by
         facts[name]["served_by"] = found.served_by
         verdict = attempt(plan.device, spot_check.check, contestant, found, truth, backward)
         if isinstance(verdict, Failed):
@@ -134,8 +120,6 @@ def _rows(workload: Workload, plan: Plan, step: Callable[[str], None]) -> list[R
     step(f"{workload.name}: forward")
     for name, timing in time_together(forward_jobs, plan.device, plan.repeats, plan.budget_s).items():
         facts[name] |= _timed("forward", timing)
-        if isinstance(timing, Timing):
-            facts[name]["flops_per_second"] = workload.flops(backward=False) / timing.median_ms * 1e3
     if backward:
         both_jobs = {
             name: _both_job(each, inputs)
@@ -156,25 +140,12 @@ def _rows(workload: Workload, plan: Plan, step: Callable[[str], None]) -> list[R
     return [Row(workload.name, name, **values) for name, values in facts.items()]
 
 
-@dataclass(frozen=True)
-class Absent:
-    """Why a contestant does not run."""
-
-    reason: str
-    not_supported: bool = False
-
-
-def _prepare(contestant: Contestant, workload: Workload, inputs: Inputs, plan: Plan, chosen: str) -> Prepared | Absent:
-    name = contestant.name
-    if contestant.ours and name not in plan.named and name == chosen:
-        return Absent("is the default")
+def _prepared(contestant: Contestant, workload: Workload, inputs: Inputs) -> Prepared | str:
+    """Or why this contestant does not take part."""
     try:
-        prepared = contestant.prepare(workload, inputs)
+        return contestant.prepare(workload, inputs)
     except Unavailable as reason:
-        return Absent(str(reason).partition("\n")[0], not_supported=True)
-    if plan.late and name not in plan.named | ESSENTIAL:
-        return Absent("left out: the time limit is reached")
-    return prepared
+        return str(reason).partition("\n")[0]
 
 
 def _timed(field_name: str, timing: Timing | Failed) -> dict[str, Any]:
@@ -204,11 +175,11 @@ def _both_job(prepared: Prepared, inputs: Inputs) -> Job:
 
 
 def tiny_host_times(plan: Plan) -> dict[str, float]:
-    """Microseconds a tiny varlen call keeps the host busy, for the default, flash-attn and the bare kernel."""
+    """Microseconds a tiny varlen call keeps the host busy, for the default and for flash-attn."""
     workload = Workload("tiny", (16, 16), (16, 16), 4, 4, 64, packed=True)
     inputs = make_inputs(workload, plan.device, plan.dtype)
     found = {}
-    wanted = [Ours(), *(RIVALS[name]() for name in ("official", "aten_flash", "bare"))]
+    wanted = [Ours(), *(RIVALS[name]() for name in ("official", "aten_flash"))]
     for contestant in wanted:
         microseconds = attempt(plan.device, _host_time, contestant, workload, inputs)
         if isinstance(microseconds, float):
@@ -217,8 +188,7 @@ def tiny_host_times(plan: Plan) -> dict[str, float]:
 
 
 def _host_time(contestant: Contestant, workload: Workload, inputs: Inputs) -> float | None:
-    try:
-        prepared = contestant.prepare(workload, inputs)
-    except Unavailable:
+    prepared = _prepared(contestant, workload, inputs)
+    if isinstance(prepared, str):
         return None
     return host_microseconds(Job(lambda: prepared.run(*inputs.qkv), prepared.around), str(inputs.device))

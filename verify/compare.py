@@ -21,8 +21,9 @@ from verify.environment import checked_devices, describe
 from verify.errors import UsageError
 from verify.examination import Examination, fetched
 from verify.judge import Check, against_official, broken, kept_fraction
-from verify.output import Report, Table, add_output_arguments, check_output_arguments, console, deliver, progress_bar
+from verify.output import add_output_arguments, check_output_arguments, console, deliver, progress_bar
 from verify.recorded import recorded_cases
+from verify.tables import Report, Table
 
 PASS, FAIL, NOT_SUPPORTED = "pass", "FAIL", "not supported"
 
@@ -260,7 +261,7 @@ def report(rows: Sequence[Row], environment: dict[str, str], verbose: bool) -> R
     passed = sum(row.verdict == PASS for row in ran)
     verdict = "PASS" if ran and passed == len(ran) else "FAIL"
     closing = f"{verdict}: {passed} of {len(ran)} answers right" if ran else "FAIL: no case ran on any backend"
-    return Report("flash_attn_compat: verify", environment, tables, [*idle, closing])
+    return Report("flash_attn_compat: verify", environment, tables, [*idle, closing], verdict == "PASS")
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -343,4 +344,4 @@ def main(arguments: argparse.Namespace) -> int:
     environment = {**describe(list(plan.devices)), "official flash-attn": impl.official()[1]}
     summary = report(rows, environment, arguments.verbose)
     deliver(summary, {"rows": [row.to_json() for row in rows]}, arguments, terminal)
-    return 0 if summary.conclusion[-1].startswith("PASS") else 1
+    return 0 if summary.ok else 1

@@ -1,4 +1,4 @@
-"""Who is timed on a workload: the package's backends, what people write without it, flash-attn, and bare kernels.
+"""Who is timed on a workload: the package's backends, what people write without it and flash-attn.
 
 A contestant prepares what its users would prepare once (masks, indices), outside of the clock. The rivals are written
 as they are found in the wild, and are given the benefit of the doubt: no mask where none is needed, masks for free.
@@ -157,17 +157,12 @@ class Official:
         )
 
 
-# ---- PyTorch's kernels, called bare ----------------------------------------------------------------------------------
+# ---- PyTorch's build of FlashAttention-2 -----------------------------------------------------------------------------
 
 
 def _no_append(workload: Workload) -> None:
     if workload.appends:
         raise Unavailable("reads a cache but appends nothing to it")
-
-
-def _cuda_only(inputs: Inputs) -> None:
-    if inputs.device.type != "cuda":
-        raise Unavailable("a CUDA kernel")
 
 
 class AtenFlash:
@@ -177,7 +172,8 @@ class AtenFlash:
     ours = False
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Prepared:
-        _cuda_only(inputs)
+        if inputs.device.type != "cuda":
+            raise Unavailable("a CUDA kernel")
         if torch.cuda.get_device_capability(inputs.device) < (8, 0) or inputs.q.dtype.itemsize != 2:
             raise Unavailable("computes fp16 and bf16 on GPUs of compute capability 8.0 and newer")
         if workload.softcap:
@@ -202,55 +198,6 @@ class AtenFlash:
             return out
 
         return Prepared(run, no_backward="the backward operator takes no alibi_slopes" if workload.alibi else "")
-
-
-class Bare:
-    """One call of torch.ops.aten._efficient_attention_forward, where one is all that it takes."""
-
-    name = "bare"
-    ours = False
-
-    def prepare(self, workload: Workload, inputs: Inputs) -> Prepared:
-        _cuda_only(inputs)
-        _no_append(workload)
-        operator = torch.ops.aten._efficient_attention_forward
-        if workload.decode:
-            return self._folded_decode(operator, workload, inputs)
-        left, right = workload.bounds
-        if workload.softcap or workload.alibi or workload.nheads != workload.nheads_k or right > 0:
-            raise Unavailable("takes more than one kernel call")
-        if left >= 0 and right != 0:
-            raise Unavailable("takes more than one kernel call")
-        options = {"window_size": left + 1} if left >= 0 else {}
-        lengths: tuple[Any, ...] = (None, None, None, None)
-        if workload.packed:
-            lengths = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, workload.max_seqlen_q, workload.max_seqlen_k)
-        mask_type = 2 if right == 0 else 0
-        dropout_p = workload.dropout_p
-
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if workload.packed:
-                q, k, v = q[None], k[None], v[None]
-            with_lse = torch.is_grad_enabled()
-            out: Tensor = operator(q, k, v, None, *lengths, dropout_p, mask_type, with_lse, **options)[0]
-            return out[0] if workload.packed else out
-
-        return Prepared(run, no_backward="PyTorch's own gradient forgets the window" if options else "")
-
-    def _folded_decode(self, operator: Any, workload: Workload, inputs: Inputs) -> Prepared:
-        """The query heads that share a key head become rows."""
-        if workload.page_size:
-            raise Unavailable("takes more than one kernel call")
-        group = workload.nheads // workload.nheads_k
-
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            rows = q.unflatten(2, (workload.nheads_k, group))[:, 0].transpose(1, 2)
-            out: Tensor = operator(
-                rows, k, v, None, None, None, None, None, 0.0, 0, False, seqlen_k=inputs.cache_seqlens
-            )[0]  # fmt: skip
-            return out.transpose(1, 2).reshape(q.shape)
-
-        return Prepared(run)
 
 
 # ---- what people write -----------------------------------------------------------------------------------------------
@@ -427,11 +374,11 @@ class SdpaLoop:
 
 
 RIVALS: dict[str, Callable[[], Contestant]] = {
-    rival.name: rival for rival in (Official, AtenFlash, Bare, PadSdpa, SdpaLoop, Plain)
+    rival.name: rival for rival in (Official, AtenFlash, PadSdpa, SdpaLoop, Plain)
 }
 # The ones worth their time on each kind of device, unless asked for by name.
 USUAL_RIVALS = {
-    "cuda": ("official", "aten_flash", "bare", "pad_sdpa"),
+    "cuda": ("official", "aten_flash", "pad_sdpa"),
     "cpu": ("pad_sdpa", "sdpa_loop", "plain"),
     "mps": ("pad_sdpa", "sdpa_loop", "plain"),
 }

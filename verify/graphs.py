@@ -48,7 +48,7 @@ def measured(plan: Plan, rows: Sequence[Row], step: Callable[[str], None] = lamb
 
 
 def _measured(workload: Workload, plan: Plan, rows: dict[str, Row], step: Callable[[str], None]) -> list[Row]:
-    inputs = attempt(plan.device, make_inputs, workload, plan.device, plan.dtype, plan.seed)
+    inputs = attempt(plan.device, make_inputs, workload, plan.device, plan.dtype)
     if isinstance(inputs, Failed):
         return [replace(row, graph_reason=inputs.reason) for row in rows.values()]
     jobs: dict[str, Job] = {}

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from verify.output import Table
+from verify.tables import Table
 
 CELLS = 64
 # From within tolerance up, each ten times worse than the one before.

@@ -21,8 +21,9 @@ from verify.call import Answer, Call
 from verify.environment import checked_devices, describe
 from verify.errors import UsageError
 from verify.judge import Check, against_fp64, right_answer
-from verify.output import Report, Table, add_output_arguments, check_output_arguments, console, deliver, progress_bar
+from verify.output import add_output_arguments, check_output_arguments, console, deliver, progress_bar
 from verify.steps import STEPS, Attention
+from verify.tables import Report, Table
 from verify.timing import DeviceLost, Failed, Job, Timing, peak_memory, time_together
 
 DEFAULT_LENGTHS = (128, 256, 512, 1024)
@@ -257,5 +258,5 @@ def main(arguments: argparse.Namespace) -> int:
         plot(measurements, f"{problem}\n{environment[f'device {device}']}", arguments.plot)
         terminal.print(f"wrote {arguments.plot}")
     data = {"problem": problem, "measurements": [asdict(m) for m in measurements]}
-    deliver(Report("flash_attn_compat: the ladder", environment, tables, closing), data, arguments, terminal)
+    deliver(Report("flash_attn_compat: the ladder", environment, tables, closing, not wrong), data, arguments, terminal)
     return 1 if wrong else 0

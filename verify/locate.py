@@ -20,8 +20,9 @@ from verify.difference import Place, first_place, gap, heat_map, texture
 from verify.environment import checked_devices, describe
 from verify.errors import UsageError
 from verify.implementations import imported
-from verify.output import Report, Table, add_output_arguments, check_output_arguments, console, deliver, progress_bar
+from verify.output import add_output_arguments, check_output_arguments, console, deliver, progress_bar
 from verify.probe import Candidate, Judged, Setting, TileStatistics, growth, judged, key_weights, statistics, tolerance
+from verify.tables import Report, Table
 
 REFERENCE = "flash_attn_compat:flash_attn_func"
 MOST_BYTES = 2 << 30  # of fp64 scores, which the right answer needs several times
@@ -109,7 +110,7 @@ def report(found: Located, environment: dict[str, str]) -> Report:
         tables += [_first_table(found, found.first), _query_table(found), _key_table(found, found.first)]
     values, height = heat_map(found.error, heatmap.CELLS)
     tables.append(heatmap.as_table(values.tolist(), found.tolerance, height))
-    return Report("flash_attn_compat: locate", environment, tables, conclusion(found))
+    return Report("flash_attn_compat: locate", environment, tables, conclusion(found), found.first is None)
 
 
 def conclusion(found: Located) -> list[str]:

@@ -6,10 +6,8 @@ Knows nothing of attention. A command adds the arguments with `add_output_argume
 from __future__ import annotations
 
 import argparse
-import html
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from verify.errors import UsageError
-
-# Cells that say how something went, and how a terminal and a page show them.
-COLOURS = {"pass": "green", "FAIL": "bold red", "not supported": "yellow"}
-
-
-@dataclass(frozen=True)
-class Table:
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
-@dataclass(frozen=True)
-class Report:
-    """A title, where it was obtained, tables, and closing lines."""
-
-    title: str
-    environment: Mapping[str, str]
-    tables: Sequence[Table]
-    conclusion: Sequence[str] = field(default_factory=tuple)
+from verify.page import to_html
+from verify.tables import COLOURS, Report
 
 
 def console() -> Console:
@@ -113,47 +93,3 @@ def to_markdown(report: Report) -> str:
         parts.append(f"## {table.title}")
         parts.append("\n".join([line(table.columns), line(["---"] * len(table.columns)), *map(line, table.rows)]))
     return "\n\n".join([*parts, *report.conclusion]) + "\n"
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem }}
-body {{ color: #1c2024; background: #fff }}
-div {{ overflow-x: auto }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap }}
-th, td {{ text-align: left; padding: .2rem .9rem .2rem 0; border-bottom: 1px solid #8884 }}
-dt {{ opacity: .6 }} dd {{ margin: 0 0 .4rem }}
-.pass {{ color: #18794e }} .FAIL {{ color: #ce2c31; font-weight: 700 }} .not-supported {{ color: #976b00 }}
-.conclusion {{ font-weight: 600 }}
-@media (prefers-color-scheme: dark) {{
-body {{ color: #e6e8ea; background: #16181a }}
-.pass {{ color: #4cc38a }} .FAIL {{ color: #ff8589 }} .not-supported {{ color: #f1a10d }}
-}}
-</style></head><body>
-{body}
-</body></html>
-"""
-
-
-def to_html(report: Report) -> str:
-    """One self-contained page."""
-    body = [f"<h1>{html.escape(report.title)}</h1>"]
-    body += [f'<p class="conclusion">{html.escape(line)}</p>' for line in report.conclusion]
-    facts = "".join(
-        f"<dt>{html.escape(label)}</dt><dd>{html.escape(fact)}</dd>" for label, fact in report.environment.items()
-    )
-    body.append(f"<dl>{facts}</dl>")
-    for table in report.tables:
-        head = "".join(f"<th>{html.escape(column)}</th>" for column in table.columns)
-        rows = "".join("<tr>" + "".join(_cell(cell) for cell in row) + "</tr>\n" for row in table.rows)
-        body.append(
-            f"<h2>{html.escape(table.title)}</h2><div><table><thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table></div>"
-        )
-    return _PAGE.format(title=html.escape(report.title), body="\n".join(body))
-
-
-def _cell(cell: str) -> str:
-    kind = f' class="{cell.replace(" ", "-")}"' if cell in COLOURS else ""
-    return f"<td{kind}>{html.escape(cell)}</td>"

@@ -152,11 +152,10 @@ LABELS = {
     "plain": "plain attention",
     "aten_flash": "PyTorch's own flash",
     "official": "flash-attn",
-    "bare": "bare kernel",
 }
-# Whom to be measured against, the first of each kind that took part: flash-attn itself, and what people use without it.
+# Whom to be measured against: flash-attn itself, and what people use without it.
 FLASH = ("official", "aten_flash")
-WORKAROUNDS = ("pad_sdpa", "plain", "sdpa_loop")
+WORKAROUNDS = ("pad_sdpa", "sdpa_loop", "plain")
 
 
 @dataclass(frozen=True)
@@ -183,39 +182,37 @@ class Workload:
     def mine(self) -> Entry | None:
         return next((entry for entry in self.entries if entry.mine), None)
 
-    def rival(self, name: str) -> Entry | None:
-        return next((entry for entry in self.entries if entry.name == name and not entry.ours), None)
+    def fastest(self, names: Sequence[str]) -> Entry | None:
+        """Of these rivals the one with the shortest time and a right answer: the one worth being compared with."""
+        there = [each for each in self.entries if each.name in names and not each.ours and each.ok and each.forward_ms]
+        return min(there, key=lambda each: each.forward_ms or math.inf, default=None)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Ours beside another's forward of one workload: how many times as fast, and what share of its memory (or None)."""
+    """Ours beside the fastest rival's forward of one workload: how many times as fast, what share of its memory."""
 
     workload: str
+    rival: str
     times_as_fast: float
     memory_share: float | None
 
 
 @dataclass(frozen=True)
 class Speed:
-    """All workloads. flash, workaround: the contestants to be compared with, "" where none took part."""
-
     workloads: Sequence[Workload]
-    flash: str
-    workaround: str
     dtype: str
     wrong: Sequence[str] = ()
 
-    def against(self, rival: str) -> list[Pair]:
-        """The workloads for which both have a time; a wrong answer has no speed."""
+    def against(self, rivals: Sequence[str]) -> list[Pair]:
+        """The workloads for which ours and one of the rivals have a time; a wrong answer has no speed."""
         found = []
         for workload in self.workloads:
-            mine, theirs = workload.mine, workload.rival(rival)
-            if mine and theirs and mine.ok and theirs.ok and mine.forward_ms and theirs.forward_ms:
-                share = None
-                if mine.memory_mib is not None and theirs.memory_mib:
-                    share = mine.memory_mib / theirs.memory_mib
-                found.append(Pair(workload.name, theirs.forward_ms / mine.forward_ms, share))
+            mine, theirs = workload.mine, workload.fastest(rivals)
+            if mine and theirs and mine.ok and mine.forward_ms and theirs.forward_ms:
+                known = mine.memory_mib is not None and theirs.memory_mib
+                share = (mine.memory_mib or 0.0) / (theirs.memory_mib or 1.0) if known else None
+                found.append(Pair(workload.name, theirs.label, theirs.forward_ms / mine.forward_ms, share))
         return found
 
 
@@ -234,15 +231,13 @@ def speed(data: Json) -> Speed:
         for name, rows in by_workload.items()
         if any(row["forward"] for row in rows)
     ]
-    present = {entry.name for workload in workloads for entry in workload.entries if not entry.ours}
-    flash, workaround = (next((name for name in names if name in present), "") for names in (FLASH, WORKAROUNDS))
     wrong = [
         f"{row['workload']}: {row['contestant']}"
         for row in data["rows"]
         if row["ours"] and (row.get("failed") or (row["verdict"] or {}).get("ok") is False)
     ]
     dtype = str(data["environment"].get("dtype", ""))
-    return Speed(workloads, flash, workaround, dtype, wrong)
+    return Speed(workloads, dtype, wrong)
 
 
 def _entries(rows: Sequence[Json]) -> list[Entry]:

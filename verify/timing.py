@@ -133,19 +133,6 @@ def host_microseconds(job: Job, device: str, calls: int = 100, repeats: int = 9)
     return statistics.median(found)
 
 
-def matmul_flops_per_second(device: str, dtype: torch.dtype) -> float:
-    """What a large matrix product reaches here: the ceiling attention is held against."""
-    if device.startswith("cuda"):
-        size = 8192
-    else:
-        size = 1024 if dtype.itemsize > 2 else 256  # half precision has no fast matmul on most CPUs
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    result = time_together({"matmul": Job(lambda: a @ b)}, device, repeats=7, budget_s=2.0)["matmul"]
-    if isinstance(result, Failed):
-        raise RuntimeError(result.reason)
-    return 2.0 * size**3 / (result.median_ms / 1e3)
-
-
 def geometric_mean(values: list[float]) -> float:
     """NaN for none."""
     return math.exp(math.fsum(map(math.log, values)) / len(values)) if values else math.nan

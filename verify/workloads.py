@@ -81,26 +81,10 @@ class Workload:
         """Whether every sequence is as long as the longest, so that there is nothing to pad."""
         return len(set(self.seqlens_q)) == 1 and len(set(self.seqlens_k)) == 1
 
-    def flops(self, backward: bool) -> float:
-        """Multiplications and additions of the matmuls over what the mask lets through: 4 for each visible (row, key)
-        and channel forward, 2.5 times as many backward, as the FlashAttention papers count.
-        """
-        left, right = self.bounds
-        pairs = sum(visible_pairs(sq, sk, left, right) for sq, sk in zip(self.seqlens_q, self.seqlens_k))
-        return 4.0 * pairs * self.nheads * self.head_dim * (3.5 if backward else 1.0)
-
     def describe(self) -> str:
         longest = f"{self.max_seqlen_q}x{self.max_seqlen_k}" if not self.self_attention else str(self.max_seqlen_q)
         heads = str(self.nheads) if self.nheads == self.nheads_k else f"{self.nheads}/{self.nheads_k}"
         return f"{self.batch} x {'' if self.full else '<='}{longest}, {heads} heads, head_dim {self.head_dim}"
-
-
-def visible_pairs(seqlen_q: int, seqlen_k: int, left: int, right: int) -> int:
-    """How many (row, key) pairs a bottom-right aligned window lets through."""
-    position = torch.arange(seqlen_q) + seqlen_k - seqlen_q
-    first = (position - left).clamp(min=0) if left >= 0 else torch.zeros_like(position)
-    last = (position + right).clamp(max=seqlen_k - 1) if right >= 0 else torch.full_like(position, seqlen_k - 1)
-    return int((last - first + 1).clamp(min=0).sum())
 
 
 # ---- the workloads --------------------------------------------------------------------------------------------------
