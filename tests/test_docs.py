@@ -1,0 +1,106 @@
+"""The pages say nothing that is not there: links, variables, commands and their options, and Python that parses."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flash_attn_compat import cli, settings
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/*.md", ".github/ISSUE_TEMPLATE/*.md", "verify/recorded_answers/*.md")
+    for path in ROOT.glob(pattern)
+)
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_VARIABLE = re.compile(r"FLASH_ATTN_COMPAT_[A-Z_]*[A-Z]")
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def blocks(page: Path, *languages: str) -> Iterator[str]:
+    return (text for language, text in _FENCE.findall(page.read_text()) if language in languages)
+
+
+def anchors(page: Path) -> set[str]:
+    """As repository hosts make them of headings: lower case, no punctuation, dashes for spaces."""
+    headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """(page, words) of each command of ours in the pages, without comments, assignments and redirections."""
+    for page in PAGES:
+        for line in "\n".join(blocks(page, "bash")).splitlines():
+            for part in re.split(r"&&|;|\|", line):
+                words = shlex.split(part, comments=True)
+                while words and "=" in words[0]:
+                    words.pop(0)
+                if words:
+                    yield named(page), words
+
+
+COMMANDS = list(commands())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in _LINK.findall(_FENCE.sub("", page.read_text())):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_the_page_of_variables_has_those_that_are_read_and_no_others() -> None:
+    rows = re.findall(r"^\| `(FLASH_ATTN_COMPAT_\w+)`", (ROOT / "docs/environment.md").read_text(), re.MULTILINE)
+    read = {value for value in vars(settings).values() if isinstance(value, str) and _VARIABLE.fullmatch(value)}
+    assert sorted(rows) == sorted(read)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_variable_that_is_named_is_read(page: Path) -> None:
+    assert set(_VARIABLE.findall(page.read_text())) <= set(_VARIABLE.findall(Path(settings.__file__).read_text()))
+
+
+@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=lambda value: "" if isinstance(value, list) else value)
+def test_every_command_exists(page: str, words: list[str]) -> None:
+    program, *arguments = words
+    if Path(program).name in ("python", "python3"):
+        if arguments[:1] == ["-m"]:
+            assert importlib.util.find_spec(arguments[1]) is not None or arguments[1] == "build"
+        elif not arguments[0].startswith("-"):
+            assert (ROOT / arguments[0]).exists()
+    if Path(program).name == "flash-attn-compat" and arguments[0] != "run":
+        cli._parser().parse_args(arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [words[3:] for _, words in COMMANDS if words[1:3] == ["-m", "verify"]],
+    ids=" ".join,
+)
+def test_verify_takes_the_arguments_that_are_shown(arguments: list[str]) -> None:
+    from verify.cli import SUBCOMMANDS, build_parser
+
+    names = [module.__name__.removeprefix("verify.") for module in SUBCOMMANDS]
+    is_named = bool(arguments) and arguments[0] in names
+    build_parser().parse_args(arguments if is_named else ["compare", *arguments])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_python_that_is_shown_parses(page: Path) -> None:
+    for text in blocks(page, "python"):
+        ast.parse(text)
