@@ -17,8 +17,10 @@ from torch import Tensor
 
 from flash_attn_compat.backends.fused import ahead, append, backward, forward, loader, trial, variants
 from flash_attn_compat.backends.fused.variants import BF16, BF16_AS_FP16, FP16, HEAD_DIMS, Kind
+from flash_attn_compat.engine import dropout
 from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.call import AttentionCall, Gradients
+from flash_attn_compat.engine.mask import Range, distance
 
 _FEATURES = ("local", "alibi", "softcap", "dropout", "paged")
 
@@ -69,7 +71,7 @@ def _forward(kind: Kind, place: torch.device, few_rows: bool) -> None:
     target, device = loader.target(place.index), problem.call.q.get_device()
     result = forward.Attention(problem.call, kind, target, device).run(problem.call)
     assert result.softmax_lse is not None
-    exact, plain = trial.expected(problem, dtype=torch.float64), trial.expected(problem, dtype=problem.call.q.dtype)
+    exact, plain = expected(problem), expected(problem, dtype=problem.call.q.dtype)
     outs = result.out if few_rows else _split(result.out, problem.call.cu_seqlens_q)
     for index, (got, right, rough) in enumerate(zip(outs, exact[0], plain[0])):
         _compare(f"out of sequence {index}", got, right, rough, 1)
@@ -91,8 +93,8 @@ def _backward(kind: Kind, place: torch.device) -> None:
     dout = [
         torch.randn((*part.shape[:2], call.v.shape[-1]), generator=generator).to(call.q.dtype) for part in problem.q
     ]
-    exact = trial.expected(problem, dout, torch.float64)
-    plain = trial.expected(problem, dout, call.q.dtype)
+    exact = expected(problem, dout)
+    plain = expected(problem, dout, call.q.dtype)
     behind = torch.zeros(3, call.nheads, call.v.shape[-1])
     out = torch.cat([*exact[0], behind]).to(place, call.q.dtype)
     lse = torch.cat([*exact[1], torch.zeros(call.nheads, 3)], dim=1).to(place, torch.float32).contiguous()
@@ -112,6 +114,52 @@ def _append(kind: Kind, place: torch.device) -> None:
 
     wrong = trial.of_append(trial.problem(kind, place, few_rows=True, needs_grad=False), run)
     assert wrong is None, wrong
+
+
+def expected(
+    problem: trial.Problem, dout: list[Tensor] | None = None, dtype: torch.dtype = torch.float64
+) -> tuple[list[Tensor], ...]:
+    """out (rows, heads, head_dim_v) and the true LSE (heads, rows) of each sequence; then dq, dk, dv for ``dout``.
+
+    dtype: that of the whole computation
+    """
+    call = problem.on_cpu
+    found: tuple[list[Tensor], ...] = ([], [], [], [], [])
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        for index, parts in enumerate(zip(problem.q, problem.k, problem.v)):
+            leaves = [part.to(dtype).requires_grad_() for part in parts]
+            out, lse = _attention(call, index, *leaves)
+            found[0].append(out.detach())
+            found[1].append(lse.detach())
+            if dout is None:
+                continue
+            for gradients, gradient in zip(found[2:], torch.autograd.grad(out, leaves, dout[index].to(dtype))):
+                gradients.append(gradient)
+    return found
+
+
+def _attention(call: AttentionCall, index: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    rows, keys, offset = Range(0, q.shape[0]), Range(0, k.shape[0]), k.shape[0] - q.shape[0]
+    cpu = torch.device("cpu")
+    k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
+    scores = torch.einsum("ihd,jhd->hij", q, k) * call.softmax_scale
+    if call.softcap:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    if call.alibi_slopes is not None:
+        scores = scores - call.alibi_slopes[index].to(q.dtype)[:, None, None] * distance(rows, keys, offset, cpu).abs()
+    hidden = call.mask.hidden(rows, keys, offset, cpu)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    lse = scores.logsumexp(-1)
+    probabilities = torch.exp(scores - lse[..., None])
+    if call.dropout_p:
+        counted = [torch.arange(size, device=cpu) for size in (q.shape[1], rows.stop, keys.stop)]
+        sequence = torch.tensor([index], dtype=torch.int64, device=cpu)
+        keep = dropout.keep_tile(
+            call.rng_state, call.dropout_p, sequence, counted[0], counted[1][None], counted[2][None]
+        )[0]
+        probabilities = probabilities * keep.to(q.dtype) / (1.0 - call.dropout_p)
+    return torch.einsum("hij,jhd->ihd", probabilities, v), lse
 
 
 def _compare(what: str, got: Tensor, right: Tensor, plain: Tensor, roundings: float) -> None:

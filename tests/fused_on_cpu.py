@@ -154,8 +154,9 @@ def emulate(
         compiled = emulator.compile_kernel(sources / variant.source, variant.entry, dict(variant.macros))
         compiled.launch(content, blocks, variant.threads, variant.shared, memory[-64:])
 
-    for module in (append, backward, forward, maxima):
+    for module in (append, backward, launcher):
         monkeypatch.setattr(module, "address", known_address)
+    for module in (append, backward, forward, maxima):
         monkeypatch.setattr(module, "torch", _Torch(torch, known_empty))
     monkeypatch.setattr(launcher, "submit", submit)
     return found

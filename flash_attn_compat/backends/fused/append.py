@@ -6,19 +6,17 @@ of decoding is two launches.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.fused import forward, launcher, loader, params, trial, variants
-from flash_attn_compat.backends.fused.forward import Attention, Inputs, Prepared
+from flash_attn_compat.backends.fused.forward import Attention, Prepared
 from flash_attn_compat.backends.fused.launcher import address, reach
 from flash_attn_compat.backends.fused.loader import Target
 from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.call import AttentionCall
 
-_INT, _FLOAT = torch.int32, torch.float32
+_INT = torch.int32
 _THREADS, _PIECE = 128, 8
 
 
@@ -66,19 +64,6 @@ class _Copied:
         return append(call, tidy)
 
 
-class _Sizes(NamedTuple):
-    """Bytes that the kernel may reach."""
-
-    q: int
-    k: int
-    v: int
-    k_new: int
-    v_new: int
-    table: int
-    slopes: int
-    rotary: int
-
-
 class Plan:
     """attention: the plan of the call behind, where its addresses are the same."""
 
@@ -91,7 +76,7 @@ class Plan:
         tensors = (call.k, call.v, new.k, new.v, *((call.q,) if self.rotates else ()))
         self.kind = launcher.kind_of(call, target, 8 if all(map(launcher.is_aligned, tensors)) else 1)
         self.variant, self.kernel = launcher.loaded(variants.append, self.kind, target, device)
-        self.sizes = _Sizes(*map(reach, (*call[:3], new.k, new.v, call.block_table, call.alibi_slopes, cos)))
+        self.inputs, self.sizes = launcher.Inputs(call), tuple(map(reach, (new.k, new.v, cos)))
         self.lengths, self.q_shape = 4 * call.batch, call.q.shape
         self.share = launcher.share(call, self.kind)
         batch, seqlen_new = new.k.shape[:2]
@@ -117,49 +102,39 @@ class Plan:
             }
         pieces = rows * -(-max(call.q.shape[-1], call.v.shape[-1]) // _PIECE)
         self.blocks = max(1, min(-(-pieces // _THREADS), 32 * launcher.processors(device)))
-        self.template = params.pack(fields)
+        self.pack, self.template = params.template(fields, 22)
 
     def like_q(self, call: AttentionCall) -> Tensor:
         """What append returns: a new tensor where q is rotated."""
         return torch.empty(self.q_shape, dtype=call.q.dtype, device=call.q.device) if self.rotates else call.q
 
     def run(self, call: AttentionCall, new: Append) -> Tensor:
-        device, sizes, attention, lengths = self.device, self.sizes, self.attention, self.lengths
-        q, k, v, leftpad, table, slopes, used = (
-            call.q, call.k, call.v, call.leftpad_k, call.block_table, call.alibi_slopes, call.seqused_k,
-        )  # fmt: skip
-        dtype, starts, cos, sin = q.dtype, new.cache_seqlens, new.rotary_cos, new.rotary_sin
+        device, attention, share, dtype = self.device, self.attention, self.share, call.q.dtype
+        k_size, v_size, rotary_size = self.sizes
+        starts, cos, sin = new.cache_seqlens, new.rotary_cos, new.rotary_sin
         rotated = self.like_q(call)
         workspace = None if attention is None else attention.workspace()
-        q_at = address("q", q, dtype, device, sizes.q)
-        k_at = address("k_cache", k, dtype, device, sizes.k)
-        v_at = address("v_cache", v, dtype, device, sizes.v)
-        leftpad_at = 0 if leftpad is None else address("cache_leftpad", leftpad, _INT, device, lengths)
-        table_at = 0 if table is None else address("block_table", table, _INT, device, sizes.table)
-        starts_at = 0 if isinstance(starts, int) else address("cache_seqlens", starts, _INT, device, lengths)
-        rotated_at = rotated.data_ptr() if self.rotates else q_at
-        counters = 0 if workspace is None or self.share is None else workspace.data_ptr() + self.share.counters
-        arguments = launcher.arguments
-        arguments.view[:] = self.template
-        params.APPEND_ADDRESSES.pack_into(
-            arguments.buffer, 0, q_at if self.rotates else 0, k_at, v_at, 0, 0, 0, 0, 0, starts_at, leftpad_at,
-            table_at, 0, 0, 0, 0, 0, counters,
-            address("k", new.k, dtype, device, sizes.k_new),
-            address("v", new.v, dtype, device, sizes.v_new),
-            0 if cos is None else address("rotary_cos", cos, dtype, device, sizes.rotary),
-            0 if sin is None else address("rotary_sin", sin, dtype, device, sizes.rotary),
-            rotated_at if self.rotates else 0,
+        (q_at, k_at, v_at), rest = self.inputs.of(call)
+        starts_at = 0
+        if not isinstance(starts, int):
+            is_known = starts is call.seqused_k
+            starts_at = rest[2] if is_known else address("cache_seqlens", starts, _INT, device, self.lengths)
+        rotated_at = rotated.data_ptr() if self.rotates else 0
+        self.pack(
+            launcher.arguments.buffer, 0, q_at if self.rotates else 0, k_at, v_at, 0, 0, 0, 0, 0, starts_at, rest[3],
+            rest[4], 0, 0, 0, 0, 0, 0 if workspace is None or share is None else workspace.data_ptr() + share.counters,
+            address("k", new.k, dtype, device, k_size),
+            address("v", new.v, dtype, device, v_size),
+            0 if cos is None else address("rotary_cos", cos, dtype, device, rotary_size),
+            0 if sin is None else address("rotary_sin", sin, dtype, device, rotary_size),
+            rotated_at, self.template,
         )  # fmt: skip
         launcher.submit(self.kernel, self.blocks, device)
-        launcher.note_written(k, v)
-        if attention is None:
-            return rotated
-        used_at = 0
-        if used is not None:
-            used_at = starts_at if used is starts else address("seqused_k", used, _INT, device, lengths)
-        slopes_at = 0 if slopes is None else address("alibi_slopes", slopes, _FLOAT, device, sizes.slopes)
-        inputs = Inputs(rotated_at, k_at, v_at, 0, 0, used_at, leftpad_at, table_at, slopes_at, 0, 0, workspace)
-        forward.prepare(Prepared(rotated, call.k, launcher.stream(device), attention, inputs))
+        launcher.note_written(call.k, call.v)
+        if attention is not None:
+            tensors = rotated_at or q_at, k_at, v_at
+            prepared = Prepared(rotated, call.k, launcher.stream(device), attention, tensors, rest, workspace)
+            forward.prepare(prepared)
         return rotated
 
 

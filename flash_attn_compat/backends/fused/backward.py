@@ -17,7 +17,7 @@ from flash_attn_compat.backends.fused.maxima import Maxima
 from flash_attn_compat.backends.fused.variants import Kind, Variant
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream
 
-_FLOAT, _INT, _LONG = torch.float32, torch.int32, torch.int64
+_FLOAT = torch.float32
 _TILES, _ONE_INT = params.offsets()["tiles"], struct.Struct("<i")
 
 
@@ -103,8 +103,7 @@ class Plan:
         is_true: bool,
     ) -> None:
         self.device = call.q.get_device()
-        self.sizes = tuple(map(reach, (call.q, call.k, call.v, out, dout, *gradients)))
-        self.starts, self.lengths, self.slopes = 4 * (call.batch + 1), 4 * call.batch, reach(call.alibi_slopes)
+        self.inputs, self.sizes = launcher.Inputs(call), tuple(map(reach, (out, dout, *gradients)))
         self.lse_shape, self.lse_size = call.lse_shape, 4 * (call.q.numel() // call.q.shape[-1])
         fields = launcher.described(call)
         fields |= {"out_s": launcher.strides(out), "dout_s": launcher.strides(dout)}
@@ -113,7 +112,7 @@ class Plan:
         self.maxima = Maxima(call, kind, target, dout) if kind.type == variants.BF16_AS_FP16 else None
         if self.maxima is not None:
             fields["absmax_splits"] = self.maxima.splits
-        self.template = params.pack(fields)
+        self.pack, self.template = params.template(fields, 27)
         self.launches = self._launches(call, kind, target)
 
     def _launches(self, call: AttentionCall, kind: Kind, target: Target) -> tuple[tuple[Kernel, int, int], ...]:
@@ -138,40 +137,25 @@ class Plan:
         return tuple(found)
 
     def run(self, call: AttentionCall, dout: Tensor, out: Tensor, lse: Tensor, gradients: Gradients) -> Gradients:
-        device, dtype, starts, lengths = self.device, call.q.dtype, self.starts, self.lengths
-        q_size, k_size, v_size, out_size, dout_size, dq_size, dk_size, dv_size = self.sizes
+        device, dtype = self.device, call.q.dtype
+        out_size, dout_size, dq_size, dk_size, dv_size = self.sizes
         dq, dk, dv = gradients
-        cu_q, cu_k, used, leftpad = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.leftpad_k
-        slopes, rng_state = call.alibi_slopes, call.rng_state
+        tensors, rest = self.inputs.of(call, call.rng_state)
+        dout_at = address("dout", dout, dtype, device, dout_size)
         delta = torch.empty(self.lse_shape, dtype=_FLOAT, device=lse.device)
-        maxima = None if self.maxima is None else self.maxima.run(call, dout)
-        arguments = launcher.arguments
-        arguments.view[:] = self.template
-        params.BACKWARD_ADDRESSES.pack_into(
-            arguments.buffer, 0,
-            address("q", call.q, dtype, device, q_size),
-            address("k", call.k, dtype, device, k_size),
-            address("v", call.v, dtype, device, v_size),
-            address("out", out, dtype, device, out_size),
-            address("softmax_lse", lse, _FLOAT, device, self.lse_size),
-            0,
-            0 if cu_q is None else address("cu_seqlens_q", cu_q, _INT, device, starts),
-            0 if cu_k is None else address("cu_seqlens_k", cu_k, _INT, device, starts),
-            0 if used is None else address("seqused_k", used, _INT, device, lengths),
-            0 if leftpad is None else address("leftpad_k", leftpad, _INT, device, lengths),
-            0,
-            0 if slopes is None else address("alibi_slopes", slopes, _FLOAT, device, self.slopes),
-            0 if rng_state is None else address("rng_state", rng_state, _LONG, device, 16),
-            0 if maxima is None else maxima.data_ptr(),
-            0, 0, 0, 0, 0, 0, 0, 0,
-            address("dout", dout, dtype, device, dout_size),
+        maxima = None if self.maxima is None else self.maxima.run(tensors, rest, dout_at)
+        buffer = launcher.arguments.buffer
+        self.pack(
+            buffer, 0, *tensors, address("out", out, dtype, device, out_size),
+            address("softmax_lse", lse, _FLOAT, device, self.lse_size), 0, *rest,
+            0 if maxima is None else maxima.data_ptr(), 0, 0, 0, 0, 0, 0, 0, 0, dout_at,
             address("dq", dq, dtype, device, dq_size),
             address("dk", dk, dtype, device, dk_size),
             address("dv", dv, dtype, device, dv_size),
-            delta.data_ptr(),
+            delta.data_ptr(), self.template,
         )  # fmt: skip
         for kernel, tiles, blocks in self.launches:
-            _ONE_INT.pack_into(arguments.buffer, _TILES, tiles)
+            _ONE_INT.pack_into(buffer, _TILES, tiles)
             launcher.submit(kernel, blocks, device)
         return gradients
 

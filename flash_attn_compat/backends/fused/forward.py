@@ -9,21 +9,20 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.fused import launcher, loader, params, probe, trial, variants
-from flash_attn_compat.backends.fused.launcher import address, reach
 from flash_attn_compat.backends.fused.loader import Target
 from flash_attn_compat.backends.fused.maxima import Maxima
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine import dropout
 from flash_attn_compat.engine.call import AttentionCall, Result
 
-_FLOAT, _INT, _LONG = torch.float32, torch.int32, torch.int64
+_FLOAT = torch.float32
 
 
 def forward(call: AttentionCall) -> Result:
     """One call; raises KernelError where a kernel cannot be used."""
     prepared = take_prepared(call)
     if prepared is not None:
-        return prepared.plan.launch(prepared.inputs, None)
+        return prepared.plan.launch(*prepared[4:])
     call = launcher.tidy(call) if call.alibi_slopes is not None or call.block_table is not None else call
     return launcher.planned(("forward", *launcher.key(call)), call.q.get_device(), lambda: make_plan(call)).run(call)
 
@@ -35,7 +34,9 @@ class Prepared(NamedTuple):
     k: Tensor
     stream: int
     plan: Attention
-    inputs: Inputs
+    tensors: tuple[int, ...]
+    rest: tuple[int, ...]
+    workspace: Tensor | None
 
 
 class _Last(threading.local):
@@ -70,23 +71,6 @@ class Copied:
         return result._replace(out=result.out[..., : call.v.shape[-1]])
 
 
-class Inputs(NamedTuple):
-    """Addresses, checked; 0 for what is not there. The workspace is kept until the launch."""
-
-    q: int
-    k: int
-    v: int
-    cu_seqlens_q: int
-    cu_seqlens_k: int
-    seqused_k: int
-    leftpad_k: int
-    block_table: int
-    alibi_slopes: int
-    rng_state: int
-    absmax: int
-    workspace: Tensor | None
-
-
 class Attention:
     """A launch of the forward or the decode kernel."""
 
@@ -95,58 +79,35 @@ class Attention:
         self.out_shape, self.lse_shape = call.out_shape, call.lse_shape
         self.keeps_lse = call.return_lse or call.needs_grad
         self.keeps_true_lse = call.needs_grad and call.lse_carries_alibi_position
-        self.sizes = tuple(map(reach, (call.q, call.k, call.v)))
-        self.starts, self.lengths = 4 * (call.batch + 1), 4 * call.batch
-        self.table, self.slopes = reach(call.block_table), reach(call.alibi_slopes)
-        self.fields = launcher.described(call)
-        self.fields["out_s"] = launcher.contiguous_strides(call.out_shape)
+        self.inputs = launcher.Inputs(call)
+        fields = launcher.described(call)
+        fields["out_s"] = launcher.contiguous_strides(call.out_shape)
         self.share = launcher.share(call, kind)
         # The decode kernel scales what it converts step by step.
         converts = kind.type == variants.BF16_AS_FP16 and self.share is None
         self.maxima = Maxima(call, kind, target) if converts else None
         if self.maxima is not None:
-            self.fields["absmax_splits"] = self.maxima.splits
+            fields["absmax_splits"] = self.maxima.splits
+        make = variants.forward if self.share is None else variants.decode
+        self.variant, self.kernel = launcher.loaded(make, kind, target, device)
         # With packed rows, one slab more sets what lies outside of all sequences to 0.
         sequences = call.batch + (call.cu_seqlens_q is not None)
         if self.share is None:
-            self.variant, self.kernel = launcher.loaded(variants.forward, kind, target, device)
-            tiles = -(-launcher.longest_rows(call) // self.variant.rows)
+            fields["tiles"] = tiles = -(-launcher.longest_rows(call) // self.variant.rows)
             self.blocks = tiles * call.nheads * sequences
         else:
-            self.variant, self.kernel = launcher.loaded(variants.decode, kind, target, device)
-            tiles = self.share.tiles
-            self.fields["splits"] = self.share.splits
-            self.blocks = self.share.splits * tiles * call.nheads_k * sequences
-        self.fields["tiles"] = tiles
-        self.template = params.pack(self.fields)
+            fields |= {"tiles": self.share.tiles, "splits": self.share.splits}
+            self.blocks = self.share.splits * self.share.tiles * call.nheads_k * sequences
+        self.pack, self.template = params.template(fields, 17)
 
     def run(self, call: AttentionCall) -> Result:
-        device, dtype, starts, lengths = self.device, self.dtype, self.starts, self.lengths
-        q_size, k_size, v_size = self.sizes
-        maxima = self.maxima.run(call) if self.maxima is not None else None
         rng_state = call.rng_state
         if rng_state is None and call.dropout_p:
             rng_state = dropout.new_rng_state(self.place)
         workspace = self.workspace()
         if workspace is not None and self.share is not None:
-            loader.driver().clear(workspace.data_ptr() + self.share.counters, self.share.total, device)
-        cu_q, cu_k, used, leftpad = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.leftpad_k
-        table, slopes = call.block_table, call.alibi_slopes
-        inputs = Inputs(
-            address("q", call.q, dtype, device, q_size),
-            address("k", call.k, dtype, device, k_size),
-            address("v", call.v, dtype, device, v_size),
-            0 if cu_q is None else address("cu_seqlens_q", cu_q, _INT, device, starts),
-            0 if cu_k is None else address("cu_seqlens_k", cu_k, _INT, device, starts),
-            0 if used is None else address("seqused_k", used, _INT, device, lengths),
-            0 if leftpad is None else address("leftpad_k", leftpad, _INT, device, lengths),
-            0 if table is None else address("block_table", table, _INT, device, self.table),
-            0 if slopes is None else address("alibi_slopes", slopes, _FLOAT, device, self.slopes),
-            0 if rng_state is None else address("rng_state", rng_state, _LONG, device, 16),
-            0 if maxima is None else maxima.data_ptr(),
-            workspace,
-        )
-        return self.launch(inputs, rng_state)
+            loader.driver().clear(workspace.data_ptr() + self.share.counters, self.share.total, self.device)
+        return self.launch(*self.inputs.of(call, rng_state), workspace, rng_state)
 
     def workspace(self) -> Tensor | None:
         """Memory in which the blocks that share a tile's keys meet."""
@@ -154,22 +115,26 @@ class Attention:
             return None
         return torch.empty(self.share.workspace, dtype=torch.uint8, device=self.place)
 
-    def launch(self, inputs: Inputs, rng_state: Tensor | None) -> Result:
+    def launch(
+        self,
+        tensors: tuple[int, ...],
+        rest: tuple[int, ...],
+        workspace: Tensor | None,
+        rng_state: Tensor | None = None,
+    ) -> Result:
         """The launch itself; counters in the workspace are 0 once the stream is there."""
-        q, k, v, cu_q, cu_k, used, leftpad, table, slopes, seed, maxima, workspace = inputs
-        place, partials, part_ml, counters = self.place, 0, 0, 0
+        place, share, partials = self.place, self.share, (0, 0, 0)
+        maxima = None if self.maxima is None else self.maxima.run(tensors, rest)
         out = torch.empty(self.out_shape, dtype=self.dtype, device=place)
         lse = torch.empty(self.lse_shape, dtype=_FLOAT, device=place) if self.keeps_lse else None
         true_lse = torch.empty(self.lse_shape, dtype=_FLOAT, device=place) if self.keeps_true_lse else None
-        if workspace is not None and self.share is not None:
-            partials = workspace.data_ptr()
-            part_ml, counters = partials + self.share.part_ml, partials + self.share.counters
-        arguments = launcher.arguments
-        arguments.view[:] = self.template
-        params.DECODE_ADDRESSES.pack_into(
-            arguments.buffer, 0, q, k, v, out.data_ptr(), 0 if lse is None else lse.data_ptr(),
-            0 if true_lse is None else true_lse.data_ptr(), cu_q, cu_k, used, leftpad, table, slopes, seed, maxima,
-            partials, part_ml, counters,
+        if workspace is not None and share is not None:
+            start = workspace.data_ptr()
+            partials = start, start + share.part_ml, start + share.counters
+        self.pack(
+            launcher.arguments.buffer, 0, *tensors, out.data_ptr(), 0 if lse is None else lse.data_ptr(),
+            0 if true_lse is None else true_lse.data_ptr(), *rest,
+            0 if maxima is None else maxima.data_ptr(), *partials, self.template,
         )  # fmt: skip
         launcher.submit(self.kernel, self.blocks, self.device)
         return Result(out, lse, rng_state, () if true_lse is None else (true_lse,))

@@ -31,6 +31,8 @@ _MOST_PLANS = 4096
 SMALL = 2**18
 
 Plan = TypeVar("Plan")
+_NOTHING_ELSE = (0,) * 7
+_FLOAT, _INT, _LONG = torch.float32, torch.int32, torch.int64
 
 
 class _Arguments(threading.local):
@@ -38,7 +40,6 @@ class _Arguments(threading.local):
 
     def __init__(self) -> None:
         self.buffer = ctypes.create_string_buffer(params.SIZE)
-        self.view = memoryview(self.buffer).cast("B")
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
         self.pointers = ctypes.c_void_p(ctypes.addressof(self._pointers))
 
@@ -77,6 +78,40 @@ def address(name: str, tensor: Tensor, dtype: torch.dtype, device: int, size: in
         f"{tensor.dtype} on {tensor.device}, shape {tuple(tensor.shape)}, strides {tensor.stride()}, storage of "
         f"{tensor.untyped_storage().nbytes()} bytes, offset {tensor.storage_offset()}"
     )
+
+
+class Inputs:
+    """Looks up what a call is made of: as many bytes as the call had that it was made for."""
+
+    def __init__(self, call: AttentionCall) -> None:
+        self.device, self.dtype = call.q.get_device(), call.q.dtype
+        self.sizes = reach(call.q), reach(call.k), reach(call.v), reach(call.block_table), reach(call.alibi_slopes)
+        self.starts, self.lengths = 4 * (call.batch + 1), 4 * call.batch
+        others = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.leftpad_k, call.block_table
+        self.has_nothing_else = all(other is None for other in (*others, call.alibi_slopes))
+
+    def of(self, call: AttentionCall, rng_state: Tensor | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Addresses of q, k, v, then of cu_seqlens_q to rng_state, as in struct Params; 0 for what is not there."""
+        device, dtype, starts, lengths = self.device, self.dtype, self.starts, self.lengths
+        q_size, k_size, v_size, table_size, slopes_size = self.sizes
+        cu_q, cu_k, used, leftpad = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.leftpad_k
+        table, slopes = call.block_table, call.alibi_slopes
+        tensors = (
+            address("q", call.q, dtype, device, q_size),
+            address("k", call.k, dtype, device, k_size),
+            address("v", call.v, dtype, device, v_size),
+        )
+        if self.has_nothing_else and rng_state is None:
+            return tensors, _NOTHING_ELSE
+        return tensors, (
+            0 if cu_q is None else address("cu_seqlens_q", cu_q, _INT, device, starts),
+            0 if cu_k is None else address("cu_seqlens_k", cu_k, _INT, device, starts),
+            0 if used is None else address("seqused_k", used, _INT, device, lengths),
+            0 if leftpad is None else address("leftpad_k", leftpad, _INT, device, lengths),
+            0 if table is None else address("block_table", table, _INT, device, table_size),
+            0 if slopes is None else address("alibi_slopes", slopes, _FLOAT, device, slopes_size),
+            0 if rng_state is None else address("rng_state", rng_state, _LONG, device, 16),
+        )
 
 
 def reach(tensor: Tensor | None) -> int:

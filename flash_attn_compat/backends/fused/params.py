@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 # Names in the order of the C struct; its types as struct spells them: Q an address, q a long long, i an int, f a float.
 _ADDRESSES = (
@@ -33,11 +34,8 @@ FIELDS: tuple[tuple[str, str], ...] = (
 _STRUCT = struct.Struct("<" + "".join(kind for _, kind in FIELDS))
 SIZE = _STRUCT.size
 
-# What changes from call to call stands at the front: the addresses, of which a kernel uses the first ones.
-BACKWARD_ADDRESSES = struct.Struct(f"<{len(_ADDRESSES)}Q")
-DECODE_ADDRESSES = struct.Struct("<17Q")
-APPEND_ADDRESSES = struct.Struct("<22Q")
-
+# Puts so many addresses, and the bytes behind them, into a buffer from its start on.
+Packer = Callable[..., None]
 Value = int | float | tuple[int, int, int]
 
 
@@ -63,3 +61,9 @@ def pack(fields: dict[str, Value]) -> bytes:
     if unknown:
         raise KeyError(f"struct Params has no {', '.join(sorted(unknown))}")
     return _STRUCT.pack(*flat)
+
+
+def template(fields: dict[str, Value], addresses: int) -> tuple[Packer, bytes]:
+    """How a call's struct is made: its addresses stand at the front, and ``fields`` are the same for all calls."""
+    rest = pack(fields)[8 * addresses :]
+    return struct.Struct(f"<{addresses}Q{len(rest)}s").pack_into, rest

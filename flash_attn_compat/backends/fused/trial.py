@@ -1,14 +1,14 @@
 """Is a kernel right? Each is compared with plain PyTorch once, on a tiny problem, before its first real call on a GPU.
 
-The judge is the textbook formula in fp32 on the CPU, so it depends on no GPU kernel, and not on the caller's autocast,
-default dtype, gradient or inference mode. What was found right is remembered beside the compiled kernel.
+The judge is the reference backend on the CPU, so it depends on no GPU kernel, and not on the caller's autocast, default
+dtype, gradient or inference mode. What was found right is remembered beside the compiled kernel.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,11 +16,11 @@ from torch import Tensor
 from flash_attn_compat.backends.fused import cache, loader
 from flash_attn_compat.backends.fused.loader import KernelError, Target
 from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
-from flash_attn_compat.engine import append as engine_append
-from flash_attn_compat.engine import dropout
-from flash_attn_compat.engine.append import Append
-from flash_attn_compat.engine.call import AttentionCall
-from flash_attn_compat.engine.mask import Mask, Range, distance
+from flash_attn_compat.backends.reference import Reference
+from flash_attn_compat.engine import callers_state
+from flash_attn_compat.engine.append import Append, by_operators
+from flash_attn_compat.engine.call import AttentionCall, Result, Upstream
+from flash_attn_compat.engine.mask import Mask
 
 # Two sequences, nothing a multiple of a tile; three tokens lie behind the last one.
 _ROWS, _FEW_ROWS, _KEYS, _BEHIND = (19, 150), (3, 3), (45, 171), 3
@@ -28,6 +28,9 @@ _HEADS, _HEADS_K, _PAGE = 4, 2, 7
 _DROPOUT, _SOFTCAP = 0.3, 2.0
 _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 4e-2}
 _LSE_TOLERANCE = 2e-3
+_JUDGE = Reference()
+
+Value = TypeVar("Value", AttentionCall, Append)
 
 _right: set[tuple[tuple[Variant, ...], str, int]] = set()
 
@@ -65,156 +68,102 @@ def _verdict_name(variants: tuple[Variant, ...], architecture: str, device: int)
 
 
 class Problem(NamedTuple):
-    """A tiny call on the GPU and the same sequences on the CPU."""
+    """A tiny call on the GPU, the same on the CPU, and (rows, heads, head_dim) of each sequence there."""
 
     call: AttentionCall
-    q: list[Tensor]  # (rows, heads, head_dim) of each sequence
+    on_cpu: AttentionCall
+    q: list[Tensor]
     k: list[Tensor]
     v: list[Tensor]
-    rng_state: Tensor
 
 
 def problem(kind: Kind, place: torch.device, few_rows: bool, needs_grad: bool) -> Problem:
     """A call that takes the kernels of ``kind``; few_rows: the decode kernel rather than the forward's."""
-    generator = torch.Generator("cpu").manual_seed(0)
     dtype = torch.float16 if kind.type == FP16 else torch.bfloat16
     # The largest head dim of the kernel for q and k, one that needs padding for v; or neither on 16 bytes.
-    dims = (kind.D, kind.D - 8) if kind.vec == 8 else (kind.D - 3, kind.D - 1)
-
-    def tensors(lengths: tuple[int, ...], heads: int, dim: int) -> list[Tensor]:
-        shapes = [(length, heads, dim) for length in lengths]
-        return [
-            torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype) for shape in shapes
-        ]
-
+    dim, dim_v = (kind.D, kind.D - 8) if kind.vec == 8 else (kind.D - 3, kind.D - 1)
     rows = _FEW_ROWS if few_rows else _ROWS
-    q, k, v = tensors(rows, _HEADS, dims[0]), tensors(_KEYS, _HEADS_K, dims[0]), tensors(_KEYS, _HEADS_K, dims[1])
-    narrow = kind.window is not None
-    mask = Mask((30 if narrow else 100) if kind.local else None, 3 if kind.local else None)
-    rng_state = torch.tensor([2**40 + 5, 7], dtype=torch.int64, device="cpu")
-
-    def ints(*values: object) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=place)
-
+    q, k, v = (
+        [_randn(seed + index, (length, heads, width), dtype) for index, length in enumerate(lengths)]
+        for seed, lengths, heads, width in (
+            (0, rows, _HEADS, dim),
+            (2, _KEYS, _HEADS_K, dim),
+            (4, _KEYS, _HEADS_K, dim_v),
+        )
+    )
     call = AttentionCall(
-        q=_on(place, _packed(q)),
-        k=_on(place, _packed(k)),
-        v=_on(place, _packed(v)),
-        softmax_scale=dims[0] ** -0.5,
-        mask=mask,
+        q=_packed(q),
+        k=_packed(k),
+        v=_packed(v),
+        softmax_scale=dim**-0.5,
+        mask=Mask(100 if kind.window is None else 30, 3) if kind.local else Mask(None, None),
         max_seqlen_q=max(rows),
         max_seqlen_k=max(_KEYS),
         softcap=_SOFTCAP if kind.softcap else 0.0,
         dropout_p=_DROPOUT if kind.dropout else 0.0,
-        alibi_slopes=_on(place, _slopes()) if kind.alibi else None,
-        cu_seqlens_q=ints(0, rows[0], sum(rows)),
-        cu_seqlens_k=ints(0, _KEYS[0], sum(_KEYS)),
-        rng_state=_on(place, rng_state) if kind.dropout else None,
+        alibi_slopes=_slopes() if kind.alibi else None,
+        cu_seqlens_q=_ints(0, rows[0], sum(rows)),
+        cu_seqlens_k=_ints(0, _KEYS[0], sum(_KEYS)),
+        rng_state=torch.tensor([2**40 + 5, 7], dtype=torch.int64, device="cpu") if kind.dropout else None,
         is_dense=False,
         return_lse=True,
         needs_grad=needs_grad,
     )
     if kind.paged or few_rows:
-        call = _over_a_cache(call, k, v, place, ints, kind.paged)
+        call = _over_a_cache(call, k, v, kind.paged)
     if few_rows:
-        call = call._replace(q=_on(place, torch.stack(q)), cu_seqlens_q=None)
-    return Problem(call, q, k, v, rng_state)
+        call = call._replace(q=torch.stack(q), cu_seqlens_q=None)
+    return Problem(_each_tensor(call, lambda tensor: tensor.to(place, copy=True)), call, q, k, v)
 
 
-def _over_a_cache(
-    call: AttentionCall, k: list[Tensor], v: list[Tensor], place: torch.device, ints: Callable[..., Tensor], paged: bool
-) -> AttentionCall:
+def _over_a_cache(call: AttentionCall, k: list[Tensor], v: list[Tensor], paged: bool) -> AttentionCall:
     """The keys in slots of their own for each sequence, with NaN behind them; pages in reverse order."""
     pages = -(-max(_KEYS) // _PAGE)
-    size = pages * _PAGE
 
     def cache_of(parts: list[Tensor]) -> Tensor:
-        slots = parts[0].new_full((len(parts), size, *parts[0].shape[1:]), torch.nan)
+        slots = parts[0].new_full((len(parts), pages * _PAGE, *parts[0].shape[1:]), torch.nan)
         for row, part in zip(slots, parts):
             row[: part.shape[0]] = part
-        return _on(place, slots.view(-1, _PAGE, *slots.shape[2:]).flip(0) if paged else slots)
+        return slots.view(-1, _PAGE, *slots.shape[2:]).flip(0) if paged else slots
 
     count = len(k) * pages
-    table = ints(*([count - 1 - index * pages - page for page in range(pages)] for index in range(len(k))))
+    table = _ints(*([count - 1 - index * pages - page for page in range(pages)] for index in range(len(k))))
     return call._replace(
-        k=cache_of(k), v=cache_of(v), cu_seqlens_k=None, seqused_k=ints(*_KEYS), block_table=table if paged else None
+        k=cache_of(k), v=cache_of(v), cu_seqlens_k=None, seqused_k=_ints(*_KEYS), block_table=table if paged else None
     )
-
-
-def expected(
-    problem: Problem, dout: list[Tensor] | None = None, dtype: torch.dtype = torch.float32
-) -> tuple[list[Tensor], ...]:
-    """out (rows, heads, head_dim_v) and the true LSE (heads, rows) of each sequence; then dq, dk, dv for ``dout``.
-
-    dtype: that of the whole computation
-    """
-    call = problem.call
-    found: tuple[list[Tensor], ...] = ([], [], [], [], [])
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        for index, parts in enumerate(zip(problem.q, problem.k, problem.v)):
-            leaves = [part.to(dtype).requires_grad_() for part in parts]
-            out, lse = _attention(call, problem.rng_state, index, *leaves)
-            found[0].append(out.detach())
-            found[1].append(lse.detach())
-            if dout is None:
-                continue
-            for gradients, gradient in zip(found[2:], torch.autograd.grad(out, leaves, dout[index].to(dtype))):
-                gradients.append(gradient)
-    return found
-
-
-def _attention(
-    call: AttentionCall, rng_state: Tensor, index: int, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor]:
-    rows, keys, offset = Range(0, q.shape[0]), Range(0, k.shape[0]), k.shape[0] - q.shape[0]
-    cpu = torch.device("cpu")
-    k, v = (part.repeat_interleave(_HEADS // _HEADS_K, dim=1) for part in (k, v))
-    scores = torch.einsum("ihd,jhd->hij", q, k) * call.softmax_scale
-    if call.softcap:
-        scores = torch.tanh(scores / call.softcap) * call.softcap
-    if call.alibi_slopes is not None:
-        scores = scores - _slopes()[index].to(q.dtype)[:, None, None] * distance(rows, keys, offset, cpu).abs()
-    hidden = call.mask.hidden(rows, keys, offset, cpu)
-    if hidden is not None:
-        scores = scores.masked_fill(hidden, -torch.inf)
-    lse = scores.logsumexp(-1)
-    probabilities = torch.exp(scores - lse[..., None])
-    if call.dropout_p:
-        counted = [torch.arange(size, device=cpu) for size in (_HEADS, rows.stop, keys.stop)]
-        sequence = torch.tensor([index], dtype=torch.int64, device=cpu)
-        keep = dropout.keep_tile(rng_state, call.dropout_p, sequence, counted[0], counted[1][None], counted[2][None])[0]
-        probabilities = probabilities * keep.to(q.dtype) / (1.0 - call.dropout_p)
-    return torch.einsum("hij,jhd->ihd", probabilities, v), lse
 
 
 def of_forward(problem: Problem, run: Callable[[AttentionCall], tuple[Tensor, Tensor | None]]) -> str | None:
     """What is wrong with a forward's out and LSE, if anything."""
     out, lse = run(problem.call)
     assert lse is not None
-    outs, lses, *_ = expected(problem)
-    if problem.call.cu_seqlens_q is None:
-        pairs = [("out", out, torch.stack(outs)), ("softmax_lse", lse, torch.stack(lses))]
-    else:
-        nothing = torch.zeros(_HEADS, _BEHIND, dtype=torch.float32, device="cpu")
-        pairs = [("out", out, _packed(outs)), ("softmax_lse", lse, torch.cat([*lses, nothing], dim=1))]
-    return _difference(pairs, out.dtype)
+    right = _exact(problem.on_cpu)
+    assert right.softmax_lse is not None
+    return _difference([("out", out, right.out), ("softmax_lse", lse, right.softmax_lse)], out.dtype)
 
 
 def of_backward(problem: Problem, run: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> str | None:
     """What is wrong with gradients from a right out and LSE; ``run(call, dout, out, lse)`` computes them."""
-    call = problem.call
-    place, dtype = call.q.device, call.q.dtype
-    generator = torch.Generator("cpu").manual_seed(1)
-    dims = problem.v[0].shape[-1]
-    dout = [
-        torch.randn((part.shape[0], _HEADS, dims), generator=generator, dtype=torch.float32, device="cpu").to(dtype)
-        for part in problem.q
-    ]
-    outs, lses, *gradients = expected(problem, dout)
-    nothing = torch.zeros(_HEADS, _BEHIND, dtype=torch.float32, device="cpu")
-    lse = torch.cat([*lses, nothing], dim=1).float().contiguous()
-    found = run(call, _on(place, _packed(dout)), _on(place, _packed(outs).to(dtype)), _on(place, lse))
-    return _difference([(f"d{n}", got, _packed(right)) for n, got, right in zip("qkv", found, gradients)], dtype)
+    call, place = problem.on_cpu, problem.call.q.device
+    right = _exact(call)
+    assert right.softmax_lse is not None
+    dout = _randn(7, right.out.shape, call.q.dtype)
+    with callers_state.set_aside(call.q.device):
+        upstream = Upstream(dout.float(), right.out, right.softmax_lse, call.rng_state)
+        gradients = _JUDGE.backward(_in_fp32(call), upstream, None)
+    lse = right.softmax_lse.float().contiguous()
+    given = (tensor.to(place, copy=True) for tensor in (dout, right.out.to(dout.dtype), lse))
+    found = run(problem.call, *given)
+    return _difference([(f"d{n}", got, right) for n, got, right in zip("qkv", found, gradients)], dout.dtype)
+
+
+def _exact(call: AttentionCall) -> Result:
+    with callers_state.set_aside(call.q.device):
+        return _JUDGE.forward(_in_fp32(call))
+
+
+def _in_fp32(call: AttentionCall) -> AttentionCall:
+    return call._replace(q=call.q.float(), k=call.k.float(), v=call.v.float())
 
 
 def of_append(problem: Problem, run: Callable[[AttentionCall, Append], Tensor]) -> str | None:
@@ -223,33 +172,24 @@ def of_append(problem: Problem, run: Callable[[AttentionCall, Append], Tensor]) 
 
 
 def _of_append(problem: Problem, run: Callable[[AttentionCall, Append], Tensor], interleaved: bool) -> str | None:
-    call = problem.call
-    place, dtype = call.q.device, call.q.dtype
-    generator = torch.Generator("cpu").manual_seed(2 + interleaved)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
-
-    rotary = call.q.shape[-1] // 2 // 16 * 16
+    call, place = problem.call, problem.call.q.device
+    dtype, rotary = call.q.dtype, call.q.shape[-1] // 2 // 16 * 16
+    cos, sin = (_randn(seed, (200, rotary // 2), dtype) if rotary else None for seed in (12, 13))
     new = Append(
-        k=randn(2, 2, _HEADS_K, call.k.shape[-1]),
-        v=randn(2, 2, _HEADS_K, call.v.shape[-1]),
-        rotary_cos=randn(200, rotary // 2) if rotary else None,
-        rotary_sin=randn(200, rotary // 2) if rotary else None,
+        _randn(10 + interleaved, (2, 2, _HEADS_K, call.k.shape[-1]), dtype),
+        _randn(14 + interleaved, (2, 2, _HEADS_K, call.v.shape[-1]), dtype),
+        cos,
+        sin,
         rotary_interleaved=interleaved,
-        cache_seqlens=torch.tensor([8, 93], dtype=torch.int32, device="cpu"),
+        cache_seqlens=_ints(8, 93),
         rows_have_own_position=interleaved,
     )
-    table = call.block_table
-    q, k, v = (tensor.to("cpu", copy=True) for tensor in call[:3])
+    found = run(call, _each_tensor(new, lambda tensor: tensor.to(place, copy=True)))
+    on_cpu = _each_tensor(problem.on_cpu, torch.Tensor.clone)
     with torch.no_grad():
-        right = engine_append.by_operators(
-            call._replace(q=q, k=k, v=v, block_table=None if table is None else table.cpu()), new
-        )
-    tensors: dict[str, Any] = {name: value for name, value in new._asdict().items() if isinstance(value, Tensor)}
-    found = run(call, new._replace(**{name: tensor.to(place) for name, tensor in tensors.items()}))
+        right = by_operators(on_cpu, new)
     # What the cache held behind the keys in use is NaN.
-    pairs = [("q", found, right), ("k_cache", call.k, k), ("v_cache", call.v, v)]
+    pairs = [("q", found, right), ("k_cache", call.k, on_cpu.k), ("v_cache", call.v, on_cpu.v)]
     return _difference([(name, got.nan_to_num(9.0), wanted.nan_to_num(9.0)) for name, got, wanted in pairs], dtype)
 
 
@@ -274,5 +214,16 @@ def _slopes() -> Tensor:
     return torch.tensor(slopes, dtype=torch.float32, device="cpu")
 
 
-def _on(place: torch.device, tensor: Tensor) -> Tensor:
-    return tensor.to(place, copy=True)
+def _ints(*values: object) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device="cpu")
+
+
+def _randn(seed: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
+
+
+def _each_tensor(value: Value, change: Callable[[Tensor], Tensor]) -> Value:
+    """A call, or what is appended, with every tensor changed."""
+    changed: dict[str, Any] = {name: change(one) for name, one in value._asdict().items() if isinstance(one, Tensor)}
+    return value._replace(**changed)
