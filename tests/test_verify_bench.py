@@ -16,7 +16,7 @@ from verify.bench_run import Plan, run
 from verify.cli import main
 from verify.contestants import Ours, PadSdpa, Plain, Prepared, SdpaLoop, Unavailable
 from verify.spot_check import Truth, check
-from verify.timing import Failed, Job, geometric_mean, peak_memory, time_together
+from verify.timing import Failed, Job, geometric_mean, host_microseconds, peak_memory, time_together
 from verify.workloads import DECODE, FULL, SMALL, Workload, make_inputs, shrunk
 
 QUICK = ["bench", "--only", "cross_short_q", "--repeats", "2", "--backends", "default,chunked"]
@@ -62,7 +62,7 @@ def test_a_run_shows_and_saves_every_figure_with_where_it_was_obtained(tmp_path,
         row = rows[name]
         assert row["forward"]["median_ms"] > 0 and row["both"]["median_ms"] > 0
         assert row["verdict"]["ok"] and row["memory_mib"] > 0
-    assert rows["default"]["served_by"] and data["host_microseconds"]["default"] > 0
+    assert rows["default"]["served_by"]
     assert {"device cpu", "torch", "date", "dtype"} <= set(data["environment"])
     for text in (capsys.readouterr().out, markdown.read_text()):
         assert "cross_short_q" in text and "pad_sdpa" in text and "geometric mean to the pad scheme" in text
@@ -157,7 +157,7 @@ def test_a_failure_is_a_row_with_its_reason_and_the_others_keep_their_figures():
 def test_a_wrong_answer_of_ours_gives_exit_code_1(monkeypatch, capsys):
     monkeypatch.setattr(bench, "_ours", lambda names: [_Stub("default", _off)])
     assert main(["bench", "--only", "cross_short_q", "--repeats", "1", "--rivals", "none"]) == 1
-    assert "WRONG OR FAILED  cross_short_q default: out off by" in capsys.readouterr().out
+    assert "WRONG OR FAILED  cross_short_q default: " in capsys.readouterr().out
 
 
 # ---- right and wrong answers -----------------------------------------------------------------------------------------
@@ -176,6 +176,21 @@ def test_every_rival_and_the_default_are_right_on_every_workload(name):
             continue
         verdict = check(contestant, prepared, truth, backward=not workload.decode)
         assert verdict.ok, (contestant.name, verdict)
+
+
+@pytest.mark.parametrize(
+    "name", ["llm_gqa_causal", "mistral_window", "uniform_varlen", "gemma_softcap", "alibi_causal"]
+)
+def test_what_is_right_does_not_depend_on_the_blocks_it_is_computed_in(name, monkeypatch):
+    truth = Truth(TINY[name], make_inputs(TINY[name], "cpu", torch.float16))
+    piece = spot_check.pieces(TINY[name])[0]
+    whole = truth.of(piece, None)
+    monkeypatch.setattr(spot_check, "BLOCK_SCORES", 33 * TINY[name].max_seqlen_k)
+    cut = spot_check._right(TINY[name], truth.inputs, piece, None)
+    for quantity in ("out", *whole.bounds):
+        one, other = (right.exact.out if quantity == "out" else right.exact.grads[quantity] for right in (whole, cut))
+        torch.testing.assert_close(one, other)
+        assert (cut.bounds[quantity] < 1.5 * whole.bounds[quantity]).all()
 
 
 def _with(change):
@@ -296,6 +311,10 @@ def test_what_the_first_call_takes_counts_for_nothing(monkeypatch):
     left = [0.2]
     found = time_together({"job": Job(lambda: timing.time.sleep(left.pop() if left else 0.001))}, "cpu", 5, 1.0)
     assert found["job"].readings == 5 and found["job"].high_ms < 100
+
+
+def test_the_hosts_time_of_a_call_is_taken_whatever_the_device_does():
+    assert 1000 < host_microseconds(Job(lambda: timing.time.sleep(0.001)), "cpu", calls=3, repeats=3) < 1e6
 
 
 def test_a_call_that_stays_slow_is_measured_once(monkeypatch):

@@ -141,7 +141,7 @@ def main(arguments: argparse.Namespace) -> int:
             progress.update(task, description=what)
 
         try:
-            host_us = tiny_host_times(plan)
+            host_us = tiny_host_times(plan) if plan.device.startswith("cuda") else {}
             for workload, found in zip(plan.workloads, run(plan, step)):
                 rows += found
                 _print_rows(workload, found, terminal)

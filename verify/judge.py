@@ -113,14 +113,14 @@ def right_answer(call: Call, keep: Tensor | None = None, cells: Cells | None = N
     cells = cells or Cells(call.to("cpu"), call.q.device)
     exact = oracle.answer(call.fn, call.args, call.dout, keep)
     plain = oracle.plain(call.fn, call.args, call.dout, keep)
-    return Right(call, exact, _bounds(exact, plain, cells), cells, bool(exact.tainted.any()))
+    return Right(call, exact, bounds(exact, plain, cells), cells, bool(exact.tainted.any()))
 
 
-def _bounds(exact: Truth, plain: Answer, cells: Cells) -> dict[str, Tensor]:
+def bounds(exact: Truth, plain: Answer, cells: Cells) -> dict[str, Tensor]:
     """In proportion to what is summed in that head of that sequence, never in another."""
     dtype = plain.out.dtype
     eps, smallest = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
-    bounds = {}
+    found = {}
     for name in ("out", *exact.grads):
         right, yardstick = (a.out if name == "out" else a.grads[name] for a in (exact, plain))
         # Where the plain computation overflows it says nothing, and the floor has to do.
@@ -132,8 +132,8 @@ def _bounds(exact: Truth, plain: Answer, cells: Cells) -> dict[str, Tensor]:
         # Neighbouring numbers below smallest_normal are that far apart, whatever their size.
         spacing = smallest * eps * (1 + exact.spacings[name])
         times, floor = OUT if name == "out" else GRADIENT
-        bounds[name] = times * cells.worst(plain_errors, name in ("k", "v"))[:-1] + floor * (eps * size + spacing)
-    return bounds
+        found[name] = times * cells.worst(plain_errors, name in ("k", "v"))[:-1] + floor * (eps * size + spacing)
+    return found
 
 
 def against_fp64(right: Right, got: Answer, device: str = "cpu", approximate: bool = False) -> list[Check]:

@@ -65,8 +65,8 @@ def answer(fn: str, args: Mapping[str, Any], dout: Tensor | None = None, keep: T
     return _answer(fn, args, dout, keep, torch.float64, _exact)
 
 
-def plain(fn: str, args: Mapping[str, Any], dout: Tensor | None = None, keep: Tensor | None = None) -> Answer:
-    """The same computation with every intermediate result rounded to the input's dtype."""
+def plain(fn: str, args: Mapping[str, Any], dout: Tensor | None = None, keep: Tensor | None = None) -> Truth:
+    """The same computation with every intermediate result rounded to the input's dtype; out, grads and caches only."""
     return _answer(fn, args, dout, keep, None, _plainly)
 
 

@@ -1,21 +1,25 @@
 """Is a timed answer right? The longest and the shortest sequence of a workload, one key head of each, against fp64.
 
-All rows, all keys and all gradients of those, block by block of rows, so that the largest workload fits. The bound is
-judge's: twice the error (gradients three times) of the same steps rounded to the input's dtype.
+All rows, all keys and all gradients of those, by the oracle and the judge, block by block of rows where the mask allows
+it, so that the largest workload fits.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from verify import oracle
+from verify.call import Answer, Call
 from verify.contestants import Contestant, Prepared
-from verify.judge import GRADIENT, OUT
+from verify.judge import Cells, Right, against_fp64, bounds
 from verify.workloads import Inputs, Workload, after_append
 
 # Scores of one block of rows, for all query heads of the piece: 128 MiB in fp64.
@@ -23,10 +27,6 @@ BLOCK_SCORES = 16 * 2**20
 # A dropout mask is found out head_dim keys at a time; where that takes more calls, dropout is left out.
 MOST_PROBES = 64
 DROPOUT_SEED = 7
-# The floors under the bounds: half a unit in the last place of the largest value for half precision, four for fp32,
-# where the order of summation alone makes that difference; and of fp32 sums that cancel to zero, for values around 1.
-ROUNDINGS, CANCELLATION = {2: 0.5, 4: 4.0, 8: 32.0}, 64.0
-QUANTITIES = ("out", "dq", "dk", "dv")
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,6 @@ class Piece:
     head: int
 
 
-@dataclass(frozen=True)
-class Solution:
-    """(group, seqlen_q, head_dim) out and dq, (seqlen_k, head_dim) dk and dv, and the largest |softmax_lse|."""
-
-    out: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    largest_lse: float
-
-
 def pieces(workload: Workload) -> list[Piece]:
     order = sorted(range(workload.batch), key=lambda index: workload.seqlens_k[index])
     both = (Piece(order[-1], workload.nheads_k - 1), Piece(order[0], 0))
@@ -68,29 +57,22 @@ def pieces(workload: Workload) -> list[Piece]:
 
 
 class Truth:
-    """The fp64 answers and the plain ones of a workload's pieces, computed once for all contestants.
+    """The right answers to a workload's pieces, computed once for all contestants.
 
     given: what the contestants get; inputs: what attention meets, once new keys are appended and rotated.
     """
 
     def __init__(self, workload: Workload, inputs: Inputs) -> None:
         self.workload, self.given, self.inputs = workload, inputs, after_append(workload, inputs)
-        self._without_dropout: dict[Piece, tuple[Solution, Solution]] = {}
+        self._without_dropout: dict[Piece, Right] = {}
 
-    def of(self, piece: Piece, kept: Tensor | None) -> tuple[Solution, Solution]:
-        """Exact and plain. kept is the piece's dropout mask in the run in question, None without dropout."""
+    def of(self, piece: Piece, kept: Tensor | None) -> Right:
+        """kept: the piece's dropout mask in the run in question, None without dropout."""
         if kept is not None:
-            return self._solve(piece, kept)
+            return _right(self.workload, self.inputs, piece, kept)
         if piece not in self._without_dropout:
-            self._without_dropout[piece] = self._solve(piece, None)
+            self._without_dropout[piece] = _right(self.workload, self.inputs, piece, None)
         return self._without_dropout[piece]
-
-    def _solve(self, piece: Piece, kept: Tensor | None) -> tuple[Solution, Solution]:
-        dtype = self.inputs.q.dtype
-        work = torch.promote_types(dtype, torch.float32)
-        exact = _solve(self.workload, self.inputs, piece, kept, torch.float64, lambda tensor: tensor)
-        plain = _solve(self.workload, self.inputs, piece, kept, work, lambda tensor: tensor.to(dtype).to(work))
-        return exact, plain
 
 
 def check(contestant: Contestant, prepared: Prepared, truth: Truth, backward: bool) -> Verdict:
@@ -135,7 +117,7 @@ def _dropout_masks(
         torch.manual_seed(DROPOUT_SEED)
         seen = prepared.run(q, k, one_hot).detach() != 0
         for piece, parts in found.items():
-            parts.append(_rows(seen, workload, piece))
+            parts.append(_rows(seen, workload, piece).transpose(0, 1))
     return {piece: torch.cat(parts, -1)[..., : workload.seqlens_k[piece.sequence]] for piece, parts in found.items()}
 
 
@@ -147,22 +129,15 @@ def _fork_rng(inputs: Inputs) -> AbstractContextManager[None]:
 
 def _judge(answer: Sequence[Tensor], truth: Truth, piece: Piece, kept: Tensor | None) -> list[Verdict]:
     workload, inputs = truth.workload, truth.inputs
-    dtype = inputs.q.dtype
-    exact, plain = truth.of(piece, kept)
-    verdicts = []
-    for name, whole in zip(QUANTITIES, answer):
-        got = _rows(whole, workload, piece) if name in ("out", "dq") else _keys(whole, workload, inputs, piece)
-        expected = getattr(exact, name)
-        got, yardstick = (tensor.to(expected.device, torch.float64) for tensor in (got, getattr(plain, name)))
-        factor, _ = OUT if name == "out" else GRADIENT
-        bound = factor * (yardstick - expected).abs().max().item()
-        bound += ROUNDINGS[dtype.itemsize] * torch.finfo(dtype).eps * _largest(expected)
-        if name != "out":
-            # A backward pass computes exp(score - softmax_lse) anew, from fp32 numbers of that size.
-            fp32 = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-            bound += (CANCELLATION + exact.largest_lse * _largest(expected)) * fp32
-        verdicts.append(Verdict((got - expected).abs().max().item() / bound, name))
-    return verdicts
+    right = truth.of(piece, kept)
+    device = right.exact.out.device
+    out, *grads = (
+        (_keys(whole, workload, inputs, piece) if name in "kv" else _rows(whole, workload, piece)).to(device)[None]
+        for name, whole in zip(("out", "q", "k", "v"), answer)
+    )
+    checks = against_fp64(right, Answer(out, grads=dict(zip("qkv", grads))), inputs.device.type)
+    wanted = ("out", "dq", "dk", "dv")[: len(answer)]
+    return [Verdict(check.ratio, check.quantity) for check in checks if check.quantity in wanted]
 
 
 # ---- one piece out of the whole --------------------------------------------------------------------------------------
@@ -178,87 +153,69 @@ def _slice(tensor: Tensor, lengths: tuple[int, ...], packed: bool, piece: Piece)
 
 
 def _rows(tensor: Tensor, workload: Workload, piece: Piece) -> Tensor:
+    """(seqlen_q, group, head_dim): the query heads of the piece."""
     group = workload.nheads // workload.nheads_k
-    heads = slice(piece.head * group, (piece.head + 1) * group)
-    return _slice(tensor, workload.seqlens_q, workload.packed, piece)[:, heads].transpose(0, 1)
+    return _slice(tensor, workload.seqlens_q, workload.packed, piece)[:, piece.head * group : (piece.head + 1) * group]
 
 
 def _keys(tensor: Tensor, workload: Workload, inputs: Inputs, piece: Piece) -> Tensor:
+    """(seqlen_k, 1, head_dim)"""
+    head = slice(piece.head, piece.head + 1)
     if inputs.block_table is not None:
-        pages = tensor[inputs.block_table[piece.sequence], :, piece.head]
+        pages = tensor[inputs.block_table[piece.sequence], :, head]
         return pages.flatten(0, 1)[: workload.seqlens_k[piece.sequence]]
-    return _slice(tensor, workload.seqlens_k, workload.packed, piece)[:, piece.head]
+    return _slice(tensor, workload.seqlens_k, workload.packed, piece)[:, head]
 
 
-# ---- the fp64 answer -------------------------------------------------------------------------------------------------
+# ---- the right answer ------------------------------------------------------------------------------------------------
 
 
-def _solve(
-    workload: Workload,
-    inputs: Inputs,
-    piece: Piece,
-    kept: Tensor | None,
-    work: torch.dtype,
-    rounded: Callable[[Tensor], Tensor],
-) -> Solution:
-    """Attention and its gradients by their formulas; `rounded` is applied after every step."""
+def _right(workload: Workload, inputs: Inputs, piece: Piece, kept: Tensor | None) -> Right:
     # MPS has no fp64.
     device = inputs.device if inputs.device.type == "cuda" else torch.device("cpu")
-    q, dout = (_rows(tensor, workload, piece).to(device, work) for tensor in (inputs.q, inputs.dout))
-    k, v = (_keys(tensor, workload, inputs, piece).to(device, work) for tensor in (inputs.k, inputs.v))
-    group, seqlen_q, head_dim = q.shape
-    seqlen_k = len(k)
-    scale = head_dim**-0.5
-    left, right = workload.bounds
-    key = torch.arange(seqlen_k, device=device)
-    slopes = keep = None
+    q, dout = (_rows(tensor, workload, piece).to(device)[None] for tensor in (inputs.q, inputs.dout))
+    k, v = (_keys(tensor, workload, inputs, piece).to(device)[None] for tensor in (inputs.k, inputs.v))
+    seqlen_q, group, seqlen_k = q.shape[1], q.shape[2], k.shape[1]
+    options: dict[str, Any] = {"causal": workload.causal, "window_size": workload.window_size}
+    options |= {"softcap": workload.softcap, "dropout_p": workload.dropout_p if kept is not None else 0.0}
     if inputs.alibi_slopes is not None:
-        slopes = inputs.alibi_slopes.view(workload.nheads_k, group)[piece.head].to(device, work)[:, None, None]
-    if kept is not None:
-        keep = kept.to(device)
-
-    out, dq = torch.empty_like(q), torch.empty_like(q)
-    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-    largest_lse = 0.0
-    step = max(1, BLOCK_SCORES // max(1, group * seqlen_k))
+        options["alibi_slopes"] = inputs.alibi_slopes.view(-1, group)[piece.head].to(device)
+    # Rows up to b of a causal problem are a problem of their own with the keys that b sees; so are any rows of one
+    # without mask and bias.
+    left, last_column = workload.bounds
+    by_blocks = last_column == 0 or (left < 0 and last_column < 0 and inputs.alibi_slopes is None)
+    step = max(1, BLOCK_SCORES // max(1, group * seqlen_k)) if by_blocks else max(1, seqlen_q)
+    blocks: list[tuple[oracle.Truth, oracle.Truth]] = []
     for start in range(0, seqlen_q, step):
         rows = slice(start, min(start + step, seqlen_q))
-        position = torch.arange(rows.start, rows.stop, device=device)[:, None] + seqlen_k - seqlen_q
-        visible = torch.ones(len(position), seqlen_k, dtype=torch.bool, device=device)
-        if left >= 0:
-            visible &= key >= position - left
-        if right >= 0:
-            visible &= key <= position + right
-        scores = rounded(rounded(q[:, rows] @ k.T) * scale)
-        slope_of_cap = None
-        if workload.softcap:
-            capped = rounded(torch.tanh(scores / workload.softcap))
-            slope_of_cap = 1 - capped * capped
-            scores = rounded(capped * workload.softcap)
-        if slopes is not None:
-            scores = rounded(scores - slopes * (position - key).abs())
-        scores = scores.masked_fill(~visible, -torch.inf)
-        lse = torch.logsumexp(scores, -1, keepdim=True)
-        largest_lse = max(largest_lse, _largest(lse))
-        # A row that sees nothing has probability nowhere.
-        probabilities = rounded(torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)))
-        share = torch.ones((), dtype=work, device=device)
-        if keep is not None:
-            share = keep[:, rows].to(work) / (1 - workload.dropout_p)
-        dropped = rounded(probabilities * share)
-        out[:, rows] = rounded(dropped @ v)
-        dv += (dropped.transpose(1, 2) @ dout[:, rows]).sum(0)
-        dprobabilities = rounded(rounded(dout[:, rows] @ v.T) * share)
-        delta = (probabilities * dprobabilities).sum(-1, keepdim=True)
-        dscores = rounded(probabilities * (dprobabilities - delta))
-        if slope_of_cap is not None:
-            dscores = rounded(dscores * slope_of_cap)
-        dq[:, rows] = rounded(dscores @ k * scale)
-        dk += (dscores.transpose(1, 2) @ q[:, rows]).sum(0) * scale
-    return Solution(out, dq, rounded(dk), rounded(dv), largest_lse)
+        keys = slice(0, max(0, rows.stop + seqlen_k - seqlen_q) if last_column == 0 else seqlen_k)
+        args = {"q": q[:, rows], "k": k[:, keys], "v": v[:, keys], **options}
+        keep = None if kept is None else kept[None, :, rows, keys].to(device)
+        both = (solver("flash_attn_func", args, dout[:, rows], keep) for solver in (oracle.answer, oracle.plain))
+        exact, plain = (_full_keys(each, seqlen_k) for each in both)
+        blocks.append((exact, plain))
+    call = Call("flash_attn_func", {"q": q, "k": k, "v": v}, dout)
+    cells = Cells(call, device)
+    truth, yardstick = (_together(each) for each in zip(*blocks))
+    return Right(call, truth, bounds(truth, yardstick, cells), cells, bool(truth.tainted.any()))
 
 
-def _largest(values: Tensor) -> float:
-    """The largest finite magnitude, 0 for none."""
-    finite = values[values.isfinite()].double().abs()
-    return finite.max().item() if finite.numel() else 0.0
+def _full_keys(answer: oracle.Truth, seqlen_k: int) -> oracle.Truth:
+    grads = {n: F.pad(x, (0, 0, 0, 0, 0, seqlen_k - x.shape[1])) if n != "q" else x for n, x in answer.grads.items()}
+    return replace(answer, softmax_lse=None, grads=grads)
+
+
+def _together(blocks: Sequence[oracle.Truth]) -> oracle.Truth:
+    """Rows of out and dq one after the other, dk and dv summed; the magnitudes are those of the largest block."""
+    grads = {n: [block.grads[n] for block in blocks] for n in blocks[0].grads}
+    return oracle.Truth(
+        out=torch.cat([block.out for block in blocks], 1),
+        grads={n: torch.cat(x, 1) if n == "q" else torch.stack(x).sum(0) for n, x in grads.items()},
+        magnitudes=_largest([block.magnitudes for block in blocks]),
+        spacings=_largest([block.spacings for block in blocks]),
+        tainted=torch.stack([block.tainted for block in blocks]).any(0),
+    )
+
+
+def _largest(found: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([each[name] for each in found]).amax(0) for name in found[0]}
