@@ -211,7 +211,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
 
 def _is_recorded(tensor: Tensor) -> bool:
-    """Whether autograd wants the function's own gradient; if not, its ceremony would cost more than the work."""
+    """Whether autograd wants the function's own gradient; if not, applying it would cost more than the work."""
     return tensor.requires_grad and torch.is_grad_enabled()
 
 

@@ -1,4 +1,4 @@
-"""For the packages beside: what 2.6 had as 2.8 has it."""
+"""Modules of 2.6 that are the same in 2.8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transformer blocks in flash-attn's order: dropout, add and norm come first, and the residual is handed on."""
+"""Transformer blocks in flash-attn's order: dropout, add and norm come first, and the residual is passed on."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ class Block(nn.Module):
         Args:
             hidden_states: (..., dim).
             residual: (..., dim), prenorm only; None in the first block.
-            mixer_subset: which tokens ask, for cross-attention; prenorm only.
-            mixer_kwargs: handed to the mixer.
+            mixer_subset: which tokens have queries, for cross-attention; prenorm only.
+            mixer_kwargs: passed to the mixer.
         Returns:
             (hidden_states, residual) with prenorm, else hidden_states.
         """
@@ -230,7 +230,7 @@ class ParallelBlock(nn.Module):
             hidden_states1: (..., dim), the previous mixer's output, or the embeddings.
             hidden_states2: (..., dim), the previous MLP's output; None in the first block.
             residual: (..., dim); None in the first block.
-            mixer_kwargs: handed to the mixer.
+            mixer_kwargs: passed to the mixer.
         Returns:
             (mixer's output, MLP's output, residual).
         """

@@ -181,9 +181,9 @@ class MHA(CachedAttention):
             x_kv: (batch, seqlen_k, embed_dim), cross-attention only; x by default.
             key_padding_mask: (batch, seqlen) bool, True = keep; without use_flash_attn.
             cu_seqlens: (batch + 1,) int32, with max_seqlen; with use_flash_attn, no rotary, no dwconv.
-            mixer_subset: cross-attention only, index of the tokens of x that ask.
+            mixer_subset: cross-attention only, index of the tokens of x that have queries.
             inference_params: `InferenceParams`; keys and values go into its cache.
-            kwargs: handed to the inner attention.
+            kwargs: passed to the inner attention.
         Returns:
             (batch, seqlen, embed_dim) or (total, embed_dim); with return_residual (out, x).
         """
@@ -323,7 +323,7 @@ class ParallelMHA(CachedAttention):
             x: (batch, seqlen, embed_dim), or (batch * seqlen, embed_dim) if seqlen is given, so that sequence
                 parallelism can split a batch of one; with sequence_parallel this rank's part of the first axis.
             inference_params: `InferenceParams`; keys and values of this rank's heads go into its cache.
-            kwargs: handed to the inner attention.
+            kwargs: passed to the inner attention.
         Returns:
             Tensor of x's shape.
         """

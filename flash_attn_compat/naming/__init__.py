@@ -1,4 +1,4 @@
-"""Answering to the name flash_attn: patching a process, installing for good, and letting transformers look.
+"""Make `import flash_attn` find this package: in a process, in an environment, or in transformers alone.
 
 Importable without torch. How attention is computed stays out.
 """

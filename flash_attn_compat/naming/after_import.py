@@ -1,4 +1,4 @@
-"""Running something once a module has been imported: at once where it is loaded already."""
+"""Run a handler after a module is imported, or at once if it is loaded already."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For children of a patched process, and where the name is installed: what patch() does to packages that come later."""
+"""In interpreters that start patched, or where the name is installed: prepare packages that are imported later."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _for_good = ExitStack()  # never closed
 
 
 def begins(package: str) -> None:
-    """The import of `package` begins in an interpreter that has not called patch()."""
+    """Called when the import of `package` begins in an interpreter that has not called patch()."""
     if package == "transformers":
         transformers.open_gates()
         if settings.hub_kernels():

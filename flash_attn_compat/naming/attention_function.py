@@ -107,7 +107,7 @@ _known = WeakTensorKeyDictionary()
 
 
 def _remembered(tensor: Tensor, about: object, work: Callable[[], T]) -> T:
-    """`work()`, done once for this tensor as it is now: all layers of a model ask, and answers wait for the GPU."""
+    """`work()`, run once for this tensor as it is now: every layer asks, and each answer would wait for the GPU."""
     if torch.compiler.is_compiling() or tensor.is_inference():
         return work()  # tensors of inference mode do not tell when they were written to
     stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None

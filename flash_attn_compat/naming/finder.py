@@ -1,6 +1,6 @@
 """The finder that makes flash_attn's submodules the very modules of flash_attn_compat.
 
-The package flash_attn itself is a file in site/; what lies below it is found here. Nothing is imported to be found.
+The package flash_attn itself is a file in site/; what lies below it is found here. Finding a module imports nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""transformers' names for flash attention kernels on its hub, answered by our functions where that is asked for.
+"""Let transformers' names of flash attention kernels on its hub lead to our functions, where that is asked for.
 
 transformers 5 sends models with attention sinks (gpt-oss) from flash_attention_2 to such a kernel, which needs the
 package `kernels`, a download and a GPU of the kernel's kind. It has no setting for the case; what stands in here is its

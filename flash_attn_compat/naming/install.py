@@ -1,4 +1,4 @@
-"""Installing the name flash_attn into an environment for good, and removing it without a trace.
+"""Install the name flash_attn into an environment, and remove it without a trace.
 
 Writes an ordinary distribution flash-attn (package, metadata, RECORD) that pip lists, accepts and can uninstall.
 """
@@ -88,14 +88,13 @@ def _refuse_a_real_one(directory: Path) -> None:
     found = real.find_real()
     if found is not None and found.usable:
         raise InstallError(
-            f"flash-attn {found.version or ''} in {found.location} works on this machine: "
-            "it stays, and nothing is installed"
+            f"flash-attn {found.version or ''} in {found.location} works on this machine, so nothing is installed"
         )
     if found is not None:
         raise InstallError(
-            f"a flash-attn {found.version or ''} lies in {found.location}, though it cannot serve here "
-            f"({found.unusable_because}). Run pip uninstall flash-attn, then this again; "
-            "or leave it and call flash_attn_compat.patch(), which makes it work"
+            f"flash-attn {found.version or ''} in {found.location} cannot serve here ({found.unusable_because}). "
+            "Run pip uninstall flash-attn and then this again; or keep it and call flash_attn_compat.patch(), "
+            "which makes it work"
         )
     package = directory / "flash_attn" / "__init__.py"  # a directory without may be FlashAttention 4, which can stay
     if package.exists() and not installed(directory):
@@ -116,7 +115,7 @@ def _files(api: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _requirement() -> bytes:
-    """So that pip tells who removes flash-attn-compat alone; run from a checkout, there is nothing to require."""
+    """A requirement by which pip warns whoever removes flash-attn-compat alone; none when run from a checkout."""
     try:
         importlib.metadata.distribution(INSTALLER)
     except importlib.metadata.PackageNotFoundError:

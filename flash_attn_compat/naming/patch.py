@@ -1,6 +1,6 @@
 """patch(), unpatch(), patched(): one journal of undo steps behind a lock.
 
-What is done is decided here; how each part is done and undone lies in the modules beside.
+This module decides what is done; those beside it do and undo each part.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _extras: set[str] = set()  # in force, by their variables
 def patch(api: str | None = None, *, hub_kernels: bool = False, varlen_attn: bool = False) -> None:
     """Make `import flash_attn` find flash_attn_compat, here and in child processes started later.
 
-    Under the name stand flash_attn and its submodules (the same module objects as flash_attn_compat's), the raw
+    The name covers flash_attn and its submodules (the same module objects as flash_attn_compat's), the raw
     module flash_attn_2_cuda, and the metadata of a distribution flash-attn 2.8.3. transformers accepts
     attn_implementation="flash_attention_2" on every device, whether it was imported before or comes later.
 
@@ -43,8 +43,8 @@ def patch(api: str | None = None, *, hub_kernels: bool = False, varlen_attn: boo
     to our functions too (`naming.hub_kernels.NAMES`); so does FLASH_ATTN_COMPAT_HUB_KERNELS=1.
     varlen_attn: torch.nn.attention.varlen runs on CPUs and GPUs before sm80; so does FLASH_ATTN_COMPAT_VARLEN_ATTN=1.
 
-    Calling it again adds what it asks for and else does nothing; with another api it raises RuntimeError. Threads may
-    call it at the same time.
+    Calling it again adds what is newly asked for and changes nothing else; another api raises RuntimeError. Threads
+    may call it at the same time.
     """
     global _kept
     with _lock:
@@ -65,7 +65,7 @@ def unpatch() -> None:
 
 @contextmanager
 def patched(api: str | None = None, *, hub_kernels: bool = False, varlen_attn: bool = False) -> Iterator[None]:
-    """patch(...) for the length of a block; blocks may nest and overlap, the last one out undoes."""
+    """patch(...) for the length of a block; blocks may nest and overlap, and the last one to end undoes it."""
     global _contexts
     with _lock:
         _apply(api, hub_kernels, varlen_attn)

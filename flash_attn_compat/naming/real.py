@@ -167,7 +167,10 @@ def _replace_raw_functions(ours: ModuleType, undo: ExitStack) -> None:
 
 
 def _add_kernels_off_cuda(interface: ModuleType) -> None:
-    """The package registers its operators for CUDA alone. Not undone: they then reach the extension of that time."""
+    """Kernels for operators that the package registers for CUDA alone.
+
+    They stay: what they call later is whatever extension is in place then.
+    """
     for name in _OPERATORS:
         operator: Any = getattr(interface, name, None)
         if not hasattr(operator, "register_kernel"):

@@ -1,6 +1,6 @@
-"""transformers' checks for flash-attn, opened on devices that it has none for (CPU, MPS) and closed again.
+"""Open transformers' checks for flash-attn on devices that flash-attn does not know (CPU, MPS), and close them again.
 
-Where CUDA is there, every check passes by the files of site/ alone and nothing below changes an answer. Works on
+With CUDA, the files of site/ alone satisfy every check, and nothing below changes an answer. Works on
 4.48 and later, whether transformers is loaded already or comes later; never imports transformers itself.
 """
 
@@ -236,7 +236,7 @@ def register_with_transformers(name: str = "fa2_compat") -> None:
     """Register our attention under `name`, for attn_implementation=name, through transformers' own registry.
 
     Nothing is patched and nothing answers to the name flash_attn. Models that ask whether "flash" is requested (some
-    vision towers) take their other branch, which is as right and less packed. Needs transformers 4.53 or later.
+    vision towers) take their other branch: also right, but without packing. Needs transformers 4.53 or later.
 
     Raises ValueError for a name that contains "flash", which transformers takes for a kernel to download, and
     ImportError where transformers is missing or too old.

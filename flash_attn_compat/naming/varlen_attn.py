@@ -33,7 +33,7 @@ def _stop() -> None:
 
 
 def _register(module: ModuleType) -> None:
-    """Once a process: an operator cannot forget a kernel, so ours hand over to torch's while nothing is served."""
+    """Once per process. An operator keeps its kernels, so ours hand over to torch's while nothing is served."""
     global _registered
     if _registered or not hasattr(module, "_varlen_attn"):
         return
@@ -105,7 +105,7 @@ def _attend(
     _refuse_unknown(unknown)
     if num_splits not in (None, 0):
         raise NotImplementedError(
-            f"num_splits={num_splits}: the same bits in every batch are not promised by flash_attn_compat"
+            f"num_splits={num_splits} is not supported: flash_attn_compat does not promise the same bits in every batch"
         )
     if block_table is not None and cu_seq_k is None:
         cu_seq_k = torch.nn.functional.pad(seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
@@ -152,7 +152,7 @@ def _backward(
 def _refuse_unknown(options: dict[str, Any]) -> None:
     asked = {name: value for name, value in options.items() if value not in (None, False)}
     if asked:
-        raise NotImplementedError(f"flash_attn_compat does not know {asked} of this torch.nn.attention.varlen")
+        raise NotImplementedError(f"flash_attn_compat does not support {asked} of this torch.nn.attention.varlen")
 
 
 def _like(query: Any, out: Any) -> Any:

@@ -1,6 +1,6 @@
 """Linear layers and the two-layer MLP under the names of flash-attn's fused kernels, on one device and parallel.
 
-The kernels are gone, the arithmetic and the parameter names stay. Tensor-parallel layers follow Shoeybi et al.
+Plain PyTorch computes what the kernels did; parameter names are the same. Tensor-parallel layers follow Shoeybi et al.
 2019, with sequence parallelism as in Korthikanti et al. 2022: between layers each rank holds its part of the
 first axis.
 """

@@ -1,4 +1,4 @@
-"""What tests written against flash-attn use: random masks, packed inputs, and attention by plain matrix products.
+"""Helpers for tests written against flash-attn: random masks, packed inputs, and attention by plain matrix products.
 
 Windows here are (left, right) with None for unbounded.
 """
