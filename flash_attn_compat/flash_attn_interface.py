@@ -15,7 +15,7 @@ from torch import Tensor
 from flash_attn_compat import flash_attn_2_cuda as flash_attn_gpu
 from flash_attn_compat import sinks
 from flash_attn_compat.engine import compiled
-from flash_attn_compat.engine.autograd import attend, unpack
+from flash_attn_compat.engine.autograd import attend, purpose, unpack
 from flash_attn_compat.engine.build import Options, Packing, dense_call, packed_call
 from flash_attn_compat.kvcache import flash_attn_with_kvcache
 from flash_attn_compat.private_interface import (
@@ -360,7 +360,7 @@ def _dense(inputs: tuple[Tensor, ...], options: Options) -> AttentionOutput:
     if torch.compiler.is_compiling():
         outputs = compiled.attend(q, k, v, options)
     else:
-        outputs = attend(inputs, dense_call(q, k, v, options))
+        outputs = attend(inputs, dense_call(q, k, v, options, purpose(inputs)))
     return outputs if options.return_attn_probs else outputs[0]
 
 
@@ -371,7 +371,7 @@ def _packed(
     if torch.compiler.is_compiling():
         outputs = compiled.attend(q, k, v, options, compiled.Placement(packing, block_table))
     else:
-        outputs = attend(inputs, packed_call(q, k, v, packing, options, block_table))
+        outputs = attend(inputs, packed_call(q, k, v, packing, options, block_table, purpose=purpose(inputs)))
     return outputs if options.return_attn_probs else outputs[0]
 
 

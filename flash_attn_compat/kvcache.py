@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import sinks
-from flash_attn_compat.engine import checks
+from flash_attn_compat.engine import checks, signature
 from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.autograd import run_forward
-from flash_attn_compat.engine.build import Cache, Options, cache_call, integer
+from flash_attn_compat.engine.build import Cache, Options, cache_call, in_cache, integer
 from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.layout import lse_dtype
 
@@ -124,8 +124,8 @@ class _Arguments(NamedTuple):
 
     @property
     def want_gradients(self) -> bool:
-        tensors = (self.q, self.k_cache, self.v_cache, self.k, self.v, self.rotary_cos, self.rotary_sin)
-        return any([isinstance(tensor, Tensor) and tensor.requires_grad for tensor in (*tensors, self.alibi_slopes)])
+        tensors = (*self[:7], self.alibi_slopes)
+        return any([tensor is not None and getattr(tensor, "requires_grad", False) for tensor in tensors])
 
     @property
     def capacity(self) -> int:
@@ -139,11 +139,33 @@ class _Arguments(NamedTuple):
 
 
 def _attend(arguments: _Arguments, return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    _check(arguments)
-    call = _call(arguments, return_lse)
+    key = _key(arguments, return_lse)
+    known = signature.known(key)
+    if known is None:
+        _check(arguments)
+        has_new_keys = arguments.k is not None and isinstance(arguments.cache_seqlens, Tensor)
+        call = signature.remembered(key, _call(arguments, return_lse), has_new_keys)
+    else:
+        _check_capacity(arguments)
+        call = _call_like(known, arguments)
     result = run_forward(call, _new_keys(arguments, call))
     lse = result.softmax_lse
     return result.out, lse.contiguous() if return_lse and lse is not None else None
+
+
+def _key(arguments: _Arguments, return_lse: bool) -> signature.Key | None:
+    """What the call's signature is found by, if it may have one; a number as length differs from step to step."""
+    left, right = arguments.window_size_left, arguments.window_size_right
+    if type(left) is not int or type(right) is not int:
+        return None
+    lengths = arguments.cache_seqlens
+    is_number = isinstance(lengths, int)
+    tensors = *arguments[:7], None if is_number else lengths, *arguments[8:11], arguments.alibi_slopes
+    values = (
+        arguments.softmax_scale, arguments.causal, left, right, arguments.softcap, arguments.rotary_interleaved,
+        arguments.num_splits, return_lse, is_number, "cache",
+    )  # fmt: skip
+    return signature.key(tensors, values)
 
 
 def _call(arguments: _Arguments, return_lse: bool) -> AttentionCall:
@@ -157,6 +179,18 @@ def _call(arguments: _Arguments, return_lse: bool) -> AttentionCall:
         return_lse,
     )  # fmt: skip
     return cache_call(arguments.q, arguments.k_cache, arguments.v_cache, cache, options)
+
+
+def _call_like(known: AttentionCall, arguments: _Arguments) -> AttentionCall:
+    """What _call makes of arguments with that signature."""
+    q, used, leftpad, slopes = arguments.q, arguments.cache_seqlens, arguments.cache_leftpad, arguments.alibi_slopes
+    k, v, table = in_cache(q, arguments.k_cache, arguments.v_cache, arguments.cache_batch_idx, arguments.block_table)
+    if isinstance(used, int):
+        length = used + arguments.seqlen_new
+        if known.is_dense:
+            return known.with_tensors(q, k[:, :length], v[:, :length], slopes)._replace(max_seqlen_k=length)
+        used = torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
+    return known.with_tensors(q, k, v, slopes, None, None, used, leftpad, table)
 
 
 def _new_keys(arguments: _Arguments, call: AttentionCall) -> Append | None:
@@ -263,10 +297,10 @@ def _check_new_keys(arguments: _Arguments) -> None:
 def _check_capacity(arguments: _Arguments) -> None:
     """New keys must fit. Only lengths the host knows, or can read for free, are checked here."""
     lengths = arguments.cache_seqlens
+    if lengths is None or (isinstance(lengths, Tensor) and not is_on_host(lengths)):
+        return
     if isinstance(lengths, int):
         shortest = longest = lengths
-    elif lengths is None or lengths.device.type != "cpu" or not lengths.numel():
-        return
     else:
         shortest, longest = int(lengths.min()), int(lengths.max())
     longest += arguments.seqlen_new
@@ -277,6 +311,11 @@ def _check_capacity(arguments: _Arguments) -> None:
             f"KV cache: max(seqlens_k) + seqlen_knew (= {longest}) exceeds the capacity addressable by {where} "
             f"(= {arguments.capacity}), or a length is negative: cache_seqlens is {given}"
         )
+
+
+def is_on_host(lengths: Tensor) -> bool:
+    """Whether reading them waits for no GPU."""
+    return lengths.device.type == "cpu" and lengths.numel() > 0
 
 
 def _check_rotary(arguments: _Arguments) -> None:

@@ -11,11 +11,15 @@ from torch import Tensor
 
 from flash_attn_compat.engine import checks, compiled, dispatch
 from flash_attn_compat.engine.autograd import run_backward, run_forward
-from flash_attn_compat.engine.build import Options, Packing, dense_call, packed_call
+from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_call, packed_call
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream
 from flash_attn_compat.engine.probabilities import key_block_size, round_up, signed_probabilities
 
 USE_TRITON_ROCM = False
+
+# rng_state describes the mask, and any backend may draw it again.
+_FORWARD = Purpose(return_lse=True, shares_dropout_mask=True)
+_BACKWARD = Purpose(given_lse=True, shares_dropout_mask=True)
 
 
 def maybe_contiguous(x: Tensor | None) -> Tensor | None:
@@ -55,7 +59,7 @@ def _flash_attn_forward(
     _check_return_softmax(return_softmax, dropout_p)
     if torch.compiler.is_compiling():
         return compiled.forward(q, k, v, options, return_dmask=bool(return_softmax))
-    return _forward(dense_call(q, k, v, options), bool(return_softmax))
+    return _forward(dense_call(q, k, v, options, _FORWARD), bool(return_softmax))
 
 
 def _flash_attn_varlen_forward(
@@ -99,7 +103,7 @@ def _flash_attn_varlen_forward(
         placement = compiled.Placement(packing, block_table, seqused_k, leftpad_k)
         out, lse, dmask, rng_state = compiled.forward(q, k, v, options, placement, bool(return_softmax))
     else:
-        call = packed_call(q, k, v, packing, options, block_table, seqused_k, leftpad_k)
+        call = packed_call(q, k, v, packing, options, block_table, seqused_k, leftpad_k, _FORWARD)
         out, lse, dmask, rng_state = _forward(call, bool(return_softmax))
     if zero_tensors:
         lse = lse.masked_fill(_outside(cu_seqlens_q, q.shape[0]), -torch.inf)
@@ -141,7 +145,7 @@ def _flash_attn_backward(
     if torch.compiler.is_compiling():
         _write(compiled.backward(q, k, v, options, upstream), dq, dk, dv)
     else:
-        _backward(dense_call(q, k, v, options), upstream, dq, dk, dv)
+        _backward(dense_call(q, k, v, options, _BACKWARD), upstream, dq, dk, dv)
     padded = round_up(q.shape[1], 128)
     softmax_d = q.new_zeros((q.shape[0], q.shape[2], padded), dtype=torch.float32)
     softmax_d[:, :, : q.shape[1]] = _row_products(dout, out, dropout_p).transpose(1, 2)
@@ -185,7 +189,7 @@ def _flash_attn_varlen_backward(
     if torch.compiler.is_compiling():
         _write(compiled.backward(q, k, v, options, upstream, compiled.Placement(packing)), dq, dk, dv)
     else:
-        _backward(packed_call(q, k, v, packing, options), upstream, dq, dk, dv)
+        _backward(packed_call(q, k, v, packing, options, purpose=_BACKWARD), upstream, dq, dk, dv)
     return _packed_softmax_d(_row_products(dout, out, dropout_p), cu_seqlens_q)
 
 
@@ -222,7 +226,7 @@ def _check_num_splits(num_splits: int, has_splits: bool) -> None:
 
 
 def _forward(call: AttentionCall, return_softmax: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    result = run_forward(call._replace(return_lse=True, shares_dropout_mask=True))
+    result = run_forward(call)
     rng_state = result.rng_state
     if rng_state is None:
         rng_state = torch.zeros(2, dtype=torch.int64, device=call.q.device)
@@ -232,7 +236,8 @@ def _forward(call: AttentionCall, return_softmax: bool) -> tuple[Tensor, Tensor,
 
 def _backward(call: AttentionCall, upstream: Upstream, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> None:
     checks.upstream(call, upstream, dq, dk, dv)
-    call = call._replace(given_lse=True, shares_dropout_mask=True, rng_state=upstream.rng_state)
+    if call.dropout_p:
+        call = call._replace(rng_state=upstream.rng_state)
     into = None if dq is None or dk is None or dv is None else Gradients(dq, dk, dv)
     found = run_backward(None if call.is_empty else dispatch.serve(call), call, upstream, into)
     if into is None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from flash_attn_compat.backends import Backend, KernelsFailed
 from flash_attn_compat.engine import callers_state, checks, dispatch
 from flash_attn_compat.engine.append import Append, by_operators
+from flash_attn_compat.engine.build import FORWARD, RECORDED, Purpose
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream, wants_transforms
 from flash_attn_compat.engine.layout import lse_dtype
 from flash_attn_compat.engine.probabilities import signed_probabilities
@@ -56,20 +57,27 @@ def _check_packed(packed: Tensor, expected: int) -> None:
 Outputs = tuple[Tensor, Any, Any]
 
 
+def purpose(inputs: tuple[Tensor, ...]) -> Purpose:
+    """Whether autograd records a call of ``inputs``."""
+    if torch.is_grad_enabled():
+        for tensor in inputs:
+            if tensor.requires_grad:
+                return RECORDED
+    return FORWARD
+
+
 def attend(inputs: tuple[Tensor, ...], call: AttentionCall) -> Outputs:
-    """(out, softmax_lse, S_dmask) of ``call``, recorded for autograd if any of ``inputs`` requires grad.
+    """(out, softmax_lse, S_dmask) of ``call``, over views of ``inputs``; recorded for autograd if it needs_grad.
 
     S_dmask is None unless call.return_dmask, softmax_lse may be None unless call.return_lse.
     """
     if wants_transforms(*inputs):
-        call = call._replace(transformed=True)
+        call = call._replace(transformed=True, needs_grad=False)
         with callers_state.without_autocast(call.q.device):
             return _finish(call, _forward(dispatch.serve(call), call)[1])
-    if torch.is_grad_enabled():
-        for tensor in inputs:
-            if tensor.requires_grad:
-                outputs: Outputs = _Attention.apply(call._replace(needs_grad=True), *inputs)
-                return outputs
+    if call.needs_grad:
+        outputs: Outputs = _Attention.apply(call, *inputs)
+        return outputs
     result = run_forward(call)
     return _finish(call, result) if call.return_lse else (result.out, None, None)
 
@@ -81,7 +89,7 @@ def run_forward(call: AttentionCall, new: Append | None = None) -> Result:
 
 def _served(call: AttentionCall, new: Append | None = None) -> tuple[Backend | None, Result]:
     """The backend that served the call, None where there was nothing to compute, and what it found."""
-    if call.is_empty:
+    if call.signature is None and call.is_empty:
         if new is not None:
             by_operators(call, new)
         return None, _empty_result(call)
@@ -89,7 +97,7 @@ def _served(call: AttentionCall, new: Append | None = None) -> tuple[Backend | N
         with callers_state.without_autocast(call.q.device):
             return _served(call, new)
     backend = dispatch.serve(call)
-    return _forward(backend, call if new is None else call._replace(q=backend.append(call, new)))
+    return _forward(backend, call if new is None else call.with_query(backend.append(call, new)))
 
 
 def _forward(backend: Backend, call: AttentionCall) -> tuple[Backend, Result]:
@@ -134,7 +142,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, call: AttentionCall, *tensors: Tensor) -> Outputs:
         ctx.backend, result = _served(call)
         ctx.inputs = len(tensors)
-        ctx.description = call.without_tensors()
+        ctx.description = call.with_tensors()
         ctx.save_for_backward(
             *tensors, result.out, result.softmax_lse, result.rng_state,
             call.alibi_slopes, call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.leftpad_k, call.block_table,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_compat.engine import checks
+from flash_attn_compat.engine import checks, signature
 from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.mask import MOST_TOKENS, Mask
 
@@ -25,6 +25,19 @@ class Options(NamedTuple):
     alibi_slopes: Tensor | None = None
     deterministic: bool = False
     return_attn_probs: bool = False
+
+
+class Purpose(NamedTuple):
+    """What becomes of a call's results beyond what the options say; fields of AttentionCall."""
+
+    needs_grad: bool = False
+    return_lse: bool = False
+    return_dmask: bool = False
+    shares_dropout_mask: bool = False
+    given_lse: bool = False
+
+
+FORWARD, RECORDED = Purpose(), Purpose(needs_grad=True)
 
 
 class Packing(NamedTuple):
@@ -52,10 +65,15 @@ class Cache(NamedTuple):
     block_table: Tensor | None
 
 
-def dense_call(q: Tensor, k: Tensor, v: Tensor, options: Options) -> AttentionCall:
+def dense_call(q: Tensor, k: Tensor, v: Tensor, options: Options, purpose: Purpose = FORWARD) -> AttentionCall:
     """(batch, seqlen, heads, head_dim) tensors; raises as checks.dense does."""
+    key = _key((q, k, v, options.alibi_slopes), options, "dense", *purpose)
+    known = signature.known(key)
+    if known is not None:
+        return known.with_tensors(q, k, v, options.alibi_slopes)
     checks.dense(q, k, v)
-    return _call(q, k, v, options, q.shape[0], q.shape[1], k.shape[1], k.shape[1])
+    call = _call(q, k, v, options, purpose, q.shape[0], q.shape[1], k.shape[1], k.shape[1])
+    return signature.remembered(key, call)
 
 
 def packed_call(
@@ -67,9 +85,24 @@ def packed_call(
     block_table: Tensor | None = None,
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
+    purpose: Purpose = FORWARD,
 ) -> AttentionCall:
     """(total, heads, head_dim) tensors, or paged k and v with ``block_table``; raises as checks.packed does."""
     starts_q, starts_k, max_seqlen_q, max_seqlen_k = packing
+    are_whole = block_table is None and seqused_k is None and leftpad_k is None
+    equal_lengths = are_whole and _hold_the_same(starts_q, starts_k)
+    key = None
+    if type(max_seqlen_q) is int and type(max_seqlen_k) is int:
+        key = _key(
+            (q, k, v, options.alibi_slopes, starts_q, starts_k, seqused_k, leftpad_k, block_table), options,
+            "packed", max_seqlen_q, max_seqlen_k, equal_lengths, *purpose,
+        )  # fmt: skip
+    known = signature.known(key)
+    if known is not None:
+        if block_table is not None and seqused_k is None:
+            seqused_k = starts_k[1:] - starts_k[:-1]
+        packed_k = starts_k if block_table is None else None
+        return known.with_tensors(q, k, v, options.alibi_slopes, starts_q, packed_k, seqused_k, leftpad_k, block_table)
     if block_table is None:
         checks.packed(q, k, v, starts_q, starts_k)
     else:
@@ -84,17 +117,30 @@ def packed_call(
     if block_table is not None and seqused_k is None:
         seqused_k = starts_k[1:] - starts_k[:-1]
     longest_q, longest_k = _longest("max_seqlen_q", max_seqlen_q), _longest("max_seqlen_k", max_seqlen_k)
-    are_whole = block_table is None and seqused_k is None and leftpad_k is None
-    return _call(
-        q, k, v, options, batch, longest_q, longest_k, longest_k,
+    call = _call(
+        q, k, v, options, purpose, batch, longest_q, longest_k, longest_k,
         cu_seqlens_q=starts_q,
         cu_seqlens_k=starts_k if block_table is None else None,
         block_table=block_table,
         seqused_k=seqused_k,
         leftpad_k=leftpad_k,
         is_dense=False,
-        equal_lengths=are_whole and _hold_the_same(starts_q, starts_k),
+        equal_lengths=equal_lengths,
     )  # fmt: skip
+    return signature.remembered(key, call)
+
+
+def in_cache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch_idx: Tensor | None, table: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """k, v and block_table of a call over a cache, of which it may use some rows only."""
+    if batch_idx is not None:
+        # A cache row is a page that holds its whole sequence.
+        return k_cache, v_cache, batch_idx.unsqueeze(1)
+    batch = q.shape[0]
+    if table is None and k_cache.shape[0] != batch:
+        return k_cache[:batch], v_cache[:batch], None
+    return k_cache, v_cache, table
 
 
 def cache_call(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: Cache, options: Options) -> AttentionCall:
@@ -106,19 +152,15 @@ def cache_call(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: Cache, option
     used, seqlen_new, batch_idx, leftpad, table = cache
     batch, seqlen_q, slots = q.shape[0], q.shape[1], k_cache.shape[1]
     capacity = slots if table is None else slots * table.shape[1]
-    if batch_idx is not None:
-        # A cache row is a page that holds its whole sequence.
-        table = batch_idx.unsqueeze(1)
-    elif table is None and k_cache.shape[0] != batch:
-        k_cache, v_cache = k_cache[:batch], v_cache[:batch]
+    k_cache, v_cache, table = in_cache(q, k_cache, v_cache, batch_idx, table)
     if isinstance(used, int):
         used, seqlen_new = used + seqlen_new, 0
         if table is None and leftpad is None and not _shows_capacity(options):
             k, v = k_cache[:, :used], v_cache[:, :used]
-            return _call(q, k, v, options, batch, seqlen_q, used, capacity)
+            return _call(q, k, v, options, FORWARD, batch, seqlen_q, used, capacity)
         used = torch.full((batch,), used, dtype=torch.int32, device=q.device)
     return _call(
-        q, k_cache, v_cache, options, batch, seqlen_q, capacity, capacity,
+        q, k_cache, v_cache, options, FORWARD, batch, seqlen_q, capacity, capacity,
         seqused_k=used,
         leftpad_k=leftpad,
         block_table=table,
@@ -137,6 +179,7 @@ def _call(
     k: Tensor,
     v: Tensor,
     options: Options,
+    purpose: Purpose,
     batch: int,
     max_seqlen_q: int,
     max_seqlen_k: int,
@@ -168,9 +211,11 @@ def _call(
     return AttentionCall(
         q, k, v, scale, mask, max_seqlen_q, max_seqlen_k, cap, float(dropout_p) if drops else 0.0, alibi_slopes,
         deterministic=bool(deterministic),
-        return_lse=bool(return_attn_probs),
-        return_dmask=bool(return_attn_probs) and drops,
-        shares_dropout_mask=bool(return_attn_probs) and drops,
+        return_lse=bool(return_attn_probs) or purpose.return_lse,
+        return_dmask=(bool(return_attn_probs) and drops) or purpose.return_dmask,
+        needs_grad=purpose.needs_grad,
+        given_lse=purpose.given_lse,
+        shares_dropout_mask=(bool(return_attn_probs) and drops) or purpose.shares_dropout_mask,
         **lengths,
     )  # fmt: skip
 
@@ -199,7 +244,23 @@ def _hold_the_same(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> bool:
     """Whether the host sees for free that both hold the same numbers, as two tensors of a collator's may."""
     if cu_seqlens_q is cu_seqlens_k:
         return True
+    if not isinstance(cu_seqlens_q, Tensor) or not isinstance(cu_seqlens_k, Tensor):
+        return False
+    if cu_seqlens_q.shape != cu_seqlens_k.shape or cu_seqlens_q.device != cu_seqlens_k.device:
+        return False
     if cu_seqlens_q.device.type == "cpu":
         return torch.equal(cu_seqlens_q, cu_seqlens_k)
-    same_memory = cu_seqlens_q.is_cuda and cu_seqlens_q.data_ptr() == cu_seqlens_k.data_ptr()
-    return same_memory and cu_seqlens_q.shape == cu_seqlens_k.shape
+    return cu_seqlens_q.is_cuda and cu_seqlens_q.data_ptr() == cu_seqlens_k.data_ptr()
+
+
+def _key(tensors: tuple[Tensor | None, ...], options: Options, *others: object) -> signature.Key | None:
+    """What the call's signature is found by, if it may have one."""
+    dropout_p, softmax_scale, causal, window_size, softcap, _, deterministic, return_attn_probs = options
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        return None
+    if type(left) is not int or type(right) is not int:  # 1.0 is no bound, and equals 1
+        return None
+    values = dropout_p, softmax_scale, causal, left, right, softcap, deterministic, return_attn_probs
+    return signature.key(tensors, (*values, *others))

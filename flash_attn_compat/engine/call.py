@@ -16,7 +16,22 @@ from flash_attn_compat.engine.features import Feature, Traits
 from flash_attn_compat.engine.mask import Mask
 
 
-class AttentionCall(NamedTuple):
+class Signature:
+    """Stands for every call whose arguments are equal in all but the values in their tensors: see signature.py.
+
+    call: such a call without its tensors; decision: what dispatch found for it, with what that holds for
+    has_new_keys: whether the keys that are appended, and how, are among the arguments
+    """
+
+    __slots__ = ("call", "decision", "has_new_keys")
+
+    def __init__(self, call: AttentionCall, has_new_keys: bool) -> None:
+        self.call = call._replace(signature=self)
+        self.decision: tuple[object, Any] = None, None
+        self.has_new_keys = has_new_keys
+
+
+class _Fields(NamedTuple):
     """Attention of ``q`` over ``k`` and ``v``.
 
     q: (batch, seqlen_q, nheads, head_dim), or (total_q, nheads, head_dim) with ``cu_seqlens_q``
@@ -33,6 +48,7 @@ class AttentionCall(NamedTuple):
     is_dense: whether every sequence is as long as the tensors: no lengths, no pages
     equal_lengths: whether every packed sequence is known to have as many queries as keys
     max_seqlen_q, max_seqlen_k: as the caller said for packed calls, the tensors' lengths for dense ones
+    signature: what the call has in common with others, where it is known; whoever replaces a field loses it
     """
 
     q: Tensor
@@ -61,6 +77,15 @@ class AttentionCall(NamedTuple):
     shares_dropout_mask: bool = False
     transformed: bool = False
     seqlen_new: int = 0
+    signature: Signature | None = None
+
+
+class AttentionCall(_Fields):
+    __doc__ = _Fields.__doc__ or ""
+    __slots__ = ()
+
+    def _replace(self, **changes: Any) -> AttentionCall:
+        return super()._replace(**{"signature": None, **changes})
 
     @property
     def batch(self) -> int:
@@ -141,39 +166,51 @@ class AttentionCall(NamedTuple):
             features |= _TRANSFORMS
         return features
 
-    def signature(self) -> tuple[torch.device, torch.dtype, int, int, str, bool, bool, int, int]:
-        """What traits are made of, as cheaply as possible: equal signatures have equal traits."""
+    def traits(self) -> Traits:
         q, k, v = self.q, self.k, self.v
-        q_shape, k_shape, device = q.shape, k.shape, q.device
+        sq, sk, device = q.shape[1], k.shape[1], q.device
         if self.is_dense:
-            sq, sk = q_shape[1], k_shape[1]
             sq_vs_sk = "=" if sq == sk else "<" if sq < sk else ">"
         else:
             sq_vs_sk = "=" if self.equal_lengths else "?"
         # Only a cache is too large to be copied into place.
         in_cache = not self.is_dense and self.cu_seqlens_k is None
-        aligned = not in_cache or _are_aligned(k, v)
-        page_size = k_shape[1] if self.block_table is not None else 0
-        one_query = self.max_seqlen_q == 1
-        return device, q.dtype, q_shape[-1], v.shape[-1], sq_vs_sk, one_query, aligned, self.features(), page_size
-
-    def traits(self) -> Traits:
-        signature = self.signature()
-        device = signature[0]
-        capability = settings.capability(device) if device.type == "cuda" else None
-        return Traits(device.type, capability, *signature[1:])
+        return Traits(
+            device_type=device.type,
+            capability=settings.capability(device) if device.type == "cuda" else None,
+            dtype=q.dtype,
+            head_dim=q.shape[-1],
+            head_dim_v=v.shape[-1],
+            sq_vs_sk=sq_vs_sk,
+            one_query=self.max_seqlen_q == 1,
+            aligned=not in_cache or _are_aligned(k, v),
+            features=self.features(),
+            page_size=sk if self.block_table is not None else 0,
+        )
 
     def from_given_results(self) -> AttentionCall:
         """The backward alone, as a backend computes it from another one's results."""
         return self._replace(given_lse=True, shares_dropout_mask=self.dropout_p > 0)
 
-    def without_tensors(self) -> AttentionCall:
-        """The call's description alone; autograd keeps the tensors itself."""
-        return self._replace(
-            q=None, k=None, v=None,  # type: ignore[arg-type]  # whoever keeps the description puts them back
-            alibi_slopes=None, cu_seqlens_q=None, cu_seqlens_k=None,
-            seqused_k=None, leftpad_k=None, block_table=None, rng_state=None,
-        )  # fmt: skip
+    def with_query(self, q: Tensor) -> AttentionCall:
+        """The call of another q."""
+        return self if q is self.q else AttentionCall._make((q, *self[1:-1], None))
+
+    def with_tensors(
+        self,
+        q: Tensor | None = None,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        seqused_k: Tensor | None = None,
+        leftpad_k: Tensor | None = None,
+        block_table: Tensor | None = None,
+    ) -> AttentionCall:
+        """The call over other tensors of the same shapes and strides; without any, its description alone."""
+        tensors = alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, None
+        return AttentionCall._make((q, k, v, *self[3:9], *tensors, *self[16:]))
 
 
 # Plain ints: combining enum members costs a microsecond each on the path of every call.

@@ -14,6 +14,8 @@ import torch
 
 def autocasts(device: torch.device) -> bool:
     """Whether autocast is on for operators on ``device``: it would round the products of what is wider."""
+    if not torch._C._is_any_autocast_enabled():
+        return False
     return _knows_autocast(device.type) and torch.is_autocast_enabled(device.type)
 
 

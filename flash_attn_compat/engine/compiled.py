@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.engine import autograd, dispatch
-from flash_attn_compat.engine.build import Options, Packing, dense_call, packed_call
+from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_call, packed_call
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream
 from flash_attn_compat.engine.layout import lse_dtype
 from flash_attn_compat.engine.probabilities import round_up, signed_probabilities
@@ -112,7 +112,7 @@ class _Arguments(NamedTuple):
     softcap: float
     deterministic: bool
 
-    def call(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
+    def call(self, q: Tensor, k: Tensor, v: Tensor, purpose: Purpose) -> AttentionCall:
         options = Options(
             self.dropout_p,
             self.softmax_scale,
@@ -123,11 +123,11 @@ class _Arguments(NamedTuple):
             self.deterministic,
         )
         if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
-            return dense_call(q, k, v, options)
+            return dense_call(q, k, v, options, purpose)
         longest_q = self.max_seqlen_q if self.max_seqlen_q_tensor is None else self.max_seqlen_q_tensor
         longest_k = self.max_seqlen_k if self.max_seqlen_k_tensor is None else self.max_seqlen_k_tensor
         packing = Packing(self.cu_seqlens_q, self.cu_seqlens_k, longest_q, longest_k)
-        return packed_call(q, k, v, packing, options, self.block_table, self.seqused_k, self.leftpad_k)
+        return packed_call(q, k, v, packing, options, self.block_table, self.seqused_k, self.leftpad_k, purpose)
 
 
 # custom_op reads the annotations of these signatures, hence Optional and the long lists.
@@ -163,9 +163,7 @@ def _forward_op(
         window_size_right, softcap, deterministic,
     )  # fmt: skip
     # The backward finds its backend anew, so the dropout mask has to be one that any of them can draw.
-    call = arguments.call(q, k, v)._replace(
-        return_lse=return_lse, shares_dropout_mask=True, needs_grad=needs_grad, return_dmask=return_dmask
-    )
+    call = arguments.call(q, k, v, Purpose(needs_grad, return_lse, return_dmask, shares_dropout_mask=True))
     result = autograd.run_forward(call)
     rng_state = result.rng_state if result.rng_state is not None else _no_rng_state(q)
     lse = result.lse.contiguous() if return_lse else _no_lse(q)
@@ -232,9 +230,8 @@ def _backward_op(
         max_seqlen_q_tensor, max_seqlen_k_tensor, dropout_p, softmax_scale, causal, window_size_left,
         window_size_right, softcap, deterministic,
     )  # fmt: skip
-    call = arguments.call(q, k, v)._replace(
-        return_lse=True, shares_dropout_mask=True, needs_grad=True, given_lse=True, rng_state=rng_state
-    )
+    purpose = Purpose(needs_grad=True, return_lse=True, shares_dropout_mask=True, given_lse=True)
+    call = arguments.call(q, k, v, purpose)._replace(rng_state=rng_state)
     backend = None if call.is_empty else dispatch.choose(call)
     gradients = autograd.run_backward(backend, call, Upstream(dout, out, softmax_lse, rng_state))
     dq, dk, dv = gradients

@@ -88,7 +88,8 @@ def reset_backend_counts() -> None:
 
 def forget_decisions() -> None:
     """Decide anew from now on: what a backend can serve has changed for a reason that no setting shows."""
-    _decisions.clear()
+    global _decisions  # noqa: PLW0603  another dict, for signatures know the one they were decided in
+    _decisions = {}
 
 
 def choose_instead(failed: Backend, call: AttentionCall, failure: KernelsFailed) -> Backend:
@@ -139,14 +140,22 @@ def serve(call: AttentionCall) -> Backend:
 
 def _decide(call: AttentionCall) -> Backend | None:
     """The backend whose turn it is; None where there is none."""
-    key = (call.signature(), settings.fingerprint())
+    if call.signature is not None:
+        decisions, decided = call.signature.decision
+        if decisions is _decisions:
+            known: Backend = decided
+            return known
+    traits = call.traits()
+    key = (traits, settings.fingerprint())
     backend = _decisions.get(key)
     if backend is None:
         _check_settings()
-        backend = _first_able(call.traits(), settings.named_backend())
+        backend = _first_able(traits, settings.named_backend())
         if backend is None:
             return None
         _decisions[key] = backend
+    if call.signature is not None:
+        call.signature.decision = _decisions, backend
     return backend
 
 

@@ -6,6 +6,8 @@ of decoding is two launches.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 
@@ -25,11 +27,13 @@ def append(call: AttentionCall, new: Append) -> Tensor:
     if call.alibi_slopes is not None or call.block_table is not None:
         call = launcher.tidy(call)
     k, v, cos, sin, starts = new.k, new.v, new.rotary_cos, new.rotary_sin, new.cache_seqlens
-    signature = (
-        "append", *launcher.key(call), k.shape, k.stride(), v.stride(), (k.data_ptr() | v.data_ptr()) & 15,
-        starts if isinstance(starts, int) else None, new.rotary_interleaved, new.rows_have_own_position,
-        None if cos is None or sin is None else (cos.shape, cos.stride(), sin.stride()),
-    )  # fmt: skip
+    signature: tuple[Hashable, ...] = ("append", *launcher.key(call))
+    if call.signature is None or not call.signature.has_new_keys:
+        signature += (
+            k.shape, k.stride(), v.stride(), (k.data_ptr() | v.data_ptr()) & 15,
+            starts if isinstance(starts, int) else None, new.rotary_interleaved, new.rows_have_own_position,
+            None if cos is None or sin is None else (cos.shape, cos.stride(), sin.stride()),
+        )  # fmt: skip
     return launcher.planned(signature, call.q.get_device(), lambda: _make_plan(call, new)).run(call, new)
 
 
@@ -61,7 +65,7 @@ class _Copied:
             rotary_cos=None if cos is None else cos.contiguous(),
             rotary_sin=None if sin is None else sin.contiguous(),
         )
-        return append(call, tidy)
+        return append(call._replace(), tidy)  # whose signature speaks of the others
 
 
 class Plan:

@@ -176,6 +176,8 @@ def aligned(tensor: Tensor) -> Tensor:
 
 def key(call: AttentionCall) -> tuple[Hashable, ...]:
     """Equal for calls that one plan serves."""
+    if call.signature is not None:
+        return (call.signature,)
     q, k, v, slopes, table = call.q, call.k, call.v, call.alibi_slopes, call.block_table
     return (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(),

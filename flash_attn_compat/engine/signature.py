@@ -1,0 +1,67 @@
+"""What follows from a call's arguments but for the values in its tensors is found once and kept.
+
+That is the outcome of the checks, defaults, the mask, the backend, and a kernel's plan. The arguments are looked at by
+every call, and so is what depends on values or on state: autograd, autocast, transforms, lengths on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat import settings
+from flash_attn_compat.engine.call import AttentionCall, Signature
+
+Key = tuple[Any, ...]
+
+_MOST = 4096
+_TENSORS = (Tensor, torch.nn.Parameter)
+_VALUES = (bool, int, float, str, type(None))
+_known: dict[Key, Signature] = {}
+
+
+def key(tensors: Sequence[Any], values: tuple[object, ...]) -> Key | None:
+    """What calls have in common that are alike; None where nothing is kept.
+
+    tensors: q, k and v, and all others; values: every other argument
+    """
+    q, k, v, *_ = tensors
+    if type(q) not in _TENSORS or type(k) not in _TENSORS or type(v) not in _TENSORS:
+        return None  # a subclass may have its own view of shapes and addresses, and a wrong argument has none
+    if torch._C._are_functorch_transforms_active():
+        return None
+    try:
+        alike = [
+            None if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15) for x in tensors
+        ]
+    except (AttributeError, RuntimeError):
+        return None  # no tensor, or a nested one: the checks say it better
+    return *alike, values, settings.fingerprint()
+
+
+def known(key: Key | None) -> AttentionCall | None:
+    """A call that is alike, without tensors."""
+    try:
+        found = _known.get(key) if key is not None else None
+    except TypeError:
+        return None  # an argument of a type that the checks refuse or convert
+    return None if found is None else found.call
+
+
+def remembered(key: Key | None, call: AttentionCall, has_new_keys: bool = False) -> AttentionCall:
+    """``call``, which passed its checks, with a signature if its arguments are plain ones."""
+    if key is None or call.is_empty or not _is_plain(key):
+        return call
+    if len(_known) >= _MOST:  # lengths may differ from step to step
+        _known.clear()
+    signature = _known[key] = Signature(call.with_tensors(), has_new_keys)
+    return AttentionCall._make((*call[:-1], signature))
+
+
+def _is_plain(key: Key) -> bool:
+    """Whether neither tensors nor values can change, or mean something else to an equal key."""
+    *tensors, values, _ = key
+    return all(x is None or x[0] in _TENSORS for x in tensors) and all(type(value) in _VALUES for value in values)

@@ -1,0 +1,286 @@
+"""What is kept of a call never answers for another: whatever differs gets the answer and the error of a first call."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_compat import (
+    backend_counts,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    reset_backend_counts,
+    use_backend,
+)
+from flash_attn_compat.backends.fused import launcher
+from flash_attn_compat.engine import signature
+from flash_attn_compat.engine.build import Options, Packing, dense_call, packed_call
+from flash_attn_compat.flash_attn_interface import _flash_attn_forward, _flash_attn_varlen_forward
+from tests import fused_on_cpu
+from tests.support import randn
+
+Arguments = dict[str, Any]
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def dense() -> Arguments:
+    shapes = {"q": (2, 5, 4, 16), "k": (2, 7, 2, 16), "v": (2, 7, 2, 16)}
+    return {name: randn(*shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items())}
+
+
+def varlen() -> Arguments:
+    q, k, v = (tensor.flatten(0, 1) for tensor in dense().values())
+    lengths = {"cu_seqlens_q": ints(0, 5, 10), "cu_seqlens_k": ints(0, 7, 14), "max_seqlen_q": 5, "max_seqlen_k": 7}
+    return {"q": q, "k": k, "v": v, **lengths}
+
+
+def cache() -> Arguments:
+    names = {"q": (2, 1, 4, 16), "k_cache": (3, 20, 2, 16), "v_cache": (3, 20, 2, 16)}
+    names |= {"k": (2, 1, 2, 16), "v": (2, 1, 2, 16), "rotary_cos": (20, 8), "rotary_sin": (20, 8)}
+    tensors = {name: randn(*shape, seed=seed) for seed, (name, shape) in enumerate(names.items())}
+    return {**tensors, "cache_seqlens": ints(4, 9)}
+
+
+def private() -> Arguments:
+    return {
+        **dense(), "dropout_p": 0.0, "softmax_scale": 0.3, "causal": False, "window_size_left": -1,
+        "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None, "return_softmax": False,
+    }  # fmt: skip
+
+
+SLOPES = torch.tensor([0.5, 0.1, 0.3, 0.2])
+OPTIONS: list[Arguments] = [
+    {"softmax_scale": 0.5}, {"causal": True}, {"window_size": (2, 1)}, {"window_size": [2, 0]}, {"softcap": 3.0},
+    {"alibi_slopes": SLOPES}, {"alibi_slopes": SLOPES.repeat(2, 1)}, {"softmax_scale": torch.tensor(0.5)},
+]  # fmt: skip
+PROBABILITIES: list[Arguments] = [{"return_attn_probs": True}, {"dropout_p": 0.5}, {"deterministic": True}]
+OF_DENSE: list[Arguments] = [
+    {"q": randn(2, 6, 4, 16)}, {"k": randn(2, 7, 4, 16), "v": randn(2, 7, 4, 16)}, {"v": randn(2, 7, 2, 32)},
+    {"q": randn(2, 5, 16, 4).transpose(2, 3)}, {"q": randn(2, 5, 4, 16).requires_grad_()},
+    {name: tensor.double() for name, tensor in dense().items()},
+    {name: tensor.half() for name, tensor in dense().items()},
+]  # fmt: skip
+OF_VARLEN: list[Arguments] = [
+    {"cu_seqlens_q": ints(0, 3, 10)}, {"cu_seqlens_k": ints(0, 9, 14), "max_seqlen_k": 9}, {"max_seqlen_q": 8},
+    {"cu_seqlens_q": ints(0, 10), "cu_seqlens_k": ints(0, 14), "max_seqlen_q": 10, "max_seqlen_k": 14},
+    {"max_seqlen_q": torch.tensor(5)}, {"q": randn(14, 4, 16), "cu_seqlens_q": ints(0, 7, 14), "max_seqlen_q": 7},
+    {"k": randn(3, 4, 2, 16), "v": randn(3, 4, 2, 16), "block_table": ints(1, 0, 2, 1).view(2, 2),
+     "cu_seqlens_k": ints(0, 7, 14)},
+]  # fmt: skip
+OF_CACHE: list[Arguments] = [
+    {"cache_seqlens": ints(19, 0)}, {"cache_seqlens": 6}, {"cache_seqlens": 7}, {"rotary_interleaved": False},
+    {"k": None, "v": None, "rotary_cos": None, "rotary_sin": None}, {"rotary_cos": None, "rotary_sin": None},
+    {"cache_batch_idx": ints(2, 0)}, {"cache_leftpad": ints(1, 3)}, {"return_softmax_lse": True},
+    {"k": randn(2, 2, 2, 16), "v": randn(2, 2, 2, 16)}, {"rotary_cos": randn(20, 16)[:, ::2]},
+    {"block_table": ints(2, 0).unsqueeze(1)}, {"k": randn(2, 2, 1, 16).transpose(1, 2)},
+]  # fmt: skip
+OF_PRIVATE: list[Arguments] = [{"window_size_left": 2, "window_size_right": 1}, {"causal": True}, {"softcap": 3.0}]
+WRONG: dict[Callable[..., Any], list[Arguments]] = {
+    flash_attn_func: [
+        {"window_size": (1.0, 1)}, {"window_size": 3}, {"k": randn(2, 7, 3, 16)}, {"v": dense()["v"].double()},
+        {"q": None}, {"alibi_slopes": SLOPES[:3]}, {"alibi_slopes": SLOPES.double()}, {"softmax_scale": "wide"},
+        {"dropout_p": 1.5}, {"softmax_scale": [1.0]},
+    ],
+    flash_attn_varlen_func: [
+        {"cu_seqlens_q": ints(0, 5, 10).long()}, {"cu_seqlens_k": ints(0, 1, 7, 2, 14)[::2]}, {"max_seqlen_q": 5.0},
+        {"cu_seqlens_k": ints(0, 14)}, {"cu_seqlens_q": [0, 5, 10]}, {"max_seqlen_k": 2**31},
+    ],
+    flash_attn_with_kvcache: [
+        {"cache_seqlens": ints(4, 20)}, {"cache_seqlens": ints(4, -1)}, {"cache_seqlens": 20}, {"cache_seqlens": 4.0},
+        {"cache_seqlens": ints(4, 9).long()}, {"num_splits": 200}, {"rotary_sin": None}, {"v": None},
+        {"k": randn(2, 1, 2, 8)}, {"rotary_cos": randn(19, 8), "rotary_sin": randn(19, 8)}, {"window_size": (1.0, 1)},
+    ],
+}  # fmt: skip
+BASES = {
+    flash_attn_func: dense, flash_attn_varlen_func: varlen, flash_attn_with_kvcache: cache,
+    _flash_attn_forward: private,
+}  # fmt: skip
+CHANGES = {
+    flash_attn_func: OPTIONS + PROBABILITIES + OF_DENSE,
+    flash_attn_varlen_func: OPTIONS + PROBABILITIES + OF_VARLEN,
+    flash_attn_with_kvcache: OPTIONS + OF_CACHE,
+    _flash_attn_forward: OF_PRIVATE,
+}
+
+
+def outcome(function: Callable[..., Any], arguments: Arguments) -> list[Any]:
+    """What a call returns and what it writes into its cache, or its error."""
+    copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in arguments.items()}
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            copies[name] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(value.detach())
+            copies[name].requires_grad_(value.requires_grad)
+    torch.manual_seed(0)
+    try:
+        found = function(**copies)
+    except Exception as error:  # noqa: BLE001  whatever a first call raises
+        return [type(error), str(error)]
+    results = list(found) if isinstance(found, tuple) else [found]
+    return [*results, results[0].requires_grad, copies.get("k_cache"), copies.get("v_cache")]
+
+
+def same(one: list[Any], two: list[Any]) -> bool:
+    return len(one) == len(two) and all(
+        torch.equal(x, y) if isinstance(x, Tensor) else x == y for x, y in zip(one, two)
+    )
+
+
+def cases(changes: dict[Callable[..., Any], list[Arguments]]) -> list[Any]:
+    return [
+        pytest.param(function, change, id=f"{function.__name__} {number}: {' '.join(change)}")
+        for function, some in changes.items()
+        for number, change in enumerate(some)
+    ]
+
+
+@pytest.mark.parametrize(("function", "change"), cases(CHANGES) + cases(WRONG))
+def test_a_call_that_differs_in_one_argument_gets_its_own_answer(
+    function: Callable[..., Any], change: Arguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = BASES[function]()
+    with monkeypatch.context() as patch:
+        patch.setattr(signature, "_known", {})
+        expected = outcome(function, base | change)
+    monkeypatch.setattr(signature, "_known", {})
+    first = outcome(function, base)
+    assert len(signature._known) == 1 and same(outcome(function, base), first)
+    for _ in range(2):
+        assert same(outcome(function, base | change), expected)
+    assert same(outcome(function, base), first)
+
+
+@pytest.mark.parametrize(("function", "change"), cases(CHANGES))
+def test_launches_are_those_of_a_first_call(
+    function: Callable[..., Any], change: Arguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def halved(arguments: Arguments) -> Arguments:
+        keep = ("rotary_interleaved", "alibi_slopes")
+        return {
+            name: value.half()
+            if isinstance(value, Tensor) and value.is_floating_point() and name not in keep
+            else value
+            for name, value in arguments.items()
+        }
+
+    def launched(arguments: Arguments) -> list[Any]:
+        before = len(launches.seen)
+        with torch.no_grad(), use_backend("fused"):
+            function(**halved(arguments))
+        return [
+            (launch.variant, launch.blocks, {name: bool(at) if at > 2**32 else at for name, at in plain(launch.fields)})
+            for launch in launches.seen[before:]
+        ]
+
+    def plain(fields: dict[str, Any]) -> list[tuple[str, Any]]:
+        return [(name, value) for name, value in fields.items() if isinstance(value, int)]
+
+    launches = fused_on_cpu.record(monkeypatch)
+    base = BASES[function]()
+    if "cache_seqlens" in change and isinstance(change["cache_seqlens"], Tensor):
+        base["cache_seqlens"] = ints(1, 1)
+    monkeypatch.setattr(signature, "_known", {})
+    expected = launched(base | change)
+    monkeypatch.setattr(signature, "_known", {})
+    launcher.forget_plans()
+    launched(base)
+    launched(base)
+    for _ in range(2):
+        assert launched(base | change) == expected
+
+
+@pytest.mark.parametrize("function", BASES)
+def test_who_serves_is_asked_at_every_call(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def served(arguments: Arguments) -> str:
+        reset_backend_counts()
+        function(**arguments)
+        return next(name for name, count in backend_counts().items() if count)
+
+    base = BASES[function]()
+    usual = served(base)
+    assert usual != "reference"
+    with use_backend("reference"):
+        assert served(base) == "reference"
+    assert served(base) == usual
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_BACKEND", "reference")
+    assert served(base) == "reference"
+    monkeypatch.delenv("FLASH_ATTN_COMPAT_BACKEND")
+    assert served(base) == usual
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_BACKEND", "none such")
+    with pytest.raises(ValueError, match="none such"):
+        function(**base)
+
+
+def test_gradients_are_recorded_behind_calls_without() -> None:
+    arguments = dense()
+    assert not flash_attn_func(**arguments).requires_grad
+    leaves = {name: tensor.requires_grad_() for name, tensor in arguments.items()}
+    flash_attn_func(**leaves).sum().backward()
+    assert all(leaf.grad is not None for leaf in leaves.values())
+    with torch.no_grad():
+        assert not flash_attn_func(**leaves).requires_grad
+
+
+def test_packed_lengths_are_compared_at_every_call() -> None:
+    q, starts = randn(10, 2, 16), ints(0, 5, 10)
+    calls = [
+        packed_call(q, q, q, Packing(starts, others, 7, 7), Options())
+        for others in (ints(0, 5, 10), ints(0, 3, 10), ints(0, 5, 10))
+    ]
+    assert [call.equal_lengths for call in calls] == [True, False, True]
+    assert calls[0].signature is calls[2].signature is not calls[1].signature
+
+
+def test_whoever_changes_a_call_loses_its_signature() -> None:
+    q, k, v = dense().values()
+    for _ in range(2):
+        call = dense_call(q, k, v, Options())
+        assert call.signature is not None
+        assert call._replace(softcap=1.0).signature is None and call.with_query(q.clone()).signature is None
+
+
+def test_nothing_is_kept_alive() -> None:
+    arguments = cache()
+    flash_attn_with_kvcache(**arguments)
+    gone = [weakref.ref(value) for value in arguments.values()]
+    arguments.clear()
+    gc.collect()
+    assert not [one for one in gone if one() is not None]
+
+
+def test_no_more_is_kept_than_a_few_thousand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signature, "_known", {})
+    monkeypatch.setattr(signature, "_MOST", 8)
+    for length in range(1, 30):
+        flash_attn_func(*(randn(1, length, 1, 8) for _ in range(3)))
+        assert 0 < len(signature._known) <= 8
+
+
+class Wrapped(Tensor):
+    """A subclass may see shapes and memory its own way."""
+
+
+def test_subclasses_of_tensors_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signature, "_known", {})
+    q, k, v = dense().values()
+    flash_attn_func(q, k, v.as_subclass(Wrapped))
+    flash_attn_varlen_func(**(varlen() | {"cu_seqlens_q": ints(0, 5, 10).as_subclass(Wrapped)}))
+    torch.func.vmap(flash_attn_func)(*(tensor[None] for tensor in (q, k, v)))
+    assert not signature._known
+
+
+def test_private_functions_keep_what_they_ask_for_apart() -> None:
+    """The public call wants no LSE, the private one does."""
+    arguments = varlen()
+    out = flash_attn_varlen_func(**arguments, softmax_scale=0.3)
+    private, lse, _, rng_state = _flash_attn_varlen_forward(**arguments, dropout_p=0.0, softmax_scale=0.3, causal=False)
+    assert torch.equal(out, private) and lse.shape == (4, 10) and rng_state.shape == (2,)
