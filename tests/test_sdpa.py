@@ -1,12 +1,13 @@
-"""What sdpa does about the versions of PyTorch's CPU kernel."""
+"""What sdpa does about the versions of PyTorch's CPU kernel, packed sequences, half precision and biases."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from flash_attn_compat import flash_attn_func, use_backend
+from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, use_backend
 from flash_attn_compat.backends import sdpa
+from flash_attn_compat.engine.layout import Layout
 
 
 @pytest.mark.parametrize("window_size", [(-1, -1), (9, 3)])
@@ -38,3 +39,100 @@ def test_scores_too_large_for_fp16_are_no_trouble(monkeypatch, keeps_scores, opt
     assert (q.double().transpose(1, 2) @ k.double().permute(0, 2, 3, 1)).abs().max() > torch.finfo(torch.float16).max
     for ours, exact in zip(*found):
         torch.testing.assert_close(ours.double(), exact.double(), rtol=4e-3, atol=4e-3)
+
+
+LENGTHS = {
+    "skewed": [(n, n) for n in (22, 300, 48, 1, 79)],
+    "runs of one length": [(8, 8)] * 5 + [(30, 30)] * 3,
+    "empty on either side": [(5, 5), (0, 7), (7, 0), (9, 9)],
+    "a decode step": [(1, n) for n in (12, 5, 9, 12)],
+    "more keys than rows": [(4, 9), (9, 9), (3, 20)],
+    "more rows than keys": [(9, 4), (20, 3)],
+    "many": [(1 + i % 16, 1 + i % 16) for i in range(40)],
+}
+
+
+@pytest.mark.parametrize("window_size", [(-1, -1), (-1, 0), (400, 0), (5, 0)], ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_packed_sequences_equal_each_by_itself(lengths, window_size, dtype):
+    total_q, total_k = (sum(of) for of in zip(*lengths))
+    q = torch.randn(total_q + 3, 4, 16, dtype=dtype)  # three tokens of no sequence
+    k, v = torch.randn(2, total_k, 16, 2, dtype=dtype).transpose(2, 3).unbind()  # channels apart
+    dout = torch.randn(1, 4, 16, dtype=dtype).expand_as(q)
+    starts = [torch.tensor([0, *of]).cumsum(0).to(torch.int32) for of in zip(*lengths)]
+    longest = [max(of) for of in zip(*lengths)]
+    found = {}
+    for name in ("sdpa", "reference"):
+        inputs = [x.detach().double() if name == "reference" else x.detach() for x in (q, k, v)]
+        inputs = [x.requires_grad_() for x in inputs]
+        with use_backend(name):
+            out, lse, _ = flash_attn_varlen_func(
+                *inputs, *starts, *longest, window_size=window_size, return_attn_probs=True
+            )
+        found[name] = out, lse, *torch.autograd.grad(out, inputs, dout.to(out.dtype))
+    limit = {torch.float32: 2e-5, torch.bfloat16: 6e-2, torch.float16: 8e-3}[dtype]
+    for ours, exact in zip(*found.values()):
+        torch.testing.assert_close(ours.double(), exact.double(), rtol=limit, atol=limit)
+
+
+def test_packed_sequences_are_read_and_written_where_they_lie(monkeypatch):
+    copied = []
+    for name in ("gather", "scatter", "scatter_lse"):
+        monkeypatch.setattr(Layout, name, lambda *arguments, name=name: copied.append(name))
+    q = torch.randn(60, 2, 16, requires_grad=True)
+    cu_seqlens = torch.tensor([0, 7, 30, 31, 60], dtype=torch.int32)
+    with use_backend("sdpa"):
+        flash_attn_varlen_func(q, q, q, cu_seqlens, cu_seqlens, 29, 29, causal=True).sum().backward()
+    assert not copied
+
+
+@pytest.mark.parametrize("slow", [True, False], ids=["without hardware for it", "with"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_computed_in_what_the_cpu_multiplies_fast(monkeypatch, dtype, slow):
+    monkeypatch.setattr(sdpa, "_SLOW", frozenset({dtype} if slow else ()))
+    seen = []
+    for name in ("_FORWARD", "_BACKWARD"):
+        kernel = getattr(sdpa, name)
+        monkeypatch.setattr(sdpa, name, lambda *a, kernel=kernel, **kw: seen.append(a[0].dtype) or kernel(*a, **kw))
+    q = torch.randn(2, 40, 4, 16, dtype=dtype, requires_grad=True)
+    with use_backend("sdpa"):
+        out = flash_attn_func(q, q, q)
+        out.sum().backward()
+    converts_forward = dtype == torch.float16 and (slow or not sdpa._KEEPS_SCORES)
+    converts_backward = slow or converts_forward
+    assert seen == [torch.float32 if converted else dtype for converted in (converts_forward, converts_backward)]
+    assert out.dtype == q.grad.dtype == dtype
+
+
+def test_sequences_that_share_slopes_share_their_bias(monkeypatch):
+    shapes = []
+    bias = sdpa._bias
+    monkeypatch.setattr(sdpa, "_bias", lambda *a: shapes.append(bias(*a).shape) or bias(*a))
+    q = torch.randn(3, 40, 4, 16)
+    for slopes in (torch.rand(4), torch.rand(3, 4)):
+        with use_backend("sdpa"):
+            flash_attn_func(q, q, q, alibi_slopes=slopes)
+    assert shapes == [(1, 4, 40, 40), (3, 4, 40, 40)]
+
+
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [({"causal": True}, 1.2), ({"window_size": (300, 0)}, 1.9), ({"window_size": (300, 20)}, 1.9)],
+    ids=str,
+)
+def test_a_bias_is_of_keys_that_its_rows_see(monkeypatch, options, share):
+    tiles = []
+    bias = sdpa._bias
+    monkeypatch.setattr(
+        sdpa,
+        "_bias",
+        lambda mask, block, rows, keys: tiles.append(rows.size * keys.size) or bias(mask, block, rows, keys),
+    )
+    q, slopes = torch.randn(1, 2048, 1, 16), torch.tensor([0.1])
+    with use_backend("sdpa"):
+        flash_attn_func(q, q, q, alibi_slopes=slopes, **options)
+    left, right = options.get("window_size", (2048, 0))
+    rows = torch.arange(2048)
+    visible = (rows + right).clamp(max=2047) - (rows - left).clamp(min=0) + 1
+    assert sum(tiles) <= share * int(visible.sum())

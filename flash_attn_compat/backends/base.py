@@ -160,12 +160,19 @@ class BlockwiseBackend(Backend):
         totals = into or Gradients(*map(torch.empty_like, (call.q, call.k, call.v)))
         for total in totals:
             total.zero_()
-        for group, block in layout.blocks():
-            found = self.backward_block(call, block, _block_upstream(call, layout, group, block, upstream))
-            layout.scatter(totals.dq, layout.rows, group, found[0])
-            layout.scatter(totals.dk, layout.keys, group, found[1])
-            layout.scatter(totals.dv, layout.keys, group, found[2])
+        for group in layout.groups:
+            self.backward_group(call, layout, group, upstream, totals)
         return totals
+
+    def backward_group(
+        self, call: AttentionCall, layout: Layout, group: Group, upstream: Upstream, totals: Gradients
+    ) -> None:
+        """Write a group's gradients to their places in ``totals``."""
+        block = layout.block(group)
+        found = self.backward_block(call, block, _block_upstream(call, layout, group, block, upstream))
+        layout.scatter(totals.dq, layout.rows, group, found[0])
+        layout.scatter(totals.dk, layout.keys, group, found[1])
+        layout.scatter(totals.dv, layout.keys, group, found[2])
 
 
 def _block_upstream(call: AttentionCall, layout: Layout, group: Group, block: Block, upstream: Upstream) -> Upstream:

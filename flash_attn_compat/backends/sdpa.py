@@ -16,16 +16,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn_compat.backends.base import BlockwiseBackend, Capabilities
-from flash_attn_compat.engine import alibi, online
-from flash_attn_compat.engine.call import AttentionCall, Result, Upstream
+from flash_attn_compat.engine import online
+from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
-from flash_attn_compat.engine.layout import Block
-from flash_attn_compat.engine.mask import Mask, Range
+from flash_attn_compat.engine.layout import Block, Group, Layout
+from flash_attn_compat.engine.mask import Mask, Range, distance
 
 _LACKS = Feature.SOFTCAP | Feature.DROPOUT | Feature.SHARED_DROPOUT_MASK | Feature.VALUE_HEAD_DIM | Feature.TRANSFORMS
 # Elements of one bias, whatever the lengths: the memory of a windowed or ALiBi call stays bounded.
 _BIAS_ELEMENTS = 2**21
 _MIN_BIAS_ROWS = 32
+# Under a mask, more rows at a time only share more keys that most of them do not see.
+_BOUNDED_ROWS = 256
+# Sequences that are sooner computed one by one than padded to a common length.
+_FEW = 12
 
 
 class Sdpa(BlockwiseBackend):
@@ -50,7 +54,51 @@ class Sdpa(BlockwiseBackend):
             q, k, v = _by_head(call.q), _by_head(call.k), _by_head(call.v)
             out, lse = _attend(q, k, v, call.mask.right == 0, None, call.softmax_scale)
             return Result(out.transpose(1, 2), lse)
-        return super().forward(call)
+        if not _is_packed_on_cpu(call):
+            return super().forward(call)
+        layout = Layout(call)
+        out, lse = layout.empty_result()
+        wants_lse = call.return_lse or call.needs_grad
+        q, k, v = map(_with_channels_together, (call.q, call.k, call.v))
+        for group in layout.groups:
+            pieces = _pieces(layout, group, call.mask)
+            if pieces is None:
+                found, found_lse = self.forward_block(call, layout.block(group), None)
+                layout.scatter(out, layout.rows, group, found)
+                if wants_lse and found_lse is not None:
+                    layout.scatter_lse(lse, group, found_lse)
+                continue
+            for rows, keys, causal in pieces:
+                inputs = _tokens(q, rows), _tokens(k, keys), _tokens(v, keys)
+                found, found_lse = _attend(*inputs, causal, None, call.softmax_scale)
+                _tokens(out, rows).copy_(found)
+                if wants_lse and found_lse is not None:
+                    _tokens_lse(lse, rows).copy_(found_lse)
+        return Result(out, lse if wants_lse else None)
+
+    def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
+        if not _is_packed_on_cpu(call):
+            return super().backward(call, upstream, into)
+        layout = Layout(call)
+        totals = into or Gradients(*map(torch.empty_like, (call.q, call.k, call.v)))
+        for total in totals:
+            total.zero_()
+        given = (call.q, call.k, call.v, upstream.out, upstream.dout)
+        q, k, v, out, dout = map(_with_channels_together, given)
+        dtype = _backward_dtype(call.q)
+        for group in layout.groups:
+            pieces = _pieces(layout, group, call.mask)
+            if pieces is None:
+                self.backward_group(call, layout, group, upstream, totals)
+                continue
+            for rows, keys, causal in pieces:
+                of_rows = [_tokens(tensor, rows).to(dtype) for tensor in (q, out, dout)]
+                of_keys = [_tokens(tensor, keys).to(dtype) for tensor in (k, v)]
+                piece = Upstream(of_rows[2], of_rows[1], _tokens_lse(upstream.lse, rows), None)
+                found = _gradients(of_rows[0], of_keys[0], of_keys[1], piece, causal, None, call.softmax_scale)
+                for total, where, gradient in zip(totals, (rows, keys, keys), found):
+                    _tokens(total, where).copy_(gradient)
+        return totals
 
     def forward_block(
         self, call: AttentionCall, block: Block, rng_state: Tensor | None
@@ -67,7 +115,7 @@ class Sdpa(BlockwiseBackend):
         return out.transpose(1, 2), lse
 
     def backward_block(self, call: AttentionCall, block: Block, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
-        dtype = _backward_dtype(block)
+        dtype = _backward_dtype(block.q)
         q, k, v, out, dout = (
             _by_head(tensor).to(dtype) for tensor in (block.q, block.k, block.v, upstream.out, upstream.dout)
         )
@@ -122,6 +170,58 @@ class _Biases:
         return self._bias
 
 
+class _Stretch(NamedTuple):
+    """`batch` neighbouring sequences of `seqlen` tokens in a packed tensor, from token `start` on."""
+
+    start: int
+    batch: int
+    seqlen: int
+
+
+def _is_packed_on_cpu(call: AttentionCall) -> bool:
+    """Whether sequences lie end to end where the host can slice them, with nothing that needs a bias."""
+    others = (call.block_table, call.seqused_k, call.leftpad_k, call.alibi_slopes)
+    packed = call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
+    return packed and call.q.is_cpu and all(other is None for other in others)
+
+
+def _pieces(layout: Layout, group: Group, mask: Mask) -> list[tuple[_Stretch, _Stretch, bool]] | None:
+    """Rows, keys and whether the kernel's causal mask holds, of kernel calls that read and write the tensors in place.
+
+    None for a group that is better padded, and for masks that are not the kernel's own.
+    """
+    sequences, rows, keys = group.sequences, layout.rows, layout.keys
+    runs = [(index, 1) for index in sequences]
+    if not group.padded and sequences[-1] - sequences[0] == len(sequences) - 1:
+        runs = [(sequences[0], len(sequences))]
+    elif len(sequences) > _FEW:
+        return None
+    pieces = []
+    for index, count in runs:
+        seqlen_q, seqlen_k = rows.lengths[index], keys.lengths[index]
+        causal = not mask.covers(Range(0, seqlen_q), Range(0, seqlen_k), seqlen_k - seqlen_q)
+        if causal and not (mask.is_causal and seqlen_q == seqlen_k):
+            return None
+        of_rows = _Stretch(rows.starts[index], count, seqlen_q)
+        pieces.append((of_rows, _Stretch(keys.starts[index], count, seqlen_k), causal))
+    return pieces
+
+
+def _tokens(packed: Tensor, where: _Stretch) -> Tensor:
+    """(total, heads, head_dim) -> (batch, heads, seqlen, head_dim), a view; slices and transposes would take five."""
+    step, *others = packed.stride()
+    shape = where.batch, packed.shape[1], where.seqlen, packed.shape[2]
+    strides = where.seqlen * step, others[0], step, others[1]
+    return packed.as_strided(shape, strides, packed.storage_offset() + where.start * step)
+
+
+def _tokens_lse(packed: Tensor, where: _Stretch) -> Tensor:
+    """(heads, total) -> (batch, heads, seqlen), a view."""
+    heads, step = packed.stride()
+    shape = where.batch, packed.shape[0], where.seqlen
+    return packed.as_strided(shape, (where.seqlen * step, heads, step), packed.storage_offset() + where.start * step)
+
+
 def _fits_one_kernel_call(call: AttentionCall) -> bool:
     left, right = call.mask
     return left is None and (right is None or (right == 0 and call.q.shape[1] == call.k.shape[1]))
@@ -156,10 +256,11 @@ def _biased_parts(call: AttentionCall, block: Block, alive: Range) -> Iterator[_
     left, right = call.mask
     seqlen_k = block.k.shape[1]
     width = seqlen_k if left is None or right is None else min(seqlen_k, left + right + 1)
-    copies = (1 if block.slopes is None else block.slopes.numel()) * (
-        1 if block.first_key is None else block.q.shape[0]
-    )
-    size = max(_MIN_BIAS_ROWS, min(max(width, 128), _BIAS_ELEMENTS // (copies * (width + 128))))
+    copies = 1 if block.slopes is None else _distinct(block.slopes).numel()
+    if block.first_key is not None:
+        copies *= block.q.shape[0]
+    most = seqlen_k if call.mask.is_full else _BOUNDED_ROWS
+    size = max(_MIN_BIAS_ROWS, min(max(width, 128), most, _BIAS_ELEMENTS // (copies * (width + 128))))
     for start in range(alive.start, alive.stop, size):
         rows = Range(start, min(start + size, alive.stop))
         yield _Part(rows, call.mask.visible_keys(rows, block.offset, seqlen_k), biased=True)
@@ -169,18 +270,23 @@ def _bias(mask: Mask, block: Block, rows: Range, keys: Range) -> Tensor | None:
     """What is added to the scores of a part: ALiBi, and -inf for keys out of sight or in padding."""
     dtype = torch.float64 if block.q.dtype == torch.float64 else torch.float32
     hidden = mask.hidden(rows, keys, block.offset, block.q.device)
-    if block.slopes is not None:
-        bias = alibi.bias(block.slopes, rows, keys, block.offset, dtype)
-    elif hidden is None and block.first_key is None:
+    if block.slopes is None and hidden is None and block.first_key is None:
         return None
-    else:
-        bias = torch.zeros(1, 1, rows.size, keys.size, dtype=dtype, device=block.q.device)
+    bias = torch.zeros(1, 1, rows.size, keys.size, dtype=dtype, device=block.q.device)
     if hidden is not None:
         bias = bias.masked_fill_(hidden, -torch.inf)
+    if block.slopes is not None:
+        gap = distance(rows, keys, block.offset, block.q.device).abs_().to(dtype)
+        bias = bias.addcmul(_distinct(block.slopes).to(dtype)[:, :, None, None], gap, value=-1)
     if block.first_key is not None:
         padding = block.key_indices()[:, keys.start : keys.stop] < 0
         bias = bias.masked_fill(padding[:, None, None], -torch.inf)
     return bias
+
+
+def _distinct(slopes: Tensor) -> Tensor:
+    """(batch, nheads) slopes, one row where all sequences share them: so does their bias."""
+    return slopes[:1] if slopes.stride(0) == 0 else slopes
 
 
 def _assemble(
@@ -222,13 +328,23 @@ def _blank_dead_rows(
 
 def _by_head(tensor: Tensor) -> Tensor:
     """(n, seqlen, heads, head_dim) -> (n, heads, seqlen, head_dim); the kernel needs contiguous channels."""
-    if not tensor.is_contiguous() and tensor.stride(-1) != 1:
-        tensor = tensor.contiguous()
-    return tensor.transpose(1, 2)
+    return _with_channels_together(tensor).transpose(1, 2)
 
 
-def _backward_dtype(block: Block) -> torch.dtype:
-    return torch.float32 if _rounds_scores(block.q) else block.q.dtype
+def _with_channels_together(tensor: Tensor) -> Tensor:
+    return tensor.contiguous() if tensor.stride(-1) != 1 and not tensor.is_contiguous() else tensor
+
+
+def _forward_dtype(q: Tensor) -> torch.dtype:
+    """fp32 for fp16 without hardware for it: converted both ways, it took half the time and less."""
+    if q.dtype == torch.float16 and q.is_cpu and (not _KEEPS_SCORES or torch.float16 in _SLOW):
+        return torch.float32
+    return q.dtype
+
+
+def _backward_dtype(q: Tensor) -> torch.dtype:
+    """fp32 for half precision without hardware for it: there, PyTorch's products of halves took ten times as long."""
+    return torch.float32 if q.is_cpu and q.dtype in _SLOW else _forward_dtype(q)
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -258,8 +374,13 @@ _FORWARD: Any = _op_with_mask("_scaled_dot_product_flash_attention_for_cpu")
 _BACKWARD: Any = _op_with_mask("_scaled_dot_product_flash_attention_for_cpu_backward")
 
 
-def _rounds_scores(q: Tensor) -> bool:
-    return not _KEEPS_SCORES and q.dtype == torch.float16 and q.is_cpu
+def _without_hardware() -> frozenset[torch.dtype]:
+    """The dtypes whose matrix products PyTorch spells out on this CPU, by the question that it asks itself."""
+    asked = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    return frozenset(dtype for dtype, name in asked.items() if not getattr(torch.ops.mkldnn, name, lambda: False)())
+
+
+_SLOW = _without_hardware()
 
 
 def _can_merge(block: Block) -> bool:
@@ -272,8 +393,9 @@ def _attend(
     """(n, heads, rows, head_dim) inputs -> out and, on a CPU, the LSE (n, heads, rows)."""
     if not q.is_cpu:
         return _public(q, k, v, causal, bias, scale), None
-    if not _KEEPS_SCORES and _rounds_scores(q):
-        out, lse = _attend(q.float(), k.float(), v.float(), causal, bias, scale)
+    dtype = _forward_dtype(q)
+    if dtype != q.dtype:
+        out, lse = _attend(q.to(dtype), k.to(dtype), v.to(dtype), causal, bias, scale)
         return out.to(q.dtype), lse
     if bias is None and q.shape[2] == 1 and q.shape[1] != k.shape[1]:
         return _attend_folded(q, k, v, scale)
