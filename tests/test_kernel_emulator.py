@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -60,6 +61,7 @@ def test_shared_memory_starts_as_nan() -> None:
         ("wrong_shared_alignment", "not aligned"),
         ("wrong_behind_a_tensor", "belong to no tensor"),
         ("wrong_global_alignment", "not aligned"),
+        ("wrong_address", "fault at address 0x"),
         ("wrong_lanes_missing", "lanes that do not come"),
         ("wrong_lanes_elsewhere", "lanes of one warp"),
         ("wrong_barrier_missed", "do not come"),
@@ -71,6 +73,25 @@ def test_a_mistake_is_an_error(entry: str, said: str) -> None:
         launch(entry, q, out, lse, threads=64 if "barrier" in entry else 32)
 
 
-def test_the_next_launch_after_an_error_is_none_the_worse() -> None:
-    test_a_mistake_is_an_error("wrong_no_barrier", "race")
+@pytest.mark.parametrize(("entry", "said"), [("wrong_no_barrier", "race"), ("wrong_address", "fault")])
+def test_the_next_launch_after_an_error_is_none_the_worse(entry: str, said: str) -> None:
+    test_a_mistake_is_an_error(entry, said)
     test_all_warps_meet_at_a_barrier()
+
+
+def test_a_tensor_without_memory_is_an_error() -> None:
+    with pytest.raises(EmulationError, match="meta"):
+        machine("sum").launch(b"", 1, 32, 0, [torch.empty(4, device="meta")])
+
+
+def test_threads_launch_one_after_the_other() -> None:
+    """What a library knows of its launch is the library's, and Python lets other threads go on meanwhile."""
+    sums = [torch.empty(128) for _ in range(8)]
+
+    def work(out: Tensor) -> None:
+        for _ in range(20):
+            launch("sum", torch.arange(128).half(), lse=out.zero_(), threads=128)
+            assert out.tolist() == [127 * 64] * 128
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, sums))

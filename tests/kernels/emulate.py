@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -26,6 +27,9 @@ SOURCES = Path(flash_attn_compat.__file__).parent / "cuda"
 # -O1, since compiling takes longer than running.
 # No contraction: a * b + c is rounded twice where the source says so; fmaf is fmaf.
 OPTIONS = ("-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique")
+
+# What a library knows of its launch is the library's, and other threads go on while it runs.
+_ONE_AT_A_TIME = threading.Lock()
 
 Macros = Mapping[str, int]
 
@@ -58,16 +62,19 @@ class Kernel:
         entry = ctypes.cast(getattr(self.library, self.entry), ctypes.c_void_p)
         emulate = self.library.emulate
         emulate.restype = ctypes.c_char_p
-        said = emulate(
-            entry, ctypes.c_char_p(params), ctypes.c_uint32(grid), ctypes.c_uint32(threads),
-            ctypes.c_uint32(shared_bytes), memories, len(tensors), ctypes.c_uint32(seed),
-        )  # fmt: skip
+        with _ONE_AT_A_TIME:
+            said = emulate(
+                entry, ctypes.c_char_p(params), ctypes.c_uint32(grid), ctypes.c_uint32(threads),
+                ctypes.c_uint32(shared_bytes), memories, len(tensors), ctypes.c_uint32(seed),
+            )  # fmt: skip
         if said:
             raise EmulationError(f"{self.entry}: {said.decode()}")
 
 
 def _memory(x: Tensor) -> _Memory:
     """From a tensor's first element to its last."""
+    if x.device.type != "cpu":
+        raise EmulationError(f"a tensor on {x.device} has no memory that a kernel could reach")
     start = x.data_ptr()
     if x.numel() == 0:
         return _Memory(start, start)

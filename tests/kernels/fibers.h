@@ -1,11 +1,14 @@
 // The threads of a block as fibers of one CPU thread, their barriers, and the checks of their memory accesses.
 #pragma once
 #include <math.h>
+#include <pthread.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <ucontext.h>
 
 struct Index { unsigned x, y, z; };
 static Index threadIdx, blockIdx, blockDim, gridDim;
@@ -42,7 +45,6 @@ inline void make_context(Context &c, char *stack, size_t size, void (*entry)()) 
   c = top - 6;   // the registers, of which none matters
 }
 #else
-#include <ucontext.h>
 typedef ucontext_t Context;
 inline void switch_context(Context &from, Context &to) { swapcontext(&from, &to); }
 inline void make_context(Context &c, char *stack, size_t size, void (*entry)()) {
@@ -202,6 +204,44 @@ static unsigned char *check_shared(u32 address, u32 bytes, bool write) {
   return shared_memory + at;
 }
 
+// ---- Faults
+// An access that the checks above did not see, to memory that is not there: the thread's error, and not the end of the process.
+static bool in_fiber;
+static pthread_t launching;
+static void *fault_address;
+static char handler_stack[64 * 1024], last_stack[64 * 1024] __attribute__((aligned(16)));
+struct Faults {
+  struct sigaction segv, bus;
+  stack_t stack;
+  Faults() {
+    struct sigaction action = {};
+    action.sa_sigaction = [](int signal, siginfo_t *info, void *context) {
+#if defined(__x86_64__) && defined(__linux__)
+      if (in_fiber && pthread_equal(pthread_self(), launching)) {
+        greg_t *registers = ((ucontext_t *)context)->uc_mcontext.gregs;
+        fault_address = info->si_addr;
+        registers[REG_RIP] = (greg_t)+[] { fail("a fault at address %p", fault_address); };
+        registers[REG_RSP] = (greg_t)(last_stack + sizeof last_stack - 8);
+        return;
+      }
+#endif
+      struct sigaction standard = {};   // happens again, and is no fiber's
+      standard.sa_handler = SIG_DFL;
+      sigaction(signal, &standard, nullptr);
+    };
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    stack_t other = {};
+    other.ss_sp = handler_stack, other.ss_size = sizeof handler_stack;
+    sigaltstack(&other, &stack);
+    sigaction(SIGSEGV, &action, &segv), sigaction(SIGBUS, &action, &bus);
+    launching = pthread_self();
+  }
+  ~Faults() {
+    sigaction(SIGSEGV, &segv, nullptr), sigaction(SIGBUS, &bus, nullptr);
+    sigaltstack(&stack, nullptr);
+  }
+};
+
 // ---- A launch: its blocks one after the other, in random order
 static void run_block() {
   memset(shared_memory, 0xff, shared_size);   // NaN in every format
@@ -215,7 +255,9 @@ static void run_block() {
     make_context(contexts[i], stack, STACK_BYTES, run_thread);
   }
   threadIdx = {random_below(blockDim.x), 0, 0};
+  in_fiber = true;
   switch_context(scheduler, contexts[threadIdx.x]);
+  in_fiber = false;
   for (u32 i = 0; i < blockDim.x && !failed; i++) {
     threadIdx.x = i;
     const bool intact = stacks[i * STACK_BYTES] == (char)0xcd;
@@ -233,6 +275,7 @@ static const char *launch(void (*thread)(), u32 blocks, u32 threads, u32 shared_
   if (stacks == (char *)MAP_FAILED) return stacks = nullptr, "no memory for the stacks";
   body = thread, memories = given, memory_count = count, random_state = seed, failed = false, shared_size = shared_bytes;
   gridDim = {blocks, 1, 1}, blockDim = {threads, 1, 1};
+  Faults faults;
   u32 *order = (u32 *)malloc(blocks * sizeof(u32));
   for (u32 i = 0; i < blocks; i++) {
     const u32 j = random_below(i + 1);

@@ -56,6 +56,7 @@ KERNEL(32, 1) wrong_behind_shared_memory(const Params p) { shared_store(SHARED_B
 KERNEL(32, 1) wrong_shared_alignment(const Params p) { shared_store(SHARED_BASE + 4 + threadIdx.x * 16, make_uint4(0, 0, 0, 0)); }
 KERNEL(32, 1) wrong_behind_a_tensor(const Params p) { global_store2(p.out + 8 + threadIdx.x * 8, global_load2(p.q + threadIdx.x * 8 + 8)); }
 KERNEL(32, 1) wrong_global_alignment(const Params p) { global_store16(p.out, global_load16(p.q + 1)); }
+KERNEL(32, 1) wrong_address(const Params p) { ((volatile int *)(i64)(p.zero + 16))[threadIdx.x] = 1; }
 KERNEL(32, 1) wrong_lanes_missing(const Params p) {
   if (threadIdx.x < 16) global_store(p.lse, __shfl_xor_sync(ALL_LANES, 1.f, 1));
 }
