@@ -128,6 +128,8 @@ def run_backward(
     if callers_state.autocasts(call.q.device):
         with callers_state.without_autocast(call.q.device):
             return run_backward(backend, call, upstream, into)
+    if upstream.dout.is_neg():
+        upstream = upstream._replace(dout=upstream.dout.resolve_neg())
     try:
         return backend.backward(call, upstream, into)
     except KernelsFailed as failure:

@@ -72,6 +72,7 @@ def dense_call(q: Tensor, k: Tensor, v: Tensor, options: Options, purpose: Purpo
     if known is not None:
         return known.with_tensors(q, k, v, options.alibi_slopes)
     checks.dense(q, k, v)
+    q, k, v = _as_stored(q, k, v)
     call = _call(q, k, v, options, purpose, q.shape[0], q.shape[1], k.shape[1], k.shape[1])
     return signature.remembered(key, call)
 
@@ -117,6 +118,7 @@ def packed_call(
     if block_table is not None and seqused_k is None:
         seqused_k = starts_k[1:] - starts_k[:-1]
     longest_q, longest_k = _longest("max_seqlen_q", max_seqlen_q), _longest("max_seqlen_k", max_seqlen_k)
+    q, k, v = _as_stored(q, k, v)
     call = _call(
         q, k, v, options, purpose, batch, longest_q, longest_k, longest_k,
         cu_seqlens_q=starts_q,
@@ -221,6 +223,11 @@ def _call(
 
 
 _FULL, _CAUSAL = Mask(), Mask(None, 0)
+
+
+def _as_stored(*tensors: Tensor) -> list[Tensor]:
+    """The imaginary part of a conjugate is negated when PyTorch reads it; kernels of others read its memory."""
+    return [tensor.resolve_neg() for tensor in tensors]
 
 
 def integer(name: str, value: object) -> int:

@@ -31,6 +31,8 @@ def key(tensors: Sequence[Any], values: tuple[object, ...]) -> Key | None:
     q, k, v, *_ = tensors
     if type(q) not in _TENSORS or type(k) not in _TENSORS or type(v) not in _TENSORS:
         return None  # a subclass may have its own view of shapes and addresses, and a wrong argument has none
+    if q.is_neg() or k.is_neg() or v.is_neg():
+        return None  # their memory holds other numbers than they do
     if torch._C._are_functorch_transforms_active():
         return None
     try:

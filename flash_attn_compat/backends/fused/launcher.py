@@ -71,11 +71,12 @@ def address(name: str, tensor: Tensor, dtype: torch.dtype, device: int, size: in
         tensor.dtype is dtype
         and tensor.get_device() == device
         and tensor.storage_offset() * tensor.element_size() + size <= tensor.untyped_storage().nbytes()
+        and not tensor.is_neg()
     ):
         return tensor.data_ptr()
     raise RuntimeError(
-        f"{name} must be {dtype} on device {device} with {size} bytes in its storage from its first element on, got "
-        f"{tensor.dtype} on {tensor.device}, shape {tuple(tensor.shape)}, strides {tensor.stride()}, storage of "
+        f"{name} must be {dtype} on device {device} with {size} bytes in its storage from its first element on, not a "
+        f"lazily negated view; got {tensor.dtype} on {tensor.device}, shape {tuple(tensor.shape)}, strides {tensor.stride()}, storage of "
         f"{tensor.untyped_storage().nbytes()} bytes, offset {tensor.storage_offset()}"
     )
 
