@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_attn_compat.engine import checks, compiled, dispatch
+from flash_attn_compat.engine import checks, compiled, dispatch, outside
 from flash_attn_compat.engine.autograd import run_backward, run_forward
 from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_call, packed_call
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream
+from flash_attn_compat.engine.lengths import token_places
 from flash_attn_compat.engine.probabilities import key_block_size, round_up, signed_probabilities
 
 USE_TRITON_ROCM = False
@@ -106,7 +107,7 @@ def _flash_attn_varlen_forward(
         call = packed_call(q, k, v, packing, options, block_table, seqused_k, leftpad_k, _FORWARD)
         out, lse, dmask, rng_state = _forward(call, bool(return_softmax))
     if zero_tensors:
-        lse = lse.masked_fill(_outside(cu_seqlens_q, q.shape[0]), -torch.inf)
+        lse = lse.masked_fill(outside.mask(cu_seqlens_q, q.shape[0]), -torch.inf)
     return out, lse, dmask, rng_state
 
 
@@ -261,12 +262,6 @@ def _packed_softmax_d(products: Tensor, cu_seqlens_q: Tensor) -> Tensor:
     total_q, nheads = products.shape
     batch = cu_seqlens_q.shape[0] - 1
     softmax_d = products.new_zeros(nheads, total_q + 128 * batch)
-    tokens = torch.arange(total_q, device=products.device)
-    sequence = torch.searchsorted(cu_seqlens_q[1:], tokens, right=True)
-    return softmax_d.index_copy_(1, tokens + 128 * sequence.clamp_(max=batch - 1), products.t())
-
-
-def _outside(cu_seqlens: Tensor, total: int) -> Tensor:
-    """Which of ``total`` tokens belong to no sequence."""
-    tokens = torch.arange(total, device=cu_seqlens.device)
-    return (tokens < cu_seqlens[0]) | (tokens >= cu_seqlens[-1])
+    sequence, _ = token_places(cu_seqlens_q, total_q)
+    columns = torch.arange(total_q, device=products.device) + 128 * sequence
+    return softmax_d.index_copy_(1, columns, products.t())

@@ -21,7 +21,7 @@ from flash_attn_compat import (
 )
 from flash_attn_compat.backends.fused import launcher
 from flash_attn_compat.engine import signature
-from flash_attn_compat.engine.build import Options, Packing, dense_call, packed_call
+from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_call, packed_call
 from flash_attn_compat.flash_attn_interface import _flash_attn_forward, _flash_attn_varlen_forward
 from tests import fused_on_cpu
 from tests.support import randn
@@ -228,6 +228,17 @@ def test_gradients_are_recorded_behind_calls_without() -> None:
     assert all(leaf.grad is not None for leaf in leaves.values())
     with torch.no_grad():
         assert not flash_attn_func(**leaves).requires_grad
+
+
+@pytest.mark.parametrize("field", Purpose._fields)
+def test_calls_of_another_purpose_are_kept_apart(field: str) -> None:
+    (q, k, v), starts = dense().values(), ints(0, 1, 2)
+    for purpose in (Purpose(), Purpose(**{field: True}), Purpose()):
+        calls = (
+            dense_call(q, k, v, Options(), purpose),
+            packed_call(q[0], k[0], v[0], Packing(starts, starts, 9, 9), Options(), purpose=purpose),
+        )
+        assert [getattr(call, field) for call in calls] == [getattr(purpose, field)] * 2
 
 
 def test_packed_lengths_are_compared_at_every_call() -> None:

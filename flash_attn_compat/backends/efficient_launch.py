@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flash_attn_compat.engine import lengths
 from flash_attn_compat.engine.alignment import aligned_contiguous, ready
 
 NO_MASK, CAUSAL_BOTTOM_RIGHT = 0, 2
@@ -160,25 +161,8 @@ def lse_to_native(lse: Tensor) -> Tensor:
 
 
 def packed_lse_to_native(lse: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int) -> Tensor:
-    """(heads, total) as (n, heads, rows), without a host sync."""
-    rows = torch.arange(max_seqlen_q + (-max_seqlen_q % _LSE_ROWS), device=lse.device)
-    tokens = cu_seqlens_q[:-1, None] + rows
-    inside = tokens < cu_seqlens_q[1:, None]
-    gathered = lse[:, tokens.clamp_(max=lse.shape[1] - 1)].transpose(0, 1)
-    return torch.where(inside[:, None], gathered, torch.inf).contiguous()
-
-
-def native_lse_to_packed(native: Tensor, cu_seqlens_q: Tensor, total: int) -> Tensor:
-    """(n, heads, rows) as (heads, total)."""
-    sequence, row = token_places(cu_seqlens_q, total)
-    return native[sequence, :, row.clamp_(max=native.shape[2] - 1)].t()
-
-
-def token_places(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Each token's sequence and its index there; tokens outside of all sequences count to the nearest one."""
-    tokens = torch.arange(total, device=cu_seqlens.device)
-    sequence = torch.searchsorted(cu_seqlens[1:], tokens, right=True).clamp_(max=cu_seqlens.shape[0] - 2)
-    return sequence, (tokens - cu_seqlens[sequence]).clamp_(min=0)
+    """(heads, total) as (n, heads, rows)."""
+    return lengths.padded_lse(lse, cu_seqlens_q, max_seqlen_q + (-max_seqlen_q % _LSE_ROWS))
 
 
 def _no_seed(device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from flash_attn_compat.backends import efficient_launch
 from flash_attn_compat.backends.base import Backend, Capabilities, deliver
 from flash_attn_compat.backends.efficient_launch import CAUSAL_BOTTOM_RIGHT, NO_MASK, Launch, Native
-from flash_attn_compat.engine import alignment, outside
+from flash_attn_compat.engine import alignment, lengths, outside
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
 
@@ -171,7 +171,7 @@ def _may_lack_keys(call: AttentionCall) -> bool:
 def _rows_without_keys(call: AttentionCall) -> Tensor:
     """(total_q,) bool."""
     starts_q, starts_k = _packed_starts(call)
-    sequence, _ = efficient_launch.token_places(starts_q, call.q.shape[0])
+    sequence, _ = lengths.token_places(starts_q, call.q.shape[0])
     return starts_k.diff()[sequence] == 0
 
 
@@ -182,7 +182,7 @@ def _official_lse(call: AttentionCall, native: Native) -> Tensor:
         rows = lse[:, :, _rows_with_keys(call)]
         rows.copy_(native.lse[:, :, : rows.shape[2]])
         return lse
-    packed = efficient_launch.native_lse_to_packed(native.lse, _packed_starts(call)[0], call.q.shape[0])
+    packed = lengths.packed_lse(native.lse, _packed_starts(call)[0], call.q.shape[0])
     return packed.masked_fill_(_rows_without_keys(call), torch.inf) if _may_lack_keys(call) else packed
 
 

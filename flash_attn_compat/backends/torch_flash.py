@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities
 from flash_attn_compat.backends.flash_launch import FlashBackend, Launch, Native
-from flash_attn_compat.engine import outside
+from flash_attn_compat.engine import lengths, outside
 from flash_attn_compat.engine.call import Gradients
 from flash_attn_compat.engine.features import Feature, Traits
 
@@ -84,12 +84,12 @@ class TorchFlash(FlashBackend):
 
     def official_lse(self, launch: Launch, lse: Tensor) -> Tensor:
         if launch.cu_seqlens_q is not None and lse.dim() == 3:
-            lse = _padded_to_packed(lse, launch.cu_seqlens_q, launch.q.shape[0])
+            lse = lengths.packed_lse(lse, launch.cu_seqlens_q, launch.q.shape[0])
         return lse
 
     def native_lse(self, launch: Launch, lse: Tensor) -> Tensor:
         if launch.cu_seqlens_q is not None and _pads_lse(launch.q.device):
-            return _packed_to_padded(lse, launch.cu_seqlens_q, launch.max_seqlen_q)
+            return lengths.padded_lse(lse, launch.cu_seqlens_q, launch.max_seqlen_q)
         return lse.contiguous()
 
 
@@ -156,15 +156,3 @@ def _pads_lse(device: torch.device) -> bool:
     starts = torch.arange(2, dtype=torch.int32, device=device)
     lse: Tensor = _operator("forward")(q, q, q, starts, starts, 1, 1, 0.0, False, False)[1]
     return lse.dim() == 3
-
-
-def _padded_to_packed(lse: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
-    tokens = torch.arange(total, device=lse.device)
-    sequence = torch.searchsorted(cu_seqlens[1:], tokens, right=True).clamp_(max=lse.shape[0] - 1)
-    row = (tokens - cu_seqlens[sequence]).clamp_(0, lse.shape[2] - 1)
-    return lse[sequence, :, row].t()
-
-
-def _packed_to_padded(lse: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-    tokens = cu_seqlens[:-1, None] + torch.arange(longest, device=lse.device)
-    return lse[:, tokens.clamp_(max=lse.shape[1] - 1)].transpose(0, 1).contiguous()
