@@ -76,8 +76,8 @@ def address(name: str, tensor: Tensor, dtype: torch.dtype, device: int, size: in
         return tensor.data_ptr()
     raise RuntimeError(
         f"{name} must be {dtype} on device {device} with {size} bytes in its storage from its first element on, not a "
-        f"lazily negated view; got {tensor.dtype} on {tensor.device}, shape {tuple(tensor.shape)}, strides {tensor.stride()}, storage of "
-        f"{tensor.untyped_storage().nbytes()} bytes, offset {tensor.storage_offset()}"
+        f"lazily negated view; got {tensor.dtype} on {tensor.device}, shape {tuple(tensor.shape)}, strides "
+        f"{tensor.stride()}, storage of {tensor.untyped_storage().nbytes()} bytes, offset {tensor.storage_offset()}"
     )
 
 
