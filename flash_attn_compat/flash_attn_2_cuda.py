@@ -46,18 +46,9 @@ def fwd(
     _check_generator(gen_)
     _check_out(out_, q)
     out, *rest = _flash_attn_forward(
-        q,
-        k,
-        v,
-        p_dropout,
-        softmax_scale,
-        is_causal,
-        window_size_left,
-        window_size_right,
-        softcap,
-        alibi_slopes_,
+        q, k, v, p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, alibi_slopes_,
         return_softmax,
-    )
+    )  # fmt: skip
     return [_written(out, out_), *rest]
 
 
@@ -94,27 +85,10 @@ def varlen_fwd(
     _check_generator(gen_)
     _check_out(out_, q)
     out, *rest = _flash_attn_varlen_forward(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        p_dropout,
-        softmax_scale,
-        is_causal,
-        window_size_left,
-        window_size_right,
-        softcap,
-        alibi_slopes_,
-        return_softmax,
-        block_table_,
-        leftpad_k_,
-        seqused_k,
-        zero_tensors,
-        num_splits,
-    )
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, p_dropout, softmax_scale, is_causal,
+        window_size_left, window_size_right, softcap, alibi_slopes_, return_softmax, block_table_, leftpad_k_,
+        seqused_k, zero_tensors, num_splits,
+    )  # fmt: skip
     return [_written(out, out_), *rest]
 
 
@@ -147,25 +121,9 @@ def bwd(
     _check_generator(gen_)
     dq, dk, dv = _gradients((q, k, v), (dq_, dk_, dv_))
     softmax_d = _flash_attn_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        dq,
-        dk,
-        dv,
-        p_dropout,
-        softmax_scale,
-        is_causal,
-        window_size_left,
-        window_size_right,
-        softcap,
-        alibi_slopes_,
-        deterministic,
-        rng_state,
-    )
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, p_dropout, softmax_scale, is_causal, window_size_left,
+        window_size_right, softcap, alibi_slopes_, deterministic, rng_state,
+    )  # fmt: skip
     return [dq, dk, dv, softmax_d]
 
 
@@ -202,30 +160,10 @@ def varlen_bwd(
     _check_generator(gen_)
     dq, dk, dv = _gradients((q, k, v), (dq_, dk_, dv_))
     softmax_d = _flash_attn_varlen_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        dq,
-        dk,
-        dv,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        p_dropout,
-        softmax_scale,
-        is_causal,
-        window_size_left,
-        window_size_right,
-        softcap,
-        alibi_slopes_,
-        deterministic,
-        rng_state,
-        zero_tensors,
-    )
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, alibi_slopes_,
+        deterministic, rng_state, zero_tensors,
+    )  # fmt: skip
     return [dq, dk, dv, softmax_d]
 
 
@@ -257,26 +195,12 @@ def fwd_kvcache(
     """
     _check_out(out_, q)
     out, softmax_lse = flash_attn_with_kvcache(
-        q,
-        kcache,
-        vcache,
-        k_,
-        v_,
-        rotary_cos=rotary_cos_,
-        rotary_sin=rotary_sin_,
-        cache_seqlens=seqlens_k_,
-        cache_batch_idx=cache_batch_idx_,
-        cache_leftpad=leftpad_k_,
-        block_table=block_table_,
-        softmax_scale=softmax_scale,
-        causal=is_causal,
-        window_size=(window_size_left, window_size_right),
-        softcap=softcap,
-        rotary_interleaved=is_rotary_interleaved,
-        alibi_slopes=alibi_slopes_,
-        num_splits=num_splits,
-        return_softmax_lse=True,
-    )
+        q, kcache, vcache, k_, v_, rotary_cos=rotary_cos_, rotary_sin=rotary_sin_, cache_seqlens=seqlens_k_,
+        cache_batch_idx=cache_batch_idx_, cache_leftpad=leftpad_k_, block_table=block_table_,
+        softmax_scale=softmax_scale, causal=is_causal, window_size=(window_size_left, window_size_right),
+        softcap=softcap, rotary_interleaved=is_rotary_interleaved, alibi_slopes=alibi_slopes_,
+        num_splits=num_splits, return_softmax_lse=True,
+    )  # fmt: skip
     return [_written(out, out_), softmax_lse]
 
 

@@ -29,20 +29,9 @@ def fwd(
 ) -> list[Tensor]:
     """[out, q, k, v, out, softmax_lse, S_dmask, rng_state]; arguments as `flash_attn_compat.flash_attn_2_cuda.fwd`."""
     out, *rest = _current.fwd(
-        q,
-        k,
-        v,
-        out_,
-        alibi_slopes_,
-        p_dropout,
-        softmax_scale,
-        is_causal,
-        window_size_left,
-        window_size_right,
-        softcap,
-        return_softmax,
-        gen_,
-    )
+        q, k, v, out_, alibi_slopes_, p_dropout, softmax_scale, is_causal, window_size_left, window_size_right,
+        softcap, return_softmax, gen_,
+    )  # fmt: skip
     return [out, q, k, v, out, *rest]
 
 
@@ -71,26 +60,8 @@ def varlen_fwd(
 ) -> list[Tensor]:
     """As `fwd`, of packed sequences; arguments as `flash_attn_compat.flash_attn_2_cuda.varlen_fwd`."""
     out, *rest = _current.varlen_fwd(
-        q,
-        k,
-        v,
-        out_,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_k,
-        leftpad_k_,
-        block_table_,
-        alibi_slopes_,
-        max_seqlen_q,
-        max_seqlen_k,
-        p_dropout,
-        softmax_scale,
-        zero_tensors,
-        is_causal,
-        window_size_left,
-        window_size_right,
-        softcap,
-        return_softmax,
-        gen_,
-    )
+        q, k, v, out_, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k_, block_table_, alibi_slopes_, max_seqlen_q,
+        max_seqlen_k, p_dropout, softmax_scale, zero_tensors, is_causal, window_size_left, window_size_right,
+        softcap, return_softmax, gen_,
+    )  # fmt: skip
     return [out, q, k, v, out, *rest]

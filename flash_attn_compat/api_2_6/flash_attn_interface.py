@@ -97,31 +97,11 @@ def _flash_attn_varlen_forward(
 ) -> tuple[Tensor, ...]:
     """Packed attention outside of autograd; arguments as `flash_attn_varlen_func`."""
     left, right = window_size
-    return tuple(
-        flash_attn_cuda.varlen_fwd(
-            q,
-            k,
-            v,
-            None,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            seqused_k,
-            leftpad_k,
-            block_table,
-            alibi_slopes,
-            max_seqlen_q,
-            max_seqlen_k,
-            dropout_p,
-            softmax_scale,
-            False,
-            causal,
-            left,
-            right,
-            softcap,
-            return_softmax,
-            None,
-        )
-    )
+    outputs = flash_attn_cuda.varlen_fwd(
+        q, k, v, None, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, max_seqlen_q,
+        max_seqlen_k, dropout_p, softmax_scale, False, causal, left, right, softcap, return_softmax, None,
+    )  # fmt: skip
+    return tuple(outputs)
 
 
 def _flash_attn_backward(
@@ -146,26 +126,9 @@ def _flash_attn_backward(
     """Gradients of dense attention, written into dq, dk and dv where given."""
     left, right = window_size
     dq, dk, dv, softmax_d = flash_attn_cuda.bwd(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        dq,
-        dk,
-        dv,
-        alibi_slopes,
-        dropout_p,
-        softmax_scale,
-        causal,
-        left,
-        right,
-        softcap,
-        deterministic,
-        None,
-        rng_state,
-    )
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, alibi_slopes, dropout_p, softmax_scale, causal, left, right,
+        softcap, deterministic, None, rng_state,
+    )  # fmt: skip
     return dq, dk, dv, softmax_d
 
 
@@ -195,29 +158,7 @@ def _flash_attn_varlen_backward(
     """Gradients of packed attention, written into dq, dk and dv where given."""
     left, right = window_size
     dq, dk, dv, softmax_d = flash_attn_cuda.varlen_bwd(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        dq,
-        dk,
-        dv,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        alibi_slopes,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        False,
-        causal,
-        left,
-        right,
-        softcap,
-        deterministic,
-        None,
-        rng_state,
-    )
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q,
+        max_seqlen_k, dropout_p, softmax_scale, False, causal, left, right, softcap, deterministic, None, rng_state,
+    )  # fmt: skip
     return dq, dk, dv, softmax_d
