@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from flash_attn_compat import settings
+from flash_attn_compat import __version__, settings
 from flash_attn_compat.naming import install as installation
 from flash_attn_compat.naming import patch
 
@@ -17,9 +17,15 @@ from flash_attn_compat.naming import patch
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 done, 1 refused or failed, 2 wrong usage)."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments[:1] == ["run"] and len(arguments) > 1 and arguments[1] not in ("-h", "--help"):
+    runs = arguments[:1] == ["run"] and len(arguments) > 1 and arguments[1] not in ("-h", "--help")
+    options = None if runs else _parser().parse_args(arguments)
+    try:
+        settings.check()
+    except ValueError as error:
+        print(f"flash-attn-compat: {error}", file=sys.stderr)
+        return 2
+    if options is None:
         run(arguments[1:])
-    options = _parser().parse_args(arguments)
     if options.command == "run":
         _parser().error("run: name a script, or -m and a module")
     action: Callable[[argparse.Namespace], int] = options.action
@@ -44,9 +50,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="flash-attn-compat", description="Answer to the name flash_attn on machines that flash-attn refuses."
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    command = commands.add_parser("install", help="put flash_attn and its metadata into this environment")
+    command = commands.add_parser(
+        "install",
+        help="put flash_attn and its metadata into this environment",
+        description="From then on every program of this environment imports flash_attn from this package, children "
+        "and notebooks included. Refused where a real flash-attn is installed.",
+    )
     command.add_argument("--target", metavar="DIR", help="another directory than this interpreter's site-packages")
     command.add_argument(
         "--api",
@@ -56,19 +68,28 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(action=_install)
 
-    command = commands.add_parser("uninstall", help="remove what install put there")
+    command = commands.add_parser(
+        "uninstall",
+        help="remove what install put there",
+        description="Removes the files that install wrote and no others. This package itself stays.",
+    )
     command.add_argument("--target", metavar="DIR", help="the directory given to install")
     command.set_defaults(action=_uninstall)
 
     command = commands.add_parser(
         "run",
         help="run a script or module with flash_attn answered",
+        description="Starts Python on the script or module, as python itself would, in an environment where "
+        "flash_attn is this package, for the processes that it starts too. Nothing is installed.",
         usage="flash-attn-compat run SCRIPT [ARGUMENT ...] | -m MODULE [ARGUMENT ...]",
     )
     command.add_argument("rest", nargs=argparse.REMAINDER, metavar="SCRIPT")
 
     command = commands.add_parser(
-        "doctor", help="what this machine is, what would serve it, and whether it computes right"
+        "doctor",
+        help="what this machine is, what would serve it, and whether it computes right",
+        description="Looks at this machine for some seconds and changes nothing. Exit code 0: every backend that "
+        "can run computes right and each typical call finds one; 1: not so; 2: a variable means nothing.",
     )
     command.add_argument("--json", action="store_true", help="the report as one JSON object")
     command.add_argument(
@@ -118,14 +139,13 @@ def _uninstall(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from flash_attn_compat import doctor, settings
+    from flash_attn_compat import doctor
 
     try:
-        settings.check()
-    except ValueError as error:
+        report = doctor.examine(options.renew)
+    except ValueError as error:  # the name of a backend, which only the backends know
         print(f"flash-attn-compat: {error}", file=sys.stderr)
         return 2
-    report = doctor.examine(options.renew)
     print(doctor.to_json(report) if options.json else doctor.to_text(report))
     return 0 if report.healthy else 1
 

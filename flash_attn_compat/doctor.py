@@ -112,14 +112,9 @@ def to_text(report: Report) -> str:
     lines += _columns(facts)
     lines += [f"    {told}" for told in machine.kernels[1:]]
     lines += ["", "What would serve"]
-    for call in report.calls:
-        lines.append(f"  {call.name}: {call.backend or 'NOTHING'}")
-        others = {
-            name: "; ".join(against) or "could serve too"
-            for name, against in call.reasons.items()
-            if name != call.backend
-        }
-        lines += _columns(others, indent=6)
+    lines += _columns({call.name: call.backend or "NOTHING" for call in report.calls})
+    lines += ["", "Backends, in the order in which they are asked"]
+    lines += _columns(_about_backends(report.calls))
     lines += ["", "Self-check: error against fp64, and what computing plainly in the same dtype gives"]
     widths = [
         max((len(text) for text in column), default=0) for column in zip(*((c.backend, c.case) for c in report.checks))
@@ -136,6 +131,18 @@ def to_text(report: Report) -> str:
     lines += _columns({**facts, **name.looks})
     lines += ["", "All well." if report.healthy else "Something is wrong: see NOTHING and FAIL above."]
     return "\n".join(lines)
+
+
+def _about_backends(calls: list[TypicalCall]) -> dict[str, str]:
+    """Of each backend how many of the calls it serves, and each reason against it once."""
+    told = {}
+    for name in dict.fromkeys(name for call in calls for name in call.reasons):
+        reasons = dict.fromkeys(reason for call in calls for reason in call.reasons.get(name, []))
+        served = sum(call.backend == name for call in calls)
+        able = sum(not call.reasons.get(name, [""]) for call in calls)
+        does = [f"serves {served} of these calls"] if served else [f"could serve {able} of them"] if able else []
+        told[name] = "; ".join([*does, *reasons])
+    return told
 
 
 def _columns(rows: dict[str, str], indent: int = 2) -> list[str]:

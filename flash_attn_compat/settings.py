@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+PREFIX = "FLASH_ATTN_COMPAT_"
 BACKEND = "FLASH_ATTN_COMPAT_BACKEND"
 CAPABILITY = "FLASH_ATTN_COMPAT_CAPABILITY"
 COMPILE = "FLASH_ATTN_COMPAT_COMPILE"
@@ -25,6 +26,7 @@ CACHE = "FLASH_ATTN_COMPAT_CACHE"
 API = "FLASH_ATTN_COMPAT_API"
 HUB_KERNELS = "FLASH_ATTN_COMPAT_HUB_KERNELS"
 VARLEN_ATTN = "FLASH_ATTN_COMPAT_VARLEN_ATTN"
+VARIABLES = (BACKEND, CAPABILITY, COMPILE, DISABLE_OFFICIAL, FUSED, CACHE, API, HUB_KERNELS, VARLEN_ATTN)
 
 # The releases of flash-attn whose interface can stand under its name, and what each reports as its version.
 API_VERSIONS = {"2.6": "2.6.3", "2.8": "2.8.3"}
@@ -49,8 +51,28 @@ def fingerprint() -> tuple[object, ...]:
     return _used.get(), get(first), get(second), get(third), get(fourth), get(fifth)
 
 
+def unknown() -> list[str]:
+    """Variables with this package's prefix that nobody reads: misspelt ones, most likely."""
+    return sorted(name for name in os.environ if name.startswith(PREFIX) and name not in VARIABLES)
+
+
+@functools.cache
+def _warn_of(name: str) -> None:
+    import difflib
+    import warnings
+
+    like = difflib.get_close_matches(name, VARIABLES, 1)
+    meant = f", {like[0]} is known" if like else ""
+    warnings.warn(f"nobody reads the environment variable {name}{meant}: see docs/environment.md", stacklevel=3)
+
+
 def check() -> None:
-    """Raise for a value that means nothing, whether or not this machine or call would ask for it."""
+    """Raise for a value that means nothing, whether or not this machine or call would ask for it.
+
+    Warns of variables that nobody reads.
+    """
+    for name in unknown():
+        _warn_of(name)
     for switch in (COMPILE, DISABLE_OFFICIAL, FUSED, HUB_KERNELS, VARLEN_ATTN):
         _switch(switch)
     forced_capability()

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import flash_attn_compat
-from flash_attn_compat import backends, cli, doctor, self_check
+from flash_attn_compat import backends, cli, doctor, self_check, settings
+from flash_attn_compat.engine import dispatch
 from tests.support import check_refused_in_one_line
 
 
@@ -118,3 +119,30 @@ def test_a_patched_process_is_told_who_answers():
 def test_a_setting_that_means_nothing_is_refused_in_one_line(monkeypatch, capsys):
     monkeypatch.setenv("FLASH_ATTN_COMPAT_FUSED", "on")
     check_refused_in_one_line(cli.main, ["doctor"], "FLASH_ATTN_COMPAT_FUSED must be 0 or 1, got 'on'", capsys)
+
+
+def test_a_reason_against_a_backend_is_said_once(report):
+    lines = doctor.to_text(report).splitlines()
+    for backend in backends.BACKENDS:
+        assert sum(line.startswith(f"  {backend.name} ") for line in lines) == 1
+    if report.machine.device == "cpu":
+        assert sum("flash-attn is not installed" in line for line in lines) == 1
+        assert any(line.split() == ["fused", "runs", "on", "CUDA", "GPUs", "only"] for line in lines)
+        assert any(line.startswith("  sdpa ") and "serves 3 of these calls" in line for line in lines)
+
+
+def test_a_backend_that_nobody_knows_ends_in_one_line(monkeypatch, capsys):
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_BACKEND", "sdpaa")
+    check_refused_in_one_line(cli.main, ["doctor"], "FLASH_ATTN_COMPAT_BACKEND must be one of", capsys)
+
+
+def test_a_variable_that_nobody_reads_is_warned_about_at_the_first_call_and_once(monkeypatch):
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_BAKEND", "sdpa")
+    settings._warn_of.cache_clear()
+    dispatch.forget_decisions()
+    q = torch.randn(1, 4, 1, 8)
+    with pytest.warns(UserWarning, match="FLASH_ATTN_COMPAT_BAKEND, FLASH_ATTN_COMPAT_BACKEND is known") as told:
+        flash_attn_compat.flash_attn_func(q, q, q)
+        dispatch.forget_decisions()
+        flash_attn_compat.flash_attn_func(q, q, q)
+    assert len(told) == 1

@@ -62,7 +62,7 @@ def test_it_serves_everything_from_turing_on(capability: tuple[int, int]) -> Non
         ({"head_dim": 264}, "at most 256"),
         ({"features": int(Feature.TRANSFORMS)}, "forward-mode"),
         ({"features": int(Feature.PAGED | Feature.BACKWARD)}, "gradients of pages"),
-        ({"device_type": "cpu"}, "runs on cuda"),
+        ({"device_type": "cpu"}, "runs on CUDA GPUs only"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -197,7 +197,7 @@ def test_the_installed_pytorch_has_the_operators_in_a_known_form() -> None:
     found = explain(
         flash_attn_varlen_func, *(torch.zeros(7, 2, 16, dtype=HALF) for _ in range(3)), starts, starts, 4, 4
     )
-    assert found.reasons["torch_flash"] == ["runs on cuda, not on cpu"]
+    assert found.reasons["torch_flash"] == ["runs on CUDA GPUs only"]
 
 
 # ---------------------------------------------------------------- on a GPU

@@ -131,7 +131,23 @@ def imported(path: str) -> Imported:
         target = getattr(target, part)
     if not callable(target) and not any(hasattr(target, name) for name in PUBLIC_FUNCTIONS):
         raise UsageError(f"{path!r} is no function and has none of {', '.join(PUBLIC_FUNCTIONS)}")
+    if callable(target) and not isinstance(target, type) and not _takes_attention(target):
+        raise UsageError(f"{path!r} is no attention function: it does not make a tensor of q, k and v")
     return Imported(path, target)
+
+
+def _takes_attention(target: Callable[..., Any]) -> bool:
+    """Whether it can be called with q, k, v at all; what it makes of them is what verify is about."""
+    q = torch.zeros(1, 2, 1, 8)
+    for arguments, named in (((q, q, q), {}), ((), {"q": q, "k": q, "v": q})):
+        try:
+            out = target(*arguments, **named)
+        except TypeError:
+            continue
+        except Exception:  # noqa: BLE001  it is one, and fails: the report will say how
+            return True
+        return isinstance(out, (torch.Tensor, tuple))
+    return False
 
 
 def official() -> tuple[Imported | None, str]:

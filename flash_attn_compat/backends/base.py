@@ -20,6 +20,7 @@ from flash_attn_compat.engine.layout import Block, Group, Layout, whole_block
 
 HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 FLOAT_DTYPES = HALF_DTYPES | {torch.float32, torch.float64}
+_DEVICES = {"cpu": "CPUs", "cuda": "CUDA GPUs", "mps": "Apple GPUs", "xpu": "Intel GPUs"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Backend(abc.ABC):
         table = self.capabilities
         reasons = list(self.unavailable_reasons())
         if table.devices is not None and traits.device_type not in table.devices:
-            reasons.append(f"runs on {' and '.join(sorted(table.devices))}, not on {traits.device_type}")
+            reasons.append(f"runs on {_named(table.devices)} only")
         reasons += _capability_reasons(table, traits)
         if traits.dtype not in table.dtypes:
             reasons.append(f"does not compute {_name(traits.dtype)}")
@@ -223,6 +224,11 @@ def _capability_reasons(table: Capabilities, traits: Traits) -> list[str]:
     if highest is not None and traits.capability > highest:
         return [f"knows GPUs up to {_dotted(highest)}, this GPU counts as {_dotted(traits.capability)}"]
     return []
+
+
+def _named(devices: frozenset[str]) -> str:
+    *others, last = [_DEVICES.get(device, device) for device in sorted(devices)]
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _dotted(capability: tuple[int, int]) -> str:

@@ -6,6 +6,9 @@ import json
 
 import pytest
 
+import flash_attn_compat
+from flash_attn_compat import cli
+
 SCRIPT = """
 import json, sys
 import flash_attn
@@ -74,3 +77,24 @@ def test_wrong_usage_exits_with_2(command, arguments):
 def test_help_is_printed_and_exits_with_0(command, arguments):
     answer = command(*arguments)
     assert answer.returncode == 0 and "usage: flash-attn-compat" in answer.stdout
+
+
+def test_the_version_is_told(command):
+    answer = command("--version")
+    assert (answer.returncode, answer.stdout) == (0, f"flash-attn-compat {flash_attn_compat.__version__}\n")
+
+
+@pytest.mark.parametrize("name", ["install", "uninstall", "run", "doctor", "compile"])
+def test_each_command_says_in_its_help_what_it_does(name, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([name, "--help"])
+    paragraphs = capsys.readouterr().out.split("\n\n")
+    assert paragraphs[1].endswith(".") and "  " not in paragraphs[1]
+
+
+@pytest.mark.parametrize("arguments", [["run", "-m", "this"], ["doctor"]], ids=lambda arguments: arguments[0])
+def test_a_variable_that_means_nothing_ends_in_one_line(arguments, monkeypatch, capsys):
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_FUSED", "on")
+    assert cli.main(arguments) == 2
+    told = capsys.readouterr().err
+    assert told == "flash-attn-compat: FLASH_ATTN_COMPAT_FUSED must be 0 or 1, got 'on'\n"
