@@ -1,7 +1,7 @@
 """A tiny call of each kind before the first real one: does the installed flash-attn compute it right on this GPU?
 
 flash-attn can be built with fewer head dims or features, and then answers wrongly without a word; a binary
-for another GPU raises. The plain formula in fp32 is the judge.
+for another GPU raises. The reference backend is the judge.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from flash_attn_compat.backends.base import Backend
 from flash_attn_compat.backends.flash_launch import CACHED, NEEDS_BACKWARD
-from flash_attn_compat.engine import alibi, callers_state, capture
+from flash_attn_compat.backends.reference import Reference
+from flash_attn_compat.engine import callers_state, capture
 from flash_attn_compat.engine.call import AttentionCall, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
-from flash_attn_compat.engine.mask import Mask, Range
+from flash_attn_compat.engine.mask import Mask
 
 _SEQLEN_Q, _SEQLEN_K = 20, 33
 # What separate kernels are compiled for.
@@ -64,19 +65,20 @@ def _tried(backend: Backend, binary: object, kind: Kind) -> str | None:
 
 def _is_right(backend: Backend, kind: Kind) -> bool:
     call, dout = _problem(kind)
-    with torch.enable_grad():
-        leaves = [tensor.detach().float().requires_grad_() for tensor in (call.q, call.k, call.v)]
-        expected = _attention(call, *leaves)
-        gradients = torch.autograd.grad(expected, leaves, dout.float())
     with torch.no_grad():
-        result = backend.forward(call)
-        pairs = [(result.out, expected)]
-        if kind.backward:
-            upstream = Upstream(dout, result.out, result.softmax_lse, None, result.saved)
-            pairs += zip(backend.backward(call, upstream, None), gradients)
+        found, expected = (_results(one, call, dout) for one in (backend, Reference()))
         tolerance = _TOLERANCE[kind.dtype]
-        right = all(torch.allclose(got.float(), wanted, rtol=tolerance, atol=tolerance) for got, wanted in pairs)
+        right = all(torch.allclose(one, other, rtol=tolerance, atol=tolerance) for one, other in zip(found, expected))
         return right and (not kind.features & Feature.DROPOUT or _drops(backend, call))
+
+
+def _results(backend: Backend, call: AttentionCall, dout: Tensor) -> list[Tensor]:
+    """out, and dq, dk, dv where they are asked for."""
+    result = backend.forward(call)
+    if not call.needs_grad:
+        return [result.out]
+    upstream = Upstream(dout, result.out, result.softmax_lse, None, result.saved)
+    return [result.out, *backend.backward(call, upstream, None)]
 
 
 def _drops(backend: Backend, call: AttentionCall) -> bool:
@@ -114,20 +116,6 @@ def _problem(kind: Kind) -> tuple[AttentionCall, Tensor]:
         is_dense=not kind.cached,
         needs_grad=kind.backward,
     ), dout
-
-
-def _attention(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The plain formula: one key head for all query heads, batch of 1."""
-    rows, keys, offset = Range(0, _SEQLEN_Q), Range(0, _SEQLEN_K), _SEQLEN_K - _SEQLEN_Q
-    scores = torch.einsum("bihd,bjd->bhij", q, k[:, :, 0]) * call.softmax_scale
-    if call.softcap:
-        scores = torch.tanh(scores / call.softcap) * call.softcap
-    if call.alibi_slopes is not None:
-        scores = scores + alibi.bias(call.alibi_slopes[None], rows, keys, offset, scores.dtype)
-    hidden = call.mask.hidden(rows, keys, offset, q.device)
-    if hidden is not None:
-        scores = scores.masked_fill(hidden, -torch.inf)
-    return torch.einsum("bhij,bjd->bihd", scores.softmax(-1), v[:, :, 0])
 
 
 def _device(capability: tuple[int, int] | None) -> torch.device:
