@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flash_attn_compat import flash_attn_2_cuda as flash_attn_gpu
 from flash_attn_compat import sinks
-from flash_attn_compat.engine import compiled
+from flash_attn_compat.engine import torch_ops
 from flash_attn_compat.engine.autograd import attend, purpose, unpack
 from flash_attn_compat.engine.build import Options, Packing, dense_call, packed_call
 from flash_attn_compat.kvcache import flash_attn_with_kvcache
@@ -134,7 +134,7 @@ def flash_attn_func(
     )
     if s_aux is not None:
         return sinks.attend(q, k, v, s_aux, options)
-    return _dense((q, k, v), options)
+    return _attend((q, k, v), options)
 
 
 @overload
@@ -171,7 +171,7 @@ def flash_attn_kvpacked_func(
     options = Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    return _dense((q, kv), options)
+    return _attend((q, kv), options)
 
 
 @overload
@@ -206,7 +206,7 @@ def flash_attn_qkvpacked_func(
     options = Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    return _dense((qkv,), options)
+    return _attend((qkv,), options)
 
 
 @overload
@@ -266,10 +266,10 @@ def flash_attn_varlen_func(
     options = Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
     if s_aux is not None:
-        return sinks.attend(q, k, v, s_aux, options, packing, block_table)
-    return _packed((q, k, v), packing, options, block_table)
+        return sinks.attend(q, k, v, s_aux, options, packing)
+    return _attend((q, k, v), options, packing)
 
 
 @overload
@@ -312,7 +312,7 @@ def flash_attn_varlen_kvpacked_func(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _packed((q, kv), packing, options)
+    return _attend((q, kv), options, packing)
 
 
 @overload
@@ -352,26 +352,17 @@ def flash_attn_varlen_qkvpacked_func(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
     packing = Packing(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return _packed((qkv,), packing, options)
+    return _attend((qkv,), options, packing)
 
 
-def _dense(inputs: tuple[Tensor, ...], options: Options) -> AttentionOutput:
+def _attend(inputs: tuple[Tensor, ...], options: Options, packing: Packing | None = None) -> AttentionOutput:
     q, k, v = unpack(inputs)
     if torch.compiler.is_compiling():
-        outputs = compiled.attend(q, k, v, options)
-    else:
+        outputs = torch_ops.attend(q, k, v, options, packing)
+    elif packing is None:
         outputs = attend(inputs, dense_call(q, k, v, options, purpose(inputs)))
-    return outputs if options.return_attn_probs else outputs[0]
-
-
-def _packed(
-    inputs: tuple[Tensor, ...], packing: Packing, options: Options, block_table: Tensor | None = None
-) -> AttentionOutput:
-    q, k, v = unpack(inputs)
-    if torch.compiler.is_compiling():
-        outputs = compiled.attend(q, k, v, options, compiled.Placement(packing, block_table))
     else:
-        outputs = attend(inputs, packed_call(q, k, v, packing, options, block_table, purpose=purpose(inputs)))
+        outputs = attend(inputs, packed_call(q, k, v, packing, options, purpose(inputs)))
     return outputs if options.return_attn_probs else outputs[0]
 
 

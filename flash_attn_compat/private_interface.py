@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_attn_compat.engine import checks, compiled, dispatch, outside
+from flash_attn_compat.engine import checks, dispatch, outside, torch_ops
 from flash_attn_compat.engine.autograd import run_backward, run_forward
 from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_call, packed_call
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream
@@ -59,7 +59,7 @@ def _flash_attn_forward(
     options = _options(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes)
     _check_return_softmax(return_softmax, dropout_p)
     if torch.compiler.is_compiling():
-        return compiled.forward(q, k, v, options, return_dmask=bool(return_softmax))
+        return torch_ops.forward(q, k, v, options, return_dmask=bool(return_softmax))
     return _forward(dense_call(q, k, v, options, _FORWARD), bool(return_softmax))
 
 
@@ -99,12 +99,11 @@ def _flash_attn_varlen_forward(
         checks.is_tensor("k", k)
         plain = dropout_p <= 0.0 and alibi_slopes is None and window_size_left < 0 and window_size_right < 0
         _check_num_splits(num_splits, max_seqlen_q == 1 and q.shape[-2] > k.shape[-2] and plain)
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_k, leftpad_k)
     if torch.compiler.is_compiling():
-        placement = compiled.Placement(packing, block_table, seqused_k, leftpad_k)
-        out, lse, dmask, rng_state = compiled.forward(q, k, v, options, placement, bool(return_softmax))
+        out, lse, dmask, rng_state = torch_ops.forward(q, k, v, options, packing, bool(return_softmax))
     else:
-        call = packed_call(q, k, v, packing, options, block_table, seqused_k, leftpad_k, _FORWARD)
+        call = packed_call(q, k, v, packing, options, _FORWARD)
         out, lse, dmask, rng_state = _forward(call, bool(return_softmax))
     if zero_tensors:
         lse = lse.masked_fill(outside.mask(cu_seqlens_q, q.shape[0]), -torch.inf)
@@ -144,7 +143,7 @@ def _flash_attn_backward(
     )
     upstream = Upstream(dout, out, softmax_lse, rng_state)
     if torch.compiler.is_compiling():
-        _write(compiled.backward(q, k, v, options, upstream), dq, dk, dv)
+        _write(torch_ops.backward(q, k, v, options, upstream), dq, dk, dv)
     else:
         _backward(dense_call(q, k, v, options, _BACKWARD), upstream, dq, dk, dv)
     padded = round_up(q.shape[1], 128)
@@ -188,9 +187,9 @@ def _flash_attn_varlen_backward(
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     upstream = Upstream(dout, out, softmax_lse, rng_state)
     if torch.compiler.is_compiling():
-        _write(compiled.backward(q, k, v, options, upstream, compiled.Placement(packing)), dq, dk, dv)
+        _write(torch_ops.backward(q, k, v, options, upstream, packing), dq, dk, dv)
     else:
-        _backward(packed_call(q, k, v, packing, options, purpose=_BACKWARD), upstream, dq, dk, dv)
+        _backward(packed_call(q, k, v, packing, options, _BACKWARD), upstream, dq, dk, dv)
     return _packed_softmax_d(_row_products(dout, out, dropout_p), cu_seqlens_q)
 
 

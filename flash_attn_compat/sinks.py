@@ -49,7 +49,6 @@ def attend(
     s_aux: Tensor,
     options: Options,
     packing: Packing | None = None,
-    block_table: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """out', or with options.return_attn_probs (out', lse', S_dmask); differentiable in q, k, v and s_aux."""
     check(s_aux, q, options.alibi_slopes)
@@ -57,7 +56,7 @@ def attend(
         raise RuntimeError("s_aux cannot be combined with forward-mode derivatives or torch.func transforms")
     left, right = options.window_size
     scores = _Scores(options.dropout_p, options.softmax_scale, bool(options.causal), left, right, options.softcap)
-    lengths = (None, None, 0, 0) if packing is None else tuple(packing)
+    *lengths, block_table = (None, None, 0, 0, None) if packing is None else packing[:5]
     outputs: tuple[Tensor, Tensor, Tensor] = _Sunk.apply(
         q, k, v, s_aux, block_table, *lengths, *scores, bool(options.deterministic), options.return_attn_probs
     )

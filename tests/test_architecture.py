@@ -15,7 +15,7 @@ LAYERS = (
     ("engine",),  # values and arithmetic
     ("backends.base",),
     ("backends",),
-    ("engine.dispatch", "engine.autograd", "engine.compiled"),
+    ("engine.dispatch", "engine.autograd", "engine.torch_ops"),
     ("private_interface", "sinks", "kvcache", "flash_attn_2_cuda", "flash_attn_interface"),
     ("api_2_6", "flash_attn_triton", "layers", "losses", "modules", "ops", "utils"),
     ("naming",),

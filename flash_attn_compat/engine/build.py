@@ -43,13 +43,17 @@ FORWARD, RECORDED = Purpose(), Purpose(needs_grad=True)
 class Packing(NamedTuple):
     """How sequences are packed: starts (batch + 1,) int32 and the longest lengths the caller states.
 
-    A length that is a tensor of one integer is read, which waits for its GPU.
+    A length that is a tensor of one integer is read, which waits for its GPU. block_table, seqused_k and leftpad_k are
+    AttentionCall's; with the first, cu_seqlens_k gives lengths only.
     """
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     max_seqlen_q: int | Tensor
     max_seqlen_k: int | Tensor
+    block_table: Tensor | None = None
+    seqused_k: Tensor | None = None
+    leftpad_k: Tensor | None = None
 
 
 class Cache(NamedTuple):
@@ -78,18 +82,10 @@ def dense_call(q: Tensor, k: Tensor, v: Tensor, options: Options, purpose: Purpo
 
 
 def packed_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packing: Packing,
-    options: Options,
-    block_table: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    leftpad_k: Tensor | None = None,
-    purpose: Purpose = FORWARD,
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, options: Options, purpose: Purpose = FORWARD
 ) -> AttentionCall:
-    """(total, heads, head_dim) tensors, or paged k and v with ``block_table``; raises as checks.packed does."""
-    starts_q, starts_k, max_seqlen_q, max_seqlen_k = packing
+    """(total, heads, head_dim) tensors, or paged k and v with a block table; raises as checks.packed does."""
+    starts_q, starts_k, max_seqlen_q, max_seqlen_k, block_table, seqused_k, leftpad_k = packing
     are_whole = block_table is None and seqused_k is None and leftpad_k is None
     equal_lengths = are_whole and _hold_the_same(starts_q, starts_k)
     key = None

@@ -17,31 +17,14 @@ from flash_attn_compat.engine.layout import lse_dtype
 from flash_attn_compat.engine.probabilities import round_up, signed_probabilities
 
 
-class Placement(NamedTuple):
-    """Where packed sequences lie."""
-
-    packing: Packing
-    block_table: Tensor | None = None
-    seqused_k: Tensor | None = None
-    leftpad_k: Tensor | None = None
-
-
-class _Wanted(NamedTuple):
-    """What follows a forward, as far as tracing tells. An output nobody wants has no elements."""
-
-    return_lse: bool
-    return_dmask: bool
-    needs_grad: bool
-
-
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, placement: Placement | None = None
+    q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, softmax_lse, S_dmask), differentiable in q, k and v; softmax_lse only with options.return_attn_probs."""
     return_probs = options.return_attn_probs
     needs_grad = _gradients_follow(q, k, v)
-    wanted = _Wanted(return_probs or needs_grad, return_probs and options.dropout_p > 0.0, needs_grad)
-    out, lse, dmask, _ = _forward(q, k, v, options, placement, wanted)
+    purpose = Purpose(needs_grad, return_probs or needs_grad, return_probs and options.dropout_p > 0.0)
+    out, lse, dmask, _ = _forward(q, k, v, options, packing, purpose)
     return out, lse, dmask
 
 
@@ -50,19 +33,21 @@ def forward(
     k: Tensor,
     v: Tensor,
     options: Options,
-    placement: Placement | None = None,
+    packing: Packing | None = None,
     return_dmask: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, softmax_lse, S_dmask, rng_state)."""
-    return _forward(q, k, v, options, placement, _Wanted(True, return_dmask, _gradients_follow(q, k, v)))
+    return _forward(q, k, v, options, packing, Purpose(_gradients_follow(q, k, v), True, return_dmask))
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, placement: Placement | None, wanted: _Wanted
+    q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None, purpose: Purpose
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return_lse, return_dmask, needs_grad = wanted
+    """An output nobody wants, as far as tracing tells, has no elements."""
     outputs: tuple[Tensor, Tensor, Tensor, Tensor]
-    outputs = _forward_op(q, k, v, *_flatten(options, placement), return_lse, return_dmask, needs_grad)
+    outputs = _forward_op(
+        q, k, v, *_flatten(options, packing), purpose.return_lse, purpose.return_dmask, purpose.needs_grad
+    )
     return outputs
 
 
@@ -71,20 +56,20 @@ def _gradients_follow(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, upstream: Upstream, placement: Placement | None = None
+    q: Tensor, k: Tensor, v: Tensor, options: Options, upstream: Upstream, packing: Packing | None = None
 ) -> Gradients:
     """dq, dk, dv as new tensors."""
     # Unpacked, for in PyTorch 2.6 Dynamo can't slice a NamedTuple.
     dout, out, softmax_lse, rng_state, _ = upstream
-    return Gradients(*_backward_op(dout, out, softmax_lse, rng_state, q, k, v, *_flatten(options, placement)))
+    return Gradients(*_backward_op(dout, out, softmax_lse, rng_state, q, k, v, *_flatten(options, packing)))
 
 
-def _flatten(options: Options, placement: Placement | None) -> tuple[Any, ...]:
+def _flatten(options: Options, packing: Packing | None) -> tuple[Any, ...]:
     dropout_p, softmax_scale, causal, (left, right), softcap, alibi_slopes, deterministic, _ = options
     scalars = (float(dropout_p), softmax_scale, bool(causal), left, right, float(softcap or 0.0), bool(deterministic))
-    if placement is None:
+    if packing is None:
         return None, None, None, None, None, alibi_slopes, 0, 0, None, None, *scalars
-    (cu_q, cu_k, max_q, max_k), block_table, seqused_k, leftpad_k = placement
+    cu_q, cu_k, max_q, max_k, block_table, seqused_k, leftpad_k = packing
     # A longest length given as a tensor stays one, so that tracing does not have to read it.
     numbers = [0 if isinstance(value, Tensor) else value for value in (max_q, max_k)]
     tensors = [value if isinstance(value, Tensor) else None for value in (max_q, max_k)]
@@ -126,8 +111,10 @@ class _Arguments(NamedTuple):
             return dense_call(q, k, v, options, purpose)
         longest_q = self.max_seqlen_q if self.max_seqlen_q_tensor is None else self.max_seqlen_q_tensor
         longest_k = self.max_seqlen_k if self.max_seqlen_k_tensor is None else self.max_seqlen_k_tensor
-        packing = Packing(self.cu_seqlens_q, self.cu_seqlens_k, longest_q, longest_k)
-        return packed_call(q, k, v, packing, options, self.block_table, self.seqused_k, self.leftpad_k, purpose)
+        others = self.block_table, self.seqused_k, self.leftpad_k
+        return packed_call(
+            q, k, v, Packing(self.cu_seqlens_q, self.cu_seqlens_k, longest_q, longest_k, *others), options, purpose
+        )
 
 
 # custom_op reads the annotations of these signatures, hence Optional and the long lists.
@@ -245,9 +232,8 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    count = len(_Wanted._fields)
-    inputs, (*_, ctx.is_expected) = inputs[:-count], inputs[-count:]
+def _setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
+    *inputs, _, _, ctx.is_expected = inputs  # return_lse, return_dmask, needs_grad
     out, lse, _, rng_state = output
     ctx.scalars = tuple(None if isinstance(value, Tensor) else value for value in inputs)
     ctx.save_for_backward(out, lse, rng_state, *(value if isinstance(value, Tensor) else None for value in inputs))
@@ -256,7 +242,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _compiled_backward(ctx: Any, dout: Tensor | None, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
     if dout is None:
-        return (None,) * (len(ctx.scalars) + len(_Wanted._fields))
+        return (None,) * (len(ctx.scalars) + 3)
     if not ctx.is_expected:
         raise RuntimeError(
             "this graph was traced where no gradients were recorded, and kept nothing to compute them from"
@@ -264,7 +250,7 @@ def _compiled_backward(ctx: Any, dout: Tensor | None, *unused: Tensor | None) ->
     out, lse, rng_state, *tensors = ctx.saved_tensors
     inputs = [scalar if tensor is None else tensor for scalar, tensor in zip(ctx.scalars, tensors)]
     gradients = _backward_op(dout, out, lse, rng_state, *inputs)
-    return *gradients, *(None for _ in (*ctx.scalars[3:], *_Wanted._fields))
+    return *gradients, *(None for _ in ctx.scalars)
 
 
 _forward_op.register_autograd(_compiled_backward, setup_context=_setup_context)
