@@ -113,13 +113,17 @@ CHANGES = {
 }
 
 
+def strided(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy that lies in memory as ``tensor`` does."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype).copy_(tensor.detach())
+
+
 def outcome(function: Callable[..., Any], arguments: Arguments) -> list[Any]:
     """What a call returns and what it writes into its cache, or its error."""
-    copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in arguments.items()}
+    copies = dict(arguments)
     for name, value in arguments.items():
         if isinstance(value, Tensor):
-            copies[name] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(value.detach())
-            copies[name].requires_grad_(value.requires_grad)
+            copies[name] = strided(value, value.dtype).requires_grad_(value.requires_grad)
     torch.manual_seed(0)
     try:
         found = function(**copies)
@@ -164,13 +168,13 @@ def test_launches_are_those_of_a_first_call(
     function: Callable[..., Any], change: Arguments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def halved(arguments: Arguments) -> Arguments:
-        keep = ("rotary_interleaved", "alibi_slopes")
         return {
-            name: value.half()
-            if isinstance(value, Tensor) and value.is_floating_point() and name not in keep
-            else value
+            name: strided(value, torch.float16) if value_is_data(name, value) else value
             for name, value in arguments.items()
         }
+
+    def value_is_data(name: str, value: object) -> bool:
+        return isinstance(value, Tensor) and value.is_floating_point() and name not in ("alibi_slopes", "softmax_scale")
 
     def launched(arguments: Arguments) -> list[Any]:
         before = len(launches.seen)
@@ -218,6 +222,47 @@ def test_who_serves_is_asked_at_every_call(function: Callable[..., Any], monkeyp
     monkeypatch.setenv("FLASH_ATTN_COMPAT_BACKEND", "none such")
     with pytest.raises(ValueError, match="none such"):
         function(**base)
+
+
+def test_numbers_as_lengths_are_told_from_one_another_and_from_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = fused_on_cpu.record(monkeypatch)
+    half = {name: value.half() if value.is_floating_point() else value for name, value in cache().items()}
+    without = {name: half[name] for name in ("q", "k_cache", "v_cache")}
+
+    def fields(arguments: Arguments, length: int | None, cold: bool) -> list[Any]:
+        if cold:
+            signature._known.clear()
+            launcher.forget_plans()
+        before = len(launches.seen)
+        with use_backend("fused"):
+            flash_attn_with_kvcache(**(arguments | {"cache_seqlens": length}))
+        names = ("seqlen_k", "seqlen_new", "k_s", "v_s", "batch")
+        return [
+            (launch.variant, launch.blocks, *[launch.fields[name] for name in names], launch.fields["seqused_k"] != 0)
+            for launch in launches.seen[before:]
+        ]
+
+    for arguments, lengths in ((half, (6, 7, 19, 6)), (without, (6, None, 7, None, 20))):
+        padded = arguments | {"cache_leftpad": ints(1, 2)}
+        expected = [fields(one, length, cold=True) for one in (arguments, padded) for length in lengths]
+        assert expected == [fields(one, length, cold=False) for one in (arguments, padded) for length in lengths]
+
+
+def test_what_can_change_or_equals_another_type_is_not_kept() -> None:
+    arguments, scale = dense(), torch.tensor(0.5)
+    first = flash_attn_func(**arguments, softmax_scale=scale)
+    scale.fill_(2.0)
+    assert torch.equal(flash_attn_func(**arguments, softmax_scale=scale), flash_attn_func(**arguments, softmax_scale=2))
+    assert not torch.equal(first, flash_attn_func(**arguments, softmax_scale=scale))
+    flash_attn_func(**arguments, window_size=(1, 1))
+    with pytest.raises(RuntimeError, match="window_size_left"):
+        flash_attn_func(**arguments, window_size=(1.0, 1))
+    flash_attn_varlen_func(**varlen())
+    with pytest.raises(RuntimeError, match="max_seqlen_q"):
+        flash_attn_varlen_func(**(varlen() | {"max_seqlen_q": 5.0}))
+    flash_attn_with_kvcache(**cache(), window_size=(1, 1))
+    with pytest.raises(RuntimeError, match="window_size_left"):
+        flash_attn_with_kvcache(**cache(), window_size=(1.0, 1))
 
 
 def test_gradients_are_recorded_behind_calls_without() -> None:
