@@ -137,13 +137,13 @@ def varlen_attn() -> bool:
 def _is_on(switch: str, unless_set: bool) -> bool:
     if _variables is not None and _switches[switch] not in _variables:
         return unless_set
-    wish = _switch(switch)
-    return unless_set if wish is None else wish
+    chosen = _switch(switch)
+    return unless_set if chosen is None else chosen
 
 
 def _switch(name: str) -> bool | None:
-    wish = _choice(name, ("0", "1"))
-    return None if wish is None else wish == "1"
+    chosen = _choice(name, ("0", "1"))
+    return None if chosen is None else chosen == "1"
 
 
 def _choice(name: str, choices: tuple[str, ...]) -> str | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from flash_attn_compat.engine import alibi, append, dropout
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import DESCRIPTIONS, Feature, Traits, split
-from flash_attn_compat.engine.layout import Block, Group, Layout, whole_block
+from flash_attn_compat.engine.layout import Block, BlockPlan, Layout, whole_block
 
 HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 FLOAT_DTYPES = HALF_DTYPES | {torch.float32, torch.float64}
@@ -137,16 +137,16 @@ class BlockwiseBackend(Backend):
         has_lse = call.return_lse or call.needs_grad
         # The reported LSE can be large beside the true one, which the backward needs to its last digit.
         true_lse = lse.clone() if call.lse_carries_alibi_position else None
-        for group, block in layout.blocks():
+        for plan, block in layout.blocks():
             block_out, block_lse = self.forward_block(call, block, rng_state)
-            layout.scatter(out, layout.rows, group, block_out)
+            layout.scatter(out, layout.rows, plan, block_out)
             if block_lse is None or not has_lse:
                 has_lse = False
                 continue
             if true_lse is not None:
-                layout.scatter_lse(true_lse, group, block_lse)
+                layout.scatter_lse(true_lse, plan, block_lse)
                 block_lse = block_lse + _lse_shift(block, block_lse.dtype)
-            layout.scatter_lse(lse, group, block_lse)
+            layout.scatter_lse(lse, plan, block_lse)
         if not has_lse:
             return Result(out, None, rng_state)
         return Result(out, lse, rng_state, saved=() if true_lse is None else (true_lse,))
@@ -161,27 +161,27 @@ class BlockwiseBackend(Backend):
         totals = into or Gradients(*map(torch.empty_like, (call.q, call.k, call.v)))
         for total in totals:
             total.zero_()
-        for group in layout.groups:
-            self.backward_group(call, layout, group, upstream, totals)
+        for plan in layout.plans:
+            self.backward_planned(call, layout, plan, upstream, totals)
         return totals
 
-    def backward_group(
-        self, call: AttentionCall, layout: Layout, group: Group, upstream: Upstream, totals: Gradients
+    def backward_planned(
+        self, call: AttentionCall, layout: Layout, plan: BlockPlan, upstream: Upstream, totals: Gradients
     ) -> None:
-        """Write a group's gradients to their places in ``totals``."""
-        block = layout.block(group)
-        found = self.backward_block(call, block, _block_upstream(call, layout, group, block, upstream))
-        layout.scatter(totals.dq, layout.rows, group, found[0])
-        layout.scatter(totals.dk, layout.keys, group, found[1])
-        layout.scatter(totals.dv, layout.keys, group, found[2])
+        """Write a plan's gradients to their places in ``totals``."""
+        block = layout.block(plan)
+        found = self.backward_block(call, block, _block_upstream(call, layout, plan, block, upstream))
+        layout.scatter(totals.dq, layout.rows, plan, found[0])
+        layout.scatter(totals.dk, layout.keys, plan, found[1])
+        layout.scatter(totals.dv, layout.keys, plan, found[2])
 
 
-def _block_upstream(call: AttentionCall, layout: Layout, group: Group, block: Block, upstream: Upstream) -> Upstream:
+def _block_upstream(call: AttentionCall, layout: Layout, plan: BlockPlan, block: Block, upstream: Upstream) -> Upstream:
     """The rows of one block out of the whole call's, with the true LSE."""
-    dout = layout.gather(upstream.dout, layout.rows, group, group.seqlen_q)
-    out = layout.gather(upstream.out, layout.rows, group, group.seqlen_q)
+    dout = layout.gather(upstream.dout, layout.rows, plan, plan.seqlen_q)
+    out = layout.gather(upstream.out, layout.rows, plan, plan.seqlen_q)
     known = _kept_lse(upstream)
-    lse = None if known is None else _true_lse(call, block, upstream, layout.gather_lse(known, group))
+    lse = None if known is None else _true_lse(call, block, upstream, layout.gather_lse(known, plan))
     if block.first_row is not None and lse is not None:
         # Rows of padding repeat another row's numbers; without probability they give no gradient.
         lse = lse.masked_fill((block.row_indices() < 0)[:, None], torch.inf)

@@ -19,7 +19,7 @@ from flash_attn_compat.backends.base import BlockwiseBackend, Capabilities
 from flash_attn_compat.engine import online
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
-from flash_attn_compat.engine.layout import Block, Group, Layout
+from flash_attn_compat.engine.layout import Block, BlockPlan, Layout
 from flash_attn_compat.engine.mask import Mask, Range, distance
 
 _LACKS = Feature.SOFTCAP | Feature.DROPOUT | Feature.SHARED_DROPOUT_MASK | Feature.VALUE_HEAD_DIM | Feature.TRANSFORMS
@@ -60,13 +60,13 @@ class Sdpa(BlockwiseBackend):
         out, lse = layout.empty_result()
         wants_lse = call.return_lse or call.needs_grad
         q, k, v = map(_with_channels_together, (call.q, call.k, call.v))
-        for group in layout.groups:
-            pieces = _pieces(layout, group, call.mask)
+        for plan in layout.plans:
+            pieces = _pieces(layout, plan, call.mask)
             if pieces is None:
-                found, found_lse = self.forward_block(call, layout.block(group), None)
-                layout.scatter(out, layout.rows, group, found)
+                found, found_lse = self.forward_block(call, layout.block(plan), None)
+                layout.scatter(out, layout.rows, plan, found)
                 if wants_lse and found_lse is not None:
-                    layout.scatter_lse(lse, group, found_lse)
+                    layout.scatter_lse(lse, plan, found_lse)
                 continue
             for rows, keys, causal in pieces:
                 inputs = _tokens(q, rows), _tokens(k, keys), _tokens(v, keys)
@@ -86,10 +86,10 @@ class Sdpa(BlockwiseBackend):
         given = (call.q, call.k, call.v, upstream.out, upstream.dout)
         q, k, v, out, dout = map(_with_channels_together, given)
         dtype = _backward_dtype(call.q)
-        for group in layout.groups:
-            pieces = _pieces(layout, group, call.mask)
+        for plan in layout.plans:
+            pieces = _pieces(layout, plan, call.mask)
             if pieces is None:
-                self.backward_group(call, layout, group, upstream, totals)
+                self.backward_planned(call, layout, plan, upstream, totals)
                 continue
             for rows, keys, causal in pieces:
                 of_rows = [_tokens(tensor, rows).to(dtype) for tensor in (q, out, dout)]
@@ -185,14 +185,14 @@ def _is_packed_on_cpu(call: AttentionCall) -> bool:
     return packed and call.q.is_cpu and all(other is None for other in others)
 
 
-def _pieces(layout: Layout, group: Group, mask: Mask) -> list[tuple[_Stretch, _Stretch, bool]] | None:
+def _pieces(layout: Layout, plan: BlockPlan, mask: Mask) -> list[tuple[_Stretch, _Stretch, bool]] | None:
     """Rows, keys and whether the kernel's causal mask holds, of kernel calls that read and write the tensors in place.
 
-    None for a group that is better padded, and for masks that are not the kernel's own.
+    None for a plan that is better padded, and for masks that are not the kernel's own.
     """
-    sequences, rows, keys = group.sequences, layout.rows, layout.keys
+    sequences, rows, keys = plan.sequences, layout.rows, layout.keys
     runs = [(index, 1) for index in sequences]
-    if not group.padded and sequences[-1] - sequences[0] == len(sequences) - 1:
+    if not plan.padded and sequences[-1] - sequences[0] == len(sequences) - 1:
         runs = [(sequences[0], len(sequences))]
     elif len(sequences) > _FEW:
         return None

@@ -39,7 +39,7 @@ class Spans(NamedTuple):
     page_size: int = 0
 
 
-class Group(NamedTuple):
+class BlockPlan(NamedTuple):
     """Sequences to compute together, all ``seqlen_q`` rows and ``seqlen_k`` keys long after padding."""
 
     sequences: list[int]
@@ -49,7 +49,7 @@ class Group(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Dense tensors of one group.
+    """Dense tensors of one plan.
 
     q: (n, seqlen_q, nheads, head_dim), k and v: (n, seqlen_k, nheads_k, ...), views where possible
     slopes: (n, nheads) or None; sequences: their indices in the call
@@ -103,53 +103,53 @@ class Layout:
         self.call = call
         self.rows = _row_spans(call)
         self.keys = _key_spans(call)
-        self.groups = self._plan()
+        self.plans = self._plan()
 
-    def blocks(self) -> Iterator[tuple[Group, Block]]:
-        for group in self.groups:
-            yield group, self.block(group)
+    def blocks(self) -> Iterator[tuple[BlockPlan, Block]]:
+        for plan in self.plans:
+            yield plan, self.block(plan)
 
-    def block(self, group: Group) -> Block:
+    def block(self, plan: BlockPlan) -> Block:
         call = self.call
         slopes = call.alibi_slopes
         if slopes is not None:
-            slopes = alibi.per_sequence(slopes, call.batch)[group.sequences]
+            slopes = alibi.per_sequence(slopes, call.batch)[plan.sequences]
         return Block(
-            q=self.gather(call.q, self.rows, group, group.seqlen_q),
-            k=self.gather(call.k, self.keys, group, group.seqlen_k),
-            v=self.gather(call.v, self.keys, group, group.seqlen_k),
+            q=self.gather(call.q, self.rows, plan, plan.seqlen_q),
+            k=self.gather(call.k, self.keys, plan, plan.seqlen_k),
+            v=self.gather(call.v, self.keys, plan, plan.seqlen_k),
             slopes=slopes,
-            sequences=group.sequences,
-            first_row=self._padding(self.rows, group, group.seqlen_q),
-            first_key=self._padding(self.keys, group, group.seqlen_k),
+            sequences=plan.sequences,
+            first_row=self._padding(self.rows, plan, plan.seqlen_q),
+            first_key=self._padding(self.keys, plan, plan.seqlen_k),
         )
 
-    def gather(self, tensor: Tensor, spans: Spans, group: Group, seqlen: int) -> Tensor:
-        """(n, seqlen, heads, head_dim) of the group's sequences: a view where they lie evenly."""
-        view = _view(tensor, spans, group, seqlen)
+    def gather(self, tensor: Tensor, spans: Spans, plan: BlockPlan, seqlen: int) -> Tensor:
+        """(n, seqlen, heads, head_dim) of the plan's sequences: a view where they lie evenly."""
+        view = _view(tensor, spans, plan, seqlen)
         if view is not None:
             return view
-        where = _addresses(tensor, spans, group.sequences, seqlen)
+        where = _addresses(tensor, spans, plan.sequences, seqlen)
         if len(where) == 1:
             # Whole rows at a time; indexing with the index's own shape goes element by element.
             gathered = torch.unflatten(tensor.index_select(0, where[0].flatten()), 0, where[0].shape)
         else:
             gathered = tensor[where]
-        if not group.padded:
+        if not plan.padded:
             return gathered
         # Padding was read from some other token, whose infinities a weight of 0 would not undo.
-        return gathered.masked_fill(~self._valid(spans, group, seqlen)[..., None, None], 0)
+        return gathered.masked_fill(~self._valid(spans, plan, seqlen)[..., None, None], 0)
 
-    def scatter(self, target: Tensor, spans: Spans, group: Group, values: Tensor) -> None:
+    def scatter(self, target: Tensor, spans: Spans, plan: BlockPlan, values: Tensor) -> None:
         """Write (n, seqlen, heads, head_dim) block values to their slots in ``target``."""
         seqlen = values.shape[1]
-        view = _view(target, spans, group, seqlen)
+        view = _view(target, spans, plan, seqlen)
         if view is not None:
             view.copy_(values)
             return
-        where, kept = _addresses(target, spans, group.sequences, seqlen), values
-        if group.padded:
-            valid = self._valid(spans, group, seqlen)
+        where, kept = _addresses(target, spans, plan.sequences, seqlen), values
+        if plan.padded:
+            valid = self._valid(spans, plan, seqlen)
             where, kept = tuple(index[valid] for index in where), values[valid]
         if len(where) == 1:
             target.index_copy_(0, where[0].flatten(), kept.reshape(-1, *kept.shape[-2:]).to(target.dtype))
@@ -157,14 +157,14 @@ class Layout:
         # Sequences may share pages, whose gradients add up.
         target.index_put_(where, kept.to(target.dtype), accumulate=spans.table is not None)
 
-    def scatter_lse(self, target: Tensor, group: Group, lse: Tensor) -> None:
+    def scatter_lse(self, target: Tensor, plan: BlockPlan, lse: Tensor) -> None:
         """Write (n, nheads, seqlen_q) to ``target`` of call.lse_shape."""
         by_token = target.transpose(1, 2) if self.rows.batched else target.t()
-        self.scatter(by_token.unsqueeze(-1), self.rows, group, lse.transpose(1, 2).unsqueeze(-1))
+        self.scatter(by_token.unsqueeze(-1), self.rows, plan, lse.transpose(1, 2).unsqueeze(-1))
 
-    def gather_lse(self, source: Tensor, group: Group) -> Tensor:
+    def gather_lse(self, source: Tensor, plan: BlockPlan) -> Tensor:
         by_token = source.transpose(1, 2) if self.rows.batched else source.t()
-        gathered = self.gather(by_token.unsqueeze(-1), self.rows, group, group.seqlen_q)
+        gathered = self.gather(by_token.unsqueeze(-1), self.rows, plan, plan.seqlen_q)
         return gathered.squeeze(-1).transpose(1, 2)
 
     def empty_result(self) -> tuple[Tensor, Tensor]:
@@ -182,19 +182,19 @@ class Layout:
         for index in range(self.call.batch):
             yield rows.starts[index], rows.lengths[index], keys.lengths[index], index
 
-    def _padding(self, spans: Spans, group: Group, seqlen: int) -> Tensor | None:
-        return self._missing(spans, group, seqlen) if group.padded else None
+    def _padding(self, spans: Spans, plan: BlockPlan, seqlen: int) -> Tensor | None:
+        return self._missing(spans, plan, seqlen) if plan.padded else None
 
-    def _missing(self, spans: Spans, group: Group, seqlen: int) -> Tensor:
+    def _missing(self, spans: Spans, plan: BlockPlan, seqlen: int) -> Tensor:
         """(n,) int64, by how much each sequence is shorter than ``seqlen``."""
-        lengths = [seqlen - spans.lengths[index] for index in group.sequences]
+        lengths = [seqlen - spans.lengths[index] for index in plan.sequences]
         return torch.tensor(lengths, dtype=torch.int64, device=self.call.q.device)
 
-    def _valid(self, spans: Spans, group: Group, seqlen: int) -> Tensor:
-        first = self._missing(spans, group, seqlen)
+    def _valid(self, spans: Spans, plan: BlockPlan, seqlen: int) -> Tensor:
+        first = self._missing(spans, plan, seqlen)
         return torch.arange(seqlen, device=first.device) >= first[:, None]
 
-    def _plan(self) -> list[Group]:
+    def _plan(self) -> list[BlockPlan]:
         call = self.call
         flops_per_pair = 2 * call.nheads * (call.q.shape[-1] + call.head_dim_v)
         launch = _LAUNCH_FLOPS.get(call.q.device.type, _LAUNCH_FLOPS_ACCELERATOR) / flops_per_pair
@@ -203,9 +203,9 @@ class Layout:
         large = [run for run in runs if run.seqlen_q * run.seqlen_k > _LARGE * launch]
         return large + _share_launches(small, launch)
 
-    def _even_runs(self) -> list[Group]:
+    def _even_runs(self) -> list[BlockPlan]:
         """Neighbouring sequences of equal lengths, which one view can hold."""
-        runs: list[Group] = []
+        runs: list[BlockPlan] = []
         for _, seqlen_q, seqlen_k, index in self._spans():
             if not seqlen_q or not seqlen_k:
                 continue
@@ -219,32 +219,34 @@ class Layout:
             ):
                 last.sequences.append(index)
             else:
-                runs.append(Group([index], seqlen_q, seqlen_k, padded=False))
+                runs.append(BlockPlan([index], seqlen_q, seqlen_k, padded=False))
         return runs
 
 
-def _share_launches(runs: list[Group], launch: float) -> list[Group]:
+def _share_launches(runs: list[BlockPlan], launch: float) -> list[BlockPlan]:
     """Join runs of like length while the padding costs less than the launch it saves.
 
     Sorted by length, the padding that a joiner adds is smallest; areas count (row, key) pairs.
     """
-    groups: list[Group] = []
+    plans: list[BlockPlan] = []
     for run in sorted(runs, key=lambda run: (run.seqlen_k, run.seqlen_q)):
-        if not groups:
-            groups.append(run)
+        if not plans:
+            plans.append(run)
             continue
-        last = groups[-1]
+        last = plans[-1]
         seqlen_q, seqlen_k = max(last.seqlen_q, run.seqlen_q), max(last.seqlen_k, run.seqlen_k)
-        members = len(last.sequences) + len(run.sequences)
+        count = len(last.sequences) + len(run.sequences)
         separate = (
             len(last.sequences) * last.seqlen_q * last.seqlen_k + len(run.sequences) * run.seqlen_q * run.seqlen_k
         )
-        if members * seqlen_q * seqlen_k - separate <= launch:
+        if count * seqlen_q * seqlen_k - separate <= launch:
             uneven = (last.seqlen_q, last.seqlen_k) != (run.seqlen_q, run.seqlen_k)
-            groups[-1] = Group(last.sequences + run.sequences, seqlen_q, seqlen_k, last.padded or run.padded or uneven)
+            plans[-1] = BlockPlan(
+                last.sequences + run.sequences, seqlen_q, seqlen_k, last.padded or run.padded or uneven
+            )
         else:
-            groups.append(run)
-    return groups
+            plans.append(run)
+    return plans
 
 
 def _continues(spans: Spans, index: int) -> bool:
@@ -255,12 +257,12 @@ def _continues(spans: Spans, index: int) -> bool:
     return spans.starts[index] == spans.starts[index - 1] + spans.lengths[index - 1]
 
 
-def _view(tensor: Tensor, spans: Spans, group: Group, seqlen: int) -> Tensor | None:
-    """The group's sequences as a view of ``tensor``, or None where they don't lie evenly."""
-    first, count = group.sequences[0], len(group.sequences)
-    if group.padded or group.sequences != list(range(first, first + count)):
+def _view(tensor: Tensor, spans: Spans, plan: BlockPlan, seqlen: int) -> Tensor | None:
+    """The plan's sequences as a view of ``tensor``, or None where they don't lie evenly."""
+    first, count = plan.sequences[0], len(plan.sequences)
+    if plan.padded or plan.sequences != list(range(first, first + count)):
         return None
-    if any(not _continues(spans, index) for index in group.sequences[1:]):
+    if any(not _continues(spans, index) for index in plan.sequences[1:]):
         return None
     start = spans.starts[first]
     if spans.table is not None:

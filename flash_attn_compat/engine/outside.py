@@ -63,7 +63,7 @@ def may_exist(cu_seqlens: Tensor | None, total: int) -> bool:
     key = id(cu_seqlens)
     known = _known.get(key)
     if known is None or known.tensor() is not cu_seqlens or known.state != State.of(cu_seqlens):
-        _known[key] = _look(cu_seqlens)
+        _known[key] = _copy_bounds(cu_seqlens)
         return True
     if isinstance(known, _Bounds):
         if not known.event.query():
@@ -93,7 +93,7 @@ def clear(tensor: Tensor, cu_seqlens: Tensor) -> None:
         set_to_zero(tensor, cu_seqlens)
 
 
-def _look(cu_seqlens: Tensor) -> _Bounds:
+def _copy_bounds(cu_seqlens: Tensor) -> _Bounds:
     # The caller's default device is another one's business: only memory of the host can be pinned.
     values = torch.empty(2, dtype=cu_seqlens.dtype, device="cpu", pin_memory=True)
     values.copy_(cu_seqlens[:: cu_seqlens.shape[0] - 1], non_blocking=True)

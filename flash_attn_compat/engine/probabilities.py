@@ -31,9 +31,9 @@ def _signed_probabilities(call: AttentionCall, rng_state: Tensor | None) -> Tens
     if call.is_empty:
         return signed
     layout = Layout(call)
-    for group in layout.groups:
-        for index in group.sequences:
-            single = group._replace(
+    for plan in layout.plans:
+        for index in plan.sequences:
+            single = plan._replace(
                 sequences=[index],
                 seqlen_q=layout.rows.lengths[index],
                 seqlen_k=layout.keys.lengths[index],

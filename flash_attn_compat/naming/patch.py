@@ -82,7 +82,7 @@ def _apply(api: str | None, hub_kernels: bool, varlen_attn: bool) -> None:
     global _undo, _api
     if api is not None and api not in settings.APIS:
         raise ValueError(f"api must be {' or '.join(settings.APIS)}, got {api!r}")
-    wish = settings.api() if api is None else api
+    chosen = settings.api() if api is None else api
     if _undo is not None:
         if api is not None and api != (_api or "2.8"):
             raise RuntimeError(f"patched already with the interface of {_api or '2.8'}: unpatch() first")
@@ -93,12 +93,12 @@ def _apply(api: str | None, hub_kernels: bool, varlen_attn: bool) -> None:
     with ExitStack() as undo:
         if api is not None:
             _set_variable(settings.API, api, undo)
-        if _answer_to_the_name(undo, wish):
+        if _answer_to_the_name(undo, chosen):
             transformers.open_gates(undo)
         _extras.clear()
         _add_extras(hub_kernels or settings.hub_kernels(), varlen_attn or settings.varlen_attn(), undo)
         _undo = undo.pop_all()
-    _api = wish
+    _api = chosen
     _forget_decisions()
 
 
