@@ -409,7 +409,7 @@ def child_wrong() -> None:
     copy = Path(tempfile.mkdtemp()) / "cuda"
     shutil.copytree(loader.SOURCES, copy)
     text = (copy / "forward.cu").read_text()
-    before = "int last = rows.seqlen_k - 1, first = 0;"
+    before = "int last = rows.passing - 1, first = 0;"
     assert before in text, f"forward.cu has no {before!r} any more"
     (copy / "forward.cu").write_text(text.replace(before, before.replace("- 1", "- 2")))
     loader.SOURCES = copy

@@ -254,8 +254,8 @@ def decode_step() -> Callable[[], object]:
 
 WINDOW = train(window_size=(9, 3))
 WRONG = {
-    "a window one key too wide": ("forward.cu", "position + rows.right)", "position + rows.right + 1)", WINDOW),
-    "a key too few": ("forward.cu", "int last = rows.seqlen_k - 1, ", "int last = rows.seqlen_k - 2, ", train()),
+    "a window one key too wide": ("forward.cu", "position + rows.after)", "position + rows.after + 1)", WINDOW),
+    "a key too few": ("forward.cu", "int last = rows.passing - 1, ", "int last = rows.passing - 2, ", train()),
     "scores not rescaled": ("forward.cu", "O[n][i][e] *= shrink[i][e >> 1];", ";", train()),
     "an LSE of other units": ("forward.cu", "- P_SHIFT) * LN2", "- P_SHIFT)", train()),
     "another dropout mask": ("common.cuh", "mix(row_base + i);", "mix(row_base + i + 1);", train(dropout_p=0.3)),

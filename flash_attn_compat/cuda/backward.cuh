@@ -76,26 +76,12 @@ DEVICE int exponent_of_ds(const Params &p, const Exponents &e, float largest_dou
 #endif
 }
 
-// ---- Which passing rows a warp's own rows see: own row i those from i + shift - before to i + shift + after.
-struct Band {
-  int first, shift;         // the first own row
-  int passing;              // how many rows pass
-  int before, after;
-  DEVICE Band(const Params &p, int first, int shift, int passing, int zero) : first(first), shift(shift), passing(passing) {
-    // Rows from a key's own position - right to it + left see it.
-    const int window_left = p.window_left + zero, window_right = p.window_right + zero;
-    const int left = LOCAL && window_left >= 0 ? window_left : UNBOUNDED, right = LOCAL && window_right >= 0 ? window_right : UNBOUNDED;
-    before = KEYS_STAY ? right : left;
-    after = KEYS_STAY ? left : right;
-  }
-  DEVICE bool sees_some(int tile) const {
-    return tile <= first + WARP_ROWS - 1 + shift + after && tile + TL - 1 >= first + shift - before;
-  }
-  DEVICE bool sees_all(int tile) const {
-    if (tile + TL > passing) return false;
-    return !LOCAL || (tile + TL - 1 <= first + shift + after && tile >= first + WARP_ROWS - 1 + shift - before);
-  }
-};
+// ---- Which passing rows a warp's own rows see. Queries from a key's own position - right to it + left see it.
+typedef Band<WARP_ROWS, TL> Sight;
+DEVICE Sight sight(const Params &p, int first, int shift, int passing, int zero) {
+  const int left = window(p.window_left + zero), right = window(p.window_right + zero);
+  return {first, shift, passing, KEYS_STAY ? right : left, KEYS_STAY ? left : right};
+}
 
 DEVICE float alibi_slope(const Params &p, int b, int head) { return global_load(p.alibi_slopes + b * p.slopes_batch + head); }
 // What the given LSE has of a row's position.
@@ -135,29 +121,7 @@ struct Scoring {
   }
 };
 
-// ---- Products. c += own tile^T, both along the head dim.
-template <bool REG> DEVICE void product(Scores &c, const u32 (*own)[MT][4], u32 own_at, u32 tile_at) {
-  set_zero(c);
-#pragma unroll
-  for (int k = 0; k < CHUNKS / 2; k++) {
-    u32 a[MT][4];
-#pragma unroll
-    for (int m = 0; m < MT; m++) {
-      if (!REG) ldmatrix(a[m], (own_at + m * 16 * ROW_BYTES) ^ (k << 5));
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        if (REG) a[m][i] = own[k][m][i];
-    }
-#pragma unroll
-    for (int n = 0; n < NB; n += 2) {
-      u32 b[4];
-      ldmatrix(b, (tile_at ^ (k << 5)) + n * 8 * ROW_BYTES);
-      multiply<MT>(c[n], c[n + 1], a, b);
-    }
-  }
-}
-
-// c += a tile, along the passing rows. The addresses are product()'s, so that they are kept once: transposed, blocks and steps change places.
+// ---- c += a tile, along the passing rows. The addresses are product()'s, so that they are kept once: transposed, blocks and steps change places.
 DEVICE void accumulate(Gradient &c, const Packed &a, u32 tile_at) {
 #pragma unroll
   for (int k = 0; k < NB / 2; k++)
@@ -178,7 +142,7 @@ struct OwnRows {   // of queries; keys need nothing but their dropout words
 };
 
 template <bool MASKED, bool KEEP>
-DEVICE void probabilities(Scores &S, Packed &packed, const Scoring &f, const Band &band, const OwnRows &own, u32 rows_at, int tile, int limit, int g, int t) {
+DEVICE void probabilities(Scores &S, Packed &packed, const Scoring &f, const Sight &band, const OwnRows &own, u32 rows_at, int tile, int limit, int g, int t) {
   int first[MT][2], last[MT][2];   // visible passing rows, from this lane's first one on
   float ahead[MT][2];
 #pragma unroll
@@ -263,6 +227,7 @@ DEVICE void score_gradients(Packed &dS, const Scores &P, const Scores &dP, const
 }
 
 // ---- A block at work
+
 // What passes by: tiles [first, end) of a sequence's rows, for each of `heads` heads.
 struct Passing {
   const u16 *s, *p;      // the operands of S and of dP: the sequence's first row, the first head
@@ -274,7 +239,7 @@ struct Passing {
 struct Block {
   u32 own_s[REG_S ? CHUNKS / 2 : 1][MT][4], own_p[REG_P ? CHUNKS / 2 : 1][MT][4];
   OwnRows own;
-  int own_first, shift;     // as in Band, but of the block
+  int own_first, shift;     // as in Sight, but of the block
   Scoring scoring;
   float s_scale, p_scale;   // of what passes
   int ds_exponent[MT][2];   // of each own row: the same for keys
@@ -350,7 +315,7 @@ struct Block {
       const int buffer = step & 1, first = tile * TL;
       const u32 s_at = shared + TILES + buffer * TILE_BYTES + passing_at(thread), p_at = shared + TILE_P + passing_at(thread);
       const u32 rows_at = shared + ROW_VALUES + buffer * TL * 8 + t * 8;
-      const Band band(p, own_first + (thread >> 5) * WARP_ROWS, shift, passing.rows, zero);
+      const Sight band = sight(p, own_first + (thread >> 5) * WARP_ROWS, shift, passing.rows, zero);
       // Without a mask always true: the compiler then keeps the operands of one half of this loop out of the other, where registers are short.
       const bool active = LOCAL ? band.sees_some(first) : KEYS_STAY || D > 128 ? zero == 0 : true, last = step + 1 == steps;
       load(p, transfer, passing.p, p_strides, passing, tile, this_head, p.head_dim_v, thread, shared + TILE_P);

@@ -66,6 +66,22 @@ DEVICE Range visible_keys(int row, int row_end, int offset, int seqlen_k, int le
   return r;
 }
 
+DEVICE int window(int size) { return LOCAL && size >= 0 ? size : UNBOUNDED; }
+
+// A warp's ROWS own rows, and which of those that pass by in tiles of TILE they see: own row i from i + shift - before to i + shift + after.
+template <int ROWS, int TILE> struct Band {
+  int first, shift;    // the first own row, and where it stands among those that pass
+  int passing;         // how many pass
+  int before, after;   // the window
+  DEVICE bool sees_some(int tile) const {
+    return tile <= first + ROWS - 1 + shift + after && tile + TILE - 1 >= first + shift - before;
+  }
+  DEVICE bool sees_all(int tile) const {
+    if (tile + TILE > passing) return false;
+    return !LOCAL || (tile + TILE - 1 <= first + shift + after && tile >= first + ROWS - 1 + shift - before);
+  }
+};
+
 // A slot of a sequence's cache: contiguous, or through its pages.
 DEVICE const u16 *key_row(const Params &p, const u16 *base, const Strides &s, const int *pages, int slot) {
 #if PAGED
@@ -186,12 +202,10 @@ DEVICE void store_chunk(u16 *p, uint4 v, int channels) {
 }
 
 // ---- Tiles in shared memory: rows of 16-byte chunks, swizzled so that the 8 rows of an ldmatrix hit different banks.
-template <int DIM> DEVICE u32 swizzle_of(int row, int chunk) {
-  if (DIM >= 64) return row * (DIM * 2) + ((chunk ^ (row & 7)) << 4);
-  if (DIM == 32) return row * 64 + ((chunk ^ ((row >> 1) & 3)) << 4);
-  return row * 32 + ((chunk ^ ((row >> 2) & 1)) << 4);
+DEVICE u32 swizzle(int row, int chunk) {
+  if (D >= 64) return row * (D * 2) + ((chunk ^ (row & 7)) << 4);
+  return row * 64 + ((chunk ^ ((row >> 1) & 3)) << 4);
 }
-DEVICE u32 swizzle(int row, int chunk) { return swizzle_of<D>(row, chunk); }
 
 constexpr int ROW_BYTES = D * 2, CHUNKS = D / 8;
 
@@ -278,6 +292,28 @@ template <int N, int M> DEVICE void set_zero(float (&c)[N][M][4]) {
     for (int m = 0; m < M; m++)
 #pragma unroll
       for (int e = 0; e < 4; e++) c[n][m][e] = 0.f;
+}
+
+// c = own rows times a tile's rows, both along the head dim; own operands lie in registers (REG) or in shared memory.
+template <bool REG, int N, int M> DEVICE void product(float (&c)[N][M][4], const u32 (*own)[M][4], u32 own_at, u32 tile_at) {
+  set_zero(c);
+#pragma unroll
+  for (int k = 0; k < CHUNKS / 2; k++) {
+    u32 a[M][4];
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+      if (!REG) ldmatrix(a[m], (own_at + m * 16 * ROW_BYTES) ^ (k << 5));
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        if (REG) a[m][i] = own[k][m][i];
+    }
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+      u32 b[4];
+      ldmatrix(b, (tile_at ^ (k << 5)) + n * 8 * ROW_BYTES);
+      multiply<M>(c[n], c[n + 1], a, b);
+    }
+  }
 }
 
 // The 16 * M rows of a warp (first_row.. of its block's tile) times `factor`, through shared memory to 16-byte stores.

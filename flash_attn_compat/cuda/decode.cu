@@ -268,8 +268,7 @@ KERNEL(THREADS, MINB) decode(const Params p) {
 
   // The keys that some row of the tile sees, and this block's share of them.
   const int offset = seq.seqlen_k - seq.seqlen_q;
-  const int left = LOCAL && p.window_left >= 0 ? p.window_left : UNBOUNDED;
-  const int right = LOCAL && p.window_right >= 0 ? p.window_right : UNBOUNDED;
+  const int left = window(p.window_left), right = window(p.window_right);
   const Range seen = visible_keys(tile.query(p, 0), tile.query(p, ROWS - 1) + 1, offset, seq.seqlen_k, left, right);
   const int count = max(0, seen.end - seen.first), most = min(p.splits, MAX_SPLITS), unit_keys = NW * KEYS;
   const int share = max(1, ((count + most - 1) / most + unit_keys - 1) / unit_keys) * unit_keys;

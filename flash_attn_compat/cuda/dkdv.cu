@@ -79,7 +79,7 @@ KERNEL(THREADS, MINB) dkdv(const Params p) {
   const Exponents e(p, b, keys.head_k);
   Block block(p, SHARED_BASE, e);
   block.own_first = keys.first, block.shift = seq.seqlen_q - seq.seqlen_k;
-  const Band band(p, keys.first, block.shift, seq.seqlen_q, 0);
+  const Sight band = sight(p, keys.first, block.shift, seq.seqlen_q, 0);
   const Range rows = visible_keys(keys.first, min(keys.first + OWN, seq.seqlen_k), band.shift, band.passing, band.before, band.after);
   const Passing passing = {
       p.q + b * p.q_s.batch + (i64)seq.first_q * p.q_s.row + (i64)head * p.q_s.head,

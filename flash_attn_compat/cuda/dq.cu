@@ -63,7 +63,7 @@ KERNEL(THREADS, MINB) dq(const Params p) {
   Block block(p, SHARED_BASE, e);
   const int offset = seq.seqlen_k - seq.seqlen_q;
   block.own_first = queries.first, block.shift = offset;
-  const Band band(p, queries.first, offset, seq.seqlen_k, 0);
+  const Sight band = sight(p, queries.first, offset, seq.seqlen_k, 0);
   const Range keys = visible_keys(queries.first, min(queries.first + OWN, seq.seqlen_q), offset, band.passing, band.before, band.after);
   const Passing passing = {
       p.k + b * p.k_s.batch + (i64)seq.first_k * p.k_s.row + (i64)head_k * p.k_s.head,

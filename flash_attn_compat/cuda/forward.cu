@@ -28,41 +28,7 @@ constexpr int P_SHIFT = TYPE == 2 ? 15 : 0;
 typedef Transfer<THREADS, BN * CHUNKS / THREADS> KeyTransfer;
 typedef Mover<THREADS> Move;
 
-// What a warp's rows need to know about themselves.
-struct Rows {
-  int first;          // index of the warp's first row in its sequence
-  int offset;         // seqlen_k - seqlen_q: row i stands at key i + offset
-  int left, right;    // window
-  int seqlen_k;
-  DEVICE bool sees_some(int key) const {
-    return key <= first + WARP_ROWS - 1 + offset + right && key + BN - 1 >= first + offset - left;
-  }
-  DEVICE bool sees_all(int key) const {
-    if (key + BN > seqlen_k) return false;
-    return !LOCAL || (key + BN - 1 <= first + offset + right && key >= first + WARP_ROWS - 1 + offset - left);
-  }
-};
-
-// S = Q K^T
-DEVICE void scores(float (&S)[NB][MT][4], const u32 (*q)[MT][4], u32 q_at, u32 k_at) {
-  set_zero(S);
-#pragma unroll
-  for (int k = 0; k < CHUNKS / 2; k++) {
-#if QREG
-    const u32 (&a)[MT][4] = q[k];
-#else
-    u32 a[MT][4];
-#pragma unroll
-    for (int m = 0; m < MT; m++) ldmatrix(a[m], (q_at + m * 16 * ROW_BYTES) ^ (k << 5));
-#endif
-#pragma unroll
-    for (int n = 0; n < NB; n += 2) {
-      u32 b[4];
-      ldmatrix(b, (k_at ^ (k << 5)) + n * 8 * ROW_BYTES);
-      multiply<MT>(S[n], S[n + 1], a, b);
-    }
-  }
-}
+typedef Band<WARP_ROWS, BN> Rows;
 
 // Softcap and ALiBi, after which scores are in units of log2; a softmax_scale that is not positive is applied here too.
 DEVICE void modify(float (&S)[NB][MT][4], const Params &p, float scale, float slope, int key, const Rows &rows, int g, int t) {
@@ -74,7 +40,7 @@ DEVICE void modify(float (&S)[NB][MT][4], const Params &p, float scale, float sl
 #pragma unroll
     for (int r = 0; r < 2; r++) {
 #if ALIBI
-      const float ahead = (float)(key + 2 * t - (rows.first + m * 16 + g + r * 8 + rows.offset));
+      const float ahead = (float)(key + 2 * t - (rows.first + m * 16 + g + r * 8 + rows.shift));
 #endif
 #pragma unroll
       for (int n = 0; n < NB; n++)
@@ -98,11 +64,11 @@ DEVICE void hide(float (&S)[NB][MT][4], int key, const Rows &rows, int g, int t)
   for (int m = 0; m < MT; m++)
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      int last = rows.seqlen_k - 1, first = 0;
+      int last = rows.passing - 1, first = 0;
       if (LOCAL) {
-        const int position = rows.first + m * 16 + g + r * 8 + rows.offset;
-        last = min(last, position + rows.right);
-        first = max(first, position - rows.left);
+        const int position = rows.first + m * 16 + g + r * 8 + rows.shift;
+        last = min(last, position + rows.after);
+        first = max(first, position - rows.before);
       }
       last -= key + 2 * t;
       first -= key + 2 * t;
@@ -202,10 +168,9 @@ KERNEL(THREADS, MINB) forward(const Params p) {
   const u16 *k = p.k + (PAGED ? 0 : b * p.k_s.batch) + (i64)head_k * p.k_s.head;
   const u16 *v = p.v + (PAGED ? 0 : b * p.v_s.batch) + (i64)head_k * p.v_s.head;
   const int *pages = PAGED ? p.block_table + (i64)b * p.table_stride : nullptr;
-  const int left = LOCAL && p.window_left >= 0 ? p.window_left : UNBOUNDED;
-  const int right = LOCAL && p.window_right >= 0 ? p.window_right : UNBOUNDED;
-  const Rows rows = {first_row + warp * WARP_ROWS, seq.seqlen_k - seq.seqlen_q, left, right, seq.seqlen_k};
-  const Range keys = visible_keys(first_row, min(first_row + BM, seq.seqlen_q), rows.offset, seq.seqlen_k, left, right);
+  const int left = window(p.window_left), right = window(p.window_right);
+  const Rows rows = {first_row + warp * WARP_ROWS, seq.seqlen_k - seq.seqlen_q, seq.seqlen_k, left, right};
+  const Range keys = visible_keys(first_row, min(first_row + BM, seq.seqlen_q), rows.shift, seq.seqlen_k, left, right);
   const int first_tile = keys.first / BN, last_tile = (keys.end + BN - 1) / BN;   // [first, last)
 
   const float q_scale = scale_of(p, ABSMAX_Q, b, head_k), k_scale = scale_of(p, ABSMAX_K, b, head_k), v_scale = scale_of(p, ABSMAX_V, b, head_k);
@@ -269,7 +234,7 @@ KERNEL(THREADS, MINB) forward(const Params p) {
     const bool active = !LOCAL || rows.sees_some(key);   // of this warp's rows
     LOAD(v, p.v_s, j, p.head_dim_v, v_tile);
     float S[NB][MT][4];
-    if (active) scores(S, qf, q_at, k_at);
+    if (active) product<QREG>(S, qf, q_at, k_at);   // S = Q K^T
     transfer.store(v_tile, move, v_scale);
     __syncthreads();
     if (j + 1 < last_tile) LOAD(k, p.k_s, j + 1, p.head_dim, k_tile);
@@ -300,7 +265,7 @@ KERNEL(THREADS, MINB) forward(const Params p) {
       const int row = rows.first + i * 16 + g + r * 8;
       if (p.lse && t == 0 && row < seq.seqlen_q) {
         const float lse = sum == 0.f ? POS_INF : (m[i][r] * unit + __log2f(sum) - P_SHIFT) * LN2;
-        global_store(p.lse + lse_at + row, ALIBI && p.lse_has_position ? fmaf(slope, (float)(row + rows.offset), lse) : lse);
+        global_store(p.lse + lse_at + row, ALIBI && p.lse_has_position ? fmaf(slope, (float)(row + rows.shift), lse) : lse);
         if (p.lse_true) global_store(p.lse_true + lse_at + row, lse);
       }
     }
