@@ -16,7 +16,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -131,29 +131,24 @@ class Driver:
         """Launch on PyTorch's current stream of ``device``, whichever device is current."""
         handle, threads, shared = kernel
         stream = self._stream(device)
-        if device != torch._C._cuda_getDevice():
-            with self.context(device):
-                code = self._launch(handle, blocks, 1, 1, threads, 1, 1, shared, stream, arguments, None)
-        else:
-            code = self._launch(handle, blocks, 1, 1, threads, 1, 1, shared, stream, arguments, None)
-            if code == _INVALID_CONTEXT:  # a thread in which PyTorch has not made a context current yet
-                self.check(self.library.cuCtxSetCurrent(self._primary_context(device)))
-                code = self._launch(handle, blocks, 1, 1, threads, 1, 1, shared, stream, arguments, None)
-        if code:
-            self.check(code)
+        self._call(device, self._launch, handle, blocks, 1, 1, threads, 1, 1, shared, stream, arguments, None)
 
     def clear(self, address: int, words: int, device: int) -> None:
         """Set ``words`` 32-bit words to 0 in the order of the current stream."""
         given = ctypes.c_void_p(address), 0, ctypes.c_size_t(words), self._stream(device)
+        self._call(device, self.library.cuMemsetD32Async, *given)
+
+    def _call(self, device: int, function: Callable[..., int], *given: object) -> None:
         if device != torch._C._cuda_getDevice():
             with self.context(device):
-                code = self.library.cuMemsetD32Async(*given)
+                code = function(*given)
         else:
-            code = self.library.cuMemsetD32Async(*given)
-            if code == _INVALID_CONTEXT:
+            code = function(*given)
+            if code == _INVALID_CONTEXT:  # a thread in which PyTorch has not made a context current yet
                 self.check(self.library.cuCtxSetCurrent(self._primary_context(device)))
-                code = self.library.cuMemsetD32Async(*given)
-        self.check(code)
+                code = function(*given)
+        if code:
+            self.check(code)
 
     def _stream(self, device: int) -> ctypes.c_void_p:
         handle = torch._C._cuda_getCurrentRawStream(device)
@@ -263,7 +258,8 @@ def load_together(variants: Iterable[Variant], architecture: str, device: int) -
     missing = [variant for variant in variants if not is_loaded(variant, architecture, device)]
     if len(missing) < 2 or is_capturing(device):  # which a thread of its own could not see
         return
-    with ThreadPoolExecutor(len(missing)) as pool:
+    # RuntimeError: the interpreter ends and starts no threads any more.
+    with contextlib.suppress(RuntimeError), ThreadPoolExecutor(len(missing)) as pool:
         for job in [pool.submit(kernel, variant, architecture, device) for variant in missing]:
             job.exception()
 
@@ -330,14 +326,9 @@ def included(name: str) -> tuple[str, ...]:
 
 def why_not() -> str | None:
     """Why no kernel can be compiled or loaded on this machine; None where both libraries were found."""
-    try:
-        compiler()
-    except KernelError as error:
-        return f"NVRTC, which compiles the kernels, cannot be used: {_first_line(error)}"
-    try:
-        driver()
-    except KernelError as error:
-        return f"the CUDA driver cannot be used: {_first_line(error)}"
+    for what, found in (("NVRTC, which compiles the kernels,", _compiler()), ("the CUDA driver", _driver())):
+        if isinstance(found, KernelError):
+            return f"{what} cannot be used: {_first_line(found)}"
     return None
 
 
