@@ -38,7 +38,7 @@ FORWARD = {
 }  # fmt: skip
 # Of each, some are tried with cp.async too where the GPU has it.
 DKDV = {
-    32: [Tile(64, 4, 1, 2), Tile(64, 4, 1, 3), Tile(128, 4, 1, 2)],
+    32: [Tile(64, 4, 1, 2), Tile(64, 4, 1, 3), Tile(32, 4, 2, 2)],
     64: [Tile(64, 4, 1, 2), Tile(32, 4, 1, 2), Tile(64, 8, 1, 1), Tile(64, 4, 1, 2, p=False),
          Tile(32, 4, 2, 1, p=False), Tile(32, 4, 1, 3, s=False, p=False)],
     128: [Tile(16, 4, 1, 2, s=False), Tile(16, 4, 1, 2), Tile(32, 4, 1, 2, s=False, p=False),

@@ -55,7 +55,7 @@ def parts(jobs: int, out: Path) -> Iterator[Part]:
         yield Part(name, [*python, *bench], {**variables, "FLASH_ATTN_COMPAT_DISABLE_OFFICIAL": "1"}, 400)
     for tool in ("memcheck", "racecheck", "initcheck"):
         for mode, variables in MODES.items():
-            sanitize = ["tests.sanitize", "--tools", tool, "--jobs", str(jobs)]
+            sanitize = ["tests.sanitize", "--cached", "--tools", tool, "--jobs", str(jobs)]
             yield Part(f"{tool}{mode}", [*python, *sanitize], variables, 400)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.fused import params, variants
-from flash_attn_compat.backends.fused.variants import Kind
+from flash_attn_compat.backends.fused.variants import Kind, Tile
 from flash_attn_compat.engine import dropout
 from tests.kernels import emulate
 from tests.kernels.emulate import compile_kernel
@@ -202,6 +202,17 @@ EVERY = [*((d, FP16) for d in variants.HEAD_DIMS), (256, BF16), *((d, CONVERTED)
 def test_gradients_are_right_for_every_type_and_size(head_dim: int, type: int) -> None:
     problem = replace(DENSE, head_dim=head_dim, causal=True, dtype="bfloat16" if type else "float16")
     check(*prepared(problem, type))
+
+
+@pytest.mark.parametrize("entry", ["dkdv", "dq"])
+@pytest.mark.parametrize("tile", [Tile(32, 4, 2, 2), Tile(64, 8, 1, 1, s=False), Tile(32, 2, 1, 1, p=False)], ids=str)
+def test_tiles_that_no_kernel_is_shipped_with_are_right_too(
+    entry: str, tile: Tile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What all tiles have in common is right; benchmarks/kernel_tiles.py tries others than the shipped ones."""
+    monkeypatch.setattr(variants, f"{entry}_tile", lambda kind: tile)
+    for causal in (False, True):
+        check(*prepared(replace(DENSE, head_dim=32, seqlens_q=(150,), seqlens_k=(171,), causal=causal)))
 
 
 FEATURES = {
