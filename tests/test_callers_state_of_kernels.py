@@ -94,18 +94,16 @@ def test_torch_efficient(monkeypatch: pytest.MonkeyPatch) -> None:
 EVEN = Problem(seqlens_q=(90, 90), seqlens_k=(90, 90), group=2, dtype="float16")
 PACKED = Problem("varlen", (60, 0, 33), (60, 0, 33), nheads_k=2, dtype="bfloat16")
 WAYS = [
-    replace(EVEN, window=(20, 7)), replace(PACKED, window=(20, 7), gap=(2, 3)),
-    replace(EVEN, causal=True, alibi="h"), replace(PACKED, alibi="bh"), replace(EVEN, softcap=3.0, dropout_p=0.2),
-    replace(PACKED, seqlens_q=(7, 20, 33), causal=True, gap=(1, 0)),
+    replace(EVEN, causal=True, alibi="h"), replace(EVEN, window=(20, 7), softcap=3.0, dropout_p=0.2),
+    replace(PACKED, seqlens_q=(7, 20, 33), alibi="bh", gap=(1, 0)),
     Problem("kvcache", (1, 1), (300, 7), capacity=700, causal=True, group=2, nheads_k=2, dtype="float16"),
     Problem("kvcache", (3, 3), (30, 7), capacity=70, new_keys=3, causal=True, nheads_k=2, dtype="bfloat16"),
 ]  # fmt: skip
 
 
 @pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not() or "emulated")
-@pytest.mark.parametrize("number", [75, 90])
-def test_fused(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    fused_on_cpu.emulate(monkeypatch, number)
+def test_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused_on_cpu.emulate(monkeypatch)
     check("fused", WAYS)
 
 

@@ -111,7 +111,7 @@ def test_the_defaultkernels_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, 
 
 
 def _write_often(payload: bytes) -> None:
-    for _ in range(200):
+    for _ in range(60):
         cache.write("name", payload)
 
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import shutil
@@ -91,20 +92,23 @@ def compile_kernel(source: str | Path, entry: str, macros: Macros) -> Kernel:
 @cache
 def _library(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
     command = ["g++", *OPTIONS, *macros, f"-I{HERE}", f"-I{source.parent}", f"-I{SOURCES}"]
-    files = sorted({source, *SOURCES.glob("*.cuh"), *HERE.glob("*.h")})
-    said = hashlib.sha256(repr((command, _compiler_version())).encode())
+    # By what is compiled, wherever it lies: of a copy of the sources with a change in one only that one is compiled.
+    files = sorted({source, *source.parent.glob("*.cuh"), *HERE.glob("*.h")}, key=lambda file: file.name)
+    said = hashlib.sha256(repr((OPTIONS, macros, _compiler_version())).encode())
     for file in files:
-        said.update(file.read_bytes())
+        said.update(file.name.encode() + file.read_bytes())
     folder = Path(tempfile.gettempdir()) / f"flash_attn_compat_emulated_{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     target = folder / f"{source.stem}_{said.hexdigest()[:24]}.so"
-    if not target.exists():
-        _compile([*command, "-include", "emulator.h", "-x", "c++", str(source)], target)
+    with open(target.with_suffix(".lock"), "w") as lock:  # several test processes want the same kernels
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            _compile([*command, "-include", "emulator.h", "-x", "c++", str(source)], target)
     return ctypes.CDLL(str(target))
 
 
 def _compile(command: list[str], target: Path) -> None:
-    """Written beside its place and moved there, because several test processes may be at it."""
+    """Written beside its place and moved there, so that what is there is whole."""
     unfinished = target.with_suffix(f".{os.getpid()}")
     done = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True)
     if done.returncode:
