@@ -55,19 +55,9 @@ class Naive:
     # ---- the public functions ---------------------------------------------------------------------------------------
 
     def flash_attn_func(
-        self,
-        q,
-        k,
-        v,
-        dropout_p=0.0,
-        softmax_scale=None,
-        causal=False,
-        window_size=(-1, -1),
-        softcap=0.0,
-        alibi_slopes=None,
-        deterministic=False,
-        return_attn_probs=False,
-    ):
+        self, q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+        alibi_slopes=None, deterministic=False, return_attn_probs=False
+    ):  # fmt: skip
         rules = dict(
             p=dropout_p, scale=softmax_scale, causal=causal, window=_open(window_size, k.shape[1]), softcap=softcap
         )
@@ -84,24 +74,10 @@ class Naive:
         return self.flash_attn_func(*qkv.unbind(2), *args, **kwargs)
 
     def flash_attn_varlen_func(
-        self,
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p=0.0,
-        softmax_scale=None,
-        causal=False,
-        window_size=(-1, -1),
-        softcap=0.0,
-        alibi_slopes=None,
-        deterministic=False,
-        return_attn_probs=False,
-        block_table=None,
-    ):
+        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+        softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+        deterministic=False, return_attn_probs=False, block_table=None
+    ):  # fmt: skip
         rules = dict(
             p=dropout_p, scale=softmax_scale, causal=causal, window=_open(window_size, max_seqlen_k), softcap=softcap
         )
@@ -134,27 +110,11 @@ class Naive:
         return self.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs)
 
     def flash_attn_with_kvcache(
-        self,
-        q,
-        k_cache,
-        v_cache,
-        k=None,
-        v=None,
-        rotary_cos=None,
-        rotary_sin=None,
-        cache_seqlens=None,
-        cache_batch_idx=None,
-        cache_leftpad=None,
-        block_table=None,
-        softmax_scale=None,
-        causal=False,
-        window_size=(-1, -1),
-        softcap=0.0,
-        rotary_interleaved=True,
-        alibi_slopes=None,
-        num_splits=0,
-        return_softmax_lse=False,
-    ):
+        self, q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+        cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False,
+        window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0,
+        return_softmax_lse=False
+    ):  # fmt: skip
         batch, page = q.shape[0], k_cache.shape[1]
         capacity = page if block_table is None else page * block_table.shape[1]
         if cache_seqlens is None:

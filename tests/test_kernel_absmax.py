@@ -62,7 +62,8 @@ def test_each_sequence_and_key_head_has_its_largest_finite_magnitude(
     call, dout, parts = make()  # type: ignore[operator]
     target = loader.target(0)
     plan = maxima.Maxima(call, launcher.kind_of(call, target, 8), target, dout if with_dout else None)
-    found = plan.run(call, dout if with_dout else None).view(4, call.batch, call.nheads_k, -1)
+    dout_at = launcher.address("dout", dout, dout.dtype, -1, launcher.reach(dout)) if with_dout else 0
+    found = plan.run(*launcher.Inputs(call).of(call), dout_at).view(4, call.batch, call.nheads_k, -1)
     right = torch.stack([torch.stack([largest_finite(x, call.nheads_k) for x in part]) for part in parts], 1)
     tensors = 4 if with_dout else 3
     assert torch.equal(found.amax(-1)[:tensors], right[:tensors])

@@ -77,22 +77,17 @@ def test_markdown_and_html_hold_the_same_rows_as_the_terminal(tmp_path, capsys):
     assert "http" not in page.read_text() and "allclose" not in page.read_text()
 
 
-def test_a_single_function_stands_for_flash_attn_func_and_the_rest_is_not_supported(tmp_path):
+def judged(name: str, cases: str, tmp_path: Path, *more: str) -> tuple[int, dict[str, dict]]:
+    """The exit code and the rows, by case, of a function of this file."""
     saved = tmp_path / "a.json"
-    code = main(
-        [
-            "--quick",
-            "--implementation",
-            "tests.test_verify_cli:only_plain_attention",
-            "-k",
-            "mqa_cross,window_zero,varlen0",
-            "--device",
-            "cpu",
-            "--json",
-            str(saved),
-        ]
-    )
-    verdicts = {row["case"]: (row["verdict"], row["note"]) for row in json.loads(saved.read_text())["rows"]}
+    implementation = ["--implementation", f"tests.test_verify_cli:{name}", "-k", cases, "--device", "cpu"]
+    code = main(["--quick", *implementation, "--json", str(saved), *more])
+    return code, {row["case"]: row for row in json.loads(saved.read_text())["rows"]}
+
+
+def test_a_single_function_stands_for_flash_attn_func_and_the_rest_is_not_supported(tmp_path):
+    code, rows = judged("only_plain_attention", "mqa_cross,window_zero,varlen0", tmp_path)
+    verdicts = {case: (row["verdict"], row["note"]) for case, row in rows.items()}
     assert code == 0
     assert verdicts["mqa_cross"][0] == "pass"
     assert verdicts["window_zero"] == ("not supported", "got an unexpected keyword argument 'window_size'")
@@ -106,10 +101,8 @@ def only_plain_attention(q, k, v):
 
 
 def test_an_implementation_without_softmax_lse_is_judged_by_its_output(tmp_path):
-    saved = tmp_path / "a.json"
-    implementation = ["--implementation", "tests.test_verify_cli:REFUSES_LSE", "-k", "mqa_cross", "--device", "cpu"]
-    code = main(["--quick", *implementation, "--json", str(saved)])
-    (row,) = json.loads(saved.read_text())["rows"]
+    code, rows = judged("REFUSES_LSE", "mqa_cross", tmp_path)
+    row = rows["mqa_cross"]
     assert (code, row["verdict"], row["note"]) == (0, "pass", "without softmax_lse: planted")
     assert {check["quantity"] for check in row["checks"]} == {"out", "dq", "dk", "dv"}
 
@@ -122,71 +115,27 @@ class REFUSES_LSE:
         return only_plain_attention(q, k, v)
 
 
-def test_an_implementation_that_serves_nothing_is_a_failure(capsys):
-    assert (
-        main(
-            [
-                "--quick",
-                "--implementation",
-                "tests.test_verify_cli:only_plain_attention",
-                "-k",
-                "varlen0",
-                "--device",
-                "cpu",
-            ]
-        )
-        == 1
-    )
+def test_an_implementation_that_serves_nothing_is_a_failure(tmp_path, capsys):
+    assert judged("only_plain_attention", "varlen0", tmp_path)[0] == 1
     assert "no case ran" in capsys.readouterr().out
-
-
-def test_an_exception_from_an_implementation_is_a_failed_case_with_its_message(tmp_path):
-    saved = tmp_path / "a.json"
-    code = main(
-        [
-            "--quick",
-            "--implementation",
-            "tests.test_verify_cli:raises",
-            "-k",
-            "mqa_cross",
-            "--device",
-            "cpu",
-            "--json",
-            str(saved),
-        ]
-    )
-    (row,) = json.loads(saved.read_text())["rows"]
-    assert (code, row["verdict"], row["note"]) == (1, "FAIL", "ZeroDivisionError: planted")
 
 
 def raises(q, k, v):
     raise ZeroDivisionError("planted")
 
 
-def test_writing_into_an_input_is_a_failure(tmp_path):
-    saved = tmp_path / "a.json"
-    code = main(
-        [
-            "--quick",
-            "--implementation",
-            "tests.test_verify_cli:scales_in_place",
-            "-k",
-            "mqa_cross",
-            "--forward-only",
-            "--device",
-            "cpu",
-            "--json",
-            str(saved),
-        ]
-    )
-    (row,) = json.loads(saved.read_text())["rows"]
-    assert (code, row["note"]) == (1, "q was written to")
-
-
 def scales_in_place(q, k, v):
     out = only_plain_attention(q, k, v)
     q.mul_(2)
     return out
+
+
+@pytest.mark.parametrize(
+    ("name", "note"), [("raises", "ZeroDivisionError: planted"), ("scales_in_place", "q was written to")]
+)
+def test_an_exception_or_a_write_into_an_input_is_a_failed_case_that_says_so(name, note, tmp_path):
+    code, rows = judged(name, "mqa_cross", tmp_path, "--forward-only")
+    assert (code, rows["mqa_cross"]["verdict"], rows["mqa_cross"]["note"]) == (1, "FAIL", note)
 
 
 def test_no_module_of_verify_imports_itself_in_a_circle():

@@ -25,9 +25,19 @@ import flash_attn_compat
 
 HERE = Path(__file__).parent
 SOURCES = Path(flash_attn_compat.__file__).parent / "cuda"
-# -O1, since compiling takes longer than running.
+# Compiling takes longer than running: hardly any optimisation, and C's headers without C++'s.
 # No contraction: a * b + c is rounded twice where the source says so; fmaf is fmaf.
-OPTIONS = ("-std=c++17", "-Og", "-nostdinc++", "-ffp-contract=off", "-w", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique")
+OPTIONS = (
+    "-std=c++17",
+    "-Og",
+    "-nostdinc++",
+    "-ffp-contract=off",
+    "-w",
+    "-shared",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-gnu-unique",
+)
 
 # What a library knows of its launch is the library's, and other threads go on while it runs.
 _ONE_AT_A_TIME = threading.Lock()
