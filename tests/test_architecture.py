@@ -17,13 +17,13 @@ LAYERS = (
     ("backends",),
     ("engine.dispatch", "engine.autograd", "engine.torch_ops"),
     ("private_interface", "sinks", "kvcache", "flash_attn_2_cuda", "flash_attn_interface"),
-    ("api_2_6", "flash_attn_triton", "layers", "losses", "modules", "ops", "utils"),
+    ("api_2_6", "fa3", "flash_attn_triton", "layers", "losses", "modules", "ops", "utils"),
     ("naming",),
     ("", "self_check", "doctor", "cli", "__main__"),
 )
 LAYER_OF = {name: number for number, layer in enumerate(LAYERS) for name in layer}
 # Stand-ins that other interpreters find; their imports are those of a client.
-SITES = ("naming.site.", "naming.site_2_6.")
+SITES = ("naming.site.", "naming.site_2_6.", "naming.site_fa3.")
 
 
 def module_name(path: Path) -> str:

@@ -8,14 +8,17 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.machinery import ModuleSpec
 
 from flash_attn_compat import installed, settings
-from flash_attn_compat.naming import finder, real, site_directory, transformers
+from flash_attn_compat.naming import fa3, finder, real, site_directory, transformers
 from flash_attn_compat.naming.hub_kernels import answer as answer_hub_names
 from flash_attn_compat.naming.varlen_attn import serve as serve_varlen_attn
+
+# Of other packages than flash_attn, that can be asked for.
+INTERFACES = ("fa3",)
 
 _lock = threading.RLock()
 _undo: ExitStack | None = None
@@ -25,7 +28,13 @@ _api: str | None = None  # asked for by whoever patched first
 _extras: set[str] = set()  # in force, by their variables
 
 
-def patch(api: str | None = None, *, hub_kernels: bool = False, varlen_attn: bool = False) -> None:
+def patch(
+    api: str | None = None,
+    *,
+    hub_kernels: bool = False,
+    varlen_attn: bool = False,
+    interfaces: Sequence[str] = (),
+) -> None:
     """Make `import flash_attn` find flash_attn_compat, here and in child processes started later.
 
     The name covers flash_attn and its submodules (the same module objects as flash_attn_compat's), the raw
@@ -41,6 +50,8 @@ def patch(api: str | None = None, *, hub_kernels: bool = False, varlen_attn: boo
 
     hub_kernels: transformers' names for flash kernels on its hub, to which it sends models with attention sinks, lead
     to our functions too (`naming.hub_kernels.NAMES`); so does FLASH_ATTN_COMPAT_HUB_KERNELS=1.
+    interfaces: ("fa3",) lets `import flash_attn_interface`, FlashAttention-3's name, find `flash_attn_compat.fa3`,
+    unless a module of that name is there; children inherit it.
     varlen_attn: torch.nn.attention.varlen runs on CPUs and GPUs before sm80; so does FLASH_ATTN_COMPAT_VARLEN_ATTN=1.
 
     Calling it again adds what is newly asked for and changes nothing else; another api raises RuntimeError. Threads
@@ -48,7 +59,7 @@ def patch(api: str | None = None, *, hub_kernels: bool = False, varlen_attn: boo
     """
     global _kept
     with _lock:
-        _apply(api, hub_kernels, varlen_attn)
+        _apply(api, hub_kernels, varlen_attn, interfaces)
         _kept = True
 
 
@@ -64,11 +75,17 @@ def unpatch() -> None:
 
 
 @contextmanager
-def patched(api: str | None = None, *, hub_kernels: bool = False, varlen_attn: bool = False) -> Iterator[None]:
+def patched(
+    api: str | None = None,
+    *,
+    hub_kernels: bool = False,
+    varlen_attn: bool = False,
+    interfaces: Sequence[str] = (),
+) -> Iterator[None]:
     """patch(...) for the length of a block; blocks may nest and overlap, and the last one to end undoes it."""
     global _contexts
     with _lock:
-        _apply(api, hub_kernels, varlen_attn)
+        _apply(api, hub_kernels, varlen_attn, interfaces)
         _contexts += 1
     try:
         yield
@@ -78,16 +95,19 @@ def patched(api: str | None = None, *, hub_kernels: bool = False, varlen_attn: b
             _release()
 
 
-def _apply(api: str | None, hub_kernels: bool, varlen_attn: bool) -> None:
+def _apply(api: str | None, hub_kernels: bool, varlen_attn: bool, interfaces: Sequence[str]) -> None:
     global _undo, _api
     if api is not None and api not in settings.APIS:
         raise ValueError(f"api must be {' or '.join(settings.APIS)}, got {api!r}")
+    if set(interfaces) - set(INTERFACES) or isinstance(interfaces, str):
+        raise ValueError(f"interfaces must be a sequence of names among {', '.join(INTERFACES)}, got {interfaces!r}")
     chosen = settings.api() if api is None else api
     if _undo is not None:
         if api is not None and api != (_api or "2.8"):
             raise RuntimeError(f"patched already with the interface of {_api or '2.8'}: unpatch() first")
         with ExitStack() as added:
             _add_extras(hub_kernels, varlen_attn, added)
+            _add_interfaces(interfaces, added)
             _undo.push(added.pop_all())
         return
     with ExitStack() as undo:
@@ -97,6 +117,7 @@ def _apply(api: str | None, hub_kernels: bool, varlen_attn: bool) -> None:
             transformers.open_gates(undo)
         _extras.clear()
         _add_extras(hub_kernels or settings.hub_kernels(), varlen_attn or settings.varlen_attn(), undo)
+        _add_interfaces(interfaces, undo)
         _undo = undo.pop_all()
     _api = chosen
     _forget_decisions()
@@ -111,6 +132,11 @@ def _add_extras(wants_hub_kernels: bool, wants_varlen_attn: bool, undo: ExitStac
             _set_variable(variable, "1", undo)
             apply(undo)
             _extras.add(variable)
+
+
+def _add_interfaces(interfaces: Sequence[str], undo: ExitStack) -> None:
+    if "fa3" in interfaces:
+        fa3.answer(undo)
 
 
 def _release() -> None:

@@ -1,0 +1,167 @@
+"""FlashAttention-3's functions by its own conventions, computed by ours: for programs that know no other.
+
+What differs from flash-attn 2: other names and places of arguments, no dropout and no ALiBi, a pair where the LSE is
+asked for, softmax_lse -inf for rows that see no key. num_splits, pack_gqa, sm_margin and scheduler_metadata concern
+its speed and are ignored. What is not served raises NotImplementedError. Stands under the name flash_attn_interface
+where patch(interfaces=("fa3",)) asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat import flash_attn_interface as fa2
+
+__all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Sequence[int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """flash_attn_func of flash-attn 2, or (out, softmax_lse) with return_attn_probs."""
+    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
+    found: Any = fa2.flash_attn_func(
+        q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        deterministic=deterministic, return_attn_probs=return_attn_probs,
+    )  # fmt: skip
+    return _pair(found, k) if return_attn_probs else found
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Sequence[int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """flash_attn_varlen_func of flash-attn 2, or (out, softmax_lse) with return_attn_probs."""
+    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk,
+            seqused_q=seqused_q, seqused_k=seqused_k)  # fmt: skip
+    found: Any = fa2.flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=softmax_scale, causal=causal,
+        window_size=window_size, softcap=softcap, deterministic=deterministic, return_attn_probs=return_attn_probs,
+    )  # fmt: skip
+    return _pair(found, k) if return_attn_probs else found
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Sequence[int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Tensor:
+    """Always out alone. qkv: (batch_size, seqlen, 3, nheads, headdim); the layout with num_heads_q is refused."""
+    _refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk,
+            num_heads_q=num_heads_q)  # fmt: skip
+    out: Any = fa2.flash_attn_qkvpacked_func(
+        qkv, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        deterministic=deterministic,
+    )  # fmt: skip
+    return out  # type: ignore[no-any-return]  # out alone, as nothing else was asked for
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, None, None]:
+    """flash_attn_with_kvcache of flash-attn 2; page_table is its block_table.
+
+    With return_softmax_lse (out, softmax_lse, None, None): the last two are the partial results of a split over keys,
+    which there is none of here.
+    """
+    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens)  # fmt: skip
+    found: Any = fa2.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=cache_seqlens,
+        cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=page_table,
+        softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        rotary_interleaved=rotary_interleaved, return_softmax_lse=return_softmax_lse,
+    )  # fmt: skip
+    return (*_pair(found, k_cache), None, None) if return_softmax_lse else found
+
+
+def _refuse(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None and not (name == "attention_chunk" and value == 0):
+            raise NotImplementedError(f"{name} of FlashAttention-3 is not served by flash_attn_compat")
+
+
+def _pair(found: tuple[Tensor, ...], k: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, softmax_lse), -inf for rows that see no key; where there are no keys at all FlashAttention-3 has +inf."""
+    out, lse = found[:2]
+    return out, lse.masked_fill(lse == torch.inf, -torch.inf) if k.numel() else lse
