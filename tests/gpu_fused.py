@@ -297,6 +297,7 @@ def child_times() -> None:
     phases.watch(loader, "_nvrtc", "open NVRTC")
     phases.watch(loader.Compiler, "compile", "compile")
     phases.watch(loader.Driver, "load", "load")
+    phases.watch(loader, "load_together", "compile and load side by side", waits=True)
     phases.watch(trial, "check", "trial")
     found = {}
     for name, call in problems.items():
@@ -312,22 +313,27 @@ class Phases:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.inner = [0.0]
+        self.waits = False  # for threads of its own, which are not told apart
 
     def of(self, call: Callable[[], object]) -> dict[str, float]:
         self.seconds = {}
         self.timed("rest", call)
         return self.seconds
 
-    def watch(self, owner: Any, name: str, label: str) -> None:
+    def watch(self, owner: Any, name: str, label: str, waits: bool = False) -> None:
         function = getattr(owner, name)
-        setattr(owner, name, lambda *given, **named: self.timed(label, lambda: function(*given, **named)))
+        setattr(owner, name, lambda *given, **named: self.timed(label, lambda: function(*given, **named), waits))
 
-    def timed(self, label: str, call: Callable[[], Any]) -> Any:
+    def timed(self, label: str, call: Callable[[], Any], waits: bool = False) -> Any:
+        if self.waits:
+            return call()
         self.inner.append(0.0)
+        self.waits = waits
         start = time.perf_counter()
         try:
             return call()
         finally:
+            self.waits = False
             spent = time.perf_counter() - start
             self.seconds[label] = self.seconds.get(label, 0.0) + spent - self.inner.pop()
             self.inner[-1] += spent
