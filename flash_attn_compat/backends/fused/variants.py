@@ -51,16 +51,9 @@ class Kind(NamedTuple):
         return next(size for size in HEAD_DIMS if self.head_dim <= size)
 
     def macros(self, *names: str) -> list[tuple[str, int]]:
+        """names: the features that the kernel knows, LOCAL for ``local`` and so on"""
         found = [("D", self.D), ("TYPE", self.type), ("VEC", self.vec)]
-        flags = {
-            "LOCAL": self.local,
-            "ALIBI": self.alibi,
-            "SOFTCAP": self.softcap,
-            "DROPOUT": self.dropout,
-            "PAGED": self.paged,
-        }
-        found += [(name, 1) for name in names if flags[name]]
-        return found
+        return found + [(name, 1) for name in names if getattr(self, name.lower())]
 
     def newer(self, copies: bool = True) -> list[tuple[str, int]]:
         """What builds for sm80 and newer have beyond Turing's instructions."""
@@ -128,18 +121,15 @@ def decode_width(kind: Kind) -> int:
 
 def append(kind: Kind) -> Variant:
     """Copies 16-bit numbers; D and most of the rest make no difference."""
-    macros = [("TYPE", kind.type), ("VEC", kind.vec), *([("PAGED", 1)] if kind.paged else [])]
-    return Variant("append", "append.cu", tuple(macros), 1, 128, 0)
+    return Variant("append", "append.cu", tuple(kind.macros("PAGED")[1:]), 1, 128, 0)
 
 
 def absmax(kind: Kind) -> Variant:
-    macros = [("D", kind.D), ("TYPE", BF16_AS_FP16), ("VEC", kind.vec), *([("PAGED", 1)] if kind.paged else [])]
-    return Variant("absmax", "convert.cu", tuple(macros), _ABSMAX_ROWS, 128, 16)
+    return Variant("absmax", "convert.cu", tuple(kind.macros("PAGED")), _ABSMAX_ROWS, 128, 16)
 
 
 def delta(kind: Kind) -> Variant:
-    macros = (("D", kind.D), ("TYPE", kind.type), ("VEC", kind.vec))
-    return Variant("delta", "delta.cu", macros, 2048 // kind.D, 256, 0)
+    return Variant("delta", "delta.cu", tuple(kind.macros()), 2048 // kind.D, 256, 0)
 
 
 def dkdv_tile(kind: Kind) -> Tile:
@@ -188,15 +178,7 @@ def dkdv_parts(kind: Kind) -> int:
     return 2 if kind.D > 128 else 1
 
 
-MAKERS = {
-    "forward": forward,
-    "decode": decode,
-    "append": append,
-    "absmax": absmax,
-    "delta": delta,
-    "dkdv": dkdv,
-    "dq": dq,
-}
+MAKERS = {make.__name__: make for make in (forward, decode, append, absmax, delta, dkdv, dq)}
 
 
 def kinds(number: int) -> Iterator[Kind]:
