@@ -124,8 +124,7 @@ class _Arguments(NamedTuple):
 
     @property
     def want_gradients(self) -> bool:
-        tensors = (*self[:7], self.alibi_slopes)
-        return any([tensor is not None and getattr(tensor, "requires_grad", False) for tensor in tensors])
+        return any([isinstance(x, Tensor) and x.requires_grad for x in (*self[:7], self.alibi_slopes)])
 
     @property
     def capacity(self) -> int:

@@ -93,7 +93,7 @@ def _served(call: AttentionCall, new: Append | None = None) -> tuple[Backend | N
         if new is not None:
             by_operators(call, new)
         return None, _empty_result(call)
-    if callers_state.autocasts(call.q.device):
+    if callers_state.autocasts(call.q):
         with callers_state.without_autocast(call.q.device):
             return _served(call, new)
     backend = dispatch.serve(call)
@@ -125,7 +125,7 @@ def run_backward(
         for gradient in gradients:
             gradient.zero_()
         return gradients
-    if callers_state.autocasts(call.q.device):
+    if callers_state.autocasts(call.q):
         with callers_state.without_autocast(call.q.device):
             return run_backward(backend, call, upstream, into)
     if upstream.dout.is_neg():

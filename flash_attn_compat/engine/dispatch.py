@@ -117,6 +117,11 @@ def choose(call: AttentionCall) -> Backend:
     if _explaining.get():
         _check_settings()
         raise _Explained(_explain(call.traits(), settings.named_backend()))
+    if call.signature is not None:
+        decisions, decided = call.signature.decision
+        if decisions is _decisions:
+            known: Backend = decided
+            return known
     backend = _decide(call)
     if backend is None:
         traits, named = call.traits(), settings.named_backend()
@@ -140,11 +145,6 @@ def serve(call: AttentionCall) -> Backend:
 
 def _decide(call: AttentionCall) -> Backend | None:
     """The backend whose turn it is; None where there is none."""
-    if call.signature is not None:
-        decisions, decided = call.signature.decision
-        if decisions is _decisions:
-            known: Backend = decided
-            return known
     traits = call.traits()
     key = (traits, settings.fingerprint())
     backend = _decisions.get(key)
