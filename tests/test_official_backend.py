@@ -18,9 +18,10 @@ from flash_attn_compat.backends import official_trial
 from flash_attn_compat.engine import dispatch
 from flash_attn_compat.engine.call import AttentionCall
 from tests import flash_kernels
-from tests.judge import Examination, judge_first_served
-from tests.problems import KINDS, Problem
+from tests.flash_kernels import judge_first_served
 from tests.support import cumulative, qkv
+from verify.examination import Examination
+from verify.problems import KINDS, Problem
 
 GENUINE = "from tests.flash_kernels import bwd, fwd, fwd_kvcache, varlen_bwd, varlen_fwd\n"
 BROKEN = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import oracle
+from verify import oracle
 
 PATH = Path(__file__).resolve().parents[2] / "examples" / "blockwise_attention.py"
 
