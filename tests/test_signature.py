@@ -66,7 +66,8 @@ OPTIONS: list[Arguments] = [
 PROBABILITIES: list[Arguments] = [{"return_attn_probs": True}, {"dropout_p": 0.5}, {"deterministic": True}]
 OF_DENSE: list[Arguments] = [
     {"q": randn(2, 6, 4, 16)}, {"k": randn(2, 7, 4, 16), "v": randn(2, 7, 4, 16)}, {"v": randn(2, 7, 2, 32)},
-    {"q": randn(2, 5, 16, 4).transpose(2, 3)}, {"q": randn(2, 5, 4, 16).requires_grad_()},
+    {"q": randn(2, 5, 16, 4).transpose(2, 3)},
+    {"q": randn(1 + 2 * 5 * 4 * 16)[1:].view(2, 5, 4, 16)}, {"q": randn(2, 5, 4, 16).requires_grad_()},
     {name: tensor.double() for name, tensor in dense().items()},
     {name: tensor.half() for name, tensor in dense().items()},
 ]  # fmt: skip
@@ -88,7 +89,8 @@ OF_PRIVATE: list[Arguments] = [{"window_size_left": 2, "window_size_right": 1}, 
 WRONG: dict[Callable[..., Any], list[Arguments]] = {
     flash_attn_func: [
         {"window_size": (1.0, 1)}, {"window_size": 3}, {"k": randn(2, 7, 3, 16)}, {"v": dense()["v"].double()},
-        {"q": None}, {"alibi_slopes": SLOPES[:3]}, {"alibi_slopes": SLOPES.double()}, {"softmax_scale": "wide"},
+        {"q": None}, {"k": torch.empty(2, 7, 2, 16, device="meta")},
+        {"alibi_slopes": SLOPES[:3]}, {"alibi_slopes": SLOPES.double()}, {"softmax_scale": "wide"},
         {"dropout_p": 1.5}, {"softmax_scale": [1.0]},
     ],
     flash_attn_varlen_func: [
@@ -115,7 +117,10 @@ CHANGES = {
 
 def strided(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy that lies in memory as ``tensor`` does."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype).copy_(tensor.detach())
+    shape, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+    reach = offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride))
+    memory = torch.empty(reach, dtype=dtype, device=tensor.device)
+    return memory.as_strided(shape, stride, offset).copy_(tensor.detach())
 
 
 def outcome(function: Callable[..., Any], arguments: Arguments) -> list[Any]:
