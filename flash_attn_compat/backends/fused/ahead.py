@@ -52,10 +52,13 @@ def compile_all(wanted: Iterable[tuple[Variant, str]], jobs: int | None = None) 
         return True
 
     made, errors = 0, []
-    with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
+    pool = ThreadPoolExecutor(jobs or os.cpu_count())
+    try:
         for job in [pool.submit(make, *one) for one in wanted]:
             try:
                 made += job.result()
             except KernelError as error:
                 errors.append(str(error))
+    finally:  # whoever interrupts it waits for what is being compiled, not for all
+        pool.shutdown(cancel_futures=True)
     return made, errors
