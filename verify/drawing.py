@@ -1,33 +1,26 @@
-"""Random attention problems, fed by a seed or by hypothesis: strange layouts, heads and sequences of very different
-size, NaN or infinity in one sequence, in padding and behind a cache's end.
+"""Random attention problems: strange layouts, heads and sequences of very different size, NaN or infinity in one
+sequence, in padding and behind a cache's end.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from verify.problems import KINDS, QUANTITIES, WITH_GRADIENTS, Problem
 
 T = TypeVar("T")
 
 
-class Source(Protocol):
-    """Where the choices come from: a seed here, hypothesis in test_properties.py.
+class Source:
+    """Where the choices come from: a seed."""
 
-    The first of the options and the lower bound are the simplest.
-    """
-
-    def integer(self, low: int, high: int) -> int: ...
-    def pick(self, options: Sequence[T]) -> T: ...
-
-
-class FromRandom:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
 
     def integer(self, low: int, high: int) -> int:
+        """Both included."""
         return self.random.randint(low, high)
 
     def pick(self, options: Sequence[T]) -> T:
@@ -38,18 +31,15 @@ def _chance(source: Source, percent: int) -> bool:
     return source.integer(0, 99) >= 100 - percent
 
 
-def random_problem(seed: int, kinds: Sequence[str] | None = None, dtypes: Sequence[str] | None = None) -> Problem:
-    """Problem number `seed`, always the same one."""
-    return draw_problem(FromRandom(seed), kinds, dtypes)
-
-
 _KINDS = ("dense",) * 6 + ("varlen",) * 6 + ("kvcache",) * 6 + tuple(k for k in KINDS for _ in range(2))
 _DTYPES = ("float32", "float16", "bfloat16") * 5 + ("float64",)
 _HEAD_DIMS = (8, 16, 32, 64, 40, 24, 1, 5, 100, 128) * 3 + (264,)
 _LAYOUTS = ("contiguous",) * 4 + ("sliced", "heads_first", "wide_rows", "offset", "strided_dim", "one_head")
 
 
-def draw_problem(source: Source, kinds: Sequence[str] | None = None, dtypes: Sequence[str] | None = None) -> Problem:
+def random_problem(seed: int, kinds: Sequence[str] | None = None, dtypes: Sequence[str] | None = None) -> Problem:
+    """Problem number `seed`, always the same one."""
+    source = Source(seed)
     kind = source.pick(kinds or _KINDS)
     packed = kind.endswith("packed")
     dtype = source.pick(dtypes or _DTYPES)
