@@ -8,6 +8,7 @@ import torch
 from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, use_backend
 from flash_attn_compat.backends import sdpa
 from flash_attn_compat.engine.layout import Layout
+from flash_attn_compat.engine.mask import Range
 
 
 @pytest.mark.parametrize("window_size", [(-1, -1), (9, 3)])
@@ -136,3 +137,10 @@ def test_a_bias_is_of_keys_that_its_rows_see(monkeypatch, options, share):
     rows = torch.arange(2048)
     visible = (rows + right).clamp(max=2047) - (rows - left).clamp(min=0) + 1
     assert sum(tiles) <= share * int(visible.sum())
+
+
+@pytest.mark.parametrize("first", [0, 2**24 - 3, 2**24 + 1, 2**30])
+def test_distances_of_far_positions_are_exact(first):
+    rows, keys = Range(5, 9), Range(first, first + 6)
+    gap = sdpa._gap(rows, keys, first, torch.device("cpu"), torch.float32)
+    assert gap.tolist() == [[abs(key - row - first) for key in range(*keys)] for row in range(*rows)]
