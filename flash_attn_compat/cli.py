@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: Sequence[str]) -> NoReturn:
-    """Become `python ARGUMENTS...` in an environment where flash_attn is answered.
+    """Become `python ARGUMENTS...` in an environment that finds flash_attn.
 
     A fresh interpreter, so that __main__, sys.path, exit code, signals and tracebacks are those of a direct run.
     """
@@ -48,7 +48,7 @@ def run(arguments: Sequence[str]) -> NoReturn:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="flash-attn-compat", description="Answer to the name flash_attn on machines that flash-attn refuses."
+        prog="flash-attn-compat", description="Run code written for flash_attn on machines that flash-attn refuses."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         "--api",
         choices=settings.APIS,
         default="2.8",
-        help="whose interface: 2.6 is for code written before flash-attn 2.7",
+        help="the interface to serve: 2.6 is for code written before flash-attn 2.7",
     )
     command.set_defaults(action=_install)
 
@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "run",
-        help="run a script or module with flash_attn answered",
+        help="run a script or module that finds flash_attn",
         description="Starts Python on the script or module, as python itself would, in an environment where "
         "flash_attn is this package, for the processes that it starts too. Nothing is installed.",
         usage="flash-attn-compat run SCRIPT [ARGUMENT ...] | -m MODULE [ARGUMENT ...]",
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "doctor",
-        help="what this machine is, what would serve it, and whether it computes right",
+        help="describe this machine, say what serves typical calls, and check that it computes right",
         description="Looks at this machine for some seconds and changes nothing. Exit code 0: every backend that "
         "can run computes right and each typical call finds one; 1: not so; 2: a variable means nothing.",
     )
@@ -140,7 +140,7 @@ def _install(options: argparse.Namespace) -> int:
     except installation.InstallError as error:
         print(f"flash-attn-compat: {error}", file=sys.stderr)
         return 1
-    print(f"flash_attn is answered in {dist_info.parent} ({dist_info.name}); flash-attn-compat uninstall undoes it")
+    print(f"installed {dist_info.name} in {dist_info.parent}; flash-attn-compat uninstall removes it")
     return 0
 
 

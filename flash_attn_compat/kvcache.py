@@ -69,7 +69,8 @@ def flash_attn_with_kvcache(
         softmax_lse [with return_softmax_lse]: (batch_size, nheads, seqlen_q) fp32
     Raises:
         RuntimeError: something does not fit together, or the new keys do not fit into the cache; the cache
-            is unchanged then. On CUDA a cache_seqlens tensor that is too long is caught by the device.
+            is unchanged then. Nobody looks at a cache_seqlens tensor on a GPU: keys that do not fit are not written by
+            the fused backend, and are a device assert elsewhere.
     """
     if s_aux is not None:
         sinks.check(s_aux, q, alibi_slopes)

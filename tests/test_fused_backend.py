@@ -61,7 +61,7 @@ def test_it_serves_everything_from_turing_on(capability: tuple[int, int]) -> Non
         ({"dtype": torch.float32}, "float32"),
         ({"head_dim": 264}, "at most 256"),
         ({"features": int(Feature.TRANSFORMS)}, "forward-mode"),
-        ({"features": int(Feature.PAGED | Feature.BACKWARD)}, "gradients of pages"),
+        ({"features": int(Feature.PAGED | Feature.BACKWARD)}, "gradients over pages"),
         ({"device_type": "cpu"}, "runs on CUDA GPUs only"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

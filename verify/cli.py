@@ -1,6 +1,6 @@
 """The command line: `python -m verify [compare] ...` and its sisters.
 
-A subcommand is a module with `register(subparsers)`. Whatever the user got wrong ends in one line and exit code 2.
+A subcommand is a module with `register(subparsers)`. A user's mistake is reported in one line, with exit code 2.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command and gives its exit code: 0 all is well, 1 something was found wrong, 2 the question was."""
+    """Runs one command and gives its exit code: 0 all is well, 1 something is wrong, 2 the arguments make no sense."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
         argv.insert(0, "compare")

@@ -272,8 +272,8 @@ def register(subparsers: Any) -> None:
         "compare",
         help="hold every backend against the recorded official answers and against fp64 (the default)",
         description="Holds every backend on every device against the recorded answers of flash-attn 2.8.3 and against "
-        "an independent fp64 computation. Exit code 0: every answer is right; 1: one is wrong; 2: a question "
-        "that makes no sense.",
+        "an independent fp64 computation. Exit code 0: every answer is right; 1: one is wrong; 2: arguments "
+        "that make no sense.",
     )
     parser.add_argument(
         "--backend", action="append", default=[], metavar="NAME", help="only this backend (may be repeated)"

@@ -203,7 +203,7 @@ def register(subparsers: Any) -> None:
         help="the same problem through naive attention, blocks, fused rows and online-softmax tiles",
         description="Runs one problem through five lecture-like implementations (verify/steps.py), PyTorch's attention "
         "and this package's: error against fp64, time and peak memory of each. Exit code 0: all are right; 1: one is "
-        "wrong; 2: a question that makes no sense.",
+        "wrong; 2: arguments that make no sense.",
     )
     parser.add_argument(
         "--n",

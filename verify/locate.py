@@ -249,7 +249,7 @@ def register(subparsers: Any) -> None:
         "locate",
         help="where two attention kernels differ: element, tile, pattern, and what mistake that looks like",
         description="Runs two functions (q, k, v, causal=...) -> out, in flash-attn's layout (batch, seqlen, heads, "
-        "head_dim), on the same seeded inputs. Exit code 0: the same; 1: they differ; 2: a question that makes no "
+        "head_dim), on the same seeded inputs. Exit code 0: the same; 1: they differ; 2: arguments that make no "
         "sense. A function may return (out, trace) or leave an attribute `trace`, a dict of running_max and row_sum, "
         "each (batch, heads, seqlen_q, key tiles), as they are after each key tile; it is given block_rows and "
         "block_columns if it has parameters of these names.",

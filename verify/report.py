@@ -49,8 +49,8 @@ def register(subparsers: Any) -> None:
         "report",
         help="one HTML page: verdicts, speed, memory, error heat maps, machine",
         description="Writes one page that needs no network and opens from disk, on a phone too. Takes saved runs, and "
-        "runs quick ones of what it was not given. Exit code 0: every answer is right; 1: one is wrong; 2: a question "
-        "that makes no sense.",
+        "runs quick ones of what it was not given. Exit code 0: every answer is right; 1: one is wrong; 2: arguments "
+        "that make no sense.",
     )
     parser.add_argument("--compare", type=Path, metavar="FILE", help="a run saved by `verify compare --json`")
     parser.add_argument("--bench", type=Path, metavar="FILE", help="a run saved by `verify bench --json`")

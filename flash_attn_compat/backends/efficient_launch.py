@@ -144,7 +144,7 @@ def _blocks_at_once(device: torch.device, head_dim: int, dtype: torch.dtype) -> 
 
 
 def skips_empty_rows(launch: Launch) -> bool:
-    """Whether rows without keys stay as the memory was: beyond 128 channels the kernel accumulates in memory."""
+    """Whether the kernel leaves rows without keys unwritten: beyond 128 channels it accumulates in memory."""
     return max(launch.q.shape[-1], launch.v.shape[-1]) > 128
 
 

@@ -1,6 +1,6 @@
-"""What FlashAttention-2's kernels want of a call, whoever carries them: PyTorch (torch_flash) or flash-attn (official).
+"""How a call becomes a launch of FlashAttention-2's kernels, PyTorch's (torch_flash) or flash-attn's (official).
 
-A call becomes one launch. Its tensors get the alignment and the head_dim the kernels read, its window the
+Each call is one launch. Its tensors get the alignment and the head_dim the kernels read, its window the
 lengths at which they would clamp it, and what they leave undefined is defined here. Nothing waits for the GPU.
 """
 
@@ -206,9 +206,9 @@ def _cache_reasons(features: Feature, traits: Traits, takes_caches: bool) -> lis
         if features & feature
     ]
     if traits.head_dim % 8 or not traits.aligned:
-        reasons.append("would have to copy a cache: its rows don't lie on 16 bytes, or head_dim is no multiple of 8")
+        reasons.append("would copy the cache: its rows are not aligned to 16 bytes, or head_dim is no multiple of 8")
     if traits.one_query and not features & Feature.VARLEN and not takes_caches:
-        reasons.append("one query per sequence over a cache, whose keys its kernel does not share out")
+        reasons.append("does not split the keys of a cache among blocks for one query per sequence")
     if features & Feature.PAGED and traits.page_size % 256:
         reasons.append(f"reads pages of a multiple of 256 slots, got {traits.page_size}")
     return reasons

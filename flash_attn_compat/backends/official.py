@@ -52,7 +52,7 @@ class Official(FlashBackend):
         if settings.official_disabled():
             return [f"{settings.DISABLE_OFFICIAL} is set"]
         if torch.version.hip is not None:
-            return ["flash-attn's kernels for ROCm are others and untested"]
+            return ["flash-attn's kernels for ROCm are different and untested"]
         if installed.swapped() is not None:
             return ["the installed flash-attn runs on this package at present"]
         return [] if _location() is not None else ["flash-attn is not installed"]
@@ -61,11 +61,11 @@ class Official(FlashBackend):
         features = Feature(traits.features)
         reasons = super().extra_reasons(traits)
         if features & Feature.SOFTCAP and features & Feature.DROPOUT:
-            reasons.append("softcap with dropout")
+            reasons.append("does not support softcap with dropout")
         if features & Feature.PAGED and features & Feature.LEFTPAD_K:
-            reasons.append("leftpad_k with pages")
+            reasons.append("does not support leftpad_k with pages")
         if features & Feature.PAGED and features & Feature.VARLEN and features & Feature.LSE:
-            reasons.append("softmax_lse of packed rows over pages: it misplaces that of rows without keys")
+            reasons.append("misplaces the softmax_lse of packed rows without keys over pages")
         return reasons
 
     def launch_forward(self, launch: Launch) -> Native:
@@ -150,7 +150,7 @@ def _location_on(path: tuple[str, ...]) -> str | None:
 
 @functools.lru_cache(maxsize=8)
 def _load(location: str) -> _Functions | str:
-    """The extension's functions, or why there are none. Tried once: a second attempt would not end differently."""
+    """The extension's functions, or why there are none. Tried once: a second attempt would fail alike."""
     version = _version(Path(location))
     if version is None or not (2, 7) <= version < (3,):
         known = "of unknown version" if version is None else ".".join(map(str, version))

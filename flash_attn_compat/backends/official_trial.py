@@ -1,6 +1,6 @@
 """A tiny call of each kind before the first real one: does the installed flash-attn compute it right on this GPU?
 
-flash-attn can be built with fewer head dims or features, and then answers wrongly without a word; a binary
+flash-attn can be built with fewer head dims or features, and then gives wrong answers silently; a binary
 for another GPU raises. The reference backend is the judge.
 """
 

@@ -47,9 +47,9 @@ class TorchEfficient(Backend):
         if not features & Feature.WINDOW_LEFT:
             return reasons
         if not features & Feature.CAUSAL:
-            reasons.append("a left window without a causal mask")
+            reasons.append("does not support a left window without a causal mask")
         if traits.sq_vs_sk == "?" and traits.needs_backward:
-            reasons.append("gradients of a window over packed sequences whose query and key lengths may differ")
+            reasons.append("does not compute gradients of a window over packed sequences whose lengths may differ")
         if traits.sq_vs_sk == "<" and traits.needs_backward and _OLD_WINDOW_BACKWARD:
             reasons.append("PyTorch before 2.15 computes wrong gradients of a window where seqlen_q < seqlen_k")
         return reasons

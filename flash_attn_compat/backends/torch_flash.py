@@ -40,7 +40,7 @@ class TorchFlash(FlashBackend):
 
     def unavailable_reasons(self) -> list[str]:
         if torch.version.hip is not None:
-            return ["PyTorch's flash kernels for ROCm are others and untested"]
+            return ["PyTorch's flash kernels for ROCm are different and untested"]
         is_built = getattr(torch.backends.cuda, "is_flash_attention_available", None)
         if torch.version.cuda is not None and is_built is not None and not is_built():
             return ["this PyTorch was built without its flash kernels"]
@@ -59,9 +59,9 @@ class TorchFlash(FlashBackend):
         lacking = {name for feature, name in needed.items() if features & feature} - _arguments("forward")
         reasons = [f"this PyTorch's aten::_flash_attention_forward lacks {name}" for name in sorted(lacking)]
         if features & Feature.PAGED and features & Feature.LEFTPAD_K:
-            reasons.append("leftpad_k with pages")
+            reasons.append("does not support leftpad_k with pages")
         if features & Feature.DETERMINISTIC:
-            reasons.append("deterministic gradients: its operator asks a switch of the whole process for them")
+            reasons.append("does not promise deterministic gradients: its operator obeys a switch of the whole process")
         return super().extra_reasons(traits) + reasons
 
     def launch_forward(self, launch: Launch) -> Native:

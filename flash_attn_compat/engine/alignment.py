@@ -19,5 +19,5 @@ def ready(tensor: Tensor) -> Tensor:
 
 
 def aligned_contiguous(tensor: Tensor) -> Tensor:
-    """``tensor`` contiguous and from 16 bytes on; a contiguous slice of a buffer may begin anywhere."""
+    """``tensor`` contiguous and beginning on 16 bytes; a contiguous slice of a buffer may begin anywhere."""
     return ready(tensor.contiguous())

@@ -88,7 +88,7 @@ def run_forward(call: AttentionCall, new: Append | None = None) -> Result:
 
 
 def _served(call: AttentionCall, new: Append | None = None) -> tuple[Backend | None, Result]:
-    """The backend that served the call, None where there was nothing to compute, and what it found."""
+    """The backend that served the call (None if there was nothing to compute), and its result."""
     if call.signature is None and call.is_empty:
         if new is not None:
             by_operators(call, new)
@@ -101,7 +101,7 @@ def _served(call: AttentionCall, new: Append | None = None) -> tuple[Backend | N
 
 
 def _forward(backend: Backend, call: AttentionCall) -> tuple[Backend, Result]:
-    """The result of ``backend``, or of the next one whose kernels work, and whose it is."""
+    """The result of ``backend``, or of the next one whose kernels work, and that backend."""
     while True:
         try:
             return backend, backend.forward(_counted(backend, call))

@@ -168,7 +168,7 @@ def cache_call(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: Cache, option
 
 
 def _shows_capacity(options: Options) -> bool:
-    """Whether the LSE tells a window that is idle over the whole cache from one that is over the keys in use."""
+    """Whether the LSE differs between a window that hides nothing in the whole cache and one that hides no used key."""
     return options.alibi_slopes is not None and options.window_size[0] >= 0
 
 
@@ -244,7 +244,7 @@ def _longest(name: str, value: object) -> int:
 
 
 def _hold_the_same(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> bool:
-    """Whether the host sees for free that both hold the same numbers, as two tensors of a collator's may."""
+    """Whether the host can see without waiting that both hold the same numbers, as two tensors of a collator may."""
     if cu_seqlens_q is cu_seqlens_k:
         return True
     if not isinstance(cu_seqlens_q, Tensor) or not isinstance(cu_seqlens_k, Tensor):

@@ -246,7 +246,7 @@ class Result(NamedTuple):
 
     out: call.out_shape, in q's dtype; softmax_lse: call.lse_shape fp32 (None only where neither gradients
     nor return_lse asked for it); rng_state: (2,) int64, meaningful under dropout; saved: whatever else the
-    backend's own backward wants to find again.
+    backend's own backward needs.
     """
 
     out: Tensor
@@ -261,7 +261,7 @@ class Result(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """dq, dk, dv in the shapes and dtypes of q, k, v; strides are whatever the holder chose."""
+    """dq, dk, dv in the shapes and dtypes of q, k, v; any strides."""
 
     dq: Tensor
     dk: Tensor

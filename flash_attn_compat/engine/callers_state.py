@@ -1,4 +1,4 @@
-"""The caller's state that would change what plain operators compute, and how we work without it.
+"""State of the caller's that would change what plain operators compute, and contexts that set it aside.
 
 Default dtype and default device are not here: every tensor we make names its own.
 """

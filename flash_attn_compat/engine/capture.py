@@ -6,7 +6,7 @@ import torch
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the stream that ``device`` is given work on, current device or not, is being captured."""
+    """Whether ``device``'s current stream is being captured, whichever device is current."""
     if device.index in (None, torch.cuda.current_device()):
         return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):

@@ -23,7 +23,7 @@ def is_tensor(name: str, value: object) -> None:
 
 
 def wrong_type(name: str, expected: str, value: object) -> RuntimeError:
-    """What PyTorch says of a custom operator's argument, as which flash-attn registers its functions."""
+    """PyTorch's message for an argument of a wrong type: flash-attn's functions are custom operators."""
     return RuntimeError(
         f"Expected a value of type '{expected}' for argument '{name}' but instead found type '{type(value).__name__}'"
     )

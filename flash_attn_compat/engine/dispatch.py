@@ -93,7 +93,7 @@ def forget_decisions() -> None:
 
 
 def choose_instead(failed: Backend, call: AttentionCall, failure: KernelsFailed) -> Backend:
-    """Another backend for a call that ``failed`` could not compute, as its reasons say by now."""
+    """Another backend for a call that ``failed`` could not compute; its reasons say so by now."""
     forget_decisions()
     backend = choose(call)
     if backend is failed:
@@ -144,7 +144,7 @@ def serve(call: AttentionCall) -> Backend:
 
 
 def _decide(call: AttentionCall) -> Backend | None:
-    """The backend whose turn it is; None where there is none."""
+    """The backend that serves; None if none can."""
     traits = call.traits()
     key = (traits, settings.fingerprint())
     backend = _decisions.get(key)
@@ -160,7 +160,7 @@ def _decide(call: AttentionCall) -> Backend | None:
 
 
 def _first_able(traits: Traits, forced: str | None) -> Backend | None:
-    """Asks nobody behind the one that serves: some load libraries before they answer, which takes seconds."""
+    """Stops at the first that can: those behind it may load libraries before they answer, which takes seconds."""
     candidates = [_find(forced)] if forced is not None else _ordered(traits)
     return next((backend for backend in candidates if not backend.reasons(traits)), None)
 

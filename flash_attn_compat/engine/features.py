@@ -13,7 +13,7 @@ import torch
 
 
 class Feature(enum.IntFlag):
-    """What a call may ask for beyond dense attention of equal heads. Each needs a backend's consent."""
+    """What a call may ask for beyond dense attention of equal heads. A backend serves what its table lists."""
 
     CAUSAL = enum.auto()
     WINDOW_LEFT = enum.auto()

@@ -1,4 +1,4 @@
-"""Tokens of packed tensors outside of all sequences: the kernels leave them as they find the memory, here they are 0.
+"""Set tokens of packed tensors that belong to no sequence to 0; the kernels leave whatever the memory held.
 
 Setting them costs a pass over the tensor, and hardly any call has such tokens. So the bounds of each cu_seqlens
 tensor are copied to the host in the background when it is first seen, and the pass is left out once they are known.

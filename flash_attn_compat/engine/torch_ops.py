@@ -1,8 +1,8 @@
 """The custom ops that torch.compile sees instead of the engine; eager calls never pass through them.
 
 Each op makes the same AttentionCall as an eager call and serves it, so a graph holds one opaque node per
-attention, with shapes known beforehand; so is whether gradients or the LSE will be asked for, which are left out
-otherwise. Names live in our own namespace: flash_attn:: belongs to flash-attn.
+attention, with shapes known beforehand. Gradients and the LSE are left out where tracing shows that nobody asks for
+them. Names live in our own namespace: flash_attn:: belongs to flash-attn.
 """
 
 from typing import Any, NamedTuple, Optional
@@ -181,7 +181,7 @@ def _dmask_shape(q: Tensor, k: Tensor, known: _Arguments) -> tuple[int, ...]:
 
 
 def _rounded_length(number: int, tensor: Tensor | None) -> Any:
-    """What a tensor holds is known at run time only; a size of its own stands for it till then."""
+    """A length that a tensor holds is known at run time only; a symbolic size stands for it until then."""
     return round_up(number, 128) if tensor is None else torch.library.get_ctx().new_dynamic_size()
 
 

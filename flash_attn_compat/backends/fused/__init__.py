@@ -61,7 +61,7 @@ class Fused(Backend):
         if traits in self._slower and settings.named_backend() is None:
             reasons.append(self._slower[traits])
         if traits.needs_backward and traits.features & Feature.PAGED:
-            reasons.append("gradients of pages")
+            reasons.append("does not compute gradients over pages")
         return reasons
 
     def append(self, call: AttentionCall, new: Append) -> Tensor:
@@ -90,7 +90,7 @@ class Fused(Backend):
             raise KernelsFailed(str(error)) from error
 
     def _remember(self, call: AttentionCall, error: KernelError) -> None:
-        """A reason from now on, and one warning for each thing that went wrong."""
+        """Keep the failure as a reason, and warn once for each."""
         if isinstance(error, Slower):
             self._slower[call.traits()] = str(error)
             return

@@ -55,7 +55,7 @@ def _make_plan(call: AttentionCall, new: Append) -> _Copied | Plan:
 
 
 class _Copied:
-    """New keys, cos or sin that lie badly are copied into place first."""
+    """Unaligned new keys, cos or sin are copied into place first."""
 
     def run(self, call: AttentionCall, new: Append) -> Tensor:
         cos, sin = new.rotary_cos, new.rotary_sin

@@ -49,7 +49,7 @@ def backward(call: AttentionCall, upstream: Upstream, into: Gradients | None) ->
 
 
 def _on_copies(call: AttentionCall, upstream: Upstream) -> Gradients:
-    """Rows that lie badly are copied into place first; their gradients have the padding cut off."""
+    """Unaligned rows are copied into place first; their gradients have the padding cut off."""
     q, k, v, out, dout = map(launcher.aligned, (call.q, call.k, call.v, upstream.out, upstream.dout))
     wide = call._replace(q=q, k=k, v=v)
     found = _run(wide, upstream._replace(out=out, dout=dout), Gradients(*map(_empty, (q, k, v))), 8)

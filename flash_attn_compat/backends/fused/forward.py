@@ -61,7 +61,7 @@ def take_prepared(call: AttentionCall) -> Prepared | None:
 
 
 class Copied:
-    """Rows that lie badly are copied into place first."""
+    """Unaligned rows are copied into place first."""
 
     def run(self, call: AttentionCall) -> Result:
         q, k, v = map(launcher.aligned, (call.q, call.k, call.v))
@@ -122,7 +122,7 @@ class Attention:
         workspace: Tensor | None,
         rng_state: Tensor | None = None,
     ) -> Result:
-        """The launch itself; counters in the workspace are 0 once the stream is there."""
+        """The launch itself; counters in the workspace are zeroed earlier on the stream."""
         place, share, partials = self.place, self.share, (0, 0, 0)
         maxima = None if self.maxima is None else self.maxima.run(tensors, rest)
         out = torch.empty(self.out_shape, dtype=self.dtype, device=place)

@@ -1,4 +1,4 @@
-"""What doctor tells of the fused kernels on this machine."""
+"""What doctor says about the fused kernels on this machine."""
 
 from __future__ import annotations
 

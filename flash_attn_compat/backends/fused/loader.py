@@ -159,7 +159,7 @@ class Driver:
 
     @contextlib.contextmanager
     def context(self, device: int) -> Iterator[None]:
-        """The primary context of ``device`` is current inside; the thread finds its own again afterwards."""
+        """The primary context of ``device`` is current inside; the thread's own is restored afterwards."""
         self.check(self.library.cuCtxPushCurrent_v2(self._primary_context(device)))
         try:
             yield
@@ -179,7 +179,7 @@ class Driver:
 
     @contextlib.contextmanager
     def _relaxed_capture(self) -> Iterator[None]:
-        """Loading a module is no part of a graph that the thread's stream may be recording."""
+        """Loading a module does not count as part of a graph that the thread may be recording."""
         exchange = getattr(self.library, "cuThreadExchangeStreamCaptureMode", None)
         if exchange is None:
             yield
@@ -333,7 +333,7 @@ def why_not() -> str | None:
 
 
 def compiler() -> Compiler:
-    """NVRTC; raises KernelError where there is none that works, each time the same."""
+    """NVRTC; raises the same KernelError each time if none works."""
     found = _compiler()
     if isinstance(found, KernelError):
         raise KernelError(str(found))
@@ -341,7 +341,7 @@ def compiler() -> Compiler:
 
 
 def driver() -> Driver:
-    """The driver; raises KernelError where there is none that works, each time the same."""
+    """The driver; raises the same KernelError each time if none works."""
     found = _driver()
     if isinstance(found, KernelError):
         raise KernelError(str(found))

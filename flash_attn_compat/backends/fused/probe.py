@@ -1,4 +1,4 @@
-"""On GPUs where nobody has measured: is the kernel faster than who would serve without it?
+"""On GPUs where nobody has measured: is the kernel faster than the backend that would serve without it?
 
 A fixed problem, not the caller's, is timed once for each GPU model, size of head_dim and direction. The verdict is kept
 beside the compiled kernels, so that later processes decide alike; `flash-attn-compat doctor` shows and renews it.
@@ -57,7 +57,7 @@ def check(kind: Kind, direction: str, device: int) -> None:
 def why_not(kind: Kind, direction: str, device: int) -> str | None:
     """What the verdict says against the kernel, if anything.
 
-    It counts for calls that the next backend computes in one launch too: nobody is near at any others.
+    It counts only for calls that the next backend computes in one launch too; for others none comes near.
     """
     wanted = not (kind.alibi or kind.softcap or kind.paged or (kind.local and kind.window is not None))
     if not wanted or settings.fused() or settings.forced_capability() is not None or settings.named_backend():
