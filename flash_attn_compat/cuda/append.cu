@@ -43,7 +43,7 @@ DEVICE float channel_of(const uint4 &x, int i) {
 }
 
 // Channels 8 * chunk and the 7 behind them of a row that stands at `position`. rotary_dim is a multiple of 16, so that both numbers of
-// a pair, or both halves' pieces, are whole. Behind the tables nothing turns.
+// a pair, or both halves' pieces, are whole. Positions past the tables are not rotated.
 DEVICE uint4 rotated_chunk(const Params &p, const u16 *row, int chunk, int head_dim, int position) {
   const uint4 x = load_chunk(row + chunk * 8, head_dim - chunk * 8);
   if (chunk * 8 >= p.rotary_dim || position < 0 || position >= p.rotary_rows) return x;

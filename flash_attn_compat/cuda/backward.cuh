@@ -54,7 +54,7 @@ typedef float Gradient[CHUNKS][MT][4];
 // ---- Powers of two (converted bf16)
 DEVICE int exponent_of(float x) { return ((__float_as_int(x) >> 23) & 255) - 127; }
 DEVICE float power_of_two(int e) { return __int_as_float((clamp(e, -127, 127) + 127) << 23); }
-// x * 2^e, in two steps, for which e may be what no float is.
+// x * 2^e, in two steps, so that e may be beyond a float's exponents.
 DEVICE float times_power_of_two(float x, int e) { return x * power_of_two(e / 2) * power_of_two(e - e / 2); }
 
 struct Exponents {   // tensors are multiplied by 2 to these, on the way to shared memory
@@ -310,7 +310,7 @@ struct Block {
     __syncthreads();
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
-      // 0, which the compiler cannot know: so it keeps nothing that follows from the thread's number over the loop.
+      // A 0 that the compiler cannot see through: so it keeps nothing that follows from the thread's number over the loop.
       const int zero = step & p.zero, thread = threadIdx.x + zero, g = thread >> 2 & 7, t = thread & 3;
       const int buffer = step & 1, first = tile * TL;
       const u32 s_at = shared + TILES + buffer * TILE_BYTES + passing_at(thread), p_at = shared + TILE_P + passing_at(thread);
@@ -351,7 +351,7 @@ struct Block {
     }
   }
 
-  // A gradient times `scale` and 2^exponent to its rows, through shared memory. In two steps, for which the exponent may be one no float has.
+  // A gradient times `scale` and 2^exponent to its rows, through shared memory. In two steps, so that the exponent may be beyond a float's.
   DEVICE void write(Gradient &c, int exponent, float scale, u16 *out, int row_stride, int rows, int head_dim, bool of_dS) const {
     float factor[MT][2];
 #pragma unroll

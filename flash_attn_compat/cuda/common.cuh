@@ -130,7 +130,7 @@ DEVICE u32 pack_out(float a, float b) {
 }
 
 // Converted bf16: every (sequence, key head) has powers of two of its own, which bring its largest finite magnitude to
-// [2^14, 2^15): nothing overflows, 29 binades below it keep all bits, and an inf or NaN is nobody else's business.
+// [2^14, 2^15): nothing overflows, 29 binades below it keep all bits, and an inf or NaN affects no other head.
 #define ABSMAX_Q 0
 #define ABSMAX_K 1
 #define ABSMAX_V 2

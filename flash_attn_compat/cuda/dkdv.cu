@@ -21,7 +21,7 @@ DEVICE float largest_delta(const Params &p, const Passing &passing) {
   return largest;
 }
 
-// A block's keys. Found once more behind the loop (`index` is blockIdx.x, which the compiler cannot know): registers hold better things.
+// A block's keys. Computed again after the loop (`index` is blockIdx.x, which the compiler cannot see through): no registers keep it meanwhile.
 struct Keys {
   int part, tile, head_k, b, first, left;
   Sequence seq;

@@ -29,7 +29,7 @@ DEVICE void largest_dout(float (&largest)[MT][2], const Block &block) {
   }
 }
 
-// A block's query rows. Found once more behind the loop (`index` is blockIdx.x, which the compiler cannot know): registers hold better things.
+// A block's query rows. Computed again after the loop (`index` is blockIdx.x, which the compiler cannot see through): no registers keep it meanwhile.
 struct Queries {
   int tile, head, b, first, left;
   Sequence seq;

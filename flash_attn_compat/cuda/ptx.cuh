@@ -135,7 +135,7 @@ DEVICE void global_store2(u16 *p, u16 v) { *p = v; }
 // Lengths, page numbers, statistics: plain accesses, which the emulator checks.
 template <class T> DEVICE T global_load(const T *p) { return *p; }
 template <class T> DEVICE void global_store(T *p, T v) { *p = v; }
-// What other blocks of this launch have written: past L1, which does not hear of them.
+// What other blocks of this launch have written: past L1, which may hold older values.
 template <class T> DEVICE T global_load_fresh(const T *p) { return __ldcg(p); }
 #if CPA
 DEVICE void copy_async(u32 address, const u16 *p, bool valid) {
