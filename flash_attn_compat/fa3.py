@@ -1,4 +1,4 @@
-"""FlashAttention-3's functions by its own conventions, computed by ours: for programs that know no other.
+"""FlashAttention-3's functions by its own conventions, computed by ours, for programs that know no other.
 
 What differs from flash-attn 2: other names and places of arguments, no dropout and no ALiBi, a pair where the LSE is
 asked for, softmax_lse -inf for rows that see no key. num_splits, pack_gqa, sm_margin and scheduler_metadata concern
@@ -97,7 +97,7 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Tensor:
-    """Always out alone. qkv: (batch_size, seqlen, 3, nheads, headdim); the layout with num_heads_q is refused."""
+    """out, never with the LSE. qkv: (batch_size, seqlen, 3, nheads, headdim); the layout with num_heads_q is refused."""
     _refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk,
             num_heads_q=num_heads_q)  # fmt: skip
     out: Any = fa2.flash_attn_qkvpacked_func(
@@ -142,7 +142,7 @@ def flash_attn_with_kvcache(
     """flash_attn_with_kvcache of flash-attn 2; page_table is its block_table.
 
     With return_softmax_lse (out, softmax_lse, None, None): the last two are the partial results of a split over keys,
-    which there is none of here.
+    of which there is none here.
     """
     _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk,
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens)  # fmt: skip
