@@ -97,7 +97,7 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Tensor:
-    """out, never with the LSE. qkv: (batch_size, seqlen, 3, nheads, headdim); the layout with num_heads_q is refused."""
+    """out alone. qkv: (batch_size, seqlen, 3, nheads, headdim); the layout with num_heads_q is refused."""
     _refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk,
             num_heads_q=num_heads_q)  # fmt: skip
     out: Any = fa2.flash_attn_qkvpacked_func(
