@@ -55,6 +55,8 @@ def parts(jobs: int, out: Path) -> Iterator[Part]:
         bench = ["verify", "bench", "--gpu", "--backends", "default", "--json", str(out / f"{name}.json")]
         # Dispatch without flash-attn, which is timed beside it.
         yield Part(name, [*python, *bench], {**variables, "FLASH_ATTN_COMPAT_DISABLE_OFFICIAL": "1"}, 400)
+    programs = ["benchmarks.end_to_end", "--device", "cuda", "--json", str(out / "programs.json")]
+    yield Part("programs", [*python, *programs], {}, 400)
     for tool in ("memcheck", "racecheck", "initcheck"):
         for mode, variables in MODES.items():
             sanitize = ["tests.sanitize", "--cached", "--tools", tool, "--jobs", str(jobs)]
