@@ -251,7 +251,7 @@ def _unpadded(lse: Tensor, starts: Tensor, total: int) -> Tensor:
     return packed
 
 
-def judge_first_served(backend: str, kind: str, enough: int = 20) -> tuple[int, list[str]]:
+def judge_first_served(backend: str, kind: str, enough: int = 12) -> tuple[int, list[str]]:
     """Half-precision problems of one kind until a flash backend has served enough: how many, and what was wrong."""
     served, complaints = 0, []
     for seed in range(400):
@@ -261,6 +261,6 @@ def judge_first_served(backend: str, kind: str, enough: int = 20) -> tuple[int, 
         verdict = Examination(problem).judge(backend)
         complaints += [f"{problem}: {failure}" for failure in verdict.failures]
         served += not verdict.refused
-        if served == enough:
+        if served == enough or (seed == 100 and not served):
             break
     return served, complaints
