@@ -26,7 +26,7 @@ class Signature:
     __slots__ = ("call", "decision", "has_new_keys")
 
     def __init__(self, call: AttentionCall, has_new_keys: bool) -> None:
-        self.call = call._replace(signature=self)
+        self.call = AttentionCall._make((*call[:-1], self))
         self.decision: tuple[object, Any] = None, None
         self.has_new_keys = has_new_keys
 
@@ -168,25 +168,22 @@ class AttentionCall(_Fields):
 
     def traits(self) -> Traits:
         q, k, v = self.q, self.k, self.v
-        sq, sk, device = q.shape[1], k.shape[1], q.device
+        q_shape, k_shape, device = q.shape, k.shape, q.device
+        device_type = device.type
         if self.is_dense:
+            sq, sk = q_shape[1], k_shape[1]
             sq_vs_sk = "=" if sq == sk else "<" if sq < sk else ">"
         else:
             sq_vs_sk = "=" if self.equal_lengths else "?"
+        capability = settings.capability(device) if device_type == "cuda" else None
         # Only a cache is too large to be copied into place.
         in_cache = not self.is_dense and self.cu_seqlens_k is None
+        aligned = not in_cache or _are_aligned(k, v)
+        page_size = k_shape[1] if self.block_table is not None else 0
         return Traits(
-            device_type=device.type,
-            capability=settings.capability(device) if device.type == "cuda" else None,
-            dtype=q.dtype,
-            head_dim=q.shape[-1],
-            head_dim_v=v.shape[-1],
-            sq_vs_sk=sq_vs_sk,
-            one_query=self.max_seqlen_q == 1,
-            aligned=not in_cache or _are_aligned(k, v),
-            features=self.features(),
-            page_size=sk if self.block_table is not None else 0,
-        )
+            device_type, capability, q.dtype, q_shape[-1], v.shape[-1], sq_vs_sk, self.max_seqlen_q == 1, aligned,
+            self.features(), page_size,
+        )  # fmt: skip
 
     def from_given_results(self) -> AttentionCall:
         """The backward alone, as a backend computes it from another one's results."""

@@ -19,7 +19,7 @@ Key = tuple[Any, ...]
 
 _MOST = 4096
 _TENSORS = (Tensor, torch.nn.Parameter)
-_VALUES = (bool, int, float, str, type(None))
+_VALUES = frozenset({bool, int, float, str, type(None)})
 _known: dict[Key, Signature] = {}
 
 
@@ -66,4 +66,4 @@ def remembered(key: Key | None, call: AttentionCall, has_new_keys: bool = False)
 def _is_plain(key: Key) -> bool:
     """Whether neither tensors nor values can change, or mean something else to an equal key."""
     *tensors, values, _ = key
-    return all(x is None or x[0] in _TENSORS for x in tensors) and all(type(value) in _VALUES for value in values)
+    return all([x is None or x[0] in _TENSORS for x in tensors]) and _VALUES.issuperset(map(type, values))
