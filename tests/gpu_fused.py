@@ -26,7 +26,8 @@ from torch import Tensor
 
 import flash_attn_compat
 from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
-from flash_attn_compat.backends.fused import loader, trial
+from flash_attn_compat.backends.fused import loader, trial, variants
+from flash_attn_compat.backends.fused.variants import Kind, Tile
 from flash_attn_compat.engine import dispatch
 from tests import fused_coverage
 
@@ -406,6 +407,24 @@ def child_nvrtc() -> None:
     print(reasons.reasons["fused"][0])
 
 
+def another_tile() -> str:
+    """A tile of dkdv that once gave a wrong dk on an H200, and is right in the emulator; none is shipped with it."""
+    place = torch.device("cuda", torch.cuda.current_device())
+    target, shipped = loader.target(place.index), variants.dkdv_tile
+    found = []
+    for blocks in (1, 2, 3):
+        tile = Tile(32, 4, 2, blocks)
+        variants.dkdv_tile = lambda kind, tile=tile: tile
+        try:
+            fused_coverage._backward(Kind(target.number, variants.FP16, 32), place)
+            found.append(f"{blocks} blocks a multiprocessor: right")
+        except (AssertionError, loader.KernelError) as error:
+            found.append(f"{blocks} blocks a multiprocessor: {error}")
+        finally:
+            variants.dkdv_tile = shipped
+    return "; ".join(found)
+
+
 def wrong_kernel() -> str:
     with folder() as path:
         return child("wrong", path)
@@ -445,6 +464,7 @@ CHECKS: dict[str, Callable[[], str | None]] = {
     "a damaged cache": damaged_cache,
     "no NVRTC": missing_nvrtc,
     "a wrong kernel": wrong_kernel,
+    "a tile that no kernel is shipped with (told, no failure)": another_tile,
 }
 CHILDREN: dict[str, Callable[[], None]] = {
     "times": child_times,
