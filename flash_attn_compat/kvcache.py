@@ -188,7 +188,7 @@ def _call_like(known: AttentionCall, arguments: _Arguments) -> AttentionCall:
     if isinstance(used, int):
         length = used + arguments.seqlen_new
         if known.is_dense:
-            return known.with_tensors(q, k[:, :length], v[:, :length], slopes)._replace(max_seqlen_k=length)
+            return known.with_tensors(q, k, v, slopes).with_keys_up_to(length)
         used = torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
     return known.with_tensors(q, k, v, slopes, None, None, used, leftpad, table)
 

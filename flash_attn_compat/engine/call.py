@@ -193,6 +193,11 @@ class AttentionCall(_Fields):
         """The call of another q."""
         return self if q is self.q else AttentionCall._make((q, *self[1:-1], None))
 
+    def with_keys_up_to(self, length: int) -> AttentionCall:
+        """The call over the first keys of a cache alone."""
+        k, v = self.k[:, :length], self.v[:, :length]
+        return AttentionCall._make((self.q, k, v, *self[3:6], length, *self[7:-1], None))
+
     def with_tensors(
         self,
         q: Tensor | None = None,
