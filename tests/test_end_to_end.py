@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import pytest
@@ -35,6 +36,7 @@ def test_a_program_that_takes_too_long_is_a_row_and_the_next_has_its_turn(tmp_pa
     assert list(rows) == ["paged-prefix", "paged-decode"]
 
 
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
 def test_an_implementation_that_is_not_here_is_told_once(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     command = ["--tiny", "--device", "cpu", "--implementations", "official", "--programs", "paged-decode"]
