@@ -246,7 +246,7 @@ class _Builder:
             args |= self.attention_inputs(readers_q, readers_k)
         longest_q, longest_k = (max(x, default=0) + p.max_seqlen_slack for x in (p.seqlens_q, p.seqlens_k))
         if p.max_seqlen_as == "tensor":
-            longest_q, longest_k = torch.tensor(longest_q), torch.tensor(longest_k)  # type: ignore[assignment]
+            longest_q, longest_k = torch.tensor(longest_q), torch.tensor(longest_k)  # type: ignore[assignment]  # as callers do
         if p.kind == "varlen_qkvpacked":
             return args | {"cu_seqlens": cu_q, "max_seqlen": longest_q}
         if p.kind == "private_varlen":
