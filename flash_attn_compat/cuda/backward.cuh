@@ -45,6 +45,8 @@ static_assert(!KEYS_STAY || 2 * TL <= THREADS, "a thread loads one of a tile's L
 constexpr int OWN_BYTES = OWN * ROW_BYTES, TILE_BYTES = TL * ROW_BYTES;
 // Probabilities times 2^12 use fp16's range below 1 as well. Only where what multiplies them is scaled anyway.
 constexpr int P_SHIFT = TYPE == 2 ? 12 : 0;
+// Softcap's slope comes divided by 4: probabilities are 4 times as large, and so is dv.
+constexpr int SLOPE_SHIFT = SOFTCAP ? 2 : 0;
 typedef Transfer<THREADS, TL * CHUNKS / THREADS> TileTransfer;
 typedef Mover<THREADS> Move;
 typedef float Scores[NB][MT][4];
@@ -88,10 +90,11 @@ DEVICE float alibi_slope(const Params &p, int b, int head) { return global_load(
 DEVICE float position_slope(const Params &p, int b, int head) { return ALIBI && p.lse_has_position ? alibi_slope(p, b, head) : 0.f; }
 
 // ---- What is known of a query row: LSE in units of log2 (rows without keys have +inf: their probabilities are 0), and delta.
-DEVICE float row_lse(const float *lse, int row, int offset, float slope) {
-  const float x = global_load(lse + row);
+// Less the cap, from which a capped score is reckoned down.
+DEVICE float row_lse(const Params &p, const float *lse, int row, int offset, float slope) {
+  const float x = global_load(lse + row), shift = (float)-(P_SHIFT + SLOPE_SHIFT);
   if (fabsf(x) == POS_INF) return POS_INF;
-  return fmaf(ALIBI ? fmaf(-slope, (float)(row + offset), x) : x, LOG2E, (float)-P_SHIFT);
+  return fmaf(ALIBI ? fmaf(-slope, (float)(row + offset), x) : x, LOG2E, SOFTCAP ? fmaf(p.softcap, -LOG2E, shift) : shift);
 }
 // delta in the units in which dS is packed.
 DEVICE float row_delta(const float *delta, int row, int exponent) { return times_power_of_two(global_load(delta + row), exponent); }
@@ -99,14 +102,14 @@ DEVICE float row_delta(const float *delta, int row, int exponent) { return times
 // How scores of one head become probabilities.
 struct Scoring {
   float unit;              // scores times this are in units of log2
-  float doubled, cap;      // softcap: cap * tanh(S * doubled / (2 log2(e))), in units of log2
+  float doubled, fall;     // softcap: a score is cap + fall / (exp2(S * doubled) + 1), in units of log2
   float slope;
   u32 row_base, key_base;  // dropout
   DEVICE void set_scale(const Params &p, const Exponents &e) {
     unit = times_power_of_two(p.softmax_scale * LOG2E, -(e.q + e.k));
 #if SOFTCAP
     doubled = 2.f * unit / p.softcap;
-    cap = p.softcap * LOG2E;
+    fall = -2.f * p.softcap * LOG2E;
 #endif
   }
   DEVICE void set_head(const Params &p, int b, int head) {
@@ -171,8 +174,8 @@ DEVICE void probabilities(Scores &S, Packed &packed, const Scoring &f, const Sig
           float &s = S[n][m][2 * r + e];
           const float minus_lse = KEYS_STAY ? -lse[e] : -own.lse[m][r];
 #if SOFTCAP
-          const float tanh = tanh_of(s * f.doubled);
-          s = fmaf(tanh, f.cap, minus_lse);
+          const float below = half_below_one(s * f.doubled);
+          s = fmaf(below, f.fall, minus_lse);
 #else
           s = fmaf(s, f.unit, minus_lse);
 #endif
@@ -192,7 +195,7 @@ DEVICE void probabilities(Scores &S, Packed &packed, const Scoring &f, const Sig
             pair = e ? pack(__int_as_float(pair), kept) : __float_as_int(kept);
           }
 #if SOFTCAP
-          s *= fmaf(-tanh, tanh, 1.f);
+          s *= fmaf(-below, below, below);   // (1 - tanh^2) / 4
 #endif
           if (gone) s = -s;
         }
@@ -291,7 +294,7 @@ struct Block {
     const bool is_lse = thread < TL;
     if (!KEYS_STAY || thread >= 2 * TL || row >= passing.rows) return is_lse ? POS_INF : 0.f;
     const i64 at = passing.row_values + head * p.lse_head;
-    return is_lse ? row_lse(p.lse + at, row, -shift, slope) : row_delta(p.delta + at, row, delta_exponent);
+    return is_lse ? row_lse(p, p.lse + at, row, -shift, slope) : row_delta(p.delta + at, row, delta_exponent);
   }
 
   // Lines 6 to 15: the inner loop. grad_s += dS S's passing operand, grad_p += P dP's passing operand; each where wanted.

@@ -338,8 +338,8 @@ DEVICE void write_rows(float (&c)[CHUNKS][M][4], const float (&factor)[M][2], u3
   __syncwarp();
 }
 
-// tanh(x) = 1 - 2 / (exp(2 x) + 1), good to 2e-7: doubled is 2 x log2(e).
-DEVICE float tanh_of(float doubled) { return fmaf(-2.f, reciprocal_approx(exp2_approx(doubled) + 1.f), 1.f); }
+// Half of what tanh(x) is below 1, (1 - tanh(x)) / 2 = 1 / (exp(2 x) + 1), good to 1e-7: doubled is 2 x log2(e).
+DEVICE float half_below_one(float doubled) { return reciprocal_approx(exp2_approx(doubled) + 1.f); }
 
 // ---- Dropout: the words of engine/dropout.py. A probability is dropped when its word is above p.dropout_limit.
 #define MULTIPLIER_A 0x7FEB352Du

@@ -150,7 +150,7 @@ DEVICE void modify(float (&S)[NB][4], const Params &p, const Rows &rows, float k
 #endif
       s *= rows.scale[e >> 1];
 #if SOFTCAP
-      s = tanh_of(s * doubled) * cap;
+      s = fmaf(half_below_one(s * doubled), -2.f * cap, cap);
 #else
       s *= LOG2E;
 #endif

@@ -63,7 +63,7 @@ DEVICE void write_dk(const Params &p, Block &block, Gradient &dk) {
 DEVICE void write_dv(const Params &p, Block &block, Gradient &dv) {
   const Keys keys(p, blockIdx.x + p.zero);
   const Exponents e(p, keys.b, keys.head_k);
-  block.write(dv, -(P_SHIFT + e.dout), DROPOUT ? p.dropout_scale : 1.f, keys.rows(p.dv, p.dv_s), p.dv_s.row, keys.left, p.head_dim_v, false);
+  block.write(dv, -(P_SHIFT + e.dout), (DROPOUT ? p.dropout_scale : 1.f) * (SOFTCAP ? 0.25f : 1.f), keys.rows(p.dv, p.dv_s), p.dv_s.row, keys.left, p.head_dim_v, false);
 }
 
 KERNEL(THREADS, MINB) dkdv(const Params p) {

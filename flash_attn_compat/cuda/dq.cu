@@ -81,7 +81,7 @@ KERNEL(THREADS, MINB) dq(const Params p) {
     for (int r = 0; r < 2; r++) {
       const int row = queries.first + (threadIdx.x >> 5) * WARP_ROWS + m * 16 + ((threadIdx.x & 31) >> 2) + r * 8;
       const bool there = row < seq.seqlen_q;
-      block.own.lse[m][r] = there ? row_lse(p.lse + row_values, row, offset, position_slope(p, b, head)) : POS_INF;
+      block.own.lse[m][r] = there ? row_lse(p, p.lse + row_values, row, offset, position_slope(p, b, head)) : POS_INF;
       const int ds = exponent_of_ds(p, e, largest[m][r], there ? fabsf(global_load(p.delta + row_values + row)) : 0.f);
       block.own.delta[m][r] = there ? row_delta(p.delta + row_values, row, e.v + e.dout + ds) : 0.f;
       block.ds_exponent[m][r] = ds;

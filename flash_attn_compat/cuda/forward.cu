@@ -48,7 +48,7 @@ DEVICE void modify(float (&S)[NB][MT][4], const Params &p, float scale, float sl
         for (int e = 0; e < 2; e++) {
           float &s = S[n][m][2 * r + e];
 #if SOFTCAP
-          s = tanh_of(s * doubled) * cap;
+          s = fmaf(half_below_one(s * doubled), -2.f * cap, cap);
 #else
           s *= scale * LOG2E;
 #endif
