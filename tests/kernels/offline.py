@@ -166,8 +166,13 @@ def complaints(variant: Variant, found: Compiled, number: int) -> Iterator[str]:
     """What does not fit the architecture."""
     if found.registers * variant.threads * blocks(variant) > REGISTERS:
         yield f"{found.registers} registers times {variant.threads} threads times {blocks(variant)} blocks"
-    if found.static_shared + variant.shared > SHARED_MEMORY[number]:
-        yield f"{found.static_shared + variant.shared} bytes of shared memory"
+    shared = found.static_shared + variant.shared
+    if shared > SHARED_MEMORY[number]:
+        yield f"{shared} bytes of shared memory"
+    if (
+        number == 75 and shared * blocks(variant) > SHARED_MEMORY[75]
+    ):  # a multiprocessor has no more than one block may take
+        yield f"{shared} bytes of shared memory times {blocks(variant)} blocks"
 
 
 # Bytes, stored and loaded, that these kernels for sm_75 keep in memory for lack of registers, by entry and D; what of

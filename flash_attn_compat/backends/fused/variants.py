@@ -85,7 +85,10 @@ class Tile(NamedTuple):
 
 
 def forward_tile(kind: Kind) -> Tile:
-    """The fastest of benchmarks/kernel_tiles.py on an H200, as Turing's PTX below sm80, of those that fit 64 KB."""
+    """The fastest of benchmarks/kernel_tiles.py on an H200; below sm80 as Turing's PTX, and of those that fit Turing.
+
+    Two blocks of up to head_dim 128 share the 64 KB of a multiprocessor there: one alone has no others to wait behind.
+    """
     newer, more_work = kind.number >= 80, kind.softcap or kind.dropout
     narrow = kind.window is not None and kind.window < _NARROW
     if kind.D == 32:
@@ -95,7 +98,7 @@ def forward_tile(kind: Kind) -> Tile:
     if kind.D == 128 and newer:
         return Tile(64, 4, 1, 2) if more_work else Tile(64, 4, 2, 1, s=False)
     if kind.D == 128:
-        return Tile(64, 4, 1, 2) if kind.local or kind.dropout else Tile(32, 4, 2, 2, s=False)
+        return Tile(64, 4, 1, 2)
     return Tile(64 if newer else 32, 4, 1, 1, s=False)
 
 
@@ -133,7 +136,7 @@ def delta(kind: Kind) -> Variant:
 
 
 def dkdv_tile(kind: Kind) -> Tile:
-    """As forward_tile. On Turing two blocks of up to head_dim 128 share the 64 KB of a multiprocessor."""
+    """As forward_tile."""
     newer = kind.number >= 80
     if kind.D <= 64:
         return Tile(64, 4, 1, 2, copies=newer)
