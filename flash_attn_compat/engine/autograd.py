@@ -61,7 +61,7 @@ def purpose(inputs: tuple[Tensor, ...]) -> Purpose:
     """Whether autograd records a call of ``inputs``."""
     if torch.is_grad_enabled():
         for tensor in inputs:
-            if tensor.requires_grad:
+            if isinstance(tensor, Tensor) and tensor.requires_grad:  # what is none, the checks refuse by name
                 return RECORDED
     return FORWARD
 
