@@ -29,12 +29,12 @@ def named(path: Path) -> str:
 
 
 def blocks(page: Path, *languages: str) -> Iterator[str]:
-    return (text for language, text in _FENCE.findall(page.read_text()) if language in languages)
+    return (text for language, text in _FENCE.findall(page.read_text(encoding="utf-8")) if language in languages)
 
 
 def anchors(page: Path) -> set[str]:
     """As repository hosts make them of headings: lower case, no punctuation, dashes for spaces."""
-    headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", page.read_text()), re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -55,7 +55,7 @@ COMMANDS = list(commands())
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_links_lead_somewhere(page: Path) -> None:
-    for link in _LINK.findall(_FENCE.sub("", page.read_text())):
+    for link in _LINK.findall(_FENCE.sub("", page.read_text(encoding="utf-8"))):
         if link.startswith(("http://", "https://")):
             continue
         path, _, anchor = link.partition("#")
@@ -65,14 +65,18 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_page_of_variables_has_those_that_are_read_and_no_others() -> None:
-    rows = re.findall(r"^\| `(FLASH_ATTN_COMPAT_\w+)`", (ROOT / "docs/environment.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(FLASH_ATTN_COMPAT_\w+)`", (ROOT / "docs/environment.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     read = {value for value in vars(settings).values() if isinstance(value, str) and _VARIABLE.fullmatch(value)}
     assert sorted(rows) == sorted(read)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_every_variable_that_is_named_is_read(page: Path) -> None:
-    assert set(_VARIABLE.findall(page.read_text())) <= set(_VARIABLE.findall(Path(settings.__file__).read_text()))
+    assert set(_VARIABLE.findall(page.read_text(encoding="utf-8"))) <= set(
+        _VARIABLE.findall(Path(settings.__file__).read_text(encoding="utf-8"))
+    )
 
 
 @pytest.mark.parametrize(("page", "words"), COMMANDS, ids=lambda value: "" if isinstance(value, list) else value)
