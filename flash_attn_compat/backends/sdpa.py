@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn_compat.backends.base import BlockwiseBackend, Capabilities
-from flash_attn_compat.engine import online
+from flash_attn_compat.engine import alibi, online
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
 from flash_attn_compat.engine.layout import Block, BlockPlan, Layout
-from flash_attn_compat.engine.mask import Mask, Range, distance
+from flash_attn_compat.engine.mask import Mask, Range
 
 _LACKS = Feature.SOFTCAP | Feature.DROPOUT | Feature.SHARED_DROPOUT_MASK | Feature.VALUE_HEAD_DIM | Feature.TRANSFORMS
 # Elements of one bias, whatever the lengths: the memory of a windowed or ALiBi call stays bounded.
@@ -28,8 +28,6 @@ _BIAS_ELEMENTS = 2**21
 _MIN_BIAS_ROWS = 32
 # Under a mask, more rows at a time only share more keys that most of them do not see.
 _BOUNDED_ROWS = 256
-# Up to here fp32 holds every integer.
-_EXACT_INTEGERS = 2**24
 # Sequences that are sooner computed one by one than padded to a common length.
 _FEW = 12
 
@@ -278,20 +276,11 @@ def _bias(mask: Mask, block: Block, rows: Range, keys: Range) -> Tensor | None:
     if hidden is not None:
         bias = bias.masked_fill_(hidden, -torch.inf)
     if block.slopes is not None:
-        gap = _gap(rows, keys, block.offset, block.q.device, dtype)
-        bias = bias.addcmul(_distinct(block.slopes).to(dtype)[:, :, None, None], gap, value=-1)
+        bias = alibi.added(bias, _distinct(block.slopes), rows, keys, block.offset)
     if block.first_key is not None:
         padding = block.key_indices()[:, keys.start : keys.stop] < 0
         bias = bias.masked_fill(padding[:, None, None], -torch.inf)
     return bias
-
-
-def _gap(rows: Range, keys: Range, offset: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """How far each key is from each row's position, (rows, keys); integers take longer than what is added to them."""
-    if max(rows.stop + offset, keys.stop) > _EXACT_INTEGERS:
-        return distance(rows, keys, offset, device).abs_().to(dtype)
-    positions = torch.arange(rows.start + offset, rows.stop + offset, dtype=dtype, device=device)
-    return torch.arange(keys.start, keys.stop, dtype=dtype, device=device).sub(positions[:, None]).abs_()
 
 
 def _distinct(slopes: Tensor) -> Tensor:

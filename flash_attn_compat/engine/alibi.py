@@ -12,6 +12,9 @@ from torch import Tensor
 
 from flash_attn_compat.engine.mask import Range, distance
 
+# Up to here fp32 holds every integer.
+_EXACT_INTEGERS = 2**24
+
 
 def per_sequence(slopes: Tensor, batch: int) -> Tensor:
     """(nheads,) or (batch, nheads) slopes as (batch, nheads), without a copy."""
@@ -28,6 +31,21 @@ def add_bias_(scores: Tensor, slopes: Tensor, rows: Range, keys: Range, offset: 
     """Add the bias to ``scores`` (batch, nheads, rows, keys) in place, without materialising it."""
     gap = distance(rows, keys, offset, scores.device).abs_().to(scores.dtype)
     return scores.addcmul_(slopes.to(scores.dtype)[:, :, None, None], gap, value=-1)
+
+
+def added(mask: Tensor, slopes: Tensor, rows: Range, keys: Range, offset: int) -> Tensor:
+    """The bias on top of ``mask`` (1, 1, rows, keys): (batch, nheads, rows, keys), made in one pass."""
+    gap = _gap(rows, keys, offset, mask.device, mask.dtype)
+    return mask.addcmul(slopes.to(mask.dtype)[:, :, None, None], gap, value=-1)
+
+
+def _gap(rows: Range, keys: Range, offset: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """How far each key is from each row's position, (rows, keys); integers take longer than what is added to them."""
+    first, last = rows.start + offset, rows.stop + offset
+    if max(abs(first), abs(last), keys.stop) > _EXACT_INTEGERS:
+        return distance(rows, keys, offset, device).abs_().to(dtype)
+    positions = torch.arange(first, last, dtype=dtype, device=device)
+    return torch.arange(keys.start, keys.stop, dtype=dtype, device=device).sub(positions[:, None]).abs_()
 
 
 def causal_lse_shift(slopes: Tensor, seqlen_q: int, offset: int | Tensor) -> Tensor:
