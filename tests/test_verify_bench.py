@@ -11,16 +11,22 @@ import pytest
 import torch
 
 from tests.support import check_refused_in_one_line
-from verify import bench, spot_check, timing
+from verify import bench, bench_run, spot_check, timing
 from verify.bench_run import Plan, run
 from verify.cli import main
-from verify.contestants import Ours, PadSdpa, Plain, Prepared, SdpaLoop, Unavailable
-from verify.spot_check import Truth, check
+from verify.contestants import RIVALS, Contestant, Prepared, Unavailable, ours, plain
+from verify.spot_check import Piece, check, pieces, truths
 from verify.timing import Failed, Job, geometric_mean, host_microseconds, peak_memory, time_together
 from verify.workloads import DECODE, FULL, SMALL, Workload, make_inputs, shrunk
 
-QUICK = ["bench", "--only", "cross_short_q", "--repeats", "2", "--backends", "default,chunked"]
 TINY = {workload.name: shrunk(workload, batch=32, seqlen=64, heads=8) for workload in (*FULL, *DECODE)}
+QUICK = ["bench", "--repeats", "2", "--backends", "default,chunked"]
+
+
+@pytest.fixture
+def cross_short_q(monkeypatch):
+    """The only workload there is."""
+    monkeypatch.setattr(bench, "SMALL", (TINY["cross_short_q"],))
 
 
 @pytest.mark.parametrize(
@@ -46,13 +52,13 @@ def test_a_file_that_is_no_saved_run_is_named(tmp_path, capsys):
     path = tmp_path / "a.json"
     path.write_text('{"rows": [{}]}')
     assert main(["bench", "--against", str(path)]) == 2
-    assert "is not a file that `verify bench --json` wrote" in capsys.readouterr().err
+    assert "is not a file that `python -m verify bench --json` wrote" in capsys.readouterr().err
 
 
 # ---- the command, on tiny problems -----------------------------------------------------------------------------------
 
 
-def test_a_run_shows_and_saves_every_figure_with_where_it_was_obtained(tmp_path, capsys):
+def test_a_run_shows_and_saves_every_figure_with_where_it_was_obtained(cross_short_q, tmp_path, capsys):
     saved, markdown = tmp_path / "a.json", tmp_path / "a.md"
     assert main([*QUICK, "--json", str(saved), "--markdown", str(markdown)]) == 0
     data = json.loads(saved.read_text())
@@ -65,10 +71,10 @@ def test_a_run_shows_and_saves_every_figure_with_where_it_was_obtained(tmp_path,
     assert rows["default"]["served_by"]
     assert {"device cpu", "torch", "date", "dtype"} <= set(data["environment"])
     for text in (capsys.readouterr().out, markdown.read_text()):
-        assert "cross_short_q" in text and "pad_sdpa" in text and "geometric mean to the pad scheme" in text
+        assert "cross_short_q" in text and "pad_sdpa" in text and "geometric mean to the fastest way without it" in text
 
 
-def test_against_names_what_became_slower_and_exits_with_1(tmp_path, capsys):
+def test_against_names_what_became_slower_and_exits_with_1(cross_short_q, tmp_path, capsys):
     saved = tmp_path / "a.json"
     arguments = [*QUICK, "--forward-only", "--rivals", "none"]
     assert main([*arguments, "--json", str(saved)]) == 0
@@ -93,22 +99,16 @@ def _scaled(data, factor, folder):
 # ---- one contestant does not spoil the others ------------------------------------------------------------------------
 
 
-class _Stub:
-    ours = True
-
-    def __init__(self, name, attention):
-        self.name, self._attention = name, attention
-
-    def prepare(self, workload, inputs):
-        return Prepared(self._attention(workload, inputs) if self._attention else _unavailable())
+def _stub(name, attention):
+    return Contestant(name, lambda workload, inputs: Prepared(attention(workload, inputs)), ours=True)
 
 
-def _unavailable():
+def _unavailable(workload, inputs):
     raise Unavailable("lacks everything")
 
 
 def _right(workload, inputs):
-    return Plain().prepare(workload, inputs).run
+    return plain(workload, inputs).run
 
 
 def _raising(workload, inputs):
@@ -140,11 +140,11 @@ def _rows_of(*contestants, **plan):
 
 def test_a_failure_is_a_row_with_its_reason_and_the_others_keep_their_figures():
     rows = _rows_of(
-        _Stub("oom", _raising),
-        _Stub("half", _no_backward),
-        _Stub("absent", None),
-        _Stub("off", _off),
-        _Stub("fine", _right),
+        _stub("oom", _raising),
+        _stub("half", _no_backward),
+        _stub("absent", _unavailable),
+        _stub("off", _off),
+        _stub("fine", _right),
     )
     assert rows["oom"].failed and rows["oom"].reason == "out of memory" and rows["oom"].forward is None
     assert rows["half"].failed and rows["half"].reason == "RuntimeError: no gradients here"
@@ -154,48 +154,58 @@ def test_a_failure_is_a_row_with_its_reason_and_the_others_keep_their_figures():
     assert rows["fine"].verdict.ok and rows["fine"].forward and rows["fine"].both and not rows["fine"].wrong
 
 
-def test_a_wrong_answer_of_ours_gives_exit_code_1(monkeypatch, capsys):
-    monkeypatch.setattr(bench, "_ours", lambda names: [_Stub("default", _off)])
-    assert main(["bench", "--only", "cross_short_q", "--repeats", "1", "--rivals", "none"]) == 1
+def test_inputs_that_do_not_fit_are_a_failure_of_everybody(monkeypatch):
+    monkeypatch.setattr(bench_run, "make_inputs", lambda *arguments: _raising(None, None)(0, 0, 0))
+    assert {row.reason for row in _rows_of(_stub("one", _right), RIVALS["plain"]).values()} == {"out of memory"}
+
+
+def test_a_wrong_answer_of_ours_gives_exit_code_1(cross_short_q, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "_ours", lambda names: [_stub("default", _off)])
+    assert main([*QUICK, "--rivals", "none"]) == 1
     assert "WRONG OR FAILED  cross_short_q default: " in capsys.readouterr().out
 
 
 # ---- right and wrong answers -----------------------------------------------------------------------------------------
 
 
+def _checked(contestant, workload, dtype=torch.float32):
+    inputs = make_inputs(workload, "cpu", dtype)
+    right = truths(workload, inputs)  # first: a call that appends writes to its cache
+    prepared = contestant.prepare(workload, inputs)
+    return check(contestant, prepared, workload, inputs, right, backward=not workload.decode)
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_every_rival_and_the_default_are_right_on_every_workload(name):
-    workload = TINY[name]
-    inputs = make_inputs(workload, "cpu", torch.float32)
-    truth = Truth(workload, inputs)
-    for contestant in (Ours(), Ours("reference"), PadSdpa(), SdpaLoop(), Plain()):
+    for contestant in (ours(), ours("reference"), *RIVALS.values()):
         try:
-            prepared = contestant.prepare(workload, inputs)
+            found = _checked(contestant, TINY[name])
         except Unavailable:
-            assert contestant.name == "sdpa_loop" or (workload.appends and not contestant.ours)
+            assert not contestant.ours and (contestant.name in ("official", "aten_flash", "sdpa_loop")
+                                            or TINY[name].appends)  # fmt: skip
             continue
-        verdict = check(contestant, prepared, truth, backward=not workload.decode)
-        assert verdict.ok, (contestant.name, verdict)
+        assert found.ok, (contestant.name, found)
 
 
 @pytest.mark.parametrize(
     "name", ["llm_gqa_causal", "mistral_window", "uniform_varlen", "gemma_softcap", "alibi_causal"]
 )
 def test_what_is_right_does_not_depend_on_the_blocks_it_is_computed_in(name, monkeypatch):
-    truth = Truth(TINY[name], make_inputs(TINY[name], "cpu", torch.float16))
-    piece = spot_check.pieces(TINY[name])[0]
-    whole = truth.of(piece, None)
+    inputs = make_inputs(TINY[name], "cpu", torch.float16)
+    whole = truths(TINY[name], inputs)
     monkeypatch.setattr(spot_check, "BLOCK_SCORES", 33 * TINY[name].max_seqlen_k)
-    cut = spot_check._right(TINY[name], truth.inputs, piece, None)
-    for quantity in ("out", *whole.bounds):
-        one, other = (right.exact.out if quantity == "out" else right.exact.grads[quantity] for right in (whole, cut))
-        torch.testing.assert_close(one, other)
-        assert (cut.bounds[quantity] < 1.5 * whole.bounds[quantity]).all()
+    cut = truths(TINY[name], inputs)
+    for piece in whole:
+        for quantity, bound in whole[piece].bounds.items():
+            one, other = (right.exact.out if quantity == "out" else right.exact.grads[quantity]
+                          for right in (whole[piece], cut[piece]))  # fmt: skip
+            torch.testing.assert_close(one, other)
+            assert (cut[piece].bounds[quantity] < 1.5 * bound).all()
 
 
 def _with(change):
     """The plain computation of a workload with something about it changed."""
-    return lambda workload, inputs: Plain().prepare(change(workload), inputs).run
+    return lambda workload, inputs: plain(change(workload), inputs).run
 
 
 def _changed(**fields):
@@ -227,44 +237,31 @@ def _nan_in_the_last_row(workload, inputs):
         ("llm_gqa_causal", _changed(causal=False), None),
         ("skewed_varlen", _forgets_dk, "dk"),
         ("uniform_varlen", _nan_in_the_last_row, None),
-        ("uniform_varlen", lambda workload, inputs: lambda q, k, v: q[:-1], "out of shape"),
+        ("uniform_varlen", lambda workload, inputs: lambda q, k, v: q[:-1], "out"),
+        ("decode_32x4096", lambda workload, inputs: lambda q, k, v: q, "out"),
     ],
 )
 def test_a_wrong_answer_is_seen_whichever_way_it_is_wrong(name, wrong, quantity):
-    workload = TINY[name]
-    inputs = make_inputs(workload, "cpu", torch.float32)
-    contestant = _Stub("wrong", wrong)
-    verdict = check(contestant, contestant.prepare(workload, inputs), Truth(workload, inputs), backward=True)
-    assert not verdict.ok
-    assert quantity is None or verdict.quantity.startswith(quantity)
+    found = _checked(_stub("wrong", wrong), TINY[name])
+    assert not found.ok
+    assert quantity is None or found.quantity == quantity
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_dropout_is_checked_with_the_mask_that_was_drawn(packed):
+@pytest.mark.parametrize("name", ["decode_1x8192_append", "decode_32x4096_paged_append"])
+@pytest.mark.parametrize("left_out", [("rotary_cos", "rotary_sin"), ("k", "v", "rotary_cos", "rotary_sin")])
+def test_a_step_that_does_not_rotate_or_appends_nothing_is_seen(name, left_out):
+    def forgetful(workload, inputs):
+        call = ours().prepare(workload, inputs).run
+        kept = {key: value for key, value in call.keywords.items() if key not in left_out}
+        return lambda q, k, v: call.func(q, k, v, **kept)
+
+    assert not _checked(_stub("wrong", forgetful), TINY[name]).ok
+
+
+def test_a_workload_with_dropout_is_checked_without_and_says_so():
     workload = Workload("dropout", (24, 40), (24, 40), 4, 2, 16, packed=True, causal=True, dropout_p=0.3)
-    if not packed:
-        workload = replace(workload, packed=False, seqlens_q=(40, 40), seqlens_k=(40, 40))
-    inputs = make_inputs(workload, "cpu", torch.float32)
-    truth = Truth(workload, inputs)
-    for contestant in (Ours(), PadSdpa(), Plain()):
-        verdict = check(contestant, contestant.prepare(workload, inputs), truth, backward=True)
-        assert verdict.ok and not verdict.note, (contestant.name, verdict)
-
-
-@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
-def test_a_dropout_of_another_probability_is_seen(dropout_p):
-    workload = Workload("dropout", (40,), (40,), 2, 2, 16, dropout_p=0.3)
-    inputs = make_inputs(workload, "cpu", torch.float32)
-    wrong = _Stub("wrong", _changed(dropout_p=dropout_p))
-    assert not check(wrong, wrong.prepare(workload, inputs), Truth(workload, inputs), backward=False).ok
-
-
-def test_checking_leaves_the_random_generator_as_it_was():
-    workload = TINY["dropout_train"]
-    inputs = make_inputs(workload, "cpu", torch.float32)
-    before = torch.get_rng_state()
-    check(Plain(), Plain().prepare(workload, inputs), Truth(workload, inputs), backward=True)
-    assert torch.equal(torch.get_rng_state(), before)
+    found = _checked(RIVALS["pad_sdpa"], workload)
+    assert found.ok and found.note == "checked without dropout"
 
 
 # ---- arithmetic ------------------------------------------------------------------------------------------------------
@@ -281,7 +278,7 @@ def test_shrunk_workloads_keep_their_features():
         for name in ("causal", "softcap", "alibi", "dropout_p", "decode", "packed", "page_size"):
             assert getattr(small, name) == getattr(large, name), name
         assert small.nheads / small.nheads_k == large.nheads / large.nheads_k
-        assert (small.bounds[0] > 0) == (large.bounds[0] > 0) and small.recorded is None
+        assert (small.bounds[0] > 0) == (large.bounds[0] > 0)
         assert sum(small.seqlens_k) <= sum(large.seqlens_k) / 8
 
 
@@ -345,5 +342,5 @@ def test_a_context_is_entered_around_every_reading():
 
 def test_the_pieces_checked_are_the_longest_and_the_shortest_sequence():
     workload = Workload("three", (5, 9, 2), (5, 9, 2), 4, 2, 8, packed=True)
-    assert spot_check.pieces(workload) == [spot_check.Piece(1, 1), spot_check.Piece(2, 0)]
-    assert len(spot_check.pieces(Workload("one", (5,), (5,), 1, 1, 8))) == 1
+    assert pieces(workload) == [Piece(1, 1), Piece(2, 0)]
+    assert len(pieces(Workload("one", (5,), (5,), 1, 1, 8))) == 1

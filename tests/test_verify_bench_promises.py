@@ -4,61 +4,60 @@ from __future__ import annotations
 
 import pytest
 
-from verify import bench_report, thresholds
+from verify import bench_report
 from verify.bench_run import Row
-from verify.spot_check import Verdict
+from verify.judge import Check
+from verify.promises import judged
 from verify.timing import Timing
 from verify.workloads import DECODE, FULL
 
 
-def _row(workload, contestant, forward, both=None, ok=True, ours=False, served_by="", memory_mib=None):
-    def timing_of(ms):
-        return None if ms is None else Timing(ms, ms, ms, 3)
-
-    return Row(workload.name, contestant, ours, served_by, timing_of(forward), timing_of(both), memory_mib,
-               Verdict(0.5 if ok else 2.0, "out"))  # fmt: skip
-
-
-def test_the_official_figure_is_measured_else_aten_else_recorded():
-    workload, decode = FULL[0], DECODE[0]
-    both = {"official": _row(workload, "official", 3.0), "aten_flash": _row(workload, "aten_flash", 4.0)}
-    assert bench_report.official(workload, both, "forward", True) == bench_report.Yardstick(3.0, "official")
-    wrong = {**both, "official": _row(workload, "official", 3.0, ok=False)}
-    assert bench_report.official(workload, wrong, "forward", True) == bench_report.Yardstick(4.0, "aten_flash")
-    assert bench_report.official(workload, {}, "both", True) == bench_report.Yardstick(12.8, "recorded")
-    assert bench_report.official(workload, {}, "both", False) is None
-    aten = {"aten_flash": _row(decode, "aten_flash", 4.0)}
-    assert bench_report.official(decode, aten, "forward", True) == bench_report.Yardstick(0.030, "recorded")
+def _row(workload, contestant, forward=None, both=None, graph=None, ok=True, mib=None, both_mib=None):
+    times = (None if ms is None else Timing(ms, ms, ms, 3) for ms in (forward, both))
+    replayed = None if graph is None else Timing(graph, graph, graph, 3)
+    ours, verdict = contestant == "default", Check("out", "fp64", 0.5 if ok else 2.0, 1.0)
+    return Row(workload, contestant, ours, "", *times, mib, verdict, graph=replayed, both_memory_mib=both_mib)
 
 
-def test_ratios_are_theirs_over_ours():
-    workload = FULL[0]
-    rows = {
-        "default": _row(workload, "default", 8.0, 40.0, ours=True, served_by="fused", memory_mib=140.0),
-        "pad_sdpa": _row(workload, "pad_sdpa", 10.0, 80.0),
-        "official": _row(workload, "official", 4.0, 10.0, memory_mib=132.0),
-    }
-    found = bench_report.ratios(workload, rows, recorded_applies=False)
-    assert found == thresholds.Ratios(
-        "uniform_varlen", "fused", 0.5, 0.25, None, 1.25, 2.0, memory_mib=140.0, official_memory_mib=132.0
-    )
+def _compared(*others, **ours):
+    (found,) = bench_report.compared([_row("w", "default", **{"forward": 2.0, "both": 6.0} | ours), *others])
+    return found
 
 
-def test_a_run_without_gradients_shows_no_recorded_time_with_them():
-    workload = FULL[0]
-    for both, shown in ((None, "3.42 r"), (20.0, "3.42 r / 12.8 r")):
-        rows = [_row(workload, "default", 8.0, both, ours=True, served_by="torch_efficient")]
-        table = bench_report.summary_table([workload], rows, recorded_applies=True)
-        assert table.rows[0][list(table.columns).index("official ms")] == shown
+def test_a_ratio_is_theirs_over_ours_and_flash_attn_comes_before_pytorchs_build_of_it():
+    real, aten = _row("w", "official", 1.0), _row("w", "aten_flash", 4.0, 3.0)
+    assert _compared(real, aten).to_flash("forward") == 0.5
+    assert _compared(real, aten).to_flash("both") == 0.5  # official has none: PyTorch's stands in
+    assert _compared(_row("w", "official", 1.0, ok=False), aten).to_flash("forward") == 2.0
+    assert _compared().to_flash("forward") is None
+
+
+def test_the_fastest_other_way_that_is_right_is_the_one_to_be_compared_with():
+    pad, plain = _row("w", "pad_sdpa", 8.0, 12.0), _row("w", "plain", 1.0, 18.0)
+    found = _compared(pad, plain)
+    assert (found.to_other("forward"), found.to_other("both")) == (0.5, 2.0)
+    assert _compared(pad, _row("w", "plain", 1.0, ok=False)).to_other("forward") == 4.0
+    table = bench_report.summary_table([found.mine, pad, plain])
+    (row,) = (dict(zip(table.columns, row)) for row in table.rows)
+    assert (row["fastest other"], row["to it"]) == ("plain / pad_sdpa", "0.50 / 2.00")
+
+
+def test_our_backend_named_official_is_not_taken_for_flash_attn():
+    ours = Row("w", "official", True, "official", Timing(1, 1, 1, 3))
+    (found,) = bench_report.compared([_row("w", "default", 2.0), ours])
+    assert found.mine.contestant == "default" and found.to_flash("forward") is None
 
 
 def _promises(ratio=0.9, both=0.7, pad=2.0, memory=10.0, both_memory=10.0, decode=1.2, graph=1.2, host_us=29.0):
-    rows = [
-        thresholds.Ratios(workload.name, "fused", ratio, both, None, pad, pad, memory, 10.0, both_memory, 10.0)
-        for workload in FULL
-    ]
-    rows += [thresholds.Ratios(workload.name, "fused", decode, official_graph=graph) for workload in DECODE]
-    return thresholds.judged(rows, {"default": host_us})
+    rows = []
+    for workload in FULL:
+        rows.append(_row(workload.name, "default", 1.0, 1.0, mib=memory, both_mib=both_memory))
+        rows.append(_row(workload.name, "official", ratio, both, mib=10.0, both_mib=10.0))
+        rows.append(_row(workload.name, "pad_sdpa", pad, pad))
+    for workload in DECODE:
+        rows.append(_row(workload.name, "default", 1.0, graph=1.0))
+        rows.append(_row(workload.name, "official", decode, graph=graph))
+    return judged(bench_report.compared(rows), {"default": host_us})
 
 
 @pytest.mark.parametrize(
@@ -68,7 +67,7 @@ def _promises(ratio=0.9, both=0.7, pad=2.0, memory=10.0, both_memory=10.0, decod
         ({"both": 0.61}, "geometric mean to official, forward + backward: 0.610"),
         ({"ratio": 0.59}, "no forward below 0.6 of official, 13 of 13 workloads: alibi_bidirectional 0.590"),
         ({"both": 0.39}, "no forward + backward below 0.4 of official, 13 of 13 workloads: alibi_bidirectional 0.390"),
-        ({"pad": 0.9}, "never slower than the pad scheme: alibi_bidirectional 0.900x"),
+        ({"pad": 0.9}, "never slower than the pad scheme: alibi_bidirectional 0.900"),
         ({"memory": 15.1}, "cross_short_q 15 MiB, official 10"),
         ({"both_memory": 15.1}, "cross_short_q 15 MiB, official 10"),
         ({"decode": 0.99}, "decode_32x4096: 0.990 of official, 1.200 in a graph"),
@@ -91,8 +90,8 @@ def test_where_the_capability_is_not_forced_the_means_are_higher(monkeypatch):
 
 @pytest.mark.parametrize("ratio", [0.99, 0.1])
 def test_a_mean_over_fewer_than_all_workloads_is_open_whatever_it_is(ratio):
-    row = thresholds.Ratios(FULL[0].name, "fused", official=ratio)
-    (line,) = [line for line in thresholds.judged([row], {}) if "geometric mean" in line]
+    rows = [_row(FULL[0].name, "default", 1.0), _row(FULL[0].name, "official", ratio)]
+    (line,) = [line for line in judged(bench_report.compared(rows), {}) if "geometric mean" in line]
     assert line.startswith("open") and "1 of 13 workloads" in line
 
 

@@ -1,6 +1,9 @@
 """`python -m verify`. Says in one line what is missing where the extra is not installed."""
 
+import os
 import sys
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # some PyTorch releases announce each profile on stderr
 
 try:
     from verify.cli import main

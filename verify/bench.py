@@ -15,23 +15,16 @@ from rich.console import Console
 from rich.text import Text
 
 from verify import bench_report as tables
-from verify import graphs
 from verify import implementations as impl
 from verify.bench_run import Plan, Row, run, tiny_host_times
-from verify.contestants import RIVALS, USUAL_RIVALS, Contestant, Official, Ours
+from verify.contestants import RIVALS, USUAL_RIVALS, Contestant, ours
 from verify.environment import checked_devices, describe
 from verify.errors import UsageError
+from verify.graphs import add_graphs
 from verify.inputs import positive
-from verify.output import (
-    add_output_arguments,
-    check_output_arguments,
-    console,
-    deliver,
-    progress_bar,
-    show,
-)
+from verify.output import add_output_arguments, check_output_arguments, console, deliver, progress_bar, show
+from verify.promises import judged
 from verify.tables import COLOURS, Report
-from verify.thresholds import judged
 from verify.timing import DeviceLost
 from verify.workloads import DECODE, FULL, SMALL, Workload
 
@@ -57,9 +50,7 @@ def register(subparsers: Any) -> None:
     add("--forward-only", action="store_true", help="no gradients")
     add("--small", action="store_true", help="the small workloads, which are the default on a CPU")
     add("--against", type=Path, metavar="FILE", help="compare with a run saved by --json")
-    add(
-        "--tolerance", type=_share, default=0.1, metavar="SHARE", help="with --against: how much slower is a regression"
-    )
+    add("--tolerance", type=_share, default=0.1, metavar="SHARE", help="how much slower than --against is a regression")
     add_output_arguments(parser)
     parser.set_defaults(run=main)
 
@@ -97,19 +88,19 @@ def _names(text: str) -> list[str]:
 
 def _ours(names: Sequence[str]) -> list[Contestant]:
     known = [backend.name for backend in impl.backends([])]
-    names = ["default", *known] if list(names) == ["all"] else names
+    names = ["default", *known] if names == ["all"] else names
     for name in names:
         if name not in ("default", *known):
             raise UsageError(f"unknown backend {name!r}; there are default, all, {', '.join(known)}")
-    return [Ours(None if name == "default" else name) for name in names]
+    return [ours(None if name == "default" else name) for name in names]
 
 
 def _rivals(names: Sequence[str]) -> list[Contestant]:
-    names = [] if list(names) == ["none"] else names
+    names = [] if names == ["none"] else names
     for name in names:
         if name not in RIVALS:
             raise UsageError(f"unknown rival {name!r}; there are {', '.join(RIVALS)}, none")
-    return [RIVALS[name]() for name in names]
+    return [RIVALS[name] for name in names]
 
 
 def _workloads(arguments: argparse.Namespace, kind: str) -> list[Workload]:
@@ -129,55 +120,23 @@ def main(arguments: argparse.Namespace) -> int:
     plan, terminal = plan_from(arguments), console()
     saved = tables.load(arguments.against) if arguments.against else None
     environment = {**describe([plan.device]), "dtype": str(plan.dtype).removeprefix("torch."),
-                   "official flash-attn": Official().version}  # fmt: skip
+                   "official flash-attn": impl.official()[1]}  # fmt: skip
     terminal.print(Text("; ".join(environment.values()), style="dim"), soft_wrap=True)
-    rows: list[Row] = []
-    host_us: dict[str, float] = {}
-    lost = ""
-    with progress_bar(terminal) as progress:
-        task = progress.add_task("host time", total=len(plan.workloads))
-
-        def step(what: str) -> None:
-            progress.update(task, description=what)
-
-        try:
-            host_us = tiny_host_times(plan) if plan.device.startswith("cuda") else {}
-            for workload, found in zip(plan.workloads, run(plan, step)):
-                rows += found
-                _print_rows(workload, found, terminal)
-                progress.advance(task)
-            for found in graphs.measured(plan, rows, step):
-                rows = [next((new for new in found if new.key == row.key), row) for row in rows]
-        except DeviceLost as reason:
-            lost = f"the CUDA device gave up, nothing could be measured after: {reason}"
-        except KeyboardInterrupt:
-            lost = "interrupted: these are the figures up to then"
-
-    on_cuda = plan.device.startswith("cuda")
-    recorded_applies = on_cuda and plan.dtype == torch.float16 and "H200" in torch.cuda.get_device_name(plan.device)
-    lines = []
-    if host_us:
-        figures = ", ".join(f"{name} {us:.1f} us" for name, us in host_us.items())
-        lines.append(f"host time of a tiny varlen call: {figures}")
-    lines += tables.mean_lines(plan.workloads, rows, recorded_applies)
-    by_workload = tables.rows_by_workload(rows)
-    ratios = [tables.ratios(each, by_workload.get(each.name, {}), recorded_applies) for each in plan.workloads]
-    promises = judged([each for each in ratios if each], host_us) if on_cuda else []
-    lines += promises
-    graph_table = tables.graph_table(plan.workloads, rows)
-    summary = [tables.summary_table(plan.workloads, rows, recorded_applies), *([graph_table] if graph_table else [])]
+    rows, host_us, lost = _measured(plan, terminal)
+    summary = [tables.summary_table(rows)]
+    figures = ", ".join(f"{name} {us:.1f} us" for name, us in host_us.items())
+    lines = [f"host time of a tiny varlen call: {figures}"] if host_us else []
+    promises = judged(tables.compared(rows), host_us) if plan.device.startswith("cuda") else []
+    lines += [*tables.mean_lines(rows), *promises]
     regressed = False
     if saved:
         table, conclusion, regressed = tables.against(saved, rows, arguments.tolerance)
         summary.append(table)
-        warning = tables.differing_devices(saved, environment)
-        lines += [*conclusion, *([warning] if warning else [])]
-    wrong = [
-        f"{row.workload} {row.contestant}: {tables.remarks(row)}"
-        for row in rows
-        if row.ours and (row.wrong or row.graph_wrong)
-    ]
-    lines += [f"WRONG OR FAILED  {line}" for line in wrong] + ([lost] if lost else [])
+        lines += [*conclusion, *tables.differing_devices(saved, environment)]
+    wrong = [f"WRONG OR FAILED  {row.workload} {row.contestant}: {tables.remarks(row)}"
+             for row in rows if row.ours and (row.wrong or row.graph_wrong)]  # fmt: skip
+    lines += [f"no graph  {row.workload} {row.contestant}: {row.graph_reason}" for row in rows if row.graph_reason]
+    lines += [*wrong, *([lost] if lost else [])]
     bad = [what for what, there in (("wrong", wrong), ("slower", regressed), ("unfinished", lost)) if there]
     lines.append(f"FAIL: {', '.join(bad)}" if bad else "PASS: every answer of ours is right")
 
@@ -194,6 +153,30 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
+def _measured(plan: Plan, terminal: Console) -> tuple[list[Row], dict[str, float], str]:
+    """The rows, the host's microseconds, and why the run ended early, if it did."""
+    rows: list[Row] = []
+    host_us: dict[str, float] = {}
+    with progress_bar(terminal) as progress:
+        task = progress.add_task("host time", total=len(plan.workloads))
+
+        def step(what: str) -> None:
+            progress.update(task, description=what)
+
+        try:
+            host_us = tiny_host_times(plan) if plan.device.startswith("cuda") else {}
+            for workload, found in zip(plan.workloads, run(plan, step)):
+                rows += found
+                _print_rows(workload, found, terminal)
+                progress.advance(task)
+            add_graphs(plan, rows, step)
+        except DeviceLost as reason:
+            return rows, host_us, f"the CUDA device gave up, nothing could be measured after: {reason}"
+        except KeyboardInterrupt:
+            return rows, host_us, "interrupted: these are the figures up to then"
+    return rows, host_us, ""
+
+
 def _print_rows(workload: Workload, rows: Sequence[Row], terminal: Console) -> None:
     terminal.print(Text(f"{workload.name}: {workload.describe()}", style="bold"))
     for row in rows:
@@ -202,7 +185,6 @@ def _print_rows(workload: Workload, rows: Sequence[Row], terminal: Console) -> N
             continue
         _, name, forward, both, _, memory, verdict, remarks = tables.detail(row)
         line = Text(f"  {name:28} {forward:>13} {both:>13} ms {memory:>8} MiB  ")
-        line.append(verdict, style=COLOURS.get(verdict, ""))
-        line.append(f"  {remarks}", style="dim")
+        line.append(verdict, style=COLOURS.get(verdict, "")).append(f"  {remarks}", style="dim")
         terminal.print(line, soft_wrap=True)
     terminal.file.flush()

@@ -3,124 +3,87 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from verify.bench_run import Row
+from verify.contestants import FLASH, WORKAROUNDS
 from verify.errors import UsageError
 from verify.tables import Table
-from verify.thresholds import Ratios
 from verify.timing import Timing, geometric_mean
-from verify.workloads import Workload
+from verify.workloads import DECODE
 
 FORWARD, BOTH, GRAPH = "forward", "both", "graph"
 NONE = "-"
-
-
-def rows_by_workload(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
-    found: dict[str, dict[str, Row]] = defaultdict(dict)
-    for row in rows:
-        found[row.workload][row.contestant] = row
-    return found
 
 
 # ---- ratios ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Yardstick:
-    """Milliseconds flash-attn takes, and where the figure is from."""
+class Compared:
+    """One workload: ours, which is the default choice or the first backend asked for, and everybody's rows by name."""
 
-    ms: float
-    source: str
+    workload: str
+    mine: Row
+    rows: Mapping[str, Row]
 
+    def rival(self, names: Sequence[str], mode: str, fastest: bool = False) -> Row | None:
+        """The first of these others, or the fastest, that was timed; a wrong answer is no yardstick."""
+        there = [row for name in names if (row := self.rows.get(name)) and not row.ours and not row.wrong]
+        timed = [row for row in there if milliseconds(row, mode) is not None]
+        return (
+            min(timed, key=lambda row: milliseconds(row, mode) or 0.0) if timed and fastest else next(iter(timed), None)
+        )
 
-def official(workload: Workload, rows: Mapping[str, Row], mode: str, recorded_applies: bool) -> Yardstick | None:
-    """flash-attn as measured in this run, else PyTorch's build of it, else as recorded on an H200; for decoding, where
-    only flash-attn has a kernel of its own, the record comes before PyTorch. A measured time counts if the answer is
-    right: a flash-attn built for some head dims only is wrong at the others.
-    """
-    real = rows.get("official")
-    measured = _ms(real, mode)
-    if measured is not None and real is not None and not real.wrong:
-        return Yardstick(measured, "official")
-    figures = workload.recorded if recorded_applies else None
-    known = None
-    if figures is not None:
-        known = figures.forward_ms if mode == FORWARD else figures.both_ms
-    recorded = Yardstick(known, "recorded") if known is not None else None
-    aten = _ms(rows.get("aten_flash"), mode)
-    bundled = Yardstick(aten, "aten_flash") if aten is not None else None
-    return (recorded or bundled) if workload.decode else (bundled or recorded)
+    def ratio(self, rival: Row | None, mode: str) -> float | None:
+        """Theirs / ours: above 1 we are faster. None: not measured."""
+        theirs, ours = (milliseconds(row, mode) for row in (rival, self.mine))
+        return theirs / ours if theirs and ours else None
 
+    def to_flash(self, mode: str) -> float | None:
+        return self.ratio(self.rival(FLASH, mode), mode)
 
-def _ms(row: Row | None, mode: str) -> float | None:
-    timing = getattr(row, mode) if row is not None else None
-    return timing.median_ms if timing is not None else None
+    def to_other(self, mode: str) -> float | None:
+        """To the fastest of what people use without flash-attn."""
+        return self.ratio(self.rival(WORKAROUNDS, mode, fastest=True), mode)
 
 
-def _over(theirs: float | None, ours: float | None) -> float | None:
-    return theirs / ours if theirs is not None and ours else None
+def milliseconds(row: Row | None, mode: str) -> float | None:
+    timing: Timing | None = getattr(row, mode) if row is not None else None
+    return None if timing is None else timing.median_ms
 
 
-def our_row(rows: Mapping[str, Row]) -> Row | None:
-    """The default choice, or the first backend of ours that was asked for."""
-    ours = [row for row in rows.values() if row.ours]
-    return rows.get("default") or next((row for row in ours if row.forward), next(iter(ours), None))
-
-
-def ratios(workload: Workload, rows: Mapping[str, Row], recorded_applies: bool, of: Row | None = None) -> Ratios | None:
-    """`of` against everyone else; the default choice unless given."""
-    mine = of or our_row(rows)
-    if mine is None or mine.forward is None:
-        return None
-
-    def to_official(mode: str) -> float | None:
-        yardstick = official(workload, rows, mode, recorded_applies)
-        return _over(yardstick.ms, _ms(mine, mode)) if yardstick else None
-
-    def to(name: str, mode: str) -> float | None:
-        return _over(_ms(rows.get(name), mode), _ms(mine, mode))
-
-    theirs = rows.get("official")
-    return Ratios(
-        workload=workload.name,
-        served_by=mine.served_by,
-        official=to_official(FORWARD),
-        official_both=to_official(BOTH),
-        official_graph=to("official", GRAPH),
-        pad=to("pad_sdpa", FORWARD),
-        pad_both=to("pad_sdpa", BOTH),
-        memory_mib=mine.memory_mib,
-        official_memory_mib=theirs.memory_mib if theirs else None,
-        both_memory_mib=mine.both_memory_mib,
-        official_both_memory_mib=theirs.both_memory_mib if theirs else None,
-    )
+def compared(rows: Sequence[Row]) -> list[Compared]:
+    """Each workload of which there is a row of ours."""
+    found = []
+    for workload in dict.fromkeys(row.workload for row in rows):
+        ours = [row for row in rows if row.workload == workload and row.ours]
+        if ours:
+            mine = next((row for row in ours if row.contestant == "default"), None)
+            mine = mine or next((row for row in ours if row.forward), ours[0])
+            # Our backend of that name is not the rival.
+            others = {row.contestant: row for row in rows if row.workload == workload and not row.ours}
+            found.append(Compared(workload, mine, others))
+    return found
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
-GRAPH_COLUMN = "in graph ms"
 DETAIL_COLUMNS = (
-    "workload", "contestant", "forward ms", "fwd+bwd ms", GRAPH_COLUMN, "peak MiB", "answer", "remarks",
+    "workload", "contestant", "forward ms", "fwd+bwd ms", "in graph ms", "peak MiB", "answer", "remarks",
 )  # fmt: skip
 
 
 def detail(row: Row) -> list[str]:
-    name = (
-        f"{row.contestant} ({row.served_by})" if row.served_by and row.served_by != row.contestant else row.contestant
-    )
-    return [
-        row.workload, name, _milliseconds(row.forward), _milliseconds(row.both), _milliseconds(row.graph),
-        _number(row.memory_mib, ".1f"), answer(row), remarks(row),
-    ]  # fmt: skip
+    def figure(timing: Timing | None) -> str:
+        return NONE if timing is None else f"{timing.median_ms:.4g} ±{timing.spread:.0%}"
 
-
-def _milliseconds(timing: Timing | None) -> str:
-    return NONE if timing is None else f"{timing.median_ms:.4g} ±{timing.spread:.0%}"
+    by = f" ({row.served_by})" if row.served_by and row.served_by != row.contestant else ""
+    times = figure(row.forward), figure(row.both), figure(row.graph)
+    return [row.workload, row.contestant + by, *times, _number(row.memory_mib, ".1f"), answer(row), remarks(row)]
 
 
 def answer(row: Row) -> str:
@@ -141,153 +104,111 @@ def remarks(row: Row) -> str:
 
 
 def detail_table(rows: Sequence[Row]) -> Table:
-    shown = [row for row in rows if row.forward or row.failed or row.not_supported]
-    return _table("Every contestant: median ± half the quartile distance", DETAIL_COLUMNS,
-                  [detail(row) for row in shown])  # fmt: skip
+    shown = [detail(row) for row in rows if row.forward or row.failed or row.not_supported]
+    return _table("Every contestant: median ± half the quartile distance", DETAIL_COLUMNS, shown)
 
 
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], always: int = 0) -> Table:
-    """Without the columns nobody has anything in, the first few of them aside."""
-    kept = [
-        index for index in range(len(columns)) if index < always or any(row[index] not in (NONE, "") for row in rows)
-    ]
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Without the columns nobody has anything in."""
+    kept = [index for index in range(len(columns)) if any(row[index] not in (NONE, "") for row in rows)]
     return Table(title, [columns[index] for index in kept], [[row[index] for index in kept] for row in rows])
 
 
-def summary_table(workloads: Sequence[Workload], rows: Sequence[Row], recorded_applies: bool) -> Table:
-    """The default choice in one line for each workload."""
-    by_workload = rows_by_workload(rows)
-    columns = ["workload", "served by", "ms", "MiB", "official ms", "to official", "to pad", "answer"]
+def summary_table(rows: Sequence[Row]) -> Table:
+    """Ours in one line for each workload, beside flash-attn (or PyTorch's build) and the fastest way without it."""
+    columns = ["workload", "served by", "ms", "in graph", "MiB", "flash-attn ms", "to it", "in graph", "fastest other",
+               "to it", "answer"]  # fmt: skip
     cells = []
-    for workload in workloads:
-        present = by_workload.get(workload.name, {})
-        mine = our_row(present)
-        if mine is None:
-            continue
-        found = ratios(workload, present, recorded_applies) or Ratios(workload.name, mine.served_by)
-        modes = (FORWARD, BOTH) if mine.both else (FORWARD,)
-        theirs = [official(workload, present, mode, recorded_applies) for mode in modes]
+    for each in compared(rows):
+        mine, modes = each.mine, (FORWARD, BOTH) if each.mine.both else (FORWARD,)
+        flash = [each.rival(FLASH, mode) for mode in modes]
+        built = " (PyTorch's)" if any(row and row.contestant != "official" for row in flash) else ""
+        others = [row for mode in modes if (row := each.rival(WORKAROUNDS, mode, fastest=True))]
         cells.append([
-            workload.name, mine.served_by, _pair(_ms(mine, FORWARD), _ms(mine, BOTH), ".3g"),
-            _pair(mine.memory_mib, mine.both_memory_mib, ".0f" if (mine.memory_mib or 0) >= 10 else ".2g"),
-            " / ".join(f"{each.ms:.3g} {_SHORT[each.source]}" for each in theirs if each) or NONE,
-            _pair(found.official, found.official_both, ".3f"), _pair(found.pad, found.pad_both, ".2f"),
-            answer(mine),
+            each.workload, mine.served_by, _listed([milliseconds(mine, mode) for mode in modes], ".3g"),
+            _number(milliseconds(mine, GRAPH), ".3g"),
+            _listed([mine.memory_mib, mine.both_memory_mib][: len(modes)], ".3g"),
+            _listed([milliseconds(row, mode) for row, mode in zip(flash, modes)], ".3g") + built,
+            _listed([each.to_flash(mode) for mode in modes], ".3f"), _number(each.to_flash(GRAPH), ".3f"),
+            " / ".join(dict.fromkeys(row.contestant for row in others)) or NONE,
+            _listed([each.to_other(mode) for mode in modes], ".2f"), answer(mine),
         ])  # fmt: skip
-    title = "Ours, forward / forward + backward, and as a multiple of the others' speed"
-    if any(row[4] != NONE for row in cells):
-        title += " (m measured, a aten_flash, r recorded on an H200)"
-    return _table(title, columns, cells)
+    return _table("Ours, forward / forward + backward, and as a multiple of the others' speed", columns, cells)
 
 
-def graph_table(workloads: Sequence[Workload], rows: Sequence[Row]) -> Table | None:
-    """Ours and the others', all replayed; None where nothing was to be captured."""
-    by_workload = rows_by_workload(rows)
-    rivals = list(dict.fromkeys(row.contestant for row in rows if not row.ours))
-    cells = []
-    for workload in workloads:
-        present = by_workload.get(workload.name, {})
-        mine = our_row(present)
-        if mine is None or not any(row.graph or row.graph_reason for row in present.values()):
-            continue
-        line = [workload.name, mine.served_by, _number(_ms(mine, FORWARD), ".3g"), _number(_ms(mine, GRAPH), ".3g")]
-        for name in rivals:
-            row = present.get(name)
-            theirs = _ms(row, GRAPH) if row and not row.wrong else None
-            ratio = _over(theirs, _ms(mine, GRAPH))
-            line.append(_number(theirs, ".3g") + (f" ({ratio:.3g})" if ratio else ""))
-        reasons = [f"{row.contestant}: {row.graph_reason}" for row in present.values() if row.graph_reason]
-        cells.append([*line, "; ".join(reasons)])
-    if not cells:
-        return None
-    columns = ["workload", "served by", "eager ms", GRAPH_COLUMN, *(f"{name} ms" for name in rivals), "no graph"]
-    title = "Ours and the others' replayed from a CUDA graph (theirs / ours)"
-    return _table(title, columns, cells, always=4)
-
-
-_SHORT = {"official": "m", "aten_flash": "a", "recorded": "r"}
-
-
-def _pair(forward: float | None, both: float | None, form: str) -> str:
+def _listed(values: Sequence[float | None], form: str) -> str:
     """Forward / forward + backward, as far as they are there."""
-    if both is None:
-        return _number(forward, form)
-    return f"{_number(forward, form)} / {_number(both, form)}"
+    return NONE if not any(values) else " / ".join(_number(value, form) for value in values)
 
 
 def _number(value: float | None, form: str) -> str:
     return NONE if value is None else format(value, form)
 
 
-def mean_lines(workloads: Sequence[Workload], rows: Sequence[Row], recorded_applies: bool) -> list[str]:
-    """Geometric means of the default choice's speed as a multiple of flash-attn's and of the pad scheme's."""
-    by_workload = rows_by_workload(rows)
-    found = [ratios(each, by_workload[each.name], recorded_applies) for each in workloads
-             if not each.decode and each.name in by_workload]  # fmt: skip
+def mean_lines(rows: Sequence[Row]) -> list[str]:
+    """Geometric means of our speed as a multiple of flash-attn's and of the fastest other way's, decoding aside."""
+    decoding = {workload.name for workload in DECODE}
+    found = [each for each in compared(rows) if each.workload not in decoding]
     lines = []
-    for label, field in (("official", "official"), ("the pad scheme", "pad")):
-        forward, both = (
-            [value for each in found if each and (value := getattr(each, key))] for key in (field, f"{field}_both")
-        )
-        if forward:
-            backward = f", forward + backward {geometric_mean(both):.3f} ({len(both)})" if both else ""
-            lines.append(
-                f"geometric mean to {label}: forward {geometric_mean(forward):.3f} ({len(forward)} workloads){backward}"
-            )
+    for label, ratio in (("flash-attn", Compared.to_flash), ("the fastest way without it", Compared.to_other)):
+        means = []
+        for mode, name in ((FORWARD, "forward"), (BOTH, "forward + backward")):
+            if values := [value for each in found if (value := ratio(each, mode))]:
+                means.append(f"{name} {geometric_mean(values):.3f} ({len(values)} workloads)")
+        if means:
+            lines.append(f"geometric mean to {label}: {', '.join(means)}")
     return lines
 
 
 # ---- against an earlier run ------------------------------------------------------------------------------------------
 
 
-def load(path: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Saved:
+    """A run read from its JSON file. workloads: their descriptions."""
+
+    rows: Sequence[Row]
+    environment: Mapping[str, str]
+    workloads: Mapping[str, str]
+
+
+def load(path: Path) -> Saved:
     try:
         data: dict[str, Any] = json.loads(path.read_text())
-        for row in data["rows"]:
-            row["workload"], row["contestant"], _timing(row["forward"]), _timing(row["both"])
-        data["environment"].get("date")
+        return Saved([Row.from_json(row) for row in data["rows"]], dict(data["environment"]), data.get("workloads", {}))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path} is not a file that `verify bench --json` wrote") from error
-    return data
+        raise UsageError(f"{path} is not a file that `python -m verify bench --json` wrote") from error
 
 
-def _timing(saved: Mapping[str, Any] | None) -> Timing | None:
-    return Timing(**saved) if saved else None
-
-
-def against(saved: Mapping[str, Any], rows: Sequence[Row], tolerance: float) -> tuple[Table, list[str], bool]:
+def against(saved: Saved, rows: Sequence[Row], tolerance: float) -> tuple[Table, list[str], bool]:
     """A table of now / saved, lines of conclusion, and whether something became slower by more than the tolerance."""
-    before = {(row["workload"], row["contestant"]): row for row in saved["rows"]}
+    before = {(row.workload, row.contestant, row.ours): row for row in saved.rows}
     cells, slower = [], []
     found: dict[str, list[float]] = {FORWARD: [], BOTH: []}
     for row in rows:
-        old = before.get((row.workload, row.contestant))
+        old = before.get((row.workload, row.contestant, row.ours))
         line = [row.workload, row.contestant]
-        for mode in (FORWARD, BOTH):
-            now: Timing | None = getattr(row, mode)
-            then = _timing((old or {}).get(mode))
-            ratio = now.median_ms / then.median_ms if now and then else None
-            line += [_number(each.median_ms if each else None, ".4g") for each in (then, now)] + [_number(ratio, ".3f")]
-            if now is None or then is None or ratio is None or not row.ours:
-                continue
-            found[mode].append(ratio)
-            # Apart by more than the noise of either.
-            if ratio > 1 + tolerance and now.low_ms > then.high_ms:
-                slower.append(f"{row.workload} {row.contestant} {mode} {ratio:.2f}x")
-        if any(cell != NONE for cell in (line[4], line[7])):
+        for mode, ratios in found.items():
+            now, then = (milliseconds(each, mode) for each in (row, old))
+            ratio = now / then if now and then else None
+            line += [_number(then, ".4g"), _number(now, ".4g"), _number(ratio, ".3f")]
+            if ratio is not None and row.ours:
+                ratios.append(ratio)
+                # Apart by more than the noise of either.
+                if ratio > 1 + tolerance and getattr(row, mode).low_ms > getattr(old, mode).high_ms:
+                    slower.append(f"{row.workload} {row.contestant} {mode} {ratio:.2f}x")
+        if line[4] != NONE or line[7] != NONE:
             cells.append(line)
     columns = ["workload", "contestant", "fwd saved", "now", "ratio", "fwd+bwd saved", "now", "ratio"]
-    table = Table(f"Against the run of {saved['environment'].get('date', '?')} (now / saved)", columns, cells)
-    lines = []
-    for mode, values in found.items():
-        if values:
-            lines.append(
-                f"now / saved, {mode}, geometric mean of ours: {geometric_mean(values):.3f} over {len(values)}"
-            )
-    if not cells:
-        lines.append("nothing in common with the saved run")
+    table = Table(f"Against the run of {saved.environment.get('date', '?')} (now / saved)", columns, cells)
+    lines = [
+        f"now / saved, {mode}, geometric mean of ours: {geometric_mean(ratios):.3f} over {len(ratios)}"
+        for mode, ratios in found.items()
+        if ratios
+    ]
+    lines += [] if cells else ["nothing in common with the saved run"]
     lines.append(
         f"slower by more than {tolerance:.0%}: {', '.join(slower)}" if slower
         else f"nothing of ours is slower by more than {tolerance:.0%}"
@@ -295,9 +216,10 @@ def against(saved: Mapping[str, Any], rows: Sequence[Row], tolerance: float) -> 
     return table, lines, bool(slower)
 
 
-def differing_devices(saved: Mapping[str, Any], environment: Mapping[str, str]) -> str | None:
-    """A warning, if the saved run is from another machine or setting."""
-    for label, fact in environment.items():
-        if (label.startswith("device") or label == "settings") and saved["environment"].get(label) != fact:
-            return f"the saved run had {label}: {saved['environment'].get(label, 'none')}"
-    return None
+def differing_devices(saved: Saved, environment: Mapping[str, str]) -> list[str]:
+    """A warning for everything that says the saved run is from another machine or setting."""
+    return [
+        f"the saved run had {label}: {saved.environment.get(label, 'none')}"
+        for label, fact in environment.items()
+        if (label.startswith("device") or label == "settings") and saved.environment.get(label) != fact
+    ]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 
 from verify import spot_check
-from verify.contestants import RIVALS, Contestant, Ours, Prepared, Unavailable
-from verify.spot_check import Verdict
+from verify.contestants import RIVALS, Contestant, Prepared, Unavailable, ours
+from verify.judge import Check
 from verify.timing import Failed, Job, Timing, attempt, free_memory, host_microseconds, peak_memory, time_together
 from verify.workloads import Inputs, Workload, make_inputs
 
@@ -32,7 +32,7 @@ class Row:
     forward: Timing | None = None
     both: Timing | None = None
     memory_mib: float | None = None
-    verdict: Verdict | None = None
+    verdict: Check | None = None
     reason: str = ""
     failed: bool = False
     not_supported: bool = False
@@ -42,23 +42,33 @@ class Row:
     both_memory_mib: float | None = None
 
     @property
-    def key(self) -> tuple[str, str]:
-        return self.workload, self.contestant
-
-    @property
     def wrong(self) -> bool:
         return self.failed or (self.verdict is not None and not self.verdict.ok)
 
     def to_json(self) -> dict[str, Any]:
         values = asdict(self)
         if self.verdict is not None:
-            finite = math.isfinite(self.verdict.ratio)
-            values["verdict"] |= {"ok": self.verdict.ok, "ratio": self.verdict.ratio if finite else None}
+            ratio = self.verdict.ratio if math.isfinite(self.verdict.ratio) else None
+            values["verdict"] = {"ok": self.verdict.ok, "ratio": ratio, "quantity": self.verdict.quantity,
+                                 "note": self.verdict.note}  # fmt: skip
         return values
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> Row:
+        """Raises KeyError or TypeError for what is no row; fields of another version are left out."""
+        values = {field.name: saved[field.name] for field in fields(cls) if field.name in saved}
+        for name in ("forward", "both", "graph"):
+            values[name] = Timing(**saved[name]) if saved.get(name) else None
+        if verdict := saved.get("verdict"):
+            ratio = math.inf if verdict["ratio"] is None else verdict["ratio"]
+            values["verdict"] = Check(verdict["quantity"], "fp64", ratio, 1.0, verdict["note"])
+        return cls(**values)
 
 
 @dataclass(frozen=True)
 class Plan:
+    """What to time. graphs: whether calls without gradients are timed in a CUDA graph as well."""
+
     workloads: Sequence[Workload]
     contestants: Sequence[Contestant]
     device: str
@@ -66,8 +76,8 @@ class Plan:
     repeats: int = 7
     budget_s: float = 2.0
     backward: bool = True
-    # Whether calls without gradients are timed in a CUDA graph as well.
     graphs: bool = False
+    seed: int = 0
 
 
 def run(plan: Plan, step: Callable[[str], None] = lambda what: None) -> Iterator[list[Row]]:
@@ -78,69 +88,66 @@ def run(plan: Plan, step: Callable[[str], None] = lambda what: None) -> Iterator
 
 
 def _rows(workload: Workload, plan: Plan, step: Callable[[str], None]) -> list[Row]:
-    step(f"{workload.name}: tensors")
-    inputs = attempt(plan.device, make_inputs, workload, plan.device, plan.dtype)
-    if isinstance(inputs, Failed):
-        return [
-            Row(workload.name, each.name, each.ours, reason=inputs.reason, failed=True) for each in plan.contestants
-        ]
-
-    backward = plan.backward and not workload.decode
     facts: dict[str, dict[str, Any]] = {each.name: {"ours": each.ours} for each in plan.contestants}
     prepared: dict[str, Prepared] = {}
-    truth = spot_check.Truth(workload, inputs)
+
+    def fails(name: str, failed: Failed) -> None:
+        facts[name] |= {"reason": failed.reason, "failed": True}
+
+    step(f"{workload.name}: tensors")
+    inputs = attempt(plan.device, make_inputs, workload, plan.device, plan.dtype, plan.seed)
+    right = inputs if isinstance(inputs, Failed) else attempt(plan.device, spot_check.truths, workload, inputs)
+    if isinstance(inputs, Failed) or isinstance(right, Failed):
+        reason = right.reason if isinstance(right, Failed) else ""
+        return [Row(workload.name, name, **each, reason=reason, failed=True) for name, each in facts.items()]
+    backward = plan.backward and not workload.decode
     for contestant in plan.contestants:
         name = contestant.name
         step(f"{workload.name}: checking {name}")
-        found = attempt(plan.device, _prepared, contestant, workload, inputs)
+        found = attempt(plan.device, prepare, contestant, workload, inputs)
         if isinstance(found, Failed):
-            facts[name] |= {"reason": found.reason, "failed": True}
+            fails(name, found)
             continue
         if isinstance(found, str):
             facts[name] |= {"reason": found, "not_supported": True}
             continue
         facts[name]["served_by"] = found.served_by
-        verdict = attempt(plan.device, spot_check.check, contestant, found, truth, backward)
+        asked = contestant, found, workload, inputs, right
+        verdict = attempt(plan.device, spot_check.check, *asked, backward)
         if isinstance(verdict, Failed):
-            facts[name] |= {"reason": verdict.reason, "failed": True}
-            if backward and not found.no_backward:
-                # The forward may still be possible: most failures are backward passes out of memory.
-                verdict = attempt(plan.device, spot_check.check, contestant, found, truth, False)
-            if isinstance(verdict, Failed):
+            fails(name, verdict)
+            if not backward or found.no_backward:
                 continue
-        facts[name]["verdict"] = verdict
-        prepared[name] = found
+            # The forward may still be possible: most failures are backward passes out of memory.
+            verdict = attempt(plan.device, spot_check.check, *asked, False)
+        if not isinstance(verdict, Failed):
+            facts[name]["verdict"] = verdict
+            prepared[name] = found
 
-    forward_jobs = {name: forward_job(each, inputs) for name, each in prepared.items()}
-    for name, job in forward_jobs.items():
-        step(f"{workload.name}: memory of {name}")
-        peak = attempt(plan.device, peak_memory, job, plan.device)
-        if isinstance(peak, int):
-            facts[name]["memory_mib"] = (peak + prepared[name].prepared_bytes) / MIB
-    step(f"{workload.name}: forward")
-    for name, timing in time_together(forward_jobs, plan.device, plan.repeats, plan.budget_s).items():
-        facts[name] |= _timed("forward", timing)
-    if backward:
-        both_jobs = {
-            name: _both_job(each, inputs)
-            for name, each in prepared.items()
-            if not each.no_backward and not facts[name].get("failed")
-        }
-        for name, job in both_jobs.items():
-            step(f"{workload.name}: memory of {name} with gradients")
+    def measure(jobs: Mapping[str, Job], timing: str, memory: str) -> None:
+        for name, job in jobs.items():
+            step(f"{workload.name}: memory of {name}, {timing}")
             peak = attempt(plan.device, peak_memory, job, plan.device)
             if isinstance(peak, int):
-                facts[name]["both_memory_mib"] = (peak + prepared[name].prepared_bytes) / MIB
-        step(f"{workload.name}: forward + backward")
-        for name, timing in time_together(both_jobs, plan.device, plan.repeats, plan.budget_s).items():
-            facts[name] |= _timed("both", timing)
+                facts[name][memory] = (peak + prepared[name].prepared_bytes) / MIB
+        step(f"{workload.name}: {timing}")
+        for name, found in time_together(jobs, plan.device, plan.repeats, plan.budget_s).items():
+            if isinstance(found, Failed):
+                fails(name, found)
+            else:
+                facts[name][timing] = found
+
+    measure({name: forward_job(each, inputs) for name, each in prepared.items()}, "forward", "memory_mib")
+    if backward:
+        able = {name: each for name, each in prepared.items() if not each.no_backward and not facts[name].get("failed")}
+        measure({name: _both_job(each, inputs) for name, each in able.items()}, "both", "both_memory_mib")
         for name, each in prepared.items():
             if each.no_backward:
                 facts[name].setdefault("reason", f"no backward: {each.no_backward}")
     return [Row(workload.name, name, **values) for name, values in facts.items()]
 
 
-def _prepared(contestant: Contestant, workload: Workload, inputs: Inputs) -> Prepared | str:
+def prepare(contestant: Contestant, workload: Workload, inputs: Inputs) -> Prepared | str:
     """Or why this contestant does not take part."""
     try:
         return contestant.prepare(workload, inputs)
@@ -148,47 +155,30 @@ def _prepared(contestant: Contestant, workload: Workload, inputs: Inputs) -> Pre
         return str(reason).partition("\n")[0]
 
 
-def _timed(field_name: str, timing: Timing | Failed) -> dict[str, Any]:
-    if isinstance(timing, Failed):
-        return {"reason": timing.reason, "failed": True}
-    return {field_name: timing}
-
-
 def forward_job(prepared: Prepared, inputs: Inputs) -> Job:
     """One call without gradients."""
-    q, k, v = inputs.qkv
 
     def forward() -> torch.Tensor:
         with torch.no_grad():
-            return prepared.run(q, k, v)
+            return prepared.run(*inputs.qkv)
 
     return Job(forward, prepared.around)
 
 
 def _both_job(prepared: Prepared, inputs: Inputs) -> Job:
     leaves = [tensor.detach().requires_grad_() for tensor in inputs.qkv]
-
-    def both() -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(prepared.run(*leaves), leaves, inputs.dout)
-
-    return Job(both, prepared.around)
+    return Job(lambda: torch.autograd.grad(prepared.run(*leaves), leaves, inputs.dout), prepared.around)
 
 
 def tiny_host_times(plan: Plan) -> dict[str, float]:
     """Microseconds a tiny varlen call keeps the host busy, for the default and for flash-attn."""
     workload = Workload("tiny", (16, 16), (16, 16), 4, 4, 64, packed=True)
     inputs = make_inputs(workload, plan.device, plan.dtype)
-    found = {}
-    wanted = [Ours(), *(RIVALS[name]() for name in ("official", "aten_flash"))]
-    for contestant in wanted:
-        microseconds = attempt(plan.device, _host_time, contestant, workload, inputs)
-        if isinstance(microseconds, float):
-            found[contestant.name] = microseconds
+    found: dict[str, float] = {}
+    for contestant in (ours(), RIVALS["official"], RIVALS["aten_flash"]):
+        prepared = attempt(plan.device, prepare, contestant, workload, inputs)
+        if isinstance(prepared, Prepared):
+            job = Job(lambda run=prepared.run: run(*inputs.qkv), prepared.around)  # type: ignore[misc]
+            microseconds = attempt(plan.device, host_microseconds, job, plan.device)
+            found |= {contestant.name: microseconds} if isinstance(microseconds, float) else {}
     return found
-
-
-def _host_time(contestant: Contestant, workload: Workload, inputs: Inputs) -> float | None:
-    prepared = _prepared(contestant, workload, inputs)
-    if isinstance(prepared, str):
-        return None
-    return host_microseconds(Job(lambda: prepared.run(*inputs.qkv), prepared.around), str(inputs.device))

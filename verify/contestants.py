@@ -7,17 +7,17 @@ as they are found in the wild, and are given the benefit of the doubt: no mask w
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import flash_attn_compat
 from verify import implementations as impl
 from verify.workloads import Inputs, Workload
 
@@ -39,16 +39,13 @@ class Prepared:
     served_by: str = ""
 
 
-class Contestant(Protocol):
-    @property
-    def name(self) -> str: ...
+@dataclass(frozen=True)
+class Contestant:
+    """prepare: raises Unavailable; ours: whether it must be right, or is somebody to compare with."""
 
-    @property
-    def ours(self) -> bool:
-        """Whether it is this package, which must be right, or somebody to compare with."""
-
-    def prepare(self, workload: Workload, inputs: Inputs) -> Prepared:
-        """Raises Unavailable."""
+    name: str
+    prepare: Callable[[Workload, Inputs], Prepared]
+    ours: bool = False
 
 
 # ---- flash-attn's interface: ours and the official package -----------------------------------------------------------
@@ -63,98 +60,59 @@ def flash_attn_call(namespace: Any, workload: Workload, inputs: Inputs) -> Calla
         "alibi_slopes": inputs.alibi_slopes,
     }
     if workload.decode:
-        cached = namespace.flash_attn_with_kvcache
         options |= {
             "cache_seqlens": inputs.cache_seqlens, "block_table": inputs.block_table,
             "k": inputs.k_new, "v": inputs.v_new,
             "rotary_cos": inputs.rotary_cos, "rotary_sin": inputs.rotary_sin,
         }  # fmt: skip
-        return lambda q, k, v: cached(q, k, v, **options)
+        return functools.partial(namespace.flash_attn_with_kvcache, **options)
     options["dropout_p"] = workload.dropout_p
     if not workload.packed:
-        dense = namespace.flash_attn_func
-        return lambda q, k, v: dense(q, k, v, **options)
+        return functools.partial(namespace.flash_attn_func, **options)
     varlen = namespace.flash_attn_varlen_func
     packing = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, workload.max_seqlen_q, workload.max_seqlen_k)
     return lambda q, k, v: varlen(q, k, v, *packing, **options)
 
 
-@dataclass(frozen=True)
-class Ours:
+def ours(backend: str | None = None) -> Contestant:
     """The package: the backend it chooses, or the named one."""
+    return Contestant(backend or "default", functools.partial(_ours, backend), ours=True)
 
-    backend: str | None = None
-    ours = True
 
-    @property
-    def name(self) -> str:
-        return self.backend or "default"
+def _ours(backend: str | None, workload: Workload, inputs: Inputs) -> Prepared:
+    call = flash_attn_call(flash_attn_compat, workload, inputs)
+    around = functools.partial(flash_attn_compat.use_backend, backend) if backend else nullcontext
 
-    def prepare(self, workload: Workload, inputs: Inputs) -> Prepared:
-        import flash_attn_compat
-
-        call = flash_attn_call(flash_attn_compat, workload, inputs)
-        around = functools.partial(flash_attn_compat.use_backend, self.backend) if self.backend else nullcontext
-        forward = self._explained(call, inputs.qkv)
-        if forward.backend is not None and self.backend is None:
-            # Where compilation is on, the package times what may be faster at the first call.
-            with torch.no_grad():
-                call(*inputs.qkv)
-            forward = self._explained(call, inputs.qkv)
-        if forward.backend is None:
-            raise Unavailable("; ".join(forward.reasons[self.backend]) if self.backend else str(forward))
-        no_backward, served_by = "", forward.backend
-        if not workload.decode:
-            # With gradients wanted, dispatch may choose another one.
-            both = self._explained(call, [tensor.detach().requires_grad_() for tensor in inputs.qkv])
-            if both.backend is None:
-                no_backward = "; ".join(both.reasons[self.backend]) if self.backend else "no backend serves it"
-            elif both.backend != forward.backend:
-                served_by = f"{forward.backend}, {both.backend} with gradients"
-        return Prepared(
-            run=call,
-            around=around,
-            served_by=served_by,
-            no_backward=no_backward,
-        )
-
-    def _explained(self, call: Callable[..., Any], qkv: Sequence[Tensor]) -> Any:
-        import flash_attn_compat
-
-        with flash_attn_compat.use_backend(self.backend) if self.backend else nullcontext():
+    def explained(gradients: bool) -> Any:
+        qkv = [tensor.detach().requires_grad_(gradients) for tensor in inputs.qkv]
+        with around():
             return flash_attn_compat.explain(call, *qkv)
 
+    forward = explained(False)
+    if forward.backend is not None and backend is None:
+        # Where compilation is on, the package times what may be faster at the first call.
+        with torch.no_grad():
+            call(*inputs.qkv)
+        forward = explained(False)
+    if forward.backend is None:
+        raise Unavailable("; ".join(forward.reasons[backend]) if backend else str(forward))
+    # With gradients wanted, dispatch may choose another one.
+    both = forward if workload.decode else explained(True)
+    if both.backend is None:
+        reason = "; ".join(both.reasons[backend]) if backend else "no backend serves it"
+        return Prepared(call, around, no_backward=reason, served_by=forward.backend)
+    another = both.backend != forward.backend
+    return Prepared(call, around, served_by=forward.backend + f", {both.backend} with gradients" * another)
 
-@contextmanager
-def _official_not_disabled() -> Iterator[None]:
-    """The switch keeps the package from using flash-attn; a comparison with flash-attn still wants it."""
-    value = os.environ.pop("FLASH_ATTN_COMPAT_DISABLE_OFFICIAL", None)
-    try:
-        yield
-    finally:
-        if value is not None:
-            os.environ["FLASH_ATTN_COMPAT_DISABLE_OFFICIAL"] = value
 
-
-class Official:
+def official(workload: Workload, inputs: Inputs) -> Prepared:
     """The real flash-attn, if it is here and runs."""
-
-    name = "official"
-    ours = False
-
-    def __init__(self) -> None:
-        with _official_not_disabled():
-            self._package, self.version = impl.official()
-
-    def prepare(self, workload: Workload, inputs: Inputs) -> Prepared:
-        if self._package is None:
-            raise Unavailable(f"flash_attn: {self.version}")
-        if inputs.device.type != "cuda" or inputs.q.dtype.itemsize != 2:
-            raise Unavailable("computes fp16 and bf16 on CUDA devices")
-        namespace = self._package.target
-        return Prepared(
-            run=flash_attn_call(namespace, workload, inputs),
-        )
+    package, word = impl.official()
+    if package is None:
+        raise Unavailable(f"flash_attn: {word}")
+    if inputs.device.type != "cuda" or inputs.q.dtype.itemsize != 2:
+        raise Unavailable("computes fp16 and bf16 on CUDA devices")
+    return Prepared(flash_attn_call(package.target, workload, inputs))
 
 
 # ---- PyTorch's build of FlashAttention-2 -----------------------------------------------------------------------------
@@ -165,39 +123,30 @@ def _no_append(workload: Workload) -> None:
         raise Unavailable("reads a cache but appends nothing to it")
 
 
-class AtenFlash:
+def aten_flash(workload: Workload, inputs: Inputs) -> Prepared:
     """torch.ops.aten._flash_attention_forward, PyTorch's own build of FlashAttention-2."""
+    if inputs.device.type != "cuda":
+        raise Unavailable("a CUDA kernel")
+    if torch.cuda.get_device_capability(inputs.device) < (8, 0) or inputs.q.dtype.itemsize != 2:
+        raise Unavailable("computes fp16 and bf16 on GPUs of compute capability 8.0 and newer")
+    if workload.softcap or workload.page_size:
+        raise Unavailable("no softcap" if workload.softcap else "no pages")
+    _no_append(workload)
+    lengths = (inputs.cu_seqlens_q, inputs.cu_seqlens_k) if workload.packed else (None, None)
+    longest = workload.max_seqlen_q, workload.max_seqlen_k
+    left, right = workload.bounds
+    options: dict[str, Any] = {}
+    if workload.window_size != (-1, -1):
+        options = {"window_size_left": left, "window_size_right": right}
+    if inputs.alibi_slopes is not None:
+        options["alibi_slopes"] = inputs.alibi_slopes
 
-    name = "aten_flash"
-    ours = False
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rules = workload.dropout_p, workload.causal, False
+        out: Tensor = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, *longest, *rules, **options)[0]
+        return out
 
-    def prepare(self, workload: Workload, inputs: Inputs) -> Prepared:
-        if inputs.device.type != "cuda":
-            raise Unavailable("a CUDA kernel")
-        if torch.cuda.get_device_capability(inputs.device) < (8, 0) or inputs.q.dtype.itemsize != 2:
-            raise Unavailable("computes fp16 and bf16 on GPUs of compute capability 8.0 and newer")
-        if workload.softcap:
-            raise Unavailable("no softcap")
-        if workload.page_size:
-            raise Unavailable("no pages")
-        _no_append(workload)
-        operator = torch.ops.aten._flash_attention_forward
-        lengths = (inputs.cu_seqlens_q, inputs.cu_seqlens_k) if workload.packed else (None, None)
-        left, right = workload.bounds
-        options: dict[str, Any] = {}
-        if workload.window_size != (-1, -1):
-            options = {"window_size_left": left, "window_size_right": right}
-        if inputs.alibi_slopes is not None:
-            options["alibi_slopes"] = inputs.alibi_slopes
-
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out: Tensor = operator(
-                q, k, v, *lengths, workload.max_seqlen_q, workload.max_seqlen_k, workload.dropout_p, workload.causal,
-                False, **options,
-            )[0]  # fmt: skip
-            return out
-
-        return Prepared(run, no_backward="the backward operator takes no alibi_slopes" if workload.alibi else "")
+    return Prepared(run, no_backward="the backward operator takes no alibi_slopes" if workload.alibi else "")
 
 
 # ---- what people write -----------------------------------------------------------------------------------------------
@@ -207,7 +156,7 @@ class _Padding:
     """Packed tokens to (batch, longest, ...) and back; dense tensors as they are."""
 
     def __init__(self, lengths: tuple[int, ...], packed: bool, device: torch.device) -> None:
-        self.batch, self.longest, self.packed = len(lengths), max(lengths), packed
+        self.batch, self.longest = len(lengths), max(lengths)
         rows = [torch.arange(length) + index * self.longest for index, length in enumerate(lengths)]
         self.places = torch.cat(rows).to(device) if packed else None
 
@@ -221,50 +170,42 @@ class _Padding:
         return padded if self.places is None else padded.flatten(0, 1).index_select(0, self.places)
 
 
-def _visible(workload: Workload, device: torch.device) -> Tensor:
-    """(batch or 1, 1, seqlen_q, seqlen_k) bool. Rows of padding see their keys as well: a row that sees none is NaN in
-    some kernels, and NaN in padding reaches the gradients.
-    """
-    one = workload.full
-    lengths_q = torch.tensor(workload.seqlens_q[:1] if one else workload.seqlens_q, device=device)[:, None, None]
-    lengths_k = torch.tensor(workload.seqlens_k[:1] if one else workload.seqlens_k, device=device)[:, None, None]
-    row = torch.arange(workload.max_seqlen_q, device=device)[None, :, None]
-    key = torch.arange(workload.max_seqlen_k, device=device)[None, None, :]
+def _mask(workload: Workload, inputs: Inputs) -> tuple[Tensor | None, bool]:
+    """attn_mask and is_causal for SDPA; no mask where right padding and is_causal do without."""
+    key = torch.arange(workload.max_seqlen_k, device=inputs.device)
+    if inputs.cache_seqlens is not None:
+        return (key < inputs.cache_seqlens[:, None])[:, None, None], False
     left, right = workload.bounds
+    if not workload.alibi and left < 0 and (right < 0 or (workload.causal and workload.self_attention)):
+        if right >= 0 or workload.full:
+            return None, right >= 0
+        lengths = torch.tensor(workload.seqlens_k, device=inputs.device)
+        return (key < lengths[:, None])[:, None, None], False
+    batch = 1 if workload.full else workload.batch
+    lengths_q, lengths_k = (
+        torch.tensor(lengths[:batch], device=inputs.device)[:, None, None]
+        for lengths in (workload.seqlens_q, workload.seqlens_k)
+    )
+    row = torch.arange(workload.max_seqlen_q, device=inputs.device)[:, None]
     position = row + lengths_k - lengths_q
     visible = (key < lengths_k).expand(-1, workload.max_seqlen_q, -1)
     if left >= 0:
         visible = visible & (key >= position - left)
     if right >= 0:
         visible = visible & (key <= position + right)
-    return (visible | (row >= lengths_q))[:, None]
-
-
-def _mask(workload: Workload, inputs: Inputs) -> tuple[Tensor | None, bool]:
-    """attn_mask and is_causal for SDPA; no mask where right padding and is_causal do without."""
-    windowed = workload.window_size != (-1, -1)
-    if inputs.cache_seqlens is not None:
-        key = torch.arange(workload.max_seqlen_k, device=inputs.device)
-        return (key < inputs.cache_seqlens[:, None])[:, None, None], False
-    if not windowed and not workload.alibi:
-        if workload.causal and workload.self_attention:
-            return None, True
-        if not workload.causal:
-            if workload.full:
-                return None, False
-            lengths = torch.tensor(workload.seqlens_k, device=inputs.device)
-            return (torch.arange(workload.max_seqlen_k, device=inputs.device) < lengths[:, None])[:, None, None], False
-    visible = _visible(workload, inputs.device)
+    # Rows of padding see their keys as well: a row that sees none is NaN in some kernels, and NaN in padding reaches
+    # the gradients.
+    visible = (visible | (row >= lengths_q))[:, None]
     if inputs.alibi_slopes is None:
         return visible, False
-    row = torch.arange(workload.max_seqlen_q, device=inputs.device)[:, None] + workload.max_seqlen_k
-    key = torch.arange(workload.max_seqlen_k, device=inputs.device)[None, :] + workload.max_seqlen_q
-    bias = -inputs.alibi_slopes[:, None, None] * (row - key).abs()
+    distance = (row + workload.max_seqlen_k - workload.max_seqlen_q - key).abs()
+    bias = -inputs.alibi_slopes[:, None, None] * distance
     return bias[None].masked_fill(~visible, -torch.inf).to(inputs.q.dtype), False
 
 
 def _heads_first(workload: Workload, inputs: Inputs) -> tuple[Callable[..., tuple[Tensor, ...]], _Padding]:
-    """(q, k, v) -> padded (batch, nheads, seqlen, head_dim) with the key heads repeated."""
+    """(q, k, v) -> padded (batch, nheads, seqlen, head_dim) with the key heads repeated; and how to unpad."""
+    _no_append(workload)
     rows = _Padding(workload.seqlens_q, workload.packed, inputs.device)
     keys = _Padding(workload.seqlens_k, workload.packed, inputs.device)
     group = workload.nheads // workload.nheads_k
@@ -280,105 +221,75 @@ def _heads_first(workload: Workload, inputs: Inputs) -> tuple[Callable[..., tupl
     return spread, rows
 
 
-def _bytes(mask: Tensor | None) -> int:
-    return 0 if mask is None else mask.numel() * mask.element_size()
-
-
-class Plain:
+def plain(workload: Workload, inputs: Inputs) -> Prepared:
     """Matmul, softmax, matmul, on padded tensors: the textbook formula, and the only way to a softcap."""
+    spread, rows = _heads_first(workload, inputs)
+    mask, is_causal = _mask(workload, inputs)
+    if is_causal:
+        longest = workload.max_seqlen_q
+        mask = torch.ones(longest, longest, dtype=torch.bool, device=inputs.device).tril()
+    scale = workload.head_dim**-0.5
 
-    name = "plain"
-    ours = False
-
-    def prepare(self, workload: Workload, inputs: Inputs) -> Prepared:
-        _no_append(workload)
-        spread, rows = _heads_first(workload, inputs)
-        mask, is_causal = _mask(workload, inputs)
-        if is_causal:
-            longest = workload.max_seqlen_q
-            mask = torch.ones(longest, longest, dtype=torch.bool, device=inputs.device).tril()
-        scale = workload.head_dim**-0.5
-
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = spread(q, k, v)
-            scores = q @ k.transpose(-1, -2) * scale
-            if workload.softcap:
-                scores = torch.tanh(scores / workload.softcap) * workload.softcap
-            if mask is not None:
-                scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-            probabilities = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)
-            if workload.dropout_p:
-                probabilities = F.dropout(probabilities, workload.dropout_p)
-            return rows.unpad((probabilities @ v).transpose(1, 2))
-
-        return Prepared(run, prepared_bytes=_bytes(mask))
-
-
-class PadSdpa:
-    """Pad, F.scaled_dot_product_attention, unpad; on a GPU with the kernels that Turing has and no others."""
-
-    name = "pad_sdpa"
-    ours = False
-
-    def prepare(self, workload: Workload, inputs: Inputs) -> Prepared:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = spread(q, k, v)
+        scores = q @ k.transpose(-1, -2) * scale
         if workload.softcap:
-            return Plain().prepare(workload, inputs)
-        _no_append(workload)
-        spread, rows = _heads_first(workload, inputs)
-        mask, is_causal = _mask(workload, inputs)
+            scores = torch.tanh(scores / workload.softcap) * workload.softcap
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        probabilities = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)
+        if workload.dropout_p:
+            probabilities = F.dropout(probabilities, workload.dropout_p)
+        return rows.unpad((probabilities @ v).transpose(1, 2))
 
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = spread(q, k, v)
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=workload.dropout_p, is_causal=is_causal
-            )
-            return rows.unpad(out.transpose(1, 2))
-
-        return Prepared(run, around=_turing_kernels(inputs), prepared_bytes=_bytes(mask))
+    return Prepared(run, prepared_bytes=0 if mask is None else mask.nbytes)
 
 
-def _turing_kernels(inputs: Inputs) -> Callable[[], AbstractContextManager[object]]:
-    if inputs.device.type != "cuda":
-        return nullcontext
-    return lambda: sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+def pad_sdpa(workload: Workload, inputs: Inputs) -> Prepared:
+    """Pad, F.scaled_dot_product_attention, unpad; on a GPU with the kernels that Turing has and no others."""
+    if workload.softcap:
+        return plain(workload, inputs)
+    spread, rows = _heads_first(workload, inputs)
+    mask, is_causal = _mask(workload, inputs)
+    options: dict[str, Any] = {"attn_mask": mask, "dropout_p": workload.dropout_p, "is_causal": is_causal}
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = spread(q, k, v)
+        return rows.unpad(F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2))
+
+    of_turing = functools.partial(sdpa_kernel, [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    around = of_turing if inputs.device.type == "cuda" else nullcontext
+    return Prepared(run, around, prepared_bytes=0 if mask is None else mask.nbytes)
 
 
-class SdpaLoop:
+def sdpa_loop(workload: Workload, inputs: Inputs) -> Prepared:
     """F.scaled_dot_product_attention for one sequence after the other, with whatever kernel PyTorch picks."""
+    if not workload.packed:
+        raise Unavailable("pad_sdpa is the same where nothing is packed")
+    if workload.softcap or workload.alibi or workload.window_size != (-1, -1):
+        raise Unavailable("only for plain and causal masks")
+    if workload.causal and not workload.self_attention:
+        raise Unavailable("is_causal aligns at the top left")
+    group = workload.nheads // workload.nheads_k
+    lengths_q, lengths_k = list(workload.seqlens_q), list(workload.seqlens_k)
 
-    name = "sdpa_loop"
-    ours = False
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k))
+        return torch.cat([one(*part) for part in parts])
 
-    def prepare(self, workload: Workload, inputs: Inputs) -> Prepared:
-        if not workload.packed:
-            raise Unavailable("pad_sdpa is the same where nothing is packed")
-        if workload.softcap or workload.alibi or workload.window_size != (-1, -1):
-            raise Unavailable("only for plain and causal masks")
-        if workload.causal and not workload.self_attention:
-            raise Unavailable("is_causal aligns at the top left")
-        group = workload.nheads // workload.nheads_k
-        lengths_q, lengths_k = list(workload.seqlens_q), list(workload.seqlens_k)
+    def one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (tokens.transpose(0, 1)[None] for tokens in (q, k, v))
+        if group > 1:
+            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=workload.dropout_p, is_causal=workload.causal)
+        return out[0].transpose(0, 1)
 
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            parts = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k))
-            return torch.cat([one(*part) for part in parts])
-
-        def one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (tokens.transpose(0, 1)[None] for tokens in (q, k, v))
-            if group > 1:
-                k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-            out = F.scaled_dot_product_attention(q, k, v, dropout_p=workload.dropout_p, is_causal=workload.causal)
-            return out[0].transpose(0, 1)
-
-        return Prepared(run)
+    return Prepared(run)
 
 
-RIVALS: dict[str, Callable[[], Contestant]] = {
-    rival.name: rival for rival in (Official, AtenFlash, PadSdpa, SdpaLoop, Plain)
-}
+RIVALS = {rival.__name__: Contestant(rival.__name__, rival)
+          for rival in (official, aten_flash, pad_sdpa, sdpa_loop, plain)}  # fmt: skip
+# Whom to be measured against: flash-attn itself, and what people use without it.
+FLASH, WORKAROUNDS = ("official", "aten_flash"), ("pad_sdpa", "sdpa_loop", "plain")
 # The ones worth their time on each kind of device, unless asked for by name.
-USUAL_RIVALS = {
-    "cuda": ("official", "aten_flash", "pad_sdpa"),
-    "cpu": ("pad_sdpa", "sdpa_loop", "plain"),
-    "mps": ("pad_sdpa", "sdpa_loop", "plain"),
-}
+USUAL_RIVALS = {"cuda": (*FLASH, "pad_sdpa"), "cpu": WORKAROUNDS, "mps": WORKAROUNDS}

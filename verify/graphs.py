@@ -5,19 +5,20 @@ Runs after everything else: a capture that fails leaves traces in PyTorch's gene
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from verify.bench_run import Plan, Row, forward_job
-from verify.contestants import Contestant, Unavailable
+from verify.bench_run import Plan, Row, forward_job, prepare
+from verify.contestants import Contestant
 from verify.timing import Failed, Job, Timing, attempt, free_memory, synchronize, time_together
 from verify.workloads import Inputs, Workload, make_inputs
 
 WARM_UP_CALLS = 3
+DIFFERENT = Failed("a replay on other inputs gives another answer than the call")
 
 
 @dataclass(frozen=True)
@@ -28,61 +29,49 @@ class Captured:
     out: Tensor
 
 
-@dataclass(frozen=True)
-class DifferentAnswer(Failed):
-    """A replay on other inputs does not give what the call gives on them."""
-
-    reason: str = "a replay on other inputs gives another answer than the call"
-
-
-def measured(plan: Plan, rows: Sequence[Row], step: Callable[[str], None] = lambda what: None) -> Iterator[list[Row]]:
-    """The rows of each workload without gradients, with their times in a graph. Raises DeviceLost."""
-    if not plan.graphs:
-        return
-    for workload in plan.workloads:
-        found = {row.contestant: row for row in rows if row.workload == workload.name}
-        if (plan.backward and not workload.decode) or not any(row.forward for row in found.values()):
-            continue
-        free_memory()
-        yield _measured(workload, plan, found, step)
+def add_graphs(plan: Plan, rows: list[Row], step: Callable[[str], None] = lambda what: None) -> None:
+    """Replaces the rows of each workload without gradients by rows with their times in a graph. Raises DeviceLost."""
+    for workload in plan.workloads if plan.graphs else ():
+        if workload.decode or not plan.backward:
+            free_memory()
+            timed = {row.contestant: row for row in rows if row.workload == workload.name and row.forward}
+            found = _measured(workload, plan, timed, step) if timed else {}
+            rows[:] = [found.get(row.contestant, row) if row.workload == workload.name else row for row in rows]
 
 
-def _measured(workload: Workload, plan: Plan, rows: dict[str, Row], step: Callable[[str], None]) -> list[Row]:
-    inputs = attempt(plan.device, make_inputs, workload, plan.device, plan.dtype)
-    if isinstance(inputs, Failed):
-        return [replace(row, graph_reason=inputs.reason) for row in rows.values()]
+def _measured(workload: Workload, plan: Plan, rows: dict[str, Row], step: Callable[[str], None]) -> dict[str, Row]:
+    found: dict[str, Timing | Failed] = {}
     jobs: dict[str, Job] = {}
-    done = dict(rows)
+    inputs = attempt(plan.device, make_inputs, workload, plan.device, plan.dtype, plan.seed)
+    if isinstance(inputs, Failed):
+        return {name: replace(row, graph_reason=inputs.reason) for name, row in rows.items()}
     for contestant in plan.contestants:
-        row = rows.get(contestant.name)
-        if row is None or row.forward is None:
-            continue
-        step(f"{workload.name}: capturing {contestant.name}")
-        job = attempt(plan.device, _replay_job, contestant, workload, inputs)
-        if isinstance(job, Failed):
-            wrong = isinstance(job, DifferentAnswer)
-            done[row.contestant] = replace(row, graph_reason=job.reason, graph_wrong=wrong)
-        else:
-            jobs[row.contestant] = job
+        if contestant.name in rows:
+            step(f"{workload.name}: capturing {contestant.name}")
+            tried = attempt(plan.device, replay_job, contestant, workload, inputs)
+            if isinstance(tried, Failed):
+                found[contestant.name] = tried
+            else:
+                jobs[contestant.name] = tried
     step(f"{workload.name}: in a CUDA graph")
-    for name, timing in time_together(jobs, plan.device, plan.repeats, plan.budget_s).items():
-        if isinstance(timing, Timing):
-            done[name] = replace(rows[name], graph=timing)
-        else:
-            done[name] = replace(rows[name], graph_reason=timing.reason)
-    return list(done.values())
+    found |= time_together(jobs, plan.device, plan.repeats, plan.budget_s)
+    return {
+        name: replace(row, graph=None if isinstance(graph := found[name], Failed) else graph,
+                      graph_reason=graph.reason if isinstance(graph, Failed) else "", graph_wrong=graph is DIFFERENT)
+        for name, row in rows.items()
+    }  # fmt: skip
 
 
-def _replay_job(contestant: Contestant, workload: Workload, inputs: Inputs) -> Job | Failed:
-    try:
-        call = forward_job(contestant.prepare(workload, inputs), inputs)
-    except Unavailable as reason:
-        return Failed(str(reason))
+def replay_job(contestant: Contestant, workload: Workload, inputs: Inputs) -> Job | Failed:
+    """The call as a replay that is right on other inputs, too."""
+    prepared = prepare(contestant, workload, inputs)
+    if isinstance(prepared, str):
+        return Failed(prepared)
+    call = forward_job(prepared, inputs)
     captured = capture(call, str(inputs.device))
-    # Another mask is drawn each time.
-    if not workload.dropout_p and not _gives_the_same(captured, call, inputs):
-        return DifferentAnswer()
-    return Job(captured.replay)
+    # Another dropout mask is drawn each time.
+    same = workload.dropout_p > 0 or _gives_the_same(captured, call, inputs)
+    return Job(captured.replay) if same else DIFFERENT
 
 
 def capture(call: Job, device: str) -> Captured:
@@ -125,20 +114,17 @@ def _gives_the_same(captured: Captured, call: Job, inputs: Inputs) -> bool:
 def _changed(inputs: Inputs) -> Iterator[None]:
     """Other values at the same addresses, as in the next step of a generation; undone exactly."""
 
-    def negate() -> None:
+    def change(by: int) -> None:
         inputs.q.neg_()
         inputs.v.neg_()
         if inputs.block_table is not None:
             inputs.block_table.copy_(inputs.block_table.flip(0, 1))
+        # A step that appends would overwrite another slot of the cache.
+        if inputs.cache_seqlens is not None and inputs.k_new is None:
+            inputs.cache_seqlens.add_(by)
 
-    # A step that appends would overwrite another slot of the cache.
-    shorter = inputs.cache_seqlens if inputs.k_new is None else None
-    negate()
-    if shorter is not None:
-        shorter.sub_(1)
+    change(-1)
     try:
         yield
     finally:
-        negate()
-        if shorter is not None:
-            shorter.add_(1)
+        change(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -152,8 +151,6 @@ def _takes_attention(target: Callable[..., Any]) -> bool:
 
 def official() -> tuple[Imported | None, str]:
     """The real flash_attn if it is installed and works here, and a word on why not or which."""
-    if os.environ.get("FLASH_ATTN_COMPAT_DISABLE_OFFICIAL", "0") not in ("", "0"):
-        return None, "switched off by FLASH_ATTN_COMPAT_DISABLE_OFFICIAL"
     try:
         import flash_attn
     except Exception as error:  # noqa: BLE001  a broken installation raises anything

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -196,7 +195,7 @@ def _summary(values: list[float]) -> Timing:
 def _cpu_peak(job: Job) -> int | None:
     """From the profiler's record of every allocation and release on the CPU."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with _silent_stderr(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         with job.around():
             result = job.run()
         del result
@@ -211,16 +210,3 @@ def _cpu_peak(job: Job) -> int | None:
         now += event.nbytes()
         highest = max(highest, now)
     return highest
-
-
-@contextmanager
-def _silent_stderr() -> Iterator[None]:
-    """Some PyTorch releases announce each profile on the process's stderr."""
-    saved = os.dup(2)
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)

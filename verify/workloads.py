@@ -1,7 +1,4 @@
-"""What is timed, as data: shapes and masks of well-known models, their tensors, and what flash-attn took for them.
-
-Nothing here computes attention.
-"""
+"""What is timed, as data: shapes and masks of well-known models, and their tensors. Nothing here computes attention."""
 
 from __future__ import annotations
 
@@ -19,21 +16,10 @@ PAGE_SIZE = 256
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """flash-attn 2.8.3.post2 on an NVIDIA H200, fp16: ms of forward and forward + backward, MiB of the forward beyond
-    its inputs.
-    """
-
-    forward_ms: float
-    both_ms: float | None = None
-    forward_mib: float | None = None
-
-
-@dataclass(frozen=True)
 class Workload:
     """One attention problem. `packed` sequences lie end to end (varlen); a `decode` reads one query row for each
-    sequence from a KV cache, in pages if `page_size` says so. One that `appends` writes the last key and value first,
-    rotated if `rotary_dim` says so, as a model's decoding step does.
+    sequence from a KV cache, in pages if `page_size` says so. One that `appends` rotates it and the last key, and
+    writes that and the last value first, as a model's decoding step does.
     """
 
     name: str
@@ -51,8 +37,6 @@ class Workload:
     decode: bool = False
     page_size: int | None = None
     appends: bool = False
-    rotary_dim: int = 0
-    recorded: Recorded | None = None
 
     @property
     def batch(self) -> int:
@@ -98,22 +82,13 @@ def _dense(name: str, batch: int, seqlen: int, heads: tuple[int, int], head_dim:
     return Workload(name, (seqlen,) * batch, (seqlen,) * batch, *heads, head_dim, **more)
 
 
-def _decode(
-    batch: int, seqlen: int, heads: tuple[int, int], head_dim: int = 128, forward_ms: float | None = None
-) -> list[Workload]:
+def _decode(batch: int, seqlen: int, heads: tuple[int, int], head_dim: int = 128) -> list[Workload]:
     """Reading a cache, reading pages, and a model's step: append, rotate and read, from either."""
-    size = "" if head_dim == 128 else f"_d{head_dim}"
-    recorded = Recorded(forward_ms) if forward_ms else None
-    contiguous = Workload(
-        f"decode_{batch}x{seqlen}{size}", (1,) * batch, (seqlen,) * batch, *heads, head_dim, causal=True, decode=True,
-        recorded=recorded,
-    )  # fmt: skip
-    paged = replace(contiguous, name=f"{contiguous.name}_paged", page_size=PAGE_SIZE)
-    steps = [
-        replace(each, name=f"{each.name}_append", appends=True, rotary_dim=head_dim, recorded=None)
-        for each in (contiguous, paged)
-    ]
-    return [contiguous, paged, *steps]
+    name = f"decode_{batch}x{seqlen}" + ("" if head_dim == 128 else f"_d{head_dim}")
+    lengths = (1,) * batch, (seqlen,) * batch
+    contiguous = Workload(name, *lengths, *heads, head_dim, causal=True, decode=True)
+    both = [contiguous, replace(contiguous, name=f"{name}_paged", page_size=PAGE_SIZE)]
+    return [*both, *(replace(each, name=f"{each.name}_append", appends=True) for each in both)]
 
 
 def skewed_lengths(count: int, middle: float = 700.0, lowest: int = 16, highest: int = 8192) -> tuple[int, ...]:
@@ -122,30 +97,26 @@ def skewed_lengths(count: int, middle: float = 700.0, lowest: int = 16, highest:
     return tuple((draws * 0.9 + math.log(middle)).exp().int().clamp(lowest, highest).tolist())
 
 
-# What flash-attn took, in this order, was measured on these very lengths and shapes.
 FULL: tuple[Workload, ...] = (
-    _packed("uniform_varlen", [4096] * 32, 8, 64, recorded=Recorded(3.42, 12.8, 132)),
-    _packed("skewed_varlen", skewed_lengths(128), 16, 64, recorded=Recorded(4.13, 15.4, 258)),
-    _packed("skewed_causal", skewed_lengths(128), 16, 64, causal=True, recorded=Recorded(2.41, 9.35, 258)),
-    _packed("ptv3_patches", [1024] * 512, 4, 16, recorded=Recorded(2.13, 7.59, 72)),
-    _dense("llm_gqa_causal", 8, 2048, (32, 8), 128, causal=True, recorded=Recorded(0.83, 3.57, 130)),
-    _dense("mistral_window", 1, 16384, (32, 8), 128, causal=True, window_size=(1024, 0),
-           recorded=Recorded(1.00, 3.83, 130)),
-    _packed("modernbert_local", [8192, 3000, 512, 6000] * 2, 12, 64, window_size=(64, 64),
-            recorded=Recorded(0.26, 0.87, 54)),
-    _dense("alibi_causal", 4, 4096, (16, 16), 64, causal=True, alibi=True, recorded=Recorded(0.61, 2.03, 33)),
-    _dense("alibi_bidirectional", 4, 2048, (16, 16), 64, alibi=True, recorded=Recorded(0.28, 0.97, 17)),
-    _dense("gemma_softcap", 1, 4096, (8, 4), 128, causal=True, softcap=50.0, recorded=Recorded(0.23, 0.80, 8)),
-    _dense("gemma_softcap_window", 1, 8192, (8, 4), 128, causal=True, softcap=50.0, window_size=(1024, 0),
-           recorded=Recorded(0.15, 0.63, 16)),
-    _dense("dropout_train", 8, 1024, (16, 16), 64, causal=True, dropout_p=0.1, recorded=Recorded(0.10, 0.51, 17)),
-    Workload("cross_short_q", (64,) * 16, (4096,) * 16, 16, 16, 64, recorded=Recorded(0.12, 0.64, 2)),
+    _packed("uniform_varlen", [4096] * 32, 8, 64),
+    _packed("skewed_varlen", skewed_lengths(128), 16, 64),
+    _packed("skewed_causal", skewed_lengths(128), 16, 64, causal=True),
+    _packed("ptv3_patches", [1024] * 512, 4, 16),
+    _dense("llm_gqa_causal", 8, 2048, (32, 8), 128, causal=True),
+    _dense("mistral_window", 1, 16384, (32, 8), 128, causal=True, window_size=(1024, 0)),
+    _packed("modernbert_local", [8192, 3000, 512, 6000] * 2, 12, 64, window_size=(64, 64)),
+    _dense("alibi_causal", 4, 4096, (16, 16), 64, causal=True, alibi=True),
+    _dense("alibi_bidirectional", 4, 2048, (16, 16), 64, alibi=True),
+    _dense("gemma_softcap", 1, 4096, (8, 4), 128, causal=True, softcap=50.0),
+    _dense("gemma_softcap_window", 1, 8192, (8, 4), 128, causal=True, softcap=50.0, window_size=(1024, 0)),
+    _dense("dropout_train", 8, 1024, (16, 16), 64, causal=True, dropout_p=0.1),
+    Workload("cross_short_q", (64,) * 16, (4096,) * 16, 16, 16, 64),
 )  # fmt: skip
 
 DECODE: tuple[Workload, ...] = (
-    *_decode(1, 8192, (32, 8), forward_ms=0.030),
-    *_decode(32, 4096, (32, 8), forward_ms=0.196),
-    *_decode(8, 16384, (32, 32), forward_ms=0.850),
+    *_decode(1, 8192, (32, 8)),
+    *_decode(32, 4096, (32, 8)),
+    *_decode(8, 16384, (32, 32)),
     *_decode(64, 2048, (32, 8)),
     *_decode(8, 4096, (16, 16), head_dim=64),
     *_decode(8, 4096, (16, 8), head_dim=256),
@@ -153,7 +124,7 @@ DECODE: tuple[Workload, ...] = (
 
 
 def shrunk(workload: Workload, batch: int = 8, seqlen: int = 8, heads: int = 4) -> Workload:
-    """The same kind of problem, so many times smaller: for a CPU. Recorded times no longer apply."""
+    """The same kind of problem, so many times smaller: for a CPU."""
 
     def some(lengths: tuple[int, ...]) -> tuple[int, ...]:
         kept = max(1, len(lengths) // batch) if len(lengths) > batch else min(len(lengths), 2)
@@ -168,8 +139,6 @@ def shrunk(workload: Workload, batch: int = 8, seqlen: int = 8, heads: int = 4) 
         nheads=workload.nheads // fewer,
         nheads_k=workload.nheads_k // fewer,
         window_size=(left, right),
-        page_size=workload.page_size,
-        recorded=None,
     )
 
 
@@ -229,55 +198,27 @@ def make_inputs(workload: Workload, device: str, dtype: torch.dtype, seed: int =
     q = normal(*tensor_shape(workload.seqlens_q, workload.nheads))
     cu_seqlens_q = _cumulative(workload.seqlens_q, device)
     lengths_k = torch.tensor(workload.seqlens_k, dtype=torch.int32, device=device)
-    new_shape = (workload.batch, 1, workload.nheads_k, workload.head_dim)
-    angles = None
-    if workload.rotary_dim:
-        channels = torch.arange(0, workload.rotary_dim, 2, device=device, dtype=torch.float64)
-        frequency = 1e4 ** (-channels / workload.rotary_dim)
+    of_a_step: dict[str, Tensor] = {}
+    if workload.appends:
+        new_shape = (workload.batch, 1, workload.nheads_k, workload.head_dim)
+        frequency = 1e4 ** (-torch.arange(0, workload.head_dim, 2, dtype=torch.float64) / workload.head_dim)
         capacity = workload.max_seqlen_k if block_table is None else block_table.shape[1] * shape_k[1]
-        angles = torch.arange(capacity, device=device, dtype=torch.float64)[:, None] * frequency
+        angles = torch.arange(capacity, dtype=torch.float64)[:, None] * frequency
+        of_a_step = {"k_new": normal(*new_shape), "v_new": normal(*new_shape)}
+        of_a_step |= {"rotary_cos": angles.cos().to(device, dtype), "rotary_sin": angles.sin().to(device, dtype)}
     return Inputs(
         q=q,
         k=normal(*shape_k),
         v=normal(*shape_k),
-        dout=torch.randn(q.shape, generator=generator, device=device, dtype=dtype),
+        dout=normal(*q.shape),
         cu_seqlens_q=cu_seqlens_q,
         # One tensor for both in self-attention, as models pass it: the lengths are known to be equal without a look.
         cu_seqlens_k=cu_seqlens_q if workload.self_attention else _cumulative(workload.seqlens_k, device),
         alibi_slopes=alibi_slopes(workload.nheads, device) if workload.alibi else None,
         cache_seqlens=(lengths_k - int(workload.appends)) if workload.decode else None,
         block_table=block_table,
-        k_new=normal(*new_shape) if workload.appends else None,
-        v_new=normal(*new_shape) if workload.appends else None,
-        rotary_cos=None if angles is None else angles.cos().to(dtype),
-        rotary_sin=None if angles is None else angles.sin().to(dtype),
+        **of_a_step,
     )
-
-
-def after_append(workload: Workload, inputs: Inputs) -> Inputs:
-    """The inputs as attention meets them: new keys and values written, q and new keys rotated, in their dtype."""
-    if inputs.k_new is None or inputs.v_new is None or inputs.cache_seqlens is None:
-        return inputs
-    q, k_new = inputs.q, inputs.k_new
-    if inputs.rotary_cos is not None and inputs.rotary_sin is not None:
-        cos, sin = (
-            table[inputs.cache_seqlens.long()][:, None, None] for table in (inputs.rotary_cos, inputs.rotary_sin)
-        )
-        q, k_new = _rotated(q, cos, sin), _rotated(k_new, cos, sin)
-    k, v = inputs.k.clone(), inputs.v.clone()
-    rows = torch.arange(workload.batch, device=q.device)
-    slots = inputs.cache_seqlens.long()
-    if inputs.block_table is not None and workload.page_size:
-        rows, slots = inputs.block_table[rows, slots // workload.page_size].long(), slots % workload.page_size
-    k[rows, slots], v[rows, slots] = k_new[:, 0], inputs.v_new[:, 0]
-    return replace(inputs, q=q, k=k, v=v)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """(batch, 1, heads, head_dim) with the channels (0, 1), (2, 3), ... turned."""
-    real, imaginary = x.double()[..., 0::2], x.double()[..., 1::2]
-    turned = torch.stack((real * cos - imaginary * sin, real * sin + imaginary * cos), dim=-1)
-    return turned.flatten(-2).to(x.dtype)
 
 
 def alibi_slopes(nheads: int, device: str) -> Tensor:
@@ -286,5 +227,4 @@ def alibi_slopes(nheads: int, device: str) -> Tensor:
 
 
 def _cumulative(lengths: tuple[int, ...], device: str) -> Tensor:
-    sums = torch.tensor((0, *lengths), dtype=torch.int64).cumsum(0)
-    return sums.to(device, torch.int32)
+    return torch.tensor((0, *lengths)).cumsum(0).to(device, torch.int32)
