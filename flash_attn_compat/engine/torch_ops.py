@@ -5,7 +5,7 @@ attention, with shapes known beforehand. Gradients and the LSE are left out wher
 them. Names live in our own namespace: flash_attn:: belongs to flash-attn.
 """
 
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,10 +44,8 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None, purpose: Purpose
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """An output nobody wants, as far as tracing tells, has no elements."""
-    outputs: tuple[Tensor, Tensor, Tensor, Tensor]
-    outputs = _forward_op(
-        q, k, v, *_flatten(options, packing), purpose.return_lse, purpose.return_dmask, purpose.needs_grad
-    )
+    asked = purpose.return_lse, purpose.return_dmask, purpose.needs_grad
+    outputs: tuple[Tensor, Tensor, Tensor, Tensor] = _forward_op(q, k, v, *_flatten(options, packing), *asked)
     return outputs
 
 
@@ -117,40 +115,26 @@ class _Arguments(NamedTuple):
         )
 
 
-# custom_op reads the annotations of these signatures, hence Optional and the long lists.
-@torch.library.custom_op("flash_attn_compat::attention", mutates_args=())
-def _forward_op(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: Optional[torch.Tensor],
-    cu_seqlens_k: Optional[torch.Tensor],
-    block_table: Optional[torch.Tensor],
-    seqused_k: Optional[torch.Tensor],
-    leftpad_k: Optional[torch.Tensor],
-    alibi_slopes: Optional[torch.Tensor],
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    max_seqlen_q_tensor: Optional[torch.Tensor],
-    max_seqlen_k_tensor: Optional[torch.Tensor],
-    dropout_p: float,
-    softmax_scale: Optional[float],
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    deterministic: bool,
-    return_lse: bool,
-    return_dmask: bool,
-    needs_grad: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    arguments = _Arguments(
-        cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, leftpad_k, alibi_slopes, max_seqlen_q, max_seqlen_k,
-        max_seqlen_q_tensor, max_seqlen_k_tensor, dropout_p, softmax_scale, causal, window_size_left,
-        window_size_right, softcap, deterministic,
-    )  # fmt: skip
+_SPELLINGS: dict[Any, str] = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool"}
+_SPELLINGS |= {kind | None: f"{spelling}?" for kind, spelling in _SPELLINGS.items()}
+
+
+def schema(arguments: type) -> str:
+    """The fields of a NamedTuple as an operator's schema names its arguments."""
+    return ", ".join(f"{_SPELLINGS[kind]} {name}" for name, kind in arguments.__annotations__.items())
+
+
+@torch.library.custom_op(
+    "flash_attn_compat::attention",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {schema(_Arguments)}, bool return_lse, bool return_dmask, bool needs_grad)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _forward_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *rest, return_lse, return_dmask, needs_grad = arguments
     # The backward finds its backend anew, so the dropout mask has to be one that any of them can draw.
-    call = arguments.call(q, k, v, Purpose(needs_grad, return_lse, return_dmask, shares_dropout_mask=True))
+    purpose = Purpose(needs_grad, return_lse, return_dmask, shares_dropout_mask=True)
+    call = _Arguments(*rest).call(q, k, v, purpose)
     result = autograd.run_forward(call)
     rng_state = result.rng_state if result.rng_state is not None else _no_rng_state(q)
     lse = result.lse.contiguous() if return_lse else _no_lse(q)
@@ -185,43 +169,26 @@ def _rounded_length(number: int, tensor: Tensor | None) -> Any:
     return round_up(number, 128) if tensor is None else torch.library.get_ctx().new_dynamic_size()
 
 
-@torch.library.custom_op("flash_attn_compat::attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "flash_attn_compat::attention_backward",
+    mutates_args=(),
+    schema="(Tensor dout, Tensor out, Tensor softmax_lse, Tensor? rng_state, Tensor q, Tensor k, Tensor v, "
+    f"{schema(_Arguments)}) -> (Tensor, Tensor, Tensor)",
+)
 def _backward_op(
-    dout: torch.Tensor,
-    out: torch.Tensor,
-    softmax_lse: torch.Tensor,
-    rng_state: Optional[torch.Tensor],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: Optional[torch.Tensor],
-    cu_seqlens_k: Optional[torch.Tensor],
-    block_table: Optional[torch.Tensor],
-    seqused_k: Optional[torch.Tensor],
-    leftpad_k: Optional[torch.Tensor],
-    alibi_slopes: Optional[torch.Tensor],
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    max_seqlen_q_tensor: Optional[torch.Tensor],
-    max_seqlen_k_tensor: Optional[torch.Tensor],
-    dropout_p: float,
-    softmax_scale: Optional[float],
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    arguments = _Arguments(
-        cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, leftpad_k, alibi_slopes, max_seqlen_q, max_seqlen_k,
-        max_seqlen_q_tensor, max_seqlen_k_tensor, dropout_p, softmax_scale, causal, window_size_left,
-        window_size_right, softcap, deterministic,
-    )  # fmt: skip
+    dout: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    rng_state: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *arguments: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
     purpose = Purpose(needs_grad=True, return_lse=True, shares_dropout_mask=True, given_lse=True)
-    call = arguments.call(q, k, v, purpose)._replace(rng_state=rng_state)
+    call = _Arguments(*arguments).call(q, k, v, purpose)._replace(rng_state=rng_state)
     backend = None if call.is_empty else dispatch.choose(call)
-    gradients = autograd.run_backward(backend, call, Upstream(dout, out, softmax_lse, rng_state))
-    dq, dk, dv = gradients
+    dq, dk, dv = autograd.run_backward(backend, call, Upstream(dout, out, softmax_lse, rng_state))
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
