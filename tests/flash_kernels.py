@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.reference import Reference
+from flash_attn_compat.engine.append import Append, by_operators
 from flash_attn_compat.engine.build import Options, dense_call
 from flash_attn_compat.engine.call import Gradients, Upstream
 from verify.drawing import random_problem
@@ -114,9 +116,14 @@ def fwd_kvcache(
     q, kcache, vcache, k_, v_, seqlens_k, cos, sin, cache_batch_idx, leftpad_k, block_table, alibi_slopes, out_, scale,
     is_causal, left, right, softcap, interleaved, num_splits,
 ):  # fmt: skip
-    calls.append(("fwd_kvcache", (q, kcache, vcache)))
+    calls.append(("fwd_kvcache", (q, kcache, vcache, k_)))
     _check(q, kcache, vcache, 0.0, softcap)
-    assert k_ is None and v_ is None
+    if k_ is not None:
+        assert leftpad_k is None and all(x is None or x.is_contiguous() for x in (cos, sin))
+        rows_apart = _normalised(is_causal, left, right, kcache.shape[1]) != (-1, -1)
+        new = Append(k_, v_, cos, sin, interleaved, seqlens_k, rows_apart)
+        q = by_operators(SimpleNamespace(q=q, k=kcache, v=vcache, block_table=block_table), new)
+        seqlens_k = seqlens_k + k_.shape[1]
     assert cache_batch_idx is None and not (leftpad_k is not None and block_table is not None)
     pages, size = (1, kcache.shape[1]) if block_table is None else (block_table.shape[1], kcache.shape[1])
     window = _normalised(is_causal, left, right, pages * size)

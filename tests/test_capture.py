@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from flash_attn_compat import flash_attn_with_kvcache
 from flash_attn_compat.backends.fused import loader, trial
 from flash_attn_compat.backends.fused.loader import Target
 from flash_attn_compat.engine import capture
@@ -50,3 +51,12 @@ def test_kernels_are_tried_unless_their_own_gpus_work_is_captured(monkeypatch: p
     trial.check((), Target("sm_75", 75), device, lambda: tries.append(device))
     assert tries == ([0] if device == 0 else [])
     assert bool(trial._right) == (device == 0)
+
+
+@pytest.mark.gpu
+def test_lengths_that_would_be_read_during_a_capture_are_named() -> None:
+    q, k, v = (torch.zeros(2, length, 1, 16, device="cuda") for length in (1, 8, 8))
+    lengths = torch.tensor([3, 5], dtype=torch.int32, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="seqused_k lies on the GPU and would be read"), torch.cuda.graph(graph):
+        flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths)

@@ -149,6 +149,21 @@ def test_gradients_of_a_packed_tensor_are_written_where_they_belong(install) -> 
     assert packed.grad.shape == packed.shape and packed.grad[:, :, 2].any()
 
 
+@pytest.mark.parametrize("lengths", [3, torch.tensor([3, 5], dtype=torch.int32)], ids=["int", "tensor"])
+def test_new_keys_are_rotated_and_appended_by_the_same_kernel(install, lengths: int | torch.Tensor) -> None:
+    install()
+    q, k, v = qkv(sq=1, sk=1, dtype=HALF)
+    cos = sin = torch.ones(8, 8, dtype=HALF)
+    caches = [torch.zeros(2, 8, 2, 16, dtype=HALF) for _ in range(4)]
+    with use_backend("reference"):
+        expected = flash_attn_compat.flash_attn_with_kvcache(q, *caches[:2], k, v, cos, sin, lengths, causal=True)
+    explain(flash_attn_compat.flash_attn_with_kvcache, q, *caches[2:], k, v, cos, sin, lengths, causal=True)
+    flash_kernels.calls.clear()
+    out = flash_attn_compat.flash_attn_with_kvcache(q, *caches[2:], k, v, cos, sin, lengths, causal=True)
+    assert [(name, args[3] is k) for name, args in flash_kernels.calls] == [("fwd_kvcache", True)]
+    assert torch.equal(out, expected) and torch.equal(caches[0], caches[2]) and torch.equal(caches[1], caches[3])
+
+
 @pytest.mark.parametrize("enter", [torch.inference_mode, torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
 def test_the_trial_ends_well_in_every_state_of_the_callers(install, enter: Any) -> None:
     install()

@@ -90,6 +90,10 @@ class Backend(abc.ABC):
         """
         return append.by_operators(call, new)
 
+    def append_and_forward(self, call: AttentionCall, new: append.Append) -> Result | None:
+        """``append`` and ``forward`` at once, where the backend has a kernel that does both for this call."""
+        return None
+
     @abc.abstractmethod
     def forward(self, call: AttentionCall) -> Result:
         """Compute out, softmax_lse (+inf for rows without keys) and the dropout's rng_state.

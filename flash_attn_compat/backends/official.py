@@ -22,9 +22,10 @@ from torch import Tensor
 from flash_attn_compat import installed, settings
 from flash_attn_compat.backends import official_trial
 from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities
-from flash_attn_compat.backends.flash_launch import FlashBackend, Launch, Native
-from flash_attn_compat.engine import outside
-from flash_attn_compat.engine.call import Gradients
+from flash_attn_compat.backends.flash_launch import FlashBackend, Launch, Native, prepare
+from flash_attn_compat.engine import alignment, outside
+from flash_attn_compat.engine.append import Append
+from flash_attn_compat.engine.call import AttentionCall, Gradients, Result
 from flash_attn_compat.engine.features import Feature, Traits
 
 _LACKS = Feature.SHARED_DROPOUT_MASK | Feature.VALUE_HEAD_DIM | Feature.TRANSFORMS
@@ -90,6 +91,22 @@ class Official(FlashBackend):
             launch.alibi_slopes, None, scale, causal, left, right, launch.softcap, True, 0,
         )  # fmt: skip
         return Native(out, lse, ())
+
+    def append_and_forward(self, call: AttentionCall, new: Append) -> Result | None:
+        launch = prepare(call, self.takes_caches)
+        if launch.cu_seqlens_q is not None or launch.leftpad_k is not None or launch.k is not call.k:
+            return None
+        starts, cos, sin = new.cache_seqlens, new.rotary_cos, new.rotary_sin
+        if isinstance(starts, int):
+            starts = torch.full((call.batch,), starts, dtype=torch.int32, device=call.q.device)
+        q, k, v, scale, causal, (left, right) = launch[:6]
+        out, lse = _functions().fwd_kvcache(
+            q, k, v, alignment.ready(new.k), alignment.ready(new.v), starts,
+            None if cos is None else cos.contiguous(), None if sin is None else sin.contiguous(), None, None,
+            launch.block_table, launch.alibi_slopes, None, scale, causal, left, right, launch.softcap,
+            new.rotary_interleaved, 0,
+        )  # fmt: skip
+        return Result(out, lse if call.return_lse else None, None)
 
     def launch_backward(self, launch: Launch, dout: Tensor, native: Native, into: Gradients | None) -> Gradients:
         functions = _functions()

@@ -97,7 +97,10 @@ def _served(call: AttentionCall, new: Append | None = None) -> tuple[Backend | N
         with callers_state.without_autocast(call.q.device):
             return _served(call, new)
     backend = dispatch.serve(call)
-    return _forward(backend, call if new is None else call.with_query(backend.append(call, new)))
+    if new is None:
+        return _forward(backend, call)
+    result = backend.append_and_forward(call, new)
+    return (backend, result) if result is not None else _forward(backend, call.with_query(backend.append(call, new)))
 
 
 def _forward(backend: Backend, call: AttentionCall) -> tuple[Backend, Result]:

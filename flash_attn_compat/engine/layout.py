@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_compat.engine import alibi
+from flash_attn_compat.engine import alibi, capture
 from flash_attn_compat.engine.call import AttentionCall
 
 # Work that one separate computation is worth, in floating-point operations: below it, padding a few
@@ -310,22 +310,32 @@ def _key_spans(call: AttentionCall) -> Spans:
         starts, capacity = [0] * call.batch, [slots] * call.batch
         lengths = capacity
     if call.seqused_k is not None:
-        lengths = call.seqused_k.tolist()
+        lengths = _numbers("seqused_k", call.seqused_k)
         if any(not 0 <= used <= most for used, most in zip(lengths, capacity)):
             raise RuntimeError(f"seqused_k must lie between 0 and the keys each sequence has: {lengths} of {capacity}")
     if call.leftpad_k is not None:
-        leftpad = call.leftpad_k.tolist()
+        leftpad = _numbers("leftpad_k", call.leftpad_k)
         starts = [start + skipped for start, skipped in zip(starts, leftpad)]
         lengths = [max(0, length - skipped) for length, skipped in zip(lengths, leftpad)]
     return Spans(starts, lengths, table is not None or call.cu_seqlens_k is None, table, page_size)
 
 
 def _packed_spans(name: str, cu_seqlens: Tensor, total: int) -> tuple[list[int], list[int]]:
-    bounds = cu_seqlens.tolist()
+    bounds = _numbers(name, cu_seqlens)
     lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
     if bounds[0] < 0 or bounds[-1] > total or any(length < 0 for length in lengths):
         raise RuntimeError(f"{name} must rise from 0 to at most the {total} tokens of its tensor, got {bounds}")
     return bounds[:-1], lengths
+
+
+def _numbers(name: str, lengths: Tensor) -> list[int]:
+    if lengths.is_cuda and capture.is_capturing(lengths.device):
+        raise RuntimeError(
+            f"{name} lies on the GPU and would be read, which a CUDA graph that is being captured forbids: "
+            "explain() says why no backend served that leaves it there"
+        )
+    found: list[int] = lengths.tolist()
+    return found
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
