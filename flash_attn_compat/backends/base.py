@@ -13,7 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from flash_attn_compat.engine import alibi, append, dropout
+from flash_attn_compat.engine import alibi, dropout
+from flash_attn_compat.engine.append import Append, by_operators
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import DESCRIPTIONS, Feature, Traits, split
 from flash_attn_compat.engine.layout import Block, BlockPlan, Layout, whole_block
@@ -83,14 +84,14 @@ class Backend(abc.ABC):
         """Reasons that the table cannot express, such as combinations."""
         return []
 
-    def append(self, call: AttentionCall, new: append.Append) -> Tensor:
+    def append(self, call: AttentionCall, new: Append) -> Tensor:
         """Write new keys and values into call.k and call.v, the cache, in place; returns q, rotated if asked for.
 
         Comes before ``forward``, which gets the same call with the q that is returned here.
         """
-        return append.by_operators(call, new)
+        return by_operators(call, new)
 
-    def append_and_forward(self, call: AttentionCall, new: append.Append) -> Result | None:
+    def append_and_forward(self, call: AttentionCall, new: Append) -> Result | None:
         """``append`` and ``forward`` at once, where the backend has a kernel that does both for this call."""
         return None
 
