@@ -10,25 +10,27 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import importlib.util
 import pstats
 import time
 from collections.abc import Callable
 
+from typing import Any
+
 import torch
 
-from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from flash_attn_compat.flash_attn_interface import (
-    _flash_attn_backward,
-    _flash_attn_forward,
-    _flash_attn_varlen_forward,
-)
+from flash_attn_compat import flash_attn_interface, use_backend
 
 Job = Callable[[], object]
 _BATCHES, _CALLS = 600, 10
 
 
-def jobs(device: str) -> dict[str, Job]:
-    """Calls of so few tokens that a GPU has next to nothing to do."""
+def jobs(device: str, interface: Any) -> dict[str, Job]:
+    """Calls of so few tokens that a GPU has next to nothing to do; interface: ours or flash-attn's own."""
+    flash_attn_func, flash_attn_varlen_func = interface.flash_attn_func, interface.flash_attn_varlen_func
+    flash_attn_with_kvcache, _flash_attn_forward = interface.flash_attn_with_kvcache, interface._flash_attn_forward
+    _flash_attn_backward = interface._flash_attn_backward
+    _flash_attn_varlen_forward = interface._flash_attn_varlen_forward
     half, heads, dim = dict(dtype=torch.float16, device=device), 4, 64
     q, k, v, dout = (torch.randn(2, 16, heads, dim, **half) for _ in range(4))
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
@@ -67,6 +69,7 @@ def jobs(device: str) -> dict[str, Job]:
 def microseconds(job: Job, device: str) -> float:
     """Of one call, in the fastest batch: the others met somebody else on the machine."""
     fastest = float("inf")
+    job()
     for _ in range(_BATCHES):
         begin = time.perf_counter()
         for _ in range(_CALLS):
@@ -100,21 +103,35 @@ def main() -> None:
     if device == "cpu":
         _without_gpu()
     torch.set_grad_enabled(True)
-    found = jobs(device)
+    found = jobs(device, flash_attn_interface)
     if args.profile:
         profile = cProfile.Profile()
         job = found[args.profile]
-        job()
-        profile.enable()
-        for _ in range(2000):
+        with use_backend("fused"):
             job()
-        profile.disable()
+            profile.enable()
+            for _ in range(2000):
+                job()
+            profile.disable()
         pstats.Stats(profile).sort_stats("tottime").print_stats(30)
         return
+    rivals = _flash_attn(device)
     for name, job in found.items():
-        if args.only in name:
-            job()
-            print(f"{name:24} {microseconds(job, device):6.1f} us")
+        if args.only not in name:
+            continue
+        with use_backend("fused"):
+            line = f"{name:24} {microseconds(job, device):6.1f} us"
+        for rival, theirs in rivals.items():
+            line += f", {rival} {microseconds(theirs[name], device):6.1f} us"
+        print(line, flush=True)
+
+
+def _flash_attn(device: str) -> dict[str, dict[str, Job]]:
+    """The same calls by flash-attn, and by ours through it, where it is installed."""
+    if device == "cpu" or importlib.util.find_spec("flash_attn") is None:
+        return {}
+    own = importlib.import_module("flash_attn.flash_attn_interface")
+    return {"flash-attn": jobs(device, own), "ours by flash-attn": jobs(device, flash_attn_interface)}
 
 
 if __name__ == "__main__":
