@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -70,3 +71,19 @@ def _run(function: Callable[..., Any], inputs: Sequence[Any], dtype: torch.dtype
         loss = loss + (output.double() * weight.mul(8).round().div(8)).sum()
     grads = torch.autograd.grad(loss, leaves, allow_unused=True)
     return [output.detach() for output in outputs] + list(grads)
+
+
+def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Rows of one value from each axis, so few that each two values of two axes still meet in one of them."""
+    values = [list(axis) for axis in axes]
+
+    def pairs(row: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
+        return set(itertools.combinations(enumerate(row), 2))
+
+    rows = list(itertools.product(*(range(len(axis)) for axis in values)))
+    missing = set().union(*map(pairs, rows))
+    found = []
+    while missing:
+        found.append(max(rows, key=lambda row: len(pairs(row) & missing)))
+        missing -= pairs(found[-1])
+    return [tuple(axis[index] for axis, index in zip(values, row)) for row in found]

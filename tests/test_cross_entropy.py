@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn_compat.losses.cross_entropy import CrossEntropyLoss
 from flash_attn_compat.ops.triton import cross_entropy
 from flash_attn_compat.ops.triton.cross_entropy import cross_entropy_loss
+from tests.interpreters import forked_group
 from tests.support import end_worker
 
 N, V = 12, 37
@@ -275,24 +275,24 @@ def test_it_compiles_in_one_graph() -> None:
     torch.testing.assert_close(actual.grad, expected.grad)
 
 
-def _vocab_parallel_worker(rank: int, world_size: int, store: str, results: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+def _vocab_parallel_worker(rank: int, directory: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
     answers: list[tuple[Tensor, Tensor, Tensor | None]] = []
     logits, labels = problem(v=2 * V)
     labels[2] = 2 * V  # no class of any rank
-    local = logits.chunk(world_size, dim=-1)[rank]
+    local = logits.chunk(2, dim=-1)[rank]
     weight = torch.linspace(0.5, 2, N)
     for options in [*OPTIONS, {"precomputed_lse": torch.logsumexp(local, dim=-1)}]:
         x = local.clone().requires_grad_()
         losses, z_losses = cross_entropy_loss(x, labels, process_group=dist.group.WORLD, **options)
         (losses * weight).sum().backward()
         answers.append((losses.detach(), z_losses, x.grad))
-    torch.save(answers, f"{results}/{rank}.pt")
+    torch.save(answers, f"{directory}/{rank}.pt")
     end_worker()
 
 
 def test_vocab_parallel_ranks_agree_with_one_process(tmp_path: Path) -> None:
-    mp.spawn(_vocab_parallel_worker, (2, str(tmp_path / "store"), str(tmp_path)), nprocs=2)
+    forked_group(_vocab_parallel_worker, str(tmp_path))
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     logits, labels = problem(v=2 * V)
     labels[2] = 2 * V

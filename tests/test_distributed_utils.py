@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from flash_attn_compat.utils.distributed import (
@@ -20,6 +19,7 @@ from flash_attn_compat.utils.distributed import (
     reduce_scatter_raw,
     sync_shared_params,
 )
+from tests.interpreters import forked_group
 from tests.support import end_worker
 
 WORLD = 2
@@ -83,8 +83,7 @@ def _worker(rank: int, store: str) -> None:
 
 
 def test_collectives_and_their_gradients_over_two_processes(tmp_path: Path) -> None:
-    # A failing assertion in a worker fails spawn.
-    mp.spawn(_worker, (str(tmp_path / "store"),), nprocs=WORLD)
+    forked_group(_worker, str(tmp_path / "store"))
 
 
 def test_local_dimensions_add_up_and_stay_multiples() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_attn_compat import flash_attn_triton
 from flash_attn_compat.flash_attn_triton import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
-from tests.plain import check_function
+from tests.plain import check_function, pairwise
 from tests.support import randn
 
 B, H, D = 2, 3, 16
@@ -27,21 +27,18 @@ def plain(
     return torch.einsum("bhts,bshd->bthd", scores.softmax(-1).to(v.dtype), v)
 
 
-@pytest.fixture(autouse=True, params=[256, 3])
-def block_of_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that hold everything, and blocks that cut through it."""
-    monkeypatch.setattr(flash_attn_triton, "_ROWS", request.param)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("rows", [False, True])
-@pytest.mark.parametrize("shape", [None, (1, H), (B, 1), (B, H)])
-@pytest.mark.parametrize("bias_dtype", [None, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "causal", "rows", "shape", "bias_dtype", "block"),
+    pairwise(
+        (torch.float32, torch.float16, torch.bfloat16), (False, True), (False, True),
+        (None, (1, H), (B, 1), (B, H)), (None, torch.float32), (256, 3),
+    ),
+)  # fmt: skip
 def test_the_bias_is_added_to_the_scores(
-    dtype: torch.dtype, causal: bool, rows: bool, shape: tuple[int, int] | None, bias_dtype: torch.dtype | None
+    dtype: torch.dtype, causal: bool, rows: bool, shape: Any, bias_dtype: Any, block: int, monkeypatch: Any
 ) -> None:
-    """All gradients, the bias's too; a fp32 bias of half inputs is used as it is."""
+    """All gradients, the bias's too; a fp32 bias of half inputs is used as it is. Blocks that hold all and that cut."""
+    monkeypatch.setattr(flash_attn_triton, "_ROWS", block)
     for seqlen_q, seqlen_k in ((7, 7), (4, 9), (9, 4), (1, 6)):
         q, k, v = (randn(B, n, H, D, seed=s, dtype=dtype) for s, n in enumerate((seqlen_q, seqlen_k, seqlen_k)))
         bias = None

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,6 +17,7 @@ from flash_attn_compat.modules.mha import ParallelMHA, get_alibi_slopes
 from flash_attn_compat.modules.mlp import ParallelFusedMLP, ParallelGatedMlp, ParallelMLP
 from flash_attn_compat.ops.fused_dense import ColumnParallelLinear, FusedDense, FusedMLP, RowParallelLinear
 from flash_attn_compat.utils.generation import InferenceParams
+from tests.interpreters import forked_group
 from tests.plain import assert_as_good_as_plain
 from tests.support import end_worker, randn
 
@@ -326,14 +326,14 @@ def check_refusals() -> None:
 
 
 def _worker(rank: int, store: str) -> None:
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        for sequence_parallel in (True, False):
-            check_linear(dtype, sequence_parallel)
-            check_mlps(dtype, sequence_parallel)
-            check_attention(dtype, sequence_parallel)
-            check_embeddings(dtype, sequence_parallel)
+    float32, float16, bfloat16 = torch.float32, torch.float16, torch.bfloat16
+    for dtype, sequence_parallel in ((float32, True), (float32, False), (float16, True), (bfloat16, False)):
+        check_linear(dtype, sequence_parallel)
+        check_mlps(dtype, sequence_parallel)
+        check_attention(dtype, sequence_parallel)
+        check_embeddings(dtype, sequence_parallel)
+    for dtype in (float32, bfloat16):
         check_dense_with_a_group(dtype)
         check_a_batch_of_one_split_by_tokens(dtype)
     check_decoding()
@@ -342,5 +342,4 @@ def _worker(rank: int, store: str) -> None:
 
 
 def test_tensor_parallel_layers_are_the_undivided_ones(tmp_path: Path) -> None:
-    # A failing assertion in a worker fails spawn.
-    mp.spawn(_worker, (str(tmp_path / "store"),), nprocs=WORLD)
+    forked_group(_worker, str(tmp_path / "store"))

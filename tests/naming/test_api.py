@@ -6,9 +6,7 @@ import importlib
 import importlib.metadata
 import inspect
 import os
-import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,9 +15,9 @@ import torch
 import flash_attn_compat
 from flash_attn_compat import flash_attn_interface as current
 from flash_attn_compat.naming import patch, patched, unpatch
+from tests.interpreters import forked, forked_child
 from tests.support import cumulative, qkv, randn
 
-Python = Callable[..., "subprocess.CompletedProcess[str]"]
 VARIABLE = "FLASH_ATTN_COMPAT_API"
 # Signatures of flash-attn 2.6.3, without annotations.
 SIGNATURES = {
@@ -211,34 +209,30 @@ def test_unknown_interfaces_and_changes_of_mind_are_refused(monkeypatch: pytest.
         "import flash_attn.ops.triton.cross_entropy, flash_attn; m = flash_attn.ops.triton.cross_entropy",
     ],
 )
-def test_every_way_of_importing_finds_the_old_module_in_a_fresh_process(python: Python, statement: str) -> None:
+def test_every_way_of_importing_finds_the_old_module_in_a_fresh_process(statement: str) -> None:
     code = f"import flash_attn_compat as c; c.patch(api='2.6'); {statement}; print(m.__name__)"
-    answer = python("-c", code)
+    answer = forked(code)
     assert answer.stdout.startswith("flash_attn_compat.api_2_6."), answer.stderr
 
 
-def test_children_inherit_it(python: Python) -> None:
-    child = (
+@pytest.mark.usefixtures("old")
+def test_children_inherit_it() -> None:
+    answer = forked_child(
         "import importlib.metadata as m, flash_attn, flash_attn.bert_padding as b, flash_attn_compat as c;"
         "c.patch(); print(flash_attn.__version__, m.version('flash-attn'), b.__name__)"
     )
-    parent = (
-        "import subprocess, sys, flash_attn_compat as c; c.patch(api='2.6');"
-        f"print(subprocess.run([sys.executable, '-c', {child!r}], capture_output=True, text=True).stdout)"
-    )
-    answer = python("-c", parent)
     assert answer.stdout.split() == ["2.6.3", "2.6.3", "flash_attn_compat.api_2_6.bert_padding"], answer.stderr
 
 
-def test_no_operators_are_registered_as_2_6_had_none(python: Python) -> None:
+def test_no_operators_are_registered_as_2_6_had_none() -> None:
     code = (
         "import torch, flash_attn_compat as c; c.patch(api='2.6'); import flash_attn;"
         "print(hasattr(torch.ops.flash_attn, '_flash_attn_forward'))"
     )
-    assert python("-c", code).stdout.strip() == "False"
+    assert forked(code).stdout.strip() == "False"
 
 
-def test_a_real_package_is_put_aside_for_it(python: Python, tmp_path: Any) -> None:
+def test_a_real_package_is_put_aside_for_it(tmp_path: Any) -> None:
     """One that would serve 2.8 cannot serve this."""
     package = tmp_path / "flash_attn"
     package.mkdir()
@@ -253,5 +247,5 @@ def test_a_real_package_is_put_aside_for_it(python: Python, tmp_path: Any) -> No
         "print(flash_attn.__version__, m.version('flash-attn'));"
         "c.unpatch(); import flash_attn; print(flash_attn is real)"
     )
-    answer = python("-c", code)
+    answer = forked(code)
     assert answer.stdout.split() == ["2.6.3", "2.6.3", "True"], answer.stderr

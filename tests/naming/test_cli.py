@@ -8,17 +8,17 @@ import pytest
 
 import flash_attn_compat
 from flash_attn_compat import cli
+from tests.interpreters import Answer, fresh
 
 SCRIPT = """
-import json, sys
-import flash_attn
+import importlib.metadata, json, sys
 
 def fail():
     raise KeyError("a message")
 
-print(json.dumps([__name__, sys.argv[1:], sys.path[0], flash_attn.__version__]))
 if sys.argv[-1] == "fail":
     fail()
+print(json.dumps([__name__, sys.argv[1:], sys.path[0], importlib.metadata.version("flash-attn")]))
 sys.exit(7)
 """
 
@@ -30,66 +30,56 @@ def script(tmp_path):
     return path
 
 
-@pytest.fixture
-def command(python):
-    return lambda *arguments, **options: python("-m", "flash_attn_compat", *arguments, **options)
+def run(*arguments, **options) -> Answer:
+    return fresh("-m", "flash_attn_compat", "run", *arguments, **options)
 
 
-def test_a_script_runs_as_main_with_its_arguments_and_its_exit_code(command, script, tmp_path):
-    answer = command("run", str(script), "-x", "--help", "--json", cwd="/")
+def test_a_script_runs_as_main_with_its_arguments_and_its_exit_code(script, tmp_path):
+    answer = run(str(script), "-x", "--help", "--json", cwd="/")
     assert answer.returncode == 7, answer.stderr
     assert json.loads(answer.stdout) == ["__main__", ["-x", "--help", "--json"], str(tmp_path), "2.8.3"]
 
 
-def test_a_module_runs_as_main_from_the_current_directory(command, script, tmp_path):
-    answer = command("run", "-m", "job", "--flag", cwd=tmp_path)
+def test_a_module_runs_as_main_from_the_current_directory(script, tmp_path):
+    answer = run("-m", "job", "--flag", cwd=tmp_path)
     assert answer.returncode == 7, answer.stderr
     assert json.loads(answer.stdout) == ["__main__", ["--flag"], str(tmp_path), "2.8.3"]
 
 
-def test_a_traceback_is_that_of_a_direct_run(command, python, script, tmp_path):
-    (tmp_path / "flash_attn.py").write_text("__version__ = '2.8.3'\n")
-    direct = python(str(script), "fail")
-    (tmp_path / "flash_attn.py").unlink()
-    under = command("run", str(script), "fail")
-    assert under.returncode == direct.returncode == 1
-    assert under.stderr == direct.stderr and "KeyError: 'a message'" in under.stderr
+def test_what_fails_fails_as_in_a_direct_run(script):
+    for arguments in ((str(script), "fail"), ("/not/there.py",)):
+        under, direct = run(*arguments), fresh(*arguments)
+        assert under.returncode == direct.returncode > 0 and under.stderr == direct.stderr != ""
 
 
-def test_a_missing_script_fails_as_the_interpreter_does(command, python):
-    under, direct = command("run", "/not/there.py"), python("/not/there.py")
-    assert (under.returncode, under.stderr) == (direct.returncode, direct.stderr)
-
-
-def test_children_of_the_script_are_served(command, tmp_path):
+def test_children_of_the_script_are_served(tmp_path):
     path = tmp_path / "parent.py"
     path.write_text("import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', 'import flash_attn']))")
-    assert command("run", str(path)).returncode == 0
+    assert run(str(path)).returncode == 0
+
+
+def stopped(arguments: list[str]) -> int | str | None:
+    """The exit code of a command line that does nothing."""
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    return stop.value.code
 
 
 @pytest.mark.parametrize("arguments", [["run"], [], ["no-such-command"], ["install", "--no-such-option"]])
-def test_wrong_usage_exits_with_2(command, arguments):
-    answer = command(*arguments)
-    assert answer.returncode == 2 and "usage" in answer.stderr
+def test_wrong_usage_exits_with_2(arguments, capsys):
+    assert stopped(arguments) == 2 and "usage" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["doctor", "-h"]])
-def test_help_is_printed_and_exits_with_0(command, arguments):
-    answer = command(*arguments)
-    assert answer.returncode == 0 and "usage: flash-attn-compat" in answer.stdout
+@pytest.mark.parametrize("command", [[], ["install"], ["uninstall"], ["run"], ["doctor"], ["compile"]])
+def test_help_says_what_a_command_does(command, capsys):
+    assert stopped([*command, "--help"]) == 0
+    usage, says, *_ = capsys.readouterr().out.split("\n\n")
+    assert usage.startswith("usage: flash-attn-compat") and says.endswith(".") and "  " not in says
 
 
-def test_the_version_is_told(command):
-    answer = command("--version")
-    assert (answer.returncode, answer.stdout) == (0, f"flash-attn-compat {flash_attn_compat.__version__}\n")
-
-
-@pytest.mark.parametrize("name", ["install", "uninstall", "run", "doctor", "compile"])
-def test_each_command_says_in_its_help_what_it_does(name, capsys):
-    with pytest.raises(SystemExit):
-        cli.main([name, "--help"])
-    paragraphs = capsys.readouterr().out.split("\n\n")
-    assert paragraphs[1].endswith(".") and "  " not in paragraphs[1]
+def test_the_version_is_told(capsys):
+    assert stopped(["--version"]) == 0
+    assert capsys.readouterr().out == f"flash-attn-compat {flash_attn_compat.__version__}\n"
 
 
 @pytest.mark.parametrize("arguments", [["run", "-m", "this"], ["doctor"]], ids=lambda arguments: arguments[0])

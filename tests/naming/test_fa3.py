@@ -14,6 +14,7 @@ import torch
 import flash_attn_compat
 from flash_attn_compat import fa3
 from flash_attn_compat import flash_attn_interface as fa2
+from tests.interpreters import fresh
 
 NAME = "flash_attn_interface"
 
@@ -22,7 +23,7 @@ def qkv(seqlen_q=5, seqlen_k=5):
     return torch.randn(2, seqlen_q, 4, 8), torch.randn(2, seqlen_k, 2, 8), torch.randn(2, seqlen_k, 2, 8)
 
 
-def test_the_name_is_there_only_where_it_is_asked_for(python):
+def test_the_name_is_there_only_where_it_is_asked_for():
     look = "import importlib.util; print(importlib.util.find_spec('flash_attn_interface') is not None)"
     before = list(sys.path), os.environ.get("PYTHONPATH")
     flash_attn_compat.patch()
@@ -31,7 +32,7 @@ def test_the_name_is_there_only_where_it_is_asked_for(python):
     module = importlib.import_module(NAME)
     assert module.flash_attn_func is fa3.flash_attn_func
     assert importlib.metadata.packages_distributions()[NAME] == ["flash-attn-3"]
-    assert python("-c", look, PYTHONPATH=os.environ["PYTHONPATH"]).stdout == "True\n"
+    assert fresh("-c", look, PYTHONPATH=os.environ["PYTHONPATH"]).stdout == "True\n"
     flash_attn_compat.unpatch()
     assert importlib.util.find_spec(NAME) is None and NAME not in sys.modules
     assert (list(sys.path), os.environ.get("PYTHONPATH")) == before

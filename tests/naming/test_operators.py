@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flash_attn_compat import flash_attn_interface as ours
 from flash_attn_compat.naming import patch
+from tests.interpreters import forked
 from tests.support import cumulative, qkv, randn
 
 # What torch.library infers from flash-attn 2.8.3's functions, and num_splits from those of its head.
@@ -197,9 +198,8 @@ IN_A_PROCESS = {
 
 
 @pytest.mark.parametrize("case", IN_A_PROCESS)
-def test_registration(case: str, python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    code = "\n".join(line.removeprefix(" " * 8) for line in IN_A_PROCESS[case].splitlines())
-    done = python("-W", "ignore", "-c", code)
+def test_registration(case: str) -> None:
+    done = forked(textwrap.dedent(IN_A_PROCESS[case]))
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -11,6 +11,7 @@ import pytest
 import flash_attn_compat
 from flash_attn_compat.naming import patch
 from flash_attn_compat.naming.install import install, uninstall
+from tests.interpreters import forked
 
 # What FlashAttention 4's distribution may ship above flash_attn/cute: nothing, or flash-attn's own way to share.
 TOPS = {"nothing": None, "a shared package": "__path__ = __import__('pkgutil').extend_path(__path__, __name__)\n"}
@@ -56,11 +57,11 @@ def test_what_we_lack_is_not_taken_from_a_broken_flash_attn(elsewhere):
         importlib.import_module("flash_attn.flash_blocksparse_attention")
 
 
-def test_an_installation_shares_a_directory_with_another_distribution(tmp_path, python):
+def test_an_installation_shares_a_directory_with_another_distribution(tmp_path):
     put(tmp_path, None, cute="answer = 4\n")
     install(tmp_path)
     script = "import flash_attn, flash_attn.cute; print(flash_attn.__version__, flash_attn.cute.answer)"
-    found = python("-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {script}")
+    found = forked(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {script}")
     assert found.stdout.split() == ["2.8.3", "4"], found.stderr
     uninstall(tmp_path)
     kept = [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.py")]

@@ -12,6 +12,7 @@ import pytest
 
 from flash_attn_compat.installed import SITE
 from flash_attn_compat.naming import patch, patched, unpatch
+from tests.interpreters import forked_child
 
 
 def state() -> tuple:
@@ -149,14 +150,10 @@ def test_functions_imported_while_patched_keep_working():
     assert flash_attn_func(q, q, q).shape == q.shape
 
 
-def test_a_child_of_a_patched_process_can_patch_and_unpatch_itself(python):
-    inner = (
+def test_a_child_of_a_patched_process_can_patch_and_unpatch_itself():
+    patch()
+    answer = forked_child(
         "import flash_attn_compat.naming as n, flash_attn; n.patch(); n.unpatch(); import flash_attn;"
         "print(flash_attn.__version__)"
     )
-    outer = (
-        "import subprocess, sys; import flash_attn_compat.naming as n; n.patch();"
-        f"sys.exit(subprocess.call([sys.executable, '-c', {inner!r}]))"
-    )
-    answer = python("-c", outer)
     assert (answer.returncode, answer.stdout.strip()) == (0, "2.8.3"), answer.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.naming import patch, unpatch
+from tests.interpreters import forked, forked_child
 from tests.plain import check_function
 from tests.support import cumulative, randn
 
@@ -61,7 +61,7 @@ def test_without_being_asked_nothing_changes() -> None:
 
 
 @pytest.mark.usefixtures("served")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, (-1, 0), (2, 0), (1, 2)])
 def test_values_and_gradients(dtype: torch.dtype, window: tuple[int, int] | None) -> None:
     """Causal, which is a window of (-1, 0) here, and sliding windows."""
@@ -157,13 +157,13 @@ CALL = (
 )
 
 
-@pytest.mark.parametrize("how", ["before its import", "in children", "by the variable"])
-def test_it_is_served_wherever_it_is_imported(how: str, python: Callable[..., Any]) -> None:
-    ask = "import flash_attn_compat as c; c.patch(varlen_attn=True);"
-    if how == "before its import":
-        answer = python("-c", ask + CALL)
-    elif how == "in children":
-        answer = python("-c", f"{ask} import subprocess, sys; subprocess.run([sys.executable, '-c', {CALL!r}])")
-    else:
-        answer = python("-c", "import flash_attn_compat as c; c.patch();" + CALL, FLASH_ATTN_COMPAT_VARLEN_ATTN="1")
+@pytest.mark.parametrize("variables", [{}, {"FLASH_ATTN_COMPAT_VARLEN_ATTN": "1"}], ids=["asked", "by the variable"])
+def test_it_is_served_where_it_is_imported_later(variables: dict[str, str]) -> None:
+    answer = forked(f"import flash_attn_compat as c; c.patch(varlen_attn={not variables}); {CALL}", **variables)
+    assert answer.stdout.strip() == "16.0", answer.stderr
+
+
+@pytest.mark.usefixtures("served")
+def test_it_is_served_in_children() -> None:
+    answer = forked_child(CALL)
     assert answer.stdout.strip() == "16.0", answer.stderr

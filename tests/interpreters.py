@@ -1,0 +1,109 @@
+"""Interpreters for what a test needs a fresh one for.
+
+A new one takes two seconds of a core to import PyTorch. `forked` and `forked_group` run code in copies of one that has:
+nothing of ours and no client was imported there before.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = str(Path(__file__).resolve().parents[1])
+Answer = subprocess.CompletedProcess[str]
+_OURS = {"PYTHONPATH": REPOSITORY, "OMP_NUM_THREADS": "1"}
+_AT_FIRST = dict(os.environ)  # before any test has patched anything
+# Each line of its input is a list of codes to run at once, with their files for output and errors, and variables.
+_PARENT = """
+import json, os, signal, sys, traceback, types
+import torch, torch._dynamo
+torch.set_num_threads(1)
+
+def run(code, out, error, variables):
+    signal.alarm(120)
+    for number, path in enumerate((os.devnull, out, error)):
+        os.dup2(os.open(path, os.O_RDWR), number)
+    os.environ.update(variables)
+    sys.argv = ["-c"]
+    sys.modules["__main__"] = main = types.ModuleType("__main__")
+    try:
+        exec(compile(code, "<string>", "exec"), vars(main))
+    except SystemExit as stop:
+        return stop.code or 0
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+for line in sys.stdin:
+    children = []
+    for request in json.loads(line):
+        children.append(os.fork())
+        if not children[-1]:
+            status = run(*request)
+            sys.stdout.flush()
+            os._exit(status)
+    codes = {}
+    while len(codes) < len(children):
+        child, status = os.wait()
+        codes[child] = os.waitstatus_to_exitcode(status)
+        for other in children if codes[child] else ():
+            if other not in codes:
+                os.kill(other, signal.SIGKILL)  # it would wait for the one that failed
+    print(json.dumps([codes[child] for child in children]), flush=True)
+"""
+
+
+def fresh(*arguments: str, cwd: Path | str | None = None, **variables: str) -> Answer:
+    """A new interpreter with arguments; the package is importable there."""
+    command = [sys.executable, *arguments]
+    env = {**os.environ, **_OURS, **variables}
+    return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+def forked(code: str, **variables: str) -> Answer:
+    """``fresh("-W", "ignore", "-c", code)``, but that PyTorch is imported already and nothing runs at exit."""
+    return _at_once([code], variables)[0]
+
+
+def forked_child(code: str) -> Answer:
+    """``forked`` as a child that this process starts now: its variables, and its path with the sitecustomize there."""
+    start = "import os, sys; sys.path[1:2] = os.environ['PYTHONPATH'].split(os.pathsep); import sitecustomize\n"
+    return _at_once([start + code], dict(os.environ))[0]
+
+
+def forked_group(function: Callable[..., object], *arguments: Any, world: int = 2) -> None:
+    """function(rank, *arguments) of a test module in as many processes at once; what fails there fails here."""
+    call = f"from {function.__module__} import {function.__name__} as run"
+    answers = _at_once([f"{call}; run({rank}, *{arguments!r})" for rank in range(world)], {})
+    assert not any(answer.returncode for answer in answers), "\n".join(answer.stderr for answer in answers)
+
+
+def _at_once(codes: list[str], variables: dict[str, str]) -> list[Answer]:
+    with tempfile.TemporaryDirectory() as directory:
+        files = [[Path(directory, f"{kind}{index}") for kind in ("out", "error")] for index in range(len(codes))]
+        for file in (file for pair in files for file in pair):
+            file.touch()
+        requests = [[code, *map(str, pair), variables] for code, pair in zip(codes, files)]
+        parent = _parent()
+        assert parent.stdin is not None and parent.stdout is not None
+        parent.stdin.write(json.dumps(requests) + "\n")
+        parent.stdin.flush()
+        statuses = json.loads(parent.stdout.readline())
+        told = [[file.read_text() for file in pair] for pair in files]
+    return [Answer(code, status, *texts) for code, status, texts in zip(codes, statuses, told)]
+
+
+@functools.cache
+def _parent() -> subprocess.Popen[str]:
+    """Ends with its standard input, which is to say with this process."""
+    command = [sys.executable, "-W", "ignore", "-c", _PARENT]
+    env = {**_AT_FIRST, **_OURS}
+    return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
