@@ -16,7 +16,7 @@ from tests.support import check_refused_in_one_line
 from verify.cli import main
 from verify.difference import first_place, gap, heat_map, texture, which
 from verify.inputs import draw, recipe
-from verify.locate import Located, locate
+from verify.locate import Located, heat_table, locate
 from verify.planted import right
 from verify.probe import Candidate, Setting, key_weights, statistics
 
@@ -292,12 +292,17 @@ def test_the_heat_map_holds_the_largest_error_of_each_head_and_row_bin():
     assert values[2, 23] == 5.0 and values[0, 0] == torch.inf and (values > 0).sum() == 2
 
 
-def test_the_heat_map_is_drawn_as_png_and_in_characters(tmp_path, capsys):
-    picture = tmp_path / "a.png"
-    assert main(["locate", "verify.planted:maximum_without_tile_offset", *SMALL, "--plot", str(picture)]) == 1
-    assert picture.read_bytes().startswith(b"\x89PNG")
+def test_the_heat_map_is_shown_in_characters(capsys):
+    assert main(["locate", "verify.planted:maximum_without_tile_offset", *SMALL]) == 1
     # two rows in each character: query tile 0 is 16 of them
     assert "·" * 16 + "█" * 32 in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "shade"), [(0.0, "·"), (1.0, "·"), (5.0, "░"), (50.0, "▒"), (500.0, "▓"), (1e4, "█"), (torch.inf, "█")]
+)
+def test_each_shade_of_the_heat_map_is_ten_times_worse(error, shade):
+    assert heat_table([[error]], 1.0, 1).rows == [("0", shade)]
 
 
 def test_the_printed_recipe_gives_the_inputs(capsys):
@@ -348,7 +353,6 @@ not_a_function = 3
         (["verify.planted:right", "--heads", "3", "--heads-k", "2"], "must be a multiple of --heads-k"),
         (["verify.planted:right", "--n", "100000"], "GiB"),
         (["verify.planted:right", "--atol", "-1"], "must be a number of at least 0"),
-        (["verify.planted:right", "--plot", "a.jpg"], "ends in .png"),
         (["verify.planted:right", "--json", "/no/such/folder/a.json"], "there is no folder"),
         ([], "required: A"),
     ],

@@ -11,35 +11,38 @@ from pathlib import Path
 
 import pytest
 
-from verify import report
+from verify import bench_report, report
 from verify.cli import main
 from verify.page import to_html
-from verify.report_facts import WORKAROUNDS, answers, forced_capability, machine, speed, typical
 from verify.tables import Report, Table
 
 ENVIRONMENT = {"device cpu": "A Processor, 2 threads", "torch": "2.13.0", "date": "2026-11-21 00:00 UTC"}
 
 
-def check(error=1e-4, bound=1e-3, ok=True, quantity="out"):
-    return {"quantity": quantity, "against": "fp64", "error": error, "bound": bound, "counts": True, "ok": ok}
+def check(error=1e-4, bound=1e-3, note=""):
+    return {"quantity": "out", "against": "fp64", "error": error, "bound": bound, "note": note, "ok": not note}
 
 
 def answer(case="causal", implementation="chunked", verdict="pass", **other):
     return {
-        "case": case, "function": "flash_attn_func", "implementation": implementation, "device": "cpu", "note": "",
-        "recorded": True, "refused": verdict == "not supported", "bypassed": False, "verdict": verdict,
-        "checks": [] if verdict == "not supported" else [check()], **other,
+        "case": case, "function": "flash_attn_func", "dtype": "fp16", "implementation": implementation,
+        "device": "cpu", "note": "", "recorded": True, "refused": verdict == "not supported", "bypassed": False,
+        "verdict": verdict, "checks": [] if verdict == "not supported" else [check()], **other,
     }  # fmt: skip
 
 
-def timed(contestant="default", ours=True, ms=2.0, mib=1.0, workload="small", **other):
+def timed(contestant="default", ours=True, ms=2.0, **other):
+    def timing(value):
+        return {"median_ms": value, "low_ms": value, "high_ms": value, "readings": 3}
+
     return {
-        "workload": workload, "contestant": contestant, "ours": ours, "served_by": "sdpa" if ours else "",
-        "forward": {"median_ms": ms}, "both": {"median_ms": 3 * ms}, "memory_mib": mib,
-        "verdict": {"ok": True, "ratio": 0.5}, "failed": False, **other,
+        "workload": "small", "contestant": contestant, "ours": ours, "served_by": "sdpa" if ours else "",
+        "forward": timing(ms), "both": timing(3 * ms), "memory_mib": 1.0, "failed": False,
+        "verdict": {"ok": True, "ratio": 0.5, "quantity": "out", "note": ""}, **other,
     }  # fmt: skip
 
 
+WRONG_WHEN_TIMED = {"ok": False, "ratio": 9.0, "quantity": "out", "note": ""}
 COMPARED = {
     "environment": ENVIRONMENT,
     "rows": [
@@ -52,14 +55,23 @@ COMPARED = {
 }
 BENCHED = {
     "environment": {**ENVIRONMENT, "dtype": "float32"},
-    "workloads": {"small": "2 x 64, 2 heads, head_dim 64"},
     "rows": [
         timed(),
-        timed("chunked", ms=5.0),
-        timed("pad_sdpa", False, ms=8.0, mib=4.0),
-        timed("plain", False, ms=1.0, mib=40.0),
+        timed("pad_sdpa", False, ms=8.0),
+        timed("plain", False, ms=1.0),
         timed("sdpa", forward=None, both=None, verdict=None),
     ],
+}
+LOCATED = {
+    "environment": ENVIRONMENT,
+    "kernels": [{"name": "mine:kernel"}, {"name": "theirs:kernel"}],
+    "same": False,
+    "tolerance": 1e-6,
+    "share": 0.5,
+    "texture": "whole tiles",
+    "first": {"batch": 0, "head": 1, "row": 64, "channel": 0, "query_tile": 1, "key_tile": 1},
+    "findings": {"A": ["query tile 0 is right", "=> the running maximum"]},
+    "heat_map": {"rows_per_cell": 32, "values": [[0.0, 0.0, 0.0, 0.0], [0.0, 1e-7, 2e-5, None]]},
 }
 
 
@@ -75,35 +87,19 @@ def saved(folder: Path, name: str, data) -> str:
     return str(path)
 
 
-def written(tmp_path, compared=COMPARED, benched=BENCHED, *more: str) -> tuple[int, str]:
-    """The exit code and the page made of these runs; heat maps from a saved run, which costs nothing."""
+def written(tmp_path, compared=COMPARED, benched=BENCHED) -> tuple[int, str]:
+    """The exit code and the page made of these runs."""
     output = tmp_path / "r.html"
-    located = saved(tmp_path, "l.json", LOCATED)
-    code = main(
-        ["report", "--compare", saved(tmp_path, "c.json", compared), "--bench", saved(tmp_path, "b.json", benched),
-         "--locate", located, "-o", str(output), *more]
-    )  # fmt: skip
+    runs = [["--compare", saved(tmp_path, "c.json", compared)], ["--bench", saved(tmp_path, "b.json", benched)],
+            ["--locate", saved(tmp_path, "l.json", LOCATED)]]  # fmt: skip
+    code = main(["report", *itertools.chain(*runs), "-o", str(output)])
     return code, output.read_text(encoding="utf-8")
-
-
-LOCATED = {
-    "environment": ENVIRONMENT,
-    "kernels": [{"name": "mine:kernel"}, {"name": "theirs:kernel"}],
-    "same": False,
-    "tolerance": 1e-6,
-    "share": 0.5,
-    "texture": "whole tiles",
-    "first": {"batch": 0, "head": 1, "row": 64, "channel": 0, "query_tile": 1, "key_tile": 1},
-    "findings": {"A": ["query tile 0 is right", "=> the running maximum"]},
-    "block_rows": 64,
-    "heat_map": {"rows_per_cell": 32, "values": [[0.0, 0.0, 0.0, 0.0], [0.0, 1e-7, 1e-3, None]]},
-}
 
 
 class Reader(HTMLParser):
     """Checks that tags are closed, and collects the text and what would be fetched."""
 
-    VOID = frozenset({"meta", "br", "img", "input"})
+    VOID = frozenset({"meta", "input"})
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -115,7 +111,7 @@ class Reader(HTMLParser):
     def handle_starttag(self, tag, attrs):
         if tag not in self.VOID:
             self.open.append(tag)
-        self.fetched += [value for name, value in attrs if name in ("src", "href") and not value.startswith("data:")]
+        self.fetched += [value for name, value in attrs if name in ("src", "href")]
 
     def handle_endtag(self, tag):
         assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
@@ -125,135 +121,78 @@ class Reader(HTMLParser):
             self.words += data
 
 
-def test_the_page_is_well_formed_and_fetches_nothing(tmp_path):
+def test_the_page_is_well_formed_fetches_nothing_and_says_what_the_runs_say(tmp_path):
     code, text = written(tmp_path)
     reader = Reader(text)
     assert code == 0
     assert reader.open == [] and reader.fetched == []
     assert not re.search(r"https?:|@import|url\(|<script src|<link", text)
-    assert '<meta name="viewport" content="width=device-width' in text
-
-
-def test_the_page_says_the_verdicts_speed_memory_machine_and_commands(tmp_path):
-    _, text = written(tmp_path)
-    words = Reader(text).words
     for part in (
-        "All 3 answers are right",
+        "PASS: 3 of 3 answers right",
         "A Processor, 2 threads",
-        "2 of 2",
-        "80%",  # the worst answer, of its bound
-        "official (flash-attn is not installed)",
-        "small (2 x 64, 2 heads, head_dim 64)",
+        "out 8.0e-04 (0.80)",  # the worst answer, of its bound
+        "official on cpu: no case ran (flash-attn is not installed)",
+        "geometric mean to the fastest way without it: forward 0.500",
+        "It was slower than what people use without flash-attn (0.5 to 0.5 times its speed)",
+        "mine:kernel against theirs:kernel: 50% of the elements differ, in whole tiles, the first at batch 0, head 1",
+        "=> the running maximum".removeprefix("=> "),
+        "··▒█",  # the heat map's second head
         "saved run c.json",
         "2026-11-21 00:00 UTC",
     ):
-        assert part in words, part
+        assert part in reader.words, part
 
 
-def test_the_paragraph_for_everyone_counts_exercises_once_and_names_the_spread(tmp_path):
-    words = Reader(written(tmp_path)[1]).words
-    assert "2 exercises whose right answers are known, 1 of them answered by flash-attn itself beforehand" in words
-    assert "in the 2 ways it has of computing here, 3 answers in all" in words
-    assert "the one furthest off used 80% of the error that is allowed" in words
-    assert "it was slower than the fastest of the ways that people use without flash-attn (0.5 to 0.5 times" in words
-
-
-def test_ours_is_held_against_the_fastest_rival_that_is_right(tmp_path):
-    (pair,) = speed(BENCHED).against(WORKAROUNDS)
-    assert (pair.rival, pair.times_as_fast, pair.memory_share) == ("plain attention", 0.5, 1.0 / 40.0)
-    wrong = changed(BENCHED, 3, verdict={"ok": False, "ratio": 9.0})
-    (pair,) = speed(wrong).against(WORKAROUNDS)
-    assert (pair.rival, pair.times_as_fast, pair.memory_share) == ("padding + SDPA", 4.0, 0.25)
-    words = Reader(written(tmp_path, COMPARED, wrong)[1]).words
-    assert "4.00 x" in words and "25%" in words and "0.50 x" not in words
-
-
-def test_a_wrong_answer_turns_the_page_red_and_the_exit_code_1(tmp_path):
-    wrong = changed(COMPARED, 2, verdict="FAIL", checks=[check(5e-3, ok=False)])
-    code, text = written(tmp_path, wrong)
-    words = Reader(text).words
-    assert code == 1
-    assert "2 of 3 answers are right" in words and "All 3" not in words
-    assert "flash_attn_func: window" in words and "chunked: out is off by 5.0e-03, allowed is 1.0e-03" in words
-    assert "1 was wrong, so do not rely on it here" in words
-
-
-def test_an_error_that_is_no_number_and_an_exception_are_shown(tmp_path):
-    wrong = changed(COMPARED, 0, verdict="FAIL", checks=[check("nan", ok=False)])
-    wrong = changed(wrong, 1, verdict="FAIL", checks=[], note="ZeroDivisionError: planted")
-    code, text = written(tmp_path, wrong)
-    assert code == 1
-    assert "out is off by nan" in text and "ZeroDivisionError: planted" in text and "&gt;100x" in text
-
-
-def test_nothing_that_ran_is_no_success(tmp_path):
-    none = {**COMPARED, "rows": COMPARED["rows"][3:]}
-    code, text = written(tmp_path, none)
-    assert code == 1 and "No case ran here" in text
-
-
-def test_a_wrong_timed_answer_fails_the_page_and_has_no_speed(tmp_path):
-    code, text = written(tmp_path, COMPARED, changed(BENCHED, 0, verdict={"ok": False, "ratio": 9.0}))
-    assert code == 1
-    assert "Wrong or failed while timed: small: default" in text and "0.50 x" not in text
-
-
-def test_the_real_flash_attn_comes_before_the_workaround(tmp_path):
-    both = copy.deepcopy(BENCHED)
-    both["rows"].append(timed("official", False, ms=1.0, mib=1.0))
-    words = Reader(written(tmp_path, COMPARED, both)[1]).words
-    assert "it was slower than flash-attn (0.5 to 0.5 times its speed" in words
-    assert words.index("Beside flash-attn") < words.index("Beside the fastest way without it")
-
-
-def test_our_backend_named_official_is_not_taken_for_a_rival():
-    ours = copy.deepcopy(BENCHED)
-    ours["rows"].append(timed("official", True, ms=1.0))
-    assert speed(ours).against(("official",)) == []
+@pytest.mark.parametrize(
+    ("compared", "benched", "parts"),
+    [
+        (changed(COMPARED, 2, verdict="FAIL", checks=[check(5e-3, note="error 5.0e-03")], note="out error 5.0e-03"),
+         BENCHED, ["FAIL: 2 of 3 answers right", "out error 5.0e-03", "do not rely on it here"]),
+        (changed(COMPARED, 0, verdict="FAIL", checks=[check("nan", note="x")]), BENCHED, ["out nan (inf)"]),
+        (changed(COMPARED, 1, verdict="FAIL", checks=[], note="ZeroDivisionError: planted"), BENCHED, ["planted"]),
+        ({**COMPARED, "rows": COMPARED["rows"][3:]}, BENCHED, ["no case ran on any backend"]),
+        (COMPARED, changed(BENCHED, 0, verdict=WRONG_WHEN_TIMED),
+         ["FAIL: wrong or failed while timed: small: default"]),
+    ],
+    ids=["wrong", "no number", "raised", "nothing ran", "wrong when timed"],
+)  # fmt: skip
+def test_whatever_is_wrong_turns_the_page_red_and_the_exit_code_1(compared, benched, parts, tmp_path):
+    code, text = written(tmp_path, compared, benched)
+    assert code == 1 and '<p class="verdict FAIL">FAIL' in text
+    assert all(part in Reader(text).words for part in parts)
 
 
 def test_a_forced_capability_is_said(tmp_path):
     forced = {**COMPARED, "environment": {**ENVIRONMENT, "settings": "FLASH_ATTN_COMPAT_CAPABILITY=7.5"}}
     assert "capability was forced" in written(tmp_path, forced)[1]
     assert "capability was forced" not in written(tmp_path)[1]
-    assert forced_capability({"device cuda": "H200, capability 9.0 treated as 7.5 (forced)"})
+    assert report.forced_capability({"device cuda": "H200, capability 9.0 treated as 7.5 (forced)"})
 
 
 def test_names_from_a_file_cannot_become_markup(tmp_path):
     evil = changed(COMPARED, 0, implementation="<script>alert(1)</script>")
-    evil_bench = changed(BENCHED, 2, contestant="<img src=x>")
-    text = written(tmp_path, evil, evil_bench)[1]
+    text = written(tmp_path, evil, changed(BENCHED, 1, contestant='"><img src=x>'))[1]
     assert "<script>alert" not in text and "<img src=x" not in text and "&lt;script&gt;" in text
 
 
-def test_a_saved_heat_map_is_drawn_and_explained(tmp_path):
-    text = written(tmp_path)[1]
-    assert text.count('src="data:image/png;base64,iVBOR') == 1
-    assert "50% of the elements differ, in whole tiles, the first at batch 0, head 1, row 64, channel 0" in text
-    assert "What locate makes of it: the running maximum" in text
-
-
 def test_without_saved_runs_quick_ones_are_made(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(report, "QUICK_COMPARE", ("--quick", "-k", "varlen_paged"))
-    monkeypatch.setattr(report, "QUICK_WORKLOADS", "cross_short_q")
+    monkeypatch.setitem(report.QUICK, report.compare, ["compare", "--quick", "-k", "varlen_paged"])
+    monkeypatch.setitem(report.QUICK, report.bench, ["bench", "--only", "cross_short_q", "--repeats", "1"])
     output = tmp_path / "r.html"
     assert main(["report", "--device", "cpu", "-o", str(output)]) == 0
     text = output.read_text(encoding="utf-8")
-    reader = Reader(text)
-    assert reader.open == [] and reader.fetched == []
-    assert "cross_short_q" in text and "python -m verify bench --device cpu --only cross_short_q" in text
-    assert text.count('src="data:image/png;base64,iVBOR') == 2
-    assert "For comparison: a planted mistake" in text and "What locate makes of it: the running maximum m" in text
+    assert Reader(text).open == [] and Reader(text).fetched == []
+    assert "python -m verify bench --only cross_short_q --repeats 1 --device cpu" in text
     assert "flash_attn_compat:flash_attn_func against verify.backend:reference: no element differs" in text
     assert f"wrote {output.name}" in capsys.readouterr().out.replace("\n", "").replace(f"{tmp_path}/", "")
 
 
-def test_a_bench_of_nobody_else_still_makes_a_page():
-    alone = {**BENCHED, "rows": BENCHED["rows"][:2]}
-    facts = speed(alone)
-    assert facts.against(WORKAROUNDS) == [] and typical([]) != typical([])  # NaN
-    text = to_html(report.report(answers(COMPARED), facts, ENVIRONMENT, []))
-    assert Reader(text).open == [] and "nan" not in Reader(text).words
+def test_a_run_that_an_earlier_version_saved_is_still_read(tmp_path):
+    """Its checks said whether they count, its rows not whether they failed."""
+    old = changed(COMPARED, 0, checks=[{**check(), "counts": True, "widest_bound": 1.0}])
+    assert written(tmp_path, old)[0] == 0
+    rows = bench_report.load(Path(saved(tmp_path, "b.json", BENCHED))).rows
+    assert rows[0].verdict.ok and rows[0].forward.median_ms == 2.0 and rows[3].verdict is None
 
 
 def test_the_verdict_comes_first_then_the_short_tables_then_the_folded_ones():
@@ -265,21 +204,22 @@ def test_the_verdict_comes_first_then_the_short_tables_then_the_folded_ones():
     assert places == sorted(places)
     assert '51 rows, <span class="FAIL">1 FAIL</span>' in text and '<td data-label="verdict" class="FAIL">' in text
     assert 'id="filter"' in text and "max-width: 40rem" in text
+    assert '<meta name="viewport" content="width=device-width' in text
 
 
 def test_accelerators_come_first_in_the_machine_line():
-    assert machine({"device cpu": "a CPU", "device cuda": "a GPU"}) == "a GPU; a CPU"
+    assert report.machine({"device cpu": "a CPU", "device cuda": "a GPU"}) == "a GPU; a CPU"
 
 
 @pytest.mark.parametrize(
     ("option", "content", "part"),
     [
         ("--compare", None, "cannot read"),
-        ("--compare", "not json", "is no JSON file"),
+        ("--compare", "not json", "is not a file that `python -m verify compare --json` wrote"),
         ("--compare", "[]", "is not a file that `python -m verify compare --json` wrote"),
         ("--compare", BENCHED, "is not a file that `python -m verify compare --json` wrote"),
         ("--bench", COMPARED, "is not a file that `python -m verify bench --json` wrote"),
-        ("--compare", changed(COMPARED, 0, checks=[{"ok": True}]), "is not as this version writes it"),
+        ("--compare", changed(COMPARED, 0, checks=[{"ok": True}]), "is not a file that `python -m verify compare"),
         ("--locate", BENCHED, "is not a file that `python -m verify locate --json` wrote"),
     ],
 )
@@ -297,7 +237,7 @@ def test_a_file_of_another_kind_ends_in_one_line_and_exit_code_2(option, content
     ("arguments", "part"),
     [
         (["--device", "tpu"], "no device 'tpu' here"),
-        (["-o", "/no/such/folder/r.html"], "there is no such folder"),
+        (["-o", "/no/such/folder/r.html"], "there is no folder"),
         (["-o", "/"], "it is a folder"),
     ],
 )

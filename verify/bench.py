@@ -22,7 +22,7 @@ from verify.environment import checked_devices, describe
 from verify.errors import UsageError
 from verify.graphs import add_graphs
 from verify.inputs import positive
-from verify.output import add_output_arguments, check_output_arguments, console, deliver, progress_bar, show
+from verify.output import add_output_arguments, check_output_arguments, console, deliver, progress_bar
 from verify.promises import judged
 from verify.tables import COLOURS, Report
 from verify.timing import DeviceLost
@@ -140,16 +140,14 @@ def main(arguments: argparse.Namespace) -> int:
     bad = [what for what, there in (("wrong", wrong), ("slower", regressed), ("unfinished", lost)) if there]
     lines.append(f"FAIL: {', '.join(bad)}" if bad else "PASS: every answer of ours is right")
 
-    # The terminal has seen every row already.
-    show(Report("verify bench", environment, summary, lines, not bad), terminal)
     data = {
         "rows": [row.to_json() for row in rows],
         "workloads": {workload.name: workload.describe() for workload in plan.workloads},
         "host_microseconds": host_us,
         "promises": promises,
     }
-    full = Report("verify bench", environment, [*summary, tables.detail_table(rows)], lines, not bad)
-    deliver(full, data, arguments, Console(quiet=True))
+    summary.append(tables.detail_table(rows))
+    deliver(Report("verify bench", environment, summary, lines, not bad), data, arguments, terminal)
     return 1 if bad else 0
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verify import output
 from verify.bench_run import Row
 from verify.contestants import FLASH, WORKAROUNDS
-from verify.errors import UsageError
 from verify.tables import Table
 from verify.timing import Timing, geometric_mean
 from verify.workloads import DECODE
@@ -105,13 +104,7 @@ def remarks(row: Row) -> str:
 
 def detail_table(rows: Sequence[Row]) -> Table:
     shown = [detail(row) for row in rows if row.forward or row.failed or row.not_supported]
-    return _table("Every contestant: median ± half the quartile distance", DETAIL_COLUMNS, shown)
-
-
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Without the columns nobody has anything in."""
-    kept = [index for index in range(len(columns)) if any(row[index] not in (NONE, "") for row in rows)]
-    return Table(title, [columns[index] for index in kept], [[row[index] for index in kept] for row in rows])
+    return Table("Every contestant: median ± half the quartile distance", DETAIL_COLUMNS, shown, folded=True)
 
 
 def summary_table(rows: Sequence[Row]) -> Table:
@@ -133,7 +126,7 @@ def summary_table(rows: Sequence[Row]) -> Table:
             " / ".join(dict.fromkeys(row.contestant for row in others)) or NONE,
             _listed([each.to_other(mode) for mode in modes], ".2f"), answer(mine),
         ])  # fmt: skip
-    return _table("Ours, forward / forward + backward, and as a multiple of the others' speed", columns, cells)
+    return Table("Ours, forward / forward + backward, and as a multiple of the others' speed", columns, cells)
 
 
 def _listed(values: Sequence[float | None], form: str) -> str:
@@ -165,21 +158,17 @@ def mean_lines(rows: Sequence[Row]) -> list[str]:
 
 @dataclass(frozen=True)
 class Saved:
-    """A run read from its JSON file. workloads: their descriptions."""
+    """A run read from its JSON file."""
 
     rows: Sequence[Row]
     environment: Mapping[str, str]
-    workloads: Mapping[str, str]
 
 
 def load(path: Path) -> Saved:
-    try:
-        data: dict[str, Any] = json.loads(path.read_text())
-        return Saved([Row.from_json(row) for row in data["rows"]], dict(data["environment"]), data.get("workloads", {}))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path} is not a file that `python -m verify bench --json` wrote") from error
+    def read(data: dict[str, Any]) -> Saved:
+        return Saved([Row.from_json(row) for row in data["rows"]], dict(data["environment"]))
+
+    return output.load(path, "bench", read)
 
 
 def against(saved: Saved, rows: Sequence[Row], tolerance: float) -> tuple[Table, list[str], bool]:

@@ -1,33 +1,54 @@
-"""One call on one device, put to anybody who claims to answer it: run, held against the right answer, put back."""
+"""One call on one device, put to anybody who claims to answer it: run, held against what is right, put back."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import flash_attn_compat
-from flash_attn_compat import flash_attn_interface
 from verify.call import Answer, Call, accepted, same, solve
-from verify.judge import Cells, Check, Right, against_fp64, broken, of_other_form, right_answer
+from verify.implementations import Backend, Implementation, NotSupported
+from verify.judge import (
+    Cells,
+    Check,
+    Right,
+    against_fp64,
+    against_official,
+    broken,
+    kept_fraction,
+    of_other_form,
+    right_answer,
+)
 from verify.problems import Problem
 
 # Scores of a whole call beyond which a GPU is faster at the right answers than one core: below it launches cost more.
 _SCORES_FOR_A_GPU = 2**18
 
 
-@dataclass
+@dataclass(frozen=True, repr=False)
 class Verdict:
-    """What came of one backend: refused with a reason, or served with the worst error over its bound."""
+    """What came of one implementation: refused with a reason, or served. failures: what is wrong, nothing if right."""
 
     refused: str = ""
-    ratio: float = 0.0
-    failures: list[str] = field(default_factory=list)
+    checks: Sequence[Check] = ()
+    errors: Sequence[str] = ()  # beside the checks: what was raised, or written before a refusal
+
+    def __repr__(self) -> str:
+        return f"Verdict(refused={self.refused!r}, ratio={self.ratio:.3g}, failures={self.failures})"
+
+    @property
+    def failures(self) -> list[str]:
+        return [*self.errors, *(f"{check.quantity}: {check.note}" for check in self.checks if not check.ok)]
+
+    @property
+    def ratio(self) -> float:
+        """The worst error over its bound."""
+        return max((check.ratio for check in self.checks), default=float("inf") if self.errors else 0.0)
 
 
 class Examination:
@@ -103,22 +124,36 @@ class Examination:
         examination.call = replace(self.call, args=args)
         return examination
 
-    # ---- the package's own backends ----------------------------------------------------------------------------------
+    # ---- judging -----------------------------------------------------------------------------------------------------
 
     def judge(self, backend: str) -> Verdict:
-        """Never raises for what the backend does wrong: an exception is a failure like any other."""
+        """Of one of the package's backends."""
+        return self.examine(Backend(backend))
+
+    def examine(self, who: Implementation, official: Answer | None = None, twice: bool = False) -> Verdict:
+        """Never raises for what it does wrong: an exception is a failure like any other.
+
+        official: what flash-attn itself answered; twice: under dropout, whether the same seed gives the same again
+        """
         try:
-            with flash_attn_compat.use_backend(backend):
-                answer = self.ask(getattr(flash_attn_interface, self.call.fn))
-            checks = self.checks(answer, backend == "official", self._nan_shows(backend))
-            failures = [f"{check.quantity}: {check.note}" for check in checks if not check.ok]
-            return Verdict(ratio=max(check.ratio for check in checks), failures=failures)
-        except flash_attn_compat.BackendNotSupported as refusal:
+            with who.serving(self.call) as function:
+                answer = self.ask(function)
+                again = self.ask(function) if twice and self.call.dropout_p > 0 else None
+            if twice and self.call.dropout_p > 0 and answer.s_dmask is None:
+                return Verdict(refused="returns no S_dmask, so what it dropped is not known")
+            checks = self.checks(answer, who.approximate, self._nan_shows(who))
+            if again is not None and answer.s_dmask is not None:
+                checks.append(kept_fraction(self.host, answer.s_dmask.cpu()))
+                if not same(answer.out, again.out):
+                    checks.append(broken("same seed, same mask", "another answer"))
+            if official is not None:
+                checks += against_official(self.host, fetched(answer, "cpu"), official)
+            return Verdict(checks=checks)
+        except NotSupported as refusal:
             touched = [n for n in self.call.caches if not self._as_it_was(n)]
-            return Verdict(refused=str(refusal), failures=[f"{n} was written before the refusal" for n in touched])
+            return Verdict(refused=str(refusal), errors=[f"{n} was written before the refusal" for n in touched])
         except Exception as error:  # noqa: BLE001  whatever it is, the report must name the problem
-            complaints = [f"{type(error).__name__}: {error}", *self._device_error()]
-            return Verdict(ratio=float("inf"), failures=complaints)
+            return Verdict(errors=[f"{type(error).__name__}: {error}", *self._device_error()])
         finally:
             self.restore()
 
@@ -134,13 +169,13 @@ class Examination:
             return [f"{type(error).__name__}: {error}"]
         return []
 
-    def _nan_shows(self, backend: str) -> bool:
+    def _nan_shows(self, who: Implementation) -> bool:
         """Whether a NaN among the scores must be a NaN in out. In v it says nothing of rows that give it weight 0."""
         stray = self.problem.stray if isinstance(self.problem, Problem) else None
-        if stray is None or stray[0] == "v" or stray[2] != "nan":
+        if stray is None or stray[0] == "v" or stray[2] != "nan" or not isinstance(who, Backend):
             return False
         # PyTorch's CPU kernel, also where it stands in for another, answers 0 to a row of fewer than 16 NaN scores.
-        return self.device != "cpu" or backend not in ("sdpa", "torch_efficient")
+        return self.device != "cpu" or who.name not in ("sdpa", "torch_efficient")
 
 
 def fetched(answer: Answer, device: torch.device | str) -> Answer:

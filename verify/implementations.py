@@ -11,6 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
+import flash_attn_compat
+from flash_attn_compat import flash_attn_interface
+from flash_attn_compat.backends import BACKENDS
 from verify.call import Call, accepted
 from verify.errors import UsageError
 
@@ -56,17 +59,13 @@ class Backend:
 
     @contextmanager
     def serving(self, call: Call) -> Iterator[Callable[..., Any]]:
-        import flash_attn_compat
-
         with flash_attn_compat.use_backend(self.name):
             try:
-                yield getattr(flash_attn_compat, call.fn)
+                yield getattr(flash_attn_interface, call.fn)
             except flash_attn_compat.BackendNotSupported as refusal:
                 raise NotSupported(self._reason(refusal)) from refusal
 
     def calls_served(self) -> int:
-        import flash_attn_compat
-
         return flash_attn_compat.backend_counts().get(self.name, 0)
 
     def _reason(self, refusal: Exception) -> str:
@@ -108,8 +107,6 @@ class Imported:
 
 def backends(names: list[str]) -> list[Backend]:
     """The named backends, or all of them in order of preference."""
-    from flash_attn_compat.backends import BACKENDS
-
     known = [backend.name for backend in BACKENDS]
     for name in names:
         if name not in known:

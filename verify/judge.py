@@ -40,7 +40,6 @@ class Check:
     error: float
     bound: float
     note: str = ""  # what is wrong, if anything is
-    counts: bool = True  # towards the verdict; the others are information
     widest_bound: float = 0.0  # error and bound are of the worst (sequence, head); this is the largest bound of all
 
     @property

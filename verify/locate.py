@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from verify import heatmap, inputs
+from verify import inputs, output
 from verify.diagnosis import Evidence, findings, trace_errors
 from verify.difference import Place, first_place, gap, heat_map, texture
 from verify.environment import checked_devices, describe
@@ -22,11 +22,13 @@ from verify.errors import UsageError
 from verify.implementations import imported
 from verify.output import add_output_arguments, check_output_arguments, console, deliver, progress_bar
 from verify.probe import Candidate, Judged, Setting, TileStatistics, growth, judged, key_weights, statistics, tolerance
-from verify.tables import Report, Table
+from verify.tables import SHADES, Report, Table
 
 REFERENCE = "flash_attn_compat:flash_attn_func"
 MOST_BYTES = 2 << 30  # of fp64 scores, which the right answer needs several times
 MOST_KEY_TILES = 64  # problems that are grown tile by tile
+CELLS = 64  # of the heat map's lines
+LEGEND = f"{SHADES[0]} within tolerance, {SHADES[1]} up to 10x, {SHADES[2]} 100x, {SHADES[3]} 1000x, {SHADES[4]} beyond"
 
 
 @dataclass(frozen=True)
@@ -108,8 +110,8 @@ def report(found: Located, environment: dict[str, str]) -> Report:
     tables = [_candidates_table(found)]
     if found.first is not None:
         tables += [_first_table(found, found.first), _query_table(found), _key_table(found, found.first)]
-    values, height = heat_map(found.error, heatmap.CELLS)
-    tables.append(heatmap.as_table(values.tolist(), found.tolerance, height))
+    values, height = heat_map(found.error, CELLS)
+    tables.append(heat_table(values.tolist(), found.tolerance, height))
     return Report("flash_attn_compat: locate", environment, tables, conclusion(found), found.first is None)
 
 
@@ -200,7 +202,7 @@ def _cut(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], most
 def to_json(found: Located) -> dict[str, Any]:
     """What `verify report` and others read; not a number and infinity become null."""
     setting = found.setting
-    values, height = heat_map(found.error, heatmap.CELLS)
+    values, height = heat_map(found.error, CELLS)
     kernels = [
         {
             "name": each.candidate.name,
@@ -233,12 +235,36 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def picture(found: Located, title: str | None = None) -> bytes:
-    """The heat map as PNG, under the names of the two unless another title (or none, "") is given."""
-    values, height = heat_map(found.error, heatmap.CELLS)
-    if title is None:
-        title = " against ".join(each.candidate.name for each in found.candidates)
-    return heatmap.png(values.tolist(), found.tolerance, height, title, found.setting.block_rows)
+def load(path: Path) -> tuple[Table, str]:
+    """The heat map of a saved run, and what it came to."""
+
+    def read(data: dict[str, Any]) -> tuple[Table, str]:
+        names = " against ".join(kernel["name"] for kernel in data["kernels"])
+        heat = data["heat_map"]
+        values = [[math.inf if value is None else value for value in line] for line in heat["values"]]
+        shown = heat_table(values, data["tolerance"], heat["rows_per_cell"], f"{names}. ")
+        if data["same"]:
+            return shown, f"{names}: no element differs by more than {data['tolerance']:.1e}"
+        first = ", ".join(f"{axis} {data['first'][axis]}" for axis in ("batch", "head", "row", "channel"))
+        named = [lines[-1].removeprefix("=> ") for lines in data["findings"].values() if lines]
+        seen = f"{data['share']:.0%} of the elements differ, in {data['texture']}, the first at {first}"
+        return shown, "; ".join([f"{names}: {seen}", *named])
+
+    return output.load(path, "locate", read)
+
+
+def heat_table(values: Sequence[Sequence[float]], tolerance: float, rows_per_cell: int, of: str = "") -> Table:
+    """The error in characters, a line for each head."""
+
+    def shade(error: float) -> str:
+        if error <= tolerance:
+            return SHADES[0]
+        worse = math.log10(error / tolerance) if tolerance > 0 and math.isfinite(error) else math.inf
+        return SHADES[-1] if worse >= len(SHADES) - 2 else SHADES[1 + int(worse)]
+
+    lines = [(str(head), "".join(map(shade, line))) for head, line in enumerate(values)]
+    each = "a row" if rows_per_cell == 1 else f"{rows_per_cell} rows"
+    return Table(f"{of}Error over (head, row): {LEGEND}", ("head", f"query rows, {each} in each character"), lines)
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -262,7 +288,6 @@ def register(subparsers: Any) -> None:
     inputs.add_problem_arguments(parser, batch=2, heads=4, head_dim=64)
     parser.add_argument("--heads-k", type=inputs.positive, metavar="H", help="key/value heads (default: as many)")
     parser.add_argument("--atol", type=_tolerance, metavar="X", help="differing means by more than this")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the heat map of the error over (row, head)")
     add_output_arguments(parser)
     parser.set_defaults(run=main)
 
@@ -302,7 +327,6 @@ def setting_from(arguments: argparse.Namespace, device: str) -> Setting:
 
 def main(arguments: argparse.Namespace) -> int:
     check_output_arguments(arguments)
-    inputs.check_picture(arguments.plot)
     (device,) = checked_devices([arguments.device])
     inputs.check_device(device, arguments.dtype)
     a, b = candidate(arguments.a), candidate(arguments.b)
@@ -317,8 +341,5 @@ def main(arguments: argparse.Namespace) -> int:
         f"{'causal' if arguments.causal else 'not causal'}, tiles of {arguments.br} rows x {arguments.bc} keys"
     )
     environment = {"problem": problem, "inputs": inputs.recipe(arguments.dtype, arguments.seed), **describe([device])}
-    if arguments.plot:
-        heatmap.save(arguments.plot, picture(found))
-        terminal.print(f"wrote {arguments.plot}")
     deliver(report(found, environment), {"problem": problem, **to_json(found)}, arguments, terminal)
     return 0 if found.first is None else 1

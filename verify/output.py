@@ -1,4 +1,4 @@
-"""What verify's commands show and write: a Report of tables, on the terminal and as JSON, Markdown or HTML.
+"""How verify's commands show and write a Report: on the terminal and as JSON, Markdown or HTML; and read JSON again.
 
 Knows nothing of attention. A command adds the arguments with `add_output_arguments` and hands its Report to `deliver`.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import rich.table
 from rich import box
@@ -20,6 +20,8 @@ from rich.text import Text
 from verify.errors import UsageError
 from verify.page import to_html
 from verify.tables import COLOURS, Report
+
+Read = TypeVar("Read")
 
 
 def console() -> Console:
@@ -41,42 +43,43 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_output_arguments(arguments: argparse.Namespace) -> None:
     """Before the work: a file that cannot be written must not be found out about after it."""
-    for path in (arguments.json, arguments.markdown, arguments.html):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise UsageError(
-                f"cannot write {path}: "
-                + ("it is a folder" if path.is_dir() else f"there is no folder {path.absolute().parent}")
-            )
+    for path in filter(None, (arguments.json, arguments.markdown, arguments.html)):
+        check_writable(path)
+
+
+def check_writable(path: Path) -> None:
+    if path.is_dir():
+        raise UsageError(f"cannot write {path}: it is a folder")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"cannot write {path}: there is no folder {path.absolute().parent}")
 
 
 def deliver(report: Report, data: Mapping[str, Any], arguments: argparse.Namespace, terminal: Console) -> None:
     """Shows the report and writes the files asked for. JSON gets `data` beside the environment."""
-    show(report, terminal)
-    if arguments.json:
-        arguments.json.write_text(
-            json.dumps({"title": report.title, "environment": dict(report.environment), **data}, indent=1) + "\n"
-        )
-    if arguments.markdown:
-        arguments.markdown.write_text(to_markdown(report))
-    if arguments.html:
-        arguments.html.write_text(to_html(report))
-    for path in filter(None, (arguments.json, arguments.markdown, arguments.html)):
-        terminal.print(f"wrote {path}")
+    _show(report, terminal)
+    whole = {"title": report.title, "environment": dict(report.environment), **data}
+    written = {"json": json.dumps(whole, indent=1) + "\n", "markdown": to_markdown(report), "html": to_html(report)}
+    for kind, content in written.items():
+        if path := getattr(arguments, kind):
+            path.write_text(content, encoding="utf-8")
+            terminal.print(f"wrote {path}")
 
 
-def show(report: Report, terminal: Console) -> None:
+def load(path: Path, command: str, read: Callable[[dict[str, Any]], Read]) -> Read:
+    """What `read` makes of a file that `verify COMMAND --json` wrote, or a UsageError."""
+    try:
+        return read(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path} is not a file that `python -m verify {command} --json` wrote") from error
+
+
+def _show(report: Report, terminal: Console) -> None:
     for label, fact in report.environment.items():
         terminal.print(Text(f"{label}: {fact}", style="dim"))
-    for table in report.tables:
-        shown = rich.table.Table(
-            title=table.title,
-            title_justify="left",
-            title_style="bold",
-            header_style="bold",
-            box=box.SIMPLE_HEAD,
-        )
-        for column in table.columns:
-            shown.add_column(column)
+    for table in (table.used for table in report.tables if not table.folded):
+        shown = rich.table.Table(*table.columns, title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
         for row in table.rows:
             shown.add_row(*(Text(cell, style=COLOURS.get(cell, "")) for cell in row))
         terminal.print(shown)
@@ -89,7 +92,7 @@ def to_markdown(report: Report) -> str:
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
     parts = [f"# {report.title}", "\n".join(f"- {label}: {fact}" for label, fact in report.environment.items())]
-    for table in report.tables:
+    for table in (table.used for table in report.tables):
         parts.append(f"## {table.title}")
         parts.append("\n".join([line(table.columns), line(["---"] * len(table.columns)), *map(line, table.rows)]))
     return "\n\n".join([*parts, *report.conclusion]) + "\n"

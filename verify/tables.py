@@ -7,48 +7,37 @@ from dataclasses import dataclass
 
 # Cells that say how something went, and how a terminal shows them.
 COLOURS = {"pass": "green", "FAIL": "bold red", "not supported": "yellow"}
-
-
-class Bar(str):
-    """A cell that a page underlays with a bar of this length, 1 being the width of the column."""
-
-    __slots__ = ("share",)
-    share: float
-
-    def __new__(cls, text: str, share: float) -> Bar:
-        cell = super().__new__(cls, text)
-        cell.share = min(max(share, 0.0), 1.0)
-        return cell
+# The characters of a heat map, from within tolerance up, each ten times worse than the one before.
+SHADES = "·░▒▓█"
 
 
 @dataclass(frozen=True)
 class Table:
-    """folded: on a page, to be opened; for what most readers do not need."""
+    """folded: for those who ask: not on a terminal, and on a page to be opened."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     folded: bool = False
 
-
-@dataclass(frozen=True)
-class Picture:
-    png: bytes
-    title: str
-    caption: str
+    @property
+    def used(self) -> Table:
+        """Without the columns in which nobody has anything."""
+        kept = [index for index in range(len(self.columns)) if any(row[index] not in ("", "-") for row in self.rows)]
+        rows = [[row[index] for index in kept] for row in self.rows]
+        return Table(self.title, [self.columns[index] for index in kept], rows, self.folded)
 
 
 @dataclass(frozen=True)
 class Report:
     """A title, where it was obtained, tables, and closing lines, the last of them the verdict.
 
-    ok: how the verdict is, None where there is none; words: a paragraph for everyone
+    ok: how the verdict is; words: a paragraph for everyone
     """
 
     title: str
     environment: Mapping[str, str]
     tables: Sequence[Table]
-    conclusion: Sequence[str] = ()
-    ok: bool | None = None
+    conclusion: Sequence[str]
+    ok: bool
     words: str = ""
-    pictures: Sequence[Picture] = ()
