@@ -14,7 +14,6 @@ import importlib.util
 import pstats
 import time
 from collections.abc import Callable
-
 from typing import Any
 
 import torch

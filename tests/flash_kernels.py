@@ -144,18 +144,16 @@ def fwd_kvcache(
 
 def aten_forward(
     q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None, window_size_left=None,
-    window_size_right=None, seqused_k=None, alibi_slopes=None, block_table=None, pads_lse=False,
+    window_size_right=None, pads_lse=False,
 ):  # fmt: skip
     """PyTorch's operator around the same kernels; ``pads_lse`` as before FlashAttention 2.6."""
-    assert alibi_slopes is None, "This flash attention build does not support alibi."
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     left, right = (-1 if side is None else side for side in (window_size_left, window_size_right))
     shared = (scale, is_causal, left, right, 0.0, False)
     if cu_q is None:
-        assert seqused_k is None and block_table is None
-        out, lse, _, rng_state = fwd(q, k, v, None, alibi_slopes, dropout_p, *shared)
+        out, lse, _, rng_state = fwd(q, k, v, None, None, dropout_p, *shared)
     else:
-        varlen = (seqused_k, None, block_table, alibi_slopes, max_q, max_k, dropout_p, scale, False)
+        varlen = (None, None, None, None, max_q, max_k, dropout_p, scale, False)
         out, lse, _, rng_state = varlen_fwd(q, k, v, None, cu_q, cu_k, *varlen, *shared[1:])
         lse = _padded(lse, cu_q, max_q) if pads_lse else lse
     return out, lse, rng_state, torch.empty((), **FP32), q.new_empty(0)

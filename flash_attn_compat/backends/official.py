@@ -22,18 +22,17 @@ from torch import Tensor
 from flash_attn_compat import installed, settings
 from flash_attn_compat.backends import official_trial
 from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities
-from flash_attn_compat.backends.flash_launch import FlashBackend, Launch, Native, prepare
+from flash_attn_compat.backends.flash_launch import FlashBackend, Launch, Launched, prepare
 from flash_attn_compat.engine import alignment, outside
 from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result
-from flash_attn_compat.engine.features import Feature, Traits
+from flash_attn_compat.engine.features import DESCRIPTIONS, Feature, Traits
 
 _LACKS = Feature.SHARED_DROPOUT_MASK | Feature.VALUE_HEAD_DIM | Feature.TRANSFORMS
 
 
 class Official(FlashBackend):
     name = "official"
-    takes_caches = True
     capabilities = Capabilities(
         features=~_LACKS,
         devices=frozenset({"cuda"}),
@@ -61,6 +60,8 @@ class Official(FlashBackend):
     def extra_reasons(self, traits: Traits) -> list[str]:
         features = Feature(traits.features)
         reasons = super().extra_reasons(traits)
+        if features & official_trial.CACHED:
+            reasons += _cache_reasons(features, traits)
         if features & Feature.SOFTCAP and features & Feature.DROPOUT:
             reasons.append("does not support softcap with dropout")
         if features & Feature.PAGED and features & Feature.LEFTPAD_K:
@@ -69,7 +70,7 @@ class Official(FlashBackend):
             reasons.append("misplaces the softmax_lse of packed rows without keys over pages")
         return reasons
 
-    def launch_forward(self, launch: Launch) -> Native:
+    def launch_forward(self, launch: Launch) -> Launched:
         functions = _functions()
         q, k, v, scale, causal, (left, right) = launch[:6]
         if launch.cu_seqlens_q is not None:
@@ -79,22 +80,22 @@ class Official(FlashBackend):
                 scale, outside.may_exist(launch.cu_seqlens_q, q.shape[0]), causal, left, right, launch.softcap,
                 False, None,
             )  # fmt: skip
-            return Native(out, lse, (rng_state,))
+            return Launched(out, lse, (rng_state,))
         if launch.seqused_k is None and launch.leftpad_k is None and launch.block_table is None:
             out, lse, _, rng_state = functions.fwd(
                 q, k, v, None, launch.alibi_slopes, launch.dropout_p, scale, causal, left, right, launch.softcap,
                 False, None,
             )  # fmt: skip
-            return Native(out, lse, (rng_state,))
+            return Launched(out, lse, (rng_state,))
         out, lse = functions.fwd_kvcache(
             q, k, v, None, None, launch.seqused_k, None, None, None, launch.leftpad_k, launch.block_table,
             launch.alibi_slopes, None, scale, causal, left, right, launch.softcap, True, 0,
         )  # fmt: skip
-        return Native(out, lse, ())
+        return Launched(out, lse, ())
 
     def append_and_forward(self, call: AttentionCall, new: Append) -> Result | None:
-        launch = prepare(call, self.takes_caches)
-        if launch.cu_seqlens_q is not None or launch.leftpad_k is not None or launch.k is not call.k:
+        launch = prepare(call)
+        if launch.leftpad_k is not None or launch.k is not call.k:
             return None
         starts, cos, sin = new.cache_seqlens, new.rotary_cos, new.rotary_sin
         if isinstance(starts, int):
@@ -108,12 +109,12 @@ class Official(FlashBackend):
         )  # fmt: skip
         return Result(out, lse if call.return_lse else None, None)
 
-    def launch_backward(self, launch: Launch, dout: Tensor, native: Native, into: Gradients | None) -> Gradients:
+    def launch_backward(self, launch: Launch, dout: Tensor, launched: Launched, into: Gradients | None) -> Gradients:
         functions = _functions()
         q, k, v, scale, causal, (left, right) = launch[:6]
         gradients = into or Gradients(*(tensor.new_empty(tensor.shape) for tensor in (q, k, v)))
-        rng_state = native.state[0] if native.state and launch.dropout_p else None
-        given = (dout, q, k, v, native.out, native.lse, *gradients)
+        rng_state = launched.state[0] if launched.state and launch.dropout_p else None
+        given = (dout, q, k, v, launched.out, launched.lse, *gradients)
         if launch.cu_seqlens_q is None:
             functions.bwd(
                 *given, launch.alibi_slopes, launch.dropout_p, scale, causal, left, right, launch.softcap,
@@ -135,6 +136,20 @@ class Official(FlashBackend):
             return [loaded]
         wrong = official_trial.wrong_answer(self, loaded, traits)
         return [wrong] if wrong else []
+
+
+def _cache_reasons(features: Feature, traits: Traits) -> list[str]:
+    """Against a call whose keys are found through seqused_k, leftpad_k or pages."""
+    reasons = [
+        f"does not support {DESCRIPTIONS[feature]} with pages, seqused_k or leftpad_k"
+        for feature in (Feature.BACKWARD, Feature.GIVEN_LSE, Feature.DROPOUT)
+        if features & feature
+    ]
+    if traits.head_dim % 8 or not traits.aligned:
+        reasons.append("would copy the cache: its rows are not aligned to 16 bytes, or head_dim is no multiple of 8")
+    if features & Feature.PAGED and traits.page_size % 256:
+        reasons.append(f"reads pages of a multiple of 256 slots, got {traits.page_size}")
+    return reasons
 
 
 class _Functions(NamedTuple):

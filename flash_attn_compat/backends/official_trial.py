@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.base import Backend
-from flash_attn_compat.backends.flash_launch import CACHED, NEEDS_BACKWARD
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.engine import callers_state, capture
 from flash_attn_compat.engine.call import AttentionCall, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
 from flash_attn_compat.engine.mask import Mask
 
+# Keys that are found by more than their place in a dense or packed tensor.
+CACHED = Feature.SEQUSED_K | Feature.LEFTPAD_K | Feature.PAGED
 _SEQLEN_Q, _SEQLEN_K = 20, 33
 # What separate kernels are compiled for.
 _VARIANTS = (
@@ -45,8 +46,8 @@ def wrong_answer(backend: Backend, binary: object, traits: Traits) -> str | None
         return None  # a capture allows no look at results
     features = Feature(traits.features)
     head_dim = traits.head_dim + -traits.head_dim % 8
-    cached, backward = bool(features & CACHED), bool(features & NEEDS_BACKWARD)
-    kind = Kind(traits.dtype, head_dim, features & _VARIANTS, cached, backward, traits.capability)
+    cached = bool(features & CACHED)
+    kind = Kind(traits.dtype, head_dim, features & _VARIANTS, cached, traits.needs_backward, traits.capability)
     return _tried(backend, binary, kind)
 
 

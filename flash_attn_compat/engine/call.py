@@ -173,6 +173,8 @@ class AttentionCall(_Fields):
         if self.is_dense:
             sq, sk = q_shape[1], k_shape[1]
             sq_vs_sk = "=" if sq == sk else "<" if sq < sk else ">"
+        elif self.cu_seqlens_q is None and q_shape[1] > self.max_seqlen_k:
+            sq_vs_sk = ">"
         else:
             sq_vs_sk = "=" if self.equal_lengths else "?"
         capability = settings.capability(device) if device_type == "cuda" else None

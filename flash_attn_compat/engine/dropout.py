@@ -20,11 +20,6 @@ def new_rng_state(device: torch.device) -> Tensor:
     return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
 
 
-def keep_probability(dropout_p: float) -> float:
-    """flash-attn compares one random byte with floor(255 * (1 - p)), so p is honoured to 1/256."""
-    return (_byte_threshold(dropout_p) + 1) / 256
-
-
 def keep_tile(
     rng_state: Tensor | None, dropout_p: float, sequences: Tensor, heads: Tensor, rows: Tensor, keys: Tensor
 ) -> Tensor:
@@ -51,7 +46,8 @@ def keep_tile(
 def word_limit(dropout_p: float) -> int:
     """A probability is dropped where its word, a signed 32-bit number, is above this.
 
-    The top byte of the word is the random byte; comparing the signed word compares it.
+    flash-attn compares one random byte with floor(255 * (1 - p)), so p is honoured to 1/256. The top byte of the word
+    is the random byte; comparing the signed word compares it.
     """
     return ((_byte_threshold(dropout_p) + 1 - 128) << 24) - 1
 
