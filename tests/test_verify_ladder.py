@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support import check_refused_in_one_line
-from verify import inputs, ladder
+from verify import inputs, ladder, spot_check
 from verify.call import Call
 from verify.cli import main
 from verify.errors import UsageError
@@ -69,42 +69,37 @@ def test_memory_grows_as_the_step_says(step, growth):
     assert growth / 2 < measured < growth * 1.1 if growth == 16 else measured < growth * 1.1
 
 
-def test_a_wrong_step_fails(monkeypatch, capsys):
-    wrong = ladder.Rung("wrong", lambda q, k, v, causal: q, "", "")
-    monkeypatch.setattr(ladder, "rungs", lambda rows, columns: [wrong, ladder.Rung("right", BY_NAME["naive"], "", "")])
-    assert main(["ladder", "--n", "32", *QUICK]) == 1
-    assert "FAIL: wrong" in capsys.readouterr().out
+def _with(monkeypatch, *rungs):
+    monkeypatch.setattr(ladder, "rungs", lambda rows, columns: [ladder.rung(*each) for each in rungs])
 
 
-def test_a_step_without_memory_is_noted_and_one_that_breaks_fails(monkeypatch, capsys):
+def test_a_wrong_step_fails_and_one_without_memory_is_noted(monkeypatch, capsys):
     def greedy(q, k, v, causal):
         raise torch.cuda.OutOfMemoryError("planted")
 
     def broken(q, k, v, causal):
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(ladder, "rungs", lambda rows, columns: [ladder.Rung("greedy", greedy, "", "")])
+    _with(monkeypatch, ("wrong", lambda q, k, v, causal: q), ("right", BY_NAME["naive"]), ("broken", broken))
+    assert main(["ladder", "--n", "32", *QUICK]) == 1
+    shown = capsys.readouterr().out
+    assert "FAIL: broken, wrong" in shown and "FAIL: ZeroDivisionError: planted" in shown
+    _with(monkeypatch, ("greedy", greedy))
     assert main(["ladder", "--n", "32", *QUICK]) == 0
     assert "out of memory" in capsys.readouterr().out
-    monkeypatch.setattr(ladder, "rungs", lambda rows, columns: [ladder.Rung("broken", broken, "", "")])
-    assert main(["ladder", "--n", "32", *QUICK]) == 1
-    assert "FAIL: ZeroDivisionError: planted" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_long_problem_is_checked_in_bands_that_find_a_mistake_in_the_last_row(monkeypatch, causal):
-    monkeypatch.setattr(ladder, "CHECKED_ROWS", 64)
-    bands = ladder.checked_rows(1000)
-    assert bands[0].start == 0 and bands[-1].stop == 1000
-    assert sum(band.stop - band.start for band in bands) == 64
+def test_a_long_problem_is_checked_in_blocks_that_find_a_mistake_in_the_last_row(monkeypatch, causal, capsys):
+    def off_at_the_end(q, k, v, causal):
+        out = BY_NAME["naive"](q, k, v, causal=causal)
+        out[0, -1] += 0.1
+        return out
 
-    shape = (1, 200, 1, 8)
-    tensors = draw({"q": shape, "k": shape, "v": shape}, torch.float32, 0)
-    judge = ladder._Judge(tensors, causal)
-    out = BY_NAME["naive"](*tensors.values(), causal=causal)
-    assert judge.judge(out).ok
-    out[0, -1] += 0.1
-    assert not judge.judge(out).ok
+    monkeypatch.setattr(spot_check, "BLOCK_SCORES", 64 * 200)
+    _with(monkeypatch, ("right", BY_NAME["naive"]), ("off", off_at_the_end))
+    assert main(["ladder", "--n", "200", *QUICK, *["--causal"] * causal]) == 1
+    assert "FAIL: off" in capsys.readouterr().out
 
 
 def test_the_command_writes_every_step_at_every_length_and_draws_it(tmp_path, capsys):
@@ -112,11 +107,12 @@ def test_the_command_writes_every_step_at_every_length_and_draws_it(tmp_path, ca
     arguments = ["--n", "40", "--br", "7", "--bc", "9", *QUICK, "--json", str(saved), "--plot", str(picture)]
     assert main(["ladder", *arguments]) == 0
     data = json.loads(saved.read_text())
-    found = {(m["step"], m["n"]): m for m in data["measurements"]}
+    found = {(row["contestant"], row["n"]): row for row in data["rows"]}
     names = [*(step.name for step in STEPS), "PyTorch SDPA", "flash_attn_compat"]
     assert set(found) == {(name, n) for name in names for n in (10, 20, 40)}  # a curve needs more than one length
-    assert all(m["ok"] and m["time_ms"] > 0 and m["peak_bytes"] > 0 for m in found.values())
-    assert "tiles of 7 rows x 9 columns" in data["environment"]["problem"]
+    for row in found.values():
+        assert row["verdict"]["ok"] and row["forward"]["median_ms"] > 0 and row["memory_mib"] > 0
+    assert "tiles of 7 rows x 9 keys" in data["environment"]["problem"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
     assert "FA1 alg. 1" in shown and "FA2 alg. 1" in shown and "PASS" in shown
@@ -140,19 +136,11 @@ def test_a_wrong_question_ends_in_one_line_and_exit_code_2(arguments, part, caps
     check_refused_in_one_line(main, ["ladder", *arguments], part, capsys)
 
 
-def test_no_memory_even_for_the_inputs_is_one_line(monkeypatch, capsys):
-    def full(*arguments: object, **keywords: object) -> argparse.Namespace:
-        raise torch.cuda.OutOfMemoryError("planted")
-
-    monkeypatch.setattr(ladder, "torch_attention", full)
-    assert main(["ladder", "--n", "16", *QUICK]) == 2
-    assert "N = 16 does not fit" in capsys.readouterr().err
-
-
 def test_a_missing_matplotlib_or_fp64_is_found_out_before_the_work(monkeypatch):
+    monkeypatch.setattr(inputs, "checked_devices", lambda wanted: wanted)
+    assert inputs.checked_device(Namespace(device="mps", dtype=torch.float32)) == "mps"
     with pytest.raises(UsageError, match="mps has no fp64"):
-        inputs.check_device("mps", torch.float64)
-    inputs.check_device("cuda", torch.float64)
+        inputs.checked_device(Namespace(device="mps", dtype=torch.float64))
     monkeypatch.setattr(inputs.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="matplotlib is not installed"):
         inputs.check_picture(Path("a.png"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -46,22 +45,19 @@ class Row:
         return self.failed or (self.verdict is not None and not self.verdict.ok)
 
     def to_json(self) -> dict[str, Any]:
-        values = asdict(self)
-        if self.verdict is not None:
-            ratio = self.verdict.ratio if math.isfinite(self.verdict.ratio) else None
-            values["verdict"] = {"ok": self.verdict.ok, "ratio": ratio, "quantity": self.verdict.quantity,
-                                 "note": self.verdict.note}  # fmt: skip
-        return values
+        return {**asdict(self), "verdict": self.verdict and self.verdict.to_json()}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Row:
-        """Raises KeyError or TypeError for what is no row; fields of another version are left out."""
+        """Raises KeyError, TypeError or ValueError for what is no row."""
         values = {field.name: saved[field.name] for field in fields(cls) if field.name in saved}
         for name in ("forward", "both", "graph"):
             values[name] = Timing(**saved[name]) if saved.get(name) else None
         if verdict := saved.get("verdict"):
-            ratio = math.inf if verdict["ratio"] is None else verdict["ratio"]
-            values["verdict"] = Check(verdict["quantity"], "fp64", ratio, 1.0, verdict["note"])
+            # Earlier versions saved the ratio alone.
+            ratio = verdict.get("ratio")
+            before = {"against": "fp64", "error": "inf" if ratio is None else ratio, "bound": 1.0}
+            values["verdict"] = Check.from_json({**before, **verdict})
         return cls(**values)
 
 

@@ -6,10 +6,9 @@ Runs and tabulates. What is compared is made in recorded.py and cases.py, how ne
 from __future__ import annotations
 
 import argparse
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -58,27 +57,15 @@ class Row:
         return max(checks, key=lambda check: check.ratio, default=None)
 
     def to_json(self) -> dict[str, Any]:
-        checks = [{**_finite(asdict(check)), "ok": check.ok} for check in self.checks]
-        return {**vars(self), "verdict": self.verdict, "checks": checks}
+        return {**vars(self), "verdict": self.verdict, "checks": [check.to_json() for check in self.checks]}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Row:
-        """Raises KeyError or TypeError for what is no row."""
-        checks = [
-            Check(check["quantity"], check["against"], float(check["error"]), float(check["bound"]), check["note"])
-            for check in saved["checks"]
-        ]
+        """Raises KeyError, TypeError or ValueError for what is no row."""
         given = {field.name: saved[field.name] for field in fields(cls) if field.name in saved}
         # Earlier versions did not save `failed`.
-        return cls(**{**given, "checks": checks, "failed": saved["verdict"] == FAIL})
-
-
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON knows no NaN and no infinity."""
-    return {
-        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
-    }
+        given |= {"checks": [Check.from_json(check) for check in saved["checks"]], "failed": saved["verdict"] == FAIL}
+        return cls(**given)
 
 
 @dataclass(frozen=True)

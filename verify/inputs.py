@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from verify.call import SHORT
+from verify.environment import checked_devices
 from verify.errors import UsageError
+from verify.output import check_writable
 
 DTYPES = {short: dtype for dtype, short in SHORT.items()} | {
     str(dtype).removeprefix("torch."): dtype for dtype in SHORT
@@ -32,24 +34,34 @@ def dtype(text: str) -> torch.dtype:
     return DTYPES[text]
 
 
-def short(kind: torch.dtype) -> str:
-    return SHORT[kind]
-
-
-def add_tile_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--br", type=positive, default=64, metavar="ROWS", help="query rows of a tile (default 64)")
-    parser.add_argument("--bc", type=positive, default=64, metavar="COLUMNS", help="keys of a tile (default 64)")
-
-
-def add_problem_arguments(parser: argparse.ArgumentParser, batch: int, heads: int, head_dim: int) -> None:
+def add_problem_arguments(parser: argparse.ArgumentParser, batch: int, heads: int, head_dim: int = 64) -> None:
     """Everything but the lengths."""
-    parser.add_argument("--batch", type=positive, default=batch, metavar="B", help=f"default {batch}")
-    parser.add_argument("--heads", type=positive, default=heads, metavar="H", help=f"default {heads}")
-    parser.add_argument("--head-dim", type=positive, default=head_dim, metavar="D", help=f"default {head_dim}")
-    parser.add_argument("--causal", action="store_true", help="with the causal mask")
-    parser.add_argument("--dtype", type=dtype, default=torch.float32, help="fp16, bf16, fp32 (default) or fp64")
-    parser.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, mps")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the inputs (default 0)")
+    add = parser.add_argument
+    add("--br", type=positive, default=64, metavar="ROWS", help="query rows of a tile (default 64)")
+    add("--bc", type=positive, default=64, metavar="COLUMNS", help="keys of a tile (default 64)")
+    add("--batch", type=positive, default=batch, metavar="B", help=f"default {batch}")
+    add("--heads", type=positive, default=heads, metavar="H", help=f"default {heads}")
+    add("--head-dim", type=positive, default=head_dim, metavar="D", help=f"default {head_dim}")
+    add("--causal", action="store_true", help="with the causal mask")
+    add("--dtype", type=dtype, default=torch.float32, help="fp16, bf16, fp32 (default) or fp64")
+    add("--device", default="cpu", help="cpu (default), cuda, cuda:1, mps")
+    add("--seed", type=int, default=0, metavar="S", help="of the inputs (default 0)")
+
+
+def described(arguments: argparse.Namespace) -> str:
+    """The problem in a line, its lengths aside."""
+    return (
+        f"batch {arguments.batch}, {arguments.heads} heads, head_dim {arguments.head_dim}, {SHORT[arguments.dtype]}, "
+        f"{'causal' if arguments.causal else 'not causal'}, tiles of {arguments.br} rows x {arguments.bc} keys"
+    )
+
+
+def checked_device(arguments: argparse.Namespace) -> str:
+    """The device asked for, or a UsageError."""
+    (device,) = checked_devices([arguments.device])
+    if device.startswith("mps") and arguments.dtype == torch.float64:
+        raise UsageError("the device mps has no fp64")
+    return device
 
 
 def draw(shapes: Mapping[str, Sequence[int]], kind: torch.dtype, seed: int) -> dict[str, Tensor]:
@@ -72,16 +84,6 @@ def check_picture(path: Path | None) -> None:
         return
     if path.suffix.lower() != ".png":
         raise UsageError(f"cannot draw {path}: a name that ends in .png is needed")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"cannot write {path}: there is no folder {path.absolute().parent}")
-    check_matplotlib()
-
-
-def check_matplotlib() -> None:
+    check_writable(path)
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError('matplotlib is not installed: pip install -c constraints.txt -e ".[verify]"')
-
-
-def check_device(device: str, kind: torch.dtype) -> None:
-    if device.startswith("mps") and kind == torch.float64:
-        raise UsageError("the device mps has no fp64")

@@ -14,7 +14,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +53,16 @@ class Check:
         if self.error == 0:
             return 0.0
         return self.error / self.bound if self.bound > 0 and not math.isnan(self.error) else math.inf
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON knows no NaN and no infinity: they become text."""
+        values = {**asdict(self), "ok": self.ok}
+        return {n: str(x) if isinstance(x, float) and not math.isfinite(x) else x for n, x in values.items()}
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> Check:
+        """Raises KeyError, TypeError or ValueError for what is no check."""
+        return cls(saved["quantity"], saved["against"], float(saved["error"]), float(saved["bound"]), saved["note"])
 
 
 def broken(quantity: str, note: str, against: str = "fp64") -> Check:

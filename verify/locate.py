@@ -17,7 +17,7 @@ from torch import Tensor
 from verify import inputs, output
 from verify.diagnosis import Evidence, findings, trace_errors
 from verify.difference import Place, first_place, gap, heat_map, texture
-from verify.environment import checked_devices, describe
+from verify.environment import describe
 from verify.errors import UsageError
 from verify.implementations import imported
 from verify.output import add_output_arguments, check_output_arguments, console, deliver, progress_bar
@@ -284,8 +284,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument("b", metavar="B", nargs="?", default=REFERENCE, help=f"module:function (default {REFERENCE})")
     parser.add_argument("--n", type=inputs.positive, default=256, metavar="N", help="sequence length (default 256)")
     parser.add_argument("--seqlen-k", type=inputs.positive, metavar="N", help="number of keys (default: as of queries)")
-    inputs.add_tile_arguments(parser)
-    inputs.add_problem_arguments(parser, batch=2, heads=4, head_dim=64)
+    inputs.add_problem_arguments(parser, batch=2, heads=4)
     parser.add_argument("--heads-k", type=inputs.positive, metavar="H", help="key/value heads (default: as many)")
     parser.add_argument("--atol", type=_tolerance, metavar="X", help="differing means by more than this")
     add_output_arguments(parser)
@@ -327,19 +326,14 @@ def setting_from(arguments: argparse.Namespace, device: str) -> Setting:
 
 def main(arguments: argparse.Namespace) -> int:
     check_output_arguments(arguments)
-    (device,) = checked_devices([arguments.device])
-    inputs.check_device(device, arguments.dtype)
+    device = inputs.checked_device(arguments)
     a, b = candidate(arguments.a), candidate(arguments.b)
     setting = setting_from(arguments, device)
     terminal = console()
     with progress_bar(terminal) as progress:
         task = progress.add_task("", total=len(setting.key_tiles) + 3)
         found = locate(a, b, setting, lambda what: progress.update(task, advance=1, description=what))
-    problem = (
-        f"batch {arguments.batch}, seqlen {arguments.n} x {setting.k.shape[1]}, heads {arguments.heads}/"
-        f"{setting.k.shape[2]}, head_dim {arguments.head_dim}, {inputs.short(arguments.dtype)}, "
-        f"{'causal' if arguments.causal else 'not causal'}, tiles of {arguments.br} rows x {arguments.bc} keys"
-    )
+    problem = f"seqlen {arguments.n} x {setting.k.shape[1]}, {inputs.described(arguments)}"
     environment = {"problem": problem, "inputs": inputs.recipe(arguments.dtype, arguments.seed), **describe([device])}
     deliver(report(found, environment), {"problem": problem, **to_json(found)}, arguments, terminal)
     return 0 if found.first is None else 1
