@@ -191,6 +191,8 @@ def _hurtful_fields(source: Source, fields: dict[str, Any]) -> dict[str, Any]:
         fitting = [pair for pair in values if wide or pair[0] <= 1 or not fields.get("dropout_p")]
         drawn = [(*source.pick(scores), *source.pick(fitting)) for _ in range(source.integer(2, 4))]
         found["sizes"] = tuple(drawn)
+        # Where heads share their numbers, one of them would meet another's size: products beyond fp16.
+        found["layouts"] = tuple("contiguous" if x in ("one_head", "one_value") else x for x in fields["layouts"])
     if _chance(source, 12):
         quantities = QUANTITIES if fields["kind"] in WITH_GRADIENTS else QUANTITIES[:3]
         sequence = source.integer(0, len(fields["seqlens_q"]) - 1)

@@ -95,7 +95,9 @@ class Official(FlashBackend):
 
     def append_and_forward(self, call: AttentionCall, new: Append) -> Result | None:
         launch = prepare(call)
-        if launch.leftpad_k is not None or launch.k is not call.k:
+        if launch.leftpad_k is not None or launch.k is not call.k or launch.v is not call.v:
+            return None
+        if launch.max_seqlen_q > launch.max_seqlen_k:  # which flash-attn refuses
             return None
         starts, cos, sin = new.cache_seqlens, new.rotary_cos, new.rotary_sin
         if isinstance(starts, int):
