@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -28,18 +29,20 @@ FINDING = re.compile(rf"=========\s+(?:at|by|Error|Warning|Invalid|Uninitialized
 STATES = ("default dtype torch.float64", "autocast torch.bfloat16", "cuda: another stream", "a second thread")
 
 
-def child(shard: int, shards: int) -> None:
-    """Runs every so-manieth check; wrong numbers raise."""
+def child(shard: int, shards: int, seconds: float) -> None:
+    """Runs every so-manieth check, none after so many seconds; wrong numbers raise."""
     from tests import fused_coverage
 
-    place = torch.device("cuda", torch.cuda.current_device())
+    start, place = time.monotonic(), torch.device("cuda", torch.cuda.current_device())
     runs = [*(check.run for check in fused_coverage.checks(place)), *of_the_table(place)]
     done = 0
     for run in runs[shard::shards]:
+        if time.monotonic() - start > seconds:
+            break
         run()
         done += 1
     torch.cuda.synchronize()
-    print(f"ran {done} checks", flush=True)
+    print(f"ran {done} checks of {len(runs[shard::shards])}", flush=True)
 
 
 def of_the_table(place: torch.device) -> Iterator[Callable[[], object]]:
@@ -61,12 +64,15 @@ def of_the_table(place: torch.device) -> Iterator[Callable[[], object]]:
         yield functools.partial(answers, row)
 
 
-def run(tool: str | None, shard: int, shards: int) -> str:
+def run(tool: str | None, shard: int, shards: int, seconds: float) -> str:
     """What a shard printed, under ``tool``; without one it fills the cache of compiled kernels."""
     command = [sys.executable, "-m", "tests.sanitize", "--shard", str(shard), "--jobs", str(shards)]
+    command += ["--seconds", str(seconds)]
     variables = dict(os.environ)
     if tool is not None:
         sanitizer = ["compute-sanitizer", "--tool", tool, "--print-limit", "20"]
+        if tool != "initcheck":  # which must see who else wrote to memory
+            sanitizer += [part for entry in ENTRIES.split("|") for part in ("--kernel-name", f"kne={entry}")]
         command = [*sanitizer, *(["--leak-check", "no"] if tool == "memcheck" else []), *command]
     if tool == "memcheck":
         variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
@@ -79,14 +85,17 @@ def findings(text: str) -> list[str]:
     return [line for line in text.splitlines() if FINDING.search(line)]
 
 
-def judge(tool: str | None, jobs: int) -> bool:
+def judge(tool: str | None, jobs: int, seconds: float) -> bool:
     with ThreadPoolExecutor(jobs) as pool:
-        texts = list(pool.map(lambda shard: run(tool, shard, jobs), range(jobs)))
-    ran = sum(int(number) for text in texts for number in re.findall(r"^ran (\d+) checks", text, re.MULTILINE))
+        texts = list(pool.map(lambda shard: run(tool, shard, jobs, seconds), range(jobs)))
+    counts = [
+        map(int, found) for text in texts for found in re.findall(r"^ran (\d+) checks of (\d+)", text, re.MULTILINE)
+    ]
+    ran, known = (sum(each) for each in zip((0, 0), *counts))
     failed = [text for text in texts if not re.search(r"^ran \d+ checks", text, re.MULTILINE)]
     found = [line for text in texts for line in findings(text)]
     others = sum(len(re.findall(r"ERROR SUMMARY: [1-9]|RACECHECK SUMMARY: [1-9]", text)) for text in texts)
-    print(f"{tool or 'without a tool'}: {ran} checks, {len(found)} findings in our kernels, "
+    print(f"{tool or 'without a tool'}: {ran} of {known} checks, {len(found)} findings in our kernels, "
           f"{len(failed)} processes failed, {others} with findings of any kind", flush=True)  # fmt: skip
     for text in failed[:2]:
         print(text[-1500:], flush=True)
@@ -103,14 +112,15 @@ def main() -> int:
         "--cached", action="store_true", help="the kernels are in the cache: nothing runs without a tool"
     )
     parser.add_argument("--shard", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no check later, for each tool")
     arguments = parser.parse_args()
     if arguments.shard is not None:
-        child(arguments.shard, arguments.jobs)
+        child(arguments.shard, arguments.jobs, arguments.seconds)
         return 0
     if shutil.which("compute-sanitizer") is None:
         parser.error("compute-sanitizer is not on the PATH: it comes with the CUDA toolkit")
     first = () if arguments.cached else (None,)
-    verdicts = [judge(tool, arguments.jobs) for tool in (*first, *arguments.tools)]
+    verdicts = [judge(tool, arguments.jobs, arguments.seconds) for tool in (*first, *arguments.tools)]
     return 0 if all(verdicts) else 1
 
 
