@@ -17,7 +17,7 @@ from verify.cli import main
 from verify.difference import first_place, gap, heat_map, texture, which
 from verify.inputs import draw, recipe
 from verify.locate import Located, heat_table, locate
-from verify.planted import right
+from verify.planted import planted, right
 from verify.probe import Candidate, Setting, key_weights, statistics
 
 ROOT = Path(__file__).parent.parent
@@ -42,8 +42,19 @@ def named(found: Located) -> str:
 
 def test_a_running_maximum_stored_at_the_wrong_index_is_named(tmp_path, capsys):
     saved = tmp_path / "a.json"
-    planted = "verify.planted:maximum_at_next_tile"
-    assert main(["locate", planted, "tests.mutants:correct.flash_attn_func", *SMALL, "--json", str(saved)]) == 1
+    assert (
+        main(
+            [
+                "locate",
+                "verify.planted:maximum_at_next_tile",
+                "tests.mutants:correct.flash_attn_func",
+                *SMALL,
+                "--json",
+                str(saved),
+            ]
+        )
+        == 1
+    )
     shown = capsys.readouterr().out
     assert "key tile 0 is right, every later one is wrong" in shown
     assert "the running maximum m of the key tiles before is not what it was: stored at" in shown
@@ -56,8 +67,19 @@ def test_a_running_maximum_stored_at_the_wrong_index_is_named(tmp_path, capsys):
 
 def test_a_maximum_index_without_the_query_tiles_offset_is_right_in_query_tile_0_only(tmp_path, capsys):
     saved = tmp_path / "a.json"
-    planted = "verify.planted:maximum_without_tile_offset"
-    assert main(["locate", planted, "tests.mutants:correct.flash_attn_func", *SMALL, "--json", str(saved)]) == 1
+    assert (
+        main(
+            [
+                "locate",
+                "verify.planted:maximum_without_tile_offset",
+                "tests.mutants:correct.flash_attn_func",
+                *SMALL,
+                "--json",
+                str(saved),
+            ]
+        )
+        == 1
+    )
     shown = " ".join(capsys.readouterr().out.split())
     assert "query tile 0 is right, every later one is wrong" in shown
     assert "wrong index (read as -inf, the value it started with), one that lacks the query tile's offset" in shown
@@ -76,12 +98,8 @@ def test_a_maximum_index_without_the_query_tiles_offset_is_right_in_query_tile_0
     ],
 )
 def test_state_carried_wrongly_between_key_tiles_is_named_from_outside(mistake, part, causal):
-    def without_trace(q, k, v, causal=False):
-        return right(q, k, v, causal=causal, block_rows=24, block_columns=40, mistake=mistake)[0]
-
-    found = located(without_trace, n=100, causal=causal, tile=40)
-    assert part in named(found)
-    assert "trace" not in " ".join(found.findings["A"])
+    kernel = partial(planted(mistake), block_rows=24, block_columns=40)
+    assert part in named(located(kernel, n=100, causal=causal, tile=40))
 
 
 # ---- other mistakes -------------------------------------------------------------------------------------------------
@@ -160,7 +178,7 @@ def test_a_kernel_of_one_length_only_is_still_located():
     def of_96(q, k, v, causal=False):
         if q.shape[1] != 96:
             raise ValueError("96 or nothing")
-        return right(q, k, v, mistake="row sum not rescaled")[0]
+        return planted("row sum not rescaled")(q, k, v, causal)
 
     found = located(of_96)
     assert found.first is not None and found.key_tile is None
@@ -182,54 +200,6 @@ def test_two_right_kernels_are_the_same(dtype, n, keys, causal):
 def test_two_backends_are_compared_by_import_path(capsys):
     assert main(["locate", "verify.backend:chunked", "verify.backend:reference", *SMALL]) == 0
     assert "SAME" in capsys.readouterr().out
-
-
-# ---- the trace ------------------------------------------------------------------------------------------------------
-
-
-def test_a_right_trace_agrees_with_fp64_after_every_key_tile():
-    shape = (2, 90, 2, 16)
-    setting = Setting(**draw({"q": shape, "k": shape, "v": shape}, torch.float32, 1), causal=True,
-                      block_rows=32, block_columns=32, device="cpu")  # fmt: skip
-    _, trace = right(setting.q, setting.k, setting.v, causal=True, block_rows=32, block_columns=32)
-    exact = statistics(setting)
-    assert torch.allclose(trace["running_max"].double(), exact.running_max, atol=1e-5)
-    assert torch.allclose(trace["row_sum"].double(), exact.row_sum, rtol=1e-4)
-
-
-def test_a_trace_left_as_an_attribute_is_read(tmp_path, capsys):
-    saved = tmp_path / "a.json"
-    arguments = ["tests.test_verify_locate:with_attribute", "verify.planted:right", *SMALL, "--json", str(saved)]
-    assert main(["locate", *arguments]) == 1
-    errors = json.loads(saved.read_text())["trace_errors"]
-    assert [error > 0.1 for error in errors["A"]["row_sum"]] == [False, True, True]
-    assert max(errors["B"]["running_max"] + errors["B"]["row_sum"] + errors["B"]["lse"]) < 1e-4
-    shown = capsys.readouterr().out
-    assert "m of A off" in shown and "m of B off" in shown
-    assert "trace, running maximum: no key tile is wrong" in shown
-    assert "trace, row sum: key tile 0 is right, every later one is wrong" in shown
-
-
-def with_attribute(q, k, v, causal=False):
-    out, with_attribute.trace = right(
-        q, k, v, causal=causal, block_rows=32, block_columns=32, mistake="row sum not rescaled"
-    )
-    return out
-
-
-def test_a_maximum_chosen_larger_on_purpose_is_not_called_wrong():
-    def generous(q, k, v, causal=False):
-        out, trace = right(q, k, v, causal=causal, block_rows=32, block_columns=32)
-        kept = {"running_max": trace["running_max"] + 1, "row_sum": trace["row_sum"] / torch.e}
-        return out * 1.5, kept
-
-    assert any("another maximum was subtracted on purpose" in line for line in located(generous).findings["A"])
-
-
-def test_a_trace_of_other_tiles_is_refused(capsys):
-    arguments = [*SMALL[:4], "--bc", "48", *SMALL[6:]]
-    assert main(["locate", "tests.test_verify_locate:with_attribute", *arguments]) == 2
-    assert "trace['running_max'] has shape (1, 2, 96, 3), expected" in capsys.readouterr().err
 
 
 # ---- the parts ------------------------------------------------------------------------------------------------------

@@ -118,7 +118,6 @@ def findings(evidence: Evidence) -> list[str]:
         lines.append(
             "without the causal mask it is right" if evidence.only_causal else "it is wrong without the causal mask too"
         )
-    lines += trace_findings(evidence)
     return [*lines, *judged.remarks, f"=> {name_of(evidence, kind)}"]
 
 
@@ -200,37 +199,3 @@ def tiles_never_read(evidence: Evidence) -> list[int]:
     """Odd key tiles that have no weight at all in any row."""
     found = odd_key_tiles(evidence)
     return found if found and (evidence.weights[evidence.rows][:, found] == 0).all() else []
-
-
-def trace_findings(evidence: Evidence) -> list[str]:
-    """What the trace says, where the candidate gave one."""
-    errors = trace_errors(evidence.judged, evidence.truth)
-    slack = max(1e-3, 8 * torch.finfo(evidence.judged.reply.out.dtype).eps)
-    wrong = {name: [error > slack for error in by_tile] for name, by_tile in errors.items()}
-    lines = [
-        f"trace, {label}: {which(wrong[name], 'key tile')}"
-        for name, label in (("running_max", "running maximum"), ("row_sum", "row sum"))
-        if name in wrong
-    ]
-    if any(wrong.get("running_max", ())) and "lse" in wrong and not any(wrong["lse"]):
-        lines.append("trace: m + log(l) is right all the same, so another maximum was subtracted on purpose")
-    return lines
-
-
-def trace_errors(judged: Judged, truth: TileStatistics) -> dict[str, list[float]]:
-    """The largest error after each key tile: of running_max, of row_sum (relative), and of lse = m + log(l)."""
-    trace = judged.reply.trace or {}
-    errors: dict[str, Tensor] = {}
-    if "running_max" in trace:
-        errors["running_max"] = _gap(trace["running_max"], truth.running_max)
-    if "row_sum" in trace:
-        errors["row_sum"] = _gap(trace["row_sum"] / truth.row_sum.clamp(min=1e-300), torch.ones_like(truth.row_sum))
-        errors["row_sum"] = torch.where(truth.row_sum == trace["row_sum"], 0.0, errors["row_sum"])
-    if len(errors) == 2:
-        lse = trace["running_max"] + trace["row_sum"].log()
-        errors["lse"] = _gap(lse, truth.running_max + truth.row_sum.log())
-    return {name: error.amax(dim=(0, 1, 2)).tolist() for name, error in errors.items()}
-
-
-def _gap(a: Tensor, b: Tensor) -> Tensor:
-    return torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from verify import inputs, output
-from verify.diagnosis import Evidence, findings, trace_errors
+from verify.diagnosis import Evidence, findings
 from verify.difference import Place, first_place, gap, heat_map, texture
 from verify.environment import describe
 from verify.errors import UsageError
@@ -139,10 +139,10 @@ def _name(found: Located, label: str) -> str:
 def _candidates_table(found: Located) -> Table:
     rows = [
         (label, each.candidate.name, f"{each.check.error:.1e}", f"{each.check.bound:.1e}",
-         "pass" if each.check.ok else "FAIL", "yes" if each.reply.trace else "no")
+         "pass" if each.check.ok else "FAIL")
         for label, each in zip("AB", found.candidates)
     ]  # fmt: skip
-    return Table("Kernels", ("", "function", "off fp64", "may be", "verdict", "trace"), rows)
+    return Table("Kernels", ("", "function", "off fp64", "may be", "verdict"), rows)
 
 
 def _first_table(found: Located, first: Place) -> Table:
@@ -169,22 +169,15 @@ def _query_table(found: Located) -> Table:
 
 
 def _key_table(found: Located, first: Place) -> Table:
-    """By key tile: the smaller problem, the weight the first differing row gives it, and the traces."""
+    """By key tile: the smaller problem, and the weight the first differing row gives it."""
     at = first.batch, first.head, first.row
-    columns = ["tile", "keys", "problem up to here", "weight in A", "in B", "right"]
-    traces = {label: trace_errors(each, found.truth) for label, each in zip("AB", found.candidates)}
-    shown = [("running_max", "m"), ("row_sum", "l, rel."), ("lse", "m + log l")]
-    for label, errors in traces.items():
-        columns += [f"{symbol} of {label} off" for name, symbol in shown if name in errors]
+    columns = ("tile", "keys", "problem up to here", "weight in A", "in B", "right")
     rows = []
     for index, tile in enumerate(found.setting.key_tiles):
         same = ("differs" if found.growth[index][1] else "same") if found.growth else "not tried"
         weights = [*found.weights.values(), found.truth.weight]
         shares = [f"{weight[at][index].item():.4f}" for weight in weights]
-        cells = [str(index), f"{tile.start} .. {tile.stop - 1}", same, *shares]
-        for errors in traces.values():
-            cells += [f"{errors[name][index]:.1e}" for name, _ in shown if name in errors]
-        rows.append(cells)
+        rows.append((str(index), f"{tile.start} .. {tile.stop - 1}", same, *shares))
     title = f"Key tiles, weights of row {first.row} of head {first.head} of batch element {first.batch}"
     return _cut(title, columns, rows)
 
@@ -220,10 +213,6 @@ def to_json(found: Located) -> dict[str, Any]:
         "texture": texture(found.differs, setting.block_rows) if found.first else None,
         "first": None if found.first is None else {**asdict(found.first), "key_tile": found.key_tile},
         "growth": [{"keys": keys, "differs": differs} for keys, differs in found.growth],
-        "trace_errors": {
-            label: {name: [_finite(x) for x in by_tile] for name, by_tile in trace_errors(each, found.truth).items()}
-            for label, each in zip("AB", found.candidates)
-        },
         "findings": {label: list(lines) for label, lines in found.findings.items()},
         "block_rows": setting.block_rows,
         "block_columns": setting.block_columns,
@@ -276,9 +265,7 @@ def register(subparsers: Any) -> None:
         help="where two attention kernels differ: element, tile, pattern, and what mistake that looks like",
         description="Runs two functions (q, k, v, causal=...) -> out, in flash-attn's layout (batch, seqlen, heads, "
         "head_dim), on the same seeded inputs. Exit code 0: the same; 1: they differ; 2: arguments that make no "
-        "sense. A function may return (out, trace) or leave an attribute `trace`, a dict of running_max and row_sum, "
-        "each (batch, heads, seqlen_q, key tiles), as they are after each key tile; it is given block_rows and "
-        "block_columns if it has parameters of these names.",
+        "sense. A function with parameters block_rows and block_columns is given --br and --bc.",
     )
     parser.add_argument("a", metavar="A", help="module:function")
     parser.add_argument("b", metavar="B", nargs="?", default=REFERENCE, help=f"module:function (default {REFERENCE})")

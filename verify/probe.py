@@ -1,4 +1,4 @@
-"""Asks a kernel questions from outside: its answer, its trace, how much weight a row gives each key tile, and how long
+"""Asks a kernel questions from outside: its answer, how much weight a row gives each key tile, and how long
 a problem must be before two kernels disagree.
 
 Attention is linear in v, so v = 1 on the keys of one tile and 0 elsewhere makes the output that tile's softmax weight.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,8 +20,6 @@ from verify.difference import gap
 from verify.errors import UsageError
 from verify.judge import Check, Right, against_fp64, right_answer
 from verify.oracle import visible
-
-TRACE = ("running_max", "row_sum")
 
 
 @dataclass(frozen=True)
@@ -66,10 +64,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Reply:
-    """out (batch, seqlen_q, nheads, head_dim) on the CPU; trace: each (batch, nheads, seqlen_q, key tiles), or None."""
+    """out: (batch, seqlen_q, nheads, head_dim) on the CPU"""
 
     out: Tensor
-    trace: Mapping[str, Tensor] | None = None
     changed_inputs: tuple[str, ...] = ()
 
 
@@ -101,7 +98,9 @@ def ask(candidate: Candidate, setting: Setting) -> Reply:
     try:
         with torch.no_grad():
             returned = candidate.function(*inputs.values(), **_options(candidate, setting))
-            out, trace = _taken_apart(returned, candidate.function)
+            out = returned[0] if isinstance(returned, (tuple, list)) and returned else returned
+            if not isinstance(out, Tensor):
+                raise TypeError(f"returned {type(out).__name__}, expected a tensor")
             out = out.detach().cpu()
     except UsageError:
         raise
@@ -115,7 +114,7 @@ def ask(candidate: Candidate, setting: Setting) -> Reply:
             f"{candidate.name} returned shape {tuple(out.shape)}, expected {expected}: batch, seqlen, heads, head_dim"
         )
     changed = tuple(name for name in given if not torch.equal(given[name], inputs[name]))
-    return Reply(out, _checked(trace, candidate, setting), changed)
+    return Reply(out, changed)
 
 
 def _options(candidate: Candidate, setting: Setting) -> dict[str, Any]:
@@ -130,31 +129,6 @@ def _options(candidate: Candidate, setting: Setting) -> dict[str, Any]:
     if setting.causal and "causal" not in options:
         raise UsageError(f"{candidate.name} has no argument causal, so --causal cannot be asked of it")
     return options
-
-
-def _taken_apart(returned: Any, function: Callable[..., Any]) -> tuple[Tensor, Any]:
-    """The output and the trace: returned beside it, or left as the function's attribute `trace`."""
-    if isinstance(returned, (tuple, list)) and returned:
-        trace = next((part for part in returned[1:] if isinstance(part, Mapping)), None)
-        returned = returned[0]
-    else:
-        trace = None
-    if not isinstance(returned, Tensor):
-        raise TypeError(f"returned {type(returned).__name__}, expected a tensor, or a tensor and a trace")
-    return returned, getattr(function, "trace", None) if trace is None else trace
-
-
-def _checked(trace: Any, candidate: Candidate, setting: Setting) -> dict[str, Tensor] | None:
-    if not isinstance(trace, Mapping) or not any(name in trace for name in TRACE):
-        return None
-    expected = (setting.q.shape[0], setting.q.shape[2], setting.q.shape[1], len(setting.key_tiles))
-    for name in TRACE:
-        if name in trace and tuple(trace[name].shape) != expected:
-            raise UsageError(
-                f"{candidate.name}: trace[{name!r}] has shape {tuple(trace[name].shape)}, expected "
-                f"(batch, heads, seqlen_q, key tiles of --bc {setting.block_columns}) = {expected}"
-            )
-    return {name: trace[name].detach().double().cpu() for name in TRACE if name in trace}
 
 
 # ---- against fp64, and against each other ---------------------------------------------------------------------------
@@ -205,12 +179,9 @@ def key_weights(candidate: Candidate, setting: Setting) -> Tensor:
 class TileStatistics:
     """In fp64, by row and key tile, each (batch, nheads, seqlen_q, key tiles); out has head_dim behind.
 
-    running_max, row_sum: what an online softmax holds after the tile (natural logarithms, scores scaled)
-    weight: the tile's share of the final softmax; out: what the row would get from the tile alone
+    weight: the tile's share of the softmax; out: what the row would get from the tile alone
     """
 
-    running_max: Tensor
-    row_sum: Tensor
     weight: Tensor
     out: Tensor = field(repr=False)
 
@@ -222,15 +193,12 @@ def statistics(setting: Setting) -> TileStatistics:
     sees = torch.stack(visible(setting.call))[:, None]
     s = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(~sees, -torch.inf)
 
-    tops = torch.stack([s[..., tile].amax(-1) for tile in setting.key_tiles], dim=-1)
-    running = tops.cummax(dim=-1).values
-    finite = running.masked_fill(running == -torch.inf, 0.0)
-    parts = [torch.exp(s[..., tile] - finite[..., -1:]) for tile in setting.key_tiles]
-    sums = torch.stack([part.sum(-1) for part in parts], dim=-1)  # relative to the final maximum
+    top = s.amax(-1, keepdim=True)
+    p = torch.exp(s - top.masked_fill(top == -torch.inf, 0.0))
+    parts = [p[..., tile] for tile in setting.key_tiles]
+    sums = torch.stack([part.sum(-1) for part in parts], dim=-1)
     tile_out = torch.stack([part @ v[..., tile, :] for part, tile in zip(parts, setting.key_tiles)], dim=-2)
     return TileStatistics(
-        running_max=running,
-        row_sum=sums.cumsum(-1) * torch.exp(finite[..., -1:] - finite),
         weight=_over(sums, sums.sum(-1, keepdim=True)),
         out=_over(tile_out, sums[..., None]),
     )
