@@ -67,7 +67,7 @@ def kind_of_weights(evidence: Evidence) -> Weights:
     measured, right = evidence.weights[rows], evidence.truth.weight[rows]
     if not measured.isfinite().all():
         return Weights.NONE
-    slack = max(1e-3, 4 * torch.finfo(evidence.judged.reply.out.dtype).eps)
+    slack = max(1e-3, 4 * torch.finfo(evidence.judged.out.dtype).eps)
     if ((measured - right).abs() <= slack).all():
         return Weights.RIGHT
     # Rows with one key tile, or already right, say nothing.
@@ -97,8 +97,8 @@ def _off_one(weights: Tensor, slack: float) -> bool:
 def tiles_are_right_inside(evidence: Evidence) -> bool:
     """Whether the output is what the measured weights make of the right output of each key tile alone."""
     mixed = (evidence.weights[..., None] * evidence.truth.out).sum(-2)[evidence.rows]
-    out = evidence.judged.reply.out.double().transpose(1, 2)[evidence.rows]
-    slack = max(1e-3, 16 * torch.finfo(evidence.judged.reply.out.dtype).eps) * max(1.0, mixed.abs().max().item())
+    out = evidence.judged.out.double().transpose(1, 2)[evidence.rows]
+    slack = max(1e-3, 16 * torch.finfo(evidence.judged.out.dtype).eps) * max(1.0, mixed.abs().max().item())
     return bool(((mixed - out).abs() <= slack).all())
 
 

@@ -21,25 +21,26 @@ from verify.environment import describe
 from verify.errors import UsageError
 from verify.implementations import imported
 from verify.output import add_output_arguments, check_output_arguments, console, deliver, progress_bar
-from verify.probe import Candidate, Judged, Setting, TileStatistics, growth, judged, key_weights, statistics, tolerance
+from verify.probe import Candidate, Judged, Setting, TileStatistics, ask, growth, judged, key_weights, statistics
 from verify.tables import SHADES, Report, Table
 
 REFERENCE = "flash_attn_compat:flash_attn_func"
 MOST_BYTES = 2 << 30  # of fp64 scores, which the right answer needs several times
 MOST_KEY_TILES = 64  # problems that are grown tile by tile
+MOST_LINES = 32  # of a table of tiles
 CELLS = 64  # of the heat map's lines
 LEGEND = f"{SHADES[0]} within tolerance, {SHADES[1]} up to 10x, {SHADES[2]} 100x, {SHADES[3]} 1000x, {SHADES[4]} beyond"
 
 
 @dataclass(frozen=True)
 class Located:
-    """All that was found. error: |A - B| as (batch, nheads, row, channel).
+    """All that was found of A and B. error: |A - B| as (batch, nheads, row, channel).
 
     growth: (keys, whether A and B differ there) for problems of 1, 2, ... key tiles; weights: by candidate, measured
     """
 
     setting: Setting
-    candidates: tuple[Judged, Judged]
+    candidates: Mapping[str, Judged]
     error: Tensor
     tolerance: float
     first: Place | None
@@ -53,6 +54,10 @@ class Located:
         return self.error > self.tolerance
 
     @property
+    def texture(self) -> str:
+        return texture(self.differs, self.setting.block_rows)
+
+    @property
     def key_tile(self) -> int | None:
         """The first key tile with which the two differ."""
         return next((index for index, (_, differs) in enumerate(self.growth) if differs), None)
@@ -61,30 +66,28 @@ class Located:
 def locate(a: Candidate, b: Candidate, setting: Setting, done: Callable[[str], None] = lambda what: None) -> Located:
     """Everything there is to know about the difference of two kernels; probes only where there is one."""
     done("both kernels")
-    pair = judged((a, b), setting)
-    allowed = tolerance(pair[0].check, setting)
-    error = gap(pair[0].reply.out, pair[1].reply.out)
+    found = {"A": judged(a, setting), "B": judged(b, setting)}
+    error, allowed = gap(found["A"].out, found["B"].out), setting.tolerance(found["A"].out)
     first = first_place(error > allowed, setting.block_rows)
-    found = Located(setting, pair, error, allowed, first, statistics(setting))
+    located = Located(setting, found, error, allowed, first, statistics(setting))
     if first is None:
-        return found
+        return located
     grown, why_not = _grown((a, b), setting, done)
     done("weights of key tiles")
-    weights = {label: key_weights(each, setting) for label, each in (("A", a), ("B", b))}
+    weights = {"A": key_weights(a, setting), "B": key_weights(b, setting)}
     only_causal = None
     if setting.causal:
         done("without causal mask")
-        full = judged((a, b), replace(setting, causal=False))
-        only_causal = not (gap(full[0].reply.out, full[1].reply.out) > tolerance(full[0].check, setting)).any()
-    exact = setting.right.exact.out
+        full = replace(setting, causal=False)
+        only_causal = not bool(full.differs(ask(a, full)[0], ask(b, full)[0]).any())
     said = {}
-    for label, each in zip(("A", "B"), pair):
+    for label, each in found.items():
         if not each.check.ok:
-            wrong = gap(each.reply.out, exact) > each.check.widest_bound
+            wrong = gap(each.out, setting.right.exact.out) > each.check.widest_bound
             known = [differs for _, differs in grown]
-            evidence = Evidence(each, wrong, setting.block_rows, known, weights[label], found.truth, only_causal)
+            evidence = Evidence(each, wrong, setting.block_rows, known, weights[label], located.truth, only_causal)
             said[label] = ([why_not] if why_not else []) + findings(evidence)
-    return replace(found, growth=grown, weights=weights, findings=said)
+    return replace(located, growth=grown, weights=weights, findings=said)
 
 
 def _grown(
@@ -107,7 +110,11 @@ def _grown(
 
 
 def report(found: Located, environment: dict[str, str]) -> Report:
-    tables = [_candidates_table(found)]
+    rows = [
+        (label, each.name, f"{each.check.error:.1e}", f"{each.check.bound:.1e}", "pass" if each.check.ok else "FAIL")
+        for label, each in found.candidates.items()
+    ]
+    tables = [Table("Kernels", ("", "function", "off fp64", "may be", "verdict"), rows)]
     if found.first is not None:
         tables += [_first_table(found, found.first), _query_table(found), _key_table(found, found.first)]
     values, height = heat_map(found.error, CELLS)
@@ -117,111 +124,73 @@ def report(found: Located, environment: dict[str, str]) -> Report:
 
 def conclusion(found: Located) -> list[str]:
     if found.first is None:
-        remarks = [
-            f"{label} ({each.candidate.name}): {remark}"
-            for label, each in zip("AB", found.candidates)
-            for remark in each.remarks
-        ]
+        remarks = [f"{label} ({each.name}): {remark}" for label, each in found.candidates.items()
+                   for remark in each.remarks]  # fmt: skip
         return [*remarks, f"SAME: no element differs by more than {found.tolerance:.1e}"]
     count, total = int(found.differs.sum()), found.differs.numel()
-    kind = texture(found.differs, found.setting.block_rows)
-    lines = [f"DIFFERENT: {count} of {total} elements ({count / total:.1%}), in {kind}"]
+    lines = [f"DIFFERENT: {count} of {total} elements ({count / total:.1%}), in {found.texture}"]
     for label, sentences in found.findings.items():
-        lines.append(f"{label} ({_name(found, label)}) is wrong:")
-        lines += [f"  {sentence}" for sentence in sentences]
+        lines += [f"{label} ({found.candidates[label].name}) is wrong:", *(f"  {line}" for line in sentences)]
     return lines
-
-
-def _name(found: Located, label: str) -> str:
-    return found.candidates["AB".index(label)].candidate.name
-
-
-def _candidates_table(found: Located) -> Table:
-    rows = [
-        (label, each.candidate.name, f"{each.check.error:.1e}", f"{each.check.bound:.1e}",
-         "pass" if each.check.ok else "FAIL")
-        for label, each in zip("AB", found.candidates)
-    ]  # fmt: skip
-    return Table("Kernels", ("", "function", "off fp64", "may be", "verdict"), rows)
 
 
 def _first_table(found: Located, first: Place) -> Table:
     index = first.batch, first.row, first.head, first.channel
-    exact = found.setting.right.exact.out
-    a, b, right = (x[index].item() for x in (found.candidates[0].reply.out, found.candidates[1].reply.out, exact))
-    place = str(first.batch), str(first.head), str(first.row), str(first.channel)
-    tiles = f"{first.query_tile}", "not known" if found.key_tile is None else f"{found.key_tile}"
+    outs = [each.out for each in found.candidates.values()]
+    values = [f"{out[index].item():.6g}" for out in (*outs, found.setting.right.exact.out)]
+    place = [str(part) for part in (first.batch, first.head, first.row, first.channel, first.query_tile)]
     columns = ("batch", "head", "row", "channel", "query tile", "key tile", "A", "B", "fp64")
-    return Table("First difference", columns, [(*place, *tiles, f"{a:.6g}", f"{b:.6g}", f"{right:.6g}")])
+    tile = "not known" if found.key_tile is None else str(found.key_tile)
+    return Table("First difference", columns, [(*place, tile, *values)])
 
 
 def _query_table(found: Located) -> Table:
     size, rows = found.setting.block_rows, []
     for index, (differs, error) in enumerate(zip(found.differs.split(size, 2), found.error.split(size, 2))):
-        first_row = index * size
         share = differs.double().mean().item()
-        heads = differs.any(dim=3).any(dim=2).any(dim=0)
+        wrong = differs.any(dim=3).any(dim=2).any(dim=0)
+        few = [str(head) for head in wrong.nonzero().flatten().tolist()]
+        heads = "all" if wrong.all() else ", ".join(few[:6]) + " ..." * (len(few) > 6)
+        bounds = f"{index * size} .. {index * size + differs.shape[2] - 1}"
         kind = texture(differs, size) if share else ""
-        bounds = f"{first_row} .. {first_row + differs.shape[2] - 1}"
-        where = _listed(heads.nonzero().flatten().tolist(), len(heads))
-        rows.append((str(index), bounds, f"{share:.1%}", f"{error.max().item():.1e}", where, kind))
+        rows.append((str(index), bounds, f"{share:.1%}", f"{error.max().item():.1e}", heads, kind))
     return _cut("Query tiles", ("tile", "rows", "differs", "by up to", "heads", "what differs"), rows)
 
 
 def _key_table(found: Located, first: Place) -> Table:
     """By key tile: the smaller problem, and the weight the first differing row gives it."""
     at = first.batch, first.head, first.row
-    columns = ("tile", "keys", "problem up to here", "weight in A", "in B", "right")
     rows = []
     for index, tile in enumerate(found.setting.key_tiles):
         same = ("differs" if found.growth[index][1] else "same") if found.growth else "not tried"
-        weights = [*found.weights.values(), found.truth.weight]
-        shares = [f"{weight[at][index].item():.4f}" for weight in weights]
+        shares = [f"{weight[at][index].item():.4f}" for weight in (*found.weights.values(), found.truth.weight)]
         rows.append((str(index), f"{tile.start} .. {tile.stop - 1}", same, *shares))
     title = f"Key tiles, weights of row {first.row} of head {first.head} of batch element {first.batch}"
-    return _cut(title, columns, rows)
+    return _cut(title, ("tile", "keys", "problem up to here", "weight in A", "in B", "right"), rows)
 
 
-def _listed(indices: Sequence[int], count: int) -> str:
-    if len(indices) == count:
-        return "all"
-    return ", ".join(map(str, indices[:6])) + (" ..." if len(indices) > 6 else "")
-
-
-def _cut(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], most: int = 32) -> Table:
-    return Table(title + (f" (the first {most} of {len(rows)})" if len(rows) > most else ""), columns, rows[:most])
+def _cut(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    return Table(title + f" (the first {MOST_LINES})" * (len(rows) > MOST_LINES), columns, rows[:MOST_LINES])
 
 
 def to_json(found: Located) -> dict[str, Any]:
     """What `verify report` and others read; not a number and infinity become null."""
-    setting = found.setting
     values, height = heat_map(found.error, CELLS)
-    kernels = [
-        {
-            "name": each.candidate.name,
-            "error": _finite(each.check.error),
-            "bound": each.check.bound,
-            "ok": each.check.ok,
-        }
-        for each in found.candidates
-    ]
+
+    def finite(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
     return {
-        "kernels": kernels,
+        "kernels": [{"name": each.name, **each.check.to_json()} for each in found.candidates.values()],
         "same": found.first is None,
         "tolerance": found.tolerance,
         "share": found.differs.double().mean().item(),
-        "texture": texture(found.differs, setting.block_rows) if found.first else None,
+        "texture": found.texture,
         "first": None if found.first is None else {**asdict(found.first), "key_tile": found.key_tile},
         "growth": [{"keys": keys, "differs": differs} for keys, differs in found.growth],
-        "findings": {label: list(lines) for label, lines in found.findings.items()},
-        "block_rows": setting.block_rows,
-        "block_columns": setting.block_columns,
-        "heat_map": {"rows_per_cell": height, "values": [[_finite(x) for x in line] for line in values.tolist()]},
+        "findings": found.findings,
+        "heat_map": {"rows_per_cell": height, "values": [[finite(x) for x in line] for line in values.tolist()]},
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def load(path: Path) -> tuple[Table, str]:

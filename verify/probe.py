@@ -1,5 +1,5 @@
-"""Asks a kernel questions from outside: its answer, how much weight a row gives each key tile, and how long
-a problem must be before two kernels disagree.
+"""Asks a kernel questions from outside: its answer, how much weight a row gives each key tile, and how long a problem
+must be before two kernels disagree.
 
 Attention is linear in v, so v = 1 on the keys of one tile and 0 elsewhere makes the output that tile's softmax weight.
 """
@@ -53,6 +53,18 @@ class Setting:
         rows = keys if self.q.shape[1] == self.k.shape[1] else self.q.shape[1]
         return replace(self, q=self.q[:, :rows], k=self.k[:, :keys], v=self.v[:, :keys])
 
+    def judged(self, out: Tensor) -> Check:
+        """An output held against fp64."""
+        return against_fp64(self.right, Answer(out))[0]
+
+    def differs(self, a: Tensor, b: Tensor) -> Tensor:
+        """(batch, nheads, row, channel): where two outputs are further apart than the tolerance."""
+        return gap(a, b) > self.tolerance(a)
+
+    def tolerance(self, out: Tensor) -> float:
+        """Two answers that verify passes are each within the bound of fp64, so within twice the bound of each other."""
+        return 2 * self.judged(out).widest_bound if self.atol is None else self.atol
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -63,26 +75,19 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Reply:
-    """out: (batch, seqlen_q, nheads, head_dim) on the CPU"""
-
-    out: Tensor
-    changed_inputs: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Judged:
-    """A candidate's answers to one setting held against fp64."""
+    """A candidate's answer to one setting, (batch, seqlen_q, nheads, head_dim) on the CPU, held against fp64."""
 
-    candidate: Candidate
-    reply: Reply
+    name: str
+    out: Tensor
     check: Check
+    changed_inputs: tuple[str, ...] = ()
     repeats: float = 0.0  # how far a second call was from the first
 
     @property
     def remarks(self) -> list[str]:
         """What is worth knowing of a right answer too."""
-        lines = [f"it changed its input {name}" for name in self.reply.changed_inputs]
+        lines = [f"it changed its input {name}" for name in self.changed_inputs]
         if self.repeats > 0:
             lines.append(f"a second call gave another answer, {self.repeats:.1e} off the first")
         return lines
@@ -91,14 +96,14 @@ class Judged:
 # ---- one call -------------------------------------------------------------------------------------------------------
 
 
-def ask(candidate: Candidate, setting: Setting) -> Reply:
-    """The candidate's answer; UsageError if it raises or answers something else than an output."""
+def ask(candidate: Candidate, setting: Setting) -> tuple[Tensor, tuple[str, ...]]:
+    """The candidate's output on the CPU, and the inputs it wrote to; UsageError if it raises or answers no output."""
     given = {name: getattr(setting, name).to(setting.device) for name in ("q", "k", "v")}
     inputs = {name: tensor.clone() for name, tensor in given.items()}
     try:
         with torch.no_grad():
-            returned = candidate.function(*inputs.values(), **_options(candidate, setting))
-            out = returned[0] if isinstance(returned, (tuple, list)) and returned else returned
+            out = candidate.function(*inputs.values(), **_options(candidate, setting))
+            out = out[0] if isinstance(out, (tuple, list)) and out else out
             if not isinstance(out, Tensor):
                 raise TypeError(f"returned {type(out).__name__}, expected a tensor")
             out = out.detach().cpu()
@@ -113,8 +118,7 @@ def ask(candidate: Candidate, setting: Setting) -> Reply:
         raise UsageError(
             f"{candidate.name} returned shape {tuple(out.shape)}, expected {expected}: batch, seqlen, heads, head_dim"
         )
-    changed = tuple(name for name in given if not torch.equal(given[name], inputs[name]))
-    return Reply(out, changed)
+    return out, tuple(name for name in given if not torch.equal(given[name], inputs[name]))
 
 
 def _options(candidate: Candidate, setting: Setting) -> dict[str, Any]:
@@ -134,31 +138,19 @@ def _options(candidate: Candidate, setting: Setting) -> dict[str, Any]:
 # ---- against fp64, and against each other ---------------------------------------------------------------------------
 
 
-def judged(candidates: tuple[Candidate, Candidate], setting: Setting) -> tuple[Judged, Judged]:
-    """Both answers, each asked twice, held against fp64."""
-    first, second = (_judged(candidate, setting) for candidate in candidates)
-    return first, second
-
-
-def _judged(candidate: Candidate, setting: Setting) -> Judged:
-    reply = ask(candidate, setting)
-    check = against_fp64(setting.right, Answer(reply.out))[0]
-    once, again = (out.nan_to_num(nan=0.0) for out in (reply.out, ask(candidate, setting).out))
-    return Judged(candidate, reply, check, gap(once, again).max().item())
-
-
-def tolerance(check: Check, setting: Setting) -> float:
-    """Two answers that verify passes are each within the bound of fp64, so within twice the bound of each other."""
-    return 2 * check.widest_bound if setting.atol is None else setting.atol
+def judged(candidate: Candidate, setting: Setting) -> Judged:
+    """Its answer, asked twice, held against fp64."""
+    out, changed = ask(candidate, setting)
+    once, again = (x.nan_to_num(nan=0.0) for x in (out, ask(candidate, setting)[0]))
+    return Judged(candidate.name, out, setting.judged(out), changed, gap(once, again).max().item())
 
 
 def growth(candidates: tuple[Candidate, Candidate], setting: Setting) -> Iterator[tuple[int, bool]]:
     """(number of keys, whether the two differ there) for problems of 1, 2, ... key tiles."""
     for columns in setting.key_tiles:
         smaller = setting.grown_to(columns.stop)
-        a, b = (ask(candidate, smaller).out for candidate in candidates)
-        check = against_fp64(smaller.right, Answer(a))[0]
-        yield columns.stop, bool((gap(a, b) > tolerance(check, setting)).any())
+        a, b = (ask(candidate, smaller)[0] for candidate in candidates)
+        yield columns.stop, bool(smaller.differs(a, b).any())
 
 
 def key_weights(candidate: Candidate, setting: Setting) -> Tensor:
@@ -168,7 +160,7 @@ def key_weights(candidate: Candidate, setting: Setting) -> Tensor:
         v = torch.zeros_like(setting.v)
         v[:, columns] = 1
         # Every channel says the same, unless it is the channels that are mixed up.
-        parts.append(ask(candidate, replace(setting, v=v)).out.double().median(dim=-1).values)
+        parts.append(ask(candidate, replace(setting, v=v))[0].double().median(dim=-1).values)
     return torch.stack(parts, dim=-1).transpose(1, 2)
 
 
@@ -192,16 +184,11 @@ def statistics(setting: Setting) -> TileStatistics:
     k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     sees = torch.stack(visible(setting.call))[:, None]
     s = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(~sees, -torch.inf)
-
     top = s.amax(-1, keepdim=True)
     p = torch.exp(s - top.masked_fill(top == -torch.inf, 0.0))
-    parts = [p[..., tile] for tile in setting.key_tiles]
-    sums = torch.stack([part.sum(-1) for part in parts], dim=-1)
-    tile_out = torch.stack([part @ v[..., tile, :] for part, tile in zip(parts, setting.key_tiles)], dim=-2)
-    return TileStatistics(
-        weight=_over(sums, sums.sum(-1, keepdim=True)),
-        out=_over(tile_out, sums[..., None]),
-    )
+    sums = torch.stack([p[..., tile].sum(-1) for tile in setting.key_tiles], dim=-1)
+    tile_out = torch.stack([p[..., tile] @ v[..., tile, :] for tile in setting.key_tiles], dim=-2)
+    return TileStatistics(_over(sums, sums.sum(-1, keepdim=True)), _over(tile_out, sums[..., None]))
 
 
 def _over(a: Tensor, b: Tensor) -> Tensor:
