@@ -45,7 +45,7 @@ def test_a_failed_compilation_warns_once_and_is_not_tried_again(monkeypatch):
 def test_the_fused_step_equals_the_plain_one(monkeypatch, softcap, window_size):
     q, k, v = (torch.randn(2, 150, 4, 16) for _ in range(3))
     arguments = {"causal": True, "softcap": softcap, "window_size": window_size, "return_attn_probs": True}
-    monkeypatch.setattr(chunked_tiles, "_tile", lambda call, block: chunked_tiles.Tile(1, 2, 64, 48))
+    monkeypatch.setattr(chunked_tiles, "_tile_size", lambda call, block: chunked_tiles.TileSize(1, 2, 64, 48))
     with use_backend("chunked"):
         plain = flash_attn_func(q, k, v, **arguments)
         monkeypatch.setenv("FLASH_ATTN_COMPAT_COMPILE", "1")

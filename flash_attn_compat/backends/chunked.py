@@ -1,4 +1,4 @@
-"""Online softmax over blocks of keys in plain PyTorch: every feature, every device, memory linear in length.
+"""Online softmax over tiles of keys in plain PyTorch: every feature, every device, memory linear in length.
 
 Forward is algorithm 1 of FlashAttention-2 (Dao, 2023) and backward its algorithm 2, with tiles as large
 as a fixed memory budget allows: one pass over all visible keys of a few rows where that fits, running
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.base import BlockwiseBackend, Capabilities
-from flash_attn_compat.backends.chunked_tiles import Piece, pieces, working_dtype
+from flash_attn_compat.backends.chunked_tiles import SubBlock, sub_blocks, working_dtype
 from flash_attn_compat.engine.call import AttentionCall, Upstream
 from flash_attn_compat.engine.compilation import OptionallyCompiled
 from flash_attn_compat.engine.features import Feature
@@ -36,42 +36,42 @@ class Chunked(BlockwiseBackend):
             out.zero_()
             if lse is not None:
                 lse.fill_(torch.inf)
-        for piece in pieces(call, block, rng_state):
-            for rows in piece.row_blocks():
-                row_out, row_lse = _attend_rows(piece, rows)
-                out[piece.n, rows.start : rows.stop, piece.heads] = row_out.transpose(1, 2)
+        for sub in sub_blocks(call, block, rng_state):
+            for rows in sub.row_tiles():
+                row_out, row_lse = _attend_rows(sub, rows)
+                out[sub.n, rows.start : rows.stop, sub.heads] = row_out.transpose(1, 2)
                 if lse is not None:
-                    lse[piece.n, piece.heads, rows.start : rows.stop] = row_lse
+                    lse[sub.n, sub.heads, rows.start : rows.stop] = row_lse
 
         return out, lse
 
     def backward_block(self, call: AttentionCall, block: Block, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = torch.zeros_like(block.q), torch.empty_like(block.k), torch.empty_like(block.v)
-        for piece in pieces(call, block, upstream.rng_state):
-            totals = [torch.zeros_like(tensor, dtype=piece.dtype) for tensor in (piece.keys, piece.values)]
-            for rows in piece.row_blocks():
-                row_dq = _backpropagate_rows(piece, rows, upstream, *totals)
-                dq[piece.n, rows.start : rows.stop, piece.heads] = row_dq.transpose(1, 2)
+        for sub in sub_blocks(call, block, upstream.rng_state):
+            totals = [torch.zeros_like(tensor, dtype=sub.dtype) for tensor in (sub.keys, sub.values)]
+            for rows in sub.row_tiles():
+                row_dq = _backpropagate_rows(sub, rows, upstream, *totals)
+                dq[sub.n, rows.start : rows.stop, sub.heads] = row_dq.transpose(1, 2)
             for target, total in zip((dk, dv), totals):
-                target[piece.n, :, piece.heads_kv] = total.unflatten(0, (piece.count, -1)).transpose(1, 2)
+                target[sub.n, :, sub.heads_kv] = total.unflatten(0, (sub.count, -1)).transpose(1, 2)
         return dq, dk, dv
 
 
-def _attend_rows(piece: Piece, rows: Range) -> tuple[Tensor, Tensor]:
-    """Algorithm 1 for one block of rows: out (n, q heads, rows, head_dim_v) and its LSE."""
-    queries = piece.fold(piece.q, rows)
-    first, *others = piece.key_blocks(rows)
-    # One block of keys shows every row a key, unless it is padding.
-    all_alive = not others and piece.block.first_key is None
-    out, total, peak, _ = _attend_block(piece, queries, rows, first, None, all_alive)
+def _attend_rows(sub: SubBlock, rows: Range) -> tuple[Tensor, Tensor]:
+    """Algorithm 1 for one tile of rows: out (n, q heads, rows, head_dim_v) and its LSE."""
+    queries = sub.fold(sub.q, rows)
+    first, *others = sub.key_tiles(rows)
+    # One tile of keys shows every row a key, unless it is padding.
+    all_alive = not others and sub.block.first_key is None
+    out, total, peak, _ = _attend_tile(sub, queries, rows, first, None, all_alive)
     for columns in others:
-        block_out, block_total, new_peak, shift = _attend_block(piece, queries, rows, columns, peak, all_alive)
+        tile_out, tile_total, new_peak, shift = _attend_tile(sub, queries, rows, columns, peak, all_alive)
         decay = torch.exp(peak - shift)
-        out.mul_(decay).add_(block_out)
-        total.mul_(decay).add_(block_total)
+        out.mul_(decay).add_(tile_out)
+        total.mul_(decay).add_(tile_total)
         peak = new_peak
-    if piece.call.dropout_p:
-        out.div_(1.0 - piece.call.dropout_p)
+    if sub.call.dropout_p:
+        out.div_(1.0 - sub.call.dropout_p)
     if all_alive:
         return out.div_(total), total.log_().add_(peak).squeeze(-1)
     dead = total == 0
@@ -80,36 +80,36 @@ def _attend_rows(piece: Piece, rows: Range) -> tuple[Tensor, Tensor]:
     return out.div_(total), lse.squeeze(-1)
 
 
-def _attend_block(
-    piece: Piece, queries: Tensor, rows: Range, columns: Range, peak: Tensor | None, all_alive: bool
+def _attend_tile(
+    sub: SubBlock, queries: Tensor, rows: Range, columns: Range, peak: Tensor | None, all_alive: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What one block of keys adds to out and to the weights' sum, the new running maximum, and the shift."""
-    weights, total, new_peak, shift = _weigh(piece, queries, rows, columns, peak, all_alive)
-    keep = piece.keep(rows, columns)
+    """What one tile of keys adds to out and to the weights' sum, the new running maximum, and the shift."""
+    weights, total, new_peak, shift = _weigh(sub, queries, rows, columns, peak, all_alive)
+    keep = sub.keep(rows, columns)
     if keep is not None:
         weights.mul_(keep)
-    values = piece.values[:, columns.start : columns.stop]
-    out = piece.unfold(piece.product(weights.reshape(*queries.shape[:2], -1), values), rows)
+    values = sub.values[:, columns.start : columns.stop]
+    out = sub.unfold(sub.product(weights.reshape(*queries.shape[:2], -1), values), rows)
     return out, total, new_peak, shift
 
 
 def _weigh(
-    piece: Piece, queries: Tensor, rows: Range, columns: Range, peak: Tensor | None, all_alive: bool
+    sub: SubBlock, queries: Tensor, rows: Range, columns: Range, peak: Tensor | None, all_alive: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """exp(score - shift) of a tile as an operand, its row sums, the new running maximum, and the shift."""
-    if _fused_weights.is_enabled and piece.block.slopes is None and piece.is_hidden_by_mask_alone:
-        softcap = piece.call.softcap
-        keys = piece.keys[:, columns.start : columns.stop].transpose(1, 2)
-        raw = piece.unfold(piece.product(queries, keys, piece.call.softmax_scale / (softcap or 1.0)), rows)
-        hidden = piece.hidden_tile(rows, columns)
-        return _fused_weights(raw, hidden, softcap, peak, piece.operand_dtype)
-    scores, factor = piece.scores(queries, rows, columns)
-    block_peak = scores.amax(-1, keepdim=True).mul_(factor)
-    new_peak = block_peak if peak is None else torch.maximum(peak, block_peak)
+    if _fused_weights.is_enabled and sub.block.slopes is None and sub.block.first_key is None:
+        softcap = sub.call.softcap
+        keys = sub.keys[:, columns.start : columns.stop].transpose(1, 2)
+        raw = sub.unfold(sub.product(queries, keys, sub.call.softmax_scale / (softcap or 1.0)), rows)
+        hidden = sub.hidden_tile(rows, columns)
+        return _fused_weights(raw, hidden, softcap, peak, sub.operand_dtype)
+    scores, factor = sub.scores(queries, rows, columns)
+    tile_peak = scores.amax(-1, keepdim=True).mul_(factor)
+    new_peak = tile_peak if peak is None else torch.maximum(peak, tile_peak)
     # A row that has seen nothing yet has peak -inf; 0 keeps exp(-inf - peak) at 0 instead of nan.
     shift = new_peak if all_alive else new_peak.masked_fill(new_peak == -torch.inf, 0.0)
     weights = torch.add(shift.neg(), scores, alpha=factor, out=scores).exp_()
-    return weights.to(piece.operand_dtype), weights.sum(-1, keepdim=True), new_peak, shift
+    return weights.to(sub.operand_dtype), weights.sum(-1, keepdim=True), new_peak, shift
 
 
 @OptionallyCompiled
@@ -120,43 +120,43 @@ def _fused_weights(
     scores = torch.tanh(raw) * softcap if softcap else raw
     if hidden is not None:
         scores = scores.masked_fill(hidden, -torch.inf)
-    block_peak = scores.amax(-1, keepdim=True)
-    new_peak = block_peak if peak is None else torch.maximum(peak, block_peak)
+    tile_peak = scores.amax(-1, keepdim=True)
+    new_peak = tile_peak if peak is None else torch.maximum(peak, tile_peak)
     shift = torch.where(new_peak == -torch.inf, 0.0, new_peak)
     weights = torch.exp(scores - shift)
     return weights.to(dtype), weights.sum(-1, keepdim=True), new_peak, shift
 
 
-def _backpropagate_rows(piece: Piece, rows: Range, upstream: Upstream, dk: Tensor, dv: Tensor) -> Tensor:
-    """Algorithm 2 for one block of rows: adds to dk and dv, returns dq (n, q heads, rows, head_dim)."""
-    call = piece.call
-    queries, dout = piece.fold(piece.q, rows), piece.fold(upstream.dout, rows)
-    delta = (dout.to(piece.dtype) * piece.fold(upstream.out, rows)).sum(-1, keepdim=True)
-    row_lse = upstream.lse[piece.n, piece.heads, rows.start : rows.stop].to(piece.dtype).unsqueeze(-1)
+def _backpropagate_rows(sub: SubBlock, rows: Range, upstream: Upstream, dk: Tensor, dv: Tensor) -> Tensor:
+    """Algorithm 2 for one tile of rows: adds to dk and dv, returns dq (n, q heads, rows, head_dim)."""
+    call = sub.call
+    queries, dout = sub.fold(sub.q, rows), sub.fold(upstream.dout, rows)
+    delta = (dout.to(sub.dtype) * sub.fold(upstream.out, rows)).sum(-1, keepdim=True)
+    row_lse = upstream.lse[sub.n, sub.heads, rows.start : rows.stop].to(sub.dtype).unsqueeze(-1)
     dq: Tensor | None = None
-    for columns in piece.key_blocks(rows):
+    for columns in sub.key_tiles(rows):
         inside = slice(columns.start, columns.stop)
-        scores, factor = piece.scores(queries, rows, columns)
+        scores, factor = sub.scores(queries, rows, columns)
         # Under softcap the tanh values are needed again, without ALiBi's bias they are the scores.
-        tanh = piece.tanh_values(queries, rows, columns, scores) if call.softcap else None
+        tanh = sub.tanh_values(queries, rows, columns, scores) if call.softcap else None
         probabilities = torch.add(row_lse.neg(), scores, alpha=factor, out=None if tanh is scores else scores).exp_()
         folded = probabilities.reshape(*queries.shape[:2], -1)
-        keep = piece.keep(rows, columns)
-        dropped = folded.to(piece.operand_dtype)
+        keep = sub.keep(rows, columns)
+        dropped = folded.to(sub.operand_dtype)
         if keep is not None:
             keep = keep.mul_(1.0 / (1.0 - call.dropout_p)).reshape(folded.shape)
             dropped = dropped * keep
-        dv[:, inside] += piece.product(dropped.transpose(1, 2), dout)
-        dscores = piece.product(dout, piece.values[:, inside].transpose(1, 2))
+        dv[:, inside] += sub.product(dropped.transpose(1, 2), dout)
+        dscores = sub.product(dout, sub.values[:, inside].transpose(1, 2))
         if keep is not None:
             dscores.mul_(keep)
         dscores.sub_(delta).mul_(folded)
         if tanh is not None:
             # A hidden key's tanh is -inf here, its gradient 0.
             dscores.mul_(tanh.clamp_(-1.0, 1.0).square_().neg_().add_(1.0).reshape(dscores.shape))
-        dscores = dscores.to(piece.operand_dtype)
-        part = piece.product(dscores, piece.keys[:, inside], call.softmax_scale)
-        dq = part if dq is None else dq.add_(part)
-        dk[:, inside] += piece.product(dscores.transpose(1, 2), queries, call.softmax_scale)
-    assert dq is not None  # rows that see no keys are in no block of rows
-    return piece.unfold(dq, rows)
+        dscores = dscores.to(sub.operand_dtype)
+        tile_dq = sub.product(dscores, sub.keys[:, inside], call.softmax_scale)
+        dq = tile_dq if dq is None else dq.add_(tile_dq)
+        dk[:, inside] += sub.product(dscores.transpose(1, 2), queries, call.softmax_scale)
+    assert dq is not None  # rows that see no keys are in no tile
+    return sub.unfold(dq, rows)

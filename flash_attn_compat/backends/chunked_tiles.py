@@ -1,4 +1,4 @@
-"""What `chunked` works on: pieces of a block, and how large a tile of scores is computed at once."""
+"""What `chunked` works on: sub-blocks, and how large a tile of scores is computed at once."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.base import HALF_DTYPES
-from flash_attn_compat.engine import alibi, dropout
+from flash_attn_compat.engine import alibi
 from flash_attn_compat.engine.alignment import ready
 from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.layout import Block
 from flash_attn_compat.engine.mask import Range
 
 
-class Piece:
+class SubBlock:
     """Some sequences and heads of a block in working precision, worked on one tile at a time."""
 
     def __init__(
@@ -26,10 +26,10 @@ class Piece:
         rng_state: Tensor | None,
         n: slice,
         heads_kv: slice,
-        tile: Tile,
+        size: TileSize,
         hidden: dict[tuple[int, int, int], Tensor | None],
     ) -> None:
-        self.call, self.rng_state, self.n, self.heads_kv, self.tile = call, rng_state, n, heads_kv, tile
+        self.call, self.rng_state, self.n, self.heads_kv, self.size = call, rng_state, n, heads_kv, size
         self.group = call.nheads // call.nheads_k
         self.heads = slice(heads_kv.start * self.group, heads_kv.stop * self.group)
         self.q, self.block = block.q, block.narrow(n)
@@ -41,25 +41,25 @@ class Piece:
         self.keys = self._fold_keys(self.block.k)
         self.values = self._fold_keys(self.block.v)
 
-    def row_blocks(self) -> Iterator[Range]:
+    def row_tiles(self) -> Iterator[Range]:
         alive = self.call.mask.rows_with_keys(self.seqlen_q, self.seqlen_k)
-        for start in range(alive.start, alive.stop, self.tile.rows):
-            yield Range(start, min(start + self.tile.rows, alive.stop))
+        for start in range(alive.start, alive.stop, self.size.rows):
+            yield Range(start, min(start + self.size.rows, alive.stop))
 
     def visible_keys(self, rows: Range) -> Range:
         """The keys that some of ``rows`` see, from a multiple of 8 on, where matrix products read fast."""
         visible = self.call.mask.visible_keys(rows, self.offset, self.seqlen_k)
         return Range(visible.start - visible.start % 8, visible.stop)
 
-    def key_blocks(self, rows: Range) -> Iterator[Range]:
+    def key_tiles(self, rows: Range) -> Iterator[Range]:
         visible = self.visible_keys(rows)
-        for start in range(visible.start, visible.stop, self.tile.keys):
-            yield Range(start, min(start + self.tile.keys, visible.stop))
+        for start in range(visible.start, visible.stop, self.size.keys):
+            yield Range(start, min(start + self.size.keys, visible.stop))
 
     def fold(self, tensor: Tensor, rows: Range) -> Tensor:
         """Rows of a (n, seqlen_q, nheads, x) tensor as operands (n * kv heads, group * rows, x)."""
-        part = tensor[self.n, rows.start : rows.stop, self.heads].to(self.operand_dtype).transpose(1, 2)
-        return self._operand(part.reshape(-1, self.group * rows.size, tensor.shape[-1]))
+        some = tensor[self.n, rows.start : rows.stop, self.heads].to(self.operand_dtype).transpose(1, 2)
+        return self._operand(some.reshape(-1, self.group * rows.size, tensor.shape[-1]))
 
     def unfold(self, folded: Tensor, rows: Range) -> Tensor:
         """(n * kv heads, group * rows, x) -> (n, q heads, rows, x)."""
@@ -89,20 +89,17 @@ class Piece:
         self._hide(scores, rows, columns)
         return scores, factor
 
-    @property
-    def is_hidden_by_mask_alone(self) -> bool:
-        """Whether no key is padding."""
-        return self.block.first_key is None
-
     def _hide(self, scores: Tensor, rows: Range, columns: Range) -> None:
         """Put -inf on scores (n, heads, rows, columns)."""
-        for part in self.call.mask.partly_hidden(rows, columns, self.offset):
-            hidden = self.hidden_tile(rows, part)
+        for stretch in self.call.mask.partly_hidden(rows, columns, self.offset):
+            hidden = self.hidden_tile(rows, stretch)
             if hidden is not None:
-                scores[..., part.start - columns.start : part.stop - columns.start].masked_fill_(hidden, -torch.inf)
-        if self.block.first_key is not None:
-            padding = self.block.key_indices()[:, columns.start : columns.stop] < 0
-            scores.masked_fill_(padding[:, None, None], -torch.inf)
+                scores[..., stretch.start - columns.start : stretch.stop - columns.start].masked_fill_(
+                    hidden, -torch.inf
+                )
+        padding = self.block.padding(columns)
+        if padding is not None:
+            scores.masked_fill_(padding, -torch.inf)
 
     def hidden_tile(self, rows: Range, keys: Range) -> Tensor | None:
         """Mask.hidden, remembered for other rows, which see the same at the same distance."""
@@ -133,20 +130,12 @@ class Piece:
         """Surviving probabilities of a tile as 0 and 1, (n, q heads, rows, columns); None without dropout."""
         if not self.call.dropout_p:
             return None
-        device = self.block.q.device
-        tile = dropout.keep_tile(
-            self.rng_state,
-            self.call.dropout_p,
-            torch.tensor(list(self.block.sequences), dtype=torch.int64, device=device),
-            torch.arange(self.heads.start, self.heads.stop, device=device),
-            self.block.row_indices()[..., rows.start : rows.stop],
-            self.block.key_indices()[..., columns.start : columns.stop],
-        )
-        return tile.to(self.operand_dtype)
+        heads = Range(self.heads.start, self.heads.stop)
+        return self.block.kept(self.rng_state, self.call.dropout_p, heads, rows, columns).to(self.operand_dtype)
 
 
-class Tile(NamedTuple):
-    """How much is worked on at once."""
+class TileSize(NamedTuple):
+    """How much is worked on at once: a tile of rows and keys, of so many heads of so many sequences."""
 
     sequences: int
     heads_kv: int
@@ -170,7 +159,7 @@ _SMALL_ACCELERATOR = 2**24
 _REMEMBERED_TILES = 2
 
 
-def _tile(call: AttentionCall, block: Block) -> Tile:
+def _tile_size(call: AttentionCall, block: Block) -> TileSize:
     """The largest tile within the device's budget: first rows and keys, then heads, then sequences, then rows.
 
     Rows beyond some share of the keys, or of a window, would mostly compute scores that the mask hides.
@@ -194,17 +183,17 @@ def _tile(call: AttentionCall, block: Block) -> Tile:
     if _ALIGNED_ROWS < rows < seqlen_q:
         # The keys that later rows see then begin where matrix products read fast.
         rows -= rows % _ALIGNED_ROWS
-    return Tile(sequences, heads, rows, keys)
+    return TileSize(sequences, heads, rows, keys)
 
 
-def pieces(call: AttentionCall, block: Block, rng_state: Tensor | None) -> Iterator[Piece]:
-    tile = _tile(call, block)
+def sub_blocks(call: AttentionCall, block: Block, rng_state: Tensor | None) -> Iterator[SubBlock]:
+    size = _tile_size(call, block)
     hidden: dict[tuple[int, int, int], Tensor | None] = {}
-    for start in range(0, block.q.shape[0], tile.sequences):
-        n = slice(start, min(start + tile.sequences, block.q.shape[0]))
-        for first in range(0, call.nheads_k, tile.heads_kv):
-            heads_kv = slice(first, min(first + tile.heads_kv, call.nheads_k))
-            yield Piece(call, block, rng_state, n, heads_kv, tile, hidden)
+    for start in range(0, block.q.shape[0], size.sequences):
+        n = slice(start, min(start + size.sequences, block.q.shape[0]))
+        for first in range(0, call.nheads_k, size.heads_kv):
+            heads_kv = slice(first, min(first + size.heads_kv, call.nheads_k))
+            yield SubBlock(call, block, rng_state, n, heads_kv, size, hidden)
 
 
 def working_dtype(tensor: Tensor) -> torch.dtype:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.base import BlockwiseBackend, Capabilities
-from flash_attn_compat.engine import alibi, dropout
 from flash_attn_compat.engine.call import AttentionCall, Upstream
 from flash_attn_compat.engine.features import Feature
 from flash_attn_compat.engine.layout import Block
 from flash_attn_compat.engine.mask import Range
+from flash_attn_compat.engine.probabilities import scores_of
 
 
 class Reference(BlockwiseBackend):
@@ -25,7 +25,7 @@ class Reference(BlockwiseBackend):
         self, call: AttentionCall, block: Block, rng_state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         q, k, v = _expand(call, block)
-        scores, _ = _scores(call, block, q, k)
+        scores, _ = scores_of(call, block, q, k)
         peak = _peak(scores.detach())
         weights = torch.exp(scores - peak)
         total = weights.sum(-1, keepdim=True)
@@ -41,7 +41,7 @@ class Reference(BlockwiseBackend):
     def backward_block(self, call: AttentionCall, block: Block, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = _expand(call, block)
         dout, out, lse = (tensor.to(q.dtype) for tensor in (upstream.dout, upstream.out, upstream.lse))
-        scores, softcap_slope = _scores(call, block, q, k)
+        scores, softcap_slope = scores_of(call, block, q, k)
         probabilities = torch.exp(scores - lse.unsqueeze(-1))
         keep = _keep(call, block, upstream.rng_state)
         dropped = probabilities if keep is None else probabilities * keep
@@ -75,31 +75,12 @@ def _expand(call: AttentionCall, block: Block) -> tuple[Tensor, Tensor, Tensor]:
     return block.q.to(dtype), k, v
 
 
-def _scores(call: AttentionCall, block: Block, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Scores (n, nheads, seqlen_q, seqlen_k), -inf where unseen; the softcap's derivative beside them."""
-    rows, keys = Range(0, q.shape[1]), Range(0, k.shape[1])
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * call.softmax_scale
-    softcap_slope = None
-    if call.softcap:
-        capped = torch.tanh(scores / call.softcap)
-        scores, softcap_slope = call.softcap * capped, 1 - capped**2
-    if block.slopes is not None:
-        scores = scores + alibi.bias(block.slopes, rows, keys, block.offset, scores.dtype)
-    hidden = call.mask.hidden(rows, keys, block.offset, q.device)
-    if hidden is not None:
-        scores = scores.masked_fill(hidden, -torch.inf)
-    if block.first_key is not None:
-        scores = scores.masked_fill((block.key_indices() < 0)[:, None, None], -torch.inf)
-    return scores, softcap_slope
-
-
 def _keep(call: AttentionCall, block: Block, rng_state: Tensor | None) -> Tensor | None:
     """What dropout multiplies probabilities by: 0 or 1 / (1 - p)."""
     if not call.dropout_p:
         return None
-    sequences = torch.tensor(list(block.sequences), dtype=torch.int64, device=block.q.device)
-    heads = torch.arange(call.nheads, device=block.q.device)
-    kept = dropout.keep_tile(rng_state, call.dropout_p, sequences, heads, block.row_indices(), block.key_indices())
+    rows, keys = Range(0, block.q.shape[1]), Range(0, block.k.shape[1])
+    kept = block.kept(rng_state, call.dropout_p, Range(0, call.nheads), rows, keys)
     return kept.to(_working_dtype(block)) / (1.0 - call.dropout_p)
 
 

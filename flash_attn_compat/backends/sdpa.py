@@ -1,6 +1,6 @@
 """PyTorch's fused scaled_dot_product_attention on blocks that need no padding, or next to none.
 
-Causal calls are cut into parts that the kernel's own top-left causal mask fits; windows, ALiBi and
+Causal calls are cut into tiles that the kernel's own top-left causal mask fits; windows, ALiBi and
 padding get an additive bias, a few rows at a time. On a CPU the fused kernel is called below PyTorch's
 autograd, since it returns the LSE that a backward needs; elsewhere the public function serves, and
 gradients come from differentiating it once more.
@@ -50,7 +50,7 @@ class Sdpa(BlockwiseBackend):
 
     def forward(self, call: AttentionCall) -> Result:
         if call.is_dense and call.alibi_slopes is None and _fits_one_kernel_call(call):
-            # The common case, told apart without blocks and parts, which a small call would notice.
+            # The common case, told apart without blocks and tiles, which a small call would notice.
             q, k, v = _by_head(call.q), _by_head(call.k), _by_head(call.v)
             out, lse = _attend(q, k, v, call.mask.right == 0, None, call.softmax_scale)
             return Result(out.transpose(1, 2), lse)
@@ -61,14 +61,14 @@ class Sdpa(BlockwiseBackend):
         wants_lse = call.return_lse or call.needs_grad
         q, k, v = map(_with_channels_together, (call.q, call.k, call.v))
         for plan in layout.plans:
-            pieces = _pieces(layout, plan, call.mask)
-            if pieces is None:
+            tiles = _tiles_in_place(layout, plan, call.mask)
+            if tiles is None:
                 found, found_lse = self.forward_block(call, layout.block(plan), None)
                 layout.scatter(out, layout.rows, plan, found)
                 if wants_lse and found_lse is not None:
                     layout.scatter_lse(lse, plan, found_lse)
                 continue
-            for rows, keys, causal in pieces:
+            for rows, keys, causal in tiles:
                 inputs = _tokens(q, rows), _tokens(k, keys), _tokens(v, keys)
                 found, found_lse = _attend(*inputs, causal, None, call.softmax_scale)
                 _tokens(out, rows).copy_(found)
@@ -87,15 +87,15 @@ class Sdpa(BlockwiseBackend):
         q, k, v, out, dout = map(_with_channels_together, given)
         dtype = _backward_dtype(call.q)
         for plan in layout.plans:
-            pieces = _pieces(layout, plan, call.mask)
-            if pieces is None:
+            tiles = _tiles_in_place(layout, plan, call.mask)
+            if tiles is None:
                 self.backward_planned(call, layout, plan, upstream, totals)
                 continue
-            for rows, keys, causal in pieces:
-                of_rows = [_tokens(tensor, rows).to(dtype) for tensor in (q, out, dout)]
-                of_keys = [_tokens(tensor, keys).to(dtype) for tensor in (k, v)]
-                piece = Upstream(of_rows[2], of_rows[1], _tokens_lse(upstream.lse, rows), None)
-                found = _gradients(of_rows[0], of_keys[0], of_keys[1], piece, causal, None, call.softmax_scale)
+            for rows, keys, causal in tiles:
+                tile_q, tile_out, tile_dout = (_tokens(tensor, rows).to(dtype) for tensor in (q, out, dout))
+                tile_k, tile_v = (_tokens(tensor, keys).to(dtype) for tensor in (k, v))
+                of_tile = Upstream(tile_dout, tile_out, _tokens_lse(upstream.lse, rows), None)
+                found = _gradients(tile_q, tile_k, tile_v, of_tile, causal, None, call.softmax_scale)
                 for total, where, gradient in zip(totals, (rows, keys, keys), found):
                     _tokens(total, where).copy_(gradient)
         return totals
@@ -104,12 +104,12 @@ class Sdpa(BlockwiseBackend):
         self, call: AttentionCall, block: Block, rng_state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         q, k, v = _by_head(block.q), _by_head(block.k), _by_head(block.v)
-        parts = list(_parts(call, block))
+        tiles = list(_tiles(call, block))
         biases = _Biases(call.mask, block)
-        if _is_whole(parts, q, k):
-            out, lse = _attend(q, k, v, parts[0].causal, biases.of(parts[0]), call.softmax_scale)
+        if _is_whole(tiles, q, k):
+            out, lse = _attend(q, k, v, tiles[0].causal, biases.of(tiles[0]), call.softmax_scale)
         else:
-            out, lse = _assemble(q, k, v, parts, biases, call.softmax_scale)
+            out, lse = _assemble(q, k, v, tiles, biases, call.softmax_scale)
         if block.first_key is not None:
             out, lse = _blank_dead_rows(call.mask, block, block.first_key, out, lse)
         return out.transpose(1, 2), lse
@@ -119,28 +119,28 @@ class Sdpa(BlockwiseBackend):
         q, k, v, out, dout = (
             _by_head(tensor).to(dtype) for tensor in (block.q, block.k, block.v, upstream.out, upstream.dout)
         )
-        parts = list(_parts(call, block))
+        tiles = list(_tiles(call, block))
         biases = _Biases(call.mask, block)
-        if _is_whole(parts, q, k):
+        if _is_whole(tiles, q, k):
             upstream = Upstream(dout, out, upstream.softmax_lse, None)
-            gradients = _gradients(q, k, v, upstream, parts[0].causal, biases.of(parts[0]), call.softmax_scale)
+            gradients = _gradients(q, k, v, upstream, tiles[0].causal, biases.of(tiles[0]), call.softmax_scale)
             dq, dk, dv = gradients
             return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
         totals = [torch.zeros(t.shape, dtype=_sum_dtype(dtype), device=t.device) for t in (q, k, v)]
-        for part in parts:
-            rows, keys = slice(*part.rows), slice(*part.keys)
+        for tile in tiles:
+            rows, keys = slice(*tile.rows), slice(*tile.keys)
             lse = None if upstream.softmax_lse is None else upstream.softmax_lse[:, :, rows]
-            piece = Upstream(dout[:, :, rows], out[:, :, rows], lse, None)
-            part_q, part_k, part_v = q[:, :, rows], k[:, :, keys], v[:, :, keys]
-            found = _gradients(part_q, part_k, part_v, piece, part.causal, biases.of(part), call.softmax_scale)
+            of_tile = Upstream(dout[:, :, rows], out[:, :, rows], lse, None)
+            tile_q, tile_k, tile_v = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+            found = _gradients(tile_q, tile_k, tile_v, of_tile, tile.causal, biases.of(tile), call.softmax_scale)
             for total, where, gradient in zip(totals, (rows, keys, keys), found):
                 total[:, :, where] += gradient
         dq, dk, dv = (total.transpose(1, 2) for total in totals)
         return dq, dk, dv
 
 
-class _Part(NamedTuple):
-    """A rectangle of rows and keys that one kernel call can do.
+class _Tile(NamedTuple):
+    """Rows and keys that one kernel call can do.
 
     causal: the kernel's own mask, aligned at the top left; biased: whether it needs a bias
     """
@@ -152,26 +152,26 @@ class _Part(NamedTuple):
 
 
 class _Biases:
-    """The biases of a block's parts, one alive at a time; neighbours of equal geometry share theirs."""
+    """The biases of a block's tiles, one alive at a time; neighbours of equal geometry share theirs."""
 
     def __init__(self, mask: Mask, block: Block) -> None:
         self._mask, self._block = mask, block
         self._geometry: tuple[int, int, int] | None = None
         self._bias: Tensor | None = None
 
-    def of(self, part: _Part) -> Tensor | None:
+    def of(self, tile: _Tile) -> Tensor | None:
         """Additive, broadcastable to (n, nheads, rows, keys); None where nothing is to be added."""
-        if not part.biased:
+        if not tile.biased:
             return None
-        geometry = part.rows.size, part.keys.size, part.keys.start - part.rows.start
+        geometry = tile.rows.size, tile.keys.size, tile.keys.start - tile.rows.start
         if geometry != self._geometry or self._block.first_key is not None:
             self._bias = None
-            self._bias, self._geometry = _bias(self._mask, self._block, part.rows, part.keys), geometry
+            self._bias, self._geometry = _bias(self._mask, self._block, tile.rows, tile.keys), geometry
         return self._bias
 
 
-class _Stretch(NamedTuple):
-    """`batch` neighbouring sequences of `seqlen` tokens in a packed tensor, from token `start` on."""
+class _Run(NamedTuple):
+    """`batch` neighbouring sequences of `seqlen` tokens each in a packed tensor, from token `start` on."""
 
     start: int
     batch: int
@@ -185,7 +185,7 @@ def _is_packed_on_cpu(call: AttentionCall) -> bool:
     return packed and call.q.is_cpu and all(other is None for other in others)
 
 
-def _pieces(layout: Layout, plan: BlockPlan, mask: Mask) -> list[tuple[_Stretch, _Stretch, bool]] | None:
+def _tiles_in_place(layout: Layout, plan: BlockPlan, mask: Mask) -> list[tuple[_Run, _Run, bool]] | None:
     """Rows, keys and whether the kernel's causal mask holds, of kernel calls that read and write the tensors in place.
 
     None for a plan that is better padded, and for masks that are not the kernel's own.
@@ -196,18 +196,18 @@ def _pieces(layout: Layout, plan: BlockPlan, mask: Mask) -> list[tuple[_Stretch,
         runs = [(sequences[0], len(sequences))]
     elif len(sequences) > _FEW:
         return None
-    pieces = []
+    tiles = []
     for index, count in runs:
         seqlen_q, seqlen_k = rows.lengths[index], keys.lengths[index]
         causal = not mask.covers(Range(0, seqlen_q), Range(0, seqlen_k), seqlen_k - seqlen_q)
         if causal and not (mask.is_causal and seqlen_q == seqlen_k):
             return None
-        of_rows = _Stretch(rows.starts[index], count, seqlen_q)
-        pieces.append((of_rows, _Stretch(keys.starts[index], count, seqlen_k), causal))
-    return pieces
+        of_rows = _Run(rows.starts[index], count, seqlen_q)
+        tiles.append((of_rows, _Run(keys.starts[index], count, seqlen_k), causal))
+    return tiles
 
 
-def _tokens(packed: Tensor, where: _Stretch) -> Tensor:
+def _tokens(packed: Tensor, where: _Run) -> Tensor:
     """(total, heads, head_dim) -> (batch, heads, seqlen, head_dim), a view; slices and transposes would take five."""
     step, *others = packed.stride()
     shape = where.batch, packed.shape[1], where.seqlen, packed.shape[2]
@@ -215,7 +215,7 @@ def _tokens(packed: Tensor, where: _Stretch) -> Tensor:
     return packed.as_strided(shape, strides, packed.storage_offset() + where.start * step)
 
 
-def _tokens_lse(packed: Tensor, where: _Stretch) -> Tensor:
+def _tokens_lse(packed: Tensor, where: _Run) -> Tensor:
     """(heads, total) -> (batch, heads, seqlen), a view."""
     heads, step = packed.stride()
     shape = where.batch, packed.shape[0], where.seqlen
@@ -227,31 +227,31 @@ def _fits_one_kernel_call(call: AttentionCall) -> bool:
     return left is None and (right is None or (right == 0 and call.q.shape[1] == call.k.shape[1]))
 
 
-def _is_whole(parts: list[_Part], q: Tensor, k: Tensor) -> bool:
-    """Whether one part is all rows and all keys."""
-    return len(parts) == 1 and (parts[0].rows.size, parts[0].keys.size) == (q.shape[2], k.shape[2])
+def _is_whole(tiles: list[_Tile], q: Tensor, k: Tensor) -> bool:
+    """Whether one tile is all rows and all keys."""
+    return len(tiles) == 1 and (tiles[0].rows.size, tiles[0].keys.size) == (q.shape[2], k.shape[2])
 
 
-def _parts(call: AttentionCall, block: Block) -> Iterator[_Part]:
-    """Cut a block so that every visible (row, key) pair lies in exactly one part."""
+def _tiles(call: AttentionCall, block: Block) -> Iterator[_Tile]:
+    """Cut a block so that every visible (row, key) pair lies in exactly one tile."""
     mask, seqlen_q, seqlen_k = call.mask, block.q.shape[1], block.k.shape[1]
     rows = mask.rows_with_keys(seqlen_q, seqlen_k)
     keys = mask.visible_keys(rows, block.offset, seqlen_k)
     plain = block.slopes is None and block.first_key is None
     if plain and mask.covers(rows, keys, block.offset):
-        yield _Part(rows, keys)
+        yield _Tile(rows, keys)
     elif plain and mask.is_causal and _can_merge(block):
         earlier = Range(0, max(0, block.offset))
         if earlier.size:
-            yield _Part(rows, earlier)
-        yield _Part(rows, Range(earlier.stop, seqlen_k), causal=True)
+            yield _Tile(rows, earlier)
+        yield _Tile(rows, Range(earlier.stop, seqlen_k), causal=True)
     elif plain and mask.is_causal and block.offset <= 0:
-        yield _Part(rows, keys, causal=True)
+        yield _Tile(rows, keys, causal=True)
     else:
-        yield from _biased_parts(call, block, rows)
+        yield from _biased_tiles(call, block, rows)
 
 
-def _biased_parts(call: AttentionCall, block: Block, alive: Range) -> Iterator[_Part]:
+def _biased_tiles(call: AttentionCall, block: Block, alive: Range) -> Iterator[_Tile]:
     """Blocks of rows with their visible keys, as many rows as a bias may have."""
     left, right = call.mask
     seqlen_k = block.k.shape[1]
@@ -263,11 +263,11 @@ def _biased_parts(call: AttentionCall, block: Block, alive: Range) -> Iterator[_
     size = max(_MIN_BIAS_ROWS, min(max(width, 128), most, _BIAS_ELEMENTS // (copies * (width + 128))))
     for start in range(alive.start, alive.stop, size):
         rows = Range(start, min(start + size, alive.stop))
-        yield _Part(rows, call.mask.visible_keys(rows, block.offset, seqlen_k), biased=True)
+        yield _Tile(rows, call.mask.visible_keys(rows, block.offset, seqlen_k), biased=True)
 
 
 def _bias(mask: Mask, block: Block, rows: Range, keys: Range) -> Tensor | None:
-    """What is added to the scores of a part: ALiBi, and -inf for keys out of sight or in padding."""
+    """What is added to the scores of a tile: ALiBi, and -inf for keys out of sight or in padding."""
     dtype = torch.float64 if block.q.dtype == torch.float64 else torch.float32
     hidden = mask.hidden(rows, keys, block.offset, block.q.device)
     if block.slopes is None and hidden is None and block.first_key is None:
@@ -277,10 +277,8 @@ def _bias(mask: Mask, block: Block, rows: Range, keys: Range) -> Tensor | None:
         bias = bias.masked_fill_(hidden, -torch.inf)
     if block.slopes is not None:
         bias = alibi.added(bias, _distinct(block.slopes), rows, keys, block.offset)
-    if block.first_key is not None:
-        padding = block.key_indices()[:, keys.start : keys.stop] < 0
-        bias = bias.masked_fill(padding[:, None, None], -torch.inf)
-    return bias
+    padding = block.padding(keys)
+    return bias if padding is None else bias.masked_fill(padding, -torch.inf)
 
 
 def _distinct(slopes: Tensor) -> Tensor:
@@ -289,27 +287,27 @@ def _distinct(slopes: Tensor) -> Tensor:
 
 
 def _assemble(
-    q: Tensor, k: Tensor, v: Tensor, parts: list[_Part], biases: _Biases, scale: float
+    q: Tensor, k: Tensor, v: Tensor, tiles: list[_Tile], biases: _Biases, scale: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Outputs of all parts; those that share rows are merged by their LSE, rows in no part stay empty."""
+    """Outputs of all tiles; those that share rows are merged by their LSE, rows in no tile stay empty."""
     n, nheads, seqlen_q, head_dim = q.shape
     out = q.new_zeros(n, seqlen_q, nheads, head_dim).transpose(1, 2)
     lse = None
-    if not parts:
+    if not tiles:
         return out, torch.full((n, nheads, seqlen_q), torch.inf, dtype=_sum_dtype(q.dtype), device=q.device)
     merged: tuple[Range, Tensor, Tensor] | None = None
-    for part in parts:
-        rows, keys = slice(*part.rows), slice(*part.keys)
-        bias = biases.of(part)
-        part_out, part_lse = _attend(q[:, :, rows], k[:, :, keys], v[:, :, keys], part.causal, bias, scale)
-        if part_lse is not None:
-            if merged is not None and merged[0] == part.rows:
-                part_out, part_lse = online.merge(merged[1].to(part_lse.dtype), merged[2], part_out, part_lse)
-            merged = part.rows, part_out, part_lse
+    for tile in tiles:
+        rows, keys = slice(*tile.rows), slice(*tile.keys)
+        bias = biases.of(tile)
+        tile_out, tile_lse = _attend(q[:, :, rows], k[:, :, keys], v[:, :, keys], tile.causal, bias, scale)
+        if tile_lse is not None:
+            if merged is not None and merged[0] == tile.rows:
+                tile_out, tile_lse = online.merge(merged[1].to(tile_lse.dtype), merged[2], tile_out, tile_lse)
+            merged = tile.rows, tile_out, tile_lse
             if lse is None:
-                lse = torch.full((n, nheads, seqlen_q), torch.inf, dtype=part_lse.dtype, device=q.device)
-            lse[:, :, rows] = part_lse
-        out[:, :, rows] = part_out
+                lse = torch.full((n, nheads, seqlen_q), torch.inf, dtype=tile_lse.dtype, device=q.device)
+            lse[:, :, rows] = tile_lse
+        out[:, :, rows] = tile_out
     return out, lse
 
 

@@ -15,8 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_compat.engine import alibi, capture
+from flash_attn_compat.engine import alibi, capture, dropout
 from flash_attn_compat.engine.call import AttentionCall
+from flash_attn_compat.engine.mask import Range
 
 # Work that one separate computation is worth, in floating-point operations: below it, padding a few
 # sequences to a common length is cheaper than another round of launches (benchmarks/cpu.py).
@@ -80,6 +81,24 @@ class Block(NamedTuple):
 
     def key_indices(self) -> Tensor:
         return _indices(self.k.shape[1], self.first_key, self.k.device)
+
+    def padding(self, keys: Range) -> Tensor | None:
+        """(n, 1, 1, keys) bool, True where a key is padding; None where none is."""
+        if self.first_key is None:
+            return None
+        return (self.key_indices()[:, keys.start : keys.stop] < 0)[:, None, None]
+
+    def kept(self, rng_state: Tensor | None, dropout_p: float, heads: Range, rows: Range, keys: Range) -> Tensor:
+        """(n, heads, rows, keys) bool, which probabilities survive dropout; heads: query heads."""
+        device = self.q.device
+        return dropout.keep_tile(
+            rng_state,
+            dropout_p,
+            torch.tensor(list(self.sequences), dtype=torch.int64, device=device),
+            torch.arange(heads.start, heads.stop, device=device),
+            self.row_indices()[..., rows.start : rows.stop],
+            self.key_indices()[..., keys.start : keys.stop],
+        )
 
 
 def whole_block(call: AttentionCall) -> Block | None:

@@ -1,4 +1,4 @@
-"""S_dmask: the probabilities of a call with dropout, signed by whether dropout kept them.
+"""Scores written out, and S_dmask: probabilities of a call with dropout, signed by whether dropout kept them.
 
 flash-attn writes them as its kernel meets them: exp(score - m) with m the row's maximum over the key
 blocks seen so far, blocks being visited from the last to the first. Tests and tools undo exactly that,
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_attn_compat.engine import alibi, callers_state, dropout
+from flash_attn_compat.engine import alibi, callers_state
 from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.layout import Block, Layout
 from flash_attn_compat.engine.mask import Range
@@ -69,28 +69,34 @@ def key_block_size(device: torch.device, head_dim: int, is_dropout: bool, is_cau
     return 64
 
 
+def scores_of(call: AttentionCall, block: Block, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Scores (n, nheads, seqlen_q, seqlen_k), -inf where unseen; the softcap's derivative beside them.
+
+    q, k: the block's, in the dtype to compute in, with a key head for every query head
+    """
+    rows, keys = Range(0, q.shape[1]), Range(0, k.shape[1])
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * call.softmax_scale
+    softcap_slope = None
+    if call.softcap:
+        capped = torch.tanh(scores / call.softcap)
+        scores, softcap_slope = call.softcap * capped, 1 - capped**2
+    if block.slopes is not None:
+        scores = scores + alibi.bias(block.slopes, rows, keys, block.offset, scores.dtype)
+    hidden = call.mask.hidden(rows, keys, block.offset, q.device)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    padding = block.padding(keys)
+    if padding is not None:
+        scores = scores.masked_fill(padding, -torch.inf)
+    return scores, softcap_slope
+
+
 def _signed_tile(call: AttentionCall, block: Block, rng_state: Tensor | None) -> Tensor:
     rows, keys = Range(0, block.q.shape[1]), Range(0, block.k.shape[1])
-    device = block.q.device
     group = call.nheads // call.nheads_k
-    q = block.q.float() * call.softmax_scale
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, block.k.float().repeat_interleave(group, dim=2))
-    if call.softcap:
-        scores = torch.tanh(scores / call.softcap) * call.softcap
-    if block.slopes is not None:
-        alibi.add_bias_(scores, block.slopes, rows, keys, block.offset)
-    hidden = call.mask.hidden(rows, keys, block.offset, device)
-    if hidden is not None:
-        scores.masked_fill_(hidden, -torch.inf)
+    scores, _ = scores_of(call, block, block.q.float(), block.k.float().repeat_interleave(group, dim=2))
     weights = torch.exp(scores - _running_maxima(call, scores))
-    kept = dropout.keep_tile(
-        rng_state,
-        call.dropout_p,
-        torch.tensor(list(block.sequences), dtype=torch.int64, device=device),
-        torch.arange(call.nheads, device=device),
-        block.row_indices(),
-        block.key_indices(),
-    )
+    kept = block.kept(rng_state, call.dropout_p, Range(0, call.nheads), rows, keys)
     return torch.where(kept, weights, -weights)
 
 
