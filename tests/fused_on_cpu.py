@@ -125,11 +125,16 @@ def record(monkeypatch: pytest.MonkeyPatch, number: int = 75, tried: bool = Fals
 
 
 def emulate(
-    monkeypatch: pytest.MonkeyPatch, number: int = 75, tried: bool = False, sources: Path = loader.SOURCES
+    monkeypatch: pytest.MonkeyPatch,
+    number: int = 75,
+    tried: bool = False,
+    sources: Path = loader.SOURCES,
+    seed: int = 1,
 ) -> Launches:
     """As ``record``, and the emulator computes every launch; it allows no access outside of the call's tensors.
 
-    Memory comes filled with NaN and other rubbish. sources: the folder of the kernels' sources
+    Memory comes filled with NaN and other rubbish. sources: the folder of the kernels' sources; seed: orders a
+    launch's blocks and warps
     """
     from tests.kernels import emulate as emulator
 
@@ -152,7 +157,7 @@ def emulate(
         content = launcher.arguments.buffer.raw
         found.seen.append(Launch(variant, blocks, unpack(content)))
         compiled = emulator.compile_kernel(sources / variant.source, variant.entry, dict(variant.macros))
-        compiled.launch(content, blocks, variant.threads, variant.shared, memory[-64:])
+        compiled.launch(content, blocks, variant.threads, variant.shared, memory[-64:], seed)
 
     for module in (append, backward, launcher):
         monkeypatch.setattr(module, "address", known_address)

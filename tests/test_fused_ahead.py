@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -57,11 +56,6 @@ def test_what_is_there_is_not_compiled_again(compiled: list[Variant], capsys: py
     assert told[1].startswith(f"0 kernels compiled, {count} were there")
 
 
-def test_another_folder_can_be_named(compiled: list[Variant], tmp_path: Path) -> None:
-    assert cli.main(["compile", "--for", "sm_75", *ONLY, "--into", str(tmp_path / "image")]) == 0
-    assert len(list((tmp_path / "image").iterdir())) == len(compiled) and not (tmp_path / "kernels").exists()
-
-
 def test_a_kernel_that_does_not_compile_is_told_and_the_others_are_kept(
     compiled: list[Variant], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,32 +82,6 @@ def test_a_folder_that_keeps_nothing_is_an_error(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize("name", ["sm_70", "sm_80", "turing", "sm_"])
 def test_an_architecture_that_nobody_has_kernels_for_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     check_refused_in_one_line(cli.main, ["compile", "--for", name], "none of sm_75, sm_90", capsys)
-
-
-@pytest.mark.usefixtures("compiled")
-@pytest.mark.parametrize("option", [["--head-dim", "257"], ["--head-dim", "0"], ["--jobs", "-1"], ["--jobs", "two"]])
-def test_a_number_that_makes_no_sense_is_refused(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["compile", "--for", "sm_75", *option])
-    assert stop.value.code == 2 and "a number from 1 to" in capsys.readouterr().err
-
-
-def test_an_interrupted_run_does_not_compile_the_rest(compiled: list[Variant], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(variant: Variant, architecture: str) -> bytes:
-        compiled.append(variant)
-        time.sleep(0.2)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(loader, "binary", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        cli.main(["compile", "--for", "sm_75", *ONLY, "--jobs", "1"])
-    assert len(compiled) < 10
-
-
-def test_every_combination_is_a_thousand_kernels_and_the_usual_ones_a_third() -> None:
-    for number in (75, 90):
-        usual, every = (len(variants.made_for(ahead.kinds(number, (), (), every))) for every in (False, True))
-        assert 300 < usual < 400 and 1200 < every < 1400
 
 
 def test_a_head_dim_and_a_dtype_are_enough_for_their_calls() -> None:

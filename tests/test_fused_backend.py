@@ -110,34 +110,11 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", CALLS)
-def test_answers_and_gradients_are_the_oracles(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    fused_on_cpu.emulate(monkeypatch)
-    q, k, v = qkv(dtype)
-    check_against_oracle("fused", "flash_attn_func", {"q": q, "k": k, "v": v, **CALLS[name]})
-
-
-@pytest.mark.parametrize("dim", [1, 20, 64, 100])
-def test_rows_that_lie_badly_are_read_right(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    fused_on_cpu.emulate(monkeypatch)
-    whole = randn(2, 20, 3, 4, 2 * dim, dtype=HALF)
-    q, k, v = (whole[:, :, index, :, ::2] for index in range(3))
-    check_against_oracle("fused", "flash_attn_func", {"q": q, "k": k, "v": v, "causal": True})
-
-
-@pytest.mark.parametrize("small", [True, False])
-def test_copies_change_neither_answers_nor_gradients(small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "SMALL", 2**30 if small else 0)
+def test_copies_into_rows_of_16_bytes_change_neither_answers_nor_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "SMALL", 0)
     fused_on_cpu.emulate(monkeypatch)
     q, k, v = qkv(dim=20)
     check_against_oracle("fused", "flash_attn_func", {"q": q, "k": k, "v": v, "softcap": 3.0})
-
-
-def test_gradients_are_written_where_the_caller_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    fused_on_cpu.emulate(monkeypatch)
-    whole = randn(2, 20, 3, 4, 16, dtype=HALF)
-    check_against_oracle("fused", "flash_attn_qkvpacked_func", {"qkv": whole, "causal": True})
 
 
 # ---- kernels that cannot be used
@@ -217,8 +194,7 @@ def test_a_step_of_decoding_is_right_whichever_half_fails(failing: str, monkeypa
 # ---- the trial
 
 
-@pytest.mark.parametrize("number", [75, 80])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("name", "number"), [*((name, 75) for name in CALLS), ("causal", 80)])
 def test_right_kernels_pass_their_trial(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = fused_on_cpu.emulate(monkeypatch, tried=True)
     q, k, v = qkv()

@@ -1,0 +1,467 @@
+"""The CUDA kernels, run by the emulator through the whole fused backend, against fp64: per sequence and head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_attn_compat
+from flash_attn_compat import flash_attn_interface, kvcache
+from flash_attn_compat.backends.fused import launcher, loader, maxima, variants
+from flash_attn_compat.backends.fused.variants import Tile
+from flash_attn_compat.engine.call import AttentionCall
+from flash_attn_compat.engine.mask import Mask
+from tests import fused_on_cpu
+from tests.fused_on_cpu import Launches
+from tests.kernels import emulate
+from verify import oracle
+from verify.call import Call
+from verify.examination import Examination
+from verify.problems import Problem
+
+pytestmark = pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not())
+
+FORWARD, BACKWARD = ["forward"], ["delta", "dkdv", "dq"]
+
+
+@pytest.fixture
+def turing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    with flash_attn_compat.use_backend("fused"):
+        yield fused_on_cpu.emulate(monkeypatch, 75)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    with flash_attn_compat.use_backend("fused"):
+        yield fused_on_cpu.emulate(monkeypatch, 90)
+
+
+def check(problem: Problem | Call) -> None:
+    verdict = Examination(problem).judge("fused")
+    assert not verdict.failures and not verdict.refused, verdict
+
+
+# ---- forward and backward
+
+DENSE = Problem(seqlens_q=(70,), seqlens_k=(83,), nheads_k=1, group=2, head_dim=32, dtype="float16")
+PACKED = Problem(
+    "varlen", seqlens_q=(3, 0, 70, 65), seqlens_k=(66, 9, 0, 67), nheads_k=1, group=2, head_dim=32, dtype="float16",
+    gap=(3, 2), poison="nan",
+)  # fmt: skip
+BF16 = replace(DENSE, dtype="bfloat16")
+TOGETHER = replace(DENSE, alibi="h", softcap=3.0, dropout_p=0.2, window=(40, 10))
+TRAINING = {
+    "full": DENSE,
+    "causal, more rows than keys": replace(DENSE, causal=True, seqlens_q=(150,), seqlens_k=(70,)),
+    "causal, more keys than rows": replace(DENSE, causal=True, seqlens_q=(40,), seqlens_k=(200,)),
+    "left window": replace(DENSE, causal=True, window=(9, -1), seqlens_q=(140,), seqlens_k=(140,)),
+    "both windows": replace(DENSE, window=(20, 3), seqlens_q=(140,), seqlens_k=(131,)),
+    "right window": replace(DENSE, window=(-1, 30)),
+    "ALiBi": replace(DENSE, alibi="h", causal=True),
+    "ALiBi by sequence": replace(DENSE, alibi="bh", causal=True, seqlens_q=(40,) * 2, seqlens_k=(70,) * 2),
+    "softcap": replace(DENSE, softcap=1.5, magnitude=2.0),
+    "dropout": replace(DENSE, dropout_p=0.3, window=(-1, 30)),
+    "dropout, causal, many heads": replace(DENSE, dropout_p=0.17, causal=True, group=5),
+    "all at once": TOGETHER,
+    "one row": replace(DENSE, seqlens_q=(1,), seqlens_k=(77,)),
+    "one key": replace(DENSE, seqlens_q=(77,), seqlens_k=(1,)),
+    "negative scale": replace(DENSE, softmax_scale=-0.3),
+    "no scale": replace(DENSE, softmax_scale=0.0),
+    "large scores": replace(DENSE, magnitude=8.0, causal=True),
+    "packed": PACKED,
+    "packed, causal ALiBi": replace(PACKED, causal=True, alibi="h"),
+    "packed in one tensor": replace(PACKED, kind="varlen_qkvpacked", seqlens_k=PACKED.seqlens_q, causal=True),
+    "dense in one tensor": replace(DENSE, kind="qkvpacked", group=1, nheads_k=2, seqlens_k=(70,), causal=True),
+    "head_dim 64": replace(DENSE, head_dim=64, causal=True),
+    "head_dim 256, packed": replace(PACKED, head_dim=256, causal=True),
+    "head_dim 256, all at once": replace(TOGETHER, head_dim=256),
+    "values of fewer channels": replace(DENSE, head_dim=40, head_dim_v=24, causal=True),
+    "values of more channels": replace(DENSE, head_dim=24, head_dim_v=64, causal=True),
+    "values of more channels, wide": replace(DENSE, head_dim=40, head_dim_v=56, causal=True),
+    "single channels": replace(DENSE, head_dim=1, causal=True),
+    "odd channels": replace(DENSE, head_dim=3, head_dim_v=9, causal=True),
+    "odd channels, widest": replace(DENSE, head_dim=136, head_dim_v=199, causal=True),
+    "rows anywhere": replace(DENSE, head_dim=17, causal=True, layouts=("sliced", "wide_rows", "offset", "heads_first")),
+    "channels apart": replace(DENSE, layouts=("strided_dim",) * 3 + ("one_value",)),
+    "converted": replace(BF16, causal=True),
+    "converted, head_dim 128": replace(BF16, head_dim=128, causal=True),
+    "converted, head_dim 256": replace(BF16, head_dim=256, causal=True),
+    "converted, all at once": replace(TOGETHER, head_dim=64, dtype="bfloat16"),
+}
+NEWER = {
+    "plain": replace(DENSE, head_dim=128, causal=True, seqlens_q=(140,)),
+    "bf16": replace(BF16, head_dim=64, causal=True, seqlens_q=(140,)),
+    "bf16, all at once": replace(TOGETHER, head_dim=64, dtype="bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_answers_and_gradients_are_right_for_every_feature_type_and_size(turing: Launches, name: str) -> None:
+    check(TRAINING[name])
+    assert set(BACKWARD) < set(turing.entries)
+
+
+@pytest.mark.parametrize("name", NEWER)
+def test_newer_instructions_are_right_too(hopper: Launches, name: str) -> None:
+    check(NEWER[name])
+    assert hopper.entries[-4:] == FORWARD + BACKWARD and ("MMA16", 1) in hopper.last.variant.macros
+
+
+@pytest.mark.parametrize("entry", ["dkdv", "dq"])
+@pytest.mark.parametrize("tile", [Tile(32, 4, 2, 2), Tile(64, 8, 1, 1, s=False), Tile(32, 2, 1, 1, p=False)], ids=str)
+def test_tiles_that_no_kernel_is_shipped_with_are_right_too(
+    turing: Launches, entry: str, tile: Tile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What all tiles have in common is right; benchmarks/kernel_tiles.py tries others than the shipped ones."""
+    monkeypatch.setattr(variants, f"{entry}_tile", lambda kind: tile)
+    check(replace(DENSE, seqlens_q=(150,), seqlens_k=(171,), causal=True))
+
+
+# ---- numbers of any size, in bf16 where the tensor cores take fp16
+
+ONE = (1.0, 1.0, 1.0, 1.0)
+SIZES = {
+    "small gradients": ((1.0, 1.0, 1.0, 1e-12),),
+    "large values": ((1.0, 1.0, 1e8, 1e6),),
+    "small everything": ((1e-9,) * 4,),
+    "large keys, small queries": ((1e-7, 1e7, 1.0, 1.0),),
+    "too small for bf16": ((1e-30,) * 4,),
+    "values and dout far apart": ((1.0, 1.0, 1e-30, 1e30),),
+    "a head of small queries": (ONE, (1e-5, 1.0, 1.0, 1.0), ONE),
+    "a head of small keys": (ONE, (1.0, 1e-8, 1.0, 1.0), ONE),
+    "a head of small values": (ONE, (1.0, 1.0, 1e-12, 1.0), ONE),
+    "a head of small dout": (ONE, (1.0, 1.0, 1.0, 1e-8), ONE),
+    "heads of all sizes": ((1e-5, 1.0, 1e8, 1e-6), (1.0, 1e4, 1e-8, 1e6), ONE),
+}
+FEW = replace(PACKED, seqlens_q=(40, 0, 33), seqlens_k=(40, 0, 33), nheads_k=2, dtype="bfloat16", causal=True)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_every_sequence_and_head_keeps_its_digits_however_large_the_others_are(turing: Launches, name: str) -> None:
+    check(replace(FEW, sizes=SIZES[name]))
+    assert "absmax" in turing.entries
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "stray", [("q", 0, "nan"), ("q", 2, "inf"), ("k", 0, "inf"), ("k", 2, "nan"), ("v", 0, "nan"), ("v", 2, "inf"),
+              ("dout", 0, "inf"), ("dout", 2, "nan")], ids=str,
+)  # fmt: skip
+def test_nan_and_infinity_stay_in_their_sequence_and_head(
+    turing: Launches, stray: tuple[str, int, str], dtype: str
+) -> None:
+    check(replace(FEW, stray=stray, dtype=dtype))
+
+
+@pytest.mark.parametrize(("poison", "kind"), [("inf", "varlen"), ("nan", "varlen"), ("nan", "kvcache")])
+def test_what_belongs_to_no_sequence_scales_nothing(turing: Launches, poison: str, kind: str) -> None:
+    small = {"sizes": ((1e-6, 1e-6, 1e-6, 1e-6),), "poison": poison}
+    check(replace(FEW, **small) if kind == "varlen" else replace(CACHES["converted"], **small))
+
+
+@pytest.mark.parametrize("number", [torch.inf, torch.nan])
+@pytest.mark.parametrize("name", ["k", "dout"])
+def test_rows_that_see_nothing_of_what_is_not_finite_keep_their_bits(
+    turing: Launches, name: str, number: float
+) -> None:
+    call = replace(BF16, seqlens_q=(200,), seqlens_k=(200,), causal=True).build()
+    right = answers(call)
+    (call.dout if name == "dout" else call.args[name])[0, 190, 0, 5] = number  # type: ignore[index]
+    for found, expected in zip(answers(call)[:2], right):  # out and dq
+        assert torch.equal(found[:, :64], expected[:, :64])
+
+
+def test_a_row_keeps_its_digits_beside_larger_ones(turing: Launches) -> None:
+    """A row's dq depends on nothing but its own dout, however small beside others."""
+    call = BF16.build()
+    assert call.dout is not None
+    call.dout[:, ::3] *= 1e-6
+    found = answers(call)[1][:, ::3].double()
+    right, plain = (judge(call.fn, call.args, call.dout).grads["q"][:, ::3] for judge in (oracle.answer, oracle.plain))
+    assert (found - right).abs().max() <= 2 * (plain.double() - right).abs().max()
+
+
+def answers(call: Call) -> list[Tensor]:
+    """out, dq, dk and dv."""
+    assert call.dout is not None
+    leaves = {name: call.args[name].detach().requires_grad_() for name in "qkv"}
+    out = getattr(flash_attn_interface, call.fn)(**call.args | leaves | {"return_attn_probs": False})
+    return [out.detach(), *torch.autograd.grad(out, list(leaves.values()), call.dout)]
+
+
+def numbers(*shape: int) -> Tensor:
+    """Of very different sizes from sequence to sequence and head to head, some of them not finite."""
+    x = torch.randn(shape) * torch.exp2(torch.randint(-100, 100, (*shape[:-3], 1, *shape[-2:-1], 1)).float())
+    x.view(-1)[::97] = torch.inf
+    x.view(-1)[5::89] = torch.nan
+    return x.bfloat16()
+
+
+def test_long_sequences_have_their_largest_finite_magnitude_found_in_parts(turing: Launches) -> None:
+    torch.manual_seed(3)
+    q, k, v, dout = numbers(2, 9, 4, 40), numbers(2, 1200, 2, 40), numbers(2, 1200, 2, 24), numbers(2, 9, 4, 24)
+    call, target = AttentionCall(q, k, v, 1.0, Mask(), 9, 1200), loader.target(0)
+    plan = maxima.Maxima(call, launcher.kind_of(call, target, 8), target, dout)
+    dout_at = launcher.address("dout", dout, dout.dtype, -1, launcher.reach(dout))
+    found = plan.run(*launcher.Inputs(call).of(call), dout_at).view(4, 2, 2, -1)
+    assert found.shape[-1] > 1
+    for mine, x in zip(found.amax(-1), (q, k, v, dout)):
+        finite = x.float().abs().nan_to_num(0.0, posinf=0.0).unflatten(2, (2, -1))
+        assert torch.equal(mine, finite.amax((1, 3, 4)))
+
+
+# ---- a backward that is given its out and LSE, as ring attention gives them
+
+
+def backward(call: Call, out: Tensor, lse: Tensor, keys: slice = slice(None)) -> dict[str, Tensor]:
+    """dq, dk and dv of some keys; they start as NaN."""
+    q, k, v = call.args["q"], call.args["k"][:, keys], call.args["v"][:, keys]
+    found = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    options = (0.0, q.shape[-1] ** -0.5, False, -1, -1, 0.0, None, False)
+    flash_attn_interface._flash_attn_backward(call.dout, q, k, v, out, lse, *found, *options)
+    return dict(zip("qkv", found))
+
+
+def test_parts_of_a_longer_sequence_add_up(turing: Launches) -> None:
+    call = replace(DENSE, seqlens_k=(150,)).build()
+    right = oracle.answer(call.fn, call.args, call.dout)
+    assert right.softmax_lse is not None
+    given = right.out.half(), right.softmax_lse.float()
+    one, two = (backward(call, *given, keys) for keys in (slice(0, 61), slice(61, 150)))
+    found = {"q": one["q"].float() + two["q"].float(), **{n: torch.cat([one[n], two[n]], 1) for n in "kv"}}
+    for name, ours in found.items():
+        assert (ours.double() - right.grads[name]).abs().max() <= 2**-9 * right.magnitude(name)
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf])
+def test_rows_with_an_infinite_lse_have_no_gradient_and_send_none(turing: Launches, value: float) -> None:
+    call = DENSE.build()
+    assert call.dout is not None
+    right = oracle.answer(call.fn, call.args, call.dout)
+    assert right.softmax_lse is not None
+    out, lse, dead = right.out.half(), right.softmax_lse.float(), [0, 33, 69]
+    call.dout[:, dead] = 0
+    expected = backward(call, out, lse)
+    lse[:, :, dead], out[:, dead], call.dout[:, dead] = value, torch.nan, 100.0
+    found = backward(call, out, lse)
+    assert not found["q"][:, dead].any()
+    for name, ours in found.items():
+        torch.testing.assert_close(ours.float(), expected[name].float(), rtol=1e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("size", [1e6, 1e30])
+def test_converted_bf16_does_not_overflow_for_the_out_of_larger_values(turing: Launches, size: float) -> None:
+    """delta is that of a longer sequence, whose other values are far larger than these."""
+    call = BF16.build()
+    assert call.dout is not None
+    right = oracle.answer(call.fn, call.args)
+    assert right.softmax_lse is not None
+    out = (right.out * size).bfloat16()
+    found = backward(call, out, right.softmax_lse.float())
+    q, k, v, dout = (x.double() for x in (call.args["q"], call.args["k"], call.args["v"], call.dout))
+    k, v = (x.repeat_interleave(2, 2) for x in (k, v))
+    probabilities = torch.softmax(torch.einsum("bqhd,bkhd->bhqk", q, k) * 32**-0.5, -1)
+    delta = (dout * out.double()).sum(-1).transpose(1, 2)[..., None]
+    dscores = probabilities * (torch.einsum("bqhd,bkhd->bhqk", dout, v) - delta) * 32**-0.5
+    expected = torch.einsum("bhqk,bkhd->bqhd", dscores, k)
+    error = (found["q"].double() - expected).abs().amax((1, 3)) / expected.abs().amax((1, 3))
+    assert error.max() < 2**-7 and found["k"].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_same_bits_come_back_in_any_order_of_blocks_and_warps(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, found = replace(DENSE, causal=True, dtype=dtype).build(), []
+    for seed in (1, 2, 3):
+        with monkeypatch.context() as patch, flash_attn_compat.use_backend("fused"):
+            fused_on_cpu.emulate(patch, seed=seed)
+            found.append(answers(call))
+    assert all(map(torch.equal, found[0], found[1])) and all(map(torch.equal, found[0], found[2]))
+
+
+def test_lengths_that_are_no_lengths_reach_nothing_outside(turing: Launches) -> None:
+    """The emulator raises where memory outside of the tensors is touched."""
+    call = PACKED.build()
+    args = call.args | {name: call.args[name].requires_grad_() for name in "qkv"}
+    out = flash_attn_interface.flash_attn_varlen_func(**args | {"return_attn_probs": False})
+    # Behind autograd's back: on a GPU nobody reads them before a launch.
+    args["cu_seqlens_q"].data.copy_(torch.tensor([-5, 30, 20, 10**6, 7]))
+    args["cu_seqlens_k"].data.copy_(torch.tensor([2**31 - 1, -(2**31), 40, 200, 100]))
+    out.backward(call.dout)
+    flash_attn_interface.flash_attn_varlen_func(**args)
+    assert turing.entries == FORWARD + BACKWARD + FORWARD
+
+
+# ---- decoding: the numbers of keys are around the kernel's steps of 8, 16, 32 and 64
+
+
+def cache(**fields: object) -> Problem:
+    """A decoding step; NaN wherever it must not read."""
+    given: dict[str, object] = dict(dtype="float16", nheads_k=2, head_dim=64, seqlens_q=(1, 1), poison="nan")
+    return Problem("kvcache", **given | fields)  # type: ignore[arg-type]  # the fields' types are theirs
+
+
+OFFSET = ("offset", "wide_rows", "offset", "contiguous")
+CACHES = {
+    "one key and more": cache(seqlens_q=(1,) * 6, seqlens_k=(1, 15, 16, 17, 64, 65), capacity=70, group=4),
+    "split keys": cache(seqlens_k=(300, 70), capacity=320, group=3),
+    "two tiles of rows": cache(seqlens_q=(5,), seqlens_k=(90,), capacity=96, group=4, nheads_k=1),
+    "no keys": cache(seqlens_q=(1, 1, 1), seqlens_k=(0, 40, 0), capacity=40, group=2),
+    "narrow heads": cache(seqlens_q=(1,), seqlens_k=(33,), capacity=40, head_dim=8, head_dim_v=16),
+    "uneven heads": cache(seqlens_q=(1,), seqlens_k=(33,), capacity=40, head_dim_v=40),
+    "negative scale": cache(seqlens_q=(1,), seqlens_k=(50,), capacity=50, softmax_scale=-0.2),
+    "zero scale": cache(seqlens_q=(1,), seqlens_k=(50,), capacity=50, softmax_scale=0.0),
+    "left padding": cache(seqlens_k=(80, 37), leftpad=(13, 37), capacity=90),
+    "causal": cache(seqlens_q=(3, 3), seqlens_k=(200, 75), capacity=256, head_dim=128, group=4, causal=True),
+    "causal, more rows than keys": cache(seqlens_q=(7,) * 2, seqlens_k=(3, 0), capacity=9, head_dim=128, causal=True),
+    "window": cache(seqlens_k=(200, 20), capacity=256, head_dim=128, window=(40, 0)),
+    "window on both sides": cache(seqlens_q=(4, 4), seqlens_k=(150, 9), capacity=150, head_dim=128, window=(30, 2)),
+    "packed": Problem(
+        "private_varlen", (1, 0, 3), (70, 5, 20), 2, 2, 96, dtype="float16", causal=True, gap=(2, 3), poison="nan"
+    ),
+    "packed, keys in use": Problem(
+        "private_varlen", (1, 2, 1), (70, 50, 20), 2, 2, 96, dtype="float16", causal=True, seqused=(64, 0, 20),
+        leftpad=(5, 0, 20), poison="nan",
+    ),
+    "pages": cache(seqlens_q=(1,) * 3, seqlens_k=(200, 7, 64), capacity=256, head_dim=256, group=2, page_size=16),
+    "odd pages": cache(seqlens_k=(120, 8), capacity=140, head_dim=256, page_size=7),
+    "cache_batch_idx": cache(seqlens_k=(70, 33), capacity=80, head_dim=200, batch_idx=True),
+    "converted": cache(seqlens_k=(200, 16), capacity=256, group=4, dtype="bfloat16"),
+    "converted, no keys": cache(seqlens_k=(0, 5), capacity=9, dtype="bfloat16"),
+    "converted, wide heads": cache(
+        seqlens_q=(2, 2), seqlens_k=(130, 31), capacity=140, head_dim=256, group=2, dtype="bfloat16", causal=True
+    ),
+    "converted, heads of all sizes": cache(
+        seqlens_k=(64, 64), capacity=64, group=4, dtype="bfloat16",
+        sizes=((1.0, 2.0**-90, 2.0**-90, 1.0), (2.0**90, 1.0, 1.0, 1.0), (1.0, 1.0, 2.0**100, 1.0)),
+    ),
+    "all at once": cache(
+        seqlens_q=(3, 3), seqlens_k=(150, 40), capacity=160, head_dim=105, group=2, dtype="bfloat16", causal=True,
+        window=(60, 0), softcap=5.0, alibi="bh", page_size=7, layouts=OFFSET,
+    ),
+    "causal ALiBi": cache(seqlens_q=(2, 2), seqlens_k=(90, 3), capacity=90, alibi="h", causal=True),
+    "softcap": cache(seqlens_q=(2, 2), seqlens_k=(90, 3), capacity=90, alibi="h", softcap=0.5, causal=True),
+    "unaligned": cache(seqlens_k=(70, 16), capacity=75, head_dim=37, head_dim_v=5, group=2, layouts=OFFSET),
+}  # fmt: skip
+STEP = cache(seqlens_q=(1,) * 3, seqlens_k=(150, 7, 0), capacity=200, group=4, new_keys=1)
+APPENDS = {
+    "one key": STEP,
+    "rotated": replace(STEP, rotary_dim=32, causal=True),
+    "rotated by halves": replace(STEP, rotary_dim=64, rotary_interleaved=False),
+    "all rows at one place": replace(STEP, seqlens_q=(3,) * 3, rotary_dim=64, new_keys=5),
+    "rows apart": replace(STEP, seqlens_q=(3,) * 3, rotary_dim=32, rotary_interleaved=False, causal=True, new_keys=3),
+    "one length for all": replace(STEP, lengths_as="int", seqlens_k=(40,) * 3, rotary_dim=32),
+    "more than one round of the grid": replace(
+        STEP, new_keys=150, capacity=300, rotary_dim=32, rotary_interleaved=False
+    ),
+    "pages": replace(STEP, page_size=7, rotary_dim=32),
+    "cache_batch_idx": replace(STEP, batch_idx=True, rotary_dim=16),
+    "left padding": replace(STEP, leftpad=(5, 3, 0), rotary_dim=32),
+    "converted": replace(STEP, dtype="bfloat16", rotary_dim=32),
+    "converted, unaligned": replace(
+        STEP, dtype="bfloat16", head_dim=37, head_dim_v=9, rotary_dim=32, rotary_interleaved=False,
+        layouts=("wide_rows", "offset", "wide_rows", "contiguous"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_few_rows_over_many_keys_are_right(turing: Launches, name: str) -> None:
+    check(CACHES[name])
+    assert turing.entries == ["decode"]
+
+
+@pytest.mark.parametrize("name", APPENDS)
+def test_a_step_appends_rotates_and_attends_in_two_launches(turing: Launches, name: str) -> None:
+    check(APPENDS[name])
+    assert turing.entries == ["append", "decode"]
+    assert not turing.cleared, "the append zeroes the decode kernel's counters"
+
+
+def test_newer_gpus_decode_bf16_as_it_is(hopper: Launches) -> None:
+    check(cache(seqlens_k=(200, 33), capacity=256, group=4, dtype="bfloat16"))
+
+
+def test_values_that_count_keep_their_digits_beside_larger_ones_that_do_not(turing: Launches) -> None:
+    """The first keys have no weight, and values 2^100 times as large; so have keys of another size."""
+    call = replace(CACHES["converted"], seqlens_k=(128, 128), capacity=128, magnitude=0.5).build()
+    q, k, v = (call.args[name] for name in ("q", "k_cache", "v_cache"))
+    q.copy_(q.abs() + 1)
+    k[:, :64] = -(k[:, :64].abs() + 100)
+    v[:, :64] *= 2.0**100
+    v[:, 64:] *= 2.0**-20
+    exact, plain = (judge(call.fn, call.args).out.double() for judge in (oracle.answer, oracle.plain))
+    errors = [(x.double() - exact).abs().amax((1, 3)) for x in (attend(call), plain)]
+    assert float(exact.abs().max()) < 2.0**-15
+    assert (errors[0] <= 2 * errors[1] + torch.finfo(torch.bfloat16).eps * exact.abs().amax((1, 3))).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"), [("float16", -torch.inf), ("bfloat16", torch.inf), ("bfloat16", torch.nan)]
+)
+def test_an_infinite_value_reaches_the_rows_that_see_it(turing: Launches, dtype: str, value: float) -> None:
+    call = replace(CACHES["converted"], dtype=dtype, seqlens_k=(50, 50), capacity=64).build()
+    finite = attend(call)
+    call.args["v_cache"][0, 20, 1, 3] = value
+    out = attend(call)
+    touched = torch.zeros(out.shape, dtype=torch.bool)
+    touched[0, :, 4:, 3] = True
+    assert torch.equal(out[~touched], finite[~touched])
+    assert torch.equal(out[touched].nan_to_num(7.0), torch.full_like(out[touched], value).nan_to_num(7.0))
+
+
+def test_a_window_leaves_alone_what_is_before_it(turing: Launches) -> None:
+    call = CACHES["window"].build()
+    for name in ("k_cache", "v_cache"):
+        call.args[name][0, : 200 - 41] = torch.nan
+    assert attend(call).isfinite().all()
+
+
+def attend(call: Call) -> Tensor:
+    out: Tensor = getattr(flash_attn_interface, call.fn)(**call.args)[0]
+    return out
+
+
+def launch_unchecked(args: dict[str, object]) -> None:
+    """The call without the checks that CPU tensors allow: on a GPU nobody reads lengths before the launch."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_check", "_check_capacity"):
+            patch.setattr(kvcache, name, lambda arguments: None)
+        flash_attn_interface.flash_attn_with_kvcache(**args)  # type: ignore[arg-type]  # the keys are its parameters
+
+
+def test_wrong_lengths_and_pages_touch_nothing_outside(turing: Launches) -> None:
+    rubbish = torch.tensor([10**9, -7, -(2**31)], dtype=torch.int32)
+    call = CACHES["pages"].build()
+    table = call.args["block_table"]
+    table[0], table[1], table[2] = 10**9, -1, 2**31 - 1
+    for lengths in (rubbish, torch.full((3,), 2**31 - 1, dtype=torch.int32)):
+        launch_unchecked({**call.args, "cache_seqlens": lengths, "cache_leftpad": rubbish.flip(0)})
+    new = {"k": torch.zeros(3, 5, 2, 256).half(), "v": torch.zeros(3, 5, 2, 256).half()}
+    for lengths in (rubbish, rubbish.flip(0), torch.full((3,), 5, dtype=torch.int32)):
+        launch_unchecked({**call.args, **new, "cache_seqlens": lengths})
+    assert turing.entries == ["decode", "decode"] + ["append", "decode"] * 3
+
+
+def test_new_keys_in_front_of_the_cache_or_behind_it_are_not_written(turing: Launches) -> None:
+    call = replace(CACHES["split keys"], seqlens_k=(318, 320), capacity=320, poison="").build()
+    k_cache, before = call.args["k_cache"], call.args["k_cache"].clone()
+    new = {name: torch.full((2, 5, 2, 64), 3.0).half() for name in ("k", "v")}
+    launch_unchecked({**call.args, **new, "cache_seqlens": torch.tensor([318, -5], dtype=torch.int32)})
+    before[0, 318:320] = 3.0
+    assert torch.equal(k_cache, before)
+
+
+def test_rows_behind_the_rotary_tables_are_not_rotated(turing: Launches) -> None:
+    whole, short = APPENDS["rotated"].build(), APPENDS["rotated"].build()
+    del whole.args["rotary_cos"], whole.args["rotary_sin"]
+    attend(whole)
+    for name in ("rotary_cos", "rotary_sin"):
+        short.args[name] = short.args[name][:7]
+    launch_unchecked(short.args)
+    plain, turned = whole.args["k_cache"], short.args["k_cache"]
+    assert torch.equal(turned[:2].nan_to_num(9.0), plain[:2].nan_to_num(9.0))
+    assert not torch.equal(turned[2, 0], plain[2, 0])
