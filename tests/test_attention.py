@@ -101,6 +101,7 @@ PACKED_PROBLEMS = {
     "pages of 256": replace(PACKED, kind="paged", page_size=256, poison="nan"),
     "keys in use": replace(PACKED, kind="private_varlen", seqused=(5, 0, 30, 2), poison="nan", causal=True),
     "left padding": replace(PACKED, kind="private_varlen", leftpad=(2, 4, 0, 8), poison="nan", causal=True),
+    "keys in use of pages": replace(PACKED, kind="private_varlen", page_size=16, seqused=(5, 0, 30, 2), poison="nan"),
     "keys in use behind left padding": replace(
         PACKED, kind="private_varlen", seqused=(8, 4, 20, 2), leftpad=(2, 4, 0, 1), poison="inf"
     ),
@@ -132,6 +133,11 @@ CACHE_PROBLEMS = {
     "append to pages": replace(STEP, page_size=4),
     "append to pages of one token": replace(STEP, page_size=1),
     "append behind an int": replace(STEP, seqlens_k=(9, 9), lengths_as="int", rotary_dim=16),
+    "append behind an int to an empty cache": replace(STEP, seqlens_k=(0, 0), lengths_as="int", seqlens_q=(5, 5)),
+    "append behind an int to pages": replace(STEP, seqlens_k=(9, 9), lengths_as="int", page_size=4, rotary_dim=16),
+    "append behind an int to chosen rows": replace(STEP, seqlens_k=(9, 9), lengths_as="int", batch_idx=True),
+    "append behind an int and left padding": replace(STEP, seqlens_k=(9, 9), lengths_as="int", leftpad=(1, 3)),
+    "no LSE": replace(STEP, return_attn_probs=False),
     "append behind left padding": replace(STEP, leftpad=(2, 6), rotary_dim=16),
     **{
         f"rotary, {'pairs' if interleaved else 'halves'} of {dim} channels, {name}": replace(

@@ -22,9 +22,8 @@ def compiled_step(monkeypatch):
     return runs
 
 
-@pytest.mark.parametrize("first", range(0, 150, 50))
-def test_random_problems_are_right_with_the_compiled_step(compiled_step, first):
-    for number in range(first, first + 50):
+def test_random_problems_are_right_with_the_compiled_step(compiled_step):
+    for number in range(60):
         problem = random_problem(9000 + number, dtypes=("float32", "float64"))
         verdict = Examination(problem).judge("chunked")
         assert not verdict.failures, (problem, verdict)

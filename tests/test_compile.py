@@ -69,7 +69,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", ["causal", "alibi", "softcap"])
 def test_dense(option: str) -> None:
     check_compiled(flash_attn_func, list(qkv(sq=5, sk=9)), **OPTIONS[option])
 
@@ -88,7 +88,7 @@ def packed() -> tuple[list[Tensor], tuple[Tensor, Tensor, int, int]]:
     return inputs, (cumulative(3, 5), cumulative(4, 7), 5, 7)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", ["plain", "window", "deterministic"])
 def test_varlen(option: str) -> None:
     inputs, lengths = packed()
     check_compiled(flash_attn_varlen_func, inputs, *lengths, **OPTIONS[option])
@@ -136,7 +136,7 @@ def test_the_triple_of_return_attn_probs() -> None:
     assert ours[2].shape == (0,)
 
 
-@pytest.mark.parametrize("longest", [(5, 7), (torch.tensor(5), torch.tensor(7)), (5, torch.tensor(130))])
+@pytest.mark.parametrize("longest", [(5, 7), (5, torch.tensor(130))])
 def test_s_dmask_has_its_eager_shape_however_the_longest_lengths_are_given(longest: tuple[Any, Any]) -> None:
     (q, k, v), (cu_q, cu_k, *_) = packed()
 
@@ -173,15 +173,14 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
 
 
 @pytest.mark.parametrize(
-    ("requires_grad", "mode", "needs_grad"),
+    ("requires_grad", "mode", "needs_grad", "return_attn_probs"),
     [
-        (True, torch.enable_grad, True),
-        (False, torch.enable_grad, False),
-        (True, torch.no_grad, False),
-        (False, torch.inference_mode, False),
+        (True, torch.enable_grad, True, False),
+        (False, torch.enable_grad, False, True),
+        (True, torch.no_grad, False, False),
+        (False, torch.inference_mode, False, True),
     ],
 )
-@pytest.mark.parametrize("return_attn_probs", [False, True])
 def test_a_compiled_call_asks_for_what_its_eager_one_asks_for(
     recorder: Recorder, requires_grad: bool, mode: Any, needs_grad: bool, return_attn_probs: bool
 ) -> None:
@@ -217,13 +216,12 @@ def test_dropout_uses_one_mask_forward_and_backward() -> None:
     close(dv, probs.sum(2)[..., None].transpose(1, 2).expand(-1, -1, -1, 16), 4)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_kvcache_with_an_append_and_rotary_writes_the_same_cache(causal: bool) -> None:
+def test_kvcache_with_an_append_and_rotary_writes_the_same_cache() -> None:
     def step(cache: tuple[Tensor, Tensor], call: Callable[..., Any]) -> Any:
         q, k, v = randn(2, 3, 4, 16, seed=1), randn(2, 3, 2, 16, seed=2), randn(2, 3, 2, 16, seed=3)
         cos, sin = randn(20, 8, seed=4).cos(), randn(20, 8, seed=4).sin()
         lengths = torch.tensor([4, 9], dtype=torch.int32)
-        return call(q, *cache, k, v, cos, sin, cache_seqlens=lengths, causal=causal, return_softmax_lse=True)
+        return call(q, *cache, k, v, cos, sin, cache_seqlens=lengths, causal=True, return_softmax_lse=True)
 
     caches = [(randn(2, 20, 2, 16, seed=5), randn(2, 20, 2, 16, seed=6)) for _ in range(2)]
     (out, lse), (right, right_lse) = (
@@ -283,22 +281,8 @@ def test_the_private_functions(varlen: bool) -> None:
 
     def step(q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, ...]:
         out, lse, _, rng_state = forward(q, k, v, *lengths, **options, **more, return_softmax=False)
-        softmax_d = backward(
-            out.cos(),
-            q,
-            k,
-            v,
-            out,
-            lse,
-            dq,
-            dk,
-            dv,
-            *lengths,
-            **options,
-            **more,
-            deterministic=False,
-            rng_state=rng_state,
-        )
+        given = (out.cos(), q, k, v, out, lse, dq, dk, dv, *lengths)
+        softmax_d = backward(*given, **options, **more, deterministic=False, rng_state=rng_state)
         return out, lse, softmax_d, dq, dk, dv
 
     grads = [tuple(torch.zeros_like(x) for x in (q, k, v)) for _ in range(2)]
@@ -355,8 +339,9 @@ def test_eager_calls_do_not_pass_through_custom_ops() -> None:
     assert operators.seen and not [name for name in operators.seen if not name.startswith(("aten.", "prim."))]
 
 
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("option", ["plain", "causal", "dropout", "heads_first"])
+@pytest.mark.parametrize(
+    ("option", "backward"), [("plain", True), ("causal", False), ("dropout", True), ("heads_first", True)]
+)
 def test_the_fake_kernels_know_shapes_dtypes_and_strides(option: str, backward: bool) -> None:
     kwargs = dict(dropout_p=0.3, return_attn_probs=True) if option == "dropout" else OPTIONS.get(option, {})
     inputs = qkv(sq=5, sk=9)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 
 import pytest
@@ -10,21 +9,15 @@ import torch
 
 from benchmarks.end_to_end.__main__ import main
 from benchmarks.end_to_end.agreement import compared, reference
-from benchmarks.end_to_end.programs import PROGRAMS
 
 
-def test_each_program_runs_on_ours_and_agrees_with_eager(tmp_path):
+def test_a_program_runs_on_ours_and_its_row_says_who_served(tmp_path):
+    """One that loads fast; tests/gpu.py runs them all beside eager ones, tests/clients the same models."""
     written = tmp_path / "figures.json"
-    command = ["--tiny", "--device", "cpu", "--repeats", "1", "--implementations", "ours", "eager"]
+    command = ["--tiny", "--device", "cpu", "--repeats", "1", "--implementations", "ours", "--programs", "paged-prefix"]
     assert main([*command, "--json", str(written)]) == 0
-    found = json.loads(written.read_text())["programs"]
-    assert list(found["ours"]) == list(found["eager"]) == list(PROGRAMS)
-    for program, row in found["ours"].items():
-        if "not_here" in row:
-            continue  # the client is not installed, says the row
-        assert row["served_by"], program
-        assert row["reference"] == "eager"
-        assert found["eager"][program]["peak_bytes"] > 0
+    (row,) = json.loads(written.read_text())["programs"]["ours"].values()
+    assert row["served_by"] and row["agrees"] and row["peak_bytes"] > 0
 
 
 def test_a_program_that_takes_too_long_is_a_row_and_the_next_has_its_turn(tmp_path, capsys):
@@ -34,14 +27,6 @@ def test_a_program_that_takes_too_long_is_a_row_and_the_next_has_its_turn(tmp_pa
     rows = json.loads(written.read_text())["programs"]["ours"]
     assert {row["error"] for row in rows.values()} == {"took more than 0 s"}
     assert list(rows) == ["paged-prefix", "paged-decode"]
-
-
-@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
-def test_an_implementation_that_is_not_here_is_told_once(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    command = ["--tiny", "--device", "cpu", "--implementations", "official", "--programs", "paged-decode"]
-    assert main(command) == 0
-    assert "official: not importable (ModuleNotFoundError)" in capsys.readouterr().out
 
 
 def test_values_beyond_rounding_do_not_agree():

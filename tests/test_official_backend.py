@@ -85,9 +85,9 @@ def test_it_serves_before_every_other_backend(install) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_agrees_with_the_oracle_wherever_it_serves(install, kind: str) -> None:
     install()
-    served, complaints = judge_first_served("official", kind)
+    served, complaints = judge_first_served("official", kind, enough=6)
     assert not complaints, "\n".join(complaints)
-    assert served >= 10 and flash_kernels.calls
+    assert served == 6 and flash_kernels.calls
 
 
 @pytest.mark.parametrize("problem", flash_kernels.FAR_BEFORE_THE_KEYS, ids=repr)

@@ -18,7 +18,7 @@ FIRST = 10_000  # numbers that test_judge.py and the fuzzer's first minutes do n
 
 
 def _problems(kind: str) -> int:
-    return 60 if kind in ("dense", "varlen", "kvcache") else 24
+    return 40 if kind in ("dense", "varlen", "kvcache") else 24
 
 
 @pytest.mark.parametrize("part", range(2))

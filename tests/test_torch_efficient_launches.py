@@ -9,7 +9,7 @@ from verify.drawing import random_problem
 from verify.examination import Examination, Verdict
 from verify.problems import Problem
 
-PROBLEMS = 400
+PROBLEMS = 200
 
 
 @pytest.fixture(autouse=True)

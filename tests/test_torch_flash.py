@@ -75,12 +75,12 @@ def reasons(function: Any = flash_attn_func, *args: Any, **kwargs: Any) -> list[
 @pytest.mark.usefixtures("every_version")
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_agrees_with_the_oracle_wherever_it_serves(kind: str) -> None:
-    served, complaints = judge_first_served("torch_flash", kind)
+    served, complaints = judge_first_served("torch_flash", kind, enough=6)
     assert not complaints, "\n".join(complaints)
     if kind == "paged":
         assert not flash_kernels.calls
     else:
-        assert served >= 10 and flash_kernels.calls
+        assert served == 6 and flash_kernels.calls
 
 
 @pytest.mark.usefixtures("newest")
