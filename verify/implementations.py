@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -32,21 +32,6 @@ class NotSupported(Exception):
     """The implementation declines this problem; the message is its first reason."""
 
 
-class Implementation(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def approximate(self) -> bool:
-        """Whether its exp and tanh may be as approximate as flash-attn's."""
-
-    def serving(self, call: Call) -> AbstractContextManager[Callable[..., Any]]:
-        """A context manager giving the function that answers the call; NotSupported where there is none."""
-
-    def calls_served(self) -> int | None:
-        """How many calls it has answered itself so far, None where nobody counts."""
-
-
 @dataclass(frozen=True)
 class Backend:
     """One of the package's backends, forced."""
@@ -55,17 +40,20 @@ class Backend:
 
     @property
     def approximate(self) -> bool:
+        """Whether its exp and tanh may be as approximate as flash-attn's."""
         return self.name == "official"
 
     @contextmanager
     def serving(self, call: Call) -> Iterator[Callable[..., Any]]:
+        """The function that answers the call; NotSupported where there is none."""
         with flash_attn_compat.use_backend(self.name):
             try:
                 yield getattr(flash_attn_interface, call.fn)
             except flash_attn_compat.BackendNotSupported as refusal:
                 raise NotSupported(self._reason(refusal)) from refusal
 
-    def calls_served(self) -> int:
+    def calls_served(self) -> int | None:
+        """How many calls it has answered itself so far, None where nobody counts."""
         return flash_attn_compat.backend_counts().get(self.name, 0)
 
     def _reason(self, refusal: Exception) -> str:
@@ -101,8 +89,11 @@ class Imported:
         except NotImplementedError as error:
             raise NotSupported(str(error) or "NotImplementedError") from error
 
-    def calls_served(self) -> None:
+    def calls_served(self) -> int | None:
         return None
+
+
+Implementation = Backend | Imported
 
 
 def backends(names: list[str]) -> list[Backend]:

@@ -19,7 +19,7 @@ import torch
 Result = TypeVar("Result")
 
 # One reading spans at least this long, so that launching the first call does not count much.
-READING_MS = {"cuda": 8.0, "cpu": 4.0}
+CUDA_READING_MS, READING_MS = 8.0, 4.0
 MOST_CALLS = 100
 # Where a call takes longer than this, its second reading is the whole measurement.
 LONGEST_CALL_S = 3.0
@@ -77,27 +77,30 @@ def attempt(device: str, work: Callable[..., Result], *arguments: object) -> Res
 
 def time_together(jobs: Mapping[str, Job], device: str, repeats: int, budget_s: float) -> dict[str, Timing | Failed]:
     """Every job's timing, or how it failed. A job gets `repeats` readings, fewer (at least two) if they would take
-    longer than `budget_s`.
+    longer than `budget_s`, and one if a single call is slow.
     """
-    results: dict[str, Timing | Failed] = {}
     readings: dict[str, list[float]] = {}
-    plans: dict[str, tuple[int, int]] = {}
+    calls: dict[str, int] = {}
+    left: dict[str, int] = {}
+    failed: dict[str, Failed] = {}
     for name, job in jobs.items():
-        plan = attempt(device, _warm_up, job, device, repeats, budget_s)
-        if isinstance(plan, (Timing, Failed)):
-            results[name] = plan
-        else:
-            plans[name], readings[name] = plan, []
+        warm = attempt(device, _warm_up, job, device)
+        if isinstance(warm, Failed):
+            failed[name] = warm
+            continue
+        slow = warm > LONGEST_CALL_S * 1e3
+        reading_ms = CUDA_READING_MS if device.startswith("cuda") else READING_MS
+        calls[name] = min(MOST_CALLS, max(1, math.ceil(reading_ms / warm)))
+        affordable = max(2, int(budget_s * 1e3 / (warm * calls[name])))
+        readings[name], left[name] = ([warm], 0) if slow else ([], min(repeats, affordable))
     for turn in range(repeats):
-        for name, (calls, rounds) in plans.items():
-            if turn >= rounds or name in results:
-                continue
-            reading = attempt(device, _read, jobs[name], calls, device)
+        for name in [name for name in readings if turn < left[name] and name not in failed]:
+            reading = attempt(device, _read, jobs[name], calls[name], device)
             if isinstance(reading, Failed):
-                results[name] = reading
+                failed[name] = reading
             else:
                 readings[name].append(reading)
-    return results | {name: _summary(values) for name, values in readings.items() if name not in results}
+    return {name: failed.get(name) or _summary(readings[name]) for name in jobs}
 
 
 def peak_memory(job: Job, device: str) -> int | None:
@@ -151,17 +154,11 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _warm_up(job: Job, device: str, repeats: int, budget_s: float) -> Timing | tuple[int, int]:
-    """How many calls make a reading and how many readings there will be, or the timing at once if one call is slow."""
-    # The first call compiles, allocates and looks for algorithms: its time is nobody's.
+def _warm_up(job: Job, device: str) -> float:
+    """Milliseconds of one call. The first compiles, allocates and looks for algorithms: its time is nobody's."""
     _read(job, 1, device)
     second_ms = _read(job, 1, device)
-    if second_ms > LONGEST_CALL_S * 1e3:
-        return _summary([second_ms])
-    once_ms = max(_read(job, 1, device), 1e-4)
-    calls = min(MOST_CALLS, max(1, math.ceil(READING_MS.get(device.partition(":")[0], 4.0) / once_ms)))
-    affordable = int(budget_s * 1e3 / (once_ms * calls))
-    return calls, min(repeats, max(2, affordable))
+    return second_ms if second_ms > LONGEST_CALL_S * 1e3 else max(_read(job, 1, device), 1e-4)
 
 
 def _read(job: Job, calls: int, device: str) -> float:
@@ -186,27 +183,21 @@ def _read(job: Job, calls: int, device: str) -> float:
 
 
 def _summary(values: list[float]) -> Timing:
+    median = statistics.median(values)
     if len(values) < 3:
-        return Timing(statistics.median(values), min(values), max(values), len(values))
+        return Timing(median, min(values), max(values), len(values))
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return Timing(statistics.median(values), low, high, len(values))
+    return Timing(median, low, high, len(values))
 
 
 def _cpu_peak(job: Job) -> int | None:
     """From the profiler's record of every allocation and release on the CPU."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        with job.around():
-            result = job.run()
-        del result
-    events = sorted(
-        (event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"),
-        key=lambda event: event.start_ns(),
-    )
-    if not events:
-        return None
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile, job.around():
+        job.run()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     now = highest = 0
-    for event in events:
+    for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()
         highest = max(highest, now)
-    return highest
+    return highest if events else None
