@@ -187,9 +187,7 @@ def test_every_rival_and_the_default_are_right_on_every_workload(name):
         assert found.ok, (contestant.name, found)
 
 
-@pytest.mark.parametrize(
-    "name", ["llm_gqa_causal", "mistral_window", "uniform_varlen", "gemma_softcap", "alibi_causal"]
-)
+@pytest.mark.parametrize("name", ["llm_gqa_causal", "mistral_window", "uniform_varlen"])
 def test_what_is_right_does_not_depend_on_the_blocks_it_is_computed_in(name, monkeypatch):
     inputs = make_inputs(TINY[name], "cpu", torch.float16)
     whole = truths(TINY[name], inputs)
@@ -292,22 +290,19 @@ def test_peak_memory_on_a_cpu_counts_what_lives_at_once():
     assert peak_memory(Job(work), "cpu") == 2 * 2**20
 
 
-def test_timings_come_with_a_median_between_their_quartiles_and_failures_with_a_reason():
+def test_timings_come_with_a_median_between_their_quartiles_and_failures_with_a_reason(monkeypatch):
+    """The first call compiles, where compilation is on: neither its time nor the number of readings may show it."""
+    monkeypatch.setattr(timing, "LONGEST_CALL_S", 0.1)
+    first = [0.2]
+
     def broken():
         raise ValueError("not today")
 
-    found = time_together({"sleep": Job(lambda: timing.time.sleep(0.002)), "broken": Job(broken)}, "cpu", 5, 1.0)
+    sleep = Job(lambda: timing.time.sleep(first.pop() if first else 0.002))
+    found = time_together({"sleep": sleep, "broken": Job(broken)}, "cpu", 5, 1.0)
     assert found["broken"] == Failed("ValueError: not today")
-    assert 2.0 <= found["sleep"].low_ms <= found["sleep"].median_ms <= found["sleep"].high_ms
+    assert 2.0 <= found["sleep"].low_ms <= found["sleep"].median_ms <= found["sleep"].high_ms < 100
     assert found["sleep"].readings == 5
-
-
-def test_what_the_first_call_takes_counts_for_nothing(monkeypatch):
-    """It compiles, where compilation is on: neither its time nor the number of readings may show it."""
-    monkeypatch.setattr(timing, "LONGEST_CALL_S", 0.1)
-    left = [0.2]
-    found = time_together({"job": Job(lambda: timing.time.sleep(left.pop() if left else 0.001))}, "cpu", 5, 1.0)
-    assert found["job"].readings == 5 and found["job"].high_ms < 100
 
 
 def test_the_hosts_time_of_a_call_is_taken_whatever_the_device_does():
