@@ -22,9 +22,10 @@ _OURS = {"PYTHONPATH": REPOSITORY, "OMP_NUM_THREADS": "1"}
 _AT_FIRST = dict(os.environ)  # before any test has patched anything
 # Each line of its input is a list of codes to run at once, with their files for output and errors, and variables.
 _PARENT = """
-import json, os, signal, sys, traceback, types
+import gc, json, os, signal, sys, traceback, types
 import torch, torch._dynamo
 torch.set_num_threads(1)
+gc.freeze()  # what a copy need not look at again
 
 def run(code, out, error, variables):
     signal.alarm(120)
@@ -73,10 +74,10 @@ def forked(code: str, **variables: str) -> Answer:
     return _at_once([code], variables)[0]
 
 
-def forked_child(code: str) -> Answer:
-    """``forked`` as a child that this process starts now: its variables, and its path with the sitecustomize there."""
-    start = "import os, sys; sys.path[1:2] = os.environ['PYTHONPATH'].split(os.pathsep); import sitecustomize\n"
-    return _at_once([start + code], dict(os.environ))[0]
+def forked_child(code: str, variables: dict[str, str] | None = None) -> Answer:
+    """``forked`` as a child with these variables, by default this process's: their path and its sitecustomize."""
+    start = "import os, site, sys; sys.path[1:2] = os.environ['PYTHONPATH'].split(os.pathsep); site.execsitecustomize()"
+    return _at_once([f"{start}\n{code}"], dict(os.environ) if variables is None else variables)[0]
 
 
 def forked_group(function: Callable[..., object], *arguments: Any, world: int = 2) -> None:

@@ -3,27 +3,47 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks.end_to_end.__main__ import main
+from benchmarks.end_to_end import __main__ as command_line
 from benchmarks.end_to_end.agreement import compared, reference
+from benchmarks.end_to_end.programs import PROGRAMS
+from tests.interpreters import forked_child
 
 
-def test_a_program_runs_on_ours_and_its_row_says_who_served(tmp_path):
-    """One that loads fast; tests/gpu.py runs them all beside eager ones, tests/clients the same models."""
+class Forked:
+    """A worker's process that does not import PyTorch anew."""
+
+    def __init__(self, command, env, **options):
+        code = f"import sys; sys.argv[1:] = {command[3:]!r}; from benchmarks.end_to_end.worker import main; main()"
+        self.returncode = forked_child(code, env).returncode
+
+    def poll(self):
+        return self.returncode
+
+
+def test_each_program_runs_on_ours_and_agrees_with_eager(tmp_path, monkeypatch):
+    monkeypatch.setattr(command_line, "subprocess", SimpleNamespace(Popen=Forked, DEVNULL=None))
     written = tmp_path / "figures.json"
-    command = ["--tiny", "--device", "cpu", "--repeats", "1", "--implementations", "ours", "--programs", "paged-prefix"]
-    assert main([*command, "--json", str(written)]) == 0
-    (row,) = json.loads(written.read_text())["programs"]["ours"].values()
-    assert row["served_by"] and row["agrees"] and row["peak_bytes"] > 0
+    command = ["--tiny", "--device", "cpu", "--repeats", "1", "--implementations", "ours", "eager"]
+    assert command_line.main([*command, "--json", str(written)]) == 0
+    found = json.loads(written.read_text())["programs"]
+    assert list(found["ours"]) == list(found["eager"]) == list(PROGRAMS)
+    for program, row in found["ours"].items():
+        if "not_here" in row:
+            continue  # the client is not installed, says the row
+        assert row["served_by"], program
+        assert row["reference"] == "eager"
+        assert found["eager"][program]["peak_bytes"] > 0
 
 
 def test_a_program_that_takes_too_long_is_a_row_and_the_next_has_its_turn(tmp_path, capsys):
     written = tmp_path / "figures.json"
     command = ["--tiny", "--device", "cpu", "--implementations", "ours", "--programs", "paged-prefix", "paged-decode"]
-    assert main([*command, "--limit", "0", "--json", str(written)]) == 1
+    assert command_line.main([*command, "--limit", "0", "--json", str(written)]) == 1
     rows = json.loads(written.read_text())["programs"]["ours"]
     assert {row["error"] for row in rows.values()} == {"took more than 0 s"}
     assert list(rows) == ["paged-prefix", "paged-decode"]

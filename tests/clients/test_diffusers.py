@@ -9,6 +9,8 @@ import sys
 import pytest
 import torch
 
+from tests.plain import pairwise
+
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("diffusers") is None, reason="diffusers is not installed")
 
 
@@ -25,9 +27,16 @@ def attend(dispatch, backend, *inputs, **options):
         return dispatch.dispatch_attention_fn(*inputs, **options)
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("backend", ["flash", "flash_varlen"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_it_takes_us_for_flash_attn(dispatch):
+    checks = importlib.import_module("diffusers.utils.import_utils")
+    assert checks.is_flash_attn_available() and checks.is_flash_attn_version(">=", "2.6.3")
+    assert dispatch._wrapped_flash_attn_forward is not None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "backend", "is_causal"),
+    pairwise((torch.float16, torch.bfloat16), ("flash", "flash_varlen"), (False, True)),
+)
 def test_a_backend_equals_native_in_output_and_gradients(dispatch, calls, backend, dtype, is_causal):
     inputs = [torch.randn(2, 24, 4, 32, dtype=dtype, requires_grad=True) for _ in range(3)]
     weights = torch.randn(2, 24, 4, 32, dtype=dtype)
@@ -54,14 +63,10 @@ def test_varlen_with_a_key_mask_equals_native(dispatch, calls):
 
 def test_the_log_sum_exp_of_flash_is_that_of_the_scores(dispatch):
     q, k, v = (torch.randn(1, 8, 2, 16, dtype=torch.float16) for _ in range(3))
-    out, lse = attend_with_lse(dispatch, q, k, v)
+    out, lse = dispatch._flash_attention(q, k, v, return_lse=True)
     scores = torch.einsum("bihd,bjhd->bhij", q.float(), k.float()) / 4
     torch.testing.assert_close(lse.float(), scores.logsumexp(-1), atol=1e-3, rtol=0)
     assert out.shape == q.shape
-
-
-def attend_with_lse(dispatch, q, k, v):
-    return dispatch._flash_attention(q, k, v, return_lse=True)
 
 
 def test_a_tiny_transformer_gives_the_same_image_on_flash(dispatch, calls):

@@ -1,63 +1,43 @@
-"""Packages that look for flash-attn when they are imported, with the name answered: none of them breaks."""
+"""Clients that bring attention of their own or wrap models, with the name answered: none of them breaks."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
+from typing import Any
 
 import pytest
+import torch
 
-import flash_attn_compat
-
-# What to run in a fresh interpreter after patch(), and what it must print.
-CLIENTS = {
-    "xformers": ("import xformers.ops, xformers.ops.fmha.flash as f; print('flash_attn' in sys.modules)", "True"),
-    "peft": (
-        (
-            "import peft, torch; from transformers import LlamaConfig, LlamaForCausalLM\n"
-            "sizes = dict(vocab_size=32, hidden_size=32, intermediate_size=32, num_attention_heads=2)\n"
-            "config = LlamaConfig(num_hidden_layers=1, **sizes)\n"
-            "model = LlamaForCausalLM._from_config(config, attn_implementation='flash_attention_2')\n"
-            "model = peft.get_peft_model(model, peft.LoraConfig(target_modules=['q_proj', 'v_proj']))\n"
-            "model(torch.arange(8)[None]).logits.sum().backward()\n"
-            "print(sum(flash_attn_compat.backend_counts().values()))"
-        ),
-        "1",
-    ),
-    "accelerate": (
-        (
-            "import accelerate, torch; from flash_attn import flash_attn_func\n"
-            "accelerator = accelerate.Accelerator(cpu=True)\n"
-            "layer = accelerator.prepare(torch.nn.Linear(8, 8))\n"
-            "q = layer(torch.randn(1, 4, 2, 8)); accelerator.backward(flash_attn_func(q, q, q).sum())\n"
-            "print(layer.weight.grad is not None)"
-        ),
-        "True",
-    ),
-    "diffusers": (
-        (
-            "from diffusers.utils.import_utils import is_flash_attn_available, is_flash_attn_version\n"
-            "import diffusers.models.attention_dispatch as d\n"
-            "assert is_flash_attn_available() and is_flash_attn_version('>=', '2.6.3')\n"
-            "print(d._wrapped_flash_attn_forward is not None)"
-        ),
-        "True",
-    ),
-}
+from tests.interpreters import forked
 
 
-@pytest.mark.parametrize("client", CLIENTS)
-def test_a_client_imports_and_works_with_the_name_answered(client):
-    for module in {client, "transformers"} if client == "peft" else {client}:
-        if importlib.util.find_spec(module) is None:
-            pytest.skip(f"{module} is not installed")
-    code, expected = CLIENTS[client]
-    root = os.path.dirname(os.path.dirname(flash_attn_compat.__file__))
-    env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    start = "import sys, flash_attn_compat; flash_attn_compat.patch()\n"
-    answer = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", start + code], env=env, capture_output=True, text=True
-    )
-    assert answer.stdout.strip() == expected, answer.stderr[-3000:]
+@pytest.mark.usefixtures("patched")
+def test_peft_trains_a_model_on_us(calls: Any) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from tests.clients.models import build, token_ids
+
+    model = build("llama", "flash_attention_2").train()
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+    model(token_ids(1, 8)).logits.sum().backward()
+    adapted = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert calls() == 2 and adapted and all("lora_" in name for name in adapted)
+
+
+@pytest.mark.usefixtures("patched")
+def test_accelerate_prepares_a_layer_before_us() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    from flash_attn import flash_attn_func
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    layer = accelerator.prepare(torch.nn.Linear(8, 8))
+    q = layer(torch.randn(1, 4, 2, 8))
+    accelerator.backward(flash_attn_func(q, q, q).sum())
+    assert layer.weight.grad is not None
+
+
+@pytest.mark.skipif(importlib.util.find_spec("xformers") is None, reason="xformers is not installed")
+def test_xformers_finds_the_name_at_its_import() -> None:
+    code = "import xformers.ops, xformers.ops.fmha.flash as f; print('flash_attn' in sys.modules)"
+    answer = forked("import sys, flash_attn_compat; flash_attn_compat.patch()\n" + code)
+    assert answer.stdout.strip() == "True", answer.stderr[-3000:]

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
+import os
+import socket
+import sys
 
 import pytest
 
-from tests.clients.launch import run_two_processes
+from tests.clients import ring_worker
 from tests.clients.ring_worker import Outcome, capabilities
+from tests.interpreters import forked_group
 
 CASES = {
     "ring, causal",
@@ -23,9 +28,23 @@ CASES = {
 }
 
 
+def worker(rank, port, output):
+    """As torchrun starts it under `flash-attn-compat run`."""
+    import flash_attn_compat
+
+    os.environ.update({"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)})
+    sys.argv[1:] = [output]
+    flash_attn_compat.patch()
+    sys.exit(ring_worker.main())
+
+
 @pytest.mark.skipif(importlib.util.find_spec("ring_flash_attn") is None, reason="ring-flash-attn is not installed")
 def test_every_variant_gives_output_and_gradients_of_the_whole_sequence(tmp_path):
-    results = run_two_processes("tests.clients.ring_worker", tmp_path / "errors.json")
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port = listener.getsockname()[1]
+    forked_group(worker, port, str(tmp_path / "errors.json"))
+    results = json.loads((tmp_path / "errors.json").read_text())
     outcomes = [Outcome(**each) for each in results["outcomes"]]
     assert {each.case for each in outcomes} == CASES and results["world"] == 2
     assert [each.line("float16") for each in outcomes if not each.right("float16")] == []

@@ -61,8 +61,9 @@ def test_outputs_and_gradients_without_padding_equal_eager(name, dtype, calls):
     assert_close_gradients(gradients(flash, got, weights), gradients(eager, expected, weights), limit)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("side", "dtype"), [("left", torch.float32), ("right", torch.float32), ("left", torch.bfloat16)]
+)
 @pytest.mark.parametrize("name", padded_models)
 def test_outputs_and_gradients_with_padding_equal_eager_at_the_tokens(name, dtype, side, calls):
     eager, flash = pair(name, dtype)
@@ -120,9 +121,8 @@ def test_greedy_generation_from_left_padded_prompts_gives_the_same_tokens(name, 
     version < (4, 57),
     reason="older ones branch on the values of position_ids, which breaks the graph with any flash-attn",
 )
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 2e-6), (torch.bfloat16, 4e-2)], ids=["fp64", "bf16"])
-def test_a_decoder_compiles_as_one_graph_forward_and_backward(dtype, limit, calls):
-    eager, flash = pair("llama", dtype)
+def test_a_decoder_compiles_as_one_graph_forward_and_backward(calls):
+    eager, flash = pair("llama", torch.float64)
     ids = token_ids(2, 12)
     expected = run(eager, {"input_ids": ids})
     run(flash, {"input_ids": ids})  # transformers loads its flash functions outside the graph
@@ -134,9 +134,9 @@ def test_a_decoder_compiles_as_one_graph_forward_and_backward(dtype, limit, call
     before = calls()
     got = compiled(ids)
     assert calls() == before + 2
-    assert relative_error(got, expected) <= limit
+    assert relative_error(got, expected) <= 2e-6
     weights = torch.randn_like(expected)
-    assert_close_gradients(gradients(flash, got, weights), gradients(eager, expected, weights), limit)
+    assert_close_gradients(gradients(flash, got, weights), gradients(eager, expected, weights), 2e-6)
 
 
 def test_a_model_switched_on_the_cpu_after_its_creation_equals_eager(calls):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 import flash_attn_compat
+from tests.interpreters import forked, forked_child, fresh
 from tests.naming.environment import Environment
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -23,20 +23,9 @@ model(torch.arange(8)[None])
 mask = torch.ones(2, 8, dtype=torch.long); mask[0, :3] = 0
 model(torch.arange(8).repeat(2, 1), attention_mask=mask)
 import flash_attn_compat
-print(sum(flash_attn_compat.backend_counts().values()))
+assert sum(flash_attn_compat.backend_counts().values()) == 2
 """
 PATCH = "import flash_attn_compat; flash_attn_compat.patch()\n"
-ORDERS = {
-    "before its import": PATCH,
-    "after the package's import": "import transformers\n" + PATCH,
-    "after a model's import": "from transformers import LlamaForCausalLM\n" + PATCH,
-    "after it refused": (
-        "from transformers.utils import is_flash_attn_2_available\n"
-        "assert not is_flash_attn_2_available()\n"
-        "from transformers import LlamaForCausalLM\n" + PATCH + "import transformers.utils\n"
-        "assert transformers.utils.is_flash_attn_2_available()\n"
-    ),
-}
 # Everything that patch() may touch in transformers, as values that can be compared.
 STATE = """
 import sys, flash_attn_compat
@@ -53,87 +42,76 @@ def state():
 def ours():
     return [finder for finder in sys.meta_path if "flash_attn_compat" in type(finder).__module__]
 """
-without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA transformers needs no patching")
 
 
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    root = os.path.dirname(os.path.dirname(flash_attn_compat.__file__))
-    env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=env, capture_output=True, text=True)
-
-
-@pytest.mark.parametrize("start", ORDERS.values(), ids=ORDERS.keys())
-def test_patch_alone_is_enough(start):
-    answer = python(start + "\n" + RUN_A_MODEL)
-    assert answer.stdout.strip() == "2", answer.stderr
-
-
-def test_a_child_of_a_patched_process_needs_nothing_more():
-    answer = python(
-        "import flash_attn_compat, subprocess, sys; flash_attn_compat.patch();"
-        f"sys.exit(subprocess.call([sys.executable, '-W', 'ignore', '-c', {RUN_A_MODEL!r}]))"
-    )
-    assert answer.stdout.strip() == "2", answer.stderr
-
-
-def test_a_persistent_installation_needs_no_line_of_code(tmp_path):
-    environment = Environment(tmp_path / "env")
-    assert environment.command("install").returncode == 0
-    answer = environment.call("-W", "ignore", "-c", RUN_A_MODEL)
-    assert answer.stdout.strip() == "2", answer.stderr
-
-
-def test_a_model_module_that_skipped_its_guarded_imports_gets_them():
-    """Qwen2-VL's module of transformers 4.48 holds flash_attn_varlen_func = None where it found no flash-attn."""
-    answer = python(
-        "from transformers.models.qwen2_vl import modeling_qwen2_vl as module; import transformers, inspect;"
-        "guarded = 'flash_attn_varlen_func' in vars(module);"
-        "import flash_attn_compat; flash_attn_compat.patch();"
-        "print((module.flash_attn_varlen_func is flash_attn_compat.flash_attn_varlen_func) if guarded else True);"
-        "flash_attn_compat.unpatch();"
-        "print(module.flash_attn_varlen_func is None if guarded else True)"
-    )
-    assert answer.stdout.split() == ["True", "True"], answer.stderr
-
-
-@without_cuda
-def test_after_unpatch_transformers_is_as_it_was():
-    script = f"""
-{STATE}
-before = state()
-flash_attn_compat.patch()
-assert state() != before and ours() and import_utils.is_flash_attn_2_available()
-{RUN_A_MODEL}
-flash_attn_compat.unpatch()
-assert state() == before and not ours()
-assert not import_utils.is_flash_attn_2_available() and not flash.is_flash_attn_2_available()
-"""
-    answer = python(script)
-    assert answer.returncode == 0, answer.stderr
-
-
-@without_cuda
-def test_modules_imported_while_patched_lose_the_answer_too():
-    script = f"""
+def test_patch_is_enough_before_transformers_import_and_its_modules_lose_the_answer():
+    check_ends_well(f"""
 {PATCH}
+{RUN_A_MODEL}
 {STATE}
 assert flash.is_flash_attn_2_available()
 flash_attn_compat.unpatch()
-assert not flash.is_flash_attn_2_available() and not transformers.utils.is_flash_attn_2_available() and not ours()
-matrix = getattr(flash, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", None)
-assert matrix is None or not matrix[2]["general_availability_check"]()
-methods = vars(modeling.PreTrainedModel).values()
-homes = [getattr(method, "__globals__", {{}}).get("__name__", "") for method in methods]
-assert not [home for home in homes if "flash_attn_compat" in home]
-"""
-    answer = python(script)
+if not torch.cuda.is_available():  # with CUDA transformers needs no patching
+    assert not flash.is_flash_attn_2_available() and not transformers.utils.is_flash_attn_2_available() and not ours()
+    matrix = getattr(flash, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", None)
+    assert matrix is None or not matrix[2]["general_availability_check"]()
+    methods = vars(modeling.PreTrainedModel).values()
+    homes = [getattr(method, "__globals__", {{}}).get("__name__", "") for method in methods]
+    assert not [home for home in homes if "flash_attn_compat" in home]
+""")
+
+
+def test_patch_is_enough_after_the_package_was_imported():
+    check_ends_well("import transformers\n" + PATCH + RUN_A_MODEL)
+
+
+def test_patch_is_enough_after_models_were_imported_and_refused_and_unpatch_leaves_them_as_they_were():
+    """Qwen2-VL's module of transformers 4.48 holds flash_attn_varlen_func = None where it found no flash-attn."""
+    check_ends_well(f"""
+from transformers.utils import is_flash_attn_2_available
+without_cuda = not is_flash_attn_2_available()
+from transformers import LlamaForCausalLM
+from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen
+guarded = "flash_attn_varlen_func" in vars(qwen)
+{STATE}
+before = state()
+{PATCH}
+assert import_utils.is_flash_attn_2_available() and transformers.utils.is_flash_attn_2_available()
+assert not guarded or qwen.flash_attn_varlen_func is flash_attn_compat.flash_attn_varlen_func
+assert not without_cuda or (state() != before and ours())
+{RUN_A_MODEL}
+flash_attn_compat.unpatch()
+assert state() == before and not ours()
+assert not guarded or qwen.flash_attn_varlen_func is None
+assert not without_cuda or not (import_utils.is_flash_attn_2_available() or flash.is_flash_attn_2_available())
+""")
+
+
+@pytest.mark.usefixtures("patched")
+def test_a_child_of_a_patched_process_needs_nothing_more():
+    answer = forked_child(RUN_A_MODEL)
+    assert answer.returncode == 0, answer.stderr
+
+
+def test_a_persistent_installation_needs_no_line_of_code(tmp_path):
+    """It waits for transformers' import as a child of a patched process does."""
+    environment = Environment(tmp_path / "env")
+    assert environment.command("install").returncode == 0
+    code = "from transformers.utils import is_flash_attn_2_available as look; assert look()"
+    answer = environment.call("-W", "ignore", "-c", code)
     assert answer.returncode == 0, answer.stderr
 
 
 def test_importing_transformers_in_a_patched_child_does_not_import_torch_by_our_doing():
     code = "import transformers.utils.import_utils, sys; print('torch' in sys.modules)"
-    child = f"import subprocess, sys; subprocess.call([sys.executable, '-c', {code!r}])"
-    assert python(PATCH + child).stdout == python(code).stdout
+    alone = fresh("-c", code).stdout
+    with flash_attn_compat.patched():
+        assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == alone != ""
+
+
+def check_ends_well(code: str) -> None:
+    answer = forked(code)
+    assert answer.returncode == 0, answer.stderr
 
 
 class TestRegistry:
