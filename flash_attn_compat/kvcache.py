@@ -5,13 +5,13 @@ engine/append.py, what the call becomes in engine/build.py. Positions stay on th
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flash_attn_compat import sinks
-from flash_attn_compat.engine import checks, signature
+from flash_attn_compat.engine import checks, signature, torch_ops
 from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.autograd import run_forward
 from flash_attn_compat.engine.build import Cache, Options, cache_call, in_cache, integer
@@ -85,9 +85,9 @@ def flash_attn_with_kvcache(
     if torch.compiler.is_compiling():
         tensor, number = (lengths, None) if lengths is None or isinstance(lengths, Tensor) else (None, lengths)
         out, lse = _kvcache_op(
-            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, tensor, number, cache_batch_idx, cache_leftpad,
-            block_table, softmax_scale, causal, window_size[0], window_size[1], softcap, rotary_interleaved,
-            alibi_slopes, num_splits, wants_lse,
+            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, tensor, cache_batch_idx, cache_leftpad, block_table,
+            softmax_scale, causal, window_size[0], window_size[1], softcap, rotary_interleaved, alibi_slopes,
+            num_splits, number, wants_lse,
         )  # fmt: skip
     elif torch.is_grad_enabled() and arguments.want_gradients:
         with torch.no_grad():
@@ -349,36 +349,21 @@ def _check_rotary(arguments: _Arguments) -> None:
         raise RuntimeError(f"rotary_cos must have the same dtype as query, got {cos.dtype}, {sin.dtype}, {q.dtype}")
 
 
-# custom_op reads the annotations of this signature, hence Optional and the long list.
-@torch.library.custom_op("flash_attn_compat::kvcache", mutates_args=("k_cache", "v_cache"))
-def _kvcache_op(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: Optional[torch.Tensor],
-    v: Optional[torch.Tensor],
-    rotary_cos: Optional[torch.Tensor],
-    rotary_sin: Optional[torch.Tensor],
-    cache_seqlens: Optional[torch.Tensor],
-    cache_seqlen: Optional[int],
-    cache_batch_idx: Optional[torch.Tensor],
-    cache_leftpad: Optional[torch.Tensor],
-    block_table: Optional[torch.Tensor],
-    softmax_scale: Optional[float],
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    rotary_interleaved: bool,
-    alibi_slopes: Optional[torch.Tensor],
-    num_splits: int,
-    return_softmax_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    arguments = _Arguments(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens if cache_seqlen is None else cache_seqlen,
-        cache_batch_idx, cache_leftpad, block_table, softmax_scale, causal, window_size_left, window_size_right,
-        softcap, rotary_interleaved, alibi_slopes, num_splits,
-    )  # fmt: skip
+_SCHEMA = torch_ops.schema(_Arguments).replace(
+    "Tensor k_cache, Tensor v_cache", "Tensor(a!) k_cache, Tensor(b!) v_cache"
+)
+
+
+@torch.library.custom_op(
+    "flash_attn_compat::kvcache",
+    mutates_args=("k_cache", "v_cache"),
+    schema=f"({_SCHEMA}, SymInt? cache_seqlen, bool return_softmax_lse) -> (Tensor, Tensor)",
+)
+def _kvcache_op(q: Tensor, k_cache: Tensor, v_cache: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    *rest, cache_seqlen, return_softmax_lse = others
+    arguments = _Arguments(q, k_cache, v_cache, *rest)
+    if cache_seqlen is not None:
+        arguments = arguments._replace(cache_seqlens=cache_seqlen)
     out, lse = _attend(arguments, return_softmax_lse)
     return out.contiguous(), q.new_empty(0, dtype=lse_dtype(q.dtype)) if lse is None else lse
 

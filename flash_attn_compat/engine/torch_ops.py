@@ -117,6 +117,7 @@ class _Arguments(NamedTuple):
 
 _SPELLINGS: dict[Any, str] = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool"}
 _SPELLINGS |= {kind | None: f"{spelling}?" for kind, spelling in _SPELLINGS.items()}
+_SPELLINGS[int | Tensor | None] = "Tensor?"  # the int goes by an argument of its own
 
 
 def schema(arguments: type) -> str:

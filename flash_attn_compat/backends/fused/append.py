@@ -82,14 +82,14 @@ class Plan:
         self.variant, self.kernel = launcher.loaded(variants.append, self.kind, target, device)
         self.inputs, self.sizes = launcher.Inputs(call), tuple(map(reach, (new.k, new.v, cos)))
         self.lengths, self.q_shape = 4 * call.batch, call.q.shape
-        self.share = launcher.share(call, self.kind)
+        self.splits = launcher.splits_of(call, self.kind)
         batch, seqlen_new = new.k.shape[:2]
         fields = launcher.described(call)
         fields |= {
             "k_new_s": launcher.strides(new.k),
             "v_new_s": launcher.strides(new.v),
             "seqlen_new": seqlen_new,
-            "tiles": 0 if self.share is None else self.share.tiles,
+            "tiles": 0 if self.splits is None else self.splits.tiles,
         }
         if isinstance(new.cache_seqlens, int):
             fields["seqlen_k"] = new.cache_seqlens + seqlen_new
@@ -113,7 +113,7 @@ class Plan:
         return torch.empty(self.q_shape, dtype=call.q.dtype, device=call.q.device) if self.rotates else call.q
 
     def run(self, call: AttentionCall, new: Append) -> Tensor:
-        device, attention, share, dtype = self.device, self.attention, self.share, call.q.dtype
+        device, attention, splits, dtype = self.device, self.attention, self.splits, call.q.dtype
         k_size, v_size, rotary_size = self.sizes
         starts, cos, sin = new.cache_seqlens, new.rotary_cos, new.rotary_sin
         rotated = self.like_q(call)
@@ -124,9 +124,10 @@ class Plan:
             is_known = starts is call.seqused_k
             starts_at = rest[2] if is_known else address("cache_seqlens", starts, _INT, device, self.lengths)
         rotated_at = rotated.data_ptr() if self.rotates else 0
+        counters_at = 0 if workspace is None or splits is None else workspace.data_ptr() + splits.counters
         self.pack(
             launcher.arguments.buffer, 0, q_at if self.rotates else 0, k_at, v_at, 0, 0, 0, 0, 0, starts_at, rest[3],
-            rest[4], 0, 0, 0, 0, 0, 0 if workspace is None or share is None else workspace.data_ptr() + share.counters,
+            rest[4], 0, 0, 0, 0, 0, counters_at,
             address("k", new.k, dtype, device, k_size),
             address("v", new.v, dtype, device, v_size),
             0 if cos is None else address("rotary_cos", cos, dtype, device, rotary_size),

@@ -82,22 +82,22 @@ class Attention:
         self.inputs = launcher.Inputs(call)
         fields = launcher.described(call)
         fields["out_s"] = launcher.contiguous_strides(call.out_shape)
-        self.share = launcher.share(call, kind)
+        self.splits = launcher.splits_of(call, kind)
         # The decode kernel scales what it converts step by step.
-        converts = kind.type == variants.BF16_AS_FP16 and self.share is None
+        converts = kind.type == variants.BF16_AS_FP16 and self.splits is None
         self.maxima = Maxima(call, kind, target) if converts else None
         if self.maxima is not None:
             fields["absmax_splits"] = self.maxima.splits
-        make = variants.forward if self.share is None else variants.decode
+        make = variants.forward if self.splits is None else variants.decode
         self.variant, self.kernel = launcher.loaded(make, kind, target, device)
         # With packed rows, one slab more sets what lies outside of all sequences to 0.
         sequences = call.batch + (call.cu_seqlens_q is not None)
-        if self.share is None:
+        if self.splits is None:
             fields["tiles"] = tiles = -(-launcher.longest_rows(call) // self.variant.rows)
             self.blocks = tiles * call.nheads * sequences
         else:
-            fields |= {"tiles": self.share.tiles, "splits": self.share.splits}
-            self.blocks = self.share.splits * self.share.tiles * call.nheads_k * sequences
+            fields |= {"tiles": self.splits.tiles, "splits": self.splits.each}
+            self.blocks = self.splits.each * self.splits.tiles * call.nheads_k * sequences
         self.pack, self.template = params.template(fields, 17)
 
     def run(self, call: AttentionCall) -> Result:
@@ -105,15 +105,15 @@ class Attention:
         if rng_state is None and call.dropout_p:
             rng_state = dropout.new_rng_state(self.place)
         workspace = self.workspace()
-        if workspace is not None and self.share is not None:
-            loader.driver().clear(workspace.data_ptr() + self.share.counters, self.share.total, self.device)
+        if workspace is not None and self.splits is not None:
+            loader.driver().clear(workspace.data_ptr() + self.splits.counters, self.splits.total, self.device)
         return self.launch(*self.inputs.of(call, rng_state), workspace, rng_state)
 
     def workspace(self) -> Tensor | None:
         """Memory in which the blocks that share a tile's keys meet."""
-        if self.share is None or self.share.splits == 1:
+        if self.splits is None or self.splits.each == 1:
             return None
-        return torch.empty(self.share.workspace, dtype=torch.uint8, device=self.place)
+        return torch.empty(self.splits.workspace, dtype=torch.uint8, device=self.place)
 
     def launch(
         self,
@@ -123,14 +123,14 @@ class Attention:
         rng_state: Tensor | None = None,
     ) -> Result:
         """The launch itself; counters in the workspace are zeroed earlier on the stream."""
-        place, share, partials = self.place, self.share, (0, 0, 0)
+        place, splits, partials = self.place, self.splits, (0, 0, 0)
         maxima = None if self.maxima is None else self.maxima.run(tensors, rest)
         out = torch.empty(self.out_shape, dtype=self.dtype, device=place)
         lse = torch.empty(self.lse_shape, dtype=_FLOAT, device=place) if self.keeps_lse else None
         true_lse = torch.empty(self.lse_shape, dtype=_FLOAT, device=place) if self.keeps_true_lse else None
-        if workspace is not None and share is not None:
+        if workspace is not None and splits is not None:
             start = workspace.data_ptr()
-            partials = start, start + share.part_ml, start + share.counters
+            partials = start, start + splits.part_ml, start + splits.counters
         self.pack(
             launcher.arguments.buffer, 0, *tensors, out.data_ptr(), 0 if lse is None else lse.data_ptr(),
             0 if true_lse is None else true_lse.data_ptr(), *rest,
@@ -149,11 +149,11 @@ def make_plan(call: AttentionCall) -> Attention | Copied:
     target = loader.target(device)
     kind = launcher.kind_of(call, target, vec)
     plan = Attention(call, kind, target, device)
-    if plan.share is None:
+    if plan.splits is None:
         probe.check(kind, "forward", device)
 
     def tried() -> str | None:
-        problem = trial.problem(kind, call.q.device, plan.share is not None, needs_grad=False)
+        problem = trial.problem(kind, call.q.device, plan.splits is not None, needs_grad=False)
         return trial.of_forward(problem, lambda tiny: Attention(tiny, kind, target, device).run(tiny)[:2])
 
     trial.check((plan.variant,), target, device, tried)

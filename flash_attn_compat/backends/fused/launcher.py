@@ -294,21 +294,21 @@ def longest_keys(call: AttentionCall) -> int:
     return max(1, min(call.max_seqlen_k, call.k.shape[0]))
 
 
-class Share(NamedTuple):
-    """How the decode kernel cuts a call: tiles of rows a key head, splits of their keys.
+class Splits(NamedTuple):
+    """How the decode kernel cuts a call: tiles of rows a key head, and so many splits of the keys of each.
 
-    part_ml, counters: where these begin in a workspace of ``workspace`` bytes; total: tiles of all heads
+    total: tiles of all heads; part_ml, counters: where these begin in a workspace of ``workspace`` bytes
     """
 
     tiles: int
     total: int
-    splits: int
+    each: int
     part_ml: int
     counters: int
     workspace: int
 
 
-def share(call: AttentionCall, kind: Kind) -> Share | None:
+def splits_of(call: AttentionCall, kind: Kind) -> Splits | None:
     """None where the call has too many rows for the decode kernel."""
     rows, group = longest_rows(call), call.nheads // call.nheads_k
     if not variants.takes_decode(rows, group, kind.dropout):
@@ -320,10 +320,10 @@ def share(call: AttentionCall, kind: Kind) -> Share | None:
     if left is not None and right is not None:
         keys = min(keys, left + rows + right)
     width = variants.decode_width(kind)
-    splits = variants.splits(total, keys, processors(call.q.get_device()), width, kind.paged)
-    partial_rows = total * splits * variants.DECODE_ROWS
+    each = variants.splits(total, keys, processors(call.q.get_device()), width, kind.paged)
+    partial_rows = total * each * variants.DECODE_ROWS
     counters = partial_rows * (width + 2) * 4
-    return Share(tiles, total, splits, partial_rows * width * 4, counters, counters + total * 4)
+    return Splits(tiles, total, each, partial_rows * width * 4, counters, counters + total * 4)
 
 
 def tidy(call: AttentionCall) -> AttentionCall:

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -32,6 +32,8 @@ SOURCES = Path(__file__).resolve().parents[2] / "cuda"
 _INVALID_CONTEXT, _RELAXED = 201, 2
 _MAX_DYNAMIC_SHARED, _STATIC_LIMIT = 8, 48 * 1024
 _OTHERS = re.compile(r"builtins|\.alt\.")  # libraries named like NVRTC
+
+Found = TypeVar("Found")
 
 
 class KernelError(RuntimeError):
@@ -248,9 +250,7 @@ def kernel(variant: Variant, architecture: str, device: int) -> Kernel:
                         f"make the same call once before the capture ({_first_line(found)})"
                     )
                 _kernels[key] = found
-    if isinstance(found, KernelError):
-        raise KernelError(str(found))
-    return found
+    return _raised(found)
 
 
 def load_together(variants: Iterable[Variant], architecture: str, device: int) -> None:
@@ -334,15 +334,15 @@ def why_not() -> str | None:
 
 def compiler() -> Compiler:
     """NVRTC; raises the same KernelError each time if none works."""
-    found = _compiler()
-    if isinstance(found, KernelError):
-        raise KernelError(str(found))
-    return found
+    return _raised(_compiler())
 
 
 def driver() -> Driver:
     """The driver; raises the same KernelError each time if none works."""
-    found = _driver()
+    return _raised(_driver())
+
+
+def _raised(found: Found | KernelError) -> Found:
     if isinstance(found, KernelError):
         raise KernelError(str(found))
     return found
