@@ -14,10 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_attn_compat import (
     flash_attn_func,
-    flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
@@ -74,11 +72,6 @@ def test_dense(option: str) -> None:
     check_compiled(flash_attn_func, list(qkv(sq=5, sk=9)), **OPTIONS[option])
 
 
-def test_dense_kvpacked() -> None:
-    q, k, v = qkv(sq=5, sk=9, h=4, hk=2)
-    check_compiled(flash_attn_kvpacked_func, [q, torch.stack([k, v], 2)], causal=True)
-
-
 def test_dense_qkvpacked() -> None:
     check_compiled(flash_attn_qkvpacked_func, [torch.stack(qkv(), 2)], causal=True)
 
@@ -94,11 +87,6 @@ def test_varlen(option: str) -> None:
     check_compiled(flash_attn_varlen_func, inputs, *lengths, **OPTIONS[option])
 
 
-def test_varlen_with_0_dim_tensors_as_max_seqlen() -> None:
-    inputs, (cu_q, cu_k, *longest) = packed()
-    check_compiled(flash_attn_varlen_func, inputs, cu_q, cu_k, *map(torch.tensor, longest), causal=True)
-
-
 def test_varlen_with_max_seqlen_computed_inside_the_graph() -> None:
     """What models do that derive the lengths from a mask."""
 
@@ -110,11 +98,6 @@ def test_varlen_with_max_seqlen_computed_inside_the_graph() -> None:
     check_compiled(attention, inputs, torch.tensor([3, 5]))
 
 
-def test_varlen_kvpacked() -> None:
-    (q, k, v), lengths = packed()
-    check_compiled(flash_attn_varlen_kvpacked_func, [q, torch.stack([k, v], 1)], *lengths)
-
-
 def test_varlen_qkvpacked() -> None:
     check_compiled(flash_attn_varlen_qkvpacked_func, [randn(8, 3, 2, 16)], cumulative(3, 5), 5, causal=True)
 
@@ -124,16 +107,6 @@ def test_varlen_over_pages() -> None:
     args = (q, k, v, cumulative(2, 3), cumulative(6, 3), 3, 6)
     table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
     close(compiled(flash_attn_varlen_func)(*args, block_table=table), flash_attn_varlen_func(*args, block_table=table))
-
-
-def test_the_triple_of_return_attn_probs() -> None:
-    args = qkv(sq=5, sk=9)
-    ours, right = (
-        fn(*args, causal=True, return_attn_probs=True) for fn in (compiled(flash_attn_func), flash_attn_func)
-    )
-    close(ours[0], right[0])
-    close(ours[1], right[1])
-    assert ours[2].shape == (0,)
 
 
 @pytest.mark.parametrize("longest", [(5, 7), (5, torch.tensor(130))])
@@ -232,13 +205,6 @@ def test_kvcache_with_an_append_and_rotary_writes_the_same_cache() -> None:
     close(lse, right_lse)
     for ours, wanted in zip(*caches, strict=True):
         assert torch.equal(ours, wanted)
-
-
-@pytest.mark.parametrize("length", [7, None])
-def test_kvcache_without_an_append(length: int | None) -> None:
-    args = randn(2, 1, 4, 16), randn(2, 20, 2, 16, seed=5), randn(2, 20, 2, 16, seed=6)
-    right = flash_attn_with_kvcache(*args, cache_seqlens=length)
-    close(compiled(flash_attn_with_kvcache)(*args, cache_seqlens=length), right)
 
 
 def test_kvcache_with_an_int_length_that_grows() -> None:

@@ -47,13 +47,6 @@ def _available(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_available")
-@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0), (12, 1)])
-def test_it_serves_everything_from_turing_on(capability: tuple[int, int]) -> None:
-    everything = int(~(Feature.TRANSFORMS | Feature.PAGED) & Feature((1 << 17) - 1))
-    assert Fused().reasons(traits(capability=capability, features=everything)) == []
-
-
-@pytest.mark.usefixtures("_available")
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -35,11 +35,6 @@ def half(*shape: int, seed: int = 0) -> Tensor:
 # ---- address
 
 
-def test_an_address_is_where_the_first_element_lies() -> None:
-    tensor = half(4, 8)[1:]
-    assert launcher.address("q", tensor, HALF, -1, launcher.reach(tensor)) == tensor.data_ptr()
-
-
 @pytest.mark.parametrize(
     ("tensor", "reason"),
     [
@@ -66,29 +61,6 @@ def test_freed_storage_is_refused() -> None:
 # ---- alignment
 
 
-@pytest.mark.parametrize(
-    ("tensor", "expected"),
-    [
-        (half(2, 3, 4, 16), True),
-        (half(2, 3, 4, 20), False),
-        (half(2, 3, 4, 24)[..., 1:17], False),
-        (half(2, 3, 4, 24)[..., 8:], True),
-        (half(1, 1, 1, 20)[..., :16], True),
-        (half(2, 3, 4, 20)[..., :16], False),
-        (half(2, 3, 3, 4, 16)[:, :, 1], True),
-    ],
-    ids=["plain", "20 channels", "off by one", "off by 16 bytes", "one row", "rows apart by 40 bytes", "slice of qkv"],
-)
-def test_rows_on_16_bytes_are_told_from_others(tensor: Tensor, expected: bool) -> None:
-    assert launcher.is_aligned(tensor) is expected
-
-
-def test_channels_that_do_not_touch_cannot_be_read() -> None:
-    assert not launcher.is_readable(half(2, 3, 4, 16)[..., ::2])
-    assert not launcher.is_readable(half(2, 3, 4, 1).expand(2, 3, 4, 16))
-    assert launcher.is_readable(half(2, 3, 4, 2)[..., ::2])  # a single channel touches nothing
-
-
 def test_steps_that_no_int_holds_cannot_be_read() -> None:
     def far(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=HALF, device="meta")[..., :8]
@@ -112,13 +84,6 @@ def test_small_problems_are_read_element_by_element_large_ones_copied(launches: 
         out = flash_attn_func(*(half(1, 9000, 2, 20) for _ in range(3)))
         assert dict(launches.last.variant.macros)["VEC"] == 8 and out.shape[-1] == 20 and out.stride(-2) == 24
         assert launches.last.fields["q_s"] == (9000 * 48, 48, 24)
-
-
-def test_a_cache_is_never_copied(launches: Launches) -> None:
-    cache = half(1, 9000, 2, 20)
-    with use_backend("fused"):
-        flash_attn_with_kvcache(half(1, 1, 2, 20), cache, cache, cache_seqlens=torch.tensor([7], dtype=torch.int32))
-    assert dict(launches.last.variant.macros)["VEC"] == 1 and launches.last.fields["k"] == cache.data_ptr()
 
 
 # ---- what kernels are told
@@ -203,14 +168,6 @@ def test_equal_calls_share_a_plan_and_others_do_not(launches: Launches) -> None:
         for call in variations():
             call()
     assert len(launcher._plans) == len(variations())
-
-
-def test_plans_do_not_pile_up(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "_MOST_PLANS", 5)
-    with use_backend("fused"):
-        for length in range(1, 12):
-            flash_attn_func(*(half(1, length, 1, 64) for _ in range(3)))
-    assert len(launcher._plans) <= 5
 
 
 def test_threads_do_not_share_a_struct() -> None:

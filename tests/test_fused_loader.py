@@ -135,29 +135,6 @@ def test_each_device_loads_its_own(gpu: pytest.MonkeyPatch) -> None:
     assert done.count("load fresh") == 2
 
 
-def test_kernels_that_work_together_are_compiled_side_by_side(gpu: pytest.MonkeyPatch) -> None:
-    done = loading(gpu)
-    together = threading.Barrier(3, timeout=10)
-
-    def binary(variant: Variant, architecture: str) -> bytes:
-        together.wait()
-        return b"fresh"
-
-    gpu.setattr(loader, "binary", binary)
-    makers = variants.delta, variants.dkdv, variants.dq
-    loader.load_together([make(Kind(75, variants.FP16, 64)) for make in makers], "sm_75", 0)
-    assert done.count("load fresh") == len(loader._kernels) == 3 and not together.broken
-
-
-def test_one_of_them_that_fails_is_told_when_it_is_asked_for(gpu: pytest.MonkeyPatch) -> None:
-    loading(gpu, understood=b"nothing")
-    other = variants.delta(Kind(75, variants.FP16, 64))
-    loader.load_together([VARIANT, other], "sm_75", 0)
-    for variant in (VARIANT, other):
-        with pytest.raises(KernelError, match="UNSUPPORTED_PTX_VERSION"):
-            loader.kernel(variant, "sm_75", 0)
-
-
 def test_a_capture_is_not_left_to_other_threads(gpu: pytest.MonkeyPatch) -> None:
     done = loading(gpu)
     gpu.setattr(loader, "is_capturing", lambda device: True)

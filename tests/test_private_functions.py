@@ -18,7 +18,6 @@ from flash_attn_compat.flash_attn_interface import (
     _flash_attn_varlen_forward,
     _get_block_size_n,
     maybe_contiguous,
-    round_multiple,
 )
 from tests.support import close, cumulative, on_backend, on_general_backends, qkv, randn
 from verify import oracle
@@ -92,10 +91,6 @@ def test_maybe_contiguous_copies_only_a_strided_last_dimension() -> None:
     assert maybe_contiguous(x.t()).is_contiguous() and maybe_contiguous(None) is None
 
 
-def test_round_multiple_rounds_up() -> None:
-    assert [round_multiple(n, 32) for n in (0, 1, 32, 33)] == [0, 32, 32, 64]
-
-
 def test_the_key_block_is_that_of_the_common_gpus() -> None:
     sizes = [_get_block_size_n(torch.device("cpu"), d, p, False) for d in (32, 64, 96, 128, 256) for p in (False, True)]
     assert sizes == [128, 128, 128, 64, 64, 64, 64, 32, 64, 64]
@@ -128,11 +123,6 @@ def test_the_forward_returns_out_lse_an_empty_s_dmask_and_a_random_state(backend
 def test_return_softmax_without_dropout_is_rejected() -> None:
     with pytest.raises(RuntimeError, match=r"return_softmax is only supported when p_dropout > 0.0"):
         forward(*qkv(), return_softmax=True)
-
-
-def test_dropout_may_be_the_int_0() -> None:
-    q, k, v = qkv()
-    assert torch.equal(forward(q, k, v, dropout_p=0)[0], forward(q, k, v)[0])
 
 
 # ---------------------------------------------------------------- backward
@@ -190,27 +180,6 @@ def test_with_the_global_out_and_lse_a_shard_of_the_keys_gives_its_exact_share(b
     right = oracle.answer("flash_attn_func", dict(q=q, k=k, v=v, softcap=kwargs.get("softcap", 0.0)), dout)
     for name, ours in (("q", total), ("k", torch.cat(shares_k, 1)), ("v", torch.cat(shares_v, 1))):
         close(ours, right.grads[name], right.magnitude(name))
-
-
-@on_general_backends
-@pytest.mark.parametrize("second_half", [False, True])
-def test_ring_attention_of_causal_halves_gives_the_exact_share(backend: str, second_half: bool) -> None:
-    """The later rows see the earlier keys in full and their own causally: two calls, one global LSE."""
-    q, k, v = qkv(b=1, sq=12, sk=12)
-    dout = randn(*q.shape, seed=5)
-    out, lse, _, _ = forward(q, k, v, causal=True)
-    rows, keys = slice(6, 12), slice(6, 12) if second_half else slice(0, 6)
-    grads = empty_grads(q[:, rows], k[:, keys], v[:, keys])
-    parts = (dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, :, rows].contiguous())
-    on_backend(backend, backward, *parts, *grads, causal=second_half)
-
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k).double() / 4
-    weights = torch.softmax(scores.masked_fill(torch.ones(12, 12).triu(1).bool(), -torch.inf), -1)[:, :, rows, keys]
-    delta = torch.einsum("bqhd,bqhd->bhq", dout[:, rows], out[:, rows]).double()[..., None]
-    dscores = weights * (torch.einsum("bqhd,bkhd->bhqk", dout[:, rows], v[:, keys]).double() - delta)
-    close(grads[0], torch.einsum("bhqk,bkhd->bqhd", dscores, k[:, keys].double()) / 4, 8)
-    close(grads[1], torch.einsum("bhqk,bqhd->bkhd", dscores, q[:, rows].double()) / 4, 8)
-    close(grads[2], torch.einsum("bhqk,bqhd->bkhd", weights, dout[:, rows].double()), 8)
 
 
 @on_general_backends

@@ -22,7 +22,7 @@ from flash_attn_compat import (
 from flash_attn_compat.backends.fused import launcher
 from flash_attn_compat.engine import signature
 from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_call, packed_call
-from flash_attn_compat.flash_attn_interface import _flash_attn_forward, _flash_attn_varlen_forward
+from flash_attn_compat.flash_attn_interface import _flash_attn_forward
 from tests import fused_on_cpu
 from tests.support import randn
 
@@ -337,11 +337,3 @@ def test_subclasses_of_tensors_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> 
     flash_attn_varlen_func(**(varlen() | {"cu_seqlens_q": ints(0, 5, 10).as_subclass(Wrapped)}))
     torch.func.vmap(flash_attn_func)(*(tensor[None] for tensor in (q, k, v)))
     assert not signature._known
-
-
-def test_private_functions_keep_what_they_ask_for_apart() -> None:
-    """The public call wants no LSE, the private one does."""
-    arguments = varlen()
-    out = flash_attn_varlen_func(**arguments, softmax_scale=0.3)
-    private, lse, _, rng_state = _flash_attn_varlen_forward(**arguments, dropout_p=0.0, softmax_scale=0.3, causal=False)
-    assert torch.equal(out, private) and lse.shape == (4, 10) and rng_state.shape == (2,)
