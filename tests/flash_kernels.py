@@ -119,7 +119,9 @@ def fwd_kvcache(
     calls.append(("fwd_kvcache", (q, kcache, vcache, k_)))
     _check(q, kcache, vcache, 0.0, softcap)
     if k_ is not None:
-        assert q.shape[1] <= kcache.shape[1] * (1 if block_table is None else block_table.shape[1])
+        assert max(q.shape[1], q.shape[2] // kcache.shape[2]) <= kcache.shape[1] * (
+            1 if block_table is None else block_table.shape[1]
+        )
         assert leftpad_k is None and all(x is None or x.is_contiguous() for x in (cos, sin))
         rows_apart = _normalised(is_causal, left, right, kcache.shape[1]) != (-1, -1)
         new = Append(k_, v_, cos, sin, interleaved, seqlens_k, rows_apart)

@@ -117,10 +117,10 @@ def _exact(s: Sequence, mask: Mask, dropout_p: float) -> Attended:
         k, v = k.new_zeros(k.shape[0], 1, k.shape[2]), v.new_zeros(v.shape[0], 1, v.shape[2])
         visible = visible.new_zeros(sq, 1)
     scores = mask.scale * (q @ k.mT)
-    slope_of_tanh: Tensor | float = 1.0
+    slope_terms: Tensor | float = 1.0  # of 1 - tanh^2
     if mask.softcap > 0:
         capped = torch.tanh(scores / mask.softcap)
-        slope_of_tanh = 1 - capped.detach() ** 2
+        slope_terms = 1 + capped.detach() ** 2
         scores = mask.softcap * capped
     pos = torch.arange(sq, device=q.device) + sk - sq
     bias = None
@@ -144,7 +144,7 @@ def _exact(s: Sequence, mask: Mask, dropout_p: float) -> Attended:
         lse = lse + s.slopes.double()[:, None] * pos
     lse = lse.detach().masked_fill(dead, torch.inf)
     with torch.no_grad():
-        terms = _Terms(q.abs(), k.abs(), v.abs(), probs, dropped, visible, bias, slope_of_tanh, abs(mask.scale), group)
+        terms = _Terms(q.abs(), k.abs(), v.abs(), probs, dropped, visible, bias, slope_terms, abs(mask.scale), group)
         sums, spacings = _sizes(terms, None if s.dout is None else s.dout.transpose(0, 1).abs())
         # Of anything not finite the sum is not finite either: fp64 is far from overflowing here.
         per_head = q.sum((1, 2)) + k.sum((1, 2)) + v.sum((1, 2))
@@ -170,7 +170,7 @@ class _Terms(NamedTuple):
     dropped: Tensor
     visible: Tensor
     bias: Tensor | None
-    slope_of_tanh: Tensor | float
+    slope_terms: Tensor | float
     scale: float
     group: int
 
@@ -191,12 +191,12 @@ def _sizes(t: _Terms, dout: Tensor | None) -> tuple[dict[str, Tensor], dict[str,
 
     ratio = torch.where(t.probs > 0, t.dropped / t.probs, 0.0)
     dprobs = (dout @ t.v.mT) * ratio
-    dscores = t.scale * t.probs * (dprobs + (t.probs * dprobs).sum(-1, keepdim=True)) * t.slope_of_tanh
+    dscores = t.scale * t.probs * (dprobs + (t.probs * dprobs).sum(-1, keepdim=True)) * t.slope_terms
     sums["q"] = _amax(dscores @ t.k)
     sums["k"] = _amax(of_key_head(dscores.mT @ t.q))
     sums["v"] = _amax(of_key_head(t.dropped.mT @ dout))
     # The backward reads the out that was given out, so what underflowed in it is missing from every score's gradient.
-    of_out = t.probs * dout.sum(-1, keepdim=True) * t.slope_of_tanh
+    of_out = t.probs * dout.sum(-1, keepdim=True) * t.slope_terms
     spacings["q"] = t.scale * _amax((t.k * seen).sum(1, keepdim=True) + of_out @ t.k)
     spacings["k"] = t.scale * _amax(of_key_head(t.q.sum(1, keepdim=True) + of_out.mT @ t.q))
     spacings["v"] = _amax(of_key_head(dout.sum(1)))

@@ -97,7 +97,8 @@ class Official(FlashBackend):
         launch = prepare(call)
         if launch.leftpad_k is not None or launch.k is not call.k or launch.v is not call.v:
             return None
-        if launch.max_seqlen_q > launch.max_seqlen_k:  # which flash-attn refuses
+        # The heads of a group count as rows where there is one row, and flash-attn refuses more rows than keys.
+        if max(launch.max_seqlen_q, call.nheads // call.nheads_k) > launch.max_seqlen_k:
             return None
         starts, cos, sin = new.cache_seqlens, new.rotary_cos, new.rotary_sin
         if isinstance(starts, int):
