@@ -16,7 +16,7 @@ from verify.bench_run import Plan, run
 from verify.cli import main
 from verify.contestants import RIVALS, Contestant, Prepared, Unavailable, ours, plain
 from verify.spot_check import Piece, check, pieces, truths
-from verify.timing import Failed, Job, geometric_mean, host_microseconds, peak_memory, time_together
+from verify.timing import Failed, Job, geometric_mean, peak_memory, time_together
 from verify.workloads import DECODE, FULL, SMALL, Workload, make_inputs, shrunk
 
 TINY = {workload.name: shrunk(workload, batch=32, seqlen=64, heads=8) for workload in (*FULL, *DECODE)}
@@ -40,7 +40,7 @@ def cross_short_q(monkeypatch):
         (["--against", "no-such-file.json"], "cannot read no-such-file.json"),
         (["--json", "/no/such/folder/file.json"], "there is no folder /no/such/folder"),
         (["--repeats", "0"], "'0' is not a positive whole number"),
-        (["--tolerance", "1.5"], "must be at least 0 and below 1, got '1.5'"),
+        (["--tolerance", "-1"], "must be a number of at least 0, got '-1'"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
     ],
 )
@@ -160,7 +160,7 @@ def test_inputs_that_do_not_fit_are_a_failure_of_everybody(monkeypatch):
 
 
 def test_a_wrong_answer_of_ours_gives_exit_code_1(cross_short_q, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "_ours", lambda names: [_stub("default", _off)])
+    monkeypatch.setattr(bench, "ours", lambda name: _stub("default", _off))
     assert main([*QUICK, "--rivals", "none"]) == 1
     assert "WRONG OR FAILED  cross_short_q default: " in capsys.readouterr().out
 
@@ -303,10 +303,6 @@ def test_timings_come_with_a_median_between_their_quartiles_and_failures_with_a_
     assert found["broken"] == Failed("ValueError: not today")
     assert 2.0 <= found["sleep"].low_ms <= found["sleep"].median_ms <= found["sleep"].high_ms < 100
     assert found["sleep"].readings == 5
-
-
-def test_the_hosts_time_of_a_call_is_taken_whatever_the_device_does():
-    assert 1000 < host_microseconds(Job(lambda: timing.time.sleep(0.001)), "cpu", calls=3, repeats=3) < 1e6
 
 
 def test_a_call_that_stays_slow_is_measured_once(monkeypatch):

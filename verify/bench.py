@@ -14,14 +14,15 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from flash_attn_compat.backends import BACKENDS
 from verify import bench_report as tables
 from verify import implementations as impl
-from verify.bench_run import Plan, Row, run, tiny_host_times
+from verify.bench_run import Plan, Row, run
 from verify.contestants import RIVALS, USUAL_RIVALS, Contestant, ours
 from verify.environment import checked_devices, describe
 from verify.errors import UsageError
 from verify.graphs import add_graphs
-from verify.inputs import positive
+from verify.inputs import number, positive
 from verify.output import add_output_arguments, check_output_arguments, console, deliver, progress_bar
 from verify.promises import judged
 from verify.tables import COLOURS, Report
@@ -50,19 +51,9 @@ def register(subparsers: Any) -> None:
     add("--forward-only", action="store_true", help="no gradients")
     add("--small", action="store_true", help="the small workloads, which are the default on a CPU")
     add("--against", type=Path, metavar="FILE", help="compare with a run saved by --json")
-    add("--tolerance", type=_share, default=0.1, metavar="SHARE", help="how much slower than --against is a regression")
+    add("--tolerance", type=number, default=0.1, metavar="SHARE", help="how much slower than --against is a regression")
     add_output_arguments(parser)
     parser.set_defaults(run=main)
-
-
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 0 and below 1, got {text!r}")
-    return value
 
 
 def plan_from(arguments: argparse.Namespace) -> Plan:
@@ -71,9 +62,12 @@ def plan_from(arguments: argparse.Namespace) -> Plan:
         raise UsageError(f"--gpu means --device cuda, not {arguments.device}")
     device = checked_devices([arguments.device or ("cuda" if arguments.gpu else "cpu")])[0]
     kind = device.partition(":")[0]
+    mine = {name or "default": ours(name) for name in (None, *(backend.name for backend in BACKENDS))}
+    backends = ",".join(mine) if arguments.backends == "all" else arguments.backends
+    rivals = "" if arguments.rivals == "none" else arguments.rivals or ",".join(USUAL_RIVALS[kind])
     return Plan(
         workloads=_workloads(arguments, kind),
-        contestants=[*_ours(_names(arguments.backends)), *_rivals(_names(arguments.rivals) or USUAL_RIVALS[kind])],
+        contestants=[*_chosen(backends, mine, "backend"), *_chosen(rivals, RIVALS, "rival")],
         device=device,
         dtype=DTYPES[arguments.dtype or ("fp32" if kind == "cpu" else "fp16")],
         repeats=arguments.repeats,
@@ -86,21 +80,11 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _ours(names: Sequence[str]) -> list[Contestant]:
-    known = [backend.name for backend in impl.backends([])]
-    names = ["default", *known] if names == ["all"] else names
-    for name in names:
-        if name not in ("default", *known):
-            raise UsageError(f"unknown backend {name!r}; there are default, all, {', '.join(known)}")
-    return [ours(None if name == "default" else name) for name in names]
-
-
-def _rivals(names: Sequence[str]) -> list[Contestant]:
-    names = [] if names == ["none"] else names
-    for name in names:
-        if name not in RIVALS:
-            raise UsageError(f"unknown rival {name!r}; there are {', '.join(RIVALS)}, none")
-    return [RIVALS[name] for name in names]
+def _chosen(text: str, there: dict[str, Contestant], what: str) -> list[Contestant]:
+    for name in _names(text):
+        if name not in there:
+            raise UsageError(f"unknown {what} {name!r}; there are {', '.join(there)}")
+    return [there[name] for name in _names(text)]
 
 
 def _workloads(arguments: argparse.Namespace, kind: str) -> list[Workload]:
@@ -122,12 +106,10 @@ def main(arguments: argparse.Namespace) -> int:
     environment = {**describe([plan.device]), "dtype": str(plan.dtype).removeprefix("torch."),
                    "official flash-attn": impl.official()[1]}  # fmt: skip
     terminal.print(Text("; ".join(environment.values()), style="dim"), soft_wrap=True)
-    rows, host_us, lost = _measured(plan, terminal)
+    rows, lost = _measured(plan, terminal)
     summary = [tables.summary_table(rows)]
-    figures = ", ".join(f"{name} {us:.1f} us" for name, us in host_us.items())
-    lines = [f"host time of a tiny varlen call: {figures}"] if host_us else []
-    promises = judged(tables.compared(rows), host_us) if plan.device.startswith("cuda") else []
-    lines += [*tables.mean_lines(rows), *promises]
+    promises = judged(tables.compared(rows)) if plan.device.startswith("cuda") else []
+    lines = [*tables.mean_lines(rows), *promises]
     regressed = False
     if saved:
         table, conclusion, regressed = tables.against(saved, rows, arguments.tolerance)
@@ -143,7 +125,6 @@ def main(arguments: argparse.Namespace) -> int:
     data = {
         "rows": [row.to_json() for row in rows],
         "workloads": {workload.name: workload.describe() for workload in plan.workloads},
-        "host_microseconds": host_us,
         "promises": promises,
     }
     summary.append(tables.detail_table(rows))
@@ -151,28 +132,26 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
-def _measured(plan: Plan, terminal: Console) -> tuple[list[Row], dict[str, float], str]:
-    """The rows, the host's microseconds, and why the run ended early, if it did."""
+def _measured(plan: Plan, terminal: Console) -> tuple[list[Row], str]:
+    """The rows, and why the run ended early, if it did."""
     rows: list[Row] = []
-    host_us: dict[str, float] = {}
     with progress_bar(terminal) as progress:
-        task = progress.add_task("host time", total=len(plan.workloads))
+        task = progress.add_task("", total=len(plan.workloads))
 
         def step(what: str) -> None:
             progress.update(task, description=what)
 
         try:
-            host_us = tiny_host_times(plan) if plan.device.startswith("cuda") else {}
             for workload, found in zip(plan.workloads, run(plan, step)):
                 rows += found
                 _print_rows(workload, found, terminal)
                 progress.advance(task)
             add_graphs(plan, rows, step)
         except DeviceLost as reason:
-            return rows, host_us, f"the CUDA device gave up, nothing could be measured after: {reason}"
+            return rows, f"the CUDA device gave up, nothing could be measured after: {reason}"
         except KeyboardInterrupt:
-            return rows, host_us, "interrupted: these are the figures up to then"
-    return rows, host_us, ""
+            return rows, "interrupted: these are the figures up to then"
+    return rows, ""
 
 
 def _print_rows(workload: Workload, rows: Sequence[Row], terminal: Console) -> None:

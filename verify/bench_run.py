@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from verify import spot_check
-from verify.contestants import RIVALS, Contestant, Prepared, Unavailable, ours
+from verify.contestants import Contestant, Prepared, Unavailable
 from verify.judge import Check
-from verify.timing import Failed, Job, Timing, attempt, free_memory, host_microseconds, peak_memory, time_together
+from verify.timing import Failed, Job, Timing, attempt, free_memory, peak_memory, time_together
 from verify.workloads import Inputs, Workload, make_inputs
 
 MIB = 2**20
@@ -164,17 +164,3 @@ def forward_job(prepared: Prepared, inputs: Inputs) -> Job:
 def _both_job(prepared: Prepared, inputs: Inputs) -> Job:
     leaves = [tensor.detach().requires_grad_() for tensor in inputs.qkv]
     return Job(lambda: torch.autograd.grad(prepared.run(*leaves), leaves, inputs.dout), prepared.around)
-
-
-def tiny_host_times(plan: Plan) -> dict[str, float]:
-    """Microseconds a tiny varlen call keeps the host busy, for the default and for flash-attn."""
-    workload = Workload("tiny", (16, 16), (16, 16), 4, 4, 64, packed=True)
-    inputs = make_inputs(workload, plan.device, plan.dtype)
-    found: dict[str, float] = {}
-    for contestant in (ours(), RIVALS["official"], RIVALS["aten_flash"]):
-        prepared = attempt(plan.device, prepare, contestant, workload, inputs)
-        if isinstance(prepared, Prepared):
-            job = Job(lambda run=prepared.run: run(*inputs.qkv), prepared.around)  # type: ignore[misc]
-            microseconds = attempt(plan.device, host_microseconds, job, plan.device)
-            found |= {contestant.name: microseconds} if isinstance(microseconds, float) else {}
-    return found

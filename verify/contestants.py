@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_attn_compat
 from verify import implementations as impl
+from verify.oracle import keys_visible
 from verify.workloads import Inputs, Workload
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -181,25 +182,17 @@ def _mask(workload: Workload, inputs: Inputs) -> tuple[Tensor | None, bool]:
             return None, right >= 0
         lengths = torch.tensor(workload.seqlens_k, device=inputs.device)
         return (key < lengths[:, None])[:, None, None], False
-    batch = 1 if workload.full else workload.batch
-    lengths_q, lengths_k = (
-        torch.tensor(lengths[:batch], device=inputs.device)[:, None, None]
-        for lengths in (workload.seqlens_q, workload.seqlens_k)
-    )
-    row = torch.arange(workload.max_seqlen_q, device=inputs.device)[:, None]
-    position = row + lengths_k - lengths_q
-    visible = (key < lengths_k).expand(-1, workload.max_seqlen_q, -1)
-    if left >= 0:
-        visible = visible & (key >= position - left)
-    if right >= 0:
-        visible = visible & (key <= position + right)
-    # Rows of padding see their keys as well: a row that sees none is NaN in some kernels, and NaN in padding reaches
-    # the gradients.
-    visible = (visible | (row >= lengths_q))[:, None]
+    shape = 1 if workload.full else workload.batch, 1, workload.max_seqlen_q, workload.max_seqlen_k
+    visible = torch.zeros(shape, dtype=torch.bool, device=inputs.device)
+    for mine, sq, sk in zip(visible[:, 0], workload.seqlens_q, workload.seqlens_k):
+        mine[:sq, :sk] = keys_visible(sq, sk, workload.causal, workload.window_size, inputs.device)
+        # Rows of padding see their keys as well: a row that sees none is NaN in some kernels, and NaN in padding
+        # reaches the gradients.
+        mine[sq:, :sk] = True
     if inputs.alibi_slopes is None:
         return visible, False
-    distance = (row + workload.max_seqlen_k - workload.max_seqlen_q - key).abs()
-    bias = -inputs.alibi_slopes[:, None, None] * distance
+    row = torch.arange(workload.max_seqlen_q, device=inputs.device)[:, None]
+    bias = -inputs.alibi_slopes[:, None, None] * (row + workload.max_seqlen_k - workload.max_seqlen_q - key).abs()
     return bias[None].masked_fill(~visible, -torch.inf).to(inputs.q.dtype), False
 
 

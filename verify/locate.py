@@ -242,19 +242,9 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--seqlen-k", type=inputs.positive, metavar="N", help="number of keys (default: as of queries)")
     inputs.add_problem_arguments(parser, batch=2, heads=4)
     parser.add_argument("--heads-k", type=inputs.positive, metavar="H", help="key/value heads (default: as many)")
-    parser.add_argument("--atol", type=_tolerance, metavar="X", help="differing means by more than this")
+    parser.add_argument("--atol", type=inputs.number, metavar="X", help="differing means by more than this")
     add_output_arguments(parser)
     parser.set_defaults(run=main)
-
-
-def _tolerance(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text!r}")
-    return value
 
 
 def candidate(path: str) -> Candidate:

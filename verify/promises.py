@@ -7,7 +7,7 @@ PTX that a Turing GPU would get, and as the H200 itself, without flash-attn inst
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from verify.bench_report import BOTH, FORWARD, GRAPH, Compared
 from verify.timing import geometric_mean
@@ -19,10 +19,9 @@ MEANS = {True: (0.80, 0.62), False: (0.97, 0.93)}
 LOWEST = (0.6, 0.4)
 DECODE_RATIO = 1.0
 MEMORY_FACTOR, MEMORY_EXTRA_MIB = 1.1, 4.0
-HOST_MICROSECONDS = 30.0
 
 
-def judged(found: Sequence[Compared], host_us: Mapping[str, float]) -> list[str]:
+def judged(found: Sequence[Compared]) -> list[str]:
     """One line for each promise that this run can say something about."""
     by_name = {each.workload: each for each in found}
     training, decoding = (
@@ -31,11 +30,7 @@ def judged(found: Sequence[Compared], host_us: Mapping[str, float]) -> list[str]
     forced = os.environ.get("FLASH_ATTN_COMPAT_CAPABILITY")
     head = f"Promises for an H200, {f'capability {forced} forced' if forced else 'capability not forced'}:"
     lines = [head] if training or decoding else []
-    lines += [*_speed(training, bool(forced)), *_padding(training), *_memory(training), *_decode(decoding)]
-    if (us := host_us.get("default")) is not None:
-        text = f"host time of a tiny varlen call {us:.1f} us, at most {HOST_MICROSECONDS:.0f}"
-        lines.append(_line(us <= HOST_MICROSECONDS, text))
-    return lines
+    return [*lines, *_speed(training, bool(forced)), *_padding(training), *_memory(training), *_decode(decoding)]
 
 
 def _line(met: bool, text: str, complete: bool = True) -> str:

@@ -119,22 +119,6 @@ def peak_memory(job: Job, device: str) -> int | None:
     return _cpu_peak(job) if kind == "cpu" else None
 
 
-def host_microseconds(job: Job, device: str, calls: int = 100, repeats: int = 9) -> float:
-    """How long one call keeps the host busy, whatever the device still has to do: the median over batches of calls."""
-    found = []
-    with job.around():
-        for _ in range(20):
-            job.run()
-        for _ in range(repeats):
-            synchronize(device)
-            start = time.perf_counter()
-            for _ in range(calls):
-                job.run()
-            found.append((time.perf_counter() - start) / calls * 1e6)
-            synchronize(device)
-    return statistics.median(found)
-
-
 def geometric_mean(values: list[float]) -> float:
     """NaN for none."""
     return math.exp(math.fsum(map(math.log, values)) / len(values)) if values else math.nan
