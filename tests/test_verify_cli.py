@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.metadata
 import json
 import subprocess
 import sys
@@ -12,10 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import flash_attn_compat
 from tests.support import check_refused_in_one_line
 from verify.cli import main
-from verify.environment import describe
 from verify.judge import Check
 
 ROOT = Path(__file__).parent.parent
@@ -160,23 +157,3 @@ def test_no_module_of_verify_imports_itself_in_a_circle():
 @pytest.mark.parametrize("error", [float("nan"), float("inf"), 2.0])
 def test_an_error_beyond_its_bound_or_no_number_is_not_ok(error):
     assert not Check("out", "fp64", error, 1.0).ok
-
-
-@pytest.mark.parametrize(
-    ("installed", "shown"),
-    [
-        (None, "1.2.3, from a checkout that is not installed"),
-        ("1.2.3", "1.2.3"),
-        ("1.2.2", "1.2.3, from a checkout; 1.2.2 is installed"),
-    ],
-)
-def test_the_version_shown_is_that_of_the_package_that_runs(installed, shown, monkeypatch):
-    def version(distribution):
-        assert distribution == "flash-attn-compat"
-        if installed is None:
-            raise importlib.metadata.PackageNotFoundError(distribution)
-        return installed
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    monkeypatch.setattr(flash_attn_compat, "__version__", "1.2.3")
-    assert describe(["cpu"])["flash_attn_compat"] == shown

@@ -4,31 +4,15 @@ sequence, in padding and behind a cache's end.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from random import Random
+from typing import Any
 
 from verify.problems import KINDS, QUANTITIES, WITH_GRADIENTS, Problem
 
-T = TypeVar("T")
 
-
-class Source:
-    """Where the choices come from: a seed."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-
-    def integer(self, low: int, high: int) -> int:
-        """Both included."""
-        return self.random.randint(low, high)
-
-    def pick(self, options: Sequence[T]) -> T:
-        return self.random.choice(options)
-
-
-def _chance(source: Source, percent: int) -> bool:
-    return source.integer(0, 99) >= 100 - percent
+def _chance(source: Random, percent: int) -> bool:
+    return source.randint(0, 99) >= 100 - percent
 
 
 _KINDS = ("dense",) * 6 + ("varlen",) * 6 + ("kvcache",) * 6 + tuple(k for k in KINDS for _ in range(2))
@@ -39,36 +23,36 @@ _LAYOUTS = ("contiguous",) * 4 + ("sliced", "heads_first", "wide_rows", "offset"
 
 def random_problem(seed: int, kinds: Sequence[str] | None = None, dtypes: Sequence[str] | None = None) -> Problem:
     """Problem number `seed`, always the same one."""
-    source = Source(seed)
-    kind = source.pick(kinds or _KINDS)
+    source = Random(seed)
+    kind = source.choice(kinds or _KINDS)
     packed = kind.endswith("packed")
-    dtype = source.pick(dtypes or _DTYPES)
+    dtype = source.choice(dtypes or _DTYPES)
     seqlens_q, seqlens_k = _lengths(source, kind)
     work = sum(q * k for q, k in zip(seqlens_q, seqlens_k))
     small = work > 20_000
     found: dict[str, Any] = dict(
         kind=kind, dtype=dtype, seqlens_q=seqlens_q, seqlens_k=seqlens_k,
-        nheads_k=1 if small else source.integer(1, 3),
-        group=1 if small or kind.endswith("qkvpacked") else source.pick((1, 1, 2, 3)),
-        head_dim=source.pick((8, 16)) if small else source.pick(_HEAD_DIMS),
-        causal=source.pick((False, True)),
+        nheads_k=1 if small else source.randint(1, 3),
+        group=1 if small or kind.endswith("qkvpacked") else source.choice((1, 1, 2, 3)),
+        head_dim=source.choice((8, 16)) if small else source.choice(_HEAD_DIMS),
+        causal=source.choice((False, True)),
         window=_window(source, max(seqlens_k, default=0)),
-        window_as=source.pick(("tuple", "tuple", "list", "tensor", "scalars")),
-        alibi=source.pick(("", "", "", "h", "bh")),
-        softmax_scale=source.pick((None, None, None, 0.05, 0.3, 1.0)),
-        magnitude=source.pick((1.0, 1.0, 1.0, 3.0, 0.1)),
-        return_attn_probs=source.pick((True, True, False)),
-        poison=source.pick(("", "nan")),
-        seed=source.integer(0, 2**31 - 1),
+        window_as=source.choice(("tuple", "tuple", "list", "tensor", "scalars")),
+        alibi=source.choice(("", "", "", "h", "bh")),
+        softmax_scale=source.choice((None, None, None, 0.05, 0.3, 1.0)),
+        magnitude=source.choice((1.0, 1.0, 1.0, 3.0, 0.1)),
+        return_attn_probs=source.choice((True, True, False)),
+        poison=source.choice(("", "nan")),
+        seed=source.randint(0, 2**31 - 1),
     )  # fmt: skip
     if not packed and _chance(source, 15):
-        found["head_dim_v"] = source.pick((8, 16, 33))
+        found["head_dim_v"] = source.choice((8, 16, 33))
     if _chance(source, 20):
-        found["softcap"] = source.pick((30.0, 5.0, 0.5))
+        found["softcap"] = source.choice((30.0, 5.0, 0.5))
     if kind != "kvcache" and _chance(source, 20):
-        found["dropout_p"] = source.pick((0.1, 0.17, 0.5, 0.9))
+        found["dropout_p"] = source.choice((0.1, 0.17, 0.5, 0.9))
     if kind in WITH_GRADIENTS:
-        found["deterministic"] = source.pick((False, True))
+        found["deterministic"] = source.choice((False, True))
     found["layouts"] = _layouts(source, kind)
     if kind == "kvcache":
         found |= _cache_fields(source, found)
@@ -77,17 +61,17 @@ def random_problem(seed: int, kinds: Sequence[str] | None = None, dtypes: Sequen
     return Problem(**found | _hurtful_fields(source, found))
 
 
-def _length(source: Source) -> int:
-    return source.integer(*source.pick(((0, 5), (1, 20), (1, 20), (10, 80), (120, 135), (0, 0))))
+def _length(source: Random) -> int:
+    return source.randint(*source.choice(((0, 5), (1, 20), (1, 20), (10, 80), (120, 135), (0, 0))))
 
 
-def _lengths(source: Source, kind: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    batch = source.integer(1, 4 if "varlen" in kind or kind == "paged" else 3)
+def _lengths(source: Random, kind: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    batch = source.randint(1, 4 if "varlen" in kind or kind == "paged" else 3)
     if _chance(source, 2):  # long enough for several blocks of anything
         batch = 1
-        q, k = source.integer(1, 700), source.integer(300, 1500)
+        q, k = source.randint(1, 700), source.randint(300, 1500)
     elif kind == "kvcache":
-        q, k = source.pick((1, 1, 2, 7, 33)), 0
+        q, k = source.choice((1, 1, 2, 7, 33)), 0
     else:
         q, k = _length(source), _length(source)
     if kind == "kvcache":
@@ -101,76 +85,76 @@ def _lengths(source: Source, kind: str) -> tuple[tuple[int, ...], tuple[int, ...
     return seqlens_q, seqlens_q if same else (k, *(_length(source) for _ in range(batch - 1)))
 
 
-def _window(source: Source, longest: int) -> tuple[int, int]:
+def _window(source: Random, longest: int) -> tuple[int, int]:
     if _chance(source, 50):
         return (-1, -1)
-    sides = (-1, 0, 1, source.integer(2, 20), longest, max(longest - 1, 0), 1000, -2)
-    return source.pick(sides), source.pick(sides)
+    sides = (-1, 0, 1, source.randint(2, 20), longest, max(longest - 1, 0), 1000, -2)
+    return source.choice(sides), source.choice(sides)
 
 
-def _layouts(source: Source, kind: str) -> tuple[str, str, str, str]:
+def _layouts(source: Random, kind: str) -> tuple[str, str, str, str]:
     if _chance(source, 40):
         return ("contiguous",) * 4
-    dout = source.pick((*_LAYOUTS, "one_value"))
+    dout = source.choice((*_LAYOUTS, "one_value"))
     inputs: tuple[str, ...] = _LAYOUTS
     if kind in ("kvcache", "paged", "private_varlen"):  # a cache must have a contiguous last dimension and be writable
         inputs = tuple(x for x in _LAYOUTS if x not in ("strided_dim", "one_head"))
     if kind.endswith("packed"):  # heads_first would be (.., H, 3, d) in memory, one_head makes q, k and v one
         inputs = tuple(x for x in _LAYOUTS if x != "one_head")
-    q, k, v = source.pick(inputs), source.pick(inputs), source.pick(inputs)
+    q, k, v = source.choice(inputs), source.choice(inputs), source.choice(inputs)
     if "varlen" in kind:  # the gaps are written into these
         q, k, v, dout = ("contiguous" if x in ("one_head", "one_value") else x for x in (q, k, v, dout))
     return q, k, v, dout
 
 
-def _varlen_fields(source: Source, fields: dict[str, Any]) -> dict[str, Any]:
+def _varlen_fields(source: Random, fields: dict[str, Any]) -> dict[str, Any]:
     lengths = fields["seqlens_k"]
     found: dict[str, Any] = dict(
-        gap=source.pick(((0, 0), (0, 0), (0, 0), (3, 0), (0, 5), (2, 2))),
-        max_seqlen_slack=source.pick((0, 0, 0, 1, 50)),
-        max_seqlen_as=source.pick(("int", "int", "tensor")),
+        gap=source.choice(((0, 0), (0, 0), (0, 0), (3, 0), (0, 5), (2, 2))),
+        max_seqlen_slack=source.choice((0, 0, 0, 1, 50)),
+        max_seqlen_as=source.choice(("int", "int", "tensor")),
     )
     if fields["kind"] == "private_varlen":
         found["head_dim"] = -(-fields["head_dim"] // 8) * 8  # the private functions do not pad
         if "head_dim_v" in fields:
             found["head_dim_v"] = 16
         if _chance(source, 70):
-            found["seqused"] = tuple(source.integer(0, n) for n in lengths)
+            found["seqused"] = tuple(source.randint(0, n) for n in lengths)
         if _chance(source, 30):
-            found["page_size"] = source.pick((16, 7, 64, 256))
+            found["page_size"] = source.choice((16, 7, 64, 256))
         elif _chance(source, 60):
-            found["leftpad"] = tuple(source.integer(0, n) for n in found.get("seqused", lengths))
+            found["leftpad"] = tuple(source.randint(0, n) for n in found.get("seqused", lengths))
     if fields["kind"] == "paged":
-        found["page_size"] = source.pick((16, 1, 7, 64, 256))
+        found["page_size"] = source.choice((16, 1, 7, 64, 256))
     return found
 
 
-def _cache_fields(source: Source, fields: dict[str, Any]) -> dict[str, Any]:
+def _cache_fields(source: Random, fields: dict[str, Any]) -> dict[str, Any]:
     sq, lengths = fields["seqlens_q"][0], fields["seqlens_k"]
     found: dict[str, Any] = dict(
-        lengths_as=source.pick(("tensor", "tensor", "int", "none")),
-        num_splits=source.pick((0, 0, 1, 3)),
-        new_keys=source.pick((None, 1, sq, sq, 5)),
-        rotary_interleaved=source.pick((True, False)),
+        lengths_as=source.choice(("tensor", "tensor", "int", "none")),
+        num_splits=source.choice((0, 0, 1, 3)),
+        new_keys=source.choice((None, 1, sq, sq, 5)),
+        rotary_interleaved=source.choice((True, False)),
     )
     if found["lengths_as"] == "none":
         found["new_keys"] = None
     if found["lengths_as"] != "tensor":
         lengths = (max(lengths),) * len(lengths)
     reach = max(lengths) + (found["new_keys"] or 0)
-    found["capacity"] = max(reach, sq, fields["group"], 1) + source.pick((0, 0, 1, 40))
+    found["capacity"] = max(reach, sq, fields["group"], 1) + source.choice((0, 0, 1, 40))
     if _chance(source, 30):
-        found["page_size"] = source.pick((16, 1, 7, 64, 256))
+        found["page_size"] = source.choice((16, 1, 7, 64, 256))
     if found["lengths_as"] == "none":
         page = found.get("page_size", 1)
         lengths = (-(-found["capacity"] // page) * page,) * len(lengths)
     if "page_size" not in found:
         found["batch_idx"] = _chance(source, 30)
         if _chance(source, 30):
-            found["leftpad"] = tuple(source.integer(0, n) for n in lengths)
+            found["leftpad"] = tuple(source.randint(0, n) for n in lengths)
     dims = [n for n in (16, 32, 64, 128) if n <= fields["head_dim"]]
     if dims and found["new_keys"] is not None and _chance(source, 50):
-        found["rotary_dim"] = source.pick(dims)
+        found["rotary_dim"] = source.choice(dims)
     return found | {"seqlens_k": lengths}
 
 
@@ -181,7 +165,7 @@ _VALUE_SIZES = ((1.0, 1.0), (1e-6, 1.0), (1e-3, 1.0), (1.0, 1e-6), (1.0, 1e-3), 
 _VALUE_SIZES_WIDE = (*_VALUE_SIZES, (1e-6, 1e-6), (1e4, 1e4), (1e4, 1e-6), (1e-8, 1e4))
 
 
-def _hurtful_fields(source: Source, fields: dict[str, Any]) -> dict[str, Any]:
+def _hurtful_fields(source: Random, fields: dict[str, Any]) -> dict[str, Any]:
     """What may hurt other sequences and heads than its own: numbers of very different size, and what is not finite."""
     found: dict[str, Any] = {}
     wide = fields["dtype"] != "float16"
@@ -189,14 +173,14 @@ def _hurtful_fields(source: Source, fields: dict[str, Any]) -> dict[str, Any]:
         scores, values = (_SCORE_SIZES_WIDE, _VALUE_SIZES_WIDE) if wide else (_SCORE_SIZES, _VALUE_SIZES)
         # Dropout makes what it keeps larger: out would be infinite.
         fitting = [pair for pair in values if wide or pair[0] <= 1 or not fields.get("dropout_p")]
-        drawn = [(*source.pick(scores), *source.pick(fitting)) for _ in range(source.integer(2, 4))]
+        drawn = [(*source.choice(scores), *source.choice(fitting)) for _ in range(source.randint(2, 4))]
         found["sizes"] = tuple(drawn)
         # Where heads share their numbers, one of them would meet another's size: products beyond fp16.
         found["layouts"] = tuple("contiguous" if x in ("one_head", "one_value") else x for x in fields["layouts"])
     if _chance(source, 12):
         quantities = QUANTITIES if fields["kind"] in WITH_GRADIENTS else QUANTITIES[:3]
-        sequence = source.integer(0, len(fields["seqlens_q"]) - 1)
-        found["stray"] = (source.pick(quantities), sequence, source.pick(("nan", "inf", "-inf")))
+        sequence = source.randint(0, len(fields["seqlens_q"]) - 1)
+        found["stray"] = (source.choice(quantities), sequence, source.choice(("nan", "inf", "-inf")))
     if fields["poison"] and _chance(source, 33):
         found["poison"] = "inf"
     if fields["kind"] in WITH_GRADIENTS and _chance(source, 15):

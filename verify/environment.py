@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
 import platform
 
@@ -52,7 +51,7 @@ def describe_device(device: str) -> str:
 def describe(devices: list[str]) -> dict[str, str]:
     """What a reader needs to judge or repeat a result, by label."""
     facts = {f"device {device}": describe_device(device) for device in devices}
-    facts["flash_attn_compat"] = _version()
+    facts["flash_attn_compat"] = flash_attn_compat.__version__
     facts["torch"] = torch.__version__ + (f" (CUDA {torch.version.cuda})" if torch.version.cuda else "")
     facts["python"] = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     settings = {name: value for name, value in os.environ.items() if name.startswith("FLASH_ATTN_COMPAT_")}
@@ -60,16 +59,6 @@ def describe(devices: list[str]) -> dict[str, str]:
         facts["settings"] = " ".join(f"{name}={value}" for name, value in sorted(settings.items()))
     facts["date"] = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     return facts
-
-
-def _version() -> str:
-    """Of the package that is measured, which a checkout in front of the path may keep from being the installed one."""
-    running = flash_attn_compat.__version__
-    try:
-        installed = importlib.metadata.version("flash-attn-compat")
-    except importlib.metadata.PackageNotFoundError:
-        return f"{running}, from a checkout that is not installed"
-    return running if installed == running else f"{running}, from a checkout; {installed} is installed"
 
 
 def _cpu_name() -> str:

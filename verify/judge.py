@@ -208,18 +208,13 @@ def _worst(quantity: str, against: str, errors: Tensor, bounds: Tensor) -> Check
 
 def _lse_check(right: Right, mine: Tensor, device: str, approximate: bool) -> Check:
     assert right.exact.softmax_lse is not None
-    errors = right.cells.worst_of_lse(_lse_errors(mine, right.exact.softmax_lse))[:-1]
+    exact = right.exact.softmax_lse
+    # NaN: nothing is promised there.
+    errors = right.cells.worst_of_lse(_difference(mine, exact).masked_fill(exact.isnan(), 0.0))[:-1]
     # An fp32 LSE of an fp64 call is no more than that.
     dtype = mine.dtype if right.call.dtype == torch.float64 else right.call.dtype
     bounds = lse_allowance(dtype, right.exact.magnitudes["score"], device, approximate)
     return _worst("softmax_lse", "fp64", _untainted(right, errors), bounds)
-
-
-def _lse_errors(ours: Tensor, right: Tensor) -> Tensor:
-    """The differences; infinite where only one is. NaN in `right`: nothing is promised there."""
-    apart = (ours.double() - right).abs()
-    apart = apart.masked_fill((ours == right) | right.isnan(), 0.0)
-    return apart.nan_to_num(nan=torch.inf)
 
 
 def lse_allowance(dtype: torch.dtype, score: Tensor, device: str, approximate: bool) -> Tensor:
@@ -243,8 +238,7 @@ def _cache_check(call: Call, name: str, ours: Tensor, right: Tensor) -> Check:
     """
     if name == "k_cache" and call.args.get("rotary_cos") is not None:
         new = call.args["k"].double().abs().nan_to_num(posinf=0.0).amax((1, 3)).amax(0)
-        apart = (ours.double() - right.double()).abs().masked_fill(ours == right, 0.0)
-        apart = apart.masked_fill(ours.isnan() & right.isnan(), 0.0).nan_to_num(nan=torch.inf)
+        apart = _difference(ours, right)
         errors = apart.amax((0, 1, 3)) if apart.numel() else apart.new_zeros(len(new))
         return _worst(name, "fp64", errors[None], 2 * torch.finfo(ours.dtype).eps * new[None])
     return Check(name, "fp64", 0.0, 0.0) if same(ours, right) else broken(name, "not left as it must be")
@@ -253,6 +247,13 @@ def _cache_check(call: Call, name: str, ours: Tensor, right: Tensor) -> Check:
 def _errors(ours: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """|ours - right|; 0 where the right number is beyond the dtype's range, so that nothing could hold it."""
     return (ours.double() - right).abs().masked_fill(right.abs() > torch.finfo(dtype).max, 0.0)
+
+
+def _difference(got: Tensor, expected: Tensor) -> Tensor:
+    """|got - expected| in fp64; 0 where both are the same infinity or both NaN, infinite where only one is a number."""
+    got, expected = got.double(), expected.double()
+    apart = torch.where((got == expected) | (got.isnan() & expected.isnan()), 0.0, (got - expected).abs())
+    return apart.nan_to_num(nan=torch.inf)
 
 
 def _amax(x: Tensor, dim: int) -> Tensor:
@@ -348,10 +349,3 @@ def against_official(call: Call, got: Answer, official: Answer) -> list[Check]:
     for name, expected in official.caches.items():
         checks.append(measure(name, got.caches.get(name), expected, 1.0 if name == "k_cache" else 0.0))
     return checks
-
-
-def _difference(got: Tensor, expected: Tensor) -> Tensor:
-    """|got - expected| in fp64; 0 where both are the same infinity or both NaN, infinite where only one is a number."""
-    got, expected = got.double(), expected.double()
-    apart = torch.where((got == expected) | (got.isnan() & expected.isnan()), 0.0, (got - expected).abs())
-    return apart.nan_to_num(nan=torch.inf)

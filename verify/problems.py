@@ -100,13 +100,8 @@ class Problem:
 
     def build(self, device: torch.device | str = "cpu") -> Call:
         """The same tensors every time, whatever the device: the values are drawn on the CPU."""
-        call = build(self)
+        call = _Builder(self).call()
         return call if torch.device(device).type == "cpu" else call.to(device)
-
-
-def build(problem: Problem) -> Call:
-    """The problem's tensors on the CPU."""
-    return _Builder(problem).call()
 
 
 class _Builder:
