@@ -295,6 +295,22 @@ def test_lengths_that_are_no_lengths_reach_nothing_outside(turing: Launches) -> 
     assert turing.entries == FORWARD + BACKWARD + FORWARD
 
 
+PAGED = Problem(
+    "paged", (70, 0, 33), (200, 9, 100), 1, 2, 64, dtype="float16", causal=True, poison="nan", backward=False
+)
+
+
+# Tiles have 64 keys: they share a page, lie in one, or begin in one and end in another.
+@pytest.mark.parametrize("page_size", [1, 7, 64, 96, 256])
+@pytest.mark.parametrize("gpu", ["turing", "hopper"])
+def test_many_rows_over_pages_read_each_key_where_it_lies(
+    gpu: str, page_size: int, request: pytest.FixtureRequest
+) -> None:
+    launches: Launches = request.getfixturevalue(gpu)
+    check(replace(PAGED, page_size=page_size))
+    assert launches.entries == FORWARD and ("PAGED", 1) in launches.last.variant.macros
+
+
 # ---- decoding: the numbers of keys are around the kernel's steps of 8, 16, 32 and 64
 
 

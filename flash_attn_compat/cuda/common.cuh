@@ -229,21 +229,19 @@ template <int THREADS, int N> struct Transfer {
   DEVICE void load(const Params &p, const u16 *base, const Strides &s, const int *pages, int first_slot, int left, int head_dim, const M &m, u32 tile) {
     const int channels = head_dim - m.chunk * 8;
     const int valid = channels > 0 ? left - m.row : 0;   // row i is there if i * STEP < valid
+#if PAGED
+    if ((u32)first_slot % (u32)p.page_size + N * M::STEP > (u32)p.page_size) return load_apart(p, base, s, pages, first_slot, channels, valid, m, tile);
+    const u16 *row = key_row(p, base, s, pages, first_slot) + (i64)m.row * s.row + m.chunk * 8;
+#else
+    const u16 *row = base + (i64)(first_slot + m.row) * s.row + m.chunk * 8;
+#endif
 #if CPA
 #pragma unroll
     for (int i = 0; i < N; i++) {
       const bool there = i * M::STEP < valid;
-      const u16 *row = there ? key_row(p, base, s, pages, first_slot + m.row + i * M::STEP) + m.chunk * 8 : base;
-      copy_async(tile + m.offset(i), row, there);
-    }
-#elif PAGED
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-      x[i] = make_uint4(0, 0, 0, 0);
-      if (i * M::STEP < valid) x[i] = load_chunk(key_row(p, base, s, pages, first_slot + m.row + i * M::STEP) + m.chunk * 8, channels);
+      copy_async(tile + m.offset(i), there ? row + (i64)(i * M::STEP) * s.row : base, there);
     }
 #else
-    const u16 *row = base + (i64)(first_slot + m.row) * s.row + m.chunk * 8;
     if (valid > (N - 1) * M::STEP) {
 #pragma unroll
       for (int i = 0; i < N; i++) x[i] = load_chunk(row + (i64)(i * M::STEP) * s.row, channels);
@@ -256,6 +254,21 @@ template <int THREADS, int N> struct Transfer {
     }
 #endif
   }
+#if PAGED
+  // The same where the tile lies in several pages: each row is looked up.
+  DEVICE void load_apart(const Params &p, const u16 *base, const Strides &s, const int *pages, int first_slot, int channels, int valid, const M &m, u32 tile) {
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      const bool there = i * M::STEP < valid;
+      const u16 *row = there ? key_row(p, base, s, pages, first_slot + m.row + i * M::STEP) + m.chunk * 8 : base;
+#if CPA
+      copy_async(tile + m.offset(i), row, there);
+#else
+      x[i] = there ? load_chunk(row, channels) : make_uint4(0, 0, 0, 0);
+#endif
+    }
+  }
+#endif
   DEVICE void store(u32 tile, const M &m, float scale) {
 #if CPA
     copy_async_wait();
