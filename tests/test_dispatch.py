@@ -60,7 +60,7 @@ def test_only_backends_whose_turn_comes_are_asked(forced: str | None, monkeypatc
     q, k, v = qkv()
     call = dense_call(q, k, v, Options())
     ordered = sorted(BACKENDS, key=lambda backend: backend.rank(call.traits()))
-    served = forced or next(backend.name for backend in ordered if not backend.not_supported_reasons(call))
+    served = forced or next(backend.name for backend in ordered if not backend.reasons(call.traits()))
     asked: list[str] = []
     for backend in BACKENDS:
 

@@ -11,7 +11,7 @@ from flash_attn_compat.engine.features import Feature, Traits
 
 PLAIN = Traits(
     device_type="cuda", capability=(7, 5), dtype=torch.float16, head_dim=64, head_dim_v=64, sq_vs_sk="=",
-    one_query=False, aligned=True, features=0,
+    aligned=True, features=0,
 )  # fmt: skip
 
 

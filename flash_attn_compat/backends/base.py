@@ -53,11 +53,8 @@ class Backend(abc.ABC):
     capabilities: ClassVar[Capabilities]
     counts_new_keys: ClassVar[bool] = False
 
-    def not_supported_reasons(self, call: AttentionCall) -> list[str]:
-        """Every reason why this backend cannot serve ``call``; empty when it can."""
-        return self.reasons(call.traits())
-
     def reasons(self, traits: Traits) -> list[str]:
+        """Every reason why this backend cannot serve calls of these traits; empty when it can."""
         table = self.capabilities
         reasons = list(self.unavailable_reasons())
         if table.devices is not None and traits.device_type not in table.devices:
@@ -139,22 +136,27 @@ class BlockwiseBackend(Backend):
             return Result(out, lse + _lse_shift(block, lse.dtype), rng_state, saved=(lse,))
         layout = Layout(call)
         out, lse = layout.empty_result()
-        has_lse = call.return_lse or call.needs_grad
-        # The reported LSE can be large beside the true one, which the backward needs to its last digit.
-        true_lse = lse.clone() if call.lse_carries_alibi_position else None
-        for plan, block in layout.blocks():
-            block_out, block_lse = self.forward_block(call, block, rng_state)
-            layout.scatter(out, layout.rows, plan, block_out)
-            if block_lse is None or not has_lse:
-                has_lse = False
-                continue
-            if true_lse is not None:
-                layout.scatter_lse(true_lse, plan, block_lse)
-                block_lse = block_lse + _lse_shift(block, block_lse.dtype)
-            layout.scatter_lse(lse, plan, block_lse)
-        if not has_lse:
-            return Result(out, None, rng_state)
-        return Result(out, lse, rng_state, saved=() if true_lse is None else (true_lse,))
+        whole = Result(out, None, rng_state)
+        if call.return_lse or call.needs_grad:
+            # The reported LSE can be large beside the true one, which the backward needs to its last digit.
+            whole = Result(out, lse, rng_state, (lse.clone(),) if call.lse_carries_alibi_position else ())
+        for plan in layout.plans:
+            if not self.forward_planned(call, layout, plan, whole):
+                whole = Result(out, None, rng_state)
+        return whole
+
+    def forward_planned(self, call: AttentionCall, layout: Layout, plan: BlockPlan, whole: Result) -> bool:
+        """Write a plan's results to their places in ``whole``; False where its LSE is not among them."""
+        block = layout.block(plan)
+        out, lse = self.forward_block(call, block, whole.rng_state)
+        layout.scatter(whole.out, layout.rows, plan, out)
+        if lse is None or whole.softmax_lse is None:
+            return False
+        if whole.saved:
+            layout.scatter_lse(whole.saved[0], plan, lse)
+            lse = lse + _lse_shift(block, lse.dtype)
+        layout.scatter_lse(whole.softmax_lse, plan, lse)
+        return True
 
     def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
         block = whole_block(call)

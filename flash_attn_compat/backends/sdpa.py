@@ -54,51 +54,41 @@ class Sdpa(BlockwiseBackend):
             q, k, v = _by_head(call.q), _by_head(call.k), _by_head(call.v)
             out, lse = _attend(q, k, v, call.mask.right == 0, None, call.softmax_scale)
             return Result(out.transpose(1, 2), lse)
-        if not _is_packed_on_cpu(call):
-            return super().forward(call)
-        layout = Layout(call)
-        out, lse = layout.empty_result()
-        wants_lse = call.return_lse or call.needs_grad
-        q, k, v = map(_with_channels_together, (call.q, call.k, call.v))
-        for plan in layout.plans:
-            tiles = _tiles_in_place(layout, plan, call.mask)
-            if tiles is None:
-                found, found_lse = self.forward_block(call, layout.block(plan), None)
-                layout.scatter(out, layout.rows, plan, found)
-                if wants_lse and found_lse is not None:
-                    layout.scatter_lse(lse, plan, found_lse)
-                continue
-            for rows, keys, causal in tiles:
-                inputs = _tokens(q, rows), _tokens(k, keys), _tokens(v, keys)
-                found, found_lse = _attend(*inputs, causal, None, call.softmax_scale)
-                _tokens(out, rows).copy_(found)
-                if wants_lse and found_lse is not None:
-                    _tokens_lse(lse, rows).copy_(found_lse)
-        return Result(out, lse if wants_lse else None)
+        return super().forward(_with_channels_together(call) if _is_packed_on_cpu(call) else call)
 
     def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
         if not _is_packed_on_cpu(call):
             return super().backward(call, upstream, into)
-        layout = Layout(call)
-        totals = into or Gradients(*map(torch.empty_like, (call.q, call.k, call.v)))
-        for total in totals:
-            total.zero_()
-        given = (call.q, call.k, call.v, upstream.out, upstream.dout)
-        q, k, v, out, dout = map(_with_channels_together, given)
+        upstream = upstream._replace(dout=_together(upstream.dout), out=_together(upstream.out))
+        return super().backward(_with_channels_together(call), upstream, into)
+
+    def forward_planned(self, call: AttentionCall, layout: Layout, plan: BlockPlan, whole: Result) -> bool:
+        tiles = _tiles_in_place(call, layout, plan)
+        if tiles is None:
+            return super().forward_planned(call, layout, plan, whole)
+        for rows, keys, causal in tiles:
+            inputs = _tokens(call.q, rows), _tokens(call.k, keys), _tokens(call.v, keys)
+            out, lse = _attend(*inputs, causal, None, call.softmax_scale)
+            _tokens(whole.out, rows).copy_(out)
+            if whole.softmax_lse is not None and lse is not None:
+                _tokens_lse(whole.softmax_lse, rows).copy_(lse)
+        return whole.softmax_lse is not None
+
+    def backward_planned(
+        self, call: AttentionCall, layout: Layout, plan: BlockPlan, upstream: Upstream, totals: Gradients
+    ) -> None:
+        tiles = _tiles_in_place(call, layout, plan)
+        if tiles is None:
+            super().backward_planned(call, layout, plan, upstream, totals)
+            return
         dtype = _backward_dtype(call.q)
-        for plan in layout.plans:
-            tiles = _tiles_in_place(layout, plan, call.mask)
-            if tiles is None:
-                self.backward_planned(call, layout, plan, upstream, totals)
-                continue
-            for rows, keys, causal in tiles:
-                tile_q, tile_out, tile_dout = (_tokens(tensor, rows).to(dtype) for tensor in (q, out, dout))
-                tile_k, tile_v = (_tokens(tensor, keys).to(dtype) for tensor in (k, v))
-                of_tile = Upstream(tile_dout, tile_out, _tokens_lse(upstream.lse, rows), None)
-                found = _gradients(tile_q, tile_k, tile_v, of_tile, causal, None, call.softmax_scale)
-                for total, where, gradient in zip(totals, (rows, keys, keys), found):
-                    _tokens(total, where).copy_(gradient)
-        return totals
+        for rows, keys, causal in tiles:
+            q, out, dout = (_tokens(tensor, rows).to(dtype) for tensor in (call.q, upstream.out, upstream.dout))
+            k, v = (_tokens(tensor, keys).to(dtype) for tensor in (call.k, call.v))
+            of_tile = Upstream(dout, out, _tokens_lse(upstream.lse, rows), None)
+            found = _gradients(q, k, v, of_tile, causal, None, call.softmax_scale)
+            for total, where, gradient in zip(totals, (rows, keys, keys), found):
+                _tokens(total, where).copy_(gradient)
 
     def forward_block(
         self, call: AttentionCall, block: Block, rng_state: Tensor | None
@@ -185,12 +175,14 @@ def _is_packed_on_cpu(call: AttentionCall) -> bool:
     return packed and call.q.is_cpu and all(other is None for other in others)
 
 
-def _tiles_in_place(layout: Layout, plan: BlockPlan, mask: Mask) -> list[tuple[_Run, _Run, bool]] | None:
+def _tiles_in_place(call: AttentionCall, layout: Layout, plan: BlockPlan) -> list[tuple[_Run, _Run, bool]] | None:
     """Rows, keys and whether the kernel's causal mask holds, of kernel calls that read and write the tensors in place.
 
-    None for a plan that is better padded, and for masks that are not the kernel's own.
+    None for a plan that is better padded, for masks that are not the kernel's own, and where tokens cannot be sliced.
     """
-    sequences, rows, keys = plan.sequences, layout.rows, layout.keys
+    if not _is_packed_on_cpu(call):
+        return None
+    mask, sequences, rows, keys = call.mask, plan.sequences, layout.rows, layout.keys
     runs = [(index, 1) for index in sequences]
     if not plan.padded and sequences[-1] - sequences[0] == len(sequences) - 1:
         runs = [(sequences[0], len(sequences))]
@@ -325,10 +317,14 @@ def _blank_dead_rows(
 
 def _by_head(tensor: Tensor) -> Tensor:
     """(n, seqlen, heads, head_dim) -> (n, heads, seqlen, head_dim); the kernel needs contiguous channels."""
-    return _with_channels_together(tensor).transpose(1, 2)
+    return _together(tensor).transpose(1, 2)
 
 
-def _with_channels_together(tensor: Tensor) -> Tensor:
+def _with_channels_together(call: AttentionCall) -> AttentionCall:
+    return call._replace(q=_together(call.q), k=_together(call.k), v=_together(call.v))
+
+
+def _together(tensor: Tensor) -> Tensor:
     return tensor.contiguous() if tensor.stride(-1) != 1 and not tensor.is_contiguous() else tensor
 
 

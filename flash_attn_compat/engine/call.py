@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import settings
+from flash_attn_compat.engine import alignment
 from flash_attn_compat.engine.features import Feature, Traits
 from flash_attn_compat.engine.mask import Mask
 
@@ -180,11 +181,10 @@ class AttentionCall(_Fields):
         capability = settings.capability(device) if device_type == "cuda" else None
         # Only a cache is too large to be copied into place.
         in_cache = not self.is_dense and self.cu_seqlens_k is None
-        aligned = not in_cache or _are_aligned(k, v)
+        aligned = not in_cache or (alignment.is_ready(k) and alignment.is_ready(v))
         page_size = k_shape[1] if self.block_table is not None else 0
         return Traits(
-            device_type, capability, q.dtype, q_shape[-1], v.shape[-1], sq_vs_sk, self.max_seqlen_q == 1, aligned,
-            self.features(), page_size,
+            device_type, capability, q.dtype, q_shape[-1], v.shape[-1], sq_vs_sk, aligned, self.features(), page_size,
         )  # fmt: skip
 
     def from_given_results(self) -> AttentionCall:
@@ -236,13 +236,6 @@ _BACKWARD = int(Feature.BACKWARD)
 _GIVEN_LSE = int(Feature.GIVEN_LSE)
 _TRANSFORMS = int(Feature.TRANSFORMS)
 _DETERMINISTIC = int(Feature.DETERMINISTIC)
-
-
-def _are_aligned(k: Tensor, v: Tensor) -> bool:
-    unit = 16 // k.element_size()
-    strides, others = k.stride(), v.stride()
-    steps = strides[:-1] if others == strides else strides[:-1] + others[:-1]
-    return not (k.data_ptr() | v.data_ptr()) % 16 and not any([stride % unit for stride in steps])
 
 
 class Result(NamedTuple):

@@ -66,7 +66,6 @@ class Traits(NamedTuple):
     """Everything a dispatch decision may depend on.
 
     sq_vs_sk compares the two lengths: "=", "<", ">", or "?" where they differ per sequence.
-    one_query: no sequence has more than one query row
     aligned: a cache starts and steps on 16 bytes, as CUDA kernels want it.
     """
 
@@ -76,7 +75,6 @@ class Traits(NamedTuple):
     head_dim: int
     head_dim_v: int
     sq_vs_sk: str
-    one_query: bool
     aligned: bool
     features: int
     page_size: int = 0

@@ -124,10 +124,6 @@ class Layout:
         self.keys = _key_spans(call)
         self.plans = self._plan()
 
-    def blocks(self) -> Iterator[tuple[BlockPlan, Block]]:
-        for plan in self.plans:
-            yield plan, self.block(plan)
-
     def block(self, plan: BlockPlan) -> Block:
         call = self.call
         slopes = call.alibi_slopes
@@ -139,8 +135,8 @@ class Layout:
             v=self.gather(call.v, self.keys, plan, plan.seqlen_k),
             slopes=slopes,
             sequences=plan.sequences,
-            first_row=self._padding(self.rows, plan, plan.seqlen_q),
-            first_key=self._padding(self.keys, plan, plan.seqlen_k),
+            first_row=_missing(self.rows, plan.sequences, plan.seqlen_q, call.q.device) if plan.padded else None,
+            first_key=_missing(self.keys, plan.sequences, plan.seqlen_k, call.q.device) if plan.padded else None,
         )
 
     def gather(self, tensor: Tensor, spans: Spans, plan: BlockPlan, seqlen: int) -> Tensor:
@@ -148,7 +144,7 @@ class Layout:
         view = _view(tensor, spans, plan, seqlen)
         if view is not None:
             return view
-        where = _addresses(tensor, spans, plan.sequences, seqlen)
+        where, valid = _slots(tensor, spans, plan.sequences, seqlen)
         if len(where) == 1:
             # Whole rows at a time; indexing with the index's own shape goes element by element.
             gathered = torch.unflatten(tensor.index_select(0, where[0].flatten()), 0, where[0].shape)
@@ -157,7 +153,7 @@ class Layout:
         if not plan.padded:
             return gathered
         # Padding was read from some other token, whose infinities a weight of 0 would not undo.
-        return gathered.masked_fill(~self._valid(spans, plan, seqlen)[..., None, None], 0)
+        return gathered.masked_fill(~valid[..., None, None], 0)
 
     def scatter(self, target: Tensor, spans: Spans, plan: BlockPlan, values: Tensor) -> None:
         """Write (n, seqlen, heads, head_dim) block values to their slots in ``target``."""
@@ -166,9 +162,8 @@ class Layout:
         if view is not None:
             view.copy_(values)
             return
-        where, kept = _addresses(target, spans, plan.sequences, seqlen), values
+        (where, valid), kept = _slots(target, spans, plan.sequences, seqlen), values
         if plan.padded:
-            valid = self._valid(spans, plan, seqlen)
             where, kept = tuple(index[valid] for index in where), values[valid]
         if len(where) == 1:
             target.index_copy_(0, where[0].flatten(), kept.reshape(-1, *kept.shape[-2:]).to(target.dtype))
@@ -200,18 +195,6 @@ class Layout:
         rows, keys = self.rows, self.keys
         for index in range(self.call.batch):
             yield rows.starts[index], rows.lengths[index], keys.lengths[index], index
-
-    def _padding(self, spans: Spans, plan: BlockPlan, seqlen: int) -> Tensor | None:
-        return self._missing(spans, plan, seqlen) if plan.padded else None
-
-    def _missing(self, spans: Spans, plan: BlockPlan, seqlen: int) -> Tensor:
-        """(n,) int64, by how much each sequence is shorter than ``seqlen``."""
-        lengths = [seqlen - spans.lengths[index] for index in plan.sequences]
-        return torch.tensor(lengths, dtype=torch.int64, device=self.call.q.device)
-
-    def _valid(self, spans: Spans, plan: BlockPlan, seqlen: int) -> Tensor:
-        first = self._missing(spans, plan, seqlen)
-        return torch.arange(seqlen, device=first.device) >= first[:, None]
 
     def _plan(self) -> list[BlockPlan]:
         call = self.call
@@ -294,20 +277,29 @@ def _view(tensor: Tensor, spans: Spans, plan: BlockPlan, seqlen: int) -> Tensor 
     return torch.unflatten(tensor[start : start + count * seqlen], 0, (count, seqlen))
 
 
-def _addresses(tensor: Tensor, spans: Spans, sequences: list[int], seqlen: int) -> tuple[Tensor, ...]:
-    """Index tensors (n, seqlen) of the slots of right-aligned sequences; padding points at slot 0."""
+def _slots(tensor: Tensor, spans: Spans, sequences: list[int], seqlen: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Index tensors (n, seqlen) of the slots of right-aligned sequences, and a bool one that is False for padding.
+
+    Padding points at slot 0.
+    """
     device = tensor.device
     ints = functools.partial(torch.tensor, dtype=torch.int64, device=device)
-    padding = ints([seqlen - spans.lengths[index] for index in sequences])
     starts = ints([spans.starts[index] for index in sequences])
-    within = torch.arange(seqlen, device=device) - padding[:, None]
-    slots = torch.where(within >= 0, within + starts[:, None], 0)
+    within = torch.arange(seqlen, device=device) - _missing(spans, sequences, seqlen, device)[:, None]
+    valid = within >= 0
+    slots = torch.where(valid, within + starts[:, None], 0)
     if spans.table is not None:
         pages = spans.table[ints(sequences)].long()
-        return pages.gather(1, slots // spans.page_size), slots % spans.page_size
+        return (pages.gather(1, slots // spans.page_size), slots % spans.page_size), valid
     if spans.batched:
-        return ints(sequences)[:, None].expand_as(slots), slots
-    return (slots,)
+        return (ints(sequences)[:, None].expand_as(slots), slots), valid
+    return (slots,), valid
+
+
+def _missing(spans: Spans, sequences: list[int], seqlen: int, device: torch.device) -> Tensor:
+    """(n,) int64, by how much each sequence is shorter than ``seqlen``."""
+    lengths = [seqlen - spans.lengths[index] for index in sequences]
+    return torch.tensor(lengths, dtype=torch.int64, device=device)
 
 
 def _row_spans(call: AttentionCall) -> Spans:
