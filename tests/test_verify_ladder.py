@@ -20,10 +20,9 @@ from verify.steps import STEPS
 from verify.timing import Job, peak_memory
 
 QUICK = ["--repeats", "1", "--heads", "1", "--head-dim", "8"]
-BY_NAME = {step.name: step.function for step in STEPS}
 
 
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
+@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("n", "keys", "heads_k"), [(50, 50, 1), (21, 50, 2), (50, 21, 2)])
 @pytest.mark.parametrize("causal", [False, True])
@@ -32,7 +31,7 @@ def test_a_step_is_right_for_blocks_that_do_not_divide_the_lengths(step, dtype, 
     examination = Examination(Call("flash_attn_func", {**draw(shapes, dtype, n), "causal": causal}))
 
     def of_size(q, k, v, causal):
-        return step.function(q, k, v, causal=causal, block_rows=12, block_columns=17)
+        return STEPS[step](q, k, v, causal=causal, block_rows=12, block_columns=17)
 
     assert [check for check in examination.checks(examination.ask(of_size)) if not check.ok] == []
 
@@ -41,9 +40,9 @@ def test_a_step_is_right_for_blocks_that_do_not_divide_the_lengths(step, dtype, 
 def test_any_block_size_gives_the_same_answer(rows, columns):
     shape = (1, 40, 1, 8)
     q, k, v = draw({"q": shape, "k": shape, "v": shape}, torch.float64, 0).values()
-    expected = BY_NAME["naive"](q, k, v)
-    for step in STEPS:
-        assert torch.allclose(step.function(q, k, v, block_rows=rows, block_columns=columns), expected), step.name
+    expected = STEPS["naive"](q, k, v)
+    for name, step in STEPS.items():
+        assert torch.allclose(step(q, k, v, block_rows=rows, block_columns=columns), expected), name
 
 
 @pytest.mark.parametrize(
@@ -54,7 +53,7 @@ def test_memory_grows_as_the_step_says(step, growth):
     def peak(n: int) -> int:
         shape = (1, n, 1, 8)
         q, k, v = draw({"q": shape, "k": shape, "v": shape}, torch.float32, 0).values()
-        found = peak_memory(Job(lambda: BY_NAME[step](q, k, v, block_rows=32, block_columns=32)), "cpu")
+        found = peak_memory(Job(lambda: STEPS[step](q, k, v, block_rows=32, block_columns=32)), "cpu")
         assert found is not None
         return found
 
@@ -74,7 +73,7 @@ def test_a_wrong_step_fails_and_one_without_memory_is_noted(monkeypatch, capsys)
     def broken(q, k, v, causal):
         raise ZeroDivisionError("planted")
 
-    _with(monkeypatch, ("wrong", lambda q, k, v, causal: q), ("right", BY_NAME["naive"]), ("broken", broken))
+    _with(monkeypatch, ("wrong", lambda q, k, v, causal: q), ("right", STEPS["naive"]), ("broken", broken))
     assert main(["ladder", "--n", "32", *QUICK]) == 1
     shown = capsys.readouterr().out
     assert "FAIL: broken, wrong" in shown and "FAIL: ZeroDivisionError: planted" in shown
@@ -85,12 +84,12 @@ def test_a_wrong_step_fails_and_one_without_memory_is_noted(monkeypatch, capsys)
 
 def test_a_long_problem_is_checked_in_blocks_that_find_a_mistake_in_the_last_row(monkeypatch, capsys):
     def off_at_the_end(q, k, v, causal):
-        out = BY_NAME["naive"](q, k, v, causal=causal)
+        out = STEPS["naive"](q, k, v, causal=causal)
         out[0, -1] += 0.1
         return out
 
     monkeypatch.setattr(spot_check, "BLOCK_SCORES", 64 * 200)
-    _with(monkeypatch, ("right", BY_NAME["naive"]), ("off", off_at_the_end))
+    _with(monkeypatch, ("right", STEPS["naive"]), ("off", off_at_the_end))
     assert main(["ladder", "--n", "200", *QUICK, "--causal"]) == 1
     assert "FAIL: off" in capsys.readouterr().out
 
@@ -101,14 +100,13 @@ def test_the_command_writes_every_step_at_every_length_and_draws_it(tmp_path, ca
     assert main(["ladder", *arguments]) == 0
     data = json.loads(saved.read_text())
     found = {(row["contestant"], row["n"]): row for row in data["rows"]}
-    names = [*(step.name for step in STEPS), "PyTorch SDPA", "flash_attn_compat"]
+    names = [*STEPS, "PyTorch SDPA", "flash_attn_compat"]
     assert set(found) == {(name, n) for name in names for n in (10, 20, 40)}  # a curve needs more than one length
     for row in found.values():
         assert row["verdict"]["ok"] and row["forward"]["median_ms"] > 0 and row["memory_mib"] > 0
     assert "tiles of 7 rows x 9 keys" in data["environment"]["problem"]
     assert picture.read_bytes().startswith(b"\x89PNG")
-    shown = capsys.readouterr().out
-    assert "FA1 alg. 1" in shown and "FA2 alg. 1" in shown and "PASS" in shown
+    assert "PASS" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

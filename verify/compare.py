@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -139,16 +139,15 @@ def _every_row(title: str, rows: Iterable[Row], folded: bool = False) -> Table:
     return Table(f"{title} {LEGEND}", columns, cells, folded)
 
 
-def _grouped(title: str, rows: Iterable[Row], columns: Sequence[str], key: Callable[[Row], tuple[str, ...]]) -> Table:
-    """A line for each group of rows that `key` tells apart; `columns` are the names of the key's parts."""
-    groups: dict[tuple[str, ...], list[Row]] = defaultdict(list)
+def _summary(rows: Iterable[Row]) -> Table:
+    """A line for each implementation, device and kind of problem."""
+    groups: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
     for row in rows:
-        groups[key(row)].append(row)
+        kind = "recorded answers" if row.recorded else "generated problems"
+        groups[row.implementation, row.device, kind].append(row)
     cells = []
     for parts, members in groups.items():
         ran = [row for row in members if not row.refused]
-        if not ran:
-            continue
         worst = [
             max((check for row in ran if (check := row.worst(name))), key=lambda check: check.ratio, default=None)
             for name in ("official", "fp64")
@@ -156,12 +155,8 @@ def _grouped(title: str, rows: Iterable[Row], columns: Sequence[str], key: Calla
         passed = sum(row.verdict == PASS for row in ran)
         right, refused = f"{passed} of {len(ran)}", str(len(members) - len(ran) or "")
         cells.append((*parts, right, refused, *map(_figure, worst), PASS if passed == len(ran) else FAIL))
-    heads = (*columns, "right", "not supported", "vs official", "vs fp64", "verdict")
-    return Table(f"{title} {LEGEND}", heads, cells)
-
-
-def _function_and_place(row: Row) -> tuple[str, ...]:
-    return row.function.removeprefix("flash_attn_"), row.dtype, row.implementation, row.device
+    columns = ("backend", "device", "problems", "right", "not supported", "vs official", "vs fp64", "verdict")
+    return Table(f"Summary {LEGEND}", columns, cells)
 
 
 def idle_backends(rows: Sequence[Row]) -> dict[tuple[str, str], str]:
@@ -181,13 +176,7 @@ def report(rows: Sequence[Row], environment: Mapping[str, str], verbose: bool = 
     wrong = [row for row in ran if row.verdict == FAIL]
     every = verbose or len(shown) <= MOST_ROWS
     tables = [_every_row("Wrong answers", wrong)] if wrong and not every else []
-    if not every:
-        parts = ("function", "dtype", "backend", "device")
-        tables.append(_grouped("By function", shown, parts, _function_and_place))
-    tables.append(_every_row("Every answer", shown, folded=not every))
-    kinds = {True: "recorded answers", False: "generated problems"}
-    columns = ("backend", "device", "problems")
-    tables.append(_grouped("Summary", shown, columns, lambda r: (r.implementation, r.device, kinds[r.recorded])))
+    tables += [_every_row("Every answer", shown, folded=not every), _summary(shown)]
     lines = [f"{name} on {device}: no case ran ({reason})" for (name, device), reason in idle.items()]
     verdict = f"{'FAIL' if wrong else 'PASS'}: {len(ran) - len(wrong)} of {len(ran)} answers right"
     lines.append(verdict if ran else "FAIL: no case ran on any backend")

@@ -47,7 +47,7 @@ def rung(name: str, function: Callable[..., Tensor]) -> Contestant:
 def rungs(block_rows: int, block_columns: int) -> list[Contestant]:
     """The steps, and above them what one would use."""
     sizes = {"block_rows": block_rows, "block_columns": block_columns}
-    steps = [rung(step.name, functools.partial(step.function, **sizes)) for step in STEPS]
+    steps = [rung(name, functools.partial(step, **sizes)) for name, step in STEPS.items()]
     return [*steps, rung(SDPA, torch_attention), rung("flash_attn_compat", flash_attn_func)]
 
 
@@ -152,8 +152,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     problem = inputs.described(arguments)
     environment = {"problem": problem, **describe([device])}
-    steps = Table("Steps", ("step", "paper", "scores kept in memory"), [(s.name, s.paper, s.memory) for s in STEPS])
-    tables = [steps, *(table(f"N = {n}", rows) for n, rows in by_length.items())]
+    tables = [table(f"N = {n}", rows) for n, rows in by_length.items()]
     wrong = sorted({row.contestant for rows in by_length.values() for row in rows if is_wrong(row)})
     closing = [f"FAIL: {', '.join(wrong)}"] if wrong else ["PASS: every step is as near to fp64 as plain PyTorch"]
     if arguments.plot:

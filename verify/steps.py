@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -170,20 +169,10 @@ def online_tiles_fa2(q: Tensor, k: Tensor, v: Tensor, causal: bool, block_rows: 
     return o
 
 
-@dataclass(frozen=True)
-class Step:
-    """A rung of the ladder: its name, the function, the paper's lines, and what it needs in memory."""
-
-    name: str
-    function: Attention
-    paper: str
-    memory: str
-
-
-STEPS = (
-    Step("naive", naive, "FA1 alg. 0", "N x N, twice"),
-    Step("blocked matmul", blocked_matmul, "FA1 alg. 0, by blocks", "N x N"),
-    Step("fused rows", fused_rows, "FA1 alg. 0, row by row", "N"),
-    Step("online tiles, FA1", online_tiles_fa1, "FA1 alg. 1", "N"),
-    Step("online tiles, FA2", online_tiles_fa2, "FA2 alg. 1", "N"),
-)
+STEPS: dict[str, Attention] = {
+    "naive": naive,
+    "blocked matmul": blocked_matmul,
+    "fused rows": fused_rows,
+    "online tiles, FA1": online_tiles_fa1,
+    "online tiles, FA2": online_tiles_fa2,
+}
