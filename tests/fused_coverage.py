@@ -17,10 +17,10 @@ from torch import Tensor
 
 from flash_attn_compat.backends.fused import ahead, append, backward, forward, loader, trial, variants
 from flash_attn_compat.backends.fused.variants import BF16, BF16_AS_FP16, FP16, HEAD_DIMS, Kind
-from flash_attn_compat.engine import dropout
+from flash_attn_compat.engine import alibi, dropout
 from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.call import AttentionCall, Gradients
-from flash_attn_compat.engine.mask import Range, distance
+from flash_attn_compat.engine.mask import Range
 
 _FEATURES = ("local", "alibi", "softcap", "dropout", "paged")
 
@@ -146,7 +146,9 @@ def _attention(call: AttentionCall, index: int, q: Tensor, k: Tensor, v: Tensor)
     if call.softcap:
         scores = torch.tanh(scores / call.softcap) * call.softcap
     if call.alibi_slopes is not None:
-        scores = scores - call.alibi_slopes[index].to(q.dtype)[:, None, None] * distance(rows, keys, offset, cpu).abs()
+        scores = scores - call.alibi_slopes[index].to(q.dtype)[:, None, None] * alibi.gap(
+            rows, keys, offset, cpu, q.dtype
+        )
     hidden = call.mask.hidden(rows, keys, offset, cpu)
     if hidden is not None:
         scores = scores.masked_fill(hidden, -torch.inf)

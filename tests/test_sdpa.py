@@ -134,5 +134,5 @@ def test_a_bias_is_of_keys_that_its_rows_see(monkeypatch, options, share):
 @pytest.mark.parametrize("first", [0, 2**24 - 3, 2**24 + 1, 2**30])
 def test_distances_of_far_positions_are_exact(first):
     rows, keys = Range(5, 9), Range(first, first + 6)
-    gap = alibi._gap(rows, keys, first, torch.device("cpu"), torch.float32)
+    gap = alibi.gap(rows, keys, first, torch.device("cpu"), torch.float32)
     assert gap.tolist() == [[abs(key - row - first) for key in range(*keys)] for row in range(*rows)]

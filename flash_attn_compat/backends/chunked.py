@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.base import BlockwiseBackend, Capabilities
-from flash_attn_compat.backends.chunked_tiles import SubBlock, sub_blocks, working_dtype
+from flash_attn_compat.backends.chunked_tiles import SubBlock, sub_blocks
 from flash_attn_compat.engine.call import AttentionCall, Upstream
 from flash_attn_compat.engine.compilation import OptionallyCompiled
 from flash_attn_compat.engine.features import Feature
-from flash_attn_compat.engine.layout import Block
+from flash_attn_compat.engine.layout import Block, lse_dtype
 from flash_attn_compat.engine.mask import Range
 
 
@@ -30,7 +30,7 @@ class Chunked(BlockwiseBackend):
         out = block.q.new_empty(n, seqlen_q, nheads, call.head_dim_v)
         lse = None
         if call.return_lse or call.needs_grad:
-            lse = block.q.new_empty((n, nheads, seqlen_q), dtype=working_dtype(block.q))
+            lse = block.q.new_empty((n, nheads, seqlen_q), dtype=lse_dtype(block.q.dtype))
         if call.mask.rows_with_keys(seqlen_q, block.k.shape[1]).size < seqlen_q:
             # The others are not computed.
             out.zero_()

@@ -12,7 +12,7 @@ from flash_attn_compat.backends.base import HALF_DTYPES
 from flash_attn_compat.engine import alibi
 from flash_attn_compat.engine.alignment import ready
 from flash_attn_compat.engine.call import AttentionCall
-from flash_attn_compat.engine.layout import Block
+from flash_attn_compat.engine.layout import Block, lse_dtype
 from flash_attn_compat.engine.mask import Range
 
 
@@ -35,7 +35,7 @@ class SubBlock:
         self.q, self.block = block.q, block.narrow(n)
         self.count, self.seqlen_q = self.block.q.shape[:2]
         self.seqlen_k, self.offset = self.block.k.shape[1], block.offset
-        self.dtype = working_dtype(block.q)
+        self.dtype = lse_dtype(block.q.dtype)
         self.operand_dtype = block.q.dtype if _multiplies_half(block.q) else self.dtype
         self.hidden = hidden
         self.keys = self._fold_keys(self.block.k)
@@ -194,10 +194,6 @@ def sub_blocks(call: AttentionCall, block: Block, rng_state: Tensor | None) -> I
         for first in range(0, call.nheads_k, size.heads_kv):
             heads_kv = slice(first, min(first + size.heads_kv, call.nheads_k))
             yield SubBlock(call, block, rng_state, n, heads_kv, size, hidden)
-
-
-def working_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _multiplies_half(tensor: Tensor) -> bool:

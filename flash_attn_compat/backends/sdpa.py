@@ -19,7 +19,7 @@ from flash_attn_compat.backends.base import BlockwiseBackend, Capabilities
 from flash_attn_compat.engine import alibi, online
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
-from flash_attn_compat.engine.layout import Block, BlockPlan, Layout
+from flash_attn_compat.engine.layout import Block, BlockPlan, Layout, lse_dtype
 from flash_attn_compat.engine.mask import Mask, Range
 
 _LACKS = Feature.SOFTCAP | Feature.DROPOUT | Feature.SHARED_DROPOUT_MASK | Feature.VALUE_HEAD_DIM | Feature.TRANSFORMS
@@ -116,7 +116,7 @@ class Sdpa(BlockwiseBackend):
             gradients = _gradients(q, k, v, upstream, tiles[0].causal, biases.of(tiles[0]), call.softmax_scale)
             dq, dk, dv = gradients
             return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-        totals = [torch.zeros(t.shape, dtype=_sum_dtype(dtype), device=t.device) for t in (q, k, v)]
+        totals = [torch.zeros(t.shape, dtype=lse_dtype(dtype), device=t.device) for t in (q, k, v)]
         for tile in tiles:
             rows, keys = slice(*tile.rows), slice(*tile.keys)
             lse = None if upstream.softmax_lse is None else upstream.softmax_lse[:, :, rows]
@@ -232,7 +232,7 @@ def _tiles(call: AttentionCall, block: Block) -> Iterator[_Tile]:
     plain = block.slopes is None and block.first_key is None
     if plain and mask.covers(rows, keys, block.offset):
         yield _Tile(rows, keys)
-    elif plain and mask.is_causal and _can_merge(block):
+    elif plain and mask.is_causal and block.q.is_cpu:  # where there is an LSE to merge by
         earlier = Range(0, max(0, block.offset))
         if earlier.size:
             yield _Tile(rows, earlier)
@@ -268,7 +268,7 @@ def _bias(mask: Mask, block: Block, rows: Range, keys: Range) -> Tensor | None:
     if hidden is not None:
         bias = bias.masked_fill_(hidden, -torch.inf)
     if block.slopes is not None:
-        bias = alibi.added(bias, _distinct(block.slopes), rows, keys, block.offset)
+        bias = alibi.add_bias(bias, _distinct(block.slopes), rows, keys, block.offset)
     padding = block.padding(keys)
     return bias if padding is None else bias.masked_fill(padding, -torch.inf)
 
@@ -286,7 +286,7 @@ def _assemble(
     out = q.new_zeros(n, seqlen_q, nheads, head_dim).transpose(1, 2)
     lse = None
     if not tiles:
-        return out, torch.full((n, nheads, seqlen_q), torch.inf, dtype=_sum_dtype(q.dtype), device=q.device)
+        return out, torch.full((n, nheads, seqlen_q), torch.inf, dtype=lse_dtype(q.dtype), device=q.device)
     merged: tuple[Range, Tensor, Tensor] | None = None
     for tile in tiles:
         rows, keys = slice(*tile.rows), slice(*tile.keys)
@@ -340,10 +340,6 @@ def _backward_dtype(q: Tensor) -> torch.dtype:
     return torch.float32 if q.is_cpu and q.dtype in _SLOW else _forward_dtype(q)
 
 
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _op_with_mask(name: str) -> Callable[..., tuple[Tensor, ...]] | None:
     """A private operator of PyTorch, if this build has it with an attn_mask argument.
 
@@ -374,10 +370,6 @@ def _without_hardware() -> frozenset[torch.dtype]:
 
 
 _SLOW = _without_hardware()
-
-
-def _can_merge(block: Block) -> bool:
-    return block.q.device.type == "cpu"
 
 
 def _attend(

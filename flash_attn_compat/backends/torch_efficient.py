@@ -130,7 +130,7 @@ def launch_backward(launch: Launch, dout: Tensor, out: Tensor, launched: Launche
     # Blocks that share a head's keys add to dq atomically. For few rows one alone took a tenth of the time.
     splits = 1 if longest_q <= 2 * _LSE_ROWS else None
     dq, dk, dv, _ = _operator("backward")(
-        alignment.ready(dout), launch.q, launch.k, launch.v, None, alignment.aligned_contiguous(out),
+        alignment.ready(dout), launch.q, launch.k, launch.v, None, alignment.ready(out.contiguous()),
         launch.cu_seqlens, launch.cu_seqlens, longest_q, longest_k, launched.lse, launch.dropout_p, seed,
         launched.offset if launched.offset is not None else seed, launch.mask, False, scale=launch.scale,
         num_splits_key=splits,

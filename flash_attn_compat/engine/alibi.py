@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_attn_compat.engine.mask import Range, distance
+from flash_attn_compat.engine.mask import Range
 
 # Up to here fp32 holds every integer.
 _EXACT_INTEGERS = 2**24
@@ -21,31 +21,24 @@ def per_sequence(slopes: Tensor, batch: int) -> Tensor:
     return slopes if slopes.dim() == 2 else slopes.expand(batch, -1)
 
 
-def bias(slopes: Tensor, rows: Range, keys: Range, offset: int, dtype: torch.dtype) -> Tensor:
-    """(batch, nheads) slopes -> additive bias (batch, nheads, rows, keys)."""
-    gap = distance(rows, keys, offset, slopes.device).abs_().to(dtype)
-    return slopes.to(dtype).neg()[:, :, None, None] * gap
+def add_bias(scores: Tensor, slopes: Tensor, rows: Range, keys: Range, offset: int) -> Tensor:
+    """The bias on top of ``scores`` (batch or 1, nheads or 1, rows, keys), without materialising it."""
+    distance = gap(rows, keys, offset, scores.device, scores.dtype)
+    return scores.addcmul(slopes.to(scores.dtype)[:, :, None, None], distance, value=-1)
 
 
 def add_bias_(scores: Tensor, slopes: Tensor, rows: Range, keys: Range, offset: int) -> Tensor:
-    """Add the bias to ``scores`` (batch, nheads, rows, keys) in place, without materialising it."""
-    gap = distance(rows, keys, offset, scores.device).abs_().to(scores.dtype)
-    return scores.addcmul_(slopes.to(scores.dtype)[:, :, None, None], gap, value=-1)
+    """The same in place."""
+    distance = gap(rows, keys, offset, scores.device, scores.dtype)
+    return scores.addcmul_(slopes.to(scores.dtype)[:, :, None, None], distance, value=-1)
 
 
-def added(mask: Tensor, slopes: Tensor, rows: Range, keys: Range, offset: int) -> Tensor:
-    """The bias on top of ``mask`` (1, 1, rows, keys): (batch, nheads, rows, keys), made in one pass."""
-    gap = _gap(rows, keys, offset, mask.device, mask.dtype)
-    return mask.addcmul(slopes.to(mask.dtype)[:, :, None, None], gap, value=-1)
-
-
-def _gap(rows: Range, keys: Range, offset: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def gap(rows: Range, keys: Range, offset: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """How far each key is from each row's position, (rows, keys); integers take longer than what is added to them."""
     first, last = rows.start + offset, rows.stop + offset
-    if max(abs(first), abs(last), keys.stop) > _EXACT_INTEGERS:
-        return distance(rows, keys, offset, device).abs_().to(dtype)
-    positions = torch.arange(first, last, dtype=dtype, device=device)
-    return torch.arange(keys.start, keys.stop, dtype=dtype, device=device).sub(positions[:, None]).abs_()
+    exact = dtype if max(abs(first), abs(last), keys.stop) <= _EXACT_INTEGERS else torch.int64
+    positions = torch.arange(first, last, dtype=exact, device=device)
+    return torch.arange(keys.start, keys.stop, dtype=exact, device=device).sub(positions[:, None]).abs_().to(dtype)
 
 
 def causal_lse_shift(slopes: Tensor, seqlen_q: int, offset: int | Tensor) -> Tensor:

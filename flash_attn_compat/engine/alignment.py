@@ -16,8 +16,3 @@ def is_ready(tensor: Tensor) -> bool:
 def ready(tensor: Tensor) -> Tensor:
     """``tensor`` as the kernel reads it: a copy where its memory is not laid out that way."""
     return tensor if is_ready(tensor) else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def aligned_contiguous(tensor: Tensor) -> Tensor:
-    """``tensor`` contiguous and beginning on 16 bytes; a contiguous slice of a buffer may begin anywhere."""
-    return ready(tensor.contiguous())

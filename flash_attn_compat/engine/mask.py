@@ -106,9 +106,3 @@ class Mask(NamedTuple):
 
 def _ones(rows: Range, keys: Range, device: torch.device) -> Tensor:
     return torch.ones(rows.size, keys.size, dtype=torch.bool, device=device)
-
-
-def distance(rows: Range, keys: Range, offset: int, device: torch.device) -> Tensor:
-    """How far each key is ahead of each row's position, int64 (rows, keys)."""
-    positions = torch.arange(rows.start + offset, rows.stop + offset, device=device)
-    return torch.arange(keys.start, keys.stop, device=device) - positions.unsqueeze(-1)

@@ -81,7 +81,7 @@ def scores_of(call: AttentionCall, block: Block, q: Tensor, k: Tensor) -> tuple[
         capped = torch.tanh(scores / call.softcap)
         scores, softcap_slope = call.softcap * capped, 1 - capped**2
     if block.slopes is not None:
-        scores = scores + alibi.bias(block.slopes, rows, keys, block.offset, scores.dtype)
+        scores = alibi.add_bias(scores, block.slopes, rows, keys, block.offset)
     hidden = call.mask.hidden(rows, keys, block.offset, q.device)
     if hidden is not None:
         scores = scores.masked_fill(hidden, -torch.inf)
