@@ -1,9 +1,8 @@
-"""Activations and their hand-written gradients against fp64 autograd."""
+"""Activations and their hand-written gradients against PyTorch's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,45 +10,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn_compat.ops import activations as A
+from tests.plain import check_function
+from tests.support import randn
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-# name: (function, the same by torch, number of arguments)
-FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], int]] = {
-    "swiglu": (A.swiglu, lambda x, y: F.silu(x) * y, 2),
-    "bias_gelu_impl": (A.bias_gelu_impl, lambda x, b: F.gelu(x + b, approximate="tanh"), 2),
-    "fast_gelu_impl": (A.fast_gelu_impl, lambda x: F.gelu(x, approximate="tanh"), 1),
-}
-
-
-def arguments(name: str, dtype: torch.dtype) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"swiglu": [(4, 3, 8), (4, 3, 8)], "bias_gelu_impl": [(4, 3, 8), (8,)], "fast_gelu_impl": [(4, 3, 8)]}
-    return [torch.randn(s, generator=generator, dtype=torch.float64).mul(2).to(dtype) for s in shapes[name]]
+# name: (function, the same by torch, what it takes)
+FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]] = {
+    "swiglu": (A.swiglu, lambda x, y: F.silu(x) * y, [2 * randn(4, 3, 8), 2 * randn(4, 3, 8, seed=1)]),
+    "bias_gelu_impl": (
+        A.bias_gelu_impl, lambda x, b: F.gelu(x + b, approximate="tanh"), [2 * randn(4, 3, 8), 2 * randn(8)]
+    ),
+    "fast_gelu_impl": (A.fast_gelu_impl, lambda x: F.gelu(x, approximate="tanh"), [2 * randn(4, 3, 8)]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_values_and_gradients_agree_with_fp64(name: str, dtype: torch.dtype) -> None:
-    function, plain, _ = FUNCTIONS[name]
-    given = [t.requires_grad_() for t in arguments(name, dtype)]
-    exact = [t.detach().double().requires_grad_() for t in given]
-    out, expected = function(*given), plain(*exact)
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    out.backward(weight)
-    expected.backward(weight.double())
-    eps = torch.finfo(dtype).eps
-    assert out.dtype == dtype
-    torch.testing.assert_close(out.double(), expected, rtol=2 * eps, atol=1e-6)
-    for actual, wanted in zip(given, exact, strict=True):
-        assert actual.grad is not None and actual.grad.dtype == dtype and wanted.grad is not None
-        torch.testing.assert_close(actual.grad.double(), wanted.grad, rtol=2 * eps, atol=2e-6)
+def test_values_and_gradients_are_torchs(name: str, dtype: torch.dtype) -> None:
+    function, plain, given = FUNCTIONS[name]
 
+    def upcast(*values: Tensor) -> Tensor:
+        """Rounded once."""
+        wide = torch.promote_types(values[0].dtype, torch.float32)
+        return plain(*(value.to(wide) for value in values)).to(values[0].dtype)
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_gradients_match_finite_differences(name: str) -> None:
-    given = tuple(t.requires_grad_() for t in arguments(name, torch.float64))
-    assert torch.autograd.gradcheck(FUNCTIONS[name][0], given)
+    check_function(function, upcast, *(value.to(dtype) for value in given))
 
 
 def test_half_precision_does_not_overflow_inside() -> None:
@@ -59,39 +43,33 @@ def test_half_precision_does_not_overflow_inside() -> None:
 
 
 def test_the_plain_forward_and_backward_functions_agree_with_the_differentiable_ones() -> None:
-    x, y = arguments("swiglu", torch.float32)
+    x, y = (value.clone().requires_grad_() for value in FUNCTIONS["swiglu"][2])
     g = torch.ones_like(x)
-    leaves = [x.clone().requires_grad_(), y.clone().requires_grad_()]
-    A.swiglu(*leaves).sum().backward()
     assert torch.equal(A.swiglu_fwd(x, y), A.swiglu(x, y))
-    for actual, leaf in zip(A.swiglu_bwd(x, y, g), leaves, strict=True):
-        assert leaf.grad is not None and torch.equal(actual, leaf.grad)
-    leaf = x.clone().requires_grad_()
-    A.fast_gelu_impl(leaf).sum().backward()
-    assert leaf.grad is not None and torch.equal(A.gelu_bwd(g, x), leaf.grad)
+    for found, right in zip(A.swiglu_bwd(x, y, g), torch.autograd.grad(A.swiglu(x, y).sum(), (x, y)), strict=True):
+        assert torch.equal(found, right)
+    assert torch.equal(A.gelu_bwd(g, x), *torch.autograd.grad(A.fast_gelu_impl(x).sum(), x))
 
 
-def test_squared_relu_and_its_gradient() -> None:
+def test_relus_and_their_gradients() -> None:
     x = torch.tensor([-2.0, 0.0, 3.0], dtype=torch.bfloat16)
     g = torch.tensor([1.0, 1.0, 0.5])
     out, grad = A.sqrelu_fwd(x), A.sqrelu_bwd(g, x)
     assert out.dtype == grad.dtype == torch.bfloat16
     assert out.tolist() == [0, 0, 9] and grad.tolist() == [0, 0, 3]
+    grad = A.relu_bwd(torch.full((3,), 2.0), x)  # which passes at 0
+    assert grad.dtype == torch.bfloat16 and grad.tolist() == [0, 2, 2]
 
 
-def test_relu_bwd_passes_at_zero() -> None:
-    x = torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float16)
-    grad = A.relu_bwd(torch.full((3,), 2.0), x)
-    assert grad.dtype == torch.float16 and grad.tolist() == [0, 2, 2]
+def test_they_compile_in_one_graph() -> None:
+    def loss(*values: Tensor) -> Tensor:
+        x, y, b = values
+        return (A.swiglu(x, y) + A.bias_gelu_impl(x, b) + A.fast_gelu_impl(y)).sum()
 
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_they_compile_in_one_graph(name: str) -> None:
-    function: Any = FUNCTIONS[name][0]
-    eager = [t.requires_grad_() for t in arguments(name, torch.float32)]
-    compiled = [t.detach().clone().requires_grad_() for t in eager]
+    given = [*FUNCTIONS["swiglu"][2], FUNCTIONS["bias_gelu_impl"][2][1]]
+    eager, compiled = ([value.clone().requires_grad_() for value in given] for _ in range(2))
     torch._dynamo.reset()
-    function(*eager).sum().backward()
-    torch.compile(function, backend="aot_eager", fullgraph=True)(*compiled).sum().backward()
+    loss(*eager).backward()
+    torch.compile(loss, backend="aot_eager", fullgraph=True)(*compiled).backward()
     for actual, expected in zip(compiled, eager, strict=True):
         torch.testing.assert_close(actual.grad, expected.grad)

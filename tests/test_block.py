@@ -14,7 +14,7 @@ from flash_attn_compat.modules.block import Block, ParallelBlock, StochasticDept
 from flash_attn_compat.modules.mha import MHA
 from flash_attn_compat.modules.mlp import Mlp
 from flash_attn_compat.ops.triton.layer_norm import RMSNorm
-from tests.plain import Parameters, check_module
+from tests.plain import Parameters, check_module, pairwise
 from tests.support import randn
 
 D = 8
@@ -64,10 +64,9 @@ def plain_parallel(kind: str, tied: bool, params: Parameters, first: Tensor, *re
     return linear(params, "mixer", normed), linear(params, "mlp", second), residual
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", NORMS)
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("residual_in_fp32", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "kind", "fused", "residual_in_fp32"), pairwise(DTYPES, NORMS, (False, True), (False, True))
+)
 def test_a_prenorm_block_adds_then_normalises(
     dtype: torch.dtype, kind: str, fused: bool, residual_in_fp32: bool
 ) -> None:
@@ -85,19 +84,15 @@ def test_a_block_of_fp16_weights_takes_fp32_inputs_and_keeps_the_residual_in_fp3
     check_module(block, partial(plain_prenorm, kind, False), randn(2, 5, D), randn(2, 5, D, seed=1))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", NORMS)
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("dtype", "kind", "fused"), pairwise(DTYPES, NORMS, (False, True)))
 def test_a_postnorm_block_normalises_after_each_branch(dtype: torch.dtype, kind: str, fused: bool) -> None:
     block = Block(D, norm_cls=NORMS[kind], prenorm=False, fused_dropout_add_ln=fused, **PARTS)
     check_module(scrambled(block, dtype), partial(plain_postnorm, kind), randn(2, 5, D, dtype=dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", NORMS)
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("inputs", [1, 3])
+@pytest.mark.parametrize(
+    ("dtype", "kind", "fused", "tied", "inputs"), pairwise(DTYPES, NORMS, (False, True), (False, True), (1, 3))
+)
 def test_a_parallel_block_feeds_both_branches_from_one_sum(
     dtype: torch.dtype, kind: str, fused: bool, tied: bool, inputs: int
 ) -> None:

@@ -16,13 +16,13 @@ from flash_attn_compat.modules.embedding import (
     VocabParallelEmbedding,
 )
 from flash_attn_compat.ops.fused_dense import FusedDense
-from tests.plain import Parameters, check_module
+from tests.plain import Parameters, check_module, pairwise
 from tests.support import randn
 
 VOCAB, D, POSITIONS = 11, 6, 9
 IDS = torch.tensor([[1, 4, 4, 0], [10, 2, 1, 7]])
 PLACES = torch.tensor([[3, 3, 0, 8], [1, 2, 5, 5]])
-on_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def plain_gpt2(params: Parameters, ids: Tensor, places: Tensor | None = None) -> Tensor:
@@ -41,9 +41,7 @@ def plain_bert(params: Parameters, ids: Tensor, places: Tensor | None = None, ty
     return out
 
 
-@on_dtypes
-@pytest.mark.parametrize("positions", [POSITIONS, 0])
-@pytest.mark.parametrize("word_dim", [None, 3])
+@pytest.mark.parametrize(("dtype", "positions", "word_dim"), pairwise(DTYPES, (POSITIONS, 0), (None, 3)))
 def test_gpt2_embeddings_are_tokens_projected_plus_positions(
     dtype: torch.dtype, positions: int, word_dim: int | None
 ) -> None:
@@ -54,9 +52,7 @@ def test_gpt2_embeddings_are_tokens_projected_plus_positions(
     check_module(module, plain_gpt2, IDS, PLACES)
 
 
-@on_dtypes
-@pytest.mark.parametrize("positions", [POSITIONS, 0])
-@pytest.mark.parametrize("types", [2, 0])
+@pytest.mark.parametrize(("dtype", "positions", "types"), pairwise(DTYPES, (POSITIONS, 0), (2, 0)))
 def test_bert_embeddings_are_tokens_plus_positions_plus_types(dtype: torch.dtype, positions: int, types: int) -> None:
     module = BertEmbeddings(D, VOCAB, positions, types, dtype=dtype)
     names = {"word_embeddings", *(["position_embeddings"] if positions else [])}
@@ -86,11 +82,7 @@ def plain_patches(params: Parameters, x: Tensor, norm: bool = False, flatten: bo
     return F.layer_norm(out, out.shape[-1:], params["norm.weight"], params["norm.bias"]) if norm else out
 
 
-@on_dtypes
-@pytest.mark.parametrize("flatten", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("dtype", "flatten", "bias", "norm", "fused"), pairwise(DTYPES, *[(False, True)] * 4))
 def test_patch_embedding_is_a_convolution(
     dtype: torch.dtype, flatten: bool, bias: bool, norm: bool, fused: bool
 ) -> None:

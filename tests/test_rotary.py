@@ -19,13 +19,11 @@ from flash_attn_compat.layers.rotary import (
     rotate_half,
 )
 from flash_attn_compat.ops.triton.rotary import apply_rotary
+from tests.plain import pairwise
+from tests.support import cumulative, randn
 
 B, S, H, D, TABLE = 2, 5, 3, 16, 9
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def tables(rotary_dim: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> tuple[Tensor, Tensor]:
@@ -60,12 +58,14 @@ def int_positions(offset: int) -> Tensor:
     return (torch.arange(S) + offset).expand(B, S)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("rotary_dim", [2, 10, 16])
-@pytest.mark.parametrize("offset", [0, 4])
-def test_a_dense_rotation_is_exact(dtype: torch.dtype, interleaved: bool, rotary_dim: int, offset: int) -> None:
-    x, (cos, sin) = randn(B, S, H, D, dtype=dtype), tables(rotary_dim, dtype)
+@pytest.mark.parametrize(
+    ("dtype", "table_dtype", "interleaved", "rotary_dim", "offset"),
+    pairwise(DTYPES, (None, torch.float32), (False, True), (2, 10, 16), (0, 4)),
+)
+def test_a_dense_rotation_is_exact(
+    dtype: torch.dtype, table_dtype: torch.dtype | None, interleaved: bool, rotary_dim: int, offset: int
+) -> None:
+    x, (cos, sin) = randn(B, S, H, D, dtype=dtype), tables(rotary_dim, table_dtype or dtype)
     out = apply_rotary_emb(x, cos, sin, interleaved, seqlen_offsets=offset)
     assert out.dtype == dtype and out.shape == x.shape
     assert_rounded_once(out, rotated(x, cos, sin, int_positions(offset), interleaved))
@@ -125,19 +125,6 @@ def test_a_view_is_rotated_in_place_through_its_strides(interleaved: bool) -> No
     assert torch.equal(qkv, untouched)
 
 
-def test_conjugate_undoes_the_rotation() -> None:
-    x, (cos, sin) = randn(B, S, H, D, dtype=torch.float64), tables(D, torch.float64)
-    back = apply_rotary(apply_rotary(x, cos, sin, seqlen_offsets=2), cos, sin, seqlen_offsets=2, conjugate=True)
-    torch.testing.assert_close(back, x)
-
-
-def test_tables_may_have_another_dtype_than_x() -> None:
-    x, (cos, sin) = randn(B, S, H, D, dtype=torch.float16), tables(D, torch.float32)
-    out = apply_rotary(x, cos, sin)
-    assert out.dtype == torch.float16
-    assert_rounded_once(out, rotated(x, cos, sin, int_positions(0)))
-
-
 @pytest.mark.parametrize("inplace", [False, True])
 def test_apply_rotary_itself_is_not_differentiable_and_accepts_leaves(inplace: bool) -> None:
     x, (cos, sin) = randn(B, S, H, D).requires_grad_(), tables(D)
@@ -148,16 +135,14 @@ def test_apply_rotary_itself_is_not_differentiable_and_accepts_leaves(inplace: b
     assert x._version == version and (out is x) == inplace and out.grad_fn is None
 
 
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("inplace", "interleaved", "packed"), pairwise(*[(False, True)] * 3))
 def test_the_gradient_is_the_conjugate_rotation(inplace: bool, interleaved: bool, packed: bool) -> None:
     cos, sin = tables(10, torch.float64)
     options: dict[str, Any] = {"seqlen_offsets": torch.tensor([1, 3])}
     x = randn(B, S, H, D, dtype=torch.float64)
     if packed:
         x = x.flatten(0, 1)
-        options |= {"cu_seqlens": torch.tensor([0, 4, 10], dtype=torch.int32), "max_seqlen": 6}
+        options |= {"cu_seqlens": cumulative(4, 6), "max_seqlen": 6}
     x.requires_grad_()
     assert torch.autograd.gradcheck(
         lambda t: apply_rotary_emb(t.clone(), cos, sin, interleaved, inplace, **options), (x,), fast_mode=True
@@ -189,9 +174,9 @@ def test_outputs_of_unbind_can_be_rotated_in_place_with_gradients() -> None:
     torch.testing.assert_close(leaf.grad[:, :, 1], rotated(qr, cos, sin, int_positions(0)) * vr)
 
 
-@pytest.mark.parametrize("num_heads_q", [None, 4])
-@pytest.mark.parametrize("own_key_tables", [False, True])
-@pytest.mark.parametrize("offsets", [2, torch.tensor([1, 3])])
+@pytest.mark.parametrize(
+    ("num_heads_q", "own_key_tables", "offsets"), pairwise((None, 4), (False, True), (2, torch.tensor([1, 3])))
+)
 def test_packed_qkv_is_rotated_in_place_with_gradients(
     num_heads_q: int | None, own_key_tables: bool, offsets: Any
 ) -> None:
@@ -214,16 +199,12 @@ def test_packed_qkv_is_rotated_in_place_with_gradients(
     assert torch.autograd.gradcheck(lambda t: call(t.clone()), (leaf,), fast_mode=True)
 
 
-def test_packed_qkv_can_be_rotated_out_of_place_without_autograd() -> None:
+def test_packed_qkv_out_of_place_leaves_it_and_its_heads_must_add_up() -> None:
     qkv, (cos, sin) = randn(B, S, 3, H, D), tables(D)
     kept = qkv.clone()
     out = _apply_rotary_emb_qkv(qkv, cos, sin)
     assert torch.equal(qkv, kept)
     assert torch.equal(out, apply_rotary_emb_qkv_(kept, cos, sin))
-
-
-def test_the_heads_of_a_grouped_qkv_must_add_up() -> None:
-    cos, sin = tables(D)
     with pytest.raises(AssertionError, match="num_heads_q must be passed"):
         apply_rotary_emb_qkv_(randn(B, S, 8, D), cos, sin)
     with pytest.raises(AssertionError, match="nheads_q \\+ 2 nheads_k"):
@@ -378,10 +359,9 @@ def test_a_table_made_in_inference_mode_is_rebuilt_for_training() -> None:
 
 def test_a_module_cast_to_half_keeps_fp32_angles() -> None:
     exact, cast = RotaryEmbedding(64), RotaryEmbedding(64).to(torch.bfloat16)
-    exact._update_cos_sin_cache(3000, dtype=torch.float32)
-    cast._update_cos_sin_cache(3000, dtype=torch.float32)
-    assert exact._cos_cached is not None and cast._cos_cached is not None
-    assert torch.equal(exact._cos_cached, cast._cos_cached)
+    for rotary in (exact, cast):
+        rotary._update_cos_sin_cache(3000, dtype=torch.float32)
+    assert exact._cos_cached is not None and torch.equal(exact._cos_cached, cast._cos_cached)
 
 
 def test_the_older_keyword_pos_idx_in_fp32_is_accepted_by_subclasses() -> None:
@@ -394,23 +374,20 @@ def test_the_older_keyword_pos_idx_in_fp32_is_accepted_by_subclasses() -> None:
     assert dict(rotary.named_buffers()).keys() == {"inv_freq"} and rotary.state_dict() == {}
 
 
-@pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_rotation_compiles_in_one_graph(inplace: bool, packed: bool) -> None:
+def test_rotation_compiles_in_one_graph(packed: bool) -> None:
     cos, sin = tables(10)
-    options: dict[str, Any] = {"seqlen_offsets": torch.tensor([1, 3])}
+    options: dict[str, Any] = {"seqlen_offsets": torch.tensor([1, 3]), "inplace": packed}
     if packed:
-        options |= {"cu_seqlens": torch.tensor([0, 4, 10], dtype=torch.int32), "max_seqlen": 6}
+        options |= {"cu_seqlens": cumulative(4, 6), "max_seqlen": 6}
 
     def function(x: Tensor) -> Tensor:
-        return apply_rotary_emb(x * 2, cos, sin, inplace=inplace, **options)
+        return apply_rotary_emb(x * 2, cos, sin, **options)
 
-    eager = randn(B, S, H, D).flatten(0, 1) if packed else randn(B, S, H, D)
-    compiled = eager.clone().requires_grad_()
-    eager.requires_grad_()
+    x = randn(B, S, H, D).flatten(0, int(packed))
+    eager, compiled = x.clone().requires_grad_(), x.clone().requires_grad_()
     torch._dynamo.reset()
-    expected = function(eager)
-    actual = torch.compile(function, backend="aot_eager", fullgraph=True)(compiled)
+    expected, actual = function(eager), torch.compile(function, backend="aot_eager", fullgraph=True)(compiled)
     torch.testing.assert_close(actual, expected)
     expected.square().sum().backward()
     actual.square().sum().backward()

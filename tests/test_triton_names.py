@@ -18,7 +18,7 @@ from flash_attn_compat.ops.triton.k_activations import (
 )
 from flash_attn_compat.ops.triton.linear import triton_dgrad_act, triton_linear_act
 from flash_attn_compat.ops.triton.mlp import FusedDenseSqreluDense
-from tests.plain import Parameters, assert_as_good_as_plain, check_module
+from tests.plain import Parameters, assert_as_good_as_plain, check_module, pairwise
 from tests.support import randn
 
 PLAIN: dict[str, Any] = {
@@ -29,7 +29,7 @@ PLAIN: dict[str, Any] = {
     "leaky_relu": lambda x: F.leaky_relu(x, 0.01),
     "relu": F.relu,
 }
-on_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def derivative(name: str, x: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def derivative(name: str, x: Tensor) -> Tensor:
     return torch.autograd.grad(PLAIN[name](leaf).sum(), leaf)[0]
 
 
-@on_dtypes
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", list(Activation))
 def test_activations_and_derivatives_are_pytorchs(activation: Activation, dtype: torch.dtype) -> None:
     x = 3 * randn(200, dtype=dtype)
@@ -68,9 +68,9 @@ def test_the_derivatives_at_zero_are_the_right_ones() -> None:
     assert k_activations.relu_grad(zero) == 1 and k_activations.leaky_relu_grad(zero) == 1
 
 
-@on_dtypes
-@pytest.mark.parametrize("activation", ["id", "gelu", "gelu_approx", "squared_relu"])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("activation", "bias", "dtype"), pairwise(("id", "gelu", "gelu_approx", "squared_relu"), (False, True), DTYPES)
+)
 def test_linear_with_an_activation_and_the_gradient_through_it(activation: str, bias: bool, dtype: torch.dtype) -> None:
     x, weight, b = randn(2, 5, 8, dtype=dtype), randn(6, 8, seed=1, dtype=dtype), randn(6, dtype=dtype)
     given = b if bias else None
@@ -102,8 +102,7 @@ def test_the_linear_layers_stay_outside_of_autograd_and_refuse_what_does_not_fit
         triton_dgrad_act(randn(2, 6), weight, "gelu")
 
 
-@on_dtypes
-@pytest.mark.parametrize("checkpoint_lvl", [0, 1, 2])
+@pytest.mark.parametrize(("checkpoint_lvl", "dtype"), list(zip((0, 1, 2), DTYPES)))
 def test_the_squared_relu_mlp_is_two_layers(checkpoint_lvl: int, dtype: torch.dtype) -> None:
     def plain(p: Parameters, x: Tensor) -> Tensor:
         hidden = F.relu(F.linear(x, p["fc1.weight"], p["fc1.bias"])).square()
