@@ -36,51 +36,25 @@ def named(found: Located) -> str:
 # ---- the classical bug ----------------------------------------------------------------------------------------------
 
 
-def test_a_running_maximum_stored_at_the_wrong_index_is_named(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("planted", "said", "row"),
+    [
+        ("maximum_at_next_tile", ["key tile 0 is right, every later one is wrong",
+                                  "the running maximum m of the key tiles before is not what it was: stored at"], 0),
+        ("maximum_without_tile_offset", ["query tile 0 is right, every later one is wrong",
+                                         "one that lacks the query tile's offset"], 32),
+    ],
+)  # fmt: skip
+def test_a_running_maximum_stored_at_the_wrong_index_is_named(planted, said, row, tmp_path, capsys):
     saved = tmp_path / "a.json"
-    assert (
-        main(
-            [
-                "locate",
-                "verify.planted:maximum_at_next_tile",
-                "tests.mutants:correct.flash_attn_func",
-                *SMALL,
-                "--json",
-                str(saved),
-            ]
-        )
-        == 1
-    )
-    shown = capsys.readouterr().out
-    assert "key tile 0 is right, every later one is wrong" in shown
-    assert "the running maximum m of the key tiles before is not what it was: stored at" in shown
-    data = json.loads(saved.read_text())
-    assert data["first"] | {"channel": 0} == {
-        "batch": 0, "head": 0, "row": 0, "channel": 0, "query_tile": 0, "key_tile": 1
-    }  # fmt: skip
-    assert [problem["differs"] for problem in data["growth"]] == [False, True, True]
-
-
-def test_a_maximum_index_without_the_query_tiles_offset_is_right_in_query_tile_0_only(tmp_path, capsys):
-    saved = tmp_path / "a.json"
-    assert (
-        main(
-            [
-                "locate",
-                "verify.planted:maximum_without_tile_offset",
-                "tests.mutants:correct.flash_attn_func",
-                *SMALL,
-                "--json",
-                str(saved),
-            ]
-        )
-        == 1
-    )
+    arguments = [f"verify.planted:{planted}", "tests.mutants:correct.flash_attn_func", *SMALL, "--json", str(saved)]
+    assert main(["locate", *arguments]) == 1
     shown = " ".join(capsys.readouterr().out.split())
-    assert "query tile 0 is right, every later one is wrong" in shown
-    assert "wrong index (read as -inf, the value it started with), one that lacks the query tile's offset" in shown
-    first = json.loads(saved.read_text())["first"]
-    assert (first["batch"], first["head"], first["row"], first["query_tile"], first["key_tile"]) == (0, 0, 32, 1, 1)
+    assert all(part in shown for part in said)
+    data = json.loads(saved.read_text())
+    place = {"batch": 0, "head": 0, "row": row, "channel": 0, "query_tile": row // 32, "key_tile": 1}
+    assert data["first"] | {"channel": 0} == place
+    assert [problem["differs"] for problem in data["growth"]] == [False, True, True]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -101,62 +75,36 @@ def test_state_carried_wrongly_between_key_tiles_is_named_from_outside(mistake, 
 # ---- other mistakes -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("mutant", "settings", "part"),
-    [
-        ("stale_key_tile", {"n": 128}, "key tile 3: not what it should be"),
-        ("tiled_heads", {"heads": 4, "heads_k": 2}, "the scores themselves"),
-        ("top_left_causal", {"causal": True, "keys": 130}, "the causal mask"),
-        ("right_edge_one_too_far", {"causal": True}, "the causal mask"),
-        ("stored_maximum_lost", {}, "the running maximum m"),
-    ],
-)
-def test_a_mutant_is_called_what_it_is(mutant, settings, part):
-    assert part in named(located(getattr(mutants, mutant).flash_attn_func, **settings))
-
-
-def on_keys(choose):
-    """Right, but of the keys that `choose` leaves."""
+def of(change_keys=lambda x: x, change_out=lambda out: out):
+    """The right kernel, but of other keys, or with something done to its output."""
 
     def attention(q, k, v, causal=False):
-        return mutants.correct.flash_attn_func(q, choose(k), choose(v), causal=causal)
+        return change_out(mutants.correct.flash_attn_func(q, change_keys(k), change_keys(v), causal=causal))
 
     return attention
 
 
-def test_a_remainder_left_out_is_named():
-    found = located(on_keys(lambda x: x[:, : x.shape[1] // 32 * 32 or None]), n=100)
-    assert "the last key tile" in named(found)
+RANDOM = torch.Generator().manual_seed(0)
 
 
-def test_a_key_tile_never_read_is_named():
-    found = located(on_keys(lambda x: torch.cat((x[:, :32], x[:, 64:]), 1)), n=128)
-    assert "key tile 1: never counted" in named(found)
-
-
-def test_a_wrong_product_with_v_is_told_from_a_wrong_softmax():
-    def channels_swapped(q, k, v, causal=False):
-        return mutants.correct.flash_attn_func(q, k, v, causal=causal)[..., [1, 0, *range(2, 16)]]
-
-    found = located(channels_swapped)
-    assert "the softmax is right" in named(found)
-    assert texture(found.differs, 32) == "whole channels of tiles"
-
-
-def test_rows_never_written_are_named():
-    assert "rows that are zero" in named(located(lambda q, k, v, causal: torch.zeros_like(q)))
-
-
-def test_nan_counts_as_a_difference_and_is_named():
-    found = located(lambda q, k, v, causal: q * torch.nan)
-    assert found.first is not None and found.differs.all()
-    assert "NaN or infinity" in named(found)
-
-
-def test_two_calls_that_differ_are_a_race():
-    generator = torch.Generator().manual_seed(0)
-    found = located(lambda q, k, v, causal: torch.randn(q.shape, generator=generator))
-    assert "two calls differ" in named(found)
+@pytest.mark.parametrize(
+    ("kernel", "settings", "part"),
+    [
+        (mutants.stale_key_tile.flash_attn_func, {"n": 128}, "key tile 3: not what it should be"),
+        (mutants.tiled_heads.flash_attn_func, {"heads": 4, "heads_k": 2}, "the scores themselves"),
+        (mutants.top_left_causal.flash_attn_func, {"causal": True, "keys": 130}, "the causal mask"),
+        (mutants.right_edge_one_too_far.flash_attn_func, {"causal": True}, "the causal mask"),
+        (mutants.stored_maximum_lost.flash_attn_func, {}, "the running maximum m"),
+        (of(lambda x: x[:, : x.shape[1] // 32 * 32 or None]), {"n": 100}, "the last key tile"),
+        (of(lambda x: torch.cat((x[:, :32], x[:, 64:]), 1)), {"n": 128}, "key tile 1: never counted"),
+        (of(change_out=lambda out: out[..., [1, 0, *range(2, 16)]]), {}, "the softmax is right"),
+        (of(change_out=torch.zeros_like), {}, "rows that are zero"),
+        (of(change_out=lambda out: out * torch.nan), {}, "NaN or infinity"),
+        (of(change_out=lambda out: torch.randn(out.shape, generator=RANDOM)), {}, "two calls differ"),
+    ],
+)
+def test_a_mistake_is_called_what_it_is(kernel, settings, part):
+    assert part in named(located(kernel, **settings))
 
 
 def test_a_changed_input_is_remarked_even_where_the_answer_is_right():
@@ -228,12 +176,10 @@ def test_the_texture_is_the_largest_thing_that_differs_as_a_whole(where, expecte
     ("wrong", "words"),
     [
         ([False, True, True], "tile 0 is right, every later one is wrong"),
-        ([False, False, True], "only the last tile, 2, is wrong"),
-        ([False, False, True, True], "tiles up to 1 are right, every later one is wrong"),
-        ([True, False, True, False], "every other tile is wrong, from 0 on"),
+        ([False, False, True], "tiles 0 to 1 are right, every later one is wrong"),
+        ([True, False, True, False], "of 4 tiles only 0, 2 are wrong"),
         ([True, True], "all 2 tiles are wrong"),
-        ([False, True, True, True, False], "tiles 1 to 3 of 5 are wrong"),
-        ([True, False, False], "of 3 tiles only 0 is wrong"),
+        ([True], "the only tile is wrong"),
         ([False, False], "no tile is wrong"),
     ],
 )

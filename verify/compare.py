@@ -68,30 +68,17 @@ class Row:
         return cls(**given)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to run: cases (recorded and generated), implementations, devices."""
-
-    implementations: Sequence[impl.Implementation]
-    devices: Sequence[str]
-    cases: Sequence[Case]
-
-    @property
-    def runs(self) -> int:
-        return len(self.cases) * len(self.implementations) * len(self.devices)
-
-
-def run(plan: Plan) -> Iterator[Row]:
+def run(judged: Sequence[impl.Implementation], devices: Sequence[str], cases: Sequence[Case]) -> Iterator[Row]:
     """Row after row, case by case: a case's tensors live no longer than its turn."""
-    for case in plan.cases:
-        for device in plan.devices:
+    for case in cases:
+        for device in devices:
             if device.startswith("mps") and case.dtype == "fp64":
-                for each in plan.implementations:
+                for each in judged:
                     yield _row(case, each, device, refused=True, note="the device has no fp64")
                 continue
             examination = Examination(case.problem, device, careful=True)
-            for implementation in plan.implementations:
-                yield _judged(case, implementation, device, examination)
+            for each in judged:
+                yield _judged(case, each, device, examination)
 
 
 def _row(case: Case, implementation: impl.Implementation, device: str, **more: Any) -> Row:
@@ -212,13 +199,7 @@ def register(subparsers: Any) -> None:
     parser.set_defaults(run=main)
 
 
-def plan_from(arguments: argparse.Namespace) -> Plan:
-    """The plan the arguments describe, or a UsageError."""
-    if arguments.implementation and arguments.backend:
-        raise UsageError("--backend and --implementation exclude each other")
-    judged: list[impl.Implementation] = (
-        [impl.imported(arguments.implementation)] if arguments.implementation else [*impl.backends(arguments.backend)]
-    )
+def _cases(arguments: argparse.Namespace) -> list[Case]:
     wanted = [text.strip() for text in arguments.filter.split(",") if text.strip()]
     cases = [
         case.forward_only() if arguments.forward_only else case
@@ -227,20 +208,25 @@ def plan_from(arguments: argparse.Namespace) -> Plan:
     ]
     if not cases:
         raise UsageError(f"no case has {arguments.filter!r} in its name")
-    return Plan(judged, checked_devices(arguments.device), cases)
+    return cases
 
 
 def main(arguments: argparse.Namespace) -> int:
     check_output_arguments(arguments)
-    plan = plan_from(arguments)
+    if arguments.implementation and arguments.backend:
+        raise UsageError("--backend and --implementation exclude each other")
+    judged: list[impl.Implementation] = (
+        [impl.imported(arguments.implementation)] if arguments.implementation else [*impl.backends(arguments.backend)]
+    )
+    cases, devices = _cases(arguments), checked_devices(arguments.device)
     torch.set_num_threads(1)  # thousands of small problems: more threads cost more than they give
     terminal = console()
     rows: list[Row] = []
     with progress_bar(terminal) as progress:
-        task = progress.add_task("comparing", total=plan.runs)
-        for row in run(plan):
+        task = progress.add_task("comparing", total=len(cases) * len(judged) * len(devices))
+        for row in run(judged, devices, cases):
             rows.append(row)
             progress.advance(task)
-    summary = report(rows, describe(list(plan.devices)), arguments.verbose)
+    summary = report(rows, describe(devices), arguments.verbose)
     deliver(summary, {"rows": [row.to_json() for row in rows]}, arguments, terminal)
     return 0 if summary.ok else 1

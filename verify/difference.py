@@ -75,15 +75,8 @@ def which(wrong: Sequence[bool], noun: str) -> str:
         return f"no {noun} is wrong"
     if len(bad) == count:
         return f"all {count} {noun}s are wrong" if count > 1 else f"the only {noun} is wrong"
-    if bad == list(range(1, count)):
-        return f"{noun} 0 is right, every later one is wrong"
-    if bad == [count - 1]:
-        return f"only the last {noun}, {bad[0]}, is wrong"
-    if bad == list(range(bad[0], count)):
-        return f"{noun}s up to {bad[0] - 1} are right, every later one is wrong"
-    if len(bad) > 1 and bad == list(range(bad[1] - 2, count, 2)) and bad[0] < 2:
-        return f"every other {noun} is wrong, from {bad[0]} on"
-    if bad == list(range(bad[0], bad[-1] + 1)) and len(bad) > 2:
-        return f"{noun}s {bad[0]} to {bad[-1]} of {count} are wrong"
+    if bad[0] > 0 and bad == list(range(bad[0], count)):
+        right = f"{noun} 0 is" if bad[0] == 1 else f"{noun}s 0 to {bad[0] - 1} are"
+        return f"{right} right, every later one is wrong"
     few = ", ".join(map(str, bad[:6])) + (" and more" if len(bad) > 6 else "")
     return f"of {count} {noun}s only {few} {'are' if len(bad) > 1 else 'is'} wrong"

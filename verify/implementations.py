@@ -17,15 +17,7 @@ from flash_attn_compat.backends import BACKENDS
 from verify.call import Call, accepted
 from verify.errors import UsageError
 
-PUBLIC_FUNCTIONS = (
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-)
+PUBLIC_FUNCTIONS = [name for name in flash_attn_compat.__all__ if name.startswith("flash_attn_")]
 
 
 class NotSupported(Exception):
