@@ -101,7 +101,7 @@ def _weigh(
         softcap = sub.call.softcap
         keys = sub.keys[:, columns.start : columns.stop].transpose(1, 2)
         raw = sub.unfold(sub.product(queries, keys, sub.call.softmax_scale / (softcap or 1.0)), rows)
-        hidden = sub.hidden_tile(rows, columns)
+        hidden = sub.hidden(rows, columns)
         return _fused_weights(raw, hidden, softcap, peak, sub.operand_dtype)
     scores, factor = sub.scores(queries, rows, columns)
     tile_peak = scores.amax(-1, keepdim=True).mul_(factor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from flash_attn_compat.engine import alibi
 from flash_attn_compat.engine.alignment import ready
 from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.layout import Block, lse_dtype
-from flash_attn_compat.engine.mask import Range
+from flash_attn_compat.engine.mask import ByDistance, Range
 
 
 class SubBlock:
@@ -27,7 +28,7 @@ class SubBlock:
         n: slice,
         heads_kv: slice,
         size: TileSize,
-        hidden: dict[tuple[int, int, int], Tensor | None],
+        hidden: ByDistance[Tensor | None],
     ) -> None:
         self.call, self.rng_state, self.n, self.heads_kv, self.size = call, rng_state, n, heads_kv, size
         self.group = call.nheads // call.nheads_k
@@ -92,7 +93,7 @@ class SubBlock:
     def _hide(self, scores: Tensor, rows: Range, columns: Range) -> None:
         """Put -inf on scores (n, heads, rows, columns)."""
         for stretch in self.call.mask.partly_hidden(rows, columns, self.offset):
-            hidden = self.hidden_tile(rows, stretch)
+            hidden = self.hidden(rows, stretch)
             if hidden is not None:
                 scores[..., stretch.start - columns.start : stretch.stop - columns.start].masked_fill_(
                     hidden, -torch.inf
@@ -100,15 +101,6 @@ class SubBlock:
         padding = self.block.padding(columns)
         if padding is not None:
             scores.masked_fill_(padding, -torch.inf)
-
-    def hidden_tile(self, rows: Range, keys: Range) -> Tensor | None:
-        """Mask.hidden, remembered for other rows, which see the same at the same distance."""
-        geometry = rows.size, keys.size, keys.start - rows.start
-        if geometry not in self.hidden:
-            if len(self.hidden) >= _REMEMBERED_TILES:
-                self.hidden.clear()
-            self.hidden[geometry] = self.call.mask.hidden(rows, keys, self.offset, self.keys.device)
-        return self.hidden[geometry]
 
     def product(self, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
         """a @ b * scale with fp32 (fp64) accumulation and result, whatever precision the operands are in."""
@@ -188,7 +180,8 @@ def _tile_size(call: AttentionCall, block: Block) -> TileSize:
 
 def sub_blocks(call: AttentionCall, block: Block, rng_state: Tensor | None) -> Iterator[SubBlock]:
     size = _tile_size(call, block)
-    hidden: dict[tuple[int, int, int], Tensor | None] = {}
+    make = functools.partial(call.mask.hidden, offset=block.offset, device=block.q.device)
+    hidden = ByDistance(make, _REMEMBERED_TILES)
     for start in range(0, block.q.shape[0], size.sequences):
         n = slice(start, min(start + size.sequences, block.q.shape[0]))
         for first in range(0, call.nheads_k, size.heads_kv):

@@ -8,6 +8,7 @@ gradients come from differentiating it once more.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from flash_attn_compat.engine import alibi, online
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
 from flash_attn_compat.engine.layout import Block, BlockPlan, Layout, lse_dtype
-from flash_attn_compat.engine.mask import Mask, Range
+from flash_attn_compat.engine.mask import ByDistance, Mask, Range
 
 _LACKS = Feature.SOFTCAP | Feature.DROPOUT | Feature.SHARED_DROPOUT_MASK | Feature.VALUE_HEAD_DIM | Feature.TRANSFORMS
 # Elements of one bias, whatever the lengths: the memory of a windowed or ALiBi call stays bounded.
@@ -95,11 +96,11 @@ class Sdpa(BlockwiseBackend):
     ) -> tuple[Tensor, Tensor | None]:
         q, k, v = _by_head(block.q), _by_head(block.k), _by_head(block.v)
         tiles = list(_tiles(call, block))
-        biases = _Biases(call.mask, block)
+        bias_of = _biases(call.mask, block)
         if _is_whole(tiles, q, k):
-            out, lse = _attend(q, k, v, tiles[0].causal, biases.of(tiles[0]), call.softmax_scale)
+            out, lse = _attend(q, k, v, tiles[0].causal, bias_of(tiles[0]), call.softmax_scale)
         else:
-            out, lse = _assemble(q, k, v, tiles, biases, call.softmax_scale)
+            out, lse = _assemble(q, k, v, tiles, bias_of, call.softmax_scale)
         if block.first_key is not None:
             out, lse = _blank_dead_rows(call.mask, block, block.first_key, out, lse)
         return out.transpose(1, 2), lse
@@ -110,10 +111,10 @@ class Sdpa(BlockwiseBackend):
             _by_head(tensor).to(dtype) for tensor in (block.q, block.k, block.v, upstream.out, upstream.dout)
         )
         tiles = list(_tiles(call, block))
-        biases = _Biases(call.mask, block)
+        bias_of = _biases(call.mask, block)
         if _is_whole(tiles, q, k):
             upstream = Upstream(dout, out, upstream.softmax_lse, None)
-            gradients = _gradients(q, k, v, upstream, tiles[0].causal, biases.of(tiles[0]), call.softmax_scale)
+            gradients = _gradients(q, k, v, upstream, tiles[0].causal, bias_of(tiles[0]), call.softmax_scale)
             dq, dk, dv = gradients
             return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
         totals = [torch.zeros(t.shape, dtype=lse_dtype(dtype), device=t.device) for t in (q, k, v)]
@@ -122,7 +123,7 @@ class Sdpa(BlockwiseBackend):
             lse = None if upstream.softmax_lse is None else upstream.softmax_lse[:, :, rows]
             of_tile = Upstream(dout[:, :, rows], out[:, :, rows], lse, None)
             tile_q, tile_k, tile_v = q[:, :, rows], k[:, :, keys], v[:, :, keys]
-            found = _gradients(tile_q, tile_k, tile_v, of_tile, tile.causal, biases.of(tile), call.softmax_scale)
+            found = _gradients(tile_q, tile_k, tile_v, of_tile, tile.causal, bias_of(tile), call.softmax_scale)
             for total, where, gradient in zip(totals, (rows, keys, keys), found):
                 total[:, :, where] += gradient
         dq, dk, dv = (total.transpose(1, 2) for total in totals)
@@ -141,23 +142,12 @@ class _Tile(NamedTuple):
     biased: bool = False
 
 
-class _Biases:
-    """The biases of a block's tiles, one alive at a time; neighbours of equal geometry share theirs."""
-
-    def __init__(self, mask: Mask, block: Block) -> None:
-        self._mask, self._block = mask, block
-        self._geometry: tuple[int, int, int] | None = None
-        self._bias: Tensor | None = None
-
-    def of(self, tile: _Tile) -> Tensor | None:
-        """Additive, broadcastable to (n, nheads, rows, keys); None where nothing is to be added."""
-        if not tile.biased:
-            return None
-        geometry = tile.rows.size, tile.keys.size, tile.keys.start - tile.rows.start
-        if geometry != self._geometry or self._block.first_key is not None:
-            self._bias = None
-            self._bias, self._geometry = _bias(self._mask, self._block, tile.rows, tile.keys), geometry
-        return self._bias
+def _biases(mask: Mask, block: Block) -> Callable[[_Tile], Tensor | None]:
+    """The bias of each tile, broadcastable to (n, nheads, rows, keys); None where nothing is to be added."""
+    make: Callable[[Range, Range], Tensor | None] = functools.partial(_bias, mask, block)
+    if block.first_key is None:
+        make = ByDistance(make, most=1)
+    return lambda tile: make(tile.rows, tile.keys) if tile.biased else None
 
 
 class _Run(NamedTuple):
@@ -279,7 +269,7 @@ def _distinct(slopes: Tensor) -> Tensor:
 
 
 def _assemble(
-    q: Tensor, k: Tensor, v: Tensor, tiles: list[_Tile], biases: _Biases, scale: float
+    q: Tensor, k: Tensor, v: Tensor, tiles: list[_Tile], bias_of: Callable[[_Tile], Tensor | None], scale: float
 ) -> tuple[Tensor, Tensor | None]:
     """Outputs of all tiles; those that share rows are merged by their LSE, rows in no tile stay empty."""
     n, nheads, seqlen_q, head_dim = q.shape
@@ -290,8 +280,8 @@ def _assemble(
     merged: tuple[Range, Tensor, Tensor] | None = None
     for tile in tiles:
         rows, keys = slice(*tile.rows), slice(*tile.keys)
-        bias = biases.of(tile)
-        tile_out, tile_lse = _attend(q[:, :, rows], k[:, :, keys], v[:, :, keys], tile.causal, bias, scale)
+        inputs = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+        tile_out, tile_lse = _attend(*inputs, tile.causal, bias_of(tile), scale)
         if tile_lse is not None:
             if merged is not None and merged[0] == tile.rows:
                 tile_out, tile_lse = online.merge(merged[1].to(tile_lse.dtype), merged[2], tile_out, tile_lse)

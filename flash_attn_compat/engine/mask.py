@@ -7,10 +7,13 @@ A row ``i`` of a sequence with ``seqlen_q`` queries and ``seqlen_k`` keys stands
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+Tile = TypeVar("Tile")
 
 # No sequence is longer. Kernels add bounds to positions in int32, so none of ours may be larger either.
 MOST_TOKENS = 2**30
@@ -102,6 +105,22 @@ class Mask(NamedTuple):
             earlier = _ones(rows, keys, device).tril_(-self.left - ahead - 1)
             tile = earlier if tile is None else tile.logical_or_(earlier)
         return tile
+
+
+class ByDistance(Generic[Tile]):
+    """``make(rows, keys)``, the latest few of it kept: it depends on nothing but how many they are and how far apart."""
+
+    def __init__(self, make: Callable[[Range, Range], Tile], most: int) -> None:
+        self._make, self._most = make, most
+        self._kept: dict[tuple[int, int, int], Tile] = {}
+
+    def __call__(self, rows: Range, keys: Range) -> Tile:
+        found = rows.size, keys.size, keys.start - rows.start
+        if found not in self._kept:
+            if len(self._kept) >= self._most:
+                self._kept.clear()
+            self._kept[found] = self._make(rows, keys)
+        return self._kept[found]
 
 
 def _ones(rows: Range, keys: Range, device: torch.device) -> Tensor:
