@@ -108,7 +108,7 @@ class Mask(NamedTuple):
 
 
 class ByDistance(Generic[Tile]):
-    """``make(rows, keys)``, the latest few of it kept: it depends on nothing but how many they are and how far apart."""
+    """``make(rows, keys)``, the latest few kept: it depends on nothing but how many they are and how far apart."""
 
     def __init__(self, make: Callable[[Range, Range], Tile], most: int) -> None:
         self._make, self._most = make, most
