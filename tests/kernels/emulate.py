@@ -25,7 +25,7 @@ import flash_attn_compat
 
 HERE = Path(__file__).parent
 SOURCES = Path(flash_attn_compat.__file__).parent / "cuda"
-# Compiling takes longer than running: hardly any optimisation, and C's headers without C++'s.
+# Compiling takes longer than running: hardly any optimisation, C's headers without C++'s, and C's libraries alone.
 # No contraction: a * b + c is rounded twice where the source says so; fmaf is fmaf.
 OPTIONS = (
     "-std=c++17",
@@ -37,7 +37,13 @@ OPTIONS = (
     "-fPIC",
     "-fvisibility=hidden",
     "-fno-gnu-unique",
+    "-fno-exceptions",
+    "-fno-asynchronous-unwind-tables",
+    "-fno-tree-vrp",
+    "-fno-tree-ter",
+    "-nodefaultlibs",
 )
+LIBRARIES = ("-lc", "-lm")
 
 # What a library knows of its launch is the library's, and other threads go on while it runs.
 _ONE_AT_A_TIME = threading.Lock()
@@ -104,7 +110,7 @@ def _library(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
     command = ["g++", *OPTIONS, *macros, f"-I{HERE}", f"-I{source.parent}", f"-I{SOURCES}"]
     # By what is compiled, wherever it lies: of a copy of the sources with a change in one only that one is compiled.
     files = sorted({source, *source.parent.glob("*.cuh"), *HERE.glob("*.h")}, key=lambda file: file.name)
-    said = hashlib.sha256(repr((OPTIONS, macros, _compiler_version())).encode())
+    said = hashlib.sha256(repr((OPTIONS, LIBRARIES, macros, _compiler_version())).encode())
     for file in files:
         said.update(file.name.encode() + file.read_bytes())
     folder = Path(tempfile.gettempdir()) / f"flash_attn_compat_emulated_{os.getuid()}"
@@ -113,7 +119,7 @@ def _library(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
     with open(target.with_suffix(".lock"), "w") as lock:  # several test processes want the same kernels
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
-            _compile([*command, "-include", "emulator.h", "-x", "c++", str(source)], target)
+            _compile([*command, "-include", "emulator.h", "-x", "c++", str(source), *LIBRARIES], target)
     return ctypes.CDLL(str(target))
 
 
