@@ -57,38 +57,7 @@ def test_deterministic_gradients_are_bit_identical_over_some_repeats(backend: st
         assert all(torch.equal(a, b) for a, b in zip(gradients(), first, strict=True))
 
 
-@on_general_backends
-def test_deterministic_packed_gradients_are_bit_identical_over_some_repeats(backend: str) -> None:
-    lengths = (70, 3, 200, 1, 40, 40)
-    cu = cumulative(*lengths)
-    inputs = [randn(sum(lengths), h, 16, seed=h).requires_grad_() for h in (4, 2, 2)]
-
-    def gradients() -> tuple[Tensor, ...]:
-        out = on_backend(backend, flash_attn_varlen_func, *inputs, cu, cu, 200, 200, causal=True, deterministic=True)
-        return torch.autograd.grad(out.square().sum(), inputs)
-
-    first = gradients()
-    for _ in range(5):
-        assert all(torch.equal(a, b) for a, b in zip(gradients(), first, strict=True))
-
-
 # ---------------------------------------------------------------- the graph
-
-
-@on_general_backends
-@pytest.mark.parametrize("wanted", [(0,), (1,), (2,)])
-def test_only_the_inputs_that_ask_for_a_gradient_get_one(backend: str, wanted: tuple[int, ...]) -> None:
-    whole = leaves(h=4, hk=2)
-    right = torch.autograd.grad(on_backend(backend, flash_attn_func, *whole).square().sum(), whole)
-    inputs = list(qkv(h=4, hk=2))
-    for index in wanted:
-        inputs[index].requires_grad_()
-    on_backend(backend, flash_attn_func, *inputs).square().sum().backward()
-    for index, tensor in enumerate(inputs):
-        if index in wanted:
-            close(tensor.grad, right[index], 8)
-        else:
-            assert tensor.grad is None
 
 
 @on_general_backends
@@ -206,20 +175,6 @@ def test_forward_mode_agrees_with_finite_differences(feature: str) -> None:
     )
 
 
-@pytest.mark.parametrize("feature", ["causal", "alibi"])
-def test_second_derivatives_of_packed_sequences_agree_with_finite_differences(feature: str) -> None:
-    cu_q, cu_k = cumulative(2, 3), cumulative(3, 2)
-    kwargs = dict(FEATURES[feature])
-    if feature == "alibi":
-        kwargs["alibi_slopes"] = kwargs["alibi_slopes"][:2]
-    inputs = [randn(5, h, 4, seed=h, dtype=torch.float64).requires_grad_() for h in (2, 1, 1)]
-
-    def attention(*x: Tensor) -> Tensor:
-        return flash_attn_varlen_func(*x, cu_q, cu_k, 3, 3, **kwargs)
-
-    assert torch.autograd.gradgradcheck(attention, inputs, fast_mode=True)
-
-
 SUBSETS = [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)]
 
 
@@ -276,18 +231,6 @@ def test_without_rows_or_keys_gradients_are_zeros_that_can_be_differentiated(
     second = torch.autograd.grad(sum(x.square().sum() for x in first), asked)
     for x, *gradients in zip(asked, first, second, strict=True):
         assert all(gradient.shape == x.shape and not gradient.any() for gradient in gradients)
-
-
-@pytest.mark.parametrize("lengths", NOTHING.values(), ids=NOTHING.keys())
-def test_torch_func_transforms_are_served_without_rows_or_keys(lengths: tuple[int, int]) -> None:
-    q, k, v = (x.detach() for x in _in_fp64())
-    q, k, v = q[:, : lengths[0]], k[:, : lengths[1]], v[:, : lengths[1]]
-    gradients = torch.func.grad(lambda *x: flash_attn_func(*x, causal=True).sum(), argnums=(0, 1, 2))(q, k, v)
-    assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape] and not any(x.any() for x in gradients)
-    out, tangent = torch.func.jvp(flash_attn_func, (q, k, v), (q, k, v))
-    assert out.shape == tangent.shape == q.shape and not out.any() and not tangent.any()
-    mapped, lse, _ = torch.vmap(lambda *x: flash_attn_func(*x, return_attn_probs=True))(q[None], k[None], v[None])
-    assert mapped.shape == (1, *q.shape) and not mapped.any() and (lse == torch.inf).all()
 
 
 def test_a_mask_that_cannot_be_drawn_again_is_an_error_under_create_graph(monkeypatch: pytest.MonkeyPatch) -> None:

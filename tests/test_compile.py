@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_attn_compat import (
     flash_attn_func,
-    flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
@@ -70,10 +69,6 @@ OPTIONS = {
 @pytest.mark.parametrize("option", ["causal", "alibi", "softcap"])
 def test_dense(option: str) -> None:
     check_compiled(flash_attn_func, list(qkv(sq=5, sk=9)), **OPTIONS[option])
-
-
-def test_dense_qkvpacked() -> None:
-    check_compiled(flash_attn_qkvpacked_func, [torch.stack(qkv(), 2)], causal=True)
 
 
 def packed() -> tuple[list[Tensor], tuple[Tensor, Tensor, int, int]]:
@@ -219,19 +214,6 @@ def test_kvcache_with_an_int_length_that_grows() -> None:
         assert torch.equal(caches[0][0], caches[1][0])
     with pytest.raises(RuntimeError, match="exceeds the capacity"):
         step(caches[0], 20, whole)
-
-
-def test_kvcache_over_pages() -> None:
-    def step(pools: tuple[Tensor, Tensor], call: Callable[..., Any]) -> Tensor:
-        q, k, v = randn(2, 1, 4, 16, seed=1), randn(2, 1, 2, 16, seed=2), randn(2, 1, 2, 16, seed=3)
-        table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
-        return call(
-            q, *pools, k, v, cache_seqlens=torch.tensor([5, 7], dtype=torch.int32), block_table=table, causal=True
-        )
-
-    pools = [(randn(4, 4, 2, 16, seed=5), randn(4, 4, 2, 16, seed=6)) for _ in range(2)]
-    close(step(pools[0], compiled(flash_attn_with_kvcache)), step(pools[1], flash_attn_with_kvcache))
-    assert torch.equal(pools[0][0], pools[1][0]) and torch.equal(pools[0][1], pools[1][1])
 
 
 @pytest.mark.parametrize("varlen", [False, True])

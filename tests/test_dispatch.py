@@ -97,13 +97,6 @@ def test_the_environment_variable_forces_a_backend(name: str, monkeypatch: pytes
     assert counted() == {name: 1}
 
 
-def test_use_backend_wins_over_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASH_ATTN_COMPAT_BACKEND", "reference")
-    with use_backend("chunked"):
-        flash_attn_func(*qkv())
-    assert counted() == {"chunked": 1}
-
-
 @pytest.mark.parametrize(
     ("name", "value", "choices"),
     [
@@ -159,11 +152,6 @@ def _refusal(**kwargs: Any) -> str:
     with use_backend("sdpa"), pytest.raises(BackendNotSupported) as refusal:
         flash_attn_func(*qkv(), **kwargs)
     return str(refusal.value)
-
-
-def test_a_forced_backend_that_cannot_serve_raises_a_runtime_error() -> None:
-    assert issubclass(BackendNotSupported, RuntimeError)
-    assert "sdpa" in _refusal(softcap=2.0)
 
 
 def test_the_refusal_says_what_every_backend_has_against_the_call() -> None:
@@ -223,13 +211,6 @@ def test_explain_looks_through_a_module_at_its_first_attention_call() -> None:
             return flash_attn_func(flash_attn_func(q, k, v, softcap=2.0), k, v)
 
     assert explain(Block(), *qkv()).backend == "chunked"
-
-
-def test_explain_obeys_a_forced_backend() -> None:
-    with use_backend("reference"):
-        assert explain(flash_attn_func, *qkv()).backend == "reference"
-    with use_backend("sdpa"):
-        assert explain(flash_attn_func, *qkv(), softcap=2.0).backend is None
 
 
 def test_explain_of_something_without_attention_is_a_value_error() -> None:

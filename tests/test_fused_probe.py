@@ -74,14 +74,6 @@ def test_a_slower_kernel_leaves_the_call_to_the_next_without_a_warning(
     assert "2 ms" in reason and "torch_efficient 1 ms" in reason and "FLASH_ATTN_COMPAT_FUSED=1" in reason
 
 
-@pytest.mark.usefixtures("kept")
-def test_each_direction_has_its_own_verdict(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = timed(monkeypatch, forward=FAST, backward=SLOW)
-    for _ in range(2):
-        flash_attn_func(*qkv(grad=True)).sum().backward()
-    assert launches.entries == ["forward", "forward"] and seen == ["64 forward", "64 backward"]
-
-
 def test_a_verdict_outlives_the_process(
     launches: Launches, kept: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,20 +117,6 @@ def test_nothing_is_timed_where_it_is_known_or_pretended(
 def test_what_the_next_backend_has_no_kernel_for_is_not_timed(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = timed(monkeypatch, forward=SLOW)
     assert probe.why_not(Kind(75, 0, 64, **{feature: True}), "forward", 0) is None and not seen
-
-
-@pytest.mark.usefixtures("kept", "launches")
-def test_the_problem_is_fixed_and_asks_nothing_of_the_default_generator(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    before = torch.random.get_rng_state()
-    one, two = (probe._problem(64, torch.device("cpu")) for _ in range(2))
-    assert torch.equal(one.q, two.q) and torch.equal(before, torch.random.get_rng_state())
-
-
-def test_other_kernels_get_another_verdict(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {probe._file(64, "forward", 0), probe._file(64, "backward", 0), probe._file(128, "forward", 0)}
-    monkeypatch.setattr(loader, "cache_name", lambda variant, architecture: "of other sources")
-    assert probe._file(64, "forward", 0) not in names and len(names) == 3
 
 
 # ---- what doctor tells

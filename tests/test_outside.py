@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import io
-import pickle
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -124,29 +121,3 @@ def test_numbers_that_change_are_looked_at_again(change: Any) -> None:
     change(cu_seqlens)
     assert outside.may_exist(cu_seqlens, 80)
     assert outside.may_exist(cu_seqlens, 80) and not outside.may_exist(cu_seqlens, 50)
-
-
-@pytest.mark.gpu
-def test_a_tensor_that_a_call_has_seen_can_be_copied_and_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    cu_seqlens = cumulative(30, 50).cuda()
-    for _ in range(2):
-        outside.may_exist(cu_seqlens, 80)
-        torch.cuda.synchronize()
-    assert torch.equal(copy.deepcopy(cu_seqlens), cu_seqlens)
-    assert torch.equal(pickle.loads(pickle.dumps(cu_seqlens)), cu_seqlens)
-    file = io.BytesIO()
-    torch.save(cu_seqlens, file)
-    file.seek(0)
-    assert torch.equal(torch.load(file, weights_only=True), cu_seqlens)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("default", ["cuda", "meta"])
-def test_a_real_gpus_numbers_arrive_whatever_the_default_device(monkeypatch: pytest.MonkeyPatch, default: str) -> None:
-    monkeypatch.undo()
-    cu_seqlens = cumulative(30, 50).cuda()
-    with torch.device(default):
-        outside.may_exist(cu_seqlens, 80)
-        torch.cuda.synchronize()
-        assert not outside.may_exist(cu_seqlens, 80)

@@ -301,14 +301,6 @@ def test_packed_lengths_are_compared_at_every_call() -> None:
     assert calls[0].signature is calls[2].signature is not calls[1].signature
 
 
-def test_whoever_changes_a_call_loses_its_signature() -> None:
-    q, k, v = dense().values()
-    for _ in range(2):
-        call = dense_call(q, k, v, Options())
-        assert call.signature is not None
-        assert call._replace(softcap=1.0).signature is None and call.with_query(q.clone()).signature is None
-
-
 def test_nothing_is_kept_alive() -> None:
     arguments = cache()
     flash_attn_with_kvcache(**arguments)
