@@ -17,7 +17,7 @@ from verify.cli import main
 from verify.contestants import RIVALS, Contestant, Prepared, Unavailable, ours, plain
 from verify.spot_check import Piece, check, pieces, truths
 from verify.timing import Failed, Job, geometric_mean, peak_memory, time_together
-from verify.workloads import DECODE, FULL, SMALL, Workload, make_inputs, shrunk
+from verify.workloads import DECODE, FULL, SMALL, Workload, make_call, shrunk
 
 TINY = {workload.name: shrunk(workload, batch=32, seqlen=64, heads=8) for workload in (*FULL, *DECODE)}
 QUICK = ["bench", "--repeats", "2", "--backends", "default,chunked"]
@@ -155,7 +155,7 @@ def test_a_failure_is_a_row_with_its_reason_and_the_others_keep_their_figures():
 
 
 def test_inputs_that_do_not_fit_are_a_failure_of_everybody(monkeypatch):
-    monkeypatch.setattr(bench_run, "make_inputs", lambda *arguments: _raising(None, None)(0, 0, 0))
+    monkeypatch.setattr(bench_run, "make_call", lambda *arguments: _raising(None, None)(0, 0, 0))
     assert {row.reason for row in _rows_of(_stub("one", _right), RIVALS["plain"]).values()} == {"out of memory"}
 
 
@@ -169,7 +169,7 @@ def test_a_wrong_answer_of_ours_gives_exit_code_1(cross_short_q, monkeypatch, ca
 
 
 def _checked(contestant, workload, dtype=torch.float32):
-    inputs = make_inputs(workload, "cpu", dtype)
+    inputs = make_call(workload, "cpu", dtype)
     right = truths(workload, inputs)  # first: a call that appends writes to its cache
     prepared = contestant.prepare(workload, inputs)
     return check(contestant, prepared, workload, inputs, right, backward=not workload.decode)
@@ -189,7 +189,7 @@ def test_every_rival_and_the_default_are_right_on_every_workload(name):
 
 @pytest.mark.parametrize("name", ["llm_gqa_causal", "mistral_window", "uniform_varlen"])
 def test_what_is_right_does_not_depend_on_the_blocks_it_is_computed_in(name, monkeypatch):
-    inputs = make_inputs(TINY[name], "cpu", torch.float16)
+    inputs = make_call(TINY[name], "cpu", torch.float16)
     whole = truths(TINY[name], inputs)
     monkeypatch.setattr(spot_check, "BLOCK_SCORES", 33 * TINY[name].max_seqlen_k)
     cut = truths(TINY[name], inputs)

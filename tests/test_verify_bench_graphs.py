@@ -86,8 +86,8 @@ def test_a_replay_that_does_not_see_new_inputs_is_wrong_and_has_no_time(name, mo
 @pytest.mark.parametrize("stale", ["cache_seqlens", "block_table"])
 def test_a_replay_with_old_lengths_or_pages_is_wrong(stale):
     workload = TINY["decode_32x4096_paged"]
-    inputs = graphs.make_inputs(workload, "cpu", torch.float32)
-    old = replace(inputs, **{stale: getattr(inputs, stale).clone()})
+    inputs = graphs.make_call(workload, "cpu", torch.float32)
+    old = replace(inputs, args={**inputs.args, stale: inputs.args[stale].clone()})
     assert _job(workload, inputs, old) is graphs.DIFFERENT
     assert not isinstance(_job(workload, inputs, inputs), graphs.Failed)
 
@@ -105,10 +105,10 @@ def _job(workload, inputs, replayed):
 
 def test_trying_other_inputs_leaves_the_inputs_as_they_were(faithful):
     workload = TINY["decode_32x4096_paged"]
-    inputs, untouched = (graphs.make_inputs(workload, "cpu", torch.float32) for _ in range(2))
+    inputs, untouched = (graphs.make_call(workload, "cpu", torch.float32) for _ in range(2))
     graphs.replay_job(ours(), workload, inputs)
-    for name in ("q", "k", "v", "cache_seqlens", "block_table"):
-        assert torch.equal(getattr(inputs, name), getattr(untouched, name)), name
+    for name in ("q", "k_cache", "v_cache", "cache_seqlens", "block_table"):
+        assert torch.equal(inputs.args[name], untouched.args[name]), name
 
 
 ARGUMENTS = ["bench", "--repeats", "1", "--rivals", "pad_sdpa"]

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from verify import spot_check
+from verify.call import Call
 from verify.contestants import Contestant, Prepared, Unavailable
 from verify.judge import Check
 from verify.timing import Failed, Job, Timing, attempt, free_memory, peak_memory, time_together
-from verify.workloads import Inputs, Workload, make_inputs
+from verify.workloads import Workload, make_call
 
 MIB = 2**20
 
@@ -91,16 +92,16 @@ def _rows(workload: Workload, plan: Plan, step: Callable[[str], None]) -> list[R
         facts[name] |= {"reason": failed.reason, "failed": True}
 
     step(f"{workload.name}: tensors")
-    inputs = attempt(plan.device, make_inputs, workload, plan.device, plan.dtype, plan.seed)
-    right = inputs if isinstance(inputs, Failed) else attempt(plan.device, spot_check.truths, workload, inputs)
-    if isinstance(inputs, Failed) or isinstance(right, Failed):
+    given = attempt(plan.device, make_call, workload, plan.device, plan.dtype, plan.seed)
+    right = given if isinstance(given, Failed) else attempt(plan.device, spot_check.truths, workload, given)
+    if isinstance(given, Failed) or isinstance(right, Failed):
         reason = right.reason if isinstance(right, Failed) else ""
         return [Row(workload.name, name, **each, reason=reason, failed=True) for name, each in facts.items()]
     backward = plan.backward and not workload.decode
     for contestant in plan.contestants:
         name = contestant.name
         step(f"{workload.name}: checking {name}")
-        found = attempt(plan.device, prepare, contestant, workload, inputs)
+        found = attempt(plan.device, prepare, contestant, workload, given)
         if isinstance(found, Failed):
             fails(name, found)
             continue
@@ -108,7 +109,7 @@ def _rows(workload: Workload, plan: Plan, step: Callable[[str], None]) -> list[R
             facts[name] |= {"reason": found, "not_supported": True}
             continue
         facts[name]["served_by"] = found.served_by
-        asked = contestant, found, workload, inputs, right
+        asked = contestant, found, workload, given, right
         verdict = attempt(plan.device, spot_check.check, *asked, backward)
         if isinstance(verdict, Failed):
             fails(name, verdict)
@@ -133,34 +134,34 @@ def _rows(workload: Workload, plan: Plan, step: Callable[[str], None]) -> list[R
             else:
                 facts[name][timing] = found
 
-    measure({name: forward_job(each, inputs) for name, each in prepared.items()}, "forward", "memory_mib")
+    measure({name: forward_job(each, given) for name, each in prepared.items()}, "forward", "memory_mib")
     if backward:
         able = {name: each for name, each in prepared.items() if not each.no_backward and not facts[name].get("failed")}
-        measure({name: _both_job(each, inputs) for name, each in able.items()}, "both", "both_memory_mib")
+        measure({name: _both_job(each, given) for name, each in able.items()}, "both", "both_memory_mib")
         for name, each in prepared.items():
             if each.no_backward:
                 facts[name].setdefault("reason", f"no backward: {each.no_backward}")
     return [Row(workload.name, name, **values) for name, values in facts.items()]
 
 
-def prepare(contestant: Contestant, workload: Workload, inputs: Inputs) -> Prepared | str:
+def prepare(contestant: Contestant, workload: Workload, given: Call) -> Prepared | str:
     """Or why this contestant does not take part."""
     try:
-        return contestant.prepare(workload, inputs)
+        return contestant.prepare(workload, given)
     except Unavailable as reason:
         return str(reason).partition("\n")[0]
 
 
-def forward_job(prepared: Prepared, inputs: Inputs) -> Job:
+def forward_job(prepared: Prepared, given: Call) -> Job:
     """One call without gradients."""
 
     def forward() -> torch.Tensor:
         with torch.no_grad():
-            return prepared.run(*inputs.qkv)
+            return prepared.run(*given.qkv)
 
     return Job(forward, prepared.around)
 
 
-def _both_job(prepared: Prepared, inputs: Inputs) -> Job:
-    leaves = [tensor.detach().requires_grad_() for tensor in inputs.qkv]
-    return Job(lambda: torch.autograd.grad(prepared.run(*leaves), leaves, inputs.dout), prepared.around)
+def _both_job(prepared: Prepared, given: Call) -> Job:
+    leaves = [tensor.detach().requires_grad_() for tensor in given.qkv]
+    return Job(lambda: torch.autograd.grad(prepared.run(*leaves), leaves, given.dout), prepared.around)

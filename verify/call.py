@@ -15,7 +15,7 @@ from torch import Tensor
 
 PACKED = {"qkv": ("q", "k", "v"), "kv": ("k", "v")}
 DIFFERENTIABLE = ("q", "k", "v", *PACKED)
-CACHES = ("k_cache", "v_cache")
+CACHES = "k_cache", "v_cache"
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
@@ -41,6 +41,15 @@ class Call:
     @property
     def dropout_p(self) -> float:
         return max(float(self.args.get("dropout_p", 0.0)), 0.0)
+
+    @property
+    def qkv_names(self) -> tuple[str, str, str]:
+        """What attention reads, unless it is packed: a cache comes before what is appended to it."""
+        return ("q", *CACHES) if "k_cache" in self.args else ("q", "k", "v")
+
+    @property
+    def qkv(self) -> list[Tensor]:
+        return [self.args[name] for name in self.qkv_names]
 
     @property
     def caches(self) -> list[str]:

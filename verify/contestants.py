@@ -19,8 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_attn_compat
 from verify import implementations as impl
+from verify.call import Call
 from verify.oracle import keys_visible
-from verify.workloads import Inputs, Workload
+from verify.workloads import Workload
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -45,34 +46,17 @@ class Contestant:
     """prepare: raises Unavailable; ours: whether it must be right, or is somebody to compare with."""
 
     name: str
-    prepare: Callable[[Workload, Inputs], Prepared]
+    prepare: Callable[[Workload, Call], Prepared]
     ours: bool = False
 
 
 # ---- flash-attn's interface: ours and the official package -----------------------------------------------------------
 
 
-def flash_attn_call(namespace: Any, workload: Workload, inputs: Inputs) -> Callable[..., Any]:
-    """(q, k, v) -> out by the public function that fits the workload."""
-    options: dict[str, Any] = {
-        "causal": workload.causal,
-        "window_size": workload.window_size,
-        "softcap": workload.softcap,
-        "alibi_slopes": inputs.alibi_slopes,
-    }
-    if workload.decode:
-        options |= {
-            "cache_seqlens": inputs.cache_seqlens, "block_table": inputs.block_table,
-            "k": inputs.k_new, "v": inputs.v_new,
-            "rotary_cos": inputs.rotary_cos, "rotary_sin": inputs.rotary_sin,
-        }  # fmt: skip
-        return functools.partial(namespace.flash_attn_with_kvcache, **options)
-    options["dropout_p"] = workload.dropout_p
-    if not workload.packed:
-        return functools.partial(namespace.flash_attn_func, **options)
-    varlen = namespace.flash_attn_varlen_func
-    packing = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, workload.max_seqlen_q, workload.max_seqlen_k)
-    return lambda q, k, v: varlen(q, k, v, *packing, **options)
+def flash_attn_call(namespace: Any, call: Call) -> Callable[..., Any]:
+    """(q, k, v) -> out by the call's function, with its other arguments."""
+    others = {name: value for name, value in call.args.items() if name not in call.qkv_names}
+    return functools.partial(getattr(namespace, call.fn), **others)
 
 
 def ours(backend: str | None = None) -> Contestant:
@@ -80,12 +64,12 @@ def ours(backend: str | None = None) -> Contestant:
     return Contestant(backend or "default", functools.partial(_ours, backend), ours=True)
 
 
-def _ours(backend: str | None, workload: Workload, inputs: Inputs) -> Prepared:
-    call = flash_attn_call(flash_attn_compat, workload, inputs)
+def _ours(backend: str | None, workload: Workload, given: Call) -> Prepared:
+    call = flash_attn_call(flash_attn_compat, given)
     around = functools.partial(flash_attn_compat.use_backend, backend) if backend else nullcontext
 
     def explained(gradients: bool) -> Any:
-        qkv = [tensor.detach().requires_grad_(gradients) for tensor in inputs.qkv]
+        qkv = [tensor.detach().requires_grad_(gradients) for tensor in given.qkv]
         with around():
             return flash_attn_compat.explain(call, *qkv)
 
@@ -93,7 +77,7 @@ def _ours(backend: str | None, workload: Workload, inputs: Inputs) -> Prepared:
     if forward.backend is not None and backend is None:
         # Where compilation is on, the package times what may be faster at the first call.
         with torch.no_grad():
-            call(*inputs.qkv)
+            call(*given.qkv)
         forward = explained(False)
     if forward.backend is None:
         raise Unavailable("; ".join(forward.reasons[backend]) if backend else str(forward))
@@ -106,14 +90,14 @@ def _ours(backend: str | None, workload: Workload, inputs: Inputs) -> Prepared:
     return Prepared(call, around, served_by=forward.backend + f", {both.backend} with gradients" * another)
 
 
-def official(workload: Workload, inputs: Inputs) -> Prepared:
+def official(workload: Workload, given: Call) -> Prepared:
     """The real flash-attn, if it is here and runs."""
     package, word = impl.official()
     if package is None:
         raise Unavailable(f"flash_attn: {word}")
-    if inputs.device.type != "cuda" or inputs.q.dtype.itemsize != 2:
+    if given.q.device.type != "cuda" or given.dtype.itemsize != 2:
         raise Unavailable("computes fp16 and bf16 on CUDA devices")
-    return Prepared(flash_attn_call(package.target, workload, inputs))
+    return Prepared(flash_attn_call(package.target, given))
 
 
 # ---- PyTorch's build of FlashAttention-2 -----------------------------------------------------------------------------
@@ -124,23 +108,23 @@ def _no_append(workload: Workload) -> None:
         raise Unavailable("reads a cache but appends nothing to it")
 
 
-def aten_flash(workload: Workload, inputs: Inputs) -> Prepared:
+def aten_flash(workload: Workload, given: Call) -> Prepared:
     """torch.ops.aten._flash_attention_forward, PyTorch's own build of FlashAttention-2."""
-    if inputs.device.type != "cuda":
+    if given.q.device.type != "cuda":
         raise Unavailable("a CUDA kernel")
-    if torch.cuda.get_device_capability(inputs.device) < (8, 0) or inputs.q.dtype.itemsize != 2:
+    if torch.cuda.get_device_capability(given.q.device) < (8, 0) or given.dtype.itemsize != 2:
         raise Unavailable("computes fp16 and bf16 on GPUs of compute capability 8.0 and newer")
     if workload.softcap or workload.page_size:
         raise Unavailable("no softcap" if workload.softcap else "no pages")
     _no_append(workload)
-    lengths = (inputs.cu_seqlens_q, inputs.cu_seqlens_k) if workload.packed else (None, None)
+    lengths = given.args.get("cu_seqlens_q"), given.args.get("cu_seqlens_k")
     longest = workload.max_seqlen_q, workload.max_seqlen_k
     left, right = workload.bounds
     options: dict[str, Any] = {}
     if workload.window_size != (-1, -1):
         options = {"window_size_left": left, "window_size_right": right}
-    if inputs.alibi_slopes is not None:
-        options["alibi_slopes"] = inputs.alibi_slopes
+    if workload.alibi:
+        options["alibi_slopes"] = given.args["alibi_slopes"]
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rules = workload.dropout_p, workload.causal, False
@@ -171,41 +155,41 @@ class _Padding:
         return padded if self.places is None else padded.flatten(0, 1).index_select(0, self.places)
 
 
-def _mask(workload: Workload, inputs: Inputs) -> tuple[Tensor | None, bool]:
+def _mask(workload: Workload, given: Call) -> tuple[Tensor | None, bool]:
     """attn_mask and is_causal for SDPA; no mask where right padding and is_causal do without."""
-    key = torch.arange(workload.max_seqlen_k, device=inputs.device)
-    if inputs.cache_seqlens is not None:
-        return (key < inputs.cache_seqlens[:, None])[:, None, None], False
+    key = torch.arange(workload.max_seqlen_k, device=given.q.device)
+    if workload.decode:
+        return (key < given.args["cache_seqlens"][:, None])[:, None, None], False
     left, right = workload.bounds
     if not workload.alibi and left < 0 and (right < 0 or (workload.causal and workload.self_attention)):
         if right >= 0 or workload.full:
             return None, right >= 0
-        lengths = torch.tensor(workload.seqlens_k, device=inputs.device)
+        lengths = torch.tensor(workload.seqlens_k, device=given.q.device)
         return (key < lengths[:, None])[:, None, None], False
     shape = 1 if workload.full else workload.batch, 1, workload.max_seqlen_q, workload.max_seqlen_k
-    visible = torch.zeros(shape, dtype=torch.bool, device=inputs.device)
+    visible = torch.zeros(shape, dtype=torch.bool, device=given.q.device)
     for mine, sq, sk in zip(visible[:, 0], workload.seqlens_q, workload.seqlens_k):
-        mine[:sq, :sk] = keys_visible(sq, sk, workload.causal, workload.window_size, inputs.device)
+        mine[:sq, :sk] = keys_visible(sq, sk, workload.causal, workload.window_size, given.q.device)
         # Rows of padding see their keys as well: a row that sees none is NaN in some kernels, and NaN in padding
         # reaches the gradients.
         mine[sq:, :sk] = True
-    if inputs.alibi_slopes is None:
+    if not workload.alibi:
         return visible, False
-    row = torch.arange(workload.max_seqlen_q, device=inputs.device)[:, None]
-    bias = -inputs.alibi_slopes[:, None, None] * (row + workload.max_seqlen_k - workload.max_seqlen_q - key).abs()
-    return bias[None].masked_fill(~visible, -torch.inf).to(inputs.q.dtype), False
+    row = torch.arange(workload.max_seqlen_q, device=given.q.device)[:, None] + workload.max_seqlen_k
+    bias = -given.args["alibi_slopes"][:, None, None] * (row - workload.max_seqlen_q - key).abs()
+    return bias[None].masked_fill(~visible, -torch.inf).to(given.dtype), False
 
 
-def _heads_first(workload: Workload, inputs: Inputs) -> tuple[Callable[..., tuple[Tensor, ...]], _Padding]:
+def _heads_first(workload: Workload, given: Call) -> tuple[Callable[..., tuple[Tensor, ...]], _Padding]:
     """(q, k, v) -> padded (batch, nheads, seqlen, head_dim) with the key heads repeated; and how to unpad."""
     _no_append(workload)
-    rows = _Padding(workload.seqlens_q, workload.packed, inputs.device)
-    keys = _Padding(workload.seqlens_k, workload.packed, inputs.device)
+    rows = _Padding(workload.seqlens_q, workload.packed, given.q.device)
+    keys = _Padding(workload.seqlens_k, workload.packed, given.q.device)
     group = workload.nheads // workload.nheads_k
 
     def spread(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         if workload.page_size:
-            k, v = (pages[inputs.block_table].flatten(1, 2)[:, : workload.max_seqlen_k] for pages in (k, v))
+            k, v = (pages[given.args["block_table"]].flatten(1, 2)[:, : workload.max_seqlen_k] for pages in (k, v))
         q, k, v = rows.pad(q).transpose(1, 2), keys.pad(k).transpose(1, 2), keys.pad(v).transpose(1, 2)
         if group > 1:
             k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -214,13 +198,13 @@ def _heads_first(workload: Workload, inputs: Inputs) -> tuple[Callable[..., tupl
     return spread, rows
 
 
-def plain(workload: Workload, inputs: Inputs) -> Prepared:
+def plain(workload: Workload, given: Call) -> Prepared:
     """Matmul, softmax, matmul, on padded tensors: the textbook formula, and the only way to a softcap."""
-    spread, rows = _heads_first(workload, inputs)
-    mask, is_causal = _mask(workload, inputs)
+    spread, rows = _heads_first(workload, given)
+    mask, is_causal = _mask(workload, given)
     if is_causal:
         longest = workload.max_seqlen_q
-        mask = torch.ones(longest, longest, dtype=torch.bool, device=inputs.device).tril()
+        mask = torch.ones(longest, longest, dtype=torch.bool, device=given.q.device).tril()
     scale = workload.head_dim**-0.5
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -238,12 +222,12 @@ def plain(workload: Workload, inputs: Inputs) -> Prepared:
     return Prepared(run, prepared_bytes=0 if mask is None else mask.nbytes)
 
 
-def pad_sdpa(workload: Workload, inputs: Inputs) -> Prepared:
+def pad_sdpa(workload: Workload, given: Call) -> Prepared:
     """Pad, F.scaled_dot_product_attention, unpad; on a GPU with the kernels that Turing has and no others."""
     if workload.softcap:
-        return plain(workload, inputs)
-    spread, rows = _heads_first(workload, inputs)
-    mask, is_causal = _mask(workload, inputs)
+        return plain(workload, given)
+    spread, rows = _heads_first(workload, given)
+    mask, is_causal = _mask(workload, given)
     options: dict[str, Any] = {"attn_mask": mask, "dropout_p": workload.dropout_p, "is_causal": is_causal}
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -251,11 +235,11 @@ def pad_sdpa(workload: Workload, inputs: Inputs) -> Prepared:
         return rows.unpad(F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2))
 
     of_turing = functools.partial(sdpa_kernel, [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
-    around = of_turing if inputs.device.type == "cuda" else nullcontext
+    around = of_turing if given.q.device.type == "cuda" else nullcontext
     return Prepared(run, around, prepared_bytes=0 if mask is None else mask.nbytes)
 
 
-def sdpa_loop(workload: Workload, inputs: Inputs) -> Prepared:
+def sdpa_loop(workload: Workload, given: Call) -> Prepared:
     """F.scaled_dot_product_attention for one sequence after the other, with whatever kernel PyTorch picks."""
     if not workload.packed:
         raise Unavailable("pad_sdpa is the same where nothing is packed")

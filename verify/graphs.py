@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from verify.bench_run import Plan, Row, forward_job, prepare
+from verify.call import Call
 from verify.contestants import Contestant
 from verify.timing import Failed, Job, Timing, attempt, free_memory, synchronize, time_together
-from verify.workloads import Inputs, Workload, make_inputs
+from verify.workloads import Workload, make_call
 
 WARM_UP_CALLS = 3
 DIFFERENT = Failed("a replay on other inputs gives another answer than the call")
@@ -42,13 +43,13 @@ def add_graphs(plan: Plan, rows: list[Row], step: Callable[[str], None] = lambda
 def _measured(workload: Workload, plan: Plan, rows: dict[str, Row], step: Callable[[str], None]) -> dict[str, Row]:
     found: dict[str, Timing | Failed] = {}
     jobs: dict[str, Job] = {}
-    inputs = attempt(plan.device, make_inputs, workload, plan.device, plan.dtype, plan.seed)
-    if isinstance(inputs, Failed):
-        return {name: replace(row, graph_reason=inputs.reason) for name, row in rows.items()}
+    given = attempt(plan.device, make_call, workload, plan.device, plan.dtype, plan.seed)
+    if isinstance(given, Failed):
+        return {name: replace(row, graph_reason=given.reason) for name, row in rows.items()}
     for contestant in plan.contestants:
         if contestant.name in rows:
             step(f"{workload.name}: capturing {contestant.name}")
-            tried = attempt(plan.device, replay_job, contestant, workload, inputs)
+            tried = attempt(plan.device, replay_job, contestant, workload, given)
             if isinstance(tried, Failed):
                 found[contestant.name] = tried
             else:
@@ -62,15 +63,15 @@ def _measured(workload: Workload, plan: Plan, rows: dict[str, Row], step: Callab
     }  # fmt: skip
 
 
-def replay_job(contestant: Contestant, workload: Workload, inputs: Inputs) -> Job | Failed:
+def replay_job(contestant: Contestant, workload: Workload, given: Call) -> Job | Failed:
     """The call as a replay that is right on other inputs, too."""
-    prepared = prepare(contestant, workload, inputs)
+    prepared = prepare(contestant, workload, given)
     if isinstance(prepared, str):
         return Failed(prepared)
-    call = forward_job(prepared, inputs)
-    captured = capture(call, str(inputs.device))
+    call = forward_job(prepared, given)
+    captured = capture(call, str(given.q.device))
     # Another dropout mask is drawn each time.
-    same = workload.dropout_p > 0 or _gives_the_same(captured, call, inputs)
+    same = workload.dropout_p > 0 or _gives_the_same(captured, call, given)
     return Job(captured.replay) if same else DIFFERENT
 
 
@@ -97,8 +98,8 @@ def capture(call: Job, device: str) -> Captured:
     return Captured(graph.replay, out)
 
 
-def _gives_the_same(captured: Captured, call: Job, inputs: Inputs) -> bool:
-    with _changed(inputs):
+def _gives_the_same(captured: Captured, call: Job, given: Call) -> bool:
+    with _changed(given):
         captured.replay()
         got = captured.out.double()
         with call.around():
@@ -111,17 +112,19 @@ def _gives_the_same(captured: Captured, call: Job, inputs: Inputs) -> bool:
 
 
 @contextmanager
-def _changed(inputs: Inputs) -> Iterator[None]:
+def _changed(given: Call) -> Iterator[None]:
     """Other values at the same addresses, as in the next step of a generation; undone exactly."""
 
+    args = given.args
+
     def change(by: int) -> None:
-        inputs.q.neg_()
-        inputs.v.neg_()
-        if inputs.block_table is not None:
-            inputs.block_table.copy_(inputs.block_table.flip(0, 1))
+        for name in (given.qkv_names[0], given.qkv_names[2]):
+            args[name].neg_()
+        if "block_table" in args:
+            args["block_table"].copy_(args["block_table"].flip(0, 1))
         # A step that appends would overwrite another slot of the cache.
-        if inputs.cache_seqlens is not None and inputs.k_new is None:
-            inputs.cache_seqlens.add_(by)
+        if "cache_seqlens" in args and "k" not in args:
+            args["cache_seqlens"].add_(by)
 
     change(-1)
     try:

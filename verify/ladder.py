@@ -17,6 +17,7 @@ from torch import Tensor
 from flash_attn_compat import flash_attn_func
 from verify import inputs
 from verify.bench_run import Plan, Row, run
+from verify.call import Call
 from verify.contestants import Contestant, Prepared
 from verify.environment import describe
 from verify.errors import UsageError
@@ -24,7 +25,7 @@ from verify.output import add_output_arguments, check_output_arguments, console,
 from verify.steps import STEPS
 from verify.tables import Report, Table
 from verify.timing import DeviceLost
-from verify.workloads import Inputs, Workload
+from verify.workloads import Workload
 
 DEFAULT_LENGTHS = (128, 256, 512, 1024)
 ENOUGH_S = 0.6  # of readings, for one step at one length
@@ -38,7 +39,7 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Te
 
 
 def rung(name: str, function: Callable[..., Tensor]) -> Contestant:
-    def prepare(workload: Workload, inputs: Inputs) -> Prepared:
+    def prepare(workload: Workload, given: Call) -> Prepared:
         return Prepared(functools.partial(function, causal=workload.causal))
 
     return Contestant(name, prepare, ours=True)

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verify import oracle
-from verify.call import Answer, Call
+from verify.call import CACHES, Answer, Call
 from verify.contestants import Contestant, Prepared
 from verify.judge import Cells, Check, Right, against_fp64, bounds, broken, right_answer
-from verify.workloads import Inputs, Workload
+from verify.workloads import Workload
 
 # Scores of one block of rows, for all query heads of the piece: 128 MiB in fp64.
 BLOCK_SCORES = 16 * 2**20
@@ -38,43 +38,43 @@ def pieces(workload: Workload) -> list[Piece]:
     return list(dict.fromkeys(both))
 
 
-def truths(workload: Workload, inputs: Inputs) -> dict[Piece, Right]:
+def truths(workload: Workload, given: Call) -> dict[Piece, Right]:
     """The right answers to a workload's pieces, computed once for all contestants."""
     right = _right_step if workload.decode else _right
-    return {piece: right(replace(workload, dropout_p=0.0), inputs, piece) for piece in pieces(workload)}
+    return {piece: right(workload, given, piece) for piece in pieces(workload)}
 
 
 def check(
     contestant: Contestant,
     prepared: Prepared,
     workload: Workload,
-    inputs: Inputs,
+    given: Call,
     right: Mapping[Piece, Right],
     backward: bool,
 ) -> Check:
     """One call held against `right`: the quantity nearest to its bound, or furthest beyond it."""
     note = ""
     if workload.dropout_p:
-        workload = replace(workload, dropout_p=0.0)
-        prepared, note = contestant.prepare(workload, inputs), "checked without dropout"
+        workload, given = replace(workload, dropout_p=0.0), replace(given, args={**given.args, "dropout_p": 0.0})
+        prepared, note = contestant.prepare(workload, given), "checked without dropout"
     backward = backward and not prepared.no_backward
-    leaves = [tensor.detach().requires_grad_(backward) for tensor in inputs.qkv]
+    leaves = [tensor.detach().requires_grad_(backward) for tensor in given.qkv]
     with torch.set_grad_enabled(backward), prepared.around():
         out = prepared.run(*leaves)
-        if out.shape != inputs.q.shape:
+        if out.shape != given.q.shape:
             return broken("out", f"of shape {tuple(out.shape)}")
-        gradients = torch.autograd.grad(out, leaves, inputs.dout) if backward else ()
+        gradients = torch.autograd.grad(out, leaves, given.dout) if backward else ()
     answer = (out.detach(), *gradients)
-    checks = [found for piece in right for found in _judged(answer, workload, inputs, piece, right[piece])]
+    checks = [found for piece in right for found in _judged(answer, workload, piece, right[piece])]
     return replace(max(checks, key=lambda found: found.ratio), note=note)
 
 
-def _judged(answer: Sequence[Tensor], workload: Workload, inputs: Inputs, piece: Piece, right: Right) -> list[Check]:
+def _judged(answer: Sequence[Tensor], workload: Workload, piece: Piece, right: Right) -> list[Check]:
     out, *grads = (
         (_rows if name in ("out", "q") else _keys)(whole, workload, piece)[None].to(right.exact.out.device)
         for name, whole in zip(("out", "q", "k", "v"), answer)
     )
-    checks = against_fp64(right, Answer(out, grads=dict(zip("qkv", grads))), inputs.device.type)
+    checks = against_fp64(right, Answer(out, grads=dict(zip("qkv", grads))), answer[0].device.type)
     return [check for check in checks if check.quantity in ("out", "dq", "dk", "dv")[: len(answer)]]
 
 
@@ -102,43 +102,39 @@ def _keys(tensor: Tensor, workload: Workload, piece: Piece) -> Tensor:
 # ---- the right answer ------------------------------------------------------------------------------------------------
 
 
-def _judging_device(inputs: Inputs) -> torch.device:
+def _judging_device(given: Call) -> torch.device:
     # MPS has no fp64.
-    return inputs.device if inputs.device.type == "cuda" else torch.device("cpu")
+    return given.q.device if given.q.device.type == "cuda" else torch.device("cpu")
 
 
-def _right_step(workload: Workload, inputs: Inputs, piece: Piece) -> Right:
+def _right_step(workload: Workload, given: Call, piece: Piece) -> Right:
     """Of one sequence's decoding step, its pages in order."""
-    device, one, head = _judging_device(inputs), slice(piece.sequence, piece.sequence + 1), [piece.head]
-    args: dict[str, Any] = {"q": _rows(inputs.q, workload, piece)[None], "causal": workload.causal}
-    args |= {"cache_seqlens": inputs.cache_seqlens[one]} if inputs.cache_seqlens is not None else {}
-    caches = {"k_cache": inputs.k[one], "v_cache": inputs.v[one]}
-    if inputs.block_table is not None:
-        pages = inputs.block_table[piece.sequence].long()
-        caches = {"k_cache": inputs.k[pages], "v_cache": inputs.v[pages]}
-        args["block_table"] = torch.arange(len(pages), device=device, dtype=torch.int32)[None]
-    args |= {name: cache[:, :, head] for name, cache in caches.items()}
-    if inputs.k_new is not None and inputs.v_new is not None:
-        args |= {"k": inputs.k_new[one][:, :, head], "v": inputs.v_new[one][:, :, head]}
-        args |= {"rotary_cos": inputs.rotary_cos, "rotary_sin": inputs.rotary_sin}
+    device, one, head = _judging_device(given), slice(piece.sequence, piece.sequence + 1), [piece.head]
+    args = {**given.args, "q": _rows(given.q, workload, piece)[None], "cache_seqlens": given.args["cache_seqlens"][one]}
+    sequence: Any = one
+    if workload.page_size:
+        sequence = given.args["block_table"][piece.sequence].long()
+        args["block_table"] = torch.arange(len(sequence), dtype=torch.int32)[None]
+    args |= {name: given.args[name][sequence][:, :, head] for name in CACHES}
+    args |= {name: given.args[name][one][:, :, head] for name in ("k", "v") if workload.appends}
     moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in args.items()}
-    right = right_answer(Call("flash_attn_with_kvcache", moved))
+    right = right_answer(Call(given.fn, moved))
     return replace(right, exact=replace(right.exact, caches={}))  # which are the timed calls' own: not looked at
 
 
-def _right(workload: Workload, inputs: Inputs, piece: Piece) -> Right:
-    device = _judging_device(inputs)
-    q, dout = (_rows(tensor, workload, piece).to(device)[None] for tensor in (inputs.q, inputs.dout))
-    k, v = (_keys(tensor, workload, piece).to(device)[None] for tensor in (inputs.k, inputs.v))
+def _right(workload: Workload, given: Call, piece: Piece) -> Right:
+    assert given.dout is not None
+    device = _judging_device(given)
+    q, dout = (_rows(tensor, workload, piece).to(device)[None] for tensor in (given.q, given.dout))
+    k, v = (_keys(given.args[name], workload, piece).to(device)[None] for name in "kv")
     seqlen_q, group, seqlen_k = q.shape[1], q.shape[2], k.shape[1]
-    options: dict[str, Any] = {"causal": workload.causal, "window_size": workload.window_size}
-    options["softcap"] = workload.softcap
-    if inputs.alibi_slopes is not None:
-        options["alibi_slopes"] = inputs.alibi_slopes.view(-1, group)[piece.head].to(device)
+    options: dict[str, Any] = {name: given.args[name] for name in ("causal", "window_size", "softcap")}
+    if workload.alibi:
+        options["alibi_slopes"] = given.args["alibi_slopes"].view(-1, group)[piece.head].to(device)
     # Rows up to b of a causal problem are a problem of their own with the keys that b sees; so are any rows of one
     # without mask and bias.
     left, last_column = workload.bounds
-    by_blocks = last_column == 0 or (left < 0 and last_column < 0 and inputs.alibi_slopes is None)
+    by_blocks = last_column == 0 or (left < 0 and last_column < 0 and not workload.alibi)
     step = max(1, BLOCK_SCORES // max(1, group * seqlen_k)) if by_blocks else max(1, seqlen_q)
     blocks: list[tuple[oracle.Truth, ...]] = []
     for start in range(0, seqlen_q, step):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from verify.call import Call
 
 Window = tuple[int, int]
 # flash-attn's own pages are multiples of this.
@@ -148,77 +150,56 @@ SMALL: tuple[Workload, ...] = tuple(shrunk(workload) for workload in (*FULL, *DE
 # ---- tensors --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """Packed q, k, v are (total, nheads, head_dim), dense ones (batch, seqlen, nheads, head_dim); a decode has its
-    cache, or its pages, as k and v. dout is shaped like the output.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    alibi_slopes: Tensor | None
-    cache_seqlens: Tensor | None
-    block_table: Tensor | None
-    k_new: Tensor | None = None
-    v_new: Tensor | None = None
-    rotary_cos: Tensor | None = None
-    rotary_sin: Tensor | None = None
-
-    @property
-    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.q, self.k, self.v
-
-    @property
-    def device(self) -> torch.device:
-        return self.q.device
-
-
-def make_inputs(workload: Workload, device: str, dtype: torch.dtype, seed: int = 0) -> Inputs:
+def make_call(workload: Workload, device: str, dtype: torch.dtype, seed: int = 0) -> Call:
+    """The workload as a call of flash-attn's function for it, with a dout like its output."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
-    def tensor_shape(lengths: tuple[int, ...], nheads: int) -> tuple[int, ...]:
-        if workload.packed:
-            return sum(lengths), nheads, workload.head_dim
-        return len(lengths), max(lengths), nheads, workload.head_dim
+    def tokens(lengths: tuple[int, ...], nheads: int) -> tuple[int, ...]:
+        shape = (sum(lengths),) if workload.packed else (len(lengths), max(lengths))
+        return *shape, nheads, workload.head_dim
 
-    shape_k = tensor_shape(workload.seqlens_k, workload.nheads_k)
-    block_table = None
+    args: dict[str, Any] = {"q": normal(*tokens(workload.seqlens_q, workload.nheads)), "causal": workload.causal}
+    args |= {"window_size": workload.window_size, "softcap": workload.softcap}
+    if workload.alibi:
+        args["alibi_slopes"] = alibi_slopes(workload.nheads, device)
+    if workload.decode:
+        args |= _cache(workload, device, dtype, normal, seed)
+        return Call("flash_attn_with_kvcache", args)
+    shape_k = tokens(workload.seqlens_k, workload.nheads_k)
+    args |= {"k": normal(*shape_k), "v": normal(*shape_k), "dropout_p": workload.dropout_p}
+    dout = normal(*args["q"].shape)
+    if not workload.packed:
+        return Call("flash_attn_func", args, dout)
+    cu_seqlens_q = _cumulative(workload.seqlens_q, device)
+    # One tensor for both in self-attention, as models pass it: the lengths are known to be equal without a look.
+    cu_seqlens_k = cu_seqlens_q if workload.self_attention else _cumulative(workload.seqlens_k, device)
+    args |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    args |= {"max_seqlen_q": workload.max_seqlen_q, "max_seqlen_k": workload.max_seqlen_k}
+    return Call("flash_attn_varlen_func", args, dout)
+
+
+def _cache(
+    workload: Workload, device: str, dtype: torch.dtype, normal: Callable[..., Tensor], seed: int
+) -> dict[str, Any]:
+    heads = workload.nheads_k, workload.head_dim
+    capacity, shape = workload.max_seqlen_k, (workload.batch, workload.max_seqlen_k, *heads)
+    lengths = torch.tensor(workload.seqlens_k, dtype=torch.int32, device=device)
+    args: dict[str, Any] = {"cache_seqlens": lengths - int(workload.appends)}
     if workload.page_size:
         each = -(-workload.max_seqlen_k // workload.page_size)
-        shape_k = (workload.batch * each, workload.page_size, workload.nheads_k, workload.head_dim)
-        order = torch.randperm(shape_k[0], generator=torch.Generator().manual_seed(seed))
-        block_table = order.view(workload.batch, each).to(device, torch.int32)
-    q = normal(*tensor_shape(workload.seqlens_q, workload.nheads))
-    cu_seqlens_q = _cumulative(workload.seqlens_q, device)
-    lengths_k = torch.tensor(workload.seqlens_k, dtype=torch.int32, device=device)
-    of_a_step: dict[str, Tensor] = {}
+        capacity, shape = each * workload.page_size, (workload.batch * each, workload.page_size, *heads)
+        order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(seed))
+        args["block_table"] = order.view(workload.batch, each).to(device, torch.int32)
+    args |= {"k_cache": normal(*shape), "v_cache": normal(*shape)}
     if workload.appends:
-        new_shape = (workload.batch, 1, workload.nheads_k, workload.head_dim)
         frequency = 1e4 ** (-torch.arange(0, workload.head_dim, 2, dtype=torch.float64) / workload.head_dim)
-        capacity = workload.max_seqlen_k if block_table is None else block_table.shape[1] * shape_k[1]
         angles = torch.arange(capacity, dtype=torch.float64)[:, None] * frequency
-        of_a_step = {"k_new": normal(*new_shape), "v_new": normal(*new_shape)}
-        of_a_step |= {"rotary_cos": angles.cos().to(device, dtype), "rotary_sin": angles.sin().to(device, dtype)}
-    return Inputs(
-        q=q,
-        k=normal(*shape_k),
-        v=normal(*shape_k),
-        dout=normal(*q.shape),
-        cu_seqlens_q=cu_seqlens_q,
-        # One tensor for both in self-attention, as models pass it: the lengths are known to be equal without a look.
-        cu_seqlens_k=cu_seqlens_q if workload.self_attention else _cumulative(workload.seqlens_k, device),
-        alibi_slopes=alibi_slopes(workload.nheads, device) if workload.alibi else None,
-        cache_seqlens=(lengths_k - int(workload.appends)) if workload.decode else None,
-        block_table=block_table,
-        **of_a_step,
-    )
+        args |= {"k": normal(workload.batch, 1, *heads), "v": normal(workload.batch, 1, *heads)}
+        args |= {"rotary_cos": angles.cos().to(device, dtype), "rotary_sin": angles.sin().to(device, dtype)}
+    return args
 
 
 def alibi_slopes(nheads: int, device: str) -> Tensor:
