@@ -15,9 +15,9 @@ from torch import Tensor
 from flash_attn_compat.backends.base import Backend
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.engine import callers_state, capture
+from flash_attn_compat.engine.build import Options, Purpose, dense_call
 from flash_attn_compat.engine.call import AttentionCall, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
-from flash_attn_compat.engine.mask import Mask
 
 # Keys that are found by more than their place in a dense or packed tensor.
 CACHED = Feature.SEQUSED_K | Feature.LEFTPAD_K | Feature.PAGED
@@ -94,29 +94,22 @@ def _problem(kind: Kind) -> tuple[AttentionCall, Tensor]:
     generator = torch.Generator().manual_seed(0)
     device, features = _device(kind.capability), kind.features
     q, k, v, dout = (
-        torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device, kind.dtype)
-        for shape in (
-            (1, _SEQLEN_Q, 2, kind.head_dim),
-            (1, _SEQLEN_K, 1, kind.head_dim),
-            (1, _SEQLEN_K, 1, kind.head_dim),
-            (1, _SEQLEN_Q, 2, kind.head_dim),
+        torch.randn(1, *shape, kind.head_dim, generator=generator, dtype=torch.float32, device="cpu").to(
+            device, kind.dtype
         )
+        for shape in ((_SEQLEN_Q, 2), (_SEQLEN_K, 1), (_SEQLEN_K, 1), (_SEQLEN_Q, 2))
     )
-    right = 0 if features & Feature.CAUSAL else 3 if features & Feature.WINDOW_RIGHT else None
-    return AttentionCall(
-        q=q,
-        k=k,
-        v=v,
-        softmax_scale=kind.head_dim**-0.5,
-        mask=Mask(5 if features & Feature.WINDOW_LEFT else None, right),
-        max_seqlen_q=_SEQLEN_Q,
-        max_seqlen_k=_SEQLEN_K,
+    options = Options(
+        causal=bool(features & Feature.CAUSAL),
+        window_size=(5 if features & Feature.WINDOW_LEFT else -1, 3 if features & Feature.WINDOW_RIGHT else -1),
         softcap=2.0 if features & Feature.SOFTCAP else 0.0,
         alibi_slopes=torch.tensor([0.3, 0.1], dtype=torch.float32, device=device) if features & Feature.ALIBI else None,
-        seqused_k=torch.tensor([_SEQLEN_K], dtype=torch.int32, device=device) if kind.cached else None,
-        is_dense=not kind.cached,
-        needs_grad=kind.backward,
-    ), dout
+    )
+    call = dense_call(q, k, v, options, Purpose(needs_grad=kind.backward))
+    if kind.cached:
+        lengths = torch.tensor([_SEQLEN_K], dtype=torch.int32, device=device)
+        call = call._replace(seqused_k=lengths, is_dense=False)
+    return call, dout
 
 
 def _device(capability: tuple[int, int] | None) -> torch.device:
