@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_compat import explain, flash_attn_func, use_backend
+from flash_attn_compat import explain, flash_attn_func, flash_attn_with_kvcache, use_backend
 from flash_attn_compat.backends.fused import inspection, launcher, loader, probe
 from flash_attn_compat.backends.fused.probe import Verdict
-from flash_attn_compat.backends.fused.variants import Kind
-from tests import fused_on_cpu
+from tests import efficient_kernels, fused_on_cpu
 from tests.fused_on_cpu import Launches
 from tests.support import randn
 
@@ -24,6 +24,7 @@ SLOW, FAST = Verdict(2.0, "torch_efficient", 1.0), Verdict(1.0, "torch_efficient
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """A Turing GPU, as far as the backend can see."""
     found = fused_on_cpu.record(monkeypatch)
+    efficient_kernels.install(monkeypatch)
     monkeypatch.setattr(loader, "capability", lambda device: (7, 5))
     monkeypatch.setattr(probe, "_verdicts", {})
     return found
@@ -113,10 +114,33 @@ def test_nothing_is_timed_where_it_is_known_or_pretended(
 
 
 @pytest.mark.usefixtures("kept")
-@pytest.mark.parametrize("feature", ["alibi", "softcap", "paged"])
-def test_what_the_next_backend_has_no_kernel_for_is_not_timed(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{"alibi_slopes": torch.ones(4)}, {"softcap": 3.0}], ids=str)
+def test_what_the_next_backend_has_no_kernel_for_is_not_timed(
+    options: dict[str, Any], launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = timed(monkeypatch, forward=SLOW)
-    assert probe.why_not(Kind(75, 0, 64, **{feature: True}), "forward", 0) is None and not seen
+    flash_attn_func(*qkv(), **options)
+    assert launches.entries == ["forward"] and not seen
+
+
+@pytest.mark.usefixtures("kept")
+def test_a_verdict_is_no_reason_against_calls_that_the_faster_backend_refuses(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed(monkeypatch, forward=SLOW)
+    q, k, v = qkv()
+    lengths = torch.tensor([35, 40], dtype=torch.int32)
+    flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True)
+    assert launches.entries == ["forward"]
+    flash_attn_func(q, k, v, causal=True)
+    assert launches.entries == ["forward"]
+
+
+@pytest.mark.usefixtures("kept")
+def test_gradients_under_a_dropout_mask_of_ours_stay_ours(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed(monkeypatch, forward=FAST, backward=SLOW)
+    flash_attn_func(*qkv(grad=True), dropout_p=0.1).sum().backward()
+    assert launches.entries == ["forward", "delta", "dkdv", "dq"]
 
 
 # ---- what doctor tells

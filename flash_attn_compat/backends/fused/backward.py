@@ -77,7 +77,7 @@ def _make_plan(call: AttentionCall, dout: Tensor, out: Tensor, gradients: Gradie
     device = call.q.get_device()
     target = loader.target(device)
     kind = launcher.kind_of(call, target, vec)
-    probe.check(kind, "backward", device)
+    probe.check(kind, call, "backward", device)
     plan = Plan(call, dout, out, gradients, kind, target, is_true)
 
     def run(tiny: AttentionCall, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:

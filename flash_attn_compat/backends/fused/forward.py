@@ -150,7 +150,7 @@ def make_plan(call: AttentionCall) -> Attention | Copied:
     kind = launcher.kind_of(call, target, vec)
     plan = Attention(call, kind, target, device)
     if plan.splits is None:
-        probe.check(kind, "forward", device)
+        probe.check(kind, call, "forward", device)
 
     def tried() -> str | None:
         problem = trial.problem(kind, call.q.device, plan.splits is not None, needs_grad=False)

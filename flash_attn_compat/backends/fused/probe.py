@@ -47,27 +47,23 @@ candidates: tuple[Backend, ...] = ()
 _verdicts: dict[tuple[str, int, str], Verdict | None] = {}
 
 
-def check(kind: Kind, direction: str, device: int) -> None:
-    """Raises Slower where the verdict speaks against the kernel; may time both now."""
-    reason = why_not(kind, direction, device)
-    if reason is not None:
-        raise Slower(reason)
+def check(kind: Kind, call: AttentionCall, direction: str, device: int) -> None:
+    """Raises Slower where the verdict speaks against the kernel; may time both now.
 
-
-def why_not(kind: Kind, direction: str, device: int) -> str | None:
-    """What the verdict says against the kernel, if anything.
-
-    It counts only for calls that the next backend computes in one launch too; for others none comes near.
+    It counts only for calls that the backend which was the faster computes too: any other is slower by far.
     """
     wanted = not (kind.alibi or kind.softcap or kind.paged or (kind.local and kind.window is not None))
     if not wanted or settings.fused() or settings.forced_capability() is not None or settings.named_backend():
-        return None
+        return
     if loader.capability(device) in MEASURED or loader.is_capturing(device):
-        return None
+        return
     found = verdict(kind.D, direction, device)
     if found is None or not found.is_slower:
-        return None
-    return (
+        return
+    rival = next(backend for backend in candidates if backend.name == found.rival)
+    if rival.reasons((call if direction == "forward" else call.from_given_results()).traits()):
+        return
+    raise Slower(
         f"took {found.fused:.3g} ms for a {direction} of head_dim {kind.D} when it was timed, {found.rival} "
         f"{found.other:.3g} ms (flash-attn-compat doctor --renew times again, {settings.FUSED}=1 uses it all the same)"
     )
