@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from flash_attn_compat import settings
-from tests import caller_state
-from tests.caller_calls import TABLE, Found, Prepared, Row
+from tests import caller_state, efficient_kernels, fused_on_cpu
+from tests.caller_calls import PROBLEMS, TABLE, Found, Prepared, Row
 from tests.caller_state import State, answer, examine, same, states
+from tests.support import GENERAL
+from tests.test_torch_flash import newest  # noqa: F401 - a fixture
 
 STATES = tuple(states())
 DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)]
@@ -31,6 +33,34 @@ def test_no_answer_depends_on_the_state_and_the_state_stays(state: State, device
     if reason := caller_state.why_not(state, device):
         pytest.skip(reason)
     assert not examine(state, device)
+
+
+AROUND = [state for state in STATES if state.name.startswith(("default dtype", "default device meta", "autocast"))]
+# Rows for each backend of a GPU, whose kernels are stand-ins or emulated, and for those of any device.
+ROWS = {
+    "torch_efficient": lambda row: not row.draws,  # the stand-in has no dropout
+    "torch_flash": lambda row: True,
+    "fused": lambda row: row.name in (
+        "dense causal ALiBi", "packed ALiBi dropout", "packed window on both sides", "cache", "cache append rotary"
+    ),
+    **{name: lambda row: row.name.startswith(("dense fp32", "packed", "cache")) for name in GENERAL},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ROWS)
+def test_no_backends_answer_depends_on_what_surrounds_its_kernels(
+    backend: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    if backend == "torch_efficient":
+        efficient_kernels.install(monkeypatch)
+    elif backend == "torch_flash":
+        request.getfixturevalue("newest")
+    elif backend == "fused":
+        fused_on_cpu.emulate(monkeypatch)
+    monkeypatch.setenv(settings.BACKEND, backend)
+    rows = [row for row in TABLE if row.name in PROBLEMS and ROWS[backend](row)]
+    for state in AROUND:
+        assert not examine(state, torch.device("cpu"), rows), state.name
 
 
 @on_devices

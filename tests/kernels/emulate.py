@@ -43,7 +43,7 @@ OPTIONS = (
     "-fno-tree-ter",
     "-nodefaultlibs",
 )
-LIBRARIES = ("-lc", "-lm")
+LIBRARIES = ("-lc", "-lm", "-lgcc")
 
 # What a library knows of its launch is the library's, and other threads go on while it runs.
 _ONE_AT_A_TIME = threading.Lock()
