@@ -12,6 +12,28 @@ from torch import Tensor, nn
 Parameters = dict[str, Tensor]
 
 
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    slopes: Any = None,
+) -> Tensor:
+    """Softmax attention of (batch, seqlen, nheads, head_dim), bottom-right aligned; (-1, 0) is the causal window."""
+    k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], dim=2) for t in (k, v))
+    scores = torch.einsum("bthd,bshd->bhts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    rows, columns = (torch.arange(length, device=q.device) for length in scores.shape[2:])
+    ahead = columns - rows[:, None] - (len(columns) - len(rows))
+    if slopes is not None:
+        scores = scores - torch.as_tensor(slopes, dtype=q.dtype)[:, None, None] * ahead.abs()
+    left, right = (side if side >= 0 else len(rows) + len(columns) for side in window)
+    scores = scores.masked_fill((ahead > right) | (ahead < -left), -torch.inf)
+    shares = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(v.dtype)
+    return torch.einsum("bhts,bshd->bthd", shares, v)
+
+
 def check_module(module: nn.Module, plain: Callable[..., Any], *inputs: Any) -> None:
     """module(*inputs) against plain(parameters by name, *inputs); see `check_function`."""
     names = [name for name, _ in module.named_parameters()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,28 +24,21 @@ from flash_attn_compat.modules.mha import (
 from flash_attn_compat.modules.mlp import FusedMLP, GatedMlp, Mlp
 from flash_attn_compat.ops.fused_dense import FusedDense, fused_dense_func
 from flash_attn_compat.utils.generation import InferenceParams
+from tests.plain import Parameters, attention, check_module
 from tests.support import cumulative, randn
 
 B, S, H, HK, D = 2, 6, 4, 2, 16
 
 
 def attention64(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float = D**-0.5, slopes: Any = None, left: int = -1
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None = None, slopes: Any = None, left: int = -1
 ) -> Tensor:
-    """Softmax attention in fp64, (batch, seqlen, nheads, headdim), bottom-right aligned."""
-    q, k, v = q.double(), k.double(), v.double()
-    k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], dim=2) for t in (k, v))
-    scores = torch.einsum("bthd,bshd->bhts", q, k) * scale
-    distance = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1] - torch.arange(k.shape[1])
-    if slopes is not None:
-        scores = scores - torch.tensor(slopes, dtype=torch.float64)[:, None, None] * distance.abs()
-    hidden = torch.zeros_like(distance, dtype=torch.bool)
-    if causal:
-        hidden |= distance < 0
-    if left >= 0:
-        hidden |= distance > left
-    scores = scores.masked_fill(hidden, float("-inf"))
-    return torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v)
+    right = 0 if causal else -1
+    return attention(q.double(), k.double(), v.double(), scale=scale, window=(left, right), slopes=slopes)
+
+
+def same(found: Tensor, right: Tensor, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(found.double(), right, rtol=tolerance, atol=tolerance)
 
 
 def test_alibi_slopes_follow_the_paper() -> None:
@@ -70,23 +64,23 @@ def test_flash_self_attention_agrees_with_fp64_dense_and_packed(dtype: torch.dty
     slopes_used = slopes.to(dtype).double().tolist()
     expected = attention64(*qkv.unbind(2), causal, 0.3, slopes_used, left=3)
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(module(qkv, causal=causal).double(), expected, rtol=tolerance, atol=tolerance)
+    same(module(qkv, causal=causal), expected, tolerance)
     cu_seqlens = cumulative(S, S)
     packed = module(qkv.flatten(0, 1), causal=causal, cu_seqlens=cu_seqlens, max_seqlen=S)
-    torch.testing.assert_close(packed.double(), expected.flatten(0, 1), rtol=tolerance, atol=tolerance)
+    same(packed, expected.flatten(0, 1), tolerance)
 
 
 def test_flash_cross_attention_agrees_with_fp64_dense_and_packed() -> None:
     module = FlashCrossAttention(causal=True)
     q, kv = randn(B, 3, H, D), randn(B, S, 2, HK, D, seed=1)
     expected = attention64(q, *kv.unbind(2), causal=True)
-    torch.testing.assert_close(module(q, kv).double(), expected, rtol=1e-5, atol=1e-5)
+    same(module(q, kv), expected)
     cu_seqlens, cu_seqlens_k = (torch.arange(B + 1, dtype=torch.int32) * n for n in (3, S))
     packed = module(
         q.flatten(0, 1), kv.flatten(0, 1), None, cu_seqlens=cu_seqlens, max_seqlen=3, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_k=S,
     )  # fmt: skip
-    torch.testing.assert_close(packed.double(), expected.flatten(0, 1), rtol=1e-5, atol=1e-5)
+    same(packed, expected.flatten(0, 1))
 
 
 @pytest.mark.parametrize("flash", [False, True])
@@ -94,7 +88,7 @@ def test_attention_dropout_acts_in_training_only(flash: bool) -> None:
     module = (FlashSelfAttention if flash else SelfAttention)(attention_dropout=0.5)
     qkv = randn(B, S, 3, H, D)
     expected = attention64(*qkv.unbind(2), causal=False)
-    torch.testing.assert_close(module.eval()(qkv).double(), expected, rtol=1e-5, atol=1e-5)
+    same(module.eval()(qkv), expected)
     assert (module.train()(qkv).double() - expected).abs().max() > 0.1
 
 
@@ -105,21 +99,11 @@ def test_plain_attention_agrees_with_fp64_where_something_is_visible(causal: boo
     mask[1, 4:] = False
     self_attention, cross_attention = SelfAttention(causal), CrossAttention(causal)
     expected = attention64(*qkv.unbind(2), causal)
-    torch.testing.assert_close(self_attention(qkv).double(), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(
-        self_attention(qkv, key_padding_mask=mask)[1, :4].double(),
-        attention64(*qkv[1:, :4].unbind(2), causal)[0],
-        rtol=1e-5,
-        atol=1e-5,
-    )
+    same(self_attention(qkv), expected)
+    same(self_attention(qkv, key_padding_mask=mask)[1, :4], attention64(*qkv[1:, :4].unbind(2), causal)[0])
     expected = attention64(q, *kv.unbind(2), causal)
-    torch.testing.assert_close(cross_attention(q, kv).double(), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(
-        cross_attention(q, kv, key_padding_mask=mask)[1].double(),
-        attention64(q[1:], *kv[1:, :4].unbind(2), causal)[0],
-        rtol=1e-5,
-        atol=1e-5,
-    )
+    same(cross_attention(q, kv), expected)
+    same(cross_attention(q, kv, key_padding_mask=mask)[1], attention64(q[1:], *kv[1:, :4].unbind(2), causal)[0])
 
 
 def test_a_row_that_sees_nothing_is_a_uniform_average_in_plain_attention() -> None:
@@ -152,7 +136,7 @@ def test_mha_is_projection_rotation_attention_projection(num_heads_kv: int, use_
     cos, sin = module.rotary_emb._cos_cached, module.rotary_emb._sin_cached
     context = attention64(apply_rotary_emb_torch(q, cos, sin), apply_rotary_emb_torch(k, cos, sin), v, causal=True)
     expected = F.linear(context.flatten(2), module.out_proj.weight.double(), module.out_proj.bias.double())
-    torch.testing.assert_close(module(x).double(), expected, rtol=1e-5, atol=1e-5)
+    same(module(x), expected)
 
 
 @pytest.mark.parametrize("num_heads_kv", [H, HK])
@@ -273,49 +257,42 @@ def test_the_module_re_exports_the_attention_functions() -> None:
 # Feed-forward
 
 
-def linear64(layer: torch.nn.Linear, x: Tensor) -> Tensor:
-    return F.linear(x, layer.weight.double(), layer.bias.double())
+def two_layers(activation: Callable[[Tensor], Tensor]) -> Callable[[Parameters, Tensor], Tensor]:
+    def plain(p: Parameters, x: Tensor) -> Tensor:
+        return F.linear(activation(F.linear(x, p["fc1.weight"], p["fc1.bias"])), p["fc2.weight"], p["fc2.bias"])
+
+    return plain
 
 
 def test_mlp_defaults_and_residual() -> None:
-    torch.manual_seed(0)
-    module = Mlp(8, return_residual=True)
-    x = randn(3, 8)
-    y, residual = module(x)
-    assert module.fc1.out_features == 32 and residual is x
-    expected = linear64(module.fc2, F.gelu(linear64(module.fc1, x.double())))
-    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-6)
+    module, x = Mlp(8, return_residual=True), randn(3, 8)
+    assert module.fc1.out_features == 32 and module(x)[1] is x
+    check_module(Mlp(8), two_layers(F.gelu), x)
 
 
 @pytest.mark.parametrize("activation", [F.sigmoid, F.silu, F.gelu])
 def test_gated_mlp_multiplies_the_first_half_by_its_gate(activation: Any) -> None:
-    torch.manual_seed(0)
+    def gated(x: Tensor) -> Tensor:
+        y, gate = x.chunk(2, dim=-1)
+        return y * activation(gate)
+
     module = GatedMlp(8, activation=activation, multiple_of=16)
-    x = randn(3, 8)
-    y, gate = linear64(module.fc1, x.double()).chunk(2, dim=-1)
     assert module.fc2.in_features == 32
-    torch.testing.assert_close(module(x).double(), linear64(module.fc2, y * activation(gate)), rtol=1e-5, atol=1e-6)
+    check_module(module, two_layers(gated), randn(3, 8))
 
 
-@pytest.mark.parametrize("checkpoint_lvl", [0, 2])
 @pytest.mark.parametrize(
-    ("activation", "plain"),
+    ("activation", "plain", "checkpoint_lvl"),
     [
-        ("gelu_approx", lambda x: F.gelu(x, approximate="tanh")),
-        ("relu", F.relu),
-        ("sqrelu", lambda x: F.relu(x).square()),
+        ("gelu_approx", lambda x: F.gelu(x, approximate="tanh"), 0),
+        ("gelu_approx", lambda x: F.gelu(x, approximate="tanh"), 2),
+        ("relu", F.relu, 2),
+        ("sqrelu", lambda x: F.relu(x).square(), 0),
     ],
 )
-def test_fused_mlp_is_two_layers_with_gradients(activation: str, plain: Any, checkpoint_lvl: int) -> None:
-    torch.manual_seed(0)
+def test_fused_mlp_is_two_layers(activation: str, plain: Any, checkpoint_lvl: int) -> None:
     module = FusedMLP(8, 12, 5, activation=activation, checkpoint_lvl=checkpoint_lvl)
-    x = randn(3, 8).requires_grad_()
-    exact = x.detach().double().requires_grad_()
-    out, expected = module(x), linear64(module.fc2, plain(linear64(module.fc1, exact)))
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
-    out.sum().backward()
-    expected.sum().backward()
-    torch.testing.assert_close(x.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
+    check_module(module, two_layers(plain), randn(3, 8))
 
 
 def test_dense_layers_return_their_input_and_refuse_unknown_activations() -> None:

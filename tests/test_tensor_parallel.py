@@ -18,7 +18,7 @@ from flash_attn_compat.modules.mlp import ParallelFusedMLP, ParallelGatedMlp, Pa
 from flash_attn_compat.ops.fused_dense import ColumnParallelLinear, FusedDense, FusedMLP, RowParallelLinear
 from flash_attn_compat.utils.generation import InferenceParams
 from tests.interpreters import forked_group
-from tests.plain import assert_as_good_as_plain
+from tests.plain import assert_as_good_as_plain, attention
 from tests.support import end_worker, randn
 
 WORLD = 2
@@ -54,10 +54,11 @@ def check_parallel(
     x: Tensor,
     given: Part,
     kept: Part,
+    call: Part | None = None,
 ) -> None:
     """This rank's module, given its share of the parameters and of x, against compute(whole parameters, whole x).
 
-    mine(name, parameter), given(x) and kept(output): what of the whole belongs to this rank.
+    mine(name, parameter), given(x) and kept(output): what of the whole belongs to this rank. call: instead of module.
     """
     assert isinstance(module, nn.Module)
     module.to(dtype)
@@ -76,7 +77,7 @@ def check_parallel(
     local = given(x).clone()
     if x.is_floating_point():
         local = local.to(dtype).requires_grad_()
-    out = module(local)
+    out = (call or module)(local)
     (out * kept(upstream(exact[0].shape)).to(dtype)).sum().backward()
     assert_as_good_as_plain(out.detach(), kept(rounded[0]), kept(exact[0]))
     if exact[1] is not None and rounded[1] is not None:
@@ -117,41 +118,23 @@ def check_dense_with_a_group(dtype: torch.dtype) -> None:
     x = randn(BATCH, SEQLEN, D)
     dense = FusedDense(D, 4, return_residual=True)
 
-    class Dense(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight, self.bias = dense.weight, dense.bias
+    def plain(p: Parameters, x: Tensor) -> Tensor:
+        return F.linear(x, p["weight"], p["bias"])
 
-        def forward(self, x: Tensor) -> Tensor:
-            out, residual = dense(x, process_group=group)
-            assert residual is x
-            return out  # type: ignore[no-any-return]
+    def call(x: Tensor) -> Tensor:
+        out, residual = dense(x, process_group=group)
+        assert residual is x
+        return out  # type: ignore[no-any-return]
 
-    dense.to(dtype)
-    plain = lambda p, x: F.linear(x, p["weight"], p["bias"])  # noqa: E731
-    check_parallel(Dense(), dtype, whole, lambda _, t: t[part], plain, x, chunk(True), lambda t: t[..., part])
+    check_parallel(dense, dtype, whole, lambda _, t: t[part], plain, x, chunk(True), lambda t: t[..., part], call)
 
     mlp = FusedMLP(D, 4, bias2=False, activation="sqrelu")
 
-    class Grouped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc1, self.fc2 = mlp.fc1, mlp.fc2
-
-        def forward(self, x: Tensor) -> Tensor:
-            return mlp(x, process_group=group)  # type: ignore[no-any-return]
-
     whole = parameters(fc1__weight=(8, D), fc1__bias=(8,), fc2__weight=(D, 8))
     check_parallel(
-        Grouped(),
-        dtype,
-        whole,
-        hidden_share(part),
-        two_layers(lambda x: F.relu(x).square()),
-        x,
-        chunk(True),
-        chunk(True),
-    )
+        mlp, dtype, whole, hidden_share(part), two_layers(lambda x: F.relu(x).square()), x, chunk(True), chunk(True),
+        lambda x: mlp(x, process_group=group),
+    )  # fmt: skip
 
 
 def hidden_share(part: slice) -> Callable[[str, Tensor], Tensor]:
@@ -202,13 +185,8 @@ def plain_attention(heads: int, heads_kv: int, alibi: bool, window: int, p: Para
     d = D // heads
     sizes = (heads * d, heads_kv * d, heads_kv * d)
     q, k, v = (t.unflatten(-1, (-1, d)) for t in F.linear(x, p["Wqkv.weight"], p["Wqkv.bias"]).split(sizes, -1))
-    k, v = (t.repeat_interleave(heads // heads_kv, dim=2) for t in (k, v))
-    scores = torch.einsum("bthd,bshd->bhts", q, k) * d**-0.5
-    distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
-    if alibi:
-        scores = scores - torch.tensor(get_alibi_slopes(heads), dtype=x.dtype)[:, None, None] * distance
-    scores = scores.masked_fill((distance < 0) | (distance > window), -torch.inf)
-    context = torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v).flatten(2)
+    slopes = get_alibi_slopes(heads) if alibi else None
+    context = attention(q, k, v, window=(window, 0), slopes=slopes).flatten(2)
     return F.linear(context, p["out_proj.weight"], p["out_proj.bias"])
 
 
@@ -257,19 +235,14 @@ def check_a_batch_of_one_split_by_tokens(dtype: torch.dtype) -> None:
     module = ParallelMHA(D, 4, dist.group.WORLD, causal=True, use_flash_attn=True)
     whole = parameters(Wqkv__weight=(3 * D, D), Wqkv__bias=(3 * D,), out_proj__weight=(D, D), out_proj__bias=(D,))
 
-    class Flat(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.Wqkv, self.out_proj = module.Wqkv, module.out_proj
-
-        def forward(self, x: Tensor) -> Tensor:
-            return module(x, seqlen=SEQLEN)  # type: ignore[no-any-return]
-
     def plain(p: Parameters, x: Tensor) -> Tensor:
         return plain_attention(4, 4, False, SEQLEN, p, x.unflatten(0, (-1, SEQLEN))).flatten(0, 1)
 
     share = attention_share(4, 4)
-    check_parallel(Flat(), dtype, whole, share, plain, randn(SEQLEN, D), chunk(True), chunk(True))
+    check_parallel(
+        module, dtype, whole, share, plain, randn(SEQLEN, D), chunk(True), chunk(True),
+        lambda x: module(x, seqlen=SEQLEN),
+    )  # fmt: skip
 
 
 def check_decoding() -> None:

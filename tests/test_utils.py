@@ -23,6 +23,7 @@ from flash_attn_compat.utils.library import triton_op
 from flash_attn_compat.utils.pretrained import state_dict_from_pretrained
 from flash_attn_compat.utils.testing import attention_ref, generate_qkv, generate_random_padding_mask
 from flash_attn_compat.utils.torch import custom_bwd, custom_fwd
+from tests.plain import pairwise
 from tests.support import randn
 
 B, S, H, D = 5, 24, 2, 16
@@ -40,16 +41,13 @@ def test_random_padding_masks_have_lengths_of_their_mode(mode: str, zero_lengths
     assert all(least <= lengths[i] <= 60 for i in range(11) if i not in empty)
     mask = generate_random_padding_mask(60, 11, "cpu", mode, zero_lengths)
     assert mask.dtype == torch.bool and (mask[:, 1:] <= mask[:, :-1]).all()
-
-
-def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(AssertionError, match="'half'"):
         generate_random_padding_mask(4, 2, "cpu", "half")
 
 
-@pytest.mark.parametrize("form", ["plain", "kvpacked", "qkvpacked"])
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("form", "padded", "causal"), pairwise(("plain", "kvpacked", "qkvpacked"), (False, True), (False, True))
+)
 def test_packed_inputs_give_the_reference_of_the_padded_ones(form: str, padded: bool, causal: bool) -> None:
     """generate_qkv, the varlen functions and attention_ref together: outputs and gradients."""
     torch.manual_seed(0)
@@ -245,37 +243,27 @@ def test_a_triton_op_is_a_custom_operator_with_the_given_schema() -> None:
 STATE = {"a.weight": torch.arange(6.0).view(2, 3), "b": torch.tensor([1.5, -2.0], dtype=torch.bfloat16)}
 
 
-def write(directory: Path, form: str) -> None:
-    if form == "bin":
-        torch.save(STATE, directory / "pytorch_model.bin")
-    elif form == "sharded bin":
-        for name in STATE:
-            torch.save({name: STATE[name]}, directory / f"{name}.bin")
-        index = {"metadata": {}, "weight_map": {name: f"{name}.bin" for name in STATE}}
-        (directory / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    else:
-        from safetensors.torch import save_file
-
-        if form == "safetensors":
-            save_file(STATE, directory / "model.safetensors")
-        else:
-            for name in STATE:
-                save_file({name: STATE[name]}, directory / f"{name}.safetensors")
-            index = {"metadata": {}, "weight_map": {name: f"{name}.safetensors" for name in STATE}}
-            (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-@pytest.mark.parametrize("form", ["bin", "sharded bin", "safetensors", "sharded safetensors"])
-@pytest.mark.parametrize("dtype", [None, torch.float32, torch.float16])
-def test_a_state_dict_is_read_from_a_directory(form: str, dtype: torch.dtype | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "sharded", "dtype"), pairwise(("bin", "safetensors"), (False, True), (None, torch.float32, torch.float16))
+)
+def test_a_state_dict_is_read_from_a_directory(
+    kind: str, sharded: bool, dtype: torch.dtype | None, tmp_path: Path
+) -> None:
     pytest.importorskip("transformers")
-    write(tmp_path, form)
+    save = torch.save if kind == "bin" else pytest.importorskip("safetensors.torch").save_file
+    whole = tmp_path / {"bin": "pytorch_model.bin", "safetensors": "model.safetensors"}[kind]
+    if sharded:
+        files = {name: f"{name}.{kind}" for name in STATE}
+        for name, file in files.items():
+            save({name: STATE[name]}, tmp_path / file)
+        whole.with_name(f"{whole.name}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    else:
+        save(STATE, whole)
     found = state_dict_from_pretrained(str(tmp_path), dtype=dtype)
     assert found.keys() == STATE.keys()
     for name, tensor in STATE.items():
-        assert torch.equal(found[name], tensor.to(dtype or tensor.dtype)) and found[name].dtype == (
-            dtype or tensor.dtype
-        )
+        expected = tensor.to(dtype or tensor.dtype)
+        assert torch.equal(found[name], expected) and found[name].dtype == expected.dtype
 
 
 def test_a_directory_without_weights_is_named(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.plain import attention
+
 NHEADS, NHEADS_K, HEAD_DIM = 4, 2, 16
 BATCH, SEQLEN = 2, 64
 CAPABILITY = "FLASH_ATTN_COMPAT_CAPABILITY"
@@ -94,16 +96,8 @@ def ring_flash_attn() -> Any:
     return importlib.import_module("ring_flash_attn")
 
 
-# ---- the whole sequence ----------------------------------------------------------------------------------------------
-
-
-def whole(q: Tensor, k: Tensor, v: Tensor, causal: bool, groups: int = NHEADS // NHEADS_K) -> Tensor:
-    """Attention over (batch, seqlen, nheads, head_dim), plainly; `groups` query heads share one of keys."""
-    k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
-    if causal:
-        scores = scores + torch.full(scores.shape[-2:], float("-inf"), dtype=q.dtype, device=q.device).triu(1)
-    return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
+def whole(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    return attention(q, k, v, window=(-1, 0 if causal else -1))
 
 
 def whole_packed(q: Tensor, k: Tensor, v: Tensor, causal: bool, lengths: list[int]) -> Tensor:

@@ -82,10 +82,3 @@ def test_it_is_refused_without_the_name_and_loads_with_it(repository, calls):
         alone = model(states[1:, :4], mask[1:, :4])
     assert torch.equal(out[1, 4:], torch.zeros_like(out[1, 4:]))
     torch.testing.assert_close(out[1:, :4], alone)
-
-
-def test_the_check_of_imports_finds_every_module(repository):
-    from transformers.dynamic_module_utils import check_imports
-
-    with flash_attn_compat.patched():
-        assert check_imports(repository / "modeling_tiny.py") == ["configuration_tiny"]

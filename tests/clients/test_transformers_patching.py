@@ -137,27 +137,6 @@ class TestRegistry:
         assert calls() == MODELS[name].attention_calls
         assert "flash_attn" not in sys.modules
 
-    def test_left_padded_generation_gives_the_same_tokens(self, calls):
-        from tests.clients.models import build, token_ids
-
-        eager, ours = build("mistral with a window", "eager"), build("mistral with a window", "fa2_compat")
-        ids = token_ids(2, 9)
-        mask = torch.ones_like(ids)
-        mask[0, :4] = 0
-        options = dict(attention_mask=mask, max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)
-        assert torch.equal(ours.generate(ids, **options), eager.generate(ids, **options))
-        assert calls() > 0
-
-    def test_packed_sequences_equal_each_by_itself(self, calls):
-        from tests.clients.models import build, relative_error, run, token_ids
-
-        eager, ours = build("llama", "eager"), build("llama", "fa2_compat")
-        ids = token_ids(1, 12)
-        positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
-        expected = torch.cat([run(eager, {"input_ids": part}) for part in ids.split([5, 7], dim=1)], dim=1)
-        assert relative_error(run(ours, {"input_ids": ids, "position_ids": positions}), expected) <= 2e-6
-        assert calls() == 2
-
     @pytest.mark.parametrize(
         ("positions", "lengths"),
         [

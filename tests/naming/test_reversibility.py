@@ -43,32 +43,27 @@ def test_unpatch_restores_paths_finders_environment_and_modules(monkeypatch, pyt
     assert state() == before
 
 
-def test_patch_twice_is_undone_by_one_unpatch():
+def test_patch_twice_is_undone_by_one_unpatch_and_can_be_done_again():
     before = state()
     patch()
     once = state()
     patch()
     assert state() == once
-    unpatch()
-    assert state() == before
-    unpatch()
-    assert state() == before
-
-
-def test_it_can_be_patched_again_after_unpatch():
-    patch()
     use_the_name()
-    unpatch()
+    for _ in range(2):
+        unpatch()
+        assert state() == before
     patch()
     use_the_name()
 
 
-def test_nested_blocks_undo_at_the_outermost_end():
+def test_nested_blocks_undo_at_the_outermost_end_and_when_they_raise():
     before = state()
-    with patched():
+    with pytest.raises(KeyError), patched():
         with patched():
             use_the_name()
         importlib.import_module("flash_attn")
+        raise KeyError
     assert state() == before
 
 
@@ -79,45 +74,24 @@ def test_a_block_leaves_an_explicit_patch_standing():
     assert importlib.util.find_spec("flash_attn")
 
 
-def test_a_block_undoes_when_it_raises():
-    before = state()
-    with pytest.raises(KeyError), patched():
-        raise KeyError
-    assert state() == before
-
-
-def test_what_others_put_into_pythonpath_meanwhile_stays(monkeypatch):
+def test_what_others_put_into_paths_meanwhile_stays(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/a")
-    patch()
-    os.environ["PYTHONPATH"] += os.pathsep + "/b"
-    unpatch()
-    assert os.environ["PYTHONPATH"] == os.pathsep.join(["/a", "/b"])
-
-
-def test_what_others_put_into_sys_path_meanwhile_stays(monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     patch()
+    os.environ["PYTHONPATH"] += os.pathsep + "/b"
     sys.path.append("/others")
     unpatch()
-    assert sys.path[-1] == "/others"
-    assert SITE not in sys.path
+    assert os.environ["PYTHONPATH"] == os.pathsep.join(["/a", "/b"])
+    assert sys.path[-1] == "/others" and SITE not in sys.path
 
 
-def test_a_none_left_by_others_in_sys_modules_is_overcome_and_comes_back(monkeypatch):
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
+@pytest.mark.parametrize("left", [None, types.ModuleType("flash_attn")], ids=["none", "a bare stub"])
+def test_what_others_left_in_sys_modules_is_replaced_and_comes_back(monkeypatch, left):
+    monkeypatch.setitem(sys.modules, "flash_attn", left)
     patch()
     assert importlib.import_module("flash_attn").__version__ == "2.8.3"
     unpatch()
-    assert "flash_attn" in sys.modules and sys.modules["flash_attn"] is None
-
-
-def test_a_bare_stub_left_by_others_is_replaced_and_comes_back(monkeypatch):
-    stub = types.ModuleType("flash_attn")
-    monkeypatch.setitem(sys.modules, "flash_attn", stub)
-    patch()
-    assert importlib.import_module("flash_attn").__version__ == "2.8.3"
-    unpatch()
-    assert sys.modules["flash_attn"] is stub
+    assert "flash_attn" in sys.modules and sys.modules["flash_attn"] is left
 
 
 def test_threads_that_patch_and_unpatch_at_once_leave_nothing():

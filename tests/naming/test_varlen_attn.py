@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flash_attn_compat.naming import patch, unpatch
 from tests.interpreters import forked, forked_child
-from tests.plain import check_function
+from tests.plain import attention, check_function
 from tests.support import cumulative, randn
 
 pytest.importorskip("torch.nn.attention.varlen", reason="torch.nn.attention.varlen came with torch 2.10")
@@ -33,20 +33,9 @@ def served() -> None:
     patch(varlen_attn=True)
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int] = (-1, -1), scale: float = D**-0.5) -> Tensor:
-    """One sequence, (tokens, heads, headdim)."""
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    place = torch.arange(q.shape[0])[:, None] + k.shape[0] - q.shape[0] - torch.arange(k.shape[0])
-    hidden = torch.zeros_like(place, dtype=torch.bool)
-    hidden |= (place > window[0]) if window[0] >= 0 else False
-    hidden |= (-place > window[1]) if window[1] >= 0 else False
-    scores = torch.einsum("thd,shd->hts", q, k) * scale
-    shares = scores.masked_fill(hidden, -torch.inf).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
-    return torch.einsum("hts,shd->thd", shares.to(v.dtype), v)
-
-
 def each(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    return torch.cat([plain(*part, **options) for part in zip(q.split(LENGTHS), k.split(LENGTHS), v.split(LENGTHS))])
+    parts = zip(*(t[None].split(LENGTHS, dim=1) for t in (q, k, v)))
+    return torch.cat([attention(*part, **options)[0] for part in parts])
 
 
 def inputs(dtype: torch.dtype = torch.float32, heads_k: int = H) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,8 +96,9 @@ def test_pages_and_used_lengths_are_read(with_starts: bool) -> None:
         q, keys, values, starts_q, starts_k, 2, 300, window_size=(-1, 0), seqused_k=used, block_table=table
     )
     for i, rows in enumerate(q.split((1, 2))):
-        k, v = (t[table[i]].flatten(0, 1)[: used[i]] for t in (keys, values))
-        torch.testing.assert_close(out.split((1, 2))[i], plain(rows, k, v, (-1, 0)), rtol=1e-4, atol=1e-5)
+        k, v = (t[table[i]].flatten(0, 1)[None, : used[i]] for t in (keys, values))
+        right = attention(rows[None], k, v, window=(-1, 0))[0]
+        torch.testing.assert_close(out.split((1, 2))[i], right, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.usefixtures("served")
