@@ -98,11 +98,8 @@ def _weigh(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """exp(score - shift) of a tile as an operand, its row sums, the new running maximum, and the shift."""
     if _fused_weights.is_enabled and sub.block.slopes is None and sub.block.first_key is None:
-        softcap = sub.call.softcap
-        keys = sub.keys[:, columns.start : columns.stop].transpose(1, 2)
-        raw = sub.unfold(sub.product(queries, keys, sub.call.softmax_scale / (softcap or 1.0)), rows)
-        hidden = sub.hidden(rows, columns)
-        return _fused_weights(raw, hidden, softcap, peak, sub.operand_dtype)
+        raw, hidden = sub.raw_scores(queries, rows, columns), sub.hidden(rows, columns)
+        return _fused_weights(raw, hidden, sub.call.softcap, peak, sub.operand_dtype)
     scores, factor = sub.scores(queries, rows, columns)
     tile_peak = scores.amax(-1, keepdim=True).mul_(factor)
     new_peak = tile_peak if peak is None else torch.maximum(peak, tile_peak)

@@ -73,16 +73,19 @@ class SubBlock:
         """A view of the caller's memory may begin anywhere, which half-precision products on a GPU can't read."""
         return ready(matrices) if self.operand_dtype != self.dtype and not matrices.shape[-1] % 8 else matrices
 
+    def raw_scores(self, queries: Tensor, rows: Range, columns: Range) -> Tensor:
+        """Scaled products of queries and keys, (n, q heads, rows, columns), divided by softcap where there is one."""
+        keys = self.keys[:, columns.start : columns.stop].transpose(1, 2)
+        return self.unfold(self.product(queries, keys, self.call.softmax_scale / (self.call.softcap or 1.0)), rows)
+
     def scores(self, queries: Tensor, rows: Range, columns: Range) -> tuple[Tensor, float]:
         """Scores (n, q heads, rows, columns) up to the factor beside them, which the next pass applies.
 
         Under softcap they are the tanh values, and the factor is the cap.
         """
-        call = self.call
-        keys = self.keys[:, columns.start : columns.stop].transpose(1, 2)
-        factor = call.softcap or 1.0
-        scores = self.unfold(self.product(queries, keys, call.softmax_scale / factor), rows)
-        if call.softcap:
+        factor = self.call.softcap or 1.0
+        scores = self.raw_scores(queries, rows, columns)
+        if self.call.softcap:
             scores.tanh_()
         if self.block.slopes is not None:
             scores, factor = scores.mul_(factor), 1.0
@@ -113,10 +116,7 @@ class SubBlock:
 
     def tanh_values(self, queries: Tensor, rows: Range, columns: Range, scores: Tensor) -> Tensor:
         """What softcap made of the raw scores: ``scores`` itself, unless ALiBi was added to it."""
-        if self.block.slopes is None:
-            return scores
-        keys = self.keys[:, columns.start : columns.stop].transpose(1, 2)
-        return self.unfold(self.product(queries, keys, self.call.softmax_scale / self.call.softcap), rows).tanh_()
+        return scores if self.block.slopes is None else self.raw_scores(queries, rows, columns).tanh_()
 
     def keep(self, rows: Range, columns: Range) -> Tensor | None:
         """Surviving probabilities of a tile as 0 and 1, (n, q heads, rows, columns); None without dropout."""
