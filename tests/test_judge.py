@@ -58,8 +58,8 @@ def test_a_mutant_fails_some_problem(implementation: None, examinations: list[Ex
 def test_what_hurts_other_heads_and_sequences_passes_where_nothing_is_small_or_not_finite(
     implementation: None, examinations: list[Examination]
 ) -> None:
-    harmless = [e for e in examinations if not (e.problem.sizes or e.problem.stray or e.problem.poison)][:50]
-    assert len(harmless) == 50
+    harmless = [e for e in examinations if not (e.problem.sizes or e.problem.stray or e.problem.poison)][:25]
+    assert len(harmless) == 25
     assert not [e.problem for e in harmless if e.judge("reference").failures]
 
 

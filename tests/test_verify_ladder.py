@@ -96,12 +96,12 @@ def test_a_long_problem_is_checked_in_blocks_that_find_a_mistake_in_the_last_row
 
 def test_the_command_writes_every_step_at_every_length_and_draws_it(tmp_path, capsys):
     saved, picture = tmp_path / "a.json", tmp_path / "a.png"
-    arguments = ["--n", "40", "--br", "7", "--bc", "9", *QUICK, "--json", str(saved), "--plot", str(picture)]
+    arguments = ["--n", "24", "--br", "7", "--bc", "9", *QUICK, "--json", str(saved), "--plot", str(picture)]
     assert main(["ladder", *arguments]) == 0
     data = json.loads(saved.read_text())
     found = {(row["contestant"], row["n"]): row for row in data["rows"]}
     names = [*STEPS, "PyTorch SDPA", "flash_attn_compat"]
-    assert set(found) == {(name, n) for name in names for n in (10, 20, 40)}  # a curve needs more than one length
+    assert set(found) == {(name, n) for name in names for n in (6, 12, 24)}  # a curve needs more than one length
     for row in found.values():
         assert row["verdict"]["ok"] and row["forward"]["median_ms"] > 0 and row["memory_mib"] > 0
     assert "tiles of 7 rows x 9 keys" in data["environment"]["problem"]
