@@ -1,4 +1,4 @@
-"""What several test files share: the general backends, small inputs, and a comparison with the oracle."""
+"""What several test files share: the general backends, small inputs, and a comparison of two answers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flash_attn_compat
-from flash_attn_compat import flash_attn_interface
-from verify import oracle
-from verify.call import Call
 
 GENERAL = ("reference", "chunked", "sdpa")  # the backends of any device
 on_general_backends = pytest.mark.parametrize("backend", GENERAL)
@@ -61,28 +58,6 @@ def close(ours: Tensor, right: Tensor, magnitude: Tensor | float = 1.0, epsilons
     assert ours.shape == right.shape
     atol = epsilons * torch.finfo(ours.dtype).eps * float(magnitude)
     torch.testing.assert_close(ours.double(), right.double(), rtol=epsilons * torch.finfo(ours.dtype).eps, atol=atol)
-
-
-def check_against_oracle(backend: str, fn: str, args: dict[str, Any], keep: Tensor | None = None) -> None:
-    """Output, LSE and gradients of one call of fn(**args, return_attn_probs=True) with a random gradient."""
-    names = [n for n in ("q", "k", "v", "kv", "qkv") if n in args]
-    leaves = {n: args[n].detach().requires_grad_() for n in names}
-    call = Call(fn, {**args, **leaves, "return_attn_probs": True}, None)
-    torch.manual_seed(0)
-    out, lse, s_dmask = on_backend(backend, getattr(flash_attn_interface, fn), **call.args)
-    if keep is None and args.get("dropout_p", 0.0) > 0:
-        keep = s_dmask >= 0
-    dout = randn(*out.shape, seed=9, dtype=out.dtype)
-    right = oracle.answer(fn, args, dout, keep)
-    wide = 1 + right.magnitude("score")
-    close(out, right.out, right.magnitude("out") * wide)
-    torch.testing.assert_close(lse.double(), right.softmax_lse, rtol=0, atol=1e-5 * wide, equal_nan=True)
-    grads = torch.autograd.grad(out, list(leaves.values()), dout)
-    for name, grad in zip(leaves, grads, strict=True):
-        assert grad.shape == args[name].shape and grad.dtype == args[name].dtype
-        parts = oracle.PACKED.get(name, (name,))
-        for part, ours in zip(parts, grad.unbind(-3) if len(parts) > 1 else (grad,), strict=True):
-            close(ours, right.grads[part], right.magnitude(part) * wide)
 
 
 def end_worker() -> NoReturn:

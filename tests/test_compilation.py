@@ -7,9 +7,11 @@ import warnings
 import pytest
 import torch
 
-from flash_attn_compat import flash_attn_func, use_backend
-from flash_attn_compat.backends import chunked, chunked_tiles
+from flash_attn_compat.backends import chunked
 from flash_attn_compat.engine.compilation import OptionallyCompiled
+from verify.drawing import random_problem
+from verify.examination import Examination
+from verify.problems import Problem
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
@@ -40,18 +42,25 @@ def test_a_failed_compilation_warns_once_and_is_not_tried_again(monkeypatch):
     assert len(tried) == 1
 
 
-@pytest.mark.parametrize("softcap", [0.0, 20.0])
-@pytest.mark.parametrize("window_size", [(-1, -1), (40, 0)])
-def test_the_fused_step_equals_the_plain_one(monkeypatch, softcap, window_size):
-    q, k, v = (torch.randn(2, 150, 4, 16) for _ in range(3))
-    arguments = {"causal": True, "softcap": softcap, "window_size": window_size, "return_attn_probs": True}
-    monkeypatch.setattr(chunked_tiles, "_tile_size", lambda call, block: chunked_tiles.TileSize(1, 2, 64, 48))
-    with use_backend("chunked"):
-        plain = flash_attn_func(q, k, v, **arguments)
-        monkeypatch.setenv("FLASH_ATTN_COMPAT_COMPILE", "1")
-        # The step as the compiler gets it; compiling it here would take longer than all other tests.
-        monkeypatch.setattr(torch, "compile", lambda function, **kwargs: function)
-        monkeypatch.setattr(chunked, "_fused_weights", OptionallyCompiled(chunked._fused_weights._function))
-        fused = flash_attn_func(q, k, v, **arguments)
-    for a, b in zip(plain[:2], fused[:2]):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+@pytest.fixture
+def compiled_step(monkeypatch):
+    """Counts its runs."""
+    step, runs = chunked._fused_weights._function, []
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_COMPILE", "1")
+    monkeypatch.setattr(torch, "compile", lambda function, **kwargs: lambda *args: runs.append(1) or function(*args))
+    monkeypatch.setattr(chunked, "_fused_weights", OptionallyCompiled(step))
+    return runs
+
+
+def test_random_problems_are_right_with_the_compiled_step(compiled_step):
+    for number in range(60):
+        problem = random_problem(9000 + number, dtypes=("float32", "float64"))
+        verdict = Examination(problem).judge("chunked")
+        assert not verdict.failures, (problem, verdict)
+    assert compiled_step
+
+
+@pytest.mark.parametrize("left", [12, 200])
+def test_the_compiled_step_is_right_for_a_long_causal_window(compiled_step, left):
+    problem = Problem(seqlens_q=(1100,), seqlens_k=(1100,), head_dim=16, causal=True, window=(left, 0), dtype="float64")
+    assert Examination(problem).judge("chunked").failures == [] and compiled_step
