@@ -23,7 +23,11 @@ _AT_FIRST = dict(os.environ)  # before any test has patched anything
 # Each line of its input is a list of codes to run at once, with their files for output and errors, and variables.
 _PARENT = """
 import gc, json, os, signal, sys, traceback, types
-import torch, torch._dynamo
+import torch
+try:
+    import torch._dynamo  # which much of PyTorch and of its clients imports
+except ImportError:
+    pass
 torch.set_num_threads(1)
 gc.freeze()  # what a copy need not look at again
 

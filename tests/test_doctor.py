@@ -10,10 +10,9 @@ import pytest
 import torch
 
 import flash_attn_compat
-from flash_attn_compat import backends, cli, doctor, self_check, settings
+from flash_attn_compat import backends, doctor, self_check, settings
 from flash_attn_compat.engine import dispatch
 from tests.interpreters import REPOSITORY, forked_child
-from tests.support import check_refused_in_one_line
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +32,6 @@ def test_every_backend_that_can_serve_here_is_checked_and_passes(report):
     able = {name for call in report.calls for name, against in call.reasons.items() if not against}
     assert {check.backend for check in report.checks} >= able
     assert all(check.passed for check in report.checks) and report.healthy
-
-
-def test_a_machine_without_an_nvidia_gpu_has_no_kernels_of_ours(report):
-    if report.machine.device.startswith("cuda"):
-        pytest.skip("there is a GPU")
-    assert report.machine.kernels == ["none: they are for NVIDIA GPUs"]
 
 
 def test_json_holds_the_whole_report(report):
@@ -119,14 +112,10 @@ def test_a_reason_against_a_backend_is_said_once(report):
     for backend in backends.BACKENDS:
         assert sum(line.startswith(f"  {backend.name} ") for line in lines) == 1
     if report.machine.device == "cpu":
+        assert report.machine.kernels == ["none: they are for NVIDIA GPUs"]
         assert sum("flash-attn is not installed" in line for line in lines) == 1
         assert any(line.split() == ["fused", "runs", "on", "CUDA", "GPUs", "only"] for line in lines)
         assert any(line.startswith("  sdpa ") and "serves 3 of these calls" in line for line in lines)
-
-
-def test_a_backend_that_nobody_knows_ends_in_one_line(monkeypatch, capsys):
-    monkeypatch.setenv("FLASH_ATTN_COMPAT_BACKEND", "sdpaa")
-    check_refused_in_one_line(cli.main, ["doctor"], "FLASH_ATTN_COMPAT_BACKEND must be one of", capsys)
 
 
 def test_a_variable_that_nobody_reads_is_warned_about_at_the_first_call_and_once(monkeypatch):

@@ -118,7 +118,7 @@ def test_draws_follow_the_probabilities(options: dict[str, Any]) -> None:
     torch.testing.assert_close(frequencies, scaled.softmax(-1), rtol=0, atol=0.015)
 
 
-def test_top_p_keeps_the_smallest_set_that_exceeds_it() -> None:
+def test_top_p_keeps_the_smallest_set_that_exceeds_it_and_top_k_the_largest() -> None:
     probabilities = torch.tensor([[0.05, 0.5, 0.15, 0.3], [0.9, 0.04, 0.03, 0.03]])
     for top_p, kept in ((0.4, [1, 1]), (0.6, [2, 1]), (0.93, [3, 2]), (0.0, [4, 4]), (1.0, [4, 4])):
         logits = probabilities.log()
@@ -127,12 +127,9 @@ def test_top_p_keeps_the_smallest_set_that_exceeds_it() -> None:
     logits = probabilities.log()
     modify_logits_for_top_p_filtering(logits, 0.6)
     assert logits[0].isfinite().tolist() == [False, True, False, True]
-
-
-def test_top_k_keeps_the_largest() -> None:
-    logits = torch.tensor([[1.0, 3.0, 2.0]])
+    logits = probabilities.log()
     modify_logits_for_top_k_filtering(logits, 2)
-    assert logits.isfinite().tolist() == [[False, True, True]]
+    assert logits[0].isfinite().tolist() == [False, True, False, True]
 
 
 def test_the_state_can_be_reset_and_keeps_its_caches() -> None:

@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from flash_attn_compat.naming import patch, unpatch
-from tests.interpreters import fresh
+from tests.interpreters import forked, fresh
 
 CHILD = (
     "import importlib.metadata as m, importlib.util as u; print(u.find_spec('flash_attn') and m.version('flash-attn'))"
@@ -105,15 +105,18 @@ def test_lightning_requirement_cache_is_satisfied():
 
 
 def test_patching_and_looking_import_neither_torch_nor_what_is_looked_for():
-    code = (
+    alone = fresh(
+        "-c",
         "import flash_attn_compat.naming as n, importlib.util as u, sys;"
         "n.patch(); u.find_spec('flash_attn'); n.unpatch();"
-        "assert 'torch' not in sys.modules and 'flash_attn' not in sys.modules; n.patch();"
+        "assert 'torch' not in sys.modules and 'flash_attn' not in sys.modules",
+    )
+    submodule = forked(
+        "import flash_attn_compat.naming as n, importlib.util as u, sys; n.patch();"
         "assert u.find_spec('flash_attn.losses.cross_entropy').origin.endswith('cross_entropy.py');"
         "assert 'flash_attn_compat.losses.cross_entropy' not in sys.modules"
     )
-    answer = fresh("-c", code)
-    assert answer.returncode == 0, answer.stderr
+    assert alone.returncode == submodule.returncode == 0, alone.stderr + submodule.stderr
 
 
 def test_a_child_finds_the_package_though_its_own_path_lacks_it_and_runs_the_hidden_sitecustomize(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 
 from flash_attn_compat.naming import install as installation
 from flash_attn_compat.naming.install import InstallError, install, installed, uninstall
+from tests.interpreters import forked
 from tests.naming.environment import Environment
 
 
@@ -156,15 +157,16 @@ def test_a_directory_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_p
 def test_the_interface_of_2_6_can_be_installed_and_removed(environment):
     answer = environment.command("install", "--api", "2.6")
     assert answer.returncode == 0 and "flash_attn-2.6.3.dist-info" in answer.stdout, answer.stderr
+    start = f"import site; site.addsitedir({str(environment.site_packages)!r})\n"
     script = """
 import importlib.metadata as m, flash_attn, flash_attn.bert_padding as b, flash_attn_2_cuda as raw
 print(flash_attn.__version__, m.version("flash-attn"), b.__name__, raw.__name__)
 """
     expected = ["2.6.3", "2.6.3", *(f"flash_attn_compat.api_2_6.{n}" for n in ("bert_padding", "flash_attn_2_cuda"))]
-    assert environment.call("-c", script).stdout.split() == expected
+    assert forked(start + script).stdout.split() == expected
     # Installing the other one replaces it.
     assert environment.command("install").returncode == 0
-    assert environment.call("-c", "import importlib.metadata as m; print(m.version('flash-attn'))").stdout == "2.8.3\n"
+    assert forked(start + script).stdout.split()[:2] == ["2.8.3", "2.8.3"]
     # patch() can ask for another interface than the one installed.
     ask = "import flash_attn_compat; flash_attn_compat.patch(api='2.6')\n"
-    assert environment.call("-c", ask + script).stdout.split() == expected
+    assert forked(start + ask + script).stdout.split() == expected

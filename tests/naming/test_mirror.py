@@ -37,10 +37,6 @@ ABSENT = [
 ]
 
 
-def test_the_walk_finds_the_mirrored_tree():
-    assert {"bert_padding", "flash_attn_interface", "layers.rotary", "ops.triton.rotary"} <= set(MIRRORED_MODULES)
-
-
 @pytest.mark.parametrize("name", MIRRORED_MODULES)
 def test_a_submodule_is_the_same_object_with_its_spec_untouched(name):
     ours = importlib.import_module(f"flash_attn_compat.{name}")
@@ -115,25 +111,20 @@ def test_the_package_has_a_real_spec_and_exactly_the_seven_functions():
     assert inspect.getsource(flash_attn)
 
 
-def test_the_functions_are_the_same_objects_with_readable_signatures():
+def test_functions_and_extension_are_ours_with_readable_signatures():
     patch()
     import flash_attn
-
-    assert flash_attn.flash_attn_func is flash_attn_compat.flash_attn_func
-    assert flash_attn.flash_attn_interface.flash_attn_func is flash_attn.flash_attn_func
-    assert {"window_size", "softcap", "deterministic"} <= inspect.signature(
-        flash_attn.flash_attn_func
-    ).parameters.keys()
-
-
-def test_the_extension_is_the_raw_module_with_five_functions():
-    patch()
     import flash_attn_2_cuda
 
     import flash_attn_compat.flash_attn_2_cuda as ours
 
     assert flash_attn_2_cuda is ours
     assert all(callable(getattr(ours, name)) for name in ("fwd", "varlen_fwd", "bwd", "varlen_bwd", "fwd_kvcache"))
+    assert flash_attn.flash_attn_func is flash_attn_compat.flash_attn_func
+    assert flash_attn.flash_attn_interface.flash_attn_func is flash_attn.flash_attn_func
+    assert {"window_size", "softcap", "deterministic"} <= inspect.signature(
+        flash_attn.flash_attn_func
+    ).parameters.keys()
 
 
 def test_a_function_pickled_under_the_name_comes_back_as_the_same_object():

@@ -13,6 +13,7 @@ import torch
 import flash_attn_compat
 from flash_attn_compat.naming import patch, real, unpatch
 from tests.interpreters import forked_child
+from tests.plain import attention
 
 INTERFACE = """
 import torch
@@ -84,8 +85,7 @@ def served(function) -> bool:
     q = torch.randn(1, 6, 2, 16)
     flash_attn_compat.reset_backend_counts()
     out = function(q, q, q, causal=True)
-    scores = torch.einsum("bihd,bjhd->bhij", q, q) / 4 + torch.full((6, 6), float("-inf")).triu(1)
-    expected = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), q)
+    expected = attention(q, q, q, window=(-1, 0))
     return torch.allclose(out, expected, atol=1e-5) and sum(flash_attn_compat.backend_counts().values()) == 1
 
 
@@ -183,24 +183,17 @@ def test_the_reason_against_a_real_package_says_what_it_raises(fake, kind):
     assert "flash_attn" not in sys.modules
 
 
-def test_without_cuda_the_reason_is_the_missing_device(fake):
-    if torch.cuda.is_available():
-        pytest.skip("this machine has CUDA")
-    assert "no" in real.find_real().unusable_because and "CUDA" in real.find_real().unusable_because
-
-
-def test_a_real_package_set_aside_by_the_environment_is_unusable(fake, monkeypatch):
+def test_without_cuda_or_set_aside_by_the_environment_it_is_unusable(fake, monkeypatch):
+    if not torch.cuda.is_available():
+        assert "no" in real.find_real().unusable_because and "CUDA" in real.find_real().unusable_because
     monkeypatch.setenv("FLASH_ATTN_COMPAT_DISABLE_OFFICIAL", "1")
     assert "FLASH_ATTN_COMPAT_DISABLE_OFFICIAL" in real.find_real().unusable_because
 
 
-def test_a_folder_called_flash_attn_is_no_package(tmp_path, monkeypatch):
+def test_neither_a_folder_called_flash_attn_nor_our_stand_in_is_a_real_package(tmp_path, monkeypatch):
     (tmp_path / "flash_attn").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     assert real.find_real() is None
-
-
-def test_our_stand_in_is_not_taken_for_a_real_package():
     patch()
     importlib.import_module("flash_attn")
     assert real.find_real() is None
