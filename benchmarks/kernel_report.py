@@ -1,8 +1,7 @@
 """What each kernel becomes, without a GPU: `python -m benchmarks.kernel_report`, with --every for all variants (hours).
 
 Registers, spills and shared memory by the assembler, the main loop's instructions by pipe, and what a T4 would be
-bound by (cycles of a multiprocessor for 64 rows times 64 keys; tests/kernels/offline.py has the assumptions). Needs
-NVRTC and cuobjdump, which the test extra brings.
+bound by (cycles of a multiprocessor for 64 rows times 64 keys). Needs NVRTC and cuobjdump, which the test extra brings.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from typing import NamedTuple
 
 from flash_attn_compat.backends.fused import variants
 from flash_attn_compat.backends.fused.loader import KernelError
@@ -34,6 +34,49 @@ _SHOWN = (
     "LDL",
     "STL",
 )
+
+
+class Pipes(NamedTuple):
+    """Cycles of a multiprocessor of sm_75 for 64 rows times 64 keys, by pipe; the largest is what bounds the kernel.
+
+    Assumed: HMMA.1688.F32 8 cycles of a quarter, MUFU and F2F 8, FMA and ALU 2, issue 1; of the whole multiprocessor
+    LDSM.x4 and STS.128 8, smaller shared accesses 2. Every instruction of the loop counts, masks among them.
+    """
+
+    tensor: float
+    shared: float
+    special: float
+    fma: float
+    alu: float
+    issue: float
+
+    @property
+    def tensor_share(self) -> float:
+        """Of the tensor cores' peak, if everything overlaps."""
+        return self.tensor / max(self)
+
+
+def turing_pipes(loop: Counter[str], variant: Variant, step: int) -> Pipes:
+    """step: keys (rows for dkdv) that one turn of the loop takes"""
+
+    def count(*names: str) -> int:
+        return sum(number for name, number in loop.items() if name.startswith(names))
+
+    warps = variant.threads // 32
+    quarter = warps / 4
+    wide_stores = sum(number for name, number in loop.items() if name.startswith("STS") and "128" in name)
+    wide = count("LDSM") + wide_stores
+    narrow = count("LDS") - count("LDSM") + count("STS") - wide_stores
+    units = variant.rows * step / 4096
+    alu = ("FMNMX", "LOP3", "PRMT", "IADD3", "SHF", "LEA", "FSETP", "ISETP", "SEL", "FSEL")
+    return Pipes(
+        tensor=count("HMMA") * 8 * quarter / units,
+        shared=(wide * 8 + narrow * 2) * warps / units,
+        special=(count("MUFU") + count("F2F")) * 8 * quarter / units,
+        fma=(count("FFMA", "FADD", "FMUL", "IMAD")) * 2 * quarter / units,
+        alu=count(*alu) * 2 * quarter / units,
+        issue=sum(loop.values()) * quarter / units,
+    )
 
 
 def chosen(number: int, every: bool, entries: list[str]) -> dict[Variant, Kind]:
@@ -73,7 +116,7 @@ def mix(loop: Counter[str]) -> str:
 
 
 def model(loop: Counter[str], variant: Variant) -> str:
-    pipes = offline.turing_pipes(loop, variant, step(variant))
+    pipes = turing_pipes(loop, variant, step(variant))
     cycles = ", ".join(f"{name} {value:.0f}" for name, value in pipes._asdict().items())
     return f"T4, cycles for 64 x 64: {cycles}; tensor cores at most {pipes.tensor_share:.0%} busy"
 

@@ -1,7 +1,6 @@
 """What the kernels become, without a GPU: NVRTC compiles them, its assembler tells registers and spills.
 
-NVRTC and cuobjdump, which shows the code, come as wheels (the test extra). How long a T4 takes for the main loop is
-estimated from its instructions.
+NVRTC and cuobjdump, which shows the code, come as wheels (the test extra).
 """
 
 from __future__ import annotations
@@ -112,49 +111,6 @@ def main_loop(code: list[tuple[int, str]]) -> Counter[str]:
         return Counter()
     body = (re.sub(r"^@!?U?P\w+ ", "", text).split()[0] for place, text in code if best[1] <= place <= best[2])
     return Counter(body)
-
-
-class Pipes(NamedTuple):
-    """Cycles of a multiprocessor of sm_75 for 64 rows times 64 keys, by pipe; the largest is what bounds the kernel.
-
-    Assumed: HMMA.1688.F32 8 cycles of a quarter, MUFU and F2F 8, FMA and ALU 2, issue 1; of the whole multiprocessor
-    LDSM.x4 and STS.128 8, smaller shared accesses 2. Every instruction of the loop counts, masks among them.
-    """
-
-    tensor: float
-    shared: float
-    special: float
-    fma: float
-    alu: float
-    issue: float
-
-    @property
-    def tensor_share(self) -> float:
-        """Of the tensor cores' peak, if everything overlaps."""
-        return self.tensor / max(self)
-
-
-def turing_pipes(loop: Counter[str], variant: Variant, step: int) -> Pipes:
-    """step: keys (rows for dkdv) that one turn of the loop takes"""
-
-    def count(*names: str) -> int:
-        return sum(number for name, number in loop.items() if name.startswith(names))
-
-    warps = variant.threads // 32
-    quarter = warps / 4
-    wide_stores = sum(number for name, number in loop.items() if name.startswith("STS") and "128" in name)
-    wide = count("LDSM") + wide_stores
-    narrow = count("LDS") - count("LDSM") + count("STS") - wide_stores
-    units = variant.rows * step / 4096
-    alu = ("FMNMX", "LOP3", "PRMT", "IADD3", "SHF", "LEA", "FSETP", "ISETP", "SEL", "FSEL")
-    return Pipes(
-        tensor=count("HMMA") * 8 * quarter / units,
-        shared=(wide * 8 + narrow * 2) * warps / units,
-        special=(count("MUFU") + count("F2F")) * 8 * quarter / units,
-        fma=(count("FFMA", "FADD", "FMUL", "IMAD")) * 2 * quarter / units,
-        alu=count(*alu) * 2 * quarter / units,
-        issue=sum(loop.values()) * quarter / units,
-    )
 
 
 def blocks(variant: Variant) -> int:
