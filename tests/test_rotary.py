@@ -58,18 +58,26 @@ def int_positions(offset: int) -> Tensor:
     return (torch.arange(S) + offset).expand(B, S)
 
 
+OFFSETS = [0, 4, torch.tensor([3, 0], dtype=torch.int32), torch.tensor([TABLE - 2, -1])]
+
+
 @pytest.mark.parametrize(
-    ("dtype", "table_dtype", "interleaved", "rotary_dim", "offset"),
-    pairwise(DTYPES, (None, torch.float32), (False, True), (2, 10, 16), (0, 4)),
+    ("dtype", "table_dtype", "interleaved", "rotary_dim", "offsets", "inplace"),
+    pairwise(DTYPES, (None, torch.float32), (False, True), (2, 10, 16), OFFSETS, (False, True)),
 )
 def test_a_dense_rotation_is_exact(
-    dtype: torch.dtype, table_dtype: torch.dtype | None, interleaved: bool, rotary_dim: int, offset: int
+    dtype: torch.dtype, table_dtype: Any, interleaved: bool, rotary_dim: int, offsets: Any, inplace: bool
 ) -> None:
+    """With an offset of each sequence too; what it puts off the table is left alone."""
     x, (cos, sin) = randn(B, S, H, D, dtype=dtype), tables(rotary_dim, table_dtype or dtype)
-    out = apply_rotary_emb(x, cos, sin, interleaved, seqlen_offsets=offset)
-    assert out.dtype == dtype and out.shape == x.shape
-    assert_rounded_once(out, rotated(x, cos, sin, int_positions(offset), interleaved))
-    assert torch.equal(out[..., rotary_dim:], x[..., rotary_dim:])
+    kept = x.clone()
+    out = apply_rotary_emb(x, cos, sin, interleaved, inplace, seqlen_offsets=offsets)
+    assert out.dtype == dtype and out.shape == x.shape and (out.data_ptr() == x.data_ptr()) == inplace
+    positions = (offsets[:, None] if isinstance(offsets, Tensor) else offsets) + torch.arange(S).expand(B, S)
+    assert_rounded_once(out, rotated(kept, cos, sin, positions, interleaved))
+    assert torch.equal(out[..., rotary_dim:], kept[..., rotary_dim:])
+    outside = (positions < 0) | (positions >= TABLE)
+    assert torch.equal(out[outside], kept[outside])
 
 
 def test_half_precision_is_rounded_once_after_fp32_arithmetic() -> None:
@@ -79,23 +87,6 @@ def test_half_precision_is_rounded_once_after_fp32_arithmetic() -> None:
     correctly_rounded = expected.to(torch.bfloat16)
     # Arithmetic in bf16 misses the correctly rounded value about every third time.
     assert (out != correctly_rounded).float().mean() < 0.01
-
-
-@pytest.mark.parametrize("integers", [torch.int32, torch.int64])
-@pytest.mark.parametrize("inplace", [False, True])
-def test_tensor_offsets_shift_each_sequence(integers: torch.dtype, inplace: bool) -> None:
-    x, (cos, sin) = randn(B, S, H, D), tables(10)
-    offsets = torch.tensor([3, 0], dtype=integers)
-    expected = rotated(x, cos, sin, offsets[:, None] + torch.arange(S))
-    assert_rounded_once(apply_rotary_emb(x, cos, sin, inplace=inplace, seqlen_offsets=offsets), expected)
-
-
-def test_positions_off_the_table_are_left_alone_with_tensor_offsets() -> None:
-    x, (cos, sin) = randn(B, S, H, D), tables(D)
-    offsets = torch.tensor([TABLE - 2, -1], dtype=torch.int32)
-    out = apply_rotary(x, cos, sin, seqlen_offsets=offsets)
-    assert torch.equal(out[0, 2:], x[0, 2:]) and torch.equal(out[1, 0], x[1, 0])
-    assert_rounded_once(out, rotated(x, cos, sin, offsets[:, None] + torch.arange(S)))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
