@@ -13,7 +13,6 @@ from flash_attn_compat import settings
 from tests import caller_state, efficient_kernels, fused_on_cpu
 from tests.caller_calls import PROBLEMS, TABLE, Found, Prepared, Row
 from tests.caller_state import State, answer, examine, same, states
-from tests.support import GENERAL
 from tests.test_torch_flash import newest  # noqa: F401 - a fixture
 
 STATES = tuple(states())
@@ -43,7 +42,7 @@ ROWS = {
     "fused": lambda row: row.name in (
         "dense causal ALiBi", "packed ALiBi dropout", "packed window on both sides", "cache", "cache append rotary"
     ),
-    **{name: lambda row: row.name.startswith(("dense fp32", "packed", "cache")) for name in GENERAL},
+    **{name: lambda row: row.name.startswith(("dense fp32", "packed", "cache")) for name in ("chunked", "sdpa")},
 }  # fmt: skip
 
 

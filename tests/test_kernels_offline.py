@@ -23,7 +23,6 @@ def full(number: int, type: int, head_dim: int, vec: int = 8) -> Kind:
 TURING = [
     variants.forward(Kind(75, FP16, 64)),
     variants.forward(full(75, BF16_AS_FP16, 128)),
-    variants.dkdv(full(75, FP16, 32)),
     variants.dkdv(full(75, BF16_AS_FP16, 128)),
     variants.dq(Kind(75, BF16_AS_FP16, 256)),
     variants.decode(full(75, FP16, 64, vec=1)._replace(paged=True)),
