@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import flash_attn_compat
+from flash_attn_compat.naming import attention_function
 from tests.interpreters import forked, forked_child, fresh
 from tests.naming.environment import Environment
 
@@ -114,6 +115,10 @@ def check_ends_well(code: str) -> None:
     assert answer.returncode == 0, answer.stderr
 
 
+def attend(*inputs, **options):
+    return attention_function.attention(torch.nn.Module(), *inputs, **options)[0]
+
+
 class TestRegistry:
     """register_with_transformers(): no patching, no name flash_attn."""
 
@@ -151,21 +156,14 @@ class TestRegistry:
         ],
     )
     def test_a_sequence_starts_at_the_lowest_position(self, positions, lengths):
-        from flash_attn_compat.naming.attention_function import attention
-
         q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
-
-        def of(position_ids, *parts):
-            return attention(torch.nn.Module(), *parts, None, position_ids=position_ids, is_causal=True)[0]
-
         each = zip(*(x.split(lengths, dim=2) for x in (q, k, v)))
-        expected = torch.cat([of(None, *parts) for parts in each], dim=1)
-        torch.testing.assert_close(of(torch.tensor([positions]), q, k, v), expected)
+        expected = torch.cat([attend(*parts, None, is_causal=True) for parts in each], dim=1)
+        found = attend(q, k, v, None, position_ids=torch.tensor([positions]), is_causal=True)
+        torch.testing.assert_close(found, expected)
 
     @pytest.mark.parametrize("seqlen_q", [5, 2])
     def test_padding_of_as_many_queries_as_keys_hands_over_one_tensor_of_starts(self, seqlen_q, monkeypatch):
-        from flash_attn_compat.naming import attention_function
-
         q, k, v = torch.randn(2, 2, seqlen_q, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
         mask = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]])
         handed = []
@@ -173,71 +171,50 @@ class TestRegistry:
         monkeypatch.setattr(
             attention_function, "flash_attn_varlen_func", lambda *a, **kw: handed.append(a) or varlen(*a, **kw)
         )
-        out = attention_function.attention(torch.nn.Module(), q, k, v, mask, is_causal=True)[0]
+        out = attend(q, k, v, mask, is_causal=True)
         assert (handed[0][3] is handed[0][4]) == (seqlen_q == 5)
         for b, skipped in enumerate((2, 1)):
-            rows, keys = q[b : b + 1, :, max(0, seqlen_q - 5 + skipped) :], slice(skipped, 5)
-            right = attention_function.attention(
-                torch.nn.Module(), rows, k[b : b + 1, :, keys], v[b : b + 1, :, keys], None, is_causal=True
-            )[0]
+            rows = q[b : b + 1, :, max(0, seqlen_q - 5 + skipped) :]
+            right = attend(rows, k[b : b + 1, :, skipped:], v[b : b + 1, :, skipped:], None, is_causal=True)
             torch.testing.assert_close(out[b : b + 1, -rows.shape[2] :], right)
 
     @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
     def test_lengths_are_read_once_for_all_layers(self, packed, monkeypatch):
-        from flash_attn_compat.naming import attention_function
+        from tests.clients.models import build, run, token_ids
 
         asked = []
         for name in ("_tokens_of", "_starts"):
             work = getattr(attention_function, name)
             monkeypatch.setattr(attention_function, name, lambda *a, work=work: asked.append(a) or work(*a))
-        from tests.clients.models import build, run, token_ids
-
         inputs = {"input_ids": token_ids(1, 8), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}
         if not packed:
             inputs = {"input_ids": token_ids(2, 8), "attention_mask": torch.tensor([[0] * 3 + [1] * 5, [1] * 8])}
         run(build("llama", "fa2_compat"), inputs)
         assert len(asked) == 1
 
-    def test_a_mask_written_to_is_read_again(self):
-        from flash_attn_compat.naming.attention_function import attention
-
+    def test_a_mask_and_positions_written_to_are_read_again(self):
         q = torch.randn(1, 2, 5, 8)
         mask, positions = torch.tensor([[0, 1, 1, 1, 1]]), torch.arange(5)[None]
 
-        def out():
-            return attention(torch.nn.Module(), q, q, q, mask, is_causal=True)[0]
+        def found():
+            padded = attend(q, q, q, mask, is_causal=True)
+            return padded[:, 2:], attend(q, q, q, None, position_ids=positions, is_causal=True)[:, 2:]
 
-        def packed():
-            return attention(torch.nn.Module(), q, q, q, None, position_ids=positions, is_causal=True)[0]
-
-        before = out(), packed()
+        before = found()
         mask[0, 1], positions[0, 2:] = 0, torch.arange(3)
-        after = out(), packed()
-        torch.testing.assert_close(after[0][:, 2:], attention(torch.nn.Module(), *[q[:, :, 2:]] * 3, None)[0])
-        torch.testing.assert_close(after[1][:, 2:], attention(torch.nn.Module(), *[q[:, :, 2:]] * 3, None)[0])
-        assert not torch.equal(before[0], after[0]) and not torch.equal(before[1], after[1])
+        right = attend(*[q[:, :, 2:]] * 3, None, is_causal=True)
+        for old, new in zip(before, found()):
+            torch.testing.assert_close(new, right)
+            assert not torch.equal(old, new)
 
     def test_what_inference_mode_remembers_is_not_given_to_training(self):
-        from flash_attn_compat.naming.attention_function import attention
-
         q = torch.randn(2, 2, 4, 8, requires_grad=True)
         mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
         with torch.inference_mode():
-            attention(torch.nn.Module(), q, q, q, mask, is_causal=True)
-        attention(torch.nn.Module(), q, q, q, mask, is_causal=True)[0].sum().backward()
+            attend(q, q, q, mask, is_causal=True)
+        attend(q, q, q, mask, is_causal=True).sum().backward()
         assert q.grad is not None
 
     def test_a_name_that_would_be_looked_up_on_the_hub_is_refused(self):
         with pytest.raises(ValueError, match="must not contain 'flash'"):
             flash_attn_compat.register_with_transformers("flash_compat")
-
-    @pytest.mark.parametrize("padded", [False, True])
-    def test_attention_sinks_take_part(self, padded):
-        from flash_attn_compat.naming.attention_function import attention
-
-        q = torch.randn(1, 2, 4, 8)
-        mask = torch.ones(1, 4) if padded else None
-        sinks = torch.tensor([0.0, 1.0])
-        out = attention(torch.nn.Module(), q, q, q, mask, is_causal=False, s_aux=sinks)[0]
-        scores = torch.cat(((q @ q.mT) * 8**-0.5, sinks[None, :, None, None].expand(1, 2, 4, 1)), dim=-1)
-        torch.testing.assert_close(out, (scores.softmax(-1)[..., :-1] @ q).transpose(1, 2))
