@@ -32,7 +32,7 @@ torch.set_num_threads(1)
 gc.freeze()  # what a copy need not look at again
 
 def run(code, out, error, variables):
-    signal.alarm(120)
+    signal.alarm(300)
     for number, path in enumerate((os.devnull, out, error)):
         os.dup2(os.open(path, os.O_RDWR), number)
     os.environ.update(variables)
