@@ -122,6 +122,7 @@ def fwd_kvcache(
         assert max(q.shape[1], q.shape[2] // kcache.shape[2]) <= kcache.shape[1] * (
             1 if block_table is None else block_table.shape[1]
         )
+        assert not 0 <= left < k_.shape[1] - q.shape[1], "keys before the first row's window are not written"
         assert leftpad_k is None and all(x is None or x.is_contiguous() for x in (cos, sin))
         rows_apart = _normalised(is_causal, left, right, kcache.shape[1]) != (-1, -1)
         new = Append(k_, v_, cos, sin, interleaved, seqlens_k, rows_apart)

@@ -164,7 +164,6 @@ def test_the_answer_is_right_and_nothing_else_is_touched(name: str) -> None:
     check(PROBLEMS[name], GENERAL[1:] if name.startswith("long") else GENERAL)
 
 
-@pytest.mark.xfail(reason="PyTorch's kernel for CPUs multiplies its causal mask's -inf by the scale, and sdpa lets it")
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
 def test_causal_scores_may_be_scaled_by_what_is_not_positive(scale: float) -> None:
     check(replace(DENSE, softmax_scale=scale, causal=True))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from flash_attn_compat import flash_attn_interface
 from tests import mutants
 from verify.drawing import random_problem
 from verify.examination import Examination
+from verify.judge import against_fp64, right_answer
 from verify.problems import FUNCTIONS, Problem
 
 # Accumulating in fp16 costs no more than the plain computation in fp16 does, which is the bound.
@@ -70,6 +73,25 @@ def test_the_implementation_they_are_made_from_passes_every_problem(
     assert len(examinations) > 60
     complaints = {repr(e.problem): e.judge("reference").failures for e in examinations}
     assert not {problem: failures for problem, failures in complaints.items() if failures}
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_only_where_bf16_is_converted_may_a_probability_below_fp16_be_lost(converted: bool) -> None:
+    problem = Problem(seqlens_q=(1,), seqlens_k=(2,), dtype="bfloat16", dropout_p=0.9, return_attn_probs=True)
+    examination = Examination(problem)
+    examination.call.q.fill_(1.0)
+    examination.call.args["k"].copy_(torch.tensor([[[[1.0]], [[-30.0]]]]))  # of the second the probability is e-31
+    examination = Examination(examination.call)
+    examination.converted = converted
+    answer = examination.ask(flash_attn_interface.flash_attn_func)
+    keep = torch.tensor([False, True]).view(1, 1, 1, 2)
+    right = right_answer(examination.untouched, keep, examination.cells, converted)
+    lost = replace(
+        answer, out=torch.zeros_like(answer.out), grads={n: torch.zeros_like(g) for n, g in answer.grads.items()}
+    )
+    assert [check.quantity for check in against_fp64(right, lost) if not check.ok] == (
+        [] if converted else ["out", "dq", "dk", "dv"]
+    )
 
 
 def test_an_exception_is_a_failure_and_not_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:

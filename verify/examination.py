@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_attn_compat import settings
 from verify.call import Answer, Call, accepted, same, solve
 from verify.implementations import Backend, Implementation, NotSupported
 from verify.judge import (
@@ -65,6 +66,8 @@ class Examination:
         self.judges = "cpu" if on_host else device
         self.untouched = host if on_host else host.to(device)
         self.call = host.to(device)
+        no_bf16 = self.device == "cuda" and settings.capability(self.call.q.device) < (8, 0)
+        self.converted = no_bf16 and host.dtype == torch.bfloat16
         self.cells = Cells(host, self.judges)
         self._right: Right | None = None
 
@@ -106,8 +109,8 @@ class Examination:
     def right(self, keep: Tensor | None = None) -> Right:
         """Made once, but under dropout for every mask."""
         if keep is not None:
-            return right_answer(self.untouched, keep, self.cells)
-        self._right = self._right or right_answer(self.untouched, None, self.cells)
+            return right_answer(self.untouched, keep, self.cells, self.converted)
+        self._right = self._right or right_answer(self.untouched, None, self.cells, self.converted)
         return self._right
 
     def restore(self) -> None:

@@ -27,6 +27,8 @@ from verify.oracle import Truth
 # (times the plain error, times one rounding of the terms)
 OUT, GRADIENT = (2.0, 1.0), (3.0, 2.0)
 OFFICIAL_OUT_EPSILONS, OFFICIAL_GRADIENT_EPSILONS, OFFICIAL_LSE = 4.0, 8.0, 2e-3
+OFFICIAL_TANH = 2.0**-11  # tanh.approx.f32
+CONVERTED = 2.0**-36  # probabilities times 2^12, and dS below 2^15, in steps of fp16's 2^-24
 CANCELLATION = 64 * torch.finfo(torch.float32).eps  # what flash-attn's fp32 sums leave of a gradient that cancels to 0
 
 
@@ -118,16 +120,23 @@ class Right:
     has_tainted: bool
 
 
-def right_answer(call: Call, keep: Tensor | None = None, cells: Cells | None = None) -> Right:
-    """keep: the dropout keep mask of the run that is judged, (B, H, >= sq, >= sk) bool, where dropout_p > 0."""
+def right_answer(call: Call, keep: Tensor | None = None, cells: Cells | None = None, converted: bool = False) -> Right:
+    """keep: the dropout keep mask of the run that is judged, (B, H, >= sq, >= sk) bool, where dropout_p > 0.
+
+    converted: where bf16 is computed as scaled fp16 (docs/exactness.md)
+    """
     cells = cells or Cells(call.to("cpu"), call.q.device)
     exact = oracle.answer(call.fn, call.args, call.dout, keep)
     plain = oracle.plain(call.fn, call.args, call.dout, keep)
-    return Right(call, exact, bounds(exact, plain, cells), cells, bool(exact.tainted.any()))
+    unit = CONVERTED / (1 - call.dropout_p) if converted else 0.0
+    return Right(call, exact, bounds(exact, plain, cells, unit), cells, bool(exact.tainted.any()))
 
 
-def bounds(exact: Truth, plain: Answer, cells: Cells) -> dict[str, Tensor]:
-    """In proportion to what is summed in that head of that sequence, never in another."""
+def bounds(exact: Truth, plain: Answer, cells: Cells, unit: float = 0.0) -> dict[str, Tensor]:
+    """In proportion to what is summed in that head of that sequence, never in another.
+
+    unit: steps of the probabilities, and of dS beside the largest dP, where the dtype's own are smaller
+    """
     dtype = plain.out.dtype
     eps, smallest = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
     found = {}
@@ -141,9 +150,17 @@ def bounds(exact: Truth, plain: Answer, cells: Cells) -> dict[str, Tensor]:
             size = size * (2 + exact.magnitudes["score"].unflatten(1, (size.shape[1], -1)).amax(2))
         # Neighbouring numbers below smallest_normal are that far apart, whatever their size.
         spacing = smallest * eps * (1 + exact.spacings[name])
+        if unit:
+            spacing = spacing + unit * exact.spacings[name] * (_largest_dP(exact, name) if name in ("q", "k") else 1.0)
         times, floor = OUT if name == "out" else GRADIENT
         found[name] = times * cells.worst(plain_errors, name in ("k", "v"))[:-1] + floor * (eps * size + spacing)
     return found
+
+
+def _largest_dP(exact: Truth, name: str) -> Tensor:
+    """By (sequence, head), key heads for k."""
+    heads = exact.spacings[name].shape[1]
+    return exact.magnitudes["dP"].unflatten(1, (heads, -1)).amax(2)
 
 
 def against_fp64(right: Right, got: Answer, device: str = "cpu", approximate: bool = False) -> list[Check]:
@@ -164,7 +181,11 @@ def against_fp64(right: Right, got: Answer, device: str = "cpu", approximate: bo
         errors = right.cells.worst(_errors(mine, expected, dtype), of_keys)
         if bool(errors[-1].any()):
             checks.append(broken(quantity, "not 0 outside of all sequences"))
-        checks.append(_worst(quantity, "fp64", _untainted(right, errors[:-1], of_keys), right.bounds[name]))
+        allowed = right.bounds[name]
+        if approximate and (softcap := float(right.call.args.get("softcap", 0.0))) > 0:
+            # Each score is off by as much as its tanh, and so is the LSE.
+            allowed = allowed + 2 * OFFICIAL_TANH * (1 + softcap) * exact.magnitudes[name]
+        checks.append(_worst(quantity, "fp64", _untainted(right, errors[:-1], of_keys), allowed))
     if got.softmax_lse is not None and exact.softmax_lse is not None:
         checks.append(
             _other_shape("softmax_lse", got.softmax_lse, exact.softmax_lse)

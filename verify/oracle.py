@@ -45,7 +45,8 @@ class Truth(Answer):
     """The fp64 answer, and how large the numbers behind it are.
 
     magnitudes: for out, the scores, q, k and v by (sequence, head), key heads for k and v: the largest sum of absolute
-        terms behind an element of that head. Rounding is proportional to it.
+        terms behind an element of that head. Rounding is proportional to it. For dP, by (sequence, head), more than it
+        can be before dropout.
     spacings: the same for a change by 1 of every probability, or of every score's gradient: what is lost where those
         underflow
     tainted: (sequences, key heads) bool, something that went in is not finite
@@ -189,6 +190,7 @@ def _sizes(t: _Terms, dout: Tensor | None) -> tuple[dict[str, Tensor], dict[str,
     def of_key_head(x: Tensor) -> Tensor:
         return x.view(len(x) // t.group, t.group, *x.shape[1:]).sum(1)
 
+    sums["dP"] = t.v.shape[-1] * _amax(t.v) * _amax(dout)
     ratio = torch.where(t.probs > 0, t.dropped / t.probs, 0.0)
     dprobs = (dout @ t.v.mT) * ratio
     dscores = t.scale * t.probs * (dprobs + (t.probs * dprobs).sum(-1, keepdim=True)) * t.slope_terms

@@ -366,6 +366,8 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor | None]:
     """(n, heads, rows, head_dim) inputs -> out and, on a CPU, the LSE (n, heads, rows)."""
+    if causal and scale <= 0:
+        return _attend(q * _sign(scale), k, v, causal, bias, abs(scale) or 1.0)
     if not q.is_cpu:
         return _public(q, k, v, causal, bias, scale), None
     dtype = _forward_dtype(q)
@@ -394,6 +396,9 @@ def _attend_folded(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tenso
 def _gradients(
     q: Tensor, k: Tensor, v: Tensor, upstream: Upstream, causal: bool, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, ...]:
+    if causal and scale <= 0:
+        dq, dk, dv = _gradients(q * _sign(scale), k, v, upstream, causal, bias, abs(scale) or 1.0)
+        return dq * _sign(scale), dk, dv
     dout, out, lse = upstream[:3]
     if q.is_cpu and (_SHARES_KEY_HEADS or q.shape[1] == k.shape[1]):
         found: tuple[Tensor, ...] = _BACKWARD(dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
@@ -405,6 +410,11 @@ def _gradients(
     q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
     with torch.enable_grad():
         return torch.autograd.grad(_public(q, k, v, causal, bias, scale), (q, k, v), dout)
+
+
+def _sign(scale: float) -> float:
+    """What q takes of a scale that is not positive: the kernel multiplies the -inf of its causal mask by it, too."""
+    return -1.0 if scale < 0 else 0.0
 
 
 def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
