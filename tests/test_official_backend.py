@@ -91,6 +91,14 @@ def test_an_open_window_is_open_to_rows_far_before_the_keys(install, problem: Pr
     assert verdict.failures == [] and bool(verdict.refused) == (problem.kind != "varlen")
 
 
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_it_leaves_scales_that_turn_its_masks_minus_infinity_around_to_others(install, scale: float) -> None:
+    install()
+    assert reasons(flash_attn_func, *TENSORS, softmax_scale=scale) == [
+        "does not support a softmax_scale that is not positive"
+    ]
+
+
 def test_single_rows_outside_of_all_sequences_do_not_pass_for_a_row_in_each(install) -> None:
     install()
     lengths = (0, 1, 0, 0)

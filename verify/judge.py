@@ -160,7 +160,8 @@ def bounds(exact: Truth, plain: Answer, cells: Cells, unit: float = 0.0) -> dict
 def _largest_dP(exact: Truth, name: str) -> Tensor:
     """By (sequence, head), key heads for k."""
     heads = exact.spacings[name].shape[1]
-    return exact.magnitudes["dP"].unflatten(1, (heads, -1)).amax(2)
+    largest: Tensor = exact.magnitudes["dP"].unflatten(1, (heads, -1)).amax(2)
+    return largest
 
 
 def against_fp64(right: Right, got: Answer, device: str = "cpu", approximate: bool = False) -> list[Check]:

@@ -22,7 +22,7 @@ from flash_attn_compat.engine.features import Feature
 # switch of the whole process. Lengths and pages of a cache came with its latest versions only, and fused has them.
 _LACKS = (
     Feature.SOFTCAP | Feature.ALIBI | Feature.SHARED_DROPOUT_MASK | Feature.VALUE_HEAD_DIM | Feature.TRANSFORMS
-    | Feature.DETERMINISTIC | Feature.SEQUSED_K | Feature.LEFTPAD_K | Feature.PAGED
+    | Feature.SCALE_NOT_POSITIVE | Feature.DETERMINISTIC | Feature.SEQUSED_K | Feature.LEFTPAD_K | Feature.PAGED
 )  # fmt: skip
 _ALWAYS = {
     "forward": {"cum_seq_q", "cum_seq_k", "max_q", "max_k", "scale", "window_size_left", "window_size_right"},

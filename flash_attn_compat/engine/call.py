@@ -165,6 +165,8 @@ class AttentionCall(_Fields):
             features |= _DETERMINISTIC
         if self.transformed:
             features |= _TRANSFORMS
+        if self.softmax_scale <= 0:
+            features |= _SCALE_NOT_POSITIVE
         return features
 
     def traits(self) -> Traits:
@@ -236,6 +238,7 @@ _BACKWARD = int(Feature.BACKWARD)
 _GIVEN_LSE = int(Feature.GIVEN_LSE)
 _TRANSFORMS = int(Feature.TRANSFORMS)
 _DETERMINISTIC = int(Feature.DETERMINISTIC)
+_SCALE_NOT_POSITIVE = int(Feature.SCALE_NOT_POSITIVE)
 
 
 class Result(NamedTuple):

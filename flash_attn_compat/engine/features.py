@@ -33,6 +33,7 @@ class Feature(enum.IntFlag):
     GIVEN_LSE = enum.auto()
     TRANSFORMS = enum.auto()
     DETERMINISTIC = enum.auto()
+    SCALE_NOT_POSITIVE = enum.auto()
 
 
 DESCRIPTIONS: dict[Feature, str] = {
@@ -54,6 +55,7 @@ DESCRIPTIONS: dict[Feature, str] = {
     Feature.GIVEN_LSE: "a backward from an out and softmax_lse of the caller's",
     Feature.TRANSFORMS: "forward-mode or higher-order differentiation and torch.func transforms",
     Feature.DETERMINISTIC: "gradients that are the same to the bit in every run",
+    Feature.SCALE_NOT_POSITIVE: "a softmax_scale that is not positive",
 }
 
 
