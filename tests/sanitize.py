@@ -94,13 +94,15 @@ def judge(tool: str | None, jobs: int, seconds: float) -> bool:
     ran, known = (sum(each) for each in zip((0, 0), *counts))
     failed = [text for text in texts if not re.search(r"^ran \d+ checks", text, re.MULTILINE)]
     found = [line for text in texts for line in findings(text)]
-    others = sum(len(re.findall(r"ERROR SUMMARY: [1-9]|RACECHECK SUMMARY: [1-9]", text)) for text in texts)
+    others = [text for text in texts if re.search(r"ERROR SUMMARY: [1-9]|RACECHECK SUMMARY: [1-9]", text)]
     print(f"{tool or 'without a tool'}: {ran} of {known} checks, {len(found)} findings in our kernels, "
-          f"{len(failed)} processes failed, {others} with findings of any kind", flush=True)  # fmt: skip
+          f"{len(failed)} processes failed, {len(others)} with findings of any kind", flush=True)  # fmt: skip
     for text in failed[:2]:
         print(text[-1500:], flush=True)
     for line in found[:10]:
         print(line, flush=True)
+    for text in others[:2]:  # whoever it was, and where it began
+        print(*[line for line in text.splitlines() if line.startswith("=========")][:25], sep="\n", flush=True)
     return not failed and not found
 
 
