@@ -29,12 +29,12 @@ FINDING = re.compile(rf"=========\s+(?:at|by|Error|Warning|Invalid|Uninitialized
 STATES = ("default dtype torch.float64", "autocast torch.bfloat16", "cuda: another stream", "a second thread")
 
 
-def child(shard: int, shards: int, seconds: float) -> None:
+def child(shard: int, shards: int, seconds: float, tool: str) -> None:
     """Runs every so-manieth check, none after so many seconds; wrong numbers raise."""
     from tests import fused_coverage
 
     start, place = time.monotonic(), torch.device("cuda", torch.cuda.current_device())
-    runs = [*(check.run for check in fused_coverage.checks(place)), *of_the_table(place)]
+    runs = [*(check.run for check in fused_coverage.checks(place)), *of_the_table(place, tool)]
     done = 0
     for run in runs[shard::shards]:
         if time.monotonic() - start > seconds:
@@ -45,8 +45,11 @@ def child(shard: int, shards: int, seconds: float) -> None:
     print(f"ran {done} checks of {len(runs[shard::shards])}", flush=True)
 
 
-def of_the_table(place: torch.device) -> Iterator[Callable[[], object]]:
-    """Each row in some states; those that our kernels have no part in once."""
+def of_the_table(place: torch.device, tool: str) -> Iterator[Callable[[], object]]:
+    """Each row in some states; those that our kernels have no part in once.
+
+    Modules multiply by cuBLAS, whose kernels racecheck breaks (its internal error, seen on an H200 with CUDA 13.0).
+    """
     import flash_attn_compat
     from tests import caller_state
     from tests.caller_calls import TABLE, Row
@@ -61,13 +64,15 @@ def of_the_table(place: torch.device) -> Iterator[Callable[[], object]]:
             caller_state.answer(row, place, state)
 
     for row in TABLE:
+        if row.casts and tool == "racecheck":
+            continue
         yield functools.partial(answers, row)
 
 
 def run(tool: str | None, shard: int, shards: int, seconds: float) -> str:
     """What a shard printed, under ``tool``; without one it fills the cache of compiled kernels."""
     command = [sys.executable, "-m", "tests.sanitize", "--shard", str(shard), "--jobs", str(shards)]
-    command += ["--seconds", str(seconds)]
+    command += ["--seconds", str(seconds), "--tool", tool or ""]
     variables = dict(os.environ)
     if tool is not None:
         sanitizer = ["compute-sanitizer", "--tool", tool, "--print-limit", "20"]
@@ -114,10 +119,11 @@ def main() -> int:
         "--cached", action="store_true", help="the kernels are in the cache: nothing runs without a tool"
     )
     parser.add_argument("--shard", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--tool", default="", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no check later, for each tool")
     arguments = parser.parse_args()
     if arguments.shard is not None:
-        child(arguments.shard, arguments.jobs, arguments.seconds)
+        child(arguments.shard, arguments.jobs, arguments.seconds, arguments.tool)
         return 0
     if shutil.which("compute-sanitizer") is None:
         parser.error("compute-sanitizer is not on the PATH: it comes with the CUDA toolkit")

@@ -186,8 +186,8 @@ def against_fp64(right: Right, got: Answer, device: str = "cpu", approximate: bo
         if approximate and (softcap := float(right.call.args.get("softcap", 0.0))) > 0:
             # Each score is off by as much as its tanh, and so is the LSE; dS is kept divided by the cap.
             step = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-            allowed = allowed + 2 * OFFICIAL_TANH * (1 + softcap) * exact.magnitudes[name]
-            allowed = allowed + softcap * step * exact.spacings[name]
+            allowed = allowed + 4 * OFFICIAL_TANH * (1 + softcap) * exact.magnitudes[name]
+            allowed = allowed + 2 * softcap * step * exact.spacings[name]
         checks.append(_worst(quantity, "fp64", _untainted(right, errors[:-1], of_keys), allowed))
     if got.softmax_lse is not None and exact.softmax_lse is not None:
         checks.append(

@@ -81,7 +81,7 @@ class Outcome:
 
     def right(self, dtype: str) -> bool:
         of_output, of_gradient = BOUNDS[dtype]
-        return all(
+        return bool(self.served_by) and all(
             error <= (of_output if name == "out" else of_gradient)  # False for NaN
             for name, error in self.errors.items()
         )
