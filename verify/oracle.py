@@ -199,8 +199,10 @@ def _sizes(t: _Terms, dout: Tensor | None) -> tuple[dict[str, Tensor], dict[str,
     sums["v"] = _amax(of_key_head(t.dropped.mT @ dout))
     # The backward reads the out that was given out, so what underflowed in it is missing from every score's gradient.
     of_out = t.probs * dout.sum(-1, keepdim=True) * t.slope_terms
-    spacings["q"] = t.scale * _amax((t.k * seen).sum(1, keepdim=True) + of_out @ t.k)
-    spacings["k"] = t.scale * _amax(of_key_head(t.q.sum(1, keepdim=True) + of_out.mT @ t.q))
+    # PyTorch's memory-efficient kernel keeps scores' gradients multiplied by the scale already.
+    step = max(t.scale, 1.0)
+    spacings["q"] = step * _amax((t.k * seen).sum(1, keepdim=True) + of_out @ t.k)
+    spacings["k"] = step * _amax(of_key_head(t.q.sum(1, keepdim=True) + of_out.mT @ t.q))
     spacings["v"] = _amax(of_key_head(dout.sum(1)))
     return sums, spacings
 
