@@ -9,6 +9,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch.torch_version import TorchVersion
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -106,6 +107,8 @@ def test_varlen_over_pages() -> None:
 
 @pytest.mark.parametrize("longest", [(5, 7), (5, torch.tensor(130))])
 def test_s_dmask_has_its_eager_shape_however_the_longest_lengths_are_given(longest: tuple[Any, Any]) -> None:
+    if isinstance(longest[1], Tensor) and TorchVersion(torch.__version__) < "2.5":
+        pytest.skip("PyTorch 2.4 compiles shapes that a tensor decides with capture_dynamic_output_shape_ops only")
     (q, k, v), (cu_q, cu_k, *_) = packed()
 
     def probabilities(*lengths: Any) -> tuple[Tensor, int]:
