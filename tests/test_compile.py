@@ -9,8 +9,8 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor
-from torch.torch_version import TorchVersion
 from torch._dynamo.backends.common import aot_autograd
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_attn_compat import (
