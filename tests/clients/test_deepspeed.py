@@ -1,4 +1,4 @@
-"""DeepSpeed's Ulysses, unmodified, in two processes over gloo: each computes half of the heads of the whole sequence."""
+"""DeepSpeed's Ulysses, unmodified, in two processes over gloo: each has half the heads of the whole sequence."""
 
 from __future__ import annotations
 
