@@ -138,7 +138,7 @@ def bounds(exact: Truth, plain: Answer, cells: Cells, unit: float = 0.0) -> dict
     unit: steps of the probabilities, and of dS beside the largest dP, where the dtype's own are smaller
     """
     dtype = plain.out.dtype
-    eps, smallest = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
+    eps = torch.finfo(dtype).eps
     found = {}
     for name in ("out", *exact.grads):
         right, yardstick = (a.out if name == "out" else a.grads[name] for a in (exact, plain))
@@ -148,13 +148,17 @@ def bounds(exact: Truth, plain: Answer, cells: Cells, unit: float = 0.0) -> dict
         if dtype in (torch.float32, torch.float64):
             # Only where scores are computed in the dtype itself does their size add to the error of the probabilities.
             size = size * (2 + exact.magnitudes["score"].unflatten(1, (size.shape[1], -1)).amax(2))
-        # Neighbouring numbers below smallest_normal are that far apart, whatever their size.
-        spacing = smallest * eps * (1 + exact.spacings[name])
+        spacing = _smallest(dtype) * (1 + exact.spacings[name])
         if unit:
             spacing = spacing + unit * exact.spacings[name] * (_largest_dP(exact, name) if name in ("q", "k") else 1.0)
         times, floor = OUT if name == "out" else GRADIENT
         found[name] = times * cells.worst(plain_errors, name in ("k", "v"))[:-1] + floor * (eps * size + spacing)
     return found
+
+
+def _smallest(dtype: torch.dtype) -> float:
+    """How far neighbouring numbers below smallest_normal are apart, whatever their size."""
+    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
 
 
 def _largest_dP(exact: Truth, name: str) -> Tensor:
@@ -185,9 +189,8 @@ def against_fp64(right: Right, got: Answer, device: str = "cpu", approximate: bo
         allowed = right.bounds[name]
         if approximate and (softcap := float(right.call.args.get("softcap", 0.0))) > 0:
             # Each score is off by as much as its tanh, and so is the LSE; dS is kept divided by the cap.
-            step = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
             allowed = allowed + 4 * OFFICIAL_TANH * (1 + softcap) * exact.magnitudes[name]
-            allowed = allowed + 2 * softcap * step * exact.spacings[name]
+            allowed = allowed + 2 * softcap * _smallest(dtype) * exact.spacings[name]
         checks.append(_worst(quantity, "fp64", _untainted(right, errors[:-1], of_keys), allowed))
     if got.softmax_lse is not None and exact.softmax_lse is not None:
         checks.append(
