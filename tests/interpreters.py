@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -89,6 +90,14 @@ def forked_group(function: Callable[..., object], *arguments: Any, world: int = 
     call = f"from {function.__module__} import {function.__name__} as run"
     answers = _at_once([f"{call}; run({rank}, *{arguments!r})" for rank in range(world)], {})
     assert not any(answer.returncode for answer in answers), "\n".join(answer.stderr for answer in answers)
+
+
+def free_port() -> int:
+    """At which the processes of a group can meet."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port: int = listener.getsockname()[1]
+        return port
 
 
 def _at_once(codes: list[str], variables: dict[str, str]) -> list[Answer]:

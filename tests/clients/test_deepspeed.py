@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.interpreters import forked_group
+from tests.interpreters import forked_group, free_port
+from tests.plain import attention
 
 SHAPE = (2, 24, 4, 16)  # of the whole: batch, seqlen, heads, head_dim
 
@@ -32,8 +32,7 @@ def worker(rank: int, port: int, output: str) -> None:
 
     deepspeed.init_distributed("gloo", verbose=False)
     q, k, v = (whole(name).chunk(2, dim=1)[rank].clone().requires_grad_() for name in "qkv")
-    attention = DistributedAttention(flash_attn_func, dist.group.WORLD)
-    out = attention(q, k, v, 0, causal=True)
+    out = DistributedAttention(flash_attn_func, dist.group.WORLD)(q, k, v, 0, causal=True)
     out.backward(whole("d").chunk(2, dim=1)[rank])
     served = sum(flash_attn_compat.backend_counts().values())
     torch.save({"found": [out.detach(), q.grad, k.grad, v.grad], "served": served}, f"{output}{rank}")
@@ -43,16 +42,11 @@ def worker(rank: int, port: int, output: str) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 def test_ulysses_gives_output_and_gradients_of_the_whole_sequence(tmp_path: Path) -> None:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        port = listener.getsockname()[1]
-    forked_group(worker, port, str(tmp_path / "found"))
+    forked_group(worker, free_port(), str(tmp_path / "found"))
     parts = [torch.load(tmp_path / f"found{rank}") for rank in range(2)]
     assert all(part["served"] > 0 for part in parts)
-    q, k, v = leaves = [whole(name).requires_grad_() for name in "qkv"]
-    visible = torch.ones(SHAPE[1], SHAPE[1], dtype=torch.bool).tril()
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) * SHAPE[-1] ** -0.5
-    out = torch.einsum("bhij,bjhd->bihd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
+    leaves = [whole(name).requires_grad_() for name in "qkv"]
+    out = attention(*leaves, window=(-1, 0))
     right = [out.detach(), *torch.autograd.grad(out, leaves, whole("d"))]
     for found, expected in zip(zip(*(part["found"] for part in parts)), right, strict=True):
         torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-9, atol=1e-9)

@@ -6,14 +6,13 @@ import importlib.util
 import json
 import math
 import os
-import socket
 import sys
 
 import pytest
 
 from tests.clients import ring_worker
 from tests.clients.ring_worker import Outcome, capabilities
-from tests.interpreters import forked_group
+from tests.interpreters import forked_group, free_port
 
 CASES = {
     "ring, causal",
@@ -40,10 +39,7 @@ def worker(rank, port, output):
 
 @pytest.mark.skipif(importlib.util.find_spec("ring_flash_attn") is None, reason="ring-flash-attn is not installed")
 def test_every_variant_gives_output_and_gradients_of_the_whole_sequence(tmp_path):
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        port = listener.getsockname()[1]
-    forked_group(worker, port, str(tmp_path / "errors.json"))
+    forked_group(worker, free_port(), str(tmp_path / "errors.json"))
     results = json.loads((tmp_path / "errors.json").read_text())
     outcomes = [Outcome(**each) for each in results["outcomes"]]
     assert {each.case for each in outcomes} == CASES and results["world"] == 2
