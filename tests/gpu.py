@@ -25,12 +25,16 @@ _TELLING = re.compile(r"(passed|failed|FAILED|findings|answers|kernels compiled|
 
 
 class Part(NamedTuple):
-    """seconds: how long it may take at most, out of what is left"""
+    """seconds: how long it may take at most, out of what is left
+
+    stops: whether it takes --seconds, after which it begins nothing new and tells what it found
+    """
 
     name: str
     command: list[str]
     variables: dict[str, str]
     seconds: int
+    stops: bool = False
 
 
 def parts(jobs: int, out: Path) -> Iterator[Part]:
@@ -48,8 +52,8 @@ def parts(jobs: int, out: Path) -> Iterator[Part]:
     for mode, variables in MODES.items():
         for dtype in ("float16", "bfloat16"):
             fuzz = ["tests.fuzz", "--device", "cuda", "--backend", "fused", "--dtype", dtype, "--jobs", str(jobs)]
-            limits = ["--served", "20000", "--seconds", "100", "--json", str(out / f"fuzz {dtype}{mode}.json")]
-            yield Part(f"fuzz {dtype}{mode}", [*python, *fuzz, *limits], variables, 240)
+            limits = ["--served", "20000", "--json", str(out / f"fuzz {dtype}{mode}.json")]
+            yield Part(f"fuzz {dtype}{mode}", [*python, *fuzz, *limits], variables, 200, stops=True)
     for mode, variables in MODES.items():
         name = f"bench{mode}"
         bench = ["verify", "bench", "--gpu", "--backends", "default", "--json", str(out / f"{name}.json")]
@@ -60,15 +64,17 @@ def parts(jobs: int, out: Path) -> Iterator[Part]:
     for tool in ("memcheck", "racecheck", "initcheck"):
         for mode, variables in MODES.items():
             sanitize = ["tests.sanitize", "--cached", "--tools", tool, "--jobs", str(jobs)]
-            yield Part(f"{tool}{mode}", [*python, *sanitize], variables, 400)
+            yield Part(f"{tool}{mode}", [*python, *sanitize], variables, 400, stops=True)
 
 
 def run(part: Part, seconds: float, out: Path) -> dict[str, object]:
     """The part's line. Whatever it started ends with it."""
     start = time.monotonic()
+    # The rest is for what has begun by then, and for telling.
+    command = [*part.command, *(["--seconds", str(round(seconds * 0.6))] if part.stops else [])]
     with open(out / f"{part.name}.log", "w+", errors="replace") as log:
         process = subprocess.Popen(
-            part.command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **part.variables},
+            command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **part.variables},
             start_new_session=True,
         )  # fmt: skip
         try:

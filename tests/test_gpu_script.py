@@ -48,6 +48,18 @@ def test_a_part_that_takes_too_long_ends_with_all_it_started(tmp_path: Path) -> 
         time.sleep(0.1)
 
 
+def test_a_part_that_can_stop_is_told_when_and_keeps_what_it_found(tmp_path: Path) -> None:
+    code = "import sys, time; time.sleep(float(sys.argv[sys.argv.index('--seconds') + 1])); print('7 findings')"
+    found = gpu.run(python(code)._replace(stops=True), 5, tmp_path)
+    assert found["code"] == 0 and found["said"] == ["7 findings"]
+
+
+@pytest.mark.parametrize("module", ["tests.fuzz", "tests.sanitize"])
+def test_the_parts_that_can_stop_do(module: str, tmp_path: Path) -> None:
+    parts = [part for part in gpu.parts(3, tmp_path) if part.command[2] == module]
+    assert parts and all(part.stops and "--seconds" not in part.command for part in parts)
+
+
 def _is_running(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().split()[2] != "Z" if os.path.isdir("/proc/self") else False
