@@ -172,7 +172,7 @@ def _checked(contestant, workload, dtype=torch.float32):
     inputs = make_call(workload, "cpu", dtype)
     right = truths(workload, inputs)  # first: a call that appends writes to its cache
     prepared = contestant.prepare(workload, inputs)
-    return check(contestant, prepared, workload, inputs, right, backward=not workload.decode)
+    return check(prepared, workload, inputs, right, backward=not workload.decode)
 
 
 @pytest.mark.parametrize("name", [name for name in TINY if not name.startswith(("decode_8x16", "decode_64"))])
@@ -256,10 +256,39 @@ def test_a_step_that_does_not_rotate_or_appends_nothing_is_seen(name, left_out):
     assert not _checked(_stub("wrong", forgetful), TINY[name]).ok
 
 
-def test_a_workload_with_dropout_is_checked_without_and_says_so():
-    workload = Workload("dropout", (24, 40), (24, 40), 4, 2, 16, packed=True, causal=True, dropout_p=0.3)
-    found = _checked(RIVALS["pad_sdpa"], workload)
-    assert found.ok and found.note == "checked without dropout"
+DROPOUT = Workload("dropout", (24, 40), (24, 40), 4, 2, 16, packed=True, causal=True, dropout_p=0.3)
+
+
+def _backward_draws_again(workload, inputs):
+    right = _right(workload, inputs)
+    return lambda q, k, v: right(q, k, v).detach() + (again := right(q, k, v)) - again.detach()
+
+
+def _times(factor, **fields):
+    """That of another workload, and out multiplied."""
+
+    def wrong(workload, inputs):
+        run = plain(replace(workload, **fields), inputs).run
+        return lambda q, k, v: factor * run(q, k, v)
+
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("wrong", "quantity"),
+    [
+        (_times(1.0, dropout_p=0.0), "out"),
+        (_times(1 / 0.7, dropout_p=0.0), "kept"),
+        (_times(0.4 / 0.7, dropout_p=0.6), "kept"),
+        (_times(0.7), "out"),
+        (_backward_draws_again, "dv"),
+    ],
+    ids=["no dropout", "keeps all", "keeps too few", "unscaled", "another mask backward"],
+)
+def test_dropout_is_checked_with_the_mask_that_was_drawn(wrong, quantity):
+    assert all(_checked(each, DROPOUT).ok for each in (ours(), ours("chunked"), RIVALS["pad_sdpa"], RIVALS["plain"]))
+    found = _checked(_stub("wrong", wrong), DROPOUT)
+    assert not found.ok and found.quantity == quantity
 
 
 # ---- arithmetic ------------------------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def _rows(workload: Workload, plan: Plan, step: Callable[[str], None]) -> list[R
             facts[name] |= {"reason": found, "not_supported": True}
             continue
         facts[name]["served_by"] = found.served_by
-        asked = contestant, found, workload, given, right
+        asked = found, workload, given, right
         verdict = attempt(plan.device, spot_check.check, *asked, backward)
         if isinstance(verdict, Failed):
             fails(name, verdict)

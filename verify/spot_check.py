@@ -1,12 +1,13 @@
 """Is a timed answer right? The longest and the shortest sequence of a workload, one key head of each, against fp64.
 
 All rows, all keys and all gradients of those, by the oracle and the judge, block by block of rows where the mask allows
-it, so that the largest workload fits. Dropout is left out here: `compare` judges it, with the mask that was drawn.
+it, so that the largest workload fits. Under dropout each contestant is asked which probabilities it kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +17,14 @@ from torch import Tensor
 
 from verify import oracle
 from verify.call import CACHES, Answer, Call
-from verify.contestants import Contestant, Prepared
+from verify.contestants import Prepared
 from verify.judge import Cells, Check, Right, against_fp64, bounds, broken, right_answer
+from verify.oracle import keys_visible
 from verify.workloads import Workload
 
 # Scores of one block of rows, for all query heads of the piece: 128 MiB in fp64.
 BLOCK_SCORES = 16 * 2**20
+SEED = 7  # before every call: under dropout the mask is the same
 
 
 @dataclass(frozen=True)
@@ -39,34 +42,65 @@ def pieces(workload: Workload) -> list[Piece]:
 
 
 def truths(workload: Workload, given: Call) -> dict[Piece, Right]:
-    """The right answers to a workload's pieces, computed once for all contestants."""
+    """The right answers to a workload's pieces, computed once for all contestants; none under dropout, since each of
+    them draws a mask of its own.
+    """
+    if workload.dropout_p:
+        return {}
     right = _right_step if workload.decode else _right
     return {piece: right(workload, given, piece) for piece in pieces(workload)}
 
 
-def check(
-    contestant: Contestant,
-    prepared: Prepared,
-    workload: Workload,
-    given: Call,
-    right: Mapping[Piece, Right],
-    backward: bool,
-) -> Check:
+def check(prepared: Prepared, workload: Workload, given: Call, right: Mapping[Piece, Right], backward: bool) -> Check:
     """One call held against `right`: the quantity nearest to its bound, or furthest beyond it."""
-    note = ""
-    if workload.dropout_p:
-        workload, given = replace(workload, dropout_p=0.0), replace(given, args={**given.args, "dropout_p": 0.0})
-        prepared, note = contestant.prepare(workload, given), "checked without dropout"
     backward = backward and not prepared.no_backward
     leaves = [tensor.detach().requires_grad_(backward) for tensor in given.qkv]
+
+    q, k, _ = leaves
+
+    def run(v: Tensor) -> Tensor:
+        torch.manual_seed(SEED)
+        return prepared.run(q, k, v)
+
     with torch.set_grad_enabled(backward), prepared.around():
-        out = prepared.run(*leaves)
+        out = run(leaves[2])
         if out.shape != given.q.shape:
             return broken("out", f"of shape {tuple(out.shape)}")
         gradients = torch.autograd.grad(out, leaves, given.dout) if backward else ()
+        keep = _kept(run, workload, leaves[2]) if workload.dropout_p else {}
+    checks = [_share_kept(workload, piece, mask) for piece, mask in keep.items()]
+    right = right or {piece: _right(workload, given, piece, mask) for piece, mask in keep.items()}
     answer = (out.detach(), *gradients)
-    checks = [found for piece in right for found in _judged(answer, workload, piece, right[piece])]
-    return replace(max(checks, key=lambda found: found.ratio), note=note)
+    checks += [found for piece in right for found in _judged(answer, workload, piece, right[piece])]
+    return max(checks, key=lambda found: found.ratio)
+
+
+# ---- dropout ---------------------------------------------------------------------------------------------------------
+
+
+def _kept(run: Callable[[Tensor], Tensor], workload: Workload, v: Tensor) -> dict[Piece, Tensor]:
+    """The probabilities that were kept, (1, group, seqlen_q, seqlen_k) bool for each piece. Attention is linear in v:
+    with v = 1 at one key and channel, and 0 elsewhere, that channel of out is the key's weight, 0 where it was dropped.
+    """
+    found: dict[Piece, list[Tensor]] = {piece: [] for piece in pieces(workload)}
+    for start in range(0, workload.max_seqlen_k, workload.head_dim):
+        probe = torch.zeros_like(v)
+        for piece in found:
+            keys = _keys(probe, workload, piece)[start : start + workload.head_dim, 0]
+            keys.copy_(torch.eye(len(keys), workload.head_dim))
+        weights = run(probe.requires_grad_(v.requires_grad)).detach()
+        for piece, parts in found.items():
+            parts.append(_rows(weights, workload, piece).permute(1, 0, 2)[None] != 0)
+    return {piece: torch.cat(parts, -1)[..., : workload.seqlens_k[piece.sequence]] for piece, parts in found.items()}
+
+
+def _share_kept(workload: Workload, piece: Piece, keep: Tensor) -> Check:
+    """Within five standard deviations, and what one byte for each probability makes of p, as in flash-attn."""
+    p = workload.dropout_p
+    visible = keys_visible(keep.shape[2], keep.shape[3], workload.causal, workload.window_size, keep.device)
+    drawn = keep[..., visible].double()
+    allowed = 1 / 256 + 5 * math.sqrt(p * (1 - p) / max(1, drawn.numel()))
+    return Check("kept", "fp64", abs(drawn.mean().item() - (1 - p)) if drawn.numel() else 0.0, allowed)
 
 
 def _judged(answer: Sequence[Tensor], workload: Workload, piece: Piece, right: Right) -> list[Check]:
@@ -122,13 +156,14 @@ def _right_step(workload: Workload, given: Call, piece: Piece) -> Right:
     return replace(right, exact=replace(right.exact, caches={}))  # which are the timed calls' own: not looked at
 
 
-def _right(workload: Workload, given: Call, piece: Piece) -> Right:
+def _right(workload: Workload, given: Call, piece: Piece, keep: Tensor | None = None) -> Right:
+    """keep: under dropout, which probabilities were kept."""
     assert given.dout is not None
     device = _judging_device(given)
     q, dout = (_rows(tensor, workload, piece).to(device)[None] for tensor in (given.q, given.dout))
     k, v = (_keys(given.args[name], workload, piece).to(device)[None] for name in "kv")
     seqlen_q, group, seqlen_k = q.shape[1], q.shape[2], k.shape[1]
-    options: dict[str, Any] = {name: given.args[name] for name in ("causal", "window_size", "softcap")}
+    options: dict[str, Any] = {name: given.args[name] for name in ("causal", "window_size", "softcap", "dropout_p")}
     if workload.alibi:
         options["alibi_slopes"] = given.args["alibi_slopes"].view(-1, group)[piece.head].to(device)
     # Rows up to b of a causal problem are a problem of their own with the keys that b sees; so are any rows of one
@@ -141,7 +176,8 @@ def _right(workload: Workload, given: Call, piece: Piece) -> Right:
         rows = slice(start, min(start + step, seqlen_q))
         keys = slice(0, max(0, rows.stop + seqlen_k - seqlen_q) if last_column == 0 else seqlen_k)
         args = {"q": q[:, rows], "k": k[:, keys], "v": v[:, keys], **options}
-        both = (solver("flash_attn_func", args, dout[:, rows]) for solver in (oracle.answer, oracle.plain))
+        mask = None if keep is None else keep[:, :, rows, keys].to(device)
+        both = (solver("flash_attn_func", args, dout[:, rows], mask) for solver in (oracle.answer, oracle.plain))
         blocks.append(tuple(_full_keys(each, seqlen_k) for each in both))
     call = Call("flash_attn_func", {"q": q, "k": k, "v": v}, dout)
     cells = Cells(call, device)
