@@ -9,14 +9,6 @@ __version__ = "0.1.0"
 FLASH_ATTN_VERSION = "2.8.3"
 
 if TYPE_CHECKING:
-    from flash_attn_compat.engine.dispatch import (
-        BackendNotSupported,
-        Explanation,
-        backend_counts,
-        explain,
-        reset_backend_counts,
-        use_backend,
-    )
     from flash_attn_compat.flash_attn_interface import (
         flash_attn_func,
         flash_attn_kvpacked_func,
@@ -28,6 +20,14 @@ if TYPE_CHECKING:
     )
     from flash_attn_compat.naming.patch import patch, patched, unpatch
     from flash_attn_compat.naming.transformers import register_with_transformers
+    from flash_attn_compat.serving.dispatch import (
+        BackendNotSupported,
+        Explanation,
+        backend_counts,
+        explain,
+        reset_backend_counts,
+        use_backend,
+    )
 
 # Where each public name lives. Loading them on first use lets `patch` and the command line work without torch.
 _HOMES = {
@@ -38,12 +38,12 @@ _HOMES = {
     "flash_attn_varlen_kvpacked_func": "flash_attn_interface",
     "flash_attn_varlen_qkvpacked_func": "flash_attn_interface",
     "flash_attn_with_kvcache": "flash_attn_interface",
-    "BackendNotSupported": "engine.dispatch",
-    "Explanation": "engine.dispatch",
-    "backend_counts": "engine.dispatch",
-    "explain": "engine.dispatch",
-    "reset_backend_counts": "engine.dispatch",
-    "use_backend": "engine.dispatch",
+    "BackendNotSupported": "serving.dispatch",
+    "Explanation": "serving.dispatch",
+    "backend_counts": "serving.dispatch",
+    "explain": "serving.dispatch",
+    "reset_backend_counts": "serving.dispatch",
+    "use_backend": "serving.dispatch",
     "patch": "naming",
     "patched": "naming",
     "unpatch": "naming",

@@ -1,6 +1,6 @@
 """The attention functions of flash-attn 2.8: signatures, documentation and return shapes.
 
-What a call means is in engine/build.py, how gradients flow in engine/autograd.py, the private functions
+What a call means is in engine/build.py, how gradients flow in serving/autograd.py, the private functions
 in private_interface.py, the KV cache in kvcache.py; all of them can be imported from here.
 """
 
@@ -14,8 +14,6 @@ from torch import Tensor
 
 from flash_attn_compat import flash_attn_2_cuda as flash_attn_gpu
 from flash_attn_compat import sinks
-from flash_attn_compat.engine import torch_ops
-from flash_attn_compat.engine.autograd import attend, purpose, unpack
 from flash_attn_compat.engine.build import Options, Packing, dense_call, packed_call
 from flash_attn_compat.kvcache import flash_attn_with_kvcache
 from flash_attn_compat.private_interface import (
@@ -32,6 +30,8 @@ from flash_attn_compat.private_interface import (
     maybe_contiguous,
     round_multiple,
 )
+from flash_attn_compat.serving import torch_ops
+from flash_attn_compat.serving.autograd import attend, purpose, unpack
 
 __all__ = [
     "USE_TRITON_ROCM",

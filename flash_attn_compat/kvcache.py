@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import sinks
-from flash_attn_compat.engine import checks, signature, torch_ops
+from flash_attn_compat.engine import checks, signature
 from flash_attn_compat.engine.append import Append
-from flash_attn_compat.engine.autograd import run_forward
 from flash_attn_compat.engine.build import Cache, Options, cache_call, in_cache, integer
 from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.layout import lse_dtype
+from flash_attn_compat.serving import torch_ops
+from flash_attn_compat.serving.autograd import run_forward
 
 _CACHE_SHAPE = "(batch_size_cache, seqlen_cache, num_heads_k, head_size)"
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_attn_compat.engine import checks, dispatch, outside, torch_ops
-from flash_attn_compat.engine.autograd import run_backward, run_forward
+from flash_attn_compat.engine import checks, outside
 from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_call, packed_call
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream
 from flash_attn_compat.engine.lengths import token_places
 from flash_attn_compat.engine.probabilities import key_block_size, round_up, signed_probabilities
+from flash_attn_compat.serving import dispatch, torch_ops
+from flash_attn_compat.serving.autograd import run_backward, run_forward
 
 USE_TRITON_ROCM = False
 

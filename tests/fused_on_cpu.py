@@ -31,7 +31,7 @@ from flash_attn_compat.backends.fused import (
 )
 from flash_attn_compat.backends.fused.loader import Kernel, Target
 from flash_attn_compat.backends.fused.variants import Variant
-from flash_attn_compat.engine import dispatch
+from flash_attn_compat.serving import dispatch
 
 FUSED = next(backend for backend in BACKENDS if isinstance(backend, Fused))
 

@@ -14,7 +14,7 @@ LAYERS = (
     ("engine",),  # values and arithmetic
     ("backends.base",),
     ("backends",),
-    ("engine.dispatch", "engine.autograd", "engine.torch_ops"),
+    ("serving",),
     ("private_interface", "sinks", "kvcache", "flash_attn_2_cuda", "flash_attn_interface"),
     ("api_2_6", "fa3", "flash_attn_triton", "layers", "losses", "modules", "ops", "utils"),
     ("naming",),

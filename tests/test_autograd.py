@@ -20,8 +20,8 @@ from flash_attn_compat import (
 )
 from flash_attn_compat.backends import KernelsFailed
 from flash_attn_compat.backends.reference import Reference
-from flash_attn_compat.engine import dispatch
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
+from flash_attn_compat.serving import dispatch
 from tests.support import close, cumulative, on_backend, on_general_backends, qkv, randn
 
 FEATURES = {

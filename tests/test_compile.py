@@ -20,7 +20,6 @@ from flash_attn_compat import (
     flash_attn_with_kvcache,
 )
 from flash_attn_compat.backends.reference import Reference
-from flash_attn_compat.engine import dispatch
 from flash_attn_compat.engine.call import AttentionCall, Result
 from flash_attn_compat.flash_attn_interface import (
     _flash_attn_backward,
@@ -28,6 +27,7 @@ from flash_attn_compat.flash_attn_interface import (
     _flash_attn_varlen_backward,
     _flash_attn_varlen_forward,
 )
+from flash_attn_compat.serving import dispatch
 from tests.support import close, cumulative, qkv, randn
 
 

@@ -24,9 +24,9 @@ from flash_attn_compat import (
     use_backend,
 )
 from flash_attn_compat.backends import BACKENDS, Backend
-from flash_attn_compat.engine import dispatch
 from flash_attn_compat.engine.build import Options, dense_call
 from flash_attn_compat.engine.features import Traits
+from flash_attn_compat.serving import dispatch
 from tests.support import cumulative, qkv
 
 NAMES = [backend.name for backend in BACKENDS]

@@ -11,7 +11,7 @@ import torch
 
 import flash_attn_compat
 from flash_attn_compat import backends, doctor, self_check, settings
-from flash_attn_compat.engine import dispatch
+from flash_attn_compat.serving import dispatch
 from tests.interpreters import REPOSITORY, forked_child
 
 

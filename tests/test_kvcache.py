@@ -10,9 +10,9 @@ from torch import Tensor
 
 from flash_attn_compat import flash_attn_func, flash_attn_with_kvcache
 from flash_attn_compat.backends.reference import Reference
-from flash_attn_compat.engine import dispatch
 from flash_attn_compat.engine.append import Append, by_operators
 from flash_attn_compat.engine.call import AttentionCall, Result
+from flash_attn_compat.serving import dispatch
 from tests.support import close, on_backend, on_general_backends, qkv, randn
 
 

@@ -15,8 +15,8 @@ import torch
 import flash_attn_compat
 from flash_attn_compat import explain, flash_attn_func, flash_attn_varlen_func, use_backend
 from flash_attn_compat.backends import official_trial
-from flash_attn_compat.engine import dispatch
 from flash_attn_compat.engine.call import AttentionCall
+from flash_attn_compat.serving import dispatch
 from tests import flash_kernels
 from tests.flash_kernels import judge_first_served
 from tests.support import cumulative, qkv

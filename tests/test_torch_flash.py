@@ -19,8 +19,9 @@ from flash_attn_compat import (
     use_backend,
 )
 from flash_attn_compat.backends import torch_flash
-from flash_attn_compat.engine import dispatch, outside
+from flash_attn_compat.engine import outside
 from flash_attn_compat.engine.call import AttentionCall
+from flash_attn_compat.serving import dispatch
 from tests import flash_kernels
 from tests.flash_kernels import judge_first_served
 from tests.support import cumulative, qkv

@@ -150,7 +150,7 @@ def _release() -> None:
 
 def _forget_decisions() -> None:
     """Whether an installed flash-attn may serve depends on whether it runs on our functions."""
-    dispatch = sys.modules.get("flash_attn_compat.engine.dispatch")
+    dispatch = sys.modules.get("flash_attn_compat.serving.dispatch")
     if dispatch is not None:
         dispatch.forget_decisions()
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends import Backend, KernelsFailed
-from flash_attn_compat.engine import callers_state, checks, dispatch
+from flash_attn_compat.engine import callers_state, checks
 from flash_attn_compat.engine.append import Append, by_operators
 from flash_attn_compat.engine.build import FORWARD, RECORDED, Purpose
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream, wants_transforms
 from flash_attn_compat.engine.layout import lse_dtype
 from flash_attn_compat.engine.probabilities import signed_probabilities
+from flash_attn_compat.serving import dispatch
 
 
 def unpack(inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:

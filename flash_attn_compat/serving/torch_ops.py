@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_compat.engine import autograd, dispatch
 from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_call, packed_call
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream
 from flash_attn_compat.engine.layout import lse_dtype
 from flash_attn_compat.engine.probabilities import round_up, signed_probabilities
+from flash_attn_compat.serving import autograd, dispatch
 
 
 def attend(
