@@ -6,21 +6,23 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.fused import ahead, append, backward, forward, loader, trial, variants
 from flash_attn_compat.backends.fused.variants import BF16, BF16_AS_FP16, FP16, HEAD_DIMS, Kind
-from flash_attn_compat.engine import alibi, dropout
+from flash_attn_compat.engine import dropout
 from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.call import AttentionCall, Gradients
-from flash_attn_compat.engine.mask import Range
+from verify.call import Answer, Call
+from verify.examination import fetched
+from verify.judge import Right, against_fp64, right_answer
 
 _FEATURES = ("local", "alibi", "softcap", "dropout", "paged")
 
@@ -29,7 +31,7 @@ _FEATURES = ("local", "alibi", "softcap", "dropout", "paged")
 class Check:
     """One launch, or the launches that belong together, on a tiny problem.
 
-    run: raises AssertionError where a sequence's head is off by more than twice what plain arithmetic in that dtype is
+    run: raises AssertionError where verify's judge finds something wrong
     """
 
     name: str
@@ -68,44 +70,49 @@ def kinds(number: int, every: bool = False) -> Iterator[Kind]:
 
 def _forward(kind: Kind, place: torch.device, few_rows: bool) -> None:
     problem = trial.problem(kind, place, few_rows, needs_grad=False)
-    target, device = loader.target(place.index), problem.call.q.get_device()
-    result = forward.Attention(problem.call, kind, target, device).run(problem.call)
-    assert result.softmax_lse is not None
-    exact, plain = expected(problem), expected(problem, dtype=problem.call.q.dtype)
-    outs = result.out if few_rows else _split(result.out, problem.call.cu_seqlens_q)
-    for index, (got, right, rough) in enumerate(zip(outs, exact[0], plain[0])):
-        _compare(f"out of sequence {index}", got, right, rough, 1)
-    lses = result.softmax_lse if few_rows else _split(result.softmax_lse.t(), problem.call.cu_seqlens_q)
-    for index, (got, right) in enumerate(zip(lses, exact[1])):
-        got = got if few_rows else got.t()
-        error = (got.cpu().double() - right).abs().max()
-        assert error < 1e-4 * max(1.0, float(right.abs().max())), (
-            f"softmax_lse of sequence {index} is off by {error:.2g}"
-        )
-    if not few_rows:
-        assert not result.out[-3:].any(), "tokens outside of all sequences are not 0"
+    call = problem.call
+    result = forward.Attention(call, kind, loader.target(place.index), call.q.get_device()).run(call)
+    caches = {} if call.seqused_k is None or not few_rows else {"k_cache": call.k, "v_cache": call.v}
+    _must_pass(right_of(problem, kind), Answer(result.out, result.softmax_lse, caches=caches))
 
 
 def _backward(kind: Kind, place: torch.device) -> None:
+    """From a right out and LSE."""
     problem = trial.problem(kind, place, few_rows=False, needs_grad=True)
-    call, target = problem.call, loader.target(place.index)
-    generator = torch.Generator().manual_seed(3)
-    dout = [
-        torch.randn((*part.shape[:2], call.v.shape[-1]), generator=generator).to(call.q.dtype) for part in problem.q
-    ]
-    exact = expected(problem, dout)
-    plain = expected(problem, dout, call.q.dtype)
-    behind = torch.zeros(3, call.nheads, call.v.shape[-1])
-    out = torch.cat([*exact[0], behind]).to(place, call.q.dtype)
-    lse = torch.cat([*exact[1], torch.zeros(call.nheads, 3)], dim=1).to(place, torch.float32).contiguous()
-    given = torch.cat([*dout, behind.to(call.q.dtype)]).to(place)
+    call = problem.call
+    dout = torch.randn((*call.q.shape[:2], call.v.shape[-1]), generator=torch.Generator().manual_seed(3))
+    right = right_of(problem, kind, dout.to(call.q.dtype))
+    assert right.exact.softmax_lse is not None and right.call.dout is not None
+    given, out = (tensor.to(place, call.q.dtype) for tensor in (right.call.dout, right.exact.out))
+    lse = right.exact.softmax_lse.nan_to_num(nan=0.0).to(place, torch.float32).contiguous()
     found = Gradients(*map(torch.empty_like, call[:3]))
-    backward.Plan(call, given, out, found, kind, target, True).run(call, given, out, lse, found)
-    starts = (call.cu_seqlens_q, call.cu_seqlens_k, call.cu_seqlens_k)
-    for name, gradient, rights, roughs, cu_seqlens in zip("qkv", found, exact[2:], plain[2:], starts):
-        assert not gradient[-3:].any(), f"d{name} outside of all sequences is not 0"
-        for index, (got, right, rough) in enumerate(zip(_split(gradient, cu_seqlens), rights, roughs)):
-            _compare(f"d{name} of sequence {index}", got, right, rough, 2)
+    backward.Plan(call, given, out, found, kind, loader.target(place.index), True).run(call, given, out, lse, found)
+    _must_pass(right, Answer(out, grads=dict(zip("qkv", found))))
+
+
+def _must_pass(right: Right, answer: Answer) -> None:
+    wrong = [check for check in against_fp64(right, fetched(answer, "cpu"), "cuda") if not check.ok]
+    assert not wrong, "; ".join(f"{check.quantity}: {check.note}" for check in wrong)
+
+
+def right_of(problem: trial.Problem, kind: Kind, dout: Tensor | None = None) -> Right:
+    """What verify's oracle says of the problem, as a call of the public function for it."""
+    call = problem.on_cpu
+    window = tuple(-1 if side is None else side for side in (call.mask.left, call.mask.right))
+    args: dict[str, Any] = {"q": call.q, "softmax_scale": call.softmax_scale, "window_size": window}
+    args |= {"softcap": call.softcap, "alibi_slopes": call.alibi_slopes, "block_table": call.block_table}
+    if call.cu_seqlens_q is None:
+        args |= {"k_cache": call.k, "v_cache": call.v, "cache_seqlens": call.seqused_k}
+        return right_answer(Call("flash_attn_with_kvcache", args), converted=kind.type == BF16_AS_FP16)
+    ends = torch.tensor([0, *(part.shape[0] for part in problem.k)]).cumsum(0)
+    args |= {"k": call.k, "v": call.v, "cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": ends}
+    args |= {"max_seqlen_q": call.max_seqlen_q, "max_seqlen_k": call.max_seqlen_k, "dropout_p": call.dropout_p}
+    keep = None
+    if call.dropout_p:
+        sequences, heads = torch.arange(len(problem.q)), torch.arange(call.nheads)
+        rows, keys = (torch.arange(length)[None] for length in (call.max_seqlen_q, call.max_seqlen_k))
+        keep = dropout.keep_tile(call.rng_state, call.dropout_p, sequences, heads, rows, keys)
+    return right_answer(Call("flash_attn_varlen_func", args, dout), keep, converted=kind.type == BF16_AS_FP16)
 
 
 def _append(kind: Kind, place: torch.device) -> None:
@@ -114,71 +121,6 @@ def _append(kind: Kind, place: torch.device) -> None:
 
     wrong = trial.of_append(trial.problem(kind, place, few_rows=True, needs_grad=False), run)
     assert wrong is None, wrong
-
-
-def expected(
-    problem: trial.Problem, dout: list[Tensor] | None = None, dtype: torch.dtype = torch.float64
-) -> tuple[list[Tensor], ...]:
-    """out (rows, heads, head_dim_v) and the true LSE (heads, rows) of each sequence; then dq, dk, dv for ``dout``.
-
-    dtype: that of the whole computation
-    """
-    call = problem.on_cpu
-    found: tuple[list[Tensor], ...] = ([], [], [], [], [])
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        for index, parts in enumerate(zip(problem.q, problem.k, problem.v)):
-            leaves = [part.to(dtype).requires_grad_() for part in parts]
-            out, lse = _attention(call, index, *leaves)
-            found[0].append(out.detach())
-            found[1].append(lse.detach())
-            if dout is None:
-                continue
-            for gradients, gradient in zip(found[2:], torch.autograd.grad(out, leaves, dout[index].to(dtype))):
-                gradients.append(gradient)
-    return found
-
-
-def _attention(call: AttentionCall, index: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    rows, keys, offset = Range(0, q.shape[0]), Range(0, k.shape[0]), k.shape[0] - q.shape[0]
-    cpu = torch.device("cpu")
-    k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
-    scores = torch.einsum("ihd,jhd->hij", q, k) * call.softmax_scale
-    if call.softcap:
-        scores = torch.tanh(scores / call.softcap) * call.softcap
-    if call.alibi_slopes is not None:
-        scores = scores - call.alibi_slopes[index].to(q.dtype)[:, None, None] * alibi.gap(
-            rows, keys, offset, cpu, q.dtype
-        )
-    hidden = call.mask.hidden(rows, keys, offset, cpu)
-    if hidden is not None:
-        scores = scores.masked_fill(hidden, -torch.inf)
-    lse = scores.logsumexp(-1)
-    probabilities = torch.exp(scores - lse[..., None])
-    if call.dropout_p:
-        counted = [torch.arange(size, device=cpu) for size in (q.shape[1], rows.stop, keys.stop)]
-        sequence = torch.tensor([index], dtype=torch.int64, device=cpu)
-        keep = dropout.keep_tile(
-            call.rng_state, call.dropout_p, sequence, counted[0], counted[1][None], counted[2][None]
-        )[0]
-        probabilities = probabilities * keep.to(q.dtype) / (1.0 - call.dropout_p)
-    return torch.einsum("hij,jhd->ihd", probabilities, v), lse
-
-
-def _compare(what: str, got: Tensor, right: Tensor, plain: Tensor, roundings: float) -> None:
-    """Each head by itself: at most twice the plain error, and some roundings of what was summed."""
-    for head in range(right.shape[1]):
-        mine, exact, rough = got[:, head].cpu().double(), right[:, head], plain[:, head].double()
-        allowed = 2 * float((rough - exact).abs().max()) + roundings * torch.finfo(got.dtype).eps * float(
-            exact.abs().max()
-        )
-        error = float((mine - exact).abs().max())
-        assert error <= allowed, f"{what}, head {head}: off by {error:.2g}, allowed {allowed:.2g}"
-
-
-def _split(tensor: Tensor, cu_seqlens: Tensor | None) -> list[Tensor]:
-    assert cu_seqlens is not None
-    bounds = cu_seqlens.tolist()
-    return [tensor[start:stop] for start, stop in itertools.pairwise(bounds)]
 
 
 def main() -> int:
