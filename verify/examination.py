@@ -187,7 +187,9 @@ def fetched(answer: Answer, device: torch.device | str) -> Answer:
     found |= {n: x for n, x in (("lse", answer.softmax_lse), ("s_dmask", answer.s_dmask)) if x is not None}
     if all(x.device.type == torch.device(device).type for x in found.values()):
         return answer
-    together = torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in found.values()]).to(device)
+    # A copy even of what is contiguous: a tensor of one element may be, with any stride, and has no bytes to view then.
+    copies = [x.clone(memory_format=torch.contiguous_format) for x in found.values()]
+    together = torch.cat([x.view(-1).view(torch.uint8) for x in copies]).to(device)
     parts = together.split([x.numel() * x.element_size() for x in found.values()])
     # A copy of each part, which then begins where its dtype may begin.
     here = {n: part.clone().view(x.dtype).view(x.shape) for (n, x), part in zip(found.items(), parts)}
