@@ -67,15 +67,12 @@ def test_it_says_why_it_cannot_serve(changes: dict[str, Any], reason: str) -> No
 
 
 @pytest.mark.usefixtures("_available")
-def test_the_user_can_forbid_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASH_ATTN_COMPAT_FUSED", "0")
-    assert Fused().reasons(traits()) == ["FLASH_ATTN_COMPAT_FUSED=0 forbids it"]
-
-
-@pytest.mark.usefixtures("_available")
-def test_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_user_and_rocm_are_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.2")
     assert Fused().reasons(traits()) == ["its kernels are for NVIDIA GPUs"]
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_FUSED", "0")
+    assert Fused().reasons(traits()) == ["FLASH_ATTN_COMPAT_FUSED=0 forbids it"]
 
 
 def test_a_machine_without_nvrtc_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

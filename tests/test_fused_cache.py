@@ -6,6 +6,7 @@ import os
 import stat
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,23 +20,21 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "kernels"
 
 
-@pytest.mark.parametrize("damage", ["cut", "bit", "magic", "empty", "name"])
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "cut": lambda content: content[:-1],
+    "bit": lambda content: content[:-5] + bytes([content[-5] ^ 1]) + content[-4:],
+    "magic": lambda content: b"X" + content[1:],
+    "empty": lambda content: b"",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_or_foreign_file_is_not_trusted(damage: str, kernels: Path) -> None:
     cache.write("name", b"payload" * 100)
-    path = kernels / "name"
-    content = bytearray(path.read_bytes())
-    if damage == "cut":
-        path.write_bytes(content[:-1])
-    elif damage == "bit":
-        content[-5] ^= 1
-        path.write_bytes(content)
-    elif damage == "magic":
-        path.write_bytes(b"X" + content[1:])
-    elif damage == "empty":
-        path.write_bytes(b"")
-    else:
-        path.rename(kernels / "other")
-    assert cache.read("other" if damage == "name" else "name") is None
+    content = (kernels / "name").read_bytes()
+    (kernels / "other").write_bytes(content)
+    (kernels / "name").write_bytes(DAMAGES[damage](content))
+    assert cache.read("name") is cache.read("other") is None
 
 
 def test_what_was_written_is_read_and_what_was_damaged_is_written_again(kernels: Path) -> None:

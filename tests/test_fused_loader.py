@@ -100,39 +100,26 @@ def loading(gpu: pytest.MonkeyPatch, kept: bytes | None = None, understood: byte
     return done
 
 
-def test_a_new_kernel_is_compiled_kept_and_loaded_once(gpu: pytest.MonkeyPatch) -> None:
-    done = loading(gpu)
-    assert loader.kernel(VARIANT, "sm_75", 0) == loader.kernel(VARIANT, "sm_75", 0)
-    assert done == ["compile", "keep fresh", "load fresh"]
-
-
-def test_a_kept_kernel_is_loaded_from_disk(gpu: pytest.MonkeyPatch) -> None:
-    done = loading(gpu, kept=b"old", understood=b"old")
-    loader.kernel(VARIANT, "sm_75", 0)
-    assert done == ["load old"]
-
-
-def test_a_kept_kernel_that_the_driver_refuses_is_compiled_anew(gpu: pytest.MonkeyPatch) -> None:
-    done = loading(gpu, kept=b"old")
-    loader.kernel(VARIANT, "sm_75", 0)
-    assert done == ["load old", "compile", "keep fresh", "load fresh"]
-
-
-def test_threads_wait_for_the_one_that_compiles(gpu: pytest.MonkeyPatch) -> None:
-    done = loading(gpu)
+@pytest.mark.parametrize(
+    ("kept", "understood", "expected"),
+    [
+        (None, b"fresh", ["compile", "keep fresh", "load fresh"]),
+        (b"old", b"old", ["load old"]),
+        (b"old", b"fresh", ["load old", "compile", "keep fresh", "load fresh"]),
+    ],
+)
+def test_a_kernel_is_loaded_once_for_all_threads_of_a_device_and_compiled_only_where_none_is_kept(
+    kept: bytes | None, understood: bytes, expected: list[str], gpu: pytest.MonkeyPatch
+) -> None:
+    done = loading(gpu, kept, understood)
     threads = [threading.Thread(target=loader.kernel, args=(VARIANT, "sm_75", 0)) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert done == ["compile", "keep fresh", "load fresh"]
-
-
-def test_each_device_loads_its_own(gpu: pytest.MonkeyPatch) -> None:
-    done = loading(gpu)
-    for device in (0, 1, 0):
-        loader.kernel(VARIANT, "sm_75", device)
-    assert done.count("load fresh") == 2
+    assert done == expected
+    loader.kernel(VARIANT, "sm_75", 1)
+    assert done == expected * 2
 
 
 def test_a_capture_is_not_left_to_other_threads(gpu: pytest.MonkeyPatch) -> None:
@@ -159,9 +146,6 @@ def test_a_failure_within_a_capture_says_what_to_do_and_is_not_remembered(gpu: p
     gpu.setattr(loader, "is_capturing", lambda device: False)
     loading(gpu)
     assert loader.kernel(VARIANT, "sm_75", 0) and done
-
-
-# ---- launches
 
 
 # ---- NVRTC itself

@@ -63,29 +63,18 @@ def test_a_faster_kernel_serves_and_is_timed_once(launches: Launches, monkeypatc
     assert launches.entries == ["forward"] * 3 and seen == ["64 forward"]
 
 
-@pytest.mark.usefixtures("kept")
-def test_a_slower_kernel_leaves_the_call_to_the_next_without_a_warning(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
-    timed(monkeypatch, forward=SLOW)
-    flash_attn_func(*qkv())
-    flash_attn_func(*qkv())
-    assert not launches.seen and not [one for one in recwarn if "fused" in str(one.message)]
-    (reason,) = explain(flash_attn_func, *qkv()).reasons["fused"]
-    assert "2 ms" in reason and "torch_efficient 1 ms" in reason and "FLASH_ATTN_COMPAT_FUSED=1" in reason
-
-
-def test_a_verdict_outlives_the_process(
-    launches: Launches, kept: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+def test_a_slower_kernel_leaves_the_call_to_the_next_without_a_warning_in_later_processes_too(
+    launches: Launches, kept: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     seen = timed(monkeypatch, forward=SLOW)
     flash_attn_func(*qkv())
     probe.forget()
     launcher.forget_plans()
     flash_attn_func(*qkv()[::-1])
-    assert seen == ["64 forward"] and not launches.seen
-    (content,) = kept.values()
-    assert json.loads(content) == SLOW._asdict()
+    assert seen == ["64 forward"] and [json.loads(content) for content in kept.values()] == [SLOW._asdict()]
+    assert not launches.seen and not [one for one in recwarn if "fused" in str(one.message)]
+    (reason,) = explain(flash_attn_func, *qkv()).reasons["fused"]
+    assert "2 ms" in reason and "torch_efficient 1 ms" in reason and "FLASH_ATTN_COMPAT_FUSED=1" in reason
 
 
 @pytest.mark.usefixtures("kept")
@@ -100,25 +89,23 @@ def test_the_user_can_have_a_slow_kernel(launches: Launches, monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("kept")
-@pytest.mark.parametrize("reason", ["measured", "forced capability"])
-def test_nothing_is_timed_where_it_is_known_or_pretended(
-    reason: str, launches: Launches, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("capability", "forced", "options"),
+    [
+        ((9, 0), None, {}),  # measured
+        ((7, 5), "7.5", {}),  # pretended
+        ((7, 5), None, {"alibi_slopes": torch.ones(4)}),  # the next backend has no kernel for these
+        ((7, 5), None, {"softcap": 3.0}),
+    ],
+    ids=str,
+)
+def test_nothing_is_timed_where_it_is_known_pretended_or_without_a_rival(
+    capability: tuple[int, int], forced: str | None, options: Any, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = timed(monkeypatch, forward=SLOW)
-    if reason == "measured":
-        monkeypatch.setattr(loader, "capability", lambda device: (9, 0))
-    else:
-        monkeypatch.setenv("FLASH_ATTN_COMPAT_CAPABILITY", "7.5")
-    flash_attn_func(*qkv())
-    assert launches.entries == ["forward"] and not seen
-
-
-@pytest.mark.usefixtures("kept")
-@pytest.mark.parametrize("options", [{"alibi_slopes": torch.ones(4)}, {"softcap": 3.0}], ids=str)
-def test_what_the_next_backend_has_no_kernel_for_is_not_timed(
-    options: dict[str, Any], launches: Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = timed(monkeypatch, forward=SLOW)
+    monkeypatch.setattr(loader, "capability", lambda device: capability)
+    if forced:
+        monkeypatch.setenv("FLASH_ATTN_COMPAT_CAPABILITY", forced)
     flash_attn_func(*qkv(), **options)
     assert launches.entries == ["forward"] and not seen
 
@@ -146,15 +133,11 @@ def test_gradients_under_a_dropout_mask_of_ours_stay_ours(launches: Launches, mo
 # ---- what doctor tells
 
 
-@pytest.fixture
-def gpu(kept: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    monkeypatch.setattr(loader, "compiler", lambda: SimpleNamespace(version=(13, 0)))
-    return torch.device("cuda", 0)
-
-
 def test_doctor_says_what_was_timed_and_who_serves_or_why_nothing_is(
-    gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+    kept: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(loader, "compiler", lambda: SimpleNamespace(version=(13, 0)))
     assert "not timed yet" in inspection.describe(gpu)[1]
     timed(monkeypatch, forward=SLOW)
     probe.verdict(64, "forward", 0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_compat import flash_attn_func, flash_attn_varlen_func
+from flash_attn_compat import explain, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn_compat.flash_attn_interface import _flash_attn_varlen_forward
 from tests.support import close, cumulative, on_backend, on_general_backends, qkv, randn
 from verify import oracle
@@ -35,6 +35,9 @@ SEEN: list[tuple[int, int, dict[str, Any], list[list[int]]]] = [
     (3, 5, {"window_size": (-2, -7)}, [[0, 1, 2, 3, 4]] * 3),
     (3, 5, {"window_size": (100, 100)}, [[0, 1, 2, 3, 4]] * 3),
     (5, 2, {"window_size": (1, -1)}, [[0, 1]] * 5),
+    (3, 5, {"window_size": (2**31, 2**63)}, [[0, 1, 2, 3, 4]] * 3),
+    (3, 5, {"window_size": (2**32, 0)}, [[0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4]]),
+    (9, 3, {"window_size": (-1, 4)}, [[], [], [0], [0, 1]] + [[0, 1, 2]] * 5),
 ]
 
 
@@ -83,6 +86,43 @@ def test_the_lse_of_pure_causal_alibi_carries_slope_times_position_and_no_other(
     backend: str, options: dict[str, Any], shift: list[float]
 ) -> None:
     assert _alibi_lse_shift(backend, **options).tolist() == shift
+
+
+def _calls(kind: str) -> tuple[Any, tuple[Any, ...]]:
+    q, k, v = qkv(sq=40, sk=40)
+    if kind == "dense":
+        return flash_attn_func, (q, k, v)
+    if kind == "packed":
+        starts = cumulative(40, 40)
+        return flash_attn_varlen_func, (*(x.flatten(0, 1) for x in (q, k, v)), starts, starts, 40, 40)
+    return flash_attn_with_kvcache, (q, k, v)
+
+
+@pytest.mark.parametrize("kind", ["dense", "packed", "cache"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("options", [{}, dict(softcap=3.0), dict(alibi_slopes=torch.tensor([0.5, 0.25]))])
+def test_an_idle_window_takes_the_path_of_the_call_without_it(kind: str, causal: bool, options: Any) -> None:
+    fn, args = _calls(kind)
+    idle = explain(fn, *args, causal=causal, window_size=(4096, 4096), **options)
+    assert idle == explain(fn, *args, causal=causal, **options)
+
+
+@on_general_backends
+@pytest.mark.parametrize("length", [7, torch.tensor([7, 7], dtype=torch.int32)], ids=["int", "tensor"])
+@pytest.mark.parametrize("left", [6, 7, 8, 11, 12, 13])
+def test_the_lse_of_alibi_over_a_cache_knows_the_windows_the_capacity_makes_idle(
+    backend: str, left: int, length: Any
+) -> None:
+    q, k, v = qkv(sq=3, sk=12)
+    slopes = torch.tensor([0.5, 0.25])
+    _, true_lse, _ = flash_attn_func(q, k[:, :7], v[:, :7], window_size=(7 - 1, 0), alibi_slopes=slopes,
+                                     return_attn_probs=True)  # fmt: skip
+    _, lse = on_backend(
+        backend, flash_attn_with_kvcache, q, k, v, cache_seqlens=length, causal=True, window_size=(left, -1),
+        alibi_slopes=slopes, return_softmax_lse=True,
+    )  # fmt: skip
+    shift = slopes[:, None] * torch.arange(4, 7) if left >= 12 else 0.0
+    close(lse, true_lse + shift)
 
 
 def test_alibi_slopes_get_no_gradient() -> None:

@@ -60,8 +60,9 @@ def private() -> Arguments:
 
 SLOPES = torch.tensor([0.5, 0.1, 0.3, 0.2])
 OPTIONS: list[Arguments] = [
-    {"softmax_scale": 0.5}, {"causal": True}, {"window_size": (2, 1)}, {"window_size": [2, 0]}, {"softcap": 3.0},
-    {"alibi_slopes": SLOPES}, {"alibi_slopes": SLOPES.repeat(2, 1)}, {"softmax_scale": torch.tensor(0.5)},
+    {"softmax_scale": 0.5}, {"causal": True}, {"window_size": (2, 1)}, {"window_size": (1, 1)}, {"window_size": [2, 0]},
+    {"softcap": 3.0}, {"alibi_slopes": SLOPES}, {"alibi_slopes": SLOPES.repeat(2, 1)},
+    {"softmax_scale": torch.tensor(0.5)},
 ]  # fmt: skip
 PROBABILITIES: list[Arguments] = [{"return_attn_probs": True}, {"dropout_p": 0.5}, {"deterministic": True}]
 OF_DENSE: list[Arguments] = [
@@ -83,6 +84,9 @@ OF_CACHE: list[Arguments] = [
     {"k": None, "v": None, "rotary_cos": None, "rotary_sin": None}, {"rotary_cos": None, "rotary_sin": None},
     {"cache_batch_idx": ints(2, 0)}, {"cache_leftpad": ints(1, 3)}, {"return_softmax_lse": True},
     {"k": randn(2, 2, 2, 16), "v": randn(2, 2, 2, 16)}, {"rotary_cos": randn(20, 16)[:, ::2]},
+    {"cache_seqlens": 19}, {"cache_seqlens": 6, "k": None, "v": None, "rotary_cos": None, "rotary_sin": None},
+    {"cache_seqlens": None, "k": None, "v": None, "rotary_cos": None, "rotary_sin": None},
+    {"cache_seqlens": 6, "cache_leftpad": ints(1, 2)}, {"cache_seqlens": 7, "cache_leftpad": ints(1, 2)},
     {"block_table": ints(2, 0).unsqueeze(1)}, {"k": randn(2, 2, 1, 16).transpose(1, 2)},
 ]  # fmt: skip
 OF_PRIVATE: list[Arguments] = [{"window_size_left": 2, "window_size_right": 1}, {"causal": True}, {"softcap": 3.0}]
@@ -144,67 +148,45 @@ def same(one: list[Any], two: list[Any]) -> bool:
     )
 
 
-def cases(changes: dict[Callable[..., Any], list[Arguments]]) -> list[Any]:
-    return [
-        pytest.param(function, change, id=f"{function.__name__} {number}: {' '.join(change)}")
-        for function, some in changes.items()
-        for number, change in enumerate(some)
-    ]
+def check_warm(run: Callable[[Arguments], list[Any]], base: Arguments, changes: list[Arguments]) -> None:
+    """Behind any other call, each call gives what it gave as the first one."""
+    calls = [base | change for change in ({}, *changes)]
+    expected = []
+    for call in calls:
+        signature._known.clear()
+        launcher.forget_plans()
+        expected.append(run(call))
+    assert len(signature._known) <= 1
+    for index in (*range(len(calls)), *reversed(range(len(calls))), 0):
+        assert same(run(calls[index]), expected[index]), calls[index]
+    assert len(signature._known) > 1
 
 
-@pytest.mark.parametrize(("function", "change"), cases(CHANGES) + cases(WRONG))
-def test_a_call_that_differs_in_one_argument_gets_its_own_answer(
-    function: Callable[..., Any], change: Arguments, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base = BASES[function]()
-    with monkeypatch.context() as patch:
-        patch.setattr(signature, "_known", {})
-        expected = outcome(function, base | change)
-    monkeypatch.setattr(signature, "_known", {})
-    first = outcome(function, base)
-    assert len(signature._known) == 1 and same(outcome(function, base), first)
-    for _ in range(2):
-        assert same(outcome(function, base | change), expected)
-    assert same(outcome(function, base), first)
+@pytest.mark.parametrize("function", BASES)
+def test_calls_that_differ_in_one_argument_get_answers_and_errors_of_their_own(function: Callable[..., Any]) -> None:
+    changes = CHANGES[function] + WRONG.get(function, [])
+    check_warm(lambda arguments: outcome(function, arguments), BASES[function](), changes)
 
 
-@pytest.mark.parametrize(("function", "change"), cases(CHANGES))
-def test_launches_are_those_of_a_first_call(
-    function: Callable[..., Any], change: Arguments, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def halved(arguments: Arguments) -> Arguments:
-        return {
-            name: strided(value, torch.float16) if value_is_data(name, value) else value
-            for name, value in arguments.items()
-        }
+def of_half(name: str, value: object) -> object:
+    is_data = isinstance(value, Tensor) and value.is_floating_point() and name not in ("alibi_slopes", "softmax_scale")
+    return strided(value, torch.float16) if is_data and isinstance(value, Tensor) else value
 
-    def value_is_data(name: str, value: object) -> bool:
-        return isinstance(value, Tensor) and value.is_floating_point() and name not in ("alibi_slopes", "softmax_scale")
+
+@pytest.mark.parametrize("function", BASES)
+def test_launches_are_those_of_a_first_call(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = fused_on_cpu.record(monkeypatch)
 
     def launched(arguments: Arguments) -> list[Any]:
         before = len(launches.seen)
         with torch.no_grad(), use_backend("fused"):
-            function(**halved(arguments))
+            function(**{name: of_half(name, value) for name, value in arguments.items()})
         return [
-            (launch.variant, launch.blocks, {name: bool(at) if at > 2**32 else at for name, at in plain(launch.fields)})
+            (launch.variant, launch.blocks, {n: x > 2**32 or x for n, x in launch.fields.items() if isinstance(x, int)})
             for launch in launches.seen[before:]
         ]
 
-    def plain(fields: dict[str, Any]) -> list[tuple[str, Any]]:
-        return [(name, value) for name, value in fields.items() if isinstance(value, int)]
-
-    launches = fused_on_cpu.record(monkeypatch)
-    base = BASES[function]()
-    if "cache_seqlens" in change and isinstance(change["cache_seqlens"], Tensor):
-        base["cache_seqlens"] = ints(1, 1)
-    monkeypatch.setattr(signature, "_known", {})
-    expected = launched(base | change)
-    monkeypatch.setattr(signature, "_known", {})
-    launcher.forget_plans()
-    launched(base)
-    launched(base)
-    for _ in range(2):
-        assert launched(base | change) == expected
+    check_warm(launched, BASES[function](), CHANGES[function])
 
 
 @pytest.mark.parametrize("function", BASES)
@@ -229,55 +211,11 @@ def test_who_serves_is_asked_at_every_call(function: Callable[..., Any], monkeyp
         function(**base)
 
 
-def test_numbers_as_lengths_are_told_from_one_another_and_from_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = fused_on_cpu.record(monkeypatch)
-    half = {name: value.half() if value.is_floating_point() else value for name, value in cache().items()}
-    without = {name: half[name] for name in ("q", "k_cache", "v_cache")}
-
-    def fields(arguments: Arguments, length: int | None, cold: bool) -> list[Any]:
-        if cold:
-            signature._known.clear()
-            launcher.forget_plans()
-        before = len(launches.seen)
-        with use_backend("fused"):
-            flash_attn_with_kvcache(**(arguments | {"cache_seqlens": length}))
-        names = ("seqlen_k", "seqlen_new", "k_s", "v_s", "batch")
-        return [
-            (launch.variant, launch.blocks, *[launch.fields[name] for name in names], launch.fields["seqused_k"] != 0)
-            for launch in launches.seen[before:]
-        ]
-
-    for arguments, lengths in ((half, (6, 7, 19, 6)), (without, (6, None, 7, None, 20))):
-        padded = arguments | {"cache_leftpad": ints(1, 2)}
-        expected = [fields(one, length, cold=True) for one in (arguments, padded) for length in lengths]
-        assert expected == [fields(one, length, cold=False) for one in (arguments, padded) for length in lengths]
-
-
-def test_what_can_change_or_equals_another_type_is_not_kept() -> None:
+def test_a_tensor_whose_value_counts_is_not_kept() -> None:
     arguments, scale = dense(), torch.tensor(0.5)
-    first = flash_attn_func(**arguments, softmax_scale=scale)
+    flash_attn_func(**arguments, softmax_scale=scale)
     scale.fill_(2.0)
     assert torch.equal(flash_attn_func(**arguments, softmax_scale=scale), flash_attn_func(**arguments, softmax_scale=2))
-    assert not torch.equal(first, flash_attn_func(**arguments, softmax_scale=scale))
-    flash_attn_func(**arguments, window_size=(1, 1))
-    with pytest.raises(RuntimeError, match="window_size_left"):
-        flash_attn_func(**arguments, window_size=(1.0, 1))
-    flash_attn_varlen_func(**varlen())
-    with pytest.raises(RuntimeError, match="max_seqlen_q"):
-        flash_attn_varlen_func(**(varlen() | {"max_seqlen_q": 5.0}))
-    flash_attn_with_kvcache(**cache(), window_size=(1, 1))
-    with pytest.raises(RuntimeError, match="window_size_left"):
-        flash_attn_with_kvcache(**cache(), window_size=(1.0, 1))
-
-
-def test_gradients_are_recorded_behind_calls_without() -> None:
-    arguments = dense()
-    assert not flash_attn_func(**arguments).requires_grad
-    leaves = {name: tensor.requires_grad_() for name, tensor in arguments.items()}
-    flash_attn_func(**leaves).sum().backward()
-    assert all(leaf.grad is not None for leaf in leaves.values())
-    with torch.no_grad():
-        assert not flash_attn_func(**leaves).requires_grad
 
 
 @pytest.mark.parametrize("field", Purpose._fields)
@@ -291,17 +229,8 @@ def test_calls_of_another_purpose_are_kept_apart(field: str) -> None:
         assert [getattr(call, field) for call in calls] == [getattr(purpose, field)] * 2
 
 
-def test_packed_lengths_are_compared_at_every_call() -> None:
-    q, starts = randn(10, 2, 16), ints(0, 5, 10)
-    calls = [
-        packed_call(q, q, q, Packing(starts, others, 7, 7), Options())
-        for others in (ints(0, 5, 10), ints(0, 3, 10), ints(0, 5, 10))
-    ]
-    assert [call.equal_lengths for call in calls] == [True, False, True]
-    assert calls[0].signature is calls[2].signature is not calls[1].signature
-
-
 def test_nothing_is_kept_alive() -> None:
+    signature._known.clear()
     arguments = cache()
     flash_attn_with_kvcache(**arguments)
     gone = [weakref.ref(value) for value in arguments.values()]

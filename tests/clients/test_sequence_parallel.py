@@ -1,0 +1,89 @@
+"""ring-flash-attn, yunchang and DeepSpeed, unmodified, in two processes over gloo, against the whole sequence."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.clients import ring_worker
+from tests.clients.ring_worker import contiguous, zigzag
+from tests.interpreters import forked_group, free_port
+from tests.plain import attention
+
+SHAPE = (2, 64, 4, 16)  # of the whole: batch, seqlen, heads, head_dim
+
+
+def ring(rank: int) -> None:
+    ring_worker.check_all("cpu", torch.float16)
+
+
+def yunchang(rank: int) -> None:
+    import yunchang
+    from yunchang.kernels import AttnType
+
+    # Processes of Ulysses and of the ring, implementation, how a tensor is cut, causal, whether backward.
+    for ulysses, ring, implementation, cut, causal, backward in (
+        (1, 2, "basic", contiguous, True, True),
+        (1, 2, "basic", contiguous, False, True),
+        (1, 2, "zigzag", zigzag, True, True),
+        (2, 1, "basic", contiguous, True, False),  # backward, its ring of one sends to itself, which gloo cannot
+    ):
+        yunchang.set_seq_parallel_pg(ulysses, ring, rank, 2)
+        long_context = yunchang.LongContextAttention(ring_impl_type=implementation, attn_type=AttnType.FA)
+        # bf16 rounds to 4e-3 and each partial gradient is rounded; a mistake would show as 0.1 and more.
+        check(long_context, torch.bfloat16, 2e-2, cut, causal, backward)
+
+
+def ulysses(rank: int) -> None:
+    os.environ.update({"LOCAL_RANK": str(rank), "DS_ACCELERATOR": "cpu"})
+    import deepspeed
+    from deepspeed.sequence.layer import DistributedAttention
+    from flash_attn import flash_attn_func
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    layer = DistributedAttention(flash_attn_func, dist.group.WORLD)
+    check(lambda q, k, v, causal: layer(q, k, v, 0, causal=causal), torch.float64, 1e-9, contiguous, True, True)
+
+
+def check(
+    function: Callable[..., torch.Tensor], dtype: torch.dtype, bound: float, cut: Callable[..., torch.Tensor],
+    causal: bool, backward: bool,
+) -> None:  # fmt: skip
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(SHAPE).to(dtype).double() for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    inputs = [cut(x.detach(), 1).to(dtype).contiguous().requires_grad_() for x in leaves]
+    found, right = [function(*inputs, causal=causal)], [attention(*leaves, window=(-1, 0 if causal else -1))]
+    if backward:
+        found += torch.autograd.grad(found[0], inputs, cut(dout, 1).to(dtype).contiguous())
+        right += torch.autograd.grad(right[0], leaves, dout)
+    for ours, exact in zip(found, right):
+        assert (ours.double() - cut(exact, 1)).abs().max() <= bound * exact.abs().max()
+
+
+def process(rank: int, name: str, port: int) -> None:
+    """As torchrun starts it under `flash-attn-compat run`."""
+    import flash_attn_compat
+
+    os.environ.update({"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)})
+    flash_attn_compat.patch()
+    dist.init_process_group("gloo")
+    WORKERS[name](rank)
+    assert sum(flash_attn_compat.backend_counts().values()) >= 2
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+WORKERS = {"ring_flash_attn": ring, "yunchang": yunchang, "deepspeed": ulysses}
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_every_variant_gives_output_and_gradients_of_the_whole_sequence(name: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    forked_group(process, name, free_port())
