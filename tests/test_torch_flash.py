@@ -54,13 +54,14 @@ def _pretended(monkeypatch: pytest.MonkeyPatch, pads_lse: bool, capability: tupl
         AttentionCall, "traits", lambda call: true_traits(call)._replace(device_type="cuda", capability=capability)
     )
     functions = {"forward": flash_kernels.aten_forward, "backward": flash_kernels.aten_backward}
-    names = {direction: frozenset(inspect.signature(function).parameters) for direction, function in functions.items()}
-    names["backward"] |= {"logsumexp", "cum_seq_q", "cum_seq_k"}
-    names["forward"] |= {"cum_seq_q", "cum_seq_k", "max_q", "max_k"}
-    monkeypatch.setattr(
-        torch_flash, "_operator", lambda direction: functools.partial(functions[direction], pads_lse=pads_lse)
-    )
-    monkeypatch.setattr(torch_flash, "_arguments", lambda direction: names[direction])
+    operators = {name: functools.partial(function, pads_lse=pads_lse) for name, function in functions.items()}
+    named = {
+        operators[name]: frozenset(inspect.signature(function).parameters) for name, function in functions.items()
+    }
+    named[operators["backward"]] |= {"logsumexp", "cum_seq_q", "cum_seq_k"}
+    named[operators["forward"]] |= {"cum_seq_q", "cum_seq_k", "max_q", "max_k"}
+    monkeypatch.setattr(torch_flash, "_operator", operators.__getitem__)
+    monkeypatch.setattr(torch_flash, "arguments_of", named.__getitem__)
     torch_flash._pads_lse.cache_clear()
     dispatch.forget_decisions()
     flash_kernels.calls.clear()
@@ -160,7 +161,7 @@ def test_lengths_over_a_cache_are_another_backends() -> None:
 
 @pytest.mark.usefixtures("newest")
 def test_an_operator_without_windows_is_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_flash, "_arguments", lambda direction: frozenset())
+    monkeypatch.setattr(torch_flash, "arguments_of", lambda operator: frozenset())
     assert len(reasons()) == 2 and all("window_size_left" in reason for reason in reasons())
 
 

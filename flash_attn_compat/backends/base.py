@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -220,6 +220,17 @@ def deliver(found: Gradients, call: AttentionCall, into: Gradients | None) -> Gr
     for target, value in zip(into, found):
         target.copy_(value)
     return into
+
+
+def operator(name: str) -> Any:
+    """A private operator of PyTorch's; None where this PyTorch has none."""
+    packet = getattr(torch.ops.aten, name, None)
+    return packet and packet.default
+
+
+def arguments_of(operator: Any) -> frozenset[str]:
+    """The names of its arguments in the installed PyTorch, whose schemas grow; a reason against what it lacks."""
+    return frozenset() if operator is None else frozenset(argument.name for argument in operator._schema.arguments)
 
 
 def _capability_reasons(table: Capabilities, traits: Traits) -> list[str]:

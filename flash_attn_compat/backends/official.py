@@ -22,7 +22,7 @@ from torch import Tensor
 from flash_attn_compat import installed, settings
 from flash_attn_compat.backends import official_trial
 from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities
-from flash_attn_compat.backends.flash_launch import FlashBackend, Launch, Launched, prepare
+from flash_attn_compat.backends.flash_launch import FlashBackend, Launched, as_read, is_readable, window
 from flash_attn_compat.engine import alignment, outside
 from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result
@@ -70,69 +70,65 @@ class Official(FlashBackend):
             reasons.append("misplaces the softmax_lse of packed rows without keys over pages")
         return reasons
 
-    def launch_forward(self, launch: Launch) -> Launched:
+    def launch_forward(self, call: AttentionCall) -> Launched:
         functions = _functions()
-        q, k, v, scale, causal, (left, right) = launch[:6]
-        if launch.cu_seqlens_q is not None:
+        options = call.softmax_scale, *window(call), call.softcap
+        q, k, v, slopes, starts = call.q, call.k, call.v, call.alibi_slopes, call.cu_seqlens_q
+        if starts is not None:
+            scale, *others = options
             out, lse, _, rng_state = functions.varlen_fwd(
-                q, k, v, None, launch.cu_seqlens_q, launch.cu_seqlens_k, launch.seqused_k, launch.leftpad_k,
-                launch.block_table, launch.alibi_slopes, launch.max_seqlen_q, launch.max_seqlen_k, launch.dropout_p,
-                scale, outside.may_exist(launch.cu_seqlens_q, q.shape[0]), causal, left, right, launch.softcap,
-                False, None,
+                q, k, v, None, starts, call.cu_seqlens_k, call.seqused_k, call.leftpad_k, call.block_table, slopes,
+                call.max_seqlen_q, call.max_seqlen_k, call.dropout_p, scale, outside.may_exist(starts, q.shape[0]),
+                *others, False, None,
             )  # fmt: skip
             return Launched(out, lse, (rng_state,))
-        if launch.seqused_k is None and launch.leftpad_k is None and launch.block_table is None:
-            out, lse, _, rng_state = functions.fwd(
-                q, k, v, None, launch.alibi_slopes, launch.dropout_p, scale, causal, left, right, launch.softcap,
-                False, None,
-            )  # fmt: skip
+        if call.is_dense:
+            out, lse, _, rng_state = functions.fwd(q, k, v, None, slopes, call.dropout_p, *options, False, None)
             return Launched(out, lse, (rng_state,))
         out, lse = functions.fwd_kvcache(
-            q, k, v, None, None, launch.seqused_k, None, None, None, launch.leftpad_k, launch.block_table,
-            launch.alibi_slopes, None, scale, causal, left, right, launch.softcap, True, 0,
+            q, k, v, None, None, call.seqused_k, None, None, None, call.leftpad_k, call.block_table, slopes, None,
+            *options, True, 0,
         )  # fmt: skip
         return Launched(out, lse, ())
 
     def append_and_forward(self, call: AttentionCall, new: Append) -> Result | None:
-        launch = prepare(call)
-        if launch.leftpad_k is not None or launch.k is not call.k or launch.v is not call.v:
+        if call.leftpad_k is not None or not is_readable(call.k) or not is_readable(call.v):
             return None
         # The heads of a group count as rows where there is one row, and flash-attn refuses more rows than keys.
-        if max(launch.max_seqlen_q, call.nheads // call.nheads_k) > launch.max_seqlen_k:
+        if max(call.max_seqlen_q, call.nheads // call.nheads_k) > call.max_seqlen_k:
+            return None
+        # It writes no new keys that lie before the window of the first row.
+        if call.mask.left is not None and call.mask.left < new.k.shape[1] - call.q.shape[1]:
             return None
         starts, cos, sin = new.cache_seqlens, new.rotary_cos, new.rotary_sin
         if isinstance(starts, int):
             starts = torch.full((call.batch,), starts, dtype=torch.int32, device=call.q.device)
-        q, k, v, scale, causal, (left, right) = launch[:6]
-        # It writes no new keys that lie before the window of the first row.
-        if 0 <= left < new.k.shape[1] - q.shape[1]:
-            return None
+        ready = as_read(call)
         out, lse = _functions().fwd_kvcache(
-            q, k, v, alignment.ready(new.k), alignment.ready(new.v), starts,
+            ready.q, ready.k, ready.v, alignment.ready(new.k), alignment.ready(new.v), starts,
             None if cos is None else cos.contiguous(), None if sin is None else sin.contiguous(), None, None,
-            launch.block_table, launch.alibi_slopes, None, scale, causal, left, right, launch.softcap,
+            ready.block_table, ready.alibi_slopes, None, ready.softmax_scale, *window(ready), ready.softcap,
             new.rotary_interleaved, 0,
         )  # fmt: skip
         return Result(out, lse if call.return_lse else None, None)
 
-    def launch_backward(self, launch: Launch, dout: Tensor, launched: Launched, into: Gradients | None) -> Gradients:
+    def launch_backward(
+        self, call: AttentionCall, dout: Tensor, launched: Launched, into: Gradients | None
+    ) -> Gradients:
         functions = _functions()
-        q, k, v, scale, causal, (left, right) = launch[:6]
+        q, k, v, starts_q, starts_k = call.q, call.k, call.v, call.cu_seqlens_q, call.cu_seqlens_k
         gradients = into or Gradients(*(tensor.new_empty(tensor.shape) for tensor in (q, k, v)))
-        rng_state = launched.state[0] if launched.state and launch.dropout_p else None
+        rng_state = launched.state[0] if launched.state and call.dropout_p else None
         given = (dout, q, k, v, launched.out, launched.lse, *gradients)
-        if launch.cu_seqlens_q is None:
-            functions.bwd(
-                *given, launch.alibi_slopes, launch.dropout_p, scale, causal, left, right, launch.softcap,
-                launch.deterministic, None, rng_state,
-            )  # fmt: skip
+        others = *window(call), call.softcap, call.deterministic, None, rng_state
+        if starts_q is None:
+            functions.bwd(*given, call.alibi_slopes, call.dropout_p, call.softmax_scale, *others)
         else:
-            some_outside = outside.may_exist(launch.cu_seqlens_q, q.shape[0])
-            some_outside = outside.may_exist(launch.cu_seqlens_k, k.shape[0]) or some_outside
+            some_outside = outside.may_exist(starts_q, q.shape[0])
+            some_outside = outside.may_exist(starts_k, k.shape[0]) or some_outside
             functions.varlen_bwd(
-                *given, launch.cu_seqlens_q, launch.cu_seqlens_k, launch.alibi_slopes, launch.max_seqlen_q,
-                launch.max_seqlen_k, launch.dropout_p, scale, some_outside, causal, left, right, launch.softcap,
-                launch.deterministic, None, rng_state,
+                *given, starts_q, starts_k, call.alibi_slopes, call.max_seqlen_q, call.max_seqlen_k, call.dropout_p,
+                call.softmax_scale, some_outside, *others,
             )  # fmt: skip
         return gradients
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_attn_compat.backends.base import Backend, Capabilities, deliver
+from flash_attn_compat.backends.base import Backend, Capabilities, arguments_of, deliver, operator
 from flash_attn_compat.engine import alignment, lengths, outside
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
@@ -44,13 +44,11 @@ class TorchEfficient(Backend):
     def unavailable_reasons(self) -> list[str]:
         if torch.version.hip is not None:
             return ["its LSE layout on ROCm differs and is untested"]
-        for direction, needed in _ARGUMENTS.items():
-            if not hasattr(torch.ops.aten, f"_efficient_attention_{direction}"):
-                return [f"this PyTorch has no aten::_efficient_attention_{direction}"]
-            lacking = needed - {argument.name for argument in _operator(direction)._schema.arguments}
-            if lacking:
-                return [f"this PyTorch's aten::_efficient_attention_{direction} lacks {', '.join(sorted(lacking))}"]
-        return []
+        return [
+            f"this PyTorch's aten::_efficient_attention_{name} lacks {', '.join(sorted(missing))}"
+            for name, needed in _ARGUMENTS.items()
+            if (missing := needed - arguments_of(_operator(name)))
+        ]
 
     def extra_reasons(self, traits: Traits) -> list[str]:
         reasons = []
@@ -72,12 +70,12 @@ class TorchEfficient(Backend):
                 lse = lengths.packed_lse(launched.lse, call.cu_seqlens_q, call.q.shape[0])
         elif call.return_lse:
             lse = launched.lse[:, :, : call.q.shape[1]]
-        return Result(out[..., : call.head_dim_v], lse, None, launched if call.needs_grad else ())
+        return Result(alignment.narrowed(out, call.head_dim_v), lse, None, launched if call.needs_grad else ())
 
     def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
         launch = _launch(call)
         launched = Launched(*upstream.saved) if upstream.saved else Launched(_padded_lse(launch, upstream.lse))
-        dout, out = (_padded(given) for given in (upstream.dout, upstream.out))
+        dout, out = alignment.padded(upstream.dout), alignment.padded(upstream.out)
         if call.cu_seqlens_q is not None:
             dout, out = dout[None], out[None]
         dq, dk, dv = launch_backward(launch, dout, out, launched)
@@ -140,11 +138,11 @@ def launch_backward(launch: Launch, dout: Tensor, out: Tensor, launched: Launche
 
 @functools.cache
 def _operator(direction: str) -> Any:
-    return getattr(torch.ops.aten, f"_efficient_attention_{direction}").default
+    return operator(f"_efficient_attention_{direction}")
 
 
 def _launch(call: AttentionCall) -> Launch:
-    q, k, v = map(_padded, (call.q, call.k, call.v))
+    q, k, v = map(alignment.padded, (call.q, call.k, call.v))
     if call.nheads != call.nheads_k:
         k, v = (tensor.repeat_interleave(call.nheads // call.nheads_k, dim=-2) for tensor in (k, v))
     mask = NO_MASK if call.mask.right is None else CAUSAL_BOTTOM_RIGHT
@@ -153,12 +151,6 @@ def _launch(call: AttentionCall) -> Launch:
         return launch
     longest = max(1, min(call.max_seqlen_q, q.shape[0]))
     return launch._replace(q=q[None], k=k[None], v=v[None], cu_seqlens=call.cu_seqlens_q, max_seqlen=longest)
-
-
-def _padded(tensor: Tensor) -> Tensor:
-    """As the kernel reads it: rows on 16 bytes, zero channels up to a multiple of 8."""
-    missing = -tensor.shape[-1] % 8
-    return alignment.ready(F.pad(tensor, (0, missing)) if missing else tensor)
 
 
 def _padded_lse(launch: Launch, lse: Tensor) -> Tensor:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities
-from flash_attn_compat.backends.flash_launch import FlashBackend, Launch, Launched
+from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities, arguments_of, operator
+from flash_attn_compat.backends.flash_launch import FlashBackend, Launched, window
 from flash_attn_compat.engine import lengths, outside
-from flash_attn_compat.engine.call import Gradients
+from flash_attn_compat.engine.call import AttentionCall, Gradients
 from flash_attn_compat.engine.features import Feature
 
 # PyTorch builds its kernels without slopes, whatever the operator's schema says. Deterministic gradients depend on a
@@ -53,56 +53,48 @@ class TorchFlash(FlashBackend):
         return [
             f"this PyTorch's aten::_flash_attention_{name} lacks {', '.join(sorted(missing))}"
             for name, needed in _ALWAYS.items()
-            if (missing := needed - _arguments(name))
+            if (missing := needed - arguments_of(_operator(name)))
         ]
 
-    def launch_forward(self, launch: Launch) -> Launched:
-        left, right = launch.window
+    def launch_forward(self, call: AttentionCall) -> Launched:
+        causal, left, right = window(call)
         out, lse, seed, offset, _ = _operator("forward")(
-            launch.q, launch.k, launch.v, launch.cu_seqlens_q, launch.cu_seqlens_k, launch.max_seqlen_q,
-            launch.max_seqlen_k, launch.dropout_p, launch.causal, False, scale=launch.scale, window_size_left=left,
-            window_size_right=right,
+            call.q, call.k, call.v, call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, call.max_seqlen_k,
+            call.dropout_p, causal, False, scale=call.softmax_scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
-        if launch.cu_seqlens_q is not None:
-            outside.clear(out, launch.cu_seqlens_q)
+        if call.cu_seqlens_q is not None:
+            outside.clear(out, call.cu_seqlens_q)
         return Launched(out, lse, (seed, offset))
 
-    def launch_backward(self, launch: Launch, dout: Tensor, launched: Launched, into: Gradients | None) -> Gradients:
+    def launch_backward(
+        self, call: AttentionCall, dout: Tensor, launched: Launched, into: Gradients | None
+    ) -> Gradients:
         seed, offset = launched.state or (dout.new_empty(0), dout.new_empty(0))
-        left, right = launch.window
+        causal, left, right = window(call)
         found = _operator("backward")(
-            dout, launch.q, launch.k, launch.v, launched.out, launched.lse, launch.cu_seqlens_q, launch.cu_seqlens_k,
-            launch.max_seqlen_q, launch.max_seqlen_k, launch.dropout_p, launch.causal, seed, offset, scale=launch.scale,
+            dout, call.q, call.k, call.v, launched.out, launched.lse, call.cu_seqlens_q, call.cu_seqlens_k,
+            call.max_seqlen_q, call.max_seqlen_k, call.dropout_p, causal, seed, offset, scale=call.softmax_scale,
             window_size_left=left, window_size_right=right,
         )  # fmt: skip
-        if launch.cu_seqlens_q is not None and launch.cu_seqlens_k is not None:
-            for gradient, starts in zip(found, (launch.cu_seqlens_q, launch.cu_seqlens_k, launch.cu_seqlens_k)):
+        if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
+            for gradient, starts in zip(found, (call.cu_seqlens_q, call.cu_seqlens_k, call.cu_seqlens_k)):
                 outside.clear(gradient, starts)
         return Gradients(*found)
 
-    def official_lse(self, launch: Launch, lse: Tensor) -> Tensor:
-        if launch.cu_seqlens_q is not None and lse.dim() == 3:
-            lse = lengths.packed_lse(lse, launch.cu_seqlens_q, launch.q.shape[0])
+    def official_lse(self, call: AttentionCall, lse: Tensor) -> Tensor:
+        if call.cu_seqlens_q is not None and lse.dim() == 3:
+            lse = lengths.packed_lse(lse, call.cu_seqlens_q, call.q.shape[0])
         return lse
 
-    def native_lse(self, launch: Launch, lse: Tensor) -> Tensor:
-        if launch.cu_seqlens_q is not None and _pads_lse(launch.q.device):
-            return lengths.padded_lse(lse, launch.cu_seqlens_q, launch.max_seqlen_q)
+    def native_lse(self, call: AttentionCall, lse: Tensor) -> Tensor:
+        if call.cu_seqlens_q is not None and _pads_lse(call.q.device):
+            return lengths.padded_lse(lse, call.cu_seqlens_q, call.max_seqlen_q)
         return lse.contiguous()
 
 
 @functools.cache
 def _operator(direction: str) -> Any:
-    """The operator, None where this PyTorch has none, which is a reason against every call."""
-    packet = getattr(torch.ops.aten, f"_flash_attention_{direction}", None)
-    return packet and packet.default
-
-
-@functools.cache
-def _arguments(direction: str) -> frozenset[str]:
-    """The names of an operator's arguments in the installed PyTorch."""
-    operator = _operator(direction)
-    return frozenset() if operator is None else frozenset(argument.name for argument in operator._schema.arguments)
+    return operator(f"_flash_attention_{direction}")
 
 
 @functools.cache

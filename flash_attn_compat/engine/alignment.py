@@ -1,8 +1,9 @@
-"""Tensors as CUDA kernels want them: read 16 bytes at a time."""
+"""Tensors as CUDA kernels of others want them: channels in multiples of 8, read 16 bytes at a time."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -16,3 +17,14 @@ def is_ready(tensor: Tensor) -> bool:
 def ready(tensor: Tensor) -> Tensor:
     """``tensor`` as the kernel reads it: a copy where its memory is not laid out that way."""
     return tensor if is_ready(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def padded(tensor: Tensor) -> Tensor:
+    """The same with channels of 0 up to a multiple of 8."""
+    missing = -tensor.shape[-1] % 8
+    return ready(F.pad(tensor, (0, missing)) if missing else tensor)
+
+
+def narrowed(result: Tensor, head_dim: int) -> Tensor:
+    """Without the channels that were added."""
+    return result if result.shape[-1] == head_dim else result[..., :head_dim]
