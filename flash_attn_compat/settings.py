@@ -19,25 +19,23 @@ if TYPE_CHECKING:
 PREFIX = "FLASH_ATTN_COMPAT_"
 BACKEND = "FLASH_ATTN_COMPAT_BACKEND"
 CAPABILITY = "FLASH_ATTN_COMPAT_CAPABILITY"
-COMPILE = "FLASH_ATTN_COMPAT_COMPILE"
 DISABLE_OFFICIAL = "FLASH_ATTN_COMPAT_DISABLE_OFFICIAL"
 FUSED = "FLASH_ATTN_COMPAT_FUSED"
 CACHE = "FLASH_ATTN_COMPAT_CACHE"
 API = "FLASH_ATTN_COMPAT_API"
 HUB_KERNELS = "FLASH_ATTN_COMPAT_HUB_KERNELS"
 VARLEN_ATTN = "FLASH_ATTN_COMPAT_VARLEN_ATTN"
-VARIABLES = (BACKEND, CAPABILITY, COMPILE, DISABLE_OFFICIAL, FUSED, CACHE, API, HUB_KERNELS, VARLEN_ATTN)
+VARIABLES = (BACKEND, CAPABILITY, DISABLE_OFFICIAL, FUSED, CACHE, API, HUB_KERNELS, VARLEN_ATTN)
 
 # The releases of flash-attn whose interface can stand under its name, and what each reports as its version.
 API_VERSIONS = {"2.6": "2.6.3", "2.8": "2.8.3"}
 APIS = tuple(API_VERSIONS)
 
 # os.environ.get costs a microsecond for a variable that is not set, the mapping inside it a twentieth;
-# with five variables that is a fifth of the host time of a whole call.
+# with four variables that is a fifth of the host time of a whole call.
 _variables = getattr(os.environ, "_data", None)
-_DECISIVE = (BACKEND, CAPABILITY, COMPILE, DISABLE_OFFICIAL, FUSED)
+_DECISIVE = (BACKEND, CAPABILITY, DISABLE_OFFICIAL, FUSED)
 _keys = tuple(os.environ.encodekey(name) for name in _DECISIVE)
-_switches = {name: os.environ.encodekey(name) for name in (COMPILE, DISABLE_OFFICIAL)}
 
 _used: contextvars.ContextVar[str | None] = contextvars.ContextVar("flash_attn_compat_backend", default=None)
 
@@ -47,8 +45,8 @@ def fingerprint() -> tuple[object, ...]:
     if _variables is None:
         return _used.get(), *(os.environ.get(name) for name in _DECISIVE)
     get = _variables.get
-    first, second, third, fourth, fifth = _keys
-    return _used.get(), get(first), get(second), get(third), get(fourth), get(fifth)
+    first, second, third, fourth = _keys
+    return _used.get(), get(first), get(second), get(third), get(fourth)
 
 
 def unknown() -> list[str]:
@@ -73,7 +71,7 @@ def check() -> None:
     """
     for name in unknown():
         _warn_of(name)
-    for switch in (COMPILE, DISABLE_OFFICIAL, FUSED, HUB_KERNELS, VARLEN_ATTN):
+    for switch in (DISABLE_OFFICIAL, FUSED, HUB_KERNELS, VARLEN_ATTN):
         _switch(switch)
     forced_capability()
     api()
@@ -99,14 +97,9 @@ def using_backend(name: str) -> Iterator[None]:
         _used.reset(token)
 
 
-def compilation_enabled() -> bool:
-    """FLASH_ATTN_COMPAT_COMPILE=1: allow torch.compile inside backends."""
-    return _is_on(COMPILE, unless_set=False)
-
-
 def official_disabled() -> bool:
     """FLASH_ATTN_COMPAT_DISABLE_OFFICIAL=1: leave an installed flash-attn aside."""
-    return _is_on(DISABLE_OFFICIAL, unless_set=False)
+    return bool(_switch(DISABLE_OFFICIAL))
 
 
 def fused() -> bool | None:
@@ -132,13 +125,6 @@ def hub_kernels() -> bool:
 def varlen_attn() -> bool:
     """FLASH_ATTN_COMPAT_VARLEN_ATTN=1: torch.nn.attention.varlen runs where torch's kernels do not."""
     return bool(_switch(VARLEN_ATTN))
-
-
-def _is_on(switch: str, unless_set: bool) -> bool:
-    if _variables is not None and _switches[switch] not in _variables:
-        return unless_set
-    chosen = _switch(switch)
-    return unless_set if chosen is None else chosen
 
 
 def _switch(name: str) -> bool | None:

@@ -101,13 +101,10 @@ def states() -> Iterator[State]:
         settings.API: ("2.6",), settings.HUB_KERNELS: ("1",), settings.VARLEN_ATTN: ("1",),
         settings.BACKEND: tuple(backend.name for backend in BACKENDS),
     }  # fmt: skip
-    yield State(f"{settings.COMPILE}=1", lambda _: _variables(**{settings.COMPILE: "1"}), same_path=False)
     for variable, values in settled.items():
         for value in values:
-            for also in ({}, {settings.COMPILE: "1"}):
-                given = {variable: value, **also}
-                name = " ".join(f"{n}={v}" for n, v in given.items())
-                yield State(name, lambda _, given=given: _variables(**given), same_path=False)
+            given = {variable: value}
+            yield State(f"{variable}={value}", lambda _, given=given: _variables(**given), same_path=False)
 
 
 def why_not(state: State, device: torch.device) -> str:

@@ -103,8 +103,6 @@ def test_the_environment_variable_forces_a_backend(name: str, monkeypatch: pytes
         ("BACKEND", "fast", "official.*chunked"),
         ("CAPABILITY", "turing", "7.5"),
         ("CAPABILITY", "7.5.1", "7.5"),
-        ("COMPILE", "yes", "0 or 1"),
-        ("COMPILE", "2", "0 or 1"),
         ("DISABLE_OFFICIAL", "true", "0 or 1"),
         ("FUSED", "always", "0 or 1"),
     ],
@@ -121,14 +119,14 @@ def test_a_value_that_means_nothing_is_an_error_that_names_the_choices_on_any_ma
 
 
 VARIABLES = [
-    "BACKEND", "CAPABILITY", "COMPILE", "DISABLE_OFFICIAL", "FUSED", "CACHE", "API", "HUB_KERNELS", "VARLEN_ATTN",
+    "BACKEND", "CAPABILITY", "DISABLE_OFFICIAL", "FUSED", "CACHE", "API", "HUB_KERNELS", "VARLEN_ATTN",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", VARIABLES)
 def test_an_empty_value_counts_as_not_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def answers() -> list[object]:
-        functions = (settings.compilation_enabled, settings.official_disabled, settings.fused)
+        functions = (settings.official_disabled, settings.fused)
         more = (settings.forced_capability, settings.cache_folder)
         return [explain(flash_attn_func, *qkv()), *(function() for function in (*functions, *more))]
 

@@ -320,7 +320,7 @@ def test_peak_memory_on_a_cpu_counts_what_lives_at_once():
 
 
 def test_timings_come_with_a_median_between_their_quartiles_and_failures_with_a_reason(monkeypatch):
-    """The first call compiles, where compilation is on: neither its time nor the number of readings may show it."""
+    """The first call may compile kernels: neither its time nor the number of readings may show it."""
     monkeypatch.setattr(timing, "LONGEST_CALL_S", 0.1)
     first = [0.2]
 

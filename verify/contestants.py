@@ -75,7 +75,7 @@ def _ours(backend: str | None, workload: Workload, given: Call) -> Prepared:
 
     forward = explained(False)
     if forward.backend is not None and backend is None:
-        # Where compilation is on, the package times what may be faster at the first call.
+        # On a GPU that nobody measured, the package times what may be faster at the first call.
         with torch.no_grad():
             call(*given.qkv)
         forward = explained(False)
