@@ -55,9 +55,7 @@ def _pretended(monkeypatch: pytest.MonkeyPatch, pads_lse: bool, capability: tupl
     )
     functions = {"forward": flash_kernels.aten_forward, "backward": flash_kernels.aten_backward}
     operators = {name: functools.partial(function, pads_lse=pads_lse) for name, function in functions.items()}
-    named = {
-        operators[name]: frozenset(inspect.signature(function).parameters) for name, function in functions.items()
-    }
+    named = {operators[name]: frozenset(inspect.signature(function).parameters) for name, function in functions.items()}
     named[operators["backward"]] |= {"logsumexp", "cum_seq_q", "cum_seq_k"}
     named[operators["forward"]] |= {"cum_seq_q", "cum_seq_k", "max_q", "max_k"}
     monkeypatch.setattr(torch_flash, "_operator", operators.__getitem__)

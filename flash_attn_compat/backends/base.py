@@ -111,6 +111,10 @@ class Backend(abc.ABC):
 class BlockwiseBackend(Backend):
     """A backend that computes dense blocks; packed, paged and padded calls are laid out for it."""
 
+    def plans(self, layout: Layout) -> list[BlockPlan]:
+        """Which sequences are computed together."""
+        return layout.plans
+
     @abc.abstractmethod
     def forward_block(
         self, call: AttentionCall, block: Block, rng_state: Tensor | None
@@ -134,29 +138,23 @@ class BlockwiseBackend(Backend):
             if lse is None or not call.lse_carries_alibi_position:
                 return Result(out, lse, rng_state)
             return Result(out, lse + _lse_shift(block, lse.dtype), rng_state, saved=(lse,))
+        has_lse = call.return_lse or call.needs_grad
         layout = Layout(call)
         out, lse = layout.empty_result()
-        whole = Result(out, None, rng_state)
-        if call.return_lse or call.needs_grad:
-            # The reported LSE can be large beside the true one, which the backward needs to its last digit.
-            whole = Result(out, lse, rng_state, (lse.clone(),) if call.lse_carries_alibi_position else ())
-        for plan in layout.plans:
-            if not self.forward_planned(call, layout, plan, whole):
-                whole = Result(out, None, rng_state)
-        return whole
-
-    def forward_planned(self, call: AttentionCall, layout: Layout, plan: BlockPlan, whole: Result) -> bool:
-        """Write a plan's results to their places in ``whole``; False where its LSE is not among them."""
-        block = layout.block(plan)
-        out, lse = self.forward_block(call, block, whole.rng_state)
-        layout.scatter(whole.out, layout.rows, plan, out)
-        if lse is None or whole.softmax_lse is None:
-            return False
-        if whole.saved:
-            layout.scatter_lse(whole.saved[0], plan, lse)
-            lse = lse + _lse_shift(block, lse.dtype)
-        layout.scatter_lse(whole.softmax_lse, plan, lse)
-        return True
+        # The reported LSE can be large beside the true one, which the backward needs to its last digit.
+        saved = (lse.clone(),) if call.lse_carries_alibi_position else ()
+        for plan in self.plans(layout):
+            block = layout.block(plan)
+            block_out, block_lse = self.forward_block(call, block, rng_state)
+            layout.scatter(out, layout.rows, plan, block_out)
+            if block_lse is None:
+                has_lse = False
+            elif has_lse:
+                if saved:
+                    layout.scatter_lse(saved[0], plan, block_lse)
+                    block_lse = block_lse + _lse_shift(block, block_lse.dtype)
+                layout.scatter_lse(lse, plan, block_lse)
+        return Result(out, lse, rng_state, saved) if has_lse else Result(out, None, rng_state)
 
     def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
         block = whole_block(call)
@@ -168,19 +166,12 @@ class BlockwiseBackend(Backend):
         totals = into or Gradients(*map(torch.empty_like, (call.q, call.k, call.v)))
         for total in totals:
             total.zero_()
-        for plan in layout.plans:
-            self.backward_planned(call, layout, plan, upstream, totals)
+        for plan in self.plans(layout):
+            block = layout.block(plan)
+            found = self.backward_block(call, block, _block_upstream(call, layout, plan, block, upstream))
+            for total, spans, gradient in zip(totals, (layout.rows, layout.keys, layout.keys), found):
+                layout.scatter(total, spans, plan, gradient)
         return totals
-
-    def backward_planned(
-        self, call: AttentionCall, layout: Layout, plan: BlockPlan, upstream: Upstream, totals: Gradients
-    ) -> None:
-        """Write a plan's gradients to their places in ``totals``."""
-        block = layout.block(plan)
-        found = self.backward_block(call, block, _block_upstream(call, layout, plan, block, upstream))
-        layout.scatter(totals.dq, layout.rows, plan, found[0])
-        layout.scatter(totals.dk, layout.keys, plan, found[1])
-        layout.scatter(totals.dv, layout.keys, plan, found[2])
 
 
 def _block_upstream(call: AttentionCall, layout: Layout, plan: BlockPlan, block: Block, upstream: Upstream) -> Upstream:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flash_attn_compat.backends.base import BlockwiseBackend, Capabilities
 from flash_attn_compat.engine import alibi, online
-from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
+from flash_attn_compat.engine.call import AttentionCall, Result, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
 from flash_attn_compat.engine.layout import Block, BlockPlan, Layout, lse_dtype
 from flash_attn_compat.engine.mask import ByDistance, Mask, Range
@@ -29,7 +29,7 @@ _BIAS_ELEMENTS = 2**21
 _MIN_BIAS_ROWS = 32
 # Under a mask, more rows at a time only share more keys that most of them do not see.
 _BOUNDED_ROWS = 256
-# Sequences that are sooner computed one by one than padded to a common length.
+# Sequences that a CPU computes sooner one by one than padded to a common length.
 _FEW = 12
 
 
@@ -55,41 +55,15 @@ class Sdpa(BlockwiseBackend):
             q, k, v = _by_head(call.q), _by_head(call.k), _by_head(call.v)
             out, lse = _attend(q, k, v, call.mask.right == 0, None, call.softmax_scale)
             return Result(out.transpose(1, 2), lse)
-        return super().forward(_with_channels_together(call) if _is_packed_on_cpu(call) else call)
+        return super().forward(call)
 
-    def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
-        if not _is_packed_on_cpu(call):
-            return super().backward(call, upstream, into)
-        upstream = upstream._replace(dout=_together(upstream.dout), out=_together(upstream.out))
-        return super().backward(_with_channels_together(call), upstream, into)
-
-    def forward_planned(self, call: AttentionCall, layout: Layout, plan: BlockPlan, whole: Result) -> bool:
-        tiles = _tiles_in_place(call, layout, plan)
-        if tiles is None:
-            return super().forward_planned(call, layout, plan, whole)
-        for rows, keys, causal in tiles:
-            inputs = _tokens(call.q, rows), _tokens(call.k, keys), _tokens(call.v, keys)
-            out, lse = _attend(*inputs, causal, None, call.softmax_scale)
-            _tokens(whole.out, rows).copy_(out)
-            if whole.softmax_lse is not None and lse is not None:
-                _tokens_lse(whole.softmax_lse, rows).copy_(lse)
-        return whole.softmax_lse is not None
-
-    def backward_planned(
-        self, call: AttentionCall, layout: Layout, plan: BlockPlan, upstream: Upstream, totals: Gradients
-    ) -> None:
-        tiles = _tiles_in_place(call, layout, plan)
-        if tiles is None:
-            super().backward_planned(call, layout, plan, upstream, totals)
-            return
-        dtype = _backward_dtype(call.q)
-        for rows, keys, causal in tiles:
-            q, out, dout = (_tokens(tensor, rows).to(dtype) for tensor in (call.q, upstream.out, upstream.dout))
-            k, v = (_tokens(tensor, keys).to(dtype) for tensor in (call.k, call.v))
-            of_tile = Upstream(dout, out, _tokens_lse(upstream.lse, rows), None)
-            found = _gradients(q, k, v, of_tile, causal, None, call.softmax_scale)
-            for total, where, gradient in zip(totals, (rows, keys, keys), found):
-                _tokens(total, where).copy_(gradient)
+    def plans(self, layout: Layout) -> list[BlockPlan]:
+        if not layout.call.q.is_cpu:
+            return layout.plans
+        are_apart = [plan.padded and len(plan.sequences) <= _FEW for plan in layout.plans]
+        return [
+            one for plan, apart in zip(layout.plans, are_apart) for one in (layout.alone(plan) if apart else [plan])
+        ]
 
     def forward_block(
         self, call: AttentionCall, block: Block, rng_state: Tensor | None
@@ -148,60 +122,6 @@ def _biases(mask: Mask, block: Block) -> Callable[[_Tile], Tensor | None]:
     if block.first_key is None:
         make = ByDistance(make, most=1)
     return lambda tile: make(tile.rows, tile.keys) if tile.biased else None
-
-
-class _Run(NamedTuple):
-    """`batch` neighbouring sequences of `seqlen` tokens each in a packed tensor, from token `start` on."""
-
-    start: int
-    batch: int
-    seqlen: int
-
-
-def _is_packed_on_cpu(call: AttentionCall) -> bool:
-    """Whether sequences lie end to end where the host can slice them, with nothing that needs a bias."""
-    others = (call.block_table, call.seqused_k, call.leftpad_k, call.alibi_slopes)
-    packed = call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
-    return packed and call.q.is_cpu and all(other is None for other in others)
-
-
-def _tiles_in_place(call: AttentionCall, layout: Layout, plan: BlockPlan) -> list[tuple[_Run, _Run, bool]] | None:
-    """Rows, keys and whether the kernel's causal mask holds, of kernel calls that read and write the tensors in place.
-
-    None for a plan that is better padded, for masks that are not the kernel's own, and where tokens cannot be sliced.
-    """
-    if not _is_packed_on_cpu(call):
-        return None
-    mask, sequences, rows, keys = call.mask, plan.sequences, layout.rows, layout.keys
-    runs = [(index, 1) for index in sequences]
-    if not plan.padded and sequences[-1] - sequences[0] == len(sequences) - 1:
-        runs = [(sequences[0], len(sequences))]
-    elif len(sequences) > _FEW:
-        return None
-    tiles = []
-    for index, count in runs:
-        seqlen_q, seqlen_k = rows.lengths[index], keys.lengths[index]
-        causal = not mask.covers(Range(0, seqlen_q), Range(0, seqlen_k), seqlen_k - seqlen_q)
-        if causal and not (mask.is_causal and seqlen_q == seqlen_k):
-            return None
-        of_rows = _Run(rows.starts[index], count, seqlen_q)
-        tiles.append((of_rows, _Run(keys.starts[index], count, seqlen_k), causal))
-    return tiles
-
-
-def _tokens(packed: Tensor, where: _Run) -> Tensor:
-    """(total, heads, head_dim) -> (batch, heads, seqlen, head_dim), a view; slices and transposes would take five."""
-    step, *others = packed.stride()
-    shape = where.batch, packed.shape[1], where.seqlen, packed.shape[2]
-    strides = where.seqlen * step, others[0], step, others[1]
-    return packed.as_strided(shape, strides, packed.storage_offset() + where.start * step)
-
-
-def _tokens_lse(packed: Tensor, where: _Run) -> Tensor:
-    """(heads, total) -> (batch, heads, seqlen), a view."""
-    heads, step = packed.stride()
-    shape = where.batch, packed.shape[0], where.seqlen
-    return packed.as_strided(shape, (where.seqlen * step, heads, step), packed.storage_offset() + where.start * step)
 
 
 def _fits_one_kernel_call(call: AttentionCall) -> bool:
@@ -308,10 +228,6 @@ def _blank_dead_rows(
 def _by_head(tensor: Tensor) -> Tensor:
     """(n, seqlen, heads, head_dim) -> (n, heads, seqlen, head_dim); the kernel needs contiguous channels."""
     return _together(tensor).transpose(1, 2)
-
-
-def _with_channels_together(call: AttentionCall) -> AttentionCall:
-    return call._replace(q=_together(call.q), k=_together(call.k), v=_together(call.v))
 
 
 def _together(tensor: Tensor) -> Tensor:

@@ -124,6 +124,13 @@ class Layout:
         self.keys = _key_spans(call)
         self.plans = self._plan()
 
+    def alone(self, plan: BlockPlan) -> list[BlockPlan]:
+        """A plan for each of its sequences."""
+        return [
+            BlockPlan([index], self.rows.lengths[index], self.keys.lengths[index], padded=False)
+            for index in plan.sequences
+        ]
+
     def block(self, plan: BlockPlan) -> Block:
         call = self.call
         slopes = call.alibi_slopes
@@ -261,12 +268,10 @@ def _continues(spans: Spans, index: int) -> bool:
 
 def _view(tensor: Tensor, spans: Spans, plan: BlockPlan, seqlen: int) -> Tensor | None:
     """The plan's sequences as a view of ``tensor``, or None where they don't lie evenly."""
-    first, count = plan.sequences[0], len(plan.sequences)
-    if plan.padded or plan.sequences != list(range(first, first + count)):
+    first, *others = plan.sequences
+    if plan.padded or any(number != first + n or not _continues(spans, number) for n, number in enumerate(others, 1)):
         return None
-    if any(not _continues(spans, index) for index in plan.sequences[1:]):
-        return None
-    start = spans.starts[first]
+    start, count = spans.starts[first], len(plan.sequences)
     if spans.table is not None:
         if start + seqlen > spans.page_size:
             return None
@@ -274,7 +279,10 @@ def _view(tensor: Tensor, spans: Spans, plan: BlockPlan, seqlen: int) -> Tensor 
         return tensor[page : page + 1, start : start + seqlen]
     if spans.batched:
         return tensor[first : first + count, start : start + seqlen]
-    return torch.unflatten(tensor[start : start + count * seqlen], 0, (count, seqlen))
+    # One operation: a slice and its unflattening take several times as long, which short sequences would notice.
+    step, *inner = tensor.stride()
+    shape, strides = (count, seqlen, *tensor.shape[1:]), (seqlen * step, step, *inner)
+    return tensor.as_strided(shape, strides, tensor.storage_offset() + start * step)
 
 
 def _slots(tensor: Tensor, spans: Spans, sequences: list[int], seqlen: int) -> tuple[tuple[Tensor, ...], Tensor]:

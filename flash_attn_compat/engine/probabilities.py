@@ -32,16 +32,10 @@ def _signed_probabilities(call: AttentionCall, rng_state: Tensor | None) -> Tens
         return signed
     layout = Layout(call)
     for plan in layout.plans:
-        for index in plan.sequences:
-            single = plan._replace(
-                sequences=[index],
-                seqlen_q=layout.rows.lengths[index],
-                seqlen_k=layout.keys.lengths[index],
-                padded=False,
-            )
+        for single in layout.alone(plan):
             tile = _signed_tile(call, layout.block(single), rng_state)[0]
             rows, keys = min(tile.shape[1], shape[2]), min(tile.shape[2], shape[3])
-            signed[index, :, :rows, :keys] = tile[:, :rows, :keys]
+            signed[single.sequences[0], :, :rows, :keys] = tile[:, :rows, :keys]
     return signed
 
 
