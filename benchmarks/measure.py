@@ -1,23 +1,19 @@
-"""How time and memory are measured, and how a figure is held against its threshold. No attention in here."""
+"""How time is measured, and how a figure is held against its threshold. No attention in here."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch.profiler import ProfilerActivity, profile
 
 
 @dataclass(frozen=True)
@@ -71,68 +67,6 @@ def interleaved(contestants: Mapping[str, Callable[[], Any]], repeats: int, call
                 call()
             taken[name].append((clock() - start) / calls)
     return {name: statistics.median(times) for name, times in taken.items()}
-
-
-@dataclass(frozen=True)
-class Allocations:
-    """Bytes that a call took from the allocator: most held at once, and in one piece."""
-
-    peak: int
-    largest: int
-
-
-def allocations(call: Callable[[], Any], device: str = "cpu") -> Allocations:
-    """What `call` takes from PyTorch's allocator, its results included, scratch memory inside kernels included.
-
-    On a CPU the profiler records every allocation and release. Resident memory of the process would also count what
-    the C library keeps for later, and a dispatch mode would not see into fused kernels.
-    """
-    if torch.device(device).type == "cuda":
-        return _cuda_allocations(call)
-    with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        result = call()
-    del result
-    held = peak = largest = 0
-    for size in _sizes_in_order(recorded):
-        held += size
-        peak, largest = max(peak, held), max(largest, size)
-    return Allocations(peak, largest)
-
-
-def _sizes_in_order(recorded: profile) -> list[int]:
-    """Bytes of each allocation, negative for a release."""
-    found: list[tuple[int, int]] = []
-    waiting = list(recorded.profiler.kineto_results.experimental_event_tree())
-    while waiting:
-        event = waiting.pop()
-        if event.tag == torch._C._profiler._EventType.Allocation:
-            found.append((event.start_time_ns, event.extra_fields.alloc_size))
-        waiting += event.children
-    return [size for _, size in sorted(found, key=lambda pair: pair[0])]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """The profiler's native code announces itself on stderr."""
-    kept = os.dup(2)
-    with tempfile.TemporaryFile() as silence:
-        os.dup2(silence.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)
-
-
-def _cuda_allocations(call: Callable[[], Any]) -> Allocations:
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    result = call()
-    torch.cuda.synchronize()
-    del result
-    peak = torch.cuda.max_memory_allocated() - before
-    return Allocations(peak, peak)
 
 
 # ---------------------------------------------------------------- reporting

@@ -12,8 +12,9 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
-from benchmarks.measure import Allocations, Figure, allocations, arguments, interleaved, report
+from benchmarks.measure import Figure, arguments, interleaved, report
 from flash_attn_compat import explain, flash_attn_func, use_backend
+from verify.timing import Allocations, allocations
 
 BACKENDS = ("chunked", "sdpa")
 FEATURES: dict[str, dict[str, Any]] = {

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.measure import allocations
 from flash_attn_compat import flash_attn_func, flash_attn_varlen_func
 from tests.support import cumulative, on_backend, randn
+from verify.timing import allocations
 
 FEATURES = {
     "causal": dict(causal=True),

@@ -16,7 +16,7 @@ from verify.bench_run import Plan, run
 from verify.cli import main
 from verify.contestants import RIVALS, Contestant, Prepared, Unavailable, ours, plain
 from verify.spot_check import Piece, check, pieces, truths
-from verify.timing import Failed, Job, geometric_mean, peak_memory, time_together
+from verify.timing import Allocations, Failed, Job, allocations, geometric_mean, time_together
 from verify.workloads import DECODE, FULL, SMALL, Workload, make_call, shrunk
 
 TINY = {workload.name: shrunk(workload, batch=32, seqlen=64, heads=8) for workload in (*FULL, *DECODE)}
@@ -316,7 +316,7 @@ def test_peak_memory_on_a_cpu_counts_what_lives_at_once():
         del first
         return second + second
 
-    assert peak_memory(Job(work), "cpu") == 2 * 2**20
+    assert allocations(work) == Allocations(2 * 2**20, 2**20)
 
 
 def test_timings_come_with_a_median_between_their_quartiles_and_failures_with_a_reason(monkeypatch):

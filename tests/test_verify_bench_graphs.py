@@ -31,12 +31,12 @@ def _faithful(call, device):
         with call.around():
             out.copy_(call.run())
 
-    return graphs.Captured(replay, out)
+    return replay, out
 
 
 def _stale(call, device):
     """Reads what it read when it was captured."""
-    return graphs.Captured(lambda: None, call.run())
+    return (lambda: None), call.run()
 
 
 def _refused(call, device):
@@ -101,14 +101,6 @@ def _job(workload, inputs, replayed):
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(graphs, "capture", capture)
         return graphs.replay_job(ours("chunked"), workload, inputs)
-
-
-def test_trying_other_inputs_leaves_the_inputs_as_they_were(faithful):
-    workload = TINY["decode_32x4096_paged"]
-    inputs, untouched = (graphs.make_call(workload, "cpu", torch.float32) for _ in range(2))
-    graphs.replay_job(ours(), workload, inputs)
-    for name in ("q", "k_cache", "v_cache", "cache_seqlens", "block_table"):
-        assert torch.equal(inputs.args[name], untouched.args[name]), name
 
 
 ARGUMENTS = ["bench", "--repeats", "1", "--rivals", "pad_sdpa"]

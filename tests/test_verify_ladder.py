@@ -17,7 +17,7 @@ from verify.errors import UsageError
 from verify.examination import Examination
 from verify.inputs import draw
 from verify.steps import STEPS
-from verify.timing import Job, peak_memory
+from verify.timing import allocations
 
 QUICK = ["--repeats", "1", "--heads", "1", "--head-dim", "8"]
 
@@ -53,9 +53,9 @@ def test_memory_grows_as_the_step_says(step, growth):
     def peak(n: int) -> int:
         shape = (1, n, 1, 8)
         q, k, v = draw({"q": shape, "k": shape, "v": shape}, torch.float32, 0).values()
-        found = peak_memory(Job(lambda: STEPS[step](q, k, v, block_rows=32, block_columns=32)), "cpu")
+        found = allocations(lambda: STEPS[step](q, k, v, block_rows=32, block_columns=32))
         assert found is not None
-        return found
+        return found.peak
 
     # four times the length: 16 times the memory where all scores are kept, 4 times at most where they are not
     measured = peak(512) / peak(128)

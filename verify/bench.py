@@ -24,7 +24,6 @@ from verify.errors import UsageError
 from verify.graphs import add_graphs
 from verify.inputs import number, positive
 from verify.output import add_output_arguments, check_output_arguments, console, deliver, progress_bar
-from verify.promises import judged
 from verify.tables import COLOURS, Report
 from verify.timing import DeviceLost
 from verify.workloads import DECODE, FULL, SMALL, Workload
@@ -108,8 +107,7 @@ def main(arguments: argparse.Namespace) -> int:
     terminal.print(Text("; ".join(environment.values()), style="dim"), soft_wrap=True)
     rows, lost = _measured(plan, terminal)
     summary = [tables.summary_table(rows)]
-    promises = judged(tables.compared(rows)) if plan.device.startswith("cuda") else []
-    lines = [*tables.mean_lines(rows), *promises]
+    lines = tables.mean_lines(rows)
     regressed = False
     if saved:
         table, conclusion, regressed = tables.against(saved, rows, arguments.tolerance)
@@ -125,10 +123,10 @@ def main(arguments: argparse.Namespace) -> int:
     data = {
         "rows": [row.to_json() for row in rows],
         "workloads": {workload.name: workload.describe() for workload in plan.workloads},
-        "promises": promises,
     }
     summary.append(tables.detail_table(rows))
-    deliver(Report("verify bench", environment, summary, lines, not bad), data, arguments, terminal)
+    found = Report("verify bench", environment, summary, lines, not bad, tables.in_words(rows))
+    deliver(found, data, arguments, terminal)
     return 1 if bad else 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from verify.timing import Timing, geometric_mean
 from verify.workloads import DECODE
 
 FORWARD, BOTH, GRAPH = "forward", "both", "graph"
+MODES = {FORWARD: "forward", BOTH: "forward + backward"}
 NONE = "-"
 
 
@@ -29,35 +30,32 @@ class Compared:
     mine: Row
     rows: Mapping[str, Row]
 
-    def rival(self, names: Sequence[str], mode: str, fastest: bool = False) -> Row | None:
-        """The first of these others, or the fastest, that was timed; a wrong answer is no yardstick."""
-        there = [row for name in names if (row := self.rows.get(name)) and not row.ours and not row.wrong]
-        timed = [row for row in there if milliseconds(row, mode) is not None]
-        return (
-            min(timed, key=lambda row: milliseconds(row, mode) or 0.0) if timed and fastest else next(iter(timed), None)
-        )
+    def rivals(self, names: Sequence[str], mode: str) -> list[Row]:
+        """Those that were timed, in that order; a wrong answer is no yardstick."""
+        there = [row for name in names if (row := self.rows.get(name)) and not row.wrong]
+        return [row for row in there if row.milliseconds(mode) is not None]
+
+    def flash(self, mode: str) -> Row | None:
+        return next(iter(self.rivals(FLASH, mode)), None)
+
+    def other(self, mode: str) -> Row | None:
+        """The fastest of what people use without flash-attn."""
+        return min(self.rivals(WORKAROUNDS, mode), key=lambda row: row.milliseconds(mode) or 0.0, default=None)
 
     def ratio(self, rival: Row | None, mode: str) -> float | None:
         """Theirs / ours: above 1 we are faster. None: not measured."""
-        theirs, ours = (milliseconds(row, mode) for row in (rival, self.mine))
+        theirs, ours = (row and row.milliseconds(mode) for row in (rival, self.mine))
         return theirs / ours if theirs and ours else None
 
     def to_flash(self, mode: str) -> float | None:
-        return self.ratio(self.rival(FLASH, mode), mode)
+        return self.ratio(self.flash(mode), mode)
 
     def to_other(self, mode: str) -> float | None:
-        """To the fastest of what people use without flash-attn."""
-        return self.ratio(self.rival(WORKAROUNDS, mode, fastest=True), mode)
+        return self.ratio(self.other(mode), mode)
 
 
-def milliseconds(row: Row | None, mode: str) -> float | None:
-    timing: Timing | None = getattr(row, mode) if row is not None else None
-    return None if timing is None else timing.median_ms
-
-
-def compared(rows: Sequence[Row]) -> list[Compared]:
+def compared(rows: Sequence[Row]) -> Iterator[Compared]:
     """Each workload of which there is a row of ours."""
-    found = []
     for workload in dict.fromkeys(row.workload for row in rows):
         ours = [row for row in rows if row.workload == workload and row.ours]
         if ours:
@@ -65,8 +63,40 @@ def compared(rows: Sequence[Row]) -> list[Compared]:
             mine = mine or next((row for row in ours if row.forward), ours[0])
             # Our backend of that name is not the rival.
             others = {row.contestant: row for row in rows if row.workload == workload and not row.ours}
-            found.append(Compared(workload, mine, others))
-    return found
+            yield Compared(workload, mine, others)
+
+
+RATIOS: dict[str, Callable[[Compared, str], float | None]] = {
+    "flash-attn": Compared.to_flash,
+    "the fastest way without it": Compared.to_other,
+}
+
+
+def mean_lines(rows: Sequence[Row]) -> list[str]:
+    """Geometric means of our speed as a multiple of flash-attn's and of the fastest other way's, decoding aside."""
+    decoding = {workload.name for workload in DECODE}
+    found = [each for each in compared(rows) if each.workload not in decoding]
+    lines = []
+    for label, ratio in RATIOS.items():
+        means = []
+        for mode, name in MODES.items():
+            if values := [value for each in found if (value := ratio(each, mode))]:
+                means.append(f"{name} {geometric_mean(values):.3f} ({len(values)} workloads)")
+        if means:
+            lines.append(f"geometric mean to {label}: {', '.join(means)}")
+    return lines
+
+
+def in_words(rows: Sequence[Row]) -> str:
+    """Our speed, for readers who have never heard of attention kernels."""
+    sentences = []
+    for rival, ratio in RATIOS.items():
+        there = [each for each in compared(rows) if not each.mine.wrong]
+        if factors := [factor for each in there if (factor := ratio(each, FORWARD))]:
+            mean = geometric_mean(factors)
+            how = f"{mean:.1f} times as fast as" if mean > 1.1 else "about as fast as" if mean > 0.9 else "slower than"
+            sentences.append(f"It was {how} {rival} ({min(factors):.2g} to {max(factors):.2g} times its speed).")
+    return " ".join(sentences)
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -77,11 +107,8 @@ DETAIL_COLUMNS = (
 
 
 def detail(row: Row) -> list[str]:
-    def figure(timing: Timing | None) -> str:
-        return NONE if timing is None else f"{timing.median_ms:.4g} ±{timing.spread:.0%}"
-
     by = f" ({row.served_by})" if row.served_by and row.served_by != row.contestant else ""
-    times = figure(row.forward), figure(row.both), figure(row.graph)
+    times = [NONE if timing is None else str(timing) for timing in (row.forward, row.both, row.graph)]
     return [row.workload, row.contestant + by, *times, _number(row.memory_mib, ".1f"), answer(row), remarks(row)]
 
 
@@ -92,14 +119,8 @@ def answer(row: Row) -> str:
 
 
 def remarks(row: Row) -> str:
-    parts = [row.reason] if row.reason else []
-    if row.verdict is not None and not row.verdict.ok:
-        parts.append(f"{row.verdict.quantity} off by {row.verdict.ratio:.3g} of its bound")
-    if row.verdict is not None and row.verdict.note:
-        parts.append(row.verdict.note)
-    if row.graph_reason:
-        parts.append(f"no graph: {row.graph_reason}")
-    return "; ".join(parts)
+    verdict = "" if row.verdict is None or row.verdict.ok else f"{row.verdict.quantity}: {row.verdict.note}"
+    return "; ".join(filter(None, [row.reason, verdict, row.graph_reason and f"no graph: {row.graph_reason}"]))
 
 
 def detail_table(rows: Sequence[Row]) -> Table:
@@ -114,17 +135,16 @@ def summary_table(rows: Sequence[Row]) -> Table:
     cells = []
     for each in compared(rows):
         mine, modes = each.mine, (FORWARD, BOTH) if each.mine.both else (FORWARD,)
-        flash = [each.rival(FLASH, mode) for mode in modes]
+        flash = [each.flash(mode) for mode in modes]
         built = " (PyTorch's)" if any(row and row.contestant != "official" for row in flash) else ""
-        others = [row for mode in modes if (row := each.rival(WORKAROUNDS, mode, fastest=True))]
+        others = [row.contestant for mode in modes if (row := each.other(mode))]
         cells.append([
-            each.workload, mine.served_by, _listed([milliseconds(mine, mode) for mode in modes], ".3g"),
-            _number(milliseconds(mine, GRAPH), ".3g"),
-            _listed([mine.memory_mib, mine.both_memory_mib][: len(modes)], ".3g"),
-            _listed([milliseconds(row, mode) for row, mode in zip(flash, modes)], ".3g") + built,
+            each.workload, mine.served_by, _listed([mine.milliseconds(mode) for mode in modes], ".3g"),
+            _number(mine.milliseconds(GRAPH), ".3g"), _listed([mine.memory_mib, mine.both_memory_mib], ".3g"),
+            _listed([row.milliseconds(mode) if row else None for row, mode in zip(flash, modes)], ".3g") + built,
             _listed([each.to_flash(mode) for mode in modes], ".3f"), _number(each.to_flash(GRAPH), ".3f"),
-            " / ".join(dict.fromkeys(row.contestant for row in others)) or NONE,
-            _listed([each.to_other(mode) for mode in modes], ".2f"), answer(mine),
+            " / ".join(dict.fromkeys(others)) or NONE, _listed([each.to_other(mode) for mode in modes], ".2f"),
+            answer(mine),
         ])  # fmt: skip
     return Table("Ours, forward / forward + backward, and as a multiple of the others' speed", columns, cells)
 
@@ -138,71 +158,52 @@ def _number(value: float | None, form: str) -> str:
     return NONE if value is None else format(value, form)
 
 
-def mean_lines(rows: Sequence[Row]) -> list[str]:
-    """Geometric means of our speed as a multiple of flash-attn's and of the fastest other way's, decoding aside."""
-    decoding = {workload.name for workload in DECODE}
-    found = [each for each in compared(rows) if each.workload not in decoding]
-    lines = []
-    for label, ratio in (("flash-attn", Compared.to_flash), ("the fastest way without it", Compared.to_other)):
-        means = []
-        for mode, name in ((FORWARD, "forward"), (BOTH, "forward + backward")):
-            if values := [value for each in found if (value := ratio(each, mode))]:
-                means.append(f"{name} {geometric_mean(values):.3f} ({len(values)} workloads)")
-        if means:
-            lines.append(f"geometric mean to {label}: {', '.join(means)}")
-    return lines
-
-
 # ---- against an earlier run ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A run read from its JSON file."""
+    """The timings of a run read from its JSON file, by workload, contestant, whether it is ours, and mode."""
 
-    rows: Sequence[Row]
+    timings: Mapping[tuple[str, str, bool, str], Timing]
     environment: Mapping[str, str]
 
 
 def load(path: Path) -> Saved:
     def read(data: dict[str, Any]) -> Saved:
-        return Saved([Row.from_json(row) for row in data["rows"]], dict(data["environment"]))
+        found = {(row["workload"], row["contestant"], row["ours"], mode): row[mode] for row in data["rows"]
+                 for mode in MODES}  # fmt: skip
+        return Saved({key: Timing(**timing) for key, timing in found.items() if timing}, dict(data["environment"]))
 
     return output.load(path, "bench", read)
 
 
 def against(saved: Saved, rows: Sequence[Row], tolerance: float) -> tuple[Table, list[str], bool]:
     """A table of now / saved, lines of conclusion, and whether something became slower by more than the tolerance."""
-    before = {(row.workload, row.contestant, row.ours): row for row in saved.rows}
     cells, slower = [], []
-    found: dict[str, list[float]] = {FORWARD: [], BOTH: []}
+    found: dict[str, list[float]] = {mode: [] for mode in MODES}
     for row in rows:
-        old = before.get((row.workload, row.contestant, row.ours))
-        line = [row.workload, row.contestant]
-        for mode, ratios in found.items():
-            now, then = (milliseconds(each, mode) for each in (row, old))
-            ratio = now / then if now and then else None
-            line += [_number(then, ".4g"), _number(now, ".4g"), _number(ratio, ".3f")]
-            if ratio is not None and row.ours:
-                ratios.append(ratio)
-                # Apart by more than the noise of either.
-                if ratio > 1 + tolerance and getattr(row, mode).low_ms > getattr(old, mode).high_ms:
-                    slower.append(f"{row.workload} {row.contestant} {mode} {ratio:.2f}x")
-        if line[4] != NONE or line[7] != NONE:
-            cells.append(line)
-    columns = ["workload", "contestant", "fwd saved", "now", "ratio", "fwd+bwd saved", "now", "ratio"]
+        for mode in MODES:
+            now: Timing | None = getattr(row, mode)
+            then = saved.timings.get((row.workload, row.contestant, row.ours, mode))
+            if now is None or then is None:
+                continue
+            ratio = now.median_ms / then.median_ms
+            cells.append([row.workload, row.contestant, MODES[mode], str(then), str(now), f"{ratio:.3f}"])
+            found[mode] += [ratio] if row.ours else []
+            # Apart by more than the noise of either.
+            if row.ours and ratio > 1 + tolerance and now.low_ms > then.high_ms:
+                slower.append(f"{row.workload} {row.contestant} {MODES[mode]} {ratio:.2f}x")
+    columns = ["workload", "contestant", "", "saved ms", "now ms", "ratio"]
     table = Table(f"Against the run of {saved.environment.get('date', '?')} (now / saved)", columns, cells)
     lines = [
-        f"now / saved, {mode}, geometric mean of ours: {geometric_mean(ratios):.3f} over {len(ratios)}"
+        f"now / saved, {MODES[mode]}, geometric mean of ours: {geometric_mean(ratios):.3f} over {len(ratios)}"
         for mode, ratios in found.items()
         if ratios
     ]
     lines += [] if cells else ["nothing in common with the saved run"]
-    lines.append(
-        f"slower by more than {tolerance:.0%}: {', '.join(slower)}" if slower
-        else f"nothing of ours is slower by more than {tolerance:.0%}"
-    )  # fmt: skip
-    return table, lines, bool(slower)
+    what = f"slower by more than {tolerance:.0%}"
+    return table, [*lines, f"{what}: {', '.join(slower)}" if slower else f"nothing of ours is {what}"], bool(slower)
 
 
 def differing_devices(saved: Saved, environment: Mapping[str, str]) -> list[str]:

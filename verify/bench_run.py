@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from verify import spot_check
 from verify.call import Call
 from verify.contestants import Contestant, Prepared, Unavailable
 from verify.judge import Check
-from verify.timing import Failed, Job, Timing, attempt, free_memory, peak_memory, time_together
+from verify.timing import Allocations, Failed, Job, Timing, allocations, attempt, free_memory, time_together
 from verify.workloads import Workload, make_call
 
 MIB = 2**20
@@ -45,21 +45,13 @@ class Row:
     def wrong(self) -> bool:
         return self.failed or (self.verdict is not None and not self.verdict.ok)
 
+    def milliseconds(self, mode: str) -> float | None:
+        """mode: forward, both or graph."""
+        timing: Timing | None = getattr(self, mode)
+        return None if timing is None else timing.median_ms
+
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "verdict": self.verdict and self.verdict.to_json()}
-
-    @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> Row:
-        """Raises KeyError, TypeError or ValueError for what is no row."""
-        values = {field.name: saved[field.name] for field in fields(cls) if field.name in saved}
-        for name in ("forward", "both", "graph"):
-            values[name] = Timing(**saved[name]) if saved.get(name) else None
-        if verdict := saved.get("verdict"):
-            # Earlier versions saved the ratio alone.
-            ratio = verdict.get("ratio")
-            before = {"against": "fp64", "error": "inf" if ratio is None else ratio, "bound": 1.0}
-            values["verdict"] = Check.from_json({**before, **verdict})
-        return cls(**values)
 
 
 @dataclass(frozen=True)
@@ -87,52 +79,40 @@ def run(plan: Plan, step: Callable[[str], None] = lambda what: None) -> Iterator
 def _rows(workload: Workload, plan: Plan, step: Callable[[str], None]) -> list[Row]:
     facts: dict[str, dict[str, Any]] = {each.name: {"ours": each.ours} for each in plan.contestants}
     prepared: dict[str, Prepared] = {}
-
-    def fails(name: str, failed: Failed) -> None:
-        facts[name] |= {"reason": failed.reason, "failed": True}
-
+    backward = plan.backward and not workload.decode
     step(f"{workload.name}: tensors")
     given = attempt(plan.device, make_call, workload, plan.device, plan.dtype, plan.seed)
     right = given if isinstance(given, Failed) else attempt(plan.device, spot_check.truths, workload, given)
     if isinstance(given, Failed) or isinstance(right, Failed):
         reason = right.reason if isinstance(right, Failed) else ""
         return [Row(workload.name, name, **each, reason=reason, failed=True) for name, each in facts.items()]
-    backward = plan.backward and not workload.decode
     for contestant in plan.contestants:
-        name = contestant.name
-        step(f"{workload.name}: checking {name}")
+        step(f"{workload.name}: checking {contestant.name}")
+        fact = facts[contestant.name]
         found = attempt(plan.device, prepare, contestant, workload, given)
-        if isinstance(found, Failed):
-            fails(name, found)
-            continue
         if isinstance(found, str):
-            facts[name] |= {"reason": found, "not_supported": True}
+            fact |= {"reason": found, "not_supported": True}
             continue
-        facts[name]["served_by"] = found.served_by
-        asked = found, workload, given, right
-        verdict = attempt(plan.device, spot_check.check, *asked, backward)
-        if isinstance(verdict, Failed):
-            fails(name, verdict)
-            if not backward or found.no_backward:
-                continue
-            # The forward may still be possible: most failures are backward passes out of memory.
-            verdict = attempt(plan.device, spot_check.check, *asked, False)
-        if not isinstance(verdict, Failed):
-            facts[name]["verdict"] = verdict
-            prepared[name] = found
+        if isinstance(found, Failed):
+            fact |= {"reason": found.reason, "failed": True}
+            continue
+        fact["served_by"] = found.served_by
+        # Where the backward fails, of memory mostly, the forward may still be possible.
+        for gradients in (True, False) if backward and not found.no_backward else (False,):
+            verdict = attempt(plan.device, spot_check.check, found, workload, given, right, gradients)
+            if isinstance(verdict, Check):
+                fact["verdict"], prepared[contestant.name] = verdict, found
+                break
+            fact |= {"reason": verdict.reason, "failed": True}
 
     def measure(jobs: Mapping[str, Job], timing: str, memory: str) -> None:
-        for name, job in jobs.items():
-            step(f"{workload.name}: memory of {name}, {timing}")
-            peak = attempt(plan.device, peak_memory, job, plan.device)
-            if isinstance(peak, int):
-                facts[name][memory] = (peak + prepared[name].prepared_bytes) / MIB
         step(f"{workload.name}: {timing}")
+        for name, job in jobs.items():
+            held = attempt(plan.device, allocations, job.run, plan.device, job.around)
+            if isinstance(held, Allocations):
+                facts[name][memory] = (held.peak + prepared[name].prepared_bytes) / MIB
         for name, found in time_together(jobs, plan.device, plan.repeats, plan.budget_s).items():
-            if isinstance(found, Failed):
-                fails(name, found)
-            else:
-                facts[name][timing] = found
+            facts[name] |= {"reason": found.reason, "failed": True} if isinstance(found, Failed) else {timing: found}
 
     measure({name: forward_job(each, given) for name, each in prepared.items()}, "forward", "memory_mib")
     if backward:

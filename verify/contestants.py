@@ -185,14 +185,13 @@ def _heads_first(workload: Workload, given: Call) -> tuple[Callable[..., tuple[T
     _no_append(workload)
     rows = _Padding(workload.seqlens_q, workload.packed, given.q.device)
     keys = _Padding(workload.seqlens_k, workload.packed, given.q.device)
-    group = workload.nheads // workload.nheads_k
 
     def spread(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         if workload.page_size:
             k, v = (pages[given.args["block_table"]].flatten(1, 2)[:, : workload.max_seqlen_k] for pages in (k, v))
         q, k, v = rows.pad(q).transpose(1, 2), keys.pad(k).transpose(1, 2), keys.pad(v).transpose(1, 2)
-        if group > 1:
-            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        if workload.group > 1:
+            k, v = (x.repeat_interleave(workload.group, 1) for x in (k, v))
         return q, k, v
 
     return spread, rows
@@ -247,7 +246,6 @@ def sdpa_loop(workload: Workload, given: Call) -> Prepared:
         raise Unavailable("only for plain and causal masks")
     if workload.causal and not workload.self_attention:
         raise Unavailable("is_causal aligns at the top left")
-    group = workload.nheads // workload.nheads_k
     lengths_q, lengths_k = list(workload.seqlens_q), list(workload.seqlens_k)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -256,8 +254,8 @@ def sdpa_loop(workload: Workload, given: Call) -> Prepared:
 
     def one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (tokens.transpose(0, 1)[None] for tokens in (q, k, v))
-        if group > 1:
-            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        if workload.group > 1:
+            k, v = (x.repeat_interleave(workload.group, 1) for x in (k, v))
         out = F.scaled_dot_product_attention(q, k, v, dropout_p=workload.dropout_p, is_causal=workload.causal)
         return out[0].transpose(0, 1)
 

@@ -61,11 +61,6 @@ class Check:
         values = {**asdict(self), "ok": self.ok}
         return {n: str(x) if isinstance(x, float) and not math.isfinite(x) else x for n, x in values.items()}
 
-    @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> Check:
-        """Raises KeyError, TypeError or ValueError for what is no check."""
-        return cls(saved["quantity"], saved["against"], float(saved["error"]), float(saved["bound"]), saved["note"])
-
 
 def broken(quantity: str, note: str, against: str = "fp64") -> Check:
     """What no number says."""

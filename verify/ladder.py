@@ -160,5 +160,5 @@ def main(arguments: argparse.Namespace) -> int:
         plot(by_length, f"{problem}\n{environment[f'device {device}']}", arguments.plot)
         terminal.print(f"wrote {arguments.plot}")
     data = {"problem": problem, "rows": [{"n": n, **row.to_json()} for n, rows in by_length.items() for row in rows]}
-    deliver(Report("flash_attn_compat: the ladder", environment, tables, closing, not wrong), data, arguments, terminal)
+    deliver(Report("verify ladder", environment, tables, closing, not wrong), data, arguments, terminal)
     return 1 if wrong else 0

@@ -9,12 +9,11 @@ import argparse
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from verify import inputs, output
+from verify import inputs
 from verify.diagnosis import Evidence, findings
 from verify.difference import Place, first_place, gap, heat_map, texture
 from verify.environment import describe
@@ -119,7 +118,11 @@ def report(found: Located, environment: dict[str, str]) -> Report:
         tables += [_first_table(found, found.first), _query_table(found), _key_table(found, found.first)]
     values, height = heat_map(found.error, CELLS)
     tables.append(heat_table(values.tolist(), found.tolerance, height))
-    return Report("flash_attn_compat: locate", environment, tables, conclusion(found), found.first is None)
+    lines = conclusion(found)
+    named = [said[-1].removeprefix("=> ") for said in found.findings.values()]
+    seen = next(line for line in lines if line.startswith(("SAME", "DIFFERENT")))
+    words = "; ".join([f"{' against '.join(each.name for each in found.candidates.values())}: {seen}", *named])
+    return Report("verify locate", environment, tables, lines, found.first is None, words)
 
 
 def conclusion(found: Located) -> list[str]:
@@ -174,44 +177,17 @@ def _cut(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> T
 
 
 def to_json(found: Located) -> dict[str, Any]:
-    """What `verify report` and others read; not a number and infinity become null."""
-    values, height = heat_map(found.error, CELLS)
-
-    def finite(value: float) -> float | None:
-        return value if math.isfinite(value) else None
-
+    """What is not in the tables, or only in words."""
     return {
         "kernels": [{"name": each.name, **each.check.to_json()} for each in found.candidates.values()],
-        "same": found.first is None,
         "tolerance": found.tolerance,
-        "share": found.differs.double().mean().item(),
-        "texture": found.texture,
         "first": None if found.first is None else {**asdict(found.first), "key_tile": found.key_tile},
         "growth": [{"keys": keys, "differs": differs} for keys, differs in found.growth],
         "findings": found.findings,
-        "heat_map": {"rows_per_cell": height, "values": [[finite(x) for x in line] for line in values.tolist()]},
     }
 
 
-def load(path: Path) -> tuple[Table, str]:
-    """The heat map of a saved run, and what it came to."""
-
-    def read(data: dict[str, Any]) -> tuple[Table, str]:
-        names = " against ".join(kernel["name"] for kernel in data["kernels"])
-        heat = data["heat_map"]
-        values = [[math.inf if value is None else value for value in line] for line in heat["values"]]
-        shown = heat_table(values, data["tolerance"], heat["rows_per_cell"], f"{names}. ")
-        if data["same"]:
-            return shown, f"{names}: no element differs by more than {data['tolerance']:.1e}"
-        first = ", ".join(f"{axis} {data['first'][axis]}" for axis in ("batch", "head", "row", "channel"))
-        named = [lines[-1].removeprefix("=> ") for lines in data["findings"].values() if lines]
-        seen = f"{data['share']:.0%} of the elements differ, in {data['texture']}, the first at {first}"
-        return shown, "; ".join([f"{names}: {seen}", *named])
-
-    return output.load(path, "locate", read)
-
-
-def heat_table(values: Sequence[Sequence[float]], tolerance: float, rows_per_cell: int, of: str = "") -> Table:
+def heat_table(values: Sequence[Sequence[float]], tolerance: float, rows_per_cell: int) -> Table:
     """The error in characters, a line for each head."""
 
     def shade(error: float) -> str:
@@ -222,7 +198,7 @@ def heat_table(values: Sequence[Sequence[float]], tolerance: float, rows_per_cel
 
     lines = [(str(head), "".join(map(shade, line))) for head, line in enumerate(values)]
     each = "a row" if rows_per_cell == 1 else f"{rows_per_cell} rows"
-    return Table(f"{of}Error over (head, row): {LEGEND}", ("head", f"query rows, {each} in each character"), lines)
+    return Table(f"Error over (head, row): {LEGEND}", ("head", f"query rows, {each} in each character"), lines)
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

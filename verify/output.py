@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,9 +56,9 @@ def check_writable(path: Path) -> None:
 
 
 def deliver(report: Report, data: Mapping[str, Any], arguments: argparse.Namespace, terminal: Console) -> None:
-    """Shows the report and writes the files asked for. JSON gets `data` beside the environment."""
+    """Shows the report and writes the files asked for. JSON gets `data` beside the report."""
     _show(report, terminal)
-    whole = {"title": report.title, "environment": dict(report.environment), **data}
+    whole = {**asdict(report), **data}
     written = {"json": json.dumps(whole, indent=1) + "\n", "markdown": to_markdown(report), "html": to_html(report)}
     for kind, content in written.items():
         if path := getattr(arguments, kind):
@@ -68,7 +69,10 @@ def deliver(report: Report, data: Mapping[str, Any], arguments: argparse.Namespa
 def load(path: Path, command: str, read: Callable[[dict[str, Any]], Read]) -> Read:
     """What `read` makes of a file that `verify COMMAND --json` wrote, or a UsageError."""
     try:
-        return read(json.loads(path.read_text(encoding="utf-8")))
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["title"] != f"verify {command}":
+            raise ValueError(data["title"])
+        return read(data)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:

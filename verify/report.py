@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from verify import bench, bench_report, compare, locate
-from verify.bench_report import FORWARD, Compared, Saved
+from verify import bench, compare, locate, output
 from verify.environment import checked_devices
-from verify.output import check_writable, console
 from verify.page import to_html
-from verify.tables import Report, Table
-from verify.timing import geometric_mean
-
-Read = TypeVar("Read")
+from verify.tables import Report
 
 QUICK_WORKLOADS = "uniform_varlen,skewed_varlen,llm_gqa_causal,mistral_window,decode_32x4096"
+# Each command's name, and what is run of it where no saved run is given.
 QUICK: dict[ModuleType, list[str]] = {
     compare: ["compare", "--quick"],
     bench: ["bench", "--only", QUICK_WORKLOADS, "--repeats", "5"],
     locate: ["locate", locate.REFERENCE, "verify.backend:reference", "--causal"],
 }
+ABOUT = (
+    "Programs that understand and write text or draw pictures spend much of their time on one calculation, called "
+    "attention. The best-known fast program for it, flash-attn, runs on certain graphics cards only; "
+    "flash_attn_compat is meant to give the same answers everywhere. For this page it was given exercises whose "
+    "right answers are known."
+)
+FORCED = (
+    "The GPU was treated as another one (its capability was forced): the choice of backend is the other GPU's, every "
+    "time is this one's."
+)
 
 
 def register(subparsers: Any) -> None:
@@ -38,41 +45,37 @@ def register(subparsers: Any) -> None:
         "that make no sense.",
     )
     add = parser.add_argument
-    add("--compare", type=Path, metavar="FILE", help="a run saved by `verify compare --json`")
-    add("--bench", type=Path, metavar="FILE", help="a run saved by `verify bench --json`")
-    add("--locate", type=Path, action="append", default=[], metavar="FILE",
-        help="a run saved by `verify locate --json` (may be repeated)")  # fmt: skip
+    for command in ("compare", "bench", "locate"):
+        add(f"--{command}", type=Path, action="append", default=[], metavar="FILE",
+            help=f"a run saved by `verify {command} --json` (may be repeated)")  # fmt: skip
     add("--device", metavar="DEVICE", help="of the quick runs: cpu, cuda, cuda:1, mps (default: the best)")
     add("-o", "--output", type=Path, default=Path("verify-report.html"), metavar="FILE", help="verify-report.html")
     parser.set_defaults(run=main)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    check_writable(arguments.output)
+    output.check_writable(arguments.output)
     device = checked_devices([arguments.device] if arguments.device else [])[-1]
     # Everything given is read before anything slow begins.
-    compared = compare.load(arguments.compare) if arguments.compare else None
-    speed = bench_report.load(arguments.bench) if arguments.bench else None
-    maps = [locate.load(path) for path in arguments.locate]
-    speed = speed or _run(bench, device, bench_report.load)
-    answers, where = compared or _run(compare, device, compare.load)
-    maps = maps or [_run(locate, device, locate.load)]
-    environment = {
-        "answers": _obtained(compare, device, arguments.compare), **where,
-        "speed and memory": _obtained(bench, device, arguments.bench),
-        **{label: fact for label, fact in speed.environment.items() if where.get(label) != fact and label != "date"},
-    }  # fmt: skip
-    made = report(compare.report(answers, environment), speed, maps)
+    runs = {
+        command: {f"saved run {path.name}": _read(command, path) for path in getattr(arguments, words[0])}
+        for command, words in QUICK.items()
+    }
+    for command, words in QUICK.items():
+        if not runs[command]:
+            made_by = [*words, "--device", device]
+            runs[command] = {f"python -m verify {' '.join(made_by)}": _run(command, made_by)}
+    made = report({QUICK[command][0]: found for command, found in runs.items()})
     arguments.output.write_text(to_html(made), encoding="utf-8")
-    console().print(f"wrote {arguments.output}")
+    output.console().print(f"wrote {arguments.output}")
     return 0 if made.ok else 1
 
 
-def _obtained(command: ModuleType, device: str, saved: Path | None) -> str:
-    return f"saved run {saved.name}" if saved else f"python -m verify {' '.join([*QUICK[command], '--device', device])}"
+def _read(command: ModuleType, path: Path) -> Report:
+    return output.load(path, QUICK[command][0], Report.from_json)
 
 
-def _run(command: ModuleType, device: str, read: Callable[[Path], Read]) -> Read:
+def _run(command: ModuleType, words: list[str]) -> Report:
     """Another command as a user would run it, its tables and progress on this terminal."""
     parser = argparse.ArgumentParser()
     command.register(parser.add_subparsers())
@@ -80,52 +83,39 @@ def _run(command: ModuleType, device: str, read: Callable[[Path], Read]) -> Read
     try:
         with tempfile.TemporaryDirectory() as folder:
             saved = Path(folder, "a.json")
-            command.main(parser.parse_args([*QUICK[command], "--device", device, "--json", str(saved)]))
-            return read(saved)
+            command.main(parser.parse_args([*words, "--json", str(saved)]))
+            return _read(command, saved)
     finally:
         torch.set_num_threads(threads)
 
 
-def report(answers: Report, speed: Saved, maps: Sequence[tuple[Table, str]]) -> Report:
-    """The page of these runs."""
-    wrong = [f"{row.workload}: {row.contestant}" for row in speed.rows if row.ours and (row.wrong or row.graph_wrong)]
-    lines = [machine(answers.environment)]
-    if forced_capability({**answers.environment, **speed.environment}):
-        what = "The GPU was treated as another one (its capability was forced)"
-        lines.append(f"{what}: the choice of backend is the other GPU's, every time is this one's.")
-    lines += [*bench_report.mean_lines(speed.rows), *(caption for _, caption in maps), *answers.conclusion]
-    lines += [f"FAIL: wrong or failed while timed: {', '.join(wrong)}"] if wrong else []
-    tables = [*answers.tables, bench_report.summary_table(speed.rows), bench_report.detail_table(speed.rows)]
-    words = in_plain_words(answers, bench_report.compared(speed.rows))
-    return Report("Is flash_attn_compat right on this machine?", answers.environment,
-                  [*tables, *(table for table, _ in maps)], lines, answers.ok and not wrong, words)  # fmt: skip
+def report(runs: Mapping[str, Mapping[str, Report]]) -> Report:
+    """The page of these runs, by command and how each was obtained."""
+    environment: dict[str, str] = {}
+    for command, found in runs.items():
+        for how, one in found.items():
+            environment[how] = one.title
+            for label, fact in one.environment.items():
+                differs = environment.get(label, fact) != fact
+                environment.setdefault(f"{label}, {command}" if differs else label, fact)
+    judging = [one for command in ("compare", "bench") for one in runs[command].values()]
+    maps = [*runs["locate"].values()]
+    lines = [machine(environment), *([FORCED] if forced_capability(environment) else [])]
+    lines += [line for one in judging for line in one.conclusion[:-1]] + [one.words for one in maps]
+    wrong = [one.conclusion[-1] for one in judging if not one.ok]
+    lines.append("; ".join(wrong) or judging[0].conclusion[-1])
+    tables = [table for one in judging for table in one.tables]
+    tables += [replace(one.tables[-1], title=f"{one.words}. {one.tables[-1].title}") for one in maps]
+    words = " ".join([ABOUT, *(one.words for one in judging)])
+    return Report("Is flash_attn_compat right on this machine?", environment, tables, lines, not wrong, words)
 
 
 def machine(environment: Mapping[str, str]) -> str:
     """The devices in one line, accelerators first."""
-    devices = [fact for label, fact in environment.items() if label.startswith("device ")]
+    devices = [fact for label, fact in environment.items() if label.startswith("device ") and "," not in label]
     return "; ".join(reversed(devices)) or "an unknown device"
 
 
 def forced_capability(environment: Mapping[str, str]) -> bool:
-    """Whether the run pretended that the GPU was another one."""
-    return "FLASH_ATTN_COMPAT_CAPABILITY=" in environment.get("settings", "") or any(
-        "(forced)" in fact for fact in environment.values()
-    )
-
-
-def in_plain_words(answers: Report, speed: Sequence[Compared]) -> str:
-    """One paragraph for readers who have never heard of attention kernels."""
-    about = (
-        "Programs that understand and write text or draw pictures spend much of their time on one calculation, called "
-        "attention. The best-known fast program for it, flash-attn, runs on certain graphics cards only; "
-        "flash_attn_compat is meant to give the same answers everywhere. For this page it was given exercises whose "
-        "right answers are known. "
-    )
-    about += "Every answer was right." if answers.ok else "Not every answer was right, so do not rely on it here."
-    for rival, ratio in (("flash-attn", Compared.to_flash), ("what people use without flash-attn", Compared.to_other)):
-        if factors := [factor for each in speed if not each.mine.wrong and (factor := ratio(each, FORWARD))]:
-            mean = geometric_mean(factors)
-            how = f"{mean:.1f} times as fast as" if mean > 1.1 else "about as fast as" if mean > 0.9 else "slower than"
-            about += f" It was {how} {rival} ({min(factors):.2g} to {max(factors):.2g} times its speed)."
-    return about
+    """Whether a run pretended that the GPU was another one."""
+    return any("FLASH_ATTN_COMPAT_CAPABILITY=" in fact or "(forced)" in fact for fact in environment.values())

@@ -124,8 +124,8 @@ def _slice(tensor: Tensor, lengths: tuple[int, ...], packed: bool, piece: Piece)
 
 def _rows(tensor: Tensor, workload: Workload, piece: Piece) -> Tensor:
     """(seqlen_q, group, head_dim): the query heads of the piece."""
-    group = workload.nheads // workload.nheads_k
-    return _slice(tensor, workload.seqlens_q, workload.packed, piece)[:, piece.head * group : (piece.head + 1) * group]
+    heads = slice(piece.head * workload.group, (piece.head + 1) * workload.group)
+    return _slice(tensor, workload.seqlens_q, workload.packed, piece)[:, heads]
 
 
 def _keys(tensor: Tensor, workload: Workload, piece: Piece) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 # Cells that say how something went, and how a terminal shows them.
 COLOURS = {"pass": "green", "FAIL": "bold red", "not supported": "yellow"}
@@ -30,9 +31,9 @@ class Table:
 
 @dataclass(frozen=True)
 class Report:
-    """A title, where it was obtained, tables, and closing lines, the last of them the verdict.
+    """What `verify COMMAND` found, titled so: where it was obtained, tables, and closing lines, the last the verdict.
 
-    ok: how the verdict is; words: a paragraph for everyone
+    ok: how the verdict is; words: the same for everyone, a sentence or two
     """
 
     title: str
@@ -41,3 +42,9 @@ class Report:
     conclusion: Sequence[str]
     ok: bool
     words: str = ""
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> Report:
+        """Raises KeyError or TypeError for what is no report."""
+        values = {field.name: saved[field.name] for field in fields(cls)}
+        return cls(**values | {"tables": [Table(**table) for table in saved["tables"]]})

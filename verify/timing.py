@@ -46,10 +46,14 @@ class Timing:
     high_ms: float
     readings: int
 
-    @property
-    def spread(self) -> float:
-        """Half the distance of the quartiles over the median."""
-        return (self.high_ms - self.low_ms) / 2 / self.median_ms
+    @classmethod
+    def of(cls, readings: list[float]) -> Timing:
+        low, median, high = statistics.quantiles(readings * 2, n=4, method="inclusive")
+        return cls(median, low, high, len(readings))
+
+    def __str__(self) -> str:
+        """The median ± half the distance of the quartiles."""
+        return f"{self.median_ms:.4g} ±{(self.high_ms - self.low_ms) / 2 / self.median_ms:.0%}"
 
 
 @dataclass(frozen=True)
@@ -80,69 +84,38 @@ def time_together(jobs: Mapping[str, Job], device: str, repeats: int, budget_s: 
     longer than `budget_s`, and one if a single call is slow.
     """
     readings: dict[str, list[float]] = {}
-    calls: dict[str, int] = {}
-    left: dict[str, int] = {}
-    failed: dict[str, Failed] = {}
-    for name, job in jobs.items():
-        warm = attempt(device, _warm_up, job, device)
-        if isinstance(warm, Failed):
-            failed[name] = warm
+    turns: dict[str, tuple[int, int]] = {}  # the calls of a reading, and how many readings
+    failed: dict[str, Timing | Failed] = {}
+
+    def read(name: str, reading: Callable[[Job, int, str], float], calls: int) -> None:
+        found = attempt(device, reading, jobs[name], calls, device)
+        if isinstance(found, Failed):
+            failed[name] = found
+        else:
+            readings[name].append(found)
+
+    for name in jobs:
+        readings[name] = []
+        read(name, _warm_up, 1)
+        if name in failed or readings[name][0] > LONGEST_CALL_S * 1e3:
+            turns[name] = 1, 0
             continue
-        slow = warm > LONGEST_CALL_S * 1e3
-        reading_ms = CUDA_READING_MS if device.startswith("cuda") else READING_MS
-        calls[name] = min(MOST_CALLS, max(1, math.ceil(reading_ms / warm)))
-        affordable = max(2, int(budget_s * 1e3 / (warm * calls[name])))
-        readings[name], left[name] = ([warm], 0) if slow else ([], min(repeats, affordable))
+        warm = max(readings[name].pop(), 1e-4)
+        calls = math.ceil((CUDA_READING_MS if device.startswith("cuda") else READING_MS) / warm)
+        calls = min(MOST_CALLS, max(1, calls))
+        turns[name] = calls, min(repeats, max(2, int(budget_s * 1e3 / (warm * calls))))
     for turn in range(repeats):
-        for name in [name for name in readings if turn < left[name] and name not in failed]:
-            reading = attempt(device, _read, jobs[name], calls[name], device)
-            if isinstance(reading, Failed):
-                failed[name] = reading
-            else:
-                readings[name].append(reading)
-    return {name: failed.get(name) or _summary(readings[name]) for name in jobs}
+        for name, (calls, most) in turns.items():
+            if turn < most and name not in failed:
+                read(name, _read, calls)
+    return {name: failed.get(name) or Timing.of(readings[name]) for name in jobs}
 
 
-def peak_memory(job: Job, device: str) -> int | None:
-    """Bytes allocated at the peak of one call beyond what was there before it; None where nobody counts them."""
-    kind = device.partition(":")[0]
-    if kind == "cuda":
-        free_memory()
-        synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        with job.around():
-            result = job.run()
-        synchronize(device)
-        del result
-        return torch.cuda.max_memory_allocated(device) - before
-    return _cpu_peak(job) if kind == "cpu" else None
-
-
-def geometric_mean(values: list[float]) -> float:
-    """NaN for none."""
-    return math.exp(math.fsum(map(math.log, values)) / len(values)) if values else math.nan
-
-
-def synchronize(device: str) -> None:
-    kind = device.partition(":")[0]
-    if kind == "cuda":
-        torch.cuda.synchronize(device)
-    elif kind == "mps":
-        torch.mps.synchronize()
-
-
-def free_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def _warm_up(job: Job, device: str) -> float:
+def _warm_up(job: Job, calls: int, device: str) -> float:
     """Milliseconds of one call. The first compiles, allocates and looks for algorithms: its time is nobody's."""
-    _read(job, 1, device)
-    second_ms = _read(job, 1, device)
-    return second_ms if second_ms > LONGEST_CALL_S * 1e3 else max(_read(job, 1, device), 1e-4)
+    _read(job, calls, device)
+    second_ms = _read(job, calls, device)
+    return second_ms if second_ms > LONGEST_CALL_S * 1e3 else _read(job, calls, device)
 
 
 def _read(job: Job, calls: int, device: str) -> float:
@@ -166,22 +139,62 @@ def _read(job: Job, calls: int, device: str) -> float:
         return elapsed_ms / calls
 
 
-def _summary(values: list[float]) -> Timing:
-    median = statistics.median(values)
-    if len(values) < 3:
-        return Timing(median, min(values), max(values), len(values))
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return Timing(median, low, high, len(values))
+def geometric_mean(values: list[float]) -> float:
+    """NaN for none."""
+    return statistics.geometric_mean(values) if values else math.nan
 
 
-def _cpu_peak(job: Job) -> int | None:
-    """From the profiler's record of every allocation and release on the CPU."""
+def synchronize(device: str) -> None:
+    kind = device.partition(":")[0]
+    if kind != "cpu":
+        getattr(torch, kind).synchronize()
+
+
+def free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Allocations:
+    """Bytes that a call took from PyTorch's allocator, results and scratch memory inside kernels included: most held at
+    once beyond what was there before, and in one piece where that is known.
+    """
+
+    peak: int
+    largest: int
+
+
+def allocations(
+    run: Callable[[], object], device: str = "cpu", around: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> Allocations | None:
+    """None where nobody counts them. On a CPU the profiler records every allocation and release: a process's resident
+    memory also counts what the C library keeps for later.
+    """
+    if device.startswith("cuda"):
+        free_memory()
+        synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        with around():
+            result = run()
+        synchronize(device)
+        del result
+        peak = torch.cuda.max_memory_allocated(device) - before
+        return Allocations(peak, peak)
+    if device != "cpu":
+        return None
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile, job.around():
-        job.run()
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile, around():
+        run()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = highest = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        highest = max(highest, now)
-    return highest if events else None
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    held = peak = 0
+    for size in sizes:
+        held += size
+        peak = max(peak, held)
+    return Allocations(peak, max(sizes, default=0)) if sizes else None

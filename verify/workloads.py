@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from verify.call import Call
 
-Window = tuple[int, int]
 # flash-attn's own pages are multiples of this.
 PAGE_SIZE = 256
 
@@ -32,7 +32,7 @@ class Workload:
     head_dim: int
     packed: bool = False
     causal: bool = False
-    window_size: Window = (-1, -1)
+    window_size: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
     alibi: bool = False
     dropout_p: float = 0.0
@@ -53,7 +53,12 @@ class Workload:
         return max(self.seqlens_k)
 
     @property
-    def bounds(self) -> Window:
+    def group(self) -> int:
+        """Query heads for each key head."""
+        return self.nheads // self.nheads_k
+
+    @property
+    def bounds(self) -> tuple[int, int]:
         """The window with causal as what it is: nothing to the right. -1 for an open side."""
         left, right = self.window_size
         return left, 0 if self.causal else right
@@ -69,15 +74,15 @@ class Workload:
 
     def describe(self) -> str:
         longest = f"{self.max_seqlen_q}x{self.max_seqlen_k}" if not self.self_attention else str(self.max_seqlen_q)
-        heads = str(self.nheads) if self.nheads == self.nheads_k else f"{self.nheads}/{self.nheads_k}"
-        return f"{self.batch} x {'' if self.full else '<='}{longest}, {heads} heads, head_dim {self.head_dim}"
+        heads = f"{self.nheads}/{self.nheads_k} heads, head_dim {self.head_dim}"
+        return f"{self.batch} x {'' if self.full else '<='}{longest}, {heads}"
 
 
 # ---- the workloads --------------------------------------------------------------------------------------------------
 
 
-def _packed(name: str, lengths: Sequence[int], nheads: int, head_dim: int, **more: Any) -> Workload:
-    return Workload(name, tuple(lengths), tuple(lengths), nheads, nheads, head_dim, packed=True, **more)
+def _packed(name: str, lengths: tuple[int, ...], nheads: int, head_dim: int, **more: Any) -> Workload:
+    return Workload(name, lengths, lengths, nheads, nheads, head_dim, packed=True, **more)
 
 
 def _dense(name: str, batch: int, seqlen: int, heads: tuple[int, int], head_dim: int, **more: Any) -> Workload:
@@ -87,8 +92,7 @@ def _dense(name: str, batch: int, seqlen: int, heads: tuple[int, int], head_dim:
 def _decode(batch: int, seqlen: int, heads: tuple[int, int], head_dim: int = 128) -> list[Workload]:
     """Reading a cache, reading pages, and a model's step: append, rotate and read, from either."""
     name = f"decode_{batch}x{seqlen}" + ("" if head_dim == 128 else f"_d{head_dim}")
-    lengths = (1,) * batch, (seqlen,) * batch
-    contiguous = Workload(name, *lengths, *heads, head_dim, causal=True, decode=True)
+    contiguous = Workload(name, (1,) * batch, (seqlen,) * batch, *heads, head_dim, causal=True, decode=True)
     both = [contiguous, replace(contiguous, name=f"{name}_paged", page_size=PAGE_SIZE)]
     return [*both, *(replace(each, name=f"{each.name}_append", appends=True) for each in both)]
 
@@ -100,20 +104,20 @@ def skewed_lengths(count: int, middle: float = 700.0, lowest: int = 16, highest:
 
 
 FULL: tuple[Workload, ...] = (
-    _packed("uniform_varlen", [4096] * 32, 8, 64),
+    _packed("uniform_varlen", (4096,) * 32, 8, 64),
     _packed("skewed_varlen", skewed_lengths(128), 16, 64),
     _packed("skewed_causal", skewed_lengths(128), 16, 64, causal=True),
-    _packed("ptv3_patches", [1024] * 512, 4, 16),
+    _packed("ptv3_patches", (1024,) * 512, 4, 16),
     _dense("llm_gqa_causal", 8, 2048, (32, 8), 128, causal=True),
     _dense("mistral_window", 1, 16384, (32, 8), 128, causal=True, window_size=(1024, 0)),
-    _packed("modernbert_local", [8192, 3000, 512, 6000] * 2, 12, 64, window_size=(64, 64)),
+    _packed("modernbert_local", (8192, 3000, 512, 6000) * 2, 12, 64, window_size=(64, 64)),
     _dense("alibi_causal", 4, 4096, (16, 16), 64, causal=True, alibi=True),
     _dense("alibi_bidirectional", 4, 2048, (16, 16), 64, alibi=True),
     _dense("gemma_softcap", 1, 4096, (8, 4), 128, causal=True, softcap=50.0),
     _dense("gemma_softcap_window", 1, 8192, (8, 4), 128, causal=True, softcap=50.0, window_size=(1024, 0)),
     _dense("dropout_train", 8, 1024, (16, 16), 64, causal=True, dropout_p=0.1),
     Workload("cross_short_q", (64,) * 16, (4096,) * 16, 16, 16, 64),
-)  # fmt: skip
+)
 
 DECODE: tuple[Workload, ...] = (
     *_decode(1, 8192, (32, 8)),
@@ -157,26 +161,29 @@ def make_call(workload: Workload, device: str, dtype: torch.dtype, seed: int = 0
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
-    def tokens(lengths: tuple[int, ...], nheads: int) -> tuple[int, ...]:
-        shape = (sum(lengths),) if workload.packed else (len(lengths), max(lengths))
-        return *shape, nheads, workload.head_dim
+    def tokens(lengths: tuple[int, ...]) -> tuple[int, ...]:
+        return (sum(lengths),) if workload.packed else (len(lengths), max(lengths))
 
-    args: dict[str, Any] = {"q": normal(*tokens(workload.seqlens_q, workload.nheads)), "causal": workload.causal}
+    heads_k = workload.nheads_k, workload.head_dim
+    q = normal(*tokens(workload.seqlens_q), workload.nheads, workload.head_dim)
+    args: dict[str, Any] = {"q": q, "causal": workload.causal}
     args |= {"window_size": workload.window_size, "softcap": workload.softcap}
-    if workload.alibi:
-        args["alibi_slopes"] = alibi_slopes(workload.nheads, device)
+    if workload.alibi:  # as the paper has the slopes for powers of two
+        heads = torch.arange(1, workload.nheads + 1, device=device, dtype=torch.float32)
+        args["alibi_slopes"] = 2.0 ** (-8.0 * heads / workload.nheads)
     if workload.decode:
         args |= _cache(workload, device, dtype, normal, seed)
         return Call("flash_attn_with_kvcache", args)
-    shape_k = tokens(workload.seqlens_k, workload.nheads_k)
-    args |= {"k": normal(*shape_k), "v": normal(*shape_k), "dropout_p": workload.dropout_p}
-    dout = normal(*args["q"].shape)
+    args |= {name: normal(*tokens(workload.seqlens_k), *heads_k) for name in "kv"} | {"dropout_p": workload.dropout_p}
+    dout = normal(*q.shape)
     if not workload.packed:
         return Call("flash_attn_func", args, dout)
-    cu_seqlens_q = _cumulative(workload.seqlens_q, device)
+    ends_q, ends_k = (
+        torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32, device=device)
+        for lengths in (workload.seqlens_q, workload.seqlens_k)
+    )
     # One tensor for both in self-attention, as models pass it: the lengths are known to be equal without a look.
-    cu_seqlens_k = cu_seqlens_q if workload.self_attention else _cumulative(workload.seqlens_k, device)
-    args |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    args |= {"cu_seqlens_q": ends_q, "cu_seqlens_k": ends_q if workload.self_attention else ends_k}
     args |= {"max_seqlen_q": workload.max_seqlen_q, "max_seqlen_k": workload.max_seqlen_k}
     return Call("flash_attn_varlen_func", args, dout)
 
@@ -197,15 +204,6 @@ def _cache(
     if workload.appends:
         frequency = 1e4 ** (-torch.arange(0, workload.head_dim, 2, dtype=torch.float64) / workload.head_dim)
         angles = torch.arange(capacity, dtype=torch.float64)[:, None] * frequency
-        args |= {"k": normal(workload.batch, 1, *heads), "v": normal(workload.batch, 1, *heads)}
+        args |= {name: normal(workload.batch, 1, *heads) for name in "kv"}
         args |= {"rotary_cos": angles.cos().to(device, dtype), "rotary_sin": angles.sin().to(device, dtype)}
     return args
-
-
-def alibi_slopes(nheads: int, device: str) -> Tensor:
-    """(nheads,) fp32, 2 ** (-8 * (head + 1) / nheads), as ALiBi's paper has them for powers of two."""
-    return 2.0 ** (-8.0 * torch.arange(1, nheads + 1, device=device, dtype=torch.float32) / nheads)
-
-
-def _cumulative(lengths: tuple[int, ...], device: str) -> Tensor:
-    return torch.tensor((0, *lengths)).cumsum(0).to(device, torch.int32)

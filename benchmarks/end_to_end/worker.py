@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.end_to_end.program import Implementation, NotHere, Prepared, Setting
 from benchmarks.end_to_end.programs import PROGRAMS
-from benchmarks.measure import allocations
+from verify.timing import allocations
 
 
 def main() -> None:
