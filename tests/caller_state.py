@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -32,45 +34,19 @@ class State:
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def _switched(switch: Callable[[Any], object], value: object, back: object) -> Iterator[None]:
+    switch(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        switch(back)
 
 
 @contextlib.contextmanager
-def _default_device(device: str) -> Iterator[None]:
-    torch.set_default_device(device)
-    try:
+def _variable(name: str, value: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(name, value)
         yield
-    finally:
-        torch.set_default_device(None)
-
-
-@contextlib.contextmanager
-def _deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@contextlib.contextmanager
-def _variables(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 @contextlib.contextmanager
@@ -84,15 +60,21 @@ def _stream(device: torch.device) -> Iterator[None]:
 
 def states() -> Iterator[State]:
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
-        yield State(f"default dtype {dtype}", lambda _, dtype=dtype: _default_dtype(dtype))
+        yield State(
+            f"default dtype {dtype}", lambda _, dtype=dtype: _switched(torch.set_default_dtype, dtype, torch.float32)
+        )
     for name in ("cpu", "meta", "cuda"):
-        yield State(f"default device {name}", lambda _, name=name: _default_device(name))
-        yield State(f"with torch.device {name}", lambda _, name=name: torch.device(name))
+        yield State(f"default device {name}", lambda _, name=name: _switched(torch.set_default_device, name, None))
+    yield State("with torch.device meta", lambda _: torch.device("meta"))
     yield State("no_grad", lambda _: torch.no_grad(), same_path=False, grads=False)
     yield State("inference_mode", lambda _: torch.inference_mode(), same_path=False, grads=False)
     for dtype in (torch.bfloat16, torch.float16):
         yield State(f"autocast {dtype}", lambda device, dtype=dtype: torch.autocast(device.type, dtype=dtype))
-    yield State("deterministic algorithms", lambda _: _deterministic(), same_path=False)
+    yield State(
+        "deterministic algorithms",
+        lambda _: _switched(torch.use_deterministic_algorithms, True, False),
+        same_path=False,
+    )
     yield State("a second thread", lambda _: contextlib.nullcontext(), own_thread=True)
     yield State("cuda: another stream", _stream)
     yield State("cuda: another current GPU", lambda _: torch.cuda.device(1))
@@ -103,8 +85,8 @@ def states() -> Iterator[State]:
     }  # fmt: skip
     for variable, values in settled.items():
         for value in values:
-            given = {variable: value}
-            yield State(f"{variable}={value}", lambda _, given=given: _variables(**given), same_path=False)
+            set_to = functools.partial(_variable, variable, value)
+            yield State(f"{variable}={value}", lambda _, set_to=set_to: set_to(), same_path=False)
 
 
 def why_not(state: State, device: torch.device) -> str:
@@ -160,22 +142,11 @@ def answer(row: Row, device: torch.device, state: State | None = None) -> tuple[
             now = callers_state()
             complaints.extend(f"{n}: {found[n]} became {now.get(n)}" for n in found if now.get(n) != found[n])
 
-    errors: list[Exception] = []
     if state is not None and state.own_thread:
-
-        def guarded() -> None:
-            try:
-                run()
-            except Exception as error:  # noqa: BLE001 - what a thread raises is told by the thread that waits for it
-                errors.append(error)
-
-        thread = threading.Thread(target=guarded)
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(run).result()
     else:
         run()
-    if errors:
-        raise errors[0]
     if not row.draws and not torch.equal(random_numbers, random_state(device)):
         complaints.append("random numbers were taken")
     complaints += changed(prepared, before)

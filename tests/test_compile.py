@@ -22,8 +22,6 @@ from flash_attn_compat import (
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.engine.call import AttentionCall, Result
 from flash_attn_compat.flash_attn_interface import (
-    _flash_attn_backward,
-    _flash_attn_forward,
     _flash_attn_varlen_backward,
     _flash_attn_varlen_forward,
 )
@@ -57,52 +55,35 @@ def check_compiled(function: Callable[..., Tensor], inputs: list[Tensor], *args:
         close(ours, wanted, 4)
 
 
-OPTIONS = {
-    "plain": {},
-    "causal": dict(causal=True),
-    "window": dict(window_size=(3, 1)),
-    "alibi": dict(alibi_slopes=torch.tensor([0.3, 0.1])),
-    "softcap": dict(softcap=2.0, softmax_scale=0.3),
-    "deterministic": dict(deterministic=True),
-}
-
-
-@pytest.mark.parametrize("option", ["causal", "alibi", "softcap"])
-def test_dense(option: str) -> None:
-    check_compiled(flash_attn_func, list(qkv(sq=5, sk=9)), **OPTIONS[option])
-
-
 def packed() -> tuple[list[Tensor], tuple[Tensor, Tensor, int, int]]:
     inputs = [randn(8, 2, 16, seed=1), randn(11, 2, 16, seed=2), randn(11, 2, 16, seed=3)]
     return inputs, (cumulative(3, 5), cumulative(4, 7), 5, 7)
 
 
-@pytest.mark.parametrize("option", ["plain", "window", "deterministic"])
-def test_varlen(option: str) -> None:
-    inputs, lengths = packed()
-    check_compiled(flash_attn_varlen_func, inputs, *lengths, **OPTIONS[option])
-
-
-def test_varlen_with_max_seqlen_computed_inside_the_graph() -> None:
+def of_a_mask(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
     """What models do that derive the lengths from a mask."""
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-        cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-        return flash_attn_varlen_func(q, k, v, cu, cu, lengths.max(), lengths.max(), causal=True)
-
-    inputs = [randn(8, 2, 16, seed=seed) for seed in range(3)]
-    check_compiled(attention, inputs, torch.tensor([3, 5]))
+    cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    return flash_attn_varlen_func(q, k, v, cu, cu, lengths.max(), lengths.max(), causal=True)
 
 
-def test_varlen_qkvpacked() -> None:
-    check_compiled(flash_attn_varlen_qkvpacked_func, [randn(8, 3, 2, 16)], cumulative(3, 5), 5, causal=True)
+CALLS: dict[str, tuple[Callable[..., Any], list[Tensor], tuple[Any, ...], dict[str, Any]]] = {
+    "dense ALiBi": (
+        flash_attn_func,
+        list(qkv(sq=5, sk=9)),
+        (),
+        dict(causal=True, alibi_slopes=torch.tensor([0.3, 0.1])),
+    ),
+    "dense softcap": (flash_attn_func, list(qkv(sq=5, sk=9)), (), dict(softcap=2.0, softmax_scale=0.3)),
+    "varlen window": (flash_attn_varlen_func, *packed(), dict(window_size=(3, 1), deterministic=True)),
+    "varlen, lengths of a mask": (of_a_mask, [randn(8, 2, 16, seed=s) for s in range(3)], (torch.tensor([3, 5]),), {}),
+    "qkv": (flash_attn_varlen_qkvpacked_func, [randn(8, 3, 2, 16)], (cumulative(3, 5), 5), dict(causal=True)),
+}
 
 
-def test_varlen_over_pages() -> None:
-    k, v, q = randn(4, 4, 2, 16, seed=1), randn(4, 4, 2, 16, seed=2), randn(5, 2, 16)
-    args = (q, k, v, cumulative(2, 3), cumulative(6, 3), 3, 6)
-    table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
-    close(compiled(flash_attn_varlen_func)(*args, block_table=table), flash_attn_varlen_func(*args, block_table=table))
+@pytest.mark.parametrize("name", CALLS)
+def test_output_and_gradients_are_those_of_the_eager_call(name: str) -> None:
+    function, inputs, args, options = CALLS[name]
+    check_compiled(function, inputs, *args, **options)
 
 
 @pytest.mark.parametrize("longest", [(5, 7), (5, torch.tensor(130))])
@@ -143,38 +124,21 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     dispatch.forget_decisions()
 
 
-@pytest.mark.parametrize(
-    ("requires_grad", "mode", "needs_grad", "return_attn_probs"),
-    [
-        (True, torch.enable_grad, True, False),
-        (False, torch.enable_grad, False, True),
-        (True, torch.no_grad, False, False),
-        (False, torch.inference_mode, False, True),
-    ],
-)
-def test_a_compiled_call_asks_for_what_its_eager_one_asks_for(
-    recorder: Recorder, requires_grad: bool, mode: Any, needs_grad: bool, return_attn_probs: bool
-) -> None:
-    """Gradients and LSE are features that not every backend has."""
-    q, k, v = randn(5, 2, 16), randn(4, 4, 2, 16, seed=1), randn(4, 4, 2, 16, seed=2)
-    q.requires_grad_(requires_grad)
-    args = (q, k, v, cumulative(2, 3), cumulative(6, 3), 3, 6)
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_compiled_call_asks_for_what_its_eager_one_asks_for(recorder: Recorder, needs_grad: bool, mode: Any) -> None:
+    """Gradients and LSE are features that not every backend has; over pages, some serve what needs neither."""
+    q, k, v = randn(5, 2, 16).requires_grad_(needs_grad), randn(4, 4, 2, 16, seed=1), randn(4, 4, 2, 16, seed=2)
     table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
+    results = []
     with mode():
+        needs_grad &= torch.is_grad_enabled()
         for function in (flash_attn_varlen_func, compiled(flash_attn_varlen_func)):
-            function(*args, return_attn_probs=return_attn_probs, block_table=table)
-    eager, ours = recorder.calls
-    assert eager.needs_grad == ours.needs_grad == needs_grad
-    assert ours.return_lse == (return_attn_probs or needs_grad) and eager.return_lse == return_attn_probs
-
-
-@pytest.mark.parametrize("return_softmax_lse", [False, True])
-def test_a_compiled_call_over_a_cache_asks_for_the_lse_only_where_it_is_returned(
-    recorder: Recorder, return_softmax_lse: bool
-) -> None:
-    args = randn(2, 1, 4, 16), randn(2, 20, 2, 16, seed=5), randn(2, 20, 2, 16, seed=6)
-    compiled(flash_attn_with_kvcache)(*args, cache_seqlens=7, return_softmax_lse=return_softmax_lse)
-    assert [call.return_lse for call in recorder.calls] == [return_softmax_lse]
+            results.append(function(q, k, v, cumulative(2, 3), cumulative(6, 3), 3, 6, block_table=table))
+        compiled(flash_attn_with_kvcache)(q.detach()[:2, None], k, v, cache_seqlens=3)
+    close(*results)
+    assert [call.needs_grad for call in recorder.calls] == [needs_grad, needs_grad, False]
+    assert [call.return_lse for call in recorder.calls] == [False, needs_grad, False]
 
 
 def test_dropout_uses_one_mask_forward_and_backward() -> None:
@@ -219,22 +183,17 @@ def test_kvcache_with_an_int_length_that_grows() -> None:
         step(caches[0], 20, whole)
 
 
-@pytest.mark.parametrize("varlen", [False, True])
-def test_the_private_functions(varlen: bool) -> None:
+def test_the_private_functions() -> None:
     """As ring attention calls them: a forward and a backward that writes into given gradients."""
     (q, k, v), lengths = packed()
-    if not varlen:
-        (q, k, v), lengths = qkv(sq=5, sk=9), ()
     options = dict(dropout_p=0.0, softmax_scale=0.25, causal=True, window_size_left=-1, window_size_right=-1)
     more = dict(softcap=0.0, alibi_slopes=None)
-    forward = _flash_attn_varlen_forward if varlen else _flash_attn_forward
-    backward = _flash_attn_varlen_backward if varlen else _flash_attn_backward
 
-    def step(q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, ...]:
-        out, lse, _, rng_state = forward(q, k, v, *lengths, **options, **more, return_softmax=False)
-        given = (out.cos(), q, k, v, out, lse, dq, dk, dv, *lengths)
-        softmax_d = backward(*given, **options, **more, deterministic=False, rng_state=rng_state)
-        return out, lse, softmax_d, dq, dk, dv
+    def step(*given: Tensor) -> tuple[Tensor, ...]:
+        out, lse, _, rng_state = _flash_attn_varlen_forward(*given[:3], *lengths, **options, **more)
+        backward = (out.cos(), *given[:3], out, lse, *given[3:], *lengths)
+        softmax_d = _flash_attn_varlen_backward(*backward, **options, **more, deterministic=False, rng_state=rng_state)
+        return out, lse, softmax_d, *given[3:]
 
     grads = [tuple(torch.zeros_like(x) for x in (q, k, v)) for _ in range(2)]
     ours, right = compiled(step)(q, k, v, *grads[0]), step(q, k, v, *grads[1])
@@ -243,28 +202,18 @@ def test_the_private_functions(varlen: bool) -> None:
     assert all(grad.any() for grad in grads[0])
 
 
-def test_another_length_does_not_compile_again_once_it_is_dynamic() -> None:
-    graphs = []
-
-    def counting(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        graphs.append(graph)
-        return graph.forward
-
-    attention = torch.compile(flash_attn_func, fullgraph=True, backend=counting, dynamic=True)
-    for seqlen in (5, 9, 17, 33):
-        q, k, v = qkv(sq=seqlen, sk=seqlen)
-        close(attention(q, k, v, causal=True), flash_attn_func(q, k, v, causal=True))
-    assert len(graphs) <= 2
-
-
-def test_a_graph_holds_one_node_of_our_own_namespace_per_call() -> None:
+def test_a_graph_holds_one_node_of_ours_per_call_and_serves_other_lengths() -> None:
     graphs = []
 
     def keeping(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
         graphs.append(graph)
         return graph.forward
 
-    torch.compile(flash_attn_func, fullgraph=True, backend=keeping)(*qkv(), causal=True)
+    attention = torch.compile(flash_attn_func, fullgraph=True, backend=keeping, dynamic=True)
+    for seqlen in (5, 9, 17, 33):
+        q, k, v = qkv(sq=seqlen, sk=seqlen)
+        close(attention(q, k, v, causal=True), flash_attn_func(q, k, v, causal=True))
+    assert len(graphs) <= 2
     targets = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
     assert sum("flash_attn_compat" in target for target in targets) == 1
     assert not any(target.startswith("flash_attn.") for target in targets)
@@ -290,11 +239,9 @@ def test_eager_calls_do_not_pass_through_custom_ops() -> None:
     assert operators.seen and not [name for name in operators.seen if not name.startswith(("aten.", "prim."))]
 
 
-@pytest.mark.parametrize(
-    ("option", "backward"), [("plain", True), ("causal", False), ("dropout", True), ("heads_first", True)]
-)
+@pytest.mark.parametrize(("option", "backward"), [("plain", False), ("dropout", True), ("heads_first", True)])
 def test_the_fake_kernels_know_shapes_dtypes_and_strides(option: str, backward: bool) -> None:
-    kwargs = dict(dropout_p=0.3, return_attn_probs=True) if option == "dropout" else OPTIONS.get(option, {})
+    kwargs = dict(dropout_p=0.3, return_attn_probs=True) if option == "dropout" else {}
     inputs = qkv(sq=5, sk=9)
     if option == "heads_first":
         inputs = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs)

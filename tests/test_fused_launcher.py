@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -35,6 +34,12 @@ def half(*shape: int, seed: int = 0) -> Tensor:
 # ---- address
 
 
+def freed(size: int) -> Tensor:
+    tensor = half(size)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 @pytest.mark.parametrize(
     ("tensor", "reason"),
     [
@@ -42,20 +47,13 @@ def half(*shape: int, seed: int = 0) -> Tensor:
         (torch.zeros(8, dtype=HALF, device="meta"), "meta"),
         (torch.zeros(7, dtype=HALF), "too small"),
         (torch.zeros(16, dtype=HALF)[9:], "too small behind its offset"),
+        (freed(8), "freed"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_an_address_of_another_dtype_or_device_or_of_too_little_memory_is_refused(tensor: Tensor, reason: str) -> None:
     with pytest.raises(RuntimeError, match=r"cu_seqlens_q must be torch.float16 .* 16 bytes.*shape"):
         launcher.address("cu_seqlens_q", tensor, HALF, 0 if reason == "meta" else -1, 16)
-
-
-def test_freed_storage_is_refused() -> None:
-    tensor = half(2, 8)
-    size = launcher.reach(tensor)
-    tensor.untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match="k must be"):
-        launcher.address("k", tensor, HALF, -1, size)
 
 
 # ---- alignment
@@ -141,33 +139,7 @@ def test_appending_is_known_to_autograd(launches: Launches) -> None:
     assert cache._version > before
 
 
-# ---- plans and threads
-
-
-def test_equal_calls_share_a_plan_and_others_do_not(launches: Launches) -> None:
-    def variations() -> list[Callable[[], object]]:
-        q, k = half(2, 40, 4, 64), half(2, 40, 2, 64)
-        return [
-            lambda: flash_attn_func(q, k, k),
-            lambda: flash_attn_func(q, k, k, causal=True),
-            lambda: flash_attn_func(q, k, k, softcap=1.0),
-            lambda: flash_attn_func(q, k, k, softmax_scale=1.0),
-            lambda: flash_attn_func(q, k, k, return_attn_probs=True),
-            lambda: flash_attn_func(q, k, k, window_size=(3, 4)),
-            lambda: flash_attn_func(q, k, k, alibi_slopes=torch.rand(4)),
-            lambda: flash_attn_func(q, k, k, alibi_slopes=torch.rand(2, 4)),
-            lambda: flash_attn_func(q, k[:, :30], k[:, :30]),
-            lambda: flash_attn_func(q[:1], k[:1], k[:1]),
-            lambda: flash_attn_func(q.transpose(1, 2).contiguous().transpose(1, 2), k, k),
-        ]
-
-    with use_backend("fused"):
-        for count, call in enumerate(variations(), start=1):
-            call()
-            assert len(launcher._plans) == count
-        for call in variations():
-            call()
-    assert len(launcher._plans) == len(variations())
+# ---- threads
 
 
 def test_threads_do_not_share_a_struct() -> None:
@@ -182,6 +154,3 @@ def test_threads_do_not_share_a_struct() -> None:
         thread.start()
         thread.join()
     assert buffers[-1] not in (buffers[0], buffers[1])
-
-
-# ---- bf16 where the tensor cores take fp16

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
 from flash_attn_compat.backends.fused import launcher
-from flash_attn_compat.flash_attn_interface import _flash_attn_backward
 from tests import fused_on_cpu
-from tests.fused_on_cpu import Launches
-from tests.support import randn
+from tests.support import cumulative, randn
+
+STARTS = cumulative(20)
 
 
 def negated(tensor: Tensor) -> Tensor:
@@ -21,71 +21,45 @@ def negated(tensor: Tensor) -> Tensor:
     return view
 
 
-def half(*shape: int, seed: int = 0) -> Tensor:
-    return randn(*shape, seed=seed, dtype=torch.float16)
+def packed(*qkv: Tensor) -> Tensor:
+    return flash_attn_varlen_func(*(x[0] for x in qkv), STARTS, STARTS, 20, 20)[None]
 
 
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    return fused_on_cpu.record(monkeypatch)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_kernels_get_memory_that_holds_what_the_caller_sees(launches: Launches, packed: bool) -> None:
-    q, k, v = (half(1, 20, 2, 32, seed=seed) for seed in range(3))
-    starts = torch.tensor([0, 20], dtype=torch.int32)
-    given = []
-
-    def attend(*tensors: Tensor) -> None:
-        if packed:
-            flash_attn_varlen_func(*(tensor[0] for tensor in tensors), starts, starts, 20, 20)
-        else:
-            flash_attn_func(*tensors)
-
-    with torch.no_grad(), use_backend("fused"), pytest.MonkeyPatch.context() as patch:
-        address = launcher.address
-        patch.setattr(
-            launcher, "address", lambda name, tensor, *rest: given.append(tensor) or address(name, tensor, *rest)
-        )
-        for tensors in [(q, k, v), (negated(q), k, v), (q, negated(k), v), (q, k, negated(v))]:
+@pytest.mark.parametrize("attend", [flash_attn_func, packed])
+def test_kernels_get_memory_that_holds_what_the_caller_sees(attend, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches, given = fused_on_cpu.record(monkeypatch), []
+    address = launcher.address
+    for module in (launcher, fused_on_cpu.backward):
+        monkeypatch.setattr(module, "address", lambda name, x, *rest: given.append(x) or address(name, x, *rest))
+    tensors = [randn(1, 20, 2, 32, seed=seed, dtype=torch.float16) for seed in range(4)]
+    for which in range(4):
+        *qkv, dout = [negated(x) if index == which else x for index, x in enumerate(tensors)]
+        leaves = [x.requires_grad_() for x in qkv]
+        for _ in range(2):
             given.clear()
-            attend(*tensors)
-            attend(*tensors)
+            with use_backend("fused"):
+                torch.autograd.grad(attend(*leaves), leaves, dout)
             assert len(given) >= 6 and not any(tensor.is_neg() for tensor in given)
-            for seen, right in zip(given[:3], (q, k, v)):
+            for seen, right in zip(given[:3], tensors):
                 assert torch.equal(seen.reshape(right.shape), right)
-
-
-def test_a_negated_gradient_is_what_it_reads_as() -> None:
-    q, k, v, dout = (randn(1, 5, 2, 8, seed=seed) for seed in range(4))
-    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-    expected = torch.autograd.grad(flash_attn_func(*leaves), leaves, dout)
-    found = torch.autograd.grad(flash_attn_func(*leaves), leaves, negated(dout))
-    assert all(map(torch.equal, found, expected))
-
-
-def test_a_backward_launches_over_no_negated_gradient(launches: Launches) -> None:
-    q, k, v, dout = (half(1, 20, 2, 32, seed=seed) for seed in range(4))
-    out, lse, into = torch.zeros_like(q), torch.zeros(1, 2, 20), [torch.empty_like(q) for _ in range(3)]
-    with use_backend("fused"):
-        _flash_attn_backward(negated(dout), q, k, v, out, lse, *into, 0.0, 0.1, False, -1, -1, 0.0, None, False)
     assert "dq" in launches.entries
 
 
-def test_a_cache_that_a_kernel_cannot_write_is_refused_and_left_alone(launches: Launches) -> None:
-    k_cache, v_cache = negated(half(1, 20, 2, 32)), half(1, 20, 2, 32)
-    before = k_cache.clone(), v_cache.clone()
-    lengths = torch.tensor([4], dtype=torch.int32)
-    new = half(1, 1, 2, 32)
-    with use_backend("fused"), pytest.raises(RuntimeError, match="negated"):
-        flash_attn_with_kvcache(new, k_cache, v_cache, new, new, cache_seqlens=lengths)
-    assert torch.equal(k_cache, before[0]) and torch.equal(v_cache, before[1]) and not launches.seen
+def test_a_negated_gradient_is_what_it_reads_as() -> None:
+    *leaves, dout = (randn(1, 5, 2, 8, seed=seed).requires_grad_(seed < 3) for seed in range(4))
+    expected, found = (torch.autograd.grad(flash_attn_func(*leaves), leaves, x) for x in (dout, negated(dout)))
+    assert all(map(torch.equal, found, expected))
 
 
-def test_a_negated_cache_is_written_where_pytorch_does_it() -> None:
+def test_a_negated_cache_is_written_by_pytorch_and_refused_for_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = [randn(1, 20, 2, 16, seed=seed) for seed in range(2)]
     views = [negated(tensor) for tensor in plain]
     new, lengths = randn(1, 1, 2, 16), torch.tensor([4], dtype=torch.int32)
     expected = flash_attn_with_kvcache(new, *plain, new, new, cache_seqlens=lengths)
     assert torch.equal(flash_attn_with_kvcache(new, *views, new, new, cache_seqlens=lengths), expected)
     assert all(map(torch.equal, views, plain))
+    launches = fused_on_cpu.record(monkeypatch)
+    halves, new = [negated(x.half()) for x in plain], new.half()
+    with use_backend("fused"), pytest.raises(RuntimeError, match="negated"):
+        flash_attn_with_kvcache(new, *halves, new, new, cache_seqlens=lengths)
+    assert all(torch.equal(half, x.half()) for half, x in zip(halves, plain)) and not launches.seen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import sys
@@ -24,12 +25,23 @@ from verify.examination import Examination
 from verify.problems import KINDS, Problem
 
 GENUINE = "from tests.flash_kernels import bwd, fwd, fwd_kvcache, varlen_bwd, varlen_fwd\n"
-BROKEN = {
-    "ImportError": "raise ImportError('undefined symbol: _ZN3c104cuda9SetDeviceEi')",
-    "OSError": "raise OSError('libcudart.so.12: cannot open shared object file')",
-    "SystemError": "raise SystemError('initialization failed')",
-    "AttributeError": "def fwd(*arguments): ...\n",
-}
+RAISES = "    raise RuntimeError('no kernel image')\n"
+# The extension's source, flash-attn's version, words of the reason.
+USELESS: list[tuple[str | None, str, tuple[str, ...]]] = [
+    ("raise ImportError('undefined symbol: _ZN3c104cuda9SetDeviceEi')", "2.8.3", ("loading", "ImportError")),
+    ("raise OSError('libcudart.so.12: cannot open shared object file')", "2.8.3", ("loading", "OSError")),
+    ("raise SystemError('initialization failed')", "2.8.3", ("loading", "SystemError")),
+    ("def fwd(*arguments): ...\n", "2.8.3", ("loading", "AttributeError")),
+    (None, "2.8.3", ("flash_attn_2_cuda is missing",)),
+    (f"def fwd(*arguments):\n{RAISES}bwd = varlen_fwd = varlen_bwd = fwd_kvcache = fwd\n", "2.8.3",
+     ("calling it raises RuntimeError: no kernel image",)),
+    *((GENUINE, version, (version[:3],)) for version in ("2.6.3", "1.0.9", "3.0.0")),
+]  # fmt: skip
+REST = "bwd, varlen_fwd, varlen_bwd, fwd_kvcache = f.bwd, f.varlen_fwd, f.varlen_bwd, f.fwd_kvcache\n"
+NO_DROPOUT = "def fwd(q, k, v, out, slopes, p, *rest):\n    return f.fwd(q, k, v, out, slopes, 0.0, *rest)\n"
+HALVES = (
+    "def fwd(q, *rest):\n    out, *more = f.fwd(q, *rest)\n    return [out * (1 if q.shape[-1] < 65 else 0.5), *more]\n"
+)
 HALF = torch.float16
 TENSORS, SLOPES = qkv(dtype=HALF), torch.tensor([0.1, 0.2])
 
@@ -91,14 +103,6 @@ def test_an_open_window_is_open_to_rows_far_before_the_keys(install, problem: Pr
     assert verdict.failures == [] and bool(verdict.refused) == (problem.kind != "varlen")
 
 
-@pytest.mark.parametrize("scale", [-0.3, 0.0])
-def test_it_leaves_scales_that_turn_its_masks_minus_infinity_around_to_others(install, scale: float) -> None:
-    install()
-    assert reasons(flash_attn_func, *TENSORS, softmax_scale=scale) == [
-        "does not support a softmax_scale that is not positive"
-    ]
-
-
 def test_single_rows_outside_of_all_sequences_do_not_pass_for_a_row_in_each(install) -> None:
     install()
     lengths = (0, 1, 0, 0)
@@ -146,26 +150,32 @@ def test_new_keys_are_rotated_and_appended_by_the_same_kernel(install, lengths: 
     assert torch.equal(out, expected) and torch.equal(caches[0], caches[2]) and torch.equal(caches[1], caches[3])
 
 
-@pytest.mark.parametrize("enter", [torch.inference_mode, torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
-def test_the_trial_ends_well_in_every_state_of_the_callers(install, enter: Any) -> None:
+@contextlib.contextmanager
+def default(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+STATES = {
+    "inference mode": torch.inference_mode,
+    "no gradients": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "another device": lambda: torch.device("meta"),
+    "fp16": lambda: default(torch.float16),
+    "fp64": lambda: default(torch.float64),
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_the_trial_ends_well_in_every_state_of_the_callers(install, state: str) -> None:
     install()
     official_trial._tried.cache_clear()
-    with enter():
-        assert not reasons()
+    with STATES[state]():
+        assert not reasons(flash_attn_func, *TENSORS)
         assert not reasons(flash_attn_func, *TENSORS, alibi_slopes=SLOPES)
-
-
-def test_the_trial_ends_well_under_any_default_dtype_and_device(install) -> None:
-    install()
-    for device, dtype in (("meta", torch.float32), ("cpu", torch.float16), ("cpu", torch.float64)):
-        official_trial._tried.cache_clear()
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            with torch.device(device):
-                assert not reasons(flash_attn_func, *TENSORS, alibi_slopes=SLOPES)
-        finally:
-            torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize(("capability", "index"), [((8, 0), 1), ((9, 0), 0), ((7, 5), 2), ((6, 1), 1)])
@@ -189,30 +199,23 @@ def test_without_flash_attn_it_says_so() -> None:
     assert reasons() == ["flash-attn is not installed"]
 
 
-@pytest.mark.parametrize("error", BROKEN)
-def test_an_extension_that_cannot_be_loaded_is_a_reason(install, error: str) -> None:
-    install(BROKEN[error])
+@pytest.mark.parametrize(("extension", "version", "words"), USELESS)
+def test_a_flash_attn_that_is_of_no_use_is_a_reason(
+    install, extension: str | None, version: str, words: tuple[str, ...]
+) -> None:
+    install(extension, version)
     (reason,) = reasons()
-    assert error in reason and "loading" in reason
+    assert all(word in reason for word in words)
 
 
-def test_loading_is_tried_once(install) -> None:
-    directory = install("import tests.flash_kernels as f\nf.calls.append(('loaded', ()))\nraise OSError('no')\n")
+def test_loading_is_tried_once_and_only_for_calls_it_could_take(install) -> None:
+    install("import tests.flash_kernels as f\nf.calls.append(('loaded', ()))\nraise OSError('no')\n")
+    assert reasons(flash_attn_func, *qkv()) == ["does not compute float32"]
+    assert flash_kernels.calls == []
     reasons()
     dispatch.forget_decisions()
     reasons()
-    assert [name for name, _ in flash_kernels.calls] == ["loaded"] and directory.exists()
-
-
-def test_a_missing_extension_is_a_reason(install) -> None:
-    install(None)
-    assert "flash_attn_2_cuda is missing" in reasons()[0]
-
-
-@pytest.mark.parametrize("version", ["2.6.3", "1.0.9", "3.0.0"])
-def test_versions_with_other_raw_functions_are_refused(install, version: str) -> None:
-    install(version=version)
-    assert version[:3] in reasons()[0]
+    assert [name for name, _ in flash_kernels.calls] == ["loaded"]
 
 
 def test_the_environment_variable_switches_it_off(install, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,17 +226,13 @@ def test_the_environment_variable_switches_it_off(install, monkeypatch: pytest.M
     assert reasons() == []
 
 
-def test_a_call_it_cannot_take_does_not_load_it(install) -> None:
-    install("import tests.flash_kernels as f\nf.calls.append(('loaded', ()))\n" + GENUINE)
-    assert reasons(flash_attn_func, *qkv()) == ["does not compute float32"]
-    assert flash_kernels.calls == []
-
-
 @pytest.mark.parametrize(
     ("shapes", "kwargs", "word"),
     [
         (dict(d=264), {}, "256"),
         ({}, dict(softcap=3.0, dropout_p=0.1), "softcap"),
+        ({}, dict(softmax_scale=0.0), "softmax_scale that is not positive"),
+        ({}, dict(softmax_scale=-0.3), "softmax_scale that is not positive"),
     ],
 )
 def test_what_flash_attn_rejects_is_a_reason(
@@ -246,36 +245,16 @@ def test_what_flash_attn_rejects_is_a_reason(
 # ---------------------------------------------------------------- builds that answer wrongly
 
 
-def test_a_build_that_is_wrong_for_a_head_dim_is_not_used_for_it(install) -> None:
-    install(
-        "import tests.flash_kernels as f\n"
-        "def fwd(q, *rest):\n"
-        "    out, *others = f.fwd(q, *rest)\n"
-        "    return [out * (1 if q.shape[-1] <= 64 else 0.5), *others]\n"
-        "bwd, varlen_fwd, varlen_bwd, fwd_kvcache = f.bwd, f.varlen_fwd, f.varlen_bwd, f.fwd_kvcache\n"
-    )
+@pytest.mark.parametrize(
+    ("fault", "options", "shape", "words"),
+    [(HALVES, {}, {"d": 96}, "head_dim 96"), (NO_DROPOUT, {"dropout_p": 0.1}, {}, "wrong answer")],
+)
+def test_a_build_that_answers_wrong_is_not_used_for_what_it_gets_wrong(
+    install, fault: str, options: dict[str, Any], shape: dict[str, int], words: str
+) -> None:
+    install(f"import tests.flash_kernels as f\n{fault}{REST}")
     assert reasons(flash_attn_func, *qkv(d=64, dtype=HALF)) == []
-    assert "head_dim 96" in reasons(flash_attn_func, *qkv(d=96, dtype=HALF))[0]
-
-
-def test_a_build_without_dropout_is_found_out(install) -> None:
-    install(
-        "import tests.flash_kernels as f\n"
-        "def fwd(q, k, v, out, slopes, p_dropout, *rest):\n"
-        "    return f.fwd(q, k, v, out, slopes, 0.0, *rest)\n"
-        "bwd, varlen_fwd, varlen_bwd, fwd_kvcache = f.bwd, f.varlen_fwd, f.varlen_bwd, f.fwd_kvcache\n"
-    )
-    assert reasons() == []
-    assert "wrong answer" in reasons(flash_attn_func, *qkv(dtype=HALF), dropout_p=0.1)[0]
-
-
-def test_an_extension_that_raises_for_this_gpu_is_a_reason(install) -> None:
-    install(
-        "def fwd(*arguments):\n"
-        "    raise RuntimeError('no kernel image')\n"
-        "bwd = varlen_fwd = varlen_bwd = fwd_kvcache = fwd\n"
-    )
-    assert reasons() == ["calling it raises RuntimeError: no kernel image"]
+    assert words in reasons(flash_attn_func, *qkv(dtype=HALF, **shape), **options)[0]
 
 
 # ---------------------------------------------------------------- the name flash_attn

@@ -1,14 +1,17 @@
-"""What is known of cu_seqlens tensors on a GPU, on a CPU: looked at without waiting, kept apart from the tensors."""
+"""What is asked of a GPU without waiting for it, on a CPU: numbers in cu_seqlens, and whether it is captured."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from flash_attn_compat import flash_attn_with_kvcache
 from flash_attn_compat.engine import capture, outside
 from tests.support import cumulative
 
@@ -57,39 +60,16 @@ def starts(*lengths: int) -> torch.Tensor:
     return cumulative(*lengths).as_subclass(OnGpu)
 
 
-def test_a_tensor_is_looked_at_once_and_known_from_then_on() -> None:
-    cu_seqlens = starts(30, 50)
-    assert outside.may_exist(cu_seqlens, 80)
-    assert not outside.may_exist(cu_seqlens, 80) and outside.may_exist(cu_seqlens, 81)
-    assert len(Event.recorded_on) == 1
-
-
-def test_nobody_waits_for_the_numbers() -> None:
+@pytest.mark.parametrize("default", ["meta", "cpu"])
+def test_a_tensor_is_looked_at_once_without_waiting_and_known_from_then_on(default: str) -> None:
     cu_seqlens = starts(30, 50)
     Event.is_complete = False
-    assert outside.may_exist(cu_seqlens, 80) and outside.may_exist(cu_seqlens, 80)
-    Event.is_complete = True
-    assert not outside.may_exist(cu_seqlens, 80)
-
-
-def test_the_event_is_recorded_behind_the_copy_whatever_the_current_device() -> None:
-    outside.may_exist(starts(30, 50), 80)
-    assert Event.recorded_on == [f"stream of {ELSEWHERE}"]
-
-
-@pytest.mark.parametrize("default", ["meta", "cpu"])
-def test_the_numbers_arrive_on_the_host_whatever_the_default_device(default: str) -> None:
-    cu_seqlens = starts(30, 50)
     with torch.device(default):
-        outside.may_exist(cu_seqlens, 80)
-        assert not outside.may_exist(cu_seqlens, 80)
-
-
-def test_nothing_is_written_to_the_callers_tensor() -> None:
-    cu_seqlens = starts(30, 50)
-    for _ in range(2):
-        outside.may_exist(cu_seqlens, 80)
-        assert not vars(cu_seqlens)
+        assert outside.may_exist(cu_seqlens, 80) and outside.may_exist(cu_seqlens, 80)
+        Event.is_complete = True
+        assert not outside.may_exist(cu_seqlens, 80) and outside.may_exist(cu_seqlens, 81)
+    # Behind the copy, whatever the current device.
+    assert Event.recorded_on == [f"stream of {ELSEWHERE}"] and not vars(cu_seqlens)
 
 
 def test_what_is_known_goes_with_the_tensor() -> None:
@@ -121,3 +101,37 @@ def test_numbers_that_change_are_looked_at_again(change: Any) -> None:
     change(cu_seqlens)
     assert outside.may_exist(cu_seqlens, 80)
     assert outside.may_exist(cu_seqlens, 80) and not outside.may_exist(cu_seqlens, 50)
+
+
+# ---------------------------------------------------------------- a capture asks of the GPU it is about
+
+
+@pytest.mark.parametrize("current", [0, 1])
+@pytest.mark.parametrize("capturing", [0, 1])
+def test_a_capture_is_seen_on_the_device_that_is_asked_about(
+    monkeypatch: pytest.MonkeyPatch, current: int, capturing: int
+) -> None:
+    entered = [current]
+
+    @contextlib.contextmanager
+    def device(other: torch.device) -> Iterator[None]:
+        entered.append(other.index)
+        yield
+        entered.pop()
+
+    cuda = SimpleNamespace(
+        current_device=lambda: entered[-1], device=device, is_current_stream_capturing=lambda: entered[-1] == capturing
+    )
+    monkeypatch.setattr(capture, "torch", SimpleNamespace(cuda=cuda))
+    for index in (0, 1):
+        assert capture.is_capturing(torch.device("cuda", index)) == (index == capturing)
+    assert capture.is_capturing(torch.device("cuda")) == (current == capturing)
+
+
+@pytest.mark.gpu
+def test_lengths_that_would_be_read_during_a_capture_are_named() -> None:
+    q, k, v = (torch.zeros(2, length, 1, 16, device="cuda") for length in (1, 8, 8))
+    lengths = torch.tensor([3, 5], dtype=torch.int32, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="seqused_k lies on the GPU and would be read"), torch.cuda.graph(graph):
+        flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths)
