@@ -312,18 +312,3 @@ def test_the_modules_hold_the_parameters_of_flash_attn() -> None:
     torch.testing.assert_close(rms.eval()(x), plain(x))
     torch.testing.assert_close(plain(x), rn.rms_norm(x, torch.ones(D), 1e-5))
     assert set(plain.state_dict()) == {"weight"} and (rms.train()(x) == 0).any()
-
-
-def test_norms_compile_in_one_graph() -> None:
-    eager, residual, weight = randn(3, D).requires_grad_(), randn(3, D, seed=1), randn(D, seed=2)
-    compiled = eager.detach().clone().requires_grad_()
-
-    def function(x: Tensor) -> Tensor:
-        y: Any
-        y, h = layer_norm_fn(x, weight, None, residual=residual, prenorm=True)
-        return y + h + rn.rms_norm(x, weight, EPS)
-
-    torch._dynamo.reset()
-    function(eager).square().sum().backward()
-    torch.compile(function, backend="aot_eager", fullgraph=True)(compiled).square().sum().backward()
-    torch.testing.assert_close(compiled.grad, eager.grad)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import flash_attn_compat
 from flash_attn_compat import flash_attn_func, flash_attn_interface, flash_attn_varlen_func
 from flash_attn_compat.flash_attn_interface import (
     _flash_attn_backward,
@@ -21,68 +19,6 @@ from flash_attn_compat.flash_attn_interface import (
 )
 from tests.support import close, cumulative, on_backend, on_general_backends, qkv, randn
 from verify import oracle
-
-_DENSE_OPTIONS = (
-    "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
-    "alibi_slopes=None, deterministic=False, return_attn_probs=False"
-)
-PUBLIC = {
-    "flash_attn_func": f"q, k, v, {_DENSE_OPTIONS}",
-    "flash_attn_kvpacked_func": f"q, kv, {_DENSE_OPTIONS}",
-    "flash_attn_qkvpacked_func": f"qkv, {_DENSE_OPTIONS}",
-    "flash_attn_varlen_func": "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, "
-    f"{_DENSE_OPTIONS}, block_table=None",
-    "flash_attn_varlen_kvpacked_func": "q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, "
-    + _DENSE_OPTIONS,
-    "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {_DENSE_OPTIONS}",
-    "flash_attn_with_kvcache": "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, "
-    "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, "
-    "causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
-    "return_softmax_lse=False",
-}
-EXTENSIONS = {"s_aux"}
-_LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
-_SCORES = "dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes"
-PRIVATE = {
-    "_flash_attn_forward": f"q, k, v, {_SCORES}, return_softmax",
-    "_flash_attn_varlen_forward": f"q, k, v, {_LENGTHS}, dropout_p, softmax_scale, causal, window_size_left=-1, "
-    "window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None, leftpad_k=None, "
-    "seqused_k=None, zero_tensors=False, num_splits=0",
-    "_flash_attn_backward": f"dout, q, k, v, out, softmax_lse, dq, dk, dv, {_SCORES}, deterministic, rng_state=None",
-    "_flash_attn_varlen_backward": f"dout, q, k, v, out, softmax_lse, dq, dk, dv, {_LENGTHS}, {_SCORES}, "
-    "deterministic, rng_state=None, zero_tensors=False",
-}
-
-
-def _written(signature: inspect.Signature) -> str:
-    """Names, order and defaults, without annotations; of our own extensions, which are keywords at the end, none."""
-    extensions = [p for p in signature.parameters.values() if p.kind == inspect.Parameter.KEYWORD_ONLY]
-    assert all(p.name in EXTENSIONS and p.default is None for p in extensions)
-    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values() if p not in extensions]
-    assert {p.kind for p in bare} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
-    return str(inspect.Signature(bare))[1:-1]
-
-
-@pytest.mark.parametrize("name", PUBLIC)
-def test_the_public_signatures_are_those_of_flash_attn(name: str) -> None:
-    assert _written(inspect.signature(getattr(flash_attn_compat, name))) == PUBLIC[name]
-    assert getattr(flash_attn_compat, name) is getattr(flash_attn_interface, name)
-
-
-@pytest.mark.parametrize("name", PRIVATE)
-@pytest.mark.parametrize("prefix", ["", "_wrapped"])
-def test_the_private_signatures_are_those_of_flash_attn(name: str, prefix: str) -> None:
-    function = getattr(flash_attn_interface, prefix + name)
-    assert _written(inspect.signature(function)) == PRIVATE[name]
-
-
-@pytest.mark.parametrize("name", PRIVATE)
-def test_getfullargspec_finds_the_arguments_as_ring_attention_looks_for_them(name: str) -> None:
-    function = getattr(flash_attn_interface, name)
-    spec = inspect.getfullargspec(function if inspect.isfunction(function) else function._init_fn)
-    wanted = [part.split("=")[0] for part in PRIVATE[name].split(", ")]
-    assert spec.args == wanted and spec.varargs is None and spec.kwonlyargs == []
-    assert len(spec.defaults or ()) == PRIVATE[name].count("=")
 
 
 def test_maybe_contiguous_copies_only_a_strided_last_dimension() -> None:

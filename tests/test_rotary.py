@@ -363,32 +363,3 @@ def test_the_older_keyword_pos_idx_in_fp32_is_accepted_by_subclasses() -> None:
     rotary = Derived(8, 10000.0)
     assert rotary.scale_base is None and rotary._seq_len_cached == 0 and rotary._cos_cached is None
     assert dict(rotary.named_buffers()).keys() == {"inv_freq"} and rotary.state_dict() == {}
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_rotation_compiles_in_one_graph(packed: bool) -> None:
-    cos, sin = tables(10)
-    options: dict[str, Any] = {"seqlen_offsets": torch.tensor([1, 3]), "inplace": packed}
-    if packed:
-        options |= {"cu_seqlens": cumulative(4, 6), "max_seqlen": 6}
-
-    def function(x: Tensor) -> Tensor:
-        return apply_rotary_emb(x * 2, cos, sin, **options)
-
-    x = randn(B, S, H, D).flatten(0, int(packed))
-    eager, compiled = x.clone().requires_grad_(), x.clone().requires_grad_()
-    torch._dynamo.reset()
-    expected, actual = function(eager), torch.compile(function, backend="aot_eager", fullgraph=True)(compiled)
-    torch.testing.assert_close(actual, expected)
-    expected.square().sum().backward()
-    actual.square().sum().backward()
-    torch.testing.assert_close(compiled.grad, eager.grad)
-
-
-def test_the_module_compiles_in_one_graph() -> None:
-    rotary = RotaryEmbedding(8)
-    qkv = randn(B, S, 3, H, D)
-    expected = rotary(qkv * 1.0)
-    torch._dynamo.reset()
-    actual = torch.compile(lambda t: rotary(t * 1.0), backend="aot_eager", fullgraph=True)(qkv)
-    torch.testing.assert_close(actual, expected)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import inspect
 import os
 import sys
 from typing import Any
@@ -19,64 +18,12 @@ from tests.interpreters import forked, forked_child
 from tests.support import cumulative, qkv, randn
 
 VARIABLE = "FLASH_ATTN_COMPAT_API"
-# Signatures of flash-attn 2.6.3, without annotations.
-SIGNATURES = {
-    "bert_padding.unpad_input": "hidden_states, attention_mask",
-    "flash_attn_interface._flash_attn_forward": (
-        "q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax"
-    ),
-    "flash_attn_interface._flash_attn_varlen_forward": (
-        "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, "
-        "window_size=(-1, -1), softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None, "
-        "leftpad_k=None, seqused_k=None"
-    ),
-    "flash_attn_interface._flash_attn_backward": (
-        "dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size, softcap, "
-        "alibi_slopes, deterministic, rng_state=None"
-    ),
-    "flash_attn_interface._flash_attn_varlen_backward": (
-        "dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, "
-        "dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, rng_state=None"
-    ),
-    "layers.rotary.RotaryEmbedding": (
-        "dim, base=10000.0, interleaved=False, scale_base=None, pos_idx_in_fp32=True, device=None"
-    ),
-    "ops.triton.cross_entropy.cross_entropy_loss": (
-        "logits, labels, label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0, ignore_index=-100, "
-        "inplace_backward=False, process_group=None"
-    ),
-    "ops.triton.layer_norm.layer_norm_fn": (
-        "x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, "
-        "rowscale=None, prenorm=False, residual_in_fp32=False, is_rms_norm=False, return_dropout_mask=False"
-    ),
-    "ops.triton.layer_norm.rms_norm_fn": (
-        "x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, "
-        "rowscale=None, prenorm=False, residual_in_fp32=False, return_dropout_mask=False"
-    ),
-    "ops.triton.layer_norm.RMSNorm": "hidden_size, eps=1e-05, dropout_p=0.0, device=None, dtype=None",
-    "ops.triton.layer_norm.layer_norm_ref": (
-        "x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, "
-        "rowscale=None, prenorm=False, dropout_mask=None, dropout_mask1=None, upcast=False"
-    ),
-    "ops.triton.layer_norm.rms_norm_ref": (
-        "x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, "
-        "rowscale=None, prenorm=False, dropout_mask=None, dropout_mask1=None, upcast=False"
-    ),
-}
 
 
 @pytest.fixture
 def old() -> Any:
     patch(api="2.6")
     return lambda name: importlib.import_module(f"flash_attn.{name}")
-
-
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_signatures_are_those_of_2_6_3(old: Any, name: str) -> None:
-    module, _, attribute = name.rpartition(".")
-    signature = inspect.signature(getattr(old(module), attribute))
-    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
-    assert str(inspect.Signature(bare)) == f"({SIGNATURES[name]})"
 
 
 def test_unpad_input_returns_four_values(old: Any) -> None:

@@ -81,32 +81,6 @@ def test_rows_that_see_no_key_have_an_lse_of_minus_infinity():
     assert (fa3.flash_attn_func(q, k, v, return_attn_probs=True)[1] == torch.inf).all()
 
 
-SCALES = "qv=None, q_descale=None, k_descale=None, v_descale=None"
-SIGNATURES = {
-    "flash_attn_func": f"q, k, v, softmax_scale=None, causal=False, {SCALES}, window_size=(-1, -1), "
-    "attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, "
-    "return_attn_probs=False",
-    "flash_attn_varlen_func": "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, "
-    f"seqused_k=None, softmax_scale=None, causal=False, {SCALES}, window_size=(-1, -1), attention_chunk=0, "
-    "softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False",
-    "flash_attn_qkvpacked_func": "qkv, softmax_scale=None, causal=False, q_descale=None, k_descale=None, "
-    "v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, "
-    "sm_margin=0, return_attn_probs=False",
-    "flash_attn_with_kvcache": "q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, "
-    "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, "
-    "cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, "
-    "softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True, "
-    "scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False",
-}
-
-
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_arguments_have_flash_attention_3s_names_order_and_defaults(name):
-    parameters = inspect.signature(getattr(fa3, name)).parameters.values()
-    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
-    assert ", ".join(map(str, bare)) == SIGNATURES[name]
-
-
 def test_gradients_flow():
     q, k, v = (x.requires_grad_() for x in qkv())
     found = [

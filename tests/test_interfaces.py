@@ -1,0 +1,54 @@
+"""Every function has the arguments of the one it stands for, by tests/signatures.txt."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+import flash_attn_compat
+from flash_attn_compat import flash_attn_interface
+
+LINES = [line for line in (Path(__file__).parent / "signatures.txt").read_text().splitlines() if line[0] != "#"]
+SIGNATURES = dict(line[:-1].split("(", 1) for line in LINES if "::" not in line)
+SCHEMAS = [line for line in LINES if "::" in line]
+PRIVATE = [name for name in SIGNATURES if ".flash_attn_interface._flash" in name and "2_6" not in name]
+EXTENSIONS = {"s_aux"}  # of ours: keywords at the end, without effect unless given
+
+
+def found(name: str) -> object:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_names_order_and_defaults_are_those_of_flash_attn(name: str) -> None:
+    parameters = list(inspect.signature(found(name)).parameters.values())  # type: ignore[arg-type]
+    extensions = [p for p in parameters if p.kind == inspect.Parameter.KEYWORD_ONLY]
+    assert all(p.name in EXTENSIONS and p.default is None for p in extensions)
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters if p not in extensions]
+    assert str(inspect.Signature(bare)) == f"({SIGNATURES[name]})"
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_getfullargspec_finds_the_arguments_as_ring_attention_looks_for_them(name: str) -> None:
+    function = found(name)
+    spec = inspect.getfullargspec(function if inspect.isfunction(function) else function._init_fn)  # type: ignore[attr-defined]
+    assert spec.args == [part.split("=")[0] for part in SIGNATURES[name].split(", ")]
+    assert spec.varargs is None and spec.kwonlyargs == [] and len(spec.defaults or ()) == SIGNATURES[name].count("=")
+
+
+def test_the_package_has_the_interfaces_functions() -> None:
+    for name in (name.rpartition(".")[2] for name in SIGNATURES if ".flash_attn_interface.flash_attn" in name):
+        assert getattr(flash_attn_compat, name) is getattr(flash_attn_interface, name)
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_operators_have_flash_attns_schema(schema: str) -> None:
+    with flash_attn_compat.patched():
+        importlib.import_module("flash_attn")
+        operator = getattr(torch.ops.flash_attn, schema.partition("::")[2].partition("(")[0])
+    assert str(operator.default._schema) == schema
