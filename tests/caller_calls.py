@@ -5,7 +5,7 @@ tests/caller_state.py says what that state is; tests/sanitize.py runs the same c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,220 +138,152 @@ PROBLEMS: dict[str, Problem] = {
 
 # ---------------------------------------------------------------- everything else
 
-
-def _normal(device: torch.device, *shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed + 100 * sum(shape))
-    return torch.randn(shape, generator=generator).to(device, dtype)
+Prepare = Callable[[torch.device], Prepared]
 
 
-def _of(device: torch.device, *values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32).to(device)
+def _normal(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 100 * sum(shape))).to(dtype)
 
 
-def _private(device: torch.device) -> Prepared:
+def _several(count: int, *shape: int, dtype: torch.dtype = torch.float16) -> Iterator[Tensor]:
+    return (_normal(*shape, dtype=dtype, seed=seed) for seed in range(count))
+
+
+def _of(function: Callable[..., Any], leaves: dict[str, Tensor], fixed: dict[str, Tensor] | None = None) -> Prepare:
+    """function(**leaves, **fixed): what it returns, and the gradients of the first result in the leaves."""
+
+    def prepare(device: torch.device) -> Prepared:
+        wanted = {name: x.clone().to(device).requires_grad_() for name, x in leaves.items()}
+        inputs = wanted | {name: x.clone().to(device) for name, x in (fixed or {}).items()}
+        return Prepared(inputs, lambda: _results(function(**inputs), inputs))
+
+    return prepare
+
+
+def _of_module(make: Callable[[], nn.Module], run: Callable[..., Any], **given: Tensor) -> Prepare:
+    """run(module, **given); its parameters, drawn in fp64 for every device alike, count as inputs."""
+
+    def prepare(device: torch.device) -> Prepared:
+        module, generator = make().to(device), torch.Generator().manual_seed(0)
+        tensors = {name: x.clone().to(device).requires_grad_(x.is_floating_point()) for name, x in given.items()}
+        inputs = dict(tensors)
+        for name, parameter in module.named_parameters():
+            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * parameter.shape[-1] ** -0.5
+            parameter.data.copy_(drawn)
+            inputs[f"parameter {name}"] = parameter
+        return Prepared(inputs, lambda: _results(run(module, **tensors), inputs))
+
+    return prepare
+
+
+def _results(returned: Any, inputs: dict[str, Tensor]) -> Found:
+    results = returned if isinstance(returned, (tuple, list)) else (returned,)
+    found = {f"out {i}": x for i, x in enumerate(results) if isinstance(x, Tensor)}
+    return found | gradients(results[0], inputs, torch.full_like(results[0], 0.5))
+
+
+def _private(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
     """The dense private functions with dropout: the backward draws the forward's mask again."""
-    q, k, v, dout = (_normal(device, 2, 20, 2, 32, seed=i) for i in range(4))
-    inputs = {"q": q, "k": k, "v": v, "dout": dout}
-
-    def run() -> Found:
-        rules = (0.1, 32**-0.5, True, -1, -1, 0.0, None)
-        out, lse, _, rng_state = flash_attn_interface._flash_attn_forward(q, k, v, *rules, False)
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        flash_attn_interface._flash_attn_backward(dout, q, k, v, out, lse, dq, dk, dv, *rules, False, rng_state)
-        return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
-
-    return Prepared(inputs, run)
+    rules = (0.1, 32**-0.5, True, -1, -1, 0.0, None)
+    out, lse, _, rng_state = flash_attn_interface._flash_attn_forward(q, k, v, *rules, False)
+    grads = [torch.empty_like(x) for x in (q, k, v)]
+    flash_attn_interface._flash_attn_backward(dout, q, k, v, out, lse, *grads, *rules, False, rng_state)
+    return out, lse, *grads
 
 
-def _private_packed(device: torch.device) -> Prepared:
-    q, k, v, dout = (_normal(device, 49, 2, 32, seed=i) for i in range(4))
-    cu = _of(device, 0, 9, 49)
-
-    def run() -> Found:
-        where, rules = (cu, cu, 40, 40), (0.0, 32**-0.5, True, 7, 0, 0.0, None)
-        out, lse, *_ = flash_attn_interface._flash_attn_varlen_forward(q, k, v, *where, *rules)
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        flash_attn_interface._flash_attn_varlen_backward(dout, q, k, v, out, lse, dq, dk, dv, *where, *rules, False)
-        return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
-
-    return Prepared({"q": q, "k": k, "v": v, "dout": dout, "cu_seqlens": cu}, run)
+def _private_packed(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, cu: Tensor) -> tuple[Tensor, ...]:
+    where, rules = (cu, cu, 40, 40), (0.0, 32**-0.5, True, 7, 0, 0.0, None)
+    out, lse, *_ = flash_attn_interface._flash_attn_varlen_forward(q, k, v, *where, *rules)
+    grads = [torch.empty_like(x) for x in (q, k, v)]
+    flash_attn_interface._flash_attn_varlen_backward(dout, q, k, v, out, lse, *grads, *where, *rules, False)
+    return out, lse, *grads
 
 
-def _raw_module(device: torch.device) -> Prepared:
-    q, k, v, dout = (_normal(device, 2, 20, 2, 32, seed=i, dtype=torch.bfloat16) for i in range(4))
-
-    def run() -> Found:
-        rules = (0.0, 32**-0.5, False, 4, 4, 0.0)
-        out, lse, *_ = flash_attn_2_cuda.fwd(q, k, v, None, None, *rules, False, None)
-        grads = flash_attn_2_cuda.bwd(dout, q, k, v, out, lse, None, None, None, None, *rules, False, None, None)
-        return {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), grads[:3], strict=True))}
-
-    return Prepared({"q": q, "k": k, "v": v, "dout": dout}, run)
+def _raw_module(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+    rules = (0.0, 32**-0.5, False, 4, 4, 0.0)
+    out, lse, *_ = flash_attn_2_cuda.fwd(q, k, v, None, None, *rules, False, None)
+    grads = flash_attn_2_cuda.bwd(dout, q, k, v, out, lse, None, None, None, None, *rules, False, None, None)
+    return out, lse, *grads[:3]
 
 
-def _unpadded(device: torch.device) -> Prepared:
+def _unpadded(x: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
     """What BERT does: tokens out of their padding, attention, and back."""
-    x, dout = (_normal(device, 3, 20, 64, seed=i) for i in range(2))
-    mask = (torch.arange(20)[None, :] < torch.tensor([[20], [3], [11]])).to(device)
-    inputs = {"x": x.requires_grad_(), "mask": mask, "dout": dout}
-
-    def run() -> Found:
-        tokens, indices, cu, longest, used = bert_padding.unpad_input(x, mask)
-        heads = tokens.view(-1, 2, 32)
-        attended = flash_attn_interface.flash_attn_varlen_func(heads, heads, heads, cu, cu, longest, longest)
-        out = bert_padding.pad_input(attended.flatten(1), indices, 3, 20)
-        return {"out": out, "cu": cu, "used": used, **gradients(out, inputs, dout)}
-
-    return Prepared(inputs, run)
+    tokens, indices, cu, longest, used = bert_padding.unpad_input(x, mask)
+    heads = tokens.view(-1, 2, 32)
+    attended = flash_attn_interface.flash_attn_varlen_func(heads, heads, heads, cu, cu, longest, longest)
+    return bert_padding.pad_input(attended.flatten(1), indices, 3, 20), cu, used
 
 
-def _rotary(device: torch.device) -> Prepared:
-    x, dout = (_normal(device, 49, 2, 32, seed=i) for i in range(2))
-    angles = torch.rand(60, 8, generator=torch.Generator().manual_seed(0)) * 6
-    inputs = {
-        "x": x.requires_grad_(), "dout": dout, "cos": angles.cos().half().to(device), "cu": _of(device, 0, 9, 49),
-        "sin": angles.sin().half().to(device), "offsets": _of(device, 2, 11),
-    }  # fmt: skip
-
-    def run() -> Found:
-        out = apply_rotary_emb(
-            x, inputs["cos"], inputs["sin"], seqlen_offsets=inputs["offsets"], cu_seqlens=inputs["cu"], max_seqlen=40
-        )
-        return {"out": out, **gradients(out, inputs, dout)}
-
-    return Prepared(inputs, run)
+def _rotary(x: Tensor, **tables: Tensor) -> Tensor:
+    return apply_rotary_emb(x, **tables, max_seqlen=40)
 
 
-def _rotary_module(device: torch.device) -> Prepared:
-    """Its tables are made at the first call."""
-    rotary = RotaryEmbedding(16, scale_base=512.0, device=device)
-    qkv = _normal(device, 2, 20, 3, 2, 32)
-
-    def run() -> Found:
-        return {"out": rotary(qkv.clone(), seqlen_offset=3)}
-
-    return Prepared({"qkv": qkv}, run)
+def _layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    return dropout_add_layer_norm(x, residual, weight, bias, 0.1, 1e-5, prenorm=True, residual_in_fp32=True)
 
 
-def _layer_norm(device: torch.device) -> Prepared:
-    x, residual, dout = (_normal(device, 4, 20, 64, seed=i) for i in range(3))
-    weight, bias = (_normal(device, 64, seed=i, dtype=torch.float32).requires_grad_() for i in range(2))
-    inputs = {"x": x.requires_grad_(), "residual": residual, "weight": weight, "bias": bias, "dout": dout}
-
-    def run() -> Found:
-        out, total = dropout_add_layer_norm(x, residual, weight, bias, 0.1, 1e-5, prenorm=True, residual_in_fp32=True)
-        return {"out": out, "total": total, **gradients(out, inputs, dout)}
-
-    return Prepared(inputs, run)
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Any:
+    return CrossEntropyLoss(label_smoothing=0.1, lse_square_scale=1e-2, return_z_loss=True)(logits, labels)
 
 
-def _rms_norm(device: torch.device) -> Prepared:
-    x, dout = (_normal(device, 4, 20, 64, seed=i, dtype=torch.bfloat16) for i in range(2))
-    weight = _normal(device, 64, dtype=torch.float32).requires_grad_()
-    inputs = {"x": x.requires_grad_(), "weight": weight, "dout": dout}
-
-    def run() -> Found:
-        out = rms_norm_fn(x, weight, None, prenorm=False)
-        return {"out": out, **gradients(out, inputs, dout)}
-
-    return Prepared(inputs, run)
+def _decoding(module: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        past = InferenceParams(max_seqlen=16, max_batch_size=2)
+        parts = [module(x[:, :4], inference_params=past)]
+        past.seqlen_offset = 4
+        return torch.cat([*parts, module(x[:, 4:], inference_params=past)], 1)
 
 
-def _cross_entropy(device: torch.device) -> Prepared:
-    logits = _normal(device, 20, 77).requires_grad_()
-    labels = torch.arange(20).to(device)
-    inputs = {"logits": logits, "labels": labels}
-
-    def run() -> Found:
-        loss, z = CrossEntropyLoss(label_smoothing=0.1, lse_square_scale=1e-2, return_z_loss=True)(logits, labels)
-        return {"loss": loss, "z": z, **gradients(loss, inputs, torch.ones_like(loss))}
-
-    return Prepared(inputs, run)
+def _mha(**options: Any) -> nn.Module:
+    return MHA(64, 2, causal=True, rotary_emb_dim=16, use_flash_attn=True, dtype=torch.float16, **options)
 
 
-def _activations(device: torch.device) -> Prepared:
-    x, y, bias, dout = (_normal(device, *shape, seed=i) for i, shape in enumerate(((9, 64), (9, 64), (64,), (9, 64))))
-    inputs = {"x": x.requires_grad_(), "y": y.requires_grad_(), "bias": bias.requires_grad_(), "dout": dout}
-
-    def run() -> Found:
-        out = swiglu(x, y) + bias_gelu_impl(y, bias)
-        return {"out": out, **gradients(out, inputs, dout)}
-
-    return Prepared(inputs, run)
-
-
-def _of_module(
-    module: nn.Module, inputs: dict[str, Tensor], run: Callable[[], Tensor], device: torch.device
-) -> Prepared:
-    """Its parameters, drawn in fp64 for every device alike, count as inputs."""
-    module.to(device)
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in module.named_parameters():
-        drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * parameter.shape[-1] ** -0.5
-        parameter.data.copy_(drawn)
-        inputs[f"parameter {name}"] = parameter
-
-    def both() -> Found:
-        out = run()
-        return {"out": out, **gradients(out, inputs, torch.ones_like(out))}
-
-    return Prepared(inputs, both)
-
-
-def _mha(device: torch.device) -> Prepared:
-    x = _normal(device, 2, 20, 64).requires_grad_()
-    module = MHA(64, 2, causal=True, rotary_emb_dim=16, use_flash_attn=True, dtype=torch.float16)
-    return _of_module(module, {"x": x}, lambda: module(x), device)
-
-
-def _mha_decoding(device: torch.device) -> Prepared:
-    x = _normal(device, 2, 5, 64)
-    module = MHA(64, 2, causal=True, rotary_emb_dim=16, use_flash_attn=True, dtype=torch.float16, layer_idx=0)
-
-    def run() -> Tensor:
-        with torch.no_grad():
-            past = InferenceParams(max_seqlen=16, max_batch_size=2)
-            parts = [module(x[:, :4], inference_params=past)]
-            past.seqlen_offset = 4
-            return torch.cat([*parts, module(x[:, 4:], inference_params=past)], 1)
-
-    return _of_module(module, {"x": x}, run, device)
-
-
-def _flash_self_attention(device: torch.device) -> Prepared:
-    qkv = _normal(device, 2, 20, 3, 2, 32).requires_grad_()
-    slopes = _normal(device, 2, dtype=torch.float32).abs()
-    module = FlashSelfAttention(causal=True, alibi_slopes=slopes)
-    return _of_module(module, {"qkv": qkv, "slopes": slopes}, lambda: module(qkv), device)
-
-
-def _embeddings(device: torch.device) -> Prepared:
-    tokens = torch.arange(40).view(2, 20).to(device)
-    module = GPT2Embeddings(16, 50, 30)
-    return _of_module(module, {"tokens": tokens}, lambda: module(tokens), device)
-
-
-def _gated_mlp(device: torch.device) -> Prepared:
-    x = _normal(device, 9, 64).requires_grad_()
-    module = GatedMlp(64, 96, dtype=torch.float16)
-    return _of_module(module, {"x": x}, lambda: module(x), device)
-
+_DENSE_CALL = dict(zip(("q", "k", "v", "dout"), _several(4, 2, 20, 2, 32)))
+_PACKED_CALL = dict(zip(("q", "k", "v", "dout"), _several(4, 49, 2, 32)))
+_STARTS = torch.tensor([0, 9, 49], dtype=torch.int32)
+_ANGLES = torch.rand(60, 8, generator=torch.Generator().manual_seed(0)) * 6
+_TABLES = {
+    "cos": _ANGLES.cos().half(), "sin": _ANGLES.sin().half(), "cu_seqlens": _STARTS,
+    "seqlen_offsets": torch.tensor([2, 11], dtype=torch.int32),
+}  # fmt: skip
+_WEIGHT, _BIAS = _several(2, 64, dtype=torch.float32)
 
 TABLE: tuple[Row, ...] = (
     *(Row(name, attention(problem), draws=problem.dropout_p > 0) for name, problem in PROBLEMS.items()),
-    Row("private dense, dropout", _private, draws=True),
-    Row("private packed", _private_packed),
-    Row("raw module", _raw_module),
-    Row("out of padding and back", _unpadded),
-    Row("rotary of packed sequences", _rotary),
-    Row("rotary module", _rotary_module),
-    Row("layer norm with dropout", _layer_norm, draws=True),
-    Row("RMS norm", _rms_norm),
-    Row("cross entropy", _cross_entropy),
-    Row("activations", _activations),
-    Row("attention module", _mha, casts=True),
-    Row("attention module decoding", _mha_decoding, casts=True),
-    Row("inner attention module", _flash_self_attention),
-    Row("embeddings", _embeddings),
-    Row("gated MLP", _gated_mlp, casts=True),
-)
+    Row("private dense, dropout", _of(_private, {}, _DENSE_CALL), draws=True),
+    Row("private packed", _of(_private_packed, {}, _PACKED_CALL | {"cu": _STARTS})),
+    Row("raw module", _of(_raw_module, {}, {name: x.bfloat16() for name, x in _DENSE_CALL.items()})),
+    Row("out of padding and back", _of(
+        _unpadded, {"x": _normal(3, 20, 64)}, {"mask": torch.arange(20) < torch.tensor([[20], [3], [11]])}
+    )),
+    Row("rotary of packed sequences", _of(_rotary, {"x": _normal(49, 2, 32)}, _TABLES)),
+    Row("rotary module", _of_module(  # its tables are made at the first call
+        lambda: RotaryEmbedding(16, scale_base=512.0), lambda module, qkv: module(qkv.clone(), seqlen_offset=3),
+        qkv=_normal(2, 20, 3, 2, 32),
+    )),
+    Row("layer norm with dropout", _of(
+        _layer_norm, {"x": _normal(4, 20, 64), "weight": _WEIGHT, "bias": _BIAS}, {"residual": _normal(4, 20, 64)}
+    ), draws=True),
+    Row("RMS norm", _of(
+        lambda x, weight: rms_norm_fn(x, weight, None), {"x": _normal(4, 20, 64).bfloat16(), "weight": _WEIGHT}
+    )),
+    Row("cross entropy", _of(_cross_entropy, {"logits": _normal(20, 77)}, {"labels": torch.arange(20)})),
+    Row("activations", _of(
+        lambda x, y, bias: swiglu(x, y) + bias_gelu_impl(y, bias),
+        {"x": _normal(9, 64), "y": _normal(9, 64, seed=1), "bias": _normal(64)},
+    )),
+    Row("attention module", _of_module(_mha, lambda module, x: module(x), x=_normal(2, 20, 64)), casts=True),
+    Row("attention module decoding", _of_module(
+        lambda: _mha(layer_idx=0), _decoding, x=_normal(2, 5, 64)
+    ), casts=True),
+    Row("inner attention module", _of_module(
+        lambda: FlashSelfAttention(causal=True, alibi_slopes=torch.tensor([0.3, 0.7])), lambda module, qkv: module(qkv),
+        qkv=_normal(2, 20, 3, 2, 32),
+    )),
+    Row("embeddings", _of_module(
+        lambda: GPT2Embeddings(16, 50, 30), lambda module, tokens: module(tokens), tokens=torch.arange(40).view(2, 20)
+    )),
+    Row("gated MLP", _of_module(
+        lambda: GatedMlp(64, 96, dtype=torch.float16), lambda module, x: module(x), x=_normal(9, 64)
+    ), casts=True),
+)  # fmt: skip
