@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -26,7 +28,7 @@ def packed(*qkv: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("attend", [flash_attn_func, packed])
-def test_kernels_get_memory_that_holds_what_the_caller_sees(attend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_get_memory_that_holds_what_the_caller_sees(attend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     launches, given = fused_on_cpu.record(monkeypatch), []
     address = launcher.address
     for module in (launcher, fused_on_cpu.backward):

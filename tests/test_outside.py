@@ -111,6 +111,7 @@ def test_numbers_that_change_are_looked_at_again(change: Any) -> None:
 def test_a_capture_is_seen_on_the_device_that_is_asked_about(
     monkeypatch: pytest.MonkeyPatch, current: int, capturing: int
 ) -> None:
+    monkeypatch.undo()
     entered = [current]
 
     @contextlib.contextmanager

@@ -164,7 +164,7 @@ class _Attention(torch.autograd.Function):
         out, lse, rng_state, slopes, cu_q, cu_k, used, leftpad, table, *kept = saved[ctx.inputs :]
         if dout is None:
             return None, *(None for _ in inputs)
-        q, k, v = unpack(inputs)
+        q, k, v = map(Tensor.resolve_neg, unpack(inputs))  # as build made the call of them
         call = ctx.description._replace(
             q=q, k=k, v=v, alibi_slopes=slopes, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k,
             seqused_k=used, leftpad_k=leftpad, block_table=table, rng_state=rng_state,
