@@ -80,11 +80,8 @@ def test_a_machine_without_nvrtc_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         raise OSError("no libnvrtc anywhere")
 
     monkeypatch.setattr(loader, "_nvrtc", missing)
-    loader._compiler.cache_clear()
-    try:
-        (reason,) = Fused().reasons(traits())
-    finally:
-        loader._compiler.cache_clear()
+    monkeypatch.setattr(loader, "compiler", loader._once(loader.compiler.__wrapped__))
+    (reason,) = Fused().reasons(traits())
     assert "NVRTC" in reason and "no libnvrtc anywhere" in reason
 
 

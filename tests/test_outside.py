@@ -86,7 +86,7 @@ def test_another_tensor_with_the_id_of_one_that_is_gone_is_looked_at_anew() -> N
     cu_seqlens, other = starts(30, 50), starts(30, 20)
     outside.may_exist(cu_seqlens, 80)
     outside.may_exist(cu_seqlens, 80)
-    outside._known[id(other)] = outside._known[id(cu_seqlens)]._replace(state=outside.State.of(other))
+    outside._known[id(other)] = outside._known[id(cu_seqlens)]._replace(state=outside.state_of(other))
     assert outside.may_exist(other, 80)
     assert outside.may_exist(other, 80) and not outside.may_exist(other, 50)
 

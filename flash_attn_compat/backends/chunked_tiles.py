@@ -135,18 +135,23 @@ class TileSize(NamedTuple):
     keys: int
 
 
-# Elements of one tile of scores. On a CPU a tile should stay in the cache of a core; on a GPU launches are
-# what a small tile costs.
-_TILE_ELEMENTS = {"cpu": 2**19}
-_TILE_ELEMENTS_ACCELERATOR = 5 * 2**23
-_KEYS_PER_TILE = {"cpu": 512}
-_KEYS_PER_TILE_ACCELERATOR = 8192
-_MIN_ROWS = {"cpu": 128}
-_MIN_ROWS_ACCELERATOR = 256
+class Limits(NamedTuple):
+    """Of one tile: elements of scores, keys, the fewest rows worth a tile, and the share of visible keys in rows.
+
+    small: scores that are not worth a second round of launches, even if half of them are hidden
+    """
+
+    elements: int
+    keys: int
+    rows: int
+    share: int
+    small: int
+
+
+# On a CPU a tile should stay in the cache of a core; on a GPU launches are what a small tile costs.
+_CPU = Limits(elements=2**19, keys=512, rows=128, share=2, small=0)
+_ACCELERATOR = Limits(elements=5 * 2**23, keys=8192, rows=256, share=1, small=2**24)
 _ALIGNED_ROWS = 64
-# Scores that are not worth a second round of launches, even if half of them are hidden.
-_SMALL = {"cpu": 0}
-_SMALL_ACCELERATOR = 2**24
 # Masks of tiles kept for the next ones: both ends of a window.
 _REMEMBERED_TILES = 2
 
@@ -156,18 +161,17 @@ def _tile_size(call: AttentionCall, block: Block) -> TileSize:
 
     Rows beyond some share of the keys, or of a window, would mostly compute scores that the mask hides.
     """
-    device_type = block.q.device.type
+    limits = _CPU if block.q.is_cpu else _ACCELERATOR
     n, seqlen_q = block.q.shape[:2]
     seqlen_k = block.k.shape[1]
     left, right = call.mask
     band = seqlen_k if left is None or right is None else min(seqlen_k, left + right + 1)
-    rows = min(seqlen_q, _MIN_ROWS.get(device_type, _MIN_ROWS_ACCELERATOR))
-    share = 2 if device_type == "cpu" else 1
+    rows = min(seqlen_q, limits.rows)
     all_scores = n * call.nheads * seqlen_q * seqlen_k
-    everything = call.mask.is_full or all_scores <= _SMALL.get(device_type, _SMALL_ACCELERATOR)
-    most_rows = seqlen_q if everything else max(rows, min(seqlen_k // (4 * share), band // share))
-    keys = min(seqlen_k, band + most_rows, _KEYS_PER_TILE.get(device_type, _KEYS_PER_TILE_ACCELERATOR))
-    budget = _TILE_ELEMENTS.get(device_type, _TILE_ELEMENTS_ACCELERATOR) // (call.nheads // call.nheads_k)
+    everything = call.mask.is_full or all_scores <= limits.small
+    most_rows = seqlen_q if everything else max(rows, min(seqlen_k // (4 * limits.share), band // limits.share))
+    keys = min(seqlen_k, band + most_rows, limits.keys)
+    budget = limits.elements // (call.nheads // call.nheads_k)
     heads = max(1, min(call.nheads_k, budget // (rows * keys)))
     sequences = max(1, min(n, budget // (rows * keys * heads)))
     sequences = -(-n // -(-n // sequences))

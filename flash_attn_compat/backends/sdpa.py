@@ -1,7 +1,7 @@
 """PyTorch's fused scaled_dot_product_attention on blocks that need no padding, or next to none.
 
-Causal calls are cut into tiles that the kernel's own top-left causal mask fits; windows, ALiBi and
-padding get an additive bias, a few rows at a time. On a CPU the fused kernel is called below PyTorch's
+The kernel's own causal mask is aligned at the top left; where that does not fit, and for windows, ALiBi and
+padding, an additive bias does, a few rows at a time. On a CPU the fused kernel is called below PyTorch's
 autograd, since it returns the LSE that a backward needs; elsewhere the public function serves, and
 gradients come from differentiating it once more.
 """
@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_attn_compat.backends.base import BlockwiseBackend, Capabilities
-from flash_attn_compat.engine import alibi, online
+from flash_attn_compat.backends.base import BlockwiseBackend, Capabilities, arguments_of, operator
+from flash_attn_compat.engine import alibi
 from flash_attn_compat.engine.call import AttentionCall, Result, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
 from flash_attn_compat.engine.layout import Block, BlockPlan, Layout, lse_dtype
@@ -107,13 +107,12 @@ class Sdpa(BlockwiseBackend):
 class _Tile(NamedTuple):
     """Rows and keys that one kernel call can do.
 
-    causal: the kernel's own mask, aligned at the top left; biased: whether it needs a bias
+    causal: whether by the kernel's own mask, aligned at the top left, rather than by a bias
     """
 
     rows: Range
     keys: Range
     causal: bool = False
-    biased: bool = False
 
 
 def _biases(mask: Mask, block: Block) -> Callable[[_Tile], Tensor | None]:
@@ -121,12 +120,16 @@ def _biases(mask: Mask, block: Block) -> Callable[[_Tile], Tensor | None]:
     make: Callable[[Range, Range], Tensor | None] = functools.partial(_bias, mask, block)
     if block.first_key is None:
         make = ByDistance(make, most=1)
-    return lambda tile: make(tile.rows, tile.keys) if tile.biased else None
+    return lambda tile: None if tile.causal else make(tile.rows, tile.keys)
 
 
 def _fits_one_kernel_call(call: AttentionCall) -> bool:
-    left, right = call.mask
-    return left is None and (right is None or (right == 0 and call.q.shape[1] == call.k.shape[1]))
+    return call.mask.is_full or (_may_be_causal(call) and call.q.shape[1] == call.k.shape[1])
+
+
+def _may_be_causal(call: AttentionCall) -> bool:
+    """Whether the kernel's own mask is the call's: it multiplies its -inf by the scale, too."""
+    return call.mask.is_causal and call.softmax_scale > 0
 
 
 def _is_whole(tiles: list[_Tile], q: Tensor, k: Tensor) -> bool:
@@ -142,12 +145,7 @@ def _tiles(call: AttentionCall, block: Block) -> Iterator[_Tile]:
     plain = block.slopes is None and block.first_key is None
     if plain and mask.covers(rows, keys, block.offset):
         yield _Tile(rows, keys)
-    elif plain and mask.is_causal and block.q.is_cpu:  # where there is an LSE to merge by
-        earlier = Range(0, max(0, block.offset))
-        if earlier.size:
-            yield _Tile(rows, earlier)
-        yield _Tile(rows, Range(earlier.stop, seqlen_k), causal=True)
-    elif plain and mask.is_causal and block.offset <= 0:
+    elif plain and _may_be_causal(call) and block.offset <= 0:
         yield _Tile(rows, keys, causal=True)
     else:
         yield from _biased_tiles(call, block, rows)
@@ -165,7 +163,7 @@ def _biased_tiles(call: AttentionCall, block: Block, alive: Range) -> Iterator[_
     size = max(_MIN_BIAS_ROWS, min(max(width, 128), most, _BIAS_ELEMENTS // (copies * (width + 128))))
     for start in range(alive.start, alive.stop, size):
         rows = Range(start, min(start + size, alive.stop))
-        yield _Tile(rows, call.mask.visible_keys(rows, block.offset, seqlen_k), biased=True)
+        yield _Tile(rows, call.mask.visible_keys(rows, block.offset, seqlen_k))
 
 
 def _bias(mask: Mask, block: Block, rows: Range, keys: Range) -> Tensor | None:
@@ -191,26 +189,18 @@ def _distinct(slopes: Tensor) -> Tensor:
 def _assemble(
     q: Tensor, k: Tensor, v: Tensor, tiles: list[_Tile], bias_of: Callable[[_Tile], Tensor | None], scale: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Outputs of all tiles; those that share rows are merged by their LSE, rows in no tile stay empty."""
+    """Outputs of all tiles; rows in no tile stay empty."""
     n, nheads, seqlen_q, head_dim = q.shape
     out = q.new_zeros(n, seqlen_q, nheads, head_dim).transpose(1, 2)
-    lse = None
-    if not tiles:
-        return out, torch.full((n, nheads, seqlen_q), torch.inf, dtype=lse_dtype(q.dtype), device=q.device)
-    merged: tuple[Range, Tensor, Tensor] | None = None
+    lse = torch.full((n, nheads, seqlen_q), torch.inf, dtype=lse_dtype(q.dtype), device=q.device)
     for tile in tiles:
         rows, keys = slice(*tile.rows), slice(*tile.keys)
-        inputs = q[:, :, rows], k[:, :, keys], v[:, :, keys]
-        tile_out, tile_lse = _attend(*inputs, tile.causal, bias_of(tile), scale)
+        out[:, :, rows], tile_lse = _attend(
+            q[:, :, rows], k[:, :, keys], v[:, :, keys], tile.causal, bias_of(tile), scale
+        )
         if tile_lse is not None:
-            if merged is not None and merged[0] == tile.rows:
-                tile_out, tile_lse = online.merge(merged[1].to(tile_lse.dtype), merged[2], tile_out, tile_lse)
-            merged = tile.rows, tile_out, tile_lse
-            if lse is None:
-                lse = torch.full((n, nheads, seqlen_q), torch.inf, dtype=tile_lse.dtype, device=q.device)
             lse[:, :, rows] = tile_lse
-        out[:, :, rows] = tile_out
-    return out, lse
+    return out, lse if q.is_cpu else None
 
 
 def _blank_dead_rows(
@@ -246,16 +236,13 @@ def _backward_dtype(q: Tensor) -> torch.dtype:
     return torch.float32 if q.is_cpu and q.dtype in _SLOW else _forward_dtype(q)
 
 
-def _op_with_mask(name: str) -> Callable[..., tuple[Tensor, ...]] | None:
+def _op_with_mask(name: str) -> Any:
     """A private operator of PyTorch, if this build has it with an attn_mask argument.
 
     Taken from torch where it is bound there: a call through torch.ops costs 4 microseconds more.
     """
-    op = getattr(torch.ops.aten, name, None)
-    if op is None or "attn_mask" not in {argument.name for argument in op.default._schema.arguments}:
-        return None
-    found: Callable[..., tuple[Tensor, ...]] = getattr(torch, name, op.default)
-    return found
+    found = operator(name)
+    return getattr(torch, name, found) if "attn_mask" in arguments_of(found) else None
 
 
 # torch.__version__ compares as a version, not as letters.
@@ -282,8 +269,6 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor | None]:
     """(n, heads, rows, head_dim) inputs -> out and, on a CPU, the LSE (n, heads, rows)."""
-    if causal and scale <= 0:
-        return _attend(q * _sign(scale), k, v, causal, bias, abs(scale) or 1.0)
     if not q.is_cpu:
         return _public(q, k, v, causal, bias, scale), None
     dtype = _forward_dtype(q)
@@ -312,9 +297,6 @@ def _attend_folded(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tenso
 def _gradients(
     q: Tensor, k: Tensor, v: Tensor, upstream: Upstream, causal: bool, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, ...]:
-    if causal and scale <= 0:
-        dq, dk, dv = _gradients(q * _sign(scale), k, v, upstream, causal, bias, abs(scale) or 1.0)
-        return dq * _sign(scale), dk, dv
     dout, out, lse = upstream[:3]
     if q.is_cpu and (_SHARES_KEY_HEADS or q.shape[1] == k.shape[1]):
         found: tuple[Tensor, ...] = _BACKWARD(dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
@@ -326,11 +308,6 @@ def _gradients(
     q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
     with torch.enable_grad():
         return torch.autograd.grad(_public(q, k, v, causal, bias, scale), (q, k, v), dout)
-
-
-def _sign(scale: float) -> float:
-    """What q takes of a scale that is not positive: the kernel multiplies the -inf of its causal mask by it, too."""
-    return -1.0 if scale < 0 else 0.0
 
 
 def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

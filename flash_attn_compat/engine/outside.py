@@ -16,39 +16,22 @@ from torch import Tensor
 from flash_attn_compat.engine import capture
 
 
-class State(NamedTuple):
-    """What changes whenever somebody gives a tensor other numbers."""
-
-    version: int
-    address: int
-    length: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> State:
-        return cls(tensor._version, tensor.data_ptr(), tensor.shape[0])
-
-
 class _Bounds(NamedTuple):
-    """The first and last number of a cu_seqlens tensor in ``state``, on the host after ``event``."""
+    """The first and last number of a cu_seqlens tensor in ``state``: in ``values``, on the host after ``event``.
+
+    event: None once they have arrived, as ``found``
+    """
 
     tensor: weakref.ref[Tensor]
-    state: State
+    state: tuple[int, ...]
     values: Tensor
-    event: torch.cuda.Event
-
-
-class _KnownBounds(NamedTuple):
-    """The same, once they have arrived."""
-
-    tensor: weakref.ref[Tensor]
-    state: State
-    first: int
-    last: int
+    event: torch.cuda.Event | None
+    found: tuple[int, int] = (0, 0)
 
 
 # By the tensors' id, since tensors compare element by element. Each step on it is one operation of a dict, which
 # threads may make at the same time; an entry goes when its tensor does, before another one can have that id.
-_known: dict[int, _Bounds | _KnownBounds] = {}
+_known: dict[int, _Bounds] = {}
 
 
 def may_exist(cu_seqlens: Tensor | None, total: int) -> bool:
@@ -62,14 +45,19 @@ def may_exist(cu_seqlens: Tensor | None, total: int) -> bool:
         return True
     key = id(cu_seqlens)
     known = _known.get(key)
-    if known is None or known.tensor() is not cu_seqlens or known.state != State.of(cu_seqlens):
+    if known is None or known.tensor() is not cu_seqlens or known.state != state_of(cu_seqlens):
         _known[key] = _copy_bounds(cu_seqlens)
         return True
-    if isinstance(known, _Bounds):
+    if known.event is not None:
         if not known.event.query():
             return True
-        known = _known[key] = _KnownBounds(known.tensor, known.state, *known.values.tolist())
-    return known.first != 0 or known.last != total
+        known = _known[key] = known._replace(event=None, found=tuple(known.values.tolist()))
+    return known.found != (0, total)
+
+
+def state_of(tensor: Tensor) -> tuple[int, ...]:
+    """What changes whenever somebody gives a tensor other numbers."""
+    return tensor._version, tensor.data_ptr(), tensor.shape[0]
 
 
 def mask(cu_seqlens: Tensor, total: int) -> Tensor:
@@ -100,11 +88,8 @@ def _copy_bounds(cu_seqlens: Tensor) -> _Bounds:
     event = torch.cuda.Event()
     # The copy is issued to this stream, whatever the current device is.
     event.record(torch.cuda.current_stream(cu_seqlens.device))
-    return _Bounds(_reference(cu_seqlens), State.of(cu_seqlens), values, event)
-
-
-def _reference(cu_seqlens: Tensor) -> weakref.ref[Tensor]:
-    return weakref.ref(cu_seqlens, functools.partial(_forget, id(cu_seqlens)))
+    reference = weakref.ref(cu_seqlens, functools.partial(_forget, id(cu_seqlens)))
+    return _Bounds(reference, state_of(cu_seqlens), values, event)
 
 
 def _forget(key: int, _: weakref.ref[Tensor]) -> None:

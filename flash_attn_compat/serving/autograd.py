@@ -25,16 +25,12 @@ def unpack(inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
 
     Packed tensors hold them along their third axis from the end.
     """
-    if len(inputs) == 3:
-        q, k, v = inputs
-    elif len(inputs) == 2:
-        q, kv = inputs
-        _check_packed(kv, 2)
-        k, v = kv.select(-3, 0), kv.select(-3, 1)
-    else:
-        (qkv,) = inputs
-        _check_packed(qkv, 3)
-        q, k, v = qkv.select(-3, 0), qkv.select(-3, 1), qkv.select(-3, 2)
+    *alone, packed = inputs
+    if len(alone) < 2:
+        _check_packed(packed, 3 - len(alone))
+        q, k, v = (*alone, *[packed.select(-3, index) for index in range(3 - len(alone))])
+        return q, k, v
+    q, k, v = inputs
     return q, k, v
 
 

@@ -12,6 +12,7 @@ import functools
 import glob
 import hashlib
 import importlib.util
+import itertools
 import os
 import re
 import sys
@@ -324,44 +325,43 @@ def included(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def why_not() -> str | None:
-    """Why no kernel can be compiled or loaded on this machine; None where both libraries were found."""
-    for what, found in (("NVRTC, which compiles the kernels,", _compiler()), ("the CUDA driver", _driver())):
-        if isinstance(found, KernelError):
-            return f"{what} cannot be used: {_first_line(found)}"
-    return None
-
-
-def compiler() -> Compiler:
-    """NVRTC; raises the same KernelError each time if none works."""
-    return _raised(_compiler())
-
-
-def driver() -> Driver:
-    """The driver; raises the same KernelError each time if none works."""
-    return _raised(_driver())
-
-
 def _raised(found: Found | KernelError) -> Found:
     if isinstance(found, KernelError):
         raise KernelError(str(found))
     return found
 
 
-@functools.cache
-def _compiler() -> Compiler | KernelError:
-    try:
-        return Compiler(_nvrtc())
-    except (OSError, AttributeError, KernelError) as error:
-        return KernelError(str(error))
+def _once(make: Callable[[], Found]) -> Callable[[], Found]:
+    """``make``, called once; raises the same KernelError each time where that failed."""
+
+    @functools.cache
+    def made() -> Found | KernelError:
+        try:
+            return make()
+        except (OSError, AttributeError, KernelError) as error:
+            return KernelError(str(error))
+
+    return functools.wraps(make)(lambda: _raised(made()))
 
 
-@functools.cache
-def _driver() -> Driver | KernelError:
-    try:
-        return Driver(ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"))
-    except (OSError, AttributeError, KernelError) as error:
-        return KernelError(str(error))
+@_once
+def compiler() -> Compiler:
+    return Compiler(_nvrtc())
+
+
+@_once
+def driver() -> Driver:
+    return Driver(ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"))
+
+
+def why_not() -> str | None:
+    """Why no kernel can be compiled or loaded on this machine; None where both libraries were found."""
+    for what, find in (("NVRTC, which compiles the kernels,", compiler), ("the CUDA driver", driver)):
+        try:
+            find()
+        except KernelError as error:
+            return f"{what} cannot be used: {_first_line(error)}"
+    return None
 
 
 def _nvrtc() -> ctypes.CDLL:
@@ -382,10 +382,8 @@ def _places(major: str) -> Iterator[str]:
     patterns = [os.path.join(os.path.dirname(torch.__file__), "lib", name)]
     spec = importlib.util.find_spec("nvidia")
     for base in (spec.submodule_search_locations or ()) if spec is not None else ():
-        patterns += [os.path.join(base, *folder, name) for folder in ((f"cu{major}", "lib"), ("cuda_nvrtc", "lib"))]
-        patterns += [
-            os.path.join(base, *folder, name) for folder in ((f"cu{major}", "bin", "**"), ("cuda_nvrtc", "bin"))
-        ]
+        folders = itertools.product((f"cu{major}", "cuda_nvrtc"), ("lib", os.path.join("bin", "**")))
+        patterns += [os.path.join(base, *folder, name) for folder in folders]
     for pattern in patterns:
         yield from (path for path in sorted(glob.glob(pattern, recursive=True)) if not _OTHERS.search(path))
     if sys.platform == "win32":
