@@ -27,49 +27,36 @@ def official(monkeypatch):
     assert "flash_attn" not in sys.modules
 
 
-def with_gradients(function, *inputs, **options):
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    out = function(*leaves, **options)
+def results(function, *inputs, **options):
+    """Of fresh copies: what is returned, gradients, and caches that were written."""
+    leaves = [x.clone() for x in inputs]
+    if "cache_seqlens" in options:
+        return [function(leaves[0], *leaves[2:], k=leaves[1], v=leaves[1], **options), *leaves[2:]]
+    out = function(*[x.requires_grad_() for x in leaves], **options)
     return [out, *torch.autograd.grad(out.square().sum(), leaves)]
 
 
-def assert_equal(got, expected):
-    assert len(got) == len(expected) and all(torch.equal(a, b) for a, b in zip(got, expected))
+DENSE = [(2, 17, heads, 32) for heads in (4, 2, 2)]
+STARTS, LENGTHS = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([0, 7, 7, 20], [5, 7]))
+CALLS = [
+    ("flash_attn_func", DENSE, {}),
+    ("flash_attn_func", DENSE, {"window_size": (4, 0), "softcap": 3.0}),
+    ("flash_attn_varlen_qkvpacked_func", [(20, 3, 4, 32)], {"cu_seqlens": STARTS, "max_seqlen": 13, "causal": True}),
+    ("flash_attn_with_kvcache", [(2, 1, 4, 32), (2, 1, 2, 32), *[(2, 32, 2, 32)] * 2], {"cache_seqlens": LENGTHS}),
+]
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (4, 0), "softcap": 3.0}], ids=str)
-def test_dense_calls_and_gradients_equal_ours(official, calls, options):
-    inputs = [torch.randn(2, 17, heads, 32) for heads in (4, 2, 2)]
-    got = with_gradients(official.flash_attn_func, *inputs, **options)
+@pytest.mark.parametrize(("name", "shapes", "options"), CALLS)
+def test_results_and_gradients_are_ours_to_the_bit(official, calls, name, shapes, options):
+    inputs = [torch.randn(shape) for shape in shapes]
+    found = results(getattr(official, name), *inputs, **options)
     assert calls() > 0
-    assert_equal(got, with_gradients(flash_attn_compat.flash_attn_func, *inputs, **options))
-
-
-def test_packed_calls_with_an_empty_sequence_equal_ours(official):
-    qkv, cu_seqlens = torch.randn(20, 3, 4, 32), torch.tensor([0, 7, 7, 20], dtype=torch.int32)
-    arguments = {"cu_seqlens": cu_seqlens, "max_seqlen": 13, "causal": True}
-    got = with_gradients(official.flash_attn_varlen_qkvpacked_func, qkv, **arguments)
-    assert_equal(got, with_gradients(flash_attn_compat.flash_attn_varlen_qkvpacked_func, qkv, **arguments))
-
-
-def test_decoding_with_a_cache_equals_ours(official):
-    q, k = torch.randn(2, 1, 4, 32), torch.randn(2, 1, 2, 32)
-    cache = torch.randn(2, 32, 2, 32)
-    lengths = torch.tensor([5, 7], dtype=torch.int32)
-
-    def decode(function):
-        caches = cache.clone(), cache.clone()
-        return [function(q, *caches, k=k, v=k, cache_seqlens=lengths), *caches]
-
-    assert_equal(decode(official.flash_attn_with_kvcache), decode(flash_attn_compat.flash_attn_with_kvcache))
+    assert all(map(torch.equal, found, results(getattr(flash_attn_compat, name), *inputs, **options)))
 
 
 def test_it_compiles_as_one_graph(official):
-    inputs = [torch.randn(2, 17, 2, 32) for _ in range(3)]
+    inputs = [torch.randn(shape) for shape in DENSE]
     torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda q, k, v: official.flash_attn_func(q, k, v, causal=True), fullgraph=True, backend="aot_eager"
-    )
-    assert_equal(
-        with_gradients(compiled, *inputs), with_gradients(flash_attn_compat.flash_attn_func, *inputs, causal=True)
-    )
+    compiled = torch.compile(official.flash_attn_func, fullgraph=True, backend="aot_eager")
+    expected = results(flash_attn_compat.flash_attn_func, *inputs, causal=True)
+    assert all(map(torch.equal, results(compiled, *inputs, causal=True), expected))

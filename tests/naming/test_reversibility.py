@@ -65,13 +65,10 @@ def test_nested_blocks_undo_at_the_outermost_end_and_when_they_raise():
         importlib.import_module("flash_attn")
         raise KeyError
     assert state() == before
-
-
-def test_a_block_leaves_an_explicit_patch_standing():
     patch()
     with patched():
         pass
-    assert importlib.util.find_spec("flash_attn")
+    importlib.import_module("flash_attn")  # a block leaves an explicit patch standing
 
 
 def test_what_others_put_into_paths_meanwhile_stays(monkeypatch):
@@ -113,15 +110,6 @@ def test_threads_that_patch_and_unpatch_at_once_leave_nothing():
         thread.join()
     assert not errors
     assert state() == before
-
-
-def test_functions_imported_while_patched_keep_working():
-    import torch
-
-    with patched():
-        from flash_attn import flash_attn_func
-    q = torch.randn(1, 4, 1, 8)
-    assert flash_attn_func(q, q, q).shape == q.shape
 
 
 def test_a_child_of_a_patched_process_can_patch_and_unpatch_itself():
