@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_attn_compat
+from flash_attn_compat.bert_padding import index_first_axis, pad_input
 from verify import implementations as impl
 from verify.call import Call
 from verify.oracle import keys_visible
@@ -137,105 +138,79 @@ def aten_flash(workload: Workload, given: Call) -> Prepared:
 # ---- what people write -----------------------------------------------------------------------------------------------
 
 
-class _Padding:
-    """Packed tokens to (batch, longest, ...) and back; dense tensors as they are."""
-
-    def __init__(self, lengths: tuple[int, ...], packed: bool, device: torch.device) -> None:
-        self.batch, self.longest = len(lengths), max(lengths)
-        rows = [torch.arange(length) + index * self.longest for index, length in enumerate(lengths)]
-        self.places = torch.cat(rows).to(device) if packed else None
-
-    def pad(self, tokens: Tensor) -> Tensor:
-        if self.places is None:
-            return tokens
-        padded = tokens.new_zeros(self.batch * self.longest, *tokens.shape[1:])
-        return padded.index_put((self.places,), tokens).view(self.batch, self.longest, *tokens.shape[1:])
-
-    def unpad(self, padded: Tensor) -> Tensor:
-        return padded if self.places is None else padded.flatten(0, 1).index_select(0, self.places)
-
-
 def _mask(workload: Workload, given: Call) -> tuple[Tensor | None, bool]:
     """attn_mask and is_causal for SDPA; no mask where right padding and is_causal do without."""
-    key = torch.arange(workload.max_seqlen_k, device=given.q.device)
-    if workload.decode:
-        return (key < given.args["cache_seqlens"][:, None])[:, None, None], False
-    left, right = workload.bounds
-    if not workload.alibi and left < 0 and (right < 0 or (workload.causal and workload.self_attention)):
-        if right >= 0 or workload.full:
-            return None, right >= 0
-        lengths = torch.tensor(workload.seqlens_k, device=given.q.device)
-        return (key < lengths[:, None])[:, None, None], False
+    (left, right), device = workload.bounds, given.q.device
+    causal = right >= 0 and workload.max_seqlen_q > 1  # a single row sees every key
+    key = torch.arange(workload.max_seqlen_k, device=device)
+    if not workload.alibi and left < 0 and (workload.self_attention if causal else right < 0 or workload.decode):
+        if causal or (workload.full and not workload.decode):
+            return None, causal
+        return (key < torch.tensor(workload.seqlens_k, device=device)[:, None])[:, None, None], False
     shape = 1 if workload.full else workload.batch, 1, workload.max_seqlen_q, workload.max_seqlen_k
-    visible = torch.zeros(shape, dtype=torch.bool, device=given.q.device)
+    visible = torch.zeros(shape, dtype=torch.bool, device=device)
     for mine, sq, sk in zip(visible[:, 0], workload.seqlens_q, workload.seqlens_k):
-        mine[:sq, :sk] = keys_visible(sq, sk, workload.causal, workload.window_size, given.q.device)
+        mine[:sq, :sk] = keys_visible(sq, sk, workload.causal, workload.window_size, device)
         # Rows of padding see their keys as well: a row that sees none is NaN in some kernels, and NaN in padding
         # reaches the gradients.
         mine[sq:, :sk] = True
     if not workload.alibi:
         return visible, False
-    row = torch.arange(workload.max_seqlen_q, device=given.q.device)[:, None] + workload.max_seqlen_k
+    row = torch.arange(workload.max_seqlen_q, device=device)[:, None] + workload.max_seqlen_k
     bias = -given.args["alibi_slopes"][:, None, None] * (row - workload.max_seqlen_q - key).abs()
     return bias[None].masked_fill(~visible, -torch.inf).to(given.dtype), False
 
 
-def _heads_first(workload: Workload, given: Call) -> tuple[Callable[..., tuple[Tensor, ...]], _Padding]:
-    """(q, k, v) -> padded (batch, nheads, seqlen, head_dim) with the key heads repeated; and how to unpad."""
+def _padded(workload: Workload, given: Call, attention: Callable[..., Tensor]) -> Prepared:
+    """attention(q, k, v, mask, is_causal) of (batch, nheads, longest, head_dim), the key heads repeated."""
     _no_append(workload)
-    rows = _Padding(workload.seqlens_q, workload.packed, given.q.device)
-    keys = _Padding(workload.seqlens_k, workload.packed, given.q.device)
+    mask, is_causal = _mask(workload, given)
+    if is_causal and attention is not F.scaled_dot_product_attention:
+        mask = torch.ones(workload.max_seqlen_q, workload.max_seqlen_k, dtype=torch.bool, device=given.q.device).tril()
 
-    def spread(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    def places(lengths: tuple[int, ...]) -> Tensor:
+        rows = [torch.arange(length) + index * max(lengths) for index, length in enumerate(lengths)]
+        return torch.cat(rows).to(given.q.device)
+
+    places_q, places_k = (places(lengths) for lengths in (workload.seqlens_q, workload.seqlens_k))
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if workload.page_size:
             k, v = (pages[given.args["block_table"]].flatten(1, 2)[:, : workload.max_seqlen_k] for pages in (k, v))
-        q, k, v = rows.pad(q).transpose(1, 2), keys.pad(k).transpose(1, 2), keys.pad(v).transpose(1, 2)
+        if workload.packed:
+            q = pad_input(q, places_q, workload.batch, workload.max_seqlen_q)
+            k, v = (pad_input(x, places_k, workload.batch, workload.max_seqlen_k) for x in (k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if workload.group > 1:
             k, v = (x.repeat_interleave(workload.group, 1) for x in (k, v))
-        return q, k, v
+        out = attention(q, k, v, mask, workload.dropout_p, is_causal).transpose(1, 2)
+        return index_first_axis(out.flatten(0, 1), places_q) if workload.packed else out
 
-    return spread, rows
+    return Prepared(run, prepared_bytes=0 if mask is None else mask.nbytes)
 
 
 def plain(workload: Workload, given: Call) -> Prepared:
     """Matmul, softmax, matmul, on padded tensors: the textbook formula, and the only way to a softcap."""
-    spread, rows = _heads_first(workload, given)
-    mask, is_causal = _mask(workload, given)
-    if is_causal:
-        longest = workload.max_seqlen_q
-        mask = torch.ones(longest, longest, dtype=torch.bool, device=given.q.device).tril()
-    scale = workload.head_dim**-0.5
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = spread(q, k, v)
-        scores = q @ k.transpose(-1, -2) * scale
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool) -> Tensor:
+        scores = q @ k.transpose(-1, -2) * workload.head_dim**-0.5
         if workload.softcap:
             scores = torch.tanh(scores / workload.softcap) * workload.softcap
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
         probabilities = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)
-        if workload.dropout_p:
-            probabilities = F.dropout(probabilities, workload.dropout_p)
-        return rows.unpad((probabilities @ v).transpose(1, 2))
+        return (F.dropout(probabilities, dropout_p) if dropout_p else probabilities) @ v
 
-    return Prepared(run, prepared_bytes=0 if mask is None else mask.nbytes)
+    return _padded(workload, given, attention)
 
 
 def pad_sdpa(workload: Workload, given: Call) -> Prepared:
     """Pad, F.scaled_dot_product_attention, unpad; on a GPU with the kernels that Turing has and no others."""
     if workload.softcap:
         return plain(workload, given)
-    spread, rows = _heads_first(workload, given)
-    mask, is_causal = _mask(workload, given)
-    options: dict[str, Any] = {"attn_mask": mask, "dropout_p": workload.dropout_p, "is_causal": is_causal}
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = spread(q, k, v)
-        return rows.unpad(F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2))
-
     of_turing = functools.partial(sdpa_kernel, [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
     around = of_turing if given.q.device.type == "cuda" else nullcontext
-    return Prepared(run, around, prepared_bytes=0 if mask is None else mask.nbytes)
+    return replace(_padded(workload, given, F.scaled_dot_product_attention), around=around)
 
 
 def sdpa_loop(workload: Workload, given: Call) -> Prepared:
@@ -244,20 +219,15 @@ def sdpa_loop(workload: Workload, given: Call) -> Prepared:
         raise Unavailable("pad_sdpa is the same where nothing is packed")
     if workload.softcap or workload.alibi or workload.window_size != (-1, -1):
         raise Unavailable("only for plain and causal masks")
-    if workload.causal and not workload.self_attention:
-        raise Unavailable("is_causal aligns at the top left")
-    lengths_q, lengths_k = list(workload.seqlens_q), list(workload.seqlens_k)
+    lengths = list(workload.seqlens_q)
+
+    def one(*qkv: Tensor) -> Tensor:
+        q, k, v = (tokens.transpose(0, 1)[None] for tokens in qkv)
+        options: dict[str, Any] = {"dropout_p": workload.dropout_p, "is_causal": workload.causal}
+        return F.scaled_dot_product_attention(q, k, v, **options)[0].transpose(0, 1)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        parts = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k))
-        return torch.cat([one(*part) for part in parts])
-
-    def one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (tokens.transpose(0, 1)[None] for tokens in (q, k, v))
-        if workload.group > 1:
-            k, v = (x.repeat_interleave(workload.group, 1) for x in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, dropout_p=workload.dropout_p, is_causal=workload.causal)
-        return out[0].transpose(0, 1)
+        return torch.cat([one(*part) for part in zip(*(x.split(lengths) for x in (q, k, v)))])
 
     return Prepared(run)
 
