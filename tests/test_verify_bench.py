@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from tests.support import check_refused_in_one_line
-from verify import bench, bench_run, spot_check, timing
+from verify import bench, spot_check, timing
 from verify.bench_run import Plan, run
 from verify.cli import main
 from verify.contestants import RIVALS, Contestant, Prepared, Unavailable, ours, plain
 from verify.spot_check import Piece, check, pieces, truths
 from verify.timing import Allocations, Failed, Job, allocations, geometric_mean, time_together
-from verify.workloads import DECODE, FULL, SMALL, Workload, make_call, shrunk
+from verify.workloads import DECODE, FULL, SMALL, Workload, shrunk, workload
 
-TINY = {workload.name: shrunk(workload, batch=32, seqlen=64, heads=8) for workload in (*FULL, *DECODE)}
+TINY = {one.name: shrunk(one, batch=32, seqlen=64, heads=8) for one in (*FULL, *DECODE)}
 QUICK = ["bench", "--repeats", "2", "--backends", "default,chunked"]
 
 
@@ -155,7 +155,7 @@ def test_a_failure_is_a_row_with_its_reason_and_the_others_keep_their_figures():
 
 
 def test_inputs_that_do_not_fit_are_a_failure_of_everybody(monkeypatch):
-    monkeypatch.setattr(bench_run, "make_call", lambda *arguments: _raising(None, None)(0, 0, 0))
+    monkeypatch.setattr(Workload, "call", lambda *arguments: _raising(None, None)(0, 0, 0))
     assert {row.reason for row in _rows_of(_stub("one", _right), RIVALS["plain"]).values()} == {"out of memory"}
 
 
@@ -169,7 +169,7 @@ def test_a_wrong_answer_of_ours_gives_exit_code_1(cross_short_q, monkeypatch, ca
 
 
 def _checked(contestant, workload, dtype=torch.float32):
-    inputs = make_call(workload, "cpu", dtype)
+    inputs = workload.call("cpu", dtype)
     right = truths(workload, inputs)  # first: a call that appends writes to its cache
     prepared = contestant.prepare(workload, inputs)
     return check(prepared, workload, inputs, right, backward=not workload.decode)
@@ -182,14 +182,14 @@ def test_every_rival_and_the_default_are_right_on_every_workload(name):
             found = _checked(contestant, TINY[name])
         except Unavailable:
             assert not contestant.ours and (contestant.name in ("official", "aten_flash", "sdpa_loop")
-                                            or TINY[name].appends)  # fmt: skip
+                                            or TINY[name].new_keys)  # fmt: skip
             continue
         assert found.ok, (contestant.name, found)
 
 
 @pytest.mark.parametrize("name", ["llm_gqa_causal", "mistral_window", "uniform_varlen"])
 def test_what_is_right_does_not_depend_on_the_blocks_it_is_computed_in(name, monkeypatch):
-    inputs = make_call(TINY[name], "cpu", torch.float16)
+    inputs = TINY[name].call("cpu", torch.float16)
     whole = truths(TINY[name], inputs)
     monkeypatch.setattr(spot_check, "BLOCK_SCORES", 33 * TINY[name].max_seqlen_k)
     cut = truths(TINY[name], inputs)
@@ -228,9 +228,9 @@ def _nan_in_the_last_row(workload, inputs):
 @pytest.mark.parametrize(
     ("name", "wrong", "quantity"),
     [
-        ("mistral_window", _changed(window_size=(17, 0)), None),
-        ("modernbert_local", _changed(window_size=(1, 2)), None),
-        ("alibi_causal", _changed(alibi=False), None),
+        ("mistral_window", _changed(window=(17, 0)), None),
+        ("modernbert_local", _changed(window=(1, 2)), None),
+        ("alibi_causal", _changed(alibi=""), None),
         ("gemma_softcap", _changed(softcap=0.0), None),
         ("llm_gqa_causal", _changed(causal=False), None),
         ("skewed_varlen", _forgets_dk, "dk"),
@@ -256,7 +256,7 @@ def test_a_step_that_does_not_rotate_or_appends_nothing_is_seen(name, left_out):
     assert not _checked(_stub("wrong", forgetful), TINY[name]).ok
 
 
-DROPOUT = Workload("dropout", (24, 40), (24, 40), 4, 2, 16, packed=True, causal=True, dropout_p=0.3)
+DROPOUT = workload("dropout", (24, 40), (4, 2), 16, "varlen", causal=True, dropout_p=0.3)
 
 
 def _backward_draws_again(workload, inputs):
@@ -302,7 +302,7 @@ def test_geometric_mean_of_a_ratio_and_its_inverse_is_one():
 
 def test_shrunk_workloads_keep_their_features():
     for large, small in zip((*FULL, *DECODE), SMALL):
-        for name in ("causal", "softcap", "alibi", "dropout_p", "decode", "packed", "page_size"):
+        for name in ("causal", "softcap", "alibi", "dropout_p", "kind", "page_size", "new_keys"):
             assert getattr(small, name) == getattr(large, name), name
         assert small.nheads / small.nheads_k == large.nheads / large.nheads_k
         assert (small.bounds[0] > 0) == (large.bounds[0] > 0)
@@ -361,6 +361,5 @@ def test_a_context_is_entered_around_every_reading():
 
 
 def test_the_pieces_checked_are_the_longest_and_the_shortest_sequence():
-    workload = Workload("three", (5, 9, 2), (5, 9, 2), 4, 2, 8, packed=True)
-    assert pieces(workload) == [Piece(1, 1), Piece(2, 0)]
-    assert len(pieces(Workload("one", (5,), (5,), 1, 1, 8))) == 1
+    assert pieces(workload("three", (5, 9, 2), (4, 2), 8, "varlen")) == [Piece(1, 1), Piece(2, 0)]
+    assert len(pieces(workload("one", (5,), (1, 1), 8))) == 1

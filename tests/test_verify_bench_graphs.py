@@ -86,7 +86,7 @@ def test_a_replay_that_does_not_see_new_inputs_is_wrong_and_has_no_time(name, mo
 @pytest.mark.parametrize("stale", ["cache_seqlens", "block_table"])
 def test_a_replay_with_old_lengths_or_pages_is_wrong(stale):
     workload = TINY["decode_32x4096_paged"]
-    inputs = graphs.make_call(workload, "cpu", torch.float32)
+    inputs = workload.call("cpu", torch.float32)
     old = replace(inputs, args={**inputs.args, stale: inputs.args[stale].clone()})
     assert _job(workload, inputs, old) is graphs.DIFFERENT
     assert not isinstance(_job(workload, inputs, inputs), graphs.Failed)

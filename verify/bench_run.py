@@ -13,7 +13,7 @@ from verify.call import Call
 from verify.contestants import Contestant, Prepared, Unavailable
 from verify.judge import Check
 from verify.timing import Allocations, Failed, Job, Timing, allocations, attempt, free_memory, time_together
-from verify.workloads import Workload, make_call
+from verify.workloads import Workload
 
 MIB = 2**20
 
@@ -81,7 +81,7 @@ def _rows(workload: Workload, plan: Plan, step: Callable[[str], None]) -> list[R
     prepared: dict[str, Prepared] = {}
     backward = plan.backward and not workload.decode
     step(f"{workload.name}: tensors")
-    given = attempt(plan.device, make_call, workload, plan.device, plan.dtype, plan.seed)
+    given = attempt(plan.device, workload.call, plan.device, plan.dtype, plan.seed)
     right = given if isinstance(given, Failed) else attempt(plan.device, spot_check.truths, workload, given)
     if isinstance(given, Failed) or isinstance(right, Failed):
         reason = right.reason if isinstance(right, Failed) else ""

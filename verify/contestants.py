@@ -105,7 +105,7 @@ def official(workload: Workload, given: Call) -> Prepared:
 
 
 def _no_append(workload: Workload) -> None:
-    if workload.appends:
+    if workload.new_keys:
         raise Unavailable("reads a cache but appends nothing to it")
 
 
@@ -122,7 +122,7 @@ def aten_flash(workload: Workload, given: Call) -> Prepared:
     longest = workload.max_seqlen_q, workload.max_seqlen_k
     left, right = workload.bounds
     options: dict[str, Any] = {}
-    if workload.window_size != (-1, -1):
+    if workload.window != (-1, -1):
         options = {"window_size_left": left, "window_size_right": right}
     if workload.alibi:
         options["alibi_slopes"] = given.args["alibi_slopes"]
@@ -150,7 +150,7 @@ def _mask(workload: Workload, given: Call) -> tuple[Tensor | None, bool]:
     shape = 1 if workload.full else workload.batch, 1, workload.max_seqlen_q, workload.max_seqlen_k
     visible = torch.zeros(shape, dtype=torch.bool, device=device)
     for mine, sq, sk in zip(visible[:, 0], workload.seqlens_q, workload.seqlens_k):
-        mine[:sq, :sk] = keys_visible(sq, sk, workload.causal, workload.window_size, device)
+        mine[:sq, :sk] = keys_visible(sq, sk, workload.causal, workload.window, device)
         # Rows of padding see their keys as well: a row that sees none is NaN in some kernels, and NaN in padding
         # reaches the gradients.
         mine[sq:, :sk] = True
@@ -217,7 +217,7 @@ def sdpa_loop(workload: Workload, given: Call) -> Prepared:
     """F.scaled_dot_product_attention for one sequence after the other, with whatever kernel PyTorch picks."""
     if not workload.packed:
         raise Unavailable("pad_sdpa is the same where nothing is packed")
-    if workload.softcap or workload.alibi or workload.window_size != (-1, -1):
+    if workload.softcap or workload.alibi or workload.window != (-1, -1):
         raise Unavailable("only for plain and causal masks")
     lengths = list(workload.seqlens_q)
 

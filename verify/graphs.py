@@ -16,7 +16,7 @@ from verify.bench_run import Plan, Row, forward_job, prepare
 from verify.call import Call
 from verify.contestants import Contestant
 from verify.timing import Failed, Job, Timing, attempt, free_memory, synchronize, time_together
-from verify.workloads import Workload, make_call
+from verify.workloads import Workload
 
 WARM_UP_CALLS = 3
 DIFFERENT = Failed("a replay on other inputs gives another answer than the call")
@@ -30,7 +30,7 @@ def add_graphs(plan: Plan, rows: list[Row], step: Callable[[str], None] = lambda
             continue
         free_memory()
         step(f"{workload.name}: in a CUDA graph")
-        given = attempt(plan.device, make_call, workload, plan.device, plan.dtype, plan.seed)
+        given = attempt(plan.device, workload.call, plan.device, plan.dtype, plan.seed)
         tried = {
             one.name: given if isinstance(given, Failed) else attempt(plan.device, replay_job, one, workload, given)
             for one in plan.contestants

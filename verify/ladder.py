@@ -25,7 +25,7 @@ from verify.output import add_output_arguments, check_output_arguments, console,
 from verify.steps import STEPS
 from verify.tables import Report, Table
 from verify.timing import DeviceLost
-from verify.workloads import Workload
+from verify.workloads import Workload, workload
 
 DEFAULT_LENGTHS = (128, 256, 512, 1024)
 ENOUGH_S = 0.6  # of readings, for one step at one length
@@ -135,9 +135,8 @@ def main(arguments: argparse.Namespace) -> int:
     lengths = sorted(set(arguments.n or DEFAULT_LENGTHS))
     if arguments.plot and len(lengths) == 1:
         lengths = sorted({max(1, lengths[0] // part) for part in (4, 2, 1)})
-    heads, head_dim = (arguments.heads, arguments.heads), arguments.head_dim
-    workloads = [Workload(f"N = {n}", (n,) * arguments.batch, (n,) * arguments.batch, *heads, head_dim,
-                          causal=arguments.causal) for n in lengths]  # fmt: skip
+    heads, options = (arguments.heads, arguments.heads), {"causal": arguments.causal}
+    workloads = [workload(f"N = {n}", (n,) * arguments.batch, heads, arguments.head_dim, **options) for n in lengths]
     plan = Plan(workloads, rungs(arguments.br, arguments.bc), device, arguments.dtype, arguments.repeats, ENOUGH_S,
                 backward=False, seed=arguments.seed)  # fmt: skip
     terminal = console()

@@ -9,7 +9,7 @@ right about an answer stays out: see oracle.py and judge.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -98,17 +98,20 @@ class Problem:
     def has_gradients(self) -> bool:
         return self.backward and self.kind in WITH_GRADIENTS
 
-    def build(self, device: torch.device | str = "cpu") -> Call:
-        """The same tensors every time, whatever the device: the values are drawn on the CPU."""
-        call = _Builder(self).call()
-        return call if torch.device(device).type == "cpu" else call.to(device)
+    def build(self, device: torch.device | str = "cpu", drawn_there: bool = False) -> Call:
+        """The same tensors every time, whatever the device: they are drawn on the CPU, unless large ones cannot be."""
+        call = _Builder(self, device if drawn_there else "cpu").call()
+        if not drawn_there:
+            return call if torch.device(device).type == "cpu" else call.to(device)
+        return replace(call, args={n: x.to(device) if isinstance(x, Tensor) else x for n, x in call.args.items()})
 
 
 class _Builder:
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, device: torch.device | str) -> None:
         self.p = problem
         self.dtype = DTYPES[problem.dtype]
-        self.generator = torch.Generator().manual_seed(problem.seed)
+        self.device = device
+        self.generator = torch.Generator(device).manual_seed(problem.seed)
 
     def call(self) -> Call:
         p = self.p
@@ -128,7 +131,8 @@ class _Builder:
         """(*readers.shape, [parts,] heads, dim): `parts` says what it holds, one of QUANTITIES or several packed."""
         p = self.p
         heads = p.nheads if parts[0] in ("q", "dout") else p.nheads_k
-        values = torch.randn((*readers.shape, len(parts), heads, dim), generator=self.generator)
+        shape = (*readers.shape, len(parts), heads, dim)
+        values = torch.randn(shape, generator=self.generator, device=self.device)
         for index, part in enumerate(parts):
             mine = values[..., index, :, :]
             if part in ("q", "k"):
@@ -169,7 +173,7 @@ class _Builder:
         return torch.tensor(list(values), dtype=torch.int32)
 
     def shuffled(self, n: int) -> Tensor:
-        return torch.randperm(n, generator=self.generator)
+        return torch.randperm(n, generator=self.generator, device=self.device)
 
     # ---------------------------------------------------------------- who reads a token
 
@@ -188,8 +192,10 @@ class _Builder:
         p = self.p
         args: dict[str, Any] = {"causal": p.causal, "softmax_scale": p.softmax_scale, "softcap": p.softcap}
         if p.alibi:
-            shape = (p.nheads,) if p.alibi == "h" else (len(p.seqlens_q), p.nheads)
-            args["alibi_slopes"] = torch.rand(shape, generator=self.generator) - 0.2
+            shape = (len(p.seqlens_q), p.nheads) if p.alibi == "bh" else (p.nheads,)
+            args["alibi_slopes"] = torch.rand(shape, generator=self.generator, device=self.device) - 0.2
+        if p.alibi == "powers":  # as the paper has them
+            args["alibi_slopes"] = 2.0 ** (-8.0 * torch.arange(1, p.nheads + 1) / p.nheads)
         if p.kind == "private_varlen":
             args["window_size_left"], args["window_size_right"] = p.window
             args["softmax_scale"] = p.head_dim**-0.5 if p.softmax_scale is None else p.softmax_scale
@@ -290,7 +296,7 @@ class _Builder:
             args["v"] = self.tensor(("v",), self.row_readers(new), p.value_dim, p.layouts[0])
         if p.rotary_dim:
             table = max(capacity, max(p.seqlens_k) + max(p.seqlens_q[0], new))
-            angles = torch.rand(table, p.rotary_dim // 2, generator=self.generator) * 6.3
+            angles = torch.rand(table, p.rotary_dim // 2, generator=self.generator, device=self.device) * 6.3
             args["rotary_cos"], args["rotary_sin"] = (t.to(self.dtype) for t in (angles.cos(), angles.sin()))
             args["rotary_interleaved"] = p.rotary_interleaved
         return args

@@ -97,7 +97,7 @@ def _kept(run: Callable[[Tensor], Tensor], workload: Workload, v: Tensor) -> dic
 def _share_kept(workload: Workload, piece: Piece, keep: Tensor) -> Check:
     """Within five standard deviations, and what one byte for each probability makes of p, as in flash-attn."""
     p = workload.dropout_p
-    visible = keys_visible(keep.shape[2], keep.shape[3], workload.causal, workload.window_size, keep.device)
+    visible = keys_visible(keep.shape[2], keep.shape[3], workload.causal, workload.window, keep.device)
     drawn = keep[..., visible].double()
     allowed = 1 / 256 + 5 * math.sqrt(p * (1 - p) / max(1, drawn.numel()))
     return Check("kept", "fp64", abs(drawn.mean().item() - (1 - p)) if drawn.numel() else 0.0, allowed)
@@ -150,7 +150,7 @@ def _right_step(workload: Workload, given: Call, piece: Piece) -> Right:
         sequence = given.args["block_table"][piece.sequence].long()
         args["block_table"] = torch.arange(len(sequence), dtype=torch.int32)[None]
     args |= {name: given.args[name][sequence][:, :, head] for name in CACHES}
-    args |= {name: given.args[name][one][:, :, head] for name in ("k", "v") if workload.appends}
+    args |= {name: given.args[name][one][:, :, head] for name in ("k", "v") if workload.new_keys}
     moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in args.items()}
     right = right_answer(Call(given.fn, moved))
     return replace(right, exact=replace(right.exact, caches={}))  # which are the timed calls' own: not looked at
