@@ -35,6 +35,7 @@ def test_unpad_input_returns_five_values_for_every_kind_of_mask(hidden: torch.Te
     assert cu_seqlens.dtype == torch.int32 and cu_seqlens.tolist() == [0, 2, 2, 5]
     assert type(max_seqlen) is int and max_seqlen == 3
     assert seqused.dtype == torch.int32 and seqused.tolist() == [2, 0, 3]
+    assert bert_padding.rearrange is einops.rearrange and bert_padding.repeat is einops.repeat
 
 
 def test_unused_tokens_are_packed_but_not_counted_as_used_and_those_in_both_masks_count_once() -> None:
@@ -61,28 +62,22 @@ def test_pad_input_undoes_unpad_input_with_zeros_in_the_padding_and_gradients_of
     assert x.grad is not None and torch.equal(x.grad, 2 * weight * MASK[:, :, None])
 
 
-def test_index_first_axis_assigns_rather_than_adds_the_gradient_of_duplicates() -> None:
-    x = randn(3, 2).requires_grad_()
-    index_first_axis(x, torch.tensor([1, 1])).sum().backward()
-    assert x.grad is not None and x.grad.tolist() == [[0, 0], [1, 1], [0, 0]]
-
-
-def test_index_put_first_axis_scatters_and_its_gradient_gathers() -> None:
-    values = randn(2, 3).requires_grad_()
-    out = index_put_first_axis(values, torch.tensor([3, 1]), 5)
-    grad = randn(5, 3) + 1
-    out.backward(grad)
-    assert torch.equal(out[[3, 1]], values) and out[[0, 2, 4]].abs().sum() == 0
-    assert values.grad is not None and torch.equal(values.grad, grad[[3, 1]])
-
-
-def test_index_first_axis_residual_sums_both_gradients() -> None:
+def test_picking_and_putting_and_their_gradients() -> None:
     x = randn(4, 3).requires_grad_()
+    index_first_axis(x, torch.tensor([1, 1])).sum().backward()
+    assert x.grad is not None and x.grad[:, 0].tolist() == [0, 1, 0, 0]  # assigned rather than added
+
     picked, residual = index_first_axis_residual(x, torch.tensor([2, 0]))
     assert torch.equal(picked, x[[2, 0]]) and torch.equal(residual, x)
     # sum() hands an expanded gradient back: writing into it would corrupt it.
-    (picked.sum() * 3 + residual.sum()).backward()
-    assert x.grad is not None and x.grad[:, 0].tolist() == [4, 1, 4, 1]
+    (gradient,) = torch.autograd.grad(picked.sum() * 3 + residual.sum(), x)
+    assert gradient[:, 0].tolist() == [4, 1, 4, 1]
+
+    values, upstream = randn(2, 3).requires_grad_(), randn(5, 3) + 1
+    out = index_put_first_axis(values, torch.tensor([3, 1]), 5)
+    out.backward(upstream)
+    assert torch.equal(out[[3, 1]], values) and out[[0, 2, 4]].abs().sum() == 0
+    assert values.grad is not None and torch.equal(values.grad, upstream[[3, 1]])
 
 
 @pytest.mark.parametrize(
@@ -112,10 +107,6 @@ def test_concatenated_sequences_are_split_by_their_lengths() -> None:
     assert x.grad is not None and x.grad[:, :, 0].sum(dim=1).tolist() == [5, 5, 6]
     with pytest.raises(ValueError, match="add up to 7"):
         unpad_input_for_concatenated_sequences(x[:1], torch.tensor([[4, 3, 0, 0, 0, 0]]))
-
-
-def test_rearrange_and_repeat_are_the_ones_of_einops() -> None:
-    assert bert_padding.rearrange is einops.rearrange and bert_padding.repeat is einops.repeat
 
 
 def test_without_gradients_nothing_is_told_to_autograd(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,13 +89,6 @@ def test_use_backend_does_not_reach_other_threads() -> None:
     assert "reference" not in counted()
 
 
-@pytest.mark.parametrize("name", ["chunked", "reference"])
-def test_the_environment_variable_forces_a_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASH_ATTN_COMPAT_BACKEND", name)
-    flash_attn_func(*qkv())
-    assert counted() == {name: 1}
-
-
 @pytest.mark.parametrize(
     ("name", "value", "choices"),
     [
@@ -118,29 +110,17 @@ def test_a_value_that_means_nothing_is_an_error_that_names_the_choices_on_any_ma
             call(*qkv())
 
 
-VARIABLES = [
-    "BACKEND", "CAPABILITY", "DISABLE_OFFICIAL", "FUSED", "CACHE", "API", "HUB_KERNELS", "VARLEN_ATTN",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", VARIABLES)
+@pytest.mark.parametrize("name", settings.VARIABLES)
 def test_an_empty_value_counts_as_not_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def answers() -> list[object]:
         functions = (settings.official_disabled, settings.fused)
         more = (settings.forced_capability, settings.cache_folder)
         return [explain(flash_attn_func, *qkv()), *(function() for function in (*functions, *more))]
 
-    monkeypatch.delenv(f"FLASH_ATTN_COMPAT_{name}", raising=False)
+    monkeypatch.delenv(name, raising=False)
     unset = answers()
-    monkeypatch.setenv(f"FLASH_ATTN_COMPAT_{name}", "")
+    monkeypatch.setenv(name, "")
     assert answers() == unset
-
-
-def test_every_variable_is_known_to_these_tests_and_documented() -> None:
-    names = set(settings.VARIABLES)
-    assert names == {f"FLASH_ATTN_COMPAT_{name}" for name in VARIABLES}
-    documented = (Path(__file__).parents[1] / "docs" / "environment.md").read_text(encoding="utf-8")
-    assert all(f"`{name}`" in documented for name in names)
 
 
 # ---------------------------------------------------------------- refusals

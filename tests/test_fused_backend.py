@@ -19,7 +19,7 @@ from flash_attn_compat.backends.fused.loader import KernelError
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine.build import Options, dense_call
 from flash_attn_compat.engine.features import Feature, Traits
-from tests import fused_on_cpu
+from tests import fused_on_cpu, support
 from tests.support import close, randn
 from verify.examination import Examination
 from verify.problems import Problem
@@ -32,12 +32,8 @@ def traits(**changes: Any) -> Traits:
     return dense_call(q, q, q, Options()).traits()._replace(**{"device_type": "cuda", "capability": (7, 5), **changes})
 
 
-def qkv(dtype: torch.dtype = HALF, dim: int = 64) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        randn(2, 40, 4, dim, dtype=dtype),
-        randn(2, 50, 2, dim, seed=1, dtype=dtype),
-        randn(2, 50, 2, dim, seed=2, dtype=dtype),
-    )
+def qkv() -> tuple[Tensor, Tensor, Tensor]:
+    return support.qkv(2, 40, 50, h=4, hk=2, d=64, dtype=HALF)
 
 
 # ---- reasons

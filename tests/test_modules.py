@@ -10,9 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import flash_attn_compat
 from flash_attn_compat.layers.rotary import apply_rotary_emb_torch
-from flash_attn_compat.modules import mha
 from flash_attn_compat.modules.mha import (
     MHA,
     CrossAttention,
@@ -47,19 +45,11 @@ def test_alibi_slopes_follow_the_paper() -> None:
     assert get_alibi_slopes(12) == pytest.approx(get_alibi_slopes(8) + get_alibi_slopes(16)[0:8:2])
 
 
-def test_the_order_of_alibi_and_window_differs_between_the_two_flash_modules() -> None:
-    slopes = torch.rand(H)
-    self_attention = FlashSelfAttention(True, None, 0.0, (2, 0), slopes)
-    cross_attention = FlashCrossAttention(True, None, 0.0, slopes, (2, 0))
-    for module in (self_attention, cross_attention):
-        assert module.window_size == (2, 0) and torch.equal(module.alibi_slopes, slopes) and not module.state_dict()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True])
 def test_flash_self_attention_agrees_with_fp64_dense_and_packed(dtype: torch.dtype, causal: bool) -> None:
     slopes = torch.tensor(get_alibi_slopes(H))
-    module = FlashSelfAttention(softmax_scale=0.3, window_size=(3, -1), alibi_slopes=slopes.to(dtype)).eval()
+    module = FlashSelfAttention(False, 0.3, 0.0, (3, -1), slopes.to(dtype)).eval()  # the order of the last two
     qkv = randn(B, S, 3, H, D, dtype=dtype)
     slopes_used = slopes.to(dtype).double().tolist()
     expected = attention64(*qkv.unbind(2), causal, 0.3, slopes_used, left=3)
@@ -71,7 +61,8 @@ def test_flash_self_attention_agrees_with_fp64_dense_and_packed(dtype: torch.dty
 
 
 def test_flash_cross_attention_agrees_with_fp64_dense_and_packed() -> None:
-    module = FlashCrossAttention(causal=True)
+    module = FlashCrossAttention(True, None, 0.0, None, (-1, -1))  # differs between the two modules
+    assert not module.state_dict()
     q, kv = randn(B, 3, H, D), randn(B, S, 2, HK, D, seed=1)
     expected = attention64(q, *kv.unbind(2), causal=True)
     same(module(q, kv), expected)
@@ -149,12 +140,10 @@ def test_packed_mha_agrees_with_the_padded_one(num_heads_kv: int) -> None:
     torch.testing.assert_close(packed, module(x).flatten(0, 1), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("use_flash_attn", [False, True])
-@pytest.mark.parametrize("cross_attn", [False, True])
-def test_return_residual_hands_back_x(use_flash_attn: bool, cross_attn: bool) -> None:
-    torch.manual_seed(0)
-    module = MHA(64, H, cross_attn=cross_attn, return_residual=True, use_flash_attn=use_flash_attn)
-    x, x_kv = randn(B, 3, 64), randn(B, S, 64, seed=1) if cross_attn else None
+@pytest.mark.parametrize("options", [{}, {"cross_attn": True}, {"use_flash_attn": True}], ids=str)
+def test_return_residual_hands_back_x(options: dict[str, bool]) -> None:
+    module = MHA(64, H, return_residual=True, **options)
+    x, x_kv = randn(B, 3, 64), randn(B, S, 64, seed=1) if "cross_attn" in options else None
     out, residual = module(x, x_kv)
     assert out.shape == x.shape and residual is x
 
@@ -236,22 +225,23 @@ def test_a_cache_that_is_too_short_is_refused() -> None:
         module(randn(B, S, 64), inference_params=InferenceParams(max_seqlen=S - 1, max_batch_size=B))
 
 
-def test_options_that_exclude_each_other_are_refused() -> None:
-    with pytest.raises(AssertionError, match="ALiBi code path requires flash_attn"):
-        MHA(64, H, use_alibi=True)
-    with pytest.raises(AssertionError, match="requires flash_attn"):
-        MHA(64, H, window_size=(2, 0))
-    with pytest.raises(AssertionError, match="divisible by num_heads_kv"):
-        MHA(64, H, 3)
-    with pytest.raises(AssertionError, match="key_padding_mask excludes"):
-        MHA(64, H, use_flash_attn=True)(randn(B, S, 64), key_padding_mask=torch.ones(B, S, dtype=torch.bool))
-    with pytest.raises(AssertionError, match="for cross-attention"):
-        MHA(64, H)(randn(B, S, 64), x_kv=randn(B, S, 64))
-
-
-def test_the_module_re_exports_the_attention_functions() -> None:
-    for name in ("flash_attn_kvpacked_func", "flash_attn_varlen_kvpacked_func", "flash_attn_with_kvcache"):
-        assert getattr(mha, name) is getattr(flash_attn_compat, name)
+@pytest.mark.parametrize(
+    ("options", "given", "message"),
+    [
+        ({"use_alibi": True}, {}, "ALiBi code path requires flash_attn"),
+        ({"window_size": (2, 0)}, {}, "requires flash_attn"),
+        ({"num_heads_kv": 3}, {}, "divisible by num_heads_kv"),
+        (
+            {"use_flash_attn": True},
+            {"key_padding_mask": torch.ones(B, S, dtype=torch.bool)},
+            "key_padding_mask excludes",
+        ),
+        ({}, {"x_kv": randn(B, S, 64)}, "for cross-attention"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(options: dict[str, Any], given: Any, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        MHA(64, H, **options)(randn(B, S, 64), **given)
 
 
 # Feed-forward

@@ -275,15 +275,6 @@ def test_the_subset_forms_factors_are_not_rounded_to_the_weights_dtype(
     check_function(ours, plain, x0, residual, weight, bias, layerscale if scaled else None)
 
 
-def test_without_subsets_the_subset_form_is_the_plain_one() -> None:
-    x0, weight, bias = randn(B, S, D), randn(D, seed=1), randn(D, seed=2)
-    actual = ln.dropout_add_layer_norm_subset(x0, None, weight, bias, 0.0, EPS)
-    expected = ln.dropout_add_layer_norm(x0, None, weight, bias, 0.0, EPS)
-    assert isinstance(actual, Tensor) and isinstance(expected, Tensor)
-    torch.testing.assert_close(actual, expected)
-    torch.testing.assert_close(expected, ln.layer_norm(x0, weight, bias, EPS))
-
-
 @both_norms
 def test_the_parallel_residual_form_gives_two_norms_of_one_sum(rms: bool) -> None:
     function = rn.dropout_add_rms_norm_parallel_residual if rms else ln.dropout_add_layer_norm_parallel_residual
@@ -302,13 +293,17 @@ def test_the_parallel_residual_form_gives_two_norms_of_one_sum(rms: bool) -> Non
 
 
 def test_the_modules_hold_the_parameters_of_flash_attn() -> None:
-    x, residual = randn(3, D), randn(3, D, seed=1)
-    layer, rms = ln.DropoutAddLayerNorm(D, prenorm=True, p=0.5), rn.DropoutAddRMSNorm(D, p=0.5)
-    assert set(layer.state_dict()) == {"weight", "bias"} and set(rms.state_dict()) == {"weight"} and rms.bias is None
+    x, residual, weight = randn(3, D), randn(3, D, seed=1), torch.ones(D)
+    layer, rms, plain = ln.DropoutAddLayerNorm(D, prenorm=True, p=0.5), rn.DropoutAddRMSNorm(D, p=0.5), rn.RMSNorm(D)
+    assert [set(m.state_dict()) for m in (layer, rms, plain)] == [{"weight", "bias"}, {"weight"}, {"weight"}]
     z, h = layer.eval()(x, residual)
     torch.testing.assert_close(h, x + residual)
     torch.testing.assert_close(z, F.layer_norm(x + residual, (D,), eps=1e-5))
-    plain = rn.RMSNorm(D)
-    torch.testing.assert_close(rms.eval()(x), plain(x))
-    torch.testing.assert_close(plain(x), rn.rms_norm(x, torch.ones(D), 1e-5))
-    assert set(plain.state_dict()) == {"weight"} and (rms.train()(x) == 0).any()
+    for y in (rms.eval()(x), plain(x), rn.rms_norm(x, weight, 1e-5)):
+        torch.testing.assert_close(y, norm(x, weight, None, rms=True))
+    for y in (
+        ln.layer_norm(x, weight, weight, EPS),
+        ln.dropout_add_layer_norm_subset(x, None, weight, weight, 0.0, EPS),
+    ):
+        torch.testing.assert_close(y, norm(x, weight, weight, rms=False))
+    assert rms.bias is None and (rms.train()(x) == 0).any()

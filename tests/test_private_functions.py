@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_compat import flash_attn_func, flash_attn_interface, flash_attn_varlen_func
+from flash_attn_compat import flash_attn_func, flash_attn_interface
 from flash_attn_compat.flash_attn_interface import (
     _flash_attn_backward,
     _flash_attn_forward,
@@ -37,12 +37,19 @@ def test_the_key_block_is_that_of_the_common_gpus() -> None:
 # ---------------------------------------------------------------- forward
 
 
+RULES: dict[str, Any] = dict(
+    dropout_p=0.0, softmax_scale=0.25, causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0,
+    alibi_slopes=None,
+)  # fmt: skip
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, **changes: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    args: dict[str, Any] = dict(
-        dropout_p=0.0, softmax_scale=q.shape[-1] ** -0.5, causal=False, window_size_left=-1, window_size_right=-1,
-        softcap=0.0, alibi_slopes=None, return_softmax=False,
-    )  # fmt: skip
-    return _flash_attn_forward(q, k, v, **args | changes)
+    return _flash_attn_forward(q, k, v, **RULES | {"return_softmax": False} | changes)
+
+
+def backward(*tensors: Tensor | None, **changes: Any) -> Tensor:
+    """Of dout, q, k, v, out, softmax_lse, dq, dk, dv."""
+    return _flash_attn_backward(*tensors, **RULES | {"deterministic": False} | changes)
 
 
 @on_general_backends
@@ -62,16 +69,6 @@ def test_return_softmax_without_dropout_is_rejected() -> None:
 
 
 # ---------------------------------------------------------------- backward
-
-
-def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *grads: Tensor | None, **changes: Any
-):
-    args: dict[str, Any] = dict(
-        dropout_p=0.0, softmax_scale=q.shape[-1] ** -0.5, causal=False, window_size_left=-1, window_size_right=-1,
-        softcap=0.0, alibi_slopes=None, deterministic=False,
-    )  # fmt: skip
-    return _flash_attn_backward(dout, q, k, v, out, lse, *grads, **args | changes)
 
 
 def empty_grads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,11 +184,7 @@ def test_rng_state_reproduces_the_dropout_mask_whatever_the_seed_is_now(backend:
 
 
 def varlen_backward(args: dict[str, Any], **changes: Any) -> Tensor:
-    options: dict[str, Any] = dict(
-        dropout_p=0.0, softmax_scale=0.25, causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0,
-        alibi_slopes=None, deterministic=False,
-    )  # fmt: skip
-    return _flash_attn_varlen_backward(**args | options | changes)
+    return _flash_attn_varlen_backward(**args | RULES | {"deterministic": False} | changes)
 
 
 def packed_backward(**kwargs: Any) -> dict[str, Any]:
@@ -237,23 +230,20 @@ def test_a_gradient_of_the_wrong_dtype_is_rejected_by_name() -> None:
 
 def test_the_autograd_functions_take_the_arguments_of_flash_attn() -> None:
     q, k, v = qkv()
-    options = (0.0, None, True, (-1, -1), 0.0, None, False, False, True)
-    right = flash_attn_func(q, k, v, causal=True)
-    kv, packed = torch.stack([k, v], 2), torch.stack([q, k, v], 2)
-    close(flash_attn_interface.FlashAttnFunc.apply(q, k, v, *options), right)
-    close(flash_attn_interface.FlashAttnKVPackedFunc.apply(q, kv, *options), right)
-    close(flash_attn_interface.FlashAttnQKVPackedFunc.apply(packed, *options), right)
-
-
-def test_the_varlen_autograd_functions_take_the_arguments_of_flash_attn() -> None:
-    q, k, v = randn(8, 2, 16, seed=1), randn(8, 2, 16, seed=2), randn(8, 2, 16, seed=3)
-    cu = cumulative(3, 5)
+    cu = cumulative(7, 7)
     options = (0.0, None, True, (-1, -1), 0.0, None, False, False)
-    right = flash_attn_varlen_func(q, k, v, cu, cu, 5, 5, causal=True)
-    kv, packed = torch.stack([k, v], 1), torch.stack([q, k, v], 1)
-    close(flash_attn_interface.FlashAttnVarlenFunc.apply(q, k, v, cu, cu, 5, 5, *options, None, True), right)
-    close(flash_attn_interface.FlashAttnVarlenKVPackedFunc.apply(q, kv, cu, cu, 5, 5, *options, True), right)
-    close(flash_attn_interface.FlashAttnVarlenQKVPackedFunc.apply(packed, cu, 5, *options, True), right)
+    right = flash_attn_func(q, k, v, causal=True)
+    for packed in (False, True):
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v)) if packed else (q, k, v)
+        dim = 1 if packed else 2
+        kv, all_in_one = torch.stack([k, v], dim), torch.stack([q, k, v], dim)
+        name, both, one, more = ("Varlen", (cu, cu, 7, 7), (cu, 7), (None,)) if packed else ("", (), (), ())
+        functions = [
+            getattr(flash_attn_interface, f"FlashAttn{name}{kind}Func") for kind in ("", "KVPacked", "QKVPacked")
+        ]
+        close(functions[0].apply(q, k, v, *both, *options, *more, True), right.view_as(q))
+        close(functions[1].apply(q, kv, *both, *options, True), right.view_as(q))
+        close(functions[2].apply(all_in_one, *one, *options, True), right.view_as(q))
 
 
 # ---------------------------------------------------------------- num_splits, later than 2.8.3
@@ -268,34 +258,32 @@ def _pages(nheads: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     return randn(2, nheads, 16, seed=1), randn(4, 8, 2, 16, seed=2), randn(4, 8, 2, 16, seed=3)
 
 
-@pytest.mark.parametrize("num_splits", [0, 1, 2, 128])
-def test_single_queries_of_grouped_heads_over_pages_take_any_number_of_splits(num_splits: int) -> None:
-    expected = _flash_attn_varlen_forward(*_pages(), **PAGED)
-    found = _flash_attn_varlen_forward(*_pages(), **PAGED, num_splits=num_splits)
-    assert all(map(torch.equal, found[:3], expected))
+SEVERAL = "num_splits > 1 is not supported"
 
 
 @pytest.mark.parametrize(
-    ("nheads", "options"),
+    ("nheads", "options", "num_splits", "message"),
     [
-        (2, {}),
-        (4, dict(max_seqlen_q=2)),
-        (4, dict(window_size_left=3)),
-        (4, dict(window_size_right=0)),
-        (4, dict(alibi_slopes=torch.ones(4))),
-        (4, dict(dropout_p=0.1)),
+        *((4, {}, number, "") for number in (0, 1, 2, 128)),
+        (4, {}, 129, "num_splits > 128 not supported"),
+        *((nheads, options, number, SEVERAL if number == 2 else "")
+          for nheads, options in ((2, {}), (4, dict(max_seqlen_q=2)), (4, dict(window_size_left=3)),
+                                  (4, dict(window_size_right=0)), (4, dict(alibi_slopes=torch.ones(4))))
+          for number in (0, 1, 2)),
+        (4, dict(dropout_p=0.1), 2, SEVERAL),
     ],
-)
-def test_other_queries_over_pages_take_one_split(nheads: int, options: dict[str, Any]) -> None:
-    for num_splits in (0, 1):
-        _flash_attn_varlen_forward(*_pages(nheads), **PAGED | options, num_splits=num_splits)
-    with pytest.raises(RuntimeError, match="num_splits > 1 is not supported"):
-        _flash_attn_varlen_forward(*_pages(nheads), **PAGED | options, num_splits=2)
+)  # fmt: skip
+def test_only_single_queries_of_grouped_heads_over_pages_take_any_number_of_splits(
+    nheads: int, options: dict[str, Any], num_splits: int, message: str
+) -> None:
+    def call(**more: Any) -> tuple[Tensor, ...]:
+        return _flash_attn_varlen_forward(*_pages(nheads), **PAGED | options, **more)
 
-
-def test_more_than_128_splits_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="num_splits > 128 not supported"):
-        _flash_attn_varlen_forward(*_pages(), **PAGED, num_splits=129)
+    if message:
+        with pytest.raises(RuntimeError, match=message):
+            call(num_splits=num_splits)
+    else:
+        assert all(map(torch.equal, call(num_splits=num_splits)[:3], call()))
 
 
 def test_without_pages_the_number_of_splits_changes_nothing() -> None:

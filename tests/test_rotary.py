@@ -48,10 +48,10 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved:
 
 
 def assert_rounded_once(actual: Tensor, expected: Tensor) -> None:
-    """One rounding of the fp64 value, and a few fp32 roundings before it."""
+    """One rounding of the fp64 value, and a few fp32 roundings before it: arithmetic in bf16 misses it."""
     eps = torch.finfo(actual.dtype).eps
-    atol = 4 * max(torch.finfo(torch.float32).eps, eps / 4) if actual.dtype != torch.float64 else 1e-14
-    torch.testing.assert_close(actual.double(), expected, rtol=eps, atol=atol)
+    wide = torch.finfo(torch.promote_types(actual.dtype, torch.float32)).eps
+    torch.testing.assert_close(actual.double(), expected, rtol=eps / 2 + wide, atol=8 * wide)
 
 
 def int_positions(offset: int) -> Tensor:
@@ -78,15 +78,6 @@ def test_a_dense_rotation_is_exact(
     assert torch.equal(out[..., rotary_dim:], kept[..., rotary_dim:])
     outside = (positions < 0) | (positions >= TABLE)
     assert torch.equal(out[outside], kept[outside])
-
-
-def test_half_precision_is_rounded_once_after_fp32_arithmetic() -> None:
-    x, (cos, sin) = randn(B, S, 64, D, dtype=torch.bfloat16), tables(D, torch.bfloat16)
-    expected = rotated(x, cos, sin, int_positions(0))
-    out = apply_rotary(x, cos, sin)
-    correctly_rounded = expected.to(torch.bfloat16)
-    # Arithmetic in bf16 misses the correctly rounded value about every third time.
-    assert (out != correctly_rounded).float().mean() < 0.01
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -190,26 +181,23 @@ def test_packed_qkv_is_rotated_in_place_with_gradients(
     assert torch.autograd.gradcheck(lambda t: call(t.clone()), (leaf,), fast_mode=True)
 
 
-def test_packed_qkv_out_of_place_leaves_it_and_its_heads_must_add_up() -> None:
-    qkv, (cos, sin) = randn(B, S, 3, H, D), tables(D)
-    kept = qkv.clone()
-    out = _apply_rotary_emb_qkv(qkv, cos, sin)
-    assert torch.equal(qkv, kept)
-    assert torch.equal(out, apply_rotary_emb_qkv_(kept, cos, sin))
-    with pytest.raises(AssertionError, match="num_heads_q must be passed"):
-        apply_rotary_emb_qkv_(randn(B, S, 8, D), cos, sin)
-    with pytest.raises(AssertionError, match="nheads_q \\+ 2 nheads_k"):
-        apply_rotary_emb_qkv_(randn(B, S, 8, D), cos, sin, num_heads_q=3)
-
-
-def test_packed_kv_has_only_its_keys_rotated_with_gradients() -> None:
-    cos, sin = tables(10, torch.float64)
-    leaf = randn(B, S, 2, H, D, dtype=torch.float64).requires_grad_()
-    kv = leaf.detach().clone()
+def test_packed_kv_has_only_its_keys_rotated_and_out_of_place_leaves_packed_qkv() -> None:
+    leaf, (cos, sin) = randn(B, S, 3, H, D, dtype=torch.float64).requires_grad_(), tables(10, torch.float64)
+    kv = leaf.detach()[:, :, 1:].clone()
     assert apply_rotary_emb_kv_(kv, cos, sin, seqlen_offsets=1).data_ptr() == kv.data_ptr()
-    torch.testing.assert_close(kv[:, :, 0], rotated(leaf.detach()[:, :, 0], cos, sin, int_positions(1)))
-    assert torch.equal(kv[:, :, 1], leaf.detach()[:, :, 1])
-    assert torch.autograd.gradcheck(lambda t: apply_rotary_emb_kv_(t.clone(), cos, sin), (leaf,), fast_mode=True)
+    torch.testing.assert_close(kv[:, :, 0], rotated(leaf.detach()[:, :, 1], cos, sin, int_positions(1)))
+    assert torch.equal(kv[:, :, 1], leaf.detach()[:, :, 2])
+    pairs = kv.clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda t: apply_rotary_emb_kv_(t.clone(), cos, sin), (pairs,), fast_mode=True)
+    kept = leaf.detach().clone()
+    out = _apply_rotary_emb_qkv(leaf.detach(), cos, sin)
+    assert torch.equal(leaf.detach(), kept) and torch.equal(out, apply_rotary_emb_qkv_(kept, cos, sin))
+
+
+@pytest.mark.parametrize(("heads", "message"), [(None, "num_heads_q must be passed"), (3, "nheads_q \\+ 2 nheads_k")])
+def test_the_heads_of_packed_qkv_must_add_up(heads: int | None, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        apply_rotary_emb_qkv_(randn(B, S, 8, D), *tables(D), num_heads_q=heads)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -131,25 +131,15 @@ def complaints(variant: Variant, found: Compiled, number: int) -> Iterator[str]:
         yield f"{shared} bytes of shared memory times {blocks(variant)} blocks"
 
 
-# Bytes, stored and loaded, that these kernels for sm_75 keep in memory for lack of registers, by entry and D; what of
-# that is in the main loop is a few of a thousand instructions. No other kernel spills.
-SPILLS = {
-    ("forward", 32): 192,
-    ("forward", 64): 96,
-    ("forward", 128): 320,
-    ("forward", 256): 384,
-    ("dkdv", 64): 128,
-    ("dkdv", 128): 256,
-    ("dkdv", 256): 320,
-    ("dq", 128): 128,
-    ("dq", 256): 320,
-}
+# Bytes, stored and loaded, that these kernels for sm_75 may keep in memory for lack of registers; what of that is in
+# the main loop is a few of a thousand instructions. No other kernel spills.
+SPILLS = {"forward": 384, "dkdv": 320, "dq": 320}
 LOCAL_SHARE = 0.06  # of the main loop's instructions, at most
 
 
 def allowed_spills(variant: Variant) -> int:
     """Bytes that a kernel for sm_75 may spill."""
-    return SPILLS.get((variant.entry, dict(variant.macros).get("D", 0)), 0)
+    return SPILLS.get(variant.entry, 0)
 
 
 def local_share(loop: Counter[str]) -> float:
