@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 import sys
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
@@ -71,3 +73,29 @@ def real_spec() -> ModuleSpec | None:
 
 def _holds_stand_in(entry: str) -> bool:
     return entry in (SITE, SITE_2_6) or is_stand_in_spec(PathFinder.find_spec("flash_attn", [entry]))
+
+
+def location() -> str | None:
+    """The directory of that package, or None."""
+    return _location_on(tuple(sys.path))
+
+
+def told(error: BaseException) -> str:
+    """An error of somebody else's package in a line: its type, and the first line of what it says."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
+@functools.lru_cache(maxsize=8)
+def _location_on(path: tuple[str, ...]) -> str | None:
+    spec = real_spec()
+    return None if spec is None or spec.origin is None else str(Path(spec.origin).parent)
+
+
+def stated_version(location: str) -> tuple[int, ...] | None:
+    """(major, minor) as the package's own file states it, read without importing it."""
+    try:
+        text = (Path(location) / "__init__.py").read_text()
+    except OSError:
+        return None
+    found = re.search(r"^__version__\s*=\s*[\"'](\d+)\.(\d+)", text, re.MULTILINE)
+    return None if found is None else (int(found[1]), int(found[2]))

@@ -101,7 +101,6 @@ def record(monkeypatch: pytest.MonkeyPatch, number: int = 75, tried: bool = Fals
     monkeypatch.setattr(Fused, "capabilities", everywhere)
     monkeypatch.setattr(FUSED, "_failures", {})
     monkeypatch.setattr(FUSED, "_slower", {})
-    monkeypatch.setattr(FUSED, "_told", set())
     monkeypatch.setattr(loader, "why_not", lambda: None)
     monkeypatch.setattr(loader, "kernel", kernel)
     monkeypatch.setattr(loader, "load_together", lambda *what: None)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import re
 import sys
 from collections.abc import Callable
 from importlib.machinery import PathFinder
@@ -55,7 +54,7 @@ class Official(FlashBackend):
             return ["flash-attn's kernels for ROCm are different and untested"]
         if installed.swapped() is not None:
             return ["the installed flash-attn runs on this package at present"]
-        return [] if _location() is not None else ["flash-attn is not installed"]
+        return [] if installed.location() is not None else ["flash-attn is not installed"]
 
     def extra_reasons(self, traits: Traits) -> list[str]:
         features = Feature(traits.features)
@@ -133,7 +132,7 @@ class Official(FlashBackend):
         return gradients
 
     def _loading_reasons(self, traits: Traits) -> list[str]:
-        loaded = _load(_location())
+        loaded = _load(installed.location())
         if isinstance(loaded, str):
             return [loaded]
         wrong = official_trial.wrong_answer(self, loaded, traits)
@@ -165,27 +164,16 @@ class _Functions(NamedTuple):
 
 
 def _functions() -> _Functions:
-    loaded = _load(_location())
+    loaded = _load(installed.location())
     if isinstance(loaded, str):
         raise RuntimeError(loaded)
     return loaded
 
 
-def _location() -> str | None:
-    """The directory of the installed package, or None."""
-    return _location_on(tuple(sys.path))
-
-
-@functools.lru_cache(maxsize=8)
-def _location_on(path: tuple[str, ...]) -> str | None:
-    spec = installed.real_spec()
-    return None if spec is None or spec.origin is None else str(Path(spec.origin).parent)
-
-
 @functools.lru_cache(maxsize=8)
 def _load(location: str) -> _Functions | str:
     """The extension's functions, or why there are none. Tried once: a second attempt would fail alike."""
-    version = _version(Path(location))
+    version = installed.stated_version(location)
     if version is None or not (2, 7) <= version < (3,):
         known = "of unknown version" if version is None else ".".join(map(str, version))
         return f"flash-attn {known} is installed, and versions 2.7 to 2.x are called here"
@@ -193,8 +181,7 @@ def _load(location: str) -> _Functions | str:
         module = _extension(location)
         return _Functions(*(getattr(module, name) for name in _Functions._fields))
     except Exception as error:  # noqa: BLE001  a broken installation raises anything
-        line = (str(error).strip().splitlines() or [""])[0]
-        return f"loading flash-attn raises {type(error).__name__}: {line}"
+        return f"loading flash-attn raises {installed.told(error)}"
 
 
 def _extension(location: str) -> Any:
@@ -214,12 +201,3 @@ def _extension(location: str) -> Any:
         if before is not None:
             sys.modules[installed.EXTENSION] = before
     return module
-
-
-def _version(location: Path) -> tuple[int, ...] | None:
-    """As the package's own file states it, read without importing it."""
-    try:
-        found = re.search(r"^__version__\s*=\s*[\"'](\d+)\.(\d+)", (location / "__init__.py").read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return None if found is None else (int(found[1]), int(found[2]))

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_attn_compat import installed
 from flash_attn_compat.backends.base import Backend
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.engine import callers_state, capture
@@ -57,8 +58,7 @@ def _tried(backend: Backend, binary: object, kind: Kind) -> str | None:
         with callers_state.set_aside(_device(kind.capability)):
             right = _is_right(backend, kind)
     except Exception as error:  # noqa: BLE001  a build for other GPUs raises anything
-        line = (str(error).strip().splitlines() or [""])[0]
-        return f"calling it raises {type(error).__name__}: {line}"
+        return f"calling it raises {installed.told(error)}"
     if right:
         return None
     return f"its build gives a wrong answer for head_dim {kind.head_dim} with these features on this GPU"
@@ -66,11 +66,10 @@ def _tried(backend: Backend, binary: object, kind: Kind) -> str | None:
 
 def _is_right(backend: Backend, kind: Kind) -> bool:
     call, dout = _problem(kind)
-    with torch.no_grad():
-        found, expected = (_results(one, call, dout) for one in (backend, Reference()))
-        tolerance = _TOLERANCE[kind.dtype]
-        right = all(torch.allclose(one, other, rtol=tolerance, atol=tolerance) for one, other in zip(found, expected))
-        return right and (not kind.features & Feature.DROPOUT or _drops(backend, call))
+    found, expected = (_results(one, call, dout) for one in (backend, Reference()))
+    tolerance = _TOLERANCE[kind.dtype]
+    right = all(torch.allclose(one, other, rtol=tolerance, atol=tolerance) for one, other in zip(found, expected))
+    return right and (not kind.features & Feature.DROPOUT or _drops(backend, call))
 
 
 def _results(backend: Backend, call: AttentionCall, dout: Tensor) -> list[Tensor]:

@@ -26,12 +26,8 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
 
 @contextlib.contextmanager
 def set_aside(device: torch.device) -> Iterator[None]:
-    """A context for what is computed once and decides, or serves, later calls: neither autocast nor inference mode.
-
-    As outside of it, gradients are recorded only if they were.
-    """
-    records = torch.is_grad_enabled()
-    with torch.inference_mode(False), torch.set_grad_enabled(records), without_autocast(device):
+    """A context for what is computed once and decides later calls: no autocast, gradients or inference mode."""
+    with torch.inference_mode(False), torch.no_grad(), without_autocast(device):
         yield
 
 

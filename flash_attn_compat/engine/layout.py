@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,8 +21,7 @@ from flash_attn_compat.engine.mask import Range
 
 # Work that one separate computation is worth, in floating-point operations: below it, padding a few
 # sequences to a common length is cheaper than another round of launches (benchmarks/cpu.py).
-_LAUNCH_FLOPS = {"cpu": 1e5}
-_LAUNCH_FLOPS_ACCELERATOR = 2e9
+_LAUNCH_FLOPS_CPU, _LAUNCH_FLOPS = 1e5, 2e9
 # Sequences larger than this many launches gain nothing from company.
 _LARGE = 16
 
@@ -47,6 +46,11 @@ class BlockPlan(NamedTuple):
     seqlen_q: int
     seqlen_k: int
     padded: bool
+
+    @property
+    def pairs(self) -> int:
+        """(row, key) pairs that are computed."""
+        return len(self.sequences) * self.seqlen_q * self.seqlen_k
 
 
 class Block(NamedTuple):
@@ -193,20 +197,17 @@ class Layout:
         call = self.call
         out = call.q.new_zeros(call.out_shape)
         lse = torch.zeros(call.lse_shape, dtype=lse_dtype(call.q.dtype), device=call.q.device)
-        for start, seqlen_q, seqlen_k, index in self._spans():
-            if seqlen_k == 0 and seqlen_q:
+        for index, (start, seqlen_q, seqlen_k) in enumerate(
+            zip(self.rows.starts, self.rows.lengths, self.keys.lengths)
+        ):
+            if not seqlen_k:
                 (lse[index] if self.rows.batched else lse[:, start : start + seqlen_q]).fill_(torch.inf)
         return out, lse
-
-    def _spans(self) -> Iterator[tuple[int, int, int, int]]:
-        rows, keys = self.rows, self.keys
-        for index in range(self.call.batch):
-            yield rows.starts[index], rows.lengths[index], keys.lengths[index], index
 
     def _plan(self) -> list[BlockPlan]:
         call = self.call
         flops_per_pair = 2 * call.nheads * (call.q.shape[-1] + call.head_dim_v)
-        launch = _LAUNCH_FLOPS.get(call.q.device.type, _LAUNCH_FLOPS_ACCELERATOR) / flops_per_pair
+        launch = (_LAUNCH_FLOPS_CPU if call.q.is_cpu else _LAUNCH_FLOPS) / flops_per_pair
         runs = self._even_runs()
         small = [run for run in runs if run.seqlen_q * run.seqlen_k <= _LARGE * launch]
         large = [run for run in runs if run.seqlen_q * run.seqlen_k > _LARGE * launch]
@@ -215,7 +216,7 @@ class Layout:
     def _even_runs(self) -> list[BlockPlan]:
         """Neighbouring sequences of equal lengths, which one view can hold."""
         runs: list[BlockPlan] = []
-        for _, seqlen_q, seqlen_k, index in self._spans():
+        for index, (seqlen_q, seqlen_k) in enumerate(zip(self.rows.lengths, self.keys.lengths)):
             if not seqlen_q or not seqlen_k:
                 continue
             last = runs[-1] if runs else None
@@ -235,27 +236,26 @@ class Layout:
 def _share_launches(runs: list[BlockPlan], launch: float) -> list[BlockPlan]:
     """Join runs of like length while the padding costs less than the launch it saves.
 
-    Sorted by length, the padding that a joiner adds is smallest; areas count (row, key) pairs.
+    Sorted by length, the padding that a joiner adds is smallest; launch: in (row, key) pairs.
     """
     plans: list[BlockPlan] = []
     for run in sorted(runs, key=lambda run: (run.seqlen_k, run.seqlen_q)):
-        if not plans:
-            plans.append(run)
-            continue
-        last = plans[-1]
-        seqlen_q, seqlen_k = max(last.seqlen_q, run.seqlen_q), max(last.seqlen_k, run.seqlen_k)
-        count = len(last.sequences) + len(run.sequences)
-        separate = (
-            len(last.sequences) * last.seqlen_q * last.seqlen_k + len(run.sequences) * run.seqlen_q * run.seqlen_k
-        )
-        if count * seqlen_q * seqlen_k - separate <= launch:
-            uneven = (last.seqlen_q, last.seqlen_k) != (run.seqlen_q, run.seqlen_k)
-            plans[-1] = BlockPlan(
-                last.sequences + run.sequences, seqlen_q, seqlen_k, last.padded or run.padded or uneven
-            )
+        joined = _joined(plans[-1], run) if plans else run
+        if plans and joined.pairs - plans[-1].pairs - run.pairs <= launch:
+            plans[-1] = joined
         else:
             plans.append(run)
     return plans
+
+
+def _joined(one: BlockPlan, other: BlockPlan) -> BlockPlan:
+    uneven = (one.seqlen_q, one.seqlen_k) != (other.seqlen_q, other.seqlen_k)
+    return BlockPlan(
+        one.sequences + other.sequences,
+        max(one.seqlen_q, other.seqlen_q),
+        max(one.seqlen_k, other.seqlen_k),
+        one.padded or other.padded or uneven,
+    )
 
 
 def _continues(spans: Spans, index: int) -> bool:

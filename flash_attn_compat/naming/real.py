@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from flash_attn_compat import installed, settings
-from flash_attn_compat.installed import EXTENSION, RealFlashAttn, is_stand_in_spec, real_spec
+from flash_attn_compat.installed import EXTENSION, RealFlashAttn, is_stand_in_spec, real_spec, told
 
 RAW_FUNCTIONS = ("fwd", "varlen_fwd", "bwd", "varlen_bwd", "fwd_kvcache")
 _FIRST_VERSION_WITH_THESE_RAW_FUNCTIONS = (2, 7)
@@ -111,7 +111,7 @@ def _reason_against(spec: ModuleSpec, undo: ExitStack) -> str | None:
     try:
         package = _import_real(spec)
     except Exception as error:  # noqa: BLE001  a broken installation raises anything
-        return f"importing it raises {type(error).__name__}: {_first_line(error)}"
+        return f"importing it raises {told(error)}"
     if not torch.cuda.is_available():
         return "it needs a CUDA device, and PyTorch sees none"
     forced = settings.forced_capability()
@@ -120,7 +120,7 @@ def _reason_against(spec: ModuleSpec, undo: ExitStack) -> str | None:
     try:
         _try_a_call(package, f"cuda:{_local_device(torch.cuda.device_count())}")
     except Exception as error:  # noqa: BLE001  so does one for other GPUs
-        return f"calling it raises {type(error).__name__}: {_first_line(error)}"
+        return f"calling it raises {told(error)}"
     return None
 
 
@@ -203,7 +203,3 @@ def _installed_version(location: str) -> str | None:
 
 def _is_flash_attn(name: str) -> bool:
     return name.partition(".")[0] in ("flash_attn", EXTENSION)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0]

@@ -31,7 +31,6 @@ class Fused(Backend):
     def __init__(self) -> None:
         self._failures: dict[Traits, str] = {}
         self._slower: dict[Traits, str] = {}
-        self._told: set[str] = set()
 
     def reasons(self, traits: Traits) -> list[str]:
         # Only a call that nothing else speaks against is worth looking for NVRTC.
@@ -94,8 +93,7 @@ class Fused(Backend):
         if isinstance(error, Slower):
             self._slower[call.traits()] = str(error)
             return
-        reason = self._failures[call.traits()] = " ".join(str(error).split())[:400]
-        if reason in self._told:
-            return
-        self._told.add(reason)
-        warnings.warn(f"a fused kernel is not used: {reason}", RuntimeWarning, stacklevel=2)
+        reason = " ".join(str(error).split())[:400]
+        if reason not in self._failures.values():
+            warnings.warn(f"a fused kernel is not used: {reason}", RuntimeWarning, stacklevel=2)
+        self._failures[call.traits()] = reason

@@ -33,6 +33,11 @@ def folder() -> Path:
     return Path(base) / "flash_attn_compat"
 
 
+def name_of(prefix: str, *parts: str) -> str:
+    """A file's name: another one wherever a part differs."""
+    return f"{prefix}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:40]}"
+
+
 def read(name: str) -> bytes | None:
     """What was written under ``name``; None where there is nothing that can be trusted."""
     try:

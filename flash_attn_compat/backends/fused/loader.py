@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import functools
 import glob
-import hashlib
 import importlib.util
 import itertools
 import os
@@ -229,7 +228,6 @@ def _target(number: int, known: tuple[int, ...]) -> Target:
     return Target(f"compute_{older[-1]}", older[-1])
 
 
-_lock = threading.Lock()
 _locks: dict[tuple[Variant, str, int], threading.Lock] = {}
 _kernels: dict[tuple[Variant, str, int], Kernel | KernelError] = {}
 
@@ -239,9 +237,7 @@ def kernel(variant: Variant, architecture: str, device: int) -> Kernel:
     key = variant, architecture, device
     found = _kernels.get(key)
     if found is None:
-        with _lock:
-            lock = _locks.setdefault(key, threading.Lock())
-        with lock:
+        with _locks.setdefault(key, threading.Lock()):
             found = _kernels.get(key)
             if found is None:
                 found = _load(variant, architecture, device)
@@ -307,8 +303,7 @@ def cache_name(variant: Variant, architecture: str) -> str:
     """The file that keeps a compiled variant: a name for every source, option and compiler."""
     parts = [source(name) for name in (variant.source, *included(variant.source))]
     parts += [*options(variant, architecture), str(compiler().version)]
-    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    return f"{variant.entry}-{architecture}-{digest[:40]}"
+    return cache.name_of(f"{variant.entry}-{architecture}", *parts)
 
 
 @functools.cache

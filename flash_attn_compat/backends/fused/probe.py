@@ -6,7 +6,6 @@ beside the compiled kernels, so that later processes decide alike; `flash-attn-c
 
 from __future__ import annotations
 
-import hashlib
 import json
 from typing import NamedTuple
 
@@ -98,12 +97,8 @@ def _file(head_dim: int, direction: str, device: int) -> str:
     """Other kernels and another PyTorch get a new verdict."""
     entry = "forward" if direction == "forward" else "dkdv"
     variant = variants.MAKERS[entry](Kind(loader.target(device).number, variants.FP16, head_dim, local=True))
-    parts = (
-        loader.cache_name(variant, loader.target(device).architecture),
-        loader.device_name(device),
-        torch.__version__,
-    )
-    return f"speed-{head_dim}-{direction}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:40]}"
+    kernel = loader.cache_name(variant, loader.target(device).architecture)
+    return cache.name_of(f"speed-{head_dim}-{direction}", kernel, loader.device_name(device), torch.__version__)
 
 
 def _timed(head_dim: int, direction: str, device: int) -> Verdict | None:

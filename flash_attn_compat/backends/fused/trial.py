@@ -6,7 +6,6 @@ dtype, gradient or inference mode. What was found right is remembered beside the
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,7 +18,7 @@ from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.engine import callers_state
 from flash_attn_compat.engine.append import Append, by_operators
-from flash_attn_compat.engine.call import AttentionCall, Result, Upstream
+from flash_attn_compat.engine.call import AttentionCall, Upstream
 from flash_attn_compat.engine.mask import Mask
 
 # Two sequences, nothing a multiple of a tile; three tokens lie behind the last one.
@@ -49,7 +48,8 @@ def check(variants: tuple[Variant, ...], target: Target, device: int, problem: C
         return
     name = _verdict_name(*key)
     if cache.read(name) is None:
-        wrong = problem()
+        with callers_state.set_aside(torch.device("cpu")):
+            wrong = problem()
         if wrong is not None:
             entries = " and ".join(variant.entry for variant in variants)
             error = KernelError(f"{entries} ({dict(variants[-1].macros)}) computes wrong numbers on this GPU: {wrong}")
@@ -62,9 +62,8 @@ def check(variants: tuple[Variant, ...], target: Target, device: int, problem: C
 
 def _verdict_name(variants: tuple[Variant, ...], architecture: str, device: int) -> str:
     """A file for each kernel, GPU model and driver."""
-    parts = [loader.cache_name(variant, architecture) for variant in variants]
-    parts += [loader.device_name(device), str(loader.driver().version)]
-    return f"tried-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:40]}"
+    kernels = [loader.cache_name(variant, architecture) for variant in variants]
+    return cache.name_of("tried", *kernels, loader.device_name(device), str(loader.driver().version))
 
 
 class Problem(NamedTuple):
@@ -137,29 +136,21 @@ def of_forward(problem: Problem, run: Callable[[AttentionCall], tuple[Tensor, Te
     """What is wrong with a forward's out and LSE, if anything."""
     out, lse = run(problem.call)
     assert lse is not None
-    right = _exact(problem.on_cpu)
-    assert right.softmax_lse is not None
-    return _difference([("out", out, right.out), ("softmax_lse", lse, right.softmax_lse)], out.dtype)
+    right = _JUDGE.forward(_in_fp32(problem.on_cpu))
+    return _difference([("out", out, right.out), ("softmax_lse", lse, right.lse)], out.dtype)
 
 
 def of_backward(problem: Problem, run: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> str | None:
     """What is wrong with gradients from a right out and LSE; ``run(call, dout, out, lse)`` computes them."""
     call, place = problem.on_cpu, problem.call.q.device
-    right = _exact(call)
-    assert right.softmax_lse is not None
+    right = _JUDGE.forward(_in_fp32(call))
     dout = _randn(7, right.out.shape, call.q.dtype)
-    with callers_state.set_aside(call.q.device):
-        upstream = Upstream(dout.float(), right.out, right.softmax_lse, call.rng_state)
-        gradients = _JUDGE.backward(_in_fp32(call), upstream, None)
-    lse = right.softmax_lse.float().contiguous()
+    upstream = Upstream(dout.float(), right.out, right.lse, call.rng_state)
+    gradients = _JUDGE.backward(_in_fp32(call), upstream, None)
+    lse = right.lse.float().contiguous()
     given = (tensor.to(place, copy=True) for tensor in (dout, right.out.to(dout.dtype), lse))
     found = run(problem.call, *given)
     return _difference([(f"d{n}", got, right) for n, got, right in zip("qkv", found, gradients)], dout.dtype)
-
-
-def _exact(call: AttentionCall) -> Result:
-    with callers_state.set_aside(call.q.device):
-        return _JUDGE.forward(_in_fp32(call))
 
 
 def _in_fp32(call: AttentionCall) -> AttentionCall:
@@ -186,8 +177,7 @@ def _of_append(problem: Problem, run: Callable[[AttentionCall, Append], Tensor],
     )
     found = run(call, _each_tensor(new, lambda tensor: tensor.to(place, copy=True)))
     on_cpu = _each_tensor(problem.on_cpu, torch.Tensor.clone)
-    with torch.no_grad():
-        right = by_operators(on_cpu, new)
+    right = by_operators(on_cpu, new)
     # What the cache held behind the keys in use is NaN.
     pairs = [("q", found, right), ("k_cache", call.k, on_cpu.k), ("v_cache", call.v, on_cpu.v)]
     return _difference([(name, got.nan_to_num(9.0), wanted.nan_to_num(9.0)) for name, got, wanted in pairs], dtype)
