@@ -12,11 +12,11 @@ from torch import Tensor
 
 from flash_attn_compat import sinks
 from flash_attn_compat.engine import checks, signature
-from flash_attn_compat.engine.append import Append
+from flash_attn_compat.engine.append import Append, Step
 from flash_attn_compat.engine.build import Cache, Options, cache_call, in_cache, integer
-from flash_attn_compat.engine.call import AttentionCall
+from flash_attn_compat.engine.call import AttentionCall, Result, Signature
 from flash_attn_compat.engine.layout import lse_dtype
-from flash_attn_compat.serving import torch_ops
+from flash_attn_compat.serving import dispatch, torch_ops
 from flash_attn_compat.serving.autograd import run_forward
 
 _CACHE_SHAPE = "(batch_size_cache, seqlen_cache, num_heads_k, head_size)"
@@ -90,11 +90,7 @@ def flash_attn_with_kvcache(
             softmax_scale, causal, window_size[0], window_size[1], softcap, rotary_interleaved, alibi_slopes,
             num_splits, number, wants_lse,
         )  # fmt: skip
-    elif torch.is_grad_enabled() and arguments.want_gradients:
-        with torch.no_grad():
-            out, lse = _attend(arguments, wants_lse)
     else:
-        # A decoding step is short enough for the host to notice a context manager.
         out, lse = _attend(arguments, wants_lse)
     if s_aux is not None:
         out, lse = sinks.absorb(out, lse, s_aux.detach())
@@ -125,10 +121,6 @@ class _Arguments(NamedTuple):
     num_splits: int
 
     @property
-    def want_gradients(self) -> bool:
-        return any([isinstance(x, Tensor) and x.requires_grad for x in (*self[:7], self.alibi_slopes)])
-
-    @property
     def capacity(self) -> int:
         """Slots that one sequence can address."""
         page = self.k_cache.shape[1]
@@ -142,16 +134,42 @@ class _Arguments(NamedTuple):
 def _attend(arguments: _Arguments, return_lse: bool) -> tuple[Tensor, Tensor | None]:
     key = _key(arguments, return_lse)
     known = signature.known(key)
-    if known is None:
-        _check(arguments)
-        has_new_keys = arguments.k is not None and isinstance(arguments.cache_seqlens, Tensor)
-        call = signature.remembered(key, _call(arguments, return_lse), has_new_keys)
-    else:
+    if known is not None:
         _check_capacity(arguments)
-        call = _call_like(known, arguments)
-    result = run_forward(call, _new_keys(arguments, call))
+        step = dispatch.kept_step(known.signature)
+        if step is not None:
+            result = _stepped(step, arguments)
+            return result.out, result.softmax_lse
+        call, kept = _call_like(known, arguments), known.signature
+    else:
+        _check(arguments)
+        call = signature.remembered(key, _call(arguments, return_lse))
+        kept = call.signature
+    with torch.no_grad():
+        result = _serve(arguments, return_lse, call, kept)
     lse = result.softmax_lse
     return result.out, lse.contiguous() if return_lse and lse is not None else None
+
+
+def _stepped(step: Step, arguments: _Arguments) -> Result:
+    q, k_cache, v_cache, k, v, cos, sin, lengths, batch_idx, leftpad, table, *_ = arguments
+    return step(
+        q, k_cache, v_cache, k, v, cos, sin, lengths, leftpad, table if batch_idx is None else batch_idx,
+        arguments.alibi_slopes,
+    )  # fmt: skip
+
+
+def _serve(arguments: _Arguments, return_lse: bool, call: AttentionCall, kept: Signature | None) -> Result:
+    """kept: what there is of the call's signature"""
+
+    def whole() -> AttentionCall:
+        if not isinstance(arguments.cache_seqlens, int):
+            return call
+        return _call(arguments._replace(cache_seqlens=None), return_lse)
+
+    new = _new_keys(arguments, call)
+    step = None if kept is None else dispatch.new_step(kept, call, whole, new)
+    return run_forward(call, new) if step is None else _stepped(step, arguments)
 
 
 def _key(arguments: _Arguments, return_lse: bool) -> signature.Key | None:
@@ -159,14 +177,23 @@ def _key(arguments: _Arguments, return_lse: bool) -> signature.Key | None:
     left, right = arguments.window_size_left, arguments.window_size_right
     if type(left) is not int or type(right) is not int:
         return None
-    lengths = arguments.cache_seqlens
-    is_number = isinstance(lengths, int)
-    tensors = *arguments[:7], None if is_number else lengths, *arguments[8:11], arguments.alibi_slopes
-    values = (
-        arguments.softmax_scale, arguments.causal, left, right, arguments.softcap, arguments.rotary_interleaved,
-        arguments.num_splits, return_lse, is_number, "cache",
-    )  # fmt: skip
+    lengths, side = arguments.cache_seqlens, None
+    if isinstance(lengths, int):
+        side = _side_of_rows(arguments, lengths)
+        if side is None:
+            return None
+    tensors = *arguments[:7], None if side is not None else lengths, *arguments[8:11], arguments.alibi_slopes
+    values = (*arguments[11:17], arguments.num_splits, return_lse, side, "cache")
     return signature.key(tensors, values)
+
+
+def _side_of_rows(arguments: _Arguments, length: int) -> int | None:
+    """Whether there are fewer (-1), as many (0) or more (1) keys than rows, on which it depends who serves; or none."""
+    try:
+        keys, rows = length + arguments.seqlen_new, arguments.q.shape[1]
+    except (AttributeError, IndexError):
+        return None  # the checks say it better
+    return (keys > rows) - (keys < rows) if keys > 0 else None
 
 
 def _call(arguments: _Arguments, return_lse: bool) -> AttentionCall:

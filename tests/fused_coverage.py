@@ -19,7 +19,7 @@ from flash_attn_compat.backends.fused import ahead, append, backward, forward, l
 from flash_attn_compat.backends.fused.variants import BF16, BF16_AS_FP16, FP16, HEAD_DIMS, Kind
 from flash_attn_compat.engine import dropout
 from flash_attn_compat.engine.append import Append
-from flash_attn_compat.engine.call import AttentionCall, Gradients
+from flash_attn_compat.engine.call import AttentionCall, Gradients, Result
 from verify.call import Answer, Call
 from verify.examination import fetched
 from verify.judge import Right, against_fp64, right_answer
@@ -47,6 +47,7 @@ def checks(place: torch.device, every: bool = False) -> Iterator[Check]:
         if not kind.dropout:
             yield Check(f"decode {label}", partial(_forward, kind, place, few_rows=True))
             yield Check(f"append {label}", partial(_append, kind, place))
+            yield Check(f"step {label}", partial(_step, kind, place))
         if not kind.paged:
             yield Check(f"backward {label}", partial(_backward, kind, place))
 
@@ -120,6 +121,15 @@ def _append(kind: Kind, place: torch.device) -> None:
         return append.Plan(call, new, loader.target(place.index)).run(call, new)
 
     wrong = trial.of_append(trial.problem(kind, place, few_rows=True, needs_grad=False), run)
+    assert wrong is None, wrong
+
+
+def _step(kind: Kind, place: torch.device) -> None:
+    def run(call: AttentionCall, new: Append) -> Result:
+        target, device = loader.target(place.index), call.q.get_device()
+        return forward.Attention(call, kind, target, device, new).run(call, new)
+
+    wrong = trial.of_step(trial.problem(kind, place, few_rows=True, needs_grad=False), run)
     assert wrong is None, wrong
 
 

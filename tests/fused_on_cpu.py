@@ -112,6 +112,8 @@ def record(monkeypatch: pytest.MonkeyPatch, number: int = 75, tried: bool = Fals
     monkeypatch.setattr(loader, "driver", lambda: Driver(found))
     monkeypatch.setattr(launcher, "submit", submit)
     monkeypatch.setattr(launcher, "stream", lambda device: 0)
+    monkeypatch.setattr(launcher, "is_capturing", lambda device: False)
+    monkeypatch.setattr(launcher, "_workspaces", {})
     monkeypatch.setattr(launcher, "processors", lambda device: 40)
     monkeypatch.setattr(launcher, "_plans", {})
     monkeypatch.setattr(cache, "read", lambda name: None)
@@ -141,7 +143,7 @@ def emulate(
         pytest.skip(emulator.why_not())
     found = record(monkeypatch, number, tried)
     memory: list[Tensor] = []
-    address, empty = launcher.address, torch.empty
+    address, empty, workspace = launcher.address, torch.empty, launcher.workspace
 
     def known_address(name: str, tensor: Tensor, *rest: Any) -> int:
         memory.append(tensor)
@@ -151,6 +153,10 @@ def emulate(
         memory.append(empty(*args, **kwargs))
         return memory[-1].fill_(torch.nan if memory[-1].is_floating_point() else 0xAB)
 
+    def known_workspace(*args: Any) -> Tensor:
+        memory.append(workspace(*args))
+        return memory[-1]
+
     def submit(kernel: Kernel, blocks: int, device: int) -> None:
         variant = found.variants[(kernel.handle.value or 0) - 1]
         content = launcher.arguments.buffer.raw
@@ -158,19 +164,23 @@ def emulate(
         compiled = emulator.compile_kernel(sources / variant.source, variant.entry, dict(variant.macros))
         compiled.launch(content, blocks, variant.threads, variant.shared, memory[-64:], seed)
 
-    for module in (append, backward, launcher):
+    for module in (append, backward, forward, launcher):
         monkeypatch.setattr(module, "address", known_address)
     for module in (append, backward, forward, maxima):
         monkeypatch.setattr(module, "torch", _Torch(torch, known_empty))
+    monkeypatch.setattr(launcher, "workspace", known_workspace)
     monkeypatch.setattr(launcher, "submit", submit)
     return found
 
 
 class _Torch:
-    """PyTorch with another torch.empty."""
+    """PyTorch with another torch.empty, through which torch.empty_like goes too."""
 
     def __init__(self, module: Any, empty: Any) -> None:
         self._module, self.empty = module, empty
+
+    def empty_like(self, tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
+        return self.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device, memory_format=memory_format)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)

@@ -87,12 +87,13 @@ def varlen(device: int | str = "cuda") -> Callable[[], Tensor]:
 
 
 def decode(device: int | str = "cuda") -> Callable[[], Tensor]:
-    cache, new = half(2, 1000, 2, 64, device=device), half(2, 1, 2, 64, seed=1, device=device)
+    k_cache, v_cache = (half(2, 1000, 2, 64, seed=seed, device=device) for seed in (0, 3))
+    new = half(2, 1, 2, 64, seed=1, device=device)
     q, table = half(2, 1, 8, 64, device=device), half(1000, 16, seed=2, device=device)
     lengths = torch.tensor([5, 700], dtype=torch.int32, device=device)
 
     def step() -> Tensor:
-        out = flash_attn_with_kvcache(q, cache, cache, new, new, table, table, lengths, causal=True)
+        out = flash_attn_with_kvcache(q, k_cache, v_cache, new, new, table, table, lengths, causal=True)
         assert isinstance(out, Tensor)
         return out
 

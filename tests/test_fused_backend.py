@@ -106,11 +106,11 @@ def test_copies_into_rows_of_16_bytes_change_neither_answers_nor_gradients(monke
 # ---- kernels that cannot be used
 
 
-def broken(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+def broken(monkeypatch: pytest.MonkeyPatch, module: Any, name: str = "") -> None:
     def fail(*arguments: Any, **options: Any) -> None:
         raise KernelError("NVRTC refuses it")
 
-    monkeypatch.setattr(module, module.__name__.rpartition(".")[2], fail)
+    monkeypatch.setattr(module, name or module.__name__.rpartition(".")[2], fail)
 
 
 def test_a_forward_that_fails_is_served_by_another_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,9 +154,10 @@ def test_gradients_are_right_whichever_half_fails(
         close(one, two, 4.0)
 
 
-@pytest.mark.parametrize("failing", ["append", "forward", "both"])
-def test_a_step_of_decoding_is_right_whichever_half_fails(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failing", ["whole", "append", "forward", "both"])
+def test_a_step_of_decoding_is_right_whichever_part_fails(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fused_on_cpu.emulate(monkeypatch)
+    broken(monkeypatch, forward, "make_step")
     for module in (append, forward):
         if failing in ("both", module.__name__.rpartition(".")[2]):
             broken(monkeypatch, module)
@@ -208,10 +209,11 @@ def train(**options: Any) -> Callable[[], object]:
 
 
 def decode_step() -> Callable[[], object]:
-    cache, new, tables = randn(2, 50, 2, 64, dtype=HALF), randn(2, 1, 2, 64, dtype=HALF), randn(50, 16, dtype=HALF)
+    caches, new = (randn(2, 50, 2, 64, dtype=HALF) for _ in "kv"), randn(2, 1, 2, 64, dtype=HALF)
+    (k_cache, v_cache), tables = caches, randn(50, 16, dtype=HALF)
     lengths = torch.tensor([3, 44], dtype=torch.int32)
     q = randn(2, 1, 4, 64, dtype=HALF)
-    return lambda: flash_attn_with_kvcache(q, cache, cache, new, new, tables, tables, lengths, causal=True)
+    return lambda: flash_attn_with_kvcache(q, k_cache, v_cache, new, new, tables, tables, lengths, causal=True)
 
 
 WINDOW = train(window_size=(9, 3))
@@ -222,7 +224,7 @@ WRONG = {
     "an LSE of other units": ("forward.cu", "- P_SHIFT) * LN2", "- P_SHIFT)", train()),
     "another dropout mask": ("common.cuh", "mix(row_base + i);", "mix(row_base + i + 1);", train(dropout_p=0.3)),
     "no delta": ("delta.cu", ": sum;", ": 0.f;", train()),
-    "a rotation the wrong way": ("append.cu", "a * c - b * s", "a * c + b * s", decode_step()),
+    "a rotation the wrong way": ("append.cuh", "a[2 * i] * cosine -", "a[2 * i] * cosine +", decode_step()),
 }  # fmt: skip
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 import flash_attn_compat
 from flash_attn_compat import flash_attn_interface, kvcache
-from flash_attn_compat.backends.fused import launcher, loader, maxima, variants
+from flash_attn_compat.backends.fused import forward, launcher, loader, maxima, variants
 from flash_attn_compat.backends.fused.variants import Tile
+from flash_attn_compat.engine import signature
 from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.mask import Mask
 from tests import fused_on_cpu
@@ -370,9 +371,12 @@ APPENDS = {
     "all rows at one place": replace(STEP, seqlens_q=(3,) * 3, rotary_dim=64, new_keys=5),
     "rows apart": replace(STEP, seqlens_q=(3,) * 3, rotary_dim=32, rotary_interleaved=False, causal=True, new_keys=3),
     "one length for all": replace(STEP, lengths_as="int", seqlens_k=(40,) * 3, rotary_dim=32),
-    "more than one round of the grid": replace(
-        STEP, new_keys=150, capacity=300, rotary_dim=32, rotary_interleaved=False
+    "as many new keys as blocks append": replace(STEP, new_keys=16, capacity=300, rotary_dim=32, causal=True),
+    "new keys that no row sees": replace(STEP, seqlens_q=(2,) * 3, new_keys=7, window=(3, -5), rotary_dim=32),
+    "new keys in several splits": replace(
+        STEP, seqlens_k=(57, 1, 120), seqlens_q=(16,) * 3, new_keys=16, rotary_dim=64, causal=True
     ),
+    "head_dim 256": replace(STEP, head_dim=256, rotary_dim=256, rotary_interleaved=False, causal=True),
     "pages": replace(STEP, page_size=7, rotary_dim=32),
     "cache_batch_idx": replace(STEP, batch_idx=True, rotary_dim=16),
     "left padding": replace(STEP, leftpad=(5, 3, 0), rotary_dim=32),
@@ -391,10 +395,35 @@ def test_a_few_rows_over_many_keys_are_right(turing: Launches, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", APPENDS)
-def test_a_step_appends_rotates_and_attends_in_two_launches(turing: Launches, name: str) -> None:
+def test_a_step_appends_rotates_and_attends_in_one_launch(turing: Launches, name: str) -> None:
     check(APPENDS[name])
+    assert turing.entries == ["decode"] and ("APPEND", 1) in turing.last.variant.macros
+
+
+MANY = replace(STEP, new_keys=150, capacity=300, rotary_dim=32, rotary_interleaved=False)
+
+
+@pytest.mark.parametrize("name", [*APPENDS, "more than one round of the grid"])
+def test_more_new_keys_are_appended_by_a_launch_of_its_own(
+    turing: Launches, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "_MOST_NEW", 0)
+    check(APPENDS.get(name, MANY))
     assert turing.entries == ["append", "decode"]
-    assert not turing.cleared, "the append zeroes the decode kernel's counters"
+
+
+def test_launches_leave_the_workspace_as_the_next_one_wants_it(turing: Launches) -> None:
+    for name in ("split keys", "causal", "split keys"):
+        check(CACHES[name])
+    check(APPENDS["rotated"])
+    assert turing.cleared, "some call had splits"
+    assert turing.cleared == [launcher._COUNTERS] * len(turing.cleared)
+    cleared = len(turing.cleared)
+    for name in ("split keys", "causal"):
+        check(CACHES[name])
+    assert len(turing.cleared) == cleared, "the same memory serves again"
+    (workspace,) = launcher._workspaces.values()
+    assert not workspace[: 4 * launcher._COUNTERS].any()
 
 
 def test_newer_gpus_decode_bf16_as_it_is(hopper: Launches) -> None:
@@ -459,7 +488,12 @@ def test_wrong_lengths_and_pages_touch_nothing_outside(turing: Launches) -> None
     new = {"k": torch.zeros(3, 5, 2, 256).half(), "v": torch.zeros(3, 5, 2, 256).half()}
     for lengths in (rubbish, rubbish.flip(0), torch.full((3,), 5, dtype=torch.int32)):
         launch_unchecked({**call.args, **new, "cache_seqlens": lengths})
-    assert turing.entries == ["decode", "decode"] + ["append", "decode"] * 3
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(forward, "_MOST_NEW", 0)
+            signature._known.clear()
+            launch_unchecked({**call.args, **new, "cache_seqlens": lengths})
+            signature._known.clear()
+    assert turing.entries == ["decode", "decode"] + ["decode", "append", "decode"] * 3
 
 
 def test_new_keys_in_front_of_the_cache_or_behind_it_are_not_written(turing: Launches) -> None:

@@ -123,12 +123,48 @@ def decode(seqlen_new: int = 1, rotary: bool = True, **cache: int | Tensor) -> T
         return flash_attn_with_kvcache(half(2, 1, 8, 64), k_cache, k_cache, new, new, causal=True, **tables, **cache)
 
 
-def test_what_an_append_prepared_serves_one_call_of_its_own(launches: Launches) -> None:
-    decode(cache_seqlens=torch.tensor([5, 700], dtype=torch.int32), rotary=False)
-    q, k = half(2, 1, 8, 64), half(2, 1000, 2, 64)
-    with use_backend("fused"):
-        flash_attn_with_kvcache(q, k, k, cache_seqlens=torch.tensor([5, 700], dtype=torch.int32))
-    assert launches.last.fields["q"] == q.data_ptr() and launches.cleared == [4]
+def test_a_stream_keeps_the_memory_in_which_splits_meet(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    def counters() -> int:
+        decode(cache_seqlens=torch.tensor([5, 700], dtype=torch.int32), rotary=False)
+        found: int = launches.last.fields["counters"]
+        return found
+
+    first = counters()
+    assert first and counters() == first and len(launches.cleared) == 1
+    monkeypatch.setattr(launcher, "stream", lambda device: 7)
+    assert counters() != first and len(launches.cleared) == 2
+    monkeypatch.setattr(launcher, "stream", lambda device: 0)
+    assert counters() == first and len(launches.cleared) == 2
+    launcher.forget_workspaces()
+    counters()
+    assert len(launches.cleared) == 3
+
+
+def test_each_captured_call_has_memory_of_its_own_that_it_clears(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = torch.device("cpu")
+    kept = launcher.workspace(9000, -1, place)
+    monkeypatch.setattr(launcher, "is_capturing", lambda device: True)
+    captured = [launcher.workspace(9000, -1, place) for _ in range(2)]
+    assert len({one.data_ptr() for one in (kept, *captured)}) == 3 and len(launches.cleared) == 3
+    assert list(launcher._workspaces.values()) == [kept]
+
+
+def test_a_larger_workspace_takes_the_place_of_a_smaller_one(launches: Launches) -> None:
+    place = torch.device("cpu")
+    small = launcher.workspace(9000, -1, place)
+    large = launcher.workspace(90000, -1, place)
+    assert large.nbytes == 90000 and launcher.workspace(9000, -1, place) is large is not small
+    assert launches.cleared == [launcher._COUNTERS] * 2
+
+
+def test_lengths_that_are_numbers_share_a_plan(launches: Launches) -> None:
+    for length in (5, 700, 5):
+        decode(cache_seqlens=length)
+        assert launches.last.fields["seqlen_k"] == length + 1 and launches.last.fields["seqused_k"] == 0
+    assert launches.entries == ["decode"] * 3 and len({launch.fields["splits"] for launch in launches.seen}) == 1
+    assert len(launches.variants) == 1
 
 
 def test_appending_is_known_to_autograd(launches: Launches) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.engine import alibi, dropout
-from flash_attn_compat.engine.append import Append, by_operators
+from flash_attn_compat.engine.append import Append, Step, by_operators
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import DESCRIPTIONS, Feature, Traits, split
 from flash_attn_compat.engine.layout import Block, BlockPlan, Layout, whole_block
@@ -90,6 +90,13 @@ class Backend(abc.ABC):
 
     def append_and_forward(self, call: AttentionCall, new: Append) -> Result | None:
         """``append`` and ``forward`` at once, where the backend has a kernel that does both for this call."""
+        return None
+
+    def step(self, call: AttentionCall, new: Append | None) -> Step | None:
+        """How ``append`` and ``forward`` are one for all calls over a cache that are like ``call``, if they are.
+
+        call: one of them; where their lengths are ints it speaks of the whole cache, since ints differ
+        """
         return None
 
     @abc.abstractmethod

@@ -20,6 +20,9 @@
 #ifndef PAGED   // keys and values through block_table
 #define PAGED 0
 #endif
+#ifndef APPEND  // new keys come with the call
+#define APPEND 0
+#endif
 #ifndef VEC     // elements a global load may take at once: 8 where every row starts on 16 bytes, else 1
 #define VEC 8
 #endif

@@ -1,9 +1,11 @@
 // Attention of few query rows over many keys, as in decoding: what counts is reading every key and value once, by as many blocks as there are.
+// Where new keys come with the call (APPEND), Q is rotated on load and the new keys are written on the way.
 //
 // A row is one query of one head; the heads that share keys are rows of one tile, 16 a tile. A tile's keys are split among blocks
 // (FlashDecoding: Dao, Haziza, Massa, Sizov, 2023) and, within a block, dealt to its warps KEYS at a time. Nothing goes through shared
 // memory on the way: mma takes K and V in the layout in which a lane's 16-byte loads bring them. In the end the warps of a block put
 // their shares together, and the last block of a tile those of its splits.
+#include "append.cuh"
 #include "decode.cuh"
 
 #ifndef MINB   // blocks a multiprocessor, which bounds the registers
@@ -235,7 +237,10 @@ DEVICE void load_rows(const Params &p, const Tile &tile, uint4 (&q)[2][PIECES], 
     const int query = tile.query(p, g + r * 8), head = tile.head(p, g + r * 8);
     const u16 *row = p.q + tile.sequence * p.q_s.batch + (i64)(tile.seq.first_q + query) * p.q_s.row + (i64)head * p.q_s.head + t * 8;
 #pragma unroll
-    for (int c = 0; c < PIECES; c++) q[r][c] = load_chunk_if(true, row + c * 32, p.head_dim - t * 8 - c * 32);
+    for (int c = 0; c < PIECES; c++) {
+      q[r][c] = load_chunk_if(true, row + c * 32, p.head_dim - t * 8 - c * 32);
+      if (APPEND) q[r][c] = rotated(p, q[r][c], row - t * 8, c * 4 + t, query_position(p, tile.sequence, query));
+    }
     rows.scale[r] = p.softmax_scale;
 #if TYPE == 2
     int largest = finite_magnitude(q[r]);
@@ -250,6 +255,15 @@ DEVICE void load_rows(const Params &p, const Tile &tile, uint4 (&q)[2][PIECES], 
     rows.slope[r] = global_load(p.alibi_slopes + tile.sequence * p.slopes_batch + head);
 #endif
   }
+}
+
+// Blocks that see some new key write all of their sequence's and key head's, and read them where they wrote them; so does the last block
+// of every tile, since there may be rows that see none. Several blocks may write the same.
+DEVICE void append_new(const Params &p, const Tile &tile, bool is_last, int end) {
+  if (!is_last && end <= first_new_slot(p, tile.sequence)) return;
+  const int pieces = new_pieces(p);
+  for (int i = threadIdx.x; i < p.seqlen_new * pieces; i += THREADS) append_piece(p, tile.sequence, i / pieces, tile.head_k, i % pieces);
+  __syncthreads();
 }
 
 KERNEL(THREADS, MINB) decode(const Params p) {
@@ -275,6 +289,10 @@ KERNEL(THREADS, MINB) decode(const Params p) {
   const int splits = max(1, (count + share - 1) / share);
   if (split >= splits) return;
   const int first = seen.first + split * share, end = min(seen.end, first + share);
+
+#if APPEND
+  append_new(p, tile, split == splits - 1, seq.first_k + end);
+#endif
 
   const u32 shared = SHARED_BASE, q_at = shared + g * ROW_BYTES + ((t ^ (g & 1) << 2) << 4);
   const u16 *k = p.k + (PAGED ? 0 : tile.sequence * p.k_s.batch) + (i64)tile.head_k * p.k_s.head;

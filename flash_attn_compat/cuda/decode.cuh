@@ -117,7 +117,11 @@ DEVICE void combine_warps(const Params &p, const Tile &tile, float (&O)[CHUNKS][
 DEVICE bool is_last(const Params &p, i64 tile_index, int splits, u32 shared) {
   __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) shared_store(shared + LAST_AT, (u32)(atomicAdd(p.counters + tile_index, 1) == splits - 1));
+  if (threadIdx.x == 0) {
+    const bool last = atomicAdd(p.counters + tile_index, 1) == splits - 1;
+    if (last) global_store(p.counters + tile_index, 0);   // as the next launch wants to find it
+    shared_store(shared + LAST_AT, (u32)last);
+  }
   __syncthreads();
   const bool last = shared_load(shared + LAST_AT);
   __threadfence();

@@ -28,10 +28,9 @@ struct Params {
   // Decode: what the splits hand to the last one.
   float *part_out;   // (tiles, splits, 16, D)
   float *part_ml;    // (tiles, splits, 16, 2): maximum in units of log2, sum
-  int *counters;     // (tiles,), zero before a launch
-  // Append: new keys and values, rotated and written behind the cache's; q rotated into q_rotated. Sequence b's first new slot is
-  // seqused_k[b], without seqused_k it is seqlen_k - seqlen_new. The first tiles * nheads_k * batch counters are set to 0 (none if
-  // null). Any number of blocks of 128 threads does it; rotary_dim = 0: nothing is rotated, q and q_rotated are null.
+  int *counters;     // (tiles,), zero before a launch and after it
+  // Append: new keys and values, rotated and written behind the cache's; q rotated, by append.cu into q_rotated. Sequence b's first new
+  // slot is seqused_k[b], without seqused_k it is seqlen_k - seqlen_new. rotary_dim = 0: nothing is rotated.
   const u16 *k_new, *v_new, *rotary_cos, *rotary_sin;
   u16 *q_rotated;
   // Backward.

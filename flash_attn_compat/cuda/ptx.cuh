@@ -113,21 +113,26 @@ DEVICE float shared_load_float(u32 address) {
 DEVICE void shared_load_floats(float (&x)[2], u32 address) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(address));
 }
-// Global memory that no kernel in flight writes, 16 bytes or one element at a time.
+// Global memory that no other block writes meanwhile, 16 bytes or one element at a time.
+#if APPEND   // what the block itself has written is seen
+#define READ "ld.global."
+#else
+#define READ "ld.global.nc."
+#endif
 DEVICE uint4 global_load16(const u16 *p) {
   uint4 v;
-  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  asm volatile(READ "v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
 DEVICE uint4 global_load16_if(bool there, const u16 *p) {   // else zeros; no branch
   uint4 v = make_uint4(0, 0, 0, 0);
-  asm volatile("{.reg .pred there; setp.ne.s32 there, %5, 0; @there ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];}"
+  asm volatile("{.reg .pred there; setp.ne.s32 there, %5, 0; @there " READ "v4.b32 {%0, %1, %2, %3}, [%4];}"
                : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(p), "r"((int)there));
   return v;
 }
 DEVICE u16 global_load2(const u16 *p) {
   u16 v;
-  asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(v) : "l"(p));
+  asm volatile(READ "u16 %0, [%1];" : "=h"(v) : "l"(p));
   return v;
 }
 DEVICE void global_store16(u16 *p, uint4 v) { *(uint4 *)p = v; }

@@ -5,12 +5,12 @@ A backend with a kernel for this overrides Backend.append; everything is checked
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from flash_attn_compat.engine.call import AttentionCall
+from flash_attn_compat.engine.call import AttentionCall, Result
 from flash_attn_compat.ops.triton.rotary import apply_rotary
 
 
@@ -32,6 +32,28 @@ class Append(NamedTuple):
     rotary_interleaved: bool
     cache_seqlens: int | Tensor
     rows_have_own_position: bool
+
+
+class Step(Protocol):
+    """How a backend serves all calls over a cache that are alike (engine/signature.py), from their arguments on.
+
+    The arguments are flash_attn_with_kvcache's; table: block_table, or cache_batch_idx.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        rotary_cos: Tensor | None,
+        rotary_sin: Tensor | None,
+        cache_seqlens: int | Tensor | None,
+        leftpad: Tensor | None,
+        table: Tensor | None,
+        slopes: Tensor | None,
+    ) -> Result: ...
 
 
 def by_operators(call: AttentionCall, new: Append) -> Tensor:

@@ -20,16 +20,15 @@ from flash_attn_compat.engine.mask import Mask
 class Signature:
     """Stands for every call whose arguments are equal in all but the values in their tensors: see signature.py.
 
-    call: such a call without its tensors; decision: what dispatch found for it, with what that holds for
-    has_new_keys: whether the keys that are appended, and how, are among the arguments
+    call: such a call without its tensors; decision: what dispatch found for it, with what that holds for, and the
+    backend's Step (False where it has none, None where nobody asked)
     """
 
-    __slots__ = ("call", "decision", "has_new_keys")
+    __slots__ = ("call", "decision")
 
-    def __init__(self, call: AttentionCall, has_new_keys: bool) -> None:
+    def __init__(self, call: AttentionCall) -> None:
         self.call = AttentionCall._make((*call[:-1], self))
-        self.decision: tuple[object, Any] = None, None
-        self.has_new_keys = has_new_keys
+        self.decision: tuple[object, Any, Any] = None, None, None
 
 
 class _Fields(NamedTuple):

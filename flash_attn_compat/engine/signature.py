@@ -53,13 +53,13 @@ def known(key: Key | None) -> AttentionCall | None:
     return None if found is None else found.call
 
 
-def remembered(key: Key | None, call: AttentionCall, has_new_keys: bool = False) -> AttentionCall:
+def remembered(key: Key | None, call: AttentionCall) -> AttentionCall:
     """``call``, which passed its checks, with a signature if its arguments are plain ones."""
     if key is None or call.is_empty or not _is_plain(key):
         return call
     if len(_known) >= _MOST:  # lengths may differ from step to step
         _known.clear()
-    signature = _known[key] = Signature(call.with_tensors(), has_new_keys)
+    signature = _known[key] = Signature(call.with_tensors())
     return AttentionCall._make((*call[:-1], signature))
 
 

@@ -14,7 +14,9 @@ from typing import Any
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends import BACKENDS, Backend, KernelsFailed
-from flash_attn_compat.engine.call import AttentionCall
+from flash_attn_compat.engine import capture
+from flash_attn_compat.engine.append import Append, Step
+from flash_attn_compat.engine.call import AttentionCall, Signature
 from flash_attn_compat.engine.features import DESCRIPTIONS, Traits, split
 
 
@@ -118,7 +120,7 @@ def choose(call: AttentionCall) -> Backend:
         _check_settings()
         raise _Explained(_explain(call.traits(), settings.named_backend()))
     if call.signature is not None:
-        decisions, decided = call.signature.decision
+        decisions, decided, _ = call.signature.decision
         if decisions is _decisions:
             known: Backend = decided
             return known
@@ -143,6 +145,37 @@ def serve(call: AttentionCall) -> Backend:
     return backend
 
 
+def kept_step(signature: Signature | None) -> Step | None:
+    """The step of an earlier call with that signature, while the decision for it holds; counts the call."""
+    if signature is None:
+        return None
+    decisions, backend, step = signature.decision
+    if not step or decisions is not _decisions or _explaining.get():
+        return None
+    _served[backend.name] += 1
+    found: Step = step
+    return found
+
+
+def new_step(
+    signature: Signature, call: AttentionCall, whole: Callable[[], AttentionCall], new: Append | None
+) -> Step | None:
+    """The step of the backend that serves ``call``, if it has one; kept with its signature. Counts the call then.
+
+    whole: Backend.step's ``call``
+    """
+    decisions, _, step = signature.decision
+    if step is False and decisions is _decisions:
+        return None
+    backend = choose(call)
+    step = backend.step(whole(), new)
+    if not (call.q.is_cuda and capture.is_capturing(call.q.device)):  # in which kernels may not have been tried
+        signature.decision = _decisions, backend, step or False
+    if step is not None:
+        _served[backend.name] += 1
+    return step
+
+
 def _decide(call: AttentionCall) -> Backend | None:
     """The backend that serves; None if none can."""
     traits = call.traits()
@@ -155,7 +188,7 @@ def _decide(call: AttentionCall) -> Backend | None:
             return None
         _decisions[key] = backend
     if call.signature is not None:
-        call.signature.decision = _decisions, backend
+        call.signature.decision = _decisions, backend, None
     return backend
 
 

@@ -12,7 +12,7 @@ from flash_attn_compat.backends.base import HALF_DTYPES, Backend, Capabilities, 
 from flash_attn_compat.backends.fused import append, backward, forward, loader
 from flash_attn_compat.backends.fused.loader import KernelError
 from flash_attn_compat.backends.fused.probe import Slower
-from flash_attn_compat.engine.append import Append, by_operators
+from flash_attn_compat.engine.append import Append, Step, by_operators
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
 
@@ -69,6 +69,14 @@ class Fused(Backend):
         except KernelError as error:
             self._remember(call, error)
             return by_operators(call, new)
+
+    def step(self, call: AttentionCall, new: Append | None) -> Step | None:
+        try:
+            plan = forward.make_step(call, new)
+        except KernelError as error:
+            self._remember(call, error)
+            return None
+        return None if plan is None else plan.step
 
     def forward(self, call: AttentionCall) -> Result:
         try:

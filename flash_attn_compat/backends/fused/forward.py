@@ -2,62 +2,31 @@
 
 from __future__ import annotations
 
-import threading
-from typing import NamedTuple
+import struct
 
 import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.fused import launcher, loader, params, probe, trial, variants
+from flash_attn_compat.backends.fused.launcher import address
 from flash_attn_compat.backends.fused.loader import Target
 from flash_attn_compat.backends.fused.maxima import Maxima
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine import dropout
+from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.call import AttentionCall, Result
 
-_FLOAT = torch.float32
+_FLOAT, _INT = torch.float32, torch.int32
+_NOTHING_NEW = (0,) * 4
+# Each block that sees new keys writes them all.
+_MOST_NEW = 16
+_SEQLEN_K, _ONE_INT = params.offsets()["seqlen_k"], struct.Struct("<i")
 
 
 def forward(call: AttentionCall) -> Result:
     """One call; raises KernelError where a kernel cannot be used."""
-    prepared = take_prepared(call)
-    if prepared is not None:
-        return prepared.plan.launch(*prepared[4:])
     call = launcher.tidy(call) if call.alibi_slopes is not None or call.block_table is not None else call
     return launcher.planned(("forward", *launcher.key(call)), call.q.get_device(), lambda: make_plan(call)).run(call)
-
-
-class Prepared(NamedTuple):
-    """What an append leaves for the call behind it: a plan, and addresses that were checked for both."""
-
-    q: Tensor
-    k: Tensor
-    stream: int
-    plan: Attention
-    tensors: tuple[int, ...]
-    rest: tuple[int, ...]
-    workspace: Tensor | None
-
-
-class _Last(threading.local):
-    prepared: Prepared | None = None
-
-
-_last = _Last()
-
-
-def prepare(prepared: Prepared | None) -> None:
-    """For the next call of this thread, if it has that q and k."""
-    _last.prepared = prepared
-
-
-def take_prepared(call: AttentionCall) -> Prepared | None:
-    prepared = _last.prepared
-    if prepared is None:
-        return None
-    _last.prepared = None
-    is_meant = prepared.q is call.q and prepared.k is call.k
-    return prepared if is_meant and prepared.stream == launcher.stream(prepared.plan.device) else None
 
 
 class Copied:
@@ -72,14 +41,15 @@ class Copied:
 
 
 class Attention:
-    """A launch of the forward or the decode kernel."""
+    """A launch of the forward or the decode kernel, which may append ``new`` keys on its way."""
 
-    def __init__(self, call: AttentionCall, kind: Kind, target: Target, device: int) -> None:
+    def __init__(self, call: AttentionCall, kind: Kind, target: Target, device: int, new: Append | None = None) -> None:
         self.device, self.dtype, self.place = device, call.q.dtype, call.q.device
         self.out_shape, self.lse_shape = call.out_shape, call.lse_shape
+        self.is_like_q = call.out_shape == call.q.shape
         self.keeps_lse = call.return_lse or call.needs_grad
         self.keeps_true_lse = call.needs_grad and call.lse_carries_alibi_position
-        self.inputs = launcher.Inputs(call)
+        self.inputs, self.new_sizes, self.seqlen_new = launcher.Inputs(call), (0, 0, 0), 0
         fields = launcher.described(call)
         fields["out_s"] = launcher.contiguous_strides(call.out_shape)
         self.splits = launcher.splits_of(call, kind)
@@ -89,6 +59,9 @@ class Attention:
         if self.maxima is not None:
             fields["absmax_splits"] = self.maxima.splits
         make = variants.forward if self.splits is None else variants.decode
+        if new is not None:
+            make, self.new_sizes, self.seqlen_new = variants.step, launcher.new_sizes(new), new.k.shape[1]
+            fields |= launcher.described_new(new)
         self.variant, self.kernel = launcher.loaded(make, kind, target, device)
         # With packed rows, one slab more sets what lies outside of all sequences to 0.
         sequences = call.batch + (call.cu_seqlens_q is not None)
@@ -98,44 +71,93 @@ class Attention:
         else:
             fields |= {"tiles": self.splits.tiles, "splits": self.splits.each}
             self.blocks = self.splits.each * self.splits.tiles * call.nheads_k * sequences
-        self.pack, self.template = params.template(fields, 17)
+        self.pack, self.template = params.template(fields, 21)
 
-    def run(self, call: AttentionCall) -> Result:
+    def run(self, call: AttentionCall, new: Append | None = None) -> Result:
         rng_state = call.rng_state
         if rng_state is None and call.dropout_p:
             rng_state = dropout.new_rng_state(self.place)
-        workspace = self.workspace()
-        if workspace is not None and self.splits is not None:
-            loader.driver().clear(workspace.data_ptr() + self.splits.counters, self.splits.total, self.device)
-        return self.launch(*self.inputs.of(call, rng_state), workspace, rng_state)
+        tensors, rest = self.inputs.of(call, rng_state)
+        added = _NOTHING_NEW if new is None else self.new_addresses(new.k, new.v, new.rotary_cos, new.rotary_sin)
+        return self.launch(tensors, rest, added, call.q if call.signature is not None else None, rng_state)
 
-    def workspace(self) -> Tensor | None:
-        """Memory in which the blocks that share a tile's keys meet."""
-        if self.splits is None or self.splits.each == 1:
-            return None
-        return torch.empty(self.splits.workspace, dtype=torch.uint8, device=self.place)
+    def step(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        rotary_cos: Tensor | None,
+        rotary_sin: Tensor | None,
+        cache_seqlens: int | Tensor | None,
+        leftpad: Tensor | None,
+        table: Tensor | None,
+        slopes: Tensor | None,
+    ) -> Result:
+        """As engine/append.py's Step; table: batch_idx too."""
+        device, dtype, (q_size, k_size, v_size, table_size, slopes_size) = self.device, self.dtype, self.inputs.sizes
+        used = None if isinstance(cache_seqlens, int) else cache_seqlens
+        length = cache_seqlens + self.seqlen_new if isinstance(cache_seqlens, int) else None
+        added = _NOTHING_NEW if k is None or v is None else self.new_addresses(k, v, rotary_cos, rotary_sin)
+        tensors = (
+            address("q", q, dtype, device, q_size),
+            address("k_cache", k_cache, dtype, device, k_size),
+            address("v_cache", v_cache, dtype, device, v_size),
+        )
+        rest = (
+            0,
+            0,
+            0 if used is None else address("cache_seqlens", used, _INT, device, self.inputs.lengths),
+            0 if leftpad is None else address("cache_leftpad", leftpad, _INT, device, self.inputs.lengths),
+            0 if table is None else address("block_table", table, _INT, device, table_size),
+            0 if slopes is None else address("alibi_slopes", slopes, _FLOAT, device, slopes_size),
+            0,
+        )
+        result = self.launch(tensors, rest, added, q, None, length)
+        if k is not None:
+            launcher.note_written(k_cache, v_cache)
+        return result
+
+    def new_addresses(self, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[int, int, int, int]:
+        device, dtype, (k_size, v_size, rotary_size) = self.device, self.dtype, self.new_sizes
+        return (
+            address("k", k, dtype, device, k_size),
+            address("v", v, dtype, device, v_size),
+            0 if cos is None else address("rotary_cos", cos, dtype, device, rotary_size),
+            0 if sin is None else address("rotary_sin", sin, dtype, device, rotary_size),
+        )
 
     def launch(
         self,
         tensors: tuple[int, ...],
         rest: tuple[int, ...],
-        workspace: Tensor | None,
-        rng_state: Tensor | None = None,
+        added: tuple[int, ...],
+        like: Tensor | None,
+        rng_state: Tensor | None,
+        length: int | None = None,
     ) -> Result:
-        """The launch itself; counters in the workspace are zeroed earlier on the stream."""
+        """The launch itself. like: q, if it is a plain tensor; length: keys of every sequence, if not as planned."""
         place, splits, partials = self.place, self.splits, (0, 0, 0)
         maxima = None if self.maxima is None else self.maxima.run(tensors, rest)
-        out = torch.empty(self.out_shape, dtype=self.dtype, device=place)
+        if like is not None and self.is_like_q:  # in half the time
+            out = torch.empty_like(like, memory_format=torch.contiguous_format)
+        else:
+            out = torch.empty(self.out_shape, dtype=self.dtype, device=place)
         lse = torch.empty(self.lse_shape, dtype=_FLOAT, device=place) if self.keeps_lse else None
         true_lse = torch.empty(self.lse_shape, dtype=_FLOAT, device=place) if self.keeps_true_lse else None
-        if workspace is not None and splits is not None:
+        if splits is not None and splits.each > 1:
+            workspace = launcher.workspace(splits.workspace, self.device, place)
             start = workspace.data_ptr()
-            partials = start, start + splits.part_ml, start + splits.counters
+            partials = start + splits.part_out, start + splits.part_ml, start
+        buffer = launcher.arguments.buffer
         self.pack(
-            launcher.arguments.buffer, 0, *tensors, out.data_ptr(), 0 if lse is None else lse.data_ptr(),
+            buffer, 0, *tensors, out.data_ptr(), 0 if lse is None else lse.data_ptr(),
             0 if true_lse is None else true_lse.data_ptr(), *rest,
-            0 if maxima is None else maxima.data_ptr(), *partials, self.template,
+            0 if maxima is None else maxima.data_ptr(), *partials, *added, self.template,
         )  # fmt: skip
+        if length is not None:
+            _ONE_INT.pack_into(buffer, _SEQLEN_K, length)
         launcher.submit(self.kernel, self.blocks, self.device)
         return Result(out, lse, rng_state, () if true_lse is None else (true_lse,))
 
@@ -155,6 +177,32 @@ def make_plan(call: AttentionCall) -> Attention | Copied:
     def tried() -> str | None:
         problem = trial.problem(kind, call.q.device, plan.splits is not None, needs_grad=False)
         return trial.of_forward(problem, lambda tiny: Attention(tiny, kind, target, device).run(tiny)[:2])
+
+    trial.check((plan.variant,), target, device, tried)
+    return plan
+
+
+def make_step(call: AttentionCall, new: Append | None) -> Attention | None:
+    """For calls over a cache that the decode kernel can serve in one launch; ``call`` is one, over all of its slots."""
+    rows, group = launcher.longest_rows(call), call.nheads // call.nheads_k
+    if not variants.takes_decode(rows, group, False) or launcher.tidy(call) is not call:
+        return None
+    vec = launcher.vector_size(call, in_place=True)
+    if new is not None:
+        if new.k.shape[1] > _MOST_NEW or not launcher.is_tidy(new):
+            return None
+        vec = min(vec, launcher.new_vector_size(new))
+    if not vec:
+        return None
+    device, target = call.q.get_device(), loader.target(call.q.get_device())
+    kind = launcher.kind_of(call, target, vec)
+    plan = Attention(call, kind, target, device, new)
+
+    def tried() -> str | None:
+        problem = trial.problem(kind, call.q.device, few_rows=True, needs_grad=False)
+        if new is None:
+            return trial.of_forward(problem, lambda tiny: Attention(tiny, kind, target, device).run(tiny)[:2])
+        return trial.of_step(problem, lambda tiny, new: Attention(tiny, kind, target, device, new).run(tiny, new))
 
     trial.check((plan.variant,), target, device, tried)
     return plan

@@ -21,12 +21,15 @@ from flash_attn_compat.backends.fused import loader, params, variants
 from flash_attn_compat.backends.fused.loader import Kernel, Target
 from flash_attn_compat.backends.fused.variants import Kind, Variant
 from flash_attn_compat.engine import dropout
+from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.call import AttentionCall
 
 _LARGEST_INT = 2**31 - 1
 # Longer windows than a sequence that fits a GPU; the kernels add them to positions.
 _LONGEST_WINDOW = 2**29
 _MOST_PLANS = 4096
+# Words at the start of a workspace: one for each tile of a decode call with splits.
+_COUNTERS = 1024
 # Elements up to which loading one by one costs less than copying into place first.
 SMALL = 2**18
 
@@ -70,7 +73,7 @@ def address(name: str, tensor: Tensor, dtype: torch.dtype, device: int, size: in
     if (
         tensor.dtype is dtype
         and tensor.get_device() == device
-        and tensor.storage_offset() * tensor.element_size() + size <= tensor.untyped_storage().nbytes()
+        and tensor.storage_offset() * dtype.itemsize + size <= tensor.untyped_storage().nbytes()
         and not tensor.is_neg()
     ):
         return tensor.data_ptr()
@@ -123,6 +126,11 @@ def reach(tensor: Tensor | None) -> int:
     return (last + 1) * tensor.element_size()
 
 
+def new_sizes(new: Append) -> tuple[int, int, int]:
+    """What reach says of k, v, and both rotary tables."""
+    return reach(new.k), reach(new.v), reach(new.rotary_cos)
+
+
 def strides(tensor: Tensor) -> tuple[int, int, int]:
     """(batch or page, row, head) in elements; 0 for the batch of packed tensors."""
     if tensor.dim() == 3:
@@ -164,6 +172,20 @@ def vector_size(call: AttentionCall, in_place: bool) -> int:
     if all(map(is_aligned, tensors)):
         return 8
     return 1 if in_place or sum(tensor.numel() for tensor in tensors) <= SMALL else 0
+
+
+def is_tidy(new: Append) -> bool:
+    """Whether kernels can read new keys, cos and sin as they are."""
+    cos, sin = new.rotary_cos, new.rotary_sin
+    if cos is not None and sin is not None and (cos.stride() != sin.stride() or cos.stride(-1) != 1):
+        return False
+    return is_readable(new.k) and is_readable(new.v)
+
+
+def new_vector_size(new: Append) -> int:
+    """As vector_size, for new keys and rotary tables that are tidy."""
+    tensors = (new.k, new.v, new.rotary_cos, new.rotary_sin)
+    return 8 if all(tensor is None or is_aligned(tensor) for tensor in tensors) else 1
 
 
 def aligned(tensor: Tensor) -> Tensor:
@@ -278,6 +300,25 @@ def described(call: AttentionCall) -> dict[str, params.Value]:
     return fields
 
 
+def described_new(new: Append) -> dict[str, params.Value]:
+    """The fields that new keys give."""
+    cos = new.rotary_cos
+    fields: dict[str, params.Value] = {
+        "k_new_s": strides(new.k),
+        "v_new_s": strides(new.v),
+        "seqlen_new": new.k.shape[1],
+    }
+    if cos is not None:
+        fields |= {
+            "rotary_dim": 2 * cos.shape[1],
+            "rotary_interleaved": int(new.rotary_interleaved),
+            "rotary_rows": cos.shape[0],
+            "rotary_row_stride": cos.stride(0),
+            "rotate_rows_apart": int(new.rows_have_own_position),
+        }
+    return fields
+
+
 def longest_rows(call: AttentionCall) -> int:
     """Rows that a sequence may have."""
     if call.cu_seqlens_q is None:
@@ -297,14 +338,13 @@ def longest_keys(call: AttentionCall) -> int:
 class Splits(NamedTuple):
     """How the decode kernel cuts a call: tiles of rows a key head, and so many splits of the keys of each.
 
-    total: tiles of all heads; part_ml, counters: where these begin in a workspace of ``workspace`` bytes
+    part_out, part_ml: where these begin in a workspace of ``workspace`` bytes, behind the counters
     """
 
     tiles: int
-    total: int
     each: int
+    part_out: int
     part_ml: int
-    counters: int
     workspace: int
 
 
@@ -321,9 +361,43 @@ def splits_of(call: AttentionCall, kind: Kind) -> Splits | None:
         keys = min(keys, left + rows + right)
     width = variants.decode_width(kind)
     each = variants.splits(total, keys, processors(call.q.get_device()), width, kind.paged)
-    partial_rows = total * each * variants.DECODE_ROWS
-    counters = partial_rows * (width + 2) * 4
-    return Splits(tiles, total, each, partial_rows * width * 4, counters, counters + total * 4)
+    if total > _COUNTERS:  # more tiles than any GPU has room for at once
+        each = 1
+    part_ml = 4 * _COUNTERS + total * each * variants.DECODE_ROWS * width * 4
+    return Splits(tiles, each, 4 * _COUNTERS, part_ml, part_ml + total * each * variants.DECODE_ROWS * 8)
+
+
+_workspaces: dict[tuple[int, int], Tensor] = {}
+
+
+def workspace(size: int, device: int, place: torch.device) -> Tensor:
+    """Memory of ``size`` bytes for one launch of the decode kernel; its counters are 0 before and after each launch.
+
+    Launches on one stream follow one another, and share it. What is captured has its own, for a graph's replays follow
+    nobody.
+    """
+    captures = is_capturing(device)
+    key = device, stream(device)
+    found = None if captures else _workspaces.get(key)
+    if found is None or found.shape[0] < size:
+        found = torch.empty(size, dtype=torch.uint8, device=place)
+        loader.driver().clear(found.data_ptr(), _COUNTERS, device)
+        if not captures:
+            _workspaces[key] = found
+    return found
+
+
+def forget_workspaces() -> None:
+    """After a kernel that may not have left its counters as it found them."""
+    _workspaces.clear()
+
+
+def is_capturing(device: int) -> bool:
+    """Whether ``device``'s current stream is being captured."""
+    if device != torch._C._cuda_getDevice():
+        return loader.is_capturing(device)
+    captures: bool = torch._C._cuda_isCurrentStreamCapturing()
+    return captures
 
 
 def tidy(call: AttentionCall) -> AttentionCall:

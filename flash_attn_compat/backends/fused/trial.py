@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused import cache, loader
+from flash_attn_compat.backends.fused import cache, launcher, loader
 from flash_attn_compat.backends.fused.loader import KernelError, Target
 from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
 from flash_attn_compat.backends.reference import Reference
@@ -51,6 +51,7 @@ def check(variants: tuple[Variant, ...], target: Target, device: int, problem: C
         with callers_state.set_aside(torch.device("cpu")):
             wrong = problem()
         if wrong is not None:
+            launcher.forget_workspaces()
             entries = " and ".join(variant.entry for variant in variants)
             error = KernelError(f"{entries} ({dict(variants[-1].macros)}) computes wrong numbers on this GPU: {wrong}")
             for variant in variants:
@@ -181,6 +182,26 @@ def _of_append(problem: Problem, run: Callable[[AttentionCall, Append], Tensor],
     # What the cache held behind the keys in use is NaN.
     pairs = [("q", found, right), ("k_cache", call.k, on_cpu.k), ("v_cache", call.v, on_cpu.v)]
     return _difference([(name, got.nan_to_num(9.0), wanted.nan_to_num(9.0)) for name, got, wanted in pairs], dtype)
+
+
+def of_step(problem: Problem, run: Callable[[AttentionCall, Append], Result]) -> str | None:
+    """What is wrong with a step that appends and attends; ``run(call, new)`` computes it."""
+    found: list[str | None] = []
+
+    def stepped(call: AttentionCall, new: Append) -> Tensor:
+        assert isinstance(new.cache_seqlens, Tensor)
+        call = call._replace(seqused_k=new.cache_seqlens, seqlen_new=new.k.shape[1])
+        on_cpu = _each_tensor(problem.on_cpu, torch.Tensor.clone)
+        own = _each_tensor(new, lambda tensor: tensor.cpu())
+        with torch.no_grad():
+            q = by_operators(on_cpu, own)
+        assert isinstance(own.cache_seqlens, Tensor)
+        counted = on_cpu._replace(q=q, seqused_k=own.cache_seqlens + own.k.shape[1])
+        found.append(of_forward(problem._replace(call=call, on_cpu=counted), lambda call: run(call, new)[:2]))
+        return q.to(call.q.device)
+
+    wrong = of_append(problem, stepped)
+    return next((one for one in found if one is not None), wrong)
 
 
 def _difference(pairs: list[tuple[str, Tensor, Tensor]], dtype: torch.dtype) -> str | None:

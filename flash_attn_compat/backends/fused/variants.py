@@ -117,6 +117,12 @@ def decode(kind: Kind) -> Variant:
     return Variant("decode", "decode.cu", tuple(macros), DECODE_ROWS, 128, _DECODE_SHARED)
 
 
+def step(kind: Kind) -> Variant:
+    """decode, with new keys that come with the call."""
+    variant = decode(kind)
+    return variant._replace(macros=(*variant.macros, ("APPEND", 1)))
+
+
 def decode_width(kind: Kind) -> int:
     """Channels of its partial results: its loads of values take 64 at once."""
     return max(kind.D, 64)
@@ -181,7 +187,7 @@ def dkdv_parts(kind: Kind) -> int:
     return 2 if kind.D > 128 else 1
 
 
-MAKERS = {make.__name__: make for make in (forward, decode, append, absmax, delta, dkdv, dq)}
+MAKERS = {make.__name__: make for make in (forward, decode, step, append, absmax, delta, dkdv, dq)}
 
 
 def kinds(number: int) -> Iterator[Kind]:
@@ -197,7 +203,7 @@ def entries(kind: Kind) -> Iterator[str]:
     """The kernels that calls of a kind may launch."""
     yield "forward"
     if not kind.dropout:
-        yield from ("decode", "append")
+        yield from ("decode", "step", "append")
     if not kind.paged:
         yield from ("delta", "dkdv", "dq")
     if kind.type == BF16_AS_FP16:

@@ -1,0 +1,80 @@
+// New keys and values on their way into a cache, behind the ones in use: rotated by their positions (RoFormer: Su et al., 2021) if there
+// are tables, otherwise untouched. The decode kernel does it on its way, append.cu where rows are many. Pieces are 8 channels.
+#pragma once
+#include "common.cuh"
+
+// The slot behind sequence b's keys in use.
+DEVICE int first_new_slot(const Params &p, int b) { return p.seqused_k ? min(global_load(p.seqused_k + b), UNBOUNDED) : p.seqlen_k - p.seqlen_new; }
+
+// Where a slot of sequence b lies in a cache; null where there is no such slot, which is left alone.
+DEVICE u16 *writable_slot(const Params &p, const u16 *cache, const Strides &s, int b, int slot) {
+#if PAGED
+  const int page = slot / p.page_size;
+  if (slot < 0 || page >= p.pages_per_sequence) return nullptr;
+  const int index = global_load(p.block_table + (i64)b * p.table_stride + page);
+  if (index < 0 || index >= p.num_pages) return nullptr;
+  return (u16 *)cache + index * s.batch + (i64)(slot - page * p.page_size) * s.row;
+#else
+  return slot < 0 || slot >= p.seqlen_k ? nullptr : (u16 *)cache + b * s.batch + (i64)slot * s.row;
+#endif
+}
+
+// Of the pair of numbers that word `i` of a piece holds.
+DEVICE void numbers(const uint4 &x, int i, float &first, float &second) {
+  const u32 pair = i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
+  first = bits_to_float((u16)pair), second = bits_to_float((u16)(pair >> 16));
+}
+
+// Piece x of a row that stands at `position`. rotary_dim is a multiple of 16, so that both numbers of a pair, or both halves' pieces, are
+// whole, and so are the tables' pieces. Positions past the tables are not rotated.
+DEVICE uint4 rotated(const Params &p, const uint4 &x, const u16 *row, int piece, int position) {
+  if (piece * 8 >= p.rotary_dim || position < 0 || position >= p.rotary_rows) return x;
+  const i64 at = (i64)position * p.rotary_row_stride;
+  const int half = p.rotary_dim / 16;   // in pieces
+  const bool is_second = !p.rotary_interleaved && piece >= half;
+  const int column = p.rotary_interleaved ? piece / 2 : is_second ? piece - half : piece;
+  const uint4 cos = load_chunk(p.rotary_cos + at + column * 8, 8), sin = load_chunk(p.rotary_sin + at + column * 8, 8);
+  float c[8], s[8], a[8], y[8];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    numbers(cos, i, c[2 * i], c[2 * i + 1]), numbers(sin, i, s[2 * i], s[2 * i + 1]), numbers(x, i, a[2 * i], a[2 * i + 1]);
+  }
+  if (p.rotary_interleaved) {
+    const bool upper = piece & 1;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float cosine = upper ? c[4 + i] : c[i], sine = upper ? s[4 + i] : s[i];
+      y[2 * i] = a[2 * i] * cosine - a[2 * i + 1] * sine;
+      y[2 * i + 1] = a[2 * i] * sine + a[2 * i + 1] * cosine;
+    }
+  } else {
+    const uint4 other = load_chunk(row + (is_second ? column : column + half) * 8, 8);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      float b[2];
+      numbers(other, i, b[0], b[1]);
+#pragma unroll
+      for (int e = 0; e < 2; e++) y[2 * i + e] = fmaf(a[2 * i + e], c[2 * i + e], b[e] * (is_second ? s[2 * i + e] : -s[2 * i + e]));
+    }
+  }
+  return make_uint4(pack_out(y[0], y[1]), pack_out(y[2], y[3]), pack_out(y[4], y[5]), pack_out(y[6], y[7]));
+}
+
+// How many pieces a head's new key and value have together; the key's come first.
+DEVICE int new_pieces(const Params &p) { return (p.head_dim + 7) / 8 + (p.head_dim_v + 7) / 8; }
+
+DEVICE void append_piece(const Params &p, int b, int row, int head, int piece) {
+  const int of_k = (p.head_dim + 7) / 8, slot = first_new_slot(p, b) + row;
+  const bool is_k = piece < of_k;
+  if (!is_k) piece -= of_k;
+  const Strides &cache_s = is_k ? p.k_s : p.v_s, &new_s = is_k ? p.k_new_s : p.v_new_s;
+  u16 *target = writable_slot(p, is_k ? p.k : p.v, cache_s, b, slot);
+  if (!target) return;
+  const u16 *source = (is_k ? p.k_new : p.v_new) + b * new_s.batch + (i64)row * new_s.row + (i64)head * new_s.head;
+  const int channels = (is_k ? p.head_dim : p.head_dim_v) - piece * 8;
+  const uint4 x = load_chunk(source + piece * 8, channels);
+  store_chunk(target + (i64)head * cache_s.head + piece * 8, is_k ? rotated(p, x, source, piece, slot) : x, channels);
+}
+
+// Where row `row` of Q stands when it is rotated.
+DEVICE int query_position(const Params &p, int b, int row) { return first_new_slot(p, b) + (p.rotate_rows_apart ? row : 0); }
