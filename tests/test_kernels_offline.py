@@ -26,6 +26,7 @@ TURING = [
     variants.dkdv(full(75, BF16_AS_FP16, 128)),
     variants.dq(Kind(75, BF16_AS_FP16, 256)),
     variants.decode(full(75, FP16, 64, vec=1)._replace(paged=True)),
+    variants.step(Kind(75, FP16, 128)),
     variants.delta(Kind(75, FP16, 32)),
     variants.append(Kind(75, BF16_AS_FP16, 32, vec=1)),
     variants.absmax(Kind(75, BF16_AS_FP16, 128)),
