@@ -1,4 +1,4 @@
-"""What the package costs, measured here and now: `python -m benchmarks.cpu`, `.memory`, `.end_to_end`."""
+"""What the package costs, measured here and now: `python -m benchmarks.cpu`, `.end_to_end`."""
 
 import os
 

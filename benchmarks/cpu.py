@@ -1,130 +1,119 @@
 """CPU speed as ratios within one run: packed sequences against padding and against a bare loop, `chunked` against
 PyTorch's fused kernel, and the host time of a tiny call. `python -m benchmarks.cpu [--json FILE] [--only TEXT]`
+
+Exit code 1 where a ratio misses what is required of it. Who is timed, and whether each is right, is verify bench's.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import platform
+import statistics
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from rich.progress import track
-from torch import Tensor
+from rich.table import Table
 
-from benchmarks.measure import Figure, arguments, interleaved, report
-from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, use_backend
+from flash_attn_compat import flash_attn_func
+from verify import spot_check
+from verify.bench_run import forward_job, training_job
+from verify.contestants import RIVALS, Contestant, ours
+from verify.timing import Job
+from verify.workloads import Workload, workload
 
-NHEADS, HEAD_DIM = 8, 64
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def skewed_lengths() -> list[int]:
-    """32 lengths, log-normal around 200, the longest 2048."""
-    drawn = torch.randn(32, generator=torch.Generator().manual_seed(0)).exp() * 200
-    lengths = drawn.clamp(1, 2048).int().tolist()
-    lengths[7] = 2048
-    return lengths
-
-
-LENGTHS = {
-    "skewed": skewed_lengths(),
-    "uniform": [256] * 16,
-    "tiny": [1 + i % 16 for i in range(512)],
-}
+# Log-normal around 200, the longest 2048.
+SKEWED = (torch.randn(32, generator=torch.Generator().manual_seed(0)).exp() * 200).clamp(1, 2048).int().tolist()
+SKEWED[7] = 2048
+LENGTHS = {"skewed": SKEWED, "uniform": [256] * 16, "tiny": [1 + i % 16 for i in range(512)]}
 # (at least this share of padding's speed, and of the bare loop's)
 REQUIRED = {"skewed": (3.0, 0.85), "uniform": (0.9, 0.85), "tiny": (0.9, 0.85)}
+ENOUGH_S = 20.0
+Run = Callable[[int], Iterator["Figure"]]
 
 
 @dataclass(frozen=True)
-class Packed:
-    """A packed batch with everything that a scheme may prepare beforehand."""
+class Figure:
+    """The time of a call over that of another; at_least, at_most: what is required of it."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    lengths: list[int]
-    cu_seqlens: Tensor
+    case: str
+    ratio: float
+    detail: str
+    at_least: float = 0.0
+    at_most: float = float("inf")
 
-    @staticmethod
-    def of(lengths: list[int], dtype: torch.dtype, requires_grad: bool) -> Packed:
-        generator = torch.Generator().manual_seed(1)
-        shape = (sum(lengths), NHEADS, HEAD_DIM)
-        tensors = (torch.randn(shape, generator=generator).to(dtype).requires_grad_(requires_grad) for _ in range(3))
-        return Packed(*tensors, lengths, torch.tensor([0, *lengths]).cumsum(0).to(torch.int32))
-
-    def ours(self) -> Tensor:
-        longest = max(self.lengths)
-        return flash_attn_varlen_func(self.q, self.k, self.v, self.cu_seqlens, self.cu_seqlens, longest, longest)
-
-    def loop(self) -> Tensor:
-        """F.scaled_dot_product_attention on one sequence after the other."""
-        parts = zip(*(x.split(self.lengths) for x in (self.q, self.k, self.v)), strict=True)
-        outs = [F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in part)) for part in parts]
-        return torch.cat([out[0].transpose(0, 1) for out in outs])
-
-    def padded(self) -> Tensor:
-        """Pad to the longest, attend under a mask of the keys, and pick the real rows."""
-        longest = max(self.lengths)
-        valid = torch.arange(longest)[None] < torch.tensor(self.lengths)[:, None]
-        indices = valid.flatten().nonzero().flatten()
-        batch = []
-        for x in (self.q, self.k, self.v):
-            rows = x.new_zeros(valid.numel(), NHEADS, HEAD_DIM).index_copy(0, indices, x)
-            batch.append(rows.view(len(self.lengths), longest, NHEADS, HEAD_DIM).transpose(1, 2))
-        out = F.scaled_dot_product_attention(*batch, attn_mask=valid[:, None, None])
-        return out.transpose(1, 2).reshape(-1, NHEADS, HEAD_DIM)[indices]
-
-    def call(self, scheme: Callable[[], Tensor]) -> Callable[[], object]:
-        """The scheme, and its backward where gradients are wanted."""
-        if not self.q.requires_grad:
-            return scheme
-        return lambda: torch.autograd.grad(scheme().sum(), (self.q, self.k, self.v))
+    @property
+    def passes(self) -> bool:
+        return self.at_least <= self.ratio <= self.at_most
 
 
-def packed_sequences(name: str, dtype: str, with_backward: bool, repeats: int) -> Iterator[Figure]:
-    batch = Packed.of(LENGTHS[name], DTYPES[dtype], with_backward)
-    schemes = {"ours": batch.ours, "loop": batch.loop, "padded": batch.padded}
-    _must_agree({scheme: call() for scheme, call in schemes.items()})
-    calls = {scheme: batch.call(call) for scheme, call in schemes.items()}
-    taken = interleaved(calls, repeats)
-    case = f"{dtype} {'forward + backward' if with_backward else 'forward'}"
-    detail = ", ".join(f"{scheme} {1e3 * seconds:.1f} ms" for scheme, seconds in taken.items())
-    pad, loop = REQUIRED[name]
-    of = "time of pad/SDPA/unpad over ours"
-    yield Figure(f"{name} lengths, padding", case, of, taken["padded"] / taken["ours"], at_least=pad, detail=detail)
-    of = "time of a loop of F.scaled_dot_product_attention over ours"
-    yield Figure(f"{name} lengths, bare loop", case, of, taken["loop"] / taken["ours"], at_least=loop, detail=detail)
+def interleaved(contestants: Mapping[str, Callable[[], object]], repeats: int, calls: int = 1) -> dict[str, float]:
+    """Median seconds per call of each contestant.
+
+    They take turns within every repeat, the first one rotating, so that a slow moment of the machine hits all alike.
+    Three repeats are enough where they take long. With one thread the seconds are those of this process's CPU time,
+    which other processes on the machine disturb little.
+    """
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    names = list(contestants)
+    for name in names:
+        contestants[name]()  # allocator, thread pool and caches are warm from here on
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    begun = clock()
+    for repeat in range(repeats):
+        if repeat >= 3 and clock() - begun > ENOUGH_S:
+            break
+        for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
+            start = clock()
+            for _ in range(calls):
+                contestants[name]()
+            taken[name].append((clock() - start) / calls)
+    return {name: statistics.median(times) for name, times in taken.items()}
 
 
-def _must_agree(outs: dict[str, Tensor]) -> None:
-    """A contestant that computes something else wins nothing."""
-    for name, out in outs.items():
-        torch.testing.assert_close(out.float(), outs["loop"].float(), rtol=0.05, atol=0.05, msg=f"{name} disagrees")
+def timed(
+    problem: Workload, contestants: Mapping[str, Contestant], dtype: str, backward: bool, repeats: int
+) -> dict[str, float]:
+    """Seconds of each. A contestant that computes something else wins nothing."""
+    given = problem.call("cpu", DTYPES[dtype])
+    right = spot_check.truths(problem, given)
+    jobs = {}
+    for name, contestant in contestants.items():
+        prepared = contestant.prepare(problem, given)
+        check = spot_check.check(prepared, problem, given, right, backward)
+        assert check.ok, f"{name}: {check}"
+        jobs[name] = partial(_call, (training_job if backward else forward_job)(prepared, given))
+    return interleaved(jobs, repeats)
 
 
-def chunked(causal: bool, with_backward: bool, repeats: int) -> Iterator[Figure]:
-    """The general backend against the fused kernel on 4096 tokens."""
-    q, k, v = (torch.randn(1, 4096, NHEADS, HEAD_DIM, requires_grad=with_backward) for _ in range(3))
+def _call(job: Job) -> None:
+    with job.around():
+        job.run()
 
-    def ours() -> Tensor:
-        with use_backend("chunked"):
-            return flash_attn_func(q, k, v, causal=causal)
 
-    def fused() -> Tensor:
-        return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal).transpose(1, 2)
+def packed(name: str, dtype: str, backward: bool, repeats: int) -> Iterator[Figure]:
+    problem = workload(name, tuple(LENGTHS[name]), (8, 8), 64, "varlen")
+    who = {"ours": ours(), "padding": RIVALS["pad_sdpa"], "loop": RIVALS["sdpa_loop"]}
+    taken = timed(problem, who, dtype, backward, repeats)
+    case = f"{name} {dtype} {'forward + backward' if backward else 'forward'}"
+    for rival, least in zip(("padding", "loop"), REQUIRED[name]):
+        yield Figure(f"{case}: {rival} over ours", taken[rival] / taken["ours"], told(taken), at_least=least)
 
-    _must_agree({"chunked": ours(), "loop": fused()})
 
-    def whole(call: Callable[[], Tensor]) -> Callable[[], object]:
-        return (lambda: torch.autograd.grad(call().sum(), (q, k, v))) if with_backward else call
-
-    taken = interleaved({"chunked": whole(ours), "SDPA": whole(fused)}, repeats)
-    case = f"fp32 {'causal ' if causal else ''}{'forward + backward' if with_backward else 'forward'}"
-    detail = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in taken.items())
-    of = "time of chunked over that of F.scaled_dot_product_attention"
-    yield Figure("4096 tokens", case, of, taken["chunked"] / taken["SDPA"], at_most=3.0, detail=detail)
+def chunked(causal: bool, backward: bool, repeats: int) -> Iterator[Figure]:
+    """The general backend against the fused kernel."""
+    problem = workload("long", (4096,), (8, 8), 64, causal=causal)
+    taken = timed(problem, {"chunked": ours("chunked"), "SDPA": RIVALS["pad_sdpa"]}, "fp32", backward, repeats)
+    case = f"4096 tokens {'causal ' if causal else ''}{'forward + backward' if backward else 'forward'}"
+    yield Figure(f"{case}: chunked over SDPA", taken["chunked"] / taken["SDPA"], told(taken), at_most=3.0)
 
 
 def host_time(dtype: str, causal: bool, repeats: int) -> Iterator[Figure]:
@@ -135,31 +124,47 @@ def host_time(dtype: str, causal: bool, repeats: int) -> Iterator[Figure]:
         "SDPA": lambda: F.scaled_dot_product_attention(*by_head, is_causal=causal),
     }
     taken = interleaved(calls, 3 * repeats, calls=300)
-    detail = ", ".join(f"{name} {1e6 * seconds:.1f} us" for name, seconds in taken.items())
-    of = "time of flash_attn_func over that of F.scaled_dot_product_attention"
-    case = f"{dtype}{' causal' if causal else ''}"
-    yield Figure("tiny dense call", case, of, taken["ours"] / taken["SDPA"], at_most=4.0, detail=detail)
+    case = f"host time of a tiny call {dtype}{' causal' if causal else ''}: ours over SDPA"
+    yield Figure(case, taken["ours"] / taken["SDPA"], told(taken), at_most=4.0)
+
+
+def told(taken: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in taken.items())
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = arguments(__doc__).parse_args(argv)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", metavar="FILE", help="write the figures there too")
+    parser.add_argument("--only", default="", help="only cases with this text in their name")
+    parser.add_argument("--repeats", type=int, default=7)
+    what = "1 measures CPU time: the choice for a busy machine"
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help=what)
+    options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
-    repeats = options.repeats
-    runs: list[tuple[str, Callable[[], Iterator[Figure]]]] = []
-    for name in LENGTHS:
-        for dtype in DTYPES:
-            for with_backward in (False, True):
-                label = f"{name} {dtype} {'backward' if with_backward else 'forward'}"
-                runs.append((label, lambda n=name, d=dtype, b=with_backward: packed_sequences(n, d, b, repeats)))
-    for causal in (False, True):
-        for with_backward in (False, True):
-            runs.append(("chunked 4096 tokens", lambda c=causal, b=with_backward: chunked(c, b, repeats)))
-    for dtype in DTYPES:
-        for causal in (False, True):
-            runs.append((f"host time {dtype}", lambda d=dtype, c=causal: host_time(d, c, repeats)))
-    wanted = [run for label, run in runs if options.only in label]
-    figures = [figure for run in track(wanted, "measuring") for figure in run()]
-    return report("CPU speed", figures, options)
+    runs: dict[str, Run] = {}
+    for backward in (False, True):
+        way = "backward" if backward else "forward"
+        runs |= {
+            f"{name} {dtype} {way}": partial(packed, name, dtype, backward) for name in LENGTHS for dtype in DTYPES
+        }
+    for flag in (False, True):
+        runs |= {f"chunked 4096 tokens {flag} {back}": partial(chunked, flag, back) for back in (False, True)}
+        runs |= {f"host time {dtype} {flag}": partial(host_time, dtype, flag) for dtype in DTYPES}
+    wanted = [run for label, run in runs.items() if options.only in label]
+    figures = [figure for run in track(wanted, "measuring") for figure in run(options.repeats)]
+    machine = f"torch {torch.__version__}, {platform.machine()}, {torch.get_num_threads()} threads"
+    table = Table("case", "ratio", "required", "", "detail", title=f"CPU speed: {machine}")
+    for figure in figures:
+        verdict = "[green]pass[/]" if figure.passes else "[red]FAIL[/]"
+        required = f">= {figure.at_least:g}" if figure.at_least else f"<= {figure.at_most:g}"
+        table.add_row(figure.case, f"{figure.ratio:.2f}", required, verdict, figure.detail)
+    console = Console()
+    (console if console.is_terminal else Console(width=160)).print(table)
+    if options.json:
+        with open(options.json, "w") as file:
+            rows = [asdict(figure) | {"passes": figure.passes} for figure in figures]
+            json.dump({"machine": machine, "figures": rows}, file, indent=1)
+    return 0 if all(figure.passes for figure in figures) else 1
 
 
 if __name__ == "__main__":

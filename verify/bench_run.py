@@ -117,7 +117,7 @@ def _rows(workload: Workload, plan: Plan, step: Callable[[str], None]) -> list[R
     measure({name: forward_job(each, given) for name, each in prepared.items()}, "forward", "memory_mib")
     if backward:
         able = {name: each for name, each in prepared.items() if not each.no_backward and not facts[name].get("failed")}
-        measure({name: _both_job(each, given) for name, each in able.items()}, "both", "both_memory_mib")
+        measure({name: training_job(each, given) for name, each in able.items()}, "both", "both_memory_mib")
         for name, each in prepared.items():
             if each.no_backward:
                 facts[name].setdefault("reason", f"no backward: {each.no_backward}")
@@ -142,6 +142,7 @@ def forward_job(prepared: Prepared, given: Call) -> Job:
     return Job(forward, prepared.around)
 
 
-def _both_job(prepared: Prepared, given: Call) -> Job:
+def training_job(prepared: Prepared, given: Call) -> Job:
+    """One call and its gradients."""
     leaves = [tensor.detach().requires_grad_() for tensor in given.qkv]
     return Job(lambda: torch.autograd.grad(prepared.run(*leaves), leaves, given.dout), prepared.around)
