@@ -13,14 +13,15 @@ from flash_attn_compat.engine import checks, outside
 from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_call, packed_call
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream
 from flash_attn_compat.engine.lengths import token_places
-from flash_attn_compat.engine.probabilities import key_block_size, round_up, signed_probabilities
+from flash_attn_compat.engine.probabilities import key_block_size, round_up
 from flash_attn_compat.serving import dispatch, torch_ops
-from flash_attn_compat.serving.autograd import run_backward, run_forward
+from flash_attn_compat.serving.autograd import run_backward, run_whole
 
 USE_TRITON_ROCM = False
 
 # rng_state describes the mask, and any backend may draw it again.
 _FORWARD = Purpose(return_lse=True, shares_dropout_mask=True)
+_WITH_DMASK = _FORWARD._replace(return_dmask=True)
 _BACKWARD = Purpose(given_lse=True, shares_dropout_mask=True)
 
 
@@ -61,7 +62,7 @@ def _flash_attn_forward(
     _check_return_softmax(return_softmax, dropout_p)
     if torch.compiler.is_compiling():
         return torch_ops.forward(q, k, v, options, return_dmask=bool(return_softmax))
-    return _forward(dense_call(q, k, v, options, _FORWARD), bool(return_softmax))
+    return run_whole(dense_call(q, k, v, options, _WITH_DMASK if return_softmax else _FORWARD))
 
 
 def _flash_attn_varlen_forward(
@@ -104,8 +105,8 @@ def _flash_attn_varlen_forward(
     if torch.compiler.is_compiling():
         out, lse, dmask, rng_state = torch_ops.forward(q, k, v, options, packing, bool(return_softmax))
     else:
-        call = packed_call(q, k, v, packing, options, _FORWARD)
-        out, lse, dmask, rng_state = _forward(call, bool(return_softmax))
+        purpose = _WITH_DMASK if return_softmax else _FORWARD
+        out, lse, dmask, rng_state = run_whole(packed_call(q, k, v, packing, options, purpose))
     if zero_tensors:
         lse = lse.masked_fill(outside.mask(cu_seqlens_q, q.shape[0]), -torch.inf)
     return out, lse, dmask, rng_state
@@ -224,15 +225,6 @@ def _check_num_splits(num_splits: int, has_splits: bool) -> None:
         raise RuntimeError(f"num_splits > 1 is not supported with a block_table, got num_splits = {num_splits}")
     if num_splits > 128:
         raise RuntimeError(f"num_splits > 128 not supported, got {num_splits}")
-
-
-def _forward(call: AttentionCall, return_softmax: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    result = run_forward(call)
-    rng_state = result.rng_state
-    if rng_state is None:
-        rng_state = torch.zeros(2, dtype=torch.int64, device=call.q.device)
-    dmask = signed_probabilities(call, rng_state) if return_softmax else result.out.new_empty(0)
-    return result.out, result.lse.contiguous(), dmask, rng_state
 
 
 def _backward(call: AttentionCall, upstream: Upstream, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> None:

@@ -19,20 +19,18 @@ from flash_attn_compat.engine.mask import Range
 def signed_probabilities(call: AttentionCall, rng_state: Tensor | None) -> Tensor:
     """(batch, nheads, max_seqlen_q, max_seqlen_k rounded up to 128) in q's dtype: kept >= 0, dropped negative.
 
-    Each sequence starts at [0, 0] of its own matrix; everything outside what a row sees is 0.
+    Each sequence starts at [0, 0] of its own matrix; everything outside what a row sees is 0. No elements where the
+    call does not ask for it.
     """
-    with callers_state.without_autocast(call.q.device):
-        return _signed_probabilities(call, rng_state)
-
-
-def _signed_probabilities(call: AttentionCall, rng_state: Tensor | None) -> Tensor:
+    if not call.return_dmask:
+        return call.q.new_empty(0)
     shape = (call.batch, call.nheads, round_up(call.max_seqlen_q, 128), round_up(call.max_seqlen_k, 128))
     signed = call.q.new_zeros(shape)
     if call.is_empty:
         return signed
     layout = Layout(call)
-    for plan in layout.plans:
-        for single in layout.alone(plan):
+    with callers_state.without_autocast(call.q.device):
+        for single in [one for plan in layout.plans for one in layout.alone(plan)]:
             tile = _signed_tile(call, layout.block(single), rng_state)[0]
             rows, keys = min(tile.shape[1], shape[2]), min(tile.shape[2], shape[3])
             signed[single.sequences[0], :, :rows, :keys] = tile[:, :rows, :keys]

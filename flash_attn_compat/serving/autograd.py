@@ -84,6 +84,16 @@ def run_forward(call: AttentionCall, new: Append | None = None) -> Result:
     return _served(call, new)[1]
 
 
+def run_whole(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, softmax_lse, S_dmask, rng_state) of a call outside autograd; what it does not ask for has no elements."""
+    result = run_forward(call)
+    lse = result.lse.contiguous() if call.return_lse else call.q.new_empty(0, dtype=lse_dtype(call.q.dtype))
+    rng_state = result.rng_state
+    if rng_state is None:
+        rng_state = torch.zeros(2, dtype=torch.int64, device=call.q.device)
+    return result.out, lse, signed_probabilities(call, rng_state), rng_state
+
+
 def _served(call: AttentionCall, new: Append | None = None) -> tuple[Backend | None, Result]:
     """The backend that served the call (None if there was nothing to compute), and its result."""
     if call.signature is None and call.is_empty:
@@ -205,8 +215,7 @@ def _or_zeros(gradient: Tensor | None, tensor: Tensor) -> Tensor:
 def _finish(call: AttentionCall, result: Result) -> Outputs:
     if not call.return_lse:
         return result.out, None, None
-    dmask = signed_probabilities(call, result.rng_state) if call.return_dmask else result.out.new_empty(0)
-    return result.out, result.lse.contiguous(), dmask
+    return result.out, result.lse.contiguous(), signed_probabilities(call, result.rng_state)
 
 
 def _empty_result(call: AttentionCall) -> Result:

@@ -13,7 +13,7 @@ from torch import Tensor
 from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_call, packed_call
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream
 from flash_attn_compat.engine.layout import lse_dtype
-from flash_attn_compat.engine.probabilities import round_up, signed_probabilities
+from flash_attn_compat.engine.probabilities import round_up
 from flash_attn_compat.serving import autograd, dispatch
 
 
@@ -135,12 +135,8 @@ def _forward_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tenso
     *rest, return_lse, return_dmask, needs_grad = arguments
     # The backward finds its backend anew, so the dropout mask has to be one that any of them can draw.
     purpose = Purpose(needs_grad, return_lse, return_dmask, shares_dropout_mask=True)
-    call = _Arguments(*rest).call(q, k, v, purpose)
-    result = autograd.run_forward(call)
-    rng_state = result.rng_state if result.rng_state is not None else _no_rng_state(q)
-    lse = result.lse.contiguous() if return_lse else _no_lse(q)
-    dmask = signed_probabilities(call, rng_state) if return_dmask else q.new_empty(0)
-    return result.out.contiguous(), lse, dmask, rng_state
+    out, lse, dmask, rng_state = autograd.run_whole(_Arguments(*rest).call(q, k, v, purpose))
+    return out.contiguous(), lse, dmask, rng_state
 
 
 @_forward_op.register_fake
@@ -148,13 +144,12 @@ def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor,
     *rest, return_lse, return_dmask, _needs_grad = arguments
     known = _Arguments(*rest)
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    lse_shape: tuple[int, ...] = (q.shape[1], q.shape[0])
     if known.cu_seqlens_q is None:
-        lse_shape: tuple[int, ...] = (q.shape[0], q.shape[2], q.shape[1])
-    else:
-        lse_shape = (q.shape[1], q.shape[0])
-    lse = q.new_empty(lse_shape, dtype=lse_dtype(q.dtype)) if return_lse else _no_lse(q)
+        lse_shape = (q.shape[0], q.shape[2], q.shape[1])
+    lse = q.new_empty(lse_shape if return_lse else 0, dtype=lse_dtype(q.dtype))
     dmask = q.new_empty(_dmask_shape(q, k, known)) if return_dmask else q.new_empty(0)
-    return out, lse, dmask, _no_rng_state(q)
+    return out, lse, dmask, q.new_empty(2, dtype=torch.int64)
 
 
 def _dmask_shape(q: Tensor, k: Tensor, known: _Arguments) -> tuple[int, ...]:
@@ -222,11 +217,3 @@ def _compiled_backward(ctx: Any, dout: Tensor | None, *unused: Tensor | None) ->
 
 
 _forward_op.register_autograd(_compiled_backward, setup_context=_setup_context)
-
-
-def _no_rng_state(q: Tensor) -> Tensor:
-    return torch.zeros(2, dtype=torch.int64, device=q.device)
-
-
-def _no_lse(q: Tensor) -> Tensor:
-    return q.new_empty(0, dtype=lse_dtype(q.dtype))
