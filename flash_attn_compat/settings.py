@@ -19,22 +19,23 @@ if TYPE_CHECKING:
 PREFIX = "FLASH_ATTN_COMPAT_"
 BACKEND = "FLASH_ATTN_COMPAT_BACKEND"
 CAPABILITY = "FLASH_ATTN_COMPAT_CAPABILITY"
+COMPILE = "FLASH_ATTN_COMPAT_COMPILE"
 DISABLE_OFFICIAL = "FLASH_ATTN_COMPAT_DISABLE_OFFICIAL"
 FUSED = "FLASH_ATTN_COMPAT_FUSED"
 CACHE = "FLASH_ATTN_COMPAT_CACHE"
 API = "FLASH_ATTN_COMPAT_API"
 HUB_KERNELS = "FLASH_ATTN_COMPAT_HUB_KERNELS"
 VARLEN_ATTN = "FLASH_ATTN_COMPAT_VARLEN_ATTN"
-VARIABLES = (BACKEND, CAPABILITY, DISABLE_OFFICIAL, FUSED, CACHE, API, HUB_KERNELS, VARLEN_ATTN)
+VARIABLES = (BACKEND, CAPABILITY, COMPILE, DISABLE_OFFICIAL, FUSED, CACHE, API, HUB_KERNELS, VARLEN_ATTN)
 
 # The releases of flash-attn whose interface can stand under its name, and what each reports as its version.
 API_VERSIONS = {"2.6": "2.6.3", "2.8": "2.8.3"}
 APIS = tuple(API_VERSIONS)
 
 # os.environ.get costs a microsecond for a variable that is not set, the mapping inside it a twentieth;
-# with four variables that is a fifth of the host time of a whole call.
+# with five variables that is a fifth of the host time of a whole call.
 _variables = getattr(os.environ, "_data", None)
-_DECISIVE = (BACKEND, CAPABILITY, DISABLE_OFFICIAL, FUSED)
+_DECISIVE = (BACKEND, CAPABILITY, COMPILE, DISABLE_OFFICIAL, FUSED)
 _keys = tuple(os.environ.encodekey(name) for name in _DECISIVE)
 
 _used: contextvars.ContextVar[str | None] = contextvars.ContextVar("flash_attn_compat_backend", default=None)
@@ -45,8 +46,8 @@ def fingerprint() -> tuple[object, ...]:
     if _variables is None:
         return _used.get(), *(os.environ.get(name) for name in _DECISIVE)
     get = _variables.get
-    first, second, third, fourth = _keys
-    return _used.get(), get(first), get(second), get(third), get(fourth)
+    first, second, third, fourth, fifth = _keys
+    return _used.get(), get(first), get(second), get(third), get(fourth), get(fifth)
 
 
 def unknown() -> list[str]:
@@ -71,7 +72,7 @@ def check() -> None:
     """
     for name in unknown():
         _warn_of(name)
-    for switch in (DISABLE_OFFICIAL, FUSED, HUB_KERNELS, VARLEN_ATTN):
+    for switch in (COMPILE, DISABLE_OFFICIAL, FUSED, HUB_KERNELS, VARLEN_ATTN):
         _switch(switch)
     forced_capability()
     api()
@@ -95,6 +96,11 @@ def using_backend(name: str) -> Iterator[None]:
         yield
     finally:
         _used.reset(token)
+
+
+def compilation_enabled() -> bool:
+    """FLASH_ATTN_COMPAT_COMPILE=1: allow torch.compile inside backends."""
+    return bool(_switch(COMPILE))
 
 
 def official_disabled() -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 from flash_attn_compat.backends.base import BlockwiseBackend, Capabilities
 from flash_attn_compat.backends.chunked_tiles import SubBlock, sub_blocks
 from flash_attn_compat.engine.call import AttentionCall, Upstream
+from flash_attn_compat.engine.compilation import OptionallyCompiled
 from flash_attn_compat.engine.features import Feature
 from flash_attn_compat.engine.layout import Block, lse_dtype
 from flash_attn_compat.engine.mask import Range
@@ -41,6 +42,7 @@ class Chunked(BlockwiseBackend):
                 out[sub.n, rows.start : rows.stop, sub.heads] = row_out.transpose(1, 2)
                 if lse is not None:
                     lse[sub.n, sub.heads, rows.start : rows.stop] = row_lse
+
         return out, lse
 
     def backward_block(self, call: AttentionCall, block: Block, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,20 +84,44 @@ def _attend_tile(
     sub: SubBlock, queries: Tensor, rows: Range, columns: Range, peak: Tensor | None, all_alive: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What one tile of keys adds to out and to the weights' sum, the new running maximum, and the shift."""
-    scores, factor = sub.scores(queries, rows, columns)
-    tile_peak = scores.amax(-1, keepdim=True).mul_(factor)
-    new_peak = tile_peak if peak is None else torch.maximum(peak, tile_peak)
-    # A row that has seen nothing yet has peak -inf; 0 keeps exp(-inf - peak) at 0 instead of nan.
-    shift = new_peak if all_alive else new_peak.masked_fill(new_peak == -torch.inf, 0.0)
-    weights = torch.add(shift.neg(), scores, alpha=factor, out=scores).exp_()
-    total = weights.sum(-1, keepdim=True)
-    weights = weights.to(sub.operand_dtype)
+    weights, total, new_peak, shift = _weigh(sub, queries, rows, columns, peak, all_alive)
     keep = sub.keep(rows, columns)
     if keep is not None:
         weights.mul_(keep)
     values = sub.values[:, columns.start : columns.stop]
     out = sub.unfold(sub.product(weights.reshape(*queries.shape[:2], -1), values), rows)
     return out, total, new_peak, shift
+
+
+def _weigh(
+    sub: SubBlock, queries: Tensor, rows: Range, columns: Range, peak: Tensor | None, all_alive: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """exp(score - shift) of a tile as an operand, its row sums, the new running maximum, and the shift."""
+    if _fused_weights.is_enabled and sub.block.slopes is None and sub.block.first_key is None:
+        raw, hidden = sub.raw_scores(queries, rows, columns), sub.hidden(rows, columns)
+        return _fused_weights(raw, hidden, sub.call.softcap, peak, sub.operand_dtype)
+    scores, factor = sub.scores(queries, rows, columns)
+    tile_peak = scores.amax(-1, keepdim=True).mul_(factor)
+    new_peak = tile_peak if peak is None else torch.maximum(peak, tile_peak)
+    # A row that has seen nothing yet has peak -inf; 0 keeps exp(-inf - peak) at 0 instead of nan.
+    shift = new_peak if all_alive else new_peak.masked_fill(new_peak == -torch.inf, 0.0)
+    weights = torch.add(shift.neg(), scores, alpha=factor, out=scores).exp_()
+    return weights.to(sub.operand_dtype), weights.sum(-1, keepdim=True), new_peak, shift
+
+
+@OptionallyCompiled
+def _fused_weights(
+    raw: Tensor, hidden: Tensor | None, softcap: float, peak: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What _weigh does after the matrix product, out of place and in one expression for the compiler to fuse."""
+    scores = torch.tanh(raw) * softcap if softcap else raw
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    tile_peak = scores.amax(-1, keepdim=True)
+    new_peak = tile_peak if peak is None else torch.maximum(peak, tile_peak)
+    shift = torch.where(new_peak == -torch.inf, 0.0, new_peak)
+    weights = torch.exp(scores - shift)
+    return weights.to(dtype), weights.sum(-1, keepdim=True), new_peak, shift
 
 
 def _backpropagate_rows(sub: SubBlock, rows: Range, upstream: Upstream, dk: Tensor, dv: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.engine import callers_state
 from flash_attn_compat.engine.append import Append, by_operators
-from flash_attn_compat.engine.call import AttentionCall, Upstream
+from flash_attn_compat.engine.call import AttentionCall, Result, Upstream
 from flash_attn_compat.engine.mask import Mask
 
 # Two sequences, nothing a multiple of a tile; three tokens lie behind the last one.
