@@ -112,7 +112,6 @@ def record(monkeypatch: pytest.MonkeyPatch, number: int = 75, tried: bool = Fals
     monkeypatch.setattr(loader, "driver", lambda: Driver(found))
     monkeypatch.setattr(launcher, "submit", submit)
     monkeypatch.setattr(launcher, "stream", lambda device: 0)
-    monkeypatch.setattr(launcher, "is_capturing", lambda device: False)
     monkeypatch.setattr(launcher, "_workspaces", {})
     monkeypatch.setattr(launcher, "processors", lambda device: 40)
     monkeypatch.setattr(launcher, "_plans", {})
@@ -164,7 +163,7 @@ def emulate(
         compiled = emulator.compile_kernel(sources / variant.source, variant.entry, dict(variant.macros))
         compiled.launch(content, blocks, variant.threads, variant.shared, memory[-64:], seed)
 
-    for module in (append, backward, forward, launcher):
+    for module in (append, backward, launcher):
         monkeypatch.setattr(module, "address", known_address)
     for module in (append, backward, forward, maxima):
         monkeypatch.setattr(module, "torch", _Torch(torch, known_empty))

@@ -14,7 +14,7 @@ from flash_attn_compat import (
     flash_attn_with_kvcache,
     use_backend,
 )
-from flash_attn_compat.backends.fused import launcher
+from flash_attn_compat.backends.fused import launcher, loader
 from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches
 from tests.support import cumulative, randn
@@ -145,7 +145,7 @@ def test_each_captured_call_has_memory_of_its_own_that_it_clears(
 ) -> None:
     place = torch.device("cpu")
     kept = launcher.workspace(9000, -1, place)
-    monkeypatch.setattr(launcher, "is_capturing", lambda device: True)
+    monkeypatch.setattr(loader, "is_capturing", lambda device: True)
     captured = [launcher.workspace(9000, -1, place) for _ in range(2)]
     assert len({one.data_ptr() for one in (kept, *captured)}) == 3 and len(launches.cleared) == 3
     assert list(launcher._workspaces.values()) == [kept]

@@ -5,7 +5,8 @@ A backend with a kernel for this overrides Backend.append; everything is checked
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,26 +35,9 @@ class Append(NamedTuple):
     rows_have_own_position: bool
 
 
-class Step(Protocol):
-    """How a backend serves all calls over a cache that are alike (engine/signature.py), from their arguments on.
-
-    The arguments are flash_attn_with_kvcache's; table: block_table, or cache_batch_idx.
-    """
-
-    def __call__(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        rotary_cos: Tensor | None,
-        rotary_sin: Tensor | None,
-        cache_seqlens: int | Tensor | None,
-        leftpad: Tensor | None,
-        table: Tensor | None,
-        slopes: Tensor | None,
-    ) -> Result: ...
+# How a backend serves all calls over a cache that are alike (engine/signature.py), from flash_attn_with_kvcache's q to
+# cache_seqlens on, cache_leftpad, block_table or cache_batch_idx, and alibi_slopes.
+Step = Callable[..., Result]
 
 
 def by_operators(call: AttentionCall, new: Append) -> Tensor:

@@ -57,7 +57,7 @@ class Plan:
         vec = launcher.new_vector_size(new) if all(map(launcher.is_aligned, tensors)) else 1
         self.kind = launcher.kind_of(call, target, vec)
         self.variant, self.kernel = launcher.loaded(variants.append, self.kind, target, device)
-        self.inputs, self.sizes = launcher.Inputs(call), launcher.new_sizes(new)
+        self.inputs, self.new_inputs = launcher.Inputs(call), launcher.NewInputs(new)
         self.lengths = 4 * call.batch
         batch, seqlen_new = new.k.shape[:2]
         fields = launcher.described(call)
@@ -71,18 +71,13 @@ class Plan:
         self.pack, self.template = params.template(fields, 22)
 
     def run(self, call: AttentionCall, new: Append) -> Tensor:
-        device, dtype, (k_size, v_size, rotary_size) = self.device, call.q.dtype, self.sizes
-        starts, cos, sin = new.cache_seqlens, new.rotary_cos, new.rotary_sin
-        rotated = torch.empty(call.q.shape, dtype=dtype, device=call.q.device) if self.rotates else call.q
+        device, starts = self.device, new.cache_seqlens
+        rotated = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device) if self.rotates else call.q
         (q_at, k_at, v_at), rest = self.inputs.of(call)
         self.pack(
             launcher.arguments.buffer, 0, q_at, k_at, v_at, 0, 0, 0, 0, 0,
             0 if isinstance(starts, int) else address("cache_seqlens", starts, _INT, device, self.lengths),
-            rest[3], rest[4], 0, 0, 0, 0, 0, 0,
-            address("k", new.k, dtype, device, k_size),
-            address("v", new.v, dtype, device, v_size),
-            0 if cos is None else address("rotary_cos", cos, dtype, device, rotary_size),
-            0 if sin is None else address("rotary_sin", sin, dtype, device, rotary_size),
+            rest[3], rest[4], 0, 0, 0, 0, 0, 0, *self.new_inputs.of(*new[:4]),
             rotated.data_ptr() if self.rotates else 0, self.template,
         )  # fmt: skip
         launcher.submit(self.kernel, self.blocks, device)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.fused import launcher, loader, params, probe, trial, variants
-from flash_attn_compat.backends.fused.launcher import address
 from flash_attn_compat.backends.fused.loader import Target
 from flash_attn_compat.backends.fused.maxima import Maxima
 from flash_attn_compat.backends.fused.variants import Kind
@@ -16,7 +15,7 @@ from flash_attn_compat.engine import dropout
 from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.call import AttentionCall, Result
 
-_FLOAT, _INT = torch.float32, torch.int32
+_FLOAT = torch.float32
 _NOTHING_NEW = (0,) * 4
 # Each block that sees new keys writes them all.
 _MOST_NEW = 16
@@ -49,7 +48,8 @@ class Attention:
         self.is_like_q = call.out_shape == call.q.shape
         self.keeps_lse = call.return_lse or call.needs_grad
         self.keeps_true_lse = call.needs_grad and call.lse_carries_alibi_position
-        self.inputs, self.new_sizes, self.seqlen_new = launcher.Inputs(call), (0, 0, 0), 0
+        self.inputs = launcher.Inputs(call)
+        self.new_inputs = None if new is None else launcher.NewInputs(new)
         fields = launcher.described(call)
         fields["out_s"] = launcher.contiguous_strides(call.out_shape)
         self.splits = launcher.splits_of(call, kind)
@@ -60,7 +60,7 @@ class Attention:
             fields["absmax_splits"] = self.maxima.splits
         make = variants.forward if self.splits is None else variants.decode
         if new is not None:
-            make, self.new_sizes, self.seqlen_new = variants.step, launcher.new_sizes(new), new.k.shape[1]
+            make = variants.step
             fields |= launcher.described_new(new)
         self.variant, self.kernel = launcher.loaded(make, kind, target, device)
         # With packed rows, one slab more sets what lies outside of all sequences to 0.
@@ -78,7 +78,7 @@ class Attention:
         if rng_state is None and call.dropout_p:
             rng_state = dropout.new_rng_state(self.place)
         tensors, rest = self.inputs.of(call, rng_state)
-        added = _NOTHING_NEW if new is None else self.new_addresses(new.k, new.v, new.rotary_cos, new.rotary_sin)
+        added = _NOTHING_NEW if self.new_inputs is None or new is None else self.new_inputs.of(*new[:4])
         return self.launch(tensors, rest, added, call.q if call.signature is not None else None, rng_state)
 
     def step(
@@ -86,8 +86,8 @@ class Attention:
         q: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
+        k: Tensor,
+        v: Tensor,
         rotary_cos: Tensor | None,
         rotary_sin: Tensor | None,
         cache_seqlens: int | Tensor | None,
@@ -95,38 +95,19 @@ class Attention:
         table: Tensor | None,
         slopes: Tensor | None,
     ) -> Result:
-        """As engine/append.py's Step; table: batch_idx too."""
-        device, dtype, (q_size, k_size, v_size, table_size, slopes_size) = self.device, self.dtype, self.inputs.sizes
-        used = None if isinstance(cache_seqlens, int) else cache_seqlens
-        length = cache_seqlens + self.seqlen_new if isinstance(cache_seqlens, int) else None
-        added = _NOTHING_NEW if k is None or v is None else self.new_addresses(k, v, rotary_cos, rotary_sin)
-        tensors = (
-            address("q", q, dtype, device, q_size),
-            address("k_cache", k_cache, dtype, device, k_size),
-            address("v_cache", v_cache, dtype, device, v_size),
-        )
-        rest = (
-            0,
-            0,
-            0 if used is None else address("cache_seqlens", used, _INT, device, self.inputs.lengths),
-            0 if leftpad is None else address("cache_leftpad", leftpad, _INT, device, self.inputs.lengths),
-            0 if table is None else address("block_table", table, _INT, device, table_size),
-            0 if slopes is None else address("alibi_slopes", slopes, _FLOAT, device, slopes_size),
-            0,
-        )
+        """As Step of engine/append.py."""
+        new, added, used, length = self.new_inputs, _NOTHING_NEW, None, None
+        if not isinstance(cache_seqlens, int):
+            used = cache_seqlens
+        else:
+            length = cache_seqlens if new is None else cache_seqlens + new.rows
+        if new is not None:
+            added = new.of(k, v, rotary_cos, rotary_sin)
+        tensors, rest = self.inputs.of_tensors(q, k_cache, v_cache, slopes, None, None, used, leftpad, table, None)
         result = self.launch(tensors, rest, added, q, None, length)
-        if k is not None:
+        if new is not None:
             launcher.note_written(k_cache, v_cache)
         return result
-
-    def new_addresses(self, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[int, int, int, int]:
-        device, dtype, (k_size, v_size, rotary_size) = self.device, self.dtype, self.new_sizes
-        return (
-            address("k", k, dtype, device, k_size),
-            address("v", v, dtype, device, v_size),
-            0 if cos is None else address("rotary_cos", cos, dtype, device, rotary_size),
-            0 if sin is None else address("rotary_sin", sin, dtype, device, rotary_size),
-        )
 
     def launch(
         self,

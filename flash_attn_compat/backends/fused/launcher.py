@@ -96,14 +96,28 @@ class Inputs:
 
     def of(self, call: AttentionCall, rng_state: Tensor | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Addresses of q, k, v, then of cu_seqlens_q to rng_state, as in struct Params; 0 for what is not there."""
+        return self.of_tensors(*call[:3], *call[9:15], rng_state)
+
+    def of_tensors(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slopes: Tensor | None,
+        cu_q: Tensor | None,
+        cu_k: Tensor | None,
+        used: Tensor | None,
+        leftpad: Tensor | None,
+        table: Tensor | None,
+        rng_state: Tensor | None,
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The same, of a call's tensors in its order."""
         device, dtype, starts, lengths = self.device, self.dtype, self.starts, self.lengths
         q_size, k_size, v_size, table_size, slopes_size = self.sizes
-        cu_q, cu_k, used, leftpad = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.leftpad_k
-        table, slopes = call.block_table, call.alibi_slopes
         tensors = (
-            address("q", call.q, dtype, device, q_size),
-            address("k", call.k, dtype, device, k_size),
-            address("v", call.v, dtype, device, v_size),
+            address("q", q, dtype, device, q_size),
+            address("k", k, dtype, device, k_size),
+            address("v", v, dtype, device, v_size),
         )
         if self.has_nothing_else and rng_state is None:
             return tensors, _NOTHING_ELSE
@@ -126,9 +140,22 @@ def reach(tensor: Tensor | None) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def new_sizes(new: Append) -> tuple[int, int, int]:
-    """What reach says of k, v, and both rotary tables."""
-    return reach(new.k), reach(new.v), reach(new.rotary_cos)
+class NewInputs:
+    """The same for what is appended."""
+
+    def __init__(self, new: Append) -> None:
+        self.dtype, self.device, self.rows = new.k.dtype, new.k.get_device(), new.k.shape[1]
+        self.sizes = reach(new.k), reach(new.v), reach(new.rotary_cos)
+
+    def of(self, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[int, int, int, int]:
+        """Addresses of k_new to rotary_sin."""
+        dtype, device, (k_size, v_size, rotary_size) = self.dtype, self.device, self.sizes
+        return (
+            address("k", k, dtype, device, k_size),
+            address("v", v, dtype, device, v_size),
+            0 if cos is None else address("rotary_cos", cos, dtype, device, rotary_size),
+            0 if sin is None else address("rotary_sin", sin, dtype, device, rotary_size),
+        )
 
 
 def strides(tensor: Tensor) -> tuple[int, int, int]:
@@ -376,7 +403,7 @@ def workspace(size: int, device: int, place: torch.device) -> Tensor:
     Launches on one stream follow one another, and share it. What is captured has its own, for a graph's replays follow
     nobody.
     """
-    captures = is_capturing(device)
+    captures = loader.is_capturing(device)
     key = device, stream(device)
     found = None if captures else _workspaces.get(key)
     if found is None or found.shape[0] < size:
@@ -390,14 +417,6 @@ def workspace(size: int, device: int, place: torch.device) -> Tensor:
 def forget_workspaces() -> None:
     """After a kernel that may not have left its counters as it found them."""
     _workspaces.clear()
-
-
-def is_capturing(device: int) -> bool:
-    """Whether ``device``'s current stream is being captured."""
-    if device != torch._C._cuda_getDevice():
-        return loader.is_capturing(device)
-    captures: bool = torch._C._cuda_isCurrentStreamCapturing()
-    return captures
 
 
 def tidy(call: AttentionCall) -> AttentionCall:

@@ -193,8 +193,7 @@ def of_step(problem: Problem, run: Callable[[AttentionCall, Append], Result]) ->
         call = call._replace(seqused_k=new.cache_seqlens, seqlen_new=new.k.shape[1])
         on_cpu = _each_tensor(problem.on_cpu, torch.Tensor.clone)
         own = _each_tensor(new, lambda tensor: tensor.cpu())
-        with torch.no_grad():
-            q = by_operators(on_cpu, own)
+        q = by_operators(on_cpu, own)
         assert isinstance(own.cache_seqlens, Tensor)
         counted = on_cpu._replace(q=q, seqused_k=own.cache_seqlens + own.k.shape[1])
         found.append(of_forward(problem._replace(call=call, on_cpu=counted), lambda call: run(call, new)[:2]))
