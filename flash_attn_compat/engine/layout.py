@@ -152,7 +152,7 @@ class Layout:
 
     def gather(self, tensor: Tensor, spans: Spans, plan: BlockPlan, seqlen: int) -> Tensor:
         """(n, seqlen, heads, head_dim) of the plan's sequences: a view where they lie evenly."""
-        view = _view(tensor, spans, plan, seqlen)
+        view = _view(tensor, spans, plan, seqlen, self.call.transformed)
         if view is not None:
             return view
         where, valid = _slots(tensor, spans, plan.sequences, seqlen)
@@ -169,7 +169,7 @@ class Layout:
     def scatter(self, target: Tensor, spans: Spans, plan: BlockPlan, values: Tensor) -> None:
         """Write (n, seqlen, heads, head_dim) block values to their slots in ``target``."""
         seqlen = values.shape[1]
-        view = _view(target, spans, plan, seqlen)
+        view = _view(target, spans, plan, seqlen, self.call.transformed)
         if view is not None:
             view.copy_(values)
             return
@@ -266,7 +266,7 @@ def _continues(spans: Spans, index: int) -> bool:
     return spans.starts[index] == spans.starts[index - 1] + spans.lengths[index - 1]
 
 
-def _view(tensor: Tensor, spans: Spans, plan: BlockPlan, seqlen: int) -> Tensor | None:
+def _view(tensor: Tensor, spans: Spans, plan: BlockPlan, seqlen: int, are_transformed: bool) -> Tensor | None:
     """The plan's sequences as a view of ``tensor``, or None where they don't lie evenly."""
     first, *others = plan.sequences
     if plan.padded or any(number != first + n or not _continues(spans, number) for n, number in enumerate(others, 1)):
@@ -279,6 +279,8 @@ def _view(tensor: Tensor, spans: Spans, plan: BlockPlan, seqlen: int) -> Tensor 
         return tensor[page : page + 1, start : start + seqlen]
     if spans.batched:
         return tensor[first : first + count, start : start + seqlen]
+    if are_transformed:  # what differentiates or batches may keep other strides than these
+        return torch.unflatten(tensor[start : start + count * seqlen], 0, (count, seqlen))
     # One operation: a slice and its unflattening take several times as long, which short sequences would notice.
     step, *inner = tensor.stride()
     shape, strides = (count, seqlen, *tensor.shape[1:]), (seqlen * step, step, *inner)
