@@ -158,7 +158,7 @@ def _print_rows(workload: Workload, rows: Sequence[Row], terminal: Console) -> N
         if not row.forward and not row.failed:
             terminal.print(Text(f"  without {row.contestant}: {row.reason}", style="dim"), soft_wrap=True)
             continue
-        _, name, forward, both, _, memory, verdict, remarks = tables.detail(row)
+        _, name, forward, both, _, memory, *_, verdict, remarks = tables.detail(row)
         line = Text(f"  {name:28} {forward:>13} {both:>13} ms {memory:>8} MiB  ")
         line.append(verdict, style=COLOURS.get(verdict, "")).append(f"  {remarks}", style="dim")
         terminal.print(line, soft_wrap=True)

@@ -101,15 +101,15 @@ def in_words(rows: Sequence[Row]) -> str:
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
-DETAIL_COLUMNS = (
-    "workload", "contestant", "forward ms", "fwd+bwd ms", "in graph ms", "peak MiB", "answer", "remarks",
-)  # fmt: skip
+DETAIL_COLUMNS = ("workload", "contestant", "forward ms", "fwd+bwd ms", "in graph ms", "peak MiB", "off fp64", "may be",
+                  "answer", "remarks")  # fmt: skip
 
 
 def detail(row: Row) -> list[str]:
     by = f" ({row.served_by})" if row.served_by and row.served_by != row.contestant else ""
     times = [NONE if timing is None else str(timing) for timing in (row.forward, row.both, row.graph)]
-    return [row.workload, row.contestant + by, *times, _number(row.memory_mib, ".1f"), answer(row), remarks(row)]
+    off = (NONE, NONE) if row.verdict is None else (f"{row.verdict.error:.1e}", f"{row.verdict.bound:.1e}")
+    return [row.workload, row.contestant + by, *times, _number(row.memory_mib, ".1f"), *off, answer(row), remarks(row)]
 
 
 def answer(row: Row) -> str:
@@ -123,8 +123,9 @@ def remarks(row: Row) -> str:
     return "; ".join(filter(None, [row.reason, verdict, row.graph_reason and f"no graph: {row.graph_reason}"]))
 
 
-def detail_table(rows: Sequence[Row]) -> Table:
-    shown = [detail(row) for row in rows if row.forward or row.failed or row.not_supported]
+def detail_table(rows: Sequence[Row], every: bool = False) -> Table:
+    """every: those, too, that have nothing to show but a remark."""
+    shown = [detail(row) for row in rows if every or row.forward or row.failed or row.not_supported]
     return Table("Every contestant: median ± half the quartile distance", DETAIL_COLUMNS, shown, folded=True)
 
 

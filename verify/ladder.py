@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from flash_attn_compat import flash_attn_func
 from verify import inputs
+from verify.bench_report import detail_table
 from verify.bench_run import Plan, Row, run
 from verify.call import Call
 from verify.contestants import Contestant, Prepared
@@ -23,13 +25,12 @@ from verify.environment import describe
 from verify.errors import UsageError
 from verify.output import add_output_arguments, check_output_arguments, console, deliver, progress_bar
 from verify.steps import STEPS
-from verify.tables import Report, Table
+from verify.tables import Report
 from verify.timing import DeviceLost
 from verify.workloads import Workload, workload
 
 DEFAULT_LENGTHS = (128, 256, 512, 1024)
 ENOUGH_S = 0.6  # of readings, for one step at one length
-SDPA = "PyTorch SDPA"
 
 
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
@@ -49,37 +50,7 @@ def rungs(block_rows: int, block_columns: int) -> list[Contestant]:
     """The steps, and above them what one would use."""
     sizes = {"block_rows": block_rows, "block_columns": block_columns}
     steps = [rung(name, functools.partial(step, **sizes)) for name, step in STEPS.items()]
-    return [*steps, rung(SDPA, torch_attention), rung("flash_attn_compat", flash_attn_func)]
-
-
-# ---- what is shown --------------------------------------------------------------------------------------------------
-
-
-def is_wrong(row: Row) -> bool:
-    """A step that finds no memory at this length is not wrong."""
-    return row.wrong and "memory" not in row.reason
-
-
-def table(title: str, rows: Sequence[Row]) -> Table:
-    of_torch = next((row.forward.median_ms for row in rows if row.contestant == SDPA and row.forward), None)
-    columns = ("step", "off fp64", "may be", "time", "quartiles", "of SDPA", "peak memory", "verdict")
-    return Table(title, columns, [_line(row, of_torch) for row in rows])
-
-
-def _line(row: Row, of_torch: float | None) -> tuple[str, ...]:
-    if row.forward is None or row.verdict is None:
-        return (row.contestant, *[""] * 6, f"FAIL: {row.reason}" if is_wrong(row) else row.reason)
-    factor = row.forward.median_ms / of_torch if of_torch else None
-    return (
-        row.contestant,
-        f"{row.verdict.error:.1e}",
-        f"{row.verdict.bound:.1e}",
-        f"{row.forward.median_ms:.3g} ms",
-        f"{row.forward.low_ms:.3g} to {row.forward.high_ms:.3g}",
-        "" if factor is None else f"{factor:.{0 if factor > 10 else 1}f} x",
-        "" if row.memory_mib is None else f"{row.memory_mib:.3g} MiB",
-        "FAIL" if is_wrong(row) else "pass",
-    )
+    return [*steps, rung("PyTorch SDPA", torch_attention), rung("flash_attn_compat", flash_attn_func)]
 
 
 def plot(by_length: dict[int, list[Row]], title: str, path: Path) -> None:
@@ -145,15 +116,16 @@ def main(arguments: argparse.Namespace) -> int:
         task = progress.add_task("climbing", total=len(lengths))
         try:
             for n, rows in zip(lengths, run(plan, lambda what: progress.update(task, description=what))):
-                by_length[n] = rows
+                # A step that finds no memory at this length is not wrong.
+                by_length[n] = [replace(row, failed=False) if "memory" in row.reason else row for row in rows]
                 progress.advance(task)
         except DeviceLost as error:
             raise UsageError(f"the device gave up: {error}") from error
 
     problem = inputs.described(arguments)
     environment = {"problem": problem, **describe([device])}
-    tables = [table(f"N = {n}", rows) for n, rows in by_length.items()]
-    wrong = sorted({row.contestant for rows in by_length.values() for row in rows if is_wrong(row)})
+    tables = [replace(detail_table(rows, every=True), title=f"N = {n}", folded=False) for n, rows in by_length.items()]
+    wrong = sorted({row.contestant for rows in by_length.values() for row in rows if row.wrong})
     closing = [f"FAIL: {', '.join(wrong)}"] if wrong else ["PASS: every step is as near to fp64 as plain PyTorch"]
     if arguments.plot:
         plot(by_length, f"{problem}\n{environment[f'device {device}']}", arguments.plot)
