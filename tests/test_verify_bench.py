@@ -41,7 +41,7 @@ def cross_short_q(monkeypatch):
         (["--json", "/no/such/folder/file.json"], "there is no folder /no/such/folder"),
         (["--repeats", "0"], "'0' is not a positive whole number"),
         (["--tolerance", "-1"], "must be a number of at least 0, got '-1'"),
-        (["--dtype", "int8"], "invalid choice: 'int8'"),
+        (["--dtype", "int8"], "unknown dtype 'int8'"),
     ],
 )
 def test_a_bad_argument_ends_in_one_line_and_exit_code_2(arguments, part, capsys):

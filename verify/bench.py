@@ -22,13 +22,11 @@ from verify.contestants import RIVALS, USUAL_RIVALS, Contestant, ours
 from verify.environment import checked_devices, describe
 from verify.errors import UsageError
 from verify.graphs import add_graphs
-from verify.inputs import number, positive
+from verify.inputs import dtype, number, positive
 from verify.output import add_output_arguments, check_output_arguments, console, deliver, progress_bar
 from verify.tables import COLOURS, Report
 from verify.timing import DeviceLost
 from verify.workloads import DECODE, FULL, SMALL, Workload
-
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def register(subparsers: Any) -> None:
@@ -42,7 +40,7 @@ def register(subparsers: Any) -> None:
     add = parser.add_argument
     add("--device", default=None, metavar="DEVICE", help="cpu (default), cuda, cuda:1, mps")
     add("--gpu", action="store_true", help="the full workloads on the CUDA device: --device cuda")
-    add("--dtype", choices=DTYPES, help="default fp16, on a CPU fp32")
+    add("--dtype", type=dtype, help="fp16 (default), bf16, fp32 (default on a CPU)")
     add("--only", action="append", default=[], metavar="NAME[,NAME]", help="workloads with this in their name")
     add("--backends", default="default", metavar="A,B", help="of ours these: 'default' is what dispatch chooses, 'all'")
     add("--rivals", default="", metavar="A,B", help=f"only these of the others ('none': nobody): {', '.join(RIVALS)}")
@@ -68,7 +66,7 @@ def plan_from(arguments: argparse.Namespace) -> Plan:
         workloads=_workloads(arguments, kind),
         contestants=[*_chosen(backends, mine, "backend"), *_chosen(rivals, RIVALS, "rival")],
         device=device,
-        dtype=DTYPES[arguments.dtype or ("fp32" if kind == "cpu" else "fp16")],
+        dtype=arguments.dtype or (torch.float32 if kind == "cpu" else torch.float16),
         repeats=arguments.repeats,
         backward=not arguments.forward_only,
         graphs=kind == "cuda",

@@ -76,20 +76,20 @@ def _row(case: Case, implementation: impl.Implementation, device: str, **more: A
 
 
 def _judged(case: Case, implementation: impl.Implementation, device: str, examination: Examination) -> Row:
-    before, note = implementation.calls_served(), ""
+    before, notes = implementation.calls_served(), []
     verdict = examination.examine(implementation, case.official, twice=True)
     if verdict.refused and not verdict.errors and examination.call.dropout_p <= 0:
         # Some serve what a model asks for, the output and its gradients, but have no softmax_lse to show.
-        note = f"without softmax_lse: {verdict.refused}"
         alone = examination.without_lse().examine(implementation, case.official)
-        verdict, note = (verdict, "") if alone.refused else (alone, note)
+        if not alone.refused:
+            verdict, notes = alone, [f"without softmax_lse: {verdict.refused}"]
     if verdict.refused and not verdict.errors:
         return _row(case, implementation, device, refused=True, note=verdict.refused)
-    wrong = [error.partition("\n")[0] for error in verdict.errors]
-    wrong += [f"{check.quantity} {check.note}" for check in verdict.checks if check.note]
+    notes += [error.partition("\n")[0] for error in verdict.errors]
+    notes += [f"{check.quantity} {check.note}" for check in verdict.checks if check.note]
     bypassed = before is not None and implementation.calls_served() == before
-    more = {"checks": verdict.checks, "failed": bool(verdict.errors), "note": "; ".join(filter(None, [note, *wrong]))}
-    return _row(case, implementation, device, bypassed=bypassed, **more)
+    more: dict[str, Any] = {"checks": verdict.checks, "failed": bool(verdict.errors), "bypassed": bypassed}
+    return _row(case, implementation, device, note="; ".join(notes), **more)
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------

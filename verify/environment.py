@@ -12,25 +12,15 @@ import flash_attn_compat
 from verify.errors import UsageError
 
 
-def devices_present() -> list[str]:
-    """The devices verify runs on unless told otherwise: the CPU, and the first CUDA (or ROCm) and MPS device."""
-    present = ["cpu"]
-    if torch.cuda.is_available():
-        present.append("cuda")
-    if torch.backends.mps.is_available():
-        present.append("mps")
-    return present
-
-
 def checked_devices(wanted: list[str]) -> list[str]:
-    """The wanted devices, or all that are present; UsageError for one that is not there."""
-    present = devices_present()
+    """The wanted devices, or all: the CPU, and the first CUDA (or ROCm) and MPS device. UsageError for one that is not
+    there.
+    """
+    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    present = [name for name in there if there[name]]
+    known = {*present, *(f"cuda:{index}" for index in range(torch.cuda.device_count()))}
     for name in wanted:
-        kind, _, index = name.partition(":")
-        there = kind in present and (
-            not index or (index.isdigit() and kind == "cuda" and int(index) < torch.cuda.device_count())
-        )
-        if not there:
+        if name not in known:
             raise UsageError(f"no device {name!r} here; there are {', '.join(present)}")
     return wanted or present
 

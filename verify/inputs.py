@@ -11,14 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from verify.call import SHORT
+from verify.call import DTYPES, SHORT
 from verify.environment import checked_devices
 from verify.errors import UsageError
 from verify.output import check_writable
 
-DTYPES = {short: dtype for dtype, short in SHORT.items()} | {
-    str(dtype).removeprefix("torch."): dtype for dtype in SHORT
-}
+NAMES = {short: dtype for dtype, short in SHORT.items()} | DTYPES
 
 
 def positive(text: str) -> int:
@@ -41,9 +39,9 @@ def number(text: str) -> float:
 
 def dtype(text: str) -> torch.dtype:
     """An argparse type: fp32 or float32, and so on."""
-    if text not in DTYPES:
-        raise argparse.ArgumentTypeError(f"unknown dtype {text!r}; there are {', '.join(DTYPES)}")
-    return DTYPES[text]
+    if text not in NAMES:
+        raise argparse.ArgumentTypeError(f"unknown dtype {text!r}; there are {', '.join(NAMES)}")
+    return NAMES[text]
 
 
 def add_problem_arguments(parser: argparse.ArgumentParser, batch: int, heads: int, head_dim: int = 64) -> None:
