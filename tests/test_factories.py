@@ -36,16 +36,12 @@ def test_whatever_makes_a_tensor_names_its_device_and_dtype() -> None:
     [
         ("torch.empty(2, pin_memory=True)", 2),
         ("torch.empty(2, dtype=d)", 1),
-        ("torch.empty(2, device=d)", 1),
-        ("torch.linspace(0, 1, 3, device=d)", 1),
         ("torch.tensor([1], device=d)", 1),
         ("torch.arange(3, device=d)", 0),
         ("torch.arange(3.0, device=d)", 1),
-        ("torch.arange(-0.5, 3, device=d)", 1),
         ("make = torch.zeros\nmake(3)", 1),
         ("functools.partial(torch.arange, device=d)", 0),
         ("functools.partial(torch.zeros, device=d)", 1),
-        ("x.new_empty(3)", 0),
         ("torch.zeros_like(x)", 0),
     ],
 )

@@ -17,14 +17,11 @@ from flash_attn_compat.flash_attn_interface import (
     _flash_attn_varlen_forward,
     flash_attn_with_kvcache,
 )
+from tests.support import randn
 
 B, SQ, SK, H, HK, D = 2, 5, 7, 4, 2, 16
 SCALE, SOFTCAP = 0.2, 0.0
 WINDOW = (4, 0)
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 Q, K, V = randn(B, SQ, H, D), randn(B, SK, HK, D, seed=1), randn(B, SK, HK, D, seed=2)
@@ -64,22 +61,13 @@ def test_fwd_is_the_private_forward(p: float, return_softmax: bool) -> None:
     same(actual[:3], expected[:3])
 
 
-def test_a_preallocated_out_is_written_through_its_strides_and_returned() -> None:
-    out = torch.zeros(B, H, SQ, D).transpose(1, 2)
-    assert fwd(out)[0] is out
-    assert torch.equal(out, fwd()[0])
-    packed_out = torch.zeros(B * SQ, H, D)
-    assert varlen_fwd(packed_out)[0] is packed_out
-    assert torch.equal(packed_out, varlen_fwd()[0])
-
-
 def test_varlen_fwd_is_the_private_varlen_forward_with_21_or_22_positions() -> None:
     expected = _flash_attn_varlen_forward(*PACKED, CU_Q, CU_K, 7, 7, 0.0, SCALE, True, *WINDOW, SOFTCAP, SLOPES, False)
     for more in ((), (0,), (2,)):
         same(varlen_fwd(None, *more)[:3], expected[:3])
+    with pytest.raises(RuntimeError, match="num_splits > 1 is not supported"):
+        varlen_fwd(None, 2, table=torch.zeros(B, 1, dtype=torch.int32))
 
-
-def test_varlen_fwd_hands_on_used_lengths_and_left_padding() -> None:
     used, padding = torch.tensor([6, 4], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32)
     actual = raw.varlen_fwd(
         *PACKED, None, CU_Q, CU_K, used, padding, None, None, 7, 7, 0.0, SCALE, True, False, -1, -1, 0.0, False, None
@@ -88,12 +76,12 @@ def test_varlen_fwd_hands_on_used_lengths_and_left_padding() -> None:
         *PACKED, CU_Q, CU_K, 7, 7, 0.0, SCALE, False, leftpad_k=padding, seqused_k=used, zero_tensors=True
     )
     same(actual[:3], expected[:3])
-    assert not torch.equal(actual[0], varlen_fwd()[0])
 
 
-def test_more_than_one_split_of_pages_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="num_splits > 1 is not supported"):
-        varlen_fwd(None, 2, table=torch.zeros(B, 1, dtype=torch.int32))
+def test_a_preallocated_out_is_written_through_its_strides_and_returned() -> None:
+    out, packed_out = torch.zeros(B, H, SQ, D).transpose(1, 2), torch.zeros(B * SQ, H, D)
+    assert fwd(out)[0] is out and varlen_fwd(packed_out)[0] is packed_out
+    assert torch.equal(out, fwd()[0]) and torch.equal(packed_out, varlen_fwd()[0])
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -159,6 +147,8 @@ def test_fwd_kvcache_appends_and_attends(preallocated: bool) -> None:
 def test_an_out_that_does_not_fit_is_refused_before_a_cache_is_touched(out: Tensor, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         fwd(out)
+    with pytest.raises(RuntimeError, match="generator"):
+        fwd(gen=torch.Generator())
     k_cache, v_cache = torch.zeros(B, 16, HK, D), torch.zeros(B, 16, HK, D)
     lengths = torch.zeros(B, dtype=torch.int32)
     with pytest.raises(RuntimeError, match=message):
@@ -167,8 +157,3 @@ def test_an_out_that_does_not_fit_is_refused_before_a_cache_is_touched(out: Tens
             True, 0,
         )  # fmt: skip
     assert k_cache.abs().sum() == 0 and v_cache.abs().sum() == 0
-
-
-def test_a_generator_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="generator"):
-        fwd(gen=torch.Generator())

@@ -13,6 +13,7 @@ from torch import Tensor
 from flash_attn_compat import explain, flash_attn_func, flash_attn_with_kvcache, use_backend
 from flash_attn_compat.backends.fused import inspection, launcher, loader, probe
 from flash_attn_compat.backends.fused.probe import Verdict
+from flash_attn_compat.serving import dispatch
 from tests import efficient_kernels, fused_on_cpu
 from tests.fused_on_cpu import Launches
 from tests.support import randn
@@ -70,6 +71,8 @@ def test_a_slower_kernel_leaves_the_call_to_the_next_without_a_warning_in_later_
     flash_attn_func(*qkv())
     probe.forget()
     launcher.forget_plans()
+    monkeypatch.setattr(fused_on_cpu.FUSED, "_slower", {})
+    dispatch.forget_decisions()
     flash_attn_func(*qkv()[::-1])
     assert seen == ["64 forward"] and [json.loads(content) for content in kept.values()] == [SLOW._asdict()]
     assert not launches.seen and not [one for one in recwarn if "fused" in str(one.message)]

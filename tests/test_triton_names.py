@@ -61,9 +61,6 @@ def test_names_lead_to_functions_and_nothing_to_none() -> None:
     x = randn(50)
     torch.testing.assert_close(k_activations.tanh(x), torch.tanh(x))
     torch.testing.assert_close(k_activations.cosh(x), torch.cosh(x))
-
-
-def test_the_derivatives_at_zero_are_the_right_ones() -> None:
     zero = torch.zeros(1)
     assert k_activations.relu_grad(zero) == 1 and k_activations.leaky_relu_grad(zero) == 1
 
@@ -87,19 +84,21 @@ def test_linear_with_an_activation_and_the_gradient_through_it(activation: str, 
     assert_as_good_as_plain(triton_dgrad_act(grad, weight, activation, hidden), *expected)
 
 
-def test_the_linear_layers_stay_outside_of_autograd_and_refuse_what_does_not_fit() -> None:
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x, w: triton_linear_act(x, w, activation="tanh"), "'tanh'"),
+        (lambda x, w: triton_linear_act(x.half(), w), "weight has dtype"),
+        (lambda x, w: triton_linear_act(x, w, randn(6).half()), "bias has dtype"),
+        (lambda x, w: triton_linear_act(x[:, :7], w), "expected 8 in the last axis"),
+        (lambda x, w: triton_dgrad_act(x[:, :6], w, "gelu"), "act_input is required"),
+    ],
+)
+def test_the_linear_layers_stay_outside_of_autograd_and_refuse_what_does_not_fit(call: Any, message: str) -> None:
     x, weight = randn(2, 8).requires_grad_(), randn(6, 8).requires_grad_()
     assert not triton_linear_act(x, weight).requires_grad  # type: ignore[union-attr]
-    with pytest.raises(AssertionError, match="'tanh'"):
-        triton_linear_act(x, weight, activation="tanh")
-    with pytest.raises(AssertionError, match="weight has dtype"):
-        triton_linear_act(x.half(), weight)
-    with pytest.raises(AssertionError, match="bias has dtype"):
-        triton_linear_act(x, weight, randn(6).half())
-    with pytest.raises(AssertionError, match="expected 8 in the last axis"):
-        triton_linear_act(randn(2, 7), weight)
-    with pytest.raises(AssertionError, match="act_input is required"):
-        triton_dgrad_act(randn(2, 6), weight, "gelu")
+    with pytest.raises(AssertionError, match=message):
+        call(x, weight)
 
 
 @pytest.mark.parametrize(("checkpoint_lvl", "dtype"), list(zip((0, 1, 2), DTYPES)))

@@ -175,6 +175,9 @@ def test_benchmarks_time_forward_backward_and_both(capsys: pytest.CaptureFixture
     calls.clear()
     benchmark_forward(fn, x, amp=True, amp_dtype=torch.bfloat16, verbose=False)
     assert set(calls) == {True}
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="sees no CUDA device"):
+            benchmark_memory(lambda: None)
     with pytest.raises(RuntimeError, match=r"Grad shape \(3,\) does not match output shape \(4, 4\)"):
         benchmark_backward(fn, x, grad=torch.ones(3))
 
@@ -188,14 +191,6 @@ def test_the_profiler_prints_a_table_and_writes_a_trace(
     printed = capsys.readouterr().out
     assert "aten::mm" in printed and ("MmBackward0" in printed) == backward
     assert json.loads(trace.read_text())["traceEvents"]
-
-
-def test_memory_is_read_from_cuda_alone() -> None:
-    if torch.cuda.is_available():
-        assert benchmark_memory(lambda: torch.ones(2**20, device="cuda").sum(), verbose=False) >= 4 / 1000
-    else:
-        with pytest.raises(RuntimeError, match="sees no CUDA device"):
-            benchmark_memory(lambda: None)
 
 
 # torch, library
