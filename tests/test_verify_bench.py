@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support import check_refused_in_one_line
 from verify import bench, spot_check, timing
 from verify.bench_run import Plan, run
 from verify.cli import main
@@ -27,25 +26,6 @@ QUICK = ["bench", "--repeats", "2", "--backends", "default,chunked"]
 def cross_short_q(monkeypatch):
     """The only workload there is."""
     monkeypatch.setattr(bench, "SMALL", (TINY["cross_short_q"],))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        (["--device", "tpu"], "no device 'tpu' here; there are cpu"),
-        (["--gpu", "--device", "cpu"], "--gpu means --device cuda, not cpu"),
-        (["--backends", "nonsense"], "unknown backend 'nonsense'; there are default, "),
-        (["--rivals", "nonsense"], "unknown rival 'nonsense'; there are official, "),
-        (["--only", "nonsense"], "no workload 'nonsense'; there are uniform_varlen, "),
-        (["--against", "no-such-file.json"], "cannot read no-such-file.json"),
-        (["--json", "/no/such/folder/file.json"], "there is no folder /no/such/folder"),
-        (["--repeats", "0"], "'0' is not a positive whole number"),
-        (["--tolerance", "-1"], "must be a number of at least 0, got '-1'"),
-        (["--dtype", "int8"], "unknown dtype 'int8'"),
-    ],
-)
-def test_a_bad_argument_ends_in_one_line_and_exit_code_2(arguments, part, capsys):
-    assert check_refused_in_one_line(main, ["bench", *arguments], part, capsys) == ""
 
 
 def test_a_file_that_is_no_saved_run_is_named(tmp_path, capsys):

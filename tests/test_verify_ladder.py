@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import check_refused_in_one_line
 from verify import inputs, ladder, spot_check
 from verify.call import Call
 from verify.cli import main
@@ -107,22 +106,6 @@ def test_the_command_writes_every_step_at_every_length_and_draws_it(tmp_path, ca
     assert "tiles of 7 rows x 9 keys" in data["environment"]["problem"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "PASS" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        (["--br", "0"], "--br: '0' is not a positive whole number"),
-        (["--n", "many"], "--n: 'many' is not a positive whole number"),
-        (["--device", "tpu"], "no device 'tpu' here"),
-        (["--dtype", "int8"], "unknown dtype 'int8'"),
-        (["--plot", "/no/such/folder/a.png"], "there is no folder"),
-        (["--plot", "a.svg"], "ends in .png"),
-        (["--bogus"], "unrecognized arguments"),
-    ],
-)
-def test_a_wrong_question_ends_in_one_line_and_exit_code_2(arguments, part, capsys):
-    check_refused_in_one_line(main, ["ladder", *arguments], part, capsys)
 
 
 def test_a_missing_matplotlib_or_fp64_is_found_out_before_the_work(monkeypatch):

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests import mutants
-from tests.support import check_refused_in_one_line
 from verify.cli import main
 from verify.difference import first_place, gap, heat_map, texture, which
 from verify.inputs import draw, recipe
@@ -234,26 +233,3 @@ def of_another_shape(q, k, v, causal=False):
 
 def knows_no_mask(q, k, v):
     return q
-
-
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        (["no_such_module:f"], "cannot import 'no_such_module'"),
-        (["json:nothing"], "module 'json' has no 'nothing'"),
-        (["verify.planted:right", "json:nothing"], "module 'json' has no 'nothing'"),
-        (["verify.backend:nonsense"], "has no 'nonsense'"),
-        (["verify.planted"], "module:function is needed"),
-        (["tests.test_verify_locate:raises"], "raised ZeroDivisionError for q (2, 256, 4, 64)"),
-        (["tests.test_verify_locate:of_another_shape"], "returned shape (2, 4, 256, 64), expected (2, 256, 4, 64)"),
-        (["tests.test_verify_locate:knows_no_mask", "--causal"], "has no argument causal"),
-        (["verify.planted:right", "--bc", "-3"], "--bc: '-3' is not a positive whole number"),
-        (["verify.planted:right", "--heads", "3", "--heads-k", "2"], "must be a multiple of --heads-k"),
-        (["verify.planted:right", "--n", "100000"], "GiB"),
-        (["verify.planted:right", "--atol", "-1"], "must be a number of at least 0"),
-        (["verify.planted:right", "--json", "/no/such/folder/a.json"], "there is no folder"),
-        ([], "required: A"),
-    ],
-)
-def test_a_wrong_question_ends_in_one_line_and_exit_code_2(arguments, part, capsys):
-    check_refused_in_one_line(main, ["locate", *arguments], part, capsys)

@@ -185,17 +185,3 @@ def test_a_file_of_another_kind_ends_in_one_line_and_exit_code_2(option, content
     captured = capsys.readouterr()
     assert part in captured.err and len(captured.err.splitlines()) == 1
     assert not (tmp_path / "r.html").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        (["--device", "tpu"], "no device 'tpu' here"),
-        (["-o", "/no/such/folder/r.html"], "there is no folder"),
-        (["-o", "/"], "it is a folder"),
-    ],
-)
-def test_a_wrong_question_ends_in_one_line_and_exit_code_2(arguments, part, capsys):
-    assert main(["report", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert part in captured.err and len(captured.err.splitlines()) == 1

@@ -185,19 +185,10 @@ def _hurtful() -> Iterator[Case]:
 
 
 def _random(number: int) -> Case:
-    """Everything that the fuzzer draws, in the form that flash-attn itself would take it."""
+    """Everything that the fuzzer draws, in the form that flash-attn itself would take it. Its name makes it again."""
     problem = random_problem(number, PUBLIC_KINDS)
     problem = replace(problem, window_as="tuple", max_seqlen_as="int", return_attn_probs=True)
-    features = {
-        "causal": problem.causal, "window": max(problem.window) >= 0, "softcap": problem.softcap > 0,
-        "alibi": bool(problem.alibi), "dropout": problem.dropout_p > 0, "gqa": problem.group > 1 < problem.nheads_k,
-        "mqa": problem.group > 1 == problem.nheads_k, "paged": problem.page_size > 0, "rotary": problem.rotary_dim > 0,
-        "leftpad": problem.leftpad is not None, "sizes": bool(problem.sizes), "stray": problem.stray is not None,
-        f"d{problem.head_dim}": True,
-    }  # fmt: skip
-    short = FUNCTIONS[problem.kind].removeprefix("flash_attn_").removesuffix("_func")
-    words = [short, *(name for name, there in features.items() if there), SHORT[DTYPES[problem.dtype]], f"#{number}"]
-    return Case(" ".join(words), problem)
+    return Case(f"random #{number} {problem!r}", problem)
 
 
 def generated(quick: bool) -> list[Case]:
