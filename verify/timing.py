@@ -21,8 +21,8 @@ Result = TypeVar("Result")
 # One reading spans at least this long, so that launching the first call does not count much.
 CUDA_READING_MS, READING_MS = 8.0, 4.0
 MOST_CALLS = 100
-# Where a call takes longer than this, its second reading is the whole measurement.
-LONGEST_CALL_S = 3.0
+# Calls that compile, allocate and look for algorithms: their time is nobody's. The last says how many make a reading.
+WARM_UPS = 3
 
 
 class DeviceLost(Exception):
@@ -80,42 +80,23 @@ def attempt(device: str, work: Callable[..., Result], *arguments: object) -> Res
 
 
 def time_together(jobs: Mapping[str, Job], device: str, repeats: int, budget_s: float) -> dict[str, Timing | Failed]:
-    """Every job's timing, or how it failed. A job gets `repeats` readings, fewer (at least two) if they would take
-    longer than `budget_s`, and one if a single call is slow.
-    """
-    readings: dict[str, list[float]] = {}
-    turns: dict[str, tuple[int, int]] = {}  # the calls of a reading, and how many readings
+    """Every job's timing, or how it failed: `repeats` readings, fewer once a job's took longer than `budget_s`."""
+    reading_ms = CUDA_READING_MS if device.startswith("cuda") else READING_MS
+    calls = dict.fromkeys(jobs, 1)
+    readings: dict[str, list[float]] = {name: [] for name in jobs}
     failed: dict[str, Timing | Failed] = {}
-
-    def read(name: str, reading: Callable[[Job, int, str], float], calls: int) -> None:
-        found = attempt(device, reading, jobs[name], calls, device)
-        if isinstance(found, Failed):
-            failed[name] = found
-        else:
+    for turn in range(WARM_UPS + repeats):
+        for name in [name for name in jobs if name not in failed]:
+            if sum(readings[name][WARM_UPS:]) * calls[name] > budget_s * 1e3:
+                continue
+            found = attempt(device, _read, jobs[name], calls[name], device)
+            if isinstance(found, Failed):
+                failed[name] = found
+                continue
             readings[name].append(found)
-
-    for name in jobs:
-        readings[name] = []
-        read(name, _warm_up, 1)
-        if name in failed or readings[name][0] > LONGEST_CALL_S * 1e3:
-            turns[name] = 1, 0
-            continue
-        warm = max(readings[name].pop(), 1e-4)
-        calls = math.ceil((CUDA_READING_MS if device.startswith("cuda") else READING_MS) / warm)
-        calls = min(MOST_CALLS, max(1, calls))
-        turns[name] = calls, min(repeats, max(2, int(budget_s * 1e3 / (warm * calls))))
-    for turn in range(repeats):
-        for name, (calls, most) in turns.items():
-            if turn < most and name not in failed:
-                read(name, _read, calls)
-    return {name: failed.get(name) or Timing.of(readings[name]) for name in jobs}
-
-
-def _warm_up(job: Job, calls: int, device: str) -> float:
-    """Milliseconds of one call. The first compiles, allocates and looks for algorithms: its time is nobody's."""
-    _read(job, calls, device)
-    second_ms = _read(job, calls, device)
-    return second_ms if second_ms > LONGEST_CALL_S * 1e3 else _read(job, calls, device)
+            if turn == WARM_UPS - 1:
+                calls[name] = min(MOST_CALLS, max(1, math.ceil(reading_ms / max(found, 1e-4))))
+    return {name: failed.get(name) or Timing.of(readings[name][WARM_UPS:]) for name in jobs}
 
 
 def _read(job: Job, calls: int, device: str) -> float:
