@@ -20,11 +20,10 @@ from flash_attn_compat.serving import autograd, dispatch
 def attend(
     q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, softmax_lse, S_dmask), differentiable in q, k and v; softmax_lse only with options.return_attn_probs."""
+    """(out, softmax_lse, S_dmask), differentiable in q, k and v; the latter two only with options.return_attn_probs."""
     return_probs = options.return_attn_probs
-    needs_grad = _gradients_follow(q, k, v)
-    purpose = Purpose(needs_grad, return_probs or needs_grad, return_probs and options.dropout_p > 0.0)
-    out, lse, dmask, _ = _forward(q, k, v, options, packing, purpose)
+    return_dmask = return_probs and options.dropout_p > 0.0
+    out, lse, dmask, _ = forward(q, k, v, options, packing, return_dmask, return_lse=return_probs)
     return out, lse, dmask
 
 
@@ -35,16 +34,11 @@ def forward(
     options: Options,
     packing: Packing | None = None,
     return_dmask: bool = False,
+    return_lse: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out, softmax_lse, S_dmask, rng_state)."""
-    return _forward(q, k, v, options, packing, Purpose(_gradients_follow(q, k, v), True, return_dmask))
-
-
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None, purpose: Purpose
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """An output nobody wants, as far as tracing tells, has no elements."""
-    asked = purpose.return_lse, purpose.return_dmask, purpose.needs_grad
+    """(out, softmax_lse, S_dmask, rng_state); an output nobody wants, as far as tracing tells, has no elements."""
+    needs_grad = _gradients_follow(q, k, v)
+    asked = return_lse or needs_grad, return_dmask, needs_grad
     outputs: tuple[Tensor, Tensor, Tensor, Tensor] = _forward_op(q, k, v, *_flatten(options, packing), *asked)
     return outputs
 
