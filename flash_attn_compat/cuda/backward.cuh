@@ -16,29 +16,13 @@
 //   (2 - REG_S - REG_P) * OWN * 2 D + max(3 * TL * 2 D + [dkdv] TL * 16, OWN * 2 D)
 // Entries: delta (delta.cu), dkdv (dkdv.cu), dq (dq.cu), launched in this order; grids are said there, tiles chosen in
 // backends/fused/variants.py.
-// Besides those below there are D, TYPE, VEC, LOCAL, ALIBI, SOFTCAP, DROPOUT (for delta D, TYPE, VEC), and MMA16 and CPA for sm_80 and newer.
+// Macros: those above; MINB blocks a multiprocessor, which bounds the registers; D, TYPE, VEC, LOCAL, ALIBI, SOFTCAP, DROPOUT (for delta D, TYPE,
+// VEC), and MMA16 and CPA for sm_80 and newer.
 #pragma once
 #include "common.cuh"
 
-#ifndef NW     // warps
-#define NW 4
-#endif
-#ifndef MT     // row tiles of 16 a warp
-#define MT 1
-#endif
-#ifndef TL     // passing rows a tile
-#define TL 32
-#endif
-#ifndef REG_S  // own operand of S in registers
-#define REG_S 1
-#endif
-#ifndef REG_P  // own operand of dP in registers
-#define REG_P 1
-#endif
-#ifndef MINB   // blocks a multiprocessor, which bounds the registers
-#define MINB 2
-#endif
-
+// dk and dv of the largest heads do not fit into registers together: one block has dk, the next one dv.
+constexpr int PARTS = KEYS_STAY && D > 128 ? 2 : 1;
 constexpr int THREADS = NW * 32, OWN = NW * MT * 16, NB = TL / 8, WARP_ROWS = MT * 16;
 static_assert(OWN * CHUNKS % THREADS == 0 && TL * CHUNKS % THREADS == 0, "all threads load as much");
 static_assert(!KEYS_STAY || 2 * TL <= THREADS, "a thread loads one of a tile's LSE and delta");
@@ -82,7 +66,7 @@ DEVICE int exponent_of_ds(const Params &p, const Exponents &e, float largest_dou
 typedef Band<WARP_ROWS, TL> Sight;
 DEVICE Sight sight(const Params &p, int first, int shift, int passing, int zero) {
   const int left = window(p.window_left + zero), right = window(p.window_right + zero);
-  return {first, shift, passing, KEYS_STAY ? right : left, KEYS_STAY ? left : right};
+  return {first + zero, shift + zero, passing, KEYS_STAY ? right : left, KEYS_STAY ? left : right};
 }
 
 DEVICE float alibi_slope(const Params &p, int b, int head) { return global_load(p.alibi_slopes + b * p.slopes_batch + head); }
@@ -96,8 +80,8 @@ DEVICE float row_lse(const Params &p, const float *lse, int row, int offset, flo
   if (fabsf(x) == POS_INF) return POS_INF;
   return fmaf(ALIBI ? fmaf(-slope, (float)(row + offset), x) : x, LOG2E, SOFTCAP ? fmaf(p.softcap, -LOG2E, shift) : shift);
 }
-// delta in the units in which dS is packed.
-DEVICE float row_delta(const float *delta, int row, int exponent) { return times_power_of_two(global_load(delta + row), exponent); }
+// -delta in the units in which dS is packed.
+DEVICE float row_minus_delta(const float *delta, int row, int exponent) { return times_power_of_two(-global_load(delta + row), exponent); }
 
 // How scores of one head become probabilities.
 struct Scoring {
@@ -124,15 +108,16 @@ struct Scoring {
   }
 };
 
-// ---- c += a tile, along the passing rows. The addresses are product()'s, so that they are kept once: transposed, blocks and steps change places.
-DEVICE void accumulate(Gradient &c, const Packed &a, u32 tile_at) {
+// ---- c += a tile, along the passing rows. On Turing the addresses are product()'s, so that they are kept once: transposed, blocks and steps
+// change places. m16n8k16 wants its two steps in neighbouring registers, which a different order of addresses gives for nothing.
+template <int N> DEVICE void accumulate(Gradient &c, const u32 (*a)[MT][4], u32 tile_at, int first = 0) {
 #pragma unroll
-  for (int k = 0; k < NB / 2; k++)
+  for (int k = 0; k < N / 2; k++)
 #pragma unroll
     for (int n = 0; n < CHUNKS; n += 2) {
       u32 b[4];
-      ldmatrix_transposed(b, (tile_at ^ (n << 4)) + k * 16 * ROW_BYTES);
-      const u32 swapped[4] = {b[0], b[2], b[1], b[3]};
+      ldmatrix_transposed(b, (tile_at ^ (n << 4)) + (first + 2 * k) * 8 * ROW_BYTES);
+      const u32 swapped[4] = {b[0], b[MMA16 ? 1 : 2], b[MMA16 ? 2 : 1], b[3]};
       multiply<MT>(c[n], c[n + 1], a[k], swapped);
     }
 }
@@ -140,14 +125,19 @@ DEVICE void accumulate(Gradient &c, const Packed &a, u32 tile_at) {
 // ---- Line 11: P = exp(S - LSE) in S's place, what is hidden 0. Where softcap's slope 1 - tanh^2 comes in, it is a factor of P already;
 // a dropped probability is negative. `packed` gets the probabilities that out was made of, for dv.
 struct OwnRows {   // of queries; keys need nothing but their dropout words
-  float lse[MT][2], delta[MT][2];
+  float lse[MT][2], minus_delta[MT][2];
   u32 word[MT][2];
 };
+
+// Only MASKED serves a tile that hides something, and under ALiBi one with rows on both sides of an own position: elsewhere the distance is
+// a sum, of what the own row and the passing one have of it.
+constexpr bool DISTANCE_IS_SUM = ALIBI && !(TYPE == 2 && DROPOUT);   // there registers are short
 
 template <bool MASKED, bool KEEP>
 DEVICE void probabilities(Scores &S, Packed &packed, const Scoring &f, const Sight &band, const OwnRows &own, u32 rows_at, int tile, int limit, int g, int t) {
   int first[MT][2], last[MT][2];   // visible passing rows, from this lane's first one on
-  float ahead[MT][2];
+  float ahead[MT][2], along[MT][2];
+  const float per_row = band.is_behind(tile) ? f.slope : -f.slope;   // ALiBi's difference from one passing row to the next
 #pragma unroll
   for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -157,6 +147,7 @@ DEVICE void probabilities(Scores &S, Packed &packed, const Scoring &f, const Sig
       last[m][r] = band.passing - 1 - tile - 2 * t;
       if (LOCAL) last[m][r] = min(last[m][r], position + band.after);
       ahead[m][r] = (float)-position;
+      along[m][r] = per_row * ahead[m][r];
     }
 #pragma unroll
   for (int n = 0; n < NB; n++) {
@@ -172,7 +163,8 @@ DEVICE void probabilities(Scores &S, Packed &packed, const Scoring &f, const Sig
 #pragma unroll
         for (int r = 0; r < 2; r++) {
           float &s = S[n][m][2 * r + e];
-          const float minus_lse = KEYS_STAY ? -lse[e] : -own.lse[m][r];
+          float minus_lse = KEYS_STAY ? -lse[e] : -own.lse[m][r];
+          if (DISTANCE_IS_SUM && !MASKED) minus_lse += KEYS_STAY ? per_row * (n * 8 + e) : along[m][r];
 #if SOFTCAP
           const float below = half_below_one(s * f.doubled);
           s = fmaf(below, f.fall, minus_lse);
@@ -180,7 +172,8 @@ DEVICE void probabilities(Scores &S, Packed &packed, const Scoring &f, const Sig
           s = fmaf(s, f.unit, minus_lse);
 #endif
 #if ALIBI
-          s = fmaf(-f.slope, fabsf(ahead[m][r] + (float)(n * 8 + e)), s);
+          if (MASKED || !DISTANCE_IS_SUM) s = fmaf(-f.slope, fabsf(ahead[m][r] + (float)(n * 8 + e)), s);
+          else s = KEYS_STAY ? s + along[m][r] : fmaf(per_row, (float)(n * 8 + e), s);
 #endif
           s = exp2_approx(s);
           if (MASKED && (n * 8 + e > last[m][r] || (LOCAL && n * 8 + e < first[m][r]))) s = 0.f;
@@ -203,17 +196,33 @@ DEVICE void probabilities(Scores &S, Packed &packed, const Scoring &f, const Sig
   }
 }
 
-// ---- Line 13: dS = P (dP - delta), packed. A dropped probability has dP = 0.
-DEVICE void score_gradients(Packed &dS, const Scores &P, const Scores &dP, const OwnRows &own, u32 rows_at, float dropout_scale, const int (&exponent)[MT][2]) {
+// ---- Line 13: dS = P (dP - delta), packed. A dropped probability has dP = 0. Where nothing scales dP, it starts at -delta.
+constexpr bool FROM_DELTA = TYPE != 2 && !DROPOUT;
+// Blocks of 8 passing rows whose dP is in registers at once: all, where the own operand would be read again for each, or the scales of dP would.
+constexpr int AT_ONCE = REG_P && FROM_DELTA ? 2 : NB;
+
+DEVICE void start(float (*dP)[MT][4], const OwnRows &own, u32 rows_at) {
+#pragma unroll
+  for (int n = 0; n < AT_ONCE; n++) {
+    float minus_delta[2];
+    if (KEYS_STAY && FROM_DELTA) shared_load_floats(minus_delta, rows_at + TL * 4 + n * 32);
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) dP[n][m][e] = !FROM_DELTA ? 0.f : KEYS_STAY ? minus_delta[e & 1] : own.minus_delta[m][e >> 1];
+  }
+}
+
+DEVICE void score_gradients(u32 (*dS)[MT][4], const float (*P)[MT][4], const float (*dP)[MT][4], const OwnRows &own, u32 rows_at, float dropout_scale, const int (&exponent)[MT][2]) {
   float scale[MT][2];
 #pragma unroll
   for (int m = 0; m < MT; m++)
 #pragma unroll
     for (int r = 0; r < 2; r++) scale[m][r] = (TYPE == 2 ? power_of_two(exponent[m][r]) : 1.f) * (DROPOUT ? dropout_scale : 1.f);
 #pragma unroll
-  for (int n = 0; n < NB; n++) {
-    float delta[2];
-    if (KEYS_STAY) shared_load_floats(delta, rows_at + TL * 4 + n * 32);
+  for (int n = 0; n < AT_ONCE; n++) {
+    float minus_delta[2];
+    if (KEYS_STAY && !FROM_DELTA) shared_load_floats(minus_delta, rows_at + TL * 4 + n * 32);
 #pragma unroll
     for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -221,8 +230,8 @@ DEVICE void score_gradients(Packed &dS, const Scores &P, const Scores &dP, const
         float x[2];
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-          const float probability = P[n][m][2 * r + e], d = KEYS_STAY ? delta[e] : own.delta[m][r];
-          x[e] = probability * (DROPOUT && !(probability >= 0.f) ? d : fmaf(dP[n][m][2 * r + e], scale[m][r], -d));
+          const float probability = P[n][m][2 * r + e], d = dP[n][m][2 * r + e], minus = KEYS_STAY ? minus_delta[e] : own.minus_delta[m][r];
+          x[e] = probability * (FROM_DELTA ? d : DROPOUT && !(probability >= 0.f) ? -minus : fmaf(d, scale[m][r], minus));
         }
         dS[n / 2][m][n % 2 * 2 + r] = pack(x[0], x[1]);
       }
@@ -231,18 +240,55 @@ DEVICE void score_gradients(Packed &dS, const Scores &P, const Scores &dP, const
 
 // ---- A block at work
 
+// What a block owns. Computed again after the loop (`index` is blockIdx.x, which the compiler cannot see through): no registers keep it meanwhile.
+struct Owned {
+  int part, tile, head, b, first, rows, left;   // head: of keys, if these stay; the tile's first row, and how many there are in all and from there on
+  Sequence seq;
+  DEVICE Owned(const Params &p, int index) {
+    const Turn turn(index, p.tiles);
+    const int slab = turn.slab / PARTS, heads = KEYS_STAY ? p.nheads_k : p.nheads;
+    part = turn.slab % PARTS, head = slab % heads, b = slab / heads;
+    tile = KEYS_STAY ? turn.tile : p.tiles - 1 - turn.tile;   // a causal problem's first keys are seen by most rows, its last rows see most keys
+    first = tile * OWN;
+    if (b == p.batch) return;
+    seq = find_sequence(p, b);
+    rows = KEYS_STAY ? seq.seqlen_k : seq.seqlen_q;
+    left = rows - first;
+  }
+  DEVICE int head_k(const Params &p) const { return KEYS_STAY ? head : head / p.group; }
+  DEVICE int first_head(const Params &p) const { return KEYS_STAY ? head * p.group : head; }   // of queries
+  // Where the own rows of a tensor begin.
+  template <typename T> DEVICE T *of(T *x, const Strides &s) const {
+    return x + b * s.batch + (i64)((KEYS_STAY ? seq.first_k : seq.first_q) + first) * s.row + (i64)head * s.head;
+  }
+  // Where LSE and delta of the sequence begin.
+  DEVICE i64 row_values(const Params &p) const { return b * p.lse_batch + first_head(p) * p.lse_head + seq.first_q; }
+};
+
 // What passes by: tiles [first, end) of a sequence's rows, for each of `heads` heads.
 struct Passing {
-  const u16 *s, *p;      // the operands of S and of dP: the sequence's first row, the first head
-  i64 row_values;        // where their LSE and delta begin, if queries pass
-  int rows;              // how many there are
+  const u16 *s, *p;   // the operands of S and of dP: the sequence's first row, the first head
+  i64 row_values;     // where LSE and delta of the first head begin
+  int rows, shift;    // how many pass; own row i stands at passing row i + shift
   int first, end, heads;
+  DEVICE Passing(const Params &params, const Owned &own) : heads(KEYS_STAY ? params.group : 1) {
+    const Strides &s_s = KEYS_STAY ? params.q_s : params.k_s, &p_s = KEYS_STAY ? params.dout_s : params.v_s;
+    const int row = KEYS_STAY ? own.seq.first_q : own.seq.first_k, head = KEYS_STAY ? own.first_head(params) : own.head_k(params);
+    s = (KEYS_STAY ? params.q : params.k) + own.b * s_s.batch + (i64)row * s_s.row + (i64)head * s_s.head;
+    p = (KEYS_STAY ? params.dout : params.v) + own.b * p_s.batch + (i64)row * p_s.row + (i64)head * p_s.head;
+    row_values = own.row_values(params);
+    rows = KEYS_STAY ? own.seq.seqlen_q : own.seq.seqlen_k;
+    shift = rows - own.rows;
+    const Sight band = sight(params, own.first, shift, rows, 0);
+    const Range seen = visible_keys(own.first, min(own.first + OWN, own.rows), shift, rows, band.before, band.after);
+    first = seen.first / TL;
+    end = (seen.end + TL - 1) / TL;
+  }
 };
 
 struct Block {
   u32 own_s[REG_S ? CHUNKS / 2 : 1][MT][4], own_p[REG_P ? CHUNKS / 2 : 1][MT][4];
   OwnRows own;
-  int own_first, shift;     // as in Sight, but of the block
   Scoring scoring;
   float s_scale, p_scale;   // of what passes
   int ds_exponent[MT][2];   // of each own row: the same for keys
@@ -258,29 +304,14 @@ struct Block {
     p_scale = power_of_two(KEYS_STAY ? e.dout : e.v);
   }
 
-  // Where a lane's ldmatrix rows of an A operand lie: the warp's rows 0-7, 8-15, then the next chunk.
-  static DEVICE u32 own_at(int thread) { return swizzle((thread >> 5) * WARP_ROWS + (thread & 15), thread >> 4 & 1); }
-  // The same of a B operand: rows 0-7, the next chunk, then rows 8-15.
-  static DEVICE u32 passing_at(int thread) { return swizzle((thread & 7) + (thread >> 4 & 1) * 8, thread >> 3 & 1); }
+  static DEVICE u32 own_at(int thread) { return a_operand_at(thread) + (thread >> 5) * WARP_ROWS * ROW_BYTES; }
 
   // Own rows to their place.
   template <bool REG, int N>
   DEVICE void load_own(u32 (&operand)[N][MT][4], u32 place, const u16 *rows, int row_stride, int left, int head_dim, int exponent) {
-    const Move move(threadIdx.x);
     const u32 tile = shared + (REG ? TILES : place);
-#pragma unroll
-    for (int i = 0; i < OWN * CHUNKS / THREADS; i++) {
-      const int row = move.row + i * Move::STEP, channels = head_dim - move.chunk * 8;
-      const uint4 x = load_chunk_if(row < left, rows + (i64)row * row_stride + move.chunk * 8, channels);
-      shared_store(tile + move.offset(i), convert(x, power_of_two(exponent)));
-    }
-    __syncthreads();
-    if (!REG) return;
-#pragma unroll
-    for (int k = 0; k < N; k++)
-#pragma unroll
-      for (int m = 0; m < MT; m++) ldmatrix(operand[k][m], (tile + own_at(threadIdx.x) + m * 16 * ROW_BYTES) ^ (k << 5));
-    __syncthreads();
+    load_rows<THREADS, OWN>(tile, rows, row_stride, left, head_dim, power_of_two(exponent));
+    if (REG) keep_rows(operand, tile + own_at(threadIdx.x));
   }
 
   // One tile of one head on its way to shared memory.
@@ -294,12 +325,13 @@ struct Block {
     const bool is_lse = thread < TL;
     if (!KEYS_STAY || thread >= 2 * TL || row >= passing.rows) return is_lse ? POS_INF : 0.f;
     const i64 at = passing.row_values + head * p.lse_head;
-    return is_lse ? row_lse(p, p.lse + at, row, -shift, slope) : row_delta(p.delta + at, row, delta_exponent);
+    return is_lse ? row_lse(p, p.lse + at, row, -passing.shift, slope) : row_minus_delta(p.delta + at, row, delta_exponent);
   }
 
   // Lines 6 to 15: the inner loop. grad_s += dS S's passing operand, grad_p += P dP's passing operand; each where wanted.
   template <bool GRAD_S, bool GRAD_P>
-  DEVICE void walk(const Params &p, const Passing &passing, int b, int head, Gradient &grad_s, Gradient &grad_p) {
+  DEVICE void walk(const Params &p, const Owned &owned, const Passing &passing, Gradient &grad_s, Gradient &grad_p) {
+    const int b = owned.b, head = owned.first_head(p);
     const Strides &s_strides = KEYS_STAY ? p.q_s : p.k_s, &p_strides = KEYS_STAY ? p.dout_s : p.v_s;
     const int steps = max(passing.end - passing.first, 0) * passing.heads;
     TileTransfer transfer;
@@ -316,18 +348,23 @@ struct Block {
       // A 0 that the compiler cannot see through: so it keeps nothing that follows from the thread's number over the loop.
       const int zero = step & p.zero, thread = threadIdx.x + zero, g = thread >> 2 & 7, t = thread & 3;
       const int buffer = step & 1, first = tile * TL;
-      const u32 s_at = shared + TILES + buffer * TILE_BYTES + passing_at(thread), p_at = shared + TILE_P + passing_at(thread);
+      const u32 s_at = shared + TILES + buffer * TILE_BYTES + b_operand_at(thread), p_at = shared + TILE_P + b_operand_at(thread);
+      const u32 turned = MMA16 ? a_operand_at(thread) - b_operand_at(thread) : 0;   // to where accumulate() reads
       const u32 rows_at = shared + ROW_VALUES + buffer * TL * 8 + t * 8;
-      const Sight band = sight(p, own_first + (thread >> 5) * WARP_ROWS, shift, passing.rows, zero);
+      const Sight band = sight(p, owned.first + (thread >> 5) * WARP_ROWS, passing.shift, passing.rows, zero);
       // Without a mask always true: the compiler then keeps the operands of one half of this loop out of the other, where registers are short.
       const bool active = LOCAL ? band.sees_some(first) : KEYS_STAY || D > 128 ? zero == 0 : true, last = step + 1 == steps;
       load(p, transfer, passing.p, p_strides, passing, tile, this_head, p.head_dim_v, thread, shared + TILE_P);
-      Scores S, dP;
-      Packed P, dS;
+      Scores S;
+      Packed P;
+      float dP[AT_ONCE][MT][4];
+      u32 dS[AT_ONCE / 2][MT][4];
       scoring.set_head(p, b, head + this_head);
       if (active) {
-        product<REG_S>(S, own_s, shared + own_at(thread), s_at);
-        if (band.sees_all(first)) probabilities<false, GRAD_P>(S, P, scoring, band, own, rows_at, first, p.dropout_limit, g, t);
+        set_zero(S);
+        product<REG_S, NB>(S, own_s, shared + own_at(thread), s_at);
+        if (band.sees_all(first) && (!DISTANCE_IS_SUM || band.is_behind(first) || band.is_ahead(first)))
+          probabilities<false, GRAD_P>(S, P, scoring, band, own, rows_at, first, p.dropout_limit, g, t);
         else probabilities<true, GRAD_P>(S, P, scoring, band, own, rows_at, first, p.dropout_limit, g, t);
       }
       transfer.store(shared + TILE_P, Move(thread), p_scale);
@@ -339,12 +376,15 @@ struct Block {
         row_value = load_row_value(p, passing, tile, this_head, position_slope(p, b, head + this_head), thread);
       }
       if (active) {
-        if (GRAD_P) accumulate(grad_p, P, p_at);
-        if (GRAD_S) {
-          product<REG_P>(dP, own_p, shared + OWN_P + own_at(thread), p_at);
-          score_gradients(dS, S, dP, own, rows_at, p.dropout_scale, ds_exponent);
-          accumulate(grad_s, dS, s_at);
-        }
+        if (GRAD_P) accumulate<NB>(grad_p, P, p_at + turned);
+        if (GRAD_S)
+#pragma unroll
+          for (int n = 0; n < NB; n += AT_ONCE) {
+            start(dP, own, rows_at + n * 32);
+            product<REG_P, AT_ONCE>(dP, own_p, shared + OWN_P + own_at(thread), p_at, n);
+            score_gradients(dS, S + n, dP, own, rows_at + n * 32, p.dropout_scale, ds_exponent);
+            accumulate<AT_ONCE>(grad_s, dS, s_at + turned, n);
+          }
       }
       if (!last) {
         transfer.store(shared + TILES + (buffer ^ 1) * TILE_BYTES, Move(thread), s_scale);
@@ -373,11 +413,24 @@ struct Block {
   }
 };
 
-// Rows [first, end) and [first_behind, end_behind) of one head get 0; the blocks of a head share them out.
-DEVICE void clear_rows(u16 *x, const Strides &s, int head, int head_dim, int first, int end, int first_behind, int end_behind, int tile, int tiles) {
-  const int before = end - first, rows = before + end_behind - first_behind;
-  for (int i = tile; i < rows; i += tiles) {
-    u16 *row = x + (i64)(i < before ? first + i : first_behind + i - before) * s.row + (i64)head * s.head;
+// Tokens outside of all sequences (b = batch), and this sequence's slots that hold no key, have no gradient: rows [first, end) and [behind, last)
+// get 0. The blocks of a head share them out.
+DEVICE void clear_unused(const Params &p, u16 *x, const Strides &s, int head_dim, const Owned &own) {
+  const int b = own.b, *starts = KEYS_STAY ? p.cu_seqlens_k : p.cu_seqlens_q, total = KEYS_STAY ? p.total_k : p.total_q;
+  int first = 0, end = own.seq.first_k, behind = end + own.seq.seqlen_k, last = p.seqlen_k;
+  if (b == p.batch) {
+    end = clamp(global_load(starts), 0, total);
+    behind = clamp(global_load(starts + b), end, total);
+    last = total;
+  } else if (!KEYS_STAY) {
+    return;
+  } else if (starts) {
+    first = clamp(global_load(starts + b), 0, total);
+    last = clamp(global_load(starts + b + 1), first, total);
+  }
+  const int before = end - first, rows = before + last - behind;
+  for (int i = own.tile; i < rows; i += p.tiles) {
+    u16 *row = x + b * (starts ? 0 : s.batch) + (i64)(i < before ? first + i : behind + i - before) * s.row + (i64)own.head * s.head;
     for (int c = threadIdx.x; c < head_dim; c += THREADS) global_store2(row + c, 0);
   }
 }

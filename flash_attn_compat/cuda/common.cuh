@@ -83,6 +83,23 @@ template <int ROWS, int TILE> struct Band {
     if (tile + TILE > passing) return false;
     return !LOCAL || (tile + TILE - 1 <= first + shift + after && tile >= first + ROWS - 1 + shift - before);
   }
+  // All of a tile lies on one side of all own positions.
+  DEVICE bool is_behind(int tile) const { return tile + TILE - 1 <= first + shift; }
+  DEVICE bool is_ahead(int tile) const { return tile >= first + ROWS - 1 + shift; }
+};
+
+// Which tile of which slab (a head of a sequence) a block works on. Under a mask some tiles are longer than others: the longest start first,
+// those of several heads, so that the last ones to start are short. Of all heads at once, keys would push each other out of the L2 cache.
+constexpr int BLOCKS_TOGETHER = 256;
+struct Turn {
+  int tile, slab;   // tiles from the longest on
+  DEVICE Turn(int index, int tiles) : tile(index % tiles), slab(index / tiles) {
+    if (!LOCAL) return;
+    const int slabs = gridDim.x / tiles, together = clamp(BLOCKS_TOGETHER / tiles, 1, slabs), first = slab / together * together;
+    const int heads = min(together, slabs - first), within = index - first * tiles;
+    tile = within / heads;
+    slab = first + within % heads;
+  }
 };
 
 // A slot of a sequence's cache: contiguous, or through its pages.
@@ -212,6 +229,11 @@ DEVICE u32 swizzle(int row, int chunk) {
 
 constexpr int ROW_BYTES = D * 2, CHUNKS = D / 8;
 
+// Where a lane's ldmatrix rows lie in a tile. Of an A operand (and of a B operand that is read transposed): rows 0-7, 8-15, then the next chunk.
+// Of a B operand: rows 0-7, the next chunk, then rows 8-15.
+DEVICE u32 a_operand_at(int thread) { return swizzle(thread & 15, thread >> 4 & 1); }
+DEVICE u32 b_operand_at(int thread) { return swizzle((thread & 7) + (thread >> 4 & 1) * 8, thread >> 3 & 1); }
+
 // How a block's THREADS share a tile: each takes one chunk of every STEP-th row.
 template <int THREADS> struct Mover {
   static constexpr int STEP = THREADS / CHUNKS;
@@ -282,6 +304,27 @@ template <int THREADS, int N> struct Transfer {
   }
 };
 
+// A block's own ROWS rows, of which `left` are there, to a tile in shared memory.
+template <int THREADS, int ROWS> DEVICE void load_rows(u32 tile, const u16 *rows, int row_stride, int left, int head_dim, float scale) {
+  const Mover<THREADS> move(threadIdx.x);
+#pragma unroll
+  for (int i = 0; i < ROWS * CHUNKS / THREADS; i++) {
+    const int row = move.row + i * move.STEP;
+    const uint4 x = load_chunk_if(row < left, rows + (i64)row * row_stride + move.chunk * 8, head_dim - move.chunk * 8);
+    shared_store(tile + move.offset(i), convert(x, scale));
+  }
+  __syncthreads();
+}
+
+// A warp's own rows from there to registers: the tile is free again.
+template <int N, int M> DEVICE void keep_rows(u32 (&operand)[N][M][4], u32 own_at) {
+#pragma unroll
+  for (int k = 0; k < N; k++)
+#pragma unroll
+    for (int m = 0; m < M; m++) ldmatrix(operand[k][m], (own_at + m * 16 * ROW_BYTES) ^ (k << 5));
+  __syncthreads();
+}
+
 // Two steps of 8 along the inner dimension for two neighbouring 8-wide column blocks: b[0], b[1] are block 0's steps, b[2], b[3] block 1's.
 // a[m]: the 16 x 16 operand of row tile m (steps a0, a1 and a2, a3).
 template <int M> DEVICE void multiply(float (&c0)[M][4], float (&c1)[M][4], const u32 (&a)[M][4], const u32 (&b)[4]) {
@@ -310,9 +353,8 @@ template <int N, int M> DEVICE void set_zero(float (&c)[N][M][4]) {
       for (int e = 0; e < 4; e++) c[n][m][e] = 0.f;
 }
 
-// c = own rows times a tile's rows, both along the head dim; own operands lie in registers (REG) or in shared memory.
-template <bool REG, int N, int M> DEVICE void product(float (&c)[N][M][4], const u32 (*own)[M][4], u32 own_at, u32 tile_at) {
-  set_zero(c);
+// c += own rows times a tile's rows, both along the head dim; own operands lie in registers (REG) or in shared memory.
+template <bool REG, int N, int M> DEVICE void product(float (*c)[M][4], const u32 (*own)[M][4], u32 own_at, u32 tile_at, int first = 0) {
 #pragma unroll
   for (int k = 0; k < CHUNKS / 2; k++) {
     u32 a[M][4];
@@ -326,7 +368,7 @@ template <bool REG, int N, int M> DEVICE void product(float (&c)[N][M][4], const
 #pragma unroll
     for (int n = 0; n < N; n += 2) {
       u32 b[4];
-      ldmatrix(b, (tile_at ^ (k << 5)) + n * 8 * ROW_BYTES);
+      ldmatrix(b, (tile_at ^ (k << 5)) + (first + n) * 8 * ROW_BYTES);
       multiply<M>(c[n], c[n + 1], a, b);
     }
   }

@@ -29,71 +29,40 @@ DEVICE void largest_dout(float (&largest)[MT][2], const Block &block) {
   }
 }
 
-// A block's query rows. Computed again after the loop (`index` is blockIdx.x, which the compiler cannot see through): no registers keep it meanwhile.
-struct Queries {
-  int tile, head, b, first, left;
-  Sequence seq;
-  DEVICE Queries(const Params &p, int index) {
-    // The last tiles of a causal problem see most keys: they start first.
-    tile = LOCAL ? p.tiles - 1 - index % p.tiles : index % p.tiles;
-    head = index / p.tiles % p.nheads;
-    b = index / p.tiles / p.nheads;
-    first = tile * OWN;
-    if (b == p.batch) return;
-    seq = find_sequence(p, b);
-    left = seq.seqlen_q - first;
-  }
-  template <typename T> DEVICE T *rows(T *x, const Strides &s) const {
-    return x + b * s.batch + (i64)(seq.first_q + first) * s.row + (i64)head * s.head;
-  }
-};
-
 KERNEL(THREADS, MINB) dq(const Params p) {
   SHARED_MEMORY
-  const Queries queries(p, blockIdx.x);
-  const Sequence &seq = queries.seq;
-  const int b = queries.b, head = queries.head, head_k = head / p.group;
-  if (b == p.batch) {
-    const int end = clamp(global_load(p.cu_seqlens_q), 0, p.total_q), behind = clamp(global_load(p.cu_seqlens_q + b), end, p.total_q);
-    return clear_rows(p.dq, p.dq_s, head, p.head_dim, 0, end, behind, p.total_q, queries.tile, p.tiles);
-  }
-  if (queries.left <= 0) return;
+  const Owned queries(p, blockIdx.x);
+  clear_unused(p, p.dq, p.dq_s, p.head_dim, queries);
+  if (queries.b == p.batch || queries.left <= 0) return;
 
-  const Exponents e(p, b, head_k);
+  const Exponents e(p, queries.b, queries.head_k(p));
   Block block(p, SHARED_BASE, e);
-  const int offset = seq.seqlen_k - seq.seqlen_q;
-  block.own_first = queries.first, block.shift = offset;
-  const Sight band = sight(p, queries.first, offset, seq.seqlen_k, 0);
-  const Range keys = visible_keys(queries.first, min(queries.first + OWN, seq.seqlen_q), offset, band.passing, band.before, band.after);
-  const Passing passing = {
-      p.k + b * p.k_s.batch + (i64)seq.first_k * p.k_s.row + (i64)head_k * p.k_s.head,
-      p.v + b * p.v_s.batch + (i64)seq.first_k * p.v_s.row + (i64)head_k * p.v_s.head,
-      0, seq.seqlen_k, keys.first / TL, (keys.end + TL - 1) / TL, 1};
-
-  block.load_own<REG_S>(block.own_s, 0, queries.rows(p.q, p.q_s), p.q_s.row, queries.left, p.head_dim, e.q);
-  block.load_own<REG_P>(block.own_p, Block::OWN_P, queries.rows(p.dout, p.dout_s), p.dout_s.row, queries.left, p.head_dim_v, e.dout);
+  const Passing keys(p, queries);
+  block.load_own<REG_S>(block.own_s, 0, queries.of(p.q, p.q_s), p.q_s.row, queries.left, p.head_dim, e.q);
+  block.load_own<REG_P>(block.own_p, Block::OWN_P, queries.of(p.dout, p.dout_s), p.dout_s.row, queries.left, p.head_dim_v, e.dout);
   float largest[MT][2];
   if (TYPE == 2) largest_dout(largest, block);
-  const i64 row_values = b * p.lse_batch + head * p.lse_head + seq.first_q;
+  const i64 row_values = queries.row_values(p);
 #pragma unroll
   for (int m = 0; m < MT; m++)
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int row = queries.first + (threadIdx.x >> 5) * WARP_ROWS + m * 16 + ((threadIdx.x & 31) >> 2) + r * 8;
-      const bool there = row < seq.seqlen_q;
-      block.own.lse[m][r] = there ? row_lse(p, p.lse + row_values, row, offset, position_slope(p, b, head)) : POS_INF;
+      const bool there = row < queries.rows;
+      const float slope = position_slope(p, queries.b, queries.head);
+      block.own.lse[m][r] = there ? row_lse(p, p.lse + row_values, row, keys.shift, slope) : POS_INF;
       const int ds = exponent_of_ds(p, e, largest[m][r], there ? fabsf(global_load(p.delta + row_values + row)) : 0.f);
-      block.own.delta[m][r] = there ? row_delta(p.delta + row_values, row, e.v + e.dout + ds) : 0.f;
+      block.own.minus_delta[m][r] = there ? row_minus_delta(p.delta + row_values, row, e.v + e.dout + ds) : 0.f;
       block.ds_exponent[m][r] = ds;
 #if DROPOUT
-      block.own.word[m][r] = DropoutWords(p, b, head).row(row);
+      block.own.word[m][r] = DropoutWords(p, queries.b, queries.head).row(row);
 #endif
     }
 
   Gradient dq, unused;
   set_zero(dq);
-  block.walk<true, false>(p, passing, b, head, dq, unused);
-  const Queries again(p, blockIdx.x + p.zero);
-  const Exponents same(p, again.b, again.head / p.group);
-  block.write(dq, -(P_SHIFT + same.v + same.dout + same.k), p.softmax_scale, again.rows(p.dq, p.dq_s), p.dq_s.row, again.left, p.head_dim, true);
+  block.walk<true, false>(p, queries, keys, dq, unused);
+  const Owned again(p, blockIdx.x + p.zero);
+  const Exponents same(p, again.b, again.head_k(p));
+  block.write(dq, -(P_SHIFT + same.v + same.dout + same.k), p.softmax_scale, again.of(p.dq, p.dq_s), p.dq_s.row, again.left, p.head_dim, true);
 }

@@ -4,23 +4,9 @@
 // of K or V is multiplied, the next one is on its way from global memory; K and V have one tile of shared memory each, Q shares
 // theirs and lives in registers (QREG) or keeps its own. Scores and probabilities never leave the registers: the layout in which
 // mma returns S is the one in which it takes P.
+//
+// Macros: BN, NW, MT, QREG; MINB blocks a multiprocessor, which bounds the registers; D, TYPE, VEC, LOCAL, ALIBI, SOFTCAP, DROPOUT, PAGED.
 #include "common.cuh"
-
-#ifndef BN     // keys a tile
-#define BN 64
-#endif
-#ifndef NW     // warps
-#define NW 4
-#endif
-#ifndef MT     // row tiles of 16 a warp
-#define MT 1
-#endif
-#ifndef QREG   // Q in registers
-#define QREG 1
-#endif
-#ifndef MINB   // blocks a multiprocessor, which bounds the registers
-#define MINB 2
-#endif
 
 constexpr int THREADS = NW * 32, BM = NW * MT * 16, NB = BN / 8, WARP_ROWS = MT * 16;
 // Probabilities times 2^15 use fp16's range below 1 as well: with dropout the largest ones may be gone, and bf16 keeps the rest.
@@ -156,9 +142,9 @@ DEVICE void accumulate(float (&O)[CHUNKS][MT][4], const float (&P)[NB][MT][4], u
 KERNEL(THREADS, MINB) forward(const Params p) {
   SHARED_MEMORY
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;
-  const int head = blockIdx.x / p.tiles % p.nheads, b = blockIdx.x / p.tiles / p.nheads, head_k = head / p.group;
-  // The last tiles of a causal problem see most keys: they start first.
-  const int tile = LOCAL ? p.tiles - 1 - blockIdx.x % p.tiles : blockIdx.x % p.tiles;
+  // The last rows of a causal problem see most keys.
+  const Turn turn(blockIdx.x, p.tiles);
+  const int tile = p.tiles - 1 - turn.tile, head = turn.slab % p.nheads, b = turn.slab / p.nheads, head_k = head / p.group;
   if (b == p.batch) return clear_outside(p, head, tile, p.tiles);
   const Sequence seq = find_sequence(p, b);
   const int first_row = tile * BM;
@@ -189,34 +175,15 @@ KERNEL(THREADS, MINB) forward(const Params p) {
 #endif
 
   const u32 shared = SHARED_BASE, q_tile = shared, k_tile = QREG ? shared : shared + BM * ROW_BYTES, v_tile = k_tile + BN * ROW_BYTES;
-  // Where this lane's ldmatrix rows lie: A operands (rows 0-7, 8-15, then the next chunk), B operands of K, of V (transposed).
-  const int lane_row = lane & 7, second = (lane >> 3) & 1, third = lane >> 4;
-  const u32 q_at = q_tile + swizzle(warp * WARP_ROWS + lane_row + second * 8, third);
-  const u32 k_at = k_tile + swizzle(lane_row + third * 8, second);
-  const u32 v_at = v_tile + swizzle(lane_row + second * 8, third);
+  const u32 q_at = q_tile + a_operand_at(lane) + warp * WARP_ROWS * ROW_BYTES, k_at = k_tile + b_operand_at(lane), v_at = v_tile + a_operand_at(lane);
   const Move move(thread);
   KeyTransfer transfer;
 #define LOAD(base, strides, tile_number, dim, target) \
   transfer.load(p, base, strides, pages, seq.first_k + (tile_number) * BN, seq.seqlen_k - (tile_number) * BN, dim, move, target)
 
-#pragma unroll
-  for (int i = 0; i < BM * CHUNKS / THREADS; i++) {
-    const int row = move.row + i * Move::STEP, channels = p.head_dim - move.chunk * 8;
-    uint4 x = make_uint4(0, 0, 0, 0);
-    if (channels > 0 && first_row + row < seq.seqlen_q) x = load_chunk(q + (i64)row * p.q_s.row + move.chunk * 8, channels);
-    shared_store(q_tile + move.offset(i), convert(x, q_scale));
-  }
-#if QREG
-  u32 qf[CHUNKS / 2][MT][4];
-  __syncthreads();
-#pragma unroll
-  for (int k = 0; k < CHUNKS / 2; k++)
-#pragma unroll
-    for (int m = 0; m < MT; m++) ldmatrix(qf[k][m], (q_at + m * 16 * ROW_BYTES) ^ (k << 5));
-  __syncthreads();
-#else
-  const u32 (*qf)[MT][4] = nullptr;
-#endif
+  load_rows<THREADS, BM>(q_tile, q, p.q_s.row, seq.seqlen_q - first_row, p.head_dim, q_scale);
+  u32 qf[QREG ? CHUNKS / 2 : 1][MT][4];
+  if (QREG) keep_rows(qf, q_at);
   if (first_tile < last_tile) {
     LOAD(k, p.k_s, first_tile, p.head_dim, k_tile);
     transfer.store(k_tile, move, k_scale);
@@ -234,7 +201,10 @@ KERNEL(THREADS, MINB) forward(const Params p) {
     const bool active = !LOCAL || rows.sees_some(key);   // of this warp's rows
     LOAD(v, p.v_s, j, p.head_dim_v, v_tile);
     float S[NB][MT][4];
-    if (active) product<QREG>(S, qf, q_at, k_at);   // S = Q K^T
+    if (active) {   // S = Q K^T
+      set_zero(S);
+      product<QREG, NB>(S, qf, q_at, k_at);
+    }
     transfer.store(v_tile, move, v_scale);
     __syncthreads();
     if (j + 1 < last_tile) LOAD(k, p.k_s, j + 1, p.head_dim, k_tile);

@@ -105,8 +105,7 @@ def forward_tile(kind: Kind) -> Tile:
 def forward(kind: Kind) -> Variant:
     tile = forward_tile(kind)
     macros = kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED")
-    macros += [("BN", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB)]
-    macros += [] if tile.s else [("QREG", 0)]
+    macros += [("BN", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB), ("QREG", int(tile.s))]
     resident = max(tile.rows, 2 * tile.step) if tile.s else tile.rows + 2 * tile.step
     macros += kind.newer()
     return Variant("forward", "forward.cu", tuple(macros), tile.rows, tile.NW * 32, resident * kind.D * 2)
@@ -144,6 +143,8 @@ def delta(kind: Kind) -> Variant:
 def dkdv_tile(kind: Kind) -> Tile:
     """As forward_tile."""
     newer = kind.number >= 80
+    if kind.D == 64 and newer:
+        return Tile(32, 4, 2, 2, s=False, p=False, copies=True)
     if kind.D <= 64:
         return Tile(64, 4, 1, 2, copies=newer)
     if kind.D == 128:
@@ -156,7 +157,7 @@ def dq_tile(kind: Kind) -> Tile:
     if kind.D == 32:
         return Tile(32, 4, 2, 2)
     if kind.D == 64:
-        return Tile(64, 4, 2, 1, copies=True) if newer else Tile(32, 4, 2, 2, p=False)
+        return Tile(64, 4, 2, 1, s=kind.local, p=kind.local, copies=True) if newer else Tile(32, 4, 2, 2, p=False)
     if kind.D == 128:
         return Tile(64, 4, 1, 1, copies=True) if newer else Tile(32, 4, 1, 2)
     return Tile(16, 4, 1, 1, s=not newer, p=False)
