@@ -63,6 +63,9 @@ TRAINING = {
     "both windows": replace(DENSE, window=(20, 3), seqlens_q=(140,), seqlens_k=(131,)),
     "right window": replace(DENSE, window=(-1, 30)),
     "ALiBi": replace(DENSE, alibi="h", causal=True),
+    "ALiBi on both sides, far from the diagonal": replace(DENSE, alibi="h", seqlens_q=(150,), seqlens_k=(200,)),
+    "ALiBi in a wide window": replace(DENSE, alibi="h", window=(130, 80), seqlens_q=(200,), seqlens_k=(200,)),
+    "causal ALiBi, far from the diagonal": replace(DENSE, alibi="h", causal=True, seqlens_q=(150,), seqlens_k=(200,)),
     "ALiBi by sequence": replace(DENSE, alibi="bh", causal=True, seqlens_q=(40,) * 2, seqlens_k=(70,) * 2),
     "softcap": replace(DENSE, softcap=1.5, magnitude=2.0),
     "dropout": replace(DENSE, dropout_p=0.3, window=(-1, 30)),
@@ -97,6 +100,7 @@ NEWER = {
     "plain": replace(DENSE, head_dim=128, causal=True, seqlens_q=(140,)),
     "bf16": replace(BF16, head_dim=64, causal=True, seqlens_q=(140,)),
     "bf16, all at once": replace(TOGETHER, head_dim=64, dtype="bfloat16"),
+    "ALiBi, softcap": replace(DENSE, head_dim=64, alibi="h", softcap=3.0, seqlens_q=(150,), seqlens_k=(200,)),
 }
 
 

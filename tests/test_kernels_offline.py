@@ -71,6 +71,15 @@ def test_a_kernel_fits_newer_gpus_by_every_compiler(major: str, number: int, com
     assert list(offline.complaints(NEWER[number], found, number)) == []
 
 
+def test_operands_of_m16n8k16_are_loaded_in_the_order_it_wants(compiler: Compiler) -> None:
+    """Its two steps lie in neighbouring registers: dkdv once moved each transposed operand there, a move a product."""
+    if offline.cuobjdump() is None:
+        pytest.skip("no cuobjdump here: it comes with the test extra on x86-64 Linux")
+    loop = offline.main_loop(offline.instructions(offline.compiled(compiler, NEWER[80], "sm_80").cubin))
+    moves = sum(count for name, count in loop.items() if name.startswith(("MOV", "IMAD.MOV")))
+    assert moves < sum(count for name, count in loop.items() if name.startswith("HMMA.16816")) // 2, loop
+
+
 @pytest.mark.parametrize("make", [variants.forward, variants.dkdv, variants.dq])
 def test_turings_code_asks_nothing_of_newer_gpus(make: object, compiler: Compiler) -> None:
     """No cp.async, no m16n8k16, no bf16 products: the PTX that a forced capability runs is a T4's."""
