@@ -25,7 +25,8 @@ TOOLS = ("memcheck", "racecheck", "initcheck")
 ENTRIES = "forward|decode|append|absmax|delta|dkdv|dq"
 FINDING = re.compile(rf"=========\s+(?:at|by|Error|Warning|Invalid|Uninitialized|Race).*\b(?:{ENTRIES})\b")
 
-
+# A shard that is still at work then is killed.
+LATE, GRACE = 1.3, 30.0
 STATES = ("default dtype torch.float64", "autocast torch.bfloat16", "cuda: another stream", "a second thread")
 
 
@@ -81,8 +82,13 @@ def run(tool: str | None, shard: int, shards: int, seconds: float) -> str:
         command = [*sanitizer, *(["--leak-check", "no"] if tool == "memcheck" else []), *command]
     if tool == "memcheck":
         variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
-    return done.stdout + done.stderr
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=variables)
+    try:
+        said, _ = process.communicate(timeout=None if seconds == float("inf") else LATE * seconds + GRACE)
+    except subprocess.TimeoutExpired as late:  # a check that does not end; what was found before it counts
+        process.kill()
+        said = (late.stdout or b"") + b"\nkilled: a check did not end\n"
+    return said.decode(errors="replace")
 
 
 def findings(text: str) -> list[str]:

@@ -85,6 +85,19 @@ def test_a_finding_in_a_kernel_of_ours_is_told_from_others() -> None:
     assert sanitize.findings(report) == ["=========     at dkdv+0x4f0"]
 
 
+def test_a_check_that_does_not_end_keeps_what_was_found_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text("#!/bin/sh\necho '=========     at dkdv+0x4f0'\nexec sleep 60\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(sanitize, "GRACE", 2.0)
+    start = time.monotonic()
+    assert len(sanitize.findings(sanitize.run("racecheck", 0, 1, 0.1))) == 1
+    assert time.monotonic() - start < 30
+
+
 def test_the_sanitizers_states_are_states() -> None:
     from tests.caller_state import states
 
