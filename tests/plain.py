@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 Parameters = dict[str, Tensor]
@@ -20,18 +21,37 @@ def attention(
     scale: float | None = None,
     window: tuple[int, int] = (-1, -1),
     slopes: Any = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    keep: Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """Softmax attention of (batch, seqlen, nheads, head_dim), bottom-right aligned; (-1, 0) is the causal window."""
     k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], dim=2) for t in (k, v))
     scores = torch.einsum("bthd,bshd->bhts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
     rows, columns = (torch.arange(length, device=q.device) for length in scores.shape[2:])
     ahead = columns - rows[:, None] - (len(columns) - len(rows))
     if slopes is not None:
         scores = scores - torch.as_tensor(slopes, dtype=q.dtype)[:, None, None] * ahead.abs()
     left, right = (side if side >= 0 else len(rows) + len(columns) for side in window)
     scores = scores.masked_fill((ahead > right) | (ahead < -left), -torch.inf)
-    shares = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(v.dtype)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:-1], 1).to(scores.dtype)), dim=-1)
+    shares = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))[..., : len(columns)].to(v.dtype)
+    if keep is not None:
+        shares = torch.where(keep, shares / (1 - dropout_p), 0.0)
     return torch.einsum("bhts,bshd->bthd", shares, v)
+
+
+def two_layers(activation: Callable[[Tensor], Tensor]) -> Callable[[Parameters, Tensor], Tensor]:
+    """Of an MLP's parameters, fc1 and fc2, and its input."""
+
+    def compute(p: Parameters, x: Tensor) -> Tensor:
+        hidden = activation(F.linear(x, p["fc1.weight"], p["fc1.bias"]))
+        return F.linear(hidden, p["fc2.weight"], p.get("fc2.bias"))
+
+    return compute
 
 
 def check_module(module: nn.Module, plain: Callable[..., Any], *inputs: Any) -> None:

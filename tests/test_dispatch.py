@@ -191,6 +191,8 @@ def test_explain_looks_through_a_module_at_its_first_attention_call() -> None:
             return flash_attn_func(flash_attn_func(q, k, v, softcap=2.0), k, v)
 
     assert explain(Block(), *qkv()).backend == "chunked"
+    with use_backend("reference"):
+        assert explain(Block(), *qkv()).backend == "reference"
 
 
 def test_explain_of_something_without_attention_is_a_value_error() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from flash_attn_compat.modules.mha import (
 from flash_attn_compat.modules.mlp import FusedMLP, GatedMlp, Mlp
 from flash_attn_compat.ops.fused_dense import FusedDense, fused_dense_func
 from flash_attn_compat.utils.generation import InferenceParams
-from tests.plain import Parameters, attention, check_module
+from tests.plain import attention, check_module, two_layers
 from tests.support import cumulative, randn
 
 B, S, H, HK, D = 2, 6, 4, 2, 16
@@ -245,13 +244,6 @@ def test_options_that_exclude_each_other_are_refused(options: dict[str, Any], gi
 
 
 # Feed-forward
-
-
-def two_layers(activation: Callable[[Tensor], Tensor]) -> Callable[[Parameters, Tensor], Tensor]:
-    def plain(p: Parameters, x: Tensor) -> Tensor:
-        return F.linear(activation(F.linear(x, p["fc1.weight"], p["fc1.bias"])), p["fc2.weight"], p["fc2.bias"])
-
-    return plain
 
 
 def test_mlp_defaults_and_residual() -> None:

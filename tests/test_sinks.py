@@ -10,7 +10,7 @@ from torch import Tensor
 
 import flash_attn_compat
 from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from tests.plain import check_function
+from tests.plain import attention, check_function
 from tests.support import cumulative, on_backend, on_general_backends, qkv, randn
 
 B, SQ, SK, H, HK, D = 2, 5, 9, 4, 2, 16
@@ -29,24 +29,10 @@ on_cases = pytest.mark.parametrize(
 
 
 def plain(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, causal: bool = False, window_size: Any = (-1, -1),
-    softcap: float = 0.0, softmax_scale: float | None = None, keep: Tensor | None = None, dropout_p: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """(batch, seqlen, heads, headdim) in, statistics in at least fp32."""
-    group = q.shape[2] // k.shape[2]
-    k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
-    scores = torch.einsum("bthd,bshd->bhts", q, k) * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
-    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-    place = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1] - torch.arange(k.shape[1])
-    hidden = torch.zeros_like(place, dtype=torch.bool)
-    hidden |= (place < 0) if causal else False
-    hidden |= (place > window_size[0]) if window_size[0] >= 0 else False
-    column = sinks[:, None, None].expand(*scores.shape[:-1], 1).to(scores.dtype)
-    wide = torch.cat((scores.masked_fill(hidden, -torch.inf), column), dim=-1)
-    shares = wide.to(torch.promote_types(wide.dtype, torch.float32)).softmax(-1)[..., :-1].to(v.dtype)
-    if keep is not None:
-        shares = torch.where(keep, shares / (1 - dropout_p), 0.0)
-    return torch.einsum("bhts,bshd->bthd", shares, v)
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, causal: bool = False, window_size: Any = (-1, -1), **more: Any
+) -> Tensor:
+    more["scale"] = more.pop("softmax_scale", None)
+    return attention(q, k, v, sinks=sinks, window=(window_size[0], 0 if causal else window_size[1]), **more)
 
 
 def inputs(dtype: torch.dtype, sq: int = SQ, sk: int = SK) -> tuple[Tensor, ...]:

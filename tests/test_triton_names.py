@@ -18,7 +18,7 @@ from flash_attn_compat.ops.triton.k_activations import (
 )
 from flash_attn_compat.ops.triton.linear import triton_dgrad_act, triton_linear_act
 from flash_attn_compat.ops.triton.mlp import FusedDenseSqreluDense
-from tests.plain import Parameters, assert_as_good_as_plain, check_module, pairwise
+from tests.plain import assert_as_good_as_plain, check_module, pairwise, two_layers
 from tests.support import randn
 
 PLAIN: dict[str, Any] = {
@@ -103,13 +103,9 @@ def test_the_linear_layers_stay_outside_of_autograd_and_refuse_what_does_not_fit
 
 @pytest.mark.parametrize(("checkpoint_lvl", "dtype"), list(zip((0, 1, 2), DTYPES)))
 def test_the_squared_relu_mlp_is_two_layers(checkpoint_lvl: int, dtype: torch.dtype) -> None:
-    def plain(p: Parameters, x: Tensor) -> Tensor:
-        hidden = F.relu(F.linear(x, p["fc1.weight"], p["fc1.bias"])).square()
-        return F.linear(hidden, p["fc2.weight"], p["fc2.bias"])
-
     torch.manual_seed(0)
     module = FusedDenseSqreluDense(8, 12, 5, checkpoint_lvl=checkpoint_lvl, dtype=dtype)
-    check_module(module, plain, randn(3, 8, dtype=dtype))
+    check_module(module, two_layers(PLAIN["squared_relu"]), randn(3, 8, dtype=dtype))
     assert FusedDenseSqreluDense(8).fc1.out_features == 32
     with pytest.raises(AssertionError, match="without bias"):
         FusedDenseSqreluDense(8, bias1=False)

@@ -76,8 +76,6 @@ MODELS: dict[str, Model] = {
         "Gemma2ForCausalLM",
         DECODER | {"sliding_window": 5, "attn_logit_softcapping": 5.0, "head_dim": 16, "query_pre_attn_scalar": 16},
     ),
-    "qwen3": Model("decoder", "Qwen3Config", "Qwen3ForCausalLM", DECODER | {"head_dim": 16}),
-    "phi3": Model("decoder", "Phi3Config", "Phi3ForCausalLM", DECODER),
     "bert": Model("encoder", "BertConfig", "BertForMaskedLM", ENCODER),
     "modernbert": Model(
         "encoder",

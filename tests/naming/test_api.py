@@ -144,39 +144,32 @@ def test_unknown_interfaces_and_changes_of_mind_are_refused(monkeypatch: pytest.
         patch()
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "from flash_attn.layers import rotary as m",
-        "import flash_attn.layers as l; m = l.rotary",
-        "import flash_attn.layers.rotary as m",
-        "from flash_attn.ops.triton import layer_norm as m",
-        "import flash_attn.ops as o; m = o.triton.layer_norm",
-        "import flash_attn; from flash_attn import bert_padding as m",
-        "import flash_attn.ops.triton.cross_entropy, flash_attn; m = flash_attn.ops.triton.cross_entropy",
-    ],
-)
+WAYS = [
+    "from flash_attn.layers import rotary as m",
+    "import flash_attn.layers as l; m = l.rotary",
+    "import flash_attn.layers.rotary as m",
+    "from flash_attn.ops.triton import layer_norm as m",
+    "import flash_attn.ops as o; m = o.triton.layer_norm",
+    "import flash_attn; from flash_attn import bert_padding as m",
+    "import flash_attn.ops.triton.cross_entropy, flash_attn; m = flash_attn.ops.triton.cross_entropy",
+]
+
+
+@pytest.mark.parametrize("statement", WAYS)
 def test_every_way_of_importing_finds_the_old_module_in_a_fresh_process(statement: str) -> None:
-    code = f"import flash_attn_compat as c; c.patch(api='2.6'); {statement}; print(m.__name__)"
-    answer = forked(code)
+    answer = forked(f"import flash_attn_compat as c; c.patch(api='2.6'); {statement}; print(m.__name__)")
     assert answer.stdout.startswith("flash_attn_compat.api_2_6."), answer.stderr
 
 
 @pytest.mark.usefixtures("old")
-def test_children_inherit_it() -> None:
+def test_children_inherit_it_and_no_operators_are_registered_as_2_6_had_none() -> None:
     answer = forked_child(
-        "import importlib.metadata as m, flash_attn, flash_attn.bert_padding as b, flash_attn_compat as c;"
-        "c.patch(); print(flash_attn.__version__, m.version('flash-attn'), b.__name__)"
-    )
-    assert answer.stdout.split() == ["2.6.3", "2.6.3", "flash_attn_compat.api_2_6.bert_padding"], answer.stderr
-
-
-def test_no_operators_are_registered_as_2_6_had_none() -> None:
-    code = (
-        "import torch, flash_attn_compat as c; c.patch(api='2.6'); import flash_attn;"
+        "import importlib.metadata as m, flash_attn, flash_attn.bert_padding as b, flash_attn_compat as c, torch;"
+        "c.patch(); print(flash_attn.__version__, m.version('flash-attn'), b.__name__);"
         "print(hasattr(torch.ops.flash_attn, '_flash_attn_forward'))"
     )
-    assert forked(code).stdout.strip() == "False"
+    expected = ["2.6.3", "2.6.3", "flash_attn_compat.api_2_6.bert_padding", "False"]
+    assert answer.stdout.split() == expected, answer.stderr
 
 
 def test_a_real_package_is_put_aside_for_it(tmp_path: Any) -> None:

@@ -23,6 +23,8 @@ CU_SEQLENS = cumulative(3, 4)
 
 @pytest.fixture
 def operators() -> Any:
+    assert ours._torch_custom_op_wrapper is torch.library.custom_op
+    assert ours._torch_register_fake_wrapper is torch.library.register_fake
     patch()
     import flash_attn  # noqa: F401
 
@@ -169,8 +171,3 @@ IN_A_PROCESS = {
 def test_registration(case: str) -> None:
     done = forked(textwrap.dedent(IN_A_PROCESS[case]))
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-def test_the_wrappers_flash_attn_registers_with_are_torchs() -> None:
-    assert ours._torch_custom_op_wrapper is torch.library.custom_op
-    assert ours._torch_register_fake_wrapper is torch.library.register_fake
