@@ -32,6 +32,8 @@ KERNEL(THREADS, 8) append(const Params p) {
     const u16 *source = p.q + b * p.q_s.batch + (i64)row * p.q_s.row + (i64)head * p.q_s.head;
     u16 *target = p.q_rotated + b * p.q_rotated_s.batch + (i64)row * p.q_rotated_s.row + (i64)head * p.q_rotated_s.head;
     const uint4 x = load_chunk(source + piece * 8, p.head_dim - piece * 8);
-    store_chunk(target + piece * 8, rotated(p, x, source, piece, query_position(p, b, row)), p.head_dim - piece * 8);
+    Rotation rotation;
+    rotation.load(p, source, piece, query_position(p, b, row));
+    store_chunk(target + piece * 8, rotation.of(p, x), p.head_dim - piece * 8);
   }
 }

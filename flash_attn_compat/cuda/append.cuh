@@ -25,40 +25,41 @@ DEVICE void numbers(const uint4 &x, int i, float &first, float &second) {
   first = bits_to_float((u16)pair), second = bits_to_float((u16)(pair >> 16));
 }
 
-// Piece x of a row that stands at `position`. rotary_dim is a multiple of 16, so that both numbers of a pair, or both halves' pieces, are
-// whole, and so are the tables' pieces. Positions past the tables are not rotated.
-DEVICE uint4 rotated(const Params &p, const uint4 &x, const u16 *row, int piece, int position) {
-  if (piece * 8 >= p.rotary_dim || position < 0 || position >= p.rotary_rows) return x;
-  const i64 at = (i64)position * p.rotary_row_stride;
-  const int half = p.rotary_dim / 16;   // in pieces
-  const bool is_second = !p.rotary_interleaved && piece >= half;
-  const int column = p.rotary_interleaved ? piece / 2 : is_second ? piece - half : piece;
-  const uint4 cos = load_chunk(p.rotary_cos + at + column * 8, 8), sin = load_chunk(p.rotary_sin + at + column * 8, 8);
-  float c[8], s[8], a[8], y[8];
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    numbers(cos, i, c[2 * i], c[2 * i + 1]), numbers(sin, i, s[2 * i], s[2 * i + 1]), numbers(x, i, a[2 * i], a[2 * i + 1]);
+// What a piece of a row needs to be rotated: loads of several pieces wait for one another only when they are used. rotary_dim is a
+// multiple of 16, so that both numbers of a pair, or both halves' pieces, are whole, and so are the tables' pieces.
+struct Rotation {
+  uint4 cos, sin, other;   // other: the piece of the other half
+  bool applies, is_second;
+  DEVICE void load(const Params &p, const u16 *row, int piece, int position) {   // positions past the tables are not rotated
+    const int half = p.rotary_dim / 16;   // in pieces
+    applies = piece * 8 < p.rotary_dim && position >= 0 && position < p.rotary_rows;
+    is_second = p.rotary_interleaved ? piece & 1 : piece >= half;
+    const int column = p.rotary_interleaved ? piece / 2 : is_second ? piece - half : piece;
+    const i64 at = (i64)position * p.rotary_row_stride + column * 8;
+    cos = load_chunk_if(applies, p.rotary_cos + at, 8), sin = load_chunk_if(applies, p.rotary_sin + at, 8);
+    other = load_chunk_if(applies && !p.rotary_interleaved, row + (is_second ? column : column + half) * 8, 8);
   }
-  if (p.rotary_interleaved) {
-    const bool upper = piece & 1;
+  DEVICE uint4 of(const Params &p, const uint4 &x) const {
+    float c[8], s[8], a[8], b[8], y[8];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const float cosine = upper ? c[4 + i] : c[i], sine = upper ? s[4 + i] : s[i];
-      y[2 * i] = a[2 * i] * cosine - a[2 * i + 1] * sine;
-      y[2 * i + 1] = a[2 * i] * sine + a[2 * i + 1] * cosine;
+      numbers(cos, i, c[2 * i], c[2 * i + 1]), numbers(sin, i, s[2 * i], s[2 * i + 1]);
+      numbers(x, i, a[2 * i], a[2 * i + 1]), numbers(other, i, b[2 * i], b[2 * i + 1]);
     }
-  } else {
-    const uint4 other = load_chunk(row + (is_second ? column : column + half) * 8, 8);
+    if (p.rotary_interleaved) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      float b[2];
-      numbers(other, i, b[0], b[1]);
+      for (int i = 0; i < 4; i++) {   // a piece of the tables is for two of the row
+        const float cosine = is_second ? c[4 + i] : c[i], sine = is_second ? s[4 + i] : s[i];
+        y[2 * i] = a[2 * i] * cosine - a[2 * i + 1] * sine;
+        y[2 * i + 1] = a[2 * i] * sine + a[2 * i + 1] * cosine;
+      }
+    } else {
 #pragma unroll
-      for (int e = 0; e < 2; e++) y[2 * i + e] = fmaf(a[2 * i + e], c[2 * i + e], b[e] * (is_second ? s[2 * i + e] : -s[2 * i + e]));
+      for (int i = 0; i < 8; i++) y[i] = fmaf(a[i], c[i], b[i] * (is_second ? s[i] : -s[i]));
     }
+    return applies ? make_uint4(pack_out(y[0], y[1]), pack_out(y[2], y[3]), pack_out(y[4], y[5]), pack_out(y[6], y[7])) : x;
   }
-  return make_uint4(pack_out(y[0], y[1]), pack_out(y[2], y[3]), pack_out(y[4], y[5]), pack_out(y[6], y[7]));
-}
+};
 
 // How many pieces a head's new key and value have together; the key's come first.
 DEVICE int new_pieces(const Params &p) { return (p.head_dim + 7) / 8 + (p.head_dim_v + 7) / 8; }
@@ -73,7 +74,9 @@ DEVICE void append_piece(const Params &p, int b, int row, int head, int piece) {
   const u16 *source = (is_k ? p.k_new : p.v_new) + b * new_s.batch + (i64)row * new_s.row + (i64)head * new_s.head;
   const int channels = (is_k ? p.head_dim : p.head_dim_v) - piece * 8;
   const uint4 x = load_chunk(source + piece * 8, channels);
-  store_chunk(target + (i64)head * cache_s.head + piece * 8, is_k ? rotated(p, x, source, piece, slot) : x, channels);
+  Rotation rotation;
+  rotation.load(p, source, piece, is_k ? slot : -1);
+  store_chunk(target + (i64)head * cache_s.head + piece * 8, rotation.of(p, x), channels);
 }
 
 // Where row `row` of Q stands when it is rotated.

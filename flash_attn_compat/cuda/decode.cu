@@ -9,7 +9,7 @@
 #include "decode.cuh"
 
 #ifndef MINB   // blocks a multiprocessor, which bounds the registers
-#define MINB 2
+#define MINB (D == 64 && !PAGED && VEC == 8 ? 4 : 2)
 #endif
 
 constexpr int KEYS = D == 256 ? 8 : 16, NB = KEYS / 8;   // keys a warp takes at once, blocks of 8 of them
@@ -237,10 +237,14 @@ DEVICE void load_rows(const Params &p, const Tile &tile, uint4 (&q)[2][PIECES], 
     const int query = tile.query(p, g + r * 8), head = tile.head(p, g + r * 8);
     const u16 *row = p.q + tile.sequence * p.q_s.batch + (i64)(tile.seq.first_q + query) * p.q_s.row + (i64)head * p.q_s.head + t * 8;
 #pragma unroll
-    for (int c = 0; c < PIECES; c++) {
-      q[r][c] = load_chunk_if(true, row + c * 32, p.head_dim - t * 8 - c * 32);
-      if (APPEND) q[r][c] = rotated(p, q[r][c], row - t * 8, c * 4 + t, query_position(p, tile.sequence, query));
-    }
+    for (int c = 0; c < PIECES; c++) q[r][c] = load_chunk_if(true, row + c * 32, p.head_dim - t * 8 - c * 32);
+#if APPEND
+    Rotation rotations[PIECES];
+#pragma unroll
+    for (int c = 0; c < PIECES; c++) rotations[c].load(p, row - t * 8, c * 4 + t, query_position(p, tile.sequence, query));
+#pragma unroll
+    for (int c = 0; c < PIECES; c++) q[r][c] = rotations[c].of(p, q[r][c]);
+#endif
     rows.scale[r] = p.softmax_scale;
 #if TYPE == 2
     int largest = finite_magnitude(q[r]);
