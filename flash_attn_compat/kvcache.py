@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flash_attn_compat import sinks
 from flash_attn_compat.engine import checks, signature
-from flash_attn_compat.engine.append import Append, Step
+from flash_attn_compat.engine.append import Append, Step, Unlike
 from flash_attn_compat.engine.build import Cache, Options, cache_call, in_cache, integer
 from flash_attn_compat.engine.call import AttentionCall, Result, Signature
 from flash_attn_compat.engine.layout import lse_dtype
@@ -132,21 +132,28 @@ class _Arguments(NamedTuple):
 
 
 def _attend(arguments: _Arguments, return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    key = _key(arguments, return_lse)
-    known = signature.known(key)
-    if known is not None:
+    described = _described(arguments, return_lse)
+    outline = None if described is None else signature.outline(*described)
+    known = signature.known(outline)
+    step = None if known is None else dispatch.kept_step(known.signature)
+    if step is not None:
         _check_capacity(arguments)
-        step = dispatch.kept_step(known.signature)
-        if step is not None:
+        try:
             result = _stepped(step, arguments)
             return result.out, result.softmax_lse
-        call, kept = _call_like(known, arguments), known.signature
-    else:
+        except Unlike:
+            pass  # the whole key tells them apart
+    key = None if described is None else signature.key(*described)
+    known = signature.known(key)
+    if known is None:
         _check(arguments)
         call = signature.remembered(key, _call(arguments, return_lse))
         kept = call.signature
+    else:
+        _check_capacity(arguments)
+        call, kept = _call_like(known, arguments), known.signature
     with torch.no_grad():
-        result = _serve(arguments, return_lse, call, kept)
+        result = _serve(arguments, return_lse, call, kept, outline)
     lse = result.softmax_lse
     return result.out, lse.contiguous() if return_lse and lse is not None else None
 
@@ -159,7 +166,13 @@ def _stepped(step: Step, arguments: _Arguments) -> Result:
     )  # fmt: skip
 
 
-def _serve(arguments: _Arguments, return_lse: bool, call: AttentionCall, kept: Signature | None) -> Result:
+def _serve(
+    arguments: _Arguments,
+    return_lse: bool,
+    call: AttentionCall,
+    kept: Signature | None,
+    outline: signature.Key | None,
+) -> Result:
     """kept: what there is of the call's signature"""
 
     def whole() -> AttentionCall:
@@ -168,23 +181,26 @@ def _serve(arguments: _Arguments, return_lse: bool, call: AttentionCall, kept: S
         return _call(arguments._replace(cache_seqlens=None), return_lse)
 
     new = _new_keys(arguments, call)
-    step = None if kept is None else dispatch.new_step(kept, call, whole, new)
-    return run_forward(call, new) if step is None else _stepped(step, arguments)
+    step = None if kept is None else dispatch.kept_step(kept) or dispatch.new_step(kept, call, whole, new)
+    if step is None or kept is None:
+        return run_forward(call, new)
+    signature.keep(outline, kept)
+    return _stepped(step, arguments)
 
 
-def _key(arguments: _Arguments, return_lse: bool) -> signature.Key | None:
-    """What the call's signature is found by, if it may have one; a number as length differs from step to step."""
+def _described(arguments: _Arguments, return_lse: bool) -> tuple[tuple[Any, ...], tuple[object, ...]] | None:
+    """The tensors and the values that a signature is found by; a number as length differs from step to step."""
     left, right = arguments.window_size_left, arguments.window_size_right
     if type(left) is not int or type(right) is not int:
         return None
-    lengths, side = arguments.cache_seqlens, None
+    q, k_cache, v_cache, k, v, cos, sin, lengths, batch_idx, leftpad, table, *values = arguments
+    side = None
     if isinstance(lengths, int):
-        side = _side_of_rows(arguments, lengths)
+        side, lengths = _side_of_rows(arguments, lengths), None
         if side is None:
             return None
-    tensors = *arguments[:7], None if side is not None else lengths, *arguments[8:11], arguments.alibi_slopes
-    values = (*arguments[11:17], arguments.num_splits, return_lse, side, "cache")
-    return signature.key(tensors, values)
+    tensors = q, k_cache, v_cache, k, v, cos, sin, lengths, batch_idx, leftpad, table, arguments.alibi_slopes
+    return tensors, (*values[:6], arguments.num_splits, return_lse, side, "cache")
 
 
 def _side_of_rows(arguments: _Arguments, length: int) -> int | None:

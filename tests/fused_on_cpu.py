@@ -178,8 +178,8 @@ class _Torch:
     def __init__(self, module: Any, empty: Any) -> None:
         self._module, self.empty = module, empty
 
-    def empty_like(self, tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
-        return self.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device, memory_format=memory_format)
+    def empty_like(self, tensor: Tensor) -> Tensor:
+        return self.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)

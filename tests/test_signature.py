@@ -88,6 +88,8 @@ OF_CACHE: list[Arguments] = [
     {"cache_seqlens": None, "k": None, "v": None, "rotary_cos": None, "rotary_sin": None},
     {"cache_seqlens": 6, "cache_leftpad": ints(1, 2)}, {"cache_seqlens": 7, "cache_leftpad": ints(1, 2)},
     {"block_table": ints(2, 0).unsqueeze(1)}, {"k": randn(2, 2, 1, 16).transpose(1, 2)},
+    {"q": randn(1 + 2 * 4 * 16)[1:].view(2, 1, 4, 16)}, {"k": randn(1 + 2 * 2 * 16)[1:].view(2, 1, 2, 16)},
+    {"rotary_cos": randn(1 + 20 * 8)[1:].view(20, 8)},
 ]  # fmt: skip
 OF_PRIVATE: list[Arguments] = [{"window_size_left": 2, "window_size_right": 1}, {"causal": True}, {"softcap": 3.0}]
 WRONG: dict[Callable[..., Any], list[Arguments]] = {
@@ -105,6 +107,9 @@ WRONG: dict[Callable[..., Any], list[Arguments]] = {
         {"cache_seqlens": ints(4, 20)}, {"cache_seqlens": ints(4, -1)}, {"cache_seqlens": 20}, {"cache_seqlens": 4.0},
         {"cache_seqlens": ints(4, 9).long()}, {"num_splits": 200}, {"rotary_sin": None}, {"v": None},
         {"k": randn(2, 1, 2, 8)}, {"rotary_cos": randn(19, 8), "rotary_sin": randn(19, 8)}, {"window_size": (1.0, 1)},
+        {"v_cache": cache()["v_cache"].bfloat16()}, {"rotary_sin": cache()["rotary_sin"].bfloat16()},
+        {"k": cache()["k"].double()}, {"cache_leftpad": ints(1, 3).long()},
+        {"v": torch.empty(2, 1, 2, 16, device="meta")},
     ],
 }  # fmt: skip
 BASES = {
@@ -156,7 +161,7 @@ def check_warm(run: Callable[[Arguments], list[Any]], base: Arguments, changes: 
         signature._known.clear()
         launcher.forget_plans()
         expected.append(run(call))
-    assert len(signature._known) <= 1
+    assert len(set(signature._known.values())) <= 1
     for index in (*range(len(calls)), *reversed(range(len(calls))), 0):
         assert same(run(calls[index]), expected[index]), calls[index]
     assert len(signature._known) > 1
@@ -169,7 +174,9 @@ def test_calls_that_differ_in_one_argument_get_answers_and_errors_of_their_own(f
 
 
 def of_half(name: str, value: object) -> object:
-    is_data = isinstance(value, Tensor) and value.is_floating_point() and name not in ("alibi_slopes", "softmax_scale")
+    is_data = (
+        isinstance(value, Tensor) and value.dtype == torch.float32 and name not in ("alibi_slopes", "softmax_scale")
+    )
     return strided(value, torch.float16) if is_data and isinstance(value, Tensor) else value
 
 
@@ -180,13 +187,16 @@ def test_launches_are_those_of_a_first_call(function: Callable[..., Any], monkey
     def launched(arguments: Arguments) -> list[Any]:
         before = len(launches.seen)
         with torch.no_grad(), use_backend("fused"):
-            function(**{name: of_half(name, value) for name, value in arguments.items()})
+            try:
+                function(**{name: of_half(name, value) for name, value in arguments.items()})
+            except Exception as error:  # noqa: BLE001  whatever a first call raises
+                return [type(error), str(error)]
         return [
             (launch.variant, launch.blocks, {n: x > 2**32 or x for n, x in launch.fields.items() if isinstance(x, int)})
             for launch in launches.seen[before:]
         ]
 
-    check_warm(launched, BASES[function](), CHANGES[function])
+    check_warm(launched, BASES[function](), CHANGES[function] + WRONG.get(function, []))
 
 
 @pytest.mark.parametrize("function", BASES)

@@ -35,8 +35,13 @@ class Append(NamedTuple):
     rows_have_own_position: bool
 
 
+class Unlike(RuntimeError):
+    """A tensor is not what a plan was made for."""
+
+
 # How a backend serves all calls over a cache that are alike (engine/signature.py), from flash_attn_with_kvcache's q to
-# cache_seqlens on, cache_leftpad, block_table or cache_batch_idx, and alibi_slopes.
+# cache_seqlens on, cache_leftpad, block_table or cache_batch_idx, and alibi_slopes. Raises Unlike, before anything is
+# written, where dtypes, devices or alignment are not those of the calls that it was made for.
 Step = Callable[..., Result]
 
 

@@ -44,6 +44,17 @@ def key(tensors: Sequence[Any], values: tuple[object, ...]) -> Key | None:
     return *alike, values, settings.fingerprint()
 
 
+def outline(tensors: Sequence[Any], values: tuple[object, ...]) -> Key | None:
+    """What of ``key`` is cheap to look at, for those who look at the rest themselves."""
+    if torch._C._are_functorch_transforms_active():
+        return None
+    try:
+        alike = [None if x is None else (type(x), x.shape, x.stride()) for x in tensors]
+        return *alike, tensors[0].dtype, tensors[0].device, values, settings.fingerprint()
+    except (AttributeError, RuntimeError):
+        return None
+
+
 def known(key: Key | None) -> AttentionCall | None:
     """A call that is alike, without tensors."""
     try:
@@ -57,10 +68,17 @@ def remembered(key: Key | None, call: AttentionCall) -> AttentionCall:
     """``call``, which passed its checks, with a signature if its arguments are plain ones."""
     if key is None or call.is_empty or not _is_plain(key):
         return call
+    signature = Signature(call.with_tensors())
+    keep(key, signature)
+    return AttentionCall._make((*call[:-1], signature))
+
+
+def keep(key: Key | None, signature: Signature) -> None:
+    """``signature``, which ``remembered`` made of such arguments, is known by ``key`` too."""
     if len(_known) >= _MOST:  # lengths may differ from step to step
         _known.clear()
-    signature = _known[key] = Signature(call.with_tensors())
-    return AttentionCall._make((*call[:-1], signature))
+    if key is not None:
+        _known[key] = signature
 
 
 def _is_plain(key: Key) -> bool:

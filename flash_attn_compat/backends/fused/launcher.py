@@ -21,7 +21,7 @@ from flash_attn_compat.backends.fused import loader, params, variants
 from flash_attn_compat.backends.fused.loader import Kernel, Target
 from flash_attn_compat.backends.fused.variants import Kind, Variant
 from flash_attn_compat.engine import dropout
-from flash_attn_compat.engine.append import Append
+from flash_attn_compat.engine.append import Append, Unlike
 from flash_attn_compat.engine.call import AttentionCall
 
 _LARGEST_INT = 2**31 - 1
@@ -77,7 +77,7 @@ def address(name: str, tensor: Tensor, dtype: torch.dtype, device: int, size: in
         and not tensor.is_neg()
     ):
         return tensor.data_ptr()
-    raise RuntimeError(
+    raise Unlike(
         f"{name} must be {dtype} on device {device} with {size} bytes in its storage from its first element on, not a "
         f"lazily negated view; got {tensor.dtype} on {tensor.device}, shape {tuple(tensor.shape)}, strides "
         f"{tensor.stride()}, storage of {tensor.untyped_storage().nbytes()} bytes, offset {tensor.storage_offset()}"

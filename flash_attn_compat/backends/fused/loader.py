@@ -134,8 +134,9 @@ class Driver:
     def launch(self, kernel: Kernel, blocks: int, device: int, arguments: ctypes.c_void_p) -> None:
         """Launch on PyTorch's current stream of ``device``, whichever device is current."""
         handle, threads, shared = kernel
-        stream = self._stream(device)
-        self._call(device, self._launch, handle, blocks, 1, 1, threads, 1, 1, shared, stream, arguments, None)
+        given = handle, blocks, 1, 1, threads, 1, 1, shared, self._stream(device), arguments, None
+        if device != torch._C._cuda_getDevice() or self._launch(*given):  # an error of another context: not launched
+            self._call(device, self._launch, *given)
 
     def clear(self, address: int, words: int, device: int) -> None:
         """Set ``words`` 32-bit words to 0 in the order of the current stream."""
