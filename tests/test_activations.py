@@ -1,8 +1,10 @@
-"""Activations and their hand-written gradients against PyTorch's."""
+"""Activations and their hand-written gradients against PyTorch's, and what stands under the names of Triton kernels."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +12,119 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn_compat.ops import activations as A
-from tests.plain import check_function
+from flash_attn_compat.ops.triton import k_activations
+from flash_attn_compat.ops.triton.k_activations import (
+    Activation,
+    get_triton_activation_bwd_kernel,
+    get_triton_activation_kernel,
+)
+from flash_attn_compat.ops.triton.linear import triton_dgrad_act, triton_linear_act
+from flash_attn_compat.ops.triton.mlp import FusedDenseSqreluDense
+from tests.plain import assert_as_good_as_plain, check_function, check_module, pairwise, two_layers
 from tests.support import randn
+
+PLAIN: dict[str, Any] = {
+    "id": lambda x: x,
+    "gelu": F.gelu,
+    "gelu_approx": lambda x: F.gelu(x, approximate="tanh"),
+    "squared_relu": lambda x: F.relu(x).square(),
+    "leaky_relu": lambda x: F.leaky_relu(x, 0.01),
+    "relu": F.relu,
+}
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def derivative(name: str, x: Tensor) -> Tensor:
+    leaf = x.clone().requires_grad_()
+    return torch.autograd.grad(PLAIN[name](leaf).sum(), leaf)[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", list(Activation))
+def test_activations_and_derivatives_are_pytorchs(activation: Activation, dtype: torch.dtype) -> None:
+    x = 3 * randn(200, dtype=dtype)
+    act, slope = get_triton_activation_kernel(activation), get_triton_activation_bwd_kernel(activation)
+    assert act is not None and slope is not None
+    plain = PLAIN[activation.value]
+    assert_as_good_as_plain(act(x), plain(x), plain(x.double()))
+    assert_as_good_as_plain(slope(x), derivative(activation.value, x), derivative(activation.value, x.double()))
+
+
+def test_gelu_keeps_its_tail() -> None:
+    """1 + erf cancels there."""
+    x = torch.tensor([-6.0, -9.0])
+    exact = torch.tensor([value * math.erfc(-value / 2**0.5) / 2 for value in x.tolist()], dtype=torch.float64)
+    torch.testing.assert_close(k_activations.gelu(x).double(), exact, rtol=1e-5, atol=0)
+
+
+def test_names_lead_to_functions_and_nothing_to_none() -> None:
+    assert get_triton_activation_kernel(None) is None and get_triton_activation_bwd_kernel(None) is None
+    assert get_triton_activation_kernel("gelu") is k_activations.gelu  # type: ignore[arg-type]
+    x = randn(50)
+    torch.testing.assert_close(k_activations.tanh(x), torch.tanh(x))
+    torch.testing.assert_close(k_activations.cosh(x), torch.cosh(x))
+    zero = torch.zeros(1)
+    assert k_activations.relu_grad(zero) == 1 and k_activations.leaky_relu_grad(zero) == 1
+
+
+@pytest.mark.parametrize(
+    ("activation", "bias", "dtype"), pairwise(("id", "gelu", "gelu_approx", "squared_relu"), (False, True), DTYPES)
+)
+def test_linear_with_an_activation_and_the_gradient_through_it(activation: str, bias: bool, dtype: torch.dtype) -> None:
+    x, weight, b = randn(2, 5, 8, dtype=dtype), randn(6, 8, seed=1, dtype=dtype), randn(6, dtype=dtype)
+    given = b if bias else None
+    wide = None if given is None else given.double()
+    plain, exact = (F.linear(t.to(d), weight.to(d), w) for t, d, w in ((x, dtype, given), (x, torch.float64, wide)))
+    out, act_input = triton_linear_act(x, weight, given, activation, save_act_input=True)
+    assert_as_good_as_plain(act_input, plain, exact)
+    assert_as_good_as_plain(out, PLAIN[activation](plain), PLAIN[activation](exact))
+    assert torch.equal(triton_linear_act(x, weight, given, activation), out)
+
+    grad = randn(2, 5, 6, seed=3, dtype=dtype)
+    hidden = 2 * randn(2, 5, 8, seed=4, dtype=dtype)
+    expected = [(grad.to(d) @ weight.to(d)) * derivative(activation, hidden.to(d)) for d in (dtype, torch.float64)]
+    assert_as_good_as_plain(triton_dgrad_act(grad, weight, activation, hidden), *expected)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x, w: triton_linear_act(x, w, activation="tanh"), "'tanh'"),
+        (lambda x, w: triton_linear_act(x.half(), w), "weight has dtype"),
+        (lambda x, w: triton_linear_act(x, w, randn(6).half()), "bias has dtype"),
+        (lambda x, w: triton_linear_act(x[:, :7], w), "expected 8 in the last axis"),
+        (lambda x, w: triton_dgrad_act(x[:, :6], w, "gelu"), "act_input is required"),
+    ],
+)
+def test_the_linear_layers_stay_outside_of_autograd_and_refuse_what_does_not_fit(call: Any, message: str) -> None:
+    x, weight = randn(2, 8).requires_grad_(), randn(6, 8).requires_grad_()
+    assert not triton_linear_act(x, weight).requires_grad  # type: ignore[union-attr]
+    with pytest.raises(AssertionError, match=message):
+        call(x, weight)
+
+
+@pytest.mark.parametrize(("checkpoint_lvl", "dtype"), list(zip((0, 1, 2), DTYPES)))
+def test_the_squared_relu_mlp_is_two_layers(checkpoint_lvl: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module = FusedDenseSqreluDense(8, 12, 5, checkpoint_lvl=checkpoint_lvl, dtype=dtype)
+    check_module(module, two_layers(PLAIN["squared_relu"]), randn(3, 8, dtype=dtype))
+    assert FusedDenseSqreluDense(8).fc1.out_features == 32
+    with pytest.raises(AssertionError, match="without bias"):
+        FusedDenseSqreluDense(8, bias1=False)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float16, torch.float32])
+def test_mixed_dtypes_follow_autocast_as_linear_layers_do(weight_dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module = FusedDenseSqreluDense(8, 12, 5, dtype=weight_dtype)
+    x = randn(3, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = module.fc2(F.relu(module.fc1(x)).square())
+        assert torch.equal(module(x), expected) and expected.dtype == torch.bfloat16
+
+
+# ---------------------------------------------------------------- ops.activations
+
 
 # name: (function, the same by torch, what it takes)
 FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]] = {

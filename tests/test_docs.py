@@ -82,6 +82,8 @@ def test_every_variable_that_is_named_is_read(page: Path) -> None:
 @pytest.mark.parametrize(("page", "words"), COMMANDS, ids=lambda value: "" if isinstance(value, list) else value)
 def test_every_command_exists(page: str, words: list[str]) -> None:
     program, *arguments = words
+    for argument in arguments:
+        assert not argument.startswith("tests/") or (ROOT / argument).exists(), argument
     if Path(program).name in ("python", "python3"):
         if arguments[:1] == ["-m"]:
             assert importlib.util.find_spec(arguments[1]) is not None or arguments[1] == "build"

@@ -1,8 +1,10 @@
-"""From kernel sources to something a GPU can run: for which architecture, kept under which name, said when it fails."""
+"""From kernel sources to something a GPU can run: for which architecture, kept under which name, given which struct."""
 
 from __future__ import annotations
 
 import ctypes
+import shutil
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -10,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flash_attn_compat.backends.fused import cache, loader, variants
+from flash_attn_compat.backends.fused import cache, loader, params, variants
 from flash_attn_compat.backends.fused.loader import Kernel, KernelError, Target
 from flash_attn_compat.backends.fused.variants import Kind, Variant
 
@@ -162,3 +164,38 @@ def test_a_source_that_does_not_compile_is_an_error_with_the_compilers_log(
     monkeypatch.setattr(loader, "included", lambda name: ("part.cuh",))
     with pytest.raises(KernelError, match=r"refuses broken.cu(.|\n)*undeclared_name"):
         nvrtc.compile("broken.cu", ("--gpu-architecture=compute_75",))
+
+
+# ---- the struct that kernels get
+
+
+def c_layout(folder: Path) -> dict[str, int]:
+    """Offsets of the struct's fields and its size, as a C++ compiler lays it out."""
+    lines = [f'  printf("{name} %zu\\n", offsetof(Params, {name}));' for name, _ in params.FIELDS]
+    program = "\n".join(
+        [
+            "#include <cstddef>",
+            "#include <cstdio>",
+            '#include "params.cuh"',
+            "int main() {",
+            *lines,
+            '  printf("size %zu\\n", sizeof(Params));',
+            "}",
+        ]
+    )
+    (folder / "layout.cpp").write_text(program)
+    binary = folder / "layout"
+    command = ["g++", "-std=c++17", "-w", f"-I{loader.SOURCES}", str(folder / "layout.cpp"), "-o", str(binary)]
+    subprocess.run(command, check=True)
+    printed = subprocess.run([str(binary)], check=True, capture_output=True, text=True).stdout
+    return {name: int(offset) for name, offset in (line.split() for line in printed.splitlines())}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to ask for the layout of the C struct")
+def test_python_and_c_agree_on_every_field(tmp_path: Path) -> None:
+    assert c_layout(tmp_path) == {**params.offsets(), "size": params.SIZE}
+
+
+def test_an_unknown_field_is_refused() -> None:
+    with pytest.raises(KeyError, match="seqlen_x"):
+        params.pack({"seqlen_x": 1})

@@ -1,4 +1,4 @@
-"""What flash-attn 2.8.3 answered on an H200, asked of every backend of a CPU and of the fused kernels' sources."""
+"""What flash-attn 2.8.3 answered on an H200, and random problems: each backend and the kernels, by the judge."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import pytest
 
 from flash_attn_compat.backends import BACKENDS
 from tests import fused_on_cpu
+from tests.fuzz import must_serve
 from verify.cases import Case
+from verify.drawing import random_problem
 from verify.examination import Examination
 from verify.implementations import Backend, NotSupported
 from verify.judge import Check, against_official
+from verify.problems import KINDS
 from verify.recorded import recorded_cases
 
 ON_CPU = [
@@ -46,3 +49,27 @@ def test_the_kernels_give_the_recorded_answer(case: Case, monkeypatch: pytest.Mo
 
 def test_the_backends_without_limits_are_among_those_tested() -> None:
     assert {"chunked", "reference"} <= set(ON_CPU)
+
+
+# ---------------------------------------------------------------- random problems, the same every time
+
+
+FIRST = 10_000  # numbers that test_judge.py and the fuzzer's first minutes do not see
+
+
+def _problems(kind: str) -> int:
+    return 40 if kind in ("dense", "varlen", "kvcache") else 24
+
+
+@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_backend_agrees_with_the_oracle(kind: str, part: int) -> None:
+    complaints = []
+    for number in range(FIRST + part, FIRST + _problems(kind), 2):
+        examination = Examination(problem := random_problem(number, (kind,)))
+        for backend in BACKENDS:
+            verdict = examination.judge(backend.name)
+            complaints += [f"{problem} on {backend.name}: {failure}" for failure in verdict.failures]
+            if verdict.refused and must_serve(problem, backend.name):
+                complaints.append(f"{problem}: {backend.name} refused: {verdict.refused}")
+    assert not complaints, "\n".join(complaints)
