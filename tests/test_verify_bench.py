@@ -15,7 +15,7 @@ from verify.bench_run import Plan, run
 from verify.cli import main
 from verify.contestants import RIVALS, Contestant, Prepared, Unavailable, ours, plain
 from verify.spot_check import Piece, check, pieces, truths
-from verify.timing import Allocations, Failed, Job, allocations, geometric_mean, time_together
+from verify.timing import Allocations, Failed, Job, allocations, time_together
 from verify.workloads import DECODE, FULL, SMALL, Workload, shrunk, workload
 
 TINY = {one.name: shrunk(one, batch=32, seqlen=64, heads=8) for one in (*FULL, *DECODE)}
@@ -272,12 +272,6 @@ def test_dropout_is_checked_with_the_mask_that_was_drawn(wrong, quantity):
 
 
 # ---- arithmetic ------------------------------------------------------------------------------------------------------
-
-
-def test_geometric_mean_of_a_ratio_and_its_inverse_is_one():
-    assert geometric_mean([4.0, 0.25]) == pytest.approx(1.0)
-    assert geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
-    assert math.isnan(geometric_mean([]))
 
 
 def test_shrunk_workloads_keep_their_features():

@@ -47,7 +47,9 @@ def add_graphs(plan: Plan, rows: list[Row], step: Callable[[str], None] = lambda
 
 
 def replay_job(contestant: Contestant, workload: Workload, given: Call) -> Job | Failed:
-    """The call as a replay that is right on other inputs, too."""
+    """The call as a replay that is right on other inputs, too: other values, lengths and pages at the same addresses,
+    as in the next step of a generation. They stay.
+    """
     prepared = prepare(contestant, workload, given)
     if isinstance(prepared, str):
         return Failed(prepared)

@@ -177,13 +177,10 @@ def _cut(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> T
 
 
 def to_json(found: Located) -> dict[str, Any]:
-    """What is not in the tables, or only in words."""
+    """What the tables say in words."""
     return {
-        "kernels": [{"name": each.name, **each.check.to_json()} for each in found.candidates.values()],
-        "tolerance": found.tolerance,
         "first": None if found.first is None else {**asdict(found.first), "key_tile": found.key_tile},
         "growth": [{"keys": keys, "differs": differs} for keys, differs in found.growth],
-        "findings": found.findings,
     }
 
 

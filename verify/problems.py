@@ -99,7 +99,7 @@ class Problem:
         return self.backward and self.kind in WITH_GRADIENTS
 
     def build(self, device: torch.device | str = "cpu", drawn_there: bool = False) -> Call:
-        """The same tensors every time, whatever the device: they are drawn on the CPU, unless large ones cannot be."""
+        """The same tensors every time, whatever the device: drawn on the CPU; `drawn_there` if they are large."""
         call = _Builder(self, device if drawn_there else "cpu").call()
         if not drawn_there:
             return call if torch.device(device).type == "cpu" else call.to(device)

@@ -103,7 +103,7 @@ def report(runs: Mapping[str, Mapping[str, Report]]) -> Report:
     lines = [machine(environment), *([FORCED] if forced_capability(environment) else [])]
     lines += [line for one in judging for line in one.conclusion[:-1]] + [one.words for one in maps]
     wrong = [one.conclusion[-1] for one in judging if not one.ok]
-    lines.append("; ".join(wrong) or judging[0].conclusion[-1])
+    lines.append("; ".join(wrong or [one.conclusion[-1] for one in runs["compare"].values()]))
     tables = [table for one in judging for table in one.tables]
     tables += [replace(one.tables[-1], title=f"{one.words}. {one.tables[-1].title}") for one in maps]
     words = " ".join([ABOUT, *(one.words for one in judging)])
