@@ -130,7 +130,8 @@ def test_a_capture_is_seen_on_the_device_that_is_asked_about(
 
 
 @pytest.mark.gpu
-def test_lengths_that_would_be_read_during_a_capture_are_named() -> None:
+def test_lengths_that_would_be_read_during_a_capture_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # a real capture, which is asked about
     q, k, v = (torch.zeros(2, length, 1, 16, device="cuda") for length in (1, 8, 8))
     lengths = torch.tensor([3, 5], dtype=torch.int32, device="cuda")
     graph = torch.cuda.CUDAGraph()
