@@ -17,6 +17,7 @@ import flash_attn_compat
 from flash_attn_compat import settings
 from flash_attn_compat.backends.fused import launcher, loader, variants
 from flash_attn_compat.backends.fused.variants import Tile
+from flash_attn_compat.serving import dispatch
 
 KERNELS = ("forward", "decode", "dkdv", "dq")
 # head dim: batch, seqlen, query heads, key heads
@@ -182,11 +183,13 @@ def chosen_splits(count: int | None) -> Iterator[None]:
     if count is not None:
         variants.splits = lambda *shapes: count
     launcher.forget_plans()
+    dispatch.forget_decisions()  # with them go the steps
     try:
         yield
     finally:
         variants.splits = before
         launcher.forget_plans()
+        dispatch.forget_decisions()
 
 
 def main() -> None:

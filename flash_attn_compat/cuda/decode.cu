@@ -9,7 +9,7 @@
 #include "decode.cuh"
 
 #ifndef MINB   // blocks a multiprocessor, which bounds the registers
-#define MINB (D == 64 && !PAGED && VEC == 8 ? 4 : 2)
+#define MINB (D == 64 && VEC == 8 ? 4 : 2)
 #endif
 
 constexpr int KEYS = D == 256 ? 8 : 16, NB = KEYS / 8;   // keys a warp takes at once, blocks of 8 of them
@@ -20,8 +20,8 @@ DEVICE u32 word(const uint4 &x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i 
 
 // ---- Keys and values on their way to the tensor cores
 
-// Where the keys of one step lie. In pages every lane looks up one of them; where they are neighbours, all know where the others lie,
-// else the lanes that load a key are told by the one that looked it up.
+// Where the keys of one step lie. In pages every lane looks up one of them; where they are neighbours, the first one's row tells where
+// the others lie, else the lanes that load a key are told by the one that looked it up.
 struct Places {
 #if PAGED
   int page, within, first;   // page is as the table has it: nothing waits for it before it is needed
@@ -34,14 +34,18 @@ struct Places {
     neighbours = slot % KEYS == 0 && p.page_size % KEYS == 0 && slot + KEYS - 1 <= last_slot;
     first = within - lane;
   }
+  DEVICE const u16 *at(const Params &p, const u16 *base, const Strides &s, int page, int within) const {
+    return base + (i64)min((u32)page, (u32)(p.num_pages - 1)) * s.batch + (i64)within * s.row;
+  }
+  DEVICE const u16 *row_of_neighbours(const Params &p, const u16 *base, const Strides &s) const { return at(p, base, s, page, first); }
   DEVICE const u16 *row(const Params &p, const u16 *base, const Strides &s, int i) const {
-    int number = page, at = first + i;
-    if (!neighbours) number = __shfl_sync(ALL_LANES, page, i), at = __shfl_sync(ALL_LANES, within, i);
-    return base + (i64)min((u32)number, (u32)(p.num_pages - 1)) * s.batch + (i64)at * s.row;
+    return at(p, base, s, __shfl_sync(ALL_LANES, page, i), __shfl_sync(ALL_LANES, within, i));
   }
 #else
+  static constexpr bool neighbours = true;
   int first;
   DEVICE void find(const Params &p, const int *pages, int slot, int last_slot) { first = slot; }
+  DEVICE const u16 *row_of_neighbours(const Params &p, const u16 *base, const Strides &s) const { return row(p, base, s, 0); }
   DEVICE const u16 *row(const Params &p, const u16 *base, const Strides &s, int i) const { return base + (i64)(first + i) * s.row; }
 #endif
 };
@@ -52,9 +56,10 @@ struct KeyTile {
   uint4 x[NB][PIECES];
   template <bool WHOLE> DEVICE void load(const Params &p, const u16 *base, const Strides &s, const Places &places, int left, int head_dim) {
     const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+    const u16 *start = places.row_of_neighbours(p, base, s);
 #pragma unroll
     for (int n = 0; n < NB; n++) {
-      const u16 *row = places.row(p, base, s, n * 8 + g) + t * 8;
+      const u16 *row = (PAGED && WHOLE ? start + (i64)(n * 8 + g) * s.row : places.row(p, base, s, n * 8 + g)) + t * 8;
 #pragma unroll
       for (int c = 0; c < PIECES; c++) {
         const int channels = head_dim - t * 8 - c * 32;
@@ -69,11 +74,13 @@ struct ValueTile {
   uint4 x[NB][SLABS][2];
   template <bool WHOLE> DEVICE void load(const Params &p, const u16 *base, const Strides &s, const Places &places, int left, int head_dim) {
     const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+    const u16 *start = places.row_of_neighbours(p, base, s);
 #pragma unroll
     for (int n = 0; n < NB; n++)
 #pragma unroll
       for (int e = 0; e < 2; e++) {
-        const u16 *row = places.row(p, base, s, n * 8 + 2 * t + e) + g * 8;
+        const int i = n * 8 + 2 * t + e;
+        const u16 *row = (PAGED && WHOLE ? start + (i64)i * s.row : places.row(p, base, s, i)) + g * 8;
 #pragma unroll
         for (int h = 0; h < SLABS; h++) {
           const int channels = head_dim - g * 8 - h * 64;
@@ -85,7 +92,7 @@ struct ValueTile {
 
 // Of the keys, `left` are there; what is behind them reads as 0, so that nothing there can harm.
 template <class T> DEVICE void load(const Params &p, T &tile, const u16 *base, const Strides &s, const Places &places, int left, int head_dim) {
-  if (left >= KEYS && head_dim == D) tile.template load<true>(p, base, s, places, left, head_dim);
+  if (left >= KEYS && head_dim == D && places.neighbours) tile.template load<true>(p, base, s, places, left, head_dim);
   else tile.template load<false>(p, base, s, places, left, head_dim);
 }
 

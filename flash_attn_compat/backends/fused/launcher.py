@@ -387,7 +387,7 @@ def splits_of(call: AttentionCall, kind: Kind) -> Splits | None:
     if left is not None and right is not None:
         keys = min(keys, left + rows + right)
     width = variants.decode_width(kind)
-    each = variants.splits(total, keys, processors(call.q.get_device()), width, kind.paged)
+    each = variants.splits(total, keys, processors(call.q.get_device()), width)
     if total > _COUNTERS:  # more tiles than any GPU has room for at once
         each = 1
     part_ml = 4 * _COUNTERS + total * each * variants.DECODE_ROWS * width * 4

@@ -225,13 +225,13 @@ def takes_decode(seqlen_q: int, group: int, dropout: bool) -> bool:
     return not dropout and seqlen_q <= 16 and seqlen_q * group <= 64
 
 
-def splits(tiles: int, keys: int, processors: int, width: int, paged: bool = False) -> int:
+def splits(tiles: int, keys: int, processors: int, width: int) -> int:
     """Blocks for the keys of one tile of rows, as many as the GPU holds at once (benchmarks/kernel_tiles.py).
 
     tiles: of the whole call; keys: that a row can see, or the capacity; width: decode_width. The kernel uses fewer
     where a sequence turns out to be short.
     """
-    at_once = processors * ((3 if paged else 4) if width == 64 else 2)
+    at_once = processors * (4 if width == 64 else 2)
     return max(1, min(at_once // tiles, -(-keys // _DECODE_UNIT), _MOST_SPLITS))
 
 
