@@ -60,10 +60,10 @@ class Sdpa(BlockwiseBackend):
     def plans(self, layout: Layout) -> list[BlockPlan]:
         if not layout.call.q.is_cpu:
             return layout.plans
-        are_apart = [plan.padded and len(plan.sequences) <= _FEW for plan in layout.plans]
-        return [
-            one for plan, apart in zip(layout.plans, are_apart) for one in (layout.alone(plan) if apart else [plan])
-        ]
+        plans: list[BlockPlan] = []
+        for plan in layout.plans:
+            plans += layout.alone(plan) if plan.padded and len(plan.sequences) <= _FEW else [plan]
+        return plans
 
     def forward_block(
         self, call: AttentionCall, block: Block, rng_state: Tensor | None
@@ -298,13 +298,12 @@ def _gradients(
     q: Tensor, k: Tensor, v: Tensor, upstream: Upstream, causal: bool, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, ...]:
     dout, out, lse = upstream[:3]
-    if q.is_cpu and (_SHARES_KEY_HEADS or q.shape[1] == k.shape[1]):
-        found: tuple[Tensor, ...] = _BACKWARD(dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
-        return found
     if q.is_cpu:
-        repeated = _repeated(q, k, v)
-        dq, *shares = _BACKWARD(dout, q, *repeated, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
-        return dq, *(share.unflatten(1, (k.shape[1], -1)).sum(2) for share in shares)
+        keys, values = (k, v) if _SHARES_KEY_HEADS else _repeated(q, k, v)
+        dq, dk, dv = _BACKWARD(dout, q, keys, values, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
+        if keys is not k:
+            dk, dv = (share.unflatten(1, (k.shape[1], -1)).sum(2) for share in (dk, dv))
+        return dq, dk, dv
     q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
     with torch.enable_grad():
         return torch.autograd.grad(_public(q, k, v, causal, bias, scale), (q, k, v), dout)
