@@ -1,13 +1,11 @@
 """bert_padding: what is kept, what comes back, and where gradients go."""
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import einops
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_attn_compat import bert_padding
 from flash_attn_compat.bert_padding import (
@@ -107,31 +105,3 @@ def test_concatenated_sequences_are_split_by_their_lengths() -> None:
     assert x.grad is not None and x.grad[:, :, 0].sum(dim=1).tolist() == [5, 5, 6]
     with pytest.raises(ValueError, match="add up to 7"):
         unpad_input_for_concatenated_sequences(x[:1], torch.tensor([[4, 3, 0, 0, 0, 0]]))
-
-
-def test_without_gradients_nothing_is_told_to_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    for function in (IndexFirstAxis, IndexPutFirstAxis):
-        monkeypatch.setattr(function, "apply", lambda *arguments: pytest.fail("autograd was told"))
-    x = randn(3, 4, 5).requires_grad_()
-    with torch.no_grad():
-        packed, indices, *_ = unpad_input(x, MASK)
-        padded = pad_input(packed, indices, 3, 4)
-    assert torch.equal(padded, x * MASK[..., None])
-
-
-def test_padding_a_decode_step_is_the_zeros_and_one_copy_and_lengths_are_summed_once() -> None:
-    assert len(operators_of(pad_input, randn(3, 2, 5), torch.arange(3), 3, 1).keys() - {"aten.view.default"}) == 2
-    assert operators_of(unpad_input, randn(3, 4, 5), MASK)["aten.sum.dim_IntList"] == 1
-
-
-def operators_of(function: Callable[..., Any], *arguments: Any) -> Counter[str]:
-    found: Counter[str] = Counter()
-
-    class Counted(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            found[str(func)] += 1
-            return func(*args, **(kwargs or {}))
-
-    with Counted():
-        function(*arguments)
-    return found

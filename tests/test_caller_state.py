@@ -12,7 +12,7 @@ import torch
 from flash_attn_compat import settings
 from tests import caller_state, efficient_kernels, fused_on_cpu
 from tests.caller_calls import PROBLEMS, TABLE, Found, Prepared, Row
-from tests.caller_state import State, answer, examine, same, states
+from tests.caller_state import State, examine, same, states
 from tests.test_torch_flash import newest  # noqa: F401 - a fixture
 
 STATES = tuple(states())
@@ -111,8 +111,3 @@ def test_the_table_finds_a_planted_mistake(mistake: str) -> None:
         assert not examine(fp16, torch.device("cpu"), [_faulty("")])
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def test_a_row_served_by_nobody_is_told() -> None:
-    assert answer(_faulty(""), torch.device("cpu"))[0] is not None
-    assert "no row was served" in examine(STATES[0], torch.device("cpu"), [])

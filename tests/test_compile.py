@@ -242,7 +242,7 @@ def test_eager_calls_do_not_pass_through_custom_ops() -> None:
 @pytest.mark.parametrize(("option", "backward"), [("plain", False), ("dropout", True), ("heads_first", True)])
 def test_the_fake_kernels_know_shapes_dtypes_and_strides(option: str, backward: bool) -> None:
     kwargs = dict(dropout_p=0.3, return_attn_probs=True) if option == "dropout" else {}
-    inputs = qkv(sq=5, sk=9)
+    inputs = qkv(sq=5, sk=9, dtype=torch.float16 if option == "plain" else torch.float32)
     if option == "heads_first":
         inputs = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs)
     for op, args in _ops_called(inputs, kwargs, backward):

@@ -185,6 +185,8 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         layer_norm_fn(x, weight, None, residual=randn(2, D))
     with pytest.raises(AssertionError, match=r"weight has shape \(23,\)"):
         layer_norm_fn(x, weight[1:], None)
+    with pytest.raises(AssertionError, match=r"rowscale has shape \(2,\)"):
+        layer_norm_fn(x, weight, None, rowscale=torch.ones(2))
     with pytest.raises(AssertionError, match="rowscale is not supported with parallel LayerNorm"):
         layer_norm_fn(x, weight, None, x1=x, rowscale=torch.ones(3))
 
