@@ -111,8 +111,7 @@ struct Scoring {
 // ---- c += a tile, along the passing rows. On Turing the addresses are product()'s, so that they are kept once: transposed, blocks and steps
 // change places. m16n8k16 wants its two steps in neighbouring registers, which a different order of addresses gives for nothing.
 template <int N> DEVICE void accumulate(Gradient &c, const u32 (*a)[MT][4], u32 tile_at, int first = 0) {
-#pragma unroll
-  for (int k = 0; k < N / 2; k++)
+  UNROLLED(k, N / 2)
 #pragma unroll
     for (int n = 0; n < CHUNKS; n += 2) {
       u32 b[4];
@@ -138,10 +137,8 @@ DEVICE void probabilities(Scores &S, Packed &packed, const Scoring &f, const Sig
   int first[MT][2], last[MT][2];   // visible passing rows, from this lane's first one on
   float ahead[MT][2], along[MT][2];
   const float per_row = band.is_behind(tile) ? f.slope : -f.slope;   // ALiBi's difference from one passing row to the next
-#pragma unroll
-  for (int m = 0; m < MT; m++)
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
+  UNROLLED(m, MT)
+    UNROLLED(r, 2) {
       const int position = band.first + m * 16 + g + r * 8 + band.shift - tile - 2 * t;
       first[m][r] = LOCAL ? position - band.before : 0;
       last[m][r] = band.passing - 1 - tile - 2 * t;
@@ -149,19 +146,15 @@ DEVICE void probabilities(Scores &S, Packed &packed, const Scoring &f, const Sig
       ahead[m][r] = (float)-position;
       along[m][r] = per_row * ahead[m][r];
     }
-#pragma unroll
-  for (int n = 0; n < NB; n++) {
+  UNROLLED(n, NB) {
     float lse[2];
     if (KEYS_STAY) shared_load_floats(lse, rows_at + n * 32);
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
+    UNROLLED(e, 2) {
 #if DROPOUT
       const u32 word = mix((KEYS_STAY ? f.row_base : f.key_base) + tile + n * 8 + 2 * t + e);
 #endif
-#pragma unroll
-      for (int m = 0; m < MT; m++)
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
+      UNROLLED(m, MT)
+        UNROLLED(r, 2) {
           float &s = S[n][m][2 * r + e];
           float minus_lse = KEYS_STAY ? -lse[e] : -own.lse[m][r];
           if (DISTANCE_IS_SUM && !MASKED) minus_lse += KEYS_STAY ? per_row * (n * 8 + e) : along[m][r];
@@ -202,34 +195,25 @@ constexpr bool FROM_DELTA = TYPE != 2 && !DROPOUT;
 constexpr int AT_ONCE = REG_P && FROM_DELTA ? 2 : NB;
 
 DEVICE void start(float (*dP)[MT][4], const OwnRows &own, u32 rows_at) {
-#pragma unroll
-  for (int n = 0; n < AT_ONCE; n++) {
+  UNROLLED(n, AT_ONCE) {
     float minus_delta[2];
     if (KEYS_STAY && FROM_DELTA) shared_load_floats(minus_delta, rows_at + TL * 4 + n * 32);
-#pragma unroll
-    for (int m = 0; m < MT; m++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) dP[n][m][e] = !FROM_DELTA ? 0.f : KEYS_STAY ? minus_delta[e & 1] : own.minus_delta[m][e >> 1];
+    UNROLLED(m, MT)
+      UNROLLED(e, 4) dP[n][m][e] = !FROM_DELTA ? 0.f : KEYS_STAY ? minus_delta[e & 1] : own.minus_delta[m][e >> 1];
   }
 }
 
 DEVICE void score_gradients(u32 (*dS)[MT][4], const float (*P)[MT][4], const float (*dP)[MT][4], const OwnRows &own, u32 rows_at, float dropout_scale, const int (&exponent)[MT][2]) {
   float scale[MT][2];
-#pragma unroll
-  for (int m = 0; m < MT; m++)
-#pragma unroll
-    for (int r = 0; r < 2; r++) scale[m][r] = (TYPE == 2 ? power_of_two(exponent[m][r]) : 1.f) * (DROPOUT ? dropout_scale : 1.f);
-#pragma unroll
-  for (int n = 0; n < AT_ONCE; n++) {
+  UNROLLED(m, MT)
+    UNROLLED(r, 2) scale[m][r] = (TYPE == 2 ? power_of_two(exponent[m][r]) : 1.f) * (DROPOUT ? dropout_scale : 1.f);
+  UNROLLED(n, AT_ONCE) {
     float minus_delta[2];
     if (KEYS_STAY && !FROM_DELTA) shared_load_floats(minus_delta, rows_at + TL * 4 + n * 32);
-#pragma unroll
-    for (int m = 0; m < MT; m++)
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
+    UNROLLED(m, MT)
+      UNROLLED(r, 2) {
         float x[2];
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
+        UNROLLED(e, 2) {
           const float probability = P[n][m][2 * r + e], d = dP[n][m][2 * r + e], minus = KEYS_STAY ? minus_delta[e] : own.minus_delta[m][r];
           x[e] = probability * (FROM_DELTA ? d : DROPOUT && !(probability >= 0.f) ? -minus : fmaf(d, scale[m][r], minus));
         }
@@ -397,15 +381,11 @@ struct Block {
   // A gradient times `scale` and 2^exponent to its rows, through shared memory. In two steps, so that the exponent may be beyond a float's.
   DEVICE void write(Gradient &c, int exponent, float scale, u16 *out, int row_stride, int rows, int head_dim, bool of_dS) const {
     float factor[MT][2];
-#pragma unroll
-    for (int m = 0; m < MT; m++)
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
+    UNROLLED(m, MT)
+      UNROLLED(r, 2) {
         const int all = exponent - (of_dS ? ds_exponent[m][r] : 0), half = all / 2;
-#pragma unroll
-        for (int n = 0; n < CHUNKS; n++)
-#pragma unroll
-          for (int e = 0; e < 2; e++)
+        UNROLLED(n, CHUNKS)
+          UNROLLED(e, 2)
             if (TYPE == 2) c[n][m][2 * r + e] *= power_of_two(half);
         factor[m][r] = scale * power_of_two(all - half);
       }

@@ -196,8 +196,7 @@ DEVICE uint4 load_chunk(const u16 *p, int channels) {
   return global_load16(p);
 #else
   u32 x[8];
-#pragma unroll
-  for (int i = 0; i < 8; i++) x[i] = i < channels ? global_load2(p + i) : 0;
+  UNROLLED(i, 8) x[i] = i < channels ? global_load2(p + i) : 0;
   return make_uint4(x[0] | x[1] << 16, x[2] | x[3] << 16, x[4] | x[5] << 16, x[6] | x[7] << 16);
 #endif
 }
@@ -215,8 +214,7 @@ DEVICE void store_chunk(u16 *p, uint4 v, int channels) {
   global_store16(p, v);
 #else
   const u32 x[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-  for (int i = 0; i < 8; i++)
+  UNROLLED(i, 8)
     if (i < channels) global_store2(p + i, (u16)(x[i / 2] >> (i % 2 * 16)));
 #endif
 }
@@ -261,18 +259,15 @@ template <int THREADS, int N> struct Transfer {
     const u16 *row = base + (i64)(first_slot + m.row) * s.row + m.chunk * 8;
 #endif
 #if CPA
-#pragma unroll
-    for (int i = 0; i < N; i++) {
+    UNROLLED(i, N) {
       const bool there = i * M::STEP < valid;
       copy_async(tile + m.offset(i), there ? row + (i64)(i * M::STEP) * s.row : base, there);
     }
 #else
     if (valid > (N - 1) * M::STEP) {
-#pragma unroll
-      for (int i = 0; i < N; i++) x[i] = load_chunk(row + (i64)(i * M::STEP) * s.row, channels);
+      UNROLLED(i, N) x[i] = load_chunk(row + (i64)(i * M::STEP) * s.row, channels);
     } else {
-#pragma unroll
-      for (int i = 0; i < N; i++) {
+      UNROLLED(i, N) {
         x[i] = make_uint4(0, 0, 0, 0);
         if (i * M::STEP < valid) x[i] = load_chunk(row + (i64)(i * M::STEP) * s.row, channels);
       }
@@ -282,8 +277,7 @@ template <int THREADS, int N> struct Transfer {
 #if PAGED
   // The same where the tile lies in several pages: each row is looked up.
   DEVICE void load_apart(const Params &p, const u16 *base, const Strides &s, const int *pages, int first_slot, int channels, int valid, const M &m, u32 tile) {
-#pragma unroll
-    for (int i = 0; i < N; i++) {
+    UNROLLED(i, N) {
       const bool there = i * M::STEP < valid;
       const u16 *row = there ? key_row(p, base, s, pages, first_slot + m.row + i * M::STEP) + m.chunk * 8 : base;
 #if CPA
@@ -298,8 +292,7 @@ template <int THREADS, int N> struct Transfer {
 #if CPA
     copy_async_wait();
 #else
-#pragma unroll
-    for (int i = 0; i < N; i++) shared_store(tile + m.offset(i), convert(x[i], scale));
+    UNROLLED(i, N) shared_store(tile + m.offset(i), convert(x[i], scale));
 #endif
   }
 };
@@ -307,8 +300,7 @@ template <int THREADS, int N> struct Transfer {
 // A block's own ROWS rows, of which `left` are there, to a tile in shared memory.
 template <int THREADS, int ROWS> DEVICE void load_rows(u32 tile, const u16 *rows, int row_stride, int left, int head_dim, float scale) {
   const Mover<THREADS> move(threadIdx.x);
-#pragma unroll
-  for (int i = 0; i < ROWS * CHUNKS / THREADS; i++) {
+  UNROLLED(i, ROWS * CHUNKS / THREADS) {
     const int row = move.row + i * move.STEP;
     const uint4 x = load_chunk_if(row < left, rows + (i64)row * row_stride + move.chunk * 8, head_dim - move.chunk * 8);
     shared_store(tile + move.offset(i), convert(x, scale));
@@ -318,10 +310,8 @@ template <int THREADS, int ROWS> DEVICE void load_rows(u32 tile, const u16 *rows
 
 // A warp's own rows from there to registers: the tile is free again.
 template <int N, int M> DEVICE void keep_rows(u32 (&operand)[N][M][4], u32 own_at) {
-#pragma unroll
-  for (int k = 0; k < N; k++)
-#pragma unroll
-    for (int m = 0; m < M; m++) ldmatrix(operand[k][m], (own_at + m * 16 * ROW_BYTES) ^ (k << 5));
+  UNROLLED(k, N)
+    UNROLLED(m, M) ldmatrix(operand[k][m], (own_at + m * 16 * ROW_BYTES) ^ (k << 5));
   __syncthreads();
 }
 
@@ -329,40 +319,29 @@ template <int N, int M> DEVICE void keep_rows(u32 (&operand)[N][M][4], u32 own_a
 // a[m]: the 16 x 16 operand of row tile m (steps a0, a1 and a2, a3).
 template <int M> DEVICE void multiply(float (&c0)[M][4], float (&c1)[M][4], const u32 (&a)[M][4], const u32 (&b)[4]) {
 #if MMA16
-#pragma unroll
-  for (int m = 0; m < M; m++) mma_k16(c0[m], a[m][0], a[m][1], a[m][2], a[m][3], b[0], b[1]);
-#pragma unroll
-  for (int m = 0; m < M; m++) mma_k16(c1[m], a[m][0], a[m][1], a[m][2], a[m][3], b[2], b[3]);
+  UNROLLED(m, M) mma_k16(c0[m], a[m][0], a[m][1], a[m][2], a[m][3], b[0], b[1]);
+  UNROLLED(m, M) mma_k16(c1[m], a[m][0], a[m][1], a[m][2], a[m][3], b[2], b[3]);
 #else
-#pragma unroll
-  for (int step = 0; step < 2; step++) {
-#pragma unroll
-    for (int m = 0; m < M; m++) mma_k8(c0[m], a[m][2 * step], a[m][2 * step + 1], b[step]);
-#pragma unroll
-    for (int m = 0; m < M; m++) mma_k8(c1[m], a[m][2 * step], a[m][2 * step + 1], b[2 + step]);
+  UNROLLED(step, 2) {
+    UNROLLED(m, M) mma_k8(c0[m], a[m][2 * step], a[m][2 * step + 1], b[step]);
+    UNROLLED(m, M) mma_k8(c1[m], a[m][2 * step], a[m][2 * step + 1], b[2 + step]);
   }
 #endif
 }
 
 template <int N, int M> DEVICE void set_zero(float (&c)[N][M][4]) {
-#pragma unroll
-  for (int n = 0; n < N; n++)
-#pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) c[n][m][e] = 0.f;
+  UNROLLED(n, N)
+    UNROLLED(m, M)
+      UNROLLED(e, 4) c[n][m][e] = 0.f;
 }
 
 // c += own rows times a tile's rows, both along the head dim; own operands lie in registers (REG) or in shared memory.
 template <bool REG, int N, int M> DEVICE void product(float (*c)[M][4], const u32 (*own)[M][4], u32 own_at, u32 tile_at, int first = 0) {
-#pragma unroll
-  for (int k = 0; k < CHUNKS / 2; k++) {
+  UNROLLED(k, CHUNKS / 2) {
     u32 a[M][4];
-#pragma unroll
-    for (int m = 0; m < M; m++) {
+    UNROLLED(m, M) {
       if (!REG) ldmatrix(a[m], (own_at + m * 16 * ROW_BYTES) ^ (k << 5));
-#pragma unroll
-      for (int i = 0; i < 4; i++)
+      UNROLLED(i, 4)
         if (REG) a[m][i] = own[k][m][i];
     }
 #pragma unroll
@@ -378,17 +357,13 @@ template <bool REG, int N, int M> DEVICE void product(float (*c)[M][4], const u3
 template <int M>
 DEVICE void write_rows(float (&c)[CHUNKS][M][4], const float (&factor)[M][2], u32 tile, int first_row, u16 *out, int row_stride, int rows, int head_dim) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-#pragma unroll
-  for (int m = 0; m < M; m++)
-#pragma unroll
-    for (int r = 0; r < 2; r++)
-#pragma unroll
-      for (int n = 0; n < CHUNKS; n++)
+  UNROLLED(m, M)
+    UNROLLED(r, 2)
+      UNROLLED(n, CHUNKS)
         shared_store(tile + swizzle(first_row + m * 16 + g + r * 8, n) + t * 4,
                      pack_out(c[n][m][2 * r] * factor[m][r], c[n][m][2 * r + 1] * factor[m][r]));
   __syncwarp();
-#pragma unroll
-  for (int i = 0; i < M * 16 * CHUNKS / 32; i++) {
+  UNROLLED(i, M * 16 * CHUNKS / 32) {
     const int index = lane + i * 32, row = first_row + index / CHUNKS, chunk = index % CHUNKS;
     if (row < rows && chunk * 8 < head_dim)
       store_chunk(out + (i64)row * row_stride + chunk * 8, shared_load4(tile + swizzle(row, chunk)), head_dim - chunk * 8);

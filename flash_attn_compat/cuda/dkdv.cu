@@ -43,10 +43,8 @@ KERNEL(THREADS, MINB) dkdv(const Params p) {
   const Passing queries(p, keys);
   const int exponent = exponent_of_ds(p, e, 32768.f, largest_delta(p, queries));
   block.delta_exponent = e.v + e.dout + exponent;
-#pragma unroll
-  for (int m = 0; m < MT; m++)
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
+  UNROLLED(m, MT)
+    UNROLLED(r, 2) {
       block.ds_exponent[m][r] = exponent;
 #if DROPOUT
       const int key = keys.first + (threadIdx.x >> 5) * WARP_ROWS + m * 16 + ((threadIdx.x & 31) >> 2) + r * 8;

@@ -7,21 +7,17 @@
 
 // The largest |dout| (scaled) of each own row: with a bound of its own a row is exact however small it is beside others.
 DEVICE void largest_dout(float (&largest)[MT][2], const Block &block) {
-#pragma unroll
-  for (int m = 0; m < MT; m++) {
+  UNROLLED(m, MT) {
     u32 bits[2] = {0, 0};   // magnitudes of fp16 compare as integers do
-#pragma unroll
-    for (int k = 0; k < CHUNKS / 2; k++) {
+    UNROLLED(k, CHUNKS / 2) {
       u32 a[4];
       if (!REG_P) ldmatrix(a, (block.shared + Block::OWN_P + Block::own_at(threadIdx.x) + m * 16 * ROW_BYTES) ^ (k << 5));
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
+      UNROLLED(i, 4) {
         const u32 x = REG_P ? block.own_p[REG_P ? k : 0][m][i] : a[i];
         bits[i & 1] = max(bits[i & 1], max(x & 0x7fff, x >> 16 & 0x7fff));
       }
     }
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
+    UNROLLED(r, 2) {
       float x = half_to_float((u16)bits[r]);
       x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
       largest[m][r] = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
@@ -43,10 +39,8 @@ KERNEL(THREADS, MINB) dq(const Params p) {
   float largest[MT][2];
   if (TYPE == 2) largest_dout(largest, block);
   const i64 row_values = queries.row_values(p);
-#pragma unroll
-  for (int m = 0; m < MT; m++)
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
+  UNROLLED(m, MT)
+    UNROLLED(r, 2) {
       const int row = queries.first + (threadIdx.x >> 5) * WARP_ROWS + m * 16 + ((threadIdx.x & 31) >> 2) + r * 8;
       const bool there = row < queries.rows;
       const float slope = position_slope(p, queries.b, queries.head);

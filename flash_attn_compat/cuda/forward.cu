@@ -21,17 +21,13 @@ DEVICE void modify(float (&S)[NB][MT][4], const Params &p, float scale, float sl
 #if SOFTCAP
   const float doubled = 2.f * LOG2E * scale / p.softcap, cap = p.softcap * LOG2E;
 #endif
-#pragma unroll
-  for (int m = 0; m < MT; m++)
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
+  UNROLLED(m, MT)
+    UNROLLED(r, 2) {
 #if ALIBI
       const float ahead = (float)(key + 2 * t - (rows.first + m * 16 + g + r * 8 + rows.shift));
 #endif
-#pragma unroll
-      for (int n = 0; n < NB; n++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
+      UNROLLED(n, NB)
+        UNROLLED(e, 2) {
           float &s = S[n][m][2 * r + e];
 #if SOFTCAP
           s = fmaf(half_below_one(s * doubled), -2.f * cap, cap);
@@ -46,10 +42,8 @@ DEVICE void modify(float (&S)[NB][MT][4], const Params &p, float scale, float sl
 }
 
 DEVICE void hide(float (&S)[NB][MT][4], int key, const Rows &rows, int g, int t) {
-#pragma unroll
-  for (int m = 0; m < MT; m++)
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
+  UNROLLED(m, MT)
+    UNROLLED(r, 2) {
       int last = rows.passing - 1, first = 0;
       if (LOCAL) {
         const int position = rows.first + m * 16 + g + r * 8 + rows.shift;
@@ -58,10 +52,8 @@ DEVICE void hide(float (&S)[NB][MT][4], int key, const Rows &rows, int g, int t)
       }
       last -= key + 2 * t;
       first -= key + 2 * t;
-#pragma unroll
-      for (int n = 0; n < NB; n++)
-#pragma unroll
-        for (int e = 0; e < 2; e++)
+      UNROLLED(n, NB)
+        UNROLLED(e, 2)
           if (n * 8 + e > last || (LOCAL && n * 8 + e < first)) S[n][m][2 * r + e] = NEG_INF;
     }
 }
@@ -71,13 +63,10 @@ DEVICE void hide(float (&S)[NB][MT][4], int key, const Rows &rows, int g, int t)
 DEVICE void online_softmax(float (&S)[NB][MT][4], float (&m)[MT][2], float (&l)[MT][2], float (&O)[CHUNKS][MT][4], float unit) {
   float shrink[MT][2];
   bool rose = false;
-#pragma unroll
-  for (int i = 0; i < MT; i++)
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
+  UNROLLED(i, MT)
+    UNROLLED(r, 2) {
       float highest = m[i][r];
-#pragma unroll
-      for (int n = 0; n < NB; n++) highest = fmaxf(highest, fmaxf(S[n][i][2 * r], S[n][i][2 * r + 1]));
+      UNROLLED(n, NB) highest = fmaxf(highest, fmaxf(S[n][i][2 * r], S[n][i][2 * r + 1]));
       highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, 1));
       highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, 2));
       rose = rose || highest > m[i][r];
@@ -85,8 +74,7 @@ DEVICE void online_softmax(float (&S)[NB][MT][4], float (&m)[MT][2], float (&l)[
       shrink[i][r] = exp2_approx(fmaf(m[i][r], unit, -from));
       m[i][r] = highest;
       float sum = l[i][r] * shrink[i][r];
-#pragma unroll
-      for (int n = 0; n < NB; n++) {
+      UNROLLED(n, NB) {
         S[n][i][2 * r] = exp2_approx(fmaf(S[n][i][2 * r], unit, P_SHIFT - from));
         S[n][i][2 * r + 1] = exp2_approx(fmaf(S[n][i][2 * r + 1], unit, P_SHIFT - from));
         sum += S[n][i][2 * r] + S[n][i][2 * r + 1];
@@ -94,25 +82,18 @@ DEVICE void online_softmax(float (&S)[NB][MT][4], float (&m)[MT][2], float (&l)[
       l[i][r] = sum;
     }
   if (!__any_sync(ALL_LANES, rose)) return;
-#pragma unroll
-  for (int n = 0; n < CHUNKS; n++)
-#pragma unroll
-    for (int i = 0; i < MT; i++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) O[n][i][e] *= shrink[i][e >> 1];
+  UNROLLED(n, CHUNKS)
+    UNROLLED(i, MT)
+      UNROLLED(e, 4) O[n][i][e] *= shrink[i][e >> 1];
 }
 
 #if DROPOUT
 DEVICE void drop(float (&P)[NB][MT][4], const DropoutWords &words, const u32 (&row_words)[MT][2], int key, int t, int limit) {
-#pragma unroll
-  for (int n = 0; n < NB; n++)
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
+  UNROLLED(n, NB)
+    UNROLLED(e, 2) {
       const u32 key_word = words.key(key + n * 8 + 2 * t + e);
-#pragma unroll
-      for (int m = 0; m < MT; m++)
-#pragma unroll
-        for (int r = 0; r < 2; r++)
+      UNROLLED(m, MT)
+        UNROLLED(r, 2)
           if (dropped(row_words[m][r], key_word, limit)) P[n][m][2 * r + e] = 0.f;
     }
 }
@@ -123,8 +104,7 @@ DEVICE void accumulate(float (&O)[CHUNKS][MT][4], const float (&P)[NB][MT][4], u
 #pragma unroll
   for (int k = 0; k < NB; k += 2) {
     u32 a[MT][4];
-#pragma unroll
-    for (int m = 0; m < MT; m++) {
+    UNROLLED(m, MT) {
       a[m][0] = pack(P[k][m][0], P[k][m][1]);
       a[m][1] = pack(P[k][m][2], P[k][m][3]);
       a[m][2] = pack(P[k + 1][m][0], P[k + 1][m][1]);
@@ -168,10 +148,8 @@ KERNEL(THREADS, MINB) forward(const Params p) {
 #if DROPOUT
   const DropoutWords words(p, b, head);
   u32 row_words[MT][2];
-#pragma unroll
-  for (int m = 0; m < MT; m++)
-#pragma unroll
-    for (int r = 0; r < 2; r++) row_words[m][r] = words.row(rows.first + m * 16 + g + r * 8);
+  UNROLLED(m, MT)
+    UNROLLED(r, 2) row_words[m][r] = words.row(rows.first + m * 16 + g + r * 8);
 #endif
 
   const u32 shared = SHARED_BASE, q_tile = shared, k_tile = QREG ? shared : shared + BM * ROW_BYTES, v_tile = k_tile + BN * ROW_BYTES;
@@ -192,8 +170,7 @@ KERNEL(THREADS, MINB) forward(const Params p) {
 
   float O[CHUNKS][MT][4], m[MT][2], l[MT][2];
   set_zero(O);
-#pragma unroll
-  for (int i = 0; i < MT; i++) m[i][0] = m[i][1] = NEG_INF, l[i][0] = l[i][1] = 0.f;
+  UNROLLED(i, MT) m[i][0] = m[i][1] = NEG_INF, l[i][0] = l[i][1] = 0.f;
 
 #pragma unroll 1
   for (int j = first_tile; j < last_tile; j++) {
@@ -224,10 +201,8 @@ KERNEL(THREADS, MINB) forward(const Params p) {
   // out = O / l, LSE = m + ln(l); rows that see no key: 0 and +inf.
   float factor[MT][2];
   const i64 lse_at = b * p.lse_batch + head * p.lse_head + seq.first_q;
-#pragma unroll
-  for (int i = 0; i < MT; i++)
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
+  UNROLLED(i, MT)
+    UNROLLED(r, 2) {
       float sum = l[i][r];
       sum += __shfl_xor_sync(ALL_LANES, sum, 1);
       sum += __shfl_xor_sync(ALL_LANES, sum, 2);

@@ -14,6 +14,9 @@
 #define CPA 0
 #endif
 
+// A loop that the compiler writes out, so that what it indexes can lie in registers.
+#define UNROLLED(i, count) _Pragma("unroll") for (int i = 0; i < (count); i++)
+
 #define LOG2E 1.4426950408889634f
 #define LN2 0.6931471805599453f
 #define ALL_LANES 0xffffffffu
