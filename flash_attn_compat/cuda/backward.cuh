@@ -204,18 +204,16 @@ DEVICE void start(float (*dP)[MT][4], const OwnRows &own, u32 rows_at) {
 }
 
 DEVICE void score_gradients(u32 (*dS)[MT][4], const float (*P)[MT][4], const float (*dP)[MT][4], const OwnRows &own, u32 rows_at, float dropout_scale, const int (&exponent)[MT][2]) {
-  float scale[MT][2];
-  UNROLLED(m, MT)
-    UNROLLED(r, 2) scale[m][r] = (TYPE == 2 ? power_of_two(exponent[m][r]) : 1.f) * (DROPOUT ? dropout_scale : 1.f);
   UNROLLED(n, AT_ONCE) {
     float minus_delta[2];
     if (KEYS_STAY && !FROM_DELTA) shared_load_floats(minus_delta, rows_at + TL * 4 + n * 32);
     UNROLLED(m, MT)
       UNROLLED(r, 2) {
+        const float scale = (TYPE == 2 ? power_of_two(exponent[m][r]) : 1.f) * (DROPOUT ? dropout_scale : 1.f);
         float x[2];
         UNROLLED(e, 2) {
           const float probability = P[n][m][2 * r + e], d = dP[n][m][2 * r + e], minus = KEYS_STAY ? minus_delta[e] : own.minus_delta[m][r];
-          x[e] = probability * (FROM_DELTA ? d : DROPOUT && !(probability >= 0.f) ? -minus : fmaf(d, scale[m][r], minus));
+          x[e] = probability * (FROM_DELTA ? d : DROPOUT && !(probability >= 0.f) ? -minus : fmaf(d, scale, minus));
         }
         dS[n / 2][m][n % 2 * 2 + r] = pack(x[0], x[1]);
       }

@@ -1,31 +1,10 @@
 // What forward, decode and backward share: where a sequence lies, tiles in shared memory, loads with conversion, dropout's words.
+//
+// Macros, 0 where a call asks for nothing of the kind (DEFAULTS in backends/fused/variants.py): D, the head dim that registers and tiles are made
+// for (the true ones are p.head_dim and p.head_dim_v); VEC, elements a global load may take at once, 8 where every row starts on 16 bytes, else 1;
+// LOCAL, causal or any window; ALIBI, SOFTCAP, DROPOUT; PAGED, keys and values through block_table; APPEND, new keys come with the call.
 #pragma once
 #include "ptx.cuh"
-
-#ifndef D       // head dim that registers and tiles are made for; the true ones are p.head_dim and p.head_dim_v
-#define D 64
-#endif
-#ifndef LOCAL   // causal, or any window
-#define LOCAL 0
-#endif
-#ifndef ALIBI
-#define ALIBI 0
-#endif
-#ifndef SOFTCAP
-#define SOFTCAP 0
-#endif
-#ifndef DROPOUT
-#define DROPOUT 0
-#endif
-#ifndef PAGED   // keys and values through block_table
-#define PAGED 0
-#endif
-#ifndef APPEND  // new keys come with the call
-#define APPEND 0
-#endif
-#ifndef VEC     // elements a global load may take at once: 8 where every row starts on 16 bytes, else 1
-#define VEC 8
-#endif
 
 DEVICE int clamp(int x, int low, int high) { return max(low, min(x, high)); }
 

@@ -1,18 +1,9 @@
-// The machine instructions that the kernels are written in. Turing (sm_75) has all but those under BUILD_SM80.
-// TYPE: 0 fp16; 1 bf16 on GPUs that compute it; 2 bf16 turned into scaled fp16 on the way to the tensor cores.
+// The machine instructions that the kernels are written in. Turing (sm_75) has all but those under MMA16 and CPA.
+// Macros: TYPE: 0 fp16; 1 bf16 on GPUs that compute it; 2 bf16 turned into scaled fp16 on the way to the tensor cores. MMA16: m16n8k16, sm_80 and
+// newer. CPA: cp.async, sm_80 and newer; what is loaded goes to shared memory as it is.
 // The CPU emulator of the tests defines EMULATED and the same functions.
 #pragma once
 #include "params.cuh"
-
-#ifndef TYPE
-#define TYPE 0
-#endif
-#ifndef MMA16   // m16n8k16, sm_80 and newer; bf16 needs it
-#define MMA16 (TYPE == 1)
-#endif
-#ifndef CPA     // cp.async, sm_80 and newer: what is loaded goes to shared memory as it is
-#define CPA 0
-#endif
 
 // A loop that the compiler writes out, so that what it indexes can lie in registers.
 #define UNROLLED(i, count) _Pragma("unroll") for (int i = 0; i < (count); i++)

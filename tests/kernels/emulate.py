@@ -22,6 +22,7 @@ from pathlib import Path
 from torch import Tensor
 
 import flash_attn_compat
+from flash_attn_compat.backends.fused.variants import DEFAULTS
 
 HERE = Path(__file__).parent
 SOURCES = Path(flash_attn_compat.__file__).parent / "cuda"
@@ -101,7 +102,7 @@ def _memory(x: Tensor) -> _Memory:
 
 def compile_kernel(source: str | Path, entry: str, macros: Macros) -> Kernel:
     """``source``: a file of the package's kernels, or a path."""
-    defined = tuple(sorted(f"-D{name}={int(value)}" for name, value in macros.items()))
+    defined = tuple(sorted(f"-D{name}={int(value)}" for name, value in {**DEFAULTS, **macros}.items()))
     return Kernel(_library(SOURCES / source, defined), entry)
 
 

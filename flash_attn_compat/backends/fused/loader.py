@@ -25,7 +25,7 @@ import torch
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.fused import cache
-from flash_attn_compat.backends.fused.variants import Variant
+from flash_attn_compat.backends.fused.variants import DEFAULTS, Variant
 from flash_attn_compat.engine import capture
 
 SOURCES = Path(__file__).resolve().parents[2] / "cuda"
@@ -301,7 +301,7 @@ def binary(variant: Variant, architecture: str) -> bytes:
 
 
 def options(variant: Variant, architecture: str) -> tuple[str, ...]:
-    macros = (f"-D{name}={value}" for name, value in variant.macros)
+    macros = (f"-D{name}={value}" for name, value in {**DEFAULTS, **dict(variant.macros)}.items())
     return f"--gpu-architecture={architecture}", "--std=c++17", "-default-device", *macros
 
 

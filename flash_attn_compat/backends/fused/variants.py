@@ -21,6 +21,11 @@ _DECODE_SHARED = 4 * 16 * 64 * 4 + 4 * 16 * 8 + 16 * 4 + 4
 _ABSMAX_ROWS = 512
 
 
+# What a kernel's macros are where its variant does not say.
+_OFF = ("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "APPEND", "MMA16", "CPA")
+DEFAULTS = {"D": 64, "TYPE": FP16, "VEC": 8, **dict.fromkeys(_OFF, 0)}
+
+
 class Variant(NamedTuple):
     """One compiled kernel. rows: that a block works on (keys for dkdv); shared: bytes of dynamic shared memory"""
 
