@@ -21,6 +21,7 @@ from flash_attn_compat import (
 )
 from flash_attn_compat.backends.fused import launcher
 from flash_attn_compat.engine import signature
+from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_call, packed_call
 from flash_attn_compat.flash_attn_interface import _flash_attn_forward
 from tests import fused_on_cpu
 from tests.support import randn
@@ -225,6 +226,27 @@ def test_a_tensor_whose_value_counts_is_not_kept() -> None:
     flash_attn_func(**arguments, softmax_scale=scale)
     scale.fill_(2.0)
     assert torch.equal(flash_attn_func(**arguments, softmax_scale=scale), flash_attn_func(**arguments, softmax_scale=2))
+
+
+@pytest.mark.parametrize("field", Purpose._fields)
+def test_calls_of_another_purpose_are_kept_apart(field: str) -> None:
+    (q, k, v), starts = dense().values(), ints(0, 1, 2)
+    for purpose in (Purpose(), Purpose(**{field: True}), Purpose()):
+        calls = (
+            dense_call(q, k, v, Options(), purpose),
+            packed_call(q[0], k[0], v[0], Packing(starts, starts, 9, 9), Options(), purpose=purpose),
+        )
+        assert [getattr(call, field) for call in calls] == [getattr(purpose, field)] * 2
+
+
+def test_packed_lengths_are_compared_at_every_call() -> None:
+    q, starts = randn(10, 2, 16), ints(0, 5, 10)
+    calls = [
+        packed_call(q, q, q, Packing(starts, others, 7, 7), Options())
+        for others in (ints(0, 5, 10), ints(0, 3, 10), ints(0, 5, 10))
+    ]
+    assert [call.equal_lengths for call in calls] == [True, False, True]
+    assert calls[0].signature is calls[2].signature is not calls[1].signature
 
 
 def test_nothing_is_kept_alive() -> None:
