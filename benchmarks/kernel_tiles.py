@@ -25,6 +25,8 @@ SHAPES = {32: (16, 2048, 8, 8), 64: (8, 4096, 8, 8), 128: (4, 2048, 32, 8), 256:
 OPTIONS: dict[str, dict[str, object]] = {
     "full": {},
     "causal": {"causal": True},
+    "ALiBi": {"alibi": True},
+    "causal ALiBi": {"alibi": True, "causal": True},
     "window": {"window_size": (64, 64)},
     "softcap": {"causal": True, "softcap": 30.0},
     "dropout": {"causal": True, "dropout_p": 0.1},
@@ -41,16 +43,18 @@ FORWARD = {
 DKDV = {
     32: [Tile(64, 4, 1, 2), Tile(64, 4, 1, 3), Tile(32, 4, 2, 2)],
     64: [Tile(64, 4, 1, 2), Tile(32, 4, 1, 2), Tile(64, 8, 1, 1), Tile(64, 4, 1, 2, p=False),
-         Tile(32, 4, 2, 1, p=False), Tile(32, 4, 1, 3, s=False, p=False)],
+         Tile(32, 4, 2, 1, p=False), Tile(32, 4, 1, 3, s=False, p=False), Tile(32, 4, 2, 2, s=False, p=False),
+         Tile(64, 4, 2, 2, s=False, p=False)],
     128: [Tile(16, 4, 1, 2, s=False), Tile(16, 4, 1, 2), Tile(32, 4, 1, 2, s=False, p=False),
           Tile(32, 4, 1, 1, s=False), Tile(32, 8, 1, 1, s=False, p=False), Tile(64, 4, 1, 1, s=False, p=False)],
     256: [Tile(16, 4, 1, 1, s=False, p=False), Tile(16, 4, 1, 1, s=False), Tile(32, 4, 1, 1, s=False, p=False)],
 }  # fmt: skip
 DQ = {
     32: [Tile(32, 4, 2, 2), Tile(64, 4, 2, 2), Tile(64, 4, 1, 3), Tile(32, 4, 1, 3)],
-    64: [Tile(32, 4, 2, 2), Tile(64, 4, 1, 2), Tile(32, 4, 1, 3), Tile(64, 4, 2, 1), Tile(32, 4, 2, 2, p=False)],
+    64: [Tile(32, 4, 2, 2), Tile(64, 4, 1, 2), Tile(32, 4, 1, 3), Tile(64, 4, 2, 1), Tile(32, 4, 2, 2, p=False),
+         Tile(64, 4, 2, 1, p=False), Tile(64, 4, 2, 1, s=False, p=False)],
     128: [Tile(32, 4, 1, 2), Tile(64, 4, 1, 1), Tile(32, 4, 1, 2, p=False), Tile(32, 4, 2, 1, s=False, p=False),
-          Tile(64, 4, 1, 2, s=False, p=False), Tile(32, 8, 1, 1)],
+          Tile(64, 4, 1, 2, s=False, p=False), Tile(32, 8, 1, 1), Tile(64, 4, 1, 1, p=False)],
     256: [Tile(16, 4, 1, 1, s=False, p=False), Tile(16, 4, 1, 1, p=False), Tile(32, 4, 1, 1, s=False, p=False)],
 }  # fmt: skip
 
@@ -78,6 +82,14 @@ def problem(head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
+def arguments_of(name: str, nheads: int) -> dict[str, object]:
+    """Options of a call by name; slopes of ALiBi's paper"""
+    given = dict(OPTIONS[name])
+    if given.pop("alibi", False):
+        given["alibi_slopes"] = 2.0 ** (-8.0 * torch.arange(1, nheads + 1, device="cuda") / nheads)
+    return given
+
+
 def label(tile: Tile | None) -> str:
     if tile is None:
         return "today"
@@ -102,7 +114,8 @@ def chosen(function: str, tile: Tile | None) -> Iterator[None]:
 def scan_forward(head_dims: list[int], dtype: torch.dtype) -> None:
     for head_dim in head_dims:
         q, k, v = problem(head_dim, dtype)
-        for name, options in OPTIONS.items():
+        for name in OPTIONS:
+            options = arguments_of(name, q.shape[2])
             cells = []
             for tile in [None, *FORWARD[head_dim]]:
                 with chosen("forward_tile", tile):
@@ -111,7 +124,7 @@ def scan_forward(head_dims: list[int], dtype: torch.dtype) -> None:
                         cells.append(f"{label(tile)} {ms:.3f}")
                     except RuntimeError as error:
                         cells.append(f"{label(tile)} {str(error)[:60]}")
-            print(f"d{head_dim:<4}{name:9}" + "  ".join(cells), flush=True)
+            print(f"d{head_dim:<4}{name:13}" + "  ".join(cells), flush=True)
 
 
 def compile_all(entry: str, tiles: list[Tile | None], head_dim: int, dtype: torch.dtype) -> None:
@@ -119,7 +132,8 @@ def compile_all(entry: str, tiles: list[Tile | None], head_dim: int, dtype: torc
     target, kind_dtype = loader.target(0), variants.FP16 if dtype == torch.float16 else variants.BF16
     wanted: list[variants.Variant] = []
     for tile in tiles:
-        for flags in ({}, {"local": True}, {"local": True, "softcap": True}):
+        masked = {"local": True}
+        for flags in ({}, {"alibi": True}, masked, masked | {"alibi": True}, masked | {"softcap": True}):
             kind = variants.Kind(target.number, kind_dtype, head_dim, **flags)
             with chosen(f"{entry}_tile", tile):
                 wanted.append(getattr(variants, entry)(kind))
@@ -135,18 +149,18 @@ def scan_backward(entry: str, candidates: dict[int, list[Tile]], head_dims: list
         q, k, v = problem(head_dim, dtype)
         tiles = candidates[head_dim] + [tile._replace(copies=True) for tile in candidates[head_dim] if newer]
         compile_all(entry, [None, *tiles], head_dim, dtype)
-        for name in ("full", "causal", "softcap"):
-            cells = []
+        for name in ("full", "causal", "ALiBi", "causal ALiBi", "softcap"):
+            options, cells = arguments_of(name, q.shape[2]), []
             for tile in [None, *tiles]:
                 with chosen(f"{entry}_tile", tile):
                     try:
                         leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
-                        out = flash_attn_compat.flash_attn_func(*leaves, **OPTIONS[name])
+                        out = flash_attn_compat.flash_attn_func(*leaves, **options)
                         ms = milliseconds(lambda: torch.autograd.grad(out, leaves, out.detach(), retain_graph=True), 3)
                         cells.append(f"{label(tile)} {ms:.3f}")
                     except RuntimeError as error:
                         cells.append(f"{label(tile)} {str(error)[:60]}")
-            print(f"{entry} d{head_dim:<4}{name:9}" + "  ".join(cells), flush=True)
+            print(f"{entry} d{head_dim:<4}{name:13}" + "  ".join(cells), flush=True)
 
 
 # batch, keys, query heads, key heads, head dim
