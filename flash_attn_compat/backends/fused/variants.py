@@ -162,7 +162,9 @@ def dq_tile(kind: Kind) -> Tile:
     if kind.D == 32:
         return Tile(32, 4, 2, 2)
     if kind.D == 64:
-        return Tile(64, 4, 2, 1, s=kind.local, p=kind.local, copies=True) if newer else Tile(32, 4, 2, 2, p=False)
+        # Own rows in shared memory take 56 KB: GPUs with 100 KB a multiprocessor would hold one block rather than two.
+        kept = kind.local or kind.number not in (80, 90)
+        return Tile(64, 4, 2, 1, s=kept, p=kept, copies=True) if newer else Tile(32, 4, 2, 2, p=False)
     if kind.D == 128:
         return Tile(64, 4, 1, 1, copies=True) if newer else Tile(32, 4, 1, 2)
     return Tile(16, 4, 1, 1, s=not newer, p=False)
