@@ -40,7 +40,7 @@ ROWS = {
     "torch_efficient": lambda row: not row.draws,  # the stand-in has no dropout
     "torch_flash": lambda row: True,
     "fused": lambda row: row.name in (
-        "dense causal ALiBi", "packed ALiBi dropout", "packed window on both sides", "cache", "cache append rotary"
+        "dense causal ALiBi", "packed ALiBi dropout", "cache append rotary"
     ),
     **{name: lambda row: row.name.startswith(("dense fp32", "packed", "cache")) for name in ("chunked", "sdpa")},
 }  # fmt: skip
@@ -76,8 +76,8 @@ def test_a_tensor_stays_the_callers(row: Row, device: torch.device) -> None:
         assert all(same(each, x) for each in copies), name
 
 
-def test_every_variable_is_in_the_table() -> None:
-    told = set(settings.VARIABLES)
+def test_every_variable_that_calls_read_is_in_the_table() -> None:
+    told = set(settings.VARIABLES) - {settings.API, settings.HUB_KERNELS, settings.VARLEN_ATTN}  # which patch() reads
     assert {name for name in told if any(f"{name}=" in state.name for state in STATES)} == told - {settings.CACHE}
 
 
