@@ -75,7 +75,7 @@ def step(patched, monkeypatch):
 
 def test_one_sequence_takes_the_result_and_a_launch(step):
     calls = step(token_ids(1, 9), torch.ones(1, 9, dtype=torch.long))
-    assert calls[-LAYERS:] == [("_flash_fn", ["empty"])] * LAYERS
+    assert calls[-LAYERS:] == [("_flash_fn", ["empty_like"])] * LAYERS
 
 
 def test_a_left_padded_batch_takes_the_result_a_launch_and_its_padding(step):
@@ -83,5 +83,5 @@ def test_a_left_padded_batch_takes_the_result_a_launch_and_its_padding(step):
     mask[0, :3] = mask[2, :5] = 0
     calls = step(token_ids(4, 9), mask)
     # A CPU looks whether the lengths are equal; a GPU would have to be waited for, and is not asked.
-    attention = ("_flash_varlen_fn", ["equal", "empty"])
+    attention = ("_flash_varlen_fn", ["equal", "empty_like"])
     assert calls[-2 * LAYERS :] == [attention, ("_pad_fn", ["zeros", "index_put_", "view"])] * LAYERS
