@@ -105,3 +105,13 @@ def test_concatenated_sequences_are_split_by_their_lengths() -> None:
     assert x.grad is not None and x.grad[:, :, 0].sum(dim=1).tolist() == [5, 5, 6]
     with pytest.raises(ValueError, match="add up to 7"):
         unpad_input_for_concatenated_sequences(x[:1], torch.tensor([[4, 3, 0, 0, 0, 0]]))
+
+
+def test_without_gradients_nothing_is_told_to_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    for function in (IndexFirstAxis, IndexPutFirstAxis):
+        monkeypatch.setattr(function, "apply", lambda *arguments: pytest.fail("autograd was told"))
+    x = randn(3, 4, 5).requires_grad_()
+    with torch.no_grad():
+        packed, indices, *_ = unpad_input(x, MASK)
+        padded = pad_input(packed, indices, 3, 4)
+    assert torch.equal(padded, x * MASK[..., None])
