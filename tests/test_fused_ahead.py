@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from flash_attn_compat import cli
-from flash_attn_compat.backends.fused import cache, loader, variants
+from flash_attn_compat.backends.fused import ahead, cache, loader, variants
 from flash_attn_compat.backends.fused.loader import KernelError
-from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
+from flash_attn_compat.backends.fused.variants import BF16_AS_FP16, FP16, Kind, Variant
 from tests.support import check_refused_in_one_line
 
 ONLY = ["--head-dim", "64", "--dtype", "float16"]
@@ -82,3 +82,10 @@ def test_a_folder_that_keeps_nothing_is_an_error(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize("name", ["sm_70", "sm_80", "turing", "sm_"])
 def test_an_architecture_that_nobody_has_kernels_for_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     check_refused_in_one_line(cli.main, ["compile", "--for", name], "none of sm_75, sm_90", capsys)
+
+
+def test_a_head_dim_and_a_dtype_are_enough_for_their_calls() -> None:
+    made = variants.made_for(ahead.kinds(75, (80,), ("bfloat16",), every=True))
+    macros = [dict(variant.macros) for variant in made]
+    assert {one["TYPE"] for one in macros} == {BF16_AS_FP16}
+    assert {one["D"] for one in macros if "D" in one} == {128}

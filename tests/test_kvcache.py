@@ -38,6 +38,16 @@ def test_more_cache_rows_than_queries_use_the_first_ones(backend: str) -> None:
     close(on_backend(backend, flash_attn_with_kvcache, q, k, v), flash_attn_func(q, k[:2], v[:2]))
 
 
+def test_a_paged_append_beyond_the_table_names_block_table_and_writes_nothing() -> None:
+    q, (k, v) = queries(), cache()
+    table = torch.arange(8, dtype=torch.int32).view(2, 4)
+    k_pool, v_pool = (x.reshape(8, 8, 2, 16) for x in (k, v))
+    was = k_pool.clone()
+    with pytest.raises(RuntimeError, match="block_table"):
+        flash_attn_with_kvcache(q, k_pool, v_pool, *new(), cache_seqlens=ints(7, 30), block_table=table)
+    assert torch.equal(k_pool, was)
+
+
 def tables(positions: int = 40, dim: int = 16) -> tuple[Tensor, Tensor]:
     angles = randn(positions, dim // 2, seed=16) * 3
     return angles.cos(), angles.sin()

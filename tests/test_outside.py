@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from flash_attn_compat import flash_attn_with_kvcache
+from flash_attn_compat.backends.fused import loader, trial
+from flash_attn_compat.backends.fused.loader import Target
 from flash_attn_compat.engine import capture, outside
 from tests.support import cumulative
 
@@ -127,6 +129,22 @@ def test_a_capture_is_seen_on_the_device_that_is_asked_about(
     for index in (0, 1):
         assert capture.is_capturing(torch.device("cuda", index)) == (index == capturing)
     assert capture.is_capturing(torch.device("cuda")) == (current == capturing)
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_kernels_are_tried_unless_their_own_gpus_work_is_captured(monkeypatch: pytest.MonkeyPatch, device: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(capture, "is_capturing", lambda asked: asked.index == 1)
+    monkeypatch.setattr(trial, "_right", set())
+    monkeypatch.setattr(trial, "_verdict_name", lambda *what: "tried")
+    monkeypatch.setattr(loader, "driver", lambda: None)
+    monkeypatch.setattr(trial.cache, "read", lambda name: None)
+    monkeypatch.setattr(trial.cache, "write", lambda name, payload: False)
+    tries: list[int] = []
+    trial.check((), Target("sm_75", 75), device, lambda: tries.append(device))
+    assert tries == ([0] if device == 0 else [])
+    assert bool(trial._right) == (device == 0)
 
 
 @pytest.mark.gpu

@@ -96,6 +96,39 @@ def test_half_precision_is_computed_in_what_the_cpu_multiplies_fast(monkeypatch,
     assert out.dtype == q.grad.dtype == dtype
 
 
+def test_sequences_that_share_slopes_share_their_bias(monkeypatch):
+    shapes = []
+    bias = sdpa._bias
+    monkeypatch.setattr(sdpa, "_bias", lambda *a: shapes.append(bias(*a).shape) or bias(*a))
+    q = torch.randn(3, 40, 4, 16)
+    for slopes in (torch.rand(4), torch.rand(3, 4)):
+        with use_backend("sdpa"):
+            flash_attn_func(q, q, q, alibi_slopes=slopes)
+    assert shapes == [(1, 4, 40, 40), (3, 4, 40, 40)]
+
+
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [({"causal": True}, 1.2), ({"window_size": (300, 0)}, 1.9), ({"window_size": (300, 20)}, 1.9)],
+    ids=str,
+)
+def test_a_bias_is_of_keys_that_its_rows_see(monkeypatch, options, share):
+    tiles = []
+    bias = sdpa._bias
+    monkeypatch.setattr(
+        sdpa,
+        "_bias",
+        lambda mask, block, rows, keys: tiles.append(rows.size * keys.size) or bias(mask, block, rows, keys),
+    )
+    q, slopes = torch.randn(1, 2048, 1, 16), torch.tensor([0.1])
+    with use_backend("sdpa"):
+        flash_attn_func(q, q, q, alibi_slopes=slopes, **options)
+    left, right = options.get("window_size", (2048, 0))
+    rows = torch.arange(2048)
+    visible = (rows + right).clamp(max=2047) - (rows - left).clamp(min=0) + 1
+    assert sum(tiles) <= share * int(visible.sum())
+
+
 @pytest.mark.parametrize("first", [0, 2**24 - 3, 2**24 + 1, 2**30])
 def test_distances_of_far_positions_are_exact(first):
     rows, keys = Range(5, 9), Range(first, first + 6)

@@ -70,6 +70,7 @@ IMPORTS = [
     "from flash_attn.modules.block import Block, ParallelBlock",
     "from flash_attn.modules.embedding import BertEmbeddings, GPT2Embeddings, ParallelGPT2Embeddings",
     "from flash_attn.modules.mha import MHA, CrossAttention, FlashCrossAttention, LinearResidual, ParallelMHA",
+    "from flash_attn.modules.mha import flash_attn_kvpacked_func, flash_attn_varlen_kvpacked_func",
     "from flash_attn.modules.mlp import FusedMLP, GatedMlp, Mlp, ParallelFusedMLP, ParallelGatedMlp, ParallelMLP",
     "from flash_attn.ops.fused_dense import ColumnParallelLinear, FusedDense, RowParallelLinear, fused_dense_func",
     "from flash_attn.ops.fused_dense import FusedMLP, ParallelFusedMLP, fused_mlp_func",
