@@ -41,21 +41,18 @@ struct Rotation {
   }
   DEVICE uint4 of(const Params &p, const uint4 &x) const {
     float c[8], s[8], a[8], b[8], y[8];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
+    UNROLLED(i, 4) {
       numbers(cos, i, c[2 * i], c[2 * i + 1]), numbers(sin, i, s[2 * i], s[2 * i + 1]);
       numbers(x, i, a[2 * i], a[2 * i + 1]), numbers(other, i, b[2 * i], b[2 * i + 1]);
     }
     if (p.rotary_interleaved) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) {   // a piece of the tables is for two of the row
+      UNROLLED(i, 4) {   // a piece of the tables is for two of the row
         const float cosine = is_second ? c[4 + i] : c[i], sine = is_second ? s[4 + i] : s[i];
         y[2 * i] = a[2 * i] * cosine - a[2 * i + 1] * sine;
         y[2 * i + 1] = a[2 * i] * sine + a[2 * i + 1] * cosine;
       }
     } else {
-#pragma unroll
-      for (int i = 0; i < 8; i++) y[i] = fmaf(a[i], c[i], b[i] * (is_second ? s[i] : -s[i]));
+      UNROLLED(i, 8) y[i] = fmaf(a[i], c[i], b[i] * (is_second ? s[i] : -s[i]));
     }
     return applies ? make_uint4(pack_out(y[0], y[1]), pack_out(y[2], y[3]), pack_out(y[4], y[5]), pack_out(y[6], y[7])) : x;
   }

@@ -57,11 +57,9 @@ struct KeyTile {
   template <bool WHOLE> DEVICE void load(const Params &p, const u16 *base, const Strides &s, const Places &places, int left, int head_dim) {
     const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
     const u16 *start = places.row_of_neighbours(p, base, s);
-#pragma unroll
-    for (int n = 0; n < NB; n++) {
+    UNROLLED(n, NB) {
       const u16 *row = (PAGED && WHOLE ? start + (i64)(n * 8 + g) * s.row : places.row(p, base, s, n * 8 + g)) + t * 8;
-#pragma unroll
-      for (int c = 0; c < PIECES; c++) {
+      UNROLLED(c, PIECES) {
         const int channels = head_dim - t * 8 - c * 32;
         x[n][c] = WHOLE ? load_chunk(row + c * 32, channels) : load_chunk_if(n * 8 + g < left, row + c * 32, channels);
       }
@@ -75,14 +73,11 @@ struct ValueTile {
   template <bool WHOLE> DEVICE void load(const Params &p, const u16 *base, const Strides &s, const Places &places, int left, int head_dim) {
     const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
     const u16 *start = places.row_of_neighbours(p, base, s);
-#pragma unroll
-    for (int n = 0; n < NB; n++)
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
+    UNROLLED(n, NB)
+      UNROLLED(e, 2) {
         const int i = n * 8 + 2 * t + e;
         const u16 *row = (PAGED && WHOLE ? start + (i64)i * s.row : places.row(p, base, s, i)) + g * 8;
-#pragma unroll
-        for (int h = 0; h < SLABS; h++) {
+        UNROLLED(h, SLABS) {
           const int channels = head_dim - g * 8 - h * 64;
           x[n][h][e] = WHOLE ? load_chunk(row + h * 64, channels) : load_chunk_if(n * 8 + 2 * t + e < left, row + h * 64, channels);
         }
@@ -100,8 +95,7 @@ template <class T> DEVICE void load(const Params &p, T &tile, const u16 *base, c
 // small ones keep their bits whatever stands elsewhere. The accumulators are fp32 and hold true values.
 template <int N> DEVICE int finite_magnitude(const uint4 (&x)[N]) {
   int largest = 0;
-#pragma unroll
-  for (int i = 0; i < N; i++) largest = finite_magnitude(largest, x[i]);
+  UNROLLED(i, N) largest = finite_magnitude(largest, x[i]);
   return largest;
 }
 template <int N> DEVICE float convert_all(uint4 (&x)[N]) {   // the inverse of the scale, a power of two as well
@@ -110,8 +104,7 @@ template <int N> DEVICE float convert_all(uint4 (&x)[N]) {   // the inverse of t
 #pragma unroll
   for (int i = 16; i; i >>= 1) largest = max(largest, __shfl_xor_sync(ALL_LANES, largest, i));
   const float scale = scale_for(__int_as_float(largest));
-#pragma unroll
-  for (int i = 0; i < N; i++) x[i] = convert(x[i], scale);
+  UNROLLED(i, N) x[i] = convert(x[i], scale);
   return 1.f / scale;
 #else
   return 1.f;
@@ -122,18 +115,13 @@ template <int N> DEVICE float convert_all(uint4 (&x)[N]) {   // the inverse of t
 
 // S = Q K^T for rows g and g + 8 of the tile
 DEVICE void scores(float (&S)[NB][4], const uint4 (*q)[PIECES], u32 q_at, const KeyTile &k) {
-#pragma unroll
-  for (int n = 0; n < NB; n++)
-#pragma unroll
-    for (int e = 0; e < 4; e++) S[n][e] = 0.f;
-#pragma unroll
-  for (int c = 0; c < PIECES; c++) {
+  UNROLLED(n, NB)
+    UNROLLED(e, 4) S[n][e] = 0.f;
+  UNROLLED(c, PIECES) {
     const u32 at = q_at ^ (c << 6);
     const uint4 a = Q_IN_REGISTERS ? q[0][c] : shared_load4(at), b = Q_IN_REGISTERS ? q[1][c] : shared_load4(at + 8 * ROW_BYTES);
-#pragma unroll
-    for (int w = 0; w < 4; w++)
-#pragma unroll
-      for (int n = 0; n < NB; n++) mma_k8(S[n], word(a, w), word(b, w), word(k.x[n][c], w));
+    UNROLLED(w, 4)
+      UNROLLED(n, NB) mma_k8(S[n], word(a, w), word(b, w), word(k.x[n][c], w));
   }
 }
 
@@ -149,10 +137,8 @@ DEVICE void modify(float (&S)[NB][4], const Params &p, const Rows &rows, float k
 #if SOFTCAP
   const float doubled = 2.f * LOG2E / p.softcap, cap = p.softcap * LOG2E;
 #endif
-#pragma unroll
-  for (int n = 0; n < NB; n++)
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
+  UNROLLED(n, NB)
+    UNROLLED(e, 4) {
       float s = S[n][e];
 #if TYPE == 2
       s *= key_unit;
@@ -172,10 +158,8 @@ DEVICE void modify(float (&S)[NB][4], const Params &p, const Rows &rows, float k
 
 DEVICE void hide(float (&S)[NB][4], const Rows &rows, int key, int end, int left, int right) {
   const int t = threadIdx.x & 3;
-#pragma unroll
-  for (int n = 0; n < NB; n++)
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
+  UNROLLED(n, NB)
+    UNROLLED(e, 4) {
       const int j = key + n * 8 + 2 * t + (e & 1), ahead = j - rows.position[e >> 1];
       if (j >= end || (LOCAL && (ahead > right || ahead < -left))) S[n][e] = NEG_INF;
     }
@@ -185,11 +169,9 @@ DEVICE void hide(float (&S)[NB][4], const Rows &rows, int key, int end, int left
 DEVICE void online_softmax(float (&S)[NB][4], float (&m)[2], float (&l)[2], float (&O)[CHUNKS][4], float unit) {
   float shrink[2];
   bool rose = false;
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
+  UNROLLED(r, 2) {
     float highest = m[r];
-#pragma unroll
-    for (int n = 0; n < NB; n++) highest = fmaxf(highest, fmaxf(S[n][2 * r], S[n][2 * r + 1]));
+    UNROLLED(n, NB) highest = fmaxf(highest, fmaxf(S[n][2 * r], S[n][2 * r + 1]));
     highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, 1));
     highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, 2));
     rose = rose || highest > m[r];
@@ -197,8 +179,7 @@ DEVICE void online_softmax(float (&S)[NB][4], float (&m)[2], float (&l)[2], floa
     shrink[r] = exp2_approx(fmaf(m[r], unit, -from));
     m[r] = highest;
     l[r] *= shrink[r];
-#pragma unroll
-    for (int n = 0; n < NB; n++)
+    UNROLLED(n, NB)
 #pragma unroll
       for (int e = 2 * r; e < 2 * r + 2; e++) {
         S[n][e] = exp2_approx(fmaf(S[n][e], unit, -from));
@@ -206,32 +187,25 @@ DEVICE void online_softmax(float (&S)[NB][4], float (&m)[2], float (&l)[2], floa
       }
   }
   if (!__any_sync(ALL_LANES, rose)) return;
-#pragma unroll
-  for (int n = 0; n < CHUNKS; n++)
-#pragma unroll
-    for (int e = 0; e < 4; e++) O[n][e] *= shrink[e >> 1];
+  UNROLLED(n, CHUNKS)
+    UNROLLED(e, 4) O[n][e] *= shrink[e >> 1];
 }
 
 // O += P V. O[8 h + i] holds channels 64 h + 16 t + i (first and third) and 8 more.
 DEVICE void accumulate(float (&O)[CHUNKS][4], const float (&P)[NB][4], const ValueTile &v, float value_unit) {
   u32 a[NB][2];
-#pragma unroll
-  for (int n = 0; n < NB; n++) a[n][0] = pack(P[n][0], P[n][1]), a[n][1] = pack(P[n][2], P[n][3]);
-#pragma unroll
-  for (int h = 0; h < SLABS; h++)
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
+  UNROLLED(n, NB) a[n][0] = pack(P[n][0], P[n][1]), a[n][1] = pack(P[n][2], P[n][3]);
+  UNROLLED(h, SLABS)
+    UNROLLED(i, 8) {
 #if TYPE == 2
       float o[4] = {0.f, 0.f, 0.f, 0.f};
 #else
       float (&o)[4] = O[h * 8 + i];
 #endif
-#pragma unroll
-      for (int n = 0; n < NB; n++)
+      UNROLLED(n, NB)
         mma_k8(o, a[n][0], a[n][1], __byte_perm(word(v.x[n][h][0], i / 2), word(v.x[n][h][1], i / 2), i % 2 ? 0x7632 : 0x5410));
 #if TYPE == 2
-#pragma unroll
-      for (int e = 0; e < 4; e++) O[h * 8 + i][e] = fmaf(o[e], value_unit, O[h * 8 + i][e]);
+      UNROLLED(e, 4) O[h * 8 + i][e] = fmaf(o[e], value_unit, O[h * 8 + i][e]);
 #endif
     }
 }
@@ -239,18 +213,14 @@ DEVICE void accumulate(float (&O)[CHUNKS][4], const float (&P)[NB][4], const Val
 // ---- Rows of Q: lane 4 g + t holds channels 32 c + 8 t and the 7 behind them of rows g and g + 8.
 DEVICE void load_rows(const Params &p, const Tile &tile, uint4 (&q)[2][PIECES], Rows &rows) {
   const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
+  UNROLLED(r, 2) {
     const int query = tile.query(p, g + r * 8), head = tile.head(p, g + r * 8);
     const u16 *row = p.q + tile.sequence * p.q_s.batch + (i64)(tile.seq.first_q + query) * p.q_s.row + (i64)head * p.q_s.head + t * 8;
-#pragma unroll
-    for (int c = 0; c < PIECES; c++) q[r][c] = load_chunk_if(true, row + c * 32, p.head_dim - t * 8 - c * 32);
+    UNROLLED(c, PIECES) q[r][c] = load_chunk_if(true, row + c * 32, p.head_dim - t * 8 - c * 32);
 #if APPEND
     Rotation rotations[PIECES];
-#pragma unroll
-    for (int c = 0; c < PIECES; c++) rotations[c].load(p, row - t * 8, c * 4 + t, query_position(p, tile.sequence, query));
-#pragma unroll
-    for (int c = 0; c < PIECES; c++) q[r][c] = rotations[c].of(p, q[r][c]);
+    UNROLLED(c, PIECES) rotations[c].load(p, row - t * 8, c * 4 + t, query_position(p, tile.sequence, query));
+    UNROLLED(c, PIECES) q[r][c] = rotations[c].of(p, q[r][c]);
 #endif
     rows.scale[r] = p.softmax_scale;
 #if TYPE == 2
@@ -258,8 +228,7 @@ DEVICE void load_rows(const Params &p, const Tile &tile, uint4 (&q)[2][PIECES], 
     largest = max(largest, __shfl_xor_sync(ALL_LANES, largest, 1));
     largest = max(largest, __shfl_xor_sync(ALL_LANES, largest, 2));
     const float scale = scale_for(__int_as_float(largest));
-#pragma unroll
-    for (int c = 0; c < PIECES; c++) q[r][c] = convert(q[r][c], scale);
+    UNROLLED(c, PIECES) q[r][c] = convert(q[r][c], scale);
     rows.scale[r] = p.softmax_scale / scale;
 #endif
 #if ALIBI
@@ -316,10 +285,8 @@ KERNEL(THREADS, MINB) decode(const Params p) {
   rows.position[0] = tile.query(p, g) + offset, rows.position[1] = tile.query(p, g + 8) + offset;
   if (!Q_IN_REGISTERS) {
     if (warp == 0)
-#pragma unroll
-      for (int c = 0; c < PIECES; c++)
-#pragma unroll
-        for (int r = 0; r < 2; r++) shared_store((q_at ^ (c << 6)) + r * 8 * ROW_BYTES, q[r][c]);
+      UNROLLED(c, PIECES)
+        UNROLLED(r, 2) shared_store((q_at ^ (c << 6)) + r * 8 * ROW_BYTES, q[r][c]);
     __syncthreads();
   }
   // Scores are compared as they come and scaled inside exp2, where nothing else happens to them.
@@ -327,10 +294,8 @@ KERNEL(THREADS, MINB) decode(const Params p) {
   const float unit = modified ? 1.f : p.softmax_scale * LOG2E;
 
   float O[CHUNKS][4], m[2] = {NEG_INF, NEG_INF}, l[2] = {0.f, 0.f};
-#pragma unroll
-  for (int n = 0; n < CHUNKS; n++)
-#pragma unroll
-    for (int e = 0; e < 4; e++) O[n][e] = 0.f;
+  UNROLLED(n, CHUNKS)
+    UNROLLED(e, 4) O[n][e] = 0.f;
   Places places, following;
   KeyTile key_tile;
   ValueTile value_tile;

@@ -32,8 +32,7 @@ DEVICE void write_out(const Params &p, const Tile &tile, int row, int channel, f
   global_store((uint2 *)out, bits);
 #else
   const u32 pairs[2] = {bits.x, bits.y};
-#pragma unroll
-  for (int i = 0; i < 4; i++)
+  UNROLLED(i, 4)
     if (i < channels) global_store2(out + i, (u16)(pairs[i / 2] >> (i % 2 * 16)));
 #endif
 }
@@ -64,21 +63,17 @@ DEVICE u32 share_at(u32 shared, int warp, int row, int quad) { return shared + (
 DEVICE void combine_warps(const Params &p, const Tile &tile, float (&O)[CHUNKS][4], float (&m)[2], float (&l)[2], float unit, u32 shared,
                           int splits, i64 part) {
   const int thread = threadIdx.x, warp = thread >> 5, g = (thread & 31) >> 2, t = thread & 3;
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
+  UNROLLED(r, 2) {
     l[r] += __shfl_xor_sync(ALL_LANES, l[r], 1);
     l[r] += __shfl_xor_sync(ALL_LANES, l[r], 2);
   }
-#pragma unroll
-  for (int h = 0; h < SLABS; h++) {
+  UNROLLED(h, SLABS) {
     __syncthreads();
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
+    UNROLLED(r, 2) {
       const int row = g + r * 8;
       const u32 statistics = shared + STATISTICS_AT + (warp * ROWS + row) * 8;
       if (h == 0 && t == 0) shared_store_float(statistics, m[r] == NEG_INF ? NEG_INF : m[r] * unit), shared_store_float(statistics + 4, l[r]);
-#pragma unroll
-      for (int e = 0; e < 2; e++)
+      UNROLLED(e, 2)
 #pragma unroll
         for (int i = 0; i < 8; i += 4)
           shared_store_float4(share_at(shared, warp, row, 4 * t + 2 * e + i / 4),
@@ -88,15 +83,13 @@ DEVICE void combine_warps(const Params &p, const Tile &tile, float (&O)[CHUNKS][
     for (int i = thread; i < tile.count() * 16; i += THREADS) {
       const int row = i / 16, quad = i % 16, channel = h * 64 + quad * 4;
       float statistics[NW][2], highest = NEG_INF, sum = 0.f;
-#pragma unroll
-      for (int w = 0; w < NW; w++) {
+      UNROLLED(w, NW) {
         shared_load_floats(statistics[w], shared + STATISTICS_AT + (w * ROWS + row) * 8);
         highest = fmaxf(highest, statistics[w][0]);
       }
       const float from = highest == NEG_INF ? 0.f : highest;
       float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-      for (int w = 0; w < NW; w++) {
+      UNROLLED(w, NW) {
         const float weight = exp2_approx(statistics[w][0] - from);
         const float4 x = shared_load_float4(share_at(shared, w, row, quad));
         sum += weight * statistics[w][1];
