@@ -135,14 +135,15 @@ def _attend(arguments: _Arguments, return_lse: bool) -> tuple[Tensor, Tensor | N
     described = _described(arguments, return_lse)
     outline = None if described is None else signature.outline(*described)
     known = signature.known(outline)
-    step = None if known is None else dispatch.kept_step(known.signature)
-    if step is not None:
+    if known is not None:
         _check_capacity(arguments)
+        step = dispatch.kept_step(known.signature)
         try:
-            result = _stepped(step, arguments)
-            return result.out, result.softmax_lse
-        except Unlike:
-            pass  # the whole key tells them apart
+            if step is not None:
+                result = _stepped(step, arguments)
+                return result.out, result.softmax_lse
+        except Unlike:  # the whole key tells them apart
+            dispatch.take_back(known.signature)
     key = None if described is None else signature.key(*described)
     known = signature.known(key)
     if known is None:

@@ -186,12 +186,13 @@ def test_launches_are_those_of_a_first_call(function: Callable[..., Any], monkey
 
     def launched(arguments: Arguments) -> list[Any]:
         before = len(launches.seen)
+        reset_backend_counts()
         with torch.no_grad(), use_backend("fused"):
             try:
                 function(**{name: of_half(name, value) for name, value in arguments.items()})
             except Exception as error:  # noqa: BLE001  whatever a first call raises
-                return [type(error), str(error)]
-        return [
+                return [type(error), str(error), sum(backend_counts().values())]
+        seen = [
             (
                 launch.variant,
                 launch.blocks,
@@ -199,6 +200,7 @@ def test_launches_are_those_of_a_first_call(function: Callable[..., Any], monkey
             )
             for launch in launches.seen[before:]
         ]
+        return [*seen, backend_counts()]
 
     check_warm(launched, BASES[function](), CHANGES[function] + WRONG.get(function, []))
 

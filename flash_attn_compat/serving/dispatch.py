@@ -157,6 +157,12 @@ def kept_step(signature: Signature | None) -> Step | None:
     return found
 
 
+def take_back(signature: Signature | None) -> None:
+    """The call that ``kept_step`` counted is another one."""
+    if signature is not None:
+        _served[signature.decision[1].name] -= 1
+
+
 def new_step(
     signature: Signature, call: AttentionCall, whole: Callable[[], AttentionCall], new: Append | None
 ) -> Step | None:
