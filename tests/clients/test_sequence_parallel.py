@@ -74,7 +74,7 @@ def process(rank: int, name: str, port: int) -> None:
     flash_attn_compat.patch()
     dist.init_process_group("gloo")
     WORKERS[name](rank)
-    assert sum(flash_attn_compat.backend_counts().values()) >= 2
+    assert sum(flash_attn_compat.backend_counts().values()) > 0
     dist.barrier()
     dist.destroy_process_group()
 
