@@ -136,6 +136,7 @@ def test_kernels_are_tried_unless_their_own_gpus_work_is_captured(monkeypatch: p
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(capture, "is_capturing", lambda asked: asked.index == 1)
+    monkeypatch.setattr(loader, "_current_device", lambda: None)  # with a GPU it asks the driver
     monkeypatch.setattr(trial, "_right", set())
     monkeypatch.setattr(trial, "_verdict_name", lambda *what: "tried")
     monkeypatch.setattr(loader, "driver", lambda: None)
