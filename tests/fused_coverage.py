@@ -21,7 +21,6 @@ from flash_attn_compat.engine import dropout
 from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result
 from verify.call import Answer, Call
-from verify.examination import fetched
 from verify.judge import Right, against_fp64, right_answer
 
 _FEATURES = ("local", "alibi", "softcap", "dropout", "paged")
@@ -92,7 +91,7 @@ def _backward(kind: Kind, place: torch.device) -> None:
 
 
 def _must_pass(right: Right, answer: Answer) -> None:
-    wrong = [check for check in against_fp64(right, fetched(answer, "cpu"), "cuda") if not check.ok]
+    wrong = [check for check in against_fp64(right, answer.to("cpu"), "cuda") if not check.ok]
     assert not wrong, "; ".join(f"{check.quantity}: {check.note}" for check in wrong)
 
 

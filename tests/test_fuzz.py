@@ -14,8 +14,6 @@ import torch
 from flash_attn_compat import flash_attn_interface
 from tests import mutants
 from tests.fuzz import Failure, Plan, main, shrink
-from verify.call import Answer
-from verify.examination import fetched
 from verify.problems import Problem
 
 
@@ -84,8 +82,3 @@ def test_a_failure_is_made_small(wrong_alibi: None) -> None:
     small = shrink(Failure(0, "reference", large, ["out: error"]), "cpu", attempts=100)
     assert small.alibi and not small.sizes and len(small.seqlens_q) == 1 and small.head_dim == 8
     assert torch.tensor(small.seqlens_q).max() < 20
-
-
-def test_an_answer_of_one_element_is_fetched_whatever_its_stride() -> None:
-    one = torch.zeros(2, dtype=torch.float64)[::2]
-    assert fetched(Answer(one, grads={"q": one}), "meta").grads["q"].shape == (1,)

@@ -9,8 +9,9 @@ from tests import fused_on_cpu
 from tests.fuzz import must_serve
 from verify.cases import Case
 from verify.drawing import random_problem
+from verify.errors import NotSupported
 from verify.examination import Examination
-from verify.implementations import Backend, NotSupported
+from verify.implementations import Backend
 from verify.judge import Check, against_official
 from verify.problems import KINDS
 from verify.recorded import recorded_cases

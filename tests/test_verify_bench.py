@@ -10,12 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from verify import bench, spot_check, timing
-from verify.bench_run import Plan, run
+from verify import bench, bench_report, spot_check, timing
+from verify.bench_run import Plan, Row, run
 from verify.cli import main
-from verify.contestants import RIVALS, Contestant, Prepared, Unavailable, ours, plain
-from verify.spot_check import Piece, check, pieces, truths
-from verify.timing import Allocations, Failed, Job, allocations, time_together
+from verify.contestants import RIVALS, Contestant, Prepared, ours, plain
+from verify.errors import NotSupported
+from verify.judge import Check
+from verify.spot_check import check, pieces, truths
+from verify.timing import Allocations, Failed, Job, Timing, allocations, time_together
 from verify.workloads import DECODE, FULL, SMALL, Workload, shrunk, workload
 
 TINY = {one.name: shrunk(one, batch=32, seqlen=64, heads=8) for one in (*FULL, *DECODE)}
@@ -26,13 +28,6 @@ QUICK = ["bench", "--repeats", "2", "--backends", "default,chunked"]
 def cross_short_q(monkeypatch):
     """The only workload there is."""
     monkeypatch.setattr(bench, "SMALL", (TINY["cross_short_q"],))
-
-
-def test_a_file_that_is_no_saved_run_is_named(tmp_path, capsys):
-    path = tmp_path / "a.json"
-    path.write_text('{"rows": [{}]}')
-    assert main(["bench", "--against", str(path)]) == 2
-    assert "is not a file that `python -m verify bench --json` wrote" in capsys.readouterr().err
 
 
 # ---- the command, on tiny problems -----------------------------------------------------------------------------------
@@ -84,7 +79,7 @@ def _stub(name, attention):
 
 
 def _unavailable(workload, inputs):
-    raise Unavailable("lacks everything")
+    raise NotSupported("lacks everything")
 
 
 def _right(workload, inputs):
@@ -129,7 +124,7 @@ def test_a_failure_is_a_row_with_its_reason_and_the_others_keep_their_figures():
     assert rows["oom"].failed and rows["oom"].reason == "out of memory" and rows["oom"].forward is None
     assert rows["half"].failed and rows["half"].reason == "RuntimeError: no gradients here"
     assert rows["half"].forward is not None and rows["half"].both is None
-    assert rows["absent"].not_supported and not rows["absent"].wrong and rows["absent"].reason == "lacks everything"
+    assert rows["absent"].verdict is None and not rows["absent"].wrong and rows["absent"].reason == "lacks everything"
     assert rows["off"].wrong and rows["off"].forward is not None
     assert rows["fine"].verdict.ok and rows["fine"].forward and rows["fine"].both and not rows["fine"].wrong
 
@@ -160,34 +155,16 @@ def test_every_rival_and_the_default_are_right_on_every_workload(name):
     for contestant in (ours(), ours("reference"), *RIVALS.values()):
         try:
             found = _checked(contestant, TINY[name])
-        except Unavailable:
-            assert not contestant.ours and (contestant.name in ("official", "aten_flash", "sdpa_loop")
+        except NotSupported:
+            assert not contestant.ours and (contestant.name in ("official", "sdpa_loop")
                                             or TINY[name].new_keys)  # fmt: skip
             continue
         assert found.ok, (contestant.name, found)
 
 
-@pytest.mark.parametrize("name", ["llm_gqa_causal", "mistral_window", "uniform_varlen"])
-def test_what_is_right_does_not_depend_on_the_blocks_it_is_computed_in(name, monkeypatch):
-    inputs = TINY[name].call("cpu", torch.float16)
-    whole = truths(TINY[name], inputs)
-    monkeypatch.setattr(spot_check, "BLOCK_SCORES", 33 * TINY[name].max_seqlen_k)
-    cut = truths(TINY[name], inputs)
-    for piece in whole:
-        for quantity, bound in whole[piece].bounds.items():
-            one, other = (right.exact.out if quantity == "out" else right.exact.grads[quantity]
-                          for right in (whole[piece], cut[piece]))  # fmt: skip
-            torch.testing.assert_close(one, other)
-            assert (cut[piece].bounds[quantity] < 1.5 * bound).all()
-
-
-def _with(change):
-    """The plain computation of a workload with something about it changed."""
-    return lambda workload, inputs: plain(change(workload), inputs).run
-
-
 def _changed(**fields):
-    return _with(lambda workload: replace(workload, **fields))
+    """The plain computation of a workload with something about it changed."""
+    return lambda workload, inputs: plain(replace(workload, **fields), inputs).run
 
 
 def _forgets_dk(workload, inputs):
@@ -200,7 +177,9 @@ def _nan_in_the_last_row(workload, inputs):
 
     def attention(q, k, v):
         out = right(q, k, v)
-        return torch.cat([out[:-1], out[-1:] * math.nan])
+        last = torch.zeros_like(out)
+        (last if workload.packed else last.transpose(0, 1))[-1] = math.nan
+        return out + last
 
     return attention
 
@@ -225,6 +204,16 @@ def test_a_wrong_answer_is_seen_whichever_way_it_is_wrong(name, wrong, quantity)
     assert quantity is None or found.quantity == quantity
 
 
+@pytest.mark.parametrize("name", ["llm_gqa_causal", "mistral_window", "alibi_causal", "cross_short_q"])
+def test_where_fp64_has_no_room_for_all_rows_the_last_ones_are_judged(name, monkeypatch):
+    workload = TINY[name]
+    monkeypatch.setattr(spot_check, "MOST_SCORES", 7 * workload.group * workload.max_seqlen_k)
+    assert pieces(workload)[0].rows == min(7, workload.max_seqlen_q)
+    assert _checked(ours("chunked"), workload).ok
+    for wrong in (_nan_in_the_last_row, _forgets_dk):
+        assert not _checked(_stub("wrong", wrong), workload).ok
+
+
 @pytest.mark.parametrize("name", ["decode_1x8192_append", "decode_32x4096_paged_append"])
 @pytest.mark.parametrize("left_out", [("rotary_cos", "rotary_sin"), ("k", "v", "rotary_cos", "rotary_sin")])
 def test_a_step_that_does_not_rotate_or_appends_nothing_is_seen(name, left_out):
@@ -246,12 +235,7 @@ def _backward_draws_again(workload, inputs):
 
 def _times(factor, **fields):
     """That of another workload, and out multiplied."""
-
-    def wrong(workload, inputs):
-        run = plain(replace(workload, **fields), inputs).run
-        return lambda q, k, v: factor * run(q, k, v)
-
-    return wrong
+    return lambda workload, inputs: lambda q, k, v: factor * _changed(**fields)(workload, inputs)(q, k, v)
 
 
 @pytest.mark.parametrize(
@@ -333,5 +317,33 @@ def test_a_context_is_entered_around_every_reading():
 
 
 def test_the_pieces_checked_are_the_longest_and_the_shortest_sequence():
-    assert pieces(workload("three", (5, 9, 2), (4, 2), 8, "varlen")) == [Piece(1, 1), Piece(2, 0)]
+    found = pieces(workload("three", (5, 9, 2), (4, 2), 8, "varlen"))
+    assert [(piece.sequence, piece.head, piece.rows) for piece in found] == [(1, 1, 9), (2, 0, 2)]
     assert len(pieces(workload("one", (5,), (1, 1), 8))) == 1
+
+
+# ---- ratios ----------------------------------------------------------------------------------------------------------
+
+
+def _row(contestant, forward=None, both=None, ok=True, ours=False):
+    times = (None if ms is None else Timing(ms, ms, ms, 3) for ms in (forward, both))
+    return Row("w", contestant, ours, "", *times, verdict=Check("out", "fp64", 0.5 if ok else 2.0, 1.0))
+
+
+def test_a_ratio_is_theirs_over_ours_and_of_the_fastest_that_is_right():
+    pad, plain = _row("pad_sdpa", 8.0, 12.0), _row("plain", 1.0, 18.0)
+    rows = [_row("default", 2.0, 6.0, ours=True), pad, plain, _row("official", 1.0)]
+    (found,) = bench_report.compared(rows)
+    assert [found.ratio(bench_report.WORKAROUNDS, mode) for mode in ("forward", "both")] == [0.5, 2.0]
+    assert [found.ratio(bench_report.FLASH, mode) for mode in ("forward", "both")] == [0.5, None]
+    table = bench_report.summary_table(rows)
+    shown = dict(zip(table.columns, table.rows[0]))
+    assert (shown["fastest other"], shown["to it"]) == ("plain / pad_sdpa", "0.50 / 2.00")
+    assert bench_report.mean_lines(rows)[0] == "geometric mean to flash-attn: forward 0.500 (1 workloads)"
+    (found,) = bench_report.compared([rows[0], pad, replace(plain, failed=True)])
+    assert found.ratio(bench_report.WORKAROUNDS, "forward") == 4.0
+
+
+def test_our_backend_named_official_is_not_taken_for_flash_attn():
+    (found,) = bench_report.compared([_row("official", 1.0, ours=True), _row("default", 2.0, ours=True)])
+    assert found.mine.contestant == "default" and found.ratio(bench_report.FLASH, "forward") is None

@@ -64,18 +64,6 @@ def test_what_wants_no_gradients_is_timed_in_a_graph_too(faithful):
         assert all(row.forward and not row.graph_reason and not row.graph_wrong for row in found.values())
 
 
-def test_where_graphs_are_not_wanted_nothing_is_captured(monkeypatch):
-    monkeypatch.setattr(graphs, "capture", _refused)
-    assert not any(row.graph or row.graph_reason for row in _measured(_plan(*DECODES[:1], graphs=False)).values())
-
-
-def test_a_capture_that_fails_keeps_the_eager_figures_and_gives_its_reason(monkeypatch):
-    monkeypatch.setattr(graphs, "capture", _refused)
-    row = _measured(_plan(DECODES[0]))[DECODES[0], "default"]
-    assert row.graph is None and row.forward and not row.wrong and not row.graph_wrong
-    assert row.graph_reason == "RuntimeError: operation not permitted when stream is capturing"
-
-
 @pytest.mark.parametrize("name", [*DECODES, "skewed_causal"])
 def test_a_replay_that_does_not_see_new_inputs_is_wrong_and_has_no_time(name, monkeypatch):
     monkeypatch.setattr(graphs, "capture", _stale)

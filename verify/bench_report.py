@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from verify.tables import Table
 from verify.timing import Timing, geometric_mean
 from verify.workloads import DECODE
 
-FORWARD, BOTH, GRAPH = "forward", "both", "graph"
-MODES = {FORWARD: "forward", BOTH: "forward + backward"}
+MODES = {"forward": "forward", "both": "forward + backward"}
+YARDSTICKS = {"flash-attn": FLASH, "the fastest way without it": WORKAROUNDS}
 NONE = "-"
 
 
@@ -24,79 +24,45 @@ NONE = "-"
 
 @dataclass(frozen=True)
 class Compared:
-    """One workload: ours, which is the default choice or the first backend asked for, and everybody's rows by name."""
+    """One workload: ours, which is the default choice or the first backend asked for, and the rivals' rows."""
 
-    workload: str
     mine: Row
-    rows: Mapping[str, Row]
+    rivals: Sequence[Row]
 
-    def rivals(self, names: Sequence[str], mode: str) -> list[Row]:
-        """Those that were timed, in that order; a wrong answer is no yardstick."""
-        there = [row for name in names if (row := self.rows.get(name)) and not row.wrong]
-        return [row for row in there if row.milliseconds(mode) is not None]
+    def fastest(self, names: Sequence[str], mode: str) -> Row | None:
+        """Of the rivals of these names that were timed; a wrong answer is no yardstick."""
+        timed = [row for row in self.rivals if row.contestant in names and not row.wrong and row.milliseconds(mode)]
+        return min(timed, key=lambda row: row.milliseconds(mode) or 0.0, default=None)
 
-    def flash(self, mode: str) -> Row | None:
-        return next(iter(self.rivals(FLASH, mode)), None)
-
-    def other(self, mode: str) -> Row | None:
-        """The fastest of what people use without flash-attn."""
-        return min(self.rivals(WORKAROUNDS, mode), key=lambda row: row.milliseconds(mode) or 0.0, default=None)
-
-    def ratio(self, rival: Row | None, mode: str) -> float | None:
-        """Theirs / ours: above 1 we are faster. None: not measured."""
-        theirs, ours = (row and row.milliseconds(mode) for row in (rival, self.mine))
+    def ratio(self, names: Sequence[str], mode: str) -> float | None:
+        """The fastest one's time / ours: above 1 we are faster. None: not measured."""
+        rival, ours = self.fastest(names, mode), self.mine.milliseconds(mode)
+        theirs = rival.milliseconds(mode) if rival else None
         return theirs / ours if theirs and ours else None
-
-    def to_flash(self, mode: str) -> float | None:
-        return self.ratio(self.flash(mode), mode)
-
-    def to_other(self, mode: str) -> float | None:
-        return self.ratio(self.other(mode), mode)
 
 
 def compared(rows: Sequence[Row]) -> Iterator[Compared]:
     """Each workload of which there is a row of ours."""
     for workload in dict.fromkeys(row.workload for row in rows):
-        ours = [row for row in rows if row.workload == workload and row.ours]
-        if ours:
-            mine = next((row for row in ours if row.contestant == "default"), None)
-            mine = mine or next((row for row in ours if row.forward), ours[0])
-            # Our backend of that name is not the rival.
-            others = {row.contestant: row for row in rows if row.workload == workload and not row.ours}
-            yield Compared(workload, mine, others)
-
-
-RATIOS: dict[str, Callable[[Compared, str], float | None]] = {
-    "flash-attn": Compared.to_flash,
-    "the fastest way without it": Compared.to_other,
-}
+        mine, rivals = (
+            [row for row in rows if row.workload == workload and row.ours is ours] for ours in (True, False)
+        )
+        # "default" if it is among them, then whoever was timed.
+        mine.sort(key=lambda row: (row.contestant != "default", not row.forward))
+        if mine:
+            yield Compared(mine[0], rivals)
 
 
 def mean_lines(rows: Sequence[Row]) -> list[str]:
     """Geometric means of our speed as a multiple of flash-attn's and of the fastest other way's, decoding aside."""
     decoding = {workload.name for workload in DECODE}
-    found = [each for each in compared(rows) if each.workload not in decoding]
+    found = [each for each in compared(rows) if each.mine.workload not in decoding]
     lines = []
-    for label, ratio in RATIOS.items():
-        means = []
-        for mode, name in MODES.items():
-            if values := [value for each in found if (value := ratio(each, mode))]:
-                means.append(f"{name} {geometric_mean(values):.3f} ({len(values)} workloads)")
-        if means:
-            lines.append(f"geometric mean to {label}: {', '.join(means)}")
+    for label, names in YARDSTICKS.items():
+        ratios = {what: [ratio for each in found if (ratio := each.ratio(names, mode))] for mode, what in MODES.items()}
+        means = [f"{what} {geometric_mean(of):.3f} ({len(of)} workloads)" for what, of in ratios.items() if of]
+        lines += [f"geometric mean to {label}: {', '.join(means)}"] if means else []
     return lines
-
-
-def in_words(rows: Sequence[Row]) -> str:
-    """Our speed, for readers who have never heard of attention kernels."""
-    sentences = []
-    for rival, ratio in RATIOS.items():
-        there = [each for each in compared(rows) if not each.mine.wrong]
-        if factors := [factor for each in there if (factor := ratio(each, FORWARD))]:
-            mean = geometric_mean(factors)
-            how = f"{mean:.1f} times as fast as" if mean > 1.1 else "about as fast as" if mean > 0.9 else "slower than"
-            sentences.append(f"It was {how} {rival} ({min(factors):.2g} to {max(factors):.2g} times its speed).")
-    return " ".join(sentences)
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -114,7 +80,7 @@ def detail(row: Row) -> list[str]:
 
 def answer(row: Row) -> str:
     if row.verdict is None:
-        return "FAIL" if row.failed else "not supported" if row.not_supported else NONE
+        return "FAIL" if row.failed else "not supported"
     return "pass" if row.verdict.ok else "FAIL"
 
 
@@ -123,29 +89,25 @@ def remarks(row: Row) -> str:
     return "; ".join(filter(None, [row.reason, verdict, row.graph_reason and f"no graph: {row.graph_reason}"]))
 
 
-def detail_table(rows: Sequence[Row], every: bool = False) -> Table:
-    """every: those, too, that have nothing to show but a remark."""
-    shown = [detail(row) for row in rows if every or row.forward or row.failed or row.not_supported]
-    return Table("Every contestant: median ± half the quartile distance", DETAIL_COLUMNS, shown, folded=True)
+def detail_table(rows: Sequence[Row], title: str, folded: bool = False) -> Table:
+    return Table(f"{title}: median ± half the quartile distance", DETAIL_COLUMNS, [detail(row) for row in rows], folded)
 
 
 def summary_table(rows: Sequence[Row]) -> Table:
-    """Ours in one line for each workload, beside flash-attn (or PyTorch's build) and the fastest way without it."""
+    """Ours in one line for each workload, beside flash-attn and the fastest way without it."""
     columns = ["workload", "served by", "ms", "in graph", "MiB", "flash-attn ms", "to it", "in graph", "fastest other",
                "to it", "answer"]  # fmt: skip
     cells = []
     for each in compared(rows):
-        mine, modes = each.mine, (FORWARD, BOTH) if each.mine.both else (FORWARD,)
-        flash = [each.flash(mode) for mode in modes]
-        built = " (PyTorch's)" if any(row and row.contestant != "official" for row in flash) else ""
-        others = [row.contestant for mode in modes if (row := each.other(mode))]
+        mine, modes = each.mine, ("forward", "both") if each.mine.both else ("forward",)
+        flash, others = ([each.fastest(names, mode) for mode in modes] for names in (FLASH, WORKAROUNDS))
+        to_flash, to_other = ([each.ratio(names, mode) for mode in modes] for names in (FLASH, WORKAROUNDS))
         cells.append([
-            each.workload, mine.served_by, _listed([mine.milliseconds(mode) for mode in modes], ".3g"),
-            _number(mine.milliseconds(GRAPH), ".3g"), _listed([mine.memory_mib, mine.both_memory_mib], ".3g"),
-            _listed([row.milliseconds(mode) if row else None for row, mode in zip(flash, modes)], ".3g") + built,
-            _listed([each.to_flash(mode) for mode in modes], ".3f"), _number(each.to_flash(GRAPH), ".3f"),
-            " / ".join(dict.fromkeys(others)) or NONE, _listed([each.to_other(mode) for mode in modes], ".2f"),
-            answer(mine),
+            mine.workload, mine.served_by, _listed([mine.milliseconds(mode) for mode in modes], ".3g"),
+            _number(mine.milliseconds("graph"), ".3g"), _listed([mine.memory_mib, mine.both_memory_mib], ".3g"),
+            _listed([row.milliseconds(mode) if row else None for row, mode in zip(flash, modes)], ".3g"),
+            _listed(to_flash, ".3f"), _number(each.ratio(FLASH, "graph"), ".3f"),
+            " / ".join(dict.fromkeys(row.contestant for row in others if row)), _listed(to_other, ".2f"), answer(mine),
         ])  # fmt: skip
     return Table("Ours, forward / forward + backward, and as a multiple of the others' speed", columns, cells)
 
@@ -182,24 +144,24 @@ def load(path: Path) -> Saved:
 def against(saved: Saved, rows: Sequence[Row], tolerance: float) -> tuple[Table, list[str], bool]:
     """A table of now / saved, lines of conclusion, and whether something became slower by more than the tolerance."""
     cells, slower = [], []
-    found: dict[str, list[float]] = {mode: [] for mode in MODES}
+    found: dict[str, list[float]] = {what: [] for what in MODES.values()}
     for row in rows:
-        for mode in MODES:
+        for mode, what in MODES.items():
             now: Timing | None = getattr(row, mode)
             then = saved.timings.get((row.workload, row.contestant, row.ours, mode))
             if now is None or then is None:
                 continue
             ratio = now.median_ms / then.median_ms
-            cells.append([row.workload, row.contestant, MODES[mode], str(then), str(now), f"{ratio:.3f}"])
-            found[mode] += [ratio] if row.ours else []
+            cells.append([row.workload, row.contestant, what, str(then), str(now), f"{ratio:.3f}"])
+            found[what] += [ratio] if row.ours else []
             # Apart by more than the noise of either.
             if row.ours and ratio > 1 + tolerance and now.low_ms > then.high_ms:
-                slower.append(f"{row.workload} {row.contestant} {MODES[mode]} {ratio:.2f}x")
+                slower.append(f"{row.workload} {row.contestant} {what} {ratio:.2f}x")
     columns = ["workload", "contestant", "", "saved ms", "now ms", "ratio"]
     table = Table(f"Against the run of {saved.environment.get('date', '?')} (now / saved)", columns, cells)
     lines = [
-        f"now / saved, {MODES[mode]}, geometric mean of ours: {geometric_mean(ratios):.3f} over {len(ratios)}"
-        for mode, ratios in found.items()
+        f"now / saved, {what}, geometric mean of ours: {geometric_mean(ratios):.3f} over {len(ratios)}"
+        for what, ratios in found.items()
         if ratios
     ]
     lines += [] if cells else ["nothing in common with the saved run"]

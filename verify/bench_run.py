@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from verify import spot_check
 from verify.call import Call
-from verify.contestants import Contestant, Prepared, Unavailable
+from verify.contestants import Contestant, Prepared
 from verify.judge import Check
 from verify.timing import Allocations, Failed, Job, Timing, allocations, attempt, free_memory, time_together
 from verify.workloads import Workload
@@ -32,14 +32,13 @@ class Row:
     forward: Timing | None = None
     both: Timing | None = None
     memory_mib: float | None = None
+    both_memory_mib: float | None = None
     verdict: Check | None = None
     reason: str = ""
     failed: bool = False
-    not_supported: bool = False
     graph: Timing | None = None
     graph_reason: str = ""
     graph_wrong: bool = False
-    both_memory_mib: float | None = None
 
     @property
     def wrong(self) -> bool:
@@ -49,6 +48,10 @@ class Row:
         """mode: forward, both or graph."""
         timing: Timing | None = getattr(self, mode)
         return None if timing is None else timing.median_ms
+
+    def but(self, failed: Failed) -> Row:
+        """With what went wrong in it."""
+        return replace(self, reason=failed.reason, failed=not failed.refused)
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "verdict": self.verdict and self.verdict.to_json()}
@@ -77,59 +80,49 @@ def run(plan: Plan, step: Callable[[str], None] = lambda what: None) -> Iterator
 
 
 def _rows(workload: Workload, plan: Plan, step: Callable[[str], None]) -> list[Row]:
-    facts: dict[str, dict[str, Any]] = {each.name: {"ours": each.ours} for each in plan.contestants}
-    prepared: dict[str, Prepared] = {}
-    backward = plan.backward and not workload.decode
+    rows = {each.name: Row(workload.name, each.name, each.ours) for each in plan.contestants}
+    able: dict[bool, dict[str, Prepared]] = {False: {}, True: {}}  # with gradients or without: who can do it
     step(f"{workload.name}: tensors")
     given = attempt(plan.device, workload.call, plan.device, plan.dtype, plan.seed)
     right = given if isinstance(given, Failed) else attempt(plan.device, spot_check.truths, workload, given)
-    if isinstance(given, Failed) or isinstance(right, Failed):
-        reason = right.reason if isinstance(right, Failed) else ""
-        return [Row(workload.name, name, **each, reason=reason, failed=True) for name, each in facts.items()]
+    if isinstance(right, Failed):
+        return [row.but(right) for row in rows.values()]
+    assert isinstance(given, Call)
+    # The call with gradients is what is checked. Where it fails, of memory mostly, the forward may still be possible.
+    ways = (True, False) if plan.backward and not workload.decode else (False,)
     for contestant in plan.contestants:
-        step(f"{workload.name}: checking {contestant.name}")
-        fact = facts[contestant.name]
-        found = attempt(plan.device, prepare, contestant, workload, given)
-        if isinstance(found, str):
-            fact |= {"reason": found, "not_supported": True}
+        name = contestant.name
+        step(f"{workload.name}: checking {name}")
+        prepared = attempt(plan.device, contestant.prepare, workload, given)
+        if isinstance(prepared, Failed):
+            rows[name] = rows[name].but(prepared)
             continue
-        if isinstance(found, Failed):
-            fact |= {"reason": found.reason, "failed": True}
-            continue
-        fact["served_by"] = found.served_by
-        # Where the backward fails, of memory mostly, the forward may still be possible.
-        for gradients in (True, False) if backward and not found.no_backward else (False,):
-            verdict = attempt(plan.device, spot_check.check, found, workload, given, right, gradients)
-            if isinstance(verdict, Check):
-                fact["verdict"], prepared[contestant.name] = verdict, found
-                break
-            fact |= {"reason": verdict.reason, "failed": True}
+        for gradients in ways:
+            verdict = attempt(plan.device, spot_check.check, prepared, workload, given, right, gradients)
+            if isinstance(verdict, Failed):
+                rows[name] = rows[name].but(verdict)
+                continue
+            rows[name] = replace(rows[name], served_by=prepared.served_by, verdict=verdict)
+            able[False][name] = prepared
+            able[True] |= {name: prepared} if gradients else {}
+            break
 
-    def measure(jobs: Mapping[str, Job], timing: str, memory: str) -> None:
+    def measure(gradients: bool, timing: str, memory: str) -> None:
         step(f"{workload.name}: {timing}")
+        make = training_job if gradients else forward_job
+        jobs = {name: make(prepared, given) for name, prepared in able[gradients].items()}
         for name, job in jobs.items():
             held = attempt(plan.device, allocations, job.run, plan.device, job.around)
             if isinstance(held, Allocations):
-                facts[name][memory] = (held.peak + prepared[name].prepared_bytes) / MIB
+                most: dict[str, Any] = {memory: (held.peak + able[gradients][name].prepared_bytes) / MIB}
+                rows[name] = replace(rows[name], **most)
         for name, found in time_together(jobs, plan.device, plan.repeats, plan.budget_s).items():
-            facts[name] |= {"reason": found.reason, "failed": True} if isinstance(found, Failed) else {timing: found}
+            timed: dict[str, Any] = {timing: found}
+            rows[name] = rows[name].but(found) if isinstance(found, Failed) else replace(rows[name], **timed)
 
-    measure({name: forward_job(each, given) for name, each in prepared.items()}, "forward", "memory_mib")
-    if backward:
-        able = {name: each for name, each in prepared.items() if not each.no_backward and not facts[name].get("failed")}
-        measure({name: training_job(each, given) for name, each in able.items()}, "both", "both_memory_mib")
-        for name, each in prepared.items():
-            if each.no_backward:
-                facts[name].setdefault("reason", f"no backward: {each.no_backward}")
-    return [Row(workload.name, name, **values) for name, values in facts.items()]
-
-
-def prepare(contestant: Contestant, workload: Workload, given: Call) -> Prepared | str:
-    """Or why this contestant does not take part."""
-    try:
-        return contestant.prepare(workload, given)
-    except Unavailable as reason:
-        return str(reason).partition("\n")[0]
+    measure(False, "forward", "memory_mib")
+    measure(True, "both", "both_memory_mib")
+    return list(rows.values())
 
 
 def forward_job(prepared: Prepared, given: Call) -> Job:

@@ -74,6 +74,12 @@ class Answer:
     grads: Mapping[str, Tensor] = field(default_factory=dict)
     caches: Mapping[str, Tensor] = field(default_factory=dict)
 
+    def to(self, device: torch.device | str) -> Answer:
+        """The same on another device."""
+        lse, s_dmask = (None if x is None else x.to(device) for x in (self.softmax_lse, self.s_dmask))
+        grads, caches = ({n: x.to(device) for n, x in found.items()} for found in (self.grads, self.caches))
+        return Answer(self.out.to(device), lse, s_dmask, grads, caches)
+
 
 def _is_data(name: str, x: Any) -> bool:
     return isinstance(x, Tensor) and not name.startswith("max_seqlen") and name != "window_size"

@@ -21,30 +21,26 @@ import flash_attn_compat
 from flash_attn_compat.bert_padding import index_first_axis, pad_input
 from verify import implementations as impl
 from verify.call import Call
+from verify.errors import NotSupported
 from verify.oracle import keys_visible
 from verify.workloads import Workload
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class Unavailable(Exception):
-    """This contestant cannot take part in this workload, and why."""
-
-
 @dataclass(frozen=True)
 class Prepared:
-    """run(q, k, v) -> out, differentiable unless `no_backward` says why not. `around` is entered outside the clock."""
+    """run(q, k, v) -> out, differentiable. `around` is entered outside the clock."""
 
     run: Attention
     around: Callable[[], AbstractContextManager[object]] = nullcontext
-    no_backward: str = ""
     prepared_bytes: int = 0
     served_by: str = ""
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """prepare: raises Unavailable; ours: whether it must be right, or is somebody to compare with."""
+    """prepare: raises NotSupported; ours: whether it must be right, or is somebody to compare with."""
 
     name: str
     prepare: Callable[[Workload, Call], Prepared]
@@ -67,72 +63,28 @@ def ours(backend: str | None = None) -> Contestant:
 
 def _ours(backend: str | None, workload: Workload, given: Call) -> Prepared:
     call = flash_attn_call(flash_attn_compat, given)
-    around = functools.partial(flash_attn_compat.use_backend, backend) if backend else nullcontext
+    around = functools.partial(impl.Backend(backend).serving, given) if backend else nullcontext
+    with around(), torch.no_grad():
+        call(*given.qkv)  # on a GPU that nobody measured, the package times at the first call what may be faster
 
-    def explained(gradients: bool) -> Any:
+    def served_by(gradients: bool) -> str:
         qkv = [tensor.detach().requires_grad_(gradients) for tensor in given.qkv]
         with around():
-            return flash_attn_compat.explain(call, *qkv)
+            return flash_attn_compat.explain(call, *qkv).backend or ""
 
-    forward = explained(False)
-    if forward.backend is not None and backend is None:
-        # On a GPU that nobody measured, the package times what may be faster at the first call.
-        with torch.no_grad():
-            call(*given.qkv)
-        forward = explained(False)
-    if forward.backend is None:
-        raise Unavailable("; ".join(forward.reasons[backend]) if backend else str(forward))
-    # With gradients wanted, dispatch may choose another one.
-    both = forward if workload.decode else explained(True)
-    if both.backend is None:
-        reason = "; ".join(both.reasons[backend]) if backend else "no backend serves it"
-        return Prepared(call, around, no_backward=reason, served_by=forward.backend)
-    another = both.backend != forward.backend
-    return Prepared(call, around, served_by=forward.backend + f", {both.backend} with gradients" * another)
+    forward = served_by(False)
+    both = forward if workload.decode else served_by(True)
+    return Prepared(call, around, served_by=forward + f", {both} with gradients" * (both not in ("", forward)))
 
 
 def official(workload: Workload, given: Call) -> Prepared:
     """The real flash-attn, if it is here and runs."""
     package, word = impl.official()
     if package is None:
-        raise Unavailable(f"flash_attn: {word}")
+        raise NotSupported(f"flash_attn: {word}")
     if given.q.device.type != "cuda" or given.dtype.itemsize != 2:
-        raise Unavailable("computes fp16 and bf16 on CUDA devices")
+        raise NotSupported("computes fp16 and bf16 on CUDA devices")
     return Prepared(flash_attn_call(package.target, given))
-
-
-# ---- PyTorch's build of FlashAttention-2 -----------------------------------------------------------------------------
-
-
-def _no_append(workload: Workload) -> None:
-    if workload.new_keys:
-        raise Unavailable("reads a cache but appends nothing to it")
-
-
-def aten_flash(workload: Workload, given: Call) -> Prepared:
-    """torch.ops.aten._flash_attention_forward, PyTorch's own build of FlashAttention-2."""
-    if given.q.device.type != "cuda":
-        raise Unavailable("a CUDA kernel")
-    if torch.cuda.get_device_capability(given.q.device) < (8, 0) or given.dtype.itemsize != 2:
-        raise Unavailable("computes fp16 and bf16 on GPUs of compute capability 8.0 and newer")
-    if workload.softcap or workload.page_size:
-        raise Unavailable("no softcap" if workload.softcap else "no pages")
-    _no_append(workload)
-    lengths = given.args.get("cu_seqlens_q"), given.args.get("cu_seqlens_k")
-    longest = workload.max_seqlen_q, workload.max_seqlen_k
-    left, right = workload.bounds
-    options: dict[str, Any] = {}
-    if workload.window != (-1, -1):
-        options = {"window_size_left": left, "window_size_right": right}
-    if workload.alibi:
-        options["alibi_slopes"] = given.args["alibi_slopes"]
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rules = workload.dropout_p, workload.causal, False
-        out: Tensor = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, *longest, *rules, **options)[0]
-        return out
-
-    return Prepared(run, no_backward="the backward operator takes no alibi_slopes" if workload.alibi else "")
 
 
 # ---- what people write -----------------------------------------------------------------------------------------------
@@ -163,7 +115,8 @@ def _mask(workload: Workload, given: Call) -> tuple[Tensor | None, bool]:
 
 def _padded(workload: Workload, given: Call, attention: Callable[..., Tensor]) -> Prepared:
     """attention(q, k, v, mask, is_causal) of (batch, nheads, longest, head_dim), the key heads repeated."""
-    _no_append(workload)
+    if workload.new_keys:
+        raise NotSupported("reads a cache but appends nothing to it")
     mask, is_causal = _mask(workload, given)
     if is_causal and attention is not F.scaled_dot_product_attention:
         mask = torch.ones(workload.max_seqlen_q, workload.max_seqlen_k, dtype=torch.bool, device=given.q.device).tril()
@@ -216,9 +169,9 @@ def pad_sdpa(workload: Workload, given: Call) -> Prepared:
 def sdpa_loop(workload: Workload, given: Call) -> Prepared:
     """F.scaled_dot_product_attention for one sequence after the other, with whatever kernel PyTorch picks."""
     if not workload.packed:
-        raise Unavailable("pad_sdpa is the same where nothing is packed")
+        raise NotSupported("pad_sdpa is the same where nothing is packed")
     if workload.softcap or workload.alibi or workload.window != (-1, -1):
-        raise Unavailable("only for plain and causal masks")
+        raise NotSupported("only for plain and causal masks")
     lengths = list(workload.seqlens_q)
 
     def one(*qkv: Tensor) -> Tensor:
@@ -232,9 +185,8 @@ def sdpa_loop(workload: Workload, given: Call) -> Prepared:
     return Prepared(run)
 
 
-RIVALS = {rival.__name__: Contestant(rival.__name__, rival)
-          for rival in (official, aten_flash, pad_sdpa, sdpa_loop, plain)}  # fmt: skip
+RIVALS = {rival.__name__: Contestant(rival.__name__, rival) for rival in (official, pad_sdpa, sdpa_loop, plain)}
 # Whom to be measured against: flash-attn itself, and what people use without it.
-FLASH, WORKAROUNDS = ("official", "aten_flash"), ("pad_sdpa", "sdpa_loop", "plain")
+FLASH, WORKAROUNDS = ("official",), ("pad_sdpa", "sdpa_loop", "plain")
 # The ones worth their time on each kind of device, unless asked for by name.
 USUAL_RIVALS = {"cuda": (*FLASH, "pad_sdpa"), "cpu": WORKAROUNDS, "mps": WORKAROUNDS}

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from verify.call import Answer, Call, accepted, same, solve
-from verify.implementations import Backend, Implementation, NotSupported
+from verify.errors import NotSupported
+from verify.implementations import Backend, Implementation
 from verify.judge import (
     Cells,
     Check,
@@ -90,7 +91,7 @@ class Examination:
         """
         if wrong := of_other_form(self.call, answer, approximate):
             return wrong
-        here = fetched(answer, self.judges)
+        here = answer.to(self.judges)
         keep = None if here.s_dmask is None or not self.call.dropout_p else here.s_dmask >= 0
         right = self.right(keep)
         checks = [*against_fp64(right, here, self.device, approximate), *self.written()]
@@ -150,7 +151,7 @@ class Examination:
                 if not same(answer.out, again.out):
                     checks.append(broken("same seed, same mask", "another answer"))
             if official is not None:
-                checks += against_official(self.host, fetched(answer, "cpu"), official)
+                checks += against_official(self.host, answer.to("cpu"), official)
             return Verdict(checks=checks)
         except NotSupported as refusal:
             touched = [n for n in self.call.caches if not self._as_it_was(n)]
@@ -179,19 +180,3 @@ class Examination:
             return False
         # PyTorch's CPU kernel, also where it stands in for another, answers 0 to a row of fewer than 16 NaN scores.
         return self.device != "cpu" or who.name not in ("sdpa", "torch_efficient")
-
-
-def fetched(answer: Answer, device: torch.device | str) -> Answer:
-    """The answer on another device, in one copy, because each tensor would wait for its own."""
-    found = {"out": answer.out, **answer.grads, **answer.caches}
-    found |= {n: x for n, x in (("lse", answer.softmax_lse), ("s_dmask", answer.s_dmask)) if x is not None}
-    if all(x.device.type == torch.device(device).type for x in found.values()):
-        return answer
-    # A copy even of what is contiguous: a tensor of one element may be, with any stride, and has no bytes to view then.
-    copies = [x.clone(memory_format=torch.contiguous_format) for x in found.values()]
-    together = torch.cat([x.view(-1).view(torch.uint8) for x in copies]).to(device)
-    parts = together.split([x.numel() * x.element_size() for x in found.values()])
-    # A copy of each part, which then begins where its dtype may begin.
-    here = {n: part.clone().view(x.dtype).view(x.shape) for (n, x), part in zip(found.items(), parts)}
-    grads, caches = ({n: here[n] for n in names} for names in (answer.grads, answer.caches))
-    return Answer(here["out"], here.get("lse"), here.get("s_dmask"), grads, caches)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from verify.bench_run import Plan, Row, forward_job, prepare
+from verify.bench_run import Plan, Row, forward_job
 from verify.call import Call
 from verify.contestants import Contestant
 from verify.timing import Failed, Job, Timing, attempt, free_memory, synchronize, time_together
@@ -25,35 +25,31 @@ DIFFERENT = Failed("a replay on other inputs gives another answer than the call"
 def add_graphs(plan: Plan, rows: list[Row], step: Callable[[str], None] = lambda what: None) -> None:
     """Replaces the rows of each workload without gradients by rows with their times in a graph. Raises DeviceLost."""
     for workload in plan.workloads if plan.graphs else ():
-        timed = {row.contestant for row in rows if row.workload == workload.name and row.forward}
+        timed = {
+            row.contestant: index for index, row in enumerate(rows) if row.workload == workload.name and row.forward
+        }
         if not timed or (plan.backward and not workload.decode):
             continue
         free_memory()
         step(f"{workload.name}: in a CUDA graph")
         given = attempt(plan.device, workload.call, plan.device, plan.dtype, plan.seed)
-        tried = {
-            one.name: given if isinstance(given, Failed) else attempt(plan.device, replay_job, one, workload, given)
-            for one in plan.contestants
-            if one.name in timed
-        }
-        jobs = {name: job for name, job in tried.items() if isinstance(job, Job)}
-        found: dict[str, Timing | Failed] = {name: one for name, one in tried.items() if isinstance(one, Failed)}
-        found |= time_together(jobs, plan.device, plan.repeats, plan.budget_s)
-        for index, row in enumerate(rows):
-            if row.workload == workload.name and row.contestant in found:
-                graph = found[row.contestant]
-                timing, reason = (None, graph.reason) if isinstance(graph, Failed) else (graph, "")
-                rows[index] = replace(row, graph=timing, graph_reason=reason, graph_wrong=graph is DIFFERENT)
+        jobs: dict[str, Job] = {}
+        found: dict[str, Timing | Failed] = {}
+        for one in plan.contestants:
+            if one.name in timed:
+                job = given if isinstance(given, Failed) else attempt(plan.device, replay_job, one, workload, given)
+                (found if isinstance(job, Failed) else jobs)[one.name] = job  # type: ignore[assignment]  # each its own
+        for name, graph in (found | time_together(jobs, plan.device, plan.repeats, plan.budget_s)).items():
+            timing, reason = (None, graph.reason) if isinstance(graph, Failed) else (graph, "")
+            row = rows[timed[name]]
+            rows[timed[name]] = replace(row, graph=timing, graph_reason=reason, graph_wrong=graph is DIFFERENT)
 
 
 def replay_job(contestant: Contestant, workload: Workload, given: Call) -> Job | Failed:
     """The call as a replay that is right on other inputs, too: other values, lengths and pages at the same addresses,
     as in the next step of a generation. They stay.
     """
-    prepared = prepare(contestant, workload, given)
-    if isinstance(prepared, str):
-        return Failed(prepared)
-    call = forward_job(prepared, given)
+    call = forward_job(contestant.prepare(workload, given), given)
     replay, out = capture(call, str(given.q.device))
     if workload.dropout_p:  # another mask is drawn each time
         return Job(replay)

@@ -15,13 +15,9 @@ import flash_attn_compat
 from flash_attn_compat import flash_attn_interface
 from flash_attn_compat.backends import BACKENDS
 from verify.call import Call, accepted
-from verify.errors import UsageError
+from verify.errors import NotSupported, UsageError
 
 PUBLIC_FUNCTIONS = [name for name in flash_attn_compat.__all__ if name.startswith("flash_attn_")]
-
-
-class NotSupported(Exception):
-    """The implementation declines this problem; the message is its first reason."""
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     problem = inputs.described(arguments)
     environment = {"problem": problem, **describe([device])}
-    tables = [replace(detail_table(rows, every=True), title=f"N = {n}", folded=False) for n, rows in by_length.items()]
+    tables = [detail_table(rows, f"N = {n}") for n, rows in by_length.items()]
     wrong = sorted({row.contestant for rows in by_length.values() for row in rows if row.wrong})
     closing = [f"FAIL: {', '.join(wrong)}"] if wrong else ["PASS: every step is as near to fp64 as plain PyTorch"]
     if arguments.plot:

@@ -16,6 +16,8 @@ from typing import TypeVar
 
 import torch
 
+from verify.errors import NotSupported
+
 Result = TypeVar("Result")
 
 # One reading spans at least this long, so that launching the first call does not count much.
@@ -58,15 +60,18 @@ class Timing:
 
 @dataclass(frozen=True)
 class Failed:
-    """What went wrong, in one line; no traceback, which would keep tensors alive."""
+    """What went wrong, in one line; no traceback, which would keep tensors alive. refused: nobody said it could."""
 
     reason: str
+    refused: bool = False
 
 
 def attempt(device: str, work: Callable[..., Result], *arguments: object) -> Result | Failed:
     """What `work(*arguments)` returns, or how it failed. Raises DeviceLost if the device can do no more."""
     try:
         return work(*arguments)
+    except NotSupported as refusal:
+        return Failed(str(refusal).partition("\n")[0], refused=True)
     except torch.cuda.OutOfMemoryError:
         failed = Failed("out of memory")
     except Exception as error:  # noqa: BLE001  that is what is reported
