@@ -44,6 +44,23 @@ def attention(
     return torch.einsum("bhts,bshd->bthd", shares, v)
 
 
+def rounded_once(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """plain in fp32 at least, its results in the dtype of the first tensor: less than fp32 inside shows beside it."""
+
+    def wide(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.to(torch.promote_types(value.dtype, torch.float32))
+        return value
+
+    def compute(*inputs: Any) -> Any:
+        outputs = plain(*map(wide, inputs))
+        if isinstance(outputs, Tensor):
+            return outputs.to(inputs[0].dtype)
+        return [output.to(inputs[0].dtype) for output in outputs]
+
+    return compute
+
+
 def two_layers(activation: Callable[[Tensor], Tensor]) -> Callable[[Parameters, Tensor], Tensor]:
     """Of an MLP's parameters, fc1 and fc2, and its input."""
 

@@ -56,10 +56,11 @@ class ApplyRotaryEmb(torch.autograd.Function):
         seqlen_offsets: int | Tensor = 0,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        conjugate: bool = False,
     ) -> Tensor:
-        out = apply_rotary(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen, interleaved, inplace)
+        out = apply_rotary(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen, interleaved, inplace, conjugate)
         _save_tables(ctx, cos, sin, seqlen_offsets, cu_seqlens)
-        ctx.interleaved, ctx.max_seqlen = interleaved, max_seqlen
+        ctx.interleaved, ctx.max_seqlen, ctx.conjugate = interleaved, max_seqlen, conjugate
         # Not marked dirty even in place: leaves and outputs of unbind must be accepted.
         return out
 
@@ -67,8 +68,10 @@ class ApplyRotaryEmb(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin, seqlen_offsets, cu_seqlens = _saved_tables(ctx)
         # Out of place always: autograd may have handed out an expanded or shared gradient.
-        dx = apply_rotary(grad, cos, sin, seqlen_offsets, cu_seqlens, ctx.max_seqlen, ctx.interleaved, conjugate=True)
-        return dx, None, None, None, None, None, None, None
+        dx = ApplyRotaryEmb.apply(
+            grad, cos, sin, ctx.interleaved, False, seqlen_offsets, cu_seqlens, ctx.max_seqlen, not ctx.conjugate
+        )
+        return dx, *(None,) * 8
 
 
 def apply_rotary_emb(
@@ -142,19 +145,22 @@ class ApplyRotaryEmbQKV_(torch.autograd.Function):
         interleaved: bool = False,
         seqlen_offsets: int | Tensor = 0,
         num_heads_q: int | None = None,
+        conjugate: bool = False,
     ) -> Tensor:
-        _apply_rotary_emb_qkv(qkv.data, cos, sin, cos_k, sin_k, interleaved, True, False, seqlen_offsets, num_heads_q)
+        _apply_rotary_emb_qkv(
+            qkv.data, cos, sin, cos_k, sin_k, interleaved, True, conjugate, seqlen_offsets, num_heads_q
+        )
         _save_tables(ctx, cos, sin, seqlen_offsets, cos_k, sin_k)
-        ctx.interleaved, ctx.num_heads_q = interleaved, num_heads_q
+        ctx.interleaved, ctx.num_heads_q, ctx.conjugate = interleaved, num_heads_q, conjugate
         return qkv
 
     @staticmethod
     def backward(ctx: Any, dqkv: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin, seqlen_offsets, cos_k, sin_k = _saved_tables(ctx)
-        dx = _apply_rotary_emb_qkv(
-            dqkv, cos, sin, cos_k, sin_k, ctx.interleaved, False, True, seqlen_offsets, ctx.num_heads_q
+        dx = ApplyRotaryEmbQKV_.apply(
+            dqkv.clone(), cos, sin, cos_k, sin_k, ctx.interleaved, seqlen_offsets, ctx.num_heads_q, not ctx.conjugate
         )
-        return dx, None, None, None, None, None, None, None
+        return dx, *(None,) * 8
 
 
 def apply_rotary_emb_qkv_(
@@ -195,18 +201,19 @@ class ApplyRotaryEmbKV_(torch.autograd.Function):
         sin: Tensor,
         interleaved: bool = False,
         seqlen_offsets: int | Tensor = 0,
+        conjugate: bool = False,
     ) -> Tensor:
-        apply_rotary(_key_of_kv(kv.data), cos, sin, seqlen_offsets, interleaved=interleaved, inplace=True)
+        key = _key_of_kv(kv.data)
+        apply_rotary(key, cos, sin, seqlen_offsets, interleaved=interleaved, inplace=True, conjugate=conjugate)
         _save_tables(ctx, cos, sin, seqlen_offsets)
-        ctx.interleaved = interleaved
+        ctx.interleaved, ctx.conjugate = interleaved, conjugate
         return kv
 
     @staticmethod
     def backward(ctx: Any, dkv: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin, seqlen_offsets = _saved_tables(ctx)
-        dkv = dkv.clone()
-        apply_rotary(dkv[:, :, 0], cos, sin, seqlen_offsets, interleaved=ctx.interleaved, inplace=True, conjugate=True)
-        return dkv, None, None, None, None
+        dx = ApplyRotaryEmbKV_.apply(dkv.clone(), cos, sin, ctx.interleaved, seqlen_offsets, not ctx.conjugate)
+        return dx, *(None,) * 5
 
 
 def apply_rotary_emb_kv_(
@@ -266,10 +273,7 @@ class RotaryEmbedding(torch.nn.Module):
         self.scale_base = scale_base
         self.pos_idx_in_fp32 = pos_idx_in_fp32
         self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
-        scale = None
-        if scale_base is not None:
-            scale = (torch.arange(0, dim, 2, device=device, dtype=torch.float32) + 0.4 * dim) / (1.4 * dim)
-        self.register_buffer("scale", scale, persistent=False)
+        self.register_buffer("scale", None if scale_base is None else self._compute_scale(device), persistent=False)
         self._seq_len_cached = 0
         self._cos_cached: Tensor | None = None
         self._sin_cached: Tensor | None = None
@@ -280,6 +284,11 @@ class RotaryEmbedding(torch.nn.Module):
         """(dim / 2,) fp32: base^(-2i / dim)."""
         exponents = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim
         return 1.0 / (self.base**exponents)
+
+    def _compute_scale(self, device: torch.device | str | None = None) -> Tensor:
+        """(dim / 2,) fp32: what xPos raises to the power of the position."""
+        channels = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
+        return (channels + 0.4 * self.dim) / (1.4 * self.dim)
 
     def _update_cos_sin_cache(
         self,
@@ -302,7 +311,7 @@ class RotaryEmbedding(torch.nn.Module):
             return
         self._seq_len_cached = seqlen
         positions = torch.arange(seqlen, device=device, dtype=torch.float32)
-        # A module cast to half precision has rounded frequencies: start again from fp32.
+        # A module cast to half precision has rounded frequencies and scales: start again from fp32.
         exact = self.inv_freq.dtype == torch.float32
         inv_freq = self.inv_freq.to(positions.device) if exact else self._compute_inv_freq(positions.device)
         angles = torch.outer(positions, inv_freq)
@@ -312,7 +321,8 @@ class RotaryEmbedding(torch.nn.Module):
             return
         assert self.scale_base is not None
         power = (positions - seqlen // 2) / self.scale_base
-        scale = self.scale.to(positions.device, torch.float32) ** rearrange(power, "s -> s 1")
+        base = self.scale.to(positions.device) if exact else self._compute_scale(positions.device)
+        scale = base ** rearrange(power, "s -> s 1")
         self._cos_cached, self._sin_cached = (cos * scale).to(dtype), (sin * scale).to(dtype)
         self._cos_k_cached, self._sin_k_cached = (cos / scale).to(dtype), (sin / scale).to(dtype)
 

@@ -168,7 +168,7 @@ class Block(nn.Module):
             residual=residual,
             rowscale=rowscale,
             prenorm=self.prenorm,
-            **_fused_options(self, norm),
+            **_fused_options(self, norm, dropout),
         )
         return results if self.prenorm else (results, results)
 
@@ -260,7 +260,7 @@ class ParallelBlock(nn.Module):
             weight1=None if second is None else second.weight,
             bias1=None if second is None else second.bias,
             prenorm=True,
-            **_fused_options(self, first),
+            **_fused_options(self, first, self.dropout1),
         )
         return results[0], results[0] if second is None else results[1], results[-1]
 
@@ -282,10 +282,10 @@ def _normed(norm: Any, total: Tensor, residual_in_fp32: bool) -> tuple[Tensor, T
     return normed, total.to(torch.float32) if residual_in_fp32 else total
 
 
-def _fused_options(block: Block | ParallelBlock, norm: nn.Module) -> dict[str, Any]:
+def _fused_options(block: Block | ParallelBlock, norm: Any, dropout: Any) -> dict[str, Any]:
     return {
         "eps": norm.eps,
-        "dropout_p": block.dropout1.p if block.training else 0.0,
+        "dropout_p": dropout.p if block.training else 0.0,
         "residual_in_fp32": block.residual_in_fp32,
         "is_rms_norm": isinstance(norm, RMSNorm),
         # flash-attn's fused block forgets it.
