@@ -71,9 +71,9 @@ CORRECT = ["--quick", "--implementation", "tests.mutants:correct", "--device", "
         (["locate", "verify.planted:right", "--atol", "-1"], "must be a number of at least 0"),
         (["locate", "verify.planted:right", "--json", "/no/such/folder/a.json"], "there is no folder"),
         (["locate"], "required: A"),
-        (["report", "--device", "tpu"], "no device 'tpu' here"),
-        (["report", "-o", "/no/such/folder/r.html"], "there is no folder"),
-        (["report", "-o", "/"], "it is a folder"),
+        (["report"], "required: FILE"),
+        (["report", "no-such-file.json"], "cannot read no-such-file.json"),
+        (["report", "a.json", "-o", "/no/such/folder/r.html"], "there is no folder"),
     ],
 )
 def test_a_bad_argument_ends_in_one_line_and_exit_code_2(arguments, part, capsys):

@@ -138,7 +138,7 @@ def load(path: Path) -> Saved:
                  for mode in MODES}  # fmt: skip
         return Saved({key: Timing(**timing) for key, timing in found.items() if timing}, dict(data["environment"]))
 
-    return output.load(path, "bench", read)
+    return output.load(path, read, "bench")
 
 
 def against(saved: Saved, rows: Sequence[Row], tolerance: float) -> tuple[Table, list[str], bool]:

@@ -118,11 +118,7 @@ def report(found: Located, environment: dict[str, str]) -> Report:
         tables += [_first_table(found, found.first), _query_table(found), _key_table(found, found.first)]
     values, height = heat_map(found.error, CELLS)
     tables.append(heat_table(values.tolist(), found.tolerance, height))
-    lines = conclusion(found)
-    named = [said[-1].removeprefix("=> ") for said in found.findings.values()]
-    seen = next(line for line in lines if line.startswith(("SAME", "DIFFERENT")))
-    words = "; ".join([f"{' against '.join(each.name for each in found.candidates.values())}: {seen}", *named])
-    return Report("verify locate", environment, tables, lines, found.first is None, words)
+    return Report("verify locate", environment, tables, conclusion(found), found.first is None)
 
 
 def conclusion(found: Located) -> list[str]:

@@ -66,11 +66,11 @@ def deliver(report: Report, data: Mapping[str, Any], arguments: argparse.Namespa
             terminal.print(f"wrote {path}")
 
 
-def load(path: Path, command: str, read: Callable[[dict[str, Any]], Read]) -> Read:
-    """What `read` makes of a file that `verify COMMAND --json` wrote, or a UsageError."""
+def load(path: Path, read: Callable[[dict[str, Any]], Read], command: str = "COMMAND") -> Read:
+    """What `read` makes of a file that --json wrote, by this command or by any, or a UsageError."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        if data["title"] != f"verify {command}":
+        if not data["title"].startswith("verify ") or command not in ("COMMAND", data["title"][7:]):
             raise ValueError(data["title"])
         return read(data)
     except OSError as error:

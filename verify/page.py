@@ -46,12 +46,12 @@ box.oninput = () => {{
 """
 
 
-def to_html(report: Report) -> str:
-    """One self-contained page."""
+def to_html(report: Report, about: str = "") -> str:
+    """One self-contained page. about: a paragraph for everybody, behind the verdict."""
     *remarks, verdict = report.conclusion
     body = [f"<h1>{_text(report.title)}</h1>"]
     body.append(f'<p class="verdict {"pass" if report.ok else "FAIL"}">{_text(verdict)}</p>')
-    body += [f"<p>{_text(line)}</p>" for line in (*remarks, report.words) if line]
+    body += [f"<p>{_text(line)}</p>" for line in (*remarks, about) if line]
     body.append('<input id="filter" type="search" hidden placeholder="Show only rows with these words, such as: FAIL">')
     tables = sorted((table.used for table in report.tables), key=_is_folded)  # what has to be opened comes last
     body += map(_table, tables)

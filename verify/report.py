@@ -1,29 +1,17 @@
-"""`python -m verify report`: one self-contained HTML page from saved or quick runs of compare, bench and locate."""
+"""`python -m verify report`: one self-contained HTML page of runs that other commands saved."""
 
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import torch
-
-from verify import bench, compare, locate, output
-from verify.environment import checked_devices
+from verify import output
 from verify.page import to_html
 from verify.tables import Report
 
-QUICK_WORKLOADS = "uniform_varlen,skewed_varlen,llm_gqa_causal,mistral_window,decode_32x4096"
-# Each command's name, and what is run of it where no saved run is given.
-QUICK: dict[ModuleType, list[str]] = {
-    compare: ["compare", "--quick"],
-    bench: ["bench", "--only", QUICK_WORKLOADS, "--repeats", "5"],
-    locate: ["locate", locate.REFERENCE, "verify.backend:reference", "--causal"],
-}
 ABOUT = (
     "Programs that understand and write text or draw pictures spend much of their time on one calculation, called "
     "attention. The best-known fast program for it, flash-attn, runs on certain graphics cards only; "
@@ -39,75 +27,39 @@ FORCED = (
 def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "report",
-        help="one HTML page: verdicts, speed, memory, error heat maps, machine",
-        description="Writes one page that needs no network and opens from disk, on a phone too. Takes saved runs, and "
-        "runs quick ones of what it was not given. Exit code 0: every answer is right; 1: one is wrong; 2: arguments "
-        "that make no sense.",
+        help="one HTML page of saved runs: verdicts, speed, memory, error heat maps, machine",
+        description="Writes one page that needs no network and opens from disk, on a phone too. Exit code 0: every run "
+        "found all well; 1: one did not; 2: arguments that make no sense.",
     )
     add = parser.add_argument
-    for command in ("compare", "bench", "locate"):
-        add(f"--{command}", type=Path, action="append", default=[], metavar="FILE",
-            help=f"a run saved by `verify {command} --json` (may be repeated)")  # fmt: skip
-    add("--device", metavar="DEVICE", help="of the quick runs: cpu, cuda, cuda:1, mps (default: the best)")
+    add("files", nargs="+", type=Path, metavar="FILE", help="what a command of verify wrote with --json")
     add("-o", "--output", type=Path, default=Path("verify-report.html"), metavar="FILE", help="verify-report.html")
     parser.set_defaults(run=main)
 
 
 def main(arguments: argparse.Namespace) -> int:
     output.check_writable(arguments.output)
-    device = checked_devices([arguments.device] if arguments.device else [])[-1]
-    # Everything given is read before anything slow begins.
-    runs = {
-        command: {f"saved run {path.name}": _read(command, path) for path in getattr(arguments, words[0])}
-        for command, words in QUICK.items()
-    }
-    for command, words in QUICK.items():
-        if not runs[command]:
-            made_by = [*words, "--device", device]
-            runs[command] = {f"python -m verify {' '.join(made_by)}": _run(command, made_by)}
-    made = report({QUICK[command][0]: found for command, found in runs.items()})
-    arguments.output.write_text(to_html(made), encoding="utf-8")
+    made = report({path.name: output.load(path, Report.from_json) for path in arguments.files})
+    arguments.output.write_text(to_html(made, ABOUT), encoding="utf-8")
     output.console().print(f"wrote {arguments.output}")
     return 0 if made.ok else 1
 
 
-def _read(command: ModuleType, path: Path) -> Report:
-    return output.load(path, QUICK[command][0], Report.from_json)
-
-
-def _run(command: ModuleType, words: list[str]) -> Report:
-    """Another command as a user would run it, its tables and progress on this terminal."""
-    parser = argparse.ArgumentParser()
-    command.register(parser.add_subparsers())
-    threads = torch.get_num_threads()
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            saved = Path(folder, "a.json")
-            command.main(parser.parse_args([*words, "--json", str(saved)]))
-            return _read(command, saved)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def report(runs: Mapping[str, Mapping[str, Report]]) -> Report:
-    """The page of these runs, by command and how each was obtained."""
+def report(runs: Mapping[str, Report]) -> Report:
+    """One of all, by the names of their files. The verdict is that of the runs that found something wrong, if any."""
     environment: dict[str, str] = {}
-    for command, found in runs.items():
-        for how, one in found.items():
-            environment[how] = one.title
-            for label, fact in one.environment.items():
-                differs = environment.get(label, fact) != fact
-                environment.setdefault(f"{label}, {command}" if differs else label, fact)
-    judging = [one for command in ("compare", "bench") for one in runs[command].values()]
-    maps = [*runs["locate"].values()]
+    for name, run in runs.items():
+        environment[f"saved run {name}"] = run.title
+        for label, fact in run.environment.items():
+            differs = environment.get(label, fact) != fact
+            environment.setdefault(f"{label}, {name}" if differs else label, fact)
     lines = [machine(environment), *([FORCED] if forced_capability(environment) else [])]
-    lines += [line for one in judging for line in one.conclusion[:-1]] + [one.words for one in maps]
-    wrong = [one.conclusion[-1] for one in judging if not one.ok]
-    lines.append("; ".join(wrong or [one.conclusion[-1] for one in runs["compare"].values()]))
-    tables = [table for one in judging for table in one.tables]
-    tables += [replace(one.tables[-1], title=f"{one.words}. {one.tables[-1].title}") for one in maps]
-    words = " ".join([ABOUT, *(one.words for one in judging)])
-    return Report("Is flash_attn_compat right on this machine?", environment, tables, lines, not wrong, words)
+    lines += [line for run in runs.values() for line in run.conclusion[:-1]]
+    deciding = [run for run in runs.values() if not run.ok] or [*runs.values()]
+    lines.append("; ".join(dict.fromkeys(run.conclusion[-1].strip() for run in deciding)))
+    tables = [replace(table, title=f"{table.title} ({name})") for name, run in runs.items() for table in run.tables]
+    ok = all(run.ok for run in runs.values())
+    return Report("Is flash_attn_compat right on this machine?", environment, tables, lines, ok)
 
 
 def machine(environment: Mapping[str, str]) -> str:

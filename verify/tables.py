@@ -31,17 +31,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify COMMAND` found, titled so: where it was obtained, tables, and closing lines, the last the verdict.
-
-    ok: how the verdict is; words: the same for everyone, a sentence or two
-    """
+    """What `verify COMMAND` found, titled so: where it was obtained, tables, closing lines, the last the verdict."""
 
     title: str
     environment: Mapping[str, str]
     tables: Sequence[Table]
     conclusion: Sequence[str]
     ok: bool
-    words: str = ""
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Report:
