@@ -12,9 +12,9 @@ from torch import Tensor
 
 from flash_attn_compat import sinks
 from flash_attn_compat.engine import checks, signature
-from flash_attn_compat.engine.append import Append, Step, Unlike
-from flash_attn_compat.engine.build import Cache, Options, cache_call, in_cache, integer
-from flash_attn_compat.engine.call import AttentionCall, Result, Signature
+from flash_attn_compat.engine.append import Append, Unlike
+from flash_attn_compat.engine.build import Cache, Options, cache_call, integer
+from flash_attn_compat.engine.call import AttentionCall, Result
 from flash_attn_compat.engine.layout import lse_dtype
 from flash_attn_compat.serving import dispatch, torch_ops
 from flash_attn_compat.serving.autograd import run_forward
@@ -132,65 +132,44 @@ class _Arguments(NamedTuple):
 
 
 def _attend(arguments: _Arguments, return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    described = _described(arguments, return_lse)
-    outline = None if described is None else signature.outline(*described)
-    known = signature.known(outline)
-    if known is not None:
+    outline = _outline(arguments, return_lse)
+    step = dispatch.kept_step(outline)
+    if step is not None:
         _check_capacity(arguments)
-        step = dispatch.kept_step(known.signature)
         try:
-            if step is not None:
-                result = _stepped(step, arguments)
-                return result.out, result.softmax_lse
-        except Unlike:  # the whole key tells them apart
-            dispatch.take_back(known.signature)
-    key = None if described is None else signature.key(*described)
-    known = signature.known(key)
-    if known is None:
-        _check(arguments)
-        call = signature.remembered(key, _call(arguments, return_lse))
-        kept = call.signature
-    else:
-        _check_capacity(arguments)
-        call, kept = _call_like(known, arguments), known.signature
+            result = _stepped(step, arguments)
+            return result.out, result.softmax_lse
+        except Unlike:  # which the checks put in flash-attn's words
+            pass
+    _check(arguments)
+    call = _call(arguments, return_lse)
+    if not isinstance(arguments.cache_seqlens, int):
+        call = signature.remembered(outline, call)
+    new = _new_keys(arguments, call)
     with torch.no_grad():
-        result = _serve(arguments, return_lse, call, kept, outline)
+        step = dispatch.new_step(outline, call, lambda: _call(_whole(arguments), return_lse), new)
+        result = run_forward(call, new) if step is None else _stepped(step, arguments)
     lse = result.softmax_lse
     return result.out, lse.contiguous() if return_lse and lse is not None else None
 
 
-def _stepped(step: Step, arguments: _Arguments) -> Result:
+def _stepped(step: dispatch.KeptStep, arguments: _Arguments) -> Result:
     q, k_cache, v_cache, k, v, cos, sin, lengths, batch_idx, leftpad, table, *_ = arguments
-    return step(
+    result = step.run(
         q, k_cache, v_cache, k, v, cos, sin, lengths, leftpad, table if batch_idx is None else batch_idx,
         arguments.alibi_slopes,
     )  # fmt: skip
+    dispatch.count(step.backend)
+    return result
 
 
-def _serve(
-    arguments: _Arguments,
-    return_lse: bool,
-    call: AttentionCall,
-    kept: Signature | None,
-    outline: signature.Key | None,
-) -> Result:
-    """kept: what there is of the call's signature"""
-
-    def whole() -> AttentionCall:
-        if not isinstance(arguments.cache_seqlens, int):
-            return call
-        return _call(arguments._replace(cache_seqlens=None), return_lse)
-
-    new = _new_keys(arguments, call)
-    step = None if kept is None else dispatch.kept_step(kept) or dispatch.new_step(kept, call, whole, new)
-    if step is None or kept is None:
-        return run_forward(call, new)
-    signature.keep(outline, kept)
-    return _stepped(step, arguments)
+def _whole(arguments: _Arguments) -> _Arguments:
+    """The same over all of the cache's slots, where the length is a number."""
+    return arguments._replace(cache_seqlens=None) if isinstance(arguments.cache_seqlens, int) else arguments
 
 
-def _described(arguments: _Arguments, return_lse: bool) -> tuple[tuple[Any, ...], tuple[object, ...]] | None:
-    """The tensors and the values that a signature is found by; a number as length differs from step to step."""
+def _outline(arguments: _Arguments, return_lse: bool) -> signature.Key | None:
+    """What a step is found by; a number as length differs from step to step."""
     left, right = arguments.window_size_left, arguments.window_size_right
     if type(left) is not int or type(right) is not int:
         return None
@@ -201,7 +180,7 @@ def _described(arguments: _Arguments, return_lse: bool) -> tuple[tuple[Any, ...]
         if side is None:
             return None
     tensors = q, k_cache, v_cache, k, v, cos, sin, lengths, batch_idx, leftpad, table, arguments.alibi_slopes
-    return tensors, (*values[:6], arguments.num_splits, return_lse, side, "cache")
+    return signature.outline(tensors, (*values[:6], arguments.num_splits, return_lse, side))
 
 
 def _side_of_rows(arguments: _Arguments, length: int) -> int | None:
@@ -224,18 +203,6 @@ def _call(arguments: _Arguments, return_lse: bool) -> AttentionCall:
         return_lse,
     )  # fmt: skip
     return cache_call(arguments.q, arguments.k_cache, arguments.v_cache, cache, options)
-
-
-def _call_like(known: AttentionCall, arguments: _Arguments) -> AttentionCall:
-    """What _call makes of arguments with that signature."""
-    q, used, leftpad, slopes = arguments.q, arguments.cache_seqlens, arguments.cache_leftpad, arguments.alibi_slopes
-    k, v, table = in_cache(q, arguments.k_cache, arguments.v_cache, arguments.cache_batch_idx, arguments.block_table)
-    if isinstance(used, int):
-        length = used + arguments.seqlen_new
-        if known.is_dense:
-            return known.with_tensors(q, k, v, slopes).with_keys_up_to(length)
-        used = torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
-    return known.with_tensors(q, k, v, slopes, None, None, used, leftpad, table)
 
 
 def _new_keys(arguments: _Arguments, call: AttentionCall) -> Append | None:

@@ -232,7 +232,10 @@ def _backward(call: AttentionCall, upstream: Upstream, dq: Tensor | None, dk: Te
     if call.dropout_p:
         call = call._replace(rng_state=upstream.rng_state)
     into = None if dq is None or dk is None or dv is None else Gradients(dq, dk, dv)
-    found = run_backward(None if call.is_empty else dispatch.serve(call), call, upstream, into)
+    backend = None if call.is_empty else dispatch.choose(call)
+    found = run_backward(backend, call, upstream, into)
+    if backend is not None:
+        dispatch.count(backend)
     if into is None:
         _write(found, dq, dk, dv)
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.reference import Reference
-from flash_attn_compat.engine.append import Append, by_operators
 from flash_attn_compat.engine.build import Options, dense_call
 from flash_attn_compat.engine.call import Gradients, Upstream
 from verify.drawing import random_problem
@@ -65,7 +63,7 @@ def varlen_fwd(
 ):  # fmt: skip
     calls.append(("varlen_fwd", (q, k, v)))
     _check(q, k, v, p_dropout, softcap)
-    assert not (leftpad_k is not None and block_table is not None)
+    assert seqused_k is leftpad_k is block_table is None
     left, right = _normalised(is_causal, left, right, max_k)
     batch = cu_q.shape[0] - 1
     folds = max_q == 1 and q.shape[1] > k.shape[-2] and (left, right) in ((-1, -1), (-1, 0))
@@ -80,7 +78,7 @@ def varlen_fwd(
         rows = slice(index, index + 1) if folds else slice(rows.start, min(rows.stop, rows.start + max_q))
         if rows.start == rows.stop:
             continue
-        keys = _keys(index, cu_k, seqused_k, leftpad_k, block_table, k)
+        keys = slice(int(cu_k[index]), int(cu_k[index + 1]))
         window = (min(left, max(0, k[keys].shape[0] - 1)), right)  # as far, and short of what counts as unbounded
         slopes = _slopes(alibi_slopes, index)
         part = _forward(q[None, rows], k[keys][None], v[keys][None], slopes, p_dropout, scale, window, softcap)
@@ -110,40 +108,6 @@ def varlen_bwd(
             softcap, rng_state,
         )  # fmt: skip
     return [dq, dk, dv, None]
-
-
-def fwd_kvcache(
-    q, kcache, vcache, k_, v_, seqlens_k, cos, sin, cache_batch_idx, leftpad_k, block_table, alibi_slopes, out_, scale,
-    is_causal, left, right, softcap, interleaved, num_splits,
-):  # fmt: skip
-    calls.append(("fwd_kvcache", (q, kcache, vcache, k_)))
-    _check(q, kcache, vcache, 0.0, softcap)
-    if k_ is not None:
-        assert max(q.shape[1], q.shape[2] // kcache.shape[2]) <= kcache.shape[1] * (
-            1 if block_table is None else block_table.shape[1]
-        )
-        assert not 0 <= left < k_.shape[1] - q.shape[1], "keys before the first row's window are not written"
-        assert leftpad_k is None and all(x is None or x.is_contiguous() for x in (cos, sin))
-        rows_apart = _normalised(is_causal, left, right, kcache.shape[1]) != (-1, -1)
-        new = Append(k_, v_, cos, sin, interleaved, seqlens_k, rows_apart)
-        q = by_operators(SimpleNamespace(q=q, k=kcache, v=vcache, block_table=block_table), new)
-        seqlens_k = seqlens_k + k_.shape[1]
-    assert cache_batch_idx is None and not (leftpad_k is not None and block_table is not None)
-    pages, size = (1, kcache.shape[1]) if block_table is None else (block_table.shape[1], kcache.shape[1])
-    window = _normalised(is_causal, left, right, pages * size)
-    starts = torch.arange(q.shape[0] + 1, device=CPU) * pages * size
-    if block_table is None:
-        kcache, vcache = kcache.flatten(0, 1), vcache.flatten(0, 1)
-    out, lse = torch.empty_like(q), torch.empty(q.shape[0], q.shape[2], q.shape[1], **FP32)
-    for index in range(q.shape[0]):
-        keys = _keys(index, starts, seqlens_k, leftpad_k, block_table, kcache)
-        k, v, slopes = kcache[keys][None], vcache[keys][None], _slopes(alibi_slopes, index)
-        # As far to the left, and short of what counts as unbounded.
-        near = (min(window[0], max(0, k.shape[1] - 1)), window[1])
-        out[index], lse[index] = (
-            part[0] for part in _forward(q[index, None], k, v, slopes, 0.0, scale, near, softcap)[:2]
-        )
-    return [out, lse]
 
 
 def aten_forward(
@@ -227,19 +191,6 @@ def _check_alignment(tensor: Tensor) -> None:
 def _spans(starts: Tensor) -> list[slice]:
     bounds = starts.tolist()
     return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
-
-
-def _keys(
-    index: int, cu_k: Tensor, seqused_k: Tensor | None, leftpad_k: Tensor | None, table: Tensor | None, k: Tensor
-) -> slice | tuple[Tensor, Tensor]:
-    start, stop = int(cu_k[index]), int(cu_k[index + 1])
-    length = stop - start if seqused_k is None else int(seqused_k[index])
-    if table is not None:
-        assert k.shape[1] % 256 == 0
-        slots = torch.arange(length, device=CPU)
-        return table[index].long()[slots // k.shape[1]], slots % k.shape[1]
-    skipped = 0 if leftpad_k is None else int(leftpad_k[index])
-    return slice(start + skipped, start + max(skipped, length))
 
 
 def _slopes(slopes: Tensor | None, index: int) -> Tensor | None:

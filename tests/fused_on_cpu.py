@@ -121,6 +121,7 @@ def record(monkeypatch: pytest.MonkeyPatch, number: int = 75, tried: bool = Fals
     if not tried:
         monkeypatch.setattr(trial, "check", lambda *what: None)
     monkeypatch.setattr(dispatch, "_decisions", {})
+    monkeypatch.setattr(dispatch, "_steps", {})
     return found
 
 

@@ -24,7 +24,7 @@ from tests.support import cumulative, qkv
 from verify.examination import Examination
 from verify.problems import KINDS, Problem
 
-GENUINE = "from tests.flash_kernels import bwd, fwd, fwd_kvcache, varlen_bwd, varlen_fwd\n"
+GENUINE = "from tests.flash_kernels import bwd, fwd, varlen_bwd, varlen_fwd\n"
 RAISES = "    raise RuntimeError('no kernel image')\n"
 # The extension's source, flash-attn's version, words of the reason.
 USELESS: list[tuple[str | None, str, tuple[str, ...]]] = [
@@ -33,11 +33,11 @@ USELESS: list[tuple[str | None, str, tuple[str, ...]]] = [
     ("raise SystemError('initialization failed')", "2.8.3", ("loading", "SystemError")),
     ("def fwd(*arguments): ...\n", "2.8.3", ("loading", "AttributeError")),
     (None, "2.8.3", ("flash_attn_2_cuda is missing",)),
-    (f"def fwd(*arguments):\n{RAISES}bwd = varlen_fwd = varlen_bwd = fwd_kvcache = fwd\n", "2.8.3",
+    (f"def fwd(*arguments):\n{RAISES}bwd = varlen_fwd = varlen_bwd = fwd\n", "2.8.3",
      ("calling it raises RuntimeError: no kernel image",)),
     *((GENUINE, version, (version[:3],)) for version in ("2.6.3", "1.0.9", "3.0.0")),
 ]  # fmt: skip
-REST = "bwd, varlen_fwd, varlen_bwd, fwd_kvcache = f.bwd, f.varlen_fwd, f.varlen_bwd, f.fwd_kvcache\n"
+REST = "bwd, varlen_fwd, varlen_bwd = f.bwd, f.varlen_fwd, f.varlen_bwd\n"
 NO_DROPOUT = "def fwd(q, k, v, out, slopes, p, *rest):\n    return f.fwd(q, k, v, out, slopes, 0.0, *rest)\n"
 HALVES = (
     "def fwd(q, *rest):\n    out, *more = f.fwd(q, *rest)\n    return [out * (1 if q.shape[-1] < 65 else 0.5), *more]\n"
@@ -93,7 +93,8 @@ def test_it_agrees_with_the_oracle_wherever_it_serves(install, kind: str) -> Non
     install()
     served, complaints = judge_first_served("official", kind, enough=6)
     assert not complaints, "\n".join(complaints)
-    assert served == 6 and flash_kernels.calls
+    # Where there is nothing to compute, anyone serves.
+    assert served == 6 and bool(flash_kernels.calls) == (kind != "paged")
 
 
 @pytest.mark.parametrize("problem", flash_kernels.FAR_BEFORE_THE_KEYS, ids=repr)
@@ -133,21 +134,6 @@ def test_the_dropout_mask_of_the_forward_is_handed_to_the_backward(install) -> N
     kept = dv[0, :, 0, 0] > 0
     assert explain(flash_attn_func, q, k, v, dropout_p=0.5).backend == "official" and 100 < kept.sum() < 300
     assert torch.allclose((v[0, :, 0] * kept[:, None]).float().sum(0) / 200, out[0, 0, 0].float(), atol=5e-3)
-
-
-@pytest.mark.parametrize("lengths", [3, torch.tensor([3, 5], dtype=torch.int32)], ids=["int", "tensor"])
-def test_new_keys_are_rotated_and_appended_by_the_same_kernel(install, lengths: int | torch.Tensor) -> None:
-    install()
-    q, k, v = qkv(sq=1, sk=1, dtype=HALF)
-    cos = sin = torch.ones(8, 8, dtype=HALF)
-    caches = [torch.zeros(2, 8, 2, 16, dtype=HALF) for _ in range(4)]
-    with use_backend("reference"):
-        expected = flash_attn_compat.flash_attn_with_kvcache(q, *caches[:2], k, v, cos, sin, lengths, causal=True)
-    explain(flash_attn_compat.flash_attn_with_kvcache, q, *caches[2:], k, v, cos, sin, lengths, causal=True)
-    flash_kernels.calls.clear()
-    out = flash_attn_compat.flash_attn_with_kvcache(q, *caches[2:], k, v, cos, sin, lengths, causal=True)
-    assert [(name, args[3] is k) for name, args in flash_kernels.calls] == [("fwd_kvcache", True)]
-    assert torch.equal(out, expected) and torch.equal(caches[0], caches[2]) and torch.equal(caches[1], caches[3])
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from verify.problems import Problem
 
 PLAIN = Traits(
     device_type="cuda", capability=(7, 5), dtype=torch.float16, head_dim=64, head_dim_v=64, sq_vs_sk="=",
-    aligned=True, features=0,
+    features=0,
 )  # fmt: skip
 
 

@@ -88,10 +88,6 @@ class Backend(abc.ABC):
         """
         return by_operators(call, new)
 
-    def append_and_forward(self, call: AttentionCall, new: Append) -> Result | None:
-        """``append`` and ``forward`` at once, where the backend has a kernel that does both for this call."""
-        return None
-
     def step(self, call: AttentionCall, new: Append | None) -> Step | None:
         """How ``append`` and ``forward`` are one for all calls over a cache that are like ``call``, if they are.
 

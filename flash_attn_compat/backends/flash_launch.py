@@ -9,13 +9,18 @@ from __future__ import annotations
 import abc
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.base import Backend, deliver
 from flash_attn_compat.engine import alignment, outside
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
+
+# What neither carrier is asked for. Calls over a cache are left to fused, which appends and attends in one launch.
+LACKS = (
+    Feature.SHARED_DROPOUT_MASK | Feature.VALUE_HEAD_DIM | Feature.TRANSFORMS | Feature.SCALE_NOT_POSITIVE
+    | Feature.SEQUSED_K | Feature.LEFTPAD_K | Feature.PAGED | Feature.APPEND
+)  # fmt: skip
 
 
 class Launched(NamedTuple):
@@ -112,10 +117,6 @@ def _packed_lengths(call: AttentionCall, cu_seqlens_q: Tensor) -> dict[str, Any]
         "max_seqlen_q": 2 if may_fold else max(1, call.max_seqlen_q),
         "max_seqlen_k": max(1, call.max_seqlen_q if clamps else 0, call.max_seqlen_k),
     }
-    if call.cu_seqlens_k is None:
-        slots = call.k.shape[1] * (1 if call.block_table is None else call.block_table.shape[1])
-        starts = torch.arange(0, call.batch * slots + 1, slots, dtype=torch.int32, device=call.q.device)
-        return {**lengths, "cu_seqlens_k": starts}
     same = lengths["max_seqlen_q"] == call.max_seqlen_q and lengths["max_seqlen_k"] == call.max_seqlen_k
     return {} if same else lengths
 

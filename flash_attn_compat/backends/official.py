@@ -21,19 +21,16 @@ from torch import Tensor
 from flash_attn_compat import installed, settings
 from flash_attn_compat.backends import official_trial
 from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities
-from flash_attn_compat.backends.flash_launch import FlashBackend, Launched, as_read, is_readable, window
-from flash_attn_compat.engine import alignment, outside
-from flash_attn_compat.engine.append import Append
-from flash_attn_compat.engine.call import AttentionCall, Gradients, Result
-from flash_attn_compat.engine.features import DESCRIPTIONS, Feature, Traits
-
-_LACKS = Feature.SHARED_DROPOUT_MASK | Feature.VALUE_HEAD_DIM | Feature.TRANSFORMS | Feature.SCALE_NOT_POSITIVE
+from flash_attn_compat.backends.flash_launch import LACKS, FlashBackend, Launched, window
+from flash_attn_compat.engine import outside
+from flash_attn_compat.engine.call import AttentionCall, Gradients
+from flash_attn_compat.engine.features import Feature, Traits
 
 
 class Official(FlashBackend):
     name = "official"
     capabilities = Capabilities(
-        features=~_LACKS,
+        features=~LACKS,
         devices=frozenset({"cuda"}),
         dtypes=HALF_DTYPES,
         min_capability=(8, 0),
@@ -59,57 +56,24 @@ class Official(FlashBackend):
     def extra_reasons(self, traits: Traits) -> list[str]:
         features = Feature(traits.features)
         reasons = super().extra_reasons(traits)
-        if features & official_trial.CACHED:
-            reasons += _cache_reasons(features, traits)
         if features & Feature.SOFTCAP and features & Feature.DROPOUT:
             reasons.append("does not support softcap with dropout")
-        if features & Feature.PAGED and features & Feature.LEFTPAD_K:
-            reasons.append("does not support leftpad_k with pages")
-        if features & Feature.PAGED and features & Feature.VARLEN and features & Feature.LSE:
-            reasons.append("misplaces the softmax_lse of packed rows without keys over pages")
         return reasons
 
     def launch_forward(self, call: AttentionCall) -> Launched:
         functions = _functions()
         options = call.softmax_scale, *window(call), call.softcap
         q, k, v, slopes, starts = call.q, call.k, call.v, call.alibi_slopes, call.cu_seqlens_q
-        if starts is not None:
+        if starts is None:
+            found = functions.fwd(q, k, v, None, slopes, call.dropout_p, *options, False, None)
+        else:
             scale, *others = options
-            out, lse, _, rng_state = functions.varlen_fwd(
-                q, k, v, None, starts, call.cu_seqlens_k, call.seqused_k, call.leftpad_k, call.block_table, slopes,
-                call.max_seqlen_q, call.max_seqlen_k, call.dropout_p, scale, outside.may_exist(starts, q.shape[0]),
-                *others, False, None,
+            found = functions.varlen_fwd(
+                q, k, v, None, starts, call.cu_seqlens_k, None, None, None, slopes, call.max_seqlen_q,
+                call.max_seqlen_k, call.dropout_p, scale, outside.may_exist(starts, q.shape[0]), *others, False, None,
             )  # fmt: skip
-            return Launched(out, lse, (rng_state,))
-        if call.is_dense:
-            out, lse, _, rng_state = functions.fwd(q, k, v, None, slopes, call.dropout_p, *options, False, None)
-            return Launched(out, lse, (rng_state,))
-        out, lse = functions.fwd_kvcache(
-            q, k, v, None, None, call.seqused_k, None, None, None, call.leftpad_k, call.block_table, slopes, None,
-            *options, True, 0,
-        )  # fmt: skip
-        return Launched(out, lse, ())
-
-    def append_and_forward(self, call: AttentionCall, new: Append) -> Result | None:
-        if call.leftpad_k is not None or not is_readable(call.k) or not is_readable(call.v):
-            return None
-        # The heads of a group count as rows where there is one row, and flash-attn refuses more rows than keys.
-        if max(call.max_seqlen_q, call.nheads // call.nheads_k) > call.max_seqlen_k:
-            return None
-        # It writes no new keys that lie before the window of the first row.
-        if call.mask.left is not None and call.mask.left < new.k.shape[1] - call.q.shape[1]:
-            return None
-        starts, cos, sin = new.cache_seqlens, new.rotary_cos, new.rotary_sin
-        if isinstance(starts, int):
-            starts = torch.full((call.batch,), starts, dtype=torch.int32, device=call.q.device)
-        ready = as_read(call)
-        out, lse = _functions().fwd_kvcache(
-            ready.q, ready.k, ready.v, alignment.ready(new.k), alignment.ready(new.v), starts,
-            None if cos is None else cos.contiguous(), None if sin is None else sin.contiguous(), None, None,
-            ready.block_table, ready.alibi_slopes, None, ready.softmax_scale, *window(ready), ready.softcap,
-            new.rotary_interleaved, 0,
-        )  # fmt: skip
-        return Result(out, lse if call.return_lse else None, None)
+        out, lse, _, rng_state = found
+        return Launched(out, lse, (rng_state,))
 
     def launch_backward(
         self, call: AttentionCall, dout: Tensor, launched: Launched, into: Gradients | None
@@ -139,20 +103,6 @@ class Official(FlashBackend):
         return [wrong] if wrong else []
 
 
-def _cache_reasons(features: Feature, traits: Traits) -> list[str]:
-    """Against a call whose keys are found through seqused_k, leftpad_k or pages."""
-    reasons = [
-        f"does not support {DESCRIPTIONS[feature]} with pages, seqused_k or leftpad_k"
-        for feature in (Feature.BACKWARD, Feature.GIVEN_LSE, Feature.DROPOUT)
-        if features & feature
-    ]
-    if traits.head_dim % 8 or not traits.aligned:
-        reasons.append("would copy the cache: its rows are not aligned to 16 bytes, or head_dim is no multiple of 8")
-    if features & Feature.PAGED and traits.page_size % 256:
-        reasons.append(f"reads pages of a multiple of 256 slots, got {traits.page_size}")
-    return reasons
-
-
 class _Functions(NamedTuple):
     """The extension's functions as they were when it was loaded, whatever is put in their place later."""
 
@@ -160,7 +110,6 @@ class _Functions(NamedTuple):
     varlen_fwd: Callable[..., Any]
     bwd: Callable[..., Any]
     varlen_bwd: Callable[..., Any]
-    fwd_kvcache: Callable[..., Any]
 
 
 def _functions() -> _Functions:

@@ -20,8 +20,6 @@ from flash_attn_compat.engine.build import Options, Purpose, dense_call
 from flash_attn_compat.engine.call import AttentionCall, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
 
-# Keys that are found by more than their place in a dense or packed tensor.
-CACHED = Feature.SEQUSED_K | Feature.LEFTPAD_K | Feature.PAGED
 _SEQLEN_Q, _SEQLEN_K = 20, 33
 # What separate kernels are compiled for.
 _VARIANTS = (
@@ -36,7 +34,6 @@ class Kind(NamedTuple):
     dtype: torch.dtype
     head_dim: int
     features: Feature
-    cached: bool
     backward: bool
     capability: tuple[int, int] | None
 
@@ -47,8 +44,7 @@ def wrong_answer(backend: Backend, binary: object, traits: Traits) -> str | None
         return None  # a capture allows no look at results
     features = Feature(traits.features)
     head_dim = traits.head_dim + -traits.head_dim % 8
-    cached = bool(features & CACHED)
-    kind = Kind(traits.dtype, head_dim, features & _VARIANTS, cached, traits.needs_backward, traits.capability)
+    kind = Kind(traits.dtype, head_dim, features & _VARIANTS, traits.needs_backward, traits.capability)
     return _tried(backend, binary, kind)
 
 
@@ -104,11 +100,7 @@ def _problem(kind: Kind) -> tuple[AttentionCall, Tensor]:
         softcap=2.0 if features & Feature.SOFTCAP else 0.0,
         alibi_slopes=torch.tensor([0.3, 0.1], dtype=torch.float32, device=device) if features & Feature.ALIBI else None,
     )
-    call = dense_call(q, k, v, options, Purpose(needs_grad=kind.backward))
-    if kind.cached:
-        lengths = torch.tensor([_SEQLEN_K], dtype=torch.int32, device=device)
-        call = call._replace(seqused_k=lengths, is_dense=False)
-    return call, dout
+    return dense_call(q, k, v, options, Purpose(needs_grad=kind.backward)), dout
 
 
 def _device(capability: tuple[int, int] | None) -> torch.device:

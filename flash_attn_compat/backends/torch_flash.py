@@ -13,17 +13,14 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities, arguments_of, operator
-from flash_attn_compat.backends.flash_launch import FlashBackend, Launched, window
+from flash_attn_compat.backends.flash_launch import LACKS, FlashBackend, Launched, window
 from flash_attn_compat.engine import lengths, outside
 from flash_attn_compat.engine.call import AttentionCall, Gradients
 from flash_attn_compat.engine.features import Feature
 
 # PyTorch builds its kernels without slopes, whatever the operator's schema says. Deterministic gradients depend on a
-# switch of the whole process. Lengths and pages of a cache came with its latest versions only, and fused has them.
-_LACKS = (
-    Feature.SOFTCAP | Feature.ALIBI | Feature.SHARED_DROPOUT_MASK | Feature.VALUE_HEAD_DIM | Feature.TRANSFORMS
-    | Feature.SCALE_NOT_POSITIVE | Feature.DETERMINISTIC | Feature.SEQUSED_K | Feature.LEFTPAD_K | Feature.PAGED
-)  # fmt: skip
+# switch of the whole process.
+_LACKS = LACKS | Feature.SOFTCAP | Feature.ALIBI | Feature.DETERMINISTIC
 _ALWAYS = {
     "forward": {"cum_seq_q", "cum_seq_k", "max_q", "max_k", "scale", "window_size_left", "window_size_right"},
     "backward": {"logsumexp", "cum_seq_q", "cum_seq_k", "scale", "window_size_left", "window_size_right"},

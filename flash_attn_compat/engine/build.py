@@ -128,19 +128,6 @@ def packed_call(
     return signature.remembered(key, call)
 
 
-def in_cache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch_idx: Tensor | None, table: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """k, v and block_table of a call over a cache, of which it may use some rows only."""
-    if batch_idx is not None:
-        # A cache row is a page that holds its whole sequence.
-        return k_cache, v_cache, batch_idx.unsqueeze(1)
-    batch = q.shape[0]
-    if table is None and k_cache.shape[0] != batch:
-        return k_cache[:batch], v_cache[:batch], None
-    return k_cache, v_cache, table
-
-
 def cache_call(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: Cache, options: Options) -> AttentionCall:
     """(batch, seqlen_q, nheads, head_dim) queries over a cache; kvcache.py has checked everything but the options.
 
@@ -150,12 +137,16 @@ def cache_call(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: Cache, option
     used, seqlen_new, batch_idx, leftpad, table = cache
     batch, seqlen_q, slots = q.shape[0], q.shape[1], k_cache.shape[1]
     capacity = slots if table is None else slots * table.shape[1]
-    k_cache, v_cache, table = in_cache(q, k_cache, v_cache, batch_idx, table)
+    appends = seqlen_new > 0
+    if batch_idx is not None:
+        table = batch_idx.unsqueeze(1)  # a cache row is a page that holds its whole sequence
+    elif table is None and k_cache.shape[0] != batch:
+        k_cache, v_cache = k_cache[:batch], v_cache[:batch]
     if isinstance(used, int):
         used, seqlen_new = used + seqlen_new, 0
         if table is None and leftpad is None and not _shows_capacity(options):
             k, v = k_cache[:, :used], v_cache[:, :used]
-            return _call(q, k, v, options, FORWARD, batch, seqlen_q, used, capacity)
+            return _call(q, k, v, options, FORWARD, batch, seqlen_q, used, capacity, appends=appends)
         used = torch.full((batch,), used, dtype=torch.int32, device=q.device)
     return _call(
         q, k_cache, v_cache, options, FORWARD, batch, seqlen_q, capacity, capacity,
@@ -163,6 +154,7 @@ def cache_call(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: Cache, option
         leftpad_k=leftpad,
         block_table=table,
         is_dense=used is None and leftpad is None and table is None,
+        appends=appends,
         seqlen_new=seqlen_new,
     )  # fmt: skip
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import settings
-from flash_attn_compat.engine import alignment
 from flash_attn_compat.engine.features import Feature, Traits
 from flash_attn_compat.engine.mask import Mask
 
@@ -20,15 +19,14 @@ from flash_attn_compat.engine.mask import Mask
 class Signature:
     """Stands for every call whose arguments are equal in all but the values in their tensors: see signature.py.
 
-    call: such a call without its tensors; decision: what dispatch found for it, with what that holds for, and the
-    backend's Step (False where it has none, None where nobody asked)
+    call: such a call without its tensors; decision: what dispatch found for it, behind what that holds for
     """
 
     __slots__ = ("call", "decision")
 
     def __init__(self, call: AttentionCall) -> None:
         self.call = AttentionCall._make((*call[:-1], self))
-        self.decision: tuple[object, Any, Any] = None, None, None
+        self.decision: tuple[object, Any] = None, None
 
 
 class _Fields(NamedTuple):
@@ -39,8 +37,8 @@ class _Fields(NamedTuple):
         (num_blocks, page_size, nheads_k, head_dim) with ``block_table``; v likewise with its own head_dim
     cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 starts of packed sequences
     seqused_k: (batch,) int32, one past the last key used, counted from the sequence's first slot
-    seqlen_new: how many keys Backend.append writes behind seqused_k, which does not count them yet; only backends
-        with ``counts_new_keys`` ever compute a call in which it is not 0
+    appends: whether Backend.append writes keys into the cache first; seqlen_new: how many of them seqused_k does not
+        count yet, which only backends with ``counts_new_keys`` are ever given
     leftpad_k: (batch,) int32, slots skipped at the front
     block_table: (batch, max_blocks) int32 pages of each sequence
     alibi_slopes: (batch, nheads) or (nheads,) fp32
@@ -76,6 +74,7 @@ class _Fields(NamedTuple):
     given_lse: bool = False
     shares_dropout_mask: bool = False
     transformed: bool = False
+    appends: bool = False
     seqlen_new: int = 0
     signature: Signature | None = None
 
@@ -142,6 +141,7 @@ class AttentionCall(_Fields):
             "SEQUSED_K": self.seqused_k is not None,
             "LEFTPAD_K": self.leftpad_k is not None,
             "PAGED": self.block_table is not None,
+            "APPEND": self.appends,
             "LSE": self.return_lse,
             "BACKWARD": self.needs_grad,
             "GIVEN_LSE": self.given_lse,
@@ -152,8 +152,8 @@ class AttentionCall(_Fields):
         return sum([_BITS[name] for name, is_asked in asked.items() if is_asked])
 
     def traits(self) -> Traits:
-        q, k, v = self.q, self.k, self.v
-        q_shape, k_shape, device = q.shape, k.shape, q.device
+        q = self.q
+        q_shape, k_shape, device = q.shape, self.k.shape, q.device
         device_type = device.type
         if self.is_dense:
             sq, sk = q_shape[1], k_shape[1]
@@ -163,26 +163,11 @@ class AttentionCall(_Fields):
         else:
             sq_vs_sk = "=" if self.equal_lengths else "?"
         capability = settings.capability(device) if device_type == "cuda" else None
-        # Only a cache is too large to be copied into place.
-        in_cache = not self.is_dense and self.cu_seqlens_k is None
-        aligned = not in_cache or (alignment.is_ready(k) and alignment.is_ready(v))
-        page_size = k_shape[1] if self.block_table is not None else 0
-        return Traits(
-            device_type, capability, q.dtype, q_shape[-1], v.shape[-1], sq_vs_sk, aligned, self.features(), page_size,
-        )  # fmt: skip
+        return Traits(device_type, capability, q.dtype, q_shape[-1], self.v.shape[-1], sq_vs_sk, self.features())
 
     def from_given_results(self) -> AttentionCall:
         """The backward alone, as a backend computes it from another one's results."""
         return self._replace(given_lse=True, shares_dropout_mask=self.dropout_p > 0)
-
-    def with_query(self, q: Tensor) -> AttentionCall:
-        """The call of another q."""
-        return self if q is self.q else AttentionCall._make((q, *self[1:-1], None))
-
-    def with_keys_up_to(self, length: int) -> AttentionCall:
-        """The call over the first keys of a cache alone."""
-        k, v = self.k[:, :length], self.v[:, :length]
-        return AttentionCall._make((self.q, k, v, *self[3:6], length, *self[7:-1], None))
 
     def with_tensors(
         self,

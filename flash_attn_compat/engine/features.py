@@ -28,6 +28,7 @@ class Feature(enum.IntFlag):
     SEQUSED_K = enum.auto()
     LEFTPAD_K = enum.auto()
     PAGED = enum.auto()
+    APPEND = enum.auto()
     LSE = enum.auto()
     BACKWARD = enum.auto()
     GIVEN_LSE = enum.auto()
@@ -50,6 +51,7 @@ DESCRIPTIONS: dict[Feature, str] = {
     Feature.SEQUSED_K: "key lengths given per sequence (seqused_k, cache_seqlens)",
     Feature.LEFTPAD_K: "leftpad_k",
     Feature.PAGED: "paged keys and values (block_table, cache_batch_idx)",
+    Feature.APPEND: "new keys and values for a cache",
     Feature.LSE: "returning softmax_lse",
     Feature.BACKWARD: "gradients",
     Feature.GIVEN_LSE: "a backward from an out and softmax_lse of the caller's",
@@ -68,7 +70,6 @@ class Traits(NamedTuple):
     """Everything a dispatch decision may depend on.
 
     sq_vs_sk compares the two lengths: "=", "<", ">", or "?" where they differ per sequence.
-    aligned: a cache starts and steps on 16 bytes, as CUDA kernels want it.
     """
 
     device_type: str
@@ -77,9 +78,7 @@ class Traits(NamedTuple):
     head_dim: int
     head_dim_v: int
     sq_vs_sk: str
-    aligned: bool
     features: int
-    page_size: int = 0
 
     @property
     def needs_backward(self) -> bool:

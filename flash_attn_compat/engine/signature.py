@@ -7,7 +7,7 @@ every call, and so is what depends on values or on state: autograd, autocast, tr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from flash_attn_compat.engine.call import AttentionCall, Signature
 Key = tuple[Any, ...]
 
 _MOST = 4096
+Value = TypeVar("Value")
 _TENSORS = (Tensor, torch.nn.Parameter)
 _VALUES = frozenset({bool, int, float, str, type(None)})
 _known: dict[Key, Signature] = {}
@@ -41,47 +42,53 @@ def key(tensors: Sequence[Any], values: tuple[object, ...]) -> Key | None:
         ]
     except (AttributeError, RuntimeError):
         return None  # no tensor, or a nested one: the checks say it better
-    return *alike, values, settings.fingerprint()
+    return tuple(alike), values, settings.fingerprint()
 
 
 def outline(tensors: Sequence[Any], values: tuple[object, ...]) -> Key | None:
-    """What of ``key`` is cheap to look at, for those who look at the rest themselves."""
+    """As ``key``, but for the dtypes and devices of all tensors but the first: whoever goes by it looks at those."""
     if torch._C._are_functorch_transforms_active():
         return None
     try:
-        alike = [None if x is None else (type(x), x.shape, x.stride()) for x in tensors]
-        return *alike, tensors[0].dtype, tensors[0].device, values, settings.fingerprint()
+        alike = [None if x is None else (type(x), x.shape, x.stride(), x.data_ptr() & 15) for x in tensors]
+        return tuple(alike), values, (tensors[0].dtype, tensors[0].device, settings.fingerprint())
     except (AttributeError, RuntimeError):
         return None
 
 
-def known(key: Key | None) -> AttentionCall | None:
-    """A call that is alike, without tensors."""
+def found(kept: dict[Key, Value], key: Key | None) -> Value | None:
+    """What is kept by ``key``."""
     try:
-        found = _known.get(key) if key is not None else None
+        return kept.get(key) if key is not None else None
     except TypeError:
         return None  # an argument of a type that the checks refuse or convert
-    return None if found is None else found.call
+
+
+def keep(kept: dict[Key, Value], key: Key, value: Value) -> None:
+    """Among the latest few thousand: lengths may differ from step to step."""
+    if len(kept) >= _MOST:
+        kept.clear()
+    kept[key] = value
+
+
+def known(key: Key | None) -> AttentionCall | None:
+    """A call that is alike, without tensors."""
+    signature = found(_known, key)
+    return None if signature is None else signature.call
 
 
 def remembered(key: Key | None, call: AttentionCall) -> AttentionCall:
-    """``call``, which passed its checks, with a signature if its arguments are plain ones."""
-    if key is None or call.is_empty or not _is_plain(key):
+    """``call``, which passed its checks, with the signature of all that are alike, if its arguments are plain ones."""
+    if key is None or call.is_empty or not is_plain(key):
         return call
-    signature = Signature(call.with_tensors())
-    keep(key, signature)
+    signature = found(_known, key)
+    if signature is None:
+        signature = Signature(call.with_tensors())
+        keep(_known, key, signature)
     return AttentionCall._make((*call[:-1], signature))
 
 
-def keep(key: Key | None, signature: Signature) -> None:
-    """``signature``, which ``remembered`` made of such arguments, is known by ``key`` too."""
-    if len(_known) >= _MOST:  # lengths may differ from step to step
-        _known.clear()
-    if key is not None:
-        _known[key] = signature
-
-
-def _is_plain(key: Key) -> bool:
+def is_plain(key: Key) -> bool:
     """Whether neither tensors nor values can change, or mean something else to an equal key."""
-    *tensors, values, _ = key
+    tensors, values, _ = key
     return all([x is None or x[0] in _TENSORS for x in tensors]) and _VALUES.issuperset(map(type, values))

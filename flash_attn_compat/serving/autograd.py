@@ -71,7 +71,7 @@ def attend(inputs: tuple[Tensor, ...], call: AttentionCall) -> Outputs:
     if wants_transforms(*inputs):
         call = call._replace(transformed=True, needs_grad=False)
         with callers_state.without_autocast(call.q.device):
-            return _finish(call, _forward(dispatch.serve(call), call)[1])
+            return _finish(call, _forward(dispatch.choose(call), call)[1])
     if call.needs_grad:
         outputs: Outputs = _Attention.apply(call, *inputs)
         return outputs
@@ -103,20 +103,20 @@ def _served(call: AttentionCall, new: Append | None = None) -> tuple[Backend | N
     if callers_state.autocasts(call.q):
         with callers_state.without_autocast(call.q.device):
             return _served(call, new)
-    backend = dispatch.serve(call)
-    if new is None:
-        return _forward(backend, call)
-    result = backend.append_and_forward(call, new)
-    return (backend, result) if result is not None else _forward(backend, call.with_query(backend.append(call, new)))
+    backend = dispatch.choose(call)
+    return _forward(backend, call if new is None else call._replace(q=backend.append(call, new)))
 
 
 def _forward(backend: Backend, call: AttentionCall) -> tuple[Backend, Result]:
     """The result of ``backend``, or of the next one whose kernels work, and that backend."""
     while True:
         try:
-            return backend, backend.forward(_counted(backend, call))
+            result = backend.forward(_counted(backend, call))
         except KernelsFailed as failure:
-            backend = dispatch.serve_instead(backend, call, failure)
+            backend = dispatch.choose_instead(backend, call, failure)
+        else:
+            dispatch.count(backend)
+            return backend, result
 
 
 def _counted(backend: Backend, call: AttentionCall) -> AttentionCall:

@@ -10,13 +10,13 @@ import contextvars
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends import BACKENDS, Backend, KernelsFailed
-from flash_attn_compat.engine import capture
+from flash_attn_compat.engine import capture, signature
 from flash_attn_compat.engine.append import Append, Step
-from flash_attn_compat.engine.call import AttentionCall, Signature
+from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.features import DESCRIPTIONS, Traits, split
 
 
@@ -24,8 +24,16 @@ class BackendNotSupported(RuntimeError):
     """No backend, or not the one that was asked for, can serve a call. The message holds every reason."""
 
 
+class KeptStep(NamedTuple):
+    """How calls of an outline are served, and by whom."""
+
+    backend: Backend
+    run: Step
+
+
 _explaining: contextvars.ContextVar[bool] = contextvars.ContextVar("flash_attn_compat_explaining", default=False)
 _decisions: dict[tuple[object, ...], Backend] = {}
+_steps: dict[signature.Key, KeptStep | None] = {}
 _served: Counter[str] = Counter()
 
 
@@ -90,8 +98,8 @@ def reset_backend_counts() -> None:
 
 def forget_decisions() -> None:
     """Decide anew from now on: what a backend can serve has changed for a reason that no setting shows."""
-    global _decisions  # noqa: PLW0603  another dict, for signatures know the one they were decided in
-    _decisions = {}
+    global _decisions, _steps
+    _decisions, _steps = {}, {}
 
 
 def choose_instead(failed: Backend, call: AttentionCall, failure: KernelsFailed) -> Backend:
@@ -100,14 +108,6 @@ def choose_instead(failed: Backend, call: AttentionCall, failure: KernelsFailed)
     backend = choose(call)
     if backend is failed:
         raise failure  # it gave no reason, and would be asked for ever
-    return backend
-
-
-def serve_instead(failed: Backend, call: AttentionCall, failure: KernelsFailed) -> Backend:
-    """Choose another backend, and count the call for that one."""
-    backend = choose_instead(failed, call, failure)
-    _served[failed.name] -= 1
-    _served[backend.name] += 1
     return backend
 
 
@@ -120,7 +120,7 @@ def choose(call: AttentionCall) -> Backend:
         _check_settings()
         raise _Explained(_explain(call.traits(), settings.named_backend()))
     if call.signature is not None:
-        decisions, decided, _ = call.signature.decision
+        decisions, decided = call.signature.decision
         if decisions is _decisions:
             known: Backend = decided
             return known
@@ -138,48 +138,32 @@ def _check_settings() -> None:
         raise ValueError(f"{settings.BACKEND} must be one of {', '.join(_names())}, got {name!r}")
 
 
-def serve(call: AttentionCall) -> Backend:
-    """Choose, and count the call."""
-    backend = choose(call)
+def count(backend: Backend) -> None:
+    """It has served a call."""
     _served[backend.name] += 1
-    return backend
 
 
-def kept_step(signature: Signature | None) -> Step | None:
-    """The step of an earlier call with that signature, while the decision for it holds; counts the call."""
-    if signature is None:
-        return None
-    decisions, backend, step = signature.decision
-    if not step or decisions is not _decisions or _explaining.get():
-        return None
-    _served[backend.name] += 1
-    found: Step = step
-    return found
-
-
-def take_back(signature: Signature | None) -> None:
-    """The call that ``kept_step`` counted is another one."""
-    if signature is not None:
-        _served[signature.decision[1].name] -= 1
+def kept_step(outline: signature.Key | None) -> KeptStep | None:
+    """The step that an earlier call of that outline was served by."""
+    return None if _explaining.get() else signature.found(_steps, outline)
 
 
 def new_step(
-    signature: Signature, call: AttentionCall, whole: Callable[[], AttentionCall], new: Append | None
-) -> Step | None:
-    """The step of the backend that serves ``call``, if it has one; kept with its signature. Counts the call then.
+    outline: signature.Key | None, call: AttentionCall, whole: Callable[[], AttentionCall], new: Append | None
+) -> KeptStep | None:
+    """The step of the backend that serves ``call``, if it has one, for all calls of its outline.
 
     whole: Backend.step's ``call``
     """
-    decisions, _, step = signature.decision
-    if step is False and decisions is _decisions:
+    steps = _steps
+    if outline is None or not signature.is_plain(outline) or outline in steps or call.is_empty:
         return None
     backend = choose(call)
     step = backend.step(whole(), new)
+    found = None if step is None else KeptStep(backend, step)
     if not (call.q.is_cuda and capture.is_capturing(call.q.device)):  # in which kernels may not have been tried
-        signature.decision = _decisions, backend, step or False
-    if step is not None:
-        _served[backend.name] += 1
-    return step
+        signature.keep(steps, outline, found)
+    return found
 
 
 def _decide(call: AttentionCall) -> Backend | None:
@@ -194,7 +178,7 @@ def _decide(call: AttentionCall) -> Backend | None:
             return None
         _decisions[key] = backend
     if call.signature is not None:
-        call.signature.decision = _decisions, backend, None
+        call.signature.decision = _decisions, backend
     return backend
 
 

@@ -12,7 +12,7 @@ from flash_attn_compat.backends.fused.loader import Target
 from flash_attn_compat.backends.fused.maxima import Maxima
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine import dropout
-from flash_attn_compat.engine.append import Append, Unlike
+from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.call import AttentionCall, Result
 
 _FLOAT = torch.float32
@@ -40,12 +40,7 @@ class Copied:
 
 
 class Attention:
-    """A launch of the forward or the decode kernel, which may append ``new`` keys on its way.
-
-    is_unaligned: whether some tensor of the step it was planned for does not start on 16 bytes
-    """
-
-    is_unaligned = False
+    """A launch of the forward or the decode kernel, which may append ``new`` keys on its way."""
 
     def __init__(self, call: AttentionCall, kind: Kind, target: Target, device: int, new: Append | None = None) -> None:
         self.device, self.dtype, self.place = device, call.q.dtype, call.q.device
@@ -109,9 +104,6 @@ class Attention:
         if new is not None:
             added = new.of(k, v, rotary_cos, rotary_sin)
         tensors, rest = self.inputs.of_tensors(q, k_cache, v_cache, slopes, None, None, used, leftpad, table, None)
-        (q_at, k_at, v_at), (k_new_at, v_new_at, cos_at, sin_at) = tensors, added
-        if ((q_at | k_at | v_at | k_new_at | v_new_at | cos_at | sin_at) & 15 > 0) != self.is_unaligned:
-            raise Unlike("other tensors started on 16 bytes when this was planned")
         result = self.launch(tensors, rest, added, q, None, length)
         if new is not None:
             launcher.note_written(k_cache, v_cache)
@@ -186,8 +178,6 @@ def make_step(call: AttentionCall, new: Append | None) -> Attention | None:
     device, target = call.q.get_device(), loader.target(call.q.get_device())
     kind = launcher.kind_of(call, target, vec)
     plan = Attention(call, kind, target, device, new)
-    tensors = call[:3] if new is None else (*call[:3], *new[:4])
-    plan.is_unaligned = any(tensor is not None and tensor.data_ptr() & 15 for tensor in tensors)
 
     def tried() -> str | None:
         problem = trial.problem(kind, call.q.device, few_rows=True, needs_grad=False)
