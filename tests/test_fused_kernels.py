@@ -12,7 +12,7 @@ from torch import Tensor
 import flash_attn_compat
 from flash_attn_compat import flash_attn_interface, kvcache
 from flash_attn_compat.backends.fused import forward, launcher
-from flash_attn_compat.engine import signature
+from flash_attn_compat.serving import dispatch
 from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches
 from tests.kernels import emulate
@@ -467,9 +467,9 @@ def test_wrong_lengths_and_pages_touch_nothing_outside(turing: Launches) -> None
         launch_unchecked({**call.args, **new, "cache_seqlens": lengths})
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(forward, "_MOST_NEW", 0)
-            signature._known.clear()
+            dispatch.forget_decisions()
             launch_unchecked({**call.args, **new, "cache_seqlens": lengths})
-            signature._known.clear()
+            dispatch.forget_decisions()
     assert turing.entries == ["decode", "decode"] + ["decode", "append", "decode"] * 3
 
 
