@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ from flash_attn_compat import (
     flash_attn_with_kvcache,
     use_backend,
 )
-from flash_attn_compat.backends import torch_flash
+from flash_attn_compat.backends import base, torch_flash
 from flash_attn_compat.engine import outside
 from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.serving import dispatch
@@ -53,12 +52,11 @@ def _pretended(monkeypatch: pytest.MonkeyPatch, pads_lse: bool, capability: tupl
         AttentionCall, "traits", lambda call: true_traits(call)._replace(device_type="cuda", capability=capability)
     )
     functions = {"forward": flash_kernels.aten_forward, "backward": flash_kernels.aten_backward}
-    operators = {name: functools.partial(function, pads_lse=pads_lse) for name, function in functions.items()}
-    named = {operators[name]: frozenset(inspect.signature(function).parameters) for name, function in functions.items()}
-    named[operators["backward"]] |= {"logsumexp", "cum_seq_q", "cum_seq_k"}
-    named[operators["forward"]] |= {"cum_seq_q", "cum_seq_k", "max_q", "max_k"}
-    monkeypatch.setattr(torch_flash, "_operator", operators.__getitem__)
-    monkeypatch.setattr(torch_flash, "arguments_of", named.__getitem__)
+    operators = {
+        f"_flash_attention_{name}": functools.partial(function, pads_lse=pads_lse)
+        for name, function in functions.items()
+    }
+    monkeypatch.setattr(torch_flash, "operator", operators.__getitem__)
     torch_flash._pads_lse.cache_clear()
     dispatch.forget_decisions()
     flash_kernels.calls.clear()
@@ -158,7 +156,7 @@ def test_lengths_over_a_cache_are_another_backends() -> None:
 
 @pytest.mark.usefixtures("newest")
 def test_an_operator_without_windows_is_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_flash, "arguments_of", lambda operator: frozenset())
+    monkeypatch.setattr(base, "arguments_of", lambda operator: frozenset())
     assert len(reasons()) == 2 and all("window_size_left" in reason for reason in reasons())
 
 

@@ -7,6 +7,7 @@ parametrisation. A backend never looks at another one.
 from __future__ import annotations
 
 import abc
+import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -216,6 +217,7 @@ def deliver(found: Gradients, call: AttentionCall, into: Gradients | None) -> Gr
     return into
 
 
+@functools.cache
 def operator(name: str) -> Any:
     """A private operator of PyTorch's; None where this PyTorch has none."""
     packet = getattr(torch.ops.aten, name, None)
@@ -225,6 +227,15 @@ def operator(name: str) -> Any:
 def arguments_of(operator: Any) -> frozenset[str]:
     """The names of its arguments in the installed PyTorch, whose schemas grow; a reason against what it lacks."""
     return frozenset() if operator is None else frozenset(argument.name for argument in operator._schema.arguments)
+
+
+def lacking(needed: dict[str, set[str]]) -> list[str]:
+    """Reasons against operators, by name, that lack an argument which they are called with."""
+    return [
+        f"this PyTorch's aten::{name} lacks {', '.join(sorted(missing))}"
+        for name, arguments in needed.items()
+        if (missing := arguments - arguments_of(operator(name)))
+    ]
 
 
 def _capability_reasons(table: Capabilities, traits: Traits) -> list[str]:

@@ -21,8 +21,8 @@ from torch import Tensor
 from flash_attn_compat import installed, settings
 from flash_attn_compat.backends import official_trial
 from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities
-from flash_attn_compat.backends.flash_launch import LACKS, FlashBackend, Launched, window
-from flash_attn_compat.engine import outside
+from flash_attn_compat.backends.flash_launch import LACKS, FlashBackend, window
+from flash_attn_compat.backends.one_launch import Launched
 from flash_attn_compat.engine.call import AttentionCall, Gradients
 from flash_attn_compat.engine.features import Feature, Traits
 
@@ -70,7 +70,7 @@ class Official(FlashBackend):
             scale, *others = options
             found = functions.varlen_fwd(
                 q, k, v, None, starts, call.cu_seqlens_k, None, None, None, slopes, call.max_seqlen_q,
-                call.max_seqlen_k, call.dropout_p, scale, outside.may_exist(starts, q.shape[0]), *others, False, None,
+                call.max_seqlen_k, call.dropout_p, scale, False, *others, False, None,
             )  # fmt: skip
         out, lse, _, rng_state = found
         return Launched(out, lse, (rng_state,))
@@ -87,11 +87,9 @@ class Official(FlashBackend):
         if starts_q is None:
             functions.bwd(*given, call.alibi_slopes, call.dropout_p, call.softmax_scale, *others)
         else:
-            some_outside = outside.may_exist(starts_q, q.shape[0])
-            some_outside = outside.may_exist(starts_k, k.shape[0]) or some_outside
             functions.varlen_bwd(
                 *given, starts_q, starts_k, call.alibi_slopes, call.max_seqlen_q, call.max_seqlen_k, call.dropout_p,
-                call.softmax_scale, some_outside, *others,
+                call.softmax_scale, False, *others,
             )  # fmt: skip
         return gradients
 

@@ -7,23 +7,24 @@ becomes a launch is in flash_launch.py.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities, arguments_of, operator
-from flash_attn_compat.backends.flash_launch import LACKS, FlashBackend, Launched, window
-from flash_attn_compat.engine import lengths, outside
+from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities, lacking, operator
+from flash_attn_compat.backends.flash_launch import LACKS, FlashBackend, window
+from flash_attn_compat.backends.one_launch import Launched
+from flash_attn_compat.engine import lengths
 from flash_attn_compat.engine.call import AttentionCall, Gradients
 from flash_attn_compat.engine.features import Feature
 
 # PyTorch builds its kernels without slopes, whatever the operator's schema says. Deterministic gradients depend on a
 # switch of the whole process.
 _LACKS = LACKS | Feature.SOFTCAP | Feature.ALIBI | Feature.DETERMINISTIC
-_ALWAYS = {
-    "forward": {"cum_seq_q", "cum_seq_k", "max_q", "max_k", "scale", "window_size_left", "window_size_right"},
-    "backward": {"logsumexp", "cum_seq_q", "cum_seq_k", "scale", "window_size_left", "window_size_right"},
+_BOTH = {"cum_seq_q", "cum_seq_k", "scale", "window_size_left", "window_size_right"}
+_ARGUMENTS = {
+    "_flash_attention_forward": _BOTH | {"max_q", "max_k"},
+    "_flash_attention_backward": _BOTH | {"logsumexp"},
 }
 
 
@@ -47,20 +48,14 @@ class TorchFlash(FlashBackend):
         other = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
         if other is not None:
             return [f"{other} was activated in place of PyTorch's own flash kernels"]
-        return [
-            f"this PyTorch's aten::_flash_attention_{name} lacks {', '.join(sorted(missing))}"
-            for name, needed in _ALWAYS.items()
-            if (missing := needed - arguments_of(_operator(name)))
-        ]
+        return lacking(_ARGUMENTS)
 
     def launch_forward(self, call: AttentionCall) -> Launched:
         causal, left, right = window(call)
-        out, lse, seed, offset, _ = _operator("forward")(
+        out, lse, seed, offset, _ = operator("_flash_attention_forward")(
             call.q, call.k, call.v, call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, call.max_seqlen_k,
             call.dropout_p, causal, False, scale=call.softmax_scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
-        if call.cu_seqlens_q is not None:
-            outside.clear(out, call.cu_seqlens_q)
         return Launched(out, lse, (seed, offset))
 
     def launch_backward(
@@ -68,14 +63,11 @@ class TorchFlash(FlashBackend):
     ) -> Gradients:
         seed, offset = launched.state or (dout.new_empty(0), dout.new_empty(0))
         causal, left, right = window(call)
-        found = _operator("backward")(
+        found = operator("_flash_attention_backward")(
             dout, call.q, call.k, call.v, launched.out, launched.lse, call.cu_seqlens_q, call.cu_seqlens_k,
             call.max_seqlen_q, call.max_seqlen_k, call.dropout_p, causal, seed, offset, scale=call.softmax_scale,
             window_size_left=left, window_size_right=right,
         )  # fmt: skip
-        if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
-            for gradient, starts in zip(found, (call.cu_seqlens_q, call.cu_seqlens_k, call.cu_seqlens_k)):
-                outside.clear(gradient, starts)
         return Gradients(*found)
 
     def official_lse(self, call: AttentionCall, lse: Tensor) -> Tensor:
@@ -90,14 +82,9 @@ class TorchFlash(FlashBackend):
 
 
 @functools.cache
-def _operator(direction: str) -> Any:
-    return operator(f"_flash_attention_{direction}")
-
-
-@functools.cache
 def _pads_lse(device: torch.device) -> bool:
     """Whether packed rows' LSE is (batch, heads, max_seqlen_q), as before FlashAttention 2.6; found by a tiny call."""
     q = torch.zeros(1, 1, 8, dtype=torch.float16, device=device)
     starts = torch.arange(2, dtype=torch.int32, device=device)
-    lse: Tensor = _operator("forward")(q, q, q, starts, starts, 1, 1, 0.0, False, False)[1]
+    lse: Tensor = operator("_flash_attention_forward")(q, q, q, starts, starts, 1, 1, 0.0, False, False)[1]
     return lse.dim() == 3

@@ -1,0 +1,89 @@
+"""How a call becomes one launch of somebody else's CUDA kernel, and how its results become ours.
+
+Tensors get the alignment and the head_dim that such kernels read; LSE and gradients come back as flash-attn has them.
+Nothing waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.backends.base import Backend, deliver
+from flash_attn_compat.engine import alignment, outside
+from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
+
+
+class Launched(NamedTuple):
+    """What a launch leaves: out (as q), LSE as the kernel lays it out, and the dropout's state, if any."""
+
+    out: Tensor
+    lse: Tensor
+    state: tuple[Tensor, ...]
+
+
+class OneLaunch(Backend):
+    """A backend that launches; what goes in and what comes out is prepared here."""
+
+    @abc.abstractmethod
+    def launch_forward(self, call: AttentionCall) -> Launched:
+        """One forward launch of a call that is ready for it; tokens outside of all sequences may hold anything."""
+
+    @abc.abstractmethod
+    def launch_backward(
+        self, call: AttentionCall, dout: Tensor, launched: Launched, into: Gradients | None
+    ) -> Gradients:
+        """dq, dk, dv in the shapes of the call's q, k, v: ``into``, or new tensors; outside as in launch_forward."""
+
+    def as_read(self, call: AttentionCall) -> AttentionCall:
+        """The call with its tensors as the kernel reads them."""
+        changes: dict[str, Any] = {}
+        for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v)):
+            if not is_readable(tensor):
+                changes[name] = alignment.padded(tensor)
+        return call._replace(**changes) if changes else call
+
+    def official_lse(self, call: AttentionCall, lse: Tensor) -> Tensor:
+        """The kernel's LSE as flash-attn lays it out: (batch, heads, seqlen_q), packed (heads, total_q)."""
+        return lse
+
+    def native_lse(self, call: AttentionCall, lse: Tensor) -> Tensor:
+        """flash-attn's LSE as the kernel's backward reads it."""
+        return lse.contiguous()
+
+    def forward(self, call: AttentionCall) -> Result:
+        ready = self.as_read(call)
+        launched = self.launch_forward(ready)
+        if call.cu_seqlens_q is not None:
+            outside.clear(launched.out, call.cu_seqlens_q)
+        lse = self.official_lse(ready, launched.lse) if call.return_lse else None
+        saved = (launched.lse, *launched.state) if call.needs_grad else ()
+        return Result(alignment.narrowed(launched.out, call.head_dim_v), lse, None, saved)
+
+    def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
+        ready = self.as_read(call)
+        dout, out = alignment.padded(upstream.dout), alignment.padded(upstream.out)
+        lse, *state = upstream.saved or (self.native_lse(ready, upstream.lse),)
+        place = into if into is not None and all(map(is_readable, into)) else None
+        found = self.launch_backward(ready, dout, Launched(out, lse, tuple(state)), place)
+        if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
+            for gradient, starts in zip(found, (call.cu_seqlens_q, call.cu_seqlens_k, call.cu_seqlens_k)):
+                outside.clear(gradient, starts)
+        if found is place:
+            return found
+        return deliver(Gradients(*map(_of_its_own_heads, found, (call.q, call.k, call.v))), call, into)
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether the kernel reads, or writes, it as it is."""
+    return tensor.shape[-1] % 8 == 0 and alignment.is_ready(tensor)
+
+
+def _of_its_own_heads(gradient: Tensor, source: Tensor) -> Tensor:
+    """In the shape of ``source``: gradients of copies of a head summed in fp32, channels that were added cut off."""
+    if gradient.shape[-2] != source.shape[-2]:
+        gradient = torch.unflatten(gradient, -2, (source.shape[-2], -1)).sum(-2, dtype=torch.float32).to(source.dtype)
+    return alignment.narrowed(gradient, source.shape[-1])
