@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ from torch import Tensor
 WHOLE = 0.8
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """An element of the output, and the query tile it lies in."""
 
     batch: int

@@ -1,31 +1,31 @@
 """`python -m verify locate A B`: where two attention kernels differ, and what kind of mistake that looks like.
 
-Runs the probes and presents what they find; the measuring is probe.py's, the words are diagnosis.py's.
+Presents what is found; the measuring is probe.py's, the words are diagnosis.py's.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from verify import inputs
-from verify.diagnosis import Evidence, findings
+from verify.diagnosis import findings
 from verify.difference import Place, first_place, gap, heat_map, texture
 from verify.environment import describe
 from verify.errors import UsageError
 from verify.implementations import imported
 from verify.output import add_output_arguments, check_output_arguments, console, deliver, progress_bar
-from verify.probe import Candidate, Judged, Setting, TileStatistics, ask, growth, judged, key_weights, statistics
+from verify.probe import Evidence, Kernel, Setting, answered, evidence
 from verify.tables import SHADES, Report, Table
 
 REFERENCE = "flash_attn_compat:flash_attn_func"
 MOST_BYTES = 2 << 30  # of fp64 scores, which the right answer needs several times
-MOST_KEY_TILES = 64  # problems that are grown tile by tile
 MOST_LINES = 32  # of a table of tiles
 CELLS = 64  # of the heat map's lines
 LEGEND = f"{SHADES[0]} within tolerance, {SHADES[1]} up to 10x, {SHADES[2]} 100x, {SHADES[3]} 1000x, {SHADES[4]} beyond"
@@ -33,19 +33,17 @@ LEGEND = f"{SHADES[0]} within tolerance, {SHADES[1]} up to 10x, {SHADES[2]} 100x
 
 @dataclass(frozen=True)
 class Located:
-    """All that was found of A and B. error: |A - B| as (batch, nheads, row, channel).
+    """All that was found of two kernels, "A" and "B". error: |A - B| as (batch, nheads, row, channel).
 
-    growth: (keys, whether A and B differ there) for problems of 1, 2, ... key tiles; weights: by candidate, measured
+    evidence, findings: of those that are wrong
     """
 
     setting: Setting
-    candidates: Mapping[str, Judged]
+    kernels: Mapping[str, Kernel]
     error: Tensor
     tolerance: float
     first: Place | None
-    truth: TileStatistics
-    growth: Sequence[tuple[int, bool]] = ()
-    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    evidence: Mapping[str, Evidence] = field(default_factory=dict)
     findings: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
@@ -53,56 +51,30 @@ class Located:
         return self.error > self.tolerance
 
     @property
-    def texture(self) -> str:
-        return texture(self.differs, self.setting.block_rows)
-
-    @property
     def key_tile(self) -> int | None:
-        """The first key tile with which the two differ."""
-        return next((index for index, (_, differs) in enumerate(self.growth) if differs), None)
+        """The first key tile with which one of them is wrong."""
+        return min((each.growth.index(True) for each in self.evidence.values() if True in each.growth), default=None)
 
 
-def locate(a: Candidate, b: Candidate, setting: Setting, done: Callable[[str], None] = lambda what: None) -> Located:
-    """Everything there is to know about the difference of two kernels; probes only where there is one."""
+def locate(
+    functions: Sequence[tuple[str, Callable[..., Any]]],
+    setting: Setting,
+    atol: float | None = None,
+    done: Callable[[str], None] = lambda what: None,
+) -> Located:
+    """Everything there is to know about the difference of two kernels; probes only where there is one.
+
+    atol: what counts as a difference; if not given, more than twice the bound of verify, within which both should be
+    """
     done("both kernels")
-    found = {"A": judged(a, setting), "B": judged(b, setting)}
-    error, allowed = gap(found["A"].out, found["B"].out), setting.tolerance(found["A"].out)
-    first = first_place(error > allowed, setting.block_rows)
-    located = Located(setting, found, error, allowed, first, statistics(setting))
-    if first is None:
-        return located
-    grown, why_not = _grown((a, b), setting, done)
-    done("weights of key tiles")
-    weights = {"A": key_weights(a, setting), "B": key_weights(b, setting)}
-    only_causal = None
-    if setting.causal:
-        done("without causal mask")
-        full = replace(setting, causal=False)
-        only_causal = not bool(full.differs(ask(a, full)[0], ask(b, full)[0]).any())
-    said = {}
-    for label, each in found.items():
-        if not each.check.ok:
-            wrong = gap(each.out, setting.right.exact.out) > each.check.widest_bound
-            known = [differs for _, differs in grown]
-            evidence = Evidence(each, wrong, setting.block_rows, known, weights[label], located.truth, only_causal)
-            said[label] = ([why_not] if why_not else []) + findings(evidence)
-    return replace(located, growth=grown, weights=weights, findings=said)
-
-
-def _grown(
-    pair: tuple[Candidate, Candidate], setting: Setting, done: Callable[[str], None]
-) -> tuple[list[tuple[int, bool]], str]:
-    """(keys, whether they differ there), or nothing and why: a kernel need not take smaller problems."""
-    if len(setting.key_tiles) > MOST_KEY_TILES:
-        return [], f"more than {MOST_KEY_TILES} key tiles: smaller problems were not tried"
-    grown: list[tuple[int, bool]] = []
-    try:
-        for keys, differs in growth(pair, setting):
-            done(f"problem of {keys} keys")
-            grown.append((keys, differs))
-    except UsageError as error:
-        return [], f"smaller problems could not be tried: {error}"
-    return grown, ""
+    kernels = {label: answered(*each, setting) for label, each in zip("AB", functions)}
+    error = gap(*(kernel.out for kernel in kernels.values()))
+    tolerance = 2 * kernels["A"].check.widest_bound if atol is None else atol
+    first = first_place(error > tolerance, setting.block_rows)
+    wrong = {} if first is None else {label: each for label, each in kernels.items() if not each.check.ok}
+    found = {label: evidence(kernel, setting, done) for label, kernel in wrong.items()}
+    said = {label: findings(each) for label, each in found.items()}
+    return Located(setting, kernels, error, tolerance, first, found, said)
 
 
 # ---- what is shown --------------------------------------------------------------------------------------------------
@@ -111,7 +83,7 @@ def _grown(
 def report(found: Located, environment: dict[str, str]) -> Report:
     rows = [
         (label, each.name, f"{each.check.error:.1e}", f"{each.check.bound:.1e}", "pass" if each.check.ok else "FAIL")
-        for label, each in found.candidates.items()
+        for label, each in found.kernels.items()
     ]
     tables = [Table("Kernels", ("", "function", "off fp64", "may be", "verdict"), rows)]
     if found.first is not None:
@@ -123,24 +95,24 @@ def report(found: Located, environment: dict[str, str]) -> Report:
 
 def conclusion(found: Located) -> list[str]:
     if found.first is None:
-        remarks = [f"{label} ({each.name}): {remark}" for label, each in found.candidates.items()
-                   for remark in each.remarks]  # fmt: skip
+        kernels = found.kernels.items()
+        remarks = [f"{label} ({each.name}): {remark}" for label, each in kernels for remark in each.remarks]
         return [*remarks, f"SAME: no element differs by more than {found.tolerance:.1e}"]
     count, total = int(found.differs.sum()), found.differs.numel()
-    lines = [f"DIFFERENT: {count} of {total} elements ({count / total:.1%}), in {found.texture}"]
+    kind = texture(found.differs, found.setting.block_rows)
+    lines = [f"DIFFERENT: {count} of {total} elements ({count / total:.1%}), in {kind}"]
     for label, sentences in found.findings.items():
-        lines += [f"{label} ({found.candidates[label].name}) is wrong:", *(f"  {line}" for line in sentences)]
+        lines += [f"{label} ({found.kernels[label].name}) is wrong:", *(f"  {line}" for line in sentences)]
     return lines
 
 
 def _first_table(found: Located, first: Place) -> Table:
     index = first.batch, first.row, first.head, first.channel
-    outs = [each.out for each in found.candidates.values()]
+    outs = [each.out for each in found.kernels.values()]
     values = [f"{out[index].item():.6g}" for out in (*outs, found.setting.right.exact.out)]
-    place = [str(part) for part in (first.batch, first.head, first.row, first.channel, first.query_tile)]
-    columns = ("batch", "head", "row", "channel", "query tile", "key tile", "A", "B", "fp64")
     tile = "not known" if found.key_tile is None else str(found.key_tile)
-    return Table("First difference", columns, [(*place, tile, *values)])
+    columns = ("batch", "head", "row", "channel", "query tile", "key tile", "A", "B", "fp64")
+    return Table("First difference", columns, [(*map(str, first), tile, *values)])
 
 
 def _query_table(found: Located) -> Table:
@@ -157,15 +129,19 @@ def _query_table(found: Located) -> Table:
 
 
 def _key_table(found: Located, first: Place) -> Table:
-    """By key tile: the smaller problem, and the weight the first differing row gives it."""
+    """By key tile: whether a problem that ends there is right, and the weight that the first differing row gives it."""
     at = first.batch, first.head, first.row
-    rows = []
+    columns, right, rows = ["tile", "keys"], found.setting.shares[at][:, -1], []
+    for label in found.evidence:
+        columns += [f"{label} up to here", f"weight in {label}"]
     for index, tile in enumerate(found.setting.key_tiles):
-        same = ("differs" if found.growth[index][1] else "same") if found.growth else "not tried"
-        shares = [f"{weight[at][index].item():.4f}" for weight in (*found.weights.values(), found.truth.weight)]
-        rows.append((str(index), f"{tile.start} .. {tile.stop - 1}", same, *shares))
+        row = [str(index), f"{tile.start} .. {tile.stop - 1}"]
+        for each in found.evidence.values():
+            up_to_here = ("wrong" if each.growth[index] else "right") if each.growth else "not tried"
+            row += [up_to_here, f"{each.weights[at][index].item():.4f}"]
+        rows.append([*row, f"{right[index].item():.4f}"])
     title = f"Key tiles, weights of row {first.row} of head {first.head} of batch element {first.batch}"
-    return _cut(title, ("tile", "keys", "problem up to here", "weight in A", "in B", "right"), rows)
+    return _cut(title, (*columns, "right weight"), rows)
 
 
 def _cut(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
@@ -175,8 +151,8 @@ def _cut(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> T
 def to_json(found: Located) -> dict[str, Any]:
     """What the tables say in words."""
     return {
-        "first": None if found.first is None else {**asdict(found.first), "key_tile": found.key_tile},
-        "growth": [{"keys": keys, "differs": differs} for keys, differs in found.growth],
+        "first": None if found.first is None else {**found.first._asdict(), "key_tile": found.key_tile},
+        "growth": {label: each.growth for label, each in found.evidence.items()},
     }
 
 
@@ -216,14 +192,15 @@ def register(subparsers: Any) -> None:
     parser.set_defaults(run=main)
 
 
-def candidate(path: str) -> Candidate:
+def function(path: str) -> Callable[..., Any]:
     """The kernel at an import path, or a UsageError."""
     if ":" not in path:
         raise UsageError(f"{path!r} is no import path: module:function is needed")
     target = imported(path).target
     if not callable(target):
         raise UsageError(f"{path!r} is not a function")
-    return Candidate(path, target)
+    found: Callable[..., Any] = target
+    return found
 
 
 def setting_from(arguments: argparse.Namespace, device: str) -> Setting:
@@ -236,18 +213,19 @@ def setting_from(arguments: argparse.Namespace, device: str) -> Setting:
     keys = (arguments.batch, seqlen_k, heads_k, arguments.head_dim)
     shapes = {"q": (arguments.batch, arguments.n, arguments.heads, arguments.head_dim), "k": keys, "v": keys}
     q, k, v = inputs.draw(shapes, arguments.dtype, arguments.seed).values()
-    return Setting(q, k, v, arguments.causal, arguments.br, arguments.bc, device, arguments.atol)
+    return Setting(q, k, v, arguments.causal, arguments.br, arguments.bc, device)
 
 
 def main(arguments: argparse.Namespace) -> int:
     check_output_arguments(arguments)
     device = inputs.checked_device(arguments)
-    a, b = candidate(arguments.a), candidate(arguments.b)
+    kernels = [(path, function(path)) for path in (arguments.a, arguments.b)]
     setting = setting_from(arguments, device)
     terminal = console()
     with progress_bar(terminal) as progress:
-        task = progress.add_task("", total=len(setting.key_tiles) + 3)
-        found = locate(a, b, setting, lambda what: progress.update(task, advance=1, description=what))
+        task = progress.add_task("", total=None)
+        done = functools.partial(progress.update, task, advance=1)
+        found = locate(kernels, setting, arguments.atol, lambda what: done(description=what))
     problem = f"seqlen {arguments.n} x {setting.k.shape[1]}, {inputs.described(arguments)}"
     environment = {"problem": problem, "inputs": inputs.recipe(arguments.dtype, arguments.seed), **describe([device])}
     deliver(report(found, environment), {"problem": problem, **to_json(found)}, arguments, terminal)

@@ -1,5 +1,5 @@
 """Asks a kernel questions from outside: its answer, how much weight a row gives each key tile, and how long a problem
-must be before two kernels disagree.
+must be before it is wrong.
 
 Attention is linear in v, so v = 1 on the keys of one tile and 0 elsewhere makes the output that tile's softmax weight.
 """
@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from verify import oracle
 from verify.call import Answer, Call
 from verify.difference import gap
 from verify.errors import UsageError
 from verify.judge import Check, Right, against_fp64, right_answer
-from verify.oracle import visible
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,6 @@ class Setting:
     block_rows: int
     block_columns: int
     device: str
-    atol: float | None = None  # what counts as a difference, where not the bound that verify itself uses
 
     @property
     def call(self) -> Call:
@@ -48,41 +48,48 @@ class Setting:
         n, size = self.k.shape[1], self.block_columns
         return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
-    def grown_to(self, keys: int) -> Setting:
-        """The same problem with its first keys only; where it is square it stays so, since many kernels need that."""
-        rows = keys if self.q.shape[1] == self.k.shape[1] else self.q.shape[1]
-        return replace(self, q=self.q[:, :rows], k=self.k[:, :keys], v=self.v[:, :keys])
+    @functools.cached_property
+    def grown(self) -> list[Setting]:
+        """The same problem with its first 1, 2, ... key tiles; a square one stays so, since many kernels need that."""
+        found = []
+        for keys in (tile.stop for tile in self.key_tiles):
+            rows = keys if self.q.shape[1] == self.k.shape[1] else self.q.shape[1]
+            found.append(replace(self, q=self.q[:, :rows], k=self.k[:, :keys], v=self.v[:, :keys]))
+        return found
+
+    @functools.cached_property
+    def unmasked(self) -> Setting:
+        return replace(self, causal=False)
+
+    @functools.cached_property
+    def shares(self) -> Tensor:
+        """(batch, nheads, row, key tiles, head_dim + 1) in fp64: what each key tile adds to each row of the output, and
+        behind it the tile's softmax weight. Each tile has channels of its own in v.
+        """
+        values = torch.cat([self.v, torch.ones_like(self.v[..., :1])], -1)
+        tile = torch.arange(values.shape[1]) // self.block_columns
+        of_tile = torch.nn.functional.one_hot(tile)[:, None, :, None] * values[..., None, :]
+        out = oracle.answer("flash_attn_func", {**self.call.args, "v": of_tile.flatten(-2)}).out
+        return torch.unflatten(out.transpose(1, 2), -1, of_tile.shape[-2:])
 
     def judged(self, out: Tensor) -> Check:
         """An output held against fp64."""
         return against_fp64(self.right, Answer(out))[0]
 
-    def differs(self, a: Tensor, b: Tensor) -> Tensor:
-        """(batch, nheads, row, channel): where two outputs are further apart than the tolerance."""
-        return gap(a, b) > self.tolerance(a)
-
-    def tolerance(self, out: Tensor) -> float:
-        """Two answers that verify passes are each within the bound of fp64, so within twice the bound of each other."""
-        return 2 * self.judged(out).widest_bound if self.atol is None else self.atol
-
 
 @dataclass(frozen=True)
-class Candidate:
-    """A kernel by its import path, called as function(q, k, v, causal=...)."""
+class Kernel:
+    """A function by its import path, called as function(q, k, v, causal=...), and its answer held against fp64.
+
+    out: (batch, seqlen_q, nheads, head_dim) on the CPU; repeats: how far a second call was from the first
+    """
 
     name: str
     function: Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Judged:
-    """A candidate's answer to one setting, (batch, seqlen_q, nheads, head_dim) on the CPU, held against fp64."""
-
-    name: str
     out: Tensor
     check: Check
-    changed_inputs: tuple[str, ...] = ()
-    repeats: float = 0.0  # how far a second call was from the first
+    changed_inputs: Sequence[str]
+    repeats: float
 
     @property
     def remarks(self) -> list[str]:
@@ -93,16 +100,33 @@ class Judged:
         return lines
 
 
+@dataclass(frozen=True)
+class Evidence:
+    """What is found out about a kernel that is wrong. wrong: (batch, nheads, row, channel) against fp64.
+
+    growth: for problems of 1, 2, ... key tiles, whether it is wrong; empty if it does not take smaller problems
+    weights: (batch, nheads, row, key tiles) as measured
+    right_unmasked: whether it is right without its causal mask, None if it has none
+    """
+
+    kernel: Kernel
+    setting: Setting
+    wrong: Tensor
+    growth: Sequence[bool]
+    weights: Tensor
+    right_unmasked: bool | None
+
+
 # ---- one call -------------------------------------------------------------------------------------------------------
 
 
-def ask(candidate: Candidate, setting: Setting) -> tuple[Tensor, tuple[str, ...]]:
-    """The candidate's output on the CPU, and the inputs it wrote to; UsageError if it raises or answers no output."""
+def ask(name: str, function: Callable[..., Any], setting: Setting) -> tuple[Tensor, list[str]]:
+    """The output on the CPU, and the inputs that were written to; UsageError if it raises or answers no output."""
     given = {name: getattr(setting, name).to(setting.device) for name in ("q", "k", "v")}
     inputs = {name: tensor.clone() for name, tensor in given.items()}
     try:
         with torch.no_grad():
-            out = candidate.function(*inputs.values(), **_options(candidate, setting))
+            out = function(*inputs.values(), **_options(name, function, setting))
             out = out[0] if isinstance(out, (tuple, list)) and out else out
             if not isinstance(out, Tensor):
                 raise TypeError(f"returned {type(out).__name__}, expected a tensor")
@@ -112,84 +136,65 @@ def ask(candidate: Candidate, setting: Setting) -> tuple[Tensor, tuple[str, ...]
     except Exception as error:  # whatever someone's kernel raises
         shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in inputs.items())
         first_line = (str(error).splitlines() or [""])[0]
-        raise UsageError(f"{candidate.name} raised {type(error).__name__} for {shapes}: {first_line}") from error
+        raise UsageError(f"{name} raised {type(error).__name__} for {shapes}: {first_line}") from error
     expected = (*setting.q.shape[:-1], setting.v.shape[-1])
     if tuple(out.shape) != expected:
         raise UsageError(
-            f"{candidate.name} returned shape {tuple(out.shape)}, expected {expected}: batch, seqlen, heads, head_dim"
+            f"{name} returned shape {tuple(out.shape)}, expected {expected}: batch, seqlen, heads, head_dim"
         )
-    return out, tuple(name for name in given if not torch.equal(given[name], inputs[name]))
+    return out, [name for name in given if not torch.equal(given[name], inputs[name])]
 
 
-def _options(candidate: Candidate, setting: Setting) -> dict[str, Any]:
+def _options(name: str, function: Callable[..., Any], setting: Setting) -> dict[str, Any]:
     """causal, and the block sizes where the function has parameters of these names."""
     try:
-        parameters = inspect.signature(candidate.function).parameters
+        parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # a compiled function need not have one
         return {"causal": setting.causal}
     options = {name: getattr(setting, name) for name in ("causal", "block_rows", "block_columns") if name in parameters}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         options["causal"] = setting.causal
     if setting.causal and "causal" not in options:
-        raise UsageError(f"{candidate.name} has no argument causal, so --causal cannot be asked of it")
+        raise UsageError(f"{name} has no argument causal, so --causal cannot be asked of it")
     return options
 
 
-# ---- against fp64, and against each other ---------------------------------------------------------------------------
+def answered(name: str, function: Callable[..., Any], setting: Setting) -> Kernel:
+    """With its answer, asked for twice."""
+    out, changed = ask(name, function, setting)
+    once, again = (x.nan_to_num(nan=0.0) for x in (out, ask(name, function, setting)[0]))
+    return Kernel(name, function, out, setting.judged(out), changed, gap(once, again).max().item())
 
 
-def judged(candidate: Candidate, setting: Setting) -> Judged:
-    """Its answer, asked twice, held against fp64."""
-    out, changed = ask(candidate, setting)
-    once, again = (x.nan_to_num(nan=0.0) for x in (out, ask(candidate, setting)[0]))
-    return Judged(candidate.name, out, setting.judged(out), changed, gap(once, again).max().item())
+# ---- many calls -----------------------------------------------------------------------------------------------------
 
 
-def growth(candidates: tuple[Candidate, Candidate], setting: Setting) -> Iterator[tuple[int, bool]]:
-    """(number of keys, whether the two differ there) for problems of 1, 2, ... key tiles."""
-    for columns in setting.key_tiles:
-        smaller = setting.grown_to(columns.stop)
-        a, b = (ask(candidate, smaller)[0] for candidate in candidates)
-        yield columns.stop, bool(smaller.differs(a, b).any())
+def evidence(kernel: Kernel, setting: Setting, done: Callable[[str], None]) -> Evidence:
+    """Everything there is to find out about a kernel that is wrong. `done` hears what is being asked."""
+
+    def is_right(problem: Setting) -> bool:
+        return problem.judged(ask(kernel.name, kernel.function, problem)[0]).ok
+
+    growth = []
+    with suppress(UsageError):
+        for smaller in setting.grown:
+            done(f"{kernel.name}: problem of {smaller.k.shape[1]} keys")
+            growth.append(not is_right(smaller))
+    growth = growth if len(growth) == len(setting.grown) else []
+    done(f"{kernel.name}: weights of key tiles")
+    weights = key_weights(kernel, setting)
+    wrong = gap(kernel.out, setting.right.exact.out) > kernel.check.widest_bound
+    right_unmasked = is_right(setting.unmasked) if setting.causal else None
+    return Evidence(kernel, setting, wrong, growth, weights, right_unmasked)
 
 
-def key_weights(candidate: Candidate, setting: Setting) -> Tensor:
+def key_weights(kernel: Kernel, setting: Setting) -> Tensor:
     """(batch, nheads, seqlen_q, key tiles): the softmax weight each row gives each key tile, measured through v."""
     parts = []
     for columns in setting.key_tiles:
         v = torch.zeros_like(setting.v)
         v[:, columns] = 1
+        out, _ = ask(kernel.name, kernel.function, replace(setting, v=v))
         # Every channel says the same, unless it is the channels that are mixed up.
-        parts.append(ask(candidate, replace(setting, v=v))[0].double().median(dim=-1).values)
+        parts.append(out.double().median(dim=-1).values)
     return torch.stack(parts, dim=-1).transpose(1, 2)
-
-
-# ---- what is right --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TileStatistics:
-    """In fp64, by row and key tile, each (batch, nheads, seqlen_q, key tiles); out has head_dim behind.
-
-    weight: the tile's share of the softmax; out: what the row would get from the tile alone
-    """
-
-    weight: Tensor
-    out: Tensor = field(repr=False)
-
-
-def statistics(setting: Setting) -> TileStatistics:
-    groups = setting.q.shape[2] // setting.k.shape[2]
-    q, k, v = (x.double().transpose(1, 2) for x in (setting.q, setting.k, setting.v))
-    k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-    sees = torch.stack(visible(setting.call))[:, None]
-    s = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(~sees, -torch.inf)
-    top = s.amax(-1, keepdim=True)
-    p = torch.exp(s - top.masked_fill(top == -torch.inf, 0.0))
-    sums = torch.stack([p[..., tile].sum(-1) for tile in setting.key_tiles], dim=-1)
-    tile_out = torch.stack([p[..., tile] @ v[..., tile, :] for tile in setting.key_tiles], dim=-2)
-    return TileStatistics(_over(sums, sums.sum(-1, keepdim=True)), _over(tile_out, sums[..., None]))
-
-
-def _over(a: Tensor, b: Tensor) -> Tensor:
-    return torch.where(b > 0, a / b, 0.0)
