@@ -1,13 +1,14 @@
-"""Attention and feed-forward modules: against plain attention, and a cache against the full forward."""
+"""Attention and feed-forward modules: against plain PyTorch, gradients too, and a cache against the full forward."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from flash_attn_compat.layers.rotary import apply_rotary_emb_torch
 from flash_attn_compat.modules.mha import (
@@ -21,21 +22,10 @@ from flash_attn_compat.modules.mha import (
 from flash_attn_compat.modules.mlp import FusedMLP, GatedMlp, Mlp
 from flash_attn_compat.ops.fused_dense import FusedDense, fused_dense_func
 from flash_attn_compat.utils.generation import InferenceParams
-from tests.plain import attention, check_module, two_layers
+from tests.plain import Parameters, attention, check_function, check_module, two_layers
 from tests.support import cumulative, randn
 
-B, S, H, HK, D = 2, 6, 4, 2, 16
-
-
-def attention64(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None = None, slopes: Any = None, left: int = -1
-) -> Tensor:
-    right = 0 if causal else -1
-    return attention(q.double(), k.double(), v.double(), scale=scale, window=(left, right), slopes=slopes)
-
-
-def same(found: Tensor, right: Tensor, tolerance: float = 1e-5) -> None:
-    torch.testing.assert_close(found.double(), right, rtol=tolerance, atol=tolerance)
+B, S, SQ, H, HK, D = 2, 6, 3, 4, 2, 16
 
 
 def test_alibi_slopes_follow_the_paper() -> None:
@@ -44,56 +34,85 @@ def test_alibi_slopes_follow_the_paper() -> None:
     assert get_alibi_slopes(12) == pytest.approx(get_alibi_slopes(8) + get_alibi_slopes(16)[0:8:2])
 
 
+# The attentions inside MHA
+
+SLOPES = torch.tensor(get_alibi_slopes(H))
+MASK = torch.arange(S) < torch.tensor([[S], [4]])  # what is kept
+
+
+def of_self(qkv: Tensor, **options: Any) -> Tensor:
+    return attention(*qkv.unbind(2), **options)
+
+
+def of_cross(q: Tensor, kv: Tensor, **options: Any) -> Tensor:
+    return attention(q, *kv.unbind(2), **options)
+
+
+def of_kept_keys(q: Tensor, kv: Tensor, **options: Any) -> Tensor:
+    return torch.cat([of_cross(q[i : i + 1], kv[i : i + 1, :n], **options) for i, n in enumerate(MASK.sum(-1))])
+
+
+CAUSAL: dict[str, Any] = {"window": (-1, 0)}
+QKV, Q, KV = randn(B, S, 3, H, D), randn(B, SQ, H, D, seed=1), randn(B, S, 2, HK, D, seed=2)
+# name: (module, of its inputs, plain); the two flash modules take slopes and window in another order
+INNER: dict[str, tuple[Callable[..., Any], Callable[..., Tensor], list[Tensor]]] = {
+    "flash self": (
+        FlashSelfAttention(False, 0.3, 0.0, (3, -1), SLOPES),
+        lambda qkv: of_self(qkv, scale=0.3, slopes=SLOPES, window=(3, -1)), [QKV],
+    ),
+    "flash self, causal where it is called": (
+        lambda qkv: FlashSelfAttention(window_size=(3, -1))(qkv, causal=True),
+        lambda qkv: of_self(qkv, window=(3, 0)), [QKV],
+    ),
+    "flash self, packed": (
+        lambda qkv: FlashSelfAttention(True)(qkv.flatten(0, 1), None, cumulative(S, S), S).unflatten(0, (B, S)),
+        lambda qkv: of_self(qkv, **CAUSAL), [QKV],
+    ),
+    "flash cross": (
+        FlashCrossAttention(True, None, 0.0, SLOPES, (2, -1)),
+        lambda q, kv: of_cross(q, kv, slopes=SLOPES, window=(2, 0)), [Q, KV],
+    ),
+    "flash cross, packed": (
+        lambda q, kv: FlashCrossAttention(True)(
+            q.flatten(0, 1), kv.flatten(0, 1), None, cumulative(SQ, SQ), SQ, cumulative(S, S), S
+        ).unflatten(0, (B, SQ)),
+        lambda q, kv: of_cross(q, kv, **CAUSAL), [Q, KV],
+    ),
+    "self": (SelfAttention(softmax_scale=0.3), lambda qkv: of_self(qkv, scale=0.3), [QKV]),
+    "self, causal": (SelfAttention(True), lambda qkv: of_self(qkv, **CAUSAL), [QKV]),
+    "self, causal, padded": (
+        lambda qkv: SelfAttention(True)(qkv, key_padding_mask=MASK)[MASK],
+        lambda qkv: of_self(qkv, **CAUSAL)[MASK], [QKV],
+    ),
+    "cross": (CrossAttention(), of_cross, [Q, KV]),
+    "cross, padded": (lambda q, kv: CrossAttention()(q, kv, key_padding_mask=MASK), of_kept_keys, [Q, KV]),
+    "cross, causal, padded": (
+        lambda q, kv: CrossAttention(True)(q, kv, key_padding_mask=MASK),
+        lambda q, kv: of_kept_keys(q, kv, **CAUSAL), [Q, KV],
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("causal", [False, True])
-def test_flash_self_attention_agrees_with_fp64_dense_and_packed(dtype: torch.dtype, causal: bool) -> None:
-    slopes = torch.tensor(get_alibi_slopes(H))
-    module = FlashSelfAttention(False, 0.3, 0.0, (3, -1), slopes.to(dtype)).eval()  # the order of the last two
-    qkv = randn(B, S, 3, H, D, dtype=dtype)
-    slopes_used = slopes.to(dtype).double().tolist()
-    expected = attention64(*qkv.unbind(2), causal, 0.3, slopes_used, left=3)
-    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
-    same(module(qkv, causal=causal), expected, tolerance)
-    cu_seqlens = cumulative(S, S)
-    packed = module(qkv.flatten(0, 1), causal=causal, cu_seqlens=cu_seqlens, max_seqlen=S)
-    same(packed, expected.flatten(0, 1), tolerance)
+@pytest.mark.parametrize("name", INNER)
+def test_an_inner_attention_is_softmax_attention(name: str, dtype: torch.dtype) -> None:
+    module, plain, inputs = INNER[name]
+    check_function(module, plain, *(x.to(dtype) for x in inputs), epsilons=4)
 
 
-def test_flash_cross_attention_agrees_with_fp64_dense_and_packed() -> None:
-    module = FlashCrossAttention(True, None, 0.0, None, (-1, -1))  # differs between the two modules
+def test_flash_modules_use_slopes_in_fp32_and_keep_no_state() -> None:
+    module = FlashSelfAttention(alibi_slopes=SLOPES.bfloat16())
     assert not module.state_dict()
-    q, kv = randn(B, 3, H, D), randn(B, S, 2, HK, D, seed=1)
-    expected = attention64(q, *kv.unbind(2), causal=True)
-    same(module(q, kv), expected)
-    cu_seqlens, cu_seqlens_k = (torch.arange(B + 1, dtype=torch.int32) * n for n in (3, S))
-    packed = module(
-        q.flatten(0, 1), kv.flatten(0, 1), None, cu_seqlens=cu_seqlens, max_seqlen=3, cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_k=S,
-    )  # fmt: skip
-    same(packed, expected.flatten(0, 1))
+    slopes = SLOPES.bfloat16().double()
+    check_function(module, lambda qkv: of_self(qkv, slopes=slopes.to(qkv.dtype)), QKV, epsilons=4)
 
 
 @pytest.mark.parametrize("flash", [False, True])
 def test_attention_dropout_acts_in_training_only(flash: bool) -> None:
     module = (FlashSelfAttention if flash else SelfAttention)(attention_dropout=0.5)
-    qkv = randn(B, S, 3, H, D)
-    expected = attention64(*qkv.unbind(2), causal=False)
-    same(module.eval()(qkv), expected)
-    assert (module.train()(qkv).double() - expected).abs().max() > 0.1
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_plain_attention_agrees_with_fp64_where_something_is_visible(causal: bool) -> None:
-    qkv, q, kv = randn(B, S, 3, H, D), randn(B, 3, H, D, seed=1), randn(B, S, 2, HK, D, seed=2)
-    mask = torch.ones(B, S, dtype=torch.bool)
-    mask[1, 4:] = False
-    self_attention, cross_attention = SelfAttention(causal), CrossAttention(causal)
-    expected = attention64(*qkv.unbind(2), causal)
-    same(self_attention(qkv), expected)
-    same(self_attention(qkv, key_padding_mask=mask)[1, :4], attention64(*qkv[1:, :4].unbind(2), causal)[0])
-    expected = attention64(q, *kv.unbind(2), causal)
-    same(cross_attention(q, kv), expected)
-    same(cross_attention(q, kv, key_padding_mask=mask)[1], attention64(q[1:], *kv[1:, :4].unbind(2), causal)[0])
+    expected = of_self(QKV)
+    torch.testing.assert_close(module.eval()(QKV), expected, rtol=1e-5, atol=1e-5)
+    assert (module.train()(QKV) - expected).abs().max() > 0.1
 
 
 def test_a_row_that_sees_nothing_is_a_uniform_average_in_plain_attention() -> None:
@@ -102,85 +121,83 @@ def test_a_row_that_sees_nothing_is_a_uniform_average_in_plain_attention() -> No
     torch.testing.assert_close(out[0, 0], kv[0, :, 1].mean(dim=0))
 
 
-def parameters(module: torch.nn.Module) -> set[str]:
-    return {name.rsplit(".", 1)[0] for name, _ in module.named_parameters()}
+# MHA
+
+
+def plain_mha(options: dict[str, Any], p: Parameters, x: Tensor, x_kv: Tensor | None = None, *_: Any) -> Any:
+    """Of its parameters and inputs: projection, convolution, rotation, attention, projection."""
+    heads_kv = options.get("num_heads_kv", H)
+    given, x = x, x.reshape(B, -1, 64)
+    sizes = (64, heads_kv * D, heads_kv * D)
+    if "Wq.weight" in p:
+        projected = F.linear(x if x_kv is None else x_kv, p["Wkv.weight"], p["Wkv.bias"])
+        parts = F.linear(x, p["Wq.weight"], p["Wq.bias"]), *projected.chunk(2, -1)
+    else:
+        parts = F.linear(x, p["Wqkv.weight"], p.get("Wqkv.bias")).split(sizes, -1)
+    convolutions = [name.removesuffix(".weight") for name in p if name.startswith("dwconv") and name.endswith("weight")]
+    if convolutions:
+        weight, bias = (torch.cat([p[f"{name}.{kind}"] for name in convolutions]) for kind in ("weight", "bias"))
+        channels = F.pad(torch.cat(parts, -1).transpose(1, 2), (2, 0))
+        parts = F.conv1d(channels, weight, bias, groups=len(weight)).transpose(1, 2).split(sizes, -1)
+    q, k, v = (part.unflatten(-1, (-1, D)) for part in parts)
+    if rotary_dim := options.get("rotary_emb_dim"):
+        angles = torch.arange(S)[:, None] * 1e4 ** (-torch.arange(0, rotary_dim, 2).double() / rotary_dim)
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        q, k = apply_rotary_emb_torch(q, cos, sin), apply_rotary_emb_torch(k, cos, sin)
+    slopes = SLOPES.to(x.dtype) if options.get("use_alibi") else None
+    left = options.get("window_size", (-1, 0))[0]
+    right = 0 if options.get("causal", True) else -1
+    context = attention(q, k, v, scale=options.get("softmax_scale"), window=(left, right), slopes=slopes)
+    out = F.linear(context.flatten(2), p["out_proj.weight"], p.get("out_proj.bias")).reshape(*given.shape[:-1], 64)
+    return (out, given) if options.get("return_residual") else out
+
+
+FLASH: dict[str, Any] = {"use_flash_attn": True}
+MHAS: list[dict[str, Any]] = [
+    {"causal": False, "softmax_scale": 0.3},
+    {"num_heads_kv": HK, "rotary_emb_dim": 8, "qkv_proj_bias": False},
+    {"rotary_emb_dim": 16, "fused_bias_fc": True, "return_residual": True},
+    {"dwconv": True, "out_proj_bias": False},
+    {"dwconv": True, "num_heads_kv": HK},
+    {"cross_attn": True, "return_residual": True},
+    {**FLASH, "rotary_emb_dim": 16, "checkpointing": True, "fused_bias_fc": True},
+    {**FLASH, "num_heads_kv": HK, "rotary_emb_dim": 8, "return_residual": True},
+    {**FLASH, "num_heads_kv": 1, "use_alibi": True, "window_size": (3, 0)},
+    {**FLASH, "use_alibi": True, "window_size": (2, 0)},
+    {**FLASH, "cross_attn": True, "causal": False},
+]
+
+
+@pytest.mark.parametrize("options", MHAS, ids=str)
+def test_mha_is_projections_around_attention(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    module = MHA(64, H, **{"causal": True, **options})
+    forms: list[Any] = [(randn(B, SQ, 64), randn(B, S, 64, seed=1)) if "cross_attn" in options else (randn(B, S, 64),)]
+    if "use_alibi" in options:  # and nothing that excludes packed sequences
+        forms.append((randn(B * S, 64), None, None, cumulative(S, S), S))
+    for inputs in forms:
+        check_module(module, lambda *given: plain_mha(options, *given), *inputs)
 
 
 def test_mha_names_its_projections_as_flash_attn_does() -> None:
-    assert parameters(MHA(64, H)) == {"Wqkv", "out_proj"}
-    assert parameters(MHA(64, H, cross_attn=True)) == {"Wq", "Wkv", "out_proj"}
-    assert parameters(MHA(64, H, dwconv=True)) == {"Wqkv", "dwconv_qkv", "out_proj"}
-    assert parameters(MHA(64, H, num_heads_kv=HK, dwconv=True)) == {"Wqkv", "dwconv_q", "dwconv_kv", "out_proj"}
-    assert MHA(64, H, num_heads_kv=HK).Wqkv.weight.shape == (64 + 2 * HK * D, 64)
-    assert MHA(64, H, rotary_emb_dim=8).state_dict().keys() == MHA(64, H).state_dict().keys()
-
-
-@pytest.mark.parametrize(("num_heads_kv", "use_flash_attn"), [(H, False), (HK, False), (HK, True)])
-def test_mha_is_projection_rotation_attention_projection(num_heads_kv: int, use_flash_attn: bool) -> None:
-    torch.manual_seed(0)
-    module = MHA(64, H, num_heads_kv, causal=True, rotary_emb_dim=8, use_flash_attn=use_flash_attn)
-    x = randn(B, S, 64)
-    q, k, v = module.Wqkv(x).split((64, num_heads_kv * D, num_heads_kv * D), dim=-1)
-    q, k, v = (t.unflatten(-1, (-1, D)) for t in (q, k, v))
-    module.rotary_emb._update_cos_sin_cache(S, dtype=torch.float32)
-    cos, sin = module.rotary_emb._cos_cached, module.rotary_emb._sin_cached
-    context = attention64(apply_rotary_emb_torch(q, cos, sin), apply_rotary_emb_torch(k, cos, sin), v, causal=True)
-    expected = F.linear(context.flatten(2), module.out_proj.weight.double(), module.out_proj.bias.double())
-    same(module(x), expected)
-
-
-@pytest.mark.parametrize("num_heads_kv", [H, HK])
-def test_packed_mha_agrees_with_the_padded_one(num_heads_kv: int) -> None:
-    torch.manual_seed(0)
-    module = MHA(64, H, num_heads_kv, causal=True, use_flash_attn=True, use_alibi=True, window_size=(3, 0))
-    x = randn(B, S, 64)
-    cu_seqlens = cumulative(S, S)
-    packed = module(x.flatten(0, 1), cu_seqlens=cu_seqlens, max_seqlen=S)
-    torch.testing.assert_close(packed, module(x).flatten(0, 1), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("options", [{}, {"cross_attn": True}, {"use_flash_attn": True}], ids=str)
-def test_return_residual_hands_back_x(options: dict[str, bool]) -> None:
-    module = MHA(64, H, return_residual=True, **options)
-    x, x_kv = randn(B, 3, 64), randn(B, S, 64, seed=1) if "cross_attn" in options else None
-    out, residual = module(x, x_kv)
-    assert out.shape == x.shape and residual is x
-
-
-def test_checkpointing_and_dense_layers_change_neither_values_nor_gradients() -> None:
-    torch.manual_seed(0)
-    plain = MHA(64, H, causal=True, use_flash_attn=True, rotary_emb_dim=16)
-    other = MHA(64, H, causal=True, use_flash_attn=True, rotary_emb_dim=16, checkpointing=True, fused_bias_fc=True)
-    other.load_state_dict(plain.state_dict())
-    assert isinstance(other.Wqkv, FusedDense)
-    x = randn(B, S, 64)
-    leaves = [x.clone().requires_grad_(), x.clone().requires_grad_()]
-    for module, leaf in zip((plain, other), leaves, strict=True):
-        module(leaf).square().sum().backward()
-    torch.testing.assert_close(leaves[1].grad, leaves[0].grad)
-    torch.testing.assert_close(other.Wqkv.weight.grad, plain.Wqkv.weight.grad)
-
-
-def test_the_depthwise_convolution_does_not_look_ahead() -> None:
-    torch.manual_seed(0)
-    module = MHA(64, H, causal=True, dwconv=True)
-    x = randn(B, S, 64)
-    changed = x.clone()
-    changed[:, 4:] += 1
-    torch.testing.assert_close(module(changed)[:, :4], module(x)[:, :4])
+    for options, names in (
+        ({}, {"Wqkv", "out_proj"}),
+        ({"rotary_emb_dim": 8}, {"Wqkv", "out_proj"}),
+        ({"cross_attn": True}, {"Wq", "Wkv", "out_proj"}),
+        ({"dwconv": True}, {"Wqkv", "dwconv_qkv", "out_proj"}),
+        ({"num_heads_kv": HK, "dwconv": True}, {"Wqkv", "dwconv_q", "dwconv_kv", "out_proj"}),
+    ):
+        assert {name.rsplit(".", 1)[0] for name in MHA(64, H, **options).state_dict()} == names  # type: ignore[arg-type]
 
 
 CACHED: list[dict[str, Any]] = [
-    {"use_flash_attn": False},
-    {"use_flash_attn": False, "rotary_emb_dim": 16},
-    {"use_flash_attn": True},
-    {"use_flash_attn": True, "rotary_emb_dim": 16},
-    {"use_flash_attn": True, "rotary_emb_dim": 16, "rotary_emb_interleaved": True, "num_heads_kv": HK},
-    {"use_flash_attn": True, "rotary_emb_dim": 8, "num_heads_kv": HK},
-    {"use_flash_attn": True, "rotary_emb_dim": 16, "rotary_emb_scale_base": 512},
-    {"use_flash_attn": True, "use_alibi": True, "num_heads_kv": HK},
-    {"use_flash_attn": True, "window_size": (2, 0), "rotary_emb_dim": 16},
-    {"use_flash_attn": True, "window_size": (2, 0)},
+    {"rotary_emb_dim": 16},
+    {**FLASH, "rotary_emb_dim": 16, "rotary_emb_interleaved": True, "num_heads_kv": HK},
+    {**FLASH, "rotary_emb_dim": 8, "num_heads_kv": HK},
+    {**FLASH, "rotary_emb_dim": 16, "rotary_emb_scale_base": 512},
+    {**FLASH, "use_alibi": True, "num_heads_kv": HK},
+    {**FLASH, "window_size": (2, 0), "rotary_emb_dim": 16},
+    {**FLASH, "window_size": (2, 0)},
 ]
 
 
@@ -246,43 +263,48 @@ def test_options_that_exclude_each_other_are_refused(options: dict[str, Any], gi
 # Feed-forward
 
 
-def test_mlp_defaults_and_residual() -> None:
-    module, x = Mlp(8, return_residual=True), randn(3, 8)
-    assert module.fc1.out_features == 32 and module(x)[1] is x
-    check_module(Mlp(8), two_layers(F.gelu), x)
-
-
-@pytest.mark.parametrize("activation", [F.sigmoid, F.silu, F.gelu])
-def test_gated_mlp_multiplies_the_first_half_by_its_gate(activation: Any) -> None:
-    def gated(x: Tensor) -> Tensor:
+def gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def compute(x: Tensor) -> Tensor:
         y, gate = x.chunk(2, dim=-1)
         return y * activation(gate)
 
-    module = GatedMlp(8, activation=activation, multiple_of=16)
-    assert module.fc2.in_features == 32
-    check_module(module, two_layers(gated), randn(3, 8))
+    return compute
 
 
-@pytest.mark.parametrize(
-    ("activation", "plain", "checkpoint_lvl"),
-    [
-        ("gelu_approx", lambda x: F.gelu(x, approximate="tanh"), 0),
-        ("gelu_approx", lambda x: F.gelu(x, approximate="tanh"), 2),
-        ("relu", F.relu, 2),
-        ("sqrelu", lambda x: F.relu(x).square(), 0),
-    ],
-)
-def test_fused_mlp_is_two_layers(activation: str, plain: Any, checkpoint_lvl: int) -> None:
-    module = FusedMLP(8, 12, 5, activation=activation, checkpoint_lvl=checkpoint_lvl)
-    check_module(module, two_layers(plain), randn(3, 8))
+def gelu_approx(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
 
 
-def test_dense_layers_return_their_input_and_refuse_unknown_activations() -> None:
-    layer = FusedDense(4, 3, return_residual=True)
-    x = randn(2, 4)
-    out, residual = layer(x)
-    assert residual is x and torch.equal(out, F.linear(x, layer.weight, layer.bias))
-    out, residual = fused_dense_func(x, layer.weight, return_residual=True)
-    assert residual is x and torch.equal(out, F.linear(x, layer.weight))
+MLPS: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Tensor], int]] = {
+    "plain": (lambda: Mlp(8), F.gelu, 32),
+    "of another width": (lambda: Mlp(8, 12, 5, F.relu), F.relu, 12),
+    "glu": (lambda: GatedMlp(8, multiple_of=16), gated(F.sigmoid), 32),
+    "swiglu": (lambda: GatedMlp(8, 12, activation=F.silu, multiple_of=1), gated(F.silu), 12),
+    "geglu": (lambda: GatedMlp(8, activation=F.gelu), gated(F.gelu), 128),
+    "fused gelu_approx": (lambda: FusedMLP(8, 12, 5), gelu_approx, 12),
+    "fused gelu_approx, recomputed": (lambda: FusedMLP(8, 12, 5, checkpoint_lvl=2), gelu_approx, 12),
+    "fused relu": (lambda: FusedMLP(8, activation="relu", checkpoint_lvl=2), F.relu, 32),
+    "fused sqrelu": (lambda: FusedMLP(8, 12, 5, activation="sqrelu"), lambda x: F.relu(x).square(), 12),
+}
+
+
+@pytest.mark.parametrize("name", MLPS)
+def test_an_mlp_is_two_layers_around_its_activation(name: str) -> None:
+    make, activation, hidden_features = MLPS[name]
+    module = make()
+    assert module.fc2.in_features == hidden_features
+    check_module(module, two_layers(activation), randn(3, 8))
+
+
+def test_layers_return_their_input_and_refuse_unknown_activations() -> None:
+    x = randn(2, 8)
+    for module in (Mlp(8, return_residual=True), GatedMlp(8, return_residual=True), FusedMLP(8, return_residual=True)):
+        assert module(x)[1] is x
+    layer = FusedDense(8, 3, return_residual=True)
+    for weights, (out, residual) in (
+        ((layer.weight, layer.bias), layer(x)),
+        ((layer.weight,), fused_dense_func(x, layer.weight, return_residual=True)),
+    ):
+        assert residual is x and torch.equal(out, F.linear(x, *weights))
     with pytest.raises(NotImplementedError, match="'swish'"):
         FusedMLP(4, activation="swish")
