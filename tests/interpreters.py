@@ -85,10 +85,15 @@ def forked_child(code: str, variables: dict[str, str] | None = None) -> Answer:
     return _at_once([f"{start}\n{code}"], dict(os.environ) if variables is None else variables)[0]
 
 
+def forked_each(codes: list[str]) -> list[Answer]:
+    """``forked`` of every code, all at once; what one of them fails with ends the others."""
+    return _at_once(codes, {})
+
+
 def forked_group(function: Callable[..., object], *arguments: Any, world: int = 2) -> None:
     """function(rank, *arguments) of a test module in as many processes at once; what fails there fails here."""
     call = f"from {function.__module__} import {function.__name__} as run"
-    answers = _at_once([f"{call}; run({rank}, *{arguments!r})" for rank in range(world)], {})
+    answers = forked_each([f"{call}; run({rank}, *{arguments!r})" for rank in range(world)])
     assert not any(answer.returncode for answer in answers), "\n".join(answer.stderr for answer in answers)
 
 

@@ -105,12 +105,12 @@ def test_inplace_backward_alone_writes_over_the_logits_and_makes_a_second_backwa
     logits, labels = problem()
     x = logits.clone().requires_grad_()
     y = x * 1.0
-    loss = cross_entropy_loss(y, labels, inplace_backward=True)[0].sum()
+    loss = CrossEntropyLoss(reduction="sum", inplace_backward=True)(y, labels)
     loss.backward(retain_graph=True)
     assert x.grad is not None and torch.equal(y.detach(), x.grad)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-    loss = cross_entropy_loss(x, labels)[0].sum()
+    loss = CrossEntropyLoss(reduction="sum")(x, labels)
     for times in (2, 3):
         loss.backward(retain_graph=True)
         assert torch.equal(x.detach(), logits) and torch.equal(x.grad, times * y.detach())
@@ -173,12 +173,15 @@ def test_a_mean_over_no_rows_is_nan_and_what_does_not_fit_is_refused_by_name() -
 def _vocab_parallel_worker(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     logits, labels = problem(2 * V)
-    local = logits.chunk(2, dim=-1)[rank]
+    labels[4] = 0
+    masked = logits.clone()
+    masked[4, V:] = -torch.inf  # all that a rank has of a row
     weight = torch.linspace(0.5, 2, N)
-    for options in [*OPTIONS, {"precomputed_lse": local.logsumexp(-1)}]:
-        x, leaf = local.clone().requires_grad_(), logits.clone().requires_grad_()
-        losses, z_losses = cross_entropy_loss(x, labels, process_group=dist.group.WORLD, **options)
-        options = {name: value for name, value in options.items() if name != "precomputed_lse"}
+    for options, with_lse in [*((options, False) for options in OPTIONS), ({}, True)]:
+        leaf = (logits if "label_smoothing" in options else masked).clone().requires_grad_()
+        x = leaf.detach().chunk(2, dim=-1)[rank].clone().requires_grad_()
+        lse = x.detach().logsumexp(-1) if with_lse else None
+        losses, z_losses = cross_entropy_loss(x, labels, lse, process_group=dist.group.WORLD, **options)
         expected, expected_z = plain(leaf, labels, **options)
         (losses * weight).sum().backward()
         (expected * weight).sum().backward()

@@ -19,11 +19,16 @@ def put_on_path(undo: ExitStack, before: str | None = None, api: str | None = No
 
     before: a sys.path entry that it must precede.
     """
-    for entry in _entries(api):
+    put_entries_on_path(undo, _entries(api), before)
+
+
+def put_entries_on_path(undo: ExitStack, entries: list[str], before: str | None = None) -> None:
+    """Directories onto sys.path, and for children onto PYTHONPATH."""
+    for entry in entries:
         _add_to_sys_path(undo, entry, before)
         _add_to_pkg_resources(undo, entry)
         undo.callback(sys.path_importer_cache.pop, entry, None)
-    put_in_pythonpath(undo, api)
+    _add_to_pythonpath(undo, entries)
     undo.callback(importlib.invalidate_caches)
     importlib.invalidate_caches()
 
@@ -41,24 +46,28 @@ def _add_to_sys_path(undo: ExitStack, entry: str, before: str | None) -> None:
     undo.callback(_remove_once, sys.path, entry)
 
 
-def put_in_pythonpath(undo: ExitStack, api: str | None = None) -> None:
+def put_in_pythonpath(undo: ExitStack) -> None:
     """Make site/ visible in child processes, where PYTHONPATH comes before anything installed."""
+    _add_to_pythonpath(undo, _entries(None))
+
+
+def _add_to_pythonpath(undo: ExitStack, wanted: list[str]) -> None:
     original = os.environ.get("PYTHONPATH")
     entries = original.split(os.pathsep) if original else []
-    missing = [entry for entry in _entries(api) if entry not in entries]
+    missing = [entry for entry in wanted if entry not in entries]
     if not missing:
         return
     first = entries.index(SITE) if SITE in entries else len(entries)
     changed = os.pathsep.join([*entries[:first], *missing, *entries[first:]])
     os.environ["PYTHONPATH"] = changed
-    undo.callback(_restore_pythonpath, original, changed)
+    undo.callback(_restore_pythonpath, original, changed, missing)
 
 
-def _restore_pythonpath(original: str | None, changed: str) -> None:
+def _restore_pythonpath(original: str | None, changed: str, added: list[str]) -> None:
     current = os.environ.get("PYTHONPATH", "")
     if current != changed:
-        # Somebody else changed it meanwhile: take out our entry and leave theirs.
-        kept = [entry for entry in current.split(os.pathsep) if entry not in (SITE, SITE_2_6)]
+        # Somebody else changed it meanwhile: take out our entries and leave theirs.
+        kept = [entry for entry in current.split(os.pathsep) if entry not in added]
         original = os.pathsep.join(kept) or original
     if original is None:
         os.environ.pop("PYTHONPATH", None)

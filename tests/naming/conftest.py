@@ -1,16 +1,30 @@
-"""Leaves no test with the name flash_attn answered."""
+"""Whatever a test of this folder does, unpatch() leaves the process as it was before."""
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 
 from flash_attn_compat.naming import unpatch
 
+NAMES = ("flash_attn", "flash_attn_2_cuda", "flash_attn_interface")
+
+
+def state() -> tuple[object, ...]:
+    """What patch() may touch, here and for children."""
+    environment = {name: value for name, value in os.environ.items() if name.startswith(("FLASH_ATTN", "PYTHONPATH"))}
+    modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in NAMES}
+    finders = [finder for finder in sys.meta_path if type(finder).__name__ != "VendorImporter"]  # setuptools' own
+    return list(sys.path), finders, environment, modules
+
 
 @pytest.fixture(autouse=True)
-def nothing_stays_patched():
+def everything_is_given_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = state()
     yield
     unpatch()
-    assert "flash_attn" not in sys.modules, "a test left the name flash_attn answered"
+    monkeypatch.undo()
+    assert state() == before

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import os
-import sys
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ import torch
 import flash_attn_compat
 from flash_attn_compat import flash_attn_interface as current
 from flash_attn_compat.naming import patch, patched, unpatch
-from tests.interpreters import forked, forked_child
+from tests.interpreters import forked, forked_each
 from tests.support import cumulative, qkv, randn
 
 VARIABLE = "FLASH_ATTN_COMPAT_API"
@@ -101,33 +99,25 @@ def test_everything_else_is_the_same_object_and_our_own_modules_are_untouched(ol
         old("ops.not_there")
 
 
-def test_the_version_and_the_metadata_are_2_6_3_and_unpatch_takes_them_back() -> None:
-    before = list(sys.path), os.environ.get("PYTHONPATH"), os.environ.get(VARIABLE)
+def test_the_version_the_metadata_and_the_raw_module_are_those_of_2_6_3_until_unpatch() -> None:
     patch(api="2.6")
-    import flash_attn
-
-    assert flash_attn.__version__ == "2.6.3"
+    assert importlib.import_module("flash_attn").__version__ == "2.6.3"
     for name in ("flash-attn", "flash_attn", "Flash.Attn"):
         assert importlib.metadata.version(name) == "2.6.3"
     assert set(importlib.metadata.packages_distributions()["flash_attn"]) == {"flash-attn"}
-    import flash_attn_2_cuda
-
-    assert flash_attn_2_cuda.__name__ == "flash_attn_compat.api_2_6.flash_attn_2_cuda"
+    assert importlib.import_module("flash_attn_2_cuda").__name__ == "flash_attn_compat.api_2_6.flash_attn_2_cuda"
     unpatch()
-    assert (list(sys.path), os.environ.get("PYTHONPATH"), os.environ.get(VARIABLE)) == before
     with patched():
-        assert importlib.import_module("flash_attn").__version__ == "2.8.3"
-        assert importlib.metadata.version("flash-attn") == "2.8.3"
+        assert importlib.import_module("flash_attn").__version__ == importlib.metadata.version("flash-attn") == "2.8.3"
 
 
 def test_the_variable_asks_as_the_argument_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "2.6")
-    with patched():
-        assert importlib.import_module("flash_attn").__version__ == "2.6.3"
-        assert importlib.metadata.version("flash-attn") == "2.6.3"
-    with patched(api="2.8"):
-        assert importlib.import_module("flash_attn").__version__ == "2.8.3"
-    assert os.environ[VARIABLE] == "2.6"
+    for options, version in (({}, "2.6.3"), ({"api": "2.8"}, "2.8.3")):
+        with patched(**options):
+            assert (
+                importlib.import_module("flash_attn").__version__ == importlib.metadata.version("flash-attn") == version
+            )
 
 
 def test_unknown_interfaces_and_changes_of_mind_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,21 +145,10 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("statement", WAYS)
-def test_every_way_of_importing_finds_the_old_module_in_a_fresh_process(statement: str) -> None:
-    answer = forked(f"import flash_attn_compat as c; c.patch(api='2.6'); {statement}; print(m.__name__)")
-    assert answer.stdout.startswith("flash_attn_compat.api_2_6."), answer.stderr
-
-
-@pytest.mark.usefixtures("old")
-def test_children_inherit_it_and_no_operators_are_registered_as_2_6_had_none() -> None:
-    answer = forked_child(
-        "import importlib.metadata as m, flash_attn, flash_attn.bert_padding as b, flash_attn_compat as c, torch;"
-        "c.patch(); print(flash_attn.__version__, m.version('flash-attn'), b.__name__);"
-        "print(hasattr(torch.ops.flash_attn, '_flash_attn_forward'))"
-    )
-    expected = ["2.6.3", "2.6.3", "flash_attn_compat.api_2_6.bert_padding", "False"]
-    assert answer.stdout.split() == expected, answer.stderr
+def test_every_way_of_importing_finds_the_old_module_in_a_fresh_process() -> None:
+    patching = "import flash_attn_compat as c; c.patch(api='2.6')"
+    for statement, answer in zip(WAYS, forked_each([f"{patching}; {way}; print(m.__name__)" for way in WAYS])):
+        assert answer.stdout.startswith("flash_attn_compat.api_2_6."), (statement, answer.stderr)
 
 
 def test_a_real_package_is_put_aside_for_it(tmp_path: Any) -> None:

@@ -9,15 +9,14 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from flash_attn_compat.naming import patch, unpatch
-from tests.interpreters import forked, fresh
+from tests.interpreters import forked, forked_child, fresh
 
-CHILD = (
-    "import importlib.metadata as m, importlib.util as u; print(u.find_spec('flash_attn') and m.version('flash-attn'))"
-)
+FA3 = "flash_attn_compat.fa3"
 
 
 def find_spec(name: str) -> object:
@@ -42,11 +41,6 @@ def imports() -> bool:
     return True
 
 
-def subprocess_sees_it() -> bool:
-    answer = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, cwd="/")
-    return answer.stdout.strip() == "2.8.3"
-
-
 def child_of(method: str) -> bool:
     context = multiprocessing.get_context(method)
     with context.Pool(1) as pool:  # its work is a function that no module of tests has to be imported for
@@ -63,7 +57,6 @@ LOOKS = {
     "metadata flash-attn": lambda: version("flash-attn"),
     "metadata Flash.Attn": lambda: version("Flash.Attn"),
     "packages_distributions": lambda: importlib.metadata.packages_distributions().get("flash_attn"),
-    "subprocess": subprocess_sees_it,
     "fork": lambda: child_of("fork"),
     "spawn": lambda: child_of("spawn"),
 }
@@ -109,6 +102,33 @@ def test_patching_and_looking_import_neither_torch_nor_what_is_looked_for():
         "assert 'flash_attn_compat.losses.cross_entropy' not in sys.modules"
     )
     assert alone.returncode == submodule.returncode == 0, alone.stderr + submodule.stderr
+
+
+CALL = (
+    "import torch; from torch.nn.attention.varlen import varlen_attn; q = torch.ones(2, 1, 8);"
+    "s = torch.tensor([0, 2], dtype=torch.int32); print(varlen_attn(q, q, q, s, s, 2, 2).sum().item())"
+)
+OF_2_6 = (
+    "import importlib.metadata as m, flash_attn, flash_attn.bert_padding as b, flash_attn_compat as c, torch;"
+    "c.patch(); print(flash_attn.__version__, m.version('flash-attn'), b.__name__);"
+    "print(hasattr(torch.ops.flash_attn, '_flash_attn_forward'))"  # which 2.6 did not have
+)
+# options of patch(): what a child does, and prints
+CHILDREN: list[tuple[dict[str, Any], str, str]] = [
+    ({}, "import flash_attn_compat as c, flash_attn; c.patch(); c.unpatch(); print(flash_attn.__version__)", "2.8.3"),
+    ({"api": "2.6"}, OF_2_6, "2.6.3 2.6.3 flash_attn_compat.api_2_6.bert_padding False"),
+    ({"interfaces": ("fa3",)}, "import flash_attn_interface as f; print(f.flash_attn_func.__module__)", FA3),
+    ({"varlen_attn": True}, CALL, "16.0"),
+]
+
+
+@pytest.mark.parametrize(("options", "code", "printed"), CHILDREN, ids=[str(options) for options, *_ in CHILDREN])
+def test_a_child_finds_what_was_asked_for(options: dict[str, Any], code: str, printed: str) -> None:
+    if "varlen_attn" in options:
+        pytest.importorskip("torch.nn.attention.varlen", reason="torch.nn.attention.varlen came with torch 2.10")
+    patch(**options)
+    answer = forked_child(code)
+    assert answer.stdout.split() == printed.split(), answer.stderr
 
 
 def test_a_child_finds_the_package_though_its_own_path_lacks_it_and_runs_the_hidden_sitecustomize(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import inspect
-import os
 import sys
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 import flash_attn_compat
 from flash_attn_compat import fa3
 from flash_attn_compat import flash_attn_interface as fa2
-from tests.interpreters import fresh
 
 NAME = "flash_attn_interface"
 
@@ -24,18 +22,13 @@ def qkv(seqlen_q=5, seqlen_k=5):
 
 
 def test_the_name_is_there_only_where_it_is_asked_for():
-    look = "import importlib.util; print(importlib.util.find_spec('flash_attn_interface') is not None)"
-    before = list(sys.path), os.environ.get("PYTHONPATH")
     flash_attn_compat.patch()
     assert importlib.util.find_spec(NAME) is None
     flash_attn_compat.patch(interfaces=("fa3",))
-    module = importlib.import_module(NAME)
-    assert module.flash_attn_func is fa3.flash_attn_func
+    assert importlib.import_module(NAME).flash_attn_func is fa3.flash_attn_func
     assert importlib.metadata.packages_distributions()[NAME] == ["flash-attn-3"]
-    assert fresh("-c", look, PYTHONPATH=os.environ["PYTHONPATH"]).stdout == "True\n"
     flash_attn_compat.unpatch()
-    assert importlib.util.find_spec(NAME) is None and NAME not in sys.modules
-    assert (list(sys.path), os.environ.get("PYTHONPATH")) == before
+    assert importlib.util.find_spec(NAME) is None
 
 
 def test_a_module_of_that_name_stays(tmp_path, monkeypatch):

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.naming import patch, unpatch
-from tests.interpreters import forked, forked_child
+from tests.interpreters import forked
+from tests.naming.test_detection import CALL
 from tests.plain import attention, check_function
 from tests.support import cumulative, randn
 
@@ -141,19 +142,7 @@ def test_it_ends_with_unpatch_and_can_be_asked_for_later() -> None:
         varlen_attn(*inputs(torch.float16), STARTS, STARTS, 6, 6)
 
 
-CALL = (
-    "import torch; from torch.nn.attention.varlen import varlen_attn; q = torch.ones(2, 1, 8);"
-    "s = torch.tensor([0, 2], dtype=torch.int32); print(varlen_attn(q, q, q, s, s, 2, 2).sum().item())"
-)
-
-
 @pytest.mark.parametrize("variables", [{}, {"FLASH_ATTN_COMPAT_VARLEN_ATTN": "1"}], ids=["asked", "by the variable"])
 def test_it_is_served_where_it_is_imported_later(variables: dict[str, str]) -> None:
     answer = forked(f"import flash_attn_compat as c; c.patch(varlen_attn={not variables}); {CALL}", **variables)
-    assert answer.stdout.strip() == "16.0", answer.stderr
-
-
-@pytest.mark.usefixtures("served")
-def test_it_is_served_in_children() -> None:
-    answer = forked_child(CALL)
     assert answer.stdout.strip() == "16.0", answer.stderr
