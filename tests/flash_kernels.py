@@ -7,180 +7,193 @@ backend that relies on more than the kernels promise fails here. The numbers com
 
 from __future__ import annotations
 
+import functools
 import itertools
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
+from flash_attn_compat.backends import torch_flash
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.engine.build import Options, dense_call
-from flash_attn_compat.engine.call import Gradients, Upstream
-from verify.drawing import random_problem
-from verify.examination import Examination
-from verify.problems import Problem
+from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream
+from flash_attn_compat.serving import dispatch
 
 CPU = torch.device("cpu")
 FP32: Any = {"dtype": torch.float32, "device": CPU}
-calls: list[tuple[str, tuple[Any, ...]]] = []  # what was called with what
+calls: list[str] = []  # what was called since the list was cleared
 
 
-# Queries that stand far before the first key, under windows that end on one side only: the kernels clamp the other
-# side, or the window itself, to the longest key length.
-FAR_BEFORE_THE_KEYS = [
-    replace(Problem(seqlens_q=(40,), seqlens_k=(5,), nheads_k=1, group=2, head_dim=16, dtype="float16"), **changes)
-    for window in ((3, -1), (0, -1), (-1, 10), (2, 20))
-    for changes in (
-        {"window": window},
-        {"window": window, "kind": "varlen", "seqlens_q": (40, 3), "seqlens_k": (5, 4)},
-        {"window": window, "kind": "kvcache", "capacity": 6},
-    )
-]
+class Rules(NamedTuple):
+    """What scores and probabilities are subject to, and how far the kernels look."""
+
+    slopes: Tensor | None
+    dropout_p: float
+    scale: float
+    causal: bool
+    left: int
+    right: int
+    softcap: float
+
+    def window(self, longest: int) -> tuple[int, int]:
+        left, right = (-1 if side >= longest else side for side in (self.left, 0 if self.causal else self.right))
+        return longest if left < 0 < right else left, longest if right < 0 <= left else right
+
+    def options(self, index: int | slice, window: tuple[int, int]) -> Options:
+        """Of one sequence, or of all."""
+        per_sequence = self.slopes is not None and self.slopes.dim() == 2
+        slopes = self.slopes[index].view(-1, self.slopes.shape[-1]) if per_sequence else self.slopes
+        return Options(self.dropout_p, self.scale, False, window, self.softcap, slopes, return_attn_probs=True)
 
 
-def fwd(q, k, v, out_, alibi_slopes, p_dropout, scale, is_causal, left, right, softcap, return_softmax, gen_=None):
-    calls.append(("fwd", (q, k, v)))
-    _check(q, k, v, p_dropout, softcap)
-    window = _normalised(is_causal, left, right, k.shape[1])
-    return _forward(q, k, v, alibi_slopes, p_dropout, scale, window, softcap)
+# ---------------------------------------------------------------- flash-attn's extension
 
 
-def bwd(
-    dout, q, k, v, out, lse, dq, dk, dv, alibi_slopes, p_dropout, scale, is_causal, left, right, softcap, deterministic,
-    gen_=None, rng_state=None,
-):  # fmt: skip
-    calls.append(("bwd", (dout, q, k, v)))
-    _check(q, k, v, p_dropout, softcap)
-    _check_upstream(dout, out, lse)
-    window = _normalised(is_causal, left, right, k.shape[1])
-    return _backward(dout, q, k, v, out, lse, dq, dk, dv, alibi_slopes, p_dropout, scale, window, softcap, rng_state)
-
-
-def varlen_fwd(
-    q, k, v, out_, cu_q, cu_k, seqused_k, leftpad_k, block_table, alibi_slopes, max_q, max_k, p_dropout, scale,
-    zero_tensors, is_causal, left, right, softcap, return_softmax, gen_=None,
-):  # fmt: skip
-    calls.append(("varlen_fwd", (q, k, v)))
-    _check(q, k, v, p_dropout, softcap)
-    assert seqused_k is leftpad_k is block_table is None
-    left, right = _normalised(is_causal, left, right, max_k)
-    batch = cu_q.shape[0] - 1
-    folds = max_q == 1 and q.shape[1] > k.shape[-2] and (left, right) in ((-1, -1), (-1, 0))
-    folds = folds and not p_dropout and alibi_slopes is None
-    if folds:
-        assert q.shape[0] == batch, "folded rows cannot be reshaped"
-    outside, lse_outside = (0.0, -torch.inf) if zero_tensors else (torch.nan, torch.nan)
-    out, lse = torch.full_like(q, outside), torch.full((q.shape[1], q.shape[0]), lse_outside, **FP32)
-    rng_state = torch.zeros(2, dtype=torch.int64, device=CPU)
-    for index, rows in enumerate(_spans(cu_q)):
-        # Folded rows are taken for one per sequence, whatever cu_q says.
-        rows = slice(index, index + 1) if folds else slice(rows.start, min(rows.stop, rows.start + max_q))
-        if rows.start == rows.stop:
-            continue
-        keys = slice(int(cu_k[index]), int(cu_k[index + 1]))
-        window = (min(left, max(0, k[keys].shape[0] - 1)), right)  # as far, and short of what counts as unbounded
-        slopes = _slopes(alibi_slopes, index)
-        part = _forward(q[None, rows], k[keys][None], v[keys][None], slopes, p_dropout, scale, window, softcap)
-        out[rows], lse[:, rows], rng_state = part[0][0], part[1][0], part[3]
+def fwd(q, k, v, out_, slopes, dropout_p, scale, causal, left, right, softcap, return_softmax, gen_=None):
+    rules = Rules(slopes, dropout_p, scale, causal, left, right, softcap)
+    out, lse, rng_state = _forward("fwd", q, k, v, None, None, q.shape[1], k.shape[1], rules)
     return [out, lse, q.new_empty(0), rng_state]
 
 
-def varlen_bwd(
-    dout, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, alibi_slopes, max_q, max_k, p_dropout, scale, zero_tensors,
-    is_causal, left, right, softcap, deterministic, gen_=None, rng_state=None,
+def varlen_fwd(
+    q, k, v, out_, cu_q, cu_k, seqused_k, leftpad_k, block_table, slopes, max_q, max_k, dropout_p, scale, zero_tensors,
+    causal, left, right, softcap, return_softmax, gen_=None,
 ):  # fmt: skip
-    calls.append(("varlen_bwd", (dout, q, k, v)))
-    _check(q, k, v, p_dropout, softcap)
-    _check_upstream(dout, out, lse)
-    left, right = _normalised(is_causal, left, right, max_k)
-    for gradient in (dq, dk, dv):
-        gradient.fill_(0.0 if zero_tensors else torch.nan)
-    for index, (rows, keys) in enumerate(zip(_spans(cu_q), _spans(cu_k))):
-        for gradient, span in ((dq, rows), (dk, keys), (dv, keys)):
-            gradient[span] = 0
-        if rows.start == rows.stop or keys.start == keys.stop:
-            continue
-        window = (min(left, keys.stop - keys.start - 1), right)
-        _backward(
-            dout[None, rows], q[None, rows], k[None, keys], v[None, keys], out[None, rows], lse[None, :, rows],
-            dq[None, rows], dk[None, keys], dv[None, keys], _slopes(alibi_slopes, index), p_dropout, scale, window,
-            softcap, rng_state,
-        )  # fmt: skip
+    assert seqused_k is leftpad_k is block_table is None and not zero_tensors
+    rules = Rules(slopes, dropout_p, scale, causal, left, right, softcap)
+    out, lse, rng_state = _forward("varlen_fwd", q, k, v, cu_q, cu_k, max_q, max_k, rules)
+    return [out, lse, q.new_empty(0), rng_state]
+
+
+def bwd(
+    dout, q, k, v, out, lse, dq, dk, dv, slopes, dropout_p, scale, causal, left, right, softcap, deterministic,
+    gen_=None, rng_state=None,
+):  # fmt: skip
+    rules = Rules(slopes, dropout_p, scale, causal, left, right, softcap)
+    _backward("bwd", Upstream(dout, out, lse, rng_state), q, k, v, (dq, dk, dv), None, None, k.shape[1], rules)
     return [dq, dk, dv, None]
 
 
-def aten_forward(
-    q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None, window_size_left=None,
-    window_size_right=None, pads_lse=False,
+def varlen_bwd(
+    dout, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, slopes, max_q, max_k, dropout_p, scale, zero_tensors, causal, left,
+    right, softcap, deterministic, gen_=None, rng_state=None,
 ):  # fmt: skip
-    """PyTorch's operator around the same kernels; ``pads_lse`` as before FlashAttention 2.6."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    left, right = (-1 if side is None else side for side in (window_size_left, window_size_right))
-    shared = (scale, is_causal, left, right, 0.0, False)
-    if cu_q is None:
-        out, lse, _, rng_state = fwd(q, k, v, None, None, dropout_p, *shared)
-    else:
-        varlen = (None, None, None, None, max_q, max_k, dropout_p, scale, False)
-        out, lse, _, rng_state = varlen_fwd(q, k, v, None, cu_q, cu_k, *varlen, *shared[1:])
-        lse = _padded(lse, cu_q, max_q) if pads_lse else lse
+    assert not zero_tensors
+    rules = Rules(slopes, dropout_p, scale, causal, left, right, softcap)
+    _backward("varlen_bwd", Upstream(dout, out, lse, rng_state), q, k, v, (dq, dk, dv), cu_q, cu_k, max_k, rules)
+    return [dq, dk, dv, None]
+
+
+# ---------------------------------------------------------------- PyTorch's operators
+
+
+def aten_forward(
+    q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, causal, return_debug_mask, *, scale=1.0, window_size_left=-1,
+    window_size_right=-1, pads_lse=False,
+):  # fmt: skip
+    """``pads_lse`` as before FlashAttention 2.6."""
+    rules = Rules(None, dropout_p, scale, causal, window_size_left, window_size_right, 0.0)
+    out, lse, rng_state = _forward("aten_forward", q, k, v, cu_q, cu_k, max_q, max_k, rules)
+    if cu_q is not None and pads_lse:
+        padded = torch.full((cu_q.shape[0] - 1, lse.shape[0], max_q), torch.nan, **FP32)
+        for index, rows in enumerate(_spans(cu_q)):
+            padded[index, :, : rows.stop - rows.start] = lse[:, rows]
+        lse = padded
     return out, lse, rng_state, torch.empty((), **FP32), q.new_empty(0)
 
 
 def aten_backward(
-    dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, seed, offset, *, scale=None,
-    window_size_left=None, window_size_right=None, pads_lse=False,
+    dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout_p, causal, seed, offset, *, scale, window_size_left,
+    window_size_right, pads_lse=False,
 ):  # fmt: skip
-    gradients = [torch.empty_like(tensor) for tensor in (q, k, v)]
-    scalars = (scale, is_causal, window_size_left, window_size_right, 0.0)
-    rng_state = seed if dropout_p else None
+    rules = Rules(None, dropout_p, scale, causal, window_size_left, window_size_right, 0.0)
+    if cu_q is not None and pads_lse:
+        packed = torch.full((lse.shape[1], q.shape[0]), torch.nan, **FP32)
+        for index, rows in enumerate(_spans(cu_q)):
+            packed[:, rows] = lse[index, :, : rows.stop - rows.start]
+        lse = packed
+    gradients = tuple(map(torch.empty_like, (q, k, v)))
+    upstream = Upstream(dout, out, lse, seed if dropout_p else None)
+    _backward("aten_backward", upstream, q, k, v, gradients, cu_q, cu_k, max_k, rules)
+    return gradients
+
+
+# ---------------------------------------------------------------- the kernels
+
+
+def _forward(name, q, k, v, cu_q, cu_k, max_q, max_k, rules: Rules) -> tuple[Tensor, Tensor, Tensor]:
+    calls.append(name)
+    _check(q, k, v, rules)
     if cu_q is None:
-        bwd(dout, q, k, v, out, lse, *gradients, None, dropout_p, *scalars, False, None, rng_state)
-    else:
-        lse = _unpadded(lse, cu_q, q.shape[0]) if pads_lse else lse
-        given = (dout, q, k, v, out, lse, *gradients, cu_q, cu_k, None, max_q, max_k, dropout_p, scale, False)
-        varlen_bwd(*given, *scalars[1:], False, None, rng_state)
-    return tuple(gradients)
+        return _answer(q, k, v, rules.options(slice(None), rules.window(max_k)))
+    left, right = rules.window(max_k)
+    folds = max_q == 1 and q.shape[1] > k.shape[-2] and (left, right) in ((-1, -1), (-1, 0))
+    folds = folds and not rules.dropout_p and rules.slopes is None
+    assert not folds or q.shape[0] == cu_q.shape[0] - 1, "folded rows cannot be reshaped"
+    out, lse = torch.full_like(q, torch.nan), torch.full((q.shape[1], q.shape[0]), torch.nan, **FP32)
+    rng_state = torch.zeros(2, dtype=torch.int64, device=CPU)
+    for index, (rows, keys) in enumerate(zip(_spans(cu_q), _spans(cu_k))):
+        # Folded rows are taken for one per sequence, whatever cu_q says.
+        rows = slice(index, index + 1) if folds else slice(rows.start, min(rows.stop, rows.start + max_q))
+        if rows.start < rows.stop:
+            options = rules.options(index, _near(left, right, keys))
+            part = _answer(q[None, rows], k[None, keys], v[None, keys], options)
+            out[rows], lse[:, rows], rng_state = part[0][0], part[1][0], part[2]
+    return out, lse, rng_state
 
 
-def _forward(q, k, v, slopes, dropout_p, scale, window, softcap):
+def _backward(name, upstream: Upstream, q, k, v, gradients, cu_q, cu_k, max_k, rules: Rules) -> None:
+    calls.append(name)
+    _check(q, k, v, rules)
+    for tensor in (upstream.dout, upstream.out, *gradients):
+        _check_alignment(tensor)
+    dout, out, lse, rng_state, _ = upstream
+    assert lse.is_contiguous() and lse.dtype == torch.float32
+    left, right = rules.window(max_k)
+    if cu_q is None:
+        _differentiate(upstream, q, k, v, gradients, rules.options(slice(None), (left, right)))
+        return
+    for gradient in gradients:
+        gradient.fill_(torch.nan)
+    for index, (rows, keys) in enumerate(zip(_spans(cu_q), _spans(cu_k))):
+        own = [gradient[None, span] for gradient, span in zip(gradients, (rows, keys, keys))]
+        for gradient in own:
+            gradient.zero_()
+        if rows.start < rows.stop and keys.start < keys.stop:
+            part = Upstream(dout[None, rows], out[None, rows], lse[None, :, rows], rng_state)
+            options = rules.options(index, _near(left, right, keys))
+            _differentiate(part, q[None, rows], k[None, keys], v[None, keys], own, options)
+
+
+def _near(left: int, right: int, keys: slice) -> tuple[int, int]:
+    """As far to the left, and short of what counts as unbounded."""
+    return min(left, max(0, keys.stop - keys.start - 1)), right
+
+
+def _answer(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    rng_state = torch.zeros(2, dtype=torch.int64, device=CPU)
     if k.shape[1] == 0:
-        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), torch.inf, **FP32)
-        return [torch.zeros_like(q), lse, q.new_empty(0), torch.zeros(2, dtype=torch.int64, device=CPU)]
-    call = dense_call(q, k, v, Options(dropout_p, scale, False, window, softcap, slopes, return_attn_probs=True))
-    result = Reference().forward(call)
-    return [result.out, result.softmax_lse, q.new_empty(0), result.rng_state]
+        return torch.zeros_like(q), torch.full((q.shape[0], q.shape[2], q.shape[1]), torch.inf, **FP32), rng_state
+    result = Reference().forward(dense_call(q, k, v, options))
+    return result.out, result.lse, rng_state if result.rng_state is None else result.rng_state
 
 
-def _backward(dout, q, k, v, out, lse, dq, dk, dv, slopes, dropout_p, scale, window, softcap, rng_state):
-    call = dense_call(q, k, v, Options(dropout_p, scale, False, window, softcap, slopes))._replace(rng_state=rng_state)
-    upstream = Upstream(dout, out, lse, rng_state)
-    return [*Reference().backward(call, upstream, Gradients(dq, dk, dv)), None]
+def _differentiate(upstream: Upstream, q: Tensor, k: Tensor, v: Tensor, gradients: Any, options: Options) -> None:
+    call = dense_call(q, k, v, options)._replace(rng_state=upstream.rng_state)
+    Reference().backward(call, upstream, Gradients(*gradients))
 
 
-def _normalised(causal: bool, left: int, right: int, longest: int) -> tuple[int, int]:
-    right = 0 if causal else right
-    left, right = (-1 if side >= longest else side for side in (left, right))
-    if left < 0 <= right and right != 0:
-        left = longest
-    if right < 0 <= left:
-        right = longest
-    return left, right
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softcap: float) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> None:
     for tensor in (q, k, v):
         assert tensor.dtype == q.dtype and tensor.dtype in (torch.float16, torch.bfloat16), tensor.dtype
         assert tensor.shape[-1] == q.shape[-1] and tensor.shape[-1] % 8 == 0 and tensor.shape[-1] <= 256, tensor.shape
         _check_alignment(tensor)
     assert q.shape[0] > 0 and q.shape[-2] % k.shape[-2] == 0
-    assert not (dropout_p and softcap)
-
-
-def _check_upstream(dout: Tensor, out: Tensor, lse: Tensor) -> None:
-    _check_alignment(dout)
-    _check_alignment(out)
-    assert lse.is_contiguous() and lse.dtype == torch.float32
+    assert rules.slopes is None or rules.slopes.stride(-1) == 1
+    assert not (rules.dropout_p and rules.softcap)
 
 
 def _check_alignment(tensor: Tensor) -> None:
@@ -189,38 +202,30 @@ def _check_alignment(tensor: Tensor) -> None:
 
 
 def _spans(starts: Tensor) -> list[slice]:
-    bounds = starts.tolist()
-    return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
+    return [slice(start, stop) for start, stop in itertools.pairwise(starts.tolist())]
 
 
-def _slopes(slopes: Tensor | None, index: int) -> Tensor | None:
-    return slopes if slopes is None or slopes.dim() == 1 else slopes[index : index + 1]
+# ---------------------------------------------------------------- a GPU by pretence
 
 
-def _padded(lse: Tensor, starts: Tensor, longest: int) -> Tensor:
-    padded = torch.full((starts.shape[0] - 1, lse.shape[0], longest), torch.nan, **FP32)
-    for index, rows in enumerate(_spans(starts)):
-        padded[index, :, : rows.stop - rows.start] = lse[:, rows]
-    return padded
+def pretend_gpu(patch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
+    """Calls on CPU tensors count as calls on a GPU from now on."""
+    true_traits = AttentionCall.traits
+    traits = lambda call: true_traits(call)._replace(device_type="cuda", capability=capability)  # noqa: E731
+    patch.setattr(AttentionCall, "traits", traits)
 
 
-def _unpadded(lse: Tensor, starts: Tensor, total: int) -> Tensor:
-    packed = torch.full((lse.shape[1], total), torch.nan, **FP32)
-    for index, rows in enumerate(_spans(starts)):
-        packed[:, rows] = lse[index, :, : rows.stop - rows.start]
-    return packed
-
-
-def judge_first_served(backend: str, kind: str, enough: int = 12) -> tuple[int, list[str]]:
-    """Half-precision problems of one kind until a flash backend has served enough: how many, and what was wrong."""
-    served, complaints = 0, []
-    for seed in range(400):
-        problem = random_problem(seed, (kind,), ("float16", "bfloat16"))
-        if problem.dropout_p:  # which only the kernel that drew a mask can repeat
-            continue
-        verdict = Examination(problem).judge(backend)
-        complaints += [f"{problem}: {failure}" for failure in verdict.failures]
-        served += not verdict.refused
-        if served == enough or (seed == 40 and not served):
-            break
-    return served, complaints
+def install_operators(patch: pytest.MonkeyPatch, pads_lse: bool = False) -> Iterator[None]:
+    """torch_flash serves CPU tensors; what else this machine may have, a GPU or flash-attn, takes no part."""
+    patch.setenv("FLASH_ATTN_COMPAT_FUSED", "0")
+    patch.setenv("FLASH_ATTN_COMPAT_DISABLE_OFFICIAL", "1")
+    pretend_gpu(patch)
+    functions = {"_flash_attention_forward": aten_forward, "_flash_attention_backward": aten_backward}
+    operators = {name: functools.partial(function, pads_lse=pads_lse) for name, function in functions.items()}
+    patch.setattr(torch_flash, "operator", operators.__getitem__)
+    torch_flash._pads_lse.cache_clear()
+    dispatch.forget_decisions()
+    calls.clear()
+    yield
+    torch_flash._pads_lse.cache_clear()
+    dispatch.forget_decisions()

@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from flash_attn_compat import settings
-from tests import caller_state, efficient_kernels, fused_on_cpu
+from tests import caller_state, efficient_kernels, flash_kernels, fused_on_cpu
 from tests.caller_calls import PROBLEMS, TABLE, Found, Prepared, Row
 from tests.caller_state import State, examine, same, states
-from tests.test_torch_flash import newest  # noqa: F401 - a fixture
 
 STATES = tuple(states())
 DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)]
@@ -32,6 +32,11 @@ def test_no_answer_depends_on_the_state_and_the_state_stays(state: State, device
     if reason := caller_state.why_not(state, device):
         pytest.skip(reason)
     assert not examine(state, device)
+
+
+@pytest.fixture
+def torch_flash_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield from flash_kernels.install_operators(monkeypatch)
 
 
 AROUND = [state for state in STATES if state.name.startswith(("default dtype", "default device meta", "autocast"))]
@@ -53,7 +58,7 @@ def test_no_backends_answer_depends_on_what_surrounds_its_kernels(
     if backend == "torch_efficient":
         efficient_kernels.install(monkeypatch)
     elif backend == "torch_flash":
-        request.getfixturevalue("newest")
+        request.getfixturevalue("torch_flash_on_a_cpu")
     elif backend == "fused":
         fused_on_cpu.emulate(monkeypatch)
     monkeypatch.setenv(settings.BACKEND, backend)
