@@ -13,7 +13,7 @@ from torch import Tensor
 from flash_attn_compat import sinks
 from flash_attn_compat.engine import checks, signature
 from flash_attn_compat.engine.append import Append, Unlike
-from flash_attn_compat.engine.build import Cache, Options, cache_call, integer
+from flash_attn_compat.engine.build import Options, cache_call, integer
 from flash_attn_compat.engine.call import AttentionCall, Result
 from flash_attn_compat.engine.layout import lse_dtype
 from flash_attn_compat.serving import dispatch, torch_ops
@@ -193,16 +193,13 @@ def _side_of_rows(arguments: _Arguments, length: int) -> int | None:
 
 
 def _call(arguments: _Arguments, return_lse: bool) -> AttentionCall:
-    cache = Cache(
-        arguments.cache_seqlens, arguments.seqlen_new, arguments.cache_batch_idx, arguments.cache_leftpad,
-        arguments.block_table,
-    )  # fmt: skip
+    q, k_cache, v_cache, _, _, _, _, lengths, batch_idx, leftpad, table, *_ = arguments
     window_size = arguments.window_size_left, arguments.window_size_right
     options = Options(
         0.0, arguments.softmax_scale, arguments.causal, window_size, arguments.softcap, arguments.alibi_slopes, False,
         return_lse,
     )  # fmt: skip
-    return cache_call(arguments.q, arguments.k_cache, arguments.v_cache, cache, options)
+    return cache_call(q, k_cache, v_cache, lengths, arguments.seqlen_new, batch_idx, leftpad, table, options)
 
 
 def _new_keys(arguments: _Arguments, call: AttentionCall) -> Append | None:

@@ -7,7 +7,6 @@ for another GPU raises. The reference backend is the judge.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,32 +23,22 @@ _SEQLEN_Q, _SEQLEN_K = 20, 33
 # What separate kernels are compiled for.
 _VARIANTS = (
     Feature.CAUSAL | Feature.WINDOW_LEFT | Feature.WINDOW_RIGHT | Feature.SOFTCAP | Feature.ALIBI | Feature.DROPOUT
-)
+    | Feature.BACKWARD | Feature.GIVEN_LSE
+)  # fmt: skip
 _TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1}
-
-
-class Kind(NamedTuple):
-    """Calls that are right or wrong together."""
-
-    dtype: torch.dtype
-    head_dim: int
-    features: Feature
-    backward: bool
-    capability: tuple[int, int] | None
 
 
 def wrong_answer(backend: Backend, binary: object, traits: Traits) -> str | None:
     """Why ``backend`` is not to be trusted with calls of these traits; remembered per ``binary`` and kind of call."""
     if torch.cuda.is_available() and capture.is_capturing(_device(traits.capability)):
         return None  # a capture allows no look at results
-    features = Feature(traits.features)
     head_dim = traits.head_dim + -traits.head_dim % 8
-    kind = Kind(traits.dtype, head_dim, features & _VARIANTS, traits.needs_backward, traits.capability)
+    kind = traits._replace(head_dim=head_dim, head_dim_v=head_dim, sq_vs_sk="<", features=traits.features & _VARIANTS)
     return _tried(backend, binary, kind)
 
 
 @functools.cache
-def _tried(backend: Backend, binary: object, kind: Kind) -> str | None:
+def _tried(backend: Backend, binary: object, kind: Traits) -> str | None:
     try:
         with callers_state.set_aside(_device(kind.capability)):
             right = _is_right(backend, kind)
@@ -60,7 +49,7 @@ def _tried(backend: Backend, binary: object, kind: Kind) -> str | None:
     return f"its build gives a wrong answer for head_dim {kind.head_dim} with these features on this GPU"
 
 
-def _is_right(backend: Backend, kind: Kind) -> bool:
+def _is_right(backend: Backend, kind: Traits) -> bool:
     call, dout = _problem(kind)
     found, expected = (_results(one, call, dout) for one in (backend, Reference()))
     tolerance = _TOLERANCE[kind.dtype]
@@ -85,7 +74,8 @@ def _drops(backend: Backend, call: AttentionCall) -> bool:
     return bool((out - 1).abs().max() > 0.1)
 
 
-def _problem(kind: Kind) -> tuple[AttentionCall, Tensor]:
+def _problem(kind: Traits) -> tuple[AttentionCall, Tensor]:
+    """A tiny call of that kind, and a gradient of its result."""
     generator = torch.Generator().manual_seed(0)
     device, features = _device(kind.capability), kind.features
     q, k, v, dout = (
@@ -100,7 +90,7 @@ def _problem(kind: Kind) -> tuple[AttentionCall, Tensor]:
         softcap=2.0 if features & Feature.SOFTCAP else 0.0,
         alibi_slopes=torch.tensor([0.3, 0.1], dtype=torch.float32, device=device) if features & Feature.ALIBI else None,
     )
-    return dense_call(q, k, v, options, Purpose(needs_grad=kind.backward)), dout
+    return dense_call(q, k, v, options, Purpose(needs_grad=kind.needs_backward)), dout
 
 
 def _device(capability: tuple[int, int] | None) -> torch.device:

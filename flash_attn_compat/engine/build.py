@@ -56,19 +56,6 @@ class Packing(NamedTuple):
     leftpad_k: Tensor | None = None
 
 
-class Cache(NamedTuple):
-    """How sequences lie in a cache, with the names and meanings of flash_attn_with_kvcache's arguments.
-
-    seqlen_new: how many keys are written behind cache_seqlens before the call
-    """
-
-    cache_seqlens: int | Tensor | None
-    seqlen_new: int
-    cache_batch_idx: Tensor | None
-    cache_leftpad: Tensor | None
-    block_table: Tensor | None
-
-
 def dense_call(q: Tensor, k: Tensor, v: Tensor, options: Options, purpose: Purpose = FORWARD) -> AttentionCall:
     """(batch, seqlen, heads, head_dim) tensors; raises as checks.dense does."""
     key = _key((q, k, v, options.alibi_slopes), options, "dense", *purpose)
@@ -128,18 +115,29 @@ def packed_call(
     return signature.remembered(key, call)
 
 
-def cache_call(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: Cache, options: Options) -> AttentionCall:
+def cache_call(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: int | Tensor | None,
+    seqlen_new: int,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    block_table: Tensor | None,
+    options: Options,
+) -> AttentionCall:
     """(batch, seqlen_q, nheads, head_dim) queries over a cache; kvcache.py has checked everything but the options.
 
+    The arguments are flash_attn_with_kvcache's; seqlen_new: how many keys are written behind cache_seqlens before.
     Lengths that are known to the host and equal become dense slices of the cache, new keys included. Any others are
     seqused_k, in which new keys are not counted where the lengths are a tensor: see AttentionCall.seqlen_new.
     """
-    used, seqlen_new, batch_idx, leftpad, table = cache
+    used, leftpad, table = cache_seqlens, cache_leftpad, block_table
     batch, seqlen_q, slots = q.shape[0], q.shape[1], k_cache.shape[1]
     capacity = slots if table is None else slots * table.shape[1]
     appends = seqlen_new > 0
-    if batch_idx is not None:
-        table = batch_idx.unsqueeze(1)  # a cache row is a page that holds its whole sequence
+    if cache_batch_idx is not None:
+        table = cache_batch_idx.unsqueeze(1)  # a cache row is a page that holds its whole sequence
     elif table is None and k_cache.shape[0] != batch:
         k_cache, v_cache = k_cache[:batch], v_cache[:batch]
     if isinstance(used, int):

@@ -171,10 +171,8 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             return None, *(None for _ in inputs)
         q, k, v = map(Tensor.resolve_neg, unpack(inputs))  # as build made the call of them
-        call = ctx.description._replace(
-            q=q, k=k, v=v, alibi_slopes=slopes, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k,
-            seqused_k=used, leftpad_k=leftpad, block_table=table, rng_state=rng_state,
-        )  # fmt: skip
+        call = ctx.description.with_tensors(q, k, v, slopes, cu_q, cu_k, used, leftpad, table)
+        call = call._replace(rng_state=rng_state)
         if torch.is_grad_enabled():
             return None, *_differentiable_gradients(inputs, ctx.needs_input_grad[1:], call, dout)
         upstream = Upstream(dout, out, lse, rng_state, tuple(kept))
