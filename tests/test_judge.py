@@ -85,7 +85,7 @@ def test_only_where_bf16_is_converted_may_a_probability_below_fp16_be_lost(conve
     examination.converted = converted
     answer = examination.ask(flash_attn_interface.flash_attn_func)
     keep = torch.tensor([False, True]).view(1, 1, 1, 2)
-    right = right_answer(examination.untouched, keep, examination.cells, converted)
+    right = right_answer(examination.untouched, keep, converted)
     lost = replace(
         answer, out=torch.zeros_like(answer.out), grads={n: torch.zeros_like(g) for n, g in answer.grads.items()}
     )

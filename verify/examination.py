@@ -16,7 +16,6 @@ from verify.call import Answer, Call, accepted, same, solve
 from verify.errors import NotSupported
 from verify.implementations import Backend, Implementation
 from verify.judge import (
-    Cells,
     Check,
     Right,
     against_fp64,
@@ -69,7 +68,6 @@ class Examination:
         self.call = host.to(device)
         no_bf16 = self.device == "cuda" and settings.capability(self.call.q.device) < (8, 0)
         self.converted = no_bf16 and host.dtype == torch.bfloat16
-        self.cells = Cells(host, self.judges)
         self._right: Right | None = None
 
     # ---- asking ------------------------------------------------------------------------------------------------------
@@ -110,8 +108,8 @@ class Examination:
     def right(self, keep: Tensor | None = None) -> Right:
         """Made once, but under dropout for every mask."""
         if keep is not None:
-            return right_answer(self.untouched, keep, self.cells, self.converted)
-        self._right = self._right or right_answer(self.untouched, None, self.cells, self.converted)
+            return right_answer(self.untouched, keep, self.converted)
+        self._right = self._right or right_answer(self.untouched, None, self.converted)
         return self._right
 
     def restore(self) -> None:

@@ -11,10 +11,9 @@ than its neighbour has to be as right as that one, and a NaN or infinity may spo
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -67,41 +66,20 @@ def broken(quantity: str, note: str, against: str = "fp64") -> Check:
     return Check(quantity, against, math.inf, 0.0, note)
 
 
-class Cells:
-    """A tensor's largest number in each (sequence, head), with a last row for tokens outside of all sequences."""
+def worst(x: Tensor, tokens: Sequence[Tensor]) -> Tensor:
+    """(sequences + 1, heads) of (B, S, H, d) or (T, H, d): the largest number in each (sequence, head), by the tokens
+    of each sequence; in the last row that of tokens outside of all sequences.
+    """
+    return _by_sequence(x.amax(-1) if x.shape[-1] else x.sum(-1), tokens)
 
-    def __init__(self, call: Call, device: torch.device | str) -> None:
-        """`call` on the CPU, the tensors to come on `device`."""
-        args = call.args
-        self.owners_q = self.owners_k = None
-        if "cu_seqlens" in args or "cu_seqlens_q" in args:
-            packed = "cu_seqlens" in args
-            cu_q, cu_k = (args["cu_seqlens" if packed else f"cu_seqlens_{x}"].tolist() for x in "qk")
-            self.batch = len(cu_q) - 1
-            tokens_k = next(args[name].shape[0] for name in ("qkv", "kv", "k") if name in args)
-            self.owners_q = self._owners(cu_q, call.q.shape[0]).to(device)
-            self.owners_k = self._owners(cu_k, max(tokens_k, cu_k[-1])).to(device)
 
-    def _owners(self, cu: list[int], tokens: int) -> Tensor:
-        """(tokens, 1): the sequence of each, the number of sequences for those that belong to none."""
-        counts = [cu[0], *(end - start for start, end in itertools.pairwise(cu)), tokens - cu[-1]]
-        sequences = torch.tensor([self.batch, *range(self.batch), self.batch])
-        return sequences.repeat_interleave(torch.tensor(counts))[:, None]
-
-    def worst(self, x: Tensor, of_keys: bool = False) -> Tensor:
-        """(sequences + 1, heads) of (B, S, H, d) or (T, H, d)."""
-        return self._by_sequence(_amax(x, -1), self.owners_k if of_keys else self.owners_q)
-
-    def worst_of_lse(self, x: Tensor) -> Tensor:
-        """The same of (B, H, S) or (H, T)."""
-        return self._by_sequence(x.mT, self.owners_q)
-
-    def _by_sequence(self, x: Tensor, owners: Tensor | None) -> Tensor:
-        """x: (B, S, H), or (T, H) with the sequence of each token."""
-        if owners is not None:
-            return x.new_zeros(self.batch + 1, x.shape[1]).scatter_reduce(0, owners.expand(x.shape), x, "amax")
-        x = _amax(x, 1)
-        return torch.cat([x, x.new_zeros(1, x.shape[1])])
+def _by_sequence(x: Tensor, tokens: Sequence[Tensor]) -> Tensor:
+    """The same of (B, S, H) or (T, H)."""
+    x = x.flatten(0, -2)
+    owners = torch.full((len(x), 1), len(tokens), device=x.device)
+    for sequence, mine in enumerate(tokens):
+        owners[mine.to(x.device)] = sequence
+    return x.new_zeros(len(tokens) + 1, x.shape[1]).scatter_reduce(0, owners.expand(x.shape), x, "amax")
 
 
 @dataclass(frozen=True)
@@ -111,44 +89,43 @@ class Right:
     call: Call
     exact: Truth
     bounds: Mapping[str, Tensor]
-    cells: Cells
     has_tainted: bool
 
+    def tokens(self, name: str) -> Sequence[Tensor]:
+        return self.exact.tokens.keys if name in ("k", "v") else self.exact.tokens.rows
 
-def right_answer(call: Call, keep: Tensor | None = None, cells: Cells | None = None, converted: bool = False) -> Right:
+
+def right_answer(call: Call, keep: Tensor | None = None, converted: bool = False) -> Right:
     """keep: the dropout keep mask of the run that is judged, (B, H, >= sq, >= sk) bool, where dropout_p > 0.
 
     converted: where bf16 is computed as scaled fp16 (docs/exactness.md)
     """
-    cells = cells or Cells(call.to("cpu"), call.q.device)
     exact = oracle.answer(call.fn, call.args, call.dout, keep)
     plain = oracle.plain(call.fn, call.args, call.dout, keep)
+    right = Right(call, exact, {}, bool(exact.tainted.any()))
     unit = CONVERTED / (1 - call.dropout_p) if converted else 0.0
-    return Right(call, exact, bounds(exact, plain, cells, unit), cells, bool(exact.tainted.any()))
+    return replace(right, bounds={name: _bounds(right, plain, name, unit) for name in ("out", *exact.grads)})
 
 
-def bounds(exact: Truth, plain: Answer, cells: Cells, unit: float = 0.0) -> dict[str, Tensor]:
+def _bounds(right: Right, plain: Answer, name: str, unit: float) -> Tensor:
     """In proportion to what is summed in that head of that sequence, never in another.
 
     unit: steps of the probabilities, and of dS beside the largest dP, where the dtype's own are smaller
     """
-    dtype = plain.out.dtype
+    exact, dtype = right.exact, right.call.dtype
     eps = torch.finfo(dtype).eps
-    found = {}
-    for name in ("out", *exact.grads):
-        right, yardstick = (a.out if name == "out" else a.grads[name] for a in (exact, plain))
-        # Where the plain computation overflows it says nothing, and the floor has to do.
-        plain_errors = _errors(yardstick, right, dtype).nan_to_num(nan=0.0, posinf=0.0)
-        size = exact.magnitudes[name]
-        if dtype in (torch.float32, torch.float64):
-            # Only where scores are computed in the dtype itself does their size add to the error of the probabilities.
-            size = size * (2 + exact.magnitudes["score"].unflatten(1, (size.shape[1], -1)).amax(2))
-        spacing = _smallest(dtype) * (1 + exact.spacings[name])
-        if unit:
-            spacing = spacing + unit * exact.spacings[name] * (_largest_dP(exact, name) if name in ("q", "k") else 1.0)
-        times, floor = OUT if name == "out" else GRADIENT
-        found[name] = times * cells.worst(plain_errors, name in ("k", "v"))[:-1] + floor * (eps * size + spacing)
-    return found
+    expected, yardstick = (a.out if name == "out" else a.grads[name] for a in (exact, plain))
+    # Where the plain computation overflows it says nothing, and the floor has to do.
+    plain_errors = _errors(yardstick, expected, dtype).nan_to_num(nan=0.0, posinf=0.0)
+    size = exact.magnitudes[name]
+    if dtype in (torch.float32, torch.float64):
+        # Only where scores are computed in the dtype itself does their size add to the error of the probabilities.
+        size = size * (2 + exact.magnitudes["score"].unflatten(1, (size.shape[1], -1)).amax(2))
+    spacing = _smallest(dtype) * (1 + exact.spacings[name])
+    if unit:
+        spacing = spacing + unit * exact.spacings[name] * (_largest_dP(exact, name) if name in ("q", "k") else 1.0)
+    times, floor = OUT if name == "out" else GRADIENT
+    return times * worst(plain_errors, right.tokens(name))[:-1] + floor * (eps * size + spacing)
 
 
 def _smallest(dtype: torch.dtype) -> float:
@@ -172,13 +149,13 @@ def against_fp64(right: Right, got: Answer, device: str = "cpu", approximate: bo
     exact, dtype = right.exact, right.call.dtype
     checks = []
     for name in ("out", *exact.grads):
-        of_keys, quantity = name in ("k", "v"), name if name == "out" else f"d{name}"
+        quantity = name if name == "out" else f"d{name}"
         mine, expected = (a.out if name == "out" else a.grads.get(name) for a in (got, exact))
         assert expected is not None
         if (wrong := _other_shape(quantity, mine, expected)) or mine is None:
             checks.append(wrong or broken(quantity, "missing"))
             continue
-        errors = right.cells.worst(_errors(mine, expected, dtype), of_keys)
+        errors = worst(_errors(mine, expected, dtype), right.tokens(name))
         if bool(errors[-1].any()):
             checks.append(broken(quantity, "not 0 outside of all sequences"))
         allowed = right.bounds[name]
@@ -186,7 +163,7 @@ def against_fp64(right: Right, got: Answer, device: str = "cpu", approximate: bo
             # Each score is off by as much as its tanh, and so is the LSE; dS is kept divided by the cap.
             allowed = allowed + 4 * OFFICIAL_TANH * (1 + softcap) * exact.magnitudes[name]
             allowed = allowed + 2 * softcap * _smallest(dtype) * exact.spacings[name]
-        checks.append(_worst(quantity, "fp64", _untainted(right, errors[:-1], of_keys), allowed))
+        checks.append(_worst(quantity, "fp64", _untainted(right, errors[:-1]), allowed))
     if got.softmax_lse is not None and exact.softmax_lse is not None:
         checks.append(
             _other_shape("softmax_lse", got.softmax_lse, exact.softmax_lse)
@@ -203,7 +180,7 @@ def _other_shape(quantity: str, mine: Tensor | None, expected: Tensor, against: 
     return broken(quantity, f"shape {tuple(mine.shape)}, expected {tuple(expected.shape)}", against)
 
 
-def _untainted(right: Right, errors: Tensor, of_keys: bool = False) -> Tensor:
+def _untainted(right: Right, errors: Tensor) -> Tensor:
     """The errors, 0 in a (sequence, head) that was given a NaN or an infinity."""
     if not right.has_tainted:
         return errors
@@ -232,7 +209,8 @@ def _lse_check(right: Right, mine: Tensor, device: str, approximate: bool) -> Ch
     assert right.exact.softmax_lse is not None
     exact = right.exact.softmax_lse
     # NaN: nothing is promised there.
-    errors = right.cells.worst_of_lse(_difference(mine, exact).masked_fill(exact.isnan(), 0.0))[:-1]
+    apart = _difference(mine, exact).masked_fill(exact.isnan(), 0.0)
+    errors = _by_sequence(apart.mT, right.exact.tokens.rows)[:-1]
     # An fp32 LSE of an fp64 call is no more than that.
     dtype = mine.dtype if right.call.dtype == torch.float64 else right.call.dtype
     bounds = lse_allowance(dtype, right.exact.magnitudes["score"], device, approximate)
@@ -278,56 +256,28 @@ def _difference(got: Tensor, expected: Tensor) -> Tensor:
     return apart.nan_to_num(nan=torch.inf)
 
 
-def _amax(x: Tensor, dim: int) -> Tensor:
-    return x.amax(dim) if x.shape[dim] else x.sum(dim)
-
-
 # ---- form, and what flash-attn itself answered -----------------------------------------------------------------------
 
 
 def of_other_form(call: Call, got: Answer, approximate: bool = False) -> list[Check]:
-    """Shapes and dtypes, of which nothing needs a number. approximate: the LSE of an fp64 call may be fp32."""
-    args, q = call.args, call.q
-    q_shape = q.shape if "q" in args else (*q.shape[:-3], *q.shape[-2:])
-    nheads = q_shape[-2]
-    value_dim = next(args[name].shape[-1] for name in ("v", "v_cache", "kv", "qkv") if name in args)
-    found: dict[str, tuple[Tensor, tuple[int, ...], torch.dtype]] = {
-        "out": (got.out, (*q_shape[:-1], value_dim), q.dtype)
-    }
-    if got.softmax_lse is not None:
-        shape = (nheads, q_shape[0]) if len(q_shape) == 3 else (q_shape[0], nheads, q_shape[1])
-        lse_dtype = (
-            torch.float32
-            if approximate and got.softmax_lse.dtype == torch.float32
-            else torch.promote_types(q.dtype, torch.float32)
-        )
-        found["softmax_lse"] = got.softmax_lse, shape, lse_dtype
-    if got.s_dmask is not None:
-        found["S_dmask"] = got.s_dmask, _s_dmask_shape(call, nheads), q.dtype
-    for name, grad in got.grads.items():
-        given = next(
-            (args[packed].select(-3, 0) for packed in ("qkv", "kv") if name in packed and packed in args), None
-        )
-        found[f"d{name}"] = grad, tuple((args[name] if given is None else given).shape), q.dtype
-    return [
-        broken(name, f"{tuple(mine.shape)} {mine.dtype} instead of {tuple(shape)} {dtype}")
-        for name, (mine, shape, dtype) in found.items()
-        if tuple(mine.shape) != tuple(shape) or mine.dtype != dtype
-    ]
+    """dtypes, and S_dmask's shape, without which nothing can be said. approximate: an fp64 call's LSE may be fp32."""
+    q = call.dtype
+    found = {"out": got.out, "S_dmask": got.s_dmask, **{f"d{name}": grad for name, grad in got.grads.items()}}
+    wrong = [broken(n, f"{x.dtype} instead of {q}") for n, x in found.items() if x is not None and x.dtype != q]
+    allowed = {torch.promote_types(q, torch.float32)} | ({torch.float32} if approximate else set())
+    if got.softmax_lse is not None and got.softmax_lse.dtype not in allowed:
+        wrong.append(broken("softmax_lse", f"{got.softmax_lse.dtype} instead of {max(allowed, key=str)}"))
+    if got.s_dmask is not None and tuple(got.s_dmask.shape) != (shape := _s_dmask_shape(call)):
+        wrong.append(broken("S_dmask", f"shape {tuple(got.s_dmask.shape)}, expected {shape}"))
+    return wrong
 
 
-def _s_dmask_shape(call: Call, nheads: int) -> tuple[int, ...]:
-    args = call.args
+def _s_dmask_shape(call: Call) -> tuple[int, ...]:
     if call.dropout_p <= 0:
         return (0,)
-    if "cu_seqlens" in args:
-        batch, lengths = len(args["cu_seqlens"]) - 1, (args["max_seqlen"],) * 2
-    elif "cu_seqlens_q" in args:
-        batch, lengths = len(args["cu_seqlens_q"]) - 1, (args["max_seqlen_q"], args["max_seqlen_k"])
-    else:
-        seqlen_k = next(args[name].shape[1] for name in ("k", "kv", "qkv") if name in args)
-        batch, lengths = call.q.shape[0], (call.q.shape[1], seqlen_k)
-    return (batch, nheads, *(-(-int(n) // 128) * 128 for n in lengths))
+    args, tokens, _ = oracle.one_form(call)
+    longest = [args.get(f"max_seqlen_{x}", n) for x, n in (("q", args["q"].shape[1]), ("k", args["capacity"]))]
+    return (len(tokens.rows), args["q"].shape[-2], *(-(-int(n) // 128) * 128 for n in longest))
 
 
 def kept_fraction(call: Call, s_dmask: Tensor, slack: float = 0.0) -> Check:
@@ -346,20 +296,20 @@ def kept_fraction(call: Call, s_dmask: Tensor, slack: float = 0.0) -> Check:
 
 def against_official(call: Call, got: Answer, official: Answer) -> list[Check]:
     """Every quantity of an answer against what flash-attn itself gave, all of it on the CPU."""
-    eps, cells = torch.finfo(call.dtype).eps, Cells(call, "cpu")
+    eps, tokens = torch.finfo(call.dtype).eps, oracle.one_form(call)[1]
 
     def measure(quantity: str, mine: Tensor | None, expected: Tensor, epsilons: float, absolute: float = 0.0) -> Check:
         if (wrong := _other_shape(quantity, mine, expected, "official")) or mine is None:
             return wrong or broken(quantity, "missing", "official")
-        of_keys, of_lse = quantity in ("dk", "dv"), quantity == "softmax_lse"
-
-        def worst(x: Tensor) -> Tensor:
-            return cells.worst_of_lse(x) if of_lse else cells.worst(x, of_keys)
-
-        sizes = worst(expected.double().abs().nan_to_num(nan=0.0, posinf=0.0))
-        errors = worst(_difference(mine, expected))
-        if of_lse:  # nothing is defined outside of all sequences
-            errors[-1] = 0.0
+        sizes, errors = expected.double().abs().nan_to_num(nan=0.0, posinf=0.0), _difference(mine, expected)
+        if quantity == "softmax_lse":  # nothing is defined outside of all sequences
+            sizes, errors = (_by_sequence(x.mT, tokens.rows)[:-1] for x in (sizes, errors))
+        elif quantity in call.caches:
+            sizes, errors = (x.amax((1, 3)) for x in (sizes, errors))
+        else:
+            sizes, errors = (
+                worst(x, tokens.keys if quantity in ("dk", "dv") else tokens.rows) for x in (sizes, errors)
+            )
         return _worst(quantity, "official", errors, epsilons * eps * sizes + absolute)
 
     checks = [measure("out", got.out, official.out, OFFICIAL_OUT_EPSILONS)]

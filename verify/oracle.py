@@ -7,8 +7,9 @@ sequence, gradients by autograd. Nothing of flash_attn_compat is imported here, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -29,20 +30,16 @@ class Mask:
 
 
 @dataclass(frozen=True)
-class Sequence:
-    """One sequence of a call: q (sq, H, d), k (sk, Hk, d), v (sk, Hk, dv), with what belongs to it alone."""
+class Tokens:
+    """Which tokens belong to each sequence: by their numbers in q, and in k and v, as (tokens, heads, dim)."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    slopes: Tensor | None
-    keep: Tensor | None  # (H, sq, sk) bool
-    dout: Tensor | None  # (sq, H, dv)
+    rows: Sequence[Tensor]
+    keys: Sequence[Tensor]
 
 
 @dataclass(frozen=True)
 class Truth(Answer):
-    """The fp64 answer, and how large the numbers behind it are.
+    """The fp64 answer, whose each token is, and how large the numbers behind it are.
 
     magnitudes: for out, the scores, q, k and v by (sequence, head), key heads for k and v: the largest sum of absolute
         terms behind an element of that head. Rounding is proportional to it. For dP, by (sequence, head), more than it
@@ -55,6 +52,7 @@ class Truth(Answer):
     magnitudes: Mapping[str, Tensor] = field(default_factory=dict)
     spacings: Mapping[str, Tensor] = field(default_factory=dict)
     tainted: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    tokens: Tokens = field(default_factory=lambda: Tokens((), ()))
 
     def magnitude(self, name: str) -> float:
         """The largest of all heads."""
@@ -63,20 +61,22 @@ class Truth(Answer):
 
 def answer(fn: str, args: Mapping[str, Any], dout: Tensor | None = None, keep: Tensor | None = None) -> Truth:
     """The fp64 answer. `keep` is the dropout keep mask, (B, H, >= sq, >= sk) bool, where dropout_p > 0."""
-    return _answer(fn, args, dout, keep, torch.float64, _exact)
+    return _answer(Call(fn, dict(args), dout), keep, exact=True)
 
 
 def plain(fn: str, args: Mapping[str, Any], dout: Tensor | None = None, keep: Tensor | None = None) -> Truth:
     """The same computation with every intermediate result rounded to the input's dtype; out, grads and caches only."""
-    return _answer(fn, args, dout, keep, None, _plainly)
+    return _answer(Call(fn, dict(args), dout), keep, exact=False)
 
 
 def visible(call: Call) -> list[Tensor]:
     """Which keys each query row sees: one bool tensor (seqlen_q, seqlen_k) per sequence."""
-    args, _ = _one_form(call.fn, call.args, exact=True)
+    args, found, _ = one_form(call)
     mask = _mask(args)
-    lengths = [(rows[-1].stop - rows[-1].start, len(_keys_of(args["k"], keys))) for rows, keys in _slices(args)]
-    return [keys_visible(sq, sk, mask.causal, mask.window, call.q.device) for sq, sk in lengths]
+    return [
+        keys_visible(len(rows), len(keys), mask.causal, mask.window, call.q.device)
+        for rows, keys in zip(found.rows, found.keys)
+    ]
 
 
 def keys_visible(sq: int, sk: int, causal: bool, window: tuple[int, int], device: torch.device | str) -> Tensor:
@@ -106,81 +106,78 @@ class Attended(NamedTuple):
     tainted: Tensor = torch.zeros(0)
 
 
-Attend = Callable[[Sequence, Mask, float], Attended]
+class _Steps(NamedTuple):
+    """What a sequence's results are sums of: q (H, sq, d), k and v (H, sk, d), probs and dropped (H, sq, sk)."""
 
-
-def _exact(s: Sequence, mask: Mask, dropout_p: float) -> Attended:
-    sq, sk = s.q.shape[0], s.k.shape[0]
-    group = s.q.shape[1] // s.k.shape[1]
-    q, k, v = _heads_first(s, group)
-    visible = keys_visible(sq, sk, mask.causal, mask.window, q.device)
-    if sk == 0:  # one invisible key stands for none, so that every reduction below has something to reduce
-        k, v = k.new_zeros(k.shape[0], 1, k.shape[2]), v.new_zeros(v.shape[0], 1, v.shape[2])
-        visible = visible.new_zeros(sq, 1)
-    scores = mask.scale * (q @ k.mT)
-    slope_terms: Tensor | float = 1.0  # of 1 - tanh^2
-    if mask.softcap > 0:
-        capped = torch.tanh(scores / mask.softcap)
-        slope_terms = 1 + capped.detach() ** 2
-        scores = mask.softcap * capped
-    pos = torch.arange(sq, device=q.device) + sk - sq
-    bias = None
-    if s.slopes is not None:
-        distance = (pos[:, None] - torch.arange(k.shape[1], device=q.device)[None, :]).abs()
-        bias = s.slopes.double()[:, None, None] * distance
-        scores = scores - bias
-    scores = scores.masked_fill(~visible, -torch.inf)
-    dead = ~visible.any(-1)
-    top = scores.detach().amax(-1, keepdim=True).masked_fill(dead[:, None], 0.0)
-    weights = torch.exp(scores - top)
-    total = weights.sum(-1, keepdim=True).masked_fill(dead[:, None], 1.0)
-    probs = weights / total
-    dropped = probs
-    if s.keep is not None:
-        keep = s.keep if sk else s.keep.new_zeros(s.keep.shape[0], sq, 1)
-        dropped = probs * keep / (1 - dropout_p)
-    out = (dropped @ v).transpose(0, 1)
-    lse = (top + total.log()).squeeze(-1)
-    if s.slopes is not None and mask.shifts_lse:
-        lse = lse + s.slopes.double()[:, None] * pos
-    lse = lse.detach().masked_fill(dead, torch.inf)
-    with torch.no_grad():
-        terms = _Terms(q.abs(), k.abs(), v.abs(), probs, dropped, visible, bias, slope_terms, abs(mask.scale), group)
-        sums, spacings = _sizes(terms, None if s.dout is None else s.dout.transpose(0, 1).abs())
-        # Of anything not finite the sum is not finite either: fp64 is far from overflowing here.
-        per_head = q.sum((1, 2)) + k.sum((1, 2)) + v.sum((1, 2))
-        if s.dout is not None:
-            per_head = per_head + s.dout.sum((0, 2))
-        tainted = ~per_head.view(-1, group).sum(1).isfinite()
-    return Attended(out, lse, sums, spacings, tainted)
-
-
-def _heads_first(s: Sequence, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v as (H, seqlen, dim), a key head repeated for each of its query heads."""
-    k, v = (x.transpose(0, 1).repeat_interleave(group, 0) for x in (s.k, s.v))
-    return s.q.transpose(0, 1), k, v
-
-
-class _Terms(NamedTuple):
-    """What a sequence's results are sums of, in absolute values."""
-
-    q: Tensor  # (H, sq, d)
-    k: Tensor  # (H, sk, d)
-    v: Tensor  # (H, sk, dv)
-    probs: Tensor  # (H, sq, sk)
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    probs: Tensor
     dropped: Tensor
     visible: Tensor
-    bias: Tensor | None
-    slope_terms: Tensor | float
+    bias: Tensor
+    slope_terms: Tensor | float  # of 1 - tanh^2
     scale: float
     group: int
 
 
-def _sizes(t: _Terms, dout: Tensor | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Answer.magnitudes and Answer.spacings of one sequence: each result's formula with absolute values in it."""
-    scores = t.scale * (t.q @ t.k.mT)
-    if t.bias is not None:
-        scores = scores + t.bias.abs()
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, slopes: Tensor | None, keep: Tensor | None, dropout_p: float,
+    dout: Tensor | None, exact: bool,
+) -> Attended:  # fmt: skip
+    """Of q (sq, H, d), k (sk, Hk, d), v (sk, Hk, dv), slopes (H,), keep (H, sq, sk) and dout (sq, H, dv)."""
+    (sq, sk), group, dtype = (q.shape[0], k.shape[0]), q.shape[1] // k.shape[1], q.dtype
+    q, k, v = (x.transpose(0, 1) for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
+    visible = keys_visible(sq, sk, mask.causal, mask.window, q.device)
+    scores = _matmul(q, (k * mask.scale).mT)
+    slope_terms: Tensor | float = 1.0
+    if mask.softcap > 0:
+        capped = torch.tanh(scores / mask.softcap)
+        slope_terms = 1 + capped.detach() ** 2
+        scores = capped * mask.softcap
+    position = torch.arange(sq, device=q.device) + sk - sq
+    bias = scores.new_zeros(())
+    if slopes is not None:  # the bias stays in fp32, the dtype of the slopes, as in flash-attn's own tests
+        wide = torch.promote_types(dtype, torch.float32)
+        distance = (position[:, None] - torch.arange(sk, device=q.device)[None, :]).abs()
+        bias = slopes.to(wide)[:, None, None] * distance
+        scores = scores.to(wide) - bias
+    dead = ~visible.any(-1)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    probs = torch.softmax(scores.masked_fill(dead[:, None], 0.0), -1).to(dtype).masked_fill(dead[:, None], 0.0)
+    dropped = probs if keep is None else probs * keep
+    kept_by = 1 if keep is None else 1 / (1 - dropout_p)
+    out = _matmul(dropped, v * kept_by).transpose(0, 1)
+    if not exact:
+        return Attended(out)
+    with torch.no_grad():
+        lse = torch.logsumexp(scores, -1)
+        if slopes is not None and mask.shifts_lse:
+            lse = lse + slopes.double()[:, None] * position
+        sizes = (
+            q.abs(),
+            k.abs(),
+            v.abs(),
+            probs,
+            dropped * kept_by,
+            visible,
+            bias,
+            slope_terms,
+            abs(mask.scale),
+            group,
+        )
+        sums, spacings = _sizes(_Steps(*sizes), None if dout is None else dout.transpose(0, 1).abs())
+        # Of anything not finite the sum is not finite either: fp64 is far from overflowing here.
+        per_head = q.sum((1, 2)) + k.sum((1, 2)) + v.sum((1, 2))
+        if dout is not None:
+            per_head = per_head + dout.sum((0, 2))
+        tainted = ~per_head.view(-1, group).sum(1).isfinite()
+    return Attended(out, lse.masked_fill(dead, torch.inf), sums, spacings, tainted)
+
+
+def _sizes(t: _Steps, dout: Tensor | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Truth.magnitudes and Truth.spacings of one sequence: each result's formula with absolute values in it."""
+    scores = t.scale * (t.q @ t.k.mT) + t.bias.abs()
     sums = {"out": _amax(t.dropped @ t.v), "score": _amax(scores * t.visible)}
     seen = t.visible.any(0)[:, None]
     spacings = {"out": _amax((t.v * seen).sum(1))}
@@ -207,27 +204,7 @@ def _sizes(t: _Terms, dout: Tensor | None) -> tuple[dict[str, Tensor], dict[str,
     return sums, spacings
 
 
-def _plainly(s: Sequence, mask: Mask, dropout_p: float) -> Attended:
-    sq, sk, dtype = s.q.shape[0], s.k.shape[0], s.q.dtype
-    q, k, v = _heads_first(s, s.q.shape[1] // s.k.shape[1])
-    visible = keys_visible(sq, sk, mask.causal, mask.window, q.device)
-    scores = _rounded_matmul(q, (k * mask.scale).mT)
-    if mask.softcap > 0:
-        scores = torch.tanh(scores / mask.softcap) * mask.softcap
-    if s.slopes is not None:  # the bias stays in fp32, the dtype of the slopes, as in flash-attn's own tests
-        wide = torch.promote_types(dtype, torch.float32)
-        pos = torch.arange(sq, device=q.device) + sk - sq
-        distance = (pos[:, None] - torch.arange(sk, device=q.device)[None, :]).abs()
-        scores = scores.to(wide) - s.slopes.to(wide)[:, None, None] * distance
-    dead = ~visible.any(-1)[:, None]
-    scores = scores.masked_fill(~visible, -torch.inf).masked_fill(dead, 0.0)
-    probs = torch.softmax(scores, -1).to(dtype).masked_fill(dead, 0.0)
-    if s.keep is not None:
-        probs, v = probs * s.keep, v * (1 / (1 - dropout_p))
-    return Attended(_rounded_matmul(probs, v).transpose(0, 1))
-
-
-def _rounded_matmul(a: Tensor, b: Tensor) -> Tensor:
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
     """A matmul that accumulates in fp32 and rounds once, which is what half precision means on a GPU."""
     wide = torch.promote_types(a.dtype, torch.float32)
     return (a.to(wide) @ b.to(wide)).to(a.dtype)
@@ -242,46 +219,35 @@ def _amax(x: Tensor) -> Tensor:
 # ---------------------------------------------------------------- whole calls
 
 
-def _one_form(fn: str, args: Mapping[str, Any], exact: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Every function's arguments under the same names, packed ones taken apart, and the caches after an append."""
-    args = dict(args)
-    for packed in PACKED.keys() & args.keys():
-        args.update(zip(PACKED[packed], args.pop(packed).unbind(-3), strict=True))
-    if "cu_seqlens" in args:
-        args["cu_seqlens_q"] = args["cu_seqlens_k"] = args.pop("cu_seqlens")
-        args["max_seqlen_q"] = args["max_seqlen_k"] = args.pop("max_seqlen")
-    return _append(args, exact) if fn == "flash_attn_with_kvcache" else (args, {})
-
-
-def _answer(
-    fn: str,
-    args: Mapping[str, Any],
-    dout: Tensor | None,
-    keep: Tensor | None,
-    dtype: torch.dtype | None,
-    attend: Attend,
-) -> Truth:
-    args, caches = _one_form(fn, args, exact=attend is _exact)
+def _answer(call: Call, keep: Tensor | None, exact: bool) -> Truth:
+    args, found, caches = one_form(call, exact)
     # The names that a gradient exists for; the caches stand under k and v here and get none.
-    wide = dtype or args["q"].dtype
-    leaves = {n: args[n].detach().to(wide).requires_grad_(dout is not None) for n in ("q", "k", "v")}
-    dropout_p = max(float(args.get("dropout_p", 0.0)), 0.0)
-    mask = _mask(args)
-    attended = [
-        attend(sequence, mask, dropout_p)
-        for sequence in _sequences(args, leaves, dout, keep if dropout_p > 0 else None, wide)
-    ]
-    out = _assemble(args, [a.out for a in attended], leaves["q"])
+    wide = torch.float64 if exact else call.dtype
+    leaves = {n: args[n].detach().to(wide).requires_grad_(call.dout is not None) for n in ("q", "k", "v")}
+    q, k, v = (leaf.flatten(0, -3) for leaf in leaves.values())
+    dout = None if call.dout is None else call.dout.to(wide).flatten(0, -3)
+    mask, slopes = _mask(args), args.get("alibi_slopes")
+    attended = []
+    for b, (rows, keys) in enumerate(zip(found.rows, found.keys)):
+        mine = slopes if slopes is None or slopes.dim() == 1 else slopes[b]
+        kept = keep[b, :, : len(rows), : len(keys)] if keep is not None and call.dropout_p > 0 else None
+        d = None if dout is None else dout[rows]
+        attended.append(_attended(q[rows], k[keys], v[keys], mask, mine, kept, call.dropout_p, d, exact))
+    placed = torch.cat([*found.rows])
+    out = q.new_zeros(*q.shape[:2], v.shape[-1]).index_copy(0, placed, torch.cat([a.out for a in attended]))
+    out = out.view(*leaves["q"].shape[:-1], v.shape[-1])
     grads: dict[str, Tensor] = {}
-    if dout is not None:
-        found = torch.autograd.grad(out, list(leaves.values()), dout.to(wide), materialize_grads=True)
-        grads = dict(zip(leaves, found, strict=True))
-    result = Truth(out=out.detach(), grads=grads, caches=caches)
-    if attend is not _exact:
+    if call.dout is not None:
+        gradients = torch.autograd.grad(out, list(leaves.values()), call.dout.to(wide), materialize_grads=True)
+        grads = dict(zip(leaves, gradients))
+    result = Truth(out=out.detach(), grads=grads, caches=caches, tokens=found)
+    if not exact:
         return result
+    # NaN for tokens outside of every sequence, whose LSE nothing defines.
+    lse = q.new_full((q.shape[1], q.shape[0]), torch.nan).index_copy(1, placed, torch.cat([a.lse for a in attended], 1))
     return replace(
         result,
-        softmax_lse=_assemble_lse(args, [a.lse for a in attended]),
+        softmax_lse=lse if leaves["q"].dim() == 3 else lse.unflatten(1, leaves["q"].shape[:2]).transpose(0, 1),
         magnitudes={n: torch.stack([a.magnitudes[n] for a in attended]) for n in attended[0].magnitudes},
         spacings={n: torch.stack([a.spacings[n] for a in attended]) for n in attended[0].spacings},
         tainted=torch.stack([a.tainted for a in attended]),
@@ -292,144 +258,80 @@ def _mask(args: Mapping[str, Any]) -> Mask:
     left, right = (int(x) for x in args.get("window_size", (-1, -1)))
     if "window_size_left" in args:  # the private functions
         left, right = int(args["window_size_left"]), int(args["window_size_right"])
-    causal = bool(args.get("causal", False))
-    scale = args.get("softmax_scale")
-    normal_left, normal_right = _normalised_window(args, causal, (left, right))
+    causal, scale = bool(args.get("causal", False)), args.get("softmax_scale")
+    # A side at least as long as the keys (the longest sequence, or the cache) counts as unbounded.
+    longest = int(args.get("max_seqlen_k", args["capacity"]))
     return Mask(
         scale=args["q"].shape[-1] ** -0.5 if scale is None else float(scale),
         causal=causal,
         window=(left, right),
         softcap=float(args.get("softcap", 0.0)),
-        shifts_lse=normal_left < 0 and normal_right == 0,
+        shifts_lse=(left < 0 or left >= longest) and (causal or right == 0 < longest),
     )
 
 
-def _normalised_window(args: Mapping[str, Any], causal: bool, window: tuple[int, int]) -> tuple[int, int]:
-    """A side at least as long as the keys (the longest sequence, or the cache) counts as unbounded."""
-    left, right = (-1 if side >= _key_capacity(args) else side for side in window)
-    return left, 0 if causal else right
-
-
-def _key_capacity(args: Mapping[str, Any]) -> int:
-    if "max_seqlen_k" in args:
-        return int(args["max_seqlen_k"])
-    if "cache_capacity" in args:
-        return int(args["cache_capacity"])
-    return int(args["k"].shape[1])
-
-
-def _sequences(
-    args: Mapping[str, Any], leaves: Mapping[str, Tensor], dout: Tensor | None, keep: Tensor | None, wide: torch.dtype
-) -> Iterator[Sequence]:
-    q, k, v = leaves["q"], leaves["k"], leaves["v"]
-    slopes = args.get("alibi_slopes")
-    for b, (rows, keys) in enumerate(_slices(args)):
-        sq = rows[-1].stop - rows[-1].start
-        k_b, v_b = _keys_of(k, keys), _keys_of(v, keys)
-        yield Sequence(
-            q=q[rows],
-            k=k_b,
-            v=v_b,
-            slopes=slopes if slopes is None or slopes.dim() == 1 else slopes[b],
-            keep=None if keep is None else keep[b, :, :sq, : k_b.shape[0]],
-            dout=None if dout is None else dout[rows].to(wide),
-        )
-
-
-def _slices(args: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], Any]]:
-    """Per sequence the index of its query rows and the index of its keys."""
+def one_form(call: Call, exact: bool = False) -> tuple[dict[str, Any], Tokens, dict[str, Tensor]]:
+    """Every function's arguments under the same names, packed ones taken apart; whose each token is; and the caches,
+    copied, after an append. capacity: the keys that there is room for.
+    """
+    args = dict(call.args)
+    for packed in PACKED.keys() & args.keys():
+        args.update(zip(PACKED[packed], args.pop(packed).unbind(-3), strict=True))
+    if "cu_seqlens" in args:
+        args["cu_seqlens_q"] = args["cu_seqlens_k"] = args.pop("cu_seqlens")
+        args["max_seqlen_q"] = args["max_seqlen_k"] = args.pop("max_seqlen")
+    q, device, table = args["q"], call.q.device, args.get("block_table")
+    k: Tensor = args["k_cache" if "k_cache" in args else "k"]
+    page = k.shape[1] if k.dim() == 4 else k.shape[0]
+    args["capacity"] = page if table is None else table.shape[1] * page
     if "cu_seqlens_q" in args:
-        cu_q, cu_k = args["cu_seqlens_q"].tolist(), args["cu_seqlens_k"].tolist()
-        batch = len(cu_q) - 1
-        leftpad, used = _ints(args.get("leftpad_k"), [0] * batch), _ints(args.get("seqused_k"), None)
-        slices = []
-        for b in range(batch):
-            length = cu_k[b + 1] - cu_k[b] if used is None else used[b]
-            keys: Any = slice(cu_k[b] + leftpad[b], cu_k[b] + length)
-            if args.get("block_table") is not None:
-                keys = (args["block_table"][b], 0, length)
-            slices.append(((slice(cu_q[b], cu_q[b + 1]),), keys))
-        return slices
-    rows = slice(0, args["q"].shape[1])
-    if "key_ranges" in args:  # a cache
-        return [((b, rows), keys) for b, keys in enumerate(args["key_ranges"])]
-    return [((b, rows), (b, slice(0, args["k"].shape[1]))) for b in range(args["q"].shape[0])]
-
-
-def _keys_of(x: Tensor, keys: Any) -> Tensor:
-    if not isinstance(keys, tuple) or len(keys) == 2:
-        return x[keys]
-    table, start, stop = keys
-    pages = table[: -(-stop // x.shape[1])].long()
-    return x[pages].flatten(0, 1)[start:stop]
-
-
-def _ints(x: Tensor | None, default: Any) -> Any:
-    return default if x is None else x.tolist()
-
-
-def _assemble(args: Mapping[str, Any], outs: list[Tensor], q: Tensor) -> Tensor:
-    if "cu_seqlens_q" not in args:
-        return torch.stack(outs)
-    before, after = _outside(args)
-    blank = outs[0].new_zeros
-    return torch.cat([blank(before, *outs[0].shape[1:]), *outs, blank(after, *outs[0].shape[1:])])
-
-
-def _assemble_lse(args: Mapping[str, Any], lses: list[Tensor]) -> Tensor:
-    """(B, H, sq), or (H, total_q) with NaN for tokens outside every sequence, whose LSE nothing defines."""
-    if "cu_seqlens_q" not in args:
-        return torch.stack(lses)
-    before, after = _outside(args)
-    heads = lses[0].shape[0]
-    return torch.cat(
-        [lses[0].new_full((heads, before), torch.nan), *lses, lses[0].new_full((heads, after), torch.nan)], 1
-    )
-
-
-def _outside(args: Mapping[str, Any]) -> tuple[int, int]:
-    cu = args["cu_seqlens_q"].tolist()
-    return cu[0], args["q"].shape[0] - cu[-1]
-
-
-# ---------------------------------------------------------------- the cache
-
-
-def _append(args: dict[str, Any], exact: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Rotates, appends to copies of the caches, and turns the call into one over ranges of cache rows."""
-    q, k_cache, v_cache = args["q"], args["k_cache"].clone(), args["v_cache"].clone()
-    k, table = args.get("k"), args.get("block_table")
-    batch, sq = q.shape[:2]
-    page = k_cache.shape[1]
-    capacity = page if table is None else table.shape[1] * page
-    lengths = args.get("cache_seqlens")
-    lengths = capacity if lengths is None else lengths
-    lengths = lengths.tolist() if isinstance(lengths, Tensor) else [int(lengths)] * batch
-    rows = _ints(args.get("cache_batch_idx"), list(range(batch)))
-    leftpad = _ints(args.get("cache_leftpad"), [0] * batch)
-    args = {**args, "cache_capacity": capacity}
-    causal = bool(args.get("causal", False))
-    if args.get("rotary_cos") is not None:
-        left, right = (int(x) for x in args.get("window_size", (-1, -1)))
-        # Without any mask every query row stands at the same position: all of them see all the keys alike.
-        moves = max(_normalised_window(args, causal, (left, right))) >= 0
-        math = torch.float64 if exact else torch.float32
-        starts = torch.tensor(lengths, device=q.device)[:, None]
-        q = _rotary(q, starts + torch.arange(sq, device=q.device) * moves, args, math)
-        assert k is not None, "rotary tables without new keys are refused"
-        k = _rotary(k, starts + torch.arange(k.shape[1], device=q.device), args, math)
-    new = 0 if k is None else k.shape[1]
-    for b in range(batch):
-        for t in range(new):
-            at = lengths[b] + t
-            where = (rows[b], at) if table is None else (int(table[b, at // page]), at % page)
-            k_cache[where], v_cache[where] = k[b, t], args["v"][b, t]  # type: ignore[index]  # new > 0 says so
-    if table is None:
-        ranges: list[Any] = [(rows[b], slice(leftpad[b], lengths[b] + new)) for b in range(batch)]
+        starts, firsts = args["cu_seqlens_q"].tolist(), args["cu_seqlens_k"].tolist()
+        lengths = [stop - start for start, stop in pairwise(firsts)]
     else:
-        ranges = [(table[b], leftpad[b], lengths[b] + new) for b in range(batch)]
-    args.update(q=q, k=k_cache, v=v_cache, key_ranges=ranges, block_table=None)
-    return args, dict(zip(CACHES, (k_cache, v_cache)))
+        starts = [b * q.shape[1] for b in range(len(q) + 1)]
+        lengths = [args["capacity"]] * len(q)
+        firsts = [row * page for row in _ints(args.get("cache_batch_idx"), len(q), range(len(q)))]
+    batch = len(starts) - 1
+    lengths = _ints(args.get("seqused_k", args.get("cache_seqlens")), batch, lengths)
+    before = _ints(args.get("leftpad_k", args.get("cache_leftpad")), batch, [0] * batch)
+
+    def keys(b: int, start: int, stop: int) -> Tensor:
+        """The tokens of sequence b's keys."""
+        at = torch.arange(start, stop, device=device)
+        found: Tensor = at + firsts[b] if table is None else table[b].long()[at // page] * page + at % page
+        return found
+
+    caches: dict[str, Tensor] = {}
+    if "k_cache" in args:
+        new = args.get("k")
+        caches = {name: args[name].clone(memory_format=torch.contiguous_format) for name in CACHES}
+        if args.get("rotary_cos") is not None:
+            assert new is not None, "rotary tables without new keys are refused"
+            args["q"], new = _rotated(args, new, lengths, exact)
+        if new is not None:
+            for name, values in zip(CACHES, (new, args["v"])):
+                for b in range(batch):
+                    caches[name].flatten(0, 1)[keys(b, lengths[b], lengths[b] + new.shape[1])] = values[b]
+            lengths = [length + new.shape[1] for length in lengths]
+        args["k"], args["v"] = caches.values()
+    rows = [torch.arange(start, stop, device=device) for start, stop in pairwise(starts)]
+    return args, Tokens(rows, [keys(b, before[b], lengths[b]) for b in range(batch)]), caches
+
+
+def _ints(x: Any, batch: int, default: Sequence[int]) -> list[int]:
+    """One for each sequence of a tensor, of an int for all of them, or of nothing."""
+    return [int(n) for n in (default if x is None else x.tolist() if isinstance(x, Tensor) else [x] * batch)]
+
+
+def _rotated(args: Mapping[str, Any], new: Tensor, lengths: Sequence[int], exact: bool) -> tuple[Tensor, Tensor]:
+    """q and the new keys, turned to where they stand behind the keys that are there."""
+    math = torch.float64 if exact else torch.float32
+    starts = torch.tensor(lengths, device=new.device)[:, None]
+    # Without any mask every query row stands at the same position: all of them see all the keys alike.
+    sides = [0 <= int(side) < args["capacity"] for side in args.get("window_size", (-1, -1))]
+    moves = bool(args.get("causal", False)) or any(sides)
+    q = _rotary(args["q"], starts + torch.arange(args["q"].shape[1], device=new.device) * moves, args, math)
+    return q, _rotary(new, starts + torch.arange(new.shape[1], device=new.device), args, math)
 
 
 def _rotary(x: Tensor, positions: Tensor, args: Mapping[str, Any], math: torch.dtype) -> Tensor:
