@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,10 @@ import torch
 import transformers
 from torch import Tensor
 
+from flash_attn_compat.naming import hub_kernels
+
 VOCABULARY = 97
+NAMED, REGISTERED, SINKS = "flash_attention_2", "fa2_compat", "fa2_compat_sinks"
 DECODER = dict(
     vocab_size=VOCABULARY,
     hidden_size=64,
@@ -38,6 +42,7 @@ class Model:
     options: dict[str, Any]
     inputs: Callable[[Any], dict[str, Tensor]] | None = None
     attention_calls: int = 2
+    ways: tuple[str, ...] = (NAMED, REGISTERED)  # values of attn_implementation that lead to us
 
 
 def _whisper_inputs(config: Any) -> dict[str, Tensor]:
@@ -76,6 +81,16 @@ MODELS: dict[str, Model] = {
         "Gemma2ForCausalLM",
         DECODER | {"sliding_window": 5, "attn_logit_softcapping": 5.0, "head_dim": 16, "query_pre_attn_scalar": 16},
     ),
+    "gpt-oss with sinks and a window": Model(
+        "decoder",
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        DECODER
+        | {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 5}
+        | {"layer_types": ["sliding_attention", "full_attention"]}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        ways=(SINKS, NAMED, *hub_kernels.NAMES),  # transformers itself makes a hub's name of flash_attention_2
+    ),
     "bert": Model("encoder", "BertConfig", "BertForMaskedLM", ENCODER),
     "modernbert": Model(
         "encoder",
@@ -90,6 +105,7 @@ MODELS: dict[str, Model] = {
             "reference_compile": False,
         },
         attention_calls=4,
+        ways=(NAMED,),
     ),
     "whisper": Model(
         "other",
@@ -128,6 +144,7 @@ MODELS: dict[str, Model] = {
             patch_size=4,
         ),
         _vit_inputs,
+        ways=(NAMED,),
     ),
     "qwen2-vl": Model(
         "other",
@@ -146,13 +163,19 @@ MODELS: dict[str, Model] = {
         ),
         _qwen2_vl_inputs,
         attention_calls=4,
+        ways=(NAMED,),
     ),
 }
-DECODERS = [name for name, model in MODELS.items() if model.kind == "decoder"]
 
 
-def why_not(name: str) -> str | None:
-    """Why the installed transformers cannot run this model with flash-attn (it came later, or its support did)."""
+def why_not(name: str, way: str = NAMED) -> str | None:
+    """Why the installed transformers cannot run this model in this way (it came later, or its support did)."""
+    if way in (REGISTERED, SINKS) and importlib.util.find_spec("transformers.masking_utils") is None:
+        return f"transformers {transformers.__version__} has no registry of masks"
+    if way in hub_kernels.NAMES and not hasattr(
+        transformers.modeling_flash_attention_utils, "FLASH_ATTN_KERNEL_FALLBACK"
+    ):
+        return f"transformers {transformers.__version__} loads hub kernels in another way"
     model = getattr(transformers, MODELS[name].head, None)
     if model is None:
         return f"transformers {transformers.__version__} has no {MODELS[name].head}"
@@ -167,7 +190,9 @@ def tolerance(name: str, dtype: torch.dtype) -> float:
     rounds = name == "modernbert" and hasattr(
         transformers.models.modernbert.modeling_modernbert, "ModernBertUnpaddedRotaryEmbedding"
     )
-    return 4e-2 if rounds or dtype is torch.bfloat16 else 2e-6
+    if rounds or dtype is torch.bfloat16:
+        return 4e-2
+    return 1e-5 if name.startswith("gpt-oss") else 2e-6
 
 
 def _flash_sees_one_key_more() -> bool:
@@ -185,12 +210,14 @@ def build(name: str, implementation: str, dtype: torch.dtype = torch.float32, se
     config = getattr(transformers, model.config)(**options)
     torch.manual_seed(seed)
     built = getattr(transformers, model.head)._from_config(config, attn_implementation=implementation)
-    assert built.config._attn_implementation == implementation
+    assert (built.config._attn_implementation == "eager") == (implementation == "eager")
     # Some initial weights are so small that attention would hardly show in the output.
     with torch.no_grad():
-        for parameter in built.parameters():
+        for parameter_name, parameter in built.named_parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, parameter.shape[-1] ** -0.5)
+            elif parameter_name.endswith("sinks"):
+                parameter.normal_()
     return built.to(dtype).eval()
 
 

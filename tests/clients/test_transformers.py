@@ -1,15 +1,22 @@
-"""transformers with attn_implementation="flash_attention_2" on a CPU, after patch() only, against eager."""
+"""transformers with every attn_implementation that leads to us, on a CPU, against eager."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
+import flash_attn_compat
+
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from tests.clients.models import (  # noqa: E402
-    DECODERS,
     MODELS,
+    NAMED,
+    REGISTERED,
+    SINKS,
     build,
     inputs_of,
     relative_error,
@@ -19,18 +26,34 @@ from tests.clients.models import (  # noqa: E402
     why_not,
 )
 
-pytestmark = pytest.mark.usefixtures("patched")
 version = tuple(int(number) for number in transformers.__version__.split(".")[:2])
-DTYPES = [torch.float32, torch.bfloat16]
-present = [
-    pytest.param(name, marks=pytest.mark.skipif(bool(why_not(name)), reason=str(why_not(name)))) for name in MODELS
-]
-decoders = [parameter for parameter in present if parameter.values[0] in DECODERS]
-padded_models = [parameter for parameter in present if MODELS[parameter.values[0]].kind != "other"]
 
 
-def pair(name, dtype):
-    return build(name, "eager", dtype), build(name, "flash_attention_2", dtype)
+def each(*kinds: str, dtypes: bool = True) -> pytest.MarkDecorator:
+    """Of the models of these kinds in each way, and in bf16 in the first."""
+    cases = []
+    for name, model in MODELS.items():
+        for index, way in enumerate(model.ways if model.kind in kinds else ()):
+            marks = pytest.mark.skipif(bool(why_not(name, way)), reason=str(why_not(name, way)))
+            for dtype in (torch.float32, torch.bfloat16) if dtypes and index == 0 else (torch.float32,):
+                cases.append(pytest.param(name, way, dtype, marks=marks, id=f"{name}, {way}, {dtype}"))
+    return pytest.mark.parametrize(("name", "way", "dtype"), cases)
+
+
+@pytest.fixture(autouse=True)
+def served(request: pytest.FixtureRequest) -> Iterator[None]:
+    """By registration, which needs no patching, or under the name."""
+    way = request.getfixturevalue("way") if "way" in request.fixturenames else NAMED
+    if way in (REGISTERED, SINKS):
+        flash_attn_compat.register_with_transformers(way)
+        yield
+        return
+    with flash_attn_compat.patched(hub_kernels=True):
+        yield
+
+
+def pair(name: str, dtype: torch.dtype, way: str = NAMED) -> tuple[Any, Any]:
+    return build(name, "eager", dtype), build(name, way, dtype)
 
 
 def gradients(model, logits, weights):
@@ -46,10 +69,9 @@ def assert_close_gradients(got, expected, limit):
     assert worst <= limit * scale, f"{worst / scale:.2e}"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", present)
-def test_outputs_and_gradients_without_padding_equal_eager(name, dtype, calls):
-    eager, flash = pair(name, dtype)
+@each("decoder", "encoder", "other")
+def test_outputs_and_gradients_without_padding_equal_eager(name, way, dtype, calls):
+    eager, flash = pair(name, dtype, way)
     inputs = inputs_of(name, eager.config)
     expected = run(eager, inputs)
     assert calls() == 0
@@ -61,12 +83,10 @@ def test_outputs_and_gradients_without_padding_equal_eager(name, dtype, calls):
     assert_close_gradients(gradients(flash, got, weights), gradients(eager, expected, weights), limit)
 
 
-@pytest.mark.parametrize(
-    ("side", "dtype"), [("left", torch.float32), ("right", torch.float32), ("left", torch.bfloat16)]
-)
-@pytest.mark.parametrize("name", padded_models)
-def test_outputs_and_gradients_with_padding_equal_eager_at_the_tokens(name, dtype, side, calls):
-    eager, flash = pair(name, dtype)
+@pytest.mark.parametrize("side", ["left", "right"])
+@each("decoder", "encoder")
+def test_outputs_and_gradients_with_padding_equal_eager_at_the_tokens(name, way, dtype, side, calls):
+    eager, flash = pair(name, dtype, way)
     ids = token_ids(3, 12)
     mask = torch.ones_like(ids)
     if side == "left":
@@ -85,10 +105,9 @@ def test_outputs_and_gradients_with_padding_equal_eager_at_the_tokens(name, dtyp
     assert_close_gradients(gradients(flash, got, weights), gradients(eager, expected, weights), limit)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", decoders)
-def test_packed_sequences_equal_eager_on_each_by_itself(name, dtype, calls):
-    eager, flash = pair(name, dtype)
+@each("decoder")
+def test_packed_sequences_equal_eager_on_each_by_itself(name, way, dtype, calls):
+    eager, flash = pair(name, dtype, way)
     lengths = [7, 1, 10]
     ids = token_ids(1, sum(lengths))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
@@ -101,9 +120,9 @@ def test_packed_sequences_equal_eager_on_each_by_itself(name, dtype, calls):
     assert_close_gradients(gradients(flash, got, weights), gradients(eager, expected, weights), limit)
 
 
-@pytest.mark.parametrize("name", decoders)
-def test_greedy_generation_from_left_padded_prompts_gives_the_same_tokens(name, calls):
-    eager, flash = pair(name, torch.float32)
+@each("decoder", dtypes=False)
+def test_greedy_generation_from_left_padded_prompts_gives_the_same_tokens(name, way, dtype, calls):
+    eager, flash = pair(name, dtype, way)
     ids = token_ids(3, 9)
     mask = torch.ones_like(ids)
     mask[0, :4], mask[1, :1] = 0, 0
