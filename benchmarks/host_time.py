@@ -84,12 +84,12 @@ def _without_gpu() -> None:
     import pytest
 
     from flash_attn_compat import kvcache
-    from flash_attn_compat.backends.fused import launcher
+    from flash_attn_compat.backends.fused import loader
     from tests import fused_on_cpu
 
     patch = pytest.MonkeyPatch()
     fused_on_cpu.record(patch, number=90)
-    patch.setattr(launcher, "submit", lambda kernel, blocks, device: None)
+    patch.setattr(loader.driver(), "launch", lambda kernel, blocks, device, arguments: None)
     patch.setattr(kvcache, "is_on_host", lambda lengths: False)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
@@ -137,9 +136,7 @@ def compile_all(entry: str, tiles: list[Tile | None], head_dim: int, dtype: torc
             kind = variants.Kind(target.number, kind_dtype, head_dim, **flags)
             with chosen(f"{entry}_tile", tile):
                 wanted.append(getattr(variants, entry)(kind))
-    with ThreadPoolExecutor() as pool:
-        for job in [pool.submit(loader.kernel, variant, target.architecture, 0) for variant in wanted]:
-            job.exception()  # a tile that does not fit is told when it is its turn
+    loader.load_together(wanted, 0)  # a tile that does not fit is told when it is its turn
 
 
 def scan_backward(entry: str, candidates: dict[int, list[Tile]], head_dims: list[int], dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Calls that cover the fused kernels' variants: for the GPU checks, and for a sanitizer to watch.
+"""Problems that reach every variant of the fused kernels: for the GPU checks, and for a sanitizer to watch.
 
 `python -m tests.fused_coverage` compiles them all into the cache, for Turing and for the GPU at hand or --for another.
 """
@@ -8,47 +8,32 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from flash_attn_compat.backends.fused import ahead, append, backward, forward, loader, trial, variants
+from flash_attn_compat.backends.fused import ahead, loader, variants
 from flash_attn_compat.backends.fused.variants import BF16, BF16_AS_FP16, FP16, HEAD_DIMS, Kind
-from flash_attn_compat.engine import dropout
-from flash_attn_compat.engine.append import Append
-from flash_attn_compat.engine.call import AttentionCall, Gradients, Result
-from verify.call import Answer, Call
-from verify.judge import Right, against_fp64, right_answer
+from verify.examination import Examination
+from verify.problems import Problem
 
 _FEATURES = ("local", "alibi", "softcap", "dropout", "paged")
 
 
-@dataclass(frozen=True)
-class Check:
-    """One launch, or the launches that belong together, on a tiny problem.
-
-    run: raises AssertionError where verify's judge finds something wrong
-    """
-
-    name: str
-    run: Callable[[], None]
-
-
-def checks(place: torch.device, every: bool = False) -> Iterator[Check]:
-    """For the architecture that kernels are compiled for on ``place``; every: each variant, which takes long."""
+def checks(place: torch.device, every: bool = False) -> Iterator[tuple[str, Callable[[], None]]]:
+    """A name, and what raises AssertionError where verify's judge finds something wrong; every: each variant."""
     for kind in kinds(loader.target(place.index).number, every):
         names = "".join(f" {name}" for name in _FEATURES if getattr(kind, name))
-        label = f"d{kind.D} type {kind.type} vec {kind.vec}{names}{' narrow' if (kind.window or 256) < 256 else ''}"
-        yield Check(f"forward {label}", partial(_forward, kind, place, few_rows=False))
-        if not kind.dropout:
-            yield Check(f"decode {label}", partial(_forward, kind, place, few_rows=True))
-            yield Check(f"append {label}", partial(_append, kind, place))
-            yield Check(f"step {label}", partial(_step, kind, place))
-        if not kind.paged:
-            yield Check(f"backward {label}", partial(_backward, kind, place))
+        label = f"d{kind.D} type {kind.type} vec {kind.vec}{names}{' narrow' * is_narrow(kind)}"
+        for entry, problem in problems(kind).items():
+            yield f"{entry} {label}", partial(_check, problem, place)
+
+
+def _check(problem: Problem, place: torch.device) -> None:
+    verdict = Examination(problem, place).judge("fused")
+    assert not verdict.failures and not verdict.refused, verdict
 
 
 def kinds(number: int, every: bool = False) -> Iterator[Kind]:
@@ -68,68 +53,37 @@ def kinds(number: int, every: bool = False) -> Iterator[Kind]:
             yield plain._replace(local=True, alibi=True, softcap=True, paged=True, vec=1, window=104)
 
 
-def _forward(kind: Kind, place: torch.device, few_rows: bool) -> None:
-    problem = trial.problem(kind, place, few_rows, needs_grad=False)
-    call = problem.call
-    result = forward.Attention(call, kind, loader.target(place.index), call.q.get_device()).run(call)
-    caches = {} if call.seqused_k is None or not few_rows else {"k_cache": call.k, "v_cache": call.v}
-    _must_pass(right_of(problem, kind), Answer(result.out, result.softmax_lse, caches=caches))
+def is_narrow(kind: Kind) -> bool:
+    return kind.window is not None and kind.window < 256
 
 
-def _backward(kind: Kind, place: torch.device) -> None:
-    """From a right out and LSE."""
-    problem = trial.problem(kind, place, few_rows=False, needs_grad=True)
-    call = problem.call
-    dout = torch.randn((*call.q.shape[:2], call.v.shape[-1]), generator=torch.Generator().manual_seed(3))
-    right = right_of(problem, kind, dout.to(call.q.dtype))
-    assert right.exact.softmax_lse is not None and right.call.dout is not None
-    given, out = (tensor.to(place, call.q.dtype) for tensor in (right.call.dout, right.exact.out))
-    lse = right.exact.softmax_lse.nan_to_num(nan=0.0).to(place, torch.float32).contiguous()
-    found = Gradients(*map(torch.empty_like, call[:3]))
-    backward.Plan(call, given, out, found, kind, loader.target(place.index), True).run(call, given, out, lse, found)
-    _must_pass(right, Answer(out, grads=dict(zip("qkv", found))))
-
-
-def _must_pass(right: Right, answer: Answer) -> None:
-    wrong = [check for check in against_fp64(right, answer.to("cpu"), "cuda") if not check.ok]
-    assert not wrong, "; ".join(f"{check.quantity}: {check.note}" for check in wrong)
-
-
-def right_of(problem: trial.Problem, kind: Kind, dout: Tensor | None = None) -> Right:
-    """What verify's oracle says of the problem, as a call of the public function for it."""
-    call = problem.on_cpu
-    window = tuple(-1 if side is None else side for side in (call.mask.left, call.mask.right))
-    args: dict[str, Any] = {"q": call.q, "softmax_scale": call.softmax_scale, "window_size": window}
-    args |= {"softcap": call.softcap, "alibi_slopes": call.alibi_slopes, "block_table": call.block_table}
-    if call.cu_seqlens_q is None:
-        args |= {"k_cache": call.k, "v_cache": call.v, "cache_seqlens": call.seqused_k}
-        return right_answer(Call("flash_attn_with_kvcache", args), converted=kind.type == BF16_AS_FP16)
-    ends = torch.tensor([0, *(part.shape[0] for part in problem.k)]).cumsum(0)
-    args |= {"k": call.k, "v": call.v, "cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": ends}
-    args |= {"max_seqlen_q": call.max_seqlen_q, "max_seqlen_k": call.max_seqlen_k, "dropout_p": call.dropout_p}
-    keep = None
-    if call.dropout_p:
-        sequences, heads = torch.arange(len(problem.q)), torch.arange(call.nheads)
-        rows, keys = (torch.arange(length)[None] for length in (call.max_seqlen_q, call.max_seqlen_k))
-        keep = dropout.keep_tile(call.rng_state, call.dropout_p, sequences, heads, rows, keys)
-    return right_answer(Call("flash_attn_varlen_func", args, dout), keep, converted=kind.type == BF16_AS_FP16)
-
-
-def _append(kind: Kind, place: torch.device) -> None:
-    def run(call: AttentionCall, new: Append) -> Tensor:
-        return append.Plan(call, new, loader.target(place.index)).run(call, new)
-
-    wrong = trial.of_append(trial.problem(kind, place, few_rows=True, needs_grad=False), run)
-    assert wrong is None, wrong
-
-
-def _step(kind: Kind, place: torch.device) -> None:
-    def run(call: AttentionCall, new: Append) -> Result:
-        target, device = loader.target(place.index), call.q.get_device()
-        return forward.Attention(call, kind, target, device, new).run(call, new)
-
-    wrong = trial.of_step(trial.problem(kind, place, few_rows=True, needs_grad=False), run)
-    assert wrong is None, wrong
+def problems(kind: Kind) -> dict[str, Problem]:
+    """Calls of that kind, by what they launch: rows on 16 bytes or not, and nothing a multiple of a tile."""
+    window = (-1, -1)
+    if kind.local:
+        window = (30, 3) if is_narrow(kind) else (-1, 20)
+    # Gradients take rows that are anywhere as they are in small problems only.
+    rows, keys, nheads_k = ((19, 150), (45, 171), 2) if kind.vec == 8 else ((9, 70), (21, 50), 1)
+    common = Problem(
+        "varlen", rows, keys, nheads_k, group=2,
+        head_dim=kind.D if kind.vec == 8 else kind.D - 3,
+        head_dim_v=kind.D - 8 if kind.vec == 8 else kind.D - 1,
+        dtype="float16" if kind.type == FP16 else "bfloat16",
+        window=window, softcap=2.0 * kind.softcap, alibi="bh" * kind.alibi, dropout_p=0.3 * kind.dropout,
+        page_size=7 * kind.paged, poison="nan",
+    )  # fmt: skip
+    few: dict[str, Any] = {"kind": "kvcache", "seqlens_q": (3, 3), "capacity": 210, "backward": False}
+    found = {}
+    if kind.paged:
+        found["forward"] = replace(common, kind="paged", backward=False)
+    else:
+        found["forward and backward"] = replace(common, gap=(0, 3))
+    if not kind.dropout:
+        found["decode"] = replace(common, **few)
+        rotary = common.head_dim // 2 // 16 * 16
+        found["step"] = replace(common, **few, new_keys=2, rotary_dim=rotary)
+        found["append"] = replace(common, **few, new_keys=20, rotary_dim=rotary, rotary_interleaved=False)
+    return found
 
 
 def main() -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,18 +18,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends import BACKENDS
-from flash_attn_compat.backends.fused import (
-    Fused,
-    append,
-    backward,
-    cache,
-    forward,
-    launcher,
-    loader,
-    maxima,
-    params,
-    trial,
-)
+from flash_attn_compat.backends.fused import Fused, cache, launcher, loader, params, trial
 from flash_attn_compat.backends.fused.loader import Kernel, Target
 from flash_attn_compat.backends.fused.variants import Variant
 from flash_attn_compat.serving import dispatch
@@ -62,16 +52,22 @@ class Launches:
 
 
 class Driver:
-    """What is asked of the CUDA driver beside launches."""
+    """What is asked of the CUDA driver; ``compute`` gets every launch and its struct."""
 
     version = 13, 0
 
-    def __init__(self, found: Launches) -> None:
-        self.found = found
+    def __init__(self, found: Launches, compute: Callable[[Launch, bytes], None]) -> None:
+        self.found, self.compute = found, compute
 
     def clear(self, address: int, words: int, device: int) -> None:
         self.found.cleared.append(words)
         ctypes.memset(address, 0, 4 * words)
+
+    def launch(self, kernel: Kernel, blocks: int, device: int, arguments: ctypes.c_void_p) -> None:
+        content = launcher.arguments.buffer.raw
+        launch = Launch(self.found.variants[(kernel.handle.value or 0) - 1], blocks, unpack(content))
+        self.found.seen.append(launch)
+        self.compute(launch, content)
 
 
 def unpack(content: bytes) -> dict[str, Any]:
@@ -79,23 +75,25 @@ def unpack(content: bytes) -> dict[str, Any]:
     return {name: tuple(next(values) for _ in kind) if len(kind) > 1 else next(values) for name, kind in params.FIELDS}
 
 
-def record(monkeypatch: pytest.MonkeyPatch, number: int = 75, tried: bool = False) -> Launches:
-    """Let the backend serve CPU tensors from now on; nothing is computed, every launch is written down.
+def record(
+    monkeypatch: pytest.MonkeyPatch,
+    number: int = 75,
+    tried: bool = False,
+    compute: Callable[[Launch, bytes], None] = lambda launch, content: None,
+) -> Launches:
+    """Let the backend serve CPU tensors from now on; every launch is written down.
 
-    number: the architecture's; tried: whether kernels are tried before their first call
+    number: the architecture's; tried: whether kernels are tried before their first call; compute: gets every launch and
+    the bytes of its struct
     """
     found = Launches()
 
-    def kernel(variant: Variant, architecture: str, device: int) -> Kernel:
-        rejected = loader._kernels.get((variant, architecture, device))
+    def kernel(variant: Variant, device: int) -> Kernel:
+        rejected = loader._kernels.get((variant, f"sm_{number}", device))
         if isinstance(rejected, loader.KernelError):
             raise rejected
         found.variants.append(variant)
         return Kernel(ctypes.c_void_p(len(found.variants)), variant.threads, variant.shared)
-
-    def submit(kernel: Kernel, blocks: int, device: int) -> None:
-        variant = found.variants[(kernel.handle.value or 0) - 1]
-        found.seen.append(Launch(variant, blocks, unpack(launcher.arguments.buffer.raw)))
 
     everywhere = dataclasses.replace(Fused.capabilities, devices=None, min_capability=None)
     monkeypatch.setattr(Fused, "capabilities", everywhere)
@@ -109,9 +107,9 @@ def record(monkeypatch: pytest.MonkeyPatch, number: int = 75, tried: bool = Fals
     monkeypatch.setattr(loader, "capability", lambda device: (9, 0))
     monkeypatch.setattr(loader, "device_name", lambda device: "CPU")
     monkeypatch.setattr(loader, "cache_name", lambda variant, architecture: repr(variant))
-    monkeypatch.setattr(loader, "driver", lambda: Driver(found))
-    monkeypatch.setattr(launcher, "submit", submit)
-    monkeypatch.setattr(launcher, "stream", lambda device: 0)
+    driver = Driver(found, compute)
+    monkeypatch.setattr(loader, "driver", lambda: driver)
+    monkeypatch.setattr(loader, "stream", lambda device: 0)
     monkeypatch.setattr(launcher, "_workspaces", {})
     monkeypatch.setattr(launcher, "processors", lambda device: 40)
     monkeypatch.setattr(launcher, "_plans", {})
@@ -141,46 +139,34 @@ def emulate(
 
     if emulator.why_not():
         pytest.skip(emulator.why_not())
-    found = record(monkeypatch, number, tried)
     memory: list[Tensor] = []
-    address, empty, workspace = launcher.address, torch.empty, launcher.workspace
+    addresses, empty, workspace = launcher.Inputs.addresses, torch.empty, launcher.workspace
 
-    def known_address(name: str, tensor: Tensor, *rest: Any) -> int:
-        memory.append(tensor)
-        return address(name, tensor, *rest)
+    def known_addresses(inputs: launcher.Inputs, tensors: tuple[Tensor | None, ...]) -> list[int]:
+        memory.extend(tensor for tensor in tensors if tensor is not None)
+        return addresses(inputs, tensors)
 
     def known_empty(*args: Any, **kwargs: Any) -> Tensor:
-        memory.append(empty(*args, **kwargs))
-        return memory[-1].fill_(torch.nan if memory[-1].is_floating_point() else 0xAB)
+        found: Tensor = empty(*args, **kwargs)
+        if found.is_cpu:
+            memory.append(found.fill_(torch.nan if found.is_floating_point() else 0x5B))
+        return found
+
+    def known_empty_like(x: Tensor, **kwargs: Any) -> Tensor:
+        return known_empty(x.shape, **{"dtype": x.dtype, "device": x.device} | kwargs)
 
     def known_workspace(*args: Any) -> Tensor:
         memory.append(workspace(*args))
         return memory[-1]
 
-    def submit(kernel: Kernel, blocks: int, device: int) -> None:
-        variant = found.variants[(kernel.handle.value or 0) - 1]
-        content = launcher.arguments.buffer.raw
-        found.seen.append(Launch(variant, blocks, unpack(content)))
+    def compute(launch: Launch, content: bytes) -> None:
+        variant = launch.variant
         compiled = emulator.compile_kernel(sources / variant.source, variant.entry, dict(variant.macros))
-        compiled.launch(content, blocks, variant.threads, variant.shared, memory[-64:], seed)
+        compiled.launch(content, launch.blocks, variant.threads, variant.shared, memory[-64:], seed)
 
-    for module in (append, backward, launcher):
-        monkeypatch.setattr(module, "address", known_address)
-    for module in (append, backward, forward, maxima):
-        monkeypatch.setattr(module, "torch", _Torch(torch, known_empty))
+    found = record(monkeypatch, number, tried, compute)
+    monkeypatch.setattr(launcher.Inputs, "addresses", known_addresses)
     monkeypatch.setattr(launcher, "workspace", known_workspace)
-    monkeypatch.setattr(launcher, "submit", submit)
+    monkeypatch.setattr(torch, "empty", known_empty)
+    monkeypatch.setattr(torch, "empty_like", known_empty_like)
     return found
-
-
-class _Torch:
-    """PyTorch with another torch.empty, through which torch.empty_like goes too."""
-
-    def __init__(self, module: Any, empty: Any) -> None:
-        self._module, self.empty = module, empty
-
-    def empty_like(self, tensor: Tensor) -> Tensor:
-        return self.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)

@@ -44,7 +44,7 @@ def main() -> int:
     checks = {name: check for name, check in CHECKS.items() if options.only in name}
     if options.only in "variants":
         place = torch.device("cuda", torch.cuda.current_device())
-        checks |= {check.name: check.run for check in fused_coverage.checks(place, options.every)}
+        checks |= dict(fused_coverage.checks(place, options.every))
     failed = [name for name, check in checks.items() if not passes(name, check)]
     print(f"{len(checks) - len(failed)} of {len(checks)} passed" + "".join(f"\n  FAILED {name}" for name in failed))
     return 1 if failed else 0

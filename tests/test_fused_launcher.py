@@ -15,6 +15,8 @@ from flash_attn_compat import (
     use_backend,
 )
 from flash_attn_compat.backends.fused import launcher, loader
+from flash_attn_compat.engine import capture
+from flash_attn_compat.engine.build import Options, dense_call
 from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches
 from tests.support import cumulative, randn
@@ -31,7 +33,7 @@ def half(*shape: int, seed: int = 0) -> Tensor:
     return randn(*shape, seed=seed, dtype=HALF)
 
 
-# ---- address
+# ---- addresses
 
 
 def freed(size: int) -> Tensor:
@@ -52,8 +54,11 @@ def freed(size: int) -> Tensor:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_an_address_of_another_dtype_or_device_or_of_too_little_memory_is_refused(tensor: Tensor, reason: str) -> None:
-    with pytest.raises(RuntimeError, match=r"cu_seqlens_q must be torch.float16 .* 16 bytes.*shape"):
-        launcher.address("cu_seqlens_q", tensor, HALF, 0 if reason == "meta" else -1, 16)
+    q = half(1, 1, 1, 8)
+    inputs = launcher.Inputs(dense_call(q, q, q, Options()))
+    inputs.device = 0 if reason == "meta" else -1
+    with pytest.raises(RuntimeError, match=r"q must be torch.float16 .* 16 bytes.*shape"):
+        inputs.addresses((tensor, q, q))
 
 
 # ---- alignment
@@ -131,9 +136,9 @@ def test_a_stream_keeps_the_memory_in_which_splits_meet(launches: Launches, monk
 
     first = counters()
     assert first and counters() == first and len(launches.cleared) == 1
-    monkeypatch.setattr(launcher, "stream", lambda device: 7)
+    monkeypatch.setattr(loader, "stream", lambda device: 7)
     assert counters() != first and len(launches.cleared) == 2
-    monkeypatch.setattr(launcher, "stream", lambda device: 0)
+    monkeypatch.setattr(loader, "stream", lambda device: 0)
     assert counters() == first and len(launches.cleared) == 2
     launcher.forget_workspaces()
     counters()
@@ -145,7 +150,7 @@ def test_each_captured_call_has_memory_of_its_own_that_it_clears(
 ) -> None:
     place = torch.device("cpu")
     kept = launcher.workspace(9000, -1, place)
-    monkeypatch.setattr(loader, "is_capturing", lambda device: True)
+    monkeypatch.setattr(capture, "is_capturing", lambda device: True)
     captured = [launcher.workspace(9000, -1, place) for _ in range(2)]
     assert len({one.data_ptr() for one in (kept, *captured)}) == 3 and len(launches.cleared) == 3
     assert list(launcher._workspaces.values()) == [kept]

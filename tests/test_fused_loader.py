@@ -15,6 +15,7 @@ import pytest
 from flash_attn_compat.backends.fused import cache, loader, params, variants
 from flash_attn_compat.backends.fused.loader import Kernel, KernelError, Target
 from flash_attn_compat.backends.fused.variants import Kind, Variant
+from flash_attn_compat.engine import capture
 
 VARIANT = variants.forward(Kind(75, variants.FP16, 64))
 KNOWN = (75, 80, 86, 89, 90, 100)
@@ -114,34 +115,34 @@ def test_a_kernel_is_loaded_once_for_all_threads_of_a_device_and_compiled_only_w
     kept: bytes | None, understood: bytes, expected: list[str], gpu: pytest.MonkeyPatch
 ) -> None:
     done = loading(gpu, kept, understood)
-    threads = [threading.Thread(target=loader.kernel, args=(VARIANT, "sm_75", 0)) for _ in range(8)]
+    threads = [threading.Thread(target=loader.kernel, args=(VARIANT, 0)) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert done == expected
-    loader.kernel(VARIANT, "sm_75", 1)
+    loader.kernel(VARIANT, 1)
     assert done == expected * 2
 
 
 def test_a_capture_is_not_left_to_other_threads(gpu: pytest.MonkeyPatch) -> None:
     done = loading(gpu)
-    gpu.setattr(loader, "is_capturing", lambda device: True)
-    loader.load_together([VARIANT, variants.delta(Kind(75, variants.FP16, 64))], "sm_75", 0)
+    gpu.setattr(capture, "is_capturing", lambda device: True)
+    loader.load_together([VARIANT, variants.delta(Kind(75, variants.FP16, 64))], 0)
     assert done == []
 
 
 def test_a_failure_within_a_capture_says_what_to_do_and_is_not_remembered(gpu: pytest.MonkeyPatch) -> None:
     loading(gpu, understood=b"nothing")
-    gpu.setattr(loader, "is_capturing", lambda device: True)
+    gpu.setattr(capture, "is_capturing", lambda device: True)
     with pytest.raises(RuntimeError, match=r"forward kernel .* make the same call once before the capture") as caught:
-        loader.kernel(VARIANT, "sm_75", 0)
+        loader.kernel(VARIANT, 0)
     assert not isinstance(caught.value, KernelError)
-    gpu.setattr(loader, "is_capturing", lambda device: False)
+    gpu.setattr(capture, "is_capturing", lambda device: False)
     done = loading(gpu, understood=b"nothing")
     for _ in range(2):
         with pytest.raises(KernelError, match="UNSUPPORTED_PTX_VERSION"):
-            loader.kernel(VARIANT, "sm_75", 0)
+            loader.kernel(VARIANT, 0)
     assert done.count("compile") == 1, "outside of a capture it is remembered"
 
 

@@ -30,9 +30,13 @@ def packed(*qkv: Tensor) -> Tensor:
 @pytest.mark.parametrize("attend", [flash_attn_func, packed])
 def test_kernels_get_memory_that_holds_what_the_caller_sees(attend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     launches, given = fused_on_cpu.record(monkeypatch), []
-    address = launcher.address
-    for module in (launcher, fused_on_cpu.backward):
-        monkeypatch.setattr(module, "address", lambda name, x, *rest: given.append(x) or address(name, x, *rest))
+    addresses = launcher.Inputs.addresses
+
+    def noted(inputs: launcher.Inputs, tensors: tuple[Tensor | None, ...]) -> list[int]:
+        given.extend(tensor for tensor in tensors if tensor is not None)
+        return addresses(inputs, tensors)
+
+    monkeypatch.setattr(launcher.Inputs, "addresses", noted)
     tensors = [randn(1, 20, 2, 32, seed=seed, dtype=torch.float16) for seed in range(4)]
     for which in range(4):
         *qkv, dout = [negated(x) if index == which else x for index, x in enumerate(tensors)]

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from flash_attn_compat import flash_attn_with_kvcache
-from flash_attn_compat.backends.fused import loader, trial
-from flash_attn_compat.backends.fused.loader import Target
+from flash_attn_compat.backends.fused import trial
 from flash_attn_compat.engine import capture, outside
+from tests import fused_on_cpu
 from tests.support import cumulative
 
 ELSEWHERE = torch.device("cuda", 1)  # the tensors' device; the current one is number 0
@@ -117,33 +117,28 @@ def test_a_capture_is_seen_on_the_device_that_is_asked_about(
     entered = [current]
 
     @contextlib.contextmanager
-    def device(other: torch.device) -> Iterator[None]:
-        entered.append(other.index)
+    def device(other: int) -> Iterator[None]:
+        entered.append(other)
         yield
         entered.pop()
 
     cuda = SimpleNamespace(
-        current_device=lambda: entered[-1], device=device, is_current_stream_capturing=lambda: entered[-1] == capturing
+        is_available=lambda: True, device=device, is_current_stream_capturing=lambda: entered[-1] == capturing
     )
-    monkeypatch.setattr(capture, "torch", SimpleNamespace(cuda=cuda))
+    fast = SimpleNamespace(_cuda_isCurrentStreamCapturing=lambda: current == capturing)
+    monkeypatch.setattr(capture, "torch", SimpleNamespace(cuda=cuda, _C=fast))
+    monkeypatch.setattr(capture, "current_device", lambda: current)
     for index in (0, 1):
-        assert capture.is_capturing(torch.device("cuda", index)) == (index == capturing)
-    assert capture.is_capturing(torch.device("cuda")) == (current == capturing)
+        assert capture.is_capturing(index) == (index == capturing)
+    assert not capture.is_capturing(-1)
 
 
 @pytest.mark.parametrize("device", [0, 1])
 def test_kernels_are_tried_unless_their_own_gpus_work_is_captured(monkeypatch: pytest.MonkeyPatch, device: int) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(capture, "is_capturing", lambda asked: asked.index == 1)
-    monkeypatch.setattr(loader, "_current_device", lambda: None)  # with a GPU it asks the driver
-    monkeypatch.setattr(trial, "_right", set())
-    monkeypatch.setattr(trial, "_verdict_name", lambda *what: "tried")
-    monkeypatch.setattr(loader, "driver", lambda: None)
-    monkeypatch.setattr(trial.cache, "read", lambda name: None)
-    monkeypatch.setattr(trial.cache, "write", lambda name, payload: False)
+    fused_on_cpu.record(monkeypatch, tried=True)
+    monkeypatch.setattr(capture, "is_capturing", lambda asked: asked == 1)
     tries: list[int] = []
-    trial.check((), Target("sm_75", 75), device, lambda: tries.append(device))
+    trial.check((), device, lambda: tries.append(device))
     assert tries == ([0] if device == 0 else [])
     assert bool(trial._right) == (device == 0)
 

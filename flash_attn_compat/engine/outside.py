@@ -41,7 +41,7 @@ def may_exist(cu_seqlens: Tensor | None, total: int) -> bool:
     if not cu_seqlens.is_cuda:
         return bool(cu_seqlens[0] != 0 or cu_seqlens[-1] != total)
     # A captured graph may be replayed with other lengths, and inference tensors tell nobody when they change.
-    if cu_seqlens.is_inference() or capture.is_capturing(cu_seqlens.device):
+    if cu_seqlens.is_inference() or capture.is_capturing(cu_seqlens.get_device()):
         return True
     key = id(cu_seqlens)
     known = _known.get(key)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash_attn_compat.backends.fused import launcher
+from flash_attn_compat.backends.fused import loader
 from tests import fused_on_cpu
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -55,7 +55,7 @@ class OfOurs(TorchDispatchMode):
 def step(patched, monkeypatch):
     """Calls of the last decoding step of a greedy generation."""
     fused_on_cpu.record(monkeypatch, number=75)
-    monkeypatch.setattr(launcher, "submit", lambda *what: None)
+    monkeypatch.setattr(loader.driver(), "launch", lambda *what: None)
     model = build("llama", "flash_attention_2", torch.float16)
     model.generation_config.eos_token_id = None
     if not hasattr(utilities, "_flash_varlen_fn"):

@@ -1,6 +1,6 @@
 """The only place where a tensor becomes an address. What a kernel may rely on is checked right there.
 
-A plan holds everything of a launch that follows from shapes, strides and options; it is made once per such
+A plan holds everything of a call's launches that follows from shapes, strides and options; it is made once per such
 signature. What is left for each call are the addresses.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,9 +18,8 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.fused import loader, params, variants
-from flash_attn_compat.backends.fused.loader import Kernel, Target
 from flash_attn_compat.backends.fused.variants import Kind, Variant
-from flash_attn_compat.engine import dropout
+from flash_attn_compat.engine import capture, dropout
 from flash_attn_compat.engine.append import Append, Unlike
 from flash_attn_compat.engine.call import AttentionCall
 
@@ -33,9 +32,17 @@ _COUNTERS = 1024
 # Elements up to which loading one by one costs less than copying into place first.
 SMALL = 2**18
 
+# What a call and an append give, by the names that struct Params has for it, in the order of tensors_of.
+_CALL = AttentionCall._fields[:3] + AttentionCall._fields[9:16]
+_APPEND = "k_new", "v_new", "rotary_cos", "rotary_sin"
+# Of what is not in q's dtype.
+_DTYPES = {
+    **dict.fromkeys(("alibi_slopes", "lse"), torch.float32),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table"), torch.int32),
+    "rng_state": torch.int64,
+}
+
 Plan = TypeVar("Plan")
-_NOTHING_ELSE = (0,) * 7
-_FLOAT, _INT, _LONG = torch.float32, torch.int32, torch.int64
 
 
 class _Arguments(threading.local):
@@ -50,15 +57,70 @@ class _Arguments(threading.local):
 arguments = _Arguments()
 
 
-def submit(kernel: Kernel, blocks: int, device: int) -> None:
-    """Launch ``kernel`` with this thread's ``arguments`` on the current stream of ``device``."""
-    loader.driver().launch(kernel, blocks, device, arguments.pointers)
+class Launch:
+    """One kernel, its grid and its struct Params but for what each call gives."""
+
+    def __init__(
+        self, variant: Variant, device: int, blocks: int, fields: dict[str, params.Value], given: Sequence[str]
+    ) -> None:
+        """given: the fields that calls give, addresses above all, in the order in which they give them"""
+        self.variant, self._device, self._blocks = variant, device, blocks
+        self._kernel, self._driver = loader.kernel(variant, device), loader.driver()
+        self._pack, self._in_order, self._same = params.writer(fields, given)
+
+    def __call__(self, *numbers: int) -> None:
+        """Launch on the current stream of the device."""
+        mine = arguments
+        self._pack(mine.buffer, 0, *self._in_order(numbers + self._same))
+        self._driver.launch(self._kernel, self._blocks, self._device, mine.pointers)
 
 
-def stream(device: int) -> int:
-    """PyTorch's current stream of ``device``."""
-    current: int = torch._C._cuda_getCurrentRawStream(device)
-    return current
+class Inputs:
+    """Turns the tensors of calls that are alike into addresses, and sees to it that they are what one plan expects."""
+
+    def __init__(self, call: AttentionCall, new: Append | None = None, **others: Tensor) -> None:
+        """others: whatever else the calls give, by its name in struct Params"""
+        self.device = call.q.get_device()
+        like = dict(zip((*_CALL, *_APPEND, *others), (*tensors_of(call, call.rng_state, new), *others.values())))
+        sizes = {name: reach(tensor) for name, tensor in like.items()}
+        sizes["rng_state"] = 16 if call.dropout_p else 0
+        self.names = tuple(name for name, size in sizes.items() if size)
+        self._expected = tuple(
+            (index, name, _DTYPES.get(name, call.q.dtype), size)
+            for index, (name, size) in enumerate(sizes.items())
+            if size
+        )
+
+    def addresses(self, tensors: Sequence[Any]) -> list[int]:
+        """Where each of ``names`` begins, once it is known to hold as many bytes as in the call of the plan.
+
+        tensors: as tensors_of gives them, then the others. Raises Unlike.
+        """
+        device, found = self.device, []
+        for index, name, dtype, size in self._expected:
+            tensor = tensors[index]
+            if (
+                tensor.dtype is not dtype
+                or tensor.get_device() != device
+                or tensor.storage_offset() * dtype.itemsize + size > tensor.untyped_storage().nbytes()
+                or tensor.is_neg()
+            ):
+                raise _unlike(name, tensor, dtype, device, size)
+            found.append(tensor.data_ptr())
+        return found
+
+
+def _unlike(name: str, tensor: Tensor, dtype: torch.dtype, device: int, size: int) -> Unlike:
+    return Unlike(
+        f"{name} must be {dtype} on device {device} with {size} bytes in its storage from its first element on, not a "
+        f"lazily negated view; got {tensor.dtype} on {tensor.device}, shape {tuple(tensor.shape)}, strides "
+        f"{tensor.stride()}, storage of {tensor.untyped_storage().nbytes()} bytes, offset {tensor.storage_offset()}"
+    )
+
+
+def tensors_of(call: AttentionCall, rng_state: Tensor | None, new: Append | None = None) -> tuple[Tensor | None, ...]:
+    """What Inputs.addresses takes."""
+    return (*call[:3], *call[9:15], rng_state, *((None,) * 4 if new is None else new[:4]))
 
 
 def note_written(*tensors: Tensor) -> None:
@@ -66,70 +128,6 @@ def note_written(*tensors: Tensor) -> None:
     for tensor in tensors:
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
-
-
-def address(name: str, tensor: Tensor, dtype: torch.dtype, device: int, size: int) -> int:
-    """Where ``tensor`` begins, once it is known to hold ``size`` bytes of ``dtype`` from there on, on ``device``."""
-    if (
-        tensor.dtype is dtype
-        and tensor.get_device() == device
-        and tensor.storage_offset() * dtype.itemsize + size <= tensor.untyped_storage().nbytes()
-        and not tensor.is_neg()
-    ):
-        return tensor.data_ptr()
-    raise Unlike(
-        f"{name} must be {dtype} on device {device} with {size} bytes in its storage from its first element on, not a "
-        f"lazily negated view; got {tensor.dtype} on {tensor.device}, shape {tuple(tensor.shape)}, strides "
-        f"{tensor.stride()}, storage of {tensor.untyped_storage().nbytes()} bytes, offset {tensor.storage_offset()}"
-    )
-
-
-class Inputs:
-    """Looks up what a call is made of: as many bytes as the call had that it was made for."""
-
-    def __init__(self, call: AttentionCall) -> None:
-        self.device, self.dtype = call.q.get_device(), call.q.dtype
-        self.sizes = reach(call.q), reach(call.k), reach(call.v), reach(call.block_table), reach(call.alibi_slopes)
-        self.starts, self.lengths = 4 * (call.batch + 1), 4 * call.batch
-        others = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.leftpad_k, call.block_table
-        self.has_nothing_else = all(other is None for other in (*others, call.alibi_slopes))
-
-    def of(self, call: AttentionCall, rng_state: Tensor | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Addresses of q, k, v, then of cu_seqlens_q to rng_state, as in struct Params; 0 for what is not there."""
-        return self.of_tensors(*call[:3], *call[9:15], rng_state)
-
-    def of_tensors(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        slopes: Tensor | None,
-        cu_q: Tensor | None,
-        cu_k: Tensor | None,
-        used: Tensor | None,
-        leftpad: Tensor | None,
-        table: Tensor | None,
-        rng_state: Tensor | None,
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The same, of a call's tensors in its order."""
-        device, dtype, starts, lengths = self.device, self.dtype, self.starts, self.lengths
-        q_size, k_size, v_size, table_size, slopes_size = self.sizes
-        tensors = (
-            address("q", q, dtype, device, q_size),
-            address("k", k, dtype, device, k_size),
-            address("v", v, dtype, device, v_size),
-        )
-        if self.has_nothing_else and rng_state is None:
-            return tensors, _NOTHING_ELSE
-        return tensors, (
-            0 if cu_q is None else address("cu_seqlens_q", cu_q, _INT, device, starts),
-            0 if cu_k is None else address("cu_seqlens_k", cu_k, _INT, device, starts),
-            0 if used is None else address("seqused_k", used, _INT, device, lengths),
-            0 if leftpad is None else address("leftpad_k", leftpad, _INT, device, lengths),
-            0 if table is None else address("block_table", table, _INT, device, table_size),
-            0 if slopes is None else address("alibi_slopes", slopes, _FLOAT, device, slopes_size),
-            0 if rng_state is None else address("rng_state", rng_state, _LONG, device, 16),
-        )
 
 
 def reach(tensor: Tensor | None) -> int:
@@ -140,29 +138,10 @@ def reach(tensor: Tensor | None) -> int:
     return (last + 1) * tensor.element_size()
 
 
-class NewInputs:
-    """The same for what is appended."""
-
-    def __init__(self, new: Append) -> None:
-        self.dtype, self.device, self.rows = new.k.dtype, new.k.get_device(), new.k.shape[1]
-        self.sizes = reach(new.k), reach(new.v), reach(new.rotary_cos)
-
-    def of(self, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[int, int, int, int]:
-        """Addresses of k_new to rotary_sin."""
-        dtype, device, (k_size, v_size, rotary_size) = self.dtype, self.device, self.sizes
-        return (
-            address("k", k, dtype, device, k_size),
-            address("v", v, dtype, device, v_size),
-            0 if cos is None else address("rotary_cos", cos, dtype, device, rotary_size),
-            0 if sin is None else address("rotary_sin", sin, dtype, device, rotary_size),
-        )
-
-
 def strides(tensor: Tensor) -> tuple[int, int, int]:
     """(batch or page, row, head) in elements; 0 for the batch of packed tensors."""
-    if tensor.dim() == 3:
-        return 0, tensor.stride(0), tensor.stride(1)
-    return tensor.stride(0), tensor.stride(1), tensor.stride(2)
+    *batch, row, head, _ = tensor.stride()
+    return batch[0] if batch else 0, row, head
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, int, int]:
@@ -174,9 +153,8 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, int, int]:
 
 def is_readable(tensor: Tensor) -> bool:
     """Whether a kernel can read it at all: neighbouring channels, row and head strides that an int holds."""
-    *_, (rows, row), (heads, head), (channels, channel) = zip(tensor.shape, tensor.stride())
-    fits = (rows == 1 or row <= _LARGEST_INT) and (heads == 1 or head <= _LARGEST_INT)
-    return fits and (channels == 1 or channel == 1)
+    *rows, (channels, channel) = list(zip(tensor.shape, tensor.stride()))[-3:]
+    return (channels == 1 or channel == 1) and all(size == 1 or stride <= _LARGEST_INT for size, stride in rows)
 
 
 def is_aligned(tensor: Tensor) -> bool:
@@ -188,31 +166,17 @@ def is_aligned(tensor: Tensor) -> bool:
     )
 
 
-def vector_size(call: AttentionCall, in_place: bool) -> int:
+def vector_size(tensors: Iterable[Tensor | None], in_place: bool) -> int:
     """Elements a load may take at once: 8; 1 where rows are not on 16 bytes and copies cost more; 0 where to copy.
 
-    in_place: whether the keys are a cache, which is not copied
+    in_place: whether there is a cache among them, which is not copied
     """
-    tensors = (call.q, call.k, call.v)
-    if not all(map(is_readable, tensors)):
+    given = [tensor for tensor in tensors if tensor is not None]
+    if not all(map(is_readable, given)):
         return 0
-    if all(map(is_aligned, tensors)):
+    if all(map(is_aligned, given)):
         return 8
-    return 1 if in_place or sum(tensor.numel() for tensor in tensors) <= SMALL else 0
-
-
-def is_tidy(new: Append) -> bool:
-    """Whether kernels can read new keys, cos and sin as they are."""
-    cos, sin = new.rotary_cos, new.rotary_sin
-    if cos is not None and sin is not None and (cos.stride() != sin.stride() or cos.stride(-1) != 1):
-        return False
-    return is_readable(new.k) and is_readable(new.v)
-
-
-def new_vector_size(new: Append) -> int:
-    """As vector_size, for new keys and rotary tables that are tidy."""
-    tensors = (new.k, new.v, new.rotary_cos, new.rotary_sin)
-    return 8 if all(tensor is None or is_aligned(tensor) for tensor in tensors) else 1
+    return 1 if in_place or sum(tensor.numel() for tensor in given) <= SMALL else 0
 
 
 def aligned(tensor: Tensor) -> Tensor:
@@ -224,20 +188,43 @@ def aligned(tensor: Tensor) -> Tensor:
     return copy if is_readable(copy) and is_aligned(copy) else copy.clone(memory_format=torch.contiguous_format)
 
 
-def key(call: AttentionCall) -> tuple[Hashable, ...]:
-    """Equal for calls that one plan serves."""
-    if call.signature is not None:
-        return (call.signature,)
-    q, k, v, slopes, table = call.q, call.k, call.v, call.alibi_slopes, call.block_table
-    return (
-        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(),
-        (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15, q.dtype, q.get_device(), settings.fingerprint(),
-        call.softmax_scale, call.mask, call.max_seqlen_q, call.max_seqlen_k, call.softcap, call.dropout_p,
-        call.return_lse, call.needs_grad,
-        None if slopes is None else slopes.stride(), None if table is None else (table.shape, table.stride()),
-        None if call.cu_seqlens_q is None else call.cu_seqlens_q.shape,
-        call.cu_seqlens_k is None, call.seqused_k is None, call.leftpad_k is None, call.seqlen_new,
-    )  # fmt: skip
+def tidy(call: AttentionCall) -> AttentionCall:
+    """The call with slopes and table as the kernels step through them."""
+    slopes, table = call.alibi_slopes, call.block_table
+    if slopes is not None and slopes.stride(-1) != 1:
+        call = call._replace(alibi_slopes=slopes.contiguous())
+    if table is not None and table.stride(-1) != 1 and table.shape[-1] > 1:
+        call = call._replace(block_table=table.contiguous())
+    return call
+
+
+def tidy_new(new: Append) -> Append:
+    """What is appended as the kernels read it: cos and sin by the same steps."""
+    cos, sin = new.rotary_cos, new.rotary_sin
+    is_tidy = all(tensor is None or is_readable(tensor) for tensor in new[:4])
+    if is_tidy and (cos is None or sin is None or cos.stride() == sin.stride()):
+        return new
+    return new._replace(
+        k=new.k.contiguous(),
+        v=new.v.contiguous(),
+        rotary_cos=None if cos is None else cos.contiguous(),
+        rotary_sin=None if sin is None else sin.contiguous(),
+    )
+
+
+def key(parts: Iterable[object]) -> tuple[Hashable, ...]:
+    """Equal for calls that one plan serves, or for what else there is of tensors and options."""
+    if isinstance(parts, AttentionCall) and parts.signature is not None:
+        return (parts.signature,)
+    return (settings.fingerprint(), *map(_likeness, parts))
+
+
+def _likeness(part: Any) -> Hashable:
+    """All of a tensor but its numbers; anything else as it is."""
+    if isinstance(part, Tensor):
+        return part.shape, part.stride(), part.data_ptr() & 15, part.dtype, part.get_device()
+    alike: Hashable = part
+    return alike
 
 
 _plans: dict[Hashable, Any] = {}
@@ -248,7 +235,7 @@ def planned(signature: Hashable, device: int, make: Callable[[], Plan]) -> Plan:
     found = _plans.get(signature)
     if found is None:
         found = make()
-        if loader.is_capturing(device):  # its kernels may not have been tried
+        if capture.is_capturing(device):  # its kernels may not have been tried
             return found
         if len(_plans) >= _MOST_PLANS:  # lengths may differ from step to step
             _plans.clear()
@@ -260,12 +247,13 @@ def forget_plans() -> None:
     _plans.clear()
 
 
-def kind_of(call: AttentionCall, target: Target, vec: int) -> Kind:
+def kind_of(call: AttentionCall, vec: int) -> Kind:
     left, right = call.mask
+    number = loader.target(call.q.get_device()).number
     half = variants.FP16 if call.q.dtype == torch.float16 else variants.BF16
     return Kind(
-        number=target.number,
-        type=variants.BF16_AS_FP16 if half and target.number < 80 else half,
+        number=number,
+        type=variants.BF16_AS_FP16 if half and number < 80 else half,
         head_dim=max(call.q.shape[-1], call.v.shape[-1]),
         # One row stands at the last key: nothing is to its right.
         local=left is not None or (right is not None and longest_rows(call) > 1),
@@ -276,12 +264,6 @@ def kind_of(call: AttentionCall, target: Target, vec: int) -> Kind:
         vec=vec,
         window=None if left is None or right is None else left + right + 1,
     )
-
-
-def loaded(make: Callable[[Kind], Variant], kind: Kind, target: Target, device: int) -> tuple[Variant, Kernel]:
-    """A variant, compiled and loaded; raises KernelError where that fails."""
-    variant = make(kind)
-    return variant, loader.kernel(variant, target.architecture, device)
 
 
 def described(call: AttentionCall) -> dict[str, params.Value]:
@@ -403,8 +385,8 @@ def workspace(size: int, device: int, place: torch.device) -> Tensor:
     Launches on one stream follow one another, and share it. What is captured has its own, for a graph's replays follow
     nobody.
     """
-    captures = loader.is_capturing(device)
-    key = device, stream(device)
+    captures = capture.is_capturing(device)
+    key = device, loader.stream(device)
     found = None if captures else _workspaces.get(key)
     if found is None or found.shape[0] < size:
         found = torch.empty(size, dtype=torch.uint8, device=place)
@@ -417,16 +399,6 @@ def workspace(size: int, device: int, place: torch.device) -> Tensor:
 def forget_workspaces() -> None:
     """After a kernel that may not have left its counters as it found them."""
     _workspaces.clear()
-
-
-def tidy(call: AttentionCall) -> AttentionCall:
-    """The call with slopes and table as the kernels step through them."""
-    slopes, table = call.alibi_slopes, call.block_table
-    if slopes is not None and slopes.stride(-1) != 1:
-        call = call._replace(alibi_slopes=slopes.contiguous())
-    if table is not None and table.stride(-1) != 1 and table.shape[-1] > 1:
-        call = call._replace(block_table=table.contiguous())
-    return call
 
 
 @functools.cache

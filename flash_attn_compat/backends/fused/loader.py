@@ -33,8 +33,6 @@ _INVALID_CONTEXT, _RELAXED = 201, 2
 _MAX_DYNAMIC_SHARED, _STATIC_LIMIT = 8, 48 * 1024
 _OTHERS = re.compile(r"builtins|\.alt\.")  # libraries named like NVRTC
 
-_current_device: Callable[[], int | None] = getattr(torch._C, "_cuda_getDevice", lambda: None)
-
 Found = TypeVar("Found")
 
 
@@ -134,9 +132,8 @@ class Driver:
     def launch(self, kernel: Kernel, blocks: int, device: int, arguments: ctypes.c_void_p) -> None:
         """Launch on PyTorch's current stream of ``device``, whichever device is current."""
         handle, threads, shared = kernel
-        given = handle, blocks, 1, 1, threads, 1, 1, shared, self._stream(device), arguments, None
-        if device != torch._C._cuda_getDevice() or self._launch(*given):  # an error of another context: not launched
-            self._call(device, self._launch, *given)
+        given = blocks, 1, 1, threads, 1, 1, shared, self._stream(device), arguments, None
+        self._call(device, self._launch, handle, *given)
 
     def clear(self, address: int, words: int, device: int) -> None:
         """Set ``words`` 32-bit words to 0 in the order of the current stream."""
@@ -144,7 +141,7 @@ class Driver:
         self._call(device, self.library.cuMemsetD32Async, *given)
 
     def _call(self, device: int, function: Callable[..., int], *given: object) -> None:
-        if device != torch._C._cuda_getDevice():
+        if device != capture.current_device():
             with self.context(device):
                 code = function(*given)
         else:
@@ -156,7 +153,7 @@ class Driver:
             self.check(code)
 
     def _stream(self, device: int) -> ctypes.c_void_p:
-        handle = torch._C._cuda_getCurrentRawStream(device)
+        handle = stream(device)
         found = self._streams.get(handle)
         if found is None:
             found = self._streams[handle] = ctypes.c_void_p(handle)
@@ -204,6 +201,12 @@ class Target(NamedTuple):
     number: int
 
 
+def stream(device: int) -> int:
+    """PyTorch's current stream of ``device``."""
+    current: int = torch._C._cuda_getCurrentRawStream(device)
+    return current
+
+
 def device_name(device: int) -> str:
     return torch.cuda.get_device_name(device)
 
@@ -235,50 +238,40 @@ _locks: dict[tuple[Variant, str, int], threading.Lock] = {}
 _kernels: dict[tuple[Variant, str, int], Kernel | KernelError] = {}
 
 
-def kernel(variant: Variant, architecture: str, device: int) -> Kernel:
+def _key(variant: Variant, device: int) -> tuple[Variant, str, int]:
+    return variant, target(device).architecture, device
+
+
+def kernel(variant: Variant, device: int) -> Kernel:
     """``variant`` ready to be launched on ``device``; a variant that fails once raises the same error from then on."""
-    key = variant, architecture, device
-    found = _kernels.get(key)
-    if found is None:
-        with _locks.setdefault(key, threading.Lock()):
-            found = _kernels.get(key)
-            if found is None:
-                found = _load(variant, architecture, device)
-                if isinstance(found, KernelError) and is_capturing(device):
-                    raise RuntimeError(
-                        f"the {variant.entry} kernel of this call could not be loaded while a CUDA graph is captured: "
-                        f"make the same call once before the capture ({_first_line(found)})"
-                    )
-                _kernels[key] = found
+    key = _key(variant, device)
+    with _locks.setdefault(key, threading.Lock()):
+        found = _kernels.get(key)
+        if found is None:
+            found = _load(*key)
+            if isinstance(found, KernelError) and capture.is_capturing(device):
+                raise RuntimeError(
+                    f"the {variant.entry} kernel of this call could not be loaded while a CUDA graph is captured: "
+                    f"make the same call once before the capture ({_first_line(found)})"
+                )
+            _kernels[key] = found
     return _raised(found)
 
 
-def load_together(variants: Iterable[Variant], architecture: str, device: int) -> None:
+def load_together(variants: Iterable[Variant], device: int) -> None:
     """``kernel`` for each, side by side: compiling one takes a second. What fails is raised when it is asked for."""
-    missing = [variant for variant in variants if not is_loaded(variant, architecture, device)]
-    if len(missing) < 2 or is_capturing(device):  # which a thread of its own could not see
+    missing = [variant for variant in variants if _key(variant, device) not in _kernels]
+    if len(missing) < 2 or capture.is_capturing(device):  # which a thread of its own could not see
         return
     # RuntimeError: the interpreter ends and starts no threads any more.
     with contextlib.suppress(RuntimeError), ThreadPoolExecutor(len(missing)) as pool:
-        for job in [pool.submit(kernel, variant, architecture, device) for variant in missing]:
+        for job in [pool.submit(kernel, variant, device) for variant in missing]:
             job.exception()
 
 
-def is_capturing(device: int) -> bool:
-    """Whether what is launched on ``device`` now goes into a CUDA graph; -1 is the CPU, which has none."""
-    if device >= 0 and device == _current_device():
-        captures: bool = torch._C._cuda_isCurrentStreamCapturing()  # ten times as fast
-        return captures
-    return device >= 0 and torch.cuda.is_available() and capture.is_capturing(torch.device("cuda", device))
-
-
-def reject(variant: Variant, architecture: str, device: int, error: KernelError) -> None:
+def reject(variant: Variant, device: int, error: KernelError) -> None:
     """A variant that computes wrong numbers is not handed out again."""
-    _kernels[variant, architecture, device] = error
-
-
-def is_loaded(variant: Variant, architecture: str, device: int) -> bool:
-    return (variant, architecture, device) in _kernels
+    _kernels[_key(variant, device)] = error
 
 
 def _load(variant: Variant, architecture: str, device: int) -> Kernel | KernelError:

@@ -6,31 +6,27 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.fused import launcher, params, variants
-from flash_attn_compat.backends.fused.loader import Target
+from flash_attn_compat.backends.fused.launcher import Inputs, Launch
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine.call import AttentionCall
 
 
 class Maxima:
-    """Plan of ``absmax``: the largest finite magnitudes of q, k, v and, with ``dout``, of that too."""
+    """Plan of ``absmax``: the largest finite magnitudes of q, k, v and, in a backward, of dout too."""
 
-    def __init__(self, call: AttentionCall, kind: Kind, target: Target, dout: Tensor | None = None) -> None:
-        self.device, self.place = call.q.get_device(), call.q.device
-        _, self.kernel = launcher.loaded(variants.absmax, kind, target, self.device)
+    def __init__(self, call: AttentionCall, kind: Kind, inputs: Inputs, fields: dict[str, params.Value]) -> None:
+        """inputs, fields: of the launches that will read them; the number of splits goes into ``fields``"""
+        self.place, device = call.q.device, inputs.device
         heads = call.batch * call.nheads_k
         longest = max(launcher.longest_rows(call), launcher.longest_keys(call))
-        self.splits = variants.absmax_splits(longest, heads, launcher.processors(self.device))
-        self.size, self.blocks = 4 * heads * self.splits, (3 if dout is None else 4) * heads * self.splits
-        fields = {**launcher.described(call), "absmax_splits": self.splits}
-        if dout is not None:
-            fields["dout_s"] = launcher.strides(dout)
-        self.pack, self.template = params.template(fields, 23)
+        splits = variants.absmax_splits(longest, heads, launcher.processors(device))
+        fields["absmax_splits"] = splits
+        tensors = 4 if "dout" in inputs.names else 3
+        self.size = 4 * heads * splits
+        self.launch = Launch(variants.absmax(kind), device, tensors * heads * splits, fields, (*inputs.names, "absmax"))
 
-    def run(self, tensors: tuple[int, ...], rest: tuple[int, ...], dout: int = 0) -> Tensor:
-        """(4, batch, nheads_k, splits) fp32 for the addresses of launcher.Inputs."""
+    def run(self, addresses: list[int]) -> Tensor:
+        """(4, batch, nheads_k, splits) fp32 for the addresses of the inputs."""
         maxima = torch.empty(self.size, dtype=torch.float32, device=self.place)
-        nothing = (0,) * 8
-        addresses = *tensors, 0, 0, 0, *rest, maxima.data_ptr(), *nothing, dout
-        self.pack(launcher.arguments.buffer, 0, *addresses, self.template)
-        launcher.submit(self.kernel, self.blocks, self.device)
+        self.launch(*addresses, maxima.data_ptr())
         return maxima

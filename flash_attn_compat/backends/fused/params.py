@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 # Names in the order of the C struct; its types as struct spells them: Q an address, q a long long, i an int, f a float.
 _ADDRESSES = (
@@ -34,8 +36,6 @@ FIELDS: tuple[tuple[str, str], ...] = (
 _STRUCT = struct.Struct("<" + "".join(kind for _, kind in FIELDS))
 SIZE = _STRUCT.size
 
-# Puts so many addresses, and the bytes behind them, into a buffer from its start on.
-Packer = Callable[..., None]
 Value = int | float | tuple[int, int, int]
 
 
@@ -50,20 +50,41 @@ def offsets() -> dict[str, int]:
 
 def pack(fields: dict[str, Value]) -> bytes:
     """The struct with ``fields`` and 0 elsewhere. Strides are (batch, row, head) in elements."""
-    flat: list[int | float] = []
-    for name, kind in FIELDS:
-        value = fields.get(name)
-        if len(kind) == 3:
-            flat.extend(value if isinstance(value, tuple) else (0, 0, 0))
-        else:
-            flat.append(0 if value is None or isinstance(value, tuple) else value)
-    unknown = fields.keys() - {name for name, _ in FIELDS}
+    unknown = fields.keys() - dict(FIELDS).keys()
     if unknown:
         raise KeyError(f"struct Params has no {', '.join(sorted(unknown))}")
+    flat: list[int | float] = []
+    for name, kind in FIELDS:
+        value = fields.get(name, (0,) * len(kind))
+        flat += value if isinstance(value, tuple) else (value,)
     return _STRUCT.pack(*flat)
 
 
-def template(fields: dict[str, Value], addresses: int) -> tuple[Packer, bytes]:
-    """How a call's struct is made: its addresses stand at the front, and ``fields`` are the same for all calls."""
-    rest = pack(fields)[8 * addresses :]
-    return struct.Struct(f"<{addresses}Q{len(rest)}s").pack_into, rest
+class Writer(NamedTuple):
+    """Writes structs that differ in some numbers only: ``pack(buffer, 0, *in_order((*numbers, *same)))``.
+
+    same: what there is of other bytes than 0 between the fields that the numbers are for
+    """
+
+    pack: Callable[..., None]
+    in_order: Callable[[tuple[int | bytes, ...]], tuple[int | bytes, ...]]
+    same: tuple[bytes, ...]
+
+
+def writer(fields: dict[str, Value], given: Sequence[str]) -> Writer:
+    """Of structs that hold ``fields``, and numbers for the names of ``given``, in that order."""
+    whole, starts, kinds = pack(fields), offsets(), dict(FIELDS)
+    same: list[bytes] = []
+    form, order, end = "<", [], 0
+    for name in (*sorted(given, key=starts.__getitem__), None):
+        start = SIZE if name is None else starts[name]
+        between = whole[end:start]
+        if any(between):
+            order.append(len(given) + len(same))
+            same.append(between)
+        form += f"{len(between)}{'s' if any(between) else 'x'}"
+        if name is not None:
+            form += kinds[name]
+            order.append(given.index(name))
+            end = start + struct.calcsize("<" + kinds[name])
+    return Writer(struct.Struct(form).pack_into, operator.itemgetter(*order), tuple(same))

@@ -16,6 +16,7 @@ from flash_attn_compat.backends.base import Backend
 from flash_attn_compat.backends.fused import cache, launcher, loader, variants
 from flash_attn_compat.backends.fused.loader import KernelError
 from flash_attn_compat.backends.fused.variants import Kind
+from flash_attn_compat.engine import capture
 from flash_attn_compat.engine.call import AttentionCall, Upstream
 from flash_attn_compat.engine.mask import Mask
 
@@ -54,7 +55,7 @@ def check(kind: Kind, call: AttentionCall, direction: str, device: int) -> None:
     wanted = not (kind.alibi or kind.softcap or kind.paged or (kind.local and kind.window is not None))
     if not wanted or settings.fused() or settings.forced_capability() is not None or settings.named_backend():
         return
-    if loader.capability(device) in MEASURED or loader.is_capturing(device):
+    if loader.capability(device) in MEASURED or capture.is_capturing(device):
         return
     found = verdict(kind.D, direction, device)
     if found is None or not found.is_slower:
