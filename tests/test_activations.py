@@ -20,7 +20,7 @@ from flash_attn_compat.ops.triton.k_activations import (
 )
 from flash_attn_compat.ops.triton.linear import triton_dgrad_act, triton_linear_act
 from flash_attn_compat.ops.triton.mlp import FusedDenseSqreluDense
-from tests.plain import assert_as_good_as_plain, check_function, check_module, pairwise, two_layers
+from tests.plain import assert_as_good_as_plain, check_function, check_module, pairwise, rounded_once, two_layers
 from tests.support import randn
 
 PLAIN: dict[str, Any] = {
@@ -136,32 +136,17 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[Te
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_values_and_gradients_are_torchs(name: str, dtype: torch.dtype) -> None:
     function, plain, given = FUNCTIONS[name]
-
-    def upcast(*values: Tensor) -> Tensor:
-        """Rounded once."""
-        wide = torch.promote_types(values[0].dtype, torch.float32)
-        return plain(*(value.to(wide) for value in values)).to(values[0].dtype)
-
-    check_function(function, upcast, *(value.to(dtype) for value in given))
+    check_function(function, rounded_once(plain), *(value.to(dtype) for value in given))
 
 
 def test_half_precision_does_not_overflow_inside() -> None:
     x = torch.tensor([200.0, -200.0, 1000.0], dtype=torch.float16)
     assert torch.equal(A.gelu_fwd(x), torch.tensor([200.0, 0.0, 1000.0], dtype=torch.float16))
     assert torch.equal(A.gelu_bwd(torch.ones_like(x), x), torch.tensor([1.0, 0.0, 1.0], dtype=torch.float16))
-
-
-def test_the_plain_forward_and_backward_functions_agree_with_the_differentiable_ones() -> None:
-    x, y = (value.clone().requires_grad_() for value in FUNCTIONS["swiglu"][2])
-    g = torch.ones_like(x)
-    assert torch.equal(A.swiglu_fwd(x, y), A.swiglu(x, y))
-    for found, right in zip(A.swiglu_bwd(x, y, g), torch.autograd.grad(A.swiglu(x, y).sum(), (x, y)), strict=True):
-        assert torch.equal(found, right)
-    assert torch.equal(A.gelu_bwd(g, x), *torch.autograd.grad(A.fast_gelu_impl(x).sum(), x))
 
 
 def test_relus_and_their_gradients() -> None:

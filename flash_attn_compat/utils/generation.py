@@ -268,8 +268,9 @@ def update_graph_cache(
     device, dtype = example.device, example.dtype if dtype is None else dtype
     too_small = batch_size > cache.max_batch_size or max_seqlen > cache.max_seqlen
     if too_small or (device, dtype) != (cache.device, cache.dtype):
-        cache.callables, cache.mempool, cache.inference_params = {}, None, None
-        gc.collect()  # graphs hold their memory until they are gone
+        if cache.callables:
+            cache.callables, cache.mempool, cache.inference_params = {}, None, None
+            gc.collect()  # graphs hold their memory until they are gone
         cache.device, cache.dtype, cache.max_batch_size, cache.max_seqlen = device, dtype, batch_size, max_seqlen
         cache.inference_params = InferenceParams(
             max_seqlen=max_seqlen,
