@@ -141,7 +141,7 @@ def test_two_right_kernels_are_the_same(dtype, n, keys, causal):
 
 
 def test_two_backends_are_compared_by_import_path(capsys):
-    assert main(["locate", "verify.backend:chunked", "verify.backend:reference", *SMALL]) == 0
+    assert main(["locate", "chunked", "reference", *SMALL]) == 0
     assert "SAME" in capsys.readouterr().out
 
 

@@ -103,7 +103,7 @@ def main(arguments: argparse.Namespace) -> int:
     environment = {**describe([plan.device]), "dtype": str(plan.dtype).removeprefix("torch."),
                    "official flash-attn": impl.official()[1]}  # fmt: skip
     terminal.print(Text("; ".join(environment.values()), style="dim"), soft_wrap=True)
-    rows, lost = _measured(plan, terminal)
+    rows, lost = measured(plan, terminal)
     summary = [tables.summary_table(rows)]
     lines = tables.mean_lines(rows)
     regressed = False
@@ -128,8 +128,8 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
-def _measured(plan: Plan, terminal: Console) -> tuple[list[Row], str]:
-    """The rows, and why the run ended early, if it did."""
+def measured(plan: Plan, terminal: Console) -> tuple[list[Row], str]:
+    """The rows, shown as they come, and why the run ended early, if it did."""
     rows: list[Row] = []
     with progress_bar(terminal) as progress:
         task = progress.add_task("", total=len(plan.workloads))

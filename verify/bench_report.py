@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from verify import output
 from verify.bench_run import Row
 from verify.contestants import FLASH, WORKAROUNDS
 from verify.tables import Table
-from verify.timing import Timing, geometric_mean
+from verify.timing import Timing
 from verify.workloads import DECODE
 
 MODES = {"forward": "forward", "both": "forward + backward"}

@@ -24,7 +24,6 @@ from verify.recorded import recorded_cases
 from verify.tables import Report, Table
 
 PASS, FAIL, NOT_SUPPORTED = "pass", "FAIL", "not supported"
-MOST_ROWS = 60  # of single answers on a terminal, unless --verbose
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def run(judged: Sequence[impl.Implementation], devices: Sequence[str], cases: Se
                 for each in judged:
                     yield _row(case, each, device, refused=True, note="the device has no fp64")
                 continue
-            examination = Examination(case.problem, device, careful=True)
+            examination = Examination(case.problem, device)
             for each in judged:
                 yield _judged(case, each, device, examination)
 
@@ -151,9 +150,8 @@ def report(rows: Sequence[Row], environment: Mapping[str, str], verbose: bool = 
     shown = [row for row in rows if (row.implementation, row.device) not in idle]
     ran = [row for row in shown if not row.refused]
     wrong = [row for row in ran if row.verdict == FAIL]
-    every = verbose or len(shown) <= MOST_ROWS
-    tables = [_every_row("Wrong answers", wrong)] if wrong and not every else []
-    tables += [_every_row("Every answer", shown, folded=not every), _summary(shown)]
+    tables = [_every_row("Every answer", shown, folded=not verbose), _summary(shown)]
+    tables += [_every_row("Wrong answers", wrong)] if wrong and not verbose else []
     lines = [f"{name} on {device}: no case ran ({reason})" for (name, device), reason in idle.items()]
     verdict = f"{'FAIL' if wrong else 'PASS'}: {len(ran) - len(wrong)} of {len(ran)} answers right"
     lines.append(verdict if ran else "FAIL: no case ran on any backend")

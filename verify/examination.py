@@ -55,11 +55,9 @@ class Verdict:
 class Examination:
     """A call on a device, its tensors and right answers made once for all who are asked."""
 
-    def __init__(self, problem: Problem | Call, device: torch.device | str = "cpu", careful: bool = False) -> None:
-        """careful: whether inputs on a GPU are looked at after the call too, which takes a copy of each."""
+    def __init__(self, problem: Problem | Call, device: torch.device | str = "cpu") -> None:
         self.problem = problem
         self.device = torch.device(device).type
-        self.careful = careful or self.device == "cpu"
         self.host = host = problem.build() if isinstance(problem, Problem) else problem
         on_host = self.device != "cuda" or (isinstance(problem, Problem) and problem.scores < _SCORES_FOR_A_GPU)
         # What the oracle reads: never what is handed out, which might be written to.
@@ -99,8 +97,6 @@ class Examination:
 
     def written(self) -> list[Check]:
         """Inputs that the call only had to read, and wrote to."""
-        if not self.careful:
-            return []
         given, left = self.untouched.args, self.call.args
         readable = [n for n in left.keys() - set(self.call.caches) if isinstance(left[n], Tensor)]
         return [broken(n, "was written to") for n in readable if not same(left[n].to(self.judges), given[n])]

@@ -40,6 +40,10 @@ class Backend:
             except flash_attn_compat.BackendNotSupported as refusal:
                 raise NotSupported(self._reason(refusal)) from refusal
 
+    def flash_attn_func(self, *args: Any, **kwargs: Any) -> Any:
+        with flash_attn_compat.use_backend(self.name):
+            return flash_attn_compat.flash_attn_func(*args, **kwargs)
+
     def calls_served(self) -> int | None:
         """How many calls it has answered itself so far, None where nobody counts."""
         return flash_attn_compat.backend_counts().get(self.name, 0)

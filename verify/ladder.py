@@ -17,16 +17,15 @@ from torch import Tensor
 
 from flash_attn_compat import flash_attn_func
 from verify import inputs
+from verify.bench import measured
 from verify.bench_report import detail_table
-from verify.bench_run import Plan, Row, run
+from verify.bench_run import Plan, Row
 from verify.call import Call
 from verify.contestants import Contestant, Prepared
 from verify.environment import describe
-from verify.errors import UsageError
-from verify.output import add_output_arguments, check_output_arguments, console, deliver, progress_bar
+from verify.output import add_output_arguments, check_output_arguments, console, deliver
 from verify.steps import STEPS
 from verify.tables import Report
-from verify.timing import DeviceLost
 from verify.workloads import Workload, workload
 
 DEFAULT_LENGTHS = (128, 256, 512, 1024)
@@ -85,7 +84,7 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "ladder",
         help="the same problem through naive attention, blocks, fused rows and online-softmax tiles",
-        description="Runs one problem through five lecture-like implementations (verify/steps.py), PyTorch's attention "
+        description="Runs one problem through four lecture-like implementations (verify/steps.py), PyTorch's attention "
         "and this package's: error against fp64, time and peak memory of each. Exit code 0: all are right; 1: one is "
         "wrong; 2: arguments that make no sense.",
     )
@@ -111,25 +110,18 @@ def main(arguments: argparse.Namespace) -> int:
     plan = Plan(workloads, rungs(arguments.br, arguments.bc), device, arguments.dtype, arguments.repeats, ENOUGH_S,
                 backward=False, seed=arguments.seed)  # fmt: skip
     terminal = console()
-    by_length: dict[int, list[Row]] = {}
-    with progress_bar(terminal) as progress:
-        task = progress.add_task("climbing", total=len(lengths))
-        try:
-            for n, rows in zip(lengths, run(plan, lambda what: progress.update(task, description=what))):
-                # A step that finds no memory at this length is not wrong.
-                by_length[n] = [replace(row, failed=False) if "memory" in row.reason else row for row in rows]
-                progress.advance(task)
-        except DeviceLost as error:
-            raise UsageError(f"the device gave up: {error}") from error
-
+    rows, lost = measured(plan, terminal)
+    # A step that finds no memory at this length is not wrong.
+    rows = [replace(row, failed=False) if "memory" in row.reason else row for row in rows]
+    by_length = {n: [row for row in rows if row.workload == each.name] for n, each in zip(lengths, workloads)}
     problem = inputs.described(arguments)
     environment = {"problem": problem, **describe([device])}
-    tables = [detail_table(rows, f"N = {n}") for n, rows in by_length.items()]
-    wrong = sorted({row.contestant for rows in by_length.values() for row in rows if row.wrong})
+    tables = [detail_table(found, f"N = {n}") for n, found in by_length.items()]
+    wrong = sorted({row.contestant for row in rows if row.wrong}) + [lost] * bool(lost)
     closing = [f"FAIL: {', '.join(wrong)}"] if wrong else ["PASS: every step is as near to fp64 as plain PyTorch"]
     if arguments.plot:
         plot(by_length, f"{problem}\n{environment[f'device {device}']}", arguments.plot)
         terminal.print(f"wrote {arguments.plot}")
-    data = {"problem": problem, "rows": [{"n": n, **row.to_json()} for n, rows in by_length.items() for row in rows]}
+    data = {"problem": problem, "rows": [{"n": n, **row.to_json()} for n, found in by_length.items() for row in found]}
     deliver(Report("verify ladder", environment, tables, closing, not wrong), data, arguments, terminal)
     return 1 if wrong else 0

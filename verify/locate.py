@@ -19,7 +19,7 @@ from verify.diagnosis import findings
 from verify.difference import Place, first_place, gap, heat_map, texture
 from verify.environment import describe
 from verify.errors import UsageError
-from verify.implementations import imported
+from verify.implementations import backends, imported
 from verify.output import add_output_arguments, check_output_arguments, console, deliver, progress_bar
 from verify.probe import Evidence, Kernel, Setting, answered, evidence
 from verify.tables import SHADES, Report, Table
@@ -181,8 +181,8 @@ def register(subparsers: Any) -> None:
         "head_dim), on the same seeded inputs. Exit code 0: the same; 1: they differ; 2: arguments that make no "
         "sense. A function with parameters block_rows and block_columns is given --br and --bc.",
     )
-    parser.add_argument("a", metavar="A", help="module:function")
-    parser.add_argument("b", metavar="B", nargs="?", default=REFERENCE, help=f"module:function (default {REFERENCE})")
+    parser.add_argument("a", metavar="A", help="module:function, or a backend of this package")
+    parser.add_argument("b", metavar="B", nargs="?", default=REFERENCE, help=f"the same (default {REFERENCE})")
     parser.add_argument("--n", type=inputs.positive, default=256, metavar="N", help="sequence length (default 256)")
     parser.add_argument("--seqlen-k", type=inputs.positive, metavar="N", help="number of keys (default: as of queries)")
     inputs.add_problem_arguments(parser, batch=2, heads=4)
@@ -193,13 +193,12 @@ def register(subparsers: Any) -> None:
 
 
 def function(path: str) -> Callable[..., Any]:
-    """The kernel at an import path, or a UsageError."""
+    """The kernel at an import path, or flash_attn_func by a backend, or a UsageError."""
     if ":" not in path:
-        raise UsageError(f"{path!r} is no import path: module:function is needed")
-    target = imported(path).target
-    if not callable(target):
+        return backends([path])[0].flash_attn_func
+    found: Callable[..., Any] = imported(path).target
+    if not callable(found):
         raise UsageError(f"{path!r} is not a function")
-    found: Callable[..., Any] = target
     return found
 
 

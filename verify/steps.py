@@ -1,4 +1,4 @@
-"""From naive attention to FlashAttention in five steps, as a lecture would show them; `verify ladder` climbs them.
+"""From naive attention to FlashAttention in four steps, as a lecture would show them; `verify ladder` climbs them.
 
 Written to be read: no timing, no checks. "FA1" is Dao et al. 2022 (FlashAttention), "FA2" is Dao 2023
 (FlashAttention-2); line numbers are those of the papers' listings.
@@ -122,34 +122,10 @@ def fused_rows(q: Tensor, k: Tensor, v: Tensor, causal: bool, block_rows: int, b
 
 
 @over_heads
-def online_tiles_fa1(q: Tensor, k: Tensor, v: Tensor, causal: bool, block_rows: int, block_columns: int) -> Tensor:
-    """FlashAttention: the softmax is corrected as tiles come in, so that a tile is enough. Keys in the outer loop: each
-    K_j, V_j is read once, while O, l and m of every row go to memory and back in each pass.
-    """
-    o, l, m = zeros(q, v.shape[-1]), zeros(q, 1), zeros(q, 1, -math.inf)  # FA1 algorithm 1, line 2
-    for columns in blocks(k.shape[-2], block_columns):  # line 5: for j
-        vj = v[..., columns, :]  # line 6: load K_j, V_j
-        for rows in blocks(q.shape[-2], block_rows):  # line 7: for i
-            if causal and in_the_future(rows, columns, q, k):
-                continue
-            oi, li, mi = o[..., rows, :], l[..., rows, :], m[..., rows, :]  # line 8: load Q_i, O_i, l_i, m_i
-            s = scores(q, k, rows, columns, causal)  # line 9: S_ij = Q_i K_j^T
-            m_tile = s.amax(-1, keepdim=True)  # line 10: m~ = rowmax(S), P~ = exp(S - m~), l~ = rowsum(P~)
-            p = torch.exp(s - finite(m_tile))
-            l_tile = p.sum(-1, keepdim=True)
-            m_new = torch.maximum(mi, m_tile)  # line 11: m_new, and l_new with both sums brought to it
-            before, tile = torch.exp(mi - finite(m_new)), torch.exp(m_tile - finite(m_new))
-            l_new = before * li + tile * l_tile
-            # line 12: O_i = diag(l_new)^-1 (diag(l_i) e^(m_i - m_new) O_i + e^(m~ - m_new) P~ V_j)
-            o[..., rows, :] = divided(li * before * oi + tile * matmul(p.to(v.dtype), vj), l_new)
-            l[..., rows, :], m[..., rows, :] = l_new, m_new  # line 13
-    return o
-
-
-@over_heads
-def online_tiles_fa2(q: Tensor, k: Tensor, v: Tensor, causal: bool, block_rows: int, block_columns: int) -> Tensor:
-    """FlashAttention-2: queries in the outer loop, so that O_i, l_i and m_i stay on chip until the row block is done,
-    row blocks are independent of each other, and the division by l happens once.
+def online_tiles(q: Tensor, k: Tensor, v: Tensor, causal: bool, block_rows: int, block_columns: int) -> Tensor:
+    """FlashAttention-2: the softmax is corrected as tiles come in, so that a tile is enough. Queries are in the outer
+    loop, so that O_i, l_i and m_i stay on chip until the row block is done (in FlashAttention it is the keys, and they
+    go to memory and back in each pass), row blocks are independent, and the division by l happens once.
     """
     o = zeros(q, v.shape[-1])
     for rows in blocks(q.shape[-2], block_rows):  # FA2 algorithm 1, line 3: for i; line 4: load Q_i
@@ -173,6 +149,5 @@ STEPS: dict[str, Attention] = {
     "naive": naive,
     "blocked matmul": blocked_matmul,
     "fused rows": fused_rows,
-    "online tiles, FA1": online_tiles_fa1,
-    "online tiles, FA2": online_tiles_fa2,
+    "online tiles": online_tiles,
 }

@@ -125,11 +125,6 @@ def _read(job: Job, calls: int, device: str) -> float:
         return elapsed_ms / calls
 
 
-def geometric_mean(values: list[float]) -> float:
-    """NaN for none."""
-    return statistics.geometric_mean(values) if values else math.nan
-
-
 def synchronize(device: str) -> None:
     kind = device.partition(":")[0]
     if kind != "cpu":
