@@ -133,7 +133,7 @@ def test_an_int_length_is_a_dense_slice_of_the_cache_and_needs_no_tensor(backend
     new = (k, v) if seqlen_new else ()
     flash_attn_with_kvcache(q, k_cache, v_cache, *new, cache_seqlens=4, causal=True)
     (call,) = backend.computed
-    assert call.is_dense and call.seqused_k is None and call.seqlen_new == 0
+    assert call.is_dense and call.seqused_k is None and call.appends == bool(seqlen_new)
     assert call.k.data_ptr() == k_cache.data_ptr() and call.k.shape[1] == call.max_seqlen_k == 4 + seqlen_new
     assert [new.cache_seqlens for _, new in backend.appended] == ([4] if seqlen_new else [])
 

@@ -45,14 +45,10 @@ class KernelsFailed(RuntimeError):
 
 
 class Backend(abc.ABC):
-    """One way to compute attention.
-
-    counts_new_keys: whether ``forward`` adds call.seqlen_new to call.seqused_k; where not, the sum is made for it
-    """
+    """One way to compute attention."""
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
-    counts_new_keys: ClassVar[bool] = False
 
     def reasons(self, traits: Traits) -> list[str]:
         """Every reason why this backend cannot serve calls of these traits; empty when it can."""

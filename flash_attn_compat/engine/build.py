@@ -129,8 +129,8 @@ def cache_call(
     """(batch, seqlen_q, nheads, head_dim) queries over a cache; kvcache.py has checked everything but the options.
 
     The arguments are flash_attn_with_kvcache's; seqlen_new: how many keys are written behind cache_seqlens before.
-    Lengths that are known to the host and equal become dense slices of the cache, new keys included. Any others are
-    seqused_k, in which new keys are not counted where the lengths are a tensor: see AttentionCall.seqlen_new.
+    Lengths that are known to the host and equal become dense slices of the cache, any others seqused_k, with the new
+    keys in both.
     """
     used, leftpad, table = cache_seqlens, cache_leftpad, block_table
     batch, seqlen_q, slots = q.shape[0], q.shape[1], k_cache.shape[1]
@@ -140,8 +140,9 @@ def cache_call(
         table = cache_batch_idx.unsqueeze(1)  # a cache row is a page that holds its whole sequence
     elif table is None and k_cache.shape[0] != batch:
         k_cache, v_cache = k_cache[:batch], v_cache[:batch]
+    if used is not None and appends:
+        used = used + seqlen_new
     if isinstance(used, int):
-        used, seqlen_new = used + seqlen_new, 0
         if table is None and leftpad is None and not _shows_capacity(options):
             k, v = k_cache[:, :used], v_cache[:, :used]
             return _call(q, k, v, options, FORWARD, batch, seqlen_q, used, capacity, appends=appends)
@@ -153,7 +154,6 @@ def cache_call(
         block_table=table,
         is_dense=used is None and leftpad is None and table is None,
         appends=appends,
-        seqlen_new=seqlen_new,
     )  # fmt: skip
 
 

@@ -37,8 +37,7 @@ class _Fields(NamedTuple):
         (num_blocks, page_size, nheads_k, head_dim) with ``block_table``; v likewise with its own head_dim
     cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 starts of packed sequences
     seqused_k: (batch,) int32, one past the last key used, counted from the sequence's first slot
-    appends: whether Backend.append writes keys into the cache first; seqlen_new: how many of them seqused_k does not
-        count yet, which only backends with ``counts_new_keys`` are ever given
+    appends: whether Backend.append writes keys into the cache first, which seqused_k counts already
     leftpad_k: (batch,) int32, slots skipped at the front
     block_table: (batch, max_blocks) int32 pages of each sequence
     alibi_slopes: (batch, nheads) or (nheads,) fp32
@@ -75,7 +74,6 @@ class _Fields(NamedTuple):
     shares_dropout_mask: bool = False
     transformed: bool = False
     appends: bool = False
-    seqlen_new: int = 0
     signature: Signature | None = None
 
 

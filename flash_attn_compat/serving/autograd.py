@@ -111,19 +111,12 @@ def _forward(backend: Backend, call: AttentionCall) -> tuple[Backend, Result]:
     """The result of ``backend``, or of the next one whose kernels work, and that backend."""
     while True:
         try:
-            result = backend.forward(_counted(backend, call))
+            result = backend.forward(call)
         except KernelsFailed as failure:
             backend = dispatch.choose_instead(backend, call, failure)
         else:
             dispatch.count(backend)
             return backend, result
-
-
-def _counted(backend: Backend, call: AttentionCall) -> AttentionCall:
-    """The call with its new keys counted, unless ``backend`` counts them itself."""
-    if call.seqused_k is None or not call.seqlen_new or backend.counts_new_keys:
-        return call
-    return call._replace(seqused_k=call.seqused_k + call.seqlen_new, seqlen_new=0)
 
 
 def run_backward(

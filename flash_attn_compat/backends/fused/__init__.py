@@ -19,7 +19,6 @@ from flash_attn_compat.engine.features import Feature, Traits
 
 class Fused(Backend):
     name = "fused"
-    counts_new_keys = True
     capabilities = Capabilities(
         features=~Feature.TRANSFORMS,
         devices=frozenset({"cuda"}),

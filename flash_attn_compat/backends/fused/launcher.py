@@ -282,7 +282,6 @@ def described(call: AttentionCall) -> dict[str, params.Value]:
         "seqlen_k": longest_keys(call),
         "total_q": q.shape[0] if call.cu_seqlens_q is not None else 0,
         "total_k": k.shape[0] if call.cu_seqlens_k is not None else 0,
-        "seqlen_new": call.seqlen_new,
         "head_dim": q.shape[-1],
         "head_dim_v": v.shape[-1],
         "window_left": -1 if left is None else min(left, _LONGEST_WINDOW),

@@ -74,13 +74,13 @@ def of_forward(
     for new in _appends(kind) if appends else (None,):
         on_cpu = _problem(kind, few_rows, needs_grad=False)
         if new is not None:
-            on_cpu = on_cpu._replace(seqused_k=new.cache_seqlens, seqlen_new=new.k.shape[1])
+            on_cpu = on_cpu._replace(seqused_k=new.cache_seqlens)
         call = _on(place, on_cpu)
         found = run(call, None if new is None else _on(place, new))
         counted = on_cpu
         if new is not None:
             used = new.cache_seqlens + new.k.shape[1]
-            counted = on_cpu._replace(q=by_operators(on_cpu, new), seqused_k=used, seqlen_new=0)
+            counted = on_cpu._replace(q=by_operators(on_cpu, new), seqused_k=used)
         right = _JUDGE.forward(_in_fp32(counted))
         pairs = [("out", found.out, right.out), ("softmax_lse", found.lse, right.lse), *_caches(call, on_cpu)]
         wrong = _difference(pairs, call.q.dtype)
