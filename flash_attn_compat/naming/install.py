@@ -15,7 +15,6 @@ import py_compile
 import sys
 import sysconfig
 from collections.abc import Iterator
-from importlib.util import cache_from_source
 from pathlib import Path
 
 from flash_attn_compat import settings
@@ -151,7 +150,8 @@ def _record(directory: Path, files: list[Path], record: Path) -> str:
 def _remove(directory: Path, files: list[Path]) -> None:
     folders = set()
     for path in files:
-        compiled = [Path(cache_from_source(str(path)))] if path.suffix == ".py" else []
+        # By every interpreter and level of optimisation that imported it.
+        compiled = path.parent.glob(f"__pycache__/{path.stem}.*.pyc") if path.suffix == ".py" else ()
         for victim in [path, *compiled]:
             victim.unlink(missing_ok=True)
             folders.add(victim.parent)

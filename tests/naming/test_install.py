@@ -70,9 +70,10 @@ def test_installing_again_changes_nothing_and_either_uninstall_removes_every_tra
         answer = installed_environment.command("install")
         assert answer.returncode == 0 and installed_environment.files() == before
         assert str(installed_environment.site_packages) in answer.stdout and "uninstall" in answer.stdout
-        # As an import would.
+        # As imports would, with -O and -OO too, whose files pip leaves behind by every package.
+        levels = ["-o", "0"] + (["-o", "1", "-o", "2"] if way == "command" else [])
         places = (str(installed_environment.site_packages / name) for name in modules)
-        installed_environment.call("-m", "compileall", "-q", *places)
+        installed_environment.call("-m", "compileall", "-q", *levels, *places)
         arguments = ("uninstall", "-y", "flash-attn") if way == "pip" else ("uninstall",)
         answer = getattr(installed_environment, way)(*arguments)
         assert answer.returncode == 0, answer.stderr
