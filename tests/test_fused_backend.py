@@ -76,7 +76,8 @@ def test_a_machine_without_nvrtc_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         raise OSError("no libnvrtc anywhere")
 
     monkeypatch.setattr(loader, "_nvrtc", missing)
-    monkeypatch.setattr(loader, "compiler", loader._once(loader.compiler.__wrapped__))
+    monkeypatch.setattr(loader, "compiler", loader.compiler.__wrapped__)
+    monkeypatch.setattr(loader, "why_not", loader.why_not.__wrapped__)
     (reason,) = Fused().reasons(traits())
     assert "NVRTC" in reason and "no libnvrtc anywhere" in reason
 

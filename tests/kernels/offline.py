@@ -47,9 +47,9 @@ def compilers() -> dict[str, Compiler]:
     """Every NVRTC that can be loaded here, by its major version."""
     found = {}
     for major in ("13", "12"):
-        for path in loader._places(major):
+        for path in loader.places(major):
             with contextlib.suppress(OSError):
-                found[major] = Compiler(loader._open(path))
+                found[major] = Compiler(loader.opened(path))
                 break
     return found
 

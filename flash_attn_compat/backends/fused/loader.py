@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -32,8 +32,6 @@ SOURCES = Path(__file__).resolve().parents[2] / "cuda"
 _INVALID_CONTEXT, _RELAXED = 201, 2
 _MAX_DYNAMIC_SHARED, _STATIC_LIMIT = 8, 48 * 1024
 _OTHERS = re.compile(r"builtins|\.alt\.")  # libraries named like NVRTC
-
-Found = TypeVar("Found")
 
 
 class KernelError(RuntimeError):
@@ -182,11 +180,7 @@ class Driver:
     @contextlib.contextmanager
     def _relaxed_capture(self) -> Iterator[None]:
         """Loading a module does not count as part of a graph that the thread may be recording."""
-        exchange = getattr(self.library, "cuThreadExchangeStreamCaptureMode", None)
-        if exchange is None:
-            yield
-            return
-        mode = ctypes.c_int(_RELAXED)
+        exchange, mode = self.library.cuThreadExchangeStreamCaptureMode, ctypes.c_int(_RELAXED)
         self.check(exchange(ctypes.byref(mode)))
         try:
             yield
@@ -255,7 +249,9 @@ def kernel(variant: Variant, device: int) -> Kernel:
                     f"make the same call once before the capture ({_first_line(found)})"
                 )
             _kernels[key] = found
-    return _raised(found)
+    if isinstance(found, KernelError):
+        raise KernelError(str(found))
+    return found
 
 
 def load_together(variants: Iterable[Variant], device: int) -> None:
@@ -319,35 +315,25 @@ def included(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _raised(found: Found | KernelError) -> Found:
-    if isinstance(found, KernelError):
-        raise KernelError(str(found))
-    return found
-
-
-def _once(make: Callable[[], Found]) -> Callable[[], Found]:
-    """``make``, called once; raises the same KernelError each time where that failed."""
-
-    @functools.cache
-    def made() -> Found | KernelError:
-        try:
-            return make()
-        except (OSError, AttributeError, KernelError) as error:
-            return KernelError(str(error))
-
-    return functools.wraps(make)(lambda: _raised(made()))
-
-
-@_once
+@functools.cache
 def compiler() -> Compiler:
-    return Compiler(_nvrtc())
+    """NVRTC; raises KernelError where there is none."""
+    try:
+        return Compiler(_nvrtc())
+    except (OSError, AttributeError) as error:  # none, or one too old to have what is asked of it
+        raise KernelError(str(error)) from error
 
 
-@_once
+@functools.cache
 def driver() -> Driver:
-    return Driver(ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"))
+    """The CUDA driver; raises KernelError where there is none."""
+    try:
+        return Driver(ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"))
+    except (OSError, AttributeError) as error:
+        raise KernelError(str(error)) from error
 
 
+@functools.cache
 def why_not() -> str | None:
     """Why no kernel can be compiled or loaded on this machine; None where both libraries were found."""
     for what, find in (("NVRTC, which compiles the kernels,", compiler), ("the CUDA driver", driver)):
@@ -364,37 +350,31 @@ def _nvrtc() -> ctypes.CDLL:
     own = (torch.version.cuda or "").partition(".")[0]
     majors.sort(key=lambda major: major != own)
     for major in majors:
-        for path in _places(major):
+        for path in places(major):
             with contextlib.suppress(OSError):
-                return _open(path)
-    raise OSError(f"no {_file_name(majors[0])} beside PyTorch, in the nvidia-* packages or on the library path")
+                return opened(path)
+    raise OSError("no NVRTC beside PyTorch, in the nvidia-* packages or on the library path")
 
 
-def _places(major: str) -> Iterator[str]:
-    """Where a library of that major version may lie, most likely first."""
-    name = _file_name(major)
-    patterns = [os.path.join(os.path.dirname(torch.__file__), "lib", name)]
+def places(major: str) -> Iterator[str]:
+    """Where an NVRTC of that major version may lie, most likely first."""
+    # PyTorch's older wheels carry a hash in the name: libnvrtc-<hash>.so.11.2.
+    windows = sys.platform == "win32"
+    name = f"nvrtc64_{major}*.dll" if windows else f"libnvrtc[-.]*so.{major}*"
+    folders = [os.path.join(os.path.dirname(torch.__file__), "lib")]
     spec = importlib.util.find_spec("nvidia")
     for base in (spec.submodule_search_locations or ()) if spec is not None else ():
-        folders = itertools.product((f"cu{major}", "cuda_nvrtc"), ("lib", os.path.join("bin", "**")))
-        patterns += [os.path.join(base, *folder, name) for folder in folders]
-    for pattern in patterns:
-        yield from (path for path in sorted(glob.glob(pattern, recursive=True)) if not _OTHERS.search(path))
-    if sys.platform == "win32":
-        yield f"nvrtc64_{major}0_0.dll"
-        return
-    yield f"libnvrtc.so.{major}"
-    for root in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
-        if root:
-            yield os.path.join(root, "lib64", f"libnvrtc.so.{major}")
+        for package, inner in itertools.product((f"cu{major}", "cuda_nvrtc"), ("lib", os.path.join("bin", "**"))):
+            folders.append(os.path.join(base, package, inner))
+    roots = os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"
+    folders += [os.path.join(root, "bin" if windows else "lib64") for root in roots if root]
+    for folder in folders:
+        found = sorted(glob.glob(os.path.join(folder, name), recursive=True))
+        yield from (path for path in found if not _OTHERS.search(path))
+    yield f"nvrtc64_{major}0_0.dll" if windows else f"libnvrtc.so.{major}"
 
 
-def _file_name(major: str) -> str:
-    # PyTorch's older wheels carry a hash in the name: libnvrtc-<hash>.so.11.2.
-    return f"nvrtc64_{major}*.dll" if sys.platform == "win32" else f"libnvrtc[-.]*so.{major}*"
-
-
-def _open(path: str) -> ctypes.CDLL:
+def opened(path: str) -> ctypes.CDLL:
     folder = os.path.dirname(path)
     if folder:
         # NVRTC opens these by name, and finds them anywhere once they are loaded.

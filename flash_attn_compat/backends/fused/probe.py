@@ -6,6 +6,7 @@ beside the compiled kernels, so that later processes decide alike; `flash-attn-c
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import NamedTuple
 
@@ -23,7 +24,6 @@ from flash_attn_compat.engine.mask import Mask
 # Compute capabilities of GPUs on which the order of backends was measured.
 MEASURED = frozenset({(9, 0)})
 _BATCH, _SEQLEN, _HEADS, _RUNS = 2, 2048, 8, 5
-DIRECTIONS = ("forward", "backward")
 
 
 class Slower(KernelError):
@@ -74,7 +74,7 @@ def verdict(head_dim: int, direction: str, device: int, renew: bool = False) -> 
     key = loader.device_name(device), head_dim, direction
     if renew or key not in _verdicts:
         _verdicts[key] = None  # the kernel that is timed is not asked about, nor are other threads' meanwhile
-        found = None if renew else known(head_dim, direction, device)
+        found = None if renew else _known(head_dim, direction, device)
         if found is None:
             found = _timed(head_dim, direction, device)
             launcher.forget_plans()
@@ -84,61 +84,74 @@ def verdict(head_dim: int, direction: str, device: int, renew: bool = False) -> 
     return _verdicts[key]
 
 
-def known(head_dim: int, direction: str, device: int) -> Verdict | None:
+def forget() -> None:
+    _verdicts.clear()
+
+
+def told(device: int, renew: bool) -> list[str]:
+    """A line for each verdict that is known, or why there is none. renew: make them all anew, where they are wanted"""
+    if loader.capability(device) in MEASURED:
+        return ["the order of backends was measured on this GPU's kind"]
+    if settings.forced_capability() is not None:
+        return ["not timed while the capability is forced"]
+    lines = []
+    for head_dim, direction in itertools.product(variants.HEAD_DIMS, ("forward", "backward")):
+        found = verdict(head_dim, direction, device, renew=True) if renew else _known(head_dim, direction, device)
+        if found is not None:
+            serves = found.rival if found.is_slower else "fused"
+            lines.append(
+                f"{direction} of head_dim {head_dim}: fused {found.fused:.3g} ms, {found.rival} {found.other:.3g} ms: "
+                f"{serves} serves"
+            )
+    return lines or ["not timed yet: that happens at the first call of each kind, or with doctor --renew"]
+
+
+def _known(head_dim: int, direction: str, device: int) -> Verdict | None:
     """The verdict that is kept on disk."""
     kept = cache.read(_file(head_dim, direction, device))
     return None if kept is None else Verdict(**json.loads(kept))
 
 
-def forget() -> None:
-    _verdicts.clear()
-
-
 def _file(head_dim: int, direction: str, device: int) -> str:
     """Other kernels and another PyTorch get a new verdict."""
-    entry = "forward" if direction == "forward" else "dkdv"
-    variant = variants.MAKERS[entry](Kind(loader.target(device).number, variants.FP16, head_dim, local=True))
-    kernel = loader.cache_name(variant, loader.target(device).architecture)
+    make = variants.forward if direction == "forward" else variants.dkdv
+    target = loader.target(device)
+    kernel = loader.cache_name(make(Kind(target.number, variants.FP16, head_dim, local=True)), target.architecture)
     return cache.name_of(f"speed-{head_dim}-{direction}", kernel, loader.device_name(device), torch.__version__)
 
 
 def _timed(head_dim: int, direction: str, device: int) -> Verdict | None:
-    fused = next(backend for backend in candidates if backend.name == "fused")
-    place = torch.device("cuda", device)
+    place, shape = torch.device("cuda", device), (_BATCH, _SEQLEN, _HEADS, head_dim)
     with torch.cuda.device(place), torch.no_grad():
         try:
-            call = _problem(head_dim, place)
+            generator = torch.Generator(place).manual_seed(0)
+            q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float16, device=place) for _ in range(3))
+            call = AttentionCall(
+                q, k, v, head_dim**-0.5, Mask(None, 0), _SEQLEN, _SEQLEN, return_lse=True, needs_grad=True
+            )
             traits = call.traits()
-            others = sorted((one for one in candidates if one is not fused), key=lambda one: one.rank(traits))
-            rival = next((one for one in others if not one.reasons(traits)), None)
+            able = [one for one in sorted(candidates, key=lambda one: one.rank(traits)) if not one.reasons(traits)]
+            rival = next((one for one in able if one.name != "fused"), None)
             if rival is None:
                 return None
+            fused = next(one for one in candidates if one.name == "fused")
             times = [_milliseconds(backend, call, direction) for backend in (fused, rival)]
         except torch.cuda.OutOfMemoryError:
             return None
     return Verdict(times[0], rival.name, times[1])
 
 
-def _problem(head_dim: int, place: torch.device) -> AttentionCall:
-    generator = torch.Generator(place).manual_seed(0)
-    shape = (_BATCH, _SEQLEN, _HEADS, head_dim)
-    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float16, device=place) for _ in range(3))
-    return AttentionCall(q, k, v, head_dim**-0.5, Mask(None, 0), _SEQLEN, _SEQLEN, return_lse=True, needs_grad=True)
-
-
 def _milliseconds(backend: Backend, call: AttentionCall, direction: str) -> float:
     """The fastest of some runs after a first one, in which kernels are compiled and tried."""
     result = backend.forward(call)
     upstream = Upstream(call.q, result.out, result.softmax_lse, result.rng_state, result.saved)
-    spans: list[float] = []
-    for _ in range(_RUNS + 1):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(_RUNS + 2)]
+    for mark in marks:
+        mark.record()
         if direction == "forward":
             backend.forward(call)
         else:
             backend.backward(call, upstream, None)
-        end.record()
-        end.synchronize()
-        spans.append(begin.elapsed_time(end))
+    torch.cuda.synchronize()
+    spans: list[float] = [begin.elapsed_time(end) for begin, end in itertools.pairwise(marks)]
     return min(spans[1:])
