@@ -50,6 +50,8 @@ def test_a_running_maximum_stored_at_the_wrong_index_is_named(planted, said, row
     assert main(["locate", *arguments]) == 1
     shown = " ".join(capsys.readouterr().out.split())
     assert all(part in shown for part in said)
+    # The heat map, two rows in each character.
+    assert "·" * (row // 2) + "█" * 16 in shown
     data = json.loads(saved.read_text())
     place = {"batch": 0, "head": 0, "row": row, "channel": 0, "query_tile": row // 32, "key_tile": 1}
     assert data["first"] | {"channel": 0} == place
@@ -194,12 +196,6 @@ def test_the_heat_map_holds_the_largest_error_of_each_head_and_row_bin():
     values, height = heat_map(gap(a, b), cells=32)
     assert height == 3 and values.shape == (3, 24)
     assert values[2, 23] == 5.0 and values[0, 0] == torch.inf and (values > 0).sum() == 2
-
-
-def test_the_heat_map_is_shown_in_characters(capsys):
-    assert main(["locate", "verify.planted:maximum_without_tile_offset", *SMALL]) == 1
-    # two rows in each character: query tile 0 is 16 of them
-    assert "·" * 16 + "█" * 32 in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -4,45 +4,33 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from verify import report
 from verify.cli import main
 from verify.page import to_html
 from verify.tables import Report, Table
 
-ENVIRONMENT = {"device cpu": "A Processor, 2 threads", "torch": "2.13.0", "date": "2026-11-21 00:00 UTC"}
+HERE = {"device cpu": "A Processor, 2 threads", "torch": "2.13.0", "date": "2026-11-21 00:00 UTC"}
+ANSWERS = Table("Every answer", ("case", "backend", "vs fp64"), [("window", "chunked", "out 8.0e-04 (0.80)")])
+ABSENT = "official on cpu: no case ran (flash-attn is not installed)"
+COMPARED = Report("verify compare", HERE, [ANSWERS], [ABSENT, "PASS: 3 of 3 answers right"], True)
+WRONG = replace(COMPARED, conclusion=["FAIL: 2 of 3 answers right"], ok=False)
+MEAN = "geometric mean to the fastest way without it: forward 0.500"
+THERE = {**HERE, "date": "2026-11-22 00:00 UTC"}
+SPEED = Table("Speed", ("workload", "ms"), [("small", "2 / 6")])
+BENCHED = Report("verify bench", THERE, [SPEED], [MEAN, "PASS: every answer of ours is right"], True)
+WRONG_WHEN_TIMED = replace(BENCHED, conclusion=["WRONG OR FAILED  small default", "FAIL: wrong"], ok=False)
+HEAT = Table("Error over (head, row)", ("head", "rows"), [("1", "··▒█")])
+LOCATED = Report("verify locate", HERE, [HEAT], ["DIFFERENT: 50%", "  => the running maximum"], False)
 
 
-def run(command, verdict, *tables, ok=True, remarks=(), environment=ENVIRONMENT):
-    """What `verify COMMAND --json` writes."""
-    return {
-        "title": f"verify {command}", "environment": environment, "conclusion": [*remarks, verdict], "ok": ok,
-        "tables": [{"title": title, "columns": columns, "rows": rows, "folded": False}
-                   for title, columns, *rows in tables], "rows": ["more"],
-    }  # fmt: skip
-
-
-ANSWERS = (
-    "Every answer",
-    ("case", "backend", "vs fp64", "verdict"),
-    ("window", "chunked", "out 8.0e-04 (0.80)", "pass"),
-)
-COMPARED = run("compare", "PASS: 3 of 3 answers right", ANSWERS,
-               remarks=["official on cpu: no case ran (flash-attn is not installed)"])  # fmt: skip
-BENCHED = run("bench", "PASS: every answer of ours is right", ("Speed", ("workload", "ms"), ("small", "2 / 6")),
-              remarks=["geometric mean to the fastest way without it: forward 0.500"],
-              environment={**ENVIRONMENT, "dtype": "float32", "date": "2026-11-22 00:00 UTC"})  # fmt: skip
-LOCATED = run("locate", "  => the running maximum", ("Error over (head, row)", ("head", "rows"), ("1", "··▒█")),
-              ok=False, remarks=["DIFFERENT: 50%"])  # fmt: skip
-
-
-def saved(folder: Path, name: str, data) -> str:
+def saved(folder: Path, name: str, run) -> str:
     path = folder / name
-    path.write_text(data if isinstance(data, str) else json.dumps(data))
+    path.write_text(run if isinstance(run, str) else json.dumps(asdict(run) if isinstance(run, Report) else run))
     return str(path)
 
 
@@ -56,8 +44,6 @@ def written(tmp_path, *runs) -> tuple[int, str]:
 class Reader(HTMLParser):
     """Checks that tags are closed, and collects the text and what would be fetched."""
 
-    VOID = frozenset({"meta", "input"})
-
     def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
@@ -66,7 +52,7 @@ class Reader(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
-        if tag not in self.VOID:
+        if tag not in ("meta", "input"):
             self.open.append(tag)
         self.fetched += [value for name, value in attrs if name in ("src", "href")]
 
@@ -84,23 +70,10 @@ def test_the_page_is_well_formed_fetches_nothing_and_says_what_the_runs_say(tmp_
     assert code == 0
     assert reader.open == [] and reader.fetched == []
     assert not re.search(r"https?:|@import|url\(|<script src|<link", text)
-    for part in (
-        "PASS: 3 of 3 answers right; PASS: every answer of ours is right",
-        "A Processor, 2 threads",
-        "out 8.0e-04 (0.80)",
-        "official on cpu: no case ran (flash-attn is not installed)",
-        "geometric mean to the fastest way without it: forward 0.500",
-        "attention",  # what it is about, for everybody
-        "saved run 0.json",
-        "2026-11-21 00:00 UTC",
-        "date, 1.json2026-11-22 00:00 UTC",
-    ):
+    about, dates = "one calculation, called attention", (HERE["date"], f"date, 1.json{THERE['date']}")
+    for part in ("out 8.0e-04 (0.80)", ABSENT, MEAN, about, "saved run 0.json", HERE["device cpu"], *dates):
         assert part in reader.words, part
-    assert '<p class="verdict pass">PASS: 3 of 3 answers right' in text
-
-
-WRONG = {**COMPARED, "ok": False, "conclusion": ["FAIL: 2 of 3 answers right"]}
-WRONG_WHEN_TIMED = {**BENCHED, "ok": False, "conclusion": ["WRONG OR FAILED  small default", "FAIL: wrong"]}
+    assert '<p class="verdict pass">PASS: 3 of 3 answers right; PASS: every answer of ours is right</p>' in text
 
 
 @pytest.mark.parametrize(
@@ -118,23 +91,31 @@ def test_whatever_is_wrong_turns_the_page_red_and_the_exit_code_1(runs, verdict,
     assert part in Reader(text).words
 
 
-def test_a_forced_capability_is_said(tmp_path):
-    forced = {**COMPARED, "environment": {**ENVIRONMENT, "settings": "FLASH_ATTN_COMPAT_CAPABILITY=7.5"}}
-    assert "capability was forced" in written(tmp_path, forced)[1]
-    assert "capability was forced" not in written(tmp_path, COMPARED)[1]
-    assert report.forced_capability({"device cuda": "H200, capability 9.0 treated as 7.5 (forced)"})
+@pytest.mark.parametrize(
+    ("label", "fact", "forced"),
+    [
+        ("settings", "FLASH_ATTN_COMPAT_CAPABILITY=7.5", True),
+        ("device cuda", "H200, capability 9.0 treated as 7.5 (forced)", True),
+        ("settings", "FLASH_ATTN_COMPAT_BACKEND=sdpa", False),
+    ],
+)
+def test_a_forced_capability_is_said_and_accelerators_come_first(label, fact, forced, tmp_path):
+    run = replace(COMPARED, environment={**HERE, "device cuda": "a GPU", label: fact})
+    text = written(tmp_path, run)[1]
+    assert ("capability was forced" in text) is forced
+    assert f"{run.environment['device cuda']}; A Processor" in text
 
 
 def test_names_from_a_file_cannot_become_markup(tmp_path):
-    evil = run("compare", "PASS", ("<script>alert(1)</script>", ("backend",), ('"><img src=x>',)))
-    text = written(tmp_path, evil)[1]
+    evil = Table("<script>alert(1)</script>", ("backend",), [('"><img src=x>',)])
+    text = written(tmp_path, replace(COMPARED, tables=[evil]))[1]
     assert "<script>alert" not in text and "<img src=x" not in text and "&lt;script&gt;" in text
 
 
 def test_the_verdict_comes_first_then_the_short_tables_then_the_folded_ones():
     long = Table("Every case", ("case", "verdict"), [(f"case {i}", "pass") for i in range(50)] + [("odd", "FAIL")])
     short = Table("Summary", ("backend", "verdict"), [("chunked", "FAIL")])
-    text = to_html(Report("verify", ENVIRONMENT, [long, short], ["a remark", "FAIL: 50 of 51"], ok=False))
+    text = to_html(Report("verify", HERE, [long, short], ["a remark", "FAIL: 50 of 51"], ok=False))
     places = [text.index(part) for part in ('"verdict FAIL">FAIL: 50', "a remark", "<details open><summary>Summary",
                                            "<details><summary>Every case", "Where and how")]  # fmt: skip
     assert places == sorted(places)
@@ -143,25 +124,20 @@ def test_the_verdict_comes_first_then_the_short_tables_then_the_folded_ones():
     assert '<meta name="viewport" content="width=device-width' in text
 
 
-def test_accelerators_come_first_in_the_machine_line():
-    assert report.machine({"device cpu": "a CPU", "device cuda": "a GPU"}) == "a GPU; a CPU"
-
-
 @pytest.mark.parametrize(
     ("command", "content"),
     [
-        (["report"], "not json"),
-        (["report"], "[]"),
-        (["report"], {"title": "another program"}),
-        (["report"], {"title": "verify compare"}),
-        (["report"], {**COMPARED, "tables": [{}]}),
-        (["bench", "--against"], COMPARED),
-        (["bench", "--against"], {"title": "verify bench", "rows": [{}]}),
+        ("COMMAND", "not json"),
+        ("COMMAND", "[]"),
+        ("COMMAND", {"title": "another program"}),
+        ("COMMAND", {"title": "verify compare"}),
+        ("COMMAND", {**asdict(COMPARED), "tables": [{}]}),
+        ("bench", COMPARED),
+        ("bench", {"title": "verify bench", "rows": [{}]}),
     ],
 )
 def test_a_file_of_another_kind_ends_in_one_line_and_exit_code_2(command, content, tmp_path, capsys):
     path = saved(tmp_path, "a.json", content)
-    assert main([*command, path]) == 2
-    written_by = "COMMAND" if command == ["report"] else "bench"
+    assert main(["bench", "--against", path] if command == "bench" else ["report", path]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"is not a file that `python -m verify {written_by} --json` wrote" in line
+    assert f"is not a file that `python -m verify {command} --json` wrote" in line

@@ -53,21 +53,13 @@ def report(runs: Mapping[str, Report]) -> Report:
         for label, fact in run.environment.items():
             differs = environment.get(label, fact) != fact
             environment.setdefault(f"{label}, {name}" if differs else label, fact)
-    lines = [machine(environment), *([FORCED] if forced_capability(environment) else [])]
+    # Accelerators first, which describe() names last.
+    devices = [fact for label, fact in environment.items() if label.startswith("device ") and "," not in label]
+    forced = any("FLASH_ATTN_COMPAT_CAPABILITY=" in fact or "(forced)" in fact for fact in environment.values())
+    lines = ["; ".join(reversed(devices)) or "an unknown device", *([FORCED] if forced else [])]
     lines += [line for run in runs.values() for line in run.conclusion[:-1]]
     deciding = [run for run in runs.values() if not run.ok] or [*runs.values()]
     lines.append("; ".join(dict.fromkeys(run.conclusion[-1].strip() for run in deciding)))
     tables = [replace(table, title=f"{table.title} ({name})") for name, run in runs.items() for table in run.tables]
     ok = all(run.ok for run in runs.values())
     return Report("Is flash_attn_compat right on this machine?", environment, tables, lines, ok)
-
-
-def machine(environment: Mapping[str, str]) -> str:
-    """The devices in one line, accelerators first."""
-    devices = [fact for label, fact in environment.items() if label.startswith("device ") and "," not in label]
-    return "; ".join(reversed(devices)) or "an unknown device"
-
-
-def forced_capability(environment: Mapping[str, str]) -> bool:
-    """Whether a run pretended that the GPU was another one."""
-    return any("FLASH_ATTN_COMPAT_CAPABILITY=" in fact or "(forced)" in fact for fact in environment.values())
