@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec
 
 from torch import Tensor
 
@@ -11,57 +13,20 @@ from flash_attn_compat.flash_attn_2_cuda import bwd, fwd_kvcache, varlen_bwd
 
 __all__ = ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]
 
-
-def fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out_: Tensor | None,
-    alibi_slopes_: Tensor | None,
-    p_dropout: float,
-    softmax_scale: float,
-    is_causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    return_softmax: bool,
-    gen_: Any = None,
-) -> list[Tensor]:
-    """[out, q, k, v, out, softmax_lse, S_dmask, rng_state]; arguments as `flash_attn_compat.flash_attn_2_cuda.fwd`."""
-    out, *rest = _current.fwd(
-        q, k, v, out_, alibi_slopes_, p_dropout, softmax_scale, is_causal, window_size_left, window_size_right,
-        softcap, return_softmax, gen_,
-    )  # fmt: skip
-    return [out, q, k, v, out, *rest]
+P = ParamSpec("P")
+Forward = Callable[Concatenate[Tensor, Tensor, Tensor, P], list[Tensor]]
 
 
-def varlen_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out_: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    seqused_k: Tensor | None,
-    leftpad_k_: Tensor | None,
-    block_table_: Tensor | None,
-    alibi_slopes_: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    p_dropout: float,
-    softmax_scale: float,
-    zero_tensors: bool,
-    is_causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    return_softmax: bool,
-    gen_: Any = None,
-) -> list[Tensor]:
-    """As `fwd`, of packed sequences; arguments as `flash_attn_compat.flash_attn_2_cuda.varlen_fwd`."""
-    out, *rest = _current.varlen_fwd(
-        q, k, v, out_, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k_, block_table_, alibi_slopes_, max_seqlen_q,
-        max_seqlen_k, p_dropout, softmax_scale, zero_tensors, is_causal, window_size_left, window_size_right,
-        softcap, return_softmax, gen_,
-    )  # fmt: skip
-    return [out, q, k, v, out, *rest]
+def _with_inputs(current: Forward[P]) -> Forward[P]:
+    """``current``, returning [out, q, k, v, out, softmax_lse, S_dmask, rng_state]."""
+
+    @functools.wraps(current)
+    def forward(q: Tensor, k: Tensor, v: Tensor, /, *arguments: P.args, **named: P.kwargs) -> list[Tensor]:
+        out, *rest = current(q, k, v, *arguments, **named)
+        return [out, q, k, v, out, *rest]
+
+    return forward
+
+
+fwd = _with_inputs(_current.fwd)
+varlen_fwd = _with_inputs(_current.varlen_fwd)

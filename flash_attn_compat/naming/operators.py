@@ -6,6 +6,10 @@ Needs torch, unlike the rest of naming.
 
 from __future__ import annotations
 
+import functools
+import inspect
+import typing
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,35 +18,9 @@ from torch import Tensor
 from flash_attn_compat import private_interface
 from flash_attn_compat.engine.layout import lse_dtype
 from flash_attn_compat.private_interface import round_multiple
+from flash_attn_compat.serving.torch_ops import SPELLINGS
 
-# As torch.library infers them from flash-attn's functions; num_splits is its head's.
-_FORWARD_SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, float dropout_p, float softmax_scale, bool causal, SymInt window_size_left, "
-    "SymInt window_size_right, float softcap, Tensor? alibi_slopes, bool return_softmax) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
-)
-_VARLEN_FORWARD_SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
-    "SymInt max_seqlen_k, float dropout_p, float softmax_scale, bool causal, SymInt window_size_left=-1, "
-    "SymInt window_size_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, bool return_softmax=False, "
-    "Tensor? block_table=None, Tensor? leftpad_k=None, Tensor? seqused_k=None, bool zero_tensors=False, "
-    "SymInt num_splits=0) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-_GRADIENTS = (
-    "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
-    "Tensor(a6!)? dq, Tensor(a7!)? dk, Tensor(a8!)? dv"
-)
-_BACKWARD_SCHEMA = (
-    f"({_GRADIENTS}, float dropout_p, float softmax_scale, bool causal, SymInt window_size_left, "
-    "SymInt window_size_right, float softcap, Tensor? alibi_slopes, bool deterministic, Tensor? rng_state=None) "
-    "-> Tensor"
-)
-_VARLEN_BACKWARD_SCHEMA = (
-    f"({_GRADIENTS}, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    "float dropout_p, float softmax_scale, bool causal, SymInt window_size_left, SymInt window_size_right, "
-    "float softcap, Tensor? alibi_slopes, bool deterministic, Tensor? rng_state=None, bool zero_tensors=False) "
-    "-> Tensor"
-)
+_WRITTEN = ("dq", "dk", "dv")
 
 
 def register() -> None:
@@ -51,24 +29,41 @@ def register() -> None:
     They stay for the life of the process, since code may hold them; a flash-attn imported later replaces them,
     as `torch.library.custom_op` lets it.
     """
-    for name, (schema, function, fake, mutated) in _OPERATORS.items():
+    for name, fake in _FAKES.items():
         if hasattr(torch.ops.flash_attn, name):
             continue
-        operator = torch.library.custom_op(f"flash_attn::{name}", function, mutates_args=mutated, schema=schema)
+        function = getattr(private_interface, name)
+        operator = torch.library.custom_op(
+            f"flash_attn::{name}",
+            _contiguous(function),
+            mutates_args=_WRITTEN if name.endswith("backward") else (),
+            schema=_schema(function),
+        )
         operator.register_fake(fake)
 
 
-def _forward(*arguments: Any, **options: Any) -> tuple[Tensor, ...]:
-    return _contiguous(private_interface._flash_attn_forward(*arguments, **options))
+def _schema(function: Callable[..., object]) -> str:
+    """As torch.library infers them from flash-attn's functions."""
+    hints = typing.get_type_hints(function)
+    arguments = []
+    for index, (name, parameter) in enumerate(inspect.signature(function).parameters.items()):
+        # Numbers that flash-attn wants may be None for our functions.
+        kind = f"Tensor(a{index}!)?" if name in _WRITTEN else SPELLINGS[hints[name]].replace("float?", "float")
+        default = "" if parameter.default is parameter.empty else f"={parameter.default}"
+        arguments.append(f"{kind} {name}{default}")
+    results = "Tensor" if hints["return"] is Tensor else "(Tensor, Tensor, Tensor, Tensor)"
+    return f"({', '.join(arguments)}) -> {results}"
 
 
-def _varlen_forward(*arguments: Any, **options: Any) -> tuple[Tensor, ...]:
-    return _contiguous(private_interface._flash_attn_varlen_forward(*arguments, **options))
+def _contiguous(function: Callable[..., Any]) -> Callable[..., Any]:
+    """With results as the fake functions promise them to compilers."""
 
+    @functools.wraps(function)
+    def contiguous(*arguments: Any, **named: Any) -> Any:
+        found = function(*arguments, **named)
+        return tuple(result.contiguous() for result in found) if isinstance(found, tuple) else found
 
-def _contiguous(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """As the fake functions promise to compilers."""
-    return tuple(output.contiguous() for output in outputs)
+    return contiguous
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, ...]:
@@ -76,28 +71,13 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tenso
     return _fake_outputs(q, (batch, nheads, seqlen_q), (batch, nheads, seqlen_q, k.shape[1]), options[-1])
 
 
-def _fake_varlen_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    return_softmax: bool = False,
-    *rest: Any,
-    **named: Any,
-) -> tuple[Tensor, ...]:
-    total_q, nheads, _ = q.shape
-    scores = (cu_seqlens_q.shape[0] - 1, nheads, max_seqlen_q, max_seqlen_k)
-    return _fake_outputs(q, (nheads, total_q), scores, return_softmax)
+def _fake_varlen_forward(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
+    bound = inspect.signature(private_interface._flash_attn_varlen_forward).bind(*arguments, **named)
+    bound.apply_defaults()
+    given = bound.arguments
+    total_q, nheads, _ = given["q"].shape
+    scores = given["cu_seqlens_q"].shape[0] - 1, nheads, given["max_seqlen_q"], given["max_seqlen_k"]
+    return _fake_outputs(given["q"], (nheads, total_q), scores, given["return_softmax"])
 
 
 def _fake_outputs(
@@ -118,28 +98,14 @@ def _fake_backward(dout: Tensor, q: Tensor, *rest: Any) -> Tensor:
     return q.new_empty((batch, nheads, round_multiple(seqlen_q, 128)), dtype=torch.float32)
 
 
-def _fake_varlen_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor | None,
-    dk: Tensor | None, dv: Tensor | None, cu_seqlens_q: Tensor, *rest: Any,
-) -> Tensor:  # fmt: skip
-    total_q, nheads, _ = q.shape
+def _fake_varlen_backward(dout: Tensor, q: Tensor, *rest: Any) -> Tensor:
+    cu_seqlens_q, (total_q, nheads, _) = rest[7], q.shape
     return q.new_empty((nheads, total_q + 128 * (cu_seqlens_q.shape[0] - 1)), dtype=torch.float32)
 
 
-_WRITTEN = ("dq", "dk", "dv")
-_OPERATORS: dict[str, tuple[str, Any, Any, tuple[str, ...]]] = {
-    "_flash_attn_forward": (_FORWARD_SCHEMA, _forward, _fake_forward, ()),
-    "_flash_attn_varlen_forward": (_VARLEN_FORWARD_SCHEMA, _varlen_forward, _fake_varlen_forward, ()),
-    "_flash_attn_backward": (
-        _BACKWARD_SCHEMA,
-        private_interface._flash_attn_backward,
-        _fake_backward,
-        _WRITTEN,
-    ),
-    "_flash_attn_varlen_backward": (
-        _VARLEN_BACKWARD_SCHEMA,
-        private_interface._flash_attn_varlen_backward,
-        _fake_varlen_backward,
-        _WRITTEN,
-    ),
+_FAKES: dict[str, Callable[..., Any]] = {
+    "_flash_attn_forward": _fake_forward,
+    "_flash_attn_varlen_forward": _fake_varlen_forward,
+    "_flash_attn_backward": _fake_backward,
+    "_flash_attn_varlen_backward": _fake_varlen_backward,
 }

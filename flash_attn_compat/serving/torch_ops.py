@@ -109,14 +109,14 @@ class _Arguments(NamedTuple):
         )
 
 
-_SPELLINGS: dict[Any, str] = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool"}
-_SPELLINGS |= {kind | None: f"{spelling}?" for kind, spelling in _SPELLINGS.items()}
-_SPELLINGS[int | Tensor | None] = "Tensor?"  # the int goes by an argument of its own
+SPELLINGS: dict[Any, str] = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool"}
+SPELLINGS |= {kind | None: f"{spelling}?" for kind, spelling in SPELLINGS.items()}
+SPELLINGS[int | Tensor | None] = "Tensor?"  # the int goes by an argument of its own
 
 
 def schema(arguments: type) -> str:
     """The fields of a NamedTuple as an operator's schema names its arguments."""
-    return ", ".join(f"{_SPELLINGS[kind]} {name}" for name, kind in arguments.__annotations__.items())
+    return ", ".join(f"{SPELLINGS[kind]} {name}" for name, kind in arguments.__annotations__.items())
 
 
 @torch.library.custom_op(
