@@ -21,6 +21,7 @@ def attention(
     scale: float | None = None,
     window: tuple[int, int] = (-1, -1),
     slopes: Any = None,
+    bias: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     keep: Tensor | None = None,
@@ -34,6 +35,8 @@ def attention(
     ahead = columns - rows[:, None] - (len(columns) - len(rows))
     if slopes is not None:
         scores = scores - torch.as_tensor(slopes, dtype=q.dtype)[:, None, None] * ahead.abs()
+    if bias is not None:
+        scores = scores + bias
     left, right = (side if side >= 0 else len(rows) + len(columns) for side in window)
     scores = scores.masked_fill((ahead > right) | (ahead < -left), -torch.inf)
     if sinks is not None:

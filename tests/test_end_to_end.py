@@ -14,19 +14,18 @@ from benchmarks.end_to_end.programs import PROGRAMS
 from tests.interpreters import forked_child
 
 
-class Forked:
-    """A worker's process that does not import PyTorch anew."""
+@pytest.fixture(autouse=True)
+def forked_workers(monkeypatch):
+    """Workers that do not import PyTorch anew."""
 
-    def __init__(self, command, env, **options):
+    def run(command, env, **options):
         code = f"import sys; sys.argv[1:] = {command[3:]!r}; from benchmarks.end_to_end.worker import main; main()"
-        self.returncode = forked_child(code, env).returncode
+        return forked_child(code, env)
 
-    def poll(self):
-        return self.returncode
+    monkeypatch.setattr(command_line, "subprocess", SimpleNamespace(run=run, PIPE=None))
 
 
-def test_each_program_runs_on_ours_and_agrees_with_eager(tmp_path, monkeypatch):
-    monkeypatch.setattr(command_line, "subprocess", SimpleNamespace(Popen=Forked, DEVNULL=None))
+def test_each_program_runs_on_ours_and_agrees_with_eager(tmp_path):
     written = tmp_path / "figures.json"
     command = ["--tiny", "--device", "cpu", "--repeats", "1", "--implementations", "ours", "eager"]
     assert command_line.main([*command, "--json", str(written)]) == 0
@@ -40,7 +39,7 @@ def test_each_program_runs_on_ours_and_agrees_with_eager(tmp_path, monkeypatch):
         assert found["eager"][program]["peak_bytes"] > 0
 
 
-def test_a_program_that_takes_too_long_is_a_row_and_the_next_has_its_turn(tmp_path, capsys):
+def test_a_program_that_takes_too_long_is_a_row_and_the_next_has_its_turn(tmp_path):
     written = tmp_path / "figures.json"
     command = ["--tiny", "--device", "cpu", "--implementations", "ours", "--programs", "paged-prefix", "paged-decode"]
     assert command_line.main([*command, "--limit", "0", "--json", str(written)]) == 1

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_attn_compat import flash_attn_triton
 from flash_attn_compat.flash_attn_triton import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
-from tests.plain import check_function, pairwise
+from tests.plain import attention, check_function, pairwise
 from tests.support import randn
 
 B, H, D = 2, 3, 16
@@ -19,12 +19,9 @@ B, H, D = 2, 3, 16
 def plain(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, causal: bool = False, scale: Any = None
 ) -> Tensor:
-    scores = torch.einsum("bthd,bshd->bhts", q, k) * (D**-0.5 if scale is None else scale)
-    scores = scores if bias is None else scores + bias
-    if causal:
-        above = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(above, -torch.inf)
-    return torch.einsum("bhts,bshd->bthd", scores.softmax(-1).to(v.dtype), v)
+    """Causal from the first row and key on."""
+    above = torch.full((q.shape[1], k.shape[1]), -torch.inf if causal else 0.0, dtype=torch.float64).triu(1)
+    return attention(q, k, v, scale=scale, bias=above.to(q.dtype) if bias is None else bias + above.to(bias.dtype))
 
 
 @pytest.mark.parametrize(
@@ -62,13 +59,10 @@ def test_a_large_fp32_bias_is_not_rounded_to_half() -> None:
 def test_packed_forms_take_q_k_and_v_from_their_places() -> None:
     q, k, v = (randn(B, 5, H, D, seed=s) for s in range(3))
     bias = randn(1, H, 1, 5)
-    expected = plain(q, k, v, bias, True, 0.3)
-    for out in (
-        flash_attn_func(q, k, v, bias, True, 0.3),
-        flash_attn_kvpacked_func(q, torch.stack((k, v), dim=2), bias, True, 0.3),
-        flash_attn_qkvpacked_func(torch.stack((q, k, v), dim=2), bias, True, 0.3),
-    ):
-        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    expected = flash_attn_func(q, k, v, bias, True, 0.3)
+    torch.testing.assert_close(expected, plain(q, k, v, bias, True, 0.3), rtol=1e-5, atol=1e-6)
+    assert torch.equal(flash_attn_kvpacked_func(q, torch.stack((k, v), dim=2), bias, True, 0.3), expected)
+    assert torch.equal(flash_attn_qkvpacked_func(torch.stack((q, k, v), dim=2), bias, True, 0.3), expected)
 
 
 def test_autocast_rounds_nothing() -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flash_attn_compat import flash_attn_func
 from flash_attn_compat.ops import layer_norm as ln
 from flash_attn_compat.ops import rms_norm as rn
 from flash_attn_compat.ops.triton.layer_norm import (
@@ -20,7 +21,7 @@ from flash_attn_compat.ops.triton.layer_norm import (
     rms_norm_ref,
 )
 from tests.plain import check_function, pairwise
-from tests.support import close, randn
+from tests.support import close, qkv, randn
 
 B, S, D = 2, 5, 24
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -95,26 +96,87 @@ def test_the_triton_family_is_dropout_sum_and_norm(
     check_function(ours, plain, *inputs(dtype, names))
 
 
-@pytest.mark.parametrize(("dtype", "rms", "dropout_p"), pairwise(DTYPES, (False, True), (0.0, 0.3)))
+KEPT0, KEPT1 = torch.tensor([True, False, True, True]), torch.tensor([False, True, True, False])  # of four samples
+
+
+def numbers(kept: Tensor) -> Tensor:
+    """1 + its number for each row of a kept sample, 0 for the others."""
+    rows = kept.repeat_interleave(S)
+    return torch.cumsum(rows, 0, dtype=torch.int32).masked_fill(~rows, 0).reshape(4, S)
+
+
+def added(x0: Tensor, residual: Tensor, mask: Tensor, dropout_p: float, *scales: Tensor) -> Tensor:
+    branch = wide(x0)
+    for scale in scales:
+        branch = branch * scale
+    return dropped(branch, mask, dropout_p) + residual
+
+
+# name: (functions, tensors, further arguments, the sum from masks and tensors, the rows that are wanted)
+DROPOUT_FAMILY: dict[str, tuple[Any, tuple[str, ...], dict[str, Any], Any, Any]] = {
+    "dropout_add": (
+        (ln.dropout_add_layer_norm, rn.dropout_add_rms_norm),
+        ("x0", "residual", "weight", "bias", "rowscale", "layerscale"), {},
+        lambda p, masks, t: added(t["x0"], t["residual"], masks[0], p, t["rowscale"][..., None], t["layerscale"]),
+        slice(None),
+    ),
+    "subset": (
+        (ln.dropout_add_layer_norm_subset, rn.dropout_add_rms_norm_subset),
+        ("x0", "residual", "weight", "bias", "layerscale"),
+        {"x0_subset": numbers(KEPT0), "out_subset": numbers(KEPT1), "rowscale_const": 1 / 0.9, "out_numrows": 2 * S},
+        lambda p, masks, t: t["residual"].index_add(
+            0, KEPT0.nonzero().flatten(), added(t["x0"], 0.0, masks[0], p, 1 / 0.9, t["layerscale"])  # type: ignore[arg-type]
+        ),
+        KEPT1,
+    ),
+    "parallel": (
+        (ln.dropout_add_layer_norm_parallel_residual, rn.dropout_add_rms_norm_parallel_residual),
+        ("x0", "x1", "residual", "weight0", "bias0", "weight1", "bias1"), {},
+        lambda p, masks, t: added(t["x0"], added(t["x1"], t["residual"], masks[1], p), masks[0], p), slice(None),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype", "weight_dtype", "rms", "dropout_p"),
+    pairwise(DROPOUT_FAMILY, DTYPES, DTYPES, (False, True), (0.0, 0.3)),
+)
 def test_the_dropout_layer_norm_family_is_scales_dropout_sum_and_norm(
-    dtype: torch.dtype, rms: bool, dropout_p: float
+    form: str, dtype: torch.dtype, weight_dtype: torch.dtype, rms: bool, dropout_p: float
 ) -> None:
-    names = ("x0", "residual", "weight", "bias", "rowscale", "layerscale")
+    """The subset form drops whole samples, and its factor, 1 / 0.9, is not rounded to the weights' dtype."""
+    functions, names, options, total, wanted = DROPOUT_FAMILY[form]
     masks: list[Tensor] = []
 
     def ours(*values: Tensor) -> Any:
-        function = rn.dropout_add_rms_norm if rms else ln.dropout_add_layer_norm
-        given: dict[str, Any] = dict(zip(names, values, strict=True))
-        z, x, mask = function(**given, dropout_p=dropout_p, epsilon=EPS, prenorm=True, return_dropout_mask=True)
-        assert mask.dtype == torch.uint8 and mask.shape == (B, S, D) and (dropout_p > 0 or mask.all())
-        masks[:] = [mask]
-        return z, x
+        given: dict[str, Any] = {**dict(zip(names, values, strict=True)), **options}
+        more: dict[str, Any] = {"dropout_p": dropout_p, "epsilon": EPS, "prenorm": True, "return_dropout_mask": True}
+        outputs = functions[rms](**given, **more)
+        number = 2 if form == "parallel" else 1
+        masks[:] = outputs[-number:]
+        assert all(mask.dtype == torch.uint8 and (dropout_p > 0 or mask.all()) for mask in masks)
+        return outputs[:-number]
 
-    def plain(x0: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, rowscale: Tensor, layerscale: Tensor) -> Any:
-        h = dropped(wide(x0) * rowscale[..., None] * layerscale, masks[0], dropout_p) + residual
-        return norm(h, weight, bias, rms).to(x0.dtype), h
+    def plain(*values: Tensor) -> Any:
+        given = dict(zip(names, values, strict=True))
+        h = total(dropout_p, masks, given)
+        pairs = [("weight0", "bias0"), ("weight1", "bias1")] if form == "parallel" else [("weight", "bias")]
+        return [*(norm(h, given[w], given[b], rms)[wanted].to(given["x0"].dtype) for w, b in pairs), h]
 
-    check_function(ours, plain, *inputs(dtype, names))
+    values = inputs(dtype, names)
+    if form == "subset":
+        values[:2] = randn(3, S, D, dtype=dtype), randn(4, S, D)
+    kinds = ("x0", "x1", "residual", "rowscale")
+    check_function(ours, plain, *(v if n in kinds else v.to(weight_dtype) for n, v in zip(names, values)))
+
+
+def test_an_output_that_nobody_uses_costs_no_gradient() -> None:
+    x, residual, weight, bias = (t.requires_grad_() for t in inputs(torch.float32, ("x", "residual", "weight", "bias")))
+    _, h = layer_norm_fn(x, weight, bias, residual=residual, prenorm=True)
+    assert torch.autograd.grad(h.sum(), (weight, bias), allow_unused=True) == (None, None)  # type: ignore[union-attr]
+    q, k, v = (t.requires_grad_() for t in qkv())
+    _, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
+    assert torch.autograd.grad(lse.sum(), (q, k, v), allow_unused=True) == (None, None, None)
 
 
 def test_half_outputs_are_rounded_once_from_the_unrounded_sum() -> None:
@@ -229,69 +291,11 @@ def test_the_triton_rms_norm_module_drops_only_in_training() -> None:
 # The rest of the dropout_layer_norm family
 
 
-@both_norms
-def test_the_subset_form_drops_whole_samples(rms: bool) -> None:
-    function = rn.dropout_add_rms_norm_subset if rms else ln.dropout_add_layer_norm_subset
-    kept0, kept1 = torch.tensor([True, False, True, True]), torch.tensor([False, True, True, False])
-    masks: list[Tensor] = []
-
-    def numbers(kept: Tensor) -> Tensor:
-        rows = kept.repeat_interleave(S)
-        return torch.cumsum(rows, 0, dtype=torch.int32).masked_fill(~rows, 0).reshape(4, S)
-
-    def ours(x0: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, layerscale: Tensor) -> Any:
-        z, x, mask = function(
-            x0, residual, weight, bias, 0.4, EPS, layerscale, numbers(kept0), numbers(kept1), 1.25, 2 * S, True,
-            return_dropout_mask=True,
-        )  # fmt: skip
-        masks[:] = [mask]
-        return z, x
-
-    def plain(x0: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, layerscale: Tensor) -> Any:
-        branch = dropped(x0 * 1.25 * layerscale, masks[0], 0.4)
-        h = residual.index_add(0, kept0.nonzero().flatten(), branch)
-        return norm(h, weight, bias, rms)[kept1], h
-
-    parameters = (randn(D, seed=seed) for seed in (2, 3, 4))
-    check_function(ours, plain, randn(3, S, D), randn(4, S, D), *parameters)
-
-
-@pytest.mark.parametrize(("dtype", "weight_dtype", "scaled"), pairwise(DTYPES, DTYPES, (False, True)))
-def test_the_subset_forms_factors_are_not_rounded_to_the_weights_dtype(
-    dtype: torch.dtype, weight_dtype: torch.dtype, scaled: bool
-) -> None:
-    """Values and gradients; a factor of 1 / 0.9 in bf16 would be off by 4e-3."""
-    factor = 1 / 0.9
-
-    def ours(x0: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, layerscale: Tensor | None) -> Any:
-        return ln.dropout_add_layer_norm_subset(
-            x0, residual, weight, bias, 0.0, EPS, layerscale, rowscale_const=factor, prenorm=True
-        )
-
-    def plain(x0: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, layerscale: Tensor | None) -> Any:
-        x = (x0 if layerscale is None else x0 * layerscale) * factor + residual
-        return norm(x, weight, bias, False).to(x0.dtype), x
-
-    weight, bias, layerscale = (randn(D, dtype=weight_dtype, seed=seed) for seed in (1, 2, 3))
-    x0, residual = randn(B * S, D, dtype=dtype, seed=4), randn(B * S, D, seed=5)
-    check_function(ours, plain, x0, residual, weight, bias, layerscale if scaled else None)
-
-
-@both_norms
-def test_the_parallel_residual_form_gives_two_norms_of_one_sum(rms: bool) -> None:
-    function = rn.dropout_add_rms_norm_parallel_residual if rms else ln.dropout_add_layer_norm_parallel_residual
-    x0, x1, residual = (randn(B, S, D, seed=i) for i in range(3))
-    weight0, bias0, weight1, bias1 = (randn(D, seed=i) for i in range(3, 7))
-    z0, z1, x, mask0, mask1 = function(
-        x0, x1, residual, weight0, bias0, weight1, bias1, 0.2, EPS, prenorm=True, return_dropout_mask=True
-    )
-    h = x0.double() * mask0 / 0.8 + x1.double() * mask1 / 0.8 + residual.double()
-    assert not torch.equal(mask0, mask1)
-    close(z0, norm(h, weight0, bias0, rms))
-    close(z1, norm(h, weight1, bias1, rms))
-    close(x, h)
-    only, none = function(x0, x1, residual, weight0, bias0, None, None, 0.0, EPS)
-    assert none is None and only is not None
+def test_without_a_second_weight_the_parallel_form_has_one_output() -> None:
+    x, weight = randn(3, D), randn(D)
+    z, none = ln.dropout_add_layer_norm_parallel_residual(x, x, None, weight, None, None, None, 0.0, EPS)
+    assert none is None and z is not None
+    close(z, norm(2 * x.double(), weight, None, rms=False))
 
 
 def test_the_modules_hold_the_parameters_of_flash_attn() -> None:

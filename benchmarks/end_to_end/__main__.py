@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from rich.table import Table
 
 import benchmarks.end_to_end
 from benchmarks.end_to_end.agreement import compared, reference
-from benchmarks.end_to_end.program import Implementation
+from benchmarks.end_to_end.program import Implementation, figure
 from benchmarks.end_to_end.programs import PROGRAMS
 from flash_attn_compat import settings
 from flash_attn_compat.naming.site_directory import SITE
@@ -78,50 +78,22 @@ def run(implementation: Implementation, options: argparse.Namespace, folder: Pat
     rows: Rows = {}
     waiting = list(options.programs)
     while waiting:
-        how = ["tiny" if options.tiny else "real", *waiting]
+        how = [str(options.repeats), str(options.limit), "tiny" if options.tiny else "real"]
         command = [sys.executable, "-m", "benchmarks.end_to_end.worker", str(folder), implementation.name,
-                   options.device, options.dtype, str(options.repeats), *how]  # fmt: skip
-        with (folder / "stderr").open("w+") as stderr:
-            child = subprocess.Popen(command, env=_environment(implementation), cwd=REPOSITORY, stderr=stderr,
-                                     stdout=subprocess.DEVNULL)  # fmt: skip
-            late = _watched(child, implementation, waiting, rows, folder, options.limit)
-            stderr.seek(0)
-            last = (stderr.read().strip().splitlines() or ["without a word"])[-1]
+                   options.device, options.dtype, *how, *waiting]  # fmt: skip
+        ended = subprocess.run(command, env=_environment(implementation), cwd=REPOSITORY, check=False, text=True,
+                               stderr=subprocess.PIPE)  # fmt: skip
         if (folder / "not_here").exists():
             return rows, (folder / "not_here").read_text()
-        if waiting:
-            what = f"took more than {options.limit:.0f} s" if late else f"exit code {child.returncode}: {last}"
-            rows[waiting.pop(0)] = {"error": what}
-    return rows, ""
-
-
-def _watched(
-    child: subprocess.Popen[bytes], implementation: Implementation, waiting: list[str], rows: Rows, folder: Path,
-    limit: float,
-) -> bool:  # fmt: skip
-    """Move results into `rows` as they come; True if the process was ended because one did not."""
-    since = time.monotonic()
-    while True:
-        ended = child.poll() is not None
         while waiting and (folder / f"{waiting[0]}.json").exists():
             program = waiting.pop(0)
             rows[program] = json.loads((folder / f"{program}.json").read_text())
-            print(f"{implementation.name:10} {program:22} {_figure(rows[program])}", flush=True)
-            since = time.monotonic()
-        if ended:
-            return False
-        if time.monotonic() - since > limit:
-            child.kill()
-            child.wait()
-            return True
-        time.sleep(0.05)
-
-
-def _figure(row: dict[str, Any]) -> str:
-    if "error" in row:
-        return str(row["error"])
-    rate = row["tokens_per_second"]
-    return f"{rate:.1f} tok/s" if rate else f"{row['ms']:.1f} ms"
+        if waiting:
+            last = (ended.stderr.strip().splitlines() or ["without a word"])[-1]
+            late = ended.returncode == -signal.SIGALRM
+            what = f"took more than {options.limit:.0f} s" if late else f"exit code {ended.returncode}: {last}"
+            rows[waiting.pop(0)] = {"error": what}
+    return rows, ""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -194,7 +166,7 @@ def _show(found: dict[str, Rows], absent: dict[str, str], options: argparse.Name
             if name == row["reference"]:
                 agreement = "the others' measure"
             memory = f"{row['peak_bytes'] / 2**20:,.1f} MiB"
-            table.add_row(program, name, _figure(row), memory, agreement, row["served_by"])
+            table.add_row(program, name, figure(row), memory, agreement, row["served_by"])
     console.print(table)
     for name, why in absent.items():
         console.print(f"{name}: {why}")

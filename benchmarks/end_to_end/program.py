@@ -77,3 +77,11 @@ def lengths(total: int, count: int) -> list[int]:
     found: list[int] = (drawn / drawn.sum() * (total - count)).int().add(1).tolist()
     found[0] += total - sum(found)
     return found
+
+
+def figure(row: dict[str, Any]) -> str:
+    """What was found, in a word or two."""
+    if "error" in row:
+        return str(row["error"])
+    rate = row["tokens_per_second"]
+    return f"{rate:.1f} tok/s" if rate else f"{row['ms']:.1f} ms"

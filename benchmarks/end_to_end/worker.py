@@ -1,12 +1,13 @@
 """One implementation's process: runs programs one after the other, a file of results for each.
 
-`python -m benchmarks.end_to_end.worker FOLDER IMPLEMENTATION DEVICE DTYPE REPEATS TINY PROGRAM...`
+`python -m benchmarks.end_to_end.worker FOLDER IMPLEMENTATION DEVICE DTYPE REPEATS LIMIT TINY PROGRAM...`
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import signal
 import statistics
 import sys
 import time
@@ -15,13 +16,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.end_to_end.program import Implementation, NotHere, Prepared, Setting
+from benchmarks.end_to_end.program import Implementation, NotHere, Prepared, Setting, figure
 from benchmarks.end_to_end.programs import PROGRAMS
 from verify.timing import allocations
 
 
 def main() -> None:
-    folder, name, device, dtype, repeats, tiny, *programs = sys.argv[1:]
+    folder, name, device, dtype, repeats, limit, tiny, *programs = sys.argv[1:]
     setting = Setting(device, getattr(torch, dtype), tiny == "tiny", Implementation(name))
     try:
         _make_ready(setting)
@@ -29,10 +30,11 @@ def main() -> None:
         Path(folder, "not_here").write_text(str(reason))
         return
     for program in programs:
+        signal.setitimer(signal.ITIMER_REAL, max(float(limit), 1e-3))  # which ends the process, wherever it is
         found = _measured(program, setting, int(repeats), Path(folder))
-        written = Path(folder, f"{program}.written")
-        written.write_text(json.dumps(found))
-        written.rename(Path(folder, f"{program}.json"))  # whole, or not there yet
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        Path(folder, f"{program}.json").write_text(json.dumps(found))
+        print(f"{name:10} {program:22} {figure(found)}", flush=True)
         gc.collect()
         if setting.device.startswith("cuda"):
             torch.cuda.empty_cache()

@@ -116,9 +116,9 @@ def test_the_variable_asks_as_the_argument_does(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(VARIABLE, "2.6")
     for options, version in (({}, "2.6.3"), ({"api": "2.8"}, "2.8.3")):
         with patched(**options):
-            assert (
-                importlib.import_module("flash_attn").__version__ == importlib.metadata.version("flash-attn") == version
-            )
+            assert importlib.import_module("flash_attn").__version__ == version
+            assert importlib.metadata.version("flash-attn") == version
+        assert os.environ[VARIABLE] == "2.6"
 
 
 def test_unknown_interfaces_and_changes_of_mind_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
