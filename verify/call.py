@@ -74,6 +74,12 @@ class Answer:
     grads: Mapping[str, Tensor] = field(default_factory=dict)
     caches: Mapping[str, Tensor] = field(default_factory=dict)
 
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """All of it by name: out, softmax_lse, dq, dk, dv, k_cache and v_cache, as far as they are there."""
+        lse = {} if self.softmax_lse is None else {"softmax_lse": self.softmax_lse}
+        return {"out": self.out, **lse, **{f"d{name}": grad for name, grad in self.grads.items()}, **self.caches}
+
     def to(self, device: torch.device | str) -> Answer:
         """The same on another device."""
         lse, s_dmask = (None if x is None else x.to(device) for x in (self.softmax_lse, self.s_dmask))

@@ -12,23 +12,26 @@ than its neighbour has to be as right as that one, and a NaN or infinity may spo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from verify import oracle
-from verify.call import Answer, Call, same
-from verify.oracle import Truth
+from verify.call import CACHES, Answer, Call, same
+from verify.oracle import Tokens, Truth
 
 # (times the plain error, times one rounding of the terms)
 OUT, GRADIENT = (2.0, 1.0), (3.0, 2.0)
-OFFICIAL_OUT_EPSILONS, OFFICIAL_GRADIENT_EPSILONS, OFFICIAL_LSE = 4.0, 8.0, 2e-3
 OFFICIAL_TANH = 2.0**-11  # tanh.approx.f32
 CONVERTED = 2.0**-36  # probabilities times 2^12, and dS below 2^15, in steps of fp16's 2^-24
-CANCELLATION = 64 * torch.finfo(torch.float32).eps  # what flash-attn's fp32 sums leave of a gradient that cancels to 0
+OFFICIAL_LSE = 2e-3
+# Against recorded answers: (roundings of the largest number, absolute), the latter of a gradient being what flash-attn's
+# fp32 sums leave where it cancels to 0.
+OFFICIAL = {"out": (4.0, 0.0), "softmax_lse": (0.0, OFFICIAL_LSE), "k_cache": (1.0, 0.0), "v_cache": (0.0, 0.0)}
+OFFICIAL_GRADIENT = 8.0, 64 * torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True)
@@ -66,33 +69,32 @@ def broken(quantity: str, note: str, against: str = "fp64") -> Check:
     return Check(quantity, against, math.inf, 0.0, note)
 
 
-def worst(x: Tensor, tokens: Sequence[Tensor]) -> Tensor:
-    """(sequences + 1, heads) of (B, S, H, d) or (T, H, d): the largest number in each (sequence, head), by the tokens
-    of each sequence; in the last row that of tokens outside of all sequences.
+def worst(name: str, x: Tensor, tokens: Tokens) -> Tensor:
+    """The largest number of a part of an answer in each (sequence, head), and in a last row that of tokens outside of
+    all sequences; in each (row, head) of a cache.
     """
-    return _by_sequence(x.amax(-1) if x.shape[-1] else x.sum(-1), tokens)
-
-
-def _by_sequence(x: Tensor, tokens: Sequence[Tensor]) -> Tensor:
-    """The same of (B, S, H) or (T, H)."""
+    if name in CACHES:
+        return x.amax((1, 3))
+    if name == "softmax_lse":  # (B, H, S) or (H, T)
+        x = x.mT
+    else:  # (B, S, H, d) or (T, H, d)
+        x = x.amax(-1) if x.shape[-1] else x.sum(-1)
     x = x.flatten(0, -2)
-    owners = torch.full((len(x), 1), len(tokens), device=x.device)
-    for sequence, mine in enumerate(tokens):
+    sequences = tokens.keys if name in ("dk", "dv") else tokens.rows
+    owners = torch.full((len(x), 1), len(sequences), device=x.device)
+    for sequence, mine in enumerate(sequences):
         owners[mine.to(x.device)] = sequence
-    return x.new_zeros(len(tokens) + 1, x.shape[1]).scatter_reduce(0, owners.expand(x.shape), x, "amax")
+    return x.new_zeros(len(sequences) + 1, x.shape[1]).scatter_reduce(0, owners.expand(x.shape), x, "amax")
 
 
 @dataclass(frozen=True)
 class Right:
-    """The right answer to a call and, for out, q, k and v by (sequence, head), how far from it one may be."""
+    """The right answer to a call and, for out, dq, dk and dv by (sequence, head), how far from it one may be."""
 
     call: Call
     exact: Truth
     bounds: Mapping[str, Tensor]
     has_tainted: bool
-
-    def tokens(self, name: str) -> Sequence[Tensor]:
-        return self.exact.tokens.keys if name in ("k", "v") else self.exact.tokens.rows
 
 
 def right_answer(call: Call, keep: Tensor | None = None, converted: bool = False) -> Right:
@@ -101,43 +103,36 @@ def right_answer(call: Call, keep: Tensor | None = None, converted: bool = False
     converted: where bf16 is computed as scaled fp16 (docs/exactness.md)
     """
     exact = oracle.answer(call.fn, call.args, call.dout, keep)
-    plain = oracle.plain(call.fn, call.args, call.dout, keep)
-    right = Right(call, exact, {}, bool(exact.tainted.any()))
+    plain = oracle.plain(call.fn, call.args, call.dout, keep).parts
     unit = CONVERTED / (1 - call.dropout_p) if converted else 0.0
-    return replace(right, bounds={name: _bounds(right, plain, name, unit) for name in ("out", *exact.grads)})
+    names = ("out", *(f"d{name}" for name in exact.grads))
+    found = {name: _bounds(name, plain[name], exact, unit) for name in names}
+    return Right(call, exact, found, bool(exact.tainted.any()))
 
 
-def _bounds(right: Right, plain: Answer, name: str, unit: float) -> Tensor:
+def _bounds(name: str, plain: Tensor, exact: Truth, unit: float) -> Tensor:
     """In proportion to what is summed in that head of that sequence, never in another.
 
     unit: steps of the probabilities, and of dS beside the largest dP, where the dtype's own are smaller
     """
-    exact, dtype = right.exact, right.call.dtype
-    eps = torch.finfo(dtype).eps
-    expected, yardstick = (a.out if name == "out" else a.grads[name] for a in (exact, plain))
+    of, eps = name.removeprefix("d"), torch.finfo(plain.dtype).eps
     # Where the plain computation overflows it says nothing, and the floor has to do.
-    plain_errors = _errors(yardstick, expected, dtype).nan_to_num(nan=0.0, posinf=0.0)
-    size = exact.magnitudes[name]
-    if dtype in (torch.float32, torch.float64):
+    plain_errors = _errors(plain, exact.parts[name], plain.dtype).nan_to_num(nan=0.0, posinf=0.0)
+    size, spacing = exact.magnitudes[of], exact.spacings[of]
+    if plain.dtype in (torch.float32, torch.float64):
         # Only where scores are computed in the dtype itself does their size add to the error of the probabilities.
         size = size * (2 + exact.magnitudes["score"].unflatten(1, (size.shape[1], -1)).amax(2))
-    spacing = _smallest(dtype) * (1 + exact.spacings[name])
+    floor = eps * size + _smallest(plain.dtype) * (1 + spacing)
     if unit:
-        spacing = spacing + unit * exact.spacings[name] * (_largest_dP(exact, name) if name in ("q", "k") else 1.0)
-    times, floor = OUT if name == "out" else GRADIENT
-    return times * worst(plain_errors, right.tokens(name))[:-1] + floor * (eps * size + spacing)
+        largest_dP = exact.magnitudes["dP"].unflatten(1, (size.shape[1], -1)).amax(2) if name in ("dq", "dk") else 1.0
+        floor = floor + unit * spacing * largest_dP
+    times, floors = OUT if name == "out" else GRADIENT
+    return times * worst(name, plain_errors, exact.tokens)[:-1] + floors * floor
 
 
 def _smallest(dtype: torch.dtype) -> float:
     """How far neighbouring numbers below smallest_normal are apart, whatever their size."""
     return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-
-
-def _largest_dP(exact: Truth, name: str) -> Tensor:
-    """By (sequence, head), key heads for k."""
-    heads = exact.spacings[name].shape[1]
-    largest: Tensor = exact.magnitudes["dP"].unflatten(1, (heads, -1)).amax(2)
-    return largest
 
 
 def against_fp64(right: Right, got: Answer, device: str = "cpu", approximate: bool = False) -> list[Check]:
@@ -146,38 +141,33 @@ def against_fp64(right: Right, got: Answer, device: str = "cpu", approximate: bo
     `got` lies where the right answer does. device: the kind that computed it; approximate: with an exp and a tanh that
     are approximations, as flash-attn's are
     """
-    exact, dtype = right.exact, right.call.dtype
-    checks = []
-    for name in ("out", *exact.grads):
-        quantity = name if name == "out" else f"d{name}"
-        mine, expected = (a.out if name == "out" else a.grads.get(name) for a in (got, exact))
-        assert expected is not None
-        if (wrong := _other_shape(quantity, mine, expected)) or mine is None:
-            checks.append(wrong or broken(quantity, "missing"))
-            continue
-        errors = worst(_errors(mine, expected, dtype), right.tokens(name))
-        if bool(errors[-1].any()):
-            checks.append(broken(quantity, "not 0 outside of all sequences"))
-        allowed = right.bounds[name]
-        if approximate and (softcap := float(right.call.args.get("softcap", 0.0))) > 0:
-            # Each score is off by as much as its tanh, and so is the LSE; dS is kept divided by the cap.
-            allowed = allowed + 4 * OFFICIAL_TANH * (1 + softcap) * exact.magnitudes[name]
-            allowed = allowed + 2 * softcap * _smallest(dtype) * exact.spacings[name]
-        checks.append(_worst(quantity, "fp64", _untainted(right, errors[:-1]), allowed))
-    if got.softmax_lse is not None and exact.softmax_lse is not None:
-        checks.append(
-            _other_shape("softmax_lse", got.softmax_lse, exact.softmax_lse)
-            or _lse_check(right, got.softmax_lse, device, approximate)
-        )
-    return checks + [
-        _cache_check(right.call, name, got.caches[name], expected) for name, expected in exact.caches.items()
-    ]
+    exact, dtype, parts, checks = right.exact, right.call.dtype, got.parts, []
+    softcap = float(right.call.args.get("softcap", 0.0))
+    for name, expected in exact.parts.items():
+        mine = parts.get(name)
+        if mine is None or mine.shape != expected.shape:
+            # An LSE need not have been asked for.
+            checks += [] if mine is None and name == "softmax_lse" else [_other_form(name, mine, expected, "fp64")]
+        elif name in CACHES:
+            checks.append(_cache_check(right.call, name, mine, expected))
+        elif name == "softmax_lse":
+            checks.append(_lse_check(right, mine, expected, device, approximate))
+        else:
+            errors = worst(name, _errors(mine, expected, dtype), exact.tokens)
+            if bool(errors[-1].any()):
+                checks.append(broken(name, "not 0 outside of all sequences"))
+            allowed, of = right.bounds[name], name.removeprefix("d")
+            if approximate and softcap > 0:
+                # Each score is off by as much as its tanh, and so is the LSE; dS is kept divided by the cap.
+                allowed = allowed + 4 * OFFICIAL_TANH * (1 + softcap) * exact.magnitudes[of]
+                allowed = allowed + 2 * softcap * _smallest(dtype) * exact.spacings[of]
+            checks.append(_worst(name, "fp64", _untainted(right, errors[:-1]), allowed))
+    return checks
 
 
-def _other_shape(quantity: str, mine: Tensor | None, expected: Tensor, against: str = "fp64") -> Check | None:
-    if mine is None or mine.shape == expected.shape:
-        return None
-    return broken(quantity, f"shape {tuple(mine.shape)}, expected {tuple(expected.shape)}", against)
+def _other_form(quantity: str, mine: Tensor | None, expected: Tensor, against: str) -> Check:
+    note = "missing" if mine is None else f"shape {tuple(mine.shape)}, expected {tuple(expected.shape)}"
+    return broken(quantity, note, against)
 
 
 def _untainted(right: Right, errors: Tensor) -> Tensor:
@@ -205,12 +195,10 @@ def _worst(quantity: str, against: str, errors: Tensor, bounds: Tensor) -> Check
     return Check(quantity, against, error, bound, note, widest_bound=widest_bound)
 
 
-def _lse_check(right: Right, mine: Tensor, device: str, approximate: bool) -> Check:
-    assert right.exact.softmax_lse is not None
-    exact = right.exact.softmax_lse
+def _lse_check(right: Right, mine: Tensor, exact: Tensor, device: str, approximate: bool) -> Check:
     # NaN: nothing is promised there.
     apart = _difference(mine, exact).masked_fill(exact.isnan(), 0.0)
-    errors = _by_sequence(apart.mT, right.exact.tokens.rows)[:-1]
+    errors = worst("softmax_lse", apart, right.exact.tokens)[:-1]
     # An fp32 LSE of an fp64 call is no more than that.
     dtype = mine.dtype if right.call.dtype == torch.float64 else right.call.dtype
     bounds = lse_allowance(dtype, right.exact.magnitudes["score"], device, approximate)
@@ -261,12 +249,13 @@ def _difference(got: Tensor, expected: Tensor) -> Tensor:
 
 def of_other_form(call: Call, got: Answer, approximate: bool = False) -> list[Check]:
     """dtypes, and S_dmask's shape, without which nothing can be said. approximate: an fp64 call's LSE may be fp32."""
-    q = call.dtype
-    found = {"out": got.out, "S_dmask": got.s_dmask, **{f"d{name}": grad for name, grad in got.grads.items()}}
-    wrong = [broken(n, f"{x.dtype} instead of {q}") for n, x in found.items() if x is not None and x.dtype != q]
-    allowed = {torch.promote_types(q, torch.float32)} | ({torch.float32} if approximate else set())
-    if got.softmax_lse is not None and got.softmax_lse.dtype not in allowed:
-        wrong.append(broken("softmax_lse", f"{got.softmax_lse.dtype} instead of {max(allowed, key=str)}"))
+    wide = torch.promote_types(call.dtype, torch.float32)
+    parts = got.parts if got.s_dmask is None else {**got.parts, "S_dmask": got.s_dmask}
+    wrong = []
+    for name, mine in parts.items():
+        expected = wide if name == "softmax_lse" else call.dtype
+        if mine.dtype != expected and not (approximate and name == "softmax_lse" and mine.dtype == torch.float32):
+            wrong.append(broken(name, f"{mine.dtype} instead of {expected}"))
     if got.s_dmask is not None and tuple(got.s_dmask.shape) != (shape := _s_dmask_shape(call)):
         wrong.append(broken("S_dmask", f"shape {tuple(got.s_dmask.shape)}, expected {shape}"))
     return wrong
@@ -296,28 +285,16 @@ def kept_fraction(call: Call, s_dmask: Tensor, slack: float = 0.0) -> Check:
 
 def against_official(call: Call, got: Answer, official: Answer) -> list[Check]:
     """Every quantity of an answer against what flash-attn itself gave, all of it on the CPU."""
-    eps, tokens = torch.finfo(call.dtype).eps, oracle.one_form(call)[1]
-
-    def measure(quantity: str, mine: Tensor | None, expected: Tensor, epsilons: float, absolute: float = 0.0) -> Check:
-        if (wrong := _other_shape(quantity, mine, expected, "official")) or mine is None:
-            return wrong or broken(quantity, "missing", "official")
-        sizes, errors = expected.double().abs().nan_to_num(nan=0.0, posinf=0.0), _difference(mine, expected)
-        if quantity == "softmax_lse":  # nothing is defined outside of all sequences
-            sizes, errors = (_by_sequence(x.mT, tokens.rows)[:-1] for x in (sizes, errors))
-        elif quantity in call.caches:
-            sizes, errors = (x.amax((1, 3)) for x in (sizes, errors))
-        else:
-            sizes, errors = (
-                worst(x, tokens.keys if quantity in ("dk", "dv") else tokens.rows) for x in (sizes, errors)
-            )
-        return _worst(quantity, "official", errors, epsilons * eps * sizes + absolute)
-
-    checks = [measure("out", got.out, official.out, OFFICIAL_OUT_EPSILONS)]
-    if official.softmax_lse is not None and got.softmax_lse is not None:
-        checks.append(measure("softmax_lse", got.softmax_lse, official.softmax_lse, 0.0, OFFICIAL_LSE))
-    for name, expected in official.grads.items():
-        mine = got.grads.get(name)
-        checks.append(measure(f"d{name}", mine, expected, OFFICIAL_GRADIENT_EPSILONS, CANCELLATION))
-    for name, expected in official.caches.items():
-        checks.append(measure(name, got.caches.get(name), expected, 1.0 if name == "k_cache" else 0.0))
+    eps, tokens, parts, checks = torch.finfo(call.dtype).eps, oracle.one_form(call)[1], got.parts, []
+    for name, expected in official.parts.items():
+        mine = parts.get(name)
+        if mine is None or mine.shape != expected.shape:
+            checks += [] if mine is None and name == "softmax_lse" else [_other_form(name, mine, expected, "official")]
+            continue
+        sizes = worst(name, expected.double().abs().nan_to_num(nan=0.0, posinf=0.0), tokens)
+        errors = worst(name, _difference(mine, expected), tokens)
+        if name == "softmax_lse":  # nothing is defined outside of all sequences
+            errors[-1] = 0.0
+        roundings, absolute = OFFICIAL.get(name, OFFICIAL_GRADIENT)
+        checks.append(_worst(name, "official", errors, roundings * eps * sizes + absolute))
     return checks
