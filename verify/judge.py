@@ -28,8 +28,8 @@ OUT, GRADIENT = (2.0, 1.0), (3.0, 2.0)
 OFFICIAL_TANH = 2.0**-11  # tanh.approx.f32
 CONVERTED = 2.0**-36  # probabilities times 2^12, and dS below 2^15, in steps of fp16's 2^-24
 OFFICIAL_LSE = 2e-3
-# Against recorded answers: (roundings of the largest number, absolute), the latter of a gradient being what flash-attn's
-# fp32 sums leave where it cancels to 0.
+# Against recorded answers: (roundings of the largest number, absolute). The absolute one of a gradient is what
+# flash-attn's fp32 sums leave where it cancels to 0.
 OFFICIAL = {"out": (4.0, 0.0), "softmax_lse": (0.0, OFFICIAL_LSE), "k_cache": (1.0, 0.0), "v_cache": (0.0, 0.0)}
 OFFICIAL_GRADIENT = 8.0, 64 * torch.finfo(torch.float32).eps
 
