@@ -1,16 +1,14 @@
-"""What sdpa does about the versions of PyTorch's CPU kernel, packed sequences, half precision and biases."""
+"""What sdpa does about the versions of PyTorch's CPU kernel, half precision and biases."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, use_backend
+from flash_attn_compat import flash_attn_func, use_backend
 from flash_attn_compat.backends import sdpa
-from flash_attn_compat.engine import alibi, layout
+from flash_attn_compat.engine import alibi
 from flash_attn_compat.engine.mask import Range
-from verify.examination import Examination
-from verify.problems import Problem
 
 
 @pytest.mark.parametrize("window_size", [(-1, -1), (9, 3)])
@@ -42,40 +40,6 @@ def test_scores_too_large_for_fp16_are_no_trouble(monkeypatch, keeps_scores, opt
     assert (q.double().transpose(1, 2) @ k.double().permute(0, 2, 3, 1)).abs().max() > torch.finfo(torch.float16).max
     for ours, exact in zip(*found):
         torch.testing.assert_close(ours.double(), exact.double(), rtol=4e-3, atol=4e-3)
-
-
-LENGTHS = {
-    "skewed": [(n, n) for n in (22, 300, 48, 1, 79)],
-    "runs of one length": [(8, 8)] * 5 + [(30, 30)] * 3,
-    "empty on either side": [(5, 5), (0, 7), (7, 0), (9, 9)],
-    "a decode step": [(1, n) for n in (12, 5, 9, 12)],
-    "more keys than rows": [(4, 9), (9, 9), (3, 20)],
-    "more rows than keys": [(9, 4), (20, 3)],
-    "many": [(1 + i % 16, 1 + i % 16) for i in range(40)],
-}
-
-
-@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (400, 0), (5, 0)], ids=str)
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_packed_sequences_are_right_however_they_are_put_together(
-    lengths: list[tuple[int, int]], window: tuple[int, int]
-) -> None:
-    dtype = ("float32", "bfloat16", "float16")[(len(lengths) + window[0]) % 3]
-    seqlens_q, seqlens_k = zip(*lengths)
-    layouts = ("contiguous", "strided_dim", "strided_dim", "one_value")
-    problem = Problem("varlen", seqlens_q, seqlens_k, group=2, window=window, gap=(0, 3), layouts=layouts, dtype=dtype)
-    verdict = Examination(problem).judge("sdpa")
-    assert not verdict.failures and not verdict.refused, verdict
-
-
-def test_packed_sequences_are_read_and_written_where_they_lie(monkeypatch):
-    indexed = []
-    monkeypatch.setattr(layout, "_slots", lambda *arguments: indexed.append(arguments))
-    q = torch.randn(60, 2, 16, requires_grad=True)
-    cu_seqlens = torch.tensor([0, 7, 30, 31, 60], dtype=torch.int32)
-    with use_backend("sdpa"):
-        flash_attn_varlen_func(q, q, q, cu_seqlens, cu_seqlens, 29, 29, causal=True).sum().backward()
-    assert not indexed
 
 
 @pytest.mark.parametrize("slow", [True, False], ids=["without hardware for it", "with"])

@@ -111,10 +111,6 @@ class Backend(abc.ABC):
 class BlockwiseBackend(Backend):
     """A backend that computes dense blocks; packed, paged and padded calls are laid out for it."""
 
-    def plans(self, layout: Layout) -> list[BlockPlan]:
-        """Which sequences are computed together."""
-        return layout.plans
-
     @abc.abstractmethod
     def forward_block(
         self, call: AttentionCall, block: Block, rng_state: Tensor | None
@@ -143,7 +139,7 @@ class BlockwiseBackend(Backend):
         out, lse = layout.empty_result()
         # The reported LSE can be large beside the true one, which the backward needs to its last digit.
         saved = (lse.clone(),) if call.lse_carries_alibi_position else ()
-        for plan in self.plans(layout):
+        for plan in layout.plans():
             block = layout.block(plan)
             block_out, block_lse = self.forward_block(call, block, rng_state)
             layout.scatter(out, layout.rows, plan, block_out)
@@ -166,7 +162,7 @@ class BlockwiseBackend(Backend):
         totals = into or Gradients(*map(torch.empty_like, (call.q, call.k, call.v)))
         for total in totals:
             total.zero_()
-        for plan in self.plans(layout):
+        for plan in layout.plans():
             block = layout.block(plan)
             found = self.backward_block(call, block, _block_upstream(call, layout, plan, block, upstream))
             for total, spans, gradient in zip(totals, (layout.rows, layout.keys, layout.keys), found):
@@ -180,9 +176,6 @@ def _block_upstream(call: AttentionCall, layout: Layout, plan: BlockPlan, block:
     out = layout.gather(upstream.out, layout.rows, plan, plan.seqlen_q)
     known = _kept_lse(upstream)
     lse = None if known is None else _true_lse(call, block, upstream, layout.gather_lse(known, plan))
-    if block.first_row is not None and lse is not None:
-        # Rows of padding repeat another row's numbers; without probability they give no gradient.
-        lse = lse.masked_fill((block.row_indices() < 0)[:, None], torch.inf)
     return Upstream(dout, out, lse, upstream.rng_state)
 
 

@@ -20,7 +20,7 @@ from flash_attn_compat.backends.base import BlockwiseBackend, Capabilities, argu
 from flash_attn_compat.engine import alibi
 from flash_attn_compat.engine.call import AttentionCall, Result, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
-from flash_attn_compat.engine.layout import Block, BlockPlan, Layout, lse_dtype
+from flash_attn_compat.engine.layout import Block, lse_dtype
 from flash_attn_compat.engine.mask import ByDistance, Mask, Range
 
 _LACKS = Feature.SOFTCAP | Feature.DROPOUT | Feature.SHARED_DROPOUT_MASK | Feature.VALUE_HEAD_DIM | Feature.TRANSFORMS
@@ -29,8 +29,6 @@ _BIAS_ELEMENTS = 2**21
 _MIN_BIAS_ROWS = 32
 # Under a mask, more rows at a time only share more keys that most of them do not see.
 _BOUNDED_ROWS = 256
-# Sequences that a CPU computes sooner one by one than padded to a common length.
-_FEW = 12
 
 
 class Sdpa(BlockwiseBackend):
@@ -57,14 +55,6 @@ class Sdpa(BlockwiseBackend):
             return Result(out.transpose(1, 2), lse)
         return super().forward(call)
 
-    def plans(self, layout: Layout) -> list[BlockPlan]:
-        if not layout.call.q.is_cpu:
-            return layout.plans
-        plans: list[BlockPlan] = []
-        for plan in layout.plans:
-            plans += layout.alone(plan) if plan.padded and len(plan.sequences) <= _FEW else [plan]
-        return plans
-
     def forward_block(
         self, call: AttentionCall, block: Block, rng_state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
@@ -75,8 +65,6 @@ class Sdpa(BlockwiseBackend):
             out, lse = _attend(q, k, v, tiles[0].causal, bias_of(tiles[0]), call.softmax_scale)
         else:
             out, lse = _assemble(q, k, v, tiles, bias_of, call.softmax_scale)
-        if block.first_key is not None:
-            out, lse = _blank_dead_rows(call.mask, block, block.first_key, out, lse)
         return out.transpose(1, 2), lse
 
     def backward_block(self, call: AttentionCall, block: Block, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
@@ -201,18 +189,6 @@ def _assemble(
         if tile_lse is not None:
             lse[:, :, rows] = tile_lse
     return out, lse if q.is_cpu else None
-
-
-def _blank_dead_rows(
-    mask: Mask, block: Block, first_key: Tensor, out: Tensor, lse: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Rows that see only padding: the kernel leaves 0 or nan there and no infinite LSE."""
-    last_key = torch.arange(block.q.shape[1], device=out.device) + block.offset + (mask.right or 0)
-    if mask.right is None:
-        last_key = torch.full_like(last_key, block.k.shape[1])
-    dead = (last_key < first_key[:, None])[:, None]
-    out = out.masked_fill(dead.unsqueeze(-1), 0.0)
-    return out, None if lse is None else lse.masked_fill(dead, torch.inf)
 
 
 def _by_head(tensor: Tensor) -> Tensor:

@@ -19,24 +19,32 @@ from flash_attn_compat.engine import alibi, capture, dropout
 from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.mask import Range
 
-# Work that one separate computation is worth, in floating-point operations: below it, padding a few
-# sequences to a common length is cheaper than another round of launches (benchmarks/cpu.py).
-_LAUNCH_FLOPS_CPU, _LAUNCH_FLOPS = 1e5, 2e9
-# Sequences larger than this many launches gain nothing from company.
-_LARGE = 16
+
+class Joining(NamedTuple):
+    """When sequences are computed together, in floating-point operations.
+
+    long: a sequence of more gains nothing from company; padding: what may be wasted to have one more
+    """
+
+    long: float
+    padding: float
+
+
+# A round of launches costs an accelerator more than some padding, while a CPU is slower with any (benchmarks/cpu.py).
+_CPU, _ACCELERATOR = Joining(long=3e7, padding=0.0), Joining(long=3e10, padding=2e9)
 
 
 class Spans(NamedTuple):
     """Where the sequences of one tensor lie: first slot and length of each, in host integers.
 
-    batched: whether slots are counted within a row of a (batch, seqlen, ...) tensor.
+    is_packed: whether all lie in one row of slots, rather than each in its own
+    table: the pages of each, where it has pages; starts count from the first one then
     """
 
     starts: list[int]
     lengths: list[int]
-    batched: bool
+    is_packed: bool
     table: Tensor | None = None
-    page_size: int = 0
 
 
 class BlockPlan(NamedTuple):
@@ -45,12 +53,20 @@ class BlockPlan(NamedTuple):
     sequences: list[int]
     seqlen_q: int
     seqlen_k: int
-    padded: bool
+    padded: bool = False
 
     @property
     def pairs(self) -> int:
         """(row, key) pairs that are computed."""
         return len(self.sequences) * self.seqlen_q * self.seqlen_k
+
+    def join(self, other: BlockPlan) -> BlockPlan:
+        return BlockPlan(
+            self.sequences + other.sequences,
+            max(self.seqlen_q, other.seqlen_q),
+            max(self.seqlen_k, other.seqlen_k),
+            self.padded or (self.seqlen_q, self.seqlen_k) != (other.seqlen_q, other.seqlen_k),
+        )
 
 
 class Block(NamedTuple):
@@ -126,14 +142,24 @@ class Layout:
         self.call = call
         self.rows = _row_spans(call)
         self.keys = _key_spans(call)
-        self.plans = self._plan()
 
-    def alone(self, plan: BlockPlan) -> list[BlockPlan]:
-        """A plan for each of its sequences."""
-        return [
-            BlockPlan([index], self.rows.lengths[index], self.keys.lengths[index], padded=False)
-            for index in plan.sequences
-        ]
+    def alone(self) -> list[BlockPlan]:
+        """A plan for each sequence that has rows and keys."""
+        lengths = enumerate(zip(self.rows.lengths, self.keys.lengths))
+        return [BlockPlan([index], *seqlens) for index, seqlens in lengths if all(seqlens)]
+
+    def plans(self) -> list[BlockPlan]:
+        """Long sequences alone, short ones of like length together."""
+        call = self.call
+        joining = _CPU if call.q.is_cpu else _ACCELERATOR
+        flops_per_pair = 2 * call.nheads * (call.q.shape[-1] + call.head_dim_v)
+        short: list[BlockPlan] = []
+        alone: list[BlockPlan] = []
+        for plan in self.alone():
+            # So a row of a padded block that sees no key is padding, whatever is computed for it.
+            sees_keys = call.mask.rows_with_keys(plan.seqlen_q, plan.seqlen_k).size == plan.seqlen_q
+            (short if sees_keys and plan.pairs * flops_per_pair <= joining.long else alone).append(plan)
+        return alone + _joined(short, joining.padding / flops_per_pair)
 
     def block(self, plan: BlockPlan) -> Block:
         call = self.call
@@ -146,51 +172,48 @@ class Layout:
             v=self.gather(call.v, self.keys, plan, plan.seqlen_k),
             slopes=slopes,
             sequences=plan.sequences,
-            first_row=_missing(self.rows, plan.sequences, plan.seqlen_q, call.q.device) if plan.padded else None,
-            first_key=_missing(self.keys, plan.sequences, plan.seqlen_k, call.q.device) if plan.padded else None,
+            first_row=_missing(self.rows, plan, plan.seqlen_q, call.q.device),
+            first_key=_missing(self.keys, plan, plan.seqlen_k, call.q.device),
         )
 
-    def gather(self, tensor: Tensor, spans: Spans, plan: BlockPlan, seqlen: int) -> Tensor:
-        """(n, seqlen, heads, head_dim) of the plan's sequences: a view where they lie evenly."""
-        view = _view(tensor, spans, plan, seqlen, self.call.transformed)
+    def gather(self, tensor: Tensor, spans: Spans, plan: BlockPlan, seqlen: int, fill: float = 0.0) -> Tensor:
+        """(n, seqlen, heads, head_dim) of the plan's sequences, a view where they lie evenly; fill: in padding."""
+        view = _view(tensor, spans, plan)
         if view is not None:
             return view
-        where, valid = _slots(tensor, spans, plan.sequences, seqlen)
+        where, valid = _slots(tensor, spans, plan, seqlen)
         if len(where) == 1:
             # Whole rows at a time; indexing with the index's own shape goes element by element.
             gathered = torch.unflatten(tensor.index_select(0, where[0].flatten()), 0, where[0].shape)
         else:
             gathered = tensor[where]
-        if not plan.padded:
-            return gathered
         # Padding was read from some other token, whose infinities a weight of 0 would not undo.
-        return gathered.masked_fill(~valid[..., None, None], 0)
+        return gathered if valid is None else gathered.masked_fill(~valid[..., None, None], fill)
 
     def scatter(self, target: Tensor, spans: Spans, plan: BlockPlan, values: Tensor) -> None:
         """Write (n, seqlen, heads, head_dim) block values to their slots in ``target``."""
-        seqlen = values.shape[1]
-        view = _view(target, spans, plan, seqlen, self.call.transformed)
+        view = _view(target, spans, plan)
         if view is not None:
             view.copy_(values)
             return
-        (where, valid), kept = _slots(target, spans, plan.sequences, seqlen), values
-        if plan.padded:
-            where, kept = tuple(index[valid] for index in where), values[valid]
-        if len(where) == 1:
-            target.index_copy_(0, where[0].flatten(), kept.reshape(-1, *kept.shape[-2:]).to(target.dtype))
-            return
+        where, valid = _slots(target, spans, plan, values.shape[1])
+        if valid is not None:
+            where, values = tuple(index[valid] for index in where), values[valid]
         # Sequences may share pages, whose gradients add up.
-        target.index_put_(where, kept.to(target.dtype), accumulate=spans.table is not None)
+        target.index_put_(where, values.to(target.dtype), accumulate=spans.table is not None)
 
     def scatter_lse(self, target: Tensor, plan: BlockPlan, lse: Tensor) -> None:
         """Write (n, nheads, seqlen_q) to ``target`` of call.lse_shape."""
-        by_token = target.transpose(1, 2) if self.rows.batched else target.t()
-        self.scatter(by_token.unsqueeze(-1), self.rows, plan, lse.transpose(1, 2).unsqueeze(-1))
+        self.scatter(self._by_token(target), self.rows, plan, lse.transpose(1, 2).unsqueeze(-1))
 
     def gather_lse(self, source: Tensor, plan: BlockPlan) -> Tensor:
-        by_token = source.transpose(1, 2) if self.rows.batched else source.t()
-        gathered = self.gather(by_token.unsqueeze(-1), self.rows, plan, plan.seqlen_q)
+        """(n, nheads, seqlen_q); +inf for rows of padding, which have no probability then, and give no gradient."""
+        gathered = self.gather(self._by_token(source), self.rows, plan, plan.seqlen_q, fill=torch.inf)
         return gathered.squeeze(-1).transpose(1, 2)
+
+    def _by_token(self, lse: Tensor) -> Tensor:
+        """An LSE of call.lse_shape as other tensors are: each head has one channel."""
+        return (lse.t() if self.rows.is_packed else lse.transpose(1, 2)).unsqueeze(-1)
 
     def empty_result(self) -> tuple[Tensor, Tensor]:
         """``out`` and ``softmax_lse`` to scatter into: 0 and +inf where a sequence has no keys."""
@@ -201,133 +224,86 @@ class Layout:
             zip(self.rows.starts, self.rows.lengths, self.keys.lengths)
         ):
             if not seqlen_k:
-                (lse[index] if self.rows.batched else lse[:, start : start + seqlen_q]).fill_(torch.inf)
+                (lse[:, start : start + seqlen_q] if self.rows.is_packed else lse[index]).fill_(torch.inf)
         return out, lse
 
-    def _plan(self) -> list[BlockPlan]:
-        call = self.call
-        flops_per_pair = 2 * call.nheads * (call.q.shape[-1] + call.head_dim_v)
-        launch = (_LAUNCH_FLOPS_CPU if call.q.is_cpu else _LAUNCH_FLOPS) / flops_per_pair
-        runs = self._even_runs()
-        small = [run for run in runs if run.seqlen_q * run.seqlen_k <= _LARGE * launch]
-        large = [run for run in runs if run.seqlen_q * run.seqlen_k > _LARGE * launch]
-        return large + _share_launches(small, launch)
 
-    def _even_runs(self) -> list[BlockPlan]:
-        """Neighbouring sequences of equal lengths, which one view can hold."""
-        runs: list[BlockPlan] = []
-        for index, (seqlen_q, seqlen_k) in enumerate(zip(self.rows.lengths, self.keys.lengths)):
-            if not seqlen_q or not seqlen_k:
-                continue
-            last = runs[-1] if runs else None
-            if (
-                last is not None
-                and (last.seqlen_q, last.seqlen_k) == (seqlen_q, seqlen_k)
-                and last.sequences[-1] == index - 1
-                and _continues(self.rows, index)
-                and _continues(self.keys, index)
-            ):
-                last.sequences.append(index)
-            else:
-                runs.append(BlockPlan([index], seqlen_q, seqlen_k, padded=False))
-        return runs
+def _joined(plans: list[BlockPlan], padding: float) -> list[BlockPlan]:
+    """Sequences of like length together, each for at most so many (row, key) pairs of padding.
 
-
-def _share_launches(runs: list[BlockPlan], launch: float) -> list[BlockPlan]:
-    """Join runs of like length while the padding costs less than the launch it saves.
-
-    Sorted by length, the padding that a joiner adds is smallest; launch: in (row, key) pairs.
+    Sorted by length, the padding that a joiner adds is smallest.
     """
-    plans: list[BlockPlan] = []
-    for run in sorted(runs, key=lambda run: (run.seqlen_k, run.seqlen_q)):
-        joined = _joined(plans[-1], run) if plans else run
-        if plans and joined.pairs - plans[-1].pairs - run.pairs <= launch:
-            plans[-1] = joined
+    joined: list[BlockPlan] = []
+    for plan in sorted(plans, key=lambda plan: (plan.seqlen_k, plan.seqlen_q)):
+        both = joined[-1].join(plan) if joined else plan
+        if joined and both.pairs - joined[-1].pairs - plan.pairs <= padding:
+            joined[-1] = both
         else:
-            plans.append(run)
-    return plans
+            joined.append(plan)
+    return joined
 
 
-def _joined(one: BlockPlan, other: BlockPlan) -> BlockPlan:
-    uneven = (one.seqlen_q, one.seqlen_k) != (other.seqlen_q, other.seqlen_k)
-    return BlockPlan(
-        one.sequences + other.sequences,
-        max(one.seqlen_q, other.seqlen_q),
-        max(one.seqlen_k, other.seqlen_k),
-        one.padded or other.padded or uneven,
-    )
-
-
-def _continues(spans: Spans, index: int) -> bool:
-    if spans.table is not None:
-        return False
-    if spans.batched:
-        return spans.starts[index] == spans.starts[index - 1]
-    return spans.starts[index] == spans.starts[index - 1] + spans.lengths[index - 1]
-
-
-def _view(tensor: Tensor, spans: Spans, plan: BlockPlan, seqlen: int, are_transformed: bool) -> Tensor | None:
-    """The plan's sequences as a view of ``tensor``, or None where they don't lie evenly."""
-    first, *others = plan.sequences
-    if plan.padded or any(number != first + n or not _continues(spans, number) for n, number in enumerate(others, 1)):
+def _view(tensor: Tensor, spans: Spans, plan: BlockPlan) -> Tensor | None:
+    """The plan's sequences as a view of ``tensor``; None where they lie apart, in pages, or need padding."""
+    if plan.padded or spans.table is not None:
         return None
-    start, count = spans.starts[first], len(plan.sequences)
-    if spans.table is not None:
-        if start + seqlen > spans.page_size:
-            return None
-        page = int(spans.table[first, 0])
-        return tensor[page : page + 1, start : start + seqlen]
-    if spans.batched:
+    first, *others = plan.sequences
+    start, seqlen, count = spans.starts[first], spans.lengths[first], len(plan.sequences)
+    step = seqlen if spans.is_packed else 0
+    if any((index, spans.starts[index]) != (first + n, start + n * step) for n, index in enumerate(others, 1)):
+        return None
+    if not spans.is_packed:
         return tensor[first : first + count, start : start + seqlen]
-    if are_transformed:  # what differentiates or batches may keep other strides than these
-        return torch.unflatten(tensor[start : start + count * seqlen], 0, (count, seqlen))
-    # One operation: a slice and its unflattening take several times as long, which short sequences would notice.
-    step, *inner = tensor.stride()
-    shape, strides = (count, seqlen, *tensor.shape[1:]), (seqlen * step, step, *inner)
-    return tensor.as_strided(shape, strides, tensor.storage_offset() + start * step)
+    if not others:
+        return tensor[None, start : start + seqlen]
+    return torch.unflatten(tensor[start : start + count * seqlen], 0, (count, seqlen))
 
 
-def _slots(tensor: Tensor, spans: Spans, sequences: list[int], seqlen: int) -> tuple[tuple[Tensor, ...], Tensor]:
+def _slots(tensor: Tensor, spans: Spans, plan: BlockPlan, seqlen: int) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Index tensors (n, seqlen) of the slots of right-aligned sequences, and a bool one that is False for padding.
 
-    Padding points at slot 0.
+    Padding points at slot 0; None where there is none.
     """
     device = tensor.device
     ints = functools.partial(torch.tensor, dtype=torch.int64, device=device)
-    starts = ints([spans.starts[index] for index in sequences])
-    within = torch.arange(seqlen, device=device) - _missing(spans, sequences, seqlen, device)[:, None]
-    valid = within >= 0
-    slots = torch.where(valid, within + starts[:, None], 0)
+    slots = ints([[spans.starts[index] + spans.lengths[index] - seqlen] for index in plan.sequences])
+    slots = slots + torch.arange(seqlen, device=device)
+    valid = None
+    if plan.padded:
+        valid = slots >= ints([[spans.starts[index]] for index in plan.sequences])
+        slots.masked_fill_(~valid, 0)
     if spans.table is not None:
-        pages = spans.table[ints(sequences)].long()
-        return (pages.gather(1, slots // spans.page_size), slots % spans.page_size), valid
-    if spans.batched:
-        return (ints(sequences)[:, None].expand_as(slots), slots), valid
-    return (slots,), valid
+        pages = spans.table[ints(plan.sequences)].long()
+        return (pages.gather(1, slots // tensor.shape[1]), slots % tensor.shape[1]), valid
+    if spans.is_packed:
+        return (slots,), valid
+    return (ints(plan.sequences)[:, None].expand_as(slots), slots), valid
 
 
-def _missing(spans: Spans, sequences: list[int], seqlen: int, device: torch.device) -> Tensor:
-    """(n,) int64, by how much each sequence is shorter than ``seqlen``."""
-    lengths = [seqlen - spans.lengths[index] for index in sequences]
+def _missing(spans: Spans, plan: BlockPlan, seqlen: int, device: torch.device) -> Tensor | None:
+    """(n,) int64, by how much each sequence is shorter than ``seqlen``; None where none is padded."""
+    if not plan.padded:
+        return None
+    lengths = [seqlen - spans.lengths[index] for index in plan.sequences]
     return torch.tensor(lengths, dtype=torch.int64, device=device)
 
 
 def _row_spans(call: AttentionCall) -> Spans:
     if call.cu_seqlens_q is None:
         batch, seqlen_q = call.q.shape[:2]
-        return Spans([0] * batch, [seqlen_q] * batch, batched=True)
+        return Spans([0] * batch, [seqlen_q] * batch, is_packed=False)
     starts, lengths = _packed_spans("cu_seqlens_q", call.cu_seqlens_q, call.q.shape[0])
-    return Spans(starts, lengths, batched=False)
+    return Spans(starts, lengths, is_packed=True)
 
 
 def _key_spans(call: AttentionCall) -> Spans:
     table = call.block_table
-    page_size = call.k.shape[1] if table is not None else 0
-    if call.cu_seqlens_k is not None and table is None:
-        starts, lengths = _packed_spans("cu_seqlens_k", call.cu_seqlens_k, call.k.shape[0])
+    cu_seqlens = call.cu_seqlens_k if table is None else None
+    if cu_seqlens is not None:
+        starts, lengths = _packed_spans("cu_seqlens_k", cu_seqlens, call.k.shape[0])
         capacity = lengths
     else:
-        slots = table.shape[1] * page_size if table is not None else call.k.shape[1]
+        slots = call.k.shape[1] * (1 if table is None else table.shape[1])
         starts, capacity = [0] * call.batch, [slots] * call.batch
         lengths = capacity
     if call.seqused_k is not None:
@@ -338,7 +314,7 @@ def _key_spans(call: AttentionCall) -> Spans:
         leftpad = _numbers("leftpad_k", call.leftpad_k)
         starts = [start + skipped for start, skipped in zip(starts, leftpad)]
         lengths = [max(0, length - skipped) for length, skipped in zip(lengths, leftpad)]
-    return Spans(starts, lengths, table is not None or call.cu_seqlens_k is None, table, page_size)
+    return Spans(starts, lengths, cu_seqlens is not None, table)
 
 
 def _packed_spans(name: str, cu_seqlens: Tensor, total: int) -> tuple[list[int], list[int]]:
