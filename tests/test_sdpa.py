@@ -8,7 +8,10 @@ import torch
 from flash_attn_compat import flash_attn_func, use_backend
 from flash_attn_compat.backends import sdpa
 from flash_attn_compat.engine import alibi
+from flash_attn_compat.engine.layout import Block
 from flash_attn_compat.engine.mask import Range
+from verify.examination import Examination
+from verify.problems import Problem
 
 
 @pytest.mark.parametrize("window_size", [(-1, -1), (9, 3)])
@@ -40,6 +43,13 @@ def test_scores_too_large_for_fp16_are_no_trouble(monkeypatch, keeps_scores, opt
     assert (q.double().transpose(1, 2) @ k.double().permute(0, 2, 3, 1)).abs().max() > torch.finfo(torch.float16).max
     for ours, exact in zip(*found):
         torch.testing.assert_close(ours.double(), exact.double(), rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+def test_causal_rows_behind_a_long_cache_are_right(dtype: str) -> None:
+    problem = Problem(seqlens_q=(150,) * 2, seqlens_k=(2000,) * 2, nheads_k=2, group=2, causal=True, dtype=dtype)
+    assert sdpa._is_far_behind(Block(torch.empty(2, 150, 4, 8), *[torch.empty(2, 2000, 2, 8)] * 2, None, range(2)))
+    assert Examination(problem).judge("sdpa").failures == []
 
 
 @pytest.mark.parametrize("slow", [True, False], ids=["without hardware for it", "with"])

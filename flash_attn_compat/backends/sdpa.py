@@ -1,9 +1,10 @@
 """PyTorch's fused scaled_dot_product_attention on blocks that need no padding, or next to none.
 
 The kernel's own causal mask is aligned at the top left; where that does not fit, and for windows, ALiBi and
-padding, an additive bias does, a few rows at a time. On a CPU the fused kernel is called below PyTorch's
-autograd, since it returns the LSE that a backward needs; elsewhere the public function serves, and
-gradients come from differentiating it once more.
+padding, an additive bias does, a few rows at a time. Where many keys come before those of causal rows, they
+have a kernel call of their own. On a CPU the fused kernel is called below PyTorch's autograd, since it
+returns the LSE that a backward needs; elsewhere the public function serves, and gradients come from
+differentiating it once more.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _LACKS = Feature.SOFTCAP | Feature.DROPOUT | Feature.SHARED_DROPOUT_MASK | Featu
 # Elements of one bias, whatever the lengths: the memory of a windowed or ALiBi call stays bounded.
 _BIAS_ELEMENTS = 2**21
 _MIN_BIAS_ROWS = 32
+# Scores of earlier keys, all of them visible, that are worth a kernel call of their own rather than a bias.
+_EARLIER_SCORES = 2**18
 # Under a mask, more rows at a time only share more keys that most of them do not see.
 _BOUNDED_ROWS = 256
 
@@ -63,9 +66,18 @@ class Sdpa(BlockwiseBackend):
         bias_of = _biases(call.mask, block)
         if _is_whole(tiles, q, k):
             out, lse = _attend(q, k, v, tiles[0].causal, bias_of(tiles[0]), call.softmax_scale)
-        else:
-            out, lse = _assemble(q, k, v, tiles, bias_of, call.softmax_scale)
-        return out.transpose(1, 2), lse
+            return out.transpose(1, 2), lse
+        # Rows in no tile see no key.
+        out = block.q.new_zeros(block.q.shape)
+        lse = q.new_full(q.shape[:3], torch.inf, dtype=lse_dtype(q.dtype))
+        for tile in tiles:
+            rows, keys = slice(*tile.rows), slice(*tile.keys)
+            tile_q, tile_k, tile_v = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+            tile_out, tile_lse = _attend(tile_q, tile_k, tile_v, tile.causal, bias_of(tile), call.softmax_scale)
+            out[:, rows] = tile_out.transpose(1, 2)
+            if tile_lse is not None:
+                lse[:, :, rows] = tile_lse
+        return out, lse if q.is_cpu else None
 
     def backward_block(self, call: AttentionCall, block: Block, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
         dtype = _backward_dtype(block.q)
@@ -93,7 +105,7 @@ class Sdpa(BlockwiseBackend):
 
 
 class _Tile(NamedTuple):
-    """Rows and keys that one kernel call can do.
+    """Rows and keys that are computed together.
 
     causal: whether by the kernel's own mask, aligned at the top left, rather than by a bias
     """
@@ -133,10 +145,15 @@ def _tiles(call: AttentionCall, block: Block) -> Iterator[_Tile]:
     plain = block.slopes is None and block.first_key is None
     if plain and mask.covers(rows, keys, block.offset):
         yield _Tile(rows, keys)
-    elif plain and _may_be_causal(call) and block.offset <= 0:
+    elif plain and _may_be_causal(call) and (block.offset <= 0 or _is_far_behind(block)):
         yield _Tile(rows, keys, causal=True)
     else:
         yield from _biased_tiles(call, block, rows)
+
+
+def _is_far_behind(block: Block) -> bool:
+    """Whether so many keys come before those of the rows that two kernel calls are faster; it takes an LSE."""
+    return block.q.is_cpu and block.q.shape[1] * block.offset >= _EARLIER_SCORES
 
 
 def _biased_tiles(call: AttentionCall, block: Block, alive: Range) -> Iterator[_Tile]:
@@ -172,23 +189,6 @@ def _bias(mask: Mask, block: Block, rows: Range, keys: Range) -> Tensor | None:
 def _distinct(slopes: Tensor) -> Tensor:
     """(batch, nheads) slopes, one row where all sequences share them: so does their bias."""
     return slopes[:1] if slopes.stride(0) == 0 else slopes
-
-
-def _assemble(
-    q: Tensor, k: Tensor, v: Tensor, tiles: list[_Tile], bias_of: Callable[[_Tile], Tensor | None], scale: float
-) -> tuple[Tensor, Tensor | None]:
-    """Outputs of all tiles; rows in no tile stay empty."""
-    n, nheads, seqlen_q, head_dim = q.shape
-    out = q.new_zeros(n, seqlen_q, nheads, head_dim).transpose(1, 2)
-    lse = torch.full((n, nheads, seqlen_q), torch.inf, dtype=lse_dtype(q.dtype), device=q.device)
-    for tile in tiles:
-        rows, keys = slice(*tile.rows), slice(*tile.keys)
-        out[:, :, rows], tile_lse = _attend(
-            q[:, :, rows], k[:, :, keys], v[:, :, keys], tile.causal, bias_of(tile), scale
-        )
-        if tile_lse is not None:
-            lse[:, :, rows] = tile_lse
-    return out, lse if q.is_cpu else None
 
 
 def _by_head(tensor: Tensor) -> Tensor:
@@ -245,14 +245,20 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor | None]:
     """(n, heads, rows, head_dim) inputs -> out and, on a CPU, the LSE (n, heads, rows)."""
-    if not q.is_cpu:
-        return _public(q, k, v, causal, bias, scale), None
+    return _attend_on_cpu(q, k, v, causal, bias, scale) if q.is_cpu else (_public(q, k, v, causal, bias, scale), None)
+
+
+def _attend_on_cpu(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
     dtype = _forward_dtype(q)
     if dtype != q.dtype:
-        out, lse = _attend(q.to(dtype), k.to(dtype), v.to(dtype), causal, bias, scale)
+        out, lse = _attend_on_cpu(q.to(dtype), k.to(dtype), v.to(dtype), causal, bias, scale)
         return out.to(q.dtype), lse
     if bias is None and q.shape[2] == 1 and q.shape[1] != k.shape[1]:
         return _attend_folded(q, k, v, scale)
+    if causal and k.shape[2] > q.shape[2]:
+        return _attend_behind(q, k, v, scale)
     if not _SHARES_KEY_HEADS:
         k, v = _repeated(q, k, v)
     found: tuple[Tensor, Tensor]
@@ -270,9 +276,30 @@ def _attend_folded(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tenso
     return out.reshape(n, nheads, 1, -1), lse.reshape(n, nheads, 1)
 
 
+def _attend_behind(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Causal rows behind keys that all of them see: these, and the causal square, merged by their LSE."""
+    (k, own_k), (v, own_v) = _split(q, k), _split(q, v)
+    out, lse = _attend_on_cpu(q, k, v, False, None, scale)
+    own_out, own_lse = _attend_on_cpu(q, own_k, own_v, True, None, scale)
+    share = torch.sigmoid(own_lse - lse).unsqueeze(-1)
+    out = torch.lerp(out.to(share.dtype), own_out.to(share.dtype), share)
+    return out.to(q.dtype), torch.logaddexp(lse, own_lse)
+
+
+def _split(q: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys before the rows, and the rows' own."""
+    seqlen_q = q.shape[2]
+    return keys[:, :, :-seqlen_q], keys[:, :, -seqlen_q:]
+
+
 def _gradients(
     q: Tensor, k: Tensor, v: Tensor, upstream: Upstream, causal: bool, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, ...]:
+    if causal and k.shape[2] > q.shape[2]:
+        (k, own_k), (v, own_v) = _split(q, k), _split(q, v)
+        dq, *of_keys = _gradients(q, k, v, upstream, False, None, scale)
+        own_dq, *of_own = _gradients(q, own_k, own_v, upstream, True, None, scale)
+        return dq + own_dq, *(torch.cat(both, dim=2) for both in zip(of_keys, of_own))
     dout, out, lse = upstream[:3]
     if q.is_cpu:
         keys, values = (k, v) if _SHARES_KEY_HEADS else _repeated(q, k, v)
