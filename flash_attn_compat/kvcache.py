@@ -260,11 +260,7 @@ def _check_addressing(arguments: _Arguments) -> None:
             raise RuntimeError("We don't support Paged KV and leftpad_k running at the same time yet")
         checks.pages(q, k_cache, v_cache, table, batch)
     elif index is not None:
-        checks.is_tensor("cache_batch_idx", index)
-        if index.dtype != torch.int32:
-            raise RuntimeError(f"cache_batch_idx must have dtype int32, got {index.dtype}")
-        if index.device != q.device:
-            raise RuntimeError(checks.must_be_on("cache_batch_idx", q.device))
+        checks.is_int32("cache_batch_idx", index, q.device)
         if index.shape != (batch,):
             raise RuntimeError(f"cache_batch_idx must have shape (batch_size), got {tuple(index.shape)}, batch {batch}")
     elif k_cache.shape[0] < batch:
@@ -298,8 +294,7 @@ def _check_new_keys(arguments: _Arguments) -> None:
                 f"{name} must have shape (batch_size, seqlen_knew, num_heads_k, head_size) = {expected}, "
                 f"got {tuple(new.shape)}"
             )
-        if new.device != q.device:
-            raise RuntimeError(checks.must_be_on(name, q.device))
+        checks.is_on(name, new, q.device)
     _check_capacity(arguments)
 
 
@@ -341,8 +336,7 @@ def _check_rotary(arguments: _Arguments) -> None:
         checks.is_tensor(name, table)
         if table.dim() != 2:
             raise RuntimeError(f"{name} must have shape (seqlen_ro, rotary_dim / 2), got {tuple(table.shape)}")
-        if table.device != q.device:
-            raise RuntimeError(checks.must_be_on(name, q.device))
+        checks.is_on(name, table, q.device)
     rotary_dim = 2 * cos.shape[-1]
     if rotary_dim > q.shape[-1]:
         raise RuntimeError(f"rotary_dim must be <= headdim, got {rotary_dim} and {q.shape[-1]}")

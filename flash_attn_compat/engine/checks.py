@@ -47,7 +47,7 @@ def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise _error("query and value must have the same dtype", q, k, v)
     if dtype not in _DTYPES:
         raise _error("FlashAttention only support fp16 and bf16 data type (and here fp32 and fp64)", q, k, v)
-    raise _error(must_be_on("k" if device != k.device else "v", device), q, k, v)
+    raise _error(_must_be_on("k" if device != k.device else "v", device), q, k, v)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -114,8 +114,7 @@ def pages(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, batch: int) -> N
     is_tensor("block_table", block_table)
     if block_table.dtype != torch.int32:
         raise RuntimeError(f"block_table must have dtype torch.int32, got {block_table.dtype}")
-    if block_table.device != q.device:
-        raise RuntimeError(must_be_on("block_table", q.device))
+    is_on("block_table", block_table, q.device)
     if block_table.dim() != 2 or block_table.shape[0] != batch:
         shape = tuple(block_table.shape)
         raise RuntimeError(
@@ -133,8 +132,7 @@ def alibi(slopes: Tensor, q: Tensor, batch: int) -> None:
     is_tensor("alibi_slopes", slopes)
     if slopes.dtype != torch.float32:
         raise RuntimeError(f"ALiBi slopes must have dtype fp32, got {slopes.dtype}")
-    if slopes.device != q.device:
-        raise RuntimeError(must_be_on("alibi_slopes", q.device))
+    is_on("alibi_slopes", slopes, q.device)
     nheads = q.shape[-2]
     if slopes.shape not in ((nheads,), (batch, nheads)):
         raise RuntimeError(
@@ -158,8 +156,7 @@ def upstream(call: AttentionCall, given: Upstream, *gradients: Tensor | None) ->
     for name, shape in expected.items():
         if getattr(given, name).shape != shape:
             raise RuntimeError(f"{name} must have shape {shape}, got {tuple(getattr(given, name).shape)}")
-        if getattr(given, name).device != call.q.device:
-            raise RuntimeError(must_be_on(name, call.q.device))
+        is_on(name, getattr(given, name), call.q.device)
     # Kernels read it through its address, as fp32.
     lse_dtypes = {torch.float32, torch.float64 if call.q.dtype == torch.float64 else torch.float32}
     if given.lse.dtype not in lse_dtypes:
@@ -175,13 +172,17 @@ def upstream(call: AttentionCall, given: Upstream, *gradients: Tensor | None) ->
         raise RuntimeError("rng_state must be given when dropout_p > 0: it holds the forward's dropout mask")
 
 
-def int32(name: str, tensor: Tensor, device: torch.device) -> None:
-    """An index tensor as CUDA kernels read it: int32, contiguous, beside the data."""
+def is_int32(name: str, tensor: Tensor, device: torch.device) -> None:
+    """Indices beside the data."""
     is_tensor(name, tensor)
     if tensor.dtype != torch.int32:
         raise RuntimeError(f"{name} must have dtype int32, got {str(tensor.dtype).removeprefix('torch.')}")
-    if tensor.device != device:
-        raise RuntimeError(must_be_on(name, device))
+    is_on(name, tensor, device)
+
+
+def int32(name: str, tensor: Tensor, device: torch.device) -> None:
+    """Indices as CUDA kernels read them: contiguous, too."""
+    is_int32(name, tensor, device)
     if not tensor.is_contiguous():
         raise RuntimeError(f"{name} must be contiguous, got strides {tensor.stride()}")
 
@@ -198,7 +199,12 @@ def _heads(nheads: int, nheads_k: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         raise _error("Number of heads in key/value must divide number of heads in query", q, k, v)
 
 
-def must_be_on(name: str, device: torch.device) -> str:
+def is_on(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise RuntimeError(_must_be_on(name, device))
+
+
+def _must_be_on(name: str, device: torch.device) -> str:
     where = "CUDA" if device.type == "cuda" else device.type
     return f"{name} must be on {where}, the device of q ({device})"
 
