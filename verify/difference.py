@@ -60,13 +60,6 @@ def _whole(shares: Tensor) -> bool:
     return bool(touched.numel()) and touched.mean().item() >= WHOLE
 
 
-def heat_map(error: Tensor, cells: int) -> tuple[Tensor, int]:
-    """The largest error over batch and channel by (head, row), rows in at most `cells` bins; and the rows of a bin."""
-    by_row = error.amax(dim=(0, 3))
-    height = max(1, -(-by_row.shape[1] // cells))
-    return torch.stack([rows.amax(-1) for rows in by_row.split(height, dim=1)], dim=1), height
-
-
 def which(wrong: Sequence[bool], noun: str) -> str:
     """The wrong ones of a sequence in words: "query tile 0 is right, every later one is wrong"."""
     count, bad = len(wrong), [index for index, is_wrong in enumerate(wrong) if is_wrong]

@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from verify import inputs
 from verify.diagnosis import findings
-from verify.difference import Place, first_place, gap, heat_map, texture
+from verify.difference import Place, first_place, gap, texture
 from verify.environment import describe
 from verify.errors import UsageError
 from verify.implementations import backends, imported
@@ -87,9 +88,8 @@ def report(found: Located, environment: dict[str, str]) -> Report:
     ]
     tables = [Table("Kernels", ("", "function", "off fp64", "may be", "verdict"), rows)]
     if found.first is not None:
-        tables += [_first_table(found, found.first), _query_table(found), _key_table(found, found.first)]
-    values, height = heat_map(found.error, CELLS)
-    tables.append(heat_table(values.tolist(), found.tolerance, height))
+        tables += [_query_table(found), _key_table(found, found.first)]
+    tables.append(heat_map(found.error, found.tolerance))
     return Report("verify locate", environment, tables, conclusion(found), found.first is None)
 
 
@@ -98,21 +98,19 @@ def conclusion(found: Located) -> list[str]:
         kernels = found.kernels.items()
         remarks = [f"{label} ({each.name}): {remark}" for label, each in kernels for remark in each.remarks]
         return [*remarks, f"SAME: no element differs by more than {found.tolerance:.1e}"]
-    count, total = int(found.differs.sum()), found.differs.numel()
+    count, total, first = int(found.differs.sum()), found.differs.numel(), found.first
     kind = texture(found.differs, found.setting.block_rows)
-    lines = [f"DIFFERENT: {count} of {total} elements ({count / total:.1%}), in {kind}"]
+    outs = {**{label: each.out for label, each in found.kernels.items()}, "fp64": found.setting.right.exact.out}
+    values = [f"{label} {out[first.batch, first.row, first.head, first.channel]:.6g}" for label, out in outs.items()]
+    tile = "" if found.key_tile is None else f", key tile {found.key_tile}"
+    place = f"batch element {first.batch}, head {first.head}, row {first.row}, channel {first.channel}"
+    lines = [
+        f"DIFFERENT: {count} of {total} elements ({count / total:.1%}), in {kind}",
+        f"  first at {place} (query tile {first.query_tile}{tile}): {', '.join(values)}",
+    ]
     for label, sentences in found.findings.items():
         lines += [f"{label} ({found.kernels[label].name}) is wrong:", *(f"  {line}" for line in sentences)]
     return lines
-
-
-def _first_table(found: Located, first: Place) -> Table:
-    index = first.batch, first.row, first.head, first.channel
-    outs = [each.out for each in found.kernels.values()]
-    values = [f"{out[index].item():.6g}" for out in (*outs, found.setting.right.exact.out)]
-    tile = "not known" if found.key_tile is None else str(found.key_tile)
-    columns = ("batch", "head", "row", "channel", "query tile", "key tile", "A", "B", "fp64")
-    return Table("First difference", columns, [(*map(str, first), tile, *values)])
 
 
 def _query_table(found: Located) -> Table:
@@ -156,8 +154,11 @@ def to_json(found: Located) -> dict[str, Any]:
     }
 
 
-def heat_table(values: Sequence[Sequence[float]], tolerance: float, rows_per_cell: int) -> Table:
-    """The error in characters, a line for each head."""
+def heat_map(error: Tensor, tolerance: float) -> Table:
+    """The largest error over batch and channel by (head, row): a line for each head, of at most CELLS characters."""
+    by_row = error.amax(dim=(0, 3))
+    height = max(1, -(-by_row.shape[1] // CELLS))
+    bins = torch.stack([rows.amax(-1) for rows in by_row.split(height, dim=1)], dim=1)
 
     def shade(error: float) -> str:
         if error <= tolerance:
@@ -165,8 +166,8 @@ def heat_table(values: Sequence[Sequence[float]], tolerance: float, rows_per_cel
         worse = math.log10(error / tolerance) if tolerance > 0 and math.isfinite(error) else math.inf
         return SHADES[-1] if worse >= len(SHADES) - 2 else SHADES[1 + int(worse)]
 
-    lines = [(str(head), "".join(map(shade, line))) for head, line in enumerate(values)]
-    each = "a row" if rows_per_cell == 1 else f"{rows_per_cell} rows"
+    lines = [(str(head), "".join(map(shade, line))) for head, line in enumerate(bins.tolist())]
+    each = "a row" if height == 1 else f"{height} rows"
     return Table(f"Error over (head, row): {LEGEND}", ("head", f"query rows, {each} in each character"), lines)
 
 
