@@ -20,8 +20,7 @@ def append(call: AttentionCall, new: Append) -> Tensor:
     starts = new.cache_seqlens
     call = launcher.tidy(call)._replace(seqused_k=None if isinstance(starts, int) else starts)
     new = launcher.tidy_new(new)
-    signature = "append", launcher.key(call), launcher.key(new)
-    return launcher.planned(signature, call.q.get_device(), lambda: _make_plan(call, new))(call, new)
+    return launcher.planned("append", lambda: _make_plan(call, new), call, *new)(call, new)
 
 
 def _make_plan(call: AttentionCall, new: Append) -> Callable[[AttentionCall, Append], Tensor]:

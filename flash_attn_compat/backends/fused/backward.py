@@ -38,9 +38,8 @@ def backward(call: AttentionCall, upstream: Upstream, into: Gradients | None) ->
 
 
 def _run(call: AttentionCall, upstream: Upstream, places: Gradients) -> Gradients:
-    tensors = upstream.dout, upstream.out, upstream.lse, *places
-    signature = "backward", launcher.key(call), launcher.key(tensors), bool(upstream.saved)
-    plan = launcher.planned(signature, call.q.get_device(), lambda: _make_plan(call, upstream, places))
+    others = upstream.dout, upstream.out, upstream.lse, *places, bool(upstream.saved)
+    plan = launcher.planned("backward", lambda: _make_plan(call, upstream, places), call, *others)
     return plan(call, upstream, places)
 
 

@@ -22,7 +22,7 @@ _MOST_NEW = 16
 def forward(call: AttentionCall) -> Result:
     """One call; raises KernelError where a kernel cannot be used."""
     call = launcher.tidy(call)
-    return launcher.planned(("forward", *launcher.key(call)), call.q.get_device(), lambda: make_plan(call))(call)
+    return launcher.planned("forward", lambda: make_plan(call), call)(call)
 
 
 def make_plan(call: AttentionCall) -> Callable[[AttentionCall], Result]:

@@ -106,7 +106,7 @@ class Inputs:
                 or tensor.is_neg()
             ):
                 raise _unlike(name, tensor, dtype, device, size)
-            found.append(tensor.data_ptr())
+            found += (tensor.data_ptr(),)
         return found
 
 
@@ -212,11 +212,25 @@ def tidy_new(new: Append) -> Append:
     )
 
 
-def key(parts: Iterable[object]) -> tuple[Hashable, ...]:
-    """Equal for calls that one plan serves, or for what else there is of tensors and options."""
-    if isinstance(parts, AttentionCall) and parts.signature is not None:
-        return (parts.signature,)
-    return (settings.fingerprint(), *map(_likeness, parts))
+_plans: dict[Hashable, Any] = {}
+
+
+def planned(name: str, make: Callable[[], Plan], call: AttentionCall, *others: Any) -> Plan:
+    """The plan that serves all calls like ``call``, made at the first one. others: what else it is made for"""
+    key: tuple[Hashable, ...]
+    if call.signature is not None:
+        key = (name, call.signature, *map(_likeness, others))
+    else:
+        key = (name, settings.fingerprint(), *map(_likeness, (*call, *others)))
+    found = _plans.get(key)
+    if found is None:
+        found = make()
+        if capture.is_capturing(call.q.get_device()):  # its kernels may not have been tried
+            return found
+        if len(_plans) >= _MOST_PLANS:  # lengths may differ from step to step
+            _plans.clear()
+        _plans[key] = found
+    return found
 
 
 def _likeness(part: Any) -> Hashable:
@@ -225,22 +239,6 @@ def _likeness(part: Any) -> Hashable:
         return part.shape, part.stride(), part.data_ptr() & 15, part.dtype, part.get_device()
     alike: Hashable = part
     return alike
-
-
-_plans: dict[Hashable, Any] = {}
-
-
-def planned(signature: Hashable, device: int, make: Callable[[], Plan]) -> Plan:
-    """The plan for ``signature``, made at its first call."""
-    found = _plans.get(signature)
-    if found is None:
-        found = make()
-        if capture.is_capturing(device):  # its kernels may not have been tried
-            return found
-        if len(_plans) >= _MOST_PLANS:  # lengths may differ from step to step
-            _plans.clear()
-        _plans[signature] = found
-    return found
 
 
 def forget_plans() -> None:

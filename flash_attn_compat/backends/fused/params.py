@@ -63,7 +63,7 @@ def pack(fields: dict[str, Value]) -> bytes:
 class Writer(NamedTuple):
     """Writes structs that differ in some numbers only: ``pack(buffer, 0, *in_order((*numbers, *same)))``.
 
-    same: what there is of other bytes than 0 between the fields that the numbers are for
+    same: the bytes before, between and behind the numbers' fields, where they are not all 0
     """
 
     pack: Callable[..., None]
@@ -80,11 +80,11 @@ def writer(fields: dict[str, Value], given: Sequence[str]) -> Writer:
         start = SIZE if name is None else starts[name]
         between = whole[end:start]
         if any(between):
-            order.append(len(given) + len(same))
-            same.append(between)
+            order += [len(given) + len(same)]
+            same += [between]
         form += f"{len(between)}{'s' if any(between) else 'x'}"
         if name is not None:
             form += kinds[name]
-            order.append(given.index(name))
+            order += [given.index(name)]
             end = start + struct.calcsize("<" + kinds[name])
     return Writer(struct.Struct(form).pack_into, operator.itemgetter(*order), tuple(same))
