@@ -22,13 +22,13 @@ from verify.problems import Problem
 _FEATURES = ("local", "alibi", "softcap", "dropout", "paged")
 
 
-def checks(place: torch.device, every: bool = False) -> Iterator[tuple[str, Callable[[], None]]]:
-    """A name, and what raises AssertionError where verify's judge finds something wrong; every: each variant."""
-    for kind in kinds(loader.target(place.index).number, every):
+def checks(place: torch.device) -> Iterator[tuple[str, Kind, Callable[[], None]]]:
+    """A name, the kind of call, and what raises AssertionError where verify's judge finds something wrong."""
+    for kind in kinds(loader.target(place.index).number):
         names = "".join(f" {name}" for name in _FEATURES if getattr(kind, name))
         label = f"d{kind.D} type {kind.type} vec {kind.vec}{names}{' narrow' * is_narrow(kind)}"
         for entry, problem in problems(kind).items():
-            yield f"{entry} {label}", partial(_check, problem, place)
+            yield f"{entry} {label}", kind, partial(_check, problem, place)
 
 
 def _check(problem: Problem, place: torch.device) -> None:
@@ -36,11 +36,8 @@ def _check(problem: Problem, place: torch.device) -> None:
     assert not verdict.failures and not verdict.refused, verdict
 
 
-def kinds(number: int, every: bool = False) -> Iterator[Kind]:
-    """Each feature alone and all together, at each head dim and dtype; every: all combinations."""
-    if every:
-        yield from variants.kinds(number)
-        return
+def kinds(number: int) -> Iterator[Kind]:
+    """Each feature alone and all together, at each head dim and dtype."""
     for D in HEAD_DIMS:
         for type in (FP16, BF16 if number >= 80 else BF16_AS_FP16):
             plain = Kind(number, type, D)

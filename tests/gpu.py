@@ -41,13 +41,12 @@ def parts(jobs: int, out: Path) -> Iterator[Part]:
     """In the order of their worth a minute."""
     python = [sys.executable, "-m"]
     yield Part("compile", [*python, "tests.fused_coverage", "--jobs", str(jobs)], {}, 400)
-    for mode, variables in MODES.items():
-        yield Part(f"kernels{mode}", [*python, "tests.gpu_fused"], variables, 240)
     marked = [*python, "pytest", "-q", "-m", "gpu", "-n", str(min(jobs, 8)), "-p", "no:cacheprovider"]
-    state = "tests/test_caller_state.py"
-    yield Part(
-        "tests", [*marked, "tests", f"--ignore={state}", "--ignore=tests/clients", "--ignore=tests/naming"], {}, 240
-    )
+    kernels, state = "tests/test_fused_on_gpu.py", "tests/test_caller_state.py"
+    for mode, variables in MODES.items():
+        yield Part(f"kernels{mode}", [*marked, kernels], variables, 240)
+    others = [f"--ignore={path}" for path in (kernels, state, "tests/clients", "tests/naming")]
+    yield Part("tests", [*marked, "tests", *others], {}, 240)
     yield Part("caller's state", [*marked, state], {}, 400)
     for mode, variables in MODES.items():
         for dtype in ("float16", "bfloat16"):
