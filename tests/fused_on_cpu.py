@@ -97,8 +97,7 @@ def record(
 
     everywhere = dataclasses.replace(Fused.capabilities, devices=None, min_capability=None)
     monkeypatch.setattr(Fused, "capabilities", everywhere)
-    monkeypatch.setattr(FUSED, "_failures", {})
-    monkeypatch.setattr(FUSED, "_slower", {})
+    monkeypatch.setattr(FUSED, "_against", {})
     monkeypatch.setattr(loader, "why_not", lambda: None)
     monkeypatch.setattr(loader, "kernel", kernel)
     monkeypatch.setattr(loader, "load_together", lambda *what: None)

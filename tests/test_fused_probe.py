@@ -71,7 +71,7 @@ def test_a_slower_kernel_leaves_the_call_to_the_next_without_a_warning_in_later_
     flash_attn_func(*qkv())
     probe.forget()
     launcher.forget_plans()
-    monkeypatch.setattr(fused_on_cpu.FUSED, "_slower", {})
+    monkeypatch.setattr(fused_on_cpu.FUSED, "_against", {})
     dispatch.forget_decisions()
     flash_attn_func(*qkv()[::-1])
     assert seen == ["64 forward"] and [json.loads(content) for content in kept.values()] == [SLOW._asdict()]

@@ -28,8 +28,7 @@ class Fused(Backend):
     )
 
     def __init__(self) -> None:
-        self._failures: dict[Traits, str] = {}
-        self._slower: dict[Traits, str] = {}
+        self._against: dict[Traits, KernelError] = {}
 
     def reasons(self, traits: Traits) -> list[str]:
         # Only a call that nothing else speaks against is worth looking for NVRTC.
@@ -54,10 +53,12 @@ class Fused(Backend):
         return ["its kernels are for NVIDIA GPUs"] if torch.version.hip is not None else []
 
     def extra_reasons(self, traits: Traits) -> list[str]:
-        reasons = [f"failed before: {self._failures[traits]}"] if traits in self._failures else []
-        # Whoever names this backend wants it, fast or not.
-        if traits in self._slower and settings.named_backend() is None:
-            reasons.append(self._slower[traits])
+        known, reasons = self._against.get(traits), []
+        if isinstance(known, Slower):
+            # Whoever names this backend wants it, fast or not.
+            reasons = [str(known)] if settings.named_backend() is None else []
+        elif known is not None:
+            reasons = [f"failed before: {known}"]
         if traits.needs_backward and traits.features & Feature.PAGED:
             reasons.append("does not compute gradients over pages")
         return reasons
@@ -85,7 +86,7 @@ class Fused(Backend):
             raise KernelsFailed(str(error)) from error
 
     def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
-        if self._failures or self._slower:
+        if self._against:
             against = self.reasons(call.from_given_results().traits())
             if against:
                 raise KernelsFailed("; ".join(against))
@@ -97,10 +98,8 @@ class Fused(Backend):
 
     def _remember(self, call: AttentionCall, error: KernelError) -> None:
         """Keep the failure as a reason, and warn once for each."""
-        if isinstance(error, Slower):
-            self._slower[call.traits()] = str(error)
-            return
-        reason = " ".join(str(error).split())[:400]
-        if reason not in self._failures.values():
-            warnings.warn(f"a fused kernel is not used: {reason}", RuntimeWarning, stacklevel=2)
-        self._failures[call.traits()] = reason
+        if not isinstance(error, Slower):
+            error = KernelError(" ".join(str(error).split())[:400])
+            if str(error) not in map(str, self._against.values()):
+                warnings.warn(f"a fused kernel is not used: {error}", RuntimeWarning, stacklevel=2)
+        self._against[call.traits()] = error.with_traceback(None)

@@ -14,6 +14,7 @@ from flash_attn_compat.backends.fused import launcher, loader, probe, trial, var
 from flash_attn_compat.backends.fused.launcher import Inputs, Launch
 from flash_attn_compat.backends.fused.maxima import Maxima
 from flash_attn_compat.backends.fused.variants import Kind
+from flash_attn_compat.engine import alignment
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream
 
 # Writes the gradients, or some of them, into what it is given, and returns them.
@@ -67,8 +68,7 @@ def _on_copies(call: AttentionCall, upstream: Upstream, places: Gradients) -> Gr
         for place, tensor in zip(places, (q, k, v))
     ]
     found = _run(call._replace(q=q, k=k, v=v), upstream._replace(dout=dout, out=out), Gradients(*given))
-    wide = zip(found, call[:3])
-    return Gradients(*(one if one.shape == tensor.shape else one[..., : tensor.shape[-1]] for one, tensor in wide))
+    return Gradients(*(alignment.narrowed(one, x.shape[-1]) for one, x in zip(found, call[:3])))
 
 
 class Plan:

@@ -11,7 +11,7 @@ from flash_attn_compat.backends.fused import launcher, probe, trial, variants
 from flash_attn_compat.backends.fused.launcher import Inputs, Launch
 from flash_attn_compat.backends.fused.maxima import Maxima
 from flash_attn_compat.backends.fused.variants import Kind
-from flash_attn_compat.engine import dropout
+from flash_attn_compat.engine import alignment, dropout
 from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.call import AttentionCall, Result
 
@@ -41,9 +41,7 @@ def _on_copies(call: AttentionCall) -> Result:
     """What is not on 16 bytes is copied into place first."""
     q, k, v = map(launcher.aligned, call[:3])
     result = forward(call._replace(q=q, k=k, v=v))
-    if v.shape[-1] == call.v.shape[-1]:
-        return result
-    return result._replace(out=result.out[..., : call.v.shape[-1]])
+    return result._replace(out=alignment.narrowed(result.out, call.head_dim_v))
 
 
 def make_step(call: AttentionCall, new: Append | None) -> Attention | None:

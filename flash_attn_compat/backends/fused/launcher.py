@@ -13,13 +13,12 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.fused import loader, params, variants
 from flash_attn_compat.backends.fused.variants import Kind, Variant
-from flash_attn_compat.engine import capture, dropout
+from flash_attn_compat.engine import alignment, capture, dropout
 from flash_attn_compat.engine.append import Append, Unlike
 from flash_attn_compat.engine.call import AttentionCall
 
@@ -96,7 +95,8 @@ class Inputs:
 
         tensors: as tensors_of gives them, then the others. Raises Unlike.
         """
-        device, found = self.device, []
+        found: list[int] = []
+        device = self.device
         for index, name, dtype, size in self._expected:
             tensor = tensors[index]
             if (
@@ -106,7 +106,7 @@ class Inputs:
                 or tensor.is_neg()
             ):
                 raise _unlike(name, tensor, dtype, device, size)
-            found += (tensor.data_ptr(),)
+            found.append(tensor.data_ptr())
         return found
 
 
@@ -145,10 +145,8 @@ def strides(tensor: Tensor) -> tuple[int, int, int]:
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, int, int]:
-    """(batch, row, head) of a contiguous (batch, rows, heads, d), or (total, heads, d)."""
-    heads, channels = shape[-2], shape[-1]
-    row = heads * channels
-    return (shape[1] * row if len(shape) == 4 else 0), row, channels
+    """The same of a contiguous tensor."""
+    return strides(torch.empty(shape, device="meta"))
 
 
 def is_readable(tensor: Tensor) -> bool:
@@ -181,11 +179,9 @@ def vector_size(tensors: Iterable[Tensor | None], in_place: bool) -> int:
 
 def aligned(tensor: Tensor) -> Tensor:
     """``tensor``, or a copy whose channels are padded with 0 to a multiple of 8 and whose rows are on 16 bytes."""
-    if is_readable(tensor) and is_aligned(tensor):
-        return tensor
-    missing = -tensor.shape[-1] % 8
-    copy = F.pad(tensor, (0, missing)) if missing else tensor
-    return copy if is_readable(copy) and is_aligned(copy) else copy.clone(memory_format=torch.contiguous_format)
+    if not is_readable(tensor):
+        tensor = tensor.contiguous()
+    return tensor if is_aligned(tensor) else alignment.padded(tensor)
 
 
 def tidy(call: AttentionCall) -> AttentionCall:
@@ -268,13 +264,12 @@ def described(call: AttentionCall) -> dict[str, params.Value]:
     """The fields of struct Params that a call's shapes and options give, whatever the kernel."""
     q, k, v = call.q, call.k, call.v
     left, right = call.mask
-    fields: dict[str, params.Value] = {
+    alike = "batch", "nheads", "nheads_k", "softmax_scale", "softcap"
+    fields: dict[str, params.Value] = {name: getattr(call, name) for name in alike}
+    fields |= {
         "q_s": strides(q),
         "k_s": strides(k),
         "v_s": strides(v),
-        "batch": call.batch,
-        "nheads": call.nheads,
-        "nheads_k": call.nheads_k,
         "group": call.nheads // call.nheads_k,
         "seqlen_q": longest_rows(call),
         "seqlen_k": longest_keys(call),
@@ -284,8 +279,6 @@ def described(call: AttentionCall) -> dict[str, params.Value]:
         "head_dim_v": v.shape[-1],
         "window_left": -1 if left is None else min(left, _LONGEST_WINDOW),
         "window_right": -1 if right is None else min(right, _LONGEST_WINDOW),
-        "softmax_scale": call.softmax_scale,
-        "softcap": call.softcap,
         "lse_has_position": int(call.lse_carries_alibi_position),
         "lse_batch": 0 if call.cu_seqlens_q is not None else call.nheads * q.shape[1],
         "lse_head": q.shape[0] if call.cu_seqlens_q is not None else q.shape[1],
