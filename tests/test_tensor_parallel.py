@@ -1,4 +1,4 @@
-"""Tensor-parallel layers over two gloo processes against the undivided layer, values and gradients."""
+"""Tensor-parallel layers and the collectives below them, over two gloo processes: values and gradients."""
 
 from __future__ import annotations
 
@@ -16,6 +16,15 @@ from flash_attn_compat.modules.embedding import ParallelGPT2Embeddings, VocabPar
 from flash_attn_compat.modules.mha import ParallelMHA, get_alibi_slopes
 from flash_attn_compat.modules.mlp import ParallelFusedMLP, ParallelGatedMlp, ParallelMLP
 from flash_attn_compat.ops.fused_dense import ColumnParallelLinear, FusedDense, FusedMLP, RowParallelLinear
+from flash_attn_compat.utils.distributed import (
+    all_gather_raw,
+    all_reduce,
+    all_reduce_raw,
+    allreduce_sequence_parallel_grad,
+    get_dim_for_local_rank,
+    reduce_scatter_raw,
+    sync_shared_params,
+)
 from flash_attn_compat.utils.generation import InferenceParams
 from tests.interpreters import forked_group
 from tests.plain import Parameters, assert_as_good_as_plain, attention, two_layers
@@ -89,25 +98,25 @@ def upstream(shape: torch.Size) -> Tensor:
     return randn(*shape, seed=5).mul(8).round().div(8)
 
 
+def linear(p: Parameters, x: Tensor) -> Tensor:
+    return F.linear(x, p["weight"], p["bias"])
+
+
 def check_linear(dtype: torch.dtype, sequence_parallel: bool) -> None:
     group, part = dist.group.WORLD, shared(9, 3)
     assert [shared(9, 3).stop] == [(6, 9)[dist.get_rank()]]  # uneven on purpose
-
-    def plain(p: Parameters, x: Tensor) -> Tensor:
-        return F.linear(x, p["weight"], p["bias"])
-
     column = ColumnParallelLinear(D, 9, group, sequence_parallel=sequence_parallel, multiple_of=3)
     whole = parameters(weight=(9, D), bias=(9,))
     x = randn(2 * BATCH, SEQLEN, D)
     check_parallel(
-        column, dtype, whole, lambda _, t: t[part], plain, x, chunk(sequence_parallel), lambda t: t[..., part]
+        column, dtype, whole, lambda _, t: t[part], linear, x, chunk(sequence_parallel), lambda t: t[..., part]
     )
 
     row = RowParallelLinear(9, D, group, sequence_parallel=sequence_parallel, multiple_of=3)
     assert (row.bias is not None) == (dist.get_rank() == 0)
     whole, x = parameters(weight=(D, 9), bias=(D,)), randn(BATCH, SEQLEN, 9)
     share = lambda name, t: t[:, part] if name == "weight" else t  # noqa: E731
-    check_parallel(row, dtype, whole, share, plain, x, lambda t: t[..., part], chunk(sequence_parallel))
+    check_parallel(row, dtype, whole, share, linear, x, lambda t: t[..., part], chunk(sequence_parallel))
 
 
 def check_dense_with_a_group(dtype: torch.dtype) -> None:
@@ -117,15 +126,12 @@ def check_dense_with_a_group(dtype: torch.dtype) -> None:
     x = randn(BATCH, SEQLEN, D)
     dense = FusedDense(D, 4, return_residual=True)
 
-    def plain(p: Parameters, x: Tensor) -> Tensor:
-        return F.linear(x, p["weight"], p["bias"])
-
     def call(x: Tensor) -> Tensor:
         out, residual = dense(x, process_group=group)
         assert residual is x
         return out  # type: ignore[no-any-return]
 
-    check_parallel(dense, dtype, whole, lambda _, t: t[part], plain, x, chunk(True), lambda t: t[..., part], call)
+    check_parallel(dense, dtype, whole, lambda _, t: t[part], linear, x, chunk(True), lambda t: t[..., part], call)
 
     mlp = FusedMLP(D, 4, bias2=False, activation="sqrelu")
 
@@ -275,6 +281,42 @@ def check_embeddings(dtype: torch.dtype, sequence_parallel: bool) -> None:
     torch.testing.assert_close(combined, module(ids).flatten(0, 1))
 
 
+def check_collectives() -> None:
+    """Those without gradients, of strided tensors and with a handle; with gradients the layers above use them."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    both = [torch.arange(8.0).reshape(4, 2) + 100 * other for other in range(WORLD)]
+    mine = both[rank].t().contiguous().t()
+    for raw, expected in (
+        (all_gather_raw, torch.cat(both)),
+        (reduce_scatter_raw, chunk(True)(both[0] + both[1])),
+        (all_reduce_raw, both[0] + both[1]),
+    ):
+        out, handle = raw(mine.clone(), group)
+        assert handle is None and torch.equal(out, expected)
+        out, handle = raw(mine.clone(), group, async_op=True)
+        handle.wait()
+        assert torch.equal(out, expected)
+    x = both[rank].clone().requires_grad_()
+    (all_reduce(x, group) * 3).sum().backward()
+    assert torch.equal(x.detach(), both[rank]) and (x.grad == 3).all()
+
+
+def check_marked_parameters() -> None:
+    """Shared values come from rank 0, gradients of what is sequence-parallel are summed; a bias is on rank 0 alone."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    model = nn.ModuleDict({"shared": nn.Linear(2, 2, bias=rank == 0), "own": nn.Linear(2, 2)})
+    for index, parameter in enumerate(model.parameters()):
+        nn.init.constant_(parameter, 10.0 * rank + index)
+        parameter.grad = torch.full_like(parameter, rank + 1.0)
+    model["shared"].weight._shared_params = True
+    model["own"].weight._sequence_parallel = True
+    kept = model["own"].weight.detach().clone()
+    sync_shared_params(model, group)
+    allreduce_sequence_parallel_grad(model, group)
+    assert (model["shared"].weight == 0.0).all() and torch.equal(model["own"].weight, kept)
+    assert (model["own"].weight.grad == 3.0).all() and (model["own"].bias.grad == rank + 1.0).all()
+
+
 def check_refusals() -> None:
     group = dist.group.WORLD
     with pytest.raises(ValueError, match=r"num_embeddings \(7\) must be divisible by world_size \(2\)"):
@@ -301,9 +343,16 @@ def _worker(rank: int, store: str) -> None:
         check_dense_with_a_group(dtype)
         check_a_batch_of_one_split_by_tokens(dtype)
     check_decoding()
+    check_collectives()
+    check_marked_parameters()
     check_refusals()
     end_worker()
 
 
 def test_tensor_parallel_layers_are_the_undivided_ones(tmp_path: Path) -> None:
     forked_group(_worker, str(tmp_path / "store"))
+
+
+def test_local_dimensions_add_up_and_stay_multiples() -> None:
+    assert [get_dim_for_local_rank(10, 4, rank) for rank in range(4)] == [3, 3, 2, 2]
+    assert [get_dim_for_local_rank(96, 4, rank, multiple_of=16) for rank in range(4)] == [32, 32, 16, 16]
