@@ -8,24 +8,39 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import flash_attn_compat
 from benchmarks.end_to_end import __main__ as command_line
+from benchmarks.end_to_end import worker
 from benchmarks.end_to_end.agreement import compared, reference
 from benchmarks.end_to_end.programs import PROGRAMS
 from tests.interpreters import forked_child
 
 
-@pytest.fixture(autouse=True)
-def forked_workers(monkeypatch):
-    """Workers that do not import PyTorch anew."""
+@pytest.fixture
+def started_by(monkeypatch):
+    """How a worker is started, of its command and environment: a new process would import PyTorch and clients anew."""
 
-    def run(command, env, **options):
-        code = f"import sys; sys.argv[1:] = {command[3:]!r}; from benchmarks.end_to_end.worker import main; main()"
-        return forked_child(code, env)
+    def set_to(run):
+        starter = lambda command, env, **options: run(command[3:], env)  # noqa: E731
+        monkeypatch.setattr(command_line, "subprocess", SimpleNamespace(run=starter, PIPE=None))
 
-    monkeypatch.setattr(command_line, "subprocess", SimpleNamespace(run=run, PIPE=None))
+    return set_to
 
 
-def test_each_program_runs_on_ours_and_agrees_with_eager(tmp_path):
+def in_this_process(arguments, env):
+    try:
+        worker.main(arguments)
+    finally:
+        flash_attn_compat.unpatch()
+    return SimpleNamespace(returncode=0, stderr="")
+
+
+def in_a_process(arguments, env):
+    return forked_child(f"from benchmarks.end_to_end.worker import main; main({arguments!r})", env)
+
+
+def test_each_program_runs_on_ours_and_agrees_with_eager(tmp_path, started_by):
+    started_by(in_this_process)
     written = tmp_path / "figures.json"
     command = ["--tiny", "--device", "cpu", "--repeats", "1", "--implementations", "ours", "eager"]
     assert command_line.main([*command, "--json", str(written)]) == 0
@@ -39,7 +54,8 @@ def test_each_program_runs_on_ours_and_agrees_with_eager(tmp_path):
         assert found["eager"][program]["peak_bytes"] > 0
 
 
-def test_a_program_that_takes_too_long_is_a_row_and_the_next_has_its_turn(tmp_path):
+def test_a_program_that_takes_too_long_is_a_row_and_the_next_has_its_turn(tmp_path, started_by):
+    started_by(in_a_process)
     written = tmp_path / "figures.json"
     command = ["--tiny", "--device", "cpu", "--implementations", "ours", "--programs", "paged-prefix", "paged-decode"]
     assert command_line.main([*command, "--limit", "0", "--json", str(written)]) == 1

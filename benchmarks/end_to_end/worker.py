@@ -21,8 +21,8 @@ from benchmarks.end_to_end.programs import PROGRAMS
 from verify.timing import allocations
 
 
-def main() -> None:
-    folder, name, device, dtype, repeats, limit, tiny, *programs = sys.argv[1:]
+def main(arguments: list[str]) -> None:
+    folder, name, device, dtype, repeats, limit, tiny, *programs = arguments
     setting = Setting(device, getattr(torch, dtype), tiny == "tiny", Implementation(name))
     try:
         _make_ready(setting)
@@ -127,4 +127,4 @@ class _Served:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
