@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,12 +18,13 @@ from flash_attn_compat import (
     flash_attn_with_kvcache,
 )
 from flash_attn_compat.backends.reference import Reference
+from flash_attn_compat.engine.build import Options, Packing
 from flash_attn_compat.engine.call import AttentionCall, Result
 from flash_attn_compat.flash_attn_interface import (
     _flash_attn_varlen_backward,
     _flash_attn_varlen_forward,
 )
-from flash_attn_compat.serving import dispatch
+from flash_attn_compat.serving import dispatch, torch_ops
 from tests.support import close, cumulative, qkv, randn
 
 
@@ -239,40 +238,23 @@ def test_eager_calls_do_not_pass_through_custom_ops() -> None:
     assert operators.seen and not [name for name in operators.seen if not name.startswith(("aten.", "prim."))]
 
 
-@pytest.mark.parametrize(("option", "backward"), [("plain", False), ("dropout", True), ("heads_first", True)])
-def test_the_fake_kernels_know_shapes_dtypes_and_strides(option: str, backward: bool) -> None:
-    kwargs = dict(dropout_p=0.3, return_attn_probs=True) if option == "dropout" else {}
-    inputs = qkv(sq=5, sk=9, dtype=torch.float16 if option == "plain" else torch.float32)
-    if option == "heads_first":
-        inputs = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs)
-    for op, args in _ops_called(inputs, kwargs, backward):
-        torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+OPTIONS = {"plain": Options(causal=True), "dropout": Options(dropout_p=0.3)}
 
 
-def _ops_called(
-    inputs: tuple[Tensor, ...], kwargs: dict[str, Any], backward: bool
-) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Our custom ops with the arguments that a compiled call passes to them, read while its graph runs."""
-    called: list[tuple[Any, tuple[Any, ...]]] = []
-
-    class Reading(torch.fx.Interpreter):
-        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-            if "flash_attn_compat" in str(target):
-                called.append((target, args))
-            return super().call_function(target, args, kwargs)
-
-    def reading(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            with torch.no_grad():
-                return Reading(graph).run(*args)
-
-        return make_boxed_func(run)
-
-    leaves = [x.detach().requires_grad_(backward) for x in inputs]
-    returned = torch.compile(flash_attn_func, fullgraph=True, backend=aot_autograd(fw_compiler=reading))(
-        *leaves, **kwargs
-    )
-    if backward:
-        (returned[0] if isinstance(returned, tuple) else returned).sum().backward()
-    assert len(called) == 1 + backward
-    return called
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("layout", ["dense", "heads first", "packed"])
+def test_the_fake_kernels_know_shapes_dtypes_and_strides(option: str, layout: str) -> None:
+    dtype = torch.float16 if option == "plain" else torch.float32
+    (q, k, v), packing = qkv(sq=5, sk=9, dtype=dtype), None
+    if layout == "heads first":
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    if layout == "packed":
+        q, k, v, packing = *(x.flatten(0, 1) for x in (q, k, v)), Packing(cumulative(3, 7), cumulative(9, 9), 7, 9)
+    arguments = (q, k, v, *torch_ops._flatten(OPTIONS[option], packing))
+    checks = ("test_schema", "test_faketensor")
+    # The first check runs the operator twice, which draws different dropout.
+    forward = checks[1:] if option == "dropout" else checks
+    torch.library.opcheck(torch_ops._forward_op, (*arguments, True, option == "dropout", True), test_utils=forward)
+    out, lse, _, rng_state = torch_ops._forward_op(*arguments, True, False, True)
+    given = (torch.ones_like(out), out, lse, rng_state, *arguments)
+    torch.library.opcheck(torch_ops._backward_op, given, test_utils=checks)

@@ -182,6 +182,16 @@ def test_the_dropout_mask_of_the_forward_is_handed_to_the_backward(backend: str)
     assert torch.allclose((v[0, :, 0] * kept[:, None]).float().sum(0) / 200, out[0, 0, 0].float(), atol=5e-3)
 
 
+@on("official")
+def test_slopes_are_read_through_their_strides(backend: str) -> None:
+    q, k, v = qkv(**OF_HALF)
+    slopes = torch.tensor([0.3, 9.0, 0.1, 9.0])[::2]
+    found = flash_attn_func(q, k, v, alibi_slopes=slopes)
+    with use_backend("reference"):
+        assert torch.equal(found, flash_attn_func(q, k, v, alibi_slopes=slopes.contiguous()))
+    assert flash_kernels.calls
+
+
 # ---------------------------------------------------------------- what they refuse
 
 BOTH = ("official", "torch_flash")
