@@ -131,7 +131,7 @@ def test_a_rotation_and_its_gradient_are_rounded_once(
         lambda x: ours(x, of_q, of_k, *given),
         rounded_once(lambda x: plain(x, *exact, *given)),
         randn(*shape, dtype=dtype),
-        epsilons=0.1,
+        rounds_once=True,
     )
 
 
