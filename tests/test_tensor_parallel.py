@@ -17,11 +17,13 @@ from flash_attn_compat.modules.mha import ParallelMHA, get_alibi_slopes
 from flash_attn_compat.modules.mlp import ParallelFusedMLP, ParallelGatedMlp, ParallelMLP
 from flash_attn_compat.ops.fused_dense import ColumnParallelLinear, FusedDense, FusedMLP, RowParallelLinear
 from flash_attn_compat.utils.distributed import (
+    all_gather,
     all_gather_raw,
     all_reduce,
     all_reduce_raw,
     allreduce_sequence_parallel_grad,
     get_dim_for_local_rank,
+    reduce_scatter,
     reduce_scatter_raw,
     sync_shared_params,
 )
@@ -297,6 +299,10 @@ def check_collectives() -> None:
         handle.wait()
         assert torch.equal(out, expected)
     x = both[rank].clone().requires_grad_()
+    for collective in (all_gather, reduce_scatter):  # their gradients can be differentiated too
+        (first,) = torch.autograd.grad((collective(x, group) ** 2).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), x)
+        assert first.requires_grad and (second == 4).all()
     (all_reduce(x, group) * 3).sum().backward()
     assert torch.equal(x.detach(), both[rank]) and (x.grad == 3).all()
 

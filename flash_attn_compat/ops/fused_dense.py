@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from flash_attn_compat.utils.distributed import (
     all_gather,
     all_reduce,
-    all_reduce_raw,
     get_dim_for_local_rank,
     reduce_scatter,
 )
@@ -319,4 +318,4 @@ class _GradientOfAllRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce_raw(grad.clone(), ctx.process_group)[0], None
+        return all_reduce(grad, ctx.process_group), None

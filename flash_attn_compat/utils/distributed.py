@@ -74,7 +74,7 @@ class AllGatherFunc(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter_raw(grad_output, ctx.process_group)[0], None
+        return reduce_scatter(grad_output, ctx.process_group), None
 
 
 class ReduceScatterFunc(torch.autograd.Function):
@@ -87,7 +87,7 @@ class ReduceScatterFunc(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return all_gather_raw(grad_output, ctx.process_group)[0], None
+        return all_gather(grad_output, ctx.process_group), None
 
 
 class AllReduceFunc(torch.autograd.Function):
