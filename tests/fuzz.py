@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from flash_attn_compat.backends import BACKENDS
 from verify.call import DTYPES
 from verify.drawing import random_problem
 from verify.examination import Examination
+from verify.output import progress_bar
 from verify.problems import KINDS, WITH_GRADIENTS, Problem
 
 
@@ -187,29 +187,19 @@ def _simpler(problem: Problem) -> Iterator[Problem]:
 # ---------------------------------------------------------------- running
 
 
-@dataclass(frozen=True)
-class Limits:
-    """When to stop before the last problem: after so many answers over all backends, or so many seconds."""
-
-    served: float = float("inf")
-    seconds: float = float("inf")
-
-
-def _run(plan: Plan, seeds: range, jobs: int, limits: Limits, console: Console) -> Tally:
+def _run(plan: Plan, seeds: range, jobs: int, served: float, seconds: float, console: Console) -> Tally:
+    """served, seconds: when to stop before the last problem, after so many answers over all backends, or as long."""
     total, begun = Tally(), time.monotonic()
-    columns = (TextColumn("problems"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-               TextColumn("{task.fields[failures]} failures"))  # fmt: skip
     in_processes = jobs > 1 or plan.device != "cpu"
     tallies = _in_processes(plan, seeds, jobs) if in_processes else (examine(plan, seed) for seed in seeds)
-    with Progress(*columns, console=console) as progress:
-        by_answers = limits.served < float("inf")
-        task = progress.add_task("problems", total=limits.served if by_answers else len(seeds), failures=0)
+    with progress_bar(console) as progress:
+        by_answers = served < float("inf")
+        task = progress.add_task("", total=served if by_answers else len(seeds))
         for tally in tallies:
             total.add(tally)
-            progress.update(
-                task, completed=total.served if by_answers else total.problems, failures=len(total.failures)
-            )
-            if total.served >= limits.served or time.monotonic() - begun > limits.seconds:
+            done = total.served if by_answers else total.problems
+            progress.update(task, completed=done, description=f"{len(total.failures)} failures")
+            if total.served >= served or time.monotonic() - begun > seconds:
                 break
     total.seconds = time.monotonic() - begun
     return total
@@ -354,9 +344,9 @@ def main(argv: list[str] | None = None) -> int:
     if options.device == "cpu":
         torch.set_num_threads(1)
     console = Console()
-    limits = Limits(options.served or float("inf"), options.seconds)
+    served = options.served or float("inf")
     problems = options.problems or (10**9 if options.served else 1000)
-    total = _run(plan, range(options.seed, options.seed + problems), options.jobs, limits, console)
+    total = _run(plan, range(options.seed, options.seed + problems), options.jobs, served, options.seconds, console)
     _report(total, plan, console, options.show)
     found = summary(total, plan)
     if options.json:

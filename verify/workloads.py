@@ -45,12 +45,6 @@ class Workload(Problem):
         return max(self.seqlens_k)
 
     @property
-    def bounds(self) -> tuple[int, int]:
-        """The window with causal as what it is: nothing to the right. -1 for an open side."""
-        left, right = self.window
-        return left, 0 if self.causal else right
-
-    @property
     def self_attention(self) -> bool:
         return self.seqlens_q == self.seqlens_k
 
