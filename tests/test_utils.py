@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, flash_attn_varlen_kvpacked_func
+from flash_attn_compat import flash_attn_varlen_func, flash_attn_varlen_kvpacked_func
 from flash_attn_compat.flash_attn_interface import flash_attn_varlen_qkvpacked_func
 from flash_attn_compat.utils.benchmark import (
     benchmark_all,
@@ -23,7 +23,8 @@ from flash_attn_compat.utils.library import triton_op
 from flash_attn_compat.utils.pretrained import state_dict_from_pretrained
 from flash_attn_compat.utils.testing import attention_ref, generate_qkv, generate_random_padding_mask
 from flash_attn_compat.utils.torch import custom_bwd, custom_fwd
-from tests.plain import pairwise
+from tests.plain import attention as plain_attention
+from tests.plain import check_function, pairwise
 from tests.support import randn
 
 B, S, H, D = 5, 24, 2, 16
@@ -83,64 +84,58 @@ def test_packed_inputs_give_the_reference_of_the_padded_ones(form: str, padded: 
         torch.testing.assert_close(pad(leaf.grad), whole.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [(3, 2), (0, 0), (4, None), (None, 1)])
-def test_the_references_windows_are_the_attention_functions(window: Any) -> None:
-    q, k, v = randn(1, 7, H, D), randn(1, 9, H, D, seed=1), randn(1, 9, H, D, seed=2)
-    flash_window = tuple(-1 if side is None else side for side in window)
-    expected = flash_attn_func(q, k, v, window_size=flash_window, softcap=2.0)
-    torch.testing.assert_close(
-        attention_ref(q, k, v, window_size=window, softcap=2.0)[0], expected, rtol=1e-4, atol=1e-5
-    )
+ROWS, COLUMNS = torch.arange(5)[:, None] + 4, torch.arange(9)
+BIAS, SINK, FACTORS = randn(1, H, 1, 9), randn(H), torch.tensor([[2.0], [0.5]])
+KEPT = randn(2, H, 5, 9) > 0
 
 
-def written_out(scores: Tensor, v: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    attention = scores.double().masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0.0)
-    return torch.einsum("bhts,bshd->bthd", attention, v.double()), attention
+def hidden(where: Tensor) -> dict[str, Tensor]:
+    return {"bias": torch.zeros(where.shape).masked_fill(where, -torch.inf)}
 
 
-@pytest.mark.parametrize("upcast", [False, True])
-@pytest.mark.parametrize("reorder_ops", [False, True])
-def test_the_reference_adds_biases_sinks_chunks_and_a_second_query(upcast: bool, reorder_ops: bool) -> None:
-    q, k, v = randn(2, 5, H, D), randn(2, 9, H, D, seed=1), randn(2, 9, H, D, seed=2)
-    qv, bias, sink = randn(2, 5, H, D, seed=3), randn(1, H, 1, 9), randn(H)
-    options: dict[str, Any] = {"upcast": upcast, "reorder_ops": reorder_ops}
-    scores = torch.einsum("bthd,bshd->bhts", q, k) * D**-0.5
-    rows, columns = torch.arange(5)[:, None] + 4, torch.arange(9)
-    nothing = torch.zeros(5, 9, dtype=torch.bool)
-
-    def check(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
-        for ours, right in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours.double(), right, rtol=1e-4, atol=1e-5)
-
-    check(attention_ref(q, k, v, attn_bias=bias, **options), written_out(scores + bias, v, nothing))
-    chunks = (columns // 4) != (rows // 4)
-    check(attention_ref(q, k, v, attention_chunk=4, **options), written_out(scores, v, chunks))
-    with_sink = (columns > rows + 1) | ((columns < rows - 2) & (columns >= 2))
-    check(attention_ref(q, k, v, window_size=(2, 1), sink_token_length=2, **options), written_out(scores, v, with_sink))
-    skipped = columns < 3
-    found = attention_ref(q, k, v, key_leftpad=torch.tensor([3, 3]), **options)
-    check(found, written_out(scores, v, skipped.expand(5, 9)))
-    both = (scores * D**0.5 + torch.einsum("bthd,bshd->bhts", qv, v)) * (2 * D) ** -0.5
-    check(attention_ref(q, k, v, qv=qv, **options), written_out(both, v, nothing))
-
-    column = sink.view(1, H, 1, 1).expand(2, H, 5, 1)
-    attention = torch.cat((scores, column), dim=-1).double().softmax(-1)[..., :-1]
-    expected = torch.einsum("bhts,bshd->bthd", attention, v.double())
-    check(attention_ref(q, k, v, learnable_sink=sink, **options), (expected, attention))
+# options of attention_ref, and of attention
+REFERENCE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a window and softcap": ({"window_size": (3, 2), "softcap": 2.0}, {"window": (3, 2), "softcap": 2.0}),
+    "a window of one key": ({"window_size": (0, 0)}, {"window": (0, 0)}),
+    "a window to the left": ({"window_size": (4, None)}, {"window": (4, -1)}),
+    "a window to the right": ({"window_size": (None, 1)}, {"window": (-1, 1)}),
+    "a bias": ({"attn_bias": BIAS}, {"bias": BIAS}),
+    "chunks": ({"attention_chunk": 4}, hidden(COLUMNS // 4 != ROWS // 4)),
+    "tokens that a window does not hide": (
+        {"window_size": (2, 1), "sink_token_length": 2},
+        hidden((COLUMNS > ROWS + 1) | ((COLUMNS < ROWS - 2) & (COLUMNS >= 2))),
+    ),
+    "left padding": ({"key_leftpad": torch.tensor([3, 3])}, hidden((COLUMNS < 3).expand(5, 9))),
+    "a learnable sink": ({"learnable_sink": SINK}, {"sinks": SINK}),
+    "dropout": ({"dropout_p": 0.5, "dropout_mask": KEPT}, {"dropout_p": 0.5, "keep": KEPT}),
+}
 
 
-def test_the_reference_scales_by_descale_factors_and_drops_by_its_mask() -> None:
-    q, k, v = randn(2, 5, H, D), randn(2, 5, 1, D, seed=1), randn(2, 5, 1, D, seed=2)
-    factors = [torch.tensor([[2.0], [0.5]]) * n for n in (1, 2, 3)]
-    scaled = [t * f[:, None, :, None] for t, f in zip((q, k, v), factors, strict=True)]
-    found = attention_ref(q, k, v, q_descale=factors[0], k_descale=factors[1], v_descale=factors[2])
-    for ours, right in zip(found, attention_ref(*scaled), strict=True):
+@pytest.mark.parametrize(
+    ("name", "upcast", "reorder_ops"), pairwise(REFERENCE, (False, True), (False, True))
+)  # fmt: skip
+def test_the_reference_is_softmax_attention(name: str, upcast: bool, reorder_ops: bool) -> None:
+    options, plain_options = REFERENCE[name]
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, attention = attention_ref(q, k, v, **options, upcast=upcast, reorder_ops=reorder_ops)
+        if "dropout_p" not in options:
+            torch.testing.assert_close(torch.einsum("bhts,bshd->bthd", attention, v), out)
+        return out
+
+    inputs = randn(2, 5, H, D), randn(2, 9, H, D, seed=1), randn(2, 9, H, D, seed=2)
+    check_function(ours, lambda *given: plain_attention(*given, **plain_options), *inputs, epsilons=8)
+
+
+def test_the_reference_takes_a_second_query_and_factors_and_rounds_in_between() -> None:
+    q, qv, k, v = (randn(2, 5, h, D, seed=seed) for seed, h in enumerate((H, H, 1, 1)))
+    second = plain_attention(torch.cat((q, qv), -1), torch.cat((k, v), -1), v)
+    torch.testing.assert_close(attention_ref(q, k, v, qv=qv)[0], second)
+    scaled = [t * n * FACTORS[:, None, :, None] for n, t in enumerate((q, k, v), 1)]
+    given = {f"{name}_descale": n * FACTORS for n, name in enumerate("qkv", 1)}
+    for ours, right in zip(attention_ref(q, k, v, **given), attention_ref(*scaled), strict=True):
         torch.testing.assert_close(ours, right)
-    kept = torch.rand(2, H, 5, 5) > 0.5
-    out, attention = attention_ref(q, k, v, dropout_p=0.5, dropout_mask=kept)
-    expected = torch.einsum("bhts,bshd->bthd", attention * kept, 2 * v.expand_as(q))
-    torch.testing.assert_close(out, expected)
-    rounded, _ = attention_ref(q, k, v, intermediate_dtype=torch.bfloat16)
+    rounded, attention = attention_ref(q, k, v, intermediate_dtype=torch.bfloat16)
     expected = torch.einsum("bhts,bshd->bthd", attention.bfloat16().float(), v.expand_as(q))
     torch.testing.assert_close(rounded, expected)
 
