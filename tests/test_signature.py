@@ -91,6 +91,7 @@ OF_CACHE: list[Arguments] = [
     {"block_table": ints(2, 0).unsqueeze(1)}, {"k": randn(2, 2, 1, 16).transpose(1, 2)},
     {"q": randn(1 + 2 * 4 * 16)[1:].view(2, 1, 4, 16)}, {"k": randn(1 + 2 * 2 * 16)[1:].view(2, 1, 2, 16)},
     {"rotary_cos": randn(1 + 20 * 8)[1:].view(20, 8)},
+    {name: tensor.bfloat16() for name, tensor in cache().items() if name != "cache_seqlens"},
 ]  # fmt: skip
 OF_PRIVATE: list[Arguments] = [{"window_size_left": 2, "window_size_right": 1}, {"causal": True}, {"softcap": 3.0}]
 WRONG: dict[Callable[..., Any], list[Arguments]] = {
@@ -202,7 +203,8 @@ def test_launches_are_those_of_a_first_call(function: Callable[..., Any], monkey
             )
             for launch in launches.seen[before:]
         ]
-        return [*seen, backend_counts()]
+        assert backend_counts() == {"fused": 1}
+        return seen
 
     changes = CHANGES[function] + WRONG.get(function, [])
     # The device "meta" has the number of the GPU that is acted out.
@@ -232,11 +234,17 @@ def test_who_serves_is_asked_at_every_call(function: Callable[..., Any], monkeyp
         function(**base)
 
 
-def test_a_tensor_whose_value_counts_is_not_kept() -> None:
-    arguments, scale = dense(), torch.tensor(0.5)
-    flash_attn_func(**arguments, softmax_scale=scale)
-    scale.fill_(2.0)
-    assert torch.equal(flash_attn_func(**arguments, softmax_scale=scale), flash_attn_func(**arguments, softmax_scale=2))
+@pytest.mark.parametrize("function", [flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache])
+def test_a_tensor_whose_value_counts_is_not_kept(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    launches, scale = fused_on_cpu.record(monkeypatch), torch.tensor(0.5)
+    arguments = {name: of_half(name, value) for name, value in BASES[function]().items()}
+    with use_backend("fused"):
+        function(**arguments, softmax_scale=scale)
+        scale.fill_(2.0)
+        count = len(launches.seen)
+        function(**arguments, softmax_scale=scale)
+    scales = [launch.fields["softmax_scale"] for launch in launches.seen]
+    assert set(scales[:count]) == {0.5} and set(scales[count:]) == {2.0}
 
 
 @pytest.mark.parametrize("field", Purpose._fields)
