@@ -20,7 +20,7 @@ from flash_attn_compat import (
     use_backend,
 )
 from flash_attn_compat.backends.fused import launcher
-from flash_attn_compat.engine import signature
+from flash_attn_compat.engine import capture, signature
 from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_call, packed_call
 from flash_attn_compat.flash_attn_interface import _flash_attn_forward
 from flash_attn_compat.serving import dispatch
@@ -266,6 +266,17 @@ def test_packed_lengths_are_compared_at_every_call() -> None:
     ]
     assert [call.equal_lengths for call in calls] == [True, False, True]
     assert calls[0].signature is calls[2].signature is not calls[1].signature
+
+
+def test_a_step_that_was_found_in_a_capture_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel may not have been tried."""
+    fused_on_cpu.record(monkeypatch)
+    arguments = {name: of_half(name, value) for name, value in cache().items()}
+    for captures in (True, False):
+        monkeypatch.setattr(capture, "is_capturing", lambda device, captures=captures: captures)
+        with use_backend("fused"):
+            flash_attn_with_kvcache(**arguments)
+        assert bool(dispatch._steps) != captures
 
 
 def test_nothing_is_kept_alive() -> None:

@@ -161,7 +161,7 @@ def new_step(
     backend = choose(call)
     step = backend.step(whole(), new)
     found = None if step is None else KeptStep(backend, step)
-    if not (call.q.is_cuda and capture.is_capturing(call.q.get_device())):  # in which kernels may not have been tried
+    if not capture.is_capturing(call.q.get_device()):  # in which kernels may not have been tried
         signature.keep(steps, outline, found)
     return found
 
