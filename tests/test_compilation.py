@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 
+from flash_attn_compat import flash_attn_func, use_backend
 from flash_attn_compat.backends import chunked
 from flash_attn_compat.engine.compilation import OptionallyCompiled
 from verify.drawing import random_problem
@@ -45,10 +46,10 @@ def test_a_failed_compilation_warns_once_and_is_not_tried_again(monkeypatch):
 @pytest.fixture
 def compiled_step(monkeypatch):
     """Counts its runs."""
-    step, runs = chunked._fused_weights._function, []
+    step, runs = chunked._weigh._function, []
     monkeypatch.setenv("FLASH_ATTN_COMPAT_COMPILE", "1")
     monkeypatch.setattr(torch, "compile", lambda function, **kwargs: lambda *args: runs.append(1) or function(*args))
-    monkeypatch.setattr(chunked, "_fused_weights", OptionallyCompiled(step))
+    monkeypatch.setattr(chunked, "_weigh", OptionallyCompiled(step))
     return runs
 
 
@@ -64,3 +65,22 @@ def test_random_problems_are_right_with_the_compiled_step(compiled_step):
 def test_the_compiled_step_is_right_for_a_long_causal_window(compiled_step, left):
     problem = Problem(seqlens_q=(1100,), seqlens_k=(1100,), head_dim=16, causal=True, window=(left, 0), dtype="float64")
     assert Examination(problem).judge("chunked").failures == [] and compiled_step
+
+
+def test_a_compiled_step_that_fails_at_its_end_changes_no_answer(monkeypatch):
+    def compiled(function, **kwargs):
+        def fails(*args):
+            function(*args)
+            raise RuntimeError("out of memory")
+
+        return fails
+
+    q = torch.randn(1, 40, 2, 16)
+    with use_backend("chunked"):
+        right = flash_attn_func(q, q, q)
+        monkeypatch.setenv("FLASH_ATTN_COMPAT_COMPILE", "1")
+        monkeypatch.setattr(torch, "compile", compiled)
+        monkeypatch.setattr(chunked, "_weigh", OptionallyCompiled(chunked._weigh._function))
+        with pytest.warns(RuntimeWarning, match="out of memory"):
+            out = flash_attn_func(q, q, q)
+    torch.testing.assert_close(out, right)

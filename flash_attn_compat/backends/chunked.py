@@ -61,67 +61,46 @@ def _attend_rows(sub: SubBlock, rows: Range) -> tuple[Tensor, Tensor]:
     """Algorithm 1 for one tile of rows: out (n, q heads, rows, head_dim_v) and its LSE."""
     queries = sub.fold(sub.q, rows)
     first, *others = sub.key_tiles(rows)
-    # One tile of keys shows every row a key, unless it is padding.
-    all_alive = not others and sub.block.first_key is None
-    out, total, peak, _ = _attend_tile(sub, queries, rows, first, None, all_alive)
+    out, total, peak = _attend_tile(sub, queries, rows, first, None)
     for columns in others:
-        tile_out, tile_total, new_peak, shift = _attend_tile(sub, queries, rows, columns, peak, all_alive)
-        decay = torch.exp(peak - shift)
+        tile_out, tile_total, new_peak = _attend_tile(sub, queries, rows, columns, peak)
+        decay = torch.exp(peak - new_peak)
         out.mul_(decay).add_(tile_out)
         total.mul_(decay).add_(tile_total)
         peak = new_peak
     if sub.call.dropout_p:
         out.div_(1.0 - sub.call.dropout_p)
-    if all_alive:
-        return out.div_(total), total.log_().add_(peak).squeeze(-1)
-    dead = total == 0
-    total.masked_fill_(dead, 1.0)
-    lse = total.log().add_(peak).masked_fill_(dead, torch.inf)
-    return out.div_(total), lse.squeeze(-1)
+    return out.div_(total), total.log_().add_(peak).squeeze(-1)
 
 
 def _attend_tile(
-    sub: SubBlock, queries: Tensor, rows: Range, columns: Range, peak: Tensor | None, all_alive: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What one tile of keys adds to out and to the weights' sum, the new running maximum, and the shift."""
-    weights, total, new_peak, shift = _weigh(sub, queries, rows, columns, peak, all_alive)
+    sub: SubBlock, queries: Tensor, rows: Range, columns: Range, peak: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What one tile of keys adds to out and to the weights' sum, and the new running maximum."""
+    scores = sub.scores(queries, rows, columns)
+    # A compilation that fails must find its arguments as they were.
+    weights, total, new_peak = _weigh(scores, peak, sub.operand_dtype, None if _weigh.is_enabled else scores)
     keep = sub.keep(rows, columns)
     if keep is not None:
         weights.mul_(keep)
     values = sub.values[:, columns.start : columns.stop]
     out = sub.unfold(sub.product(weights.reshape(*queries.shape[:2], -1), values), rows)
-    return out, total, new_peak, shift
-
-
-def _weigh(
-    sub: SubBlock, queries: Tensor, rows: Range, columns: Range, peak: Tensor | None, all_alive: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """exp(score - shift) of a tile as an operand, its row sums, the new running maximum, and the shift."""
-    if _fused_weights.is_enabled and sub.block.slopes is None and sub.block.first_key is None:
-        raw, hidden = sub.raw_scores(queries, rows, columns), sub.hidden(rows, columns)
-        return _fused_weights(raw, hidden, sub.call.softcap, peak, sub.operand_dtype)
-    scores, factor = sub.scores(queries, rows, columns)
-    tile_peak = scores.amax(-1, keepdim=True).mul_(factor)
-    new_peak = tile_peak if peak is None else torch.maximum(peak, tile_peak)
-    # A row that has seen nothing yet has peak -inf; 0 keeps exp(-inf - peak) at 0 instead of nan.
-    shift = new_peak if all_alive else new_peak.masked_fill(new_peak == -torch.inf, 0.0)
-    weights = torch.add(shift.neg(), scores, alpha=factor, out=scores).exp_()
-    return weights.to(sub.operand_dtype), weights.sum(-1, keepdim=True), new_peak, shift
+    return out, total, new_peak
 
 
 @OptionallyCompiled
-def _fused_weights(
-    raw: Tensor, hidden: Tensor | None, softcap: float, peak: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What _weigh does after the matrix product, out of place and in one expression for the compiler to fuse."""
-    scores = torch.tanh(raw) * softcap if softcap else raw
-    if hidden is not None:
-        scores = scores.masked_fill(hidden, -torch.inf)
+def _weigh(
+    scores: Tensor, peak: Tensor | None, dtype: torch.dtype, into: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(score - maximum) as an operand, its row sums, and the running maximum.
+
+    into: what the weights may overwrite
+    """
     tile_peak = scores.amax(-1, keepdim=True)
-    new_peak = tile_peak if peak is None else torch.maximum(peak, tile_peak)
-    shift = torch.where(new_peak == -torch.inf, 0.0, new_peak)
-    weights = torch.exp(scores - shift)
-    return weights.to(dtype), weights.sum(-1, keepdim=True), new_peak, shift
+    # Finite where a row has seen nothing yet, or exp(-inf - maximum) would be nan.
+    new_peak = tile_peak.clamp_min(torch.finfo(scores.dtype).min) if peak is None else torch.maximum(peak, tile_peak)
+    weights = torch.sub(scores, new_peak, out=into).exp_()
+    return weights.to(dtype), weights.sum(-1, keepdim=True), new_peak
 
 
 def _backpropagate_rows(sub: SubBlock, rows: Range, upstream: Upstream, dk: Tensor, dv: Tensor) -> Tensor:
@@ -133,11 +112,9 @@ def _backpropagate_rows(sub: SubBlock, rows: Range, upstream: Upstream, dk: Tens
     dq: Tensor | None = None
     for columns in sub.key_tiles(rows):
         inside = slice(columns.start, columns.stop)
-        scores, factor = sub.scores(queries, rows, columns)
-        # Under softcap the tanh values are needed again, without ALiBi's bias they are the scores.
-        tanh = sub.tanh_values(queries, rows, columns, scores) if call.softcap else None
-        probabilities = torch.add(row_lse.neg(), scores, alpha=factor, out=None if tanh is scores else scores).exp_()
-        folded = probabilities.reshape(*queries.shape[:2], -1)
+        scores = sub.scores(queries, rows, columns)
+        slope = sub.softcap_slope(queries, rows, columns, scores) if call.softcap else None
+        folded = scores.sub_(row_lse).exp_().reshape(*queries.shape[:2], -1)
         keep = sub.keep(rows, columns)
         dropped = folded.to(sub.operand_dtype)
         if keep is not None:
@@ -148,9 +125,8 @@ def _backpropagate_rows(sub: SubBlock, rows: Range, upstream: Upstream, dk: Tens
         if keep is not None:
             dscores.mul_(keep)
         dscores.sub_(delta).mul_(folded)
-        if tanh is not None:
-            # A hidden key's tanh is -inf here, its gradient 0.
-            dscores.mul_(tanh.clamp_(-1.0, 1.0).square_().neg_().add_(1.0).reshape(dscores.shape))
+        if slope is not None:
+            dscores.mul_(slope.reshape(dscores.shape))
         dscores = dscores.to(sub.operand_dtype)
         tile_dq = sub.product(dscores, sub.keys[:, inside], call.softmax_scale)
         dq = tile_dq if dq is None else dq.add_(tile_dq)

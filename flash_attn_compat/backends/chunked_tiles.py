@@ -47,14 +47,10 @@ class SubBlock:
         for start in range(alive.start, alive.stop, self.size.rows):
             yield Range(start, min(start + self.size.rows, alive.stop))
 
-    def visible_keys(self, rows: Range) -> Range:
+    def key_tiles(self, rows: Range) -> Iterator[Range]:
         """The keys that some of ``rows`` see, from a multiple of 8 on, where matrix products read fast."""
         visible = self.call.mask.visible_keys(rows, self.offset, self.seqlen_k)
-        return Range(visible.start - visible.start % 8, visible.stop)
-
-    def key_tiles(self, rows: Range) -> Iterator[Range]:
-        visible = self.visible_keys(rows)
-        for start in range(visible.start, visible.stop, self.size.keys):
+        for start in range(visible.start - visible.start % 8, visible.stop, self.size.keys):
             yield Range(start, min(start + self.size.keys, visible.stop))
 
     def fold(self, tensor: Tensor, rows: Range) -> Tensor:
@@ -78,23 +74,13 @@ class SubBlock:
         keys = self.keys[:, columns.start : columns.stop].transpose(1, 2)
         return self.unfold(self.product(queries, keys, self.call.softmax_scale / (self.call.softcap or 1.0)), rows)
 
-    def scores(self, queries: Tensor, rows: Range, columns: Range) -> tuple[Tensor, float]:
-        """Scores (n, q heads, rows, columns) up to the factor beside them, which the next pass applies.
-
-        Under softcap they are the tanh values, and the factor is the cap.
-        """
-        factor = self.call.softcap or 1.0
+    def scores(self, queries: Tensor, rows: Range, columns: Range) -> Tensor:
+        """Scores (n, q heads, rows, columns), -inf where unseen."""
         scores = self.raw_scores(queries, rows, columns)
         if self.call.softcap:
-            scores.tanh_()
+            scores.tanh_().mul_(self.call.softcap)
         if self.block.slopes is not None:
-            scores, factor = scores.mul_(factor), 1.0
             alibi.add_bias_(scores, self.block.slopes[:, self.heads], rows, columns, self.offset)
-        self._hide(scores, rows, columns)
-        return scores, factor
-
-    def _hide(self, scores: Tensor, rows: Range, columns: Range) -> None:
-        """Put -inf on scores (n, heads, rows, columns)."""
         for stretch in self.call.mask.partly_hidden(rows, columns, self.offset):
             hidden = self.hidden(rows, stretch)
             if hidden is not None:
@@ -104,6 +90,14 @@ class SubBlock:
         padding = self.block.padding(columns)
         if padding is not None:
             scores.masked_fill_(padding, -torch.inf)
+        return scores
+
+    def softcap_slope(self, queries: Tensor, rows: Range, columns: Range, scores: Tensor) -> Tensor:
+        """The derivative of a score with regard to what softcap was applied to."""
+        # Without ALiBi's bias, scores tell the tanh; a hidden key's is -inf, and its gradient 0 whatever the slope.
+        of_scores = self.block.slopes is None
+        tanh = scores / self.call.softcap if of_scores else self.raw_scores(queries, rows, columns).tanh_()
+        return tanh.clamp_(-1.0, 1.0).square_().neg_().add_(1.0)
 
     def product(self, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
         """a @ b * scale with fp32 (fp64) accumulation and result, whatever precision the operands are in."""
@@ -113,10 +107,6 @@ class SubBlock:
             )
         found = torch.bmm(a, b, out_dtype=self.dtype)
         return found if scale == 1.0 else found.mul_(scale)
-
-    def tanh_values(self, queries: Tensor, rows: Range, columns: Range, scores: Tensor) -> Tensor:
-        """What softcap made of the raw scores: ``scores`` itself, unless ALiBi was added to it."""
-        return scores if self.block.slopes is None else self.raw_scores(queries, rows, columns).tanh_()
 
     def keep(self, rows: Range, columns: Range) -> Tensor | None:
         """Surviving probabilities of a tile as 0 and 1, (n, q heads, rows, columns); None without dropout."""
