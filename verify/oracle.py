@@ -106,21 +106,6 @@ class Attended(NamedTuple):
     tainted: Tensor = torch.zeros(0)
 
 
-class _Steps(NamedTuple):
-    """What a sequence's results are sums of: q (H, sq, d), k and v (H, sk, d), probs and dropped (H, sq, sk)."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    probs: Tensor
-    dropped: Tensor
-    visible: Tensor
-    bias: Tensor
-    slope_terms: Tensor | float  # of 1 - tanh^2
-    scale: float
-    group: int
-
-
 def _attended(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, slopes: Tensor | None, keep: Tensor | None, dropout_p: float,
     dout: Tensor | None, exact: bool,
@@ -154,19 +139,9 @@ def _attended(
         lse = torch.logsumexp(scores, -1)
         if slopes is not None and mask.shifts_lse:
             lse = lse + slopes.double()[:, None] * position
-        sizes = (
-            q.abs(),
-            k.abs(),
-            v.abs(),
-            probs,
-            dropped * kept_by,
-            visible,
-            bias,
-            slope_terms,
-            abs(mask.scale),
-            group,
-        )
-        sums, spacings = _sizes(_Steps(*sizes), None if dout is None else dout.transpose(0, 1).abs())
+        given = None if dout is None else dout.transpose(0, 1).abs()
+        sizes, weights, scale = (q.abs(), k.abs(), v.abs()), (probs, dropped * kept_by), abs(mask.scale)
+        sums, spacings = _sizes(*sizes, given, *weights, visible, bias.abs(), slope_terms, scale, group)
         # Of anything not finite the sum is not finite either: fp64 is far from overflowing here.
         per_head = q.sum((1, 2)) + k.sum((1, 2)) + v.sum((1, 2))
         if dout is not None:
@@ -175,31 +150,36 @@ def _attended(
     return Attended(out, lse.masked_fill(dead, torch.inf), sums, spacings, tainted)
 
 
-def _sizes(t: _Steps, dout: Tensor | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Truth.magnitudes and Truth.spacings of one sequence: each result's formula with absolute values in it."""
-    scores = t.scale * (t.q @ t.k.mT) + t.bias.abs()
-    sums = {"out": _amax(t.dropped @ t.v), "score": _amax(scores * t.visible)}
-    seen = t.visible.any(0)[:, None]
-    spacings = {"out": _amax((t.v * seen).sum(1))}
+def _sizes(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, probs: Tensor, dropped: Tensor, visible: Tensor, bias: Tensor,
+    slope_terms: Tensor | float, scale: float, group: int,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:  # fmt: skip
+    """Truth.magnitudes and Truth.spacings of one sequence: each result's formula with absolute values in it.
+
+    q and dout (H, sq, d), k and v (H, sk, d), probs and dropped (H, sq, sk); slope_terms: of 1 - tanh^2; group: query
+    heads of a key head
+    """
+    sums = {"out": _amax(dropped @ v), "score": _amax((scale * (q @ k.mT) + bias) * visible)}
+    seen = visible.any(0)[:, None]
+    spacings = {"out": _amax((v * seen).sum(1))}
     if dout is None:
         return sums, spacings
 
     def of_key_head(x: Tensor) -> Tensor:
-        return x.view(len(x) // t.group, t.group, *x.shape[1:]).sum(1)
+        return torch.unflatten(x, 0, (-1, group)).sum(1)
 
-    sums["dP"] = t.v.shape[-1] * _amax(t.v) * _amax(dout)
-    ratio = torch.where(t.probs > 0, t.dropped / t.probs, 0.0)
-    dprobs = (dout @ t.v.mT) * ratio
-    dscores = t.scale * t.probs * (dprobs + (t.probs * dprobs).sum(-1, keepdim=True)) * t.slope_terms
-    sums["q"] = _amax(dscores @ t.k)
-    sums["k"] = _amax(of_key_head(dscores.mT @ t.q))
-    sums["v"] = _amax(of_key_head(t.dropped.mT @ dout))
+    sums["dP"] = v.shape[-1] * _amax(v) * _amax(dout)
+    dprobs = (dout @ v.mT) * torch.where(probs > 0, dropped / probs, 0.0)
+    dscores = scale * probs * (dprobs + (probs * dprobs).sum(-1, keepdim=True)) * slope_terms
+    sums["q"] = _amax(dscores @ k)
+    sums["k"] = _amax(of_key_head(dscores.mT @ q))
+    sums["v"] = _amax(of_key_head(dropped.mT @ dout))
     # The backward reads the out that was given out, so what underflowed in it is missing from every score's gradient.
-    of_out = t.probs * dout.sum(-1, keepdim=True) * t.slope_terms
+    of_out = probs * dout.sum(-1, keepdim=True) * slope_terms
     # PyTorch's memory-efficient kernel keeps scores' gradients multiplied by the scale already.
-    step = max(t.scale, 1.0)
-    spacings["q"] = step * _amax((t.k * seen).sum(1, keepdim=True) + of_out @ t.k)
-    spacings["k"] = step * _amax(of_key_head(t.q.sum(1, keepdim=True) + of_out.mT @ t.q))
+    step = max(scale, 1.0)
+    spacings["q"] = step * _amax((k * seen).sum(1, keepdim=True) + of_out @ k)
+    spacings["k"] = step * _amax(of_key_head(q.sum(1, keepdim=True) + of_out.mT @ q))
     spacings["v"] = _amax(of_key_head(dout.sum(1)))
     return sums, spacings
 
