@@ -19,6 +19,7 @@ from flash_attn_compat.backends.fused.loader import KernelError
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine.build import Options, dense_call
 from flash_attn_compat.engine.features import Feature, Traits
+from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 from tests import fused_on_cpu, support
 from tests.support import close, randn
 from verify.examination import Examination
@@ -102,6 +103,33 @@ def test_copies_into_rows_of_16_bytes_change_neither_answers_nor_gradients(monke
     problem = Problem(seqlens_q=(40,), seqlens_k=(50,), group=2, head_dim=20, dtype="float16", softcap=3.0)
     verdict = Examination(problem).judge("fused")
     assert not verdict.failures and not verdict.refused, verdict
+
+
+@pytest.mark.parametrize(("head_dim", "small"), [(20, 0), (20, launcher.SMALL), (32, 0), (32, launcher.SMALL)])
+def test_gradients_arrive_where_the_caller_wants_them(
+    head_dim: int, small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into places of any strides, for a dout of any strides, whatever a plan was made for before."""
+    monkeypatch.setattr(launcher, "SMALL", small)
+    fused_on_cpu.emulate(monkeypatch)
+    q, k, v = support.qkv(2, 40, 50, h=4, hk=2, d=head_dim, dtype=HALF)
+    options = (0.0, head_dim**-0.5, True, -1, -1, 0.0, None, False)
+    dout = randn(2, 40, 4, head_dim, dtype=HALF)
+    found = {}
+    for backend in ("chunked", "fused"):
+        with flash_attn_compat.use_backend(backend):
+            out, lse, *_ = _flash_attn_forward(q, k, v, 0.0, head_dim**-0.5, True, -1, -1, 0.0, None, False)
+            for given in (
+                dout,
+                dout.transpose(1, 2).contiguous().transpose(1, 2),
+                torch.ones(1, dtype=HALF).expand(dout.shape),
+            ):
+                for wide in (0, 8, 1):
+                    places = [torch.zeros(*x.shape[:-1], head_dim + wide, dtype=HALF)[..., wide:] for x in (q, k, v)]
+                    _flash_attn_backward(given, q, k, v, out, lse, *places, *options)
+                    found.setdefault(backend, []).extend(places)
+    for ours, right in zip(found["fused"], found["chunked"]):
+        close(ours, right, 4.0)
 
 
 # ---- kernels that cannot be used

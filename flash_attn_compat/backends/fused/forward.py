@@ -89,6 +89,7 @@ class Attention:
         self.appends = new is not None
         if new is not None:
             fields |= launcher.described_new(new)
+        # As _launched gives them.
         given = [*self.inputs.names, "seqlen_k", "out"]
         given += ["lse"] * self.keeps_lse + ["lse_true"] * self.keeps_true_lse + ["absmax"] * converts
         if self.splits is not None and self.splits.each > 1:

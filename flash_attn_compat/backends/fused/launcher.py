@@ -31,7 +31,7 @@ _COUNTERS = 1024
 # Elements up to which loading one by one costs less than copying into place first.
 SMALL = 2**18
 
-# What a call and an append give, by the names that struct Params has for it, in the order of tensors_of.
+# What a call and an append give, by its name in struct Params, in the order of tensors_of.
 _CALL = AttentionCall._fields[:3] + AttentionCall._fields[9:16]
 _APPEND = "k_new", "v_new", "rotary_cos", "rotary_sin"
 # Of what is not in q's dtype.
@@ -57,7 +57,7 @@ arguments = _Arguments()
 
 
 class Launch:
-    """One kernel, its grid and its struct Params but for what each call gives."""
+    """One kernel, its grid and its struct Params but for the numbers that each call gives."""
 
     def __init__(
         self, variant: Variant, device: int, blocks: int, fields: dict[str, params.Value], given: Sequence[str]
