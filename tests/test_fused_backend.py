@@ -237,10 +237,10 @@ def train(**options: Any) -> Callable[[], object]:
     return lambda: flash_attn_func(q.requires_grad_(), k, v, **options).sum().backward()
 
 
-def decode_step() -> Callable[[], object]:
-    caches, new = (randn(2, 50, 2, 64, dtype=HALF) for _ in "kv"), randn(2, 1, 2, 64, dtype=HALF)
+def decode_step(seqlen_new: int) -> Callable[[], object]:
+    caches, new = (randn(2, 50, 2, 64, dtype=HALF) for _ in "kv"), randn(2, seqlen_new, 2, 64, dtype=HALF)
     (k_cache, v_cache), tables = caches, randn(50, 16, dtype=HALF)
-    lengths = torch.tensor([3, 44], dtype=torch.int32)
+    lengths = torch.tensor([3, 30], dtype=torch.int32)
     q = randn(2, 1, 4, 64, dtype=HALF)
     return lambda: flash_attn_with_kvcache(q, k_cache, v_cache, new, new, tables, tables, lengths, causal=True)
 
@@ -253,7 +253,8 @@ WRONG = {
     "an LSE of other units": ("forward.cu", "- P_SHIFT) * LN2", "- P_SHIFT)", train()),
     "another dropout mask": ("common.cuh", "mix(row_base + i);", "mix(row_base + i + 1);", train(dropout_p=0.3)),
     "no delta": ("delta.cu", ": sum;", ": 0.f;", train()),
-    "a rotation the wrong way": ("append.cuh", "a[2 * i] * cosine -", "a[2 * i] * cosine +", decode_step()),
+    "a rotation the wrong way": ("append.cuh", "a[2 * i] * cosine -", "a[2 * i] * cosine +", decode_step(1)),
+    "the same of many keys": ("append.cuh", "a[2 * i] * cosine -", "a[2 * i] * cosine +", decode_step(17)),
 }  # fmt: skip
 
 

@@ -30,11 +30,15 @@ def _make_plan(call: AttentionCall, new: Append) -> Callable[[AttentionCall, App
         return by_operators
     plan = Plan(call, new, vec)
 
-    def run_tiny(call: AttentionCall, new: Append) -> Tensor:
-        return Plan(call, new, vec).run(call, new)
+    def run_tiny(call: AttentionCall, new: Append) -> dict[str, Tensor]:
+        return {"q": Plan(call, new, vec).run(call, new)}
 
     tried = (plan.launch.variant,)
-    trial.check(tried, plan.inputs.device, lambda: trial.of_append(plan.kind, call.q.device, run_tiny))
+    trial.check(
+        tried,
+        plan.inputs.device,
+        lambda: trial.of_forward(plan.kind, call.q.device, run_tiny, few_rows=True, appends=True),
+    )
     return plan.run
 
 

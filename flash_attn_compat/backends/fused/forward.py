@@ -100,8 +100,9 @@ class Attention:
         """Raises KernelError if the kernel turns out to be wrong."""
         kind, device, is_decode = self.kind, self.inputs.device, self.splits is not None
 
-        def run_tiny(call: AttentionCall, new: Append | None) -> Result:
-            return Attention(call, kind, new).run(call, new)
+        def run_tiny(call: AttentionCall, new: Append | None) -> dict[str, Tensor]:
+            result = Attention(call, kind, new).run(call, new)
+            return {"out": result.out, "softmax_lse": result.lse}
 
         tried = (self.launch.variant,)
         trial.check(tried, device, lambda: trial.of_forward(kind, self.place, run_tiny, is_decode, self.appends))

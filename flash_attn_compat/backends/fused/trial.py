@@ -18,7 +18,7 @@ from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.engine import callers_state, capture
 from flash_attn_compat.engine.append import Append, by_operators
-from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
+from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream
 from flash_attn_compat.engine.mask import Mask
 
 # Two sequences, nothing a multiple of a tile; three tokens lie behind the last one.
@@ -65,11 +65,12 @@ def check(variants: tuple[Variant, ...], device: int, wrong: Callable[[], str | 
 
 
 def of_forward(
-    kind: Kind, place: torch.device, run: Callable[..., Result], few_rows: bool, appends: bool
+    kind: Kind, place: torch.device, run: Callable[..., dict[str, Tensor]], few_rows: bool, appends: bool
 ) -> str | None:
-    """What is wrong with a forward's out and LSE, if anything, or with the cache that it appended to.
+    """What is wrong with a forward or an append, if anything, or with the cache that it appended to.
 
-    run: computes it of a call and an Append, or None; few_rows: whether it is the decode kernel's
+    run: computes out and softmax_lse, or the rotated q, of a call and an Append, or None; few_rows: whether the kernel
+    is made for them
     """
     for new in _appends(kind) if appends else (None,):
         on_cpu = _problem(kind, few_rows, needs_grad=False)
@@ -82,20 +83,11 @@ def of_forward(
             used = new.cache_seqlens + new.k.shape[1]
             counted = on_cpu._replace(q=by_operators(on_cpu, new), seqused_k=used)
         right = _JUDGE.forward(_in_fp32(counted))
-        pairs = [("out", found.out, right.out), ("softmax_lse", found.lse, right.lse), *_caches(call, on_cpu)]
+        expected = {"q": counted.q, "out": right.out, "softmax_lse": right.lse}
+        pairs = [(name, got, expected[name]) for name, got in found.items()]
+        # NaN lies behind the keys in use.
+        pairs += [(name, *(getattr(one, name).nan_to_num(9.0) for one in (call, on_cpu))) for name in "kv"]
         wrong = _difference(pairs, call.q.dtype)
-        if wrong is not None:
-            return wrong
-    return None
-
-
-def of_append(kind: Kind, place: torch.device, run: Callable[[AttentionCall, Append], Tensor]) -> str | None:
-    """What is wrong with a cache after keys were appended, and with the rotated q."""
-    for new in _appends(kind):
-        on_cpu = _problem(kind, few_rows=True, needs_grad=False)._replace(seqused_k=new.cache_seqlens)
-        call = _on(place, on_cpu)
-        q = run(call, _on(place, new))
-        wrong = _difference([("q", q, by_operators(on_cpu, new)), *_caches(call, on_cpu)], q.dtype)
         if wrong is not None:
             return wrong
     return None
@@ -124,11 +116,6 @@ def _difference(pairs: Sequence[tuple[str, Tensor, Tensor]], dtype: torch.dtype)
         if not worst <= tolerance:  # NaN is wrong too
             return f"{name} is off by {worst:.2g}"
     return None
-
-
-def _caches(call: AttentionCall, right: AttentionCall) -> list[tuple[str, Tensor, Tensor]]:
-    """Whether both hold the same keys and values; NaN lies behind those in use."""
-    return [(name, getattr(call, name).nan_to_num(9.0), getattr(right, name).nan_to_num(9.0)) for name in "kv"]
 
 
 def _problem(kind: Kind, few_rows: bool, needs_grad: bool) -> AttentionCall:
