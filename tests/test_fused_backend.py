@@ -115,15 +115,13 @@ def test_gradients_arrive_where_the_caller_wants_them(
     q, k, v = support.qkv(2, 40, 50, h=4, hk=2, d=head_dim, dtype=HALF)
     options = (0.0, head_dim**-0.5, True, -1, -1, 0.0, None, False)
     dout = randn(2, 40, 4, head_dim, dtype=HALF)
-    found = {}
+    unaligned = torch.cat([torch.zeros(1, dtype=HALF), dout.flatten()])[1:].view(dout.shape)
+    douts = dout, unaligned, dout.transpose(1, 2).contiguous().transpose(1, 2), dout[:, :1, :, :1].expand(dout.shape)
+    found: dict[str, list[Tensor]] = {}
     for backend in ("chunked", "fused"):
         with flash_attn_compat.use_backend(backend):
             out, lse, *_ = _flash_attn_forward(q, k, v, 0.0, head_dim**-0.5, True, -1, -1, 0.0, None, False)
-            for given in (
-                dout,
-                dout.transpose(1, 2).contiguous().transpose(1, 2),
-                torch.ones(1, dtype=HALF).expand(dout.shape),
-            ):
+            for given in douts:
                 for wide in (0, 8, 1):
                     places = [torch.zeros(*x.shape[:-1], head_dim + wide, dtype=HALF)[..., wide:] for x in (q, k, v)]
                     _flash_attn_backward(given, q, k, v, out, lse, *places, *options)
