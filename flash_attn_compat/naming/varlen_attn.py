@@ -71,13 +71,13 @@ def _forward(query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, **o
     import torch
 
     out, lse = _attend(query, key, value, cu_seq_q, cu_seq_k, **options)
-    return _like(query, out), lse, torch.zeros(2, dtype=torch.uint64, device=query.device)
+    return _like(query, out), lse.float(), torch.zeros(2, dtype=torch.uint64, device=query.device)
 
 
 def _forward_into(out: Any, query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, **options: Any) -> Any:
     found, lse = _attend(query, key, value, cu_seq_q, cu_seq_k, **options)
     out.copy_(found)
-    return lse
+    return lse.float()
 
 
 def _attend(
@@ -97,7 +97,7 @@ def _attend(
     num_splits: int | None = None,
     **unknown: Any,
 ) -> tuple[Any, Any]:
-    """(out (total_q, nheads, headdim), lse (nheads, total_q) fp32)."""
+    """(out (total_q, nheads, headdim), lse (nheads, total_q) in fp32 at least)."""
     import torch
 
     from flash_attn_compat.private_interface import _flash_attn_varlen_forward
@@ -114,7 +114,7 @@ def _attend(
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, 0.0, scale, is_causal, left, right, 0.0, None, False,
         block_table, None, seqused_k,
     )  # fmt: skip
-    return out, lse.float()
+    return out, lse
 
 
 def _backward(
@@ -140,7 +140,9 @@ def _backward(
 
     _refuse_unknown(unknown)
     dq, dk, dv = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    lse = lse.to(torch.promote_types(query.dtype, torch.float32))
+    if query.dtype == torch.float64:
+        # The operator hands the statistics over in fp32.
+        lse = _attend(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, scale, window_size)[1]
     left, right = window_size or (-1, -1)
     _flash_attn_varlen_backward(
         grad_out, query, key, value, out, lse, dq, dk, dv, cu_seq_q, cu_seq_k, max_q, max_k, 0.0, scale, is_causal,

@@ -51,7 +51,7 @@ def test_without_being_asked_nothing_changes() -> None:
 
 
 @pytest.mark.usefixtures("served")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, (-1, 0), (2, 0), (1, 2)])
 def test_values_and_gradients(dtype: torch.dtype, window: tuple[int, int] | None) -> None:
     """Causal, which is a window of (-1, 0) here, and sliding windows."""
