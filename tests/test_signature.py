@@ -92,6 +92,9 @@ OF_CACHE: list[Arguments] = [
     {"q": randn(1 + 2 * 4 * 16)[1:].view(2, 1, 4, 16)}, {"k": randn(1 + 2 * 2 * 16)[1:].view(2, 1, 2, 16)},
     {"rotary_cos": randn(1 + 20 * 8)[1:].view(20, 8)},
     {name: tensor.bfloat16() for name, tensor in cache().items() if name != "cache_seqlens"},
+    # More rows than a step takes.
+    *({"q": randn(2, 70, 4, 16), "cache_seqlens": lengths} | new for lengths in (6, 7, ints(4, 9), ints(5, 9))
+      for new in ({}, dict.fromkeys(("k", "v", "rotary_cos", "rotary_sin")))),
 ]  # fmt: skip
 OF_PRIVATE: list[Arguments] = [{"window_size_left": 2, "window_size_right": 1}, {"causal": True}, {"softcap": 3.0}]
 WRONG: dict[Callable[..., Any], list[Arguments]] = {
