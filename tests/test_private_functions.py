@@ -17,6 +17,7 @@ from flash_attn_compat.flash_attn_interface import (
     _get_block_size_n,
     maybe_contiguous,
 )
+from tests import fused_on_cpu
 from tests.support import close, cumulative, on_backend, on_general_backends, qkv, randn
 from verify import oracle
 
@@ -166,6 +167,19 @@ def test_rng_state_reproduces_the_dropout_mask_and_softmax_d_is_of_what_was_kept
         close(ours, right.grads[name], right.magnitude(name))
     assert softmax_d.shape == (2, 2, 256) and softmax_d.dtype == torch.float32
     close(softmax_d[:, :, :130], (dout * out).sum(-1).transpose(1, 2) * (1 - 0.4), 16)
+
+
+def test_kernels_of_our_own_draw_the_mask_of_a_given_rng_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused_on_cpu.emulate(monkeypatch)
+    q, k, v = qkv(b=1, sq=20, sk=40, h=2, hk=1, d=32, dtype=torch.float16)
+    out, lse, _, rng_state = on_backend("reference", forward, q, k, v, dropout_p=0.3)
+    found = []
+    for backend in ("fused", "reference"):
+        found.append(empty_grads(q, k, v))
+        options = dict(dropout_p=0.3, rng_state=rng_state)
+        on_backend(backend, backward, randn(*q.shape, seed=5, dtype=q.dtype), q, k, v, out, lse, *found[-1], **options)
+    for ours, right in zip(*found, strict=True):
+        torch.testing.assert_close(ours.float(), right.float(), rtol=1e-2, atol=1e-2)
 
 
 @on_general_backends
