@@ -128,7 +128,9 @@ def scan_forward(head_dims: list[int], dtype: torch.dtype) -> None:
 
 def compile_all(entry: str, tiles: list[Tile | None], head_dim: int, dtype: torch.dtype) -> None:
     """Side by side, before anything is timed."""
-    target, kind_dtype = loader.target(0), variants.FP16 if dtype == torch.float16 else variants.BF16
+    target = loader.target(0)
+    converted = variants.BF16 if target.number >= 80 else variants.BF16_AS_FP16
+    kind_dtype = variants.FP16 if dtype == torch.float16 else converted
     wanted: list[variants.Variant] = []
     for tile in tiles:
         masked = {"local": True}

@@ -46,8 +46,8 @@ DEVICE float times_power_of_two(float x, int e) { return x * power_of_two(e / 2)
 struct Exponents {   // tensors are multiplied by 2 to these, on the way to shared memory
   int q, k, v, dout;
   DEVICE Exponents(const Params &p, int b, int head_k)
-      : q(exponent_of(scale_of(p, ABSMAX_Q, b, head_k))), k(exponent_of(scale_of(p, ABSMAX_K, b, head_k))),
-        v(exponent_of(scale_of(p, ABSMAX_V, b, head_k))), dout(exponent_of(scale_of(p, ABSMAX_DOUT, b, head_k))) {}
+      : q(exponent_of(scale_of(absmax_of(p, ABSMAX_Q, b, head_k)))), k(exponent_of(scale_of(absmax_of(p, ABSMAX_K, b, head_k)))),
+        v(exponent_of(scale_of(absmax_of(p, ABSMAX_V, b, head_k)))), dout(exponent_of(scale_of(absmax_of_dout(p, b, head_k)))) {}
 };
 
 // dS is multiplied by 2 to this besides: then it stays below 2^15 whatever v, dout and out are. `largest_dout` is scaled, and v below 2^15;
@@ -75,13 +75,11 @@ DEVICE float position_slope(const Params &p, int b, int head) { return ALIBI && 
 
 // ---- What is known of a query row: LSE in units of log2 (rows without keys have +inf: their probabilities are 0), and delta.
 // Less the cap, from which a capped score is reckoned down.
-DEVICE float row_lse(const Params &p, const float *lse, int row, int offset, float slope) {
-  const float x = global_load(lse + row), shift = (float)-(P_SHIFT + SLOPE_SHIFT);
-  if (fabsf(x) == POS_INF) return POS_INF;
-  return fmaf(ALIBI ? fmaf(-slope, (float)(row + offset), x) : x, LOG2E, SOFTCAP ? fmaf(p.softcap, -LOG2E, shift) : shift);
+DEVICE float row_lse(const Params &p, float lse, int row, int offset, float slope) {
+  const float shift = (float)-(P_SHIFT + SLOPE_SHIFT);
+  if (fabsf(lse) == POS_INF) return POS_INF;
+  return fmaf(ALIBI ? fmaf(-slope, (float)(row + offset), lse) : lse, LOG2E, SOFTCAP ? fmaf(p.softcap, -LOG2E, shift) : shift);
 }
-// -delta in the units in which dS is packed.
-DEVICE float row_minus_delta(const float *delta, int row, int exponent) { return times_power_of_two(-global_load(delta + row), exponent); }
 
 // How scores of one head become probabilities.
 struct Scoring {
@@ -124,7 +122,7 @@ template <int N> DEVICE void accumulate(Gradient &c, const u32 (*a)[MT][4], u32 
 // ---- Line 11: P = exp(S - LSE) in S's place, what is hidden 0. Where softcap's slope 1 - tanh^2 comes in, it is a factor of P already;
 // a dropped probability is negative. `packed` gets the probabilities that out was made of, for dv.
 struct OwnRows {   // of queries; keys need nothing but their dropout words
-  float lse[MT][2], minus_delta[MT][2];
+  float lse[MT][2], minus_delta[MT][2];   // minus_delta: in the units in which dS is packed
   u32 word[MT][2];
 };
 
@@ -289,10 +287,9 @@ struct Block {
   static DEVICE u32 own_at(int thread) { return a_operand_at(thread) + (thread >> 5) * WARP_ROWS * ROW_BYTES; }
 
   // Own rows to their place.
-  template <bool REG, int N>
-  DEVICE void load_own(u32 (&operand)[N][MT][4], u32 place, const u16 *rows, int row_stride, int left, int head_dim, int exponent) {
+  template <bool REG, int N> DEVICE void keep(u32 (&operand)[N][MT][4], u32 place, const OwnTransfer<THREADS, OWN> &rows, int exponent) {
     const u32 tile = shared + (REG ? TILES : place);
-    load_rows<THREADS, OWN>(tile, rows, row_stride, left, head_dim, power_of_two(exponent));
+    rows.store(tile, power_of_two(exponent));
     if (REG) keep_rows(operand, tile + own_at(threadIdx.x));
   }
 
@@ -306,8 +303,8 @@ struct Block {
     const int row = tile * TL + thread % TL;
     const bool is_lse = thread < TL;
     if (!KEYS_STAY || thread >= 2 * TL || row >= passing.rows) return is_lse ? POS_INF : 0.f;
-    const i64 at = passing.row_values + head * p.lse_head;
-    return is_lse ? row_lse(p, p.lse + at, row, -passing.shift, slope) : row_minus_delta(p.delta + at, row, delta_exponent);
+    const i64 at = passing.row_values + head * p.lse_head + row;
+    return is_lse ? row_lse(p, global_load(p.lse + at), row, -passing.shift, slope) : times_power_of_two(-global_load(p.delta + at), delta_exponent);
   }
 
   // Lines 6 to 15: the inner loop. grad_s += dS S's passing operand, grad_p += P dP's passing operand; each where wanted.

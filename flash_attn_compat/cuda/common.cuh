@@ -7,6 +7,11 @@
 #include "ptx.cuh"
 
 DEVICE int clamp(int x, int low, int high) { return max(low, min(x, high)); }
+template <class T> DEVICE T warp_max(T x) {
+#pragma unroll
+  for (int i = 16; i; i >>= 1) x = max(x, __shfl_xor_sync(ALL_LANES, x, i));
+  return x;
+}
 
 // ---- Where one sequence lies. Whatever the lengths say, nothing outside of the tensors is addressed.
 struct Sequence {
@@ -130,10 +135,18 @@ DEVICE u32 pack_out(float a, float b) {
 
 // Converted bf16: every (sequence, key head) has powers of two of its own, which bring its largest finite magnitude to
 // [2^14, 2^15): nothing overflows, 29 binades below it keep all bits, and an inf or NaN affects no other head.
+// absmax finds those of q, k and v; delta that of dout, and the largest |delta|. They are bits of floats, which compare as the floats do.
 #define ABSMAX_Q 0
 #define ABSMAX_K 1
 #define ABSMAX_V 2
-#define ABSMAX_DOUT 3
+DEVICE int *absmax_of(const Params &p, int tensor, int b, int head_k) { return p.absmax + (i64)(tensor * p.batch + b) * p.nheads_k + head_k; }
+DEVICE int *absmax_of_dout(const Params &p, int b, int head_k) { return p.counters + b * p.nheads_k + head_k; }
+DEVICE int *absmax_of_delta(const Params &p, int b, int head_k) { return absmax_of_dout(p, b + p.batch, head_k); }
+// A maximum of what all lanes have: the same in whichever order warps come.
+DEVICE void raise(int *maximum, int x) {
+  x = warp_max(x);
+  if (threadIdx.x % 32 == 0 && x > global_load_fresh(maximum)) atomicMax(maximum, x);
+}
 DEVICE int finite_magnitude(int largest, u32 pair) {   // of bf16; floats that are not negative compare as their bits do
   const int low = pair << 16 & 0x7fff0000, high = pair & 0x7fff0000;
   return max(largest, max(low < 0x7f800000 ? low : 0, high < 0x7f800000 ? high : 0));
@@ -146,18 +159,8 @@ DEVICE float scale_for(float largest) {
   const int exponent = max((__float_as_int(largest) >> 23) - 127, -112);
   return __int_as_float((14 - exponent + 127) << 23);
 }
-DEVICE float scale_of(const Params &p, int tensor, int b, int head_k) {
-#if TYPE == 2
-  const float *parts = p.absmax + ((i64)(tensor * p.batch + b) * p.nheads_k + head_k) * p.absmax_splits;
-  float largest = 0.f;
-  for (int i = threadIdx.x & 31; i < p.absmax_splits; i += 32) largest = fmaxf(largest, global_load(parts + i));
-#pragma unroll
-  for (int i = 16; i; i >>= 1) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, i));
-  return scale_for(largest);
-#else
-  return 1.f;
-#endif
-}
+DEVICE float inverse_of_power(float scale) { return __int_as_float((254 << 23) - __float_as_int(scale)); }
+DEVICE float scale_of(const int *absmax) { return TYPE == 2 ? scale_for(__int_as_float(global_load(absmax))) : 1.f; }
 
 DEVICE uint4 convert(uint4 x, float scale) {
 #if TYPE == 2
@@ -276,16 +279,23 @@ template <int THREADS, int N> struct Transfer {
   }
 };
 
-// A block's own ROWS rows, of which `left` are there, to a tile in shared memory.
-template <int THREADS, int ROWS> DEVICE void load_rows(u32 tile, const u16 *rows, int row_stride, int left, int head_dim, float scale) {
-  const Mover<THREADS> move(threadIdx.x);
-  UNROLLED(i, ROWS * CHUNKS / THREADS) {
-    const int row = move.row + i * move.STEP;
-    const uint4 x = load_chunk_if(row < left, rows + (i64)row * row_stride + move.chunk * 8, head_dim - move.chunk * 8);
-    shared_store(tile + move.offset(i), convert(x, scale));
+// A block's own ROWS rows, of which `left` are there, on their way to a tile in shared memory.
+template <int THREADS, int ROWS> struct OwnTransfer {
+  static constexpr int N = ROWS * CHUNKS / THREADS;
+  uint4 x[N];
+  DEVICE void load(const u16 *rows, int row_stride, int left, int head_dim) {
+    const Mover<THREADS> move(threadIdx.x);
+    UNROLLED(i, N) {
+      const int row = move.row + i * move.STEP;
+      x[i] = load_chunk_if(row < left, rows + (i64)row * row_stride + move.chunk * 8, head_dim - move.chunk * 8);
+    }
   }
-  __syncthreads();
-}
+  DEVICE void store(u32 tile, float scale) const {
+    const Mover<THREADS> move(threadIdx.x);
+    UNROLLED(i, N) shared_store(tile + move.offset(i), convert(x[i], scale));
+    __syncthreads();
+  }
+};
 
 // A warp's own rows from there to registers: the tile is free again.
 template <int N, int M> DEVICE void keep_rows(u32 (&operand)[N][M][4], u32 own_at) {

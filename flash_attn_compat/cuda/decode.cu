@@ -101,11 +101,9 @@ template <int N> DEVICE int finite_magnitude(const uint4 (&x)[N]) {
 template <int N> DEVICE float convert_all(uint4 (&x)[N]) {   // the inverse of the scale, a power of two as well
 #if TYPE == 2
   int largest = finite_magnitude(x);
-#pragma unroll
-  for (int i = 16; i; i >>= 1) largest = max(largest, __shfl_xor_sync(ALL_LANES, largest, i));
-  const float scale = scale_for(__int_as_float(largest));
+  const float scale = scale_for(__int_as_float(warp_max(largest)));
   UNROLLED(i, N) x[i] = convert(x[i], scale);
-  return 1.f / scale;
+  return inverse_of_power(scale);
 #else
   return 1.f;
 #endif

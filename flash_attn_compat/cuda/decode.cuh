@@ -127,8 +127,7 @@ DEVICE void combine_splits(const Params &p, const Tile &tile, u32 shared, int sp
     const float2 *statistics = (const float2 *)(p.part_ml + (first_part * ROWS + row) * 2);
     float highest = NEG_INF, sum = 0.f;
     for (int s = lane; s < splits; s += 32) highest = fmaxf(highest, global_load_fresh(statistics + s * ROWS).x);
-#pragma unroll
-    for (int i = 16; i; i >>= 1) highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, i));
+    highest = warp_max(highest);
     const float from = highest == NEG_INF ? 0.f : highest;
     for (int s = lane; s < splits; s += 32) {
       const float2 x = global_load_fresh(statistics + s * ROWS);

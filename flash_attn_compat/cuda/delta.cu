@@ -1,9 +1,9 @@
 // FlashAttention-2, Algorithm 2, line 4: delta = rowsum(out * dout), in fp32. Rows that see no key have 0.
 //
-// grid: tiles * nheads * batch blocks of 256 threads, a row for D / 8 of them; tiles = ceil(longest rows of a sequence / (2048 / D)).
+// grid: tiles * nheads * batch blocks of 256 threads, PASSES rows for each D / 8 of them; tiles = ceil(longest rows of a sequence / ROWS).
 #include "common.cuh"
 
-constexpr int THREADS = 256, ROWS = THREADS / CHUNKS;
+constexpr int THREADS = 256, PASSES = 4, ROWS = PASSES * THREADS / CHUNKS;
 
 DEVICE float product_of_pairs(u32 a, u32 b) {
   return fmaf(bits_to_float((u16)a), bits_to_float((u16)b), bits_to_float((u16)(a >> 16)) * bits_to_float((u16)(b >> 16)));
@@ -12,19 +12,33 @@ DEVICE float product_of_pairs(u32 a, u32 b) {
 KERNEL(THREADS, 4) delta(const Params p) {
   const int tile = blockIdx.x % p.tiles, head = blockIdx.x / p.tiles % p.nheads, b = blockIdx.x / p.tiles / p.nheads;
   const Sequence seq = find_sequence(p, b);
-  const int row = tile * ROWS + threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS, channels = p.head_dim_v - chunk * 8;
+  const int first = tile * ROWS + threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS, channels = p.head_dim_v - chunk * 8;
   if (tile * ROWS >= seq.seqlen_q) return;
-  const bool there = row < seq.seqlen_q;
-  const i64 token = seq.first_q + row, at = b * p.lse_batch + head * p.lse_head + token;
-  float sum = 0.f;
-  if (there && channels > 0) {
-    const uint4 x = load_chunk(p.out + b * p.out_s.batch + token * p.out_s.row + (i64)head * p.out_s.head + chunk * 8, channels);
-    const uint4 y = load_chunk(p.dout + b * p.dout_s.batch + token * p.dout_s.row + (i64)head * p.dout_s.head + chunk * 8, channels);
-    sum = product_of_pairs(x.x, y.x) + product_of_pairs(x.y, y.y) + product_of_pairs(x.z, y.z) + product_of_pairs(x.w, y.w);
+  const i64 values = b * p.lse_batch + head * p.lse_head + seq.first_q;
+  const u16 *out = p.out + b * p.out_s.batch + (i64)seq.first_q * p.out_s.row + (i64)head * p.out_s.head + chunk * 8;
+  const u16 *dout = p.dout + b * p.dout_s.batch + (i64)seq.first_q * p.dout_s.row + (i64)head * p.dout_s.head + chunk * 8;
+  uint4 x[PASSES], y[PASSES];
+  float lse[PASSES];
+  UNROLLED(i, PASSES) {
+    const i64 row = first + i * (THREADS / CHUNKS);
+    x[i] = load_chunk_if(row < seq.seqlen_q, out + row * p.out_s.row, channels);
+    y[i] = load_chunk_if(row < seq.seqlen_q, dout + row * p.dout_s.row, channels);
+    lse[i] = row < seq.seqlen_q ? global_load(p.lse + values + row) : POS_INF;
   }
+  int largest = 0;
+  float largest_delta = 0.f;
+  UNROLLED(i, PASSES) {
+    const int row = first + i * (THREADS / CHUNKS);
+    float sum = product_of_pairs(x[i].x, y[i].x) + product_of_pairs(x[i].y, y[i].y) + product_of_pairs(x[i].z, y[i].z) + product_of_pairs(x[i].w, y[i].w);
 #pragma unroll
-  for (int i = CHUNKS / 2; i; i >>= 1) sum += __shfl_xor_sync(ALL_LANES, sum, i);
-  if (!there || chunk) return;
-  const float delta = fabsf(global_load(p.lse + at)) == POS_INF ? 0.f : sum;
-  global_store(p.delta + at, delta);
+    for (int lanes = CHUNKS / 2; lanes; lanes >>= 1) sum += __shfl_xor_sync(ALL_LANES, sum, lanes);
+    const float delta = fabsf(lse[i]) == POS_INF ? 0.f : sum;
+    if (chunk == 0 && row < seq.seqlen_q) global_store(p.delta + values + row, delta);
+    largest = finite_magnitude(largest, y[i]);
+    if (fabsf(delta) < POS_INF) largest_delta = max(largest_delta, fabsf(delta));
+  }
+#if TYPE == 2
+  raise(absmax_of_dout(p, b, head / p.group), largest);
+  raise(absmax_of_delta(p, b, head / p.group), __float_as_int(largest_delta));
+#endif
 }

@@ -5,19 +5,6 @@
 #define KEYS_STAY 1
 #include "backward.cuh"
 
-// The largest |delta| of the rows that pass: every warp finds it for itself.
-DEVICE float largest_delta(const Params &p, const Passing &passing) {
-  float largest = 0.f;
-#if TYPE == 2
-  for (int head = 0; head < passing.heads; head++)
-    for (int row = passing.first * TL + (threadIdx.x & 31); row < min(passing.end * TL, passing.rows); row += 32)
-      largest = fmaxf(largest, fabsf(global_load(p.delta + passing.row_values + head * p.lse_head + row)));
-#pragma unroll
-  for (int i = 16; i; i >>= 1) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, i));
-#endif
-  return largest;
-}
-
 DEVICE void write_dk(const Params &p, Block &block, Gradient &dk) {
   const Owned keys(p, blockIdx.x + p.zero);
   const Exponents e(p, keys.b, keys.head);
@@ -39,9 +26,13 @@ KERNEL(THREADS, MINB) dkdv(const Params p) {
   if (keys.b == p.batch || keys.left <= 0) return;
 
   const Exponents e(p, keys.b, keys.head);
+  const float delta = TYPE == 2 ? __int_as_float(global_load(absmax_of_delta(p, keys.b, keys.head))) : 0.f;
+  OwnTransfer<THREADS, OWN> k, v;
+  k.load(keys.of(p.k, p.k_s), p.k_s.row, keys.left, p.head_dim);
+  if (has_dk) v.load(keys.of(p.v, p.v_s), p.v_s.row, keys.left, p.head_dim_v);
   Block block(p, SHARED_BASE, e);
   const Passing queries(p, keys);
-  const int exponent = exponent_of_ds(p, e, 32768.f, largest_delta(p, queries));
+  const int exponent = exponent_of_ds(p, e, 32768.f, delta);
   block.delta_exponent = e.v + e.dout + exponent;
   UNROLLED(m, MT)
     UNROLLED(r, 2) {
@@ -51,8 +42,8 @@ KERNEL(THREADS, MINB) dkdv(const Params p) {
       block.own.word[m][r] = DropoutWords(p, keys.b, keys.first_head(p)).key(key);
 #endif
     }
-  block.load_own<REG_S>(block.own_s, 0, keys.of(p.k, p.k_s), p.k_s.row, keys.left, p.head_dim, e.k);
-  if (has_dk) block.load_own<REG_P>(block.own_p, Block::OWN_P, keys.of(p.v, p.v_s), p.v_s.row, keys.left, p.head_dim_v, e.v);
+  block.keep<REG_S>(block.own_s, 0, k, e.k);
+  if (has_dk) block.keep<REG_P>(block.own_p, Block::OWN_P, v, e.v);
 
   Gradient dk, dv;
   set_zero(dk);

@@ -6,7 +6,7 @@
 #include "backward.cuh"
 
 // The largest |dout| (scaled) of each own row: with a bound of its own a row is exact however small it is beside others.
-DEVICE void largest_dout(float (&largest)[MT][2], const Block &block) {
+DEVICE void largest_of_rows(float (&largest)[MT][2], const Block &block) {
   UNROLLED(m, MT) {
     u32 bits[2] = {0, 0};   // magnitudes of fp16 compare as integers do
     UNROLLED(k, CHUNKS / 2) {
@@ -32,21 +32,28 @@ KERNEL(THREADS, MINB) dq(const Params p) {
   if (queries.b == p.batch || queries.left <= 0) return;
 
   const Exponents e(p, queries.b, queries.head_k(p));
-  Block block(p, SHARED_BASE, e);
-  const Passing keys(p, queries);
-  block.load_own<REG_S>(block.own_s, 0, queries.of(p.q, p.q_s), p.q_s.row, queries.left, p.head_dim, e.q);
-  block.load_own<REG_P>(block.own_p, Block::OWN_P, queries.of(p.dout, p.dout_s), p.dout_s.row, queries.left, p.head_dim_v, e.dout);
-  float largest[MT][2];
-  if (TYPE == 2) largest_dout(largest, block);
-  const i64 row_values = queries.row_values(p);
+  OwnTransfer<THREADS, OWN> q, dout;
+  q.load(queries.of(p.q, p.q_s), p.q_s.row, queries.left, p.head_dim);
+  dout.load(queries.of(p.dout, p.dout_s), p.dout_s.row, queries.left, p.head_dim_v);
+  float lse[MT][2], delta[MT][2], largest[MT][2];
+  const int first_row = queries.first + (threadIdx.x >> 5) * WARP_ROWS + ((threadIdx.x & 31) >> 2);
   UNROLLED(m, MT)
     UNROLLED(r, 2) {
-      const int row = queries.first + (threadIdx.x >> 5) * WARP_ROWS + m * 16 + ((threadIdx.x & 31) >> 2) + r * 8;
-      const bool there = row < queries.rows;
-      const float slope = position_slope(p, queries.b, queries.head);
-      block.own.lse[m][r] = there ? row_lse(p, p.lse + row_values, row, keys.shift, slope) : POS_INF;
-      const int ds = exponent_of_ds(p, e, largest[m][r], there ? fabsf(global_load(p.delta + row_values + row)) : 0.f);
-      block.own.minus_delta[m][r] = there ? row_minus_delta(p.delta + row_values, row, e.v + e.dout + ds) : 0.f;
+      const int row = first_row + m * 16 + r * 8;
+      const i64 at = queries.row_values(p) + row;
+      lse[m][r] = row < queries.rows ? global_load(p.lse + at) : POS_INF;
+      delta[m][r] = row < queries.rows ? global_load(p.delta + at) : 0.f;
+    }
+  Block block(p, SHARED_BASE, e);
+  const Passing keys(p, queries);
+  block.keep<REG_S>(block.own_s, 0, q, e.q);
+  block.keep<REG_P>(block.own_p, Block::OWN_P, dout, e.dout);
+  if (TYPE == 2) largest_of_rows(largest, block);
+  UNROLLED(m, MT)
+    UNROLLED(r, 2) {
+      const int row = first_row + m * 16 + r * 8, ds = exponent_of_ds(p, e, largest[m][r], fabsf(delta[m][r]));
+      block.own.lse[m][r] = row_lse(p, lse[m][r], row, keys.shift, position_slope(p, queries.b, queries.head));
+      block.own.minus_delta[m][r] = times_power_of_two(-delta[m][r], e.v + e.dout + ds);
       block.ds_exponent[m][r] = ds;
 #if DROPOUT
       block.own.word[m][r] = DropoutWords(p, queries.b, queries.head).row(row);

@@ -139,8 +139,20 @@ KERNEL(THREADS, MINB) forward(const Params p) {
   const Range keys = visible_keys(first_row, min(first_row + BM, seq.seqlen_q), rows.shift, seq.seqlen_k, left, right);
   const int first_tile = keys.first / BN, last_tile = (keys.end + BN - 1) / BN;   // [first, last)
 
-  const float q_scale = scale_of(p, ABSMAX_Q, b, head_k), k_scale = scale_of(p, ABSMAX_K, b, head_k), v_scale = scale_of(p, ABSMAX_V, b, head_k);
-  const float scale = p.softmax_scale / q_scale / k_scale;
+  // Everything that the block has to wait for is asked for first.
+  const Move move(thread);
+  const u32 shared = SHARED_BASE, q_tile = shared, k_tile = QREG ? shared : shared + BM * ROW_BYTES, v_tile = k_tile + BN * ROW_BYTES;
+  const float q_scale = scale_of(absmax_of(p, ABSMAX_Q, b, head_k)), k_scale = scale_of(absmax_of(p, ABSMAX_K, b, head_k));
+  const float v_scale = scale_of(absmax_of(p, ABSMAX_V, b, head_k));
+  OwnTransfer<THREADS, BM> own;
+  KeyTransfer transfer;
+#define LOAD(base, strides, tile_number, dim, target) \
+  transfer.load(p, base, strides, pages, seq.first_k + (tile_number) * BN, seq.seqlen_k - (tile_number) * BN, dim, move, target)
+  const bool at_once = !(CPA && QREG), some = first_tile < last_tile;   // cp.async may write K only where Q is no more
+  own.load(q, p.q_s.row, seq.seqlen_q - first_row, p.head_dim);
+  if (at_once && some) LOAD(k, p.k_s, first_tile, p.head_dim, k_tile);
+
+  const float scale = p.softmax_scale * inverse_of_power(q_scale) * inverse_of_power(k_scale);
   // Scores are compared as they come and scaled inside exp2, where nothing else happens to them.
   const bool modified = SOFTCAP || ALIBI || !(scale > 0.f);
   const float unit = modified ? 1.f : scale * LOG2E;
@@ -152,20 +164,13 @@ KERNEL(THREADS, MINB) forward(const Params p) {
     UNROLLED(r, 2) row_words[m][r] = words.row(rows.first + m * 16 + g + r * 8);
 #endif
 
-  const u32 shared = SHARED_BASE, q_tile = shared, k_tile = QREG ? shared : shared + BM * ROW_BYTES, v_tile = k_tile + BN * ROW_BYTES;
   const u32 q_at = q_tile + a_operand_at(lane) + warp * WARP_ROWS * ROW_BYTES, k_at = k_tile + b_operand_at(lane), v_at = v_tile + a_operand_at(lane);
-  const Move move(thread);
-  KeyTransfer transfer;
-#define LOAD(base, strides, tile_number, dim, target) \
-  transfer.load(p, base, strides, pages, seq.first_k + (tile_number) * BN, seq.seqlen_k - (tile_number) * BN, dim, move, target)
 
-  load_rows<THREADS, BM>(q_tile, q, p.q_s.row, seq.seqlen_q - first_row, p.head_dim, q_scale);
+  own.store(q_tile, q_scale);
   u32 qf[QREG ? CHUNKS / 2 : 1][MT][4];
   if (QREG) keep_rows(qf, q_at);
-  if (first_tile < last_tile) {
-    LOAD(k, p.k_s, first_tile, p.head_dim, k_tile);
-    transfer.store(k_tile, move, k_scale);
-  }
+  if (!at_once && some) LOAD(k, p.k_s, first_tile, p.head_dim, k_tile);
+  if (some) transfer.store(k_tile, move, k_scale);
   __syncthreads();
 
   float O[CHUNKS][MT][4], m[MT][2], l[MT][2];
@@ -206,7 +211,7 @@ KERNEL(THREADS, MINB) forward(const Params p) {
       float sum = l[i][r];
       sum += __shfl_xor_sync(ALL_LANES, sum, 1);
       sum += __shfl_xor_sync(ALL_LANES, sum, 2);
-      factor[i][r] = (sum == 0.f ? 0.f : 1.f / sum) * (DROPOUT ? p.dropout_scale : 1.f) / v_scale;
+      factor[i][r] = (sum == 0.f ? 0.f : 1.f / sum) * (DROPOUT ? p.dropout_scale : 1.f) * inverse_of_power(v_scale);
       const int row = rows.first + i * 16 + g + r * 8;
       if (p.lse && t == 0 && row < seq.seqlen_q) {
         const float lse = sum == 0.f ? POS_INF : (m[i][r] * unit + __log2f(sum) - P_SHIFT) * LN2;

@@ -24,11 +24,11 @@ struct Params {
   const int *block_table;                  // (batch, pages_per_sequence) or null
   const float *alibi_slopes;               // (batch, nheads) with slopes_batch, (nheads,) with slopes_batch = 0
   const i64 *rng_state;                    // (2,), for dropout
-  float *absmax;     // converted bf16: (4, batch, nheads_k, absmax_splits) largest finite magnitudes of q, k, v, dout
+  int *absmax;       // converted bf16: (3, batch, nheads_k) largest finite magnitudes of q, k, v
   // Decode: what the splits hand to the last one.
   float *part_out;   // (tiles, splits, 16, D)
   float *part_ml;    // (tiles, splits, 16, 2): maximum in units of log2, sum
-  int *counters;     // (tiles,), zero before a launch and after it
+  int *counters;     // decode: (tiles,), zero before a launch and after it; backward of converted bf16: (2, batch, nheads_k) maxima that delta raises from 0
   // Append: new keys and values, rotated and written behind the cache's; q rotated, by append.cu into q_rotated. Sequence b's first new
   // slot is seqused_k[b], without seqused_k it is seqlen_k - seqlen_new. rotary_dim = 0: nothing is rotated.
   const u16 *k_new, *v_new, *rotary_cos, *rotary_sin;
@@ -52,8 +52,7 @@ struct Params {
   int window_left, window_right;            // -1: unbounded
   int page_size, pages_per_sequence, num_pages;
   int tiles;                                // row tiles (key tiles for dk, dv) of the longest sequence, a head
-  int splits;                               // decode: blocks among which the keys that a tile sees are shared out, as far as it pays
-  int absmax_splits;
+  int splits;                               // decode: blocks among which the keys that a tile sees are shared out, as far as it pays; absmax: those of a head
   int rotary_dim, rotary_interleaved, rotary_rows;   // rotary_rows: rows of the cos and sin tables
   int rotary_row_stride;                    // elements between rows of cos and sin
   int rotate_rows_apart;                    // q row i stands at seqused_k + i (else all at seqused_k)
@@ -62,4 +61,5 @@ struct Params {
   float dropout_scale;                      // 1 / (1 - dropout_p)
   float softmax_scale, softcap;
   int zero;                                 // always 0, which the compiler cannot know
+  int filler;                               // so that the struct ends on 8 bytes
 };

@@ -27,6 +27,7 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 // ---- Arithmetic
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
+inline float max(float a, float b) { return fmaxf(a, b); }
 inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
 inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
 inline i64 min(i64 a, i64 b) { return a < b ? a : b; }
@@ -91,6 +92,7 @@ template <class T> inline void global_store(T *p, T v) { *checked(p) = v; }
 template <class T> inline T global_load_fresh(const T *p) { return *checked(p); }
 inline int atomicAdd(int *p, int x) { const int old = *checked(p); *p += x; return old; }
 inline float atomicAdd(float *p, float x) { const float old = *checked(p); *p += x; return old; }
+inline int atomicMax(int *p, int x) { const int old = *checked(p); *p = max(old, x); return old; }
 inline void __threadfence() {}
 
 // ---- Shared memory

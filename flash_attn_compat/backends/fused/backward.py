@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flash_attn_compat.backends.fused import launcher, loader, probe, trial, variants
 from flash_attn_compat.backends.fused.launcher import Inputs, Launch
-from flash_attn_compat.backends.fused.maxima import Maxima
+from flash_attn_compat.backends.fused.maxima import Maxima, zeros
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine import alignment
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream
@@ -39,7 +39,7 @@ def backward(call: AttentionCall, upstream: Upstream, into: Gradients | None) ->
 
 
 def _run(call: AttentionCall, upstream: Upstream, places: Gradients) -> Gradients:
-    others = upstream.dout, upstream.out, upstream.lse, *places, bool(upstream.saved)
+    others = upstream.dout, upstream.out, upstream.lse, *places, len(upstream.saved)
     plan = launcher.planned("backward", lambda: _make_plan(call, upstream, places), call, *others)
     return plan(call, upstream, places)
 
@@ -72,19 +72,24 @@ def _on_copies(call: AttentionCall, upstream: Upstream, places: Gradients) -> Gr
 
 
 class Plan:
-    """Of three launches, four for bf16 that is converted. ``upstream.saved`` says whether its LSE is the true one."""
+    """Of three launches, four for bf16 that is converted and of which the forward kept no maxima.
+
+    upstream.saved: nothing; or the forward's true LSE; or that and maxima
+    """
 
     def __init__(self, call: AttentionCall, upstream: Upstream, places: Gradients, kind: Kind) -> None:
         dout, out, lse = upstream.dout, upstream.out, upstream.lse
-        self.lse_shape = call.lse_shape
-        self.inputs = Inputs(call, dout=dout, out=out, lse=lse, dq=places.dq, dk=places.dk, dv=places.dv)
+        self.lse_shape, self.raised_shape = call.lse_shape, (2, call.batch, call.nheads_k)
+        kept = dict(zip(("absmax",), upstream.saved[1:]))
+        self.inputs = Inputs(call, dout=dout, out=out, lse=lse, dq=places.dq, dk=places.dk, dv=places.dv, **kept)
         device = self.inputs.device
         fields = launcher.described(call)
         fields |= {"out_s": launcher.strides(out), "dout_s": launcher.strides(dout)}
         fields |= {f"d{name}_s": launcher.strides(place) for name, place in zip("qkv", places)}
         if upstream.saved:
             fields["lse_has_position"] = 0
-        self.maxima = Maxima(call, kind, self.inputs, fields) if kind.type == variants.BF16_AS_FP16 else None
+        self.converts = kind.type == variants.BF16_AS_FP16
+        self.maxima = Maxima(call, kind, self.inputs) if self.converts and not kept else None
         rows, keys = launcher.longest_rows(call), launcher.longest_keys(call)
         # With packed tokens, one slab more sets the gradients of those outside of all sequences to 0.
         all_rows, all_keys = call.batch + (call.cu_seqlens_q is not None), call.batch + (call.cu_seqlens_k is not None)
@@ -94,19 +99,27 @@ class Plan:
             (variants.dq(kind), rows, call.nheads * all_rows),
         )
         loader.load_together([variant for variant, *_ in grids], device)
+        given = [*self.inputs.names, "delta"]
+        given += ["absmax"] * (self.maxima is not None) + ["counters"] * self.converts
         self.launches: list[Launch] = []
         for variant, length, times in grids:
             tiles = -(-length // variant.rows)
-            given = *self.inputs.names, "absmax", "delta"
             self.launches.append(Launch(variant, device, tiles * times, {**fields, "tiles": tiles}, given))
 
     def run(self, call: AttentionCall, upstream: Upstream, places: Gradients) -> Gradients:
         tensors = launcher.tensors_of(call, call.rng_state)
-        addresses = self.inputs.addresses((*tensors, upstream.dout, upstream.out, upstream.lse, *places))
+        others = upstream.dout, upstream.out, upstream.lse, *places, *upstream.saved[1:]
+        addresses = self.inputs.addresses((*tensors, *others))
         delta = torch.empty(self.lse_shape, dtype=torch.float32, device=call.q.device)
-        maxima = None if self.maxima is None else self.maxima.run(addresses)
+        numbers = [*addresses, delta.data_ptr()]
+        if self.maxima is not None:
+            maxima = self.maxima.run(addresses)
+            numbers.append(maxima.data_ptr())
+        if self.converts:
+            raised = zeros(self.raised_shape, call.q.device)
+            numbers.append(raised.data_ptr())
         for launch in self.launches:
-            launch(*addresses, 0 if maxima is None else maxima.data_ptr(), delta.data_ptr())
+            launch(*numbers)
         return places
 
 

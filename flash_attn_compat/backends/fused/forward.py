@@ -68,6 +68,7 @@ class Attention:
         self.out_shape, self.lse_shape = call.out_shape, call.lse_shape
         self.is_like_q = call.out_shape == call.q.shape and call.q.is_contiguous()
         self.keeps_lse = call.return_lse or call.needs_grad
+        self.needs_grad = call.needs_grad
         self.keeps_true_lse = call.needs_grad and call.lse_carries_alibi_position
         self.seqlen_k, self.seqlen_new = launcher.longest_keys(call), 0 if new is None else new.k.shape[1]
         fields = launcher.described(call)
@@ -75,7 +76,7 @@ class Attention:
         self.splits = launcher.splits_of(call, kind)
         # The decode kernel scales what it converts step by step.
         converts = kind.type == variants.BF16_AS_FP16 and self.splits is None
-        self.maxima = Maxima(call, kind, self.inputs, fields) if converts else None
+        self.maxima = Maxima(call, kind, self.inputs) if converts else None
         # With packed rows, one slab more sets what lies outside of all sequences to 0.
         sequences = call.batch + (call.cu_seqlens_q is not None)
         if self.splits is None:
@@ -140,7 +141,7 @@ class Attention:
         return result
 
     def _launched(self, q: Tensor, addresses: list[int], seqlen_k: int, rng_state: Tensor | None) -> Result:
-        place, splits, lse, true_lse = self.place, self.splits, None, None
+        place, splits, lse, true_lse, maxima = self.place, self.splits, None, None, None
         if self.is_like_q and type(q) is Tensor:  # in half the time
             out = torch.empty_like(q)
         else:
@@ -160,4 +161,8 @@ class Attention:
             start = workspace.data_ptr()
             numbers += start, start + splits.part_out, start + splits.part_ml
         self.launch(*numbers)
-        return Result(out, lse, rng_state, () if true_lse is None else (true_lse,))
+        if not self.needs_grad:
+            return Result(out, lse, rng_state)
+        # The backward takes the true LSE first, then the maxima.
+        saved = (lse if true_lse is None else true_lse, maxima) if maxima is not None else (true_lse,)
+        return Result(out, lse, rng_state, saved if saved[-1] is not None else ())

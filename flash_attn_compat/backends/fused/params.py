@@ -18,12 +18,12 @@ _LONGS = ("lse_batch", "lse_head")
 _INTS = (
     "slopes_batch", "table_stride", "batch", "nheads", "nheads_k", "group", "seqlen_q", "seqlen_k", "total_q",
     "total_k", "seqlen_new", "head_dim", "head_dim_v", "window_left", "window_right", "page_size",
-    "pages_per_sequence", "num_pages", "tiles", "splits", "absmax_splits", "rotary_dim",
+    "pages_per_sequence", "num_pages", "tiles", "splits", "rotary_dim",
     "rotary_interleaved", "rotary_rows", "rotary_row_stride", "rotate_rows_apart", "lse_has_position",
     "dropout_limit",
 )  # fmt: skip
 _FLOATS = ("dropout_scale", "softmax_scale", "softcap")
-_LAST = ("zero",)
+_LAST = ("zero", "filler")
 
 FIELDS: tuple[tuple[str, str], ...] = (
     *((name, "Q") for name in _ADDRESSES),

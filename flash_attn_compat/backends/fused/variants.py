@@ -96,8 +96,10 @@ def forward_tile(kind: Kind) -> Tile:
     """
     newer, more_work = kind.number >= 80, kind.softcap or kind.dropout
     narrow = kind.window is not None and kind.window < _NARROW
+    if kind.D == 32 and (narrow or kind.dropout):
+        return Tile(64, 4, 1, 3)
     if kind.D == 32:
-        return Tile(64, 4, 1, 3) if narrow or kind.dropout else Tile(128, 4, 1, 3)
+        return Tile(64, 4, 2, 2) if kind.type == BF16_AS_FP16 else Tile(128, 4, 1, 3)
     if kind.D == 64:
         return Tile(64, 4, 1, 3) if narrow or more_work else Tile(64, 4, 2, 2)
     if kind.D == 128 and newer:
@@ -138,11 +140,11 @@ def append(kind: Kind) -> Variant:
 
 
 def absmax(kind: Kind) -> Variant:
-    return Variant("absmax", "convert.cu", tuple(kind.macros("PAGED")), _ABSMAX_ROWS, 128, 16)
+    return Variant("absmax", "convert.cu", tuple(kind.macros("PAGED")), _ABSMAX_ROWS, 256, 0)
 
 
 def delta(kind: Kind) -> Variant:
-    return Variant("delta", "delta.cu", tuple(kind.macros()), 2048 // kind.D, 256, 0)
+    return Variant("delta", "delta.cu", tuple(kind.macros()), 8192 // kind.D, 256, 0)
 
 
 def dkdv_tile(kind: Kind) -> Tile:
@@ -244,4 +246,4 @@ def splits(tiles: int, keys: int, processors: int, width: int) -> int:
 
 def absmax_splits(seqlen: int, heads: int, processors: int) -> int:
     """Parts of a sequence whose maxima are found by blocks of their own; heads: key heads of all sequences."""
-    return max(1, min(-(-seqlen // _ABSMAX_ROWS), -(-8 * processors // heads), 64))
+    return max(1, min(-(-seqlen // _ABSMAX_ROWS), -(-8 * processors // heads), 32))
