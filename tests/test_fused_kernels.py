@@ -138,6 +138,18 @@ def test_every_sequence_and_head_keeps_its_digits_however_large_the_others_are(t
     assert "absmax" in turing.entries
 
 
+def test_a_backward_takes_the_forwards_maxima_and_those_of_its_own_gradient(turing: Launches) -> None:
+    q, k, v, dout = torch.randn(4, 1, 40, 2, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    out = flash_attn_compat.flash_attn_func(*leaves, causal=True)
+    of_large, of_small, again = (
+        torch.autograd.grad(out, leaves, dout * size, retain_graph=True) for size in (2.0**60, 2.0**-60, 2.0**60)
+    )
+    assert turing.entries.count("absmax") == 1
+    for large, small, same in zip(of_large, of_small, again):
+        assert torch.equal(large, small * 2.0**120) and torch.equal(large, same)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
     "stray", [("q", 0, "nan"), ("q", 2, "inf"), ("k", 0, "inf"), ("k", 2, "nan"), ("v", 0, "nan"), ("v", 2, "inf"),

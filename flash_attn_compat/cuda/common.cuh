@@ -7,9 +7,15 @@
 #include "ptx.cuh"
 
 DEVICE int clamp(int x, int low, int high) { return max(low, min(x, high)); }
-template <class T> DEVICE T warp_max(T x) {
+// Of LANES neighbouring lanes; all of them get it. Four share a row of what mma returns.
+template <int LANES, class T> DEVICE T max_of(T x) {
 #pragma unroll
-  for (int i = 16; i; i >>= 1) x = max(x, __shfl_xor_sync(ALL_LANES, x, i));
+  for (int i = LANES / 2; i; i >>= 1) x = max(x, __shfl_xor_sync(ALL_LANES, x, i));
+  return x;
+}
+template <int LANES> DEVICE float sum_of(float x) {
+#pragma unroll
+  for (int i = LANES / 2; i; i >>= 1) x += __shfl_xor_sync(ALL_LANES, x, i);
   return x;
 }
 
@@ -144,7 +150,7 @@ DEVICE int *absmax_of_dout(const Params &p, int b, int head_k) { return p.counte
 DEVICE int *absmax_of_delta(const Params &p, int b, int head_k) { return absmax_of_dout(p, b + p.batch, head_k); }
 // A maximum of what all lanes have: the same in whichever order warps come.
 DEVICE void raise(int *maximum, int x) {
-  x = warp_max(x);
+  x = max_of<32>(x);
   if (threadIdx.x % 32 == 0 && x > global_load_fresh(maximum)) atomicMax(maximum, x);
 }
 DEVICE int finite_magnitude(int largest, u32 pair) {   // of bf16; floats that are not negative compare as their bits do
@@ -340,6 +346,42 @@ template <bool REG, int N, int M> DEVICE void product(float (*c)[M][4], const u3
       multiply<M>(c[n], c[n + 1], a, b);
     }
   }
+}
+
+// Online softmax: S becomes exp2(S * unit - m_new + P_SHIFT); row maxima m and this lane's share of the row sums l follow. Rescales O only
+// where some maximum of the warp rose.
+template <int P_SHIFT, int N, int M>
+DEVICE void online_softmax(float (&S)[N][M][4], float (&m)[M][2], float (&l)[M][2], float (&O)[CHUNKS][M][4], float unit) {
+  float shrink[M][2];
+  bool rose = false;
+  UNROLLED(i, M)
+    UNROLLED(r, 2) {
+      float highest = m[i][r];
+      UNROLLED(n, N) highest = fmaxf(highest, fmaxf(S[n][i][2 * r], S[n][i][2 * r + 1]));
+      highest = max_of<4>(highest);
+      rose = rose || highest > m[i][r];
+      const float from = highest == NEG_INF ? 0.f : highest * unit;
+      shrink[i][r] = exp2_approx(fmaf(m[i][r], unit, -from));
+      m[i][r] = highest;
+      float sum = l[i][r] * shrink[i][r];
+      UNROLLED(n, N) {
+        S[n][i][2 * r] = exp2_approx(fmaf(S[n][i][2 * r], unit, P_SHIFT - from));
+        S[n][i][2 * r + 1] = exp2_approx(fmaf(S[n][i][2 * r + 1], unit, P_SHIFT - from));
+        sum += S[n][i][2 * r] + S[n][i][2 * r + 1];
+      }
+      l[i][r] = sum;
+    }
+  if (!__any_sync(ALL_LANES, rose)) return;
+  UNROLLED(n, CHUNKS)
+    UNROLLED(i, M)
+      UNROLLED(e, 4) O[n][i][e] *= shrink[i][e >> 1];
+}
+
+// LSE = ln(2) (m + log2(l)), +inf where a row sees no key; with the row's position where flash-attn adds it.
+DEVICE void write_lse(const Params &p, i64 at, float m, float l, float slope, int position) {
+  const float lse = l == 0.f ? POS_INF : (m + __log2f(l)) * LN2;
+  global_store(p.lse + at, ALIBI && p.lse_has_position ? fmaf(slope, (float)position, lse) : lse);
+  if (p.lse_true) global_store(p.lse_true + at, lse);
 }
 
 // The 16 * M rows of a warp (first_row.. of its block's tile) times `factor`, through shared memory to 16-byte stores.

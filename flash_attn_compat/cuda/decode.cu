@@ -14,6 +14,7 @@
 
 constexpr int KEYS = D == 256 ? 8 : 16, NB = KEYS / 8;   // keys a warp takes at once, blocks of 8 of them
 constexpr int PIECES = D / 32;                           // of 32 channels in K
+typedef float Scores[NB][1][4], Result[CHUNKS][1][4];
 constexpr bool Q_IN_REGISTERS = D == 64 || (D == 128 && TYPE != 2);
 
 DEVICE u32 word(const uint4 &x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
@@ -98,10 +99,9 @@ template <int N> DEVICE int finite_magnitude(const uint4 (&x)[N]) {
   UNROLLED(i, N) largest = finite_magnitude(largest, x[i]);
   return largest;
 }
-template <int N> DEVICE float convert_all(uint4 (&x)[N]) {   // the inverse of the scale, a power of two as well
+template <int LANES, int N> DEVICE float convert_all(uint4 (&x)[N]) {   // the inverse of the scale that LANES share
 #if TYPE == 2
-  int largest = finite_magnitude(x);
-  const float scale = scale_for(__int_as_float(warp_max(largest)));
+  const float scale = scale_for(__int_as_float(max_of<LANES>(finite_magnitude(x))));
   UNROLLED(i, N) x[i] = convert(x[i], scale);
   return inverse_of_power(scale);
 #else
@@ -112,14 +112,13 @@ template <int N> DEVICE float convert_all(uint4 (&x)[N]) {   // the inverse of t
 // ---- One step of Algorithm 1 (forward.cu) for a warp's KEYS keys
 
 // S = Q K^T for rows g and g + 8 of the tile
-DEVICE void scores(float (&S)[NB][4], const uint4 (*q)[PIECES], u32 q_at, const KeyTile &k) {
-  UNROLLED(n, NB)
-    UNROLLED(e, 4) S[n][e] = 0.f;
+DEVICE void scores(Scores &S, const uint4 (*q)[PIECES], u32 q_at, const KeyTile &k) {
+  set_zero(S);
   UNROLLED(c, PIECES) {
     const u32 at = q_at ^ (c << 6);
     const uint4 a = Q_IN_REGISTERS ? q[0][c] : shared_load4(at), b = Q_IN_REGISTERS ? q[1][c] : shared_load4(at + 8 * ROW_BYTES);
     UNROLLED(w, 4)
-      UNROLLED(n, NB) mma_k8(S[n], word(a, w), word(b, w), word(k.x[n][c], w));
+      UNROLLED(n, NB) mma_k8(S[n][0], word(a, w), word(b, w), word(k.x[n][c], w));
   }
 }
 
@@ -130,14 +129,14 @@ struct Rows {
 };
 
 // Scores in units of log2.
-DEVICE void modify(float (&S)[NB][4], const Params &p, const Rows &rows, float key_unit, int key) {
+DEVICE void modify(Scores &S, const Params &p, const Rows &rows, float key_unit, int key) {
   const int t = threadIdx.x & 3;
 #if SOFTCAP
   const float doubled = 2.f * LOG2E / p.softcap, cap = p.softcap * LOG2E;
 #endif
   UNROLLED(n, NB)
     UNROLLED(e, 4) {
-      float s = S[n][e];
+      float s = S[n][0][e];
 #if TYPE == 2
       s *= key_unit;
 #endif
@@ -150,60 +149,34 @@ DEVICE void modify(float (&S)[NB][4], const Params &p, const Rows &rows, float k
 #if ALIBI
       s = fmaf(-rows.slope[e >> 1] * LOG2E, fabsf((float)(key + n * 8 + 2 * t + (e & 1) - rows.position[e >> 1])), s);
 #endif
-      S[n][e] = s;
+      S[n][0][e] = s;
     }
 }
 
-DEVICE void hide(float (&S)[NB][4], const Rows &rows, int key, int end, int left, int right) {
+DEVICE void hide(Scores &S, const Rows &rows, int key, int end, int left, int right) {
   const int t = threadIdx.x & 3;
   UNROLLED(n, NB)
     UNROLLED(e, 4) {
       const int j = key + n * 8 + 2 * t + (e & 1), ahead = j - rows.position[e >> 1];
-      if (j >= end || (LOCAL && (ahead > right || ahead < -left))) S[n][e] = NEG_INF;
+      if (j >= end || (LOCAL && (ahead > right || ahead < -left))) S[n][0][e] = NEG_INF;
     }
 }
 
-// S becomes exp2(S * unit - m_new); m and this lane's share of l follow. Rescales O only where some maximum of the warp rose.
-DEVICE void online_softmax(float (&S)[NB][4], float (&m)[2], float (&l)[2], float (&O)[CHUNKS][4], float unit) {
-  float shrink[2];
-  bool rose = false;
-  UNROLLED(r, 2) {
-    float highest = m[r];
-    UNROLLED(n, NB) highest = fmaxf(highest, fmaxf(S[n][2 * r], S[n][2 * r + 1]));
-    highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, 1));
-    highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, 2));
-    rose = rose || highest > m[r];
-    const float from = highest == NEG_INF ? 0.f : highest * unit;
-    shrink[r] = exp2_approx(fmaf(m[r], unit, -from));
-    m[r] = highest;
-    l[r] *= shrink[r];
-    UNROLLED(n, NB)
-#pragma unroll
-      for (int e = 2 * r; e < 2 * r + 2; e++) {
-        S[n][e] = exp2_approx(fmaf(S[n][e], unit, -from));
-        l[r] += S[n][e];
-      }
-  }
-  if (!__any_sync(ALL_LANES, rose)) return;
-  UNROLLED(n, CHUNKS)
-    UNROLLED(e, 4) O[n][e] *= shrink[e >> 1];
-}
-
 // O += P V. O[8 h + i] holds channels 64 h + 16 t + i (first and third) and 8 more.
-DEVICE void accumulate(float (&O)[CHUNKS][4], const float (&P)[NB][4], const ValueTile &v, float value_unit) {
+DEVICE void accumulate(Result &O, const Scores &P, const ValueTile &v, float value_unit) {
   u32 a[NB][2];
-  UNROLLED(n, NB) a[n][0] = pack(P[n][0], P[n][1]), a[n][1] = pack(P[n][2], P[n][3]);
+  UNROLLED(n, NB) a[n][0] = pack(P[n][0][0], P[n][0][1]), a[n][1] = pack(P[n][0][2], P[n][0][3]);
   UNROLLED(h, SLABS)
     UNROLLED(i, 8) {
 #if TYPE == 2
       float o[4] = {0.f, 0.f, 0.f, 0.f};
 #else
-      float (&o)[4] = O[h * 8 + i];
+      float (&o)[4] = O[h * 8 + i][0];
 #endif
       UNROLLED(n, NB)
         mma_k8(o, a[n][0], a[n][1], __byte_perm(word(v.x[n][h][0], i / 2), word(v.x[n][h][1], i / 2), i % 2 ? 0x7632 : 0x5410));
 #if TYPE == 2
-      UNROLLED(e, 4) O[h * 8 + i][e] = fmaf(o[e], value_unit, O[h * 8 + i][e]);
+      UNROLLED(e, 4) O[h * 8 + i][0][e] = fmaf(o[e], value_unit, O[h * 8 + i][0][e]);
 #endif
     }
 }
@@ -220,15 +193,7 @@ DEVICE void load_rows(const Params &p, const Tile &tile, uint4 (&q)[2][PIECES], 
     UNROLLED(c, PIECES) rotations[c].load(p, row - t * 8, c * 4 + t, query_position(p, tile.sequence, query));
     UNROLLED(c, PIECES) q[r][c] = rotations[c].of(p, q[r][c]);
 #endif
-    rows.scale[r] = p.softmax_scale;
-#if TYPE == 2
-    int largest = finite_magnitude(q[r]);
-    largest = max(largest, __shfl_xor_sync(ALL_LANES, largest, 1));
-    largest = max(largest, __shfl_xor_sync(ALL_LANES, largest, 2));
-    const float scale = scale_for(__int_as_float(largest));
-    UNROLLED(c, PIECES) q[r][c] = convert(q[r][c], scale);
-    rows.scale[r] = p.softmax_scale / scale;
-#endif
+    rows.scale[r] = p.softmax_scale * convert_all<4>(q[r]);
 #if ALIBI
     rows.slope[r] = global_load(p.alibi_slopes + tile.sequence * p.slopes_batch + head);
 #endif
@@ -291,9 +256,9 @@ KERNEL(THREADS, MINB) decode(const Params p) {
   const bool modified = SOFTCAP || ALIBI || TYPE == 2 || !(p.softmax_scale > 0.f);
   const float unit = modified ? 1.f : p.softmax_scale * LOG2E;
 
-  float O[CHUNKS][4], m[2] = {NEG_INF, NEG_INF}, l[2] = {0.f, 0.f};
-  UNROLLED(n, CHUNKS)
-    UNROLLED(e, 4) O[n][e] = 0.f;
+  Result O;
+  set_zero(O);
+  float m[1][2] = {{NEG_INF, NEG_INF}}, l[1][2] = {{0.f, 0.f}};
   Places places, following;
   KeyTile key_tile;
   ValueTile value_tile;
@@ -309,20 +274,20 @@ KERNEL(THREADS, MINB) decode(const Params p) {
   for (; key < end; key += unit_keys) {
     const int next = key + unit_keys;
     following.find(p, pages, seq.first_k + next + unit_keys, last_slot);   // page numbers arrive while this step is computed
-    float S[NB][4];
-    const float key_unit = convert_all(reinterpret_cast<uint4 (&)[NB * PIECES]>(key_tile.x));
+    Scores S;
+    const float key_unit = convert_all<32>(reinterpret_cast<uint4 (&)[NB * PIECES]>(key_tile.x));
     scores(S, q, q_at, key_tile);
     if (next < end) load(p, key_tile, k, p.k_s, places, end - next, p.head_dim);
     if (modified) modify(S, p, rows, key_unit, key);
     if (LOCAL || key + KEYS > end) hide(S, rows, key, end, left, right);
-    online_softmax(S, m, l, O, unit);
-    const float value_unit = convert_all(reinterpret_cast<uint4 (&)[NB * SLABS * 2]>(value_tile.x));
+    online_softmax<0>(S, m, l, O, unit);
+    const float value_unit = convert_all<32>(reinterpret_cast<uint4 (&)[NB * SLABS * 2]>(value_tile.x));
     accumulate(O, S, value_tile, value_unit);
     if (next < end) load(p, value_tile, v, p.v_s, places, end - next, p.head_dim_v);
     places = following;
   }
 
   const i64 first_part = (i64)tile_index * p.splits;
-  combine_warps(p, tile, O, m, l, unit, shared, splits, first_part + split);
+  combine_warps(p, tile, O, m[0], l[0], unit, shared, splits, first_part + split);
   if (splits > 1 && is_last(p, tile_index, splits, shared)) combine_splits(p, tile, shared, splits, first_part);
 }

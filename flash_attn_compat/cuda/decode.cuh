@@ -37,21 +37,12 @@ DEVICE void write_out(const Params &p, const Tile &tile, int row, int channel, f
 #endif
 }
 
-// LSE = ln(2) (m + log2(l)), +inf where a row sees no key; with the row's position where flash-attn adds it.
 DEVICE void write_lse(const Params &p, const Tile &tile, int row, float m, float l) {
   if (!p.lse) return;
   const int head = tile.head(p, row), query = tile.query(p, row);
+  const float slope = ALIBI ? global_load(p.alibi_slopes + tile.sequence * p.slopes_batch + head) : 0.f;
   const i64 at = tile.sequence * p.lse_batch + head * p.lse_head + tile.seq.first_q + query;
-  const float lse = l == 0.f ? POS_INF : (m + __log2f(l)) * LN2;
-  float reported = lse;
-#if ALIBI
-  if (p.lse_has_position) {
-    const float slope = global_load(p.alibi_slopes + tile.sequence * p.slopes_batch + head);
-    reported = fmaf(slope, (float)(query + tile.seq.seqlen_k - tile.seq.seqlen_q), lse);
-  }
-#endif
-  global_store(p.lse + at, reported);
-  if (p.lse_true) global_store(p.lse_true + at, lse);
+  write_lse(p, at, m, l, slope, query + tile.seq.seqlen_k - tile.seq.seqlen_q);
 }
 
 DEVICE float reciprocal_of_sum(float l) { return l == 0.f ? 0.f : 1.f / l; }
@@ -60,13 +51,10 @@ DEVICE float reciprocal_of_sum(float l) { return l == 0.f ? 0.f : 1.f / l; }
 DEVICE u32 share_at(u32 shared, int warp, int row, int quad) { return shared + ((warp * ROWS + row) * 16 + (quad ^ row)) * 16; }
 
 // The warps' shares of all channels put together: written as the result where the tile has one split, else left for the last block.
-DEVICE void combine_warps(const Params &p, const Tile &tile, float (&O)[CHUNKS][4], float (&m)[2], float (&l)[2], float unit, u32 shared,
+DEVICE void combine_warps(const Params &p, const Tile &tile, float (&O)[CHUNKS][1][4], float (&m)[2], float (&l)[2], float unit, u32 shared,
                           int splits, i64 part) {
   const int thread = threadIdx.x, warp = thread >> 5, g = (thread & 31) >> 2, t = thread & 3;
-  UNROLLED(r, 2) {
-    l[r] += __shfl_xor_sync(ALL_LANES, l[r], 1);
-    l[r] += __shfl_xor_sync(ALL_LANES, l[r], 2);
-  }
+  UNROLLED(r, 2) l[r] = sum_of<4>(l[r]);
   UNROLLED(h, SLABS) {
     __syncthreads();
     UNROLLED(r, 2) {
@@ -77,7 +65,7 @@ DEVICE void combine_warps(const Params &p, const Tile &tile, float (&O)[CHUNKS][
 #pragma unroll
         for (int i = 0; i < 8; i += 4)
           shared_store_float4(share_at(shared, warp, row, 4 * t + 2 * e + i / 4),
-                              make_float4(O[h * 8 + i][2 * r + e], O[h * 8 + i + 1][2 * r + e], O[h * 8 + i + 2][2 * r + e], O[h * 8 + i + 3][2 * r + e]));
+                              make_float4(O[h * 8 + i][0][2 * r + e], O[h * 8 + i + 1][0][2 * r + e], O[h * 8 + i + 2][0][2 * r + e], O[h * 8 + i + 3][0][2 * r + e]));
     }
     __syncthreads();
     for (int i = thread; i < tile.count() * 16; i += THREADS) {
@@ -113,10 +101,10 @@ DEVICE bool is_last(const Params &p, i64 tile_index, int splits, u32 shared) {
   if (threadIdx.x == 0) {
     const bool last = atomicAdd(p.counters + tile_index, 1) == splits - 1;
     if (last) global_store(p.counters + tile_index, 0);   // as the next launch wants to find it
-    shared_store(shared + LAST_AT, (u32)last);
+    shared_store_float(shared + LAST_AT, last);
   }
   __syncthreads();
-  const bool last = shared_load(shared + LAST_AT);
+  const bool last = shared_load_float(shared + LAST_AT) != 0.f;
   __threadfence();
   return last;
 }
@@ -127,7 +115,7 @@ DEVICE void combine_splits(const Params &p, const Tile &tile, u32 shared, int sp
     const float2 *statistics = (const float2 *)(p.part_ml + (first_part * ROWS + row) * 2);
     float highest = NEG_INF, sum = 0.f;
     for (int s = lane; s < splits; s += 32) highest = fmaxf(highest, global_load_fresh(statistics + s * ROWS).x);
-    highest = warp_max(highest);
+    highest = max_of<32>(highest);
     const float from = highest == NEG_INF ? 0.f : highest;
     for (int s = lane; s < splits; s += 32) {
       const float2 x = global_load_fresh(statistics + s * ROWS);
@@ -135,8 +123,7 @@ DEVICE void combine_splits(const Params &p, const Tile &tile, u32 shared, int sp
       sum += weight * x.y;
       shared_store_float(shared + (row * MAX_SPLITS + s) * 4, weight);
     }
-#pragma unroll
-    for (int i = 16; i; i >>= 1) sum += __shfl_xor_sync(ALL_LANES, sum, i);
+    sum = sum_of<32>(sum);
     if (lane == 0) {
       shared_store_float(shared + FACTORS_AT + row * 4, reciprocal_of_sum(sum));
       write_lse(p, tile, row, from, sum);

@@ -29,9 +29,8 @@ KERNEL(THREADS, 4) delta(const Params p) {
   float largest_delta = 0.f;
   UNROLLED(i, PASSES) {
     const int row = first + i * (THREADS / CHUNKS);
-    float sum = product_of_pairs(x[i].x, y[i].x) + product_of_pairs(x[i].y, y[i].y) + product_of_pairs(x[i].z, y[i].z) + product_of_pairs(x[i].w, y[i].w);
-#pragma unroll
-    for (int lanes = CHUNKS / 2; lanes; lanes >>= 1) sum += __shfl_xor_sync(ALL_LANES, sum, lanes);
+    const float share = product_of_pairs(x[i].x, y[i].x) + product_of_pairs(x[i].y, y[i].y) + product_of_pairs(x[i].z, y[i].z) + product_of_pairs(x[i].w, y[i].w);
+    const float sum = sum_of<CHUNKS>(share);
     const float delta = fabsf(lse[i]) == POS_INF ? 0.f : sum;
     if (chunk == 0 && row < seq.seqlen_q) global_store(p.delta + values + row, delta);
     largest = finite_magnitude(largest, y[i]);

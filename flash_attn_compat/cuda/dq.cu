@@ -17,11 +17,7 @@ DEVICE void largest_of_rows(float (&largest)[MT][2], const Block &block) {
         bits[i & 1] = max(bits[i & 1], max(x & 0x7fff, x >> 16 & 0x7fff));
       }
     }
-    UNROLLED(r, 2) {
-      float x = half_to_float((u16)bits[r]);
-      x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
-      largest[m][r] = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
-    }
+    UNROLLED(r, 2) largest[m][r] = max_of<4>(half_to_float((u16)bits[r]));
   }
 }
 

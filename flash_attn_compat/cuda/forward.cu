@@ -58,35 +58,6 @@ DEVICE void hide(float (&S)[NB][MT][4], int key, const Rows &rows, int g, int t)
     }
 }
 
-// Online softmax: S becomes exp2(S * unit - m_new + P_SHIFT); row maxima m and this lane's share of the row sums l follow. Rescales O only
-// where some maximum of the warp rose.
-DEVICE void online_softmax(float (&S)[NB][MT][4], float (&m)[MT][2], float (&l)[MT][2], float (&O)[CHUNKS][MT][4], float unit) {
-  float shrink[MT][2];
-  bool rose = false;
-  UNROLLED(i, MT)
-    UNROLLED(r, 2) {
-      float highest = m[i][r];
-      UNROLLED(n, NB) highest = fmaxf(highest, fmaxf(S[n][i][2 * r], S[n][i][2 * r + 1]));
-      highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, 1));
-      highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, 2));
-      rose = rose || highest > m[i][r];
-      const float from = highest == NEG_INF ? 0.f : highest * unit;
-      shrink[i][r] = exp2_approx(fmaf(m[i][r], unit, -from));
-      m[i][r] = highest;
-      float sum = l[i][r] * shrink[i][r];
-      UNROLLED(n, NB) {
-        S[n][i][2 * r] = exp2_approx(fmaf(S[n][i][2 * r], unit, P_SHIFT - from));
-        S[n][i][2 * r + 1] = exp2_approx(fmaf(S[n][i][2 * r + 1], unit, P_SHIFT - from));
-        sum += S[n][i][2 * r] + S[n][i][2 * r + 1];
-      }
-      l[i][r] = sum;
-    }
-  if (!__any_sync(ALL_LANES, rose)) return;
-  UNROLLED(n, CHUNKS)
-    UNROLLED(i, MT)
-      UNROLLED(e, 4) O[n][i][e] *= shrink[i][e >> 1];
-}
-
 #if DROPOUT
 DEVICE void drop(float (&P)[NB][MT][4], const DropoutWords &words, const u32 (&row_words)[MT][2], int key, int t, int limit) {
   UNROLLED(n, NB)
@@ -193,7 +164,7 @@ KERNEL(THREADS, MINB) forward(const Params p) {
     if (active) {
       if (modified) modify(S, p, scale, slope, key, rows, g, t);
       if (!rows.sees_all(key)) hide(S, key, rows, g, t);
-      online_softmax(S, m, l, O, unit);
+      online_softmax<P_SHIFT>(S, m, l, O, unit);
 #if DROPOUT
       drop(S, words, row_words, key, t, p.dropout_limit);
 #endif
@@ -208,16 +179,10 @@ KERNEL(THREADS, MINB) forward(const Params p) {
   const i64 lse_at = b * p.lse_batch + head * p.lse_head + seq.first_q;
   UNROLLED(i, MT)
     UNROLLED(r, 2) {
-      float sum = l[i][r];
-      sum += __shfl_xor_sync(ALL_LANES, sum, 1);
-      sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+      const float sum = sum_of<4>(l[i][r]);
       factor[i][r] = (sum == 0.f ? 0.f : 1.f / sum) * (DROPOUT ? p.dropout_scale : 1.f) * inverse_of_power(v_scale);
       const int row = rows.first + i * 16 + g + r * 8;
-      if (p.lse && t == 0 && row < seq.seqlen_q) {
-        const float lse = sum == 0.f ? POS_INF : (m[i][r] * unit + __log2f(sum) - P_SHIFT) * LN2;
-        global_store(p.lse + lse_at + row, ALIBI && p.lse_has_position ? fmaf(slope, (float)(row + rows.shift), lse) : lse);
-        if (p.lse_true) global_store(p.lse_true + lse_at + row, lse);
-      }
+      if (p.lse && t == 0 && row < seq.seqlen_q) write_lse(p, lse_at + row, m[i][r] * unit - P_SHIFT, sum, slope, row + rows.shift);
     }
   u16 *out = p.out + b * p.out_s.batch + (i64)(seq.first_q + first_row) * p.out_s.row + (i64)head * p.out_s.head;
   write_rows<MT>(O, factor, shared, warp * WARP_ROWS, out, p.out_s.row, seq.seqlen_q - first_row, p.head_dim_v);

@@ -91,11 +91,6 @@ DEVICE float4 shared_load_float4(u32 address) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address));
   return v;
 }
-DEVICE u32 shared_load(u32 address) {
-  u32 x;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address));
-  return x;
-}
 DEVICE float shared_load_float(u32 address) {
   float x;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));

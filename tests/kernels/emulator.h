@@ -107,7 +107,6 @@ inline void shared_store(u32 address, u32 v) { shared_write(address, v); }
 inline void shared_store_float(u32 address, float v) { shared_write(address, v); }
 inline void shared_store_float4(u32 address, float4 v) { shared_write(address, v); }
 inline uint4 shared_load4(u32 address) { return shared_read<uint4>(address); }
-inline u32 shared_load(u32 address) { return shared_read<u32>(address); }
 inline float shared_load_float(u32 address) { return shared_read<float>(address); }
 inline float4 shared_load_float4(u32 address) { return shared_read<float4>(address); }
 inline void shared_load_floats(float (&x)[2], u32 address) {
