@@ -247,8 +247,8 @@ WINDOW = train(window_size=(9, 3))
 WRONG = {
     "a window one key too wide": ("forward.cu", "position + rows.after)", "position + rows.after + 1)", WINDOW),
     "a key too few": ("forward.cu", "int last = rows.passing - 1, ", "int last = rows.passing - 2, ", train()),
-    "scores not rescaled": ("forward.cu", "O[n][i][e] *= shrink[i][e >> 1];", ";", train()),
-    "an LSE of other units": ("forward.cu", "- P_SHIFT) * LN2", "- P_SHIFT)", train()),
+    "scores not rescaled": ("common.cuh", "O[n][i][e] *= shrink[i][e >> 1];", ";", train()),
+    "an LSE of other units": ("common.cuh", "__log2f(l)) * LN2", "__log2f(l))", train()),
     "another dropout mask": ("common.cuh", "mix(row_base + i);", "mix(row_base + i + 1);", train(dropout_p=0.3)),
     "no delta": ("delta.cu", ": sum;", ": 0.f;", train()),
     "a rotation the wrong way": ("append.cuh", "a[2 * i] * cosine -", "a[2 * i] * cosine +", decode_step(1)),
