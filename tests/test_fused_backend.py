@@ -18,6 +18,7 @@ from flash_attn_compat.backends.fused import Fused, append, backward, forward, l
 from flash_attn_compat.backends.fused.loader import KernelError
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine.build import Options, dense_call
+from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.features import Feature, Traits
 from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 from tests import fused_on_cpu, support
@@ -299,6 +300,28 @@ def test_a_trial_depends_on_nothing_the_caller_set(monkeypatch: pytest.MonkeyPat
                 flash_attn_func(q, k, v, window_size=(9, 4))
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+ALL_AT_ONCE = Kind(75, variants.FP16, 32, local=True, alibi=True, softcap=True, window=104)
+
+
+@pytest.mark.parametrize("name", ["forward", "dropout", "decode", "append", "backward"])
+def test_a_judge_sees_nothing_of_what_lies_on_the_gpu(name: str) -> None:
+    """Which is the meta device here: PyTorch refuses to compute with tensors of both."""
+    kind, place = ALL_AT_ONCE._replace(dropout=name in ("dropout", "backward")), torch.device("meta")
+
+    def run(call: AttentionCall, *others: Any) -> Any:
+        given = [x for part in (call, *others) if part is not None for x in part]
+        assert all(x.device == place for x in given if isinstance(x, Tensor))
+        if name == "backward":
+            return [torch.zeros(x.shape) for x in call[:3]]
+        return {"out": torch.zeros(call.out_shape)}
+
+    if name == "backward":
+        wrong = trial.of_backward(kind, place, run)
+    else:
+        wrong = trial.of_forward(kind, place, run, few_rows=name in ("decode", "append"), appends=name == "append")
+    assert wrong is not None and "is off by" in wrong
 
 
 _check = trial.check

@@ -101,7 +101,7 @@ def of_backward(
     exact, call = _in_fp32(on_cpu), _on(place, on_cpu)
     right = _JUDGE.forward(exact)
     dout = _randn(7, right.out.shape, call.q.dtype)
-    expected = _JUDGE.backward(exact, Upstream(dout.float(), right.out, right.lse, call.rng_state), None)
+    expected = _JUDGE.backward(exact, Upstream(dout.float(), right.out, right.lse, exact.rng_state), None)
     out, lse = right.out.to(dout.dtype).to(place), right.lse.float().contiguous().to(place)
     upstream = Upstream(dout.to(place), out, lse, call.rng_state, saved=(lse,))
     found = run(call, upstream, Gradients(*map(torch.empty_like, call[:3])))
