@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, use_backend
+from flash_attn_compat import flash_attn_func, flash_attn_interface, flash_attn_varlen_func, use_backend
 from flash_attn_compat.backends.torch_efficient import TorchEfficient
 from flash_attn_compat.engine.features import Feature, Traits
 from tests import efficient_kernels
+from tests.support import cumulative, qkv
 from verify.drawing import random_problem
 from verify.examination import Examination, Verdict
 from verify.problems import Problem
@@ -86,6 +87,26 @@ def test_grouped_heads_are_right_under_every_mask_it_has(
     verdict = examine(problem)
     assert not verdict.failures, verdict
     assert bool(verdict.refused) == (window == (-1, 0) and lengths == ((90,), (33,)))
+
+
+@pytest.mark.usefixtures("kernels_on_a_cpu")
+@pytest.mark.parametrize("packed", [False, True])
+def test_its_backward_takes_an_out_and_an_lse_that_another_forward_left(packed: bool) -> None:
+    tensors, lengths, kind = qkv(b=2, sq=40, sk=40, h=4, hk=2, dtype=torch.float16), (), "_flash_attn"
+    if packed:
+        starts = cumulative(9, 71)
+        tensors, lengths, kind = [x.flatten(0, 1) for x in tensors], (starts, starts, 71, 71), "_flash_attn_varlen"
+    options = (0.0, 0.25, True, -1, -1, 0.0, None, False)
+    with use_backend("reference"):
+        out, lse, *_ = getattr(flash_attn_interface, f"{kind}_forward")(*tensors, *lengths, *options)
+    out, found = out.transpose(-3, -2).contiguous().transpose(-3, -2), {}
+    for backend in ("torch_efficient", "reference"):
+        found[backend] = [torch.empty_like(x) for x in tensors]
+        with use_backend(backend):
+            given = (torch.ones_like(out), *tensors, out, lse, *found[backend])
+            getattr(flash_attn_interface, f"{kind}_backward")(*given, *lengths, *options)
+    for ours, right in zip(*found.values()):
+        torch.testing.assert_close(ours.float(), right.float(), rtol=4e-3, atol=4e-3)
 
 
 # ---------------------------------------------------------------- on a GPU
