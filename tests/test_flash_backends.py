@@ -182,6 +182,14 @@ def test_the_dropout_mask_of_the_forward_is_handed_to_the_backward(backend: str)
     assert torch.allclose((v[0, :, 0] * kept[:, None]).float().sum(0) / 200, out[0, 0, 0].float(), atol=5e-3)
 
 
+@on(*VERSIONS)
+def test_the_lse_of_tokens_outside_of_all_sequences_is_zero(backend: str) -> None:
+    starts, q = torch.tensor([2, 5, 9], dtype=torch.int32), packed()
+    with use_backend(backend):
+        _, lse, _ = flash_attn_varlen_func(*q, starts, starts, 4, 4, return_attn_probs=True)
+    assert lse[:, 2:9].all() and not lse[:, :2].any() and not lse[:, 9:].any()
+
+
 @on("official")
 def test_slopes_are_read_through_their_strides(backend: str) -> None:
     q, k, v = qkv(**OF_HALF)

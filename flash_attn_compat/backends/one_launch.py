@@ -57,9 +57,11 @@ class OneLaunch(Backend):
     def forward(self, call: AttentionCall) -> Result:
         ready = self.as_read(call)
         launched = self.launch_forward(ready)
+        lse = self.official_lse(ready, launched.lse) if call.return_lse else None
         if call.cu_seqlens_q is not None:
             outside.clear(launched.out, call.cu_seqlens_q)
-        lse = self.official_lse(ready, launched.lse) if call.return_lse else None
+            if lse is not None:
+                outside.clear(lse.t().unsqueeze(-1), call.cu_seqlens_q)
         saved = (launched.lse, *launched.state) if call.needs_grad else ()
         return Result(alignment.narrowed(launched.out, call.head_dim_v), lse, None, saved)
 
