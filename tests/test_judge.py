@@ -83,3 +83,9 @@ def test_an_exception_is_a_failure_and_not_a_refusal(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(flash_attn_interface, "flash_attn_func", broken)
     verdict = Examination(Problem()).judge("reference")
     assert verdict.failures == ["ZeroDivisionError: broken"] and not verdict.refused
+
+
+def test_inputs_are_looked_at_where_what_was_given_lies() -> None:
+    examination = Examination(Problem(kind="varlen", max_seqlen_as="tensor"))
+    examination.judges = "meta"  # stands for a GPU: a length that comes as a tensor stays on the host
+    assert examination.written() == []

@@ -17,7 +17,7 @@ from verify import implementations as impl
 from verify.cases import Case, generated
 from verify.environment import checked_devices, describe
 from verify.errors import UsageError
-from verify.examination import Examination
+from verify.examination import Examination, Verdict
 from verify.judge import Check
 from verify.output import add_output_arguments, check_output_arguments, console, deliver, progress_bar
 from verify.recorded import recorded_cases
@@ -28,33 +28,44 @@ PASS, FAIL, NOT_SUPPORTED = "pass", "FAIL", "not supported"
 
 @dataclass(frozen=True)
 class Row:
-    """One case through one implementation on one device."""
+    """One case through one implementation on one device.
 
-    case: str
-    function: str
-    dtype: str
-    recorded: bool
+    bypassed: answered without the backend, since there was nothing to compute, as with no keys at all
+    """
+
+    case: Case
     implementation: str
     device: str
-    checks: Sequence[Check] = ()
-    note: str = ""
-    refused: bool = False
-    failed: bool = False
-    bypassed: bool = False  # answered without the backend: there was nothing to compute, as with no keys at all
+    verdict: Verdict
+    remark: str = ""
+    bypassed: bool = False
 
     @property
-    def verdict(self) -> str:
+    def refused(self) -> bool:
+        return bool(self.verdict.refused) and not self.verdict.errors
+
+    @property
+    def outcome(self) -> str:
+        return NOT_SUPPORTED if self.refused else FAIL if self.verdict.failures else PASS
+
+    @property
+    def note(self) -> str:
         if self.refused:
-            return NOT_SUPPORTED
-        return FAIL if self.failed or not all(check.ok for check in self.checks) else PASS
+            return self.verdict.refused
+        errors = [error.partition("\n")[0] for error in self.verdict.errors]
+        beyond = [f"{check.quantity} {check.note}" for check in self.verdict.checks if check.note]
+        return "; ".join(filter(None, [self.remark, *errors, *beyond]))
 
     def worst(self, against: str) -> Check | None:
         """The check nearest to (or furthest beyond) its bound."""
-        checks = (check for check in self.checks if check.against == against)
+        checks = (check for check in self.verdict.checks if check.against == against)
         return max(checks, key=lambda check: check.ratio, default=None)
 
     def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "verdict": self.verdict, "checks": [check.to_json() for check in self.checks]}
+        case, checks = self.case, [check.to_json() for check in self.verdict.checks]
+        named = {"case": case.name, "function": case.function, "dtype": case.dtype, "recorded": bool(case.official)}
+        asked = {"implementation": self.implementation, "device": self.device, "bypassed": self.bypassed}
+        return {**named, **asked, "verdict": self.outcome, "note": self.note, "checks": checks}
 
 
 def run(judged: Sequence[impl.Implementation], devices: Sequence[str], cases: Sequence[Case]) -> Iterator[Row]:
@@ -62,33 +73,24 @@ def run(judged: Sequence[impl.Implementation], devices: Sequence[str], cases: Se
     for case in cases:
         for device in devices:
             if device.startswith("mps") and case.dtype == "fp64":
-                for each in judged:
-                    yield _row(case, each, device, refused=True, note="the device has no fp64")
+                refusal = Verdict(refused="the device has no fp64")
+                yield from (Row(case, each.name, device, refusal) for each in judged)
                 continue
             examination = Examination(case.problem, device)
             for each in judged:
                 yield _judged(case, each, device, examination)
 
 
-def _row(case: Case, implementation: impl.Implementation, device: str, **more: Any) -> Row:
-    return Row(case.name, case.function, case.dtype, case.official is not None, implementation.name, device, **more)
-
-
 def _judged(case: Case, implementation: impl.Implementation, device: str, examination: Examination) -> Row:
-    before, notes = implementation.calls_served(), []
+    before, remark = implementation.calls_served(), ""
     verdict = examination.examine(implementation, case.official, twice=True)
     if verdict.refused and not verdict.errors and examination.call.dropout_p <= 0:
         # Some serve what a model asks for, the output and its gradients, but have no softmax_lse to show.
         alone = examination.without_lse().examine(implementation, case.official)
         if not alone.refused:
-            verdict, notes = alone, [f"without softmax_lse: {verdict.refused}"]
-    if verdict.refused and not verdict.errors:
-        return _row(case, implementation, device, refused=True, note=verdict.refused)
-    notes += [error.partition("\n")[0] for error in verdict.errors]
-    notes += [f"{check.quantity} {check.note}" for check in verdict.checks if check.note]
-    bypassed = before is not None and implementation.calls_served() == before
-    more: dict[str, Any] = {"checks": verdict.checks, "failed": bool(verdict.errors), "bypassed": bypassed}
-    return _row(case, implementation, device, note="; ".join(notes), **more)
+            verdict, remark = alone, f"without softmax_lse: {verdict.refused}"
+    bypassed = before is not None and not verdict.refused and implementation.calls_served() == before
+    return Row(case, implementation.name, device, verdict, remark, bypassed)
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
@@ -108,8 +110,8 @@ def _figure(check: Check | None) -> str:
 def _every_row(title: str, rows: Iterable[Row], folded: bool = False) -> Table:
     columns = ("case", "backend", "device", "vs official", "vs fp64", "verdict", "note")
     cells = [
-        (row.case, row.implementation, row.device, _figure(row.worst("official")), _figure(row.worst("fp64")),
-         row.verdict, row.note)
+        (row.case.name, row.implementation, row.device, _figure(row.worst("official")), _figure(row.worst("fp64")),
+         row.outcome, row.note)
         for row in rows
     ]  # fmt: skip
     return Table(f"{title} {LEGEND}", columns, cells, folded)
@@ -119,7 +121,7 @@ def _summary(rows: Iterable[Row]) -> Table:
     """A line for each implementation, device and kind of problem."""
     groups: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
     for row in rows:
-        kind = "recorded answers" if row.recorded else "generated problems"
+        kind = "recorded answers" if row.case.official else "generated problems"
         groups[row.implementation, row.device, kind].append(row)
     cells = []
     for parts, members in groups.items():
@@ -128,7 +130,7 @@ def _summary(rows: Iterable[Row]) -> Table:
             max((check for row in ran if (check := row.worst(name))), key=lambda check: check.ratio, default=None)
             for name in ("official", "fp64")
         ]
-        passed = sum(row.verdict == PASS for row in ran)
+        passed = sum(row.outcome == PASS for row in ran)
         right, refused = f"{passed} of {len(ran)}", str(len(members) - len(ran) or "")
         cells.append((*parts, right, refused, *map(_figure, worst), PASS if passed == len(ran) else FAIL))
     columns = ("backend", "device", "problems", "right", "not supported", "vs official", "vs fp64", "verdict")
@@ -140,7 +142,7 @@ def idle_backends(rows: Sequence[Row]) -> dict[tuple[str, str], str]:
     found: dict[tuple[str, str], str] = {}
     for who in dict.fromkeys((row.implementation, row.device) for row in rows):
         members = [row for row in rows if (row.implementation, row.device) == who]
-        if all(row.refused or (row.bypassed and row.verdict == PASS) for row in members):
+        if all(row.refused or (row.bypassed and row.outcome == PASS) for row in members):
             found[who] = next((row.note for row in members if row.refused), "nothing to compute")
     return found
 
@@ -149,7 +151,7 @@ def report(rows: Sequence[Row], environment: Mapping[str, str], verbose: bool = 
     idle = idle_backends(rows)
     shown = [row for row in rows if (row.implementation, row.device) not in idle]
     ran = [row for row in shown if not row.refused]
-    wrong = [row for row in ran if row.verdict == FAIL]
+    wrong = [row for row in ran if row.outcome == FAIL]
     tables = [_every_row("Every answer", shown, folded=not verbose), _summary(shown)]
     tables += [_every_row("Wrong answers", wrong)] if wrong and not verbose else []
     lines = [f"{name} on {device}: no case ran ({reason})" for (name, device), reason in idle.items()]

@@ -99,7 +99,7 @@ class Examination:
         """Inputs that the call only had to read, and wrote to."""
         given, left = self.untouched.args, self.call.args
         readable = [n for n in left.keys() - set(self.call.caches) if isinstance(left[n], Tensor)]
-        return [broken(n, "was written to") for n in readable if not same(left[n].to(self.judges), given[n])]
+        return [broken(n, "was written to") for n in readable if not same(left[n].to(given[n].device), given[n])]
 
     def right(self, keep: Tensor | None = None) -> Right:
         """Made once, but under dropout for every mask."""
