@@ -51,7 +51,8 @@ class Sdpa(BlockwiseBackend):
         return reasons
 
     def forward(self, call: AttentionCall) -> Result:
-        if call.is_dense and call.alibi_slopes is None and _fits_one_kernel_call(call):
+        may_be_causal = _may_be_causal(call) and call.q.shape[1] == call.k.shape[1]
+        if call.is_dense and call.alibi_slopes is None and (call.mask.is_full or may_be_causal):
             # The common case, told apart without blocks and tiles, which a small call would notice.
             q, k, v = _by_head(call.q), _by_head(call.k), _by_head(call.v)
             out, lse = _attend(q, k, v, call.mask.right == 0, None, call.softmax_scale)
@@ -88,8 +89,8 @@ class Sdpa(BlockwiseBackend):
         bias_of = _biases(call.mask, block)
         if _is_whole(tiles, q, k):
             upstream = Upstream(dout, out, upstream.softmax_lse, None)
-            gradients = _gradients(q, k, v, upstream, tiles[0].causal, bias_of(tiles[0]), call.softmax_scale)
-            dq, dk, dv = gradients
+            found = _gradients(q, k, v, upstream, tiles[0].causal, bias_of(tiles[0]), call.softmax_scale)
+            dq, dk, dv = found
             return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
         totals = [torch.zeros(t.shape, dtype=lse_dtype(dtype), device=t.device) for t in (q, k, v)]
         for tile in tiles:
@@ -121,10 +122,6 @@ def _biases(mask: Mask, block: Block) -> Callable[[_Tile], Tensor | None]:
     if block.first_key is None:
         make = ByDistance(make, most=1)
     return lambda tile: None if tile.causal else make(tile.rows, tile.keys)
-
-
-def _fits_one_kernel_call(call: AttentionCall) -> bool:
-    return call.mask.is_full or (_may_be_causal(call) and call.q.shape[1] == call.k.shape[1])
 
 
 def _may_be_causal(call: AttentionCall) -> bool:
@@ -173,11 +170,10 @@ def _biased_tiles(call: AttentionCall, block: Block, alive: Range) -> Iterator[_
 
 def _bias(mask: Mask, block: Block, rows: Range, keys: Range) -> Tensor | None:
     """What is added to the scores of a tile: ALiBi, and -inf for keys out of sight or in padding."""
-    dtype = torch.float64 if block.q.dtype == torch.float64 else torch.float32
     hidden = mask.hidden(rows, keys, block.offset, block.q.device)
     if block.slopes is None and hidden is None and block.first_key is None:
         return None
-    bias = torch.zeros(1, 1, rows.size, keys.size, dtype=dtype, device=block.q.device)
+    bias = torch.zeros(1, 1, rows.size, keys.size, dtype=lse_dtype(block.q.dtype), device=block.q.device)
     if hidden is not None:
         bias = bias.masked_fill_(hidden, -torch.inf)
     if block.slopes is not None:
@@ -193,11 +189,8 @@ def _distinct(slopes: Tensor) -> Tensor:
 
 def _by_head(tensor: Tensor) -> Tensor:
     """(n, seqlen, heads, head_dim) -> (n, heads, seqlen, head_dim); the kernel needs contiguous channels."""
-    return _together(tensor).transpose(1, 2)
-
-
-def _together(tensor: Tensor) -> Tensor:
-    return tensor.contiguous() if tensor.stride(-1) != 1 and not tensor.is_contiguous() else tensor
+    has_contiguous_channels = tensor.stride(-1) == 1 or tensor.is_contiguous()
+    return (tensor if has_contiguous_channels else tensor.contiguous()).transpose(1, 2)
 
 
 def _forward_dtype(q: Tensor) -> torch.dtype:

@@ -95,18 +95,11 @@ class Block(NamedTuple):
         slopes, first_row, first_key = (None if tensor is None else tensor[n] for tensor in per_sequence)
         return Block(self.q[n], self.k[n], self.v[n], slopes, self.sequences[n], first_row, first_key)
 
-    def row_indices(self) -> Tensor:
-        """(seqlen_q,) or (n, seqlen_q): each row's index in its own sequence, negative in padding."""
-        return _indices(self.q.shape[1], self.first_row, self.q.device)
-
-    def key_indices(self) -> Tensor:
-        return _indices(self.k.shape[1], self.first_key, self.k.device)
-
     def padding(self, keys: Range) -> Tensor | None:
         """(n, 1, 1, keys) bool, True where a key is padding; None where none is."""
         if self.first_key is None:
             return None
-        return (self.key_indices()[:, keys.start : keys.stop] < 0)[:, None, None]
+        return (_indices(keys, self.first_key, self.k.device) < 0)[:, None, None]
 
     def kept(self, rng_state: Tensor | None, dropout_p: float, heads: Range, rows: Range, keys: Range) -> Tensor:
         """(n, heads, rows, keys) bool, which probabilities survive dropout; heads: query heads."""
@@ -116,8 +109,8 @@ class Block(NamedTuple):
             dropout_p,
             torch.tensor(list(self.sequences), dtype=torch.int64, device=device),
             torch.arange(heads.start, heads.stop, device=device),
-            self.row_indices()[..., rows.start : rows.stop],
-            self.key_indices()[..., keys.start : keys.stop],
+            _indices(rows, self.first_row, device),
+            _indices(keys, self.first_key, device),
         )
 
 
@@ -130,8 +123,9 @@ def whole_block(call: AttentionCall) -> Block | None:
     return Block(call.q, call.k, call.v, slopes, range(batch))
 
 
-def _indices(length: int, first: Tensor | None, device: torch.device) -> Tensor:
-    indices = torch.arange(length, device=device)
+def _indices(tokens: Range, first: Tensor | None, device: torch.device) -> Tensor:
+    """(tokens,) or (n, tokens): each one's index in its own sequence, negative in padding."""
+    indices = torch.arange(tokens.start, tokens.stop, device=device)
     return indices if first is None else indices - first[:, None]
 
 
@@ -165,7 +159,8 @@ class Layout:
         call = self.call
         slopes = call.alibi_slopes
         if slopes is not None:
-            slopes = alibi.per_sequence(slopes, call.batch)[plan.sequences]
+            shared = slopes.dim() == 1
+            slopes = alibi.per_sequence(slopes, len(plan.sequences)) if shared else slopes[plan.sequences]
         return Block(
             q=self.gather(call.q, self.rows, plan, plan.seqlen_q),
             k=self.gather(call.k, self.keys, plan, plan.seqlen_k),
