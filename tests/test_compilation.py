@@ -46,10 +46,10 @@ def test_a_failed_compilation_warns_once_and_is_not_tried_again(monkeypatch):
 @pytest.fixture
 def compiled_step(monkeypatch):
     """Counts its runs."""
-    step, runs = chunked._weigh._function, []
+    step, runs = chunked._fused_weights._function, []
     monkeypatch.setenv("FLASH_ATTN_COMPAT_COMPILE", "1")
     monkeypatch.setattr(torch, "compile", lambda function, **kwargs: lambda *args: runs.append(1) or function(*args))
-    monkeypatch.setattr(chunked, "_weigh", OptionallyCompiled(step))
+    monkeypatch.setattr(chunked, "_fused_weights", OptionallyCompiled(step))
     return runs
 
 
@@ -80,7 +80,7 @@ def test_a_compiled_step_that_fails_at_its_end_changes_no_answer(monkeypatch):
         right = flash_attn_func(q, q, q)
         monkeypatch.setenv("FLASH_ATTN_COMPAT_COMPILE", "1")
         monkeypatch.setattr(torch, "compile", compiled)
-        monkeypatch.setattr(chunked, "_weigh", OptionallyCompiled(chunked._weigh._function))
+        monkeypatch.setattr(chunked, "_fused_weights", OptionallyCompiled(chunked._fused_weights._function))
         with pytest.warns(RuntimeWarning, match="out of memory"):
             out = flash_attn_func(q, q, q)
     torch.testing.assert_close(out, right)

@@ -77,9 +77,7 @@ def _attend_tile(
     sub: SubBlock, queries: Tensor, rows: Range, columns: Range, peak: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What one tile of keys adds to out and to the weights' sum, and the new running maximum."""
-    scores = sub.scores(queries, rows, columns)
-    # A compilation that fails must find its arguments as they were.
-    weights, total, new_peak = _weigh(scores, peak, sub.operand_dtype, None if _weigh.is_enabled else scores)
+    weights, total, new_peak = _weigh(sub, queries, rows, columns, peak)
     keep = sub.keep(rows, columns)
     if keep is not None:
         weights.mul_(keep)
@@ -88,18 +86,35 @@ def _attend_tile(
     return out, total, new_peak
 
 
-@OptionallyCompiled
 def _weigh(
-    scores: Tensor, peak: Tensor | None, dtype: torch.dtype, into: Tensor | None
+    sub: SubBlock, queries: Tensor, rows: Range, columns: Range, peak: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """exp(score - maximum) as an operand, its row sums, and the running maximum.
+    """exp(score - maximum) of a tile as an operand, its row sums, and the running maximum.
 
-    into: what the weights may overwrite
+    That is finite where a row has seen nothing yet, too, or exp(-inf - maximum) would be nan.
     """
+    if _fused_weights.is_enabled and sub.block.slopes is None and sub.block.first_key is None:
+        raw, hidden = sub.raw_scores(queries, rows, columns), sub.hidden(rows, columns)
+        return _fused_weights(raw, hidden, sub.call.softcap, peak, sub.operand_dtype)
+    scores = sub.scores(queries, rows, columns)
     tile_peak = scores.amax(-1, keepdim=True)
-    # Finite where a row has seen nothing yet, or exp(-inf - maximum) would be nan.
     new_peak = tile_peak.clamp_min(torch.finfo(scores.dtype).min) if peak is None else torch.maximum(peak, tile_peak)
-    weights = torch.sub(scores, new_peak, out=into).exp_()
+    weights = scores.sub_(new_peak).exp_()
+    return weights.to(sub.operand_dtype), weights.sum(-1, keepdim=True), new_peak
+
+
+@OptionallyCompiled
+def _fused_weights(
+    raw: Tensor, hidden: Tensor | None, softcap: float, peak: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What _weigh does after the matrix product, out of place and in one expression for the compiler to fuse."""
+    scores = torch.tanh(raw) * softcap if softcap else raw
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    tile_peak = scores.amax(-1, keepdim=True)
+    new_peak = tile_peak if peak is None else torch.maximum(peak, tile_peak)
+    new_peak = torch.where(new_peak == -torch.inf, torch.finfo(scores.dtype).min, new_peak)
+    weights = torch.exp(scores - new_peak)
     return weights.to(dtype), weights.sum(-1, keepdim=True), new_peak
 
 
