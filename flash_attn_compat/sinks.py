@@ -38,8 +38,10 @@ def absorb(out: Tensor, lse: Tensor, s_aux: Tensor) -> tuple[Tensor, Tensor]:
     out: (..., rows, nheads, headdim); lse: (..., nheads, rows); s_aux: (nheads,).
     """
     sink = s_aux.to(lse.dtype)
-    share = torch.sigmoid(lse.transpose(-2, -1) - sink)
-    return (out * share[..., None]).to(out.dtype), torch.logaddexp(lse, sink[:, None])
+    sunk = out * torch.sigmoid(lse.transpose(-2, -1) - sink)[..., None]
+    # The compiler of torch 2.11 silently loses the gradients of a Function whose output is a `.to` that did nothing.
+    sunk = sunk if sunk.dtype == out.dtype else sunk.to(out.dtype)
+    return sunk, torch.logaddexp(lse, sink[:, None])
 
 
 def attend(
