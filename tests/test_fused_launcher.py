@@ -14,7 +14,7 @@ from flash_attn_compat import (
     flash_attn_with_kvcache,
     use_backend,
 )
-from flash_attn_compat.backends.fused import launcher, loader
+from flash_attn_compat.backends.fused import launcher, loader, trial
 from flash_attn_compat.engine import capture
 from flash_attn_compat.engine.build import Options, dense_call
 from tests import fused_on_cpu
@@ -166,6 +166,21 @@ def test_a_larger_workspace_takes_the_place_of_a_smaller_one(launches: Launches)
     large = launcher.workspace(90000, -1, place)
     assert large.nbytes == 90000 and launcher.workspace(9000, -1, place) is large is not small
     assert launches.cleared == [launcher._COUNTERS] * 2
+
+
+def test_a_plan_that_was_made_in_a_capture_is_made_anew_behind_it(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernels have not been tried."""
+    tried: list[object] = []
+    monkeypatch.setattr(trial, "check", lambda *what: tried.append(what))
+    q = half(1, 40, 4, 64)
+    with use_backend("fused"):
+        for captures, expected in ((True, 1), (True, 2), (False, 3), (False, 3)):
+            monkeypatch.setattr(capture, "is_capturing", lambda device, captures=captures: captures)
+            flash_attn_func(q, q, q)
+            assert len(tried) == expected
+    assert launches.entries == ["forward"] * 4
 
 
 def test_lengths_that_are_numbers_share_a_plan(launches: Launches) -> None:
