@@ -494,6 +494,14 @@ def test_new_keys_in_front_of_the_cache_or_behind_it_are_not_written(turing: Lau
     assert torch.equal(k_cache, before)
 
 
+@pytest.mark.parametrize("new_keys", [1, 20])
+def test_rotary_tables_may_lie_in_memory_each_in_its_own_way(turing: Launches, new_keys: int) -> None:
+    call = replace(APPENDS["rotated"], new_keys=new_keys).build()
+    sin = call.args["rotary_sin"]
+    call.args["rotary_sin"] = torch.cat([sin, torch.full_like(sin, torch.nan)], 1)[:, : sin.shape[1]]
+    check(call)
+
+
 def test_rows_behind_the_rotary_tables_are_not_rotated(turing: Launches) -> None:
     whole, short = APPENDS["rotated"].build(), APPENDS["rotated"].build()
     del whole.args["rotary_cos"], whole.args["rotary_sin"]
