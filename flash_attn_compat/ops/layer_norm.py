@@ -5,6 +5,8 @@ The arithmetic is in `ops/_add_norm.py`; `ops/rms_norm.py` is the same without c
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +14,30 @@ from flash_attn_compat.ops._add_norm import NormInputs, NormOptions, add_norm, d
 from flash_attn_compat.ops._casting import upcast
 
 Results = Tensor | tuple[Tensor | None, ...]
+
+
+class How(NamedTuple):
+    """What all of the functions are asked besides tensors; see `dropout_add_layer_norm`."""
+
+    dropout_p: float
+    epsilon: float
+    prenorm: bool
+    residual_in_fp32: bool
+    return_dropout_mask: bool
+    is_rms_norm: bool
+
+    def options(self, given: NormInputs) -> NormOptions:
+        """Those of the arithmetic, for the x and the residual that were given."""
+        residual_dtype = torch.float32 if self.residual_in_fp32 else given.x.dtype
+        if given.residual is not None:
+            residual_dtype = given.residual.dtype
+        return NormOptions(
+            eps=self.epsilon,
+            is_rms_norm=self.is_rms_norm,
+            out_dtype=given.x.dtype,
+            residual_dtype=residual_dtype if self.prenorm else None,
+            dropout_p=self.dropout_p,
+        )
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
@@ -45,20 +71,9 @@ def dropout_add_layer_norm(
     Returns:
         z in x0's dtype, or (z[, x][, mask]).
     """
-    return _dropout_add_norm(
-        x0,
-        residual,
-        weight,
-        bias,
-        dropout_p,
-        epsilon,
-        rowscale,
-        layerscale,
-        prenorm,
-        residual_in_fp32,
-        return_dropout_mask,
-        is_rms_norm=False,
-    )
+    how = How(dropout_p, epsilon, prenorm, residual_in_fp32, return_dropout_mask, is_rms_norm=False)
+    inputs = NormInputs(x0, weight, bias, residual, rowscale=rowscale, colscale=layerscale)
+    return _dropout_add_norm(inputs, how)
 
 
 def dropout_add_layer_norm_subset(
@@ -90,23 +105,9 @@ def dropout_add_layer_norm_subset(
     Returns:
         z, or (z[, x][, mask]); z and x have shape (-1, *x0.shape[1:]), the mask has x0's shape.
     """
-    return _dropout_add_norm_subset(
-        x0,
-        residual,
-        weight,
-        bias,
-        dropout_p,
-        epsilon,
-        layerscale,
-        x0_subset,
-        out_subset,
-        rowscale_const,
-        out_numrows,
-        prenorm,
-        residual_in_fp32,
-        return_dropout_mask,
-        is_rms_norm=False,
-    )
+    how = How(dropout_p, epsilon, prenorm, residual_in_fp32, return_dropout_mask, is_rms_norm=False)
+    inputs = NormInputs(x0, weight, bias, residual, colscale=layerscale)
+    return _dropout_add_norm_subset(inputs, x0_subset, out_subset, rowscale_const, out_numrows, how)
 
 
 def dropout_add_layer_norm_parallel_residual(
@@ -132,21 +133,8 @@ def dropout_add_layer_norm_parallel_residual(
     Returns:
         (z0, z1[, x][, mask0, mask1]); z1 is None without weight1, mask1 without x1.
     """
-    return _dropout_add_norm_parallel(
-        x0,
-        x1,
-        residual,
-        weight0,
-        bias0,
-        weight1,
-        bias1,
-        dropout_p,
-        epsilon,
-        prenorm,
-        residual_in_fp32,
-        return_dropout_mask,
-        is_rms_norm=False,
-    )
+    how = How(dropout_p, epsilon, prenorm, residual_in_fp32, return_dropout_mask, is_rms_norm=False)
+    return _dropout_add_norm_parallel(NormInputs(x0, weight0, bias0, residual, x1, weight1, bias1), how)
 
 
 class DropoutAddLayerNorm(nn.Module):
@@ -193,20 +181,9 @@ class DropoutAddLayerNorm(nn.Module):
 
     def forward(self, x0: Tensor, residual: Tensor | None = None) -> Results:
         """x0 and residual (..., n) to z, or (z, x) with prenorm."""
-        return _dropout_add_norm(
-            x0,
-            residual,
-            self.weight,
-            self.bias,
-            self.p if self.training else 0.0,
-            self.eps,
-            None,
-            None,
-            self.prenorm,
-            self.residual_in_fp32,
-            False,
-            is_rms_norm=self.is_rms_norm,
-        )
+        dropout_p = self.p if self.training else 0.0
+        how = How(dropout_p, self.eps, self.prenorm, self.residual_in_fp32, False, self.is_rms_norm)
+        return _dropout_add_norm(NormInputs(x0, self.weight, self.bias, residual), how)
 
 
 def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, is_rms_norm: bool) -> Tensor:
@@ -214,48 +191,24 @@ def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, is_rms
     return add_norm(NormInputs(x, weight, bias), options)[0]
 
 
-def _dropout_add_norm(
-    x0: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    dropout_p: float,
-    epsilon: float,
-    rowscale: Tensor | None,
-    layerscale: Tensor | None,
-    prenorm: bool,
-    residual_in_fp32: bool,
-    return_dropout_mask: bool,
-    is_rms_norm: bool,
-) -> Results:
-    mask = dropout_mask(x0, dropout_p)
-    z, _, x = add_norm(
-        NormInputs(x0, weight, bias, residual, rowscale=rowscale, colscale=layerscale, mask=mask),
-        _options(x0, residual, dropout_p, epsilon, prenorm, residual_in_fp32, is_rms_norm),
-    )
-    masks = (_as_uint8(mask, x0),) if return_dropout_mask else ()
-    return _results(z, *((x,) if prenorm else ()), *masks)
+def _dropout_add_norm(inputs: NormInputs, how: How) -> Results:
+    mask = dropout_mask(inputs.x, how.dropout_p)
+    z, _, x = add_norm(inputs._replace(mask=mask), how.options(inputs))
+    masks = (_as_uint8(mask, inputs.x),) if how.return_dropout_mask else ()
+    return _results(z, *((x,) if how.prenorm else ()), *masks)
 
 
 def _dropout_add_norm_subset(
-    x0: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    dropout_p: float,
-    epsilon: float,
-    layerscale: Tensor | None,
+    inputs: NormInputs,
     x0_subset: Tensor | None,
     out_subset: Tensor | None,
     rowscale_const: float,
     out_numrows: int,
-    prenorm: bool,
-    residual_in_fp32: bool,
-    return_dropout_mask: bool,
-    is_rms_norm: bool,
+    how: How,
 ) -> Results:
+    x0, residual, colscale = inputs.x, inputs.residual, inputs.colscale
     features, shape = x0.shape[-1], (-1, *x0.shape[1:])
-    given_mask = dropout_mask(x0, dropout_p)
+    given_mask = dropout_mask(x0, how.dropout_p)
     rows = x0.reshape(-1, features)
     mask = None if given_mask is None else given_mask.reshape(-1, features)
     if x0_subset is not None:
@@ -263,71 +216,31 @@ def _dropout_add_norm_subset(
         source = x0_subset.reshape(-1).long()
         rows = torch.cat((rows.new_zeros(1, features), rows))[source]
         mask = None if mask is None else torch.cat((mask.new_zeros(1, features), mask))[source]
-    colscale = layerscale
     if rowscale_const != 1.0:
         # In fp32 whatever the weights' dtype: it scales what may be a fp32 residual.
-        colscale = x0.new_ones(features, dtype=torch.float32) if layerscale is None else upcast(layerscale)
+        colscale = x0.new_ones(features, dtype=torch.float32) if colscale is None else upcast(colscale)
         colscale = colscale * rowscale_const
     flat_residual = None if residual is None else residual.reshape(-1, features)
-    z, _, x = add_norm(
-        NormInputs(rows, weight, bias, flat_residual, colscale=colscale, mask=mask),
-        _options(x0, residual, dropout_p, epsilon, prenorm, residual_in_fp32, is_rms_norm),
-    )
+    flat = inputs._replace(x=rows, residual=flat_residual, colscale=colscale, mask=mask)
+    z, _, x = add_norm(flat, how.options(inputs))
     if out_subset is not None:
         # Row 0 collects what is not wanted.
         z = z.new_zeros(out_numrows + 1, features).index_copy(0, out_subset.reshape(-1).long(), z)[1:]
-    masks = (_as_uint8(given_mask, x0),) if return_dropout_mask else ()
+    masks = (_as_uint8(given_mask, x0),) if how.return_dropout_mask else ()
     return _results(z.reshape(shape), *(() if x is None else (x.reshape(shape),)), *masks)
 
 
-def _dropout_add_norm_parallel(
-    x0: Tensor,
-    x1: Tensor | None,
-    residual: Tensor | None,
-    weight0: Tensor,
-    bias0: Tensor | None,
-    weight1: Tensor | None,
-    bias1: Tensor | None,
-    dropout_p: float,
-    epsilon: float,
-    prenorm: bool,
-    residual_in_fp32: bool,
-    return_dropout_mask: bool,
-    is_rms_norm: bool,
-) -> tuple[Tensor | None, ...]:
-    mask0 = dropout_mask(x0, dropout_p)
-    mask1 = None if x1 is None else dropout_mask(x1, dropout_p)
-    z0, z1, x = add_norm(
-        NormInputs(x0, weight0, bias0, residual, x1, weight1, bias1, mask=mask0, mask1=mask1),
-        _options(x0, residual, dropout_p, epsilon, prenorm, residual_in_fp32, is_rms_norm),
-    )
+def _dropout_add_norm_parallel(inputs: NormInputs, how: How) -> tuple[Tensor | None, ...]:
+    x0, x1 = inputs.x, inputs.x1
+    mask0 = dropout_mask(x0, how.dropout_p)
+    mask1 = None if x1 is None else dropout_mask(x1, how.dropout_p)
+    z0, z1, x = add_norm(inputs._replace(mask=mask0, mask1=mask1), how.options(inputs))
     results: tuple[Tensor | None, ...] = (z0, z1)
-    if prenorm:
+    if how.prenorm:
         results += (x,)
-    if return_dropout_mask:
+    if how.return_dropout_mask:
         results += (_as_uint8(mask0, x0), None if x1 is None else _as_uint8(mask1, x1))
     return results
-
-
-def _options(
-    x0: Tensor,
-    residual: Tensor | None,
-    dropout_p: float,
-    epsilon: float,
-    prenorm: bool,
-    residual_in_fp32: bool,
-    is_rms_norm: bool,
-) -> NormOptions:
-    residual_dtype = torch.float32 if residual_in_fp32 else x0.dtype
-    if residual is not None:
-        residual_dtype = residual.dtype
-    return NormOptions(
-        eps=epsilon,
-        is_rms_norm=is_rms_norm,
-        out_dtype=x0.dtype,
-        residual_dtype=residual_dtype if prenorm else None,
-        dropout_p=dropout_p,
-    )
 
 
 def _as_uint8(mask: Tensor | None, x: Tensor) -> Tensor:

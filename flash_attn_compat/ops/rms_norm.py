@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from flash_attn_compat.ops._add_norm import NormInputs
 from flash_attn_compat.ops.layer_norm import (
     DropoutAddLayerNorm,
+    How,
     Results,
     _dropout_add_norm,
     _dropout_add_norm_parallel,
@@ -34,20 +36,9 @@ def dropout_add_rms_norm(
     return_dropout_mask: bool = False,
 ) -> Results:
     """As `flash_attn_compat.ops.layer_norm.dropout_add_layer_norm`, without centring."""
-    return _dropout_add_norm(
-        x0,
-        residual,
-        weight,
-        bias,
-        dropout_p,
-        epsilon,
-        rowscale,
-        layerscale,
-        prenorm,
-        residual_in_fp32,
-        return_dropout_mask,
-        is_rms_norm=True,
-    )
+    how = How(dropout_p, epsilon, prenorm, residual_in_fp32, return_dropout_mask, is_rms_norm=True)
+    inputs = NormInputs(x0, weight, bias, residual, rowscale=rowscale, colscale=layerscale)
+    return _dropout_add_norm(inputs, how)
 
 
 def dropout_add_rms_norm_subset(
@@ -67,23 +58,9 @@ def dropout_add_rms_norm_subset(
     return_dropout_mask: bool = False,
 ) -> Results:
     """As `flash_attn_compat.ops.layer_norm.dropout_add_layer_norm_subset`, without centring."""
-    return _dropout_add_norm_subset(
-        x0,
-        residual,
-        weight,
-        bias,
-        dropout_p,
-        epsilon,
-        layerscale,
-        x0_subset,
-        out_subset,
-        rowscale_const,
-        out_numrows,
-        prenorm,
-        residual_in_fp32,
-        return_dropout_mask,
-        is_rms_norm=True,
-    )
+    how = How(dropout_p, epsilon, prenorm, residual_in_fp32, return_dropout_mask, is_rms_norm=True)
+    inputs = NormInputs(x0, weight, bias, residual, colscale=layerscale)
+    return _dropout_add_norm_subset(inputs, x0_subset, out_subset, rowscale_const, out_numrows, how)
 
 
 def dropout_add_rms_norm_parallel_residual(
@@ -101,21 +78,8 @@ def dropout_add_rms_norm_parallel_residual(
     return_dropout_mask: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """As `flash_attn_compat.ops.layer_norm.dropout_add_layer_norm_parallel_residual`, without centring."""
-    return _dropout_add_norm_parallel(
-        x0,
-        x1,
-        residual,
-        weight0,
-        bias0,
-        weight1,
-        bias1,
-        dropout_p,
-        epsilon,
-        prenorm,
-        residual_in_fp32,
-        return_dropout_mask,
-        is_rms_norm=True,
-    )
+    how = How(dropout_p, epsilon, prenorm, residual_in_fp32, return_dropout_mask, is_rms_norm=True)
+    return _dropout_add_norm_parallel(NormInputs(x0, weight0, bias0, residual, x1, weight1, bias1), how)
 
 
 class RMSNorm(nn.Module):
