@@ -106,6 +106,10 @@ REFERENCE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         hidden((COLUMNS > ROWS + 1) | ((COLUMNS < ROWS - 2) & (COLUMNS >= 2))),
     ),
     "left padding": ({"key_leftpad": torch.tensor([3, 3])}, hidden((COLUMNS < 3).expand(5, 9))),
+    "left padding before a window": (
+        {"key_leftpad": torch.tensor([3, 3]), "window_size": (4, 1)},
+        hidden((COLUMNS < 3) | (COLUMNS - 3 > ROWS + 1) | (COLUMNS - 3 < ROWS - 4)),
+    ),
     "a learnable sink": ({"learnable_sink": SINK}, {"sinks": SINK}),
     "dropout": ({"dropout_p": 0.5, "dropout_mask": KEPT}, {"dropout_p": 0.5, "keep": KEPT}),
 }
