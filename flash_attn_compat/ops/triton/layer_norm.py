@@ -5,7 +5,7 @@ Signatures, masks and return shapes; the arithmetic is in `ops/_add_norm.py`.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -242,24 +242,8 @@ def layer_norm_ref(
     Returns:
         y, or (y[, y1][, h]) as there, in x's dtype.
     """
-    return _norm_ref(
-        _plain_layer_norm,
-        x,
-        weight,
-        bias,
-        residual,
-        x1,
-        weight1,
-        bias1,
-        eps,
-        dropout_p,
-        rowscale,
-        prenorm,
-        zero_centered_weight,
-        dropout_mask,
-        dropout_mask1,
-        upcast,
-    )
+    inputs = NormInputs(x, weight, bias, residual, x1, weight1, bias1, rowscale, mask=dropout_mask, mask1=dropout_mask1)
+    return _norm_ref(_plain_layer_norm, inputs, eps, dropout_p, prenorm, zero_centered_weight, upcast)
 
 
 def rms_norm_ref(
@@ -280,24 +264,8 @@ def rms_norm_ref(
     upcast: bool = False,
 ) -> Results:
     """`rms_norm_fn` step by step in the operands' own dtypes, or in fp32 if `upcast`; see `layer_norm_ref`."""
-    return _norm_ref(
-        _plain_rms_norm,
-        x,
-        weight,
-        bias,
-        residual,
-        x1,
-        weight1,
-        bias1,
-        eps,
-        dropout_p,
-        rowscale,
-        prenorm,
-        zero_centered_weight,
-        dropout_mask,
-        dropout_mask1,
-        upcast,
-    )
+    inputs = NormInputs(x, weight, bias, residual, x1, weight1, bias1, rowscale, mask=dropout_mask, mask1=dropout_mask1)
+    return _norm_ref(_plain_rms_norm, inputs, eps, dropout_p, prenorm, zero_centered_weight, upcast)
 
 
 def _plain_layer_norm(h: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -311,44 +279,33 @@ def _plain_rms_norm(h: Tensor, weight: Tensor, bias: Tensor | None, eps: float) 
 
 
 def _norm_ref(
-    norm: Any,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    x1: Tensor | None,
-    weight1: Tensor | None,
-    bias1: Tensor | None,
+    norm: Callable[[Tensor, Tensor, Tensor | None, float], Tensor],
+    inputs: NormInputs,
     eps: float,
     dropout_p: float,
-    rowscale: Tensor | None,
     prenorm: bool,
     zero_centered_weight: bool,
-    dropout_mask: Tensor | None,
-    dropout_mask1: Tensor | None,
     upcast: bool,
 ) -> Results:
-    assert rowscale is None or x1 is None, "rowscale is not supported with parallel LayerNorm"
-    dtype = x.dtype
-
-    def cast(t: Tensor | None) -> Any:
-        return t.float() if upcast and t is not None else t
-
-    h, weight, bias, weight1, bias1 = cast(x), cast(weight), cast(bias), cast(weight1), cast(bias1)
+    assert inputs.rowscale is None or inputs.x1 is None, "rowscale is not supported with parallel LayerNorm"
+    dtype = inputs.x.dtype
+    if upcast:
+        inputs = NormInputs._make(t.float() if t is not None and t.is_floating_point() else t for t in inputs)
+    h, weight, weight1 = inputs.x, inputs.weight, inputs.weight1
     if zero_centered_weight:
         weight = weight + 1.0
         weight1 = None if weight1 is None else weight1 + 1.0
-    if rowscale is not None:
-        h = h * cast(rowscale)[..., None]
-    h = _plain_dropout(h, dropout_p, dropout_mask)
-    if x1 is not None:
-        h = h + _plain_dropout(cast(x1), dropout_p, dropout_mask1)
-    if residual is not None:
-        h = (h + cast(residual)).to(h.dtype)
-    y = norm(h, weight, bias, eps).to(dtype)
+    if inputs.rowscale is not None:
+        h = h * inputs.rowscale[..., None]
+    h = _plain_dropout(h, dropout_p, inputs.mask)
+    if inputs.x1 is not None:
+        h = h + _plain_dropout(inputs.x1, dropout_p, inputs.mask1)
+    if inputs.residual is not None:
+        h = (h + inputs.residual).to(h.dtype)
+    y = norm(h, weight, inputs.bias, eps).to(dtype)
     results: tuple[Tensor | None, ...] = (y,)
     if weight1 is not None:
-        results += (norm(h, weight1, bias1, eps).to(dtype),)
+        results += (norm(h, weight1, inputs.bias1, eps).to(dtype),)
     if prenorm:
         results += (h.to(dtype),)
     return results if len(results) > 1 else y
