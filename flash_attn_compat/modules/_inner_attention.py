@@ -37,7 +37,46 @@ def get_alibi_slopes(nheads: int) -> list[float]:
     return of_power_of_two(below) + of_power_of_two(2 * below)[0::2][: nheads - below]
 
 
-class FlashSelfAttention(nn.Module):
+class _Attention(nn.Module):
+    def __init__(
+        self, causal: bool = False, softmax_scale: float | None = None, attention_dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.causal = causal
+        self.softmax_scale = softmax_scale
+        self.drop = nn.Dropout(attention_dropout)
+
+
+class _FlashAttention(_Attention):
+    alibi_slopes: Tensor | None
+
+    def __init__(
+        self,
+        causal: bool = False,
+        softmax_scale: float | None = None,
+        attention_dropout: float = 0.0,
+        window_size: Window = (-1, -1),
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+    ) -> None:
+        super().__init__(causal, softmax_scale, attention_dropout)
+        self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
+        self.window_size = window_size
+        self.deterministic = deterministic
+
+    def _options(self, causal: bool | None) -> dict[str, Any]:
+        """Keyword arguments of the attention functions."""
+        return {
+            "dropout_p": self.drop.p if self.training else 0.0,
+            "softmax_scale": self.softmax_scale,
+            "causal": self.causal if causal is None else causal,
+            "alibi_slopes": as_fp32(self.alibi_slopes),
+            "window_size": self.window_size,
+            "deterministic": self.deterministic,
+        }
+
+
+class FlashSelfAttention(_FlashAttention):
     """Attention over a packed qkv through `flash_attn_qkvpacked_func` and its varlen form.
 
     Args:
@@ -50,25 +89,6 @@ class FlashSelfAttention(nn.Module):
 
     Unlike flash-attn's, it accepts every dtype and device that the attention functions do.
     """
-
-    alibi_slopes: Tensor | None
-
-    def __init__(
-        self,
-        causal: bool = False,
-        softmax_scale: float | None = None,
-        attention_dropout: float = 0.0,
-        window_size: Window = (-1, -1),
-        alibi_slopes: Tensor | None = None,
-        deterministic: bool = False,
-    ) -> None:
-        super().__init__()
-        self.causal = causal
-        self.softmax_scale = softmax_scale
-        self.drop = nn.Dropout(attention_dropout)
-        self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
-        self.window_size = window_size
-        self.deterministic = deterministic
 
     def forward(
         self,
@@ -85,14 +105,7 @@ class FlashSelfAttention(nn.Module):
         Returns:
             (batch, seqlen, nheads, headdim) or (total, nheads, headdim).
         """
-        options: dict[str, Any] = {
-            "dropout_p": self.drop.p if self.training else 0.0,
-            "softmax_scale": self.softmax_scale,
-            "causal": self.causal if causal is None else causal,
-            "alibi_slopes": as_fp32(self.alibi_slopes),
-            "window_size": self.window_size,
-            "deterministic": self.deterministic,
-        }
+        options = self._options(causal)
         if cu_seqlens is None:
             out: Tensor = flash_attn_qkvpacked_func(qkv, **options)
             return out
@@ -101,13 +114,11 @@ class FlashSelfAttention(nn.Module):
         return packed
 
 
-class FlashCrossAttention(nn.Module):
+class FlashCrossAttention(_FlashAttention):
     """Attention of q over a packed kv through `flash_attn_kvpacked_func` and its varlen form.
 
     Args as `FlashSelfAttention`; note that alibi_slopes comes before window_size here.
     """
-
-    alibi_slopes: Tensor | None
 
     def __init__(
         self,
@@ -118,13 +129,7 @@ class FlashCrossAttention(nn.Module):
         window_size: Window = (-1, -1),
         deterministic: bool = False,
     ) -> None:
-        super().__init__()
-        self.causal = causal
-        self.softmax_scale = softmax_scale
-        self.drop = nn.Dropout(attention_dropout)
-        self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
-        self.window_size = window_size
-        self.deterministic = deterministic
+        super().__init__(causal, softmax_scale, attention_dropout, window_size, alibi_slopes, deterministic)
 
     def forward(
         self,
@@ -145,14 +150,7 @@ class FlashCrossAttention(nn.Module):
         Returns:
             Tensor of q's shape.
         """
-        options: dict[str, Any] = {
-            "dropout_p": self.drop.p if self.training else 0.0,
-            "softmax_scale": self.softmax_scale,
-            "causal": self.causal if causal is None else causal,
-            "alibi_slopes": as_fp32(self.alibi_slopes),
-            "window_size": self.window_size,
-            "deterministic": self.deterministic,
-        }
+        options = self._options(causal)
         if cu_seqlens is None:
             out: Tensor = flash_attn_kvpacked_func(q, kv, **options)
             return out
@@ -165,19 +163,11 @@ class FlashCrossAttention(nn.Module):
         return packed
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(_Attention):
     """Attention over a packed qkv by plain matrix products, in the input's dtype.
 
     Masks are an additive -10000, as in flash-attn: a row that sees nothing gets a uniform average.
     """
-
-    def __init__(
-        self, causal: bool = False, softmax_scale: float | None = None, attention_dropout: float = 0.0
-    ) -> None:
-        super().__init__()
-        self.causal = causal
-        self.softmax_scale = softmax_scale
-        self.drop = nn.Dropout(attention_dropout)
 
     def forward(self, qkv: Tensor, causal: bool | None = None, key_padding_mask: Tensor | None = None) -> Tensor:
         """qkv (batch, seqlen, 3, nheads, headdim), key_padding_mask (batch, seqlen) bool, True = keep.
@@ -194,16 +184,8 @@ class SelfAttention(nn.Module):
         return _weighted(self.drop(torch.softmax(scores, dim=-1, dtype=v.dtype)), v)
 
 
-class CrossAttention(nn.Module):
+class CrossAttention(_Attention):
     """Attention of q over a packed kv by plain matrix products, in the input's dtype; masks as `SelfAttention`."""
-
-    def __init__(
-        self, causal: bool = False, softmax_scale: float | None = None, attention_dropout: float = 0.0
-    ) -> None:
-        super().__init__()
-        self.causal = causal
-        self.softmax_scale = softmax_scale
-        self.drop = nn.Dropout(attention_dropout)
 
     def forward(
         self, q: Tensor, kv: Tensor, causal: bool | None = None, key_padding_mask: Tensor | None = None

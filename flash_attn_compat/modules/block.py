@@ -43,7 +43,18 @@ class StochasticDepth(nn.Module):
         return input * (kept.div_(1.0 - self.p) if self.p < 1.0 else kept)
 
 
-class Block(nn.Module):
+class _WithMixer(nn.Module):
+    mixer: nn.Module
+
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
+    ) -> Any:
+        """The mixer's cache; see `MHA.allocate_inference_cache`."""
+        mixer: Any = self.mixer
+        return mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
+
+
+class Block(_WithMixer):
     """Mixer and MLP with residual connections.
 
     prenorm: dropout, add, norm, mixer, dropout, add, norm, MLP; takes and returns (hidden_states, residual), the
@@ -97,13 +108,6 @@ class Block(nn.Module):
         if fused_dropout_add_ln:
             _check_fusable(self)
         _mark_norms(self, sequence_parallel, mark_shared_params)
-
-    def allocate_inference_cache(
-        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
-    ) -> Any:
-        """The mixer's cache; see `MHA.allocate_inference_cache`."""
-        mixer: Any = self.mixer
-        return mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
 
     def forward(
         self,
@@ -173,7 +177,7 @@ class Block(nn.Module):
         return results if self.prenorm else (results, results)
 
 
-class ParallelBlock(nn.Module):
+class ParallelBlock(_WithMixer):
     """Mixer and MLP side by side, as in GPT-J and PaLM: dropout, add and norm, then both.
 
     Args:
@@ -210,13 +214,6 @@ class ParallelBlock(nn.Module):
         if fused_dropout_add_ln:
             _check_fusable(self)
         _mark_norms(self, sequence_parallel, mark_shared_params)
-
-    def allocate_inference_cache(
-        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
-    ) -> Any:
-        """The mixer's cache; see `MHA.allocate_inference_cache`."""
-        mixer: Any = self.mixer
-        return mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
 
     def forward(
         self,
