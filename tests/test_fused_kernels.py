@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 import flash_attn_compat
-from flash_attn_compat import flash_attn_interface, kvcache
+from flash_attn_compat import flash_attn_interface
 from flash_attn_compat.backends.fused import forward, launcher
-from flash_attn_compat.serving import dispatch
 from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches
 from tests.kernels import emulate
@@ -272,19 +271,6 @@ def test_the_same_bits_come_back_in_any_order_of_blocks_and_warps(dtype: str, mo
     assert all(map(torch.equal, found[0], found[1])) and all(map(torch.equal, found[0], found[2]))
 
 
-def test_lengths_that_are_no_lengths_reach_nothing_outside(turing: Launches) -> None:
-    """The emulator raises where memory outside of the tensors is touched."""
-    call = PACKED.build()
-    args = call.args | {name: call.args[name].requires_grad_() for name in "qkv"}
-    out = flash_attn_interface.flash_attn_varlen_func(**args | {"return_attn_probs": False})
-    # Behind autograd's back: on a GPU nobody reads them before a launch.
-    args["cu_seqlens_q"].data.copy_(torch.tensor([-5, 30, 20, 10**6, 7]))
-    args["cu_seqlens_k"].data.copy_(torch.tensor([2**31 - 1, -(2**31), 40, 200, 100]))
-    out.backward(call.dout)
-    flash_attn_interface.flash_attn_varlen_func(**args)
-    assert turing.entries == FORWARD + BACKWARD + FORWARD
-
-
 PAGED = Problem(
     "paged", (70, 0, 33), (200, 9, 100), 1, 2, 64, dtype="float16", causal=True, poison="nan", backward=False
 )
@@ -459,56 +445,9 @@ def attend(call: Call) -> Tensor:
     return out
 
 
-def launch_unchecked(args: dict[str, object]) -> None:
-    """The call without the checks that CPU tensors allow: on a GPU nobody reads lengths before the launch."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("_check", "_check_capacity"):
-            patch.setattr(kvcache, name, lambda arguments: None)
-        flash_attn_interface.flash_attn_with_kvcache(**args)  # type: ignore[arg-type]  # the keys are its parameters
-
-
-def test_wrong_lengths_and_pages_touch_nothing_outside(turing: Launches) -> None:
-    rubbish = torch.tensor([10**9, -7, -(2**31)], dtype=torch.int32)
-    call = CACHES["pages"].build()
-    table = call.args["block_table"]
-    table[0], table[1], table[2] = 10**9, -1, 2**31 - 1
-    for lengths in (rubbish, torch.full((3,), 2**31 - 1, dtype=torch.int32)):
-        launch_unchecked({**call.args, "cache_seqlens": lengths, "cache_leftpad": rubbish.flip(0)})
-    new = {"k": torch.zeros(3, 5, 2, 256).half(), "v": torch.zeros(3, 5, 2, 256).half()}
-    for lengths in (rubbish, rubbish.flip(0), torch.full((3,), 5, dtype=torch.int32)):
-        launch_unchecked({**call.args, **new, "cache_seqlens": lengths})
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(forward, "_MOST_NEW", 0)
-            dispatch.forget_decisions()
-            launch_unchecked({**call.args, **new, "cache_seqlens": lengths})
-            dispatch.forget_decisions()
-    assert turing.entries == ["decode", "decode"] + ["decode", "append", "decode"] * 3
-
-
-def test_new_keys_in_front_of_the_cache_or_behind_it_are_not_written(turing: Launches) -> None:
-    call = replace(CACHES["split keys"], seqlens_k=(318, 320), capacity=320, poison="").build()
-    k_cache, before = call.args["k_cache"], call.args["k_cache"].clone()
-    new = {name: torch.full((2, 5, 2, 64), 3.0).half() for name in ("k", "v")}
-    launch_unchecked({**call.args, **new, "cache_seqlens": torch.tensor([318, -5], dtype=torch.int32)})
-    before[0, 318:320] = 3.0
-    assert torch.equal(k_cache, before)
-
-
 @pytest.mark.parametrize("new_keys", [1, 20])
 def test_rotary_tables_may_lie_in_memory_each_in_its_own_way(turing: Launches, new_keys: int) -> None:
     call = replace(APPENDS["rotated"], new_keys=new_keys).build()
     sin = call.args["rotary_sin"]
     call.args["rotary_sin"] = torch.cat([sin, torch.full_like(sin, torch.nan)], 1)[:, : sin.shape[1]]
     check(call)
-
-
-def test_rows_behind_the_rotary_tables_are_not_rotated(turing: Launches) -> None:
-    whole, short = APPENDS["rotated"].build(), APPENDS["rotated"].build()
-    del whole.args["rotary_cos"], whole.args["rotary_sin"]
-    attend(whole)
-    for name in ("rotary_cos", "rotary_sin"):
-        short.args[name] = short.args[name][:7]
-    launch_unchecked(short.args)
-    plain, turned = whole.args["k_cache"], short.args["k_cache"]
-    assert torch.equal(turned[:2].nan_to_num(9.0), plain[:2].nan_to_num(9.0))
-    assert not torch.equal(turned[2, 0], plain[2, 0])

@@ -1,0 +1,88 @@
+"""Lengths and pages that cannot be, which nobody reads on a GPU before a launch: nothing outside is touched.
+
+The emulator raises where memory outside of a call's tensors is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+import flash_attn_compat
+from flash_attn_compat import flash_attn_interface, kvcache
+from flash_attn_compat.backends.fused import forward
+from flash_attn_compat.serving import dispatch
+from tests import fused_on_cpu
+from tests.fused_on_cpu import Launches
+from tests.kernels import emulate
+from tests.test_fused_kernels import APPENDS, BACKWARD, CACHES, FORWARD, PACKED, attend
+
+pytestmark = pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not())
+
+
+@pytest.fixture
+def turing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    with flash_attn_compat.use_backend("fused"):
+        yield fused_on_cpu.emulate(monkeypatch, 75)
+
+
+def test_lengths_that_are_no_lengths_reach_nothing_outside(turing: Launches) -> None:
+    call = PACKED.build()
+    args = call.args | {name: call.args[name].requires_grad_() for name in "qkv"}
+    out = flash_attn_interface.flash_attn_varlen_func(**args | {"return_attn_probs": False})
+    # Behind autograd's back: on a GPU nobody reads them before a launch.
+    args["cu_seqlens_q"].data.copy_(torch.tensor([-5, 30, 20, 10**6, 7]))
+    args["cu_seqlens_k"].data.copy_(torch.tensor([2**31 - 1, -(2**31), 40, 200, 100]))
+    out.backward(call.dout)
+    flash_attn_interface.flash_attn_varlen_func(**args)
+    assert turing.entries == FORWARD + BACKWARD + FORWARD
+
+
+def launch_unchecked(args: dict[str, object]) -> None:
+    """The call without the checks that CPU tensors allow: on a GPU nobody reads lengths before the launch."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_check", "_check_capacity"):
+            patch.setattr(kvcache, name, lambda arguments: None)
+        flash_attn_interface.flash_attn_with_kvcache(**args)  # type: ignore[arg-type]  # the keys are its parameters
+
+
+def test_wrong_lengths_and_pages_touch_nothing_outside(turing: Launches) -> None:
+    rubbish = torch.tensor([10**9, -7, -(2**31)], dtype=torch.int32)
+    call = CACHES["pages"].build()
+    table = call.args["block_table"]
+    table[0], table[1], table[2] = 10**9, -1, 2**31 - 1
+    for lengths in (rubbish, torch.full((3,), 2**31 - 1, dtype=torch.int32)):
+        launch_unchecked({**call.args, "cache_seqlens": lengths, "cache_leftpad": rubbish.flip(0)})
+    new = {"k": torch.zeros(3, 5, 2, 256).half(), "v": torch.zeros(3, 5, 2, 256).half()}
+    for lengths in (rubbish, rubbish.flip(0), torch.full((3,), 5, dtype=torch.int32)):
+        launch_unchecked({**call.args, **new, "cache_seqlens": lengths})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(forward, "_MOST_NEW", 0)
+            dispatch.forget_decisions()
+            launch_unchecked({**call.args, **new, "cache_seqlens": lengths})
+            dispatch.forget_decisions()
+    assert turing.entries == ["decode", "decode"] + ["decode", "append", "decode"] * 3
+
+
+def test_new_keys_in_front_of_the_cache_or_behind_it_are_not_written(turing: Launches) -> None:
+    call = replace(CACHES["split keys"], seqlens_k=(318, 320), capacity=320, poison="").build()
+    k_cache, before = call.args["k_cache"], call.args["k_cache"].clone()
+    new = {name: torch.full((2, 5, 2, 64), 3.0).half() for name in ("k", "v")}
+    launch_unchecked({**call.args, **new, "cache_seqlens": torch.tensor([318, -5], dtype=torch.int32)})
+    before[0, 318:320] = 3.0
+    assert torch.equal(k_cache, before)
+
+
+def test_rows_behind_the_rotary_tables_are_not_rotated(turing: Launches) -> None:
+    whole, short = APPENDS["rotated"].build(), APPENDS["rotated"].build()
+    del whole.args["rotary_cos"], whole.args["rotary_sin"]
+    attend(whole)
+    for name in ("rotary_cos", "rotary_sin"):
+        short.args[name] = short.args[name][:7]
+    launch_unchecked(short.args)
+    plain, turned = whole.args["k_cache"], short.args["k_cache"]
+    assert torch.equal(turned[:2].nan_to_num(9.0), plain[:2].nan_to_num(9.0))
+    assert not torch.equal(turned[2, 0], plain[2, 0])
