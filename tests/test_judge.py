@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from flash_attn_compat import flash_attn_interface
 from tests import mutants
+from verify.call import Answer
 from verify.drawing import random_problem
 from verify.examination import Examination
 from verify.judge import against_fp64, right_answer
@@ -89,3 +91,28 @@ def test_inputs_are_looked_at_where_what_was_given_lies() -> None:
     examination = Examination(Problem(kind="varlen", max_seqlen_as="tensor"))
     examination.judges = "meta"  # stands for a GPU: a length that comes as a tensor stays on the host
     assert examination.written() == []
+
+
+CACHE = Problem(kind="kvcache", seqlens_q=(1,), seqlens_k=(3,), capacity=8, new_keys=1)
+DROPOUT = Problem(dropout_p=0.5)
+GAP = Problem(kind="varlen", gap=(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("problem", "quantity", "spoil"),
+    [
+        (CACHE, "v_cache", lambda x: replace(x, caches={**x.caches, "v_cache": x.caches["v_cache"] + 1})),
+        (CACHE, "softmax_lse", lambda x: replace(x, softmax_lse=x.softmax_lse.double())),
+        (CACHE, "out", lambda x: replace(x, out=x.out.double())),
+        (DROPOUT, "dk", lambda x: replace(x, grads={**x.grads, "k": x.grads["k"][:, 1:]})),
+        (DROPOUT, "S_dmask", lambda x: replace(x, s_dmask=x.s_dmask[..., :64])),
+        (GAP, "out", lambda x: replace(x, out=torch.cat([x.out[:-1], x.out[:1]]))),
+    ],
+)
+def test_an_answer_of_another_form_or_beside_what_was_asked_is_wrong(
+    problem: Problem, quantity: str, spoil: Callable[[Answer], Answer]
+) -> None:
+    examination = Examination(problem)
+    answer = examination.ask(getattr(flash_attn_interface, examination.call.fn))
+    assert [check.quantity for check in examination.checks(answer) if not check.ok] == []
+    assert [check.quantity for check in examination.checks(spoil(answer)) if not check.ok] == [quantity]

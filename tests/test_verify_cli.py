@@ -138,6 +138,11 @@ def test_an_implementation_that_serves_nothing_is_a_failure(tmp_path, capsys):
     assert "no case ran" in capsys.readouterr().out
 
 
+def test_a_backend_asked_only_where_there_is_nothing_to_compute_has_run_no_case(capsys):
+    assert main(["--quick", "--backend", "fused", "--device", "cpu", "-k", "no keys,mqa_cross"]) == 1
+    assert "fused on cpu: no case ran (runs on CUDA GPUs only)" in capsys.readouterr().out
+
+
 def raises(q, k, v):
     raise ZeroDivisionError("planted")
 

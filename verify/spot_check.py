@@ -1,9 +1,8 @@
 """Is a timed answer right? The longest and the shortest sequence of a workload, one key head of each, against fp64.
 
-The last rows of a sequence are a call of their own, since attention is aligned to the bottom right: as many of them as
-fp64 has room for, which is all of them in most workloads. dout is 0 outside of what is looked at, so that dk and dv
-are of these rows too. The oracle and the judge are those of compare. Under dropout each contestant is asked which
-probabilities it kept.
+The last rows of a sequence are a call of their own, since attention is aligned to the bottom right: as many of them are
+judged as fp64 has room for. dout is 0 outside of what is looked at, so that dk and dv are of these rows, too. The
+oracle and the judge are those of compare. Under dropout each contestant is asked which probabilities it kept.
 """
 
 from __future__ import annotations
