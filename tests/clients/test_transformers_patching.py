@@ -38,7 +38,9 @@ def state():
     for module in (import_utils, transformers.utils, modeling, flash, modeling.PreTrainedModel):
         names.update({(module.__name__, name): value for name, value in vars(module).items() if "flash" in name})
     mapping = getattr(import_utils, "PACKAGE_DISTRIBUTION_MAPPING", {}).get("flash_attn")
-    return names, repr(getattr(flash, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", None)), mapping
+    registry = getattr(modeling, "ALL_ATTENTION_FUNCTIONS", None)
+    loaders = registry and list(registry.valid_keys()), getattr(flash, "_lazy_imports", None)
+    return names, repr(getattr(flash, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", None)), mapping, loaders
 
 def ours():
     return [finder for finder in sys.meta_path if "flash_attn_compat" in type(finder).__module__]
@@ -84,6 +86,9 @@ assert not without_cuda or (state() != before and ours())
 flash_attn_compat.unpatch()
 assert state() == before and not ours()
 assert not guarded or qwen.flash_attn_varlen_func is None
+with flash_attn_compat.patched(hub_kernels=True):
+    assert state()[-1] != before[-1] or not hasattr(flash, "FLASH_ATTN_KERNEL_FALLBACK")
+assert state() == before
 assert not without_cuda or not (import_utils.is_flash_attn_2_available() or flash.is_flash_attn_2_available())
 """)
 
@@ -108,21 +113,6 @@ def test_importing_transformers_in_a_patched_child_does_not_import_torch_by_our_
     alone = fresh("-c", code).stdout
     with flash_attn_compat.patched():
         assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == alone != ""
-
-
-def test_the_hub_names_are_given_back():
-    check_ends_well("""
-import flash_attn_compat, transformers.modeling_utils as modeling, transformers.modeling_flash_attention_utils as flash
-
-def state():
-    registry = getattr(modeling, "ALL_ATTENTION_FUNCTIONS", None)
-    return registry and list(registry.valid_keys()), getattr(flash, "_lazy_imports", None)
-
-before = state()
-with flash_attn_compat.patched(hub_kernels=True):
-    assert state() != before or not hasattr(flash, "FLASH_ATTN_KERNEL_FALLBACK")
-assert state() == before
-""")
 
 
 def check_ends_well(code: str) -> None:
