@@ -125,7 +125,9 @@ def test_gradients_arrive_where_the_caller_wants_them(
             for given in douts:
                 for wide in (0, 8, 1):
                     places = [torch.zeros(*x.shape[:-1], head_dim + wide, dtype=HALF)[..., wide:] for x in (q, k, v)]
+                    versions = [place._version for place in places]
                     _flash_attn_backward(given, q, k, v, out, lse, *places, *options)
+                    assert all(place._version > before for place, before in zip(places, versions))
                     found.setdefault(backend, []).extend(places)
     for ours, right in zip(found["fused"], found["chunked"]):
         close(ours, right, 4.0)
@@ -263,7 +265,8 @@ WRONG = {
     "another dropout mask": ("common.cuh", "mix(row_base + i);", "mix(row_base + i + 1);", train(dropout_p=0.3)),
     "no delta": ("delta.cu", ": sum;", ": 0.f;", train()),
     "a rotation the wrong way": ("append.cuh", "a[2 * i] * cosine -", "a[2 * i] * cosine +", decode_step(1)),
-    "the same of many keys": ("append.cuh", "a[2 * i] * cosine -", "a[2 * i] * cosine +", decode_step(17)),
+    "values of another sequence": ("append.cuh", "p.v_new) + b *", "p.v_new) + (b ^ 1) *", decode_step(17)),
+    "the same rotation of many keys": ("append.cuh", "a[2 * i] * cosine -", "a[2 * i] * cosine +", decode_step(17)),
 }  # fmt: skip
 
 
