@@ -136,7 +136,8 @@ def test_a_precomputed_lse_is_used_only_without_scale_and_smoothing() -> None:
     shifted = logits.logsumexp(-1) + 1
     known = (labels >= 0) & (labels < V)
     expected = plain(logits, labels)[0] + known
-    torch.testing.assert_close(cross_entropy_loss(logits, labels, shifted)[0], expected)
+    for loss in (lambda *given: cross_entropy_loss(*given)[0], CrossEntropyLoss(reduction="none")):
+        torch.testing.assert_close(loss(logits, labels, shifted), expected)
     for options in ({"label_smoothing": 0.1}, {"logit_scale": 0.5}):
         found = cross_entropy_loss(logits, labels, shifted, **options)[0]
         assert torch.equal(found, cross_entropy_loss(logits, labels, **options)[0])
@@ -145,11 +146,13 @@ def test_a_precomputed_lse_is_used_only_without_scale_and_smoothing() -> None:
 @pytest.mark.parametrize(("reduction", "return_z_loss"), [("mean", True), ("sum", False), ("none", True)])
 def test_the_module_reduces_like_torch(reduction: str, return_z_loss: bool) -> None:
     logits, labels = problem()
-    module = CrossEntropyLoss(reduction=reduction, lse_square_scale=1e-2, return_z_loss=return_z_loss)
-    counts = {"mean": (labels != -100).sum(), "sum": 1}
+    labels[1] = 3
+    options = {"lse_square_scale": 1e-2, "ignore_index": 3}
+    module = CrossEntropyLoss(reduction=reduction, return_z_loss=return_z_loss, **options)
+    counts = {"mean": (labels != 3).sum(), "sum": 1}
 
     def expected(x: Tensor) -> Any:
-        both = plain(x, labels, lse_square_scale=1e-2)
+        both = plain(x, labels, **options)
         reduced = [t if reduction == "none" else t.sum() / counts[reduction] for t in both]
         return reduced if return_z_loss else reduced[0]
 
@@ -183,6 +186,8 @@ def _vocab_parallel_worker(rank: int, store: str) -> None:
         x = leaf.detach().chunk(2, dim=-1)[rank].clone().requires_grad_()
         lse = x.detach().logsumexp(-1) if with_lse else None
         losses, z_losses = cross_entropy_loss(x, labels, lse, process_group=dist.group.WORLD, **options)
+        by_module = CrossEntropyLoss(reduction="none", process_group=dist.group.WORLD, **options)(x, labels, lse)
+        assert torch.equal(by_module, losses)
         expected, expected_z = plain(leaf, labels, **options)
         (losses * weight).sum().backward()
         (expected * weight).sum().backward()
