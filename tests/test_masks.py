@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_compat import explain, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn_compat import explain, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
 from flash_attn_compat.flash_attn_interface import _flash_attn_varlen_forward
 from tests.support import close, cumulative, on_backend, on_general_backends, qkv, randn
 from verify import oracle
@@ -158,3 +158,12 @@ def test_zero_tensors_marks_tokens_outside_every_sequence_with_minus_inf_lse() -
         q, k, k, cumulative(3, 2), cumulative(4, 4), 3, 4, 0.0, 0.25, False, zero_tensors=True
     )
     assert not out[5:].any() and (lse[:, 5:] == -torch.inf).all() and lse[:, :5].isfinite().all()
+
+
+def test_a_row_whose_scores_are_all_minus_infinity_is_one_without_keys_to_chunked() -> None:
+    q, k = torch.full((1, 3, 1, 8), 1e20), torch.full((1, 20_000, 1, 8), -1e20)  # more keys than a tile has
+    leaves = [tensor.bfloat16().requires_grad_() for tensor in (q, k, torch.ones_like(k))]
+    with use_backend("chunked"):
+        out, lse, _ = flash_attn_func(*leaves, return_attn_probs=True)
+        gradients = torch.autograd.grad(out.sum(), leaves)
+    assert not out.any() and bool((lse == torch.inf).all()) and not any(gradient.any() for gradient in gradients)
