@@ -170,6 +170,24 @@ def test_a_forward_that_fails_is_served_by_another_with_one_warning(monkeypatch:
         close(out, flash_attn_func(q, k, v))
 
 
+def test_a_forward_that_fails_leaves_the_cache_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = fused_on_cpu.record(monkeypatch)
+    broken(monkeypatch, forward, "make_plan")
+    q, k_cache, new = (
+        randn(2, 20, 4, 64, dtype=HALF),
+        torch.zeros(2, 50, 2, 64, dtype=HALF),
+        randn(2, 20, 2, 64, dtype=HALF),
+    )
+    lengths = torch.tensor([3, 30], dtype=torch.int32)
+    with (
+        flash_attn_compat.use_backend("fused"),
+        pytest.warns(RuntimeWarning, match="NVRTC refuses it"),
+        pytest.raises(RuntimeError, match="cannot serve"),
+    ):
+        flash_attn_with_kvcache(q, k_cache, k_cache.clone(), new, new, cache_seqlens=lengths, causal=True)
+    assert not launches.seen
+
+
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_gradients_are_right_whichever_half_fails(

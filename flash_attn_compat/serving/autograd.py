@@ -104,7 +104,12 @@ def _served(call: AttentionCall, new: Append | None = None) -> tuple[Backend | N
         with callers_state.without_autocast(call.q.device):
             return _served(call, new)
     backend = dispatch.choose(call)
-    return _forward(backend, call if new is None else call._replace(q=backend.append(call, new)))
+    while new is not None:
+        try:
+            call, new = call._replace(q=backend.append(call, new)), None
+        except KernelsFailed as failure:
+            backend = dispatch.choose_instead(backend, call, failure)
+    return _forward(backend, call)
 
 
 def _forward(backend: Backend, call: AttentionCall) -> tuple[Backend, Result]:

@@ -64,6 +64,12 @@ class Fused(Backend):
         return reasons
 
     def append(self, call: AttentionCall, new: Append) -> Tensor:
+        rotates = new.rotary_cos is not None
+        try:  # what can go wrong with the forward does before the cache is written
+            forward.prepare(call._replace(q=call.q.new_empty(call.q.shape)) if rotates else call)
+        except KernelError as error:
+            self._remember(call, error)
+            raise KernelsFailed(str(error)) from error
         try:
             return append.append(call, new)
         except KernelError as error:

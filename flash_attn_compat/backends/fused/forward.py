@@ -25,6 +25,12 @@ def forward(call: AttentionCall) -> Result:
     return launcher.planned("forward", lambda: make_plan(call), call)(call)
 
 
+def prepare(call: AttentionCall) -> None:
+    """Make and try ``forward``'s plan; raises KernelError where a kernel cannot be used."""
+    call = launcher.tidy(call)
+    launcher.planned("forward", lambda: make_plan(call), call)
+
+
 def make_plan(call: AttentionCall) -> Callable[[AttentionCall], Result]:
     vec = launcher.vector_size(call[:3], in_place=not call.is_dense and call.cu_seqlens_k is None)
     if not vec:
