@@ -271,6 +271,16 @@ def test_packed_lengths_are_compared_at_every_call() -> None:
     assert calls[0].signature is calls[2].signature is not calls[1].signature
 
 
+def test_a_decision_that_was_made_in_a_capture_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels may not have been tried in it."""
+    dispatch.forget_decisions()
+    q = torch.randn(1, 5, 2, 16)
+    for captures in (True, False):
+        monkeypatch.setattr(capture, "is_capturing", lambda device, captures=captures: captures)
+        flash_attn_func(q, q, q)
+        assert bool(dispatch._decisions) != captures
+
+
 def test_a_step_that_was_found_in_a_capture_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernel may not have been tried."""
     fused_on_cpu.record(monkeypatch)

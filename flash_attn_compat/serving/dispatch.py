@@ -176,6 +176,8 @@ def _decide(call: AttentionCall) -> Backend | None:
         backend = _first_able(traits, settings.named_backend())
         if backend is None:
             return None
+        if capture.is_capturing(call.q.get_device()):  # in which kernels may not have been tried
+            return backend
         _decisions[key] = backend
     if call.signature is not None:
         call.signature.decision = _decisions, backend
