@@ -91,6 +91,15 @@ def test_whatever_is_wrong_turns_the_page_red_and_the_exit_code_1(runs, verdict,
     assert part in Reader(text).words
 
 
+def test_runs_in_files_of_one_name_are_all_on_the_page(tmp_path):
+    folders = [tmp_path / name for name in ("before", "after")]
+    for folder in folders:
+        folder.mkdir()
+    files = [saved(folder, "run.json", run) for folder, run in zip(folders, (LOCATED, BENCHED))]
+    assert main(["report", *files, "-o", str(tmp_path / "r.html")]) == 1
+    assert all(table in (tmp_path / "r.html").read_text(encoding="utf-8") for table in (HEAT.title, SPEED.title))
+
+
 @pytest.mark.parametrize(
     ("label", "fact", "forced"),
     [

@@ -39,7 +39,10 @@ def register(subparsers: Any) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     output.check_writable(arguments.output)
-    made = report({path.name: output.load(path, Report.from_json) for path in arguments.files})
+    names = [path.name for path in arguments.files]
+    # Paths say more of the user's machine than a page needs, unless names alone would hide a run behind another.
+    labels = [str(path) if names.count(path.name) > 1 else path.name for path in arguments.files]
+    made = report({label: output.load(path, Report.from_json) for label, path in zip(labels, arguments.files)})
     arguments.output.write_text(to_html(made, ABOUT), encoding="utf-8")
     output.console().print(f"wrote {arguments.output}")
     return 0 if made.ok else 1
