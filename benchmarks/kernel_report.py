@@ -80,7 +80,8 @@ def turing_pipes(loop: Counter[str], variant: Variant, step: int) -> Pipes:
 
 
 def chosen(number: int, every: bool, entries: list[str]) -> dict[Variant, Kind]:
-    made = variants.made_for(fused_coverage.kinds(number, every))
+    """every: all there are, rather than each feature alone and all together"""
+    made = variants.made_for(variants.kinds(number) if every else fused_coverage.kinds(number))
     return {variant: kind for variant, kind in made.items() if variant.entry in entries}
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks import kernel_report
 from flash_attn_compat.backends.fused import loader, variants
 from flash_attn_compat.backends.fused.loader import Compiler
 from flash_attn_compat.backends.fused.variants import BF16, BF16_AS_FP16, FP16, Kind, Variant
@@ -92,3 +93,8 @@ def test_turings_code_asks_nothing_of_newer_gpus(make: object, compiler: Compile
     text = compiler.compile(variant.source, loader.options(variant, "compute_75")).decode(errors="replace")
     assert ".target sm_75" in text and "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32" in text
     assert not any(word in text for word in ("cp.async", "m16n8k16", ".bf16"))
+
+
+def test_the_report_shows_fewer_variants_than_there_are() -> None:
+    some, every = (kernel_report.chosen(75, every, ["append", "delta"]) for every in (False, True))
+    assert some and some.keys() <= every.keys()
