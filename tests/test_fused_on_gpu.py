@@ -112,6 +112,23 @@ def test_sixteen_threads_each_on_a_stream_of_its_own() -> None:
     assert not failures, failures[0]
 
 
+@pytest.mark.parametrize("half_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_gradients_are_the_same_bits_in_fifty_repeats(head_dim: int, half_dtype: str) -> None:
+    shapes = (2, 777, 4, head_dim), (2, 900, 2, head_dim), (2, 900, 2, head_dim)
+    leaves = [half(*shape, seed=i).to(getattr(torch, half_dtype)).requires_grad_() for i, shape in enumerate(shapes)]
+
+    def gradients() -> tuple[Tensor, ...]:
+        with use_backend("fused"):
+            out = flash_attn_func(*leaves, causal=True, deterministic=True)
+        assert isinstance(out, Tensor)
+        return torch.autograd.grad(out, leaves, out.detach())
+
+    first = gradients()
+    for _ in range(49):
+        assert all(map(torch.equal, first, gradients()))
+
+
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_a_graph_is_captured_after_one_call_and_replayed_over_other_numbers(name: str) -> None:
     call = PROBLEMS[name]()
