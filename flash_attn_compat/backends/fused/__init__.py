@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import HALF_DTYPES, Backend, Capabilities, KernelsFailed
-from flash_attn_compat.backends.fused import append, backward, forward, loader
+from flash_attn_compat.backends.fused import append, backward, forward, launcher, loader
 from flash_attn_compat.backends.fused.loader import KernelError
 from flash_attn_compat.backends.fused.probe import Slower
 from flash_attn_compat.engine.append import Append, Step, by_operators
@@ -66,7 +66,7 @@ class Fused(Backend):
     def append(self, call: AttentionCall, new: Append) -> Tensor:
         rotates = new.rotary_cos is not None
         try:  # what can go wrong with the forward does before the cache is written
-            forward.prepare(call._replace(q=call.q.new_empty(call.q.shape)) if rotates else call)
+            forward.plan_of(launcher.tidy(call._replace(q=call.q.new_empty(call.q.shape)) if rotates else call))
         except KernelError as error:
             self._remember(call, error)
             raise KernelsFailed(str(error)) from error

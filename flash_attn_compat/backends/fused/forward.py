@@ -22,13 +22,12 @@ _MOST_NEW = 16
 def forward(call: AttentionCall) -> Result:
     """One call; raises KernelError where a kernel cannot be used."""
     call = launcher.tidy(call)
-    return launcher.planned("forward", lambda: make_plan(call), call)(call)
+    return plan_of(call)(call)
 
 
-def prepare(call: AttentionCall) -> None:
-    """Make and try ``forward``'s plan; raises KernelError where a kernel cannot be used."""
-    call = launcher.tidy(call)
-    launcher.planned("forward", lambda: make_plan(call), call)
+def plan_of(call: AttentionCall) -> Callable[[AttentionCall], Result]:
+    """How calls like ``call``, which is tidy, are computed, tried before; raises KernelError as forward does."""
+    return launcher.planned("forward", lambda: make_plan(call), call)
 
 
 def make_plan(call: AttentionCall) -> Callable[[AttentionCall], Result]:
