@@ -104,16 +104,17 @@ def right_answer(call: Call, keep: Tensor | None = None, converted: bool = False
     """
     exact = oracle.answer(call.fn, call.args, call.dout, keep)
     plain = oracle.plain(call.fn, call.args, call.dout, keep).parts
-    unit = CONVERTED / (1 - call.dropout_p) if converted else 0.0
+    # exp gives 0, or a number with few digits, below the normal numbers of what it is computed in.
+    lost = torch.finfo(torch.promote_types(call.dtype, torch.float32)).smallest_normal + CONVERTED * converted
     names = ("out", *(f"d{name}" for name in exact.grads))
-    found = {name: _bounds(name, plain[name], exact, unit) for name in names}
+    found = {name: _bounds(name, plain[name], exact, lost / (1 - call.dropout_p)) for name in names}
     return Right(call, exact, found, bool(exact.tainted.any()))
 
 
-def _bounds(name: str, plain: Tensor, exact: Truth, unit: float) -> Tensor:
+def _bounds(name: str, plain: Tensor, exact: Truth, lost: float) -> Tensor:
     """In proportion to what is summed in that head of that sequence, never in another.
 
-    unit: steps of the probabilities, and of dS beside the largest dP, where the dtype's own are smaller
+    lost: what may be missing from each probability, whatever its size, and so, times the largest dP, from each dS
     """
     of, eps = name.removeprefix("d"), torch.finfo(plain.dtype).eps
     # Where the plain computation overflows it says nothing, and the floor has to do.
@@ -122,10 +123,8 @@ def _bounds(name: str, plain: Tensor, exact: Truth, unit: float) -> Tensor:
     if plain.dtype in (torch.float32, torch.float64):
         # Only where scores are computed in the dtype itself does their size add to the error of the probabilities.
         size = size * (2 + exact.magnitudes["score"].unflatten(1, (size.shape[1], -1)).amax(2))
-    floor = eps * size + _smallest(plain.dtype) * (1 + spacing)
-    if unit:
-        largest_dP = exact.magnitudes["dP"].unflatten(1, (size.shape[1], -1)).amax(2) if name in ("dq", "dk") else 1.0
-        floor = floor + unit * spacing * largest_dP
+    largest_dP = exact.magnitudes["dP"].unflatten(1, (size.shape[1], -1)).amax(2) if name in ("dq", "dk") else 1.0
+    floor = eps * size + _smallest(plain.dtype) * (1 + spacing) + lost * spacing * largest_dP
     times, floors = OUT if name == "out" else GRADIENT
     return times * worst(name, plain_errors, exact.tokens)[:-1] + floors * floor
 
