@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from flash_attn_compat import settings
-from tests import caller_state, efficient_kernels, flash_kernels, fused_on_cpu
+from tests import caller_state, fused_on_cpu, others_kernels
 from tests.caller_calls import PROBLEMS, TABLE, Found, Prepared, Row
 from tests.caller_state import State, examine, same, states
 
@@ -34,16 +34,10 @@ def test_no_answer_depends_on_the_state_and_the_state_stays(state: State, device
     assert not examine(state, device)
 
 
-@pytest.fixture
-def torch_flash_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    yield from flash_kernels.install_operators(monkeypatch)
-
-
 AROUND = [state for state in STATES if state.name.startswith(("default dtype", "default device meta", "autocast"))]
 # Rows for each backend of a GPU, whose kernels are stand-ins or emulated, and for those of any device.
 ROWS = {
-    "torch_efficient": lambda row: not row.draws,  # the stand-in has no dropout
-    "torch_flash": lambda row: True,
+    **dict.fromkeys(others_kernels.BACKENDS, lambda row: True),
     "fused": lambda row: row.name in (
         "dense causal ALiBi", "packed ALiBi dropout", "cache append rotary"
     ),
@@ -53,12 +47,10 @@ ROWS = {
 
 @pytest.mark.parametrize("backend", ROWS)
 def test_no_backends_answer_depends_on_what_surrounds_its_kernels(
-    backend: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    if backend == "torch_efficient":
-        efficient_kernels.install(monkeypatch)
-    elif backend == "torch_flash":
-        request.getfixturevalue("torch_flash_on_a_cpu")
+    if backend in others_kernels.BACKENDS:
+        others_kernels.install(monkeypatch, backend, tmp_path)
     elif backend == "fused":
         fused_on_cpu.emulate(monkeypatch)
     monkeypatch.setenv(settings.BACKEND, backend)

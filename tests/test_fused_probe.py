@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from flash_attn_compat import explain, flash_attn_func, flash_attn_with_kvcache,
 from flash_attn_compat.backends.fused import inspection, launcher, loader, probe
 from flash_attn_compat.backends.fused.probe import Verdict
 from flash_attn_compat.serving import dispatch
-from tests import efficient_kernels, fused_on_cpu
+from tests import fused_on_cpu, others_kernels
 from tests.fused_on_cpu import Launches
 from tests.support import randn
 
@@ -22,10 +23,10 @@ SLOW, FAST = Verdict(2.0, "torch_efficient", 1.0), Verdict(1.0, "torch_efficient
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launches:
     """A Turing GPU, as far as the backend can see."""
     found = fused_on_cpu.record(monkeypatch)
-    efficient_kernels.install(monkeypatch)
+    others_kernels.install(monkeypatch, "torch_efficient", tmp_path)
     monkeypatch.setattr(loader, "capability", lambda device: (7, 5))
     monkeypatch.setattr(probe, "_verdicts", {})
     return found
