@@ -5,8 +5,13 @@ import os
 os.environ.pop("FLASH_ATTN_COMPAT_BACKEND", None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from tests.support import Asked
 
 torch.set_num_threads(1)
 
@@ -17,3 +22,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         lowest = marker.kwargs.get("capability", (7, 5))
         if not torch.cuda.is_available() or torch.cuda.get_device_capability() < lowest:
             pytest.skip(f"needs an NVIDIA GPU of compute capability {lowest[0]}.{lowest[1]}")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> "Asked":
+    """Serves every call, and knows them."""
+    from tests.support import Asked, serve_by
+
+    backend = Asked()
+    serve_by(monkeypatch, backend)
+    return backend

@@ -263,6 +263,7 @@ def lay_flash_attn(
     """A flash-attn at the front of sys.path, of which the extension alone can be imported; its source, if any."""
     patch.setattr(sys, "dont_write_bytecode", True)
     patch.setattr(official_trial, "_device", lambda capability: torch.device("cpu"))
+    patch.setattr(official_trial, "_tried", functools.cache(official_trial._tried.__wrapped__))
     package = folder / "flash_attn"
     package.mkdir(exist_ok=True)
     (package / "__init__.py").write_text(f"__version__ = '{version}'\nraise ImportError('the wrapper is not needed')\n")

@@ -12,6 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flash_attn_compat
+from flash_attn_compat.backends import Backend
+from flash_attn_compat.backends.reference import Reference
+from flash_attn_compat.engine.append import Append
+from flash_attn_compat.engine.call import AttentionCall, Result
+from flash_attn_compat.serving import dispatch
 
 GENERAL = ("reference", "chunked", "sdpa")  # the backends of any device
 on_general_backends = pytest.mark.parametrize("backend", GENERAL)
@@ -51,6 +56,28 @@ def on_backend(backend: str, fn: Any, *args: Any, **kwargs: Any) -> Any:
             if backend in ("reference", "chunked"):
                 raise
             pytest.skip(str(refusal).splitlines()[0])
+
+
+class Asked(Reference):
+    """The reference backend, and what it was asked."""
+
+    def __init__(self) -> None:
+        self.appended: list[tuple[AttentionCall, Append]] = []
+        self.computed: list[AttentionCall] = []
+
+    def append(self, call: AttentionCall, new: Append) -> Tensor:
+        self.appended.append((call, new))
+        return super().append(call, new)
+
+    def forward(self, call: AttentionCall) -> Result:
+        self.computed.append(call)
+        return super().forward(call)
+
+
+def serve_by(patch: pytest.MonkeyPatch, *backends: Backend) -> None:
+    """They serve from now on, and nobody else."""
+    patch.setattr(dispatch, "BACKENDS", backends)
+    patch.setattr(dispatch, "_decisions", {})
 
 
 def close(ours: Tensor, right: Tensor, magnitude: Tensor | float = 1.0, epsilons: float = 16) -> None:

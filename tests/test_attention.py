@@ -6,11 +6,15 @@ Each (sequence, head) is held against fp64; what a call must not read is NaN, wh
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
+from flash_attn_compat import flash_attn_varlen_func
+from flash_attn_compat.engine import layout
 from tests.fuzz import must_serve
-from tests.support import GENERAL
+from tests.support import GENERAL, close, cumulative, on_backend, on_general_backends, randn
 from verify.examination import Examination
 from verify.problems import Problem
 
@@ -167,6 +171,77 @@ def test_the_answer_is_right_and_nothing_else_is_touched(name: str) -> None:
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
 def test_causal_scores_may_be_scaled_by_what_is_not_positive(scale: float) -> None:
     check(replace(DENSE, softmax_scale=scale, causal=True))
+
+
+# ---------------------------------------------------------------- sequences alone, as a view, gathered, padded
+
+LENGTHS = {
+    "skewed": [(n, n) for n in (22, 300, 48, 1, 79)],
+    "runs of one length": [(8, 8)] * 5 + [(30, 30)] * 3,
+    "one length, apart": [(8, 8), (5, 5), (8, 8), (8, 9), (5, 5)],
+    "empty on either side": [(5, 5), (0, 7), (7, 0), (9, 9)],
+    "a decode step": [(1, n) for n in (12, 5, 9, 12)],
+    "more keys than rows": [(4, 9), (9, 9), (3, 20)],
+    "more rows than keys": [(9, 4), (20, 3), (9, 9), (9, 4)],
+    "many": [(1 + i % 16, 1 + i % 16) for i in range(40)],
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {"dtype": "bfloat16"},
+    "causal": dict(window=(-1, 0)),
+    "wide window": dict(window=(400, 0), dtype="float16"),
+    "window": dict(window=(5, 0), stray=("v", 1, "nan")),
+    "ALiBi": dict(causal=True, alibi="bh", dtype="float16"),
+    "softcap and dropout": dict(softcap=5.0, dropout_p=0.3, dtype="bfloat16"),
+    "strided": dict(layouts=("contiguous", "strided_dim", "strided_dim", "one_value"), gap=(0, 3)),
+}
+TOGETHER = {
+    f"{lengths}, {options}": Problem("varlen", *zip(*LENGTHS[lengths]), group=2, **OPTIONS[options])
+    for i, lengths in enumerate(LENGTHS)
+    for j, options in enumerate(OPTIONS)
+    if (i + j) % 2  # every other pair; which ones does not matter
+} | {
+    "cache": Problem("kvcache", (3,) * 4, (12, 0, 40, 12), capacity=48, group=2, causal=True, poison="nan"),
+    "cache, left padding": Problem(
+        "kvcache", (1,) * 4, (12, 5, 40, 12), capacity=40, alibi="bh", leftpad=(0, 3, 7, 0), poison="nan"
+    ),
+    "pages": Problem("paged", (3, 9, 9, 1), (12, 9, 40, 12), group=2, window=(7, 2), page_size=16, poison="nan"),
+}
+
+
+@pytest.fixture(params=["cpu", "accelerator"])
+def joining(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose sequences are put together: on an accelerator they are padded, which is the same on a CPU."""
+    if request.param == "accelerator":
+        monkeypatch.setattr(layout, "_CPU", layout._ACCELERATOR)
+
+
+@pytest.mark.usefixtures("joining")
+@pytest.mark.parametrize("name", TOGETHER)
+def test_sequences_are_right_however_they_are_put_together(name: str) -> None:
+    check(TOGETHER[name])
+
+
+@pytest.mark.usefixtures("joining")
+@on_general_backends
+def test_rows_of_padding_give_no_gradient_however_large_their_scores_would_be(backend: str) -> None:
+    inputs = [randn(length, 1, 8).requires_grad_() for length in (103, 200, 200)]
+    starts = cumulative(3, 100), cumulative(100, 100)
+    out = on_backend(backend, flash_attn_varlen_func, *inputs, *starts, 100, 100, alibi_slopes=torch.tensor([-1.0]))
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(out.sum(), inputs))
+
+
+@pytest.mark.usefixtures("joining")
+@on_general_backends
+def test_of_a_page_that_sequences_share_gradients_add_up(backend: str) -> None:
+    tensors, found = (randn(60, 2, 8), randn(1, 16, 2, 8, seed=1), randn(1, 16, 2, 8, seed=2)), []
+    for table in (torch.zeros(2, 1, dtype=torch.int32), None):
+        inputs = [tensor.clone().requires_grad_() for tensor in tensors]
+        keys = inputs[1:] if table is not None else [torch.cat([x[0], x[0, :10]]) for x in inputs[1:]]
+        lengths = cumulative(50, 10), cumulative(16, 10), 50, 16
+        out = on_backend(backend, flash_attn_varlen_func, inputs[0], *keys, *lengths, block_table=table)
+        found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for ours, right in zip(*found):
+        close(ours, right, right.detach().abs().max())
 
 
 def check(problem: Problem, backends: tuple[str, ...] = GENERAL) -> None:

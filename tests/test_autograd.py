@@ -21,8 +21,7 @@ from flash_attn_compat import (
 from flash_attn_compat.backends import KernelsFailed
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
-from flash_attn_compat.serving import dispatch
-from tests.support import close, cumulative, on_backend, on_general_backends, qkv
+from tests.support import close, cumulative, on_backend, on_general_backends, qkv, serve_by
 
 FEATURES = {
     "plain": {},
@@ -196,13 +195,11 @@ def test_a_mask_that_cannot_be_drawn_again_is_an_error_under_create_graph(monkey
         def forward(self, call: AttentionCall) -> Result:
             return super().forward(call)._replace(rng_state=None)
 
-    monkeypatch.setattr(dispatch, "BACKENDS", (KeepsItsMask(),))
-    dispatch.forget_decisions()
+    serve_by(monkeypatch, KeepsItsMask())
     inputs = leaves()
     out = flash_attn_func(*inputs, dropout_p=0.2)
     with pytest.raises(RuntimeError, match="create_graph=True needs a dropout mask"):
         torch.autograd.grad(out.sum(), inputs, create_graph=True)
-    dispatch.forget_decisions()
 
 
 def test_torch_func_transforms_are_served() -> None:
@@ -265,8 +262,7 @@ class Next(Reference):
 def test_the_next_backend_serves_where_kernels_fail(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, found = leaves(), []
     for backends in ((Reference(),), (Failing(direction), Next())):
-        monkeypatch.setattr(dispatch, "_decisions", {})
-        monkeypatch.setattr(dispatch, "BACKENDS", backends)
+        serve_by(monkeypatch, *backends)
         reset_backend_counts()
         found.append(torch.autograd.grad(flash_attn_func(*inputs, window_size=(5, 2)).sum(), inputs))
     assert all(map(torch.equal, *found))
@@ -279,7 +275,6 @@ def test_the_next_backend_serves_where_kernels_fail(direction: str, monkeypatch:
 def test_a_failure_without_a_reason_is_raised_rather_than_tried_for_ever(
     direction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "_decisions", {})
-    monkeypatch.setattr(dispatch, "BACKENDS", (Failing(direction, silent=True), Next()))
+    serve_by(monkeypatch, Failing(direction, silent=True), Next())
     with pytest.raises(KernelsFailed, match="of no use"):
         flash_attn_func(*leaves()).sum().backward()

@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True) through every public function, forward and backward, equal to the eager call."""
+"""torch.compile(fullgraph=True), forward and backward, is equal to the eager call: attention and what surrounds it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from flash_attn_compat import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
-from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.engine.build import Options, Packing
-from flash_attn_compat.engine.call import AttentionCall, Result
 from flash_attn_compat.flash_attn_interface import (
     _flash_attn_varlen_backward,
     _flash_attn_varlen_forward,
 )
-from flash_attn_compat.serving import dispatch, torch_ops
-from tests.support import close, cumulative, qkv, randn
+from flash_attn_compat.layers.rotary import RotaryEmbedding, apply_rotary_emb
+from flash_attn_compat.losses.cross_entropy import CrossEntropyLoss
+from flash_attn_compat.ops import activations as act
+from flash_attn_compat.ops.rms_norm import rms_norm
+from flash_attn_compat.ops.triton.layer_norm import layer_norm_fn
+from flash_attn_compat.serving import torch_ops
+from tests.support import Asked, close, cumulative, qkv, randn
 
 
 @pytest.fixture(autouse=True)
@@ -40,18 +43,11 @@ def compiled(function: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True, backend="aot_eager", **kwargs)
 
 
-def check_compiled(function: Callable[..., Tensor], inputs: list[Tensor], *args: Any, **kwargs: Any) -> None:
-    """Output and gradients of the compiled function are those of the eager one."""
-
-    def both(call: Callable[..., Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        leaves = [x.detach().clone().requires_grad_() for x in inputs]
-        out = call(*leaves, *args, **kwargs)
-        return out, torch.autograd.grad((out * out.detach().cos()).sum(), leaves)
-
-    (out, grads), (right, right_grads) = both(compiled(function)), both(function)
-    close(out, right)
-    for ours, wanted in zip(grads, right_grads, strict=True):
-        close(ours, wanted, 4)
+def both(function: Callable[..., Any], inputs: list[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
+    """Output and gradients."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = function(*leaves, *args, **kwargs)
+    return [out, *torch.autograd.grad((out * out.detach().cos()).sum(), leaves)]
 
 
 def packed() -> tuple[list[Tensor], tuple[Tensor, Tensor, int, int]]:
@@ -65,24 +61,46 @@ def of_a_mask(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
     return flash_attn_varlen_func(q, k, v, cu, cu, lengths.max(), lengths.max(), causal=True)
 
 
-CALLS: dict[str, tuple[Callable[..., Any], list[Tensor], tuple[Any, ...], dict[str, Any]]] = {
-    "dense ALiBi": (
-        flash_attn_func,
-        list(qkv(sq=5, sk=9)),
-        (),
-        dict(causal=True, alibi_slopes=torch.tensor([0.3, 0.1])),
+def norms(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+    y: Any
+    y, h = layer_norm_fn(x, weight, None, residual=residual, prenorm=True)
+    return y + h + rms_norm(x, weight, 1e-5)
+
+
+DENSE = list(qkv(sq=5, sk=9))
+TABLES = {"cos": randn(9, 5).cos(), "sin": randn(9, 5).sin(), "seqlen_offsets": torch.tensor([1, 3])}
+ROTARY, LOSS = RotaryEmbedding(8), CrossEntropyLoss(label_smoothing=0.1)
+Case = tuple[Callable[..., Any], list[Tensor], tuple[Any, ...], dict[str, Any]]
+CALLS: dict[str, Case] = {
+    "dense ALiBi": (flash_attn_func, DENSE, (), dict(causal=True, alibi_slopes=torch.tensor([0.3, 0.1]))),
+    "dense softcap": (flash_attn_func, DENSE, (), dict(softcap=2.0, softmax_scale=0.3)),
+    "attention sinks": (
+        lambda q, k, v, sinks: flash_attn_func(q, k, v, causal=True, s_aux=sinks), [*DENSE, randn(2)], (), {}
     ),
-    "dense softcap": (flash_attn_func, list(qkv(sq=5, sk=9)), (), dict(softcap=2.0, softmax_scale=0.3)),
     "varlen window": (flash_attn_varlen_func, *packed(), dict(window_size=(3, 1), deterministic=True)),
     "varlen, lengths of a mask": (of_a_mask, [randn(8, 2, 16, seed=s) for s in range(3)], (torch.tensor([3, 5]),), {}),
     "qkv": (flash_attn_varlen_qkvpacked_func, [randn(8, 3, 2, 16)], (cumulative(3, 5), 5), dict(causal=True)),
-}
+    "rotary": (lambda x: apply_rotary_emb(x * 2, **TABLES), [randn(2, 5, 3, 16)], (), {}),
+    "rotary of packed sequences in place": (
+        lambda x, **options: apply_rotary_emb(x * 2, **TABLES, **options), [randn(10, 3, 16)], (),
+        dict(inplace=True, cu_seqlens=cumulative(4, 6), max_seqlen=6),
+    ),
+    "rotary module": (lambda x: ROTARY(x * 1.0), [randn(2, 5, 3, 3, 16)], (), {}),
+    "norms": (norms, [randn(3, 24), randn(3, 24, seed=1), randn(24)], (), {}),
+    "cross entropy": (lambda x, labels: LOSS(x * 1.0, labels), [randn(4, 7)], (torch.tensor([1, 4, -100, 0]),), {}),
+    "activations": (
+        lambda x, y, b: act.swiglu(x, y) + act.bias_gelu_impl(x, b) + act.fast_gelu_impl(y),
+        [randn(4, 8), randn(4, 8, seed=1), randn(8)], (), {},
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_output_and_gradients_are_those_of_the_eager_call(name: str) -> None:
     function, inputs, args, options = CALLS[name]
-    check_compiled(function, inputs, *args, **options)
+    found, expected = (both(each, inputs, *args, **options) for each in (compiled(function), function))
+    for ours, right in zip(found, expected, strict=True):
+        close(ours, right, 4)
 
 
 @pytest.mark.parametrize("longest", [(5, 7), (5, torch.tensor(130))])
@@ -105,27 +123,9 @@ def test_s_dmask_has_its_eager_shape_however_the_longest_lengths_are_given(longe
     close(ours, right)
 
 
-class Recorder(Reference):
-    def __init__(self) -> None:
-        self.calls: list[AttentionCall] = []
-
-    def forward(self, call: AttentionCall) -> Result:
-        self.calls.append(call)
-        return super().forward(call)
-
-
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
-    backend = Recorder()
-    monkeypatch.setattr(dispatch, "BACKENDS", (backend,))
-    dispatch.forget_decisions()
-    yield backend
-    dispatch.forget_decisions()
-
-
 @pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_a_compiled_call_asks_for_what_its_eager_one_asks_for(recorder: Recorder, needs_grad: bool, mode: Any) -> None:
+def test_a_compiled_call_asks_for_what_its_eager_one_asks_for(asked: Asked, needs_grad: bool, mode: Any) -> None:
     """Gradients and LSE are features that not every backend has; over pages, some serve what needs neither."""
     q, k, v = randn(5, 2, 16).requires_grad_(needs_grad), randn(4, 4, 2, 16, seed=1), randn(4, 4, 2, 16, seed=2)
     table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
@@ -136,8 +136,8 @@ def test_a_compiled_call_asks_for_what_its_eager_one_asks_for(recorder: Recorder
             results.append(function(q, k, v, cumulative(2, 3), cumulative(6, 3), 3, 6, block_table=table))
         compiled(flash_attn_with_kvcache)(q.detach()[:2, None], k, v, cache_seqlens=3)
     close(*results)
-    assert [call.needs_grad for call in recorder.calls] == [needs_grad, needs_grad, False]
-    assert [call.return_lse for call in recorder.calls] == [False, needs_grad, False]
+    assert [call.needs_grad for call in asked.computed] == [needs_grad, needs_grad, False]
+    assert [call.return_lse for call in asked.computed] == [False, needs_grad, False]
 
 
 def test_dropout_uses_one_mask_forward_and_backward() -> None:
@@ -150,36 +150,31 @@ def test_dropout_uses_one_mask_forward_and_backward() -> None:
     close(dv, probs.sum(2)[..., None].transpose(1, 2).expand(-1, -1, -1, 16), 4)
 
 
-def test_kvcache_with_an_append_and_rotary_writes_the_same_cache() -> None:
-    def step(cache: tuple[Tensor, Tensor], call: Callable[..., Any]) -> Any:
-        q, k, v = randn(2, 3, 4, 16, seed=1), randn(2, 3, 2, 16, seed=2), randn(2, 3, 2, 16, seed=3)
-        cos, sin = randn(20, 8, seed=4).cos(), randn(20, 8, seed=4).sin()
-        lengths = torch.tensor([4, 9], dtype=torch.int32)
-        return call(q, *cache, k, v, cos, sin, cache_seqlens=lengths, causal=True, return_softmax_lse=True)
-
-    caches = [(randn(2, 20, 2, 16, seed=5), randn(2, 20, 2, 16, seed=6)) for _ in range(2)]
-    (out, lse), (right, right_lse) = (
-        step(caches[0], compiled(flash_attn_with_kvcache)),
-        step(caches[1], flash_attn_with_kvcache),
-    )
-    close(out, right)
-    close(lse, right_lse)
-    for ours, wanted in zip(*caches, strict=True):
-        assert torch.equal(ours, wanted)
+def step(call: Callable[..., Any], cache: list[Tensor], length: int | Tensor, **options: Any) -> tuple[Tensor, ...]:
+    q, k, v = randn(2, 3, 4, 16, seed=1), randn(2, 3, 2, 16, seed=2), randn(2, 3, 2, 16, seed=3)
+    return call(q, *cache, k, v, cache_seqlens=length, causal=True, return_softmax_lse=True, **options)
 
 
-def test_kvcache_with_an_int_length_that_grows() -> None:
-    def step(cache: tuple[Tensor, Tensor], length: int, call: Callable[..., Any]) -> Any:
-        q, k, v = randn(2, 1, 4, 16, seed=length), randn(2, 1, 2, 16, seed=2), randn(2, 1, 2, 16, seed=3)
-        return call(q, *cache, k, v, cache_seqlens=length, causal=True)
+def check_steps(call: Callable[..., Any], lengths: list[int | Tensor], **options: Any) -> None:
+    """One after the other, each by the compiled function and the eager one."""
+    caches = [[randn(2, 20, 2, 16, seed=seed) for seed in (5, 6)] for _ in range(2)]
+    for length in lengths:
+        found, right = (step(c, cache, length, **options) for c, cache in zip((call, flash_attn_with_kvcache), caches))
+        for x, y in zip(found, right, strict=True):
+            close(x, y)
+        assert all(map(torch.equal, *caches))
 
-    caches = [(randn(2, 20, 2, 16, seed=5), randn(2, 20, 2, 16, seed=6)) for _ in range(2)]
+
+def test_a_step_with_an_append_and_rotary_writes_the_same_cache() -> None:
+    tables = {"rotary_cos": randn(20, 8, seed=4).cos(), "rotary_sin": randn(20, 8, seed=4).sin()}
+    check_steps(compiled(flash_attn_with_kvcache), [torch.tensor([4, 9], dtype=torch.int32)], **tables)
+
+
+def test_an_int_length_may_grow() -> None:
     whole = compiled(flash_attn_with_kvcache, dynamic=None)
-    for length in (4, 5, 6, 19):
-        close(step(caches[0], length, whole), step(caches[1], length, flash_attn_with_kvcache))
-        assert torch.equal(caches[0][0], caches[1][0])
+    check_steps(whole, [4, 7, 10, 17])
     with pytest.raises(RuntimeError, match="exceeds the capacity"):
-        step(caches[0], 20, whole)
+        step(whole, [torch.zeros(2, 20, 2, 16) for _ in range(2)], 20)
 
 
 def test_the_private_functions() -> None:

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import flash_attn_func, flash_attn_with_kvcache
-from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.engine.append import Append, by_operators
-from flash_attn_compat.engine.call import AttentionCall, Result
-from flash_attn_compat.serving import dispatch
-from tests.support import close, on_backend, on_general_backends, qkv, randn
+from flash_attn_compat.engine.call import AttentionCall
+from tests.support import Asked, close, on_backend, on_general_backends, qkv, randn
 
 
 def cache(rows: int = 2, capacity: int = 32, hk: int = 2, d: int = 16) -> tuple[Tensor, Tensor]:
@@ -88,44 +86,19 @@ def test_the_result_never_requires_grad() -> None:
 CAPACITY = 20
 
 
-class Recorder(Reference):
-    """The reference, and what it was asked."""
-
-    def __init__(self) -> None:
-        self.appended: list[tuple[AttentionCall, Append]] = []
-        self.computed: list[AttentionCall] = []
-
-    def append(self, call: AttentionCall, new: Append) -> Tensor:
-        self.appended.append((call, new))
-        return super().append(call, new)
-
-    def forward(self, call: AttentionCall) -> Result:
-        self.computed.append(call)
-        return super().forward(call)
-
-
-@pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
-    recorder = Recorder()
-    monkeypatch.setattr(dispatch, "BACKENDS", (recorder,))
-    dispatch.forget_decisions()
-    yield recorder
-    dispatch.forget_decisions()
-
-
 def caches() -> tuple[Tensor, Tensor]:
     return randn(2, CAPACITY, 2, 16, seed=5), randn(2, CAPACITY, 2, 16, seed=6)
 
 
 @pytest.mark.parametrize("seqlen_new", [0, 3])
-def test_an_int_length_is_a_dense_slice_of_the_cache_and_needs_no_tensor(backend: Recorder, seqlen_new: int) -> None:
+def test_an_int_length_is_a_dense_slice_of_the_cache_and_needs_no_tensor(asked: Asked, seqlen_new: int) -> None:
     (q, k, v), (k_cache, v_cache) = qkv(sq=3, sk=3), caches()
     new = (k, v) if seqlen_new else ()
     flash_attn_with_kvcache(q, k_cache, v_cache, *new, cache_seqlens=4, causal=True)
-    (call,) = backend.computed
+    (call,) = asked.computed
     assert call.is_dense and call.seqused_k is None and call.appends == bool(seqlen_new)
     assert call.k.data_ptr() == k_cache.data_ptr() and call.k.shape[1] == call.max_seqlen_k == 4 + seqlen_new
-    assert [new.cache_seqlens for _, new in backend.appended] == ([4] if seqlen_new else [])
+    assert [new.cache_seqlens for _, new in asked.appended] == ([4] if seqlen_new else [])
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

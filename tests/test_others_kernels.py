@@ -20,6 +20,7 @@ from flash_attn_compat.engine import outside
 from flash_attn_compat.engine.features import Feature, Traits
 from flash_attn_compat.serving import dispatch
 from tests import others_kernels
+from tests.caller_state import State, states, why_not
 from tests.others_kernels import BACKENDS, GENUINE, lay_flash_attn
 from tests.support import cumulative, qkv
 from verify.drawing import random_problem
@@ -273,6 +274,16 @@ def test_a_build_is_not_used_for_what_it_gets_wrong(install: Any, fault: str) ->
     install(f"import tests.others_kernels as o\n{forward}{rest}")
     assert reasons(*qkv(d=64, **HALF)) == []
     assert words in reasons(*qkv(**HALF, **shape), **options)[0]
+
+
+@on("official")
+@pytest.mark.parametrize("state", [state for state in states() if state.same_path], ids=lambda state: state.name)
+def test_the_trial_ends_well_in_every_state_of_the_callers(backend: str, state: State) -> None:
+    if reason := why_not(state, torch.device("cpu")):
+        pytest.skip(reason)
+    tensors, slopes = qkv(**HALF), torch.tensor([0.1, 0.2])
+    with state.enter(torch.device("cpu")):
+        assert not reasons(*tensors) and not reasons(*tensors, alibi_slopes=slopes)
 
 
 @pytest.mark.parametrize(("capability", "index"), [((8, 0), 1), ((9, 0), 0), ((7, 5), 2), ((6, 1), 1)])
