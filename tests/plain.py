@@ -64,6 +64,24 @@ def rounded_once(plain: Callable[..., Any]) -> Callable[..., Any]:
     return compute
 
 
+def gelu_approx(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+def gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The first half of the features, each times the activation of its gate in the second half."""
+
+    def compute(x: Tensor) -> Tensor:
+        y, gate = x.chunk(2, dim=-1)
+        return y * activation(gate)
+
+    return compute
+
+
 def two_layers(activation: Callable[[Tensor], Tensor]) -> Callable[[Parameters, Tensor], Tensor]:
     """Of an MLP's parameters, fc1 and fc2, and its input."""
 
@@ -95,9 +113,9 @@ def check_function(
     Compared are every output, and the gradients in every floating tensor of the inputs (sequences included).
     rounds_once: plain computes in fp32 and rounds its results, and ours must too: half precision gets no epsilons.
     """
-    computed = _run(ours, inputs, None)
-    expected = _run(plain, inputs, None)
-    exact = _run(plain, inputs, torch.float64)
+    computed = results(ours, inputs)
+    expected = results(plain, inputs)
+    exact = results(plain, inputs, torch.float64)
     assert len(computed) == len(expected) == len(exact)
     for value, rounded, right in zip(computed, expected, exact, strict=True):
         assert (value is None) == (right is None)
@@ -115,7 +133,16 @@ def assert_as_good_as_plain(value: Tensor, rounded: Tensor, right: Tensor, epsil
     assert error <= bound, f"error {float(error):.3e}, bound {float(bound):.3e}, of values up to {float(size):.3e}"
 
 
-def _run(function: Callable[..., Any], inputs: Sequence[Any], dtype: torch.dtype | None) -> list[Tensor | None]:
+def upstream(*shapes: torch.Size) -> list[Tensor]:
+    """Gradients of outputs of these shapes, in numbers that every dtype can hold exactly."""
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(s, generator=generator, dtype=torch.float32).mul(8).round().div(8) for s in shapes]
+
+
+def results(
+    function: Callable[..., Any], inputs: Sequence[Any], dtype: torch.dtype | None = None
+) -> list[Tensor | None]:
+    """Outputs, and gradients in every floating tensor of the inputs, which are taken in ``dtype`` if one is given."""
     leaves: list[Tensor] = []
 
     def own(value: Any) -> Any:
@@ -129,12 +156,8 @@ def _run(function: Callable[..., Any], inputs: Sequence[Any], dtype: torch.dtype
 
     outputs = function(*[own(value) for value in inputs])
     outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
-    generator = torch.Generator().manual_seed(7)
-    loss = torch.zeros((), dtype=torch.float64)
-    for output in outputs:
-        weight = torch.randn(output.shape, generator=generator, dtype=torch.float32)
-        # Upstream gradients that every dtype can hold exactly.
-        loss = loss + (output.double() * weight.mul(8).round().div(8)).sum()
+    weights = upstream(*(output.shape for output in outputs))
+    loss = sum((output.double() * weight).sum() for output, weight in zip(outputs, weights))
     grads = torch.autograd.grad(loss, leaves, allow_unused=True)
     return [output.detach() for output in outputs] + list(grads)
 

@@ -12,22 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn_compat.ops import activations as A
-from flash_attn_compat.ops.triton import k_activations
-from flash_attn_compat.ops.triton.k_activations import (
-    Activation,
-    get_triton_activation_bwd_kernel,
-    get_triton_activation_kernel,
-)
+from flash_attn_compat.ops.triton import k_activations as K
 from flash_attn_compat.ops.triton.linear import triton_dgrad_act, triton_linear_act
 from flash_attn_compat.ops.triton.mlp import FusedDenseSqreluDense
-from tests.plain import assert_as_good_as_plain, check_function, check_module, pairwise, rounded_once, two_layers
+from tests import plain
+from tests.plain import assert_as_good_as_plain, check_function, check_module, pairwise, rounded_once
 from tests.support import randn
 
 PLAIN: dict[str, Any] = {
     "id": lambda x: x,
     "gelu": F.gelu,
-    "gelu_approx": lambda x: F.gelu(x, approximate="tanh"),
-    "squared_relu": lambda x: F.relu(x).square(),
+    "gelu_approx": plain.gelu_approx,
+    "squared_relu": plain.squared_relu,
     "leaky_relu": lambda x: F.leaky_relu(x, 0.01),
     "relu": F.relu,
 }
@@ -40,31 +36,29 @@ def derivative(name: str, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", list(Activation))
-def test_activations_and_derivatives_are_pytorchs(activation: Activation, dtype: torch.dtype) -> None:
-    x = 3 * randn(200, dtype=dtype)
-    act, slope = get_triton_activation_kernel(activation), get_triton_activation_bwd_kernel(activation)
+@pytest.mark.parametrize("activation", list(K.Activation))
+def test_activations_and_derivatives_are_pytorchs(activation: K.Activation, dtype: torch.dtype) -> None:
+    x, name = 3 * randn(200, dtype=dtype), activation.value
+    act, slope = K.get_triton_activation_kernel(activation), K.get_triton_activation_bwd_kernel(activation)
     assert act is not None and slope is not None
-    plain = PLAIN[activation.value]
-    assert_as_good_as_plain(act(x), plain(x), plain(x.double()))
-    assert_as_good_as_plain(slope(x), derivative(activation.value, x), derivative(activation.value, x.double()))
+    assert_as_good_as_plain(act(x), PLAIN[name](x), PLAIN[name](x.double()))
+    assert_as_good_as_plain(slope(x), derivative(name, x), derivative(name, x.double()))
 
 
 def test_gelu_keeps_its_tail() -> None:
     """1 + erf cancels there."""
     x = torch.tensor([-6.0, -9.0])
     exact = torch.tensor([value * math.erfc(-value / 2**0.5) / 2 for value in x.tolist()], dtype=torch.float64)
-    torch.testing.assert_close(k_activations.gelu(x).double(), exact, rtol=1e-5, atol=0)
+    torch.testing.assert_close(K.gelu(x).double(), exact, rtol=1e-5, atol=0)
 
 
 def test_names_lead_to_functions_and_nothing_to_none() -> None:
-    assert get_triton_activation_kernel(None) is None and get_triton_activation_bwd_kernel(None) is None
-    assert get_triton_activation_kernel("gelu") is k_activations.gelu  # type: ignore[arg-type]
-    x = randn(50)
-    torch.testing.assert_close(k_activations.tanh(x), torch.tanh(x))
-    torch.testing.assert_close(k_activations.cosh(x), torch.cosh(x))
-    zero = torch.zeros(1)
-    assert k_activations.relu_grad(zero) == 1 and k_activations.leaky_relu_grad(zero) == 1
+    assert K.get_triton_activation_kernel(None) is None and K.get_triton_activation_bwd_kernel(None) is None
+    assert K.get_triton_activation_kernel("gelu") is K.gelu  # type: ignore[arg-type]
+    x, zero = randn(50), torch.zeros(1)
+    torch.testing.assert_close(K.tanh(x), torch.tanh(x))
+    torch.testing.assert_close(K.cosh(x), torch.cosh(x))
+    assert K.relu_grad(zero) == 1 and K.leaky_relu_grad(zero) == 1
 
 
 @pytest.mark.parametrize(
@@ -72,16 +66,14 @@ def test_names_lead_to_functions_and_nothing_to_none() -> None:
 )
 def test_linear_with_an_activation_and_the_gradient_through_it(activation: str, bias: bool, dtype: torch.dtype) -> None:
     x, weight, b = randn(2, 5, 8, dtype=dtype), randn(6, 8, seed=1, dtype=dtype), randn(6, dtype=dtype)
-    given = b if bias else None
-    wide = None if given is None else given.double()
-    plain, exact = (F.linear(t.to(d), weight.to(d), w) for t, d, w in ((x, dtype, given), (x, torch.float64, wide)))
+    act, given = PLAIN[activation], b if bias else None
+    rounded, exact = (F.linear(x.to(d), weight.to(d), b.to(d) * bias) for d in (dtype, torch.float64))
     out, act_input = triton_linear_act(x, weight, given, activation, save_act_input=True)
-    assert_as_good_as_plain(act_input, plain, exact)
-    assert_as_good_as_plain(out, PLAIN[activation](plain), PLAIN[activation](exact))
+    assert_as_good_as_plain(act_input, rounded, exact)
+    assert_as_good_as_plain(out, act(rounded), act(exact))
     assert torch.equal(triton_linear_act(x, weight, given, activation), out)
 
-    grad = randn(2, 5, 6, seed=3, dtype=dtype)
-    hidden = 2 * randn(2, 5, 8, seed=4, dtype=dtype)
+    grad, hidden = randn(2, 5, 6, seed=3, dtype=dtype), 2 * randn(2, 5, 8, seed=4, dtype=dtype)
     expected = [(grad.to(d) @ weight.to(d)) * derivative(activation, hidden.to(d)) for d in (dtype, torch.float64)]
     assert_as_good_as_plain(triton_dgrad_act(grad, weight, activation, hidden), *expected)
 
@@ -107,7 +99,7 @@ def test_the_linear_layers_stay_outside_of_autograd_and_refuse_what_does_not_fit
 def test_the_squared_relu_mlp_is_two_layers(checkpoint_lvl: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     module = FusedDenseSqreluDense(8, 12, 5, checkpoint_lvl=checkpoint_lvl, dtype=dtype)
-    check_module(module, two_layers(PLAIN["squared_relu"]), randn(3, 8, dtype=dtype))
+    check_module(module, plain.two_layers(plain.squared_relu), randn(3, 8, dtype=dtype))
     assert FusedDenseSqreluDense(8).fc1.out_features == 32
     with pytest.raises(AssertionError, match="without bias"):
         FusedDenseSqreluDense(8, bias1=False)
@@ -123,24 +115,21 @@ def test_mixed_dtypes_follow_autocast_as_linear_layers_do(weight_dtype: torch.dt
         assert torch.equal(module(x), expected) and expected.dtype == torch.bfloat16
 
 
-# ---------------------------------------------------------------- ops.activations
-
+# ops.activations
 
 # name: (function, the same by torch, what it takes)
 FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]] = {
     "swiglu": (A.swiglu, lambda x, y: F.silu(x) * y, [2 * randn(4, 3, 8), 2 * randn(4, 3, 8, seed=1)]),
-    "bias_gelu_impl": (
-        A.bias_gelu_impl, lambda x, b: F.gelu(x + b, approximate="tanh"), [2 * randn(4, 3, 8), 2 * randn(8)]
-    ),
-    "fast_gelu_impl": (A.fast_gelu_impl, lambda x: F.gelu(x, approximate="tanh"), [2 * randn(4, 3, 8)]),
-}  # fmt: skip
+    "bias_gelu_impl": (A.bias_gelu_impl, lambda x, b: plain.gelu_approx(x + b), [2 * randn(4, 3, 8), 2 * randn(8)]),
+    "fast_gelu_impl": (A.fast_gelu_impl, plain.gelu_approx, [2 * randn(4, 3, 8)]),
+}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_values_and_gradients_are_torchs(name: str, dtype: torch.dtype) -> None:
-    function, plain, given = FUNCTIONS[name]
-    check_function(function, rounded_once(plain), *(value.to(dtype) for value in given), rounds_once=True)
+    function, of_torch, given = FUNCTIONS[name]
+    check_function(function, rounded_once(of_torch), *(value.to(dtype) for value in given), rounds_once=True)
 
 
 def test_half_precision_does_not_overflow_inside() -> None:

@@ -22,7 +22,16 @@ from flash_attn_compat.modules.mha import (
 from flash_attn_compat.modules.mlp import FusedMLP, GatedMlp, Mlp
 from flash_attn_compat.ops.fused_dense import FusedDense, fused_dense_func
 from flash_attn_compat.utils.generation import InferenceParams
-from tests.plain import Parameters, attention, check_function, check_module, two_layers
+from tests.plain import (
+    Parameters,
+    attention,
+    check_function,
+    check_module,
+    gated,
+    gelu_approx,
+    squared_relu,
+    two_layers,
+)
 from tests.support import cumulative, randn
 
 B, S, SQ, H, HK, D = 2, 6, 3, 4, 2, 16
@@ -263,18 +272,6 @@ def test_options_that_exclude_each_other_are_refused(options: dict[str, Any], gi
 # Feed-forward
 
 
-def gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    def compute(x: Tensor) -> Tensor:
-        y, gate = x.chunk(2, dim=-1)
-        return y * activation(gate)
-
-    return compute
-
-
-def gelu_approx(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
 MLPS: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Tensor], int]] = {
     "plain": (lambda: Mlp(8), F.gelu, 32),
     "of another width": (lambda: Mlp(8, 12, 5, F.relu), F.relu, 12),
@@ -284,7 +281,7 @@ MLPS: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Tensor], int]]
     "fused gelu_approx": (lambda: FusedMLP(8, 12, 5), gelu_approx, 12),
     "fused gelu_approx, recomputed": (lambda: FusedMLP(8, 12, 5, checkpoint_lvl=2), gelu_approx, 12),
     "fused relu": (lambda: FusedMLP(8, activation="relu", checkpoint_lvl=2), F.relu, 32),
-    "fused sqrelu": (lambda: FusedMLP(8, 12, 5, activation="sqrelu"), lambda x: F.relu(x).square(), 12),
+    "fused sqrelu": (lambda: FusedMLP(8, 12, 5, activation="sqrelu"), squared_relu, 12),
 }
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,20 +17,20 @@ from flash_attn_compat.modules.embedding import ParallelGPT2Embeddings, VocabPar
 from flash_attn_compat.modules.mha import ParallelMHA, get_alibi_slopes
 from flash_attn_compat.modules.mlp import ParallelFusedMLP, ParallelGatedMlp, ParallelMLP
 from flash_attn_compat.ops.fused_dense import ColumnParallelLinear, FusedDense, FusedMLP, RowParallelLinear
-from flash_attn_compat.utils.distributed import (
-    all_gather,
-    all_gather_raw,
-    all_reduce,
-    all_reduce_raw,
-    allreduce_sequence_parallel_grad,
-    get_dim_for_local_rank,
-    reduce_scatter,
-    reduce_scatter_raw,
-    sync_shared_params,
-)
+from flash_attn_compat.utils import distributed
 from flash_attn_compat.utils.generation import InferenceParams
 from tests.interpreters import forked_group
-from tests.plain import Parameters, assert_as_good_as_plain, attention, two_layers
+from tests.plain import (
+    Parameters,
+    assert_as_good_as_plain,
+    attention,
+    gated,
+    gelu_approx,
+    results,
+    squared_relu,
+    two_layers,
+    upstream,
+)
 from tests.support import end_worker, randn
 
 WORLD = 2
@@ -43,205 +44,165 @@ def shared(length: int, units: int = 1) -> slice:
     return (slice(0, first), slice(first, length))[dist.get_rank()]
 
 
-def chunk(sequence_parallel: bool) -> Part:
+def whole(t: Tensor) -> Tensor:
+    return t
+
+
+def chunk(t: Tensor) -> Tensor:
     """This rank's part of the first axis."""
-    return (lambda t: t.chunk(WORLD)[dist.get_rank()]) if sequence_parallel else (lambda t: t)
+    return t.chunk(WORLD)[dist.get_rank()]
 
 
-def parameters(**shapes: tuple[int, ...]) -> Parameters:
-    return {
-        name.replace("__", "."): randn(*shape, seed=seed) / shape[-1] ** 0.5
-        for seed, (name, shape) in enumerate(shapes.items())
-    }
+class Case(NamedTuple):
+    """A layer of this rank beside the undivided one, and what of everything belongs to this rank."""
+
+    layer: nn.Module
+    shapes: dict[str, tuple[int, ...]]  # of the undivided layer's parameters
+    mine: Callable[[str, Tensor], Tensor]  # of a parameter
+    plain: Callable[[Parameters, Tensor], Tensor]  # the undivided layer
+    x: Tensor
+    given: Part  # of x
+    kept: Part  # of the output
+    call: Callable[..., Tensor] | None = None  # instead of the layer
 
 
-def check_parallel(
-    module: Callable[..., Any],
-    dtype: torch.dtype,
-    whole: Parameters,
-    mine: Callable[[str, Tensor], Tensor],
-    compute: Callable[[Parameters, Tensor], Tensor],
-    x: Tensor,
-    given: Part,
-    kept: Part,
-    call: Part | None = None,
-) -> None:
-    """This rank's module, given its share of the parameters and of x, against compute(whole parameters, whole x).
+def check(case: Case, dtype: torch.dtype) -> None:
+    """Output and gradients of this rank are its parts of the undivided layer's."""
+    names = list(case.shapes)
+    values = [(randn(*case.shapes[name], seed=seed) / case.shapes[name][-1] ** 0.5) for seed, name in enumerate(names)]
+    inputs = [value.to(dtype) for value in values], case.x.to(dtype) if case.x.is_floating_point() else case.x
 
-    mine(name, parameter), given(x) and kept(output): what of the whole belongs to this rank. call: instead of module.
-    """
-    assert isinstance(module, nn.Module)
-    module.to(dtype)
-    for name, parameter in module.named_parameters():
-        parameter.data.copy_(mine(name, whole[name]))
+    def plain(values: list[Tensor], x: Tensor) -> Tensor:
+        return case.plain(dict(zip(names, values)), x)
 
-    def run(wide: torch.dtype) -> tuple[Tensor, Tensor | None, Parameters]:
-        leaves = {name: value.to(dtype).to(wide).clone().requires_grad_() for name, value in whole.items()}
-        leaf = x.to(dtype).to(wide).clone().requires_grad_() if x.is_floating_point() else x
-        out = compute(leaves, leaf)
-        wanted = [*leaves.values(), *([leaf] if leaf.requires_grad else [])]
-        grads = torch.autograd.grad((out * upstream(out.shape).to(wide)).sum(), wanted)
-        return out.detach(), grads[-1] if leaf.requires_grad else None, dict(zip(leaves, grads))
-
-    exact, rounded = run(torch.float64), run(dtype)
-    local = given(x).clone()
-    if x.is_floating_point():
-        local = local.to(dtype).requires_grad_()
-    out = (call or module)(local)
-    (out * kept(upstream(exact[0].shape)).to(dtype)).sum().backward()
-    assert_as_good_as_plain(out.detach(), kept(rounded[0]), kept(exact[0]))
-    if exact[1] is not None and rounded[1] is not None:
-        assert_as_good_as_plain(local.grad, given(rounded[1]), given(exact[1]))
-    for name, parameter in module.named_parameters():
-        assert_as_good_as_plain(parameter.grad, mine(name, rounded[2][name]), mine(name, exact[2][name]))
-
-
-def upstream(shape: torch.Size) -> Tensor:
-    return randn(*shape, seed=5).mul(8).round().div(8)
+    rounded, exact = results(plain, inputs), results(plain, inputs, torch.float64)
+    layer = case.layer.to(dtype)
+    for name, parameter in layer.named_parameters():
+        parameter.data.copy_(case.mine(name, values[names.index(name)]))
+    local = case.given(inputs[1]).clone()
+    local.requires_grad_(local.is_floating_point())
+    out = (case.call or layer)(local)
+    (out.double() * case.kept(upstream(exact[0].shape)[0])).sum().backward()  # type: ignore[union-attr]
+    found = [(0, out.detach(), case.kept)]
+    found += [(1 + names.index(name), p.grad, partial(case.mine, name)) for name, p in layer.named_parameters()]
+    found += [(-1, local.grad, case.given)] if local.requires_grad else []
+    for index, value, part in found:
+        assert_as_good_as_plain(value, part(rounded[index]), part(exact[index]))  # type: ignore[arg-type]
 
 
 def linear(p: Parameters, x: Tensor) -> Tensor:
     return F.linear(x, p["weight"], p["bias"])
 
 
-def check_linear(dtype: torch.dtype, sequence_parallel: bool) -> None:
-    group, part = dist.group.WORLD, shared(9, 3)
-    assert [shared(9, 3).stop] == [(6, 9)[dist.get_rank()]]  # uneven on purpose
-    column = ColumnParallelLinear(D, 9, group, sequence_parallel=sequence_parallel, multiple_of=3)
-    whole = parameters(weight=(9, D), bias=(9,))
+def linears(parts: Part) -> Iterator[Case]:
+    assert shared(9, 3).stop == (6, 9)[dist.get_rank()]  # uneven on purpose
+    part, options = shared(9, 3), {"sequence_parallel": parts is chunk, "multiple_of": 3}
+    column = ColumnParallelLinear(D, 9, dist.group.WORLD, **options)
+    shapes = {"weight": (9, D), "bias": (9,)}
     x = randn(2 * BATCH, SEQLEN, D)
-    check_parallel(
-        column, dtype, whole, lambda _, t: t[part], linear, x, chunk(sequence_parallel), lambda t: t[..., part]
-    )
+    yield Case(column, shapes, lambda _, t: t[part], linear, x, parts, lambda t: t[..., part])
 
-    row = RowParallelLinear(9, D, group, sequence_parallel=sequence_parallel, multiple_of=3)
+    row = RowParallelLinear(9, D, dist.group.WORLD, **options)
     assert (row.bias is not None) == (dist.get_rank() == 0)
-    whole, x = parameters(weight=(D, 9), bias=(D,)), randn(BATCH, SEQLEN, 9)
+    shapes = {"weight": (D, 9), "bias": (D,)}
     share = lambda name, t: t[:, part] if name == "weight" else t  # noqa: E731
-    check_parallel(row, dtype, whole, share, linear, x, lambda t: t[..., part], chunk(sequence_parallel))
+    yield Case(row, shapes, share, linear, randn(BATCH, SEQLEN, 9), lambda t: t[..., part], parts)
 
 
-def check_dense_with_a_group(dtype: torch.dtype) -> None:
-    """FusedDense and FusedMLP take the group in forward."""
-    group, part = dist.group.WORLD, shared(8)
-    whole = parameters(weight=(8, D), bias=(8,))
-    x = randn(BATCH, SEQLEN, D)
-    dense = FusedDense(D, 4, return_residual=True)
+def dense_layers_called_with_a_group() -> Iterator[Case]:
+    part, x = shared(8), randn(BATCH, SEQLEN, D)
+    dense, mlp = FusedDense(D, 4, return_residual=True), FusedMLP(D, 4, bias2=False, activation="sqrelu")
 
     def call(x: Tensor) -> Tensor:
-        out, residual = dense(x, process_group=group)
+        out, residual = dense(x, process_group=dist.group.WORLD)
         assert residual is x
         return out  # type: ignore[no-any-return]
 
-    check_parallel(dense, dtype, whole, lambda _, t: t[part], linear, x, chunk(True), lambda t: t[..., part], call)
-
-    mlp = FusedMLP(D, 4, bias2=False, activation="sqrelu")
-
-    whole = parameters(fc1__weight=(8, D), fc1__bias=(8,), fc2__weight=(D, 8))
-    check_parallel(
-        mlp, dtype, whole, hidden_share(part), two_layers(lambda x: F.relu(x).square()), x, chunk(True), chunk(True),
-        lambda x: mlp(x, process_group=group),
-    )  # fmt: skip
+    shapes: dict[str, tuple[int, ...]] = {"weight": (8, D), "bias": (8,)}
+    yield Case(dense, shapes, lambda _, t: t[part], linear, x, chunk, lambda t: t[..., part], call)
+    shapes = {"fc1.weight": (8, D), "fc1.bias": (8,), "fc2.weight": (D, 8)}
+    by_group = partial(mlp, process_group=dist.group.WORLD)
+    yield Case(mlp, shapes, hidden_share(part), two_layers(squared_relu), x, chunk, chunk, by_group)
 
 
-def hidden_share(part: slice) -> Callable[[str, Tensor], Tensor]:
-    """fc1's rows and fc2's columns."""
-    return lambda name, t: t if name == "fc2.bias" else t[:, part] if name == "fc2.weight" else t[part]
-
-
-def check_mlps(dtype: torch.dtype, sequence_parallel: bool) -> None:
-    group, part, parts = dist.group.WORLD, shared(9), chunk(sequence_parallel)
-    x = randn(BATCH, SEQLEN, D)
-    whole = parameters(fc1__weight=(9, D), fc1__bias=(9,), fc2__weight=(D, 9), fc2__bias=(D,))
-    mlp = ParallelMLP(D, 9, process_group=group, sequence_parallel=sequence_parallel)
-    check_parallel(mlp, dtype, whole, hidden_share(part), two_layers(F.gelu), x, parts, parts)
-    for activation, level in (("gelu_approx", 0), ("sqrelu", 2)):
-        plain = (lambda x: F.gelu(x, approximate="tanh")) if activation == "gelu_approx" else (lambda x: F.relu(x) ** 2)
-        fused = ParallelFusedMLP(
-            D, 9, None, activation, group, sequence_parallel=sequence_parallel, checkpoint_lvl=level
-        )
-        check_parallel(fused, dtype, whole, hidden_share(part), two_layers(plain), x, parts, parts)
-
-    whole = parameters(fc1__weight=(18, D), fc1__bias=(18,), fc2__weight=(D, 9), fc2__bias=(D,))
-
-    def gated_share(name: str, t: Tensor) -> Tensor:
-        if name.startswith("fc1"):
-            return torch.cat([half[part] for half in t.chunk(2)])
-        return hidden_share(part)(name, t)
-
-    for activation in (F.sigmoid, F.silu, F.gelu):
-
-        def gate(y: Tensor, activation: Part = activation) -> Tensor:
-            y, gate = y.chunk(2, dim=-1)
-            return y * activation(gate)
-
-        gated = ParallelGatedMlp(D, group, 9, activation=activation, multiple_of=3, sequence_parallel=sequence_parallel)
-        check_parallel(gated, dtype, whole, gated_share, two_layers(gate), x, parts, parts)
-
-
-def plain_attention(heads: int, heads_kv: int, alibi: bool, window: int, p: Parameters, x: Tensor) -> Tensor:
-    """Causal attention of the undivided layer, Wqkv in the order q, k, v."""
-    d = D // heads
-    sizes = (heads * d, heads_kv * d, heads_kv * d)
-    q, k, v = (t.unflatten(-1, (-1, d)) for t in F.linear(x, p["Wqkv.weight"], p["Wqkv.bias"]).split(sizes, -1))
-    slopes = get_alibi_slopes(heads) if alibi else None
-    context = attention(q, k, v, window=(window, 0), slopes=slopes).flatten(2)
-    return F.linear(context, p["out_proj.weight"], p["out_proj.bias"])
-
-
-def attention_share(heads: int, heads_kv: int) -> Callable[[str, Tensor], Tensor]:
-    """Whole key/value heads with their query heads: rows of Wqkv, columns of out_proj."""
-    d, group = D // heads, heads // heads_kv
-    kv = shared(heads_kv)
-    rows, rows_kv = slice(kv.start * group * d, kv.stop * group * d), slice(kv.start * d, kv.stop * d)
+def hidden_share(part: slice, gates: int = 1) -> Callable[[str, Tensor], Tensor]:
+    """fc1's rows (of each of its halves, where one holds gates) and fc2's columns."""
 
     def share(name: str, t: Tensor) -> Tensor:
-        if name.startswith("Wqkv"):
-            q, k, v = t.split((heads * d, heads_kv * d, heads_kv * d))
-            return torch.cat((q[rows], k[rows_kv], v[rows_kv]))
-        return t if name == "out_proj.bias" else t[:, rows]
+        if name.startswith("fc1"):
+            return torch.cat([half[part] for half in t.chunk(gates)])
+        return t if name == "fc2.bias" else t[:, part]
 
     return share
 
 
-ATTENTIONS: list[tuple[int, int, dict[str, Any]]] = [
-    (3, 3, {}),  # uneven on purpose: two heads and one
-    (6, 3, {}),
-    (6, 3, {"use_flash_attn": True, "use_alibi": True, "window_size": (2, 0)}),
-    (4, 4, {"use_flash_attn": True, "use_alibi": True, "checkpointing": True}),
-]
-
-
-def check_attention(dtype: torch.dtype, sequence_parallel: bool) -> None:
-    for heads, heads_kv, options in ATTENTIONS:
-        module = ParallelMHA(
-            D, heads, dist.group.WORLD, heads_kv, causal=True, sequence_parallel=sequence_parallel, **options
-        )
-        width = (heads + 2 * heads_kv) * D // heads
-        whole = parameters(Wqkv__weight=(width, D), Wqkv__bias=(width,), out_proj__weight=(D, D), out_proj__bias=(D,))
-
-        def plain(p: Parameters, x: Tensor) -> Tensor:
-            window = options.get("window_size", (SEQLEN, 0))[0]
-            return plain_attention(heads, heads_kv, "use_alibi" in options, window, p, x)
-
-        parts = chunk(sequence_parallel)
+def mlps(parts: Part) -> Iterator[Case]:
+    group, options = dist.group.WORLD, {"sequence_parallel": parts is chunk}
+    gate = partial(ParallelGatedMlp, D, group, 9, multiple_of=3, **options)
+    fused = partial(ParallelFusedMLP, D, 9, None, process_group=group, **options)
+    for layer, plain, gates in (
+        (ParallelMLP(D, 9, process_group=group, **options), F.gelu, 1),
+        (fused(activation="gelu_approx", checkpoint_lvl=0), gelu_approx, 1),
+        (fused(activation="sqrelu", checkpoint_lvl=2), squared_relu, 1),
+        *((gate(activation=activation), gated(activation), 2) for activation in (F.sigmoid, F.silu, F.gelu)),
+    ):
+        shapes = {"fc1.weight": (9 * gates, D), "fc1.bias": (9 * gates,), "fc2.weight": (D, 9), "fc2.bias": (D,)}
         x = randn(BATCH, SEQLEN, D)
-        check_parallel(module, dtype, whole, attention_share(heads, heads_kv), plain, x, parts, parts)
+        yield Case(layer, shapes, hidden_share(shared(9), gates), two_layers(plain), x, parts, parts)
 
 
-def check_a_batch_of_one_split_by_tokens(dtype: torch.dtype) -> None:
-    """seqlen= lets sequence parallelism cut batch * seqlen."""
-    module = ParallelMHA(D, 4, dist.group.WORLD, causal=True, use_flash_attn=True)
-    whole = parameters(Wqkv__weight=(3 * D, D), Wqkv__bias=(3 * D,), out_proj__weight=(D, D), out_proj__bias=(D,))
+def attention_case(heads: int, heads_kv: int, parts: Part, by_tokens: bool = False, **options: Any) -> Case:
+    """Causal self-attention; a rank holds whole key/value heads with their query heads.
+
+    by_tokens: one axis for batch and sequence, which sequence parallelism cuts anywhere.
+    """
+    d, group = D // heads, heads // heads_kv
+    kv = shared(heads_kv)
+    sizes = (heads * d, heads_kv * d, heads_kv * d)  # of q, k and v in Wqkv
+    rows, rows_kv = slice(kv.start * group * d, kv.stop * group * d), slice(kv.start * d, kv.stop * d)
+
+    def share(name: str, t: Tensor) -> Tensor:
+        if name.startswith("Wqkv"):
+            return torch.cat([t[part] for t, part in zip(t.split(sizes), (rows, rows_kv, rows_kv))])
+        return t if name == "out_proj.bias" else t[:, rows]
 
     def plain(p: Parameters, x: Tensor) -> Tensor:
-        return plain_attention(4, 4, False, SEQLEN, p, x.unflatten(0, (-1, SEQLEN))).flatten(0, 1)
+        projected = F.linear(x.view(-1, SEQLEN, D), p["Wqkv.weight"], p["Wqkv.bias"])
+        q, k, v = (t.unflatten(-1, (-1, d)) for t in projected.split(sizes, -1))
+        slopes = get_alibi_slopes(heads) if "use_alibi" in options else None
+        window = options.get("window_size", (-1, 0))[0], 0
+        context = attention(q, k, v, window=window, slopes=slopes).flatten(2)
+        return F.linear(context, p["out_proj.weight"], p["out_proj.bias"]).view_as(x)
 
-    share = attention_share(4, 4)
-    check_parallel(
-        module, dtype, whole, share, plain, randn(SEQLEN, D), chunk(True), chunk(True),
-        lambda x: module(x, seqlen=SEQLEN),
-    )  # fmt: skip
+    layer = ParallelMHA(D, heads, dist.group.WORLD, heads_kv, causal=True, sequence_parallel=parts is chunk, **options)
+    shapes: dict[str, tuple[int, ...]] = {"Wqkv.weight": (sum(sizes), D), "Wqkv.bias": (sum(sizes),)}
+    shapes |= {"out_proj.weight": (D, D), "out_proj.bias": (D,)}
+    x, call = (randn(SEQLEN, D), partial(layer, seqlen=SEQLEN)) if by_tokens else (randn(BATCH, SEQLEN, D), None)
+    return Case(layer, shapes, share, plain, x, parts, parts, call)
+
+
+def attentions(parts: Part) -> Iterator[Case]:
+    yield attention_case(3, 3, parts)  # uneven on purpose: two heads and one
+    yield attention_case(6, 3, parts)
+    yield attention_case(6, 3, parts, use_flash_attn=True, use_alibi=True, window_size=(2, 0))
+    yield attention_case(4, 4, parts, use_flash_attn=True, use_alibi=True, checkpointing=True)
+
+
+def embeddings(parts: Part) -> Iterator[Case]:
+    vocab, positions, ids = 10, 6, torch.tensor([[1, 4, 4, 0], [9, 2, 5, 7]])
+    layer = ParallelGPT2Embeddings(D, vocab, positions, dist.group.WORLD, sequence_parallel=parts is chunk)
+    shapes = {"word_embeddings.weight": (vocab, D), "position_embeddings.weight": (positions, D)}
+    rows, columns, kept = shared(vocab), shared(D), ids.clone()
+
+    def share(name: str, t: Tensor) -> Tensor:
+        return t[rows] if name.startswith("word") else t[:, columns]
+
+    def plain(p: Parameters, ids: Tensor) -> Tensor:
+        return p["word_embeddings.weight"][ids] + p["position_embeddings.weight"][: ids.shape[1]]
+
+    yield Case(layer, shapes, share, plain, ids, whole, parts)
+    assert torch.equal(ids, kept)
+    torch.testing.assert_close(layer(ids, combine_batch_seqlen_dim=True), layer(ids).flatten(0, 1))
 
 
 def check_decoding() -> None:
@@ -262,36 +223,15 @@ def check_decoding() -> None:
         torch.testing.assert_close(torch.cat(steps, dim=1), module(x), rtol=1e-4, atol=1e-5)
 
 
-def check_embeddings(dtype: torch.dtype, sequence_parallel: bool) -> None:
-    vocab, positions = 10, 6
-    ids = torch.tensor([[1, 4, 4, 0], [9, 2, 5, 7]])
-    module = ParallelGPT2Embeddings(D, vocab, positions, dist.group.WORLD, sequence_parallel=sequence_parallel)
-    whole = parameters(word_embeddings__weight=(vocab, D), position_embeddings__weight=(positions, D))
-    rows, columns = shared(vocab), shared(D)
-    kept = ids.clone()
-
-    def share(name: str, t: Tensor) -> Tensor:
-        return t[rows] if name.startswith("word") else t[:, columns]
-
-    def plain(p: Parameters, ids: Tensor) -> Tensor:
-        return p["word_embeddings.weight"][ids] + p["position_embeddings.weight"][: ids.shape[1]]
-
-    parts = chunk(sequence_parallel)
-    check_parallel(module, dtype, whole, share, plain, ids, lambda t: t, parts)
-    assert torch.equal(ids, kept)
-    combined = module(ids, combine_batch_seqlen_dim=True)
-    torch.testing.assert_close(combined, module(ids).flatten(0, 1))
-
-
 def check_collectives() -> None:
     """Those without gradients, of strided tensors and with a handle; with gradients the layers above use them."""
     group, rank = dist.group.WORLD, dist.get_rank()
     both = [torch.arange(8.0).reshape(4, 2) + 100 * other for other in range(WORLD)]
     mine = both[rank].t().contiguous().t()
     for raw, expected in (
-        (all_gather_raw, torch.cat(both)),
-        (reduce_scatter_raw, chunk(True)(both[0] + both[1])),
-        (all_reduce_raw, both[0] + both[1]),
+        (distributed.all_gather_raw, torch.cat(both)),
+        (distributed.reduce_scatter_raw, chunk(both[0] + both[1])),
+        (distributed.all_reduce_raw, both[0] + both[1]),
     ):
         out, handle = raw(mine.clone(), group)
         assert handle is None and torch.equal(out, expected)
@@ -299,11 +239,11 @@ def check_collectives() -> None:
         handle.wait()
         assert torch.equal(out, expected)
     x = both[rank].clone().requires_grad_()
-    for collective in (all_gather, reduce_scatter):  # their gradients can be differentiated too
+    for collective in (distributed.all_gather, distributed.reduce_scatter):  # their gradients can be differentiated too
         (first,) = torch.autograd.grad((collective(x, group) ** 2).sum(), x, create_graph=True)
         (second,) = torch.autograd.grad(first.sum(), x)
         assert first.requires_grad and (second == 4).all()
-    (all_reduce(x, group) * 3).sum().backward()
+    (distributed.all_reduce(x, group) * 3).sum().backward()
     assert torch.equal(x.detach(), both[rank]) and (x.grad == 3).all()
 
 
@@ -317,8 +257,8 @@ def check_marked_parameters() -> None:
     model["shared"].weight._shared_params = True
     model["own"].weight._sequence_parallel = True
     kept = model["own"].weight.detach().clone()
-    sync_shared_params(model, group)
-    allreduce_sequence_parallel_grad(model, group)
+    distributed.sync_shared_params(model, group)
+    distributed.allreduce_sequence_parallel_grad(model, group)
     assert (model["shared"].weight == 0.0).all() and torch.equal(model["own"].weight, kept)
     assert (model["own"].weight.grad == 3.0).all() and (model["own"].bias.grad == rank + 1.0).all()
 
@@ -331,23 +271,20 @@ def check_refusals() -> None:
         VocabParallelEmbedding(8, D, process_group=group, padding_idx=0)
     with pytest.raises(ValueError, match=r"embedding_dim \(5\) must be divisible by world_size \(2\)"):
         ParallelGPT2Embeddings(5, 8, 4, group)
-    with pytest.raises(ValueError, match=r"out_features \(7\) must be a multiple of 2"):
-        ColumnParallelLinear(D, 7, group, multiple_of=2)
-    with pytest.raises(ValueError, match=r"in_features \(7\) must be a multiple of 2"):
-        RowParallelLinear(7, D, group, multiple_of=2)
+    for linear in (ColumnParallelLinear, RowParallelLinear):
+        with pytest.raises(ValueError, match=r"(in|out)_features \(7\) must be a multiple of 2"):
+            linear(7, 7, group, multiple_of=2)
 
 
 def _worker(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
-    float32, float16, bfloat16 = torch.float32, torch.float16, torch.bfloat16
-    for dtype, sequence_parallel in ((float32, True), (float16, True), (bfloat16, False)):
-        check_linear(dtype, sequence_parallel)
-        check_mlps(dtype, sequence_parallel)
-        check_attention(dtype, sequence_parallel)
-        check_embeddings(dtype, sequence_parallel)
-    for dtype in (float32, bfloat16):
-        check_dense_with_a_group(dtype)
-        check_a_batch_of_one_split_by_tokens(dtype)
+    for dtype, parts in ((torch.float32, chunk), (torch.float16, chunk), (torch.bfloat16, whole)):
+        for cases in (linears, mlps, attentions, embeddings):
+            for case in cases(parts):
+                check(case, dtype)
+    for dtype in (torch.float32, torch.bfloat16):
+        for case in (*dense_layers_called_with_a_group(), attention_case(4, 4, chunk, True, use_flash_attn=True)):
+            check(case, dtype)
     check_decoding()
     check_collectives()
     check_marked_parameters()
@@ -360,5 +297,5 @@ def test_tensor_parallel_layers_are_the_undivided_ones(tmp_path: Path) -> None:
 
 
 def test_local_dimensions_add_up_and_stay_multiples() -> None:
-    assert [get_dim_for_local_rank(10, 4, rank) for rank in range(4)] == [3, 3, 2, 2]
-    assert [get_dim_for_local_rank(96, 4, rank, multiple_of=16) for rank in range(4)] == [32, 32, 16, 16]
+    assert [distributed.get_dim_for_local_rank(10, 4, rank) for rank in range(4)] == [3, 3, 2, 2]
+    assert [distributed.get_dim_for_local_rank(96, 4, rank, multiple_of=16) for rank in range(4)] == [32, 32, 16, 16]

@@ -17,19 +17,10 @@ from flash_attn_compat.naming import hub_kernels
 
 VOCABULARY = 97
 NAMED, REGISTERED, SINKS = "flash_attention_2", "fa2_compat", "fa2_compat_sinks"
-DECODER = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
-ENCODER = {name: value for name, value in DECODER.items() if name != "num_key_value_heads"}
+SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+TOKENS = dict(vocab_size=VOCABULARY, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+ENCODER = SIZES | TOKENS | {"max_position_embeddings": 128}
+DECODER = ENCODER | {"num_key_value_heads": 2}
 
 
 @dataclass(frozen=True)
@@ -72,109 +63,58 @@ def _qwen2_vl_inputs(config: Any) -> dict[str, Tensor]:
     return inputs
 
 
+WINDOW = {"sliding_window": 5}
+QWEN_VISION = dict(
+    depth=2, embed_dim=64, hidden_size=64, num_heads=4, mlp_ratio=2, patch_size=4, in_channels=3, in_chans=3
+)
 MODELS: dict[str, Model] = {
     "llama": Model("decoder", "LlamaConfig", "LlamaForCausalLM", DECODER),
-    "mistral with a window": Model("decoder", "MistralConfig", "MistralForCausalLM", DECODER | {"sliding_window": 5}),
+    "mistral with a window": Model("decoder", "MistralConfig", "MistralForCausalLM", DECODER | WINDOW),
     "gemma2 with softcap and window": Model(
-        "decoder",
-        "Gemma2Config",
-        "Gemma2ForCausalLM",
-        DECODER | {"sliding_window": 5, "attn_logit_softcapping": 5.0, "head_dim": 16, "query_pre_attn_scalar": 16},
+        "decoder", "Gemma2Config", "Gemma2ForCausalLM",
+        DECODER | WINDOW | {"attn_logit_softcapping": 5.0, "head_dim": 16, "query_pre_attn_scalar": 16},
     ),
     "gpt-oss with sinks and a window": Model(
-        "decoder",
-        "GptOssConfig",
-        "GptOssForCausalLM",
-        DECODER
-        | {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 5}
+        "decoder", "GptOssConfig", "GptOssForCausalLM",
+        DECODER | WINDOW | {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}
         | {"layer_types": ["sliding_attention", "full_attention"]}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
         ways=(SINKS, NAMED, *hub_kernels.NAMES),  # transformers itself makes a hub's name of flash_attention_2
     ),
     "bert": Model("encoder", "BertConfig", "BertForMaskedLM", ENCODER),
     "modernbert": Model(
-        "encoder",
-        "ModernBertConfig",
-        "ModernBertForMaskedLM",
-        ENCODER
-        | {
-            "num_hidden_layers": 4,
-            "local_attention": 8,
-            "cls_token_id": 1,
-            "sep_token_id": 2,
-            "reference_compile": False,
-        },
-        attention_calls=4,
-        ways=(NAMED,),
+        "encoder", "ModernBertConfig", "ModernBertForMaskedLM",
+        ENCODER | {"num_hidden_layers": 4, "local_attention": 8, "reference_compile": False}
+        | {"cls_token_id": 1, "sep_token_id": 2},
+        attention_calls=4, ways=(NAMED,),
     ),
     "whisper": Model(
-        "other",
-        "WhisperConfig",
-        "WhisperForConditionalGeneration",
-        dict(
-            vocab_size=VOCABULARY,
-            d_model=64,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=96,
-            decoder_ffn_dim=96,
-            num_mel_bins=16,
-            max_source_positions=20,
-            max_target_positions=32,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            decoder_start_token_id=1,
-        ),
-        _whisper_inputs,
-        attention_calls=6,
+        "other", "WhisperConfig", "WhisperForConditionalGeneration",
+        TOKENS | {"d_model": 64, "num_mel_bins": 16, "max_source_positions": 20, "max_target_positions": 32}
+        | {"encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 96}
+        | {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96, "decoder_start_token_id": 1},
+        _whisper_inputs, attention_calls=6,
     ),
     "vit": Model(
-        "other",
-        "ViTConfig",
-        "ViTForImageClassification",
-        dict(
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            image_size=16,
-            patch_size=4,
-        ),
-        _vit_inputs,
-        ways=(NAMED,),
+        "other", "ViTConfig", "ViTForImageClassification", SIZES | {"image_size": 16, "patch_size": 4},
+        _vit_inputs, ways=(NAMED,),
     ),
     "qwen2-vl": Model(
-        "other",
-        "Qwen2VLConfig",
-        "Qwen2VLForConditionalGeneration",
-        dict(
-            vision_config=dict(
-                depth=2, embed_dim=64, hidden_size=64, num_heads=4, mlp_ratio=2, patch_size=4, in_channels=3, in_chans=3
-            ),
-            image_token_id=90,
-            video_token_id=91,
-            vision_start_token_id=92,
-            vision_end_token_id=93,
-            **DECODER,
-            rope_scaling={"type": "mrope", "rope_type": "default", "mrope_section": [2, 3, 3]},
-        ),
-        _qwen2_vl_inputs,
-        attention_calls=4,
-        ways=(NAMED,),
+        "other", "Qwen2VLConfig", "Qwen2VLForConditionalGeneration",
+        DECODER | {"vision_config": QWEN_VISION, "image_token_id": 90, "video_token_id": 91}
+        | {"vision_start_token_id": 92, "vision_end_token_id": 93}
+        | {"rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [2, 3, 3]}},
+        _qwen2_vl_inputs, attention_calls=4, ways=(NAMED,),
     ),
-}
+}  # fmt: skip
 
 
 def why_not(name: str, way: str = NAMED) -> str | None:
     """Why the installed transformers cannot run this model in this way (it came later, or its support did)."""
     if way in (REGISTERED, SINKS) and importlib.util.find_spec("transformers.masking_utils") is None:
         return f"transformers {transformers.__version__} has no registry of masks"
-    if way in hub_kernels.NAMES and not hasattr(
-        transformers.modeling_flash_attention_utils, "FLASH_ATTN_KERNEL_FALLBACK"
-    ):
+    flash_utils = transformers.modeling_flash_attention_utils
+    if way in hub_kernels.NAMES and not hasattr(flash_utils, "FLASH_ATTN_KERNEL_FALLBACK"):
         return f"transformers {transformers.__version__} loads hub kernels in another way"
     model = getattr(transformers, MODELS[name].head, None)
     if model is None:
@@ -237,9 +177,9 @@ def run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
     if "use_cache" in accepted:
         cast["use_cache"] = False  # with a cache, some models of 4.48 refuse padding on the right
-    return model(
-        **{name: value for name, value in cast.items() if name != "mm_token_type_ids" or name in accepted}
-    ).logits
+    if "mm_token_type_ids" not in accepted:
+        cast.pop("mm_token_type_ids", None)
+    return model(**cast).logits
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
