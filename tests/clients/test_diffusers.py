@@ -73,24 +73,12 @@ def test_a_tiny_transformer_gives_the_same_image_on_flash(dispatch, calls):
     from diffusers import FluxTransformer2DModel
 
     model = FluxTransformer2DModel(
-        patch_size=1,
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        pooled_projection_dim=32,
-        axes_dims_rope=[4, 4, 8],
-    ).to(torch.bfloat16)
-    inputs = {
-        "hidden_states": torch.randn(1, 16, 4, dtype=torch.bfloat16),
-        "encoder_hidden_states": torch.randn(1, 6, 32, dtype=torch.bfloat16),
-        "pooled_projections": torch.randn(1, 32, dtype=torch.bfloat16),
-        "timestep": torch.tensor([1.0], dtype=torch.bfloat16),
-        "img_ids": torch.zeros(16, 3, dtype=torch.bfloat16),
-        "txt_ids": torch.zeros(6, 3, dtype=torch.bfloat16),
-    }
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=[4, 4, 8],
+    ).to(torch.bfloat16)  # fmt: skip
+    shapes = {"hidden_states": (1, 16, 4), "encoder_hidden_states": (1, 6, 32), "pooled_projections": (1, 32)}
+    shapes |= {"timestep": (1,), "img_ids": (16, 3), "txt_ids": (6, 3)}
+    inputs = {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
     expected = model(**inputs).sample
     model.set_attention_backend("flash")
     got = model(**inputs).sample

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.clients import ring_worker
-from tests.clients.ring_worker import contiguous, zigzag
+from tests.clients.ring_worker import NHEADS, Case, contiguous, zigzag
 from tests.interpreters import forked_group, free_port
-from tests.plain import attention
 
-SHAPE = (2, 64, 4, 16)  # of the whole: batch, seqlen, heads, head_dim
+SEQLEN, HEAD_DIM = [64], 16
 
 
 def ring(rank: int) -> None:
@@ -36,7 +35,8 @@ def yunchang(rank: int) -> None:
         yunchang.set_seq_parallel_pg(ulysses, ring, rank, 2)
         long_context = yunchang.LongContextAttention(ring_impl_type=implementation, attn_type=AttnType.FA)
         # bf16 rounds to 4e-3 and each partial gradient is rounded; a mistake would show as 0.1 and more.
-        check(long_context, torch.bfloat16, 2e-2, cut, causal, backward)
+        case = Case(partial(long_context, causal=causal), cut, False, causal)
+        ring_worker.check(case, SEQLEN, HEAD_DIM, torch.bfloat16, (2e-2, 2e-2), nheads_k=NHEADS, backward=backward)
 
 
 def ulysses(rank: int) -> None:
@@ -47,23 +47,8 @@ def ulysses(rank: int) -> None:
 
     deepspeed.init_distributed("gloo", verbose=False)
     layer = DistributedAttention(flash_attn_func, dist.group.WORLD)
-    check(lambda q, k, v, causal: layer(q, k, v, 0, causal=causal), torch.float64, 1e-9, contiguous, True, True)
-
-
-def check(
-    function: Callable[..., torch.Tensor], dtype: torch.dtype, bound: float, cut: Callable[..., torch.Tensor],
-    causal: bool, backward: bool,
-) -> None:  # fmt: skip
-    torch.manual_seed(0)
-    q, k, v, dout = (torch.randn(SHAPE).to(dtype).double() for _ in range(4))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    inputs = [cut(x.detach(), 1).to(dtype).contiguous().requires_grad_() for x in leaves]
-    found, right = [function(*inputs, causal=causal)], [attention(*leaves, window=(-1, 0 if causal else -1))]
-    if backward:
-        found += torch.autograd.grad(found[0], inputs, cut(dout, 1).to(dtype).contiguous())
-        right += torch.autograd.grad(right[0], leaves, dout)
-    for ours, exact in zip(found, right):
-        assert (ours.double() - cut(exact, 1)).abs().max() <= bound * exact.abs().max()
+    case = Case(lambda q, k, v: layer(q, k, v, 0, causal=True), contiguous, False, True)
+    ring_worker.check(case, SEQLEN, HEAD_DIM, torch.float64, (1e-9, 1e-9), nheads_k=NHEADS)
 
 
 def process(rank: int, name: str, port: int) -> None:

@@ -12,19 +12,8 @@ import flash_attn_compat
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from tests.clients.models import (  # noqa: E402
-    MODELS,
-    NAMED,
-    REGISTERED,
-    SINKS,
-    build,
-    inputs_of,
-    relative_error,
-    run,
-    token_ids,
-    tolerance,
-    why_not,
-)
+from tests.clients import models  # noqa: E402
+from tests.clients.models import MODELS, NAMED, build, relative_error, run, token_ids  # noqa: E402
 
 version = tuple(int(number) for number in transformers.__version__.split(".")[:2])
 
@@ -34,7 +23,7 @@ def each(*kinds: str, dtypes: bool = True) -> pytest.MarkDecorator:
     cases = []
     for name, model in MODELS.items():
         for index, way in enumerate(model.ways if model.kind in kinds else ()):
-            marks = pytest.mark.skipif(bool(why_not(name, way)), reason=str(why_not(name, way)))
+            marks = pytest.mark.skipif(bool(models.why_not(name, way)), reason=str(models.why_not(name, way)))
             for dtype in (torch.float32, torch.bfloat16) if dtypes and index == 0 else (torch.float32,):
                 cases.append(pytest.param(name, way, dtype, marks=marks, id=f"{name}, {way}, {dtype}"))
     return pytest.mark.parametrize(("name", "way", "dtype"), cases)
@@ -44,7 +33,7 @@ def each(*kinds: str, dtypes: bool = True) -> pytest.MarkDecorator:
 def served(request: pytest.FixtureRequest) -> Iterator[None]:
     """By registration, which needs no patching, or under the name."""
     way = request.getfixturevalue("way") if "way" in request.fixturenames else NAMED
-    if way in (REGISTERED, SINKS):
+    if way in (models.REGISTERED, models.SINKS):
         flash_attn_compat.register_with_transformers(way)
         yield
         return
@@ -56,53 +45,55 @@ def pair(name: str, dtype: torch.dtype, way: str = NAMED) -> tuple[Any, Any]:
     return build(name, "eager", dtype), build(name, way, dtype)
 
 
+def padded(side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids of three texts, and their mask."""
+    ids = token_ids(3, 12)
+    mask = torch.ones_like(ids)
+    mask[0, slice(0, 5) if side == "left" else slice(7, 12)] = 0
+    mask[1, 0 if side == "left" else 11] = 0
+    return ids, mask
+
+
 def gradients(model, logits, weights):
     model.zero_grad()
     (logits * weights).sum().backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def assert_close_gradients(got, expected, limit):
-    assert got.keys() == expected.keys()
-    scale = max(float(grad.abs().max()) for grad in expected.values())
-    worst = max(float((got[name].float() - expected[name].float()).abs().max()) for name in expected)
+def check(flash, got, eager, expected, limit, kept=...):
+    """Outputs where they are kept, and the gradients in all parameters."""
+    assert relative_error(got[kept], expected[kept]) <= limit
+    weights = torch.zeros_like(expected)
+    weights[kept] = torch.randn_like(expected[kept])
+    ours, right = gradients(flash, got, weights), gradients(eager, expected, weights)
+    assert ours.keys() == right.keys()
+    scale = max(float(grad.abs().max()) for grad in right.values())
+    worst = max(float((ours[name].float() - right[name].float()).abs().max()) for name in right)
     assert worst <= limit * scale, f"{worst / scale:.2e}"
 
 
 @each("decoder", "encoder", "other")
 def test_outputs_and_gradients_without_padding_equal_eager(name, way, dtype, calls):
     eager, flash = pair(name, dtype, way)
-    inputs = inputs_of(name, eager.config)
+    inputs = models.inputs_of(name, eager.config)
     expected = run(eager, inputs)
     assert calls() == 0
     got = run(flash, inputs)
     assert calls() >= MODELS[name].attention_calls
-    limit = tolerance(name, dtype)
-    assert relative_error(got, expected) <= limit
-    weights = torch.randn_like(expected)
-    assert_close_gradients(gradients(flash, got, weights), gradients(eager, expected, weights), limit)
+    check(flash, got, eager, expected, models.tolerance(name, dtype))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @each("decoder", "encoder")
 def test_outputs_and_gradients_with_padding_equal_eager_at_the_tokens(name, way, dtype, side, calls):
     eager, flash = pair(name, dtype, way)
-    ids = token_ids(3, 12)
-    mask = torch.ones_like(ids)
-    if side == "left":
-        mask[0, :5], mask[1, :1] = 0, 0
-    else:
-        mask[0, 7:], mask[1, 11:] = 0, 0
+    ids, mask = padded(side)
     inputs = {"input_ids": ids, "attention_mask": mask}
     if MODELS[name].kind == "decoder":
         inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
     expected, got = run(eager, inputs), run(flash, inputs)
     assert calls() >= MODELS[name].attention_calls
-    real = mask.bool()
-    limit = tolerance(name, dtype)
-    assert relative_error(got[real], expected[real]) <= limit
-    weights = torch.randn_like(expected) * real[..., None]
-    assert_close_gradients(gradients(flash, got, weights), gradients(eager, expected, weights), limit)
+    check(flash, got, eager, expected, models.tolerance(name, dtype), mask.bool())
 
 
 @each("decoder")
@@ -114,18 +105,13 @@ def test_packed_sequences_equal_eager_on_each_by_itself(name, way, dtype, calls)
     expected = torch.cat([run(eager, {"input_ids": part}) for part in ids.split(lengths, dim=1)], dim=1)
     got = run(flash, {"input_ids": ids, "position_ids": positions})
     assert calls() == MODELS[name].attention_calls
-    limit = tolerance(name, dtype)
-    assert relative_error(got, expected) <= limit
-    weights = torch.randn_like(expected)
-    assert_close_gradients(gradients(flash, got, weights), gradients(eager, expected, weights), limit)
+    check(flash, got, eager, expected, models.tolerance(name, dtype))
 
 
 @each("decoder", dtypes=False)
 def test_greedy_generation_from_left_padded_prompts_gives_the_same_tokens(name, way, dtype, calls):
     eager, flash = pair(name, dtype, way)
-    ids = token_ids(3, 9)
-    mask = torch.ones_like(ids)
-    mask[0, :4], mask[1, :1] = 0, 0
+    ids, mask = padded("left")
     ids[mask == 0] = 0
     options = dict(attention_mask=mask, max_new_tokens=10, min_new_tokens=10, do_sample=False, pad_token_id=0)
     expected = eager.generate(ids, **options)
@@ -153,28 +139,19 @@ def test_a_decoder_compiles_as_one_graph_forward_and_backward(calls):
     before = calls()
     got = compiled(ids)
     assert calls() == before + 2
-    assert relative_error(got, expected) <= 2e-6
-    weights = torch.randn_like(expected)
-    assert_close_gradients(gradients(flash, got, weights), gradients(eager, expected, weights), 2e-6)
+    check(flash, got, eager, expected, 2e-6)
 
 
-def test_a_model_switched_on_the_cpu_after_its_creation_equals_eager(calls):
-    eager, switched = build("llama", "eager"), build("llama", "eager")
-    if not hasattr(switched, "set_attn_implementation"):
-        pytest.skip("this transformers cannot switch a model")
-    switched.set_attn_implementation("flash_attention_2")
+def test_a_model_switched_after_its_creation_or_loaded_from_files_equals_eager(tmp_path, calls):
+    eager = build("llama", "eager")
     ids = {"input_ids": token_ids(2, 12)}
     expected = run(eager, ids)
-    assert relative_error(run(switched, ids), expected) <= 2e-6
-    assert calls() == 2
-
-
-def test_a_model_loaded_from_files_onto_the_cpu_equals_eager(tmp_path, calls):
-    from transformers import LlamaForCausalLM
-
-    eager = build("llama", "eager")
     eager.save_pretrained(tmp_path)
-    flash = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="flash_attention_2").eval()
-    ids = {"input_ids": token_ids(2, 12)}
-    assert relative_error(run(flash, ids), run(eager, ids)) <= 2e-6
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="flash_attention_2").eval()
+    assert relative_error(run(loaded, ids), expected) <= 2e-6
     assert calls() == 2
+    if not hasattr(eager, "set_attn_implementation"):
+        pytest.skip("this transformers cannot switch a model")
+    eager.set_attn_implementation("flash_attention_2")
+    assert relative_error(run(eager, ids), expected) <= 2e-6
+    assert calls() == 4

@@ -27,36 +27,23 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         directory = options.directory or Path(temporary)
-        results = {
-            version: run(version, directory / f"transformers-{version}", options.torch) for version in options.versions
-        }
-    for version, (installed, summary, _) in results.items():
-        print(f"transformers {version:8} {installed:32} {summary}")
-    return int(any(code for *_, code in results.values()))
+        answers = [run(version, directory / f"transformers-{version}", options.torch) for version in options.versions]
+    for installed, answer in answers:
+        print(f"transformers {installed:40} {(answer.stdout.strip().splitlines() or ['no output'])[-1]}")
+    return int(any(answer.returncode for _, answer in answers))
 
 
-def run(version: str, directory: Path, torch: str | None) -> tuple[str, str, int]:
-    """What was installed, pytest's last line, its exit code."""
+def run(version: str, directory: Path, torch: str | None) -> tuple[str, subprocess.CompletedProcess[str]]:
+    """What was installed, and how pytest ended."""
     python = directory / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     if not python.exists():
         venv.create(directory, with_pip=True)
-    constraints = (REPOSITORY / "constraints.txt").read_text().splitlines()
     # Old releases of transformers need older companions than the constraints name; torch and pytest stay pinned.
-    pins = [
-        line
-        for line in constraints
-        if line.startswith(("pytest", "einops")) or (line.startswith("torch") and not torch)
-    ]
-    wanted = [
-        "transformers" if version == "latest" else f"transformers=={version}",
-        "peft",
-        "accelerate",
-        "einops",
-        "pytest",
-        "pytest-xdist",
-    ]
-    wanted += [f"torch=={torch}"] if torch else ["torch"]
-    (directory / "pins.txt").write_text("\n".join(pins))
+    pinned = ("pytest", "einops") if torch else ("pytest", "einops", "torch")
+    constraints = (REPOSITORY / "constraints.txt").read_text().splitlines()
+    (directory / "pins.txt").write_text("\n".join(line for line in constraints if line.startswith(pinned)))
+    wanted = ["peft", "accelerate", "einops", "pytest", "pytest-xdist", f"torch=={torch}" if torch else "torch"]
+    wanted.append("transformers" if version == "latest" else f"transformers=={version}")
     subprocess.run([python, "-m", "pip", "install", "-q", "-c", directory / "pins.txt", *wanted], check=True)
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     script = "import torch, transformers; print(transformers.__version__, 'torch', torch.__version__)"
@@ -64,7 +51,7 @@ def run(version: str, directory: Path, torch: str | None) -> tuple[str, str, int
     command = [python, "-m", "pytest", "-q", "-rfs", "--show-capture=no", "--tb=short", *TESTS]
     answer = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     print(answer.stdout, answer.stderr, sep="\n", flush=True)
-    return installed, (answer.stdout.strip().splitlines() or ["no output"])[-1], answer.returncode
+    return installed, answer
 
 
 if __name__ == "__main__":
