@@ -13,6 +13,7 @@ import flash_attn_compat
 from flash_attn_compat import backends, doctor, self_check, settings
 from flash_attn_compat.serving import dispatch
 from tests.interpreters import REPOSITORY, forked_child
+from tests.naming.environment import write_package
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +93,7 @@ def test_whether_a_binary_has_code_for_a_gpu(capability, built_for, expected):
 
 
 def test_a_real_package_that_cannot_serve_is_named_with_its_reason(tmp_path):
-    package = tmp_path / "flash_attn"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise OSError('libcudart.so.11.0: cannot open shared object file')\n")
+    package = write_package(tmp_path, "raise OSError('libcudart.so.11.0: cannot open shared object file')\n")
     variables = {"PYTHONPATH": os.pathsep.join([REPOSITORY, str(tmp_path)])}
     code = "import sys; from flash_attn_compat import cli; sys.exit(cli.main(['doctor', '--json']))"
     answer = forked_child(code, variables)

@@ -1,4 +1,4 @@
-"""A throw-away virtual environment, for what is written into site-packages."""
+"""What other installations look like: a throw-away virtual environment, and a flash_attn that is not ours."""
 
 from __future__ import annotations
 
@@ -9,6 +9,20 @@ import venv
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def write_package(directory: Path, text: str | None, version: str | None = None, **modules: str) -> Path:
+    """flash_attn/ with this __init__ (None: without one) and modules; metadata too if a version is given."""
+    package = directory / "flash_attn"
+    package.mkdir(parents=True)
+    for name, content in (({} if text is None else {"__init__": text}) | modules).items():
+        (package / f"{name}.py").write_text(content)
+    if version is not None:
+        info = directory / f"flash_attn-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: flash_attn\nVersion: {version}\n")
+        (info / "top_level.txt").write_text("flash_attn\n")
+    return package
 
 
 class Environment:

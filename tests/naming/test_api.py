@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import flash_attn_compat
 from flash_attn_compat import flash_attn_interface as current
 from flash_attn_compat.naming import patch, patched, unpatch
 from tests.interpreters import forked, forked_each
+from tests.naming.environment import write_package
 from tests.support import cumulative, qkv, randn
 
 VARIABLE = "FLASH_ATTN_COMPAT_API"
@@ -152,15 +154,9 @@ def test_every_way_of_importing_finds_the_old_module_in_a_fresh_process() -> Non
         assert answer.stdout.startswith("flash_attn_compat.api_2_6."), (statement, answer.stderr)
 
 
-def test_a_real_package_is_put_aside_for_it(tmp_path: Any) -> None:
+def test_a_real_package_is_put_aside_for_it(tmp_path: Path) -> None:
     """One that would serve 2.8 cannot serve this."""
-    package = tmp_path / "flash_attn"
-    package.mkdir()
-    (package / "__init__.py").write_text("__version__ = '2.8.3'\nreal = True\n")
-    info = tmp_path / "flash_attn-2.8.3.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.8.3\n")
-    (info / "top_level.txt").write_text("flash_attn\n")
+    write_package(tmp_path, "__version__ = '2.8.3'\nreal = True\n", "2.8.3")
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import flash_attn as real, flash_attn_compat as c;"
         "c.patch(api='2.6'); import flash_attn, importlib.metadata as m;"

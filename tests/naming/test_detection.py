@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,57 +20,42 @@ from tests.interpreters import forked, forked_child, fresh
 FA3 = "flash_attn_compat.fa3"
 
 
-def find_spec(name: str) -> object:
-    try:
-        return importlib.util.find_spec(name)
-    except ModuleNotFoundError:  # the parent package is absent
-        return None
-
-
-def version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def imports() -> bool:
-    try:
-        importlib.import_module("flash_attn")
-    except ImportError:
-        return False
-    return True
-
-
-def child_of(method: str) -> bool:
+def child_of(method: str) -> object:
     context = multiprocessing.get_context(method)
     with context.Pool(1) as pool:  # its work is a function that no module of tests has to be imported for
-        return pool.apply(importlib.util.find_spec, ("flash_attn",)) is not None
+        return pool.apply(importlib.util.find_spec, ("flash_attn",))
 
 
-LOOKS = {
-    "find_spec of the package": lambda: find_spec("flash_attn"),
-    "find_spec of a module": lambda: find_spec("flash_attn.bert_padding"),
-    "find_spec of a deep module": lambda: find_spec("flash_attn.ops.triton.rotary"),
-    "find_spec of the extension": lambda: find_spec("flash_attn_2_cuda"),
-    "import": imports,
-    "metadata flash_attn": lambda: version("flash_attn"),
-    "metadata flash-attn": lambda: version("flash-attn"),
-    "metadata Flash.Attn": lambda: version("Flash.Attn"),
+LOOKS: dict[str, Callable[[], object]] = {
+    "find_spec of the package": lambda: importlib.util.find_spec("flash_attn"),
+    "find_spec of a module": lambda: importlib.util.find_spec("flash_attn.bert_padding"),
+    "find_spec of a deep module": lambda: importlib.util.find_spec("flash_attn.ops.triton.rotary"),
+    "find_spec of the extension": lambda: importlib.util.find_spec("flash_attn_2_cuda"),
+    "import": lambda: importlib.import_module("flash_attn"),
+    "metadata flash_attn": lambda: importlib.metadata.version("flash_attn"),
+    "metadata flash-attn": lambda: importlib.metadata.version("flash-attn"),
+    "metadata Flash.Attn": lambda: importlib.metadata.version("Flash.Attn"),
     "packages_distributions": lambda: importlib.metadata.packages_distributions().get("flash_attn"),
     "fork": lambda: child_of("fork"),
     "spawn": lambda: child_of("spawn"),
 }
 
 
+def finds(look: Callable[[], object]) -> bool:
+    try:
+        return bool(look())
+    except ImportError:  # a distribution's PackageNotFoundError is one
+        return False
+
+
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS.keys())
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_look_finds_flash_attn_while_patched_and_nothing_afterwards(look):
-    assert not look()
+    assert not finds(look)
     patch()
-    assert look()
+    assert finds(look)
     unpatch()
-    assert not look()
+    assert not finds(look)
 
 
 def test_a_pkg_resources_loaded_before_sees_the_distribution_and_forgets_it():

@@ -11,7 +11,7 @@ import pytest
 from flash_attn_compat.naming import install as installation
 from flash_attn_compat.naming.install import InstallError, install, installed, uninstall
 from tests.interpreters import forked
-from tests.naming.environment import Environment
+from tests.naming.environment import Environment, write_package
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +33,8 @@ def installed_environment(environment):
     return environment
 
 
-HAS_PIP = (
-    "pip" in importlib.metadata.packages_distributions()
-)  # find_spec would make setuptools take it for running pip
+# find_spec would make setuptools take this process for pip.
+HAS_PIP = "pip" in importlib.metadata.packages_distributions()
 
 
 def test_the_import_system_the_metadata_and_pip_find_it(installed_environment):
@@ -54,10 +53,11 @@ print(json.dumps([torch_at_start, spec.origin, flash_attn.__version__, m.version
     expected = [False, origin, "2.8.3", "2.8.3", ["flash-attn"], True, "flash_attn_compat.flash_attn_2_cuda"]
     assert json.loads(answer.stdout) == expected
     if importlib.util.find_spec("pkg_resources") is not None:  # setuptools 82 and later have none
-        script = "import pkg_resources; print(pkg_resources.require('flash-attn>=2.5')[0])"
-        assert installed_environment.call("-W", "ignore", "-c", script).stdout.strip() == "flash-attn 2.8.3"
+        script = "import pkg_resources; print(pkg_resources.get_distribution('flash-attn>=2.5'))"
+        answer = installed_environment.call("-W", "ignore", "-c", script)
+        assert answer.stdout.strip() == "flash-attn 2.8.3", answer.stderr
     if HAS_PIP:
-        wanted = ("install", "--no-index", "--dry-run", "--no-build-isolation", "flash-attn>=2.5,<3")
+        wanted = ("install", "--no-index", "--no-deps", "--dry-run", "flash-attn>=2.5,<3")
         answer = installed_environment.pip(*wanted)
         assert answer.returncode == 0 and "already satisfied" in answer.stdout, answer.stdout + answer.stderr
         assert "flash_attn/__init__.py" in installed_environment.pip("show", "-f", "flash_attn").stdout
@@ -100,9 +100,8 @@ def test_the_record_names_every_file_with_its_digest(tmp_path):
 
 
 def test_a_distribution_that_is_not_ours_is_left_alone_by_uninstall(tmp_path):
+    write_package(tmp_path, "", "2.8.3")
     info = tmp_path / "flash_attn-2.8.3.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flash_attn\nVersion: 2.8.3\n")
     (info / "INSTALLER").write_text("pip\n")
     (info / "RECORD").write_text("flash_attn-2.8.3.dist-info/METADATA,,\n")
     assert uninstall(tmp_path) == [] and installed(tmp_path) == []
@@ -113,10 +112,8 @@ def test_a_distribution_that_is_not_ours_is_left_alone_by_uninstall(tmp_path):
     ("works", "told"), [(False, r"undefined symbol.*pip uninstall flash-attn"), (True, "works on this machine")]
 )
 def test_it_refuses_beside_a_real_package(tmp_path, monkeypatch, works, told):
-    package = tmp_path / "real" / "flash_attn"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("raise ImportError('undefined symbol')\n")
-    monkeypatch.syspath_prepend(str(package.parent))
+    write_package(tmp_path / "real", "raise ImportError('undefined symbol')\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "real"))
     if works:
         monkeypatch.setattr(installation.real, "_reason_against", lambda spec, undo: None)
     with pytest.raises(InstallError, match=told):

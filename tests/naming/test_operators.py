@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,56 +30,37 @@ def operators() -> Any:
     return torch.ops.flash_attn
 
 
-def calls(dropout_p: float = 0.0) -> dict[str, Callable[[Any], tuple[Any, ...]]]:
-    """Arguments of each operator, made from the forward of `namespace` where they need one."""
-    dense, packed = qkv(), tuple(t.flatten(0, 1)[:7] for t in qkv())
-    lengths = (CU_SEQLENS, CU_SEQLENS, 4, 4)
-    drops = dropout_p > 0.0
-
-    def forward(namespace: Any) -> tuple[Any, ...]:
-        return (*dense, dropout_p, *OPTIONS, drops)
-
-    def varlen_forward(namespace: Any) -> tuple[Any, ...]:
-        return (*packed, *lengths, dropout_p, *OPTIONS, drops)
-
-    def gradients(out: Tensor, tensors: Any) -> tuple[Tensor, ...]:
-        return randn(*out.shape, seed=9), *tensors, *(torch.full_like(t, 7.0) for t in tensors)
-
-    def backward(namespace: Any) -> tuple[Any, ...]:
-        out, lse, _, rng_state = namespace._flash_attn_forward(*forward(namespace))
-        dout, q, k, v, *grads = gradients(out, dense)
-        return (dout, q, k, v, out, lse, *grads, dropout_p, *OPTIONS, False, rng_state)
-
-    def varlen_backward(namespace: Any) -> tuple[Any, ...]:
-        out, lse, _, rng_state = namespace._flash_attn_varlen_forward(*varlen_forward(namespace))
-        dout, q, k, v, *grads = gradients(out, packed)
-        return (dout, q, k, v, out, lse, *grads, *lengths, dropout_p, *OPTIONS, False, rng_state)
-
-    return dict(zip(OPERATORS, (forward, varlen_forward, backward, varlen_backward), strict=True))
+def arguments(name: str, namespace: Any, dropout_p: float = 0.0) -> tuple[Any, ...]:
+    """What the operator takes; a backward the results of the forward in ``namespace``."""
+    tensors: tuple[Tensor, ...] = qkv()
+    lengths: tuple[Any, ...] = ()
+    if "varlen" in name:
+        tensors, lengths = tuple(t.flatten(0, 1)[:7] for t in tensors), (CU_SEQLENS, CU_SEQLENS, 4, 4)
+    forward = (*tensors, *lengths, dropout_p, *OPTIONS, dropout_p > 0.0)
+    if name.endswith("forward"):
+        return forward
+    out, lse, _, rng_state = getattr(namespace, name.replace("backward", "forward"))(*forward)
+    grads = (torch.full_like(t, 7.0) for t in tensors)
+    return (randn(*out.shape, seed=9), *tensors, out, lse, *grads, *lengths, dropout_p, *OPTIONS, False, rng_state)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 def test_the_operator_answers_as_the_function_of_its_name(operators: Any, name: str, dropout_p: float) -> None:
-    arguments = calls(dropout_p)[name]
-    torch.manual_seed(0)
-    given = arguments(ours)
-    expected = getattr(ours, name)(*given)
-    torch.manual_seed(0)
-    given_again = arguments(operators)
-    found = getattr(operators, name)(*given_again)
-    for one, other in zip((*_as_tuple(found), *given_again), (*_as_tuple(expected), *given), strict=True):
+    results = []
+    for namespace in (ours, operators):
+        torch.manual_seed(0)
+        given = arguments(name, namespace, dropout_p)
+        found = getattr(namespace, name)(*given)
+        results.append((*([found] if isinstance(found, Tensor) else found), *given))  # gradients are written into it
+    for one, other in zip(*results, strict=True):
         assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 def test_what_compilers_are_told_of_the_results_is_true(operators: Any, name: str, dropout_p: float) -> None:
-    given = calls(dropout_p)[name](operators)
+    given = arguments(name, operators, dropout_p)
     if dropout_p == 0.0 and name.endswith("forward"):
         given = (given[0].transpose(-3, -2).contiguous().transpose(-3, -2), *given[1:])  # strided
     checks = ("test_schema", "test_faketensor")
@@ -89,7 +69,7 @@ def test_what_compilers_are_told_of_the_results_is_true(operators: Any, name: st
 
 
 def test_the_operator_takes_num_splits_and_refuses_what_the_function_refuses(operators: Any) -> None:
-    given = calls()["_flash_attn_varlen_forward"](operators)
+    given = arguments("_flash_attn_varlen_forward", operators)
     for found, expected in zip(
         operators._flash_attn_varlen_forward(*given, num_splits=2), ours._flash_attn_varlen_forward(*given), strict=True
     ):
@@ -121,10 +101,7 @@ def test_a_checkpointing_policy_can_name_the_operators(operators: Any) -> None:
     saved = [operators._flash_attn_forward.default, operators._flash_attn_varlen_forward.default]
     q, k, v = (t.requires_grad_() for t in qkv())
     expected = torch.autograd.grad(ours.flash_attn_func(q, k, v).sum(), (q, k, v))
-    out = checkpoint(
-        ours.flash_attn_func, q, k, v, use_reentrant=False,
-        context_fn=lambda: contexts(saved),
-    )  # fmt: skip
+    out = checkpoint(ours.flash_attn_func, q, k, v, use_reentrant=False, context_fn=lambda: contexts(saved))
     for one, other in zip(torch.autograd.grad(out.sum(), (q, k, v)), expected, strict=True):
         assert torch.equal(one, other)
 

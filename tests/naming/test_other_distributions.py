@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,18 +11,10 @@ import flash_attn_compat
 from flash_attn_compat.naming import patch
 from flash_attn_compat.naming.install import install, uninstall
 from tests.interpreters import forked
+from tests.naming.environment import write_package
 
 # What FlashAttention 4's distribution may ship above flash_attn/cute: nothing, or flash-attn's own way to share.
 TOPS = {"nothing": None, "a shared package": "__path__ = __import__('pkgutil').extend_path(__path__, __name__)\n"}
-
-
-def put(directory: Path, top: str | None, **modules: str) -> None:
-    package = directory / "flash_attn"
-    package.mkdir()
-    if top is not None:
-        (package / "__init__.py").write_text(top)
-    for name, text in modules.items():
-        (package / f"{name}.py").write_text(text)
 
 
 @pytest.fixture
@@ -36,7 +27,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("top", TOPS.values(), ids=TOPS.keys())
 def test_a_sub_package_of_another_distribution_is_importable_beside_ours(elsewhere, top):
-    put(elsewhere, top, cute="answer = 4\n")
+    write_package(elsewhere, top, cute="answer = 4\n")
     patch()
     assert importlib.import_module("flash_attn.cute").answer == 4
     flash_attn = importlib.import_module("flash_attn")
@@ -45,12 +36,8 @@ def test_a_sub_package_of_another_distribution_is_importable_beside_ours(elsewhe
 
 
 def test_what_we_lack_is_not_taken_from_a_broken_flash_attn(elsewhere):
-    put(
-        elsewhere,
-        "raise ImportError('built for another Python')\n",
-        flash_attn_interface="",
-        flash_blocksparse_attention="",
-    )
+    broken = "raise ImportError('built for another Python')\n"
+    write_package(elsewhere, broken, flash_attn_interface="", flash_blocksparse_attention="")
     patch()
     assert importlib.import_module("flash_attn").flash_attn_func is flash_attn_compat.flash_attn_func
     with pytest.raises(ModuleNotFoundError):
@@ -58,7 +45,7 @@ def test_what_we_lack_is_not_taken_from_a_broken_flash_attn(elsewhere):
 
 
 def test_an_installation_shares_a_directory_with_another_distribution(tmp_path):
-    put(tmp_path, None, cute="answer = 4\n")
+    write_package(tmp_path, None, cute="answer = 4\n")
     install(tmp_path)
     script = "import flash_attn, flash_attn.cute; print(flash_attn.__version__, flash_attn.cute.answer)"
     found = forked(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {script}")

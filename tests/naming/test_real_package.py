@@ -13,6 +13,7 @@ import torch
 import flash_attn_compat
 from flash_attn_compat.naming import patch, real, unpatch
 from tests.interpreters import forked_child
+from tests.naming.environment import write_package
 from tests.plain import attention
 
 INTERFACE = """
@@ -23,13 +24,23 @@ def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     return flash_attn_gpu.fwd(q, k, v, None, None, dropout_p, scale, causal, -1, -1, 0.0, False, None)[0]
 """
+REFUSING = """
+def refuse(*arguments):
+    raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
+
+fwd = varlen_fwd = bwd = varlen_bwd = fwd_kvcache = refuse
+"""
+# name: (an extension that cannot serve here, the reason told against the package)
 EXTENSIONS = {
-    "ImportError": "raise ImportError('undefined symbol: _ZN3c104cuda9SetDeviceEi')",
-    "OSError": "raise OSError('libcudart.so.12: cannot open shared object file')",
-    "wrong GPU": (
-        "def fwd(*arguments):\n    raise RuntimeError('FlashAttention only supports Ampere GPUs or newer.')\n"
-        "varlen_fwd = bwd = varlen_bwd = fwd_kvcache = fwd\n"
+    "ImportError": (
+        "raise ImportError('undefined symbol: _ZN3c104cuda9SetDeviceEi')",
+        "importing it raises ImportError: undefined symbol",
     ),
+    "OSError": (
+        "raise OSError('libcudart.so.12: cannot open shared object file')",
+        "importing it raises OSError: libcudart.so.12",
+    ),
+    "wrong GPU": (REFUSING, "calling it raises RuntimeError: FlashAttention only supports Ampere"),
 }
 PACKAGES = {
     "package raises ImportError": "raise ImportError('this build is for another Python')",
@@ -45,20 +56,13 @@ PACKAGES = {
 
 
 class Fake:
-    """A flash-attn in a directory at the front of sys.path."""
+    """A flash-attn in a directory at the front of sys.path, with an extension for another GPU."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.package = directory / "flash_attn"
-        self.package.mkdir()
-        self.write(
-            "__init__.py", "__version__ = '2.7.4'\nfrom flash_attn.flash_attn_interface import flash_attn_func\n"
-        )
-        self.write("flash_attn_interface.py", INTERFACE)
-        info = directory / "flash_attn-2.7.4.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flash_attn\nVersion: 2.7.4\n")
-        self.extension(EXTENSIONS["wrong GPU"])
+        top = "__version__ = '2.7.4'\nfrom flash_attn.flash_attn_interface import flash_attn_func\n"
+        self.package = write_package(directory, top, "2.7.4", flash_attn_interface=INTERFACE)
+        self.extension(REFUSING)
 
     def write(self, name: str, text: str) -> None:
         (self.package / name).write_text(text)
@@ -89,9 +93,9 @@ def served(function) -> bool:
     return torch.allclose(out, expected, atol=1e-5) and sum(flash_attn_compat.backend_counts().values()) == 1
 
 
-@pytest.mark.parametrize("extension", EXTENSIONS.values(), ids=EXTENSIONS.keys())
-def test_a_package_with_an_unusable_extension_runs_on_our_functions_until_unpatch(fake, extension):
-    fake.extension(extension)
+@pytest.mark.parametrize("kind", EXTENSIONS)
+def test_a_package_with_an_unusable_extension_runs_on_our_functions_until_unpatch(fake, kind):
+    fake.extension(EXTENSIONS[kind][0])
     patch()
     import flash_attn
 
@@ -129,7 +133,7 @@ def test_a_package_that_no_extension_can_mend_is_replaced_by_ours(fake, package)
 
 
 def test_a_child_process_is_served_too(fake):
-    fake.extension(EXTENSIONS["OSError"])
+    fake.extension(EXTENSIONS["OSError"][0])
     patch()
     code = "import torch, flash_attn; q = torch.zeros(1, 4, 1, 8); print(flash_attn.flash_attn_func(q, q, q).numel())"
     answer = forked_child(code)
@@ -151,26 +155,18 @@ def test_a_package_that_works_on_this_gpu_is_left_alone(fake):
     import flash_attn
 
     assert Path(flash_attn.__file__).parent == fake.package
-    assert (sys.path, flash_attn.flash_attn_interface.flash_attn_gpu.__file__) == (
-        path,
-        str(fake.directory / "flash_attn_2_cuda.py"),
-    )
+    extension = flash_attn.flash_attn_interface.flash_attn_gpu.__file__
+    assert sys.path == path and extension == str(fake.directory / "flash_attn_2_cuda.py")
     assert importlib.metadata.version("flash-attn") == "2.7.4"
 
 
-REASONS = {
-    "ImportError": "importing it raises ImportError: undefined symbol",
-    "OSError": "importing it raises OSError: libcudart.so.12",
-    "wrong GPU": "calling it raises RuntimeError: FlashAttention only supports Ampere",
-}
-
-
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("kind", REASONS)
+@pytest.mark.parametrize("kind", EXTENSIONS)
 def test_the_reason_against_a_real_package_says_what_it_raises(fake, kind):
-    fake.extension(EXTENSIONS[kind])
+    extension, reason = EXTENSIONS[kind]
+    fake.extension(extension)
     found = real.find_real()
-    assert found.unusable_because.startswith(REASONS[kind])
+    assert found.unusable_because.startswith(reason)
     assert (found.location, found.version) == (str(fake.package), "2.7.4")
     assert "flash_attn" not in sys.modules
 
