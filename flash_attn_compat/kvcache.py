@@ -1,7 +1,7 @@
-"""flash_attn_with_kvcache: append the new keys and values, rotate, then an ordinary call.
+"""flash_attn_with_kvcache: the new keys and values are appended and rotated, then attended to.
 
-Everything is checked, and the backend chosen, before the cache is touched. What is appended and how is in
-engine/append.py, what the call becomes in engine/build.py. Positions stay on the device.
+The backend's step does all three, where it has one; else plain operators append, and the rest is an ordinary call.
+Everything is checked, and the backend chosen, before the cache is touched. Positions stay on the device.
 """
 
 from collections.abc import Sequence
@@ -134,23 +134,22 @@ class _Arguments(NamedTuple):
 def _attend(arguments: _Arguments, return_lse: bool) -> tuple[Tensor, Tensor | None]:
     outline = _outline(arguments, return_lse)
     step = dispatch.kept_step(outline)
-    if step is not None:
+    if step is None:
+        call = _checked_call(arguments, return_lse)
+        new = _new_keys(arguments, call)
+        with torch.no_grad():
+            step = dispatch.new_step(outline, call, lambda: _call(_whole(arguments), return_lse), new)
+            if step is None:
+                result = run_forward(call, new)
+                return result.out, result.lse.contiguous() if return_lse else None
+    else:
         _check_capacity(arguments)
-        try:
-            result = _stepped(step, arguments)
-            return result.out, result.softmax_lse
-        except Unlike:  # which the checks put in flash-attn's words
-            pass
-    _check(arguments)
-    call = _call(arguments, return_lse)
-    if not isinstance(arguments.cache_seqlens, int):
-        call = signature.remembered(outline, call)
-    new = _new_keys(arguments, call)
-    with torch.no_grad():
-        step = dispatch.new_step(outline, call, lambda: _call(_whole(arguments), return_lse), new)
-        result = run_forward(call, new) if step is None else _stepped(step, arguments)
-    lse = result.softmax_lse
-    return result.out, lse.contiguous() if return_lse and lse is not None else None
+    try:
+        result = _stepped(step, arguments)
+    except Unlike:
+        _checked_call(arguments, return_lse)  # says it in flash-attn's words, if those know it
+        raise
+    return result.out, result.softmax_lse
 
 
 def _stepped(step: dispatch.KeptStep, arguments: _Arguments) -> Result:
@@ -190,6 +189,11 @@ def _side_of_rows(arguments: _Arguments, length: int) -> int | None:
     except (AttributeError, IndexError):
         return None  # the checks say it better
     return (keys > rows) - (keys < rows) if keys > 0 else None
+
+
+def _checked_call(arguments: _Arguments, return_lse: bool) -> AttentionCall:
+    _check(arguments)
+    return _call(arguments, return_lse)
 
 
 def _call(arguments: _Arguments, return_lse: bool) -> AttentionCall:

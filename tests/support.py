@@ -62,12 +62,11 @@ class Asked(Reference):
     """The reference backend, and what it was asked."""
 
     def __init__(self) -> None:
-        self.appended: list[tuple[AttentionCall, Append]] = []
+        self.appended: list[Append | None] = []
         self.computed: list[AttentionCall] = []
 
-    def append(self, call: AttentionCall, new: Append) -> Tensor:
-        self.appended.append((call, new))
-        return super().append(call, new)
+    def step(self, call: AttentionCall, whole: AttentionCall, new: Append | None) -> None:
+        self.appended.append(new)
 
     def forward(self, call: AttentionCall) -> Result:
         self.computed.append(call)
@@ -78,6 +77,7 @@ def serve_by(patch: pytest.MonkeyPatch, *backends: Backend) -> None:
     """They serve from now on, and nobody else."""
     patch.setattr(dispatch, "BACKENDS", backends)
     patch.setattr(dispatch, "_decisions", {})
+    patch.setattr(dispatch, "_steps", {})
 
 
 def close(ours: Tensor, right: Tensor, magnitude: Tensor | float = 1.0, epsilons: float = 16) -> None:

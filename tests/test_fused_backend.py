@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import warnings
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from torch import Tensor
 
 import flash_attn_compat
 from flash_attn_compat import backend_counts, explain, flash_attn_func, flash_attn_with_kvcache, reset_backend_counts
-from flash_attn_compat.backends.fused import Fused, append, backward, forward, launcher, loader, trial, variants
+from flash_attn_compat.backends.fused import Fused, append, backward, forward, launcher, loader, probe, trial, variants
 from flash_attn_compat.backends.fused.loader import KernelError
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine.build import Options, dense_call
@@ -143,6 +144,32 @@ def test_gradients_into_places_that_overlap_are_an_error(monkeypatch: pytest.Mon
     assert all(launch.fields["dq"] != overlapping.data_ptr() for launch in launches.seen)
 
 
+@pytest.mark.parametrize("seqlen_q", [1, 20])
+@pytest.mark.parametrize("change", ["q", "k", "rotary_sin", "block_table", "alibi_slopes"])
+def test_what_kernels_cannot_read_as_it_lies_is_copied_and_only_that(
+    change: str, seqlen_q: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = fused_on_cpu.emulate(monkeypatch)
+    table = torch.arange(8, dtype=torch.int32).view(2, 4)
+    shapes = {"q": (2, seqlen_q, 4, 32), "k": (2, seqlen_q, 2, 32), "v": (2, seqlen_q, 2, 32)}
+    shapes |= {"rotary_cos": (64, 16), "rotary_sin": (64, 16)}
+    given: dict[str, Any] = {name: randn(*shapes[name], seed=i, dtype=HALF) for i, name in enumerate(shapes)}
+    given |= {"block_table": table, "alibi_slopes": torch.rand(2, 4), "cache_seqlens": table[0, 3:].expand(2).clone()}
+    found: dict[str, list[Tensor]] = {}
+    for backend in ("fused", "chunked"):
+        for _ in range(2):  # the second one by what was kept of the first
+            caches = [randn(8, 16, 2, 32, seed=seed, dtype=HALF) for seed in (7, 8)]
+            apart = {change: given[change].repeat_interleave(2, -1)[..., ::2]}
+            with flash_attn_compat.use_backend(backend):
+                out = flash_attn_with_kvcache(k_cache=caches[0], v_cache=caches[1], causal=True, **given | apart)
+            found[backend] = [out, *caches]
+            if backend == "fused":
+                assert launches.last.fields["k"] == caches[0].data_ptr()
+    assert len(launches.seen) == (2 if seqlen_q == 1 else 4)
+    close(found["fused"][0], found["chunked"][0], 4.0)
+    assert all(map(torch.equal, found["fused"][1:], found["chunked"][1:]))
+
+
 # ---- kernels that cannot be used
 
 
@@ -170,22 +197,27 @@ def test_a_forward_that_fails_is_served_by_another_with_one_warning(monkeypatch:
         close(out, flash_attn_func(q, k, v))
 
 
-def test_a_forward_that_fails_leaves_the_cache_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failing", [(forward, "Attention"), (append, "Writer"), (probe, "check")])
+def test_a_call_over_a_cache_that_fails_leaves_it_unwritten(
+    failing: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     launches = fused_on_cpu.record(monkeypatch)
-    broken(monkeypatch, forward, "make_plan")
+    module, name = failing
+    broken(monkeypatch, *((module, name) if name == "check" else (getattr(module, name), "try_first")))
     q, k_cache, new = (
         randn(2, 20, 4, 64, dtype=HALF),
         torch.zeros(2, 50, 2, 64, dtype=HALF),
         randn(2, 20, 2, 64, dtype=HALF),
     )
-    lengths = torch.tensor([3, 30], dtype=torch.int32)
-    with (
-        flash_attn_compat.use_backend("fused"),
-        pytest.warns(RuntimeWarning, match="NVRTC refuses it"),
-        pytest.raises(RuntimeError, match="cannot serve"),
-    ):
-        flash_attn_with_kvcache(q, k_cache, k_cache.clone(), new, new, cache_seqlens=lengths, causal=True)
-    assert not launches.seen
+    for lengths in (torch.tensor([3, 30], dtype=torch.int32), 7):
+        with (
+            flash_attn_compat.use_backend("fused"),
+            pytest.warns(RuntimeWarning, match="NVRTC refuses it"),
+            pytest.raises(RuntimeError, match="cannot serve"),
+        ):
+            flash_attn_with_kvcache(q, k_cache, k_cache.clone(), new, new, cache_seqlens=lengths, causal=True)
+        monkeypatch.setattr(fused_on_cpu.FUSED, "_against", {})
+    assert not launches.seen and not k_cache.any()
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
@@ -212,23 +244,24 @@ def test_gradients_are_right_whichever_half_fails(
         close(one, two, 4.0)
 
 
-@pytest.mark.parametrize("failing", ["whole", "append", "forward", "both"])
-def test_a_step_of_decoding_is_right_whichever_part_fails(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failing", [forward.Attention, append.Writer])
+@pytest.mark.parametrize("seqlen_new", [1, 17])
+def test_a_step_of_decoding_is_right_whichever_part_fails(
+    seqlen_new: int, failing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fused_on_cpu.emulate(monkeypatch)
-    broken(monkeypatch, forward, "make_step")
-    for module in (append, forward):
-        if failing in ("both", module.__name__.rpartition(".")[2]):
-            broken(monkeypatch, module)
+    broken(monkeypatch, failing, "try_first")
 
     def step() -> list[Tensor]:
         caches = [randn(2, 50, 2, 64, seed=seed, dtype=HALF) for seed in (1, 2)]
-        new = [randn(2, 1, 2, 64, seed=seed, dtype=HALF) for seed in (3, 4)]
+        new = [randn(2, seqlen_new, 2, 64, seed=seed, dtype=HALF) for seed in (3, 4)]
         tables = [randn(50, 16, seed=seed, dtype=HALF) for seed in (5, 6)]
-        lengths = torch.tensor([3, 44], dtype=torch.int32)
+        lengths = torch.tensor([3, 30], dtype=torch.int32)
         out = flash_attn_with_kvcache(randn(2, 1, 4, 64, dtype=HALF), *caches, *new, *tables, lengths, causal=True)
         return [out, *caches]
 
-    with pytest.warns(RuntimeWarning, match="NVRTC refuses it"):
+    is_needed = failing is forward.Attention or seqlen_new == 17
+    with pytest.warns(RuntimeWarning, match="NVRTC refuses it") if is_needed else contextlib.nullcontext():
         found = step()
     with flash_attn_compat.use_backend("chunked"):
         expected = step()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.engine import alibi, dropout
-from flash_attn_compat.engine.append import Append, Step, by_operators
+from flash_attn_compat.engine.append import Append, Step
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import DESCRIPTIONS, Feature, Traits, split
 from flash_attn_compat.engine.layout import Block, BlockPlan, Layout, whole_block
@@ -78,17 +78,11 @@ class Backend(abc.ABC):
         """Reasons that the table cannot express, such as combinations."""
         return []
 
-    def append(self, call: AttentionCall, new: Append) -> Tensor:
-        """Write new keys and values into call.k and call.v, the cache, in place; returns q, rotated if asked for.
+    def step(self, call: AttentionCall, whole: AttentionCall, new: Append | None) -> Step | None:
+        """How this backend appends, rotates and attends, for all calls over a cache that are like ``call``.
 
-        Comes before ``forward``, which gets the same call with the q that is returned here.
-        """
-        return by_operators(call, new)
-
-    def step(self, call: AttentionCall, new: Append | None) -> Step | None:
-        """How ``append`` and ``forward`` are one for all calls over a cache that are like ``call``, if they are.
-
-        call: one of them; where their lengths are ints it speaks of the whole cache, since ints differ
+        None, where it cannot: plain operators append, then ``forward`` is asked. May raise KernelsFailed.
+        whole: ``call``, but over all slots of the cache where lengths are ints: those may differ among the calls
         """
         return None
 

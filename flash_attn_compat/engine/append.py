@@ -1,6 +1,6 @@
 """New keys and values on their way into a cache: what is appended, and how plain PyTorch operators do it.
 
-A backend with a kernel for this overrides Backend.append; everything is checked before it is called.
+A backend with kernels for this gives a Step (Backend.step). Everything has been checked before.
 """
 
 from __future__ import annotations

@@ -96,20 +96,13 @@ def run_whole(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _served(call: AttentionCall, new: Append | None = None) -> tuple[Backend | None, Result]:
     """The backend that served the call (None if there was nothing to compute), and its result."""
-    if call.signature is None and call.is_empty:
-        if new is not None:
-            by_operators(call, new)
-        return None, _empty_result(call)
     if callers_state.autocasts(call.q):
         with callers_state.without_autocast(call.q.device):
             return _served(call, new)
-    backend = dispatch.choose(call)
-    while new is not None:
-        try:
-            call, new = call._replace(q=backend.append(call, new)), None
-        except KernelsFailed as failure:
-            backend = dispatch.choose_instead(backend, call, failure)
-    return _forward(backend, call)
+    backend = dispatch.choose_unless_empty(call)
+    if new is not None:
+        call = call._replace(q=by_operators(call, new))
+    return (None, _empty_result(call)) if backend is None else _forward(backend, call)
 
 
 def _forward(backend: Backend, call: AttentionCall) -> tuple[Backend, Result]:

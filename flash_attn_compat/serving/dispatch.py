@@ -111,6 +111,13 @@ def choose_instead(failed: Backend, call: AttentionCall, failure: KernelsFailed)
     return backend
 
 
+def choose_unless_empty(call: AttentionCall) -> Backend | None:
+    """As ``choose``; None where there are no rows or no keys, so that nothing is to be computed."""
+    if call.signature is None and call.is_empty and not _explaining.get():
+        return None
+    return choose(call)
+
+
 def choose(call: AttentionCall) -> Backend:
     """The first backend that can serve ``call`` exactly, or the forced one.
 
@@ -153,13 +160,19 @@ def new_step(
 ) -> KeptStep | None:
     """The step of the backend that serves ``call``, if it has one, for all calls of its outline.
 
-    whole: Backend.step's ``call``
+    whole: as Backend.step's
     """
     steps = _steps
-    if outline is None or not signature.is_plain(outline) or outline in steps or call.is_empty:
+    if outline is None or not signature.is_plain(outline) or outline in steps:
         return None
-    backend = choose(call)
-    step = backend.step(whole(), new)
+    backend = choose_unless_empty(call)
+    if backend is None:
+        return None
+    try:
+        step = backend.step(call, whole(), new)
+    except KernelsFailed as failure:
+        choose_instead(backend, call, failure)
+        return new_step(outline, call, whole, new)
     found = None if step is None else KeptStep(backend, step)
     if not capture.is_capturing(call.q.get_device()):  # in which kernels may not have been tried
         signature.keep(steps, outline, found)

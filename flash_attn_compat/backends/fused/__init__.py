@@ -5,14 +5,13 @@ from __future__ import annotations
 import warnings
 
 import torch
-from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import HALF_DTYPES, Backend, Capabilities, KernelsFailed
-from flash_attn_compat.backends.fused import append, backward, forward, launcher, loader
+from flash_attn_compat.backends.fused import backward, forward, loader
 from flash_attn_compat.backends.fused.loader import KernelError
 from flash_attn_compat.backends.fused.probe import Slower
-from flash_attn_compat.engine.append import Append, Step, by_operators
+from flash_attn_compat.engine.append import Append, Step
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
 
@@ -63,26 +62,12 @@ class Fused(Backend):
             reasons.append("does not compute gradients over pages")
         return reasons
 
-    def append(self, call: AttentionCall, new: Append) -> Tensor:
-        rotates = new.rotary_cos is not None
-        try:  # what can go wrong with the forward does before the cache is written
-            forward.plan_of(launcher.tidy(call._replace(q=call.q.new_empty(call.q.shape)) if rotates else call))
+    def step(self, call: AttentionCall, whole: AttentionCall, new: Append | None) -> Step | None:
+        try:
+            return forward.make_step(whole, new)
         except KernelError as error:
             self._remember(call, error)
             raise KernelsFailed(str(error)) from error
-        try:
-            return append.append(call, new)
-        except KernelError as error:
-            self._remember(call, error)
-            return by_operators(call, new)
-
-    def step(self, call: AttentionCall, new: Append | None) -> Step | None:
-        try:
-            plan = forward.make_step(call, new)
-        except KernelError as error:
-            self._remember(call, error)
-            return None
-        return None if plan is None else plan.step
 
     def forward(self, call: AttentionCall) -> Result:
         try:

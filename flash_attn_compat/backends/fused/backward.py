@@ -89,13 +89,13 @@ class Plan:
         if upstream.saved:
             fields["lse_has_position"] = 0
         self.converts = kind.type == variants.BF16_AS_FP16
-        self.maxima = Maxima(call, kind, self.inputs) if self.converts and not kept else None
-        rows, keys = launcher.longest_rows(call), launcher.longest_keys(call)
+        self.maxima = Maxima(call, kind, self.inputs, fields) if self.converts and not kept else None
+        rows, self.seqlen_k = launcher.longest_rows(call), launcher.longest_keys(call)
         # With packed tokens, one slab more sets the gradients of those outside of all sequences to 0.
         all_rows, all_keys = call.batch + (call.cu_seqlens_q is not None), call.batch + (call.cu_seqlens_k is not None)
         grids = (
             (variants.delta(kind), rows, call.nheads * call.batch),
-            (variants.dkdv(kind), keys, call.nheads_k * variants.dkdv_parts(kind) * all_keys),
+            (variants.dkdv(kind), self.seqlen_k, call.nheads_k * variants.dkdv_parts(kind) * all_keys),
             (variants.dq(kind), rows, call.nheads * all_rows),
         )
         loader.load_together([variant for variant, *_ in grids], device)
@@ -113,7 +113,7 @@ class Plan:
         delta = torch.empty(self.lse_shape, dtype=torch.float32, device=call.q.device)
         numbers = [*addresses, delta.data_ptr()]
         if self.maxima is not None:
-            maxima = self.maxima.run(addresses)
+            maxima = self.maxima.run(addresses, self.seqlen_k)
             numbers.append(maxima.data_ptr())
         if self.converts:
             raised = zeros(self.raised_shape, call.q.device)

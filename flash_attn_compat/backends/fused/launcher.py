@@ -195,18 +195,11 @@ def tidy(call: AttentionCall) -> AttentionCall:
     return call
 
 
-def tidy_new(new: Append) -> Append:
-    """What is appended as the kernels read it: cos and sin by the same steps."""
+def is_tidy(new: Append) -> bool:
+    """Whether what is appended lies as the kernels read it: cos and sin by the same steps."""
     cos, sin = new.rotary_cos, new.rotary_sin
-    is_tidy = all(tensor is None or is_readable(tensor) for tensor in new[:4])
-    if is_tidy and (cos is None or sin is None or cos.stride() == sin.stride()):
-        return new
-    return new._replace(
-        k=new.k.contiguous(),
-        v=new.v.contiguous(),
-        rotary_cos=None if cos is None else cos.contiguous(),
-        rotary_sin=None if sin is None else sin.contiguous(),
-    )
+    all_readable = all(tensor is None or is_readable(tensor) for tensor in new[:4])
+    return all_readable and (cos is None or sin is None or cos.stride() == sin.stride())
 
 
 _plans: dict[Hashable, Any] = {}
