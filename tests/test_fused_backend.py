@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 import warnings
 from collections.abc import Callable
@@ -168,6 +169,29 @@ def test_what_kernels_cannot_read_as_it_lies_is_copied_and_only_that(
     assert len(launches.seen) == (2 if seqlen_q == 1 else 4)
     close(found["fused"][0], found["chunked"][0], 4.0)
     assert all(map(torch.equal, found["fused"][1:], found["chunked"][1:]))
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.bfloat16])
+@pytest.mark.parametrize("rotary_dim", [0, 16])
+def test_a_prefill_over_a_cache_sees_nothing_behind_a_length_that_is_a_number(
+    rotary_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither as keys nor as what bf16 is scaled by; q lies head by head, which the rotated one does not."""
+    launches = fused_on_cpu.emulate(monkeypatch)
+    q = randn(2, 4, 20, 32, dtype=dtype).transpose(1, 2)
+    tables = [randn(64, rotary_dim // 2, seed=seed, dtype=dtype) if rotary_dim else None for seed in (1, 2)]
+    new = [randn(2, 20, 2, 32, seed=seed, dtype=dtype) for seed in (3, 4)]
+    found: dict[str, list[Tensor]] = {"fused": [], "chunked": []}
+    for backend, length in itertools.product(found, (5, 30)):
+        caches = [randn(2, 64, 2, 32, seed=seed, dtype=dtype) for seed in (7, 8)]
+        for cache in caches:
+            cache[:, length:] = 60000.0 if dtype == HALF else 1e38
+        with flash_attn_compat.use_backend(backend):
+            found[backend].append(flash_attn_with_kvcache(q, *caches, *new, *tables, length, causal=True))
+            found[backend] += [cache[:, : length + 20] for cache in caches]
+    assert len({launch.variant for launch in launches.seen}) == len(launches.variants)
+    for one, two in zip(found["fused"], found["chunked"]):
+        close(one, two, 4.0)
 
 
 # ---- kernels that cannot be used
