@@ -232,8 +232,7 @@ def _backward(call: AttentionCall, upstream: Upstream, dq: Tensor | None, dk: Te
     if call.dropout_p:
         call = call._replace(rng_state=upstream.rng_state)
     into = None if dq is None or dk is None or dv is None else Gradients(dq, dk, dv)
-    backend = None if call.is_empty else dispatch.choose(call)
-    found = run_backward(backend, call, upstream, into)
+    backend, found = run_backward(dispatch.choose_unless_empty(call), call, upstream, into)
     if backend is not None:
         dispatch.count(backend)
     if into is None:

@@ -180,6 +180,7 @@ def test_explain_computes_and_writes_nothing() -> None:
     state = torch.random.get_rng_state()
     explain(flash_attn_with_kvcache, q, k_cache, v_cache, k, v, cache_seqlens=4)
     explain(flash_attn_func, q, k, v, dropout_p=0.5)
+    assert explain(flash_attn_with_kvcache, q[:, :0], k_cache, v_cache, k, v, cache_seqlens=4).backend
     assert not k_cache.any() and counted() == {} and torch.equal(torch.random.get_rng_state(), state)
 
 

@@ -268,6 +268,19 @@ def test_gradients_are_right_whichever_half_fails(
         close(one, two, 4.0)
 
 
+def test_a_private_backward_counts_for_who_served_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused_on_cpu.record(monkeypatch)
+    broken(monkeypatch, backward)
+    q, k, v = qkv()
+    options = (0.0, 0.125, True, -1, -1, 0.0, None)
+    with flash_attn_compat.use_backend("chunked"):
+        out, lse, *_ = _flash_attn_forward(q, k, v, *options, False)
+    reset_backend_counts()
+    with pytest.warns(RuntimeWarning, match="NVRTC refuses it"):
+        _flash_attn_backward(out, q, k, v, out, lse, None, None, None, *options, False)
+    assert backend_counts() == {"sdpa": 1}
+
+
 @pytest.mark.parametrize("failing", [forward.Attention, append.Writer])
 @pytest.mark.parametrize("seqlen_new", [1, 17])
 def test_a_step_of_decoding_is_right_whichever_part_fails(

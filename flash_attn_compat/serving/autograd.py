@@ -119,20 +119,23 @@ def _forward(backend: Backend, call: AttentionCall) -> tuple[Backend, Result]:
 
 def run_backward(
     backend: Backend | None, call: AttentionCall, upstream: Upstream, into: Gradients | None = None
-) -> Gradients:
-    """The gradients of a call that ``backend`` serves (None: an empty one); written through ``into`` where given."""
+) -> tuple[Backend | None, Gradients]:
+    """The gradients of a call, and the backend that computed them: ``backend``, or another where its kernels fail.
+
+    backend: None for an empty call; into: written through their strides where given
+    """
     if backend is None:
         gradients = into or Gradients(*map(torch.empty_like, (call.q, call.k, call.v)))
         for gradient in gradients:
             gradient.zero_()
-        return gradients
+        return None, gradients
     if callers_state.autocasts(call.q):
         with callers_state.without_autocast(call.q.device):
             return run_backward(backend, call, upstream, into)
     if upstream.dout.is_neg():
         upstream = upstream._replace(dout=upstream.dout.resolve_neg())
     try:
-        return backend.backward(call, upstream, into)
+        return backend, backend.backward(call, upstream, into)
     except KernelsFailed as failure:
         call = call.from_given_results()
         other = dispatch.choose_instead(backend, call, failure)
@@ -168,7 +171,7 @@ class _Attention(torch.autograd.Function):
             return None, *_differentiable_gradients(inputs, ctx.needs_input_grad[1:], call, dout)
         upstream = Upstream(dout, out, lse, rng_state, tuple(kept))
         if len(inputs) == 3:
-            return None, *run_backward(ctx.backend, call, upstream)
+            return None, *run_backward(ctx.backend, call, upstream)[1]
         packed = tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
         run_backward(ctx.backend, call, upstream, into=Gradients(*unpack(packed)))
         return None, *packed

@@ -177,8 +177,8 @@ def _backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     purpose = Purpose(needs_grad=True, return_lse=True, shares_dropout_mask=True, given_lse=True)
     call = _Arguments(*arguments).call(q, k, v, purpose)._replace(rng_state=rng_state)
-    backend = None if call.is_empty else dispatch.choose(call)
-    dq, dk, dv = autograd.run_backward(backend, call, Upstream(dout, out, softmax_lse, rng_state))
+    backend = dispatch.choose_unless_empty(call)
+    _, (dq, dk, dv) = autograd.run_backward(backend, call, Upstream(dout, out, softmax_lse, rng_state))
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
