@@ -6,7 +6,7 @@ tests/caller_state.py says what that state is; tests/sanitize.py runs the same c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from flash_attn_compat.ops.activations import bias_gelu_impl, swiglu
 from flash_attn_compat.ops.layer_norm import dropout_add_layer_norm
 from flash_attn_compat.ops.triton.layer_norm import rms_norm_fn
 from flash_attn_compat.utils.generation import InferenceParams
+from tests import problems
 from verify.problems import Problem
 
 Found = dict[str, Tensor]
@@ -85,51 +86,31 @@ def attention(problem: Problem) -> Callable[[torch.device], Prepared]:
     return prepare
 
 
-_DENSE: dict[str, Any] = dict(seqlens_q=(33, 33), seqlens_k=(47, 47), nheads_k=2, head_dim=32)
-_PACKED: dict[str, Any] = dict(kind="varlen", seqlens_q=(9, 0, 40), seqlens_k=(20, 7, 40), nheads_k=2, head_dim=32)
-_EVEN: dict[str, Any] = dict(seqlens_q=(16, 30), seqlens_k=(16, 30), head_dim=32, nheads_k=2)
-_CACHE: dict[str, Any] = dict(
-    kind="kvcache", seqlens_q=(1, 1), seqlens_k=(50, 7), capacity=64, nheads_k=2, group=2, head_dim=64, causal=True
-)
-_HALF = "float16"
-
-PROBLEMS: dict[str, Problem] = {
-    "dense causal GQA": Problem(**_DENSE, group=2, causal=True, dtype=_HALF),
-    "dense bf16": Problem(**_DENSE, dtype="bfloat16"),
-    "dense fp32 window on both sides": Problem(**_DENSE, window=(9, 4)),
-    "dense window on both sides": Problem(**_DENSE, window=(9, 4), dtype=_HALF),
-    "dense causal window": Problem(**_DENSE, window=(9, 0), causal=True, dtype="bfloat16"),
-    "dense softcap": Problem(**_DENSE, softcap=5.0, dtype=_HALF),
-    "dense fp32 softcap": Problem(**_DENSE, softcap=5.0, causal=True),
-    "dense ALiBi": Problem(**_DENSE, alibi="bh", dtype=_HALF),
-    "dense causal ALiBi": Problem(**_DENSE, alibi="h", causal=True, dtype="bfloat16"),
-    "dense dropout": Problem(**_DENSE, dropout_p=0.17, dtype=_HALF),
-    "dense fp32 dropout": Problem(**_DENSE, dropout_p=0.5, alibi="h"),
-    "dense deterministic": Problem(**_DENSE, deterministic=True, group=2, dtype=_HALF),
-    "dense fp64": Problem(**_DENSE, dtype="float64", causal=True),
-    "dense odd head_dim": Problem(**_DENSE | {"head_dim": 13}, head_dim_v=24, dtype=_HALF),
-    "keys and values in one": Problem("kvpacked", **_DENSE, window=(-1, 3), dtype=_HALF),
-    "all in one": Problem("qkvpacked", **_EVEN | {"seqlens_q": (30, 30), "seqlens_k": (30, 30)}, dtype="bfloat16"),
-    "packed causal": Problem(**_PACKED, group=2, causal=True, dtype=_HALF),
-    "packed window on both sides": Problem(**_PACKED, window=(5, 3), dtype=_HALF),
-    "packed fp32 softcap": Problem(**_PACKED, softcap=5.0),
-    "packed with tokens outside": Problem(**_PACKED, gap=(3, 2), poison="nan", dtype="bfloat16"),
-    "packed ALiBi dropout": Problem(**_PACKED, alibi="h", dropout_p=0.1, causal=True, dtype=_HALF),
-    "packed equal lengths causal window": Problem("varlen", **_EVEN, causal=True, window=(7, 0), dtype=_HALF),
-    "packed keys and values in one": Problem("varlen_kvpacked", **_EVEN, causal=True, dtype=_HALF),
-    "packed all in one": Problem("varlen_qkvpacked", **_EVEN, alibi="h", dtype="bfloat16"),
-    "packed pages": Problem(**_PACKED | {"kind": "paged"}, page_size=16, causal=True, dtype=_HALF),
-    "private packed forward": Problem(**_PACKED | {"kind": "private_varlen"}, seqused=(11, 7, 33), dtype=_HALF),
-    "cache": Problem(**_CACHE, dtype=_HALF),
-    "cache of an int length": Problem(**_CACHE | {"seqlens_k": (50, 50)}, lengths_as="int", dtype="bfloat16"),
-    "cache append rotary": Problem(**_CACHE, new_keys=1, rotary_dim=32, dtype=_HALF),
-    "cache append rotary halves fp32": Problem(
-        **_CACHE | {"seqlens_q": (3, 3)}, new_keys=3, rotary_dim=64, rotary_interleaved=False
+OF_DTYPE: dict[str, tuple[str, ...]] = {
+    "float16": (
+        "dense: query heads share key heads in consecutive groups", "dense: values of another head_dim",
+        "dense: window rows that see no key", "dense: softcap before ALiBi and mask", "dense: ALiBi by sequence",
+        "dense: dropout", "dense: deterministic", "dense: rows anywhere", "dense: keys and values in one",
+        "packed: causal, by each one's own lengths", "packed: window", "packed: dropout",
+        "packed: keys and values in one", "packed: pages", "packed: keys in use", "cache: rows of their own length",
+        "cache: rotary, pairs of 16 channels, causal", "cache: slopes by sequence of chosen rows",
+        "cache: one row, splits", "cache: append behind an int to chosen rows",
     ),
-    "cache pages append": Problem(**_CACHE, page_size=16, new_keys=1, poison="nan", dtype="bfloat16"),
-    "cache ALiBi window splits leftpad": Problem(
-        **_CACHE, alibi="bh", window=(20, 0), num_splits=3, leftpad=(3, 0), dtype=_HALF
+    "bfloat16": (
+        "dense: causal ALiBi by sequence", "dense: causal ALiBi in a window", "dense: all in one",
+        "packed: tokens outside", "packed: all in one", "cache: an int for every row", "cache: append to pages",
+        "cache: left padding",
     ),
+    "float32": (
+        "dense: ALiBi", "dense: softcap before ALiBi and mask", "dense: dropout under ALiBi", "packed: softcap",
+        "packed: causal ALiBi", "cache: rotary, halves of 16 channels, window",
+    ),
+    "float64": ("dense: causal rows that see no key",),
+}  # fmt: skip
+PROBLEMS = {
+    f"{name}, {dtype}": replace(problems.PROBLEMS[name], dtype=dtype)
+    for dtype, some in OF_DTYPE.items()
+    for name in some
 }
 
 

@@ -1,4 +1,4 @@
-"""What flash-attn promises of values, LSE, gradients and caches, each promise a problem: every backend, by the judge.
+"""What flash-attn promises of values, LSE, gradients and caches: every backend that computes anywhere, by the judge.
 
 Each (sequence, head) is held against fp64; what a call must not read is NaN, what it must not write is looked at.
 """
@@ -6,7 +6,6 @@ Each (sequence, head) is held against fp64; what a call must not read is NaN, wh
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,153 +13,10 @@ import torch
 from flash_attn_compat import flash_attn_varlen_func
 from flash_attn_compat.engine import layout
 from tests.fuzz import must_serve
+from tests.problems import DENSE, PROBLEMS, TOGETHER
 from tests.support import GENERAL, close, cumulative, on_backend, on_general_backends, randn
 from verify.examination import Examination
 from verify.problems import Problem
-
-DENSE = Problem(seqlens_q=(7, 7), seqlens_k=(11, 11), nheads_k=2, group=2, head_dim=16)
-SQUARE = replace(DENSE, seqlens_k=(7, 7))
-DENSE_PROBLEMS = {
-    "query heads share key heads in consecutive groups": replace(DENSE, group=3),
-    "the default scale is of the true head_dim": replace(DENSE, head_dim=5),
-    "a single channel": replace(DENSE, head_dim=1),
-    "more channels than flash-attn has": replace(DENSE, head_dim=264),
-    "values of another head_dim": replace(DENSE, head_dim_v=33, causal=True),
-    "a scale of its own": replace(DENSE, softmax_scale=0.7),
-    "a scale of 0": replace(DENSE, softmax_scale=0.0),
-    "a negative scale": replace(DENSE, softmax_scale=-0.3),
-    "softcap before ALiBi and mask": replace(DENSE, softcap=2.0, magnitude=4.0, causal=True, alibi="h"),
-    "a negative softcap is none": replace(DENSE, softcap=-3.0),
-    "a negative dropout is none": replace(DENSE, dropout_p=-0.5),
-    "ALiBi": replace(DENSE, alibi="h"),
-    "ALiBi by sequence": replace(DENSE, alibi="bh", window=(3, 2)),
-    "causal ALiBi by sequence": replace(DENSE, alibi="bh", causal=True),
-    "causal ALiBi in a window": replace(DENSE, alibi="h", causal=True, window=(3, 0)),
-    "causal rows that see no key": replace(DENSE, seqlens_q=(11, 11), seqlens_k=(4, 4), causal=True),
-    "window rows that see no key": replace(DENSE, seqlens_q=(11, 11), seqlens_k=(4, 4), window=(0, 0)),
-    "rows far before the keys, window on the right": replace(DENSE, seqlens_q=(40, 40), window=(-1, 20)),
-    "rows far before the keys, window": replace(DENSE, seqlens_q=(40, 40), seqlens_k=(5, 5), window=(2, 20)),
-    "no keys": replace(DENSE, seqlens_k=(0, 0)),
-    "no queries": replace(DENSE, seqlens_q=(0, 0)),
-    "heads first": replace(DENSE, layouts=("heads_first",) * 4, causal=True),
-    "channels apart": replace(DENSE, layouts=("strided_dim",) * 4),
-    "rows anywhere": replace(DENSE, layouts=("offset", "wide_rows", "sliced", "one_value"), causal=True),
-    "keys and values in one": replace(DENSE, kind="kvpacked"),
-    "all in one": replace(SQUARE, kind="qkvpacked", group=1, causal=True),
-    "window as a list": replace(DENSE, window=(1, 0), window_as="list"),
-    "window as a tensor": replace(DENSE, window=(1, 0), window_as="tensor"),
-    "window as scalars": replace(DENSE, window=(1, 0), window_as="scalars"),
-    "fp16": replace(DENSE, dtype="float16", causal=True),
-    "bf16": replace(DENSE, dtype="bfloat16", window=(3, 1)),
-    "fp64": replace(DENSE, dtype="float64"),
-    "large scores": replace(DENSE, magnitude=30.0),
-    "dropout": replace(DENSE, dropout_p=0.17),
-    "dropout under ALiBi": replace(DENSE, dropout_p=0.5, alibi="h", causal=True),
-    "dropout under softcap": replace(DENSE, dropout_p=0.9, softcap=3.0, window=(5, 3)),
-    "deterministic": replace(DENSE, deterministic=True),
-}
-# Longer than any tile.
-LONG = replace(DENSE, seqlens_q=(300,), seqlens_k=(1400,), nheads_k=1, head_dim=8)
-LONG_PROBLEMS = {
-    f"{feature}, {shape}": replace(LONG, **options, **lengths)
-    for shape, lengths in (("more keys", {}), ("more rows", dict(seqlens_q=(1400,), seqlens_k=(300,))))
-    for feature, options in {
-        "causal": dict(causal=True),
-        "window": dict(window=(100, 40)),
-        "narrow causal window": dict(causal=True, window=(3, 0)),
-        "window on the left": dict(window=(200, -1)),
-        "window on the right": dict(window=(-1, 100)),
-        "softcap": dict(softcap=3.0),
-        "ALiBi": dict(alibi="h", window=(300, 5)),
-        "dropout": dict(dropout_p=0.2, causal=True),
-    }.items()
-}
-PACKED = Problem("varlen", (5, 17, 1, 9), (9, 4, 30, 9), nheads_k=2, group=2, head_dim=16)
-TINY = tuple(1 + i % 4 for i in range(100))
-PACKED_PROBLEMS = {
-    "plain": PACKED,
-    "causal, by each one's own lengths": replace(PACKED, causal=True),
-    "window": replace(PACKED, window=(3, 1)),
-    "window on the left": replace(PACKED, window=(2, -1)),
-    "causal window": replace(PACKED, causal=True, window=(4, 0)),
-    "softcap": replace(PACKED, softcap=2.0),
-    "causal ALiBi": replace(PACKED, alibi="h", causal=True),
-    "slopes by sequence": replace(PACKED, alibi="bh"),
-    "dropout": replace(PACKED, dropout_p=0.5),
-    "a sequence without keys": replace(PACKED, seqlens_k=(9, 0, 30, 9)),
-    "a sequence without queries": replace(PACKED, seqlens_q=(5, 0, 1, 9)),
-    "rows far before the keys": replace(PACKED, seqlens_q=(40, 3, 9, 30), seqlens_k=(5, 4, 9, 6), window=(-1, 10)),
-    "no keys at all": replace(PACKED, seqlens_k=(0,) * 4),
-    "no queries at all": replace(PACKED, seqlens_q=(0,) * 4),
-    "tokens outside": replace(PACKED, gap=(1, 2), poison="nan", causal=True),
-    "NaN in one sequence": replace(PACKED, stray=("v", 1, "nan")),
-    "infinity in one sequence": replace(PACKED, stray=("k", 2, "inf"), causal=True),
-    "NaN in one sequence's gradient": replace(PACKED, stray=("dout", 1, "nan")),
-    "longest lengths as tensors": replace(PACKED, max_seqlen_as="tensor"),
-    "longest lengths too large": replace(PACKED, max_seqlen_slack=50, causal=True),
-    "single rows, one of them missing": replace(PACKED, seqlens_q=(1, 0, 1), seqlens_k=(5, 3, 8), group=3),
-    "many tiny ones": replace(PACKED, seqlens_q=TINY, seqlens_k=TINY, head_dim=8, causal=True),
-    "skewed": replace(PACKED, seqlens_q=(1, 600, 400), seqlens_k=(1, 600, 400), causal=True, window=(300, 0)),
-    "keys and values in one": replace(PACKED, kind="varlen_kvpacked"),
-    "all in one": replace(PACKED, kind="varlen_qkvpacked", seqlens_k=PACKED.seqlens_q, group=1, causal=True),
-    "pages": replace(PACKED, kind="paged", page_size=16, causal=True, poison="nan"),
-    "pages of one token": replace(PACKED, kind="paged", page_size=1, causal=True, poison="nan"),
-    "pages of 256": replace(PACKED, kind="paged", page_size=256, poison="nan"),
-    "keys in use": replace(PACKED, kind="private_varlen", seqused=(5, 0, 30, 2), poison="nan", causal=True),
-    "left padding": replace(PACKED, kind="private_varlen", leftpad=(2, 4, 0, 8), poison="nan", causal=True),
-    "keys in use of pages": replace(PACKED, kind="private_varlen", page_size=16, seqused=(5, 0, 30, 2), poison="nan"),
-    "keys in use behind left padding": replace(
-        PACKED, kind="private_varlen", seqused=(8, 4, 20, 2), leftpad=(2, 4, 0, 1), poison="inf"
-    ),
-}
-CACHE = Problem("kvcache", (3, 3), (7, 20), nheads_k=2, group=2, head_dim=32, capacity=32, causal=True, poison="nan")
-STEP = replace(CACHE, new_keys=3)
-CACHE_PROBLEMS = {
-    "rows of their own length": CACHE,
-    "an int for every row": replace(CACHE, seqlens_k=(9, 9), lengths_as="int"),
-    "an int counts queries rather than cache rows": replace(
-        CACHE, seqlens_k=(9, 9), lengths_as="int", batch_idx=True
-    ),
-    "without lengths the capacity": replace(CACHE, seqlens_k=(32, 32), lengths_as="none"),
-    "without lengths all pages": replace(CACHE, seqlens_k=(32, 32), lengths_as="none", page_size=8),
-    "an empty row": replace(CACHE, seqlens_k=(0, 4)),
-    "left padding": replace(CACHE, leftpad=(0, 5)),
-    "chosen rows": replace(CACHE, batch_idx=True, causal=False),
-    "slopes by sequence of chosen rows": replace(CACHE, alibi="bh", batch_idx=True),
-    "one row of many heads": replace(CACHE, seqlens_q=(1, 1), seqlens_k=(650, 700), capacity=700, group=4),
-    "one row, softcap": replace(CACHE, seqlens_q=(1, 1), softcap=3.0),
-    "one row, window": replace(CACHE, seqlens_q=(1, 1), window=(9, -1)),
-    "one row, splits": replace(CACHE, seqlens_q=(1, 1), num_splits=3),
-    "append": STEP,
-    "append fewer than rows": replace(STEP, new_keys=1),
-    "append more than rows": replace(STEP, new_keys=5),
-    "append to chosen rows": replace(STEP, batch_idx=True),
-    "append left of every window": replace(STEP, seqlens_q=(1, 1), new_keys=12, window=(2, 0)),
-    "append through strides": replace(STEP, layouts=("sliced",) * 4),
-    "append to pages": replace(STEP, page_size=4),
-    "append to pages of one token": replace(STEP, page_size=1),
-    "append behind an int": replace(STEP, seqlens_k=(9, 9), lengths_as="int", rotary_dim=16),
-    "append behind an int to an empty cache": replace(STEP, seqlens_k=(0, 0), lengths_as="int", seqlens_q=(5, 5)),
-    "append behind an int to pages": replace(STEP, seqlens_k=(9, 9), lengths_as="int", page_size=4, rotary_dim=16),
-    "append behind an int to chosen rows": replace(STEP, seqlens_k=(9, 9), lengths_as="int", batch_idx=True),
-    "append behind an int and left padding": replace(STEP, seqlens_k=(9, 9), lengths_as="int", leftpad=(1, 3)),
-    "no LSE": replace(STEP, return_attn_probs=False),
-    "append behind left padding": replace(STEP, leftpad=(2, 6), rotary_dim=16),
-    **{
-        f"rotary, {'pairs' if interleaved else 'halves'} of {dim} channels, {name}": replace(
-            STEP, rotary_dim=dim, rotary_interleaved=interleaved, causal=causal, window=window
-        )
-        for (interleaved, dim), masks in {
-            (True, 16): {"causal": (True, (-1, -1)), "no mask": (False, (-1, -1)), "right": (False, (-1, 0))},
-            (False, 16): {"window": (False, (5, 1)), "no mask": (False, (-1, -1))},
-            (True, 32): {"left": (False, (5, -1)), "an idle window": (False, (32, 99))},
-            (False, 32): {"causal": (True, (-1, -1)), "an idle window": (False, (40, 99))},
-        }.items()
-        for name, (causal, window) in masks.items()
-    },
-}  # fmt: skip
-GROUPS = {"dense": DENSE_PROBLEMS, "long": LONG_PROBLEMS, "packed": PACKED_PROBLEMS, "cache": CACHE_PROBLEMS}
-PROBLEMS = {f"{group}: {name}": problem for group, some in GROUPS.items() for name, problem in some.items()}
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -174,38 +30,6 @@ def test_causal_scores_may_be_scaled_by_what_is_not_positive(scale: float) -> No
 
 
 # ---------------------------------------------------------------- sequences alone, as a view, gathered, padded
-
-LENGTHS = {
-    "skewed": [(n, n) for n in (22, 300, 48, 1, 79)],
-    "runs of one length": [(8, 8)] * 5 + [(30, 30)] * 3,
-    "one length, apart": [(8, 8), (5, 5), (8, 8), (8, 9), (5, 5)],
-    "empty on either side": [(5, 5), (0, 7), (7, 0), (9, 9)],
-    "a decode step": [(1, n) for n in (12, 5, 9, 12)],
-    "more keys than rows": [(4, 9), (9, 9), (3, 20)],
-    "more rows than keys": [(9, 4), (20, 3), (9, 9), (9, 4)],
-    "many": [(1 + i % 16, 1 + i % 16) for i in range(40)],
-}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "full": {"dtype": "bfloat16"},
-    "causal": dict(window=(-1, 0)),
-    "wide window": dict(window=(400, 0), dtype="float16"),
-    "window": dict(window=(5, 0), stray=("v", 1, "nan")),
-    "ALiBi": dict(causal=True, alibi="bh", dtype="float16"),
-    "softcap and dropout": dict(softcap=5.0, dropout_p=0.3, dtype="bfloat16"),
-    "strided": dict(layouts=("contiguous", "strided_dim", "strided_dim", "one_value"), gap=(0, 3)),
-}
-TOGETHER = {
-    f"{lengths}, {options}": Problem("varlen", *zip(*LENGTHS[lengths]), group=2, **OPTIONS[options])
-    for i, lengths in enumerate(LENGTHS)
-    for j, options in enumerate(OPTIONS)
-    if (i + j) % 2  # every other pair; which ones does not matter
-} | {
-    "cache": Problem("kvcache", (3,) * 4, (12, 0, 40, 12), capacity=48, group=2, causal=True, poison="nan"),
-    "cache, left padding": Problem(
-        "kvcache", (1,) * 4, (12, 5, 40, 12), capacity=40, alibi="bh", leftpad=(0, 3, 7, 0), poison="nan"
-    ),
-    "pages": Problem("paged", (3, 9, 9, 1), (12, 9, 40, 12), group=2, window=(7, 2), page_size=16, poison="nan"),
-}
 
 
 @pytest.fixture(params=["cpu", "accelerator"])
