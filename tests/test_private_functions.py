@@ -17,7 +17,6 @@ from flash_attn_compat.flash_attn_interface import (
     _get_block_size_n,
     maybe_contiguous,
 )
-from tests import fused_on_cpu
 from tests.support import close, cumulative, on_backend, on_general_backends, qkv, randn
 from verify import oracle
 
@@ -169,19 +168,6 @@ def test_rng_state_reproduces_the_dropout_mask_and_softmax_d_is_of_what_was_kept
     close(softmax_d[:, :, :130], (dout * out).sum(-1).transpose(1, 2) * (1 - 0.4), 16)
 
 
-def test_kernels_of_our_own_draw_the_mask_of_a_given_rng_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    fused_on_cpu.emulate(monkeypatch)
-    q, k, v = qkv(b=1, sq=20, sk=40, h=2, hk=1, d=32, dtype=torch.float16)
-    out, lse, _, rng_state = on_backend("reference", forward, q, k, v, dropout_p=0.3)
-    found = []
-    for backend in ("fused", "reference"):
-        found.append(empty_grads(q, k, v))
-        options = dict(dropout_p=0.3, rng_state=rng_state)
-        on_backend(backend, backward, randn(*q.shape, seed=5, dtype=q.dtype), q, k, v, out, lse, *found[-1], **options)
-    for ours, right in zip(*found, strict=True):
-        torch.testing.assert_close(ours.float(), right.float(), rtol=1e-2, atol=1e-2)
-
-
 @on_general_backends
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_varlen_backward_writes_each_sequences_gradients_and_zeros_outside(backend: str, causal: bool) -> None:
@@ -227,46 +213,38 @@ def test_the_autograd_functions_take_the_arguments_of_flash_attn() -> None:
 # ---------------------------------------------------------------- num_splits, later than 2.8.3
 
 PAGED = dict(
+    q=randn(2, 4, 16, seed=1), k=randn(4, 8, 2, 16, seed=2), v=randn(4, 8, 2, 16, seed=3),
     cu_seqlens_q=cumulative(1, 1), cu_seqlens_k=cumulative(9, 16), max_seqlen_q=1, max_seqlen_k=16, dropout_p=0.0,
     softmax_scale=0.25, causal=True, block_table=torch.tensor([[1, 0], [2, 3]], dtype=torch.int32),
 )  # fmt: skip
-
-
-def _pages(nheads: int = 4) -> tuple[Tensor, Tensor, Tensor]:
-    return randn(2, nheads, 16, seed=1), randn(4, 8, 2, 16, seed=2), randn(4, 8, 2, 16, seed=3)
-
-
+FLAT = dict(
+    q=randn(25, 4, 16), k=randn(25, 2, 16), v=randn(25, 2, 16), cu_seqlens_q=cumulative(9, 16), block_table=None
+)
 SEVERAL = "num_splits > 1 is not supported"
+OTHERS = [
+    dict(q=randn(2, 2, 16)), dict(max_seqlen_q=2), dict(window_size_left=3), dict(window_size_right=0),
+    dict(alibi_slopes=torch.ones(4)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("nheads", "options", "num_splits", "message"),
+    ("options", "num_splits", "message"),
     [
-        *((4, {}, number, "") for number in (0, 1, 2, 128)),
-        (4, {}, 129, "num_splits > 128 not supported"),
-        *((nheads, options, number, SEVERAL if number == 2 else "")
-          for nheads, options in ((2, {}), (4, dict(max_seqlen_q=2)), (4, dict(window_size_left=3)),
-                                  (4, dict(window_size_right=0)), (4, dict(alibi_slopes=torch.ones(4))))
-          for number in (0, 1, 2)),
-        (4, dict(dropout_p=0.1), 2, SEVERAL),
+        *(({}, number, "") for number in (0, 1, 2, 128)),
+        ({}, 129, "num_splits > 128 not supported"),
+        *((options, number, SEVERAL if number == 2 else "") for options in OTHERS for number in (0, 1, 2)),
+        (dict(dropout_p=0.1), 2, SEVERAL),
+        *((FLAT | dict(max_seqlen_q=16), number, "") for number in (0, 2)),
     ],
-)  # fmt: skip
+)
 def test_only_single_queries_of_grouped_heads_over_pages_take_any_number_of_splits(
-    nheads: int, options: dict[str, Any], num_splits: int, message: str
+    options: dict[str, Any], num_splits: int, message: str
 ) -> None:
-    def call(**more: Any) -> tuple[Tensor, ...]:
-        return _flash_attn_varlen_forward(*_pages(nheads), **PAGED | options, **more)
-
     if message:
         with pytest.raises(RuntimeError, match=message):
-            call(num_splits=num_splits)
+            _flash_attn_varlen_forward(**PAGED | options, num_splits=num_splits)
     else:
-        assert all(map(torch.equal, call(num_splits=num_splits)[:3], call()))
-
-
-def test_without_pages_the_number_of_splits_changes_nothing() -> None:
-    q, k, v = (x.flatten(0, 1) for x in qkv(sq=3, sk=3))
-    lengths = (cumulative(3, 3), cumulative(3, 3), 3, 3)
-    for num_splits in (0, 2):
-        found = _flash_attn_varlen_forward(q, k, v, *lengths, 0.0, 0.25, True, num_splits=num_splits)
-        assert torch.equal(found[0], _flash_attn_varlen_forward(q, k, v, *lengths, 0.0, 0.25, True)[0])
+        found, right = (
+            _flash_attn_varlen_forward(**PAGED | options | more) for more in ({"num_splits": num_splits}, {})
+        )
+        assert all(map(torch.equal, found[:3], right))
