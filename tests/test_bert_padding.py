@@ -8,16 +8,7 @@ import pytest
 import torch
 
 from flash_attn_compat import bert_padding
-from flash_attn_compat.bert_padding import (
-    IndexFirstAxis,
-    IndexPutFirstAxis,
-    index_first_axis,
-    index_first_axis_residual,
-    index_put_first_axis,
-    pad_input,
-    unpad_input,
-    unpad_input_for_concatenated_sequences,
-)
+from flash_attn_compat.bert_padding import IndexFirstAxis, IndexPutFirstAxis, index_first_axis, pad_input, unpad_input
 from tests.support import randn
 
 MASK = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 1, 1]])
@@ -65,14 +56,14 @@ def test_picking_and_putting_and_their_gradients() -> None:
     index_first_axis(x, torch.tensor([1, 1])).sum().backward()
     assert x.grad is not None and x.grad[:, 0].tolist() == [0, 1, 0, 0]  # assigned rather than added
 
-    picked, residual = index_first_axis_residual(x, torch.tensor([2, 0]))
+    picked, residual = bert_padding.index_first_axis_residual(x, torch.tensor([2, 0]))
     assert torch.equal(picked, x[[2, 0]]) and torch.equal(residual, x)
     # sum() hands an expanded gradient back: writing into it would corrupt it.
     (gradient,) = torch.autograd.grad(picked.sum() * 3 + residual.sum(), x)
     assert gradient[:, 0].tolist() == [4, 1, 4, 1]
 
     values, upstream = randn(2, 3).requires_grad_(), randn(5, 3) + 1
-    out = index_put_first_axis(values, torch.tensor([3, 1]), 5)
+    out = bert_padding.index_put_first_axis(values, torch.tensor([3, 1]), 5)
     out.backward(upstream)
     assert torch.equal(out[[3, 1]], values) and out[[0, 2, 4]].abs().sum() == 0
     assert values.grad is not None and torch.equal(values.grad, upstream[[3, 1]])
@@ -80,7 +71,7 @@ def test_picking_and_putting_and_their_gradients() -> None:
 
 @pytest.mark.parametrize(
     ("function", "arguments"),
-    [(IndexFirstAxis.apply, ()), (index_first_axis_residual, ()), (IndexPutFirstAxis.apply, (4,))],
+    [(IndexFirstAxis.apply, ()), (bert_padding.index_first_axis_residual, ()), (IndexPutFirstAxis.apply, (4,))],
 )
 def test_a_one_dimensional_input_is_an_assertion_error(function: Callable[..., Any], arguments: tuple[int]) -> None:
     with pytest.raises(AssertionError, match=r"at least 2 dimensions|values has shape"):
@@ -95,7 +86,7 @@ def test_a_mask_of_the_wrong_shape_is_named_in_the_error() -> None:
 def test_concatenated_sequences_are_split_by_their_lengths() -> None:
     lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [3, 2, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]])
     x = randn(3, 6, 2).requires_grad_()
-    packed, indices, cu_seqlens, max_seqlen = unpad_input_for_concatenated_sequences(x, lengths)
+    packed, indices, cu_seqlens, max_seqlen = bert_padding.unpad_input_for_concatenated_sequences(x, lengths)
     expected = [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 12, 13, 14, 15, 16, 17]
     assert indices.tolist() == expected
     assert torch.equal(packed, x.flatten(0, 1)[expected])
@@ -104,7 +95,7 @@ def test_concatenated_sequences_are_split_by_their_lengths() -> None:
     packed.sum().backward()
     assert x.grad is not None and x.grad[:, :, 0].sum(dim=1).tolist() == [5, 5, 6]
     with pytest.raises(ValueError, match="add up to 7"):
-        unpad_input_for_concatenated_sequences(x[:1], torch.tensor([[4, 3, 0, 0, 0, 0]]))
+        bert_padding.unpad_input_for_concatenated_sequences(x[:1], torch.tensor([[4, 3, 0, 0, 0, 0]]))
 
 
 def test_without_gradients_nothing_is_told_to_autograd(monkeypatch: pytest.MonkeyPatch) -> None:

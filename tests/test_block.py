@@ -42,6 +42,10 @@ def linear(params: Parameters, name: str, x: Tensor) -> Tensor:
     return F.linear(x, params[f"{name}.weight"], params[f"{name}.bias"])
 
 
+def made(block_cls: Any, kind: str, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
+    return scrambled(block_cls(D, norm_cls=NORMS[kind], **PARTS, **options), dtype)
+
+
 def plain_prenorm(kind: str, fp32: bool, params: Parameters, hidden: Tensor, residual: Tensor | None = None) -> Any:
     dtype = params["norm1.weight"].dtype
     for norm_name, part in (("norm1", "mixer"), ("norm2", "mlp")):
@@ -64,30 +68,26 @@ def plain_parallel(kind: str, tied: bool, params: Parameters, first: Tensor, *re
     return linear(params, "mixer", normed), linear(params, "mlp", second), residual
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kind", "fused", "residual_in_fp32"), pairwise(DTYPES, NORMS, (False, True), (False, True))
-)
-def test_a_prenorm_block_adds_then_normalises(
-    dtype: torch.dtype, kind: str, fused: bool, residual_in_fp32: bool
-) -> None:
-    block = Block(D, norm_cls=NORMS[kind], fused_dropout_add_ln=fused, residual_in_fp32=residual_in_fp32, **PARTS)
-    scrambled(block, dtype)
+@pytest.mark.parametrize(("dtype", "kind", "fused", "fp32"), pairwise(DTYPES, NORMS, (False, True), (False, True)))
+def test_a_prenorm_block_adds_then_normalises(dtype: torch.dtype, kind: str, fused: bool, fp32: bool) -> None:
+    """Keeping the residual in fp32 or not."""
+    block = made(Block, kind, dtype, fused_dropout_add_ln=fused, residual_in_fp32=fp32)
     hidden = randn(2, 5, D, dtype=dtype)
-    plain = partial(plain_prenorm, kind, residual_in_fp32)
+    plain = partial(plain_prenorm, kind, fp32)
     check_module(block, plain, hidden)
-    check_module(block, plain, hidden, randn(2, 5, D, seed=1, dtype=torch.float32 if residual_in_fp32 else dtype))
+    check_module(block, plain, hidden, randn(2, 5, D, seed=1, dtype=torch.float32 if fp32 else dtype))
 
 
 @pytest.mark.parametrize("kind", NORMS)
 def test_a_block_of_fp16_weights_takes_fp32_inputs_and_keeps_the_residual_in_fp32(kind: str) -> None:
-    block = scrambled(Block(D, norm_cls=NORMS[kind], **PARTS), torch.float16)
+    block = made(Block, kind, torch.float16)
     check_module(block, partial(plain_prenorm, kind, False), randn(2, 5, D), randn(2, 5, D, seed=1))
 
 
 @pytest.mark.parametrize(("dtype", "kind", "fused"), pairwise(DTYPES, NORMS, (False, True)))
 def test_a_postnorm_block_normalises_after_each_branch(dtype: torch.dtype, kind: str, fused: bool) -> None:
-    block = Block(D, norm_cls=NORMS[kind], prenorm=False, fused_dropout_add_ln=fused, **PARTS)
-    check_module(scrambled(block, dtype), partial(plain_postnorm, kind), randn(2, 5, D, dtype=dtype))
+    block = made(Block, kind, dtype, prenorm=False, fused_dropout_add_ln=fused)
+    check_module(block, partial(plain_postnorm, kind), randn(2, 5, D, dtype=dtype))
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,10 @@ def test_a_postnorm_block_normalises_after_each_branch(dtype: torch.dtype, kind:
 def test_a_parallel_block_feeds_both_branches_from_one_sum(
     dtype: torch.dtype, kind: str, fused: bool, tied: bool, inputs: int
 ) -> None:
-    block = ParallelBlock(D, norm_cls=NORMS[kind], tied_norm=tied, fused_dropout_add_ln=fused, **PARTS)
-    hidden = [randn(2, 5, D, seed=seed, dtype=dtype) for seed in range(inputs)]
-    check_module(scrambled(block, dtype), partial(plain_parallel, kind, tied), *hidden)
+    block = made(ParallelBlock, kind, dtype, tied_norm=tied, fused_dropout_add_ln=fused)
+    check_module(
+        block, partial(plain_parallel, kind, tied), *(randn(2, 5, D, seed=seed, dtype=dtype) for seed in range(inputs))
+    )
 
 
 @pytest.mark.parametrize("block_cls", [Block, ParallelBlock])
@@ -211,10 +212,14 @@ def test_norms_are_marked_for_sequence_parallel_training(block_cls: Any) -> None
     assert not any(hasattr(p, "_sequence_parallel") or hasattr(p, "_shared_params") for p in plain.parameters())
 
 
-def test_what_cannot_be_fused_or_kept_is_refused() -> None:
-    with pytest.raises(AssertionError, match="fused_dropout_add_ln needs"):
-        Block(D, norm_cls=nn.Identity, fused_dropout_add_ln=True, **PARTS)
-    with pytest.raises(AssertionError, match="only compatible with prenorm"):
-        Block(D, prenorm=False, residual_in_fp32=True, **PARTS)
-    with pytest.raises(AssertionError, match="residual is for prenorm"):
-        Block(D, prenorm=False, **PARTS)(randn(1, 2, D), randn(1, 2, D))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"norm_cls": nn.Identity, "fused_dropout_add_ln": True}, "fused_dropout_add_ln needs"),
+        ({"prenorm": False, "residual_in_fp32": True}, "only compatible with prenorm"),
+        ({"prenorm": False}, "residual is for prenorm"),
+    ],
+)
+def test_what_cannot_be_fused_or_kept_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        Block(D, **options, **PARTS)(randn(1, 2, D), randn(1, 2, D))

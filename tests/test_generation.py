@@ -10,16 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from flash_attn_compat.modules.mha import MHA
-from flash_attn_compat.utils.generation import (
-    GenerationMixin,
-    InferenceParams,
-    allocate_inference_cache,
-    decode,
-    modify_logits_for_top_k_filtering,
-    modify_logits_for_top_p_filtering,
-    sample,
-    update_graph_cache,
-)
+from flash_attn_compat.utils import generation
+from flash_attn_compat.utils.generation import GenerationMixin, InferenceParams, sample, update_graph_cache
 
 VOCAB = 11
 
@@ -43,11 +35,7 @@ class TinyModel(nn.Module, GenerationMixin):
         return {i: layer.allocate_inference_cache(batch_size, max_seqlen, dtype) for i, layer in enumerate(self.layers)}
 
     def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor | None = None,
-        inference_params: Any = None,
-        num_last_tokens: int = 0,
+        self, input_ids: Tensor, position_ids: Any = None, inference_params: Any = None, num_last_tokens: int = 0
     ) -> Any:
         self.seen.append(tuple(input_ids.shape))
         x = self.embedding(input_ids)
@@ -87,10 +75,10 @@ def test_decoding_stops_when_every_sample_ends() -> None:
 def test_teacher_tokens_replace_drawn_ones() -> None:
     model = TinyModel()
     teacher = torch.tensor([[1, 2, 3, 4, 6, 8], [7, 5, 9, 0, 0, 1]])
-    output = decode(PROMPT, model, 7, teacher_outputs=teacher)
+    output = generation.decode(PROMPT, model, 7, teacher_outputs=teacher)
     assert torch.equal(output.sequences[:, :6], teacher)
     torch.testing.assert_close(output.scores[-1], model(teacher).logits[:, -1], rtol=1e-4, atol=1e-5)
-    output = decode(PROMPT, model, 8, vocab_size=4)  # logits past the vocabulary are ignored
+    output = generation.decode(PROMPT, model, 8, vocab_size=4)  # logits past the vocabulary are ignored
     assert output.sequences[:, 3:].max() < 4 and output.scores[0].shape == (2, 4)
 
 
@@ -115,18 +103,23 @@ def test_draws_follow_the_probabilities(options: dict[str, Any]) -> None:
     torch.testing.assert_close(frequencies, scaled.softmax(-1), rtol=0, atol=0.015)
 
 
-def test_top_p_keeps_the_smallest_set_that_exceeds_it_and_top_k_the_largest() -> None:
-    probabilities = torch.tensor([[0.05, 0.5, 0.15, 0.3], [0.9, 0.04, 0.03, 0.03]])
-    for top_p, kept in ((0.4, [1, 1]), (0.6, [2, 1]), (0.93, [3, 2]), (0.0, [4, 4]), (1.0, [4, 4])):
-        logits = probabilities.log()
-        modify_logits_for_top_p_filtering(logits, top_p)
-        assert logits.isfinite().sum(-1).tolist() == kept
-    logits = probabilities.log()
-    modify_logits_for_top_p_filtering(logits, 0.6)
-    assert logits[0].isfinite().tolist() == [False, True, False, True]
-    logits = probabilities.log()
-    modify_logits_for_top_k_filtering(logits, 2)
-    assert logits[0].isfinite().tolist() == [False, True, False, True]
+@pytest.mark.parametrize(
+    ("keep", "limit", "kept"),
+    [
+        (generation.modify_logits_for_top_p_filtering, 0.4, [{1}, {0}]),
+        (generation.modify_logits_for_top_p_filtering, 0.6, [{1, 3}, {0}]),
+        (generation.modify_logits_for_top_p_filtering, 0.94, [{1, 3, 2}, {0, 1}]),
+        (generation.modify_logits_for_top_p_filtering, 0.0, [{0, 1, 2, 3}] * 2),
+        (generation.modify_logits_for_top_p_filtering, 1.0, [{0, 1, 2, 3}] * 2),
+        (generation.modify_logits_for_top_k_filtering, 2, [{1, 3}, {0, 1}]),
+    ],
+)
+def test_top_p_keeps_the_smallest_set_that_exceeds_it_and_top_k_the_largest(
+    keep: Any, limit: Any, kept: list[set[int]]
+) -> None:
+    logits = torch.tensor([[0.05, 0.5, 0.15, 0.3], [0.9, 0.05, 0.03, 0.02]]).log()
+    keep(logits, limit)
+    assert [set(row.isfinite().nonzero().flatten().tolist()) for row in logits] == kept
 
 
 def test_the_state_can_be_reset_and_keeps_its_caches() -> None:
@@ -199,4 +192,4 @@ def test_caches_are_made_from_a_configuration_where_the_model_has_none() -> None
     caches = update_graph_cache(model, None, 2, 3, 8, decoding_seqlens=(), tensor_parallel=2).inference_params
     shapes = {layer: tuple(cache.shape) for layer, cache in caches.key_value_memory_dict.items()}
     assert shapes == dict.fromkeys((0, 1), (2, 8, 2, 2, 8))
-    assert list(allocate_inference_cache(1, 2, 3, 4, [5, 7], "cpu")) == [5, 7]
+    assert list(generation.allocate_inference_cache(1, 2, 3, 4, [5, 7], "cpu")) == [5, 7]

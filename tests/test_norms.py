@@ -12,14 +12,8 @@ from torch import Tensor
 from flash_attn_compat import flash_attn_func
 from flash_attn_compat.ops import layer_norm as ln
 from flash_attn_compat.ops import rms_norm as rn
-from flash_attn_compat.ops.triton.layer_norm import (
-    RMSNorm,
-    layer_norm_fn,
-    layer_norm_linear_fn,
-    layer_norm_ref,
-    rms_norm_fn,
-    rms_norm_ref,
-)
+from flash_attn_compat.ops.triton import layer_norm as triton_norms
+from flash_attn_compat.ops.triton.layer_norm import layer_norm_fn, rms_norm_fn
 from tests.plain import check_function, pairwise
 from tests.support import close, qkv, randn
 
@@ -242,23 +236,25 @@ def test_dropout_keeps_the_stated_share_follows_the_seed_and_may_drop_everything
     assert x.grad is not None and x.grad.abs().sum() == 0
 
 
-def test_shapes_that_do_not_fit_are_named() -> None:
-    x, weight = randn(3, D), torch.ones(D)
-    with pytest.raises(AssertionError, match=r"residual has shape \(2, 24\)"):
-        layer_norm_fn(x, weight, None, residual=randn(2, D))
-    with pytest.raises(AssertionError, match=r"weight has shape \(23,\)"):
-        layer_norm_fn(x, weight[1:], None)
-    with pytest.raises(AssertionError, match=r"rowscale has shape \(2,\)"):
-        layer_norm_fn(x, weight, None, rowscale=torch.ones(2))
-    with pytest.raises(AssertionError, match="rowscale is not supported with parallel LayerNorm"):
-        layer_norm_fn(x, weight, None, x1=x, rowscale=torch.ones(3))
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"residual": randn(2, D)}, r"residual has shape \(2, 24\)"),
+        ({"weight": torch.ones(D - 1)}, r"weight has shape \(23,\)"),
+        ({"rowscale": torch.ones(2)}, r"rowscale has shape \(2,\)"),
+        ({"x1": randn(3, D), "rowscale": torch.ones(3)}, "rowscale is not supported with parallel LayerNorm"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(given: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        layer_norm_fn(**{"x": randn(3, D), "weight": torch.ones(D), "bias": None, **given})
 
 
 @both_norms
 def test_the_reference_functions_agree_with_the_fused_ones(rms: bool) -> None:
     names = ("x", "weight", *PRESENT[4])
     given: dict[str, Any] = dict(zip(names, inputs(torch.bfloat16, names), strict=True))
-    fused, ref = (rms_norm_fn, rms_norm_ref) if rms else (layer_norm_fn, layer_norm_ref)
+    fused, ref = (rms_norm_fn, triton_norms.rms_norm_ref) if rms else (layer_norm_fn, triton_norms.layer_norm_ref)
     *outputs, mask, mask1 = fused(**given, dropout_p=0.2, prenorm=True, return_dropout_mask=True)
     expected = ref(**given, dropout_p=0.2, prenorm=True, dropout_mask=mask, dropout_mask1=mask1, upcast=True)
     for actual, wanted in zip(outputs, expected, strict=True):
@@ -270,8 +266,8 @@ def test_the_reference_functions_agree_with_the_fused_ones(rms: bool) -> None:
 @both_norms
 @pytest.mark.parametrize("prenorm", [False, True])
 def test_norm_then_linear(rms: bool, prenorm: bool) -> None:
-    def ours(x: Tensor, weight: Tensor, bias: Tensor, matrix: Tensor, offset: Tensor, residual: Tensor) -> Any:
-        return layer_norm_linear_fn(x, weight, bias, matrix, offset, residual, EPS, prenorm, is_rms_norm=rms)
+    def ours(*given: Tensor) -> Any:
+        return triton_norms.layer_norm_linear_fn(*given, EPS, prenorm, is_rms_norm=rms)
 
     def plain(x: Tensor, weight: Tensor, bias: Tensor, matrix: Tensor, offset: Tensor, residual: Tensor) -> Any:
         out = F.linear(norm(x + residual, weight, bias, rms), matrix, offset)
@@ -282,7 +278,7 @@ def test_norm_then_linear(rms: bool, prenorm: bool) -> None:
 
 
 def test_the_triton_rms_norm_module_drops_only_in_training() -> None:
-    module = RMSNorm(D, dropout_p=0.5, zero_centered_weight=True)
+    module = triton_norms.RMSNorm(D, dropout_p=0.5, zero_centered_weight=True)
     x = randn(3, D)
     assert module.eps == 1e-5 and module.bias is None and module.weight.abs().sum() == 0
     close(module.eval()(x).detach(), norm(x.double(), torch.ones(D), None, rms=True))

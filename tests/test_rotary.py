@@ -9,16 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_compat.layers.rotary import (
-    RotaryEmbedding,
-    _apply_rotary_emb_qkv,
-    apply_rotary_emb,
-    apply_rotary_emb_func,
-    apply_rotary_emb_kv_,
-    apply_rotary_emb_qkv_,
-    apply_rotary_emb_torch,
-    rotate_half,
-)
+from flash_attn_compat.layers import rotary as R
+from flash_attn_compat.layers.rotary import RotaryEmbedding, apply_rotary_emb, apply_rotary_emb_qkv_
 from flash_attn_compat.ops.triton.rotary import apply_rotary
 from tests.plain import check_function, pairwise, rounded_once
 from tests.support import cumulative, randn
@@ -50,10 +42,9 @@ def places(offsets: Any, seqlen: int = S) -> Tensor:
 
 def packed_places(offsets: Any) -> Tensor:
     positions = torch.full((11,), -1)
-    for index, (start, stop) in enumerate(zip(STARTS.tolist(), STARTS.tolist()[1:])):
-        positions[start:stop] = torch.arange(stop - start) + (
-            offsets[index] if isinstance(offsets, Tensor) else offsets
-        )
+    first = torch.as_tensor(offsets).expand(3)
+    for offset, start, stop in zip(first, STARTS.tolist(), STARTS.tolist()[1:]):
+        positions[start:stop] = torch.arange(stop - start) + offset
     return positions
 
 
@@ -75,7 +66,7 @@ FORMS: dict[str, tuple[tuple[int, ...], Callable[..., Any], Callable[..., Tensor
     "dense": ((B, S, H, D), lambda x, q, k, o, i: apply_rotary_emb(x, *q, i, seqlen_offsets=o), one),
     "in place": ((B, S, H, D), lambda x, q, k, o, i: apply_rotary_emb(x, *q, i, True, o), one),
     "heads of more than 256": (
-        (B, S, 1, 320), lambda x, q, k, o, i: apply_rotary_emb_func(x, *q, i, seqlen_offsets=o), one,
+        (B, S, 1, 320), lambda x, q, k, o, i: R.apply_rotary_emb_func(x, *q, i, seqlen_offsets=o), one,
     ),
     "packed": (
         (11, H, D),
@@ -99,7 +90,7 @@ FORMS: dict[str, tuple[tuple[int, ...], Callable[..., Any], Callable[..., Tensor
     ),
     "kv": (
         (B, S, 2, HK, D),
-        lambda x, q, k, o, i: apply_rotary_emb_kv_(x, *k, i, o),
+        lambda x, q, k, o, i: R.apply_rotary_emb_kv_(x, *k, i, o),
         lambda x, q, k, o, i: torch.stack((rotated(x[:, :, 0], *k, places(o), i), x[:, :, 1]), 2),
     ),
     "what unbind gave": (
@@ -170,7 +161,7 @@ def test_a_view_is_rotated_in_place_through_its_strides(interleaved: bool) -> No
 def test_out_of_place_forms_leave_their_input_alone_and_the_lowest_one_outside_of_autograd() -> None:
     leaf, of_q = randn(B, S, 3, H, D).requires_grad_(), tables(D)
     kept = leaf.detach().clone()
-    out, lowest = _apply_rotary_emb_qkv(leaf.detach(), *of_q), apply_rotary(leaf[:, :, 0], *of_q)
+    out, lowest = R._apply_rotary_emb_qkv(leaf.detach(), *of_q), apply_rotary(leaf[:, :, 0], *of_q)
     assert torch.equal(leaf, kept) and lowest.grad_fn is None
     assert torch.equal(out, apply_rotary_emb_qkv_(kept, *of_q)) and torch.equal(out[:, :, 0], lowest)
 
@@ -181,13 +172,13 @@ def test_the_plain_torch_version_agrees(interleaved: bool, per_batch: bool) -> N
     x, (cos, sin) = randn(B, S, H, D, dtype=torch.float64), tables(10, torch.float64)
     given = [t[:S].expand(B, S, 5) if per_batch else t[:S] for t in (cos, sin)]
     expected = rotated(x, cos, sin, places(0), interleaved)
-    torch.testing.assert_close(apply_rotary_emb_torch(x, *given, interleaved=interleaved), expected)
+    torch.testing.assert_close(R.apply_rotary_emb_torch(x, *given, interleaved=interleaved), expected)
 
 
 def test_rotate_half_negates_the_second_of_each_pair() -> None:
     x = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    assert rotate_half(x).tolist() == [-3, -4, 1, 2]
-    assert rotate_half(x, interleaved=True).tolist() == [-2, 1, -4, 3]
+    assert R.rotate_half(x).tolist() == [-3, -4, 1, 2]
+    assert R.rotate_half(x, interleaved=True).tolist() == [-2, 1, -4, 3]
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,7 @@ from torch import Tensor
 
 from flash_attn_compat import flash_attn_varlen_func, flash_attn_varlen_kvpacked_func
 from flash_attn_compat.flash_attn_interface import flash_attn_varlen_qkvpacked_func
-from flash_attn_compat.utils.benchmark import (
-    benchmark_all,
-    benchmark_backward,
-    benchmark_forward,
-    benchmark_memory,
-    pytorch_profiler,
-)
+from flash_attn_compat.utils import benchmark
 from flash_attn_compat.utils.library import triton_op
 from flash_attn_compat.utils.pretrained import state_dict_from_pretrained
 from flash_attn_compat.utils.testing import attention_ref, generate_qkv, generate_random_padding_mask
@@ -62,25 +56,22 @@ def test_packed_inputs_give_the_reference_of_the_padded_ones(form: str, padded: 
     if form == "qkvpacked":
         packed, cu_seqlens, max_seqlen, qkv, pad_out, pad_in = made
         out = flash_attn_varlen_qkvpacked_func(packed, cu_seqlens, max_seqlen, causal=causal)
-        leaves, padders, wide = [packed], [pad_in], [qkv]
-        ref_inputs = qkv.unbind(2)
+        gradients, reference = [(packed, pad_in, qkv)], qkv.unbind(2)
     elif form == "kvpacked":
         q_unpad, kv_unpad, *lengths, wide_q, wide_kv, pad_out, pad_q, pad_kv = made
         out = flash_attn_varlen_kvpacked_func(q_unpad, kv_unpad, *lengths, causal=causal)
-        leaves, padders, wide = [q_unpad, kv_unpad], [pad_q, pad_kv], [wide_q, wide_kv]
-        ref_inputs = (wide_q, *wide_kv.unbind(2))
+        gradients, reference = [(q_unpad, pad_q, wide_q), (kv_unpad, pad_kv, wide_kv)], (wide_q, *wide_kv.unbind(2))
     else:
-        q_unpad, k_unpad, v_unpad, _, cu_q, cu_k, _, _, max_q, max_k, *rest = made
-        wide_q, wide_k, wide_v, _, pad_out, pad_q, pad_k = rest
-        out = flash_attn_varlen_func(q_unpad, k_unpad, v_unpad, cu_q, cu_k, max_q, max_k, causal=causal)
-        leaves, padders, wide = [q_unpad, k_unpad, v_unpad], [pad_q, pad_k, pad_k], [wide_q, wide_k, wide_v]
-        ref_inputs = (wide_q, wide_k, wide_v)
-    expected, _ = attention_ref(*ref_inputs, query_mask, key_mask, causal=causal)
+        *packed, _, cu_q, cu_k, _, _, max_q, max_k, wide_q, wide_k, wide_v, _, pad_out, pad_q, pad_k = made
+        out = flash_attn_varlen_func(*packed, cu_q, cu_k, max_q, max_k, causal=causal)
+        reference = wide_q, wide_k, wide_v
+        gradients = list(zip(packed, (pad_q, pad_k, pad_k), reference))
+    expected, _ = attention_ref(*reference, query_mask, key_mask, causal=causal)
     torch.testing.assert_close(pad_out(out), expected, rtol=1e-4, atol=1e-5)
     dout = randn(*expected.shape, seed=9)
     (pad_out(out) * dout).sum().backward()
     (expected * dout).sum().backward()
-    for leaf, pad, whole in zip(leaves, padders, wide, strict=True):
+    for leaf, pad, whole in gradients:
         torch.testing.assert_close(pad(leaf.grad), whole.grad, rtol=1e-4, atol=1e-5)
 
 
@@ -164,21 +155,23 @@ def test_benchmarks_time_forward_backward_and_both(capsys: pytest.CaptureFixture
         calls.append(torch.is_autocast_enabled("cpu"))
         return t @ t * factor, "second"
 
-    timings = benchmark_all(fn, x, repeats=3, desc="product", factor=2.0)
+    timings = benchmark.benchmark_all(fn, x, repeats=3, desc="product", factor=2.0)
     printed = capsys.readouterr().out
     assert [timing[1].number_per_run for timing in timings] == [3, 3, 3]
     for words in ("product - Forward pass", "product - Backward pass", "product - Forward + Backward pass"):
         assert words in printed
     ones = torch.ones(4, 4)
-    torch.testing.assert_close(benchmark_backward(fn, x, grad=ones, verbose=False) and x.grad, ones @ x.T + x.T @ ones)
+    torch.testing.assert_close(
+        benchmark.benchmark_backward(fn, x, grad=ones, verbose=False) and x.grad, ones @ x.T + x.T @ ones
+    )
     calls.clear()
-    benchmark_forward(fn, x, amp=True, amp_dtype=torch.bfloat16, verbose=False)
+    benchmark.benchmark_forward(fn, x, amp=True, amp_dtype=torch.bfloat16, verbose=False)
     assert set(calls) == {True}
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="sees no CUDA device"):
-            benchmark_memory(lambda: None)
+            benchmark.benchmark_memory(lambda: None)
     with pytest.raises(RuntimeError, match=r"Grad shape \(3,\) does not match output shape \(4, 4\)"):
-        benchmark_backward(fn, x, grad=torch.ones(3))
+        benchmark.benchmark_backward(fn, x, grad=torch.ones(3))
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -186,7 +179,9 @@ def test_the_profiler_prints_a_table_and_writes_a_trace(
     backward: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = tmp_path / "trace.json"
-    pytorch_profiler(torch.mm, randn(4, 4).requires_grad_(), randn(4, 4), trace_filename=str(trace), backward=backward)
+    benchmark.pytorch_profiler(
+        torch.mm, randn(4, 4).requires_grad_(), randn(4, 4), trace_filename=str(trace), backward=backward
+    )
     printed = capsys.readouterr().out
     assert "aten::mm" in printed and ("MmBackward0" in printed) == backward
     assert json.loads(trace.read_text())["traceEvents"]
