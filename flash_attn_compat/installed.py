@@ -14,6 +14,8 @@ EXTENSION = "flash_attn_2_cuda"
 SITE = str(Path(__file__).resolve().parent / "naming" / "site")
 # Metadata of flash-attn 2.6.3 alone: it precedes SITE where that interface is asked for.
 SITE_2_6 = str(Path(__file__).resolve().parent / "naming" / "site_2_6")
+# FlashAttention-3's name.
+SITE_FA3 = str(Path(__file__).resolve().parent / "naming" / "site_fa3")
 # What the __init__ of a stand-in, and of no real flash_attn, names.
 _MARK = "flash_attn_compat"
 

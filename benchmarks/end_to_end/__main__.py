@@ -21,7 +21,7 @@ from benchmarks.end_to_end.agreement import compared, reference
 from benchmarks.end_to_end.program import Implementation, figure
 from benchmarks.end_to_end.programs import PROGRAMS
 from flash_attn_compat import settings
-from flash_attn_compat.naming.site_directory import SITE
+from flash_attn_compat.installed import SITE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 Rows = dict[str, dict[str, Any]]  # program -> what was found

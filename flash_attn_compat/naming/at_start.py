@@ -13,7 +13,7 @@ _for_good = ExitStack()  # never closed
 def begins(package: str) -> None:
     """Called when the import of `package` begins in an interpreter that has not called patch()."""
     if package == "transformers":
-        transformers.open_gates()
+        transformers.open_gates(_for_good)
         if settings.hub_kernels():
             hub_kernels.answer(_for_good)
     elif settings.varlen_attn():

@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib.util
 import sys
 from contextlib import ExitStack
-from pathlib import Path
 
+from flash_attn_compat.installed import SITE_FA3
 from flash_attn_compat.naming import site_directory
 
-SITE_FA3 = str(Path(__file__).resolve().parent / "site_fa3")
 _NAME = "flash_attn_interface"
 
 
@@ -18,7 +17,6 @@ def answer(undo: ExitStack) -> None:
 
     A module of that name which is there already, in a child ours, stays.
     """
-    if importlib.util.find_spec(_NAME) is not None:
-        return
-    undo.callback(sys.modules.pop, _NAME, None)
-    site_directory.put_entries_on_path(undo, [SITE_FA3])
+    if importlib.util.find_spec(_NAME) is None:
+        undo.callback(sys.modules.pop, _NAME, None)
+        site_directory.put_on_path(undo, [SITE_FA3])

@@ -19,8 +19,6 @@ from types import ModuleType
 MIRRORED = frozenset(
     {"bert_padding", "flash_attn_interface", "flash_attn_triton", "layers", "losses", "modules", "ops", "utils"}
 )
-
-
 _ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -93,9 +91,8 @@ def served_api() -> str:
 
 def source_name(below: str, api: str) -> str:
     """The module of flash_attn_compat that stands for flash_attn.<below> in that interface."""
-    if api == "2.6" and (_ROOT / "api_2_6" / below.replace(".", "/")).with_suffix(".py").is_file():
-        return f"flash_attn_compat.api_2_6.{below}"
-    if api == "2.6" and (_ROOT / "api_2_6" / below.replace(".", "/") / "__init__.py").is_file():
+    old = _ROOT / "api_2_6" / below.replace(".", "/")
+    if api == "2.6" and (old.with_suffix(".py").is_file() or (old / "__init__.py").is_file()):
         return f"flash_attn_compat.api_2_6.{below}"
     return f"flash_attn_compat.{below}"
 

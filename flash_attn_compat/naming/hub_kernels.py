@@ -14,34 +14,26 @@ from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
-from flash_attn_compat.naming.after_import import when_imported
+from flash_attn_compat.naming.journal import give_back, set_attribute, when_imported
 
 NAMES = ("kernels-community/flash-attn2", "kernels-community/flash-attn3", "kernels-community/vllm-flash-attn3")
-_FUNCTIONS = ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")
-_FLASH_UTILS = "transformers.modeling_flash_attention_utils"
-_MODELING_UTILS = "transformers.modeling_utils"
+_LOADED = ("_loaded_implementation", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")
 
 
 def answer(undo: ExitStack) -> None:
     """Let NAMES lead to our functions in transformers 5, imported already or later; older ones are left alone."""
-    when_imported(
-        {
-            _FLASH_UTILS: functools.partial(_answer_loader, undo=undo),
-            _MODELING_UTILS: functools.partial(_register, undo=undo),
-        },
-        undo,
-    )
+    handlers = {
+        "transformers.modeling_flash_attention_utils": _answer_loader,
+        "transformers.modeling_utils": _register,
+    }
+    when_imported(handlers, undo)
 
 
 def _answer_loader(module: ModuleType, undo: ExitStack) -> None:
     original = getattr(module, "_lazy_imports", None)
-    if original is None or not hasattr(module, "FLASH_ATTN_KERNEL_FALLBACK"):
-        return
-    for name in ("_loaded_implementation", *_FUNCTIONS):
-        if hasattr(module, name):
-            undo.callback(setattr, module, name, getattr(module, name))
-    module._lazy_imports = _with_ours(original)  # type: ignore[attr-defined]  # transformers' own name
-    undo.callback(setattr, module, "_lazy_imports", original)
+    if original is not None and hasattr(module, "FLASH_ATTN_KERNEL_FALLBACK"):
+        give_back(module, _LOADED, undo)
+        set_attribute(module, "_lazy_imports", _with_ours(original), undo)
 
 
 def _with_ours(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,11 +10,11 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from importlib.machinery import ModuleSpec
 
 from flash_attn_compat import installed, settings
 from flash_attn_compat.naming import fa3, finder, real, site_directory, transformers
 from flash_attn_compat.naming.hub_kernels import answer as answer_hub_names
+from flash_attn_compat.naming.journal import set_item
 from flash_attn_compat.naming.varlen_attn import serve as serve_varlen_attn
 
 # Of other packages than flash_attn, that can be asked for.
@@ -24,7 +24,7 @@ _lock = threading.RLock()
 _undo: ExitStack | None = None
 _kept = False  # by patch(), until unpatch()
 _contexts = 0  # patched() blocks that are open, in any thread
-_api: str | None = None  # asked for by whoever patched first
+_api = ""  # the interface in force
 _extras: set[str] = set()  # in force, by their variables
 
 
@@ -101,40 +101,35 @@ def _apply(api: str | None, hub_kernels: bool, varlen_attn: bool, interfaces: Se
         raise ValueError(f"api must be {' or '.join(settings.APIS)}, got {api!r}")
     if set(interfaces) - set(INTERFACES) or isinstance(interfaces, str):
         raise ValueError(f"interfaces must be a sequence of names among {', '.join(INTERFACES)}, got {interfaces!r}")
-    chosen = settings.api() if api is None else api
-    if _undo is not None:
-        if api is not None and api != (_api or "2.8"):
-            raise RuntimeError(f"patched already with the interface of {_api or '2.8'}: unpatch() first")
-        with ExitStack() as added:
-            _add_extras(hub_kernels, varlen_attn, added)
-            _add_interfaces(interfaces, added)
-            _undo.push(added.pop_all())
-        return
-    with ExitStack() as undo:
-        if api is not None:
-            _set_variable(settings.API, api, undo)
-        if _answer_to_the_name(undo, chosen):
-            transformers.open_gates(undo)
-        _extras.clear()
-        _add_extras(hub_kernels or settings.hub_kernels(), varlen_attn or settings.varlen_attn(), undo)
-        _add_interfaces(interfaces, undo)
-        _undo = undo.pop_all()
-    _api = chosen
-    _forget_decisions()
+    if _undo is not None and api not in (None, _api):
+        raise RuntimeError(f"patched already with the interface of {_api}: unpatch() first")
+    with ExitStack() as added:
+        if _undo is None:
+            chosen = settings.api() if api is None else api
+            if api is not None:
+                set_item(os.environ, settings.API, api, added)
+            if _answer_to_the_name(added, chosen):
+                transformers.open_gates(added)
+            hub_kernels, varlen_attn = hub_kernels or settings.hub_kernels(), varlen_attn or settings.varlen_attn()
+            _api = chosen or "2.8"
+        _add_extras(hub_kernels, varlen_attn, interfaces, added)
+        if _undo is None:
+            _undo = ExitStack()
+            _forget_decisions()
+        _undo.push(added.pop_all())
 
 
-def _add_extras(wants_hub_kernels: bool, wants_varlen_attn: bool, undo: ExitStack) -> None:
+def _add_extras(wants_hub_kernels: bool, wants_varlen_attn: bool, interfaces: Sequence[str], undo: ExitStack) -> None:
     """What has to be asked for, unless it is there already; the variables tell children."""
-    extras = {settings.HUB_KERNELS: (wants_hub_kernels, answer_hub_names)}
-    extras[settings.VARLEN_ATTN] = (wants_varlen_attn, serve_varlen_attn)
-    for variable, (wanted, apply) in extras.items():
+    for variable, wanted, apply in (
+        (settings.HUB_KERNELS, wants_hub_kernels, answer_hub_names),
+        (settings.VARLEN_ATTN, wants_varlen_attn, serve_varlen_attn),
+    ):
         if wanted and variable not in _extras:
-            _set_variable(variable, "1", undo)
+            set_item(os.environ, variable, "1", undo)
             apply(undo)
             _extras.add(variable)
-
-
-def _add_interfaces(interfaces: Sequence[str], undo: ExitStack) -> None:
+            undo.callback(_extras.discard, variable)
     if "fa3" in interfaces:
         fa3.answer(undo)
 
@@ -155,51 +150,27 @@ def _forget_decisions() -> None:
         dispatch.forget_decisions()
 
 
-def _set_variable(name: str, value: str, undo: ExitStack) -> None:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    if before is None:
-        undo.callback(os.environ.pop, name, None)
-    else:
-        undo.callback(os.environ.__setitem__, name, before)
-
-
 def _answer_to_the_name(undo: ExitStack, api: str | None) -> bool:
     """Returns False where a real flash-attn serves."""
-    spec = installed.first_spec()
-    if installed.is_stand_in_spec(spec):
-        # Installed for good, or inherited from a patched parent: only what lies in sys.modules can be wrong, and
-        # the interface.
-        real.remember_modules(undo)
-        loaded = sys.modules.get("flash_attn")
-        if api is not None:
-            site_directory.put_on_path(undo, _entry_of(spec), api)
-        if not finder.is_stand_in(loaded) or (api is not None and finder.served_api() != api):
-            real.forget_modules()
-        return True
-    if api == "2.6":
-        # Whatever a real one is good for, it is not this interface.
-        real.remember_modules(undo)
-        real.forget_modules()
-        site_directory.put_on_path(undo, _entry_of(installed.real_spec()), api)
-        if finder.add_to_meta_path():
-            undo.callback(finder.remove_from_meta_path)
-        return True
-    found = real.judge_real(undo)
-    if found is not None and found.usable:
-        undo.pop_all()
-        return False
-    if found is not None and real.swap_extension(found, undo):
-        site_directory.put_in_pythonpath(undo)
-        return True
+    first = installed.first_spec()
+    is_ours = installed.is_stand_in_spec(first)
+    if not is_ours and api != "2.6":  # whatever a real one is good for, it has not the interface of 2.6
+        with ExitStack() as judged:
+            found = real.judge_real(judged)
+            if found is not None and found.usable:
+                judged.pop_all()
+                return False
+            undo.push(judged.pop_all())
+        if found is not None and real.swap_extension(found, undo):
+            site_directory.add_to_pythonpath(undo, site_directory.entries(None))
+            return True
     real.remember_modules(undo)
-    real.forget_modules()
-    site_directory.put_on_path(undo, real.path_entry(found.location) if found else None)
-    if finder.add_to_meta_path():
+    if not (is_ours and finder.is_stand_in(sys.modules.get("flash_attn")) and api in (None, finder.served_api())):
+        real.forget_modules()
+    if is_ours and api is None:
+        return True  # installed for good, or inherited from a patched parent: what the path leads to is right
+    replaced = first if is_ours else installed.real_spec()
+    site_directory.put_on_path(undo, site_directory.entries(api), real.path_entry(replaced))
+    if not is_ours and finder.add_to_meta_path():
         undo.callback(finder.remove_from_meta_path)
     return True
-
-
-def _entry_of(spec: ModuleSpec | None) -> str | None:
-    """The sys.path entry through which a package is found."""
-    return None if spec is None or spec.origin is None else real.path_entry(os.path.dirname(spec.origin))

@@ -18,8 +18,10 @@ from types import ModuleType
 from typing import Any
 
 from flash_attn_compat import installed, settings
-from flash_attn_compat.installed import EXTENSION, RealFlashAttn, is_stand_in_spec, real_spec, told
+from flash_attn_compat.installed import EXTENSION, RealFlashAttn, is_stand_in_spec, real_spec, stated_version, told
+from flash_attn_compat.naming.journal import set_attribute
 
+_PACKAGES = ("flash_attn", EXTENSION)
 RAW_FUNCTIONS = ("fwd", "varlen_fwd", "bwd", "varlen_bwd", "fwd_kvcache")
 _FIRST_VERSION_WITH_THESE_RAW_FUNCTIONS = (2, 7)
 _OPERATORS = (
@@ -51,15 +53,17 @@ def judge_real(undo: ExitStack) -> RealFlashAttn | None:
     return RealFlashAttn(location, _installed_version(location), _reason_against(spec, undo))
 
 
-def path_entry(location: str) -> str | None:
-    """The sys.path entry through which the package at `location` is found."""
-    parent = Path(location).resolve().parent
-    return next((entry for entry in sys.path if Path(entry or os.curdir).resolve() == parent), None)
+def path_entry(spec: ModuleSpec | None) -> str | None:
+    """The sys.path entry through which a package is found."""
+    if spec is None or spec.origin is None:
+        return None
+    directory = Path(spec.origin).parent.resolve().parent
+    return next((entry for entry in sys.path if Path(entry or os.curdir).resolve() == directory), None)
 
 
 def remember_modules(undo: ExitStack) -> None:
     """When `undo` is closed, sys.modules holds the flash_attn modules of now, and no other."""
-    saved = {name: module for name, module in sys.modules.items() if _is_flash_attn(name)}
+    saved = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in _PACKAGES}
 
     def restore() -> None:
         forget_modules()
@@ -68,9 +72,10 @@ def remember_modules(undo: ExitStack) -> None:
     undo.callback(restore)
 
 
-def forget_modules() -> None:
+def forget_modules(*packages: str) -> None:
+    """Those of the packages, by default all that `remember_modules` remembers."""
     for name in list(sys.modules):
-        if _is_flash_attn(name):
+        if name.partition(".")[0] in (packages or _PACKAGES):
             del sys.modules[name]
 
 
@@ -80,6 +85,8 @@ def swap_extension(real: RealFlashAttn, undo: ExitStack) -> bool:
     Its wrappers look the extension up when they are called. Returns False, with everything put back, where that
     does not help: versions before 2.7, a package that fails for other reasons, functions that refuse by themselves.
     """
+    if (stated_version(real.location) or (0, 0)) < _FIRST_VERSION_WITH_THESE_RAW_FUNCTIONS:
+        return False
     ours = importlib.import_module(f"flash_attn_compat.{EXTENSION}")
     with ExitStack() as attempt:
         remember_modules(attempt)
@@ -87,11 +94,9 @@ def swap_extension(real: RealFlashAttn, undo: ExitStack) -> bool:
         try:
             package = _import_real(real_spec())
             interface = importlib.import_module("flash_attn.flash_attn_interface")
-            if _version_of(package) < _FIRST_VERSION_WITH_THESE_RAW_FUNCTIONS or not hasattr(
-                interface, "flash_attn_gpu"
-            ):
+            if not hasattr(interface, "flash_attn_gpu"):
                 return False
-            _set_attribute(interface, "flash_attn_gpu", ours, attempt)
+            set_attribute(interface, "flash_attn_gpu", ours, attempt)
             _add_kernels_off_cuda(interface)
             installed.set_swapped(real)
             attempt.callback(installed.set_swapped, None)
@@ -130,8 +135,7 @@ def _import_real(spec: ModuleSpec | None) -> ModuleType:
         return loaded
     if spec is None or spec.loader is None:
         raise ImportError("flash_attn cannot be found")
-    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
-        del sys.modules[name]
+    forget_modules("flash_attn")
     module = module_from_spec(spec)
     sys.modules["flash_attn"] = module
     try:
@@ -163,7 +167,7 @@ def _replace_raw_functions(ours: ModuleType, undo: ExitStack) -> None:
         sys.modules[EXTENSION] = ours
         return
     for name in RAW_FUNCTIONS:
-        _set_attribute(loaded, name, getattr(ours, name), undo)
+        set_attribute(loaded, name, getattr(ours, name), undo)
 
 
 def _add_kernels_off_cuda(interface: ModuleType) -> None:
@@ -180,26 +184,8 @@ def _add_kernels_off_cuda(interface: ModuleType) -> None:
                 operator.register_kernel(device)(operator._init_fn)
 
 
-def _set_attribute(target: Any, name: str, value: Any, undo: ExitStack) -> None:
-    missing = object()
-    original = getattr(target, name, missing)
-    setattr(target, name, value)
-    if original is missing:
-        undo.callback(delattr, target, name)
-    else:
-        undo.callback(setattr, target, name, original)
-
-
-def _version_of(package: ModuleType) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", getattr(package, "__version__", "0"))[:2])
-
-
 def _installed_version(location: str) -> str | None:
     for distribution in importlib.metadata.distributions(path=[str(Path(location).parent)]):
         if re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower() == "flash-attn":
             return distribution.version
     return None
-
-
-def _is_flash_attn(name: str) -> bool:
-    return name.partition(".")[0] in ("flash_attn", EXTENSION)

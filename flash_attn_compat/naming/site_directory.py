@@ -14,27 +14,23 @@ from contextlib import ExitStack
 from flash_attn_compat.installed import SITE, SITE_2_6
 
 
-def put_on_path(undo: ExitStack, before: str | None = None, api: str | None = None) -> None:
-    """Make site/ visible here and in children, with the metadata of `api`.
+def entries(api: str | None) -> list[str]:
+    """The directories that answer to the name with this interface."""
+    return [SITE_2_6, SITE] if api == "2.6" else [SITE]
 
-    before: a sys.path entry that it must precede.
+
+def put_on_path(undo: ExitStack, wanted: list[str], before: str | None = None) -> None:
+    """Directories onto sys.path, and for children onto PYTHONPATH.
+
+    before: a sys.path entry that they must precede.
     """
-    put_entries_on_path(undo, _entries(api), before)
-
-
-def put_entries_on_path(undo: ExitStack, entries: list[str], before: str | None = None) -> None:
-    """Directories onto sys.path, and for children onto PYTHONPATH."""
-    for entry in entries:
+    for entry in wanted:
         _add_to_sys_path(undo, entry, before)
         _add_to_pkg_resources(undo, entry)
         undo.callback(sys.path_importer_cache.pop, entry, None)
-    _add_to_pythonpath(undo, entries)
+    add_to_pythonpath(undo, wanted)
     undo.callback(importlib.invalidate_caches)
     importlib.invalidate_caches()
-
-
-def _entries(api: str | None) -> list[str]:
-    return [SITE_2_6, SITE] if api == "2.6" else [SITE]
 
 
 def _add_to_sys_path(undo: ExitStack, entry: str, before: str | None) -> None:
@@ -46,12 +42,8 @@ def _add_to_sys_path(undo: ExitStack, entry: str, before: str | None) -> None:
     undo.callback(_remove_once, sys.path, entry)
 
 
-def put_in_pythonpath(undo: ExitStack) -> None:
-    """Make site/ visible in child processes, where PYTHONPATH comes before anything installed."""
-    _add_to_pythonpath(undo, _entries(None))
-
-
-def _add_to_pythonpath(undo: ExitStack, wanted: list[str]) -> None:
+def add_to_pythonpath(undo: ExitStack, wanted: list[str]) -> None:
+    """For child processes alone, where PYTHONPATH comes before anything installed."""
     original = os.environ.get("PYTHONPATH")
     entries = original.split(os.pathsep) if original else []
     missing = [entry for entry in wanted if entry not in entries]

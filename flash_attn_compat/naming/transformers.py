@@ -17,12 +17,13 @@ from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
-from flash_attn_compat.naming.after_import import when_imported
+from flash_attn_compat.naming.journal import give_back, set_item, when_imported
 
 _IMPORT_UTILS = "transformers.utils.import_utils"
 _FLASH_UTILS = "transformers.modeling_flash_attention_utils"
 _MODELING_UTILS = "transformers.modeling_utils"
 _AVAILABLE = "is_flash_attn_2_available"
+_ORIGINAL = "_flash_attn_compat_original"  # of our check: the one it replaces
 _GUARDS = {_AVAILABLE, "is_flash_attn_available"}
 
 # Answers that transformers keeps for the life of the process (which of them exist depends on the version).
@@ -54,86 +55,60 @@ _lock = threading.Lock()
 _open = False
 
 
-def open_gates(undo: ExitStack | None = None) -> None:
+def open_gates(undo: ExitStack) -> None:
     """Let attn_implementation="flash_attention_2" through; `undo` takes back exactly what this call did."""
     global _open
     with _lock:
         if _open:
             return
         _open = True
-    gates = _Gates()
-    if undo is not None:
-        undo.callback(_close, gates)
-    gates.open()
+    undo.callback(_closed)
+    handlers = {  # in this order: the others build on what the first replaces
+        _IMPORT_UTILS: _open_import_utils,
+        _FLASH_UTILS: _open_flash_utils,
+        _MODELING_UTILS: _open_modeling_utils,
+    }
+    if _IMPORT_UTILS not in when_imported(handlers, undo):
+        _replay_guarded_code(undo)
 
 
-def _close(gates: _Gates) -> None:
+def _closed() -> None:
     global _open
-    gates.close()
     with _lock:
         _open = False
 
 
-class _Gates:
-    """One opening of transformers' checks: the steps taken, and their way back."""
+def _open_import_utils(module: ModuleType, undo: ExitStack) -> None:
+    original = getattr(module, _AVAILABLE, None)
+    if original is None:
+        return
+    undo.callback(_forget_answers, module, original)
+    mapping = getattr(module, "PACKAGE_DISTRIBUTION_MAPPING", {})
+    before = mapping.get("flash_attn", [])
+    if mapping and "flash-attn" not in before:
+        set_item(mapping, "flash_attn", [*before, "flash-attn"], undo)
+    _forget_answers(module)
+    opened = _always_available(original)
+    _replace_everywhere(original, opened)
+    undo.callback(_replace_everywhere, opened, original)
 
-    def __init__(self) -> None:
-        self._undo = ExitStack()
-        self._available: dict[str, Any] = {}
 
-    def open(self) -> None:
-        waiting = when_imported(
-            {  # in this order: the others build on what the first replaces
-                _IMPORT_UTILS: self._open_import_utils,
-                _FLASH_UTILS: self._open_flash_utils,
-                _MODELING_UTILS: self._open_modeling_utils,
-            },
-            self._undo,
-        )
-        if _IMPORT_UTILS not in waiting:
-            _replay_guarded_code(self._undo)
+def _open_flash_utils(module: ModuleType, undo: ExitStack) -> None:
+    give_back(module, _LOADED_FUNCTIONS, undo)
+    entry = getattr(module, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", {}).get(2, {})
+    checked = entry.get("general_availability_check")
+    if checked is not None:  # a module imported while the gates are open took our check into its table
+        undo.callback(entry.__setitem__, "general_availability_check", getattr(checked, _ORIGINAL, checked))
+        entry["general_availability_check"] = getattr(module, _AVAILABLE, checked)
 
-    def close(self) -> None:
-        self._undo.close()
 
-    def _open_import_utils(self, module: ModuleType) -> None:
-        original = getattr(module, _AVAILABLE, None)
-        if original is None:
-            return
-        self._undo.callback(_forget_answers, module)
-        self._undo.callback(_forget_answers, module, original)
-        mapping = getattr(module, "PACKAGE_DISTRIBUTION_MAPPING", {})
-        before = mapping.get("flash_attn", [])
-        if mapping and "flash-attn" not in before:
-            mapping["flash_attn"] = [*before, "flash-attn"]
-            if before:
-                self._undo.callback(mapping.__setitem__, "flash_attn", before)
-            else:
-                self._undo.callback(mapping.pop, "flash_attn")
-        _forget_answers(module)
-        opened = _always_available(original)
-        _replace_everywhere(original, opened)
-        self._undo.callback(_replace_everywhere, opened, original)
-
-    def _open_flash_utils(self, module: ModuleType) -> None:
-        for name in _LOADED_FUNCTIONS:
-            if hasattr(module, name):
-                self._undo.callback(setattr, module, name, getattr(module, name))
-        entry = getattr(module, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", {}).get(2, {})
-        checked = entry.get("general_availability_check")
-        if checked is not None and getattr(module, _AVAILABLE, checked) is not checked:
-            entry["general_availability_check"] = getattr(module, _AVAILABLE)
-            self._undo.callback(entry.__setitem__, "general_availability_check", checked)
-        elif checked is not None and hasattr(checked, "_flash_attn_compat_original"):
-            self._undo.callback(entry.__setitem__, "general_availability_check", checked._flash_attn_compat_original)
-
-    def _open_modeling_utils(self, module: ModuleType) -> None:
-        model_class = module.PreTrainedModel
-        for name, (argument, value) in _DEVICE_CHECKS.items():
-            original = model_class.__dict__.get(name)
-            if original is not None:
-                setattr(model_class, name, _without_device_check(original, argument, value))
-                self._undo.callback(setattr, model_class, name, original)
+def _open_modeling_utils(module: ModuleType, undo: ExitStack) -> None:
+    model_class = module.PreTrainedModel
+    for name, (argument, value) in _DEVICE_CHECKS.items():
+        original = model_class.__dict__.get(name)
+        if original is not None:
+            setattr(model_class, name, _without_device_check(original, argument, value))
+            undo.callback(setattr, model_class, name, original)
 
 
 def _always_available(original: Callable[..., bool]) -> Callable[..., bool]:
@@ -141,7 +116,7 @@ def _always_available(original: Callable[..., bool]) -> Callable[..., bool]:
     def is_flash_attn_2_available(*args: Any, **kwargs: Any) -> bool:
         return True
 
-    is_flash_attn_2_available._flash_attn_compat_original = original  # type: ignore[attr-defined]  # functions take any
+    setattr(is_flash_attn_2_available, _ORIGINAL, original)
     # Its callers clear the cache that newer versions keep.
     return (
         functools.lru_cache(is_flash_attn_2_available)

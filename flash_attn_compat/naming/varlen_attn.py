@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
-from flash_attn_compat.naming.after_import import when_imported
+from flash_attn_compat.naming.journal import when_imported
 
 MODULE = "torch.nn.attention.varlen"
 _serving = 0  # how many times serve() is in force
@@ -32,7 +32,7 @@ def _stop() -> None:
     _serving -= 1
 
 
-def _register(module: ModuleType) -> None:
+def _register(module: ModuleType, undo: ExitStack) -> None:
     """Once per process. An operator keeps its kernels, so ours hand over to torch's while nothing is served."""
     global _registered
     if _registered or not hasattr(module, "_varlen_attn"):

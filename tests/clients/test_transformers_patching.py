@@ -49,11 +49,16 @@ def ours():
 
 def test_patch_is_enough_before_transformers_import_and_its_modules_lose_the_answer():
     check_ends_well(f"""
-{PATCH}
+import flash_attn_compat
+flash_attn_compat.patch(hub_kernels=True)
 {RUN_A_MODEL}
 {STATE}
 assert flash.is_flash_attn_2_available()
+has_hub_kernels = hasattr(flash, "FLASH_ATTN_KERNEL_FALLBACK")
+assert hasattr(getattr(flash, "_lazy_imports", None), "__wrapped__") == has_hub_kernels
 flash_attn_compat.unpatch()
+assert not hasattr(getattr(flash, "_lazy_imports", None), "__wrapped__")
+assert not has_hub_kernels or not [name for name in state()[-1][0] if "kernels-community" in name]
 if not torch.cuda.is_available():  # with CUDA transformers needs no patching
     assert not flash.is_flash_attn_2_available() and not transformers.utils.is_flash_attn_2_available() and not ours()
     matrix = getattr(flash, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", None)

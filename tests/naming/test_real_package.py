@@ -151,7 +151,7 @@ def gpu(monkeypatch):
 def test_a_package_that_works_on_this_gpu_is_left_alone(fake):
     fake.extension("def fwd(q, *arguments):\n    return [q]\n")
     path = list(sys.path)
-    patch()
+    patch(api="2.8")  # a variable that unpatch() takes back
     import flash_attn
 
     assert Path(flash_attn.__file__).parent == fake.package

@@ -7,11 +7,13 @@ import os
 import sys
 import threading
 import types
+from contextlib import ExitStack
+from functools import partial
 
 import pytest
 
 from flash_attn_compat.installed import SITE
-from flash_attn_compat.naming import patch, patched, unpatch
+from flash_attn_compat.naming import journal, patch, patched, unpatch
 from tests.naming.conftest import state
 
 
@@ -76,6 +78,24 @@ def test_what_others_left_in_sys_modules_is_replaced_and_comes_back(monkeypatch,
     assert importlib.import_module("flash_attn").__version__ == "2.8.3"
     unpatch()
     assert "flash_attn" in sys.modules and sys.modules["flash_attn"] is left
+
+
+def test_all_who_wait_for_a_module_get_it_and_closing_takes_back_what_they_did(tmp_path, monkeypatch):
+    (tmp_path / "awaited.py").write_text("told = ''\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def tell(module: types.ModuleType, undo: ExitStack, word: str) -> None:
+        journal.set_attribute(module, "told", module.told + word, undo)
+
+    with ExitStack() as undo:
+        for word in ("first", "second"):
+            journal.when_imported({"awaited": partial(tell, word=word)}, undo)
+        moved = undo.pop_all()  # as patch() keeps it
+    awaited = importlib.import_module("awaited")
+    assert awaited.told == "firstsecond"
+    moved.close()
+    assert awaited.told == ""
+    del sys.modules["awaited"]
 
 
 def test_threads_that_patch_and_unpatch_at_once_leave_nothing():

@@ -1,0 +1,95 @@
+"""What is changed outside of this package, each with its way back: attributes, entries, and modules imported later."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+Handler = Callable[[ModuleType, ExitStack], None]
+_MISSING = object()
+
+
+def set_item(mapping: MutableMapping[str, Any], key: str, value: Any, undo: ExitStack) -> None:
+    """mapping[key] = value, until `undo` is closed. Variables of the environment are entries of os.environ."""
+    before = mapping.get(key, _MISSING)
+    mapping[key] = value
+    if before is _MISSING:
+        undo.callback(mapping.pop, key, None)
+    else:
+        undo.callback(mapping.__setitem__, key, before)
+
+
+def set_attribute(target: Any, name: str, value: Any, undo: ExitStack) -> None:
+    """target.name = value, until `undo` is closed."""
+    before = getattr(target, name, _MISSING)
+    setattr(target, name, value)
+    if before is _MISSING:
+        undo.callback(delattr, target, name)
+    else:
+        undo.callback(setattr, target, name, before)
+
+
+def give_back(module: ModuleType, names: Iterable[str], undo: ExitStack) -> None:
+    """What the module may rebind by itself has its present value again when `undo` is closed."""
+    for name in names:
+        if hasattr(module, name):
+            undo.callback(setattr, module, name, getattr(module, name))
+
+
+def when_imported(handlers: Mapping[str, Handler], undo: ExitStack) -> list[str]:
+    """Call each handler with the module of its name, now (in this order) or after its import, and with a journal.
+
+    Returns the names still waited for. Closing `undo` ends the waiting and undoes what the handlers noted.
+    """
+    steps = ExitStack()  # of our own: the caller may have moved what `undo` holds by the time a handler runs
+    undo.callback(steps.close)
+    waiting = {name: handler for name, handler in handlers.items() if name not in sys.modules}
+    if waiting:
+        watcher = _AfterImport(waiting, steps)
+        sys.meta_path.insert(0, watcher)
+        steps.callback(_remove, sys.meta_path, watcher)
+    for name, handler in handlers.items():
+        if name not in waiting:
+            handler(sys.modules[name], steps)
+    return list(waiting)
+
+
+class _AfterImport:
+    """A finder that finds nothing by itself: it lets a handler run once a module it waits for has been executed."""
+
+    def __init__(self, handlers: dict[str, Handler], steps: ExitStack) -> None:
+        self._handlers = handlers
+        self._steps = steps
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self._handlers:
+            return None
+        # Those before this one were asked already, and two that wait for the same module must not ask each other.
+        finders = list(sys.meta_path)
+        for finder in finders[finders.index(self) + 1 :] if self in finders else finders:
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                self._run_after(spec.loader, self._handlers[fullname])
+                return spec
+        return None
+
+    def _run_after(self, loader: Any, handler: Handler) -> None:
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            vars(loader).pop("exec_module", None)
+            execute(module)
+            handler(module, self._steps)
+
+        loader.exec_module = exec_module
+
+
+def _remove(finders: list[Any], finder: Any) -> None:
+    if finder in finders:
+        finders.remove(finder)
