@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -23,8 +24,9 @@ from flash_attn_compat import (
     use_backend,
 )
 from flash_attn_compat.backends import BACKENDS, Backend
+from flash_attn_compat.backends.base import FLOAT_DTYPES, Capabilities
 from flash_attn_compat.engine.build import Options, dense_call
-from flash_attn_compat.engine.features import Traits
+from flash_attn_compat.engine.features import DESCRIPTIONS, Feature, Traits, split
 from flash_attn_compat.serving import dispatch
 from tests.support import cumulative, qkv
 
@@ -126,22 +128,11 @@ def test_an_empty_value_counts_as_not_set(name: str, monkeypatch: pytest.MonkeyP
 # ---------------------------------------------------------------- refusals
 
 
-def _refusal(**kwargs: Any) -> str:
+def test_the_refusal_says_all_that_every_backend_has_against_the_call() -> None:
     with use_backend("sdpa"), pytest.raises(BackendNotSupported) as refusal:
-        flash_attn_func(*qkv(), **kwargs)
-    return str(refusal.value)
-
-
-def test_the_refusal_says_what_every_backend_has_against_the_call() -> None:
-    lines = _refusal(softcap=2.0).splitlines()
-    for name in NAMES:
-        (line,) = [line for line in lines[1:] if line.split()[0] == name]
-        assert line.split(maxsplit=1)[1]
-
-
-def test_all_reasons_are_given_and_not_only_the_first() -> None:
-    line = next(line for line in _refusal(softcap=2.0, dropout_p=0.1).splitlines()[1:] if line.startswith("sdpa"))
-    assert "softcap" in line.lower() and "dropout" in line.lower()
+        flash_attn_func(*qkv(), softcap=2.0, dropout_p=0.1)
+    told = dict(line.split(maxsplit=1) for line in str(refusal.value).splitlines()[1:])
+    assert list(told) == NAMES and "softcap" in told["sdpa"] and "dropout" in told["sdpa"]
 
 
 def test_a_refused_cache_call_leaves_the_cache_alone() -> None:
@@ -207,15 +198,34 @@ def test_a_forward_and_its_backward_count_as_one_call() -> None:
     assert counted() == {"chunked": 2}
 
 
-# ---------------------------------------------------------------- the compute capability
+# ---------------------------------------------------------------- the tables
+
+Change = tuple[dict[str, Any], str]
+
+
+def beyond(table: Capabilities, features: Feature) -> Iterator[Change]:
+    """Changes of traits that a backend serves into such as its table lacks, and words of the reason."""
+    for feature in split(~int(table.features)):
+        yield {"features": int(features | feature)}, DESCRIPTIONS[feature]
+    for dtype in FLOAT_DTYPES - table.dtypes:
+        yield {"dtype": dtype}, f"does not compute {str(dtype).removeprefix('torch.')}"
+    if table.devices is not None:
+        yield {"device_type": "tpu"}, "only"
+    if table.min_capability is not None:
+        yield {"capability": (table.min_capability[0] - 1, 9)}, "needs compute capability"
+    if table.max_capability is not None:
+        yield {"capability": (table.max_capability[0] + 1, 0)}, "knows GPUs up to"
+    if table.max_head_dim is not None:
+        yield {"head_dim_v": table.max_head_dim + 8}, f"head_dim is at most {table.max_head_dim}"
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=NAMES)
-def test_a_backend_that_needs_a_newer_gpu_says_so(backend: Any) -> None:
-    lowest = backend.capabilities.min_capability
-    if lowest is None:
-        assert backend.name not in ("official", "torch_flash", "fused", "torch_efficient")
-        return
-    traits = dense_call(*qkv(dtype=torch.float16), Options()).traits()
-    older = traits._replace(device_type="cuda", capability=(lowest[0] - 1, 0))
-    assert any(f"{lowest[0]}.{lowest[1]}" in reason for reason in backend.reasons(older))
+def test_whatever_a_table_lacks_is_a_reason(backend: Backend) -> None:
+    table = backend.capabilities
+    device = "cuda" if table.devices is None or "cuda" in table.devices else "cpu"
+    served = dense_call(*qkv(dtype=torch.float16), Options()).traits()
+    served = served._replace(device_type=device, capability=(9, 0) if device == "cuda" else None)
+    usual = backend.reasons(served)
+    for change, words in beyond(table, Feature(served.features)):
+        reasons = [reason for reason in backend.reasons(served._replace(**change)) if reason not in usual]
+        assert any(words in reason for reason in reasons), (change, reasons)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import shutil
 import warnings
 from collections.abc import Callable
@@ -25,8 +24,6 @@ from flash_attn_compat.engine.features import Feature, Traits
 from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 from tests import fused_on_cpu, support
 from tests.support import close, randn
-from verify.examination import Examination
-from verify.problems import Problem
 
 HALF = torch.float16
 
@@ -49,25 +46,9 @@ def _available(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_available")
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"capability": (7, 0)}, "7.5"),
-        ({"dtype": torch.float32}, "float32"),
-        ({"head_dim": 264}, "at most 256"),
-        ({"features": int(Feature.TRANSFORMS)}, "forward-mode"),
-        ({"features": int(Feature.PAGED | Feature.BACKWARD)}, "gradients over pages"),
-        ({"device_type": "cpu"}, "runs on CUDA GPUs only"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_it_says_why_it_cannot_serve(changes: dict[str, Any], reason: str) -> None:
-    found = Fused().reasons(traits(**changes))
-    assert len(found) == 1 and reason in found[0]
-
-
-@pytest.mark.usefixtures("_available")
-def test_the_user_and_rocm_are_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_with_gradients_rocm_and_the_user_are_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = traits(features=int(Feature.PAGED | Feature.BACKWARD))
+    assert ["gradients over pages" in reason for reason in Fused().reasons(pages)] == [True]
     monkeypatch.setattr(torch.version, "hip", "6.2")
     assert Fused().reasons(traits()) == ["its kernels are for NVIDIA GPUs"]
     monkeypatch.setattr(torch.version, "hip", None)
@@ -98,14 +79,6 @@ CALLS: dict[str, dict[str, Any]] = {
     },
     "dropout": {"dropout_p": 0.4},
 }
-
-
-def test_copies_into_rows_of_16_bytes_change_neither_answers_nor_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "SMALL", 0)
-    fused_on_cpu.emulate(monkeypatch)
-    problem = Problem(seqlens_q=(40,), seqlens_k=(50,), group=2, head_dim=20, dtype="float16", softcap=3.0)
-    verdict = Examination(problem).judge("fused")
-    assert not verdict.failures and not verdict.refused, verdict
 
 
 @pytest.mark.parametrize(("head_dim", "small"), [(20, 0), (20, launcher.SMALL), (32, 0), (32, launcher.SMALL)])
@@ -169,29 +142,6 @@ def test_what_kernels_cannot_read_as_it_lies_is_copied_and_only_that(
     assert len(launches.seen) == (2 if seqlen_q == 1 else 4)
     close(found["fused"][0], found["chunked"][0], 4.0)
     assert all(map(torch.equal, found["fused"][1:], found["chunked"][1:]))
-
-
-@pytest.mark.parametrize("dtype", [HALF, torch.bfloat16])
-@pytest.mark.parametrize("rotary_dim", [0, 16])
-def test_a_prefill_over_a_cache_sees_nothing_behind_a_length_that_is_a_number(
-    rotary_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither as keys nor as what bf16 is scaled by; q lies head by head, which the rotated one does not."""
-    launches = fused_on_cpu.emulate(monkeypatch)
-    q = randn(2, 4, 20, 32, dtype=dtype).transpose(1, 2)
-    tables = [randn(64, rotary_dim // 2, seed=seed, dtype=dtype) if rotary_dim else None for seed in (1, 2)]
-    new = [randn(2, 20, 2, 32, seed=seed, dtype=dtype) for seed in (3, 4)]
-    found: dict[str, list[Tensor]] = {"fused": [], "chunked": []}
-    for backend, length in itertools.product(found, (5, 30)):
-        caches = [randn(2, 64, 2, 32, seed=seed, dtype=dtype) for seed in (7, 8)]
-        for cache in caches:
-            cache[:, length:] = 60000.0 if dtype == HALF else 1e38
-        with flash_attn_compat.use_backend(backend):
-            found[backend].append(flash_attn_with_kvcache(q, *caches, *new, *tables, length, causal=True))
-            found[backend] += [cache[:, : length + 20] for cache in caches]
-    assert len({launch.variant for launch in launches.seen}) == len(launches.variants)
-    for one, two in zip(found["fused"], found["chunked"]):
-        close(one, two, 4.0)
 
 
 # ---- kernels that cannot be used

@@ -387,6 +387,31 @@ def test_more_new_keys_are_appended_by_a_launch_of_its_own(
     assert turing.entries == ["append", "decode"]
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("rotary_dim", [0, 16])
+def test_a_prefill_over_a_cache_sees_nothing_behind_a_length_that_is_a_number(
+    turing: Launches, rotary_dim: int, dtype: str
+) -> None:
+    """Neither as keys nor as what bf16 is scaled by; q lies head by head, which the rotated one does not."""
+    for seqlen_k in (5, 30):
+        check(
+            cache(
+                seqlens_q=(20,) * 2, seqlens_k=(seqlen_k,) * 2, capacity=64, head_dim=32, group=2, causal=True,
+                lengths_as="int", new_keys=20, rotary_dim=rotary_dim, dtype=dtype, poison="inf",
+                layouts=("heads_first", "contiguous", "contiguous", "contiguous"),
+            )
+        )  # fmt: skip
+    assert len({launch.variant for launch in turing.seen}) == len(turing.variants)
+
+
+def test_copies_into_rows_of_16_bytes_change_neither_answers_nor_gradients(
+    turing: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "SMALL", 0)
+    check(replace(DENSE, head_dim=20, softcap=3.0))
+    assert dict(turing.last.variant.macros)["VEC"] == 8
+
+
 def test_launches_leave_the_workspace_as_the_next_one_wants_it(turing: Launches) -> None:
     for name in ("split keys", "causal", "split keys"):
         check(CACHES[name])

@@ -28,6 +28,7 @@ def test_every_part_runs_a_module_that_is_there(tmp_path: Path) -> None:
     assert len({part.name for part in parts}) == len(parts) > 12
     for part in parts:
         assert part.command[:2] == [sys.executable, "-m"] and importlib.util.find_spec(part.command[2]), part
+        assert part.stops == (part.command[2] in ("tests.fuzz", "tests.sanitize")), part
 
 
 @pytest.mark.parametrize(
@@ -55,12 +56,6 @@ def test_a_part_that_can_stop_is_told_when_and_keeps_what_it_found(tmp_path: Pat
     code = "import sys, time; time.sleep(float(sys.argv[sys.argv.index('--seconds') + 1])); print('7 findings')"
     found = gpu.run(python(code)._replace(stops=True), 5, tmp_path)
     assert found["code"] == 0 and found["said"] == ["7 findings"]
-
-
-@pytest.mark.parametrize("module", ["tests.fuzz", "tests.sanitize"])
-def test_the_parts_that_can_stop_do(module: str, tmp_path: Path) -> None:
-    parts = [part for part in gpu.parts(3, tmp_path) if part.command[2] == module]
-    assert parts and all(part.stops and "--seconds" not in part.command for part in parts)
 
 
 def _is_running(process: int) -> bool:
