@@ -16,7 +16,7 @@ from verify.cli import main
 from verify.contestants import RIVALS, Contestant, Prepared, ours, plain
 from verify.errors import NotSupported
 from verify.judge import Check
-from verify.spot_check import check, pieces, truths
+from verify.spot_check import check, pieces
 from verify.timing import Allocations, Failed, Job, Timing, allocations, time_together
 from verify.workloads import DECODE, FULL, Workload, shrunk, workload
 
@@ -146,9 +146,9 @@ def test_a_wrong_answer_of_ours_gives_exit_code_1(cross_short_q, monkeypatch, ca
 
 def _checked(contestant, workload, dtype=torch.float32):
     inputs = workload.call("cpu", dtype)
-    right = truths(workload, inputs)  # first: a call that appends writes to its cache
+    judged = pieces(inputs)  # first: a call that appends writes to its cache
     prepared = contestant.prepare(workload, inputs)
-    return check(prepared, workload, inputs, right, backward=not workload.decode)
+    return check(prepared, inputs, judged, backward=not workload.decode)
 
 
 @pytest.mark.parametrize("name", [name for name in TINY if not name.startswith(("decode_8x16", "decode_64"))])
@@ -205,7 +205,7 @@ def test_a_wrong_answer_is_seen_whichever_way_it_is_wrong(name, wrong, quantity)
 def test_where_fp64_has_no_room_for_all_rows_the_last_ones_are_judged(name, monkeypatch):
     workload = TINY[name]
     monkeypatch.setattr(spot_check, "MOST_SCORES", 7 * workload.group * workload.max_seqlen_k)
-    assert pieces(workload)[0].rows == min(7, workload.max_seqlen_q)
+    assert len(pieces(workload.call("cpu", torch.float32))[0].rows) == min(7, workload.max_seqlen_q)
     assert _checked(ours("chunked"), workload).ok
     for wrong in (_nan_in_the_last_row, _forgets_dk):
         assert not _checked(_stub("wrong", wrong), workload).ok
@@ -296,9 +296,9 @@ def test_a_call_that_stays_slow_is_measured_once_and_within_its_context():
 
 
 def test_the_pieces_checked_are_the_longest_and_the_shortest_sequence():
-    found = pieces(workload("three", (5, 9, 2), (4, 2), 8, "varlen"))
-    assert [(piece.sequence, piece.head, piece.rows) for piece in found] == [(1, 1, 9), (2, 0, 2)]
-    assert len(pieces(workload("one", (5,), (1, 1), 8))) == 1
+    found = pieces(workload("three", (5, 9, 2), (4, 2), 8, "varlen").call("cpu", torch.float32))
+    assert [(piece.rows.tolist(), piece.head.start) for piece in found] == [([*range(5, 14)], 1), ([14, 15], 0)]
+    assert len(pieces(workload("one", (5,), (1, 1), 8).call("cpu", torch.float32))) == 1
 
 
 # ---- ratios ----------------------------------------------------------------------------------------------------------

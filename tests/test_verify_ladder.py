@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from verify import inputs, ladder
-from verify.call import Call
 from verify.cli import main
 from verify.examination import Examination
-from verify.inputs import draw
+from verify.problems import Problem
 from verify.steps import STEPS
 from verify.timing import allocations
 
@@ -19,12 +18,13 @@ QUICK = ["--repeats", "1", "--heads", "1", "--head-dim", "8"]
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("n", "keys", "heads_k"), [(50, 50, 1), (21, 50, 2), (50, 21, 2)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("n", "keys", "group"), [(50, 50, 2), (21, 50, 1), (50, 21, 1)])
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_step_is_right_for_blocks_that_do_not_divide_the_lengths(step, dtype, n, keys, heads_k, causal):
-    shapes = {"q": (2, n, 2, 24), "k": (2, keys, heads_k, 24), "v": (2, keys, heads_k, 24)}
-    examination = Examination(Call("flash_attn_func", {**draw(shapes, dtype, n), "causal": causal}))
+def test_a_step_is_right_for_blocks_that_do_not_divide_the_lengths(step, dtype, n, keys, group, causal):
+    lengths = {"seqlens_q": (n, n), "seqlens_k": (keys, keys)}
+    problem = Problem(**lengths, group=group, head_dim=24, dtype=dtype, causal=causal, backward=False)
+    examination = Examination(problem)
 
     def of_size(q, k, v, causal):
         return STEPS[step](q, k, v, causal=causal, block_rows=12, block_columns=17)
@@ -38,8 +38,7 @@ def test_a_step_is_right_for_blocks_that_do_not_divide_the_lengths(step, dtype, 
 )
 def test_memory_grows_as_the_step_says(step, growth):
     def peak(n: int) -> int:
-        shape = (1, n, 1, 8)
-        q, k, v = draw({"q": shape, "k": shape, "v": shape}, torch.float32, 0).values()
+        q, k, v = Problem(seqlens_q=(n,), seqlens_k=(n,)).build().qkv
         found = allocations(lambda: STEPS[step](q, k, v, block_rows=32, block_columns=32))
         assert found is not None
         return found.peak

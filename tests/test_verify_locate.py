@@ -9,22 +9,25 @@ import pytest
 import torch
 
 from tests import mutants
+from verify.call import Call
 from verify.cli import main
-from verify.difference import first_place, gap, texture, which
-from verify.inputs import draw, recipe
-from verify.locate import Located, heat_map, locate
+from verify.diagnosis import which
+from verify.locate import Located, heat_map, locate, report
 from verify.planted import planted, right
 from verify.probe import Setting
+from verify.problems import Problem
 
 SMALL = ["--n", "96", "--br", "32", "--bc", "32", "--batch", "1", "--heads", "2", "--head-dim", "16"]
 REFERENCE = ("reference", mutants.correct.flash_attn_func)
 
 
-def located(function, n=96, causal=False, keys=None, dtype=torch.float32, tile=32, heads=2, heads_k=None) -> Located:
-    of_keys = (1, keys or n, heads_k or heads, 16)
-    tensors = draw({"q": (1, n, heads, 16), "k": of_keys, "v": of_keys}, dtype, 0)
-    setting = Setting(**tensors, causal=causal, block_rows=tile, block_columns=tile, device="cpu")
-    return locate([("mine", function), REFERENCE], setting)
+def located(
+    function, n=96, causal=False, keys=None, dtype="float32", tile=32, heads_k=2, group=1, atol=None
+) -> Located:
+    shape = {"nheads_k": heads_k, "group": group, "head_dim": 16, "dtype": dtype, "backward": False}
+    drawn = Problem(seqlens_q=(n,), seqlens_k=(keys or n,), **shape).build().args
+    call = Call("flash_attn_func", {**{name: drawn[name] for name in "qkv"}, "causal": causal})
+    return locate([("mine", function), REFERENCE], Setting(call, tile, tile, "cpu"), atol)
 
 
 def named(found: Located) -> str:
@@ -91,13 +94,14 @@ RANDOM = torch.Generator().manual_seed(0)
 @pytest.mark.parametrize(
     ("kernel", "settings", "part"),
     [
-        (mutants.stale_key_tile.flash_attn_func, {"n": 128}, "key tile 3: not what it should be"),
-        (mutants.tiled_heads.flash_attn_func, {"heads": 4, "heads_k": 2}, "the scores themselves"),
+        (mutants.stale_key_tile.flash_attn_func, {"n": 128}, "another tile's K or V, or stale memory"),
+        (mutants.tiled_heads.flash_attn_func, {"group": 2}, "the scores themselves"),
         (mutants.top_left_causal.flash_attn_func, {"causal": True, "keys": 130}, "the causal mask"),
         (mutants.right_edge_one_too_far.flash_attn_func, {"causal": True}, "the causal mask"),
         (mutants.stored_maximum_lost.flash_attn_func, {}, "the running maximum m"),
         (of(lambda x: x[:, : x.shape[1] // 32 * 32 or None]), {"n": 100}, "the last key tile"),
-        (of(lambda x: torch.cat((x[:, :32], x[:, 64:]), 1)), {"n": 128}, "key tile 1: never counted"),
+        (of(lambda x: torch.cat((x[:, :32], x[:, 64:]), 1)), {"n": 128}, "key tile 1 is never counted"),
+        (of(lambda x: torch.cat((x, x[:, 64:96]), 1)), {"n": 128}, "counted with the wrong weight, twice"),
         (of(change_out=lambda out: out[..., [1, 0, *range(2, 16)]]), {}, "the softmax is right"),
         (of(change_out=torch.zeros_like), {}, "rows that are zero"),
         (of(change_out=lambda out: out * torch.nan), {}, "NaN or infinity"),
@@ -133,7 +137,7 @@ def test_a_kernel_of_one_length_only_is_still_located():
 # ---- no false alarm -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize(
     ("n", "keys", "causal"), [(96, None, False), (101, None, True), (37, 90, True), (90, 37, True)]
 )
@@ -147,40 +151,51 @@ def test_two_backends_are_compared_by_import_path(capsys):
     assert "SAME" in capsys.readouterr().out
 
 
-# ---- the parts ------------------------------------------------------------------------------------------------------
+# ---- what is shown --------------------------------------------------------------------------------------------------
 
 
-def test_the_first_difference_is_the_first_in_batch_head_row_channel_order():
-    differs = torch.zeros(2, 3, 40, 8, dtype=torch.bool)
-    differs[1, 0, 0, 0] = differs[0, 2, 17, 5] = differs[0, 2, 18, 0] = True
-    place = first_place(differs, block_rows=16)
-    assert place is not None
-    assert (place.batch, place.head, place.row, place.channel, place.query_tile) == (0, 2, 17, 5, 1)
+def spoiled(*index, by=1.0):
+    """The right kernel with something added to a part of its output, (batch, seqlen, heads, head_dim)."""
+
+    def change(out):
+        out = out.clone()
+        out[index] += by
+        return out
+
+    return of(change_out=change)
 
 
 @pytest.mark.parametrize(
-    ("where", "expected"),
+    ("where", "first", "texture"),
     [
-        ((slice(None), slice(16, 32), slice(None)), "whole tiles"),
-        ((slice(None), slice(18, 20), slice(None)), "whole rows"),
-        ((slice(None), slice(16, 32), slice(2, 4)), "whole channels of tiles"),
-        ((0, 5, 3), "scattered elements"),
+        ((slice(None), slice(32, 64)), (0, 0, 32, 0, 1), "whole tiles"),
+        ((slice(None), slice(34, 36), 1), (0, 1, 34, 0, 1), "whole rows"),
+        ((slice(None), slice(32, 64), slice(None), slice(2, 4)), (0, 0, 32, 2, 1), "whole channels of tiles"),
+        (([0, 0], [70, 17], [0, 1], [5, 3]), (0, 0, 70, 5, 2), "scattered elements"),
     ],
 )
-def test_the_texture_is_the_largest_thing_that_differs_as_a_whole(where, expected):
-    differs = torch.zeros(1, 2, 40, 8, dtype=torch.bool)
-    differs[(0, *where)] = True
-    assert texture(differs, block_rows=16) == expected
+def test_the_first_difference_and_the_largest_thing_that_differs_as_a_whole_are_named(where, first, texture):
+    found = located(spoiled(*where))
+    assert found.first == first
+    (line,) = [line for line in report(found, {}).conclusion if line.startswith("DIFFERENT")]
+    assert line.endswith(f"in {texture}")
+
+
+def test_each_shade_of_the_heat_map_is_ten_times_worse_and_shows_the_worst_of_its_rows():
+    errors = torch.zeros(96, 1)
+    errors[[0, 3, 4, 7, 8, 10], 0] = torch.tensor([0.5, 5.0, 50.0, 500.0, 5e4, torch.nan])
+    found = located(spoiled(0, slice(None), 1, by=errors), atol=1.0)
+    table = heat_map(found.error, found.tolerance)
+    assert table.rows == [("0", "·" * 48), ("1", "·░▒▓██" + "·" * 42)]
+    assert "2 rows in each character" in table.columns[1]
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ([False, True, True], "tile 0 is right, every later one is wrong"),
         ([False, False, True], "tiles 0 to 1 are right, every later one is wrong"),
         ([True, False, True, False], "of 4 tiles only 0, 2 are wrong"),
-        ([True, True], "all 2 tiles are wrong"),
-        ([True], "the only tile is wrong"),
+        ([True, True], "every tile is wrong"),
         ([False, False], "no tile is wrong"),
     ],
 )
@@ -188,31 +203,23 @@ def test_a_pattern_is_put_into_words(wrong, words):
     assert which(wrong, "tile") == words
 
 
-def test_the_heat_map_holds_the_largest_error_of_each_head_and_row_bin():
-    a = torch.zeros(2, 130, 3, 4)
-    b = a.clone()
-    b[1, 129, 2, 3] = 5.0
-    b[0, 0, 0, 0] = torch.nan
-    table = heat_map(gap(a, b), tolerance=1.0)
-    clean = "·" * 43
-    assert table.rows == [("0", "█" + clean), ("1", clean + "·"), ("2", clean + "░")]
-    assert "3 rows in each character" in table.columns[1]
+ASKED = []
 
 
-@pytest.mark.parametrize(("error", "shade"), [(0.0, "·"), (1.0, "·"), (50.0, "▒"), (500.0, "▓"), (1e4, "█")])
-def test_each_shade_of_the_heat_map_is_ten_times_worse(error, shade):
-    assert heat_map(torch.full((1, 1, 1, 1), error), 1.0).rows == [("0", shade)]
+def records(q, k, v, causal=False):
+    ASKED.append((q, k, v))
+    return mutants.correct.flash_attn_func(q, k, v, causal=causal)
 
 
 def test_the_printed_recipe_gives_the_inputs(capsys):
-    shape = (1, 5, 2, 16)
-    drawn = draw({"q": shape, "k": shape, "v": shape}, torch.float16, 7)
+    ASKED.clear()
+    main(["locate", "tests.test_verify_locate:records", *SMALL, "--seed", "7", "--dtype", "fp16"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "q, k, v in this order: torch.randn(batch, seqlen, heads, head_dim, generator=g).to(torch.float16)" in shown
+    assert 'g = torch.Generator("cpu").manual_seed(7)' in shown
     generator = torch.Generator("cpu").manual_seed(7)
-    for tensor in drawn.values():
-        assert torch.equal(tensor, torch.randn(1, 5, 2, 16, generator=generator).to(torch.float16))
-    assert 'torch.Generator("cpu").manual_seed(7)' in recipe(torch.float16, 7)
-    main(["locate", "verify.planted:right", *SMALL, "--seed", "7"])
-    assert "manual_seed(7)" in capsys.readouterr().out
+    for tensor in ASKED[-1]:  # the first call asks whether it is an attention function
+        assert torch.equal(tensor, torch.randn(1, 96, 2, 16, generator=generator).to(torch.float16))
 
 
 # ---- wrong questions ------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from verify.bench_run import Plan, Row, run
 from verify.contestants import RIVALS, USUAL_RIVALS, Contestant, ours
 from verify.environment import checked_devices, describe
 from verify.errors import UsageError
-from verify.graphs import add_graphs
+from verify.graphs import graphed
 from verify.inputs import dtype, number, positive
 from verify.output import add_output_arguments, check_output_arguments, console, deliver, progress_bar
 from verify.tables import COLOURS, Report
@@ -112,8 +113,7 @@ def main(arguments: argparse.Namespace) -> int:
         summary.append(table)
         lines += [*conclusion, *tables.differing_devices(saved, environment)]
     wrong = [f"WRONG OR FAILED  {row.workload} {row.contestant}: {tables.remarks(row)}"
-             for row in rows if row.ours and (row.wrong or row.graph_wrong)]  # fmt: skip
-    lines += [f"no graph  {row.workload} {row.contestant}: {row.graph_reason}" for row in rows if row.graph_reason]
+             for row in rows if row.ours and row.wrong]  # fmt: skip
     lines += [*wrong, *([lost] if lost else [])]
     bad = [what for what, there in (("wrong", wrong), ("slower", regressed), ("unfinished", lost)) if there]
     lines.append(f"FAIL: {', '.join(bad)}" if bad else "PASS: every answer of ours is right")
@@ -131,18 +131,19 @@ def main(arguments: argparse.Namespace) -> int:
 def measured(plan: Plan, terminal: Console) -> tuple[list[Row], str]:
     """The rows, shown as they come, and why the run ended early, if it did."""
     rows: list[Row] = []
+    in_graphs = graphed(plan)
+    workloads = [*plan.workloads, *in_graphs.workloads]
     with progress_bar(terminal) as progress:
-        task = progress.add_task("", total=len(plan.workloads))
+        task = progress.add_task("", total=len(workloads))
 
         def step(what: str) -> None:
             progress.update(task, description=what)
 
         try:
-            for workload, found in zip(plan.workloads, run(plan, step)):
+            for workload, found in zip(workloads, chain(run(plan, step), run(in_graphs, step))):
                 rows += found
                 _print_rows(workload, found, terminal)
                 progress.advance(task)
-            add_graphs(plan, rows, step)
         except DeviceLost as reason:
             return rows, f"the CUDA device gave up, nothing could be measured after: {reason}"
         except KeyboardInterrupt:
@@ -153,7 +154,7 @@ def measured(plan: Plan, terminal: Console) -> tuple[list[Row], str]:
 def _print_rows(workload: Workload, rows: Sequence[Row], terminal: Console) -> None:
     terminal.print(Text(f"{workload.name}: {workload.describe()}", style="bold"))
     for row in rows:
-        _, name, forward, both, _, memory, *_, verdict, remarks = tables.detail(row)
+        _, name, forward, both, memory, *_, verdict, remarks = tables.detail(row)
         line = Text(f"  {name:28} {forward:>13} {both:>13} ms {memory:>8} MiB  ")
         line.append(verdict, style=COLOURS.get(verdict, "")).append(f"  {remarks}", style="dim")
         terminal.print(line, soft_wrap=True)

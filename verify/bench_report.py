@@ -13,7 +13,7 @@ from verify.bench_run import Row
 from verify.contestants import FLASH, WORKAROUNDS
 from verify.tables import Table
 from verify.timing import Timing
-from verify.workloads import DECODE
+from verify.workloads import DECODE, IN_GRAPH
 
 MODES = {"forward": "forward", "both": "forward + backward"}
 YARDSTICKS = {"flash-attn": FLASH, "the fastest way without it": WORKAROUNDS}
@@ -58,6 +58,7 @@ def mean_lines(rows: Sequence[Row]) -> list[str]:
     """Geometric means of our speed as a multiple of flash-attn's and of the fastest other way's, decoding aside."""
     decoding = {workload.name for workload in DECODE}
     found = [each for each in compared(rows) if each.mine.workload not in decoding]
+    found = [each for each in found if not each.mine.workload.endswith(IN_GRAPH)]
     lines = []
     for label, names in YARDSTICKS.items():
         ratios = {what: [ratio for each in found if (ratio := each.ratio(names, mode))] for mode, what in MODES.items()}
@@ -68,13 +69,13 @@ def mean_lines(rows: Sequence[Row]) -> list[str]:
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
-DETAIL_COLUMNS = ("workload", "contestant", "forward ms", "fwd+bwd ms", "in graph ms", "peak MiB", "off fp64", "may be",
-                  "answer", "remarks")  # fmt: skip
+DETAIL_COLUMNS = ("workload", "contestant", "forward ms", "fwd+bwd ms", "peak MiB", "off fp64", "may be", "answer",
+                  "remarks")  # fmt: skip
 
 
 def detail(row: Row) -> list[str]:
     by = f" ({row.served_by})" if row.served_by and row.served_by != row.contestant else ""
-    times = [NONE if timing is None else str(timing) for timing in (row.forward, row.both, row.graph)]
+    times = [NONE if timing is None else str(timing) for timing in (row.forward, row.both)]
     off = (NONE, NONE) if row.verdict is None else (f"{row.verdict.error:.1e}", f"{row.verdict.bound:.1e}")
     return [row.workload, row.contestant + by, *times, _number(row.memory_mib, ".1f"), *off, answer(row), remarks(row)]
 
@@ -87,7 +88,7 @@ def answer(row: Row) -> str:
 
 def remarks(row: Row) -> str:
     verdict = "" if row.verdict is None or row.verdict.ok else f"{row.verdict.quantity}: {row.verdict.note}"
-    return "; ".join(filter(None, [row.reason, verdict, row.graph_reason and f"no graph: {row.graph_reason}"]))
+    return "; ".join(filter(None, [row.reason, verdict]))
 
 
 def detail_table(rows: Sequence[Row], title: str, folded: bool = False) -> Table:
@@ -96,8 +97,7 @@ def detail_table(rows: Sequence[Row], title: str, folded: bool = False) -> Table
 
 def summary_table(rows: Sequence[Row]) -> Table:
     """Ours in one line for each workload, beside flash-attn and the fastest way without it."""
-    columns = ["workload", "served by", "ms", "in graph", "MiB", "flash-attn ms", "to it", "in graph", "fastest other",
-               "to it", "answer"]  # fmt: skip
+    columns = ["workload", "served by", "ms", "MiB", "flash-attn ms", "to it", "fastest other", "to it", "answer"]
     cells = []
     for each in compared(rows):
         mine, modes = each.mine, ("forward", "both") if each.mine.both else ("forward",)
@@ -105,9 +105,9 @@ def summary_table(rows: Sequence[Row]) -> Table:
         to_flash, to_other = ([each.ratio(names, mode) for mode in modes] for names in (FLASH, WORKAROUNDS))
         cells.append([
             mine.workload, mine.served_by, _listed([mine.milliseconds(mode) for mode in modes], ".3g"),
-            _number(mine.milliseconds("graph"), ".3g"), _listed([mine.memory_mib, mine.both_memory_mib], ".3g"),
+            _listed([mine.memory_mib, mine.both_memory_mib], ".3g"),
             _listed([row.milliseconds(mode) if row else None for row, mode in zip(flash, modes)], ".3g"),
-            _listed(to_flash, ".3f"), _number(each.ratio(FLASH, "graph"), ".3f"),
+            _listed(to_flash, ".3f"),
             " / ".join(dict.fromkeys(row.contestant for row in others if row)), _listed(to_other, ".2f"), answer(mine),
         ])  # fmt: skip
     return Table("Ours, forward / forward + backward, and as a multiple of the others' speed", columns, cells)

@@ -20,10 +20,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant on one workload. `reason` says why there are no figures, or not all of them.
-
-    graph: the forward replayed from a CUDA graph; graph_reason: why there is none; graph_wrong: it was another answer
-    """
+    """One contestant on one workload. `reason` says why there are no figures, or not all of them."""
 
     workload: str
     contestant: str
@@ -36,16 +33,13 @@ class Row:
     verdict: Check | None = None
     reason: str = ""
     failed: bool = False
-    graph: Timing | None = None
-    graph_reason: str = ""
-    graph_wrong: bool = False
 
     @property
     def wrong(self) -> bool:
         return self.failed or (self.verdict is not None and not self.verdict.ok)
 
     def milliseconds(self, mode: str) -> float | None:
-        """mode: forward, both or graph."""
+        """mode: forward or both."""
         timing: Timing | None = getattr(self, mode)
         return None if timing is None else timing.median_ms
 
@@ -84,9 +78,9 @@ def _rows(workload: Workload, plan: Plan, step: Callable[[str], None]) -> list[R
     able: dict[bool, dict[str, Prepared]] = {False: {}, True: {}}  # with gradients or without: who can do it
     step(f"{workload.name}: tensors")
     given = attempt(plan.device, workload.call, plan.device, plan.dtype, plan.seed)
-    right = given if isinstance(given, Failed) else attempt(plan.device, spot_check.truths, workload, given)
-    if isinstance(right, Failed):
-        return [row.but(right) for row in rows.values()]
+    pieces = given if isinstance(given, Failed) else attempt(plan.device, spot_check.pieces, given)
+    if isinstance(pieces, Failed):
+        return [row.but(pieces) for row in rows.values()]
     assert isinstance(given, Call)
     # The call with gradients is what is checked. Where it fails, of memory mostly, the forward may still be possible.
     ways = (True, False) if plan.backward and not workload.decode else (False,)
@@ -98,7 +92,7 @@ def _rows(workload: Workload, plan: Plan, step: Callable[[str], None]) -> list[R
             rows[name] = rows[name].but(prepared)
             continue
         for gradients in ways:
-            verdict = attempt(plan.device, spot_check.check, prepared, workload, given, right, gradients)
+            verdict = attempt(plan.device, spot_check.check, prepared, given, pieces, gradients)
             if isinstance(verdict, Failed):
                 rows[name] = rows[name].but(verdict)
                 continue

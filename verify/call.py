@@ -105,12 +105,20 @@ def taken_apart(grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """By name; none of a compiled function that does not tell."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
 def accepted(function: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments, without requests for extra return values, and defaults, that the function does not know."""
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+    known = parameters(function)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         return dict(args)
-    return {name: value for name, value in args.items() if name in parameters or not _may_be_left_out(name, value)}
+    return {name: value for name, value in args.items() if name in known or not _may_be_left_out(name, value)}
 
 
 # What changes nothing of the answer: flash-attn's defaults.
@@ -133,7 +141,7 @@ def solve(function: Callable[..., Any], call: Call, seed: int = 7) -> Answer:
     # torch.manual_seed takes a millisecond to note, for every GPU that has not been used yet, who called it.
     (torch.default_generator.manual_seed if call.q.device.type == "cpu" else torch.manual_seed)(seed)
     with torch.set_grad_enabled(bool(leaves)):
-        out, softmax_lse, s_dmask = _parts(function(**args | leaves))
+        out, softmax_lse, s_dmask = parts_of(function(**args | leaves))
     grads: dict[str, Tensor] = {}
     if call.dout is not None:
         grads = dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), call.dout)))
@@ -146,7 +154,7 @@ def solve(function: Callable[..., Any], call: Call, seed: int = 7) -> Answer:
     )
 
 
-def _parts(returned: Any) -> Iterator[Any]:
+def parts_of(returned: Any) -> Iterator[Any]:
     """out, softmax_lse, S_dmask of whatever a function returns."""
     parts = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
     return iter((*parts, None, None)[:3])

@@ -11,7 +11,6 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from verify.difference import which
 from verify.probe import Evidence
 
 # A key tile of a row matters to these rules if it should get at least this share of the row's weight.
@@ -41,7 +40,6 @@ class Seen:
         self.slack = max(1e-3, 4 * torch.finfo(self.kernel.out.dtype).eps)
         self.weights = self._weights()
         self.inside = self._inside(shares[..., :-1], self.kernel.out.double().transpose(1, 2)[rows])
-        self.odd = self._odd()
 
     def _weights(self) -> Weights:
         measured, right, slack = self.measured, self.right, self.slack
@@ -73,31 +71,17 @@ class Seen:
         slack = max(1e-3, 16 * torch.finfo(self.kernel.out.dtype).eps) * max(1.0, mixed.abs().max().item())
         return bool(((mixed - out).abs() <= slack).all())
 
-    def _odd(self) -> list[int]:
-        """Key tiles off by another factor than most are, in most of the rows; none if there is no such minority."""
-        factors = torch.where(self.right > MATTERS, self.measured / self.right, torch.nan)
-        away = (factors / factors.nanmedian(-1, keepdim=True).values - 1).abs()
-        odd = ((away > 0.02) | away.isinf()).double().mean(0) > 0.5
-        found = odd.nonzero().flatten().tolist()
-        return found if 2 * len(found) <= len(odd) else []
-
     @property
     def carried_wrongly(self) -> bool:
         """One key tile alone is right, every problem of more tiles is wrong, and each tile is right in itself."""
         return len(self.growth) > 1 and not self.growth[0] and all(self.growth[1:]) and self.inside
-
-    @property
-    def tiles(self) -> str:
-        """The odd ones, or the first with which it is wrong."""
-        odd = self.odd or [index for index, wrong in enumerate(self.growth) if wrong][:1]
-        return f"key tile{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))}" if odd else ""
 
 
 def _mostly(what: Tensor) -> bool:
     return what.double().mean().item() >= 0.9
 
 
-# The first rule that holds names the mistake; {tiles}: Seen.tiles.
+# The first rule that holds names the mistake.
 RULES: Sequence[tuple[Callable[[Seen], bool], str]] = (
     (
         lambda seen: seen.kernel.repeats > seen.kernel.check.widest_bound,
@@ -117,8 +101,8 @@ RULES: Sequence[tuple[Callable[[Seen], bool], str]] = (
         "the softmax is right, so the product with V is wrong: V's rows, channels or heads, or the output's place",
     ),
     (
-        lambda seen: seen.carried_wrongly and bool(seen.odd) and bool((seen.measured[:, seen.odd] == 0).all()),
-        "{tiles}: never counted",
+        lambda seen: seen.carried_wrongly and bool(seen.measured[:, 0].any()) and not seen.measured[:, 1].any(),
+        "key tile 1 is never counted",
     ),
     (
         lambda seen: seen.carried_wrongly and seen.weights is Weights.NORMALISED,
@@ -140,12 +124,11 @@ RULES: Sequence[tuple[Callable[[Seen], bool], str]] = (
         lambda seen: bool(seen.growth) and seen.growth[-1] and sum(seen.growth) == 1,
         "the last key tile: keys beyond the end counted, or a remainder left out",
     ),
-    (lambda seen: bool(seen.tiles) and seen.inside, "{tiles}: counted with the wrong weight, twice, or not at all"),
     (
-        lambda seen: bool(seen.tiles),
-        "{tiles}: not what it should be, as if K or V of another tile were read, or stale memory",
+        lambda seen: seen.inside,
+        "single key tiles are counted with the wrong weight, twice or not at all: compare the weights",
     ),
-    (lambda seen: True, "not one of the mistakes known here"),
+    (lambda seen: True, "not one of the mistakes known here; another tile's K or V, or stale memory, looks like this"),
 )
 
 
@@ -162,4 +145,16 @@ def findings(evidence: Evidence) -> list[str]:
     if evidence.right_unmasked is not None:
         lines.append("without the causal mask it is " + ("right" if evidence.right_unmasked else "wrong, too"))
     name = next(name for holds, name in RULES if holds(seen))
-    return [*lines, *evidence.kernel.remarks, f"=> {name.format(tiles=seen.tiles)}"]
+    return [*lines, *evidence.kernel.remarks, f"=> {name}"]
+
+
+def which(wrong: Sequence[bool], noun: str) -> str:
+    """The wrong ones of a sequence in words: "query tile 0 is right, every later one is wrong"."""
+    count, bad = len(wrong), [index for index, is_wrong in enumerate(wrong) if is_wrong]
+    if len(bad) in (0, count):
+        return f"{'no' if not bad else 'every'} {noun} is wrong"
+    if bad == list(range(bad[0], count)):
+        right = f"{noun} 0 is" if bad[0] == 1 else f"{noun}s 0 to {bad[0] - 1} are"
+        return f"{right} right, every later one is wrong"
+    few = ", ".join(map(str, bad[:6])) + (" and more" if len(bad) > 6 else "")
+    return f"of {count} {noun}s only {few} {'are' if len(bad) > 1 else 'is'} wrong"

@@ -1,73 +1,74 @@
-"""The same calls captured in a CUDA graph: what they take once the host has no part in them.
-
-Runs after everything else: a capture that fails leaves traces in PyTorch's generator and allocator.
-"""
+"""Calls replayed from a CUDA graph: what they take once the host has no part in them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from verify.bench_run import Plan, Row, forward_job
+from verify.bench_run import Plan, forward_job
 from verify.call import Call
-from verify.contestants import Contestant
-from verify.timing import Failed, Job, Timing, attempt, free_memory, synchronize, time_together
-from verify.workloads import Workload
+from verify.contestants import Contestant, Prepared
+from verify.errors import NotSupported
+from verify.timing import Job, free_memory, synchronize
+from verify.workloads import IN_GRAPH, Workload
 
 WARM_UP_CALLS = 3
-DIFFERENT = Failed("a replay on other inputs gives another answer than the call")
 
 
-def add_graphs(plan: Plan, rows: list[Row], step: Callable[[str], None] = lambda what: None) -> None:
-    """Replaces the rows of each workload without gradients by rows with their times in a graph. Raises DeviceLost."""
-    for workload in plan.workloads if plan.graphs else ():
-        timed = {
-            row.contestant: index for index, row in enumerate(rows) if row.workload == workload.name and row.forward
-        }
-        if not timed or (plan.backward and not workload.decode):
-            continue
-        free_memory()
-        step(f"{workload.name}: in a CUDA graph")
-        given = attempt(plan.device, workload.call, plan.device, plan.dtype, plan.seed)
-        jobs: dict[str, Job] = {}
-        found: dict[str, Timing | Failed] = {}
-        for one in plan.contestants:
-            if one.name in timed:
-                job = given if isinstance(given, Failed) else attempt(plan.device, replay_job, one, workload, given)
-                (found if isinstance(job, Failed) else jobs)[one.name] = job  # type: ignore[assignment]  # each its own
-        for name, graph in (found | time_together(jobs, plan.device, plan.repeats, plan.budget_s)).items():
-            timing, reason = (None, graph.reason) if isinstance(graph, Failed) else (graph, "")
-            row = rows[timed[name]]
-            rows[timed[name]] = replace(row, graph=timing, graph_reason=reason, graph_wrong=graph is DIFFERENT)
-
-
-def replay_job(contestant: Contestant, workload: Workload, given: Call) -> Job | Failed:
-    """The call as a replay that is right on other inputs, too: other values, lengths and pages at the same addresses,
-    as in the next step of a generation. They stay.
+def graphed(plan: Plan) -> Plan:
+    """The plan's contestants in graphs, on what needs neither gradients nor, with dropout, another mask each time. It
+    is to be run after the plan itself: a capture that fails leaves traces in PyTorch's generator and allocator.
     """
-    call = forward_job(contestant.prepare(workload, given), given)
-    replay, out = capture(call, str(given.q.device))
-    if workload.dropout_p:  # another mask is drawn each time
-        return Job(replay)
-    for name in (given.qkv_names[0], given.qkv_names[2]):
-        given.args[name].neg_()
+    workloads = [
+        replace(each, name=each.name + IN_GRAPH)
+        for each in plan.workloads
+        if plan.graphs and (each.decode or not plan.backward) and not each.dropout_p
+    ]
+    contestants = [replace(each, prepare=functools.partial(in_graph, each)) for each in plan.contestants]
+    return replace(plan, workloads=workloads, contestants=contestants, backward=False)
+
+
+def in_graph(contestant: Contestant, workload: Workload, given: Call) -> Prepared:
+    """A contestant prepared by capturing its call."""
+    prepared = contestant.prepare(workload, given)
+    try:
+        with other_inputs(given):
+            replay, out = capture(forward_job(prepared, given), str(given.q.device))
+    except RuntimeError as error:
+        raise NotSupported(f"cannot be captured: {type(error).__name__}: {error}") from error
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        replay()
+        return out
+
+    return Prepared(run, served_by=prepared.served_by)
+
+
+@contextmanager
+def other_inputs(given: Call) -> Iterator[None]:
+    """Other values, lengths and pages at the same addresses, as in another step of a generation: what is captured with
+    these must be right on the call's own.
+    """
+    v = given.qkv_names[2]
+    others = {v: -given.args[v]}
     if "block_table" in given.args:
-        given.args["block_table"].copy_(given.args["block_table"].flip(0, 1))
+        others["block_table"] = given.args["block_table"].flip(0, 1)
     # A step that appends would overwrite another slot of the cache.
     if "cache_seqlens" in given.args and "k" not in given.args:
-        given.args["cache_seqlens"].sub_(1)
-    replay()
-    got = out.double()
-    with call.around():
-        expected = call.run()
-    assert isinstance(expected, Tensor)
-    # Kernels that add up in any order differ in the last digits.
-    bound = 4 * torch.finfo(expected.dtype).eps * expected.abs().max().double()
-    return Job(replay) if bool((got - expected.double()).abs().max() <= bound) else DIFFERENT  # which NaN is
+        others["cache_seqlens"] = given.args["cache_seqlens"] - 1
+    own = {name: given.args[name].clone() for name in others}
+    try:
+        for name, values in others.items():
+            given.args[name].copy_(values)
+        yield
+    finally:
+        for name, values in own.items():
+            given.args[name].copy_(values)
 
 
 def capture(call: Job, device: str) -> tuple[Callable[[], None], Tensor]:

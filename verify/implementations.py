@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,11 +51,8 @@ class Backend:
 
     def _reason(self, refusal: Exception) -> str:
         """The first of this backend's reasons: the message has a line "name  reason; reason" for each backend."""
-        for line in str(refusal).splitlines()[1:]:
-            name, _, reasons = line.strip().partition(" ")
-            if name == self.name:
-                return reasons.strip().partition(";")[0]
-        return str(refusal).partition("\n")[0]
+        mine = re.search(rf"^ *{self.name} +([^;\n]+)", str(refusal), re.MULTILINE)
+        return mine[1] if mine else str(refusal).partition("\n")[0]
 
 
 @dataclass(frozen=True)

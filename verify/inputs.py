@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from verify.call import DTYPES, SHORT
 from verify.environment import checked_devices
@@ -72,12 +70,6 @@ def checked_device(arguments: argparse.Namespace) -> str:
     if device.startswith("mps") and arguments.dtype == torch.float64:
         raise UsageError("the device mps has no fp64")
     return device
-
-
-def draw(shapes: Mapping[str, Sequence[int]], kind: torch.dtype, seed: int) -> dict[str, Tensor]:
-    """Normal numbers, drawn in fp32 on the CPU so that every device and dtype sees the same problem."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    return {name: torch.randn(tuple(shape), generator=generator).to(kind) for name, shape in shapes.items()}
 
 
 def recipe(kind: torch.dtype, seed: int) -> str:

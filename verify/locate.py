@@ -10,26 +10,39 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from verify import inputs
+from verify.call import Call, parameters
 from verify.diagnosis import findings
-from verify.difference import Place, first_place, gap, texture
 from verify.environment import describe
 from verify.errors import UsageError
 from verify.implementations import backends, imported
 from verify.output import add_output_arguments, check_output_arguments, console, deliver, progress_bar
-from verify.probe import Evidence, Kernel, Setting, answered, evidence
+from verify.probe import Evidence, Kernel, Setting, answered, evidence, gap
+from verify.problems import Problem
 from verify.tables import SHADES, Report, Table
 
 REFERENCE = "flash_attn_compat:flash_attn_func"
 MOST_BYTES = 2 << 30  # of fp64 scores, which the right answer needs several times
-MOST_LINES = 32  # of a table of tiles
 CELLS = 64  # of the heat map's lines
+# Of a tile (row, channel) that differs at all, this share differs where the whole of it is wrong: by chance some
+# elements come out near the right value.
+WHOLE = 0.8
 LEGEND = f"{SHADES[0]} within tolerance, {SHADES[1]} up to 10x, {SHADES[2]} 100x, {SHADES[3]} 1000x, {SHADES[4]} beyond"
+
+
+class Place(NamedTuple):
+    """An element of the output, and the query tile it lies in."""
+
+    batch: int
+    head: int
+    row: int
+    channel: int
+    query_tile: int
 
 
 @dataclass(frozen=True)
@@ -78,6 +91,25 @@ def locate(
     return Located(setting, kernels, error, tolerance, first, found, said)
 
 
+def first_place(differs: Tensor, block_rows: int) -> Place | None:
+    """The first True of (batch, nheads, row, channel)."""
+    if not differs.any():
+        return None
+    batch, head, row, channel = (int(i) for i in torch.unravel_index(differs.flatten().int().argmax(), differs.shape))
+    return Place(batch, head, row, channel, row // block_rows)
+
+
+def texture(differs: Tensor, block_rows: int) -> str:
+    """What differs together, the largest first: whole tiles, whole rows, whole channels, or elements here and there."""
+    tiles = differs.double().split(block_rows, dim=2)
+    shares = {
+        "whole tiles": torch.stack([tile.mean((2, 3)) for tile in tiles]),
+        "whole rows": differs.double().mean(-1),
+        "whole channels of tiles": torch.stack([tile.mean(2) for tile in tiles]),
+    }
+    return next((what for what, of in shares.items() if of[of > 0].mean() >= WHOLE), "scattered elements")
+
+
 # ---- what is shown --------------------------------------------------------------------------------------------------
 
 
@@ -117,13 +149,10 @@ def _query_table(found: Located) -> Table:
     size, rows = found.setting.block_rows, []
     for index, (differs, error) in enumerate(zip(found.differs.split(size, 2), found.error.split(size, 2))):
         share = differs.double().mean().item()
-        wrong = differs.any(dim=3).any(dim=2).any(dim=0)
-        few = [str(head) for head in wrong.nonzero().flatten().tolist()]
-        heads = "all" if wrong.all() else ", ".join(few[:6]) + " ..." * (len(few) > 6)
         bounds = f"{index * size} .. {index * size + differs.shape[2] - 1}"
         kind = texture(differs, size) if share else ""
-        rows.append((str(index), bounds, f"{share:.1%}", f"{error.max().item():.1e}", heads, kind))
-    return _cut("Query tiles", ("tile", "rows", "differs", "by up to", "heads", "what differs"), rows)
+        rows.append((str(index), bounds, f"{share:.1%}", f"{error.max().item():.1e}", kind))
+    return Table("Query tiles", ("tile", "rows", "differs", "by up to", "what differs"), rows)
 
 
 def _key_table(found: Located, first: Place) -> Table:
@@ -139,11 +168,7 @@ def _key_table(found: Located, first: Place) -> Table:
             row += [up_to_here, f"{each.weights[at][index].item():.4f}"]
         rows.append([*row, f"{right[index].item():.4f}"])
     title = f"Key tiles, weights of row {first.row} of head {first.head} of batch element {first.batch}"
-    return _cut(title, (*columns, "right weight"), rows)
-
-
-def _cut(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    return Table(title + f" (the first {MOST_LINES})" * (len(rows) > MOST_LINES), columns, rows[:MOST_LINES])
+    return Table(title, (*columns, "right weight"), rows)
 
 
 def to_json(found: Located) -> dict[str, Any]:
@@ -193,40 +218,47 @@ def register(subparsers: Any) -> None:
     parser.set_defaults(run=main)
 
 
-def function(path: str) -> Callable[..., Any]:
-    """The kernel at an import path, or flash_attn_func by a backend, or a UsageError."""
+def function(path: str, tile: Mapping[str, int]) -> Callable[..., Any]:
+    """The kernel at an import path, given the sizes of a tile if it takes them, or flash_attn_func by a backend."""
     if ":" not in path:
         return backends([path])[0].flash_attn_func
     found: Callable[..., Any] = imported(path).target
     if not callable(found):
         raise UsageError(f"{path!r} is not a function")
-    return found
+    taken = {name: size for name, size in tile.items() if name in parameters(found)}
+    return functools.partial(found, **taken)
 
 
 def setting_from(arguments: argparse.Namespace, device: str) -> Setting:
-    heads_k, seqlen_k = arguments.heads_k or arguments.heads, arguments.seqlen_k or arguments.n
+    heads_k, seqlen_k, batch = arguments.heads_k or arguments.heads, arguments.seqlen_k or arguments.n, arguments.batch
     if arguments.heads % heads_k:
         raise UsageError(f"--heads must be a multiple of --heads-k, got {arguments.heads} and {heads_k}")
-    needed = arguments.batch * arguments.heads * arguments.n * seqlen_k * 8
+    needed = batch * arguments.heads * arguments.n * seqlen_k * 8
     if needed > MOST_BYTES:
         raise UsageError(f"the fp64 answer needs {needed / 2**30:.1f} GiB for its scores alone: take a smaller problem")
-    keys = (arguments.batch, seqlen_k, heads_k, arguments.head_dim)
-    shapes = {"q": (arguments.batch, arguments.n, arguments.heads, arguments.head_dim), "k": keys, "v": keys}
-    q, k, v = inputs.draw(shapes, arguments.dtype, arguments.seed).values()
-    return Setting(q, k, v, arguments.causal, arguments.br, arguments.bc, device)
+    shape: dict[str, Any] = {"nheads_k": heads_k, "group": arguments.heads // heads_k, "head_dim": arguments.head_dim}
+    shape |= {"seqlens_q": (arguments.n,) * batch, "seqlens_k": (seqlen_k,) * batch}
+    drawn = (
+        Problem(**shape, dtype=str(arguments.dtype).removeprefix("torch."), seed=arguments.seed, backward=False)
+        .build()
+        .args
+    )
+    args = {"q": drawn["q"], "k": drawn["k"], "v": drawn["v"], "causal": arguments.causal}
+    return Setting(Call("flash_attn_func", args), arguments.br, arguments.bc, device)
 
 
 def main(arguments: argparse.Namespace) -> int:
     check_output_arguments(arguments)
     device = inputs.checked_device(arguments)
-    kernels = [(path, function(path)) for path in (arguments.a, arguments.b)]
+    tile = {"block_rows": arguments.br, "block_columns": arguments.bc}
+    kernels = [(path, function(path, tile)) for path in (arguments.a, arguments.b)]
     setting = setting_from(arguments, device)
     terminal = console()
     with progress_bar(terminal) as progress:
         task = progress.add_task("", total=None)
         done = functools.partial(progress.update, task, advance=1)
         found = locate(kernels, setting, arguments.atol, lambda what: done(description=what))
-    problem = f"seqlen {arguments.n} x {setting.k.shape[1]}, {inputs.described(arguments)}"
+    problem = f"seqlen {arguments.n} x {arguments.seqlen_k or arguments.n}, {inputs.described(arguments)}"
     environment = {"problem": problem, "inputs": inputs.recipe(arguments.dtype, arguments.seed), **describe([device])}
     deliver(report(found, environment), {"problem": problem, **to_json(found)}, arguments, terminal)
     return 0 if found.first is None else 1

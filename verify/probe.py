@@ -7,7 +7,7 @@ Attention is linear in v, so v = 1 on the keys of one tile and 0 elsewhere makes
 from __future__ import annotations
 
 import functools
-import inspect
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,27 +17,23 @@ import torch
 from torch import Tensor
 
 from verify import oracle
-from verify.call import Answer, Call
-from verify.difference import gap
+from verify.call import Answer, Call, accepted, parts_of, same
 from verify.errors import UsageError
 from verify.judge import Check, Right, against_fp64, right_answer
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One problem: q (batch, seqlen_q, nheads, head_dim), k and v (batch, seqlen_k, nheads_k, head_dim), on the CPU."""
+    """A call of flash_attn_func on the CPU, the device to make it on, and the rows and keys of a kernel's tiles."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    causal: bool
+    call: Call
     block_rows: int
     block_columns: int
     device: str
 
-    @property
-    def call(self) -> Call:
-        return Call("flash_attn_func", {"q": self.q, "k": self.k, "v": self.v, "causal": self.causal})
+    def but(self, **args: Any) -> Setting:
+        """With other arguments."""
+        return replace(self, call=replace(self.call, args={**self.call.args, **args}))
 
     @functools.cached_property
     def right(self) -> Right:
@@ -45,31 +41,27 @@ class Setting:
 
     @property
     def key_tiles(self) -> list[slice]:
-        n, size = self.k.shape[1], self.block_columns
+        n, size = self.call.args["k"].shape[1], self.block_columns
         return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
     @functools.cached_property
     def grown(self) -> list[Setting]:
         """The same problem with its first 1, 2, ... key tiles; a square one stays so, since many kernels need that."""
-        found = []
-        for keys in (tile.stop for tile in self.key_tiles):
-            rows = keys if self.q.shape[1] == self.k.shape[1] else self.q.shape[1]
-            found.append(replace(self, q=self.q[:, :rows], k=self.k[:, :keys], v=self.v[:, :keys]))
-        return found
-
-    @functools.cached_property
-    def unmasked(self) -> Setting:
-        return replace(self, causal=False)
+        q, k, v = self.call.qkv
+        square = q.shape[1] == k.shape[1]
+        ends = [tile.stop for tile in self.key_tiles]
+        return [self.but(q=q[:, :end] if square else q, k=k[:, :end], v=v[:, :end]) for end in ends]
 
     @functools.cached_property
     def shares(self) -> Tensor:
         """(batch, nheads, row, key tiles, head_dim + 1) in fp64: what each key tile adds to each row of the output, and
         behind it the tile's softmax weight. Each tile has channels of its own in v.
         """
-        values = torch.cat([self.v, torch.ones_like(self.v[..., :1])], -1)
+        v = self.call.args["v"]
+        values = torch.cat([v, torch.ones_like(v[..., :1])], -1)
         tile = torch.arange(values.shape[1]) // self.block_columns
         of_tile = torch.nn.functional.one_hot(tile)[:, None, :, None] * values[..., None, :]
-        out = oracle.answer("flash_attn_func", {**self.call.args, "v": of_tile.flatten(-2)}).out
+        out = oracle.answer(self.call.fn, {**self.call.args, "v": of_tile.flatten(-2)}).out
         return torch.unflatten(out.transpose(1, 2), -1, of_tile.shape[-2:])
 
     def judged(self, out: Tensor) -> Check:
@@ -117,46 +109,32 @@ class Evidence:
     right_unmasked: bool | None
 
 
+def gap(a: Tensor, b: Tensor) -> Tensor:
+    """|a - b| as (batch, nheads, row, channel) in fp64; 0 for equal infinities, inf where one of them is no number."""
+    a, b = (x.double().transpose(1, 2) for x in (a, b))
+    return torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
+
+
 # ---- one call -------------------------------------------------------------------------------------------------------
 
 
 def ask(name: str, function: Callable[..., Any], setting: Setting) -> tuple[Tensor, list[str]]:
     """The output on the CPU, and the inputs that were written to; UsageError if it raises or answers no output."""
-    given = {name: getattr(setting, name).to(setting.device) for name in ("q", "k", "v")}
-    inputs = {name: tensor.clone() for name, tensor in given.items()}
+    given, call = setting.call, setting.call.to(setting.device)
+    q, k, v = call.qkv
     try:
         with torch.no_grad():
-            out = function(*inputs.values(), **_options(name, function, setting))
-            out = out[0] if isinstance(out, (tuple, list)) and out else out
-            if not isinstance(out, Tensor):
-                raise TypeError(f"returned {type(out).__name__}, expected a tensor")
-            out = out.detach().cpu()
-    except UsageError:
-        raise
+            out, *_ = parts_of(function(q, k, v, **accepted(function, {"causal": given.args["causal"]})))
+            found = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+            out = out.cpu() if isinstance(out, Tensor) else out
     except Exception as error:  # whatever someone's kernel raises
-        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in inputs.items())
+        shapes = ", ".join(f"{name} {tuple(given.args[name].shape)}" for name in "qkv")
         first_line = (str(error).splitlines() or [""])[0]
         raise UsageError(f"{name} raised {type(error).__name__} for {shapes}: {first_line}") from error
-    expected = (*setting.q.shape[:-1], setting.v.shape[-1])
-    if tuple(out.shape) != expected:
-        raise UsageError(
-            f"{name} returned shape {tuple(out.shape)}, expected {expected}: batch, seqlen, heads, head_dim"
-        )
-    return out, [name for name in given if not torch.equal(given[name], inputs[name])]
-
-
-def _options(name: str, function: Callable[..., Any], setting: Setting) -> dict[str, Any]:
-    """causal, and the block sizes where the function has parameters of these names."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a compiled function need not have one
-        return {"causal": setting.causal}
-    options = {name: getattr(setting, name) for name in ("causal", "block_rows", "block_columns") if name in parameters}
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        options["causal"] = setting.causal
-    if setting.causal and "causal" not in options:
-        raise UsageError(f"{name} has no argument causal, so --causal cannot be asked of it")
-    return options
+    expected = f"shape {(*q.shape[:-1], v.shape[-1])}"
+    if found != expected:
+        raise UsageError(f"{name} returned {found}, expected {expected}: batch, seqlen, heads, head_dim")
+    return out, [name for name in "qkv" if not same(given.args[name], call.args[name].cpu())]
 
 
 def answered(name: str, function: Callable[..., Any], setting: Setting) -> Kernel:
@@ -177,24 +155,24 @@ def evidence(kernel: Kernel, setting: Setting, done: Callable[[str], None]) -> E
 
     growth = []
     with suppress(UsageError):
-        for smaller in setting.grown:
-            done(f"{kernel.name}: problem of {smaller.k.shape[1]} keys")
+        for smaller, tile in zip(setting.grown, setting.key_tiles):
+            done(f"{kernel.name}: problem of {tile.stop} keys")
             growth.append(not is_right(smaller))
-    growth = growth if len(growth) == len(setting.grown) else []
+    growth = growth if len(growth) == len(setting.key_tiles) else []
     done(f"{kernel.name}: weights of key tiles")
     weights = key_weights(kernel, setting)
     wrong = gap(kernel.out, setting.right.exact.out) > kernel.check.widest_bound
-    right_unmasked = is_right(setting.unmasked) if setting.causal else None
+    right_unmasked = is_right(setting.but(causal=False)) if setting.call.args["causal"] else None
     return Evidence(kernel, setting, wrong, growth, weights, right_unmasked)
 
 
 def key_weights(kernel: Kernel, setting: Setting) -> Tensor:
     """(batch, nheads, seqlen_q, key tiles): the softmax weight each row gives each key tile, measured through v."""
-    parts = []
+    found = []
     for columns in setting.key_tiles:
-        v = torch.zeros_like(setting.v)
+        v = torch.zeros_like(setting.call.args["v"])
         v[:, columns] = 1
-        out, _ = ask(kernel.name, kernel.function, replace(setting, v=v))
+        out, _ = ask(kernel.name, kernel.function, setting.but(v=v))
         # Every channel says the same, unless it is the channels that are mixed up.
-        parts.append(out.double().median(dim=-1).values)
-    return torch.stack(parts, dim=-1).transpose(1, 2)
+        found.append(out.double().median(dim=-1).values)
+    return torch.stack(found, dim=-1).transpose(1, 2)

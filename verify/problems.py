@@ -316,26 +316,21 @@ class _Builder:
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
     """The values of x (..., heads, dim) as a view of another memory layout, NaN in the memory between."""
-    if layout == "contiguous":
-        return x
-    if layout == "sliced":  # one of several tensors packed in front of the heads
-        base = x.new_full((*x.shape[:-2], 2, *x.shape[-2:]), torch.nan)
-        base[..., 1, :, :] = x
-        return base[..., 1, :, :]
-    if layout == "heads_first":
-        return x.transpose(-3, -2).contiguous().transpose(-3, -2)
-    if layout == "wide_rows":
-        base = x.new_full((*x.shape[:-1], x.shape[-1] + 3), torch.nan)
-        base[..., : x.shape[-1]] = x
-        return base[..., : x.shape[-1]]
-    if layout == "offset":  # a pointer that is aligned to nothing
-        base = x.new_full((x.numel() + 1,), torch.nan)
-        base[1:] = x.flatten()
-        return base[1:].view(x.shape)
-    if layout == "strided_dim":
-        return torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0]
-    if layout == "one_head":
-        return x[..., :1, :].expand(x.shape)
-    if layout == "one_value":
-        return (x.flatten()[:1] if x.numel() else x.new_ones(1)).view((1,) * x.dim()).expand(x.shape)
-    raise ValueError(layout)
+    return _LAYOUTS[layout](x)
+
+
+def _padded(x: Tensor, before: int, after: int) -> Tensor:
+    """Along the last dimension."""
+    return torch.nn.functional.pad(x, (before, after), value=torch.nan)
+
+
+_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "sliced": lambda x: torch.stack([torch.full_like(x, torch.nan), x], -3)[..., 1, :, :],  # one of several, packed
+    "heads_first": lambda x: x.transpose(-3, -2).contiguous().transpose(-3, -2),
+    "wide_rows": lambda x: _padded(x, 0, 3)[..., :-3],
+    "offset": lambda x: _padded(x.flatten(), 1, 0)[1:].view(x.shape),  # a pointer that is aligned to nothing
+    "strided_dim": lambda x: torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0],
+    "one_head": lambda x: x[..., :1, :].expand(x.shape),
+    "one_value": lambda x: (x.flatten()[:1] if x.numel() else x.new_ones(1)).view((1,) * x.dim()).expand(x.shape),
+}

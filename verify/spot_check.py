@@ -1,4 +1,4 @@
-"""Is a timed answer right? The longest and the shortest sequence of a workload, one key head of each, against fp64.
+"""Is a timed answer right? The longest and the shortest sequence of a call, one key head of each, against fp64.
 
 The last rows of a sequence are a call of their own, since attention is aligned to the bottom right: as many of them are
 judged as fp64 has room for. dout is 0 outside of what is looked at, so that dk and dv are of these rows, too. The
@@ -7,17 +7,17 @@ oracle and the judge are those of compare. Under dropout each contestant is aske
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from verify.call import CACHES, Answer, Call
+from verify import oracle
+from verify.call import Answer, Call
 from verify.contestants import Prepared
 from verify.judge import Check, Right, against_fp64, broken, kept_fraction, right_answer
-from verify.workloads import Workload
 
 MOST_SCORES = 16 * 2**20  # of a piece, for all its query heads: 128 MiB in fp64
 SEED = 7  # before every call: under dropout the mask is the same
@@ -25,131 +25,109 @@ SEED = 7  # before every call: under dropout the mask is the same
 
 @dataclass(frozen=True)
 class Piece:
-    """The last rows of one sequence, with one key head and the query heads that read it."""
+    """The last rows of one sequence, with one key head and the query heads that read it, as a dense call.
 
-    workload: Workload
-    sequence: int
-    head: int
-
-    @property
-    def rows(self) -> int:
-        seqlen_q, seqlen_k = (lengths[self.sequence] for lengths in (self.workload.seqlens_q, self.workload.seqlens_k))
-        return min(seqlen_q, max(1, MOST_SCORES // (self.workload.group * max(1, seqlen_k))))
-
-    def of_rows(self, tensor: Tensor) -> Tensor:
-        """The piece of what is like q, as (1, rows, group, head_dim). A view."""
-        group = self.workload.group
-        heads = slice(self.head * group, (self.head + 1) * group)
-        tokens = self._tokens(tensor, self.workload.seqlens_q)
-        return tokens[len(tokens) - self.rows :, heads][None]
-
-    def of_keys(self, tensor: Tensor) -> Tensor:
-        """The piece of what is like k, as (1, seqlen_k, 1, head_dim). A view."""
-        return self._tokens(tensor, self.workload.seqlens_k)[:, self.head : self.head + 1][None]
-
-    def _tokens(self, tensor: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        start = sum(lengths[: self.sequence]) if self.workload.packed else 0
-        tokens = tensor if self.workload.packed else tensor[self.sequence]
-        return tokens[start : start + lengths[self.sequence]]
-
-
-def pieces(workload: Workload) -> list[Piece]:
-    """Of the longest and the shortest sequence."""
-    order = sorted(range(workload.batch), key=lambda index: workload.seqlens_k[index])
-    both = (Piece(workload, order[-1], workload.nheads_k - 1), Piece(workload, order[0], 0))
-    return list(dict.fromkeys(both))
-
-
-def truths(workload: Workload, given: Call) -> dict[Piece, Right]:
-    """The right answers to a workload's pieces, computed once for all contestants; none under dropout, since each of
-    them draws a mask of its own.
+    rows, keys: which of all tokens of q, and of k, these are; right: None under dropout, when each contestant has
+    another mask
     """
-    return {} if workload.dropout_p else {piece: _right(piece, given) for piece in pieces(workload)}
+
+    call: Call
+    rows: Tensor
+    keys: Tensor
+    heads: slice
+    head: slice
+    right: Right | None
+
+    def of_rows(self, x: Tensor) -> Tensor:
+        """The piece of what is like q, as (1, rows, group, head_dim)."""
+        return _tokens(x)[self.rows, self.heads][None]
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        """The piece of what is like k, as (1, seqlen_k, 1, head_dim)."""
+        return _tokens(x)[self.keys, self.head][None]
 
 
-def check(prepared: Prepared, workload: Workload, given: Call, right: Mapping[Piece, Right], backward: bool) -> Check:
-    """One call held against `right`: the quantity nearest to its bound, or furthest beyond it."""
+def _tokens(x: Tensor) -> Tensor:
+    """As (tokens, heads, head_dim), whether packed or not."""
+    return x.flatten(0, -3)
+
+
+def pieces(given: Call) -> list[Piece]:
+    """Of the longest and the shortest sequence, with their right answers. What is to be appended to a cache has been,
+    and is rotated.
+    """
+    # MPS has no fp64.
+    call = given if given.q.device.type in ("cpu", "cuda") else given.to("cpu")
+    args, tokens, _ = oracle.one_form(call, exact=True)
+    order = sorted(range(len(tokens.keys)), key=lambda index: len(tokens.keys[index]))
+    heads_k = args["k"].shape[-2]
+    both = dict.fromkeys([(order[-1], heads_k - 1), (order[0], 0)])
+    return [_piece(args, call.dout, tokens.rows[index], tokens.keys[index], head) for index, head in both]
+
+
+def _piece(args: dict[str, Any], dout: Tensor | None, rows: Tensor, keys: Tensor, head: int) -> Piece:
+    q, k, v = (_tokens(args[name]) for name in "qkv")
+    group = q.shape[1] // k.shape[1]
+    rows = rows[-max(1, MOST_SCORES // (group * max(1, len(keys)))) :]
+    heads, one = slice(head * group, (head + 1) * group), slice(head, head + 1)
+    mine: dict[str, Any] = {
+        name: args[name] for name in ("causal", "window_size", "softcap", "dropout_p") if name in args
+    }
+    mine |= {"q": q[rows, heads][None], "k": k[keys, one][None], "v": v[keys, one][None]}
+    if args.get("alibi_slopes") is not None:
+        mine["alibi_slopes"] = args["alibi_slopes"][heads]
+    call = Call("flash_attn_func", mine, None if dout is None else _tokens(dout)[rows, heads][None])
+    return Piece(call, rows, keys, heads, one, None if call.dropout_p else right_answer(call))
+
+
+def check(prepared: Prepared, given: Call, judged: Sequence[Piece], backward: bool) -> Check:
+    """One call held against what is right: the quantity nearest to its bound, or furthest beyond it."""
     q, k, v = leaves = [tensor.detach().requires_grad_(backward) for tensor in given.qkv]
 
     def run(v: Tensor) -> Tensor:
         torch.manual_seed(SEED)
         return prepared.run(q, k, v)
 
+    checks, rights = [], [piece.right for piece in judged]
     with torch.set_grad_enabled(backward), prepared.around():
         out = run(v)
         if out.shape != given.q.shape:
             return broken("out", f"of shape {tuple(out.shape)}")
-        gradients = torch.autograd.grad(out, leaves, _dout(workload, given)) if backward else ()
-        keep = _kept(run, workload, v) if workload.dropout_p else {}
-    checks = []
-    for piece, mask in keep.items():
-        found = _right(piece, given, mask)
+        gradients = torch.autograd.grad(out, leaves, _dout(judged, given)) if backward else ()
+        masks = _kept(run, judged, v) if given.dropout_p else []
+    for index, (piece, keep) in enumerate(zip(judged, masks)):
         # What one byte for each probability makes of p, as in flash-attn, is as good as p itself.
-        checks.append(kept_fraction(found.call, torch.where(mask.to(found.call.q.device), 1, -1), slack=1 / 256))
-        right = {**right, piece: found}
-    for piece, truth in right.items():
+        checks.append(kept_fraction(piece.call, torch.where(keep, 1, -1), slack=1 / 256))
+        rights[index] = right_answer(piece.call, keep)
+    for piece, right in zip(judged, rights):
+        assert right is not None
         grads = {n: (piece.of_rows if n == "q" else piece.of_keys)(x) for n, x in zip("qkv", gradients)}
-        answer = Answer(piece.of_rows(out.detach()), grads=grads).to(truth.exact.out.device)
+        answer = Answer(piece.of_rows(out.detach()), grads=grads).to(right.exact.out.device)
         # Without the backward only out is there to be judged.
-        checks += against_fp64(truth, answer, out.device.type)[: 1 + len(grads)]
+        checks += against_fp64(right, answer, out.device.type)[: 1 + len(grads)]
     return max(checks, key=lambda found: found.ratio)
 
 
-def _dout(workload: Workload, given: Call) -> Tensor:
+def _dout(judged: Sequence[Piece], given: Call) -> Tensor:
     assert given.dout is not None
     dout = torch.zeros_like(given.dout)
-    for piece in pieces(workload):
-        piece.of_rows(dout).copy_(piece.of_rows(given.dout))
+    for piece in judged:
+        _tokens(dout)[piece.rows, piece.heads] = _tokens(given.dout)[piece.rows, piece.heads]
     return dout
 
 
-def _kept(run: Callable[[Tensor], Tensor], workload: Workload, v: Tensor) -> dict[Piece, Tensor]:
+def _kept(run: Callable[[Tensor], Tensor], judged: Sequence[Piece], v: Tensor) -> list[Tensor]:
     """The probabilities that were kept, (1, group, rows, seqlen_k) bool for each piece. Attention is linear in v:
     with v = 1 at one key and channel, and 0 elsewhere, that channel of out is the key's weight, 0 where it was dropped.
     """
-    found: dict[Piece, list[Tensor]] = {piece: [] for piece in pieces(workload)}
-    for start in range(0, workload.max_seqlen_k, workload.head_dim):
+    found: list[list[Tensor]] = [[] for _ in judged]
+    width = v.shape[-1]
+    for start in range(0, max(len(piece.keys) for piece in judged), width):
         probe = torch.zeros_like(v)
-        for piece in found:
-            keys = piece.of_keys(probe)[0, start : start + workload.head_dim, 0]
-            keys.copy_(torch.eye(len(keys), workload.head_dim))
+        for piece in judged:
+            keys = piece.keys[start : start + width]
+            _tokens(probe)[keys, piece.head] = torch.eye(len(keys), width).to(v)[:, None]
         weights = run(probe.requires_grad_(v.requires_grad)).detach()
-        for piece, parts in found.items():
+        for piece, parts in zip(judged, found):
             parts.append(piece.of_rows(weights).transpose(1, 2) != 0)
-    return {piece: torch.cat(parts, -1)[..., : workload.seqlens_k[piece.sequence]] for piece, parts in found.items()}
-
-
-# ---- the right answer ------------------------------------------------------------------------------------------------
-
-
-def _right(piece: Piece, given: Call, keep: Tensor | None = None) -> Right:
-    """keep: under dropout, which probabilities were kept."""
-    # MPS has no fp64.
-    device = given.q.device if given.q.device.type == "cuda" else torch.device("cpu")
-    call = _step(piece, given) if piece.workload.decode else _call(piece, given)
-    args = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in call.args.items()}
-    dout = None if call.dout is None else call.dout.to(device)
-    right = right_answer(Call(call.fn, args, dout), None if keep is None else keep.to(device))
-    return replace(right, exact=replace(right.exact, caches={}))  # which are the timed calls' own: not looked at
-
-
-def _call(piece: Piece, given: Call) -> Call:
-    assert given.dout is not None
-    args: dict[str, Any] = {name: given.args[name] for name in ("causal", "window_size", "softcap", "dropout_p")}
-    args |= {"q": piece.of_rows(given.q), "k": piece.of_keys(given.args["k"]), "v": piece.of_keys(given.args["v"])}
-    if piece.workload.alibi:
-        args["alibi_slopes"] = given.args["alibi_slopes"].view(-1, piece.workload.group)[piece.head]
-    return Call("flash_attn_func", args, piece.of_rows(given.dout))
-
-
-def _step(piece: Piece, given: Call) -> Call:
-    """One sequence's decoding step, its pages in order."""
-    one, head = slice(piece.sequence, piece.sequence + 1), [piece.head]
-    args = {**given.args, "q": piece.of_rows(given.q), "cache_seqlens": given.args["cache_seqlens"][one]}
-    rows: Any = one
-    if piece.workload.page_size:
-        rows = given.args["block_table"][piece.sequence].long()
-        args["block_table"] = torch.arange(len(rows), dtype=torch.int32)[None]
-    args |= {name: given.args[name][rows][:, :, head] for name in CACHES}
-    args |= {name: given.args[name][one][:, :, head] for name in ("k", "v") if piece.workload.new_keys}
-    return Call(given.fn, args)
+    return [torch.cat(parts, -1)[..., : len(piece.keys)].to(piece.rows.device) for piece, parts in zip(judged, found)]

@@ -13,6 +13,7 @@ from verify.problems import Problem
 
 # flash-attn's own pages are multiples of this.
 PAGE_SIZE = 256
+IN_GRAPH = " in a graph"  # behind the name of a workload whose call is replayed from a CUDA graph
 
 
 @dataclass(frozen=True, repr=False)
