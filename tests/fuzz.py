@@ -12,12 +12,15 @@ import argparse
 import json
 import multiprocessing
 import os
-import queue
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, fields, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -124,17 +127,13 @@ def _judge(examination: Examination, backend: str) -> tuple[list[str], float, bo
 def shrink(failure: Failure, device: str, attempts: int = 300) -> Problem:
     """The simplest problem found by changing one thing at a time that fails in the same quantity."""
     problem, wanted = failure.problem, _quantities(failure.complaints)
-    left = attempts
-    progress = True
-    while progress:
-        progress = False
-        for candidate in _simpler(problem):
-            if left == 0:
-                return problem
-            left -= 1
-            if _fails_alike(candidate, failure.backend, device, wanted):
-                problem, progress = candidate, True
-                break
+    candidates = _simpler(problem)
+    for _ in range(attempts):
+        candidate = next(candidates, None)
+        if candidate is None:
+            break
+        if _fails_alike(candidate, failure.backend, device, wanted):
+            problem, candidates = candidate, _simpler(candidate)
     return problem
 
 
@@ -187,7 +186,7 @@ def _simpler(problem: Problem) -> Iterator[Problem]:
 # ---------------------------------------------------------------- running
 
 
-def _run(plan: Plan, seeds: range, jobs: int, served: float, seconds: float, console: Console) -> Tally:
+def run_all(plan: Plan, seeds: range, jobs: int, served: float, seconds: float, console: Console) -> Tally:
     """served, seconds: when to stop before the last problem, after so many answers over all backends, or as long."""
     total, begun = Tally(), time.monotonic()
     in_processes = jobs > 1 or plan.device != "cpu"
@@ -206,56 +205,34 @@ def _run(plan: Plan, seeds: range, jobs: int, served: float, seconds: float, con
 
 
 def _in_processes(plan: Plan, seeds: range, jobs: int) -> Iterator[Tally]:
-    """Each process takes every jobs-th problem. One that dies, or loses its device, is replaced behind that problem."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    workers: dict[int, tuple[multiprocessing.process.BaseProcess, range]] = {}
+    """In `jobs` processes, one problem at a time in each, so that it is known which one a process died of."""
+    mine, left = threading.local(), iter(seeds)
+    pools: list[ProcessPoolExecutor] = []
 
-    def start(job: int, left: range) -> None:
-        if left:
-            process = context.Process(target=_work, args=(plan, left, job, results), daemon=True)
-            process.start()
-            workers[job] = process, left
+    def solved(seed: int) -> Tally:
+        if getattr(mine, "pool", None) is None:
+            context = multiprocessing.get_context("spawn")
+            mine.pool = ProcessPoolExecutor(1, context, initializer=torch.set_num_threads, initargs=(1,))
+            pools.append(mine.pool)
+        try:
+            tally = mine.pool.submit(examine, plan, seed).result()
+        except BrokenProcessPool as death:
+            tally = Tally(problems=1, failures=[Failure(seed, "?", plan.problem(seed), [str(death)], fatal=True)])
+        if any(failure.fatal for failure in tally.failures):  # the next problem gets a new process
+            mine.pool.shutdown(wait=False)
+            mine.pool = None
+        return tally
 
-    try:
-        for job in range(jobs):
-            start(job, seeds[job::jobs])
-        while workers:
-            try:
-                job, tally, fatal = results.get(timeout=1.0)
-            except queue.Empty:
-                for job, (process, left) in list(workers.items()):
-                    if not process.is_alive() and results.empty():
-                        del workers[job]
-                        yield _death(plan, left[0], process.exitcode)
-                        start(job, left[1:])
-                continue
-            process, left = workers.pop(job)
-            if fatal:
-                process.join()
-                start(job, left[1:])
-            elif left[1:]:
-                workers[job] = process, left[1:]
-            yield tally
-    finally:
-        for process, _ in workers.values():
-            process.terminate()
-
-
-def _work(plan: Plan, seeds: range, job: int, results: multiprocessing.Queue) -> None:
-    torch.set_num_threads(1)
-    for seed in seeds:
-        tally = examine(plan, seed)
-        fatal = any(failure.fatal for failure in tally.failures)
-        results.put((job, tally, fatal))
-        if fatal:
-            return
-
-
-def _death(plan: Plan, seed: int, exitcode: int | None) -> Tally:
-    problem = plan.problem(seed)
-    complaint = f"the process died with exit code {exitcode}"
-    return Tally(problems=1, failures=[Failure(seed, "?", problem, [complaint], fatal=True)])
+    with ThreadPoolExecutor(jobs) as threads:
+        running = {threads.submit(solved, seed) for seed in islice(left, jobs)}
+        try:
+            while running:
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                running |= {threads.submit(solved, seed) for seed in islice(left, len(done))}
+                yield from (future.result() for future in done)
+        finally:
+            for pool in pools:
+                pool.shutdown(wait=False, cancel_futures=True)
 
 
 def repetition(problem: Problem, backend: str, device: str) -> str:
@@ -297,16 +274,10 @@ def _report(total: Tally, plan: Plan, console: Console, shown: int) -> None:
     for failure in total.failures[:shown]:
         # After a device error a process can try nothing more, so that problem stays as large as it was.
         small = failure.problem if failure.fatal else shrink(failure, plan.device)
-        complaints = (
-            failure.complaints if failure.fatal else _judge(Examination(small, plan.device), failure.backend)[0]
-        )
         console.rule(f"problem {failure.seed} on {failure.backend}")
-        console.print(f"{failure.problem!r}\n  " + "\n  ".join(failure.complaints), markup=False, highlight=False)
-        console.print(
-            f"smallest found, to repeat:\n{repetition(small, failure.backend, plan.device)}\n  "
-            + "\n  ".join(complaints),
-            markup=False, highlight=False, soft_wrap=True,
-        )  # fmt: skip
+        lines = [repr(failure.problem), *(f"  {complaint}" for complaint in failure.complaints)]
+        lines += ["smallest found, to repeat:", repetition(small, failure.backend, plan.device)]
+        console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     table = Table("backend", "ran", "refused", "failures", "worst error / bound", "of problem")
     for name, found in summary(total, plan)["backends"].items():
         seed = total.worst.get(name, (0.0, -1))[1]
@@ -346,7 +317,7 @@ def main(argv: list[str] | None = None) -> int:
     console = Console()
     served = options.served or float("inf")
     problems = options.problems or (10**9 if options.served else 1000)
-    total = _run(plan, range(options.seed, options.seed + problems), options.jobs, served, options.seconds, console)
+    total = run_all(plan, range(options.seed, options.seed + problems), options.jobs, served, options.seconds, console)
     _report(total, plan, console, options.show)
     found = summary(total, plan)
     if options.json:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import multiprocessing
+import os
 import shlex
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from flash_attn_compat import flash_attn_interface
 from tests import mutants
-from tests.fuzz import Failure, Plan, main, shrink
+from tests.fuzz import Failure, Plan, main, run_all, shrink
 from verify.problems import Problem
 
 
@@ -45,8 +48,16 @@ def test_forward_wants_no_gradients() -> None:
     assert any(Plan("cpu", ("reference",), ("dense",), None).problem(seed).has_gradients for seed in range(20))
 
 
-def test_processes_share_the_problems(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "--problems", "6", "--jobs", "2")[2]["served"] == 6
+class DiesOfProblem3(Plan):
+    def problem(self, seed: int) -> Problem:
+        if seed == 3 and multiprocessing.parent_process():
+            os._exit(9)
+        return super().problem(seed)
+
+
+def test_processes_share_the_problems_and_outlive_one_of_them() -> None:
+    total = run_all(DiesOfProblem3("cpu", ("reference",), None, None), range(8), 2, 1e9, 1e9, Console())
+    assert (total.problems, total.served, [failure.seed for failure in total.failures]) == (8, 7, [3])
 
 
 @pytest.fixture

@@ -57,18 +57,8 @@ UNTOUCHED = {
 def verify(implementation: str, tmp_path: Path, *arguments: str) -> tuple[int, list[dict]]:
     """The exit code and the rows of a quick comparison."""
     saved = tmp_path / "rows.json"
-    code = main(
-        [
-            "--quick",
-            "--implementation",
-            f"tests.mutants:{implementation}",
-            "--device",
-            "cpu",
-            "--json",
-            str(saved),
-            *arguments,
-        ]
-    )
+    judged = ["--quick", "--implementation", f"tests.mutants:{implementation}", "--device", "cpu"]
+    code = main([*judged, "--json", str(saved), *arguments])
     return code, json.loads(saved.read_text())["rows"]
 
 

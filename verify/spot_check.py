@@ -110,7 +110,7 @@ def check(prepared: Prepared, given: Call, judged: Sequence[Piece], backward: bo
 
 def _dout(judged: Sequence[Piece], given: Call) -> Tensor:
     assert given.dout is not None
-    dout = torch.zeros_like(given.dout)
+    dout = torch.zeros_like(given.dout, memory_format=torch.contiguous_format)
     for piece in judged:
         _tokens(dout)[piece.rows, piece.heads] = _tokens(given.dout)[piece.rows, piece.heads]
     return dout
@@ -123,7 +123,7 @@ def _kept(run: Callable[[Tensor], Tensor], judged: Sequence[Piece], v: Tensor) -
     found: list[list[Tensor]] = [[] for _ in judged]
     width = v.shape[-1]
     for start in range(0, max(len(piece.keys) for piece in judged), width):
-        probe = torch.zeros_like(v)
+        probe = torch.zeros_like(v, memory_format=torch.contiguous_format)
         for piece in judged:
             keys = piece.keys[start : start + width]
             _tokens(probe)[keys, piece.head] = torch.eye(len(keys), width).to(v)[:, None]
