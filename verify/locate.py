@@ -120,7 +120,7 @@ def report(found: Located, environment: dict[str, str]) -> Report:
     ]
     tables = [Table("Kernels", ("", "function", "off fp64", "may be", "verdict"), rows)]
     if found.first is not None:
-        tables += [_query_table(found), _key_table(found, found.first)]
+        tables.append(_key_table(found, found.first))
     tables.append(heat_map(found.error, found.tolerance))
     return Report("verify locate", environment, tables, conclusion(found), found.first is None)
 
@@ -143,16 +143,6 @@ def conclusion(found: Located) -> list[str]:
     for label, sentences in found.findings.items():
         lines += [f"{label} ({found.kernels[label].name}) is wrong:", *(f"  {line}" for line in sentences)]
     return lines
-
-
-def _query_table(found: Located) -> Table:
-    size, rows = found.setting.block_rows, []
-    for index, (differs, error) in enumerate(zip(found.differs.split(size, 2), found.error.split(size, 2))):
-        share = differs.double().mean().item()
-        bounds = f"{index * size} .. {index * size + differs.shape[2] - 1}"
-        kind = texture(differs, size) if share else ""
-        rows.append((str(index), bounds, f"{share:.1%}", f"{error.max().item():.1e}", kind))
-    return Table("Query tiles", ("tile", "rows", "differs", "by up to", "what differs"), rows)
 
 
 def _key_table(found: Located, first: Place) -> Table:
