@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_attn_compat import bert_padding, flash_attn_2_cuda, flash_attn_interface
+from flash_attn_compat import bert_padding, flash_attn_interface
 from flash_attn_compat.layers.rotary import RotaryEmbedding, apply_rotary_emb
 from flash_attn_compat.losses.cross_entropy import CrossEntropyLoss
 from flash_attn_compat.modules.embedding import GPT2Embeddings
@@ -169,21 +169,6 @@ def _private(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...
     return out, lse, *grads
 
 
-def _private_packed(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, cu: Tensor) -> tuple[Tensor, ...]:
-    where, rules = (cu, cu, 40, 40), (0.0, 32**-0.5, True, 7, 0, 0.0, None)
-    out, lse, *_ = flash_attn_interface._flash_attn_varlen_forward(q, k, v, *where, *rules)
-    grads = [torch.empty_like(x) for x in (q, k, v)]
-    flash_attn_interface._flash_attn_varlen_backward(dout, q, k, v, out, lse, *grads, *where, *rules, False)
-    return out, lse, *grads
-
-
-def _raw_module(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
-    rules = (0.0, 32**-0.5, False, 4, 4, 0.0)
-    out, lse, *_ = flash_attn_2_cuda.fwd(q, k, v, None, None, *rules, False, None)
-    grads = flash_attn_2_cuda.bwd(dout, q, k, v, out, lse, None, None, None, None, *rules, False, None, None)
-    return out, lse, *grads[:3]
-
-
 def _unpadded(x: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
     """What BERT does: tokens out of their padding, attention, and back."""
     tokens, indices, cu, longest, used = bert_padding.unpad_input(x, mask)
@@ -217,7 +202,6 @@ def _mha(**options: Any) -> nn.Module:
 
 
 _DENSE_CALL = dict(zip(("q", "k", "v", "dout"), _several(4, 2, 20, 2, 32)))
-_PACKED_CALL = dict(zip(("q", "k", "v", "dout"), _several(4, 49, 2, 32)))
 _STARTS = torch.tensor([0, 9, 49], dtype=torch.int32)
 _ANGLES = torch.rand(60, 8, generator=torch.Generator().manual_seed(0)) * 6
 _TABLES = {
@@ -229,8 +213,6 @@ _WEIGHT, _BIAS = _several(2, 64, dtype=torch.float32)
 TABLE: tuple[Row, ...] = (
     *(Row(name, attention(problem), draws=problem.dropout_p > 0) for name, problem in PROBLEMS.items()),
     Row("private dense, dropout", _of(_private, {}, _DENSE_CALL), draws=True),
-    Row("private packed", _of(_private_packed, {}, _PACKED_CALL | {"cu": _STARTS})),
-    Row("raw module", _of(_raw_module, {}, {name: x.bfloat16() for name, x in _DENSE_CALL.items()})),
     Row("out of padding and back", _of(
         _unpadded, {"x": _normal(3, 20, 64)}, {"mask": torch.arange(20) < torch.tensor([[20], [3], [11]])}
     )),

@@ -19,14 +19,8 @@ from verify.recorded import recorded_errors
 
 RECORDED = recorded_errors()
 EXTENSIONS = {
-    "float32",
-    "cpu_tensor",
-    "head_dim_264",
-    "v_headdim_differs",
-    "dropout_with_softcap",
-    "empty_q",
-    "page_size_100",
-}
+    "float32", "cpu_tensor", "head_dim_264", "v_headdim_differs", "dropout_with_softcap", "empty_q", "page_size_100",
+}  # fmt: skip
 # Where flash-attn's sentence names its own expression or device, the words of it that count.
 KEY_WORDS = {
     "three_dims": "Dimension out of range",
@@ -34,12 +28,7 @@ KEY_WORDS = {
     "alibi_shape": "Expected alibi_slopes.sizes() ==",
     "cu_cpu": "cu_seqlens_q must be on",
 }
-DENSE, QKV, VARLEN, CACHE = (
-    "flash_attn_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_with_kvcache",
-)
+DENSE, VARLEN, CACHE = "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"
 
 
 def half(*shape: int) -> torch.Tensor:
@@ -50,9 +39,8 @@ def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def dense(function: str = DENSE, tensors: dict[str, Any] | None = None, **options: Any) -> Call:
-    qkv = {name: half(1, 8, 2, 32) for name in "qkv"}
-    return Call(function, {**qkv, **(tensors or {}), **options})
+def dense(**changes: Any) -> Call:
+    return Call(DENSE, {**{name: half(1, 8, 2, 32) for name in "qkv"}, **changes})
 
 
 def varlen(**tensors: Any) -> Call:
@@ -86,30 +74,30 @@ def table(rows: int, columns: int = 16) -> torch.Tensor:
 
 
 CALLS: dict[str, Call] = {
-    "float32": dense(tensors={name: half(1, 8, 2, 32).float() for name in "qkv"}),
-    "mixed_dtype": dense(tensors={"k": half(1, 8, 2, 32).bfloat16()}),
+    "float32": dense(**{name: half(1, 8, 2, 32).float() for name in "qkv"}),
+    "mixed_dtype": dense(k=half(1, 8, 2, 32).bfloat16()),
     "cpu_tensor": dense(),
-    "head_dim_264": dense(tensors={name: half(1, 8, 2, 264) for name in "qkv"}),
-    "heads_not_divisible": dense(tensors={"q": half(1, 8, 3, 32)}),
-    "batch_mismatch": dense(tensors={"k": half(2, 8, 2, 32), "v": half(2, 8, 2, 32)}),
-    "kv_len_mismatch": dense(tensors={"v": half(1, 9, 2, 32)}),
-    "v_headdim_differs": dense(tensors={"v": half(1, 8, 2, 64)}),
-    "qk_headdim_differs": dense(tensors={"k": half(1, 8, 2, 64), "v": half(1, 8, 2, 64)}),
-    "three_dims": dense(tensors={name: half(8, 2, 32) for name in "qkv"}),
+    "head_dim_264": dense(**{name: half(1, 8, 2, 264) for name in "qkv"}),
+    "heads_not_divisible": dense(q=half(1, 8, 3, 32)),
+    "batch_mismatch": dense(k=half(2, 8, 2, 32), v=half(2, 8, 2, 32)),
+    "kv_len_mismatch": dense(v=half(1, 9, 2, 32)),
+    "v_headdim_differs": dense(v=half(1, 8, 2, 64)),
+    "qk_headdim_differs": dense(k=half(1, 8, 2, 64), v=half(1, 8, 2, 64)),
+    "three_dims": dense(**{name: half(8, 2, 32) for name in "qkv"}),
     "dropout_with_softcap": dense(dropout_p=0.1, softcap=10.0, return_attn_probs=True),
     "dropout_1": dense(dropout_p=1.0),
     "dropout_negative": dense(dropout_p=-0.1),
-    "alibi_fp16": dense(tensors={"alibi_slopes": half(2).abs()}),
-    "alibi_shape": dense(tensors={"alibi_slopes": half(3).abs().float()}),
-    "empty_q": dense(tensors={"q": half(1, 0, 2, 32)}),
-    "empty_k": dense(tensors={"k": half(1, 0, 2, 32), "v": half(1, 0, 2, 32)}),
-    "batch_0": dense(tensors={name: half(0, 8, 2, 32) for name in "qkv"}),
+    "alibi_fp16": dense(alibi_slopes=half(2).abs()),
+    "alibi_shape": dense(alibi_slopes=half(3).abs().float()),
+    "empty_q": dense(q=half(1, 0, 2, 32)),
+    "empty_k": dense(k=half(1, 0, 2, 32), v=half(1, 0, 2, 32)),
+    "batch_0": dense(**{name: half(0, 8, 2, 32) for name in "qkv"}),
     "cu_int64": varlen(cu_seqlens_q=int32(0, 5, 12).long(), cu_seqlens_k=int32(0, 5, 12).long()),
     "cu_cpu": varlen(cu_seqlens_q=int32(0, 5, 12).to("meta"), cu_seqlens_k=int32(0, 5, 12).to("meta")),
     "cu_len_mismatch": varlen(cu_seqlens_k=int32(0, 3, 5, 12)),
     "cu_noncontig": varlen(cu_seqlens_q=int32(0, 0, 5, 5, 12, 12)[::2]),
     "varlen_4d": varlen(**{name: half(1, 12, 2, 32) for name in "qkv"}),
-    "qkv_wrong_3": Call(QKV, {"qkv": half(1, 8, 2, 2, 32)}),
+    "qkv_wrong_3": Call("flash_attn_qkvpacked_func", {"qkv": half(1, 8, 2, 2, 32)}),
     "page_size_100": cache(paged=100),
     "page_with_batch_idx": cache(paged=256, cache_batch_idx=int32(0, 1)),
     "rotary_without_new_k": cache(k=None, v=None, rotary_cos=table(64), rotary_sin=table(64)),
