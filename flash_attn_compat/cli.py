@@ -110,28 +110,21 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--into", metavar="DIR", help=f"the folder that {settings.CACHE} will name there")
     command.add_argument(
         "--head-dim",
-        type=_number_up_to(256),
+        type=_head_dim,
         action="append",
         default=[],
         metavar="N",
         help="only for these; repeatable",
     )
     command.add_argument("--dtype", choices=("float16", "bfloat16"), action="append", default=[], help="only for these")
-    command.add_argument("--all", action="store_true", help="every combination of features, over a thousand kernels")
-    command.add_argument(
-        "--jobs", type=_number_up_to(1024), metavar="N", help="how many at once; one for each processor by default"
-    )
     command.set_defaults(action=_compile)
     return parser
 
 
-def _number_up_to(most: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"a number from 1 to {most} is wanted, got {text!r}")
-        return int(text)
-
-    return number
+def _head_dim(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 256:
+        raise argparse.ArgumentTypeError(f"a number from 1 to 256 is wanted, got {text!r}")
+    return int(text)
 
 
 def _install(options: argparse.Namespace) -> int:
@@ -178,10 +171,10 @@ def _compile(options: argparse.Namespace) -> int:
         return 2
     wanted = []
     for architecture, number in numbers.items():
-        kinds = ahead.kinds(number, options.head_dim, options.dtype, options.all)
+        kinds = ahead.kinds(number, options.head_dim, options.dtype)
         wanted += [(variant, architecture) for variant in variants.made_for(kinds)]
     print(f"{len(wanted)} kernels for {', '.join(numbers)}", file=sys.stderr, flush=True)
-    made, errors = ahead.compile_all(wanted, options.jobs)
+    made, errors = ahead.compile_all(wanted)
     print(f"{made} kernels compiled, {len(wanted) - made - len(errors)} were there: {cache.folder()}")
     for told in dict.fromkeys(errors):
         print(f"flash-attn-compat: {told}", file=sys.stderr)

@@ -22,7 +22,7 @@ import torch
 
 import flash_attn_compat
 from flash_attn_compat import installed, self_check
-from flash_attn_compat.backends.fused import inspection
+from flash_attn_compat.backends.fused import cache, loader, probe
 from flash_attn_compat.installed import SITE, RealFlashAttn, is_stand_in_spec
 from flash_attn_compat.naming import install, real
 from flash_attn_compat.self_check import Check
@@ -184,9 +184,22 @@ def _machine(device: torch.device, renew: bool) -> Machine:
         capability=capability,
         built_for=built_for,
         has_code_for_device=has_code,
-        kernels=inspection.describe(device, renew),
+        kernels=kernels(device, renew),
         settings={name: value for name, value in sorted(os.environ.items()) if name.startswith("FLASH_ATTN_COMPAT_")},
     )
+
+
+def kernels(device: torch.device, renew: bool = False) -> list[str]:
+    """What compiles and keeps this package's kernels, or why there are none, and then what the probe found."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return ["none: they are for NVIDIA GPUs"]
+    lacking = loader.why_not()
+    if lacking is not None:
+        return [f"none: {lacking}"]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    nvrtc, driver = (".".join(map(str, version)) for version in (loader.compiler().version, loader.driver().version))
+    made = f"for {loader.target(index).architecture} by NVRTC {nvrtc}, driver for CUDA {driver}"
+    return [f"{made}, kept in {cache.folder()}", *probe.told(index, renew)]
 
 
 def has_code_for(capability: tuple[int, int], built_for: list[str]) -> bool:

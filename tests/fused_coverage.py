@@ -86,7 +86,6 @@ def problems(kind: Kind) -> dict[str, Problem]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--for", dest="architecture", help="sm_90, say; the GPU's by default")
-    parser.add_argument("--jobs", type=int)
     options = parser.parse_args()
     architecture = options.architecture or loader.target(torch.cuda.current_device()).architecture
     wanted = [
@@ -94,7 +93,7 @@ def main() -> int:
         for name in dict.fromkeys((architecture, "compute_75"))
         for variant in variants.made_for(kinds(ahead.number(name)))
     ]
-    made, errors = ahead.compile_all(wanted, options.jobs)
+    made, errors = ahead.compile_all(wanted)
     print(f"{made} kernels compiled, {len(wanted) - made - len(errors)} were there", *errors, sep="\n")
     return 1 if errors else 0
 

@@ -36,10 +36,9 @@ class Launch(NamedTuple):
 
 @dataclass
 class Launches:
-    """Everything launched since the start, in order, and how many words were cleared."""
+    """Everything launched since the start, in order, and the variants that were loaded."""
 
     seen: list[Launch] = field(default_factory=list)
-    cleared: list[int] = field(default_factory=list)
     variants: list[Variant] = field(default_factory=list)
 
     @property
@@ -59,20 +58,16 @@ class Driver:
     def __init__(self, found: Launches, compute: Callable[[Launch, bytes], None]) -> None:
         self.found, self.compute = found, compute
 
-    def clear(self, address: int, words: int, device: int) -> None:
-        self.found.cleared.append(words)
-        ctypes.memset(address, 0, 4 * words)
-
-    def launch(self, kernel: Kernel, blocks: int, device: int, arguments: ctypes.c_void_p) -> None:
-        content = launcher.arguments.buffer.raw
+    def launch(self, kernel: Kernel, blocks: int, device: int, content: bytes) -> None:
         launch = Launch(self.found.variants[(kernel.handle.value or 0) - 1], blocks, unpack(content))
         self.found.seen.append(launch)
         self.compute(launch, content)
 
 
 def unpack(content: bytes) -> dict[str, Any]:
-    values = iter(struct.unpack("<" + "".join(kind for _, kind in params.FIELDS), content))
-    return {name: tuple(next(values) for _ in kind) if len(kind) > 1 else next(values) for name, kind in params.FIELDS}
+    fields = (*params.HEAD, *params.REST)
+    values = iter(struct.unpack("<" + "".join(kind for _, kind in fields), content))
+    return {name: tuple(next(values) for _ in kind) if len(kind) > 1 else next(values) for name, kind in fields}
 
 
 def record(
@@ -139,11 +134,11 @@ def emulate(
     if emulator.why_not():
         pytest.skip(emulator.why_not())
     memory: list[Tensor] = []
-    addresses, empty, workspace = launcher.Inputs.addresses, torch.empty, launcher.workspace
+    addresses, empty, workspace = launcher.Plan.addresses, torch.empty, launcher.workspace
 
-    def known_addresses(inputs: launcher.Inputs, tensors: tuple[Tensor | None, ...]) -> list[int]:
+    def known_addresses(plan: launcher.Plan, tensors: tuple[Tensor | None, ...]) -> list[int]:
         memory.extend(tensor for tensor in tensors if tensor is not None)
-        return addresses(inputs, tensors)
+        return addresses(plan, tensors)
 
     def known_empty(*args: Any, **kwargs: Any) -> Tensor:
         found: Tensor = empty(*args, **kwargs)
@@ -164,7 +159,7 @@ def emulate(
         compiled.launch(content, launch.blocks, variant.threads, variant.shared, memory[-64:], seed)
 
     found = record(monkeypatch, number, tried, compute)
-    monkeypatch.setattr(launcher.Inputs, "addresses", known_addresses)
+    monkeypatch.setattr(launcher.Plan, "addresses", known_addresses)
     monkeypatch.setattr(launcher, "workspace", known_workspace)
     monkeypatch.setattr(torch, "empty", known_empty)
     monkeypatch.setattr(torch, "empty_like", known_empty_like)

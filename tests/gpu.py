@@ -40,7 +40,7 @@ class Part(NamedTuple):
 def parts(jobs: int, out: Path) -> Iterator[Part]:
     """In the order of their worth a minute."""
     python = [sys.executable, "-m"]
-    yield Part("compile", [*python, "tests.fused_coverage", "--jobs", str(jobs)], {}, 400)
+    yield Part("compile", [*python, "tests.fused_coverage"], {}, 400)
     marked = [*python, "pytest", "-q", "-m", "gpu", "-n", str(min(jobs, 8)), "-p", "no:cacheprovider"]
     kernels, state = "tests/test_fused_on_gpu.py", "tests/test_caller_state.py"
     for mode, variables in MODES.items():

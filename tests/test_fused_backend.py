@@ -171,13 +171,12 @@ def test_a_forward_that_fails_is_served_by_another_with_one_warning(monkeypatch:
         close(out, flash_attn_func(q, k, v))
 
 
-@pytest.mark.parametrize("failing", [(forward, "Attention"), (append, "Writer"), (probe, "check")])
+@pytest.mark.parametrize("failing", [(forward.Attention, "try_first"), (append, "try_first"), (probe, "check")])
 def test_a_call_over_a_cache_that_fails_leaves_it_unwritten(
     failing: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches = fused_on_cpu.record(monkeypatch)
-    module, name = failing
-    broken(monkeypatch, *((module, name) if name == "check" else (getattr(module, name), "try_first")))
+    broken(monkeypatch, *failing)
     q, k_cache, new = (
         randn(2, 20, 4, 64, dtype=HALF),
         torch.zeros(2, 50, 2, 64, dtype=HALF),
@@ -231,7 +230,7 @@ def test_a_private_backward_counts_for_who_served_it(monkeypatch: pytest.MonkeyP
     assert backend_counts() == {"sdpa": 1}
 
 
-@pytest.mark.parametrize("failing", [forward.Attention, append.Writer])
+@pytest.mark.parametrize("failing", [forward.Attention, append])
 @pytest.mark.parametrize("seqlen_new", [1, 17])
 def test_a_step_of_decoding_is_right_whichever_part_fails(
     seqlen_new: int, failing: Any, monkeypatch: pytest.MonkeyPatch
@@ -331,7 +330,7 @@ def test_what_is_found_right_is_remembered_for_other_processes(monkeypatch: pyte
     kernels = (variants.forward(Kind(75, 0, 64)),)
     for _ in range(2):
         trial.check(kernels, -1, lambda: tries.append("tried"))
-        trial.forget()
+        trial._right.clear()
     assert tries == ["tried"] and list(kept.values()) == [b"right"]
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import shutil
+import struct
 import subprocess
 import threading
 import time
@@ -18,6 +20,7 @@ from flash_attn_compat.backends.fused.variants import Kind, Variant
 from flash_attn_compat.engine import capture
 
 VARIANT = variants.forward(Kind(75, variants.FP16, 64))
+FIELDS = (*params.HEAD, *params.REST)
 KNOWN = (75, 80, 86, 89, 90, 100)
 
 
@@ -70,12 +73,12 @@ def test_a_name_changes_with_everything_that_matters(gpu: pytest.MonkeyPatch, tm
     names.append(loader.cache_name(other, "sm_75"))
     gpu.setattr(loader, "compiler", lambda: SimpleNamespace(version=(12, 9), architectures=KNOWN))
     names.append(loader.cache_name(VARIANT, "sm_75"))
-    texts = {name: loader.source(name) for name in ("forward.cu", "common.cuh", "ptx.cuh", "params.cuh")}
+    texts = {name: loader.source(name) for name in (VARIANT.source, *loader.HEADERS)}
     for changed in texts:
         with gpu.context() as patch:
             patch.setattr(loader, "source", lambda name, changed=changed: texts[name] + " " * (name == changed))
             names.append(loader.cache_name(VARIANT, "sm_75"))
-    assert len(set(names)) == len(names) == 8
+    assert len(set(names)) == len(names) == 4 + len(texts)
 
 
 # ---- once
@@ -162,7 +165,7 @@ def test_a_source_that_does_not_compile_is_an_error_with_the_compilers_log(
 ) -> None:
     texts = {"broken.cu": '#include "part.cuh"\nint x = undeclared_name;', "part.cuh": "#pragma once\n"}
     monkeypatch.setattr(loader, "source", texts.__getitem__)
-    monkeypatch.setattr(loader, "included", lambda name: ("part.cuh",))
+    monkeypatch.setattr(loader, "HEADERS", ("part.cuh",))
     with pytest.raises(KernelError, match=r"refuses broken.cu(.|\n)*undeclared_name"):
         nvrtc.compile("broken.cu", ("--gpu-architecture=compute_75",))
 
@@ -172,7 +175,7 @@ def test_a_source_that_does_not_compile_is_an_error_with_the_compilers_log(
 
 def c_layout(folder: Path) -> dict[str, int]:
     """Offsets of the struct's fields and its size, as a C++ compiler lays it out."""
-    lines = [f'  printf("{name} %zu\\n", offsetof(Params, {name}));' for name, _ in params.FIELDS]
+    lines = [f'  printf("{name} %zu\\n", offsetof(Params, {name}));' for name, _ in FIELDS]
     program = "\n".join(
         [
             "#include <cstddef>",
@@ -194,9 +197,20 @@ def c_layout(folder: Path) -> dict[str, int]:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to ask for the layout of the C struct")
 def test_python_and_c_agree_on_every_field(tmp_path: Path) -> None:
-    assert c_layout(tmp_path) == {**params.offsets(), "size": params.SIZE}
+    ends = itertools.accumulate((struct.calcsize(f"<{kind}") for _, kind in FIELDS), initial=0)
+    assert c_layout(tmp_path) == dict(zip([*(name for name, _ in FIELDS), "size"], ends, strict=True))
 
 
 def test_an_unknown_field_is_refused() -> None:
     with pytest.raises(KeyError, match="seqlen_x"):
-        params.pack({"seqlen_x": 1})
+        params.rest({"seqlen_x": 1})
+
+
+def test_addresses_in_another_order_than_the_structs_are_refused() -> None:
+    head = params.head(["q", "v", "delta"])
+    names, kinds = zip(*params.HEAD, strict=True)
+    written = dict(zip(names, struct.unpack("<" + "".join(kinds), head.pack(1, 2, 3, 4)), strict=True))
+    assert {name: value for name, value in written.items() if value} == {"q": 1, "v": 2, "delta": 3, "seqlen_k": 4}
+    for given in (["v", "q"], ["q", "q"], ["q", "w"]):
+        with pytest.raises(ValueError, match="in the order of struct Params"):
+            params.head(given)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_compat import explain, flash_attn_func, flash_attn_with_kvcache, use_backend
-from flash_attn_compat.backends.fused import inspection, launcher, loader, probe
+from flash_attn_compat import doctor, explain, flash_attn_func, flash_attn_with_kvcache, use_backend
+from flash_attn_compat.backends.fused import launcher, loader, probe
 from flash_attn_compat.backends.fused.probe import Verdict
 from flash_attn_compat.serving import dispatch
 from tests import fused_on_cpu, others_kernels
@@ -70,7 +70,7 @@ def test_a_slower_kernel_leaves_the_call_to_the_next_without_a_warning_in_later_
 ) -> None:
     seen = timed(monkeypatch, forward=SLOW)
     flash_attn_func(*qkv())
-    probe.forget()
+    probe._verdicts.clear()
     launcher.forget_plans()
     monkeypatch.setattr(fused_on_cpu.FUSED, "_against", {})
     dispatch.forget_decisions()
@@ -142,16 +142,16 @@ def test_doctor_says_what_was_timed_and_who_serves_or_why_nothing_is(
 ) -> None:
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(loader, "compiler", lambda: SimpleNamespace(version=(13, 0)))
-    assert "not timed yet" in inspection.describe(gpu)[1]
+    assert "not timed yet" in doctor.kernels(gpu)[1]
     timed(monkeypatch, forward=SLOW)
     probe.verdict(64, "forward", 0)
-    first, *speeds = inspection.describe(gpu)
+    first, *speeds = doctor.kernels(gpu)
     assert "for sm_75 by NVRTC 13.0" in first
     assert speeds == ["forward of head_dim 64: fused 2 ms, torch_efficient 1 ms: torch_efficient serves"]
     timed(monkeypatch, forward=FAST, backward=FAST)
-    _, *speeds = inspection.describe(gpu, renew=True)
+    _, *speeds = doctor.kernels(gpu, renew=True)
     assert len(speeds) == 8 and all(speed.endswith("fused serves") for speed in speeds)
     monkeypatch.setattr(loader, "capability", lambda device: (9, 0))
-    assert inspection.describe(gpu)[1:] == ["the order of backends was measured on this GPU's kind"]
+    assert doctor.kernels(gpu)[1:] == ["the order of backends was measured on this GPU's kind"]
     monkeypatch.setattr(loader, "why_not", lambda: "NVRTC cannot be used")
-    assert inspection.describe(gpu) == ["none: NVRTC cannot be used"]
+    assert doctor.kernels(gpu) == ["none: NVRTC cannot be used"]

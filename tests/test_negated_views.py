@@ -30,13 +30,13 @@ def packed(*qkv: Tensor) -> Tensor:
 @pytest.mark.parametrize("attend", [flash_attn_func, packed])
 def test_kernels_get_memory_that_holds_what_the_caller_sees(attend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     launches, given = fused_on_cpu.record(monkeypatch), []
-    addresses = launcher.Inputs.addresses
+    addresses = launcher.Plan.addresses
 
-    def noted(inputs: launcher.Inputs, tensors: tuple[Tensor | None, ...]) -> list[int]:
+    def noted(plan: launcher.Plan, tensors: tuple[Tensor | None, ...]) -> list[int]:
         given.extend(tensor for tensor in tensors if tensor is not None)
-        return addresses(inputs, tensors)
+        return addresses(plan, tensors)
 
-    monkeypatch.setattr(launcher.Inputs, "addresses", noted)
+    monkeypatch.setattr(launcher.Plan, "addresses", noted)
     tensors = [randn(1, 20, 2, 32, seed=seed, dtype=torch.float16) for seed in range(4)]
     for which in range(4):
         *qkv, dout = [negated(x) if index == which else x for index, x in enumerate(tensors)]

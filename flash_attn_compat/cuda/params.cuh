@@ -13,30 +13,30 @@ struct Strides {
 };
 
 struct Params {
-  // Attention: q, k, v in their dtype's bits; out likewise; softmax_lse in fp32.
+  // The head, which differs from call to call. q, k, v are in their dtype's bits.
   const u16 *q, *k, *v;
-  u16 *out;
-  float *lse;        // (batch, nheads, seqlen_q) or (nheads, total_q), contiguous; null where nobody wants it; backward reads it
-  float *lse_true;   // the same without the position that flash-attn adds under causal ALiBi; may be null
+  const float *alibi_slopes;               // (batch, nheads) with slopes_batch, (nheads,) with slopes_batch = 0
   const int *cu_seqlens_q, *cu_seqlens_k;  // (batch + 1,) or null
   const int *seqused_k;                    // (batch,) or null: keys in use, counted from the sequence's first slot
   const int *leftpad_k;                    // (batch,) or null: slots skipped at the front
   const int *block_table;                  // (batch, pages_per_sequence) or null
-  const float *alibi_slopes;               // (batch, nheads) with slopes_batch, (nheads,) with slopes_batch = 0
   const i64 *rng_state;                    // (2,), for dropout
-  int *absmax;       // converted bf16: (3, batch, nheads_k) largest finite magnitudes of q, k, v
-  // Decode: what the splits hand to the last one.
-  float *part_out;   // (tiles, splits, 16, D)
-  float *part_ml;    // (tiles, splits, 16, 2): maximum in units of log2, sum
-  int *counters;     // decode: (tiles,), zero before a launch and after it; backward of converted bf16: (2, batch, nheads_k) maxima that delta raises from 0
-  // Append: new keys and values, rotated and written behind the cache's; q rotated, by append.cu into q_rotated. Sequence b's first new
-  // slot is seqused_k[b], without seqused_k it is seqlen_k - seqlen_new. rotary_dim = 0: nothing is rotated.
+  // Append: new keys and values, rotated and written behind the cache's. Sequence b's first new slot is seqused_k[b], without seqused_k it
+  // is seqlen_k - seqlen_new. rotary_dim = 0: nothing is rotated.
   const u16 *k_new, *v_new, *rotary_cos, *rotary_sin;
-  u16 *q_rotated;
-  // Backward.
+  u16 *q_rotated;    // by append.cu: the launches behind it have it as their q
   const u16 *dout;
+  u16 *out;          // as q; the backward reads out and lse
+  float *lse;        // fp32 (batch, nheads, seqlen_q) or (nheads, total_q), contiguous; null where nobody wants it
   u16 *dq, *dk, *dv;
+  float *lse_true;   // as lse without the position that flash-attn adds under causal ALiBi; may be null
+  int *absmax;       // converted bf16: (3, batch, nheads_k) largest finite magnitudes of q, k, v
+  int *counters;     // decode: (tiles,), zero before a launch and after it; backward of converted bf16: (2, batch, nheads_k) maxima that delta raises from 0
+  float *part_out;   // decode, what the splits hand to the last one: (tiles, splits, 16, D)
+  float *part_ml;    // (tiles, splits, 16, 2): maximum in units of log2, sum
   float *delta;      // (.., like lse): rowsum(out * dout)
+  int seqlen_k;      // keys of the longest sequence (capacity for a cache)
+  int zero;          // always 0, which the compiler cannot know
 
   Strides q_s, k_s, v_s, out_s, dout_s, dq_s, dk_s, dv_s, k_new_s, v_new_s, q_rotated_s;
   i64 lse_batch;     // lse, lse_true, delta: elements between sequences (0 when packed)
@@ -45,7 +45,7 @@ struct Params {
   int table_stride;  // elements between the rows of block_table
 
   int batch, nheads, nheads_k, group;       // group = nheads / nheads_k
-  int seqlen_q, seqlen_k;                   // longest rows a sequence is launched for; keys (capacity for a cache)
+  int seqlen_q;                             // longest rows a sequence is launched for
   int total_q, total_k;                     // tokens of packed q and k: nothing past them is touched
   int seqlen_new;                           // keys appended behind seqused_k: counted as used
   int head_dim, head_dim_v;
@@ -60,6 +60,5 @@ struct Params {
   int dropout_limit;                        // a word above it drops its probability (engine/dropout.py)
   float dropout_scale;                      // 1 / (1 - dropout_p)
   float softmax_scale, softcap;
-  int zero;                                 // always 0, which the compiler cannot know
   int filler;                               // so that the struct ends on 8 bytes
 };

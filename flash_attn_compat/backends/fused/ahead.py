@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,32 +15,29 @@ _OLDEST = 75
 
 def number(architecture: str) -> int:
     """90 of sm_90 or compute_90; raises KernelError for what the NVRTC at hand, or this package, has no kernels for."""
-    known = [one for one in loader.compiler().architectures if one >= _OLDEST]
-    found = re.fullmatch(r"(?:sm|compute)_(\d+)", architecture)
-    if found is None or int(found[1]) not in known:
+    known: list[int] = [one for one in loader.compiler().architectures if one >= _OLDEST]
+    numbers = {f"{kind}_{one}": one for kind in ("sm", "compute") for one in known}
+    if architecture not in numbers:
         names = ", ".join(f"sm_{one}" for one in known)
         raise KernelError(f"{architecture} is none of {names} (or compute_{known[0]} and so on)")
-    return int(found[1])
+    return numbers[architecture]
 
 
-def kinds(number: int, head_dims: Collection[int], dtypes: Collection[str], every: bool) -> Iterator[Kind]:
-    """What models ask for: rows on 16 bytes, and at most one of ALiBi, softcap and dropout; every: all there is.
+def kinds(number: int, head_dims: Collection[int], dtypes: Collection[str]) -> Iterator[Kind]:
+    """What models ask for: rows on 16 bytes, and at most one of ALiBi, softcap and dropout.
 
     head_dims: empty for all; dtypes: "float16" and "bfloat16", empty for both
     """
-    sizes = {Kind(number, FP16, head_dim).D for head_dim in head_dims}
+    sizes = {Kind(number, FP16, head_dim).D for head_dim in head_dims} or set(variants.HEAD_DIMS)
     for kind in variants.kinds(number):
         name = "float16" if kind.type == FP16 else "bfloat16"
-        usual = kind.vec == 8 and kind.alibi + kind.softcap + kind.dropout <= 1
-        if (every or usual) and (not sizes or kind.D in sizes) and (not dtypes or name in dtypes):
+        is_usual = kind.vec == 8 and kind.alibi + kind.softcap + kind.dropout <= 1
+        if is_usual and kind.D in sizes and (name in dtypes or not dtypes):
             yield kind
 
 
-def compile_all(wanted: Iterable[tuple[Variant, str]], jobs: int | None = None) -> tuple[int, list[str]]:
-    """Keep variants, each for an architecture, in the cache; how many were not there yet, and what went wrong.
-
-    jobs: how many are compiled at once, one for each processor by default
-    """
+def compile_all(wanted: Iterable[tuple[Variant, str]]) -> tuple[int, list[str]]:
+    """Keep variants, each for an architecture, in the cache; how many were not there yet, and what went wrong."""
 
     def make(variant: Variant, architecture: str) -> bool:
         name = loader.cache_name(variant, architecture)
@@ -52,7 +48,7 @@ def compile_all(wanted: Iterable[tuple[Variant, str]], jobs: int | None = None) 
         return True
 
     made, errors = 0, []
-    pool = ThreadPoolExecutor(jobs or os.cpu_count())
+    pool = ThreadPoolExecutor(os.cpu_count())
     try:
         for job in [pool.submit(make, *one) for one in wanted]:
             try:

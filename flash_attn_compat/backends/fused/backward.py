@@ -5,14 +5,14 @@ Nothing is added by atomics: the same bits each time.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused import launcher, loader, probe, trial, variants
-from flash_attn_compat.backends.fused.launcher import Inputs, Launch
-from flash_attn_compat.backends.fused.maxima import Maxima, zeros
+from flash_attn_compat.backends.fused import launcher, probe, trial, variants
+from flash_attn_compat.backends.fused.launcher import Launch, Output, Plan
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine import alignment
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream
@@ -50,14 +50,19 @@ def _make_plan(call: AttentionCall, upstream: Upstream, places: Gradients) -> _R
         return _on_copies
     device, kind = call.q.get_device(), launcher.kind_of(call, vec)
     probe.check(kind, call, "backward", device)
-    plan = Plan(call, upstream, places, kind)
+    plan = _plan(call, upstream, places, kind)
 
     def run_tiny(call: AttentionCall, upstream: Upstream, places: Gradients) -> Gradients:
-        return Plan(call, upstream, places, kind).run(call, upstream, places)
+        return _launched(_plan(call, upstream, places, kind), call, upstream, places)
 
-    tried = tuple(launch.variant for launch in plan.launches)
-    trial.check(tried, device, lambda: trial.of_backward(kind, call.q.device, run_tiny))
-    return plan.run
+    trial.check(plan.variants[-3:], device, lambda: trial.of_backward(kind, call.q.device, run_tiny))
+    return functools.partial(_launched, plan)
+
+
+def _launched(plan: Plan, call: AttentionCall, upstream: Upstream, places: Gradients) -> Gradients:
+    others = upstream.dout, upstream.out, upstream.lse, *places, *upstream.saved[1:]
+    plan.run((*launcher.tensors_of(call, call.rng_state), *others))
+    return places
 
 
 def _on_copies(call: AttentionCall, upstream: Upstream, places: Gradients) -> Gradients:
@@ -71,56 +76,37 @@ def _on_copies(call: AttentionCall, upstream: Upstream, places: Gradients) -> Gr
     return Gradients(*(alignment.narrowed(one, x.shape[-1]) for one, x in zip(found, call[:3])))
 
 
-class Plan:
-    """Of three launches, four for bf16 that is converted and of which the forward kept no maxima.
+def _plan(call: AttentionCall, upstream: Upstream, places: Gradients, kind: Kind) -> Plan:
+    """Three launches, four for bf16 that is converted and of which the forward kept no maxima.
 
     upstream.saved: nothing; or the forward's true LSE; or that and maxima
     """
-
-    def __init__(self, call: AttentionCall, upstream: Upstream, places: Gradients, kind: Kind) -> None:
-        dout, out, lse = upstream.dout, upstream.out, upstream.lse
-        self.lse_shape, self.raised_shape = call.lse_shape, (2, call.batch, call.nheads_k)
-        kept = dict(zip(("absmax",), upstream.saved[1:]))
-        self.inputs = Inputs(call, dout=dout, out=out, lse=lse, dq=places.dq, dk=places.dk, dv=places.dv, **kept)
-        device = self.inputs.device
-        fields = launcher.described(call)
-        fields |= {"out_s": launcher.strides(out), "dout_s": launcher.strides(dout)}
-        fields |= {f"d{name}_s": launcher.strides(place) for name, place in zip("qkv", places)}
-        if upstream.saved:
-            fields["lse_has_position"] = 0
-        self.converts = kind.type == variants.BF16_AS_FP16
-        self.maxima = Maxima(call, kind, self.inputs, fields) if self.converts and not kept else None
-        rows, self.seqlen_k = launcher.longest_rows(call), launcher.longest_keys(call)
-        # With packed tokens, one slab more sets the gradients of those outside of all sequences to 0.
-        all_rows, all_keys = call.batch + (call.cu_seqlens_q is not None), call.batch + (call.cu_seqlens_k is not None)
-        grids = (
-            (variants.delta(kind), rows, call.nheads * call.batch),
-            (variants.dkdv(kind), self.seqlen_k, call.nheads_k * variants.dkdv_parts(kind) * all_keys),
-            (variants.dq(kind), rows, call.nheads * all_rows),
-        )
-        loader.load_together([variant for variant, *_ in grids], device)
-        given = [*self.inputs.names, "delta"]
-        given += ["absmax"] * (self.maxima is not None) + ["counters"] * self.converts
-        self.launches: list[Launch] = []
-        for variant, length, times in grids:
-            tiles = -(-length // variant.rows)
-            self.launches.append(Launch(variant, device, tiles * times, {**fields, "tiles": tiles}, given))
-
-    def run(self, call: AttentionCall, upstream: Upstream, places: Gradients) -> Gradients:
-        tensors = launcher.tensors_of(call, call.rng_state)
-        others = upstream.dout, upstream.out, upstream.lse, *places, *upstream.saved[1:]
-        addresses = self.inputs.addresses((*tensors, *others))
-        delta = torch.empty(self.lse_shape, dtype=torch.float32, device=call.q.device)
-        numbers = [*addresses, delta.data_ptr()]
-        if self.maxima is not None:
-            maxima = self.maxima.run(addresses, self.seqlen_k)
-            numbers.append(maxima.data_ptr())
-        if self.converts:
-            raised = zeros(self.raised_shape, call.q.device)
-            numbers.append(raised.data_ptr())
-        for launch in self.launches:
-            launch(*numbers)
-        return places
+    kept = dict(zip(("absmax",), upstream.saved[1:]))
+    others = {"dout": upstream.dout, "out": upstream.out, "lse": upstream.lse, **places._asdict(), **kept}
+    fields = launcher.described(call)
+    fields |= {"out_s": launcher.strides(upstream.out), "dout_s": launcher.strides(upstream.dout)}
+    fields |= {f"{name}_s": launcher.strides(place) for name, place in places._asdict().items()}
+    if upstream.saved:
+        fields["lse_has_position"] = 0
+    outputs, launches = [], []
+    if kind.type == variants.BF16_AS_FP16:
+        if not kept:
+            found, first = launcher.maxima(call, kind, fields)
+            outputs.append(found)
+            launches.append(first)
+        outputs.append(Output("counters", (2, call.batch, call.nheads_k), torch.int32, begins_as_zero=True))
+    outputs.append(Output("delta", call.lse_shape, torch.float32))
+    rows, keys = launcher.longest_rows(call), launcher.longest_keys(call)
+    # With packed tokens, one slab more sets the gradients of those outside of all sequences to 0.
+    all_rows, all_keys = call.batch + (call.cu_seqlens_q is not None), call.batch + (call.cu_seqlens_k is not None)
+    for variant, length, times in (
+        (variants.delta(kind), rows, call.nheads * call.batch),
+        (variants.dkdv(kind), keys, call.nheads_k * variants.dkdv_parts(kind) * all_keys),
+        (variants.dq(kind), rows, call.nheads * all_rows),
+    ):
+        tiles = -(-length // variant.rows)
+        launches.append(Launch(variant, tiles * times, {**fields, "tiles": tiles}))
+    return Plan(call, outputs, launches, others=others)
 
 
 def _empty(like: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Files that outlive the process: compiled kernels, and what was found out about them.
 
-A file is trusted only as far as it can be checked: it belongs to this user, says what it is and has the
-content it was written with. Whatever goes wrong on the way, the caller makes its content anew.
+A file is trusted only as far as it can be checked: it belongs to this user, and begins with a digest of its name and of
+what was written. Whatever goes wrong on the way, the caller makes its content anew.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 
 from flash_attn_compat import settings
 
-_MAGIC = b"flash_attn_compat 1\n"
 _DIGEST = hashlib.sha256().digest_size
 
 
@@ -47,8 +46,8 @@ def read(name: str) -> bytes | None:
         content = path.read_bytes()
     except (OSError, RuntimeError):  # RuntimeError: there is no home directory
         return None
-    magic, digest, payload = content[: len(_MAGIC)], content[len(_MAGIC) :][:_DIGEST], content[len(_MAGIC) + _DIGEST :]
-    return payload if magic == _MAGIC and digest == _digest(name, payload) else None
+    digest, payload = content[:_DIGEST], content[_DIGEST:]
+    return payload if digest == _digest(name, payload) else None
 
 
 def write(name: str, payload: bytes) -> bool:
@@ -61,7 +60,7 @@ def write(name: str, payload: bytes) -> bool:
         return False
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(_MAGIC + _digest(name, payload) + payload)
+            file.write(_digest(name, payload) + payload)
         os.replace(temporary, place / name)  # readers see the old file or the new one
         return True
     except OSError:

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused import launcher, probe, trial, variants
-from flash_attn_compat.backends.fused.append import Writer
-from flash_attn_compat.backends.fused.launcher import Inputs, Launch
-from flash_attn_compat.backends.fused.maxima import Maxima
+from flash_attn_compat.backends.fused import append, launcher, probe, trial, variants
+from flash_attn_compat.backends.fused.launcher import Launch, Output, Plan
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine import alignment, dropout
 from flash_attn_compat.engine.append import Append, Step
@@ -29,14 +27,7 @@ def forward(call: AttentionCall) -> Result:
 
 def make_plan(call: AttentionCall) -> Callable[[AttentionCall], Result]:
     vec = launcher.vector_size(call[:3], in_place=not call.is_dense and call.cu_seqlens_k is None)
-    if not vec:
-        return _on_copies
-    kind = launcher.kind_of(call, vec)
-    plan = Attention(call, kind)
-    if plan.splits is None:
-        probe.check(kind, call, "forward", plan.inputs.device)
-    plan.try_first()
-    return plan.run
+    return _tried(call, vec).run if vec else _on_copies
 
 
 def _on_copies(call: AttentionCall) -> Result:
@@ -61,82 +52,92 @@ def make_step(call: AttentionCall, new: Append | None) -> Step | None:
     vec = launcher.vector_size((*call[:3], *read_at_once), in_place=few or not call.is_dense)
     if not vec:
         return None
-    plan = Attention(call, launcher.kind_of(call, vec), new)
-    if plan.splits is None:
-        probe.check(plan.kind, call, "forward", plan.inputs.device)
-    plan.try_first()
-    return plan.step if as_given else plan.step_on_copies
+    attention = _tried(call, vec, new)
+    return attention.step if as_given else attention.step_on_copies
 
 
 def _contiguous(value: Any) -> Any:
     return value.contiguous() if isinstance(value, Tensor) else value
 
 
+def _tried(call: AttentionCall, vec: int, new: Append | None = None) -> Attention:
+    """Raises KernelError where a kernel turns out to be wrong, or slower than another backend."""
+    attention = Attention(call, launcher.kind_of(call, vec), new)
+    if not attention.is_decode:
+        probe.check(attention.kind, call, "forward", call.q.get_device())
+    attention.try_first()
+    if new is not None and attention.writes_first:
+        append.try_first(call, new)
+    return attention
+
+
 class Attention:
-    """Plan of a launch of the forward or the decode kernel; the latter writes a few ``new`` keys on its way.
+    """A launch of the forward or the decode kernel; the latter writes a few ``new`` keys on its way.
 
     More of them, or those of more rows, are written by a launch before it.
     """
 
     def __init__(self, call: AttentionCall, kind: Kind, new: Append | None = None) -> None:
-        self.kind, self.inputs = kind, Inputs(call, new)
-        self.dtype, self.place = call.q.dtype, call.q.device
-        self.out_shape, self.lse_shape = call.out_shape, call.lse_shape
-        self.is_like_q = call.out_shape == call.q.shape and call.q.is_contiguous()
-        self.keeps_lse = call.return_lse or call.needs_grad
-        self.needs_grad = call.needs_grad
-        self.keeps_true_lse = call.needs_grad and call.lse_carries_alibi_position
-        self.seqlen_k, self.seqlen_new = launcher.longest_keys(call), 0 if new is None else new.k.shape[1]
-        self.splits = launcher.splits_of(call, kind)
-        fields = launcher.described(call)
-        fields["out_s"] = launcher.contiguous_strides(call.out_shape)
-        self.appends, self.writer = new is not None, None
+        splits = launcher.splits_of(call, kind)
+        self.kind, self.is_decode = kind, splits is not None
+        self.appends, self.seqlen_new = new is not None, 0 if new is None else new.k.shape[1]
+        self.writes_first = self.appends and (splits is None or self.seqlen_new > _MOST_NEW)
+        fields = launcher.described(call) | {"out_s": launcher.contiguous_strides(call.out_shape)}
+        outputs: list[Output] = []
+        launches: list[Launch] = []
         if new is not None:
             fields |= launcher.described_new(new)
-            if self.splits is None or new.k.shape[1] > _MOST_NEW:
-                self.writer = Writer(call, new, self.inputs, fields)
-                if self.writer.rotates:
-                    fields["q_s"] = launcher.contiguous_strides(call.q.shape)
+            if self.writes_first:
+                outputs, first = append.launch(call, new, fields)
+                launches.append(first)
+        if outputs:
+            fields["q_s"] = launcher.contiguous_strides(call.q.shape)
+        self.results_from = len(outputs)
+        outputs.append(Output("out", call.out_shape, call.q.dtype))
+        self.has_lse, self.needs_grad = call.return_lse or call.needs_grad, call.needs_grad
+        if self.has_lse:
+            outputs.append(Output("lse", call.lse_shape, torch.float32))
+        # What the backward wants: the true LSE, which is the reported one where there is no other, then the maxima.
+        self.has_true_lse = call.needs_grad and call.lse_carries_alibi_position
+        if self.has_true_lse:
+            outputs.append(Output("lse_true", call.lse_shape, torch.float32))
         # The decode kernel scales what it converts step by step.
-        converts = kind.type == variants.BF16_AS_FP16 and self.splits is None
-        self.maxima = Maxima(call, kind, self.inputs, fields) if converts else None
+        self.has_maxima = splits is None and kind.type == variants.BF16_AS_FP16
+        if self.has_maxima:
+            found, before = launcher.maxima(call, kind, fields)
+            outputs.append(found)
+            launches.append(before)
         # With packed rows, one slab more sets what lies outside of all sequences to 0.
         sequences = call.batch + (call.cu_seqlens_q is not None)
-        if self.splits is None:
+        if splits is None:
             variant = variants.forward(kind)
             fields["tiles"] = tiles = -(-launcher.longest_rows(call) // variant.rows)
             blocks = tiles * call.nheads * sequences
         else:
-            variant = variants.step(kind) if self.appends and self.writer is None else variants.decode(kind)
-            fields |= {"tiles": self.splits.tiles, "splits": self.splits.each}
-            blocks = self.splits.each * self.splits.tiles * call.nheads_k * sequences
-        # As _launched gives them.
-        given = [*self.inputs.names, "seqlen_k", "out"]
-        given += ["lse"] * self.keeps_lse + ["lse_true"] * self.keeps_true_lse + ["absmax"] * converts
-        if self.splits is not None and self.splits.each > 1:
-            given += ["counters", "part_out", "part_ml"]
-        self.launch = Launch(variant, self.inputs.device, blocks, fields, given)
+            variant = variants.step(kind) if self.appends and not self.writes_first else variants.decode(kind)
+            fields |= {"tiles": splits.tiles, "splits": splits.each}
+            blocks = splits.each * splits.tiles * call.nheads_k * sequences
+        launches.append(Launch(variant, blocks, fields))
+        self.plan = Plan(call, outputs, launches, new, splits=splits)
 
     def try_first(self) -> None:
-        """Raises KernelError if a kernel turns out to be wrong."""
-        kind, device, is_decode = self.kind, self.inputs.device, self.splits is not None
-        appends = self.appends and self.writer is None
+        """Raises KernelError if the kernel turns out to be wrong."""
+        kind, plan, appends = self.kind, self.plan, self.appends and not self.writes_first
 
         def run_tiny(call: AttentionCall, new: Append | None) -> dict[str, Tensor]:
             result = Attention(call, kind, new).run(call, new)
             return {"out": result.out, "softmax_lse": result.lse}
 
-        tried = (self.launch.variant,)
-        trial.check(tried, device, lambda: trial.of_forward(kind, self.place, run_tiny, is_decode, appends))
-        if self.writer is not None:
-            self.writer.try_first(device)
+        def wrong() -> str | None:
+            return trial.of_forward(kind, plan.place, run_tiny, self.is_decode, appends)
+
+        trial.check(plan.variants[-1:], plan.device, wrong)
 
     def run(self, call: AttentionCall, new: Append | None = None) -> Result:
         rng_state = call.rng_state
         if rng_state is None and call.dropout_p:
-            rng_state = dropout.new_rng_state(self.place)
-        tensors = launcher.tensors_of(call, rng_state, new)
-        return self._launched(call.q, self.inputs.addresses(tensors), self.seqlen_k, rng_state)
+            rng_state = dropout.new_rng_state(self.plan.place)
+        return self._result(self.plan.run(launcher.tensors_of(call, rng_state, new)), rng_state)
 
     def step(
         self,
@@ -153,15 +154,11 @@ class Attention:
         slopes: Tensor | None,
     ) -> Result:
         """As Step of engine/append.py."""
-        used, seqlen_k = cache_seqlens, self.seqlen_k
+        used, seqlen_k = cache_seqlens, None
         if isinstance(cache_seqlens, int):
             used, seqlen_k = None, cache_seqlens + self.seqlen_new
         tensors = q, k_cache, v_cache, slopes, None, None, used, leftpad, table, None, k, v, rotary_cos, rotary_sin
-        addresses = self.inputs.addresses(tensors)
-        rotated = None if self.writer is None else self.writer.run(addresses, seqlen_k)
-        if rotated is not None:
-            addresses[0] = rotated.data_ptr()
-        result = self._launched(q, addresses, seqlen_k, None)
+        result = self._result(self.plan.run(tensors, seqlen_k), None)
         if self.appends:
             launcher.note_written(k_cache, v_cache)
         return result
@@ -170,29 +167,10 @@ class Attention:
         """The same for what is not laid out as kernels read it: contiguous copies of all but the cache."""
         return self.step(_contiguous(q), k_cache, v_cache, *map(_contiguous, others))
 
-    def _launched(self, q: Tensor, addresses: list[int], seqlen_k: int, rng_state: Tensor | None) -> Result:
-        place, splits, lse, true_lse, maxima = self.place, self.splits, None, None, None
-        if self.is_like_q and type(q) is Tensor:  # in half the time
-            out = torch.empty_like(q)
-        else:
-            out = torch.empty(self.out_shape, dtype=self.dtype, device=place)
-        numbers = [*addresses, seqlen_k, out.data_ptr()]
-        if self.keeps_lse:
-            lse = torch.empty(self.lse_shape, dtype=torch.float32, device=place)
-            numbers.append(lse.data_ptr())
-        if self.keeps_true_lse:
-            true_lse = torch.empty(self.lse_shape, dtype=torch.float32, device=place)
-            numbers.append(true_lse.data_ptr())
-        if self.maxima is not None:
-            maxima = self.maxima.run(addresses, seqlen_k)
-            numbers.append(maxima.data_ptr())
-        if splits is not None and splits.each > 1:
-            workspace = launcher.workspace(splits.workspace, self.inputs.device, place)
-            start = workspace.data_ptr()
-            numbers += start, start + splits.part_out, start + splits.part_ml
-        self.launch(*numbers)
+    def _result(self, made: list[Tensor], rng_state: Tensor | None) -> Result:
+        out, *others = made[self.results_from :]
+        lse = others[0] if self.has_lse else None
         if not self.needs_grad:
             return Result(out, lse, rng_state)
-        # The backward takes the true LSE first, then the maxima.
-        saved = (lse if true_lse is None else true_lse, maxima) if maxima is not None else (true_lse,)
-        return Result(out, lse, rng_state, saved if saved[-1] is not None else ())
+        # The reported LSE is the true one where there is no other; without maxima nobody needs it twice.
+        return Result(out, lse, rng_state, tuple(others if self.has_maxima and not self.has_true_lse else others[1:]))

@@ -6,10 +6,8 @@ signature. What is left for each call are the addresses.
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,14 +16,13 @@ from torch import Tensor
 from flash_attn_compat import settings
 from flash_attn_compat.backends.fused import loader, params, variants
 from flash_attn_compat.backends.fused.variants import Kind, Variant
-from flash_attn_compat.engine import alignment, capture, dropout
+from flash_attn_compat.engine import alignment, capture, dropout, signature
 from flash_attn_compat.engine.append import Append, Unlike
 from flash_attn_compat.engine.call import AttentionCall
 
 _LARGEST_INT = 2**31 - 1
 # Longer windows than a sequence that fits a GPU; the kernels add them to positions.
 _LONGEST_WINDOW = 2**29
-_MOST_PLANS = 4096
 # Words at the start of a workspace: one for each tile of a decode call with splits.
 _COUNTERS = 1024
 # Elements up to which loading one by one costs less than copying into place first.
@@ -41,60 +38,90 @@ _DTYPES = {
     "rng_state": torch.int64,
 }
 
-Plan = TypeVar("Plan")
+Made = TypeVar("Made")
 
 
-class _Arguments(threading.local):
-    """Each thread's struct Params; the driver copies it at the launch."""
+class Output(NamedTuple):
+    """Memory that a plan's launches write, by its name in struct Params."""
 
-    def __init__(self) -> None:
-        self.buffer = ctypes.create_string_buffer(params.SIZE)
-        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
-        self.pointers = ctypes.c_void_p(ctypes.addressof(self._pointers))
-
-
-arguments = _Arguments()
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    begins_as_zero: bool = False
 
 
-class Launch:
-    """One kernel, its grid and its struct Params but for the numbers that each call gives."""
+class Launch(NamedTuple):
+    """A kernel, its blocks, and the fields of struct Params behind the head."""
+
+    variant: Variant
+    blocks: int
+    fields: dict[str, params.Value]
+
+
+class Plan:
+    """Launches, one behind the other, that are given the same addresses."""
 
     def __init__(
-        self, variant: Variant, device: int, blocks: int, fields: dict[str, params.Value], given: Sequence[str]
+        self,
+        call: AttentionCall,
+        outputs: Sequence[Output],
+        launches: Sequence[Launch],
+        new: Append | None = None,
+        others: Mapping[str, Tensor] | None = None,
+        splits: Splits | None = None,
     ) -> None:
-        """given: the fields that calls give, addresses above all, in the order in which they give them"""
-        self.variant, self._device, self._blocks = variant, device, blocks
-        self._kernel, self._driver = loader.kernel(variant, device), loader.driver()
-        self._pack, self._in_order, self._same = params.writer(fields, given)
-
-    def __call__(self, *numbers: int) -> None:
-        """Launch on the current stream of the device."""
-        mine = arguments
-        self._pack(mine.buffer, 0, *self._in_order(numbers + self._same))
-        self._driver.launch(self._kernel, self._blocks, self._device, mine.pointers)
-
-
-class Inputs:
-    """Turns the tensors of calls that are alike into addresses, and sees to it that they are what one plan expects."""
-
-    def __init__(self, call: AttentionCall, new: Append | None = None, **others: Tensor) -> None:
-        """others: whatever else the calls give, by its name in struct Params"""
-        self.device = call.q.get_device()
-        like = dict(zip((*_CALL, *_APPEND, *others), (*tensors_of(call, call.rng_state, new), *others.values())))
+        """others: whatever else calls give, by its name in struct Params; splits: those of the decode kernel"""
+        self.place, self.device = call.q.device, call.q.get_device()
+        self.seqlen_k = longest_keys(call)
+        self._splits = splits if splits is not None and splits.each > 1 else None
+        self.variants = tuple(launch.variant for launch in launches)
+        self._rotates = any(output.name == "q_rotated" for output in outputs)
+        like = dict(zip((*_CALL, *_APPEND), tensors_of(call, call.rng_state, new), strict=True)) | dict(others or {})
         sizes = {name: reach(tensor) for name, tensor in like.items()}
         sizes["rng_state"] = 16 if call.dropout_p else 0
-        self.names = tuple(name for name, size in sizes.items() if size)
-        self._expected = tuple(
+        self._expected = [
             (index, name, _DTYPES.get(name, call.q.dtype), size)
             for index, (name, size) in enumerate(sizes.items())
             if size
-        )
+        ]
+        alike = call.q.shape, call.q.dtype, call.q.is_contiguous()
+        self._outputs = [(shape, dtype, zero, (shape, dtype, True) == alike) for _, shape, dtype, zero in outputs]
+        given = [name for name, size in sizes.items() if size] + [output.name for output in outputs]
+        self._head = params.head(given if self._splits is None else [*given, "counters", "part_out", "part_ml"])
+        loader.load_together(self.variants, self.device)
+        self._launch = loader.driver().launch
+        self._launches = [
+            (loader.kernel(variant, self.device), blocks, params.rest(fields)) for variant, blocks, fields in launches
+        ]
+
+    def run(self, tensors: Sequence[Any], seqlen_k: int | None = None) -> list[Tensor]:
+        """Launch on the current stream of the plan's device; returns the outputs.
+
+        tensors: as tensors_of gives them, then the others; seqlen_k: instead of the plan's own. Raises Unlike.
+        """
+        numbers, made, q = self.addresses(tensors), [], tensors[0]
+        for shape, dtype, begins_as_zero, is_like_q in self._outputs:
+            if is_like_q and type(q) is Tensor:  # in half the time
+                output = torch.empty_like(q)
+            else:
+                output = torch.empty(shape, dtype=dtype, device=self.place)
+            if begins_as_zero:
+                output.zero_()
+            made.append(output)
+            numbers.append(output.data_ptr())
+        if self._splits is not None:
+            start = workspace(self._splits.workspace, self.device, self.place).data_ptr()
+            numbers += start, start + self._splits.part_out, start + self._splits.part_ml
+        length = self.seqlen_k if seqlen_k is None else seqlen_k
+        head = self._head.pack(*numbers, length)
+        for kernel, blocks, rest in self._launches:
+            self._launch(kernel, blocks, self.device, head + rest)
+            if self._rotates:  # which is what the first does: those behind it read what it made of q
+                head = self._head.pack(made[0].data_ptr(), *numbers[1:], length)
+        return made
 
     def addresses(self, tensors: Sequence[Any]) -> list[int]:
-        """Where each of ``names`` begins, once it is known to hold as many bytes as in the call of the plan.
-
-        tensors: as tensors_of gives them, then the others. Raises Unlike.
-        """
+        """Where each tensor begins, once it is known to be what the kernels expect and as large as the plan's."""
         found: list[int] = []
         device = self.device
         for index, name, dtype, size in self._expected:
@@ -105,21 +132,29 @@ class Inputs:
                 or tensor.storage_offset() * dtype.itemsize + size > tensor.untyped_storage().nbytes()
                 or tensor.is_neg()
             ):
-                raise _unlike(name, tensor, dtype, device, size)
+                raise Unlike(
+                    f"{name} must be {dtype} on device {device} with {size} bytes in its storage from its first "
+                    f"element on, not a lazily negated view; got {tensor.dtype} on {tensor.device}, shape "
+                    f"{tuple(tensor.shape)}, strides {tensor.stride()}, storage of "
+                    f"{tensor.untyped_storage().nbytes()} bytes, offset {tensor.storage_offset()}"
+                )
             found.append(tensor.data_ptr())
         return found
 
 
-def _unlike(name: str, tensor: Tensor, dtype: torch.dtype, device: int, size: int) -> Unlike:
-    return Unlike(
-        f"{name} must be {dtype} on device {device} with {size} bytes in its storage from its first element on, not a "
-        f"lazily negated view; got {tensor.dtype} on {tensor.device}, shape {tuple(tensor.shape)}, strides "
-        f"{tensor.stride()}, storage of {tensor.untyped_storage().nbytes()} bytes, offset {tensor.storage_offset()}"
-    )
+def maxima(call: AttentionCall, kind: Kind, fields: dict[str, params.Value]) -> tuple[Output, Launch]:
+    """The launch that finds by which powers of two bf16 is scaled where the tensor cores take fp16.
+
+    Its output are the largest finite magnitudes of q, k and v, as the bits of fp32 numbers.
+    """
+    heads, longest = call.batch * call.nheads_k, max(longest_rows(call), longest_keys(call))
+    splits = variants.absmax_splits(longest, heads, processors(call.q.get_device()))
+    found = Output("absmax", (3, call.batch, call.nheads_k), torch.int32, begins_as_zero=True)
+    return found, Launch(variants.absmax(kind), 3 * heads * splits, {**fields, "splits": splits})
 
 
 def tensors_of(call: AttentionCall, rng_state: Tensor | None, new: Append | None = None) -> tuple[Tensor | None, ...]:
-    """What Inputs.addresses takes."""
+    """What Plan.run takes."""
     return (*call[:3], *call[9:15], rng_state, *((None,) * 4 if new is None else new[:4]))
 
 
@@ -202,24 +237,21 @@ def is_tidy(new: Append) -> bool:
     return all_readable and (cos is None or sin is None or cos.stride() == sin.stride())
 
 
-_plans: dict[Hashable, Any] = {}
+_plans: dict[signature.Key, Any] = {}
 
 
-def planned(name: str, make: Callable[[], Plan], call: AttentionCall, *others: Any) -> Plan:
+def planned(name: str, make: Callable[[], Made], call: AttentionCall, *others: Any) -> Made:
     """The plan that serves all calls like ``call``, made at the first one. others: what else it is made for"""
-    key: tuple[Hashable, ...]
+    key: signature.Key
     if call.signature is not None:
         key = (name, call.signature, *map(_likeness, others))
     else:
         key = (name, settings.fingerprint(), *map(_likeness, (*call, *others)))
-    found = _plans.get(key)
+    found: Made | None = _plans.get(key)
     if found is None:
         found = make()
-        if capture.is_capturing(call.q.get_device()):  # its kernels may not have been tried
-            return found
-        if len(_plans) >= _MOST_PLANS:  # lengths may differ from step to step
-            _plans.clear()
-        _plans[key] = found
+        if not capture.is_capturing(call.q.get_device()):  # in which its kernels may not have been tried
+            signature.keep(_plans, key, found)
     return found
 
 
@@ -266,7 +298,6 @@ def described(call: AttentionCall) -> dict[str, params.Value]:
         "v_s": strides(v),
         "group": call.nheads // call.nheads_k,
         "seqlen_q": longest_rows(call),
-        "seqlen_k": longest_keys(call),
         "total_q": q.shape[0] if call.cu_seqlens_q is not None else 0,
         "total_k": k.shape[0] if call.cu_seqlens_k is not None else 0,
         "head_dim": q.shape[-1],
@@ -374,7 +405,7 @@ def workspace(size: int, device: int, place: torch.device) -> Tensor:
     found = None if captures else _workspaces.get(key)
     if found is None or found.shape[0] < size:
         found = torch.empty(size, dtype=torch.uint8, device=place)
-        loader.driver().clear(found.data_ptr(), _COUNTERS, device)
+        found[: 4 * _COUNTERS].zero_()
         if not captures:
             _workspaces[key] = found
     return found

@@ -11,12 +11,11 @@ import ctypes
 import functools
 import glob
 import importlib.util
-import itertools
 import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +28,8 @@ from flash_attn_compat.backends.fused.variants import DEFAULTS, Variant
 from flash_attn_compat.engine import capture
 
 SOURCES = Path(__file__).resolve().parents[2] / "cuda"
+# Each compilation is given all of them.
+HEADERS = tuple(sorted(path.name for path in SOURCES.glob("*.cuh")))
 _INVALID_CONTEXT, _RELAXED = 201, 2
 _MAX_DYNAMIC_SHARED, _STATIC_LIMIT = 8, 48 * 1024
 _OTHERS = re.compile(r"builtins|\.alt\.")  # libraries named like NVRTC
@@ -53,19 +54,11 @@ class Compiler:
 
     def compile(self, name: str, options: tuple[str, ...]) -> bytes:
         """cuda/``name`` as a cubin for --gpu-architecture=sm_XY among ``options``, as PTX for compute_XY."""
-        program = ctypes.c_void_p()
-        headers = included(name)
-        texts = (ctypes.c_char_p * len(headers))(*(source(header).encode() for header in headers))
-        names = (ctypes.c_char_p * len(headers))(*(header.encode() for header in headers))
-        library = self._library
-        self._check(
-            library.nvrtcCreateProgram(
-                ctypes.byref(program), source(name).encode(), name.encode(), len(headers), texts, names
-            )
-        )
+        program, library = ctypes.c_void_p(), self._library
+        given = source(name).encode(), name.encode(), len(HEADERS), _texts(map(source, HEADERS)), _texts(HEADERS)
+        self._check(library.nvrtcCreateProgram(ctypes.byref(program), *given))
         try:
-            given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-            if library.nvrtcCompileProgram(program, len(options), given):
+            if library.nvrtcCompileProgram(program, len(options), _texts(options)):
                 log = self._text(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
                 raise KernelError(
                     f"NVRTC {self.version[0]}.{self.version[1]} refuses {name} {' '.join(options)}:\n{log}"
@@ -88,6 +81,14 @@ class Compiler:
             raise KernelError(f"NVRTC: {self._library.nvrtcGetErrorString(code).decode()}")
 
 
+_pointer = functools.cache(ctypes.c_void_p)  # in a third of the time
+
+
+def _texts(strings: Iterable[str]) -> ctypes.Array[ctypes.c_char_p]:
+    encoded = [string.encode() for string in strings]
+    return (ctypes.c_char_p * len(encoded))(*encoded)
+
+
 class Kernel(NamedTuple):
     """A loaded function and what each of its launches is given beside the grid."""
 
@@ -105,7 +106,6 @@ class Driver:
         # faster. Addresses come as c_void_p.
         self._launch = library.cuLaunchKernel
         self._contexts: dict[int, ctypes.c_void_p] = {}
-        self._streams: dict[int, ctypes.c_void_p] = {}
         version = ctypes.c_int()
         self.check(library.cuDriverGetVersion(ctypes.byref(version)))
         self.version = version.value // 1000, version.value % 1000 // 10
@@ -119,43 +119,30 @@ class Driver:
         raise KernelError(f"CUDA driver: {(name.value or b'').decode()} ({(text.value or b'').decode()})")
 
     def load(self, variant: Variant, code: bytes, device: int) -> Kernel:
-        module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        with self.context(device), self._relaxed_capture():
-            self.check(self.library.cuModuleLoadData(ctypes.byref(module), code))
-            self.check(self.library.cuModuleGetFunction(ctypes.byref(function), module, variant.entry.encode()))
-            if variant.shared > _STATIC_LIMIT:
-                self.check(self.library.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, variant.shared))
+        module, function, mode = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int(_RELAXED)
+        with self.context(device):
+            # Loading a module does not count as part of a graph that the thread may be recording.
+            self.check(self.library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+            try:
+                self.check(self.library.cuModuleLoadData(ctypes.byref(module), code))
+                self.check(self.library.cuModuleGetFunction(ctypes.byref(function), module, variant.entry.encode()))
+                if variant.shared > _STATIC_LIMIT:
+                    self.check(self.library.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, variant.shared))
+            finally:
+                self.check(self.library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
         return Kernel(function, variant.threads, variant.shared)
 
-    def launch(self, kernel: Kernel, blocks: int, device: int, arguments: ctypes.c_void_p) -> None:
-        """Launch on PyTorch's current stream of ``device``, whichever device is current."""
+    def launch(self, kernel: Kernel, blocks: int, device: int, argument: bytes) -> None:
+        """Launch on PyTorch's current stream of ``device``, whichever device is current; argument: struct Params."""
         handle, threads, shared = kernel
-        given = blocks, 1, 1, threads, 1, 1, shared, self._stream(device), arguments, None
-        self._call(device, self._launch, handle, *given)
-
-    def clear(self, address: int, words: int, device: int) -> None:
-        """Set ``words`` 32-bit words to 0 in the order of the current stream."""
-        given = ctypes.c_void_p(address), 0, ctypes.c_size_t(words), self._stream(device)
-        self._call(device, self.library.cuMemsetD32Async, *given)
-
-    def _call(self, device: int, function: Callable[..., int], *given: object) -> None:
-        if device != capture.current_device():
+        arguments = ctypes.byref(ctypes.c_char_p(argument))  # which the driver copies
+        given = handle, blocks, 1, 1, threads, 1, 1, shared, _pointer(stream(device)), arguments, None
+        code = self._launch(*given) if device == capture.current_device() else _INVALID_CONTEXT
+        if code == _INVALID_CONTEXT:  # or PyTorch has not made a context current yet in this thread
             with self.context(device):
-                code = function(*given)
-        else:
-            code = function(*given)
-            if code == _INVALID_CONTEXT:  # a thread in which PyTorch has not made a context current yet
-                self.check(self.library.cuCtxSetCurrent(self._primary_context(device)))
-                code = function(*given)
+                code = self._launch(*given)
         if code:
             self.check(code)
-
-    def _stream(self, device: int) -> ctypes.c_void_p:
-        handle = stream(device)
-        found = self._streams.get(handle)
-        if found is None:
-            found = self._streams[handle] = ctypes.c_void_p(handle)
-        return found
 
     @contextlib.contextmanager
     def context(self, device: int) -> Iterator[None]:
@@ -176,16 +163,6 @@ class Driver:
             self.check(self.library.cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal))
             self._contexts[device] = context
         return context
-
-    @contextlib.contextmanager
-    def _relaxed_capture(self) -> Iterator[None]:
-        """Loading a module does not count as part of a graph that the thread may be recording."""
-        exchange, mode = self.library.cuThreadExchangeStreamCaptureMode, ctypes.c_int(_RELAXED)
-        self.check(exchange(ctypes.byref(mode)))
-        try:
-            yield
-        finally:
-            self.check(exchange(ctypes.byref(mode)))
 
 
 class Target(NamedTuple):
@@ -215,11 +192,7 @@ def target(device: int) -> Target:
     real, forced = capability(device), settings.forced_capability()
     if forced is not None and forced < (8, 0) <= real:
         return Target("compute_75", 75)
-    return _target(real[0] * 10 + real[1], compiler().architectures)
-
-
-@functools.cache
-def _target(number: int, known: tuple[int, ...]) -> Target:
+    number, known = real[0] * 10 + real[1], compiler().architectures
     if number in known:
         return Target(f"sm_{number}", number)
     older = [one for one in known if one < number]
@@ -296,23 +269,14 @@ def options(variant: Variant, architecture: str) -> tuple[str, ...]:
 
 def cache_name(variant: Variant, architecture: str) -> str:
     """The file that keeps a compiled variant: a name for every source, option and compiler."""
-    parts = [source(name) for name in (variant.source, *included(variant.source))]
-    parts += [*options(variant, architecture), str(compiler().version)]
-    return cache.name_of(f"{variant.entry}-{architecture}", *parts)
+    sources = map(source, (variant.source, *HEADERS))
+    given = *options(variant, architecture), str(compiler().version)
+    return cache.name_of(f"{variant.entry}-{architecture}", *sources, *given)
 
 
 @functools.cache
 def source(name: str) -> str:
     return (SOURCES / name).read_text(encoding="utf-8")
-
-
-@functools.cache
-def included(name: str) -> tuple[str, ...]:
-    """The files of ours that cuda/``name`` includes, directly or not."""
-    found: list[str] = []
-    for header in re.findall(r'^\s*#include "([^"]+)"', source(name), re.MULTILINE):
-        found += [one for one in (header, *included(header)) if one not in found]
-    return tuple(dict.fromkeys(found))
 
 
 @functools.cache
@@ -361,13 +325,12 @@ def places(major: str) -> Iterator[str]:
     # PyTorch's older wheels carry a hash in the name: libnvrtc-<hash>.so.11.2.
     windows = sys.platform == "win32"
     name = f"nvrtc64_{major}*.dll" if windows else f"libnvrtc[-.]*so.{major}*"
-    folders = [os.path.join(os.path.dirname(torch.__file__), "lib")]
     spec = importlib.util.find_spec("nvidia")
-    for base in (spec.submodule_search_locations or ()) if spec is not None else ():
-        for package, inner in itertools.product((f"cu{major}", "cuda_nvrtc"), ("lib", os.path.join("bin", "**"))):
-            folders.append(os.path.join(base, package, inner))
-    roots = os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"
-    folders += [os.path.join(root, "bin" if windows else "lib64") for root in roots if root]
+    wheels = (spec.submodule_search_locations or ()) if spec is not None else ()
+    toolkits = os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"
+    folders = [os.path.join(os.path.dirname(torch.__file__), "lib")]
+    folders += [os.path.join(base, "*", inner) for base in wheels for inner in ("lib", os.path.join("bin", "**"))]
+    folders += [os.path.join(root, "bin" if windows else "lib64") for root in toolkits if root]
     for folder in folders:
         found = sorted(glob.glob(os.path.join(folder, name), recursive=True))
         yield from (path for path in found if not _OTHERS.search(path))

@@ -84,10 +84,6 @@ def verdict(head_dim: int, direction: str, device: int, renew: bool = False) -> 
     return _verdicts[key]
 
 
-def forget() -> None:
-    _verdicts.clear()
-
-
 def told(device: int, renew: bool) -> list[str]:
     """A line for each verdict that is known, or why there is none. renew: make them all anew, where they are wanted"""
     if loader.capability(device) in MEASURED:

@@ -22,7 +22,7 @@ from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream
 from flash_attn_compat.engine.mask import Mask
 
 # Two sequences, nothing a multiple of a tile; three tokens lie behind the last one.
-_ROWS, _FEW_ROWS, _KEYS, _BEHIND = (19, 150), (3, 3), (45, 171), 3
+_ROWS, _FEW_ROWS, _KEYS, _BEHIND = (19, 150), 3, (45, 171), 3
 _HEADS, _HEADS_K, _PAGE = 4, 2, 7
 _DROPOUT, _SOFTCAP = 0.3, 2.0
 _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -32,10 +32,6 @@ _JUDGE = Reference()
 Value = TypeVar("Value", AttentionCall, Append)
 
 _right: set[tuple[tuple[Variant, ...], str, int]] = set()
-
-
-def forget() -> None:
-    _right.clear()
 
 
 def check(variants: tuple[Variant, ...], device: int, wrong: Callable[[], str | None]) -> None:
@@ -73,13 +69,13 @@ def of_forward(
     is made for them
     """
     for new in _appends(kind) if appends else (None,):
-        on_cpu = _problem(kind, few_rows, needs_grad=False)
-        if new is not None:
-            on_cpu = on_cpu._replace(seqused_k=new.cache_seqlens)
-        call = _on(place, on_cpu)
-        found = run(call, None if new is None else _on(place, new))
-        counted = on_cpu
-        if new is not None:
+        on_cpu = counted = _problem(kind, few_rows, needs_grad=False)
+        if new is None:
+            call = _on(place, on_cpu)
+            found = run(call, None)
+        else:
+            call = _on(place, on_cpu._replace(seqused_k=new.cache_seqlens))
+            found = run(call, _on(place, new))
             used = new.cache_seqlens + new.k.shape[1]
             counted = on_cpu._replace(q=by_operators(on_cpu, new), seqused_k=used)
         right = _JUDGE.forward(_in_fp32(counted))
@@ -119,62 +115,39 @@ def _difference(pairs: Sequence[tuple[str, Tensor, Tensor]], dtype: torch.dtype)
 
 
 def _problem(kind: Kind, few_rows: bool, needs_grad: bool) -> AttentionCall:
-    """A tiny call on the CPU that takes the kernels of ``kind``."""
-    (dim, dim_v), dtype = _head_dims(kind), _dtype(kind)
-    rows = _FEW_ROWS if few_rows else _ROWS
-    q, k, v = (
-        [_randn(seed + index, (length, heads, width), dtype) for index, length in enumerate(lengths)]
-        for seed, lengths, heads, width in (
-            (0, rows, _HEADS, dim),
-            (2, _KEYS, _HEADS_K, dim),
-            (4, _KEYS, _HEADS_K, dim_v),
-        )
-    )
-    slopes = [[0.02 * (head + 1 + 3 * index) for head in range(_HEADS)] for index in range(2)]
-    call = AttentionCall(
-        q=_packed(q),
-        k=_packed(k),
-        v=_packed(v),
+    """A tiny call on the CPU that takes the kernels of ``kind``. few_rows: over the slots of a cache"""
+    (dim, dim_v), dtype, has_slots = _head_dims(kind), _dtype(kind), few_rows or kind.paged
+    pages = -(-max(_KEYS) // _PAGE)
+    rows = (2, _FEW_ROWS) if few_rows else (sum(_ROWS) + _BEHIND,)
+    keys = (2, pages * _PAGE) if has_slots else (sum(_KEYS) + _BEHIND,)
+    k, v = (_randn(seed, (*keys, _HEADS_K, width), dtype) for seed, width in ((2, dim), (4, dim_v)))
+    slopes, table = [[0.02 * (head + 1 + 3 * index) for head in range(_HEADS)] for index in range(2)], None
+    if has_slots:
+        for sequence, length in enumerate(_KEYS):
+            k[sequence, length:] = v[sequence, length:] = torch.nan
+    if kind.paged:  # in reverse order
+        k, v = (slots.view(-1, _PAGE, *slots.shape[2:]).flip(0) for slots in (k, v))
+        table = torch.arange(2 * pages, dtype=torch.int32, device="cpu").flip(0).view(2, pages)
+    return AttentionCall(
+        q=_randn(0, (*rows, _HEADS, dim), dtype),
+        k=k,
+        v=v,
         softmax_scale=dim**-0.5,
         mask=Mask(100 if kind.window is None else 30, 3) if kind.local else Mask(None, None),
-        max_seqlen_q=max(rows),
+        max_seqlen_q=_FEW_ROWS if few_rows else max(_ROWS),
         max_seqlen_k=max(_KEYS),
         softcap=_SOFTCAP if kind.softcap else 0.0,
         dropout_p=_DROPOUT if kind.dropout else 0.0,
         alibi_slopes=torch.tensor(slopes, dtype=torch.float32, device="cpu") if kind.alibi else None,
-        cu_seqlens_q=_ints(0, rows[0], sum(rows)),
-        cu_seqlens_k=_ints(0, _KEYS[0], sum(_KEYS)),
+        cu_seqlens_q=None if few_rows else _ints(0, _ROWS[0], sum(_ROWS)),
+        cu_seqlens_k=None if has_slots else _ints(0, _KEYS[0], sum(_KEYS)),
+        seqused_k=_ints(*_KEYS) if has_slots else None,
+        block_table=table,
         rng_state=torch.tensor([2**40 + 5, 7], dtype=torch.int64, device="cpu") if kind.dropout else None,
         is_dense=False,
         return_lse=True,
         needs_grad=needs_grad,
     )
-    if few_rows:
-        call = call._replace(q=torch.stack(q), cu_seqlens_q=None)
-    if not (few_rows or kind.paged):
-        return call
-    pages = -(-max(_KEYS) // _PAGE)
-    table = torch.arange(len(k) * pages, dtype=torch.int32, device="cpu").flip(0).view(len(k), pages)
-    return call._replace(
-        k=_cache(k, pages, kind.paged),
-        v=_cache(v, pages, kind.paged),
-        cu_seqlens_k=None,
-        seqused_k=_ints(*_KEYS),
-        block_table=table if kind.paged else None,
-    )
-
-
-def _packed(parts: list[Tensor]) -> Tensor:
-    """Sequences end to end, and some tokens that belong to none."""
-    return torch.cat([*parts, parts[0].new_zeros((_BEHIND, *parts[0].shape[1:]))])
-
-
-def _cache(parts: list[Tensor], pages: int, paged: bool) -> Tensor:
-    """Slots for each sequence, with NaN behind its keys; paged: pages in reverse order."""
-    slots = parts[0].new_full((len(parts), pages * _PAGE, *parts[0].shape[1:]), torch.nan)
-    for row, part in zip(slots, parts):
-        row[: part.shape[0]] = part
-    return slots.view(-1, _PAGE, *slots.shape[2:]).flip(0) if paged else slots
 
 
 def _appends(kind: Kind) -> Iterator[Append]:
