@@ -10,11 +10,14 @@ from flash_attn_compat import (
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
+    settings,
     use_backend,
 )
-from flash_attn_compat.backends.fused import launcher, loader, trial
+from flash_attn_compat.backends.fused import forward, launcher, loader, trial
+from flash_attn_compat.backends.fused.loader import Target
 from flash_attn_compat.engine import capture
-from flash_attn_compat.engine.build import Options, dense_call
+from flash_attn_compat.engine.append import Append
+from flash_attn_compat.engine.build import Options, cache_call, dense_call
 from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches
 from tests.support import cumulative, randn
@@ -81,6 +84,19 @@ def test_a_plan_is_for_tensors_that_start_where_the_others_did(launches: Launche
             q = memory[start:][: 9 * 4 * 32].view(1, 9, 4, 32)
             flash_attn_func(q, q, q, alibi_slopes=slopes)
             assert dict(launches.last.variant.macros)["VEC"] == expected
+
+
+def test_a_plan_is_for_the_settings_it_was_made_under(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    def target(device: int) -> Target:
+        return Target("compute_75", 75) if settings.forced_capability() else Target("sm_90", 90)
+
+    monkeypatch.setattr(loader, "target", target)
+    q, slopes = half(1, 90, 4, 32), torch.rand(8)[::2]  # which are copied: the call is known by no signature then
+    for forced, is_newer in (("", True), ("7.5", False), ("", True)):
+        monkeypatch.setenv("FLASH_ATTN_COMPAT_CAPABILITY", forced)
+        with use_backend("fused"):
+            flash_attn_func(q, q, q, alibi_slopes=slopes)
+        assert ("MMA16" in dict(launches.last.variant.macros)) == is_newer
 
 
 def test_small_problems_are_read_element_by_element_large_ones_copied(launches: Launches) -> None:
@@ -191,6 +207,30 @@ def test_a_plan_that_was_made_in_a_capture_is_made_anew_behind_it(
             flash_attn_func(q, q, q)
             assert len(tried) == expected
     assert launches.entries == ["forward"] * 4
+
+
+@pytest.mark.usefixtures("launches")
+@pytest.mark.parametrize("seqlen_new", [1, 17])
+@pytest.mark.parametrize("far", ["k_cache", "v_cache", "k", "v", "rotary_cos", "q", None])
+def test_rows_too_far_apart_for_an_int_are_copied_and_a_cache_of_them_is_left_to_others(
+    far: str | None, seqlen_new: int
+) -> None:
+    shapes = {"q": (2, 3, 2), "k_cache": (2, 50, 2), "v_cache": (2, 50, 2), "k": (2, seqlen_new, 2)}
+    shapes |= {"v": (2, seqlen_new, 2), "rotary_cos": (50,), "rotary_sin": (50,)}
+    given = {
+        name: torch.empty(*shape, 2**31 if name == far else 16, dtype=HALF, device="meta")[..., :16]
+        for name, shape in shapes.items()
+    }
+    q, k_cache, v_cache, *new = given.values()
+    lengths = torch.zeros(2, dtype=torch.int32, device="meta")
+    call = cache_call(q, k_cache, v_cache, lengths, seqlen_new, None, None, None, Options(causal=True))
+    step = forward.make_step(call, Append(*new, True, lengths, True))
+    if far is None:
+        assert getattr(step, "__name__", "") == "step"
+    elif far.endswith("cache"):
+        assert step is None
+    else:
+        assert getattr(step, "__name__", "") == "step_on_copies"
 
 
 def test_lengths_that_are_numbers_share_a_plan(launches: Launches) -> None:

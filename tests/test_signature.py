@@ -21,7 +21,7 @@ from flash_attn_compat import (
     reset_backend_counts,
     use_backend,
 )
-from flash_attn_compat.backends.fused import launcher
+from flash_attn_compat.backends.fused import Fused, launcher
 from flash_attn_compat.engine import capture, signature
 from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_call, packed_call
 from flash_attn_compat.serving import dispatch
@@ -198,6 +198,23 @@ def test_calls_of_another_purpose_are_kept_apart(field: str) -> None:
             packed_call(q[0], k[0], v[0], Packing(starts, starts, 9, 9), Options(), purpose=purpose),
         )
         assert [getattr(call, field) for call in calls] == [getattr(purpose, field)] * 2
+
+
+def test_a_step_is_not_for_a_length_whose_calls_another_backend_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers share a step but for whether they are fewer, as many or more than the rows."""
+    launches = fused_on_cpu.record(monkeypatch)
+    refused: list[str] = []
+    monkeypatch.setattr(Fused, "extra_reasons", lambda self, traits: refused * (traits.sq_vs_sk in refused))
+    q, cache = (randn(2, length, 2, 16, dtype=torch.float16) for length in (5, 20))
+    for side in "><=":
+        refused[:] = side
+        dispatch.forget_decisions()
+        launches.seen.clear()
+        for _ in range(2):
+            for length in (3, 4, 5, 6, 20):
+                flash_attn_with_kvcache(q, cache, cache, cache_seqlens=length)
+        kept_away = {">": 2, "=": 1, "<": 2}[side]
+        assert len(launches.seen) == 2 * (5 - kept_away), side
 
 
 def test_packed_lengths_are_compared_at_every_call() -> None:
