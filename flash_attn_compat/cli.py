@@ -89,7 +89,8 @@ def _parser() -> argparse.ArgumentParser:
         "doctor",
         help="describe this machine, say what serves typical calls, and check that it computes right",
         description="Looks at this machine for some seconds and changes nothing. Exit code 0: every backend that "
-        "can run computes right and each typical call finds one; 1: not so; 2: a variable means nothing.",
+        "can run computes right and each typical call finds one; 1: not so; 2: an environment variable is set to "
+        "something that means nothing.",
     )
     command.add_argument("--json", action="store_true", help="the report as one JSON object")
     command.add_argument(
@@ -100,8 +101,8 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "compile",
         help="compile this package's CUDA kernels before they are wanted, with or without a GPU",
-        description="What models usually ask for is compiled into the cache folder: about 350 kernels for each GPU, "
-        "a second or two of one processor for each. It takes the NVRTC that the kernels' users will find.",
+        description="Compiles what models usually ask for into the cache folder: about 350 kernels for each GPU, each "
+        "of which takes one processor a second or two. It uses the NVRTC that programs will find here, too.",
     )
     command.add_argument(
         "--for", dest="architectures", action="append", metavar="ARCH", required=True,

@@ -115,7 +115,7 @@ def to_text(report: Report) -> str:
     lines += _columns({call.name: call.backend or "NOTHING" for call in report.calls})
     lines += ["", "Backends, in the order in which they are asked"]
     lines += _columns(_about_backends(report.calls))
-    lines += ["", "Self-check: error against fp64, and what computing plainly in the same dtype gives"]
+    lines += ["", "Self-check: error against fp64 (in brackets: of plain PyTorch in the same dtype)"]
     widths = [
         max((len(text) for text in column), default=0) for column in zip(*((c.backend, c.case) for c in report.checks))
     ]
@@ -145,11 +145,11 @@ def _about_backends(calls: list[TypicalCall]) -> dict[str, str]:
     return told
 
 
-def _columns(rows: dict[str, str], indent: int = 2) -> list[str]:
+def _columns(rows: dict[str, str]) -> list[str]:
     width = max(map(len, rows), default=0)
     lines = []
     for label, text in rows.items():
-        head = f"{'':{indent}}{label:{width}}  "
+        head = f"  {label:{width}}  "
         lines += textwrap.wrap(text, 110, initial_indent=head, subsequent_indent=" " * len(head)) or [head]
     return lines
 

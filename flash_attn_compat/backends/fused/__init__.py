@@ -66,15 +66,13 @@ class Fused(Backend):
         try:
             return forward.make_step(whole, new)
         except KernelError as error:
-            self._remember(call, error)
-            raise KernelsFailed(str(error)) from error
+            raise self._failed(call, error) from error
 
     def forward(self, call: AttentionCall) -> Result:
         try:
             return forward.forward(call)
         except KernelError as error:
-            self._remember(call, error)
-            raise KernelsFailed(str(error)) from error
+            raise self._failed(call, error) from error
 
     def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
         if self._against:
@@ -84,13 +82,14 @@ class Fused(Backend):
         try:
             return backward.backward(call, upstream, into)
         except KernelError as error:
-            self._remember(call.from_given_results(), error)
-            raise KernelsFailed(str(error)) from error
+            raise self._failed(call.from_given_results(), error) from error
 
-    def _remember(self, call: AttentionCall, error: KernelError) -> None:
+    def _failed(self, call: AttentionCall, error: KernelError) -> KernelsFailed:
         """Keep the failure as a reason, and warn once for each."""
+        reason = error
         if not isinstance(error, Slower):
-            error = KernelError(" ".join(str(error).split())[:400])
-            if str(error) not in map(str, self._against.values()):
-                warnings.warn(f"a fused kernel is not used: {error}", RuntimeWarning, stacklevel=2)
-        self._against[call.traits()] = error.with_traceback(None)
+            reason = KernelError(" ".join(str(error).split())[:400])
+            if str(reason) not in map(str, self._against.values()):
+                warnings.warn(f"a fused kernel is not used: {reason}", RuntimeWarning, stacklevel=2)
+        self._against[call.traits()] = reason.with_traceback(None)
+        return KernelsFailed(str(error))
