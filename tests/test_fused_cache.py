@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 import sys
 import threading
 from collections.abc import Callable
@@ -29,30 +28,14 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_or_foreign_file_is_not_trusted(damage: str, kernels: Path) -> None:
-    cache.write("name", b"payload" * 100)
+def test_what_was_written_is_read_and_what_was_damaged_or_renamed_is_not(damage: str, kernels: Path) -> None:
+    assert cache.read("name") is None
+    assert cache.write("name", b"payload" * 100) and cache.read("name") == b"payload" * 100
     content = (kernels / "name").read_bytes()
     (kernels / "other").write_bytes(content)
     (kernels / "name").write_bytes(DAMAGES[damage](content))
     assert cache.read("name") is cache.read("other") is None
-
-
-def test_what_was_written_is_read_and_what_was_damaged_is_written_again(kernels: Path) -> None:
-    assert cache.read("name") is None
-    assert cache.write("name", b"\0longer than what follows") and cache.read("name") == b"\0longer than what follows"
-    (kernels / "name").write_bytes(b"nonsense")
-    assert cache.write("name", b"payload") and cache.read("name") == b"payload"
-
-
-@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() == 0, reason="root may write everywhere")
-def test_a_read_only_folder_keeps_nothing_and_is_read(kernels: Path) -> None:
-    cache.write("name", b"payload")
-    kernels.chmod(stat.S_IRUSR | stat.S_IXUSR)
-    try:
-        assert not cache.write("other", b"payload")
-        assert cache.read("name") == b"payload" and cache.read("other") is None
-    finally:
-        kernels.chmod(stat.S_IRWXU)
+    assert cache.write("name", b"shorter") and cache.read("name") == b"shorter"
 
 
 def test_a_write_that_fails_leaves_nothing_behind(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,22 +56,17 @@ def test_another_users_file_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> N
     assert cache.read("name") is None or owner == 0
 
 
-def test_no_home_directory_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="XDG_CACHE_HOME is for others")
+def test_the_default_folder_is_the_users_cache_and_to_have_none_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    for name in ("FLASH_ATTN_COMPAT_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(Path, "home", homeless)
-    assert not cache.write("name", b"payload")
-    assert cache.read("name") is None
-
-
-@pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="XDG_CACHE_HOME is for others")
-def test_the_default_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("FLASH_ATTN_COMPAT_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache.folder() == tmp_path / "flash_attn_compat"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert cache.folder() == Path("/somewhere/flash_attn_compat")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    assert not cache.write("name", b"payload") and cache.read("name") is None
 
 
 def test_writers_at_once_leave_one_whole_file() -> None:

@@ -31,13 +31,20 @@ def test_every_part_runs_a_module_that_is_there(tmp_path: Path) -> None:
         assert part.stops == (part.command[2] in ("tests.fuzz", "tests.sanitize")), part
 
 
-@pytest.mark.parametrize(
-    ("code", "ok"), [("print('5 passed')", True), ("print('FAILED one\\n5 passed'); exit(3)", False)]
-)
-def test_a_part_says_how_it_went(code: str, ok: bool, tmp_path: Path) -> None:
-    found = gpu.run(python(code), 60, tmp_path)
-    assert found["ok"] is ok and found["code"] == (0 if ok else 3) and found["said"][-1] == "5 passed"  # type: ignore[index]
-    assert bool(found["failures"]) is not ok and (tmp_path / "part.log").read_text().endswith("5 passed\n")
+SAYS_WHEN = "import sys, time; time.sleep(float(sys.argv[sys.argv.index('--seconds') + 1])); print('7 findings')"
+CODES = {
+    "passed": ("print('5 passed')", False, {"ok": True, "code": 0, "said": ["5 passed"], "failures": []}),
+    "failed": ("print('FAILED one\\n5 passed'); exit(3)", False, {"ok": False, "code": 3, "failures": ["FAILED one"]}),
+    "can stop": (SAYS_WHEN, True, {"ok": True, "code": 0, "said": ["7 findings"]}),
+}
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_a_part_says_how_it_went_and_keeps_what_it_found(name: str, tmp_path: Path) -> None:
+    code, stops, expected = CODES[name]
+    found = gpu.run(python(code)._replace(stops=stops), 5, tmp_path)
+    assert {key: found[key] for key in expected} == expected
+    assert (tmp_path / "part.log").read_text().splitlines()[-1] == found["said"][-1]  # type: ignore[index]
 
 
 def test_a_part_that_takes_too_long_ends_with_all_it_started(tmp_path: Path) -> None:
@@ -50,12 +57,6 @@ def test_a_part_that_takes_too_long_ends_with_all_it_started(tmp_path: Path) -> 
     while _is_running(child):
         assert time.monotonic() < deadline, "what it had started runs on"
         time.sleep(0.1)
-
-
-def test_a_part_that_can_stop_is_told_when_and_keeps_what_it_found(tmp_path: Path) -> None:
-    code = "import sys, time; time.sleep(float(sys.argv[sys.argv.index('--seconds') + 1])); print('7 findings')"
-    found = gpu.run(python(code)._replace(stops=True), 5, tmp_path)
-    assert found["code"] == 0 and found["said"] == ["7 findings"]
 
 
 def _is_running(process: int) -> bool:
