@@ -74,18 +74,6 @@ def test_steps_that_no_int_holds_cannot_be_read() -> None:
     assert launcher.is_readable(far(2, 1, 1, 2**33))  # 64 bits hold the steps between sequences
 
 
-def test_a_plan_is_for_tensors_that_start_where_the_others_did(launches: Launches) -> None:
-    memory, slopes = (
-        half(1 + 9 * 4 * 32),
-        torch.rand(8)[::2],
-    )  # which are copied: the call is known by no signature then
-    with use_backend("fused"):
-        for start, expected in ((0, 8), (1, 1), (0, 8)):
-            q = memory[start:][: 9 * 4 * 32].view(1, 9, 4, 32)
-            flash_attn_func(q, q, q, alibi_slopes=slopes)
-            assert dict(launches.last.variant.macros)["VEC"] == expected
-
-
 def test_a_plan_is_for_the_settings_it_was_made_under(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     def target(device: int) -> Target:
         return Target("compute_75", 75) if settings.forced_capability() else Target("sm_90", 90)
@@ -116,13 +104,6 @@ def test_lengths_beyond_the_tokens_launch_no_tiles_for_them(launches: Launches) 
     with use_backend("fused"):
         flash_attn_varlen_func(q, q, q, starts, starts, 2**30, 2**30)
     assert launches.last.fields["seqlen_q"] == 300
-
-
-def test_a_table_with_gaps_between_pages_is_copied(launches: Launches) -> None:
-    pool, table = half(9, 16, 2, 64), torch.arange(8, dtype=torch.int32).view(2, 4)[:, ::2]
-    with use_backend("fused"):
-        flash_attn_with_kvcache(half(2, 1, 4, 64), pool, pool, cache_seqlens=cumulative(4), block_table=table)
-    assert launches.last.fields["table_stride"] == 2 and launches.last.fields["block_table"] != table.data_ptr()
 
 
 def test_the_lse_is_left_out_where_nobody_wants_it(launches: Launches) -> None:

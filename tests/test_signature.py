@@ -41,11 +41,13 @@ def ints(*values: int) -> Tensor:
 FIRST = {"flash_attn_func": DENSE, "flash_attn_varlen_func": PACKED, "flash_attn_with_kvcache": STEP}
 # What problems do not say, one change each of the first call of their function.
 SCALE, SLOPES = {"softmax_scale": torch.tensor(0.5)}, torch.tensor([0.5, 0.1, 0.3, 0.2])
+APART = torch.stack([SLOPES, SLOPES], -1)[:, 0]  # which are copied: a call with them is known by no signature then
 FURTHER: dict[str, list[Changes]] = {
     "flash_attn_func": [
         SCALE, {"return_attn_probs": False}, {"q": randn(2, 7, 16, 4).transpose(2, 3)},
         {"q": randn(1 + 2 * 7 * 4 * 16)[1:].view(2, 7, 4, 16)},
-        {"alibi_slopes": SLOPES},
+        {"alibi_slopes": SLOPES}, {"alibi_slopes": APART},
+        {"q": randn(1 + 2 * 7 * 4 * 16)[1:].view(2, 7, 4, 16), "alibi_slopes": APART},
         {"window_size": (1, 1)}, {"window_size": (1.0, 1)}, {"window_size": 3}, {"k": randn(2, 11, 3, 16)},
         {"v": randn(2, 11, 2, 16).double()},
         {"q": None}, {"k": torch.empty(2, 11, 2, 16, device="meta")}, {"alibi_slopes": SLOPES[:3]},
