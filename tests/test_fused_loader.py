@@ -7,8 +7,8 @@ import itertools
 import shutil
 import struct
 import subprocess
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -118,11 +118,8 @@ def test_a_kernel_is_loaded_once_for_all_threads_of_a_device_and_compiled_only_w
     kept: bytes | None, understood: bytes, expected: list[str], gpu: pytest.MonkeyPatch
 ) -> None:
     done = loading(gpu, kept, understood)
-    threads = [threading.Thread(target=loader.kernel, args=(VARIANT, 0)) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(loader.kernel, [VARIANT] * 8, [0] * 8))
     assert done == expected
     loader.kernel(VARIANT, 1)
     assert done == expected * 2
@@ -173,32 +170,16 @@ def test_a_source_that_does_not_compile_is_an_error_with_the_compilers_log(
 # ---- the struct that kernels get
 
 
-def c_layout(folder: Path) -> dict[str, int]:
-    """Offsets of the struct's fields and its size, as a C++ compiler lays it out."""
-    lines = [f'  printf("{name} %zu\\n", offsetof(Params, {name}));' for name, _ in FIELDS]
-    program = "\n".join(
-        [
-            "#include <cstddef>",
-            "#include <cstdio>",
-            '#include "params.cuh"',
-            "int main() {",
-            *lines,
-            '  printf("size %zu\\n", sizeof(Params));',
-            "}",
-        ]
-    )
-    (folder / "layout.cpp").write_text(program)
-    binary = folder / "layout"
-    command = ["g++", "-std=c++17", "-w", f"-I{loader.SOURCES}", str(folder / "layout.cpp"), "-o", str(binary)]
-    subprocess.run(command, check=True)
-    printed = subprocess.run([str(binary)], check=True, capture_output=True, text=True).stdout
-    return {name: int(offset) for name, offset in (line.split() for line in printed.splitlines())}
-
-
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to ask for the layout of the C struct")
 def test_python_and_c_agree_on_every_field(tmp_path: Path) -> None:
     ends = itertools.accumulate((struct.calcsize(f"<{kind}") for _, kind in FIELDS), initial=0)
-    assert c_layout(tmp_path) == dict(zip([*(name for name, _ in FIELDS), "size"], ends, strict=True))
+    places = [*(f"offsetof(Params, {name})" for name, _ in FIELDS), "sizeof(Params)"]
+    asserted = [f"static_assert({place} == {end});" for place, end in zip(places, ends, strict=True)]
+    program = tmp_path / "layout.cpp"
+    program.write_text("\n".join(["#include <cstddef>", '#include "params.cuh"', *asserted]))
+    command = ["g++", "-std=c++17", "-w", "-fsyntax-only", f"-I{loader.SOURCES}", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
 
 
 def test_an_unknown_field_is_refused() -> None:
