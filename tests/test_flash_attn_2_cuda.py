@@ -72,11 +72,6 @@ def test_a_forward_is_the_private_one_and_writes_the_out_it_is_given(case: str) 
         assert not given or found[0] is out
 
 
-def test_splits_are_refused_where_the_private_forward_refuses_them() -> None:
-    with pytest.raises(RuntimeError, match="num_splits > 1 is not supported"):
-        by_position("varlen_fwd", PACKED | {"num_splits": 2, "block_table": torch.zeros(2, 1, dtype=torch.int32)})
-
-
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize(("name", "values"), [("bwd", DENSE), ("varlen_bwd", PACKED)])
 def test_a_backward_is_the_private_one_and_writes_the_gradients_it_is_given(
