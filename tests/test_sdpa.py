@@ -57,6 +57,20 @@ def test_causal_rows_behind_a_long_cache_are_right_on_every_cpu(
     assert Examination(problem).judge("sdpa").failures == []
 
 
+@pytest.mark.parametrize("window", [(2048, 0), (300, 0), (300, 20)])
+def test_a_bias_is_of_keys_that_its_rows_see_and_one_for_all_sequences(
+    monkeypatch: pytest.MonkeyPatch, window: tuple[int, int]
+) -> None:
+    sizes, bias = [], sdpa._bias
+    monkeypatch.setattr(sdpa, "_bias", lambda *tile: sizes.append((found := bias(*tile)).numel()) or found)
+    q = torch.randn(3, 2048, 1, 16)
+    with use_backend("sdpa"):
+        flash_attn_func(q, q, q, alibi_slopes=torch.tensor([0.1]), window_size=window)
+    rows = torch.arange(2048)
+    seen = (rows + window[1]).clamp(max=2047) - (rows - window[0]).clamp(min=0) + 1
+    assert sum(sizes) <= 1.9 * int(seen.sum())
+
+
 @pytest.mark.parametrize("first", [0, 2**24 - 3, 2**24 + 1, 2**30])
 def test_distances_of_far_positions_are_exact(first):
     rows, keys = Range(5, 9), Range(first, first + 6)
