@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -10,16 +11,20 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
+from flash_attn_compat import flash_attn_func, flash_attn_interface, use_backend
 from flash_attn_compat.backends.fused import loader
 from flash_attn_compat.backends.fused.variants import FP16, HEAD_DIMS
 from tests import fused_coverage
+from tests.support import on_backend
+from verify.problems import Problem
 
 pytestmark = pytest.mark.gpu
 
@@ -52,31 +57,22 @@ def close(got: Tensor, right: Tensor, bound: float = 4e-3) -> None:
     assert error <= bound, f"off by {error:.2g}"
 
 
-def dense(seqlen: int = 100) -> Callable[[], Tensor]:
-    q, k = half(2, seqlen, 4, 64), half(2, seqlen, 2, 64, seed=1)
-    return lambda: flash_attn_func(q, k, k, causal=True)
+COMMON: dict[str, Any] = dict(
+    nheads_k=2, group=2, head_dim=64, causal=True, dtype="float16", return_attn_probs=False, backward=False
+)
+PROBLEMS = {
+    "dense": Problem("dense", (100, 100), (100, 100), **COMMON),
+    "varlen": Problem("varlen", (30, 70), (30, 70), **COMMON),
+    "decode with append": Problem("kvcache", (1, 1), (5, 700), capacity=1000, new_keys=1, rotary_dim=32, **COMMON),
+}
 
 
-def varlen() -> Callable[[], Tensor]:
-    q, k = half(100, 4, 64), half(100, 2, 64, seed=1)
-    starts = torch.tensor([0, 30, 100], dtype=torch.int32, device="cuda")
-    return lambda: flash_attn_varlen_func(q, k, k, starts, starts, 70, 70, causal=True)
-
-
-def decode() -> Callable[[], Tensor]:
-    k_cache, v_cache = (half(2, 1000, 2, 64, seed=seed) for seed in (0, 3))
-    q, new, table = half(2, 1, 8, 64), half(2, 1, 2, 64, seed=1), half(1000, 16, seed=2)
-    lengths = torch.tensor([5, 700], dtype=torch.int32, device="cuda")
-
-    def step() -> Tensor:
-        out = flash_attn_with_kvcache(q, k_cache, v_cache, new, new, table, table, lengths, causal=True)
-        assert isinstance(out, Tensor)
-        return out
-
-    return step
-
-
-PROBLEMS = {"dense": dense, "varlen": varlen, "decode with append": decode}
+def on_gpu(problem: Problem) -> tuple[Callable[[], Tensor], dict[str, Any]]:
+    """The call, to be made again and again, and its arguments."""
+    call = problem.build().to("cuda")
+    if "cu_seqlens_q" in call.args:
+        call.args["cu_seqlens_k"] = call.args["cu_seqlens_q"]
+    return functools.partial(getattr(flash_attn_interface, call.fn), **call.args), call.args
 
 
 def by(backend: str, call: Callable[[], Tensor]) -> Tensor:
@@ -88,7 +84,8 @@ def by(backend: str, call: Callable[[], Tensor]) -> Tensor:
 
 
 def test_sixteen_threads_each_on_a_stream_of_its_own() -> None:
-    calls = [make() for make in PROBLEMS.values()] + [dense(seqlen=length) for length in (1, 40, 300, 1000)]
+    lengths = [replace(PROBLEMS["dense"], seqlens_q=(n, n), seqlens_k=(n, n)) for n in (1, 40, 300, 1000)]
+    calls = [on_gpu(problem)[0] for problem in (*PROBLEMS.values(), *lengths)]
     expected = [by("chunked", call) for call in calls]
     torch.cuda.synchronize()
     failures: list[str] = []
@@ -129,17 +126,26 @@ def test_gradients_are_the_same_bits_in_fifty_repeats(head_dim: int, half_dtype:
         assert all(map(torch.equal, first, gradients()))
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_a_graph_is_captured_after_one_call_and_replayed_over_other_numbers(name: str) -> None:
-    call = PROBLEMS[name]()
-    by("fused", call)
+GRAPHS = [("fused", name) for name in PROBLEMS] + [
+    (backend, name) for backend in ("torch_flash", "torch_efficient") for name in ("dense", "varlen")
+]
+
+
+@pytest.mark.parametrize(("backend", "name"), GRAPHS)
+def test_a_graph_is_captured_after_one_call_and_replayed_over_other_numbers_and_lengths(
+    backend: str, name: str
+) -> None:
+    call, args = on_gpu(PROBLEMS[name])
+    on_backend(backend, call)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.graph(graph, stream=stream):
-        out = by("fused", call)
-    for cell in call.__closure__ or ():
-        if isinstance(cell.cell_contents, Tensor) and cell.cell_contents.dtype == torch.float16:
-            cell.cell_contents.mul_(0.5)
+        out = by(backend, call)
+    for x in args.values():
+        if isinstance(x, Tensor) and x.dtype == torch.float16:
+            x.mul_(0.5)
+    if name == "varlen":
+        args["cu_seqlens_q"][-1] -= 30  # the last tokens are outside of all sequences then
     for _ in range(3):
         graph.replay()
     torch.cuda.synchronize()
@@ -179,7 +185,7 @@ def test_first_calls_take_as_long_as_a_user_waits(tmp_path: Path) -> None:
 def first_calls() -> dict[str, tuple[float, int]]:
     """Seconds that each took, and for how many new kernels."""
     torch.ones(8, device="cuda").sum().item()
-    problems = {name: make() for name, make in PROBLEMS.items()}
+    problems = {name: on_gpu(problem)[0] for name, problem in PROBLEMS.items()}
     leaf = half(2, 100, 4, 64).requires_grad_()
     problems["training step"] = lambda: torch.autograd.grad(flash_attn_func(leaf, leaf, leaf).sum(), leaf)[0]
     torch.cuda.synchronize()
