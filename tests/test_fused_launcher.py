@@ -99,6 +99,26 @@ def test_small_problems_are_read_element_by_element_large_ones_copied(launches: 
 # ---- what kernels are told
 
 
+@pytest.mark.parametrize("rows", [1, 90])
+@pytest.mark.parametrize("view", ["by heads", "wide", "one row for all"])
+def test_results_lie_as_the_kernels_write_them_however_q_does(view: str, rows: int, launches: Launches) -> None:
+    q = {
+        "by heads": half(2, 4, rows, 64).transpose(1, 2),
+        "wide": half(2, rows, 4, 128)[..., :64],
+        "one row for all": half(2, 1, 4, 64).expand(2, rows, 4, 64),
+    }[view]
+    cache, new, tables = half(2, 200, 4, 64), half(2, rows, 4, 64), half(200, 16)
+    calls = (
+        lambda: flash_attn_func(q, cache, cache),
+        lambda: flash_attn_with_kvcache(q, cache, cache, new, new, tables, tables, cache_seqlens=9),
+    )
+    for call in calls:
+        with use_backend("fused"):
+            out = call()
+        assert launches.last.fields["out_s"] == launcher.contiguous_strides(out.shape)
+        assert out.is_contiguous() and launches.last.fields["out"] == out.data_ptr()
+
+
 def test_lengths_beyond_the_tokens_launch_no_tiles_for_them(launches: Launches) -> None:
     q, starts = half(300, 1, 64), cumulative(300)
     with use_backend("fused"):
