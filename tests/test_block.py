@@ -187,7 +187,7 @@ def test_each_branch_has_its_own_dropout_and_drop_path_in_training_only(
     assert (total == 13).all()
 
 
-def test_stochastic_depth_draws_for_each_row_or_once_and_refuses_nonsense() -> None:
+def test_stochastic_depth_draws_for_each_row_or_once() -> None:
     torch.manual_seed(0)
     x = torch.ones(100, 3)
     by_row = StochasticDepth(0.25, "row")(x)
@@ -196,10 +196,6 @@ def test_stochastic_depth_draws_for_each_row_or_once_and_refuses_nonsense() -> N
     assert len(StochasticDepth(0.5, "batch")(x).unique()) == 1
     assert StochasticDepth(0.5, "row").eval()(x) is x
     assert (StochasticDepth(1.0, "row")(x) == 0).all()
-    with pytest.raises(ValueError, match="p must lie"):
-        StochasticDepth(1.5, "row")
-    with pytest.raises(ValueError, match="mode must be"):
-        StochasticDepth(0.5, "column")
 
 
 @pytest.mark.parametrize("block_cls", [Block, ParallelBlock])
@@ -210,16 +206,3 @@ def test_norms_are_marked_for_sequence_parallel_training(block_cls: Any) -> None
     assert marked == shared == {"norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias"}
     plain = block_cls(D, **PARTS)
     assert not any(hasattr(p, "_sequence_parallel") or hasattr(p, "_shared_params") for p in plain.parameters())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"norm_cls": nn.Identity, "fused_dropout_add_ln": True}, "fused_dropout_add_ln needs"),
-        ({"prenorm": False, "residual_in_fp32": True}, "only compatible with prenorm"),
-        ({"prenorm": False}, "residual is for prenorm"),
-    ],
-)
-def test_what_cannot_be_fused_or_kept_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(AssertionError, match=message):
-        Block(D, **options, **PARTS)(randn(1, 2, D), randn(1, 2, D))

@@ -159,19 +159,9 @@ def test_the_module_reduces_like_torch(reduction: str, return_z_loss: bool) -> N
     check_function(lambda x: module(x, labels), expected, logits, epsilons=16)
 
 
-def test_a_mean_over_no_rows_is_nan_and_what_does_not_fit_is_refused_by_name() -> None:
+def test_a_mean_over_no_rows_is_nan() -> None:
     logits, labels = problem()
     assert CrossEntropyLoss()(logits, torch.full_like(labels, -100)).isnan()
-    with pytest.raises(NotImplementedError, match="median"):
-        CrossEntropyLoss(reduction="median")
-    for change, told in (
-        ({"labels": labels[1:]}, r"labels has shape \(11,\)"),
-        ({"logits": logits[None]}, r"expected \(n_rows, vocab_size\)"),
-        ({"logit_scale": 0.0}, "logit_scale must be positive"),
-        ({"precomputed_lse": labels[1:].float()}, "precomputed_lse has shape"),
-    ):
-        with pytest.raises(AssertionError, match=told):
-            cross_entropy_loss(**{"logits": logits, "labels": labels, **change})  # type: ignore[arg-type]
 
 
 def _vocab_parallel_worker(rank: int, store: str) -> None:

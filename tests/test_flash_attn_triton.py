@@ -74,21 +74,3 @@ def test_autocast_rounds_nothing() -> None:
         grads = torch.autograd.grad(out.sum(), (q, k, v))
     for ours, right in zip((out, *grads), (expected, *expected_grads), strict=True):
         assert torch.equal(ours, right)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "part"),
-    [
-        ({"k": randn(B, 6, 1, D)}, AssertionError, "k has shape"),
-        ({"v": randn(B, 5, H, D)}, AssertionError, "v has shape"),
-        ({"k": randn(B, 6, H, D, dtype=torch.float16)}, AssertionError, "same type"),
-        ({"bias": randn(1, H, 4, 5)}, RuntimeError, "bias has shape"),
-        ({"bias": randn(1, 2, 1, 6)}, RuntimeError, "bias has shape"),
-        ({"bias": randn(H, 4, 6)}, RuntimeError, "bias has shape"),
-        ({"bias": randn(1, H, 1, 6).double()}, AssertionError, "bias has dtype"),
-    ],
-)
-def test_what_does_not_fit_is_refused(change: dict[str, Tensor], error: type[Exception], part: str) -> None:
-    given = {"q": randn(B, 4, H, D), "k": randn(B, 6, H, D), "v": randn(B, 6, H, D), **change}
-    with pytest.raises(error, match=part):
-        flash_attn_func(**given)

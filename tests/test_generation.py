@@ -131,11 +131,6 @@ def test_the_state_can_be_reset_and_keeps_its_caches() -> None:
     assert InferenceParams(1, 1).key_value_memory_dict is not InferenceParams(1, 1).key_value_memory_dict
 
 
-def test_a_model_without_caches_says_so() -> None:
-    with pytest.raises(NotImplementedError, match="allocate_inference_cache"):
-        GenerationMixin().allocate_inference_cache(1, 1)
-
-
 # CUDA graphs of a step; on a CPU the same interface calls the model.
 
 # fp32 on a GPU has no kernel that a graph could hold.

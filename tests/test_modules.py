@@ -244,31 +244,6 @@ def test_decoding_uses_the_length_of_each_sample_and_its_part_of_the_batch() -> 
         torch.testing.assert_close(step[row], alone[0, -1:], rtol=1e-4, atol=1e-5)
 
 
-def test_a_cache_that_is_too_short_is_refused() -> None:
-    module = MHA(64, H, causal=True, layer_idx=0)
-    with pytest.raises(AssertionError, match="does not fit into the cache"):
-        module(randn(B, S, 64), inference_params=InferenceParams(max_seqlen=S - 1, max_batch_size=B))
-
-
-@pytest.mark.parametrize(
-    ("options", "given", "message"),
-    [
-        ({"use_alibi": True}, {}, "ALiBi code path requires flash_attn"),
-        ({"window_size": (2, 0)}, {}, "requires flash_attn"),
-        ({"num_heads_kv": 3}, {}, "divisible by num_heads_kv"),
-        (
-            {"use_flash_attn": True},
-            {"key_padding_mask": torch.ones(B, S, dtype=torch.bool)},
-            "key_padding_mask excludes",
-        ),
-        ({}, {"x_kv": randn(B, S, 64)}, "for cross-attention"),
-    ],
-)
-def test_options_that_exclude_each_other_are_refused(options: dict[str, Any], given: Any, message: str) -> None:
-    with pytest.raises(AssertionError, match=message):
-        MHA(64, H, **options)(randn(B, S, 64), **given)
-
-
 # Feed-forward
 
 
@@ -293,7 +268,7 @@ def test_an_mlp_is_two_layers_around_its_activation(name: str) -> None:
     check_module(module, two_layers(activation), randn(3, 8))
 
 
-def test_layers_return_their_input_and_refuse_unknown_activations() -> None:
+def test_layers_return_their_input() -> None:
     x = randn(2, 8)
     for module in (Mlp(8, return_residual=True), GatedMlp(8, return_residual=True), FusedMLP(8, return_residual=True)):
         assert module(x)[1] is x
@@ -303,5 +278,3 @@ def test_layers_return_their_input_and_refuse_unknown_activations() -> None:
         ((layer.weight,), fused_dense_func(x, layer.weight, return_residual=True)),
     ):
         assert residual is x and torch.equal(out, F.linear(x, *weights))
-    with pytest.raises(NotImplementedError, match="'swish'"):
-        FusedMLP(4, activation="swish")

@@ -36,8 +36,6 @@ def test_random_padding_masks_have_lengths_of_their_mode(mode: str, zero_lengths
     assert all(least <= lengths[i] <= 60 for i in range(11) if i not in empty)
     mask = generate_random_padding_mask(60, 11, "cpu", mode, zero_lengths)
     assert mask.dtype == torch.bool and (mask[:, 1:] <= mask[:, :-1]).all()
-    with pytest.raises(AssertionError, match="'half'"):
-        generate_random_padding_mask(4, 2, "cpu", "half")
 
 
 @pytest.mark.parametrize(
@@ -170,8 +168,6 @@ def test_benchmarks_time_forward_backward_and_both(capsys: pytest.CaptureFixture
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="sees no CUDA device"):
             benchmark.benchmark_memory(lambda: None)
-    with pytest.raises(RuntimeError, match=r"Grad shape \(3,\) does not match output shape \(4, 4\)"):
-        benchmark.benchmark_backward(fn, x, grad=torch.ones(3))
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -253,9 +249,3 @@ def test_a_state_dict_is_read_from_a_directory(
     for name, tensor in STATE.items():
         expected = tensor.to(dtype or tensor.dtype)
         assert torch.equal(found[name], expected) and found[name].dtype == expected.dtype
-
-
-def test_a_directory_without_weights_is_named(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    with pytest.raises(OSError, match="was not found"):
-        state_dict_from_pretrained(tmp_path)
