@@ -51,9 +51,10 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 
 
 COMMANDS = list(commands())
+each_page = pytest.mark.parametrize("page", PAGES, ids=named)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@each_page
 def test_links_lead_somewhere(page: Path) -> None:
     for link in _LINK.findall(_FENCE.sub("", page.read_text(encoding="utf-8"))):
         if link.startswith(("http://", "https://")):
@@ -64,19 +65,17 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+READ = {value for value in vars(settings).values() if isinstance(value, str) and _VARIABLE.fullmatch(value)}
+
+
 def test_the_page_of_variables_has_those_that_are_read_and_no_others() -> None:
-    rows = re.findall(
-        r"^\| `(FLASH_ATTN_COMPAT_\w+)`", (ROOT / "docs/environment.md").read_text(encoding="utf-8"), re.MULTILINE
-    )
-    read = {value for value in vars(settings).values() if isinstance(value, str) and _VARIABLE.fullmatch(value)}
-    assert sorted(rows) == sorted(read)
+    page = (ROOT / "docs/environment.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^\| `(FLASH_ATTN_COMPAT_\w+)`", page, re.MULTILINE)) == sorted(READ)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@each_page
 def test_every_variable_that_is_named_is_read(page: Path) -> None:
-    assert set(_VARIABLE.findall(page.read_text(encoding="utf-8"))) <= set(
-        _VARIABLE.findall(Path(settings.__file__).read_text(encoding="utf-8"))
-    )
+    assert set(_VARIABLE.findall(page.read_text(encoding="utf-8"))) <= READ
 
 
 @pytest.mark.parametrize(("page", "words"), COMMANDS, ids=lambda value: "" if isinstance(value, list) else value)
@@ -95,9 +94,7 @@ def test_every_command_exists(page: str, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [words[3:] for _, words in COMMANDS if words[1:3] == ["-m", "verify"]],
-    ids=" ".join,
+    "arguments", [words[3:] for _, words in COMMANDS if words[1:3] == ["-m", "verify"]], ids=" ".join
 )
 def test_verify_takes_the_arguments_that_are_shown(arguments: list[str]) -> None:
     from verify.cli import SUBCOMMANDS, build_parser
@@ -107,7 +104,7 @@ def test_verify_takes_the_arguments_that_are_shown(arguments: list[str]) -> None
     build_parser().parse_args(arguments if is_named else ["compare", *arguments])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@each_page
 def test_python_that_is_shown_parses(page: Path) -> None:
     for text in blocks(page, "python"):
         ast.parse(text)

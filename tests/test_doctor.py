@@ -57,9 +57,8 @@ def test_text_fits_a_terminal_and_says_a_reason_against_a_backend_once(report):
 def test_a_backend_that_computes_wrong_is_told(monkeypatch):
     served = flash_attn_compat.explain(flash_attn_compat.flash_attn_func, *[torch.randn(1, 4, 1, 8)] * 3).backend
     original = flash_attn_compat.flash_attn_func
-    monkeypatch.setattr(
-        flash_attn_compat, "flash_attn_func", lambda *inputs, **options: 1.01 * original(*inputs, **options)
-    )
+    wrong = lambda *inputs, **options: 1.01 * original(*inputs, **options)  # noqa: E731
+    monkeypatch.setattr(flash_attn_compat, "flash_attn_func", wrong)
     failed = [check for check in self_check.run(torch.device("cpu")) if not check.passed]
     assert served in {check.backend for check in failed}
 

@@ -50,30 +50,23 @@ def test_the_rule_sees_what_it_should(source: str, count: int) -> None:
 
 
 def complaints_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    called = {}
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
-            continue
-        given = node.args
-        function = node.func
+    called = set()
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        function, *given = [call.func, *call.args]
         if isinstance(function, ast.Attribute) and function.attr == "partial" and given:
-            function, given = given[0], given[1:]
-        name = _factory(function)
-        if name is None:
-            continue
-        called[id(function)] = True
-        keywords = {keyword.arg for keyword in node.keywords}
-        if None in keywords:  # **what the caller of ours said
+            function, *given = given
+        called.add(function)
+        name, keywords = _factory(function), {keyword.arg for keyword in call.keywords}
+        if name is None or None in keywords:  # **what the caller of ours said
             continue
         if "device" not in keywords:
-            yield node.lineno, f"torch.{name} without a device"
+            yield call.lineno, f"torch.{name} without a device"
         is_whole = name in OF_WHOLE_NUMBERS and not any(_is_fraction(argument) for argument in given)
         if "dtype" not in keywords and not is_whole:
-            yield node.lineno, f"torch.{name} without a dtype"
-    for node in ast.walk(tree):
-        name = _factory(node)
-        if name is not None and id(node) not in called:
-            yield node.lineno, f"torch.{name} under another name, where nobody sees what it is given"
+            yield call.lineno, f"torch.{name} without a dtype"
+    for node in set(ast.walk(tree)) - called:
+        if _factory(node) is not None:
+            yield node.lineno, f"torch.{_factory(node)} under another name, where nobody sees what it is given"
 
 
 def _factory(node: ast.AST) -> str | None:

@@ -81,23 +81,16 @@ def test_positional_arguments_land_where_2_6_had_them(old: Any) -> None:
     assert norm.weight.dtype == torch.float16
 
 
-def test_everything_else_is_the_same_object_and_our_own_modules_are_untouched(old: Any) -> None:
+def test_what_is_the_same_in_both_is_the_same_object_and_our_own_modules_are_untouched(old: Any) -> None:
     import flash_attn
 
     assert flash_attn.flash_attn_func is flash_attn_compat.flash_attn_func
-    assert old("modules.mha") is importlib.import_module("flash_attn_compat.modules.mha")
-    from flash_attn.layers import patch_embed, rotary
-    from flash_attn.ops import activations
-    from flash_attn.ops.triton import k_activations, layer_norm
-
-    assert rotary.__name__ == "flash_attn_compat.api_2_6.layers.rotary"
-    assert layer_norm.__name__ == "flash_attn_compat.api_2_6.ops.triton.layer_norm"
-    for module in (patch_embed, activations, k_activations):
-        assert module is importlib.import_module(module.__name__) and "api_2_6" not in module.__name__
+    for name in ("modules.mha", "layers.patch_embed", "ops.activations", "ops.triton.k_activations"):
+        assert old(name) is importlib.import_module(f"flash_attn_compat.{name}")
     for name in ("layers.rotary", "ops.triton.layer_norm", "bert_padding"):
-        ours = importlib.import_module(f"flash_attn_compat.{name}")
-        assert "api_2_6" not in ours.__name__
-    assert "api_2_6" not in flash_attn_compat.layers.rotary.__name__
+        assert old(name).__name__ == f"flash_attn_compat.api_2_6.{name}"
+        assert importlib.import_module(f"flash_attn_compat.{name}").__name__ == f"flash_attn_compat.{name}"
+    assert flash_attn_compat.layers.rotary.__name__ == "flash_attn_compat.layers.rotary"
     with pytest.raises(ModuleNotFoundError):
         old("ops.not_there")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from typing import Any
 
@@ -17,6 +16,7 @@ from tests.plain import attention, check_function
 from tests.support import cumulative, randn
 
 pytest.importorskip("torch.nn.attention.varlen", reason="torch.nn.attention.varlen came with torch 2.10")
+from torch.nn.attention import varlen
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 H, HK, D = 4, 2, 16
@@ -25,8 +25,9 @@ STARTS = cumulative(*LENGTHS)
 arguments = inspect.signature(varlen_attn).parameters
 
 
-def needs(name: str) -> Any:
-    return pytest.mark.skipif(name not in arguments, reason=f"this torch's varlen_attn has no {name}")
+def needs(*names: str) -> Any:
+    missing = [name for name in names if name not in arguments]
+    return pytest.mark.skipif(bool(missing), reason=f"this torch's varlen_attn has no {missing}")
 
 
 @pytest.fixture
@@ -50,28 +51,26 @@ def test_without_being_asked_nothing_changes() -> None:
         varlen_attn(*inputs(torch.float16), STARTS, STARTS, 6, 6)
 
 
+# options of varlen_attn, and of attention; causal is a window of (-1, 0) here
+OPTIONS: list[Any] = [
+    ({}, {}),
+    *(
+        pytest.param({"window_size": window}, {"window": window}, marks=needs("window_size"))
+        for window in ((-1, 0), (2, 0), (1, 2))
+    ),
+    pytest.param({"scale": 0.3, "enable_gqa": True}, {"scale": 0.3}, marks=needs("enable_gqa")),
+]
+
+
 @pytest.mark.usefixtures("served")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, (-1, 0), (2, 0), (1, 2)])
-def test_values_and_gradients(dtype: torch.dtype, window: tuple[int, int] | None) -> None:
-    """Causal, which is a window of (-1, 0) here, and sliding windows."""
-    if window is not None and "window_size" not in arguments:
-        pytest.skip("this torch's varlen_attn has no window_size")
-    options: dict[str, Any] = {} if window is None else {"window_size": window}
-
+@pytest.mark.parametrize(("options", "plain"), OPTIONS)
+def test_values_and_gradients(dtype: torch.dtype, options: dict[str, Any], plain: dict[str, Any]) -> None:
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return varlen_attn(q, k, v, STARTS, STARTS, 6, 6, **options)
 
-    check_function(ours, lambda *given: each(*given, window=window or (-1, -1)), *inputs(dtype), epsilons=4)
-
-
-@needs("enable_gqa")
-@pytest.mark.usefixtures("served")
-def test_grouped_heads_and_a_scale() -> None:
-    def ours(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return varlen_attn(q, k, v, STARTS, STARTS, 6, 6, scale=0.3, enable_gqa=True)
-
-    check_function(ours, lambda *given: each(*given, scale=0.3), *inputs(heads_k=HK), epsilons=4)
+    given = inputs(dtype, HK if "enable_gqa" in options else H)
+    check_function(ours, lambda *given: each(*given, **plain), *given, epsilons=4)
 
 
 @pytest.mark.usefixtures("served")
@@ -103,13 +102,11 @@ def test_pages_and_used_lengths_are_read(with_starts: bool) -> None:
 
 
 @pytest.mark.usefixtures("served")
+@pytest.mark.skipif(not hasattr(varlen, "varlen_attn_out"), reason="this torch has no varlen_attn_out")
 def test_a_given_output_is_written() -> None:
-    module = importlib.import_module("torch.nn.attention.varlen")
-    if not hasattr(module, "varlen_attn_out"):
-        pytest.skip("this torch has no varlen_attn_out")
     q, k, v = inputs()
     out = torch.full_like(q, 7.0)
-    assert module.varlen_attn_out(out, q, k, v, STARTS, STARTS, 6, 6) is out
+    assert varlen.varlen_attn_out(out, q, k, v, STARTS, STARTS, 6, 6) is out
     torch.testing.assert_close(out, each(q, k, v), rtol=1e-4, atol=1e-5)
 
 
