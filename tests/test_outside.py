@@ -78,6 +78,14 @@ def test_a_tensor_is_looked_at_once_without_waiting_and_known_as_long_as_it_live
     assert not outside._known
 
 
+@pytest.mark.parametrize("how", ["captured", "inference"])
+def test_numbers_that_may_change_unseen_are_never_known(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.inference_mode(how == "inference"):
+        cu_seqlens = starts(30, 50)
+    monkeypatch.setattr(capture, "is_capturing", lambda device: how == "captured")
+    assert all([outside.may_exist(cu_seqlens, 80) for _ in range(3)]) and not outside._known
+
+
 def another_of_the_same_id(cu_seqlens: torch.Tensor) -> torch.Tensor:
     other = starts(30, 20)
     outside._known[id(other)] = outside._known[id(cu_seqlens)]._replace(state=outside.state_of(other))
