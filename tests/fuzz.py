@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from flash_attn_compat.backends import BACKENDS
 from verify.call import DTYPES
@@ -41,11 +40,9 @@ class Plan:
     backends: tuple[str, ...]
     kinds: tuple[str, ...] | None
     dtypes: tuple[str, ...] | None
-    direction: str = "both"
 
     def problem(self, seed: int) -> Problem:
-        problem = random_problem(seed, self.kinds, self.dtypes)
-        return replace(problem, backward=False) if self.direction == "forward" else problem
+        return random_problem(seed, self.kinds, self.dtypes)
 
 
 @dataclass
@@ -247,21 +244,16 @@ def repetition(problem: Problem, backend: str, device: str) -> str:
 
 def summary(total: Tally, plan: Plan) -> dict[str, Any]:
     """What a run came to, for machines."""
-    failed = Counter(failure.backend for failure in total.failures)
-    of_backends = {
-        name: {
-            "served": total.ran[name],
-            "refused": total.refused[name],
-            "failures": failed[name],
-            "worst": f"{total.worst.get(name, (0.0, -1))[0]:.3f}",  # JSON knows no infinity
-        }
-        for name in plan.backends
-    }
+    of_backends = {}
+    for name in plan.backends:
+        ratio, seed = total.worst.get(name, (0.0, -1))
+        worst = {"worst": f"{ratio:.3f}", "of_problem": seed}  # JSON knows no infinity
+        failed = sum(failure.backend == name for failure in total.failures)
+        of_backends[name] = {"served": total.ran[name], "refused": total.refused[name], "failures": failed, **worst}
     return {
         "device": torch.cuda.get_device_name(plan.device) if plan.device.startswith("cuda") else plan.device,
         "torch": torch.__version__,
         "settings": {n: v for n, v in sorted(os.environ.items()) if n.startswith("FLASH_ATTN_COMPAT_")},
-        "direction": plan.direction,
         "problems": total.problems,
         "served": total.served,
         "failures": len(total.failures),
@@ -278,11 +270,6 @@ def _report(total: Tally, plan: Plan, console: Console, shown: int) -> None:
         lines = [repr(failure.problem), *(f"  {complaint}" for complaint in failure.complaints)]
         lines += ["smallest found, to repeat:", repetition(small, failure.backend, plan.device)]
         console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
-    table = Table("backend", "ran", "refused", "failures", "worst error / bound", "of problem")
-    for name, found in summary(total, plan)["backends"].items():
-        seed = total.worst.get(name, (0.0, -1))[1]
-        table.add_row(name, *map(str, found.values()), str(seed) if seed >= 0 else "")
-    console.print(table)
     kinds = Counter((failure.backend, kind) for failure in total.failures for kind in _quantities(failure.complaints))
     for (name, kind), count in kinds.most_common():
         console.print(f"  {count:5} {name}: {kind}", markup=False, highlight=False)
@@ -294,7 +281,6 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.splitlines()[0])
     parser.add_argument("--problems", type=int, help="how many; 1000 where --served does not say when to stop")
     parser.add_argument("--served", type=int, help="stop after as many answers, counted over all backends")
-    parser.add_argument("--direction", choices=("forward", "both"), default="both", help="forward: no gradients")
     parser.add_argument("--seed", type=int, default=0, help="the first problem's number")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--backend", action="append", choices=names, help="repeatable; all by default")
@@ -310,7 +296,6 @@ def main(argv: list[str] | None = None) -> int:
         tuple(options.backend or names),
         tuple(options.kind) if options.kind else None,
         tuple(options.dtype) if options.dtype else None,
-        options.direction,
     )
     if options.device == "cpu":
         torch.set_num_threads(1)

@@ -42,12 +42,6 @@ def test_it_stops_when_its_time_is_over(capsys: pytest.CaptureFixture[str]) -> N
     assert run(capsys, "--problems", "100000", "--seconds", "0.2")[2]["problems"] < 1000
 
 
-def test_forward_wants_no_gradients() -> None:
-    plan = Plan("cpu", ("reference",), ("dense",), None, "forward")
-    assert {(plan.problem(seed).kind, plan.problem(seed).has_gradients) for seed in range(20)} == {("dense", False)}
-    assert any(Plan("cpu", ("reference",), ("dense",), None).problem(seed).has_gradients for seed in range(20))
-
-
 class DiesOfProblem3(Plan):
     def problem(self, seed: int) -> Problem:
         if seed == 3 and multiprocessing.parent_process():

@@ -1,17 +1,21 @@
-"""What kind of mistake it is, in words: rules over what probe.py found out. No kernel is called here.
+"""What kind of mistake it is: what is asked of a kernel that is wrong, from outside, and rules over what it answers.
 
-Each rule is an observation, and what that points to.
+Attention is linear in v, so v = 1 on the keys of one tile and 0 elsewhere makes the output that tile's softmax weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from verify.probe import Evidence
+from verify.errors import UsageError
+from verify.probe import Kernel, Setting, ask, gap
 
 # A key tile of a row matters to these rules if it should get at least this share of the row's weight.
 MATTERS = 0.01
@@ -28,21 +32,39 @@ class Weights(Enum):
     NONE = "the softmax weights are NaN or infinite"
 
 
-class Seen:
-    """The evidence as the rules look at it: in the rows that are wrong. measured, right: (rows, key tiles)."""
+@dataclass(frozen=True)
+class Evidence:
+    """What is found out about a kernel that is wrong. wrong: (batch, nheads, row, channel) against fp64.
 
-    def __init__(self, evidence: Evidence) -> None:
-        rows = evidence.wrong.any(-1)
-        shares = evidence.setting.shares[rows]
-        self.growth, self.kernel = evidence.growth, evidence.kernel
-        self.right_unmasked = evidence.right_unmasked
-        self.measured, self.right = evidence.weights[rows], shares[..., -1]
-        self.slack = max(1e-3, 4 * torch.finfo(self.kernel.out.dtype).eps)
-        self.weights = self._weights()
-        self.inside = self._inside(shares[..., :-1], self.kernel.out.double().transpose(1, 2)[rows])
+    growth: for problems of 1, 2, ... key tiles, whether it is wrong; empty if it does not take smaller problems
+    weights: (batch, nheads, row, key tiles) as measured
+    right_unmasked: whether it is right without its causal mask, None if it has none
+    """
 
-    def _weights(self) -> Weights:
-        measured, right, slack = self.measured, self.right, self.slack
+    kernel: Kernel
+    setting: Setting
+    wrong: Tensor
+    growth: Sequence[bool]
+    weights: Tensor
+    right_unmasked: bool | None
+
+    @property
+    def rows(self) -> Tensor:
+        """Those that are wrong, which is where the rules look: (batch, nheads, row) bool."""
+        return self.wrong.any(-1)
+
+    @cached_property
+    def measured(self) -> Tensor:
+        """(rows, key tiles), and so is `right`."""
+        return self.weights[self.rows]
+
+    @cached_property
+    def right(self) -> Tensor:
+        return self.setting.shares[self.rows][..., -1]
+
+    @cached_property
+    def weighed(self) -> Weights:
+        measured, right, slack = self.measured, self.right, max(1e-3, 4 * self._eps)
         if not measured.isfinite().all():
             return Weights.NONE
         off = (measured - right).abs() > slack
@@ -64,12 +86,18 @@ class Seen:
         even = telling.any() and _mostly(high - low <= 0.05 * high.abs() + slack)
         return Weights.ROW_SUM if even else Weights.UNEVEN
 
-    def _inside(self, shares: Tensor, out: Tensor) -> bool:
+    @cached_property
+    def inside(self) -> bool:
         """Whether out is what the measured weights make of the right output of each key tile alone."""
         of_one = torch.where(self.right > 0, self.measured / self.right, 0.0)
-        mixed = (of_one[..., None] * shares).sum(-2)
-        slack = max(1e-3, 16 * torch.finfo(self.kernel.out.dtype).eps) * max(1.0, mixed.abs().max().item())
+        mixed = (of_one[..., None] * self.setting.shares[self.rows][..., :-1]).sum(-2)
+        out = self.kernel.out.double().transpose(1, 2)[self.rows]
+        slack = max(1e-3, 16 * self._eps) * max(1.0, mixed.abs().max().item())
         return bool(((mixed - out).abs() <= slack).all())
+
+    @property
+    def _eps(self) -> float:
+        return torch.finfo(self.kernel.out.dtype).eps
 
     @property
     def carried_wrongly(self) -> bool:
@@ -77,75 +105,87 @@ class Seen:
         return len(self.growth) > 1 and not self.growth[0] and all(self.growth[1:]) and self.inside
 
 
+def evidence(kernel: Kernel, setting: Setting, done: Callable[[str], None]) -> Evidence:
+    """Everything there is to find out about a kernel that is wrong. `done` hears what is being asked."""
+
+    def is_right(problem: Setting) -> bool:
+        return problem.judged(ask(kernel.name, kernel.function, problem)[0]).ok
+
+    growth = []
+    with suppress(UsageError):
+        for smaller, tile in zip(setting.grown, setting.key_tiles):
+            done(f"{kernel.name}: problem of {tile.stop} keys")
+            growth.append(not is_right(smaller))
+    growth = growth if len(growth) == len(setting.key_tiles) else []
+    done(f"{kernel.name}: weights of key tiles")
+    weights = key_weights(kernel, setting)
+    wrong = gap(kernel.out, setting.right.exact.out) > kernel.check.widest_bound
+    right_unmasked = is_right(setting.but(causal=False)) if setting.call.args["causal"] else None
+    return Evidence(kernel, setting, wrong, growth, weights, right_unmasked)
+
+
+def key_weights(kernel: Kernel, setting: Setting) -> Tensor:
+    """(batch, nheads, seqlen_q, key tiles): the softmax weight each row gives each key tile, measured through v."""
+    found = []
+    for columns in setting.key_tiles:
+        v = torch.zeros_like(setting.call.args["v"])
+        v[:, columns] = 1
+        out, _ = ask(kernel.name, kernel.function, setting.but(v=v))
+        # Every channel says the same, unless it is the channels that are mixed up.
+        found.append(out.double().median(dim=-1).values)
+    return torch.stack(found, dim=-1).transpose(1, 2)
+
+
 def _mostly(what: Tensor) -> bool:
     return what.double().mean().item() >= 0.9
 
 
-# The first rule that holds names the mistake.
-RULES: Sequence[tuple[Callable[[Seen], bool], str]] = (
-    (
-        lambda seen: seen.kernel.repeats > seen.kernel.check.widest_bound,
-        "two calls differ: a race between threads, or memory read before it is written",
-    ),
-    (lambda seen: seen.right_unmasked is True, "the causal mask: its diagonal, or the tiles it skips"),
-    (
-        lambda seen: seen.weights is Weights.NONE,
-        "NaN or infinity: a maximum not subtracted before exp, -inf minus -inf in a masked row, or a sum of 0",
-    ),
-    (
-        lambda seen: seen.weights is Weights.NOTHING,
-        "rows that are zero: nothing was added up, or it was written elsewhere",
-    ),
-    (
-        lambda seen: seen.weights is Weights.RIGHT,
-        "the softmax is right, so the product with V is wrong: V's rows, channels or heads, or the output's place",
-    ),
-    (
-        lambda seen: seen.carried_wrongly and bool(seen.measured[:, 0].any()) and not seen.measured[:, 1].any(),
-        "key tile 1 is never counted",
-    ),
-    (
-        lambda seen: seen.carried_wrongly and seen.weights is Weights.NORMALISED,
-        "the running maximum m of the key tiles before is not what it was: stored at, or read from, the wrong index",
-    ),
-    (
-        lambda seen: seen.carried_wrongly and seen.weights is Weights.ROW_SUM,
-        "the row sum l is not brought to the new maximum as the output is (FA2 algorithm 1, line 9)",
-    ),
-    (
-        lambda seen: seen.carried_wrongly,
-        "the output O is not brought to the new maximum as the row sum is (FA2 algorithm 1, line 10)",
-    ),
-    (
-        lambda seen: bool(seen.growth) and all(seen.growth),
-        "the scores themselves: scale, mask, or rows of Q and K of another head or tile",
-    ),
-    (
-        lambda seen: bool(seen.growth) and seen.growth[-1] and sum(seen.growth) == 1,
-        "the last key tile: keys beyond the end counted, or a remainder left out",
-    ),
-    (
-        lambda seen: seen.inside,
-        "single key tiles are counted with the wrong weight, twice or not at all: compare the weights",
-    ),
-    (lambda seen: True, "not one of the mistakes known here; another tile's K or V, or stale memory, looks like this"),
-)
+def mistake(it: Evidence) -> str:
+    """What it looks like, by the first rule that holds."""
+    if it.kernel.repeats > it.kernel.check.widest_bound:
+        return "two calls differ: a race between threads, or memory read before it is written"
+    if it.right_unmasked:
+        return "the causal mask: its diagonal, or the tiles it skips"
+    if it.weighed is Weights.NONE:
+        return "NaN or infinity: a maximum not subtracted before exp, -inf minus -inf in a masked row, or a sum of 0"
+    if it.weighed is Weights.NOTHING:
+        return "rows that are zero: nothing was added up, or it was written elsewhere"
+    if it.weighed is Weights.RIGHT:
+        return (
+            "the softmax is right, so the product with V is wrong: V's rows, channels or heads, or the output's place"
+        )
+    if it.carried_wrongly:
+        if it.measured[:, 0].any() and not it.measured[:, 1].any():
+            return "key tile 1 is never counted"
+        if it.weighed is Weights.NORMALISED:
+            return (
+                "the running maximum m of the key tiles before is not what it was: stored at, or read from, "
+                "the wrong index"
+            )
+        if it.weighed is Weights.ROW_SUM:
+            return "the row sum l is not brought to the new maximum as the output is (FA2 algorithm 1, line 9)"
+        return "the output O is not brought to the new maximum as the row sum is (FA2 algorithm 1, line 10)"
+    if it.growth and all(it.growth):
+        return "the scores themselves: scale, mask, or rows of Q and K of another head or tile"
+    if it.growth and it.growth[-1] and sum(it.growth) == 1:
+        return "the last key tile: keys beyond the end counted, or a remainder left out"
+    if it.inside:
+        return "single key tiles are counted with the wrong weight, twice or not at all: compare the weights"
+    return "not one of the mistakes known here; another tile's K or V, or stale memory, looks like this"
 
 
 def findings(evidence: Evidence) -> list[str]:
     """Sentences, from where it is to what it is called."""
-    seen = Seen(evidence)
     tiles = evidence.wrong.split(evidence.setting.block_rows, dim=2)
     lines = [which([bool(tile.any()) for tile in tiles], "query tile")]
     for axis, noun in ((1, "head"), (0, "batch element")):
         wrong = [bool(part.any()) for part in evidence.wrong.unbind(axis)]
         lines += [] if all(wrong) else [which(wrong, noun)]
     growth = which(evidence.growth, "key tile") if evidence.growth else "it does not take smaller problems"
-    lines += [f"grown key tile by key tile: {growth}", seen.weights.value]
+    lines += [f"grown key tile by key tile: {growth}", evidence.weighed.value]
     if evidence.right_unmasked is not None:
         lines.append("without the causal mask it is " + ("right" if evidence.right_unmasked else "wrong, too"))
-    name = next(name for holds, name in RULES if holds(seen))
-    return [*lines, *evidence.kernel.remarks, f"=> {name}"]
+    return [*lines, *evidence.kernel.remarks, f"=> {mistake(evidence)}"]
 
 
 def which(wrong: Sequence[bool], noun: str) -> str:

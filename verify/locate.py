@@ -17,12 +17,12 @@ from torch import Tensor
 
 from verify import inputs
 from verify.call import Call, parameters
-from verify.diagnosis import findings
+from verify.diagnosis import Evidence, evidence, findings
 from verify.environment import describe
 from verify.errors import UsageError
 from verify.implementations import backends, imported
 from verify.output import add_output_arguments, check_output_arguments, console, deliver, progress_bar
-from verify.probe import Evidence, Kernel, Setting, answered, evidence, gap
+from verify.probe import Kernel, Setting, answered, gap
 from verify.problems import Problem
 from verify.tables import SHADES, Report, Table
 

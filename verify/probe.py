@@ -1,15 +1,10 @@
-"""Asks a kernel questions from outside: its answer, how much weight a row gives each key tile, and how long a problem
-must be before it is wrong.
-
-Attention is linear in v, so v = 1 on the keys of one tile and 0 elsewhere makes the output that tile's softmax weight.
-"""
+"""A problem for locate, the problems that it contains, and the answer of a kernel that is known by a call only."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -92,23 +87,6 @@ class Kernel:
         return lines
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """What is found out about a kernel that is wrong. wrong: (batch, nheads, row, channel) against fp64.
-
-    growth: for problems of 1, 2, ... key tiles, whether it is wrong; empty if it does not take smaller problems
-    weights: (batch, nheads, row, key tiles) as measured
-    right_unmasked: whether it is right without its causal mask, None if it has none
-    """
-
-    kernel: Kernel
-    setting: Setting
-    wrong: Tensor
-    growth: Sequence[bool]
-    weights: Tensor
-    right_unmasked: bool | None
-
-
 def gap(a: Tensor, b: Tensor) -> Tensor:
     """|a - b| as (batch, nheads, row, channel) in fp64; 0 for equal infinities, inf where one of them is no number."""
     a, b = (x.double().transpose(1, 2) for x in (a, b))
@@ -142,37 +120,3 @@ def answered(name: str, function: Callable[..., Any], setting: Setting) -> Kerne
     out, changed = ask(name, function, setting)
     once, again = (x.nan_to_num(nan=0.0) for x in (out, ask(name, function, setting)[0]))
     return Kernel(name, function, out, setting.judged(out), changed, gap(once, again).max().item())
-
-
-# ---- many calls -----------------------------------------------------------------------------------------------------
-
-
-def evidence(kernel: Kernel, setting: Setting, done: Callable[[str], None]) -> Evidence:
-    """Everything there is to find out about a kernel that is wrong. `done` hears what is being asked."""
-
-    def is_right(problem: Setting) -> bool:
-        return problem.judged(ask(kernel.name, kernel.function, problem)[0]).ok
-
-    growth = []
-    with suppress(UsageError):
-        for smaller, tile in zip(setting.grown, setting.key_tiles):
-            done(f"{kernel.name}: problem of {tile.stop} keys")
-            growth.append(not is_right(smaller))
-    growth = growth if len(growth) == len(setting.key_tiles) else []
-    done(f"{kernel.name}: weights of key tiles")
-    weights = key_weights(kernel, setting)
-    wrong = gap(kernel.out, setting.right.exact.out) > kernel.check.widest_bound
-    right_unmasked = is_right(setting.but(causal=False)) if setting.call.args["causal"] else None
-    return Evidence(kernel, setting, wrong, growth, weights, right_unmasked)
-
-
-def key_weights(kernel: Kernel, setting: Setting) -> Tensor:
-    """(batch, nheads, seqlen_q, key tiles): the softmax weight each row gives each key tile, measured through v."""
-    found = []
-    for columns in setting.key_tiles:
-        v = torch.zeros_like(setting.call.args["v"])
-        v[:, columns] = 1
-        out, _ = ask(kernel.name, kernel.function, setting.but(v=v))
-        # Every channel says the same, unless it is the channels that are mixed up.
-        found.append(out.double().median(dim=-1).values)
-    return torch.stack(found, dim=-1).transpose(1, 2)
