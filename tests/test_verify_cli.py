@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import json
 import subprocess
 import sys
@@ -30,6 +31,7 @@ CORRECT = ["--quick", "--implementation", "tests.mutants:correct", "--device", "
         (["--implementation", "tests.mutants:correct", "--backend", "chunked"], "exclude each other"),
         (["-k", "no such case"], "no case has 'no such case' in its name"),
         (["--json", "/no/such/folder/file.json"], "there is no folder /no/such/folder"),
+        (["--html", "."], "it is a folder"),
         (["--no-such-option"], "unrecognized arguments: --no-such-option"),
         (["no-such-command"], "invalid choice"),
         (["bench", "--gpu", "--device", "cpu"], "--gpu means --device cuda, not cpu"),
@@ -39,6 +41,7 @@ CORRECT = ["--quick", "--implementation", "tests.mutants:correct", "--device", "
         (["bench", "--repeats", "0"], "'0' is not a positive whole number"),
         (["bench", "--tolerance", "-1"], "must be a number of at least 0, got '-1'"),
         (["bench", "--dtype", "int8"], "unknown dtype 'int8'"),
+        (["ladder", "--plot", "/no/such/folder/a.png"], "there is no folder"),
         (["ladder", "--plot", "a.svg"], "ends in .png"),
         (["locate", "nonsense"], "unknown backend 'nonsense'; there are "),
         (["locate", "tests.test_verify_locate:raises"], "raised ZeroDivisionError for q (2, 256, 4, 64)"),
@@ -162,9 +165,4 @@ def test_no_module_of_verify_imports_itself_in_a_circle():
         }
         for path in folder.glob("*.py")
     }
-    left = dict(imports)
-    while left:
-        free = [name for name, needed in left.items() if not needed & left.keys()]
-        assert free, f"a circle among {sorted(left)}"
-        for name in free:
-            del left[name]
+    graphlib.TopologicalSorter(imports).prepare()

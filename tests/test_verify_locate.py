@@ -134,6 +134,11 @@ def test_a_kernel_of_one_length_only_is_still_located():
     assert "grown key tile by key tile: it does not take smaller problems" in found.findings["A"]
 
 
+def test_a_compiled_function_that_tells_no_parameters_is_asked_too(capsys):
+    assert main(["locate", "torch.nn.functional:scaled_dot_product_attention", *SMALL]) == 1  # another layout
+    assert "A (torch.nn.functional:scaled_dot_product_attention) is wrong" in " ".join(capsys.readouterr().out.split())
+
+
 # ---- no false alarm -------------------------------------------------------------------------------------------------
 
 
