@@ -14,7 +14,7 @@ from flash_attn_compat import sinks
 from flash_attn_compat.engine import checks, signature
 from flash_attn_compat.engine.append import Append, Unlike
 from flash_attn_compat.engine.build import Options, cache_call, integer
-from flash_attn_compat.engine.call import AttentionCall, Result
+from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.layout import lse_dtype
 from flash_attn_compat.serving import dispatch, torch_ops
 from flash_attn_compat.serving.autograd import run_forward
@@ -79,26 +79,23 @@ def flash_attn_with_kvcache(
     lengths = cache_seqlens
     if lengths is not None and not isinstance(lengths, Tensor):
         lengths = integer("cache_seqlens", lengths)
-    arguments = _Arguments(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, lengths, cache_batch_idx, cache_leftpad, block_table,
-        softmax_scale, causal, window_size[0], window_size[1], softcap, rotary_interleaved, alibi_slopes, num_splits,
+    first: tuple[Any, ...] = q, k_cache, v_cache, k, v, rotary_cos, rotary_sin
+    last: tuple[Any, ...] = (
+        cache_batch_idx, cache_leftpad, block_table, alibi_slopes, softmax_scale, causal, window_size[0],
+        window_size[1], softcap, rotary_interleaved, num_splits,
     )  # fmt: skip
     if torch.compiler.is_compiling():
         tensor, number = (lengths, None) if lengths is None or isinstance(lengths, Tensor) else (None, lengths)
-        out, lse = _kvcache_op(
-            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, tensor, cache_batch_idx, cache_leftpad, block_table,
-            softmax_scale, causal, window_size[0], window_size[1], softcap, rotary_interleaved, alibi_slopes,
-            num_splits, number, wants_lse,
-        )  # fmt: skip
+        out, lse = _kvcache_op(*first, tensor, *last, number, wants_lse)
     else:
-        out, lse = _attend(arguments, wants_lse)
+        out, lse = _attend(_Arguments._make((*first, lengths, *last)), wants_lse)
     if s_aux is not None:
         out, lse = sinks.absorb(out, lse, s_aux.detach())
     return (out, lse) if return_softmax_lse else out
 
 
 class _Arguments(NamedTuple):
-    """The function's arguments."""
+    """The function's arguments: tensors first."""
 
     q: Tensor
     k_cache: Tensor
@@ -111,14 +108,19 @@ class _Arguments(NamedTuple):
     cache_batch_idx: Tensor | None
     cache_leftpad: Tensor | None
     block_table: Tensor | None
+    alibi_slopes: Tensor | None
     softmax_scale: float | None
     causal: bool
     window_size_left: int
     window_size_right: int
     softcap: float
     rotary_interleaved: bool
-    alibi_slopes: Tensor | None
     num_splits: int
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """q to alibi_slopes; cache_seqlens may be a number."""
+        return self[:12]
 
     @property
     def capacity(self) -> int:
@@ -134,7 +136,9 @@ class _Arguments(NamedTuple):
 def _attend(arguments: _Arguments, return_lse: bool) -> tuple[Tensor, Tensor | None]:
     outline = _outline(arguments, return_lse)
     step = dispatch.kept_step(outline)
-    if step is None:
+    if step is not None:
+        _check_capacity(arguments)
+    else:
         call = _checked_call(arguments, return_lse)
         new = _new_keys(arguments, call)
         with torch.no_grad():
@@ -142,24 +146,13 @@ def _attend(arguments: _Arguments, return_lse: bool) -> tuple[Tensor, Tensor | N
             if step is None:
                 result = run_forward(call, new)
                 return result.out, result.lse.contiguous() if return_lse else None
-    else:
-        _check_capacity(arguments)
     try:
-        result = _stepped(step, arguments)
+        result = step.run(*arguments.tensors)
     except Unlike:
         _checked_call(arguments, return_lse)  # says it in flash-attn's words, if those know it
         raise
-    return result.out, result.softmax_lse
-
-
-def _stepped(step: dispatch.KeptStep, arguments: _Arguments) -> Result:
-    q, k_cache, v_cache, k, v, cos, sin, lengths, batch_idx, leftpad, table, *_ = arguments
-    result = step.run(
-        q, k_cache, v_cache, k, v, cos, sin, lengths, leftpad, table if batch_idx is None else batch_idx,
-        arguments.alibi_slopes,
-    )  # fmt: skip
     dispatch.count(step.backend)
-    return result
+    return result.out, result.softmax_lse
 
 
 def _whole(arguments: _Arguments) -> _Arguments:
@@ -168,18 +161,16 @@ def _whole(arguments: _Arguments) -> _Arguments:
 
 
 def _outline(arguments: _Arguments, return_lse: bool) -> signature.Key | None:
-    """What a step is found by; a number as length differs from step to step."""
-    left, right = arguments.window_size_left, arguments.window_size_right
-    if type(left) is not int or type(right) is not int:
+    """What a step is found by. A length that is a number is left out, since it differs from step to step."""
+    if type(arguments.window_size_left) is not int or type(arguments.window_size_right) is not int:
         return None
-    q, k_cache, v_cache, k, v, cos, sin, lengths, batch_idx, leftpad, table, *values = arguments
-    side = None
+    tensors, lengths, side = arguments.tensors, arguments.cache_seqlens, None
     if isinstance(lengths, int):
-        side, lengths = _side_of_rows(arguments, lengths), None
+        side = _side_of_rows(arguments, lengths)
         if side is None:
             return None
-    tensors = q, k_cache, v_cache, k, v, cos, sin, lengths, batch_idx, leftpad, table, arguments.alibi_slopes
-    return signature.outline(tensors, (*values[:6], arguments.num_splits, return_lse, side))
+        tensors = (*tensors[:7], None, *tensors[8:])
+    return signature.outline(tensors, (*arguments[12:], return_lse, side))
 
 
 def _side_of_rows(arguments: _Arguments, length: int) -> int | None:
@@ -323,7 +314,7 @@ def _check_capacity(arguments: _Arguments) -> None:
 
 def is_on_host(lengths: Tensor) -> bool:
     """Whether reading them waits for no GPU."""
-    return lengths.device.type == "cpu" and lengths.numel() > 0
+    return lengths.is_cpu and lengths.numel() > 0
 
 
 def _check_rotary(arguments: _Arguments) -> None:
@@ -366,9 +357,9 @@ _SCHEMA = torch_ops.schema(_Arguments).replace(
     mutates_args=("k_cache", "v_cache"),
     schema=f"({_SCHEMA}, SymInt? cache_seqlen, bool return_softmax_lse) -> (Tensor, Tensor)",
 )
-def _kvcache_op(q: Tensor, k_cache: Tensor, v_cache: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+def _kvcache_op(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     *rest, cache_seqlen, return_softmax_lse = others
-    arguments = _Arguments(q, k_cache, v_cache, *rest)
+    arguments = _Arguments(q, *rest)
     if cache_seqlen is not None:
         arguments = arguments._replace(cache_seqlens=cache_seqlen)
     out, lse = _attend(arguments, return_softmax_lse)

@@ -39,8 +39,8 @@ class Unlike(RuntimeError):
     """A tensor is not what a plan was made for."""
 
 
-# How a backend serves all calls over a cache of one outline (engine/signature.py), from flash_attn_with_kvcache's q to
-# cache_seqlens on, cache_leftpad, block_table or cache_batch_idx, and alibi_slopes. Raises Unlike, before anything is
+# How a backend serves all calls over a cache of one outline (engine/signature.py): takes the tensors among
+# flash_attn_with_kvcache's arguments, in their order; cache_seqlens may be a number. Raises Unlike, before anything is
 # written, where dtypes or devices are not those of the call that it was made for.
 Step = Callable[..., Result]
 

@@ -17,16 +17,7 @@ from flash_attn_compat.engine.mask import Mask
 
 
 class Signature:
-    """Stands for every call whose arguments are equal in all but the values in their tensors: see signature.py.
-
-    call: such a call without its tensors; decision: what dispatch found for it, behind what that holds for
-    """
-
-    __slots__ = ("call", "decision")
-
-    def __init__(self, call: AttentionCall) -> None:
-        self.call = AttentionCall._make((*call[:-1], self))
-        self.decision: tuple[object, Any] = None, None
+    """Stands for every call whose arguments are equal in all but the values in their tensors: see signature.py."""
 
 
 class _Fields(NamedTuple):

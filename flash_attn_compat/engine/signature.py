@@ -18,10 +18,11 @@ from flash_attn_compat.engine.call import AttentionCall, Signature
 Key = tuple[Any, ...]
 
 _MOST = 4096
+Kind = TypeVar("Kind")
 Value = TypeVar("Value")
 _TENSORS = (Tensor, torch.nn.Parameter)
 _VALUES = frozenset({bool, int, float, str, type(None)})
-_known: dict[Key, Signature] = {}
+_known: dict[Key, AttentionCall] = {}
 
 
 def key(tensors: Sequence[Any], values: tuple[object, ...]) -> Key | None:
@@ -29,24 +30,24 @@ def key(tensors: Sequence[Any], values: tuple[object, ...]) -> Key | None:
 
     tensors: q, k and v, and all others; values: every other argument
     """
-    q, k, v, *_ = tensors
-    if type(q) not in _TENSORS or type(k) not in _TENSORS or type(v) not in _TENSORS:
-        return None  # a subclass may have its own view of shapes and addresses, and a wrong argument has none
-    if q.is_neg() or k.is_neg() or v.is_neg():
-        return None  # their memory holds other numbers than they do
     if torch._C._are_functorch_transforms_active():
         return None
     try:
+        if tensors[0].is_neg() or tensors[1].is_neg() or tensors[2].is_neg():
+            return None  # their memory holds other numbers than they do
         alike = [
             None if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15) for x in tensors
         ]
     except (AttributeError, RuntimeError):
-        return None  # no tensor, or a nested one: the checks say it better
+        return None  # no tensor, or one without an address: the checks say it better
     return tuple(alike), values, settings.fingerprint()
 
 
 def outline(tensors: Sequence[Any], values: tuple[object, ...]) -> Key | None:
-    """As ``key``, but for the dtypes and devices of all tensors but the first: whoever goes by it looks at those."""
+    """As ``key``, without the dtypes and devices of all tensors but the first: they take a tenth of a call's time.
+
+    Whoever goes by it must compare them, as launches do in any case.
+    """
     if torch._C._are_functorch_transforms_active():
         return None
     try:
@@ -64,7 +65,7 @@ def found(kept: dict[Key, Value], key: Key | None) -> Value | None:
         return None  # an argument of a type that the checks refuse or convert
 
 
-def keep(kept: dict[Key, Value], key: Key, value: Value) -> None:
+def keep(kept: dict[Kind, Value], key: Kind, value: Value) -> None:
     """Among the latest few thousand: lengths may differ from step to step."""
     if len(kept) >= _MOST:
         kept.clear()
@@ -73,19 +74,16 @@ def keep(kept: dict[Key, Value], key: Key, value: Value) -> None:
 
 def known(key: Key | None) -> AttentionCall | None:
     """A call that is alike, without tensors."""
-    signature = found(_known, key)
-    return None if signature is None else signature.call
+    return found(_known, key)
 
 
 def remembered(key: Key | None, call: AttentionCall) -> AttentionCall:
     """``call``, which passed its checks, with the signature of all that are alike, if its arguments are plain ones."""
     if key is None or call.is_empty or not is_plain(key):
         return call
-    signature = found(_known, key)
-    if signature is None:
-        signature = Signature(call.with_tensors())
-        keep(_known, key, signature)
-    return AttentionCall._make((*call[:-1], signature))
+    call = AttentionCall._make((*call[:-1], Signature()))
+    keep(_known, key, call.with_tensors())
+    return call
 
 
 def is_plain(key: Key) -> bool:

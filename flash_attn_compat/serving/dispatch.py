@@ -16,7 +16,7 @@ from flash_attn_compat import settings
 from flash_attn_compat.backends import BACKENDS, Backend, KernelsFailed
 from flash_attn_compat.engine import capture, signature
 from flash_attn_compat.engine.append import Append, Step
-from flash_attn_compat.engine.call import AttentionCall
+from flash_attn_compat.engine.call import AttentionCall, Signature
 from flash_attn_compat.engine.features import DESCRIPTIONS, Traits, split
 
 
@@ -25,14 +25,15 @@ class BackendNotSupported(RuntimeError):
 
 
 class KeptStep(NamedTuple):
-    """How calls of an outline are served, and by whom."""
+    """How calls over a cache of one outline are served, and by whom."""
 
     backend: Backend
     run: Step
 
 
 _explaining: contextvars.ContextVar[bool] = contextvars.ContextVar("flash_attn_compat_explaining", default=False)
-_decisions: dict[tuple[object, ...], Backend] = {}
+# By calls' signatures, and by traits and settings.
+_decisions: dict[Signature | tuple[object, ...], Backend] = {}
 _steps: dict[signature.Key, KeptStep | None] = {}
 _served: Counter[str] = Counter()
 
@@ -126,16 +127,8 @@ def choose(call: AttentionCall) -> Backend:
     if _explaining.get():
         _check_settings()
         raise _Explained(_explain(call.traits(), settings.named_backend()))
-    if call.signature is not None:
-        decisions, decided = call.signature.decision
-        if decisions is _decisions:
-            known: Backend = decided
-            return known
-    backend = _decide(call)
-    if backend is None:
-        traits, named = call.traits(), settings.named_backend()
-        raise BackendNotSupported(_refusal(traits, _explain(traits, named), named))
-    return backend
+    known = None if call.signature is None else _decisions.get(call.signature)
+    return known or _decide(call)
 
 
 def _check_settings() -> None:
@@ -158,12 +151,12 @@ def kept_step(outline: signature.Key | None) -> KeptStep | None:
 def new_step(
     outline: signature.Key | None, call: AttentionCall, whole: Callable[[], AttentionCall], new: Append | None
 ) -> KeptStep | None:
-    """The step of the backend that serves ``call``, if it has one, for all calls of its outline.
+    """The step of the backend that serves ``call``, if it has one; kept for all calls of the outline.
 
     whole: as Backend.step's
     """
-    steps = _steps
-    if outline is None or not signature.is_plain(outline) or outline in steps:
+    steps, kept_by = _steps, outline if outline is not None and signature.is_plain(outline) else None
+    if kept_by in steps:
         return None
     backend = choose_unless_empty(call)
     if backend is None:
@@ -174,26 +167,28 @@ def new_step(
         choose_instead(backend, call, failure)
         return new_step(outline, call, whole, new)
     found = None if step is None else KeptStep(backend, step)
-    if not capture.is_capturing(call.q.get_device()):  # in which kernels may not have been tried
-        signature.keep(steps, outline, found)
+    # In a capture kernels may not have been tried.
+    if kept_by is not None and not capture.is_capturing(call.q.get_device()):
+        signature.keep(steps, kept_by, found)
     return found
 
 
-def _decide(call: AttentionCall) -> Backend | None:
-    """The backend that serves; None if none can."""
-    traits = call.traits()
-    key = (traits, settings.fingerprint())
-    backend = _decisions.get(key)
+def _decide(call: AttentionCall) -> Backend:
+    """As ``choose``, for the first call with a signature, or one without."""
+    decisions, traits = _decisions, call.traits()
+    key = traits, settings.fingerprint()
+    backend = decisions.get(key)
     if backend is None:
         _check_settings()
-        backend = _first_able(traits, settings.named_backend())
+        named = settings.named_backend()
+        backend = _first_able(traits, named)
         if backend is None:
-            return None
+            raise BackendNotSupported(_refusal(traits, _explain(traits, named), named))
         if capture.is_capturing(call.q.get_device()):  # in which kernels may not have been tried
             return backend
-        _decisions[key] = backend
+        decisions[key] = backend
     if call.signature is not None:
-        call.signature.decision = _decisions, backend
+        signature.keep(decisions, call.signature, backend)
     return backend
 
 

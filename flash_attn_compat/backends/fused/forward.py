@@ -149,6 +149,7 @@ class Attention:
         rotary_cos: Tensor | None,
         rotary_sin: Tensor | None,
         cache_seqlens: int | Tensor | None,
+        batch_idx: Tensor | None,
         leftpad: Tensor | None,
         table: Tensor | None,
         slopes: Tensor | None,
@@ -157,7 +158,8 @@ class Attention:
         used, seqlen_k = cache_seqlens, None
         if isinstance(cache_seqlens, int):
             used, seqlen_k = None, cache_seqlens + self.seqlen_new
-        tensors = q, k_cache, v_cache, slopes, None, None, used, leftpad, table, None, k, v, rotary_cos, rotary_sin
+        pages = table if batch_idx is None else batch_idx
+        tensors = q, k_cache, v_cache, slopes, None, None, used, leftpad, pages, None, k, v, rotary_cos, rotary_sin
         result = self._result(self.plan.run(tensors, seqlen_k), None)
         if self.appends:
             launcher.note_written(k_cache, v_cache)
