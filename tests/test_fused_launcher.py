@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -117,6 +119,20 @@ def test_results_lie_as_the_kernels_write_them_however_q_does(view: str, rows: i
             out = call()
         assert launches.last.fields["out_s"] == launcher.contiguous_strides(out.shape)
         assert out.is_contiguous() and launches.last.fields["out"] == out.data_ptr()
+
+
+class OwnMemory(Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.empty_like, "a subclass may answer with memory of any layout"
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_subclass_of_tensors_is_not_asked_for_the_result(launches: Launches) -> None:
+    q = half(1, 90, 4, 64)
+    with use_backend("fused"):
+        flash_attn_func(q.as_subclass(OwnMemory), q, q)
+    assert launches.entries == ["forward"]
 
 
 def test_lengths_beyond_the_tokens_launch_no_tiles_for_them(launches: Launches) -> None:
