@@ -44,6 +44,7 @@ def jobs(device: str, interface: Any) -> dict[str, Job]:
     lengths = torch.tensor([100, 17], dtype=torch.int32, device=device)
     pages = torch.arange(2, dtype=torch.int32, device=device).unsqueeze(1)
     step = (new_q, k_cache, v_cache, new_k, new_v)
+    prompt = torch.randn(2, 100, heads, dim, **half)
 
     return {
         "dense": lambda: flash_attn_func(q, k, v, causal=True),
@@ -54,6 +55,9 @@ def jobs(device: str, interface: Any) -> dict[str, Job]:
         "decode, append, int": lambda: flash_attn_with_kvcache(*step, cos, sin, 100, causal=True),
         "decode, append, pages": lambda: flash_attn_with_kvcache(
             *step, cos, sin, lengths, block_table=pages, causal=True
+        ),
+        "prefill, append": lambda: flash_attn_with_kvcache(
+            prompt, k_cache, v_cache, prompt, prompt, cos, sin, lengths, causal=True
         ),
         "private forward": lambda: _flash_attn_forward(q, k, v, 0.0, 0.125, True, -1, -1, 0.0, None, False),
         "private varlen forward": lambda: _flash_attn_varlen_forward(
