@@ -128,6 +128,15 @@ def test_a_verdict_is_no_reason_against_calls_that_the_faster_backend_refuses(
 
 
 @pytest.mark.usefixtures("kept")
+def test_a_verdict_by_a_backend_that_is_no_more_counts_for_nothing(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed(monkeypatch, forward=Verdict(2.0, "gone", 1.0))
+    flash_attn_func(*qkv())
+    assert launches.entries == ["forward"]
+
+
+@pytest.mark.usefixtures("kept")
 def test_gradients_under_a_dropout_mask_of_ours_stay_ours(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     timed(monkeypatch, forward=FAST, backward=SLOW)
     flash_attn_func(*qkv(grad=True), dropout_p=0.1).sum().backward()

@@ -60,8 +60,8 @@ def check(kind: Kind, call: AttentionCall, direction: str, device: int) -> None:
     found = verdict(kind.D, direction, device)
     if found is None or not found.is_slower:
         return
-    rival = next(backend for backend in candidates if backend.name == found.rival)
-    if rival.reasons((call if direction == "forward" else call.from_given_results()).traits()):
+    rival = next((backend for backend in candidates if backend.name == found.rival), None)
+    if rival is None or rival.reasons((call if direction == "forward" else call.from_given_results()).traits()):
         return
     raise Slower(
         f"took {found.fused:.3g} ms for a {direction} of head_dim {kind.D} when it was timed, {found.rival} "
