@@ -143,7 +143,8 @@ def emulate(
     def known_empty(*args: Any, **kwargs: Any) -> Tensor:
         found: Tensor = empty(*args, **kwargs)
         if found.is_cpu:
-            memory.append(found.fill_(torch.nan if found.is_floating_point() else 0x5B))
+            rubbish = int.from_bytes(b"\x5b" * found.element_size(), "little")  # a large number, as floats go, too
+            memory.append(found.fill_(torch.nan if found.is_floating_point() else rubbish))
         return found
 
     def known_empty_like(x: Tensor, **kwargs: Any) -> Tensor:

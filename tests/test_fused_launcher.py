@@ -20,6 +20,7 @@ from flash_attn_compat.backends.fused.loader import Target
 from flash_attn_compat.engine import capture
 from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.build import Options, cache_call, dense_call
+from flash_attn_compat.flash_attn_interface import _flash_attn_backward
 from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches
 from tests.support import cumulative, randn
@@ -151,6 +152,15 @@ def test_the_lse_is_left_out_where_nobody_wants_it(launches: Launches) -> None:
         assert launches.last.fields["lse"] and not launches.last.fields["lse_true"]
         flash_attn_func(q.clone().requires_grad_(), q, q, causal=True, alibi_slopes=torch.rand(4))
     assert launches.last.fields["lse_true"] and launches.last.fields["lse_has_position"]
+
+
+def test_a_backward_takes_the_maxima_that_its_forward_found(launches: Launches) -> None:
+    q, lse = randn(1, 90, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 4, 90)
+    with use_backend("fused"):
+        flash_attn_func(q.requires_grad_(), q, q).sum().backward()
+        assert launches.entries == ["absmax", "forward", "delta", "dkdv", "dq"]
+        _flash_attn_backward(q, q, q, q, q, lse, None, None, None, 0.0, 0.125, False, -1, -1, 0.0, None, False)
+    assert launches.entries[5:] == ["absmax", "delta", "dkdv", "dq"]
 
 
 # ---- decode and append
