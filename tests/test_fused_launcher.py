@@ -203,22 +203,17 @@ def is_clear(workspace: Tensor) -> bool:
 
 
 @pytest.mark.usefixtures("launches", "_dirty_memory")
-def test_each_captured_call_has_memory_of_its_own_that_it_clears(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_workspace_is_clear_and_serves_until_one_is_larger_but_for_captured_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     place = torch.device("cpu")
-    kept = launcher.workspace(9000, -1, place)
+    small, large = launcher.workspace(9000, -1, place), launcher.workspace(90000, -1, place)
+    assert large.nbytes == 90000 and launcher.workspace(9000, -1, place) is large is not small
     monkeypatch.setattr(capture, "is_capturing", lambda device: True)
     captured = [launcher.workspace(9000, -1, place) for _ in range(2)]
-    assert len({one.data_ptr() for one in (kept, *captured)}) == 3 and all(map(is_clear, (kept, *captured)))
-    assert list(launcher._workspaces.values()) == [kept]
-
-
-@pytest.mark.usefixtures("launches", "_dirty_memory")
-def test_a_larger_workspace_takes_the_place_of_a_smaller_one() -> None:
-    place = torch.device("cpu")
-    small = launcher.workspace(9000, -1, place)
-    large = launcher.workspace(90000, -1, place)
-    assert large.nbytes == 90000 and launcher.workspace(9000, -1, place) is large is not small
-    assert is_clear(small) and is_clear(large)
+    assert len({one.data_ptr() for one in (small, large, *captured)}) == 4
+    assert all(map(is_clear, (small, large, *captured)))
+    assert list(launcher._workspaces.values()) == [large]
 
 
 def test_a_plan_that_was_made_in_a_capture_is_made_anew_behind_it(

@@ -32,7 +32,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launches:
     return found
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def kept(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     monkeypatch.setattr(probe.cache, "read", files.get)
@@ -57,7 +57,6 @@ def qkv(dim: int = 64, grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     return q.requires_grad_(grad), k, v
 
 
-@pytest.mark.usefixtures("kept")
 def test_a_faster_kernel_serves_and_is_timed_once(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = timed(monkeypatch, forward=FAST)
     for length in (40, 30, 20):
@@ -81,7 +80,6 @@ def test_a_slower_kernel_leaves_the_call_to_the_next_without_a_warning_in_later_
     assert "2 ms" in reason and "torch_efficient 1 ms" in reason and "FLASH_ATTN_COMPAT_FUSED=1" in reason
 
 
-@pytest.mark.usefixtures("kept")
 def test_the_user_can_have_a_slow_kernel(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = timed(monkeypatch, forward=SLOW)
     flash_attn_func(*qkv())
@@ -92,7 +90,6 @@ def test_the_user_can_have_a_slow_kernel(launches: Launches, monkeypatch: pytest
     assert launches.entries == ["forward", "forward"] and seen == ["64 forward"]
 
 
-@pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize(
     ("capability", "forced", "options"),
     [
@@ -114,7 +111,6 @@ def test_nothing_is_timed_where_it_is_known_pretended_or_without_a_rival(
     assert launches.entries == ["forward"] and not seen
 
 
-@pytest.mark.usefixtures("kept")
 def test_a_verdict_is_no_reason_against_calls_that_the_faster_backend_refuses(
     launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +123,6 @@ def test_a_verdict_is_no_reason_against_calls_that_the_faster_backend_refuses(
     assert launches.entries == ["forward"]
 
 
-@pytest.mark.usefixtures("kept")
 def test_a_verdict_by_a_backend_that_is_no_more_counts_for_nothing(
     launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,7 +131,6 @@ def test_a_verdict_by_a_backend_that_is_no_more_counts_for_nothing(
     assert launches.entries == ["forward"]
 
 
-@pytest.mark.usefixtures("kept")
 def test_gradients_under_a_dropout_mask_of_ours_stay_ours(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     timed(monkeypatch, forward=FAST, backward=SLOW)
     flash_attn_func(*qkv(grad=True), dropout_p=0.1).sum().backward()
