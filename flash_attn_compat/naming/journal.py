@@ -73,7 +73,7 @@ class _AfterImport:
         # Those before this one were asked already, and two that wait for the same module must not ask each other.
         finders = list(sys.meta_path)
         for finder in finders[finders.index(self) + 1 :] if self in finders else finders:
-            spec = finder.find_spec(fullname, path, target)
+            spec = finder.find_spec(fullname, path, target) if hasattr(finder, "find_spec") else None
             if spec is not None and spec.loader is not None:
                 self._run_after(spec.loader, self._handlers[fullname])
                 return spec

@@ -22,8 +22,7 @@ INTERFACES = ("fa3",)
 
 _lock = threading.RLock()
 _undo: ExitStack | None = None
-_kept = False  # by patch(), until unpatch()
-_contexts = 0  # patched() blocks that are open, in any thread
+_holders: set[object] = set()  # patch until unpatch(), and each open block of patched(), in any thread
 _api = ""  # the interface in force
 _extras: set[str] = set()  # in force, by their variables
 
@@ -57,10 +56,9 @@ def patch(
     Calling it again adds what is newly asked for and changes nothing else; another api raises RuntimeError. Threads
     may call it at the same time.
     """
-    global _kept
     with _lock:
         _apply(api, hub_kernels, varlen_attn, interfaces)
-        _kept = True
+        _holders.add(patch)
 
 
 def unpatch() -> None:
@@ -68,10 +66,8 @@ def unpatch() -> None:
 
     Functions that were imported meanwhile keep working. Inside a patched() block the effect comes at its end.
     """
-    global _kept
     with _lock:
-        _kept = False
-        _release()
+        _let_go(patch)
 
 
 @contextmanager
@@ -83,16 +79,15 @@ def patched(
     interfaces: Sequence[str] = (),
 ) -> Iterator[None]:
     """patch(...) for the length of a block; blocks may nest and overlap, and the last one to end undoes it."""
-    global _contexts
+    block = object()
     with _lock:
         _apply(api, hub_kernels, varlen_attn, interfaces)
-        _contexts += 1
+        _holders.add(block)
     try:
         yield
     finally:
         with _lock:
-            _contexts -= 1
-            _release()
+            _let_go(block)
 
 
 def _apply(api: str | None, hub_kernels: bool, varlen_attn: bool, interfaces: Sequence[str]) -> None:
@@ -134,9 +129,11 @@ def _add_extras(wants_hub_kernels: bool, wants_varlen_attn: bool, interfaces: Se
         fa3.answer(undo)
 
 
-def _release() -> None:
+def _let_go(holder: object) -> None:
+    """Undo everything once nobody holds it."""
     global _undo
-    if _kept or _contexts or _undo is None:
+    _holders.discard(holder)
+    if _holders or _undo is None:
         return
     undo, _undo = _undo, None
     undo.close()
@@ -155,17 +152,14 @@ def _answer_to_the_name(undo: ExitStack, api: str | None) -> bool:
     first = installed.first_spec()
     is_ours = installed.is_stand_in_spec(first)
     if not is_ours and api != "2.6":  # whatever a real one is good for, it has not the interface of 2.6
-        with ExitStack() as judged:
-            found = real.judge_real(judged)
-            if found is not None and found.usable:
-                judged.pop_all()
-                return False
-            undo.push(judged.pop_all())
+        found = real.find_real()
+        if found is not None and found.usable:
+            return False
         if found is not None and real.swap_extension(found, undo):
             site_directory.add_to_pythonpath(undo, site_directory.entries(None))
             return True
     real.remember_modules(undo)
-    if not (is_ours and finder.is_stand_in(sys.modules.get("flash_attn")) and api in (None, finder.served_api())):
+    if not finder.is_stand_in(sys.modules.get("flash_attn")) or api not in (None, finder.served_api()):
         real.forget_modules()
     if is_ours and api is None:
         return True  # installed for good, or inherited from a patched parent: what the path leads to is right

@@ -33,24 +33,19 @@ _OPERATORS = (
 
 
 def find_real() -> RealFlashAttn | None:
-    """The real flash-attn of this environment, imported and tried with a tiny call; None where there is none."""
-    swapped = installed.swapped()
-    if swapped is not None:
-        return swapped
-    with ExitStack() as undo:
-        real = judge_real(undo)
-        if real is not None and real.usable:
-            undo.pop_all()
-        return real
+    """The real flash-attn of this environment, imported and tried with a tiny call; None where there is none.
 
-
-def judge_real(undo: ExitStack) -> RealFlashAttn | None:
-    """As find_real, leaving what was imported in sys.modules until `undo` is closed."""
+    One that cannot serve is imported no longer afterwards.
+    """
     spec = real_spec()
-    if spec is None:
-        return None
+    if installed.swapped() is not None or spec is None:
+        return installed.swapped()
     location = str(Path(spec.origin or "").parent)
-    return RealFlashAttn(location, _installed_version(location), _reason_against(spec, undo))
+    with ExitStack() as undo:
+        real = RealFlashAttn(location, _installed_version(location), _reason_against(spec, undo))
+        if real.usable:
+            undo.pop_all()
+    return real
 
 
 def path_entry(spec: ModuleSpec | None) -> str | None:

@@ -85,11 +85,15 @@ def test_what_is_the_same_in_both_is_the_same_object_and_our_own_modules_are_unt
     import flash_attn
 
     assert flash_attn.flash_attn_func is flash_attn_compat.flash_attn_func
-    for name in ("modules.mha", "layers.patch_embed", "ops.activations", "ops.triton.k_activations"):
-        assert old(name) is importlib.import_module(f"flash_attn_compat.{name}")
-    for name in ("layers.rotary", "ops.triton.layer_norm", "bert_padding"):
-        assert old(name).__name__ == f"flash_attn_compat.api_2_6.{name}"
-        assert importlib.import_module(f"flash_attn_compat.{name}").__name__ == f"flash_attn_compat.{name}"
+    assert old("modules.mha") is importlib.import_module("flash_attn_compat.modules.mha")
+    for package, module, is_old in (
+        ("layers", "rotary", True), ("layers", "patch_embed", False), ("ops", "activations", False),
+        ("ops.triton", "layer_norm", True), ("ops.triton", "k_activations", False),
+    ):  # fmt: skip
+        ours = importlib.import_module(f"flash_attn_compat.{package}.{module}")
+        assert ours.__name__ == f"flash_attn_compat.{package}.{module}"
+        found = getattr(old(package), module)  # as `from flash_attn.layers import rotary` does
+        assert found.__name__ == ours.__name__.replace("compat", "compat.api_2_6") if is_old else found is ours
     assert flash_attn_compat.layers.rotary.__name__ == "flash_attn_compat.layers.rotary"
     with pytest.raises(ModuleNotFoundError):
         old("ops.not_there")
