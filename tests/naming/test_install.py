@@ -142,7 +142,8 @@ import importlib.metadata as m, flash_attn, flash_attn.bert_padding as b, flash_
 print(flash_attn.__version__, m.version("flash-attn"), b.__name__, raw.__name__)
 """
     expected = ["2.6.3", "2.6.3", *(f"flash_attn_compat.api_2_6.{n}" for n in ("bert_padding", "flash_attn_2_cuda"))]
-    assert forked(start + script).stdout.split() == expected
+    for first in ("", "import flash_attn_compat; flash_attn_compat.patch()\n"):  # patch() keeps what is installed
+        assert forked(start + first + script).stdout.split() == expected
     # Installing the other one replaces it.
     assert environment.command("install").returncode == 0
     assert forked(start + script).stdout.split()[:2] == ["2.8.3", "2.8.3"]
