@@ -13,15 +13,11 @@ from flash_attn_compat import flash_attn_func, flash_attn_with_kvcache
 from flash_attn_compat.engine.append import Append, by_operators
 from flash_attn_compat.engine.call import AttentionCall
 from tests.problems import STEP
-from tests.support import Asked, close, on_backend, on_general_backends, qkv, randn
+from tests.support import Asked, close, ints, on_backend, on_general_backends, qkv, randn
 
 # Of 3 rows and 3 new keys over caches of 32 keys.
 ROTATED = replace(STEP, rotary_dim=16, poison="").build().args
 PLAIN = replace(STEP, poison="").build().args
-
-
-def ints(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def strided(tensor: Tensor) -> Tensor:

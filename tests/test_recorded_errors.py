@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import flash_attn_compat
+from tests.support import ints
 from verify.call import Call
 from verify.examination import Examination
 from verify.recorded import recorded_errors
@@ -35,10 +36,6 @@ def half(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).half()
 
 
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
 def dense(**changes: Any) -> Call:
     return Call(DENSE, {**{name: half(1, 8, 2, 32) for name in "qkv"}, **changes})
 
@@ -46,8 +43,8 @@ def dense(**changes: Any) -> Call:
 def varlen(**tensors: Any) -> Call:
     given = {
         **{name: half(12, 2, 32) for name in "qkv"},
-        "cu_seqlens_q": int32(0, 5, 12),
-        "cu_seqlens_k": int32(0, 5, 12),
+        "cu_seqlens_q": ints(0, 5, 12),
+        "cu_seqlens_k": ints(0, 5, 12),
         **tensors,
     }
     return Call(VARLEN, given | {"max_seqlen_q": 7, "max_seqlen_k": 7})
@@ -62,8 +59,8 @@ def cache(paged: int = 0, **tensors: Any) -> Call:
         "v_cache": half(*shape),
         "k": half(2, 1, 2, 32),
         "v": half(2, 1, 2, 32),
-        "cache_seqlens": int32(7, 30),
-        **({"block_table": int32(3, 1, 0, 2).view(2, 2)} if paged else {}),
+        "cache_seqlens": ints(7, 30),
+        **({"block_table": ints(3, 1, 0, 2).view(2, 2)} if paged else {}),
         **tensors,
     }
     return Call(CACHE, {name: tensor for name, tensor in given.items() if tensor is not None})
@@ -92,20 +89,20 @@ CALLS: dict[str, Call] = {
     "empty_q": dense(q=half(1, 0, 2, 32)),
     "empty_k": dense(k=half(1, 0, 2, 32), v=half(1, 0, 2, 32)),
     "batch_0": dense(**{name: half(0, 8, 2, 32) for name in "qkv"}),
-    "cu_int64": varlen(cu_seqlens_q=int32(0, 5, 12).long(), cu_seqlens_k=int32(0, 5, 12).long()),
-    "cu_cpu": varlen(cu_seqlens_q=int32(0, 5, 12).to("meta"), cu_seqlens_k=int32(0, 5, 12).to("meta")),
-    "cu_len_mismatch": varlen(cu_seqlens_k=int32(0, 3, 5, 12)),
-    "cu_noncontig": varlen(cu_seqlens_q=int32(0, 0, 5, 5, 12, 12)[::2]),
+    "cu_int64": varlen(cu_seqlens_q=ints(0, 5, 12).long(), cu_seqlens_k=ints(0, 5, 12).long()),
+    "cu_cpu": varlen(cu_seqlens_q=ints(0, 5, 12).to("meta"), cu_seqlens_k=ints(0, 5, 12).to("meta")),
+    "cu_len_mismatch": varlen(cu_seqlens_k=ints(0, 3, 5, 12)),
+    "cu_noncontig": varlen(cu_seqlens_q=ints(0, 0, 5, 5, 12, 12)[::2]),
     "varlen_4d": varlen(**{name: half(1, 12, 2, 32) for name in "qkv"}),
     "qkv_wrong_3": Call("flash_attn_qkvpacked_func", {"qkv": half(1, 8, 2, 2, 32)}),
     "page_size_100": cache(paged=100),
-    "page_with_batch_idx": cache(paged=256, cache_batch_idx=int32(0, 1)),
+    "page_with_batch_idx": cache(paged=256, cache_batch_idx=ints(0, 1)),
     "rotary_without_new_k": cache(k=None, v=None, rotary_cos=table(64), rotary_sin=table(64)),
     "rotary_short": cache(rotary_cos=table(40), rotary_sin=table(40)),
     "new_k_without_v": cache(v=None),
     "new_k_without_len": cache(cache_seqlens=None),
-    "cache_len_int64": cache(cache_seqlens=int32(7, 30).long()),
-    "leftpad_paged": cache(paged=256, cache_leftpad=int32(1, 2)),
+    "cache_len_int64": cache(cache_seqlens=ints(7, 30).long()),
+    "leftpad_paged": cache(paged=256, cache_leftpad=ints(1, 2)),
     "probs_without_dropout": dense(return_attn_probs=True),
     "window_minus_2": dense(window_size=(-2, -2)),
 }

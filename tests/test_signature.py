@@ -27,15 +27,11 @@ from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_call
 from flash_attn_compat.serving import dispatch
 from tests import fused_on_cpu
 from tests.problems import DENSE, PACKED, PROBLEMS, STEP
-from tests.support import qkv, randn
+from tests.support import ints, qkv, randn
 from verify.call import DTYPES, Call, moved, same, solve
 from verify.problems import FUNCTIONS
 
 Changes = dict[str, Any]
-
-
-def ints(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 FIRST = {"flash_attn_func": DENSE, "flash_attn_varlen_func": PACKED, "flash_attn_with_kvcache": STEP}
