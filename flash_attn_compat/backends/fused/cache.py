@@ -33,7 +33,7 @@ def folder() -> Path:
 
 
 def name_of(prefix: str, *parts: str) -> str:
-    """A file's name: another one wherever a part differs."""
+    """The name of a file for what follows from ``parts``: another one if any of them differs."""
     return f"{prefix}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:40]}"
 
 
@@ -51,7 +51,7 @@ def read(name: str) -> bytes | None:
 
 
 def write(name: str, payload: bytes) -> bool:
-    """Keep ``payload`` under ``name``, whole or not at all; False where this folder keeps nothing."""
+    """Keep ``payload`` under ``name``, whole or not at all; False where the folder cannot be written."""
     try:
         place = folder()
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -74,5 +74,5 @@ def _digest(name: str, payload: bytes) -> bytes:
 
 
 def _is_ours(path: Path) -> bool:
-    """Code that another user wrote is not run."""
+    """Whether this user or root wrote the file: code of anybody else's is not run."""
     return not hasattr(os, "getuid") or path.stat().st_uid in (0, os.getuid())

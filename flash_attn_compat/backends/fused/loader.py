@@ -1,4 +1,4 @@
-"""Kernel sources to functions that a GPU can run: NVRTC compiles them, the driver loads them, both by ctypes.
+"""From kernel sources to functions that a GPU can run: NVRTC compiles, the driver loads, ctypes calls both.
 
 NVRTC comes with every CUDA build of PyTorch; no compiler has to be installed. What is compiled is kept on disk
 (cache.py). Nothing happens at import.
@@ -228,7 +228,7 @@ def kernel(variant: Variant, device: int) -> Kernel:
 
 
 def load_together(variants: Iterable[Variant], device: int) -> None:
-    """``kernel`` for each, side by side: compiling one takes a second. What fails is raised when it is asked for."""
+    """Load several at once, for compiling one takes a second. ``kernel`` raises what went wrong with each."""
     missing = [variant for variant in variants if _key(variant, device) not in _kernels]
     if len(missing) < 2 or capture.is_capturing(device):  # which a thread of its own could not see
         return

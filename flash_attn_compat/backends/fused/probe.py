@@ -42,7 +42,7 @@ class Verdict(NamedTuple):
         return self.fused > self.other
 
 
-# Every backend, in order; the list of backends gives itself, for who is next is known there only.
+# Every backend, in order: the list of backends sets it, since this module cannot import that one.
 candidates: tuple[Backend, ...] = ()
 _verdicts: dict[tuple[str, int, str], Verdict | None] = {}
 
@@ -50,7 +50,7 @@ _verdicts: dict[tuple[str, int, str], Verdict | None] = {}
 def check(kind: Kind, call: AttentionCall, direction: str, device: int) -> None:
     """Raises Slower where the verdict speaks against the kernel; may time both now.
 
-    It counts only for calls that the backend which was the faster computes too: any other is slower by far.
+    The verdict counts only for calls that the faster backend can compute too. All others are much slower.
     """
     wanted = not (kind.alibi or kind.softcap or kind.paged or (kind.local and kind.window is not None))
     if not wanted or settings.fused() or settings.forced_capability() is not None or settings.named_backend():
@@ -73,7 +73,7 @@ def verdict(head_dim: int, direction: str, device: int, renew: bool = False) -> 
     """The verdict of this process, the one on disk, or a new one; None where there is nothing to compare with."""
     key = loader.device_name(device), head_dim, direction
     if renew or key not in _verdicts:
-        _verdicts[key] = None  # the kernel that is timed is not asked about, nor are other threads' meanwhile
+        _verdicts[key] = None  # until then the kernel may be used: by what times it, and by other threads
         found = None if renew else _known(head_dim, direction, device)
         if found is None:
             found = _timed(head_dim, direction, device)
@@ -85,7 +85,7 @@ def verdict(head_dim: int, direction: str, device: int, renew: bool = False) -> 
 
 
 def told(device: int, renew: bool) -> list[str]:
-    """A line for each verdict that is known, or why there is none. renew: make them all anew, where they are wanted"""
+    """A line for each verdict that is known, or why there is none. renew: time all of them again"""
     if loader.capability(device) in MEASURED:
         return ["the order of backends was measured on this GPU's kind"]
     if settings.forced_capability() is not None:
@@ -138,7 +138,7 @@ def _timed(head_dim: int, direction: str, device: int) -> Verdict | None:
 
 
 def _milliseconds(backend: Backend, call: AttentionCall, direction: str) -> float:
-    """The fastest of some runs after a first one, in which kernels are compiled and tried."""
+    """The fastest of some runs. The first does not count: kernels are compiled and tried in it."""
     result = backend.forward(call)
     upstream = Upstream(call.q, result.out, result.softmax_lse, result.rng_state, result.saved)
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(_RUNS + 2)]

@@ -35,9 +35,9 @@ _right: set[tuple[tuple[Variant, ...], str, int]] = set()
 
 
 def check(variants: tuple[Variant, ...], device: int, wrong: Callable[[], str | None]) -> None:
-    """Remember that ``wrong`` finds nothing wrong with kernels that work together; raises KernelError where it does.
+    """Try kernels that work together, once: raises KernelError with what ``wrong`` finds wrong, if anything.
 
-    A capture allows no look at results: kernels are tried at their first call after it.
+    Nothing is tried in a capture, where nobody can look at results, but at the first call after it.
     """
     architecture = loader.target(device).architecture
     key = variants, architecture, device
@@ -63,10 +63,10 @@ def check(variants: tuple[Variant, ...], device: int, wrong: Callable[[], str | 
 def of_forward(
     kind: Kind, place: torch.device, run: Callable[..., dict[str, Tensor]], few_rows: bool, appends: bool
 ) -> str | None:
-    """What is wrong with a forward or an append, if anything, or with the cache that it appended to.
+    """What is wrong with a forward or an append, or with the cache that it wrote; None if all is right.
 
-    run: computes out and softmax_lse, or the rotated q, of a call and an Append, or None; few_rows: whether the kernel
-    is made for them
+    run: takes a call, and an Append or None; returns out and softmax_lse, or the rotated q, by name
+    few_rows: whether the kernel is one for few rows over a cache
     """
     for new in _appends(kind) if appends else (None,):
         on_cpu = counted = _problem(kind, few_rows, needs_grad=False)
@@ -92,7 +92,7 @@ def of_forward(
 def of_backward(
     kind: Kind, place: torch.device, run: Callable[[AttentionCall, Upstream, Gradients], Gradients]
 ) -> str | None:
-    """What is wrong with gradients from a right out and LSE."""
+    """What is wrong with gradients, computed from a right out and LSE; None if all is right."""
     on_cpu = _problem(kind, few_rows=False, needs_grad=True)
     exact, call = _in_fp32(on_cpu), _on(place, on_cpu)
     right = _JUDGE.forward(exact)
