@@ -34,7 +34,7 @@ def try_first(call: AttentionCall, new: Append) -> None:
     def run_tiny(call: AttentionCall, new: Append) -> dict[str, Tensor]:
         outputs, first = launch(call, new, launcher.described(call) | launcher.described_new(new))
         made = Plan(call, outputs, [first], new).run(launcher.tensors_of(call, None, new))
-        return {"q": made[0] if made else call.q}
+        return {"q": made.get("q_rotated", call.q)}
 
     def wrong() -> str | None:
         return trial.of_forward(kind, place, run_tiny, few_rows=True, appends=True)

@@ -92,14 +92,11 @@ class Attention:
                 launches.append(first)
         if outputs:
             fields["q_s"] = launcher.contiguous_strides(call.q.shape)
-        self.results_from = len(outputs)
         outputs.append(Output("out", call.out_shape, call.q.dtype))
-        self.has_lse, self.needs_grad = call.return_lse or call.needs_grad, call.needs_grad
-        if self.has_lse:
+        self.needs_grad = call.needs_grad
+        if call.return_lse or call.needs_grad:
             outputs.append(Output("lse", call.lse_shape, torch.float32))
-        # What the backward wants: the true LSE, which is the reported one where there is no other, then the maxima.
-        self.has_true_lse = call.needs_grad and call.lse_carries_alibi_position
-        if self.has_true_lse:
+        if call.needs_grad and call.lse_carries_alibi_position:
             outputs.append(Output("lse_true", call.lse_shape, torch.float32))
         # The decode kernel scales what it converts step by step.
         self.has_maxima = splits is None and kind.type == variants.BF16_AS_FP16
@@ -169,10 +166,12 @@ class Attention:
         """The same for what is not laid out as kernels read it: contiguous copies of all but the cache."""
         return self.step(_contiguous(q), k_cache, v_cache, *map(_contiguous, others))
 
-    def _result(self, made: list[Tensor], rng_state: Tensor | None) -> Result:
-        out, *others = made[self.results_from :]
-        lse = others[0] if self.has_lse else None
+    def _result(self, made: dict[str, Tensor], rng_state: Tensor | None) -> Result:
+        out, lse = made["out"], made.get("lse")
         if not self.needs_grad:
             return Result(out, lse, rng_state)
-        # The reported LSE is the true one where there is no other; without maxima nobody needs it twice.
-        return Result(out, lse, rng_state, tuple(others if self.has_maxima and not self.has_true_lse else others[1:]))
+        # The backward takes the true LSE first, then the maxima.
+        true_lse, maxima = made.get("lse_true"), made.get("absmax")
+        if maxima is not None:
+            return Result(out, lse, rng_state, (lse if true_lse is None else true_lse, maxima))
+        return Result(out, lse, rng_state, () if true_lse is None else (true_lse,))

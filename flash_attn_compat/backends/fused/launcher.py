@@ -85,7 +85,7 @@ class Plan:
             if size
         ]
         alike = call.q.shape, call.q.dtype, call.q.is_contiguous()
-        self._outputs = [(shape, dtype, zero, (shape, dtype, True) == alike) for _, shape, dtype, zero in outputs]
+        self._outputs = [(*output, (output.shape, output.dtype, True) == alike) for output in outputs]
         given = [name for name, size in sizes.items() if size] + [output.name for output in outputs]
         self._head = params.head(given if self._splits is None else [*given, "counters", "part_out", "part_ml"])
         loader.load_together(self.variants, self.device)
@@ -94,20 +94,21 @@ class Plan:
             (loader.kernel(variant, self.device), blocks, params.rest(fields)) for variant, blocks, fields in launches
         ]
 
-    def run(self, tensors: Sequence[Any], seqlen_k: int | None = None) -> list[Tensor]:
-        """Launch on the current stream of the plan's device; returns the outputs.
+    def run(self, tensors: Sequence[Any], seqlen_k: int | None = None) -> dict[str, Tensor]:
+        """Launch on the current stream of the plan's device; returns the outputs by name.
 
         tensors: as tensors_of gives them, then the others; seqlen_k: instead of the plan's own. Raises Unlike.
         """
-        numbers, made, q = self.addresses(tensors), [], tensors[0]
-        for shape, dtype, begins_as_zero, is_like_q in self._outputs:
+        numbers, q = self.addresses(tensors), tensors[0]
+        made: dict[str, Tensor] = {}
+        for name, shape, dtype, begins_as_zero, is_like_q in self._outputs:
             if is_like_q and type(q) is Tensor:  # in half the time
                 output = torch.empty_like(q)
             else:
                 output = torch.empty(shape, dtype=dtype, device=self.place)
             if begins_as_zero:
                 output.zero_()
-            made.append(output)
+            made[name] = output
             numbers.append(output.data_ptr())
         if self._splits is not None:
             start = workspace(self._splits.workspace, self.device, self.place).data_ptr()
@@ -117,7 +118,7 @@ class Plan:
         for kernel, blocks, rest in self._launches:
             self._launch(kernel, blocks, self.device, head + rest)
             if self._rotates:  # which is what the first does: those behind it read what it made of q
-                head = self._head.pack(made[0].data_ptr(), *numbers[1:], length)
+                head = self._head.pack(made["q_rotated"].data_ptr(), *numbers[1:], length)
         return made
 
     def addresses(self, tensors: Sequence[Any]) -> list[int]:
