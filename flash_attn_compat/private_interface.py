@@ -247,8 +247,8 @@ def _write(found: Gradients, *targets: Tensor | None) -> None:
 
 def _row_products(dout: Tensor, out: Tensor, dropout_p: float) -> Tensor:
     """rowsum(dout * out) * (1 - dropout_p) in fp32, without the head_dim axis."""
-    kept = 1.0 - dropout_p if dropout_p > 0.0 else 1.0
-    return (dout.float() * out.float()).sum(-1) * kept
+    products = (dout.detach().float() * out.detach()).sum(-1, dtype=torch.float32)
+    return products * (1.0 - dropout_p) if dropout_p > 0.0 else products
 
 
 def _packed_softmax_d(products: Tensor, cu_seqlens_q: Tensor) -> Tensor:
