@@ -12,7 +12,6 @@ from torch import Tensor
 from flash_attn_compat.engine import checks, outside
 from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_call, packed_call
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream
-from flash_attn_compat.engine.lengths import token_places
 from flash_attn_compat.engine.probabilities import key_block_size, round_up
 from flash_attn_compat.serving import dispatch, torch_ops
 from flash_attn_compat.serving.autograd import run_backward, run_whole
@@ -256,6 +255,6 @@ def _packed_softmax_d(products: Tensor, cu_seqlens_q: Tensor) -> Tensor:
     total_q, nheads = products.shape
     batch = cu_seqlens_q.shape[0] - 1
     softmax_d = products.new_zeros(nheads, total_q + 128 * batch)
-    sequence, _ = token_places(cu_seqlens_q, total_q)
+    sequence, _ = outside.token_places(cu_seqlens_q, total_q)
     columns = torch.arange(total_q, device=products.device) + 128 * sequence
     return softmax_d.index_copy_(1, columns, products.t())

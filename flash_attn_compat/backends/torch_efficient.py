@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn_compat.backends.base import Capabilities, lacking, operator
-from flash_attn_compat.backends.one_launch import Launched, OneLaunch
-from flash_attn_compat.engine import lengths
+from flash_attn_compat.backends.one_launch import Launched, OneLaunch, packed_lse, padded_lse
 from flash_attn_compat.engine.call import AttentionCall, Gradients
 from flash_attn_compat.engine.features import Feature, Traits
 
@@ -89,14 +88,14 @@ class TorchEfficient(OneLaunch):
 
     def official_lse(self, call: AttentionCall, lse: Tensor) -> Tensor:
         if call.cu_seqlens_q is not None:
-            return lengths.packed_lse(lse, call.cu_seqlens_q, call.q.shape[0])
+            return packed_lse(lse, call.cu_seqlens_q, call.q.shape[0])
         return lse[:, :, : call.q.shape[1]]
 
     def native_lse(self, call: AttentionCall, lse: Tensor) -> Tensor:
         """(n, heads, rows up to a multiple of _LSE_ROWS), contiguous, +inf behind the last row."""
         longest = _longest(call)
         if call.cu_seqlens_q is not None and longest is not None:
-            return lengths.padded_lse(lse, call.cu_seqlens_q, longest + -longest % _LSE_ROWS)
+            return padded_lse(lse, call.cu_seqlens_q, longest + -longest % _LSE_ROWS)
         return F.pad(lse, (0, -lse.shape[-1] % _LSE_ROWS), value=torch.inf).contiguous()
 
 

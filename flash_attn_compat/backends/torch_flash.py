@@ -13,8 +13,7 @@ from torch import Tensor
 
 from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities, lacking, operator
 from flash_attn_compat.backends.flash_launch import LACKS, FlashBackend, window
-from flash_attn_compat.backends.one_launch import Launched
-from flash_attn_compat.engine import lengths
+from flash_attn_compat.backends.one_launch import Launched, packed_lse, padded_lse
 from flash_attn_compat.engine.call import AttentionCall, Gradients
 from flash_attn_compat.engine.features import Feature
 
@@ -72,12 +71,12 @@ class TorchFlash(FlashBackend):
 
     def official_lse(self, call: AttentionCall, lse: Tensor) -> Tensor:
         if call.cu_seqlens_q is not None and lse.dim() == 3:
-            lse = lengths.packed_lse(lse, call.cu_seqlens_q, call.q.shape[0])
+            lse = packed_lse(lse, call.cu_seqlens_q, call.q.shape[0])
         return lse
 
     def native_lse(self, call: AttentionCall, lse: Tensor) -> Tensor:
         if call.cu_seqlens_q is not None and _pads_lse(call.q.device):
-            return lengths.padded_lse(lse, call.cu_seqlens_q, call.max_seqlen_q)
+            return padded_lse(lse, call.cu_seqlens_q, call.max_seqlen_q)
         return lse.contiguous()
 
 

@@ -1,7 +1,8 @@
-"""Set tokens of packed tensors that belong to no sequence to 0; the kernels leave whatever the memory held.
+"""Which sequence a token of packed tensors belongs to, and what to do with those that belong to none: set them to 0.
 
-Setting them costs a pass over the tensor, and hardly any call has such tokens. So the bounds of each cu_seqlens
-tensor are copied to the host in the background when it is first seen, and the pass is left out once they are known.
+Kernels of others leave there whatever the memory held. Setting it costs a pass over the tensor, and hardly any call has
+such tokens. So the bounds of each cu_seqlens tensor are copied to the host in the background when it is first seen, and
+the pass is left out once they are known. Nothing waits for the GPU.
 """
 
 from __future__ import annotations
@@ -32,6 +33,13 @@ class _Bounds(NamedTuple):
 # By the tensors' id, since tensors compare element by element. Each step on it is one operation of a dict, which
 # threads may make at the same time; an entry goes when its tensor does, before another one can have that id.
 _known: dict[int, _Bounds] = {}
+
+
+def token_places(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Each token's sequence and its index there; tokens outside of all sequences count to the nearest one."""
+    tokens = torch.arange(total, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens[1:], tokens, right=True).clamp_(max=cu_seqlens.shape[0] - 2)
+    return sequence, (tokens - cu_seqlens[sequence]).clamp_(min=0)
 
 
 def may_exist(cu_seqlens: Tensor | None, total: int) -> bool:

@@ -70,13 +70,10 @@ def attend(inputs: tuple[Tensor, ...], call: AttentionCall) -> Outputs:
     """
     if wants_transforms(*inputs):
         call = call._replace(transformed=True, needs_grad=False)
-        with callers_state.without_autocast(call.q.device):
-            return _finish(call, _forward(dispatch.choose(call), call)[1])
-    if call.needs_grad:
+    elif call.needs_grad:
         outputs: Outputs = _Attention.apply(call, *inputs)
         return outputs
-    result = run_forward(call)
-    return _finish(call, result) if call.return_lse else (result.out, None, None)
+    return _finish(call, run_forward(call))
 
 
 def run_forward(call: AttentionCall, new: Append | None = None) -> Result:
@@ -102,12 +99,7 @@ def _served(call: AttentionCall, new: Append | None = None) -> tuple[Backend | N
     backend = dispatch.choose_unless_empty(call)
     if new is not None:
         call = call._replace(q=by_operators(call, new))
-    return (None, _empty_result(call)) if backend is None else _forward(backend, call)
-
-
-def _forward(backend: Backend, call: AttentionCall) -> tuple[Backend, Result]:
-    """The result of ``backend``, or of the next one whose kernels work, and that backend."""
-    while True:
+    while backend is not None:
         try:
             result = backend.forward(call)
         except KernelsFailed as failure:
@@ -115,6 +107,7 @@ def _forward(backend: Backend, call: AttentionCall) -> tuple[Backend, Result]:
         else:
             dispatch.count(backend)
             return backend, result
+    return None, _empty_result(call)
 
 
 def run_backward(
