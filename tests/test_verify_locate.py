@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests import mutants
-from verify.call import Call
 from verify.cli import main
 from verify.diagnosis import which
 from verify.locate import Located, heat_map, locate, report
@@ -25,8 +24,7 @@ def located(
     function, n=96, causal=False, keys=None, dtype="float32", tile=32, heads_k=2, group=1, atol=None
 ) -> Located:
     shape = {"nheads_k": heads_k, "group": group, "head_dim": 16, "dtype": dtype, "backward": False}
-    drawn = Problem(seqlens_q=(n,), seqlens_k=(keys or n,), **shape).build().args
-    call = Call("flash_attn_func", {**{name: drawn[name] for name in "qkv"}, "causal": causal})
+    call = Problem(seqlens_q=(n,), seqlens_k=(keys or n,), causal=causal, **shape).build()
     return locate([("mine", function), REFERENCE], Setting(call, tile, tile, "cpu"), atol)
 
 

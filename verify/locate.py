@@ -9,22 +9,22 @@ import argparse
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from verify import inputs
-from verify.call import Call, parameters
+from verify.call import parameters
 from verify.diagnosis import Evidence, evidence, findings
 from verify.environment import describe
 from verify.errors import UsageError
 from verify.implementations import backends, imported
 from verify.output import add_output_arguments, check_output_arguments, console, deliver, progress_bar
 from verify.probe import Kernel, Setting, answered, gap
-from verify.problems import Problem
 from verify.tables import SHADES, Report, Table
+from verify.workloads import workload
 
 REFERENCE = "flash_attn_compat:flash_attn_func"
 MOST_BYTES = 2 << 30  # of fp64 scores, which the right answer needs several times
@@ -226,15 +226,10 @@ def setting_from(arguments: argparse.Namespace, device: str) -> Setting:
     needed = batch * arguments.heads * arguments.n * seqlen_k * 8
     if needed > MOST_BYTES:
         raise UsageError(f"the fp64 answer needs {needed / 2**30:.1f} GiB for its scores alone: take a smaller problem")
-    shape: dict[str, Any] = {"nheads_k": heads_k, "group": arguments.heads // heads_k, "head_dim": arguments.head_dim}
-    shape |= {"seqlens_q": (arguments.n,) * batch, "seqlens_k": (seqlen_k,) * batch}
-    drawn = (
-        Problem(**shape, dtype=str(arguments.dtype).removeprefix("torch."), seed=arguments.seed, backward=False)
-        .build()
-        .args
-    )
-    args = {"q": drawn["q"], "k": drawn["k"], "v": drawn["v"], "causal": arguments.causal}
-    return Setting(Call("flash_attn_func", args), arguments.br, arguments.bc, device)
+    heads, keys = (arguments.heads, heads_k), (seqlen_k,) * batch
+    problem = workload("", (arguments.n,) * batch, heads, arguments.head_dim, seqlens_k=keys, causal=arguments.causal)
+    call = problem.call("cpu", arguments.dtype, arguments.seed)
+    return Setting(replace(call, dout=None), arguments.br, arguments.bc, device)
 
 
 def main(arguments: argparse.Namespace) -> int:
