@@ -61,6 +61,13 @@ def test_against_names_what_became_slower_and_exits_with_1(cross_short_q, tmp_pa
     assert "slower by more than 10%: cross_short_q default forward" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_saved_run_of_another_device_or_with_other_settings_is_announced():
+    here, there = {"device cpu": "A", "settings": "X=1", "date": "1"}, {"device cpu": "A", "date": "2"}
+    for then, now, said in ((here, there, "X=1"), (there, here, "none")):
+        found = bench_report.differing_devices(bench_report.Saved({}, then), now)
+        assert found == [f"the saved run had settings: {said}"]
+
+
 def _scaled(data, factor, folder):
     path = folder / f"{factor}.json"
     rows = [

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any
+from typing import Any, NamedTuple
 
 from verify import output
 from verify.bench_run import Row
@@ -125,9 +125,8 @@ def _number(value: float | None, form: str) -> str:
 # ---- against an earlier run ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Saved:
-    """The timings of a run read from its JSON file, by workload, contestant, whether it is ours, and mode."""
+class Saved(NamedTuple):
+    """A run read from its JSON file; timings by workload, contestant, whether it is ours, and mode."""
 
     timings: Mapping[tuple[str, str, bool, str], Timing]
     environment: Mapping[str, str]
@@ -135,9 +134,9 @@ class Saved:
 
 def load(path: Path) -> Saved:
     def read(data: dict[str, Any]) -> Saved:
-        found = {(row["workload"], row["contestant"], row["ours"], mode): row[mode] for row in data["rows"]
-                 for mode in MODES}  # fmt: skip
-        return Saved({key: Timing(**timing) for key, timing in found.items() if timing}, dict(data["environment"]))
+        modes = [(row, mode) for row in data["rows"] for mode in MODES if row[mode]]
+        timings = {(row["workload"], row["contestant"], row["ours"], mode): Timing(**row[mode]) for row, mode in modes}
+        return Saved(timings, dict(data["environment"]))
 
     return output.load(path, read, "bench")
 
@@ -172,8 +171,9 @@ def against(saved: Saved, rows: Sequence[Row], tolerance: float) -> tuple[Table,
 
 def differing_devices(saved: Saved, environment: Mapping[str, str]) -> list[str]:
     """A warning for everything that says the saved run is from another machine or setting."""
+    labels = [name for name in {**environment, **saved.environment} if name.startswith("device") or name == "settings"]
     return [
         f"the saved run had {label}: {saved.environment.get(label, 'none')}"
-        for label, fact in environment.items()
-        if (label.startswith("device") or label == "settings") and saved.environment.get(label) != fact
+        for label in labels
+        if saved.environment.get(label) != environment.get(label)
     ]
