@@ -1,6 +1,6 @@
 """What FlashAttention-2's kernels compute and are given, launched by PyTorch (torch_flash) or by flash-attn (official).
 
-Packed windows get the lengths at which they are not clamped.
+The kernels clamp windows to max_seqlen_k: packed calls are given a larger one where that would hide keys.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from flash_attn_compat.ops.triton.rotary import apply_rotary
 
 
 class Append(NamedTuple):
-    """What a call over a cache writes into it first.
+    """What a call over a cache writes into the cache before it attends.
 
     k, v: (batch, seqlen_new, nheads_k, head_dim), v with its own head_dim; written behind ``cache_seqlens`` of each
         sequence, counted from its first slot

@@ -28,7 +28,7 @@ class Options(NamedTuple):
 
 
 class Purpose(NamedTuple):
-    """What becomes of a call's results beyond what the options say; fields of AttentionCall."""
+    """What a call's results are for, beyond what the options say: fields of AttentionCall."""
 
     needs_grad: bool = False
     return_lse: bool = False
@@ -174,7 +174,7 @@ def _call(
     capacity: int,
     **lengths: Any,
 ) -> AttentionCall:
-    """The one place that turns options into a call.
+    """The call of checked tensors: the one place that reads options.
 
     capacity: the keys that windows are measured against
     lengths: the call's fields that say how sequences lie in the tensors, for other than dense ones

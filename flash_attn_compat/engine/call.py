@@ -17,7 +17,7 @@ from flash_attn_compat.engine.mask import Mask
 
 
 class Signature:
-    """Stands for every call whose arguments are equal in all but the values in their tensors: see signature.py."""
+    """The identity that calls share which differ in nothing but the values in their tensors: see signature.py."""
 
 
 class _Fields(NamedTuple):
@@ -36,7 +36,7 @@ class _Fields(NamedTuple):
     is_dense: whether every sequence is as long as the tensors: no lengths, no pages
     equal_lengths: whether every packed sequence is known to have as many queries as keys
     max_seqlen_q, max_seqlen_k: as the caller said for packed calls, the tensors' lengths for dense ones
-    signature: what the call has in common with others, where it is known; whoever replaces a field loses it
+    signature: shared with all calls that are alike, if such calls are kept; replacing a field drops it
     """
 
     q: Tensor

@@ -1,6 +1,6 @@
-"""State of the caller's that would change what plain operators compute, and contexts that set it aside.
+"""The caller's state that would change what plain operators compute, above all autocast, and contexts without it.
 
-Default dtype and default device are not here: every tensor we make names its own.
+Default dtype and default device are not here: every tensor that this package makes names its own.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ def autocasts(tensor: torch.Tensor) -> bool:
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """A context without it."""
+    """A context in which autocast is off for this kind of device."""
     return torch.autocast(device.type, enabled=False) if _autocasts_on(device.type) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def set_aside(device: torch.device) -> Iterator[None]:
-    """A context for what is computed once and decides later calls: no autocast, gradients or inference mode."""
+    """No autocast, gradients or inference mode: for what is computed once and decides about later calls."""
     with torch.inference_mode(False), torch.no_grad(), without_autocast(device):
         yield
 

@@ -1,7 +1,8 @@
-"""What follows from a call's arguments but for the values in its tensors is found once and kept.
+"""What does not depend on the values in a call's tensors is found once, and kept for all calls that are alike.
 
-That is the outcome of the checks, defaults, the mask, the backend, and a kernel's plan. The arguments are looked at by
-every call, and so is what depends on values or on state: autograd, autocast, transforms, lengths on the host.
+Alike are calls whose options, settings and tensors' shapes, strides, dtypes, devices and alignment are equal. Kept are
+the outcome of the checks, defaults, the mask, the backend, and a kernel's plan. Each call looks at what depends on
+values or on state: autograd, autocast, transforms, lengths on the host.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _known: dict[Key, AttentionCall] = {}
 
 
 def key(tensors: Sequence[Any], values: tuple[object, ...]) -> Key | None:
-    """What calls have in common that are alike; None where nothing is kept.
+    """Equal for calls that are alike; None for a call of which nothing is kept.
 
     tensors: q, k and v, and all others; values: every other argument
     """
@@ -73,12 +74,12 @@ def keep(kept: dict[Kind, Value], key: Kind, value: Value) -> None:
 
 
 def known(key: Key | None) -> AttentionCall | None:
-    """A call that is alike, without tensors."""
+    """A call that is alike, without its tensors, if there was one."""
     return found(_known, key)
 
 
 def remembered(key: Key | None, call: AttentionCall) -> AttentionCall:
-    """``call``, which passed its checks, with the signature of all that are alike, if its arguments are plain ones."""
+    """``call``, which passed its checks, kept under ``key`` with a signature if its arguments are plain ones."""
     if key is None or call.is_empty or not is_plain(key):
         return call
     call = AttentionCall._make((*call[:-1], Signature()))
