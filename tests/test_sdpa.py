@@ -1,15 +1,17 @@
-"""What sdpa does about the versions of PyTorch's CPU kernel, half precision and biases."""
+"""What sdpa does about the versions of PyTorch's CPU kernel, half precision and biases, and what it computes together."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from flash_attn_compat import flash_attn_func, use_backend
+from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, use_backend
 from flash_attn_compat.backends import sdpa
+from flash_attn_compat.backends.sdpa import Sdpa
 from flash_attn_compat.engine import alibi
 from flash_attn_compat.engine.layout import Block
 from flash_attn_compat.engine.mask import Range
+from tests.support import cumulative
 from verify.examination import Examination
 from verify.problems import Problem
 
@@ -75,3 +77,30 @@ def test_distances_of_far_positions_are_exact(first):
     rows, keys = Range(5, 9), Range(first, first + 6)
     gap = alibi.gap(rows, keys, first, torch.device("cpu"), torch.float32)
     assert gap.tolist() == [[abs(key - row - first) for key in range(*keys)] for row in range(*rows)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ((900, *range(3, 15), 950), [[0], list(range(1, 13)), [13]]),
+        ((5, 9, 7), [[0], [1], [2]]),
+        ((900, 900, 40, 40, 41), [[0, 1], [2, 3], [4]]),
+    ],
+    ids=["many short ones", "few", "neighbours of one length"],
+)
+def test_many_short_sequences_are_copied_into_one_block_and_others_stay_where_they_lie(monkeypatch, lengths, expected):
+    found = []
+    forward_block = Sdpa.forward_block
+
+    def noted(self, call, block, rng_state):
+        found.append(list(block.sequences))
+        is_view = block.k.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+        assert is_view == (len(block.sequences) < 12)
+        return forward_block(self, call, block, rng_state)
+
+    monkeypatch.setattr(Sdpa, "forward_block", noted)
+    k = torch.randn(sum(lengths), 2, 64)
+    cu_seqlens = cumulative(*lengths)
+    with use_backend("sdpa"):
+        flash_attn_varlen_func(k, k, k, cu_seqlens, cu_seqlens, max(lengths), max(lengths))
+    assert sorted(found) == expected

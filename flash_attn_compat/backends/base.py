@@ -18,7 +18,7 @@ from flash_attn_compat.engine import alibi, dropout
 from flash_attn_compat.engine.append import Append, Step
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import DESCRIPTIONS, Feature, Traits, split
-from flash_attn_compat.engine.layout import Block, BlockPlan, Layout, whole_block
+from flash_attn_compat.engine.layout import Block, Layout, Places, whole_block
 
 HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 FLOAT_DTYPES = HALF_DTYPES | {torch.float32, torch.float64}
@@ -133,17 +133,16 @@ class BlockwiseBackend(Backend):
         out, lse = layout.empty_result()
         # The reported LSE can be large beside the true one, which the backward needs to its last digit.
         saved = (lse.clone(),) if call.lse_carries_alibi_position else ()
-        for plan in layout.plans():
-            block = layout.block(plan)
+        for block, rows, _ in layout.blocks(layout.plans()):
             block_out, block_lse = self.forward_block(call, block, rng_state)
-            layout.scatter(out, layout.rows, plan, block_out)
+            rows.scatter(out, block_out)
             if block_lse is None:
                 has_lse = False
             elif has_lse:
                 if saved:
-                    layout.scatter_lse(saved[0], plan, block_lse)
+                    rows.scatter_lse(saved[0], block_lse)
                     block_lse = block_lse + _lse_shift(block, block_lse.dtype)
-                layout.scatter_lse(lse, plan, block_lse)
+                rows.scatter_lse(lse, block_lse)
         return Result(out, lse, rng_state, saved) if has_lse else Result(out, None, rng_state)
 
     def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
@@ -156,21 +155,18 @@ class BlockwiseBackend(Backend):
         totals = into or Gradients(*map(torch.empty_like, (call.q, call.k, call.v)))
         for total in totals:
             total.zero_()
-        for plan in layout.plans():
-            block = layout.block(plan)
-            found = self.backward_block(call, block, _block_upstream(call, layout, plan, block, upstream))
-            for total, spans, gradient in zip(totals, (layout.rows, layout.keys, layout.keys), found):
-                layout.scatter(total, spans, plan, gradient)
+        for block, rows, keys in layout.blocks(layout.plans()):
+            found = self.backward_block(call, block, _block_upstream(call, block, rows, upstream))
+            for total, places, gradient in zip(totals, (rows, keys, keys), found):
+                places.scatter(total, gradient)
         return totals
 
 
-def _block_upstream(call: AttentionCall, layout: Layout, plan: BlockPlan, block: Block, upstream: Upstream) -> Upstream:
+def _block_upstream(call: AttentionCall, block: Block, rows: Places, upstream: Upstream) -> Upstream:
     """The rows of one block out of the whole call's, with the true LSE."""
-    dout = layout.gather(upstream.dout, layout.rows, plan, plan.seqlen_q)
-    out = layout.gather(upstream.out, layout.rows, plan, plan.seqlen_q)
     known = _kept_lse(upstream)
-    lse = None if known is None else _true_lse(call, block, upstream, layout.gather_lse(known, plan))
-    return Upstream(dout, out, lse, upstream.rng_state)
+    lse = None if known is None else _true_lse(call, block, upstream, rows.gather_lse(known))
+    return Upstream(rows.gather(upstream.dout), rows.gather(upstream.out), lse, upstream.rng_state)
 
 
 def _kept_lse(upstream: Upstream) -> Tensor | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,30 +21,42 @@ from flash_attn_compat.engine.mask import Range
 
 
 class Joining(NamedTuple):
-    """When sequences are computed together, in floating-point operations.
+    """When sequences that lie apart, or have different lengths, are copied into one block.
 
-    long: a sequence of more gains nothing from company; padding: what may be wasted to have one more
+    padding: floating-point operations that may be wasted to have one more
+    elements: of q, or of k with as many heads, in such a block at most
+    few: fewer views than this are faster alone
     """
 
-    long: float
     padding: float
+    elements: int
+    few: int
 
 
-# A round of launches costs an accelerator more than some padding, while a CPU is slower with any (benchmarks/cpu.py).
-_CPU, _ACCELERATOR = Joining(long=3e7, padding=0.0), Joining(long=3e10, padding=2e9)
+# Sequences of more work than so much padding gain nothing from company.
+_LONG = 16
+# Fresh memory is what costs a CPU, and launches are what cost an accelerator (benchmarks/cpu.py).
+_CPU = Joining(padding=1e6, elements=2**18, few=12)
+_ACCELERATOR = Joining(padding=2e9, elements=2**26, few=2)
 
 
 class Spans(NamedTuple):
     """Where the sequences of one tensor lie: first slot and length of each, in host integers.
 
-    is_packed: whether all lie in one row of slots, rather than each in its own
+    size: slots in a row of the tensor, which is a sequence's or a page; None where all are packed in one row
     table: the pages of each, where it has pages; starts count from the first one then
     """
 
     starts: list[int]
     lengths: list[int]
-    is_packed: bool
+    size: int | None = None
     table: Tensor | None = None
+
+    def adjoins(self, index: int) -> bool:
+        """Whether a sequence is as long as the one before it, and lies one step behind: a view can hold both."""
+        start, length = self.starts[index], self.lengths[index]
+        step = length if self.size is None else 0
+        return self.table is None and (self.starts[index - 1] + step, self.lengths[index - 1]) == (start, length)
 
 
 class BlockPlan(NamedTuple):
@@ -53,19 +65,22 @@ class BlockPlan(NamedTuple):
     sequences: list[int]
     seqlen_q: int
     seqlen_k: int
-    padded: bool = False
 
     @property
     def pairs(self) -> int:
         """(row, key) pairs that are computed."""
         return len(self.sequences) * self.seqlen_q * self.seqlen_k
 
+    @property
+    def tokens(self) -> int:
+        """Rows, or keys where these are more."""
+        return len(self.sequences) * max(self.seqlen_q, self.seqlen_k)
+
     def join(self, other: BlockPlan) -> BlockPlan:
         return BlockPlan(
             self.sequences + other.sequences,
             max(self.seqlen_q, other.seqlen_q),
             max(self.seqlen_k, other.seqlen_k),
-            self.padded or (self.seqlen_q, self.seqlen_k) != (other.seqlen_q, other.seqlen_k),
         )
 
 
@@ -129,6 +144,94 @@ def _indices(tokens: Range, first: Tensor | None, device: torch.device) -> Tenso
     return indices if first is None else indices - first[:, None]
 
 
+class Places:
+    """Where the rows, or the keys, of a block lie in the call's tensors; on the left is what padding is needed."""
+
+    def __init__(self, spans: Spans, sequences: list[int], seqlen: int, device: torch.device) -> None:
+        self.spans, self.sequences, self.seqlen, self.device = spans, sequences, seqlen, device
+        first, *others = sequences
+        self._are_even = spans.table is None and spans.lengths[first] == seqlen
+        if others and self._are_even:
+            self._are_even = all(index == first + n and spans.adjoins(index) for n, index in enumerate(others, 1))
+        # (n,) int64, by how much each sequence is shorter than seqlen; None where none is.
+        self.missing: Tensor | None = None
+        missing = [] if self._are_even else [seqlen - spans.lengths[index] for index in sequences]
+        if any(missing):
+            self.missing = self._ints(missing)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """(n, seqlen, heads, head_dim), a view where the sequences lie evenly.
+
+        Padding repeats its sequence's first token: infinities, which a weight of 0 would not undo, stay its own.
+        """
+        if self._are_even:
+            return self._view(tensor)
+        size = self.spans.size
+        if size is None or tensor.stride(0) == size * tensor.stride(1):
+            # Whole tokens at a time, several times as fast as indexing.
+            tokens = tensor if size is None else tensor.flatten(0, 1)
+            return torch.unflatten(tokens.index_select(0, self._slots.flatten()), 0, self._slots.shape)
+        return tensor[self._slots // size, self._slots % size]
+
+    def scatter(self, target: Tensor, values: Tensor) -> None:
+        """Write (n, seqlen, heads, head_dim) values to their slots in ``target``."""
+        if self._are_even:
+            self._view(target).copy_(values)
+            return
+        slots, values = self._slots.flatten(), values.flatten(0, 1)
+        if self.missing is not None:
+            tokens = (_indices(Range(0, self.seqlen), self.missing, slots.device) >= 0).flatten().nonzero().squeeze(1)
+            slots, values = slots[tokens], values.index_select(0, tokens)
+        size = self.spans.size
+        where = (slots,) if size is None else (slots // size, slots % size)
+        # Sequences may share pages, whose gradients add up.
+        target.index_put_(where, values.to(target.dtype), accumulate=self.spans.table is not None)
+
+    def gather_lse(self, source: Tensor) -> Tensor:
+        """(n, nheads, seqlen) of a call.lse_shape; +inf in padding, whose probabilities and gradients are 0 then."""
+        gathered = self.gather(self._by_token(source)).squeeze(-1).transpose(1, 2)
+        if self.missing is None:
+            return gathered
+        padding = _indices(Range(0, self.seqlen), self.missing, source.device) < 0
+        return gathered.masked_fill(padding[:, None], torch.inf)
+
+    def scatter_lse(self, target: Tensor, lse: Tensor) -> None:
+        """Write (n, nheads, seqlen) to ``target`` of call.lse_shape."""
+        self.scatter(self._by_token(target), lse.transpose(1, 2).unsqueeze(-1))
+
+    def _by_token(self, lse: Tensor) -> Tensor:
+        """An LSE of call.lse_shape as other tensors are: each head has one channel."""
+        return (lse.t() if self.spans.size is None else lse.transpose(1, 2)).unsqueeze(-1)
+
+    def _view(self, tensor: Tensor) -> Tensor:
+        """Sequences that lie evenly, as a view of ``tensor``."""
+        first, count = self.sequences[0], len(self.sequences)
+        start = self.spans.starts[first]
+        if self.spans.size is not None:
+            return tensor[first : first + count, start : start + self.seqlen]
+        if count == 1:
+            return tensor[None, start : start + self.seqlen]
+        return torch.unflatten(tensor[start : start + count * self.seqlen], 0, (count, self.seqlen))
+
+    def _ints(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
+
+    @functools.cached_property
+    def _slots(self) -> Tensor:
+        """(n, seqlen) int64, slots counted through all rows of the tensor; padding's is its sequence's first."""
+        spans, sequences = self.spans, self._ints(self.sequences)[:, None]
+        starts = self._ints([spans.starts[index] for index in self.sequences])[:, None]
+        indices = _indices(Range(0, self.seqlen), self.missing, sequences.device)
+        slots = starts + (indices if self.missing is None else indices.clamp_min_(0))
+        if spans.size is None:
+            return slots
+        rows = sequences
+        if spans.table is not None:
+            rows = spans.table[self._ints(self.sequences)].long().gather(1, slots // spans.size)
+            slots = slots % spans.size
+        return rows * spans.size + slots
+
+
 class Layout:
     """The blocks of one call, and the way back from a block's results to the call's tensors."""
 
@@ -143,72 +246,41 @@ class Layout:
         return [BlockPlan([index], *seqlens) for index, seqlens in lengths if all(seqlens)]
 
     def plans(self) -> list[BlockPlan]:
-        """Long sequences alone, short ones of like length together."""
+        """Neighbours of one length as they lie, and short sequences of like length together."""
         call = self.call
-        joining = _CPU if call.q.is_cpu else _ACCELERATOR
-        flops_per_pair = 2 * call.nheads * (call.q.shape[-1] + call.head_dim_v)
-        short: list[BlockPlan] = []
-        alone: list[BlockPlan] = []
+        runs: list[BlockPlan] = []
         for plan in self.alone():
-            # So a row of a padded block that sees no key is padding, whatever is computed for it.
-            sees_keys = call.mask.rows_with_keys(plan.seqlen_q, plan.seqlen_k).size == plan.seqlen_q
-            (short if sees_keys and plan.pairs * flops_per_pair <= joining.long else alone).append(plan)
-        return alone + _joined(short, joining.padding / flops_per_pair)
+            index = plan.sequences[0]
+            is_next = bool(runs) and runs[-1].sequences[-1] == index - 1
+            if is_next and self.rows.adjoins(index) and self.keys.adjoins(index):
+                runs[-1].sequences.append(index)
+            else:
+                runs.append(plan)
+        joining = _CPU if call.q.is_cpu else _ACCELERATOR
+        if len(runs) < joining.few:
+            return runs
+        padding = joining.padding / (2 * call.nheads * (call.q.shape[-1] + call.head_dim_v))
+        most_tokens = joining.elements // (call.nheads * call.q.shape[-1])
+        short: list[BlockPlan] = []
+        others: list[BlockPlan] = []
+        for run in runs:
+            # Rows of a padded block that see no key are to be padding, whatever is computed for them.
+            sees_keys = call.mask.rows_with_keys(run.seqlen_q, run.seqlen_k).size == run.seqlen_q
+            (short if sees_keys and run.seqlen_q * run.seqlen_k <= _LONG * padding else others).append(run)
+        return others + _joined(short, padding, most_tokens, joining.few)
 
-    def block(self, plan: BlockPlan) -> Block:
-        call = self.call
-        slopes = call.alibi_slopes
-        if slopes is not None:
-            shared = slopes.dim() == 1
-            slopes = alibi.per_sequence(slopes, len(plan.sequences)) if shared else slopes[plan.sequences]
-        return Block(
-            q=self.gather(call.q, self.rows, plan, plan.seqlen_q),
-            k=self.gather(call.k, self.keys, plan, plan.seqlen_k),
-            v=self.gather(call.v, self.keys, plan, plan.seqlen_k),
-            slopes=slopes,
-            sequences=plan.sequences,
-            first_row=_missing(self.rows, plan, plan.seqlen_q, call.q.device),
-            first_key=_missing(self.keys, plan, plan.seqlen_k, call.q.device),
-        )
-
-    def gather(self, tensor: Tensor, spans: Spans, plan: BlockPlan, seqlen: int, fill: float = 0.0) -> Tensor:
-        """(n, seqlen, heads, head_dim) of the plan's sequences, a view where they lie evenly; fill: in padding."""
-        view = _view(tensor, spans, plan)
-        if view is not None:
-            return view
-        where, valid = _slots(tensor, spans, plan, seqlen)
-        if len(where) == 1:
-            # Whole rows at a time; indexing with the index's own shape goes element by element.
-            gathered = torch.unflatten(tensor.index_select(0, where[0].flatten()), 0, where[0].shape)
-        else:
-            gathered = tensor[where]
-        # Padding was read from some other token, whose infinities a weight of 0 would not undo.
-        return gathered if valid is None else gathered.masked_fill(~valid[..., None, None], fill)
-
-    def scatter(self, target: Tensor, spans: Spans, plan: BlockPlan, values: Tensor) -> None:
-        """Write (n, seqlen, heads, head_dim) block values to their slots in ``target``."""
-        view = _view(target, spans, plan)
-        if view is not None:
-            view.copy_(values)
-            return
-        where, valid = _slots(target, spans, plan, values.shape[1])
-        if valid is not None:
-            where, values = tuple(index[valid] for index in where), values[valid]
-        # Sequences may share pages, whose gradients add up.
-        target.index_put_(where, values.to(target.dtype), accumulate=spans.table is not None)
-
-    def scatter_lse(self, target: Tensor, plan: BlockPlan, lse: Tensor) -> None:
-        """Write (n, nheads, seqlen_q) to ``target`` of call.lse_shape."""
-        self.scatter(self._by_token(target), self.rows, plan, lse.transpose(1, 2).unsqueeze(-1))
-
-    def gather_lse(self, source: Tensor, plan: BlockPlan) -> Tensor:
-        """(n, nheads, seqlen_q); +inf for rows of padding, which have no probability then, and give no gradient."""
-        gathered = self.gather(self._by_token(source), self.rows, plan, plan.seqlen_q, fill=torch.inf)
-        return gathered.squeeze(-1).transpose(1, 2)
-
-    def _by_token(self, lse: Tensor) -> Tensor:
-        """An LSE of call.lse_shape as other tensors are: each head has one channel."""
-        return (lse.t() if self.rows.is_packed else lse.transpose(1, 2)).unsqueeze(-1)
+    def blocks(self, plans: list[BlockPlan]) -> Iterator[tuple[Block, Places, Places]]:
+        """The block of each plan, and where its rows and keys lie."""
+        call, device = self.call, self.call.q.device
+        for sequences, seqlen_q, seqlen_k in plans:
+            rows = Places(self.rows, sequences, seqlen_q, device)
+            keys = Places(self.keys, sequences, seqlen_k, device)
+            slopes = call.alibi_slopes
+            if slopes is not None:
+                shared = slopes.dim() == 1
+                slopes = alibi.per_sequence(slopes, len(sequences)) if shared else slopes[sequences]
+            q, k, v = rows.gather(call.q), keys.gather(call.k), keys.gather(call.v)
+            yield Block(q, k, v, slopes, sequences, rows.missing, keys.missing), rows, keys
 
     def empty_result(self) -> tuple[Tensor, Tensor]:
         """``out`` and ``softmax_lse`` to scatter into: 0 and +inf where a sequence has no keys."""
@@ -219,76 +291,33 @@ class Layout:
             zip(self.rows.starts, self.rows.lengths, self.keys.lengths)
         ):
             if not seqlen_k:
-                (lse[:, start : start + seqlen_q] if self.rows.is_packed else lse[index]).fill_(torch.inf)
+                (lse[:, start : start + seqlen_q] if self.rows.size is None else lse[index]).fill_(torch.inf)
         return out, lse
 
 
-def _joined(plans: list[BlockPlan], padding: float) -> list[BlockPlan]:
-    """Sequences of like length together, each for at most so many (row, key) pairs of padding.
-
-    Sorted by length, the padding that a joiner adds is smallest.
-    """
-    joined: list[BlockPlan] = []
-    for plan in sorted(plans, key=lambda plan: (plan.seqlen_k, plan.seqlen_q)):
-        both = joined[-1].join(plan) if joined else plan
-        if joined and both.pairs - joined[-1].pairs - plan.pairs <= padding:
-            joined[-1] = both
-        else:
-            joined.append(plan)
-    return joined
-
-
-def _view(tensor: Tensor, spans: Spans, plan: BlockPlan) -> Tensor | None:
-    """The plan's sequences as a view of ``tensor``; None where they lie apart, in pages, or need padding."""
-    if plan.padded or spans.table is not None:
-        return None
-    first, *others = plan.sequences
-    start, seqlen, count = spans.starts[first], spans.lengths[first], len(plan.sequences)
-    step = seqlen if spans.is_packed else 0
-    if any((index, spans.starts[index]) != (first + n, start + n * step) for n, index in enumerate(others, 1)):
-        return None
-    if not spans.is_packed:
-        return tensor[first : first + count, start : start + seqlen]
-    if not others:
-        return tensor[None, start : start + seqlen]
-    return torch.unflatten(tensor[start : start + count * seqlen], 0, (count, seqlen))
-
-
-def _slots(tensor: Tensor, spans: Spans, plan: BlockPlan, seqlen: int) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """Index tensors (n, seqlen) of the slots of right-aligned sequences, and a bool one that is False for padding.
-
-    Padding points at slot 0; None where there is none.
-    """
-    device = tensor.device
-    ints = functools.partial(torch.tensor, dtype=torch.int64, device=device)
-    slots = ints([[spans.starts[index] + spans.lengths[index] - seqlen] for index in plan.sequences])
-    slots = slots + torch.arange(seqlen, device=device)
-    valid = None
-    if plan.padded:
-        valid = slots >= ints([[spans.starts[index]] for index in plan.sequences])
-        slots.masked_fill_(~valid, 0)
-    if spans.table is not None:
-        pages = spans.table[ints(plan.sequences)].long()
-        return (pages.gather(1, slots // tensor.shape[1]), slots % tensor.shape[1]), valid
-    if spans.is_packed:
-        return (slots,), valid
-    return (ints(plan.sequences)[:, None].expand_as(slots), slots), valid
-
-
-def _missing(spans: Spans, plan: BlockPlan, seqlen: int, device: torch.device) -> Tensor | None:
-    """(n,) int64, by how much each sequence is shorter than ``seqlen``; None where none is padded."""
-    if not plan.padded:
-        return None
-    lengths = [seqlen - spans.lengths[index] for index in plan.sequences]
-    return torch.tensor(lengths, dtype=torch.int64, device=device)
+def _joined(runs: list[BlockPlan], padding: float, most_tokens: int, few: int) -> list[BlockPlan]:
+    """Runs of like length together: sorted by length, the padding that one more adds is smallest."""
+    groups: list[tuple[BlockPlan, list[BlockPlan]]] = []
+    for run in sorted(runs, key=lambda run: (run.seqlen_k, run.seqlen_q)):
+        if groups:
+            joined, members = groups[-1]
+            both = joined.join(run)
+            if both.tokens <= most_tokens and both.pairs - joined.pairs - run.pairs <= padding:
+                groups[-1] = both, [*members, run]
+                continue
+        groups.append((run, [run]))
+    plans: list[BlockPlan] = []
+    for joined, members in groups:
+        plans += members if len(members) < few else [joined._replace(sequences=sorted(joined.sequences))]
+    return plans
 
 
 def _row_spans(call: AttentionCall) -> Spans:
     if call.cu_seqlens_q is None:
         batch, seqlen_q = call.q.shape[:2]
-        return Spans([0] * batch, [seqlen_q] * batch, is_packed=False)
+        return Spans([0] * batch, [seqlen_q] * batch, seqlen_q)
     starts, lengths = _packed_spans("cu_seqlens_q", call.cu_seqlens_q, call.q.shape[0])
-    return Spans(starts, lengths, is_packed=True)
+    return Spans(starts, lengths)
 
 
 def _key_spans(call: AttentionCall) -> Spans:
@@ -309,7 +338,7 @@ def _key_spans(call: AttentionCall) -> Spans:
         leftpad = _numbers("leftpad_k", call.leftpad_k)
         starts = [start + skipped for start, skipped in zip(starts, leftpad)]
         lengths = [max(0, length - skipped) for length, skipped in zip(lengths, leftpad)]
-    return Spans(starts, lengths, cu_seqlens is not None, table)
+    return Spans(starts, lengths, None if cu_seqlens is not None else call.k.shape[1], table)
 
 
 def _packed_spans(name: str, cu_seqlens: Tensor, total: int) -> tuple[list[int], list[int]]:

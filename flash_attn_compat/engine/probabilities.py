@@ -30,10 +30,10 @@ def signed_probabilities(call: AttentionCall, rng_state: Tensor | None) -> Tenso
         return signed
     layout = Layout(call)
     with callers_state.without_autocast(call.q.device):
-        for single in layout.alone():
-            tile = _signed_tile(call, layout.block(single), rng_state)[0]
+        for block, _, _ in layout.blocks(layout.alone()):
+            tile = _signed_tile(call, block, rng_state)[0]
             rows, keys = min(tile.shape[1], shape[2]), min(tile.shape[2], shape[3])
-            signed[single.sequences[0], :, :rows, :keys] = tile[:, :rows, :keys]
+            signed[block.sequences[0], :, :rows, :keys] = tile[:, :rows, :keys]
     return signed
 
 
