@@ -1,4 +1,4 @@
-"""What sdpa does about the versions of PyTorch's CPU kernel, half precision and biases, and what it computes together."""
+"""What sdpa computes together, and what it does about versions of PyTorch's CPU kernel, half precision and biases."""
 
 from __future__ import annotations
 
