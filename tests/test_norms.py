@@ -174,15 +174,6 @@ def test_an_output_that_nobody_uses_costs_no_gradient() -> None:
     assert torch.autograd.grad(lse.sum(), (q, k, v), allow_unused=True) == (None, None, None)
 
 
-def test_half_outputs_are_rounded_once_from_the_unrounded_sum() -> None:
-    x, residual, weight = randn(64, D, dtype=torch.bfloat16), randn(64, D, seed=1, dtype=torch.bfloat16), torch.ones(D)
-    expected = norm(x.double() + residual.double(), weight, None, rms=False, eps=1e-6).to(torch.bfloat16)
-    y, h = layer_norm_fn(x, weight, None, residual=residual, prenorm=True)
-    from_rounded = layer_norm_fn(h, weight, None)
-    assert isinstance(y, Tensor) and isinstance(from_rounded, Tensor)
-    assert (y != expected).float().mean() < 0.01 < (from_rounded != expected).float().mean()
-
-
 @pytest.mark.parametrize("residual_dtype", [None, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("residual_in_fp32", [False, True])
 def test_the_residual_keeps_its_dtype(residual_dtype: torch.dtype | None, residual_in_fp32: bool) -> None:

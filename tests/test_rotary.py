@@ -175,12 +175,6 @@ def test_the_plain_torch_version_agrees(interleaved: bool, per_batch: bool) -> N
     torch.testing.assert_close(R.apply_rotary_emb_torch(x, *given, interleaved=interleaved), expected)
 
 
-def test_rotate_half_negates_the_second_of_each_pair() -> None:
-    x = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    assert R.rotate_half(x).tolist() == [-3, -4, 1, 2]
-    assert R.rotate_half(x, interleaved=True).tolist() == [-2, 1, -4, 3]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
