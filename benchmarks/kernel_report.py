@@ -18,22 +18,8 @@ from tests import fused_coverage
 from tests.kernels import offline
 
 _SHOWN = (
-    "HMMA",
-    "LDSM",
-    "LDS",
-    "STS",
-    "LDG",
-    "MUFU",
-    "F2F",
-    "FFMA",
-    "FADD",
-    "FMUL",
-    "FMNMX",
-    "FSEL",
-    "LOP3",
-    "LDL",
-    "STL",
-)
+    "HMMA", "LDSM", "LDS", "STS", "LDG", "MUFU", "F2F", "FFMA", "FADD", "FMUL", "FMNMX", "FSEL", "LOP3", "LDL", "STL",
+)  # fmt: skip
 
 
 class Pipes(NamedTuple):

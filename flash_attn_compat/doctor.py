@@ -97,8 +97,19 @@ def to_json(report: Report) -> str:
 
 
 def to_text(report: Report) -> str:
-    machine, name = report.machine, report.name
-    lines = [f"flash-attn-compat {report.version}", "", "Machine"]
+    sections = {
+        f"flash-attn-compat {report.version}": [],
+        "Machine": _machine_lines(report.machine),
+        "What would serve": _columns({call.name: call.backend or "NOTHING" for call in report.calls}),
+        "Backends, in the order in which they are asked": _columns(_about_backends(report.calls)),
+        "Self-check: error against fp64 (in brackets: of plain PyTorch in the same dtype)": _check_lines(report.checks),
+        "The name flash_attn": _name_lines(report.name),
+        "All well." if report.healthy else "Something is wrong: see NOTHING and FAIL above.": [],
+    }
+    return "\n\n".join("\n".join([title, *lines]) for title, lines in sections.items())
+
+
+def _machine_lines(machine: Machine) -> list[str]:
     code = "yes" if machine.has_code_for_device else "NO: this PyTorch cannot run on this GPU"
     facts = {
         "python": f"{machine.python}, {machine.system}",
@@ -109,28 +120,23 @@ def to_text(report: Report) -> str:
         "own kernels": machine.kernels[0],
         **machine.settings,
     }
-    lines += _columns(facts)
-    lines += [f"    {told}" for told in machine.kernels[1:]]
-    lines += ["", "What would serve"]
-    lines += _columns({call.name: call.backend or "NOTHING" for call in report.calls})
-    lines += ["", "Backends, in the order in which they are asked"]
-    lines += _columns(_about_backends(report.calls))
-    lines += ["", "Self-check: error against fp64 (in brackets: of plain PyTorch in the same dtype)"]
-    widths = [
-        max((len(text) for text in column), default=0) for column in zip(*((c.backend, c.case) for c in report.checks))
+    return [*_columns(facts), *(f"    {told}" for told in machine.kernels[1:])]
+
+
+def _check_lines(checks: list[Check]) -> list[str]:
+    widths = [max((len(text) for text in column), default=0) for column in zip(*((c.backend, c.case) for c in checks))]
+    return [
+        f"  {'ok  ' if c.passed else 'FAIL'}  {c.backend:{widths[0]}}  {c.case:{widths[1]}}  {c.detail}" for c in checks
     ]
-    for check in report.checks:
-        verdict = "ok  " if check.passed else "FAIL"
-        lines.append(f"  {verdict}  {check.backend:{widths[0]}}  {check.case:{widths[1]}}  {check.detail}")
-    lines += ["", "The name flash_attn"]
+
+
+def _name_lines(name: Name) -> list[str]:
     facts = {"answered by": name.answered_by}
     if name.real_location:
         state = f"cannot serve: {name.real_unusable_because}" if name.real_unusable_because else "works here"
         facts["real flash-attn"] = f"{name.real_version or 'version unknown'} in {name.real_location}; {state}"
     facts["installed in"] = ", ".join(name.installed_in) or "nowhere (flash-attn-compat install)"
-    lines += _columns({**facts, **name.looks})
-    lines += ["", "All well." if report.healthy else "Something is wrong: see NOTHING and FAIL above."]
-    return "\n".join(lines)
+    return _columns({**facts, **name.looks})
 
 
 def _about_backends(calls: list[TypicalCall]) -> dict[str, str]:
