@@ -83,6 +83,10 @@ REFUSED = {
     **{f"rows far before the keys, window {window}": (FLASH, replace(FAR, window=window)) for window in WINDOWS},
     **{f"rows far before the cache, window {window}": (
         FLASH, replace(FAR, kind="kvcache", capacity=6, window=window)) for window in WINDOWS},
+    # Of the used keys alone such a window hides nothing, and the kernel's LSE would be that of no window.
+    "ALiBi over a cache, window longer than what is used of it": (
+        FLASH[:1], Problem("kvcache", (3, 3), (9, 9), 2, 2, 32, dtype="float16", capacity=32, causal=True,
+                           window=(20, 0), alibi="h", lengths_as="int")),
     "causal, more rows than keys": (ALL[-1:], replace(MORE_ROWS, causal=True, dtype="float16")),
 }  # fmt: skip
 
