@@ -137,9 +137,13 @@ class Driver:
         handle, threads, shared = kernel
         arguments = ctypes.byref(ctypes.c_char_p(argument))  # which the driver copies
         given = handle, blocks, 1, 1, threads, 1, 1, shared, _pointer(stream(device)), arguments, None
-        code = self._launch(*given) if device == capture.current_device() else _INVALID_CONTEXT
-        if code == _INVALID_CONTEXT:  # or PyTorch has not made a context current yet in this thread
+        if device != capture.current_device():
             with self.context(device):
+                code = self._launch(*given)
+        else:
+            code = self._launch(*given)
+            if code == _INVALID_CONTEXT:  # a thread in which PyTorch has not made a context current yet
+                self.check(self.library.cuCtxSetCurrent(self._primary_context(device)))
                 code = self._launch(*given)
         if code:
             self.check(code)
