@@ -86,6 +86,8 @@ TRAINING = {
     "odd channels": replace(DENSE, head_dim=3, head_dim_v=9, causal=True),
     "odd channels, widest": replace(DENSE, head_dim=136, head_dim_v=199, causal=True),
     "rows anywhere": replace(DENSE, head_dim=17, causal=True, layouts=("sliced", "wide_rows", "offset", "heads_first")),
+    "odd addresses": replace(DENSE, layouts=("offset",) * 4, causal=True),
+    "rows at odd distances": replace(DENSE, layouts=("wide_rows",) * 4, causal=True),
     "channels apart": replace(DENSE, layouts=("strided_dim",) * 3 + ("one_value",)),
     "converted": replace(BF16, causal=True),
     "converted, head_dim 128": replace(BF16, head_dim=128, causal=True),
