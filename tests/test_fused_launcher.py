@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -214,6 +215,23 @@ def test_a_workspace_is_clear_and_serves_until_one_is_larger_but_for_captured_ca
     assert len({one.data_ptr() for one in (small, large, *captured)}) == 4
     assert all(map(is_clear, (small, large, *captured)))
     assert list(launcher._workspaces.values()) == [large]
+
+
+def test_a_workspace_lives_until_its_launch_whatever_other_threads_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[bool] = []
+    launches = fused_on_cpu.record(monkeypatch, compute=lambda *launch: alive.append(made[-1]() is not None))
+    workspace = launcher.workspace
+
+    def replaced(size: int, device: int, place: torch.device) -> Tensor:
+        found = workspace(size, device, place)
+        launcher.forget_workspaces()  # as another thread does whose call wants a larger one
+        made.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(launcher, "workspace", replaced)
+    flash_attn_func(half(1, 1, 2, 64), half(1, 512, 2, 64), half(1, 512, 2, 64))
+    assert alive == [True] and launches.last.fields["splits"] > 1
 
 
 def test_a_plan_that_was_made_in_a_capture_is_made_anew_behind_it(

@@ -111,7 +111,8 @@ class Plan:
             made[name] = output
             numbers.append(output.data_ptr())
         if self._splits is not None:
-            start = workspace(self._splits.workspace, self.device, self.place).data_ptr()
+            parts = workspace(self._splits.workspace, self.device, self.place)  # alive until its launch
+            start = parts.data_ptr()
             numbers += start, start + self._splits.part_out, start + self._splits.part_ml
         length = self.seqlen_k if seqlen_k is None else seqlen_k
         head = self._head.pack(*numbers, length)
