@@ -1,4 +1,4 @@
-"""`python -m verify bench`: how fast, and how much memory, beside what people write without us and flash-attn itself.
+"""`python -m verify bench`: times the package beside flash-attn and what people write, and checks answers.
 
 Options and the order of events; what is timed is in workloads.py, by whom in contestants.py, how in timing.py.
 """
@@ -9,7 +9,6 @@ import argparse
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -24,20 +23,13 @@ from verify.environment import checked_devices, describe
 from verify.errors import UsageError
 from verify.graphs import graphed
 from verify.inputs import dtype, number, positive
-from verify.output import add_output_arguments, check_output_arguments, console, deliver, progress_bar
+from verify.output import console, deliver, progress_bar
 from verify.tables import COLOURS, Report
 from verify.timing import DeviceLost
 from verify.workloads import DECODE, FULL, SMALL, Workload
 
 
-def register(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "bench",
-        help="time and memory beside the pad/SDPA/unpad scheme and flash-attn",
-        description="Times what the package chooses on workloads taken from well-known models, beside the "
-        "pad/SDPA/unpad scheme and flash-attn, and checks every answer against fp64. "
-        "Exit code 0: all answers right; 1: one is wrong or failed, or --against found a regression.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--device", default=None, metavar="DEVICE", help="cpu (default), cuda, cuda:1, mps")
     add("--gpu", action="store_true", help="the full workloads on the CUDA device: --device cuda")
@@ -50,8 +42,6 @@ def register(subparsers: Any) -> None:
     add("--small", action="store_true", help="the small workloads, which are the default on a CPU")
     add("--against", type=Path, metavar="FILE", help="compare with a run saved by --json")
     add("--tolerance", type=number, default=0.1, metavar="SHARE", help="how much slower than --against is a regression")
-    add_output_arguments(parser)
-    parser.set_defaults(run=main)
 
 
 def plan_from(arguments: argparse.Namespace) -> Plan:
@@ -98,7 +88,6 @@ def _workloads(arguments: argparse.Namespace, kind: str) -> list[Workload]:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    check_output_arguments(arguments)
     plan, terminal = plan_from(arguments), console()
     saved = tables.load(arguments.against) if arguments.against else None
     environment = {**describe([plan.device]), "dtype": str(plan.dtype).removeprefix("torch."),

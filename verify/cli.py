@@ -1,20 +1,23 @@
-"""The command line: `python -m verify [compare] ...` and its sisters.
+"""Checks, locates, compares and times attention kernels: `python -m verify [compare] ...` and its sisters.
 
-A subcommand is a module with `register(subparsers)`. A user's mistake is reported in one line, with exit code 2.
+A subcommand is a module with `add_arguments(parser)` and `main(arguments)`, which gives the exit code. Its docstring
+begins "`python -m verify NAME`: what it does". A user's mistake is reported in one line, with exit code 2.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from typing import NoReturn
 
 from verify import bench, compare, ladder, locate, report
 from verify.errors import UsageError
+from verify.output import add_output_arguments, check_output_arguments
 
-# One line for each subcommand; the first is what `python -m verify` alone does.
-SUBCOMMANDS = (compare, bench, ladder, locate, report)
+SUBCOMMANDS = (compare, bench, ladder, locate, report)  # the first is what `python -m verify` alone does
+EXIT_CODES = (
+    "Exit code 0: all is right, or the same; 1: something is wrong, or differs; 2: the arguments make no sense."
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -26,7 +29,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m verify", description=__doc__.splitlines()[0])
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
     for module in SUBCOMMANDS:
-        module.register(subparsers)
+        what = (module.__doc__ or "").partition("`: ")[2].partition("\n\n")[0].strip()
+        name = module.__name__.rpartition(".")[2]
+        sub = subparsers.add_parser(name, help=what, description=f"{what[:1].upper()}{what[1:]} {EXIT_CODES}")
+        module.add_arguments(sub)
+        if module is not report:
+            add_output_arguments(sub)
+        sub.set_defaults(run=module.main)
     return parser
 
 
@@ -36,9 +45,10 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
         argv.insert(0, "compare")
     arguments = build_parser().parse_args(argv)
-    command: Callable[[argparse.Namespace], int] = arguments.run
     try:
-        return command(arguments)
+        check_output_arguments(arguments)
+        code: int = arguments.run(arguments)
+        return code
     except UsageError as error:
         print(f"python -m verify: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""`python -m verify compare`: every recorded and every generated problem, through every implementation and device.
+"""`python -m verify compare`: holds every backend, or your kernel, against what flash-attn answered and fp64.
 
 Runs and tabulates. What is compared is made in recorded.py and cases.py, how near it must come is judge.py's business.
 """
@@ -19,7 +19,7 @@ from verify.environment import checked_devices, describe
 from verify.errors import UsageError
 from verify.examination import Examination, Verdict
 from verify.judge import Check
-from verify.output import add_output_arguments, check_output_arguments, console, deliver, progress_bar
+from verify.output import console, deliver, progress_bar
 from verify.recorded import recorded_cases
 from verify.tables import Report, Table
 
@@ -164,14 +164,7 @@ def report(rows: Sequence[Row], environment: Mapping[str, str], verbose: bool = 
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-def register(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "compare",
-        help="hold every backend against the recorded official answers and against fp64 (the default)",
-        description="Holds every backend on every device against the recorded answers of flash-attn 2.8.3 and against "
-        "an independent fp64 computation. Exit code 0: every answer is right; 1: one is wrong; 2: arguments "
-        "that make no sense.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--backend", action="append", default=[], metavar="NAME", help="only this backend (may be repeated)")
     what = "judge this instead of the backends: an object with the public functions, or a flash_attn_func"
@@ -181,8 +174,6 @@ def register(subparsers: Any) -> None:
     add("-k", dest="filter", default="", metavar="TEXT[,TEXT]", help="only cases with one of these in their name")
     add("--forward-only", action="store_true", help="leave gradients out")
     add("-v", "--verbose", action="store_true", help="a row for every problem")
-    add_output_arguments(parser)
-    parser.set_defaults(run=main)
 
 
 def _cases(arguments: argparse.Namespace) -> list[Case]:
@@ -198,7 +189,6 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    check_output_arguments(arguments)
     if arguments.implementation and arguments.backend:
         raise UsageError("--backend and --implementation exclude each other")
     judged: list[impl.Implementation] = (

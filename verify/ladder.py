@@ -1,4 +1,4 @@
-"""`python -m verify ladder`: one problem up the steps from naive attention to FlashAttention, each checked and timed.
+"""`python -m verify ladder`: climbs from naive attention to FlashAttention; checks and times each step.
 
 The steps themselves are steps.py; they are checked, weighed and timed as bench's contestants are.
 """
@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,7 +22,7 @@ from verify.bench_run import Plan, Row
 from verify.call import Call
 from verify.contestants import Contestant, Prepared
 from verify.environment import describe
-from verify.output import add_output_arguments, check_output_arguments, console, deliver
+from verify.output import console, deliver
 from verify.steps import STEPS
 from verify.tables import Report
 from verify.workloads import Workload, workload
@@ -80,26 +79,16 @@ def plot(by_length: dict[int, list[Row]], title: str, path: Path) -> None:
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-def register(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "ladder",
-        help="the same problem through naive attention, blocks, fused rows and online-softmax tiles",
-        description="Runs one problem through four lecture-like implementations (verify/steps.py), PyTorch's attention "
-        "and this package's: error against fp64, time and peak memory of each. Exit code 0: all are right; 1: one is "
-        "wrong; 2: arguments that make no sense.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = " ".join(map(str, DEFAULT_LENGTHS))
     what = f"sequence lengths (default {default}); --plot of one N adds N/2 and N/4"
     parser.add_argument("--n", type=inputs.positive, nargs="+", metavar="N", help=what)
     inputs.add_problem_arguments(parser, batch=1, heads=2)
     parser.add_argument("--repeats", type=inputs.positive, default=5, metavar="R", help="readings of each time")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw time and memory against N")
-    add_output_arguments(parser)
-    parser.set_defaults(run=main)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    check_output_arguments(arguments)
     inputs.check_picture(arguments.plot)
     device = inputs.checked_device(arguments)
     lengths = sorted(set(arguments.n or DEFAULT_LENGTHS))

@@ -1,4 +1,4 @@
-"""`python -m verify locate A B`: where two attention kernels differ, and what kind of mistake that looks like.
+"""`python -m verify locate A B`: says where two attention kernels differ, and what mistake that looks like.
 
 Presents what is found; the measuring is probe.py's, the words are diagnosis.py's.
 """
@@ -21,12 +21,16 @@ from verify.diagnosis import Evidence, evidence, findings
 from verify.environment import describe
 from verify.errors import UsageError
 from verify.implementations import backends, imported
-from verify.output import add_output_arguments, check_output_arguments, console, deliver, progress_bar
+from verify.output import console, deliver, progress_bar
 from verify.probe import Kernel, Setting, answered, gap
 from verify.tables import SHADES, Report, Table
 from verify.workloads import workload
 
 REFERENCE = "flash_attn_compat:flash_attn_func"
+KERNEL = (
+    "module:function, called as function(q, k, v, causal=...) on (batch, seqlen, heads, head_dim), and with block_rows "
+    "and block_columns if it has these parameters; or a backend of this package"
+)
 MOST_BYTES = 2 << 30  # of fp64 scores, which the right answer needs several times
 CELLS = 64  # of the heat map's lines
 # Of a tile (row, channel) that differs at all, this share differs where the whole of it is wrong: by chance some
@@ -189,23 +193,14 @@ def heat_map(error: Tensor, tolerance: float) -> Table:
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-def register(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "locate",
-        help="where two attention kernels differ: element, tile, pattern, and what mistake that looks like",
-        description="Runs two functions (q, k, v, causal=...) -> out, in flash-attn's layout (batch, seqlen, heads, "
-        "head_dim), on the same seeded inputs. Exit code 0: the same; 1: they differ; 2: arguments that make no "
-        "sense. A function with parameters block_rows and block_columns is given --br and --bc.",
-    )
-    parser.add_argument("a", metavar="A", help="module:function, or a backend of this package")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("a", metavar="A", help=KERNEL)
     parser.add_argument("b", metavar="B", nargs="?", default=REFERENCE, help=f"the same (default {REFERENCE})")
     parser.add_argument("--n", type=inputs.positive, default=256, metavar="N", help="sequence length (default 256)")
     parser.add_argument("--seqlen-k", type=inputs.positive, metavar="N", help="number of keys (default: as of queries)")
     inputs.add_problem_arguments(parser, batch=2, heads=4)
     parser.add_argument("--heads-k", type=inputs.positive, metavar="H", help="key/value heads (default: as many)")
     parser.add_argument("--atol", type=inputs.number, metavar="X", help="differing means by more than this")
-    add_output_arguments(parser)
-    parser.set_defaults(run=main)
 
 
 def function(path: str, tile: Mapping[str, int]) -> Callable[..., Any]:
@@ -233,7 +228,6 @@ def setting_from(arguments: argparse.Namespace, device: str) -> Setting:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    check_output_arguments(arguments)
     device = inputs.checked_device(arguments)
     tile = {"block_rows": arguments.br, "block_columns": arguments.bc}
     kernels = [(path, function(path, tile)) for path in (arguments.a, arguments.b)]

@@ -44,8 +44,9 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_output_arguments(arguments: argparse.Namespace) -> None:
     """Before the work: a file that cannot be written must not be found out about after it."""
-    for path in filter(None, (arguments.json, arguments.markdown, arguments.html)):
-        check_writable(path)
+    for kind in ("json", "markdown", "html"):
+        if path := getattr(arguments, kind, None):
+            check_writable(path)
 
 
 def check_writable(path: Path) -> None:

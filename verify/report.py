@@ -1,4 +1,4 @@
-"""`python -m verify report`: one self-contained HTML page of runs that other commands saved."""
+"""`python -m verify report`: writes one self-contained HTML page of runs that other commands saved."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from verify import output
 from verify.page import to_html
@@ -24,17 +23,10 @@ FORCED = (
 )
 
 
-def register(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "report",
-        help="one HTML page of saved runs: verdicts, speed, memory, error heat maps, machine",
-        description="Writes one page that needs no network and opens from disk, on a phone too. Exit code 0: every run "
-        "found all well; 1: one did not; 2: arguments that make no sense.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("files", nargs="+", type=Path, metavar="FILE", help="what a command of verify wrote with --json")
     add("-o", "--output", type=Path, default=Path("verify-report.html"), metavar="FILE", help="verify-report.html")
-    parser.set_defaults(run=main)
 
 
 def main(arguments: argparse.Namespace) -> int:
