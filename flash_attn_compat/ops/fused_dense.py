@@ -214,18 +214,7 @@ class FusedMLP(nn.Module):
         With a process_group fc1 and fc2 hold this rank's hidden features, and x and the result its part of the
         first axis.
         """
-        out: Any = fused_mlp_func(
-            x,
-            self.fc1.weight,
-            self.fc2.weight,
-            self.fc1.bias,
-            self.fc2.bias,
-            activation=self.activation,
-            checkpoint_lvl=self.checkpoint_lvl,
-            process_group=process_group,
-        )
-        if process_group is not None:
-            out = reduce_scatter(out, process_group)
+        out = _mlp(self, x, process_group, sequence_parallel=True)
         return (out, x) if self.return_residual else out
 
 
@@ -266,18 +255,26 @@ class ParallelFusedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, ..., in_features) to (n, ..., out_features)."""
-        out: Any = fused_mlp_func(
-            x,
-            self.fc1.weight,
-            self.fc2.weight,
-            self.fc1.bias,
-            self.fc2.bias,
-            activation=self.activation,
-            checkpoint_lvl=self.checkpoint_lvl,
-            process_group=self.process_group,
-            sequence_parallel=self.sequence_parallel,
-        )
-        return _summed(out, self.process_group, self.sequence_parallel)
+        return _mlp(self, x, self.process_group, self.sequence_parallel)
+
+
+def _mlp(
+    module: FusedMLP | ParallelFusedMLP, x: Tensor, process_group: dist.ProcessGroup | None, sequence_parallel: bool
+) -> Tensor:
+    """`fused_mlp_func` of a module's parameters, summed over the ranks."""
+    fc1, fc2 = module.fc1, module.fc2
+    out: Any = fused_mlp_func(
+        x,
+        fc1.weight,
+        fc2.weight,
+        fc1.bias,
+        fc2.bias,
+        activation=module.activation,
+        checkpoint_lvl=module.checkpoint_lvl,
+        process_group=process_group,
+        sequence_parallel=sequence_parallel,
+    )
+    return out if process_group is None else _summed(out, process_group, sequence_parallel)
 
 
 def _activation(name: str) -> Callable[[Tensor], Tensor]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from flash_attn_compat.ops.fused_dense import fused_mlp_func
+from flash_attn_compat.ops.fused_dense import FusedMLP, fused_mlp_func
 
 
 def fused_dense_sqrelu_dense_function(
@@ -17,8 +17,8 @@ def fused_dense_sqrelu_dense_function(
     return out
 
 
-class FusedDenseSqreluDense(nn.Module):
-    """`fused_dense_sqrelu_dense_function` with its parameters in fc1 and fc2; biases are required."""
+class FusedDenseSqreluDense(FusedMLP):
+    """`FusedMLP` with a squared relu; biases are required."""
 
     def __init__(
         self,
@@ -31,18 +31,14 @@ class FusedDenseSqreluDense(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
         assert bias1 and bias2, "DenseSqreluDense module without bias is currently not supported"
         assert checkpoint_lvl in (0, 1, 2), f"checkpoint_lvl must be 0, 1 or 2, got {checkpoint_lvl}"
-        hidden_features = 4 * in_features if hidden_features is None else hidden_features
-        out_features = in_features if out_features is None else out_features
-        self.checkpoint_lvl = checkpoint_lvl
-        self.fc1 = nn.Linear(in_features, hidden_features, device=device, dtype=dtype)
-        self.fc2 = nn.Linear(hidden_features, out_features, device=device, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., in_features) to (..., out_features)."""
-        first, second = self.fc1, self.fc2
-        return fused_dense_sqrelu_dense_function(
-            x, first.weight, first.bias, second.weight, second.bias, self.checkpoint_lvl
+        super().__init__(
+            in_features,
+            hidden_features,
+            out_features,
+            activation="sqrelu",
+            checkpoint_lvl=checkpoint_lvl,
+            device=device,
+            dtype=dtype,
         )
