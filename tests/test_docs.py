@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from flash_attn_compat import cli, settings
+from verify import cli as verify_cli
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
@@ -51,6 +52,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 
 
 COMMANDS = list(commands())
+VERIFY = [module.__name__.removeprefix("verify.") for module in verify_cli.SUBCOMMANDS]
 each_page = pytest.mark.parametrize("page", PAGES, ids=named)
 
 
@@ -79,7 +81,7 @@ def test_every_variable_that_is_named_is_read(page: Path) -> None:
 
 
 @pytest.mark.parametrize(("page", "words"), COMMANDS, ids=lambda value: "" if isinstance(value, list) else value)
-def test_every_command_exists(page: str, words: list[str]) -> None:
+def test_every_command_exists_and_ours_take_the_arguments_that_are_shown(page: str, words: list[str]) -> None:
     program, *arguments = words
     for argument in arguments:
         assert not argument.startswith("tests/") or (ROOT / argument).exists(), argument
@@ -87,21 +89,13 @@ def test_every_command_exists(page: str, words: list[str]) -> None:
         if arguments[:1] == ["-m"]:
             # To look for pip would make setuptools take this process for it, and give distutils back.
             assert arguments[1] in ("build", "pip") or importlib.util.find_spec(arguments[1]) is not None
+            if arguments[1] == "verify":
+                is_named = arguments[2:] and arguments[2] in VERIFY
+                verify_cli.build_parser().parse_args(arguments[2:] if is_named else ["compare", *arguments[2:]])
         elif not arguments[0].startswith("-"):
             assert (ROOT / arguments[0]).exists()
     if Path(program).name == "flash-attn-compat" and arguments[0] != "run":
         cli._parser().parse_args(arguments)
-
-
-@pytest.mark.parametrize(
-    "arguments", [words[3:] for _, words in COMMANDS if words[1:3] == ["-m", "verify"]], ids=" ".join
-)
-def test_verify_takes_the_arguments_that_are_shown(arguments: list[str]) -> None:
-    from verify.cli import SUBCOMMANDS, build_parser
-
-    names = [module.__name__.removeprefix("verify.") for module in SUBCOMMANDS]
-    is_named = bool(arguments) and arguments[0] in names
-    build_parser().parse_args(arguments if is_named else ["compare", *arguments])
 
 
 @each_page
