@@ -134,6 +134,9 @@ class _Arguments(NamedTuple):
 
 
 def _attend(arguments: _Arguments, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+    scale = arguments.softmax_scale
+    if scale is not None and type(scale) is not float:  # NumPy's 1 / sqrt(headdim), say, by which no step is kept
+        arguments = arguments._replace(softmax_scale=float(scale))
     outline = _outline(arguments, return_lse)
     step = dispatch.kept_step(outline)
     if step is not None:
@@ -201,9 +204,10 @@ def _new_keys(arguments: _Arguments, call: AttentionCall) -> Append | None:
     if arguments.k is None:
         return None
     assert arguments.v is not None and arguments.cache_seqlens is not None
-    # flash-attn rotates row i at its own position only if the mask is banded.
+    cos, sin = arguments.rotary_cos, arguments.rotary_sin
+    # flash-attn looks at no sin without cos, and rotates row i at its own position only if the mask is banded.
     return Append(
-        arguments.k, arguments.v, arguments.rotary_cos, arguments.rotary_sin, arguments.rotary_interleaved,
+        arguments.k, arguments.v, cos, None if cos is None else sin, arguments.rotary_interleaved,
         arguments.cache_seqlens, not call.mask.is_full,
     )  # fmt: skip
 

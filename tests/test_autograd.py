@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 from flash_attn_compat import (
@@ -127,6 +128,17 @@ def test_second_derivatives_and_forward_mode_agree_with_finite_differences(featu
         check_undefined_grad=False,
         fast_mode=True,
     )
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 3), (3, 0)], ids=["no rows", "no keys"])
+def test_zeros_of_an_empty_call_have_derivatives_in_both_modes_at_once(seqlen_q: int, seqlen_k: int) -> None:
+    q, kv = torch.ones(1, seqlen_q, 2, 16, requires_grad=True), torch.ones(1, seqlen_k, 2, 16)
+    with forward_ad.dual_level():
+        out = flash_attn_func(forward_ad.make_dual(q, torch.ones_like(q)), kv, kv)
+        primal, tangent = forward_ad.unpack_dual(out)
+        assert tangent is not None and not tangent.any()
+        (gradient,) = torch.autograd.grad(primal.sum(), q)
+    assert not gradient.any()
 
 
 SUBSETS = [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)]

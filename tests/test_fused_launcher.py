@@ -175,6 +175,11 @@ def decode(seqlen_new: int = 1, rotary: bool = True, **cache: int | Tensor) -> T
         return flash_attn_with_kvcache(half(2, 1, 8, 64), k_cache, k_cache, new, new, causal=True, **tables, **cache)
 
 
+def test_a_rotary_sin_without_cos_is_left_alone(launches: Launches) -> None:
+    decode(rotary=False, cache_seqlens=5, rotary_sin=torch.ones(3))
+    assert launches.last.fields["rotary_sin"] == launches.last.fields["rotary_dim"] == 0
+
+
 def test_a_stream_keeps_the_memory_in_which_splits_meet(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     def counters() -> int:
         decode(cache_seqlens=torch.tensor([5, 700], dtype=torch.int32), rotary=False)

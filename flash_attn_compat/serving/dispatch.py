@@ -113,8 +113,11 @@ def choose_instead(failed: Backend, call: AttentionCall, failure: KernelsFailed)
 
 
 def choose_unless_empty(call: AttentionCall) -> Backend | None:
-    """As ``choose``; None where there are no rows or no keys, so that nothing is to be computed."""
-    if call.signature is None and call.is_empty and not _explaining.get():
+    """As ``choose``; None where there are no rows or no keys, so that nothing is to be computed.
+
+    Under a transform even nothing is computed: its zeros have derivatives.
+    """
+    if call.signature is None and call.is_empty and not call.transformed and not _explaining.get():
         return None
     return choose(call)
 
