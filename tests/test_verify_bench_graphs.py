@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -77,6 +79,21 @@ def test_a_replay_with_old_lengths_or_pages_is_wrong(stale, monkeypatch):
     assert _graphed([PAGED], contestants=[Contestant("forgetful", prepare, ours=True)])[
         f"{PAGED} in a graph", "forgetful"
     ].wrong
+
+
+def test_what_a_graph_reads_lives_as_long_as_it_is_replayed(monkeypatch):
+    monkeypatch.setattr(graphs, "capture", lambda call, device: ((lambda: None), call.run()))
+    masks = []
+
+    def prepare(workload, given):
+        mask = torch.ones(1)
+        masks.append(weakref.ref(mask))
+        return Prepared(lambda q, k, v: q * mask)
+
+    workload = TINY[DECODE]
+    prepared = graphs.in_graph(Contestant("masked", prepare), workload, workload.call("cpu", torch.float32))
+    gc.collect()
+    assert prepared and masks[0]() is not None
 
 
 REASON = "cannot be captured: RuntimeError: operation not permitted when stream is capturing"

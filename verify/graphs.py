@@ -41,12 +41,13 @@ def in_graph(contestant: Contestant, workload: Workload, given: Call) -> Prepare
             replay, out = capture(forward_job(prepared, given), str(given.q.device))
     except RuntimeError as error:
         raise NotSupported(f"cannot be captured: {type(error).__name__}: {error}") from error
+    return Prepared(functools.partial(_replayed, prepared, replay, out), served_by=prepared.served_by)
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        replay()
-        return out
 
-    return Prepared(run, served_by=prepared.served_by)
+def _replayed(prepared: Prepared, replay: Callable[[], None], out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`prepared` is kept alive by it: the graph reads its masks and indices."""
+    replay()
+    return out
 
 
 @contextmanager
