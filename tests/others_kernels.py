@@ -184,6 +184,7 @@ def as_call(given: Launch) -> AttentionCall:
     tensors = given.q, given.k, given.v
     for tensor in tensors:
         check_alignment(tensor)
+    assert given.scale is None or given.scale > 0
     options = Options(given.dropout_p, given.scale, softcap=given.softcap, alibi_slopes=given.slopes)
     if given.cu_q is None or given.cu_k is None:
         call = dense_call(*tensors, options, Purpose(return_lse=True))

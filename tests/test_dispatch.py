@@ -229,3 +229,11 @@ def test_whatever_a_table_lacks_is_a_reason(backend: Backend) -> None:
     for change, words in beyond(table, Feature(served.features)):
         reasons = [reason for reason in backend.reasons(served._replace(**change)) if reason not in usual]
         assert any(words in reason for reason in reasons), (change, reasons)
+
+
+def test_only_these_serve_what_no_single_answer_shows() -> None:
+    def serving(feature: Feature) -> list[str]:
+        return [backend.name for backend in BACKENDS if backend.capabilities.features & feature]
+
+    assert serving(Feature.TRANSFORMS) == ["reference"]
+    assert serving(Feature.DETERMINISTIC) == ["official", "fused", "sdpa", "chunked", "reference"]
