@@ -250,6 +250,21 @@ def test_a_step_that_was_found_in_a_capture_is_looked_for_again(monkeypatch: pyt
         assert bool(dispatch._steps) != captures
 
 
+class Float64(float):
+    """A float's subclass, as NumPy's is."""
+
+
+@pytest.mark.parametrize("scale", [Float64(0.5), torch.tensor(0.5), 1])
+def test_a_scale_of_any_type_finds_the_step_of_the_call_before(scale: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = fused_on_cpu.record(monkeypatch)
+    arguments = replace(STEP, dtype="float16").build().args | {"softmax_scale": scale}
+    with use_backend("fused"):
+        for _ in range(3):
+            flash_attn_with_kvcache(**arguments)
+    assert [launch.fields["softmax_scale"] for launch in launches.seen] == [float(scale)] * 3
+    assert len(launches.variants) == 1, "one plan is made"
+
+
 def test_nothing_is_kept_alive() -> None:
     signature._known.clear()
     call = STEP.build()
