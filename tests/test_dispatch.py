@@ -237,3 +237,28 @@ def test_only_these_serve_what_no_single_answer_shows() -> None:
 
     assert serving(Feature.TRANSFORMS) == ["reference"]
     assert serving(Feature.DETERMINISTIC) == ["official", "fused", "sdpa", "chunked", "reference"]
+
+
+NARROW, WIDE = {"head_dim": 64, "head_dim_v": 64}, {"head_dim": 128, "head_dim_v": 128}
+
+
+@pytest.mark.parametrize(
+    ("features", "changes", "first"),
+    [
+        (Feature(0), NARROW, "fused"),
+        (Feature(0), WIDE, "torch_flash"),
+        (Feature.WINDOW_LEFT, WIDE, "fused"),
+        (Feature.WINDOW_RIGHT | Feature.BACKWARD, WIDE, "fused"),
+        (Feature.BACKWARD, NARROW, "torch_flash"),
+        (Feature.DROPOUT, NARROW, "torch_flash"),
+        (Feature(0), NARROW | {"sq_vs_sk": "<"}, "torch_flash"),
+        (Feature(0), NARROW | {"capability": (7, 5)}, "torch_flash"),  # which refuses it
+    ],
+)
+def test_our_kernels_come_before_pytorchs_where_they_were_measured_to_be_faster(
+    features: Feature, changes: dict[str, Any], first: str
+) -> None:
+    traits = dense_call(*qkv(dtype=torch.float16), Options()).traits()
+    traits = traits._replace(device_type="cuda", capability=(9, 0), features=int(features))._replace(**changes)
+    ordered = sorted(BACKENDS, key=lambda backend: backend.rank(traits))
+    assert [backend.name for backend in ordered][:2] == ["official", first]
