@@ -51,15 +51,17 @@ def on(*names: str) -> pytest.MarkDecorator:
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_agrees_with_the_oracle_wherever_it_serves(backend: str, kind: str) -> None:
     served = 0
-    for seed in range(400):
+    for seed in range(60 if kind == "paged" else 400):
         problem = random_problem(seed, (kind,), ("float16", "bfloat16"))
         verdict = Examination(problem).judge(backend)
         assert not verdict.failures, (problem, verdict)
         served += not verdict.refused
         if served == 6:
             break
-    # Where there is nothing to compute, anyone serves.
-    assert served == 6 and bool(others_kernels.calls) == (kind != "paged")
+    if kind == "paged":  # which is left to others, unless there is nothing to compute
+        assert not others_kernels.calls
+    else:
+        assert served == 6 and others_kernels.calls
 
 
 # Queries far before the first key, under windows that end on one side only.
