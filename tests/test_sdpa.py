@@ -9,7 +9,7 @@ from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, use_backe
 from flash_attn_compat.backends import sdpa
 from flash_attn_compat.backends.sdpa import Sdpa
 from flash_attn_compat.engine import alibi
-from flash_attn_compat.engine.layout import Block
+from flash_attn_compat.engine.layout import Block, Places, Spans
 from flash_attn_compat.engine.mask import Range
 from tests.support import cumulative
 from verify.examination import Examination
@@ -104,3 +104,11 @@ def test_many_short_sequences_are_copied_into_one_block_and_others_stay_where_th
     with use_backend("sdpa"):
         flash_attn_varlen_func(k, k, k, cu_seqlens, cu_seqlens, max(lengths), max(lengths))
     assert sorted(found) == expected
+
+
+def test_padding_of_a_block_is_never_written():
+    # In pages, where writes add up and show one too many.
+    pages = Spans([1], [2], size=4, table=torch.tensor([[0]], dtype=torch.int32))
+    target = torch.zeros(1, 4, 1, 1)
+    Places(pages, [0], 3, target.device).scatter(target, torch.ones(1, 3, 1, 1))
+    assert target.flatten().tolist() == [0, 1, 1, 0]
