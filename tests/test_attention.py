@@ -9,9 +9,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from flash_attn_compat import flash_attn_varlen_func
+from flash_attn_compat.backends import sdpa
 from flash_attn_compat.engine import layout
+from flash_attn_compat.engine.call import Upstream
 from tests.fuzz import must_serve
 from tests.problems import DENSE, PROBLEMS, TOGETHER
 from tests.support import GENERAL, close, cumulative, on_backend, on_general_backends, randn
@@ -34,9 +37,19 @@ def test_causal_scores_may_be_scaled_by_what_is_not_positive(scale: float) -> No
 
 @pytest.fixture(params=["cpu", "accelerator"])
 def joining(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose sequences are put together: on an accelerator they are padded, which is the same on a CPU."""
+    """Whose sequences are put together: an accelerator's are padded, and SDPA's gradients there take no LSE."""
     if request.param == "accelerator":
         monkeypatch.setattr(layout, "_CPU", layout._ACCELERATOR)
+        monkeypatch.setattr(sdpa, "_is_far_behind", lambda block: False)
+        monkeypatch.setattr(sdpa, "_gradients", gradients_without_lse)
+
+
+def gradients_without_lse(
+    q: Tensor, k: Tensor, v: Tensor, upstream: Upstream, causal: bool, bias: Tensor | None, scale: float
+) -> tuple[Tensor, ...]:
+    q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
+    with torch.enable_grad():
+        return torch.autograd.grad(sdpa._public(q, k, v, causal, bias, scale), (q, k, v), upstream.dout)
 
 
 @pytest.mark.usefixtures("joining")

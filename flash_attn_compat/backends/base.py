@@ -166,7 +166,9 @@ def _block_upstream(call: AttentionCall, block: Block, rows: Places, upstream: U
     """The rows of one block out of the whole call's, with the true LSE."""
     known = _kept_lse(upstream)
     lse = None if known is None else _true_lse(call, block, upstream, rows.gather_lse(known))
-    return Upstream(rows.gather(upstream.dout), rows.gather(upstream.out), lse, upstream.rng_state)
+    # A kernel that makes its probabilities anew has some for rows of padding, too.
+    dout = rows.with_padding(rows.gather(upstream.dout), 0.0)
+    return Upstream(dout, rows.gather(upstream.out), lse, upstream.rng_state)
 
 
 def _kept_lse(upstream: Upstream) -> Tensor | None:

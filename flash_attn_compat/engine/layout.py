@@ -188,12 +188,15 @@ class Places:
         target.index_put_(where, values.to(target.dtype), accumulate=self.spans.table is not None)
 
     def gather_lse(self, source: Tensor) -> Tensor:
-        """(n, nheads, seqlen) of a call.lse_shape; +inf in padding, whose probabilities and gradients are 0 then."""
-        gathered = self.gather(self._by_token(source)).squeeze(-1).transpose(1, 2)
+        """(n, nheads, seqlen) of a call.lse_shape; +inf in padding, whose probabilities are 0 then."""
+        return self.with_padding(self.gather(self._by_token(source)), torch.inf).squeeze(-1).transpose(1, 2)
+
+    def with_padding(self, gathered: Tensor, fill: float) -> Tensor:
+        """What ``gather`` gave, with ``fill`` in padding."""
         if self.missing is None:
             return gathered
-        padding = _indices(Range(0, self.seqlen), self.missing, source.device) < 0
-        return gathered.masked_fill(padding[:, None], torch.inf)
+        padding = _indices(Range(0, self.seqlen), self.missing, gathered.device) < 0
+        return gathered.masked_fill(padding[..., None, None], fill)
 
     def scatter_lse(self, target: Tensor, lse: Tensor) -> None:
         """Write (n, nheads, seqlen) to ``target`` of call.lse_shape."""
