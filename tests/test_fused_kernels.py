@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flash_attn_compat
 from flash_attn_compat import flash_attn_interface
-from flash_attn_compat.backends.fused import forward, launcher
+from flash_attn_compat.backends.fused import forward, launcher, variants
 from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches
 from tests.kernels import emulate
@@ -263,9 +263,13 @@ def test_converted_bf16_does_not_overflow_for_the_out_of_larger_values(turing: L
     assert error.max() < 2**-7 and found["k"].isfinite().all()
 
 
+@pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_the_same_bits_come_back_in_any_order_of_blocks_and_warps(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, found = replace(DENSE, causal=True, dtype=dtype).build(), []
+def test_the_same_bits_come_back_in_any_order_of_blocks_and_warps(
+    dtype: str, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(variants, "splits", lambda *shapes: splits)
+    call, found = replace(DENSE, causal=True, dtype=dtype, seqlens_k=(270,)).build(), []
     for seed in (1, 2, 3):
         with monkeypatch.context() as patch, flash_attn_compat.use_backend("fused"):
             fused_on_cpu.emulate(patch, seed=seed)
@@ -476,3 +480,42 @@ def test_rotary_tables_may_lie_in_memory_each_in_its_own_way(turing: Launches, n
     sin = call.args["rotary_sin"]
     call.args["rotary_sin"] = torch.cat([sin, torch.full_like(sin, torch.nan)], 1)[:, : sin.shape[1]]
     check(call)
+
+
+# ---- few blocks over many keys: what a tile sees is split in units of 128 keys, as far as its sequence has them
+
+SPLIT = {
+    "as many keys as fill two splits": replace(DENSE, seqlens_k=(256,)),
+    "one key more": replace(DENSE, seqlens_k=(257,)),
+    "causal, tiles that see more and less": replace(DENSE, causal=True, seqlens_q=(300,), seqlens_k=(400,)),
+    "causal, rows without keys": replace(DENSE, causal=True, seqlens_q=(500,), seqlens_k=(300,)),
+    "window from within a tile of keys": replace(DENSE, window=(290, 7), seqlens_k=(600,)),
+    "causal ALiBi": replace(DENSE, alibi="bh", causal=True, seqlens_q=(40,) * 2, seqlens_k=(300,) * 2),
+    "dropout": replace(DENSE, dropout_p=0.3, seqlens_k=(300,)),
+    "negative scale": replace(DENSE, softmax_scale=-0.3, seqlens_k=(300,)),
+    "packed": replace(PACKED, seqlens_k=(300, 9, 0, 401), causal=True, alibi="h"),
+    "head_dim 128": replace(DENSE, head_dim=128, seqlens_k=(300,)),
+    "odd channels, widest": replace(DENSE, head_dim=136, head_dim_v=199, seqlens_k=(300,)),
+    "converted": replace(BF16, seqlens_k=(300,), sizes=((1.0, 1.0, 2.0**90, 1.0), (1.0, 1.0, 2.0**-90, 1.0))),
+    "converted, all at once": replace(TOGETHER, head_dim=64, dtype="bfloat16", seqlens_k=(300,), window=(250, 10)),
+    "pages": replace(PAGED, seqlens_k=(500, 9, 300), page_size=7),
+    "a cache with more room than keys": cache(
+        seqlens_q=(70,) * 3, seqlens_k=(400, 130, 0), capacity=600, causal=True, leftpad=(3, 0, 0)
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"), [*(("turing", name) for name in SPLIT), ("hopper", "head_dim 128"), ("hopper", "converted")]
+)
+def test_blocks_may_share_the_keys_of_many_rows(
+    gpu: str, name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches: Launches = request.getfixturevalue(gpu)
+    monkeypatch.setattr(variants, "splits", lambda *shapes: 3)
+    check(SPLIT[name])
+    (splits,) = (launch.fields["splits"] for launch in launches.seen if launch.variant.entry == "forward")
+    assert splits == 3
+    (workspace,) = launcher._workspaces.values()
+    assert workspace[launcher.PARTS_AT :].any(), "some tile was split"
+    assert not workspace[: launcher.PARTS_AT].any(), "counters are as the next launch wants them"

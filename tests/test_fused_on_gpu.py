@@ -18,11 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_compat import flash_attn_func, flash_attn_interface, use_backend
-from flash_attn_compat.backends.fused import loader
+from flash_attn_compat import flash_attn_func, flash_attn_interface, flash_attn_with_kvcache, use_backend
+from flash_attn_compat.backends.fused import loader, variants
 from flash_attn_compat.backends.fused.variants import FP16, HEAD_DIMS
 from tests import fused_coverage
 from tests.support import on_backend
+from verify.examination import Examination
 from verify.problems import Problem
 
 pytestmark = pytest.mark.gpu
@@ -63,6 +64,8 @@ PROBLEMS = {
     "dense": Problem("dense", (100, 100), (100, 100), **COMMON),
     "varlen": Problem("varlen", (30, 70), (30, 70), **COMMON),
     "decode with append": Problem("kvcache", (1, 1), (5, 700), capacity=1000, new_keys=1, rotary_dim=32, **COMMON),
+    # Few enough blocks for several to share the keys of one tile.
+    "chunk of a prompt": Problem("kvcache", (70, 70), (300, 2900), capacity=3000, **COMMON),
 }
 
 
@@ -117,6 +120,27 @@ def test_gradients_are_the_same_bits_in_fifty_repeats(head_dim: int, half_dtype:
         assert all(map(torch.equal, first, gradients()))
 
 
+@pytest.mark.parametrize("half_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_blocks_that_share_keys_are_right_and_give_the_same_bits_in_fifty_repeats(
+    head_dim: int, half_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    splits = variants.splits
+    monkeypatch.setattr(variants, "splits", lambda *shapes: counts.append(splits(*shapes)) or counts[-1])
+    problem = Problem(
+        "kvcache", (70, 3, 40, 64), (5000, 1, 0, 300), 1, 4, head_dim, dtype=half_dtype, causal=True, capacity=5100,
+        leftpad=(7, 0, 0, 290), poison="nan",
+    )  # fmt: skip
+    verdict = Examination(problem, torch.device("cuda", torch.cuda.current_device())).judge("fused")
+    assert not verdict.failures and not verdict.refused, verdict
+    assert max(counts) > 1
+    call = problem.build("cuda")
+    first = by("fused", lambda: flash_attn_with_kvcache(**call.args)[0])
+    for _ in range(49):
+        assert torch.equal(by("fused", lambda: flash_attn_with_kvcache(**call.args)[0]), first)
+
+
 GRAPHS = [("fused", name) for name in PROBLEMS] + [
     (backend, name) for backend in ("torch_flash", "torch_efficient") for name in ("dense", "varlen")
 ]
@@ -137,6 +161,8 @@ def test_a_graph_is_captured_after_one_call_and_replayed_over_other_numbers_and_
             x.mul_(0.5)
     if name == "varlen":
         args["cu_seqlens_q"][-1] -= 30  # the last tokens are outside of all sequences then
+    if "cache_seqlens" in args:
+        args["cache_seqlens"] //= 2
     for _ in range(3):
         graph.replay()
     torch.cuda.synchronize()

@@ -377,6 +377,7 @@ DEVICE void online_softmax(float (&S)[N][M][4], float (&m)[M][2], float (&l)[M][
       UNROLLED(e, 4) O[n][i][e] *= shrink[i][e >> 1];
 }
 
+DEVICE float reciprocal_of_sum(float l) { return l == 0.f ? 0.f : 1.f / l; }   // rows that see no key: 0
 // LSE = ln(2) (m + log2(l)), +inf where a row sees no key; with the row's position where flash-attn adds it.
 DEVICE void write_lse(const Params &p, i64 at, float m, float l, float slope, int position) {
   const float lse = l == 0.f ? POS_INF : (m + __log2f(l)) * LN2;

@@ -227,14 +227,13 @@ KERNEL(THREADS, MINB) decode(const Params p) {
   const int offset = seq.seqlen_k - seq.seqlen_q;
   const int left = window(p.window_left), right = window(p.window_right);
   const Range seen = visible_keys(tile.query(p, 0), tile.query(p, ROWS - 1) + 1, offset, seq.seqlen_k, left, right);
-  const int count = max(0, seen.end - seen.first), most = min(p.splits, MAX_SPLITS), unit_keys = NW * KEYS;
-  const int share = max(1, ((count + most - 1) / most + unit_keys - 1) / unit_keys) * unit_keys;
-  const int splits = max(1, (count + share - 1) / share);
-  if (split >= splits) return;
-  const int first = seen.first + split * share, end = min(seen.end, first + share);
+  const int unit_keys = NW * KEYS;
+  const Share share(p, seen, unit_keys, split);
+  if (split >= share.splits) return;
+  const int first = share.keys.first, end = share.keys.end;
 
 #if APPEND
-  append_new(p, tile, split == splits - 1, seq.first_k + end);
+  append_new(p, tile, split == share.splits - 1, seq.first_k + end);
 #endif
 
   const u32 shared = SHARED_BASE, q_at = shared + g * ROW_BYTES + ((t ^ (g & 1) << 2) << 4);
@@ -287,7 +286,8 @@ KERNEL(THREADS, MINB) decode(const Params p) {
     places = following;
   }
 
-  const i64 first_part = (i64)tile_index * p.splits;
-  combine_warps(p, tile, O, m[0], l[0], unit, shared, splits, first_part + split);
-  if (splits > 1 && is_last(p, tile_index, splits, shared)) combine_splits(p, tile, shared, splits, first_part);
+  Found found;
+  combine_warps(O, m, l, unit, shared, found);
+  if (share.splits > 1 && !merge_splits(p, found, m, l, thread / 8 < tile.count(), tile_index, split, share.splits)) return;
+  write_result(p, tile, found, m[0][0], l[0][0]);
 }

@@ -6,11 +6,12 @@
 // mma returns S is the one in which it takes P.
 //
 // Macros: BN, NW, MT, QREG; MINB blocks a multiprocessor, which bounds the registers; D, TYPE, VEC, LOCAL, ALIBI, SOFTCAP, DROPOUT, PAGED.
-#include "common.cuh"
+#include "splits.cuh"
 
 constexpr int THREADS = NW * 32, BM = NW * MT * 16, NB = BN / 8, WARP_ROWS = MT * 16;
 // Probabilities times 2^15 use fp16's range below 1 as well: with dropout the largest ones may be gone, and bf16 keeps the rest.
 constexpr int P_SHIFT = TYPE == 2 ? 15 : 0;
+constexpr int SPLIT_UNIT = 128;   // keys: fewer are not worth a block of their own
 typedef Transfer<THREADS, BN * CHUNKS / THREADS> KeyTransfer;
 typedef Mover<THREADS> Move;
 
@@ -94,9 +95,10 @@ KERNEL(THREADS, MINB) forward(const Params p) {
   SHARED_MEMORY
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;
   // The last rows of a causal problem see most keys.
-  const Turn turn(blockIdx.x, p.tiles);
-  const int tile = p.tiles - 1 - turn.tile, head = turn.slab % p.nheads, b = turn.slab / p.nheads, head_k = head / p.group;
-  if (b == p.batch) return clear_outside(p, head, tile, p.tiles);
+  const Turn turn(blockIdx.x, p.tiles * p.splits);
+  const int tile = p.tiles - 1 - turn.tile / p.splits, split = turn.tile % p.splits;
+  const int head = turn.slab % p.nheads, b = turn.slab / p.nheads, head_k = head / p.group;
+  if (b == p.batch) return clear_outside(p, head, turn.tile, p.tiles * p.splits);
   const Sequence seq = find_sequence(p, b);
   const int first_row = tile * BM;
   if (first_row >= seq.seqlen_q) return;
@@ -107,7 +109,14 @@ KERNEL(THREADS, MINB) forward(const Params p) {
   const int *pages = PAGED ? p.block_table + (i64)b * p.table_stride : nullptr;
   const int left = window(p.window_left), right = window(p.window_right);
   const Rows rows = {first_row + warp * WARP_ROWS, seq.seqlen_k - seq.seqlen_q, seq.seqlen_k, left, right};
-  const Range keys = visible_keys(first_row, min(first_row + BM, seq.seqlen_q), rows.shift, seq.seqlen_k, left, right);
+  Range keys = visible_keys(first_row, min(first_row + BM, seq.seqlen_q), rows.shift, seq.seqlen_k, left, right);
+  keys.first = keys.first / BN * BN;
+  int splits = 1;
+  if (p.splits > 1) {
+    const Share share(p, keys, SPLIT_UNIT, split);
+    if (split >= share.splits) return;
+    keys = share.keys, splits = share.splits;
+  }
   const int first_tile = keys.first / BN, last_tile = (keys.end + BN - 1) / BN;   // [first, last)
 
   // Everything that the block has to wait for is asked for first.
@@ -175,14 +184,16 @@ KERNEL(THREADS, MINB) forward(const Params p) {
   }
 
   // out = O / l, LSE = m + ln(l); rows that see no key: 0 and +inf.
+  UNROLLED(i, MT)
+    UNROLLED(r, 2) m[i][r] *= unit, l[i][r] = sum_of<4>(l[i][r]);
+  if (splits > 1 && !merge_splits(p, O, m, l, rows.first < seq.seqlen_q, (b * p.nheads + head) * p.tiles + tile, split, splits)) return;
   float factor[MT][2];
   const i64 lse_at = b * p.lse_batch + head * p.lse_head + seq.first_q;
   UNROLLED(i, MT)
     UNROLLED(r, 2) {
-      const float sum = sum_of<4>(l[i][r]);
-      factor[i][r] = (sum == 0.f ? 0.f : 1.f / sum) * (DROPOUT ? p.dropout_scale : 1.f) * inverse_of_power(v_scale);
+      factor[i][r] = reciprocal_of_sum(l[i][r]) * (DROPOUT ? p.dropout_scale : 1.f) * inverse_of_power(v_scale);
       const int row = rows.first + i * 16 + g + r * 8;
-      if (p.lse && t == 0 && row < seq.seqlen_q) write_lse(p, lse_at + row, m[i][r] * unit - P_SHIFT, sum, slope, row + rows.shift);
+      if (p.lse && t == 0 && row < seq.seqlen_q) write_lse(p, lse_at + row, m[i][r] - P_SHIFT, l[i][r], slope, row + rows.shift);
     }
   u16 *out = p.out + b * p.out_s.batch + (i64)(seq.first_q + first_row) * p.out_s.row + (i64)head * p.out_s.head;
   write_rows<MT>(O, factor, shared, warp * WARP_ROWS, out, p.out_s.row, seq.seqlen_q - first_row, p.head_dim_v);

@@ -93,6 +93,7 @@ template <class T> inline T global_load_fresh(const T *p) { return *checked(p); 
 inline int atomicAdd(int *p, int x) { const int old = *checked(p); *p += x; return old; }
 inline float atomicAdd(float *p, float x) { const float old = *checked(p); *p += x; return old; }
 inline int atomicMax(int *p, int x) { const int old = *checked(p); *p = max(old, x); return old; }
+inline u32 atomicInc(u32 *p, u32 last) { const u32 old = *checked(p); *p = old >= last ? 0 : old + 1; return old; }
 inline void __threadfence() {}
 
 // ---- Shared memory
@@ -157,6 +158,16 @@ inline bool __any_sync(u32, bool x) {
 inline bool __all_sync(u32 mask, bool x) { return !__any_sync(mask, !x); }
 inline void __syncwarp() { emulator::meet_warp("syncwarp"); emulator::order_warp(); }
 inline void __syncthreads() { emulator::meet_block(); }
+inline bool __syncthreads_or(bool x) {
+  static bool any;   // false between calls
+  if (x) any = true;
+  __syncthreads();
+  const bool found = any;
+  __syncthreads();
+  if (x) any = false;
+  __syncthreads();
+  return found;
+}
 
 inline void ldmatrix(u32 (&r)[4], u32 address) {
   const Words *rows = exchange("ldmatrix", address);

@@ -75,13 +75,14 @@ class Attention:
     """A launch of the forward or the decode kernel; the latter writes a few ``new`` keys on its way.
 
     More of them, or those of more rows, are written by a launch before it.
+    splits: blocks that share the keys of a tile of rows; None: as many as pay
     """
 
-    def __init__(self, call: AttentionCall, kind: Kind, new: Append | None = None) -> None:
-        splits = launcher.splits_of(call, kind)
-        self.kind, self.is_decode = kind, splits is not None
+    def __init__(self, call: AttentionCall, kind: Kind, new: Append | None = None, splits: int | None = None) -> None:
+        rows, group = launcher.longest_rows(call), call.nheads // call.nheads_k
+        self.kind, self.is_decode = kind, variants.takes_decode(rows, group, kind.dropout)
         self.appends, self.seqlen_new = new is not None, 0 if new is None else new.k.shape[1]
-        self.writes_first = self.appends and (splits is None or self.seqlen_new > _MOST_NEW)
+        self.writes_first = self.appends and not (self.is_decode and self.seqlen_new <= _MOST_NEW)
         fields = launcher.described(call) | {"out_s": launcher.contiguous_strides(call.out_shape)}
         outputs: list[Output] = []
         launches: list[Launch] = []
@@ -99,30 +100,32 @@ class Attention:
         if call.needs_grad and call.lse_carries_alibi_position:
             outputs.append(Output("lse_true", call.lse_shape, torch.float32))
         # The decode kernel scales what it converts step by step.
-        self.has_maxima = splits is None and kind.type == variants.BF16_AS_FP16
+        self.has_maxima = not self.is_decode and kind.type == variants.BF16_AS_FP16
         if self.has_maxima:
             found, before = launcher.maxima(call, kind, fields)
             outputs.append(found)
             launches.append(before)
+        if self.is_decode:  # the heads of a group are rows of one tile
+            variant = variants.step(kind) if self.appends and not self.writes_first else variants.decode(kind)
+            tiles, heads = -(-rows * group // variant.rows), call.nheads_k
+        else:
+            variant = variants.forward(kind)
+            tiles, heads = -(-rows // variant.rows), call.nheads
+        total = tiles * heads * call.batch
+        if splits is None:
+            splits = launcher.splits_of(call, variant, total)
+        workspace = launcher.PARTS_AT + total * splits * variants.part_bytes(variant) if splits > 1 else 0
         # With packed rows, one slab more sets what lies outside of all sequences to 0.
         sequences = call.batch + (call.cu_seqlens_q is not None)
-        if splits is None:
-            variant = variants.forward(kind)
-            fields["tiles"] = tiles = -(-launcher.longest_rows(call) // variant.rows)
-            blocks = tiles * call.nheads * sequences
-        else:
-            variant = variants.step(kind) if self.appends and not self.writes_first else variants.decode(kind)
-            fields |= {"tiles": splits.tiles, "splits": splits.each}
-            blocks = splits.each * splits.tiles * call.nheads_k * sequences
-        launches.append(Launch(variant, blocks, fields))
-        self.plan = Plan(call, outputs, launches, new, splits=splits)
+        launches.append(Launch(variant, splits * tiles * heads * sequences, fields | {"tiles": tiles, "splits": splits}))
+        self.plan = Plan(call, outputs, launches, new, workspace=workspace)
 
     def try_first(self) -> None:
         """Raises KernelError if the kernel turns out to be wrong."""
         kind, plan, appends = self.kind, self.plan, self.appends and not self.writes_first
 
         def run_tiny(call: AttentionCall, new: Append | None) -> dict[str, Tensor]:
-            result = Attention(call, kind, new).run(call, new)
+            result = Attention(call, kind, new, splits=2).run(call, new)
             return {"out": result.out, "softmax_lse": result.lse}
 
         def wrong() -> str | None:

@@ -23,8 +23,9 @@ from flash_attn_compat.engine.call import AttentionCall
 _LARGEST_INT = 2**31 - 1
 # Longer windows than a sequence that fits a GPU; the kernels add them to positions.
 _LONGEST_WINDOW = 2**29
-# Words at the start of a workspace: one for each tile of a decode call with splits.
+# Words at the start of a workspace, one for each tile with splits; bytes before the parts that these leave.
 _COUNTERS = 1024
+PARTS_AT = 4 * _COUNTERS
 # Elements up to which loading one by one costs less than copying into place first.
 SMALL = 2**18
 
@@ -68,12 +69,12 @@ class Plan:
         launches: Sequence[Launch],
         new: Append | None = None,
         others: Mapping[str, Tensor] | None = None,
-        splits: Splits | None = None,
+        workspace: int = 0,
     ) -> None:
-        """others: whatever else calls give, by its name in struct Params; splits: those of the decode kernel"""
+        """others: whatever else calls give, by its name in struct Params; workspace: bytes that splits need"""
         self.place, self.device = call.q.device, call.q.get_device()
         self.seqlen_k = longest_keys(call)
-        self._splits = splits if splits is not None and splits.each > 1 else None
+        self._workspace = workspace
         self.variants = tuple(launch.variant for launch in launches)
         self._rotates = any(output.name == "q_rotated" for output in outputs)
         like = dict(zip((*_CALL, *_APPEND), tensors_of(call, call.rng_state, new), strict=True)) | dict(others or {})
@@ -87,7 +88,7 @@ class Plan:
         alike = call.q.shape, call.q.dtype, call.q.is_contiguous()
         self._outputs = [(*output, (output.shape, output.dtype, True) == alike) for output in outputs]
         given = [name for name, size in sizes.items() if size] + [output.name for output in outputs]
-        self._head = params.head(given if self._splits is None else [*given, "counters", "part_out", "part_ml"])
+        self._head = params.head([*given, "counters", "parts"] if workspace else given)
         loader.load_together(self.variants, self.device)
         self._launch = loader.driver().launch
         self._launches = [
@@ -110,10 +111,10 @@ class Plan:
                 output.zero_()
             made[name] = output
             numbers.append(output.data_ptr())
-        if self._splits is not None:
-            parts = workspace(self._splits.workspace, self.device, self.place)  # alive until its launch
+        if self._workspace:
+            parts = workspace(self._workspace, self.device, self.place)  # alive until its launch
             start = parts.data_ptr()
-            numbers += start, start + self._splits.part_out, start + self._splits.part_ml
+            numbers += start, start + PARTS_AT
         length = self.seqlen_k if seqlen_k is None else seqlen_k
         head = self._head.pack(*numbers, length)
         for kernel, blocks, rest in self._launches:
@@ -361,43 +362,22 @@ def longest_keys(call: AttentionCall) -> int:
     return max(1, min(call.max_seqlen_k, call.k.shape[0]))
 
 
-class Splits(NamedTuple):
-    """How the decode kernel cuts a call: tiles of rows a key head, and so many splits of the keys of each.
-
-    part_out, part_ml: where these begin in a workspace of ``workspace`` bytes, behind the counters
-    """
-
-    tiles: int
-    each: int
-    part_out: int
-    part_ml: int
-    workspace: int
-
-
-def splits_of(call: AttentionCall, kind: Kind) -> Splits | None:
-    """None where the call has too many rows for the decode kernel."""
-    rows, group = longest_rows(call), call.nheads // call.nheads_k
-    if not variants.takes_decode(rows, group, kind.dropout):
-        return None
-    tiles = -(-rows * group // variants.DECODE_ROWS)
-    total = tiles * call.nheads_k * call.batch
+def splits_of(call: AttentionCall, variant: Variant, tiles: int) -> int:
+    """Blocks that share the keys of each of a call's ``tiles``."""
+    if tiles > _COUNTERS:  # more than any GPU has room for at once
+        return 1
     left, right = call.mask
     keys = longest_keys(call)
     if left is not None and right is not None:
-        keys = min(keys, left + rows + right)
-    width = variants.decode_width(kind)
-    each = variants.splits(total, keys, processors(call.q.get_device()), width)
-    if total > _COUNTERS:  # more tiles than any GPU has room for at once
-        each = 1
-    part_ml = 4 * _COUNTERS + total * each * variants.DECODE_ROWS * width * 4
-    return Splits(tiles, each, 4 * _COUNTERS, part_ml, part_ml + total * each * variants.DECODE_ROWS * 8)
+        keys = min(keys, left + min(longest_rows(call), variant.rows) + right)
+    return variants.splits(variant, tiles, keys, processors(call.q.get_device()))
 
 
 _workspaces: dict[tuple[int, int], Tensor] = {}
 
 
 def workspace(size: int, device: int, place: torch.device) -> Tensor:
-    """Memory of ``size`` bytes for one launch of the decode kernel; its counters are 0 before and after each launch.
+    """Memory of ``size`` bytes for one launch with splits; its counters are 0 before and after each launch.
 
     Launches on one stream follow one another, and share it. What is captured has its own, for a graph's replays follow
     nobody.
@@ -407,7 +387,7 @@ def workspace(size: int, device: int, place: torch.device) -> Tensor:
     found = None if captures else _workspaces.get(key)
     if found is None or found.shape[0] < size:
         found = torch.empty(size, dtype=torch.uint8, device=place)
-        found[: 4 * _COUNTERS].zero_()
+        found[:PARTS_AT].zero_()
         if not captures:
             _workspaces[key] = found
     return found

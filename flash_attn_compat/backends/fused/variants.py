@@ -15,9 +15,12 @@ FP16, BF16, BF16_AS_FP16 = 0, 1, 2
 HEAD_DIMS = (32, 64, 128, 256)
 # Windows of fewer keys than this leave most of a tall tile masked.
 _NARROW = 256
-DECODE_ROWS, _DECODE_UNIT, _MOST_SPLITS = 16, 64, 256
-# Bytes: what 4 warps have found for 16 rows of 64 channels, maxima and sums of these, those of the tile, one flag.
-_DECODE_SHARED = 4 * 16 * 64 * 4 + 4 * 16 * 8 + 16 * 4 + 4
+_DECODE_ROWS = 16
+# Bytes: what 4 warps have found for 16 rows of 64 channels, maxima and sums of these.
+_DECODE_SHARED = 4 * 16 * 64 * 4 + 4 * 16 * 8
+# Keys that are worth a block of their own, and blocks that share a tile's keys at most.
+_SPLIT_KEYS = {"forward": 256, "decode": 64}
+_MOST_SPLITS = 256
 _ABSMAX_ROWS = 512
 
 
@@ -119,19 +122,15 @@ def forward(kind: Kind) -> Variant:
 
 
 def decode(kind: Kind) -> Variant:
-    macros = kind._replace(head_dim=decode_width(kind)).macros("LOCAL", "ALIBI", "SOFTCAP", "PAGED")
-    return Variant("decode", "decode.cu", tuple(macros), DECODE_ROWS, 128, _DECODE_SHARED)
+    """Loads 64 channels of values at once."""
+    macros = kind._replace(head_dim=max(kind.D, 64)).macros("LOCAL", "ALIBI", "SOFTCAP", "PAGED")
+    return Variant("decode", "decode.cu", tuple(macros), _DECODE_ROWS, 128, _DECODE_SHARED)
 
 
 def step(kind: Kind) -> Variant:
     """decode, with new keys that come with the call."""
     variant = decode(kind)
     return variant._replace(macros=(*variant.macros, ("APPEND", 1)))
-
-
-def decode_width(kind: Kind) -> int:
-    """Channels of its partial results: its loads of values take 64 at once."""
-    return max(kind.D, 64)
 
 
 def append(kind: Kind) -> Variant:
@@ -234,14 +233,20 @@ def takes_decode(seqlen_q: int, group: int, dropout: bool) -> bool:
     return not dropout and seqlen_q <= 16 and seqlen_q * group <= 64
 
 
-def splits(tiles: int, keys: int, processors: int, width: int) -> int:
+def splits(variant: Variant, tiles: int, keys: int, processors: int) -> int:
     """Blocks for the keys of one tile of rows, as many as the GPU holds at once (benchmarks/kernel_tiles.py).
 
-    tiles: of the whole call; keys: that a row can see, or the capacity; width: decode_width. The kernel uses fewer
-    where a sequence turns out to be short.
+    variant: of forward or decode; tiles: of the whole call; keys: that a tile can see, or the capacity. The kernel uses
+    fewer where a sequence turns out to be short.
     """
-    at_once = processors * (4 if width == 64 else 2)
-    return max(1, min(at_once // tiles, -(-keys // _DECODE_UNIT), _MOST_SPLITS))
+    at_once = processors * (4 if variant.entry == "decode" and dict(variant.macros)["D"] == 64 else 2)
+    return max(1, min(at_once // tiles, -(-keys // _SPLIT_KEYS[variant.entry]), _MOST_SPLITS))
+
+
+def part_bytes(variant: Variant) -> int:
+    """What one split leaves for the last one: the result in fp32, and for each thread maxima and sums of its rows."""
+    macros = dict(variant.macros)
+    return 4 * variant.rows * macros["D"] + 16 * variant.threads * macros.get("MT", 1)
 
 
 def absmax_splits(seqlen: int, heads: int, processors: int) -> int:
