@@ -18,7 +18,7 @@ struct Share {
 // is_used: whether this thread holds rows of the sequence; those of others are left as they are.
 template <int N, int M>
 DEVICE bool merge_splits(const Params &p, float (&O)[N][M][4], float (&m)[M][2], float (&l)[M][2], bool is_used, i64 tile, int split, int splits) {
-  constexpr int SIZE = (N + 1) * M, TOGETHER = N * M < 32 ? 32 / (N * M) : 1;
+  constexpr int SIZE = (N + 1) * M, TOGETHER = N * M < 16 ? 16 / (N * M) : 1;
   const int stride = blockDim.x;
   float4 *parts = (float4 *)p.parts + tile * p.splits * SIZE * stride + threadIdx.x, *own = parts + (i64)split * SIZE * stride;
   if (is_used)
