@@ -117,7 +117,8 @@ class Attention:
         workspace = launcher.PARTS_AT + total * splits * variants.part_bytes(variant) if splits > 1 else 0
         # With packed rows, one slab more sets what lies outside of all sequences to 0.
         sequences = call.batch + (call.cu_seqlens_q is not None)
-        launches.append(Launch(variant, splits * tiles * heads * sequences, fields | {"tiles": tiles, "splits": splits}))
+        fields |= {"tiles": tiles, "splits": splits}
+        launches.append(Launch(variant, splits * tiles * heads * sequences, fields))
         self.plan = Plan(call, outputs, launches, new, workspace=workspace)
 
     def try_first(self) -> None:
