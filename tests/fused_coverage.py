@@ -26,7 +26,8 @@ def checks(place: torch.device) -> Iterator[tuple[str, Kind, Callable[[], None]]
     """A name, the kind of call, and what raises AssertionError where verify's judge finds something wrong."""
     for kind in kinds(loader.target(place.index).number):
         names = "".join(f" {name}" for name in _FEATURES if getattr(kind, name))
-        label = f"d{kind.D} type {kind.type} vec {kind.vec}{names}{' narrow' * is_narrow(kind)}"
+        names += " narrow" * is_narrow(kind) + " few rows" * kind.few_rows
+        label = f"d{kind.D} type {kind.type} vec {kind.vec}{names}"
         for entry, problem in problems(kind).items():
             yield f"{entry} {label}", kind, partial(_check, problem, place)
 
@@ -46,6 +47,7 @@ def kinds(number: int) -> Iterator[Kind]:
             for name in _FEATURES:
                 yield plain._replace(**{name: True}, window=1000 if name == "local" else None)
             yield plain._replace(local=True, window=34)
+            yield plain._replace(few_rows=True)
             yield plain._replace(local=True, alibi=True, softcap=True, dropout=True, window=104)
             yield plain._replace(local=True, alibi=True, softcap=True, paged=True, vec=1, window=104)
 
@@ -61,6 +63,8 @@ def problems(kind: Kind) -> dict[str, Problem]:
         window = (30, 3) if is_narrow(kind) else (-1, 20)
     # Gradients take rows that are anywhere as they are in small problems only.
     rows, keys, nheads_k = ((19, 150), (45, 171), 2) if kind.vec == 8 else ((9, 70), (21, 50), 1)
+    if kind.few_rows:
+        rows = 19, 60
     common = Problem(
         "varlen", rows, keys, nheads_k, group=2,
         head_dim=kind.D if kind.vec == 8 else kind.D - 3,

@@ -286,6 +286,7 @@ def kind_of(call: AttentionCall, vec: int) -> Kind:
         paged=call.block_table is not None,
         vec=vec,
         window=None if left is None or right is None else left + right + 1,
+        few_rows=longest_rows(call) <= variants.FEW_ROWS,
     )
 
 

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 FP16, BF16, BF16_AS_FP16 = 0, 1, 2
 HEAD_DIMS = (32, 64, 128, 256)
-# Windows of fewer keys than this leave most of a tall tile masked.
+# Windows of fewer keys than this leave most of a tall tile masked; sequences of no more rows leave half of it empty.
 _NARROW = 256
+FEW_ROWS = 64
 _DECODE_ROWS = 16
 # Bytes: what 4 warps have found for 16 rows of 64 channels, maxima and sums of these.
 _DECODE_SHARED = 4 * 16 * 64 * 4 + 4 * 16 * 8
@@ -41,7 +42,10 @@ class Variant(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What of a call chooses a variant. number: the architecture's, as 75; window: keys in sight, None unbounded"""
+    """What of a call chooses a variant.
+
+    number: the architecture's, as 75; window: keys in sight, None unbounded; few_rows: none of more than FEW_ROWS
+    """
 
     number: int
     type: int
@@ -53,6 +57,7 @@ class Kind(NamedTuple):
     paged: bool = False
     vec: int = 8
     window: int | None = None
+    few_rows: bool = False
 
     @property
     def D(self) -> int:
@@ -104,9 +109,9 @@ def forward_tile(kind: Kind) -> Tile:
     if kind.D == 32:
         return Tile(64, 4, 2, 2) if kind.type == BF16_AS_FP16 else Tile(128, 4, 1, 3)
     if kind.D == 64:
-        return Tile(64, 4, 1, 3) if narrow or more_work else Tile(64, 4, 2, 2)
+        return Tile(64, 4, 1, 3) if narrow or kind.few_rows or more_work else Tile(64, 4, 2, 2)
     if kind.D == 128 and newer:
-        return Tile(64, 4, 1, 2) if more_work else Tile(64, 4, 2, 1, s=False)
+        return Tile(64, 4, 1, 2) if kind.few_rows or more_work else Tile(64, 4, 2, 1, s=False)
     if kind.D == 128:
         return Tile(64, 4, 1, 2)
     return Tile(64 if newer else 32, 4, 1, 1, s=False)
@@ -204,8 +209,8 @@ def kinds(number: int) -> Iterator[Kind]:
     types = (FP16, BF16) if number >= 80 else (FP16, BF16_AS_FP16)
     flags = itertools.product((False, True), repeat=5)
     for (local, alibi, softcap, dropout, paged), type, D, vec in itertools.product(flags, types, HEAD_DIMS, (8, 1)):
-        for window in (None, _NARROW - 1) if local else (None,):
-            yield Kind(number, type, D, local, alibi, softcap, dropout, paged, vec, window)
+        for window, few_rows in itertools.product((None, _NARROW - 1) if local else (None,), (False, True)):
+            yield Kind(number, type, D, local, alibi, softcap, dropout, paged, vec, window, few_rows)
 
 
 def entries(kind: Kind) -> Iterator[str]:
@@ -239,8 +244,11 @@ def splits(variant: Variant, tiles: int, keys: int, processors: int) -> int:
     variant: of forward or decode; tiles: of the whole call; keys: that a tile can see, or the capacity. The kernel uses
     fewer where a sequence turns out to be short.
     """
-    at_once = processors * (4 if variant.entry == "decode" and dict(variant.macros)["D"] == 64 else 2)
-    return max(1, min(at_once // tiles, -(-keys // _SPLIT_KEYS[variant.entry]), _MOST_SPLITS))
+    macros = dict(variant.macros)
+    resident = 4 if variant.entry == "decode" and macros["D"] == 64 else 2
+    if variant.entry == "forward":  # a block of the largest tiles has a multiprocessor to itself before sm80
+        resident = max(macros["MINB"], 1 + macros.get("MMA16", 0))
+    return max(1, min(processors * resident // tiles, -(-keys // _SPLIT_KEYS[variant.entry]), _MOST_SPLITS))
 
 
 def part_bytes(variant: Variant) -> int:
