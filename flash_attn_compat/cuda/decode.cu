@@ -288,6 +288,6 @@ KERNEL(THREADS, MINB) decode(const Params p) {
 
   Found found;
   combine_warps(O, m, l, unit, shared, found);
-  if (share.splits > 1 && !merge_splits(p, found, m, l, thread / 8 < tile.count(), tile_index, split, share.splits)) return;
+  if (share.splits > 1 && !merge_splits<D == 64 ? 6 : D == 128 ? 8 : 3>(p, found, m, l, thread / 8 < tile.count(), tile_index, split, share.splits)) return;
   write_result(p, tile, found, m[0][0], l[0][0]);
 }

@@ -186,7 +186,7 @@ KERNEL(THREADS, MINB) forward(const Params p) {
   // out = O / l, LSE = m + ln(l); rows that see no key: 0 and +inf.
   UNROLLED(i, MT)
     UNROLLED(r, 2) m[i][r] *= unit, l[i][r] = sum_of<4>(l[i][r]);
-  if (splits > 1 && !merge_splits(p, O, m, l, rows.first < seq.seqlen_q, (b * p.nheads + head) * p.tiles + tile, split, splits)) return;
+  if (splits > 1 && !merge_splits<CHUNKS * MT < 16 ? 16 / (CHUNKS * MT) : 1>(p, O, m, l, rows.first < seq.seqlen_q, (b * p.nheads + head) * p.tiles + tile, split, splits)) return;
   float factor[MT][2];
   const i64 lse_at = b * p.lse_batch + head * p.lse_head + seq.first_q;
   UNROLLED(i, MT)

@@ -15,16 +15,15 @@ struct Share {
 
 // The last block of a tile to come here gets what all of its splits have found, put together in their order; the others get false.
 // O: elements 0 and 1 of one row, 2 and 3 of another, not yet divided by l; m: maxima in units of log2; l: whole sums.
-// is_used: whether this thread holds rows of the sequence; those of others are left as they are.
-template <int N, int M>
+// is_used: whether this thread holds rows of the sequence; those of others are left as they are. AT_ONCE: splits that are loaded together.
+template <int AT_ONCE, int N, int M>
 DEVICE bool merge_splits(const Params &p, float (&O)[N][M][4], float (&m)[M][2], float (&l)[M][2], bool is_used, i64 tile, int split, int splits) {
-  constexpr int SIZE = (N + 1) * M, TOGETHER = N * M < 16 ? 16 / (N * M) : 1;
-  const int stride = blockDim.x;
-  float4 *parts = (float4 *)p.parts + tile * p.splits * SIZE * stride + threadIdx.x, *own = parts + (i64)split * SIZE * stride;
+  const int stride = blockDim.x, size = (N + 1) * M * stride;
+  float4 *parts = (float4 *)p.parts + tile * p.splits * size + threadIdx.x, *own = parts + (i64)split * size;
   if (is_used)
     UNROLLED(i, M) {
-      global_store(own + i * stride, make_float4(m[i][0], l[i][0], m[i][1], l[i][1]));
-      UNROLLED(n, N) global_store(own + (M + i * N + n) * stride, make_float4(O[n][i][0], O[n][i][1], O[n][i][2], O[n][i][3]));
+      global_store(own + i * (N + 1) * stride, make_float4(m[i][0], l[i][0], m[i][1], l[i][1]));
+      UNROLLED(n, N) global_store(own + (i * (N + 1) + n + 1) * stride, make_float4(O[n][i][0], O[n][i][1], O[n][i][2], O[n][i][3]));
     }
   __threadfence();
   __syncthreads();
@@ -33,26 +32,27 @@ DEVICE bool merge_splits(const Params &p, float (&O)[N][M][4], float (&m)[M][2],
   __threadfence();
   if (!is_used) return true;
   set_zero(O);
-  UNROLLED(i, M) {
-    m[i][0] = m[i][1] = NEG_INF, l[i][0] = l[i][1] = 0.f;
-#pragma unroll 8
-    for (int s = 0; s < splits; s++) {
-      const float4 x = global_load_fresh(parts + (s * SIZE + i) * stride);
-      m[i][0] = fmaxf(m[i][0], x.x), m[i][1] = fmaxf(m[i][1], x.z);
-    }
-    UNROLLED(r, 2)
-      if (m[i][r] == NEG_INF) m[i][r] = 0.f;
-  }
-#pragma unroll TOGETHER
-  for (int s = 0; s < splits; s++, parts += SIZE * stride)
+  UNROLLED(i, M) m[i][0] = m[i][1] = NEG_INF, l[i][0] = l[i][1] = 0.f;
+#pragma unroll 1
+  for (int first = 0; first < splits; first += AT_ONCE)
     UNROLLED(i, M) {
-      const float4 x = global_load_fresh(parts + i * stride);
-      const float a = exp2_approx(x.x - m[i][0]), b = exp2_approx(x.z - m[i][1]);
-      l[i][0] += a * x.y, l[i][1] += b * x.w;
-      UNROLLED(n, N) {
-        const float4 o = global_load_fresh(parts + (M + i * N + n) * stride);
-        O[n][i][0] += a * o.x, O[n][i][1] += a * o.y, O[n][i][2] += b * o.z, O[n][i][3] += b * o.w;
+      float4 x[AT_ONCE][N + 1];
+      UNROLLED(s, AT_ONCE)
+        UNROLLED(n, N + 1) x[s][n] = global_load_fresh(parts + min(first + s, splits - 1) * size + (i * (N + 1) + n) * stride);
+      float from[2] = {m[i][0], m[i][1]}, shrink[2];
+      UNROLLED(s, AT_ONCE) from[0] = fmaxf(from[0], x[s][0].x), from[1] = fmaxf(from[1], x[s][0].z);
+      UNROLLED(r, 2) {
+        shrink[r] = from[r] == NEG_INF ? 1.f : exp2_approx(m[i][r] - from[r]);
+        m[i][r] = from[r], from[r] = from[r] == NEG_INF ? 0.f : from[r], l[i][r] *= shrink[r];
       }
+      UNROLLED(n, N)
+        UNROLLED(e, 4) O[n][i][e] *= shrink[e >> 1];
+      UNROLLED(s, AT_ONCE)
+        if (first + s < splits) {
+          const float a = exp2_approx(x[s][0].x - from[0]), b = exp2_approx(x[s][0].z - from[1]);
+          l[i][0] += a * x[s][0].y, l[i][1] += b * x[s][0].w;
+          UNROLLED(n, N) O[n][i][0] += a * x[s][n + 1].x, O[n][i][1] += a * x[s][n + 1].y, O[n][i][2] += b * x[s][n + 1].z, O[n][i][3] += b * x[s][n + 1].w;
+        }
     }
   return true;
 }
