@@ -229,11 +229,11 @@ KERNEL(THREADS, MINB) decode(const Params p) {
   const Range seen = visible_keys(tile.query(p, 0), tile.query(p, ROWS - 1) + 1, offset, seq.seqlen_k, left, right);
   const int unit_keys = NW * KEYS;
   const Share share(p, seen, unit_keys, split);
-  if (split >= share.splits) return;
-  const int first = share.keys.first, end = share.keys.end;
+  const int splits = share.splits, first = share.keys.first, end = share.keys.end;
+  if (split >= splits) return;
 
 #if APPEND
-  append_new(p, tile, split == share.splits - 1, seq.first_k + end);
+  append_new(p, tile, split == splits - 1, seq.first_k + end);
 #endif
 
   const u32 shared = SHARED_BASE, q_at = shared + g * ROW_BYTES + ((t ^ (g & 1) << 2) << 4);
@@ -286,8 +286,7 @@ KERNEL(THREADS, MINB) decode(const Params p) {
     places = following;
   }
 
-  Found found;
-  combine_warps(O, m, l, unit, shared, found);
-  if (share.splits > 1 && !merge_splits<D == 64 ? 6 : D == 128 ? 8 : 3>(p, found, m, l, thread / 8 < tile.count(), tile_index, split, share.splits)) return;
-  write_result(p, tile, found, m[0][0], l[0][0]);
+  const i64 first_part = (i64)tile_index * p.splits;
+  combine_warps(p, tile, O, m[0], l[0], unit, shared, splits, first_part + split);
+  if (splits > 1 && is_last(p, tile_index, splits)) combine_splits(p, tile, shared, splits, first_part);
 }

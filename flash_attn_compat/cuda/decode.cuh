@@ -1,11 +1,13 @@
-// How the results of a decode block's warps come together in shared memory, and how they are written.
+// How the decode kernel's results come together: those of a block's warps in shared memory, those of a tile's splits in global memory.
 #pragma once
 #include "splits.cuh"
 
-constexpr int NW = 4, THREADS = NW * 32, ROWS = 16;   // warps, threads and rows of a block
+constexpr int NW = 4, THREADS = NW * 32, ROWS = 16, MAX_SPLITS = 256;
+constexpr int PART = ROWS * (D + 2);   // what a split leaves: its result, then for each row the maximum in units of log2 and the sum
 constexpr int SLABS = D / 64;   // of 64 channels in V and in the result
-// Shared memory: the warps' shares of a slab of the result (before: Q), then their maxima and sums.
-constexpr u32 STATISTICS_AT = NW * ROWS * 64 * 4;
+// Shared memory: the warps' shares of a slab of the result (before: Q, after: the splits' weights), then their maxima and sums, then
+// 1 / sum of each row.
+constexpr u32 SHARES = NW * ROWS * 64 * 4, STATISTICS_AT = SHARES, FACTORS_AT = STATISTICS_AT + NW * ROWS * 8;
 
 // The rows of a block's tile: row i is query i / group of head i % group.
 struct Tile {
@@ -17,64 +19,107 @@ struct Tile {
   DEVICE int head(const Params &p, int i) const { return head_k * p.group + row(i) % p.group; }
 };
 
-// Four channels of a row as one warp left them; spread over the banks.
-DEVICE u32 share_at(u32 shared, int warp, int row, int quad) { return shared + ((warp * ROWS + row) * 16 + (quad ^ row)) * 16; }
-
-// Thread 8 r + c has row r of the block's result, of every slab h channels 8 c and the 7 behind them: x[2 h] and x[2 h + 1].
-typedef float Found[SLABS * 2][1][4];
-
-// The warps' results put together through shared memory. m and l become those of the thread's row in the block, m in units of log2.
-DEVICE void combine_warps(const float (&O)[CHUNKS][1][4], float (&m)[1][2], float (&l)[1][2], float unit, u32 shared, Found &found) {
-  const int warp = threadIdx.x >> 5, g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3, own_row = threadIdx.x / 8;
-  UNROLLED(r, 2) {
-    const float sum = sum_of<4>(l[0][r]);
-    const u32 statistics = shared + STATISTICS_AT + (warp * ROWS + g + r * 8) * 8;
-    if (t == 0) shared_store_float(statistics, m[0][r] * unit), shared_store_float(statistics + 4, sum);
-  }
-  __syncthreads();
-  float statistics[NW][2], highest = NEG_INF, sum = 0.f;
-  UNROLLED(w, NW) {
-    shared_load_floats(statistics[w], shared + STATISTICS_AT + (w * ROWS + own_row) * 8);
-    highest = fmaxf(highest, statistics[w][0]);
-  }
-  UNROLLED(w, NW) {
-    statistics[w][0] = exp2_approx(statistics[w][0] - (highest == NEG_INF ? 0.f : highest));   // the warp's weight
-    sum += statistics[w][0] * statistics[w][1];
-  }
-  m[0][0] = m[0][1] = highest, l[0][0] = l[0][1] = sum;
-  set_zero(found);
-  UNROLLED(h, SLABS) {
-    if (h) __syncthreads();
-    UNROLLED(r, 2)
-      UNROLLED(i, 4) {
-        const float (*x)[1][4] = O + h * 8 + i % 2 * 4;
-        const int e = 2 * r + i / 2;
-        shared_store_float4(share_at(shared, warp, g + r * 8, 4 * t + i), make_float4(x[0][0][e], x[1][0][e], x[2][0][e], x[3][0][e]));
-      }
-    __syncthreads();
-    UNROLLED(w, NW)
-      UNROLLED(i, 2) {
-        const float4 x = shared_load_float4(share_at(shared, w, own_row, threadIdx.x % 8 * 2 + i));
-        float (&o)[4] = found[2 * h + i][0];
-        const float weight = statistics[w][0];
-        o[0] += weight * x.x, o[1] += weight * x.y, o[2] += weight * x.z, o[3] += weight * x.w;
-      }
-  }
+DEVICE void write_out(const Params &p, const Tile &tile, int row, int channel, float4 x, float factor) {
+  const int channels = p.head_dim_v - channel;
+  if (channels <= 0) return;
+  u16 *out = p.out + tile.sequence * p.out_s.batch + (i64)(tile.seq.first_q + tile.query(p, row)) * p.out_s.row +
+             (i64)tile.head(p, row) * p.out_s.head + channel;
+  const uint2 bits = make_uint2(pack_out(x.x * factor, x.y * factor), pack_out(x.z * factor, x.w * factor));
+#if VEC == 8
+  global_store((uint2 *)out, bits);
+#else
+  const u32 pairs[2] = {bits.x, bits.y};
+  UNROLLED(i, 4)
+    if (i < channels) global_store2(out + i, (u16)(pairs[i / 2] >> (i % 2 * 16)));
+#endif
 }
 
-DEVICE void write_result(const Params &p, const Tile &tile, const Found &x, float m, float l) {
-  const int row = threadIdx.x / 8, head = tile.head(p, row), query = tile.query(p, row);
-  if (row >= tile.count()) return;
-  const float factor = reciprocal_of_sum(l);
-  u16 *out = p.out + tile.sequence * p.out_s.batch + (i64)(tile.seq.first_q + query) * p.out_s.row + (i64)head * p.out_s.head;
-  UNROLLED(h, SLABS) {
-    u32 pairs[4];
-    UNROLLED(i, 4) pairs[i] = pack_out(x[2 * h + i / 2][0][i % 2 * 2] * factor, x[2 * h + i / 2][0][i % 2 * 2 + 1] * factor);
-    const int channel = h * 64 + threadIdx.x % 8 * 8;
-    if (channel < p.head_dim_v) store_chunk(out + channel, make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]), p.head_dim_v - channel);
-  }
-  if (!p.lse || threadIdx.x % 8) return;
+DEVICE void write_lse(const Params &p, const Tile &tile, int row, float m, float l) {
+  if (!p.lse) return;
+  const int head = tile.head(p, row), query = tile.query(p, row);
   const float slope = ALIBI ? global_load(p.alibi_slopes + tile.sequence * p.slopes_batch + head) : 0.f;
   const i64 at = tile.sequence * p.lse_batch + head * p.lse_head + tile.seq.first_q + query;
   write_lse(p, at, m, l, slope, query + tile.seq.seqlen_k - tile.seq.seqlen_q);
+}
+
+// Four channels of a row as one warp left them; spread over the banks.
+DEVICE u32 share_at(u32 shared, int warp, int row, int quad) { return shared + ((warp * ROWS + row) * 16 + (quad ^ row)) * 16; }
+
+// The warps' shares of all channels put together: written as the result where the tile has one split, else left for the last block.
+DEVICE void combine_warps(const Params &p, const Tile &tile, float (&O)[CHUNKS][1][4], float (&m)[2], float (&l)[2], float unit, u32 shared,
+                          int splits, i64 part) {
+  const int thread = threadIdx.x, warp = thread >> 5, g = (thread & 31) >> 2, t = thread & 3;
+  UNROLLED(r, 2) l[r] = sum_of<4>(l[r]);
+  UNROLLED(h, SLABS) {
+    __syncthreads();
+    UNROLLED(r, 2) {
+      const int row = g + r * 8;
+      const u32 statistics = shared + STATISTICS_AT + (warp * ROWS + row) * 8;
+      if (h == 0 && t == 0) shared_store_float(statistics, m[r] == NEG_INF ? NEG_INF : m[r] * unit), shared_store_float(statistics + 4, l[r]);
+      UNROLLED(e, 2)
+#pragma unroll
+        for (int i = 0; i < 8; i += 4)
+          shared_store_float4(share_at(shared, warp, row, 4 * t + 2 * e + i / 4),
+                              make_float4(O[h * 8 + i][0][2 * r + e], O[h * 8 + i + 1][0][2 * r + e], O[h * 8 + i + 2][0][2 * r + e], O[h * 8 + i + 3][0][2 * r + e]));
+    }
+    __syncthreads();
+    for (int i = thread; i < tile.count() * 16; i += THREADS) {
+      const int row = i / 16, quad = i % 16, channel = h * 64 + quad * 4;
+      float statistics[NW][2], highest = NEG_INF, sum = 0.f;
+      UNROLLED(w, NW) {
+        shared_load_floats(statistics[w], shared + STATISTICS_AT + (w * ROWS + row) * 8);
+        highest = fmaxf(highest, statistics[w][0]);
+      }
+      const float from = highest == NEG_INF ? 0.f : highest;
+      float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+      UNROLLED(w, NW) {
+        const float weight = exp2_approx(statistics[w][0] - from);
+        const float4 x = shared_load_float4(share_at(shared, w, row, quad));
+        sum += weight * statistics[w][1];
+        total.x += weight * x.x, total.y += weight * x.y, total.z += weight * x.z, total.w += weight * x.w;
+      }
+      if (splits == 1) {
+        write_out(p, tile, row, channel, total, reciprocal_of_sum(sum));
+        if (channel == 0) write_lse(p, tile, row, from, sum);
+      } else {
+        global_store((float4 *)(p.parts + part * PART + row * D + channel), total);
+        if (channel == 0) global_store((float2 *)(p.parts + part * PART + ROWS * D + row * 2), make_float2(highest, sum));
+      }
+    }
+  }
+}
+
+DEVICE void combine_splits(const Params &p, const Tile &tile, u32 shared, int splits, i64 first_part) {
+  const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+  for (int row = warp; row < tile.count(); row += NW) {
+    const float2 *statistics = (const float2 *)(p.parts + first_part * PART + ROWS * D + row * 2);
+    float highest = NEG_INF, sum = 0.f;
+    for (int s = lane; s < splits; s += 32) highest = fmaxf(highest, global_load_fresh(statistics + s * (PART / 2)).x);
+    highest = max_of<32>(highest);
+    const float from = highest == NEG_INF ? 0.f : highest;
+    for (int s = lane; s < splits; s += 32) {
+      const float2 x = global_load_fresh(statistics + s * (PART / 2));
+      const float weight = exp2_approx(x.x - from);
+      sum += weight * x.y;
+      shared_store_float(shared + (row * MAX_SPLITS + s) * 4, weight);
+    }
+    sum = sum_of<32>(sum);
+    if (lane == 0) {
+      shared_store_float(shared + FACTORS_AT + row * 4, reciprocal_of_sum(sum));
+      write_lse(p, tile, row, from, sum);
+    }
+  }
+  __syncthreads();
+  for (int i = thread; i < tile.count() * (D / 4); i += THREADS) {
+    const int row = i / (D / 4), channel = i % (D / 4) * 4;
+    const float *part = p.parts + first_part * PART + row * D + channel;
+    float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 8
+    for (int s = 0; s < splits; s++) {
+      const float weight = shared_load_float(shared + (row * MAX_SPLITS + s) * 4);
+      const float4 x = global_load_fresh((const float4 *)(part + (i64)s * PART));
+      total.x += weight * x.x, total.y += weight * x.y, total.z += weight * x.z, total.w += weight * x.w;
+    }
+    write_out(p, tile, row, channel, total, shared_load_float(shared + FACTORS_AT + row * 4));
+  }
 }

@@ -13,6 +13,16 @@ struct Share {
   }
 };
 
+// Whether all other splits of the tile have left their parts.
+DEVICE bool is_last(const Params &p, i64 tile, int splits) {
+  __threadfence();
+  __syncthreads();
+  const bool last = threadIdx.x == 0 && atomicInc((u32 *)p.counters + tile, splits - 1) == splits - 1;   // which leaves 0 for the next launch
+  const bool found = __syncthreads_or(last);
+  __threadfence();
+  return found;
+}
+
 // The last block of a tile to come here gets what all of its splits have found, put together in their order; the others get false.
 // O: elements 0 and 1 of one row, 2 and 3 of another, not yet divided by l; m: maxima in units of log2; l: whole sums.
 // is_used: whether this thread holds rows of the sequence; those of others are left as they are. AT_ONCE: splits that are loaded together.
@@ -25,11 +35,7 @@ DEVICE bool merge_splits(const Params &p, float (&O)[N][M][4], float (&m)[M][2],
       global_store(own + i * (N + 1) * stride, make_float4(m[i][0], l[i][0], m[i][1], l[i][1]));
       UNROLLED(n, N) global_store(own + (i * (N + 1) + n + 1) * stride, make_float4(O[n][i][0], O[n][i][1], O[n][i][2], O[n][i][3]));
     }
-  __threadfence();
-  __syncthreads();
-  const bool is_last = threadIdx.x == 0 && atomicInc((u32 *)p.counters + tile, splits - 1) == splits - 1;   // which leaves 0 for the next launch
-  if (!__syncthreads_or(is_last)) return false;
-  __threadfence();
+  if (!is_last(p, tile, splits)) return false;
   if (!is_used) return true;
   set_zero(O);
   UNROLLED(i, M) m[i][0] = m[i][1] = NEG_INF, l[i][0] = l[i][1] = 0.f;

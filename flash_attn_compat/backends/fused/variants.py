@@ -17,8 +17,8 @@ HEAD_DIMS = (32, 64, 128, 256)
 _NARROW = 256
 FEW_ROWS = 64
 _DECODE_ROWS = 16
-# Bytes: what 4 warps have found for 16 rows of 64 channels, maxima and sums of these.
-_DECODE_SHARED = 4 * 16 * 64 * 4 + 4 * 16 * 8
+# Bytes: what 4 warps have found for 16 rows of 64 channels, maxima and sums of these, those of the tile.
+_DECODE_SHARED = 4 * 16 * 64 * 4 + 4 * 16 * 8 + 16 * 4
 # Keys that are worth a block of their own, and blocks that share a tile's keys at most.
 _SPLIT_KEYS = {"forward": 256, "decode": 64}
 _MOST_SPLITS = 256
@@ -252,9 +252,8 @@ def splits(variant: Variant, tiles: int, keys: int, processors: int) -> int:
 
 
 def part_bytes(variant: Variant) -> int:
-    """What one split leaves for the last one: the result in fp32, and for each thread maxima and sums of its rows."""
-    macros = dict(variant.macros)
-    return 4 * variant.rows * macros["D"] + 16 * variant.threads * macros.get("MT", 1)
+    """What one split leaves for the last one, at most: the result in fp32, and maxima and sums of its rows."""
+    return 4 * variant.rows * (dict(variant.macros)["D"] + 8)
 
 
 def absmax_splits(seqlen: int, heads: int, processors: int) -> int:
