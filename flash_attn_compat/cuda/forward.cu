@@ -12,6 +12,7 @@ constexpr int THREADS = NW * 32, BM = NW * MT * 16, NB = BN / 8, WARP_ROWS = MT 
 // Probabilities times 2^15 use fp16's range below 1 as well: with dropout the largest ones may be gone, and bf16 keeps the rest.
 constexpr int P_SHIFT = TYPE == 2 ? 15 : 0;
 constexpr int SPLIT_UNIT = 128;   // keys: fewer are not worth a block of their own
+constexpr bool CAN_SPLIT = D < 256 || MMA16;   // Turing has no registers left to merge the widest heads
 typedef Transfer<THREADS, BN * CHUNKS / THREADS> KeyTransfer;
 typedef Mover<THREADS> Move;
 
@@ -112,7 +113,7 @@ KERNEL(THREADS, MINB) forward(const Params p) {
   Range keys = visible_keys(first_row, min(first_row + BM, seq.seqlen_q), rows.shift, seq.seqlen_k, left, right);
   keys.first = keys.first / BN * BN;
   int splits = 1;
-  if (p.splits > 1) {
+  if (CAN_SPLIT && p.splits > 1) {
     const Share share(p, keys, SPLIT_UNIT, split);
     if (split >= share.splits) return;
     keys = share.keys, splits = share.splits;
@@ -186,7 +187,9 @@ KERNEL(THREADS, MINB) forward(const Params p) {
   // out = O / l, LSE = m + ln(l); rows that see no key: 0 and +inf.
   UNROLLED(i, MT)
     UNROLLED(r, 2) m[i][r] *= unit, l[i][r] = sum_of<4>(l[i][r]);
-  if (splits > 1 && !merge_splits<CHUNKS * MT < 16 ? 16 / (CHUNKS * MT) : 1>(p, O, m, l, rows.first < seq.seqlen_q, (b * p.nheads + head) * p.tiles + tile, split, splits)) return;
+  constexpr int AT_ONCE = CHUNKS * MT < 16 ? 16 / (CHUNKS * MT) : 1;
+  const int numbered = (b * p.nheads + head) * p.tiles + tile;
+  if (CAN_SPLIT && splits > 1 && !merge_splits<AT_ONCE>(p, O, m, l, rows.first < seq.seqlen_q, numbered, split, splits)) return;
   float factor[MT][2];
   const i64 lse_at = b * p.lse_batch + head * p.lse_head + seq.first_q;
   UNROLLED(i, MT)

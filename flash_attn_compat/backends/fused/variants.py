@@ -245,6 +245,8 @@ def splits(variant: Variant, tiles: int, keys: int, processors: int) -> int:
     fewer where a sequence turns out to be short.
     """
     macros = dict(variant.macros)
+    if variant.entry == "forward" and macros["D"] == 256 and not macros.get("MMA16", 0):
+        return 1  # the kernel has no registers left for it
     resident = 4 if variant.entry == "decode" and macros["D"] == 64 else 2
     if variant.entry == "forward":  # a block of the largest tiles has a multiprocessor to itself before sm80
         resident = max(macros["MINB"], 1 + macros.get("MMA16", 0))
