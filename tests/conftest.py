@@ -5,12 +5,14 @@ import os
 os.environ.pop("FLASH_ATTN_COMPAT_BACKEND", None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 if TYPE_CHECKING:
+    from tests.fused_on_cpu import Launches
     from tests.support import Asked
 
 torch.set_num_threads(1)
@@ -32,3 +34,13 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> "Asked":
     backend = Asked()
     serve_by(monkeypatch, backend)
     return backend
+
+
+@pytest.fixture
+def turing(monkeypatch: pytest.MonkeyPatch) -> "Iterator[Launches]":
+    """Our kernels serve every call, run by the emulator as a Turing GPU would run them."""
+    from flash_attn_compat import use_backend
+    from tests import fused_on_cpu
+
+    with use_backend("fused"):
+        yield fused_on_cpu.emulate(monkeypatch, 75)

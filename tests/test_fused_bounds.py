@@ -5,28 +5,19 @@ The emulator raises where memory outside of a call's tensors is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
-import flash_attn_compat
 from flash_attn_compat import flash_attn_interface, kvcache
 from flash_attn_compat.backends.fused import forward
 from flash_attn_compat.serving import dispatch
-from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches
 from tests.kernels import emulate
 from tests.test_fused_kernels import APPENDS, BACKWARD, CACHES, FORWARD, PACKED, attend
 
 pytestmark = pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not())
-
-
-@pytest.fixture
-def turing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
-    with flash_attn_compat.use_backend("fused"):
-        yield fused_on_cpu.emulate(monkeypatch, 75)
 
 
 def test_lengths_that_are_no_lengths_reach_nothing_outside(turing: Launches) -> None:
