@@ -39,6 +39,8 @@ def test_causal_scores_may_be_scaled_by_what_is_not_positive(scale: float) -> No
 def joining(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose sequences are put together: an accelerator's are padded, and SDPA's gradients there take no LSE."""
     if request.param == "accelerator":
+        if torch.__version__ < "2.5":
+            pytest.skip("SDPA's gradients are nan there, so that chunked serves")
         monkeypatch.setattr(layout, "_CPU", layout._ACCELERATOR)
         monkeypatch.setattr(sdpa, "_is_far_behind", lambda block: False)
         monkeypatch.setattr(sdpa, "_gradients", gradients_without_lse)

@@ -9,6 +9,7 @@ from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, use_backe
 from flash_attn_compat.backends import sdpa
 from flash_attn_compat.backends.sdpa import Sdpa
 from flash_attn_compat.engine import alibi
+from flash_attn_compat.engine.features import Feature, Traits
 from flash_attn_compat.engine.layout import Block, Places, Spans
 from flash_attn_compat.engine.mask import Range
 from tests.support import cumulative
@@ -112,3 +113,13 @@ def test_padding_of_a_block_is_never_written():
     target = torch.zeros(1, 4, 1, 1)
     Places(pages, [0], 3, target.device).scatter(target, torch.ones(1, 3, 1, 1))
     assert target.flatten().tolist() == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "mps", "xpu"])
+@pytest.mark.parametrize("survives", [False, True])
+@pytest.mark.parametrize("features", [Feature.VARLEN | Feature.BACKWARD, Feature.VARLEN, Feature.BACKWARD], ids=str)
+def test_packed_gradients_are_refused_where_padding_makes_them_nan(monkeypatch, device_type, survives, features):
+    monkeypatch.setattr(sdpa, "_SURVIVES_ROWS_WITHOUT_KEYS", survives)
+    traits = Traits(device_type, None, torch.float32, 64, 64, "?", int(features))
+    is_refused = any("gradients nan" in reason for reason in Sdpa().extra_reasons(traits))
+    assert is_refused == (device_type != "cpu" and not survives and features == Feature.VARLEN | Feature.BACKWARD)

@@ -46,6 +46,8 @@ class Sdpa(BlockwiseBackend):
                 reasons.append(f"scaled_dot_product_attention returns no softmax_lse on {traits.device_type}")
             if traits.features & Feature.GIVEN_LSE:
                 reasons.append(f"its backward on {traits.device_type} recomputes softmax_lse, it can't be given one")
+            if traits.needs_backward and traits.features & Feature.VARLEN and not _SURVIVES_ROWS_WITHOUT_KEYS:
+                reasons.append(f"before PyTorch 2.5, padding makes its gradients nan on {traits.device_type}")
         elif _FORWARD is None:
             reasons.append("this PyTorch has no fused attention kernel for the CPU with an attn_mask")
         return reasons
@@ -220,6 +222,8 @@ _SHARES_KEY_HEADS = torch.__version__ >= "2.11"
 # In PyTorch 2.4 the kernel rounds fp16 inputs' scores, not yet scaled, to fp16: its LSE is off by 1e-2 where scores
 # reach 40, and past 65504 everything is nan. 2.5 keeps them in fp32, and so did every version for bf16.
 _KEEPS_SCORES = torch.__version__ >= "2.5"
+# In PyTorch 2.4 its decomposition, which serves devices without a kernel, gives nan where a row's keys are all hidden.
+_SURVIVES_ROWS_WITHOUT_KEYS = torch.__version__ >= "2.5"
 # Any: where PyTorch lacks them no call comes this far.
 _FORWARD: Any = _op_with_mask("_scaled_dot_product_flash_attention_for_cpu")
 _BACKWARD: Any = _op_with_mask("_scaled_dot_product_flash_attention_for_cpu_backward")
