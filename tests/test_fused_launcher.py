@@ -192,10 +192,10 @@ def test_a_stream_keeps_the_memory_in_which_splits_meet(launches: Launches, monk
     assert counters() != first
     monkeypatch.setattr(loader, "stream", lambda device: 0)
     assert counters() == first
-    kept = set(map(id, launcher._workspaces.values()))
+    kept = list(launcher._workspaces.values())  # alive, so that no other gets its id
     launcher.forget_workspaces()
     counters()
-    assert kept.isdisjoint(map(id, launcher._workspaces.values()))
+    assert set(map(id, kept)).isdisjoint(map(id, launcher._workspaces.values()))
 
 
 @pytest.fixture
