@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import struct
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import Tensor
 
+from flash_attn_compat.backends.fused import params
 from tests.kernels import emulate
 from tests.kernels.emulate import EmulationError, Kernel, compile_kernel
 
@@ -20,10 +20,10 @@ def machine(entry: str) -> Kernel:
 
 
 def launch(entry: str, q: Tensor, out: Tensor | None = None, lse: Tensor | None = None, threads: int = 32) -> None:
-    """The struct begins with the addresses of q, k, v, out and lse; all else is 0."""
-    given = [0 if x is None else x.data_ptr() for x in (q, None, None, out, lse)]
-    params = struct.pack("<5Q", *given).ljust(1024, b"\0")
-    machine(entry).launch(params, 1, threads, 1024, [x for x in (q, out, lse) if x is not None])
+    """The struct has these addresses, each where params.py says; all else is 0."""
+    given = {name: x for name, x in (("q", q), ("out", out), ("lse", lse)) if x is not None}
+    head = params.head(given).pack(*(x.data_ptr() for x in given.values()), 0)
+    machine(entry).launch(head + params.rest({}), 1, threads, 1024, list(given.values()))
 
 
 def test_mma_multiplies() -> None:
@@ -82,6 +82,11 @@ def test_the_next_launch_after_an_error_is_none_the_worse(entry: str, said: str)
 def test_a_tensor_without_memory_is_an_error() -> None:
     with pytest.raises(EmulationError, match="meta"):
         machine("sum").launch(b"", 1, 32, 0, [torch.empty(4, device="meta")])
+
+
+def test_a_struct_of_another_size_is_an_error() -> None:
+    with pytest.raises(EmulationError, match="not the bytes of struct Params"):
+        machine("sum").launch(bytes(8), 1, 32, 0, [])
 
 
 def test_threads_launch_one_after_the_other() -> None:

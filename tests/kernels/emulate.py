@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -82,8 +83,8 @@ class Kernel:
         emulate.restype = ctypes.c_char_p
         with _ONE_AT_A_TIME:
             said = emulate(
-                entry, ctypes.c_char_p(params), ctypes.c_uint32(grid), ctypes.c_uint32(threads),
-                ctypes.c_uint32(shared_bytes), memories, len(tensors), ctypes.c_uint32(seed),
+                entry, ctypes.c_char_p(params), ctypes.c_uint32(len(params)), ctypes.c_uint32(grid),
+                ctypes.c_uint32(threads), ctypes.c_uint32(shared_bytes), memories, len(tensors), ctypes.c_uint32(seed),
             )  # fmt: skip
         if said:
             raise EmulationError(f"{self.entry}: {said.decode()}")
@@ -108,20 +109,30 @@ def compile_kernel(source: str | Path, entry: str, macros: Macros) -> Kernel:
 
 @cache
 def _library(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
-    command = ["g++", *OPTIONS, *macros, f"-I{HERE}", f"-I{source.parent}", f"-I{SOURCES}"]
-    # By what is compiled, wherever it lies: of a copy of the sources with a change in one only that one is compiled.
-    files = sorted({source, *source.parent.glob("*.cuh"), *HERE.glob("*.h")}, key=lambda file: file.name)
-    said = hashlib.sha256(repr((OPTIONS, LIBRARIES, macros, _compiler_version())).encode())
-    for file in files:
-        said.update(file.name.encode() + file.read_bytes())
+    command = ["g++", *OPTIONS, *macros, *(f"-I{folder}" for folder in _folders(source))]
     folder = Path(tempfile.gettempdir()) / f"flash_attn_compat_emulated_{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    target = folder / f"{source.stem}_{said.hexdigest()[:24]}.so"
+    target = folder / library_name(source, macros)
     with open(target.with_suffix(".lock"), "w") as lock:  # several test processes want the same kernels
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             _compile([*command, "-include", "emulator.h", "-x", "c++", str(source), *LIBRARIES], target)
     return ctypes.CDLL(str(target))
+
+
+def _folders(source: Path) -> tuple[Path, Path, Path]:
+    """Where headers are looked for: of a copy of the sources, its own come before the package's."""
+    return HERE, source.parent, SOURCES
+
+
+def library_name(source: Path, macros: tuple[str, ...]) -> str:
+    """Another one for each byte of what may be compiled, wherever it lies: copies that are equal share a library."""
+    headers = (sorted(folder.glob("*.*h")) for folder in _folders(source))
+    files = [(file.name, file.read_bytes()) for file in (source, *itertools.chain(*headers))]
+    compiled = hashlib.sha256(
+        repr((OPTIONS, LIBRARIES, macros, compiler_version(), list(dict.fromkeys(files)))).encode()
+    )
+    return f"{source.stem}_{compiled.hexdigest()[:24]}.so"
 
 
 def _compile(command: list[str], target: Path) -> None:
@@ -134,5 +145,5 @@ def _compile(command: list[str], target: Path) -> None:
 
 
 @cache
-def _compiler_version() -> str:
+def compiler_version() -> str:
     return subprocess.run(["g++", "--version"], capture_output=True, text=True).stdout

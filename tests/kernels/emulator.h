@@ -216,7 +216,9 @@ inline void mma_k16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
 static void (*launched)(const Params);
 static Params launched_with;
 extern "C" __attribute__((visibility("default"))) const char *emulate(
-    void (*kernel)(const Params), const void *params, u32 blocks, u32 threads, u32 shared_bytes, const emulator::Memory *memories, int count, u32 seed) {
+    void (*kernel)(const Params), const void *params, u32 bytes, u32 blocks, u32 threads, u32 shared_bytes, const emulator::Memory *memories, int count,
+    u32 seed) {
+  if (bytes != sizeof(Params)) return "these are not the bytes of struct Params";
   launched = kernel;
   memcpy(&launched_with, params, sizeof(Params));
   memset(pending_count, 0, sizeof pending_count);

@@ -110,10 +110,11 @@ def _known(head_dim: int, direction: str, device: int) -> Verdict | None:
 
 def _file(head_dim: int, direction: str, device: int) -> str:
     """Other kernels and another PyTorch get a new verdict."""
-    make = variants.forward if direction == "forward" else variants.dkdv
-    target = loader.target(device)
-    kernel = loader.cache_name(make(Kind(target.number, variants.FP16, head_dim, local=True)), target.architecture)
-    return cache.name_of(f"speed-{head_dim}-{direction}", kernel, loader.device_name(device), torch.__version__)
+    target, timed = loader.target(device), (variants.delta, variants.dkdv, variants.dq)
+    kind = Kind(target.number, variants.FP16, head_dim, local=True)
+    makers = (variants.forward,) if direction == "forward" else timed
+    kernels = [loader.cache_name(make(kind), target.architecture) for make in makers]
+    return cache.name_of(f"speed-{head_dim}-{direction}", *kernels, loader.device_name(device), torch.__version__)
 
 
 def _timed(head_dim: int, direction: str, device: int) -> Verdict | None:

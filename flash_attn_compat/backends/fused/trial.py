@@ -6,7 +6,10 @@ dtype, gradient or inference mode. What was found right is remembered beside the
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +31,7 @@ _DROPOUT, _SOFTCAP = 0.3, 2.0
 _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 4e-2}
 _LSE_TOLERANCE = 2e-3
 _JUDGE = Reference()
+_CODE = Path(__file__).parent
 
 Value = TypeVar("Value", AttentionCall, Append)
 
@@ -43,9 +47,7 @@ def check(variants: tuple[Variant, ...], device: int, wrong: Callable[[], str | 
     key = variants, architecture, device
     if key in _right or capture.is_capturing(device):
         return
-    # A file for each kernel, GPU model and driver.
-    kernels = [loader.cache_name(variant, architecture) for variant in variants]
-    name = cache.name_of("tried", *kernels, loader.device_name(device), str(loader.driver().version))
+    name = _file(variants, device)
     if cache.read(name) is None:
         with callers_state.set_aside(torch.device("cpu")):
             found = wrong()
@@ -58,6 +60,18 @@ def check(variants: tuple[Variant, ...], device: int, wrong: Callable[[], str | 
             raise error
         cache.write(name, b"right")
     _right.add(key)
+
+
+def _file(variants: tuple[Variant, ...], device: int) -> str:
+    """Other kernels, another GPU model, driver or trial: they are tried anew."""
+    kernels = [loader.cache_name(variant, loader.target(device).architecture) for variant in variants]
+    return cache.name_of("tried", *kernels, loader.device_name(device), str(loader.driver().version), *_asked())
+
+
+@functools.cache
+def _asked() -> tuple[str, ...]:
+    """What a trial is made of: a kernel that passed an easier one has not passed this one."""
+    return tuple(hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(_CODE.glob("*.py")))
 
 
 def of_forward(
