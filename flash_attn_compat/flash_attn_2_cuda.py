@@ -1,11 +1,13 @@
 """The compiled extension's five functions, by position, over the private functions and the KV cache.
 
 Callers that go below flash_attn's Python layer (and that layer itself) work unchanged on top of this
-module. Nothing is computed here.
+module. Nothing is computed here, and nothing is recorded for autograd.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +24,18 @@ from flash_attn_compat.private_interface import (
 __all__ = ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]
 
 
+def _unrecorded(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    @functools.wraps(function)
+    def unrecorded(*arguments: Any, **named: Any) -> list[Tensor]:
+        if not torch.is_grad_enabled():  # a no_grad that changes nothing costs two microseconds all the same
+            return function(*arguments, **named)
+        with torch.no_grad():
+            return function(*arguments, **named)
+
+    return unrecorded
+
+
+@_unrecorded
 def fwd(
     q: Tensor,
     k: Tensor,
@@ -52,6 +66,7 @@ def fwd(
     return [_written(out, out_), *rest]
 
 
+@_unrecorded
 def varlen_fwd(
     q: Tensor,
     k: Tensor,
@@ -92,6 +107,7 @@ def varlen_fwd(
     return [_written(out, out_), *rest]
 
 
+@_unrecorded
 def bwd(
     dout: Tensor,
     q: Tensor,
@@ -127,6 +143,7 @@ def bwd(
     return [dq, dk, dv, softmax_d]
 
 
+@_unrecorded
 def varlen_bwd(
     dout: Tensor,
     q: Tensor,
@@ -167,6 +184,7 @@ def varlen_bwd(
     return [dq, dk, dv, softmax_d]
 
 
+@_unrecorded
 def fwd_kvcache(
     q: Tensor,
     kcache: Tensor,
@@ -224,9 +242,7 @@ def _check_out(out: Tensor | None, q: Tensor) -> None:
 
 
 def _written(value: Tensor, target: Tensor | None) -> Tensor:
-    # no_grad: a preallocated out belongs to the caller's own backward, as with the compiled extension.
-    with torch.no_grad():
-        return value if target is None else target.copy_(value)
+    return value if target is None else target.copy_(value)
 
 
 def _gradients(

@@ -1,10 +1,14 @@
 """flash-attn's semi-public functions, which ring attention and others build on, in their 2.8 shapes.
 
-They compute outside autograd. The backward takes whatever ``out`` and ``softmax_lse`` it is given, those
-of a longer sequence included, and writes into the gradients it is given.
+They compute outside autograd: a gradient through their results is an error, as it is through flash-attn's.
+The backward takes whatever ``out`` and ``softmax_lse`` it is given, those of a longer sequence included, and writes
+into the gradients it is given.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -61,7 +65,8 @@ def _flash_attn_forward(
     _check_return_softmax(return_softmax, dropout_p)
     if torch.compiler.is_compiling():
         return torch_ops.forward(q, k, v, options, return_dmask=bool(return_softmax))
-    return run_whole(dense_call(q, k, v, options, _WITH_DMASK if return_softmax else _FORWARD))
+    purpose = _WITH_DMASK if return_softmax else _FORWARD
+    return _unrecorded(lambda: run_whole(dense_call(q, k, v, options, purpose)), q, k, v, alibi_slopes)
 
 
 def _flash_attn_varlen_forward(
@@ -105,7 +110,9 @@ def _flash_attn_varlen_forward(
         out, lse, dmask, rng_state = torch_ops.forward(q, k, v, options, packing, bool(return_softmax))
     else:
         purpose = _WITH_DMASK if return_softmax else _FORWARD
-        out, lse, dmask, rng_state = run_whole(packed_call(q, k, v, packing, options, purpose))
+        out, lse, dmask, rng_state = _unrecorded(
+            lambda: run_whole(packed_call(q, k, v, packing, options, purpose)), q, k, v, alibi_slopes
+        )
     if zero_tensors:
         lse = lse.masked_fill(outside.mask(cu_seqlens_q, q.shape[0]), -torch.inf)
     return out, lse, dmask, rng_state
@@ -144,7 +151,8 @@ def _flash_attn_backward(
     )
     upstream = Upstream(dout, out, softmax_lse, rng_state)
     if torch.compiler.is_compiling():
-        _write(torch_ops.backward(q, k, v, options, upstream), dq, dk, dv)
+        with torch.no_grad():
+            _write(torch_ops.backward(q, k, v, options, upstream), dq, dk, dv)
     else:
         _backward(dense_call(q, k, v, options, _BACKWARD), upstream, dq, dk, dv)
     padded = round_up(q.shape[1], 128)
@@ -188,7 +196,8 @@ def _flash_attn_varlen_backward(
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     upstream = Upstream(dout, out, softmax_lse, rng_state)
     if torch.compiler.is_compiling():
-        _write(torch_ops.backward(q, k, v, options, upstream, packing), dq, dk, dv)
+        with torch.no_grad():
+            _write(torch_ops.backward(q, k, v, options, upstream, packing), dq, dk, dv)
     else:
         _backward(packed_call(q, k, v, packing, options, _BACKWARD), upstream, dq, dk, dv)
     return _packed_softmax_d(_row_products(dout, out, dropout_p), cu_seqlens_q)
@@ -226,7 +235,39 @@ def _check_num_splits(num_splits: int, has_splits: bool) -> None:
         raise RuntimeError(f"num_splits > 128 not supported, got {num_splits}")
 
 
+_Results = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _unrecorded(forward: Callable[[], _Results], *inputs: object) -> _Results:
+    """What ``forward`` returns; if autograd would record it, so that a gradient through it is an error."""
+    if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+        return forward()
+    if torch._C._are_functorch_transforms_active():
+        _WithoutFormula.backward()
+    results: _Results = _WithoutFormula.apply(forward, *inputs)
+    return results
+
+
+class _WithoutFormula(torch.autograd.Function):
+    """As an operator for which nobody registered a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: Callable[[], _Results], *inputs: object) -> _Results:
+        return forward()
+
+    @staticmethod
+    def backward(*unused: object) -> NoReturn:
+        raise RuntimeError(
+            "Trying to backward through flash-attn's private functions, but no autograd formula was registered for "
+            "them: call flash_attn_func or another public function, or _flash_attn_backward in a Function of your own"
+        )
+
+
 def _backward(call: AttentionCall, upstream: Upstream, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> None:
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            _backward(call, upstream, dq, dk, dv)
+        return
     checks.upstream(call, upstream, dq, dk, dv)
     if call.dropout_p:
         call = call._replace(rng_state=upstream.rng_state)

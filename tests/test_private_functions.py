@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from flash_attn_compat import flash_attn_func, flash_attn_interface
 from flash_attn_compat.flash_attn_interface import (
@@ -17,7 +18,8 @@ from flash_attn_compat.flash_attn_interface import (
     _get_block_size_n,
     maybe_contiguous,
 )
-from tests.support import close, cumulative, on_backend, on_general_backends, qkv, randn
+from tests import fused_on_cpu
+from tests.support import GENERAL, close, cumulative, on_backend, on_general_backends, qkv, randn
 from verify import oracle
 
 
@@ -248,3 +250,69 @@ def test_only_single_queries_of_grouped_heads_over_pages_take_any_number_of_spli
             _flash_attn_varlen_forward(**PAGED | options | more) for more in ({"num_splits": num_splits}, {})
         )
         assert all(map(torch.equal, found[:3], right))
+
+
+# ---------------------------------------------------------------- outside autograd
+
+DENSE = dict(zip("qkv", qkv(sq=5, sk=9, h=4, hk=2)))
+LENGTHS = dict(cu_seqlens_q=cumulative(4, 6), cu_seqlens_k=cumulative(11, 7), max_seqlen_q=6, max_seqlen_k=11)
+PACKED = {name: x.flatten(0, 1) for name, x in DENSE.items()} | LENGTHS
+FORMS: dict[str, dict[str, Any]] = {"": DENSE, "_varlen": PACKED}
+
+
+def recorded(values: dict[str, Any]) -> dict[str, Any]:
+    """The same with tensors that ask for gradients."""
+    wants = {name: isinstance(x, Tensor) and x.is_floating_point() for name, x in values.items()}
+    return {name: x.detach().requires_grad_() if wants[name] else x for name, x in values.items()}
+
+
+@pytest.mark.parametrize("backend", [*GENERAL, "fused"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mask", ["plain", "causal_alibi"])
+def test_nothing_is_recorded_and_gradients_through_a_forward_are_flash_attns_error(
+    backend: str, form: str, mask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend == "fused":
+        fused_on_cpu.emulate(monkeypatch)
+    dtype = torch.float16 if backend == "fused" else torch.float32
+    function, saved = getattr(flash_attn_interface, f"_flash_attn{form}_forward"), []
+    values: dict[str, Any] = FORMS[form] | {name: FORMS[form][name].to(dtype) for name in "qkv"}
+    values |= RULES | {"return_softmax": False} | MASKS[mask]
+    right = on_backend(backend, function, **values)
+    with saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        found = on_backend(backend, function, **recorded(values))
+    assert not saved and all(map(torch.equal, found[:3], right[:3]))
+    for result in found[:2]:
+        with pytest.raises(RuntimeError, match=r"[Tt]rying to backward through .* no autograd formula was registered"):
+            result.sum().backward()
+
+
+@pytest.mark.parametrize("backend", [*GENERAL, "fused"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mask", ["plain", "causal_alibi"])
+def test_a_backward_records_nothing_and_the_callers_gradients_stay_leaves(
+    backend: str, form: str, mask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend == "fused":
+        fused_on_cpu.emulate(monkeypatch)
+    dtype = torch.float16 if backend == "fused" else torch.float32
+    values: dict[str, Any] = FORMS[form] | {name: FORMS[form][name].to(dtype) for name in "qkv"}
+    values |= RULES | MASKS[mask]
+    forward, backward = (getattr(flash_attn_interface, f"_flash_attn{form}_{name}") for name in ("forward", "backward"))
+    out, lse, *_ = on_backend(backend, forward, **values, return_softmax=False)
+    values |= dict(dout=randn(*out.shape, seed=5).to(dtype), out=out, softmax_lse=lse, deterministic=False)
+    saved, answers = [], []
+    compiled = torch.compile(backward, backend="eager")
+    for function, given in ((backward, values), (backward, recorded(values)), (compiled, recorded(values))):
+        gradients = dict(zip(("dq", "dk", "dv"), empty_grads(*(values[name] for name in "qkv"))))
+        with saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+            softmax_d = on_backend(backend, function, **given, **gradients)
+        assert not any(x.requires_grad for x in (softmax_d, *gradients.values()))
+        answers.append((softmax_d, *gradients.values()))
+    assert not saved and all(map(torch.equal, *answers[:2])) and all(map(torch.equal, *answers[::2]))
+
+
+def test_under_a_transform_that_takes_gradients_a_private_function_is_an_error_too() -> None:
+    q, k, v = qkv()
+    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+        torch.func.grad(lambda x: forward(x, k, v)[0].sum())(q)
