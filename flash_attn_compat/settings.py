@@ -83,14 +83,19 @@ def backend_variable() -> str | None:
     return os.environ.get(BACKEND) or None
 
 
+def used_backend() -> str | None:
+    """The backend that use_backend names in this thread or task."""
+    return _used.get()
+
+
 def named_backend() -> str | None:
     """The only backend allowed to serve, if one was named: use_backend's in this thread or task, or the variable's."""
     return _used.get() or backend_variable()
 
 
 @contextlib.contextmanager
-def using_backend(name: str) -> Iterator[None]:
-    """Let ``name`` be the named backend for the length of a block."""
+def using_backend(name: str | None) -> Iterator[None]:
+    """Let ``name``, or the variable's, be the named backend for the length of a block."""
     token = _used.set(name)
     try:
         yield

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +18,16 @@ from flash_attn_compat import (
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_varlen_func,
+    settings,
+    use_backend,
 )
 from flash_attn_compat.backends import KernelsFailed
 from flash_attn_compat.backends.reference import Reference
-from flash_attn_compat.engine.call import AttentionCall, Result
-from tests import plain
-from tests.support import close, cumulative, on_backend, on_general_backends, qkv, serve_by
+from flash_attn_compat.engine.build import Options
+from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
+from flash_attn_compat.serving import torch_ops
+from tests import fused_on_cpu, plain
+from tests.support import GENERAL, close, cumulative, on_backend, on_general_backends, qkv, serve_by
 
 FEATURES = {
     "plain": {},
@@ -201,6 +207,62 @@ def test_a_mask_that_cannot_be_drawn_again_is_an_error_under_create_graph(monkey
     out = flash_attn_func(*inputs, dropout_p=0.2)
     with pytest.raises(RuntimeError, match="create_graph=True needs a dropout mask"):
         torch.autograd.grad(out.sum(), inputs, create_graph=True)
+
+
+@pytest.mark.parametrize("backend", [*GENERAL, "fused"])
+@pytest.mark.parametrize("by_variable", [False, True], ids=["use_backend", "environment variable"])
+def test_gradients_of_a_named_backend_can_be_differentiated(
+    backend: str, by_variable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend == "fused":
+        fused_on_cpu.emulate(monkeypatch)
+
+    def second() -> list[Tensor]:
+        inputs = [x.half().requires_grad_() for x in qkv()]
+        out = flash_attn_func(*inputs, causal=True)
+        first = torch.autograd.grad(out.float().square().sum(), inputs, create_graph=True)
+        return [*first, *torch.autograd.grad(sum(x.float().square().sum() for x in first), inputs)]
+
+    right = second()
+    if by_variable:
+        monkeypatch.setenv(settings.BACKEND, backend)
+    with use_backend(backend) if not by_variable else contextlib.nullcontext():
+        found = second()
+    for ours, wanted in zip(found, right, strict=True):
+        close(ours.detach(), wanted.detach(), float(wanted.detach().abs().max()))
+
+
+class Sees(Reference):
+    """What is named while it computes a backward."""
+
+    def __init__(self) -> None:
+        self.named: list[str | None] = []
+
+    def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
+        self.named.append(settings.named_backend())
+        return super().backward(call, upstream, into)
+
+
+@pytest.mark.parametrize("named", [None, "reference"])
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_backward_sees_what_the_forward_saw_wherever_it_runs(
+    named: str | None, in_thread: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU that is a thread of autograd's, to which no context variable comes."""
+    backend = Sees()
+    serve_by(monkeypatch, backend)
+    for attention in (flash_attn_func, _packed, _kv_packed, lambda *x: torch_ops.attend(*x, Options())[0]):
+        with use_backend(named) if named else contextlib.nullcontext():
+            out = attention(*leaves())
+        with use_backend("reference") if not named else contextlib.nullcontext():
+            run = functools.partial(out.sum().backward)
+            if in_thread:
+                thread = threading.Thread(target=run)
+                thread.start()
+                thread.join()
+            else:
+                run()
+    assert backend.named == [named] * 4
 
 
 def test_torch_func_transforms_are_served() -> None:

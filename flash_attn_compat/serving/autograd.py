@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_attn_compat import settings
 from flash_attn_compat.backends import Backend, KernelsFailed
 from flash_attn_compat.engine import callers_state, checks
 from flash_attn_compat.engine.append import Append, by_operators
@@ -140,6 +141,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: AttentionCall, *tensors: Tensor) -> Outputs:
         ctx.backend, result = _served(call)
+        ctx.used = settings.used_backend()
         ctx.inputs = len(tensors)
         ctx.description = call.with_tensors()
         ctx.save_for_backward(
@@ -152,6 +154,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
+        if settings.used_backend() != ctx.used:  # on a GPU this is autograd's own thread
+            with settings.using_backend(ctx.used):
+                return _Attention.backward(ctx, dout, *unused)
         saved = ctx.saved_tensors  # once: activation checkpointing recomputes them at the first look only
         inputs = saved[: ctx.inputs]
         out, lse, rng_state, slopes, cu_q, cu_k, used, leftpad, table, *kept = saved[ctx.inputs :]
@@ -182,7 +187,7 @@ def _differentiable_gradients(
     again = call._replace(transformed=True, needs_grad=False)
     leaves = [tensor for tensor, is_wanted in zip(inputs, wanted) if is_wanted]
     with torch.enable_grad(), callers_state.without_autocast(call.q.device):
-        out = dispatch.choose(again).forward(again).out
+        out = dispatch.choose_for_transforms(again).forward(again).out
         found = (
             torch.autograd.grad(out, leaves, dout, create_graph=True, allow_unused=True) if out.requires_grad else ()
         )

@@ -65,7 +65,8 @@ class _Explained(BaseException):
 def use_backend(name: str) -> Iterator[None]:
     """Let only the backend ``name`` serve calls of this thread or task; a call it can't serve raises.
 
-    Gradients are computed by the backend that served the forward. Raises ValueError for unknown names.
+    Gradients are computed by the backend that served the forward, wherever and in whichever thread the backward runs;
+    gradients that can be differentiated again (create_graph=True) by one that can. Raises ValueError for unknown names.
     """
     _find(name)
     with settings.using_backend(name):
@@ -132,6 +133,15 @@ def choose(call: AttentionCall) -> Backend:
         raise _Explained(_explain(call.traits(), settings.named_backend()))
     known = None if call.signature is None else _decisions.get(call.signature)
     return known or _decide(call)
+
+
+def choose_for_transforms(call: AttentionCall) -> Backend:
+    """The first backend whose forward autograd can watch, whichever is named: that one has served the call itself."""
+    traits = call.traits()
+    backend = _first_able(traits, None)
+    if backend is None:
+        raise BackendNotSupported(_refusal(traits, _explain(traits, None), None))
+    return backend
 
 
 def _check_settings() -> None:

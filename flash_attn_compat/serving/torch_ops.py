@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flash_attn_compat import settings
 from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_call, packed_call
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream
 from flash_attn_compat.engine.layout import lse_dtype
@@ -191,6 +192,7 @@ def _(
 
 def _setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
     *inputs, _, _, ctx.is_expected = inputs  # return_lse, return_dmask, needs_grad
+    ctx.used = settings.used_backend()
     out, lse, _, rng_state = output
     ctx.scalars = tuple(None if isinstance(value, Tensor) else value for value in inputs)
     ctx.save_for_backward(out, lse, rng_state, *(value if isinstance(value, Tensor) else None for value in inputs))
@@ -206,7 +208,8 @@ def _compiled_backward(ctx: Any, dout: Tensor | None, *unused: Tensor | None) ->
         )
     out, lse, rng_state, *tensors = ctx.saved_tensors
     inputs = [scalar if tensor is None else tensor for scalar, tensor in zip(ctx.scalars, tensors)]
-    gradients = _backward_op(dout, out, lse, rng_state, *inputs)
+    with settings.using_backend(ctx.used):
+        gradients = _backward_op(dout, out, lse, rng_state, *inputs)
     return *gradients, *(None for _ in ctx.scalars)
 
 
