@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_attn_compat import (
     flash_attn_func,
@@ -16,8 +17,10 @@ from flash_attn_compat import (
     settings,
     use_backend,
 )
-from flash_attn_compat.backends.fused import forward, launcher, loader, trial
+from flash_attn_compat.backends.fused import forward, launcher, loader, trial, variants
+from flash_attn_compat.backends.fused.launcher import Launch, Output
 from flash_attn_compat.backends.fused.loader import Target
+from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine import capture
 from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.build import Options, cache_call, dense_call
@@ -65,6 +68,43 @@ def test_an_address_of_another_dtype_or_device_or_of_too_little_memory_is_refuse
     plan.device = 0 if reason == "meta" else -1
     with pytest.raises(RuntimeError, match=r"q must be torch.float16 .* 16 bytes.*shape"):
         plan.addresses((tensor, q, q))
+
+
+class Wrapper(Tensor):
+    """Has what it wraps, and no memory of its own."""
+
+    wrapped: Tensor
+
+    @staticmethod
+    def __new__(cls, wrapped: Tensor) -> Wrapper:
+        self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, wrapped.shape, wrapped.stride(), dtype=wrapped.dtype, device=wrapped.device
+        )
+        self.wrapped = wrapped
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = operator(*(one.wrapped if isinstance(one, cls) else one for one in args), **(kwargs or {}))
+        return cls(found) if isinstance(found, Tensor) else found
+
+
+WITHOUT_MEMORY = {"a wrapper": Wrapper, "a fake": lambda tensor: FakeTensorMode().from_tensor(tensor)}
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("what", WITHOUT_MEMORY)
+@pytest.mark.parametrize("name", "qkv")
+def test_a_tensor_without_memory_is_never_launched(name: str, what: str, launches: Launches) -> None:
+    q, variant = half(1, 90, 4, 64), variants.forward(Kind(75, variants.FP16, 64))
+    plan = launcher.Plan(dense_call(q, q, q, Options()), [Output("out", q.shape, HALF)], [Launch(variant, 1, {})])
+    given = {"q": q, "k": q, "v": q}
+    plan.run(tuple(given.values()))
+    with pytest.raises(RuntimeError, match=rf"{name} has no memory .*address is 0"):
+        plan.run(tuple((given | {name: WITHOUT_MEMORY[what](q)}).values()))
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match="out has no memory"):
+        plan.run(tuple(given.values()))
+    assert launches.entries == ["forward"]
 
 
 # ---- alignment

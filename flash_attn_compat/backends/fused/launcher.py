@@ -88,7 +88,8 @@ class Plan:
         alike = call.q.shape, call.q.dtype, call.q.is_contiguous()
         self._outputs = [(*output, (output.shape, output.dtype, True) == alike) for output in outputs]
         given = [name for name, size in sizes.items() if size] + [output.name for output in outputs]
-        self._head = params.head([*given, "counters", "parts"] if workspace else given)
+        self._given = [*given, "counters", "parts"] if workspace else given
+        self._head = params.head(self._given)
         loader.load_together(self.variants, self.device)
         self._launch = loader.driver().launch
         self._launches = [
@@ -115,6 +116,11 @@ class Plan:
             parts = workspace(self._workspace, self.device, self.place)  # alive until its launch
             start = parts.data_ptr()
             numbers += start, start + PARTS_AT
+        if 0 in numbers:  # at which a launch would end the process's use of the GPU
+            raise Unlike(
+                f"{self._given[numbers.index(0)]} has no memory that a kernel can reach: its address is 0, as those of "
+                f"fake tensors and of tensors that wrap others are; q is a {type(q).__name__}"
+            )
         length = self.seqlen_k if seqlen_k is None else seqlen_k
         head = self._head.pack(*numbers, length)
         for kernel, blocks, rest in self._launches:
