@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any
 
@@ -11,12 +12,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_attn_compat import (
+    backend_counts,
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
+    reset_backend_counts,
     settings,
     use_backend,
 )
+from flash_attn_compat.backends import KernelsFailed
 from flash_attn_compat.backends.fused import forward, launcher, loader, trial, variants
 from flash_attn_compat.backends.fused.launcher import Launch, Output
 from flash_attn_compat.backends.fused.loader import Target
@@ -182,6 +186,49 @@ def test_lengths_beyond_the_tokens_launch_no_tiles_for_them(launches: Launches) 
     with use_backend("fused"):
         flash_attn_varlen_func(q, q, q, starts, starts, 2**30, 2**30)
     assert launches.last.fields["seqlen_q"] == 300
+
+
+def many_short_sequences() -> tuple[Any, ...]:
+    """65,536 of 16 tokens, of which the longest is said to have them all; shapes without the memory."""
+    q, starts = torch.zeros(1, 1, 64, dtype=HALF).expand(2**20, 16, 64), torch.arange(2**16 + 1, dtype=torch.int32) * 16
+    return q, q, q, starts, starts, 2**20, 2**20
+
+
+def test_more_blocks_than_a_launch_has_are_refused_before_anything_is_loaded(launches: Launches) -> None:
+    with use_backend("fused"), pytest.raises(KernelsFailed, match=r"need 8590065664 blocks, .* batch 65536, 16 heads"):
+        flash_attn_varlen_func(*many_short_sequences())
+    assert not launches.seen and not launches.variants
+
+
+def test_a_call_of_too_many_blocks_is_served_by_the_next_backend_and_others_like_it_as_ever(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, starts = half(300, 1, 64).requires_grad_(), cumulative(200, 100)
+
+    def served(most_blocks: int) -> tuple[list[str], bool]:
+        """What is launched of a forward of 6 blocks and a backward with 12 in dkdv; whether the forward was ours."""
+        monkeypatch.setattr(launcher, "_MOST_BLOCKS", most_blocks)
+        launches.seen.clear()
+        reset_backend_counts()
+        flash_attn_varlen_func(q, q, q, starts, starts, 250, 250).sum().backward()
+        return launches.entries, backend_counts() == {"fused": 1}
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert served(5) == ([], False)
+        assert served(11) == (["forward"], True)
+        assert served(12) == (["forward", "delta", "dkdv", "dq"], True)
+
+
+def test_a_step_of_too_many_blocks_is_served_by_operators_and_the_next_backend(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "_MOST_BLOCKS", 0)
+    cache, new = torch.zeros(2, 50, 2, 64, dtype=HALF), half(2, 1, 2, 64)
+    for length in (5, 6):
+        flash_attn_with_kvcache(half(2, 1, 8, 64), cache, cache, new, new, cache_seqlens=length)
+        assert torch.equal(cache[:, length], new[:, 0])
+    assert not launches.seen
 
 
 def test_the_lse_is_left_out_where_nobody_wants_it(launches: Launches) -> None:

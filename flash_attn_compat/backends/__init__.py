@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flash_attn_compat.backends.base import Backend, Capabilities, KernelsFailed
+from flash_attn_compat.backends.base import Backend, CallRefused, Capabilities, KernelsFailed
 from flash_attn_compat.backends.chunked import Chunked
 from flash_attn_compat.backends.fused import Fused, probe
 from flash_attn_compat.backends.official import Official
@@ -22,4 +22,4 @@ BACKENDS: tuple[Backend, ...] = (
 )
 probe.candidates = BACKENDS
 
-__all__ = ["BACKENDS", "Backend", "Capabilities", "KernelsFailed"]
+__all__ = ["BACKENDS", "Backend", "CallRefused", "Capabilities", "KernelsFailed"]

@@ -44,6 +44,10 @@ class KernelsFailed(RuntimeError):
     """A backend's kernels turn out not to work for a call; nothing was written, and its reasons say why from now on."""
 
 
+class CallRefused(KernelsFailed):
+    """The kernels cannot compute this very call, for its sizes; other calls of the same traits they can."""
+
+
 class Backend(abc.ABC):
     """One way to compute attention."""
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flash_attn_compat import settings
-from flash_attn_compat.backends import BACKENDS, Backend, KernelsFailed
+from flash_attn_compat.backends import BACKENDS, Backend, CallRefused, KernelsFailed
 from flash_attn_compat.engine import capture, signature
 from flash_attn_compat.engine.append import Append, Step
 from flash_attn_compat.engine.call import AttentionCall, Signature
@@ -105,7 +105,12 @@ def forget_decisions() -> None:
 
 
 def choose_instead(failed: Backend, call: AttentionCall, failure: KernelsFailed) -> Backend:
-    """Another backend for a call that ``failed`` could not compute; its reasons say so by now."""
+    """Another backend for a call that ``failed`` could not compute; its reasons say so by now, if others fail too."""
+    if isinstance(failure, CallRefused):
+        other = _first_able(call.traits(), settings.named_backend(), besides=failed)
+        if other is None:
+            raise failure
+        return other
     forget_decisions()
     backend = choose(call)
     if backend is failed:
@@ -176,6 +181,8 @@ def new_step(
         return None
     try:
         step = backend.step(call, whole(), new)
+    except CallRefused:
+        return None
     except KernelsFailed as failure:
         choose_instead(backend, call, failure)
         return new_step(outline, call, whole, new)
@@ -205,10 +212,10 @@ def _decide(call: AttentionCall) -> Backend:
     return backend
 
 
-def _first_able(traits: Traits, forced: str | None) -> Backend | None:
+def _first_able(traits: Traits, forced: str | None, besides: Backend | None = None) -> Backend | None:
     """Stops at the first that can: those behind it may load libraries before they answer, which takes seconds."""
     candidates = [_find(forced)] if forced is not None else _ordered(traits)
-    return next((backend for backend in candidates if not backend.reasons(traits)), None)
+    return next((backend for backend in candidates if backend is not besides and not backend.reasons(traits)), None)
 
 
 def _ordered(traits: Traits) -> list[Backend]:

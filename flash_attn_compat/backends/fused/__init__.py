@@ -7,9 +7,9 @@ import warnings
 import torch
 
 from flash_attn_compat import settings
-from flash_attn_compat.backends.base import HALF_DTYPES, Backend, Capabilities, KernelsFailed
+from flash_attn_compat.backends.base import HALF_DTYPES, Backend, CallRefused, Capabilities, KernelsFailed
 from flash_attn_compat.backends.fused import backward, forward, loader
-from flash_attn_compat.backends.fused.loader import KernelError
+from flash_attn_compat.backends.fused.loader import KernelError, TooManyBlocks
 from flash_attn_compat.backends.fused.probe import Slower
 from flash_attn_compat.engine.append import Append, Step
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
@@ -85,7 +85,9 @@ class Fused(Backend):
             raise self._failed(call.from_given_results(), error) from error
 
     def _failed(self, call: AttentionCall, error: KernelError) -> KernelsFailed:
-        """Keep the failure as a reason, and warn once for each."""
+        """Keep the failure as a reason, and warn once for each; but for one of this very call's sizes."""
+        if isinstance(error, TooManyBlocks):
+            return CallRefused(str(error))
         reason = error
         if not isinstance(error, Slower):
             reason = KernelError(" ".join(str(error).split())[:400])

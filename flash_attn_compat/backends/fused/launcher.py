@@ -21,6 +21,7 @@ from flash_attn_compat.engine.append import Append, Unlike
 from flash_attn_compat.engine.call import AttentionCall
 
 _LARGEST_INT = 2**31 - 1
+_MOST_BLOCKS = 2**31 - 1
 # Longer windows than a sequence that fits a GPU; the kernels add them to positions.
 _LONGEST_WINDOW = 2**29
 # Words at the start of a workspace, one for each tile with splits; bytes before the parts that these leave.
@@ -72,6 +73,13 @@ class Plan:
         workspace: int = 0,
     ) -> None:
         """others: whatever else calls give, by its name in struct Params; workspace: bytes that splits need"""
+        most = max(launches, key=lambda launch: launch.blocks, default=None)
+        if most is not None and most.blocks > _MOST_BLOCKS:
+            raise loader.TooManyBlocks(
+                f"{most.variant.entry} would need {most.blocks} blocks, a launch has {_MOST_BLOCKS} at most: batch "
+                f"{call.batch}, {call.nheads} heads, sequences of up to {longest_rows(call)} rows and "
+                f"{longest_keys(call)} keys"
+            )
         self.place, self.device = call.q.device, call.q.get_device()
         self.seqlen_k = longest_keys(call)
         self._workspace = workspace

@@ -39,6 +39,10 @@ class KernelError(RuntimeError):
     """A kernel could not be compiled, loaded or launched, or computes wrong numbers."""
 
 
+class TooManyBlocks(KernelError):
+    """A call needs more blocks than a launch has: no defect."""
+
+
 class Compiler:
     """NVRTC. ``version`` is (major, minor), ``architectures`` the compute capabilities it knows, as 75 or 90."""
 
