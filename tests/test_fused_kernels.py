@@ -242,6 +242,7 @@ OFFSET = ("offset", "wide_rows", "offset", "contiguous")
 CACHES = {
     "one key and more": cache(seqlens_q=(1,) * 6, seqlens_k=(1, 15, 16, 17, 64, 65), capacity=70, group=4),
     "split keys": cache(seqlens_k=(300, 70), capacity=320, group=3),
+    "a group of 71 heads": cache(seqlens_q=(1,), seqlens_k=(300,), capacity=300, group=71, nheads_k=1),
     "two tiles of rows": cache(seqlens_q=(5,), seqlens_k=(90,), capacity=96, group=4, nheads_k=1),
     "no keys": cache(seqlens_q=(1, 1, 1), seqlens_k=(0, 40, 0), capacity=40, group=2),
     "narrow heads": cache(seqlens_q=(1,), seqlens_k=(33,), capacity=40, head_dim=8, head_dim_v=16),

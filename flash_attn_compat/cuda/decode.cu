@@ -8,10 +8,6 @@
 #include "append.cuh"
 #include "decode.cuh"
 
-#ifndef MINB   // blocks a multiprocessor, which bounds the registers
-#define MINB (D == 64 && VEC == 8 ? 4 : 2)
-#endif
-
 constexpr int KEYS = D == 256 ? 8 : 16, NB = KEYS / 8;   // keys a warp takes at once, blocks of 8 of them
 constexpr int PIECES = D / 32;                           // of 32 channels in K
 typedef float Scores[NB][1][4], Result[CHUNKS][1][4];

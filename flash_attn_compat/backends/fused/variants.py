@@ -17,6 +17,8 @@ HEAD_DIMS = (32, 64, 128, 256)
 _NARROW = 256
 FEW_ROWS = 64
 _DECODE_ROWS = 16
+# Rows of a sequence, and with every head of a group, up to which the decode kernel serves.
+_FEW_QUERIES, _FEW_FOLDED = 16, 128
 # Bytes: what 4 warps have found for 16 rows of 64 channels, maxima and sums of these, those of the tile.
 _DECODE_SHARED = 4 * 16 * 64 * 4 + 4 * 16 * 8 + 16 * 4
 # Keys that are worth a block of their own, and blocks that share a tile's keys at most.
@@ -129,6 +131,9 @@ def forward(kind: Kind) -> Variant:
 def decode(kind: Kind) -> Variant:
     """Loads 64 channels of values at once."""
     macros = kind._replace(head_dim=max(kind.D, 64)).macros("LOCAL", "ALIBI", "SOFTCAP", "PAGED")
+    few_registers = kind.D <= 64 and kind.vec == 8
+    # Of Turing's 64 KB a multiprocessor, three blocks have room.
+    macros.append(("MINB", (4 if kind.number >= 80 else 3) if few_registers else 2))
     return Variant("decode", "decode.cu", tuple(macros), _DECODE_ROWS, 128, _DECODE_SHARED)
 
 
@@ -234,8 +239,11 @@ def made_for(kinds: Iterable[Kind]) -> dict[Variant, Kind]:
 
 
 def takes_decode(seqlen_q: int, group: int, dropout: bool) -> bool:
-    """Few query rows a key head: what counts is reading the keys once, by as many blocks as there are."""
-    return not dropout and seqlen_q <= 16 and seqlen_q * group <= 64
+    """Few query rows a key head: what counts is reading the keys once, by as many blocks as there are.
+
+    The decode kernel reads them for 16 rows at once, the forward kernel for one head: never for more heads than these.
+    """
+    return not dropout and seqlen_q <= _FEW_QUERIES and seqlen_q * group <= _FEW_FOLDED
 
 
 def splits(variant: Variant, tiles: int, keys: int, processors: int) -> int:
@@ -247,9 +255,8 @@ def splits(variant: Variant, tiles: int, keys: int, processors: int) -> int:
     macros = dict(variant.macros)
     if variant.entry == "forward" and macros["D"] == 256 and not macros.get("MMA16", 0):
         return 1  # the kernel has no registers left for it
-    resident = 4 if variant.entry == "decode" and macros["D"] == 64 else 2
-    if variant.entry == "forward":  # a block of the largest tiles has a multiprocessor to itself before sm80
-        resident = max(macros["MINB"], 1 + macros.get("MMA16", 0))
+    # A block of the largest tiles has a multiprocessor to itself before sm80.
+    resident = max(macros["MINB"], 1 + macros.get("MMA16", 0))
     return max(1, min(processors * resident // tiles, -(-keys // _SPLIT_KEYS[variant.entry]), _MOST_SPLITS))
 
 
