@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import sinks
+from flash_attn_compat.backends import KernelsFailed
 from flash_attn_compat.engine import checks, signature
 from flash_attn_compat.engine.append import Append, Unlike
 from flash_attn_compat.engine.build import Options, cache_call, integer
@@ -154,6 +155,9 @@ def _attend(arguments: _Arguments, return_lse: bool) -> tuple[Tensor, Tensor | N
     except Unlike:
         _checked_call(arguments, return_lse)  # says it in flash-attn's words, if those know it
         raise
+    except KernelsFailed as failure:
+        dispatch.choose_instead(step.backend, _checked_call(arguments, return_lse), failure)
+        return _attend(arguments, return_lse)
     dispatch.count(step.backend)
     return result.out, result.softmax_lse
 

@@ -41,7 +41,8 @@ class Unlike(RuntimeError):
 
 # How a backend serves all calls over a cache of one outline (engine/signature.py): takes the tensors among
 # flash_attn_with_kvcache's arguments, in their order; cache_seqlens may be a number. Raises Unlike, before anything is
-# written, where dtypes or devices are not those of the call that it was made for.
+# written, where dtypes or devices are not those of the call that it was made for; KernelsFailed where a launch fails:
+# the new keys may be written then, and are written again by whoever serves instead.
 Step = Callable[..., Result]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 
@@ -63,16 +64,27 @@ class Fused(Backend):
         return reasons
 
     def step(self, call: AttentionCall, whole: AttentionCall, new: Append | None) -> Step | None:
+        traits = call.traits()
         try:
-            return forward.make_step(whole, new)
+            run = forward.make_step(whole, new)
         except KernelError as error:
-            raise self._failed(call, error) from error
+            raise self._failed(traits, error) from error
+        if run is None:
+            return None
+
+        def step(*tensors: Any) -> Result:
+            try:
+                return run(*tensors)
+            except KernelError as error:  # of a launch
+                raise self._failed(traits, error) from error
+
+        return step
 
     def forward(self, call: AttentionCall) -> Result:
         try:
             return forward.forward(call)
         except KernelError as error:
-            raise self._failed(call, error) from error
+            raise self._failed(call.traits(), error) from error
 
     def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
         if self._against:
@@ -82,9 +94,9 @@ class Fused(Backend):
         try:
             return backward.backward(call, upstream, into)
         except KernelError as error:
-            raise self._failed(call.from_given_results(), error) from error
+            raise self._failed(call.from_given_results().traits(), error) from error
 
-    def _failed(self, call: AttentionCall, error: KernelError) -> KernelsFailed:
+    def _failed(self, traits: Traits, error: KernelError) -> KernelsFailed:
         """Keep the failure as a reason, and warn once for each; but for one of this very call's sizes."""
         if isinstance(error, TooManyBlocks):
             return CallRefused(str(error))
@@ -93,5 +105,5 @@ class Fused(Backend):
             reason = KernelError(" ".join(str(error).split())[:400])
             if str(reason) not in map(str, self._against.values()):
                 warnings.warn(f"a fused kernel is not used: {reason}", RuntimeWarning, stacklevel=2)
-        self._against[call.traits()] = reason.with_traceback(None)
+        self._against[traits] = reason.with_traceback(None)
         return KernelsFailed(str(error))
