@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from typing import Any
@@ -307,6 +308,34 @@ def test_a_workspace_is_clear_and_serves_until_one_is_larger_but_for_captured_ca
     assert len({one.data_ptr() for one in (small, large, *captured)}) == 4
     assert all(map(is_clear, (small, large, *captured)))
     assert list(launcher._workspaces.values()) == [large]
+
+
+def test_a_workspace_that_is_kept_comes_from_no_pool_or_mode_of_the_callers_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads, cleared = [], launcher._cleared
+
+    def watched(size: int, place: torch.device) -> Tensor:
+        threads.append(threading.get_ident())
+        return cleared(size, place)
+
+    monkeypatch.setattr(launcher, "_cleared", watched)
+    monkeypatch.setattr(launcher, "_workspaces", {})
+    monkeypatch.setattr(loader, "stream", lambda device: 0)
+    with FakeTensorMode():
+        kept = launcher.workspace(9000, -1, torch.device("cpu"))
+    assert type(kept) is Tensor and kept.data_ptr() and is_clear(kept)
+    assert len(threads) == 1 and threading.get_ident() not in threads
+
+
+@pytest.mark.parametrize(("address", "pool", "expected"), [(0, (0, 0), False), (0, (0, 3), True), (64, (0, 3), False)])
+def test_memory_of_a_pool_is_known_where_pools_are_not_a_threads(
+    address: int, pool: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = torch.empty(64, dtype=torch.uint8)
+    segment = {"address": memory.data_ptr() + address, "total_size": 4096, "segment_pool_id": pool}
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [segment])
+    assert launcher._is_in_a_pool(memory) == expected
 
 
 def test_a_workspace_lives_until_its_launch_whatever_other_threads_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import flash_attn_func, flash_attn_interface, flash_attn_with_kvcache, use_backend
-from flash_attn_compat.backends.fused import loader, variants
+from flash_attn_compat.backends.fused import launcher, loader, variants
 from flash_attn_compat.backends.fused.variants import FP16, HEAD_DIMS
 from tests import fused_coverage
 from tests.support import on_backend
@@ -140,6 +140,29 @@ def test_blocks_that_share_keys_are_right_and_give_the_same_bits_in_fifty_repeat
     first = by("fused", lambda: flash_attn_with_kvcache(**call.args)[0])
     for _ in range(49):
         assert torch.equal(by("fused", lambda: flash_attn_with_kvcache(**call.args)[0]), first)
+
+
+@pytest.mark.skipif(not hasattr(torch.cuda, "use_mem_pool"), reason="PyTorch 2.5 brought memory pools")
+def test_what_is_kept_between_calls_lies_in_no_memory_pool_of_the_callers() -> None:
+    q, keys = half(1, 1, 8, 64), half(1, 4096, 2, 64)
+
+    def attend() -> Tensor:
+        out = flash_attn_func(q, keys, keys)
+        assert isinstance(out, Tensor)
+        return out
+
+    right, pool = by("chunked", attend), torch.cuda.MemPool()
+    by("fused", attend)  # the kernels are tried
+    launcher.forget_workspaces()
+    with torch.cuda.use_mem_pool(pool):
+        close(by("fused", attend), right)
+    kept = list(launcher._workspaces.values())
+    assert kept or not launcher._POOLS_ARE_A_THREADS
+    assert not any(map(launcher._is_in_a_pool, kept))
+    del pool
+    torch.cuda.empty_cache()
+    torch.full((2**26,), 0x5B, dtype=torch.uint8, device="cuda")
+    close(by("fused", attend), right)
 
 
 GRAPHS = [("fused", name) for name in PROBLEMS] + [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -389,6 +390,8 @@ def splits_of(call: AttentionCall, variant: Variant, tiles: int) -> int:
 
 
 _workspaces: dict[tuple[int, int], Tensor] = {}
+# Before PyTorch 2.8 other threads allocate in a caller's pool as well.
+_POOLS_ARE_A_THREADS = hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool")
 
 
 def workspace(size: int, device: int, place: torch.device) -> Tensor:
@@ -400,12 +403,40 @@ def workspace(size: int, device: int, place: torch.device) -> Tensor:
     captures = capture.is_capturing(device)
     key = device, loader.stream(device)
     found = None if captures else _workspaces.get(key)
+    if captures:
+        return _cleared(size, place)
     if found is None or found.shape[0] < size:
-        found = torch.empty(size, dtype=torch.uint8, device=place)
-        found[:PARTS_AT].zero_()
-        if not captures:
+        found = _made_apart(size, device, place)
+        if device < 0 or _POOLS_ARE_A_THREADS or not _is_in_a_pool(found):
             _workspaces[key] = found
     return found
+
+
+def _made_apart(size: int, device: int, place: torch.device) -> Tensor:
+    """By a thread of its own: what is kept outlives the caller's modes and pools (torch.cuda.use_mem_pool)."""
+    stream = torch.cuda.current_stream(place) if device >= 0 else None
+
+    def make() -> Tensor:
+        with torch.cuda.stream(stream):
+            return _cleared(size, place)
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(make).result()
+
+
+def _cleared(size: int, place: torch.device) -> Tensor:
+    found = torch.empty(size, dtype=torch.uint8, device=place)
+    found[:PARTS_AT].zero_()
+    return found
+
+
+def _is_in_a_pool(memory: Tensor) -> bool:
+    """Whether it lies in a pool of the caller's, or of a compiler's."""
+    start = memory.data_ptr()
+    return any(
+        one["address"] <= start < one["address"] + one["total_size"] and tuple(one["segment_pool_id"]) != (0, 0)
+        for one in torch.cuda.memory_snapshot()
+    )
 
 
 def forget_workspaces() -> None:
