@@ -11,7 +11,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -145,36 +144,6 @@ def test_a_failure_within_a_capture_says_what_to_do_and_is_not_remembered(gpu: p
         with pytest.raises(KernelError, match="UNSUPPORTED_PTX_VERSION"):
             loader.kernel(VARIANT, 0)
     assert done.count("compile") == 1, "outside of a capture it is remembered"
-
-
-# ---- launched in whichever context the thread has
-
-
-@pytest.mark.parametrize("current", [0, 1])
-def test_a_thread_without_a_context_gets_one_for_good_and_that_of_another_gpu_is_given_back(
-    current: int, gpu: pytest.MonkeyPatch
-) -> None:
-    done: list[str] = []
-
-    class Library:
-        """A driver for a thread without a context."""
-
-        def __getattr__(self, name: str) -> Any:
-            def call(*given: object) -> int:
-                done.append(name)
-                return 201 if name == "cuLaunchKernel" and done == [name] else 0
-
-            return call
-
-    gpu.setattr(capture, "current_device", lambda: current)
-    gpu.setattr(loader, "stream", lambda device: 0)
-    driver = loader.Driver(Library())
-    driver._contexts[0] = ctypes.c_void_p(1)
-    done.clear()
-    for _ in range(2):
-        driver.launch(Kernel(ctypes.c_void_p(1), 128, 0), 1, 0, b"")
-    pushed = ["cuCtxPushCurrent_v2", "cuLaunchKernel", "cuCtxPopCurrent_v2"]
-    assert done == (pushed * 2 if current else ["cuLaunchKernel", "cuCtxSetCurrent", *["cuLaunchKernel"] * 2])
 
 
 # ---- NVRTC itself

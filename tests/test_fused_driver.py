@@ -1,0 +1,248 @@
+"""What the CUDA driver is asked, argument by argument: a stand-in in C++ has its signatures and needs no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import struct
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
+from flash_attn_compat.backends.fused import loader, params, variants
+from flash_attn_compat.backends.fused.loader import Kernel, KernelError
+from flash_attn_compat.backends.fused.variants import BF16_AS_FP16, FP16, Kind, Variant
+from flash_attn_compat.engine import capture
+from tests import fused_on_cpu
+from tests.support import cumulative, randn
+
+SMALL = variants.forward(Kind(75, FP16, 64))
+TWO_BLOCKS = variants.forward(Kind(75, FP16, 128))  # of 32 KB each on a multiprocessor
+LARGE = variants.forward(Kind(75, FP16, 256))
+PARAMS = struct.calcsize("<" + "".join(kind for _, kind in (*params.HEAD, *params.REST)))
+STREAM = 2**40 + 64
+OWN_CONTEXT, OTHER_CONTEXT = 0x7100000000 + 1000, 0x7100000000 + 1001  # of GPUs 0 and 1
+GLOBAL, RELAXED = 0, 2
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is not installed: the stand-in for the driver cannot be compiled")
+    target = tmp_path_factory.mktemp("driver") / "driver.so"
+    source = Path(__file__).parent / "kernels" / "driver.cpp"
+    subprocess.run(["g++", "-std=c++17", "-O0", "-shared", "-fPIC", "-o", str(target), str(source)], check=True)
+    return ctypes.CDLL(str(target))
+
+
+class Stub:
+    """A thread's view of the driver."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+        library.told.restype = library.last_argument.restype = ctypes.c_void_p
+        library.context_of_thread.restype = ctypes.c_uint64
+        self.expect()
+        self.thread()
+        self.driver = loader.Driver(library)
+        self.told()
+
+    def expect(self, argument_bytes: int = PARAMS, shared: int = 65536) -> None:
+        """What a launch is to be given, and the bytes of shared memory that a multiprocessor has."""
+        self.library.expect(argument_bytes, shared)
+
+    def thread(self, context: int = 0, mode: int = GLOBAL) -> None:
+        self.library.set_thread(ctypes.c_uint64(context), mode)
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """The thread's context, and its mode of captures."""
+        return self.library.context_of_thread(), self.library.mode_of_thread()
+
+    def fail_once(self, name: str, code: int = 1) -> None:
+        self.library.fail_once(name.encode(), code)
+
+    def told(self) -> list[str]:
+        """The calls since the last time."""
+        return ctypes.string_at(self.library.told()).decode().splitlines()
+
+    def argument(self) -> bytes:
+        """The struct of the last launch."""
+        return ctypes.string_at(self.library.last_argument(), PARAMS)
+
+
+@pytest.fixture
+def stub(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Stub:
+    monkeypatch.setattr(loader, "stream", lambda device: STREAM)
+    monkeypatch.setattr(capture, "current_device", lambda: 0)
+    return Stub(library)
+
+
+# ---- loading
+
+
+ATTRIBUTES = {SMALL: [], TWO_BLOCKS: ["9 100"], LARGE: ["8 65536", "9 100"]}
+
+
+@pytest.mark.parametrize("variant", ATTRIBUTES, ids=["16 KB", "twice 32 KB", "64 KB"])
+def test_a_kernel_is_loaded_into_the_gpus_context_and_asks_for_the_shared_memory_its_blocks_need(
+    variant: Variant, stub: Stub
+) -> None:
+    stub.thread(OTHER_CONTEXT)
+    kernel = stub.driver.load(variant, b"code", 0)
+    assert (kernel.threads, kernel.shared) == (128, variant.shared)
+    assert stub.told() == [
+        "cuDeviceGet 0",
+        "cuDevicePrimaryCtxRetain 1000",
+        "cuCtxPushCurrent 1000",
+        f"cuThreadExchangeStreamCaptureMode {RELAXED}",
+        "cuModuleLoadData code",
+        "cuModuleGetFunction forward",
+        *(f"cuFuncSetAttribute {attribute}" for attribute in ATTRIBUTES[variant]),
+        f"cuThreadExchangeStreamCaptureMode {GLOBAL}",
+        "cuCtxPopCurrent",
+    ]
+    assert stub.state == (OTHER_CONTEXT, GLOBAL)
+
+
+def test_a_gpu_with_room_for_both_blocks_is_asked_for_no_more(stub: Stub) -> None:
+    stub.expect(shared=227 * 1024)
+    stub.driver.load(TWO_BLOCKS, b"code", 0)
+    assert not any("cuFuncSetAttribute" in call for call in stub.told())
+
+
+@pytest.mark.parametrize("name", ["cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"])
+def test_a_kernel_that_cannot_be_loaded_is_an_error_in_the_drivers_words_and_the_thread_is_as_before(
+    name: str, stub: Stub
+) -> None:
+    stub.thread(OTHER_CONTEXT, RELAXED)
+    stub.fail_once(name)
+    with pytest.raises(KernelError, match=r"INVALID_VALUE \(said by the driver\)"):
+        stub.driver.load(LARGE, b"code", 0)
+    assert stub.state == (OTHER_CONTEXT, RELAXED)
+
+
+# ---- launching
+
+
+def loaded(stub: Stub, device: int = 0) -> Kernel:
+    kernel = stub.driver.load(LARGE, b"code", device)
+    stub.told()
+    return kernel
+
+
+LAUNCH = f"cuLaunchKernel forward blocks 2147483647 threads 128 shared 65536 stream {STREAM}"
+
+
+@pytest.mark.parametrize(
+    ("device", "context", "expected", "after"),
+    [
+        (0, OWN_CONTEXT, [LAUNCH], OWN_CONTEXT),
+        # A thread in which PyTorch has done nothing yet: its context is made current for good.
+        (0, 0, [f"{LAUNCH} = 201", "cuCtxSetCurrent 1000", LAUNCH], OWN_CONTEXT),
+        # A GPU that is not current: its context is, for the length of the launch.
+        (1, OWN_CONTEXT, ["cuCtxPushCurrent 1001", LAUNCH, "cuCtxPopCurrent"], OWN_CONTEXT),
+        (1, 0, ["cuCtxPushCurrent 1001", LAUNCH, "cuCtxPopCurrent"], 0),
+    ],
+)
+def test_a_launch_is_made_in_its_gpus_context(
+    device: int, context: int, expected: list[str], after: int, stub: Stub
+) -> None:
+    kernel, argument = loaded(stub, device), bytes(range(256)) * (PARAMS // 256 + 1)
+    stub.thread(context)
+    stub.driver.launch(kernel, 2**31 - 1, device, argument)
+    assert stub.told() == expected and stub.state == (after, GLOBAL)
+    assert stub.argument() == argument[:PARAMS]
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_a_launch_that_fails_is_an_error_and_leaves_the_threads_context(device: int, stub: Stub) -> None:
+    kernel = loaded(stub, device)
+    stub.thread(OWN_CONTEXT)
+    stub.fail_once("cuLaunchKernel")
+    with pytest.raises(KernelError, match="INVALID_VALUE"):
+        stub.driver.launch(kernel, 1, device, b"\0" * PARAMS)
+    assert stub.state == (OWN_CONTEXT, GLOBAL)
+
+
+# ---- whole calls
+
+
+def half(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    return randn(*shape, dtype=dtype)
+
+
+def dense(dtype: torch.dtype, head_dim: int) -> None:
+    flash_attn_func(*(half(2, 90, 4, head_dim, dtype=dtype) for _ in range(3)), causal=True)
+
+
+def backward(dtype: torch.dtype, head_dim: int) -> None:
+    q, k, v = (half(2, 90, 4, head_dim, dtype=dtype).requires_grad_() for _ in range(3))
+    flash_attn_func(q, k, v, dropout_p=0.2).sum().backward()
+
+
+def packed(dtype: torch.dtype, head_dim: int) -> None:
+    q, starts = half(300, 4, head_dim, dtype=dtype), cumulative(100, 200)
+    flash_attn_varlen_func(q, q, q, starts, starts, 200, 200)
+
+
+def step(dtype: torch.dtype, head_dim: int, rows: int = 1) -> None:
+    q, cache, new = (half(2, *shape, head_dim, dtype=dtype) for shape in ((rows, 8), (500, 2), (rows, 2)))
+    flash_attn_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=7, causal=True)
+
+
+def steps(dtype: torch.dtype, head_dim: int) -> None:
+    step(dtype, head_dim, 30)
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("call", [dense, backward, packed, step, steps])
+def test_the_driver_takes_every_launch_of_a_call_as_it_was_planned(
+    call: Callable[[torch.dtype, int], None],
+    dtype: torch.dtype,
+    head_dim: int,
+    stub: Stub,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CPU tensors, which lie on device -1 here."""
+    launches, structs = fused_on_cpu.record(monkeypatch), []
+    kernels: dict[int, tuple[Kernel, Variant]] = {}
+    named, planned = loader.kernel, loader.driver().launch
+
+    def load(variant: Variant, device: int) -> Kernel:
+        known = named(variant, device)
+        assert known.handle.value is not None
+        kernels[known.handle.value] = stub.driver.load(variant, b"code", device), variant
+        return known
+
+    def launch(kernel: Kernel, blocks: int, device: int, content: bytes) -> None:
+        assert kernel.handle.value is not None
+        planned(kernel, blocks, device, content)
+        stub.driver.launch(kernels[kernel.handle.value][0], blocks, device, content)
+        structs.append((stub.argument(), content))
+
+    driver: Any = loader.driver()
+    monkeypatch.setattr(loader, "kernel", load)
+    monkeypatch.setattr(loader, "stream", lambda device: STREAM)
+    monkeypatch.setattr(driver, "launch", launch)
+    monkeypatch.setattr(capture, "current_device", lambda: -1)
+    with use_backend("fused"):
+        call(dtype, head_dim)
+    expected = [
+        f"cuLaunchKernel {variant.entry} blocks {blocks} threads {variant.threads} shared {variant.shared} "
+        f"stream {STREAM}"
+        for variant, blocks, _ in launches.seen
+    ]
+    first, *others = [said for said in stub.told() if said.startswith("cuLaunch")]
+    # In a thread without a context, the first says so.
+    assert first == f"{expected[0]} = 201" and others == expected and len(expected) >= 1
+    assert all(given == meant and len(meant) == PARAMS for given, meant in structs)
+    kinds = {variant.macros for _, variant in kernels.values()}
+    assert kinds and (dtype == torch.float16 or any(("TYPE", BF16_AS_FP16) in macros for macros in kinds))
