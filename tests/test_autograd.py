@@ -80,6 +80,34 @@ def test_changing_the_output_in_place_is_an_error_at_backward_rather_than_a_wron
         result.backward()
 
 
+@pytest.mark.parametrize("backend", [*GENERAL, "fused"])
+@pytest.mark.parametrize("form", ["dense", "packed", "kv packed"])
+def test_gradients_of_an_input_with_several_consumers_are_summed_in_place(
+    backend: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autograd adds to the first gradient where nobody else uses its memory, which it tells by counting."""
+    if backend == "fused":
+        fused_on_cpu.record(monkeypatch)  # the emulator keeps what it is given
+    q, k, v = (x.half() for x in qkv(b=1))
+    function, given = {
+        "dense": (flash_attn_func, (q, k, v)),
+        "packed": (_of_packed, (q[0], k[0], v[0])),
+        "kv packed": (flash_attn_kvpacked_func, (q, torch.stack([k, v], 2))),
+    }[form]
+    inputs = [x.requires_grad_() * 1 for x in given]
+    outs = [on_backend(backend, function, *inputs) for _ in range(2)]
+    addresses: list[list[int]] = [[] for _ in inputs]
+
+    def note(gradients: tuple[Tensor, ...], _: object) -> None:
+        for index, gradient in enumerate(gradients):
+            addresses[index].append(gradient.data_ptr())
+
+    for out in outs:
+        out.grad_fn.register_hook(note)
+    for found, known in zip(torch.autograd.grad(sum(out.sum() for out in outs), inputs), addresses, strict=True):
+        assert len(known) == 2 and found.data_ptr() in known
+
+
 # ---------------------------------------------------------------- keeping nothing
 
 
@@ -150,10 +178,13 @@ def test_zeros_of_an_empty_call_have_derivatives_in_both_modes_at_once(seqlen_q:
 SUBSETS = [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)]
 
 
+def _of_packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    starts = cumulative(q.shape[0]), cumulative(k.shape[0])
+    return flash_attn_varlen_func(q, k, v, *starts, q.shape[0], k.shape[0], causal=True)
+
+
 def _packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    starts = cumulative(q.shape[1]), cumulative(k.shape[1])
-    parts = (x.flatten(0, 1) for x in (q, k, v))
-    return flash_attn_varlen_func(*parts, *starts, q.shape[1], k.shape[1], causal=True)[None]
+    return _of_packed(*(x.flatten(0, 1) for x in (q, k, v)))[None]
 
 
 def _kv_packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

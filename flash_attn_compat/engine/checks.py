@@ -168,6 +168,10 @@ def upstream(call: AttentionCall, given: Upstream, *gradients: Tensor | None) ->
             raise RuntimeError(f"d{name} must have the same dtype as q, got {gradient.dtype} for {source.dtype}")
         if gradient.shape != source.shape:
             raise RuntimeError(f"d{name} must have shape {tuple(source.shape)}, got {tuple(gradient.shape)}")
+        try:
+            gradient.as_strided(gradient.shape, gradient.stride())
+        except RuntimeError as error:
+            raise RuntimeError(f"d{name} reaches beyond its memory: {error}") from error
     if call.dropout_p and given.rng_state is None:
         raise RuntimeError("rng_state must be given when dropout_p > 0: it holds the forward's dropout mask")
 

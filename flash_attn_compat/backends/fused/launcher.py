@@ -41,6 +41,10 @@ _DTYPES = {
     "rng_state": torch.int64,
 }
 
+# Made for this call, or checked where the caller gives them. A storage that Python has looked at counts as shared ever
+# after: autograd, where a gradient is one of several, would not add to it in place.
+_MADE = frozenset({"dq", "dk", "dv"})
+
 Made = TypeVar("Made")
 
 
@@ -90,7 +94,7 @@ class Plan:
         sizes = {name: reach(tensor) for name, tensor in like.items()}
         sizes["rng_state"] = 16 if call.dropout_p else 0
         self._expected = [
-            (index, name, _DTYPES.get(name, call.q.dtype), size)
+            (index, name, _DTYPES.get(name, call.q.dtype), 0 if name in _MADE else size)
             for index, (name, size) in enumerate(sizes.items())
             if size
         ]
@@ -147,7 +151,7 @@ class Plan:
             if (
                 tensor.dtype is not dtype
                 or tensor.get_device() != device
-                or tensor.storage_offset() * dtype.itemsize + size > tensor.untyped_storage().nbytes()
+                or (size and tensor.storage_offset() * dtype.itemsize + size > tensor.untyped_storage().nbytes())
                 or tensor.is_neg()
             ):
                 raise Unlike(
