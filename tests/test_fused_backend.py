@@ -320,6 +320,7 @@ WRONG = {
     "another dropout mask": ("common.cuh", "mix(row_base + i);", "mix(row_base + i + 1);", train(dropout_p=0.3)),
     "splits that share a key": ("splits.cuh", "+ split * each,", "+ split * (each - 1),", train()),
     "splits weighed alike": ("splits.cuh", "exp2_approx(x[s][0].x - from[0])", "1.f", train()),
+    "gradients of some heads left out": ("dkdv.cu", "s < p.splits;", "s + 1 < p.splits;", train()),
     "no delta": ("delta.cu", ": sum;", ": 0.f;", train()),
     "a rotation the wrong way": ("append.cuh", "a[2 * i] * cosine -", "a[2 * i] * cosine +", decode_step(1)),
     "values of another sequence": ("append.cuh", "p.v_new) + b *", "p.v_new) + (b ^ 1) *", decode_step(17)),

@@ -19,7 +19,7 @@
 // Macros: those above; MINB blocks a multiprocessor, which bounds the registers; D, TYPE, VEC, LOCAL, ALIBI, SOFTCAP, DROPOUT (for delta D, TYPE,
 // VEC), and MMA16 and CPA for sm_80 and newer.
 #pragma once
-#include "common.cuh"
+#include "splits.cuh"
 
 // dk and dv of the largest heads do not fit into registers together: one block has dk, the next one dv.
 constexpr int PARTS = KEYS_STAY && D > 128 ? 2 : 1;
@@ -223,11 +223,12 @@ DEVICE void score_gradients(u32 (*dS)[MT][4], const float (*P)[MT][4], const flo
 // What a block owns. Computed again after the loop (`index` is blockIdx.x, which the compiler cannot see through): no registers keep it meanwhile.
 struct Owned {
   int part, tile, head, b, first, rows, left;   // head: of keys, if these stay; the tile's first row, and how many there are in all and from there on
+  int split;   // of the group's heads, which blocks share where keys stay
   Sequence seq;
   DEVICE Owned(const Params &p, int index) {
     const Turn turn(index, p.tiles);
-    const int slab = turn.slab / PARTS, heads = KEYS_STAY ? p.nheads_k : p.nheads;
-    part = turn.slab % PARTS, head = slab % heads, b = slab / heads;
+    const int splits = KEYS_STAY ? p.splits : 1, slab = turn.slab / (PARTS * splits), heads = KEYS_STAY ? p.nheads_k : p.nheads;
+    part = turn.slab % PARTS, split = turn.slab / PARTS % splits, head = slab % heads, b = slab / heads;
     tile = KEYS_STAY ? turn.tile : p.tiles - 1 - turn.tile;   // a causal problem's first keys are seen by most rows, its last rows see most keys
     first = tile * OWN;
     if (b == p.batch) return;
@@ -236,7 +237,10 @@ struct Owned {
     left = rows - first;
   }
   DEVICE int head_k(const Params &p) const { return KEYS_STAY ? head : head / p.group; }
-  DEVICE int first_head(const Params &p) const { return KEYS_STAY ? head * p.group : head; }   // of queries
+  // Of queries. Each split has as many of the group's heads, but the last, which has some too.
+  DEVICE int heads_each(const Params &p) const { return (p.group + p.splits - 1) / p.splits; }
+  DEVICE int first_head(const Params &p) const { return KEYS_STAY ? head * p.group + split * heads_each(p) : head; }
+  DEVICE int heads(const Params &p) const { return KEYS_STAY ? min(heads_each(p), p.group - split * heads_each(p)) : 1; }
   // Where the own rows of a tensor begin.
   template <typename T> DEVICE T *of(T *x, const Strides &s) const {
     return x + b * s.batch + (i64)((KEYS_STAY ? seq.first_k : seq.first_q) + first) * s.row + (i64)head * s.head;
@@ -251,7 +255,7 @@ struct Passing {
   i64 row_values;     // where LSE and delta of the first head begin
   int rows, shift;    // how many pass; own row i stands at passing row i + shift
   int first, end, heads;
-  DEVICE Passing(const Params &params, const Owned &own) : heads(KEYS_STAY ? params.group : 1) {
+  DEVICE Passing(const Params &params, const Owned &own) : heads(own.heads(params)) {
     const Strides &s_s = KEYS_STAY ? params.q_s : params.k_s, &p_s = KEYS_STAY ? params.dout_s : params.v_s;
     const int row = KEYS_STAY ? own.seq.first_q : own.seq.first_k, head = KEYS_STAY ? own.first_head(params) : own.head_k(params);
     s = (KEYS_STAY ? params.q : params.k) + own.b * s_s.batch + (i64)row * s_s.row + (i64)head * s_s.head;
@@ -404,7 +408,8 @@ DEVICE void clear_unused(const Params &p, u16 *x, const Strides &s, int head_dim
     last = clamp(global_load(starts + b + 1), first, total);
   }
   const int before = end - first, rows = before + last - behind;
-  for (int i = own.tile; i < rows; i += p.tiles) {
+  const int splits = KEYS_STAY ? p.splits : 1;
+  for (int i = own.tile * splits + own.split; i < rows; i += p.tiles * splits) {
     u16 *row = x + b * (starts ? 0 : s.batch) + (i64)(i < before ? first + i : behind + i - before) * s.row + (i64)own.head * s.head;
     for (int c = threadIdx.x; c < head_dim; c += THREADS) global_store2(row + c, 0);
   }

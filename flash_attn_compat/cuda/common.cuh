@@ -146,7 +146,7 @@ DEVICE u32 pack_out(float a, float b) {
 #define ABSMAX_K 1
 #define ABSMAX_V 2
 DEVICE int *absmax_of(const Params &p, int tensor, int b, int head_k) { return p.absmax + (i64)(tensor * p.batch + b) * p.nheads_k + head_k; }
-DEVICE int *absmax_of_dout(const Params &p, int b, int head_k) { return p.counters + b * p.nheads_k + head_k; }
+DEVICE int *absmax_of_dout(const Params &p, int b, int head_k) { return p.absmax_dout + b * p.nheads_k + head_k; }
 DEVICE int *absmax_of_delta(const Params &p, int b, int head_k) { return absmax_of_dout(p, b + p.batch, head_k); }
 // A maximum of what all lanes have: the same in whichever order warps come.
 DEVICE void raise(int *maximum, int x) {

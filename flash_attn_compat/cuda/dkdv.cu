@@ -1,7 +1,9 @@
 // Algorithm 2's outer loop over tiles of keys: dk and dv of one tile, summed over the query heads of its group.
 //
-// grid: tiles * nheads_k * batch * PARTS, and with cu_seqlens_k tiles * nheads_k * PARTS more, which clear tokens outside of all sequences;
-// tiles = ceil(longest keys (or slots) of a sequence / OWN).
+// Where key heads are few, blocks share the heads of a group (p.splits); the last one adds up what they have, in their order.
+//
+// grid: tiles * nheads_k * batch * splits * PARTS, and with cu_seqlens_k tiles * nheads_k * splits * PARTS more, which clear tokens outside of all
+// sequences; tiles = ceil(longest keys (or slots) of a sequence / OWN).
 #define KEYS_STAY 1
 #include "backward.cuh"
 
@@ -15,6 +17,33 @@ DEVICE void write_dv(const Params &p, Block &block, Gradient &dv) {
   const Exponents e(p, keys.b, keys.head);
   const float scale = (DROPOUT ? p.dropout_scale : 1.f) * (SOFTCAP ? 0.25f : 1.f);
   block.write(dv, -(P_SHIFT + e.dout), scale, keys.of(p.dv, p.dv_s), p.dv_s.row, keys.left, p.head_dim_v, false);
+}
+
+// What a thread has of a gradient, to its place in memory and added to another from there.
+DEVICE void leave(float4 *part, const Gradient &c) {
+  UNROLLED(n, CHUNKS)
+    UNROLLED(m, MT) global_store(part + (n * MT + m) * THREADS, make_float4(c[n][m][0], c[n][m][1], c[n][m][2], c[n][m][3]));
+}
+DEVICE void add(Gradient &c, const float4 *part) {
+  UNROLLED(n, CHUNKS)
+    UNROLLED(m, MT) {
+      const float4 x = global_load_fresh(part + (n * MT + m) * THREADS);
+      c[n][m][0] += x.x, c[n][m][1] += x.y, c[n][m][2] += x.z, c[n][m][3] += x.w;
+    }
+}
+// Where a tile has several splits, the last block to come here gets the sums of what all have found, added in their order; the others get false.
+template <class... Gradients> DEVICE bool add_splits(const Params &p, Gradients &...gradients) {
+  if (p.splits == 1) return true;
+  const Owned keys(p, blockIdx.x + p.zero);
+  constexpr i64 SIZE = CHUNKS * MT * THREADS, ALL = SIZE * sizeof...(gradients);
+  const i64 tile = ((i64)(keys.b * p.nheads_k + keys.head) * PARTS + keys.part) * p.tiles + keys.tile;
+  float4 *parts = (float4 *)p.parts + tile * p.splits * ALL + threadIdx.x, *own = parts + keys.split * ALL;
+  ((leave(own, gradients), own += SIZE), ...);
+  if (!is_last(p, tile, p.splits)) return false;
+  (set_zero(gradients), ...);
+#pragma unroll 1
+  for (int s = 0; s < p.splits; s++) ((add(gradients, parts), parts += SIZE), ...);
+  return true;
 }
 
 KERNEL(THREADS, MINB) dkdv(const Params p) {
@@ -50,13 +79,16 @@ KERNEL(THREADS, MINB) dkdv(const Params p) {
   set_zero(dv);
   if (PARTS == 1) {
     block.walk<true, true>(p, keys, queries, dk, dv);
+    if (!add_splits(p, dk, dv)) return;
     write_dv(p, block, dv);
     write_dk(p, block, dk);
   } else if (has_dk) {
     block.walk<true, false>(p, keys, queries, dk, dv);
+    if (!add_splits(p, dk)) return;
     write_dk(p, block, dk);
   } else {
     block.walk<false, true>(p, keys, queries, dk, dv);
+    if (!add_splits(p, dv)) return;
     write_dv(p, block, dv);
   }
 }

@@ -31,9 +31,10 @@ struct Params {
   u16 *dq, *dk, *dv;
   float *lse_true;   // as lse without the position that flash-attn adds under causal ALiBi; may be null
   int *absmax;       // converted bf16: (3, batch, nheads_k) largest finite magnitudes of q, k, v
-  int *counters;     // splits: (tiles,), zero before a launch and after it; backward of converted bf16: (2, batch, nheads_k) maxima that delta raises from 0
-  float *parts;      // where tiles have several splits, what these hand to the last one: (tiles, splits, ...), as merge_splits says
+  int *absmax_dout;  // backward of converted bf16: (2, batch, nheads_k) maxima that delta raises from 0
   float *delta;      // (.., like lse): rowsum(out * dout)
+  int *counters;     // splits: (tiles,), zero before a launch and after it
+  float *parts;      // where tiles have several splits, what these hand to the last one: (tiles, splits, ...), as merge_splits or add_splits says
   int seqlen_k;      // keys of the longest sequence (capacity for a cache)
   int zero;          // always 0, which the compiler cannot know
 
@@ -51,7 +52,7 @@ struct Params {
   int window_left, window_right;            // -1: unbounded
   int page_size, pages_per_sequence, num_pages;
   int tiles;                                // row tiles (key tiles for dk, dv) of the longest sequence, a head
-  int splits;                               // forward, decode: blocks that share the keys of a tile, at most; absmax: blocks of a head
+  int splits;                               // forward, decode: blocks that share the keys of a tile, at most; dkdv: those that share a group; absmax: blocks of a head
   int rotary_dim, rotary_interleaved, rotary_rows;   // rotary_rows: rows of the cos and sin tables
   int rotary_row_stride;                    // elements between rows of cos and sin
   int rotate_rows_apart;                    // q row i stands at seqused_k + i (else all at seqused_k)

@@ -53,7 +53,7 @@ def _make_plan(call: AttentionCall, upstream: Upstream, places: Gradients) -> _R
     plan = _plan(call, upstream, places, kind)
 
     def run_tiny(call: AttentionCall, upstream: Upstream, places: Gradients) -> Gradients:
-        return _launched(_plan(call, upstream, places, kind), call, upstream, places)
+        return _launched(_plan(call, upstream, places, kind, splits=2), call, upstream, places)
 
     trial.check(plan.variants[-3:], device, lambda: trial.of_backward(kind, call.q.device, run_tiny))
     return functools.partial(_launched, plan)
@@ -76,10 +76,11 @@ def _on_copies(call: AttentionCall, upstream: Upstream, places: Gradients) -> Gr
     return Gradients(*(alignment.narrowed(one, x.shape[-1]) for one, x in zip(found, call[:3])))
 
 
-def _plan(call: AttentionCall, upstream: Upstream, places: Gradients, kind: Kind) -> Plan:
+def _plan(call: AttentionCall, upstream: Upstream, places: Gradients, kind: Kind, splits: int | None = None) -> Plan:
     """Three launches, four for bf16 that is converted and of which the forward kept no maxima.
 
     upstream.saved: nothing; or the forward's true LSE; or that and maxima
+    splits: blocks that share the query heads of a tile of keys; None: as many as pay
     """
     kept = dict(zip(("absmax",), upstream.saved[1:]))
     others = {"dout": upstream.dout, "out": upstream.out, "lse": upstream.lse, **places._asdict(), **kept}
@@ -94,19 +95,24 @@ def _plan(call: AttentionCall, upstream: Upstream, places: Gradients, kind: Kind
             found, first = launcher.maxima(call, kind, fields)
             outputs.append(found)
             launches.append(first)
-        outputs.append(Output("counters", (2, call.batch, call.nheads_k), torch.int32, begins_as_zero=True))
+        outputs.append(Output("absmax_dout", (2, call.batch, call.nheads_k), torch.int32, begins_as_zero=True))
     outputs.append(Output("delta", call.lse_shape, torch.float32))
     rows, keys = launcher.longest_rows(call), launcher.longest_keys(call)
     # With packed tokens, one slab more sets the gradients of those outside of all sequences to 0.
     all_rows, all_keys = call.batch + (call.cu_seqlens_q is not None), call.batch + (call.cu_seqlens_k is not None)
-    for variant, length, times in (
-        (variants.delta(kind), rows, call.nheads * call.batch),
-        (variants.dkdv(kind), keys, call.nheads_k * variants.dkdv_parts(kind) * all_keys),
-        (variants.dq(kind), rows, call.nheads * all_rows),
+    dkdv, parts = variants.dkdv(kind), variants.dkdv_parts(kind)
+    key_tiles = -(-keys // dkdv.rows) * call.nheads_k * call.batch
+    if splits is None:
+        splits = launcher.head_splits_of(call, dkdv, key_tiles * parts)
+    for variant, length, times, shared in (
+        (variants.delta(kind), rows, call.nheads * call.batch, 1),
+        (dkdv, keys, call.nheads_k * parts * all_keys, splits),
+        (variants.dq(kind), rows, call.nheads * all_rows, 1),
     ):
         tiles = -(-length // variant.rows)
-        launches.append(Launch(variant, tiles * times, {**fields, "tiles": tiles}))
-    return Plan(call, outputs, launches, others=others)
+        launches.append(Launch(variant, tiles * times * shared, {**fields, "tiles": tiles, "splits": shared}))
+    workspace = launcher.PARTS_AT + key_tiles * splits * variants.part_bytes(dkdv) if splits > 1 else 0
+    return Plan(call, outputs, launches, others=others, workspace=workspace)
 
 
 def _empty(like: Tensor) -> Tensor:

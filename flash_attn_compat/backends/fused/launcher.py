@@ -393,6 +393,14 @@ def splits_of(call: AttentionCall, variant: Variant, tiles: int) -> int:
     return variants.splits(variant, tiles, keys, processors(call.q.get_device()))
 
 
+def head_splits_of(call: AttentionCall, variant: Variant, blocks: int) -> int:
+    """Blocks that share the query heads of each of the ``blocks`` of a call's dkdv."""
+    if blocks > _COUNTERS:
+        return 1
+    group = call.nheads // call.nheads_k
+    return variants.head_splits(variant, blocks, group, longest_rows(call), processors(call.q.get_device()))
+
+
 _workspaces: dict[tuple[int, int], Tensor] = {}
 # Before PyTorch 2.8 other threads allocate in a caller's pool as well.
 _POOLS_ARE_A_THREADS = hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool")

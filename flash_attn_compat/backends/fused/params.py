@@ -13,7 +13,7 @@ from collections.abc import Collection
 _ADDRESSES = (
     "q", "k", "v", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table", "rng_state",
     "k_new", "v_new", "rotary_cos", "rotary_sin", "q_rotated", "dout", "out", "lse", "dq", "dk", "dv", "lse_true",
-    "absmax", "counters", "parts", "delta",
+    "absmax", "absmax_dout", "delta", "counters", "parts",
 )  # fmt: skip
 _STRIDES = ("q_s", "k_s", "v_s", "out_s", "dout_s", "dq_s", "dk_s", "dv_s", "k_new_s", "v_new_s", "q_rotated_s")
 _LONGS = ("lse_batch", "lse_head")

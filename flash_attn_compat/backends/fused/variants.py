@@ -24,6 +24,8 @@ _DECODE_SHARED = 4 * 16 * 64 * 4 + 4 * 16 * 8 + 16 * 4
 # Keys that are worth a block of their own, and blocks that share a tile's keys at most.
 _SPLIT_KEYS = {"forward": 256, "decode": 64}
 _MOST_SPLITS = 256
+# Rows of queries worth a block of their own in dkdv: they cost as much as leaving its gradients and adding them up.
+_SPLIT_ROWS = 512
 _ABSMAX_ROWS = 512
 
 
@@ -255,14 +257,33 @@ def splits(variant: Variant, tiles: int, keys: int, processors: int) -> int:
     macros = dict(variant.macros)
     if variant.entry == "forward" and macros["D"] == 256 and not macros.get("MMA16", 0):
         return 1  # the kernel has no registers left for it
-    # A block of the largest tiles has a multiprocessor to itself before sm80.
-    resident = max(macros["MINB"], 1 + macros.get("MMA16", 0))
-    return max(1, min(processors * resident // tiles, -(-keys // _SPLIT_KEYS[variant.entry]), _MOST_SPLITS))
+    return max(1, min(processors * _resident(variant) // tiles, -(-keys // _SPLIT_KEYS[variant.entry]), _MOST_SPLITS))
+
+
+def head_splits(variant: Variant, blocks: int, group: int, rows: int, processors: int) -> int:
+    """Blocks for the query heads of one tile of keys: all have as many of them, but for the last.
+
+    variant: of dkdv; blocks: of the whole call; group: heads; rows: queries of each
+    """
+    # Under a mask some blocks are short: with twice as many, others take their place.
+    room = processors * _resident(variant) * (1 + dict(variant.macros).get("LOCAL", 0))
+    most = max(1, min(room // blocks, group, group * rows // _SPLIT_ROWS))
+    return -(-group // -(-group // most))
+
+
+def _resident(variant: Variant) -> int:
+    """Blocks that a multiprocessor holds. One of the largest tiles has it to itself before sm80."""
+    macros = dict(variant.macros)
+    return max(macros["MINB"], 1 + macros.get("MMA16", 0))
 
 
 def part_bytes(variant: Variant) -> int:
-    """What one split leaves for the last one, at most: the result in fp32, and maxima and sums of its rows."""
-    return 4 * variant.rows * (dict(variant.macros)["D"] + 8)
+    """What one split of a tile leaves for the last one, at most, in fp32.
+
+    The result, with maxima and sums of its rows; of dkdv, two gradients.
+    """
+    D = dict(variant.macros)["D"]
+    return 4 * variant.rows * (2 * D if variant.entry == "dkdv" else D + 8)
 
 
 def absmax_splits(seqlen: int, heads: int, processors: int) -> int:
