@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -49,6 +50,15 @@ def ints(*values: int) -> Tensor:
 
 def cumulative(*lengths: int) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+# Ways to write that leave the version of ``t`` as it is, or the tensor another one.
+UNSEEN: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "numpy": lambda t, new: numpy.copyto(t.as_subclass(Tensor).numpy(), new.numpy()),
+    "data": lambda t, new: t.data.copy_(new),
+    "another tensor's data": lambda t, new: setattr(t, "data", new.as_subclass(type(t))),
+    "in place": lambda t, new: t.copy_(new),
+}
 
 
 def on_backend(backend: str, fn: Any, *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,6 @@ from torch import Tensor
 import flash_attn_compat
 from flash_attn_compat import explain, flash_attn_func, flash_attn_interface, flash_attn_varlen_func, use_backend
 from flash_attn_compat.backends import base, official_trial
-from flash_attn_compat.engine import outside
 from flash_attn_compat.engine.features import Feature, Traits
 from flash_attn_compat.serving import dispatch
 from tests import others_kernels
@@ -158,6 +157,18 @@ def test_the_lse_of_tokens_outside_of_all_sequences_is_zero(backend: str) -> Non
     with use_backend(backend):
         _, lse, _ = flash_attn_varlen_func(*tensors, starts, starts, 4, 4, return_attn_probs=True)
     assert lse[:, 2:9].all() and not lse[:, :2].any() and not lse[:, 9:].any()
+
+
+@on("torch_flash")
+def test_single_rows_are_folded_by_nobody_since_which_sequence_has_one_is_on_the_gpu(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, read = [], others_kernels.as_flash_reads
+    monkeypatch.setattr(others_kernels, "as_flash_reads", lambda given: asked.append(given) or read(given))
+    q, k, v = (torch.randn(total, heads, 16, **HALF) for total, heads in ((2, 4), (9, 2), (9, 2)))
+    with use_backend(backend):
+        flash_attn_varlen_func(q, k, v, cumulative(1, 1), cumulative(4, 5), 1, 5)
+    assert [given.max_q for given in asked] == [2]
 
 
 @on("official")
@@ -349,19 +360,21 @@ def test_tokens_outside_of_all_sequences_are_zero_at_the_first_look_and_later(sp
         for result in (out, *gradients):
             assert result.isfinite().all() and not result[80:].any()
         torch.cuda.synchronize()
-    assert outside.may_exist(starts, 80 + spare) == (spare > 0)
 
 
 @needs_gpu
-def test_lengths_that_change_in_place_are_looked_at_again() -> None:
-    _, starts = on_gpu(30, 50)
-    outside.may_exist(starts, 80)
-    torch.cuda.synchronize()
-    assert not outside.may_exist(starts, 80)
-    starts.copy_(cumulative(30, 20))
-    assert outside.may_exist(starts, 80)
-    torch.cuda.synchronize()
-    assert outside.may_exist(starts, 80) and not outside.may_exist(starts, 50)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_lengths_that_change_unseen_are_looked_at_again(name: str) -> None:
+    if name == "official" and importlib.util.find_spec("flash_attn_2_cuda") is None:
+        pytest.skip("needs flash-attn")
+    tensors, starts = on_gpu(30, 50)
+    for lengths in ((30, 50), (30, 50), (30, 20)):
+        starts.data.copy_(cumulative(*lengths))
+        torch.full((400, 2, 64), torch.nan, dtype=torch.float16, device="cuda")  # what freed memory holds
+        with use_backend(name):
+            out = flash_attn_varlen_func(*tensors, starts, starts, 50, 50, causal=True)
+        assert out[: sum(lengths)].isfinite().all() and not out[sum(lengths) :].any()
+        torch.cuda.synchronize()
 
 
 @needs_gpu

@@ -3,107 +3,42 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 
 from flash_attn_compat import flash_attn_with_kvcache
 from flash_attn_compat.backends.fused import trial
 from flash_attn_compat.engine import capture, outside
 from tests import fused_on_cpu
-from tests.support import cumulative
-
-ELSEWHERE = torch.device("cuda", 1)  # the tensors' device; the current one is number 0
+from tests.support import UNSEEN, cumulative
 
 
 class OnGpu(torch.Tensor):
     """A tensor in the host's memory that says it lies on a GPU."""
 
     is_cuda = property(lambda self: True)
-    device = property(lambda self: ELSEWHERE)
+    is_cpu = property(lambda self: False)
 
 
-class Event:
-    """Complete at once, unless told otherwise."""
-
-    recorded_on: ClassVar[list[object]] = []
-    is_complete = True
-
-    def record(self, stream: object = "the current device's stream") -> None:
-        Event.recorded_on.append(stream)
-
-    def query(self) -> bool:
-        return Event.is_complete
-
-
-@pytest.fixture(autouse=True)
-def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    def empty(*sizes: int, pin_memory: bool, **where: Any) -> torch.Tensor:
-        found = torch.empty(*sizes, **where)
-        assert pin_memory and found.device.type == "cpu", "Only dense CPU tensors can be pinned"
-        return found
-
-    cuda = SimpleNamespace(
-        Event=Event,
-        current_stream=lambda device=None: f"stream of {device}",
-    )
-    monkeypatch.setattr(outside, "torch", SimpleNamespace(empty=empty, cuda=cuda, int64=torch.int64))
-    monkeypatch.setattr(capture, "is_capturing", lambda device: False)
-    monkeypatch.setattr(outside, "_known", {}, raising=False)
-    monkeypatch.setattr(Event, "is_complete", True)
-    Event.recorded_on.clear()
+@pytest.mark.parametrize("where", [Tensor, OnGpu])
+@pytest.mark.parametrize("how", UNSEEN)
+def test_tokens_outside_are_those_of_the_present_numbers_however_they_came(where: type[Tensor], how: str) -> None:
+    cu_seqlens = cumulative(30, 50).as_subclass(where)
+    for lengths in ((30, 50), (30, 50), (30, 20)):
+        if lengths != (30, 50):
+            UNSEEN[how](cu_seqlens, cumulative(*lengths))
+        rows, lse = torch.ones(80, 2, 8), torch.ones(80, 3, 1)
+        outside.clear(cu_seqlens, rows, lse)
+        for cleared in (rows, lse):
+            assert cleared[: sum(lengths)].all() and not cleared[sum(lengths) :].any()
 
 
-def starts(*lengths: int) -> torch.Tensor:
-    return cumulative(*lengths).as_subclass(OnGpu)
-
-
-@pytest.mark.parametrize("default", ["meta", "cpu"])
-def test_a_tensor_is_looked_at_once_without_waiting_and_known_as_long_as_it_lives(default: str) -> None:
-    cu_seqlens = starts(30, 50)
-    Event.is_complete = False
-    with torch.device(default):
-        assert outside.may_exist(cu_seqlens, 80) and outside.may_exist(cu_seqlens, 80)
-        Event.is_complete = True
-        assert not outside.may_exist(cu_seqlens, 80) and outside.may_exist(cu_seqlens, 81)
-    # Behind the copy, whatever the current device.
-    assert Event.recorded_on == [f"stream of {ELSEWHERE}"] and not vars(cu_seqlens)
-    assert len(outside._known) == 1
-    del cu_seqlens
-    gc.collect()
-    assert not outside._known
-
-
-@pytest.mark.parametrize("how", ["captured", "inference"])
-def test_numbers_that_may_change_unseen_are_never_known(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with torch.inference_mode(how == "inference"):
-        cu_seqlens = starts(30, 50)
-    monkeypatch.setattr(capture, "is_capturing", lambda device: how == "captured")
-    assert all([outside.may_exist(cu_seqlens, 80) for _ in range(3)]) and not outside._known
-
-
-def another_of_the_same_id(cu_seqlens: torch.Tensor) -> torch.Tensor:
-    other = starts(30, 20)
-    outside._known[id(other)] = outside._known[id(cu_seqlens)]._replace(state=outside.state_of(other))
-    return other
-
-
-@pytest.mark.parametrize(
-    "change",
-    [lambda t: t.copy_(cumulative(30, 20)), lambda t: setattr(t, "data", starts(30, 20)), another_of_the_same_id],
-)
-def test_other_numbers_are_looked_at_again(change: Any) -> None:
-    cu_seqlens = starts(30, 50)
-    for _ in range(2):
-        outside.may_exist(cu_seqlens, 80)
-    other = change(cu_seqlens)
-    cu_seqlens = cu_seqlens if other is None else other
-    assert outside.may_exist(cu_seqlens, 80)
-    assert outside.may_exist(cu_seqlens, 80) and not outside.may_exist(cu_seqlens, 50)
+def test_nobody_waits_for_the_numbers() -> None:
+    outside.clear(cumulative(30, 50).to("meta"), torch.ones(80, 2, 8, device="meta"))  # which has none to wait for
 
 
 # ---------------------------------------------------------------- a capture asks of the GPU it is about
@@ -114,7 +49,6 @@ def test_other_numbers_are_looked_at_again(change: Any) -> None:
 def test_a_capture_is_seen_on_the_device_that_is_asked_about(
     monkeypatch: pytest.MonkeyPatch, current: int, capturing: int
 ) -> None:
-    monkeypatch.undo()
     entered = [current]
 
     @contextlib.contextmanager
@@ -146,7 +80,6 @@ def test_kernels_are_tried_unless_their_own_gpus_work_is_captured(monkeypatch: p
 
 @pytest.mark.gpu
 def test_lengths_that_would_be_read_during_a_capture_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # a real capture, which is asked about
     q, k, v = (torch.zeros(2, length, 1, 16, device="cuda") for length in (1, 8, 8))
     lengths = torch.tensor([3, 5], dtype=torch.int32, device="cuda")
     graph = torch.cuda.CUDAGraph()

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from flash_attn_compat.backends.one_launch import OneLaunch
-from flash_attn_compat.engine import outside
 from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.features import Feature, Traits
 
@@ -39,7 +36,7 @@ class FlashBackend(OneLaunch):
         if call.alibi_slopes is not None and call.alibi_slopes.stride(-1) != 1:
             changes["alibi_slopes"] = call.alibi_slopes.contiguous()
         if call.cu_seqlens_q is not None:
-            changes |= _lengths(call, call.cu_seqlens_q)
+            changes |= _lengths(call)
         return call._replace(**changes) if changes else call
 
 
@@ -53,14 +50,13 @@ def window(call: AttentionCall) -> tuple[bool, int, int]:
     return right == 0, left, -1 if right == 0 else right
 
 
-def _lengths(call: AttentionCall, cu_seqlens_q: Tensor) -> dict[str, Any]:
+def _lengths(call: AttentionCall) -> dict[str, Any]:
     """The longest lengths of packed sequences, where the kernels need others than the caller says."""
-    total = call.q.shape[0]
     # Windows are clamped to max_seqlen_k, which is wrong for rows that stand further before the first key.
     clamps = call.mask.right != 0 and not call.mask.is_full
-    # With one row per sequence the kernels fold grouped heads into rows, and count on a row in every sequence.
-    may_fold = call.max_seqlen_q <= 1 and (total != call.batch or outside.may_exist(cu_seqlens_q, total))
-    longest_q = 2 if may_fold else max(1, call.max_seqlen_q)
+    # With one row per sequence the kernels fold grouped heads into rows, and count on a row in every sequence. Whether
+    # each has one is in cu_seqlens_q, on the GPU.
+    longest_q = max(2, call.max_seqlen_q)
     longest_k = max(1, call.max_seqlen_q if clamps else 0, call.max_seqlen_k)
     same = longest_q == call.max_seqlen_q and longest_k == call.max_seqlen_k
     return {} if same else {"max_seqlen_q": longest_q, "max_seqlen_k": longest_k}

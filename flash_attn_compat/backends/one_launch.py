@@ -59,9 +59,7 @@ class OneLaunch(Backend):
         launched = self.launch_forward(ready)
         lse = self.official_lse(ready, launched.lse) if call.return_lse else None
         if call.cu_seqlens_q is not None:
-            outside.clear(launched.out, call.cu_seqlens_q)
-            if lse is not None:
-                outside.clear(lse.t().unsqueeze(-1), call.cu_seqlens_q)
+            outside.clear(call.cu_seqlens_q, launched.out, *([] if lse is None else [lse.t().unsqueeze(-1)]))
         saved = (launched.lse, *launched.state) if call.needs_grad else ()
         return Result(alignment.narrowed(launched.out, call.head_dim_v), lse, None, saved)
 
@@ -72,8 +70,8 @@ class OneLaunch(Backend):
         place = into if into is not None and all(map(is_readable, into)) else None
         found = self.launch_backward(ready, dout, Launched(out, lse, tuple(state)), place)
         if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
-            for gradient, starts in zip(found, (call.cu_seqlens_q, call.cu_seqlens_k, call.cu_seqlens_k)):
-                outside.clear(gradient, starts)
+            outside.clear(call.cu_seqlens_q, found.dq)
+            outside.clear(call.cu_seqlens_k, found.dk, found.dv)
         if found is place:
             return found
         return deliver(Gradients(*map(_of_its_own_heads, found, (call.q, call.k, call.v))), call, into)

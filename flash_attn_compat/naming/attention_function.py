@@ -5,17 +5,14 @@ The one file of naming that needs torch; register_with_transformers imports it o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from flash_attn_compat.bert_padding import index_first_axis, pad_input, unpad_input
+from flash_attn_compat.bert_padding import index_first_axis, pad_input
 from flash_attn_compat.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
-
-T = TypeVar("T")
 
 
 def attention(
@@ -74,70 +71,98 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor, options: di
     batch, seqlen_q = q.shape[:2]
     seqlen_k = min(k.shape[1], attention_mask.shape[1])
     k, v = k[:, :seqlen_k], v[:, :seqlen_k]  # a static cache is longer than its content
-    rows, keys = _remembered(
-        attention_mask, (seqlen_q, seqlen_k), lambda: _tokens_of(attention_mask[:, :seqlen_k], seqlen_q)
-    )
+    keys = _Tokens.of(attention_mask[:, :seqlen_k])
+    if not options["causal"] and options["window_size"] == (-1, -1):
+        rows = _Tokens.of(attention_mask.new_ones(batch, seqlen_q))  # maybe of another text than the keys
+    elif seqlen_q == seqlen_k:
+        rows = keys  # the same tensor of starts for both: equal lengths open the way to faster kernels
+    elif seqlen_q < seqlen_k:
+        rows = _Tokens.of(attention_mask[:, seqlen_k - seqlen_q : seqlen_k])  # the newest tokens
+    else:
+        raise ValueError(
+            f"{seqlen_q} queries are no tokens of an attention_mask of shape {tuple(attention_mask.shape)}"
+        )
     q, k, v = (index_first_axis(x.flatten(0, 1), of.indices) for x, of in ((q, rows), (k, keys), (v, keys)))
-    lengths = rows.cu_seqlens, keys.cu_seqlens, rows.longest, keys.longest
-    out: Any = flash_attn_varlen_func(q, k, v, *lengths, **options)
+    out: Any = flash_attn_varlen_func(q, k, v, rows.cu_seqlens, keys.cu_seqlens, seqlen_q, seqlen_k, **options)
     return pad_input(out, rows.indices, batch, seqlen_q)
 
 
 class _Tokens(NamedTuple):
-    """Which tokens of (batch, seqlen) are no padding, and how long the sequences are without it."""
+    """The order of (batch * seqlen) tokens in which padding stands behind all others, and the others' starts.
+
+    Padding is carried along, since how much of it there is only the GPU knows. It belongs to no sequence, so it is not
+    attended to, and comes back as 0. Found anew for every layer: nobody tells when a mask was written to.
+    """
 
     indices: Tensor
     cu_seqlens: Tensor
-    longest: int
 
     @staticmethod
     def of(mask: Tensor) -> _Tokens:
-        _, indices, cu_seqlens, longest, _ = unpad_input(mask.unsqueeze(-1), mask)
-        return _Tokens(indices, cu_seqlens, longest)
+        is_token = mask != 0
+        indices = torch.argsort(is_token.flatten().to(torch.uint8), descending=True, stable=True)
+        lengths = is_token.sum(1, dtype=torch.int32)
+        return _Tokens(indices, torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)))
 
 
-def _tokens_of(mask: Tensor, seqlen_q: int) -> tuple[_Tokens, _Tokens]:
-    """Of the queries and of the keys. Queries are the newest tokens; one that is itself padding is left zero."""
-    keys = _Tokens.of(mask)
-    # The same tensor of starts for both: equal lengths open the way to faster kernels.
-    return (keys if seqlen_q == mask.shape[1] else _Tokens.of(mask[:, -seqlen_q:])), keys
+class _Packed(NamedTuple):
+    """Where sequences start in a row of tokens; ``cu_seqlens`` is None for a row that is one."""
+
+    is_start: Tensor
+    cu_seqlens: Tensor | None
+    longest: int
 
 
 _known = WeakTensorKeyDictionary()
 
 
-def _remembered(tensor: Tensor, about: object, work: Callable[[], T]) -> T:
-    """`work()`, run once for this tensor as it is now: every layer asks, and each answer would wait for the GPU."""
-    if torch.compiler.is_compiling() or tensor.is_inference():
-        return work()  # tensors of inference mode do not tell when they were written to
-    stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
-    key = tensor._version, about, stream, torch.is_inference_mode_enabled()
-    known = _known.get(tensor)
-    if known is not None and known[0] == key:
-        answer: T = known[1]
-        return answer
-    answer = work()
-    _known[tensor] = key, answer
-    return answer
-
-
 def _lengths(position_ids: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """The starts and longest lengths of several sequences in one row; None for a row that is one.
-
-    As transformers has it, each sequence but the first, which may be cut off in front, starts at the lowest position:
-    positions within one may repeat (of an image's tokens, say) or skip some.
-    """
+    """The starts and longest lengths of several sequences in one row; None for a row that is one."""
     if q.shape[0] != 1 or q.shape[1] != k.shape[1] or position_ids.shape != q.shape[:2] or q.shape[1] == 1:
         return None, None, 0, 0
-    return _remembered(position_ids, None, lambda: _starts(position_ids.flatten()))
+    found = _packed(position_ids)
+    return found.cu_seqlens, found.cu_seqlens, found.longest, found.longest
 
 
-def _starts(positions: Tensor) -> tuple[Tensor | None, Tensor | None, int, int]:
+def _packed(position_ids: Tensor) -> _Packed:
+    """How many sequences there are decides what is called, so it is read from the GPU, once for all layers.
+
+    The GPU itself checks in every layer that the sequences are still those, since ``.data``, CUDA graphs and kernels
+    change numbers without telling: a device assert then, rather than a wrong answer.
+    """
+    is_start = _starts(position_ids.flatten())
+    # Tensors of inference mode do not tell of any change.
+    if not _is_waited_for(position_ids) or torch.compiler.is_compiling() or position_ids.is_inference():
+        return _read(is_start)
+    stream = torch.cuda.current_stream(position_ids.device) if position_ids.is_cuda else None
+    key = position_ids._version, stream, torch.is_inference_mode_enabled()
+    known = _known.get(position_ids)
+    if known is None or known[0] != key:
+        known = _known[position_ids] = key, _read(is_start)
+    found: _Packed = known[1]
+    message = "position_ids have other sequences than before, and PyTorch was not told that they changed"
+    torch._assert_async((is_start == found.is_start).all(), message)
+    return found
+
+
+def _is_waited_for(tensor: Tensor) -> bool:
+    """Whether reading it keeps the host waiting."""
+    return tensor.is_cuda
+
+
+def _starts(positions: Tensor) -> Tensor:
+    """Where sequences start: as transformers has it, at the lowest position, and the first, maybe cut off, anywhere.
+
+    Positions within one may repeat (of an image's tokens, say) or skip some.
+    """
     is_start = positions == positions.min()
     is_start[0] = True
+    return is_start
+
+
+def _read(is_start: Tensor) -> _Packed:
     starts = torch.nonzero(is_start).flatten()
     if starts.numel() == 1:
-        return None, None, 0, 0
-    cu_seqlens = torch.nn.functional.pad(starts, (0, 1), value=positions.numel()).to(torch.int32)
-    longest = int(cu_seqlens.diff().max())
-    return cu_seqlens, cu_seqlens, longest, longest
+        return _Packed(is_start, None, 0)
+    cu_seqlens = torch.nn.functional.pad(starts, (0, 1), value=is_start.numel()).to(torch.int32)
+    return _Packed(is_start, cu_seqlens, int(cu_seqlens.diff().max()))

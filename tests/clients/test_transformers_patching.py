@@ -12,6 +12,7 @@ import flash_attn_compat
 from flash_attn_compat.naming import attention_function
 from tests.interpreters import forked, forked_child, fresh
 from tests.naming.environment import Environment
+from tests.support import UNSEEN
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -173,21 +174,32 @@ class TestRegistry:
             right = attend(rows, k[b : b + 1, :, skipped:], v[b : b + 1, :, skipped:], None, is_causal=True)
             torch.testing.assert_close(out[b : b + 1, -rows.shape[2] :], right)
 
-    @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-    def test_lengths_are_read_once_for_all_layers(self, packed, monkeypatch):
+    @pytest.mark.parametrize("seqlen_q", [3, 5, 7])
+    def test_queries_of_another_text_than_the_padded_keys_are_all_answered(self, seqlen_q):
+        q, k, v = torch.randn(2, 2, seqlen_q, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+        out = attend(q, k, v, torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]), is_causal=False)
+        for b, length in enumerate((3, 5)):
+            alone = (slice(b, b + 1), slice(None), slice(length))
+            right = attend(q[b : b + 1], k[alone], v[alone], None, is_causal=False)
+            torch.testing.assert_close(out[b : b + 1], right)
+        with pytest.raises(ValueError, match="7 queries are no tokens of an attention_mask"):
+            attend(torch.randn(2, 2, 7, 8), k, v, torch.ones(2, 5), is_causal=True)
+
+    def test_lengths_are_read_once_for_all_layers(self, monkeypatch):
         from tests.clients.models import build, run, token_ids
 
-        asked = []
-        for name in ("_tokens_of", "_starts"):
-            work = getattr(attention_function, name)
-            monkeypatch.setattr(attention_function, name, lambda *a, work=work: asked.append(a) or work(*a))
-        inputs = {"input_ids": token_ids(1, 8), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}
-        if not packed:
-            inputs = {"input_ids": token_ids(2, 8), "attention_mask": torch.tensor([[0] * 3 + [1] * 5, [1] * 8])}
-        run(build("llama", "fa2_compat"), inputs)
-        assert len(asked) == 1
+        asked, read = [], attention_function._read
+        monkeypatch.setattr(attention_function, "_is_waited_for", lambda tensor: True)
+        monkeypatch.setattr(attention_function, "_read", lambda starts: asked.append(starts) or read(starts))
+        model = build("llama", "fa2_compat")
+        run(model, {"input_ids": token_ids(1, 8), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])})
+        assert len(asked) == 1 < model.config.num_hidden_layers
 
-    def test_a_mask_and_positions_written_to_are_read_again(self):
+    def test_nobody_waits_for_the_mask(self):
+        attention_function._Tokens.of(torch.ones(2, 5, device="meta"))  # which has no numbers to wait for
+
+    @pytest.mark.parametrize("how", UNSEEN)
+    def test_a_mask_and_positions_that_change_are_read_again_however_they_change(self, how):
         q = torch.randn(1, 2, 5, 8)
         mask, positions = torch.tensor([[0, 1, 1, 1, 1]]), torch.arange(5)[None]
 
@@ -196,11 +208,27 @@ class TestRegistry:
             return padded[:, 2:], attend(q, q, q, None, position_ids=positions, is_causal=True)[:, 2:]
 
         before = found()
-        mask[0, 1], positions[0, 2:] = 0, torch.arange(3)
+        UNSEEN[how](mask, torch.tensor([[0, 0, 1, 1, 1]]))
+        UNSEEN[how](positions, torch.tensor([[0, 1, 0, 1, 2]]))
         right = attend(*[q[:, :, 2:]] * 3, None, is_causal=True)
         for old, new in zip(before, found()):
             torch.testing.assert_close(new, right)
             assert not torch.equal(old, new)
+
+    @pytest.mark.parametrize("how", UNSEEN)
+    def test_positions_that_are_remembered_are_never_believed_blindly(self, how, monkeypatch):
+        monkeypatch.setattr(attention_function, "_is_waited_for", lambda tensor: True)
+        q, positions = torch.randn(1, 2, 5, 8), torch.arange(5)[None]
+        attend(q, q, q, None, position_ids=positions, is_causal=True)
+        UNSEEN[how](positions, torch.arange(5)[None] + 7)  # still one sequence
+        attend(q, q, q, None, position_ids=positions, is_causal=True)
+        UNSEEN[how](positions, torch.tensor([[0, 1, 0, 1, 2]]))
+        if how != "in place":
+            with pytest.raises(RuntimeError, match="other sequences than before"):
+                attend(q, q, q, None, position_ids=positions, is_causal=True)
+            return
+        found = attend(q, q, q, None, position_ids=positions, is_causal=True)
+        torch.testing.assert_close(found[:, 2:], attend(*[q[:, :, 2:]] * 3, None, is_causal=True))
 
     def test_what_inference_mode_remembers_is_not_given_to_training(self):
         q = torch.randn(2, 2, 4, 8, requires_grad=True)
