@@ -23,10 +23,11 @@ COMPILE = "FLASH_ATTN_COMPAT_COMPILE"
 DISABLE_OFFICIAL = "FLASH_ATTN_COMPAT_DISABLE_OFFICIAL"
 FUSED = "FLASH_ATTN_COMPAT_FUSED"
 CACHE = "FLASH_ATTN_COMPAT_CACHE"
+TRUST_CACHE = "FLASH_ATTN_COMPAT_TRUST_CACHE"
 API = "FLASH_ATTN_COMPAT_API"
 HUB_KERNELS = "FLASH_ATTN_COMPAT_HUB_KERNELS"
 VARLEN_ATTN = "FLASH_ATTN_COMPAT_VARLEN_ATTN"
-VARIABLES = (BACKEND, CAPABILITY, COMPILE, DISABLE_OFFICIAL, FUSED, CACHE, API, HUB_KERNELS, VARLEN_ATTN)
+VARIABLES = (BACKEND, CAPABILITY, COMPILE, DISABLE_OFFICIAL, FUSED, CACHE, TRUST_CACHE, API, HUB_KERNELS, VARLEN_ATTN)
 
 # The releases of flash-attn whose interface can stand under its name, and what each reports as its version.
 API_VERSIONS = {"2.6": "2.6.3", "2.8": "2.8.3"}
@@ -72,7 +73,7 @@ def check() -> None:
     """
     for name in unknown():
         _warn_of(name)
-    for switch in (COMPILE, DISABLE_OFFICIAL, FUSED, HUB_KERNELS, VARLEN_ATTN):
+    for switch in (COMPILE, DISABLE_OFFICIAL, FUSED, TRUST_CACHE, HUB_KERNELS, VARLEN_ATTN):
         _switch(switch)
     forced_capability()
     api()
@@ -121,6 +122,11 @@ def fused() -> bool | None:
 def cache_folder() -> str | None:
     """FLASH_ATTN_COMPAT_CACHE: where compiled kernels are kept; by default the user's cache directory."""
     return os.environ.get(CACHE) or None
+
+
+def trusts_cache() -> bool:
+    """FLASH_ATTN_COMPAT_TRUST_CACHE=1: use kept kernels whoever wrote them."""
+    return bool(_switch(TRUST_CACHE))
 
 
 def api() -> str | None:

@@ -116,7 +116,7 @@ def test_a_value_that_means_nothing_is_an_error_that_names_the_choices_on_any_ma
 def test_an_empty_value_counts_as_not_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def answers() -> list[object]:
         functions = (settings.compilation_enabled, settings.official_disabled, settings.fused)
-        more = (settings.forced_capability, settings.cache_folder)
+        more = (settings.forced_capability, settings.cache_folder, settings.trusts_cache)
         return [explain(flash_attn_func, *qkv()), *(function() for function in (*functions, *more))]
 
     monkeypatch.delenv(name, raising=False)

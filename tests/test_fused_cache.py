@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import stat
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from flash_attn_compat.backends.fused import cache
 @pytest.fixture(autouse=True)
 def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FLASH_ATTN_COMPAT_CACHE", str(tmp_path / "kernels"))
+    cache._tell.cache_clear()
     return tmp_path / "kernels"
 
 
@@ -48,12 +52,83 @@ def test_a_write_that_fails_leaves_nothing_behind(kernels: Path, monkeypatch: py
     assert cache.read("name") == b"before" and [path.name for path in kernels.iterdir()] == ["name"]
 
 
-@pytest.mark.skipif(not hasattr(os, "getuid"), reason="files have no owners here")
-def test_another_users_file_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache.write("name", b"payload")
-    owner = os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
-    assert cache.read("name") is None or owner == 0
+has_owners = pytest.mark.skipif(not hasattr(os, "getuid"), reason="files have no owners here")
+
+
+@pytest.fixture
+def owned_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Whoever opens a file finds it to be that user's."""
+    fstat = os.fstat
+
+    def found(handle: int, uid: int) -> os.stat_result:
+        fields = list(fstat(handle))
+        fields[stat.ST_UID] = uid
+        return os.stat_result(fields)
+
+    return lambda uid: monkeypatch.setattr(os, "fstat", lambda handle: found(handle, uid))
+
+
+@has_owners
+@pytest.mark.parametrize(
+    ("owner", "mode", "said"),
+    [
+        ("this user", 0o600, None),
+        ("this user", 0o644, None),
+        ("root", 0o644, None),
+        ("another user", 0o644, "belong to another user .uid 4242."),
+        ("another user", 0o600, "belong to another user"),
+        ("this user", 0o664, "others may write them"),
+        ("this user", 0o646, "others may write them"),
+        ("root", 0o666, "others may write them"),
+    ],
+)
+def test_what_others_could_write_is_not_used_unless_they_are_trusted_and_one_warning_says_so(
+    owner: str, mode: int, said: str | None, owned_by: Callable[[int], None], kernels: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for name in ("name", "other"):
+        cache.write(name, b"payload")
+        (kernels / name).chmod(mode)
+    owned_by({"this user": os.getuid(), "root": 0, "another user": 4242}[owner])
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        found = [cache.read(name) for name in ("name", "other", "name")]
+    assert found == [None if said else b"payload"] * 3 and len(warned) == bool(said)
+    for warning in warned:
+        assert re.search(said or "", str(warning.message)) and "FLASH_ATTN_COMPAT_TRUST_CACHE=1" in str(warning.message)
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_TRUST_CACHE", "1")
+    assert cache.read("name") == b"payload"
+
+
+@has_owners
+def test_what_may_not_be_read_is_told_once_and_what_is_not_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise PermissionError
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cache.read("name") is None
+    monkeypatch.setattr("builtins.open", refuse)
+    with pytest.warns(RuntimeWarning, match="you may not read them"):
+        assert cache.read("name") is cache.read("name") is None
+
+
+@has_owners
+def test_a_folder_that_was_chosen_can_be_shared_and_files_are_their_owners_to_write(
+    kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = os.umask(0)
+    try:
+        cache.write("name", b"payload")
+        monkeypatch.delenv("FLASH_ATTN_COMPAT_CACHE")
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setenv("HOME", str(tmp_path))
+        own = cache.folder()
+        cache.write("name", b"payload")
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (kernels, own)] == [0o755, 0o700]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (*kernels.iterdir(), *own.iterdir())] == [0o644] * 2
 
 
 @pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="XDG_CACHE_HOME is for others")

@@ -1,16 +1,18 @@
 """Files that outlive the process: compiled kernels, and what was found out about them.
 
-A file is trusted only as far as it can be checked: it belongs to this user, and begins with a digest of its name and of
-what was written. Whatever goes wrong on the way, the caller makes its content anew.
+A file is trusted only as far as it can be checked: nobody but this user and root could write it, and it begins with a
+digest of its name and of what was written. Whatever goes wrong on the way, the caller makes its content anew.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
+import secrets
 import sys
-import tempfile
+import warnings
 from pathlib import Path
 
 from flash_attn_compat import settings
@@ -40,11 +42,16 @@ def name_of(prefix: str, *parts: str) -> str:
 def read(name: str) -> bytes | None:
     """What was written under ``name``; None where there is nothing that can be trusted."""
     try:
-        path = folder() / name
-        if not _is_ours(path):
-            return None
-        content = path.read_bytes()
+        place = folder()
+        with open(place / name, "rb") as file:
+            against = _against(os.fstat(file.fileno()))  # of what was opened, whatever has the name by now
+            content = b"" if against else file.read()
+    except PermissionError:
+        against, content = "you may not read them", b""
     except (OSError, RuntimeError):  # RuntimeError: there is no home directory
+        return None
+    if against:
+        _tell(place, against)
         return None
     digest, payload = content[:_DIGEST], content[_DIGEST:]
     return payload if digest == _digest(name, payload) else None
@@ -54,12 +61,13 @@ def write(name: str, payload: bytes) -> bool:
     """Keep ``payload`` under ``name``, whole or not at all; False where the folder cannot be written."""
     try:
         place = folder()
-        place.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, temporary = tempfile.mkstemp(dir=place, prefix=f".{name}.")
+        # A folder that somebody chose may be one to share.
+        place.mkdir(parents=True, exist_ok=True, mode=0o755 if settings.cache_folder() else 0o700)
     except (OSError, RuntimeError):
         return False
+    temporary = place / f".{name}.{secrets.token_hex(8)}"
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(temporary, "xb", opener=_for_others_to_read) as file:
             file.write(_digest(name, payload) + payload)
         os.replace(temporary, place / name)  # readers see the old file or the new one
         return True
@@ -69,10 +77,29 @@ def write(name: str, payload: bytes) -> bool:
         return False
 
 
+def _for_others_to_read(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o644)
+
+
 def _digest(name: str, payload: bytes) -> bytes:
     return hashlib.sha256(name.encode() + b"\0" + payload).digest()
 
 
-def _is_ours(path: Path) -> bool:
-    """Whether this user or root wrote the file: code of anybody else's is not run."""
-    return not hasattr(os, "getuid") or path.stat().st_uid in (0, os.getuid())
+def _against(file: os.stat_result) -> str | None:
+    """Why somebody else may have written it: others' code is not run unasked."""
+    if not hasattr(os, "getuid") or settings.trusts_cache():
+        return None
+    if file.st_uid not in (0, os.getuid()):
+        return f"they belong to another user (uid {file.st_uid})"
+    return "others may write them" if file.st_mode & 0o022 else None
+
+
+@functools.cache
+def _tell(place: Path, against: str) -> None:
+    """Once in a process."""
+    warnings.warn(
+        f"kernels kept in {place} are not used but compiled anew: {against}. Set {settings.CACHE} to a folder of your "
+        f"own, or {settings.TRUST_CACHE}=1 if you trust whoever can write there",
+        RuntimeWarning,
+        stacklevel=2,
+    )
