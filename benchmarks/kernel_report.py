@@ -113,7 +113,7 @@ def main() -> int:
     parser.add_argument("--every", action="store_true", help="all variants rather than each feature alone")
     parser.add_argument("--architecture", type=int, default=75, choices=(75, 80, 90))
     parser.add_argument("--entries", nargs="+", default=list(variants.MAKERS), choices=list(variants.MAKERS))
-    parser.add_argument("--compiler", default=max(offline.compilers(), default=None), help="NVRTC's major version")
+    parser.add_argument("--compiler", default=next(reversed(offline.compilers()), None), help="NVRTC's version")
     options = parser.parse_args()
     if options.compiler is None or offline.cuobjdump() is None:
         print("needs NVRTC and cuobjdump: pip install -e '.[test]' on x86-64 Linux")

@@ -5,6 +5,9 @@ The variants that have gone wrong before; all of them by `python -m benchmarks.k
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from benchmarks import kernel_report
@@ -14,6 +17,7 @@ from flash_attn_compat.backends.fused.variants import BF16, BF16_AS_FP16, FP16, 
 from tests.kernels import offline
 
 COMPILERS = offline.compilers()
+VERSIONS = list(COMPILERS) or ["none"]
 
 
 def full(number: int, type: int, head_dim: int, vec: int = 8) -> Kind:
@@ -42,17 +46,22 @@ def label(value: object) -> str:
     return f"{value.entry}-" + "-".join(f"{name}{number}" for name, number in value.macros)
 
 
-@pytest.fixture
-def compiler() -> Compiler:
-    """The newest: one assembler's registers are enough."""
+def compiler_of(version: str) -> Compiler:
     if not COMPILERS:
         pytest.skip("no NVRTC here: it comes with the test extra on x86-64 Linux")
-    return COMPILERS[max(COMPILERS, key=int)]
+    return COMPILERS[version]
 
 
+@pytest.fixture
+def compiler() -> Compiler:
+    """The newest."""
+    return compiler_of(VERSIONS[-1])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("variant", TURING, ids=label)
-def test_a_kernel_fits_turing_with_no_spills_but_the_known_ones(variant: Variant, compiler: Compiler) -> None:
-    found = offline.compiled(compiler, variant, "sm_75")
+def test_a_kernel_fits_turing_with_no_spills_but_the_known_ones(variant: Variant, version: str) -> None:
+    found = offline.compiled(compiler_of(version), variant, "sm_75")
     assert list(offline.complaints(variant, found, 75)) == []
     assert found.spilled <= offline.allowed_spills(variant), f"{found.spilled} bytes spilled, stack {found.stack}"
     if variant.entry not in MAIN_LOOPS or offline.cuobjdump() is None:
@@ -65,14 +74,10 @@ def test_a_kernel_fits_turing_with_no_spills_but_the_known_ones(variant: Variant
     assert sum(count for name, count in loop.items() if name.startswith("FFMA")) < 8 * products
 
 
-MAJORS = sorted(COMPILERS) or [""]
-
-
-@pytest.mark.parametrize(("major", "number"), [(MAJORS[0], 80), (MAJORS[-1], 90)])
-def test_a_kernel_fits_newer_gpus_by_the_oldest_and_the_newest_compiler(
-    major: str, number: int, compiler: Compiler
-) -> None:
-    found = offline.compiled(COMPILERS[major], NEWER[number], f"sm_{number}")
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("number", NEWER)
+def test_a_kernel_fits_newer_gpus(number: int, version: str) -> None:
+    found = offline.compiled(compiler_of(version), NEWER[number], f"sm_{number}")
     assert list(offline.complaints(NEWER[number], found, number)) == []
 
 
@@ -93,6 +98,23 @@ def test_turings_code_asks_nothing_of_newer_gpus(make: object, compiler: Compile
     text = compiler.compile(variant.source, loader.options(variant, "compute_75")).decode(errors="replace")
     assert ".target sm_75" in text and "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32" in text
     assert not any(word in text for word in ("cp.async", "m16n8k16", ".bf16"))
+
+
+def test_a_compiler_is_found_wherever_it_was_unpacked_and_once(
+    tmp_path: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    major = str(compiler.version[0])
+    path = next(path for path in loader.places(major) if Path(path).is_file())
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        (folder / "deep").mkdir(parents=True)
+        (folder / "deep" / f"libnvrtc.so.{major}").symlink_to(path)
+    (folders[1] / "libnvrtc.so.11.2").write_text("no library")
+    monkeypatch.setattr(loader, "places", lambda major: [])
+    assert offline.compilers.__wrapped__() == {}
+    monkeypatch.setenv(offline.FOLDERS, os.pathsep.join(map(str, folders)))
+    (found,) = offline.compilers.__wrapped__().items()
+    assert found[0] == VERSIONS[-1] and found[1].version == compiler.version
 
 
 def test_the_report_shows_fewer_variants_than_there_are() -> None:

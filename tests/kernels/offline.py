@@ -23,6 +23,7 @@ from flash_attn_compat.backends.fused import loader
 from flash_attn_compat.backends.fused.loader import Compiler
 from flash_attn_compat.backends.fused.variants import Variant
 
+FOLDERS = "NVRTC_FOLDERS"
 SHARED_MEMORY = {75: 64 * 1024, 80: 163 * 1024, 90: 227 * 1024}  # bytes a block may have
 REGISTERS = 65536  # of a multiprocessor
 
@@ -43,15 +44,21 @@ class Compiled(NamedTuple):
     static_shared: int
 
 
+@functools.cache
 def compilers() -> dict[str, Compiler]:
-    """Every NVRTC that can be loaded here, by its major version."""
-    found = {}
-    for major in ("13", "12"):
-        for path in loader.places(major):
-            with contextlib.suppress(OSError):
-                found[major] = Compiler(loader.opened(path))
-                break
-    return found
+    """Every NVRTC that can be loaded here, by its version as "12.9", oldest first.
+
+    Those that are installed, and those that lie anywhere below the folders in the environment variable NVRTC_FOLDERS.
+    """
+    folders = filter(None, os.environ.get(FOLDERS, "").split(os.pathsep))
+    paths = [path for major in ("13", "12", "11") for path in loader.places(major)]
+    paths += [str(path) for folder in folders for path in sorted(Path(folder).rglob("libnvrtc.so.*"))]
+    found: dict[tuple[int, int], Compiler] = {}
+    for path in paths:
+        with contextlib.suppress(OSError, AttributeError):  # not there, or too old to have what is asked of it
+            compiler = Compiler(loader.opened(path))
+            found.setdefault(compiler.version, compiler)
+    return {f"{major}.{minor}": found[major, minor] for major, minor in sorted(found)}
 
 
 def compiled(compiler: Compiler, variant: Variant, architecture: str) -> Compiled:
