@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import mmap
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -36,10 +37,14 @@ class Launch(NamedTuple):
 
 @dataclass
 class Launches:
-    """Everything launched since the start, in order, and the variants that were loaded."""
+    """Everything launched since the start, in order, and the variants that were loaded.
+
+    rows_overlap: set where lengths are no lengths, so that blocks write where others do
+    """
 
     seen: list[Launch] = field(default_factory=list)
     variants: list[Variant] = field(default_factory=list)
+    rows_overlap: bool = False
 
     @property
     def last(self) -> Launch:
@@ -123,11 +128,12 @@ def emulate(
     tried: bool = False,
     sources: Path = loader.SOURCES,
     seed: int = 1,
+    truncates: bool = False,
 ) -> Launches:
     """As ``record``, and the emulator computes every launch; it allows no access outside of the call's tensors.
 
     Memory comes filled with NaN and other rubbish. sources: the folder of the kernels' sources; seed: orders a
-    launch's blocks and warps
+    launch's blocks and warps; truncates: whether tensor cores do as Turing's do
     """
     from tests.kernels import emulate as emulator
 
@@ -157,7 +163,8 @@ def emulate(
     def compute(launch: Launch, content: bytes) -> None:
         variant = launch.variant
         compiled = emulator.compile_kernel(sources / variant.source, variant.entry, dict(variant.macros))
-        compiled.launch(content, launch.blocks, variant.threads, variant.shared, memory[-64:], seed)
+        rules = emulator.Rules(seed, number, truncates, found.rows_overlap)
+        compiled.launch(content, launch.blocks, variant.threads, variant.shared, memory[-64:], rules)
 
     found = record(monkeypatch, number, tried, compute)
     monkeypatch.setattr(launcher.Plan, "addresses", known_addresses)
@@ -165,3 +172,10 @@ def emulate(
     monkeypatch.setattr(torch, "empty", known_empty)
     monkeypatch.setattr(torch, "empty_like", known_empty_like)
     return found
+
+
+def sparse(elements: int, dtype: torch.dtype) -> Tensor:
+    """Zeros that take memory where they are touched alone, so that there may be more of them than memory."""
+    no_reserve: int = getattr(mmap, "MAP_NORESERVE", 0x4000)  # which Python names from 3.11 on
+    memory = mmap.mmap(-1, elements * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    return torch.frombuffer(memory, dtype=dtype)

@@ -91,6 +91,7 @@ def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(trial, "_CODE", tmp_path / "fused")
     monkeypatch.setattr(emulate, "SOURCES", tmp_path / "cuda")
     monkeypatch.setattr(emulate, "HERE", tmp_path / "kernels")
+    monkeypatch.setattr(emulate, "ENGINE", tmp_path / "kernels/engine.cpp")
     monkeypatch.setattr(loader, "compiler", compiler(12, 8))
     monkeypatch.setattr(loader, "target", lambda device: Target("sm_75", 75))
     monkeypatch.setattr(loader, "device_name", lambda device: "Tesla T4")
@@ -151,16 +152,18 @@ def test_each_file_and_option_is_in_the_name_of_an_emulated_library(
     shutil.copy(copies / "cuda/splits.cuh", copies / "copy")
 
     def name() -> str:
-        return emulate.library_name(copies / source, MACROS)
+        return emulate.built_name(copies / source, MACROS)
 
-    files = [copies / source, *copies.glob("cuda/*.cuh"), *copies.glob("copy/*.cuh"), *copies.glob("kernels/*.h")]
+    files = [copies / source, emulate.ENGINE]
+    files += [path for pattern in ("cuda/*.cuh", "copy/*.cuh", "kernels/*.h") for path in copies.glob(pattern)]
     if source.startswith(("cuda", "kernels")):
         files.remove(copies / "copy/splits.cuh")
     names = [name()]
     names += [with_a_byte_flipped(file, place, name) for file in files for place in (0.0, 0.5, 1.0)]
     assert names[0] == name()
-    names += [emulate.library_name(copies / source, (*MACROS, "-DX=1"))]
-    for option, value in (("OPTIONS", ("-O3",)), ("LIBRARIES", ("-lc",)), ("compiler_version", lambda: "g++ 99")):
+    names += [emulate.built_name(copies / source, (*MACROS, "-DX=1"))]
+    others = ("ENGINE_OPTIONS", ("-O3",)), ("LIBRARIES", ("-lc",)), ("compiler_version", lambda: "g++ 99")
+    for option, value in others:
         with monkeypatch.context() as patch:
             patch.setattr(emulate, option, value)
             names.append(name())
@@ -172,5 +175,5 @@ def test_a_copy_of_the_sources_shares_the_libraries_of_what_did_not_change_in_it
     copy = tmp_path / "copy"
     shutil.copytree(emulate.SOURCES, copy)
     (copy / "dq.cu").write_text("")
-    names = [emulate.library_name(folder / "forward.cu", MACROS) for folder in (copy, emulate.SOURCES)]
+    names = [emulate.built_name(folder / "forward.cu", MACROS) for folder in (copy, emulate.SOURCES)]
     assert names[0] == names[1]

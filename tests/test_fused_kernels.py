@@ -443,8 +443,15 @@ SPLIT = {
 }
 
 
+WIDEST = "odd channels, widest"  # which Turing has no registers for
+
+
 @pytest.mark.parametrize(
-    ("gpu", "name"), [*(("turing", name) for name in SPLIT), ("hopper", "head_dim 128"), ("hopper", "converted")]
+    ("gpu", "name"),
+    [
+        *(("turing", name) for name in SPLIT if name != WIDEST),
+        *(("hopper", name) for name in (WIDEST, "head_dim 128", "converted")),
+    ],
 )
 def test_blocks_may_share_the_keys_of_many_rows(
     gpu: str, name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch

@@ -2,52 +2,67 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 
 import pytest
 import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.fused import params
+from tests.fused_on_cpu import sparse
 from tests.kernels import emulate
-from tests.kernels.emulate import EmulationError, Kernel, compile_kernel
+from tests.kernels.emulate import EmulationError, Kernel, Rules, compile_kernel
 
 pytestmark = pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not())
+
+RULES = Rules()
 
 
 def machine(entry: str) -> Kernel:
     return compile_kernel(emulate.HERE / "machine.cu", entry, {})
 
 
-def launch(entry: str, q: Tensor, out: Tensor | None = None, lse: Tensor | None = None, threads: int = 32) -> None:
-    """The struct has these addresses, each where params.py says; all else is 0."""
-    given = {name: x for name, x in (("q", q), ("out", out), ("lse", lse)) if x is not None}
-    head = params.head(given).pack(*(x.data_ptr() for x in given.values()), 0)
-    machine(entry).launch(head + params.rest({}), 1, threads, 1024, list(given.values()))
+def launch(
+    entry: str,
+    threads: int = 32,
+    blocks: int = 1,
+    shared: int = 1024,
+    rules: Rules = RULES,
+    fields: Mapping[str, params.Value] = MappingProxyType({}),
+    **tensors: Tensor,
+) -> None:
+    """tensors, fields: what struct Params has under these names, where params.py says; all else is 0."""
+    given = [name for name, _ in params.HEAD if name in tensors]
+    head = params.head(given).pack(*(tensors[name].data_ptr() for name in given), 0)
+    machine(entry).launch(head + params.rest(dict(fields)), blocks, threads, shared, list(tensors.values()), rules)
 
 
 def test_mma_multiplies() -> None:
     q, product = torch.randn(24, 8).half(), torch.empty(16, 8)
-    launch("multiply_k8", q, lse=product)
+    launch("multiply_k8", q=q, lse=product)
     torch.testing.assert_close(product, q[:16].float() @ q[16:].float().T, rtol=1e-6, atol=1e-6)
 
 
 def test_ldmatrix_hands_out_rows_and_columns() -> None:
     q, out = torch.randn(4, 8, 8).half(), torch.empty(2, 4, 8, 8, dtype=torch.float16)
-    launch("matrices", q, out)
+    launch("matrices", q=q, out=out)
     assert torch.equal(out[0], q)
     assert torch.equal(out[1], q.transpose(1, 2))
 
 
 def test_all_warps_meet_at_a_barrier() -> None:
     q, sums = torch.arange(128).half(), torch.empty(128)
-    launch("sum", q, lse=sums, threads=128)
+    launch("sum", q=q, lse=sums, threads=128)
     assert sums.tolist() == [127 * 64] * 128
 
 
 def test_shared_memory_starts_as_nan() -> None:
     lse = torch.zeros(32)
-    launch("uninitialised", torch.zeros(1).half(), lse=lse)
+    launch("uninitialised", lse=lse)
     assert lse.isnan().all()
 
 
@@ -65,12 +80,63 @@ def test_shared_memory_starts_as_nan() -> None:
         ("wrong_lanes_missing", "lanes that do not come"),
         ("wrong_lanes_elsewhere", "lanes of one warp"),
         ("wrong_barrier_missed", "do not come"),
+        ("wrong_write_of_what_is_read_only", "a write at .*, which ld.global.nc reads"),
+        ("wrong_read_only_of_what_is_written", "ld.global.nc at .*, which this block wrote"),
+        ("wrong_load_of_what_others_write", "through L1, .* before another block wrote"),
+        ("wrong_write_of_what_others_write", "something else than another block wrote"),
+        ("wrong_write_of_what_atomics_write", "something else than atomics wrote"),
+        ("wrong_far_away", "belong to no tensor"),
     ],
 )
 def test_a_mistake_is_an_error(entry: str, said: str) -> None:
-    q, out, lse = torch.zeros(256).half(), torch.zeros(256).half(), torch.zeros(64)
-    with pytest.raises(EmulationError, match=f"{entry}: block 0, thread .*{said}"):
-        launch(entry, q, out, lse, threads=64 if "barrier" in entry else 32)
+    tensors = {"q": torch.zeros(256).half(), "out": torch.zeros(256).half(), "lse": torch.zeros(64)}
+    together = 2 if "others" in entry else 1
+    with pytest.raises(EmulationError, match=rf"{entry}: block \d, thread .*{said}"):
+        launch(
+            entry,
+            threads=64 if "barrier" in entry else 32,
+            blocks=together,
+            fields={"k_s": (0, -(2**12), 0)},
+            counters=torch.zeros(1, dtype=torch.int32),
+            **tensors,
+        )
+
+
+def test_blocks_may_read_as_fresh_what_others_wrote_and_write_the_same_bits() -> None:
+    lse, counters = torch.zeros(64), torch.zeros(1, dtype=torch.int32)
+    launch("fresh_load_of_what_others_write", blocks=2, lse=lse, counters=counters)
+    launch("same_write_of_what_others_write", blocks=2, lse=lse)
+    assert lse[:32].tolist() == [1.0] * 32
+    launch("wrong_write_of_what_others_write", blocks=2, lse=lse, rules=RULES._replace(rows_overlap=True))
+
+
+@pytest.mark.parametrize("blocks", [3, 40])
+def test_blocks_come_between_the_atomics_of_another(blocks: int) -> None:
+    """A count that is right for blocks one after the other is wrong here."""
+    found = []
+    for entry, seed in itertools.product(("count", "count_in_two_steps"), range(8)):
+        counters = torch.zeros(1, dtype=torch.int32)
+        launch(entry, blocks=blocks, counters=counters, rules=RULES._replace(seed=seed))
+        found.append(int(counters))
+    assert found[:8] == [32 * blocks] * 8
+    assert min(found[8:]) < blocks and len(set(found[8:])) > 1
+
+
+def test_memory_may_lie_farther_away_than_32_bits_count() -> None:
+    q, lse = sparse(2**32 + 64, torch.float16), torch.empty(32)
+    q[2**32 + 5] = 3.0
+    launch("far_away", q=q, lse=lse, fields={"k_s": (0, 2**12, 0)})
+    assert lse.tolist() == [3.0] * 32
+
+
+@pytest.mark.parametrize(("number", "most"), [(75, 64 * 1024), (80, 163 * 1024), (90, 227 * 1024)])
+def test_a_block_gets_no_more_shared_memory_than_its_architecture_has(number: int, most: int) -> None:
+    sums, rules = torch.empty(128), RULES._replace(number=number)
+    for shared in (most, most + 16):
+        raises = contextlib.nullcontext() if shared == most else pytest.raises(EmulationError, match="more shared")
+        with raises:
+            launch("sum", q=torch.arange(128).half(), lse=sums.zero_(), threads=128, shared=shared, rules=rules)
+        assert bool(sums.any()) == (shared == most)
 
 
 @pytest.mark.parametrize(("entry", "said"), [("wrong_no_barrier", "race"), ("wrong_address", "fault")])
@@ -95,7 +161,7 @@ def test_threads_launch_one_after_the_other() -> None:
 
     def work(out: Tensor) -> None:
         for _ in range(20):
-            launch("sum", torch.arange(128).half(), lse=out.zero_(), threads=128)
+            launch("sum", q=torch.arange(128).half(), lse=out.zero_(), threads=128)
             assert out.tolist() == [127 * 64] * 128
 
     with ThreadPoolExecutor(8) as pool:

@@ -19,32 +19,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
 import flash_attn_compat
 from flash_attn_compat.backends.fused.variants import DEFAULTS
+from tests.kernels.offline import SHARED_MEMORY
 
 HERE = Path(__file__).parent
 SOURCES = Path(flash_attn_compat.__file__).parent / "cuda"
-# Compiling takes longer than running: hardly any optimisation, C's headers without C++'s, and C's libraries alone.
+ENGINE = HERE / "engine.cpp"
+# Compiling a variant takes longer than running it: no optimisation, C's headers without C++'s, and C's libraries alone.
 # No contraction: a * b + c is rounded twice where the source says so; fmaf is fmaf.
 OPTIONS = (
     "-std=c++17",
-    "-Og",
     "-nostdinc++",
     "-ffp-contract=off",
     "-w",
-    "-shared",
     "-fPIC",
     "-fvisibility=hidden",
     "-fno-gnu-unique",
     "-fno-exceptions",
     "-fno-asynchronous-unwind-tables",
-    "-fno-tree-vrp",
-    "-fno-tree-ter",
-    "-nodefaultlibs",
 )
+ENGINE_OPTIONS = (*OPTIONS, "-O2", "-c")
+VARIANT_OPTIONS = (*OPTIONS, "-O0", "-shared", "-nodefaultlibs")
 LIBRARIES = ("-lc", "-lm", "-lgcc")
 
 # What a library knows of its launch is the library's, and other threads go on while it runs.
@@ -66,6 +66,30 @@ class _Memory(ctypes.Structure):
     _fields_ = (("start", ctypes.c_uint64), ("end", ctypes.c_uint64))
 
 
+class _Launch(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_uint32)
+        for name in (
+            *("params_bytes", "blocks", "threads", "shared_bytes", "shared_limit", "memory_count", "seed"),
+            *("is_truncating", "rows_overlap"),
+        )
+    )
+
+
+class Rules(NamedTuple):
+    """How a launch goes.
+
+    seed: orders blocks and warps; number: of the architecture, which says how much shared memory there is
+    truncates: whether tensor cores cut sums, as Turing's do, or round each of them
+    rows_overlap: whether blocks may write different things in one place, as lengths make them that are no lengths
+    """
+
+    seed: int = 1
+    number: int = 90
+    truncates: bool = False
+    rows_overlap: bool = False
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One entry of a compiled source."""
@@ -74,18 +98,25 @@ class Kernel:
     entry: str
 
     def launch(
-        self, params: bytes, grid: int, threads: int, shared_bytes: int, tensors: Sequence[Tensor], seed: int = 1
+        self,
+        params: bytes,
+        grid: int,
+        threads: int,
+        shared_bytes: int,
+        tensors: Sequence[Tensor],
+        rules: Rules = Rules(),  # noqa: B008  # immutable
     ) -> None:
-        """Runs all blocks. Memory outside of ``tensors`` is an error; ``seed`` orders blocks and warps."""
+        """Runs all blocks. Memory outside of ``tensors`` is an error."""
         memories = (_Memory * len(tensors))(*map(_memory, tensors))
         entry = ctypes.cast(getattr(self.library, self.entry), ctypes.c_void_p)
+        shared = shared_bytes, SHARED_MEMORY[rules.number]
+        launch = _Launch(
+            len(params), grid, threads, *shared, len(tensors), rules.seed, rules.truncates, rules.rows_overlap
+        )
         emulate = self.library.emulate
         emulate.restype = ctypes.c_char_p
         with _ONE_AT_A_TIME:
-            said = emulate(
-                entry, ctypes.c_char_p(params), ctypes.c_uint32(len(params)), ctypes.c_uint32(grid),
-                ctypes.c_uint32(threads), ctypes.c_uint32(shared_bytes), memories, len(tensors), ctypes.c_uint32(seed),
-            )  # fmt: skip
+            said = emulate(entry, ctypes.c_char_p(params), ctypes.byref(launch), memories)
         if said:
             raise EmulationError(f"{self.entry}: {said.decode()}")
 
@@ -109,15 +140,22 @@ def compile_kernel(source: str | Path, entry: str, macros: Macros) -> Kernel:
 
 @cache
 def _library(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
-    command = ["g++", *OPTIONS, *macros, *(f"-I{folder}" for folder in _folders(source))]
+    engine = _built(ENGINE, ENGINE_OPTIONS, ".o")
+    options = *VARIANT_OPTIONS, *macros, "-include", "emulator.h"
+    return ctypes.CDLL(str(_built(source, options, ".so", "-x", "none", str(engine), *LIBRARIES)))
+
+
+def _built(source: Path, options: tuple[str, ...], suffix: str, *linked: str) -> Path:
+    """What g++ makes of a source: kept, and made once however many processes want it."""
     folder = Path(tempfile.gettempdir()) / f"flash_attn_compat_emulated_{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    target = folder / library_name(source, macros)
-    with open(target.with_suffix(".lock"), "w") as lock:  # several test processes want the same kernels
+    target = folder / f"{built_name(source, options)}{suffix}"
+    with open(target.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
-            _compile([*command, "-include", "emulator.h", "-x", "c++", str(source), *LIBRARIES], target)
-    return ctypes.CDLL(str(target))
+            folders = (f"-I{folder}" for folder in _folders(source))
+            _compile(["g++", *options, *folders, "-x", "c++", str(source), *linked], target)
+    return target
 
 
 def _folders(source: Path) -> tuple[Path, Path, Path]:
@@ -125,14 +163,12 @@ def _folders(source: Path) -> tuple[Path, Path, Path]:
     return HERE, source.parent, SOURCES
 
 
-def library_name(source: Path, macros: tuple[str, ...]) -> str:
-    """Another one for each byte of what may be compiled, wherever it lies: copies that are equal share a library."""
+def built_name(source: Path, options: tuple[str, ...]) -> str:
+    """Another one for each byte of what may be compiled, wherever it lies; copies that are equal have one."""
     headers = (sorted(folder.glob("*.*h")) for folder in _folders(source))
-    files = [(file.name, file.read_bytes()) for file in (source, *itertools.chain(*headers))]
-    compiled = hashlib.sha256(
-        repr((OPTIONS, LIBRARIES, macros, compiler_version(), list(dict.fromkeys(files)))).encode()
-    )
-    return f"{source.stem}_{compiled.hexdigest()[:24]}.so"
+    files = [(file.name, file.read_bytes()) for file in (source, ENGINE, *itertools.chain(*headers))]
+    compiled = options, ENGINE_OPTIONS, LIBRARIES, compiler_version(), list(dict.fromkeys(files))
+    return f"{source.stem}_{hashlib.sha256(repr(compiled).encode()).hexdigest()[:24]}"
 
 
 def _compile(command: list[str], target: Path) -> None:

@@ -1,4 +1,7 @@
-// The threads of a block as fibers of one CPU thread, their barriers, and the checks of their memory accesses.
+// The threads of a block as fibers of one CPU thread, their barriers, and the blocks that are under way at a time.
+//
+// A warp runs until all its lanes wait for the block; then another one, at random, is next. A block runs to its end but for its atomics:
+// before and after each of them, any of RESIDENT blocks may go on.
 #pragma once
 #include <math.h>
 #include <pthread.h>
@@ -9,9 +12,9 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <ucontext.h>
+#include "emulator.h"
 
-struct Index { unsigned x, y, z; };
-static Index threadIdx, blockIdx, blockDim, gridDim;
+Index threadIdx, blockIdx, blockDim, gridDim;
 
 // A fiber's registers live on its own stack while another one runs.
 #if defined(__x86_64__) && defined(__linux__)
@@ -57,26 +60,47 @@ inline void make_context(Context &c, char *stack, size_t size, void (*entry)()) 
 
 namespace emulator {
 
-constexpr u32 MAX_THREADS = 1024, SHARED_START = 1024, SHARED_LIMIT = 100 * 1024;
+constexpr u32 MAX_THREADS = 1024, MAX_WARPS = MAX_THREADS / 32, SHARED_LIMIT = 227 * 1024, RESIDENT = 4, MAX_COPIES = 64;
 constexpr size_t STACK_BYTES = 128 * 1024;
-struct Memory { u64 start, end; };
 
-// ---- State of the launch
+// Who touched a word of shared memory last, and when: barriers of the block and (within a warp) of the warp part accesses in time.
+struct Touch {
+  int thread;   // -1: nobody, -2: several lanes of the warp since its last barrier
+  u32 phase, warp_phase;
+  u32 warps;    // as a set: those that have read in this phase
+};
+struct Warp {
+  u32 arrived, meetings, phase;
+  const char *what;
+  u32 words[2][32];                             // by this collective and by the last one, which slow lanes may still read
+  struct { float a[16][16], b[8][16]; } operands[2];   // of a tensor core: a, and b transposed
+};
+struct Copy { u32 address; const u16 *p; bool valid; };
 enum State { READY, AT_BARRIER, DONE };
-static Context scheduler, contexts[MAX_THREADS];
-static State states[MAX_THREADS];
-struct Warp { u32 arrived, meetings, phase; const char *what; };
-static Warp warps[MAX_THREADS / 32];
-static u32 live, arrived, phase;   // threads that have not returned; those at the barrier; barriers passed
-static char *stacks;
+struct Block {
+  u32 index;
+  Context contexts[MAX_THREADS];
+  State states[MAX_THREADS];
+  Warp warps[MAX_WARPS];
+  u32 live, arrived, phase;   // threads that have not returned; those at the barrier; barriers passed
+  bool is_any;                // false between calls of __syncthreads_or
+  bool is_paused;
+  u32 next;                   // the thread that goes on when the block does
+  Touch writes[SHARED_LIMIT / 4], reads[SHARED_LIMIT / 4];
+  unsigned char shared_memory[SHARED_LIMIT] __attribute__((aligned(16)));
+  Copy copies[MAX_THREADS][MAX_COPIES];   // that cp.async has under way
+  int copy_count[MAX_THREADS];
+  char *stacks;
+};
+static Block resident[RESIDENT];
+static Block *block;   // that runs
+static Context scheduler;
 static void (*body)();
-static const Memory *memories;
-static int memory_count;
-static u32 random_state;
+static u32 random_state, shared_size;
 static char message[512];
 static bool failed;
 
-inline u32 random_below(u32 n) {
+static u32 random_below(u32 n) {
   random_state = random_state * 1664525u + 1013904223u;
   return (u32)((u64)random_state * n >> 32);
 }
@@ -89,7 +113,7 @@ __attribute__((format(printf, 1, 2), noinline)) static void fail(const char *for
   va_end(args);
   snprintf(message, sizeof message, "block %u, thread %u: %s", blockIdx.x, threadIdx.x, text);
   failed = true;
-  switch_context(contexts[threadIdx.x], scheduler);   // for good
+  switch_context(block->contexts[threadIdx.x], scheduler);   // for good
   abort();
 }
 
@@ -98,7 +122,7 @@ inline void switch_to(u32 thread) {
   const u32 from = threadIdx.x;
   if (thread == from) return;
   threadIdx.x = thread;
-  switch_context(contexts[from], contexts[thread]);
+  switch_context(block->contexts[from], block->contexts[thread]);
 }
 
 // A lane of this warp, else of one at random, that can go on; without any the block has come to its end.
@@ -106,18 +130,25 @@ static void step_aside() {
   const u32 me = threadIdx.x, first = me & ~31u;
   for (u32 i = 1; i <= 32; i++) {
     const u32 lane = first + (me + i) % 32;
-    if (states[lane] == READY) return switch_to(lane);
+    if (block->states[lane] == READY) return switch_to(lane);
   }
   const u32 start = random_below(blockDim.x / 32) * 32 + random_below(32);
   for (u32 i = 0; i < blockDim.x; i++) {
     const u32 thread = (start + i) % blockDim.x;
-    if (states[thread] == READY) return switch_to(thread);
+    if (block->states[thread] == READY) return switch_to(thread);
   }
-  switch_context(contexts[me], scheduler);
+  switch_context(block->contexts[me], scheduler);
 }
 
-inline void meet_warp(const char *what) {
-  Warp &w = warps[threadIdx.x / 32];
+void others_may_run() {
+  if (random_below(2)) return;
+  block->is_paused = true, block->next = threadIdx.x;
+  switch_context(block->contexts[threadIdx.x], scheduler);
+}
+
+inline Warp &warp() { return block->warps[threadIdx.x / 32]; }
+static void meet_warp(const char *what) {
+  Warp &w = warp();
   if (w.arrived == 0) w.what = what;
   if (w.what != what) fail("lanes of one warp are at %s and at %s", w.what, what);
   const u32 meeting = w.meetings;
@@ -129,21 +160,19 @@ inline void meet_warp(const char *what) {
   step_aside();
   if (w.meetings == meeting) fail("%s waits for lanes that do not come", what);
 }
-inline u32 meeting_number() { return warps[threadIdx.x / 32].meetings; }
-inline void order_warp() { warps[threadIdx.x / 32].phase = warps[threadIdx.x / 32].meetings; }
 
 static void release_block() {
-  arrived = 0;
-  phase++;
+  block->arrived = 0;
+  block->phase++;
   for (u32 i = 0; i < blockDim.x; i++)
-    if (states[i] == AT_BARRIER) states[i] = READY;
+    if (block->states[i] == AT_BARRIER) block->states[i] = READY;
 }
-inline void meet_block() {
-  states[threadIdx.x] = AT_BARRIER;
-  if (++arrived == live) {
+static void meet_block() {
+  block->states[threadIdx.x] = AT_BARRIER;
+  if (++block->arrived == block->live) {
     release_block();
     const u32 next = random_below(blockDim.x);
-    if (states[next] == READY) switch_to(next);
+    if (block->states[next] == READY) switch_to(next);
   } else {
     step_aside();
   }
@@ -151,61 +180,15 @@ inline void meet_block() {
 
 static void run_thread() {
   body();
-  states[threadIdx.x] = DONE;
-  live--;
-  if (live && arrived == live) release_block();   // a barrier does not wait for threads that returned
+  block->states[threadIdx.x] = DONE;
+  block->live--;
+  if (block->live && block->arrived == block->live) release_block();   // a barrier does not wait for threads that returned
   step_aside();
   abort();
 }
 
-// ---- Memory
-static void check_global(const void *p, size_t bytes, size_t alignment) {
-  static int last = 0;   // tensor, which is likely to be touched again
-  const u64 address = (u64)p;
-  if (address % alignment) fail("global address %p is not aligned to %zu bytes", p, alignment);
-  if (last < memory_count && address >= memories[last].start && address + bytes <= memories[last].end) return;
-  for (last = 0; last < memory_count; last++)
-    if (address >= memories[last].start && address + bytes <= memories[last].end) return;
-  fail("%zu bytes of global memory at %p belong to no tensor", bytes, p);
-}
-
-// Who touched a word of shared memory last, and when: barriers of the block and (within a warp) of the warp part accesses in time.
-struct Touch {
-  int thread;   // -1: nobody, -2: several lanes of the warp since its last barrier
-  u32 phase, warp_phase;
-  u32 warps;    // as a set: those that have read in this phase
-};
-static Touch writes[SHARED_LIMIT / 4], reads[SHARED_LIMIT / 4];
-static unsigned char shared_memory[SHARED_LIMIT] __attribute__((aligned(16)));
-static u32 shared_size;
-
-inline bool clashes(const Touch &touch, u32 me) {
-  if (touch.thread == -1 || touch.phase != phase || touch.thread == (int)me) return false;
-  if (touch.warps & ~(1u << me / 32)) return true;
-  return touch.warp_phase == warps[me / 32].phase;
-}
-inline void record(Touch &touch, u32 me) {
-  const u32 mine = 1u << me / 32;
-  const bool recent = touch.thread != -1 && touch.phase == phase;
-  const bool together = recent && touch.thread != (int)me && (touch.warps & mine) && touch.warp_phase == warps[me / 32].phase;
-  touch = {together ? -2 : (int)me, phase, warps[me / 32].phase, recent ? touch.warps | mine : mine};
-}
-static unsigned char *check_shared(u32 address, u32 bytes, bool write) {
-  const u32 at = address - SHARED_START;
-  if (address < SHARED_START || at + bytes > shared_size)
-    fail("%u bytes of shared memory at %d, of %u", bytes, (int)at, shared_size);
-  if (at % bytes) fail("shared memory at %u is not aligned to %u bytes", at, bytes);
-  const u32 me = threadIdx.x;
-  for (u32 word = at / 4; word <= (at + bytes - 1) / 4; word++) {
-    if (clashes(writes[word], me)) fail("race: shared memory at %u was written by thread %d", word * 4, writes[word].thread);
-    if (write && clashes(reads[word], me)) fail("race: shared memory at %u is still read by thread %d", word * 4, reads[word].thread);
-    record(write ? writes[word] : reads[word], me);
-  }
-  return shared_memory + at;
-}
-
 // ---- Faults
-// An access that the checks above did not see, to memory that is not there: the thread's error, and not the end of the process.
+// An access that no check saw, to memory that is not there: the thread's error, and not the end of the process.
 static bool in_fiber;
 static pthread_t launching;
 static void *fault_address;
@@ -242,48 +225,66 @@ struct Faults {
   }
 };
 
-// ---- A launch: its blocks one after the other, in random order
-static void run_block() {
-  memset(shared_memory, 0xff, shared_size);   // NaN in every format
-  for (u32 i = 0; i < (shared_size + 3) / 4; i++) writes[i].thread = reads[i].thread = -1;
-  memset(warps, 0, sizeof warps);
-  live = blockDim.x, arrived = phase = 0;
+// ---- Blocks
+static bool start_block(Block &b, u32 index) {
+  if (!b.stacks) {
+    void *stacks = mmap(nullptr, MAX_THREADS * STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (stacks == MAP_FAILED) return false;
+    b.stacks = (char *)stacks;
+  }
+  b.index = index;
+  memset(b.shared_memory, 0xff, shared_size);   // NaN in every format
+  for (u32 i = 0; i < (shared_size + 3) / 4; i++) b.writes[i].thread = b.reads[i].thread = -1;
+  for (u32 i = 0; i < blockDim.x / 32; i++) b.warps[i].arrived = b.warps[i].meetings = b.warps[i].phase = 0;
+  b.live = blockDim.x, b.arrived = b.phase = 0, b.is_any = false;
   for (u32 i = 0; i < blockDim.x; i++) {
-    states[i] = READY;
-    char *stack = stacks + i * STACK_BYTES;
+    b.states[i] = READY, b.copy_count[i] = 0;
+    char *stack = b.stacks + i * STACK_BYTES;
     memset(stack, 0xcd, 16);
-    make_context(contexts[i], stack, STACK_BYTES, run_thread);
+    make_context(b.contexts[i], stack, STACK_BYTES, run_thread);
   }
-  threadIdx = {random_below(blockDim.x), 0, 0};
-  in_fiber = true;
-  switch_context(scheduler, contexts[threadIdx.x]);
-  in_fiber = false;
-  for (u32 i = 0; i < blockDim.x && !failed; i++) {
-    threadIdx.x = i;
-    const bool intact = stacks[i * STACK_BYTES] == (char)0xcd;
-    if (states[i] == DONE && intact) continue;
-    failed = true;
-    snprintf(message, sizeof message, "block %u, thread %u: %s", blockIdx.x, i,
-             intact ? "__syncthreads waits for threads that do not come" : "its stack is too small");
-  }
+  b.next = random_below(blockDim.x);
+  return true;
 }
 
-static const char *launch(void (*thread)(), u32 blocks, u32 threads, u32 shared_bytes, const Memory *given, int count, u32 seed) {
-  if (threads % 32 || threads > MAX_THREADS) return "threads must be a multiple of 32, at most 1024";
-  if (shared_bytes > SHARED_LIMIT) return "more shared memory than a block may have";
-  if (!stacks) stacks = (char *)mmap(nullptr, MAX_THREADS * STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (stacks == (char *)MAP_FAILED) return stacks = nullptr, "no memory for the stacks";
-  body = thread, memories = given, memory_count = count, random_state = seed, failed = false, shared_size = shared_bytes;
+// Until it has come to its end (true), or lets others go on.
+static bool run(Block &b) {
+  block = &b, b.is_paused = false;
+  blockIdx = {b.index, 0, 0}, threadIdx = {b.next, 0, 0};
+  in_fiber = true;
+  switch_context(scheduler, b.contexts[b.next]);
+  in_fiber = false;
+  if (failed || b.is_paused) return false;
+  for (u32 i = 0; i < blockDim.x; i++) {
+    const bool intact = b.stacks[i * STACK_BYTES] == (char)0xcd;
+    if (b.states[i] == DONE && intact) continue;
+    failed = true;
+    snprintf(message, sizeof message, "block %u, thread %u: %s", b.index, i,
+             intact ? "__syncthreads waits for threads that do not come" : "its stack is too small");
+    return false;
+  }
+  return true;
+}
+
+// All blocks in random order, some of them at a time. Returns null, or what went wrong.
+static const char *run_blocks(void (*thread)(), u32 blocks, u32 threads) {
+  body = thread, failed = false;
   gridDim = {blocks, 1, 1}, blockDim = {threads, 1, 1};
   Faults faults;
-  u32 *order = (u32 *)malloc(blocks * sizeof(u32));
+  u32 *order = (u32 *)malloc(blocks * sizeof(u32)), started = 0, running = 0;
   for (u32 i = 0; i < blocks; i++) {
     const u32 j = random_below(i + 1);
     order[i] = order[j], order[j] = i;
   }
-  for (u32 i = 0; i < blocks && !failed; i++) {
-    blockIdx = {order[i], 0, 0};
-    run_block();
+  Block *under_way[RESIDENT];
+  for (u32 i = 0; i < RESIDENT; i++) under_way[i] = &resident[i];
+  while (!failed && (running || started < blocks)) {
+    const u32 chosen = random_below(running + (running < RESIDENT && started < blocks));
+    if (chosen == running) {
+      if (!start_block(*under_way[running++], order[started++])) return free(order), "no memory for the stacks";
+    }
+    Block *const b = under_way[chosen];
+    if (run(*b)) under_way[chosen] = under_way[--running], under_way[running] = b;
   }
   free(order);
   return failed ? message : nullptr;

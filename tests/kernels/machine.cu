@@ -69,3 +69,38 @@ KERNEL(64, 1) wrong_barrier_missed(const Params p) {
   else global_store(p.lse, __shfl_xor_sync(ALL_LANES, 1.f, p.zero) + (threadIdx.x < 63 ? __shfl_xor_sync(ALL_LANES, 1.f, 1) : 0.f));
 }
 KERNEL(32, 1) uninitialised(const Params p) { global_store(p.lse + threadIdx.x, shared_load_float(SHARED_BASE + threadIdx.x * 4)); }
+
+// Two blocks each
+KERNEL(32, 1) wrong_write_of_what_is_read_only(const Params p) {
+  const u16 x = global_load2(p.q + threadIdx.x);
+  __syncwarp();
+  global_store2((u16 *)p.q + threadIdx.x, x);
+}
+KERNEL(32, 1) wrong_read_only_of_what_is_written(const Params p) {
+  global_store2(p.out + threadIdx.x, 1);
+  global_store2(p.out + threadIdx.x, global_load2(p.out + threadIdx.x) + 1);
+}
+KERNEL(32, 1) wrong_load_of_what_others_write(const Params p) {
+  if (threadIdx.x) return;
+  global_store(p.lse + blockIdx.x, 1.f);
+  if (atomicAdd(p.counters, 1) == 1) global_store(p.lse + 2 + blockIdx.x, global_load(p.lse + 1 - blockIdx.x));   // global_load_fresh
+}
+KERNEL(32, 1) fresh_load_of_what_others_write(const Params p) {
+  if (threadIdx.x) return;
+  global_store(p.lse + blockIdx.x, 1.f);
+  if (atomicAdd(p.counters, 1) == 1) global_store(p.lse + 2, global_load_fresh(p.lse + 1 - blockIdx.x));
+}
+KERNEL(32, 1) wrong_write_of_what_others_write(const Params p) { global_store(p.lse + threadIdx.x, (float)blockIdx.x); }
+KERNEL(32, 1) same_write_of_what_others_write(const Params p) { global_store(p.lse + threadIdx.x, 1.f); }
+KERNEL(32, 1) wrong_write_of_what_atomics_write(const Params p) {
+  atomicAdd(p.lse, 1.f);
+  global_store(p.lse, 0.f);
+}
+// Counts the blocks, unless another one comes between its two atomics.
+KERNEL(32, 1) count_in_two_steps(const Params p) {
+  if (threadIdx.x == 0) atomicMax(p.counters, atomicAdd(p.counters, 0) + 1);
+}
+KERNEL(32, 1) count(const Params p) { atomicAdd(p.counters, 1); }
+// lse = q at 2^32 + 5 elements from its start, through 64 bits and through 32
+KERNEL(32, 1) far_away(const Params p) { global_store(p.lse + threadIdx.x, half_to_float(global_load2(p.q + ((i64)p.k_s.row << 20) + 5))); }
+KERNEL(32, 1) wrong_far_away(const Params p) { global_store(p.lse + threadIdx.x, half_to_float(global_load2(p.q + (p.k_s.row << 19) + 5))); }
