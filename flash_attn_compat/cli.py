@@ -93,9 +93,6 @@ def _parser() -> argparse.ArgumentParser:
         "something that means nothing.",
     )
     command.add_argument("--json", action="store_true", help="the report as one JSON object")
-    command.add_argument(
-        "--renew", action="store_true", help="time this package's kernels again, on a GPU where nobody has measured"
-    )
     command.set_defaults(action=_doctor)
 
     command = commands.add_parser(
@@ -151,7 +148,7 @@ def _doctor(options: argparse.Namespace) -> int:
     from flash_attn_compat import doctor
 
     try:
-        report = doctor.examine(options.renew)
+        report = doctor.examine()
     except ValueError as error:  # the name of a backend, which only the backends know
         print(f"flash-attn-compat: {error}", file=sys.stderr)
         return 2

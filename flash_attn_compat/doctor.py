@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 import flash_attn_compat
-from flash_attn_compat import installed, self_check
-from flash_attn_compat.backends.fused import cache, loader, probe
+from flash_attn_compat import installed, self_check, settings
+from flash_attn_compat.backends.fused import cache, loader, verdicts
 from flash_attn_compat.installed import SITE, RealFlashAttn, is_stand_in_spec
 from flash_attn_compat.naming import install, real
 from flash_attn_compat.self_check import Check
@@ -77,15 +77,12 @@ class Report:
         return all(check.passed for check in self.checks) and all(call.backend for call in self.calls)
 
 
-def examine(renew: bool = False) -> Report:
-    """Look at this machine; takes a few seconds.
-
-    renew: time this package's kernels again where nobody has measured
-    """
+def examine() -> Report:
+    """Look at this machine; takes a few seconds."""
     device = _device()
     return Report(
         version=flash_attn_compat.__version__,
-        machine=_machine(device, renew),
+        machine=_machine(device),
         calls=_typical_calls(device),
         checks=self_check.run(device),
         name=_name(),
@@ -168,7 +165,7 @@ def _device() -> torch.device:
     return torch.device("cpu")
 
 
-def _machine(device: torch.device, renew: bool) -> Machine:
+def _machine(device: torch.device) -> Machine:
     build = (torch.version.cuda and f"CUDA {torch.version.cuda}") or (torch.version.hip and f"ROCm {torch.version.hip}")
     capability, built_for, has_code = None, [], True
     device_name = platform.processor() or platform.machine()
@@ -190,13 +187,13 @@ def _machine(device: torch.device, renew: bool) -> Machine:
         capability=capability,
         built_for=built_for,
         has_code_for_device=has_code,
-        kernels=kernels(device, renew),
+        kernels=kernels(device),
         settings={name: value for name, value in sorted(os.environ.items()) if name.startswith("FLASH_ATTN_COMPAT_")},
     )
 
 
-def kernels(device: torch.device, renew: bool = False) -> list[str]:
-    """What compiles and keeps this package's kernels, or why there are none, and then what the probe found."""
+def kernels(device: torch.device) -> list[str]:
+    """What compiles and keeps this package's kernels, or why there are none, and then what is known of their speed."""
     if device.type != "cuda" or torch.version.hip is not None:
         return ["none: they are for NVIDIA GPUs"]
     lacking = loader.why_not()
@@ -205,7 +202,7 @@ def kernels(device: torch.device, renew: bool = False) -> list[str]:
     index = torch.cuda.current_device() if device.index is None else device.index
     nvrtc, driver = (".".join(map(str, version)) for version in (loader.compiler().version, loader.driver().version))
     made = f"for {loader.target(index).architecture} by NVRTC {nvrtc}, driver for CUDA {driver}"
-    return [f"{made}, kept in {cache.folder()}", *probe.told(index, renew)]
+    return [f"{made}, kept in {cache.folder()}", *verdicts.told(str(settings.gpu(device)))]
 
 
 def has_code_for(capability: tuple[int, int], built_for: list[str]) -> bool:

@@ -115,7 +115,7 @@ def official_disabled() -> bool:
 
 
 def fused() -> bool | None:
-    """FLASH_ATTN_COMPAT_FUSED: 0 forbids this package's own kernels, 1 uses them without timing them first."""
+    """FLASH_ATTN_COMPAT_FUSED: 0 forbids this package's own kernels, 1 uses them even where others were faster."""
     return _switch(FUSED)
 
 
@@ -174,6 +174,21 @@ def device_capability(device: torch.device) -> tuple[int, int]:
     import torch
 
     return torch.cuda.get_device_capability(device)
+
+
+def gpu(device: torch.device) -> str | None:
+    """The GPU's model; what it is forced to be counts as another. None for what is no GPU of CUDA."""
+    if device.type != "cuda":
+        return None
+    name, forced = _device_name(device), forced_capability()
+    return name if forced is None else f"{name} as {forced[0]}.{forced[1]}"
+
+
+@functools.cache
+def _device_name(device: torch.device) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from flash_attn_compat.backends.fused import loader, probe, trial, variants
+from flash_attn_compat.backends.fused import loader, trial, variants, verdicts
 from flash_attn_compat.backends.fused.loader import Target
 from flash_attn_compat.backends.fused.variants import FP16, Kind
 from tests.kernels import emulate
@@ -60,7 +60,6 @@ def other_pytorch(patch: pytest.MonkeyPatch) -> None:
 
 
 COMPILED = {"compiler": other_compiler, "option": other_option, "architecture": other_target}
-TIMED = {**COMPILED, "GPU": other_gpu, "PyTorch": other_pytorch}
 CACHES = {
     "kernel": Cache(
         lambda: loader.cache_name(variants.forward(KIND), loader.target(0).architecture),
@@ -75,9 +74,10 @@ CACHES = {
     "what a trial asks": Cache(
         lambda: trial._file((variants.forward(KIND),), 0), {path.name for path in trial._CODE.glob("*.py")}, {}, "fused"
     ),
-    "verdict on a forward": Cache(lambda: probe._file(64, "forward", 0), {"forward.cu", *HEADERS}, TIMED),
-    "verdict on a backward": Cache(
-        lambda: probe._file(64, "backward", 0), {"delta.cu", "dkdv.cu", "dq.cu", *HEADERS}, TIMED
+    "what was tuned": Cache(
+        lambda: verdicts._file("Tesla T4"),
+        {path.name for path in loader.SOURCES.glob("*.cu*")},
+        {"PyTorch": other_pytorch},
     ),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flash_attn_compat.backends.base import Backend, CallRefused, Capabilities, KernelsFailed
 from flash_attn_compat.backends.chunked import Chunked
-from flash_attn_compat.backends.fused import Fused, probe
+from flash_attn_compat.backends.fused import Fused
 from flash_attn_compat.backends.official import Official
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.backends.sdpa import Sdpa
@@ -20,6 +20,5 @@ BACKENDS: tuple[Backend, ...] = (
     Chunked(),
     Reference(),
 )
-probe.candidates = BACKENDS
 
 __all__ = ["BACKENDS", "Backend", "CallRefused", "Capabilities", "KernelsFailed"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -73,6 +74,18 @@ class Backend(abc.ABC):
     def rank(self, traits: Traits) -> int:
         """Where it stands among the others for such calls: lower goes first, equals in the order of the list."""
         return 0
+
+    def times(self, traits: Traits) -> Mapping[str, float] | None:
+        """Milliseconds of such calls by the backends that were timed on this GPU, itself among them.
+
+        It then stands right behind those that are faster, and before those that are slower, whatever its rank.
+        """
+        return None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether kernels have failed, so that its reasons may have changed since it was chosen."""
+        return False
 
     def unavailable_reasons(self) -> list[str]:
         """Why this backend cannot serve any call on this machine."""

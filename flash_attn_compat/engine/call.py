@@ -152,7 +152,8 @@ class AttentionCall(_Fields):
         else:
             sq_vs_sk = "=" if self.equal_lengths else "?"
         capability = settings.capability(device) if device_type == "cuda" else None
-        return Traits(device_type, capability, q.dtype, q_shape[-1], self.v.shape[-1], sq_vs_sk, self.features())
+        dims, features, gpu = (q_shape[-1], self.v.shape[-1]), self.features(), settings.gpu(device)
+        return Traits(device_type, capability, q.dtype, *dims, sq_vs_sk, features, gpu)
 
     def from_given_results(self) -> AttentionCall:
         """The backward alone, as a backend computes it from another one's results."""

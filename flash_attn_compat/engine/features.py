@@ -70,6 +70,7 @@ class Traits(NamedTuple):
     """Everything a dispatch decision may depend on.
 
     sq_vs_sk compares the two lengths: "=", "<", ">", or "?" where they differ per sequence.
+    gpu: the model, since cards of one capability differ in speed, and what fails on one may work on another
     """
 
     device_type: str
@@ -79,6 +80,7 @@ class Traits(NamedTuple):
     head_dim_v: int
     sq_vs_sk: str
     features: int
+    gpu: str | None = None
 
     @property
     def needs_backward(self) -> bool:

@@ -114,7 +114,7 @@ def _served(call: AttentionCall, new: Append | None = None) -> tuple[Backend | N
 def run_backward(
     backend: Backend | None, call: AttentionCall, upstream: Upstream, into: Gradients | None = None
 ) -> tuple[Backend | None, Gradients]:
-    """The gradients of a call, and the backend that computed them: ``backend``, or another where its kernels fail.
+    """The gradients of a call, and the backend that computed them: ``backend``, or another where its kernels failed.
 
     backend: None for an empty call; into: written through their strides where given
     """
@@ -128,13 +128,15 @@ def run_backward(
             return run_backward(backend, call, upstream, into)
     if upstream.dout.is_neg():
         upstream = upstream._replace(dout=upstream.dout.resolve_neg())
+    # What the forward kept is for its own backend alone.
+    if backend.has_failed and backend.reasons((given := call.from_given_results()).traits()):
+        return run_backward(dispatch.choose(given), given, upstream._replace(saved=()), into)
     try:
         return backend, backend.backward(call, upstream, into)
     except KernelsFailed as failure:
-        call = call.from_given_results()
-        other = dispatch.choose_instead(backend, call, failure)
-        # What the forward kept was for its own backend alone.
-        return run_backward(other, call, upstream._replace(saved=()), into)
+        given = call.from_given_results()
+        other = dispatch.choose_instead(backend, given, failure)
+        return run_backward(other, given, upstream._replace(saved=()), into)
 
 
 class _Attention(torch.autograd.Function):

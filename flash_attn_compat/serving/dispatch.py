@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -219,7 +219,22 @@ def _first_able(traits: Traits, forced: str | None, besides: Backend | None = No
 
 
 def _ordered(traits: Traits) -> list[Backend]:
-    return sorted(BACKENDS, key=lambda backend: backend.rank(traits))
+    ordered = sorted(BACKENDS, key=lambda backend: backend.rank(traits))
+    for backend in BACKENDS:
+        times = backend.times(traits)
+        if times is not None:
+            _move(backend, times, ordered)
+    return ordered
+
+
+def _move(backend: Backend, times: Mapping[str, float], ordered: list[Backend]) -> None:
+    """Right behind the last one that is faster; those that were not timed stay on their side of it."""
+    own = ordered.index(backend)
+    ordered.remove(backend)
+    is_ahead = [
+        times[one.name] < times[backend.name] if one.name in times else place < own for place, one in enumerate(ordered)
+    ]
+    ordered.insert(max((place + 1 for place, ahead in enumerate(is_ahead) if ahead), default=0), backend)
 
 
 def _explain(traits: Traits, forced: str | None) -> Explanation:

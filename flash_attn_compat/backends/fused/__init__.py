@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import HALF_DTYPES, Backend, CallRefused, Capabilities, KernelsFailed
-from flash_attn_compat.backends.fused import backward, forward, loader
+from flash_attn_compat.backends.fused import backward, forward, loader, verdicts
 from flash_attn_compat.backends.fused.loader import KernelError, TooManyBlocks
-from flash_attn_compat.backends.fused.probe import Slower
 from flash_attn_compat.engine.append import Append, Step
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
@@ -28,7 +28,7 @@ class Fused(Backend):
     )
 
     def __init__(self) -> None:
-        self._against: dict[Traits, KernelError] = {}
+        self._against: dict[Traits, str] = {}
 
     def reasons(self, traits: Traits) -> list[str]:
         # Only a call that nothing else speaks against is worth looking for NVRTC.
@@ -47,18 +47,22 @@ class Fused(Backend):
             return 0
         return -1 if max(traits.head_dim, traits.head_dim_v) <= 64 or features & Feature.WINDOW_LEFT else 0
 
+    def times(self, traits: Traits) -> Mapping[str, float] | None:
+        found = verdicts.times_of(traits)
+        return None if found is None else found.milliseconds
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self._against)
+
     def unavailable_reasons(self) -> list[str]:
         if settings.fused() is False:
             return [f"{settings.FUSED}=0 forbids it"]
         return ["its kernels are for NVIDIA GPUs"] if torch.version.hip is not None else []
 
     def extra_reasons(self, traits: Traits) -> list[str]:
-        known, reasons = self._against.get(traits), []
-        if isinstance(known, Slower):
-            # Whoever names this backend wants it, fast or not.
-            reasons = [str(known)] if settings.named_backend() is None else []
-        elif known is not None:
-            reasons = [f"failed before: {known}"]
+        known = self._against.get(traits)
+        reasons = [] if known is None else [f"failed before: {known}"]
         if traits.needs_backward and traits.features & Feature.PAGED:
             reasons.append("does not compute gradients over pages")
         return reasons
@@ -87,10 +91,6 @@ class Fused(Backend):
             raise self._failed(call.traits(), error) from error
 
     def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
-        if self._against:
-            against = self.reasons(call.from_given_results().traits())
-            if against:
-                raise KernelsFailed("; ".join(against))
         try:
             return backward.backward(call, upstream, into)
         except KernelError as error:
@@ -100,10 +100,8 @@ class Fused(Backend):
         """Keep the failure as a reason, and warn once for each; but for one of this very call's sizes."""
         if isinstance(error, TooManyBlocks):
             return CallRefused(str(error))
-        reason = error
-        if not isinstance(error, Slower):
-            reason = KernelError(" ".join(str(error).split())[:400])
-            if str(reason) not in map(str, self._against.values()):
-                warnings.warn(f"a fused kernel is not used: {reason}", RuntimeWarning, stacklevel=2)
-        self._against[traits] = reason.with_traceback(None)
+        reason = " ".join(str(error).split())[:400]
+        if reason not in self._against.values():
+            warnings.warn(f"a fused kernel is not used: {reason}", RuntimeWarning, stacklevel=2)
+        self._against[traits] = reason
         return KernelsFailed(str(error))

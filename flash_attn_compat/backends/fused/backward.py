@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused import launcher, probe, trial, variants
+from flash_attn_compat.backends.fused import launcher, trial, variants
 from flash_attn_compat.backends.fused.launcher import Launch, Output, Plan
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine import alignment
@@ -49,7 +49,6 @@ def _make_plan(call: AttentionCall, upstream: Upstream, places: Gradients) -> _R
     if not vec or not all(map(_is_writable, places)):
         return _on_copies
     device, kind = call.q.get_device(), launcher.kind_of(call, vec)
-    probe.check(kind, call, "backward", device)
     plan = _plan(call, upstream, places, kind)
 
     def run_tiny(call: AttentionCall, upstream: Upstream, places: Gradients) -> Gradients:

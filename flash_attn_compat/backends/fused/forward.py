@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused import append, launcher, probe, trial, variants
+from flash_attn_compat.backends.fused import append, launcher, trial, variants
 from flash_attn_compat.backends.fused.launcher import Launch, Output, Plan
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine import alignment, dropout
@@ -61,10 +61,8 @@ def _contiguous(value: Any) -> Any:
 
 
 def _tried(call: AttentionCall, vec: int, new: Append | None = None) -> Attention:
-    """Raises KernelError where a kernel turns out to be wrong, or slower than another backend."""
+    """Raises KernelError where a kernel turns out to be wrong."""
     attention = Attention(call, launcher.kind_of(call, vec), new)
-    if not attention.is_decode:
-        probe.check(attention.kind, call, "forward", call.q.get_device())
     attention.try_first()
     if new is not None and attention.writes_first:
         append.try_first(call, new)

@@ -1,0 +1,175 @@
+"""What `flash-attn-compat tune` found on a GPU model: how fast each backend is at usual calls, and with which tiles.
+
+This user's verdicts lie beside the compiled kernels; those that others have sent are the rows of cards.jsonl. Nothing
+is timed here. Whatever is wrong with a file, it holds no verdict.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from flash_attn_compat import settings
+from flash_attn_compat.backends.fused import cache, loader, variants
+from flash_attn_compat.backends.fused.variants import Tile
+from flash_attn_compat.engine.features import Feature, Traits
+
+_SHIPPED = Path(__file__).with_name("cards.jsonl")
+# Of several, the first decides how a call is taken: its kernels are made for it.
+_CASES = {
+    "pages": Feature.PAGED,
+    "decode": Feature.SEQUSED_K | Feature.APPEND,
+    "ALiBi": Feature.ALIBI,
+    "softcap": Feature.SOFTCAP,
+    "window": Feature.WINDOW_LEFT,
+    "causal": Feature.CAUSAL,
+}
+CASES = ("full", *reversed(_CASES))
+
+
+class Times(NamedTuple):
+    """Milliseconds of a usual problem by every backend that computes it. training: with gradients"""
+
+    case: str
+    head_dim: int
+    dtype: str
+    training: bool
+    milliseconds: dict[str, float]
+
+    def __str__(self) -> str:
+        ordered = sorted(self.milliseconds.items(), key=lambda one: one[1])
+        told = ", ".join(f"{name} {ms:.3g} ms" for name, ms in ordered)
+        return f"{self.case}, head_dim {self.head_dim}, {self.dtype}{', training' * self.training}: {told}"
+
+
+class Chosen(NamedTuple):
+    """The tile that a kernel takes instead of the table's."""
+
+    entry: str
+    head_dim: int
+    dtype: str
+    tile: Tile
+
+    def __str__(self) -> str:
+        rows, step = (self.tile.step, self.tile.rows) if self.entry == "dkdv" else (self.tile.rows, self.tile.step)
+        return f"{self.entry} of head_dim {self.head_dim}, {self.dtype}: {rows} rows, {step} keys, {self.tile.NW} warps"
+
+
+class Card(NamedTuple):
+    """One GPU model. made_with: versions, for whoever reads it"""
+
+    gpu: str
+    made_with: str
+    times: tuple[Times, ...] = ()
+    tiles: tuple[Chosen, ...] = ()
+
+    def updated(self, newer: Card) -> Card:
+        """With what is newer in the place of what was known of the same."""
+        times = {one[:4]: one for one in (*self.times, *newer.times)}
+        tiles = {one[:3]: one for one in (*self.tiles, *newer.tiles)}
+        return newer._replace(times=tuple(times.values()), tiles=tuple(tiles.values()))
+
+
+def to_row(card: Card) -> str:
+    """One line of JSON, as cards.jsonl has them."""
+    return json.dumps(
+        {**card._asdict(), "times": [one._asdict() for one in card.times], "tiles": [list(one) for one in card.tiles]}
+    )
+
+
+def from_row(row: str) -> Card:
+    """Raises ValueError, TypeError or KeyError for what is no such line."""
+    given: dict[str, Any] = json.loads(row)
+    times = (Times(**one) for one in given["times"])
+    tiles = (Chosen(entry, head_dim, dtype, Tile(*tile)) for entry, head_dim, dtype, tile in given["tiles"])
+    card = Card(given["gpu"], given["made_with"], tuple(times), tuple(tiles))
+    for one in card.times:
+        if not all(ms > 0 for ms in one.milliseconds.values()) or "fused" not in one.milliseconds:
+            raise ValueError(f"no times: {one}")
+    for chosen in card.tiles:
+        if not all(isinstance(part, int) for part in chosen.tile):
+            raise TypeError(f"no tile: {chosen}")
+    return card
+
+
+_cards: dict[str, Card | None] = {}
+
+
+def of(gpu: str | None) -> Card | None:
+    """What is known of a GPU model; a process looks once."""
+    if gpu is None:
+        return None
+    if gpu not in _cards:
+        shipped, kept = _shipped().get(gpu), _kept(gpu)
+        _cards[gpu] = shipped.updated(kept) if shipped and kept else kept or shipped
+    return _cards[gpu]
+
+
+def keep(card: Card) -> bool:
+    """Add to what is kept of its GPU model; False where the folder cannot be written, and it counts in this process."""
+    kept = _kept(card.gpu)
+    card = kept.updated(card) if kept else card
+    written = cache.write(_file(card.gpu), to_row(card).encode())
+    _cards.pop(card.gpu, None)
+    if not written:
+        _cards[card.gpu] = card
+    return written
+
+
+def times_of(traits: Traits) -> Times | None:
+    """What was timed for calls of such traits, unless the user wants our kernels whatever they take."""
+    card = of(traits.gpu)
+    if card is None or settings.fused():
+        return None
+    case, largest = _case_of(traits.features), max(traits.head_dim, traits.head_dim_v)
+    size = next((size for size in variants.HEAD_DIMS if largest <= size), None)
+    wanted = case, size, str(traits.dtype).removeprefix("torch."), traits.needs_backward
+    return next((one for one in card.times if one[:4] == wanted), None)
+
+
+def told(gpu: str) -> list[str]:
+    """A line for each verdict on a GPU model, or what there is instead."""
+    card = of(gpu)
+    if card is None:
+        return ["not tuned: the order of backends is that of an H200 (flash-attn-compat tune times them here)"]
+    return [f"tuned with {card.made_with}", *map(str, card.times), *map(str, card.tiles)]
+
+
+def _case_of(features: int) -> str | None:
+    """None for what was not timed: windows to the right."""
+    if features & Feature.WINDOW_RIGHT:
+        return None
+    return next((case for case, feature in _CASES.items() if features & feature), "full")
+
+
+def _kept(gpu: str) -> Card | None:
+    content = cache.read(_file(gpu))
+    cards = _read([] if content is None else [content.decode(errors="replace")])
+    return cards.get(gpu)
+
+
+@functools.cache
+def _shipped() -> dict[str, Card]:
+    return _read(_SHIPPED.read_text(encoding="utf-8").splitlines())
+
+
+def _read(rows: Iterable[str]) -> dict[str, Card]:
+    cards = {}
+    for row in rows:
+        try:
+            card = from_row(row)
+        except (ValueError, TypeError, KeyError, AttributeError):  # of another version, say
+            continue
+        cards[card.gpu] = card
+    return cards
+
+
+def _file(gpu: str) -> str:
+    """Other kernels and another PyTorch are timed anew."""
+    sources = sorted(path.name for path in loader.SOURCES.glob("*.cu*"))
+    return cache.name_of("tuned", gpu, torch.__version__, *map(loader.source, sources))

@@ -1,0 +1,290 @@
+"""What was timed on a GPU decides who serves there, and nothing else does: not a file that is broken, not another GPU."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_compat import (
+    backend_counts,
+    explain,
+    flash_attn_func,
+    flash_attn_with_kvcache,
+    reset_backend_counts,
+    settings,
+    use_backend,
+)
+from flash_attn_compat.backends import BACKENDS
+from flash_attn_compat.backends.fused import backward, verdicts
+from flash_attn_compat.backends.fused.loader import KernelError
+from flash_attn_compat.backends.fused.variants import Tile
+from flash_attn_compat.backends.fused.verdicts import Card, Chosen, Times
+from flash_attn_compat.engine.features import Feature, Traits
+from flash_attn_compat.serving import dispatch
+from tests import fused_on_cpu, others_kernels
+from tests.fused_on_cpu import Launches
+from tests.support import randn
+
+GPU = "Tesla T4"
+SLOW, FAST = {"fused": 2.0, "torch_efficient": 1.0}, {"fused": 1.0, "torch_efficient": 2.0}
+
+
+@pytest.fixture(autouse=True)
+def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    files: dict[str, bytes] = {}
+    monkeypatch.setattr(verdicts, "_cards", {})
+    monkeypatch.setattr(verdicts.cache, "read", files.get)
+    monkeypatch.setattr(verdicts.cache, "write", lambda name, payload: files.update({name: payload}) or True)
+    return files
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launches:
+    """A Turing GPU, as far as the backends can see."""
+    read, write = verdicts.cache.read, verdicts.cache.write
+    found = fused_on_cpu.record(monkeypatch)
+    monkeypatch.setattr(verdicts.cache, "read", read)
+    monkeypatch.setattr(verdicts.cache, "write", write)
+    others_kernels.install(monkeypatch, "torch_efficient", tmp_path)
+    monkeypatch.setattr(settings, "gpu", lambda device: GPU)
+    reset_backend_counts()
+    return found
+
+
+def known(*times: Times, gpu: str = GPU) -> None:
+    assert verdicts.keep(Card(gpu, "torch 2", times))
+    dispatch.forget_decisions()
+
+
+def timed(case: str, milliseconds: dict[str, float], training: bool = False, head_dim: int = 64) -> Times:
+    return Times(case, head_dim, "float16", training, milliseconds)
+
+
+def qkv(dim: int = 64, grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (randn(2, 40, 4, dim, seed=seed, dtype=torch.float16) for seed in range(3))
+    return q.requires_grad_(grad), k, v
+
+
+def server(function: Any, *args: Any, **options: Any) -> str | None:
+    return explain(function, *args, **options).backend
+
+
+# ---- who serves
+
+
+@pytest.mark.usefixtures("launches")
+def test_the_faster_one_serves_what_was_timed_and_no_other_call() -> None:
+    known(timed("full", SLOW), timed("causal", SLOW, training=True), timed("causal", FAST), timed("ALiBi", FAST))
+    assert server(flash_attn_func, *qkv()) == "torch_efficient"
+    assert server(flash_attn_func, *qkv(dim=40)) == "torch_efficient", "which takes kernels of 64, too"
+    assert server(flash_attn_func, *qkv(dim=32)) == "fused"
+    assert server(flash_attn_func, *qkv(grad=True)) == "fused"
+    assert server(flash_attn_func, *qkv(), causal=True) == "fused"
+    assert server(flash_attn_func, *qkv(grad=True), causal=True) == "torch_efficient"
+    assert server(flash_attn_func, *qkv(), causal=True, softcap=3.0) == "fused"
+    known(timed("causal", SLOW))
+    assert server(flash_attn_func, *qkv(), causal=True) == "torch_efficient", "what is newer counts"
+    assert server(flash_attn_func, *qkv()) == "torch_efficient", "the rest stays"
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("ALiBi", {"alibi_slopes": torch.ones(4), "causal": True}),
+        ("softcap", {"softcap": 3.0}),
+        ("window", {"window_size": (7, 0)}),
+        ("decode", {"cache_seqlens": torch.tensor([30, 40], dtype=torch.int32)}),
+        ("pages", {"cache_seqlens": torch.tensor([30, 40], dtype=torch.int32), "block_table": True}),
+    ],
+)
+@pytest.mark.usefixtures("launches")
+def test_calls_of_every_kind_can_be_left_to_plain_pytorch(case: str, options: dict[str, Any]) -> None:
+    """As on cards without tensor cores."""
+    function = flash_attn_with_kvcache if "cache_seqlens" in options else flash_attn_func
+    if "block_table" in options:
+        options = options | {"block_table": torch.arange(2, dtype=torch.int32)[:, None]}
+    assert server(function, *qkv(), **options) == "fused"
+    known(timed(case, {"fused": 2.0, "chunked": 1.0}))
+    assert server(function, *qkv(), **options) in ("sdpa", "chunked")  # a GPU has no sdpa
+
+
+@pytest.mark.usefixtures("launches")
+def test_a_call_that_the_faster_backend_refuses_stays() -> None:
+    known(timed("causal", SLOW))
+    q, k, v = qkv()
+    assert server(flash_attn_func, q, k[:, :20], v[:, :20], causal=True) == "fused"
+    assert server(flash_attn_func, q, k, v, window_size=(-1, 3)) == "fused"
+    order = list(explain(flash_attn_func, q, k, v, causal=True).reasons)
+    assert order.index("fused") == order.index("torch_efficient") + 1
+
+
+def test_nobody_is_moved_past_those_that_were_not_timed() -> None:
+    traits = Traits("cuda", (8, 0), torch.float16, 64, 64, "=", int(Feature.CAUSAL | Feature.BACKWARD), GPU)
+
+    def order() -> list[str]:
+        return [backend.name for backend in dispatch._ordered(traits)][:4]
+
+    assert order() == ["official", "torch_flash", "fused", "torch_efficient"]
+    known(timed("causal", {"fused": 1.0, "torch_flash": 2.0}, training=True))
+    assert order() == ["official", "fused", "torch_flash", "torch_efficient"]
+    known(timed("causal", {"fused": 1.0, "torch_flash": 2.0, "official": 3.0}, training=True))
+    assert order() == ["fused", "official", "torch_flash", "torch_efficient"]
+    known(timed("causal", {"fused": 2.0, "torch_efficient": 1.0}, training=True))
+    assert order() == ["official", "torch_flash", "torch_efficient", "fused"]
+
+
+@pytest.mark.usefixtures("launches")
+def test_the_user_can_have_a_slow_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    known(timed("full", SLOW))
+    with use_backend("fused"):
+        assert server(flash_attn_func, *qkv()) == "fused"
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_FUSED", "1")
+    assert server(flash_attn_func, *qkv()) == "fused"
+
+
+@pytest.mark.usefixtures("launches")
+def test_a_verdict_is_one_models_and_not_its_capabilitys(monkeypatch: pytest.MonkeyPatch) -> None:
+    known(timed("full", SLOW), gpu="GeForce RTX 2080")
+    assert server(flash_attn_func, *qkv()) == "fused"
+    monkeypatch.setattr(settings, "gpu", lambda device: "GeForce RTX 2080")
+    assert server(flash_attn_func, *qkv()) == "torch_efficient"
+
+
+def test_a_forced_capability_is_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "_device_name", lambda device: GPU)
+    monkeypatch.delenv("FLASH_ATTN_COMPAT_CAPABILITY", raising=False)
+    assert settings.gpu(torch.device("cuda", 1)) == GPU and settings.gpu(torch.device("cpu")) is None
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_CAPABILITY", "7.5")
+    assert settings.gpu(torch.device("cuda", 1)) == f"{GPU} as 7.5"
+
+
+# ---- steps of training
+
+
+def test_steps_whose_gradients_go_elsewhere_decide_once_and_raise_nothing(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether another backend is faster at them or our kernels have failed."""
+    decided: list[bool] = []
+    decide, forget = dispatch._decide, dispatch.forget_decisions
+    monkeypatch.setattr(dispatch, "_decide", lambda call: decided.append(True) or decide(call))
+    forgotten: list[bool] = []
+    monkeypatch.setattr(dispatch, "forget_decisions", lambda: forgotten.append(True) or forget())
+
+    def steps(count: int) -> None:
+        decided.clear(), forgotten.clear()
+        for _ in range(count):
+            q, k, v = qkv(grad=True)
+            flash_attn_func(q, k, v, causal=True).sum().backward()
+
+    known(timed("causal", SLOW, training=True))
+    steps(1)
+    steps(6)
+    assert not decided and not forgotten and not launches.seen
+    verdicts._cards.clear()
+    verdicts.keep(Card(GPU, "", (timed("causal", FAST, training=True),)))
+    forget()
+
+    raised: list[bool] = []
+
+    def fail(*given: Any) -> None:
+        raised.append(True)
+        raise KernelError("it spills")
+
+    monkeypatch.setattr(backward, "backward", fail)
+    with pytest.warns(RuntimeWarning, match="it spills"):
+        steps(1)
+    steps(6)
+    assert raised == [True] and not forgotten and set(launches.entries) == {"forward"}
+    assert len(launches.entries) == 7, "the forward is still ours"
+
+
+# ---- what is kept
+
+
+def card() -> Card:
+    tiles = (Chosen("forward", 128, "float16", Tile(64, 8, 1, 1)), Chosen("dkdv", 64, "float16", Tile(64, 4, 1, 2)))
+    return Card(GPU, "torch 2.11", (timed("causal", FAST), timed("full", SLOW, training=True)), tiles)
+
+
+def test_a_row_says_all_of_a_card() -> None:
+    row = verdicts.to_row(card())
+    assert "\n" not in row and verdicts.from_row(row) == card()
+
+
+def test_later_processes_decide_alike(kept: dict[str, bytes]) -> None:
+    assert verdicts.keep(card()) and len(kept) == 1
+    verdicts._cards.clear()
+    assert verdicts.of(GPU) == card()
+    verdicts.keep(Card(GPU, "torch 2.12", (timed("causal", SLOW),), card().tiles[:1]))
+    verdicts._cards.clear()
+    both = verdicts.of(GPU)
+    assert both is not None and {one.case: one.milliseconds for one in both.times} == {"causal": SLOW, "full": SLOW}
+    assert both.tiles == card().tiles
+
+
+ROW = json.loads(verdicts.to_row(card()))
+BROKEN = {
+    "no JSON": b"\xff{",
+    "no object": b"[1, 2]",
+    "another field": json.dumps(ROW | {"times": [{"fused": 1.0, "rival": "x", "other": 2.0}]}).encode(),
+    "a field missing": json.dumps({name: value for name, value in ROW.items() if name != "tiles"}).encode(),
+    "no figures": json.dumps(ROW | {"times": [ROW["times"][0] | {"milliseconds": {"fused": "fast"}}]}).encode(),
+    "nothing of ours": json.dumps(ROW | {"times": [ROW["times"][0] | {"milliseconds": {"sdpa": 1.0}}]}).encode(),
+    "no tile": json.dumps(ROW | {"tiles": [["forward", 64, "float16", [64, 4]]]}).encode(),
+    "a tile of words": json.dumps(ROW | {"tiles": [["forward", 64, "float16", ["64", 4, 1, 1]]]}).encode(),
+    "of another version": json.dumps({"fused": 1.0, "rival": "torch_efficient", "other": 2.0}).encode(),
+}
+
+
+@pytest.mark.usefixtures("launches")
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_no_verdict_and_no_error(name: str, kept: dict[str, bytes]) -> None:
+    kept[verdicts._file(GPU)] = BROKEN[name]
+    assert verdicts.of(GPU) is None
+    assert server(flash_attn_func, *qkv()) == "fused"
+    flash_attn_func(*qkv())
+    assert verdicts.keep(card()) and verdicts.of(GPU) == card(), "which tune writes anew"
+
+
+def test_what_cannot_be_written_counts_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdicts.cache, "write", lambda name, payload: False)
+    assert not verdicts.keep(card()) and verdicts.of(GPU) == card()
+
+
+def test_every_shipped_row_is_a_card_and_adding_one_is_all_that_is_needed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rows = verdicts._SHIPPED.read_text().splitlines()
+    assert [verdicts.from_row(row).gpu for row in rows] == list(verdicts._shipped())
+    monkeypatch.setattr(verdicts, "_SHIPPED", tmp_path / "cards.jsonl")
+    verdicts._SHIPPED.write_text("".join(f"{row}\n" for row in (*rows, verdicts.to_row(card()))))
+    monkeypatch.setattr(verdicts, "_shipped", verdicts._shipped.__wrapped__)
+    assert verdicts.of(GPU) == card()
+    verdicts.keep(Card(GPU, "torch 2.12", (timed("causal", SLOW),)))
+    mine = verdicts.of(GPU)
+    assert mine is not None and mine.times[0].milliseconds == SLOW and mine.tiles == card().tiles
+
+
+@pytest.mark.usefixtures("launches")
+def test_nothing_is_timed_at_a_users_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def clock(*given: Any, **options: Any) -> None:
+        raise AssertionError("somebody looks at the time")
+
+    for name in ("perf_counter", "perf_counter_ns", "monotonic", "time"):
+        monkeypatch.setattr(time, name, clock)
+    monkeypatch.setattr(torch.cuda, "Event", clock)
+    q, k, v = qkv(grad=True)
+    flash_attn_func(q, k, v).sum().backward()
+    assert backend_counts() == {"fused": 1}
+
+
+def test_every_backend_with_times_is_one_of_the_list() -> None:
+    timed_by = {name for row in verdicts._shipped().values() for times in row.times for name in times.milliseconds}
+    assert timed_by <= {backend.name for backend in BACKENDS}
