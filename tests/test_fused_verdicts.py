@@ -1,4 +1,4 @@
-"""What was timed on a GPU decides who serves there, and nothing else does: not a file that is broken, not another GPU."""
+"""What was timed on a GPU decides who serves there: neither a broken file nor another GPU does."""
 
 from __future__ import annotations
 
