@@ -357,7 +357,7 @@ def flash_attn_varlen_qkvpacked_func(
 
 def _attend(inputs: tuple[Tensor, ...], options: Options, packing: Packing | None = None) -> AttentionOutput:
     q, k, v = unpack(inputs)
-    if torch.compiler.is_compiling():
+    if torch_ops.are_asked_for(*inputs):
         outputs = torch_ops.attend(q, k, v, options, packing)
     elif packing is None:
         outputs = attend(inputs, dense_call(q, k, v, options, purpose(inputs)))

@@ -85,7 +85,7 @@ def flash_attn_with_kvcache(
         cache_batch_idx, cache_leftpad, block_table, alibi_slopes, softmax_scale, causal, window_size[0],
         window_size[1], softcap, rotary_interleaved, num_splits,
     )  # fmt: skip
-    if torch.compiler.is_compiling():
+    if torch_ops.are_asked_for_without_derivatives(q, k_cache, v_cache, k, v):
         tensor, number = (lengths, None) if lengths is None or isinstance(lengths, Tensor) else (None, lengths)
         out, lse = _kvcache_op(*first, tensor, *last, number, wants_lse)
     else:

@@ -63,7 +63,7 @@ def _flash_attn_forward(
     """
     options = _options(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes)
     _check_return_softmax(return_softmax, dropout_p)
-    if torch.compiler.is_compiling():
+    if torch_ops.are_asked_for_without_derivatives(q, k, v):
         return torch_ops.forward(q, k, v, options, return_dmask=bool(return_softmax))
     purpose = _WITH_DMASK if return_softmax else _FORWARD
     return _unrecorded(lambda: run_whole(dense_call(q, k, v, options, purpose)), q, k, v, alibi_slopes)
@@ -106,7 +106,7 @@ def _flash_attn_varlen_forward(
         plain = dropout_p <= 0.0 and alibi_slopes is None and window_size_left < 0 and window_size_right < 0
         _check_num_splits(num_splits, max_seqlen_q == 1 and q.shape[-2] > k.shape[-2] and plain)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_k, leftpad_k)
-    if torch.compiler.is_compiling():
+    if torch_ops.are_asked_for_without_derivatives(q, k, v):
         out, lse, dmask, rng_state = torch_ops.forward(q, k, v, options, packing, bool(return_softmax))
     else:
         purpose = _WITH_DMASK if return_softmax else _FORWARD
@@ -150,7 +150,7 @@ def _flash_attn_backward(
         dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic
     )
     upstream = Upstream(dout, out, softmax_lse, rng_state)
-    if torch.compiler.is_compiling():
+    if torch_ops.are_asked_for_without_derivatives(dout, q, k, v, out, softmax_lse):
         with torch.no_grad():
             _write(torch_ops.backward(q, k, v, options, upstream), dq, dk, dv)
     else:
@@ -195,7 +195,7 @@ def _flash_attn_varlen_backward(
     )
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     upstream = Upstream(dout, out, softmax_lse, rng_state)
-    if torch.compiler.is_compiling():
+    if torch_ops.are_asked_for_without_derivatives(dout, q, k, v, out, softmax_lse):
         with torch.no_grad():
             _write(torch_ops.backward(q, k, v, options, upstream, packing), dq, dk, dv)
     else:

@@ -140,20 +140,25 @@ def emulate(
     if emulator.why_not():
         pytest.skip(emulator.why_not())
     memory: list[Tensor] = []
-    addresses, empty, workspace = launcher.Plan.addresses, torch.empty, launcher.workspace
+    addresses, empty, empty_like, workspace = (
+        launcher.Plan.addresses, torch.empty, torch.empty_like, launcher.workspace,
+    )  # fmt: skip
 
     def known_addresses(plan: launcher.Plan, tensors: tuple[Tensor | None, ...]) -> list[int]:
+        found = addresses(plan, tensors)
         memory.extend(tensor for tensor in tensors if tensor is not None)
-        return addresses(plan, tensors)
+        return found
 
     def known_empty(*args: Any, **kwargs: Any) -> Tensor:
         found: Tensor = empty(*args, **kwargs)
-        if found.is_cpu:
+        if found.is_cpu and type(found) is Tensor:  # a fake one has no memory
             rubbish = int.from_bytes(b"\x5b" * found.element_size(), "little")  # a large number, as floats go, too
             memory.append(found.fill_(torch.nan if found.is_floating_point() else rubbish))
         return found
 
     def known_empty_like(x: Tensor, **kwargs: Any) -> Tensor:
+        if type(x) is not Tensor or not x.is_cpu:
+            return empty_like(x, **kwargs)
         return known_empty(x.shape, **{"dtype": x.dtype, "device": x.device} | kwargs)
 
     def known_workspace(*args: Any) -> Tensor:

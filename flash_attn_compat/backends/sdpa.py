@@ -197,14 +197,14 @@ def _by_head(tensor: Tensor) -> Tensor:
 
 def _forward_dtype(q: Tensor) -> torch.dtype:
     """fp32 for fp16 without hardware for it: converted both ways, it took half the time and less."""
-    if q.dtype == torch.float16 and q.is_cpu and (not _KEEPS_SCORES or torch.float16 in _SLOW):
+    if q.dtype == torch.float16 and q.is_cpu and (not _KEEPS_SCORES or torch.float16 in _slow()):
         return torch.float32
     return q.dtype
 
 
 def _backward_dtype(q: Tensor) -> torch.dtype:
     """fp32 for half precision without hardware for it: there, PyTorch's products of halves took ten times as long."""
-    return torch.float32 if q.is_cpu and q.dtype in _SLOW else _forward_dtype(q)
+    return torch.float32 if q.is_cpu and q.dtype in _slow() else _forward_dtype(q)
 
 
 def _op_with_mask(name: str) -> Any:
@@ -229,13 +229,11 @@ _FORWARD: Any = _op_with_mask("_scaled_dot_product_flash_attention_for_cpu")
 _BACKWARD: Any = _op_with_mask("_scaled_dot_product_flash_attention_for_cpu_backward")
 
 
-def _without_hardware() -> frozenset[torch.dtype]:
+@functools.cache  # at the first call: whoever imports this within a trace could not ask
+def _slow() -> frozenset[torch.dtype]:
     """The dtypes whose matrix products PyTorch spells out on this CPU, by the question that it asks itself."""
     asked = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
     return frozenset(dtype for dtype, name in asked.items() if not getattr(torch.ops.mkldnn, name, lambda: False)())
-
-
-_SLOW = _without_hardware()
 
 
 def _attend(

@@ -164,6 +164,8 @@ class _Attention(torch.autograd.Function):
         out, lse, rng_state, slopes, cu_q, cu_k, used, leftpad, table, *kept = saved[ctx.inputs :]
         if dout is None:
             return None, *(None for _ in inputs)
+        if type(dout) is not Tensor:
+            dout = dout.clone()  # of a pending collective, that is its result
         q, k, v = map(Tensor.resolve_neg, unpack(inputs))  # as build made the call of them
         call = ctx.description.with_tensors(q, k, v, slopes, cu_q, cu_k, used, leftpad, table)
         call = call._replace(rng_state=rng_state)

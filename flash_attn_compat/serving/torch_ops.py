@@ -1,8 +1,8 @@
-"""The custom ops that torch.compile sees instead of the engine; eager calls never pass through them.
+"""The custom ops that compilers, traces, modes and tensors without memory see instead of the engine.
 
 Each op makes the same AttentionCall as an eager call and serves it, so a graph holds one opaque node per
 attention, with shapes known beforehand. Gradients and the LSE are left out where tracing shows that nobody asks for
-them. Names live in our own namespace: flash_attn:: belongs to flash-attn.
+them. Names live in our own namespace: flash_attn:: belongs to flash-attn. All other calls go past them.
 """
 
 from typing import Any, NamedTuple
@@ -12,10 +12,49 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_call, packed_call
-from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream
+from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream, wants_transforms
 from flash_attn_compat.engine.layout import lse_dtype
 from flash_attn_compat.engine.probabilities import round_up
-from flash_attn_compat.serving import autograd, dispatch
+from flash_attn_compat.serving import autograd, dispatch, flops, sharding
+
+_MEMORY = frozenset({Tensor, torch.nn.Parameter, type(None)})
+
+
+def are_asked_for(*tensors: Any) -> bool:
+    """Whether a call must be one operator: somebody looks on, or a tensor may have no memory that a kernel could read.
+
+    Those who look on are torch.compile, torch.jit.trace and modes (fake tensors, selective checkpointing, counters).
+    Transforms of torch.func differentiate plain operators instead.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    if torch._C._len_torch_dispatch_stack() or not _MEMORY.issuperset(map(type, tensors)):
+        return _are_seen(tensors)
+    return torch._C._get_tracing_state() is not None or getattr(tensors[0], "is_meta", False)
+
+
+def are_asked_for_without_derivatives(*tensors: Any) -> bool:
+    """The same, for functions outside autograd. They have no derivatives of any kind."""
+    given = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+    if not torch.compiler.is_compiling() and wants_transforms(*given):
+        raise RuntimeError(
+            "flash_attn_with_kvcache and the functions whose names begin with an underscore cannot be combined with "
+            "forward-mode derivatives or torch.func transforms; flash_attn_func and its like can"
+        )
+    return are_asked_for(*tensors)
+
+
+def _are_seen(tensors: tuple[object, ...]) -> bool:
+    """Whether operators go to a mode, or to a tensor's class: without that it has memory of its own."""
+    if torch._C._are_functorch_transforms_active():
+        return False
+    flops.register_if_needed()
+    sharding.register_if_needed()
+    return torch._C._len_torch_dispatch_stack() > 0 or any(map(_has_dispatch, tensors))
+
+
+def _has_dispatch(tensor: object) -> bool:
+    return isinstance(tensor, Tensor) and type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
 def attend(
@@ -45,7 +84,9 @@ def forward(
 
 
 def _gradients_follow(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    """As far as is known: of torch.jit.trace's recording, other tensors in another mode may ask for gradients."""
+    asks = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return asks or (not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None)
 
 
 def backward(
@@ -214,3 +255,5 @@ def _compiled_backward(ctx: Any, dout: Tensor | None, *unused: Tensor | None) ->
 
 
 _forward_op.register_autograd(_compiled_backward, setup_context=_setup_context)
+
+sharding.register_if_needed()  # for compiled calls, which cannot while they are traced

@@ -1,0 +1,84 @@
+"""What FlopCounterMode counts for the operators: every row times every key, masked or not, as for PyTorch's own.
+
+The counter's module imports Triton, so it is not imported for this.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Given = dict[str, Any]
+
+
+def register_if_needed() -> None:
+    """Give the formulas to PyTorch's counter if this process has it."""
+    if "torch.utils.flop_counter" not in sys.modules:
+        return
+    from torch.utils import flop_counter
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    found = {
+        operator: functools.partial(_count, operator, formula)
+        for name, formula in _FORMULAS.items()
+        if (operator := getattr(torch.ops.flash_attn_compat, name)) not in flop_counter.flop_registry
+    }
+    for operator, formula in found.items():
+        flop_counter.register_flop_formula(operator, get_raw=True)(formula)
+    for mode in _get_current_dispatch_mode_stack() if found else ():
+        # Those that count already have copied what was known when they were made.
+        getattr(getattr(mode, "counter", mode), "flop_registry", {}).update(found)
+
+
+def _count(operator: Any, formula: Callable[[Given], int], *arguments: Any, out_val: Any = None) -> int:
+    names = [argument.name for argument in operator.default._schema.arguments]
+    return formula(dict(zip(names, arguments, strict=True)))
+
+
+def _forward(given: Given) -> int:
+    return 2 * _pairs(given) * int(given["q"].shape[-1] + given["v"].shape[-1])
+
+
+def _backward(given: Given) -> int:
+    """Scores once more, the gradients of probabilities and values, and those of queries and keys."""
+    return 2 * _pairs(given) * int(3 * given["q"].shape[-1] + 2 * given["v"].shape[-1])
+
+
+def _over_a_cache(given: Given) -> int:
+    q, cache, table = given["q"], given["k_cache"], given["block_table"]
+    capacity = cache.shape[1] if table is None else cache.shape[1] * table.shape[1]
+    new = 0 if given["k"] is None else given["k"].shape[1]
+    used = capacity if given["cache_seqlen"] is None else given["cache_seqlen"] + new
+    keys = _values(given["cache_seqlens"])
+    total = q.shape[0] * used if keys is None else sum(keys) + new * len(keys)
+    return int(2 * total * q.shape[1] * q.shape[2] * (q.shape[-1] + given["v_cache"].shape[-1]))
+
+
+def _pairs(given: Given) -> int:
+    """Rows times keys, of all heads and sequences."""
+    q, k, starts_q = given["q"], given["k"], given["cu_seqlens_q"]
+    if starts_q is None:
+        return int(q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1])
+    rows, keys, used = _lengths(starts_q), _lengths(given["cu_seqlens_k"]), _values(given["seqused_k"])
+    keys = keys if used is None else used
+    if rows is None or keys is None:  # values that nobody has: the most that they can be
+        return int(q.shape[1] * (starts_q.shape[0] - 1) * given["max_seqlen_q"] * given["max_seqlen_k"])
+    return int(q.shape[1] * sum(row * key for row, key in zip(rows, keys)))
+
+
+def _lengths(starts: Tensor) -> list[int] | None:
+    return _values(starts.diff())
+
+
+def _values(tensor: Tensor | None) -> list[int] | None:
+    """A tensor's numbers, if there is one that has any: fake tensors have none."""
+    has_values = type(tensor) is Tensor and not tensor.is_meta
+    return tensor.tolist() if tensor is not None and has_values else None
+
+
+_FORMULAS = {"attention": _forward, "attention_backward": _backward, "kvcache": _over_a_cache}
