@@ -130,9 +130,11 @@ class Plan:
             start = parts.data_ptr()
             numbers += start, start + PARTS_AT
         if 0 in numbers:  # at which a launch would end the process's use of the GPU
+            at = numbers.index(0)
+            tensor = tensors[self._expected[at][0]] if at < len(self._expected) else made.get(self._given[at])
             raise Unlike(
-                f"{self._given[numbers.index(0)]} has no memory that a kernel can reach: its address is 0, as those of "
-                f"fake tensors and of tensors that wrap others are; q is a {type(q).__name__}"
+                f"{self._given[at]} must be a tensor with memory of its own; got {type(tensor).__name__}, as fake and "
+                "distributed tensors and pending collectives are"
             )
         length = self.seqlen_k if seqlen_k is None else seqlen_k
         head = self._head.pack(*numbers, length)
