@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from types import MappingProxyType
 
 import pytest
@@ -45,6 +47,47 @@ def test_mma_multiplies() -> None:
     q, product = torch.randn(24, 8).half(), torch.empty(16, 8)
     launch("multiply_k8", q=q, lse=product)
     torch.testing.assert_close(product, q[:16].float() @ q[16:].float().T, rtol=1e-6, atol=1e-6)
+
+
+def cut(x: Fraction, grid: Fraction) -> Fraction:
+    """Towards zero, to a multiple of the grid."""
+    return math.trunc(x / grid) * grid
+
+
+def finest(x: Fraction) -> Fraction:
+    """The last bit of a number of 24 bits, of which the first one is as large as that of ``x``."""
+    return Fraction(2) ** (math.frexp(float(x))[1] - 24)
+
+
+def truncated(a: Tensor, b: Tensor) -> float:
+    """The dot product as Turing's tensor cores add it: four products and the sum at once, in exact fractions."""
+    total = Fraction(0)
+    for begin in range(0, len(a), 4):
+        terms = [
+            Fraction(x) * Fraction(y) for x, y in zip(a[begin : begin + 4].tolist(), b[begin : begin + 4].tolist())
+        ]
+        grid = max((finest(term) for term in (*terms, total) if term), default=Fraction(1))
+        total = sum((cut(term, grid) for term in (*terms, total)), Fraction(0))
+        total = cut(total, finest(total)) if total else total
+    return float(total)
+
+
+@pytest.mark.parametrize("spread", [0, 4, 12])
+def test_tensor_cores_that_truncate_cut_four_products_and_the_sum_to_24_bits(spread: int) -> None:
+    """spread: of the operands' powers of two"""
+    q, product = torch.randn(24, 8), torch.empty(16, 8)
+    q = (q * 2.0 ** torch.randint(-spread, spread + 1, q.shape)).half()
+    q[3] = q[16] = 0.0
+    launch("multiply_k8", q=q, lse=product, rules=RULES._replace(truncates=True))
+    assert product.tolist() == [[truncated(row, column) for column in q[16:]] for row in q[:16]]
+    assert not torch.equal(product, (q[:16].double() @ q[16:].double().T).float())
+
+
+def test_tensor_cores_that_truncate_hand_on_what_is_not_finite() -> None:
+    q, product = torch.ones(24, 8).half(), torch.empty(16, 8)
+    q[0, 0], q[1, 5] = torch.inf, torch.nan
+    launch("multiply_k8", q=q, lse=product, rules=RULES._replace(truncates=True))
+    assert product[0].tolist() == [torch.inf] * 8 and product[1].isnan().all() and product[2:].eq(8.0).all()
 
 
 def test_ldmatrix_hands_out_rows_and_columns() -> None:
