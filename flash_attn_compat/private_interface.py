@@ -242,8 +242,6 @@ def _unrecorded(forward: Callable[[], _Results], *inputs: object) -> _Results:
     """What ``forward`` returns; if autograd would record it, so that a gradient through it is an error."""
     if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
         return forward()
-    if torch._C._are_functorch_transforms_active():
-        _WithoutFormula.backward()
     results: _Results = _WithoutFormula.apply(forward, *inputs)
     return results
 

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from flash_attn_compat import settings
 from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_call, packed_call
@@ -18,6 +20,9 @@ from flash_attn_compat.engine.probabilities import round_up
 from flash_attn_compat.serving import autograd, dispatch, flops, sharding
 
 _MEMORY = frozenset({Tensor, torch.nn.Parameter, type(None)})
+# Looked up once: every call asks.
+_modes, _trace = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
+_transforms = torch._C._are_functorch_transforms_active
 
 
 def are_asked_for(*tensors: Any) -> bool:
@@ -26,31 +31,35 @@ def are_asked_for(*tensors: Any) -> bool:
     Those who look on are torch.compile, torch.jit.trace and modes (fake tensors, selective checkpointing, counters).
     Transforms of torch.func differentiate plain operators instead.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return True
-    if torch._C._len_torch_dispatch_stack() or not _MEMORY.issuperset(map(type, tensors)):
+    if _modes() or _trace() is not None or not _MEMORY.issuperset(map(type, tensors)):
         return _are_seen(tensors)
-    return torch._C._get_tracing_state() is not None or getattr(tensors[0], "is_meta", False)
+    return False
 
 
 def are_asked_for_without_derivatives(*tensors: Any) -> bool:
     """The same, for functions outside autograd. They have no derivatives of any kind."""
-    given = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
-    if not torch.compiler.is_compiling() and wants_transforms(*given):
+    if is_compiling():
+        return True
+    if (_transforms() or forward_ad._current_level >= 0) and wants_transforms(
+        *(tensor for tensor in tensors if isinstance(tensor, Tensor))
+    ):
         raise RuntimeError(
             "flash_attn_with_kvcache and the functions whose names begin with an underscore cannot be combined with "
-            "forward-mode derivatives or torch.func transforms; flash_attn_func and its like can"
+            "forward-mode derivatives or torch.func transforms, since no autograd formula was registered for them: "
+            "call flash_attn_func or another public function"
         )
     return are_asked_for(*tensors)
 
 
 def _are_seen(tensors: tuple[object, ...]) -> bool:
-    """Whether operators go to a mode, or to a tensor's class: without that it has memory of its own."""
-    if torch._C._are_functorch_transforms_active():
+    """Whether operators go to a mode, a trace, or a tensor's class; where to none, tensors have memory of their own."""
+    if _transforms():
         return False
     flops.register_if_needed()
     sharding.register_if_needed()
-    return torch._C._len_torch_dispatch_stack() > 0 or any(map(_has_dispatch, tensors))
+    return _modes() > 0 or _trace() is not None or any(map(_has_dispatch, tensors))
 
 
 def _has_dispatch(tensor: object) -> bool:
@@ -86,7 +95,7 @@ def forward(
 def _gradients_follow(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """As far as is known: of torch.jit.trace's recording, other tensors in another mode may ask for gradients."""
     asks = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return asks or (not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None)
+    return asks or (not is_compiling() and _trace() is not None)
 
 
 def backward(
