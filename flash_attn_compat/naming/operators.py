@@ -68,7 +68,7 @@ def _contiguous(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, ...]:
     batch, seqlen_q, nheads, _ = q.shape
-    return _fake_outputs(q, (batch, nheads, seqlen_q), (batch, nheads, seqlen_q, k.shape[1]), options[-1])
+    return _fake_outputs(q, v, (batch, nheads, seqlen_q), (batch, nheads, seqlen_q, k.shape[1]), options[-1])
 
 
 def _fake_varlen_forward(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
@@ -77,16 +77,16 @@ def _fake_varlen_forward(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
     given = bound.arguments
     total_q, nheads, _ = given["q"].shape
     scores = given["cu_seqlens_q"].shape[0] - 1, nheads, given["max_seqlen_q"], given["max_seqlen_k"]
-    return _fake_outputs(given["q"], (nheads, total_q), scores, given["return_softmax"])
+    return _fake_outputs(given["q"], given["v"], (nheads, total_q), scores, given["return_softmax"])
 
 
 def _fake_outputs(
-    q: Tensor, lse_shape: tuple[int, ...], scores: tuple[int, int, int, int], return_softmax: bool
+    q: Tensor, v: Tensor, lse_shape: tuple[int, ...], scores: tuple[int, int, int, int], return_softmax: bool
 ) -> tuple[Tensor, ...]:
     batch, nheads, rows, columns = scores
     dmask_shape = (batch, nheads, round_multiple(rows, 128), round_multiple(columns, 128)) if return_softmax else (0,)
     return (
-        q.new_empty(q.shape),
+        q.new_empty((*q.shape[:-1], v.shape[-1])),
         q.new_empty(lse_shape, dtype=lse_dtype(q.dtype)),
         q.new_empty(dmask_shape),
         q.new_empty((2,), dtype=torch.int64),
