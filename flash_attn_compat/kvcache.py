@@ -80,10 +80,11 @@ def flash_attn_with_kvcache(
     lengths = cache_seqlens
     if lengths is not None and not isinstance(lengths, Tensor):
         lengths = integer("cache_seqlens", lengths)
+    left, right = checks.window(window_size)
     first: tuple[Any, ...] = q, k_cache, v_cache, k, v, rotary_cos, rotary_sin
     last: tuple[Any, ...] = (
-        cache_batch_idx, cache_leftpad, block_table, alibi_slopes, softmax_scale, causal, window_size[0],
-        window_size[1], softcap, rotary_interleaved, num_splits,
+        cache_batch_idx, cache_leftpad, block_table, alibi_slopes, softmax_scale, causal, left, right, softcap,
+        rotary_interleaved, num_splits,
     )  # fmt: skip
     if torch_ops.are_asked_for_without_derivatives(q, k_cache, v_cache, k, v):
         tensor, number = (lengths, None) if lengths is None or isinstance(lengths, Tensor) else (None, lengths)
@@ -137,11 +138,11 @@ class _Arguments(NamedTuple):
 def _attend(arguments: _Arguments, return_lse: bool) -> tuple[Tensor, Tensor | None]:
     scale = arguments.softmax_scale
     if scale is not None and type(scale) is not float:  # NumPy's 1 / sqrt(headdim), say, by which no step is kept
-        arguments = arguments._replace(softmax_scale=float(scale))
+        arguments = arguments._replace(softmax_scale=checks.number("softmax_scale", scale))
     outline = _outline(arguments, return_lse)
     step = dispatch.kept_step(outline)
     if step is not None:
-        _check_capacity(arguments)
+        _check_values(arguments)
     else:
         call = _checked_call(arguments, return_lse)
         new = _new_keys(arguments, call)
@@ -218,9 +219,8 @@ def _new_keys(arguments: _Arguments, call: AttentionCall) -> Append | None:
 
 def _check(arguments: _Arguments) -> None:
     q, k_cache, v_cache = arguments.q, arguments.k_cache, arguments.v_cache
-    if not (isinstance(q, Tensor) and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)):
-        for name in ("q", "k_cache", "v_cache"):
-            checks.is_tensor(name, getattr(arguments, name))
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        checks.is_tensor(name, tensor)
     checks.tensors(q, k_cache, v_cache)
     q_shape, k_shape, v_shape = q.shape, k_cache.shape, v_cache.shape
     if len(q_shape) != 4 or len(k_shape) != 4:
@@ -228,7 +228,7 @@ def _check(arguments: _Arguments) -> None:
             "q must have shape (batch_size, seqlen_q, num_heads, head_size) and kcache must have shape "
             f"{_CACHE_SHAPE}, got {tuple(q_shape)} and {tuple(k_shape)}"
         )
-    batch, _, nheads, head_dim = q_shape
+    batch, head_dim = q_shape[0], q_shape[3]
     if batch == 0:
         raise RuntimeError(f"batch size must be positive, got q of shape {tuple(q_shape)}")
     if arguments.num_splits > 128:
@@ -238,8 +238,7 @@ def _check(arguments: _Arguments) -> None:
         raise RuntimeError(f"kcache must have shape {_CACHE_SHAPE}, got {tuple(k_shape)} for q {tuple(q_shape)}")
     if v_shape != k_shape and (len(v_shape) != 4 or v_shape[:3] != k_shape[:3]):
         raise RuntimeError(f"vcache must have shape {_CACHE_SHAPE}, got {tuple(v_shape)}")
-    if nheads % max(k_shape[2], 1):
-        raise RuntimeError("Number of heads in key/value must divide number of heads in query")
+    checks.heads(q, k_cache, v_cache)
     if k_cache.stride(3) != 1 and k_cache.numel():
         raise AssertionError("k_cache must have contiguous last dimension")
     if v_cache.stride(3) != 1 and v_cache.numel():
@@ -277,7 +276,7 @@ def _check_new_keys(arguments: _Arguments) -> None:
     if k is None:
         if v is not None:
             raise RuntimeError("If value is supplied, key must also be passed in")
-        _check_capacity(arguments)
+        _check_values(arguments)
         return
     if v is None:
         raise RuntimeError("If key is supplied, value must also be passed in")
@@ -298,14 +297,22 @@ def _check_new_keys(arguments: _Arguments) -> None:
                 f"got {tuple(new.shape)}"
             )
         checks.is_on(name, new, q.device)
-    _check_capacity(arguments)
+    _check_values(arguments)
 
 
-def _check_capacity(arguments: _Arguments) -> None:
-    """New keys must fit. Only lengths the host knows, or can read for free, are checked here."""
-    lengths = arguments.cache_seqlens
-    if lengths is None or (isinstance(lengths, Tensor) and not is_on_host(lengths)):
-        return
+def _check_values(arguments: _Arguments) -> None:
+    """New keys must fit, pages and rows exist. Only what the host knows, or can read for free, is checked here."""
+    table, rows, lengths = arguments.block_table, arguments.cache_batch_idx, arguments.cache_seqlens
+    if lengths is not None and (isinstance(lengths, int) or checks.may_read(lengths)):
+        _check_capacity(arguments, lengths)
+    if table is not None:
+        keys = arguments.capacity if lengths is None else lengths + arguments.seqlen_new
+        checks.values_of_pages(arguments.k_cache, table, keys)
+    if rows is not None:
+        checks.values_of_rows(arguments.k_cache, rows)
+
+
+def _check_capacity(arguments: _Arguments, lengths: int | Tensor) -> None:
     if isinstance(lengths, int):
         shortest = longest = lengths
     else:
@@ -318,11 +325,6 @@ def _check_capacity(arguments: _Arguments) -> None:
             f"KV cache: max(seqlens_k) + seqlen_knew (= {longest}) exceeds the capacity addressable by {where} "
             f"(= {arguments.capacity}), or a length is negative: cache_seqlens is {given}"
         )
-
-
-def is_on_host(lengths: Tensor) -> bool:
-    """Whether reading them waits for no GPU."""
-    return lengths.is_cpu and lengths.numel() > 0
 
 
 def _check_rotary(arguments: _Arguments) -> None:

@@ -220,11 +220,12 @@ def _options(
     deterministic: bool = False,
 ) -> Options:
     window_size = window_size_left, window_size_right
-    return Options(dropout_p, softmax_scale, bool(causal), window_size, softcap, alibi_slopes, deterministic)
+    is_causal = checks.flag("causal", causal)
+    return Options(dropout_p, softmax_scale, is_causal, window_size, softcap, alibi_slopes, deterministic)
 
 
 def _check_return_softmax(return_softmax: bool, dropout_p: float) -> None:
-    if return_softmax and dropout_p <= 0.0:
+    if return_softmax and checks.dropout(dropout_p) <= 0.0:
         raise RuntimeError("return_softmax is only supported when p_dropout > 0.0")
 
 

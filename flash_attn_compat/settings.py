@@ -27,7 +27,10 @@ TRUST_CACHE = "FLASH_ATTN_COMPAT_TRUST_CACHE"
 API = "FLASH_ATTN_COMPAT_API"
 HUB_KERNELS = "FLASH_ATTN_COMPAT_HUB_KERNELS"
 VARLEN_ATTN = "FLASH_ATTN_COMPAT_VARLEN_ATTN"
-VARIABLES = (BACKEND, CAPABILITY, COMPILE, DISABLE_OFFICIAL, FUSED, CACHE, TRUST_CACHE, API, HUB_KERNELS, VARLEN_ATTN)
+DEBUG = "FLASH_ATTN_COMPAT_DEBUG"
+VARIABLES = (
+    BACKEND, CAPABILITY, COMPILE, DISABLE_OFFICIAL, FUSED, CACHE, TRUST_CACHE, API, HUB_KERNELS, VARLEN_ATTN, DEBUG,
+)  # fmt: skip
 
 # The releases of flash-attn whose interface can stand under its name, and what each reports as its version.
 API_VERSIONS = {"2.6": "2.6.3", "2.8": "2.8.3"}
@@ -38,6 +41,7 @@ APIS = tuple(API_VERSIONS)
 _variables = getattr(os.environ, "_data", None)
 _DECISIVE = (BACKEND, CAPABILITY, COMPILE, DISABLE_OFFICIAL, FUSED)
 _keys = tuple(os.environ.encodekey(name) for name in _DECISIVE)
+_debug_key = os.environ.encodekey(DEBUG)
 
 _used: contextvars.ContextVar[str | None] = contextvars.ContextVar("flash_attn_compat_backend", default=None)
 
@@ -73,7 +77,7 @@ def check() -> None:
     """
     for name in unknown():
         _warn_of(name)
-    for switch in (COMPILE, DISABLE_OFFICIAL, FUSED, TRUST_CACHE, HUB_KERNELS, VARLEN_ATTN):
+    for switch in (COMPILE, DISABLE_OFFICIAL, FUSED, TRUST_CACHE, HUB_KERNELS, VARLEN_ATTN, DEBUG):
         _switch(switch)
     forced_capability()
     api()
@@ -142,6 +146,11 @@ def hub_kernels() -> bool:
 def varlen_attn() -> bool:
     """FLASH_ATTN_COMPAT_VARLEN_ATTN=1: torch.nn.attention.varlen runs where torch's kernels do not."""
     return bool(_switch(VARLEN_ATTN))
+
+
+def debugs() -> bool:
+    """FLASH_ATTN_COMPAT_DEBUG=1: values of lengths and pages on a GPU are checked, too, which waits for it."""
+    return (_variables is None or bool(_variables.get(_debug_key))) and bool(_switch(DEBUG))
 
 
 def _switch(name: str) -> bool | None:

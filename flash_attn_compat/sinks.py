@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flash_attn_compat import private_interface
+from flash_attn_compat.engine import checks
 from flash_attn_compat.engine.build import Options, Packing
 from flash_attn_compat.engine.call import wants_transforms
 
@@ -56,8 +57,11 @@ def attend(
     check(s_aux, q, options.alibi_slopes)
     if not torch.compiler.is_compiling() and wants_transforms(q, k, v, s_aux):
         raise RuntimeError("s_aux cannot be combined with forward-mode derivatives or torch.func transforms")
-    left, right = options.window_size
-    scores = _Scores(options.dropout_p, options.softmax_scale, bool(options.causal), left, right, options.softcap)
+    window = checks.window(options.window_size)
+    scores = _Scores(
+        checks.dropout(options.dropout_p), options.softmax_scale, checks.flag("causal", options.causal), *window,
+        options.softcap,
+    )  # fmt: skip
     *lengths, block_table = (None, None, 0, 0, None) if packing is None else packing[:5]
     outputs: tuple[Tensor, Tensor, Tensor] = _Sunk.apply(
         q, k, v, s_aux, block_table, *lengths, *scores, bool(options.deterministic), options.return_attn_probs

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from flash_attn_compat.backends import base, official, official_trial, torch_efficient, torch_flash
 from flash_attn_compat.backends.reference import Reference
+from flash_attn_compat.engine import checks
 from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_call, packed_call
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream
 from flash_attn_compat.engine.mask import Mask
@@ -243,6 +244,7 @@ def install(patch: pytest.MonkeyPatch, name: str, folder: Path, pads_lse: bool =
     anywhere = dataclasses.replace(BACKENDS[name].capabilities, devices=None, min_capability=None, max_capability=None)
     patch.setattr(BACKENDS[name], "capabilities", anywhere)
     patch.setattr(dispatch, "_decisions", {})
+    patch.setattr(checks, "may_read", lambda tensor: False)  # as on a GPU
     calls.clear()
     if name == "official":
         lay_flash_attn(patch, folder)

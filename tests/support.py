@@ -52,6 +52,13 @@ def cumulative(*lengths: int) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
+class OnGpu(Tensor):
+    """A tensor in the host's memory that says it lies on a GPU."""
+
+    is_cuda = property(lambda self: True)
+    is_cpu = property(lambda self: False)
+
+
 # Ways to write that leave the version of ``t`` as it is, or the tensor another one.
 UNSEEN: dict[str, Callable[[Tensor, Tensor], object]] = {
     "numpy": lambda t, new: numpy.copyto(t.as_subclass(Tensor).numpy(), new.numpy()),

@@ -14,14 +14,7 @@ from flash_attn_compat import flash_attn_with_kvcache
 from flash_attn_compat.backends.fused import trial
 from flash_attn_compat.engine import capture, outside
 from tests import fused_on_cpu
-from tests.support import UNSEEN, cumulative
-
-
-class OnGpu(torch.Tensor):
-    """A tensor in the host's memory that says it lies on a GPU."""
-
-    is_cuda = property(lambda self: True)
-    is_cpu = property(lambda self: False)
+from tests.support import UNSEEN, OnGpu, cumulative
 
 
 @pytest.mark.parametrize("where", [Tensor, OnGpu])

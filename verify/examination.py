@@ -56,8 +56,10 @@ class Examination:
     """A call on a device, its tensors and right answers made once for all who are asked."""
 
     def __init__(self, problem: Problem | Call, device: torch.device | str = "cpu") -> None:
-        self.problem = problem
         self.device = torch.device(device).type
+        if isinstance(problem, Problem) and self.device != "cuda":  # starts on a host must begin with 0
+            problem = replace(problem, gap=(0, sum(problem.gap)))
+        self.problem = problem
         self.host = host = problem.build() if isinstance(problem, Problem) else problem
         on_host = self.device != "cuda" or (isinstance(problem, Problem) and problem.scores < _SCORES_FOR_A_GPU)
         # What the oracle reads: never what is handed out, which might be written to.

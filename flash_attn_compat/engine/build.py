@@ -86,6 +86,7 @@ def packed_call(
         if block_table is not None and seqused_k is None:
             seqused_k = starts_k[1:] - starts_k[:-1]
         packed_k = starts_k if block_table is None else None
+        _check_values(q, k, packing, seqused_k)
         return known.with_tensors(q, k, v, options.alibi_slopes, starts_q, packed_k, seqused_k, leftpad_k, block_table)
     if block_table is None:
         checks.packed(q, k, v, starts_q, starts_k)
@@ -100,6 +101,7 @@ def packed_call(
         checks.per_sequence("leftpad_k", leftpad_k, batch, q.device)
     if block_table is not None and seqused_k is None:
         seqused_k = starts_k[1:] - starts_k[:-1]
+    _check_values(q, k, packing, seqused_k)
     longest_q, longest_k = _longest("max_seqlen_q", max_seqlen_q), _longest("max_seqlen_k", max_seqlen_k)
     q, k, v = _as_stored(q, k, v)
     call = _call(
@@ -180,24 +182,20 @@ def _call(
     lengths: the call's fields that say how sequences lie in the tensors, for other than dense ones
     """
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs = options
-    try:
-        left, right = window_size
-    except (TypeError, ValueError):
-        raise TypeError(f"window_size must be two integers (left, right), got {window_size!r}") from None
+    left, right = checks.window(window_size)
+    is_causal = checks.flag("causal", causal)
     if left == -1 and right == -1:
-        mask = _CAUSAL if causal else _FULL
+        mask = _CAUSAL if is_causal else _FULL
     else:
         bounds = integer("window_size_left", left), integer("window_size_right", right)
-        mask = Mask.from_window(bool(causal), *bounds, max_seqlen_q, capacity)
+        mask = Mask.from_window(is_causal, *bounds, max_seqlen_q, capacity)
+    dropout_p = checks.dropout(dropout_p)
     drops = dropout_p > 0.0
-    if drops:
-        checks.dropout(dropout_p)
     if alibi_slopes is not None:
         checks.alibi(alibi_slopes, q, batch)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    cap = float(softcap) if softcap is not None and softcap > 0.0 else 0.0
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else checks.number("softmax_scale", softmax_scale)
     return AttentionCall(
-        q, k, v, scale, mask, max_seqlen_q, max_seqlen_k, cap, float(dropout_p) if drops else 0.0, alibi_slopes,
+        q, k, v, scale, mask, max_seqlen_q, max_seqlen_k, checks.softcap(softcap), dropout_p, alibi_slopes,
         deterministic=bool(deterministic),
         return_lse=bool(return_attn_probs) or purpose.return_lse,
         return_dmask=(bool(return_attn_probs) and drops) or purpose.return_dmask,
@@ -209,6 +207,16 @@ def _call(
 
 
 _FULL, _CAUSAL = Mask(), Mask(None, 0)
+
+
+def _check_values(q: Tensor, k: Tensor, packing: Packing, seqused_k: Tensor | None) -> None:
+    """Of tensors that passed the other checks; seqused_k: with pages, how many keys each sequence has."""
+    table = packing.block_table
+    checks.values_of_starts(
+        packing.cu_seqlens_q, packing.cu_seqlens_k, q.shape[0], k.shape[0] if table is None else None
+    )
+    if table is not None and seqused_k is not None:
+        checks.values_of_pages(k, table, seqused_k)
 
 
 def _as_stored(*tensors: Tensor) -> list[Tensor]:

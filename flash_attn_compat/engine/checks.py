@@ -6,9 +6,15 @@ given and what was expected follows. What we accept beyond flash-attn is simply 
 
 from __future__ import annotations
 
+import math
+import operator
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from flash_attn_compat import settings
+from flash_attn_compat.engine import capture
 from flash_attn_compat.engine.call import AttentionCall, Upstream
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -17,21 +23,82 @@ _PACKED = {"q": "(total_q, num_heads, head_size)", "k": "(total_k, num_heads_k, 
 _PAGED = {"k": "(num_blocks, page_block_size, num_heads_k, head_size)"}
 
 
-def is_tensor(name: str, value: object) -> None:
-    if not isinstance(value, Tensor):
-        raise wrong_type(name, "Tensor", value)
-
-
-def wrong_type(name: str, expected: str, value: object) -> RuntimeError:
+def wrong_type(name: str, expected: str, value: object, hint: str = "") -> RuntimeError:
     """PyTorch's message for an argument of a wrong type: flash-attn's functions are custom operators."""
+    found = type(value).__name__
     return RuntimeError(
-        f"Expected a value of type '{expected}' for argument '{name}' but instead found type '{type(value).__name__}'"
+        f"Expected a value of type '{expected}' for argument '{name}' but instead found type '{found}'{hint}"
     )
 
 
+def flag(name: str, value: object) -> bool:
+    """A bool as flash-attn's operators take it: a number, None, or a tensor of one element, too."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, Tensor) and value.numel() != 1:
+        hint = f" of shape {tuple(value.shape)}: no mask is taken; see causal, window_size and cu_seqlens"
+        raise wrong_type(name, "bool", value, hint)
+    if not hasattr(value, "__bool__") or not _is_one(value):
+        raise wrong_type(name, "bool", value, f": {value!r}")
+    return bool(value)
+
+
+def number(name: str, value: Any) -> float:
+    """A float as flash-attn's operators take it: an int, or a tensor of one element, too."""
+    if type(value) is float:
+        return value
+    if not hasattr(value, "__float__") or not _is_one(value):
+        raise wrong_type(name, "float", value, "" if isinstance(value, Tensor) else f": {value!r}")
+    return float(value)
+
+
+def window(value: Any) -> tuple[Any, Any]:
+    """The two bounds of a window, of whatever type."""
+    try:
+        left, right = value
+    except (TypeError, ValueError):
+        raise TypeError(f"window_size must be two integers (left, right), got {value!r}") from None
+    return left, right
+
+
+def dropout(dropout_p: object) -> float:
+    """A probability below 1."""
+    found = number("dropout_p", dropout_p)
+    if found >= 1.0:
+        raise RuntimeError(f"Expected p_dropout < 1.f to be true, but got {found}")
+    if not found >= 0.0:
+        raise RuntimeError(f"dropout_p must be a probability, at least 0 and below 1, got {found}")
+    return found
+
+
+def softcap(value: object) -> float:
+    """0.0 for none, which some callers write as None or -1."""
+    found = 0.0 if value is None else number("softcap", value)
+    if not (0.0 <= found < math.inf or found == -1.0):
+        raise RuntimeError(f"softcap must be positive, or 0 for none, got {found}")
+    return max(found, 0.0)
+
+
+def _is_one(value: object) -> bool:
+    """Whether a tensor, or an array, is a single number."""
+    count = value.numel() if isinstance(value, Tensor) else getattr(value, "size", 1)
+    return bool(count == 1)
+
+
+def is_tensor(name: str, value: object) -> None:
+    """A dense tensor in memory of its own."""
+    if not isinstance(value, Tensor):
+        raise wrong_type(name, "Tensor", value)
+    if value.is_nested:
+        raise RuntimeError(
+            f"{name} must be a dense tensor, got a nested one: pass its values, and its offsets as cu_seqlens, to "
+            "flash_attn_varlen_func"
+        )
+    if value.layout != torch.strided:
+        raise RuntimeError(f"{name} must be a dense tensor, got layout {value.layout}: call {name}.to_dense()")
+
+
 def are_tensors(q: object, k: object, v: object) -> None:
-    if isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor):
-        return
     for name, value in (("q", q), ("k", k), ("v", v)):
         is_tensor(name, value)
 
@@ -57,14 +124,14 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
         raise _rank_error(next(tensor for tensor in (q, k, v) if tensor.dim() != 4), 4, q, k, v)
     tensors(q, k, v)
-    batch, _, nheads, head_dim = q_shape
+    batch, head_dim = q_shape[0], q_shape[3]
     if batch == 0:
         raise _error("batch size must be positive", q, k, v)
     if k_shape[0] != batch or k_shape[3] != head_dim:
         raise _error(f"k must have shape {_DENSE['k']}", q, k, v)
     if v_shape != k_shape and v_shape[:3] != k_shape[:3]:  # cutting shapes is slow
         raise _error(f"v must have shape {_DENSE['k']}", q, k, v)
-    _heads(nheads, k_shape[2], q, k, v)
+    heads(q, k, v)
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
@@ -78,7 +145,7 @@ def packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: 
         raise _error(f"k must have shape {_PACKED['k']}", q, k, v)
     if v_shape != k_shape and (len(v_shape) != 3 or v_shape[:2] != k_shape[:2]):
         raise _error(f"v must have shape {_PACKED['k']}", q, k, v)
-    _heads(q_shape[1], k_shape[1], q, k, v)
+    heads(q, k, v)
     starts(q, cu_seqlens_q, cu_seqlens_k)
 
 
@@ -124,7 +191,67 @@ def pages(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, batch: int) -> N
         raise _error(f"k must have shape {_PAGED['k']}", q, k, v)
     if v.dim() != 4 or v.shape[:3] != k.shape[:3]:
         raise _error(f"v must have shape {_PAGED['k']}", q, k, v)
-    _heads(q.shape[-2], k.shape[-2], q, k, v)
+    heads(q, k, v)
+
+
+def may_read(tensor: Tensor) -> bool:
+    """Whether its values are to be checked: on the host, where looking is free, and anywhere while debugging."""
+    if tensor.is_cpu:
+        return tensor.numel() > 0
+    return settings.debugs() and tensor.is_cuda and not capture.is_capturing(tensor.get_device())
+
+
+def values_of_starts(starts_q: Tensor, starts_k: Tensor, total_q: int, total_k: int | None) -> None:
+    """Packed sequences lie one behind the other, from the first token on; total_k: None where keys lie in pages."""
+    if not may_read(starts_q):
+        return
+    _values_of_starts("cu_seqlens_q", starts_q, "q", total_q)
+    if starts_k is not starts_q or (total_k is not None and total_k < total_q):
+        _values_of_starts("cu_seqlens_k", starts_k, "k", total_k)
+
+
+def _values_of_starts(name: str, starts: Tensor, tensor: str, total: int | None) -> None:
+    found = starts.tolist()
+    if found[0] != 0:
+        raise RuntimeError(
+            f"{name} must start with 0, got {_first_of(found)}: it holds where each sequence starts and where the last "
+            "one ends; of lengths it is torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))"
+        )
+    if any(map(operator.gt, found, found[1:])):
+        raise RuntimeError(f"{name} must not decrease, got {_first_of(found)}")
+    if total is not None and found[-1] > total:
+        raise RuntimeError(f"{name} must end within the {total} tokens of {tensor}, got {_first_of(found)}")
+
+
+def values_of_pages(k: Tensor, block_table: Tensor, lengths: Tensor | int) -> None:
+    """Pages that hold the first ``lengths`` (batch,) keys of each sequence exist. Others may have any number."""
+    if not may_read(block_table):
+        return
+    pages, page_size, columns = k.shape[0], k.shape[1], block_table.shape[1]
+    needed = torch.as_tensor(lengths, device=block_table.device).reshape(-1, 1).add(page_size - 1) // max(page_size, 1)
+    if bool((needed > columns).any()):
+        raise RuntimeError(
+            f"sequences need up to {int(needed.max())} pages of {page_size} keys, block_table of shape "
+            f"{tuple(block_table.shape)} names {columns}"
+        )
+    is_used = torch.arange(columns, device=block_table.device) < needed
+    wrong = (is_used & ((block_table < 0) | (block_table >= pages))).nonzero()
+    if wrong.numel():
+        row, column = wrong[0].tolist()
+        raise RuntimeError(
+            f"block_table[{row}, {column}] must be one of the {pages} pages of k, got {int(block_table[row, column])}"
+        )
+
+
+def values_of_rows(k_cache: Tensor, cache_batch_idx: Tensor) -> None:
+    """Rows that exist in the cache."""
+    rows = k_cache.shape[0]
+    if may_read(cache_batch_idx) and bool(((cache_batch_idx < 0) | (cache_batch_idx >= rows)).any()):
+        raise RuntimeError(f"cache_batch_idx must be below the kcache's {rows} rows, got {cache_batch_idx.tolist()}")
+
+
+def _first_of(found: list[int]) -> str:
+    return str(found) if len(found) <= 8 else f"[{', '.join(map(str, found[:8]))}, ...]"
 
 
 def alibi(slopes: Tensor, q: Tensor, batch: int) -> None:
@@ -139,11 +266,6 @@ def alibi(slopes: Tensor, q: Tensor, batch: int) -> None:
             f"Expected alibi_slopes.sizes() == ({nheads},) or ({batch}, {nheads}), that is (num_heads,) or "
             f"(batch_size, num_heads), got {tuple(slopes.shape)}"
         )
-
-
-def dropout(dropout_p: float) -> None:
-    if dropout_p >= 1.0:
-        raise RuntimeError(f"Expected p_dropout < 1.f to be true, but got {dropout_p}")
 
 
 def upstream(call: AttentionCall, given: Upstream, *gradients: Tensor | None) -> None:
@@ -198,9 +320,19 @@ def per_sequence(name: str, tensor: Tensor, batch: int, device: torch.device) ->
         raise RuntimeError(f"{name} must have shape (batch_size), got {tuple(tensor.shape)} for batch size {batch}")
 
 
-def _heads(nheads: int, nheads_k: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+def heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Query heads in groups of one size, heads of at least one channel; the last two dimensions are (heads, dim)."""
+    nheads, nheads_k = q.shape[-2], k.shape[-2]
     if nheads_k == 0 or nheads % nheads_k:
-        raise _error("Number of heads in key/value must divide number of heads in query", q, k, v)
+        hint = ""
+        if q.dim() == k.dim() and k.shape[-3] and q.shape[-3] % k.shape[-3] == 0:
+            hint = "\n  These look like (batch_size, num_heads, seqlen, head_size): transpose(1, 2) them"
+            hint = hint if q.dim() == 4 else "\n  These look like (num_heads, total, head_size): transpose(0, 1) them"
+        expected = "(batch_size, seqlen, num_heads, head_size), or packed (total, num_heads, head_size)"
+        message = "Number of heads in key/value must divide number of heads in query"
+        raise _error(f"{message}, got {nheads_k} and {nheads} of tensors {expected}{hint}", q, k, v)
+    if not (q.shape[-1] and v.shape[-1]):
+        raise _error("head_size must be at least 1", q, k, v)
 
 
 def is_on(name: str, tensor: Tensor, device: torch.device) -> None:

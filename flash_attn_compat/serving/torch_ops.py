@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from flash_attn_compat import settings
+from flash_attn_compat.engine import checks
 from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_call, packed_call
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream, wants_transforms
 from flash_attn_compat.engine.layout import lse_dtype
@@ -108,8 +109,11 @@ def backward(
 
 
 def _flatten(options: Options, packing: Packing | None) -> tuple[Any, ...]:
-    dropout_p, softmax_scale, causal, (left, right), softcap, alibi_slopes, deterministic, _ = options
-    scalars = (float(dropout_p), softmax_scale, bool(causal), left, right, float(softcap or 0.0), bool(deterministic))
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, _ = options
+    scalars = (
+        checks.number("dropout_p", dropout_p), softmax_scale, checks.flag("causal", causal),
+        *checks.window(window_size), checks.softcap(softcap), bool(deterministic),
+    )  # fmt: skip
     if packing is None:
         return None, None, None, None, None, alibi_slopes, 0, 0, None, None, *scalars
     cu_q, cu_k, max_q, max_k, block_table, seqused_k, leftpad_k = packing
