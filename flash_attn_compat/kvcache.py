@@ -305,10 +305,10 @@ def _check_values(arguments: _Arguments) -> None:
     table, rows, lengths = arguments.block_table, arguments.cache_batch_idx, arguments.cache_seqlens
     if lengths is not None and (isinstance(lengths, int) or checks.may_read(lengths)):
         _check_capacity(arguments, lengths)
-    if table is not None:
+    if table is not None and checks.may_read(table):
         keys = arguments.capacity if lengths is None else lengths + arguments.seqlen_new
         checks.values_of_pages(arguments.k_cache, table, keys)
-    if rows is not None:
+    if rows is not None and checks.may_read(rows):
         checks.values_of_rows(arguments.k_cache, rows)
 
 

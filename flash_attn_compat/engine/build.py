@@ -215,7 +215,7 @@ def _check_values(q: Tensor, k: Tensor, packing: Packing, seqused_k: Tensor | No
     checks.values_of_starts(
         packing.cu_seqlens_q, packing.cu_seqlens_k, q.shape[0], k.shape[0] if table is None else None
     )
-    if table is not None and seqused_k is not None:
+    if table is not None and seqused_k is not None and checks.may_read(table):
         checks.values_of_pages(k, table, seqused_k)
 
 

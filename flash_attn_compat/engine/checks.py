@@ -225,8 +225,6 @@ def _values_of_starts(name: str, starts: Tensor, tensor: str, total: int | None)
 
 def values_of_pages(k: Tensor, block_table: Tensor, lengths: Tensor | int) -> None:
     """Pages that hold the first ``lengths`` (batch,) keys of each sequence exist. Others may have any number."""
-    if not may_read(block_table):
-        return
     pages, page_size, columns = k.shape[0], k.shape[1], block_table.shape[1]
     needed = torch.as_tensor(lengths, device=block_table.device).reshape(-1, 1).add(page_size - 1) // max(page_size, 1)
     if bool((needed > columns).any()):
@@ -246,7 +244,7 @@ def values_of_pages(k: Tensor, block_table: Tensor, lengths: Tensor | int) -> No
 def values_of_rows(k_cache: Tensor, cache_batch_idx: Tensor) -> None:
     """Rows that exist in the cache."""
     rows = k_cache.shape[0]
-    if may_read(cache_batch_idx) and bool(((cache_batch_idx < 0) | (cache_batch_idx >= rows)).any()):
+    if bool(((cache_batch_idx < 0) | (cache_batch_idx >= rows)).any()):
         raise RuntimeError(f"cache_batch_idx must be below the kcache's {rows} rows, got {cache_batch_idx.tolist()}")
 
 
