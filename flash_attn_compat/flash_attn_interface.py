@@ -122,7 +122,7 @@ def flash_attn_func(
         out: (batch_size, seqlen_q, nheads, headdim of v) in q's dtype; rows that see no key are 0
         softmax_lse [with return_attn_probs]: (batch_size, nheads, seqlen_q) fp32, the natural log of the
             softmax denominator; +inf for rows that see no key. With ALiBi and a causal mask it is larger
-            by slope * (i + seqlen_k - seqlen_q), as flash-attn's is.
+            by slope * (i + seqlen_k - seqlen_q), as flash-attn's is. Differentiable, as flash-attn's is not.
         S_dmask [with return_attn_probs]: (batch_size, nheads, seqlen_q and seqlen_k rounded up to 128)
             under dropout, negative where dropped, not normalised: for tests; else empty
     Raises:
@@ -132,9 +132,7 @@ def flash_attn_func(
     options = Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    if s_aux is not None:
-        return sinks.attend(q, k, v, s_aux, options)
-    return _attend((q, k, v), options)
+    return _attend((q, k, v), options, s_aux=s_aux)
 
 
 @overload
@@ -267,9 +265,7 @@ def flash_attn_varlen_func(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
-    if s_aux is not None:
-        return sinks.attend(q, k, v, s_aux, options, packing)
-    return _attend((q, k, v), options, packing)
+    return _attend((q, k, v), options, packing, s_aux)
 
 
 @overload
@@ -355,14 +351,24 @@ def flash_attn_varlen_qkvpacked_func(
     return _attend((qkv,), options, packing)
 
 
-def _attend(inputs: tuple[Tensor, ...], options: Options, packing: Packing | None = None) -> AttentionOutput:
+def _attend(
+    inputs: tuple[Tensor, ...], options: Options, packing: Packing | None = None, s_aux: Tensor | None = None
+) -> AttentionOutput:
     q, k, v = unpack(inputs)
+    if s_aux is not None:
+        sinks.check(s_aux, q, options.alibi_slopes)
     if torch_ops.are_asked_for(*inputs):
-        outputs = torch_ops.attend(q, k, v, options, packing)
-    elif packing is None:
-        outputs = attend(inputs, dense_call(q, k, v, options, purpose(inputs)))
+        outputs = torch_ops.attend(q, k, v, options, packing, s_aux is not None)
     else:
-        outputs = attend(inputs, packed_call(q, k, v, packing, options, purpose(inputs)))
+        wanted = purpose(inputs)
+        if s_aux is not None:
+            wanted = wanted._replace(return_lse=True, shares_dropout_mask=True)
+        if packing is None:
+            outputs = attend(inputs, dense_call(q, k, v, options, wanted))
+        else:
+            outputs = attend(inputs, packed_call(q, k, v, packing, options, wanted))
+    if s_aux is not None:
+        outputs = (*sinks.absorb(*outputs[:2], s_aux), outputs[2])
     return outputs if options.return_attn_probs else outputs[0]
 
 

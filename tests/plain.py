@@ -13,7 +13,12 @@ from torch import Tensor, nn
 Parameters = dict[str, Tensor]
 
 
-def attention(
+def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Softmax attention of (batch, seqlen, nheads, head_dim), with the options of `attention_and_lse`."""
+    return attention_and_lse(q, k, v, **options)[0]
+
+
+def attention_and_lse(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -26,8 +31,8 @@ def attention(
     sinks: Tensor | None = None,
     keep: Tensor | None = None,
     dropout_p: float = 0.0,
-) -> Tensor:
-    """Softmax attention of (batch, seqlen, nheads, head_dim), bottom-right aligned; (-1, 0) is the causal window."""
+) -> tuple[Tensor, Tensor]:
+    """out and the LSE (batch, nheads, seqlen), bottom-right aligned; (-1, 0) is the causal window."""
     k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], dim=2) for t in (k, v))
     scores = torch.einsum("bthd,bshd->bhts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
@@ -41,10 +46,11 @@ def attention(
     scores = scores.masked_fill((ahead > right) | (ahead < -left), -torch.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:-1], 1).to(scores.dtype)), dim=-1)
-    shares = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))[..., : len(columns)].to(v.dtype)
+    scores = scores.to(torch.promote_types(q.dtype, torch.float32))
+    shares = scores.softmax(-1)[..., : len(columns)].to(v.dtype)
     if keep is not None:
         shares = torch.where(keep, shares / (1 - dropout_p), 0.0)
-    return torch.einsum("bhts,bshd->bthd", shares, v)
+    return torch.einsum("bhts,bshd->bthd", shares, v), scores.logsumexp(-1)
 
 
 def rounded_once(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -58,13 +58,12 @@ def test_a_retained_graph_gives_the_same_gradients_twice(backend: str, feature: 
 
 
 @on_general_backends
-def test_gradients_into_lse_and_s_dmask_are_dropped(backend: str) -> None:
+def test_gradients_into_s_dmask_are_dropped(backend: str) -> None:
     inputs = leaves()
     torch.manual_seed(0)
     kwargs = dict(return_attn_probs=True) if backend == "sdpa" else dict(return_attn_probs=True, dropout_p=0.2)
-    out, lse, s_dmask = on_backend(backend, flash_attn_func, *inputs, **kwargs)
-    assert lse.requires_grad
-    grads = torch.autograd.grad(out.sum() + 100 * lse.sum() + s_dmask.sum(), inputs, retain_graph=True)
+    out, _, s_dmask = on_backend(backend, flash_attn_func, *inputs, **kwargs)
+    grads = torch.autograd.grad(out.sum() + 100 * s_dmask.sum(), inputs, retain_graph=True)
     right = torch.autograd.grad(out.sum(), inputs)
     assert all(torch.equal(a, b) for a, b in zip(grads, right, strict=True))
 

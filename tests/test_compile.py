@@ -244,5 +244,6 @@ def test_the_fake_kernels_know_shapes_dtypes_and_strides(option: str, layout: st
     forward = checks[1:] if option == "dropout" else checks
     torch.library.opcheck(torch_ops._forward_op, (*arguments, True, option == "dropout", True), test_utils=forward)
     out, lse, _, rng_state = torch_ops._forward_op(*arguments, True, False, True)
-    given = (torch.ones_like(out), out, lse, rng_state, *arguments)
-    torch.library.opcheck(torch_ops._backward_op, given, test_utils=checks)
+    for dlse in (None, torch.ones_like(lse)):
+        given = (torch.ones_like(out), out, lse, rng_state, dlse, *arguments)
+        torch.library.opcheck(torch_ops._backward_op, given, test_utils=checks)

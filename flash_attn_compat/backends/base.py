@@ -114,6 +114,8 @@ class Backend(abc.ABC):
     def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
         """Gradients from the ``out`` and ``softmax_lse`` in ``upstream``, whoever computed those.
 
+        ``upstream`` has a gradient of softmax_lse only where the backend's table lists Feature.LSE_GRADIENT.
+
         Probabilities are exp(score - softmax_lse), so the numbers may describe a longer sequence of which
         ``call`` holds a part. Results are written through the strides of ``into`` where it is given.
         """
@@ -185,7 +187,8 @@ def _block_upstream(call: AttentionCall, block: Block, rows: Places, upstream: U
     lse = None if known is None else _true_lse(call, block, upstream, rows.gather_lse(known))
     # A kernel that makes its probabilities anew has some for rows of padding, too.
     dout = rows.with_padding(rows.gather(upstream.dout), 0.0)
-    return Upstream(dout, rows.gather(upstream.out), lse, upstream.rng_state)
+    dlse = None if upstream.dlse is None else rows.gather_lse(upstream.dlse, 0.0)
+    return Upstream(dout, rows.gather(upstream.out), lse, upstream.rng_state, dlse=dlse)
 
 
 def _kept_lse(upstream: Upstream) -> Tensor | None:

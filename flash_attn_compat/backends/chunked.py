@@ -125,7 +125,10 @@ def _backpropagate_rows(sub: SubBlock, rows: Range, upstream: Upstream, dk: Tens
     call = sub.call
     queries, dout = sub.fold(sub.q, rows), sub.fold(upstream.dout, rows)
     delta = (dout.to(sub.dtype) * sub.fold(upstream.out, rows)).sum(-1, keepdim=True)
-    row_lse = upstream.lse[sub.n, sub.heads, rows.start : rows.stop].to(sub.dtype).unsqueeze(-1)
+    where = sub.n, sub.heads, slice(rows.start, rows.stop)
+    if upstream.dlse is not None:
+        delta -= upstream.dlse[where].reshape(delta.shape)
+    row_lse = upstream.lse[where].to(sub.dtype).unsqueeze(-1)
     dq: Tensor | None = None
     for columns in sub.key_tiles(rows):
         inside = slice(columns.start, columns.stop)

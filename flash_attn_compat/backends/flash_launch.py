@@ -14,7 +14,7 @@ from flash_attn_compat.engine.features import Feature, Traits
 # What neither carrier is asked for. Calls over a cache are left to fused, which appends and attends in one launch.
 LACKS = (
     Feature.SHARED_DROPOUT_MASK | Feature.VALUE_HEAD_DIM | Feature.TRANSFORMS | Feature.SCALE_NOT_POSITIVE
-    | Feature.SEQUSED_K | Feature.LEFTPAD_K | Feature.PAGED | Feature.APPEND
+    | Feature.SEQUSED_K | Feature.LEFTPAD_K | Feature.PAGED | Feature.APPEND | Feature.LSE_GRADIENT
 )  # fmt: skip
 
 

@@ -49,8 +49,10 @@ class Reference(BlockwiseBackend):
         dprobabilities = torch.einsum("bqhd,bkhd->bhqk", dout, v)
         if keep is not None:
             dprobabilities = dprobabilities * keep
-        delta = torch.einsum("bqhd,bqhd->bhq", dout, out).unsqueeze(-1)
-        dscores = probabilities * (dprobabilities - delta)
+        delta = torch.einsum("bqhd,bqhd->bhq", dout, out)
+        if upstream.dlse is not None:
+            delta = delta - upstream.dlse
+        dscores = probabilities * (dprobabilities - delta.unsqueeze(-1))
         if softcap_slope is not None:
             dscores = dscores * softcap_slope
         dq = torch.einsum("bhqk,bkhd->bqhd", dscores, k) * call.softmax_scale

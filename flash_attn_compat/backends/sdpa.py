@@ -24,7 +24,10 @@ from flash_attn_compat.engine.features import Feature, Traits
 from flash_attn_compat.engine.layout import Block, lse_dtype
 from flash_attn_compat.engine.mask import ByDistance, Mask, Range
 
-_LACKS = Feature.SOFTCAP | Feature.DROPOUT | Feature.SHARED_DROPOUT_MASK | Feature.VALUE_HEAD_DIM | Feature.TRANSFORMS
+_LACKS = (
+    Feature.SOFTCAP | Feature.DROPOUT | Feature.SHARED_DROPOUT_MASK | Feature.VALUE_HEAD_DIM | Feature.TRANSFORMS
+    | Feature.LSE_GRADIENT
+)  # fmt: skip
 # Elements of one bias, whatever the lengths: the memory of a windowed or ALiBi call stays bounded.
 _BIAS_ELEMENTS = 2**21
 _MIN_BIAS_ROWS = 32

@@ -1,4 +1,4 @@
-// FlashAttention-2, Algorithm 2, line 4: delta = rowsum(out * dout), in fp32. Rows that see no key have 0.
+// FlashAttention-2, Algorithm 2, line 4: delta = rowsum(out * dout), in fp32, less the gradient of the LSE. Rows that see no key have 0.
 //
 // grid: tiles * nheads * batch blocks of 256 threads, PASSES rows for each D / 8 of them; tiles = ceil(longest rows of a sequence / ROWS).
 #include "common.cuh"
@@ -30,7 +30,8 @@ KERNEL(THREADS, 4) delta(const Params p) {
   UNROLLED(i, PASSES) {
     const int row = first + i * (THREADS / CHUNKS);
     const float share = product_of_pairs(x[i].x, y[i].x) + product_of_pairs(x[i].y, y[i].y) + product_of_pairs(x[i].z, y[i].z) + product_of_pairs(x[i].w, y[i].w);
-    const float sum = sum_of<CHUNKS>(share);
+    const float of_lse = p.dlse && row < seq.seqlen_q ? global_load(p.dlse + values + row) : 0.f;
+    const float sum = sum_of<CHUNKS>(share) - of_lse;
     const float delta = fabsf(lse[i]) == POS_INF ? 0.f : sum;
     if (chunk == 0 && row < seq.seqlen_q) global_store(p.delta + values + row, delta);
     largest = finite_magnitude(largest, y[i]);

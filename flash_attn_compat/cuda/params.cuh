@@ -28,6 +28,7 @@ struct Params {
   const u16 *dout;
   u16 *out;          // as q; the backward reads out and lse
   float *lse;        // fp32 (batch, nheads, seqlen_q) or (nheads, total_q), contiguous; null where nobody wants it
+  const float *dlse; // as lse, its gradient; null where there is none
   u16 *dq, *dk, *dv;
   float *lse_true;   // as lse without the position that flash-attn adds under causal ALiBi; may be null
   int *absmax;       // converted bf16: (3, batch, nheads_k) largest finite magnitudes of q, k, v

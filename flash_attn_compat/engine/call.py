@@ -33,6 +33,7 @@ class _Fields(NamedTuple):
     block_table: (batch, max_blocks) int32 pages of each sequence
     alibi_slopes: (batch, nheads) or (nheads,) fp32
     rng_state: (2,) int64, the dropout mask to use; None draws a new one
+    lse_gradient: whether the backward has a gradient of softmax_lse to count; the forward cannot know
     is_dense: whether every sequence is as long as the tensors: no lengths, no pages
     equal_lengths: whether every packed sequence is known to have as many queries as keys
     max_seqlen_q, max_seqlen_k: as the caller said for packed calls, the tensors' lengths for dense ones
@@ -65,6 +66,7 @@ class _Fields(NamedTuple):
     shares_dropout_mask: bool = False
     transformed: bool = False
     appends: bool = False
+    lse_gradient: bool = False
     signature: Signature | None = None
 
 
@@ -134,6 +136,7 @@ class AttentionCall(_Fields):
             "LSE": self.return_lse,
             "BACKWARD": self.needs_grad,
             "GIVEN_LSE": self.given_lse,
+            "LSE_GRADIENT": self.lse_gradient,
             "TRANSFORMS": self.transformed,
             "DETERMINISTIC": self.deterministic and is_differentiated,
             "SCALE_NOT_POSITIVE": self.softmax_scale <= 0,
@@ -155,9 +158,9 @@ class AttentionCall(_Fields):
         dims, features, gpu = (q_shape[-1], self.v.shape[-1]), self.features(), settings.gpu(device)
         return Traits(device_type, capability, q.dtype, *dims, sq_vs_sk, features, gpu)
 
-    def from_given_results(self) -> AttentionCall:
+    def from_given_results(self, lse_gradient: bool = False) -> AttentionCall:
         """The backward alone, as a backend computes it from another one's results."""
-        return self._replace(given_lse=True, shares_dropout_mask=self.dropout_p > 0)
+        return self._replace(given_lse=True, shares_dropout_mask=self.dropout_p > 0, lse_gradient=lse_gradient)
 
     def with_tensors(
         self,
@@ -211,6 +214,8 @@ class Upstream(NamedTuple):
     """What a backward starts from: dout, and a forward's results.
 
     softmax_lse may be missing where ``saved`` holds what the backend kept instead.
+    dlse: the gradient of softmax_lse as that is laid out, 0 where a row sees no key; None for none. Since an LSE's
+    derivative by a score is the probability, it is subtracted from delta = rowsum(dout * out) and changes nothing else.
     """
 
     dout: Tensor
@@ -218,6 +223,7 @@ class Upstream(NamedTuple):
     softmax_lse: Tensor | None
     rng_state: Tensor | None
     saved: tuple[Any, ...] = ()
+    dlse: Tensor | None = None
 
     @property
     def lse(self) -> Tensor:

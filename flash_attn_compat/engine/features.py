@@ -32,6 +32,7 @@ class Feature(enum.IntFlag):
     LSE = enum.auto()
     BACKWARD = enum.auto()
     GIVEN_LSE = enum.auto()
+    LSE_GRADIENT = enum.auto()
     TRANSFORMS = enum.auto()
     DETERMINISTIC = enum.auto()
     SCALE_NOT_POSITIVE = enum.auto()
@@ -55,6 +56,7 @@ DESCRIPTIONS: dict[Feature, str] = {
     Feature.LSE: "returning softmax_lse",
     Feature.BACKWARD: "gradients",
     Feature.GIVEN_LSE: "a backward from an out and softmax_lse of the caller's",
+    Feature.LSE_GRADIENT: "gradients of softmax_lse",
     Feature.TRANSFORMS: "forward-mode or higher-order differentiation and torch.func transforms",
     Feature.DETERMINISTIC: "gradients that are the same to the bit in every run",
     Feature.SCALE_NOT_POSITIVE: "a softmax_scale that is not positive",

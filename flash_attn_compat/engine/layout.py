@@ -187,9 +187,9 @@ class Places:
         # Sequences may share pages, whose gradients add up.
         target.index_put_(where, values.to(target.dtype), accumulate=self.spans.table is not None)
 
-    def gather_lse(self, source: Tensor) -> Tensor:
-        """(n, nheads, seqlen) of a call.lse_shape; +inf in padding, whose probabilities are 0 then."""
-        return self.with_padding(self.gather(self._by_token(source)), torch.inf).squeeze(-1).transpose(1, 2)
+    def gather_lse(self, source: Tensor, fill: float = torch.inf) -> Tensor:
+        """(n, nheads, seqlen) of a call.lse_shape; in padding +inf, by which probabilities are 0, or ``fill``."""
+        return self.with_padding(self.gather(self._by_token(source)), fill).squeeze(-1).transpose(1, 2)
 
     def with_padding(self, gathered: Tensor, fill: float) -> Tensor:
         """What ``gather`` gave, with ``fill`` in padding."""

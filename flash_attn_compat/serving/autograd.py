@@ -16,6 +16,7 @@ from flash_attn_compat.engine import callers_state, checks
 from flash_attn_compat.engine.append import Append, by_operators
 from flash_attn_compat.engine.build import FORWARD, RECORDED, Purpose
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream, wants_transforms
+from flash_attn_compat.engine.features import Feature
 from flash_attn_compat.engine.layout import lse_dtype
 from flash_attn_compat.engine.probabilities import signed_probabilities
 from flash_attn_compat.serving import dispatch
@@ -128,15 +129,25 @@ def run_backward(
             return run_backward(backend, call, upstream, into)
     if upstream.dout.is_neg():
         upstream = upstream._replace(dout=upstream.dout.resolve_neg())
+    has_dlse = upstream.dlse is not None
     # What the forward kept is for its own backend alone.
-    if backend.has_failed and backend.reasons((given := call.from_given_results()).traits()):
+    if has_dlse and not backend.capabilities.features & Feature.LSE_GRADIENT:
+        given = call.from_given_results(lse_gradient=True)
+        other = dispatch.choose_whoever_is_named(given)
+        return run_backward(other, given, upstream._replace(saved=()), into)
+    if backend.has_failed and backend.reasons((given := call.from_given_results(has_dlse)).traits()):
         return run_backward(dispatch.choose(given), given, upstream._replace(saved=()), into)
     try:
         return backend, backend.backward(call, upstream, into)
     except KernelsFailed as failure:
-        given = call.from_given_results()
+        given = call.from_given_results(has_dlse)
         other = dispatch.choose_instead(backend, given, failure)
         return run_backward(other, given, upstream._replace(saved=()), into)
+
+
+def gradient_of_lse(dlse: Tensor | None, lse: Tensor | None) -> Tensor | None:
+    """As kernels take it. The LSE of a row without keys depends on nothing, whatever a loss makes of its infinity."""
+    return None if dlse is None or lse is None else dlse.masked_fill(lse.isinf(), 0.0).resolve_neg()
 
 
 class _Attention(torch.autograd.Function):
@@ -155,23 +166,24 @@ class _Attention(torch.autograd.Function):
         return _finish(call, result)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
         if settings.used_backend() != ctx.used:  # on a GPU this is autograd's own thread
             with settings.using_backend(ctx.used):
-                return _Attention.backward(ctx, dout, *unused)
+                return _Attention.backward(ctx, dout, dlse, _)
         saved = ctx.saved_tensors  # once: activation checkpointing recomputes them at the first look only
         inputs = saved[: ctx.inputs]
         out, lse, rng_state, slopes, cu_q, cu_k, used, leftpad, table, *kept = saved[ctx.inputs :]
-        if dout is None:
+        if dout is None and dlse is None:
             return None, *(None for _ in inputs)
-        if type(dout) is not Tensor:
+        if dout is not None and type(dout) is not Tensor:
             dout = dout.clone()  # of a pending collective, that is its result
         q, k, v = map(Tensor.resolve_neg, unpack(inputs))  # as build made the call of them
         call = ctx.description.with_tensors(q, k, v, slopes, cu_q, cu_k, used, leftpad, table)
         call = call._replace(rng_state=rng_state)
         if torch.is_grad_enabled():
-            return None, *_differentiable_gradients(inputs, ctx.needs_input_grad[1:], call, dout)
-        upstream = Upstream(dout, out, lse, rng_state, tuple(kept))
+            return None, *_differentiable_gradients(inputs, ctx.needs_input_grad[1:], call, dout, dlse)
+        dout = torch.zeros_like(out) if dout is None else dout
+        upstream = Upstream(dout, out, lse, rng_state, tuple(kept), gradient_of_lse(dlse, lse))
         if len(inputs) == 3:
             return None, *run_backward(ctx.backend, call, upstream)[1]
         packed = tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
@@ -180,7 +192,11 @@ class _Attention(torch.autograd.Function):
 
 
 def _differentiable_gradients(
-    inputs: tuple[Tensor, ...], wanted: tuple[bool, ...], call: AttentionCall, dout: Tensor
+    inputs: tuple[Tensor, ...],
+    wanted: tuple[bool, ...],
+    call: AttentionCall,
+    dout: Tensor | None,
+    dlse: Tensor | None,
 ) -> list[Tensor | None]:
     """Gradients that can be differentiated again: the forward once more in differentiable operations."""
     if call.dropout_p and call.rng_state is None:
@@ -191,10 +207,14 @@ def _differentiable_gradients(
     again = call._replace(transformed=True, needs_grad=False)
     leaves = [tensor for tensor, is_wanted in zip(inputs, wanted) if is_wanted]
     with torch.enable_grad(), callers_state.without_autocast(call.q.device):
-        out = dispatch.choose_for_transforms(again).forward(again).out
-        found = (
-            torch.autograd.grad(out, leaves, dout, create_graph=True, allow_unused=True) if out.requires_grad else ()
-        )
+        result = dispatch.choose_whoever_is_named(again).forward(again)
+        given = [
+            (output, gradient)
+            for output, gradient in ((result.out, dout), (result.softmax_lse, dlse))
+            if output is not None and gradient is not None and output.requires_grad
+        ]
+        outputs, upstreams = [output for output, _ in given], [gradient for _, gradient in given]
+        found = torch.autograd.grad(outputs, leaves, upstreams, create_graph=True, allow_unused=True) if given else ()
         gradients = iter(found or [None] * len(leaves))
         return [_or_zeros(next(gradients), tensor) if is_wanted else None for tensor, is_wanted in zip(inputs, wanted)]
 

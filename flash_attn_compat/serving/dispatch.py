@@ -65,8 +65,9 @@ class _Explained(BaseException):
 def use_backend(name: str) -> Iterator[None]:
     """Let only the backend ``name`` serve calls of this thread or task; a call it can't serve raises.
 
-    Gradients are computed by the backend that served the forward, wherever and in whichever thread the backward runs;
-    gradients that can be differentiated again (create_graph=True) by one that can. Raises ValueError for unknown names.
+    Gradients are computed by the backend that served the forward, wherever and in whichever thread the backward runs.
+    Some cannot compute gradients of softmax_lse, or any that can be differentiated again (create_graph=True): those
+    come from the first backend that can. Raises ValueError for unknown names.
     """
     _find(name)
     with settings.using_backend(name):
@@ -140,12 +141,18 @@ def choose(call: AttentionCall) -> Backend:
     return known or _decide(call)
 
 
-def choose_for_transforms(call: AttentionCall) -> Backend:
-    """The first backend whose forward autograd can watch, whichever is named: that one has served the call itself."""
+def choose_whoever_is_named(call: AttentionCall) -> Backend:
+    """As ``choose``, for gradients that the backend which is named, and has served the call, may lack.
+
+    They are those that can be differentiated again, and those of softmax_lse.
+    """
     traits = call.traits()
-    backend = _first_able(traits, None)
+    key = "whoever is named", traits, settings.fingerprint()
+    backend = _decisions.get(key) or _first_able(traits, None)
     if backend is None:
         raise BackendNotSupported(_refusal(traits, _explain(traits, None), None))
+    if not capture.is_capturing(call.q.get_device()):
+        _decisions[key] = backend
     return backend
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 # Tensors with rows and heads; softmax_lse has its rows behind its heads, and so does what is of its size.
-_OF_HEADS = frozenset({"dout", "out", "softmax_lse", "q", "k", "v"})
+_OF_HEADS = frozenset({"dout", "out", "softmax_lse", "dlse", "q", "k", "v"})
 
 
 def register_if_needed() -> None:
@@ -63,7 +63,7 @@ def _divides(given: dict[str, Any], by: str) -> bool:
     """Whether a tensor comes in equal shares ``by`` this, into which all tensors can be divided."""
     if by == "batch" and given["cu_seqlens_q"] is not None:
         return False
-    parts = max(_parts(x, _dim(name, x.ndim, by)) for name, x in given.items() if name in _OF_HEADS)
+    parts = max(_parts(x, _dim(name, x.ndim, by)) for name, x in given.items() if name in _OF_HEADS and _is_tensor(x))
     size = given["k"].shape[0 if by == "batch" else -2]
     return bool(parts > 1 and size % parts == 0)
 

@@ -68,12 +68,15 @@ def _has_dispatch(tensor: object) -> bool:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None = None
+    q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None = None, return_lse: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, softmax_lse, S_dmask), differentiable in q, k and v; the latter two only with options.return_attn_probs."""
+    """(out, softmax_lse, S_dmask), differentiable in q, k and v; the latter two only with options.return_attn_probs.
+
+    return_lse: the second in any case
+    """
     return_probs = options.return_attn_probs
     return_dmask = return_probs and options.dropout_p > 0.0
-    out, lse, dmask, _ = forward(q, k, v, options, packing, return_dmask, return_lse=return_probs)
+    out, lse, dmask, _ = forward(q, k, v, options, packing, return_dmask, return_probs or return_lse)
     return out, lse, dmask
 
 
@@ -104,8 +107,8 @@ def backward(
 ) -> Gradients:
     """dq, dk, dv as new tensors."""
     # Unpacked, for in PyTorch 2.6 Dynamo can't slice a NamedTuple.
-    dout, out, softmax_lse, rng_state, _ = upstream
-    return Gradients(*_backward_op(dout, out, softmax_lse, rng_state, q, k, v, *_flatten(options, packing)))
+    dout, out, softmax_lse, rng_state, _, _ = upstream
+    return Gradients(*_backward_op(dout, out, softmax_lse, rng_state, None, q, k, v, *_flatten(options, packing)))
 
 
 def _flatten(options: Options, packing: Packing | None) -> tuple[Any, ...]:
@@ -217,14 +220,15 @@ def _rounded_length(number: int, tensor: Tensor | None) -> Any:
 @torch.library.custom_op(
     "flash_attn_compat::attention_backward",
     mutates_args=(),
-    schema="(Tensor dout, Tensor out, Tensor softmax_lse, Tensor? rng_state, Tensor q, Tensor k, Tensor v, "
-    f"{schema(_Arguments)}) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor dout, Tensor out, Tensor softmax_lse, Tensor? rng_state, Tensor? dlse, Tensor q, Tensor k, "
+    f"Tensor v, {schema(_Arguments)}) -> (Tensor, Tensor, Tensor)",
 )
 def _backward_op(
     dout: Tensor,
     out: Tensor,
     softmax_lse: Tensor,
     rng_state: Tensor | None,
+    dlse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -233,13 +237,23 @@ def _backward_op(
     purpose = Purpose(needs_grad=True, return_lse=True, shares_dropout_mask=True, given_lse=True)
     call = _Arguments(*arguments).call(q, k, v, purpose)._replace(rng_state=rng_state)
     backend = dispatch.choose_unless_empty(call)
-    _, (dq, dk, dv) = autograd.run_backward(backend, call, Upstream(dout, out, softmax_lse, rng_state))
+    dlse = autograd.gradient_of_lse(dlse, softmax_lse)
+    upstream = Upstream(dout, out, softmax_lse, rng_state, dlse=dlse)
+    _, (dq, dk, dv) = autograd.run_backward(backend, call, upstream)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 @_backward_op.register_fake
 def _(
-    dout: Tensor, out: Tensor, lse: Tensor, rng_state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *arguments: Any
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rng_state: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -253,8 +267,10 @@ def _setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _compiled_backward(ctx: Any, dout: Tensor | None, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
-    if dout is None:
+def _compiled_backward(
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None, *unused: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    if dout is None and dlse is None:
         return (None,) * (len(ctx.scalars) + 3)
     if not ctx.is_expected:
         raise RuntimeError(
@@ -263,7 +279,8 @@ def _compiled_backward(ctx: Any, dout: Tensor | None, *unused: Tensor | None) ->
     out, lse, rng_state, *tensors = ctx.saved_tensors
     inputs = [scalar if tensor is None else tensor for scalar, tensor in zip(ctx.scalars, tensors)]
     with settings.using_backend(ctx.used):
-        gradients = _backward_op(dout, out, lse, rng_state, *inputs)
+        dout = torch.zeros_like(out) if dout is None else dout
+        gradients = _backward_op(dout, out, lse, rng_state, dlse, *inputs)
     return *gradients, *(None for _ in ctx.scalars)
 
 

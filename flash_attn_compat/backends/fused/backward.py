@@ -26,7 +26,8 @@ def backward(call: AttentionCall, upstream: Upstream, into: Gradients | None) ->
     call = launcher.tidy(call)
     # Reported under causal ALiBi is LSE plus a position, which may be large beside it: the true one was kept.
     lse = upstream.saved[0] if upstream.saved else upstream.lse
-    upstream = upstream._replace(softmax_lse=lse.contiguous())
+    dlse = None if upstream.dlse is None else upstream.dlse.contiguous()
+    upstream = upstream._replace(softmax_lse=lse.contiguous(), dlse=dlse)
     found = _run(call, upstream, into or Gradients(*map(_empty, call[:3])))
     if into is None:
         return found
@@ -39,7 +40,7 @@ def backward(call: AttentionCall, upstream: Upstream, into: Gradients | None) ->
 
 
 def _run(call: AttentionCall, upstream: Upstream, places: Gradients) -> Gradients:
-    others = upstream.dout, upstream.out, upstream.lse, *places, len(upstream.saved)
+    others = upstream.dout, upstream.out, upstream.lse, upstream.dlse, *places, len(upstream.saved)
     plan = launcher.planned("backward", lambda: _make_plan(call, upstream, places), call, *others)
     return plan(call, upstream, places)
 
@@ -59,7 +60,7 @@ def _make_plan(call: AttentionCall, upstream: Upstream, places: Gradients) -> _R
 
 
 def _launched(plan: Plan, call: AttentionCall, upstream: Upstream, places: Gradients) -> Gradients:
-    others = upstream.dout, upstream.out, upstream.lse, *places, *upstream.saved[1:]
+    others = upstream.dout, upstream.out, upstream.lse, upstream.dlse, *places, *upstream.saved[1:]
     plan.run((*launcher.tensors_of(call, call.rng_state), *others))
     return places
 
@@ -82,7 +83,8 @@ def _plan(call: AttentionCall, upstream: Upstream, places: Gradients, kind: Kind
     splits: blocks that share the query heads of a tile of keys; None: as many as pay
     """
     kept = dict(zip(("absmax",), upstream.saved[1:]))
-    others = {"dout": upstream.dout, "out": upstream.out, "lse": upstream.lse, **places._asdict(), **kept}
+    results = {"dout": upstream.dout, "out": upstream.out, "lse": upstream.lse, "dlse": upstream.dlse}
+    others = {**results, **places._asdict(), **kept}
     fields = launcher.described(call)
     fields |= {"out_s": launcher.strides(upstream.out), "dout_s": launcher.strides(upstream.dout)}
     fields |= {f"{name}_s": launcher.strides(place) for name, place in places._asdict().items()}

@@ -36,7 +36,7 @@ _CALL = AttentionCall._fields[:3] + AttentionCall._fields[9:16]
 _APPEND = "k_new", "v_new", "rotary_cos", "rotary_sin"
 # Of what is not in q's dtype.
 _DTYPES = {
-    **dict.fromkeys(("alibi_slopes", "lse"), torch.float32),
+    **dict.fromkeys(("alibi_slopes", "lse", "dlse"), torch.float32),
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table", "absmax"), torch.int32),
     "rng_state": torch.int64,
 }

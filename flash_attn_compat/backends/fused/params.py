@@ -12,8 +12,8 @@ from collections.abc import Collection
 # Names in the order of the C struct; its types as struct spells them: Q an address, q a long long, i an int, f a float.
 _ADDRESSES = (
     "q", "k", "v", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table", "rng_state",
-    "k_new", "v_new", "rotary_cos", "rotary_sin", "q_rotated", "dout", "out", "lse", "dq", "dk", "dv", "lse_true",
-    "absmax", "absmax_dout", "delta", "counters", "parts",
+    "k_new", "v_new", "rotary_cos", "rotary_sin", "q_rotated", "dout", "out", "lse", "dlse", "dq", "dk", "dv",
+    "lse_true", "absmax", "absmax_dout", "delta", "counters", "parts",
 )  # fmt: skip
 _STRIDES = ("q_s", "k_s", "v_s", "out_s", "dout_s", "dq_s", "dk_s", "dv_s", "k_new_s", "v_new_s", "q_rotated_s")
 _LONGS = ("lse_batch", "lse_head")

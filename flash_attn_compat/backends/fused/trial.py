@@ -111,9 +111,11 @@ def of_backward(
     exact, call = _in_fp32(on_cpu), _on(place, on_cpu)
     right = _JUDGE.forward(exact)
     dout = _randn(7, right.out.shape, call.q.dtype)
-    expected = _JUDGE.backward(exact, Upstream(dout.float(), right.out, right.lse, exact.rng_state), None)
+    dlse = _randn(8, right.lse.shape, torch.float32)
+    given = Upstream(dout.float(), right.out, right.lse, exact.rng_state, dlse=dlse)
+    expected = _JUDGE.backward(exact, given, None)
     out, lse = right.out.to(dout.dtype).to(place), right.lse.float().contiguous().to(place)
-    upstream = Upstream(dout.to(place), out, lse, call.rng_state, saved=(lse,))
+    upstream = Upstream(dout.to(place), out, lse, call.rng_state, saved=(lse,), dlse=dlse.to(place))
     found = run(call, upstream, Gradients(*map(torch.empty_like, call[:3])))
     return _difference([(f"d{n}", got, right) for n, got, right in zip("qkv", found, expected)], dout.dtype)
 
