@@ -49,6 +49,10 @@ def cases() -> dict[str, Case]:
         assert isinstance(found, Tensor)
         return found
 
+    def with_lse(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+        return out + lse.transpose(1, 2).unsqueeze(-1)
+
     def varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
         return flash_attn_varlen_func(q, k, v, starts, starts, 5, 5, window_size=(2, 1))
 
@@ -60,6 +64,8 @@ def cases() -> dict[str, Case]:
     return {
         "batch": Case(dense, given, ((0,),) * 3, (0,)),
         "heads": Case(dense, given, ((2,),) * 3, (2,)),
+        "batch, with the LSE": Case(with_lse, given, ((0,),) * 3, (0,)),
+        "heads, with the LSE": Case(with_lse, given, ((2,),) * 3, (2,)),
         "copies": Case(dense, given, (whole,) * 3, whole),
         "heads of queries, copies of keys": Case(dense, given, ((2,), whole, whole), (2,)),
         "rows": Case(dense, given, ((1,),) * 3, whole, moves=True),
