@@ -1,6 +1,7 @@
 """The finder that makes flash_attn's submodules the very modules of flash_attn_compat.
 
-The package flash_attn itself is a file in site/; what lies below it is found here. Finding a module imports nothing.
+The package flash_attn itself is a file in site/; what lies below it is found here. The files beside it are for tools
+that look for files. Finding a module imports nothing.
 """
 
 from __future__ import annotations

@@ -102,8 +102,9 @@ def _refuse_a_real_one(directory: Path) -> None:
 
 def _files(api: str) -> Iterator[tuple[str, bytes]]:
     site = Path(SITE)
-    package = (site / "flash_attn" / "__init__.py").read_bytes()
-    yield "flash_attn/__init__.py", package.replace(b"_INSTALLED_API = None", f'_INSTALLED_API = "{api}"'.encode())
+    for path in sorted((site / "flash_attn").rglob("*.py")):
+        content = path.read_bytes().replace(b"_INSTALLED_API = None", f'_INSTALLED_API = "{api}"'.encode())
+        yield path.relative_to(site).as_posix(), content
     for name in (f"{EXTENSION}.py", f"{_STARTUP}.py"):
         yield name, (site / name).read_bytes()
     yield f"{_STARTUP}.pth", _PTH.encode()

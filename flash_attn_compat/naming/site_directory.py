@@ -1,7 +1,8 @@
 """The directory that holds the name flash_attn, and putting it on the path of this process and of its children.
 
 site/ is an ordinary directory with a package, its metadata and a sitecustomize, so that everything that looks for
-flash_attn finds real files: find_spec, importlib.metadata, pkg_resources, interpreters started later.
+flash_attn finds real files: find_spec, pkgutil, importlib.metadata, pkg_resources, interpreters started later. The
+metadata list their files in SOURCES.txt: by a RECORD, a pip in a child of a patched process would remove them.
 """
 
 from __future__ import annotations

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import multiprocessing
 import os
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,6 +28,24 @@ def child_of(method: str) -> object:
         return pool.apply(importlib.util.find_spec, ("flash_attn",))
 
 
+def on_disk(name: str) -> bool:
+    """As unsloth asks (import_fixes) before it takes a flash_attn for version 4: a file or folder, nothing imported."""
+    spec = importlib.util.find_spec("flash_attn")
+    places = [os.path.join(place, name) for place in (spec.submodule_search_locations or () if spec else ())]
+    suffixes = importlib.machinery.all_suffixes()
+    return any(os.path.isdir(base) or any(os.path.isfile(base + suffix) for suffix in suffixes) for base in places)
+
+
+def listed() -> set[str]:
+    package = importlib.import_module("flash_attn")
+    return {module.name for module in pkgutil.iter_modules(package.__path__)}
+
+
+def files_that_exist() -> list[str]:
+    files = importlib.metadata.files("flash-attn") or []
+    return [str(file) for file in files if file.locate().is_file()]
+
+
 LOOKS: dict[str, Callable[[], object]] = {
     "find_spec of the package": lambda: importlib.util.find_spec("flash_attn"),
     "find_spec of a module": lambda: importlib.util.find_spec("flash_attn.bert_padding"),
@@ -35,6 +55,9 @@ LOOKS: dict[str, Callable[[], object]] = {
     "metadata flash_attn": lambda: importlib.metadata.version("flash_attn"),
     "metadata flash-attn": lambda: importlib.metadata.version("flash-attn"),
     "metadata Flash.Attn": lambda: importlib.metadata.version("Flash.Attn"),
+    "the disk": lambda: on_disk("flash_attn_interface") and on_disk("layers") and not on_disk("cute"),
+    "pkgutil.iter_modules": lambda: "flash_attn_interface" in listed(),
+    "metadata files": lambda: any(name.endswith("flash_attn/flash_attn_interface.py") for name in files_that_exist()),
     "packages_distributions": lambda: importlib.metadata.packages_distributions().get("flash_attn"),
     "fork": lambda: child_of("fork"),
     "spawn": lambda: child_of("spawn"),

@@ -45,12 +45,13 @@ spec = u.find_spec("flash_attn")
 import flash_attn, flash_attn.bert_padding, flash_attn_2_cuda, flash_attn_compat.bert_padding as ours
 print(json.dumps([torch_at_start, spec.origin, flash_attn.__version__, m.version("Flash.Attn"),
                   m.packages_distributions()["flash_attn"],
+                  [f.locate().is_file() for f in m.files("flash-attn") if f.name == "flash_attn_interface.py"],
                   flash_attn.bert_padding is ours, flash_attn_2_cuda.__name__]))
 """
     answer = installed_environment.call("-c", script)
     assert answer.returncode == 0, answer.stderr
     origin = str(installed_environment.site_packages / "flash_attn" / "__init__.py")
-    expected = [False, origin, "2.8.3", "2.8.3", ["flash-attn"], True, "flash_attn_compat.flash_attn_2_cuda"]
+    expected = [False, origin, "2.8.3", "2.8.3", ["flash-attn"], [True], True, "flash_attn_compat.flash_attn_2_cuda"]
     assert json.loads(answer.stdout) == expected
     if importlib.util.find_spec("pkg_resources") is not None:  # setuptools 82 and later have none
         script = "import pkg_resources; print(pkg_resources.get_distribution('flash-attn>=2.5'))"

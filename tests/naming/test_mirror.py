@@ -7,13 +7,16 @@ import importlib.util
 import inspect
 import pickle
 import pkgutil
+import textwrap
 from pathlib import Path
 
 import pytest
 
 import flash_attn_compat
+from flash_attn_compat.installed import SITE, SITE_2_6
 from flash_attn_compat.naming import patch
 from flash_attn_compat.naming.finder import MIRRORED
+from tests.interpreters import forked
 from tests.test_interfaces import SIGNATURES
 
 ROOT = Path(flash_attn_compat.__file__).parent
@@ -22,6 +25,7 @@ MIRRORED_MODULES = sorted(
     for module in pkgutil.walk_packages([str(ROOT)], "flash_attn_compat.", onerror=lambda name: None)
     if module.name.split(".")[1] in MIRRORED
 )
+SITE_FILES = Path(SITE) / "flash_attn"
 ABSENT = [
     "flash_attn_interface",  # FlashAttention 3
     "flash_attn_3",
@@ -111,3 +115,36 @@ def test_a_function_pickled_under_the_name_comes_back_as_the_same_object():
     from flash_attn import flash_attn_func
 
     assert pickle.loads(pickle.dumps(flash_attn_func)) is flash_attn_func
+
+
+def file_of(module: str) -> Path:
+    source = ROOT / module.replace(".", "/")
+    return Path(module.replace(".", "/")) / "__init__.py" if source.is_dir() else Path(module.replace(".", "/") + ".py")
+
+
+def test_every_module_has_a_file_under_the_name_and_each_file_is_listed() -> None:
+    public = [module for module in MIRRORED_MODULES if not any(part.startswith("_") for part in module.split("."))]
+    files = {path.relative_to(SITE_FILES) for path in SITE_FILES.rglob("*.py")}
+    assert files == {Path("__init__.py"), *map(file_of, public)}, "copy a neighbour, add it to SOURCES.txt"
+    contents = {(SITE_FILES / path).read_text() for path in files - {Path("__init__.py")}}
+    assert len(contents) == 1, "they are all alike"
+    for site in (SITE, SITE_2_6):
+        (sources,) = Path(site).glob("*.dist-info/SOURCES.txt")
+        told = sorted((Path(site) / line).resolve() for line in sources.read_text().splitlines())
+        assert told == sorted([*SITE_FILES.rglob("*.py"), Path(SITE) / "flash_attn_2_cuda.py"])
+        assert not list(Path(site).glob("*.dist-info/RECORD")), "pip in a child would remove the files"
+
+
+def test_a_file_that_is_run_although_there_is_a_finder_leads_to_our_module() -> None:
+    code = """
+        import flash_attn_compat.layers.rotary, sys
+        flash_attn_compat.patch()
+        import flash_attn
+        from flash_attn_compat.naming import finder
+        finder.remove_from_meta_path()
+        sys.modules.pop("flash_attn.layers", None)
+        import flash_attn.layers.rotary
+        assert flash_attn.layers.rotary is flash_attn_compat.layers.rotary
+        """
+    answer = forked(textwrap.dedent(code))
+    assert answer.returncode == 0, answer.stderr

@@ -28,6 +28,16 @@ def make_package_importable() -> None:
     sys.path.append(root)
 
 
+def put_ours_in_place(name: str) -> None:
+    """Let the module called flash_attn.X be flash_attn_compat's X, where its file is run although there is a finder."""
+    import importlib
+
+    make_package_importable()
+    from flash_attn_compat.naming import finder
+
+    sys.modules[name] = importlib.import_module(finder.source_name(name.partition(".")[2], finder.served_api()))
+
+
 def with_other_distributions(path: list[str]) -> list[str]:
     """The package's path and, as flash-attn extends it, directories that others put under its name (flash_attn.cute).
 
