@@ -96,6 +96,23 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(action=_doctor)
 
     command = commands.add_parser(
+        "tune",
+        help="time this GPU's candidates, and let all later calls go by what is found",
+        description="Times the tiles of this package's CUDA kernels and the other backends at usual calls, for some "
+        "minutes or less, and keeps what it finds beside the compiled kernels. Let nothing else use the GPU meanwhile.",
+    )
+    command.add_argument(
+        "--head-dim", type=_head_dim, action="append", default=[], metavar="N", help="64 and 128 by default; repeatable"
+    )
+    command.add_argument(
+        "--dtype", choices=("float16", "bfloat16"), action="append", default=[],
+        help="repeatable; by default bfloat16 where the GPU computes it",
+    )  # fmt: skip
+    command.add_argument("--seqlen", type=_seqlen, default=2048, metavar="N", help="rows and keys of a sequence: 2048")
+    command.add_argument("--json", metavar="FILE", help="write what is found, to send it")
+    command.set_defaults(action=_tune)
+
+    command = commands.add_parser(
         "compile",
         help="compile this package's CUDA kernels before they are wanted, with or without a GPU",
         description="Compiles what models usually ask for into the cache folder: about 350 kernels for each GPU, each "
@@ -122,6 +139,12 @@ def _parser() -> argparse.ArgumentParser:
 def _head_dim(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 256:
         raise argparse.ArgumentTypeError(f"a number from 1 to 256 is wanted, got {text!r}")
+    return int(text)
+
+
+def _seqlen(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 128 <= int(text) <= 2**20:
+        raise argparse.ArgumentTypeError(f"a number from 128 to {2**20} is wanted, got {text!r}")
     return int(text)
 
 
@@ -154,6 +177,31 @@ def _doctor(options: argparse.Namespace) -> int:
         return 2
     print(doctor.to_json(report) if options.json else doctor.to_text(report))
     return 0 if report.healthy else 1
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from flash_attn_compat import tune
+
+    try:
+        tuning = tune.of_this_gpu(options.head_dim, options.dtype, options.seqlen)
+    except tune.CannotTune as error:
+        print(f"flash-attn-compat: {error}", file=sys.stderr)
+        return 1
+    tune.ask_all(tuning)
+    print(*tuning.told(), sep="\n")
+    for failure in tuning.failures:
+        print(f"flash-attn-compat: could not time {failure}", file=sys.stderr)
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            file.write(tuning.row() + "\n")
+        print(f"wrote {options.json}")
+    if not tuning.card.times:
+        print("flash-attn-compat: nothing could be compared", file=sys.stderr)
+        return 1
+    if not tuning.keep():
+        print("flash-attn-compat: what was found could not be written, and counts for nothing", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _compile(options: argparse.Namespace) -> int:

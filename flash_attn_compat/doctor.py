@@ -22,7 +22,7 @@ import torch
 
 import flash_attn_compat
 from flash_attn_compat import installed, self_check, settings
-from flash_attn_compat.backends.fused import cache, loader, verdicts
+from flash_attn_compat.backends.fused import cache, loader, tensor_cores, verdicts
 from flash_attn_compat.installed import SITE, RealFlashAttn, is_stand_in_spec
 from flash_attn_compat.naming import install, real
 from flash_attn_compat.self_check import Check
@@ -202,7 +202,8 @@ def kernels(device: torch.device) -> list[str]:
     index = torch.cuda.current_device() if device.index is None else device.index
     nvrtc, driver = (".".join(map(str, version)) for version in (loader.compiler().version, loader.driver().version))
     made = f"for {loader.target(index).architecture} by NVRTC {nvrtc}, driver for CUDA {driver}"
-    return [f"{made}, kept in {cache.folder()}", *verdicts.told(str(settings.gpu(device)))]
+    without = [] if tensor_cores.are_there(index) else ["this GPU has no tensor cores"]
+    return [f"{made}, kept in {cache.folder()}", *without, *verdicts.told(str(settings.gpu(device)))]
 
 
 def has_code_for(capability: tuple[int, int], built_for: list[str]) -> bool:

@@ -55,6 +55,10 @@ class Fused(Backend):
     def has_failed(self) -> bool:
         return bool(self._against)
 
+    def forget_failures(self) -> None:
+        """Try again what has failed."""
+        self._against.clear()
+
     def unavailable_reasons(self) -> list[str]:
         if settings.fused() is False:
             return [f"{settings.FUSED}=0 forbids it"]

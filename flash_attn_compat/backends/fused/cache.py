@@ -57,8 +57,20 @@ def read(name: str) -> bytes | None:
     return payload if digest == _digest(name, payload) else None
 
 
-def write(name: str, payload: bytes) -> bool:
-    """Keep ``payload`` under ``name``, whole or not at all; False where the folder cannot be written."""
+def keep_first(name: str, payload: bytes) -> bytes:
+    """What is kept under ``name``: ``payload``, unless another process has written there first. Then all have that."""
+    found = read(name)
+    if found is None:
+        write(name, payload, only_first=True)
+        found = read(name)
+    return payload if found is None else found
+
+
+def write(name: str, payload: bytes, only_first: bool = False) -> bool:
+    """Keep ``payload`` under ``name``, whole or not at all; False where the folder cannot be written.
+
+    only_first: what is there already stays
+    """
     try:
         place = folder()
         # A folder that somebody chose may be one to share.
@@ -69,12 +81,13 @@ def write(name: str, payload: bytes) -> bool:
     try:
         with open(temporary, "xb", opener=_for_others_to_read) as file:
             file.write(_digest(name, payload) + payload)
-        os.replace(temporary, place / name)  # readers see the old file or the new one
+        (os.link if only_first else os.replace)(temporary, place / name)  # readers see the old file or the new one
         return True
     except OSError:
+        return False
+    finally:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-        return False
 
 
 def _for_others_to_read(path: str, flags: int) -> int:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused import append, launcher, trial, variants
+from flash_attn_compat import settings
+from flash_attn_compat.backends.fused import append, launcher, tensor_cores, trial, variants
 from flash_attn_compat.backends.fused.launcher import Launch, Output, Plan
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine import alignment, dropout
@@ -62,6 +63,7 @@ def _contiguous(value: Any) -> Any:
 
 def _tried(call: AttentionCall, vec: int, new: Append | None = None) -> Attention:
     """Raises KernelError where a kernel turns out to be wrong."""
+    tensor_cores.hint(call.q.get_device(), settings.gpu(call.q.device))
     attention = Attention(call, launcher.kind_of(call, vec), new)
     attention.try_first()
     if new is not None and attention.writes_first:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import settings
-from flash_attn_compat.backends.fused import loader, params, variants
+from flash_attn_compat.backends.fused import loader, params, variants, verdicts
 from flash_attn_compat.backends.fused.variants import Kind, Variant
 from flash_attn_compat.engine import alignment, capture, dropout, signature
 from flash_attn_compat.engine.append import Append, Unlike
@@ -166,6 +166,13 @@ class Plan:
         return found
 
 
+def run_alone(variant: Variant, blocks: int, numbers: Tensor) -> None:
+    """A kernel that takes nothing; it writes fp32 ``numbers``, which it knows as lse."""
+    head = params.head(["lse"]).pack(numbers.data_ptr(), 0)
+    device = numbers.get_device()
+    loader.driver().launch(loader.kernel(variant, device), blocks, device, head + params.rest({}))
+
+
 def maxima(call: AttentionCall, kind: Kind, fields: dict[str, params.Value]) -> tuple[Output, Launch]:
     """The launch that finds by which powers of two bf16 is scaled where the tensor cores take fp16.
 
@@ -293,9 +300,9 @@ def forget_plans() -> None:
 
 def kind_of(call: AttentionCall, vec: int) -> Kind:
     left, right = call.mask
-    number = loader.target(call.q.get_device()).number
+    device, number = call.q.device, loader.target(call.q.get_device()).number
     half = variants.FP16 if call.q.dtype == torch.float16 else variants.BF16
-    return Kind(
+    kind = Kind(
         number=number,
         type=variants.BF16_AS_FP16 if half and number < 80 else half,
         head_dim=max(call.q.shape[-1], call.v.shape[-1]),
@@ -309,6 +316,7 @@ def kind_of(call: AttentionCall, vec: int) -> Kind:
         window=None if left is None or right is None else left + right + 1,
         few_rows=longest_rows(call) <= variants.FEW_ROWS,
     )
+    return kind._replace(tiles=verdicts.tiles_of(settings.gpu(device), number, kind.D, call.q.dtype))
 
 
 def described(call: AttentionCall) -> dict[str, params.Value]:

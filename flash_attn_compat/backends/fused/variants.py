@@ -8,7 +8,7 @@ and the GPU's size alone: nothing is read from the GPU.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 FP16, BF16, BF16_AS_FP16 = 0, 1, 2
@@ -49,6 +49,7 @@ class Kind(NamedTuple):
     """What of a call chooses a variant.
 
     number: the architecture's, as 75; window: keys in sight, None unbounded; few_rows: none of more than FEW_ROWS
+    tiles: what was the fastest on the GPU at hand, by entry
     """
 
     number: int
@@ -62,6 +63,7 @@ class Kind(NamedTuple):
     vec: int = 8
     window: int | None = None
     few_rows: bool = False
+    tiles: tuple[tuple[str, Tile], ...] = ()
 
     @property
     def D(self) -> int:
@@ -101,6 +103,13 @@ class Tile(NamedTuple):
         return self.NW * self.MT * 16
 
 
+def _tile(entry: str, kind: Kind, table: Callable[[Kind], Tile]) -> Tile:
+    """What was the fastest on the GPU at hand, for kinds like those that were timed; else the table's."""
+    narrow = kind.window is not None and kind.window < _NARROW
+    usual = not (narrow or kind.few_rows or kind.softcap or kind.dropout)
+    return (dict(kind.tiles).get(entry) if usual else None) or table(kind)
+
+
 def forward_tile(kind: Kind) -> Tile:
     """The fastest of benchmarks/kernel_tiles.py on an H200; below sm80 as Turing's PTX, and of those that fit Turing.
 
@@ -122,7 +131,7 @@ def forward_tile(kind: Kind) -> Tile:
 
 
 def forward(kind: Kind) -> Variant:
-    tile = forward_tile(kind)
+    tile = _tile("forward", kind, forward_tile)
     macros = kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED")
     macros += [("BN", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB), ("QREG", int(tile.s))]
     resident = max(tile.rows, 2 * tile.step) if tile.s else tile.rows + 2 * tile.step
@@ -184,12 +193,12 @@ def dq_tile(kind: Kind) -> Tile:
 
 
 def dkdv(kind: Kind) -> Variant:
-    tile = dkdv_tile(kind)
+    tile = _tile("dkdv", kind, dkdv_tile)
     return _backward("dkdv", kind, tile, passing=tile.step * 16)
 
 
 def dq(kind: Kind) -> Variant:
-    return _backward("dq", kind, dq_tile(kind), passing=0)
+    return _backward("dq", kind, _tile("dq", kind, dq_tile), passing=0)
 
 
 def _backward(entry: str, kind: Kind, tile: Tile, passing: int) -> Variant:

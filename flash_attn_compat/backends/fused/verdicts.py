@@ -6,16 +6,17 @@ is timed here. Whatever is wrong with a file, it holds no verdict.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from flash_attn_compat import settings
-from flash_attn_compat.backends.fused import cache, loader, variants
+from flash_attn_compat.backends.fused import cache, candidates, loader, variants
 from flash_attn_compat.backends.fused.variants import Tile
 from flash_attn_compat.engine.features import Feature, Traits
 
@@ -121,6 +122,20 @@ def keep(card: Card) -> bool:
     return written
 
 
+@contextlib.contextmanager
+def assuming(card: Card) -> Iterator[None]:
+    """In this process, ``card`` is all that is known of its GPU model."""
+    had, before = card.gpu in _cards, _cards.get(card.gpu)
+    _cards[card.gpu] = card
+    try:
+        yield
+    finally:
+        if had:
+            _cards[card.gpu] = before
+        else:
+            del _cards[card.gpu]
+
+
 def times_of(traits: Traits) -> Times | None:
     """What was timed for calls of such traits, unless the user wants our kernels whatever they take."""
     card = of(traits.gpu)
@@ -128,8 +143,20 @@ def times_of(traits: Traits) -> Times | None:
         return None
     case, largest = _case_of(traits.features), max(traits.head_dim, traits.head_dim_v)
     size = next((size for size in variants.HEAD_DIMS if largest <= size), None)
-    wanted = case, size, str(traits.dtype).removeprefix("torch."), traits.needs_backward
+    wanted = case, size, _name(traits.dtype), traits.needs_backward
     return next((one for one in card.times if one[:4] == wanted), None)
+
+
+def tiles_of(gpu: str | None, number: int, D: int, dtype: torch.dtype) -> tuple[tuple[str, Tile], ...]:
+    """Tiles by entry, to be taken instead of the table's: of candidates alone, which fit, whatever was kept or sent."""
+    card = of(gpu)
+    if card is None:
+        return ()
+    wanted = D, _name(dtype)
+    return tuple(
+        (entry, tile) for entry, *of_what, tile in card.tiles
+        if tuple(of_what) == wanted and tile in candidates.tiles(entry, number, D)
+    )  # fmt: skip
 
 
 def told(gpu: str) -> list[str]:
@@ -137,7 +164,14 @@ def told(gpu: str) -> list[str]:
     card = of(gpu)
     if card is None:
         return ["not tuned: the order of backends is that of an H200 (flash-attn-compat tune times them here)"]
-    return [f"tuned with {card.made_with}", *map(str, card.times), *map(str, card.tiles)]
+    return [f"tuned with {card.made_with}", *lines(card)]
+
+
+def lines(card: Card) -> list[str]:
+    """What was timed, in two columns."""
+    rows = [str(one).split(": ", 1) for one in (*card.times, *card.tiles)]
+    width = max((len(of_what) for of_what, _ in rows), default=0)
+    return [f"{of_what:{width}}  {found}" for of_what, found in rows]
 
 
 def _case_of(features: int) -> str | None:
@@ -145,6 +179,10 @@ def _case_of(features: int) -> str | None:
     if features & Feature.WINDOW_RIGHT:
         return None
     return next((case for case, feature in _CASES.items() if features & feature), "full")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _kept(gpu: str) -> Card | None:

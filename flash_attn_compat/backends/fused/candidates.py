@@ -1,0 +1,49 @@
+"""Tiles that may be faster than the table's on some card, for `flash-attn-compat tune` to time: by entry and head dim.
+
+Each fits the architectures that it stands for. No other tile is taken from what somebody has kept or sent.
+"""
+
+from __future__ import annotations
+
+from flash_attn_compat.backends.fused.variants import Tile
+
+ENTRIES = ("forward", "dkdv", "dq")
+
+_TURING: dict[str, dict[int, tuple[Tile, ...]]] = {
+    "forward": {
+        32: (Tile(64, 4, 2, 2), Tile(128, 4, 1, 3)),
+        64: (Tile(64, 4, 2, 2), Tile(64, 4, 1, 3), Tile(128, 4, 1, 2)),
+        128: (Tile(64, 4, 1, 2), Tile(64, 8, 1, 1), Tile(32, 4, 1, 2)),
+    },
+    "dkdv": {
+        32: (Tile(64, 4, 1, 2), Tile(32, 4, 2, 2)),
+        64: (Tile(64, 4, 1, 2), Tile(32, 4, 1, 2), Tile(64, 8, 1, 1)),
+        128: (Tile(16, 4, 1, 2, s=False), Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
+    },
+    "dq": {
+        32: (Tile(32, 4, 2, 2), Tile(64, 4, 1, 3)),
+        64: (Tile(32, 4, 2, 2, p=False), Tile(64, 4, 1, 2), Tile(32, 4, 1, 3)),
+        128: (Tile(32, 4, 1, 2), Tile(32, 8, 1, 1)),
+    },
+}
+# A multiprocessor has 100 KB and more.
+_NEWER: dict[str, dict[int, tuple[Tile, ...]]] = {
+    "forward": {
+        64: (Tile(64, 4, 2, 2), Tile(64, 4, 1, 3), Tile(128, 4, 1, 2)),
+        128: (Tile(64, 4, 2, 1, s=False), Tile(64, 4, 1, 2)),
+    },
+    "dkdv": {
+        64: (Tile(32, 4, 2, 2, s=False, p=False, copies=True), Tile(64, 4, 1, 2, copies=True)),
+        128: (Tile(64, 4, 1, 1, s=False, p=False, copies=True), Tile(32, 4, 1, 2, s=False, p=False, copies=True)),
+    },
+    "dq": {
+        64: (Tile(64, 4, 2, 1, copies=True), Tile(64, 4, 2, 1, s=False, p=False, copies=True), Tile(64, 4, 1, 2)),
+        128: (Tile(64, 4, 1, 1, copies=True), Tile(32, 4, 1, 2, copies=True)),
+    },
+}
+
+
+def tiles(entry: str, number: int, D: int) -> tuple[Tile, ...]:
+    """number: the architecture's, as 75; D: a size that kernels are made for. Today's may be among them."""
+    table = _NEWER if number >= 80 else _TURING
+    return table.get(entry, {}).get(D, ())

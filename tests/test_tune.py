@@ -1,0 +1,276 @@
+"""flash-attn-compat tune: what it times, what it makes of that, and that nothing ends it. The clock is the tests'."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flash_attn_compat import backend_counts, cli, explain, flash_attn_func, reset_backend_counts, settings, tune
+from flash_attn_compat.backends.fused import candidates, launcher, loader, variants, verdicts
+from flash_attn_compat.backends.fused.loader import KernelError
+from flash_attn_compat.backends.fused.variants import FP16, Kind, Tile, Variant
+from flash_attn_compat.backends.fused.verdicts import Card, Chosen
+from flash_attn_compat.backends.sdpa import Sdpa
+from flash_attn_compat.serving import dispatch
+from flash_attn_compat.tune import Tuning
+from tests import fused_on_cpu, others_kernels
+from tests.fused_on_cpu import Launches
+from tests.kernels import emulate, offline
+from tests.support import randn
+from verify.examination import Examination
+from verify.problems import Problem
+
+GPU, CPU, HALF = "Tesla T4", torch.device("cpu"), torch.float16
+EIGHT_WARPS = Tile(64, 8, 1, 1)
+Clock = Callable[[str, Sequence[Variant]], float]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launches:
+    found = fused_on_cpu.record(monkeypatch)
+    files: dict[str, bytes] = {}
+    monkeypatch.setattr(verdicts, "_cards", {})
+    monkeypatch.setattr(verdicts.cache, "read", files.get)
+    monkeypatch.setattr(verdicts.cache, "write", lambda name, payload, **how: files.update({name: payload}) or True)
+    monkeypatch.setattr(settings, "gpu", lambda device: GPU)
+    others_kernels.install(monkeypatch, "torch_efficient", tmp_path)
+    monkeypatch.setattr(Sdpa, "capabilities", replace(Sdpa.capabilities, devices=frozenset({"mps"})))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "_CHANNELS", 256)
+    monkeypatch.setattr(tune, "_BATCH", 1)
+
+
+def tell(monkeypatch: pytest.MonkeyPatch, launches: Launches, clock: Clock) -> None:
+    """clock: milliseconds by who served and what was launched"""
+
+    def reading(run: tune.Run) -> float:
+        before = len(launches.seen)
+        reset_backend_counts()
+        run()
+        seen = [launch.variant for launch in launches.seen[before:]]
+        return clock(next(iter(backend_counts()), "fused"), seen)
+
+    monkeypatch.setattr(tune, "reading", reading)
+
+
+def tuned(head_dim: int = 64, all_cases: bool = False) -> Tuning:
+    found = Tuning(CPU, [head_dim], [HALF], 128, all_cases)
+    for question in found.questions():
+        question.ask()
+    return found
+
+
+def in_another_process() -> None:
+    verdicts._cards.clear()
+    launcher.forget_plans()
+    dispatch.forget_decisions()
+
+
+def train(causal: bool = True) -> None:
+    q, k, v = (randn(2, 80, 4, 64, seed=seed, dtype=HALF) for seed in range(3))
+    flash_attn_func(q.requires_grad_(), k, v, causal=causal).sum().backward()
+
+
+def by_warps(served: str, seen: Sequence[Variant]) -> float:
+    """Eight warps are best in dkdv; our forward is the fastest, and our backward the slowest."""
+    if served != "fused":
+        return 3.0
+    times = {"dkdv": 4.0, "forward": 2.0}
+    return sum(times.get(one.entry, 0.0) - (one.entry == "dkdv" and one.threads == 256) for one in seen)
+
+
+def test_the_fastest_tile_and_backend_serve_all_later_calls(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell(monkeypatch, launches, by_warps)
+    found = tuned()
+    assert not found.failures
+    assert found.card.tiles == (Chosen("dkdv", 64, "float16", EIGHT_WARPS),)
+    assert {(one.case, one.training): one.milliseconds for one in found.card.times} == {
+        (case, training): {"fused": 5.0 if training else 2.0, "torch_efficient": 3.0}
+        for case in ("full", "causal")
+        for training in (False, True)
+    }
+    assert verdicts.of(GPU) is None, "nothing counts before it is kept"
+    assert found.keep()
+    in_another_process()
+    q, k, v = (randn(2, 80, 4, 64, seed=seed, dtype=HALF) for seed in range(3))
+    assert explain(flash_attn_func, q, k, v).backend == "fused"
+    assert explain(flash_attn_func, q.clone().requires_grad_(), k, v).backend == "torch_efficient"
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_FUSED", "1")
+    train()
+    assert [one.variant.threads for one in launches.seen if one.variant.entry == "dkdv"][-1] == 256
+
+
+def test_a_tile_must_be_faster_by_more_than_noise(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    tell(monkeypatch, launches, lambda served, seen: 1.0 - 0.01 * any(one.threads == 256 for one in seen))
+    assert not tuned().card.tiles
+
+
+def test_what_fails_is_left_out_and_told_and_the_rest_is_timed(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = loader.kernel
+
+    def refuse(variant: Variant, device: int) -> loader.Kernel:
+        if variant.threads == 256 and variant.entry == "dkdv":
+            raise KernelError("too many resources requested for launch")
+        return kernel(variant, device)
+
+    monkeypatch.setattr(loader, "kernel", refuse)
+    tell(monkeypatch, launches, by_warps)
+    with pytest.warns(RuntimeWarning, match="too many resources"):
+        found = tuned()
+    assert not found.card.tiles and len(found.card.times) == 4
+    assert found.failures and all("too many resources" in one and "dkdv" in one for one in found.failures)
+    assert not fused_on_cpu.FUSED.has_failed, "another tile's failure is not the kernel's"
+
+
+def test_a_clock_or_rival_that_fails_is_no_verdict(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    def clock(served: str, seen: Sequence[Variant]) -> float:
+        if served != "fused":
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate\n2 GiB")
+        return 1.0
+
+    tell(monkeypatch, launches, clock)
+    found = tuned()
+    assert not found.card.times and any("torch_efficient: CUDA out of memory" in one for one in found.failures)
+
+
+def test_without_tensor_cores_every_kind_of_call_is_timed_beside_plain_pytorch(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell(monkeypatch, launches, lambda served, seen: 1.0)
+    found = tuned(all_cases=True)
+    assert {one.case for one in found.card.times} == set(verdicts.CASES) and not found.failures
+    assert all("chunked" in one.milliseconds and "reference" not in one.milliseconds for one in found.card.times)
+    assert not any("chunked" in one.milliseconds for one in tuned().card.times)
+
+
+def test_a_kept_tile_that_is_none_of_the_candidates_is_not_taken(launches: Launches) -> None:
+    """It may not fit, and then our kernels would not serve."""
+    tiles = [Chosen("forward", 64, "float16", Tile(64, 8, 4, 4)), Chosen("dkdv", 64, "float16", EIGHT_WARPS)]
+    verdicts.keep(Card(GPU, "", (), (*tiles, Chosen("dq", 128, "float16", Tile(32, 8, 1, 1)))))
+    train()
+    assert [one.variant.threads for one in launches.seen] == [128, 256, 256, 128]
+
+
+@pytest.mark.parametrize("name", ["softcap", "dropout", "few_rows", "window"])
+def test_tiles_are_for_kinds_like_those_that_were_timed(name: str) -> None:
+    kind = Kind(75, FP16, 64, local=True, tiles=(("forward", EIGHT_WARPS), ("dkdv", EIGHT_WARPS), ("dq", EIGHT_WARPS)))
+    for make in (variants.forward, variants.dkdv, variants.dq):
+        assert make(kind).threads == make(kind._replace(alibi=True)).threads == 256
+        assert make(kind._replace(**{name: 34 if name == "window" else True})).threads == 128
+
+
+# ---- the candidates
+
+CANDIDATES = [
+    (number, entry, D, tile)
+    for number in (75, 90)
+    for entry in candidates.ENTRIES
+    for D in variants.HEAD_DIMS
+    for tile in candidates.tiles(entry, number, D)
+    if tile != getattr(variants, f"{entry}_tile")(Kind(number, FP16, D, local=True))
+]
+
+
+@pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not())
+@pytest.mark.parametrize(("number", "entry", "D", "tile"), CANDIDATES, ids=str)
+def test_candidates_fit_and_are_right(
+    number: int, entry: str, D: int, tile: Tile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variant = getattr(variants, entry)(Kind(number, FP16, D, tiles=((entry, tile),)))
+    assert variant.shared * (tile.MINB if number == 75 else 1) <= {75: 64, 90: 99}[number] * 1024
+    launches = fused_on_cpu.emulate(monkeypatch, number)
+    monkeypatch.setattr(verdicts, "tiles_of", lambda *of: ((entry, tile),))
+    problem = Problem(seqlens_q=(70,), seqlens_k=(83,), nheads_k=1, group=2, head_dim=D, dtype="float16", causal=True)
+    verdict = Examination(replace(problem, backward=entry != "forward")).judge("fused")
+    assert not verdict.failures and not verdict.refused, verdict
+    assert variant.threads in [one.variant.threads for one in launches.seen if one.variant.entry == entry]
+
+
+def test_turings_candidates_fit_its_registers() -> None:
+    compilers = offline.compilers()
+    if not compilers:
+        pytest.skip("no NVRTC here: it comes with the test extra on x86-64 Linux")
+    variant = variants.dkdv(Kind(75, FP16, 128, local=True, tiles=(("dkdv", Tile(16, 8, 1, 1)),)))
+    found = offline.compiled(compilers[max(compilers, key=float)], variant, "sm_75")
+    assert list(offline.complaints(variant, found, 75)) == []
+
+
+# ---- the command
+
+
+@pytest.fixture
+def command(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> Launches:
+    tell(monkeypatch, launches, by_warps)
+    monkeypatch.setattr(tune, "of_this_gpu", lambda dims, dtypes, seqlen: Tuning(CPU, dims or [64], [HALF], seqlen))
+    return launches
+
+
+@pytest.mark.usefixtures("command")
+@pytest.mark.parametrize("has_rich", [True, False])
+def test_the_command_shows_its_progress_keeps_prints_and_writes_what_it_found(
+    has_rich: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not has_rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert cli.main(["tune", "--head-dim", "64", "--seqlen", "128", "--json", str(tmp_path / "t4.json")]) == 0
+    out, err = capsys.readouterr()
+    assert "causal, head_dim 64, float16, training" in out and "torch_efficient 3 ms, fused 5 ms" in out
+    assert "dkdv of head_dim 64, float16" in out and "8 warps" in out
+    if not has_rich:
+        assert "tiles of dkdv, head_dim 64, float16" in err and err.splitlines()[0].startswith("1/")
+    card = verdicts.from_row((tmp_path / "t4.json").read_text())
+    in_another_process()
+    assert verdicts.of(GPU) == card and verdicts.told(GPU)[1:] == verdicts.lines(card)
+
+
+@pytest.mark.usefixtures("command")
+def test_the_command_fails_where_nothing_could_be_timed_or_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verdicts.cache, "write", lambda name, payload: False)
+    assert cli.main(["tune", "--seqlen", "128"]) == 1 and "could not be written" in capsys.readouterr().err
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_FUSED", "0")
+    assert cli.main(["tune", "--seqlen", "128"]) == 1
+    assert "FLASH_ATTN_COMPAT_FUSED=0 forbids it" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune"]) == 1 and "no GPU of CUDA is here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--seqlen", "12"], ["--head-dim", "0"], ["--dtype", "float32"]])
+def test_what_cannot_be_tuned_for_is_wrong_usage(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["tune", *arguments])
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16)])
+def test_usual_shapes_are_those_of_the_gpus_models(
+    capability: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(loader, "why_not", lambda: None)
+    monkeypatch.setattr(settings, "capability", lambda device: capability)
+    monkeypatch.setattr(settings, "gpu", lambda device: GPU)
+    monkeypatch.setattr(tune, "tensor_cores", SimpleNamespace(are_there=lambda device: capability > (7, 5)))
+    found: Any = tune.of_this_gpu([], [], 2048)
+    assert (found.device.index, found.head_dims, found.dtypes) == (1, [64, 128], [dtype])
+    assert found.all_cases == (capability == (7, 5))
+    assert tune.of_this_gpu([96], ["bfloat16"], 512).dtypes == [torch.bfloat16]
