@@ -308,12 +308,22 @@ def decode_step(seqlen_new: int) -> Callable[[], object]:
     (k_cache, v_cache), tables = caches, randn(50, 16, dtype=HALF)
     lengths = torch.tensor([3, 30], dtype=torch.int32)
     q = randn(2, 1, 4, 64, dtype=HALF)
+    if seqlen_new == 0:
+        return lambda: flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, causal=True)
     return lambda: flash_attn_with_kvcache(q, k_cache, v_cache, new, new, tables, tables, lengths, causal=True)
 
 
+IN_FP16 = """
+  for (auto &tile : S)
+    for (auto &rows : tile)
+      for (float &score : rows) score = half_to_float((u16)pack(score, 0.f));
+"""
 WINDOW = train(window_size=(9, 3))
 WRONG = {
     "a window one key too wide": ("forward.cu", "position + rows.after)", "position + rows.after + 1)", WINDOW),
+    "scores kept in fp16": ("forward.cu", "k_at);\n", f"k_at);\n{IN_FP16}", train()),
+    "scores kept in fp16 by a decode": ("decode.cu", "w));\n  }\n", f"w));\n  }}\n{IN_FP16}", decode_step(0)),
+    "scores kept in fp16 by gradients": ("backward.cuh", "s_at);\n", f"s_at);\n{IN_FP16}", train()),
     "a key too few": ("forward.cu", "int last = rows.passing - 1, ", "int last = rows.passing - 2, ", train()),
     "scores not rescaled": ("common.cuh", "O[n][i][e] *= shrink[i][e >> 1];", ";", train()),
     "an LSE of other units": ("common.cuh", "__log2f(l)) * LN2", "__log2f(l))", train()),

@@ -28,6 +28,8 @@ from flash_attn_compat.engine.mask import Mask
 _ROWS, _FEW_ROWS, _KEYS, _BEHIND = (19, 150), 3, (45, 171), 3
 _HEADS, _HEADS_K, _PAGE = 4, 2, 7
 _DROPOUT, _SOFTCAP = 0.3, 2.0
+# Of one channel of a loud row, and of every fifth key: their product is no number of fp16's.
+_LOUD_Q, _LOUD_K = 2000.0, 40.0
 _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 4e-2}
 _LSE_TOLERANCE = 2e-3
 _JUDGE = Reference()
@@ -83,7 +85,7 @@ def of_forward(
     few_rows: whether the kernel is one for few rows over a cache
     """
     for new in _appends(kind) if appends else (None,):
-        on_cpu = counted = _problem(kind, few_rows, needs_grad=False)
+        on_cpu = counted = _problem(kind, few_rows, needs_grad=False, is_rotated=new is not None)
         if new is None:
             call = _on(place, on_cpu)
             found = run(call, None)
@@ -130,13 +132,22 @@ def _difference(pairs: Sequence[tuple[str, Tensor, Tensor]], dtype: torch.dtype)
     return None
 
 
-def _problem(kind: Kind, few_rows: bool, needs_grad: bool) -> AttentionCall:
-    """A tiny call on the CPU that takes the kernels of ``kind``. few_rows: over the slots of a cache"""
+def _problem(kind: Kind, few_rows: bool, needs_grad: bool, is_rotated: bool = False) -> AttentionCall:
+    """A tiny call on the CPU that takes the kernels of ``kind``. few_rows: over the slots of a cache
+
+    Each sequence's last row has scores beyond fp16's numbers, before they are scaled. Not where it is to be rotated:
+    the bits in which two rotations differ would be large then.
+    """
     (dim, dim_v), dtype, has_slots = _head_dims(kind), _dtype(kind), few_rows or kind.paged
     pages = -(-max(_KEYS) // _PAGE)
     rows = (2, _FEW_ROWS) if few_rows else (sum(_ROWS) + _BEHIND,)
     keys = (2, pages * _PAGE) if has_slots else (sum(_KEYS) + _BEHIND,)
     k, v = (_randn(seed, (*keys, _HEADS_K, width), dtype) for seed, width in ((2, dim), (4, dim_v)))
+    q = _randn(0, (*rows, _HEADS, dim), dtype)
+    if not is_rotated:  # in one head of each: the others' softmax stays as even as it was
+        for last_row in q[:, -1] if few_rows else (q[_ROWS[0] - 1], q[sum(_ROWS) - 1]):
+            last_row[0, 0] = _LOUD_Q
+        k[..., ::5, 0, 0] = _LOUD_K
     slopes, table = [[0.02 * (head + 1 + 3 * index) for head in range(_HEADS)] for index in range(2)], None
     if has_slots:
         for sequence, length in enumerate(_KEYS):
@@ -145,7 +156,7 @@ def _problem(kind: Kind, few_rows: bool, needs_grad: bool) -> AttentionCall:
         k, v = (slots.view(-1, _PAGE, *slots.shape[2:]).flip(0) for slots in (k, v))
         table = torch.arange(2 * pages, dtype=torch.int32, device="cpu").flip(0).view(2, pages)
     return AttentionCall(
-        q=_randn(0, (*rows, _HEADS, dim), dtype),
+        q=q,
         k=k,
         v=v,
         softmax_scale=dim**-0.5,
