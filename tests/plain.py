@@ -170,6 +170,8 @@ def results(
 
 def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Rows of one value from each axis, so few that each two values of two axes still meet in one of them."""
+    # Each process orders a set anew, and pytest-xdist's workers must name the same tests.
+    assert not any(isinstance(axis, (set, frozenset)) for axis in axes), f"an axis without an order in {axes}"
     values = [list(axis) for axis in axes]
 
     def pairs(row: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
