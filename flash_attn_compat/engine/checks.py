@@ -226,7 +226,8 @@ def _values_of_starts(name: str, starts: Tensor, tensor: str, total: int | None)
 def values_of_pages(k: Tensor, block_table: Tensor, lengths: Tensor | int) -> None:
     """Pages that hold the first ``lengths`` (batch,) keys of each sequence exist. Others may have any number."""
     pages, page_size, columns = k.shape[0], k.shape[1], block_table.shape[1]
-    needed = torch.as_tensor(lengths, device=block_table.device).reshape(-1, 1).add(page_size - 1) // max(page_size, 1)
+    needed = torch.as_tensor(lengths, dtype=torch.int64, device=block_table.device).reshape(-1, 1)
+    needed = needed.add(page_size - 1) // max(page_size, 1)
     if bool((needed > columns).any()):
         raise RuntimeError(
             f"sequences need up to {int(needed.max())} pages of {page_size} keys, block_table of shape "
