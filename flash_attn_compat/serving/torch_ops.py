@@ -56,8 +56,8 @@ def are_asked_for_without_derivatives(*tensors: Any) -> bool:
 
 def _are_seen(tensors: tuple[object, ...]) -> bool:
     """Whether operators go to a mode, a trace, or a tensor's class; where to none, tensors have memory of their own."""
-    if _transforms():
-        return False
+    if _transforms() or any([isinstance(tensor, Tensor) and tensor.is_nested for tensor in tensors]):
+        return False  # nested ones are refused by name, which no operator would do
     flops.register_if_needed()
     sharding.register_if_needed()
     return _modes() > 0 or _trace() is not None or any(map(_has_dispatch, tensors))
