@@ -28,7 +28,8 @@ from flash_attn_compat.engine.mask import Mask
 _ROWS, _FEW_ROWS, _KEYS, _BEHIND = (19, 150), 3, (45, 171), 3
 _HEADS, _HEADS_K, _PAGE = 4, 2, 7
 _DROPOUT, _SOFTCAP = 0.3, 2.0
-# Of one channel of a loud row, and of every fifth key: their product is no number of fp16's.
+# Of the last channel of a loud row, and of every fifth key: their product is no number of fp16's. The last, since
+# tensor cores cut what is added to a large sum.
 _LOUD_Q, _LOUD_K = 2000.0, 40.0
 _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 4e-2}
 _LSE_TOLERANCE = 2e-3
@@ -150,8 +151,8 @@ def _problem(kind: Kind, few_rows: bool, needs_grad: bool, is_rotated: bool = Fa
     q = _randn(0, (*rows, _HEADS, dim), dtype)
     if not is_rotated:  # in one head of each: the others' softmax stays as even as it was
         for last_row in q[:, -1] if few_rows else (q[_ROWS[0] - 1], q[sum(_ROWS) - 1]):
-            last_row[0, 0] = _LOUD_Q
-        k[..., ::5, 0, 0] = _LOUD_K
+            last_row[0, -1] = _LOUD_Q
+        k[..., ::5, 0, -1] = _LOUD_K
     slopes, table = [[0.02 * (head + 1 + 3 * index) for head in range(_HEADS)] for index in range(2)], None
     if has_slots:
         for sequence, length in enumerate(_KEYS):
