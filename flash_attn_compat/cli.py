@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from flash_attn_compat import __version__, settings
+from flash_attn_compat import __version__, progress, settings
 from flash_attn_compat.naming import install as installation
 from flash_attn_compat.naming import patch
 
@@ -137,14 +138,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _head_dim(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 256:
-        raise argparse.ArgumentTypeError(f"a number from 1 to 256 is wanted, got {text!r}")
-    return int(text)
+    return _integer(text, 1, 256)
 
 
 def _seqlen(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 128 <= int(text) <= 2**20:
-        raise argparse.ArgumentTypeError(f"a number from 128 to {2**20} is wanted, got {text!r}")
+    return _integer(text, 128, 2**20)
+
+
+def _integer(text: str, least: int, most: int) -> int:
+    if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"must be an integer from {least} to {most}, got {text!r}")
     return int(text)
 
 
@@ -154,7 +157,8 @@ def _install(options: argparse.Namespace) -> int:
     except installation.InstallError as error:
         print(f"flash-attn-compat: {error}", file=sys.stderr)
         return 1
-    print(f"installed {dist_info.name} in {dist_info.parent}; flash-attn-compat uninstall removes it")
+    command = ["flash-attn-compat", "uninstall", *(["--target", options.target] if options.target else [])]
+    print(f"installed {dist_info.name} in {dist_info.parent}; {shlex.join(command)} removes it")
     return 0
 
 
@@ -220,7 +224,7 @@ def _compile(options: argparse.Namespace) -> int:
         kinds = ahead.kinds(number, options.head_dim, options.dtype)
         wanted += [(variant, architecture) for variant in variants.made_for(kinds)]
     print(f"{len(wanted)} kernels for {', '.join(numbers)}", file=sys.stderr, flush=True)
-    made, errors = ahead.compile_all(wanted)
+    made, errors = ahead.compile_all(wanted, lambda jobs: progress.shown(jobs, lambda job: ""))
     print(f"{made} kernels compiled, {len(wanted) - made - len(errors)} were there: {cache.folder()}")
     for told in dict.fromkeys(errors):
         print(f"flash-attn-compat: {told}", file=sys.stderr)

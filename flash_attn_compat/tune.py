@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 import flash_attn_compat
-from flash_attn_compat import settings
+from flash_attn_compat import progress, settings
 from flash_attn_compat.backends import BACKENDS
 from flash_attn_compat.backends.fused import Fused, candidates, launcher, loader, tensor_cores, variants, verdicts
 from flash_attn_compat.backends.fused.variants import Kind, Tile
@@ -312,23 +311,9 @@ def of_this_gpu(head_dims: Sequence[int], dtypes: Sequence[str], seqlen: int) ->
 
 
 def ask_all(tuning: Tuning) -> None:
-    """With a bar that shows how far it is; lines where rich is not installed or stderr is no terminal."""
-    questions = list(tuning.questions())
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    except ImportError:
-        for number, question in enumerate(questions, 1):
-            print(f"{number}/{len(questions)} {question.label}", file=sys.stderr, flush=True)
-            question.ask()
-        return
-    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=len(questions))
-        for question in questions:
-            progress.update(task, description=question.label)
-            question.ask()
-            progress.advance(task)
+    """Time everything, and show how far it is."""
+    for question in progress.shown(list(tuning.questions()), lambda question: question.label):
+        question.ask()
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -18,7 +18,7 @@ LAYERS = (
     ("private_interface", "sinks", "kvcache", "flash_attn_2_cuda", "flash_attn_interface"),
     ("api_2_6", "fa3", "flash_attn_triton", "layers", "losses", "modules", "ops", "utils"),
     ("naming",),
-    ("", "self_check", "doctor", "tune", "cli", "__main__"),
+    ("", "progress", "self_check", "doctor", "tune", "cli", "__main__"),
 )
 LAYER_OF = {name: number for number, layer in enumerate(LAYERS) for name in layer}
 # Stand-ins that other interpreters find; their imports are those of a client.

@@ -324,7 +324,7 @@ def test_a_ratio_is_theirs_over_ours_and_of_the_fastest_that_is_right():
     assert [found.ratio(bench_report.FLASH, mode) for mode in ("forward", "both")] == [0.5, None]
     table = bench_report.summary_table(rows)
     shown = dict(zip(table.columns, table.rows[0]))
-    assert (shown["fastest other"], shown["to it"]) == ("plain / pad_sdpa", "0.50 / 2.00")
+    assert (shown["fastest other"], shown["speed-up"]) == ("plain / pad_sdpa", "0.50 / 2.00")
     assert bench_report.mean_lines(rows)[0] == "geometric mean to flash-attn: forward 0.500 (1 workloads)"
     (found,) = bench_report.compared([rows[0], pad, replace(plain, failed=True)])
     assert found.ratio(bench_report.WORKAROUNDS, "forward") == 4.0

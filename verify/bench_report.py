@@ -69,7 +69,7 @@ def mean_lines(rows: Sequence[Row]) -> list[str]:
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
-DETAIL_COLUMNS = ("workload", "contestant", "forward ms", "fwd+bwd ms", "peak MiB", "off fp64", "may be", "answer",
+DETAIL_COLUMNS = ("workload", "contestant", "forward ms", "fwd+bwd ms", "peak MiB", "error", "allowed", "answer",
                   "remarks")  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def detail_table(rows: Sequence[Row], title: str, folded: bool = False) -> Table
 
 def summary_table(rows: Sequence[Row]) -> Table:
     """Ours in one line for each workload, beside flash-attn and the fastest way without it."""
-    columns = ["workload", "served by", "ms", "MiB", "flash-attn ms", "to it", "fastest other", "to it", "answer"]
+    columns = ["workload", "served by", "ms", "MiB", "flash-attn ms", "speed-up", "fastest other", "speed-up", "answer"]
     cells = []
     for each in compared(rows):
         mine, modes = each.mine, ("forward", "both") if each.mine.both else ("forward",)

@@ -122,7 +122,7 @@ def report(found: Located, environment: dict[str, str]) -> Report:
         (label, each.name, f"{each.check.error:.1e}", f"{each.check.bound:.1e}", "pass" if each.check.ok else "FAIL")
         for label, each in found.kernels.items()
     ]
-    tables = [Table("Kernels", ("", "function", "off fp64", "may be", "verdict"), rows)]
+    tables = [Table("Kernels", ("", "function", "error", "allowed", "verdict"), rows)]
     if found.first is not None:
         tables.append(_key_table(found, found.first))
     tables.append(heat_map(found.error, found.tolerance))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import pytest
 
@@ -76,6 +77,14 @@ def test_help_says_what_a_command_does(command, capsys):
     assert stopped([*command, "--help"]) == 0
     usage, says, *_ = capsys.readouterr().out.split("\n\n")
     assert usage.startswith("usage: flash-attn-compat") and says.endswith(".") and "  " not in says
+
+
+def test_what_removes_an_installation_is_told_with_its_directory(tmp_path, capsys):
+    folder = tmp_path / "my packages"
+    folder.mkdir()
+    assert cli.main(["install", "--target", str(folder)]) == 0
+    told = capsys.readouterr().out.partition("; ")[2].removesuffix(" removes it\n")
+    assert cli.main(shlex.split(told)[1:]) == 0 and not list(folder.iterdir())
 
 
 def test_the_version_is_told(capsys):

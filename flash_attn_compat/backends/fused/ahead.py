@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from flash_attn_compat.backends.fused import cache, loader, variants
 from flash_attn_compat.backends.fused.loader import KernelError
@@ -19,7 +19,7 @@ def number(architecture: str) -> int:
     numbers = {f"{kind}_{one}": one for kind in ("sm", "compute") for one in known}
     if architecture not in numbers:
         names = ", ".join(f"sm_{one}" for one in known)
-        raise KernelError(f"{architecture} is none of {names} (or compute_{known[0]} and so on)")
+        raise KernelError(f"unknown architecture {architecture!r}; choose from {names}")
     return numbers[architecture]
 
 
@@ -36,8 +36,13 @@ def kinds(number: int, head_dims: Collection[int], dtypes: Collection[str]) -> I
             yield kind
 
 
-def compile_all(wanted: Iterable[tuple[Variant, str]]) -> tuple[int, list[str]]:
-    """Keep variants, each for an architecture, in the cache; how many were not there yet, and what went wrong."""
+def compile_all(
+    wanted: Iterable[tuple[Variant, str]], watched: Callable[[list[Future[bool]]], Iterable[Future[bool]]] = iter
+) -> tuple[int, list[str]]:
+    """Keep variants, each for an architecture, in the cache; how many were not there yet, and what went wrong.
+
+    watched: hands out one job after the other, to tell how far it is
+    """
 
     def make(variant: Variant, architecture: str) -> bool:
         name = loader.cache_name(variant, architecture)
@@ -50,7 +55,7 @@ def compile_all(wanted: Iterable[tuple[Variant, str]]) -> tuple[int, list[str]]:
     made, errors = 0, []
     pool = ThreadPoolExecutor(os.cpu_count())
     try:
-        for job in [pool.submit(make, *one) for one in wanted]:
+        for job in watched([pool.submit(make, *one) for one in wanted]):
             try:
                 made += job.result()
             except KernelError as error:

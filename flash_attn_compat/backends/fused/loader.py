@@ -336,7 +336,10 @@ def _nvrtc() -> ctypes.CDLL:
         for path in places(major):
             with contextlib.suppress(OSError):
                 return opened(path)
-    raise OSError("no NVRTC beside PyTorch, in the nvidia-* packages or on the library path")
+    wheel = f"nvidia-cuda-nvrtc-cu{own}" if own in ("11", "12") else "nvidia-cuda-nvrtc"
+    raise OSError(
+        f"no NVRTC beside PyTorch, in the nvidia-* packages or on the library path; pip install {wheel} brings it"
+    )
 
 
 def places(major: str) -> Iterator[str]:
