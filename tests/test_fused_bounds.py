@@ -5,13 +5,14 @@ The emulator raises where memory outside of a call's tensors is.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
 import torch
 
 from flash_attn_compat import flash_attn_interface, kvcache
-from flash_attn_compat.backends.fused import forward
+from flash_attn_compat.backends.fused import forward, grids, variants
 from flash_attn_compat.serving import dispatch
 from tests.fused_on_cpu import Launches
 from tests.kernels import emulate
@@ -20,7 +21,13 @@ from tests.test_fused_kernels import APPENDS, BACKWARD, CACHES, FORWARD, PACKED,
 pytestmark = pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not())
 
 
-def test_lengths_that_are_no_lengths_reach_nothing_outside(turing: Launches) -> None:
+@pytest.mark.parametrize("shares", [False, True])
+def test_lengths_that_are_no_lengths_reach_nothing_outside(
+    shares: bool, turing: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """shares: whether sequences share a grid, by these very lengths"""
+    grid = functools.partial(grids.grid, shares=shares)
+    monkeypatch.setattr(grids, "grid", lambda *shape, clears=True, shares=False: grid(*shape, clears=clears))
     call = PACKED.build()
     args = call.args | {name: call.args[name].requires_grad_() for name in "qkv"}
     out = flash_attn_interface.flash_attn_varlen_func(**args | {"return_attn_probs": False})
@@ -31,6 +38,7 @@ def test_lengths_that_are_no_lengths_reach_nothing_outside(turing: Launches) -> 
     out.backward(call.dout)
     flash_attn_interface.flash_attn_varlen_func(**args)
     assert turing.entries == FORWARD + BACKWARD + FORWARD
+    assert all(variants.is_in_seats(variant) == shares for variant in turing.variants)
 
 
 def launch_unchecked(args: dict[str, object]) -> None:

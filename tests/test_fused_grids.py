@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
 import flash_attn_compat
-from flash_attn_compat import flash_attn_with_kvcache
-from flash_attn_compat.backends.fused import launcher, variants
+from flash_attn_compat import flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn_compat.backends.fused import grids, launcher, variants
+from flash_attn_compat.backends.fused.grids import Grid
 from flash_attn_compat.backends.fused.variants import BF16_AS_FP16, FP16, Kind
 from tests import fused_on_cpu
+from tests.fused_on_cpu import Launches
 from tests.kernels import offline
+from tests.test_fused_kernels import check
 from verify.examination import Examination
 from verify.problems import Problem
 
@@ -105,3 +110,94 @@ def test_gradients_are_right_where_blocks_share_a_groups_heads(
     assert [launch.fields["splits"] for launch in launches.seen if launch.variant.entry == "dkdv"] == [3]
     (workspace,) = launcher._workspaces.values()
     assert workspace[launcher.PARTS_AT :].any() and not workspace[: launcher.PARTS_AT].any()
+
+
+# ---- packed sequences of very different lengths: all share a grid of seats
+
+
+def test_sequences_share_a_grid_where_most_of_their_own_blocks_would_have_nothing_to_do() -> None:
+    many = 2**16
+    assert grids.grid(2**20, 128, many, 16, 2**20) == Grid(64, 1153, 64 * 1153)
+    assert 64 * 1153 >= 2**20 // 128 + many + 1 > 64 * 1152
+    assert grids.grid(256, 128, many, 16, 2**20) == Grid(2, many + 1), "no more than twice as many"
+    assert grids.grid(2**20, 128, many, 16, None) == Grid(8192, many), "sequences that are all as long"
+    assert grids.grid(512, 128, 16, 16, 600) == Grid(4, 17), "too few to matter"
+
+
+@pytest.mark.parametrize("rows", [16, 64, 128])
+def test_there_is_a_seat_for_every_tile_of_any_lengths(rows: int) -> None:
+    for seed in range(50):
+        draw = functools.partial(torch.randint, generator=torch.Generator().manual_seed(seed))
+        size, batch = int(draw(1, 400, ())), int(draw(1, 90, ()))
+        lengths = draw(0, size, (batch,)) * draw(0, 2, (batch,))
+        found = grids.grid(size, rows, batch, 1, int(lengths.sum()), shares=True)
+        assert found.seats > int((-(-lengths // rows)).sum()) and found.seats == found.tiles * found.slabs
+
+
+def test_a_longest_sequence_that_is_said_to_be_all_tokens_costs_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches, total, batch = fused_on_cpu.record(monkeypatch), 2**20, 2**16
+    q, k, v = (torch.empty(total, heads, 8, dtype=torch.float16, requires_grad=True) for heads in (16, 4, 4))
+    starts = torch.arange(0, total + 1, total // batch, dtype=torch.int32)
+    with flash_attn_compat.use_backend("fused"):
+        out = flash_attn_varlen_func(q, k, v, starts, starts, total, total, causal=True)
+        torch.autograd.grad(out, (q, k, v), out)
+    assert launches.entries == ["forward", "delta", "dkdv", "dq"]
+    for launch in launches.seen:
+        heads = 4 if launch.variant.entry == "dkdv" else 16
+        assert launch.blocks == heads * launch.fields["seats"] and variants.is_in_seats(launch.variant)
+        assert launch.fields["seats"] - 64 < total // launch.variant.rows + batch + 1 <= launch.fields["seats"]
+
+
+SKEWED = Problem(
+    "varlen", seqlens_q=(0, 70, 1, 0, 65, 0, 3), seqlens_k=(9, 66, 0, 0, 67, 1, 130), nheads_k=1, group=2, head_dim=32,
+    dtype="float16", gap=(3, 2), poison="nan",
+)  # fmt: skip
+SEATS = {
+    "full": SKEWED,
+    "causal": replace(SKEWED, causal=True, group=5),
+    "many sequences": replace(SKEWED, seqlens_q=(1, 0, 2) * 25 + (70,), seqlens_k=(0, 3, 1) * 25 + (90,), causal=True),
+    "far outside": replace(SKEWED, gap=(70, 140), causal=True),
+    "window": replace(SKEWED, window=(20, 3)),
+    "all at once": replace(SKEWED, alibi="bh", softcap=3.0, dropout_p=0.2, window=(40, 10), head_dim=64),
+    "head_dim 256, in parts": replace(SKEWED, head_dim=256, causal=True),
+    "odd channels": replace(SKEWED, head_dim=9, head_dim_v=17),
+    "converted": replace(SKEWED, dtype="bfloat16", head_dim=64, sizes=((1.0, 1e4, 1e-8, 1e6), (1e-5, 1.0, 1e8, 1e-6))),
+    "pages": replace(SKEWED, kind="paged", page_size=7, causal=True, gap=(0, 0), backward=False),
+}
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Packed sequences share a grid whether that pays or not."""
+    grid = functools.partial(grids.grid, shares=True)
+    monkeypatch.setattr(grids, "grid", lambda *shape, clears=True, shares=False: grid(*shape, clears=clears))
+    with flash_attn_compat.use_backend("fused"):
+        yield
+
+
+def are_in_seats(launches: Launches) -> bool:
+    return all(variants.is_in_seats(one) for one in launches.variants if one.entry != "absmax")
+
+
+@pytest.mark.parametrize(("gpu", "name"), [*((75, name) for name in SEATS), (90, "causal"), (90, "all at once")])
+def test_answers_and_gradients_are_right_where_sequences_share_a_grid(
+    gpu: int, name: str, shared: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = fused_on_cpu.emulate(monkeypatch, gpu)
+    check(SEATS[name])
+    assert ("dq" in launches.entries) == SEATS[name].has_gradients and are_in_seats(launches)
+
+
+def test_sequences_share_a_grid_unasked_where_one_of_many_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = fused_on_cpu.emulate(monkeypatch, 75)
+    lengths = (1, 0, 0, 2) * 40 + (300,)
+    problem = Problem("varlen", lengths, lengths, 1, 3, 64, dtype="float16", causal=True, max_seqlen_slack=1000)
+    with flash_attn_compat.use_backend("fused"):
+        check(problem)
+    assert launches.entries == ["forward", "delta", "dkdv", "dq"] and are_in_seats(launches)
+
+
+def test_kernels_for_a_shared_grid_are_tried_as_such(shared: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = fused_on_cpu.emulate(monkeypatch, 75, tried=True)
+    check(replace(SKEWED, backward=True))
+    assert launches.entries == ["forward"] * 2 + ["delta", "dkdv", "dq"] * 2 and are_in_seats(launches)

@@ -190,15 +190,16 @@ def test_lengths_beyond_the_tokens_launch_no_tiles_for_them(launches: Launches) 
     assert launches.last.fields["seqlen_q"] == 300
 
 
-def many_short_sequences() -> tuple[Any, ...]:
-    """65,536 of 16 tokens, of which the longest is said to have them all; shapes without the memory."""
-    q, starts = torch.zeros(1, 1, 64, dtype=HALF).expand(2**20, 16, 64), torch.arange(2**16 + 1, dtype=torch.int32) * 16
+def many_tokens_and_heads() -> tuple[Any, ...]:
+    """2^30 tokens of 256 heads in 65,536 sequences; shapes without the memory."""
+    q = torch.zeros(1, 1, 64, dtype=HALF).expand(2**30, 256, 64)
+    starts = torch.arange(2**16 + 1, dtype=torch.int32) * 2**14
     return q, q, q, starts, starts, 2**20, 2**20
 
 
 def test_more_blocks_than_a_launch_has_are_refused_before_anything_is_loaded(launches: Launches) -> None:
-    with use_backend("fused"), pytest.raises(KernelsFailed, match=r"need 8590065664 blocks, .* batch 65536, 16 heads"):
-        flash_attn_varlen_func(*many_short_sequences())
+    with use_backend("fused"), pytest.raises(KernelsFailed, match=r"need 2164277248 blocks, .* batch 65536, 256 heads"):
+        flash_attn_varlen_func(*many_tokens_and_heads())
     assert not launches.seen and not launches.variants
 
 

@@ -142,6 +142,22 @@ def test_blocks_that_share_keys_are_right_and_give_the_same_bits_in_fifty_repeat
         assert torch.equal(by("fused", lambda: flash_attn_with_kvcache(**call.args)[0]), first)
 
 
+@pytest.mark.parametrize("half_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"alibi": "h", "softcap": 2.0, "window": (30, 3)}])
+def test_sequences_of_very_different_lengths_share_a_grid(
+    options: dict[str, Any], head_dim: int, half_dtype: str
+) -> None:
+    lengths = (0, 2, 1, 0) * 150 + (1200,)
+    problem = Problem(
+        "varlen", lengths, lengths, 2, 2, head_dim, dtype=half_dtype, gap=(0, 40), max_seqlen_slack=2**20,
+        poison="nan", **options,
+    )  # fmt: skip
+    verdict = Examination(problem, torch.device("cuda", torch.cuda.current_device())).judge("fused")
+    assert not verdict.failures and not verdict.refused, verdict
+    assert any(variants.is_in_seats(variant) for variant, *_ in loader._kernels)
+
+
 @pytest.mark.skipif(not hasattr(torch.cuda, "use_mem_pool"), reason="PyTorch 2.5 brought memory pools")
 def test_what_is_kept_between_calls_lies_in_no_memory_pool_of_the_callers() -> None:
     q, keys = half(1, 1, 8, 64), half(1, 4096, 2, 64)

@@ -35,6 +35,8 @@ TURING = [
     variants.delta(Kind(75, FP16, 32)),
     variants.append(Kind(75, BF16_AS_FP16, 32, vec=1)),
     variants.absmax(Kind(75, BF16_AS_FP16, 128)),
+    variants.in_seats(variants.forward(Kind(75, BF16_AS_FP16, 64, local=True))),
+    variants.in_seats(variants.dkdv(Kind(75, FP16, 64, local=True))),
 ]
 MAIN_LOOPS = ("forward", "dkdv", "dq", "decode")  # of tensor-core instructions
 NEWER = {80: variants.dkdv(Kind(80, BF16, 64)), 90: variants.forward(full(90, FP16, 64))}

@@ -222,15 +222,16 @@ DEVICE void score_gradients(u32 (*dS)[MT][4], const float (*P)[MT][4], const flo
 
 // What a block owns. Computed again after the loop (`index` is blockIdx.x, which the compiler cannot see through): no registers keep it meanwhile.
 struct Owned {
-  int part, tile, head, b, first, rows, left;   // head: of keys, if these stay; the tile's first row, and how many there are in all and from there on
+  int part, tile, tiles, head, b, first, rows, left;   // head: of keys, if these stay; the tile's first row, and how many there are in all and from there on
   int split;   // of the group's heads, which blocks share where keys stay
   Sequence seq;
   DEVICE Owned(const Params &p, int index) {
     const Turn turn(index, p.tiles);
     const int splits = KEYS_STAY ? p.splits : 1, slab = turn.slab / (PARTS * splits), heads = KEYS_STAY ? p.nheads_k : p.nheads;
-    part = turn.slab % PARTS, split = turn.slab / PARTS % splits, head = slab % heads, b = slab / heads;
-    tile = KEYS_STAY ? turn.tile : p.tiles - 1 - turn.tile;   // a causal problem's first keys are seen by most rows, its last rows see most keys
-    first = tile * OWN;
+    // A causal problem's first keys are seen by most rows, its last rows see most keys.
+    const Seat<OWN, !KEYS_STAY> seat(p, KEYS_STAY ? p.cu_seqlens_k : p.cu_seqlens_q, KEYS_STAY ? p.total_k : p.total_q, slab / heads, turn.tile);
+    part = turn.slab % PARTS, split = turn.slab / PARTS % splits, head = slab % heads, b = seat.b;
+    tile = seat.tile, tiles = seat.tiles, first = tile * OWN;
     if (b == p.batch) return;
     seq = find_sequence(p, b);
     rows = KEYS_STAY ? seq.seqlen_k : seq.seqlen_q;
@@ -409,7 +410,7 @@ DEVICE void clear_unused(const Params &p, u16 *x, const Strides &s, int head_dim
   }
   const int before = end - first, rows = before + last - behind;
   const int splits = KEYS_STAY ? p.splits : 1;
-  for (int i = own.tile * splits + own.split; i < rows; i += p.tiles * splits) {
+  for (int i = own.tile * splits + own.split; i < rows; i += own.tiles * splits) {
     u16 *row = x + b * (starts ? 0 : s.batch) + (i64)(i < before ? first + i : behind + i - before) * s.row + (i64)own.head * s.head;
     for (int c = threadIdx.x; c < head_dim; c += THREADS) global_store2(row + c, 0);
   }

@@ -2,7 +2,8 @@
 //
 // Macros, 0 where a call asks for nothing of the kind (DEFAULTS in backends/fused/variants.py): D, the head dim that registers and tiles are made
 // for (the true ones are p.head_dim and p.head_dim_v); VEC, elements a global load may take at once, 8 where every row starts on 16 bytes, else 1;
-// LOCAL, causal or any window; ALIBI, SOFTCAP, DROPOUT; PAGED, keys and values through block_table; APPEND, new keys come with the call.
+// LOCAL, causal or any window; ALIBI, SOFTCAP, DROPOUT; PAGED, keys and values through block_table; APPEND, new keys come with the call;
+// SEATS, sequences share a grid.
 #pragma once
 #include "ptx.cuh"
 
@@ -89,6 +90,27 @@ struct Turn {
     const int heads = min(together, slabs - first), within = index - first * tiles;
     tile = within / heads;
     slab = first + within % heads;
+  }
+};
+
+// Which tile of which sequence a block works on, where its Turn gives `slab` and `turn`. As a rule a sequence has as many blocks as the longest one may
+// need. Where that is far too many (SEATS), p.seats are dealt out by length: sequence i has those from starts[i] / ROWS + i on, which are enough for its
+// tiles wherever it starts; those behind the last one's are sequence p.batch's. Blocks of p.tiles neighbouring seats and one head stand together.
+template <int ROWS, bool LAST_FIRST> struct Seat {
+  int b, tile, tiles;   // tiles: for which the sequence has blocks
+  DEVICE Seat(const Params &p, const int *starts, int total, int slab, int turn) : b(slab), tile(LAST_FIRST ? p.tiles - 1 - turn : turn), tiles(p.tiles) {
+#if SEATS
+    const int index = slab * p.tiles + turn, number = LAST_FIRST ? p.seats - 1 - index : index;
+    int first = 0, end = p.seats, beyond = p.batch + 1;
+    b = 0;
+#pragma unroll 1
+    while (beyond - b > 1) {
+      const int middle = (b + beyond) / 2, its_first = clamp(global_load(starts + middle), 0, total) / ROWS + middle;
+      if (its_first <= number) b = middle, first = its_first;
+      else beyond = middle, end = its_first;
+    }
+    tile = number - first, tiles = end - first;
+#endif
   }
 };
 

@@ -1,6 +1,7 @@
 // FlashAttention-2, Algorithm 2, line 4: delta = rowsum(out * dout), in fp32, less the gradient of the LSE. Rows that see no key have 0.
 //
-// grid: tiles * nheads * batch blocks of 256 threads, PASSES rows for each D / 8 of them; tiles = ceil(longest rows of a sequence / ROWS).
+// grid: tiles * nheads * batch blocks of 256 threads, PASSES rows for each D / 8 of them; tiles = ceil(longest rows of a sequence / ROWS);
+// SEATS: p.seats * nheads.
 #include "common.cuh"
 
 constexpr int THREADS = 256, PASSES = 4, ROWS = PASSES * THREADS / CHUNKS;
@@ -10,7 +11,10 @@ DEVICE float product_of_pairs(u32 a, u32 b) {
 }
 
 KERNEL(THREADS, 4) delta(const Params p) {
-  const int tile = blockIdx.x % p.tiles, head = blockIdx.x / p.tiles % p.nheads, b = blockIdx.x / p.tiles / p.nheads;
+  const int head = blockIdx.x / p.tiles % p.nheads;
+  const Seat<ROWS, false> seat(p, p.cu_seqlens_q, p.total_q, blockIdx.x / p.tiles / p.nheads, blockIdx.x % p.tiles);
+  const int tile = seat.tile, b = seat.b;
+  if (SEATS && b == p.batch) return;
   const Sequence seq = find_sequence(p, b);
   const int first = tile * ROWS + threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS, channels = p.head_dim_v - chunk * 8;
   if (tile * ROWS >= seq.seqlen_q) return;

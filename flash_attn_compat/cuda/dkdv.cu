@@ -3,7 +3,7 @@
 // Where key heads are few, blocks share the heads of a group (p.splits); the last one adds up what they have, in their order.
 //
 // grid: tiles * nheads_k * batch * splits * PARTS, and with cu_seqlens_k tiles * nheads_k * splits * PARTS more, which clear tokens outside of all
-// sequences; tiles = ceil(longest keys (or slots) of a sequence / OWN).
+// sequences; tiles = ceil(longest keys (or slots) of a sequence / OWN); SEATS: p.seats * nheads_k * PARTS in all.
 #define KEYS_STAY 1
 #include "backward.cuh"
 

@@ -1,7 +1,7 @@
 // Algorithm 2 once more, with an outer loop over tiles of queries: dq of one tile and head.
 //
 // grid: tiles * nheads * batch, and with cu_seqlens_q tiles * nheads more, which clear tokens outside of all sequences;
-// tiles = ceil(longest rows of a sequence / OWN).
+// tiles = ceil(longest rows of a sequence / OWN); SEATS: p.seats * nheads in all.
 #define KEYS_STAY 0
 #include "backward.cuh"
 

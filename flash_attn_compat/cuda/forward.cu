@@ -97,9 +97,10 @@ KERNEL(THREADS, MINB) forward(const Params p) {
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;
   // The last rows of a causal problem see most keys.
   const Turn turn(blockIdx.x, p.tiles * p.splits);
-  const int tile = p.tiles - 1 - turn.tile / p.splits, split = turn.tile % p.splits;
-  const int head = turn.slab % p.nheads, b = turn.slab / p.nheads, head_k = head / p.group;
-  if (b == p.batch) return clear_outside(p, head, turn.tile, p.tiles * p.splits);
+  const int head = turn.slab % p.nheads, head_k = head / p.group, split = turn.tile % p.splits;
+  const Seat<BM, true> seat(p, p.cu_seqlens_q, p.total_q, turn.slab / p.nheads, turn.tile / p.splits);
+  const int tile = seat.tile, b = seat.b;
+  if (b == p.batch) return clear_outside(p, head, SEATS ? tile : turn.tile, seat.tiles * p.splits);
   const Sequence seq = find_sequence(p, b);
   const int first_row = tile * BM;
   if (first_row >= seq.seqlen_q) return;

@@ -6,12 +6,12 @@ Nothing is added by atomics: the same bits each time.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused import launcher, trial, variants
+from flash_attn_compat.backends.fused import grids, launcher, trial, variants
 from flash_attn_compat.backends.fused.launcher import Launch, Output, Plan
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine import alignment
@@ -52,8 +52,10 @@ def _make_plan(call: AttentionCall, upstream: Upstream, places: Gradients) -> _R
     device, kind = call.q.get_device(), launcher.kind_of(call, vec)
     plan = _plan(call, upstream, places, kind)
 
+    in_seats = tuple(map(variants.is_in_seats, plan.variants[-3:]))
+
     def run_tiny(call: AttentionCall, upstream: Upstream, places: Gradients) -> Gradients:
-        return _launched(_plan(call, upstream, places, kind, splits=2), call, upstream, places)
+        return _launched(_plan(call, upstream, places, kind, 2, in_seats), call, upstream, places)
 
     trial.check(plan.variants[-3:], device, lambda: trial.of_backward(kind, call.q.device, run_tiny))
     return functools.partial(_launched, plan)
@@ -76,11 +78,19 @@ def _on_copies(call: AttentionCall, upstream: Upstream, places: Gradients) -> Gr
     return Gradients(*(alignment.narrowed(one, x.shape[-1]) for one, x in zip(found, call[:3])))
 
 
-def _plan(call: AttentionCall, upstream: Upstream, places: Gradients, kind: Kind, splits: int | None = None) -> Plan:
+def _plan(
+    call: AttentionCall,
+    upstream: Upstream,
+    places: Gradients,
+    kind: Kind,
+    splits: int | None = None,
+    in_seats: Sequence[bool] = (False,) * 3,
+) -> Plan:
     """Three launches, four for bf16 that is converted and of which the forward kept no maxima.
 
     upstream.saved: nothing; or the forward's true LSE; or that and maxima
-    splits: blocks that share the query heads of a tile of keys; None: as many as pay
+    splits: blocks that share the query heads of a tile of keys, None: as many as pay
+    in_seats: as shares in grids.py, for each of the three
     """
     kept = dict(zip(("absmax",), upstream.saved[1:]))
     results = {"dout": upstream.dout, "out": upstream.out, "lse": upstream.lse, "dlse": upstream.dlse}
@@ -98,21 +108,21 @@ def _plan(call: AttentionCall, upstream: Upstream, places: Gradients, kind: Kind
             launches.append(first)
         outputs.append(Output("absmax_dout", (2, call.batch, call.nheads_k), torch.int32, begins_as_zero=True))
     outputs.append(Output("delta", call.lse_shape, torch.float32))
-    rows, keys = launcher.longest_rows(call), launcher.longest_keys(call)
-    # With packed tokens, one slab more sets the gradients of those outside of all sequences to 0.
-    all_rows, all_keys = call.batch + (call.cu_seqlens_q is not None), call.batch + (call.cu_seqlens_k is not None)
-    dkdv, parts = variants.dkdv(kind), variants.dkdv_parts(kind)
-    key_tiles = -(-keys // dkdv.rows) * call.nheads_k * call.batch
-    if splits is None:
-        splits = launcher.head_splits_of(call, dkdv, key_tiles * parts)
-    for variant, length, times, shared in (
-        (variants.delta(kind), rows, call.nheads * call.batch, 1),
-        (dkdv, keys, call.nheads_k * parts * all_keys, splits),
-        (variants.dq(kind), rows, call.nheads * all_rows, 1),
-    ):
-        tiles = -(-length // variant.rows)
-        launches.append(Launch(variant, tiles * times * shared, {**fields, "tiles": tiles, "splits": shared}))
-    workspace = launcher.PARTS_AT + key_tiles * splits * variants.part_bytes(dkdv) if splits > 1 else 0
+    parts = variants.dkdv_parts(kind)
+    rows = launcher.longest_rows(call), call.nheads, None if call.cu_seqlens_q is None else call.q.shape[0]
+    keys = launcher.longest_keys(call), call.nheads_k * parts, None if call.cu_seqlens_k is None else call.k.shape[0]
+    kernels, workspace = (variants.delta(kind), variants.dkdv(kind), variants.dq(kind)), 0
+    for variant, (longest, heads, tokens), shares in zip(kernels, (rows, keys, rows), in_seats):
+        clears, share = variant.entry != "delta", 1
+        grid = grids.grid(longest, variant.rows, call.batch, heads, tokens, clears=clears, shares=shares)
+        if grid.seats:
+            variant = variants.in_seats(variant)
+        elif variant.entry == "dkdv":
+            tiles = grid.tiles * heads * call.batch
+            share = splits or launcher.head_splits_of(call, variant, tiles)
+            workspace = launcher.PARTS_AT + tiles // parts * share * variants.part_bytes(variant) if share > 1 else 0
+        dealt = {"tiles": grid.tiles, "splits": share, "seats": grid.seats}
+        launches.append(Launch(variant, grid.tiles * grid.slabs * heads * share, {**fields, **dealt}))
     return Plan(call, outputs, launches, others=others, workspace=workspace)
 
 

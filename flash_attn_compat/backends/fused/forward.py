@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import settings
-from flash_attn_compat.backends.fused import append, launcher, tensor_cores, trial, variants
+from flash_attn_compat.backends.fused import append, grids, launcher, tensor_cores, trial, variants
 from flash_attn_compat.backends.fused.launcher import Launch, Output, Plan
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine import alignment, dropout
@@ -75,10 +75,17 @@ class Attention:
     """A launch of the forward or the decode kernel; the latter writes a few ``new`` keys on its way.
 
     More of them, or those of more rows, are written by a launch before it.
-    splits: blocks that share the keys of a tile of rows; None: as many as pay
+    splits: blocks that share the keys of a tile of rows, None: as many as pay; in_seats: as shares in grids.py
     """
 
-    def __init__(self, call: AttentionCall, kind: Kind, new: Append | None = None, splits: int | None = None) -> None:
+    def __init__(
+        self,
+        call: AttentionCall,
+        kind: Kind,
+        new: Append | None = None,
+        splits: int | None = None,
+        in_seats: bool = False,
+    ) -> None:
         rows, group = launcher.longest_rows(call), call.nheads // call.nheads_k
         self.kind, self.is_decode = kind, variants.takes_decode(rows, group, kind.dropout)
         self.appends, self.seqlen_new = new is not None, 0 if new is None else new.k.shape[1]
@@ -105,28 +112,30 @@ class Attention:
             found, before = launcher.maxima(call, kind, fields)
             outputs.append(found)
             launches.append(before)
+        is_packed = call.cu_seqlens_q is not None
         if self.is_decode:  # the heads of a group are rows of one tile
             variant = variants.step(kind) if self.appends and not self.writes_first else variants.decode(kind)
-            tiles, heads = -(-rows * group // variant.rows), call.nheads_k
+            heads, grid = call.nheads_k, grids.apart(rows * group, variant.rows, call.batch, is_packed)
         else:
-            variant = variants.forward(kind)
-            tiles, heads = -(-rows // variant.rows), call.nheads
-        total = tiles * heads * call.batch
-        if splits is None:
+            variant, heads, tokens = variants.forward(kind), call.nheads, call.q.shape[0] if is_packed else None
+            grid = grids.grid(rows, variant.rows, call.batch, heads, tokens, shares=in_seats)
+        total = grid.tiles * heads * call.batch
+        if grid.seats:
+            variant, splits = variants.in_seats(variant), 1
+        elif splits is None:
             splits = launcher.splits_of(call, variant, total)
         workspace = launcher.PARTS_AT + total * splits * variants.part_bytes(variant) if splits > 1 else 0
-        # With packed rows, one slab more sets what lies outside of all sequences to 0.
-        sequences = call.batch + (call.cu_seqlens_q is not None)
-        fields |= {"tiles": tiles, "splits": splits}
-        launches.append(Launch(variant, splits * tiles * heads * sequences, fields))
+        fields |= {"tiles": grid.tiles, "splits": splits, "seats": grid.seats}
+        launches.append(Launch(variant, splits * grid.tiles * heads * grid.slabs, fields))
         self.plan = Plan(call, outputs, launches, new, workspace=workspace)
 
     def try_first(self) -> None:
         """Raises KernelError if the kernel turns out to be wrong."""
         kind, plan, appends = self.kind, self.plan, self.appends and not self.writes_first
+        in_seats = variants.is_in_seats(plan.variants[-1])
 
         def run_tiny(call: AttentionCall, new: Append | None) -> dict[str, Tensor]:
-            result = Attention(call, kind, new, splits=2).run(call, new)
+            result = Attention(call, kind, new, splits=2, in_seats=in_seats).run(call, new)
             return {"out": result.out, "softmax_lse": result.lse}
 
         def wrong() -> str | None:

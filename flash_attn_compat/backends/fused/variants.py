@@ -30,7 +30,7 @@ _ABSMAX_ROWS = 512
 
 
 # What a kernel's macros are where its variant does not say.
-_OFF = ("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "APPEND", "MMA16", "CPA")
+_OFF = ("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "APPEND", "SEATS", "MMA16", "CPA")
 DEFAULTS = {"D": 64, "TYPE": FP16, "VEC": 8, **dict.fromkeys(_OFF, 0)}
 
 
@@ -215,6 +215,15 @@ def _backward(entry: str, kind: Kind, tile: Tile, passing: int) -> Variant:
 def dkdv_parts(kind: Kind) -> int:
     """Blocks that share one tile of keys: dk and dv of the largest heads do not fit into one block's registers."""
     return 2 if kind.D > 128 else 1
+
+
+def in_seats(variant: Variant) -> Variant:
+    """The same for a grid that sequences share."""
+    return variant._replace(macros=(*variant.macros, ("SEATS", 1)))
+
+
+def is_in_seats(variant: Variant) -> bool:
+    return ("SEATS", 1) in variant.macros
 
 
 MAKERS = {make.__name__: make for make in (forward, decode, step, append, absmax, delta, dkdv, dq)}
