@@ -67,6 +67,13 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+@pytest.mark.parametrize("name", ["README.md", "examples/t4.ipynb"])
+def test_the_repository_is_installed_from_the_address_that_the_project_names(name: str) -> None:
+    project = re.search(r'^Repository = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    named = set(re.findall(r"git\+(http.+?)\.git", (ROOT / name).read_text(encoding="utf-8")))
+    assert project is not None and named == {project[1]}
+
+
 READ = {value for value in vars(settings).values() if isinstance(value, str) and _VARIABLE.fullmatch(value)}
 
 
