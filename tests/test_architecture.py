@@ -17,6 +17,7 @@ LAYERS = (
     ("serving",),
     ("private_interface", "sinks", "kvcache", "flash_attn_2_cuda", "flash_attn_interface"),
     ("api_2_6", "fa3", "flash_attn_triton", "layers", "losses", "modules", "ops", "utils"),
+    ("aten",),
     ("naming",),
     ("", "progress", "self_check", "doctor", "tune", "cli", "__main__"),
 )

@@ -82,20 +82,6 @@ def is_readable(tensor: Tensor) -> bool:
     return tensor.shape[-1] % 8 == 0 and alignment.is_ready(tensor)
 
 
-def packed_lse(lse: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
-    """(batch, nheads, rows) as (nheads, total)."""
-    sequence, row = outside.token_places(cu_seqlens, total)
-    return lse[sequence, :, row.clamp_(max=lse.shape[2] - 1)].t()
-
-
-def padded_lse(lse: Tensor, cu_seqlens: Tensor, rows: int) -> Tensor:
-    """(nheads, total) as (batch, nheads, rows), contiguous; +inf behind the end of a sequence."""
-    tokens = cu_seqlens[:-1, None] + torch.arange(rows, device=lse.device)
-    inside = tokens < cu_seqlens[1:, None]
-    gathered = lse[:, tokens.clamp_(max=lse.shape[1] - 1)].transpose(0, 1)
-    return torch.where(inside[:, None], gathered, torch.inf).contiguous()
-
-
 def _of_its_own_heads(gradient: Tensor, source: Tensor) -> Tensor:
     """In the shape of ``source``: gradients of copies of a head summed in fp32, channels that were added cut off."""
     if gradient.shape[-2] != source.shape[-2]:

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn_compat.backends.base import Capabilities, lacking, operator
-from flash_attn_compat.backends.one_launch import Launched, OneLaunch, packed_lse, padded_lse
+from flash_attn_compat.backends.one_launch import Launched, OneLaunch
 from flash_attn_compat.engine.call import AttentionCall, Gradients
 from flash_attn_compat.engine.features import Feature, Traits
+from flash_attn_compat.engine.outside import packed_lse, padded_lse
 
 _SERVES = (
     Feature.CAUSAL | Feature.DROPOUT | Feature.GQA | Feature.VALUE_HEAD_DIM | Feature.VARLEN | Feature.LSE

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities, lacking, operator
 from flash_attn_compat.backends.flash_launch import LACKS, FlashBackend, window
-from flash_attn_compat.backends.one_launch import Launched, packed_lse, padded_lse
+from flash_attn_compat.backends.one_launch import Launched
 from flash_attn_compat.engine.call import AttentionCall, Gradients
 from flash_attn_compat.engine.features import Feature
+from flash_attn_compat.engine.outside import packed_lse, padded_lse
 
 # PyTorch builds its kernels without slopes, whatever the operator's schema says. Deterministic gradients depend on a
 # switch of the whole process.

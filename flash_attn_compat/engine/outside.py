@@ -18,6 +18,20 @@ def token_places(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
     return sequence, (tokens - cu_seqlens[sequence]).clamp_(min=0)
 
 
+def packed_lse(lse: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
+    """(batch, nheads, rows) as (nheads, total)."""
+    sequence, row = token_places(cu_seqlens, total)
+    return lse[sequence, :, row.clamp_(max=lse.shape[2] - 1)].t()
+
+
+def padded_lse(lse: Tensor, cu_seqlens: Tensor, rows: int) -> Tensor:
+    """(nheads, total) as (batch, nheads, rows), contiguous; +inf behind the end of a sequence."""
+    tokens = cu_seqlens[:-1, None] + torch.arange(rows, device=lse.device)
+    inside = tokens < cu_seqlens[1:, None]
+    gathered = lse[:, tokens.clamp_(max=lse.shape[1] - 1)].transpose(0, 1)
+    return torch.where(inside[:, None], gathered, torch.inf).contiguous()
+
+
 def mask(cu_seqlens: Tensor, total: int) -> Tensor:
     """(total,) bool, True for tokens that lie outside."""
     # Half a token more than its index tells the token at a sequence's end from the last one within.

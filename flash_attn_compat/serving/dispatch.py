@@ -10,7 +10,7 @@ import contextvars
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends import BACKENDS, Backend, CallRefused, KernelsFailed
@@ -166,6 +166,30 @@ def _check_settings() -> None:
 def count(backend: Backend) -> None:
     """It has served a call."""
     _served[backend.name] += 1
+
+
+def count_left(name: str) -> None:
+    """A call that could have been ours was left to somebody else."""
+    _served[name] += 1
+
+
+def is_explaining() -> bool:
+    """Whether the call in progress is only to be explained."""
+    return _explaining.get()
+
+
+def tell(explanation: Explanation) -> NoReturn:
+    """End the call in progress, which is only to be explained."""
+    raise _Explained(explanation)
+
+
+def reasons_against(name: str, call: AttentionCall) -> list[str]:
+    """Why the backend ``name`` would not serve ``call``: its own reasons, or who goes first."""
+    explanation = _explain(call.traits(), settings.named_backend())
+    if explanation.backend == name:
+        return []
+    first = f"{explanation.backend} goes first" if explanation.backend else "another backend was named"
+    return explanation.reasons[name] or [first]
 
 
 def kept_step(outline: signature.Key | None) -> KeptStep | None:

@@ -1,0 +1,133 @@
+"""aten::scaled_dot_product_attention: what F.scaled_dot_product_attention calls.
+
+PyTorch composes it of other operators, behind a choice that on Turing takes the plain formula for grouped heads and for
+bfloat16. Where ours serves, it is one call of the engine, recorded by the engine's own autograd function. Modes, traces
+and transforms see PyTorch's operators; efficient.py serves those that they execute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.aten import door
+from flash_attn_compat.aten.wish import Wish, against_size, against_tensors, leaving
+from flash_attn_compat.engine.build import Options
+from flash_attn_compat.serving import dispatch
+
+NAME = "scaled_dot_product_attention"
+_composed = torch.ops.aten.scaled_dot_product_attention.default._op_dk
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_is_deterministic = torch._C._get_deterministic_algorithms
+_has_efficient, _has_flash = torch._C._get_mem_efficient_sdp_enabled, torch._C._get_flash_sdp_enabled
+
+
+def serving(wish: Wish) -> Callable[..., Tensor]:
+    """The operator as ``wish`` has it, for the keys of its device."""
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if door.is_watched():
+            key, value = _ungrouped(wish, query, key, value, attn_mask, enable_gqa)
+            return _original(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        against = why_not(wish, query, key, value, attn_mask, enable_gqa)
+        if dispatch.is_explaining():
+            _explain(against, query, key, value, dropout_p, is_causal, scale)
+        if against is None:
+            out = door.attend(*_as_flash(query, key, value, dropout_p, is_causal, scale))
+            if out is not None:
+                return out.contiguous().transpose(1, 2)
+        dispatch.count_left(door.PYTORCH)
+        leaving.now, before = True, leaving.now
+        try:
+            return _original(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        finally:
+            leaving.now = before
+
+    return attention
+
+
+def why_not(
+    wish: Wish, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, enable_gqa: bool = False
+) -> str | None:
+    """What keeps our kernels from such a call, besides their own reasons; None for nothing. Shapes as in PyTorch."""
+    if attn_mask is not None:
+        return "it has a mask"
+    against = against_tensors(wish, q, k, v)
+    if against is not None:
+        return against
+    if not q.dim() == k.dim() == v.dim() == 4:
+        return "our kernels compute four axes: (batch, heads, rows, channels)"
+    (batch, heads, rows, width), (batch_k, heads_k, keys, width_k) = q.shape, k.shape
+    if v.shape[:3] != k.shape[:3] or batch != batch_k or width != width_k:
+        return "shapes differ"
+    if heads != heads_k and not (enable_gqa and heads_k and heads % heads_k == 0):
+        return "heads differ"
+    if not (_has_efficient() or _has_flash()):
+        return "the program forbids PyTorch's fused kernels, and so ours"
+    # Elsewhere grouped heads and bfloat16 go to the plain formula, which is slower at any size.
+    is_plain_otherwise = heads != heads_k or (q.dtype is torch.bfloat16 and not door.is_of_today(q.device))
+    smallest = wish._replace(least_products=0) if is_plain_otherwise else wish
+    return against_size(smallest, q, rows, keys, batch * heads)
+
+
+def _as_flash(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor, Options]:
+    """The same call in flash-attn's axes, whose causal mask stands at the last key instead of the first."""
+    rows, keys, window = q.shape[2], k.shape[2], (-1, -1)
+    if is_causal and rows < keys:  # nobody sees the others
+        k, v = k[:, :, :rows], v[:, :, :rows]
+    elif is_causal and rows > keys:
+        window, is_causal = (-1, rows - keys), False
+    options = Options(dropout_p, scale, is_causal, window, deterministic=_is_deterministic())
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), options
+
+
+def _ungrouped(
+    wish: Wish, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, enable_gqa: bool
+) -> tuple[Tensor, Tensor]:
+    """Keys and values repeated for the heads of their groups, in a graph that is compiled, else as they are.
+
+    The graph then holds an operator that efficient.py serves, instead of the plain formula.
+    """
+    is_grouped = enable_gqa and q.dim() == k.dim() == v.dim() == 4 and q.shape[1] != k.shape[1] == v.shape[1] != 0
+    if not is_grouped or attn_mask is not None or q.dtype is not torch.float16 or q.shape[1] % k.shape[1]:
+        return k, v
+    if q.device.type != wish.device or door.is_of_today(q.device) or torch._guards.TracingContext.try_get() is None:
+        return k, v
+    group = q.shape[1] // k.shape[1]
+    return k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+
+
+def _original(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    out: Tensor = _composed(_COMPOSITE, q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return out
+
+
+def _explain(
+    against: str | None, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, scale: float | None
+) -> None:
+    reasons = [against] if against else door.against(*_as_flash(q, k, v, dropout_p, is_causal, scale))
+    served_by = door.PYTORCH if reasons else door.KERNELS
+    dispatch.tell(dispatch.Explanation(served_by, {door.KERNELS: reasons, door.PYTORCH: []}))

@@ -1,0 +1,79 @@
+"""Where this room meets the engine: a call is built, and computed if our kernels are who would serve it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from flash_attn_compat import settings
+from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_call, packed_call
+from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
+from flash_attn_compat.serving import autograd, dispatch
+
+KERNELS, PYTORCH = "fused", "pytorch"
+# Looked up once: every call asks.
+_modes, _trace = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
+_transforms = torch._C._are_functorch_transforms_active
+
+
+def is_watched() -> bool:
+    """Whether somebody must see PyTorch's own operators: a mode, a trace, a transform."""
+    return bool(_modes()) or _trace() is not None or _transforms() or forward_ad._current_level >= 0
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor | None:
+    """out of dense attention, recorded for autograd; None where others would serve. Shapes as in flash_attn_func."""
+    inputs = q, k, v
+    call = dense_call(q, k, v, options, autograd.purpose(inputs))
+    if not _is_ours(call):
+        return None
+    out: Tensor = autograd.attend(inputs, call)[0]
+    return out
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None, return_lse: bool
+) -> Result | None:
+    """out and the LSE outside of autograd, dense or packed; None where others would serve."""
+    call = _call(q, k, v, options, packing, Purpose(return_lse=return_lse))
+    return autograd.run_forward(call) if _is_ours(call) else None
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    packing: Packing | None,
+    upstream: Upstream,
+    into: Gradients | None,
+) -> Gradients | None:
+    """Gradients from whoever's out and LSE, outside of autograd; None where others would serve."""
+    call = _call(q, k, v, options, packing, Purpose(given_lse=True))
+    if not _is_ours(call):
+        return None
+    return autograd.run_backward(dispatch.choose(call), call, upstream, into)[1]
+
+
+def against(q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None = None) -> list[str]:
+    """What speaks against our kernels for such a call."""
+    return dispatch.reasons_against(KERNELS, _call(q, k, v, options, packing, autograd.purpose((q, k, v))))
+
+
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None, purpose: Purpose
+) -> AttentionCall:
+    return dense_call(q, k, v, options, purpose) if packing is None else packed_call(q, k, v, packing, options, purpose)
+
+
+def _is_ours(call: AttentionCall) -> bool:
+    try:
+        return dispatch.choose(call).name == KERNELS
+    except dispatch.BackendNotSupported:  # of a backend that the user named
+        return False
+
+
+def is_of_today(device: torch.device) -> bool:
+    """Whether PyTorch has flash kernels of its own for this GPU."""
+    return device.type == "cuda" and settings.capability(device) >= (8, 0)

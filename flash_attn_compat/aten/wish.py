@@ -1,0 +1,70 @@
+"""Which calls are ours: what a program wished for, and the reasons that can be told without the engine."""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.aten import door
+
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_HALF = frozenset({torch.float16, torch.bfloat16})
+# Below these a GPU is done before the host is, which takes some microseconds longer over our call than over PyTorch's.
+LEAST_PRODUCTS = 2**24
+LEAST_KEYS = 512
+
+
+class Wish(NamedTuple):
+    """What was asked for.
+
+    device: the type of device whose operators are served; always: on GPUs with flash kernels of PyTorch's own, too
+    least_products: of rows, keys, heads and channels, in a call that is worth serving; least_keys: the same of one row
+    """
+
+    device: str = "cuda"
+    always: bool = False
+    least_products: int = LEAST_PRODUCTS
+    least_keys: int = LEAST_KEYS
+
+
+class Leaving(threading.local):
+    """Whether this thread is within a call that was left to PyTorch: what that one calls is not ours either."""
+
+    now = False
+
+
+leaving = Leaving()
+
+
+def is_at_home(wish: Wish, tensor: Tensor) -> bool:
+    """Whether it is an ordinary tensor on the wish's kind of device, and not a fake one or one without memory."""
+    return type(tensor) in _PLAIN and tensor.device.type == wish.device
+
+
+def against_tensors(wish: Wish, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why tensors of (batch, ..., head_dim) cannot be ours, whatever their axes mean."""
+    if not _PLAIN.issuperset((type(q), type(k), type(v))):
+        return "a tensor is of a class of its own"
+    dtype, device = q.dtype, q.device
+    if dtype not in _HALF:
+        return f"our kernels compute float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if device.type != wish.device:
+        return f"it is on {device.type}, not on {wish.device}"
+    if not (dtype is k.dtype is v.dtype and device == k.device == v.device):
+        return "dtypes or devices differ"
+    if not wish.always and door.is_of_today(device):
+        return 'PyTorch has flash kernels for this GPU: sdpa="always" asks for ours all the same'
+    return None
+
+
+def against_size(wish: Wish, q: Tensor, rows: int, keys: int, heads: int) -> str | None:
+    """Why a call is not worth our while. heads: in the whole batch"""
+    products = rows * keys * heads * q.shape[-1]
+    if products == 0:
+        return "it has no elements"
+    if products < wish.least_products and (rows > 1 or keys < wish.least_keys):
+        return "it is so small that only the host's time counts"
+    return None

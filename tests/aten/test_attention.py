@@ -1,0 +1,285 @@
+"""F.scaled_dot_product_attention: what ours serves is right and laid out as PyTorch's; what it leaves is PyTorch's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.utils.checkpoint import checkpoint
+
+from flash_attn_compat import explain, use_backend
+from tests.aten import originals
+from tests.aten.originals import counted
+from tests.fused_on_cpu import Launches
+from tests.plain import pairwise
+from tests.support import randn
+
+sdpa = F.scaled_dot_product_attention
+HALF = torch.float16
+
+
+class Case(NamedTuple):
+    dtype: torch.dtype = HALF
+    lengths: tuple[int, int] = (40, 40)
+    heads: tuple[int, int] = (4, 4)
+    head_dim: int = 32
+    causal: bool = False
+    layout: str = "heads first"
+    scale: float | None = None
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """The same numbers, (batch, heads, rows, channels), as programs lay them out."""
+    if layout == "rows first":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "channels apart":
+        return x.repeat_interleave(2, -1)[..., ::2]
+    if layout == "one head":
+        return x[:, :1].expand(x.shape)
+    if layout == "unaligned":
+        return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+    return x
+
+
+def qkv(case: Case) -> list[Tensor]:
+    (rows, keys), (heads, heads_k) = case.lengths, case.heads
+    shapes = (2, heads, rows), (2, heads_k, keys), (2, heads_k, keys)
+    made = [randn(*shape, case.head_dim, seed=seed, dtype=case.dtype) for seed, shape in enumerate(shapes)]
+    return [laid_out(x, case.layout).detach().requires_grad_() for x in made]
+
+
+def with_gradients(attend: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    out = attend(*inputs)
+    dout = randn(*out.shape, seed=9).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+
+
+def formula(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+def check(case: Case, attend: Callable[..., Tensor]) -> None:
+    """Ours is at most twice, for gradients three times, as far from fp64 as the formula in the dtype."""
+    inputs = qkv(case)
+    plain = functools.partial(formula, causal=case.causal, scale=case.scale)
+    exact = with_gradients(plain, [x.detach().double().requires_grad_() for x in inputs])
+    rounded, ours = with_gradients(plain, inputs), with_gradients(attend, inputs)
+    for name, got, right, beside, factor in zip(("out", "dq", "dk", "dv"), ours, exact, rounded, (2, 3, 3, 3)):
+        assert got.dtype == case.dtype and got.shape == right.shape
+        bound = factor * float((beside.double() - right).abs().max()) + torch.finfo(case.dtype).eps
+        assert float((got.double() - right).abs().max()) <= bound, name
+
+
+CASES = [
+    Case(*values)
+    for values in pairwise(
+        (HALF, torch.bfloat16),
+        ((40, 40), (33, 70), (70, 33), (1, 50), (5, 1)),
+        ((4, 4), (4, 2), (3, 1)),
+        (32, 20, 64),
+        (False, True),
+        ("heads first", "rows first", "channels apart", "one head", "unaligned"),
+        (None, 0.3),
+    )
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_answers_and_gradients_are_right(case: Case, served: Launches) -> None:
+    check(case, functools.partial(sdpa, is_causal=case.causal, scale=case.scale, enable_gqa=True))
+    assert counted() == {"fused": 1}
+
+
+def test_another_width_of_the_values(served: Launches) -> None:
+    q, k, v = qkv(Case())
+    out = sdpa(q, k, v[..., :24])
+    torch.testing.assert_close(out, formula(q, k, v[..., :24], False, None), rtol=0, atol=4e-3)
+    assert counted() == {"fused": 1} and out.stride() == (40 * 4 * 24, 24, 4 * 24, 1)
+
+
+@pytest.mark.parametrize("head_dim", [20, 32])
+def test_results_lie_as_those_of_pytorchs_fused_kernels_do(head_dim: int, served: Launches) -> None:
+    inputs = qkv(Case(head_dim=head_dim))
+    shapes = torch.ops.aten._scaled_dot_product_efficient_attention(*(x.to("meta") for x in inputs), None, False)
+    out = sdpa(*inputs)
+    assert out.stride() == shapes[0].stride() and out.is_contiguous() is False
+
+
+def test_few_rows_go_to_the_decode_kernel(served: Launches) -> None:
+    q, k, v = qkv(Case(lengths=(1, 50), heads=(4, 2)))
+    with torch.no_grad():
+        sdpa(q, k, v, enable_gqa=True)
+    assert served.entries == ["decode"]
+
+
+def test_dropout_is_one_mask_for_both_directions(served: Launches) -> None:
+    q, k, v = qkv(Case())
+    torch.manual_seed(1)
+    out = sdpa(q, k, v.detach().fill_(1.0), dropout_p=0.5)
+    (dv,) = torch.autograd.grad(sdpa(q, k, v, dropout_p=0.5).sum(), v)
+    assert counted() == {"fused": 2}
+    assert 0.7 < float(out.detach().mean()) < 1.3 and out.detach().std() > 0.01 and dv.std() > 0.01
+    torch.manual_seed(1)
+    assert torch.equal(sdpa(q, k, v.detach().fill_(1.0), dropout_p=0.5), out)
+
+
+# ---- what is left to PyTorch
+
+
+def mask(rows: int = 40, keys: int = 40) -> Tensor:
+    return torch.ones(rows, keys, dtype=torch.bool).tril()
+
+
+LEFT: dict[str, Callable[[], tuple[tuple[Tensor, ...], dict[str, Any]]]] = {
+    "a mask": lambda: (tuple(qkv(Case())), {"attn_mask": mask()}),
+    "fp32": lambda: (tuple(qkv(Case(torch.float32))), {}),
+    "three axes": lambda: (tuple(x[0] for x in qkv(Case())), {}),
+    "five axes": lambda: (tuple(x[None] for x in qkv(Case())), {}),
+    "a batch of one key": lambda: ((lambda q, k, v: (q, k[:1], v[:1]))(*qkv(Case())), {}),
+    "wide heads": lambda: (tuple(qkv(Case(head_dim=264, lengths=(8, 8)))), {}),
+    "no keys": lambda: (tuple(qkv(Case(lengths=(8, 0)))), {}),
+    "no rows": lambda: (tuple(qkv(Case(lengths=(0, 8)))), {}),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_is_answered_as_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments, options = LEFT[name]()
+    before = with_gradients(functools.partial(sdpa, **options), list(arguments))
+    with originals.served(monkeypatch) as launches:
+        after = with_gradients(functools.partial(sdpa, **options), list(arguments))
+        assert counted() == {"pytorch": 1} and not launches.seen
+    assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(before, after))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda q, k, v: sdpa(q, k[:, :2], v[:, :2]),
+        lambda q, k, v: sdpa(q, k.float(), v),
+        lambda q, k, v: sdpa(q, k[..., :16], v),
+        lambda q, k, v: sdpa(q, k[:, :3], v[:, :3], enable_gqa=True),
+    ],
+)
+def test_bad_input_gets_the_same_error(bad: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = qkv(Case())
+    with pytest.raises(RuntimeError) as before:
+        bad(*inputs)
+    with originals.served(monkeypatch), pytest.raises(RuntimeError) as after:
+        bad(*inputs)
+    assert str(after.value).splitlines()[0] == str(before.value).splitlines()[0]
+
+
+def test_who_allows_the_plain_formula_alone_gets_it(served: Launches) -> None:
+    q, k, v = qkv(Case())
+    with sdpa_kernel(SDPBackend.MATH):
+        sdpa(q, k, v)
+    assert counted() == {"pytorch": 1}
+
+
+def test_another_named_backend_leaves_the_call(served: Launches) -> None:
+    with use_backend("chunked"):
+        sdpa(*qkv(Case()))
+    assert counted() == {"pytorch": 1}
+
+
+def test_small_calls_stay_unless_they_are_slow_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    with originals.served(monkeypatch, originals.WISH._replace(least_products=2**30)):
+        sdpa(*qkv(Case()))
+        assert counted() == {"pytorch": 1}
+        sdpa(*qkv(Case(heads=(4, 2))), enable_gqa=True)
+        sdpa(*qkv(Case(torch.bfloat16)))
+        assert counted() == {"pytorch": 1, "fused": 2}
+
+
+# ---- who looks on
+
+
+def test_explain_says_who_serves_and_why_not(served: Launches) -> None:
+    q, k, v = qkv(Case())
+    assert str(explain(sdpa, q, k, v)) == "fused    serves the call\npytorch  could serve it too"
+    left = explain(sdpa, q, k, v, attn_mask=mask())
+    assert left.backend == "pytorch" and left.reasons == {"fused": ["it has a mask"], "pytorch": []}
+    wide = explain(sdpa, *qkv(Case(head_dim=264, lengths=(8, 8))))
+    assert wide.reasons["fused"] == ["head_dim is at most 256, got 264"]
+    assert counted() == {} and not served.seen
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode: Any, served: Launches) -> None:
+    q, k, v = qkv(Case())
+    with mode():
+        out = sdpa(q, k, v)
+    assert counted() == {"fused": 1} and not out.requires_grad
+
+
+def test_autocast_casts_before_ours(served: Launches) -> None:
+    q, k, v = (x.float() for x in qkv(Case()))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = sdpa(q, k, v)
+    assert out.dtype == torch.bfloat16 and counted() == {"fused": 1}
+
+
+def test_checkpointing(served: Launches) -> None:
+    q, k, v = qkv(Case())
+    right = torch.autograd.grad(sdpa(q, k, v).sum(), q)
+    found = torch.autograd.grad(checkpoint(sdpa, q, k, v, use_reentrant=False).sum(), q)
+    assert torch.equal(found[0], right[0])
+
+
+def test_second_derivatives(served: Launches) -> None:
+    q, k, v = (x[:1, :1, :4].detach().requires_grad_() for x in qkv(Case()))
+
+    def twice(attend: Callable[..., Tensor]) -> Tensor:
+        (dq,) = torch.autograd.grad(attend(q, k, v).square().sum(), q, create_graph=True)
+        return torch.autograd.grad(dq.sum(), k)[0]
+
+    ours = twice(sdpa)
+    assert counted() == {"fused": 1}
+    torch.testing.assert_close(ours, twice(lambda *x: formula(*x, False, None)), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
+def test_transforms_see_pytorchs_operators(transform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (x.detach() for x in qkv(Case(torch.float32, lengths=(6, 6))))
+
+    def transformed() -> Any:
+        if transform == "vmap":
+            return torch.func.vmap(sdpa)(*(x.unflatten(0, (2, 1)) for x in (q, k, v)))
+        if transform == "grad":
+            return torch.func.grad(lambda q: sdpa(q, k, v).sum())(q)
+        with sdpa_kernel(SDPBackend.MATH):
+            return torch.func.jvp(lambda q: sdpa(q, k, v), (q,), (q,))[1]
+
+    before = transformed()
+    with originals.served(monkeypatch):
+        assert torch.equal(transformed(), before)
+
+
+@pytest.mark.parametrize("variant", [causal_upper_left, causal_lower_right])
+@pytest.mark.parametrize("lengths", [(30, 50), (50, 30)])
+def test_causal_biases(variant: Any, lengths: tuple[int, int], served: Launches) -> None:
+    """Their class sends plain top-left masks to the operator, and makes a mask of the others on a CPU."""
+    q, k, v = (x.detach() for x in qkv(Case(lengths=lengths)))
+    seen = variant(*lengths)._materialize(q.device)
+    sees = seen.any(-1)
+    right = (q @ k.mT * 32**-0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+    torch.testing.assert_close(sdpa(q, k, v, variant(*lengths))[:, :, sees], right[:, :, sees], rtol=0, atol=4e-3)
+
+
+def test_multi_head_attention_without_weights(served: Launches) -> None:
+    layer = torch.nn.MultiheadAttention(64, 2, batch_first=True, dtype=HALF)
+    x = randn(2, 20, 64, dtype=HALF)
+    out, weights = layer(x, x, x, need_weights=False)
+    assert weights is None and counted() == {"fused": 1} and out.shape == x.shape
