@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 FLASH_ATTN_VERSION = "2.8.3"
 
 if TYPE_CHECKING:
+    from flash_attn_compat.aten.switch import register_with_torch, sdpa
     from flash_attn_compat.flash_attn_interface import (
         flash_attn_func,
         flash_attn_kvpacked_func,
@@ -48,6 +49,8 @@ _HOMES = {
     "patched": "naming",
     "unpatch": "naming",
     "register_with_transformers": "naming",
+    "register_with_torch": "aten.switch",
+    "sdpa": "aten.switch",
 }
 
 __all__ = [
@@ -66,8 +69,10 @@ __all__ = [
     "flash_attn_with_kvcache",
     "patch",
     "patched",
+    "register_with_torch",
     "register_with_transformers",
     "reset_backend_counts",
+    "sdpa",
     "unpatch",
     "use_backend",
 ]

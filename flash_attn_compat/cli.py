@@ -13,11 +13,18 @@ from typing import NoReturn
 from flash_attn_compat import __version__, progress, settings
 from flash_attn_compat.naming import install as installation
 from flash_attn_compat.naming import patch
+from flash_attn_compat.naming.patch import Sdpa
+
+# How run and install spell patch's sdpa.
+_SDPA: dict[str, Sdpa] = {"--sdpa": True, "--sdpa=always": "always"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 done, 1 refused or failed, 2 wrong usage)."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    wish = _SDPA.get(arguments[1]) if arguments[:1] == ["run"] and len(arguments) > 1 else None
+    if wish is not None:
+        del arguments[1]
     runs = arguments[:1] == ["run"] and len(arguments) > 1 and arguments[1] not in ("-h", "--help")
     options = None if runs else _parser().parse_args(arguments)
     try:
@@ -26,19 +33,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"flash-attn-compat: {error}", file=sys.stderr)
         return 2
     if options is None:
-        run(arguments[1:])
+        run(arguments[1:], wish or False)
     if options.command == "run":
         _parser().error("run: name a script, or -m and a module")
     action: Callable[[argparse.Namespace], int] = options.action
     return action(options)
 
 
-def run(arguments: Sequence[str]) -> NoReturn:
-    """Become `python ARGUMENTS...` in an environment that finds flash_attn.
+def run(arguments: Sequence[str], sdpa: Sdpa = False) -> NoReturn:
+    """Become `python ARGUMENTS...` in an environment that finds flash_attn. sdpa: as patch's
 
     A fresh interpreter, so that __main__, sys.path, exit code, signals and tracebacks are those of a direct run.
     """
-    patch()
+    patch(sdpa=sdpa)
     command = [sys.executable, *arguments]
     if os.name == "nt":  # there, exec starts a child and lets the shell go on
         sys.exit(subprocess.call(command))
@@ -67,6 +74,11 @@ def _parser() -> argparse.ArgumentParser:
         default="2.8",
         help="the interface to serve: 2.6 is for code written before flash-attn 2.7",
     )
+    command.add_argument(
+        "--sdpa", nargs="?", const="1", choices=("1", "always"), metavar="always",
+        help="F.scaled_dot_product_attention runs on this package's kernels, too, on GPUs of compute capability below "
+        "8.0, or on any that they run on",
+    )  # fmt: skip
     command.set_defaults(action=_install)
 
     command = commands.add_parser(
@@ -82,7 +94,9 @@ def _parser() -> argparse.ArgumentParser:
         help="run a script or module that finds flash_attn",
         description="Starts Python on the script or module, as python itself would, in an environment where "
         "flash_attn is this package, for the processes that it starts too. Nothing is installed.",
-        usage="flash-attn-compat run SCRIPT [ARGUMENT ...] | -m MODULE [ARGUMENT ...]",
+        usage="flash-attn-compat run [--sdpa[=always]] SCRIPT [ARGUMENT ...] | -m MODULE [ARGUMENT ...]",
+        epilog="--sdpa: F.scaled_dot_product_attention runs on this package's kernels, too, on GPUs of compute "
+        "capability below 8.0; --sdpa=always: on any that they run on.",
     )
     command.add_argument("rest", nargs=argparse.REMAINDER, metavar="SCRIPT")
 
@@ -153,7 +167,7 @@ def _integer(text: str, least: int, most: int) -> int:
 
 def _install(options: argparse.Namespace) -> int:
     try:
-        dist_info = installation.install(options.target, options.api)
+        dist_info = installation.install(options.target, options.api, options.sdpa)
     except installation.InstallError as error:
         print(f"flash-attn-compat: {error}", file=sys.stderr)
         return 1

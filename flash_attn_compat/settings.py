@@ -27,9 +27,11 @@ TRUST_CACHE = "FLASH_ATTN_COMPAT_TRUST_CACHE"
 API = "FLASH_ATTN_COMPAT_API"
 HUB_KERNELS = "FLASH_ATTN_COMPAT_HUB_KERNELS"
 VARLEN_ATTN = "FLASH_ATTN_COMPAT_VARLEN_ATTN"
+SDPA = "FLASH_ATTN_COMPAT_SDPA"
 DEBUG = "FLASH_ATTN_COMPAT_DEBUG"
 VARIABLES = (
-    BACKEND, CAPABILITY, COMPILE, DISABLE_OFFICIAL, FUSED, CACHE, TRUST_CACHE, API, HUB_KERNELS, VARLEN_ATTN, DEBUG,
+    BACKEND, CAPABILITY, COMPILE, DISABLE_OFFICIAL, FUSED, CACHE, TRUST_CACHE, API, HUB_KERNELS, VARLEN_ATTN, SDPA,
+    DEBUG,
 )  # fmt: skip
 
 # The releases of flash-attn whose interface can stand under its name, and what each reports as its version.
@@ -81,6 +83,7 @@ def check() -> None:
         _switch(switch)
     forced_capability()
     api()
+    sdpa()
 
 
 def backend_variable() -> str | None:
@@ -146,6 +149,12 @@ def hub_kernels() -> bool:
 def varlen_attn() -> bool:
     """FLASH_ATTN_COMPAT_VARLEN_ATTN=1: torch.nn.attention.varlen runs where torch's kernels do not."""
     return bool(_switch(VARLEN_ATTN))
+
+
+def sdpa() -> str | None:
+    """FLASH_ATTN_COMPAT_SDPA: "1" or "always" where PyTorch's attention operators are to run on our kernels."""
+    wish = _choice(SDPA, ("0", "1", "always"))
+    return None if wish == "0" else wish
 
 
 def debugs() -> bool:

@@ -38,10 +38,10 @@ def serving(wish: Wish) -> Callable[..., Tensor]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if door.is_watched():
-            key, value = _ungrouped(wish, query, key, value, attn_mask, enable_gqa)
+        if attn_mask is None and door.is_watched():
+            key, value = _ungrouped(wish, query, key, value, enable_gqa)
             return _original(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        against = why_not(wish, query, key, value, attn_mask, enable_gqa)
+        against = why_not(wish, query, key, value, attn_mask, dropout_p, enable_gqa)
         if dispatch.is_explaining():
             _explain(against, query, key, value, dropout_p, is_causal, scale)
         if against is None:
@@ -49,7 +49,8 @@ def serving(wish: Wish) -> Callable[..., Tensor]:
             if out is not None:
                 return out.contiguous().transpose(1, 2)
         dispatch.count_left(door.PYTORCH)
-        leaving.now, before = True, leaving.now
+        before = leaving.now
+        leaving.now = True
         try:
             return _original(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         finally:
@@ -59,11 +60,13 @@ def serving(wish: Wish) -> Callable[..., Tensor]:
 
 
 def why_not(
-    wish: Wish, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, enable_gqa: bool = False
+    wish: Wish, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, dropout_p: float, enable_gqa: bool
 ) -> str | None:
     """What keeps our kernels from such a call, besides their own reasons; None for nothing. Shapes as in PyTorch."""
     if attn_mask is not None:
         return "it has a mask"
+    if not 0.0 <= dropout_p < 1.0:
+        return "its dropout leaves nothing"
     against = against_tensors(wish, q, k, v)
     if against is not None:
         return against
@@ -95,15 +98,13 @@ def _as_flash(
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), options
 
 
-def _ungrouped(
-    wish: Wish, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, enable_gqa: bool
-) -> tuple[Tensor, Tensor]:
+def _ungrouped(wish: Wish, q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor]:
     """Keys and values repeated for the heads of their groups, in a graph that is compiled, else as they are.
 
     The graph then holds an operator that efficient.py serves, instead of the plain formula.
     """
     is_grouped = enable_gqa and q.dim() == k.dim() == v.dim() == 4 and q.shape[1] != k.shape[1] == v.shape[1] != 0
-    if not is_grouped or attn_mask is not None or q.dtype is not torch.float16 or q.shape[1] % k.shape[1]:
+    if not is_grouped or q.dtype is not torch.float16 or q.shape[1] % k.shape[1]:
         return k, v
     if q.device.type != wish.device or door.is_of_today(q.device) or torch._guards.TracingContext.try_get() is None:
         return k, v
@@ -121,7 +122,11 @@ def _original(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    out: Tensor = _composed(_COMPOSITE, q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    out: Tensor
+    if scale is None and not enable_gqa:  # names cost the host half a microsecond
+        out = _composed(_COMPOSITE, q, k, v, attn_mask, dropout_p, is_causal)
+        return out
+    out = _composed(_COMPOSITE, q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     return out
 
 

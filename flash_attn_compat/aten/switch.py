@@ -24,7 +24,7 @@ _registered: tuple[Wish, Library] | None = None
 
 
 @contextlib.contextmanager
-def held(always: bool = False) -> Iterator[None]:
+def sdpa(always: bool = False) -> Iterator[None]:
     """PyTorch's attention operators are served for the length of a block, in all threads; blocks may nest and overlap.
 
     always: on GPUs of compute capability 8.0 and newer too

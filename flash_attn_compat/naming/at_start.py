@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from flash_attn_compat import settings
-from flash_attn_compat.naming import hub_kernels, transformers, varlen_attn
+from flash_attn_compat.naming import hub_kernels, sdpa, transformers, varlen_attn
 
 _for_good = ExitStack()  # never closed
 
@@ -16,5 +16,9 @@ def begins(package: str) -> None:
         transformers.open_gates(_for_good)
         if settings.hub_kernels():
             hub_kernels.answer(_for_good)
+    elif package == "torch":
+        wish = settings.sdpa()
+        if wish:
+            sdpa.serve(_for_good, wish)
     elif settings.varlen_attn():
         varlen_attn.serve(_for_good)

@@ -24,17 +24,18 @@ from flash_attn_compat.naming import real
 INSTALLER = "flash-attn-compat"
 _STARTUP = "_flash_attn_compat_startup"
 # A .pth line is run at every start of the interpreter; it lets transformers on a CPU accept flash_attention_2.
-_PTH = f"import {_STARTUP}; {_STARTUP}.wait_for_imports()\n"
+_PTH = f"import {_STARTUP}; {_STARTUP}.wait_for_imports(%s)\n"
 
 
 class InstallError(RuntimeError):
     """The name cannot be installed here; the message says why and what to do."""
 
 
-def install(directory: str | Path | None = None, api: str = "2.8") -> Path:
+def install(directory: str | Path | None = None, api: str = "2.8", sdpa: str | None = None) -> Path:
     """Write the distribution into `directory` (this interpreter's site-packages) and return its dist-info.
 
     api: the interface that stands under the name, "2.6" or "2.8"; see `flash_attn_compat.patch`.
+    sdpa: "1" or "always", what FLASH_ATTN_COMPAT_SDPA is in every process of the environment that does not set it
 
     Refuses with InstallError where a real flash-attn is found, a broken one included: its files are not ours to
     overwrite. Installing again renews the files.
@@ -42,7 +43,7 @@ def install(directory: str | Path | None = None, api: str = "2.8") -> Path:
     directory = Path(directory or sysconfig.get_path("purelib"))
     _refuse_a_real_one(directory)
     uninstall(directory)
-    files = dict(_files(api))
+    files = dict(_files(api, sdpa))
     written: list[Path] = []
     try:
         for name, content in files.items():
@@ -100,14 +101,14 @@ def _refuse_a_real_one(directory: Path) -> None:
         raise InstallError(f"{package} exists and is not ours: move it away first")
 
 
-def _files(api: str) -> Iterator[tuple[str, bytes]]:
+def _files(api: str, sdpa: str | None) -> Iterator[tuple[str, bytes]]:
     site = Path(SITE)
     for path in sorted((site / "flash_attn").rglob("*.py")):
         content = path.read_bytes().replace(b"_INSTALLED_API = None", f'_INSTALLED_API = "{api}"'.encode())
         yield path.relative_to(site).as_posix(), content
     for name in (f"{EXTENSION}.py", f"{_STARTUP}.py"):
         yield name, (site / name).read_bytes()
-    yield f"{_STARTUP}.pth", _PTH.encode()
+    yield f"{_STARTUP}.pth", (_PTH % (repr(sdpa) if sdpa else "")).encode()
     metadata = Path(SITE_2_6 if api == "2.6" else SITE) / _dist_info_name(api)
     for name in ("INSTALLER", "top_level.txt"):
         yield f"{metadata.name}/{name}", (metadata / name).read_bytes()

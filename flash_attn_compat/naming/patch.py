@@ -8,14 +8,19 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Literal
 
 from flash_attn_compat import installed, settings
 from flash_attn_compat.naming import fa3, finder, real, site_directory, transformers
 from flash_attn_compat.naming.hub_kernels import answer as answer_hub_names
 from flash_attn_compat.naming.journal import set_item
+from flash_attn_compat.naming.sdpa import serve as serve_sdpa
 from flash_attn_compat.naming.varlen_attn import serve as serve_varlen_attn
+
+# Whether PyTorch's attention operators run on our kernels: on GPUs before 8.0, or on newer ones too.
+Sdpa = bool | Literal["always"]
 
 # Of other packages than flash_attn, that can be asked for.
 INTERFACES = ("fa3",)
@@ -32,6 +37,7 @@ def patch(
     *,
     hub_kernels: bool = False,
     varlen_attn: bool = False,
+    sdpa: Sdpa = False,
     interfaces: Sequence[str] = (),
 ) -> None:
     """Make `import flash_attn` find flash_attn_compat, here and in child processes started later.
@@ -52,12 +58,14 @@ def patch(
     interfaces: ("fa3",) lets `import flash_attn_interface`, FlashAttention-3's name, find `flash_attn_compat.fa3`,
     unless a module of that name is there; children inherit it.
     varlen_attn: torch.nn.attention.varlen runs on CPUs and GPUs before sm80; so does FLASH_ATTN_COMPAT_VARLEN_ATTN=1.
+    sdpa: F.scaled_dot_product_attention, and the operators under it, run on our kernels on GPUs before sm80; "always":
+        on newer ones too, where ours go first. FLASH_ATTN_COMPAT_SDPA says the same as 1 or always.
 
     Calling it again adds what is newly asked for and changes nothing else; another api raises RuntimeError. Threads
     may call it at the same time.
     """
     with _lock:
-        _apply(api, hub_kernels, varlen_attn, interfaces)
+        _apply(api, hub_kernels, varlen_attn, sdpa, interfaces)
         _holders.add(patch)
 
 
@@ -76,12 +84,13 @@ def patched(
     *,
     hub_kernels: bool = False,
     varlen_attn: bool = False,
+    sdpa: Sdpa = False,
     interfaces: Sequence[str] = (),
 ) -> Iterator[None]:
     """patch(...) for the length of a block; blocks may nest and overlap, and the last one to end undoes it."""
     block = object()
     with _lock:
-        _apply(api, hub_kernels, varlen_attn, interfaces)
+        _apply(api, hub_kernels, varlen_attn, sdpa, interfaces)
         _holders.add(block)
     try:
         yield
@@ -90,12 +99,15 @@ def patched(
             _let_go(block)
 
 
-def _apply(api: str | None, hub_kernels: bool, varlen_attn: bool, interfaces: Sequence[str]) -> None:
+def _apply(api: str | None, hub_kernels: bool, varlen_attn: bool, sdpa: Sdpa, interfaces: Sequence[str]) -> None:
     global _undo, _api
     if api is not None and api not in settings.APIS:
         raise ValueError(f"api must be {' or '.join(settings.APIS)}, got {api!r}")
     if set(interfaces) - set(INTERFACES) or isinstance(interfaces, str):
         raise ValueError(f"interfaces must be a sequence of names among {', '.join(INTERFACES)}, got {interfaces!r}")
+    if sdpa not in (False, True, "always"):
+        raise ValueError(f'sdpa must be False, True or "always", got {sdpa!r}')
+    wanted = "always" if sdpa == "always" else "1" if sdpa else None
     if _undo is not None and api not in (None, _api):
         raise RuntimeError(f"patched already with the interface of {_api}: unpatch() first")
     with ExitStack() as added:
@@ -106,25 +118,31 @@ def _apply(api: str | None, hub_kernels: bool, varlen_attn: bool, interfaces: Se
             if _answer_to_the_name(added, chosen):
                 transformers.open_gates(added)
             hub_kernels, varlen_attn = hub_kernels or settings.hub_kernels(), varlen_attn or settings.varlen_attn()
+            wanted = wanted or settings.sdpa()
             _api = chosen or "2.8"
-        _add_extras(hub_kernels, varlen_attn, interfaces, added)
+        _add_extras(hub_kernels, varlen_attn, wanted, interfaces, added)
         if _undo is None:
             _undo = ExitStack()
             _forget_decisions()
         _undo.push(added.pop_all())
 
 
-def _add_extras(wants_hub_kernels: bool, wants_varlen_attn: bool, interfaces: Sequence[str], undo: ExitStack) -> None:
+def _add_extras(
+    hub_kernels: bool, varlen_attn: bool, sdpa: str | None, interfaces: Sequence[str], undo: ExitStack
+) -> None:
     """What has to be asked for, unless it is there already; the variables tell children."""
-    for variable, wanted, apply in (
-        (settings.HUB_KERNELS, wants_hub_kernels, answer_hub_names),
-        (settings.VARLEN_ATTN, wants_varlen_attn, serve_varlen_attn),
-    ):
-        if wanted and variable not in _extras:
-            set_item(os.environ, variable, "1", undo)
+    extras: tuple[tuple[str, str | None, Callable[[ExitStack], None]], ...] = (
+        (settings.HUB_KERNELS, "1" if hub_kernels else None, answer_hub_names),
+        (settings.VARLEN_ATTN, "1" if varlen_attn else None, serve_varlen_attn),
+        (settings.SDPA, sdpa, lambda undo: serve_sdpa(undo, sdpa or "")),
+    )
+    for variable, wanted, apply in extras:
+        extra = f"{variable}={wanted}"
+        if wanted and not _extras & {extra, f"{variable}=always"}:
+            set_item(os.environ, variable, wanted, undo)
             apply(undo)
-            _extras.add(variable)
-            undo.callback(_extras.discard, variable)
+            _extras.add(extra)
+            undo.callback(_extras.discard, extra)
     if "fa3" in interfaces:
         fa3.answer(undo)
 

@@ -52,8 +52,17 @@ def with_other_distributions(path: list[str]) -> list[str]:
     return [entry for entry in pkgutil.extend_path(path, "flash_attn") if belongs(entry)]
 
 
-def wait_for_imports() -> None:
-    """Do what patch() does to other packages once their import begins; until then only compare names."""
+def wait_for_imports(sdpa: str = "") -> None:
+    """Do what patch() does to other packages once their import begins; until then only compare names.
+
+    sdpa: what FLASH_ATTN_COMPAT_SDPA is where it is not set, as install --sdpa wrote it
+    """
+    import os
+
+    wish = os.environ.get("FLASH_ATTN_COMPAT_SDPA") or sdpa
+    if wish not in ("", "0"):
+        os.environ["FLASH_ATTN_COMPAT_SDPA"] = wish
+        _awaited.add("torch")
     if _Wait not in sys.meta_path:
         sys.meta_path.insert(0, _Wait)
 

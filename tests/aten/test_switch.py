@@ -1,0 +1,125 @@
+"""On, off, twice, nested, from threads, and by PyTorch's own hook: and then everything is as it was."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.attention
+import torch.nn.functional as F
+
+from flash_attn_compat.aten import attention, efficient, switch
+from flash_attn_compat.aten.wish import Wish
+from tests.aten import originals
+from tests.aten.originals import counted
+from tests.fused_on_cpu import Launches
+from tests.support import randn
+
+OPERATORS = (attention.NAME, efficient.FORWARD, efficient.BACKWARD)
+
+
+def tables() -> list[str]:
+    """What the dispatcher would do for each key."""
+    return [torch._C._dispatch_dump_table(f"aten::{name}") for name in OPERATORS]
+
+
+def ours() -> list[int]:
+    """How many keys of each operator are ours."""
+    return [table.count("aten/switch.py") for table in tables()]
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    before = tables()
+    yield
+    assert tables() == before and switch.wished() is None
+
+
+def test_a_block_serves_and_leaves_nothing() -> None:
+    with switch.sdpa():
+        assert ours() == [2, 1, 1] and switch.wished() == Wish()
+
+
+def test_twice_is_once_and_the_last_holder_ends_it() -> None:
+    with switch.sdpa():
+        within = tables()
+        with switch.sdpa():
+            assert tables() == within
+        assert tables() == within
+
+
+def test_overlapping_blocks() -> None:
+    first, second = switch.sdpa(), switch.sdpa(always=True)
+    first.__enter__()
+    second.__enter__()
+    assert switch.wished() == Wish(always=True)
+    first.__exit__(None, None, None)
+    assert switch.wished() == Wish(always=True)
+    second.__exit__(None, None, None)
+
+
+def test_who_wishes_for_more_decides_as_long_as_it_holds() -> None:
+    with switch.sdpa():
+        with switch.sdpa(always=True):
+            assert switch.wished() == Wish(always=True)
+        assert switch.wished() == Wish()
+
+
+def test_an_error_in_a_block_ends_it() -> None:
+    with pytest.raises(KeyError), switch.sdpa():
+        raise KeyError
+
+
+def test_calls_are_served_in_all_threads(served: Launches) -> None:
+    q = randn(1, 2, 20, 32, dtype=torch.float16)
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(3):
+                F.scaled_dot_product_attention(q, q, q)
+                with originals.on():
+                    F.scaled_dot_product_attention(q, q, q)
+        except BaseException as error:  # noqa: BLE001  a thread would swallow it
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and counted() == {"fused": 18}
+
+
+def test_who_leaves_a_call_in_one_thread_leaves_none_in_another(served: Launches) -> None:
+    q = randn(1, 2, 20, 32, dtype=torch.float16)
+    with originals.on():
+        from flash_attn_compat.aten.wish import leaving
+
+        leaving.now = True
+        try:
+            thread = threading.Thread(target=lambda: torch.ops.aten._efficient_attention_forward(
+                q, q, q, None, None, None, None, None, 0.0, 0))  # fmt: skip
+            thread.start()
+            thread.join()
+        finally:
+            leaving.now = False
+    assert counted() == {"fused": 1}
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.attention, "register_flash_attention_impl"), reason="PyTorch 2.11 brought it")
+def test_pytorchs_own_hook_switches_it_on_and_off() -> None:
+    switch.register_with_torch()
+    assert switch.HOOK in torch.nn.attention.list_flash_attention_impls() and ours() == [0, 0, 0]
+    torch.nn.attention.activate_flash_attention_impl(switch.HOOK)
+    torch.nn.attention.activate_flash_attention_impl(switch.HOOK)
+    assert ours() == [2, 1, 1] and switch.wished() == Wish(always=True)
+    torch.nn.attention.restore_flash_attention_impl()
+
+
+def test_without_the_hook_the_other_ways_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.nn.attention, "register_flash_attention_impl", raising=False)
+    with pytest.raises(RuntimeError, match=r"patch\(sdpa=True\)"):
+        switch.register_with_torch()
