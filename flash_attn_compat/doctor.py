@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 import flash_attn_compat
 from flash_attn_compat import installed, self_check, settings
+from flash_attn_compat.aten import switch
 from flash_attn_compat.backends.fused import cache, loader, tensor_cores, verdicts
 from flash_attn_compat.installed import SITE, RealFlashAttn, is_stand_in_spec
 from flash_attn_compat.naming import install, real
@@ -68,6 +70,7 @@ class Report:
     version: str
     machine: Machine
     calls: list[TypicalCall]
+    sdpa: dict[str, str]  # F.scaled_dot_product_attention: whether it is switched on, who would serve typical calls
     checks: list[Check]
     name: Name
 
@@ -84,6 +87,7 @@ def examine() -> Report:
         version=flash_attn_compat.__version__,
         machine=_machine(device),
         calls=_typical_calls(device),
+        sdpa=_sdpa(device),
         checks=self_check.run(device),
         name=_name(),
     )
@@ -99,6 +103,7 @@ def to_text(report: Report) -> str:
         "Machine": _machine_lines(report.machine),
         "What would serve": _columns({call.name: call.backend or "NOTHING" for call in report.calls}),
         "Backends, in the order in which they are asked": _columns(_about_backends(report.calls)),
+        "F.scaled_dot_product_attention": _columns(report.sdpa),
         "Self-check: error against fp64 (in brackets: of plain PyTorch in the same dtype)": _check_lines(report.checks),
         "The name flash_attn": _name_lines(report.name),
         "All well." if report.healthy else "Something is wrong: see NOTHING and FAIL above.": [],
@@ -261,6 +266,32 @@ def _typical_calls(device: torch.device) -> list[TypicalCall]:
             TypicalCall(f"{name} ({str(half).removeprefix('torch.')})", explanation.backend, explanation.reasons)
         )
     return found
+
+
+def _sdpa(device: torch.device) -> dict[str, str]:
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float16, device=device)
+
+    q, k, last = tensor(2, 8, 1024, 64), tensor(2, 2, 1024, 64), tensor(2, 8, 1, 64)
+    seen = torch.ones(1024, 1024, dtype=torch.bool, device=device)
+    sdpa = F.scaled_dot_product_attention
+    calls: dict[str, Callable[[], Any]] = {
+        "causal": lambda: sdpa(q, q, q, is_causal=True),
+        "grouped heads": lambda: sdpa(q, k, k, is_causal=True, enable_gqa=True),
+        "a new token": lambda: sdpa(last, k, k, enable_gqa=True),
+        "a mask": lambda: sdpa(q, q, q, attn_mask=seen),
+    }
+    wish = switch.wished()
+    told = {"switched on": "no (patch(sdpa=True), run --sdpa, install --sdpa)" if wish is None else "yes"}
+    with switch.sdpa():
+        for name, call in calls.items():
+            try:
+                explanation = flash_attn_compat.explain(call)
+            except ValueError:  # nobody was asked
+                return {**told, "here": "PyTorch's own: ours is for NVIDIA GPUs"}
+            because = "; ".join(explanation.reasons["fused"])
+            told[name] = f"PyTorch's own: {because}" if because else "our kernels, where it is switched on"
+    return told
 
 
 def _name() -> Name:

@@ -12,6 +12,7 @@ import torch
 import flash_attn_compat
 from flash_attn_compat import backends, doctor, self_check, settings
 from flash_attn_compat.serving import dispatch
+from tests.aten import originals
 from tests.interpreters import REPOSITORY, forked_child
 from tests.naming.environment import write_package
 
@@ -52,6 +53,15 @@ def test_text_fits_a_terminal_and_says_a_reason_against_a_backend_once(report):
         assert sum("flash-attn is not installed" in line for line in lines) == 1
         assert any(line.split() == ["fused", "runs", "on", "CUDA", "GPUs", "only"] for line in lines)
         assert any(line.startswith("  sdpa ") and "serves 3 of these calls" in line for line in lines)
+
+
+def test_who_serves_pytorchs_attention_is_told(report, monkeypatch):
+    if report.machine.device == "cpu":
+        assert report.sdpa.keys() == {"switched on", "here"}
+    with originals.stand_ins(), originals.served(monkeypatch):
+        told = doctor._sdpa(torch.device("cpu"))
+    ours = dict.fromkeys(("causal", "grouped heads", "a new token"), "our kernels, where it is switched on")
+    assert told == {"switched on": "yes", **ours, "a mask": "PyTorch's own: it has a mask"}
 
 
 def test_a_backend_that_computes_wrong_is_told(monkeypatch):
