@@ -13,10 +13,12 @@ from torch.library import Library
 
 from flash_attn_compat import backend_counts, reset_backend_counts
 from flash_attn_compat.aten import switch
+from flash_attn_compat.aten.efficient import BOTTOM_RIGHT, NO_MASK, TOP_LEFT
 from flash_attn_compat.aten.wish import Wish
 from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches
 
+__all__ = ["BOTTOM_RIGHT", "NO_MASK", "TOP_LEFT"]
 WISH = Wish(device="cpu", least_products=0)
 
 
@@ -43,11 +45,11 @@ def counted() -> dict[str, int]:
     return {name: times for name, times in backend_counts().items() if times}
 
 
-def visible(p: dict[str, Any], rows: int, keys: int) -> Tensor:
+def visible(mask: int, window: int | None, rows: int, keys: int, device: torch.device | str = "cpu") -> Tensor:
     """Which keys the rows of one sequence see, as the efficient kernel's arguments say."""
-    kind, window = p.get("custom_mask_type", 0), p.get("window_size")
-    ahead = torch.arange(keys) - torch.arange(rows)[:, None] - (keys - rows if kind == 2 else 0)
-    seen = torch.ones(rows, keys, dtype=torch.bool) if kind == 0 else ahead <= 0
+    ahead = torch.arange(keys, device=device) - torch.arange(rows, device=device)[:, None]
+    ahead = ahead - (keys - rows if mask == BOTTOM_RIGHT else 0)
+    seen = torch.ones_like(ahead, dtype=torch.bool) if mask == NO_MASK else ahead <= 0
     return seen if window is None else seen & (ahead > -window)
 
 
@@ -73,10 +75,10 @@ def stand_in_forward(
     seqlen_k: Any = None, window_size: Any = None,
 ) -> Any:  # fmt: skip
     """_efficient_attention_forward, plainly."""
-    p = {"custom_mask_type": custom_mask_type, "window_size": window_size}
+    p = custom_mask_type, window_size
     if cu_q is None:
         rows, keys = query.shape[1], key.shape[1]
-        out, lse = dense(query, key, value, visible(p, rows, keys), scale, bias)
+        out, lse = dense(query, key, value, visible(*p, rows, keys), scale, bias)
         lse = padded(lse, rows)
     else:
         rows, keys = max_q, max_k or key.shape[1]
@@ -85,7 +87,7 @@ def stand_in_forward(
             at, begin = slice(cu_q[index], cu_q[index + 1]), int(cu_k[index])
             end = int(cu_k[index + 1]) if seqlen_k is None else begin + int(seqlen_k[index])
             part = query[:, at], key[:, begin:end], value[:, begin:end]
-            found, part_lse = dense(*part, visible(p, part[0].shape[1], end - begin), scale)
+            found, part_lse = dense(*part, visible(*p, part[0].shape[1], end - begin), scale)
             out[:, at] = found
             parts.append(padded(part_lse, rows))
         lse = torch.cat(parts)
@@ -101,8 +103,7 @@ def stand_in_backward(
     shared_storage_dqdkdv: bool = False,
 ) -> Any:  # fmt: skip
     """_efficient_attention_backward, plainly, of dense tensors."""
-    p = {"custom_mask_type": custom_mask_type, "window_size": window_size}
-    seen = visible(p, query.shape[1], key.shape[1])
+    seen = visible(custom_mask_type, window_size, query.shape[1], key.shape[1])
     wide_q, wide_k, wide_v, wide_dout = (x.detach().double().transpose(1, 2) for x in (query, key, value, dout))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     shares = torch.where(seen, wide_q @ wide_k.mT * scale, -torch.inf).softmax(-1).nan_to_num()
