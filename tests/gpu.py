@@ -45,7 +45,11 @@ def parts(jobs: int, out: Path) -> Iterator[Part]:
     kernels, state = "tests/test_fused_on_gpu.py", "tests/test_caller_state.py"
     for mode, variables in MODES.items():
         yield Part(f"kernels{mode}", [*marked, kernels], variables, 240)
-    others = [f"--ignore={path}" for path in (kernels, state, "tests/clients", "tests/naming")]
+    yield Part("PyTorch's operators", [*marked, "tests/aten"], {}, 300)
+    for dtype in ("float16", "bfloat16"):
+        fuzz = [*python, "tests.aten.fuzz", "--dtype", dtype]
+        yield Part(f"PyTorch's operators, fuzz {dtype} as 7.5", fuzz, MODES[" as 7.5"], 300, stops=True)
+    others = [f"--ignore={path}" for path in (kernels, state, "tests/clients", "tests/naming", "tests/aten")]
     yield Part("tests", [*marked, "tests", *others], {}, 240)
     yield Part("caller's state", [*marked, state], {}, 400)
     for mode, variables in MODES.items():

@@ -38,8 +38,8 @@ def serving(wish: Wish) -> Callable[..., Tensor]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if attn_mask is None and door.is_watched():
-            key, value = _ungrouped(wish, query, key, value, enable_gqa)
+        if door.is_watched(query, key, value):
+            key, value = _ungrouped(wish, query, key, value, enable_gqa and attn_mask is None)
             return _original(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         against = why_not(wish, query, key, value, attn_mask, dropout_p, enable_gqa)
         if dispatch.is_explaining():

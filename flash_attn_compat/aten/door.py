@@ -11,15 +11,18 @@ from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_call
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.serving import autograd, dispatch
 
+PLAIN = frozenset({Tensor, torch.nn.Parameter})
 KERNELS, PYTORCH = "fused", "pytorch"
 # Looked up once: every call asks.
 _modes, _trace = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
 _transforms = torch._C._are_functorch_transforms_active
 
 
-def is_watched() -> bool:
-    """Whether somebody must see PyTorch's own operators: a mode, a trace, a transform."""
-    return bool(_modes()) or _trace() is not None or _transforms() or forward_ad._current_level >= 0
+def is_watched(*tensors: Tensor) -> bool:
+    """Whether somebody must see PyTorch's own operators: a mode, a trace, a transform, a tensor's class."""
+    if _modes() or _trace() is not None or _transforms() or forward_ad._current_level >= 0:
+        return True
+    return not PLAIN.issuperset(map(type, tensors))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor | None:

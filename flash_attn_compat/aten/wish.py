@@ -10,7 +10,6 @@ from torch import Tensor
 
 from flash_attn_compat.aten import door
 
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _HALF = frozenset({torch.float16, torch.bfloat16})
 # Below these a GPU is done before the host is, which takes some microseconds longer over our call than over PyTorch's.
 LEAST_PRODUCTS = 2**24
@@ -41,13 +40,11 @@ leaving = Leaving()
 
 def is_at_home(wish: Wish, tensor: Tensor) -> bool:
     """Whether it is an ordinary tensor on the wish's kind of device, and not a fake one or one without memory."""
-    return type(tensor) in _PLAIN and tensor.device.type == wish.device
+    return type(tensor) in door.PLAIN and tensor.device.type == wish.device
 
 
 def against_tensors(wish: Wish, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why tensors of (batch, ..., head_dim) cannot be ours, whatever their axes mean."""
-    if not _PLAIN.issuperset((type(q), type(k), type(v))):
-        return "a tensor is of a class of its own"
+    """Why plain tensors of (batch, ..., head_dim) cannot be ours, whatever their axes mean."""
     dtype, device = q.dtype, q.device
     if dtype not in _HALF:
         return f"our kernels compute float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
