@@ -172,7 +172,7 @@ class Server:
         self.device = setting.device
         kind = setting.implementation.kind
         self.attend = by_flash_attn() if setting.implementation.is_flash else by_gathering(
-            _sdpa if kind == "sdpa" else _eager
+            _sdpa if kind in ("sdpa", "switched") else _eager
         )  # fmt: skip
         own = -(-(shape.prompt + shape.new) // PAGE)
         shared = shape.prefix // PAGE

@@ -18,7 +18,10 @@ class NotHere(Exception):
 
 @dataclass(frozen=True)
 class Implementation:
-    """ours, official, sdpa or eager; `@7.5` behind the name forces the compute capability that it may use."""
+    """ours, official, sdpa, switched (sdpa on our kernels) or eager.
+
+    `@7.5` behind the name forces the compute capability that it may use.
+    """
 
     name: str
 
@@ -36,7 +39,9 @@ class Implementation:
 
     @property
     def in_transformers(self) -> str:
-        return "flash_attention_2" if self.is_flash else self.kind
+        if self.is_flash:
+            return "flash_attention_2"
+        return "sdpa" if self.kind == "switched" else self.kind
 
 
 @dataclass(frozen=True)

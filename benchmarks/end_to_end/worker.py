@@ -48,6 +48,10 @@ def _make_ready(setting: Setting) -> None:
         import flash_attn_compat
 
         flash_attn_compat.patch()
+    if implementation.kind == "switched":
+        from flash_attn_compat.aten import switch
+
+        switch.hold(switch.Wish(always=True))  # for the life of this process
     if implementation.kind == "official":
         from verify.implementations import official
 
@@ -109,7 +113,7 @@ class _Served:
     """Which of our backends served: a program that quietly computes in another way is no result of ours."""
 
     def __init__(self, setting: Setting) -> None:
-        self.counted = setting.implementation.kind == "ours"
+        self.counted = setting.implementation.kind in ("ours", "switched")
         if self.counted:
             import flash_attn_compat
 
