@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from flash_attn_compat import __version__, progress, settings
@@ -26,12 +28,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if wish is not None:
         del arguments[1]
     runs = arguments[:1] == ["run"] and len(arguments) > 1 and arguments[1] not in ("-h", "--help")
-    options = None if runs else _parser().parse_args(arguments)
+    verifies = arguments[:1] == ["verify"]
+    options = None if runs or verifies else _parser().parse_args(arguments)
     try:
         settings.check()
     except ValueError as error:
         print(f"flash-attn-compat: {error}", file=sys.stderr)
         return 2
+    if verifies:
+        return verify(arguments[1:])
     if options is None:
         run(arguments[1:], wish or False)
     if options.command == "run":
@@ -52,6 +57,17 @@ def run(arguments: Sequence[str], sdpa: Sdpa = False) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, command)
+
+
+def verify(arguments: Sequence[str]) -> int:
+    """`python -m verify` from anywhere. It lies in the package, or beside it in a clone; its libraries are an extra."""
+    package = Path(__file__).parent
+    name = "flash_attn_compat.verify" if (package / "verify").is_dir() else "verify"
+    sys.path.insert(0, str(package.parent))
+    program = importlib.import_module(f"{name}.__main__")
+    sys.path[0] = os.getcwd()  # as `python -m` has it: there lie the kernels to be judged
+    code: int = program.main(list(arguments))
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -109,6 +125,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--json", action="store_true", help="the report as one JSON object")
     command.set_defaults(action=_doctor)
+
+    commands.add_parser(
+        "verify", add_help=False, help="check, locate, compare and time attention kernels, yours or this package's"
+    )
 
     command = commands.add_parser(
         "tune",

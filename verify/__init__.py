@@ -1,1 +1,7 @@
-"""The proof a user can run: `python -m verify`. Uses flash_attn_compat's public face only; never part of the wheel."""
+"""The proof a user can run: `flash-attn-compat verify`, `python -m verify` in a clone; in a wheel it lies in the package.
+
+Uses flash_attn_compat's public face only; nothing in the package imports it.
+"""
+
+COMMAND = "python -m verify" if __name__ == "verify" else "flash-attn-compat verify"
+EXTRA = 'pip install "flash-attn-compat[verify]"'

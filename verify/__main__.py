@@ -1,20 +1,25 @@
-"""`python -m verify`. Says in one line what is missing where the extra is not installed."""
+"""The program. Says in one line what is missing where the extra is not installed."""
+
+from __future__ import annotations
 
 import os
 import sys
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # some PyTorch releases announce each profile on stderr
+from . import COMMAND, EXTRA
 
-try:
-    from verify.cli import main
-except ModuleNotFoundError as error:
-    if error.name not in ("rich", "torch", "einops", "flash_attn_compat", "matplotlib"):
-        raise
-    print(
-        f'python -m verify: {error.name} is not installed: pip install -c constraints.txt -e ".[verify]"',
-        file=sys.stderr,
-    )
-    sys.exit(2)
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command and gives its exit code: 0 all is well, 1 something is wrong, 2 the arguments make no sense."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # some PyTorch releases announce each profile on stderr
+    try:
+        from .cli import main as run
+    except ModuleNotFoundError as error:
+        if error.name not in ("rich", "torch", "einops", "flash_attn_compat"):
+            raise
+        print(f"{COMMAND}: {error.name} is not installed: {EXTRA}", file=sys.stderr)
+        return 2
+    return run(argv)
+
 
 if __name__ == "__main__":
     sys.exit(main())

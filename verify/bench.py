@@ -15,18 +15,19 @@ from rich.console import Console
 from rich.text import Text
 
 from flash_attn_compat.backends import BACKENDS
-from verify import bench_report as tables
-from verify import implementations as impl
-from verify.bench_run import Plan, Row, run
-from verify.contestants import RIVALS, USUAL_RIVALS, Contestant, ours
-from verify.environment import checked_devices, describe
-from verify.errors import UsageError
-from verify.graphs import graphed
-from verify.inputs import dtype, number, positive
-from verify.output import console, deliver, progress_bar
-from verify.tables import COLOURS, Report
-from verify.timing import DeviceLost
-from verify.workloads import DECODE, FULL, SMALL, Workload
+
+from . import bench_report as tables
+from . import implementations as impl
+from .bench_run import Plan, Row, run
+from .contestants import RIVALS, USUAL_RIVALS, Contestant, ours
+from .environment import checked_devices, describe
+from .errors import UsageError
+from .graphs import graphed
+from .inputs import dtype, number, positive
+from .output import console, deliver, progress_bar
+from .tables import COLOURS, Report
+from .timing import DeviceLost
+from .workloads import DECODE, FULL, SMALL, Workload
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, NamedTuple
 
-from verify import output
-from verify.bench_run import Row
-from verify.contestants import FLASH, WORKAROUNDS
-from verify.tables import Table
-from verify.timing import Timing
-from verify.workloads import DECODE, IN_GRAPH
+from . import output
+from .bench_run import Row
+from .contestants import FLASH, WORKAROUNDS
+from .tables import Table
+from .timing import Timing
+from .workloads import DECODE, IN_GRAPH
 
 MODES = {"forward": "forward", "both": "forward + backward"}
 YARDSTICKS = {"flash-attn": FLASH, "the fastest way without it": WORKAROUNDS}

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from verify import spot_check
-from verify.call import Call
-from verify.contestants import Contestant, Prepared
-from verify.judge import Check
-from verify.timing import Allocations, Failed, Job, Timing, allocations, attempt, free_memory, time_together
-from verify.workloads import Workload
+from . import spot_check
+from .call import Call
+from .contestants import Contestant, Prepared
+from .judge import Check
+from .timing import Allocations, Failed, Job, Timing, allocations, attempt, free_memory, time_together
+from .workloads import Workload
 
 MIB = 2**20
 

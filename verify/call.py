@@ -144,6 +144,8 @@ def solve(function: Callable[..., Any], call: Call, seed: int = 7) -> Answer:
         out, softmax_lse, s_dmask = parts_of(function(**args | leaves))
     grads: dict[str, Tensor] = {}
     if call.dout is not None:
+        if not out.requires_grad:
+            raise RuntimeError("out has no gradient (--forward-only leaves gradients out)")
         grads = dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), call.dout)))
     return Answer(
         out=out.detach(),

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verify.call import DTYPES, SHORT, Answer, Call
-from verify.drawing import random_problem
-from verify.problems import FUNCTIONS, KINDS, Problem
+from .call import DTYPES, SHORT, Answer, Call
+from .drawing import random_problem
+from .problems import FUNCTIONS, KINDS, Problem
 
 HALF = ("float16", "bfloat16")
 EVERY = (*HALF, "float32")

@@ -1,4 +1,4 @@
-"""Checks, locates, compares and times attention kernels: `python -m verify [compare] ...` and its sisters.
+"""Checks, locates, compares and times attention kernels.
 
 A subcommand is a module with `add_arguments(parser)` and `main(arguments)`, which gives the exit code. Its docstring
 begins "`python -m verify NAME`: what it does". A user's mistake is reported in one line, with exit code 2.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from typing import NoReturn
 
-from verify import bench, compare, ladder, locate, report
-from verify.errors import UsageError
-from verify.output import add_output_arguments, check_output_arguments
+from . import COMMAND, bench, compare, ladder, locate, report
+from .errors import UsageError
+from .output import add_output_arguments, check_output_arguments
 
-SUBCOMMANDS = (compare, bench, ladder, locate, report)  # the first is what `python -m verify` alone does
+SUBCOMMANDS = (compare, bench, ladder, locate, report)  # the first is what no command means
 EXIT_CODES = (
     "Exit code 0: all is right, or the same; 1: something is wrong, or differs; 2: the arguments make no sense."
 )
@@ -26,7 +27,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m verify", description=__doc__.splitlines()[0])
+    parser = _Parser(
+        prog=COMMAND,
+        description=textwrap.fill(f"{__doc__.splitlines()[0]} {EXIT_CODES}", 78),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
     for module in SUBCOMMANDS:
         what = (module.__doc__ or "").partition("`: ")[2].partition("\n\n")[0].strip()
@@ -36,6 +41,8 @@ def build_parser() -> argparse.ArgumentParser:
         if module is not report:
             add_output_arguments(sub)
         sub.set_defaults(run=module.main)
+        if module is compare:
+            parser.epilog = "without a command, or with compare:\n" + sub.format_help().partition("options:\n")[2]
     return parser
 
 
@@ -50,5 +57,5 @@ def main(argv: list[str] | None = None) -> int:
         code: int = arguments.run(arguments)
         return code
     except UsageError as error:
-        print(f"python -m verify: {error}", file=sys.stderr)
+        print(f"{COMMAND}: {error}", file=sys.stderr)
         return 2

@@ -6,24 +6,24 @@ Runs and tabulates. What is compared is made in recorded.py and cases.py, how ne
 from __future__ import annotations
 
 import argparse
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from verify import implementations as impl
-from verify.cases import Case, generated
-from verify.environment import checked_devices, describe
-from verify.errors import UsageError
-from verify.examination import Examination, Verdict
-from verify.judge import Check
-from verify.output import console, deliver, progress_bar
-from verify.recorded import recorded_cases
-from verify.tables import Report, Table
+from . import implementations as impl
+from .cases import Case, generated
+from .environment import checked_devices, describe
+from .errors import UsageError
+from .examination import Examination, Verdict
+from .judge import Check
+from .output import console, deliver, progress_bar
+from .recorded import ABSENT, recorded_cases
+from .tables import Report, Table
 
-PASS, FAIL, NOT_SUPPORTED = "pass", "FAIL", "not supported"
+PASS, FAIL, DECLINED = "pass", "FAIL", "declined"
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Row:
 
     @property
     def outcome(self) -> str:
-        return NOT_SUPPORTED if self.refused else FAIL if self.verdict.failures else PASS
+        return DECLINED if self.refused else FAIL if self.verdict.failures else PASS
 
     @property
     def note(self) -> str:
@@ -96,6 +96,7 @@ def _judged(case: Case, implementation: impl.Implementation, device: str, examin
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
+MOST_REASONS = 5
 # Which quantity came nearest to its bound, its error, and that error as a multiple of the bound.
 LEGEND = "(worst quantity, its error, in brackets that error / its bound)"
 
@@ -133,7 +134,7 @@ def _summary(rows: Iterable[Row]) -> Table:
         passed = sum(row.outcome == PASS for row in ran)
         right, refused = f"{passed} of {len(ran)}", str(len(members) - len(ran) or "")
         cells.append((*parts, right, refused, *map(_figure, worst), PASS if passed == len(ran) else FAIL))
-    columns = ("backend", "device", "problems", "right", "not supported", "vs official", "vs fp64", "verdict")
+    columns = ("backend", "device", "problems", "right", "declined", "vs official", "vs fp64", "verdict")
     return Table(f"Summary {LEGEND}", columns, cells)
 
 
@@ -147,14 +148,28 @@ def idle_backends(rows: Sequence[Row]) -> dict[tuple[str, str], str]:
     return found
 
 
-def report(rows: Sequence[Row], environment: Mapping[str, str], verbose: bool = False) -> Report:
+def own_words(rows: Sequence[Row]) -> list[str]:
+    """For whoever wrote the kernel: what it declined, and which errors are no more than that."""
+    raised = any(row.verdict.errors for row in rows)
+    reasons = Counter(row.note for row in rows if row.refused).most_common()
+    told = [f"{count} x {reason}" for reason, count in reasons[:MOST_REASONS]]
+    more = sum(count for _, count in reasons[MOST_REASONS:])
+    told += [f"{more} x for other reasons"] if more else []
+    lines = [f"declined: {'; '.join(told)}"] if told else []
+    return lines + ([f"declined, which is not wrong, counts for {impl.DECLINES}"] if told or raised else [])
+
+
+def report(
+    rows: Sequence[Row], environment: Mapping[str, str], verbose: bool = False, remarks: Sequence[str] = ()
+) -> Report:
     idle = idle_backends(rows)
     shown = [row for row in rows if (row.implementation, row.device) not in idle]
     ran = [row for row in shown if not row.refused]
     wrong = [row for row in ran if row.outcome == FAIL]
     tables = [_every_row("Every answer", shown, folded=not verbose), _summary(shown)]
     tables += [_every_row("Wrong answers", wrong)] if wrong and not verbose else []
-    lines = [f"{name} on {device}: no case ran ({reason})" for (name, device), reason in idle.items()]
+    lines = [*remarks]
+    lines += [f"{name} on {device}: no case ran ({reason})" for (name, device), reason in idle.items()]
     verdict = f"{'FAIL' if wrong else 'PASS'}: {len(ran) - len(wrong)} of {len(ran)} answers right"
     lines.append(verdict if ran else "FAIL: no case ran on any backend")
     ok = bool(ran) and not wrong
@@ -167,8 +182,8 @@ def report(rows: Sequence[Row], environment: Mapping[str, str], verbose: bool = 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--backend", action="append", default=[], metavar="NAME", help="only this backend (may be repeated)")
-    what = "judge this instead of the backends: an object with the public functions, or a flash_attn_func"
-    add("--implementation", metavar="MODULE[:ATTRIBUTE]", help=what)
+    what = "judge this instead of the backends: a module or object with the public functions, or a flash_attn_func"
+    add("--implementation", metavar="MODULE_OR_FILE.py[:ATTRIBUTE]", help=what)
     add("--device", action="append", default=[], metavar="DEVICE", help="only on: cpu, cuda, cuda:1, mps (repeatable)")
     add("--quick", action="store_true", help="the recorded answers and one generated problem for each feature")
     add("-k", dest="filter", default="", metavar="TEXT[,TEXT]", help="only cases with one of these in their name")
@@ -203,6 +218,7 @@ def main(arguments: argparse.Namespace) -> int:
         for row in run(judged, devices, cases):
             rows.append(row)
             progress.advance(task)
-    summary = report(rows, describe(devices), arguments.verbose)
+    remarks = [*([] if recorded_cases() else [ABSENT]), *(own_words(rows) if arguments.implementation else [])]
+    summary = report(rows, describe(devices), arguments.verbose, remarks)
     deliver(summary, {"rows": [row.to_json() for row in rows]}, arguments, terminal)
     return 0 if summary.ok else 1

@@ -19,11 +19,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_attn_compat
 from flash_attn_compat.bert_padding import index_first_axis, pad_input
-from verify import implementations as impl
-from verify.call import Call
-from verify.errors import NotSupported
-from verify.oracle import keys_visible
-from verify.workloads import Workload
+
+from . import implementations as impl
+from .call import Call
+from .errors import NotSupported
+from .oracle import keys_visible
+from .workloads import Workload
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -14,8 +14,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from verify.errors import UsageError
-from verify.probe import Kernel, Setting, ask, gap
+from .errors import UsageError
+from .probe import Kernel, Setting, ask, gap
 
 # A key tile of a row matters to these rules if it should get at least this share of the row's weight.
 MATTERS = 0.01

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from verify.problems import KINDS, QUANTITIES, WITH_GRADIENTS, Problem
+from .problems import KINDS, QUANTITIES, WITH_GRADIENTS, Problem
 
 
 def _chance(source: Random, percent: int) -> bool:

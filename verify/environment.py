@@ -9,7 +9,8 @@ import platform
 import torch
 
 import flash_attn_compat
-from verify.errors import UsageError
+
+from .errors import UsageError
 
 
 def checked_devices(wanted: list[str]) -> list[str]:

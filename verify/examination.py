@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import settings
-from verify.call import Answer, Call, accepted, same, solve
-from verify.errors import NotSupported
-from verify.implementations import Backend, Implementation
-from verify.judge import (
+
+from .call import Answer, Call, accepted, same, solve
+from .errors import NotSupported
+from .implementations import Backend, Implementation
+from .judge import (
     Check,
     Right,
     against_fp64,
@@ -25,7 +26,7 @@ from verify.judge import (
     of_other_form,
     right_answer,
 )
-from verify.problems import Problem
+from .problems import Problem
 
 # Scores of a whole call beyond which a GPU is faster at the right answers than one core: below it launches cost more.
 _SCORES_FOR_A_GPU = 2**18

@@ -10,12 +10,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from verify.bench_run import Plan, forward_job
-from verify.call import Call
-from verify.contestants import Contestant, Prepared
-from verify.errors import NotSupported
-from verify.timing import Job, free_memory, synchronize
-from verify.workloads import IN_GRAPH, Workload
+from .bench_run import Plan, forward_job
+from .call import Call
+from .contestants import Contestant, Prepared
+from .errors import NotSupported
+from .timing import Job, free_memory, synchronize
+from .workloads import IN_GRAPH, Workload
 
 WARM_UP_CALLS = 3
 

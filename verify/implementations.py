@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,8 +19,9 @@ import torch
 import flash_attn_compat
 from flash_attn_compat import flash_attn_interface
 from flash_attn_compat.backends import BACKENDS
-from verify.call import Call, accepted
-from verify.errors import NotSupported, UsageError
+
+from .call import Call, accepted
+from .errors import NotSupported, UsageError
 
 PUBLIC_FUNCTIONS = [name for name in flash_attn_compat.__all__ if name.startswith("flash_attn_")]
 
@@ -76,14 +81,27 @@ class Imported:
             raise NotSupported(str(error)) from error
         try:
             yield function
-        except NotImplementedError as error:
-            raise NotSupported(str(error) or "NotImplementedError") from error
+        except Exception as error:
+            if not declines(error):
+                raise
+            raise NotSupported((str(error).splitlines() or [type(error).__name__])[0]) from error
 
     def calls_served(self) -> int | None:
         return None
 
 
 Implementation = Backend | Imported
+
+DECLINES = "NotImplementedError, or an error that says what is not supported, or what alone is"
+
+
+def declines(error: Exception) -> bool:
+    """Whether an error says that this case is not for this kernel. What a device says of itself does not count."""
+    if isinstance(error, NotImplementedError):
+        return True
+    text = str(error).lower()
+    ours = not re.search(r"(cuda|hip|triton) error|_status_", text)
+    return ours and ("support" in text or "not implemented" in text)
 
 
 def backends(names: list[str]) -> list[Backend]:
@@ -96,10 +114,11 @@ def backends(names: list[str]) -> list[Backend]:
 
 
 def imported(path: str) -> Imported:
-    """The implementation at `module` or `module:attribute`."""
-    module_name, _, attribute = path.partition(":")
+    """The implementation at `module`, `module:attribute`, `FILE.py` or `FILE.py:attribute`."""
+    file = re.fullmatch(r"(.*\.py)(?::(.*))?", path)
+    module_name, attribute = (file[1], file[2] or "") if file else path.partition(":")[::2]
     try:
-        target = importlib.import_module(module_name)
+        target: Any = _of_file(Path(module_name)) if file else importlib.import_module(_here(module_name))
     except Exception as error:
         raise UsageError(f"cannot import {module_name!r}: {type(error).__name__}: {error}") from error
     for part in filter(None, attribute.split(".")):
@@ -111,6 +130,21 @@ def imported(path: str) -> Imported:
     if callable(target) and not isinstance(target, type) and not _takes_attention(target):
         raise UsageError(f"{path!r} is no attention function: it does not make a tensor of q, k and v")
     return Imported(path, target)
+
+
+def _of_file(path: Path) -> ModuleType:
+    """The module that a file holds. What lies beside it can be imported, as from a script."""
+    spec = importlib.util.spec_from_file_location(f"judged_{path.stem}", path.resolve(strict=True))
+    assert spec is not None and spec.loader is not None  # it ends in .py
+    sys.path.insert(0, str(path.resolve().parent))
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _here(name: str) -> str:
+    """verify's own kernels have the names that they have in a clone, in a wheel too."""
+    return name.replace("verify", __package__, 1) if name in ("verify.planted", "verify.steps") else name
 
 
 def _takes_attention(target: Callable[..., Any]) -> bool:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 
-from verify.call import DTYPES, SHORT
-from verify.environment import checked_devices
-from verify.errors import UsageError
-from verify.output import check_writable
+from . import EXTRA
+from .call import DTYPES, SHORT
+from .environment import checked_devices
+from .errors import UsageError
+from .output import check_writable
 
 NAMES = {short: dtype for dtype, short in SHORT.items()} | DTYPES
 
@@ -88,4 +89,4 @@ def check_picture(path: Path | None) -> None:
         raise UsageError(f"cannot draw {path}: a name that ends in .png is needed")
     check_writable(path)
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError('matplotlib is not installed: pip install -c constraints.txt -e ".[verify]"')
+        raise UsageError(f"matplotlib is not installed: {EXTRA}")

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verify import oracle
-from verify.call import CACHES, Answer, Call, same
-from verify.oracle import Tokens, Truth
+from . import oracle
+from .call import CACHES, Answer, Call, same
+from .oracle import Tokens, Truth
 
 # (times the plain error, times one rounding of the terms)
 OUT, GRADIENT = (2.0, 1.0), (3.0, 2.0)

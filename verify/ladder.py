@@ -15,17 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn_compat import flash_attn_func
-from verify import inputs
-from verify.bench import measured
-from verify.bench_report import detail_table
-from verify.bench_run import Plan, Row
-from verify.call import Call
-from verify.contestants import Contestant, Prepared
-from verify.environment import describe
-from verify.output import console, deliver
-from verify.steps import STEPS
-from verify.tables import Report
-from verify.workloads import Workload, workload
+
+from . import inputs
+from .bench import measured
+from .bench_report import detail_table
+from .bench_run import Plan, Row
+from .call import Call
+from .contestants import Contestant, Prepared
+from .environment import describe
+from .output import console, deliver
+from .steps import STEPS
+from .tables import Report
+from .workloads import Workload, workload
 
 DEFAULT_LENGTHS = (128, 256, 512, 1024)
 ENOUGH_S = 0.6  # of readings, for one step at one length

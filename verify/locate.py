@@ -15,20 +15,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from verify import inputs
-from verify.call import parameters
-from verify.diagnosis import Evidence, evidence, findings
-from verify.environment import describe
-from verify.errors import UsageError
-from verify.implementations import backends, imported
-from verify.output import console, deliver, progress_bar
-from verify.probe import Kernel, Setting, answered, gap
-from verify.tables import SHADES, Report, Table
-from verify.workloads import workload
+from . import inputs
+from .call import parameters
+from .diagnosis import Evidence, evidence, findings
+from .environment import describe
+from .errors import UsageError
+from .implementations import backends, imported
+from .output import console, deliver, progress_bar
+from .probe import Kernel, Setting, answered, gap
+from .tables import SHADES, Report, Table
+from .workloads import workload
 
 REFERENCE = "flash_attn_compat:flash_attn_func"
 KERNEL = (
-    "module:function, called as function(q, k, v, causal=...) on (batch, seqlen, heads, head_dim), and with block_rows "
+    "module:function or FILE.py:function, called as function(q, k, v, causal=...) on (batch, seqlen, heads, head_dim), and with block_rows "
     "and block_columns if it has these parameters; or a backend of this package"
 )
 MOST_BYTES = 2 << 30  # of fp64 scores, which the right answer needs several times

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from verify.call import CACHES, PACKED, Answer, Call
+from .call import CACHES, PACKED, Answer, Call
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from verify.errors import UsageError
-from verify.page import to_html
-from verify.tables import COLOURS, Report
+from . import COMMAND
+from .errors import UsageError
+from .page import to_html
+from .tables import COLOURS, Report
 
 Read = TypeVar("Read")
 
@@ -77,7 +78,7 @@ def load(path: Path, read: Callable[[dict[str, Any]], Read], command: str = "COM
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path} is not a file that `python -m verify {command} --json` wrote") from error
+        raise UsageError(f"{path} is not a file that `{COMMAND} {command} --json` wrote") from error
 
 
 def _show(report: Report, terminal: Console) -> None:

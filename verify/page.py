@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 
-from verify.tables import COLOURS, SHADES, Report, Table
+from .tables import COLOURS, SHADES, Report, Table
 
 LONG = 12  # rows, beyond which a table is folded
 

@@ -1,6 +1,6 @@
 """A tiled kernel with classical mistakes planted in it: something for `verify locate` to find.
 
-    python -m verify locate verify.planted:maximum_at_next_tile
+    flash-attn-compat verify locate verify.planted:maximum_at_next_tile
 
 `right` has none. The mistakes are made on purpose; nothing else may use this file.
 """
@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from verify.steps import Attention, blocks, divided, finite, in_the_future, matmul, over_heads, scores, zeros
+from .steps import Attention, blocks, divided, finite, in_the_future, matmul, over_heads, scores, zeros
 
 
 def planted(mistake: str) -> Attention:

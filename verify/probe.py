@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verify import oracle
-from verify.call import Answer, Call, accepted, parts_of, same
-from verify.errors import UsageError
-from verify.judge import Check, Right, against_fp64, right_answer
+from . import oracle
+from .call import Answer, Call, accepted, parts_of, same
+from .errors import UsageError
+from .judge import Check, Right, against_fp64, right_answer
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verify.call import DTYPES, Call
+from .call import DTYPES, Call
 
 FUNCTIONS = {
     "dense": "flash_attn_func",

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from verify import output
-from verify.page import to_html
-from verify.tables import Report
+from . import output
+from .page import to_html
+from .tables import Report
 
 ABOUT = (
     "Programs that understand and write text or draw pictures spend much of their time on one calculation, called "

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verify import oracle
-from verify.call import Answer, Call
-from verify.contestants import Prepared
-from verify.judge import Check, Right, against_fp64, broken, kept_fraction, right_answer
+from . import oracle
+from .call import Answer, Call
+from .contestants import Prepared
+from .judge import Check, Right, against_fp64, broken, kept_fraction, right_answer
 
 MOST_SCORES = 16 * 2**20  # of a piece, for all its query heads: 128 MiB in fp64
 SEED = 7  # before every call: under dropout the mask is the same

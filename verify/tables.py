@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 # Cells that say how something went, and how a terminal shows them.
-COLOURS = {"pass": "green", "FAIL": "bold red", "not supported": "yellow"}
+COLOURS = {"pass": "green", "FAIL": "bold red", "declined": "yellow", "not supported": "yellow"}
 # The characters of a heat map, from within tolerance up, each ten times worse than the one before.
 SHADES = "·░▒▓█"
 

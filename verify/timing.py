@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from verify.errors import NotSupported
+from .errors import NotSupported
 
 Result = TypeVar("Result")
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from verify.call import Call
-from verify.problems import Problem
+from .call import Call
+from .problems import Problem
 
 # flash-attn's own pages are multiples of this.
 PAGE_SIZE = 256

@@ -1,0 +1,187 @@
+"""verify away from its clone: as the wheel has it, over a file of the user's, with what a kernel declines."""
+
+from __future__ import annotations
+
+import importlib.abc
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.interpreters import REPOSITORY, forked
+from verify import EXTRA, compare
+from verify.cli import build_parser, main
+from verify.errors import UsageError
+from verify.implementations import declines, imported
+from verify.recorded import ABSENT
+
+CASES = ["--quick", "--device", "cpu", "-k", "mqa_cross,func causal gqa"]
+KERNEL = """
+from beside import attention
+
+def right(q, k, v, causal=False):
+    return attention(q, k, v, causal)
+
+def wrong(q, k, v, causal=False):
+    return attention(q, k, v, False)
+"""
+BESIDE = """
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+def attention(q, k, v, causal):
+    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))
+    return sdpa(q, k, v, is_causal=causal).transpose(1, 2)
+"""
+
+
+@pytest.fixture
+def kernel(tmp_path, monkeypatch) -> str:
+    """A file of somebody's, with another beside it that it imports."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "beside", raising=False)
+    folder = tmp_path / "somewhere else"
+    folder.mkdir()
+    (folder / "kernel.py").write_text(KERNEL)
+    (folder / "beside.py").write_text(BESIDE)
+    return str(folder / "kernel.py")
+
+
+@pytest.fixture
+def wheel(tmp_path) -> Path:
+    """What a wheel unpacks: the package, with verify in it and without its recorded answers."""
+    site, left = tmp_path / "site-packages", shutil.ignore_patterns("__pycache__", "recorded_answers")
+    shutil.copytree(Path(REPOSITORY, "flash_attn_compat"), site / "flash_attn_compat", ignore=left)
+    shutil.copytree(Path(REPOSITORY, "verify"), site / "flash_attn_compat/verify", ignore=left)
+    return site
+
+
+def test_the_command_of_a_wheel_judges_a_kernel_of_the_folder_it_is_called_in(wheel, kernel):
+    code = f"""
+import os, sys
+sys.path[:] = [{str(wheel)!r}, *(p for p in sys.path if p not in ("", {REPOSITORY!r}))]
+os.chdir({str(Path(kernel).parent)!r})
+from flash_attn_compat.cli import main
+codes = [main(["verify", "--implementation", name, "--device", "cpu", "-k", "func causal gqa fp32"])
+         for name in ("kernel:right", "kernel.py:right", "kernel.py:wrong")]
+codes.append(main(["verify", "locate", "verify.planted:right", "--n", "32", "--heads", "1", "--batch", "1"]))
+assert "verify" not in sys.modules
+sys.exit(0 if codes == [0, 0, 1, 0] and main(["verify", "--nonsense"]) else 7)
+"""
+    done = forked(code)
+    assert done.returncode == 2 and "flash-attn-compat verify: unrecognized arguments" in done.stderr, done.stderr
+    assert " ".join(done.stdout.split()).count(ABSENT) == 3
+
+
+def test_a_clone_holds_kernels_against_the_recorded_answers_and_says_nothing_of_their_absence(capsys):
+    assert main([*CASES, "--implementation", "tests.mutants:correct"]) == 0
+    shown = capsys.readouterr().out
+    assert "recorded answers" in shown and ABSENT not in shown
+
+
+def test_an_absent_library_of_the_extra_ends_in_one_line_that_names_the_extra(monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("rich", "verify")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Without("rich"), *sys.meta_path])
+    from verify.__main__ import main as program
+
+    assert program(["--quick"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "rich" in line and line.endswith(EXTRA) and EXTRA == 'pip install "flash-attn-compat[verify]"'
+
+
+class Without(importlib.abc.MetaPathFinder):
+    """As if this were not installed."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname == self.name:
+            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
+
+
+def test_the_bare_help_shows_the_usual_options(capsys):
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["--help"])
+    shown = capsys.readouterr().out
+    assert all(option in shown for option in ("--implementation", "--quick", "--backend", "--html", "locate"))
+
+
+# ---- a file of the user's --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "code"), [("right", 0), ("wrong", 1)])
+def test_a_function_of_a_file_is_judged_and_what_lies_beside_it_is_importable(kernel, name, code, capsys):
+    assert main(["--quick", "--device", "cpu", "-k", "func causal gqa fp32", "--implementation", f"{kernel}:{name}"]) == code
+    assert main(["locate", f"{kernel}:{name}", "--causal", "--n", "32", "--heads", "1", "--batch", "1"]) == code
+
+
+@pytest.mark.parametrize(
+    ("suffix", "part"),
+    [("kernel.py", "FileNotFoundError"), ("sub.py", "planted"), ("there.py:absent", "has no 'absent'")],
+)
+def test_a_file_that_cannot_be_used_ends_in_one_line(suffix, part, tmp_path):
+    (tmp_path / "sub.py").write_text("raise ValueError('planted')")
+    (tmp_path / "there.py").write_text("")
+    with pytest.raises(UsageError, match=part):
+        imported(str(tmp_path / suffix))
+
+
+# ---- to decline is not to be wrong -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "counts"),
+    [
+        (NotImplementedError(), True),
+        (ValueError("head_dim 52 is not supported"), True),
+        (AssertionError("Only fp16 and bf16 are supported"), True),
+        (RuntimeError("this kernel doesn't support causal"), True),
+        (RuntimeError("windows: not implemented yet"), True),
+        (AssertionError(), False),
+        (ValueError("head_dim must be 64"), False),
+        (RuntimeError("CUDA error: operation not supported"), False),
+        (RuntimeError("cublasGemmEx: CUBLAS_STATUS_NOT_SUPPORTED"), False),
+        (RuntimeError("Triton Error [CUDA]: operation not supported"), False),
+    ],
+    ids=str,
+)
+def test_a_kernel_declines_by_an_error_that_says_what_is_not_supported(error, counts):
+    assert declines(error) is counts
+
+
+def half_only(q, k, v, causal=False):
+    if q.dtype == torch.float32:
+        raise ValueError("float32 is not supported\nand more")
+    if causal:
+        raise ZeroDivisionError("planted")
+    from tests.mutants import correct
+
+    return correct.flash_attn_func(q, k, v)
+
+
+def test_what_was_declined_is_counted_with_its_reasons_beside_what_is_wrong(tmp_path, capsys):
+    saved = tmp_path / "a.json"
+    given = ["--implementation", "tests.test_verify_travels:half_only", "--forward-only", "--json", str(saved)]
+    assert main([*CASES, *given]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    verdicts = {row["case"]: (row["verdict"], row["note"]) for row in json.loads(saved.read_text())["rows"]}
+    assert verdicts["mqa_cross"][0] == "pass"
+    assert verdicts["func causal gqa fp16"] == ("FAIL", "ZeroDivisionError: planted")
+    assert verdicts["func causal gqa fp32"] == ("declined", "float32 is not supported")
+    assert "declined: 1 x float32 is not supported" in shown and "declined, which is not wrong, counts for" in shown
+
+
+def test_an_output_without_gradients_is_said_to_be_one(tmp_path, capsys):
+    assert main([*CASES, "--implementation", "tests.test_verify_travels:detached"]) == 1
+    assert "out has no gradient (--forward-only leaves gradients out)" in " ".join(capsys.readouterr().out.split())
+
+
+def detached(q, k, v, causal=False):
+    from tests.mutants import correct
+
+    return correct.flash_attn_func(q, k, v, causal=causal).detach()
