@@ -97,12 +97,18 @@ def test_every_command_exists_and_ours_take_the_arguments_that_are_shown(page: s
             # To look for pip would make setuptools take this process for it, and give distutils back.
             assert arguments[1] in ("build", "pip") or importlib.util.find_spec(arguments[1]) is not None
             if arguments[1] == "verify":
-                is_named = arguments[2:] and arguments[2] in VERIFY
-                verify_cli.build_parser().parse_args(arguments[2:] if is_named else ["compare", *arguments[2:]])
+                verify_takes(arguments[2:])
         elif not arguments[0].startswith("-"):
             assert (ROOT / arguments[0]).exists()
-    if Path(program).name == "flash-attn-compat" and arguments[0] != "run":
+    if Path(program).name == "flash-attn-compat" and arguments[0] == "verify":
+        verify_takes(arguments[1:])
+    elif Path(program).name == "flash-attn-compat" and arguments[0] != "run":
         cli._parser().parse_args(arguments)
+
+
+def verify_takes(arguments: list[str]) -> None:
+    is_named = arguments and arguments[0] in VERIFY
+    verify_cli.build_parser().parse_args(arguments if is_named else ["compare", *arguments])
 
 
 @each_page

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.interpreters import REPOSITORY, forked
-from verify import EXTRA, compare
+from verify import EXTRA
 from verify.cli import build_parser, main
 from verify.errors import UsageError
 from verify.implementations import declines, imported
@@ -116,7 +116,8 @@ def test_the_bare_help_shows_the_usual_options(capsys):
 
 @pytest.mark.parametrize(("name", "code"), [("right", 0), ("wrong", 1)])
 def test_a_function_of_a_file_is_judged_and_what_lies_beside_it_is_importable(kernel, name, code, capsys):
-    assert main(["--quick", "--device", "cpu", "-k", "func causal gqa fp32", "--implementation", f"{kernel}:{name}"]) == code
+    judged = ["--implementation", f"{kernel}:{name}", "--quick", "--device", "cpu", "-k", "func causal gqa fp32"]
+    assert main(judged) == code
     assert main(["locate", f"{kernel}:{name}", "--causal", "--n", "32", "--heads", "1", "--batch", "1"]) == code
 
 

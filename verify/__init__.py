@@ -1,4 +1,4 @@
-"""The proof a user can run: `flash-attn-compat verify`, `python -m verify` in a clone; in a wheel it lies in the package.
+"""The proof a user can run: `flash-attn-compat verify`, or `python -m verify` in a clone. The wheel has it too.
 
 Uses flash_attn_compat's public face only; nothing in the package imports it.
 """

@@ -20,14 +20,15 @@ from . import bench_report as tables
 from . import implementations as impl
 from .bench_run import Plan, Row, run
 from .contestants import RIVALS, USUAL_RIVALS, Contestant, ours
+from .doubts import settled
 from .environment import checked_devices, describe
 from .errors import UsageError
 from .graphs import graphed
 from .inputs import dtype, number, positive
-from .output import console, deliver, progress_bar
+from .output import announce, console, deliver, progress_bar
 from .tables import COLOURS, Report
 from .timing import DeviceLost
-from .workloads import DECODE, FULL, SMALL, Workload
+from .workloads import DECODE, FULL, SMALL, Workload, of_lengths
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu", action="store_true", help="the full workloads on the CUDA device: --device cuda")
     add("--dtype", type=dtype, help="fp16 (default), bf16, fp32 (default on a CPU)")
     add("--only", action="append", default=[], metavar="NAME[,NAME]", help="workloads with this in their name")
+    add("--lengths", type=positive, nargs="+", metavar="N", help="causal problems of these sequence lengths instead")
     add("--backends", default="default", metavar="A,B", help="of ours these: 'default' is what dispatch chooses, 'all'")
     add("--rivals", default="", metavar="A,B", help=f"only these of the others ('none': nobody): {', '.join(RIVALS)}")
     add("--repeats", type=positive, default=7, metavar="N", help="readings of each figure (default 7)")
@@ -77,7 +79,10 @@ def _chosen(text: str, there: dict[str, Contestant], what: str) -> list[Contesta
 
 
 def _workloads(arguments: argparse.Namespace, kind: str) -> list[Workload]:
-    there = SMALL if arguments.small or kind != "cuda" else (*FULL, *DECODE)
+    small = arguments.small or kind != "cuda"
+    if arguments.lengths:
+        return of_lengths(sorted(set(arguments.lengths)), small)
+    there = SMALL if small else (*FULL, *DECODE)
     wanted = [name for text in arguments.only for name in _names(text)]
     for name in wanted:
         if not any(name in workload.name for workload in there):
@@ -93,7 +98,7 @@ def main(arguments: argparse.Namespace) -> int:
     saved = tables.load(arguments.against) if arguments.against else None
     environment = {**describe([plan.device]), "dtype": str(plan.dtype).removeprefix("torch."),
                    "official flash-attn": impl.official()[1]}  # fmt: skip
-    terminal.print(Text("; ".join(environment.values()), style="dim"), soft_wrap=True)
+    announce(environment, terminal)
     rows, lost = measured(plan, terminal)
     summary = [tables.summary_table(rows)]
     lines = tables.mean_lines(rows)
@@ -104,7 +109,8 @@ def main(arguments: argparse.Namespace) -> int:
         lines += [*conclusion, *tables.differing_devices(saved, environment)]
     wrong = [f"WRONG OR FAILED  {row.workload} {row.contestant}: {tables.remarks(row)}"
              for row in rows if row.ours and row.wrong]  # fmt: skip
-    lines += [*wrong, *([lost] if lost else [])]
+    doubts = dict.fromkeys(f"{row.contestant} on {row.workload}: {row.doubt}" for row in rows if row.doubt)
+    lines += [*wrong, *doubts, *([lost] if lost else [])]
     bad = [what for what, there in (("wrong", wrong), ("slower", regressed), ("unfinished", lost)) if there]
     lines.append(f"FAIL: {', '.join(bad)}" if bad else "PASS: every answer of ours is right")
 
@@ -123,6 +129,7 @@ def measured(plan: Plan, terminal: Console) -> tuple[list[Row], str]:
     rows: list[Row] = []
     in_graphs = graphed(plan)
     workloads = [*plan.workloads, *in_graphs.workloads]
+    terminal.print(Text(f"  {'':28} {'forward':>13} {'and backward':>13} ms {'peak':>8} MiB  answer", style="dim"))
     with progress_bar(terminal) as progress:
         task = progress.add_task("", total=len(workloads))
 
@@ -134,6 +141,8 @@ def measured(plan: Plan, terminal: Console) -> tuple[list[Row], str]:
                 rows += found
                 _print_rows(workload, found, terminal)
                 progress.advance(task)
+            step("what contradicts itself, once more")
+            rows = settled(rows, plan, step)
         except DeviceLost as reason:
             return rows, f"the CUDA device gave up, nothing could be measured after: {reason}"
         except KeyboardInterrupt:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant on one workload. `reason` says why there are no figures, or not all of them."""
+    """One contestant on one workload. reason: why there are no figures, or not all; doubt: why not to believe them."""
 
     workload: str
     contestant: str
@@ -33,10 +33,16 @@ class Row:
     verdict: Check | None = None
     reason: str = ""
     failed: bool = False
+    doubt: str = ""
 
     @property
     def wrong(self) -> bool:
         return self.failed or (self.verdict is not None and not self.verdict.ok)
+
+    @property
+    def impossible(self) -> bool:
+        """Whether the forward alone took longer than with its backward."""
+        return bool(self.forward and self.both and self.forward.median_ms > self.both.median_ms)
 
     def milliseconds(self, mode: str) -> float | None:
         """mode: forward or both."""
@@ -101,10 +107,10 @@ def _rows(workload: Workload, plan: Plan, step: Callable[[str], None]) -> list[R
             able[True] |= {name: prepared} if gradients else {}
             break
 
-    def measure(gradients: bool, timing: str, memory: str) -> None:
+    def measure(gradients: bool, timing: str, memory: str, names: Collection[str]) -> None:
         step(f"{workload.name}: {timing}")
         make = training_job if gradients else forward_job
-        jobs = {name: make(prepared, given) for name, prepared in able[gradients].items()}
+        jobs = {name: make(prepared, given) for name, prepared in able[gradients].items() if name in names}
         for name, job in jobs.items():
             held = attempt(plan.device, allocations, job.run, plan.device, job.around)
             if isinstance(held, Allocations):
@@ -114,8 +120,15 @@ def _rows(workload: Workload, plan: Plan, step: Callable[[str], None]) -> list[R
             timed: dict[str, Any] = {timing: found}
             rows[name] = rows[name].but(found) if isinstance(found, Failed) else replace(rows[name], **timed)
 
-    measure(False, "forward", "memory_mib")
-    measure(True, "both", "both_memory_mib")
+    names: Collection[str] = rows
+    for _ in range(2):
+        measure(False, "forward", "memory_mib", names)
+        measure(True, "both", "both_memory_mib", names)
+        names = [name for name, row in rows.items() if row.impossible]
+        if not names:
+            break
+    for name in names:
+        rows[name] = replace(rows[name], doubt="DOUBTFUL, timed twice: the forward takes longer than with its backward")
     return list(rows.values())
 
 

@@ -19,7 +19,7 @@ from .environment import checked_devices, describe
 from .errors import UsageError
 from .examination import Examination, Verdict
 from .judge import Check
-from .output import console, deliver, progress_bar
+from .output import announce, console, deliver, progress_bar
 from .recorded import ABSENT, recorded_cases
 from .tables import Report, Table
 
@@ -211,7 +211,8 @@ def main(arguments: argparse.Namespace) -> int:
     )
     cases, devices = _cases(arguments), checked_devices(arguments.device)
     torch.set_num_threads(1)  # thousands of small problems: more threads cost more than they give
-    terminal = console()
+    terminal, environment = console(), describe(devices)
+    announce(environment, terminal)
     rows: list[Row] = []
     with progress_bar(terminal) as progress:
         task = progress.add_task("comparing", total=len(cases) * len(judged) * len(devices))
@@ -219,6 +220,6 @@ def main(arguments: argparse.Namespace) -> int:
             rows.append(row)
             progress.advance(task)
     remarks = [*([] if recorded_cases() else [ABSENT]), *(own_words(rows) if arguments.implementation else [])]
-    summary = report(rows, describe(devices), arguments.verbose, remarks)
+    summary = report(rows, environment, arguments.verbose, remarks)
     deliver(summary, {"rows": [row.to_json() for row in rows]}, arguments, terminal)
     return 0 if summary.ok else 1

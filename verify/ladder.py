@@ -23,7 +23,7 @@ from .bench_run import Plan, Row
 from .call import Call
 from .contestants import Contestant, Prepared
 from .environment import describe
-from .output import console, deliver
+from .output import announce, console, deliver
 from .steps import STEPS
 from .tables import Report
 from .workloads import Workload, workload
@@ -99,13 +99,13 @@ def main(arguments: argparse.Namespace) -> int:
     workloads = [workload(f"N = {n}", (n,) * arguments.batch, heads, arguments.head_dim, **options) for n in lengths]
     plan = Plan(workloads, rungs(arguments.br, arguments.bc), device, arguments.dtype, arguments.repeats, ENOUGH_S,
                 backward=False, seed=arguments.seed)  # fmt: skip
-    terminal = console()
+    terminal, problem = console(), inputs.described(arguments)
+    environment = {"problem": problem, **describe([device])}
+    announce(environment, terminal)
     rows, lost = measured(plan, terminal)
     # A step that finds no memory at this length is not wrong.
     rows = [replace(row, failed=False) if "memory" in row.reason else row for row in rows]
     by_length = {n: [row for row in rows if row.workload == each.name] for n, each in zip(lengths, workloads)}
-    problem = inputs.described(arguments)
-    environment = {"problem": problem, **describe([device])}
     tables = [detail_table(found, f"N = {n}") for n, found in by_length.items()]
     wrong = sorted({row.contestant for row in rows if row.wrong}) + [lost] * bool(lost)
     closing = [f"FAIL: {', '.join(wrong)}"] if wrong else ["PASS: every step is as near to fp64 as plain PyTorch"]

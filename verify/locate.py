@@ -21,15 +21,15 @@ from .diagnosis import Evidence, evidence, findings
 from .environment import describe
 from .errors import UsageError
 from .implementations import backends, imported
-from .output import console, deliver, progress_bar
+from .output import announce, console, deliver, progress_bar
 from .probe import Kernel, Setting, answered, gap
 from .tables import SHADES, Report, Table
 from .workloads import workload
 
 REFERENCE = "flash_attn_compat:flash_attn_func"
 KERNEL = (
-    "module:function or FILE.py:function, called as function(q, k, v, causal=...) on (batch, seqlen, heads, head_dim), and with block_rows "
-    "and block_columns if it has these parameters; or a backend of this package"
+    "module:function or FILE.py:function, called as function(q, k, v, causal=...) on (batch, seqlen, heads, head_dim), "
+    "and with block_rows and block_columns if it has these parameters; or a backend of this package"
 )
 MOST_BYTES = 2 << 30  # of fp64 scores, which the right answer needs several times
 CELLS = 64  # of the heat map's lines
@@ -233,11 +233,12 @@ def main(arguments: argparse.Namespace) -> int:
     kernels = [(path, function(path, tile)) for path in (arguments.a, arguments.b)]
     setting = setting_from(arguments, device)
     terminal = console()
+    problem = f"seqlen {arguments.n} x {arguments.seqlen_k or arguments.n}, {inputs.described(arguments)}"
+    environment = {"problem": problem, "inputs": inputs.recipe(arguments.dtype, arguments.seed), **describe([device])}
     with progress_bar(terminal) as progress:
         task = progress.add_task("", total=None)
         done = functools.partial(progress.update, task, advance=1)
         found = locate(kernels, setting, arguments.atol, lambda what: done(description=what))
-    problem = f"seqlen {arguments.n} x {arguments.seqlen_k or arguments.n}, {inputs.described(arguments)}"
-    environment = {"problem": problem, "inputs": inputs.recipe(arguments.dtype, arguments.seed), **describe([device])}
+    announce(environment, terminal)
     deliver(report(found, environment), {"problem": problem, **to_json(found)}, arguments, terminal)
     return 0 if found.first is None else 1

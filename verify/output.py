@@ -32,6 +32,12 @@ def console() -> Console:
     return terminal if terminal.is_terminal else Console(highlight=False, width=140)
 
 
+def announce(environment: Mapping[str, str], terminal: Console) -> None:
+    """Where and with what, before the work."""
+    for label, fact in environment.items():
+        terminal.print(Text(f"{label}: {fact}", style="dim"), soft_wrap=True)
+
+
 def progress_bar(terminal: Console) -> Progress:
     """For everything longer than two seconds."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -82,8 +88,6 @@ def load(path: Path, read: Callable[[dict[str, Any]], Read], command: str = "COM
 
 
 def _show(report: Report, terminal: Console) -> None:
-    for label, fact in report.environment.items():
-        terminal.print(Text(f"{label}: {fact}", style="dim"))
     for table in (table.used for table in report.tables if not table.folded):
         shown = rich.table.Table(*table.columns, title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
         for row in table.rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -140,6 +141,12 @@ def shrunk(workload: Workload, batch: int = 8, seqlen: int = 8, heads: int = 4) 
         window=(left, right),
         capacity=workload.capacity // seqlen,
     )
+
+
+def of_lengths(lengths: Sequence[int], small: bool = False) -> list[Workload]:
+    """For a curve: as many tokens at each length, as long as it is no longer than that."""
+    tokens, heads, head_dim = (1024, (4, 2), 64) if small else (16384, (32, 8), 128)
+    return [workload(f"causal_{n}", (n,) * max(1, tokens // n), heads, head_dim, causal=True) for n in lengths]
 
 
 SMALL: tuple[Workload, ...] = tuple(shrunk(workload) for workload in (*FULL, *DECODE))
