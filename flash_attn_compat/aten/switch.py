@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.library import Library
 
 from flash_attn_compat.aten import attention, efficient
@@ -67,6 +68,9 @@ def _renew() -> None:
         _registered = None
     if wanted is not None:
         _registered = wanted, _register(wanted)
+    for name in (attention.NAME, efficient.FORWARD, efficient.BACKWARD):
+        # What tracing found to be behind a key before; only registrations from C++ would make it look again.
+        getattr(torch.ops.aten, name).default._dispatch_cache.clear()
 
 
 def _register(wish: Wish) -> Library:
