@@ -69,8 +69,7 @@ def _renew() -> None:
     if wanted is not None:
         _registered = wanted, _register(wanted)
     for name in (attention.NAME, efficient.FORWARD, efficient.BACKWARD):
-        # What tracing found to be behind a key before; only registrations from C++ would make it look again.
-        getattr(torch.ops.aten, name).default._dispatch_cache.clear()
+        getattr(torch.ops.aten, name).default._dispatch_cache.clear()  # by which compilers know what a key leads to
 
 
 def _register(wish: Wish) -> Library:
