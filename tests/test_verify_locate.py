@@ -12,7 +12,7 @@ from tests import mutants
 from verify.cli import main
 from verify.diagnosis import which
 from verify.locate import Located, heat_map, locate, report
-from verify.planted import planted, right
+from verify.planted import bfloat16_throughout, half_inputs, half_output, half_weights, planted, right
 from verify.probe import Setting
 from verify.problems import Problem
 
@@ -135,6 +135,80 @@ def test_a_kernel_of_one_length_only_is_still_located():
 def test_a_compiled_function_that_tells_no_parameters_is_asked_too(capsys):
     assert main(["locate", "torch.nn.functional:scaled_dot_product_attention", *SMALL]) == 1  # another layout
     assert "A (torch.nn.functional:scaled_dot_product_attention) is wrong" in " ".join(capsys.readouterr().out.split())
+
+
+# ---- right, but in lower precision -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("kernel", "said"),
+    [
+        (half_inputs, "rounded to fp16 somewhere (its inputs, and nothing else"),
+        (half_output, "rounded to fp16 somewhere (its output holds no other numbers"),
+        (half_weights, "rounded to fp16 somewhere (TF32 has as many digits)"),
+        (bfloat16_throughout, "rounded to bf16 somewhere (its output holds no other numbers)"),
+    ],
+)
+def test_a_right_kernel_of_lower_precision_is_told_that_it_rounds_and_nothing_else(kernel, said, causal):
+    found = located(kernel, causal=causal)
+    assert said in named(found) and "no other mistake" in named(found)
+    headings = [line for line in report(found, {}).conclusion if line.startswith("A (mine) is ")]
+    assert headings == [f"A (mine) is right in {'bf16' if 'bf16' in said else 'fp16'} only:"]
+
+
+def test_what_rounds_is_named_by_a_kernel_of_one_length_too():
+    def of_96(q, k, v, causal=False):
+        if q.shape[1] != 96:
+            raise ValueError("96 or nothing")
+        return half_inputs(q, k, v)
+
+    assert "rounded to fp16 somewhere" in named(located(of_96))
+
+
+def test_fp16_is_called_less_than_fp32_where_fp64_was_asked_for():
+    single = of(change_out=lambda out: out.float().double())
+    assert "rounded to fp32 somewhere" in named(located(single, dtype="float64"))
+
+
+def test_sums_kept_in_fp16_look_like_bf16():
+    """Over many keys these lose digits that fp16 has."""
+    shape = {"nheads_k": 1, "head_dim": 16, "dtype": "float16", "value_mean": 1.0, "backward": False}
+    call = Problem(seqlens_q=(4,), seqlens_k=(8192,), **shape).build()
+    kernels = [("mine", mutants.fp16_accumulation.flash_attn_func), REFERENCE]
+    assert "sums kept in fp16" in named(locate(kernels, Setting(call, 4, 2048, "cpu"), atol=1e-3))
+
+
+def mixed_in(share, axis):
+    """Another head's, batch element's or channel's output is added, no larger than a rounding to fp16."""
+    return of(change_out=lambda out: out + share * out.roll(1, axis))
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        mixed_in(1e-4, 2),
+        mixed_in(1e-4, 3),
+        of(change_out=lambda out: spoil_row(out, 1e-4)),
+    ],
+    ids=["heads", "channels", "one row"],
+)
+@pytest.mark.parametrize("n", [96, 320])
+def test_a_mistake_as_small_as_a_rounding_is_not_taken_for_one(kernel, n):
+    found = located(kernel, n=n)
+    assert found.first is None or "rounded" not in named(found)
+
+
+def spoil_row(out, by):
+    out = out.clone()
+    out[:, 5] *= 1 + by
+    return out
+
+
+def test_a_key_left_out_of_many_is_not_taken_for_a_rounding():
+    """It is worth less than bf16 rounds away there, but not in a smaller problem."""
+    found = located(of(change_keys=lambda x: x[:, :-1]), n=1024, tile=256, heads_k=1)
+    assert "rounded" not in named(found)
 
 
 # ---- no false alarm -------------------------------------------------------------------------------------------------

@@ -186,3 +186,28 @@ def detached(q, k, v, causal=False):
     from tests.mutants import correct
 
     return correct.flash_attn_func(q, k, v, causal=causal).detach()
+
+
+@pytest.mark.parametrize(
+    ("path", "half"),
+    [
+        ("verify.planted:half_inputs", True),
+        ("verify.planted:bfloat16_throughout", True),
+        ("tests.test_verify_travels:leaks", False),
+        ("verify.planted:right", None),
+    ],
+)
+def test_a_kernel_that_is_right_in_half_precision_only_is_called_so(path, half, capsys):
+    chosen = ["--quick", "--device", "cpu", "-k", "func causal gqa,sizes gqa", "--forward-only"]
+    code = main([*chosen, "--implementation", path])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert code == (half is not None)
+    assert ("it computes in half precision, or rounds to it" in shown) is bool(half)
+
+
+def leaks(q, k, v, causal=False):
+    """1e-4 of the neighbouring head, which is less than fp16 rounds away, but where that head is large."""
+    from verify.planted import right
+
+    out = right(q, k, v, causal=causal)
+    return out + 1e-4 * out.roll(1, 2)

@@ -60,6 +60,11 @@ class Call:
         args = {name: moved(x, device) if _is_data(name, x) else x for name, x in self.args.items()}
         return replace(self, args=args, dout=None if self.dout is None else moved(self.dout, device))
 
+    def of_dtype(self, dtype: torch.dtype) -> Call:
+        """With its data rounded to another dtype; slopes and lengths stay."""
+        args = {name: x.to(dtype) if name in (*DIFFERENTIABLE, *CACHES) else x for name, x in self.args.items()}
+        return replace(self, args=args, dout=None if self.dout is None else self.dout.to(dtype))
+
 
 @dataclass(frozen=True)
 class Answer:

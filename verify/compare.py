@@ -54,7 +54,8 @@ class Row:
             return self.verdict.refused
         errors = [error.partition("\n")[0] for error in self.verdict.errors]
         beyond = [f"{check.quantity} {check.note}" for check in self.verdict.checks if check.note]
-        return "; ".join(filter(None, [self.remark, *errors, *beyond]))
+        near = self.verdict.as_near_as
+        return "; ".join(filter(None, [self.remark, *errors, *beyond, f"as near as {near} comes" * bool(near)]))
 
     def worst(self, against: str) -> Check | None:
         """The check nearest to (or furthest beyond) its bound."""
@@ -156,6 +157,10 @@ def own_words(rows: Sequence[Row]) -> list[str]:
     more = sum(count for _, count in reasons[MOST_REASONS:])
     told += [f"{more} x for other reasons"] if more else []
     lines = [f"declined: {'; '.join(told)}"] if told else []
+    near = {row.verdict.as_near_as for row in rows if row.outcome == FAIL and row.case.dtype in ("fp32", "fp64")}
+    if near and "" not in near:
+        coarse = " and ".join(sorted(near))
+        lines.append(f"wrong in fp32, but as near as {coarse} comes: it computes in half precision, or rounds to it")
     return lines + ([f"declined, which is not wrong, counts for {impl.DECLINES}"] if told or raised else [])
 
 

@@ -14,7 +14,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from .call import SHORT
 from .errors import UsageError
+from .judge import COARSER
 from .probe import Kernel, Setting, ask, gap
 
 # A key tile of a row matters to these rules if it should get at least this share of the row's weight.
@@ -39,6 +41,8 @@ class Evidence:
     growth: for problems of 1, 2, ... key tiles, whether it is wrong; empty if it does not take smaller problems
     weights: (batch, nheads, row, key tiles) as measured
     right_unmasked: whether it is right without its causal mask, None if it has none
+    as_near_as: the dtypes coarser than the call's in which it, and each of the smaller problems, would be right
+    stays: whether what one (batch element, key head, channel) of v holds reaches its own place in the output only
     """
 
     kernel: Kernel
@@ -47,6 +51,8 @@ class Evidence:
     growth: Sequence[bool]
     weights: Tensor
     right_unmasked: bool | None
+    as_near_as: Sequence[torch.dtype] = ()
+    stays: bool = True
 
     @property
     def rows(self) -> Tensor:
@@ -95,6 +101,16 @@ class Evidence:
         slack = max(1e-3, 16 * self._eps) * max(1.0, mixed.abs().max().item())
         return bool(((mixed - out).abs() <= slack).all())
 
+    @cached_property
+    def rounded(self) -> torch.dtype | None:
+        """The dtype to which it rounds something, and does nothing else wrong: that touches most rows, but no zero."""
+        hidden = self.setting.shares[..., -1] == 0
+        zeros_stay = self.stays and not self.weights[hidden].any()
+        if not self.as_near_as or not zeros_stay or self.rows.double().mean().item() < 0.5:
+            return None
+        written = [dtype for dtype in self.as_near_as if holds_all(dtype, self.kernel.out)]
+        return written[-1] if written else self.as_near_as[0]
+
     @property
     def _eps(self) -> float:
         return torch.finfo(self.kernel.out.dtype).eps
@@ -111,17 +127,35 @@ def evidence(kernel: Kernel, setting: Setting, done: Callable[[str], None]) -> E
     def is_right(problem: Setting) -> bool:
         return problem.judged(ask(kernel.name, kernel.function, problem)[0]).ok
 
-    growth = []
+    growth: list[bool] = []
+    near = [dtype for dtype in COARSER[kernel.out.dtype] if setting.as_near_as(kernel.out, dtype)]
     with suppress(UsageError):
         for smaller, tile in zip(setting.grown, setting.key_tiles):
             done(f"{kernel.name}: problem of {tile.stop} keys")
-            growth.append(not is_right(smaller))
+            out = ask(kernel.name, kernel.function, smaller)[0]
+            growth.append(not smaller.judged(out).ok)
+            near = [dtype for dtype in near if smaller.as_near_as(out, dtype)]
     growth = growth if len(growth) == len(setting.key_tiles) else []
     done(f"{kernel.name}: weights of key tiles")
     weights = key_weights(kernel, setting)
     wrong = gap(kernel.out, setting.right.exact.out) > kernel.check.widest_bound
     right_unmasked = is_right(setting.but(causal=False)) if setting.call.args["causal"] else None
-    return Evidence(kernel, setting, wrong, growth, weights, right_unmasked)
+    stays = not near or stays_in_place(kernel, setting)
+    return Evidence(kernel, setting, wrong, growth, weights, right_unmasked, near, stays)
+
+
+def stays_in_place(kernel: Kernel, setting: Setting) -> bool:
+    """Asked with v = 0 but for the first channel of the first key head of the first batch element."""
+    q, _, v = setting.call.qkv
+    alone = torch.zeros_like(v)
+    alone[0, :, 0, 0] = v[0, :, 0, 0]
+    elsewhere = ask(kernel.name, kernel.function, setting.but(v=alone))[0].clone()
+    elsewhere[0, :, : q.shape[2] // v.shape[2], 0] = 0
+    return not elsewhere.any()
+
+
+def holds_all(dtype: torch.dtype, out: Tensor) -> bool:
+    return torch.equal(out.to(dtype).to(out.dtype), out)
 
 
 def key_weights(kernel: Kernel, setting: Setting) -> Tensor:
@@ -142,6 +176,8 @@ def _mostly(what: Tensor) -> bool:
 
 def mistake(it: Evidence) -> str:
     """What it looks like, by the first rule that holds."""
+    if it.rounded is not None:
+        return rounding(it, it.rounded)
     if it.kernel.repeats > it.kernel.check.widest_bound:
         return "two calls differ: a race between threads, or memory read before it is written"
     if it.right_unmasked:
@@ -172,6 +208,23 @@ def mistake(it: Evidence) -> str:
     if it.inside:
         return "single key tiles are counted with the wrong weight, twice or not at all: compare the weights"
     return "not one of the mistakes known here; another tile's K or V, or stale memory, looks like this"
+
+
+def rounding(it: Evidence, dtype: torch.dtype) -> str:
+    """What of it is rounded, as far as that shows."""
+    q, k, v = (x.to(dtype).to(x.dtype) for x in it.setting.call.qkv)
+    notes = []
+    if holds_all(dtype, it.kernel.out):
+        notes.append("its output holds no other numbers")
+    elif it.setting.but(q=q, k=k, v=v).judged(it.kernel.out).ok:
+        notes.append("its inputs, and nothing else")
+    if dtype == torch.float16:
+        notes.append("TF32 has as many digits")
+    elif it.kernel.out.dtype == torch.float16:
+        notes.append("sums kept in fp16 look like this too")
+    short = SHORT[dtype]
+    said = f" ({'; '.join(notes)})" if notes else ""
+    return f"rounded to {short} somewhere{said}: no other mistake, it is as near to fp64 as {short} comes"
 
 
 def findings(evidence: Evidence) -> list[str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 
-from .call import Answer, Call, accepted, same, solve
+from .call import SHORT, Answer, Call, accepted, same, solve
 from .errors import NotSupported
 from .implementations import Backend, Implementation
 from .judge import (
@@ -39,6 +39,7 @@ class Verdict:
     refused: str = ""
     checks: Sequence[Check] = ()
     errors: Sequence[str] = ()  # beside the checks: what was raised, or written before a refusal
+    as_near_as: str = ""  # wrong, but no further off than this dtype, which is coarser than the call's, would be
 
     def __repr__(self) -> str:
         return f"Verdict(refused={self.refused!r}, ratio={self.ratio:.3g}, failures={self.failures})"
@@ -98,6 +99,21 @@ class Examination:
             checks.append(broken("out", "numbers where a NaN went in"))
         return checks
 
+    def coarser(self, answer: Answer) -> str:
+        """The half precision in which a computation would be as far off, of a call that asks for more."""
+        if (
+            self.call.dtype.itemsize == 2
+            or self.call.dropout_p > 0
+            or of_other_form(self.call, answer)
+            or self.written()
+        ):
+            return ""
+        here = answer.to(self.judges)
+        for dtype in (torch.float16, torch.bfloat16):
+            if all(check.ok for check in against_fp64(right_answer(self.untouched, dtype=dtype), here, self.device)):
+                return SHORT[dtype]
+        return ""
+
     def written(self) -> list[Check]:
         """Inputs that the call only had to read, and wrote to."""
         given, left = self.untouched.args, self.call.args
@@ -149,7 +165,8 @@ class Examination:
                     checks.append(broken("same seed, same mask", "another answer"))
             if official is not None:
                 checks += against_official(self.host, answer.to("cpu"), official)
-            return Verdict(checks=checks)
+            wrong = any(not check.ok for check in checks)
+            return Verdict(checks=checks, as_near_as=self.coarser(answer) if wrong else "")
         except NotSupported as refusal:
             touched = [n for n in self.call.caches if not self._as_it_was(n)]
             return Verdict(refused=str(refusal), errors=[f"{n} was written before the refusal" for n in touched])

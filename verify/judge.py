@@ -97,12 +97,25 @@ class Right:
     has_tainted: bool
 
 
-def right_answer(call: Call, keep: Tensor | None = None, converted: bool = False) -> Right:
+# What a kernel may have computed in that was asked for more, the finest first.
+COARSER = {
+    torch.float64: (torch.float32, torch.float16, torch.bfloat16),
+    torch.float32: (torch.float16, torch.bfloat16),
+    torch.float16: (torch.bfloat16,),
+    torch.bfloat16: (),
+}
+
+
+def right_answer(
+    call: Call, keep: Tensor | None = None, converted: bool = False, dtype: torch.dtype | None = None
+) -> Right:
     """keep: the dropout keep mask of the run that is judged, (B, H, >= sq, >= sk) bool, where dropout_p > 0.
 
     converted: where bf16 is computed as scaled fp16 (docs/exactness.md)
+    dtype: one may be as far off as a computation in it, instead of one in the call's
     """
     exact = oracle.answer(call.fn, call.args, call.dout, keep)
+    call = call if dtype is None else call.of_dtype(dtype)
     plain = oracle.plain(call.fn, call.args, call.dout, keep).parts
     # exp gives 0, or a number with few digits, below the normal numbers of what it is computed in.
     lost = torch.finfo(torch.promote_types(call.dtype, torch.float32)).smallest_normal + CONVERTED * converted

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import inputs
-from .call import parameters
+from .call import SHORT, parameters
 from .diagnosis import Evidence, evidence, findings
 from .environment import describe
 from .errors import UsageError
@@ -145,7 +145,9 @@ def conclusion(found: Located) -> list[str]:
         f"  first at {place} (query tile {first.query_tile}{tile}): {', '.join(values)}",
     ]
     for label, sentences in found.findings.items():
-        lines += [f"{label} ({found.kernels[label].name}) is wrong:", *(f"  {line}" for line in sentences)]
+        rounded, name = found.evidence[label].rounded, found.kernels[label].name
+        what = f"right in {SHORT[rounded]} only" if rounded else "wrong"
+        lines += [f"{label} ({name}) is {what}:", *(f"  {line}" for line in sentences)]
     return lines
 
 

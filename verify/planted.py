@@ -2,7 +2,7 @@
 
     flash-attn-compat verify locate verify.planted:maximum_at_next_tile
 
-`right` has none. The mistakes are made on purpose; nothing else may use this file.
+`right` has none, and the last four only lack digits. The mistakes are made on purpose; nothing else may use this file.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from torch import Tensor
 from .steps import Attention, blocks, divided, finite, in_the_future, matmul, over_heads, scores, zeros
 
 
-def planted(mistake: str) -> Attention:
-    """FlashAttention-2, with running maxima and row sums of all rows in one array each, as in GPU memory."""
+def planted(mistake: str, weights: torch.dtype | None = None) -> Attention:
+    """FlashAttention-2, with running maxima and row sums of all rows in one array each, as in GPU memory.
+
+    weights: what the probabilities of a tile are rounded to, before the product with V; v's dtype if not given
+    """
 
     @over_heads
     def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, block_rows: int, block_columns: int) -> Tensor:
@@ -32,7 +35,7 @@ def planted(mistake: str) -> Attention:
                 before_l = 1.0 if mistake == "row sum not rescaled" else before
                 before_o = 1.0 if mistake == "output not rescaled" else before
                 l[..., rows, :] = before_l * l[..., rows, :] + p.sum(-1, keepdim=True)
-                o[..., rows, :] = before_o * o[..., rows, :] + matmul(p.to(vj.dtype), vj)
+                o[..., rows, :] = before_o * o[..., rows, :] + matmul(p.to(weights or vj.dtype).to(vj.dtype), vj)
                 height = rows.stop - rows.start
                 start = {
                     "maximum at next tile": (rows.start + height) % m.shape[-2],
@@ -50,3 +53,23 @@ maximum_at_next_tile = planted("maximum at next tile")
 maximum_without_tile_offset = planted("maximum without tile offset")
 row_sum_not_rescaled = planted("row sum not rescaled")
 output_not_rescaled = planted("output not rescaled")
+
+
+# ---- right in lower precision ---------------------------------------------------------------------------------------
+
+
+def in_half(inputs: torch.dtype | None = None, output: torch.dtype | None = None) -> Attention:
+    """The right one, its inputs or its output rounded."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+        given = (x if inputs is None else x.to(inputs).to(x.dtype) for x in (q, k, v))
+        out = right(*given, causal=causal)
+        return out if output is None else out.to(output).to(out.dtype)
+
+    return attention
+
+
+half_inputs = in_half(inputs=torch.float16)
+half_output = in_half(output=torch.float16)
+half_weights = planted("", weights=torch.float16)
+bfloat16_throughout = in_half(torch.bfloat16, torch.bfloat16)

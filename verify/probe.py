@@ -63,6 +63,10 @@ class Setting:
         """An output held against fp64."""
         return against_fp64(self.right, Answer(out))[0]
 
+    def as_near_as(self, out: Tensor, dtype: torch.dtype) -> bool:
+        """Whether an output is no further from fp64 than a right one that is computed in another dtype."""
+        return against_fp64(right_answer(self.call, dtype=dtype), Answer(out))[0].ok
+
 
 @dataclass(frozen=True)
 class Kernel:

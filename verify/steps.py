@@ -33,6 +33,7 @@ def over_heads(step: Attention) -> Attention:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return step(q, k, v, causal, block_rows, block_columns).transpose(1, 2).to(q.dtype)
 
+    del attention.__dict__["__wrapped__"]  # it would lend its signature, which has no defaults
     return attention
 
 
