@@ -96,7 +96,7 @@ def _location_on(path: tuple[str, ...]) -> str | None:
 def stated_version(location: str) -> tuple[int, ...] | None:
     """(major, minor) as the package's own file states it, read without importing it."""
     try:
-        text = (Path(location) / "__init__.py").read_text()
+        text = (Path(location) / "__init__.py").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
     found = re.search(r"^__version__\s*=\s*[\"'](\d+)\.(\d+)", text, re.MULTILINE)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ REPOSITORY = str(Path(__file__).resolve().parents[1])
 Answer = subprocess.CompletedProcess[str]
 _OURS = {"PYTHONPATH": REPOSITORY, "OMP_NUM_THREADS": "1"}
 _AT_FIRST = dict(os.environ)  # before any test has patched anything
+# Windows copies no process, and libraries of macOS do not survive it. There each interpreter is a new one.
+CAN_FORK = hasattr(os, "fork") and sys.platform != "darwin"
 # Each line of its input is a list of codes to run at once, with their files for output and errors, and variables.
 _PARENT = """
 import gc, json, os, signal, sys, traceback, types
@@ -106,6 +109,8 @@ def free_port() -> int:
 
 
 def _at_once(codes: list[str], variables: dict[str, str]) -> list[Answer]:
+    if not CAN_FORK:
+        return _new_ones(codes, variables)
     with tempfile.TemporaryDirectory() as directory:
         files = [[Path(directory, f"{kind}{index}") for kind in ("out", "error")] for index in range(len(codes))]
         for file in (file for pair in files for file in pair):
@@ -118,6 +123,17 @@ def _at_once(codes: list[str], variables: dict[str, str]) -> list[Answer]:
         statuses = json.loads(parent.stdout.readline())
         told = [[file.read_text() for file in pair] for pair in files]
     return [Answer(code, status, *texts) for code, status, texts in zip(codes, statuses, told)]
+
+
+def _new_ones(codes: list[str], variables: dict[str, str]) -> list[Answer]:
+    env = {**_AT_FIRST, **_OURS, **variables}
+
+    def run(code: str) -> Answer:
+        command = [sys.executable, "-W", "ignore", "-c", code]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+
+    with ThreadPoolExecutor(len(codes)) as pool:
+        return list(pool.map(run, codes))
 
 
 @functools.cache

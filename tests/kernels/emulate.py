@@ -7,12 +7,12 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import hashlib
 import itertools
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
@@ -59,6 +59,8 @@ class EmulationError(Exception):
 
 def why_not() -> str:
     """Why kernels cannot be emulated here; empty where they can."""
+    if sys.platform != "linux":
+        return "kernels are emulated on Linux only: the options of g++ and what it links are Linux's"
     return "" if shutil.which("g++") else "g++ is not installed: the kernels cannot be compiled for the CPU"
 
 
@@ -147,6 +149,8 @@ def _library(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
 
 def _built(source: Path, options: tuple[str, ...], suffix: str, *linked: str) -> Path:
     """What g++ makes of a source: kept, and made once however many processes want it."""
+    import fcntl  # Windows has none
+
     folder = Path(tempfile.gettempdir()) / f"flash_attn_compat_emulated_{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     target = folder / f"{built_name(source, options)}{suffix}"

@@ -352,11 +352,12 @@ def places(major: str) -> Iterator[str]:
     toolkits = os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"
     folders = [os.path.join(os.path.dirname(torch.__file__), "lib")]
     folders += [os.path.join(base, "*", inner) for base in wheels for inner in ("lib", os.path.join("bin", "**"))]
-    folders += [os.path.join(root, "bin" if windows else "lib64") for root in toolkits if root]
+    folders += [os.path.join(root, *(("bin", "**") if windows else ("lib64",))) for root in toolkits if root]
     for folder in folders:
         found = sorted(glob.glob(os.path.join(folder, name), recursive=True))
         yield from (path for path in found if not _OTHERS.search(path))
-    yield f"nvrtc64_{major}0_0.dll" if windows else f"libnvrtc.so.{major}"
+    minor = {"11": "2"}.get(major, "0")  # in the names of all that 11.8 and later releases bring
+    yield f"nvrtc64_{major}{minor}_0.dll" if windows else f"libnvrtc.so.{major}"
 
 
 def opened(path: str) -> ctypes.CDLL:
