@@ -21,7 +21,7 @@ from tests.test_fused_kernels import check
 from verify.examination import Examination
 from verify.problems import Problem
 
-T4 = 40  # multiprocessors
+T4 = variants.Gpu(processors=40, number=75)
 TRAINED = Problem(seqlens_q=(70,), seqlens_k=(83,), nheads_k=1, group=5, head_dim=32, dtype="float16")
 
 
@@ -31,8 +31,8 @@ def test_decode_asks_for_no_more_blocks_than_turings_shared_memory_holds(D: int,
     for type in (FP16, BF16_AS_FP16):
         variant = variants.decode(Kind(75, type, D, vec=vec))
         found = variants.splits(variant, 1, 2**20, T4)
-        assert found % T4 == 0 and found // T4 * variant.shared <= offline.SHARED_MEMORY[75]
-        assert found // T4 == offline.blocks(variant), "what the registers are bounded for"
+        assert found % 40 == 0 and found // 40 * variant.shared <= offline.SHARED_MEMORY[75]
+        assert found // 40 == offline.blocks(variant), "what the registers are bounded for"
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_no_block_is_without_a_head_and_their_work_is_even(group: int, D: int, l
         splits = variants.head_splits(variant, blocks, group, 2048, T4)
         each = -(-group // splits)
         assert 0 < group - (splits - 1) * each <= each
-        assert splits == 1 or splits * blocks <= T4 * offline.blocks(variant) * (1 + local)
+        assert splits == 1 or splits * blocks <= 40 * offline.blocks(variant) * (1 + local)
 
 
 def test_one_key_head_for_all_queries_fills_a_small_gpu() -> None:

@@ -83,6 +83,29 @@ def test_a_kernel_fits_newer_gpus(number: int, version: str) -> None:
     assert list(offline.complaints(NEWER[number], found, number)) == []
 
 
+# Each that splits; of newer GPUs, with tiles of which they hold two and with those of which they hold one.
+HELD = [
+    (75, variants.decode(Kind(75, FP16, 64))),
+    (75, variants.forward(Kind(75, FP16, 128))),
+    (75, variants.dkdv(Kind(75, FP16, 64))),
+    (80, variants.forward(Kind(80, BF16, 128))),
+    (80, variants.dkdv(Kind(80, BF16, 256))),
+    (86, variants.forward(Kind(86, BF16, 128, local=True))),
+    (86, variants.dkdv(Kind(86, BF16, 64))),
+    (90, variants.decode(Kind(90, BF16, 128))),
+    (90, variants.forward(Kind(90, BF16, 256))),
+]
+
+
+@pytest.mark.parametrize(("number", "variant"), HELD, ids=label)
+def test_a_multiprocessor_holds_the_blocks_that_splits_count_on(
+    number: int, variant: Variant, compiler: Compiler
+) -> None:
+    """Fewer would leave it idle; of more, the last would wait for the first to end."""
+    found = offline.compiled(compiler, variant, f"sm_{number}")
+    assert offline.MULTIPROCESSORS[number].holds(variant, found) == variants.Gpu(1, number).holds(variant), found[1:]
+
+
 def test_operands_of_m16n8k16_are_loaded_in_the_order_it_wants(compiler: Compiler) -> None:
     """Its two steps lie in neighbouring registers: dkdv once moved each transposed operand there, a move a product."""
     if offline.cuobjdump() is None:

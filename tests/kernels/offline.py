@@ -21,11 +21,11 @@ from typing import NamedTuple
 
 from flash_attn_compat.backends.fused import loader
 from flash_attn_compat.backends.fused.loader import Compiler
-from flash_attn_compat.backends.fused.variants import Variant
+from flash_attn_compat.backends.fused.variants import Gpu, Variant
 
 FOLDERS = "NVRTC_FOLDERS"
-SHARED_MEMORY = {75: 64 * 1024, 80: 163 * 1024, 90: 227 * 1024}  # bytes a block may have
 REGISTERS = 65536  # of a multiprocessor
+SPLITTING = {"forward", "decode", "dkdv"}  # whose blocks are counted by how many a GPU holds
 
 _USED = re.compile(r"Used (\d+) registers")
 _SPILLED = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -42,6 +42,32 @@ class Compiled(NamedTuple):
     stack: int
     spilled: int
     static_shared: int
+
+
+class Multiprocessor(NamedTuple):
+    """KB of shared memory, of which the system has some of each block; threads and blocks at most."""
+
+    shared: int
+    of_system: int
+    threads: int
+    blocks: int
+
+    def holds(self, variant: Variant, found: Compiled) -> int:
+        """Blocks at once. A warp's registers come in units of 256."""
+        registers = -(-found.registers * 32 // 256) * 256 * variant.threads // 32
+        shared = found.static_shared + variant.shared + self.of_system * 1024
+        room = REGISTERS // registers, self.shared * 1024 // max(shared, 1), self.threads // variant.threads
+        return min(*room, self.blocks)
+
+
+# NVIDIA's CUDA C++ Programming Guide, "Compute Capabilities".
+MULTIPROCESSORS = {
+    75: Multiprocessor(64, 0, 1024, 16),
+    80: Multiprocessor(164, 1, 2048, 32),
+    86: Multiprocessor(100, 1, 1536, 16),
+    90: Multiprocessor(228, 1, 2048, 32),
+}
+SHARED_MEMORY = {number: (one.shared - one.of_system) * 1024 for number, one in MULTIPROCESSORS.items()}  # of a block
 
 
 @functools.cache
@@ -136,6 +162,10 @@ def complaints(variant: Variant, found: Compiled, number: int) -> Iterator[str]:
         number == 75 and shared * blocks(variant) > SHARED_MEMORY[75]
     ):  # a multiprocessor has no more than one block may take
         yield f"{shared} bytes of shared memory times {blocks(variant)} blocks"
+    if variant.entry in SPLITTING:
+        held, assumed = MULTIPROCESSORS[number].holds(variant, found), Gpu(1, number).holds(variant)
+        if held < assumed:
+            yield f"a multiprocessor holds {held} blocks, splits count on {assumed}"
 
 
 # Bytes, stored and loaded, that these kernels for sm_75 may keep in memory for lack of registers; what of that is in

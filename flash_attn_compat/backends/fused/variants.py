@@ -27,6 +27,8 @@ _MOST_SPLITS = 256
 # Rows of queries worth a block of their own in dkdv: they cost as much as leaving its gradients and adding them up.
 _SPLIT_ROWS = 512
 _ABSMAX_ROWS = 512
+# KB of shared memory that a multiprocessor has for its blocks, by architecture; and of those that are not named here.
+_SHARED, _LEAST_SHARED = {75: 64, 80: 164, 87: 164, 90: 228, 100: 228, 103: 228}, 100
 
 
 # What a kernel's macros are where its variant does not say.
@@ -266,7 +268,21 @@ def takes_decode(seqlen_q: int, group: int, dropout: bool) -> bool:
     return not dropout and seqlen_q <= _FEW_QUERIES and seqlen_q * group <= _FEW_FOLDED
 
 
-def splits(variant: Variant, tiles: int, keys: int, processors: int) -> int:
+class Gpu(NamedTuple):
+    """Its multiprocessors, and the architecture's number, as 75."""
+
+    processors: int
+    number: int
+
+    def holds(self, variant: Variant) -> int:
+        """Blocks of a variant at once: as many as registers are bounded for, or two, if their shared memory fits."""
+        macros = dict(variant.macros)
+        taken = variant.shared + 1024 * (self.number >= 80)  # the system has some of each block's there
+        room = _SHARED.get(self.number, _LEAST_SHARED) * 1024 // max(taken, 1)
+        return self.processors * max(1, min(room, max(macros["MINB"], 1 + macros.get("MMA16", 0))))
+
+
+def splits(variant: Variant, tiles: int, keys: int, gpu: Gpu) -> int:
     """Blocks for the keys of one tile of rows, as many as the GPU holds at once (benchmarks/kernel_tiles.py).
 
     variant: of forward or decode; tiles: of the whole call; keys: that a tile can see, or the capacity. The kernel uses
@@ -275,24 +291,18 @@ def splits(variant: Variant, tiles: int, keys: int, processors: int) -> int:
     macros = dict(variant.macros)
     if variant.entry == "forward" and macros["D"] == 256 and not macros.get("MMA16", 0):
         return 1  # the kernel has no registers left for it
-    return max(1, min(processors * _resident(variant) // tiles, -(-keys // _SPLIT_KEYS[variant.entry]), _MOST_SPLITS))
+    return max(1, min(gpu.holds(variant) // tiles, -(-keys // _SPLIT_KEYS[variant.entry]), _MOST_SPLITS))
 
 
-def head_splits(variant: Variant, blocks: int, group: int, rows: int, processors: int) -> int:
+def head_splits(variant: Variant, blocks: int, group: int, rows: int, gpu: Gpu) -> int:
     """Blocks for the query heads of one tile of keys: all have as many of them, but for the last.
 
     variant: of dkdv; blocks: of the whole call; group: heads; rows: queries of each
     """
     # Under a mask some blocks are short: with twice as many, others take their place.
-    room = processors * _resident(variant) * (1 + dict(variant.macros).get("LOCAL", 0))
+    room = gpu.holds(variant) * (1 + dict(variant.macros).get("LOCAL", 0))
     most = max(1, min(room // blocks, group, group * rows // _SPLIT_ROWS))
     return -(-group // -(-group // most))
-
-
-def _resident(variant: Variant) -> int:
-    """Blocks that a multiprocessor holds. One of the largest tiles has it to itself before sm80."""
-    macros = dict(variant.macros)
-    return max(macros["MINB"], 1 + macros.get("MMA16", 0))
 
 
 def part_bytes(variant: Variant) -> int:
