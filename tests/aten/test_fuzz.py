@@ -12,7 +12,7 @@ from tests.aten import fuzz, originals
 from tests.aten.originals import counted
 from tests.fused_on_cpu import Launches
 
-SEEDS = range(60)
+SEEDS = range(24)
 
 
 def test_problems_are_drawn_alike_everywhere_and_of_every_kind() -> None:
@@ -22,12 +22,12 @@ def test_problems_are_drawn_alike_everywhere_and_of_every_kind() -> None:
     assert any(keys == 0 for p in problems for _, keys in p.lengths) and any(p.window for p in problems)
 
 
-@pytest.mark.parametrize("first", range(0, len(SEEDS), 20))
+@pytest.mark.parametrize("first", range(0, len(SEEDS), 12))
 def test_random_problems(first: int, served: Launches) -> None:
-    for seed in SEEDS[first : first + 20]:
+    for seed in SEEDS[first : first + 12]:
         problem = fuzz.draw(seed, longest=fuzz.SMALL)
         assert not fuzz.examine(problem, "cpu"), problem
-    assert counted().get("fused", 0) > 15
+    assert counted().get("fused", 0) > 8
 
 
 MISTAKES: dict[str, Any] = {
