@@ -14,9 +14,9 @@ from torch import Tensor
 
 import flash_attn_compat
 from flash_attn_compat import settings
-from flash_attn_compat.backends.fused import launcher, loader, variants
+from flash_attn_compat.backends.fused import loader, variants
 from flash_attn_compat.backends.fused.variants import Tile
-from flash_attn_compat.serving import dispatch
+from flash_attn_compat.engine import memory
 
 KERNELS = ("forward", "decode", "dkdv", "dq")
 # head dim: batch, seqlen, query heads, key heads
@@ -102,12 +102,12 @@ def chosen(function: str, tile: Tile | None) -> Iterator[None]:
     before = getattr(variants, function)
     if tile is not None:
         setattr(variants, function, lambda kind: tile)
-    launcher.forget_plans()
+    memory.forget()
     try:
         yield
     finally:
         setattr(variants, function, before)
-        launcher.forget_plans()
+        memory.forget()
 
 
 def scan_forward(head_dims: list[int], dtype: torch.dtype) -> None:
@@ -195,14 +195,12 @@ def chosen_splits(count: int | None) -> Iterator[None]:
     before = variants.splits
     if count is not None:
         variants.splits = lambda *shapes: count
-    launcher.forget_plans()
-    dispatch.forget_decisions()  # with them go the steps
+    memory.forget()
     try:
         yield
     finally:
         variants.splits = before
-        launcher.forget_plans()
-        dispatch.forget_decisions()
+        memory.forget()
 
 
 def main() -> None:

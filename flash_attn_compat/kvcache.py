@@ -1,6 +1,5 @@
 """flash_attn_with_kvcache: the new keys and values are appended and rotated, then attended to.
 
-The backend's step does all three, where it has one; else plain operators append, and the rest is an ordinary call.
 Everything is checked, and the backend chosen, before the cache is touched. Positions stay on the device.
 """
 
@@ -11,14 +10,14 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import sinks
-from flash_attn_compat.backends import KernelsFailed
-from flash_attn_compat.engine import checks, signature
-from flash_attn_compat.engine.append import Append, Unlike
-from flash_attn_compat.engine.build import Options, cache_call, integer
+from flash_attn_compat.engine import checks
+from flash_attn_compat.engine.append import Append
+from flash_attn_compat.engine.build import Options, cache_call, integer, plain
 from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.layout import lse_dtype
-from flash_attn_compat.serving import dispatch, torch_ops
-from flash_attn_compat.serving.autograd import run_forward
+from flash_attn_compat.engine.memory import Alike, Kind, Request, Tensors
+from flash_attn_compat.serving import torch_ops
+from flash_attn_compat.serving.serve import serve
 
 _CACHE_SHAPE = "(batch_size_cache, seqlen_cache, num_heads_k, head_size)"
 
@@ -77,23 +76,26 @@ def flash_attn_with_kvcache(
     if s_aux is not None:
         sinks.check(s_aux, q, alibi_slopes)
     wants_lse = return_softmax_lse or s_aux is not None
-    lengths = cache_seqlens
-    if lengths is not None and not isinstance(lengths, Tensor):
-        lengths = integer("cache_seqlens", lengths)
-    left, right = checks.window(window_size)
-    first: tuple[Any, ...] = q, k_cache, v_cache, k, v, rotary_cos, rotary_sin
-    last: tuple[Any, ...] = (
-        cache_batch_idx, cache_leftpad, block_table, alibi_slopes, softmax_scale, causal, left, right, softcap,
-        rotary_interleaved, num_splits,
+    arguments: tuple[Any, ...] = (
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
+        alibi_slopes, softmax_scale, causal, *checks.window(window_size), softcap, rotary_interleaved, num_splits,
     )  # fmt: skip
     if torch_ops.are_asked_for_without_derivatives(q, k_cache, v_cache, k, v):
-        tensor, number = (lengths, None) if lengths is None or isinstance(lengths, Tensor) else (None, lengths)
-        out, lse = _kvcache_op(*first, tensor, *last, number, wants_lse)
+        out, lse = _operator(arguments, wants_lse)
     else:
-        out, lse = _attend(_Arguments._make((*first, lengths, *last)), wants_lse)
+        out, lse = _attend(_request(*arguments, return_lse=wants_lse))
     if s_aux is not None:
         out, lse = sinks.absorb(out, lse, s_aux.detach())
     return (out, lse) if return_softmax_lse else out
+
+
+def _operator(arguments: tuple[Any, ...], return_lse: bool) -> tuple[Tensor, Tensor]:
+    """The call as one operator, which takes a length that is a number by itself."""
+    lengths, number = arguments[7], None
+    if lengths is not None and not isinstance(lengths, Tensor):
+        lengths, number = None, integer("cache_seqlens", lengths)
+    found: tuple[Tensor, Tensor] = _kvcache_op(*arguments[:7], lengths, *arguments[8:], number, return_lse)
+    return found
 
 
 class _Arguments(NamedTuple):
@@ -120,11 +122,6 @@ class _Arguments(NamedTuple):
     num_splits: int
 
     @property
-    def tensors(self) -> tuple[Any, ...]:
-        """q to alibi_slopes; cache_seqlens may be a number."""
-        return self[:12]
-
-    @property
     def capacity(self) -> int:
         """Slots that one sequence can address."""
         page = self.k_cache.shape[1]
@@ -135,74 +132,67 @@ class _Arguments(NamedTuple):
         return 0 if self.k is None else self.k.shape[1]
 
 
-def _attend(arguments: _Arguments, return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    scale = arguments.softmax_scale
-    if scale is not None and type(scale) is not float:  # NumPy's 1 / sqrt(headdim), say, by which no step is kept
-        arguments = arguments._replace(softmax_scale=checks.number("softmax_scale", scale))
-    outline = _outline(arguments, return_lse)
-    step = dispatch.kept_step(outline)
-    if step is not None:
-        _check_values(arguments)
-    else:
-        call = _checked_call(arguments, return_lse)
-        new = _new_keys(arguments, call)
-        with torch.no_grad():
-            step = dispatch.new_step(outline, call, lambda: _call(_whole(arguments), return_lse), new)
-            if step is None:
-                result = run_forward(call, new)
-                return result.out, result.lse.contiguous() if return_lse else None
-    try:
-        result = step.run(*arguments.tensors)
-    except Unlike:
-        _checked_call(arguments, return_lse)  # says it in flash-attn's words, if those know it
-        raise
-    except KernelsFailed as failure:
-        dispatch.choose_instead(step.backend, _checked_call(arguments, return_lse), failure)
-        return _attend(arguments, return_lse)
-    dispatch.count(step.backend)
-    return result.out, result.softmax_lse
+def _attend(request: Request) -> tuple[Tensor, Any]:
+    known, result = serve(request)
+    return result.out, result.lse.contiguous() if known.call.return_lse else None
 
 
-def _whole(arguments: _Arguments) -> _Arguments:
-    """The same over all of the cache's slots, where the length is a number."""
-    return arguments._replace(cache_seqlens=None) if isinstance(arguments.cache_seqlens, int) else arguments
+def _request(
+    q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cos: Any, sin: Any, lengths: Any, rows: Any, leftpad: Any,
+    table: Any, slopes: Any, scale: Any, causal: Any, left: Any, right: Any, softcap: Any, interleaved: Any,
+    num_splits: Any, *, return_lse: bool,
+) -> Request:  # fmt: skip
+    """Of the arguments, in the order of _Arguments. A length that is a number is no value: it differs in each step."""
+    length, side = None, None
+    if lengths is not None and not isinstance(lengths, Tensor):
+        lengths, length = None, integer("cache_seqlens", lengths)
+        side = _side_of_rows(q, k, length)
+    if rows is not None and table is not None:
+        raise RuntimeError("Paged KVcache does not support cache_batch_idx")
+    tensors = (
+        q, k_cache, v_cache, slopes, None, None, lengths, leftpad, table if rows is None else rows, None, k, v, cos, sin
+    )  # fmt: skip
+    options = plain(Options(0.0, scale, causal, (left, right), softcap, None, False, return_lse))
+    values = options, bool(interleaved), integer("num_splits", num_splits), rows is not None, length is not None, side
+    return Request(CACHE, tensors, values, length)
 
 
-def _outline(arguments: _Arguments, return_lse: bool) -> signature.Key | None:
-    """What a step is found by. A length that is a number is left out, since it differs from step to step."""
-    if type(arguments.window_size_left) is not int or type(arguments.window_size_right) is not int:
-        return None
-    tensors, lengths, side = arguments.tensors, arguments.cache_seqlens, None
-    if isinstance(lengths, int):
-        side = _side_of_rows(arguments, lengths)
-        if side is None:
-            return None
-        tensors = (*tensors[:7], None, *tensors[8:])
-    return signature.outline(tensors, (*arguments[12:], return_lse, side))
-
-
-def _side_of_rows(arguments: _Arguments, length: int) -> int | None:
+def _side_of_rows(q: Any, k: Any, length: int) -> int | None:
     """Whether there are fewer (-1), as many (0) or more (1) keys than rows, on which it depends who serves; or none."""
     try:
-        keys, rows = length + arguments.seqlen_new, arguments.q.shape[1]
+        keys, rows = length + (0 if k is None else k.shape[1]), q.shape[1]
     except (AttributeError, IndexError):
         return None  # the checks say it better
     return (keys > rows) - (keys < rows) if keys > 0 else None
 
 
-def _checked_call(arguments: _Arguments, return_lse: bool) -> AttentionCall:
-    _check(arguments)
-    return _call(arguments, return_lse)
-
-
-def _call(arguments: _Arguments, return_lse: bool) -> AttentionCall:
-    q, k_cache, v_cache, _, _, _, _, lengths, batch_idx, leftpad, table, *_ = arguments
-    window_size = arguments.window_size_left, arguments.window_size_right
-    options = Options(
-        0.0, arguments.softmax_scale, arguments.causal, window_size, arguments.softcap, arguments.alibi_slopes, False,
-        return_lse,
+def _arguments(request: Request) -> _Arguments:
+    q, k_cache, v_cache, slopes, _, _, lengths, leftpad, pages, _, k, v, cos, sin = request.tensors
+    (_, scale, causal, left, right, softcap, _, _), interleaved, num_splits, has_rows, has_length, _ = request.values
+    rows, table = (pages, None) if has_rows else (None, pages)
+    return _Arguments(
+        q, k_cache, v_cache, k, v, cos, sin, request.length if has_length else lengths, rows, leftpad, table, slopes,
+        scale, causal, left, right, softcap, interleaved, num_splits,
     )  # fmt: skip
-    return cache_call(q, k_cache, v_cache, lengths, arguments.seqlen_new, batch_idx, leftpad, table, options)
+
+
+def _build(request: Request) -> Alike:
+    _check(_arguments(request))
+    description = request._replace(tensors=(), length=None)
+
+    def bind(tensors: Tensors, length: int | None) -> tuple[AttentionCall, Append | None]:
+        arguments = _arguments(description._replace(tensors=tensors, length=length))
+        call = _call(arguments, description.values[0])
+        return call, _new_keys(arguments, call)
+
+    call, new = bind(request.tensors, request.length)
+    whole = call if request.length is None else _call(_arguments(request._replace(length=None)), request.values[0])
+    return Alike(call, whole, new, bind, is_over_cache=True)
+
+
+def _call(arguments: _Arguments, values: tuple[Any, ...]) -> AttentionCall:
+    q, k_cache, v_cache, _, _, _, _, lengths, rows, leftpad, table, slopes, *_ = arguments
+    return cache_call(q, k_cache, v_cache, lengths, arguments.seqlen_new, rows, leftpad, table, slopes, values)
 
 
 def _new_keys(arguments: _Arguments, call: AttentionCall) -> Append | None:
@@ -256,8 +246,6 @@ def _check_addressing(arguments: _Arguments) -> None:
     q, k_cache, v_cache = arguments.q, arguments.k_cache, arguments.v_cache
     batch, index, table = q.shape[0], arguments.cache_batch_idx, arguments.block_table
     if table is not None:
-        if index is not None:
-            raise RuntimeError("Paged KVcache does not support cache_batch_idx")
         if arguments.cache_leftpad is not None:
             raise RuntimeError("We don't support Paged KV and leftpad_k running at the same time yet")
         checks.pages(q, k_cache, v_cache, table, batch)
@@ -276,7 +264,6 @@ def _check_new_keys(arguments: _Arguments) -> None:
     if k is None:
         if v is not None:
             raise RuntimeError("If value is supplied, key must also be passed in")
-        _check_values(arguments)
         return
     if v is None:
         raise RuntimeError("If key is supplied, value must also be passed in")
@@ -297,19 +284,29 @@ def _check_new_keys(arguments: _Arguments) -> None:
                 f"got {tuple(new.shape)}"
             )
         checks.is_on(name, new, q.device)
-    _check_values(arguments)
 
 
-def _check_values(arguments: _Arguments) -> None:
+def _check_values(request: Request) -> None:
     """New keys must fit, pages and rows exist. Only what the host knows, or can read for free, is checked here."""
-    table, rows, lengths = arguments.block_table, arguments.cache_batch_idx, arguments.cache_seqlens
-    if lengths is not None and (isinstance(lengths, int) or checks.may_read(lengths)):
-        _check_capacity(arguments, lengths)
-    if table is not None and checks.may_read(table):
-        keys = arguments.capacity if lengths is None else lengths + arguments.seqlen_new
-        checks.values_of_pages(arguments.k_cache, table, keys)
-    if rows is not None and checks.may_read(rows):
-        checks.values_of_rows(arguments.k_cache, rows)
+    length, lengths, pages = request.length, request.tensors[6], request.tensors[8]
+    reads_lengths = lengths is not None and checks.may_read(lengths)
+    reads_pages = pages is not None and checks.may_read(pages)
+    if length is None and not reads_lengths and not reads_pages:
+        return
+    arguments = _arguments(request)
+    if length is not None or reads_lengths:
+        _check_capacity(arguments, lengths if length is None else length)
+    if not reads_pages:
+        return
+    if arguments.cache_batch_idx is not None:
+        checks.values_of_rows(arguments.k_cache, pages)
+        return
+    given = arguments.cache_seqlens
+    keys = arguments.capacity if given is None else given + arguments.seqlen_new
+    checks.values_of_pages(arguments.k_cache, pages, keys)
+
+
+CACHE = Kind("cache", _build, _check_values)
 
 
 def _check_capacity(arguments: _Arguments, lengths: int | Tensor) -> None:
@@ -372,7 +369,7 @@ def _kvcache_op(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     arguments = _Arguments(q, *rest)
     if cache_seqlen is not None:
         arguments = arguments._replace(cache_seqlens=cache_seqlen)
-    out, lse = _attend(arguments, return_softmax_lse)
+    out, lse = _attend(_request(*arguments, return_lse=return_softmax_lse))
     return out.contiguous(), q.new_empty(0, dtype=lse_dtype(q.dtype)) if lse is None else lse
 
 

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.engine import checks, outside
-from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_call, packed_call
-from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream
+from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_request, packed_request
+from flash_attn_compat.engine.call import Gradients, Upstream
+from flash_attn_compat.engine.memory import Request
 from flash_attn_compat.engine.probabilities import key_block_size, round_up
 from flash_attn_compat.serving import dispatch, torch_ops
-from flash_attn_compat.serving.autograd import run_backward, run_whole
+from flash_attn_compat.serving.serve import backward_tensors, find, gradients, whole
 
 USE_TRITON_ROCM = False
 
@@ -66,7 +67,7 @@ def _flash_attn_forward(
     if torch_ops.are_asked_for_without_derivatives(q, k, v):
         return torch_ops.forward(q, k, v, options, return_dmask=bool(return_softmax))
     purpose = _WITH_DMASK if return_softmax else _FORWARD
-    return _unrecorded(lambda: run_whole(dense_call(q, k, v, options, purpose)), q, k, v, alibi_slopes)
+    return _unrecorded(lambda: whole(dense_request(q, k, v, options, purpose)), q, k, v, alibi_slopes)
 
 
 def _flash_attn_varlen_forward(
@@ -111,7 +112,7 @@ def _flash_attn_varlen_forward(
     else:
         purpose = _WITH_DMASK if return_softmax else _FORWARD
         out, lse, dmask, rng_state = _unrecorded(
-            lambda: run_whole(packed_call(q, k, v, packing, options, purpose)), q, k, v, alibi_slopes
+            lambda: whole(packed_request(q, k, v, packing, options, purpose)), q, k, v, alibi_slopes
         )
     if zero_tensors:
         lse = lse.masked_fill(outside.mask(cu_seqlens_q, q.shape[0]), -torch.inf)
@@ -154,7 +155,7 @@ def _flash_attn_backward(
         with torch.no_grad():
             _write(torch_ops.backward(q, k, v, options, upstream), dq, dk, dv)
     else:
-        _backward(dense_call(q, k, v, options, _BACKWARD), upstream, dq, dk, dv)
+        _backward(dense_request(q, k, v, options, _BACKWARD), upstream, dq, dk, dv)
     padded = round_up(q.shape[1], 128)
     softmax_d = q.new_zeros((q.shape[0], q.shape[2], padded), dtype=torch.float32)
     softmax_d[:, :, : q.shape[1]] = _row_products(dout, out, dropout_p).transpose(1, 2)
@@ -199,7 +200,7 @@ def _flash_attn_varlen_backward(
         with torch.no_grad():
             _write(torch_ops.backward(q, k, v, options, upstream, packing), dq, dk, dv)
     else:
-        _backward(packed_call(q, k, v, packing, options, _BACKWARD), upstream, dq, dk, dv)
+        _backward(packed_request(q, k, v, packing, options, _BACKWARD), upstream, dq, dk, dv)
     return _packed_softmax_d(_row_products(dout, out, dropout_p), cu_seqlens_q)
 
 
@@ -262,16 +263,16 @@ class _WithoutFormula(torch.autograd.Function):
         )
 
 
-def _backward(call: AttentionCall, upstream: Upstream, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> None:
+def _backward(request: Request, upstream: Upstream, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> None:
     if torch.is_grad_enabled():
         with torch.no_grad():
-            _backward(call, upstream, dq, dk, dv)
+            _backward(request, upstream, dq, dk, dv)
         return
-    checks.upstream(call, upstream, dq, dk, dv)
-    if call.dropout_p:
-        call = call._replace(rng_state=upstream.rng_state)
+    known, request = find(request)
+    checks.upstream(known.call.with_tensors(*request.tensors[:9]), upstream, dq, dk, dv)
+    rng_state = upstream.rng_state if known.call.dropout_p else None
     into = None if dq is None or dk is None or dv is None else Gradients(dq, dk, dv)
-    backend, found = run_backward(dispatch.choose_unless_empty(call), call, upstream, into)
+    backend, found = gradients(known, backward_tensors(request.tensors, rng_state), upstream, into)
     if backend is not None:
         dispatch.count(backend)
     if into is None:

@@ -45,16 +45,19 @@ _DECISIVE = (BACKEND, CAPABILITY, COMPILE, DISABLE_OFFICIAL, FUSED)
 _keys = tuple(os.environ.encodekey(name) for name in _DECISIVE)
 _debug_key = os.environ.encodekey(DEBUG)
 
-_used: contextvars.ContextVar[str | None] = contextvars.ContextVar("flash_attn_compat_backend", default=None)
+# The backend that use_backend names, and whether calls are explained instead of served: one, for every call asks.
+_asked: contextvars.ContextVar[tuple[str | None, bool]] = contextvars.ContextVar(
+    "flash_attn_compat_asked", default=(None, False)
+)
 
 
 def fingerprint() -> tuple[object, ...]:
     """Equal for equal settings: what a remembered decision is valid for."""
     if _variables is None:
-        return _used.get(), *(os.environ.get(name) for name in _DECISIVE)
+        return _asked.get(), *(os.environ.get(name) for name in _DECISIVE)
     get = _variables.get
     first, second, third, fourth, fifth = _keys
-    return _used.get(), get(first), get(second), get(third), get(fourth), get(fifth)
+    return _asked.get(), get(first), get(second), get(third), get(fourth), get(fifth)
 
 
 def unknown() -> list[str]:
@@ -93,22 +96,38 @@ def backend_variable() -> str | None:
 
 def used_backend() -> str | None:
     """The backend that use_backend names in this thread or task."""
-    return _used.get()
+    return _asked.get()[0]
 
 
 def named_backend() -> str | None:
     """The only backend allowed to serve, if one was named: use_backend's in this thread or task, or the variable's."""
-    return _used.get() or backend_variable()
+    return used_backend() or backend_variable()
 
 
 @contextlib.contextmanager
 def using_backend(name: str | None) -> Iterator[None]:
     """Let ``name``, or the variable's, be the named backend for the length of a block."""
-    token = _used.set(name)
+    with _asking(name, explains()):
+        yield
+
+
+def explains() -> bool:
+    """Whether calls of this thread or task are explained instead of served."""
+    return _asked.get()[1]
+
+
+def explaining() -> contextlib.AbstractContextManager[None]:
+    """Let calls be explained for the length of a block."""
+    return _asking(used_backend(), True)
+
+
+@contextlib.contextmanager
+def _asking(name: str | None, explains: bool) -> Iterator[None]:
+    token = _asked.set((name, explains))
     try:
         yield
     finally:
-        _used.reset(token)
+        _asked.reset(token)
 
 
 def compilation_enabled() -> bool:

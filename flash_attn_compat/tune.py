@@ -19,10 +19,10 @@ from torch import Tensor
 import flash_attn_compat
 from flash_attn_compat import progress, settings
 from flash_attn_compat.backends import BACKENDS
-from flash_attn_compat.backends.fused import Fused, candidates, launcher, loader, tensor_cores, variants, verdicts
+from flash_attn_compat.backends.fused import Fused, candidates, loader, tensor_cores, variants, verdicts
 from flash_attn_compat.backends.fused.variants import Kind, Tile
 from flash_attn_compat.backends.fused.verdicts import Card, Chosen, Times
-from flash_attn_compat.serving import dispatch
+from flash_attn_compat.engine import memory
 
 _HEAD_DIMS = 64, 128
 _BATCH, _CHANNELS, _GROUP, _PAGE = 4, 1024, 4, 256
@@ -266,8 +266,7 @@ def ours(card: Card) -> Iterator[None]:
 
 def _forget() -> None:
     """What was decided with other tiles, and what failed with them."""
-    launcher.forget_plans()
-    dispatch.forget_decisions()  # with them go the steps
+    memory.forget()
     for backend in BACKENDS:
         if isinstance(backend, Fused):
             backend.forget_failures()

@@ -9,7 +9,7 @@ import ctypes
 import dataclasses
 import mmap
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,8 +22,7 @@ from flash_attn_compat.backends import BACKENDS
 from flash_attn_compat.backends.fused import Fused, cache, launcher, loader, params, trial
 from flash_attn_compat.backends.fused.loader import Kernel, Target
 from flash_attn_compat.backends.fused.variants import Variant
-from flash_attn_compat.engine import checks
-from flash_attn_compat.serving import dispatch
+from flash_attn_compat.engine import checks, memory
 
 FUSED = next(backend for backend in BACKENDS if isinstance(backend, Fused))
 
@@ -98,7 +97,7 @@ def record(
 
     everywhere = dataclasses.replace(Fused.capabilities, devices=None, min_capability=None)
     monkeypatch.setattr(Fused, "capabilities", everywhere)
-    monkeypatch.setattr(FUSED, "_against", {})
+    monkeypatch.setattr(FUSED, "_failures", {})
     monkeypatch.setattr(loader, "why_not", lambda: None)
     monkeypatch.setattr(loader, "kernel", kernel)
     monkeypatch.setattr(loader, "load_together", lambda *what: None)
@@ -112,15 +111,13 @@ def record(
     monkeypatch.setattr(loader, "stream", lambda device: 0)
     monkeypatch.setattr(launcher, "_workspaces", {})
     monkeypatch.setattr(launcher, "processors", lambda device: 40)
-    monkeypatch.setattr(launcher, "_plans", {})
     monkeypatch.setattr(cache, "read", lambda name: None)
     monkeypatch.setattr(cache, "write", lambda name, payload: False)
     monkeypatch.setattr(trial, "_right", set())
     if not tried:
         monkeypatch.setattr(trial, "check", lambda *what: None)
-    monkeypatch.setattr(dispatch, "_decisions", {})
+    monkeypatch.setattr(memory, "_current", memory.Memory())
     monkeypatch.setattr(checks, "may_read", lambda tensor: False)  # as on a GPU
-    monkeypatch.setattr(dispatch, "_steps", {})
     return found
 
 
@@ -146,7 +143,7 @@ def emulate(
         launcher.Plan.addresses, torch.empty, torch.empty_like, launcher.workspace,
     )  # fmt: skip
 
-    def known_addresses(plan: launcher.Plan, tensors: tuple[Tensor | None, ...]) -> list[int]:
+    def known_addresses(plan: launcher.Plan, tensors: Sequence[Any]) -> list[int]:
         found = addresses(plan, tensors)
         memory.extend(tensor for tensor in tensors if tensor is not None)
         return found

@@ -22,11 +22,10 @@ from torch import Tensor
 
 from flash_attn_compat.backends import base, official, official_trial, torch_efficient, torch_flash
 from flash_attn_compat.backends.reference import Reference
-from flash_attn_compat.engine import checks
+from flash_attn_compat.engine import checks, memory
 from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_call, packed_call
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream
 from flash_attn_compat.engine.mask import Mask
-from flash_attn_compat.serving import dispatch
 
 calls: list[str] = []  # what was called since the list was cleared
 # The kernels' arguments in their order; those of no interest here are _.
@@ -243,7 +242,7 @@ def install(patch: pytest.MonkeyPatch, name: str, folder: Path, pads_lse: bool =
     """Let a backend serve CPU tensors. folder: for the flash-attn of ``official``; pads_lse: as before version 2.6."""
     anywhere = dataclasses.replace(BACKENDS[name].capabilities, devices=None, min_capability=None, max_capability=None)
     patch.setattr(BACKENDS[name], "capabilities", anywhere)
-    patch.setattr(dispatch, "_decisions", {})
+    patch.setattr(memory, "_current", memory.Memory())
     patch.setattr(checks, "may_read", lambda tensor: False)  # as on a GPU
     calls.clear()
     if name == "official":

@@ -15,8 +15,10 @@ from torch import Tensor
 import flash_attn_compat
 from flash_attn_compat.backends import Backend
 from flash_attn_compat.backends.reference import Reference
+from flash_attn_compat.engine import memory
 from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.call import AttentionCall, Result
+from flash_attn_compat.engine.memory import Alike, Run
 from flash_attn_compat.serving import dispatch
 
 GENERAL = ("reference", "chunked", "sdpa")  # the backends of any device
@@ -83,11 +85,13 @@ class Asked(Reference):
     """The reference backend, and what it was asked."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.appended: list[Append | None] = []
         self.computed: list[AttentionCall] = []
 
-    def step(self, call: AttentionCall, whole: AttentionCall, new: Append | None) -> None:
-        self.appended.append(new)
+    def prepare(self, alike: Alike) -> Run:
+        self.appended.append(alike.new)
+        return super().prepare(alike)
 
     def forward(self, call: AttentionCall) -> Result:
         self.computed.append(call)
@@ -97,8 +101,7 @@ class Asked(Reference):
 def serve_by(patch: pytest.MonkeyPatch, *backends: Backend) -> None:
     """They serve from now on, and nobody else."""
     patch.setattr(dispatch, "BACKENDS", backends)
-    patch.setattr(dispatch, "_decisions", {})
-    patch.setattr(dispatch, "_steps", {})
+    patch.setattr(memory, "_current", memory.Memory())
 
 
 def close(ours: Tensor, right: Tensor, magnitude: Tensor | float = 1.0, epsilons: float = 16) -> None:

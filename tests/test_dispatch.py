@@ -25,9 +25,9 @@ from flash_attn_compat import (
 )
 from flash_attn_compat.backends import BACKENDS, Backend
 from flash_attn_compat.backends.base import FLOAT_DTYPES, Capabilities
+from flash_attn_compat.engine import memory
 from flash_attn_compat.engine.build import Options, dense_call
 from flash_attn_compat.engine.features import DESCRIPTIONS, Feature, Traits, split
-from flash_attn_compat.serving import dispatch
 from tests.support import cumulative, qkv
 
 NAMES = [backend.name for backend in BACKENDS]
@@ -68,7 +68,7 @@ def test_only_backends_whose_turn_comes_are_asked(forced: str | None, monkeypatc
             return type(backend).reasons(backend, traits)
 
         monkeypatch.setattr(backend, "reasons", reasons)
-    dispatch.forget_decisions()
+    memory.forget()
     with use_backend(forced) if forced else contextlib.nullcontext():
         flash_attn_func(q, k, v)
     names = [backend.name for backend in ordered]

@@ -11,7 +11,7 @@ import torch
 
 import flash_attn_compat
 from flash_attn_compat import backends, doctor, self_check, settings
-from flash_attn_compat.serving import dispatch
+from flash_attn_compat.engine import memory
 from tests.aten import originals
 from tests.interpreters import REPOSITORY, forked_child
 from tests.naming.environment import write_package
@@ -123,10 +123,10 @@ def test_a_patched_process_is_told_who_answers():
 def test_a_variable_that_nobody_reads_is_warned_about_at_the_first_call_and_once(monkeypatch):
     monkeypatch.setenv("FLASH_ATTN_COMPAT_BAKEND", "sdpa")
     settings._warn_of.cache_clear()
-    dispatch.forget_decisions()
+    memory.forget()
     q = torch.randn(1, 4, 1, 8)
     with pytest.warns(UserWarning, match="FLASH_ATTN_COMPAT_BAKEND, FLASH_ATTN_COMPAT_BACKEND is known") as told:
         flash_attn_compat.flash_attn_func(q, q, q)
-        dispatch.forget_decisions()
+        memory.forget()
         flash_attn_compat.flash_attn_func(q, q, q)
     assert len(told) == 1

@@ -146,11 +146,11 @@ def test_what_kernels_cannot_read_as_it_lies_is_copied_and_only_that(
 # ---- kernels that cannot be used
 
 
-def broken(monkeypatch: pytest.MonkeyPatch, module: Any, name: str = "") -> None:
+def broken(monkeypatch: pytest.MonkeyPatch, module: Any, name: str = "prepare") -> None:
     def fail(*arguments: Any, **options: Any) -> None:
         raise KernelError("NVRTC refuses it")
 
-    monkeypatch.setattr(module, name or module.__name__.rpartition(".")[2], fail)
+    monkeypatch.setattr(module, name, fail)
 
 
 @pytest.mark.parametrize("failing", [(forward.Attention, "try_first"), (append, "try_first")])
@@ -171,7 +171,7 @@ def test_a_call_over_a_cache_that_fails_leaves_it_unwritten(
             pytest.raises(RuntimeError, match=r"cannot serve(.|\n)*fused .*failed before: NVRTC refuses it"),
         ):
             flash_attn_with_kvcache(q, k_cache, k_cache.clone(), new, new, cache_seqlens=lengths, causal=True)
-        monkeypatch.setattr(fused_on_cpu.FUSED, "_against", {})
+        monkeypatch.setattr(fused_on_cpu.FUSED, "_failures", {})
     assert not launches.seen and not k_cache.any()
 
 

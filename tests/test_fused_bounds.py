@@ -13,7 +13,7 @@ import torch
 
 from flash_attn_compat import flash_attn_interface, kvcache
 from flash_attn_compat.backends.fused import forward, grids, variants
-from flash_attn_compat.serving import dispatch
+from flash_attn_compat.engine import memory
 from tests.fused_on_cpu import Launches
 from tests.kernels import emulate
 from tests.test_fused_kernels import APPENDS, BACKWARD, CACHES, FORWARD, PACKED, attend
@@ -61,9 +61,9 @@ def test_wrong_lengths_and_pages_touch_nothing_outside(turing: Launches) -> None
         launch_unchecked({**call.args, **new, "cache_seqlens": lengths})
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(forward, "_MOST_NEW", 0)
-            dispatch.forget_decisions()
+            memory.forget()
             launch_unchecked({**call.args, **new, "cache_seqlens": lengths})
-            dispatch.forget_decisions()
+            memory.forget()
     assert turing.entries == ["decode", "decode"] + ["decode", "append", "decode"] * 3
 
 

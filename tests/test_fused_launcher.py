@@ -26,9 +26,10 @@ from flash_attn_compat.backends.fused import forward, launcher, loader, trial, v
 from flash_attn_compat.backends.fused.launcher import Launch, Output
 from flash_attn_compat.backends.fused.loader import Target
 from flash_attn_compat.backends.fused.variants import Kind
-from flash_attn_compat.engine import capture
+from flash_attn_compat.engine import capture, memory
 from flash_attn_compat.engine.append import Append
-from flash_attn_compat.engine.build import Options, cache_call, dense_call
+from flash_attn_compat.engine.build import Options, cache_call, dense_call, plain
+from flash_attn_compat.engine.memory import alike_to
 from flash_attn_compat.flash_attn_interface import _flash_attn_backward
 from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches
@@ -129,7 +130,7 @@ def test_a_plan_is_for_the_settings_it_was_made_under(launches: Launches, monkey
         return Target("compute_75", 75) if settings.forced_capability() else Target("sm_90", 90)
 
     monkeypatch.setattr(loader, "target", target)
-    q, slopes = half(1, 90, 4, 32), torch.rand(8)[::2]  # which are copied: the call is known by no signature then
+    q, slopes = half(1, 90, 4, 32), torch.rand(8)[::2]  # which are copied
     for forced, is_newer in (("", True), ("7.5", False), ("", True)):
         monkeypatch.setenv("FLASH_ATTN_COMPAT_CAPABILITY", forced)
         with use_backend("fused"):
@@ -211,6 +212,7 @@ def test_a_call_of_too_many_blocks_is_served_by_the_next_backend_and_others_like
     def served(most_blocks: int) -> tuple[list[str], bool]:
         """What is launched of a forward of 6 blocks and a backward with 12 in dkdv; whether the forward was ours."""
         monkeypatch.setattr(launcher, "_MOST_BLOCKS", most_blocks)
+        memory.forget()
         launches.seen.clear()
         reset_backend_counts()
         flash_attn_varlen_func(q, q, q, starts, starts, 250, 250).sum().backward()
@@ -386,14 +388,14 @@ def test_rows_too_far_apart_for_an_int_are_copied_and_a_cache_of_them_is_left_to
     }
     q, k_cache, v_cache, *new = given.values()
     lengths = torch.zeros(2, dtype=torch.int32, device="meta")
-    call = cache_call(q, k_cache, v_cache, lengths, seqlen_new, None, None, None, Options(causal=True))
-    step = forward.make_step(call, Append(*new, True, lengths, True))
-    if far is None:
-        assert getattr(step, "__name__", "") == "step"
-    elif far.endswith("cache"):
-        assert step is None
+    values = plain(Options(causal=True))
+    call = cache_call(q, k_cache, v_cache, lengths, seqlen_new, None, None, None, None, values)
+    alike = alike_to(call)._replace(new=Append(*new, True, lengths, True), is_over_cache=True)
+    run = forward.prepare(alike)
+    if far is not None and far.endswith("cache"):
+        assert run is None
     else:
-        assert getattr(step, "__name__", "") == "step_on_copies"
+        assert isinstance(getattr(run, "__self__", None), forward.Attention) == (far is None)
 
 
 def test_lengths_that_are_numbers_share_a_plan(launches: Launches) -> None:

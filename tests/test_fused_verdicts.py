@@ -25,6 +25,7 @@ from flash_attn_compat.backends.fused import backward, verdicts
 from flash_attn_compat.backends.fused.loader import KernelError
 from flash_attn_compat.backends.fused.variants import Tile
 from flash_attn_compat.backends.fused.verdicts import Card, Chosen, Times
+from flash_attn_compat.engine import memory
 from flash_attn_compat.engine.features import Feature, Traits
 from flash_attn_compat.serving import dispatch
 from tests import fused_on_cpu, others_kernels
@@ -59,7 +60,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launches:
 
 def known(*times: Times, gpu: str = GPU) -> None:
     assert verdicts.keep(Card(gpu, "torch 2", times))
-    dispatch.forget_decisions()
+    memory.forget()
 
 
 def timed(case: str, milliseconds: dict[str, float], training: bool = False, head_dim: int = 64) -> Times:
@@ -172,10 +173,10 @@ def test_steps_whose_gradients_go_elsewhere_decide_once_and_raise_nothing(
 ) -> None:
     """Whether another backend is faster at them or our kernels have failed."""
     decided: list[bool] = []
-    decide, forget = dispatch._decide, dispatch.forget_decisions
-    monkeypatch.setattr(dispatch, "_decide", lambda call: decided.append(True) or decide(call))
+    decide, forget = dispatch._decide, memory.forget
+    monkeypatch.setattr(dispatch, "_decide", lambda *given: decided.append(True) or decide(*given))
     forgotten: list[bool] = []
-    monkeypatch.setattr(dispatch, "forget_decisions", lambda: forgotten.append(True) or forget())
+    monkeypatch.setattr(memory, "forget", lambda: forgotten.append(True) or forget())
 
     def steps(count: int) -> None:
         decided.clear(), forgotten.clear()
@@ -197,7 +198,7 @@ def test_steps_whose_gradients_go_elsewhere_decide_once_and_raise_nothing(
         raised.append(True)
         raise KernelError("it spills")
 
-    monkeypatch.setattr(backward, "backward", fail)
+    monkeypatch.setattr(backward, "prepare", fail)
     with pytest.warns(RuntimeWarning, match="it spills"):
         steps(1)
     steps(6)

@@ -16,6 +16,7 @@ from torch import Tensor
 import flash_attn_compat
 from flash_attn_compat import explain, flash_attn_func, flash_attn_interface, flash_attn_varlen_func, use_backend
 from flash_attn_compat.backends import base, official_trial
+from flash_attn_compat.engine import memory
 from flash_attn_compat.engine.features import Feature, Traits
 from flash_attn_compat.serving import dispatch
 from tests import others_kernels
@@ -256,7 +257,7 @@ def test_loading_is_tried_once_and_only_for_calls_it_could_take(install: Any) ->
     assert reasons(*qkv()) == ["does not compute float32"] and others_kernels.calls == []
     for _ in range(2):
         reasons()
-        dispatch.forget_decisions()
+        memory.forget()
     assert others_kernels.calls == ["loaded"]
 
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from flash_attn_compat import backend_counts, cli, explain, flash_attn_func, reset_backend_counts, settings, tune
-from flash_attn_compat.backends.fused import candidates, launcher, loader, variants, verdicts
+from flash_attn_compat.backends.fused import candidates, loader, variants, verdicts
 from flash_attn_compat.backends.fused.loader import KernelError
 from flash_attn_compat.backends.fused.variants import FP16, Kind, Tile, Variant
 from flash_attn_compat.backends.fused.verdicts import Card, Chosen
 from flash_attn_compat.backends.sdpa import Sdpa
-from flash_attn_compat.serving import dispatch
+from flash_attn_compat.engine import memory
 from flash_attn_compat.tune import Tuning
 from tests import fused_on_cpu, others_kernels
 from tests.fused_on_cpu import Launches
@@ -73,8 +73,7 @@ def tuned(head_dim: int = 64, all_cases: bool = False) -> Tuning:
 
 def in_another_process() -> None:
     verdicts._cards.clear()
-    launcher.forget_plans()
-    dispatch.forget_decisions()
+    memory.forget()
 
 
 def train(causal: bool = True) -> None:
@@ -134,7 +133,7 @@ def test_what_fails_is_left_out_and_told_and_the_rest_is_timed(
         found = tuned()
     assert not found.card.tiles and len(found.card.times) == 4
     assert found.failures and all("too many resources" in one and "dkdv" in one for one in found.failures)
-    assert not fused_on_cpu.FUSED.has_failed, "another tile's failure is not the kernel's"
+    assert not fused_on_cpu.FUSED._failures, "another tile's failure is not the kernel's"
 
 
 def test_a_clock_or_rival_that_fails_is_no_verdict(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:

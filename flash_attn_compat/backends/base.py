@@ -1,5 +1,7 @@
 """What a backend is: a table of what it can compute, its reasons against a call, forward and backward.
 
+How calls that are alike are computed is prepared once; by default that is its forward and its backward.
+
 Reasons come from the table wherever they can, so that the table is also the documentation and the tests'
 parametrisation. A backend never looks at another one.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,10 +19,11 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.engine import alibi, dropout
-from flash_attn_compat.engine.append import Append, Step
+from flash_attn_compat.engine.append import by_operators
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import DESCRIPTIONS, Feature, Traits, split
 from flash_attn_compat.engine.layout import Block, Layout, Places, whole_block
+from flash_attn_compat.engine.memory import Alike, BackwardRun, Run, Tensors
 
 HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 FLOAT_DTYPES = HALF_DTYPES | {torch.float32, torch.float64}
@@ -42,7 +46,10 @@ class Capabilities:
 
 
 class KernelsFailed(RuntimeError):
-    """A backend's kernels turn out not to work for a call; nothing was written, and its reasons say why from now on."""
+    """A backend's kernels turn out not to work for a call: compiling, loading, launching or trying them fails.
+
+    Nothing was written but, maybe, new keys into a cache, where whoever serves instead writes them again.
+    """
 
 
 class CallRefused(KernelsFailed):
@@ -54,6 +61,9 @@ class Backend(abc.ABC):
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
+
+    def __init__(self) -> None:
+        self._failures: dict[Traits, str] = {}
 
     def reasons(self, traits: Traits) -> list[str]:
         """Every reason why this backend cannot serve calls of these traits; empty when it can."""
@@ -69,7 +79,10 @@ class Backend(abc.ABC):
             reasons.append(f"head_dim is at most {table.max_head_dim}, got {largest}")
         missing = traits.features & ~int(table.features)
         reasons += [f"does not support {DESCRIPTIONS[feature]}" for feature in split(missing)]
-        return reasons + self.extra_reasons(traits)
+        reasons += self.extra_reasons(traits)
+        if traits in self._failures:
+            reasons.append(f"failed before: {self._failures[traits]}")
+        return reasons
 
     def rank(self, traits: Traits) -> int:
         """Where it stands among the others for such calls: lower goes first, equals in the order of the list."""
@@ -82,10 +95,19 @@ class Backend(abc.ABC):
         """
         return None
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether kernels have failed, so that its reasons may have changed since it was chosen."""
-        return False
+    def has_failed(self, traits: Traits) -> bool:
+        return traits in self._failures
+
+    def give_up(self, traits: Traits, failure: KernelsFailed) -> None:
+        """From now on the failure is a reason against such calls; warns once of each."""
+        reason = " ".join(str(failure).split())[:400]
+        if reason not in self._failures.values():
+            warnings.warn(f"a {self.name} kernel is not used: {reason}", RuntimeWarning, stacklevel=2)
+        self._failures[traits] = reason
+
+    def forget_failures(self) -> None:
+        """Try again what has failed."""
+        self._failures.clear()
 
     def unavailable_reasons(self) -> list[str]:
         """Why this backend cannot serve any call on this machine."""
@@ -95,20 +117,27 @@ class Backend(abc.ABC):
         """Reasons that the table cannot express, such as combinations."""
         return []
 
-    def step(self, call: AttentionCall, whole: AttentionCall, new: Append | None) -> Step | None:
-        """How this backend appends, rotates and attends, for all calls over a cache that are like ``call``.
+    def prepare(self, alike: Alike) -> Run:
+        """What computes all calls that are ``alike``. May raise KernelsFailed, as may what it returns."""
+        bind, forward = alike.bind, self.forward
+        if not alike.is_over_cache:
+            return lambda tensors, length: forward(bind(tensors, length)[0])
 
-        None, where it cannot: plain operators append, then ``forward`` is asked. May raise KernelsFailed.
-        whole: ``call``, but over all slots of the cache where lengths are ints: those may differ among the calls
-        """
-        return None
+        @torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
+        def run(tensors: Tensors, length: int | None) -> Result:
+            call, new = bind(tensors, length)
+            return forward(call if new is None else call._replace(q=by_operators(call, new)))
+
+        return run
+
+    def prepare_backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> BackwardRun:
+        """The same for gradients: of all calls like this one, from what comes from above as this does."""
+        described, backward = call.with_tensors(), self.backward
+        return lambda tensors, upstream, into: backward(described.with_tensors(*tensors[:10]), upstream, into)
 
     @abc.abstractmethod
     def forward(self, call: AttentionCall) -> Result:
-        """Compute out, softmax_lse (+inf for rows without keys) and the dropout's rng_state.
-
-        May raise KernelsFailed, as may ``backward``: then the engine asks the next backend.
-        """
+        """Compute out, softmax_lse (+inf for rows without keys) and the dropout's rng_state."""
 
     @abc.abstractmethod
     def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:

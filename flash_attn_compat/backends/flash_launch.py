@@ -32,7 +32,8 @@ class FlashBackend(OneLaunch):
         return reasons
 
     def as_read(self, call: AttentionCall) -> AttentionCall:
-        call, changes = super().as_read(call), {}
+        call = super().as_read(call)
+        changes: dict[str, Any] = {}
         if call.alibi_slopes is not None and call.alibi_slopes.stride(-1) != 1:
             changes["alibi_slopes"] = call.alibi_slopes.contiguous()
         if call.cu_seqlens_q is not None:

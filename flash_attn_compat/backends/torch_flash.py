@@ -14,6 +14,7 @@ from torch import Tensor
 from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities, lacking, operator
 from flash_attn_compat.backends.flash_launch import LACKS, FlashBackend, window
 from flash_attn_compat.backends.one_launch import Launched
+from flash_attn_compat.engine import callers_state
 from flash_attn_compat.engine.call import AttentionCall, Gradients
 from flash_attn_compat.engine.features import Feature
 from flash_attn_compat.engine.outside import packed_lse, padded_lse
@@ -45,7 +46,7 @@ class TorchFlash(FlashBackend):
         is_built = getattr(torch.backends.cuda, "is_flash_attention_available", None)
         if torch.version.cuda is not None and is_built is not None and not is_built():
             return ["this PyTorch was built without its flash kernels"]
-        other = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+        other = callers_state.flash_implementation()
         if other is not None:
             return [f"{other} was activated in place of PyTorch's own flash kernels"]
         return lacking(_ARGUMENTS)

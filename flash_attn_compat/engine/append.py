@@ -1,17 +1,16 @@
 """New keys and values on their way into a cache: what is appended, and how plain PyTorch operators do it.
 
-A backend with kernels for this gives a Step (Backend.step). Everything has been checked before.
+Everything has been checked before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flash_attn_compat.engine.call import AttentionCall, Result
+from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.ops.triton.rotary import apply_rotary
 
 
@@ -33,17 +32,6 @@ class Append(NamedTuple):
     rotary_interleaved: bool
     cache_seqlens: int | Tensor
     rows_have_own_position: bool
-
-
-class Unlike(RuntimeError):
-    """A tensor is not what a plan was made for."""
-
-
-# How a backend serves all calls over a cache of one outline (engine/signature.py): takes the tensors among
-# flash_attn_with_kvcache's arguments, in their order; cache_seqlens may be a number. Raises Unlike, before anything is
-# written, where dtypes or devices are not those of the call that it was made for; KernelsFailed where a launch fails:
-# the new keys may be written then, and are written again by whoever serves instead.
-Step = Callable[..., Result]
 
 
 def by_operators(call: AttentionCall, new: Append) -> Tensor:

@@ -1,4 +1,4 @@
-"""From flash-attn's arguments to an AttentionCall: checks, defaults and conversions, in one place."""
+"""From flash-attn's arguments to a request, and from that to an AttentionCall: checks, defaults and conversions."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_compat.engine import checks, signature
+from flash_attn_compat.engine import checks
 from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.mask import MOST_TOKENS, Mask
+from flash_attn_compat.engine.memory import Alike, Kind, Request, alike_to
 
 
 class Options(NamedTuple):
@@ -35,9 +36,11 @@ class Purpose(NamedTuple):
     return_dmask: bool = False
     shares_dropout_mask: bool = False
     given_lse: bool = False
+    transformed: bool = False
 
 
-FORWARD, RECORDED = Purpose(), Purpose(needs_grad=True)
+FORWARD, RECORDED, TRANSFORMED = Purpose(), Purpose(needs_grad=True), Purpose(transformed=True)
+_VALUES = frozenset({bool, int, float, str, type(None)})
 
 
 class Packing(NamedTuple):
@@ -56,65 +59,113 @@ class Packing(NamedTuple):
     leftpad_k: Tensor | None = None
 
 
+def dense_request(q: Tensor, k: Tensor, v: Tensor, options: Options, purpose: Purpose = FORWARD) -> Request:
+    """Of (batch, seqlen, heads, head_dim) tensors."""
+    return Request(DENSE, (q, k, v, options.alibi_slopes), (*plain(options), purpose))
+
+
+def packed_request(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, options: Options, purpose: Purpose = FORWARD
+) -> Request:
+    """Of (total, heads, head_dim) tensors, or paged k and v with a block table."""
+    starts_q, starts_k, max_seqlen_q, max_seqlen_k, table, used, leftpad = packing
+    if type(max_seqlen_q) is not int or type(max_seqlen_k) is not int:
+        max_seqlen_q, max_seqlen_k = integer("max_seqlen_q", max_seqlen_q), integer("max_seqlen_k", max_seqlen_k)
+    tensors: tuple[Any, ...] = (q, k, v, options.alibi_slopes, starts_q, starts_k)
+    if table is None and used is None and leftpad is None:
+        equal_lengths = starts_q is starts_k or _hold_the_same(starts_q, starts_k)
+    else:
+        equal_lengths = False
+        if table is None:
+            tensors = (*tensors, used, leftpad)
+        else:
+            if used is None and isinstance(starts_k, Tensor) and starts_k.dim() == 1:
+                used = starts_k[1:] - starts_k[:-1]
+            tensors = (*tensors[:5], None, used, leftpad, table, None, starts_k)
+    return Request(PACKED, tensors, (*plain(options), purpose, max_seqlen_q, max_seqlen_k, equal_lengths))
+
+
 def dense_call(q: Tensor, k: Tensor, v: Tensor, options: Options, purpose: Purpose = FORWARD) -> AttentionCall:
-    """(batch, seqlen, heads, head_dim) tensors; raises as checks.dense does."""
-    key = _key((q, k, v, options.alibi_slopes), options, "dense", *purpose)
-    known = signature.known(key)
-    if known is not None:
-        return known.with_tensors(q, k, v, options.alibi_slopes)
-    checks.dense(q, k, v)
-    q, k, v = _as_stored(q, k, v)
-    call = _call(q, k, v, options, purpose, q.shape[0], q.shape[1], k.shape[1], k.shape[1])
-    return signature.remembered(key, call)
+    """As dense_request; raises as checks.dense does."""
+    return _build_dense(dense_request(q, k, v, options, purpose)).call
 
 
 def packed_call(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, options: Options, purpose: Purpose = FORWARD
 ) -> AttentionCall:
-    """(total, heads, head_dim) tensors, or paged k and v with a block table; raises as checks.packed does."""
-    starts_q, starts_k, max_seqlen_q, max_seqlen_k, block_table, seqused_k, leftpad_k = packing
-    are_whole = block_table is None and seqused_k is None and leftpad_k is None
-    equal_lengths = are_whole and _hold_the_same(starts_q, starts_k)
-    key = None
-    if type(max_seqlen_q) is int and type(max_seqlen_k) is int:
-        key = _key(
-            (q, k, v, options.alibi_slopes, starts_q, starts_k, seqused_k, leftpad_k, block_table), options,
-            "packed", max_seqlen_q, max_seqlen_k, equal_lengths, *purpose,
-        )  # fmt: skip
-    known = signature.known(key)
-    if known is not None:
-        if block_table is not None and seqused_k is None:
-            seqused_k = starts_k[1:] - starts_k[:-1]
-        packed_k = starts_k if block_table is None else None
-        _check_values(q, k, packing, seqused_k)
-        return known.with_tensors(q, k, v, options.alibi_slopes, starts_q, packed_k, seqused_k, leftpad_k, block_table)
-    if block_table is None:
+    """As packed_request; raises as checks.packed does."""
+    return _build_packed(packed_request(q, k, v, packing, options, purpose)).call
+
+
+def plain(options: Options) -> tuple[Any, ...]:
+    """All but the slopes, window_size as two, as values by which a call may be known: equal ones mean the same."""
+    dropout_p, scale, causal, window_size, softcap, _, deterministic, return_attn_probs = options
+    left, right = checks.window(window_size)
+    if type(left) is not int or type(right) is not int:  # 1.0 is no bound, and equals 1
+        left, right = integer("window_size_left", left), integer("window_size_right", right)
+    values = dropout_p, scale, causal, left, right, softcap, deterministic, return_attn_probs
+    if _VALUES.issuperset(map(type, values)):
+        return values
+    return (
+        checks.number("dropout_p", dropout_p), None if scale is None else checks.number("softmax_scale", scale),
+        checks.flag("causal", causal), left, right, checks.softcap(softcap), bool(deterministic),
+        bool(return_attn_probs),
+    )  # fmt: skip
+
+
+def _build_dense(request: Request) -> Alike:
+    q, k, v, slopes = request.tensors
+    checks.dense(q, k, v)
+    *values, purpose = request.values
+    return alike_to(_call(q, k, v, slopes, values, purpose, q.shape[0], q.shape[1], k.shape[1], k.shape[1]))
+
+
+def _build_packed(request: Request) -> Alike:
+    q, k, v, slopes, starts_q, starts_k, *others = request.tensors
+    used, leftpad, table, _, paged_starts = (*others, *(None,) * 5)[:5]
+    *values, purpose, longest_q, longest_k, equal_lengths = request.values
+    if table is None:
         checks.packed(q, k, v, starts_q, starts_k)
     else:
-        checks.packed_over_pages(q, k, v, starts_q, starts_k, block_table)
+        checks.packed_over_pages(q, k, v, starts_q, paged_starts, table)
     batch = starts_q.shape[0] - 1
-    if seqused_k is not None:
-        checks.per_sequence("seqused_k", seqused_k, batch, q.device)
-    if leftpad_k is not None:
-        if block_table is not None:
+    if used is not None:
+        checks.per_sequence("seqused_k", used, batch, q.device)
+    if leftpad is not None:
+        if table is not None:
             raise RuntimeError("We don't support Paged KV and leftpad_k running at the same time yet")
-        checks.per_sequence("leftpad_k", leftpad_k, batch, q.device)
-    if block_table is not None and seqused_k is None:
-        seqused_k = starts_k[1:] - starts_k[:-1]
-    _check_values(q, k, packing, seqused_k)
-    longest_q, longest_k = _longest("max_seqlen_q", max_seqlen_q), _longest("max_seqlen_k", max_seqlen_k)
-    q, k, v = _as_stored(q, k, v)
+        checks.per_sequence("leftpad_k", leftpad, batch, q.device)
+    for name, longest in (("max_seqlen_q", longest_q), ("max_seqlen_k", longest_k)):
+        if longest > MOST_TOKENS:
+            raise RuntimeError(f"{name} must be the longest sequence's length, at most {MOST_TOKENS}, got {longest}")
     call = _call(
-        q, k, v, options, purpose, batch, longest_q, longest_k, longest_k,
+        q, k, v, slopes, values, purpose, batch, longest_q, longest_k, longest_k,
         cu_seqlens_q=starts_q,
-        cu_seqlens_k=starts_k if block_table is None else None,
-        block_table=block_table,
-        seqused_k=seqused_k,
-        leftpad_k=leftpad_k,
+        cu_seqlens_k=starts_k,
+        block_table=table,
+        seqused_k=used,
+        leftpad_k=leftpad,
         is_dense=False,
         equal_lengths=equal_lengths,
     )  # fmt: skip
-    return signature.remembered(key, call)
+    return alike_to(call)
+
+
+def _check_packed(request: Request) -> None:
+    q, k, _, _, starts_q, starts_k, *others = request.tensors
+    if not checks.may_read(starts_q):
+        return
+    table = others[2] if len(others) > 2 else None
+    if table is None:
+        checks.values_of_starts(starts_q, starts_k, q.shape[0], k.shape[0])
+        return
+    checks.values_of_starts(starts_q, others[4], q.shape[0], None)
+    if checks.may_read(table):
+        checks.values_of_pages(k, table, others[0])
+
+
+DENSE = Kind("dense", _build_dense, lambda request: None)
+PACKED = Kind("packed", _build_packed, _check_packed)
 
 
 def cache_call(
@@ -126,13 +177,14 @@ def cache_call(
     cache_batch_idx: Tensor | None,
     cache_leftpad: Tensor | None,
     block_table: Tensor | None,
-    options: Options,
+    alibi_slopes: Tensor | None,
+    values: tuple[Any, ...],
 ) -> AttentionCall:
-    """(batch, seqlen_q, nheads, head_dim) queries over a cache; kvcache.py has checked everything but the options.
+    """(batch, seqlen_q, nheads, headdim) queries over a cache; kvcache.py has checked everything but the values.
 
-    The arguments are flash_attn_with_kvcache's; seqlen_new: how many keys are written behind cache_seqlens before.
+    The tensors are flash_attn_with_kvcache's; seqlen_new: how many keys are written behind cache_seqlens before.
     Lengths that are known to the host and equal become dense slices of the cache, any others seqused_k, with the new
-    keys in both.
+    keys in both. values: as ``plain`` gives them
     """
     used, leftpad, table = cache_seqlens, cache_leftpad, block_table
     batch, seqlen_q, slots = q.shape[0], q.shape[1], k_cache.shape[1]
@@ -144,13 +196,15 @@ def cache_call(
         k_cache, v_cache = k_cache[:batch], v_cache[:batch]
     if used is not None and appends:
         used = used + seqlen_new
+    given = alibi_slopes, values, FORWARD, batch, seqlen_q
     if isinstance(used, int):
-        if table is None and leftpad is None and not _shows_capacity(options):
-            k, v = k_cache[:, :used], v_cache[:, :used]
-            return _call(q, k, v, options, FORWARD, batch, seqlen_q, used, capacity, appends=appends)
+        # The LSE differs between a window that hides nothing in the whole cache and one that hides no used key.
+        shows_capacity = alibi_slopes is not None and values[3] >= 0
+        if table is None and leftpad is None and not shows_capacity:
+            return _call(q, k_cache[:, :used], v_cache[:, :used], *given, used, capacity, appends=appends)
         used = torch.full((batch,), used, dtype=torch.int32, device=q.device)
     return _call(
-        q, k_cache, v_cache, options, FORWARD, batch, seqlen_q, capacity, capacity,
+        q, k_cache, v_cache, *given, capacity, capacity,
         seqused_k=used,
         leftpad_k=leftpad,
         block_table=table,
@@ -159,16 +213,12 @@ def cache_call(
     )  # fmt: skip
 
 
-def _shows_capacity(options: Options) -> bool:
-    """Whether the LSE differs between a window that hides nothing in the whole cache and one that hides no used key."""
-    return options.alibi_slopes is not None and options.window_size[0] >= 0
-
-
 def _call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    options: Options,
+    alibi_slopes: Tensor | None,
+    values: Sequence[Any],
     purpose: Purpose,
     batch: int,
     max_seqlen_q: int,
@@ -176,19 +226,17 @@ def _call(
     capacity: int,
     **lengths: Any,
 ) -> AttentionCall:
-    """The call of checked tensors: the one place that reads options.
+    """The call of checked tensors: the one place that reads ``values``, which are as ``plain`` gives them.
 
     capacity: the keys that windows are measured against
     lengths: the call's fields that say how sequences lie in the tensors, for other than dense ones
     """
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs = options
-    left, right = checks.window(window_size)
+    dropout_p, softmax_scale, causal, left, right, softcap, deterministic, return_attn_probs = values
     is_causal = checks.flag("causal", causal)
     if left == -1 and right == -1:
         mask = _CAUSAL if is_causal else _FULL
     else:
-        bounds = integer("window_size_left", left), integer("window_size_right", right)
-        mask = Mask.from_window(is_causal, *bounds, max_seqlen_q, capacity)
+        mask = Mask.from_window(is_causal, left, right, max_seqlen_q, capacity)
     dropout_p = checks.dropout(dropout_p)
     drops = dropout_p > 0.0
     if alibi_slopes is not None:
@@ -202,26 +250,12 @@ def _call(
         needs_grad=purpose.needs_grad,
         given_lse=purpose.given_lse,
         shares_dropout_mask=(bool(return_attn_probs) and drops) or purpose.shares_dropout_mask,
+        transformed=purpose.transformed,
         **lengths,
     )  # fmt: skip
 
 
 _FULL, _CAUSAL = Mask(), Mask(None, 0)
-
-
-def _check_values(q: Tensor, k: Tensor, packing: Packing, seqused_k: Tensor | None) -> None:
-    """Of tensors that passed the other checks; seqused_k: with pages, how many keys each sequence has."""
-    table = packing.block_table
-    checks.values_of_starts(
-        packing.cu_seqlens_q, packing.cu_seqlens_k, q.shape[0], k.shape[0] if table is None else None
-    )
-    if table is not None and seqused_k is not None and checks.may_read(table):
-        checks.values_of_pages(k, table, seqused_k)
-
-
-def _as_stored(*tensors: Tensor) -> list[Tensor]:
-    """The imaginary part of a conjugate is negated when PyTorch reads it; kernels of others read its memory."""
-    return [tensor.resolve_neg() for tensor in tensors]
 
 
 def integer(name: str, value: object) -> int:
@@ -232,13 +266,6 @@ def integer(name: str, value: object) -> int:
         return operator.index(value)  # type: ignore[arg-type]  # or TypeError
     except TypeError:
         raise checks.wrong_type(name, "int", value) from None
-
-
-def _longest(name: str, value: object) -> int:
-    found = integer(name, value)
-    if found > MOST_TOKENS:
-        raise RuntimeError(f"{name} must be the longest sequence's length, at most {MOST_TOKENS}, got {found}")
-    return found
 
 
 def _hold_the_same(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> bool:
@@ -252,16 +279,3 @@ def _hold_the_same(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> bool:
     if cu_seqlens_q.device.type == "cpu":
         return torch.equal(cu_seqlens_q, cu_seqlens_k)
     return cu_seqlens_q.is_cuda and cu_seqlens_q.data_ptr() == cu_seqlens_k.data_ptr()
-
-
-def _key(tensors: tuple[Tensor | None, ...], options: Options, *others: object) -> signature.Key | None:
-    """What the call's signature is found by, if it may have one."""
-    dropout_p, softmax_scale, causal, window_size, softcap, _, deterministic, return_attn_probs = options
-    try:
-        left, right = window_size
-    except (TypeError, ValueError):
-        return None
-    if type(left) is not int or type(right) is not int:  # 1.0 is no bound, and equals 1
-        return None
-    values = dropout_p, softmax_scale, causal, left, right, softcap, deterministic, return_attn_probs
-    return signature.key(tensors, (*values, *others))

@@ -16,11 +16,7 @@ from flash_attn_compat.engine.features import Feature, Traits
 from flash_attn_compat.engine.mask import Mask
 
 
-class Signature:
-    """The identity that calls share which differ in nothing but the values in their tensors: see signature.py."""
-
-
-class _Fields(NamedTuple):
+class AttentionCall(NamedTuple):
     """Attention of ``q`` over ``k`` and ``v``.
 
     q: (batch, seqlen_q, nheads, head_dim), or (total_q, nheads, head_dim) with ``cu_seqlens_q``
@@ -37,7 +33,6 @@ class _Fields(NamedTuple):
     is_dense: whether every sequence is as long as the tensors: no lengths, no pages
     equal_lengths: whether every packed sequence is known to have as many queries as keys
     max_seqlen_q, max_seqlen_k: as the caller said for packed calls, the tensors' lengths for dense ones
-    signature: shared with all calls that are alike, if such calls are kept; replacing a field drops it
     """
 
     q: Tensor
@@ -67,15 +62,6 @@ class _Fields(NamedTuple):
     transformed: bool = False
     appends: bool = False
     lse_gradient: bool = False
-    signature: Signature | None = None
-
-
-class AttentionCall(_Fields):
-    __doc__ = _Fields.__doc__ or ""
-    __slots__ = ()
-
-    def _replace(self, **changes: Any) -> AttentionCall:
-        return super()._replace(**{"signature": None, **changes})
 
     @property
     def batch(self) -> int:
@@ -162,6 +148,11 @@ class AttentionCall(_Fields):
         """The backward alone, as a backend computes it from another one's results."""
         return self._replace(given_lse=True, shares_dropout_mask=self.dropout_p > 0, lse_gradient=lse_gradient)
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What with_tensors takes."""
+        return *self[:3], *self[9:16]
+
     def with_tensors(
         self,
         q: Tensor | None = None,
@@ -173,9 +164,10 @@ class AttentionCall(_Fields):
         seqused_k: Tensor | None = None,
         leftpad_k: Tensor | None = None,
         block_table: Tensor | None = None,
+        rng_state: Tensor | None = None,
     ) -> AttentionCall:
         """The call over other tensors of the same shapes and strides; without any, its description alone."""
-        tensors = alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, None
+        tensors = alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, rng_state
         return AttentionCall._make((q, k, v, *self[3:9], *tensors, *self[16:]))
 
 

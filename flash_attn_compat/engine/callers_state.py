@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
+
+# The name of what torch.nn.attention.activate_flash_attention_impl put in the place of PyTorch's own flash kernels.
+flash_implementation: Callable[[], str | None] = getattr(
+    torch.nn.attention, "current_flash_attention_impl", lambda: None
+)
 
 
 def autocasts(tensor: torch.Tensor) -> bool:

@@ -160,9 +160,9 @@ def _let_go(holder: object) -> None:
 
 def _forget_decisions() -> None:
     """Whether an installed flash-attn may serve depends on whether it runs on our functions."""
-    dispatch = sys.modules.get("flash_attn_compat.serving.dispatch")
-    if dispatch is not None:
-        dispatch.forget_decisions()
+    memory = sys.modules.get("flash_attn_compat.engine.memory")
+    if memory is not None:
+        memory.forget()
 
 
 def _answer_to_the_name(undo: ExitStack, api: str | None) -> bool:

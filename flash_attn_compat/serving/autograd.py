@@ -9,17 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flash_attn_compat import settings
-from flash_attn_compat.backends import Backend, KernelsFailed
 from flash_attn_compat.engine import callers_state, checks
-from flash_attn_compat.engine.append import Append, by_operators
-from flash_attn_compat.engine.build import FORWARD, RECORDED, Purpose
+from flash_attn_compat.engine.build import FORWARD, RECORDED, TRANSFORMED, Purpose
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream, wants_transforms
-from flash_attn_compat.engine.features import Feature
-from flash_attn_compat.engine.layout import lse_dtype
-from flash_attn_compat.engine.probabilities import signed_probabilities
+from flash_attn_compat.engine.memory import Known, Request, Tensors
 from flash_attn_compat.serving import dispatch
+from flash_attn_compat.serving.serve import backward_tensors, dmask, gradients, serve
 
 
 def unpack(inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,12 +50,16 @@ def _check_packed(packed: Tensor, expected: int) -> None:
         raise RuntimeError(f"{name} must hold {expected} tensors along axis {axis}, got shape {tuple(packed.shape)}")
 
 
+_transforms = torch._C._are_functorch_transforms_active  # looked up once: every call asks
 # out, softmax_lse, S_dmask. Any, because what the call does not ask for is None, and what it asks for is not.
 Outputs = tuple[Tensor, Any, Any]
 
 
 def purpose(inputs: tuple[Tensor, ...]) -> Purpose:
-    """Whether autograd records a call of ``inputs``."""
+    """Whether autograd records a call of ``inputs``, or a transform of torch.func or forward-mode AD looks on."""
+    is_watched = _transforms() or forward_ad._current_level >= 0
+    if is_watched and wants_transforms(*[x for x in inputs if isinstance(x, Tensor)]):
+        return TRANSFORMED
     if torch.is_grad_enabled():
         for tensor in inputs:
             if isinstance(tensor, Tensor) and tensor.requires_grad:  # what is none, the checks refuse by name
@@ -65,84 +67,16 @@ def purpose(inputs: tuple[Tensor, ...]) -> Purpose:
     return FORWARD
 
 
-def attend(inputs: tuple[Tensor, ...], call: AttentionCall) -> Outputs:
-    """(out, softmax_lse, S_dmask) of ``call``, over views of ``inputs``; recorded for autograd if it needs_grad.
+def attend(inputs: tuple[Tensor, ...], request: Request, needs_grad: bool) -> Outputs:
+    """(out, softmax_lse, S_dmask) of ``request``, over views of ``inputs``; recorded for autograd if it needs_grad.
 
-    S_dmask is None unless call.return_dmask, softmax_lse may be None unless call.return_lse.
+    S_dmask is None unless the call asks for it, softmax_lse may be None unless it asks for that.
     """
-    if wants_transforms(*inputs):
-        call = call._replace(transformed=True, needs_grad=False)
-    elif call.needs_grad:
-        outputs: Outputs = _Attention.apply(call, *inputs)
+    if needs_grad:
+        outputs: Outputs = _Attention.apply(request, *inputs)
         return outputs
-    return _finish(call, run_forward(call))
-
-
-def run_forward(call: AttentionCall, new: Append | None = None) -> Result:
-    """Serve a call outside autograd; ``new`` keys go into its cache first, once a backend is found for it."""
-    return _served(call, new)[1]
-
-
-def run_whole(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out, softmax_lse, S_dmask, rng_state) of a call outside autograd; what it does not ask for has no elements."""
-    result = run_forward(call)
-    lse = result.lse.contiguous() if call.return_lse else call.q.new_empty(0, dtype=lse_dtype(call.q.dtype))
-    rng_state = result.rng_state
-    if rng_state is None:
-        rng_state = torch.zeros(2, dtype=torch.int64, device=call.q.device)
-    return result.out, lse, signed_probabilities(call, rng_state), rng_state
-
-
-def _served(call: AttentionCall, new: Append | None = None) -> tuple[Backend | None, Result]:
-    """The backend that served the call (None if there was nothing to compute), and its result."""
-    if callers_state.autocasts(call.q):
-        with callers_state.without_autocast(call.q.device):
-            return _served(call, new)
-    backend = dispatch.choose_unless_empty(call)
-    if new is not None:
-        call = call._replace(q=by_operators(call, new))
-    while backend is not None:
-        try:
-            result = backend.forward(call)
-        except KernelsFailed as failure:
-            backend = dispatch.choose_instead(backend, call, failure)
-        else:
-            dispatch.count(backend)
-            return backend, result
-    return None, _empty_result(call)
-
-
-def run_backward(
-    backend: Backend | None, call: AttentionCall, upstream: Upstream, into: Gradients | None = None
-) -> tuple[Backend | None, Gradients]:
-    """The gradients of a call, and the backend that computed them: ``backend``, or another where its kernels failed.
-
-    backend: None for an empty call; into: written through their strides where given
-    """
-    if backend is None:
-        gradients = into or Gradients(*map(torch.empty_like, (call.q, call.k, call.v)))
-        for gradient in gradients:
-            gradient.zero_()
-        return None, gradients
-    if callers_state.autocasts(call.q):
-        with callers_state.without_autocast(call.q.device):
-            return run_backward(backend, call, upstream, into)
-    if upstream.dout.is_neg():
-        upstream = upstream._replace(dout=upstream.dout.resolve_neg())
-    has_dlse = upstream.dlse is not None
-    # What the forward kept is for its own backend alone.
-    if has_dlse and not backend.capabilities.features & Feature.LSE_GRADIENT:
-        given = call.from_given_results(lse_gradient=True)
-        other = dispatch.choose_whoever_is_named(given)
-        return run_backward(other, given, upstream._replace(saved=()), into)
-    if backend.has_failed and backend.reasons((given := call.from_given_results(has_dlse)).traits()):
-        return run_backward(dispatch.choose(given), given, upstream._replace(saved=()), into)
-    try:
-        return backend, backend.backward(call, upstream, into)
-    except KernelsFailed as failure:
-        given = call.from_given_results(has_dlse)
-        other = dispatch.choose_instead(backend, given, failure)
-        return run_backward(other, given, upstream._replace(saved=()), into)
+    known, result = serve(request)
+    return _finish(known, request.tensors, result)
 
 
 def gradient_of_lse(dlse: Tensor | None, lse: Tensor | None) -> Tensor | None:
@@ -152,18 +86,14 @@ def gradient_of_lse(dlse: Tensor | None, lse: Tensor | None) -> Tensor | None:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: AttentionCall, *tensors: Tensor) -> Outputs:
-        ctx.backend, result = _served(call)
-        ctx.used = settings.used_backend()
-        ctx.inputs = len(tensors)
-        ctx.description = call.with_tensors()
-        ctx.save_for_backward(
-            *tensors, result.out, result.softmax_lse, result.rng_state,
-            call.alibi_slopes, call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.leftpad_k, call.block_table,
-            *result.saved,
-        )  # fmt: skip
+    def forward(ctx: Any, request: Request, *inputs: Tensor) -> Outputs:
+        ctx.known, result = serve(request)
+        ctx.used, ctx.inputs = settings.used_backend(), len(inputs)
+        others = request.tensors[3:9]
+        ctx.others = len(others)
+        ctx.save_for_backward(*inputs, result.out, result.softmax_lse, result.rng_state, *others, *result.saved)
         ctx.set_materialize_grads(False)
-        return _finish(call, result)
+        return _finish(ctx.known, request.tensors, result)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
@@ -171,23 +101,22 @@ class _Attention(torch.autograd.Function):
             with settings.using_backend(ctx.used):
                 return _Attention.backward(ctx, dout, dlse, _)
         saved = ctx.saved_tensors  # once: activation checkpointing recomputes them at the first look only
-        inputs = saved[: ctx.inputs]
-        out, lse, rng_state, slopes, cu_q, cu_k, used, leftpad, table, *kept = saved[ctx.inputs :]
+        inputs, (out, lse, rng_state, *rest) = saved[: ctx.inputs], saved[ctx.inputs :]
         if dout is None and dlse is None:
             return None, *(None for _ in inputs)
         if dout is not None and type(dout) is not Tensor:
             dout = dout.clone()  # of a pending collective, that is its result
-        q, k, v = map(Tensor.resolve_neg, unpack(inputs))  # as build made the call of them
-        call = ctx.description.with_tensors(q, k, v, slopes, cu_q, cu_k, used, leftpad, table)
-        call = call._replace(rng_state=rng_state)
+        q, k, v = map(Tensor.resolve_neg, unpack(inputs))  # as serve took them
+        tensors = backward_tensors((q, k, v, *rest[: ctx.others]), rng_state)
         if torch.is_grad_enabled():
+            call = ctx.known.call.with_tensors(*tensors)
             return None, *_differentiable_gradients(inputs, ctx.needs_input_grad[1:], call, dout, dlse)
         dout = torch.zeros_like(out) if dout is None else dout
-        upstream = Upstream(dout, out, lse, rng_state, tuple(kept), gradient_of_lse(dlse, lse))
+        upstream = Upstream(dout, out, lse, rng_state, tuple(rest[ctx.others :]), gradient_of_lse(dlse, lse))
         if len(inputs) == 3:
-            return None, *run_backward(ctx.backend, call, upstream)[1]
+            return None, *gradients(ctx.known, tensors, upstream)[1]
         packed = tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
-        run_backward(ctx.backend, call, upstream, into=Gradients(*unpack(packed)))
+        gradients(ctx.known, tensors, upstream, into=Gradients(*unpack(packed)))
         return None, *packed
 
 
@@ -226,14 +155,7 @@ def _or_zeros(gradient: Tensor | None, tensor: Tensor) -> Tensor:
     return tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), 0)
 
 
-def _finish(call: AttentionCall, result: Result) -> Outputs:
-    if not call.return_lse:
+def _finish(known: Known, tensors: Tensors, result: Result) -> Outputs:
+    if not known.call.return_lse:
         return result.out, None, None
-    return result.out, result.lse.contiguous(), signed_probabilities(call, result.rng_state)
-
-
-def _empty_result(call: AttentionCall) -> Result:
-    """No rows or no keys anywhere: zeros, and +inf for rows without keys."""
-    device = call.q.device
-    lse = torch.full(call.lse_shape, torch.inf, dtype=lse_dtype(call.q.dtype), device=device)
-    return Result(call.q.new_zeros(call.out_shape), lse, torch.zeros(2, dtype=torch.int64, device=device))
+    return result.out, result.lse.contiguous(), dmask(known, tensors, result.rng_state)

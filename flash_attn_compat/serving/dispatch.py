@@ -1,22 +1,20 @@
 """Which backend serves a call, why, and how often each one has.
 
-A decision depends on a call's traits and the settings only, so it is remembered by them.
+A decision depends on a call's traits and its surroundings only, so it is remembered by them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from flash_attn_compat import settings
-from flash_attn_compat.backends import BACKENDS, Backend, CallRefused, KernelsFailed
-from flash_attn_compat.engine import capture, signature
-from flash_attn_compat.engine.append import Append, Step
-from flash_attn_compat.engine.call import AttentionCall, Signature
+from flash_attn_compat.backends import BACKENDS, Backend, CallRefused
+from flash_attn_compat.engine import capture, memory
+from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.features import DESCRIPTIONS, Traits, split
 
 
@@ -24,17 +22,6 @@ class BackendNotSupported(RuntimeError):
     """No backend, or not the one that was asked for, can serve a call. The message holds every reason."""
 
 
-class KeptStep(NamedTuple):
-    """How calls over a cache of one outline are served, and by whom."""
-
-    backend: Backend
-    run: Step
-
-
-_explaining: contextvars.ContextVar[bool] = contextvars.ContextVar("flash_attn_compat_explaining", default=False)
-# By calls' signatures, and by traits and settings.
-_decisions: dict[Signature | tuple[object, ...], Backend] = {}
-_steps: dict[signature.Key, KeptStep | None] = {}
 _served: Counter[str] = Counter()
 
 
@@ -80,13 +67,11 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     ``function`` is one of flash_attn's, or anything that calls one: then its first attention call counts.
     Raises ValueError if no attention was called.
     """
-    token = _explaining.set(True)
     try:
-        function(*args, **kwargs)
+        with settings.explaining():
+            function(*args, **kwargs)
     except _Explained as found:
         return found.explanation
-    finally:
-        _explaining.reset(token)
     raise ValueError(f"{function!r} made no attention call to explain")
 
 
@@ -99,46 +84,26 @@ def reset_backend_counts() -> None:
     _served.clear()
 
 
-def forget_decisions() -> None:
-    """Decide anew from now on: what a backend can serve has changed for a reason that no setting shows."""
-    global _decisions, _steps
-    _decisions, _steps = {}, {}
+def choose(call: AttentionCall) -> Backend | None:
+    """The first backend that can serve ``call`` exactly, or the forced one; None where nothing is to be computed.
 
-
-def choose_instead(failed: Backend, call: AttentionCall, failure: KernelsFailed) -> Backend:
-    """Another backend for a call that ``failed`` could not compute; its reasons say so by now, if others fail too."""
-    if isinstance(failure, CallRefused):
-        other = _first_able(call.traits(), settings.named_backend(), besides=failed)
-        if other is None:
-            raise failure
-        return other
-    forget_decisions()
-    backend = choose(call)
-    if backend is failed:
-        raise failure  # it gave no reason, and would be asked for ever
-    return backend
-
-
-def choose_unless_empty(call: AttentionCall) -> Backend | None:
-    """As ``choose``; None where there are no rows or no keys, so that nothing is to be computed.
-
-    Under a transform even nothing is computed: its zeros have derivatives.
+    That is where there are no rows or no keys, but under a transform, whose zeros have derivatives. Raises
+    BackendNotSupported with every backend's reasons.
     """
-    if call.signature is None and call.is_empty and not call.transformed and not _explaining.get():
-        return None
-    return choose(call)
-
-
-def choose(call: AttentionCall) -> Backend:
-    """The first backend that can serve ``call`` exactly, or the forced one.
-
-    Raises BackendNotSupported with every backend's reasons.
-    """
-    if _explaining.get():
+    if settings.explains():
         _check_settings()
         raise _Explained(_explain(call.traits(), settings.named_backend()))
-    known = None if call.signature is None else _decisions.get(call.signature)
-    return known or _decide(call)
+    if call.is_empty and not call.transformed:
+        return None
+    return _decide(call)
+
+
+def choose_besides(refusing: Backend, call: AttentionCall, refusal: CallRefused) -> Backend:
+    """Another one than ``refusing``, which serves calls of these traits, but for this one's sizes."""
+    other = _first_able(call.traits(), settings.named_backend(), besides=refusing)
+    if other is None:
+        raise refusal
+    return other
 
 
 def choose_whoever_is_named(call: AttentionCall) -> Backend:
@@ -146,14 +111,7 @@ def choose_whoever_is_named(call: AttentionCall) -> Backend:
 
     They are those that can be differentiated again, and those of softmax_lse.
     """
-    traits = call.traits()
-    key = "whoever is named", traits, settings.fingerprint()
-    backend = _decisions.get(key) or _first_able(traits, None)
-    if backend is None:
-        raise BackendNotSupported(_refusal(traits, _explain(traits, None), None))
-    if not capture.is_capturing(call.q.get_device()):
-        _decisions[key] = backend
-    return backend
+    return _decide(call, heeds_name=False)
 
 
 def _check_settings() -> None:
@@ -168,78 +126,11 @@ def count(backend: Backend) -> None:
     _served[backend.name] += 1
 
 
-def count_left(name: str) -> None:
-    """A call that could have been ours was left to somebody else."""
-    _served[name] += 1
-
-
-def is_explaining() -> bool:
-    """Whether the call in progress is only to be explained."""
-    return _explaining.get()
-
-
-def tell(explanation: Explanation) -> NoReturn:
-    """End the call in progress, which is only to be explained."""
-    raise _Explained(explanation)
-
-
-def reasons_against(name: str, call: AttentionCall) -> list[str]:
-    """Why the backend ``name`` would not serve ``call``: its own reasons, or who goes first."""
-    explanation = _explain(call.traits(), settings.named_backend())
-    if explanation.backend == name:
-        return []
-    first = f"{explanation.backend} goes first" if explanation.backend else "another backend was named"
-    return explanation.reasons[name] or [first]
-
-
-def kept_step(outline: signature.Key | None) -> KeptStep | None:
-    """The step that an earlier call of that outline was served by."""
-    return None if _explaining.get() else signature.found(_steps, outline)
-
-
-def new_step(
-    outline: signature.Key | None, call: AttentionCall, whole: Callable[[], AttentionCall], new: Append | None
-) -> KeptStep | None:
-    """The step of the backend that serves ``call``, if it has one; kept for all calls of the outline.
-
-    whole: as Backend.step's
-    """
-    steps, kept_by = _steps, outline if outline is not None and signature.is_plain(outline) else None
-    if kept_by in steps:
-        return None
-    backend = choose_unless_empty(call)
+from typing import Any, NoReturn
     if backend is None:
-        return None
-    try:
-        step = backend.step(call, whole(), new)
-    except CallRefused:
-        return None
-    except KernelsFailed as failure:
-        choose_instead(backend, call, failure)
-        return new_step(outline, call, whole, new)
-    found = None if step is None else KeptStep(backend, step)
-    # In a capture kernels may not have been tried.
-    if kept_by is not None and not capture.is_capturing(call.q.get_device()):
-        signature.keep(steps, kept_by, found)
-    return found
-
-
-def _decide(call: AttentionCall) -> Backend:
-    """As ``choose``, for the first call with a signature, or one without."""
-    decisions, traits = _decisions, call.traits()
-    key = traits, settings.fingerprint()
-    backend = decisions.get(key)
-    if backend is None:
-        _check_settings()
-        named = settings.named_backend()
-        backend = _first_able(traits, named)
-        if backend is None:
-            raise BackendNotSupported(_refusal(traits, _explain(traits, named), named))
-        if capture.is_capturing(call.q.get_device()):  # in which kernels may not have been tried
-            return backend
-        decisions[key] = backend
-    if call.signature is not None:
-        signature.keep(decisions, call.signature, backend)
+        raise BackendNotSupported(_refusal(traits, _explain(traits, named), named))
+    if not capture.is_capturing(call.q.get_device()):  # in which kernels may not have been tried
+        current.decide(key, backend)
     return backend
 
 

@@ -1,6 +1,6 @@
 """The custom ops that compilers, traces, modes and tensors without memory see instead of the engine.
 
-Each op makes the same AttentionCall as an eager call and serves it, so a graph holds one opaque node per
+Each op makes the same request as an eager call, so a graph holds one opaque node per
 attention, with shapes known beforehand. Gradients and the LSE are left out where tracing shows that nobody asks for
 them. Names live in our own namespace: flash_attn:: belongs to flash-attn. All other calls go past them.
 """
@@ -14,13 +14,14 @@ from torch.compiler import is_compiling
 
 from flash_attn_compat import settings
 from flash_attn_compat.engine import checks
-from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_call, packed_call
-from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream, wants_transforms
+from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_request, packed_request
+from flash_attn_compat.engine.call import Gradients, Upstream, wants_transforms
 from flash_attn_compat.engine.layout import lse_dtype
+from flash_attn_compat.engine.memory import PLAIN, Request
 from flash_attn_compat.engine.probabilities import round_up
-from flash_attn_compat.serving import autograd, dispatch, flops, sharding
+from flash_attn_compat.serving import flops, serve, sharding
+from flash_attn_compat.serving.autograd import gradient_of_lse
 
-_MEMORY = frozenset({Tensor, torch.nn.Parameter, type(None)})
 # Looked up once: every call asks.
 _modes, _trace = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
 _transforms = torch._C._are_functorch_transforms_active
@@ -34,7 +35,7 @@ def are_asked_for(*tensors: Any) -> bool:
     """
     if is_compiling():
         return True
-    if _modes() or _trace() is not None or not _MEMORY.issuperset(map(type, tensors)):
+    if _modes() or _trace() is not None or not PLAIN.issuperset(map(type, tensors)):
         return _are_seen(tensors)
     return False
 
@@ -147,7 +148,7 @@ class _Arguments(NamedTuple):
     softcap: float
     deterministic: bool
 
-    def call(self, q: Tensor, k: Tensor, v: Tensor, purpose: Purpose) -> AttentionCall:
+    def request(self, q: Tensor, k: Tensor, v: Tensor, purpose: Purpose) -> Request:
         options = Options(
             self.dropout_p,
             self.softmax_scale,
@@ -158,11 +159,11 @@ class _Arguments(NamedTuple):
             self.deterministic,
         )
         if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
-            return dense_call(q, k, v, options, purpose)
+            return dense_request(q, k, v, options, purpose)
         longest_q = self.max_seqlen_q if self.max_seqlen_q_tensor is None else self.max_seqlen_q_tensor
         longest_k = self.max_seqlen_k if self.max_seqlen_k_tensor is None else self.max_seqlen_k_tensor
         others = self.block_table, self.seqused_k, self.leftpad_k
-        return packed_call(
+        return packed_request(
             q, k, v, Packing(self.cu_seqlens_q, self.cu_seqlens_k, longest_q, longest_k, *others), options, purpose
         )
 
@@ -187,7 +188,7 @@ def _forward_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tenso
     *rest, return_lse, return_dmask, needs_grad = arguments
     # The backward finds its backend anew, so the dropout mask has to be one that any of them can draw.
     purpose = Purpose(needs_grad, return_lse, return_dmask, shares_dropout_mask=True)
-    out, lse, dmask, rng_state = autograd.run_whole(_Arguments(*rest).call(q, k, v, purpose))
+    out, lse, dmask, rng_state = serve.whole(_Arguments(*rest).request(q, k, v, purpose))
     return out.contiguous(), lse, dmask, rng_state
 
 
@@ -235,11 +236,9 @@ def _backward_op(
     *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     purpose = Purpose(needs_grad=True, return_lse=True, shares_dropout_mask=True, given_lse=True)
-    call = _Arguments(*arguments).call(q, k, v, purpose)._replace(rng_state=rng_state)
-    backend = dispatch.choose_unless_empty(call)
-    dlse = autograd.gradient_of_lse(dlse, softmax_lse)
-    upstream = Upstream(dout, out, softmax_lse, rng_state, dlse=dlse)
-    _, (dq, dk, dv) = autograd.run_backward(backend, call, upstream)
+    known, request = serve.find(_Arguments(*arguments).request(q, k, v, purpose))
+    upstream = Upstream(dout, out, softmax_lse, rng_state, dlse=gradient_of_lse(dlse, softmax_lse))
+    _, (dq, dk, dv) = serve.gradients(known, serve.backward_tensors(request.tensors, rng_state), upstream)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from flash_attn_compat import settings
-from flash_attn_compat.backends.base import HALF_DTYPES, Backend, CallRefused, Capabilities, KernelsFailed
+from flash_attn_compat.backends.base import HALF_DTYPES, Backend, Capabilities
 from flash_attn_compat.backends.fused import backward, forward, loader, verdicts
-from flash_attn_compat.backends.fused.loader import KernelError, TooManyBlocks
-from flash_attn_compat.engine.append import Append, Step
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
+from flash_attn_compat.engine.memory import Alike, BackwardRun, Run, alike_to
 
 
 class Fused(Backend):
@@ -26,9 +23,6 @@ class Fused(Backend):
         min_capability=(7, 5),
         max_head_dim=256,
     )
-
-    def __init__(self) -> None:
-        self._against: dict[Traits, str] = {}
 
     def reasons(self, traits: Traits) -> list[str]:
         # Only a call that nothing else speaks against is worth looking for NVRTC.
@@ -51,61 +45,25 @@ class Fused(Backend):
         found = verdicts.times_of(traits)
         return None if found is None else found.milliseconds
 
-    @property
-    def has_failed(self) -> bool:
-        return bool(self._against)
-
-    def forget_failures(self) -> None:
-        """Try again what has failed."""
-        self._against.clear()
-
     def unavailable_reasons(self) -> list[str]:
         if settings.fused() is False:
             return [f"{settings.FUSED}=0 forbids it"]
         return ["its kernels are for NVIDIA GPUs"] if torch.version.hip is not None else []
 
     def extra_reasons(self, traits: Traits) -> list[str]:
-        known = self._against.get(traits)
-        reasons = [] if known is None else [f"failed before: {known}"]
         if traits.needs_backward and traits.features & Feature.PAGED:
-            reasons.append("does not compute gradients over pages")
-        return reasons
+            return ["does not compute gradients over pages"]
+        return []
 
-    def step(self, call: AttentionCall, whole: AttentionCall, new: Append | None) -> Step | None:
-        traits = call.traits()
-        try:
-            run = forward.make_step(whole, new)
-        except KernelError as error:
-            raise self._failed(traits, error) from error
-        if run is None:
-            return None
+    def prepare(self, alike: Alike) -> Run:
+        return forward.prepare(alike) or super().prepare(alike)
 
-        def step(*tensors: Any) -> Result:
-            try:
-                return run(*tensors)
-            except KernelError as error:  # of a launch
-                raise self._failed(traits, error) from error
-
-        return step
+    def prepare_backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> BackwardRun:
+        return backward.prepare(call, upstream, into)
 
     def forward(self, call: AttentionCall) -> Result:
-        try:
-            return forward.forward(call)
-        except KernelError as error:
-            raise self._failed(call.traits(), error) from error
+        alike = alike_to(call)
+        return self.prepare(alike)(alike.tensors, None)
 
     def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
-        try:
-            return backward.backward(call, upstream, into)
-        except KernelError as error:
-            raise self._failed(call.from_given_results().traits(), error) from error
-
-    def _failed(self, traits: Traits, error: KernelError) -> KernelsFailed:
-        """Keep the failure as a reason, and warn once for each; but for one of this very call's sizes."""
-        if isinstance(error, TooManyBlocks):
-            return CallRefused(str(error))
-        reason = " ".join(str(error).split())[:400]
-        if reason not in self._against.values():
-            warnings.warn(f"a fused kernel is not used: {reason}", RuntimeWarning, stacklevel=2)
-        self._against[traits] = reason
-        return KernelsFailed(str(error))
+        return backward.prepare(call, upstream, into)(call.tensors, upstream, into)

@@ -33,7 +33,7 @@ def try_first(call: AttentionCall, new: Append) -> None:
 
     def run_tiny(call: AttentionCall, new: Append) -> dict[str, Tensor]:
         outputs, first = launch(call, new, launcher.described(call) | launcher.described_new(new))
-        made = Plan(call, outputs, [first], new).run(launcher.tensors_of(call, None, new))
+        made = Plan(call, outputs, [first], new).run((*call.tensors, *new[:4]))
         return {"q": made.get("q_rotated", call.q)}
 
     def wrong() -> str | None:

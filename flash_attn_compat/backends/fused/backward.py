@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,66 +17,96 @@ from flash_attn_compat.backends.fused.launcher import Launch, Output, Plan
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine import alignment
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream
+from flash_attn_compat.engine.memory import BackwardRun, Tensors
 
-# Writes the gradients, or some of them, into what it is given, and returns them.
-_Run = Callable[[AttentionCall, Upstream, Gradients], Gradients]
+# Launches for a request's tensors; writes the gradients, or some of them, into the last, and returns them.
+_Launch = Callable[[Sequence[Any], Upstream, Gradients], Gradients]
 
 
-def backward(call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
-    """Gradients, written through ``into`` where given; raises KernelError where a kernel cannot be used."""
-    call = launcher.tidy(call)
-    # Reported under causal ALiBi is LSE plus a position, which may be large beside it: the true one was kept.
+def prepare(call: AttentionCall, upstream: Upstream, into: Gradients | None) -> BackwardRun:
+    """What computes the gradients of all calls like ``call``, from what is like ``upstream``.
+
+    Raises KernelError where a kernel cannot be used.
+    """
+    untidy = [
+        index
+        for index in launcher.STEPPED_THROUGH
+        if (tensor := call.tensors[index]) is not None and not launcher.is_stepped_through(tensor)
+    ]
+
+    def tidy(tensors: Tensors) -> Sequence[Any]:
+        return [tensor.contiguous() if index in untidy else tensor for index, tensor in enumerate(tensors)]
+
+    if untidy:
+        call = call.with_tensors(*tidy(call.tensors))
+    launch = _prepare(call, _read(upstream), into or _new_places(call.tensors))
+
+    def run(tensors: Tensors, upstream: Upstream, into: Gradients | None) -> Gradients:
+        found = launch(tidy(tensors) if untidy else tensors, _read(upstream), into or _new_places(tensors))
+        if into is None:
+            return found
+        for target, gradient in zip(into, found):
+            if gradient is target:
+                launcher.note_written(target)
+            else:
+                target.copy_(gradient)
+        return into
+
+    return run
+
+
+def _read(upstream: Upstream) -> Upstream:
+    """As kernels read it. Under causal ALiBi the LSE has a position, maybe a large one, added: the true one is kept."""
     lse = upstream.saved[0] if upstream.saved else upstream.lse
     dlse = None if upstream.dlse is None else upstream.dlse.contiguous()
-    upstream = upstream._replace(softmax_lse=lse.contiguous(), dlse=dlse)
-    found = _run(call, upstream, into or Gradients(*map(_empty, call[:3])))
-    if into is None:
-        return found
-    for target, gradient in zip(into, found):
-        if gradient is target:
-            launcher.note_written(target)
-        else:
-            target.copy_(gradient)
-    return into
+    return upstream._replace(softmax_lse=lse.contiguous(), dlse=dlse)
 
 
-def _run(call: AttentionCall, upstream: Upstream, places: Gradients) -> Gradients:
-    others = upstream.dout, upstream.out, upstream.lse, upstream.dlse, *places, len(upstream.saved)
-    plan = launcher.planned("backward", lambda: _make_plan(call, upstream, places), call, *others)
-    return plan(call, upstream, places)
+def _new_places(tensors: Tensors) -> Gradients:
+    return Gradients(*map(_empty, tensors[:3]))
 
 
-def _make_plan(call: AttentionCall, upstream: Upstream, places: Gradients) -> _Run:
+def _prepare(call: AttentionCall, upstream: Upstream, places: Gradients) -> _Launch:
     vec = launcher.vector_size((*call[:3], upstream.dout, upstream.out, *places), in_place=False)
     if not vec or not all(map(_is_writable, places)):
-        return _on_copies
+        return _prepare_copies(call, upstream, places)
     device, kind = call.q.get_device(), launcher.kind_of(call, vec)
     plan = _plan(call, upstream, places, kind)
 
     in_seats = tuple(map(variants.is_in_seats, plan.variants[-3:]))
 
     def run_tiny(call: AttentionCall, upstream: Upstream, places: Gradients) -> Gradients:
-        return _launched(_plan(call, upstream, places, kind, 2, in_seats), call, upstream, places)
+        return _launch(_plan(call, upstream, places, kind, 2, in_seats), call.tensors, upstream, places)
 
     trial.check(plan.variants[-3:], device, lambda: trial.of_backward(kind, call.q.device, run_tiny))
-    return functools.partial(_launched, plan)
+    return functools.partial(_launch, plan)
 
 
-def _launched(plan: Plan, call: AttentionCall, upstream: Upstream, places: Gradients) -> Gradients:
-    others = upstream.dout, upstream.out, upstream.lse, upstream.dlse, *places, *upstream.saved[1:]
-    plan.run((*launcher.tensors_of(call, call.rng_state), *others))
+def _launch(plan: Plan, tensors: Sequence[Any], upstream: Upstream, places: Gradients) -> Gradients:
+    dout, out, lse, _, saved, dlse = upstream
+    plan.run((*tensors, dout, out, lse, dlse, *places, *saved[1:]))
     return places
 
 
-def _on_copies(call: AttentionCall, upstream: Upstream, places: Gradients) -> Gradients:
+def _prepare_copies(call: AttentionCall, upstream: Upstream, places: Gradients) -> _Launch:
     """What is not on 16 bytes is copied into place first; gradients have the padding cut off."""
-    q, k, v, dout, out = map(launcher.aligned, (*call[:3], upstream.dout, upstream.out))
-    given = [
+    copied = _copied(call.tensors, upstream, places)
+    launch = _prepare(call.with_tensors(*copied[0]), *copied[1:])
+
+    def run(tensors: Sequence[Any], upstream: Upstream, places: Gradients) -> Gradients:
+        found = launch(*_copied(tensors, upstream, places))
+        return Gradients(*(alignment.narrowed(one, x.shape[-1]) for one, x in zip(found, tensors)))
+
+    return run
+
+
+def _copied(tensors: Sequence[Any], upstream: Upstream, places: Gradients) -> tuple[Sequence[Any], Upstream, Gradients]:
+    q, k, v, dout, out = map(launcher.aligned, (*tensors[:3], upstream.dout, upstream.out))
+    made = [
         place if place.shape == tensor.shape and _is_writable(place) and launcher.is_aligned(place) else _empty(tensor)
         for place, tensor in zip(places, (q, k, v))
     ]
-    found = _run(call._replace(q=q, k=k, v=v), upstream._replace(dout=dout, out=out), Gradients(*given))
-    return Gradients(*(alignment.narrowed(one, x.shape[-1]) for one, x in zip(found, call[:3])))
+    return (q, k, v, *tensors[3:]), upstream._replace(dout=dout, out=out), Gradients(*made)
 
 
 def _plan(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,62 +13,75 @@ from flash_attn_compat.backends.fused import append, grids, launcher, tensor_cor
 from flash_attn_compat.backends.fused.launcher import Launch, Output, Plan
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine import alignment, dropout
-from flash_attn_compat.engine.append import Append, Step
+from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.call import AttentionCall, Result
+from flash_attn_compat.engine.memory import Alike, Run, Tensors
 
 # Each block that sees new keys writes them all.
 _MOST_NEW = 16
+_NONE = (None,) * 10
 
 
-def forward(call: AttentionCall) -> Result:
-    """One call; raises KernelError where a kernel cannot be used."""
-    call = launcher.tidy(call)
-    return launcher.planned("forward", lambda: make_plan(call), call)(call)
+def prepare(alike: Alike) -> Run | None:
+    """What computes all calls that are ``alike``; None where no kernel can read a cache as it lies.
 
-
-def make_plan(call: AttentionCall) -> Callable[[AttentionCall], Result]:
-    vec = launcher.vector_size(call[:3], in_place=not call.is_dense and call.cu_seqlens_k is None)
-    return _tried(call, vec).run if vec else _on_copies
-
-
-def _on_copies(call: AttentionCall) -> Result:
-    """What is not on 16 bytes is copied into place first."""
-    q, k, v = map(launcher.aligned, call[:3])
-    result = forward(call._replace(q=q, k=k, v=v))
-    return result._replace(out=alignment.narrowed(result.out, call.head_dim_v))
-
-
-def make_step(call: AttentionCall, new: Append | None) -> Step | None:
-    """How all calls over a cache like ``call`` are computed; None where no kernel can read the cache as it lies.
-
-    call: one of them; where their lengths are ints it speaks of all the cache's slots
+    What kernels cannot read otherwise is copied into place at each call. Raises KernelError where a kernel cannot be
+    used.
     """
+    tensors, call, new = list(alike.tensors), alike.whole, alike.new
+    copies: list[tuple[int, Callable[[Tensor], Tensor]]] = []
+
+    def copy(index: int, how: Callable[[Tensor], Tensor]) -> None:
+        copies.append((index, how))
+        tensors[index] = how(tensors[index])
+
+    for index in launcher.STEPPED_THROUGH:
+        if tensors[index] is not None and not launcher.is_stepped_through(tensors[index]):
+            copy(index, Tensor.contiguous)
     few = variants.takes_decode(launcher.longest_rows(call), call.nheads // call.nheads_k, False)
-    as_given = launcher.tidy(call) is call and launcher.is_readable(call.q) and (new is None or launcher.is_tidy(new))
-    if not as_given:
-        slopes, table = _contiguous(call.alibi_slopes), _contiguous(call.block_table)
-        call = call._replace(q=call.q.contiguous(), alibi_slopes=slopes, block_table=table)
-        new = None if new is None else Append._make(map(_contiguous, new))
-    read_at_once = new[:4] if new is not None and few and new.k.shape[1] <= _MOST_NEW else ()
-    vec = launcher.vector_size((*call[:3], *read_at_once), in_place=few or not call.is_dense)
+    read_at_once: tuple[int, ...] = ()
+    if alike.is_over_cache:
+        if not launcher.is_readable(call.q):
+            copy(0, Tensor.contiguous)
+        if new is not None and not launcher.is_tidy(new):
+            for index in range(10, len(tensors)):
+                if tensors[index] is not None:
+                    copy(index, Tensor.contiguous)
+        if new is not None and few and new.k.shape[1] <= _MOST_NEW:
+            read_at_once = tuple(range(10, len(tensors)))
+        in_place = few or not call.is_dense
+    else:
+        in_place = not call.is_dense and call.cu_seqlens_k is None
+    vec = launcher.vector_size([tensors[index] for index in (0, 1, 2, *read_at_once)], in_place)
     if not vec:
-        return None
-    attention = _tried(call, vec, new)
-    return attention.step if as_given else attention.step_on_copies
-
-
-def _contiguous(value: Any) -> Any:
-    return value.contiguous() if isinstance(value, Tensor) else value
-
-
-def _tried(call: AttentionCall, vec: int, new: Append | None = None) -> Attention:
-    """Raises KernelError where a kernel turns out to be wrong."""
+        if alike.is_over_cache:
+            return None
+        for index in range(3):
+            copy(index, launcher.aligned)
+        vec = launcher.vector_size(tensors[:3], in_place)
+    if copies:
+        call, new = call.with_tensors(*tensors[:10]), None if new is None else new._replace(**_named(tensors))
     tensor_cores.hint(call.q.get_device(), settings.gpu(call.q.device))
     attention = Attention(call, launcher.kind_of(call, vec), new)
     attention.try_first()
     if new is not None and attention.writes_first:
         append.try_first(call, new)
-    return attention
+    if not copies:
+        return attention.run
+    width = alike.call.head_dim_v
+
+    def run(tensors: Tensors, length: int | None) -> Result:
+        copied = list(tensors)
+        for index, how in copies:
+            copied[index] = how(copied[index])
+        result = attention.run(copied, length)
+        return result._replace(out=alignment.narrowed(result.out, width))
+
+    return run
+
+
+def _named(tensors: list[Any]) -> dict[str, Any]:
+    return dict(zip(Append._fields, tensors[10:]))
 
 
 class Attention:
@@ -101,7 +114,7 @@ class Attention:
         if outputs:
             fields["q_s"] = launcher.contiguous_strides(call.q.shape)
         outputs.append(Output("out", call.out_shape, call.q.dtype))
-        self.needs_grad = call.needs_grad
+        self.needs_grad, self.drops = call.needs_grad, call.dropout_p > 0.0
         if call.return_lse or call.needs_grad:
             outputs.append(Output("lse", call.lse_shape, torch.float32))
         if call.needs_grad and call.lse_carries_alibi_position:
@@ -135,7 +148,8 @@ class Attention:
         in_seats = variants.is_in_seats(plan.variants[-1])
 
         def run_tiny(call: AttentionCall, new: Append | None) -> dict[str, Tensor]:
-            result = Attention(call, kind, new, splits=2, in_seats=in_seats).run(call, new)
+            attention = Attention(call, kind, new, splits=2, in_seats=in_seats)
+            result = attention.run((*call.tensors, *(() if new is None else new[:4])))
             return {"out": result.out, "softmax_lse": result.lse}
 
         def wrong() -> str | None:
@@ -143,43 +157,16 @@ class Attention:
 
         trial.check(plan.variants[-1:], plan.device, wrong)
 
-    def run(self, call: AttentionCall, new: Append | None = None) -> Result:
-        rng_state = call.rng_state
-        if rng_state is None and call.dropout_p:
-            rng_state = dropout.new_rng_state(self.plan.place)
-        return self._result(self.plan.run(launcher.tensors_of(call, rng_state, new)), rng_state)
-
-    def step(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        rotary_cos: Tensor | None,
-        rotary_sin: Tensor | None,
-        cache_seqlens: int | Tensor | None,
-        batch_idx: Tensor | None,
-        leftpad: Tensor | None,
-        table: Tensor | None,
-        slopes: Tensor | None,
-    ) -> Result:
-        """As Step of engine/append.py."""
-        used, seqlen_k = cache_seqlens, None
-        if isinstance(cache_seqlens, int):
-            used, seqlen_k = None, cache_seqlens + self.seqlen_new
-        pages = table if batch_idx is None else batch_idx
-        tensors = q, k_cache, v_cache, slopes, None, None, used, leftpad, pages, None, k, v, rotary_cos, rotary_sin
-        result = self._result(self.plan.run(tensors, seqlen_k), None)
+    def run(self, tensors: Sequence[Any], length: int | None = None) -> Result:
+        """As Run of engine/memory.py."""
+        rng_state = None
+        if self.drops:
+            rng_state = (*tensors, *_NONE)[9]
+            rng_state = dropout.new_rng_state(self.plan.place) if rng_state is None else rng_state
+            tensors = (*(*tensors, *_NONE)[:9], rng_state)
+        made = self.plan.run(tensors, None if length is None else length + self.seqlen_new)
         if self.appends:
-            launcher.note_written(k_cache, v_cache)
-        return result
-
-    def step_on_copies(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, *others: Any) -> Result:
-        """The same for what is not laid out as kernels read it: contiguous copies of all but the cache."""
-        return self.step(_contiguous(q), k_cache, v_cache, *map(_contiguous, others))
-
-    def _result(self, made: dict[str, Tensor], rng_state: Tensor | None) -> Result:
+            launcher.note_written(tensors[1], tensors[2])
         out, lse = made["out"], made.get("lse")
         if not self.needs_grad:
             return Result(out, lse, rng_state)

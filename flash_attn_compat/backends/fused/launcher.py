@@ -1,15 +1,15 @@
 """The only place where a tensor becomes an address. What a kernel may rely on is checked right there.
 
-A plan holds everything of a call's launches that follows from shapes, strides and options; it is made once per such
-signature. What is left for each call are the addresses.
+A plan holds everything of a call's launches that follows from shapes, strides and options; it is made once for all
+calls that are alike. What is left for each call are the addresses.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from torch import Tensor
 from flash_attn_compat import settings
 from flash_attn_compat.backends.fused import loader, params, variants, verdicts
 from flash_attn_compat.backends.fused.variants import Kind, Variant
-from flash_attn_compat.engine import alignment, capture, dropout, signature
-from flash_attn_compat.engine.append import Append, Unlike
+from flash_attn_compat.engine import alignment, capture, dropout
+from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.call import AttentionCall
 
 _LARGEST_INT = 2**31 - 1
@@ -31,7 +31,9 @@ PARTS_AT = 4 * _COUNTERS
 # Elements up to which loading one by one costs less than copying into place first.
 SMALL = 2**18
 
-# What a call and an append give, by its name in struct Params, in the order of tensors_of.
+# What a call and an append give, by its name in struct Params, in the order in which plans take them.
+# Slopes and page table are the fourth and the ninth.
+STEPPED_THROUGH = 3, 8
 _CALL = AttentionCall._fields[:3] + AttentionCall._fields[9:16]
 _APPEND = "k_new", "v_new", "rotary_cos", "rotary_sin"
 # Of what is not in q's dtype.
@@ -44,8 +46,6 @@ _DTYPES = {
 # Made for this call, or checked where the caller gives them. A storage that Python has looked at counts as shared ever
 # after: autograd, where a gradient is one of several, would not add to it in place.
 _MADE = frozenset({"dq", "dk", "dv"})
-
-Made = TypeVar("Made")
 
 
 class Output(NamedTuple):
@@ -90,7 +90,8 @@ class Plan:
         self._workspace = workspace
         self.variants = tuple(launch.variant for launch in launches)
         self._rotates = any(output.name == "q_rotated" for output in outputs)
-        like = dict(zip((*_CALL, *_APPEND), tensors_of(call, call.rng_state, new), strict=True)) | dict(others or {})
+        like: dict[str, Any] = dict(zip(_CALL, call.tensors, strict=True))
+        like |= dict(zip(_APPEND, () if new is None else new[:4])) | dict(others or {})
         sizes = {name: reach(tensor) for name, tensor in like.items()}
         sizes["rng_state"] = 16 if call.dropout_p else 0
         self._expected = [
@@ -112,7 +113,7 @@ class Plan:
     def run(self, tensors: Sequence[Any], seqlen_k: int | None = None) -> dict[str, Tensor]:
         """Launch on the current stream of the plan's device; returns the outputs by name.
 
-        tensors: as tensors_of gives them, then the others; seqlen_k: instead of the plan's own. Raises Unlike.
+        tensors: the call's, then what is appended, then the others; seqlen_k: instead of the plan's own
         """
         numbers, q = self.addresses(tensors), tensors[0]
         made: dict[str, Tensor] = {}
@@ -132,7 +133,7 @@ class Plan:
         if 0 in numbers:  # at which a launch would end the process's use of the GPU
             at = numbers.index(0)
             tensor = tensors[self._expected[at][0]] if at < len(self._expected) else made.get(self._given[at])
-            raise Unlike(
+            raise RuntimeError(
                 f"{self._given[at]} must be a tensor with memory of its own; got {type(tensor).__name__}, as fake and "
                 "distributed tensors and pending collectives are"
             )
@@ -156,7 +157,7 @@ class Plan:
                 or (size and tensor.storage_offset() * dtype.itemsize + size > tensor.untyped_storage().nbytes())
                 or tensor.is_neg()
             ):
-                raise Unlike(
+                raise RuntimeError(
                     f"{name} must be {dtype} on device {device} with {size} bytes in its storage from its first "
                     f"element on, not a lazily negated view; got {tensor.dtype} on {tensor.device}, shape "
                     f"{tuple(tensor.shape)}, strides {tensor.stride()}, storage of "
@@ -182,11 +183,6 @@ def maxima(call: AttentionCall, kind: Kind, fields: dict[str, params.Value]) -> 
     splits = variants.absmax_splits(longest, heads, processors(call.q.get_device()))
     found = Output("absmax", (3, call.batch, call.nheads_k), torch.int32, begins_as_zero=True)
     return found, Launch(variants.absmax(kind), 3 * heads * splits, {**fields, "splits": splits})
-
-
-def tensors_of(call: AttentionCall, rng_state: Tensor | None, new: Append | None = None) -> tuple[Tensor | None, ...]:
-    """What Plan.run takes."""
-    return (*call[:3], *call[9:15], rng_state, *((None,) * 4 if new is None else new[:4]))
 
 
 def note_written(*tensors: Tensor) -> None:
@@ -251,14 +247,9 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor if is_aligned(tensor) else alignment.padded(tensor)
 
 
-def tidy(call: AttentionCall) -> AttentionCall:
-    """The call with slopes and table as the kernels step through them."""
-    slopes, table = call.alibi_slopes, call.block_table
-    if slopes is not None and slopes.stride(-1) != 1:
-        call = call._replace(alibi_slopes=slopes.contiguous())
-    if table is not None and table.stride(-1) != 1 and table.shape[-1] > 1:
-        call = call._replace(block_table=table.contiguous())
-    return call
+def is_stepped_through(tensor: Tensor) -> bool:
+    """Whether neighbours of a row lie side by side, if there are any."""
+    return tensor.stride(-1) == 1 or tensor.shape[-1] <= 1
 
 
 def is_tidy(new: Append) -> bool:
@@ -266,36 +257,6 @@ def is_tidy(new: Append) -> bool:
     cos, sin = new.rotary_cos, new.rotary_sin
     all_readable = all(tensor is None or is_readable(tensor) for tensor in new[:4])
     return all_readable and (cos is None or sin is None or cos.stride() == sin.stride())
-
-
-_plans: dict[signature.Key, Any] = {}
-
-
-def planned(name: str, make: Callable[[], Made], call: AttentionCall, *others: Any) -> Made:
-    """The plan that serves all calls like ``call``, made at the first one. others: what else it is made for"""
-    key: signature.Key
-    if call.signature is not None:
-        key = (name, call.signature, *map(_likeness, others))
-    else:
-        key = (name, settings.fingerprint(), *map(_likeness, (*call, *others)))
-    found: Made | None = _plans.get(key)
-    if found is None:
-        found = make()
-        if not capture.is_capturing(call.q.get_device()):  # in which its kernels may not have been tried
-            signature.keep(_plans, key, found)
-    return found
-
-
-def _likeness(part: Any) -> Hashable:
-    """All of a tensor but its numbers; anything else as it is."""
-    if isinstance(part, Tensor):
-        return part.shape, part.stride(), part.data_ptr() & 15, part.dtype, part.get_device()
-    alike: Hashable = part
-    return alike
-
-
-def forget_plans() -> None:
-    _plans.clear()
 
 
 def kind_of(call: AttentionCall, vec: int) -> Kind:

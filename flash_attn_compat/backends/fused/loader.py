@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 
 from flash_attn_compat import settings
+from flash_attn_compat.backends.base import CallRefused, KernelsFailed
 from flash_attn_compat.backends.fused import cache
 from flash_attn_compat.backends.fused.variants import DEFAULTS, Variant
 from flash_attn_compat.engine import capture
@@ -36,11 +37,11 @@ _CARVEOUT, _MOST_SHARED, _SHARED_OF_MULTIPROCESSOR = 9, 100, 81
 _OTHERS = re.compile(r"builtins|\.alt\.")  # libraries named like NVRTC
 
 
-class KernelError(RuntimeError):
+class KernelError(KernelsFailed):
     """A kernel could not be compiled, loaded or launched, or computes wrong numbers."""
 
 
-class TooManyBlocks(KernelError):
+class TooManyBlocks(KernelError, CallRefused):
     """A call needs more blocks than a launch has: no defect."""
 
 

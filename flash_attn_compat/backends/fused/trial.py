@@ -92,6 +92,7 @@ def of_forward(
             call = _on(place, on_cpu)
             found = run(call, None)
         else:
+            assert isinstance(new.cache_seqlens, Tensor)
             call = _on(place, on_cpu._replace(seqused_k=new.cache_seqlens))
             found = run(call, _on(place, new))
             used = new.cache_seqlens + new.k.shape[1]

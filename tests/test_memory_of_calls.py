@@ -21,10 +21,9 @@ from flash_attn_compat import (
     reset_backend_counts,
     use_backend,
 )
-from flash_attn_compat.backends.fused import Fused, launcher
-from flash_attn_compat.engine import capture, signature
+from flash_attn_compat.backends.fused import Fused
+from flash_attn_compat.engine import capture, memory
 from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_call, packed_call
-from flash_attn_compat.serving import dispatch
 from tests import fused_on_cpu
 from tests.problems import DENSE, PACKED, PROBLEMS, STEP
 from tests.support import ints, qkv, randn
@@ -37,7 +36,7 @@ Changes = dict[str, Any]
 FIRST = {"flash_attn_func": DENSE, "flash_attn_varlen_func": PACKED, "flash_attn_with_kvcache": STEP}
 # What problems do not say, one change each of the first call of their function.
 SCALE, SLOPES = {"softmax_scale": torch.tensor(0.5)}, torch.tensor([0.5, 0.1, 0.3, 0.2])
-APART = torch.stack([SLOPES, SLOPES], -1)[:, 0]  # which are copied: a call with them is known by no signature then
+APART = torch.stack([SLOPES, SLOPES], -1)[:, 0]  # which are copied
 FURTHER: dict[str, list[Changes]] = {
     "flash_attn_func": [
         SCALE, {"return_attn_probs": False}, {"q": randn(2, 7, 16, 4).transpose(2, 3)},
@@ -115,14 +114,12 @@ def check_warm(run: Callable[[Call], list[Any]], calls: list[Call]) -> None:
     """Behind any other call, each call gives what it gave as the first one."""
     expected = []
     for call in calls:
-        signature._known.clear()
-        dispatch._steps.clear()
-        launcher.forget_plans()
+        memory.forget()
         expected.append(run(call))
-    assert len(signature._known) + len(dispatch._steps) <= 2
+    assert len(memory.current().known) <= 2
     for index in (*range(len(calls)), *reversed(range(len(calls))), 0):
         assert alike(run(calls[index]), expected[index]), calls[index]
-    assert len(signature._known) + len(dispatch._steps) > 2
+    assert len(memory.current().known) > 2
 
 
 @pytest.mark.parametrize("function", FIRST)
@@ -210,7 +207,7 @@ def test_a_step_is_not_for_a_length_whose_calls_another_backend_serves(monkeypat
     q, cache = (randn(2, length, 2, 16, dtype=torch.float16) for length in (5, 20))
     for side in "><=":
         refused[:] = side
-        dispatch.forget_decisions()
+        memory.forget()
         launches.seen.clear()
         for _ in range(2):
             for length in (3, 4, 5, 6, 20):
@@ -226,28 +223,19 @@ def test_packed_lengths_are_compared_at_every_call() -> None:
         for others in (ints(0, 5, 10), ints(0, 3, 10), ints(0, 5, 10))
     ]
     assert [call.equal_lengths for call in calls] == [True, False, True]
-    assert calls[0].signature is calls[2].signature is not calls[1].signature
 
 
-def test_a_decision_that_was_made_in_a_capture_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("function", FIRST)
+def test_nothing_of_a_capture_is_kept(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels may not have been tried in it."""
-    dispatch.forget_decisions()
-    q = torch.randn(1, 5, 2, 16)
-    for captures in (True, False):
-        monkeypatch.setattr(capture, "is_capturing", lambda device, captures=captures: captures)
-        flash_attn_func(q, q, q)
-        assert bool(dispatch._decisions) != captures
-
-
-def test_a_step_that_was_found_in_a_capture_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernel may not have been tried."""
     fused_on_cpu.record(monkeypatch)
-    arguments = replace(STEP, dtype="float16").build().args
+    arguments = replace(FIRST[function], dtype="float16").build().args
     for captures in (True, False):
         monkeypatch.setattr(capture, "is_capturing", lambda device, captures=captures: captures)
         with use_backend("fused"):
-            flash_attn_with_kvcache(**arguments)
-        assert bool(dispatch._steps) != captures
+            getattr(flash_attn_interface, function)(**arguments)
+        kept = memory.current()
+        assert bool(kept.known) == bool(kept.decisions) == (not captures)
 
 
 class Float64(float):
@@ -265,32 +253,35 @@ def test_a_scale_of_any_type_finds_the_step_of_the_call_before(scale: Any, monke
     assert len(launches.variants) == 1, "one plan is made"
 
 
-def test_nothing_is_kept_alive() -> None:
-    signature._known.clear()
-    call = STEP.build()
-    flash_attn_with_kvcache(**call.args)
-    gone = [weakref.ref(value) for value in call.args.values() if isinstance(value, Tensor)]
-    del call
+@pytest.mark.parametrize("function", FIRST)
+def test_nothing_is_kept_alive(function: str) -> None:
+    memory.forget()
+    call = FIRST[function].build()
+    found = solve(getattr(flash_attn_interface, function), call)
+    gone = [weakref.ref(value) for value in (*call.args.values(), *found.parts.values()) if isinstance(value, Tensor)]
+    assert memory.current().known
+    del call, found
     gc.collect()
     assert not [one for one in gone if one() is not None]
 
 
-def test_no_more_is_kept_than_a_few_thousand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signature, "_known", {})
-    monkeypatch.setattr(signature, "_MOST", 8)
+def test_no_more_is_kept_than_a_few_thousand_and_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory.forget()
+    monkeypatch.setattr(memory, "MOST", 8)
     for length in range(1, 30):
         flash_attn_func(*(randn(1, length, 1, 8) for _ in range(3)))
-        assert 0 < len(signature._known) <= 8
+        lengths = [known.call.max_seqlen_q for known in memory.current().known.values()]
+        assert lengths == list(range(max(1, length - 7), length + 1))
 
 
 class Wrapped(Tensor):
     """A subclass may see shapes and memory its own way."""
 
 
-def test_subclasses_of_tensors_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signature, "_known", {})
+def test_subclasses_of_tensors_are_not_kept() -> None:
+    memory.forget()
     (q, k, v), args = qkv(), PACKED.build().args
     flash_attn_func(q, k, v.as_subclass(Wrapped))
     flash_attn_varlen_func(**args | {"cu_seqlens_q": args["cu_seqlens_q"].as_subclass(Wrapped)})
     torch.func.vmap(flash_attn_func)(*(tensor[None] for tensor in (q, k, v)))
-    assert not signature._known
+    assert not memory.current().known

@@ -1,0 +1,164 @@
+"""What calls that are alike share is found once: a request finds one object that holds all of it.
+
+Alike are requests of one kind for the same values, over tensors of the same shapes, strides, dtypes, devices and
+alignment, in the same surroundings: settings, autocast, what PyTorch has active. Never by identity, address or version:
+``x.data = y`` keeps all three under a new shape. Each call looks at what depends on numbers or on state. Here alone is
+something added and forgotten, the oldest first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat import settings
+from flash_attn_compat.engine import callers_state
+from flash_attn_compat.engine.append import Append
+from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
+
+MOST = 4096
+_MOST_BACKWARDS = 16
+# Types whose objects have memory of their own, and nothing but what a key holds.
+PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
+
+Key = Hashable
+# q, k and v first, then as AttentionCall.with_tensors takes them; behind those what a cache is given: Append's tensors.
+Tensors = tuple[Any, ...]
+# Computes every call that is alike; takes a request's tensors and length.
+Run = Callable[[Tensors, int | None], Result]
+# The same for gradients, which are written into the last where that is given; tensors[9] is the dropout's rng_state.
+BackwardRun = Callable[[Tensors, Upstream, Gradients | None], Gradients]
+
+
+class Alike(NamedTuple):
+    """All calls that are alike, by the one of them that is made.
+
+    whole: ``call`` over all of a cache's slots, where its length is a number, which may differ among the calls
+    new: what it appends; bind: makes another one, and what that appends, of a request's tensors and length
+    """
+
+    call: AttentionCall
+    whole: AttentionCall
+    new: Append | None
+    bind: Callable[[Tensors, int | None], tuple[AttentionCall, Append | None]]
+    is_over_cache: bool = False
+
+    @property
+    def tensors(self) -> Tensors:
+        return self.whole.tensors if self.new is None else (*self.whole.tensors, *self.new[:4])
+
+
+def alike_to(call: AttentionCall) -> Alike:
+    """All calls that take tensors like those of ``call``."""
+    described = call.with_tensors()
+    return Alike(call, call, None, lambda tensors, length: (described.with_tensors(*tensors[:10]), None))
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """A function's manner of asking.
+
+    build: checks a request, but for the numbers in its tensors; check: those, as far as the host sees them
+    """
+
+    name: str
+    build: Callable[[Request], Alike]
+    check: Callable[[Request], None]
+
+
+class Request(NamedTuple):
+    """What every function makes of its arguments.
+
+    values: plain ones, everything that is no tensor; length: a cache's, where the host knows it for all sequences
+    """
+
+    kind: Kind
+    tensors: Tensors
+    values: tuple[Any, ...]
+    length: int | None = None
+
+
+class Known:
+    """All that follows from a request but for the numbers in its tensors.
+
+    call: checked, without its tensors; backend: None where there is nothing to compute; run: None where the call is
+    a backward alone; backward: who computes gradients and how, by the layout of what comes from above; memory: what it
+    is part of, as long as that is the current one
+    """
+
+    __slots__ = "backend", "backward", "call", "memory", "run"
+
+    def __init__(self, call: AttentionCall, backend: Any, run: Run | None, memory: Memory) -> None:
+        self.call, self.backend, self.run, self.memory = call, backend, run, memory
+        self.backward: dict[Key, tuple[Any, BackwardRun]] = {}
+
+    def keep_backward(self, key: Key, found: tuple[Any, BackwardRun]) -> None:
+        _keep(self.backward, key, found, _MOST_BACKWARDS)
+
+
+class Memory:
+    """What is known, by requests' keys; and who serves, by traits, for requests of new shapes."""
+
+    def __init__(self) -> None:
+        self.known: dict[Key, Known] = {}
+        self.decisions: dict[Key, Any] = {}
+
+    def keep(self, key: Key, known: Known) -> None:
+        _keep(self.known, key, known, MOST)
+
+    def decide(self, key: Key, backend: Any) -> None:
+        _keep(self.decisions, key, backend, MOST)
+
+
+_adding = threading.Lock()
+_current = Memory()
+Value = TypeVar("Value")
+
+
+def current() -> Memory:
+    return _current
+
+
+def forget() -> None:
+    """Begin anew: what a backend can serve, or how, has changed for a reason that no key shows.
+
+    What is being prepared meanwhile goes into the memory that nobody asks any more.
+    """
+    global _current  # noqa: PLW0603
+    _current = Memory()
+
+
+def _keep(table: dict[Key, Value], key: Key, value: Value, most: int) -> None:
+    with _adding:
+        while len(table) >= most:
+            del table[next(iter(table))]
+        table[key] = value
+
+
+def key_of(request: Request) -> Key | None:
+    """Equal for requests that are alike; None for those of which nothing is kept."""
+    kind, tensors, values, _ = request
+    if not PLAIN.issuperset(map(type, tensors)) or torch._C._are_functorch_transforms_active():
+        return None
+    q, k, v = tensors[:3]
+    try:
+        if q.is_neg() or k.is_neg() or v.is_neg():
+            return None  # their memory holds other numbers than they do
+        return kind, values, layouts(tensors), surroundings(q)
+    except (AttributeError, RuntimeError):
+        return None  # there is none, or one has no address: the checks say it better
+
+
+def layouts(tensors: Iterable[Tensor | None]) -> Key:
+    """All of tensors but their numbers, and where beyond 16 bytes they lie."""
+    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15) for x in tensors])
+
+
+def surroundings(tensor: Tensor) -> Key:
+    """What is not a call's own, and decides how it is computed."""
+    return settings.fingerprint(), callers_state.autocasts(tensor), callers_state.flash_implementation()

@@ -1,0 +1,211 @@
+"""The one door: a request finds what is known of calls like it, or has it prepared, and is computed by that.
+
+Whatever fails (compiling, loading, launching or trying a kernel), at a first call or a later one, forward or backward:
+the backend keeps the reason, all that is known is forgotten, and the next backend serves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.backends import Backend, CallRefused, KernelsFailed
+from flash_attn_compat.engine import callers_state, capture, memory
+from flash_attn_compat.engine.append import by_operators
+from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
+from flash_attn_compat.engine.features import Feature
+from flash_attn_compat.engine.layout import lse_dtype
+from flash_attn_compat.engine.memory import Alike, BackwardRun, Key, Known, Request, Run, Tensors
+from flash_attn_compat.engine.probabilities import signed_probabilities
+from flash_attn_compat.serving import dispatch
+
+_NONE = (None,) * 10
+
+
+def serve(request: Request) -> tuple[Known, Result]:
+    """What is known of a request, and its result, outside autograd."""
+    known, request = find(request)
+    while True:
+        assert known.run is not None  # of what is no backward alone
+        try:
+            result = known.run(request.tensors, request.length)
+        except KernelsFailed as failure:
+            known = _prepared(memory.key_of(request), request.kind.build(request), known.backend, failure)
+        else:
+            if known.backend is not None:
+                dispatch.count(known.backend)
+            return known, result
+
+
+def find(request: Request) -> tuple[Known, Request]:
+    """What is known of a request, which passed its checks; and the request as kernels can read it."""
+    key = memory.key_of(request)
+    known = None if key is None else memory.current().known.get(key)
+    if known is not None:
+        request.kind.check(request)
+        return known, request
+    alike = request.kind.build(request)
+    if key is None:
+        own = request.tensors[: 1 if alike.is_over_cache else 3]
+        if any([x.is_neg() for x in own]):  # kernels of others read memory; a cache is written where it lies
+            stored = [x.resolve_neg() for x in own]
+            return find(request._replace(tensors=(*stored, *request.tensors[len(own) :])))
+    request.kind.check(request)
+    return _prepared(key, alike), request
+
+
+def whole(request: Request) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, softmax_lse, S_dmask, rng_state) outside autograd; what the request does not ask for has no elements."""
+    known, result = serve(request)
+    out, rng_state = result.out, result.rng_state
+    lse = result.lse.contiguous() if known.call.return_lse else out.new_empty(0, dtype=lse_dtype(out.dtype))
+    if rng_state is None:
+        rng_state = torch.zeros(2, dtype=torch.int64, device=out.device)
+    return out, lse, dmask(known, request.tensors, rng_state), rng_state
+
+
+def dmask(known: Known, tensors: Tensors, rng_state: Tensor | None) -> Tensor:
+    """S_dmask; no elements where the call does not ask for it."""
+    if not known.call.return_dmask:
+        return torch.empty(0, dtype=tensors[0].dtype, device=tensors[0].device)
+    return signed_probabilities(known.call.with_tensors(*tensors[:9]), rng_state)
+
+
+def backward_tensors(tensors: Tensors, rng_state: Tensor | None) -> Tensors:
+    """A request's tensors with the dropout's state, as a backward takes them."""
+    return (*(*tensors, *_NONE)[:9], rng_state)
+
+
+def gradients(
+    known: Known, tensors: Tensors, upstream: Upstream, into: Gradients | None = None
+) -> tuple[Backend | None, Gradients]:
+    """The gradients of a call, and who computed them: the call's backend, or another where its kernels failed.
+
+    tensors: as backward_tensors gives them; into: written through their strides where given
+    """
+    if known.backend is None:
+        found = into or Gradients(*map(torch.empty_like, tensors[:3]))
+        for gradient in found:
+            gradient.zero_()
+        return None, found
+    if upstream.dout.is_neg():
+        upstream = upstream._replace(dout=upstream.dout.resolve_neg())
+    if known.memory is not memory.current():  # forgotten, and held by an autograd graph
+        known.memory, known.backward = memory.current(), {}
+    dout, out, lse, _, saved, dlse = upstream
+    key = memory.layouts((dout, out, lse, dlse, *saved, *(into or ()))), memory.surroundings(dout)
+    backend, run = known.backward.get(key) or _prepared_backward(known, key, tensors, upstream, into)
+    while True:
+        try:
+            return backend, run(tensors, upstream, into)
+        except KernelsFailed as failure:
+            backend, run = _prepared_backward(known, key, tensors, upstream, into, backend, failure)
+
+
+def _prepared(
+    key: Key | None, alike: Alike, failed: Backend | None = None, failure: KernelsFailed | None = None
+) -> Known:
+    """Who computes calls that are ``alike``, and how; kept by ``key``. failed, failure: who could not, and why"""
+    call = alike.call
+    found = _note(failed, call, failure)
+    current = memory.current()
+    backend = found or dispatch.choose(call)
+    if backend is not None and backend is failed:
+        assert failure is not None
+        raise failure  # it gave no reason, and would be asked for ever
+    run: Run | None = None
+    if backend is None:
+        run = _nothing(alike)
+    elif not call.given_lse:
+        try:
+            run = backend.prepare(alike)
+        except KernelsFailed as error:
+            return _prepared(key, alike, backend, error)
+    if run is not None and callers_state.autocasts(call.q):
+        run = _without_autocast(run, call.q.device)
+    known = Known(call.with_tensors(), backend, run, current)
+    if key is not None and not capture.is_capturing(call.q.get_device()):  # in which kernels may not have been tried
+        current.keep(key, known)
+    return known
+
+
+def _note(failed: Backend | None, call: AttentionCall, failure: KernelsFailed | None) -> Backend | None:
+    """Keep why kernels failed, and forget all that rested on them; who serves instead, if that is not to be decided."""
+    if failed is None or failure is None:
+        return None
+    if isinstance(failure, CallRefused):  # for this very call's sizes
+        return dispatch.choose_besides(failed, call, failure)
+    failed.give_up(call.traits(), failure)
+    memory.forget()
+    return None
+
+
+def _prepared_backward(
+    known: Known,
+    key: Key,
+    tensors: Tensors,
+    upstream: Upstream,
+    into: Gradients | None,
+    failed: Backend | None = None,
+    failure: KernelsFailed | None = None,
+) -> tuple[Backend, BackwardRun]:
+    """As ``_prepared``, for a backward of a call that ``known`` has served."""
+    call, has_dlse, own = known.call.with_tensors(*tensors), upstream.dlse is not None, known.backend
+    given = call.from_given_results(has_dlse)
+    backend = _note(failed, given, failure)
+    current = memory.current()
+    if failed is not None:
+        known.memory, known.backward = current, {}
+    if backend is None:
+        if has_dlse and not own.capabilities.features & Feature.LSE_GRADIENT:
+            backend = dispatch.choose_whoever_is_named(given)
+        else:
+            backend = dispatch.choose(given) if own.has_failed(given.traits()) else own
+    assert backend is not None
+    if backend is failed:
+        assert failure is not None
+        raise failure
+    is_own = backend is own
+    start = upstream if is_own else upstream._replace(saved=())  # what the forward kept is for its own backend alone
+    try:
+        run = backend.prepare_backward(call if is_own else given, start, into)
+    except KernelsFailed as error:
+        return _prepared_backward(known, key, tensors, upstream, into, backend, error)
+    if not is_own:
+        run = _from_given_results(run)
+    if callers_state.autocasts(call.q):
+        run = _without_autocast(run, call.q.device)
+    if not capture.is_capturing(call.q.get_device()) and known.memory is current:
+        known.keep_backward(key, (backend, run))
+    return backend, run
+
+
+def _from_given_results(run: BackwardRun) -> BackwardRun:
+    return lambda tensors, upstream, into: run(tensors, upstream._replace(saved=()), into)
+
+
+def _without_autocast(run: Any, device: torch.device) -> Any:
+    def without(*given: Any) -> Any:
+        with callers_state.without_autocast(device):
+            return run(*given)
+
+    return without
+
+
+def _nothing(alike: Alike) -> Run:
+    """No rows or no keys anywhere: zeros, and +inf for rows without keys; new keys are written all the same."""
+
+    bind = alike.bind
+
+    def run(tensors: Tensors, length: int | None) -> Result:
+        call, new = bind(tensors, length)
+        if new is not None:
+            with torch.no_grad():
+                by_operators(call, new)
+        device = call.q.device
+        lse = torch.full(call.lse_shape, torch.inf, dtype=lse_dtype(call.q.dtype), device=device)
+        return Result(call.q.new_zeros(call.out_shape), lse, torch.zeros(2, dtype=torch.int64, device=device))
+
+    return run
