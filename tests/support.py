@@ -85,7 +85,6 @@ class Asked(Reference):
     """The reference backend, and what it was asked."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.appended: list[Append | None] = []
         self.computed: list[AttentionCall] = []
 

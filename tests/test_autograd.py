@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 from flash_attn_compat import (
+    explain,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_varlen_func,
@@ -325,13 +327,19 @@ def test_checkpointing_gives_the_same_gradients_under_dropout() -> None:
 
 
 class Failing(Reference):
-    """Kernels that turn out not to work, and do not say so afterwards."""
+    """Kernels that turn out not to work."""
+
+    name = "failing"
 
     def forward(self, call: AttentionCall) -> Result:
         raise KernelsFailed("of no use")
 
 
-def test_a_failure_without_a_reason_is_raised_rather_than_tried_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_a_reason_from_then_on_and_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     serve_by(monkeypatch, Failing(), Reference())
-    with pytest.raises(KernelsFailed, match="of no use"):
+    with pytest.warns(RuntimeWarning, match="a failing kernel is not used: of no use"):
         flash_attn_func(*leaves())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flash_attn_func(*leaves())
+    assert explain(flash_attn_func, *leaves()).reasons["failing"] == ["failed before: of no use"]

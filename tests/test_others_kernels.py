@@ -18,7 +18,6 @@ from flash_attn_compat import explain, flash_attn_func, flash_attn_interface, fl
 from flash_attn_compat.backends import base, official_trial
 from flash_attn_compat.engine import memory
 from flash_attn_compat.engine.features import Feature, Traits
-from flash_attn_compat.serving import dispatch
 from tests import others_kernels
 from tests.caller_state import State, states, why_not
 from tests.others_kernels import BACKENDS, GENUINE, lay_flash_attn
@@ -327,9 +326,9 @@ def test_patching_and_unpatching_make_dispatch_decide_anew(change: Callable[[], 
     (flash_attn_compat.unpatch if change is flash_attn_compat.patch else flash_attn_compat.patch)()
     with use_backend("reference"):
         flash_attn_func(*qkv())
-    assert dispatch._decisions
+    assert memory.current().decisions
     change()
-    assert not dispatch._decisions
+    assert not memory.current().decisions and not memory.current().known
     flash_attn_compat.unpatch()
 
 

@@ -62,8 +62,9 @@ class Backend(abc.ABC):
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
 
-    def __init__(self) -> None:
-        self._failures: dict[Traits, str] = {}
+    @functools.cached_property
+    def _failures(self) -> dict[Traits, str]:
+        return {}
 
     def reasons(self, traits: Traits) -> list[str]:
         """Every reason why this backend cannot serve calls of these traits; empty when it can."""

@@ -112,9 +112,6 @@ def _prepared(
     found = _note(failed, call, failure)
     current = memory.current()
     backend = found or dispatch.choose(call)
-    if backend is not None and backend is failed:
-        assert failure is not None
-        raise failure  # it gave no reason, and would be asked for ever
     run: Run | None = None
     if backend is None:
         run = _nothing(alike)
@@ -164,9 +161,6 @@ def _prepared_backward(
         else:
             backend = dispatch.choose(given) if own.has_failed(given.traits()) else own
     assert backend is not None
-    if backend is failed:
-        assert failure is not None
-        raise failure
     is_own = backend is own
     start = upstream if is_own else upstream._replace(saved=())  # what the forward kept is for its own backend alone
     try:
