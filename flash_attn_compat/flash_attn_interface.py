@@ -354,7 +354,7 @@ def flash_attn_varlen_qkvpacked_func(
 def _attend(
     inputs: tuple[Tensor, ...], options: Options, packing: Packing | None = None, s_aux: Tensor | None = None
 ) -> AttentionOutput:
-    q, k, v = unpack(inputs)
+    q, k, v = inputs if len(inputs) == 3 else unpack(inputs)
     if s_aux is not None:
         sinks.check(s_aux, q, options.alibi_slopes)
     if torch_ops.are_asked_for(*inputs):

@@ -12,7 +12,7 @@ from torch import Tensor
 from flash_attn_compat import sinks
 from flash_attn_compat.engine import checks
 from flash_attn_compat.engine.append import Append
-from flash_attn_compat.engine.build import Options, cache_call, integer, plain
+from flash_attn_compat.engine.build import cache_call, integer, plain
 from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.layout import lse_dtype
 from flash_attn_compat.engine.memory import Alike, Kind, Request, Tensors
@@ -76,26 +76,24 @@ def flash_attn_with_kvcache(
     if s_aux is not None:
         sinks.check(s_aux, q, alibi_slopes)
     wants_lse = return_softmax_lse or s_aux is not None
-    arguments: tuple[Any, ...] = (
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
-        alibi_slopes, softmax_scale, causal, *checks.window(window_size), softcap, rotary_interleaved, num_splits,
-    )  # fmt: skip
     if torch_ops.are_asked_for_without_derivatives(q, k_cache, v_cache, k, v):
-        out, lse = _operator(arguments, wants_lse)
+        lengths, number = cache_seqlens, None
+        if lengths is not None and not isinstance(lengths, Tensor):
+            lengths, number = None, integer("cache_seqlens", lengths)
+        out, lse = _kvcache_op(
+            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, lengths, cache_batch_idx, cache_leftpad, block_table,
+            alibi_slopes, softmax_scale, causal, *checks.window(window_size), softcap, rotary_interleaved, num_splits,
+            number, wants_lse,
+        )  # fmt: skip
     else:
-        out, lse = _attend(_request(*arguments, return_lse=wants_lse))
+        out, lse = _attend(
+            (q, k_cache, v_cache, alibi_slopes, k, v, rotary_cos, rotary_sin), cache_seqlens, cache_batch_idx,
+            cache_leftpad, block_table, plain(0.0, softmax_scale, causal, window_size, softcap, False, wants_lse),
+            rotary_interleaved, num_splits,
+        )  # fmt: skip
     if s_aux is not None:
         out, lse = sinks.absorb(out, lse, s_aux.detach())
     return (out, lse) if return_softmax_lse else out
-
-
-def _operator(arguments: tuple[Any, ...], return_lse: bool) -> tuple[Tensor, Tensor]:
-    """The call as one operator, which takes a length that is a number by itself."""
-    lengths, number = arguments[7], None
-    if lengths is not None and not isinstance(lengths, Tensor):
-        lengths, number = None, integer("cache_seqlens", lengths)
-    found: tuple[Tensor, Tensor] = _kvcache_op(*arguments[:7], lengths, *arguments[8:], number, return_lse)
-    return found
 
 
 class _Arguments(NamedTuple):
@@ -132,29 +130,23 @@ class _Arguments(NamedTuple):
         return 0 if self.k is None else self.k.shape[1]
 
 
-def _attend(request: Request) -> tuple[Tensor, Any]:
-    known, result = serve(request)
-    return result.out, result.lse.contiguous() if known.call.return_lse else None
-
-
-def _request(
-    q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cos: Any, sin: Any, lengths: Any, rows: Any, leftpad: Any,
-    table: Any, slopes: Any, scale: Any, causal: Any, left: Any, right: Any, softcap: Any, interleaved: Any,
-    num_splits: Any, *, return_lse: bool,
-) -> Request:  # fmt: skip
-    """Of the arguments, in the order of _Arguments. A length that is a number is no value: it differs in each step."""
-    length, side = None, None
+def _attend(
+    given: tuple[Any, ...], lengths: Any, rows: Any, leftpad: Any, table: Any, values: tuple[Any, ...],
+    interleaved: Any, num_splits: Any,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """(out, softmax_lse or None). given: the tensors that are nothing else; values: as engine/build.py has them"""
+    q, k_cache, v_cache, slopes, k, v, cos, sin = given
+    length, side = None, None  # a length that is a number is no value: it differs in each step
     if lengths is not None and not isinstance(lengths, Tensor):
         lengths, length = None, integer("cache_seqlens", lengths)
         side = _side_of_rows(q, k, length)
     if rows is not None and table is not None:
         raise RuntimeError("Paged KVcache does not support cache_batch_idx")
-    tensors = (
-        q, k_cache, v_cache, slopes, None, None, lengths, leftpad, table if rows is None else rows, None, k, v, cos, sin
-    )  # fmt: skip
-    options = plain(Options(0.0, scale, causal, (left, right), softcap, None, False, return_lse))
-    values = options, bool(interleaved), integer("num_splits", num_splits), rows is not None, length is not None, side
-    return Request(CACHE, tensors, values, length)
+    pages = table if rows is None else rows
+    tensors = q, k_cache, v_cache, slopes, None, None, lengths, leftpad, pages, None, k, v, cos, sin
+    others = bool(interleaved), integer("num_splits", num_splits), rows is not None, length is not None, side
+    known, result = serve(Request(CACHE, tensors, (values, *others), length))
+    return result.out, result.lse.contiguous() if known.call.return_lse else None
 
 
 def _side_of_rows(q: Any, k: Any, length: int) -> int | None:
@@ -366,10 +358,16 @@ _SCHEMA = torch_ops.schema(_Arguments).replace(
 )
 def _kvcache_op(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     *rest, cache_seqlen, return_softmax_lse = others
-    arguments = _Arguments(q, *rest)
-    if cache_seqlen is not None:
-        arguments = arguments._replace(cache_seqlens=cache_seqlen)
-    out, lse = _attend(_request(*arguments, return_lse=return_softmax_lse))
+    x = _Arguments(q, *rest)
+    out, lse = _attend(
+        (q, x.k_cache, x.v_cache, x.alibi_slopes, x.k, x.v, x.rotary_cos, x.rotary_sin),
+        x.cache_seqlens if cache_seqlen is None else cache_seqlen, x.cache_batch_idx, x.cache_leftpad, x.block_table,
+        plain(
+            0.0, x.softmax_scale, x.causal, (x.window_size_left, x.window_size_right), x.softcap, False,
+            return_softmax_lse,
+        ),
+        x.rotary_interleaved, x.num_splits,
+    )  # fmt: skip
     return out.contiguous(), q.new_empty(0, dtype=lse_dtype(q.dtype)) if lse is None else lse
 
 

@@ -61,7 +61,7 @@ class Packing(NamedTuple):
 
 def dense_request(q: Tensor, k: Tensor, v: Tensor, options: Options, purpose: Purpose = FORWARD) -> Request:
     """Of (batch, seqlen, heads, head_dim) tensors."""
-    return Request(DENSE, (q, k, v, options.alibi_slopes), (*plain(options), purpose))
+    return Request(DENSE, (q, k, v, options.alibi_slopes), (plain(*options[:5], *options[6:]), purpose))
 
 
 def packed_request(
@@ -82,7 +82,8 @@ def packed_request(
             if used is None and isinstance(starts_k, Tensor) and starts_k.dim() == 1:
                 used = starts_k[1:] - starts_k[:-1]
             tensors = (*tensors[:5], None, used, leftpad, table, None, starts_k)
-    return Request(PACKED, tensors, (*plain(options), purpose, max_seqlen_q, max_seqlen_k, equal_lengths))
+    given = plain(*options[:5], *options[6:]), purpose, max_seqlen_q, max_seqlen_k, equal_lengths
+    return Request(PACKED, tensors, given)
 
 
 def dense_call(q: Tensor, k: Tensor, v: Tensor, options: Options, purpose: Purpose = FORWARD) -> AttentionCall:
@@ -97,10 +98,14 @@ def packed_call(
     return _build_packed(packed_request(q, k, v, packing, options, purpose)).call
 
 
-def plain(options: Options) -> tuple[Any, ...]:
-    """All but the slopes, window_size as two, as values by which a call may be known: equal ones mean the same."""
-    dropout_p, scale, causal, window_size, softcap, _, deterministic, return_attn_probs = options
-    left, right = checks.window(window_size)
+def plain(
+    dropout_p: Any, scale: Any, causal: Any, window_size: Any, softcap: Any, deterministic: Any, return_attn_probs: Any
+) -> tuple[Any, ...]:
+    """Options, window_size as two, as values by which a call may be known: equal ones mean the same."""
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        left, right = checks.window(window_size)  # raises, and says what a window is
     if type(left) is not int or type(right) is not int:  # 1.0 is no bound, and equals 1
         left, right = integer("window_size_left", left), integer("window_size_right", right)
     values = dropout_p, scale, causal, left, right, softcap, deterministic, return_attn_probs
@@ -116,14 +121,14 @@ def plain(options: Options) -> tuple[Any, ...]:
 def _build_dense(request: Request) -> Alike:
     q, k, v, slopes = request.tensors
     checks.dense(q, k, v)
-    *values, purpose = request.values
+    values, purpose = request.values
     return alike_to(_call(q, k, v, slopes, values, purpose, q.shape[0], q.shape[1], k.shape[1], k.shape[1]))
 
 
 def _build_packed(request: Request) -> Alike:
     q, k, v, slopes, starts_q, starts_k, *others = request.tensors
     used, leftpad, table, _, paged_starts = (*others, *(None,) * 5)[:5]
-    *values, purpose, longest_q, longest_k, equal_lengths = request.values
+    values, purpose, longest_q, longest_k, equal_lengths = request.values
     if table is None:
         checks.packed(q, k, v, starts_q, starts_k)
     else:
@@ -164,7 +169,7 @@ def _check_packed(request: Request) -> None:
         checks.values_of_pages(k, table, others[0])
 
 
-DENSE = Kind("dense", _build_dense, lambda request: None)
+DENSE = Kind("dense", _build_dense, None)
 PACKED = Kind("packed", _build_packed, _check_packed)
 
 
@@ -218,7 +223,7 @@ def _call(
     k: Tensor,
     v: Tensor,
     alibi_slopes: Tensor | None,
-    values: Sequence[Any],
+    values: tuple[Any, ...],
     purpose: Purpose,
     batch: int,
     max_seqlen_q: int,

@@ -16,10 +16,12 @@ flash_implementation: Callable[[], str | None] = getattr(
     torch.nn.attention, "current_flash_attention_impl", lambda: None
 )
 
+_is_any_on = torch._C._is_any_autocast_enabled
+
 
 def autocasts(tensor: torch.Tensor) -> bool:
     """Whether autocast is on for operators on a tensor's device: it would round the products of what is wider."""
-    if (tensor.is_cuda or tensor.is_cpu) and not torch._C._is_any_autocast_enabled():
+    if (tensor.is_cuda or tensor.is_cpu) and not _is_any_on():
         return False  # by far the fastest way to know, for device types that it has always asked
     return _autocasts_on(tensor.device.type)
 

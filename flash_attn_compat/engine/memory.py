@@ -68,7 +68,7 @@ class Kind:
 
     name: str
     build: Callable[[Request], Alike]
-    check: Callable[[Request], None]
+    check: Callable[[Request], None] | None
 
 
 class Request(NamedTuple):
@@ -115,6 +115,7 @@ class Memory:
         _keep(self.decisions, key, backend, MOST)
 
 
+_transforms = torch._C._are_functorch_transforms_active  # looked up once: every call asks
 _adding = threading.Lock()
 _current = Memory()
 Value = TypeVar("Value")
@@ -140,18 +141,19 @@ def _keep(table: dict[Key, Value], key: Key, value: Value, most: int) -> None:
         table[key] = value
 
 
-def key_of(request: Request) -> Key | None:
-    """Equal for requests that are alike; None for those of which nothing is kept."""
+def look_up(request: Request) -> tuple[Key | None, Known | None]:
+    """The key of a request, equal for those that are alike, and what is known of them; no key where nothing is kept."""
     kind, tensors, values, _ = request
-    if not PLAIN.issuperset(map(type, tensors)) or torch._C._are_functorch_transforms_active():
-        return None
+    if not PLAIN.issuperset(map(type, tensors)) or _transforms():
+        return None, None
     q, k, v = tensors[:3]
     try:
         if q.is_neg() or k.is_neg() or v.is_neg():
-            return None  # their memory holds other numbers than they do
-        return kind, values, layouts(tensors), surroundings(q)
+            return None, None  # their memory holds other numbers than they do
+        key = kind, values, layouts(tensors), surroundings(q)
     except (AttributeError, RuntimeError):
-        return None  # there is none, or one has no address: the checks say it better
+        return None, None  # there is none, or one has no address: the checks say it better
+    return key, _current.known.get(key)
 
 
 def layouts(tensors: Iterable[Tensor | None]) -> Key:

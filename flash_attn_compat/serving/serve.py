@@ -32,7 +32,7 @@ def serve(request: Request) -> tuple[Known, Result]:
         try:
             result = known.run(request.tensors, request.length)
         except KernelsFailed as failure:
-            known = _prepared(memory.key_of(request), request.kind.build(request), known.backend, failure)
+            known = _prepared(memory.look_up(request)[0], request.kind.build(request), known.backend, failure)
         else:
             if known.backend is not None:
                 dispatch.count(known.backend)
@@ -41,19 +41,19 @@ def serve(request: Request) -> tuple[Known, Result]:
 
 def find(request: Request) -> tuple[Known, Request]:
     """What is known of a request, which passed its checks; and the request as kernels can read it."""
-    key = memory.key_of(request)
-    known = None if key is None else memory.current().known.get(key)
-    if known is not None:
-        request.kind.check(request)
-        return known, request
-    alike = request.kind.build(request)
-    if key is None:
+    (key, known), check = memory.look_up(request), request.kind.check
+    alike = None if known is not None else request.kind.build(request)
+    if alike is not None and key is None:
         own = request.tensors[: 1 if alike.is_over_cache else 3]
         if any([x.is_neg() for x in own]):  # kernels of others read memory; a cache is written where it lies
             stored = [x.resolve_neg() for x in own]
             return find(request._replace(tensors=(*stored, *request.tensors[len(own) :])))
-    request.kind.check(request)
-    return _prepared(key, alike), request
+    if check is not None:
+        check(request)
+    if known is None:
+        assert alike is not None
+        known = _prepared(key, alike)
+    return known, request
 
 
 def whole(request: Request) -> tuple[Tensor, Tensor, Tensor, Tensor]:

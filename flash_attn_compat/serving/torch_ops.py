@@ -35,9 +35,8 @@ def are_asked_for(*tensors: Any) -> bool:
     """
     if is_compiling():
         return True
-    if _modes() or _trace() is not None or not PLAIN.issuperset(map(type, tensors)):
-        return _are_seen(tensors)
-    return False
+    is_seen = _modes() or _trace() is not None or not PLAIN.issuperset(map(type, tensors))
+    return bool(is_seen) and _are_seen(tensors)
 
 
 def are_asked_for_without_derivatives(*tensors: Any) -> bool:
@@ -52,7 +51,8 @@ def are_asked_for_without_derivatives(*tensors: Any) -> bool:
             "forward-mode derivatives or torch.func transforms, since no autograd formula was registered for them: "
             "call flash_attn_func or another public function"
         )
-    return are_asked_for(*tensors)
+    is_seen = _modes() or _trace() is not None or not PLAIN.issuperset(map(type, tensors))
+    return bool(is_seen) and _are_seen(tensors)
 
 
 def _are_seen(tensors: tuple[object, ...]) -> bool:
