@@ -1,0 +1,157 @@
+"""Whichever launch of a call fails, at a first call or a later one, the next backend serves it right, and it is told."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attn_compat import (
+    backend_counts,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    reset_backend_counts,
+    use_backend,
+)
+from flash_attn_compat.backends.fused import loader
+from flash_attn_compat.backends.fused.loader import KernelError
+from flash_attn_compat.engine import memory
+from flash_attn_compat.private_interface import _flash_attn_backward, _flash_attn_varlen_forward
+from tests import fused_on_cpu
+from tests.support import close, ints, randn
+
+HALF = torch.float16
+Case = Callable[[], list[Tensor]]
+
+
+def tensors(dtype: torch.dtype = HALF) -> list[Tensor]:
+    return [randn(2, 24, heads, 32, seed=seed, dtype=dtype) for seed, heads in enumerate((4, 2, 2))]
+
+
+def dense(dropout_p: float, wants_lse: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    leaves, slopes = [x.requires_grad_() for x in tensors()], torch.tensor([0.5, 0.25, 0.125, 1.0])
+    out, lse, _ = flash_attn_func(*leaves, dropout_p, causal=True, alibi_slopes=slopes, return_attn_probs=True)
+    total = out.float().square().sum() + (lse.sum() if wants_lse else 0.0)
+    return [out, lse, *torch.autograd.grad(total, leaves)]
+
+
+def packed(dtype: torch.dtype) -> list[Tensor]:
+    starts = ints(0, 30, 45)  # three tokens lie outside
+    leaves = [x.flatten(0, 1).requires_grad_() for x in tensors(dtype)]
+    out = flash_attn_varlen_func(*leaves, starts, starts, 30, 30, window_size=(7, 3))
+    return [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
+
+
+def decode(seqlen_new: int, lengths: Any) -> list[Tensor]:
+    caches = [randn(2, 50, 2, 32, seed=seed, dtype=HALF) for seed in (1, 2)]
+    new = [randn(2, seqlen_new, 2, 32, seed=seed, dtype=HALF) if seqlen_new else None for seed in (3, 4)]
+    tables = [randn(50, 16, seed=seed, dtype=HALF) if seqlen_new else None for seed in (5, 6)]
+    out, lse = flash_attn_with_kvcache(
+        randn(2, 1, 4, 32, dtype=HALF), *caches, *new, *tables, lengths, causal=True, return_softmax_lse=True
+    )
+    return [out, lse, *caches]
+
+
+def private_forward() -> list[Tensor]:
+    starts = ints(0, 30, 48)
+    given = [x.flatten(0, 1) for x in tensors()]
+    return [*_flash_attn_varlen_forward(*given, starts, starts, 30, 30, 0.0, 0.2, True)[:2]]
+
+
+def private_backward() -> list[Tensor]:
+    """Into gradients that lie apart."""
+    q, k, v = tensors()
+    rules: tuple[Any, ...] = (0.0, 0.2, True, -1, -1, 0.0, None)
+    with use_backend("chunked"):
+        out, lse, _ = flash_attn_func(q, k, v, softmax_scale=0.2, causal=True, return_attn_probs=True)
+    places = [torch.full_like(x, torch.nan).repeat_interleave(2, 1)[:, ::2] for x in (q, k, v)]
+    _flash_attn_backward(out, q, k, v, out, lse, *places, *rules, False)
+    return places
+
+
+CASES: dict[str, tuple[int, Case]] = {
+    "dense": (4, functools.partial(dense, 0.0, False)),
+    "dense with the gradient of the LSE": (4, functools.partial(dense, 0.0, True)),
+    "dense with dropout": (4, functools.partial(dense, 0.3, False)),
+    "packed": (4, functools.partial(packed, HALF)),
+    "packed, converted": (5, functools.partial(packed, torch.bfloat16)),
+    "decode": (1, functools.partial(decode, 0, ints(3, 30))),
+    "decode with a number": (1, functools.partial(decode, 0, 30)),
+    "append": (1, functools.partial(decode, 1, ints(3, 30))),
+    "append first": (2, functools.partial(decode, 17, ints(3, 30))),
+    "append first, with a number": (2, functools.partial(decode, 17, 30)),
+    "private forward": (1, private_forward),
+    "private backward": (3, private_backward),
+}
+
+
+# But for a forward with dropout: whoever serves it instead draws a mask of its own.
+LAUNCHES = [
+    (name, number)
+    for name, (count, _) in CASES.items()
+    for number in range(1 + (name == "dense with dropout"), count + 1)
+]
+
+
+def failing_from(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """The kernel of that launch fails from then on."""
+    driver, seen, failing = loader.driver(), [], set()
+    assert isinstance(driver, fused_on_cpu.Driver)
+    compute = driver.compute
+
+    def launch(which: fused_on_cpu.Launch, content: bytes) -> None:
+        seen.append(which)
+        if len(seen) == number:
+            failing.add(which.variant.entry)
+        if which.variant.entry in failing:
+            raise KernelError("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
+        compute(which, content)
+
+    monkeypatch.setattr(driver, "compute", launch)
+
+
+@pytest.mark.parametrize("is_warm", [False, True], ids=["first call", "later call"])
+@pytest.mark.parametrize(("name", "number"), LAUNCHES)
+def test_whichever_launch_fails_the_answer_and_the_cache_are_right(
+    name: str, number: int, is_warm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, case = CASES[name]
+    launches = fused_on_cpu.emulate(monkeypatch)
+    with use_backend("chunked"):
+        expected = case()
+    memory.forget()
+    if is_warm:
+        case()
+        assert len(launches.seen) == count
+    failing_from(monkeypatch, number)
+    with pytest.warns(RuntimeWarning, match="OUT_OF_RESOURCES") as told:
+        found = case()
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = case()
+    for one, two, right in zip(found, again, expected, strict=True):
+        close(one, right, 8.0)
+        close(two, right, 8.0)
+
+
+def test_what_failed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = fused_on_cpu.emulate(monkeypatch)
+    case = CASES["dense"][1]
+    failing_from(monkeypatch, 3)
+    with pytest.warns(RuntimeWarning, match="OUT_OF_RESOURCES"):
+        case()
+    assert launches.entries == ["forward", "delta", "dkdv"]
+    reset_backend_counts()
+    driver = loader.driver()
+    assert isinstance(driver, fused_on_cpu.Driver)
+    monkeypatch.setattr(driver, "compute", lambda *given: None)
+    case()
+    assert launches.entries[3:] == ["forward"] and backend_counts() == {"fused": 1}, "the forward is still ours"
