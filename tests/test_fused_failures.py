@@ -1,4 +1,4 @@
-"""Whichever launch of a call fails, at a first call or a later one, the next backend serves it right, and it is told."""
+"""Whichever launch of a call fails, at a first call or a later one: the next backend serves it right and it is told."""
 
 from __future__ import annotations
 

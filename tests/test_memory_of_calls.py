@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +26,7 @@ from flash_attn_compat import (
 from flash_attn_compat.backends.fused import Fused
 from flash_attn_compat.engine import capture, memory
 from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_call, packed_call
-from tests import fused_on_cpu
+from tests import fused_on_cpu, warm
 from tests.problems import DENSE, PACKED, PROBLEMS, STEP
 from tests.support import ints, qkv, randn
 from verify.call import DTYPES, Call, moved, same, solve
@@ -285,3 +287,49 @@ def test_subclasses_of_tensors_are_not_kept() -> None:
     flash_attn_varlen_func(**args | {"cu_seqlens_q": args["cu_seqlens_q"].as_subclass(Wrapped)})
     torch.func.vmap(flash_attn_func)(*(tensor[None] for tensor in (q, k, v)))
     assert not memory.current().known
+
+
+def test_random_calls_of_all_functions_are_answered_alike_with_and_without_memory() -> None:
+    """`python -m tests.warm` asks for as many as one has time for."""
+    tally = warm.compare(range(60), lambda call: call.run(), warm.ON_CPU)
+    assert not tally.differing and tally.found > 10 and 4 * tally.errors < 60
+
+
+def test_random_calls_launch_alike_with_and_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = fused_on_cpu.record(monkeypatch)
+    tally = warm.compare(range(100), warm.launched(launches), warm.ON_CPU[1:])
+    assert not tally.differing and tally.found > 20 and 4 * tally.errors < 100
+
+
+def test_a_key_too_coarse_is_found_by_random_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches, layouts = fused_on_cpu.record(monkeypatch), memory.layouts
+    monkeypatch.setattr(memory, "layouts", lambda tensors: tuple([x and x[:1] for x in layouts(tensors)]))
+    assert warm.compare(range(100), warm.launched(launches), warm.ON_CPU[1:]).differing
+
+
+def test_threads_are_answered_right_while_another_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "MOST", 3)  # so that something goes all the time
+    calls = [warm.random_call(number, warm.ON_CPU[:1]) for number in range(200)]
+    calls = [call for call in calls if not call.state and call.name.startswith(("cache", "pages", "extension"))][:16]
+    expected = [call.run() for call in calls]
+    stopped, wrong = threading.Event(), []
+
+    def forget() -> None:
+        while not stopped.wait(1e-4):
+            memory.forget()
+
+    def work(index: int) -> None:
+        for at in (*range(index, len(calls)), *range(index)):
+            if not warm.equal(calls[at].run(), expected[at]):
+                wrong.append(calls[at].name)
+
+    forgetting = threading.Thread(target=forget)
+    forgetting.start()
+    try:
+        with ThreadPoolExecutor(16) as pool:
+            for job in [pool.submit(work, index) for index in range(16)]:
+                job.result()
+    finally:
+        stopped.set()
+        forgetting.join()
+    assert not wrong
