@@ -21,6 +21,7 @@ from torch import Tensor
 from flash_attn_compat import flash_attn_func, flash_attn_interface, flash_attn_with_kvcache, use_backend
 from flash_attn_compat.backends.fused import launcher, loader, variants
 from flash_attn_compat.backends.fused.variants import FP16, HEAD_DIMS
+from flash_attn_compat.engine import memory
 from tests import fused_coverage
 from tests.support import on_backend
 from verify.examination import Examination
@@ -207,6 +208,32 @@ def test_a_graph_is_captured_after_one_call_and_replayed_over_other_numbers_and_
         graph.replay()
     torch.cuda.synchronize()
     close(out, by("chunked", call))
+
+
+@pytest.mark.parametrize(("backend", "name"), GRAPHS)
+def test_a_first_call_inside_a_capture_is_replayed_and_known_by_nobody_before_an_eager_one(
+    backend: str, name: str
+) -> None:
+    call, args = on_gpu(PROBLEMS[name])
+    on_backend(backend, call)  # compiles and loads
+    memory.forget()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.graph(graph, stream=stream):
+        out = by(backend, call)
+    assert not memory.current().known and not memory.current().decisions
+    for x in args.values():
+        if isinstance(x, Tensor) and x.dtype == torch.float16:
+            x.mul_(0.5)
+    graph.replay()
+    torch.cuda.synchronize()
+    right = by("chunked", call)
+    close(out, right)
+    close(by(backend, call), right)
+    assert memory.current().known
+    graph.replay()  # behind an eager call, whose workspace is another
+    torch.cuda.synchronize()
+    close(out, right)
 
 
 def test_a_graph_of_a_variant_that_is_not_loaded_loads_it_or_says_what_to_do_before() -> None:
