@@ -32,6 +32,7 @@ from flash_attn_compat.private_interface import (
 )
 from flash_attn_compat.serving import torch_ops
 from flash_attn_compat.serving.autograd import attend, purpose, unpack
+from flash_attn_compat.serving.serve import find
 
 __all__ = [
     "USE_TRITON_ROCM",
@@ -367,7 +368,7 @@ def _attend(
             request = dense_request(q, k, v, options, wanted)
         else:
             request = packed_request(q, k, v, packing, options, wanted)
-        outputs = attend(inputs, request, wanted.needs_grad)
+        outputs = attend(inputs, *find(request))
     if s_aux is not None:
         outputs = (*sinks.absorb(*outputs[:2], s_aux), outputs[2])
     return outputs if options.return_attn_probs else outputs[0]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from flash_attn_compat import settings
 from flash_attn_compat.aten import door
 from flash_attn_compat.aten.wish import Wish, against_size, against_tensors, leaving
 from flash_attn_compat.engine.build import Options
@@ -42,7 +43,7 @@ def serving(wish: Wish) -> Callable[..., Tensor]:
             key, value = _ungrouped(wish, query, key, value, enable_gqa and attn_mask is None)
             return _original(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         against = why_not(wish, query, key, value, attn_mask, dropout_p, enable_gqa)
-        if dispatch.is_explaining():
+        if settings.explains():
             _explain(against, query, key, value, dropout_p, is_causal, scale)
         if against is None:
             out = door.attend(*_as_flash(query, key, value, dropout_p, is_causal, scale))

@@ -7,9 +7,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flash_attn_compat import settings
-from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_call, packed_call
-from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
-from flash_attn_compat.serving import autograd, dispatch
+from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_request, packed_request
+from flash_attn_compat.engine.call import Gradients, Result, Upstream
+from flash_attn_compat.engine.memory import Known, Request
+from flash_attn_compat.serving import autograd, dispatch, serve
 
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 KERNELS, PYTORCH = "fused", "pytorch"
@@ -28,10 +29,10 @@ def is_watched(*tensors: Tensor) -> bool:
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor | None:
     """out of dense attention, recorded for autograd; None where others would serve. Shapes as in flash_attn_func."""
     inputs = q, k, v
-    call = dense_call(q, k, v, options, autograd.purpose(inputs))
-    if not _is_ours(call):
+    found = _ours(dense_request(q, k, v, options, autograd.purpose(inputs)))
+    if found is None:
         return None
-    out: Tensor = autograd.attend(inputs, call)[0]
+    out: Tensor = autograd.attend(inputs, *found)[0]
     return out
 
 
@@ -39,8 +40,8 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None, return_lse: bool
 ) -> Result | None:
     """out and the LSE outside of autograd, dense or packed; None where others would serve."""
-    call = _call(q, k, v, options, packing, Purpose(return_lse=return_lse))
-    return autograd.run_forward(call) if _is_ours(call) else None
+    found = _ours(_request(q, k, v, options, packing, Purpose(return_lse=return_lse)))
+    return None if found is None else serve.run(*found)[1]
 
 
 def backward(
@@ -53,28 +54,33 @@ def backward(
     into: Gradients | None,
 ) -> Gradients | None:
     """Gradients from whoever's out and LSE, outside of autograd; None where others would serve."""
-    call = _call(q, k, v, options, packing, Purpose(given_lse=True))
-    if not _is_ours(call):
+    found = _ours(_request(q, k, v, options, packing, Purpose(given_lse=True)))
+    if found is None:
         return None
-    return autograd.run_backward(dispatch.choose(call), call, upstream, into)[1]
+    known, request = found
+    return serve.gradients(known, serve.backward_tensors(request.tensors, None), upstream, into)[1]
 
 
 def against(q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None = None) -> list[str]:
     """What speaks against our kernels for such a call."""
-    return dispatch.reasons_against(KERNELS, _call(q, k, v, options, packing, autograd.purpose((q, k, v))))
+    request = _request(q, k, v, options, packing, autograd.purpose((q, k, v)))
+    return dispatch.reasons_against(KERNELS, request.kind.build(request).call)
 
 
-def _call(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None, purpose: Purpose
-) -> AttentionCall:
-    return dense_call(q, k, v, options, purpose) if packing is None else packed_call(q, k, v, packing, options, purpose)
+def _request(q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None, purpose: Purpose) -> Request:
+    if packing is None:
+        return dense_request(q, k, v, options, purpose)
+    return packed_request(q, k, v, packing, options, purpose)
 
 
-def _is_ours(call: AttentionCall) -> bool:
+def _ours(request: Request) -> tuple[Known, Request] | None:
+    """What is known of a request that our kernels compute."""
     try:
-        return dispatch.choose(call).name == KERNELS
+        found = serve.find(request)
     except dispatch.BackendNotSupported:  # of a backend that the user named
-        return False
+        return None
+    backend = found[0].backend
+    return found if backend is not None and backend.name == KERNELS else None
 
 
 def is_of_today(device: torch.device) -> bool:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flash_attn_compat import settings
 from flash_attn_compat.aten import door
 from flash_attn_compat.aten.wish import Wish, against_size, against_tensors, is_at_home, leaving
 from flash_attn_compat.engine import outside
@@ -105,7 +106,7 @@ def serving_forward(wish: Wish) -> Callable[..., Any]:
                 custom_mask_type, scale, seqlen_k, window_size,
             )  # fmt: skip
             against = why_not(wish, problem)
-            if dispatch.is_explaining():
+            if settings.explains():
                 _explain(against, problem)
             found = None if against else _forward(problem, compute_log_sumexp)
             if found is not None:

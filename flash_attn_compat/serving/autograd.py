@@ -17,7 +17,7 @@ from flash_attn_compat.engine.build import FORWARD, RECORDED, TRANSFORMED, Purpo
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream, wants_transforms
 from flash_attn_compat.engine.memory import Known, Request, Tensors
 from flash_attn_compat.serving import dispatch
-from flash_attn_compat.serving.serve import backward_tensors, dmask, gradients, serve
+from flash_attn_compat.serving.serve import backward_tensors, dmask, gradients, run
 
 
 def unpack(inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,15 +67,15 @@ def purpose(inputs: tuple[Tensor, ...]) -> Purpose:
     return FORWARD
 
 
-def attend(inputs: tuple[Tensor, ...], request: Request, needs_grad: bool) -> Outputs:
-    """(out, softmax_lse, S_dmask) of ``request``, over views of ``inputs``; recorded for autograd if it needs_grad.
+def attend(inputs: tuple[Tensor, ...], known: Known, request: Request) -> Outputs:
+    """(out, softmax_lse, S_dmask) of a request over views of ``inputs``; recorded for autograd if the call needs_grad.
 
     S_dmask is None unless the call asks for it, softmax_lse may be None unless it asks for that.
     """
-    if needs_grad:
-        outputs: Outputs = _Attention.apply(request, *inputs)
+    if known.call.needs_grad:
+        outputs: Outputs = _Attention.apply(known, request, *inputs)
         return outputs
-    known, result = serve(request)
+    known, result = run(known, request)
     return _finish(known, request.tensors, result)
 
 
@@ -86,8 +86,8 @@ def gradient_of_lse(dlse: Tensor | None, lse: Tensor | None) -> Tensor | None:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, request: Request, *inputs: Tensor) -> Outputs:
-        ctx.known, result = serve(request)
+    def forward(ctx: Any, known: Known, request: Request, *inputs: Tensor) -> Outputs:
+        ctx.known, result = run(known, request)
         ctx.used, ctx.inputs = settings.used_backend(), len(inputs)
         others = request.tensors[3:9]
         ctx.others = len(others)
@@ -103,21 +103,21 @@ class _Attention(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: activation checkpointing recomputes them at the first look only
         inputs, (out, lse, rng_state, *rest) = saved[: ctx.inputs], saved[ctx.inputs :]
         if dout is None and dlse is None:
-            return None, *(None for _ in inputs)
+            return None, None, *(None for _ in inputs)
         if dout is not None and type(dout) is not Tensor:
             dout = dout.clone()  # of a pending collective, that is its result
         q, k, v = map(Tensor.resolve_neg, unpack(inputs))  # as serve took them
         tensors = backward_tensors((q, k, v, *rest[: ctx.others]), rng_state)
         if torch.is_grad_enabled():
             call = ctx.known.call.with_tensors(*tensors)
-            return None, *_differentiable_gradients(inputs, ctx.needs_input_grad[1:], call, dout, dlse)
+            return None, None, *_differentiable_gradients(inputs, ctx.needs_input_grad[2:], call, dout, dlse)
         dout = torch.zeros_like(out) if dout is None else dout
         upstream = Upstream(dout, out, lse, rng_state, tuple(rest[ctx.others :]), gradient_of_lse(dlse, lse))
         if len(inputs) == 3:
-            return None, *gradients(ctx.known, tensors, upstream)[1]
+            return None, None, *gradients(ctx.known, tensors, upstream)[1]
         packed = tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
         gradients(ctx.known, tensors, upstream, into=Gradients(*unpack(packed)))
-        return None, *packed
+        return None, None, *packed
 
 
 def _differentiable_gradients(

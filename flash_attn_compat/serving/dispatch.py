@@ -126,7 +126,34 @@ def count(backend: Backend) -> None:
     _served[backend.name] += 1
 
 
-from typing import Any, NoReturn
+def count_left(name: str) -> None:
+    """A call that could have been ours was left to somebody else."""
+    _served[name] += 1
+
+
+def tell(explanation: Explanation) -> NoReturn:
+    """End the call in progress, which is only to be explained."""
+    raise _Explained(explanation)
+
+
+def reasons_against(name: str, call: AttentionCall) -> list[str]:
+    """Why the backend ``name`` would not serve ``call``: its own reasons, or who goes first."""
+    explanation = _explain(call.traits(), settings.named_backend())
+    if explanation.backend == name:
+        return []
+    first = f"{explanation.backend} goes first" if explanation.backend else "another backend was named"
+    return explanation.reasons[name] or [first]
+
+
+def _decide(call: AttentionCall, heeds_name: bool = True) -> Backend:
+    traits, current = call.traits(), memory.current()
+    key = traits, heeds_name, memory.surroundings(call.q)
+    found: Backend | None = current.decisions.get(key)
+    if found is not None:
+        return found
+    _check_settings()
+    named = settings.named_backend() if heeds_name else None
+    backend = _first_able(traits, named)
     if backend is None:
         raise BackendNotSupported(_refusal(traits, _explain(traits, named), named))
     if not capture.is_capturing(call.q.get_device()):  # in which kernels may not have been tried

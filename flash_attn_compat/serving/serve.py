@@ -26,7 +26,11 @@ _NONE = (None,) * 10
 
 def serve(request: Request) -> tuple[Known, Result]:
     """What is known of a request, and its result, outside autograd."""
-    known, request = find(request)
+    return run(*find(request))
+
+
+def run(known: Known, request: Request) -> tuple[Known, Result]:
+    """The result of what ``find`` gives, and what is known where that turned out to be of no use."""
     while True:
         assert known.run is not None  # of what is no backward alone
         try:
