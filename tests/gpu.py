@@ -62,6 +62,8 @@ def parts(jobs: int, out: Path) -> Iterator[Part]:
         bench = ["verify", "bench", "--gpu", "--backends", "default", "--json", str(out / f"{name}.json")]
         # Dispatch without flash-attn, which is timed beside it.
         yield Part(name, [*python, *bench], {**variables, "FLASH_ATTN_COMPAT_DISABLE_OFFICIAL": "1"}, 400)
+    ends = ["tests.exits", "--runs", "40", "--at-once", str(jobs)]
+    yield Part("ends", [*python, *ends], {}, 240)
     programs = ["benchmarks.end_to_end", "--device", "cuda", "--json", str(out / "programs.json")]
     yield Part("programs", [*python, *programs], {}, 400)
     for tool in ("memcheck", "racecheck", "initcheck"):

@@ -133,6 +133,7 @@ def _differentiable_gradients(
             "create_graph=True needs a dropout mask that can be drawn again, and the kernel that served this call "
             'keeps its own: use dropout_p=0, or compute the forward under flash_attn_compat.use_backend("chunked")'
         )
+    at_exit.wait_for_autograd(call.q)
     again = call._replace(transformed=True, needs_grad=False)
     leaves = [tensor for tensor, is_wanted in zip(inputs, wanted) if is_wanted]
     with torch.enable_grad(), callers_state.without_autocast(call.q.device):

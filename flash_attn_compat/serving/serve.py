@@ -19,7 +19,7 @@ from flash_attn_compat.engine.features import Feature
 from flash_attn_compat.engine.layout import lse_dtype
 from flash_attn_compat.engine.memory import Alike, BackwardRun, Key, Known, Request, Run, Tensors
 from flash_attn_compat.engine.probabilities import signed_probabilities
-from flash_attn_compat.serving import dispatch
+from flash_attn_compat.serving import at_exit, dispatch
 
 _NONE = (None,) * 10
 
@@ -89,6 +89,7 @@ def gradients(
 
     tensors: as backward_tensors gives them; into: written through their strides where given
     """
+    at_exit.wait_for_autograd(tensors[0])
     if known.backend is None:
         found = into or Gradients(*map(torch.empty_like, tensors[:3]))
         for gradient in found:
