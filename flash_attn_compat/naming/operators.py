@@ -1,13 +1,14 @@
 """torch.ops.flash_attn.*: the operators that flash-attn 2.8 registers, computed by our private functions.
 
-Checkpointing policies and graph tools look them up by name. site/flash_attn registers them when it is imported.
-Needs torch, unlike the rest of naming.
+Checkpointing policies and graph tools look them up by name. site/flash_attn registers them when it is imported; while
+it is, modes see them in eager calls of the public functions too. Needs torch, unlike the rest of naming.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_compat import private_interface
+from flash_attn_compat import private_interface, settings
 from flash_attn_compat.engine.layout import lse_dtype
 from flash_attn_compat.private_interface import round_multiple
-from flash_attn_compat.serving.torch_ops import SPELLINGS
+from flash_attn_compat.serving import torch_ops
+from flash_attn_compat.serving.torch_ops import SPELLINGS, Arguments
 
 _WRITTEN = ("dq", "dk", "dv")
+_ours: dict[str, object] = {}  # by name, as PyTorch keeps them
 
 
 def register() -> None:
@@ -40,6 +43,76 @@ def register() -> None:
             schema=_schema(function),
         )
         operator.register_fake(fake)
+        _ours[f"flash_attn::{name}"] = operator
+    torch_ops.under_flash_attns_name = _by_name
+
+
+def _by_name(
+    q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, return_dmask: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """A call that modes look on at, by flash-attn's operators; None where they are not ours or cannot say it."""
+    name = "_flash_attn_forward" if arguments.cu_seqlens_q is None else "_flash_attn_varlen_forward"
+    is_named = hasattr(sys.modules.get("flash_attn"), "_flash_attn_compat_api")
+    if not is_named or not _is_ours(name) or any(getattr(arguments, field) is not None for field in _NOT_TOLD):
+        return None
+    found: tuple[Tensor, Tensor, Tensor, Tensor] = _Named.apply(q, k, v, name, arguments, return_dmask)
+    return found
+
+
+# What flash-attn's backward does not take, and lengths that it takes as numbers alone.
+_NOT_TOLD = "block_table", "seqused_k", "leftpad_k", "max_seqlen_q_tensor", "max_seqlen_k_tensor"
+
+
+def _is_ours(name: str) -> bool:
+    """Not somebody else's, who registered it before or afterwards."""
+    qualified = f"flash_attn::{name}"
+    return qualified in _ours and torch._library.custom_ops._maybe_get_opdef(qualified) is _ours[qualified]
+
+
+class _Named(torch.autograd.Function):
+    """As flash-attn's own Functions: one operator forward, and one backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, name: str, arguments: Arguments, return_dmask: bool
+    ) -> tuple[Tensor, ...]:
+        options = _options(arguments, q.shape[-1])
+        results: tuple[Tensor, ...] = getattr(torch.ops.flash_attn, name)(q, k, v, *options, return_dmask)
+        out, lse, dmask, rng_state = results
+        ctx.name, ctx.used = name.replace("forward", "backward"), settings.used_backend()
+        ctx.numbers = arguments._replace(cu_seqlens_q=None, cu_seqlens_k=None, alibi_slopes=None)
+        ctx.save_for_backward(
+            q, k, v, out, lse, rng_state, arguments.cu_seqlens_q, arguments.cu_seqlens_k, arguments.alibi_slopes
+        )
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(dmask, rng_state)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
+        if dout is None and dlse is None:
+            return (None,) * 6
+        q, k, v, out, lse, rng_state, starts_q, starts_k, slopes = ctx.saved_tensors
+        arguments = ctx.numbers._replace(cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, alibi_slopes=slopes)
+        dout = torch.zeros_like(out) if dout is None else dout
+        with settings.using_backend(ctx.used):
+            if dlse is not None:
+                gradients = torch_ops.gradients_with_lse(dout, out, lse, rng_state, dlse, q, k, v, arguments)
+                return *gradients, None, None, None
+            gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+            options = _options(arguments, q.shape[-1])
+            operator = getattr(torch.ops.flash_attn, ctx.name)
+            operator(dout, q, k, v, out, lse, *gradients, *options, arguments.deterministic, rng_state)
+        return *gradients, None, None, None
+
+
+def _options(arguments: Arguments, head_dim: int) -> tuple[Any, ...]:
+    """From the lengths to alibi_slopes, in the operators' order."""
+    starts_q, starts_k, *_, alibi_slopes = arguments[:6]
+    lengths = () if starts_q is None else (starts_q, starts_k, arguments.max_seqlen_q, arguments.max_seqlen_k)
+    scale = head_dim**-0.5 if arguments.softmax_scale is None else arguments.softmax_scale
+    window = arguments.window_size_left, arguments.window_size_right
+    return *lengths, arguments.dropout_p, scale, arguments.causal, *window, arguments.softcap, alibi_slopes
 
 
 def _schema(function: Callable[..., object]) -> str:

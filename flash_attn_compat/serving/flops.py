@@ -25,8 +25,9 @@ def register_if_needed() -> None:
 
     found = {
         operator: functools.partial(_count, operator, formula)
-        for name, formula in _FORMULAS.items()
-        if (operator := getattr(torch.ops.flash_attn_compat, name)) not in flop_counter.flop_registry
+        for namespace, formulas in _FORMULAS.items()
+        for name, formula in formulas.items()
+        if (operator := getattr(namespace, name, None)) and operator not in flop_counter.flop_registry
     }
     for operator, formula in found.items():
         flop_counter.register_flop_formula(operator, get_raw=True)(formula)
@@ -37,7 +38,8 @@ def register_if_needed() -> None:
 
 def _count(operator: Any, formula: Callable[[Given], int], *arguments: Any, out_val: Any = None) -> int:
     names = [argument.name for argument in operator.default._schema.arguments]
-    return formula(dict(zip(names, arguments, strict=True)))
+    given = dict(zip(names, arguments))  # fewer, where the last ones are defaults
+    return formula(given) if "k" in given else 0  # else somebody's own, of flash-attn's name
 
 
 def _forward(given: Given) -> int:
@@ -61,10 +63,10 @@ def _over_a_cache(given: Given) -> int:
 
 def _pairs(given: Given) -> int:
     """Rows times keys, of all heads and sequences."""
-    q, k, starts_q = given["q"], given["k"], given["cu_seqlens_q"]
+    q, k, starts_q = given["q"], given["k"], given.get("cu_seqlens_q")
     if starts_q is None:
         return int(q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1])
-    rows, keys, used = _lengths(starts_q), _lengths(given["cu_seqlens_k"]), _values(given["seqused_k"])
+    rows, keys, used = _lengths(starts_q), _lengths(given["cu_seqlens_k"]), _values(given.get("seqused_k"))
     keys = keys if used is None else used
     if rows is None or keys is None:  # values that nobody has: the most that they can be
         return int(q.shape[1] * (starts_q.shape[0] - 1) * given["max_seqlen_q"] * given["max_seqlen_k"])
@@ -81,4 +83,12 @@ def _values(tensor: Tensor | None) -> list[int] | None:
     return tensor.tolist() if tensor is not None and has_values else None
 
 
-_FORMULAS = {"attention": _forward, "attention_backward": _backward, "kvcache": _over_a_cache}
+_FORMULAS = {
+    torch.ops.flash_attn_compat: {"attention": _forward, "attention_backward": _backward, "kvcache": _over_a_cache},
+    torch.ops.flash_attn: {
+        "_flash_attn_forward": _forward,
+        "_flash_attn_varlen_forward": _forward,
+        "_flash_attn_backward": _backward,
+        "_flash_attn_varlen_backward": _backward,
+    },
+}

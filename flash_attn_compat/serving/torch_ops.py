@@ -5,6 +5,7 @@ attention, with shapes known beforehand. Gradients and the LSE are left out wher
 them. Names live in our own namespace: flash_attn:: belongs to flash-attn. All other calls go past them.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -91,16 +92,28 @@ def forward(
     return_lse: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, softmax_lse, S_dmask, rng_state); an output nobody wants, as far as tracing tells, has no elements."""
+    if under_flash_attns_name is not None and _only_modes_look_on(q, k, v):
+        found = under_flash_attns_name(q, k, v, Arguments(*_flatten(options, packing)), return_dmask)
+        if found is not None:
+            return found
     needs_grad = _gradients_follow(q, k, v)
     asked = return_lse or needs_grad, return_dmask, needs_grad
     outputs: tuple[Tensor, Tensor, Tensor, Tensor] = _forward_op(q, k, v, *_flatten(options, packing), *asked)
     return outputs
 
 
+def _only_modes_look_on(*tensors: Tensor) -> bool:
+    return not is_compiling() and _trace() is None and PLAIN.issuperset(map(type, tensors))
+
+
 def _gradients_follow(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """As far as is known: of torch.jit.trace's recording, other tensors in another mode may ask for gradients."""
     asks = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return asks or (not is_compiling() and _trace() is not None)
+
+
+# Set by naming/operators.py: ``forward`` by the operators of torch.ops.flash_attn, or None where these cannot say it.
+under_flash_attns_name: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor] | None] | None = None
 
 
 def backward(
@@ -127,7 +140,7 @@ def _flatten(options: Options, packing: Packing | None) -> tuple[Any, ...]:
     return cu_q, cu_k, block_table, seqused_k, leftpad_k, alibi_slopes, *numbers, *tensors, *scalars
 
 
-class _Arguments(NamedTuple):
+class Arguments(NamedTuple):
     """The ops' arguments after the tensors q, k and v, in order."""
 
     cu_seqlens_q: Tensor | None
@@ -181,21 +194,21 @@ def schema(arguments: type) -> str:
 @torch.library.custom_op(
     "flash_attn_compat::attention",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {schema(_Arguments)}, bool return_lse, bool return_dmask, bool needs_grad)"
+    schema=f"(Tensor q, Tensor k, Tensor v, {schema(Arguments)}, bool return_lse, bool return_dmask, bool needs_grad)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _forward_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *rest, return_lse, return_dmask, needs_grad = arguments
     # The backward finds its backend anew, so the dropout mask has to be one that any of them can draw.
     purpose = Purpose(needs_grad, return_lse, return_dmask, shares_dropout_mask=True)
-    out, lse, dmask, rng_state = serve.whole(_Arguments(*rest).request(q, k, v, purpose))
+    out, lse, dmask, rng_state = serve.whole(Arguments(*rest).request(q, k, v, purpose))
     return out.contiguous(), lse, dmask, rng_state
 
 
 @_forward_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *rest, return_lse, return_dmask, _needs_grad = arguments
-    known = _Arguments(*rest)
+    known = Arguments(*rest)
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse_shape: tuple[int, ...] = (q.shape[1], q.shape[0])
     if known.cu_seqlens_q is None:
@@ -205,7 +218,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor,
     return out, lse, dmask, q.new_empty(2, dtype=torch.int64)
 
 
-def _dmask_shape(q: Tensor, k: Tensor, known: _Arguments) -> tuple[int, ...]:
+def _dmask_shape(q: Tensor, k: Tensor, known: Arguments) -> tuple[int, ...]:
     if known.cu_seqlens_q is None:
         return q.shape[0], q.shape[2], round_up(q.shape[1], 128), round_up(k.shape[1], 128)
     rows = _rounded_length(known.max_seqlen_q, known.max_seqlen_q_tensor)
@@ -222,7 +235,7 @@ def _rounded_length(number: int, tensor: Tensor | None) -> Any:
     "flash_attn_compat::attention_backward",
     mutates_args=(),
     schema="(Tensor dout, Tensor out, Tensor softmax_lse, Tensor? rng_state, Tensor? dlse, Tensor q, Tensor k, "
-    f"Tensor v, {schema(_Arguments)}) -> (Tensor, Tensor, Tensor)",
+    f"Tensor v, {schema(Arguments)}) -> (Tensor, Tensor, Tensor)",
 )
 def _backward_op(
     dout: Tensor,
@@ -236,7 +249,7 @@ def _backward_op(
     *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     purpose = Purpose(needs_grad=True, return_lse=True, shares_dropout_mask=True, given_lse=True)
-    known, request = serve.find(_Arguments(*arguments).request(q, k, v, purpose))
+    known, request = serve.find(Arguments(*arguments).request(q, k, v, purpose))
     upstream = Upstream(dout, out, softmax_lse, rng_state, dlse=gradient_of_lse(dlse, softmax_lse))
     _, (dq, dk, dv) = serve.gradients(known, serve.backward_tensors(request.tensors, rng_state), upstream)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
@@ -281,6 +294,15 @@ def _compiled_backward(
         dout = torch.zeros_like(out) if dout is None else dout
         gradients = _backward_op(dout, out, lse, rng_state, dlse, *inputs)
     return *gradients, *(None for _ in ctx.scalars)
+
+
+def gradients_with_lse(
+    dout: Tensor, out: Tensor, lse: Tensor, rng_state: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    arguments: Arguments,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv where the LSE has a gradient too, which flash-attn's operators do not take."""
+    found: tuple[Tensor, Tensor, Tensor] = _backward_op(dout, out, lse, rng_state, dlse, q, k, v, *arguments)
+    return found
 
 
 _forward_op.register_autograd(_compiled_backward, setup_context=_setup_context)

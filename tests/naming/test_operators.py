@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
+import flash_attn_compat
 from flash_attn_compat import flash_attn_interface as ours
-from flash_attn_compat.naming import patch
+from flash_attn_compat.naming import patch, unpatch
 from tests.interpreters import forked
+from tests.kinds import CALLS, Operators
 from tests.support import cumulative, qkv, randn
+from tests.test_kinds import check
 
 OPERATORS = [f"_flash_attn_{kind}" for kind in ("forward", "varlen_forward", "backward", "varlen_backward")]
 SCALE = 0.3
@@ -151,3 +155,123 @@ IN_A_PROCESS = {
 def test_registration(case: str) -> None:
     done = forked(textwrap.dedent(IN_A_PROCESS[case]))
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+# ---------------------------------------------------------------- what modes see of the public functions
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:
+    return ours.flash_attn_func(q, k, v, dropout_p, causal=True, window_size=(3, 0))  # type: ignore[return-value]
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:
+    q, k, v = (x.flatten(0, 1)[:7] for x in (q, k, v))
+    starts = CU_SEQLENS, CU_SEQLENS, 4, 4
+    return ours.flash_attn_varlen_func(q, k, v, *starts, dropout_p, causal=True)  # type: ignore[return-value]
+
+
+def together(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:
+    return ours.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), dropout_p)  # type: ignore[return-value]
+
+
+WAYS = "forward", "backward"
+PUBLIC = {"dense": (dense, ""), "packed": (packed, "varlen_"), "together": (together, "")}
+
+
+def gradients_of(function: Any, *options: Any) -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    inputs = [x.requires_grad_() for x in qkv()]
+    return torch.autograd.grad(function(*inputs, *options).cos().sum(), inputs)
+
+
+def attention_operators(seen: list[str]) -> list[str]:
+    return [name for name in seen if not name.startswith("aten.")]
+
+
+@pytest.mark.parametrize("case", PUBLIC)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_modes_see_flash_attns_operators_under_its_name(operators: Any, case: str, dropout_p: float) -> None:
+    function, kind = PUBLIC[case]
+    expected = gradients_of(function, dropout_p)
+    with Operators() as mode:
+        found = gradients_of(function, dropout_p)
+    assert attention_operators(mode.seen) == [f"flash_attn._flash_attn_{kind}{way}.default" for way in WAYS]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_modes_see_our_own_operators_once_the_name_is_given_back(operators: Any) -> None:
+    unpatch()
+    with Operators() as mode:
+        gradients_of(dense)
+    assert attention_operators(mode.seen) == [
+        f"flash_attn_compat.{name}.default" for name in ("attention", "attention_backward")
+    ]
+
+
+@pytest.mark.parametrize("case", PUBLIC)
+def test_a_policy_that_names_the_operators_saves_the_attention(operators: Any, case: str) -> None:
+    checkpoint = pytest.importorskip("torch.utils.checkpoint")
+    if not hasattr(checkpoint, "create_selective_checkpoint_contexts"):
+        pytest.skip("PyTorch has checkpointing policies from 2.5 on")
+    function, _ = PUBLIC[case]
+    saved = [operators._flash_attn_forward.default, operators._flash_attn_varlen_forward.default]
+
+    def selectively(*inputs: Tensor) -> Any:
+        contexts = checkpoint.create_selective_checkpoint_contexts
+        return checkpoint.checkpoint(function, *inputs, use_reentrant=False, context_fn=lambda: contexts(saved))
+
+    expected = gradients_of(function)
+    flash_attn_compat.reset_backend_counts()
+    found = gradients_of(selectively)
+    # One forward, which was not computed again, and one backward, which counts as a private function does.
+    assert sum(flash_attn_compat.backend_counts().values()) == 2
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_gradient_of_the_lse_counts_under_a_mode_too(operators: Any) -> None:
+    def with_lse(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse, _ = ours.flash_attn_func(q, k, v, return_attn_probs=True)
+        return out.sum() + lse.square().sum()
+
+    expected = gradients_of(with_lse)
+    with Operators():
+        found = gradients_of(with_lse)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_lengths_that_tensors_hold_go_to_our_own_operator(operators: Any) -> None:
+    q, k, v = (x.flatten(0, 1)[:7] for x in qkv())
+    with Operators() as mode:
+        ours.flash_attn_varlen_func(q, k, v, CU_SEQLENS, CU_SEQLENS, torch.tensor(4), torch.tensor(4))
+    assert attention_operators(mode.seen) == ["flash_attn_compat.attention.default"]
+
+
+@pytest.mark.parametrize("case", PUBLIC)
+def test_operations_are_counted_the_same_under_the_name(operators: Any, case: str) -> None:
+    counts = []
+    for _ in range(2):
+        with FlopCounterMode(display=False) as counter:
+            gradients_of(PUBLIC[case][0])
+        counts.append(counter.get_total_flops())
+        unpatch()
+    assert counts[0] == counts[1] > 0
+
+
+MODES = (
+    "dispatch mode",
+    "two dispatch modes",
+    "FlopCounterMode",
+    "selective checkpointing",
+    "make_fx",
+    "fake",
+    "wrapper",
+)
+
+
+@pytest.mark.parametrize("kind", MODES)
+@pytest.mark.parametrize("name", CALLS)
+def test_every_mode_is_right_under_the_name(operators: Any, kind: str, name: str) -> None:
+    check(kind, name, torch.device("cpu"))
