@@ -80,9 +80,14 @@ def flash_attn_with_kvcache(
         lengths, number = cache_seqlens, None
         if lengths is not None and not isinstance(lengths, Tensor):
             lengths, number = None, integer("cache_seqlens", lengths)
-        out, lse = _kvcache_op(
+        tensors = (
             q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, lengths, cache_batch_idx, cache_leftpad, block_table,
-            alibi_slopes, softmax_scale, causal, *checks.window(window_size), softcap, rotary_interleaved, num_splits,
+            alibi_slopes,
+        )  # fmt: skip
+        if not torch.compiler.is_compiling():
+            checks.are_dense(dict(zip(_Arguments._fields, tensors)))
+        out, lse = _kvcache_op(
+            *tensors, softmax_scale, causal, *checks.window(window_size), softcap, rotary_interleaved, num_splits,
             number, wants_lse,
         )  # fmt: skip
     else:
@@ -127,7 +132,7 @@ class _Arguments(NamedTuple):
 
     @property
     def seqlen_new(self) -> int:
-        return 0 if self.k is None else self.k.shape[1]
+        return 0 if self.k is None or self.k.is_nested else self.k.shape[1]  # the checks name what is nested
 
 
 def _attend(

@@ -279,6 +279,8 @@ def _hold_the_same(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> bool:
         return True
     if not isinstance(cu_seqlens_q, Tensor) or not isinstance(cu_seqlens_k, Tensor):
         return False
+    if cu_seqlens_q.is_nested or cu_seqlens_k.is_nested:
+        return False  # the checks name it
     if cu_seqlens_q.shape != cu_seqlens_k.shape or cu_seqlens_q.device != cu_seqlens_k.device:
         return False
     if cu_seqlens_q.device.type == "cpu":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -96,6 +97,13 @@ def is_tensor(name: str, value: object) -> None:
         )
     if value.layout != torch.strided:
         raise RuntimeError(f"{name} must be a dense tensor, got layout {value.layout}: call {name}.to_dense()")
+
+
+def are_dense(given: Mapping[str, object]) -> None:
+    """For a call that PyTorch dispatches before anything else looks at it."""
+    for name, value in given.items():
+        if isinstance(value, Tensor):
+            is_tensor(name, value)
 
 
 def are_tensors(q: object, k: object, v: object) -> None:
@@ -269,6 +277,8 @@ def alibi(slopes: Tensor, q: Tensor, batch: int) -> None:
 
 def upstream(call: AttentionCall, given: Upstream, *gradients: Tensor | None) -> None:
     """A backward's dout, out and softmax_lse, and the dq, dk, dv it is to write (each may be None)."""
+    for name in ("dout", "out", "softmax_lse"):
+        is_tensor(name, getattr(given, name))
     if given.dout.dtype != call.q.dtype:
         raise RuntimeError(f"query and dout must have the same dtype, got {call.q.dtype} and {given.dout.dtype}")
     if given.out.dtype != call.q.dtype:

@@ -92,6 +92,7 @@ def forward(
     return_lse: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, softmax_lse, S_dmask, rng_state); an output nobody wants, as far as tracing tells, has no elements."""
+    _check(q, k, v, options, packing)
     if under_flash_attns_name is not None and _only_modes_look_on(q, k, v):
         found = under_flash_attns_name(q, k, v, Arguments(*_flatten(options, packing)), return_dmask)
         if found is not None:
@@ -100,6 +101,13 @@ def forward(
     asked = return_lse or needs_grad, return_dmask, needs_grad
     outputs: tuple[Tensor, Tensor, Tensor, Tensor] = _forward_op(q, k, v, *_flatten(options, packing), *asked)
     return outputs
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, *others: Options | Packing | Upstream | None) -> None:
+    """Of what else would be PyTorch's own error, which names no argument."""
+    if not is_compiling():
+        named = {name: value for other in others if other is not None for name, value in other._asdict().items()}
+        checks.are_dense({"q": q, "k": k, "v": v, **named})
 
 
 def _only_modes_look_on(*tensors: Tensor) -> bool:
@@ -120,6 +128,7 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, options: Options, upstream: Upstream, packing: Packing | None = None
 ) -> Gradients:
     """dq, dk, dv as new tensors."""
+    _check(q, k, v, options, packing, upstream)
     # Unpacked, for in PyTorch 2.6 Dynamo can't slice a NamedTuple.
     dout, out, softmax_lse, rng_state, _, _ = upstream
     return Gradients(*_backward_op(dout, out, softmax_lse, rng_state, None, q, k, v, *_flatten(options, packing)))
