@@ -16,7 +16,7 @@ from flash_attn_compat.engine import callers_state, checks
 from flash_attn_compat.engine.build import FORWARD, RECORDED, TRANSFORMED, Purpose
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream, wants_transforms
 from flash_attn_compat.engine.memory import Known, Request, Tensors
-from flash_attn_compat.serving import dispatch
+from flash_attn_compat.serving import at_exit, dispatch
 from flash_attn_compat.serving.serve import backward_tensors, dmask, gradients, run
 
 
