@@ -158,7 +158,7 @@ def _side_of_rows(q: Any, k: Any, length: int) -> int | None:
     """Whether there are fewer (-1), as many (0) or more (1) keys than rows, on which it depends who serves; or none."""
     try:
         keys, rows = length + (0 if k is None else k.shape[1]), q.shape[1]
-    except (AttributeError, IndexError):
+    except (AttributeError, IndexError, RuntimeError):
         return None  # the checks say it better
     return (keys > rows) - (keys < rows) if keys > 0 else None
 
