@@ -13,29 +13,31 @@
 //
 // A block has NW warps of MT row tiles of 16, OWN = NW * MT * 16 rows. Passing tiles have TL rows; the one of S has two buffers, since
 // it is read again for dS. Own operands lie in registers (REG_S, REG_P) or in shared memory. Bytes of shared memory:
-//   (2 - REG_S - REG_P) * OWN * 2 D + max(3 * TL * 2 D + [dkdv] TL * 16, OWN * 2 D)
+//   OWN * 2 ([not REG_S] D + [not REG_P] DV) + max(TL * 2 (2 D + DV) + [dkdv] TL * 16, OWN * 2 max(D, DV))
 // Entries: delta (delta.cu), dkdv (dkdv.cu), dq (dq.cu), launched in this order; grids are said there, tiles chosen in
 // backends/fused/variants.py.
-// Macros: those above; MINB blocks a multiprocessor, which bounds the registers; D, TYPE, VEC, LOCAL, ALIBI, SOFTCAP, DROPOUT (for delta D, TYPE,
+// dk and dv of the largest heads do not fit into registers together: with PARTS = 2 one block has dk, the next one dv.
+// Macros: those above; MINB blocks a multiprocessor, which bounds the registers; D, DV, TYPE, VEC, LOCAL, ALIBI, SOFTCAP, DROPOUT (for delta D, TYPE,
 // VEC), and MMA16 and CPA for sm_80 and newer.
 #pragma once
 #include "splits.cuh"
 
-// dk and dv of the largest heads do not fit into registers together: one block has dk, the next one dv.
-constexpr int PARTS = KEYS_STAY && D > 128 ? 2 : 1;
 constexpr int THREADS = NW * 32, OWN = NW * MT * 16, NB = TL / 8, WARP_ROWS = MT * 16;
-static_assert(OWN * CHUNKS % THREADS == 0 && TL * CHUNKS % THREADS == 0, "all threads load as much");
 static_assert(!KEYS_STAY || 2 * TL <= THREADS, "a thread loads one of a tile's LSE and delta");
-constexpr int OWN_BYTES = OWN * ROW_BYTES, TILE_BYTES = TL * ROW_BYTES;
+// Rows of S's operands have D channels, those of dP's DV.
+typedef Layout<D> OfS;
+typedef Layout<DV> OfP;
+typedef Mover<THREADS, OWN, D> OwnMoverS;
+typedef Mover<THREADS, OWN, DV> OwnMoverP;
+typedef Mover<THREADS, TL, D> MoverS;
+typedef Mover<THREADS, TL, DV> MoverP;
 // Probabilities times 2^12 use fp16's range below 1 as well. Only where what multiplies them is scaled anyway.
 constexpr int P_SHIFT = TYPE == 2 ? 12 : 0;
 // Softcap's slope comes divided by 4: probabilities are 4 times as large, and so is dv.
 constexpr int SLOPE_SHIFT = SOFTCAP ? 2 : 0;
-typedef Transfer<THREADS, TL * CHUNKS / THREADS> TileTransfer;
-typedef Mover<THREADS> Move;
 typedef float Scores[NB][MT][4];
 typedef u32 Packed[NB / 2][MT][4];         // scores as operands
-typedef float Gradient[CHUNKS][MT][4];
+typedef float GradientS[D / 8][MT][4], GradientP[DV / 8][MT][4];
 
 // ---- Powers of two (converted bf16)
 DEVICE int exponent_of(float x) { return ((__float_as_int(x) >> 23) & 255) - 127; }
@@ -108,12 +110,13 @@ struct Scoring {
 
 // ---- c += a tile, along the passing rows. On Turing the addresses are product()'s, so that they are kept once: transposed, blocks and steps
 // change places. m16n8k16 wants its two steps in neighbouring registers, which a different order of addresses gives for nothing.
-template <int N> DEVICE void accumulate(Gradient &c, const u32 (*a)[MT][4], u32 tile_at, int first = 0) {
+template <int N, int C> DEVICE void accumulate(float (&c)[C][MT][4], const u32 (*a)[MT][4], u32 tile_at, int first = 0) {
+  typedef Layout<C * 8> L;
   UNROLLED(k, N / 2)
 #pragma unroll
-    for (int n = 0; n < CHUNKS; n += 2) {
+    for (int n = 0; n < C; n += 2) {
       u32 b[4];
-      ldmatrix_transposed(b, (tile_at ^ (n << 4)) + (first + 2 * k) * 8 * ROW_BYTES);
+      ldmatrix_transposed(b, L::along(tile_at, n) + (first + 2 * k) * 8 * L::ROW_BYTES);
       const u32 swapped[4] = {b[0], b[MMA16 ? 1 : 2], b[MMA16 ? 2 : 1], b[3]};
       multiply<MT>(c[n], c[n + 1], a[k], swapped);
     }
@@ -272,7 +275,7 @@ struct Passing {
 };
 
 struct Block {
-  u32 own_s[REG_S ? CHUNKS / 2 : 1][MT][4], own_p[REG_P ? CHUNKS / 2 : 1][MT][4];
+  u32 own_s[REG_S ? D / 16 : 1][MT][4], own_p[REG_P ? DV / 16 : 1][MT][4];
   OwnRows own;
   Scoring scoring;
   float s_scale, p_scale;   // of what passes
@@ -280,8 +283,9 @@ struct Block {
   int delta_exponent;       // of passing queries
   u32 shared;
 
-  static constexpr u32 OWN_P = REG_S ? 0 : OWN_BYTES, TILES = OWN_P + (REG_P ? 0 : OWN_BYTES), TILE_P = TILES + 2 * TILE_BYTES;
-  static constexpr u32 ROW_VALUES = TILES + 3 * TILE_BYTES;   // LSE and delta of a passing tile's queries, twice
+  static constexpr u32 OWN_P = REG_S ? 0 : OWN * OfS::ROW_BYTES, TILES = OWN_P + (REG_P ? 0 : OWN * OfP::ROW_BYTES);
+  static constexpr u32 TILE_BYTES = TL * OfS::ROW_BYTES, TILE_P = TILES + 2 * TILE_BYTES;
+  static constexpr u32 ROW_VALUES = TILE_P + TL * OfP::ROW_BYTES;   // LSE and delta of a passing tile's queries, twice
 
   DEVICE Block(const Params &p, u32 shared, const Exponents &e) : shared(shared) {
     scoring.set_scale(p, e);
@@ -289,19 +293,20 @@ struct Block {
     p_scale = power_of_two(KEYS_STAY ? e.dout : e.v);
   }
 
-  static DEVICE u32 own_at(int thread) { return a_operand_at(thread) + (thread >> 5) * WARP_ROWS * ROW_BYTES; }
+  template <class L> static DEVICE u32 own_at(int thread) { return L::a_operand_at(thread) + (thread >> 5) * WARP_ROWS * L::ROW_BYTES; }
 
   // Own rows to their place.
-  template <bool REG, int N> DEVICE void keep(u32 (&operand)[N][MT][4], u32 place, const OwnTransfer<THREADS, OWN> &rows, int exponent) {
+  template <bool REG, int W, int N> DEVICE void keep(u32 (&operand)[N][MT][4], u32 place, const uint4 *rows, int exponent) {
     const u32 tile = shared + (REG ? TILES : place);
-    rows.store(tile, power_of_two(exponent));
-    if (REG) keep_rows(operand, tile + own_at(threadIdx.x));
+    Mover<THREADS, OWN, W>(threadIdx.x).keep(rows, tile, power_of_two(exponent));
+    __syncthreads();
+    if (REG) keep_rows<W>(operand, tile + own_at<Layout<W>>(threadIdx.x));
   }
 
   // One tile of one head on its way to shared memory.
-  DEVICE void load(const Params &p, TileTransfer &transfer, const u16 *base, const Strides &s, const Passing &passing, int tile, int head, int head_dim,
-                   int thread, u32 target) const {
-    transfer.load(p, base + (KEYS_STAY ? (i64)head * s.head : 0), s, nullptr, tile * TL, passing.rows - tile * TL, head_dim, Move(thread), target);
+  template <class M> DEVICE void load(const Params &p, uint4 *transit, const u16 *base, const Strides &s, const Passing &passing, int tile, int head,
+                                      int head_dim, const M &mover, u32 target) const {
+    mover.load(transit, p, base + (KEYS_STAY ? (i64)head * s.head : 0), s, nullptr, tile * TL, passing.rows - tile * TL, head_dim, target);
   }
   // This thread's part of a tile's LSE and delta.
   DEVICE float load_row_value(const Params &p, const Passing &passing, int tile, int head, float slope, int thread) const {
@@ -314,16 +319,16 @@ struct Block {
 
   // Lines 6 to 15: the inner loop. grad_s += dS S's passing operand, grad_p += P dP's passing operand; each where wanted.
   template <bool GRAD_S, bool GRAD_P>
-  DEVICE void walk(const Params &p, const Owned &owned, const Passing &passing, Gradient &grad_s, Gradient &grad_p) {
+  DEVICE void walk(const Params &p, const Owned &owned, const Passing &passing, GradientS &grad_s, GradientP &grad_p) {
     const int b = owned.b, head = owned.first_head(p);
     const Strides &s_strides = KEYS_STAY ? p.q_s : p.k_s, &p_strides = KEYS_STAY ? p.dout_s : p.v_s;
     const int steps = max(passing.end - passing.first, 0) * passing.heads;
-    TileTransfer transfer;
     int tile = passing.first, this_head = 0;
+    uint4 transit[larger(MoverS::N, MoverP::N)];   // both take turns in it
     if (steps) {
-      load(p, transfer, passing.s, s_strides, passing, tile, 0, p.head_dim, threadIdx.x, shared + TILES);
+      load(p, transit, passing.s, s_strides, passing, tile, 0, p.head_dim, MoverS(threadIdx.x), shared + TILES);
       const float row_value = load_row_value(p, passing, tile, 0, position_slope(p, b, head), threadIdx.x);
-      transfer.store(shared + TILES, Move(threadIdx.x), s_scale);
+      MoverS(threadIdx.x).store(transit, shared + TILES, s_scale);
       if (KEYS_STAY && threadIdx.x < 2 * TL) shared_store(shared + ROW_VALUES + threadIdx.x * 4, __float_as_int(row_value));
     }
     __syncthreads();
@@ -332,13 +337,14 @@ struct Block {
       // A 0 that the compiler cannot see through: so it keeps nothing that follows from the thread's number over the loop.
       const int zero = step & p.zero, thread = threadIdx.x + zero, g = thread >> 2 & 7, t = thread & 3;
       const int buffer = step & 1, first = tile * TL;
-      const u32 s_at = shared + TILES + buffer * TILE_BYTES + b_operand_at(thread), p_at = shared + TILE_P + b_operand_at(thread);
-      const u32 turned = MMA16 ? a_operand_at(thread) - b_operand_at(thread) : 0;   // to where accumulate() reads
+      const u32 s_tile = shared + TILES + buffer * TILE_BYTES, s_at = s_tile + OfS::b_operand_at(thread), p_at = shared + TILE_P + OfP::b_operand_at(thread);
+      // Where accumulate() reads.
+      const u32 s_turned = MMA16 ? s_tile + OfS::a_operand_at(thread) : s_at, p_turned = MMA16 ? shared + TILE_P + OfP::a_operand_at(thread) : p_at;
       const u32 rows_at = shared + ROW_VALUES + buffer * TL * 8 + t * 8;
       const Sight band = sight(p, owned.first + (thread >> 5) * WARP_ROWS, passing.shift, passing.rows, zero);
       // Without a mask always true: the compiler then keeps the operands of one half of this loop out of the other, where registers are short.
       const bool active = LOCAL ? band.sees_some(first) : KEYS_STAY || D > 128 ? zero == 0 : true, last = step + 1 == steps;
-      load(p, transfer, passing.p, p_strides, passing, tile, this_head, p.head_dim_v, thread, shared + TILE_P);
+      load(p, transit, passing.p, p_strides, passing, tile, this_head, p.head_dim_v, MoverP(thread), shared + TILE_P);
       Scores S;
       Packed P;
       float dP[AT_ONCE][MT][4];
@@ -346,32 +352,32 @@ struct Block {
       scoring.set_head(p, b, head + this_head);
       if (active) {
         set_zero(S);
-        product<REG_S, NB>(S, own_s, shared + own_at(thread), s_at);
+        product<REG_S, D, NB>(S, own_s, shared + own_at<OfS>(thread), s_at);
         if (band.sees_all(first) && (!DISTANCE_IS_SUM || band.is_behind(first) || band.is_ahead(first)))
           probabilities<false, GRAD_P>(S, P, scoring, band, own, rows_at, first, p.dropout_limit, g, t);
         else probabilities<true, GRAD_P>(S, P, scoring, band, own, rows_at, first, p.dropout_limit, g, t);
       }
-      transfer.store(shared + TILE_P, Move(thread), p_scale);
+      MoverP(thread).store(transit, shared + TILE_P, p_scale);
       __syncthreads();
       if (++tile == passing.end) tile = passing.first, this_head++;
       float row_value;
       if (!last) {
-        load(p, transfer, passing.s, s_strides, passing, tile, this_head, p.head_dim, thread, shared + TILES + (buffer ^ 1) * TILE_BYTES);
+        load(p, transit, passing.s, s_strides, passing, tile, this_head, p.head_dim, MoverS(thread), shared + TILES + (buffer ^ 1) * TILE_BYTES);
         row_value = load_row_value(p, passing, tile, this_head, position_slope(p, b, head + this_head), thread);
       }
       if (active) {
-        if (GRAD_P) accumulate<NB>(grad_p, P, p_at + turned);
+        if (GRAD_P) accumulate<NB>(grad_p, P, p_turned);
         if (GRAD_S)
 #pragma unroll
           for (int n = 0; n < NB; n += AT_ONCE) {
             start(dP, own, rows_at + n * 32);
-            product<REG_P, AT_ONCE>(dP, own_p, shared + OWN_P + own_at(thread), p_at, n);
+            product<REG_P, DV, AT_ONCE>(dP, own_p, shared + OWN_P + own_at<OfP>(thread), p_at, n);
             score_gradients(dS, S + n, dP, own, rows_at + n * 32, p.dropout_scale, ds_exponent);
-            accumulate<AT_ONCE>(grad_s, dS, s_at + turned, n);
+            accumulate<AT_ONCE>(grad_s, dS, s_turned, n);
           }
       }
       if (!last) {
-        transfer.store(shared + TILES + (buffer ^ 1) * TILE_BYTES, Move(thread), s_scale);
+        MoverS(thread).store(transit, shared + TILES + (buffer ^ 1) * TILE_BYTES, s_scale);
         if (KEYS_STAY && thread < 2 * TL) shared_store(shared + ROW_VALUES + (buffer ^ 1) * TL * 8 + thread * 4, __float_as_int(row_value));
       }
       __syncthreads();
@@ -379,17 +385,18 @@ struct Block {
   }
 
   // A gradient times `scale` and 2^exponent to its rows, through shared memory. In two steps, so that the exponent may be beyond a float's.
-  DEVICE void write(Gradient &c, int exponent, float scale, u16 *out, int row_stride, int rows, int head_dim, bool of_dS) const {
+  template <int C> DEVICE void write(float (&c)[C][MT][4], int exponent, float scale, u16 *out, int row_stride, int rows, int head_dim, bool of_dS) const {
     float factor[MT][2];
     UNROLLED(m, MT)
       UNROLLED(r, 2) {
         const int all = exponent - (of_dS ? ds_exponent[m][r] : 0), half = all / 2;
-        UNROLLED(n, CHUNKS)
+        UNROLLED(n, C)
           UNROLLED(e, 2)
             if (TYPE == 2) c[n][m][2 * r + e] *= power_of_two(half);
         factor[m][r] = scale * power_of_two(all - half);
       }
-    write_rows<MT>(c, factor, shared, (threadIdx.x >> 5) * WARP_ROWS, out, row_stride, rows, head_dim);
+    const int first_row = (threadIdx.x >> 5) * WARP_ROWS;
+    write_rows(c, factor, shared + first_row * larger(OfS::ROW_BYTES, OfP::ROW_BYTES), first_row, out, row_stride, rows, head_dim);
   }
 };
 

@@ -1,12 +1,17 @@
 // What forward, decode and backward share: where a sequence lies, tiles in shared memory, loads with conversion, dropout's words.
 //
 // Macros, 0 where a call asks for nothing of the kind (DEFAULTS in backends/fused/variants.py): D, the head dim that registers and tiles are made
-// for (the true ones are p.head_dim and p.head_dim_v); VEC, elements a global load may take at once, 8 where every row starts on 16 bytes, else 1;
-// LOCAL, causal or any window; ALIBI, SOFTCAP, DROPOUT; PAGED, keys and values through block_table; APPEND, new keys come with the call;
-// SEATS, sequences share a grid.
+// for, and DV that of values, where it is another one (the true ones are p.head_dim and p.head_dim_v); VEC, elements a global load may take at once,
+// 8 where every row starts on 16 bytes, else 1; LOCAL, causal or any window; ALIBI, SOFTCAP, DROPOUT; PAGED, keys and values through block_table;
+// APPEND, new keys come with the call; SEATS, sequences share a grid.
 #pragma once
 #include "ptx.cuh"
 
+#ifndef DV
+#define DV D
+#endif
+
+DEVICE constexpr int larger(int a, int b) { return a > b ? a : b; }
 DEVICE int clamp(int x, int low, int high) { return max(low, min(x, high)); }
 // Of LANES neighbouring lanes; all of them get it. Four share a row of what mma returns.
 template <int LANES, class T> DEVICE T max_of(T x) {
@@ -229,106 +234,92 @@ DEVICE void store_chunk(u16 *p, uint4 v, int channels) {
 #endif
 }
 
-// ---- Tiles in shared memory: rows of 16-byte chunks, swizzled so that the 8 rows of an ldmatrix hit different banks.
-DEVICE u32 swizzle(int row, int chunk) {
-  if (D >= 64) return row * (D * 2) + ((chunk ^ (row & 7)) << 4);
-  return row * 64 + ((chunk ^ ((row >> 1) & 3)) << 4);
-}
-
-constexpr int ROW_BYTES = D * 2, CHUNKS = D / 8;
-
-// Where a lane's ldmatrix rows lie in a tile. Of an A operand (and of a B operand that is read transposed): rows 0-7, 8-15, then the next chunk.
-// Of a B operand: rows 0-7, the next chunk, then rows 8-15.
-DEVICE u32 a_operand_at(int thread) { return swizzle(thread & 15, thread >> 4 & 1); }
-DEVICE u32 b_operand_at(int thread) { return swizzle((thread & 7) + (thread >> 4 & 1) * 8, thread >> 3 & 1); }
-
-// How a block's THREADS share a tile: each takes one chunk of every STEP-th row.
-template <int THREADS> struct Mover {
-  static constexpr int STEP = THREADS / CHUNKS;
-  int row, chunk;    // this thread's first row, its chunk
-  u32 at;            // byte offset of that chunk in a tile
-  DEVICE Mover(int thread) : row(thread / CHUNKS), chunk(thread % CHUNKS), at(swizzle(row, chunk)) {}
-  // Byte offset of the thread's i-th chunk: STEP is 4 or a multiple of 8, so only bit 2 of the row can change the swizzle.
-  DEVICE u32 offset(int i) const { return (at ^ (((i * STEP) & 7) << 4)) + i * STEP * ROW_BYTES; }
+// ---- Tiles in shared memory: rows of W channels, a multiple of 16, in chunks of 16 bytes. An ldmatrix reads one chunk of 8 rows, which must lie in
+// all 8 places of 128 bytes. Rows begin in 8 / SPREAD of the places; within each SPREAD chunks of a row, these change places by the row's number.
+template <int W> struct Layout {
+  static constexpr int CHUNKS = W / 8, ROW_BYTES = W * 2, SPREAD = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;
+  static DEVICE u32 at(int row, int chunk) {
+    return row * ROW_BYTES + ((chunk ^ (row >> (SPREAD == 8 ? 0 : SPREAD == 4 ? 1 : 2) & (SPREAD - 1))) << 4);
+  }
+  // From where one of a row's chunks lies to where the one an even number of `chunks` behind does. Of the widest rows so that no registers keep it.
+  static DEVICE u32 along(u32 at, int chunks) { return W == 256 ? at ^ chunks << 4 : (at ^ (chunks & (SPREAD - 1)) << 4) + ((chunks & -SPREAD) << 4); }
+  // Where a lane's ldmatrix rows lie. Of an A operand (and of a B operand that is read transposed): rows 0-7, 8-15, then the next chunk.
+  // Of a B operand: rows 0-7, the next chunk, then rows 8-15.
+  static DEVICE u32 a_operand_at(int thread) { return at(thread & 15, thread >> 4 & 1); }
+  static DEVICE u32 b_operand_at(int thread) { return at((thread & 7) + (thread >> 4 & 1) * 8, thread >> 3 & 1); }
 };
 
-// N chunks of a tile on their way from global to shared memory, held in registers while the tensor cores work (cp.async: in flight).
-template <int THREADS, int N> struct Transfer {
-  typedef Mover<THREADS> M;
-#if !CPA
-  uint4 x[N];
-#endif
-  // Rows first_slot + m.row + i * STEP of a sequence with `slots` slots; channels past head_dim and slots past the end are 0.
-  DEVICE void load(const Params &p, const u16 *base, const Strides &s, const int *pages, int first_slot, int left, int head_dim, const M &m, u32 tile) {
-    const int channels = head_dim - m.chunk * 8;
-    const int valid = channels > 0 ? left - m.row : 0;   // row i is there if i * STEP < valid
+// How THREADS share a tile of ROWS rows on its way from global to shared memory: LANES of them take LANES neighbouring chunks, so that what 8 threads
+// store fills all 128 bytes. A thread takes every STEP-th row, and every SIDES * LANES-th chunk of it: N in all, which registers hold while the tensor
+// cores work (cp.async: in flight).
+template <int THREADS, int ROWS, int W> struct Mover {
+  typedef Layout<W> L;
+  static constexpr int LANES = L::SPREAD, STEP = THREADS / LANES < ROWS ? THREADS / LANES : ROWS, SIDES = THREADS / LANES / STEP;
+  static constexpr int SHARES = L::CHUNKS / LANES, PASSES = (SHARES + SIDES - 1) / SIDES, N = ROWS / STEP * PASSES;
+  static_assert(STEP % 8 == 0 && ROWS % STEP == 0 && THREADS % (LANES * STEP) == 0, "a thread's rows are swizzled alike");
+  int row, chunk;    // this thread's first row, its first chunk
+  u32 at;            // byte offset of that chunk in a tile
+  DEVICE Mover(int thread) : row(thread / LANES % STEP), chunk(thread % LANES + thread / (LANES * STEP) * LANES), at(L::at(row, chunk)) {}
+  // How far the thread's i-th chunk is behind its first one, in rows and in chunks; whether it lies in the row.
+  static DEVICE constexpr int down(int i) { return i / PASSES * STEP; }
+  static DEVICE constexpr int along(int i) { return i % PASSES * SIDES * LANES; }
+  DEVICE bool has(int i) const { return (i % PASSES + 1) * SIDES <= SHARES || chunk + along(i) < L::CHUNKS; }
+  DEVICE u32 offset(int i) const { return at + down(i) * L::ROW_BYTES + along(i) * 16; }
+
+  // Rows from first_slot on, of which `left` are there; channels past head_dim and rows past the end are 0.
+  DEVICE void load(uint4 *x, const Params &p, const u16 *base, const Strides &s, const int *pages, int first_slot, int left, int head_dim, u32 tile) const {
+    const int rows = left - row;
 #if PAGED
-    if ((u32)first_slot % (u32)p.page_size + N * M::STEP > (u32)p.page_size) return load_apart(p, base, s, pages, first_slot, channels, valid, m, tile);
-    const u16 *row = key_row(p, base, s, pages, first_slot) + (i64)m.row * s.row + m.chunk * 8;
-#else
-    const u16 *row = base + (i64)(first_slot + m.row) * s.row + m.chunk * 8;
-#endif
-#if CPA
-    UNROLLED(i, N) {
-      const bool there = i * M::STEP < valid;
-      copy_async(tile + m.offset(i), there ? row + (i64)(i * M::STEP) * s.row : base, there);
-    }
-#else
-    if (valid > (N - 1) * M::STEP) {
-      UNROLLED(i, N) x[i] = load_chunk(row + (i64)(i * M::STEP) * s.row, channels);
-    } else {
+    if ((u32)first_slot % (u32)p.page_size + ROWS > (u32)p.page_size) {   // each row is looked up
       UNROLLED(i, N) {
-        x[i] = make_uint4(0, 0, 0, 0);
-        if (i * M::STEP < valid) x[i] = load_chunk(row + (i64)(i * M::STEP) * s.row, channels);
+        const bool there = down(i) < rows;
+        take(x, i, there, there ? key_row(p, base, s, pages, first_slot + row + down(i)) + (chunk + along(i)) * 8 : base, base, head_dim, tile);
       }
+      return;
     }
-#endif
-  }
-#if PAGED
-  // The same where the tile lies in several pages: each row is looked up.
-  DEVICE void load_apart(const Params &p, const u16 *base, const Strides &s, const int *pages, int first_slot, int channels, int valid, const M &m, u32 tile) {
-    UNROLLED(i, N) {
-      const bool there = i * M::STEP < valid;
-      const u16 *row = there ? key_row(p, base, s, pages, first_slot + m.row + i * M::STEP) + m.chunk * 8 : base;
-#if CPA
-      copy_async(tile + m.offset(i), row, there);
+    const u16 *from = key_row(p, base, s, pages, first_slot) + (i64)row * s.row + chunk * 8;
 #else
-      x[i] = there ? load_chunk(row, channels) : make_uint4(0, 0, 0, 0);
+    const u16 *from = base + (i64)(first_slot + row) * s.row + chunk * 8;
 #endif
+    if (!CPA && left >= ROWS && head_dim >= W) {
+      UNROLLED(i, N)
+        if (has(i)) x[i] = load_chunk(from + (i64)down(i) * s.row + along(i) * 8, 8);
+    } else {
+      UNROLLED(i, N) take(x, i, down(i) < rows, from + (i64)down(i) * s.row + along(i) * 8, base, head_dim, tile);
     }
   }
+  DEVICE void take(uint4 *x, int i, bool there, const u16 *from, const u16 *readable, int head_dim, u32 tile) const {
+    const int channels = head_dim - (chunk + along(i)) * 8;
+#if CPA
+    there = there && channels > 0;
+    if (has(i)) copy_async(tile + offset(i), there ? from : readable, there);
+#else
+    x[i] = load_chunk_if(there, from, channels);
 #endif
-  DEVICE void store(u32 tile, const M &m, float scale) {
+  }
+  DEVICE void store(const uint4 *x, u32 tile, float scale) const {
 #if CPA
     copy_async_wait();
 #else
-    UNROLLED(i, N) shared_store(tile + m.offset(i), convert(x[i], scale));
+    keep(x, tile, scale);
 #endif
   }
-};
 
-// A block's own ROWS rows, of which `left` are there, on their way to a tile in shared memory.
-template <int THREADS, int ROWS> struct OwnTransfer {
-  static constexpr int N = ROWS * CHUNKS / THREADS;
-  uint4 x[N];
-  DEVICE void load(const u16 *rows, int row_stride, int left, int head_dim) {
-    const Mover<THREADS> move(threadIdx.x);
-    UNROLLED(i, N) {
-      const int row = move.row + i * move.STEP;
-      x[i] = load_chunk_if(row < left, rows + (i64)row * row_stride + move.chunk * 8, head_dim - move.chunk * 8);
-    }
+  // The same for a block's own rows, which nothing has to wait for: `left` of them are there.
+  DEVICE void load_own(uint4 *x, const u16 *rows, int row_stride, int left, int head_dim) const {
+    UNROLLED(i, N)
+      x[i] = load_chunk_if(row + down(i) < left, rows + (i64)(row + down(i)) * row_stride + (chunk + along(i)) * 8, head_dim - (chunk + along(i)) * 8);
   }
-  DEVICE void store(u32 tile, float scale) const {
-    const Mover<THREADS> move(threadIdx.x);
-    UNROLLED(i, N) shared_store(tile + move.offset(i), convert(x[i], scale));
-    __syncthreads();
+  DEVICE void keep(const uint4 *x, u32 tile, float scale) const {
+    UNROLLED(i, N)
+      if (has(i)) shared_store(tile + offset(i), convert(x[i], scale));
   }
 };
 
-// A warp's own rows from there to registers: the tile is free again.
-template <int N, int M> DEVICE void keep_rows(u32 (&operand)[N][M][4], u32 own_at) {
+// A warp's own rows of W channels from there to registers: the tile is free again.
+template <int W, int N, int M> DEVICE void keep_rows(u32 (&operand)[N][M][4], u32 own_at) {
   UNROLLED(k, N)
-    UNROLLED(m, M) ldmatrix(operand[k][m], (own_at + m * 16 * ROW_BYTES) ^ (k << 5));
+    UNROLLED(m, M) ldmatrix(operand[k][m], Layout<W>::along(own_at + m * 16 * Layout<W>::ROW_BYTES, 2 * k));
   __syncthreads();
 }
 
@@ -352,19 +343,20 @@ template <int N, int M> DEVICE void set_zero(float (&c)[N][M][4]) {
       UNROLLED(e, 4) c[n][m][e] = 0.f;
 }
 
-// c += own rows times a tile's rows, both along the head dim; own operands lie in registers (REG) or in shared memory.
-template <bool REG, int N, int M> DEVICE void product(float (*c)[M][4], const u32 (*own)[M][4], u32 own_at, u32 tile_at, int first = 0) {
-  UNROLLED(k, CHUNKS / 2) {
+// c += own rows times a tile's rows, both along their W channels; own operands lie in registers (REG) or in shared memory.
+template <bool REG, int W, int N, int M> DEVICE void product(float (*c)[M][4], const u32 (*own)[M][4], u32 own_at, u32 tile_at, int first = 0) {
+  typedef Layout<W> L;
+  UNROLLED(k, W / 16) {
     u32 a[M][4];
     UNROLLED(m, M) {
-      if (!REG) ldmatrix(a[m], (own_at + m * 16 * ROW_BYTES) ^ (k << 5));
+      if (!REG) ldmatrix(a[m], L::along(own_at + m * 16 * L::ROW_BYTES, 2 * k));
       UNROLLED(i, 4)
         if (REG) a[m][i] = own[k][m][i];
     }
 #pragma unroll
     for (int n = 0; n < N; n += 2) {
       u32 b[4];
-      ldmatrix(b, (tile_at ^ (k << 5)) + (first + n) * 8 * ROW_BYTES);
+      ldmatrix(b, L::along(tile_at, 2 * k) + (first + n) * 8 * L::ROW_BYTES);
       multiply<M>(c[n], c[n + 1], a, b);
     }
   }
@@ -372,8 +364,8 @@ template <bool REG, int N, int M> DEVICE void product(float (*c)[M][4], const u3
 
 // Online softmax: S becomes exp2(S * unit - m_new + P_SHIFT); row maxima m and this lane's share of the row sums l follow. Rescales O only
 // where some maximum of the warp rose.
-template <int P_SHIFT, int N, int M>
-DEVICE void online_softmax(float (&S)[N][M][4], float (&m)[M][2], float (&l)[M][2], float (&O)[CHUNKS][M][4], float unit) {
+template <int P_SHIFT, int N, int C, int M>
+DEVICE void online_softmax(float (&S)[N][M][4], float (&m)[M][2], float (&l)[M][2], float (&O)[C][M][4], float unit) {
   float shrink[M][2];
   bool rose = false;
   UNROLLED(i, M)
@@ -394,7 +386,7 @@ DEVICE void online_softmax(float (&S)[N][M][4], float (&m)[M][2], float (&l)[M][
       l[i][r] = sum;
     }
   if (!__any_sync(ALL_LANES, rose)) return;
-  UNROLLED(n, CHUNKS)
+  UNROLLED(n, C)
     UNROLLED(i, M)
       UNROLLED(e, 4) O[n][i][e] *= shrink[i][e >> 1];
 }
@@ -407,21 +399,22 @@ DEVICE void write_lse(const Params &p, i64 at, float m, float l, float slope, in
   if (p.lse_true) global_store(p.lse_true + at, lse);
 }
 
-// The 16 * M rows of a warp (first_row.. of its block's tile) times `factor`, through shared memory to 16-byte stores.
-template <int M>
-DEVICE void write_rows(float (&c)[CHUNKS][M][4], const float (&factor)[M][2], u32 tile, int first_row, u16 *out, int row_stride, int rows, int head_dim) {
+// The 16 * M rows of a warp (first_row.. of its block's tile) times `factor`, through shared memory of its own (from `place` on) to 16-byte stores.
+template <int N, int M>
+DEVICE void write_rows(float (&c)[N][M][4], const float (&factor)[M][2], u32 place, int first_row, u16 *out, int row_stride, int rows, int head_dim) {
+  typedef Layout<N * 8> L;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   UNROLLED(m, M)
     UNROLLED(r, 2)
-      UNROLLED(n, CHUNKS)
-        shared_store(tile + swizzle(first_row + m * 16 + g + r * 8, n) + t * 4,
-                     pack_out(c[n][m][2 * r] * factor[m][r], c[n][m][2 * r + 1] * factor[m][r]));
+      UNROLLED(n, N)
+        shared_store(place + L::at(m * 16 + g + r * 8, n) + t * 4, pack_out(c[n][m][2 * r] * factor[m][r], c[n][m][2 * r + 1] * factor[m][r]));
   __syncwarp();
-  UNROLLED(i, M * 16 * CHUNKS / 32) {
-    const int index = lane + i * 32, row = first_row + index / CHUNKS, chunk = index % CHUNKS;
-    if (row < rows && chunk * 8 < head_dim)
-      store_chunk(out + (i64)row * row_stride + chunk * 8, shared_load4(tile + swizzle(row, chunk)), head_dim - chunk * 8);
-  }
+  UNROLLED(i, M * L::SPREAD / 2)
+    UNROLLED(n, N / L::SPREAD) {
+      const int row = lane / L::SPREAD + i * 32 / L::SPREAD, chunk = lane % L::SPREAD + n * L::SPREAD;
+      if (first_row + row < rows && chunk * 8 < head_dim)
+        store_chunk(out + (i64)(first_row + row) * row_stride + chunk * 8, shared_load4(place + L::at(row, chunk)), head_dim - chunk * 8);
+    }
   __syncwarp();
 }
 

@@ -2,7 +2,7 @@
 // by `splits` blocks each. Forward and backward make powers of two of them (scale_of in common.cuh).
 #include "common.cuh"
 
-constexpr int THREADS = 256, STEP = THREADS / CHUNKS, AT_ONCE = 4;   // rows that a thread waits for together
+constexpr int THREADS = 256, CHUNKS = D / 8, STEP = THREADS / CHUNKS, AT_ONCE = 4;   // rows that a thread waits for together
 
 // Grid: parts, key heads, sequences, tensors.
 KERNEL(THREADS, 4) absmax(const Params p) {

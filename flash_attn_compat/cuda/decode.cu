@@ -11,6 +11,7 @@
 constexpr int KEYS = D == 256 ? 8 : 16, NB = KEYS / 8;   // keys a warp takes at once, blocks of 8 of them
 constexpr int PIECES = D / 32;                           // of 32 channels in K
 typedef float Scores[NB][1][4], Result[CHUNKS][1][4];
+typedef Layout<D> OfQ;   // in shared memory
 constexpr bool Q_IN_REGISTERS = D == 64 || (D == 128 && TYPE != 2);
 
 DEVICE u32 word(const uint4 &x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
@@ -111,8 +112,8 @@ template <int LANES, int N> DEVICE float convert_all(uint4 (&x)[N]) {   // the i
 DEVICE void scores(Scores &S, const uint4 (*q)[PIECES], u32 q_at, const KeyTile &k) {
   set_zero(S);
   UNROLLED(c, PIECES) {
-    const u32 at = q_at ^ (c << 6);
-    const uint4 a = Q_IN_REGISTERS ? q[0][c] : shared_load4(at), b = Q_IN_REGISTERS ? q[1][c] : shared_load4(at + 8 * ROW_BYTES);
+    const u32 at = OfQ::along(q_at, c * 4);
+    const uint4 a = Q_IN_REGISTERS ? q[0][c] : shared_load4(at), b = Q_IN_REGISTERS ? q[1][c] : shared_load4(at + 8 * OfQ::ROW_BYTES);
     UNROLLED(w, 4)
       UNROLLED(n, NB) mma_k8(S[n][0], word(a, w), word(b, w), word(k.x[n][c], w));
   }
@@ -232,7 +233,7 @@ KERNEL(THREADS, MINB) decode(const Params p) {
   append_new(p, tile, split == splits - 1, seq.first_k + end);
 #endif
 
-  const u32 shared = SHARED_BASE, q_at = shared + g * ROW_BYTES + ((t ^ (g & 1) << 2) << 4);
+  const u32 shared = SHARED_BASE, q_at = shared + g * OfQ::ROW_BYTES + ((t ^ (g & 1) << 2) << 4);
   const u16 *k = p.k + (PAGED ? 0 : tile.sequence * p.k_s.batch) + (i64)tile.head_k * p.k_s.head;
   const u16 *v = p.v + (PAGED ? 0 : tile.sequence * p.v_s.batch) + (i64)tile.head_k * p.v_s.head;
   const int *pages = PAGED ? p.block_table + (i64)tile.sequence * p.table_stride : nullptr;
@@ -244,7 +245,7 @@ KERNEL(THREADS, MINB) decode(const Params p) {
   if (!Q_IN_REGISTERS) {
     if (warp == 0)
       UNROLLED(c, PIECES)
-        UNROLLED(r, 2) shared_store((q_at ^ (c << 6)) + r * 8 * ROW_BYTES, q[r][c]);
+        UNROLLED(r, 2) shared_store(OfQ::along(q_at, c * 4) + r * 8 * OfQ::ROW_BYTES, q[r][c]);
     __syncthreads();
   }
   // Scores are compared as they come and scaled inside exp2, where nothing else happens to them.

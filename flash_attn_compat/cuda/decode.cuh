@@ -2,7 +2,7 @@
 #pragma once
 #include "splits.cuh"
 
-constexpr int NW = 4, THREADS = NW * 32, ROWS = 16, MAX_SPLITS = 256;
+constexpr int CHUNKS = D / 8, NW = 4, THREADS = NW * 32, ROWS = 16, MAX_SPLITS = 256;
 constexpr int PART = ROWS * (D + 2);   // what a split leaves: its result, then for each row the maximum in units of log2 and the sum
 constexpr int SLABS = D / 64;   // of 64 channels in V and in the result
 // Shared memory: the warps' shares of a slab of the result (before: Q, after: the splits' weights), then their maxima and sums, then

@@ -4,7 +4,7 @@
 // SEATS: p.seats * nheads.
 #include "common.cuh"
 
-constexpr int THREADS = 256, PASSES = 4, ROWS = PASSES * THREADS / CHUNKS;
+constexpr int THREADS = 256, CHUNKS = D / 8, PASSES = 4, ROWS = PASSES * THREADS / CHUNKS;
 
 DEVICE float product_of_pairs(u32 a, u32 b) {
   return fmaf(bits_to_float((u16)a), bits_to_float((u16)b), bits_to_float((u16)(a >> 16)) * bits_to_float((u16)(b >> 16)));

@@ -7,12 +7,12 @@
 #define KEYS_STAY 1
 #include "backward.cuh"
 
-DEVICE void write_dk(const Params &p, Block &block, Gradient &dk) {
+DEVICE void write_dk(const Params &p, Block &block, GradientS &dk) {
   const Owned keys(p, blockIdx.x + p.zero);
   const Exponents e(p, keys.b, keys.head);
   block.write(dk, -(P_SHIFT + e.v + e.dout + e.q), p.softmax_scale, keys.of(p.dk, p.dk_s), p.dk_s.row, keys.left, p.head_dim, true);
 }
-DEVICE void write_dv(const Params &p, Block &block, Gradient &dv) {
+DEVICE void write_dv(const Params &p, Block &block, GradientP &dv) {
   const Owned keys(p, blockIdx.x + p.zero);
   const Exponents e(p, keys.b, keys.head);
   const float scale = (DROPOUT ? p.dropout_scale : 1.f) * (SOFTCAP ? 0.25f : 1.f);
@@ -20,12 +20,12 @@ DEVICE void write_dv(const Params &p, Block &block, Gradient &dv) {
 }
 
 // What a thread has of a gradient, to its place in memory and added to another from there.
-DEVICE void leave(float4 *part, const Gradient &c) {
-  UNROLLED(n, CHUNKS)
+template <int C> DEVICE void leave(float4 *part, const float (&c)[C][MT][4]) {
+  UNROLLED(n, C)
     UNROLLED(m, MT) global_store(part + (n * MT + m) * THREADS, make_float4(c[n][m][0], c[n][m][1], c[n][m][2], c[n][m][3]));
 }
-DEVICE void add(Gradient &c, const float4 *part) {
-  UNROLLED(n, CHUNKS)
+template <int C> DEVICE void add(float (&c)[C][MT][4], const float4 *part) {
+  UNROLLED(n, C)
     UNROLLED(m, MT) {
       const float4 x = global_load_fresh(part + (n * MT + m) * THREADS);
       c[n][m][0] += x.x, c[n][m][1] += x.y, c[n][m][2] += x.z, c[n][m][3] += x.w;
@@ -35,14 +35,14 @@ DEVICE void add(Gradient &c, const float4 *part) {
 template <class... Gradients> DEVICE bool add_splits(const Params &p, Gradients &...gradients) {
   if (p.splits == 1) return true;
   const Owned keys(p, blockIdx.x + p.zero);
-  constexpr i64 SIZE = CHUNKS * MT * THREADS, ALL = SIZE * sizeof...(gradients);
+  constexpr i64 ALL = (0 + ... + (sizeof(Gradients) / sizeof(float4))) * THREADS;   // of a split
   const i64 tile = ((i64)(keys.b * p.nheads_k + keys.head) * PARTS + keys.part) * p.tiles + keys.tile;
   float4 *parts = (float4 *)p.parts + tile * p.splits * ALL + threadIdx.x, *own = parts + keys.split * ALL;
-  ((leave(own, gradients), own += SIZE), ...);
+  ((leave(own, gradients), own += sizeof(Gradients) / sizeof(float4) * THREADS), ...);
   if (!is_last(p, tile, p.splits)) return false;
   (set_zero(gradients), ...);
 #pragma unroll 1
-  for (int s = 0; s < p.splits; s++) ((add(gradients, parts), parts += SIZE), ...);
+  for (int s = 0; s < p.splits; s++) ((add(gradients, parts), parts += sizeof(Gradients) / sizeof(float4) * THREADS), ...);
   return true;
 }
 
@@ -56,9 +56,9 @@ KERNEL(THREADS, MINB) dkdv(const Params p) {
 
   const Exponents e(p, keys.b, keys.head);
   const float delta = TYPE == 2 ? __int_as_float(global_load(absmax_of_delta(p, keys.b, keys.head))) : 0.f;
-  OwnTransfer<THREADS, OWN> k, v;
-  k.load(keys.of(p.k, p.k_s), p.k_s.row, keys.left, p.head_dim);
-  if (has_dk) v.load(keys.of(p.v, p.v_s), p.v_s.row, keys.left, p.head_dim_v);
+  uint4 k[OwnMoverS::N], v[OwnMoverP::N];
+  OwnMoverS(threadIdx.x).load_own(k, keys.of(p.k, p.k_s), p.k_s.row, keys.left, p.head_dim);
+  if (has_dk) OwnMoverP(threadIdx.x).load_own(v, keys.of(p.v, p.v_s), p.v_s.row, keys.left, p.head_dim_v);
   Block block(p, SHARED_BASE, e);
   const Passing queries(p, keys);
   const int exponent = exponent_of_ds(p, e, 32768.f, delta);
@@ -71,10 +71,11 @@ KERNEL(THREADS, MINB) dkdv(const Params p) {
       block.own.word[m][r] = DropoutWords(p, keys.b, keys.first_head(p)).key(key);
 #endif
     }
-  block.keep<REG_S>(block.own_s, 0, k, e.k);
-  if (has_dk) block.keep<REG_P>(block.own_p, Block::OWN_P, v, e.v);
+  block.keep<REG_S, D>(block.own_s, 0, k, e.k);
+  if (has_dk) block.keep<REG_P, DV>(block.own_p, Block::OWN_P, v, e.v);
 
-  Gradient dk, dv;
+  GradientS dk;
+  GradientP dv;
   set_zero(dk);
   set_zero(dv);
   if (PARTS == 1) {

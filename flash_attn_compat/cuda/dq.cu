@@ -9,9 +9,9 @@
 DEVICE void largest_of_rows(float (&largest)[MT][2], const Block &block) {
   UNROLLED(m, MT) {
     u32 bits[2] = {0, 0};   // magnitudes of fp16 compare as integers do
-    UNROLLED(k, CHUNKS / 2) {
+    UNROLLED(k, DV / 16) {
       u32 a[4];
-      if (!REG_P) ldmatrix(a, (block.shared + Block::OWN_P + Block::own_at(threadIdx.x) + m * 16 * ROW_BYTES) ^ (k << 5));
+      if (!REG_P) ldmatrix(a, OfP::along(block.shared + Block::OWN_P + Block::own_at<OfP>(threadIdx.x) + m * 16 * OfP::ROW_BYTES, 2 * k));
       UNROLLED(i, 4) {
         const u32 x = REG_P ? block.own_p[REG_P ? k : 0][m][i] : a[i];
         bits[i & 1] = max(bits[i & 1], max(x & 0x7fff, x >> 16 & 0x7fff));
@@ -28,9 +28,9 @@ KERNEL(THREADS, MINB) dq(const Params p) {
   if (queries.b == p.batch || queries.left <= 0) return;
 
   const Exponents e(p, queries.b, queries.head_k(p));
-  OwnTransfer<THREADS, OWN> q, dout;
-  q.load(queries.of(p.q, p.q_s), p.q_s.row, queries.left, p.head_dim);
-  dout.load(queries.of(p.dout, p.dout_s), p.dout_s.row, queries.left, p.head_dim_v);
+  uint4 q[OwnMoverS::N], dout[OwnMoverP::N];
+  OwnMoverS(threadIdx.x).load_own(q, queries.of(p.q, p.q_s), p.q_s.row, queries.left, p.head_dim);
+  OwnMoverP(threadIdx.x).load_own(dout, queries.of(p.dout, p.dout_s), p.dout_s.row, queries.left, p.head_dim_v);
   float lse[MT][2], delta[MT][2], largest[MT][2];
   const int first_row = queries.first + (threadIdx.x >> 5) * WARP_ROWS + ((threadIdx.x & 31) >> 2);
   UNROLLED(m, MT)
@@ -42,8 +42,8 @@ KERNEL(THREADS, MINB) dq(const Params p) {
     }
   Block block(p, SHARED_BASE, e);
   const Passing keys(p, queries);
-  block.keep<REG_S>(block.own_s, 0, q, e.q);
-  block.keep<REG_P>(block.own_p, Block::OWN_P, dout, e.dout);
+  block.keep<REG_S, D>(block.own_s, 0, q, e.q);
+  block.keep<REG_P, DV>(block.own_p, Block::OWN_P, dout, e.dout);
   if (TYPE == 2) largest_of_rows(largest, block);
   UNROLLED(m, MT)
     UNROLLED(r, 2) {
@@ -56,7 +56,8 @@ KERNEL(THREADS, MINB) dq(const Params p) {
 #endif
     }
 
-  Gradient dq, unused;
+  GradientS dq;
+  GradientP unused;
   set_zero(dq);
   block.walk<true, false>(p, queries, keys, dq, unused);
   const Owned again(p, blockIdx.x + p.zero);

@@ -5,7 +5,7 @@
 // theirs and lives in registers (QREG) or keeps its own. Scores and probabilities never leave the registers: the layout in which
 // mma returns S is the one in which it takes P.
 //
-// Macros: BN, NW, MT, QREG; MINB blocks a multiprocessor, which bounds the registers; D, TYPE, VEC, LOCAL, ALIBI, SOFTCAP, DROPOUT, PAGED.
+// Macros: BN, NW, MT, QREG; MINB blocks a multiprocessor, which bounds the registers; D, DV, TYPE, VEC, LOCAL, ALIBI, SOFTCAP, DROPOUT, PAGED.
 #include "splits.cuh"
 
 constexpr int THREADS = NW * 32, BM = NW * MT * 16, NB = BN / 8, WARP_ROWS = MT * 16;
@@ -13,8 +13,12 @@ constexpr int THREADS = NW * 32, BM = NW * MT * 16, NB = BN / 8, WARP_ROWS = MT 
 constexpr int P_SHIFT = TYPE == 2 ? 15 : 0;
 constexpr int SPLIT_UNIT = 128;   // keys: fewer are not worth a block of their own
 constexpr bool CAN_SPLIT = D < 256 || MMA16;   // Turing has no registers left to merge the widest heads
-typedef Transfer<THREADS, BN * CHUNKS / THREADS> KeyTransfer;
-typedef Mover<THREADS> Move;
+typedef Layout<D> OfK;    // and of Q
+typedef Layout<DV> OfV;
+constexpr int OUT_BLOCKS = DV / 8;
+typedef Mover<THREADS, BM, D> QueryMover;
+typedef Mover<THREADS, BN, D> KeyMover;
+typedef Mover<THREADS, BN, DV> ValueMover;
 
 typedef Band<WARP_ROWS, BN> Rows;
 
@@ -73,7 +77,7 @@ DEVICE void drop(float (&P)[NB][MT][4], const DropoutWords &words, const u32 (&r
 #endif
 
 // O += P V
-DEVICE void accumulate(float (&O)[CHUNKS][MT][4], const float (&P)[NB][MT][4], u32 v_at) {
+DEVICE void accumulate(float (&O)[OUT_BLOCKS][MT][4], const float (&P)[NB][MT][4], u32 v_at) {
 #pragma unroll
   for (int k = 0; k < NB; k += 2) {
     u32 a[MT][4];
@@ -84,9 +88,9 @@ DEVICE void accumulate(float (&O)[CHUNKS][MT][4], const float (&P)[NB][MT][4], u
       a[m][3] = pack(P[k + 1][m][2], P[k + 1][m][3]);
     }
 #pragma unroll
-    for (int n = 0; n < CHUNKS; n += 2) {
+    for (int n = 0; n < OUT_BLOCKS; n += 2) {
       u32 b[4];
-      ldmatrix_transposed(b, (v_at ^ (n << 4)) + k * 8 * ROW_BYTES);
+      ldmatrix_transposed(b, OfV::along(v_at, n) + k * 8 * OfV::ROW_BYTES);
       multiply<MT>(O[n], O[n + 1], a, b);
     }
   }
@@ -122,17 +126,19 @@ KERNEL(THREADS, MINB) forward(const Params p) {
   const int first_tile = keys.first / BN, last_tile = (keys.end + BN - 1) / BN;   // [first, last)
 
   // Everything that the block has to wait for is asked for first.
-  const Move move(thread);
-  const u32 shared = SHARED_BASE, q_tile = shared, k_tile = QREG ? shared : shared + BM * ROW_BYTES, v_tile = k_tile + BN * ROW_BYTES;
+  const QueryMover queries(thread);
+  const KeyMover of_k(thread);
+  const ValueMover of_v(thread);
+  const u32 shared = SHARED_BASE, q_tile = shared, k_tile = QREG ? shared : shared + BM * OfK::ROW_BYTES, v_tile = k_tile + BN * OfK::ROW_BYTES;
   const float q_scale = scale_of(absmax_of(p, ABSMAX_Q, b, head_k)), k_scale = scale_of(absmax_of(p, ABSMAX_K, b, head_k));
   const float v_scale = scale_of(absmax_of(p, ABSMAX_V, b, head_k));
-  OwnTransfer<THREADS, BM> own;
-  KeyTransfer transfer;
-#define LOAD(base, strides, tile_number, dim, target) \
-  transfer.load(p, base, strides, pages, seq.first_k + (tile_number) * BN, seq.seqlen_k - (tile_number) * BN, dim, move, target)
+  uint4 own[QueryMover::N], transit[larger(KeyMover::N, ValueMover::N)];   // K and V take turns in it
+#define LOAD(mover, base, strides, j, dim, target) \
+  mover.load(transit, p, base, strides, pages, seq.first_k + (j) * BN, seq.seqlen_k - (j) * BN, dim, target)
+#define LOAD_KEYS(j) LOAD(of_k, k, p.k_s, j, p.head_dim, k_tile)
   const bool at_once = !(CPA && QREG), some = first_tile < last_tile;   // cp.async may write K only where Q is no more
-  own.load(q, p.q_s.row, seq.seqlen_q - first_row, p.head_dim);
-  if (at_once && some) LOAD(k, p.k_s, first_tile, p.head_dim, k_tile);
+  queries.load_own(own, q, p.q_s.row, seq.seqlen_q - first_row, p.head_dim);
+  if (at_once && some) LOAD_KEYS(first_tile);
 
   const float scale = p.softmax_scale * inverse_of_power(q_scale) * inverse_of_power(k_scale);
   // Scores are compared as they come and scaled inside exp2, where nothing else happens to them.
@@ -146,16 +152,18 @@ KERNEL(THREADS, MINB) forward(const Params p) {
     UNROLLED(r, 2) row_words[m][r] = words.row(rows.first + m * 16 + g + r * 8);
 #endif
 
-  const u32 q_at = q_tile + a_operand_at(lane) + warp * WARP_ROWS * ROW_BYTES, k_at = k_tile + b_operand_at(lane), v_at = v_tile + a_operand_at(lane);
+  const u32 q_at = q_tile + OfK::a_operand_at(lane) + warp * WARP_ROWS * OfK::ROW_BYTES;
+  const u32 k_at = k_tile + OfK::b_operand_at(lane), v_at = v_tile + OfV::a_operand_at(lane);
 
-  own.store(q_tile, q_scale);
-  u32 qf[QREG ? CHUNKS / 2 : 1][MT][4];
-  if (QREG) keep_rows(qf, q_at);
-  if (!at_once && some) LOAD(k, p.k_s, first_tile, p.head_dim, k_tile);
-  if (some) transfer.store(k_tile, move, k_scale);
+  queries.keep(own, q_tile, q_scale);
+  __syncthreads();
+  u32 qf[QREG ? D / 16 : 1][MT][4];
+  if (QREG) keep_rows<D>(qf, q_at);
+  if (!at_once && some) LOAD_KEYS(first_tile);
+  if (some) of_k.store(transit, k_tile, k_scale);
   __syncthreads();
 
-  float O[CHUNKS][MT][4], m[MT][2], l[MT][2];
+  float O[OUT_BLOCKS][MT][4], m[MT][2], l[MT][2];
   set_zero(O);
   UNROLLED(i, MT) m[i][0] = m[i][1] = NEG_INF, l[i][0] = l[i][1] = 0.f;
 
@@ -163,15 +171,15 @@ KERNEL(THREADS, MINB) forward(const Params p) {
   for (int j = first_tile; j < last_tile; j++) {
     const int key = j * BN;
     const bool active = !LOCAL || rows.sees_some(key);   // of this warp's rows
-    LOAD(v, p.v_s, j, p.head_dim_v, v_tile);
+    LOAD(of_v, v, p.v_s, j, p.head_dim_v, v_tile);
     float S[NB][MT][4];
     if (active) {   // S = Q K^T
       set_zero(S);
-      product<QREG, NB>(S, qf, q_at, k_at);
+      product<QREG, D, NB>(S, qf, q_at, k_at);
     }
-    transfer.store(v_tile, move, v_scale);
+    of_v.store(transit, v_tile, v_scale);
     __syncthreads();
-    if (j + 1 < last_tile) LOAD(k, p.k_s, j + 1, p.head_dim, k_tile);
+    if (j + 1 < last_tile) LOAD_KEYS(j + 1);
     if (active) {
       if (modified) modify(S, p, scale, slope, key, rows, g, t);
       if (!rows.sees_all(key)) hide(S, key, rows, g, t);
@@ -181,14 +189,14 @@ KERNEL(THREADS, MINB) forward(const Params p) {
 #endif
       accumulate(O, S, v_at);
     }
-    if (j + 1 < last_tile) transfer.store(k_tile, move, k_scale);
+    if (j + 1 < last_tile) of_k.store(transit, k_tile, k_scale);
     __syncthreads();
   }
 
   // out = O / l, LSE = m + ln(l); rows that see no key: 0 and +inf.
   UNROLLED(i, MT)
     UNROLLED(r, 2) m[i][r] *= unit, l[i][r] = sum_of<4>(l[i][r]);
-  constexpr int AT_ONCE = CHUNKS * MT < 16 ? 16 / (CHUNKS * MT) : 1;
+  constexpr int AT_ONCE = OUT_BLOCKS * MT < 16 ? 16 / (OUT_BLOCKS * MT) : 1;
   const int numbered = (b * p.nheads + head) * p.tiles + tile;
   if (CAN_SPLIT && splits > 1 && !merge_splits<AT_ONCE>(p, O, m, l, rows.first < seq.seqlen_q, numbered, split, splits)) return;
   float factor[MT][2];
@@ -200,5 +208,5 @@ KERNEL(THREADS, MINB) forward(const Params p) {
       if (p.lse && t == 0 && row < seq.seqlen_q) write_lse(p, lse_at + row, m[i][r] - P_SHIFT, l[i][r], slope, row + rows.shift);
     }
   u16 *out = p.out + b * p.out_s.batch + (i64)(seq.first_q + first_row) * p.out_s.row + (i64)head * p.out_s.head;
-  write_rows<MT>(O, factor, shared, warp * WARP_ROWS, out, p.out_s.row, seq.seqlen_q - first_row, p.head_dim_v);
+  write_rows(O, factor, shared + warp * WARP_ROWS * OfV::ROW_BYTES, warp * WARP_ROWS, out, p.out_s.row, seq.seqlen_q - first_row, p.head_dim_v);
 }

@@ -139,10 +139,11 @@ def _plan(
             launches.append(first)
         outputs.append(Output("absmax_dout", (2, call.batch, call.nheads_k), torch.int32, begins_as_zero=True))
     outputs.append(Output("delta", call.lse_shape, torch.float32))
-    parts = variants.dkdv_parts(kind)
+    dkdv = variants.dkdv(kind)
+    parts = variants.parts(dkdv)
     rows = launcher.longest_rows(call), call.nheads, None if call.cu_seqlens_q is None else call.q.shape[0]
     keys = launcher.longest_keys(call), call.nheads_k * parts, None if call.cu_seqlens_k is None else call.k.shape[0]
-    kernels, workspace = (variants.delta(kind), variants.dkdv(kind), variants.dq(kind)), 0
+    kernels, workspace = (variants.delta(kind), dkdv, variants.dq(kind)), 0
     for variant, (longest, heads, tokens), shares in zip(kernels, (rows, keys, rows), in_seats):
         clears, share = variant.entry != "delta", 1
         grid = grids.grid(longest, variant.rows, call.batch, heads, tokens, clears=clears, shares=shares)

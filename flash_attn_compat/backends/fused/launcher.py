@@ -266,7 +266,8 @@ def kind_of(call: AttentionCall, vec: int) -> Kind:
     kind = Kind(
         number=number,
         type=variants.BF16_AS_FP16 if half and number < 80 else half,
-        head_dim=max(call.q.shape[-1], call.v.shape[-1]),
+        head_dim=call.q.shape[-1],
+        head_dim_v=call.v.shape[-1],
         # One row stands at the last key: nothing is to its right.
         local=left is not None or (right is not None and longest_rows(call) > 1),
         alibi=call.alibi_slopes is not None,
@@ -277,7 +278,7 @@ def kind_of(call: AttentionCall, vec: int) -> Kind:
         window=None if left is None or right is None else left + right + 1,
         few_rows=longest_rows(call) <= variants.FEW_ROWS,
     )
-    return kind._replace(tiles=verdicts.tiles_of(settings.gpu(device), number, kind.D, call.q.dtype))
+    return kind._replace(tiles=verdicts.tiles_of(settings.gpu(device), number, kind.size, call.q.dtype))
 
 
 def described(call: AttentionCall) -> dict[str, params.Value]:

@@ -195,7 +195,7 @@ def _appends(kind: Kind) -> Iterator[Append]:
 
 def _head_dims(kind: Kind) -> tuple[int, int]:
     """The kernel's largest for q and k, one that needs padding for v; or neither on 16 bytes."""
-    return (kind.D, kind.D - 8) if kind.vec == 8 else (kind.D - 3, kind.D - 1)
+    return (kind.D, kind.DV - 8) if kind.vec == 8 else (kind.D - 3, kind.DV - 1)
 
 
 def _dtype(kind: Kind) -> torch.dtype:

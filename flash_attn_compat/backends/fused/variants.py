@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 FP16, BF16, BF16_AS_FP16 = 0, 1, 2
-HEAD_DIMS = (32, 64, 128, 256)
+# Every multiple of 16 up to 128; then those that models have. Each is compiled only where it is asked for.
+HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 # Windows of fewer keys than this leave most of a tall tile masked; sequences of no more rows leave half of it empty.
 _NARROW = 256
 FEW_ROWS = 64
@@ -33,7 +34,7 @@ _SHARED, _LEAST_SHARED = {75: 64, 80: 164, 87: 164, 90: 228, 100: 228, 103: 228}
 
 # What a kernel's macros are where its variant does not say.
 _OFF = ("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "APPEND", "SEATS", "MMA16", "CPA")
-DEFAULTS = {"D": 64, "TYPE": FP16, "VEC": 8, **dict.fromkeys(_OFF, 0)}
+DEFAULTS = {"D": 64, "TYPE": FP16, "VEC": 8, "PARTS": 1, **dict.fromkeys(_OFF, 0)}
 
 
 class Variant(NamedTuple):
@@ -47,10 +48,14 @@ class Variant(NamedTuple):
     shared: int
 
 
+def size_of(head_dim: int) -> int:
+    return next(size for size in HEAD_DIMS if head_dim <= size)
+
+
 class Kind(NamedTuple):
     """What of a call chooses a variant.
 
-    number: the architecture's, as 75; window: keys in sight, None unbounded; few_rows: none of more than FEW_ROWS
+    number: the architecture's, as 75; head_dim_v: of values, None if it is head_dim; window: keys in sight, None unbounded; few_rows: none of more than FEW_ROWS
     tiles: what was the fastest on the GPU at hand, by entry
     """
 
@@ -66,14 +71,25 @@ class Kind(NamedTuple):
     window: int | None = None
     few_rows: bool = False
     tiles: tuple[tuple[str, Tile], ...] = ()
+    head_dim_v: int | None = None
 
     @property
     def D(self) -> int:
-        return next(size for size in HEAD_DIMS if self.head_dim <= size)
+        return size_of(self.head_dim)
 
-    def macros(self, *names: str) -> list[tuple[str, int]]:
-        """names: the features that the kernel knows, LOCAL for ``local`` and so on"""
-        found = [("D", self.D), ("TYPE", self.type), ("VEC", self.vec)]
+    @property
+    def DV(self) -> int:
+        return size_of(self.head_dim if self.head_dim_v is None else self.head_dim_v)
+
+    @property
+    def size(self) -> int:
+        """What tiles are chosen by."""
+        return max(self.D, self.DV)
+
+    def macros(self, *names: str, D: int = 0) -> list[tuple[str, int]]:
+        """names: the features that the kernel knows, LOCAL for ``local`` and so on; D: of one with no DV of its own"""
+        found = [("D", D or self.D), *([] if D or self.DV == self.D else [("DV", self.DV)])]
+        found += [("TYPE", self.type), ("VEC", self.vec)]
         return found + [(name, 1) for name in names if getattr(self, name.lower())]
 
     def newer(self, copies: bool = True) -> list[tuple[str, int]]:
@@ -90,6 +106,7 @@ class Tile(NamedTuple):
 
     s, p: whether the block's own rows stay in registers: the operand of S = Q K^T, and in the backward that of dP
     copies: whether a backward loads by cp.async where the GPU has it
+    parts: blocks that share one tile of dkdv's: dk and dv of the largest heads do not fit into one block's registers
     """
 
     step: int
@@ -99,6 +116,7 @@ class Tile(NamedTuple):
     s: bool = True
     p: bool = True
     copies: bool = False
+    parts: int = 1
 
     @property
     def rows(self) -> int:
@@ -112,6 +130,11 @@ def _tile(entry: str, kind: Kind, table: Callable[[Kind], Tile]) -> Tile:
     return (dict(kind.tiles).get(entry) if usual else None) or table(kind)
 
 
+def _timed(kind: Kind) -> int:
+    """The size that was timed, of those that are not."""
+    return next(size for size in (32, 64, 128, 256) if kind.size <= size)
+
+
 def forward_tile(kind: Kind) -> Tile:
     """The fastest of benchmarks/kernel_tiles.py on an H200; below sm80 as Turing's PTX, and of those that fit Turing.
 
@@ -119,15 +142,15 @@ def forward_tile(kind: Kind) -> Tile:
     """
     newer, more_work = kind.number >= 80, kind.softcap or kind.dropout
     narrow = kind.window is not None and kind.window < _NARROW
-    if kind.D == 32 and (narrow or kind.dropout):
+    if _timed(kind) == 32 and (narrow or kind.dropout):
         return Tile(64, 4, 1, 3)
-    if kind.D == 32:
+    if _timed(kind) == 32:
         return Tile(64, 4, 2, 2) if kind.type == BF16_AS_FP16 else Tile(128, 4, 1, 3)
-    if kind.D == 64:
+    if _timed(kind) == 64:
         return Tile(64, 4, 1, 3) if narrow or kind.few_rows or more_work else Tile(64, 4, 2, 2)
-    if kind.D == 128 and newer:
+    if _timed(kind) == 128 and newer:
         return Tile(64, 4, 1, 2) if kind.few_rows or more_work else Tile(64, 4, 2, 1, s=False)
-    if kind.D == 128:
+    if _timed(kind) == 128:
         return Tile(64, 4, 1, 2)
     return Tile(64 if newer else 32, 4, 1, 1, s=False)
 
@@ -136,15 +159,17 @@ def forward(kind: Kind) -> Variant:
     tile = _tile("forward", kind, forward_tile)
     macros = kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED")
     macros += [("BN", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB), ("QREG", int(tile.s))]
-    resident = max(tile.rows, 2 * tile.step) if tile.s else tile.rows + 2 * tile.step
     macros += kind.newer()
-    return Variant("forward", "forward.cu", tuple(macros), tile.rows, tile.NW * 32, resident * kind.D * 2)
+    own, passing = tile.rows * 2 * kind.D, tile.step * 2 * (kind.D + kind.DV)
+    shared = max(own, passing, tile.rows * 2 * kind.DV) if tile.s else max(own + passing, tile.rows * 2 * kind.DV)
+    return Variant("forward", "forward.cu", tuple(macros), tile.rows, tile.NW * 32, shared)
 
 
 def decode(kind: Kind) -> Variant:
-    """Loads 64 channels of values at once."""
-    macros = kind._replace(head_dim=max(kind.D, 64)).macros("LOCAL", "ALIBI", "SOFTCAP", "PAGED")
-    few_registers = kind.D <= 64 and kind.vec == 8
+    """Deals out 64 channels at once; those that are not there are not loaded."""
+    D = -(-kind.size // 64) * 64
+    macros = kind.macros("LOCAL", "ALIBI", "SOFTCAP", "PAGED", D=D)
+    few_registers = D == 64 and kind.vec == 8
     # Of Turing's 64 KB a multiprocessor, three blocks have room.
     macros.append(("MINB", (4 if kind.number >= 80 else 3) if few_registers else 2))
     return Variant("decode", "decode.cu", tuple(macros), _DECODE_ROWS, 128, _DECODE_SHARED)
@@ -158,38 +183,45 @@ def step(kind: Kind) -> Variant:
 
 def append(kind: Kind) -> Variant:
     """Copies 16-bit numbers; D and most of the rest make no difference."""
-    return Variant("append", "append.cu", tuple(kind.macros("PAGED")[1:]), 1, 128, 0)
+    return Variant("append", "append.cu", tuple(kind.macros("PAGED", D=64)[1:]), 1, 128, 0)
 
 
 def absmax(kind: Kind) -> Variant:
-    return Variant("absmax", "convert.cu", tuple(kind.macros("PAGED")), _ABSMAX_ROWS, 256, 0)
+    macros = kind.macros("PAGED", D=_power_of_two(kind.size))
+    return Variant("absmax", "convert.cu", tuple(macros), _ABSMAX_ROWS, 256, 0)
 
 
 def delta(kind: Kind) -> Variant:
-    return Variant("delta", "delta.cu", tuple(kind.macros()), 8192 // kind.D, 256, 0)
+    D = _power_of_two(kind.DV)
+    return Variant("delta", "delta.cu", tuple(kind.macros(D=D)), 8192 // D, 256, 0)
+
+
+def _power_of_two(D: int) -> int:
+    """Lanes that share a row of a kernel that only reads: some have nothing to load."""
+    return 1 << (D - 1).bit_length()
 
 
 def dkdv_tile(kind: Kind) -> Tile:
     """As forward_tile."""
     newer = kind.number >= 80
-    if kind.D == 64 and newer:
+    if _timed(kind) == 64 and newer:
         return Tile(32, 4, 2, 2, s=False, p=False, copies=True)
-    if kind.D <= 64:
+    if _timed(kind) <= 64:
         return Tile(64, 4, 1, 2, copies=newer)
-    if kind.D == 128:
+    if _timed(kind) == 128:
         return Tile(64, 4, 1, 1, s=False, p=False, copies=True) if newer else Tile(16, 4, 1, 2, s=False)
-    return Tile(16, 4, 1, 1, s=False, p=not newer)
+    return Tile(16, 4, 1, 1, s=False, p=not newer, parts=2)
 
 
 def dq_tile(kind: Kind) -> Tile:
     newer = kind.number >= 80
-    if kind.D == 32:
+    if _timed(kind) == 32:
         return Tile(32, 4, 2, 2)
-    if kind.D == 64:
+    if _timed(kind) == 64:
         # Own rows in shared memory take 56 KB: GPUs with 100 KB a multiprocessor would hold one block rather than two.
         kept = kind.local or kind.number not in (80, 90)
         return Tile(64, 4, 2, 1, s=kept, p=kept, copies=True) if newer else Tile(32, 4, 2, 2, p=False)
-    if kind.D == 128:
+    if _timed(kind) == 128:
         return Tile(64, 4, 1, 1, copies=True) if newer else Tile(32, 4, 1, 2)
     return Tile(16, 4, 1, 1, s=not newer, p=False)
 
@@ -208,15 +240,12 @@ def _backward(entry: str, kind: Kind, tile: Tile, passing: int) -> Variant:
     macros = [*kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT"), *kind.newer(tile.copies)]
     macros += [("TL", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB)]
     macros += [("REG_S", int(tile.s)), ("REG_P", int(tile.p))]
-    row = 2 * kind.D
-    own = (2 - tile.s - tile.p) * tile.rows * row
-    shared = own + max(3 * tile.step * row + passing, tile.rows * row)
+    if tile.parts > 1:
+        macros.append(("PARTS", tile.parts))
+    row, row_v = 2 * kind.D, 2 * kind.DV
+    own = tile.rows * ((not tile.s) * row + (not tile.p) * row_v)
+    shared = max(own + tile.step * (2 * row + row_v) + passing, own + tile.rows * max(row, row_v))
     return Variant(entry, f"{entry}.cu", tuple(macros), tile.rows, tile.NW * 32, shared)
-
-
-def dkdv_parts(kind: Kind) -> int:
-    """Blocks that share one tile of keys: dk and dv of the largest heads do not fit into one block's registers."""
-    return 2 if kind.D > 128 else 1
 
 
 def in_seats(variant: Variant) -> Variant:
@@ -229,6 +258,11 @@ def is_in_seats(variant: Variant) -> bool:
 
 
 MAKERS = {make.__name__: make for make in (forward, decode, step, append, absmax, delta, dkdv, dq)}
+
+
+def parts(variant: Variant) -> int:
+    """Blocks that share one tile of keys of dkdv."""
+    return dict(variant.macros).get("PARTS", 1)
 
 
 def kinds(number: int) -> Iterator[Kind]:
@@ -310,8 +344,10 @@ def part_bytes(variant: Variant) -> int:
 
     The result, with maxima and sums of its rows; of dkdv, two gradients.
     """
-    D = dict(variant.macros)["D"]
-    return 4 * variant.rows * (2 * D if variant.entry == "dkdv" else D + 8)
+    macros = dict(variant.macros)
+    D = macros["D"]
+    DV = dict(variant.macros).get("DV", D)
+    return 4 * variant.rows * (D + DV if variant.entry == "dkdv" else DV + 8)
 
 
 def absmax_splits(seqlen: int, heads: int, processors: int) -> int:
