@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from flash_attn_compat.backends.fused import variants
@@ -42,8 +43,19 @@ class Pipes(NamedTuple):
         return self.tensor / max(self)
 
 
-def turing_pipes(loop: Counter[str], variant: Variant, step: int) -> Pipes:
-    """step: keys (rows for dkdv) that one turn of the loop takes"""
+# Products that a kernel cannot do without, in channels of q and k and in channels of v.
+_PRODUCTS = {"forward": (1, 1), "dkdv": (2, 2), "dq": (2, 1)}
+
+
+def useful(pipes: Pipes, variant: Variant, head_dim: int, head_dim_v: int) -> float:
+    """Cycles of the products that are needed, of the true head dims, in those of the busiest pipe."""
+    of_d, of_dv = _PRODUCTS[variant.entry]
+    return 8 * (of_d * head_dim + of_dv * head_dim_v) / max(pipes)
+
+
+def turing_pipes(loops: Sequence[Counter[str]], variant: Variant) -> Pipes:
+    """loops: the main one, or those of the blocks that share a tile of dkdv"""
+    loop = sum(loops[: variants.parts(variant)], Counter[str]())
 
     def count(*names: str) -> int:
         return sum(number for name, number in loop.items() if name.startswith(names))
@@ -53,7 +65,7 @@ def turing_pipes(loop: Counter[str], variant: Variant, step: int) -> Pipes:
     wide_stores = sum(number for name, number in loop.items() if name.startswith("STS") and "128" in name)
     wide = count("LDSM") + wide_stores
     narrow = count("LDS") - count("LDSM") + count("STS") - wide_stores
-    units = variant.rows * step / 4096
+    units = variant.rows * step(variant) / 4096
     alu = ("FMNMX", "LOP3", "PRMT", "IADD3", "SHF", "LEA", "FSETP", "ISETP", "SEL", "FSEL")
     return Pipes(
         tensor=count("HMMA") * 8 * quarter / units,
@@ -88,8 +100,8 @@ def line(variant: Variant, number: int, compiler: str) -> tuple[str, bool]:
     shared = found.static_shared + variant.shared
     said = f"{variant.entry} {name}: {found.registers} registers, {found.spilled} bytes spilled, {shared} shared"
     if number == 75 and variant.entry in ("forward", "dkdv", "dq"):
-        loop = offline.main_loop(offline.instructions(found.cubin))
-        said += f"\n    {mix(loop)}\n    {model(loop, variant)}"
+        loops = offline.main_loops(offline.instructions(found.cubin))
+        said += f"\n    {mix(loops[0])}\n    {model(loops, variant)}"
     if number == 75 and found.spilled > offline.allowed_spills(variant):
         complaints.append(f"spills more than {offline.allowed_spills(variant)} bytes")
     return said + "".join(f"\n    DOES NOT FIT: {complaint}" for complaint in complaints), not complaints
@@ -102,8 +114,8 @@ def mix(loop: Counter[str]) -> str:
     )
 
 
-def model(loop: Counter[str], variant: Variant) -> str:
-    pipes = turing_pipes(loop, variant, step(variant))
+def model(loops: Sequence[Counter[str]], variant: Variant) -> str:
+    pipes = turing_pipes(loops, variant)
     cycles = ", ".join(f"{name} {value:.0f}" for name, value in pipes._asdict().items())
     return f"T4, cycles for 64 x 64: {cycles}; tensor cores at most {pipes.tensor_share:.0%} busy"
 

@@ -164,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="N",
-        help="only for these; repeatable",
+        help="those of most models by default; repeatable",
     )
     command.add_argument("--dtype", choices=("float16", "bfloat16"), action="append", default=[], help="only for these")
     command.set_defaults(action=_compile)

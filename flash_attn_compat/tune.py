@@ -60,7 +60,7 @@ class Shape(NamedTuple):
     @property
     def size(self) -> int:
         """That kernels are made for."""
-        return Kind(75, variants.FP16, self.head_dim).D
+        return Kind(75, variants.FP16, self.head_dim).size
 
     def __str__(self) -> str:
         return f"head_dim {self.size}, {_name(self.dtype)}"

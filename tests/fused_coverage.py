@@ -27,7 +27,7 @@ def checks(place: torch.device) -> Iterator[tuple[str, Kind, Callable[[], None]]
     for kind in kinds(loader.target(place.index).number):
         names = "".join(f" {name}" for name in _FEATURES if getattr(kind, name))
         names += " narrow" * is_narrow(kind) + " few rows" * kind.few_rows
-        label = f"d{kind.D} type {kind.type} vec {kind.vec}{names}"
+        label = f"d{kind.D}/{kind.DV} type {kind.type} vec {kind.vec}{names}"
         for entry, problem in problems(kind).items():
             yield f"{entry} {label}", kind, partial(_check, problem, place)
 
@@ -37,18 +37,27 @@ def _check(problem: Problem, place: torch.device) -> None:
     assert not verdict.failures and not verdict.refused, verdict
 
 
+# Which have each feature alone, too.
+_USUAL = 32, 64, 128, 256
+
+
 def kinds(number: int) -> Iterator[Kind]:
-    """Each feature alone and all together, at each head dim and dtype."""
+    """Each feature alone at usual head dims, and all together at each of them and of dtypes."""
     for D in HEAD_DIMS:
         for type in (FP16, BF16 if number >= 80 else BF16_AS_FP16):
             plain = Kind(number, type, D)
             yield plain
+            yield plain._replace(local=True, alibi=True, softcap=True, dropout=True, window=104)
+            if D == 192:
+                yield plain._replace(head_dim_v=128)
+            if D not in _USUAL:
+                yield plain._replace(local=True, window=1000)
+                continue
             yield plain._replace(vec=1)
             for name in _FEATURES:
                 yield plain._replace(**{name: True}, window=1000 if name == "local" else None)
             yield plain._replace(local=True, window=34)
             yield plain._replace(few_rows=True)
-            yield plain._replace(local=True, alibi=True, softcap=True, dropout=True, window=104)
             yield plain._replace(local=True, alibi=True, softcap=True, paged=True, vec=1, window=104)
 
 
@@ -68,7 +77,7 @@ def problems(kind: Kind) -> dict[str, Problem]:
     common = Problem(
         "varlen", rows, keys, nheads_k, group=2,
         head_dim=kind.D if kind.vec == 8 else kind.D - 3,
-        head_dim_v=kind.D - 8 if kind.vec == 8 else kind.D - 1,
+        head_dim_v=kind.DV - 8 if kind.vec == 8 else kind.DV - 1,
         dtype="float16" if kind.type == FP16 else "bfloat16",
         window=window, softcap=2.0 * kind.softcap, alibi="bh" * kind.alibi, dropout_p=0.3 * kind.dropout,
         page_size=7 * kind.paged, poison="nan",

@@ -39,12 +39,14 @@ class Launch(NamedTuple):
 class Launches:
     """Everything launched since the start, in order, and the variants that were loaded.
 
+    conflicts: of banks of shared memory, in each that was emulated
     rows_overlap: set where lengths are no lengths, so that blocks write where others do
     """
 
     seen: list[Launch] = field(default_factory=list)
     variants: list[Variant] = field(default_factory=list)
     rows_overlap: bool = False
+    conflicts: list[int] = field(default_factory=list)
 
     @property
     def last(self) -> Launch:
@@ -168,7 +170,9 @@ def emulate(
         variant = launch.variant
         compiled = emulator.compile_kernel(sources / variant.source, variant.entry, dict(variant.macros))
         rules = emulator.Rules(seed, number, truncates, found.rows_overlap)
-        compiled.launch(content, launch.blocks, variant.threads, variant.shared, memory[-64:], rules)
+        found.conflicts.append(
+            compiled.launch(content, launch.blocks, variant.threads, variant.shared, memory[-64:], rules)
+        )
 
     found = record(monkeypatch, number, tried, compute)
     monkeypatch.setattr(launcher.Plan, "addresses", known_addresses)

@@ -98,4 +98,10 @@ def test_a_head_dim_and_a_dtype_are_enough_for_their_calls() -> None:
     made = variants.made_for(ahead.kinds(75, (80,), ("bfloat16",)))
     macros = [dict(variant.macros) for variant in made]
     assert {one["TYPE"] for one in macros} == {BF16_AS_FP16}
-    assert {one["D"] for one in macros if "D" in one} == {128}
+    assert {(one.entry, dict(one.macros)["D"]) for one in made if one.entry != "append"} == {
+        *((entry, 80) for entry in ("forward", "dkdv", "dq")),
+        *((entry, 128) for entry in ("decode", "absmax", "delta")),
+    }
+    assert {dict(one.macros)["D"] for one in variants.made_for(ahead.kinds(75, (), ())) if one.entry == "dq"} == {
+        32, 64, 80, 96, 128, 256,
+    }  # fmt: skip

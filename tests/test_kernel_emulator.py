@@ -36,11 +36,13 @@ def launch(
     rules: Rules = RULES,
     fields: Mapping[str, params.Value] = MappingProxyType({}),
     **tensors: Tensor,
-) -> None:
+) -> int:
     """tensors, fields: what struct Params has under these names, where params.py says; all else is 0."""
     given = [name for name, _ in params.HEAD if name in tensors]
     head = params.head(given).pack(*(tensors[name].data_ptr() for name in given), 0)
-    machine(entry).launch(head + params.rest(dict(fields)), blocks, threads, shared, list(tensors.values()), rules)
+    return machine(entry).launch(
+        head + params.rest(dict(fields)), blocks, threads, shared, list(tensors.values()), rules
+    )
 
 
 def test_mma_multiplies() -> None:
@@ -95,6 +97,12 @@ def test_ldmatrix_hands_out_rows_and_columns() -> None:
     launch("matrices", q=q, out=out)
     assert torch.equal(out[0], q)
     assert torch.equal(out[1], q.transpose(1, 2))
+
+
+@pytest.mark.parametrize(("apart", "lanes"), [(1, 0), (2, 4), (3, 0), (4, 6), (5, 0), (8, 7)])
+def test_lanes_that_ask_one_bank_for_different_things_are_counted(apart: int, lanes: int) -> None:
+    """lanes: of 8, those whose bank another one has asked already"""
+    assert launch("banks", fields={"page_size": apart}, q=torch.zeros(1)) == 2 * 4 * lanes
 
 
 def test_all_warps_meet_at_a_barrier() -> None:

@@ -24,12 +24,18 @@ def full(number: int, type: int, head_dim: int, vec: int = 8) -> Kind:
     return Kind(number, type, head_dim, local=True, alibi=True, softcap=True, dropout=True, window=104, vec=vec)
 
 
+CAUSAL = Kind(75, FP16, 64, local=True)
 # Each entry; the sizes and types that need most registers, each type and head dim once or more.
 TURING = [
     variants.forward(Kind(75, FP16, 64)),
     variants.forward(full(75, BF16_AS_FP16, 128)),
     variants.dkdv(full(75, BF16_AS_FP16, 128)),
     variants.dq(Kind(75, BF16_AS_FP16, 256)),
+    *(variants.forward(CAUSAL._replace(head_dim=D)) for D in (16, 160)),
+    *(variants.dkdv(CAUSAL._replace(head_dim=D)) for D in (96, 112)),
+    *(variants.dq(CAUSAL._replace(head_dim=D)) for D in (80, 192)),
+    variants.dkdv(Kind(75, BF16_AS_FP16, 192, head_dim_v=128)),
+    variants.dq(CAUSAL._replace(head_dim=128, few_rows=True)),
     variants.decode(full(75, FP16, 64, vec=1)._replace(paged=True)),
     variants.step(Kind(75, FP16, 128)),
     variants.delta(Kind(75, FP16, 32)),
@@ -123,6 +129,26 @@ def test_turings_code_asks_nothing_of_newer_gpus(make: object, compiler: Compile
     text = compiler.compile(variant.source, loader.options(variant, "compute_75")).decode(errors="replace")
     assert ".target sm_75" in text and "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32" in text
     assert not any(word in text for word in ("cp.async", "m16n8k16", ".bf16"))
+
+
+# Of the busiest pipe's cycles, those of the products that are needed; docs/kernels.md has all sizes.
+EXPECTED = {
+    "forward": {80: 0.99, 96: 0.99, 128: 0.88, 160: 0.88, 256: 0.88},
+    "dkdv": {64: 0.86, 96: 0.86, 128: 0.89, 192: 0.63},
+    "dq": {48: 0.99, 128: 0.92, 160: 0.88, 256: 0.66},
+}
+
+
+@pytest.mark.parametrize(("entry", "D"), [(entry, D) for entry, shares in EXPECTED.items() for D in shares])
+def test_the_model_of_a_t4_finds_no_pipe_much_busier_than_needed_products_make_one(
+    entry: str, D: int, compiler: Compiler
+) -> None:
+    if offline.cuobjdump() is None:
+        pytest.skip("no cuobjdump here: it comes with the test extra on x86-64 Linux")
+    variant = variants.MAKERS[entry](CAUSAL._replace(head_dim=D))
+    loops = offline.main_loops(offline.instructions(offline.compiled(compiler, variant, "sm_75").cubin))
+    pipes = kernel_report.turing_pipes(loops, variant)
+    assert kernel_report.useful(pipes, variant, D, D) >= EXPECTED[entry][D], pipes
 
 
 def test_a_compiler_is_found_wherever_it_was_unpacked_and_once(

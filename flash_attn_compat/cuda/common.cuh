@@ -241,7 +241,7 @@ template <int W> struct Layout {
   static DEVICE u32 at(int row, int chunk) {
     return row * ROW_BYTES + ((chunk ^ (row >> (SPREAD == 8 ? 0 : SPREAD == 4 ? 1 : 2) & (SPREAD - 1))) << 4);
   }
-  // From where one of a row's chunks lies to where the one an even number of `chunks` behind does. Of the widest rows so that no registers keep it.
+  // From where one of a row's chunks lies to where the one an even number of `chunks` behind does. The widest rows leave no registers for parts of it.
   static DEVICE u32 along(u32 at, int chunks) { return W == 256 ? at ^ chunks << 4 : (at ^ (chunks & (SPREAD - 1)) << 4) + ((chunks & -SPREAD) << 4); }
   // Where a lane's ldmatrix rows lie. Of an A operand (and of a B operand that is read transposed): rows 0-7, 8-15, then the next chunk.
   // Of a B operand: rows 0-7, the next chunk, then rows 8-15.

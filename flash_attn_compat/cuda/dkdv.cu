@@ -35,14 +35,17 @@ template <int C> DEVICE void add(float (&c)[C][MT][4], const float4 *part) {
 template <class... Gradients> DEVICE bool add_splits(const Params &p, Gradients &...gradients) {
   if (p.splits == 1) return true;
   const Owned keys(p, blockIdx.x + p.zero);
-  constexpr i64 ALL = (0 + ... + (sizeof(Gradients) / sizeof(float4))) * THREADS;   // of a split
-  const i64 tile = ((i64)(keys.b * p.nheads_k + keys.head) * PARTS + keys.part) * p.tiles + keys.tile;
-  float4 *parts = (float4 *)p.parts + tile * p.splits * ALL + threadIdx.x, *own = parts + keys.split * ALL;
-  ((leave(own, gradients), own += sizeof(Gradients) / sizeof(float4) * THREADS), ...);
-  if (!is_last(p, tile, p.splits)) return false;
+  constexpr int OF_DK = D / 8 * MT * THREADS, BOTH = OF_DK + DV / 8 * MT * THREADS;   // of a split: dk's share, then dv's
+  const i64 tile = (i64)(keys.b * p.nheads_k + keys.head) * p.tiles + keys.tile;
+  float4 *parts = (float4 *)p.parts + tile * p.splits * BOTH + keys.part * OF_DK + threadIdx.x, *own = parts + keys.split * BOTH;
+  ((leave(own, gradients), own += OF_DK), ...);
+  if (!is_last(p, tile * PARTS + keys.part, p.splits)) return false;
   (set_zero(gradients), ...);
 #pragma unroll 1
-  for (int s = 0; s < p.splits; s++) ((add(gradients, parts), parts += sizeof(Gradients) / sizeof(float4) * THREADS), ...);
+  for (int s = 0; s < p.splits; s++, parts += BOTH) {
+    const float4 *part = parts;
+    ((add(gradients, part), part += OF_DK), ...);
+  }
   return true;
 }
 

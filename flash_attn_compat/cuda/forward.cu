@@ -12,7 +12,7 @@ constexpr int THREADS = NW * 32, BM = NW * MT * 16, NB = BN / 8, WARP_ROWS = MT 
 // Probabilities times 2^15 use fp16's range below 1 as well: with dropout the largest ones may be gone, and bf16 keeps the rest.
 constexpr int P_SHIFT = TYPE == 2 ? 15 : 0;
 constexpr int SPLIT_UNIT = 128;   // keys: fewer are not worth a block of their own
-constexpr bool CAN_SPLIT = D < 256 || MMA16;   // Turing has no registers left to merge the widest heads
+constexpr bool CAN_SPLIT = D <= 192 || MMA16;   // Turing has no registers left to merge the widest heads
 typedef Layout<D> OfK;    // and of Q
 typedef Layout<DV> OfV;
 constexpr int OUT_BLOCKS = DV / 8;

@@ -73,7 +73,7 @@ class _Launch(ctypes.Structure):
         (name, ctypes.c_uint32)
         for name in (
             *("params_bytes", "blocks", "threads", "shared_bytes", "shared_limit", "memory_count", "seed"),
-            *("is_truncating", "rows_overlap"),
+            *("is_truncating", "rows_overlap", "conflicts"),
         )
     )
 
@@ -107,8 +107,8 @@ class Kernel:
         shared_bytes: int,
         tensors: Sequence[Tensor],
         rules: Rules = Rules(),  # noqa: B008  # immutable
-    ) -> None:
-        """Runs all blocks. Memory outside of ``tensors`` is an error."""
+    ) -> int:
+        """Runs all blocks; conflicts of shared memory's banks. Memory outside of ``tensors`` is an error."""
         memories = (_Memory * len(tensors))(*map(_memory, tensors))
         entry = ctypes.cast(getattr(self.library, self.entry), ctypes.c_void_p)
         shared = shared_bytes, SHARED_MEMORY[rules.number]
@@ -121,6 +121,7 @@ class Kernel:
             said = emulate(entry, ctypes.c_char_p(params), ctypes.byref(launch), memories)
         if said:
             raise EmulationError(f"{self.entry}: {said.decode()}")
+        return int(launch.conflicts)
 
 
 def _memory(x: Tensor) -> _Memory:

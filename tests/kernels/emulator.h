@@ -35,6 +35,7 @@ constexpr u32 SHARED_START = 1024;
 enum Access { READ, READ_ONLY, FRESH, WRITE, ATOMIC };
 void *global(const void *p, u32 bytes, u32 alignment, Access access, const void *written = nullptr);
 void *shared(u32 address, u32 bytes, bool is_write);
+void count_conflicts(u32 address, u32 bytes);
 void copy_async(u32 address, const u16 *p, bool valid);
 void copy_async_wait();
 u32 exchanged(const char *what, u32 x, int lane);   // the x of a lane of this warp
@@ -116,8 +117,14 @@ inline int atomicMax(int *p, int x) { return atomic(p, [x](int old) { return max
 inline u32 atomicInc(u32 *p, u32 last) { return atomic(p, [last](u32 old) { return old >= last ? 0 : old + 1; }); }
 
 // ---- Shared memory
-template <class T> inline T shared_read(u32 address) { return *(const T *)emulator::shared(address, sizeof(T), false); }
-template <class T> inline void shared_write(u32 address, T v) { *(T *)emulator::shared(address, sizeof(T), true) = v; }
+template <class T> inline T shared_read(u32 address) {
+  emulator::count_conflicts(address, sizeof(T));
+  return *(const T *)emulator::shared(address, sizeof(T), false);
+}
+template <class T> inline void shared_write(u32 address, T v) {
+  emulator::count_conflicts(address, sizeof(T));
+  *(T *)emulator::shared(address, sizeof(T), true) = v;
+}
 inline void shared_store(u32 address, uint4 v) { shared_write(address, v); }
 inline void shared_store(u32 address, u32 v) { shared_write(address, v); }
 inline void shared_store_float(u32 address, float v) { shared_write(address, v); }

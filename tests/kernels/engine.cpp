@@ -130,18 +130,31 @@ bool __syncthreads_or(bool x) {
 }
 
 // ---- Matrices
+template <class T> static T element(u32 address) { return *(const T *)shared(address, sizeof(T), false); }
+// Each 8 rows are one access, if they lie in different banks.
+static void count_rows(const u32 *rows) {
+  if (threadIdx.x % 32) return;
+  for (int i = 0; i < 32; i++)
+    for (int j = i & ~7; j < i; j++)
+      if (rows[i] != rows[j] && (rows[i] ^ rows[j]) / 16 % 8 == 0) {
+        conflicts++;
+        break;
+      }
+}
 void ldmatrix(u32 (&r)[4], u32 address) {
   const u32 *rows = exchange("ldmatrix", address);
   const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
   if (address % 16) fail("ldmatrix: address %u is not aligned", address);
-  for (int i = 0; i < 4; i++) r[i] = shared_read<u32>(rows[8 * i + g] + t * 4);
+  count_rows(rows);
+  for (int i = 0; i < 4; i++) r[i] = element<u32>(rows[8 * i + g] + t * 4);
 }
 void ldmatrix_transposed(u32 (&r)[4], u32 address) {
   const u32 *rows = exchange("ldmatrix.trans", address);
   const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
   if (address % 16) fail("ldmatrix.trans: address %u is not aligned", address);
+  count_rows(rows);
   for (int i = 0; i < 4; i++) {
-    const u32 low = shared_read<u16>(rows[8 * i + 2 * t] + g * 2), high = shared_read<u16>(rows[8 * i + 2 * t + 1] + g * 2);
+    const u32 low = element<u16>(rows[8 * i + 2 * t] + g * 2), high = element<u16>(rows[8 * i + 2 * t + 1] + g * 2);
     r[i] = low | high << 16;
   }
 }
@@ -151,8 +164,9 @@ static void (*launched)(const Params);
 static Params launched_with;
 struct Launch {
   u32 params_bytes, blocks, threads, shared_bytes, shared_limit, memory_count, seed, is_truncating, rows_overlap;
+  u32 conflicts;   // found: how often banks of shared memory were asked by one more lane
 };
-extern "C" __attribute__((visibility("default"))) const char *emulate(void (*kernel)(const Params), const void *params, const Launch *launch, const Memory *given) {
+extern "C" __attribute__((visibility("default"))) const char *emulate(void (*kernel)(const Params), const void *params, Launch *launch, const Memory *given) {
   if (launch->params_bytes != sizeof(Params)) return "these are not the bytes of struct Params";
   if (launch->threads % 32 || launch->threads > MAX_THREADS) return "threads must be a multiple of 32, at most 1024";
   if (launch->shared_bytes > launch->shared_limit || launch->shared_bytes > SHARED_LIMIT) return "more shared memory than a block may have";
@@ -160,5 +174,8 @@ extern "C" __attribute__((visibility("default"))) const char *emulate(void (*ker
   memcpy(&launched_with, params, sizeof(Params));
   memories = given, memory_count = (int)launch->memory_count, launch_number++;
   shared_size = launch->shared_bytes, random_state = launch->seed, is_truncating = launch->is_truncating, rows_overlap = launch->rows_overlap;
-  return run_blocks([] { launched(launched_with); }, launch->blocks, launch->threads);
+  conflicts = 0;
+  const char *const said = run_blocks([] { launched(launched_with); }, launch->blocks, launch->threads);
+  launch->conflicts = conflicts;
+  return said;
 }

@@ -75,6 +75,11 @@ struct Warp {
   u32 words[2][32];                             // by this collective and by the last one, which slow lanes may still read
   struct { float a[16][16], b[8][16]; } operands[2];   // of a tensor core: a, and b transposed
 };
+// Where a lane has touched shared memory since its warp's last meeting, one access after the other.
+struct Places {
+  u32 phase, meetings, count;
+  u32 at[64];
+};
 struct Copy { u32 address; const u16 *p; bool valid; };
 enum State { READY, AT_BARRIER, DONE };
 struct Block {
@@ -90,13 +95,14 @@ struct Block {
   unsigned char shared_memory[SHARED_LIMIT] __attribute__((aligned(16)));
   Copy copies[MAX_THREADS][MAX_COPIES];   // that cp.async has under way
   int copy_count[MAX_THREADS];
+  Places places[MAX_THREADS];
   char *stacks;
 };
 static Block resident[RESIDENT];
 static Block *block;   // that runs
 static Context scheduler;
 static void (*body)();
-static u32 random_state, shared_size;
+static u32 random_state, shared_size, conflicts;
 static char message[512];
 static bool failed;
 
@@ -238,7 +244,7 @@ static bool start_block(Block &b, u32 index) {
   for (u32 i = 0; i < blockDim.x / 32; i++) b.warps[i].arrived = b.warps[i].meetings = b.warps[i].phase = 0;
   b.live = blockDim.x, b.arrived = b.phase = 0, b.is_any = false;
   for (u32 i = 0; i < blockDim.x; i++) {
-    b.states[i] = READY, b.copy_count[i] = 0;
+    b.states[i] = READY, b.copy_count[i] = 0, b.places[i].phase = ~0u;
     char *stack = b.stacks + i * STACK_BYTES;
     memset(stack, 0xcd, 16);
     make_context(b.contexts[i], stack, STACK_BYTES, run_thread);

@@ -38,6 +38,16 @@ KERNEL(128, 1) sum(const Params p) {
   global_store(p.lse + threadIdx.x, total);
 }
 
+// Chunks of 16 bytes, `page_size` of them apart from lane to lane, by an ldmatrix and by a load of each lane.
+KERNEL(32, 1) banks(const Params p) {
+  const u32 at = SHARED_BASE + LANE % 8 * p.page_size * 16;
+  shared_store(SHARED_BASE + LANE * 16, make_uint4(0, 0, 0, 0));
+  __syncwarp();
+  u32 r[4];
+  if (p.zero == 0) ldmatrix(r, at);
+  shared_load4(at);
+}
+
 KERNEL(64, 1) wrong_no_barrier(const Params p) {
   shared_store(SHARED_BASE + threadIdx.x * 4, threadIdx.x);
   global_store(p.lse + threadIdx.x, shared_load_float(SHARED_BASE + (threadIdx.x ^ 32) * 4));

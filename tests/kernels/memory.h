@@ -112,11 +112,30 @@ void *shared(u32 address, u32 bytes, bool is_write) {
   return block->shared_memory + at;
 }
 
+// Counts what one more lane costs: accesses of as many lanes as have 128 bytes together, each its first one, its second one and so on since the
+// warp met, are one if they lie in different banks. Lanes that are elsewhere meanwhile make the count wrong.
+void count_conflicts(u32 address, u32 bytes) {
+  const u32 lanes = 128 / bytes, first = threadIdx.x / lanes * lanes, at = address / bytes, phase = block->phase, meetings = warp().meetings;
+  Places &mine = block->places[threadIdx.x];
+  if (mine.phase != phase || mine.meetings != meetings) mine = {phase, meetings, 0};
+  const u32 n = mine.count++;
+  if (n >= sizeof mine.at / 4) return;
+  mine.at[n] = at;
+  for (u32 i = first; i < first + lanes; i++) {
+    const Places &other = block->places[i];
+    if (i == threadIdx.x || other.phase != phase || other.meetings != meetings || other.count <= n || other.at[n] == at) continue;
+    if ((other.at[n] ^ at) % lanes == 0) {
+      conflicts++;
+      return;
+    }
+  }
+}
+
 // What cp.async brings is there after the wait, and NaN before.
 void copy_async(u32 address, const u16 *p, bool valid) {
   int &n = block->copy_count[threadIdx.x];
   if (n == MAX_COPIES) fail("more than %u copies in flight", MAX_COPIES);
-  shared_write(address, make_uint4(~0u, ~0u, ~0u, ~0u));
+  *(uint4 *)shared(address, 16, true) = make_uint4(~0u, ~0u, ~0u, ~0u);
   block->copies[threadIdx.x][n++] = {address, p, valid};
 }
 void copy_async_wait() {

@@ -131,19 +131,24 @@ def instructions(cubin: bytes) -> list[tuple[int, str]]:
 
 def main_loop(code: list[tuple[int, str]]) -> Counter[str]:
     """Instructions of the loop that holds most tensor-core instructions (the innermost of equals), by name."""
-    best: tuple[int, int, int] | None = None
-    for address, text in code:
-        branch = _BRANCH.search(text)
-        if branch is None or int(branch[1], 16) >= address:
-            continue
-        start = int(branch[1], 16)
-        products = sum("MMA" in one for place, one in code if start <= place <= address)
-        if best is None or (products, start - address) > (best[0], best[1] - best[2]):
-            best = products, start, address
-    if best is None:
-        return Counter()
-    body = (re.sub(r"^@!?U?P\w+ ", "", text).split()[0] for place, text in code if best[1] <= place <= best[2])
-    return Counter(body)
+    return next(iter(main_loops(code)), Counter())
+
+
+def main_loops(code: list[tuple[int, str]]) -> list[Counter[str]]:
+    """Of each stretch of code with tensor-core instructions that repeats, the loop with most; most of all first."""
+    branches = ((address, _BRANCH.search(text)) for address, text in code)
+    ranges = [(int(found[1], 16), address) for address, found in branches if found and int(found[1], 16) < address]
+    products = [place for place, text in code if "MMA" in text]
+    ranges.sort(key=lambda one: (-sum(one[0] <= place <= one[1] for place in products), one[1] - one[0]))
+    kept: list[tuple[int, int]] = []
+    for start, end in ranges:
+        has_products = any(start <= place <= end for place in products)
+        if has_products and all(end < other[0] or start > other[1] for other in kept):
+            kept.append((start, end))
+    return [
+        Counter(re.sub(r"^@!?U?P\w+ ", "", text).split()[0] for place, text in code if start <= place <= end)
+        for start, end in kept
+    ]
 
 
 def blocks(variant: Variant) -> int:

@@ -11,6 +11,7 @@ from flash_attn_compat.backends.fused.loader import KernelError
 from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
 
 _OLDEST = 75
+_USUAL = 32, 64, 80, 96, 128, 256
 
 
 def number(architecture: str) -> int:
@@ -26,9 +27,9 @@ def number(architecture: str) -> int:
 def kinds(number: int, head_dims: Collection[int], dtypes: Collection[str]) -> Iterator[Kind]:
     """What models ask for: rows on 16 bytes, and at most one of ALiBi, softcap and dropout.
 
-    head_dims: empty for all; dtypes: "float16" and "bfloat16", empty for both
+    head_dims: empty for those of most models; dtypes: "float16" and "bfloat16", empty for both
     """
-    sizes = {Kind(number, FP16, head_dim).D for head_dim in head_dims} or set(variants.HEAD_DIMS)
+    sizes = {Kind(number, FP16, head_dim).D for head_dim in head_dims or _USUAL}
     for kind in variants.kinds(number):
         name = "float16" if kind.type == FP16 else "bfloat16"
         is_usual = kind.vec == 8 and kind.alibi + kind.softcap + kind.dropout <= 1

@@ -55,7 +55,8 @@ def size_of(head_dim: int) -> int:
 class Kind(NamedTuple):
     """What of a call chooses a variant.
 
-    number: the architecture's, as 75; head_dim_v: of values, None if it is head_dim; window: keys in sight, None unbounded; few_rows: none of more than FEW_ROWS
+    number: the architecture's, as 75; head_dim_v: of values, None if it is head_dim
+    window: keys in sight, None unbounded; few_rows: none of more than FEW_ROWS
     tiles: what was the fastest on the GPU at hand, by entry
     """
 
@@ -123,36 +124,89 @@ class Tile(NamedTuple):
         return self.NW * self.MT * 16
 
 
+class Choice(NamedTuple):
+    """small: for few rows and narrow windows, of which a tall tile would leave most empty or masked"""
+
+    usual: Tile
+    small: Tile
+
+
+# For sm_75: those of which benchmarks.kernel_report expects most (docs/kernels.md), of those that hardly spill.
+_TURING: dict[str, dict[int, Choice]] = {
+    "forward": {
+        16: Choice(Tile(128, 4, 1, 3), Tile(64, 4, 1, 3)),
+        32: Choice(Tile(128, 4, 1, 3), Tile(64, 4, 1, 3)),
+        48: Choice(Tile(64, 4, 2, 2), Tile(64, 4, 1, 3)),
+        64: Choice(Tile(64, 4, 2, 2), Tile(64, 4, 1, 3)),
+        80: Choice(Tile(32, 4, 2, 2), Tile(64, 4, 1, 2)),
+        96: Choice(Tile(32, 4, 2, 2), Tile(64, 4, 1, 2)),
+        112: Choice(Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
+        128: Choice(Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
+        160: Choice(Tile(64, 8, 1, 1), Tile(32, 4, 1, 2)),
+        192: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
+        224: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
+        256: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
+    },
+    "dkdv": {
+        16: Choice(Tile(64, 4, 1, 3), Tile(64, 4, 1, 3)),
+        32: Choice(Tile(64, 4, 1, 2), Tile(64, 4, 1, 2)),
+        48: Choice(Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
+        64: Choice(Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
+        80: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
+        96: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
+        112: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
+        128: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2, s=False)),
+        160: Choice(Tile(16, 8, 1, 1, parts=2), Tile(16, 4, 1, 2, parts=2)),
+        192: Choice(Tile(16, 4, 1, 2, parts=2), Tile(16, 4, 1, 2, parts=2)),
+        224: Choice(Tile(16, 4, 1, 1, p=False, parts=2), Tile(16, 4, 1, 1, p=False, parts=2)),
+        256: Choice(Tile(16, 4, 1, 1, p=False, parts=2), Tile(16, 4, 1, 1, s=False, parts=2)),
+    },
+    "dq": {
+        16: Choice(Tile(32, 4, 2, 2), Tile(64, 4, 1, 3)),
+        32: Choice(Tile(32, 4, 2, 2), Tile(64, 4, 1, 3)),
+        48: Choice(Tile(32, 4, 2, 2), Tile(32, 4, 1, 3)),
+        64: Choice(Tile(32, 4, 2, 2, p=False), Tile(64, 4, 1, 2)),
+        80: Choice(Tile(16, 4, 2, 2), Tile(64, 4, 1, 2)),
+        96: Choice(Tile(64, 8, 1, 1), Tile(32, 4, 1, 2)),
+        112: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
+        128: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
+        160: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
+        192: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 1, p=False)),
+        224: Choice(Tile(16, 4, 1, 1, s=False), Tile(16, 4, 1, 1, s=False)),
+        256: Choice(Tile(16, 4, 1, 1, p=False), Tile(16, 4, 1, 1, p=False)),
+    },
+}
+
+
+def _is_narrow(kind: Kind) -> bool:
+    return kind.window is not None and kind.window < _NARROW
+
+
 def _tile(entry: str, kind: Kind, table: Callable[[Kind], Tile]) -> Tile:
     """What was the fastest on the GPU at hand, for kinds like those that were timed; else the table's."""
-    narrow = kind.window is not None and kind.window < _NARROW
-    usual = not (narrow or kind.few_rows or kind.softcap or kind.dropout)
+    usual = not (_is_narrow(kind) or kind.few_rows or kind.softcap or kind.dropout)
     return (dict(kind.tiles).get(entry) if usual else None) or table(kind)
 
 
 def _timed(kind: Kind) -> int:
-    """The size that was timed, of those that are not."""
+    """The next size of those that were timed on newer GPUs."""
     return next(size for size in (32, 64, 128, 256) if kind.size <= size)
 
 
 def forward_tile(kind: Kind) -> Tile:
-    """The fastest of benchmarks/kernel_tiles.py on an H200; below sm80 as Turing's PTX, and of those that fit Turing.
-
-    Two blocks of up to head_dim 128 share the 64 KB of a multiprocessor there: one alone has no others to wait behind.
-    """
-    newer, more_work = kind.number >= 80, kind.softcap or kind.dropout
-    narrow = kind.window is not None and kind.window < _NARROW
-    if _timed(kind) == 32 and (narrow or kind.dropout):
-        return Tile(64, 4, 1, 3)
-    if _timed(kind) == 32:
-        return Tile(64, 4, 2, 2) if kind.type == BF16_AS_FP16 else Tile(128, 4, 1, 3)
-    if _timed(kind) == 64:
-        return Tile(64, 4, 1, 3) if narrow or kind.few_rows or more_work else Tile(64, 4, 2, 2)
-    if _timed(kind) == 128 and newer:
+    """From sm80 on the fastest of benchmarks/kernel_tiles.py on an H200."""
+    more_work, D = kind.softcap or kind.dropout, _timed(kind)
+    if kind.number < 80:
+        choice = _TURING["forward"][kind.size]
+        small = _is_narrow(kind) or kind.few_rows or more_work
+        return choice.small if small else Tile(64, 4, 2, 2) if D == 32 and kind.type == BF16_AS_FP16 else choice.usual
+    if D == 32:
+        return Tile(64 if _is_narrow(kind) or kind.dropout else 128, 4, 1, 3)
+    if D == 64:
+        return Tile(64, 4, 1, 3) if _is_narrow(kind) or kind.few_rows or more_work else Tile(64, 4, 2, 2)
+    if D == 128:
         return Tile(64, 4, 1, 2) if kind.few_rows or more_work else Tile(64, 4, 2, 1, s=False)
-    if _timed(kind) == 128:
-        return Tile(64, 4, 1, 2)
-    return Tile(64 if newer else 32, 4, 1, 1, s=False)
+    return Tile(64, 4, 1, 1, s=False)
 
 
 def forward(kind: Kind) -> Variant:
@@ -160,8 +214,9 @@ def forward(kind: Kind) -> Variant:
     macros = kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED")
     macros += [("BN", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB), ("QREG", int(tile.s))]
     macros += kind.newer()
-    own, passing = tile.rows * 2 * kind.D, tile.step * 2 * (kind.D + kind.DV)
-    shared = max(own, passing, tile.rows * 2 * kind.DV) if tile.s else max(own + passing, tile.rows * 2 * kind.DV)
+    row, row_v = 2 * kind.D, 2 * kind.DV
+    own, passing = tile.rows * row, tile.step * (row + row_v)
+    shared = max(own if tile.s else own + passing, passing, tile.rows * row_v)
     return Variant("forward", "forward.cu", tuple(macros), tile.rows, tile.NW * 32, shared)
 
 
@@ -201,29 +256,36 @@ def _power_of_two(D: int) -> int:
     return 1 << (D - 1).bit_length()
 
 
+def _turings(entry: str, kind: Kind) -> Tile:
+    choice = _TURING[entry][kind.size]
+    return choice.small if _is_narrow(kind) or kind.few_rows else choice.usual
+
+
 def dkdv_tile(kind: Kind) -> Tile:
     """As forward_tile."""
-    newer = kind.number >= 80
-    if _timed(kind) == 64 and newer:
+    if kind.number < 80:
+        return _turings("dkdv", kind)
+    D = _timed(kind)
+    if D == 64:
         return Tile(32, 4, 2, 2, s=False, p=False, copies=True)
-    if _timed(kind) <= 64:
-        return Tile(64, 4, 1, 2, copies=newer)
-    if _timed(kind) == 128:
-        return Tile(64, 4, 1, 1, s=False, p=False, copies=True) if newer else Tile(16, 4, 1, 2, s=False)
-    return Tile(16, 4, 1, 1, s=False, p=not newer, parts=2)
+    if D == 32:
+        return Tile(64, 4, 1, 2, copies=True)
+    return (
+        Tile(64, 4, 1, 1, s=False, p=False, copies=True) if D == 128 else Tile(16, 4, 1, 1, s=False, p=False, parts=2)
+    )
 
 
 def dq_tile(kind: Kind) -> Tile:
-    newer = kind.number >= 80
-    if _timed(kind) == 32:
+    if kind.number < 80:
+        return _turings("dq", kind)
+    D = _timed(kind)
+    if D == 32:
         return Tile(32, 4, 2, 2)
-    if _timed(kind) == 64:
+    if D == 64:
         # Own rows in shared memory take 56 KB: GPUs with 100 KB a multiprocessor would hold one block rather than two.
         kept = kind.local or kind.number not in (80, 90)
-        return Tile(64, 4, 2, 1, s=kept, p=kept, copies=True) if newer else Tile(32, 4, 2, 2, p=False)
-    if _timed(kind) == 128:
-        return Tile(64, 4, 1, 1, copies=True) if newer else Tile(32, 4, 1, 2)
-    return Tile(16, 4, 1, 1, s=not newer, p=False)
+        return Tile(64, 4, 2, 1, s=kept, p=kept, copies=True)
+    return Tile(64, 4, 1, 1, copies=True) if D == 128 else Tile(16, 4, 1, 1, s=False, p=False)
 
 
 def dkdv(kind: Kind) -> Variant:
@@ -323,7 +385,7 @@ def splits(variant: Variant, tiles: int, keys: int, gpu: Gpu) -> int:
     fewer where a sequence turns out to be short.
     """
     macros = dict(variant.macros)
-    if variant.entry == "forward" and macros["D"] == 256 and not macros.get("MMA16", 0):
+    if variant.entry == "forward" and macros["D"] > 192 and not macros.get("MMA16", 0):
         return 1  # the kernel has no registers left for it
     return max(1, min(gpu.holds(variant) // tiles, -(-keys // _SPLIT_KEYS[variant.entry]), _MOST_SPLITS))
 

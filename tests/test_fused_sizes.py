@@ -1,0 +1,158 @@
+"""Every head_dim that is a multiple of 16 has kernels of its own size; values may be narrower or wider than q and k."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+import flash_attn_compat
+from flash_attn_compat import flash_attn_func, use_backend
+from flash_attn_compat.backends.fused import variants
+from flash_attn_compat.backends.fused.variants import BF16_AS_FP16, FP16, HEAD_DIMS, Kind
+from tests import fused_on_cpu
+from tests.fused_on_cpu import Launches
+from tests.kernels import emulate, offline
+from tests.plain import pairwise
+from verify.examination import Examination
+from verify.problems import Problem
+
+NEEDS_EMULATOR = pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not())
+TRAINED = Problem(seqlens_q=(140,), seqlens_k=(150,), nheads_k=1, group=2, head_dim=64, dtype="float16")
+MASKS = {
+    "full": {},
+    "causal": {"causal": True, "seqlens_k": (170,)},
+    "window": {"window": (40, 10), "seqlens_k": (140,)},
+    "ALiBi": {"alibi": "h", "causal": True},
+    "softcap and dropout": {"softcap": 3.0, "dropout_p": 0.2, "causal": True},
+    "few rows": {"seqlens_q": (33,), "seqlens_k": (300,), "causal": True},
+    "packed": {"kind": "varlen", "seqlens_q": (3, 0, 70), "seqlens_k": (66, 9, 67), "gap": (3, 2), "poison": "nan"},
+}
+# What is missing of the size: nothing, rows' last 16 bytes, or so that no row begins on 16 bytes.
+MISSING = 0, 8, 3
+NEW = tuple(size for size in HEAD_DIMS if size not in (32, 64, 128))
+
+
+GPUS = 75, 90
+
+
+@pytest.fixture
+def launches(number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    with flash_attn_compat.use_backend("fused"):
+        yield fused_on_cpu.emulate(monkeypatch, number)
+
+
+def check(problem: Problem) -> None:
+    verdict = Examination(problem.build() if problem.gap[0] else problem).judge("fused")
+    assert not verdict.failures and not verdict.refused, verdict
+
+
+def sizes_of(launches: Launches) -> set[tuple[int, int]]:
+    """D and DV of the kernels whose tiles these are."""
+    macros = [dict(one.variant.macros) for one in launches.seen if one.variant.entry in ("forward", "dkdv", "dq")]
+    return {(found["D"], found.get("DV", found["D"])) for found in macros}
+
+
+@NEEDS_EMULATOR
+@pytest.mark.parametrize(
+    ("number", "D", "dtype", "mask", "missing"), pairwise(GPUS, NEW, ("float16", "bfloat16"), MASKS, MISSING)
+)
+def test_every_size_is_right_forward_and_backward(
+    D: int, dtype: str, mask: str, missing: int, launches: Launches
+) -> None:
+    check(replace(TRAINED, head_dim=D - missing, dtype=dtype, **MASKS[mask]))
+    assert sizes_of(launches) == {(D, D)}
+
+
+@NEEDS_EMULATOR
+@pytest.mark.parametrize(
+    ("number", "head_dims", "dtype", "mask"),
+    pairwise(GPUS, ((192, 128), (48, 96), (80, 16), (56, 200)), ("float16", "bfloat16"), ("full", "causal", "packed")),
+)
+def test_values_of_another_head_dim_are_not_padded_to_that_of_q(
+    head_dims: tuple[int, int], dtype: str, mask: str, launches: Launches
+) -> None:
+    check(replace(TRAINED, head_dim=head_dims[0], head_dim_v=head_dims[1], dtype=dtype, **MASKS[mask]))
+    assert sizes_of(launches) == {(variants.size_of(head_dims[0]), variants.size_of(head_dims[1]))}
+
+
+@NEEDS_EMULATOR
+@pytest.mark.parametrize(
+    ("number", "head_dim", "dtype", "page_size"),
+    pairwise(GPUS, (72, 96, 136, 160, 192, 224), ("float16", "bfloat16"), (None, 7, 16)),
+)
+def test_every_size_is_right_when_decoding(
+    head_dim: int, dtype: str, page_size: int | None, launches: Launches
+) -> None:
+    rotary = head_dim // 2 // 16 * 16
+    step = Problem(
+        "kvcache", (3, 3), (200, 33), 2, 3, head_dim, dtype=dtype, causal=True, capacity=224, page_size=page_size or 0,
+        new_keys=2, rotary_dim=rotary, poison="nan",
+    )  # fmt: skip
+    check(step)
+    check(replace(step, head_dim_v=64, new_keys=0, rotary_dim=0))
+    assert set(launches.entries) == {"decode"}
+
+
+@NEEDS_EMULATOR
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("number", "head_dims"), pairwise(GPUS, ((80, 80), (160, 160), (192, 128))))
+def test_blocks_that_share_a_tile_add_up_what_they_have_of_any_size(
+    head_dims: tuple[int, int], splits: int, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(variants, "splits", lambda *shapes: splits)
+    monkeypatch.setattr(variants, "head_splits", lambda *shapes: min(splits, 2))
+    check(replace(TRAINED, head_dim=head_dims[0], head_dim_v=head_dims[1], seqlens_k=(300,)))
+    assert {one.fields["splits"] for one in launches.seen if one.variant.entry == "forward"} == {splits}
+
+
+# ---- shared memory
+
+
+@NEEDS_EMULATOR
+@pytest.mark.parametrize("number", GPUS)
+@pytest.mark.parametrize("head_dims", [*((D, D) for D in HEAD_DIMS), (192, 128)])
+def test_no_two_lanes_ask_one_bank_of_shared_memory_at_once(head_dims: tuple[int, int], launches: Launches) -> None:
+    """Whole tiles alone, and rows on 16 bytes: lanes of a warp then do the same."""
+    q, k, v = (
+        torch.randn(1, 256, 1, width, generator=torch.Generator().manual_seed(0)).half().requires_grad_()
+        for width in (head_dims[0], *head_dims)
+    )
+    with use_backend("fused"):
+        out = flash_attn_func(q, k, v)
+    torch.autograd.grad(out.float().sum(), (q, k, v))
+    found = dict(zip(launches.entries, launches.conflicts, strict=True))
+    assert {entry: found[entry] for entry in ("forward", "dkdv", "dq")} == {"forward": 0, "dkdv": 0, "dq": 0}
+
+
+@pytest.mark.parametrize("number", [75, 80, 90])
+@pytest.mark.parametrize("few_rows", [False, True])
+@pytest.mark.parametrize("D", HEAD_DIMS)
+def test_tiles_of_every_size_fit_the_shared_memory_of_a_multiprocessor(D: int, few_rows: bool, number: int) -> None:
+    for entry, DV in ((entry, DV) for entry in ("forward", "dkdv", "dq") for DV in (D, *HEAD_DIMS)):
+        kind = Kind(number, FP16, D, few_rows=few_rows, head_dim_v=DV)
+        variant = getattr(variants, entry)(kind)
+        most = {75: 64, 80: 163, 90: 227}[number] * 1024
+        assert variant.shared <= most
+        if number == 75:
+            assert variant.shared * offline.blocks(variant) <= most, (kind, variant)
+
+
+# ---- what is asked for
+
+
+def test_a_head_dim_takes_the_next_size_and_no_larger_one() -> None:
+    assert [variants.size_of(head_dim) for head_dim in (1, 16, 17, 40, 72, 96, 104, 129, 200, 256)] == [
+        16, 16, 32, 48, 80, 96, 112, 160, 224, 256,
+    ]  # fmt: skip
+    assert all(size % 16 == 0 and math.gcd(size, 128) >= 16 for size in HEAD_DIMS)
+
+
+def test_what_a_split_leaves_has_room_for_values_of_another_head_dim() -> None:
+    kind = Kind(75, BF16_AS_FP16, 192, head_dim_v=128)
+    forward, dkdv = variants.forward(kind), variants.dkdv(kind)
+    assert variants.part_bytes(forward) == 4 * forward.rows * (128 + 8)
+    assert variants.part_bytes(dkdv) == 4 * dkdv.rows * (192 + 128)
