@@ -1,5 +1,7 @@
 """What each kernel becomes, without a GPU: `python -m benchmarks.kernel_report`, with --every for all variants (hours).
 
+--table prints the table of docs/kernels.md.
+
 Registers, spills and shared memory by the assembler, the main loop's instructions by pipe, and what a T4 would be
 bound by (cycles of a multiprocessor for 64 rows times 64 keys). Needs NVRTC and cuobjdump, which the test extra brings.
 """
@@ -7,9 +9,10 @@ bound by (cycles of a multiprocessor for 64 rows times 64 keys). Needs NVRTC and
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from flash_attn_compat.backends.fused import variants
@@ -120,16 +123,43 @@ def model(loops: Sequence[Counter[str]], variant: Variant) -> str:
     return f"T4, cycles for 64 x 64: {cycles}; tensor cores at most {pipes.tensor_share:.0%} busy"
 
 
+def table(compiler: str) -> Iterator[str]:
+    """What turing_pipes expects of each kernel and size of sm_75, as rows of Markdown.
+
+    The share of useful cycles in fp16, causal, and in bf16; in brackets the loop's share of instructions that spill.
+    """
+    yield "| head_dim | kernel | rows x step, warps | registers | tensor | shared | special | fp16 | causal | bf16 |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    plain = Kind(75, variants.FP16, 64)
+    kinds = plain, plain._replace(local=True), plain._replace(type=variants.BF16_AS_FP16)
+    for D, entry in itertools.product(variants.HEAD_DIMS, _PRODUCTS):
+        shares, first = [], ""
+        for kind in kinds:
+            variant = variants.MAKERS[entry](kind._replace(head_dim=D))
+            found = offline.compiled(offline.compilers()[compiler], variant, "sm_75")
+            loops = offline.main_loops(offline.instructions(found.cubin))[: variants.parts(variant)]
+            pipes, local = turing_pipes(loops, variant), max(map(offline.local_share, loops))
+            shares.append(f"{useful(pipes, variant, D, D):.2f}" + f" ({local:.1%})" * (local > 0))
+            tile = f"{variant.rows} x {step(variant)}, {variant.threads // 32}" + ", in two parts" * (len(loops) > 1)
+            cycles = " | ".join(f"{pipe:.0f}" for pipe in pipes[:3])
+            first = first or f"{D} | {entry} | {tile} | {found.registers} | {cycles}"
+        yield f"| {first} | {' | '.join(shares)} |"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--every", action="store_true", help="all variants rather than each feature alone")
     parser.add_argument("--architecture", type=int, default=75, choices=(75, 80, 90))
     parser.add_argument("--entries", nargs="+", default=list(variants.MAKERS), choices=list(variants.MAKERS))
     parser.add_argument("--compiler", default=next(reversed(offline.compilers()), None), help="NVRTC's version")
+    parser.add_argument("--table", action="store_true", help="each size's plain kernels for sm_75 as a table")
     options = parser.parse_args()
     if options.compiler is None or offline.cuobjdump() is None:
         print("needs NVRTC and cuobjdump: pip install -e '.[test]' on x86-64 Linux")
         return 1
+    if options.table:
+        print(*table(options.compiler), sep="\n")
+        return 0
     total = misfits = 0
     for variant in chosen(options.architecture, options.every, options.entries):
         said, fits = line(variant, options.architecture, options.compiler)

@@ -23,7 +23,7 @@ from tests import fused_on_cpu
 from tests.support import cumulative, randn
 
 SMALL = variants.forward(Kind(75, FP16, 64))
-TWO_BLOCKS = variants.forward(Kind(75, FP16, 128))  # of 32 KB each on a multiprocessor
+TWO_BLOCKS = variants.forward(Kind(75, FP16, 128, few_rows=True))  # of 32 KB each on a multiprocessor
 LARGE = variants.forward(Kind(75, FP16, 256))
 PARAMS = struct.calcsize("<" + "".join(kind for _, kind in (*params.HEAD, *params.REST)))
 STREAM = 2**40 + 64
@@ -96,7 +96,7 @@ def test_a_kernel_is_loaded_into_the_gpus_context_and_asks_for_the_shared_memory
 ) -> None:
     stub.thread(OTHER_CONTEXT)
     kernel = stub.driver.load(variant, b"code", 0)
-    assert (kernel.threads, kernel.shared) == (128, variant.shared)
+    assert (kernel.threads, kernel.shared) == (variant.threads, variant.shared)
     assert stub.told() == [
         "cuDeviceGet 0",
         "cuDevicePrimaryCtxRetain 1000",
@@ -137,7 +137,7 @@ def loaded(stub: Stub, device: int = 0) -> Kernel:
     return kernel
 
 
-LAUNCH = f"cuLaunchKernel forward blocks 2147483647 threads 128 shared 65536 stream {STREAM}"
+LAUNCH = f"cuLaunchKernel forward blocks 2147483647 threads 256 shared 65536 stream {STREAM}"
 
 
 @pytest.mark.parametrize(

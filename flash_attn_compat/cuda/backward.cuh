@@ -229,7 +229,7 @@ struct Owned {
   int split;   // of the group's heads, which blocks share where keys stay
   Sequence seq;
   DEVICE Owned(const Params &p, int index) {
-    const Turn turn(index, p.tiles);
+    const Turn turn(p, index, p.tiles);
     const int splits = KEYS_STAY ? p.splits : 1, slab = turn.slab / (PARTS * splits), heads = KEYS_STAY ? p.nheads_k : p.nheads;
     // A causal problem's first keys are seen by most rows, its last rows see most keys.
     const Seat<OWN, !KEYS_STAY> seat(p, KEYS_STAY ? p.cu_seqlens_k : p.cu_seqlens_q, KEYS_STAY ? p.total_k : p.total_q, slab / heads, turn.tile);

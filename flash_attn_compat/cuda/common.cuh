@@ -85,13 +85,12 @@ template <int ROWS, int TILE> struct Band {
 };
 
 // Which tile of which slab (a head of a sequence) a block works on. Under a mask some tiles are longer than others: the longest start first,
-// those of several heads, so that the last ones to start are short. Of all heads at once, keys would push each other out of the L2 cache.
-constexpr int BLOCKS_TOGETHER = 256;
+// those of several heads, so that the last ones to start are short. Of more than the GPU holds at once, keys would push each other out of the L2 cache.
 struct Turn {
   int tile, slab;   // tiles from the longest on
-  DEVICE Turn(int index, int tiles) : tile(index % tiles), slab(index / tiles) {
+  DEVICE Turn(const Params &p, int index, int tiles) : tile(index % tiles), slab(index / tiles) {
     if (!LOCAL) return;
-    const int slabs = gridDim.x / tiles, together = clamp(BLOCKS_TOGETHER / tiles, 1, slabs), first = slab / together * together;
+    const int slabs = gridDim.x / tiles, together = clamp(p.resident / tiles, 1, slabs), first = slab / together * together;
     const int heads = min(together, slabs - first), within = index - first * tiles;
     tile = within / heads;
     slab = first + within % heads;

@@ -100,7 +100,7 @@ KERNEL(THREADS, MINB) forward(const Params p) {
   SHARED_MEMORY
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;
   // The last rows of a causal problem see most keys.
-  const Turn turn(blockIdx.x, p.tiles * p.splits);
+  const Turn turn(p, blockIdx.x, p.tiles * p.splits);
   const int head = turn.slab % p.nheads, head_k = head / p.group, split = turn.tile % p.splits;
   const Seat<BM, true> seat(p, p.cu_seqlens_q, p.total_q, turn.slab / p.nheads, turn.tile / p.splits);
   const int tile = seat.tile, b = seat.b;

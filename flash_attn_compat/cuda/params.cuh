@@ -54,6 +54,7 @@ struct Params {
   int page_size, pages_per_sequence, num_pages;
   int tiles;                                // row tiles (key tiles for dk, dv) of the longest sequence, a head; SEATS: of any sequences, neighbours
   int splits;                               // forward, decode: blocks that share the keys of a tile, at most; dkdv: those that share a group; absmax: blocks of a head
+  int resident;                             // blocks that the GPU holds at once
   int seats;                                // SEATS: blocks of a head for all sequences together (Seat in common.cuh)
   int rotary_dim, rotary_interleaved, rotary_rows;   // rotary_rows: rows of the cos and sin tables
   int rotary_row_stride;                    // elements between rows of cos and sin
@@ -62,4 +63,5 @@ struct Params {
   int dropout_limit;                        // a word above it drops its probability (engine/dropout.py)
   float dropout_scale;                      // 1 / (1 - dropout_p)
   float softmax_scale, softcap;
+  int filler;                               // so that the struct ends on 8 bytes
 };

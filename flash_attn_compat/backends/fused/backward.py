@@ -154,6 +154,8 @@ def _plan(
             share = splits or launcher.head_splits_of(call, variant, tiles)
             workspace = launcher.PARTS_AT + tiles // parts * share * variants.part_bytes(variant) if share > 1 else 0
         dealt = {"tiles": grid.tiles, "splits": share, "seats": grid.seats}
+        if clears:
+            dealt["resident"] = launcher.gpu_of(call).holds(variant)
         launches.append(Launch(variant, grid.tiles * grid.slabs * heads * share, {**fields, **dealt}))
     return Plan(call, outputs, launches, others=others, workspace=workspace)
 

@@ -139,6 +139,7 @@ class Attention:
             splits = launcher.splits_of(call, variant, total)
         workspace = launcher.PARTS_AT + total * splits * variants.part_bytes(variant) if splits > 1 else 0
         fields |= {"tiles": grid.tiles, "splits": splits, "seats": grid.seats}
+        fields["resident"] = launcher.gpu_of(call).holds(variant)
         launches.append(Launch(variant, splits * grid.tiles * heads * grid.slabs, fields))
         self.plan = Plan(call, outputs, launches, new, workspace=workspace)
 

@@ -362,7 +362,7 @@ def splits_of(call: AttentionCall, variant: Variant, tiles: int) -> int:
     keys = longest_keys(call)
     if left is not None and right is not None:
         keys = min(keys, left + min(longest_rows(call), variant.rows) + right)
-    return variants.splits(variant, tiles, keys, _gpu(call))
+    return variants.splits(variant, tiles, keys, gpu_of(call))
 
 
 def head_splits_of(call: AttentionCall, variant: Variant, blocks: int) -> int:
@@ -370,10 +370,10 @@ def head_splits_of(call: AttentionCall, variant: Variant, blocks: int) -> int:
     if blocks > _COUNTERS:
         return 1
     group = call.nheads // call.nheads_k
-    return variants.head_splits(variant, blocks, group, longest_rows(call), _gpu(call))
+    return variants.head_splits(variant, blocks, group, longest_rows(call), gpu_of(call))
 
 
-def _gpu(call: AttentionCall) -> variants.Gpu:
+def gpu_of(call: AttentionCall) -> variants.Gpu:
     device = call.q.get_device()
     return variants.Gpu(processors(device), loader.target(device).number)
 

@@ -20,8 +20,8 @@ _LONGS = ("lse_batch", "lse_head")
 _INTS = (
     "slopes_batch", "table_stride", "batch", "nheads", "nheads_k", "group", "seqlen_q", "total_q", "total_k",
     "seqlen_new", "head_dim", "head_dim_v", "window_left", "window_right", "page_size", "pages_per_sequence",
-    "num_pages", "tiles", "splits", "seats", "rotary_dim", "rotary_interleaved", "rotary_rows", "rotary_row_stride",
-    "rotate_rows_apart", "lse_has_position", "dropout_limit",
+    "num_pages", "tiles", "splits", "resident", "seats", "rotary_dim", "rotary_interleaved", "rotary_rows",
+    "rotary_row_stride", "rotate_rows_apart", "lse_has_position", "dropout_limit",
 )  # fmt: skip
 _FLOATS = ("dropout_scale", "softmax_scale", "softcap")
 
@@ -31,6 +31,7 @@ REST: tuple[tuple[str, str], ...] = (
     *((name, "q") for name in _LONGS),
     *((name, "i") for name in _INTS),
     *((name, "f") for name in _FLOATS),
+    ("filler", "i"),
 )
 _REST = struct.Struct("<" + "".join(kind for _, kind in REST))
 

@@ -206,7 +206,7 @@ def forward_tile(kind: Kind) -> Tile:
         return Tile(64, 4, 1, 3) if _is_narrow(kind) or kind.few_rows or more_work else Tile(64, 4, 2, 2)
     if D == 128:
         return Tile(64, 4, 1, 2) if kind.few_rows or more_work else Tile(64, 4, 2, 1, s=False)
-    return Tile(64, 4, 1, 1, s=False)
+    return Tile(64, 4, 1, 2) if kind.size <= 192 else Tile(64, 4, 1, 1, s=False)
 
 
 def forward(kind: Kind) -> Variant:
@@ -270,9 +270,9 @@ def dkdv_tile(kind: Kind) -> Tile:
         return Tile(32, 4, 2, 2, s=False, p=False, copies=True)
     if D == 32:
         return Tile(64, 4, 1, 2, copies=True)
-    return (
-        Tile(64, 4, 1, 1, s=False, p=False, copies=True) if D == 128 else Tile(16, 4, 1, 1, s=False, p=False, parts=2)
-    )
+    if kind.size <= 160:  # where dk and dv fit into registers together
+        return Tile(64 if D == 128 else 32, 4, 1, 1, s=False, p=False, copies=True)
+    return Tile(16, 4, 1, 1, s=False, p=False, parts=2)
 
 
 def dq_tile(kind: Kind) -> Tile:
@@ -285,7 +285,9 @@ def dq_tile(kind: Kind) -> Tile:
         # Own rows in shared memory take 56 KB: GPUs with 100 KB a multiprocessor would hold one block rather than two.
         kept = kind.local or kind.number not in (80, 90)
         return Tile(64, 4, 2, 1, s=kept, p=kept, copies=True)
-    return Tile(64, 4, 1, 1, copies=True) if D == 128 else Tile(16, 4, 1, 1, s=False, p=False)
+    if kind.size <= 192:
+        return Tile(64 if D == 128 else 32, 4, 1, 1, p=kind.size <= 160, copies=True)
+    return Tile(16, 4, 1, 1, s=False, p=False)
 
 
 def dkdv(kind: Kind) -> Variant:
