@@ -373,8 +373,8 @@ DEVICE void online_softmax(float (&S)[N][M][4], float (&m)[M][2], float (&l)[M][
       UNROLLED(n, N) highest = fmaxf(highest, fmaxf(S[n][i][2 * r], S[n][i][2 * r + 1]));
       highest = max_of<4>(highest);
       rose = rose || highest > m[i][r];
-      const float from = highest == NEG_INF ? 0.f : highest * unit;
-      shrink[i][r] = exp2_approx(fmaf(m[i][r], unit, -from));
+      const float top = highest == NEG_INF ? 0.f : highest, from = top * unit;
+      shrink[i][r] = exp2_approx((m[i][r] - top) * unit);   // exactly 1 where the maximum stays, or sums drift over many tiles
       m[i][r] = highest;
       float sum = l[i][r] * shrink[i][r];
       UNROLLED(n, N) {

@@ -1,0 +1,32 @@
+"""Sums over very many keys, where each block adds them all up: what fp32 and the tensor cores lose on the way."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels import emulate, truncation
+
+pytestmark = pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not())
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+def test_a_rows_sum_drifts_by_no_factor_from_one_tile_of_keys_to_the_next(decodes: bool) -> None:
+    found = truncation.errors(truncation.problem(2**14, "float16", 0.0), False, decodes)
+    assert found["softmax_lse"].error < 3e-6
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_what_truncating_tensor_cores_lose_of_one_sided_values_is_allowed(dtype: str) -> None:
+    rounding, truncating = (
+        truncation.errors(truncation.problem(2**14, dtype, 1.0), truncates) for truncates in (False, True)
+    )
+    assert rounding["out"].error < truncating["out"].error < truncating["out"].bound / 2
+
+
+def test_the_command_shows_what_rounding_and_truncating_cost(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["truncation", "--keys", "100"])
+    assert truncation.main() == 0
+    head, _, *rows = capsys.readouterr().out.splitlines()
+    assert "rounding, truncating, allowed" in head and len(rows) == 4
