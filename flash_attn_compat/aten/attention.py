@@ -8,6 +8,7 @@ and transforms see PyTorch's operators; efficient.py serves those that they exec
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +27,9 @@ _has_efficient, _has_flash = torch._C._get_mem_efficient_sdp_enabled, torch._C._
 
 
 def serving(wish: Wish) -> Callable[..., Tensor]:
-    """The operator as ``wish`` has it, for the keys of its device."""
+    """The operator as ``wish`` has it, for the keys of its device. The dispatcher leaves out arguments by default."""
 
-    def attention(
+    def ours(
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -38,24 +39,31 @@ def serving(wish: Wish) -> Callable[..., Tensor]:
         *,
         scale: float | None = None,
         enable_gqa: bool = False,
-    ) -> Tensor:
-        if door.is_watched(query, key, value):
-            key, value = _ungrouped(wish, query, key, value, enable_gqa and attn_mask is None)
-            return _original(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    ) -> Tensor | None:
         against = why_not(wish, query, key, value, attn_mask, dropout_p, enable_gqa)
         if settings.explains():
             _explain(against, query, key, value, dropout_p, is_causal, scale)
-        if against is None:
-            out = door.attend(*_as_flash(query, key, value, dropout_p, is_causal, scale))
-            if out is not None:
-                return out.contiguous().transpose(1, 2)
+        if against is not None:
+            return None
+        out = door.attend(*_as_flash(query, key, value, dropout_p, is_causal, scale))
+        return None if out is None else out.contiguous().transpose(1, 2)
+
+    def attention(*arguments: Any, **named: Any) -> Tensor:
+        out: Tensor | None
+        if door.is_watched(*arguments[:3]):
+            out = _composed(_COMPOSITE, *_ungrouped(wish, *arguments, **named), **named)
+            return out
+        out = ours(*arguments, **named)
+        if out is not None:
+            return out
         dispatch.count_left(door.PYTORCH)
         before = leaving.now
         leaving.now = True
         try:
-            return _original(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            out = _composed(_COMPOSITE, *arguments, **named)
         finally:
             leaving.now = before
+        return out
 
     return attention
 
@@ -99,36 +107,22 @@ def _as_flash(
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), options
 
 
-def _ungrouped(wish: Wish, q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor]:
-    """Keys and values repeated for the heads of their groups, in a graph that is compiled, else as they are.
+def _ungrouped(
+    wish: Wish, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *rest: Any, **named: Any
+) -> tuple[Any, ...]:
+    """The arguments by position. In a graph that is compiled, keys and values are repeated for the heads of a group.
 
     The graph then holds an operator that efficient.py serves, instead of the plain formula.
     """
-    is_grouped = enable_gqa and q.dim() == k.dim() == v.dim() == 4 and q.shape[1] != k.shape[1] == v.shape[1] != 0
-    if not is_grouped or q.dtype is not torch.float16 or q.shape[1] % k.shape[1]:
-        return k, v
+    given = q, k, v, attn_mask, *rest
+    if attn_mask is not None or not named.get("enable_gqa") or not q.dim() == k.dim() == v.dim() == 4:
+        return given
+    heads, heads_k = q.shape[1], k.shape[1]
+    if q.dtype is not torch.float16 or heads == heads_k or heads_k != v.shape[1] or not heads_k or heads % heads_k:
+        return given
     if q.device.type != wish.device or door.is_of_today(q.device) or torch._guards.TracingContext.try_get() is None:
-        return k, v
-    group = q.shape[1] // k.shape[1]
-    return k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-
-
-def _original(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
-    out: Tensor
-    if scale is None and not enable_gqa:  # names cost the host half a microsecond
-        out = _composed(_COMPOSITE, q, k, v, attn_mask, dropout_p, is_causal)
-        return out
-    out = _composed(_COMPOSITE, q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    return out
+        return given
+    return q, *(x.repeat_interleave(heads // heads_k, 1) for x in (k, v)), attn_mask, *rest
 
 
 def _explain(

@@ -80,10 +80,8 @@ class Problem(NamedTuple):
 
 def serving_forward(wish: Wish) -> Callable[..., Any]:
     """The forward as ``wish`` has it."""
-    redispatch = torch.ops.aten._efficient_attention_forward.default.redispatch
 
     def forward(
-        keys: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -100,32 +98,25 @@ def serving_forward(wish: Wish) -> Callable[..., Any]:
         seqlen_k: Tensor | None = None,
         window_size: int | None = None,
     ) -> Any:
-        if not leaving.now and is_at_home(wish, query):
-            problem = Problem(
-                query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-                custom_mask_type, scale, seqlen_k, window_size,
-            )  # fmt: skip
-            against = why_not(wish, problem)
-            if settings.explains():
-                _explain(against, problem)
-            found = None if against else _forward(problem, compute_log_sumexp)
-            if found is not None:
-                return found
-            dispatch.count_left(door.PYTORCH)
-        return redispatch(
-            keys & _BELOW, query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-            custom_mask_type, compute_log_sumexp, scale=scale, seqlen_k=seqlen_k, window_size=window_size,
+        problem = Problem(
+            query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+            custom_mask_type, scale, seqlen_k, window_size,
         )  # fmt: skip
+        against = why_not(wish, problem)
+        if settings.explains():
+            _explain(against, problem)
+        found = None if against else _forward(problem, compute_log_sumexp)
+        if found is None:
+            dispatch.count_left(door.PYTORCH)
+        return found
 
-    return forward
+    return _in_front(wish, forward, torch.ops.aten._efficient_attention_forward.default)
 
 
 def serving_backward(wish: Wish) -> Callable[..., Any]:
     """The backward as ``wish`` has it: of forwards that were ours and of others."""
-    redispatch = torch.ops.aten._efficient_attention_backward.default.redispatch
 
     def backward(
-        keys: Any,
         grad_out_: Tensor,
         query: Tensor,
         key: Tensor,
@@ -148,22 +139,30 @@ def serving_backward(wish: Wish) -> Callable[..., Any]:
         window_size: int | None = None,
         shared_storage_dqdkdv: bool = False,
     ) -> Any:
-        if not leaving.now and is_at_home(wish, query) and not shared_storage_dqdkdv:
-            problem = Problem(
-                query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-                custom_mask_type, scale, None, window_size,
-            )  # fmt: skip
-            found = None if why_not(wish, problem) else _backward(problem, grad_out_, out, logsumexp)
-            if found is not None:
-                return *found, None
-        return redispatch(
-            keys & _BELOW, grad_out_, query, key, value, bias, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-            max_seqlen_k, logsumexp, dropout_p, philox_seed, philox_offset, custom_mask_type, bias_requires_grad,
-            scale=scale, num_splits_key=num_splits_key, window_size=window_size,
-            shared_storage_dqdkdv=shared_storage_dqdkdv,
+        if shared_storage_dqdkdv:
+            return None
+        problem = Problem(
+            query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+            custom_mask_type, scale, None, window_size,
         )  # fmt: skip
+        found = None if why_not(wish, problem) else _backward(problem, grad_out_, out, logsumexp)
+        return None if found is None else (*found, None)
 
-    return backward
+    return _in_front(wish, backward, torch.ops.aten._efficient_attention_backward.default)
+
+
+def _in_front(wish: Wish, ours: Callable[..., Any], operator: Any) -> Callable[..., Any]:
+    """``operator`` for the dispatcher, which hands its keys over first: what ``ours`` leaves goes on to those below."""
+    redispatch = operator.redispatch
+
+    def serve(keys: Any, *arguments: Any, **named: Any) -> Any:
+        if not leaving.now and is_at_home(wish, arguments[0]):
+            found = ours(*arguments, **named)
+            if found is not None:
+                return found
+        return redispatch(keys & _BELOW, *arguments, **named)
+
+    return serve
 
 
 def why_not(wish: Wish, p: Problem) -> str | None:
