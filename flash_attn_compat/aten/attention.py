@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.aten import door
-from flash_attn_compat.aten.wish import Wish, against_size, against_tensors, leaving
+from flash_attn_compat.aten.wish import Front, Wish, against_size, against_tensors, leaving
 from flash_attn_compat.engine.build import Options
 from flash_attn_compat.serving import dispatch
 
@@ -26,10 +26,11 @@ _is_deterministic = torch._C._get_deterministic_algorithms
 _has_efficient, _has_flash = torch._C._get_mem_efficient_sdp_enabled, torch._C._get_flash_sdp_enabled
 
 
-def serving(wish: Wish) -> Callable[..., Tensor]:
-    """The operator as ``wish`` has it, for the keys of its device. The dispatcher leaves out arguments by default."""
+def serving(front: Front) -> Callable[..., Tensor]:
+    """The operator for the keys of the front's device. The dispatcher leaves out arguments that are the default."""
 
     def ours(
+        wish: Wish,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -48,22 +49,22 @@ def serving(wish: Wish) -> Callable[..., Tensor]:
         out = door.attend(*_as_flash(query, key, value, dropout_p, is_causal, scale))
         return None if out is None else out.contiguous().transpose(1, 2)
 
-    def attention(*arguments: Any, **named: Any) -> Tensor:
-        out: Tensor | None
+    def attention(*arguments: Any, **named: Any) -> Any:
+        wish = front.wish
+        if wish is None:
+            return _composed(_COMPOSITE, *arguments, **named)
         if door.is_watched(*arguments[:3]):
-            out = _composed(_COMPOSITE, *_ungrouped(wish, *arguments, **named), **named)
-            return out
-        out = ours(*arguments, **named)
+            return _composed(_COMPOSITE, *_ungrouped(wish, *arguments, **named), **named)
+        out = ours(wish, *arguments, **named)
         if out is not None:
             return out
         dispatch.count_left(door.PYTORCH)
         before = leaving.now
         leaving.now = True
         try:
-            out = _composed(_COMPOSITE, *arguments, **named)
+            return _composed(_COMPOSITE, *arguments, **named)
         finally:
             leaving.now = before
-        return out
 
     return attention
 

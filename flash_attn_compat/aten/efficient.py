@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.aten import door
-from flash_attn_compat.aten.wish import Wish, against_size, against_tensors, is_at_home, leaving
+from flash_attn_compat.aten.wish import Front, Wish, against_size, against_tensors, is_at_home, leaving
 from flash_attn_compat.engine import outside
 from flash_attn_compat.engine.build import Options, Packing
 from flash_attn_compat.engine.call import Gradients, Upstream
@@ -78,10 +78,11 @@ class Problem(NamedTuple):
         return self.custom_mask_type == BOTTOM_RIGHT and self.query.shape[1] > self.key.shape[1]
 
 
-def serving_forward(wish: Wish) -> Callable[..., Any]:
-    """The forward as ``wish`` has it."""
+def serving_forward(front: Front) -> Callable[..., Any]:
+    """The forward, for all devices' tensors."""
 
     def forward(
+        wish: Wish,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -110,13 +111,14 @@ def serving_forward(wish: Wish) -> Callable[..., Any]:
             dispatch.count_left(door.PYTORCH)
         return found
 
-    return _in_front(wish, forward, torch.ops.aten._efficient_attention_forward.default)
+    return _in_front(front, forward, torch.ops.aten._efficient_attention_forward.default)
 
 
-def serving_backward(wish: Wish) -> Callable[..., Any]:
-    """The backward as ``wish`` has it: of forwards that were ours and of others."""
+def serving_backward(front: Front) -> Callable[..., Any]:
+    """The backward: of forwards that were ours and of others."""
 
     def backward(
+        wish: Wish,
         grad_out_: Tensor,
         query: Tensor,
         key: Tensor,
@@ -148,16 +150,17 @@ def serving_backward(wish: Wish) -> Callable[..., Any]:
         found = None if why_not(wish, problem) else _backward(problem, grad_out_, out, logsumexp)
         return None if found is None else (*found, None)
 
-    return _in_front(wish, backward, torch.ops.aten._efficient_attention_backward.default)
+    return _in_front(front, backward, torch.ops.aten._efficient_attention_backward.default)
 
 
-def _in_front(wish: Wish, ours: Callable[..., Any], operator: Any) -> Callable[..., Any]:
+def _in_front(front: Front, ours: Callable[..., Any], operator: Any) -> Callable[..., Any]:
     """``operator`` for the dispatcher, which hands its keys over first: what ``ours`` leaves goes on to those below."""
     redispatch = operator.redispatch
 
     def serve(keys: Any, *arguments: Any, **named: Any) -> Any:
-        if not leaving.now and is_at_home(wish, arguments[0]):
-            found = ours(*arguments, **named)
+        wish = front.wish
+        if wish is not None and not leaving.now and is_at_home(wish, arguments[0]):
+            found = ours(wish, *arguments, **named)
             if found is not None:
                 return found
         return redispatch(keys & _BELOW, *arguments, **named)

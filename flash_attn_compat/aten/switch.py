@@ -14,14 +14,14 @@ import torch
 from torch.library import Library
 
 from flash_attn_compat.aten import attention, efficient
-from flash_attn_compat.aten.wish import Wish
+from flash_attn_compat.aten.wish import Front, Wish
 
 _KEYS = {"cuda": ("CUDA", "AutogradCUDA"), "cpu": ("CPU", "AutogradCPU")}
 HOOK = "flash_attn_compat"
 
 _lock = threading.RLock()
 _holders: list[Wish] = []
-_registered: tuple[Wish, Library] | None = None
+_in_front: tuple[Front, Library] | None = None
 
 
 @contextlib.contextmanager
@@ -55,29 +55,44 @@ def let_go(wish: Wish) -> None:
 
 def wished() -> Wish | None:
     """What is in force."""
-    return _registered[0] if _registered else None
+    return _in_front[0].wish if _in_front else None
 
 
 def _renew() -> None:
-    global _registered
+    global _in_front
     wanted = max(_holders, key=lambda wish: (wish.always, -wish.least_products), default=None)
-    if wanted == wished():
-        return
-    if _registered is not None:
-        _registered[1]._destroy()
-        _registered = None
+    if _in_front is not None:
+        front, library = _in_front
+        if wanted is not None and wanted.device == front.device:
+            front.wish = wanted
+            return
+        front.wish = None
+        if wanted is None and _others_may_call():
+            return
+        library._destroy()
+        _in_front = None
     if wanted is not None:
-        _registered = wanted, _register(wanted)
+        front = Front(wanted)
+        _in_front = front, _register(front)
     for name in (attention.NAME, efficient.FORWARD, efficient.BACKWARD):
-        getattr(torch.ops.aten, name).default._dispatch_cache.clear()  # by which compilers know what a key leads to
+        # What tracing found to be behind a key before; only registrations from C++ would make it look again.
+        getattr(torch.ops.aten, name).default._dispatch_cache.clear()
 
 
-def _register(wish: Wish) -> Library:
+def _others_may_call() -> bool:
+    """Whether a thread may be about to run an implementation: one that waits for the GIL would run what is no more.
+
+    Ours then stays, lets everything pass, and goes with the next that is switched off by a single thread.
+    """
+    return threading.active_count() > 1
+
+
+def _register(front: Front) -> Library:
     library = Library("aten", "IMPL")
-    for key in _KEYS[wish.device]:
-        library.impl(attention.NAME, attention.serving(wish), key)
-    library.impl(efficient.FORWARD, efficient.serving_forward(wish), efficient.KEY, with_keyset=True)
-    library.impl(efficient.BACKWARD, efficient.serving_backward(wish), efficient.KEY, with_keyset=True)
+    for key in _KEYS[front.device]:
+        library.impl(attention.NAME, attention.serving(front), key)
+    library.impl(efficient.FORWARD, efficient.serving_forward(front), efficient.KEY, with_keyset=True)
+    library.impl(efficient.BACKWARD, efficient.serving_backward(front), efficient.KEY, with_keyset=True)
     return library
 
 

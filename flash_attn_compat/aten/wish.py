@@ -29,6 +29,14 @@ class Wish(NamedTuple):
     least_keys: int = LEAST_KEYS
 
 
+class Front:
+    """What stands in front of PyTorch's operators; without a wish all calls go on to them."""
+
+    def __init__(self, wish: Wish) -> None:
+        self.device = wish.device
+        self.wish: Wish | None = wish
+
+
 class Leaving(threading.local):
     """Whether this thread is within a call that was left to PyTorch: what that one calls is not ours either."""
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.attention
 import torch.nn.functional as F
 
+from flash_attn_compat import reset_backend_counts
 from flash_attn_compat.aten import attention, efficient, switch
 from flash_attn_compat.aten.wish import Wish
 from tests.aten import originals
@@ -31,10 +32,14 @@ def ours() -> list[int]:
 
 
 @pytest.fixture(autouse=True)
-def _as_it_was() -> Iterator[None]:
+def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a process of one thread: pytest-xdist has others, which call nothing."""
+    monkeypatch.setattr(switch, "_others_may_call", lambda: False)
+    with originals.on():  # what earlier tests may have left goes
+        pass
     before = tables()
     yield
-    assert tables() == before and switch.wished() is None
+    assert tables() == before and switch.wished() is None and sum(ours()) == 0
 
 
 def test_a_block_serves_and_leaves_nothing() -> None:
@@ -65,6 +70,43 @@ def test_who_wishes_for_more_decides_as_long_as_it_holds() -> None:
         with switch.sdpa(always=True):
             assert switch.wished() == Wish(always=True)
         assert switch.wished() == Wish()
+
+
+def test_where_other_threads_may_call_ours_stays_and_lets_everything_pass(
+    monkeypatch: pytest.MonkeyPatch, served: Launches
+) -> None:
+    """A thread that waits for the GIL in front of an implementation would run freed memory."""
+    q = randn(1, 2, 20, 32, dtype=torch.float16)
+    efficient_before = torch.ops.aten._efficient_attention_forward(q, q, q, *(None,) * 5, 0.0, 0)[0]
+    monkeypatch.setattr(switch, "_others_may_call", lambda: True)
+    monkeypatch.setattr(switch, "_holders", [])
+    switch._renew()
+    assert switch.wished() is None and ours() == [2, 1, 1]
+    reset_backend_counts()
+    F.scaled_dot_product_attention(q, q, q)
+    found = torch.ops.aten._efficient_attention_forward(q, q, q, *(None,) * 5, 0.0, 0)[0]
+    torch.testing.assert_close(found, efficient_before, rtol=0, atol=4e-3)
+    assert counted() == {}
+    with originals.on():
+        F.scaled_dot_product_attention(q, q, q)
+    assert counted() == {"fused": 1} and switch.wished() is None and ours() == [2, 1, 1]
+    monkeypatch.undo()
+    monkeypatch.setattr(switch, "_others_may_call", lambda: False)
+    with originals.on():
+        pass
+
+
+def test_threads_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    try:
+        assert switch._others_may_call()
+    finally:
+        end.set()
+        thread.join()
+    monkeypatch.setattr(switch, "_others_may_call", lambda: False)
 
 
 def test_an_error_in_a_block_ends_it() -> None:
