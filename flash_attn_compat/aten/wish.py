@@ -12,8 +12,8 @@ from flash_attn_compat.aten import door
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 # Below these a GPU is done before the host is, which takes some microseconds longer over our call than over PyTorch's.
-LEAST_PRODUCTS = 2**24
-LEAST_KEYS = 512
+LEAST_PRODUCTS = 2**26
+LEAST_KEYS = 1024
 
 
 class Wish(NamedTuple):

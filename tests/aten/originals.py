@@ -93,7 +93,7 @@ def stand_in_forward(
         lse = torch.cat(parts)
     lse = lse.float() if compute_log_sumexp else lse[..., :0].float()
     seeds = (torch.zeros((), dtype=torch.int64) for _ in range(2))
-    return out.to(query.dtype), lse.contiguous(), *seeds, rows, keys
+    return out.to(query.dtype).contiguous(), lse.contiguous(), *seeds, rows, keys
 
 
 def stand_in_backward(
@@ -111,7 +111,7 @@ def stand_in_backward(
     dshares = wide_dout @ wide_v.mT
     dscores = shares * (dshares - (dshares * shares).sum(-1, keepdim=True)) * scale
     found = dscores @ wide_k, dscores.mT @ wide_q, dv
-    return *(x.transpose(1, 2).to(query.dtype) for x in found), None
+    return *(x.transpose(1, 2).to(query.dtype).contiguous() for x in found), None
 
 
 def composed_forward(

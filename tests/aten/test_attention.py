@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import checkpoint
 
-from flash_attn_compat import explain, use_backend
+from flash_attn_compat import explain, reset_backend_counts, use_backend
 from tests.aten import originals
 from tests.aten.originals import counted
 from tests.fused_on_cpu import Launches
@@ -201,6 +201,14 @@ def test_small_calls_stay_unless_they_are_slow_there(monkeypatch: pytest.MonkeyP
         sdpa(*qkv(Case(heads=(4, 2))), enable_gqa=True)
         sdpa(*qkv(Case(torch.bfloat16)))
         assert counted() == {"pytorch": 1, "fused": 2}
+
+
+def test_one_row_is_worth_it_over_many_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    with originals.served(monkeypatch, originals.WISH._replace(least_products=2**30, least_keys=64)):
+        for keys, wanted in ((50, "pytorch"), (80, "fused")):
+            reset_backend_counts()
+            sdpa(*qkv(Case(lengths=(1, keys))))
+            assert counted() == {wanted: 1}
 
 
 # ---- who looks on

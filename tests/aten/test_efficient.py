@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flash_attn_compat import explain
 from flash_attn_compat.aten.efficient import Problem
+from flash_attn_compat.aten.wish import leaving
 from tests.aten import originals
 from tests.aten.originals import counted, stand_in_backward, stand_in_forward
 from tests.fused_on_cpu import Launches
@@ -128,6 +129,39 @@ def test_autograd_of_the_operator_itself(served: Launches) -> None:
     for got, exact in zip(found, right):
         close(got, exact)
     assert counted() == {"fused": 1} and served.entries[-3:] == ["delta", "dkdv", "dq"]
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_who_computed_the_forward_is_no_matter_to_the_backward(
+    ours_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The switch may be turned between the two."""
+    leaves = [x.requires_grad_() for x in inputs(Case())[:3]]
+
+    def forward() -> Tensor:
+        out: Tensor = aten._efficient_attention_forward(*leaves, *arguments(Case(custom_mask_type=1))[0], True)[0]
+        return out
+
+    def backward(out: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out.square().sum(), leaves)
+
+    with originals.stand_ins():
+        right = backward(forward())
+        with originals.served(monkeypatch) as launches:
+            out = forward()
+            found = None if ours_first else backward(right_out(forward, monkeypatch))
+        found = found or backward(out)
+        assert ("forward" in launches.entries) and ("dq" in launches.entries) == (not ours_first)
+    for got, wanted in zip(found, right):
+        close(got, wanted)
+
+
+def right_out(forward: Any, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """By the kernel below, while ours are in front."""
+    with monkeypatch.context() as patch:
+        patch.setattr(leaving, "now", True)
+        out: Tensor = forward()
+    return out
 
 
 # ---- packed sequences, as xformers and nested tensors send them
