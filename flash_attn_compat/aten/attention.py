@@ -89,10 +89,9 @@ def why_not(
         return "heads differ"
     if not (_has_efficient() or _has_flash()):
         return "the program forbids PyTorch's fused kernels, and so ours"
-    # Elsewhere grouped heads and bfloat16 go to the plain formula, which is slower at any size.
-    is_plain_otherwise = heads != heads_k or (q.dtype is torch.bfloat16 and not door.is_of_today(q.device))
-    smallest = wish._replace(least_products=0) if is_plain_otherwise else wish
-    return against_size(smallest, q, rows, keys, batch * heads)
+    if (heads != heads_k or q.dtype is torch.bfloat16) and not door.is_of_today(q.device):
+        wish = wish._replace(least_products=0)  # these would go to the plain formula, which is slower at any size
+    return against_size(wish, q, rows, keys, batch * heads)
 
 
 def _as_flash(
