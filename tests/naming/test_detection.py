@@ -46,6 +46,7 @@ def files_that_exist() -> list[str]:
     return [str(file) for file in files if file.locate().is_file()]
 
 
+METHODS = multiprocessing.get_all_start_methods()
 LOOKS: dict[str, Callable[[], object]] = {
     "find_spec of the package": lambda: importlib.util.find_spec("flash_attn"),
     "find_spec of a module": lambda: importlib.util.find_spec("flash_attn.bert_padding"),
@@ -59,8 +60,7 @@ LOOKS: dict[str, Callable[[], object]] = {
     "pkgutil.iter_modules": lambda: "flash_attn_interface" in listed(),
     "metadata files": lambda: any(name.endswith("flash_attn/flash_attn_interface.py") for name in files_that_exist()),
     "packages_distributions": lambda: importlib.metadata.packages_distributions().get("flash_attn"),
-    "fork": lambda: child_of("fork"),
-    "spawn": lambda: child_of("spawn"),
+    **{method: lambda method=method: child_of(method) for method in ("fork", "spawn") if method in METHODS},
 }
 
 
