@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_attn_compat.backends import base, official, official_trial, torch_efficient, torch_flash
+from flash_attn_compat.backends import base, official, small_trial, torch_efficient, torch_flash
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.engine import checks, memory
 from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_call, packed_call
@@ -264,8 +264,8 @@ def lay_flash_attn(
 ) -> None:
     """A flash-attn at the front of sys.path, of which the extension alone can be imported; its source, if any."""
     patch.setattr(sys, "dont_write_bytecode", True)
-    patch.setattr(official_trial, "_device", lambda capability: torch.device("cpu"))
-    patch.setattr(official_trial, "_tried", functools.cache(official_trial._tried.__wrapped__))
+    patch.setattr(small_trial, "_device", lambda capability: torch.device("cpu"))
+    patch.setattr(small_trial, "_tried", functools.cache(small_trial._tried.__wrapped__))
     package = folder / "flash_attn"
     package.mkdir(exist_ok=True)
     (package / "__init__.py").write_text(f"__version__ = '{version}'\nraise ImportError('the wrapper is not needed')\n")

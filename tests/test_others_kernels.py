@@ -15,7 +15,7 @@ from torch import Tensor
 
 import flash_attn_compat
 from flash_attn_compat import explain, flash_attn_func, flash_attn_interface, flash_attn_varlen_func, use_backend
-from flash_attn_compat.backends import base, official_trial
+from flash_attn_compat.backends import base, small_trial
 from flash_attn_compat.engine import memory
 from flash_attn_compat.engine.features import Feature, Traits
 from tests import others_kernels
@@ -310,7 +310,7 @@ def test_the_trial_is_made_on_a_gpu_of_the_calls_kind(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpus[device.index])
-    assert official_trial._device(capability) == torch.device("cuda", index)
+    assert small_trial._device(capability) == torch.device("cuda", index)
 
 
 @on("official")

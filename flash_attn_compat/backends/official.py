@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import installed, settings
-from flash_attn_compat.backends import official_trial
+from flash_attn_compat.backends import small_trial
 from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities
 from flash_attn_compat.backends.flash_launch import LACKS, FlashBackend, window
 from flash_attn_compat.backends.one_launch import Launched
@@ -97,7 +97,7 @@ class Official(FlashBackend):
         loaded = _load(installed.location())
         if isinstance(loaded, str):
             return [loaded]
-        wrong = official_trial.wrong_answer(self, loaded, traits)
+        wrong = small_trial.wrong_answer(self, loaded, traits)
         return [wrong] if wrong else []
 
 

@@ -5,6 +5,8 @@ padding, an additive bias does, a few rows at a time. Where many keys come befor
 have a kernel call of their own. On a CPU the fused kernel is called below PyTorch's autograd, since it
 returns the LSE that a backward needs; elsewhere the public function serves, and gradients come from
 differentiating it once more.
+
+On AMD's GPUs it serves what a small problem has shown to be right there: plain and causal calls, laid out as in that.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flash_attn_compat.backends import small_trial
 from flash_attn_compat.backends.base import BlockwiseBackend, Capabilities, arguments_of, operator
-from flash_attn_compat.engine import alibi
+from flash_attn_compat.engine import alibi, alignment, capture
 from flash_attn_compat.engine.call import AttentionCall, Result, Upstream
-from flash_attn_compat.engine.features import Feature, Traits
+from flash_attn_compat.engine.features import DESCRIPTIONS, Feature, Traits, split
 from flash_attn_compat.engine.layout import Block, lse_dtype
 from flash_attn_compat.engine.mask import ByDistance, Mask, Range
 
@@ -28,6 +31,9 @@ _LACKS = (
     Feature.SOFTCAP | Feature.DROPOUT | Feature.SHARED_DROPOUT_MASK | Feature.VALUE_HEAD_DIM | Feature.TRANSFORMS
     | Feature.LSE_GRADIENT
 )  # fmt: skip
+# What is tried on AMD's GPUs, with more rows and keys than a tile has, and full calls with keys that no tile divides.
+_TRIED = Feature.CAUSAL | Feature.GQA | Feature.BACKWARD
+_CAUSAL_TRIAL, _FULL_TRIAL = (150, 150), (150, 217)
 # Elements of one bias, whatever the lengths: the memory of a windowed or ALiBi call stays bounded.
 _BIAS_ELEMENTS = 2**21
 _MIN_BIAS_ROWS = 32
@@ -39,10 +45,15 @@ _BOUNDED_ROWS = 256
 
 class Sdpa(BlockwiseBackend):
     name = "sdpa"
-    # Not CUDA: the kernels behind the public function have better backends there, and crash on odd strides.
-    capabilities = Capabilities(features=~_LACKS, devices=frozenset({"cpu", "mps", "xpu"}))
+    capabilities = Capabilities(features=~_LACKS, devices=frozenset({"cpu", "cuda", "mps", "xpu"}))
+
+    def reasons(self, traits: Traits) -> list[str]:
+        # Only a call that nothing else speaks against is worth a trial.
+        return super().reasons(traits) or (self._trial_reasons(traits) if traits.device_type == "cuda" else [])
 
     def extra_reasons(self, traits: Traits) -> list[str]:
+        if traits.device_type == "cuda":
+            return _reasons_on_cuda(traits)
         reasons = []
         if traits.device_type != "cpu":
             if traits.features & Feature.LSE:
@@ -54,6 +65,13 @@ class Sdpa(BlockwiseBackend):
         elif _FORWARD is None:
             reasons.append("this PyTorch has no fused attention kernel for the CPU with an attn_mask")
         return reasons
+
+    def _trial_reasons(self, traits: Traits) -> list[str]:
+        if capture.is_capturing(capture.current_device() or 0):
+            return ["cannot be tried while a graph is captured"]
+        lengths = _CAUSAL_TRIAL if traits.features & Feature.CAUSAL else _FULL_TRIAL
+        wrong = small_trial.wrong_answer(self, torch.__version__, traits, lengths)
+        return [wrong] if wrong else []
 
     def forward(self, call: AttentionCall) -> Result:
         may_be_causal = _may_be_causal(call) and call.q.shape[1] == call.k.shape[1]
@@ -108,6 +126,20 @@ class Sdpa(BlockwiseBackend):
                 total[:, :, where] += gradient
         dq, dk, dv = (total.transpose(1, 2) for total in totals)
         return dq, dk, dv
+
+
+def _reasons_on_cuda(traits: Traits) -> list[str]:
+    """Against calls on the GPUs that PyTorch calls cuda, but for what a trial finds."""
+    if torch.version.hip is None:
+        # The kernels behind the public function have better backends there, and crash on odd strides.
+        return ["of the GPUs that PyTorch calls cuda, serves AMD's only"]
+    untried = traits.features & ~int(_LACKS | _TRIED)
+    reasons = [f"on AMD GPUs, does not support {DESCRIPTIONS[feature]}" for feature in split(untried)]
+    if traits.features & Feature.CAUSAL and traits.sq_vs_sk != "=":
+        reasons.append("on AMD GPUs, serves causal masking only of as many queries as keys")
+    if traits.head_dim % 8 or traits.head_dim > 256:
+        reasons.append("on AMD GPUs, serves head dims that are multiples of 8 up to 256 only")
+    return reasons
 
 
 class _Tile(NamedTuple):
@@ -193,7 +225,12 @@ def _distinct(slopes: Tensor) -> Tensor:
 
 
 def _by_head(tensor: Tensor) -> Tensor:
-    """(n, seqlen, heads, head_dim) -> (n, heads, seqlen, head_dim); the kernel needs contiguous channels."""
+    """(n, seqlen, heads, head_dim) -> (n, heads, seqlen, head_dim); the kernel needs contiguous channels.
+
+    On AMD's GPUs it gets its memory laid out as the trial's is.
+    """
+    if tensor.is_cuda:
+        return alignment.ready(tensor.contiguous()).transpose(1, 2)
     has_contiguous_channels = tensor.stride(-1) == 1 or tensor.is_contiguous()
     return (tensor if has_contiguous_channels else tensor.contiguous()).transpose(1, 2)
 

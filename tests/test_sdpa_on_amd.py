@@ -1,0 +1,167 @@
+"""sdpa on AMD's GPUs: plain and causal calls, once a small problem was right. Stubs: nobody here has such a GPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flash_attn_compat import backend_counts, flash_attn_func, reset_backend_counts
+from flash_attn_compat.backends import small_trial
+from flash_attn_compat.backends.sdpa import Sdpa
+from flash_attn_compat.engine import capture
+from flash_attn_compat.engine.call import AttentionCall
+from flash_attn_compat.engine.features import DESCRIPTIONS, Feature, Traits
+from flash_attn_compat.serving import dispatch
+from tests.support import randn
+
+CAUSAL = Feature.CAUSAL | Feature.GQA | Feature.BACKWARD
+SERVED = Feature.CAUSAL | Feature.GQA | Feature.BACKWARD
+Attention = Callable[..., Tensor]
+Seen = list[tuple[Tensor, Tensor, Tensor]]
+
+
+def traits(features: Feature, **changes: object) -> Traits:
+    return Traits("cuda", (9, 4), torch.float16, 64, 64, "=", int(features), "AMD Instinct")._replace(**changes)
+
+
+@pytest.fixture
+def amd(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine on which CPU tensors are an AMD GPU's, and no kernel computes but what SDPA calls."""
+    of_cpu = AttentionCall.traits
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
+    monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda tensor: False), raising=False)
+    monkeypatch.setattr(
+        AttentionCall, "traits", lambda call: of_cpu(call)._replace(device_type="cuda", capability=(9, 4))
+    )
+    monkeypatch.setattr(small_trial, "_device", lambda capability: torch.device("cpu"))
+    monkeypatch.setattr(small_trial, "_tried", functools.cache(small_trial._tried.__wrapped__))
+    monkeypatch.setattr(dispatch, "_decisions", {})
+    return monkeypatch
+
+
+@pytest.fixture
+def seen(amd: pytest.MonkeyPatch) -> Seen:
+    """What F.scaled_dot_product_attention is given."""
+    found: Seen = []
+    attention = F.scaled_dot_product_attention
+
+    def noted(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
+        found.append((q, k, v))
+        return attention(q, k, v, **options)
+
+    amd.setattr(F, "scaled_dot_product_attention", noted)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("features", [Feature(0), Feature.CAUSAL, CAUSAL, Feature.BACKWARD], ids=str)
+def test_plain_and_causal_calls_are_served_where_the_trial_is_right(
+    features: Feature, dtype: torch.dtype, seen: Seen
+) -> None:
+    assert Sdpa().reasons(traits(features, dtype=dtype)) == []
+    assert len(seen) == (2 if features & Feature.BACKWARD else 1) and min(seen[0][0].shape[2], 129) == 129
+
+
+def test_each_kind_of_call_is_tried_once(seen: Seen) -> None:
+    backend = Sdpa()
+    assert backend.reasons(traits(CAUSAL)) == backend.reasons(traits(CAUSAL)) == [] and len(seen) == 2
+    assert backend.reasons(traits(Feature(0))) == [] and len(seen) == 3
+
+
+def ignores_the_mask(attention: Attention) -> Attention:
+    return lambda q, k, v, is_causal, **options: attention(q, k, v, is_causal=False, **options)
+
+
+def is_wrong_behind_row_128(attention: Attention) -> Attention:
+    def wrong(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
+        out = attention(q, k, v, **options)
+        return torch.cat([out[:, :, :128], out[:, :, 128:] * 1.5], dim=2)
+
+    return wrong
+
+
+class WithoutGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, out: Tensor) -> Tensor:
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: object, dout: Tensor) -> Tensor:
+        return torch.zeros_like(dout)
+
+
+def has_wrong_gradients(attention: Attention) -> Attention:
+    return lambda *given, **options: WithoutGradients.apply(attention(*given, **options))
+
+
+@pytest.mark.parametrize("broken", [ignores_the_mask, is_wrong_behind_row_128, has_wrong_gradients])
+def test_a_wrong_answer_to_the_trial_is_a_reason(
+    broken: Callable[[Attention], Attention], amd: pytest.MonkeyPatch
+) -> None:
+    amd.setattr(F, "scaled_dot_product_attention", broken(F.scaled_dot_product_attention))
+    (reason,) = Sdpa().reasons(traits(CAUSAL))
+    assert "wrong answer for head_dim 64" in reason
+
+
+def test_a_trial_that_raises_is_a_reason(amd: pytest.MonkeyPatch) -> None:
+    def refuse(*given: object, **options: object) -> None:
+        raise RuntimeError("HIP error: no kernel image is available")
+
+    amd.setattr(F, "scaled_dot_product_attention", refuse)
+    (reason,) = Sdpa().reasons(traits(CAUSAL))
+    assert "no kernel image" in reason
+
+
+@pytest.mark.parametrize("feature", [feature for feature in Feature if not feature & SERVED], ids=str)
+def test_what_is_not_tried_is_refused_by_its_name_without_a_trial(feature: Feature, seen: Seen) -> None:
+    (reason,) = Sdpa().reasons(traits(CAUSAL | feature))
+    assert DESCRIPTIONS[feature] in reason and not seen
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [({"sq_vs_sk": "<"}, "as many queries as keys"), ({"sq_vs_sk": ">"}, "as many queries as keys"),
+     ({"head_dim": 60, "head_dim_v": 60}, "multiples of 8"), ({"head_dim": 264, "head_dim_v": 264}, "up to 256")],
+)  # fmt: skip
+def test_other_lengths_under_a_causal_mask_and_odd_head_dims_are_refused(
+    changes: dict[str, object], part: str, seen: Seen
+) -> None:
+    (reason,) = Sdpa().reasons(traits(CAUSAL, **changes))
+    assert part in reason and not seen
+
+
+def test_during_a_capture_which_allows_no_trial_it_refuses(amd: pytest.MonkeyPatch) -> None:
+    amd.setattr(capture, "is_capturing", lambda device: True)
+    assert Sdpa().reasons(traits(CAUSAL)) == ["cannot be tried while a graph is captured"]
+
+
+def test_nvidias_gpus_are_left_to_others() -> None:
+    assert Sdpa().reasons(traits(CAUSAL)) == ["of the GPUs that PyTorch calls cuda, serves AMD's only"]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_call_is_dispatched_to_it_and_its_memory_is_laid_out_as_the_trials(causal: bool, seen: Seen) -> None:
+    packed = randn(2, 40, 3, 4, 16)
+    q, k, v = (packed[:, :, at].detach().requires_grad_() for at in range(3))
+    reset_backend_counts()
+    out = flash_attn_func(q, k, v, causal=causal)
+    dq, dk, dv = torch.autograd.grad(out.square().sum(), (q, k, v))
+    assert backend_counts() == {"sdpa": 1}
+    assert all(x.transpose(1, 2).is_contiguous() for given in seen for x in given)
+    plain = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    exact = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in plain), is_causal=causal).transpose(1, 2)
+    for found, expected in zip((out, dq, dk, dv), (exact, *torch.autograd.grad(exact.square().sum(), plain))):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_it_does_not_serve_goes_to_chunked_as_before(seen: Seen) -> None:
+    q = randn(2, 40, 4, 16)
+    reset_backend_counts()
+    flash_attn_func(q, q, q, causal=True, window_size=(8, 0))
+    assert backend_counts() == {"chunked": 1} and not seen
