@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import math
 import sys
 import zipfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,26 +17,33 @@ import pytest
 import flash_attn_compat
 from flash_attn_compat import cli
 from tests import notebook
+from verify import cli as verify_cli
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
 
 
-def commands() -> list[list[str]]:
+def commands() -> Iterator[list[str]]:
     """What any cell gives to flash-attn-compat, where there is a GPU too."""
-    calls = (node for source in notebook.cells().values() for node in ast.walk(ast.parse(source)))
-    shells = (ast.unparse(call).partition("'flash_attn_compat', ") for call in calls if is_shell(call))
-    return [list(ast.literal_eval(f"[{words.rstrip(')')}]")) for _, found, words in shells if found]
-
-
-def is_shell(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "shell"
+    for source in notebook.cells().values():
+        for call in ast.walk(ast.parse(source)):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "shell":
+                words = [str(word.value) for word in call.args if isinstance(word, ast.Constant)]
+                if ast.unparse(call.args[0]) == "*verify":
+                    yield ["verify", *words]
+                elif "flash_attn_compat" in words:
+                    yield words[words.index("flash_attn_compat") + 1 :]
 
 
 def test_commands_of_all_cells_exist() -> None:
-    assert {words[0] for words in commands()} >= {"doctor", "tune"}
-    for words in commands():
-        cli._parser().parse_args(words)
+    assert [words[:2] for words in commands()] == [
+        ["doctor"], ["tune", "--json"], ["verify", "--quick"], ["verify", "bench"], ["verify", "report"]
+    ]  # fmt: skip
+    for name, *words in commands():
+        if name == "verify":
+            verify_cli.build_parser().parse_args(words if words[0] in ("bench", "report") else ["compare", *words])
+        else:
+            cli._parser().parse_args([name, *words])
 
 
 def test_the_notebook_is_kept_without_outputs() -> None:
@@ -41,12 +51,17 @@ def test_the_notebook_is_kept_without_outputs() -> None:
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in found)
 
 
-def test_a_command_that_fails_stops_the_notebook_after_what_it_said(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("stop", [True, False])
+def test_a_command_that_fails_stops_the_notebook_or_is_told_after_what_it_said(
+    stop: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     names: dict[str, Any] = {}
     notebook.run("install", next(iter(notebook.cells().values())), names)
-    with pytest.raises(RuntimeError, match="exit code 3"):
-        names["shell"](sys.executable, "-S", "-c", "print('said'); raise SystemExit(3)")
-    assert capsys.readouterr().out == "said\n"
+    failing = sys.executable, "-S", "-c", "print('said'); raise SystemExit(3)"
+    with pytest.raises(RuntimeError, match="exit code 3") if stop else contextlib.nullcontext():
+        names["shell"](*failing, stop=stop)
+    said, *told = capsys.readouterr().out.splitlines()
+    assert said == "said" and len(told) == (not stop) and all("exit code 3" in line for line in told)
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +71,11 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     notebook.save_tiny_model(folder / "tiny")
     names: dict[str, Any] = {"folder": folder, "told": []}
 
-    def shell(*command: str) -> str:
+    def shell(*command: str, stop: bool = True) -> str:
         names["told"].append(command)
+        for file in command:
+            if file.endswith(".json"):
+                Path(file).touch()
         return "said\n"
 
     with pytest.MonkeyPatch.context() as patch:
@@ -74,7 +92,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_cells_run_from_top_to_bottom_and_install_nothing_that_is_there(ran: dict[str, Any]) -> None:
     assert ran["missing"] == []
-    assert [command[:4] for command in ran["told"]] == [(sys.executable, "-m", "flash_attn_compat", "doctor")]
+    assert [command[1:4] for command in ran["told"]] == [("-m", "flash_attn_compat", at) for at in ("doctor", "verify")]
 
 
 def test_its_lora_computes_attention_by_this_package_and_learns_what_sdpa_learns(ran: dict[str, Any]) -> None:
@@ -85,5 +103,6 @@ def test_its_lora_computes_attention_by_this_package_and_learns_what_sdpa_learns
 
 def test_its_last_cell_packs_what_was_found(ran: dict[str, Any]) -> None:
     with zipfile.ZipFile(ran["folder"] / "t4-report.zip") as report:
+        assert report.namelist() == ["t4-answers.json", "t4-doctor.txt", "t4-lora.json"]
         assert report.read("t4-doctor.txt") == b"said\n"
         assert json.loads(report.read("t4-lora.json")).keys() == {"model", *ran["figures"]}
