@@ -149,7 +149,9 @@ def _attend(
         raise RuntimeError("Paged KVcache does not support cache_batch_idx")
     pages = table if rows is None else rows
     tensors = q, k_cache, v_cache, slopes, None, None, lengths, leftpad, pages, None, k, v, cos, sin
-    others = bool(interleaved), integer("num_splits", num_splits), rows is not None, length is not None, side
+    if type(num_splits) is not int:
+        num_splits = integer("num_splits", num_splits)
+    others = bool(interleaved), num_splits, rows is not None, length is not None, side
     known, result = serve(Request(CACHE, tensors, (values, *others), length))
     return result.out, result.lse.contiguous() if known.call.return_lse else None
 

@@ -56,6 +56,10 @@ class CallRefused(KernelsFailed):
     """The kernels cannot compute this very call, for its sizes; other calls of the same traits they can."""
 
 
+class Negated(RuntimeError):
+    """A tensor's memory holds its numbers with the other sign, which PyTorch knows and a kernel does not."""
+
+
 class Backend(abc.ABC):
     """One way to compute attention."""
 

@@ -146,13 +146,10 @@ def look_up(request: Request) -> tuple[Key | None, Known | None]:
     kind, tensors, values, _ = request
     if not PLAIN.issuperset(map(type, tensors)) or _transforms():
         return None, None
-    q, k, v = tensors[:3]
     try:
-        if q.is_neg() or k.is_neg() or v.is_neg():
-            return None, None  # their memory holds other numbers than they do
-        key = kind, values, layouts(tensors), surroundings(q)
+        key = kind, values, layouts(tensors), surroundings(tensors[0])
     except (AttributeError, RuntimeError):
-        return None, None  # there is none, or one has no address: the checks say it better
+        return None, None  # q is none, or a tensor has no address: the checks say it better
     return key, _current.known.get(key)
 
 

@@ -106,8 +106,7 @@ class _Attention(torch.autograd.Function):
             return None, None, *(None for _ in inputs)
         if dout is not None and type(dout) is not Tensor:
             dout = dout.clone()  # of a pending collective, that is its result
-        q, k, v = map(Tensor.resolve_neg, unpack(inputs))  # as serve took them
-        tensors = backward_tensors((q, k, v, *rest[: ctx.others]), rng_state)
+        tensors = backward_tensors((*unpack(inputs), *rest[: ctx.others]), rng_state)
         if torch.is_grad_enabled():
             call = ctx.known.call.with_tensors(*tensors)
             return None, None, *_differentiable_gradients(inputs, ctx.needs_input_grad[2:], call, dout, dlse)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends import Backend, CallRefused, KernelsFailed
+from flash_attn_compat.backends import Backend, CallRefused, KernelsFailed, Negated
 from flash_attn_compat.engine import callers_state, capture, memory
 from flash_attn_compat.engine.append import by_operators
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
@@ -37,6 +37,8 @@ def run(known: Known, request: Request) -> tuple[Known, Result]:
             result = known.run(request.tensors, request.length)
         except KernelsFailed as failure:
             known = _prepared(memory.look_up(request)[0], request.kind.build(request), known.backend, failure)
+        except Negated:
+            return run(*find(_stored(known, request)))
         else:
             if known.backend is not None:
                 dispatch.count(known.backend)
@@ -44,20 +46,25 @@ def run(known: Known, request: Request) -> tuple[Known, Result]:
 
 
 def find(request: Request) -> tuple[Known, Request]:
-    """What is known of a request, which passed its checks; and the request as kernels can read it."""
+    """What is known of a request, which passed its checks, and the request."""
     (key, known), check = memory.look_up(request), request.kind.check
     alike = None if known is not None else request.kind.build(request)
-    if alike is not None and key is None:
-        own = request.tensors[: 1 if alike.is_over_cache else 3]
-        if any([x.is_neg() for x in own]):  # kernels of others read memory; a cache is written where it lies
-            stored = [x.resolve_neg() for x in own]
-            return find(request._replace(tensors=(*stored, *request.tensors[len(own) :])))
     if check is not None:
         check(request)
     if known is None:
         assert alike is not None
         known = _prepared(key, alike)
     return known, request
+
+
+def _stored(known: Known, request: Request) -> Request:
+    """Without lazily negated views. What is written is written where it lies, or by somebody else: raises Negated."""
+    written = (1, 2) if known.call.appends else ()
+    given = enumerate(request.tensors)
+    stored = tuple([x if x is None or index in written else x.resolve_neg() for index, x in given])
+    if all([one is other for one, other in zip(stored, request.tensors)]):
+        raise Negated("a negated view of a cache cannot be written by a kernel: give it the cache itself, or a copy")
+    return request._replace(tensors=stored)
 
 
 def whole(request: Request) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -79,7 +86,7 @@ def dmask(known: Known, tensors: Tensors, rng_state: Tensor | None) -> Tensor:
 
 def backward_tensors(tensors: Tensors, rng_state: Tensor | None) -> Tensors:
     """A request's tensors with the dropout's state, as a backward takes them."""
-    return (*(*tensors, *_NONE)[:9], rng_state)
+    return (*[x.resolve_neg() for x in tensors[:3]], *(*tensors[3:], *_NONE)[:6], rng_state)
 
 
 def gradients(

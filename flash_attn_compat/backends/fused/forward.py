@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import settings
+from flash_attn_compat.backends.base import Negated
 from flash_attn_compat.backends.fused import append, grids, launcher, tensor_cores, trial, variants
 from flash_attn_compat.backends.fused.launcher import Launch, Output, Plan
 from flash_attn_compat.backends.fused.variants import Kind
@@ -162,6 +163,8 @@ class Attention:
         """As Run of engine/memory.py."""
         rng_state = None
         if self.drops:
+            if any([x.is_neg() for x in tensors[:3]]):  # before a random number is taken
+                raise Negated("q, k and v must not be lazily negated views")
             rng_state = (*tensors, *_NONE)[9]
             rng_state = dropout.new_rng_state(self.plan.place) if rng_state is None else rng_state
             tensors = (*(*tensors, *_NONE)[:9], rng_state)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import settings
+from flash_attn_compat.backends.base import Negated
 from flash_attn_compat.backends.fused import loader, params, variants, verdicts
 from flash_attn_compat.backends.fused.variants import Kind, Variant
 from flash_attn_compat.engine import alignment, capture, dropout
@@ -95,7 +96,7 @@ class Plan:
         sizes = {name: reach(tensor) for name, tensor in like.items()}
         sizes["rng_state"] = 16 if call.dropout_p else 0
         self._expected = [
-            (index, name, _DTYPES.get(name, call.q.dtype), 0 if name in _MADE else size)
+            (index, name, dtype := _DTYPES.get(name, call.q.dtype), dtype.itemsize, 0 if name in _MADE else size)
             for index, (name, size) in enumerate(sizes.items())
             if size
         ]
@@ -149,20 +150,21 @@ class Plan:
         """Where each tensor begins, once it is known to be what the kernels expect and as large as the plan's."""
         found: list[int] = []
         device = self.device
-        for index, name, dtype, size in self._expected:
+        for index, name, dtype, itemsize, size in self._expected:
             tensor = tensors[index]
             if (
                 tensor.dtype is not dtype
                 or tensor.get_device() != device
-                or (size and tensor.storage_offset() * dtype.itemsize + size > tensor.untyped_storage().nbytes())
-                or tensor.is_neg()
+                or (size and tensor.storage_offset() * itemsize + size > tensor.untyped_storage().nbytes())
             ):
                 raise RuntimeError(
                     f"{name} must be {dtype} on device {device} with {size} bytes in its storage from its first "
-                    f"element on, not a lazily negated view; got {tensor.dtype} on {tensor.device}, shape "
-                    f"{tuple(tensor.shape)}, strides {tensor.stride()}, storage of "
-                    f"{tensor.untyped_storage().nbytes()} bytes, offset {tensor.storage_offset()}"
+                    f"element on; got {tensor.dtype} on {tensor.device}, shape {tuple(tensor.shape)}, "
+                    f"strides {tensor.stride()}, storage of {tensor.untyped_storage().nbytes()} bytes, "
+                    f"offset {tensor.storage_offset()}"
                 )
+            if tensor.is_neg():
+                raise Negated(f"{name} must not be a lazily negated view")
             found.append(tensor.data_ptr())
         return found
 
