@@ -91,10 +91,10 @@ def flash_attn_with_kvcache(
             number, wants_lse,
         )  # fmt: skip
     else:
+        options = 0.0, softmax_scale, causal, window_size, softcap, None, False, wants_lse
         out, lse = _attend(
             (q, k_cache, v_cache, alibi_slopes, k, v, rotary_cos, rotary_sin), cache_seqlens, cache_batch_idx,
-            cache_leftpad, block_table, plain(0.0, softmax_scale, causal, window_size, softcap, False, wants_lse),
-            rotary_interleaved, num_splits,
+            cache_leftpad, block_table, plain(options), rotary_interleaved, num_splits,
         )  # fmt: skip
     if s_aux is not None:
         out, lse = sinks.absorb(out, lse, s_aux.detach())
@@ -369,10 +369,10 @@ def _kvcache_op(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     out, lse = _attend(
         (q, x.k_cache, x.v_cache, x.alibi_slopes, x.k, x.v, x.rotary_cos, x.rotary_sin),
         x.cache_seqlens if cache_seqlen is None else cache_seqlen, x.cache_batch_idx, x.cache_leftpad, x.block_table,
-        plain(
-            0.0, x.softmax_scale, x.causal, (x.window_size_left, x.window_size_right), x.softcap, False,
+        plain((
+            0.0, x.softmax_scale, x.causal, (x.window_size_left, x.window_size_right), x.softcap, None, False,
             return_softmax_lse,
-        ),
+        )),
         x.rotary_interleaved, x.num_splits,
     )  # fmt: skip
     return out.contiguous(), q.new_empty(0, dtype=lse_dtype(q.dtype)) if lse is None else lse

@@ -171,7 +171,7 @@ def emulate(
         compiled = emulator.compile_kernel(sources / variant.source, variant.entry, dict(variant.macros))
         rules = emulator.Rules(seed, number, truncates, found.rows_overlap)
         found.conflicts.append(
-            compiled.launch(content, launch.blocks, variant.threads, variant.shared, memory[-64:], rules)
+            compiled.launch(content, launch.blocks, variant.threads, variant.shared, memory[-512:], rules)
         )
 
     found = record(monkeypatch, number, tried, compute)

@@ -23,7 +23,7 @@ from flash_attn_compat import (
     reset_backend_counts,
     use_backend,
 )
-from flash_attn_compat.backends.fused import Fused
+from flash_attn_compat.backends.fused import Fused, launcher
 from flash_attn_compat.engine import capture, memory
 from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_call, packed_call
 from tests import fused_on_cpu, warm
@@ -255,11 +255,16 @@ def test_a_scale_of_any_type_finds_the_step_of_the_call_before(scale: Any, monke
     assert len(launches.variants) == 1, "one plan is made"
 
 
+@pytest.mark.parametrize("head_dim", [32, 12])  # as it lies, and by copies
+@pytest.mark.parametrize("backend", ["fused", "chunked"])
 @pytest.mark.parametrize("function", FIRST)
-def test_nothing_is_kept_alive(function: str) -> None:
-    memory.forget()
-    call = FIRST[function].build()
-    found = solve(getattr(flash_attn_interface, function), call)
+def test_nothing_is_kept_alive(function: str, backend: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    fused_on_cpu.record(monkeypatch)
+    monkeypatch.setattr(launcher, "SMALL", 0)
+    problem = FIRST[function]
+    call = replace(problem, dtype="float16", head_dim=head_dim, rotary_dim=0).build()
+    with use_backend(backend):
+        found = solve(getattr(flash_attn_interface, function), call)
     gone = [weakref.ref(value) for value in (*call.args.values(), *found.parts.values()) if isinstance(value, Tensor)]
     assert memory.current().known
     del call, found

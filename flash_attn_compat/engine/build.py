@@ -61,7 +61,7 @@ class Packing(NamedTuple):
 
 def dense_request(q: Tensor, k: Tensor, v: Tensor, options: Options, purpose: Purpose = FORWARD) -> Request:
     """Of (batch, seqlen, heads, head_dim) tensors."""
-    return Request(DENSE, (q, k, v, options.alibi_slopes), (plain(*options[:5], *options[6:]), purpose))
+    return Request(DENSE, (q, k, v, options.alibi_slopes), (plain(options), purpose))
 
 
 def packed_request(
@@ -82,7 +82,7 @@ def packed_request(
             if used is None and isinstance(starts_k, Tensor) and starts_k.dim() == 1:
                 used = starts_k[1:] - starts_k[:-1]
             tensors = (*tensors[:5], None, used, leftpad, table, None, starts_k)
-    given = plain(*options[:5], *options[6:]), purpose, max_seqlen_q, max_seqlen_k, equal_lengths
+    given = plain(options), purpose, max_seqlen_q, max_seqlen_k, equal_lengths
     return Request(PACKED, tensors, given)
 
 
@@ -98,10 +98,9 @@ def packed_call(
     return _build_packed(packed_request(q, k, v, packing, options, purpose)).call
 
 
-def plain(
-    dropout_p: Any, scale: Any, causal: Any, window_size: Any, softcap: Any, deterministic: Any, return_attn_probs: Any
-) -> tuple[Any, ...]:
-    """Options, window_size as two, as values by which a call may be known: equal ones mean the same."""
+def plain(options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Options without their slopes, window_size as two, as values to know a call by: equal ones mean the same."""
+    dropout_p, scale, causal, window_size, softcap, _, deterministic, return_attn_probs = options
     try:
         left, right = window_size
     except (TypeError, ValueError):
