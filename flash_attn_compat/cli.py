@@ -17,16 +17,15 @@ from flash_attn_compat.naming import install as installation
 from flash_attn_compat.naming import patch
 from flash_attn_compat.naming.patch import Sdpa
 
-# How run and install spell patch's sdpa.
+# How run and install spell patch's sdpa, and how run spells its api.
 _SDPA: dict[str, Sdpa] = {"--sdpa": True, "--sdpa=always": "always"}
+_API = {f"--api={api}": api for api in settings.APIS}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 done, 1 refused or failed, 2 wrong usage)."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    wish = _SDPA.get(arguments[1]) if arguments[:1] == ["run"] and len(arguments) > 1 else None
-    if wish is not None:
-        del arguments[1]
+    sdpa, api = _options_of_run(arguments) if arguments[:1] == ["run"] else (False, None)
     runs = arguments[:1] == ["run"] and len(arguments) > 1 and arguments[1] not in ("-h", "--help")
     verifies = arguments[:1] == ["verify"]
     options = None if runs or verifies else _parser().parse_args(arguments)
@@ -38,19 +37,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if verifies:
         return verify(arguments[1:])
     if options is None:
-        run(arguments[1:], wish or False)
+        run(arguments[1:], sdpa, api)
     if options.command == "run":
         _parser().error("run: name a script, or -m and a module")
     action: Callable[[argparse.Namespace], int] = options.action
     return action(options)
 
 
-def run(arguments: Sequence[str], sdpa: Sdpa = False) -> NoReturn:
-    """Become `python ARGUMENTS...` in an environment that finds flash_attn. sdpa: as patch's
+def _options_of_run(arguments: list[str]) -> tuple[Sdpa, str | None]:
+    """Taken out of `run OPTIONS... SCRIPT ...`: what follows the script is the script's."""
+    sdpa: Sdpa = False
+    api = None
+    while len(arguments) > 1:
+        if arguments[1] == "--api" and len(arguments) > 2:
+            arguments[1:3] = [f"--api={arguments[2]}"]
+        if arguments[1] in _SDPA:
+            sdpa = _SDPA[arguments[1]]
+        elif arguments[1] in _API:
+            api = _API[arguments[1]]
+        elif arguments[1].startswith("--api"):
+            _parser().error(f"run: --api must be {' or '.join(settings.APIS)}, got {arguments[1][6:]!r}")
+        else:
+            break
+        del arguments[1]
+    return sdpa, api
+
+
+def run(arguments: Sequence[str], sdpa: Sdpa = False, api: str | None = None) -> NoReturn:
+    """Become `python ARGUMENTS...` in an environment that finds flash_attn. sdpa, api: as patch's
 
     A fresh interpreter, so that __main__, sys.path, exit code, signals and tracebacks are those of a direct run.
     """
-    patch(sdpa=sdpa)
+    patch(api, sdpa=sdpa)
     command = [sys.executable, *arguments]
     if os.name == "nt":  # there, exec starts a child and lets the shell go on
         sys.exit(subprocess.call(command))
@@ -110,8 +128,9 @@ def _parser() -> argparse.ArgumentParser:
         help="run a script or module that finds flash_attn",
         description="Starts Python on the script or module, as python itself would, in an environment where "
         "flash_attn is this package, for the processes that it starts too. Nothing is installed.",
-        usage="flash-attn-compat run [--sdpa[=always]] SCRIPT [ARGUMENT ...] | -m MODULE [ARGUMENT ...]",
-        epilog="--sdpa: F.scaled_dot_product_attention runs on this package's kernels, too, on GPUs of compute "
+        usage="%(prog)s [--api {2.6,2.8}] [--sdpa[=always]] SCRIPT [ARGUMENT ...] | -m MODULE [ARGUMENT ...]",
+        epilog="--api 2.6: the interface for code written before flash-attn 2.7. "
+        "--sdpa: F.scaled_dot_product_attention runs on this package's kernels, too, on GPUs of compute "
         "capability below 8.0; --sdpa=always: on any that they run on.",
     )
     command.add_argument("rest", nargs=argparse.REMAINDER, metavar="SCRIPT")

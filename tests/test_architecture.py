@@ -23,7 +23,7 @@ LAYERS = (
 )
 LAYER_OF = {name: number for number, layer in enumerate(LAYERS) for name in layer}
 # Stand-ins that other interpreters find; their imports are those of a client.
-SITES = ("naming.site.", "naming.site_2_6.", "naming.site_fa3.")
+SITES = ("naming.site.", "naming.site_2_6.", "naming.site_fa3.", "naming.hub_flash_attn2.")
 
 
 def module_name(path: Path) -> str:

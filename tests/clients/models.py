@@ -64,6 +64,7 @@ def _qwen2_vl_inputs(config: Any) -> dict[str, Tensor]:
 
 
 WINDOW = {"sliding_window": 5}
+WITH_REVISION = "kernels-community/flash-attn2@v1:flash_attn_varlen_func"
 QWEN_VISION = dict(
     depth=2, embed_dim=64, hidden_size=64, num_heads=4, mlp_ratio=2, patch_size=4, in_channels=3, in_chans=3
 )
@@ -79,7 +80,8 @@ MODELS: dict[str, Model] = {
         DECODER | WINDOW | {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}
         | {"layer_types": ["sliding_attention", "full_attention"]}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-        ways=(SINKS, NAMED, *hub_kernels.NAMES),  # transformers itself makes a hub's name of flash_attention_2
+        # transformers itself makes a hub's name of flash_attention_2.
+        ways=(SINKS, NAMED, *hub_kernels.NAMES, WITH_REVISION),
     ),
     "bert": Model("encoder", "BertConfig", "BertForMaskedLM", ENCODER),
     "modernbert": Model(
@@ -114,7 +116,7 @@ def why_not(name: str, way: str = NAMED) -> str | None:
     if way in (REGISTERED, SINKS) and importlib.util.find_spec("transformers.masking_utils") is None:
         return f"transformers {transformers.__version__} has no registry of masks"
     flash_utils = transformers.modeling_flash_attention_utils
-    if way in hub_kernels.NAMES and not hasattr(flash_utils, "FLASH_ATTN_KERNEL_FALLBACK"):
+    if way.startswith(hub_kernels.NAMES) and not hasattr(flash_utils, "FLASH_ATTN_KERNEL_FALLBACK"):
         return f"transformers {transformers.__version__} loads hub kernels in another way"
     model = getattr(transformers, MODELS[name].head, None)
     if model is None:

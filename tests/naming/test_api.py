@@ -162,3 +162,20 @@ def test_a_real_package_is_put_aside_for_it(tmp_path: Path) -> None:
     )
     answer = forked(code)
     assert answer.stdout.split() == ["2.6.3", "2.6.3", "True"], answer.stderr
+
+
+def test_old_code_alone_can_have_the_old_unpad_input_beside_todays_version(tmp_path: Path) -> None:
+    """As docs/monkeypatching.md says: for libraries that refuse the version 2.6.3, such as xformers."""
+    (tmp_path / "old_code.py").write_text("from flash_attn.bert_padding import unpad_input")
+    answer = forked(f"""
+import sys, torch, flash_attn_compat
+sys.path.insert(0, {str(tmp_path)!r})
+flash_attn_compat.patch()
+import flash_attn, flash_attn.bert_padding, old_code
+from flash_attn_compat.api_2_6.bert_padding import unpad_input
+old_code.unpad_input = unpad_input
+given = torch.ones(2, 3, 4), torch.tensor([[1, 1, 0], [1, 1, 1]])
+assert len(old_code.unpad_input(*given)) == 4 and len(flash_attn.bert_padding.unpad_input(*given)) == 5
+assert tuple(map(int, flash_attn.__version__.split("."))) == (2, 8, 3)  # within xformers' 2.7.1 to 2.8.4
+""")
+    assert answer.returncode == 0, answer.stderr

@@ -105,3 +105,15 @@ def test_a_variable_that_means_nothing_ends_in_one_line(arguments, variable, val
     assert cli.main(arguments) == 2
     (told,) = capsys.readouterr().err.splitlines()
     assert told.startswith(f"flash-attn-compat: FLASH_ATTN_COMPAT_{variable} must be {wanted}")
+
+
+@pytest.mark.parametrize("options", [["--api", "2.6"], ["--api=2.6"], ["--sdpa", "--api", "2.6"]])
+def test_run_takes_the_interface_that_the_script_wants(script, tmp_path, options):
+    answer = run(*options, str(script), "--api", "9", cwd="/")
+    assert answer.returncode == 7, answer.stderr
+    assert json.loads(answer.stdout) == ["__main__", ["--api", "9"], str(tmp_path), "2.6.3"]
+
+
+def test_an_interface_that_nobody_knows_ends_in_one_line(capsys):
+    assert stopped(["run", "--api", "1.0", "job.py"]) == 2
+    assert "--api must be 2.6 or 2.8, got '1.0'" in capsys.readouterr().err

@@ -1,0 +1,89 @@
+"""The package `kernels`, which loads kernels of Hugging Face's hub, takes our build of flash-attn2 for a download."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flash_attn_compat
+from flash_attn_compat import flash_attn_func
+from flash_attn_compat.naming.hub_kernels import FOLDER, LOCAL_KERNELS, NAMES
+from tests.interpreters import forked_child
+
+GET = """
+import kernels
+got = kernels.get_kernel("kernels-community/flash-attn2", {which})
+import flash_attn_compat as ours
+assert got.flash_attn_func is ours.flash_attn_func and got.flash_attn_with_kvcache is ours.flash_attn_with_kvcache
+"""
+
+
+@pytest.mark.parametrize("which", ["version=3", "version=4", "revision='v1'"])
+def test_get_kernel_gives_our_functions_in_a_child_too(which: str) -> None:
+    pytest.importorskip("kernels", reason="kernels is not installed")
+    with flash_attn_compat.patched(hub_kernels=True):
+        answer = forked_child(GET.format(which=which))
+    assert answer.returncode == 0, answer.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, f"{NAMES[0]}={FOLDER}"),
+        ("another/kernel=/there", f"another/kernel=/there:{NAMES[0]}={FOLDER}"),
+        (f"{NAMES[0]}=/theirs", f"{NAMES[0]}=/theirs"),
+    ],
+)
+def test_the_setting_keeps_what_it_was_given_and_is_given_back(
+    given: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(LOCAL_KERNELS, raising=False)
+    if given is not None:
+        monkeypatch.setenv(LOCAL_KERNELS, given)
+    with flash_attn_compat.patched(hub_kernels=True):
+        assert os.environ[LOCAL_KERNELS] == expected
+    assert os.environ.get(LOCAL_KERNELS) == given
+    with flash_attn_compat.patched():
+        assert os.environ.get(LOCAL_KERNELS) == given
+
+
+BUILDS = sorted(FOLDER.glob("build/*"))
+
+
+@pytest.mark.parametrize("build", BUILDS, ids=[build.name for build in BUILDS])
+def test_a_build_for_each_kind_of_torch_says_what_it_is(build: Path) -> None:
+    assert len(BUILDS) == 5
+    told = json.loads((build / "metadata.json").read_text())
+    backend = told["backend"]["type"]
+    assert build.name == f"torch-{backend}" and told["id"].endswith(backend) and told["name"] == "flash-attn2"
+    found: dict[str, Any] = {}
+    exec((build / "__init__.py").read_text(), found)
+    assert found["flash_attn_func"] is flash_attn_func
+
+
+@pytest.mark.usefixtures("patched")
+def test_diffusers_finds_it_by_its_own_names() -> None:
+    pytest.importorskip("kernels", reason="kernels is not installed")
+    pytest.importorskip("diffusers", reason="diffusers is not installed")
+    with flash_attn_compat.patched(hub_kernels=True):
+        answer = forked_child(DIFFUSERS)
+    assert answer.returncode == 0, answer.stderr[-3000:]
+
+
+DIFFUSERS = """
+import torch, flash_attn_compat
+from diffusers.models import attention_dispatch as dispatch
+q, k, v = (torch.randn(1, 6, 2, 16) for _ in range(3))
+for name in ("flash_hub", "flash_varlen_hub"):
+    backend = dispatch.AttentionBackendName(name)
+    dispatch._maybe_download_kernel_for_backend(backend)
+    flash_attn_compat.reset_backend_counts()
+    found = dispatch.dispatch_attention_fn(q, k, v, backend=backend)
+    assert flash_attn_compat.backend_counts(), name
+    expected = dispatch.dispatch_attention_fn(q, k, v, backend=dispatch.AttentionBackendName.NATIVE)
+    torch.testing.assert_close(found, expected)
+"""
