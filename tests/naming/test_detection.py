@@ -6,13 +6,14 @@ import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import inspect
 import multiprocessing
 import os
 import pkgutil
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -79,6 +80,94 @@ def test_a_look_finds_flash_attn_while_patched_and_nothing_afterwards(look):
     assert finds(look)
     unpatch()
     assert not finds(look)
+
+
+def parts(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:3])
+
+
+class Client(NamedTuple):
+    """What a project asks before it uses flash-attn: the versions it accepts, and what it imports then, unguarded."""
+
+    lowest: tuple[int, ...]
+    highest: tuple[int, ...]
+    imports: tuple[str, ...]
+    refuses_2_6: bool = False
+
+
+_PRIVATE = "from flash_attn.flash_attn_interface import _flash_attn_forward, _flash_attn_backward"
+_PRIVATE_VARLEN = "from flash_attn.flash_attn_interface import _flash_attn_varlen_forward, _flash_attn_varlen_backward"
+_ANY = (0,), (9,)
+CLIENTS = {
+    "TransformerEngine": Client(
+        (2, 1, 1), (2, 8, 4),
+        (
+            "from flash_attn_2_cuda import varlen_bwd",
+            "from flash_attn.flash_attn_interface import flash_attn_func, flash_attn_varlen_func",
+            _PRIVATE, _PRIVATE_VARLEN,
+        ),
+    ),
+    "Megatron-Core": Client(
+        *_ANY,
+        (
+            "from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache",
+            "from flash_attn.layers.rotary import apply_rotary_emb",
+        ),
+    ),
+    "xformers 0.0.35": Client(
+        (2, 7, 1), (2, 8, 4),
+        (
+            "from flash_attn.flash_attn_interface import flash_attn_gpu",
+            "flash_attn_gpu.fwd, flash_attn_gpu.bwd, flash_attn_gpu.varlen_fwd, flash_attn_gpu.varlen_bwd",
+        ),
+        refuses_2_6=True,
+    ),
+    "diffusers 0.42": Client(
+        (2, 6, 3), (9,),
+        ("from flash_attn.flash_attn_interface import _wrapped_flash_attn_forward, _wrapped_flash_attn_backward",),
+        refuses_2_6=True,  # not by its version: it has no such functions
+    ),
+    "ring-flash-attn, yunchang": Client((2, 7, 0), (9,), (_PRIVATE, _PRIVATE_VARLEN), refuses_2_6=True),
+    "DeepSpeed's FPDT": Client(*_ANY, (_PRIVATE,)),
+    "SGLang, nano-vllm": Client(
+        *_ANY, ("from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache",)
+    ),
+}  # fmt: skip
+
+
+def accepts(client: Client) -> bool:
+    if not client.lowest <= parts(importlib.metadata.version("flash-attn")) <= client.highest:
+        return False
+    found: dict[str, Any] = {}
+    try:
+        for statement in client.imports:
+            exec(statement, found)
+    except ImportError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("api", ["2.6", "2.8"])
+@pytest.mark.parametrize("name", CLIENTS)
+def test_the_lines_by_which_a_client_decides_let_it_take_us(name: str, api: str) -> None:
+    patch(api)
+    assert accepts(CLIENTS[name]) == (api == "2.8" or not CLIENTS[name].refuses_2_6)
+    # Those who look for newer ones first find none.
+    assert not any(finds(lambda other=other: importlib.util.find_spec(other)) for other in NEWER)
+
+
+NEWER = "flash_attn_interface", "flash_attn_3", "flash_attn.cute"
+
+
+def test_arguments_and_defaults_of_private_functions_can_be_read_without_following_wrappers() -> None:
+    """As ring-flash-attn reads them."""
+    patch()
+    interface = importlib.import_module("flash_attn.flash_attn_interface")
+    for name in ("_flash_attn_forward", "_flash_attn_backward", "_flash_attn_varlen_forward"):
+        function = getattr(interface, name)
+        told = inspect.getfullargspec(function)
+        assert inspect.isfunction(function) and not told.kwonlyargs and not told.varargs
+        assert {"q", "k", "v", "dropout_p", "softmax_scale", "window_size_left", "softcap"} <= set(told.args)
 
 
 def test_a_pkg_resources_loaded_before_sees_the_distribution_and_forgets_it():
