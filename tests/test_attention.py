@@ -32,6 +32,11 @@ def test_causal_scores_may_be_scaled_by_what_is_not_positive(scale: float) -> No
     check(replace(DENSE, softmax_scale=scale, causal=True))
 
 
+def test_heads_that_are_wider_than_flash_attn_takes_are_right() -> None:
+    """Gemma 4 has such."""
+    check(replace(DENSE, head_dim=512, causal=True))
+
+
 # ---------------------------------------------------------------- sequences alone, as a view, gathered, padded
 
 
