@@ -51,7 +51,7 @@ def test_the_setting_keeps_what_it_was_given_and_is_given_back(
         assert os.environ.get(LOCAL_KERNELS) == given
 
 
-BUILDS = sorted(FOLDER.glob("build/*"))
+BUILDS = sorted(FOLDER.glob("torch-*"))
 
 
 @pytest.mark.parametrize("build", BUILDS, ids=[build.name for build in BUILDS])
