@@ -18,7 +18,8 @@ def state() -> tuple[object, ...]:
     environment = {name: value for name, value in os.environ.items() if name.startswith(("FLASH_ATTN", "PYTHONPATH"))}
     modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in NAMES}
     finders = [finder for finder in sys.meta_path if type(finder).__name__ != "VendorImporter"]  # setuptools' own
-    return list(sys.path), finders, environment, modules
+    paths = [place for place in sys.path if not place.endswith("_vendor")]  # setuptools' own, at its import
+    return paths, finders, environment, modules
 
 
 @pytest.fixture(autouse=True)
