@@ -11,7 +11,8 @@
 //
 // The layout in which mma returns S is the one in which it takes P and dS: they never leave the registers.
 //
-// A block has NW warps of MT row tiles of 16, OWN = NW * MT * 16 rows. Passing tiles have TL rows; the one of S has two buffers, since
+// A block has NW warps of MT row tiles of 16, OWN = NW * MT * 16 rows. With PAIRS, two warps have the same own rows: each finds P and dS of half of a
+// tile's passing rows, both get both through shared memory, and each adds up every other 16 channels: half as many accumulators. Passing tiles have TL rows; the one of S has two buffers, since
 // it is read again for dS. Own operands lie in registers (REG_S, REG_P) or in shared memory. Bytes of shared memory:
 //   OWN * 2 ([not REG_S] D + [not REG_P] DV) + max(TL * 2 (2 D + DV) + [dkdv] TL * 16, OWN * 2 max(D, DV))
 // Entries: delta (delta.cu), dkdv (dkdv.cu), dq (dq.cu), launched in this order; grids are said there, tiles chosen in
@@ -22,7 +23,11 @@
 #pragma once
 #include "splits.cuh"
 
-constexpr int THREADS = NW * 32, OWN = NW * MT * 16, NB = TL / 8, WARP_ROWS = MT * 16;
+constexpr int THREADS = NW * 32, GROUPS = NW >> PAIRS, OWN = GROUPS * MT * 16, WARP_ROWS = MT * 16;
+constexpr int SEEN = TL >> PAIRS, NB = SEEN / 8;   // passing rows of a tile whose scores a warp finds
+static_assert(!PAIRS || (D % 32 == 0 && DV % 32 == 0 && SEEN % 16 == 0), "what is shared out comes in 16s");
+DEVICE int group_of(int thread) { return (thread >> 5) % GROUPS; }   // of warps with the same own rows
+DEVICE int side_of(int thread) { return PAIRS ? (thread >> 5) / GROUPS : 0; }
 static_assert(!KEYS_STAY || 2 * TL <= THREADS, "a thread loads one of a tile's LSE and delta");
 // Rows of S's operands have D channels, those of dP's DV.
 typedef Layout<D> OfS;
@@ -37,7 +42,8 @@ constexpr int P_SHIFT = TYPE == 2 ? 12 : 0;
 constexpr int SLOPE_SHIFT = SOFTCAP ? 2 : 0;
 typedef float Scores[NB][MT][4];
 typedef u32 Packed[NB / 2][MT][4];         // scores as operands
-typedef float GradientS[D / 8][MT][4], GradientP[DV / 8][MT][4];
+typedef u32 WholeTile[TL / 16][MT][4];
+typedef float GradientS[D / 8 >> PAIRS][MT][4], GradientP[DV / 8 >> PAIRS][MT][4];
 
 // ---- Powers of two (converted bf16)
 DEVICE int exponent_of(float x) { return ((__float_as_int(x) >> 23) & 255) - 127; }
@@ -65,7 +71,7 @@ DEVICE int exponent_of_ds(const Params &p, const Exponents &e, float largest_dou
 }
 
 // ---- Which passing rows a warp's own rows see. Queries from a key's own position - right to it + left see it.
-typedef Band<WARP_ROWS, TL> Sight;
+typedef Band<WARP_ROWS, SEEN> Sight;
 DEVICE Sight sight(const Params &p, int first, int shift, int passing, int zero) {
   const int left = window(p.window_left + zero), right = window(p.window_right + zero);
   return {first + zero, shift + zero, passing, KEYS_STAY ? right : left, KEYS_STAY ? left : right};
@@ -111,12 +117,12 @@ struct Scoring {
 // ---- c += a tile, along the passing rows. On Turing the addresses are product()'s, so that they are kept once: transposed, blocks and steps
 // change places. m16n8k16 wants its two steps in neighbouring registers, which a different order of addresses gives for nothing.
 template <int N, int C> DEVICE void accumulate(float (&c)[C][MT][4], const u32 (*a)[MT][4], u32 tile_at, int first = 0) {
-  typedef Layout<C * 8> L;
+  typedef Layout<(C * 8 << PAIRS)> L;
   UNROLLED(k, N / 2)
 #pragma unroll
     for (int n = 0; n < C; n += 2) {
       u32 b[4];
-      ldmatrix_transposed(b, L::along(tile_at, n) + (first + 2 * k) * 8 * L::ROW_BYTES);
+      ldmatrix_transposed(b, L::along(tile_at, n << PAIRS) + (first + 2 * k) * 8 * L::ROW_BYTES);
       const u32 swapped[4] = {b[0], b[MMA16 ? 1 : 2], b[MMA16 ? 2 : 1], b[3]};
       multiply<MT>(c[n], c[n + 1], a[k], swapped);
     }
@@ -293,7 +299,7 @@ struct Block {
     p_scale = power_of_two(KEYS_STAY ? e.dout : e.v);
   }
 
-  template <class L> static DEVICE u32 own_at(int thread) { return L::a_operand_at(thread) + (thread >> 5) * WARP_ROWS * L::ROW_BYTES; }
+  template <class L> static DEVICE u32 own_at(int thread) { return L::a_operand_at(thread) + group_of(thread) * WARP_ROWS * L::ROW_BYTES; }
 
   // Own rows to their place.
   template <bool REG, int W, int N> DEVICE void keep(u32 (&operand)[N][MT][4], u32 place, const uint4 *rows, int exponent) {
@@ -317,6 +323,22 @@ struct Block {
     return is_lse ? row_lse(p, global_load(p.lse + at), row, -passing.shift, slope) : times_power_of_two(-global_load(p.delta + at), delta_exponent);
   }
 
+  // A tile's P or dS (`which`) as operands of all its rows: what a warp has found goes there, and comes back with what its partner has.
+  static DEVICE u32 exchange_at(u32 shared, int which, int thread) {
+    return shared + ROW_VALUES + (KEYS_STAY ? TL * 16 : 0) + ((which * GROUPS + group_of(thread)) * (TL / 16) * MT * 32 + (thread & 31)) * 16;
+  }
+  template <int N> static DEVICE void hand_over(const u32 (&found)[N][MT][4], u32 at, int first) {
+    UNROLLED(k, N)
+      UNROLLED(m, MT) shared_store(at + ((first + k) * MT + m) * 512, make_uint4(found[k][m][0], found[k][m][1], found[k][m][2], found[k][m][3]));
+  }
+  static DEVICE void receive(WholeTile &all, u32 at) {
+    UNROLLED(k, TL / 16)
+      UNROLLED(m, MT) {
+        const uint4 x = shared_load4(at + (k * MT + m) * 512);
+        all[k][m][0] = x.x, all[k][m][1] = x.y, all[k][m][2] = x.z, all[k][m][3] = x.w;
+      }
+  }
+
   // Lines 6 to 15: the inner loop. grad_s += dS S's passing operand, grad_p += P dP's passing operand; each where wanted.
   template <bool GRAD_S, bool GRAD_P>
   DEVICE void walk(const Params &p, const Owned &owned, const Passing &passing, GradientS &grad_s, GradientP &grad_p) {
@@ -336,14 +358,16 @@ struct Block {
     for (int step = 0; step < steps; step++) {
       // A 0 that the compiler cannot see through: so it keeps nothing that follows from the thread's number over the loop.
       const int zero = step & p.zero, thread = threadIdx.x + zero, g = thread >> 2 & 7, t = thread & 3;
-      const int buffer = step & 1, first = tile * TL;
-      const u32 s_tile = shared + TILES + buffer * TILE_BYTES, s_at = s_tile + OfS::b_operand_at(thread), p_at = shared + TILE_P + OfP::b_operand_at(thread);
+      const int buffer = step & 1, side = side_of(thread), first = tile * TL, seen = first + side * SEEN;
+      const u32 s_tile = shared + TILES + buffer * TILE_BYTES, p_tile = shared + TILE_P;
+      const u32 s_at = s_tile + OfS::b_operand_at(thread) + side * SEEN * OfS::ROW_BYTES, p_at = p_tile + OfP::b_operand_at(thread) + side * SEEN * OfP::ROW_BYTES;
       // Where accumulate() reads.
-      const u32 s_turned = MMA16 ? s_tile + OfS::a_operand_at(thread) : s_at, p_turned = MMA16 ? shared + TILE_P + OfP::a_operand_at(thread) : p_at;
-      const u32 rows_at = shared + ROW_VALUES + buffer * TL * 8 + t * 8;
-      const Sight band = sight(p, owned.first + (thread >> 5) * WARP_ROWS, passing.shift, passing.rows, zero);
+      const u32 s_turned = OfS::along(s_tile + (MMA16 ? OfS::a_operand_at(thread) : OfS::b_operand_at(thread)), side * 2);
+      const u32 p_turned = OfP::along(p_tile + (MMA16 ? OfP::a_operand_at(thread) : OfP::b_operand_at(thread)), side * 2);
+      const u32 rows_at = shared + ROW_VALUES + buffer * TL * 8 + side * SEEN * 4 + t * 8;
+      const Sight band = sight(p, owned.first + group_of(thread) * WARP_ROWS, passing.shift, passing.rows, zero);
       // Without a mask always true: the compiler then keeps the operands of one half of this loop out of the other, where registers are short.
-      const bool active = LOCAL ? band.sees_some(first) : KEYS_STAY || D > 128 ? zero == 0 : true, last = step + 1 == steps;
+      const bool active = LOCAL ? band.sees_some(first) || (PAIRS && band.sees_some(first + SEEN)) : KEYS_STAY || D > 128 ? zero == 0 : true, last = step + 1 == steps;
       load(p, transit, passing.p, p_strides, passing, tile, this_head, p.head_dim_v, MoverP(thread), shared + TILE_P);
       Scores S;
       Packed P;
@@ -353,9 +377,10 @@ struct Block {
       if (active) {
         set_zero(S);
         product<REG_S, D, NB>(S, own_s, shared + own_at<OfS>(thread), s_at);
-        if (band.sees_all(first) && (!DISTANCE_IS_SUM || band.is_behind(first) || band.is_ahead(first)))
-          probabilities<false, GRAD_P>(S, P, scoring, band, own, rows_at, first, p.dropout_limit, g, t);
-        else probabilities<true, GRAD_P>(S, P, scoring, band, own, rows_at, first, p.dropout_limit, g, t);
+        if (band.sees_all(seen) && (!DISTANCE_IS_SUM || band.is_behind(seen) || band.is_ahead(seen)))
+          probabilities<false, GRAD_P>(S, P, scoring, band, own, rows_at, seen, p.dropout_limit, g, t);
+        else probabilities<true, GRAD_P>(S, P, scoring, band, own, rows_at, seen, p.dropout_limit, g, t);
+        if (PAIRS && GRAD_P) hand_over(P, exchange_at(shared, 0, thread), side * NB / 2);
       }
       MoverP(thread).store(transit, shared + TILE_P, p_scale);
       __syncthreads();
@@ -366,15 +391,30 @@ struct Block {
         row_value = load_row_value(p, passing, tile, this_head, position_slope(p, b, head + this_head), thread);
       }
       if (active) {
-        if (GRAD_P) accumulate<NB>(grad_p, P, p_turned);
+        if (GRAD_P && PAIRS) {
+          WholeTile all;
+          receive(all, exchange_at(shared, 0, thread));
+          accumulate<TL / 8>(grad_p, all, p_turned);
+        } else if (GRAD_P) {
+          accumulate<NB>(grad_p, P, p_turned);
+        }
         if (GRAD_S)
 #pragma unroll
           for (int n = 0; n < NB; n += AT_ONCE) {
             start(dP, own, rows_at + n * 32);
             product<REG_P, DV, AT_ONCE>(dP, own_p, shared + OWN_P + own_at<OfP>(thread), p_at, n);
             score_gradients(dS, S + n, dP, own, rows_at + n * 32, p.dropout_scale, ds_exponent);
-            accumulate<AT_ONCE>(grad_s, dS, s_turned, n);
+            if (PAIRS) hand_over(dS, exchange_at(shared, KEYS_STAY, thread), (side * NB + n) / 2);
+            else accumulate<AT_ONCE>(grad_s, dS, s_turned, n);
           }
+      }
+      if (PAIRS && GRAD_S) {
+        __syncthreads();
+        if (active) {
+          WholeTile all;
+          receive(all, exchange_at(shared, KEYS_STAY, thread));
+          accumulate<TL / 8>(grad_s, all, s_turned);
+        }
       }
       if (!last) {
         MoverS(thread).store(transit, shared + TILES + (buffer ^ 1) * TILE_BYTES, s_scale);
@@ -395,8 +435,8 @@ struct Block {
             if (TYPE == 2) c[n][m][2 * r + e] *= power_of_two(half);
         factor[m][r] = scale * power_of_two(all - half);
       }
-    const int first_row = (threadIdx.x >> 5) * WARP_ROWS;
-    write_rows(c, factor, shared + first_row * larger(OfS::ROW_BYTES, OfP::ROW_BYTES), first_row, out, row_stride, rows, head_dim);
+    const int first_row = group_of(threadIdx.x) * WARP_ROWS;
+    write_rows<1 + PAIRS>(c, factor, shared + first_row * larger(OfS::ROW_BYTES, OfP::ROW_BYTES), first_row, out, row_stride, rows, head_dim, side_of(threadIdx.x));
   }
 };
 

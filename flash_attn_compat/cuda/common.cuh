@@ -399,22 +399,23 @@ DEVICE void write_lse(const Params &p, i64 at, float m, float l, float slope, in
 }
 
 // The 16 * M rows of a warp (first_row.. of its block's tile) times `factor`, through shared memory of its own (from `place` on) to 16-byte stores.
-template <int N, int M>
-DEVICE void write_rows(float (&c)[N][M][4], const float (&factor)[M][2], u32 place, int first_row, u16 *out, int row_stride, int rows, int head_dim) {
-  typedef Layout<N * 8> L;
+// SHARE = 2: two warps have the same rows, and of their channels every other 16; each writes half of the rows once both are there.
+template <int SHARE, int N, int M>
+DEVICE void write_rows(float (&c)[N][M][4], const float (&factor)[M][2], u32 place, int first_row, u16 *out, int row_stride, int rows, int head_dim, int side = 0) {
+  typedef Layout<N * 8 * SHARE> L;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   UNROLLED(m, M)
     UNROLLED(r, 2)
       UNROLLED(n, N)
-        shared_store(place + L::at(m * 16 + g + r * 8, n) + t * 4, pack_out(c[n][m][2 * r] * factor[m][r], c[n][m][2 * r + 1] * factor[m][r]));
-  __syncwarp();
-  UNROLLED(i, M * L::SPREAD / 2)
-    UNROLLED(n, N / L::SPREAD) {
-      const int row = lane / L::SPREAD + i * 32 / L::SPREAD, chunk = lane % L::SPREAD + n * L::SPREAD;
+        shared_store(place + L::at(m * 16 + g + r * 8, SHARE == 1 ? n : n / 2 * 4 + side * 2 + n % 2) + t * 4, pack_out(c[n][m][2 * r] * factor[m][r], c[n][m][2 * r + 1] * factor[m][r]));
+  SHARE == 1 ? __syncwarp() : __syncthreads();
+  UNROLLED(i, M * L::SPREAD / 2 / SHARE)
+    UNROLLED(n, L::CHUNKS / L::SPREAD) {
+      const int row = lane / L::SPREAD + i * 32 / L::SPREAD + side * M * 8, chunk = lane % L::SPREAD + n * L::SPREAD;
       if (first_row + row < rows && chunk * 8 < head_dim)
         store_chunk(out + (i64)(first_row + row) * row_stride + chunk * 8, shared_load4(place + L::at(row, chunk)), head_dim - chunk * 8);
     }
-  __syncwarp();
+  SHARE == 1 ? __syncwarp() : __syncthreads();
 }
 
 // Half of what tanh(x) is below 1, (1 - tanh(x)) / 2 = 1 / (exp(2 x) + 1), good to 1e-7: doubled is 2 x log2(e).

@@ -35,7 +35,7 @@ template <int C> DEVICE void add(float (&c)[C][MT][4], const float4 *part) {
 template <class... Gradients> DEVICE bool add_splits(const Params &p, Gradients &...gradients) {
   if (p.splits == 1) return true;
   const Owned keys(p, blockIdx.x + p.zero);
-  constexpr int OF_DK = D / 8 * MT * THREADS, BOTH = OF_DK + DV / 8 * MT * THREADS;   // of a split: dk's share, then dv's
+  constexpr int OF_DK = sizeof(GradientS) / 16 * THREADS, BOTH = OF_DK + sizeof(GradientP) / 16 * THREADS;   // of a split: dk's share, then dv's
   const i64 tile = (i64)(keys.b * p.nheads_k + keys.head) * p.tiles + keys.tile;
   float4 *parts = (float4 *)p.parts + tile * p.splits * BOTH + keys.part * OF_DK + threadIdx.x, *own = parts + keys.split * BOTH;
   ((leave(own, gradients), own += OF_DK), ...);
@@ -70,7 +70,7 @@ KERNEL(THREADS, MINB) dkdv(const Params p) {
     UNROLLED(r, 2) {
       block.ds_exponent[m][r] = exponent;
 #if DROPOUT
-      const int key = keys.first + (threadIdx.x >> 5) * WARP_ROWS + m * 16 + ((threadIdx.x & 31) >> 2) + r * 8;
+      const int key = keys.first + group_of(threadIdx.x) * WARP_ROWS + m * 16 + ((threadIdx.x & 31) >> 2) + r * 8;
       block.own.word[m][r] = DropoutWords(p, keys.b, keys.first_head(p)).key(key);
 #endif
     }

@@ -32,7 +32,7 @@ KERNEL(THREADS, MINB) dq(const Params p) {
   OwnMoverS(threadIdx.x).load_own(q, queries.of(p.q, p.q_s), p.q_s.row, queries.left, p.head_dim);
   OwnMoverP(threadIdx.x).load_own(dout, queries.of(p.dout, p.dout_s), p.dout_s.row, queries.left, p.head_dim_v);
   float lse[MT][2], delta[MT][2], largest[MT][2];
-  const int first_row = queries.first + (threadIdx.x >> 5) * WARP_ROWS + ((threadIdx.x & 31) >> 2);
+  const int first_row = queries.first + group_of(threadIdx.x) * WARP_ROWS + ((threadIdx.x & 31) >> 2);
   UNROLLED(m, MT)
     UNROLLED(r, 2) {
       const int row = first_row + m * 16 + r * 8;

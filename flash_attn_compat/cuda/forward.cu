@@ -208,5 +208,5 @@ KERNEL(THREADS, MINB) forward(const Params p) {
       if (p.lse && t == 0 && row < seq.seqlen_q) write_lse(p, lse_at + row, m[i][r] - P_SHIFT, l[i][r], slope, row + rows.shift);
     }
   u16 *out = p.out + b * p.out_s.batch + (i64)(seq.first_q + first_row) * p.out_s.row + (i64)head * p.out_s.head;
-  write_rows(O, factor, shared + warp * WARP_ROWS * OfV::ROW_BYTES, warp * WARP_ROWS, out, p.out_s.row, seq.seqlen_q - first_row, p.head_dim_v);
+  write_rows<1>(O, factor, shared + warp * WARP_ROWS * OfV::ROW_BYTES, warp * WARP_ROWS, out, p.out_s.row, seq.seqlen_q - first_row, p.head_dim_v);
 }

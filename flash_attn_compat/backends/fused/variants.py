@@ -34,7 +34,7 @@ _SHARED, _LEAST_SHARED = {75: 64, 80: 164, 87: 164, 90: 228, 100: 228, 103: 228}
 
 # What a kernel's macros are where its variant does not say.
 _OFF = ("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "APPEND", "SEATS", "MMA16", "CPA")
-DEFAULTS = {"D": 64, "TYPE": FP16, "VEC": 8, "PARTS": 1, **dict.fromkeys(_OFF, 0)}
+DEFAULTS = {"D": 64, "TYPE": FP16, "VEC": 8, "PARTS": 1, "PAIRS": 0, **dict.fromkeys(_OFF, 0)}
 
 
 class Variant(NamedTuple):
@@ -108,6 +108,7 @@ class Tile(NamedTuple):
     s, p: whether the block's own rows stay in registers: the operand of S = Q K^T, and in the backward that of dP
     copies: whether a backward loads by cp.async where the GPU has it
     parts: blocks that share one tile of dkdv's: dk and dv of the largest heads do not fit into one block's registers
+    pairs: 1 where two warps of a backward have the same rows, and half of the channels of their gradients
     """
 
     step: int
@@ -118,10 +119,11 @@ class Tile(NamedTuple):
     p: bool = True
     copies: bool = False
     parts: int = 1
+    pairs: int = 0
 
     @property
     def rows(self) -> int:
-        return self.NW * self.MT * 16
+        return (self.NW >> self.pairs) * self.MT * 16
 
 
 class Choice(NamedTuple):
@@ -131,6 +133,7 @@ class Choice(NamedTuple):
     small: Tile
 
 
+_PAIRS = Tile(32, 8, 1, 1, pairs=1)
 # For sm_75: those of which benchmarks.kernel_report expects most (docs/kernels.md), of those that hardly spill.
 _TURING: dict[str, dict[int, Choice]] = {
     "forward": {
@@ -156,10 +159,10 @@ _TURING: dict[str, dict[int, Choice]] = {
         96: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
         112: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
         128: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2, s=False)),
-        160: Choice(Tile(16, 8, 1, 1, parts=2), Tile(16, 4, 1, 2, parts=2)),
-        192: Choice(Tile(16, 4, 1, 2, parts=2), Tile(16, 4, 1, 2, parts=2)),
-        224: Choice(Tile(16, 4, 1, 1, p=False, parts=2), Tile(16, 4, 1, 1, p=False, parts=2)),
-        256: Choice(Tile(16, 4, 1, 1, p=False, parts=2), Tile(16, 4, 1, 1, s=False, parts=2)),
+        160: Choice(_PAIRS, _PAIRS),
+        192: Choice(_PAIRS, _PAIRS),
+        224: Choice(_PAIRS._replace(parts=2), _PAIRS._replace(parts=2)),
+        256: Choice(_PAIRS._replace(parts=2), _PAIRS._replace(parts=2)),
     },
     "dq": {
         16: Choice(Tile(32, 4, 2, 2), Tile(64, 4, 1, 3)),
@@ -170,10 +173,10 @@ _TURING: dict[str, dict[int, Choice]] = {
         96: Choice(Tile(64, 8, 1, 1), Tile(32, 4, 1, 2)),
         112: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
         128: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
-        160: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
-        192: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 1, p=False)),
-        224: Choice(Tile(16, 4, 1, 1, s=False), Tile(16, 4, 1, 1, s=False)),
-        256: Choice(Tile(16, 4, 1, 1, p=False), Tile(16, 4, 1, 1, p=False)),
+        160: Choice(Tile(16, 8, 1, 1), _PAIRS),
+        192: Choice(Tile(16, 8, 1, 1), _PAIRS),
+        224: Choice(_PAIRS, _PAIRS),
+        256: Choice(_PAIRS, _PAIRS),
     },
 }
 
@@ -272,7 +275,7 @@ def dkdv_tile(kind: Kind) -> Tile:
         return Tile(64, 4, 1, 2, copies=True)
     if kind.size <= 160:  # where dk and dv fit into registers together
         return Tile(64 if D == 128 else 32, 4, 1, 1, s=False, p=False, copies=True)
-    return Tile(16, 4, 1, 1, s=False, p=False, parts=2)
+    return _PAIRS._replace(copies=True) if kind.size <= 192 else Tile(16, 4, 1, 1, s=False, p=False, parts=2)
 
 
 def dq_tile(kind: Kind) -> Tile:
@@ -301,14 +304,16 @@ def dq(kind: Kind) -> Variant:
 
 def _backward(entry: str, kind: Kind, tile: Tile, passing: int) -> Variant:
     """passing: bytes of what is known of a tile's passing rows"""
+    if tile.pairs:  # whose halves of the channels come in 16s
+        kind = kind._replace(head_dim=-(-kind.D // 32) * 32, head_dim_v=-(-kind.DV // 32) * 32)
     macros = [*kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT"), *kind.newer(tile.copies)]
     macros += [("TL", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB)]
     macros += [("REG_S", int(tile.s)), ("REG_P", int(tile.p))]
-    if tile.parts > 1:
-        macros.append(("PARTS", tile.parts))
+    macros += [("PARTS", tile.parts)] * (tile.parts > 1) + [("PAIRS", 1)] * tile.pairs
     row, row_v = 2 * kind.D, 2 * kind.DV
     own = tile.rows * ((not tile.s) * row + (not tile.p) * row_v)
-    shared = max(own + tile.step * (2 * row + row_v) + passing, own + tile.rows * max(row, row_v))
+    exchanged = tile.pairs * tile.rows * tile.step * 2 * (1 + (entry == "dkdv"))
+    shared = max(own + tile.step * (2 * row + row_v) + passing + exchanged, own + tile.rows * max(row, row_v))
     return Variant(entry, f"{entry}.cu", tuple(macros), tile.rows, tile.NW * 32, shared)
 
 
