@@ -35,7 +35,8 @@ FORWARD = {
     64: [Tile(64, 4, 1, 3), Tile(64, 4, 2, 2), Tile(128, 4, 1, 2), Tile(64, 8, 1, 1), Tile(32, 4, 2, 2)],
     128: [Tile(64, 4, 1, 2), Tile(32, 4, 1, 2), Tile(64, 8, 1, 1), Tile(32, 4, 2, 2, False),
           Tile(64, 4, 2, 1, False), Tile(64, 4, 1, 2, False)],
-    256: [Tile(16, 4, 1, 2, False), Tile(32, 4, 1, 1, False), Tile(32, 8, 1, 1, False), Tile(64, 8, 1, 1, False),
+    256: [Tile(16, 8, 1, 1), Tile(16, 4, 1, 2),
+          Tile(16, 4, 1, 2, False), Tile(32, 4, 1, 1, False), Tile(32, 8, 1, 1, False), Tile(64, 8, 1, 1, False),
           Tile(64, 4, 1, 1, False)],
 }  # fmt: skip
 # Of each, some are tried with cp.async too where the GPU has it.
@@ -46,7 +47,8 @@ DKDV = {
          Tile(64, 4, 2, 2, s=False, p=False)],
     128: [Tile(16, 4, 1, 2, s=False), Tile(16, 4, 1, 2), Tile(32, 4, 1, 2, s=False, p=False),
           Tile(32, 4, 1, 1, s=False), Tile(32, 8, 1, 1, s=False, p=False), Tile(64, 4, 1, 1, s=False, p=False)],
-    256: [Tile(16, 4, 1, 1, s=False, p=False), Tile(16, 4, 1, 1, s=False), Tile(32, 4, 1, 1, s=False, p=False)],
+    256: [Tile(16, 4, 1, 1, s=False, p=False, parts=2), Tile(16, 4, 1, 1, s=False, parts=2),
+          Tile(32, 4, 1, 1, s=False, p=False, parts=2), Tile(32, 8, 1, 1, parts=2, pairs=1)],
 }  # fmt: skip
 DQ = {
     32: [Tile(32, 4, 2, 2), Tile(64, 4, 2, 2), Tile(64, 4, 1, 3), Tile(32, 4, 1, 3)],
@@ -54,7 +56,8 @@ DQ = {
          Tile(64, 4, 2, 1, p=False), Tile(64, 4, 2, 1, s=False, p=False)],
     128: [Tile(32, 4, 1, 2), Tile(64, 4, 1, 1), Tile(32, 4, 1, 2, p=False), Tile(32, 4, 2, 1, s=False, p=False),
           Tile(64, 4, 1, 2, s=False, p=False), Tile(32, 8, 1, 1), Tile(64, 4, 1, 1, p=False)],
-    256: [Tile(16, 4, 1, 1, s=False, p=False), Tile(16, 4, 1, 1, p=False), Tile(32, 4, 1, 1, s=False, p=False)],
+    256: [Tile(16, 4, 1, 1, s=False, p=False), Tile(16, 4, 1, 1, p=False), Tile(32, 4, 1, 1, s=False, p=False),
+          Tile(32, 8, 1, 1, pairs=1)],
 }  # fmt: skip
 
 
@@ -93,6 +96,7 @@ def label(tile: Tile | None) -> str:
     if tile is None:
         return "today"
     marks = ("" if tile.s else "s") + ("" if tile.p else "p") + ("a" if tile.copies else "")
+    marks += "2" * (tile.parts > 1) + "h" * tile.pairs  # in parts; halves of the channels
     return f"{tile.step}x{tile.NW}x{tile.MT}/{tile.MINB}{marks}"
 
 

@@ -80,6 +80,13 @@ def test_values_of_another_head_dim_are_not_padded_to_that_of_q(
 
 
 @NEEDS_EMULATOR
+@pytest.mark.parametrize("number", GPUS)
+def test_what_warps_share_out_in_halves_may_be_an_odd_number_of_16_channels(number: int, launches: Launches) -> None:
+    check(replace(TRAINED, head_dim=192, head_dim_v=72, causal=True))
+    assert sizes_of(launches) == {(192, 80), (192, 96)}, "forward; where halves are shared out"
+
+
+@NEEDS_EMULATOR
 @pytest.mark.parametrize(
     ("number", "head_dim", "dtype", "page_size"),
     pairwise(GPUS, (72, 96, 136, 160, 192, 224), ("float16", "bfloat16"), (None, 7, 16)),

@@ -17,7 +17,7 @@ def _chance(source: Random, percent: int) -> bool:
 
 _KINDS = ("dense",) * 6 + ("varlen",) * 6 + ("kvcache",) * 6 + tuple(k for k in KINDS for _ in range(2))
 _DTYPES = ("float32", "float16", "bfloat16") * 5 + ("float64",)
-_HEAD_DIMS = (8, 16, 32, 64, 40, 24, 1, 5, 100, 128) * 3 + (264,)
+_HEAD_DIMS = (8, 16, 32, 64, 40, 24, 1, 5, 100, 128) * 2 + (48, 80, 96, 112, 72, 160, 1, 192, 224, 128) + (264,)
 _LAYOUTS = ("contiguous",) * 4 + ("sliced", "heads_first", "wide_rows", "offset", "strided_dim", "one_head")
 
 
