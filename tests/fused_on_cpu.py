@@ -9,6 +9,8 @@ import ctypes
 import dataclasses
 import mmap
 import struct
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,21 +142,21 @@ def emulate(
 
     if emulator.why_not():
         pytest.skip(emulator.why_not())
-    memory: list[Tensor] = []
+    by_thread: dict[int, list[Tensor]] = defaultdict(list)  # or they would push each other's out
     addresses, empty, empty_like, workspace = (
         launcher.Plan.addresses, torch.empty, torch.empty_like, launcher.workspace,
     )  # fmt: skip
 
     def known_addresses(plan: launcher.Plan, tensors: Sequence[Any]) -> list[int]:
         found = addresses(plan, tensors)
-        memory.extend(tensor for tensor in tensors if tensor is not None)
+        by_thread[threading.get_ident()].extend(tensor for tensor in tensors if tensor is not None)
         return found
 
     def known_empty(*args: Any, **kwargs: Any) -> Tensor:
         found: Tensor = empty(*args, **kwargs)
         if found.is_cpu and type(found) is Tensor:  # a fake one has no memory
             rubbish = int.from_bytes(b"\x5b" * found.element_size(), "little")  # a large number, as floats go, too
-            memory.append(found.fill_(torch.nan if found.is_floating_point() else rubbish))
+            by_thread[threading.get_ident()].append(found.fill_(torch.nan if found.is_floating_point() else rubbish))
         return found
 
     def known_empty_like(x: Tensor, **kwargs: Any) -> Tensor:
@@ -163,15 +165,17 @@ def emulate(
         return known_empty(x.shape, **{"dtype": x.dtype, "device": x.device} | kwargs)
 
     def known_workspace(*args: Any) -> Tensor:
-        memory.append(workspace(*args))
-        return memory[-1]
+        found = workspace(*args)
+        by_thread[threading.get_ident()].append(found)
+        return found
 
     def compute(launch: Launch, content: bytes) -> None:
         variant = launch.variant
         compiled = emulator.compile_kernel(sources / variant.source, variant.entry, dict(variant.macros))
         rules = emulator.Rules(seed, number, truncates, found.rows_overlap)
+        memory = by_thread[threading.get_ident()][-64:]
         found.conflicts.append(
-            compiled.launch(content, launch.blocks, variant.threads, variant.shared, memory[-512:], rules)
+            compiled.launch(content, launch.blocks, variant.threads, variant.shared, memory, rules)
         )
 
     found = record(monkeypatch, number, tried, compute)
