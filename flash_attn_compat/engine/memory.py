@@ -22,7 +22,6 @@ from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 
 MOST = 4096
-_MOST_BACKWARDS = 16
 # Types whose objects have memory of their own, and nothing but what a key holds.
 PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
@@ -97,9 +96,6 @@ class Known:
         self.call, self.backend, self.run, self.memory = call, backend, run, memory
         self.backward: dict[Key, tuple[Any, BackwardRun]] = {}
 
-    def keep_backward(self, key: Key, found: tuple[Any, BackwardRun]) -> None:
-        _keep(self.backward, key, found, _MOST_BACKWARDS)
-
 
 class Memory:
     """What is known, by requests' keys; and who serves, by traits, for requests of new shapes."""
@@ -107,12 +103,6 @@ class Memory:
     def __init__(self) -> None:
         self.known: dict[Key, Known] = {}
         self.decisions: dict[Key, Any] = {}
-
-    def keep(self, key: Key, known: Known) -> None:
-        _keep(self.known, key, known, MOST)
-
-    def decide(self, key: Key, backend: Any) -> None:
-        _keep(self.decisions, key, backend, MOST)
 
 
 _transforms = torch._C._are_functorch_transforms_active  # looked up once: every call asks
@@ -134,9 +124,10 @@ def forget() -> None:
     _current = Memory()
 
 
-def _keep(table: dict[Key, Value], key: Key, value: Value, most: int) -> None:
+def keep(table: dict[Key, Value], key: Key, value: Value, most: int | None = None) -> None:
+    """In a table of what is known, of decisions, or of one call's backwards, of which there are few."""
     with _adding:
-        while len(table) >= most:
+        while len(table) >= (most or MOST):
             del table[next(iter(table))]
         table[key] = value
 

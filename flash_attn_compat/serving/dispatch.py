@@ -157,7 +157,7 @@ def _decide(call: AttentionCall, heeds_name: bool = True) -> Backend:
     if backend is None:
         raise BackendNotSupported(_refusal(traits, _explain(traits, named), named))
     if not capture.is_capturing(call.q.get_device()):  # in which kernels may not have been tried
-        current.decide(key, backend)
+        memory.keep(current.decisions, key, backend)
     return backend
 
 

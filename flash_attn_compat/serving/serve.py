@@ -136,7 +136,7 @@ def _prepared(
         run = _without_autocast(run, call.q.device)
     known = Known(call.with_tensors(), backend, run, current)
     if key is not None and not capture.is_capturing(call.q.get_device()):  # in which kernels may not have been tried
-        current.keep(key, known)
+        memory.keep(current.known, key, known)
     return known
 
 
@@ -184,7 +184,7 @@ def _prepared_backward(
     if callers_state.autocasts(call.q):
         run = _without_autocast(run, call.q.device)
     if not capture.is_capturing(call.q.get_device()) and known.memory is current:
-        known.keep_backward(key, (backend, run))
+        memory.keep(known.backward, key, (backend, run), most=16)
     return backend, run
 
 

@@ -28,11 +28,7 @@ def prepare(call: AttentionCall, upstream: Upstream, into: Gradients | None) -> 
 
     Raises KernelError where a kernel cannot be used.
     """
-    untidy = [
-        index
-        for index in launcher.STEPPED_THROUGH
-        if (tensor := call.tensors[index]) is not None and not launcher.is_stepped_through(tensor)
-    ]
+    untidy = launcher.untidy(call.tensors)
 
     def tidy(tensors: Tensors) -> Sequence[Any]:
         return [tensor.contiguous() if index in untidy else tensor for index, tensor in enumerate(tensors)]

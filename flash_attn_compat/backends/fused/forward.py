@@ -36,9 +36,8 @@ def prepare(alike: Alike) -> Run | None:
         copies.append((index, how))
         tensors[index] = how(tensors[index])
 
-    for index in launcher.STEPPED_THROUGH:
-        if tensors[index] is not None and not launcher.is_stepped_through(tensors[index]):
-            copy(index, Tensor.contiguous)
+    for index in launcher.untidy(tensors):
+        copy(index, Tensor.contiguous)
     few = variants.takes_decode(launcher.longest_rows(call), call.nheads // call.nheads_k, False)
     read_at_once: tuple[int, ...] = ()
     if alike.is_over_cache:
@@ -61,7 +60,8 @@ def prepare(alike: Alike) -> Run | None:
             copy(index, launcher.aligned)
         vec = launcher.vector_size(tensors[:3], in_place)
     if copies:
-        call, new = call.with_tensors(*tensors[:10]), None if new is None else new._replace(**_named(tensors))
+        call = call.with_tensors(*tensors[:10])
+        new = new and new._replace(**dict(zip(Append._fields, tensors[10:])))
     tensor_cores.hint(call.q.get_device(), settings.gpu(call.q.device))
     attention = Attention(call, launcher.kind_of(call, vec), new)
     attention.try_first()
@@ -79,10 +79,6 @@ def prepare(alike: Alike) -> Run | None:
         return result._replace(out=alignment.narrowed(result.out, width))
 
     return run
-
-
-def _named(tensors: list[Any]) -> dict[str, Any]:
-    return dict(zip(Append._fields, tensors[10:]))
 
 
 class Attention:

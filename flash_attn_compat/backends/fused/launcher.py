@@ -33,8 +33,6 @@ PARTS_AT = 4 * _COUNTERS
 SMALL = 2**18
 
 # What a call and an append give, by its name in struct Params, in the order in which plans take them.
-# Slopes and page table are the fourth and the ninth.
-STEPPED_THROUGH = 3, 8
 _CALL = AttentionCall._fields[:3] + AttentionCall._fields[9:16]
 _APPEND = "k_new", "v_new", "rotary_cos", "rotary_sin"
 # Of what is not in q's dtype.
@@ -249,9 +247,10 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor if is_aligned(tensor) else alignment.padded(tensor)
 
 
-def is_stepped_through(tensor: Tensor) -> bool:
-    """Whether neighbours of a row lie side by side, if there are any."""
-    return tensor.stride(-1) == 1 or tensor.shape[-1] <= 1
+def untidy(tensors: Sequence[Any]) -> list[int]:
+    """Which of slopes and page table, a call's fourth and ninth, do not lie as the kernels step through them."""
+    given = [(index, tensors[index]) for index in (3, 8) if tensors[index] is not None]
+    return [index for index, tensor in given if tensor.stride(-1) != 1 and tensor.shape[-1] > 1]
 
 
 def is_tidy(new: Append) -> bool:
