@@ -174,9 +174,7 @@ def emulate(
         compiled = emulator.compile_kernel(sources / variant.source, variant.entry, dict(variant.macros))
         rules = emulator.Rules(seed, number, truncates, found.rows_overlap)
         memory = by_thread[threading.get_ident()][-64:]
-        found.conflicts.append(
-            compiled.launch(content, launch.blocks, variant.threads, variant.shared, memory, rules)
-        )
+        found.conflicts.append(compiled.launch(content, launch.blocks, variant.threads, variant.shared, memory, rules))
 
     found = record(monkeypatch, number, tried, compute)
     monkeypatch.setattr(launcher.Plan, "addresses", known_addresses)
