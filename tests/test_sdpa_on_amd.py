@@ -13,10 +13,9 @@ from torch import Tensor
 from flash_attn_compat import backend_counts, flash_attn_func, reset_backend_counts
 from flash_attn_compat.backends import small_trial
 from flash_attn_compat.backends.sdpa import Sdpa
-from flash_attn_compat.engine import capture
+from flash_attn_compat.engine import capture, memory
 from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.features import DESCRIPTIONS, Feature, Traits
-from flash_attn_compat.serving import dispatch
 from tests.support import randn
 
 CAUSAL = Feature.CAUSAL | Feature.GQA | Feature.BACKWARD
@@ -41,7 +40,7 @@ def amd(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     )
     monkeypatch.setattr(small_trial, "_device", lambda capability: torch.device("cpu"))
     monkeypatch.setattr(small_trial, "_tried", functools.cache(small_trial._tried.__wrapped__))
-    monkeypatch.setattr(dispatch, "_decisions", {})
+    monkeypatch.setattr(memory, "_current", memory.Memory())
     return monkeypatch
 
 
