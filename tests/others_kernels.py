@@ -264,7 +264,7 @@ def lay_flash_attn(
 ) -> None:
     """A flash-attn at the front of sys.path, of which the extension alone can be imported; its source, if any."""
     patch.setattr(sys, "dont_write_bytecode", True)
-    patch.setattr(small_trial, "_device", lambda capability: torch.device("cpu"))
+    patch.setattr(small_trial, "device_of", lambda capability: torch.device("cpu"))
     patch.setattr(small_trial, "_tried", functools.cache(small_trial._tried.__wrapped__))
     package = folder / "flash_attn"
     package.mkdir(exist_ok=True)

@@ -310,7 +310,7 @@ def test_the_trial_is_made_on_a_gpu_of_the_calls_kind(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpus[device.index])
-    assert small_trial._device(capability) == torch.device("cuda", index)
+    assert small_trial.device_of(capability) == torch.device("cuda", index)
 
 
 @on("official")

@@ -28,6 +28,10 @@ def traits(features: Feature, **changes: object) -> Traits:
     return Traits("cuda", (9, 4), torch.float16, 64, 64, "=", int(features), "AMD Instinct")._replace(**changes)
 
 
+def is_half(params: torch.backends.cuda.SDPAParams) -> bool:
+    return params.query.dtype in (torch.float16, torch.bfloat16)
+
+
 @pytest.fixture
 def amd(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine on which CPU tensors are an AMD GPU's, and no kernel computes but what SDPA calls."""
@@ -38,8 +42,10 @@ def amd(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(
         AttentionCall, "traits", lambda call: of_cpu(call)._replace(device_type="cuda", capability=(9, 4))
     )
-    monkeypatch.setattr(small_trial, "_device", lambda capability: torch.device("cpu"))
+    monkeypatch.setattr(small_trial, "device_of", lambda capability: torch.device("cpu"))
     monkeypatch.setattr(small_trial, "_tried", functools.cache(small_trial._tried.__wrapped__))
+    monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda params: False)
+    monkeypatch.setattr(torch.backends.cuda, "can_use_efficient_attention", is_half)
     monkeypatch.setattr(memory, "_current", memory.Memory())
     return monkeypatch
 
@@ -58,13 +64,19 @@ def seen(amd: pytest.MonkeyPatch) -> Seen:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("features", [Feature(0), Feature.CAUSAL, CAUSAL, Feature.BACKWARD], ids=str)
 def test_plain_and_causal_calls_are_served_where_the_trial_is_right(
     features: Feature, dtype: torch.dtype, seen: Seen
 ) -> None:
     assert Sdpa().reasons(traits(features, dtype=dtype)) == []
     assert len(seen) == (2 if features & Feature.BACKWARD else 1) and min(seen[0][0].shape[2], 129) == 129
+
+
+def test_where_pytorch_has_only_the_plain_formula_it_refuses_without_a_trial(seen: Seen) -> None:
+    """Its memory would grow with the square of the length, chunked's does not."""
+    (reason,) = Sdpa().reasons(traits(CAUSAL, dtype=torch.float32))
+    assert "whole score matrix" in reason and not seen
 
 
 def test_each_kind_of_call_is_tried_once(seen: Seen) -> None:
@@ -146,7 +158,7 @@ def test_nvidias_gpus_are_left_to_others() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_call_is_dispatched_to_it_and_its_memory_is_laid_out_as_the_trials(causal: bool, seen: Seen) -> None:
-    packed = randn(2, 40, 3, 4, 16)
+    packed = randn(2, 40, 3, 4, 16).half()
     q, k, v = (packed[:, :, at].detach().requires_grad_() for at in range(3))
     reset_backend_counts()
     out = flash_attn_func(q, k, v, causal=causal)
@@ -156,7 +168,7 @@ def test_a_call_is_dispatched_to_it_and_its_memory_is_laid_out_as_the_trials(cau
     plain = [x.detach().double().requires_grad_() for x in (q, k, v)]
     exact = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in plain), is_causal=causal).transpose(1, 2)
     for found, expected in zip((out, dq, dk, dv), (exact, *torch.autograd.grad(exact.square().sum(), plain))):
-        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=1e-2)
 
 
 def test_what_it_does_not_serve_goes_to_chunked_as_before(seen: Seen) -> None:

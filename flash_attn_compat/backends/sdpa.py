@@ -69,6 +69,8 @@ class Sdpa(BlockwiseBackend):
     def _trial_reasons(self, traits: Traits) -> list[str]:
         if capture.is_capturing(capture.current_device() or 0):
             return ["cannot be tried while a graph is captured"]
+        if not _has_fused_kernel(traits):
+            return ["PyTorch has its plain formula alone for this here, which keeps the whole score matrix in memory"]
         lengths = _CAUSAL_TRIAL if traits.features & Feature.CAUSAL else _FULL_TRIAL
         wrong = small_trial.wrong_answer(self, torch.__version__, traits, lengths)
         return [wrong] if wrong else []
@@ -140,6 +142,21 @@ def _reasons_on_cuda(traits: Traits) -> list[str]:
     if traits.head_dim % 8 or traits.head_dim > 256:
         reasons.append("on AMD GPUs, serves head dims that are multiples of 8 up to 256 only")
     return reasons
+
+
+def _has_fused_kernel(traits: Traits) -> bool:
+    """Whether scaled_dot_product_attention computes such calls without the whole score matrix, by its own word."""
+    cuda: Any = torch.backends.cuda  # its stubs know one of two signatures
+    q = torch.empty(
+        1, 1, 8, traits.head_dim, dtype=traits.dtype, device=small_trial.device_of(traits.capability),
+        requires_grad=traits.needs_backward,
+    )  # fmt: skip
+    given = [q, q, q, None, 0.0, bool(traits.features & Feature.CAUSAL)]
+    try:
+        params = cuda.SDPAParams(*given, False)
+    except TypeError:  # PyTorch 2.4 knows no grouped heads there
+        params = cuda.SDPAParams(*given)
+    return bool(cuda.can_use_flash_attention(params) or cuda.can_use_efficient_attention(params))
 
 
 class _Tile(NamedTuple):

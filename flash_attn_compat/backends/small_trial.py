@@ -31,7 +31,7 @@ _TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4, to
 
 def wrong_answer(backend: Backend, binary: object, traits: Traits, lengths: Lengths = _LENGTHS) -> str | None:
     """Why ``backend`` is not to be trusted with calls of these traits; remembered per ``binary`` and kind of call."""
-    if torch.cuda.is_available() and capture.is_capturing(_device(traits.capability).index):
+    if torch.cuda.is_available() and capture.is_capturing(device_of(traits.capability).index):
         return None  # a capture allows no look at results
     head_dim = traits.head_dim + -traits.head_dim % 8
     kind = traits._replace(head_dim=head_dim, head_dim_v=head_dim, sq_vs_sk="<", features=traits.features & _VARIANTS)
@@ -41,7 +41,7 @@ def wrong_answer(backend: Backend, binary: object, traits: Traits, lengths: Leng
 @functools.cache
 def _tried(backend: Backend, binary: object, kind: Traits, lengths: Lengths) -> str | None:
     try:
-        with callers_state.set_aside(_device(kind.capability)):
+        with callers_state.set_aside(device_of(kind.capability)):
             right = _is_right(backend, kind, lengths)
     except Exception as error:  # noqa: BLE001  a build for other GPUs raises anything
         return f"calling it raises {installed.told(error)}"
@@ -80,7 +80,7 @@ def _problem(kind: Traits, lengths: Lengths) -> tuple[AttentionCall, Tensor]:
     rows, keys = lengths
     heads_k = 1 if kind.features & Feature.GQA else 2
     generator = torch.Generator().manual_seed(0)
-    device, features = _device(kind.capability), kind.features
+    device, features = device_of(kind.capability), kind.features
     q, k, v, dout = (
         torch.randn(1, *shape, kind.head_dim, generator=generator, dtype=torch.float32, device="cpu").to(
             device, kind.dtype
@@ -96,7 +96,7 @@ def _problem(kind: Traits, lengths: Lengths) -> tuple[AttentionCall, Tensor]:
     return dense_call(q, k, v, options, Purpose(needs_grad=kind.needs_backward)), dout
 
 
-def _device(capability: tuple[int, int] | None) -> torch.device:
+def device_of(capability: tuple[int, int] | None) -> torch.device:
     """A GPU for which the same binary is loaded: the current one if it is such a one, or none is."""
     current = torch.device("cuda", torch.cuda.current_device())
     others = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
