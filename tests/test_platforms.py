@@ -160,7 +160,7 @@ def test_on_windows_run_waits_for_the_script_and_has_its_exit_code(monkeypatch: 
     """There, to become another program leaves the shell without one to wait for."""
     called: list[list[str]] = []
     monkeypatch.setattr(cli, "os", SimpleNamespace(name="nt"))
-    monkeypatch.setattr(cli, "patch", lambda **wish: None)
+    monkeypatch.setattr(cli, "patch", lambda *given, **wishes: None)
     monkeypatch.setattr(subprocess, "call", lambda command: called.append(command) or 3)
     with pytest.raises(SystemExit) as stop:
         cli.run(["job.py", "--flag"])
