@@ -15,8 +15,9 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.aten import door
-from flash_attn_compat.aten.wish import Front, Wish, against_size, against_tensors, leaving
+from flash_attn_compat.aten.wish import Front, Wish, against_size, against_tensors
 from flash_attn_compat.engine.build import Options
+from flash_attn_compat.engine.decided import as_decided
 from flash_attn_compat.serving import dispatch
 
 NAME = "scaled_dot_product_attention"
@@ -59,12 +60,7 @@ def serving(front: Front) -> Callable[..., Tensor]:
         if out is not None:
             return out
         dispatch.count_left(door.PYTORCH)
-        before = leaving.now
-        leaving.now = True
-        try:
-            return _composed(_COMPOSITE, *arguments, **named)
-        finally:
-            leaving.now = before
+        return as_decided(_composed, _COMPOSITE, *arguments, **named)
 
     return attention
 

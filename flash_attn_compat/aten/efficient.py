@@ -16,10 +16,11 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.aten import door
-from flash_attn_compat.aten.wish import Front, Wish, against_size, against_tensors, is_at_home, leaving
+from flash_attn_compat.aten.wish import Front, Wish, against_size, against_tensors, is_at_home
 from flash_attn_compat.engine import outside
 from flash_attn_compat.engine.build import Options, Packing
 from flash_attn_compat.engine.call import Gradients, Upstream
+from flash_attn_compat.engine.decided import is_decided
 from flash_attn_compat.serving import dispatch
 
 FORWARD, BACKWARD = "_efficient_attention_forward", "_efficient_attention_backward"
@@ -159,7 +160,7 @@ def _in_front(front: Front, ours: Callable[..., Any], operator: Any) -> Callable
 
     def serve(keys: Any, *arguments: Any, **named: Any) -> Any:
         wish = front.wish
-        if wish is not None and not leaving.now and is_at_home(wish, arguments[0]):
+        if wish is not None and not is_decided() and is_at_home(wish, arguments[0]):
             found = ours(wish, *arguments, **named)
             if found is not None:
                 return found

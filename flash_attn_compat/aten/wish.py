@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import NamedTuple
 
 import torch
@@ -35,15 +34,6 @@ class Front:
     def __init__(self, wish: Wish) -> None:
         self.device = wish.device
         self.wish: Wish | None = wish
-
-
-class Leaving(threading.local):
-    """Whether this thread is within a call that was left to PyTorch: what that one calls is not ours either."""
-
-    now = False
-
-
-leaving = Leaving()
 
 
 def is_at_home(wish: Wish, tensor: Tensor) -> bool:

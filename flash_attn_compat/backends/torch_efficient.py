@@ -14,6 +14,7 @@ from torch import Tensor
 from flash_attn_compat.backends.base import Capabilities, lacking, operator
 from flash_attn_compat.backends.one_launch import Launched, OneLaunch
 from flash_attn_compat.engine.call import AttentionCall, Gradients
+from flash_attn_compat.engine.decided import as_decided
 from flash_attn_compat.engine.features import Feature, Traits
 from flash_attn_compat.engine.outside import packed_lse, padded_lse
 
@@ -64,9 +65,9 @@ class TorchEfficient(OneLaunch):
 
     def launch_forward(self, call: AttentionCall) -> Launched:
         starts, longest = call.cu_seqlens_q, _longest(call)
-        out, lse, seed, offset, _, _ = operator("_efficient_attention_forward")(
-            *_batched(call, call.q, call.k, call.v), None, starts, starts, longest, longest, call.dropout_p,
-            _mask(call), call.needs_grad or call.return_lse, scale=call.softmax_scale,
+        out, lse, seed, offset, _, _ = as_decided(
+            operator("_efficient_attention_forward"), *_batched(call, call.q, call.k, call.v), None, starts, starts,
+            longest, longest, call.dropout_p, _mask(call), call.needs_grad or call.return_lse, scale=call.softmax_scale,
         )  # fmt: skip
         return Launched(out if starts is None else out.squeeze(0), lse, (seed, offset))
 
@@ -81,9 +82,10 @@ class TorchEfficient(OneLaunch):
         dout, q, k, v, out = _batched(call, dout, call.q, call.k, call.v, launched.out.contiguous())
         # Blocks that share a head's keys add to dq atomically. For few rows one alone took a tenth of the time.
         splits = 1 if longest_q <= 2 * _LSE_ROWS else None
-        dq, dk, dv, _ = operator("_efficient_attention_backward")(
-            dout, q, k, v, None, out, starts, starts, longest_q, longest_k, launched.lse, call.dropout_p, seed, offset,
-            _mask(call), False, scale=call.softmax_scale, num_splits_key=splits,
+        dq, dk, dv, _ = as_decided(
+            operator("_efficient_attention_backward"), dout, q, k, v, None, out, starts, starts, longest_q, longest_k,
+            launched.lse, call.dropout_p, seed, offset, _mask(call), False, scale=call.softmax_scale,
+            num_splits_key=splits,
         )  # fmt: skip
         return Gradients(dq.view(call.q.shape), dk.view(call.k.shape), dv.view(call.v.shape))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_attn_compat import explain
+from flash_attn_compat import explain, flash_attn_func, use_backend
 from flash_attn_compat.aten.efficient import Problem
-from flash_attn_compat.aten.wish import leaving
+from flash_attn_compat.backends.torch_efficient import TorchEfficient
+from flash_attn_compat.engine.decided import as_decided
 from tests.aten import originals
 from tests.aten.originals import counted, stand_in_backward, stand_in_forward
 from tests.fused_on_cpu import Launches
@@ -149,19 +151,11 @@ def test_who_computed_the_forward_is_no_matter_to_the_backward(
         right = backward(forward())
         with originals.served(monkeypatch) as launches:
             out = forward()
-            found = None if ours_first else backward(right_out(forward, monkeypatch))
+            found = None if ours_first else backward(as_decided(forward))
         found = found or backward(out)
         assert ("forward" in launches.entries) and ("dq" in launches.entries) == (not ours_first)
     for got, wanted in zip(found, right):
         close(got, wanted)
-
-
-def right_out(forward: Any, monkeypatch: pytest.MonkeyPatch) -> Tensor:
-    """By the kernel below, while ours are in front."""
-    with monkeypatch.context() as patch:
-        patch.setattr(leaving, "now", True)
-        out: Tensor = forward()
-    return out
 
 
 # ---- packed sequences, as xformers and nested tensors send them
@@ -283,6 +277,17 @@ def test_what_a_call_that_is_left_calls_is_not_asked_about_again(monkeypatch: py
     finally:
         library._destroy()
     assert counted() == {"pytorch": 1} and not launches.seen
+
+
+def test_what_our_own_backend_launches_is_not_asked_about(served: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch_efficient calls the very operator: the call would count twice, and be looked up twice."""
+    anywhere = dataclasses.replace(TorchEfficient.capabilities, devices=None, min_capability=None)
+    monkeypatch.setattr(TorchEfficient, "capabilities", anywhere)
+    q, k, v = (x.requires_grad_() for x in inputs(Case())[:3])
+    with use_backend("torch_efficient"):
+        out = flash_attn_func(q, k, v)
+    torch.autograd.grad(out.sum(), q)
+    assert counted() == {"torch_efficient": 1} and not served.seen
 
 
 def test_explain(served: Launches) -> None:

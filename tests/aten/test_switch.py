@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from flash_attn_compat import reset_backend_counts
 from flash_attn_compat.aten import attention, efficient, switch
 from flash_attn_compat.aten.wish import Wish
+from flash_attn_compat.engine.decided import as_decided
 from tests.aten import originals
 from tests.aten.originals import counted
 from tests.fused_on_cpu import Launches
@@ -137,17 +138,14 @@ def test_calls_are_served_in_all_threads(served: Launches) -> None:
 
 def test_who_leaves_a_call_in_one_thread_leaves_none_in_another(served: Launches) -> None:
     q = randn(1, 2, 20, 32, dtype=torch.float16)
-    with originals.on():
-        from flash_attn_compat.aten.wish import leaving
 
-        leaving.now = True
-        try:
-            thread = threading.Thread(target=lambda: torch.ops.aten._efficient_attention_forward(
-                q, q, q, None, None, None, None, None, 0.0, 0))  # fmt: skip
-            thread.start()
-            thread.join()
-        finally:
-            leaving.now = False
+    def in_another_thread() -> None:
+        operator, rest = torch.ops.aten._efficient_attention_forward, (*(None,) * 5, 0.0, 0)
+        thread = threading.Thread(target=operator, args=(q, q, q, *rest))
+        thread.start()
+        thread.join()
+
+    as_decided(in_another_thread)
     assert counted() == {"fused": 1}
 
 
