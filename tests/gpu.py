@@ -47,7 +47,7 @@ def parts(jobs: int, out: Path) -> Iterator[Part]:
         yield Part(f"kernels{mode}", [*marked, kernels], variables, 240)
     yield Part("PyTorch's operators", [*marked, "tests/aten"], {}, 300)
     for dtype in ("float16", "bfloat16"):
-        fuzz = [*python, "tests.aten.fuzz", "--dtype", dtype]
+        fuzz = [*python, "tests.aten.fuzz", "--dtype", dtype, "--jobs", str(jobs)]
         yield Part(f"PyTorch's operators, fuzz {dtype} as 7.5", fuzz, MODES[" as 7.5"], 300, stops=True)
     others = [f"--ignore={path}" for path in (kernels, state, "tests/clients", "tests/naming", "tests/aten")]
     yield Part("tests", [*marked, "tests", *others], {}, 240)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import random
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -210,30 +212,54 @@ def in_front(device: str) -> Iterator[None]:
         yield
 
 
+class Tally(NamedTuple):
+    """What came of some problems."""
+
+    problems: int
+    failures: list[str]
+    served: Counter[str]
+
+
+def solve(seeds: range, dtype: str | None, device: str, end: float) -> Tally:
+    """Those that begin before ``end``, a time; each failure is what is wrong, and the problem's line."""
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    reset_backend_counts()
+    failures, done = [], 0
+    with in_front(device):
+        for seed in seeds:
+            if time.time() > end:
+                break
+            problem = draw(seed, dtype)
+            try:
+                complaints = examine(problem, device)
+            except Exception as error:  # noqa: BLE001  an answer like another
+                complaints = [f"{type(error).__name__}: {str(error)[:300]}"]
+            done += 1
+            if complaints:
+                failures.append("\n  ".join([repr(problem), *complaints]))
+    return Tally(done, failures, Counter(backend_counts()))
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.aten.fuzz", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--problems", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0, help="the first problem's number")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), help="both, unless given")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after as long")
+    parser.add_argument("--seconds", type=float, default=1e6, help="stop after as long")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     options = parser.parse_args(argv)
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    reset_backend_counts()
-    failures: Counter[str] = Counter()
-    begun, done = time.monotonic(), 0
-    with in_front("cuda"):
-        for seed in range(options.seed, options.seed + options.problems):
-            if time.monotonic() - begun > options.seconds:
-                break
-            problem = draw(seed, options.dtype)
-            complaints = examine(problem, "cuda")
-            done += 1
-            if complaints:
-                failures[problem.operator] += 1
-                print(problem, *complaints, sep="\n  ", flush=True)
-    summary = {"problems": done, "failures": sum(failures.values()), "by": failures, "served": backend_counts()}
-    print(json.dumps({**summary, "dtype": options.dtype, "seconds": round(time.monotonic() - begun, 1)}))
-    return 1 if failures else 0
+    begun, last = time.time(), options.seed + options.problems
+    parts = [range(options.seed + job, last, options.jobs) for job in range(options.jobs)]
+    total = Tally(0, [], Counter())
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
+        for tally in pool.map(
+            solve, parts, *([x] * len(parts) for x in (options.dtype, "cuda", begun + options.seconds))
+        ):
+            print(*tally.failures[:5], sep="\n", end="\n" if tally.failures else "", flush=True)
+            total = Tally(*(one + other for one, other in zip(total, tally)))
+    found = {"problems": total.problems, "failures": len(total.failures), "served": total.served}
+    print(json.dumps({**found, "dtype": options.dtype, "seconds": round(time.time() - begun, 1)}))
+    return 1 if total.failures or not total.problems else 0
 
 
 if __name__ == "__main__":

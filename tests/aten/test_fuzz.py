@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -20,6 +21,17 @@ def test_problems_are_drawn_alike_everywhere_and_of_every_kind() -> None:
     assert problems == [fuzz.draw(seed) for seed in range(300)]
     assert {p.operator for p in problems} == {"sdpa", "efficient", "packed"}
     assert any(keys == 0 for p in problems for _, keys in p.lengths) and any(p.window for p in problems)
+
+
+def test_parts_are_solved_and_failures_told(served: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzz, "draw", lambda seed, dtype: original(seed, dtype, longest=12))
+    assert fuzz.solve(range(0, 8, 4), "float16", "cpu", time.time() + 60)[:2] == (2, [])
+    assert fuzz.solve(range(4), None, "cpu", time.time() - 1).problems == 0
+    monkeypatch.setattr(fuzz, "examine", lambda problem, device: [f"{problem.seed} is off"])
+    assert fuzz.solve(range(3), None, "cpu", time.time() + 60).failures[2].endswith("\n  2 is off")
+
+
+original = fuzz.draw
 
 
 @pytest.mark.parametrize("first", range(0, len(SEEDS), 12))
