@@ -43,7 +43,7 @@ APIS = tuple(API_VERSIONS)
 _variables = getattr(os.environ, "_data", None)
 _DECISIVE = (BACKEND, CAPABILITY, COMPILE, DISABLE_OFFICIAL, FUSED)
 _keys = tuple(os.environ.encodekey(name) for name in _DECISIVE)
-_debug_key = os.environ.encodekey(DEBUG)
+_debug_key, _capability_key = os.environ.encodekey(DEBUG), os.environ.encodekey(CAPABILITY)
 
 # The backend that use_backend names, and whether calls are explained instead of served: one, for every call asks.
 _asked: contextvars.ContextVar[tuple[str | None, bool]] = contextvars.ContextVar(
@@ -202,6 +202,8 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 def forced_capability() -> tuple[int, int] | None:
     """FLASH_ATTN_COMPAT_CAPABILITY."""
+    if _variables is not None and _capability_key not in _variables:
+        return None
     forced = os.environ.get(CAPABILITY)
     return _parse_capability(forced) if forced else None
 

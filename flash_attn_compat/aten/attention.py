@@ -85,9 +85,9 @@ def why_not(
         return "heads differ"
     if not (_has_efficient() or _has_flash()):
         return "the program forbids PyTorch's fused kernels, and so ours"
-    if (heads != heads_k or q.dtype is torch.bfloat16) and not door.is_of_today(q.device):
-        wish = wish._replace(least_products=0)  # these would go to the plain formula, which is slower at any size
-    return against_size(wish, q, rows, keys, batch * heads)
+    # These would go to the plain formula, which is slower at any size.
+    at_any_size = (heads != heads_k or q.dtype is torch.bfloat16) and not (wish.always and door.is_of_today(q.device))
+    return against_size(wish, q, rows, keys, batch * heads, at_any_size)
 
 
 def _as_flash(

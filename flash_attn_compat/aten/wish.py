@@ -55,11 +55,11 @@ def against_tensors(wish: Wish, q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def against_size(wish: Wish, q: Tensor, rows: int, keys: int, heads: int) -> str | None:
+def against_size(wish: Wish, q: Tensor, rows: int, keys: int, heads: int, at_any_size: bool = False) -> str | None:
     """Why a call is not worth our while. heads: in the whole batch"""
     products = rows * keys * heads * q.shape[-1]
     if products == 0:
         return "it has no elements"
-    if products < wish.least_products and (rows > 1 or keys < wish.least_keys):
+    if not at_any_size and products < wish.least_products and (rows > 1 or keys < wish.least_keys):
         return "it is so small that only the host's time counts"
     return None
