@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from verify import bench, bench_report, spot_check, timing
+from verify import bench, bench_pictures, bench_report, spot_check, timing
 from verify.bench_run import Plan, Row, run
 from verify.cli import main
 from verify.contestants import RIVALS, Contestant, Prepared, ours, plain
@@ -18,7 +18,7 @@ from verify.errors import NotSupported
 from verify.judge import Check
 from verify.spot_check import check, pieces
 from verify.timing import Allocations, Failed, Job, Timing, allocations, time_together
-from verify.workloads import DECODE, FULL, Workload, shrunk, workload
+from verify.workloads import DECODE, FULL, Workload, of_lengths, shrunk, workload
 
 TINY = {one.name: shrunk(one, batch=32, seqlen=64, heads=8) for one in (*FULL, *DECODE)}
 QUICK = ["bench", "--repeats", "2", "--backends", "default,chunked"]
@@ -333,3 +333,34 @@ def test_a_ratio_is_theirs_over_ours_and_of_the_fastest_that_is_right():
 def test_our_backend_named_official_is_not_taken_for_flash_attn():
     (found,) = bench_report.compared([_row("official", 1.0, ours=True), _row("default", 2.0, ours=True)])
     assert found.mine.contestant == "default" and found.ratio(bench_report.FLASH, "forward") is None
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+
+def test_bars_say_how_fast_ours_is_beside_each_rival_and_how_much_it_holds():
+    rows = [_row("default", 2.0, 6.0, ours=True), _row("official", 1.0), _row("pad_sdpa", 8.0, 12.0)]
+    rows = [replace(row, memory_mib=held) for row, held in zip(rows, (30.0, 10.0, 60.0))]
+    made = {picture.title.partition(":")[0]: picture.groups for picture in bench_pictures.pictures(rows, [])}
+    assert made == {
+        "Speed beside flash-attn": [("w", [(0.5, "0.50 (2 ms)"), None])],
+        "Memory beside flash-attn": [("w", [(3.0, "3.00 (30 MiB)"), None])],
+        "Speed beside the fastest other way": [("w", [(4.0, "4.00 (2 ms)"), (2.0, "2.00 (6 ms)")])],
+        "Memory beside the fastest other way": [("w", [(0.5, "0.50 (30 MiB)"), None])],
+    }
+
+
+def test_a_run_over_lengths_has_curves_of_speed_and_memory_and_no_wrong_answer_in_them():
+    lengths = of_lengths([16, 32], small=True)
+    rows = [
+        replace(row, workload=each.name, memory_mib=1.0)
+        for each in lengths
+        for row in (_row("default", 2.0, ours=True), _row("wrong", 1.0, ok=False))
+    ]
+    made = {picture.title: picture.lines for picture in bench_pictures.curves(rows, lengths)}
+    operations = [2 * each.scores * each.head_dim for each in lengths]
+    assert made == {
+        "Speed, forward": [("default", [(n, of / 2.0 / 1e9) for n, of in zip((16, 32), operations)])],
+        "Peak memory, forward": [("default", [(16, 1.0), (32, 1.0)])],
+    }
+    assert bench_pictures.curves(rows, lengths[:1]) == []

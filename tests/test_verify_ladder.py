@@ -11,7 +11,7 @@ from verify import inputs, ladder
 from verify.cli import main
 from verify.examination import Examination
 from verify.problems import Problem
-from verify.steps import STEPS
+from verify.steps import PAPER, STEPS
 from verify.timing import allocations
 
 QUICK = ["--repeats", "1", "--heads", "1", "--head-dim", "8"]
@@ -79,6 +79,10 @@ def test_the_command_writes_every_step_at_every_length_and_draws_it(tmp_path, ca
     for row in found.values():
         assert row["verdict"]["ok"] and row["forward"]["median_ms"] > 0 and row["memory_mib"] > 0
     assert "tiles of 7 rows x 9 keys" in data["environment"]["problem"]
+    assert [picture["title"] for picture in data["pictures"]] == ["Time", "Peak memory beyond the inputs"]
+    lines = dict(data["pictures"][0]["lines"])
+    assert [*lines] == [*PAPER.values(), "PyTorch SDPA", "flash_attn_compat"] and [*PAPER] == [*STEPS]
+    assert [n for n, _ in lines["online tiles: FlashAttention-2, algorithm 1"]] == [6, 12, 24]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "PASS" in capsys.readouterr().out
 

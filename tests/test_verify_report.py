@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from verify import page
 from verify.cli import main
 from verify.page import to_html
-from verify.tables import Report, Table
+from verify.pictures import svg
+from verify.tables import Bar, Bars, Cells, Curves, Report, Table, picture_from_json
 
 HERE = {"device cpu": "A Processor, 2 threads", "torch": "2.13.0", "date": "2026-11-21 00:00 UTC"}
 ANSWERS = Table("Every answer", ("case", "backend", "vs fp64"), [("window", "chunked", "out 8.0e-04 (0.80)")])
@@ -36,9 +38,17 @@ def saved(folder: Path, name: str, run) -> str:
 
 def written(tmp_path, *runs) -> tuple[int, str]:
     """The exit code and the page made of these runs."""
-    page = tmp_path / "r.html"
+    made = tmp_path / "r.html"
     files = [saved(tmp_path, f"{index}.json", run) for index, run in enumerate(runs)]
-    return main(["report", *files, "-o", str(page)]), page.read_text(encoding="utf-8")
+    return main(["report", *files, "-o", str(made)]), made.read_text(encoding="utf-8")
+
+
+GROUPS = [("small", [Bar(0.5, "2 ms"), None]), ("large", [Bar(9.0, "1"), Bar(1.0, "")])]
+PICTURES = (
+    Bars("Speed", "flash-attn", ["forward", "both"], GROUPS),
+    Curves("Time", "N", "ms", [("naive", [(1, 2.0), (2, 8.0)]), ("online", [(1, 1.0)])]),
+    Cells("Tiles", "key", "row", ["right", "wrong"], [[0, 1], [1, 1]], 32, 32),
+)
 
 
 class Reader(HTMLParser):
@@ -69,26 +79,79 @@ def test_the_page_is_well_formed_fetches_nothing_and_says_what_the_runs_say(tmp_
     reader = Reader(text)
     assert code == 0
     assert reader.open == [] and reader.fetched == []
-    assert not re.search(r"https?:|@import|url\(|<script src|<link", text)
+    assert not re.search(r"https?:|@import|url\((?!#)|<script src|<link", text)
     about, dates = "one calculation, called attention", (HERE["date"], f"date, 1.json{THERE['date']}")
     for part in ("out 8.0e-04 (0.80)", ABSENT, MEAN, about, "saved run 0.json", HERE["device cpu"], *dates):
         assert part in reader.words, part
-    assert '<p class="verdict pass">PASS: 3 of 3 answers right; PASS: every answer of ours is right</p>' in text
+    both = "PASS: 3 of 3 answers right; PASS: every answer of ours is right"
+    assert f'<p class="verdict pass">flash_attn_compat: {both}</p>' in text
 
 
 @pytest.mark.parametrize(
     ("runs", "verdict", "part"),
     [
-        ((WRONG, BENCHED), "FAIL: 2 of 3 answers right", "geometric mean"),
-        ((COMPARED, WRONG_WHEN_TIMED), "FAIL: wrong", "WRONG OR FAILED  small default"),
-        ((COMPARED, LOCATED), "=&gt; the running maximum", "··▒█"),
+        ((WRONG, BENCHED), "flash_attn_compat: FAIL: 2 of 3 answers right", "geometric mean"),
+        ((COMPARED, WRONG_WHEN_TIMED), "flash_attn_compat: FAIL: wrong", "WRONG OR FAILED  small default"),
+        ((COMPARED, LOCATED), "flash_attn_compat: =&gt; the running maximum", "··▒█"),
     ],
     ids=["wrong", "wrong when timed", "different"],
 )
-def test_whatever_is_wrong_turns_the_page_red_and_the_exit_code_1(runs, verdict, part, tmp_path):
+def test_whatever_is_wrong_turns_its_verdict_red_and_the_exit_code_1(runs, verdict, part, tmp_path):
     code, text = written(tmp_path, *runs)
     assert code == 1 and f'<p class="verdict FAIL">{verdict}</p>' in text
     assert part in Reader(text).words
+
+
+def test_the_packages_verdict_comes_first_and_is_not_coloured_by_somebody_elses_kernel(tmp_path):
+    theirs = replace(WRONG, subject="their.py:kernel", tables=[replace(ANSWERS, title="Theirs")])
+    code, text = written(tmp_path, theirs, COMPARED)
+    places = [text.index(part) for part in (
+        "Is flash_attn_compat right on this machine?", '"verdict pass">flash_attn_compat: PASS: 3 of 3 answers right<',
+        '"verdict FAIL">their.py:kernel: FAIL: 2 of 3 answers right<', "Every answer", "Theirs",
+    )]  # fmt: skip
+    assert places == sorted(places) and code == 1
+
+
+def test_a_page_of_somebody_elses_kernel_asks_about_that_kernel(tmp_path):
+    text = written(tmp_path, replace(WRONG, subject="their.py:kernel"))[1]
+    assert "<h1>Is their.py:kernel right on this machine?</h1>" in text
+    assert "flash_attn_compat is meant to" not in text
+
+
+def test_a_file_of_before_there_were_pictures_is_still_read(tmp_path):
+    old = {name: value for name, value in asdict(COMPARED).items() if name not in ("subject", "pictures")}
+    assert written(tmp_path, old)[0] == 0
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.kind)
+def test_a_picture_is_the_same_after_a_trip_through_a_file_and_is_drawn_into_the_page(picture, tmp_path):
+    text = written(tmp_path, replace(COMPARED, pictures=[picture]))[1]
+    kept = json.dumps(asdict(picture))
+    assert json.dumps(asdict(picture_from_json(json.loads(kept)))) == kept
+    assert text.count("<figure>") == 1 and "<svg" in text and "currentColor" in text and picture.title in text
+    assert not re.search(r"https?:|url\((?!#)|xmlns|<metadata", text)
+    assert svg(picture) == svg(picture)
+
+
+def test_a_table_that_a_picture_shows_is_left_to_terminals(tmp_path):
+    run = replace(LOCATED, tables=[replace(HEAT, drawn=True)])
+    assert "··▒█" in written(tmp_path, run)[1]
+    assert "··▒█" not in written(tmp_path, replace(run, pictures=[PICTURES[2]]))[1]
+
+
+def test_without_matplotlib_a_page_says_what_brings_its_pictures(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "can_draw", lambda: False)
+    text = written(tmp_path, replace(LOCATED, tables=[replace(HEAT, drawn=True)], pictures=PICTURES))[1]
+    assert "There would be pictures here: pip install" in text and "<svg" not in text and "··▒█" in text
+
+
+def test_what_a_long_cell_says_goes_under_its_row(tmp_path):
+    long = "a note of some length that would squeeze all other columns"
+    table = Table("T", ("case", "verdict", "note"), [("one", "FAIL", long), (f"random {long}", "pass", "short")])
+    text = written(tmp_path, replace(COMPARED, tables=[table]))[1]
+    assert "<th>note</th>" not in text and f'<td class="under" colspan="2">note: {long}</td>' in text
+    assert f'colspan="2">case: random {long}</td>' in text and " …</td>" in text
+    assert text.count("<tbody>") == 2
 
 
 def test_runs_in_files_of_one_name_are_all_on_the_page(tmp_path):
@@ -125,8 +188,10 @@ def test_the_verdict_comes_first_then_the_short_tables_then_the_folded_ones():
     long = Table("Every case", ("case", "verdict"), [(f"case {i}", "pass") for i in range(50)] + [("odd", "FAIL")])
     short = Table("Summary", ("backend", "verdict"), [("chunked", "FAIL")])
     text = to_html(Report("verify", HERE, [long, short], ["a remark", "FAIL: 50 of 51"], ok=False))
-    places = [text.index(part) for part in ('"verdict FAIL">FAIL: 50', "a remark", "<details open><summary>Summary",
-                                           "<details><summary>Every case", "Where and how")]  # fmt: skip
+    places = [text.index(part) for part in (
+        '"verdict FAIL">flash_attn_compat: FAIL: 50', "a remark", "<details open><summary>Summary",
+        "<details><summary>Every case", "Where and how",
+    )]  # fmt: skip
     assert places == sorted(places)
     assert '51 rows, <span class="FAIL">1 FAIL</span>' in text and '<td data-label="verdict" class="FAIL">' in text
     assert 'id="filter"' in text and "max-width: 40rem" in text

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from flash_attn_compat.backends import BACKENDS
 
+from . import bench_pictures
 from . import bench_report as tables
 from . import implementations as impl
 from .bench_run import Plan, Row, run
@@ -119,7 +120,8 @@ def main(arguments: argparse.Namespace) -> int:
         "workloads": {workload.name: workload.describe() for workload in plan.workloads},
     }
     summary.append(tables.detail_table(rows, "Every contestant", folded=True))
-    found = Report("verify bench", environment, summary, lines, not bad)
+    pictures = bench_pictures.pictures(rows, plan.workloads)
+    found = Report("verify bench", environment, summary, lines, not bad, pictures=pictures)
     deliver(found, data, arguments, terminal)
     return 1 if bad else 0
 

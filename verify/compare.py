@@ -21,7 +21,7 @@ from .examination import Examination, Verdict
 from .judge import Check
 from .output import announce, console, deliver, progress_bar
 from .recorded import ABSENT, recorded_cases
-from .tables import Report, Table
+from .tables import OURS, Bar, Bars, Report, Table
 
 PASS, FAIL, DECLINED = "pass", "FAIL", "declined"
 
@@ -98,6 +98,7 @@ def _judged(case: Case, implementation: impl.Implementation, device: str, examin
 
 
 MOST_REASONS = 5
+AGAINST = {"official": "flash-attn", "fp64": "fp64"}
 # Which quantity came nearest to its bound, its error, and that error as a multiple of the bound.
 LEGEND = "(worst quantity, its error, in brackets that error / its bound)"
 
@@ -105,8 +106,11 @@ LEGEND = "(worst quantity, its error, in brackets that error / its bound)"
 def _figure(check: Check | None) -> str:
     if check is None:
         return ""
-    ratio = f"{check.ratio:.2f}" if check.ratio < 1000 else f"{check.ratio:.0e}"
-    return f"{check.quantity} {check.error:.1e} ({ratio})"
+    return f"{check.quantity} {check.error:.1e} ({_times(check.ratio)})"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 1000 else f"{ratio:.0e}"
 
 
 def _every_row(title: str, rows: Iterable[Row], folded: bool = False) -> Table:
@@ -130,7 +134,7 @@ def _summary(rows: Iterable[Row]) -> Table:
         ran = [row for row in members if not row.refused]
         worst = [
             max((check for row in ran if (check := row.worst(name))), key=lambda check: check.ratio, default=None)
-            for name in ("official", "fp64")
+            for name in AGAINST
         ]
         passed = sum(row.outcome == PASS for row in ran)
         right, refused = f"{passed} of {len(ran)}", str(len(members) - len(ran) or "")
@@ -165,7 +169,7 @@ def own_words(rows: Sequence[Row]) -> list[str]:
 
 
 def report(
-    rows: Sequence[Row], environment: Mapping[str, str], verbose: bool = False, remarks: Sequence[str] = ()
+    rows: Sequence[Row], environment: Mapping[str, str], verbose: bool, remarks: Sequence[str], subject: str
 ) -> Report:
     idle = idle_backends(rows)
     shown = [row for row in rows if (row.implementation, row.device) not in idle]
@@ -178,7 +182,25 @@ def report(
     verdict = f"{'FAIL' if wrong else 'PASS'}: {len(ran) - len(wrong)} of {len(ran)} answers right"
     lines.append(verdict if ran else "FAIL: no case ran on any backend")
     ok = bool(ran) and not wrong
-    return Report("verify compare", environment, tables, lines, ok)
+    pictures = [bounds_picture(shown)] if ran else []
+    return Report("verify compare", environment, tables, lines, ok, subject, pictures)
+
+
+def bounds_picture(rows: Sequence[Row]) -> Bars:
+    """How near each implementation came to what is allowed."""
+    groups: list[tuple[str, list[Bar | None]]] = []
+    for name, device in dict.fromkeys((row.implementation, row.device) for row in rows):
+        bars: list[Bar | None] = []
+        for against in AGAINST:
+            mine = (row.worst(against) for row in rows if (row.implementation, row.device) == (name, device))
+            worst = max((check for check in mine if check), key=lambda check: check.ratio, default=None)
+            # JSON knows no infinity.
+            text = f"{worst.quantity}, {_times(worst.ratio)}" if worst else ""
+            bars.append(Bar(min(worst.ratio, 1e9), text) if worst else None)
+        errors = sum(bool(row.verdict.errors) for row in rows if (row.implementation, row.device) == (name, device))
+        groups.append((f"{name} on {device}" + (f" (and {errors} x an error was raised)" if errors else ""), bars))
+    title = "Largest error, as a share of what is allowed"
+    return Bars(title, "allowed", [f"against {words}" for words in AGAINST.values()], groups)
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -225,6 +247,6 @@ def main(arguments: argparse.Namespace) -> int:
             rows.append(row)
             progress.advance(task)
     remarks = [*([] if recorded_cases() else [ABSENT]), *(own_words(rows) if arguments.implementation else [])]
-    summary = report(rows, environment, arguments.verbose, remarks)
+    summary = report(rows, environment, arguments.verbose, remarks, arguments.implementation or OURS)
     deliver(summary, {"rows": [row.to_json() for row in rows]}, arguments, terminal)
     return 0 if summary.ok else 1

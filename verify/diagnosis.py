@@ -68,9 +68,14 @@ class Evidence:
     def right(self) -> Tensor:
         return self.setting.shares[self.rows][..., -1]
 
+    @property
+    def slack(self) -> float:
+        """How far off a weight may be."""
+        return max(1e-3, 4 * self._eps)
+
     @cached_property
     def weighed(self) -> Weights:
-        measured, right, slack = self.measured, self.right, max(1e-3, 4 * self._eps)
+        measured, right, slack = self.measured, self.right, self.slack
         if not measured.isfinite().all():
             return Weights.NONE
         off = (measured - right).abs() > slack

@@ -18,14 +18,16 @@ from flash_attn_compat import flash_attn_func
 
 from . import inputs
 from .bench import measured
+from .bench_pictures import Lines
 from .bench_report import detail_table
 from .bench_run import Plan, Row
 from .call import Call
 from .contestants import Contestant, Prepared
 from .environment import describe
 from .output import announce, console, deliver
-from .steps import STEPS
-from .tables import Report
+from .pictures import png
+from .steps import PAPER, STEPS
+from .tables import Curves, Report
 from .workloads import Workload, workload
 
 DEFAULT_LENGTHS = (128, 256, 512, 1024)
@@ -52,29 +54,22 @@ def rungs(block_rows: int, block_columns: int) -> list[Contestant]:
     return [*steps, rung("PyTorch SDPA", torch_attention), rung("flash_attn_compat", flash_attn_func)]
 
 
-def plot(by_length: dict[int, list[Row]], title: str, path: Path) -> None:
+def pictures(by_length: dict[int, list[Row]]) -> list[Curves]:
     """Time and peak memory against N, one line for each step."""
-    import matplotlib
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    def lines(value: Callable[[Row], float | None]) -> Lines:
+        points: dict[str, list[tuple[float, float]]] = {}
+        for n, rows in by_length.items():
+            for row in rows:
+                if y := value(row):
+                    points.setdefault(PAPER.get(row.contestant, row.contestant), []).append((n, y))
+        return [*points.items()]
 
-    figure, (times, memory) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    for index, name in enumerate(dict.fromkeys(row.contestant for rows in by_length.values() for row in rows)):
-        timed = [(n, row) for n, rows in by_length.items() for row in rows if row.contestant == name and row.forward]
-        style = {"marker": "osD^v*P"[index % 7], "markersize": 4, "linestyle": "-" if index < len(STEPS) else "--"}
-        lengths = [n for n, _ in timed]
-        times.plot(lengths, [row.forward.median_ms for _, row in timed if row.forward], label=name, **style)
-        memory.plot(lengths, [row.memory_mib or None for _, row in timed], label=name, **style)
-    for axes, label in ((times, "time, ms"), (memory, "peak memory beyond the inputs, MiB")):
-        axes.set(xlabel="N (sequence length)", ylabel=label, xscale="log", yscale="log")
-        axes.set_xticks([*by_length], [str(n) for n in by_length])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-    figure.legend(*times.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
-    figure.suptitle(title, fontsize=9)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    x = "N (sequence length)"
+    return [
+        Curves("Time", x, "ms", lines(lambda row: row.milliseconds("forward"))),
+        Curves("Peak memory beyond the inputs", x, "MiB", lines(lambda row: row.memory_mib)),
+    ]
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -109,9 +104,11 @@ def main(arguments: argparse.Namespace) -> int:
     tables = [detail_table(found, f"N = {n}") for n, found in by_length.items()]
     wrong = sorted({row.contestant for row in rows if row.wrong}) + [lost] * bool(lost)
     closing = [f"FAIL: {', '.join(wrong)}"] if wrong else ["PASS: every step is as near to fp64 as plain PyTorch"]
-    if arguments.plot:
-        plot(by_length, f"{problem}\n{environment[f'device {device}']}", arguments.plot)
+    drawn = [picture for picture in pictures(by_length) if picture.lines]
+    if arguments.plot and drawn:
+        png(drawn, f"{problem}\n{environment[f'device {device}']}", arguments.plot)
         terminal.print(f"wrote {arguments.plot}")
     data = {"problem": problem, "rows": [{"n": n, **row.to_json()} for n, found in by_length.items() for row in found]}
-    deliver(Report("verify ladder", environment, tables, closing, not wrong), data, arguments, terminal)
+    found = Report("verify ladder", environment, tables, closing, not wrong, "the steps of verify ladder", drawn)
+    deliver(found, data, arguments, terminal)
     return 1 if wrong else 0

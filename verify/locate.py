@@ -23,7 +23,7 @@ from .errors import UsageError
 from .implementations import backends, imported
 from .output import announce, console, deliver, progress_bar
 from .probe import Kernel, Setting, answered, gap
-from .tables import SHADES, Report, Table
+from .tables import SHADES, Cells, Report, Table
 from .workloads import workload
 
 REFERENCE = "flash_attn_compat:flash_attn_func"
@@ -125,8 +125,12 @@ def report(found: Located, environment: dict[str, str]) -> Report:
     tables = [Table("Kernels", ("", "function", "error", "allowed", "verdict"), rows)]
     if found.first is not None:
         tables.append(_key_table(found, found.first))
-    tables.append(heat_map(found.error, found.tolerance))
-    return Report("verify locate", environment, tables, conclusion(found), found.first is None)
+    tables.append(replace(heat_map(found.error, found.tolerance), drawn=True))
+    judged = [found.kernels[label].name for label in found.evidence] or [found.kernels["A"].name]
+    pictures = [error_picture(found.error, found.tolerance), *tile_pictures(found)]
+    return Report(
+        "verify locate", environment, tables, conclusion(found), found.first is None, " and ".join(judged), pictures
+    )
 
 
 def conclusion(found: Located) -> list[str]:
@@ -175,19 +179,57 @@ def to_json(found: Located) -> dict[str, Any]:
     }
 
 
-def heat_map(error: Tensor, tolerance: float) -> Table:
-    """The largest error over batch and channel by (head, row): a line for each head, of at most CELLS characters."""
+def error_levels(error: Tensor, tolerance: float) -> tuple[list[list[int]], int]:
+    """The largest error over batch and channel by (head, row), in powers of ten over the tolerance; and how many rows
+    are in each of at most CELLS columns.
+    """
     by_row = error.amax(dim=(0, 3))
     height = max(1, -(-by_row.shape[1] // CELLS))
     bins = torch.stack([rows.amax(-1) for rows in by_row.split(height, dim=1)], dim=1)
 
-    def shade(error: float) -> str:
+    def level(error: float) -> int:
         if error <= tolerance:
-            return SHADES[0]
+            return 0
         worse = math.log10(error / tolerance) if tolerance > 0 and math.isfinite(error) else math.inf
-        return SHADES[-1] if worse >= len(SHADES) - 2 else SHADES[1 + int(worse)]
+        return len(SHADES) - 1 if worse >= len(SHADES) - 2 else 1 + int(worse)
 
-    lines = [(str(head), "".join(map(shade, line))) for head, line in enumerate(bins.tolist())]
+    return [[*map(level, line)] for line in bins.tolist()], height
+
+
+def error_picture(error: Tensor, tolerance: float) -> Cells:
+    levels, height = error_levels(error, tolerance)
+    states = ("within tolerance", "up to 10 times", "up to 100 times", "up to 1000 times", "beyond")
+    return Cells(f"Error over (head, row), tolerance {tolerance:.1e}", "query row", "head", states, levels, 1, height)
+
+
+TILE_STATES = ("right", "wrong", "nothing counted", "hidden by the mask")
+
+
+def tile_pictures(found: Located) -> list[Cells]:
+    """The matrix of scores of each wrong kernel, by what its tiles' softmax weights are in the worst head."""
+    right, rows = found.setting.shares[..., -1], found.setting.block_rows
+    pictures = []
+    for label, each in found.evidence.items():
+        off = ~((each.weights - right).abs() <= each.slack)
+        parts = [x.transpose(-1, -2).split(rows, -1) for x in (off, right > each.slack, each.weights != 0, right == 0)]
+        cells = [[_state(*(x[:, :, key] for x in tile)) for key in range(right.shape[-1])] for tile in zip(*parts)]
+        title = f"Softmax weights of the tiles, {found.kernels[label].name}"
+        width = found.setting.block_columns
+        pictures.append(Cells(title, "key", "query row", TILE_STATES, cells, rows, width))
+    return pictures
+
+
+def _state(off: Tensor, counts: Tensor, counted: Tensor, hidden: Tensor) -> int:
+    """Of one tile, by (batch, head, row)."""
+    if not off.any():
+        return 3 if hidden.all() else 0
+    return 2 if counts.any() and not counted.any() else 1
+
+
+def heat_map(error: Tensor, tolerance: float) -> Table:
+    """By (head, row): a line for each head, of at most CELLS characters."""
+    levels, height = error_levels(error, tolerance)
+    lines = [(str(head), "".join(SHADES[level] for level in line)) for head, line in enumerate(levels)]
     each = "a row" if height == 1 else f"{height} rows"
     return Table(f"Error over (head, row): {LEGEND}", ("head", f"query rows, {each} in each character"), lines)
 

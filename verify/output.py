@@ -67,10 +67,14 @@ def deliver(report: Report, data: Mapping[str, Any], arguments: argparse.Namespa
     """Shows the report and writes the files asked for. JSON gets `data` beside the report."""
     _show(report, terminal)
     whole = {**asdict(report), **data}
-    written = {"json": json.dumps(whole, indent=1) + "\n", "markdown": to_markdown(report), "html": to_html(report)}
-    for kind, content in written.items():
+    ways: dict[str, Callable[[], str]] = {
+        "json": lambda: json.dumps(whole, indent=1) + "\n",
+        "markdown": lambda: to_markdown(report),
+        "html": lambda: to_html(report),
+    }
+    for kind, content in ways.items():
         if path := getattr(arguments, kind):
-            path.write_text(content, encoding="utf-8")
+            path.write_text(content(), encoding="utf-8")
             terminal.print(f"wrote {path}")
 
 

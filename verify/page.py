@@ -1,4 +1,4 @@
-"""A Report as one HTML page: the verdict first, tables to filter and unfold, readable on a phone and in the dark.
+"""A Report as one HTML page: whose answers and the verdict first, then pictures, then tables to filter and unfold.
 
 Nothing comes from the network, and without its few lines of script only the filter is missing.
 """
@@ -6,28 +6,46 @@ Nothing comes from the network, and without its few lines of script only the fil
 from __future__ import annotations
 
 import html
+import importlib.util
+import re
+import textwrap
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from .tables import COLOURS, SHADES, Report, Table
+from . import EXTRA
+from .tables import COLOURS, Picture, Report, Table
 
-LONG = 12  # rows, beyond which a table is folded
+MANY = 12  # rows, beyond which a table is folded
+LONG = 44  # characters, beyond which what a cell says goes under its row
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
 :root {{ color-scheme: light dark }}
-body {{ margin: 0 auto; padding: 1rem; max-width: 68rem; font: 1rem/1.5 system-ui; overflow-wrap: anywhere }}
+body {{ margin: 0 auto; padding: 1rem; max-width: 74rem; font: 1rem/1.5 system-ui, sans-serif }}
+h1 {{ font-size: 1.5rem; line-height: 1.2 }}
+p {{ margin: .5rem 0 }} .number {{ white-space: nowrap }}
 summary {{ font-weight: bold; padding: .5rem 0; cursor: pointer }}
-details {{ border-top: 1px solid gray; overflow-x: auto }}
-.verdict {{ border: 2px solid; border-radius: .6rem; padding: .7rem 1rem; font-weight: bold }}
-.pass {{ color: #299764 }} .FAIL {{ color: #e5484d }} .not-supported {{ color: #ab6400 }}
-.map {{ font-family: monospace; white-space: pre; overflow-wrap: normal }}
-input {{ font: inherit; width: 100%; padding: .4rem }}
+details {{ border-top: 1px solid #8888; overflow-x: auto }}
+.verdict {{ border: 2px solid; border-radius: .6rem; padding: .7rem 1rem; margin: .5rem 0; font-weight: bold }}
+.pass {{ color: #187a4b }} .FAIL {{ color: #c9252d }} .declined, .not-supported {{ color: #9a5b00 }}
+.pictures {{ display: flex; flex-wrap: wrap; gap: 1rem 2rem; align-items: flex-start }}
+figure {{ flex: 1 1 26rem; max-width: 34rem; min-width: 0; margin: 0 }}
+figcaption {{ font-weight: bold }}
+svg {{ width: 100%; height: auto; font-family: system-ui, sans-serif }}
+input {{ font: inherit; width: 100%; box-sizing: border-box; padding: .4rem; margin: .5rem 0 }}
 table {{ border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums }}
-th, td {{ text-align: left; padding: .2rem .9rem .2rem .3rem; border-bottom: 1px solid #8884; vertical-align: top }}
+th, td {{ text-align: left; padding: .2rem .9rem .2rem .3rem; vertical-align: top }}
+tbody {{ border-bottom: 1px solid #8884 }}
+.under {{ padding-left: 1.5rem; opacity: .85 }}
+@media (prefers-color-scheme: dark) {{
+  .pass {{ color: #3fbf85 }} .FAIL {{ color: #ff7a7d }} .declined, .not-supported {{ color: #e5a13d }}
+}}
 @media (max-width: 40rem) {{
-  thead {{ display: none }} tr, td {{ display: block }} td:empty {{ display: none }}
-  td::before {{ content: attr(data-label) ": "; opacity: .7 }}
+  thead {{ display: none }} table, tbody, tr, td {{ display: block }} td:empty {{ display: none }}
+  tbody {{ padding: .3rem 0 }} td {{ padding-right: 0 }}
+  td[data-label]::before {{ content: attr(data-label) ": "; color: CanvasText; opacity: .7 }}
 }}
 </style></head><body>
 {body}
@@ -37,48 +55,108 @@ const folded = new Map([...document.querySelectorAll("details")].map(d => [d, d.
 box.hidden = false;
 box.oninput = () => {{
   const words = box.value.toLowerCase().split(" ").filter(Boolean);
-  for (const row of document.querySelectorAll("tbody tr"))
+  for (const row of document.querySelectorAll("tbody"))
     row.hidden = !words.every(word => row.textContent.toLowerCase().includes(word));
-  for (const [d, open] of folded) d.open = words.length ? !!d.querySelector("tbody tr:not([hidden])") : open;
+  for (const [d, open] of folded) d.open = words.length ? !!d.querySelector("tbody:not([hidden])") : open;
 }};
 </script>
 </body></html>
 """
 
 
-def to_html(report: Report, about: str = "") -> str:
-    """One self-contained page. about: a paragraph for everybody, behind the verdict."""
-    *remarks, verdict = report.conclusion
-    body = [f"<h1>{_text(report.title)}</h1>"]
-    body.append(f'<p class="verdict {"pass" if report.ok else "FAIL"}">{_text(verdict)}</p>')
-    body += [f"<p>{_text(line)}</p>" for line in (*remarks, about) if line]
-    body.append('<input id="filter" type="search" hidden placeholder="Show only rows with these words, such as: FAIL">')
-    tables = sorted((table.used for table in report.tables), key=_is_folded)  # what has to be opened comes last
-    body += map(_table, tables)
-    facts = "".join(f"<dt>{_text(label)}</dt><dd>{_text(fact)}</dd>" for label, fact in report.environment.items())
-    body.append(f"<details><summary>Where and how this was obtained</summary><dl>{facts}</dl></details>")
+class Verdict(NamedTuple):
+    """On whom, what, and whether it is good."""
+
+    subject: str
+    words: str
+    ok: bool
+
+
+def to_html(report: Report, about: str = "", verdicts: Sequence[Verdict] = ()) -> str:
+    """One self-contained page. about: a paragraph for everybody, behind the verdicts, which are the report's own if not
+    given.
+    """
+    *remarks, last = report.conclusion
+    body = [f"<h1>{_breakable(report.title)}</h1>"]
+    for subject, words, ok in verdicts or [Verdict(report.subject, last.strip(), report.ok)]:
+        body.append(f'<p class="verdict {"pass" if ok else "FAIL"}">{_breakable(subject)}: {_breakable(words)}</p>')
+    body += [f"<p>{_breakable(line)}</p>" for line in (*remarks, about) if line]
+    if report.pictures:
+        body.append(_pictures(report.pictures))
+    drawn = bool(report.pictures) and can_draw()
+    tables = [table.used for table in report.tables if not (table.drawn and drawn)]
+    if tables:
+        body.append('<input id="filter" type="search" hidden aria-label="filter" placeholder="Only rows with: FAIL">')
+    body += map(_table, sorted(tables, key=_is_folded))  # what has to be opened comes last
+    facts = [f"<dt>{_breakable(name)}</dt><dd>{_breakable(fact)}</dd>" for name, fact in report.environment.items()]
+    body.append(f"<details><summary>Where and how this was obtained</summary><dl>{''.join(facts)}</dl></details>")
     return _PAGE.format(title=_text(report.title), body="\n".join(body))
 
 
+def can_draw() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def _pictures(pictures: Sequence[Picture]) -> str:
+    if not can_draw():
+        return f"<p>There would be pictures here: {_text(EXTRA)}</p>"
+    from .pictures import svg
+
+    figures = (f"<figure><figcaption>{_breakable(each.title)}</figcaption>{svg(each)}</figure>" for each in pictures)
+    return f'<div class="pictures">{"".join(figures)}</div>'
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
 def _is_folded(table: Table) -> bool:
-    return table.folded or len(table.rows) > LONG
+    return table.folded or len(table.rows) > MANY
 
 
 def _table(table: Table) -> str:
-    head = "".join(f"<th>{_text(column)}</th>" for column in table.columns)
-    rows = "".join("<tr>" + "".join(map(_cell, row, table.columns)) + "</tr>\n" for row in table.rows)
+    below = {
+        index for index in range(1, len(table.columns)) if any(len(row[index]) > LONG for row in table.rows)
+    }  # whole columns: half of one would be read as the whole
+    head = "".join(f"<th>{_text(column)}</th>" for index, column in enumerate(table.columns) if index not in below)
+    rows = "\n".join(_row(row, table.columns, below) for row in table.rows)
     wrong = sum(any(cell == "FAIL" for cell in row) for row in table.rows)
     count = f"{len(table.rows)} rows" + (f', <span class="FAIL">{wrong} FAIL</span>' if wrong else "")
     return (
-        f"<details{'' if _is_folded(table) else ' open'}><summary>{_text(table.title)} ({count})</summary>"
-        f"<table><thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table></details>"
+        f"<details{'' if _is_folded(table) else ' open'}><summary>{_breakable(table.title)} ({count})</summary>"
+        f"<table><thead><tr>{head}</tr></thead>\n{rows}</table></details>"
     )
 
 
+def _row(row: Sequence[str], columns: Sequence[str], below: set[int]) -> str:
+    """A body of its own, so that what is under a row stays with it."""
+    name, under = row[0], [(columns[index], row[index]) for index in sorted(below) if row[index]]
+    if len(name) > LONG:
+        under.insert(0, (columns[0], name))
+        name = textwrap.shorten(name, LONG, placeholder=" …")
+    cells = [_cell(name, columns[0])]
+    cells += [_cell(cell, columns[index]) for index, cell in enumerate(row) if index and index not in below]
+    notes = "".join(
+        f'<tr><td class="under" colspan="{len(cells)}">{_text(label)}{": " * bool(label)}{_breakable(cell)}</td></tr>'
+        for label, cell in under
+    )
+    return f"<tbody><tr>{''.join(cells)}</tr>{notes}</tbody>"
+
+
 def _cell(cell: str, label: str) -> str:
-    kind = cell.replace(" ", "-") if cell in COLOURS else "map" if cell and not set(cell) - set(SHADES) else ""
-    return f'<td data-label="{_text(label)}" class="{kind}">{_text(cell)}</td>'
+    kind = cell.replace(" ", "-") if cell in COLOURS else ""
+    labelled = f' data-label="{_text(label)}"' if label else ""
+    return f'<td{labelled} class="{kind}">{_breakable(cell)}</td>'
 
 
 def _text(value: object) -> str:
     return html.escape(str(value))
+
+
+def _breakable(value: str) -> str:
+    """Names too long for a line may go on behind a sign, numbers and words never."""
+
+    def word(text: str) -> str:
+        text = re.sub(r"\d[\d.]*e-\d+", r'<span class="number">\g<0></span>', html.escape(text))
+        return re.sub(r"([/\\:_=,(]+)(?=\w)", r"\1<wbr>", text) if len(text) > 20 and "<" not in text else text
+
+    return " ".join(map(word, str(value).split(" ")))

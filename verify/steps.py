@@ -152,3 +152,10 @@ STEPS: dict[str, Attention] = {
     "fused rows": fused_rows,
     "online tiles": online_tiles,
 }
+# As the papers name them.
+PAPER = {
+    "naive": "naive: FlashAttention, algorithm 0",
+    "blocked matmul": "blocked matmul: algorithm 0 by blocks",
+    "fused rows": "fused rows: algorithm 0 row by row",
+    "online tiles": "online tiles: FlashAttention-2, algorithm 1",
+}

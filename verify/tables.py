@@ -1,10 +1,12 @@
-"""What verify's commands say, as values: a Report of tables. How it is shown is output.py's and page.py's business."""
+"""What verify's commands say, as values: a Report of tables and pictures. How it is shown is the business of output.py,
+page.py and pictures.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any, NamedTuple
 
 # Cells that say how something went, and how a terminal shows them.
 COLOURS = {"pass": "green", "FAIL": "bold red", "declined": "yellow", "not supported": "yellow"}
@@ -14,33 +16,106 @@ SHADES = "·░▒▓█"
 
 @dataclass(frozen=True)
 class Table:
-    """folded: for those who ask: not on a terminal, and on a page to be opened."""
+    """folded: for those who ask: not on a terminal, and on a page to be opened; drawn: a picture says it on a page."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     folded: bool = False
+    drawn: bool = False
 
     @property
     def used(self) -> Table:
         """Without the columns in which nobody has anything."""
         kept = [index for index in range(len(self.columns)) if any(row[index] not in ("", "-") for row in self.rows)]
         rows = [[row[index] for index in kept] for row in self.rows]
-        return Table(self.title, [self.columns[index] for index in kept], rows, self.folded)
+        return replace(self, columns=[self.columns[index] for index in kept], rows=rows)
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+
+class Bar(NamedTuple):
+    """value: its length; text: what is written behind it."""
+
+    value: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A group of bars under each label, one of each series, None where there is none; a mark across all at 1."""
+
+    title: str
+    mark: str
+    series: Sequence[str]
+    groups: Sequence[tuple[str, Sequence[Bar | None]]]
+    kind: str = "bars"
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Named lines of (x, y), on logarithmic axes."""
+
+    title: str
+    x: str
+    y: str
+    lines: Sequence[tuple[str, Sequence[tuple[float, float]]]]
+    kind: str = "curves"
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A grid of cells, each coloured by which of the `states` it is in. `height` rows of the problem are in a row of
+    cells, `width` in a column.
+    """
+
+    title: str
+    x: str
+    y: str
+    states: Sequence[str]
+    cells: Sequence[Sequence[int]]
+    height: int = 1
+    width: int = 1
+    kind: str = "cells"
+
+
+Picture = Bars | Curves | Cells
+_PICTURES: dict[str, Any] = {each.kind: each for each in (Bars, Curves, Cells)}
+
+
+def picture_from_json(saved: Mapping[str, Any]) -> Picture:
+    """Raises KeyError or TypeError for what is none."""
+    made: Picture = _PICTURES[saved["kind"]](**saved)
+    if isinstance(made, Bars):
+        groups = [(label, [bar and Bar(*bar) for bar in bars]) for label, bars in made.groups]
+        return replace(made, groups=groups)
+    return made
+
+
+# ---- reports ---------------------------------------------------------------------------------------------------------
+
+OURS = "flash_attn_compat"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify COMMAND` found, titled so: where it was obtained, tables, closing lines, the last the verdict."""
+    """What `verify COMMAND` found, titled so: where it was obtained, tables, closing lines, the last the verdict on the
+    subject, which is whose answers were judged.
+    """
 
     title: str
     environment: Mapping[str, str]
     tables: Sequence[Table]
     conclusion: Sequence[str]
     ok: bool
+    subject: str = OURS
+    pictures: Sequence[Picture] = ()
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Report:
         """Raises KeyError or TypeError for what is no report."""
-        values = {field.name: saved[field.name] for field in fields(cls)}
-        return cls(**values | {"tables": [Table(**table) for table in saved["tables"]]})
+        there = [field.name for field in fields(cls) if field.default is MISSING or field.name in saved]
+        values = {name: saved[name] for name in there}
+        tables = [Table(**table) for table in saved["tables"]]
+        return cls(**values | {"tables": tables, "pictures": [*map(picture_from_json, saved.get("pictures", ()))]})

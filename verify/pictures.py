@@ -1,0 +1,145 @@
+"""Pictures of a Report as SVG that takes its ink from the page, so that it reads in light and dark; or as one PNG."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .tables import Bars, Cells, Curves, Picture
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+INK = "#0a0b0c"  # becomes the colour of the page's text
+# Told apart by those who see no red or green, on white and on black.
+COLOURS = ("#3d85c6", "#e08a2e", "#2f9e6e", "#c75a9b", "#8a74d6", "#9a9a2e", "#8c8c8c")
+# Within tolerance or hidden, then worse and worse.
+SHADES = ("#8c8c8c40", "#f2d16b", "#f0a24a", "#e0652f", "#b3202c")
+STATES = {"right": COLOURS[0], "wrong": "#d5482a", "nothing counted": "#e6b84a", "hidden by the mask": SHADES[0]}
+WIDTH = 4.4  # inches: about a phone's width, so that letters keep their size there
+LONGEST = 4.0  # a bar; what is more says so in its text
+
+
+def svg(picture: Picture) -> str:
+    """An <svg> element to be put into a page."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(_style(INK)):
+        figure = Figure(figsize=(WIDTH, _height(picture)), layout="constrained")
+        _draw(figure.subplots(), picture)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", transparent=True)
+    text = re.sub(r"<metadata>.*?</metadata>", "", file.getvalue()[file.getvalue().index("<svg") :], flags=re.DOTALL)
+    # Within a page these are known, or would look like something to fetch.
+    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href", "href").replace(INK, "currentColor")
+    return re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1))
+
+
+def png(pictures: Sequence[Picture], title: str, path: Path) -> None:
+    """All beside each other, under a title."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(_style("black")):
+        size = WIDTH * 1.25 * len(pictures), 1.4 * max(map(_height, pictures))
+        figure = Figure(figsize=size, layout="constrained", facecolor="white")
+        for axes, picture in zip(figure.subplots(1, len(pictures), squeeze=False)[0], pictures):
+            _draw(axes, picture)
+        figure.suptitle(title, fontsize=9)
+        figure.savefig(path, dpi=150)
+
+
+def _style(ink: str) -> Any:
+    """matplotlib's settings, whose names its own types list one by one."""
+    inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    return {
+        **dict.fromkeys(inked, ink),
+        **{f"axes.spines.{side}": False for side in ("top", "right")},
+        "svg.fonttype": "none",
+        "svg.hashsalt": "verify",  # the same picture gives the same page
+        "font.family": "sans-serif",
+        "font.size": 9,
+        "legend.frameon": False,
+    }
+
+
+def _height(picture: Picture) -> float:
+    if isinstance(picture, Bars):
+        return 0.8 + len(picture.groups) * (0.22 + 0.17 * len(picture.series))
+    if isinstance(picture, Cells):
+        return min(4.4, 1.8 + 0.3 * len(picture.cells))
+    return 2.6 + 0.16 * len(picture.lines)
+
+
+def _draw(axes: Axes, picture: Picture) -> None:
+    ways: dict[type, Callable[[Axes, Any], None]] = {Bars: _bars, Curves: _curves, Cells: _cells}
+    ways[type(picture)](axes, picture)
+
+
+def _below(axes: Axes, columns: int = 2) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0, -0.16), "borderaxespad": 0}
+    axes.legend(handles, labels, ncols=columns, fontsize=8, handlelength=1.4, **place)
+
+
+def _bars(axes: Axes, picture: Bars) -> None:
+    step, height = len(picture.series) + 1.3, 0.9
+    ink = axes.xaxis.label.get_color()
+    for group, (label, bars) in enumerate(picture.groups):
+        axes.text(0, group * step, label, va="center")
+        axes.vlines(1, group * step + 0.6, (group + 1) * step - 0.6, color=ink, linewidth=1.5)
+        for index, bar in enumerate(bars):
+            if bar is not None:
+                y, length = group * step + 1.1 + index * height, min(bar.value, LONGEST)
+                axes.barh(y, length, height * 0.9, color=COLOURS[index])
+                text = f"\N{RIGHTWARDS ARROW} {bar.text}" if bar.value > LONGEST else bar.text
+                axes.text(max(1, length) + 0.04, y, text, va="center", fontsize=8)
+    for index, name in enumerate(picture.series):
+        axes.barh(0, 0, color=COLOURS[index], label=name)
+    axes.plot([], [], color=ink, marker="|", markersize=8, markeredgewidth=1.5, linestyle="", label=picture.mark)
+    axes.set_ylim(len(picture.groups) * step - 0.3, -0.8)
+    longest = max((min(bar.value, LONGEST) for _, bars in picture.groups for bar in bars if bar), default=1.0)
+    axes.set_xlim(0, max(1.2, longest) * 1.45)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    axes.legend(ncols=2, fontsize=8, handlelength=1.4, loc="upper left", bbox_to_anchor=(0, -0.35 / _height(picture)))
+
+
+def _curves(axes: Axes, picture: Curves) -> None:
+    for index, (name, points) in enumerate(picture.lines):
+        style: dict[str, Any] = {
+            "color": COLOURS[index % len(COLOURS)],
+            "marker": "osD^v*P"[index % 7],
+            "markersize": 4,
+        }
+        axes.plot(*zip(*points), label=name, linestyle="-" if index < 4 else "--", **style)
+    ticks = sorted({x for _, points in picture.lines for x, _ in points})
+    axes.set(xlabel=picture.x, ylabel=picture.y, xscale="log", yscale="log")
+    axes.set_xticks(ticks, [f"{x:g}" for x in ticks], rotation=45 if len(ticks) > 5 else 0)
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, handlelength=1.8, loc="upper left", bbox_to_anchor=(0, -0.22))
+
+
+def _cells(axes: Axes, picture: Cells) -> None:
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    colours = [STATES.get(state, SHADES[index % len(SHADES)]) for index, state in enumerate(picture.states)]
+    rows, columns = len(picture.cells), len(picture.cells[0])
+    extent = (0, columns * picture.width, rows * picture.height, 0)
+    shown: dict[str, Any] = {"cmap": ListedColormap(colours), "vmin": -0.5, "vmax": len(colours) - 0.5}
+    axes.imshow(picture.cells, aspect="auto", interpolation="nearest", extent=extent, **shown)
+    axes.set(xlabel=picture.x, ylabel=picture.y)
+    axes.locator_params(integer=True)
+    if picture.height == 1:  # a number for each row, in its middle
+        numbers = range(0, rows, max(1, rows // 8))
+        axes.set_yticks([number + 0.5 for number in numbers], [str(number) for number in numbers])
+    there = {state for line in picture.cells for state in line}
+    patches = [Patch(color=colour, label=state) for index, (state, colour) in enumerate(zip(picture.states, colours))
+               if index in there]  # fmt: skip
+    axes.legend(handles=patches, ncols=2, fontsize=8, handlelength=1.2, loc="upper left", bbox_to_anchor=(0, -0.25))
