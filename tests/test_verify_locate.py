@@ -190,8 +190,11 @@ def mixed_in(share, axis):
         mixed_in(1e-4, 2),
         mixed_in(1e-4, 3),
         of(change_out=lambda out: spoil_row(out, 1e-4)),
+        of(change_out=lambda out: 1.01 * out),
+        of(change_out=lambda out: 1.0005 * out),
+        lambda q, k, v, causal=False: right(1.01 * q, k, v, causal=causal),
     ],
-    ids=["heads", "channels", "one row"],
+    ids=["heads", "channels", "one row", "1 per cent", "0.05 per cent", "scale"],
 )
 @pytest.mark.parametrize("n", [96, 320])
 def test_a_mistake_as_small_as_a_rounding_is_not_taken_for_one(kernel, n):

@@ -65,6 +65,11 @@ class Call:
         args = {name: x.to(dtype) if name in (*DIFFERENTIABLE, *CACHES) else x for name, x in self.args.items()}
         return replace(self, args=args, dout=None if self.dout is None else self.dout.to(dtype))
 
+    def times(self, factor: float) -> Call:
+        """With its data multiplied."""
+        args = {name: factor * x if name in (*DIFFERENTIABLE, *CACHES) else x for name, x in self.args.items()}
+        return replace(self, args=args, dout=None if self.dout is None else factor * self.dout)
+
 
 @dataclass(frozen=True)
 class Answer:

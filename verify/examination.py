@@ -13,14 +13,16 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 
-from .call import SHORT, Answer, Call, accepted, same, solve
+from .call import CACHES, SHORT, Answer, Call, accepted, same, solve
 from .errors import NotSupported
 from .implementations import Backend, Implementation
 from .judge import (
+    LARGER,
     Check,
     Right,
     against_fp64,
     against_official,
+    at_random,
     broken,
     kept_fraction,
     of_other_form,
@@ -99,8 +101,8 @@ class Examination:
             checks.append(broken("out", "numbers where a NaN went in"))
         return checks
 
-    def coarser(self, answer: Answer) -> str:
-        """The half precision in which a computation would be as far off, of a call that asks for more."""
+    def coarser(self, who: Implementation, answer: Answer) -> str:
+        """The half precision to which it rounds a call that asks for more, and does nothing else wrong."""
         if (
             self.call.dtype.itemsize == 2
             or self.call.dropout_p > 0
@@ -111,8 +113,16 @@ class Examination:
         here = answer.to(self.judges)
         for dtype in (torch.float16, torch.bfloat16):
             if all(check.ok for check in against_fp64(right_answer(self.untouched, dtype=dtype), here, self.device)):
-                return SHORT[dtype]
+                return SHORT[dtype] if self._errs_at_random(who, answer) else ""
         return ""
+
+    def _errs_at_random(self, who: Implementation, answer: Answer) -> bool:
+        larger = Examination(self.host.times(LARGER), self.device)
+        with who.serving(larger.call) as function:
+            pairs = [(self, answer), (larger, larger.ask(function))]
+        found = [{n: x.to("cpu").double() - of.right().exact.parts[n].to("cpu") for n, x in got.parts.items()}
+                 for of, got in pairs]  # fmt: skip
+        return all(at_random(mine, found[1][name]) for name, mine in found[0].items() if name not in CACHES)
 
     def written(self) -> list[Check]:
         """Inputs that the call only had to read, and wrote to."""
@@ -166,7 +176,7 @@ class Examination:
             if official is not None:
                 checks += against_official(self.host, answer.to("cpu"), official)
             wrong = any(not check.ok for check in checks)
-            return Verdict(checks=checks, as_near_as=self.coarser(answer) if wrong else "")
+            return Verdict(checks=checks, as_near_as=self.coarser(who, answer) if wrong else "")
         except NotSupported as refusal:
             touched = [n for n in self.call.caches if not self._as_it_was(n)]
             return Verdict(refused=str(refusal), errors=[f"{n} was written before the refusal" for n in touched])

@@ -106,6 +106,15 @@ COARSER = {
 }
 
 
+LARGER = 1.03  # some neighbouring numbers of bf16 further, so that all are rounded another way
+
+
+def at_random(errors: Tensor, of_larger: Tensor) -> bool:
+    """Whether two sets of errors have nothing in common, as roundings have not."""
+    a, b = errors.flatten(), of_larger.flatten()
+    return bool(abs(a @ b) <= 0.5 * a.norm() * b.norm())
+
+
 def right_answer(
     call: Call, keep: Tensor | None = None, converted: bool = False, dtype: torch.dtype | None = None
 ) -> Right:
