@@ -70,6 +70,14 @@ def test_nothing_imports_in_a_circle() -> None:
     graphlib.TopologicalSorter(graph).prepare()
 
 
+def test_the_package_does_not_import_verify_which_a_wheel_has_in_it() -> None:
+    for path in MODULES.values():
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+        assert not {name for name in names if "verify" in name.split(".")}, path
+
+
 def is_package_of(package: str, module: str) -> bool:
     return package == "" or module.startswith(f"{package}.")
 

@@ -109,6 +109,6 @@ def main(arguments: argparse.Namespace) -> int:
         png(drawn, f"{problem}\n{environment[f'device {device}']}", arguments.plot)
         terminal.print(f"wrote {arguments.plot}")
     data = {"problem": problem, "rows": [{"n": n, **row.to_json()} for n, found in by_length.items() for row in found]}
-    found = Report("verify ladder", environment, tables, closing, not wrong, "the steps of verify ladder", drawn)
+    found = Report("verify ladder", environment, tables, closing, not wrong, "verify's ladder", drawn)
     deliver(found, data, arguments, terminal)
     return 1 if wrong else 0

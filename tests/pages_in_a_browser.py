@@ -1,4 +1,9 @@
-"""verify's pages as a browser lays them out: at a phone's width and a desk's, in light and dark."""
+"""verify's pages as a browser lays them out: at a phone's width and a desk's, in light and dark.
+
+    python -m pytest -n 0 tests/pages_in_a_browser.py
+
+No part of the suite: a browser takes seconds to start, and few machines that run the suite have one.
+"""
 
 from __future__ import annotations
 
