@@ -305,7 +305,16 @@ def _check_values(request: Request) -> None:
     checks.values_of_pages(arguments.k_cache, pages, keys)
 
 
-CACHE = Kind("cache", _build, _check_values)
+def _appended(request: Request, q: Tensor) -> Request:
+    """What is left to do once the new keys are in the cache."""
+    _, *others, lengths, leftpad, pages, rng_state, k, _, _, _ = request.tensors
+    length = None if request.length is None else request.length + k.shape[1]
+    lengths = None if lengths is None else lengths + k.shape[1]
+    tensors = q, *others, lengths, leftpad, pages, rng_state, None, None, None, None
+    return request._replace(tensors=tensors, length=length)
+
+
+CACHE = Kind("cache", _build, _check_values, _appended)
 
 
 def _check_capacity(arguments: _Arguments, lengths: int | Tensor) -> None:

@@ -19,6 +19,7 @@ from flash_attn_compat import (
     reset_backend_counts,
     use_backend,
 )
+from flash_attn_compat.backends import base
 from flash_attn_compat.backends.fused import loader
 from flash_attn_compat.backends.fused.loader import KernelError
 from flash_attn_compat.engine import memory
@@ -140,6 +141,19 @@ def test_whichever_launch_fails_the_answer_and_the_cache_are_right(
     for one, two, right in zip(found, again, expected, strict=True):
         close(one, right, 8.0)
         close(two, right, 8.0)
+
+
+@pytest.mark.parametrize("name", ["append first", "append first, with a number"])
+def test_new_keys_are_written_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever attends instead of a kernel that fails behind the one that appends."""
+    fused_on_cpu.emulate(monkeypatch)
+    failing_from(monkeypatch, 2)
+    written: list[object] = []
+    monkeypatch.setattr(base, "by_operators", lambda *given: written.append(given))
+    reset_backend_counts()
+    with pytest.warns(RuntimeWarning, match="OUT_OF_RESOURCES"):
+        CASES[name][1]()
+    assert not written and list(backend_counts().values()) == [1]
 
 
 def test_what_failed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,8 +48,10 @@ class Capabilities:
 class KernelsFailed(RuntimeError):
     """A backend's kernels turn out not to work for a call: compiling, loading, launching or trying them fails.
 
-    Nothing was written but, maybe, new keys into a cache, where whoever serves instead writes them again.
+    Nothing was written, unless ``appended`` is q, rotated if that was asked for: then the new keys are in their cache.
     """
+
+    appended: Tensor | None = None
 
 
 class CallRefused(KernelsFailed):

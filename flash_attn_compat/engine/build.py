@@ -168,7 +168,7 @@ def _check_packed(request: Request) -> None:
         checks.values_of_pages(k, table, others[0])
 
 
-DENSE = Kind("dense", _build_dense, None)
+DENSE = Kind("dense", _build_dense)
 PACKED = Kind("packed", _build_packed, _check_packed)
 
 

@@ -63,11 +63,13 @@ class Kind:
     """A function's manner of asking.
 
     build: checks a request, but for the numbers in its tensors; check: those, as far as the host sees them
+    appended: the rest of a request whose new keys have been written, with another q
     """
 
     name: str
     build: Callable[[Request], Alike]
-    check: Callable[[Request], None] | None
+    check: Callable[[Request], None] | None = None
+    appended: Callable[[Request, Tensor], Request] | None = None
 
 
 class Request(NamedTuple):

@@ -36,7 +36,12 @@ def run(known: Known, request: Request) -> tuple[Known, Result]:
         try:
             result = known.run(request.tensors, request.length)
         except KernelsFailed as failure:
-            known = _prepared(memory.look_up(request)[0], request.kind.build(request), known.backend, failure)
+            alike = request.kind.build(request)
+            if failure.appended is None or request.kind.appended is None:
+                known = _prepared(memory.look_up(request)[0], alike, known.backend, failure)
+            else:  # nothing is written twice
+                _note(known.backend, alike.call, failure)
+                known, request = find(request.kind.appended(request, failure.appended))
         except Negated:
             return run(*find(_stored(known, request)))
         else:

@@ -89,6 +89,7 @@ class Plan:
         self._workspace = workspace
         self.variants = tuple(launch.variant for launch in launches)
         self._rotates = any(output.name == "q_rotated" for output in outputs)
+        self._appends_first = bool(launches) and launches[0].variant.entry == "append"
         like: dict[str, Any] = dict(zip(_CALL, call.tensors, strict=True))
         like |= dict(zip(_APPEND, () if new is None else new[:4])) | dict(others or {})
         sizes = {name: reach(tensor) for name, tensor in like.items()}
@@ -138,10 +139,18 @@ class Plan:
             )
         length = self.seqlen_k if seqlen_k is None else seqlen_k
         head = self._head.pack(*numbers, length)
-        for kernel, blocks, rest in self._launches:
-            self._launch(kernel, blocks, self.device, head + rest)
-            if self._rotates:  # which is what the first does: those behind it read what it made of q
-                head = self._head.pack(made["q_rotated"].data_ptr(), *numbers[1:], length)
+        launched = 0
+        try:
+            for kernel, blocks, rest in self._launches:
+                self._launch(kernel, blocks, self.device, head + rest)
+                launched += 1
+                if self._rotates:  # which is what the first does: those behind it read what it made of q
+                    head = self._head.pack(made["q_rotated"].data_ptr(), *numbers[1:], length)
+        except loader.KernelError as error:
+            if launched and self._appends_first:
+                note_written(tensors[1], tensors[2])
+                error.appended = made.get("q_rotated", q)
+            raise
         return made
 
     def addresses(self, tensors: Sequence[Any]) -> list[int]:
