@@ -163,3 +163,14 @@ def test_what_a_split_leaves_has_room_for_values_of_another_head_dim() -> None:
     forward, dkdv = variants.forward(kind), variants.dkdv(kind)
     assert variants.part_bytes(forward) == 4 * forward.rows * (128 + 8)
     assert variants.part_bytes(dkdv) == 4 * dkdv.rows * (192 + 128)
+
+
+@NEEDS_EMULATOR
+@pytest.mark.parametrize("head_dims", [(16, 16), (77, 80), (192, 128), (256, 256)])
+def test_kernels_of_every_size_pass_their_trial(
+    head_dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    launches = fused_on_cpu.emulate(monkeypatch, tried=True)
+    with use_backend("fused"):
+        check(replace(TRAINED, head_dim=head_dims[0], head_dim_v=head_dims[1], dtype="bfloat16"))
+    assert not recwarn.list and launches.entries.count("dkdv") == 2, "a trial and a call"
