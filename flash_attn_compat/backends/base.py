@@ -130,10 +130,10 @@ class Backend(abc.ABC):
         if not alike.is_over_cache:
             return lambda tensors, length: forward(bind(tensors, length)[0])
 
-        @torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
         def run(tensors: Tensors, length: int | None) -> Result:
-            call, new = bind(tensors, length)
-            return forward(call if new is None else call._replace(q=by_operators(call, new)))
+            with torch.no_grad():
+                call, new = bind(tensors, length)
+                return forward(call if new is None else call._replace(q=by_operators(call, new)))
 
         return run
 
