@@ -258,7 +258,8 @@ template <int THREADS, int ROWS, int W> struct Mover {
   static_assert(STEP % 8 == 0 && ROWS % STEP == 0 && THREADS % (LANES * STEP) == 0, "a thread's rows are swizzled alike");
   int row, chunk;    // this thread's first row, its first chunk
   u32 at;            // byte offset of that chunk in a tile
-  DEVICE Mover(int thread) : row(thread / LANES % STEP), chunk(thread % LANES + thread / (LANES * STEP) * LANES), at(L::at(row, chunk)) {}
+  DEVICE Mover(int thread)
+      : row(SIDES == 1 ? thread / LANES : thread / LANES % STEP), chunk(thread % LANES + (SIDES == 1 ? 0 : thread / (LANES * STEP) * LANES)), at(L::at(row, chunk)) {}
   // How far the thread's i-th chunk is behind its first one, in rows and in chunks; whether it lies in the row.
   static DEVICE constexpr int down(int i) { return i / PASSES * STEP; }
   static DEVICE constexpr int along(int i) { return i % PASSES * SIDES * LANES; }
