@@ -202,3 +202,12 @@ def test_kernels_for_a_shared_grid_are_tried_as_such(shared: None, monkeypatch: 
     launches = fused_on_cpu.emulate(monkeypatch, 75, tried=True)
     check(replace(SKEWED, backward=True))
     assert launches.entries == ["forward"] * 2 + ["delta", "dkdv", "dq"] * 2 and are_in_seats(launches)
+
+
+def test_under_a_mask_as_many_blocks_stand_together_as_the_gpu_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = fused_on_cpu.record(monkeypatch)
+    q = torch.zeros(1, 300, 2, 64).half().requires_grad_()
+    with flash_attn_compat.use_backend("fused"):
+        flash_attn_compat.flash_attn_func(q, q, q, causal=True).sum().backward()
+    held = {one.variant.entry: one.fields["resident"] for one in launches.seen if one.variant.entry != "delta"}
+    assert held == {"forward": 2 * T4.processors, "dkdv": T4.processors, "dq": 2 * T4.processors}
