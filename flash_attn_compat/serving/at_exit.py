@@ -31,7 +31,8 @@ def _pass_through_its_thread(device: torch.device) -> None:
     torch.autograd.backward would give the task an object of Python's; the engine alone gives it none. No kernel runs.
     """
     with contextlib.suppress(Exception):  # a GPU that has failed, a fork without such threads
-        nothing, gradient = (torch.empty(0, device=device, requires_grad=grad) for grad in (True, False))
+        nothing, gradient = (torch.empty(0, dtype=torch.float32, device=device) for _ in range(2))
+        nothing.requires_grad_()
         torch.autograd.Variable._execution_engine.run_backward(
             (nothing,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
         )

@@ -1,7 +1,7 @@
 """What tensor cores that truncate cost over many keys: `python -m tests.kernels.truncation`, some two minutes.
 
-The forward kernel runs in the emulator of a Turing GPU, a warp a block, and no blocks share keys: each sum is as long
-as it can be. Every figure is an error against fp64 and what it may be (verify/judge.py).
+The forward kernel runs in the emulator of a Turing GPU, two warps a block, and no blocks share keys: each sum is as
+long as it can be. Every figure is an error against fp64 and what it may be (verify/judge.py).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from verify.judge import Check
 from verify.problems import Problem
 
 
-def one_warp(kind: Kind) -> Tile:
+def small_tile(kind: Kind) -> Tile:
     """The usual steps of keys, of rows no more than there are."""
-    return Tile(64, 1, 1, 1)
+    return Tile(64, 2, 1, 1)
 
 
 def errors(problem: Problem, truncates: bool, decodes: bool = False) -> dict[str, Check]:
@@ -32,7 +32,7 @@ def errors(problem: Problem, truncates: bool, decodes: bool = False) -> dict[str
         fused_on_cpu.emulate(patch, 75, truncates=truncates)
         patch.setattr(variants, "takes_decode", lambda *shapes: decodes)
         patch.setattr(variants, "splits", lambda *shapes: 1)
-        patch.setattr(variants, "forward_tile", one_warp)
+        patch.setattr(variants, "forward_tile", small_tile)
         verdict = Examination(problem).judge("fused")
     assert not verdict.refused and not verdict.errors, verdict
     return {check.quantity: check for check in verdict.checks}
