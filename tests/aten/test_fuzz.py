@@ -13,7 +13,7 @@ from tests.aten import fuzz, originals
 from tests.aten.originals import counted
 from tests.fused_on_cpu import Launches
 
-SEEDS = range(24)
+SEEDS = range(16)
 
 
 def test_problems_are_drawn_alike_everywhere_and_of_every_kind() -> None:
@@ -34,12 +34,12 @@ def test_parts_are_solved_and_failures_told(served: Launches, monkeypatch: pytes
 original = fuzz.draw
 
 
-@pytest.mark.parametrize("first", range(0, len(SEEDS), 12))
+@pytest.mark.parametrize("first", range(0, len(SEEDS), 8))
 def test_random_problems(first: int, served: Launches) -> None:
-    for seed in SEEDS[first : first + 12]:
+    for seed in SEEDS[first : first + 8]:
         problem = fuzz.draw(seed, longest=fuzz.SMALL)
         assert not fuzz.examine(problem, "cpu"), problem
-    assert counted().get("fused", 0) > 8
+    assert counted().get("fused", 0) > 5
 
 
 MISTAKES: dict[str, Any] = {

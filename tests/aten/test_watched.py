@@ -107,11 +107,10 @@ def test_what_a_class_of_tensors_makes_of_the_function_is_served(served: Launche
     close(out.inner, F.scaled_dot_product_attention(*inputs, is_causal=True))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_compiled_graph_calls_the_operators_that_are_served(backend: str, served: Launches) -> None:
+def test_a_compiled_graph_calls_the_operators_that_are_served(served: Launches) -> None:
     torch._dynamo.reset()
     inputs = qkv()
-    compiled: Callable[..., Tensor] = torch.compile(lambda *x: efficient(*x) * 2, backend=backend, fullgraph=True)
+    compiled: Callable[..., Tensor] = torch.compile(lambda *x: efficient(*x) * 2, backend="aot_eager", fullgraph=True)
     out = compiled(*inputs)
     gradients = torch.autograd.grad(out.sum(), inputs)
     assert counted() == {"fused": 1} and served.entries[-3:] == ["delta", "dkdv", "dq"]
