@@ -156,7 +156,8 @@ def emulate(
         found: Tensor = empty(*args, **kwargs)
         if found.is_cpu and type(found) is Tensor:  # a fake one has no memory
             rubbish = int.from_bytes(b"\x5b" * found.element_size(), "little")  # a large number, as floats go, too
-            by_thread[threading.get_ident()].append(found.fill_(torch.nan if found.is_floating_point() else rubbish))
+            filling = torch.nan if found.is_floating_point() else rubbish
+            by_thread[threading.get_ident()].append(found.detach().fill_(filling))  # it may be a leaf
         return found
 
     def known_empty_like(x: Tensor, **kwargs: Any) -> Tensor:
