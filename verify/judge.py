@@ -5,6 +5,7 @@ than its neighbour has to be as right as that one, and a NaN or infinity may spo
 
 - Against fp64: the error is at most twice (gradients three times) that of plain PyTorch in the input's dtype, plus one
   rounding (two) of the largest sum of absolute terms, because the plain error of a tiny problem can be zero by luck.
+  Of fp64 inputs the right answer is rounded like the one that is judged, which may be off by that twice.
 - Against a recorded official answer: the bounds stated beside the recording.
 - A (sequence, key head) that was given a NaN or an infinity is left out, and so are results beyond the dtype's range.
 """
@@ -148,6 +149,8 @@ def _bounds(name: str, plain: Tensor, exact: Truth, lost: float) -> Tensor:
     largest_dP = exact.magnitudes["dP"].unflatten(1, (size.shape[1], -1)).amax(2) if name in ("dq", "dk") else 1.0
     floor = eps * size + _smallest(plain.dtype) * (1 + spacing) + lost * spacing * largest_dP
     times, floors = OUT if name == "out" else GRADIENT
+    if plain.dtype is torch.float64:
+        floors *= 2
     return times * worst(name, plain_errors, exact.tokens)[:-1] + floors * floor
 
 

@@ -68,11 +68,9 @@ def _attend_rows(sub: SubBlock, rows: Range) -> tuple[Tensor, Tensor]:
         out.mul_(decay).add_(tile_out)
         total.mul_(decay).add_(tile_total)
         peak = new_peak
-    if sub.call.dropout_p:
-        out.div_(1.0 - sub.call.dropout_p)
     dead = total == 0  # every visible score is -inf
     lse = total.log().add_(peak).masked_fill_(dead, torch.inf)
-    return out.div_(total.masked_fill_(dead, 1.0)), lse.squeeze(-1)
+    return out.div_(total.mul_(1.0 - sub.call.dropout_p).masked_fill_(dead, 1.0)), lse.squeeze(-1)
 
 
 def _attend_tile(
