@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,7 +40,15 @@ def sdpa(always: bool = False) -> Iterator[None]:
 
 
 def hold(wish: Wish) -> None:
-    """Serve the operators from now on; where several hold the switch, the one who wishes for the most decides."""
+    """Serve the operators from now on; where several hold the switch, the one who wishes for the most decides.
+
+    Before PyTorch 2.5, whose operators know no grouped heads yet, this warns and nothing changes.
+    """
+    if "enable_gqa" not in str(torch.ops.aten.scaled_dot_product_attention.default._schema):
+        warnings.warn(
+            f"PyTorch {torch.__version__} keeps its own attention: sdpa needs 2.5", RuntimeWarning, stacklevel=3
+        )
+        return
     with _lock:
         _holders.append(wish)
         _renew()

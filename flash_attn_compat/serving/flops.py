@@ -29,8 +29,7 @@ def register_if_needed() -> None:
         for name, formula in formulas.items()
         if (operator := getattr(namespace, name, None)) and operator not in flop_counter.flop_registry
     }
-    for operator, formula in found.items():
-        flop_counter.register_flop_formula(operator, get_raw=True)(formula)
+    flop_counter.flop_registry.update(found)  # in PyTorch 2.4 register_flop_formula writes where nobody looks
     for mode in _get_current_dispatch_mode_stack() if found else ():
         # Those that count already have copied what was known when they were made.
         getattr(getattr(mode, "counter", mode), "flop_registry", {}).update(found)

@@ -25,8 +25,10 @@ def register_if_needed() -> None:
 
 @functools.cache
 def _register() -> None:
-    from torch.distributed.tensor.experimental import register_sharding
-
+    try:
+        from torch.distributed.tensor.experimental import register_sharding
+    except ImportError:  # PyTorch 2.4
+        return
     register: Callable[[Any], Callable[[Any], Any]] = register_sharding
     for name, rule in (("attention", _forward), ("attention_backward", _backward)):
         operator = getattr(torch.ops.flash_attn_compat, name).default
