@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -166,6 +167,11 @@ def results(
     loss = sum((output.double() * weight).sum() for output, weight in zip(outputs, weights))
     grads = torch.autograd.grad(loss, leaves, allow_unused=True)
     return [output.detach() for output in outputs] + list(grads)
+
+
+def some_of(rows: Iterable[tuple[Any, ...]], every: int) -> list[Any]:
+    """One row in ``every`` for each run of the suite; the others are thorough."""
+    return [pytest.param(*row, marks=[pytest.mark.thorough] if index % every else []) for index, row in enumerate(rows)]
 
 
 def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
