@@ -415,7 +415,7 @@ def part_bytes(variant: Variant) -> int:
     """
     macros = dict(variant.macros)
     D = macros["D"]
-    DV = dict(variant.macros).get("DV", D)
+    DV = macros.get("DV", D)
     return 4 * variant.rows * (D + DV if variant.entry == "dkdv" else DV + 8)
 
 
