@@ -242,7 +242,8 @@ def _forward(p: Problem, return_lse: bool) -> tuple[Tensor, Tensor, Tensor, Tens
         return None
     out = result.out.contiguous()
     lse = _padded(p, result.lse) if return_lse else q.new_empty((_sequences(p), q.shape[-2], 0), dtype=torch.float32)
-    seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
+    # Where PyTorch leaves them when nothing is dropped.
+    seed, offset = (torch.empty((), dtype=torch.int64, device="cpu") for _ in range(2))
     return out if packing is None else out[None], lse, seed, offset, p.rows, p.keys
 
 
