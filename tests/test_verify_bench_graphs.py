@@ -81,6 +81,17 @@ def test_a_replay_with_old_lengths_or_pages_is_wrong(stale, monkeypatch):
     ].wrong
 
 
+def test_a_captured_append_leaves_no_row_in_other_sequences_pages():
+    given = TINY[f"{PAGED}_append"].call("cpu", torch.float32, 0)
+    held = {name: given.args[name].clone() for name in given.caches}
+    run = ours("chunked").prepare(TINY[f"{PAGED}_append"], given).run
+    for name, rows in held.items():
+        given.args[name].copy_(rows)
+    with graphs.other_inputs(given):
+        run(*given.qkv)
+    assert all(torch.equal(given.args[name], rows) for name, rows in held.items())
+
+
 def test_what_a_graph_reads_lives_as_long_as_it_is_replayed(monkeypatch):
     monkeypatch.setattr(graphs, "capture", lambda call, device: ((lambda: None), call.run()))
     masks = []

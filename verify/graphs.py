@@ -55,14 +55,15 @@ def other_inputs(given: Call) -> Iterator[None]:
     """Other values, lengths and pages at the same addresses, as in another step of a generation: what is captured with
     these must be right on the call's own.
     """
-    v = given.qkv_names[2]
+    _, k, v = given.qkv_names
     others = {v: -given.args[v]}
     if "block_table" in given.args:
         others["block_table"] = given.args["block_table"].flip(0, 1)
     # A step that appends would overwrite another slot of the cache.
     if "cache_seqlens" in given.args and "k" not in given.args:
         others["cache_seqlens"] = given.args["cache_seqlens"] - 1
-    own = {name: given.args[name].clone() for name in others}
+    # A step that appends writes its row into pages that are others', of k as well.
+    own = {name: given.args[name].clone() for name in (k, *others)}
     try:
         for name, values in others.items():
             given.args[name].copy_(values)
