@@ -97,11 +97,11 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "install",
-        help="put flash_attn and its metadata into this environment",
-        description="From then on every program of this environment imports flash_attn from this package, children "
-        "and notebooks included. Refused where a real flash-attn is installed.",
+        help="let every program of this environment import flash_attn",
+        description="Puts flash_attn and its metadata into this environment: every program here then imports it from "
+        "this package, notebooks included. Refused where a real flash-attn is installed.",
     )
-    command.add_argument("--target", metavar="DIR", help="another directory than this interpreter's site-packages")
+    command.add_argument("--target", metavar="DIR", help="instead of this interpreter's site-packages")
     command.add_argument(
         "--api",
         choices=settings.APIS,
@@ -110,8 +110,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument(
         "--sdpa", nargs="?", const="1", choices=("1", "always"), metavar="always",
-        help="F.scaled_dot_product_attention runs on this package's kernels, too, on GPUs of compute capability below "
-        "8.0, or on any that they run on",
+        help="let this package's kernels compute F.scaled_dot_product_attention too: on GPUs before compute capability "
+        "8.0, or with 'always' on every GPU that they run on",
     )  # fmt: skip
     command.set_defaults(action=_install)
 
@@ -126,21 +126,21 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "run",
         help="run a script or module that finds flash_attn",
-        description="Starts Python on the script or module, as python itself would, in an environment where "
-        "flash_attn is this package, for the processes that it starts too. Nothing is installed.",
+        description="Runs a script or module as python itself would, and lets it import flash_attn from this "
+        "package. So do the processes that it starts. Nothing is installed.",
         usage="%(prog)s [--api {2.6,2.8}] [--sdpa[=always]] SCRIPT [ARGUMENT ...] | -m MODULE [ARGUMENT ...]",
         epilog="--api 2.6: the interface for code written before flash-attn 2.7. "
-        "--sdpa: F.scaled_dot_product_attention runs on this package's kernels, too, on GPUs of compute "
-        "capability below 8.0; --sdpa=always: on any that they run on.",
+        "--sdpa: this package's kernels compute F.scaled_dot_product_attention too, on GPUs before compute "
+        "capability 8.0; --sdpa=always: on every GPU that they run on.",
     )
     command.add_argument("rest", nargs=argparse.REMAINDER, metavar="SCRIPT")
 
     command = commands.add_parser(
         "doctor",
-        help="describe this machine, say what serves typical calls, and check that it computes right",
+        help="describe this machine, say what serves typical calls, and check the answers",
         description="Looks at this machine for some seconds and changes nothing. Exit code 0: every backend that "
-        "can run computes right and each typical call finds one; 1: not so; 2: an environment variable is set to "
-        "something that means nothing.",
+        "can run computes right, and each typical call finds one; 1: not so; 2: an environment variable has a value "
+        "that it cannot have.",
     )
     command.add_argument("--json", action="store_true", help="the report as one JSON object")
     command.set_defaults(action=_doctor)
@@ -151,26 +151,26 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "tune",
-        help="time this GPU's candidates, and let all later calls go by what is found",
-        description="Times the tiles of this package's CUDA kernels and the other backends at usual calls, for some "
-        "minutes or less, and keeps what it finds beside the compiled kernels. Let nothing else use the GPU meanwhile.",
+        help="find the fastest tiles and backends on this GPU, for all later calls",
+        description="Times the tiles of this package's CUDA kernels and the other backends at usual calls, for "
+        "some minutes at most. Keeps the result beside the compiled kernels. Let nothing else use the GPU meanwhile.",
     )
     command.add_argument(
-        "--head-dim", type=_head_dim, action="append", default=[], metavar="N", help="64 and 128 by default; repeatable"
+        "--head-dim", type=_head_dim, action="append", default=[], metavar="N", help="default: 64 and 128; repeatable"
     )
     command.add_argument(
         "--dtype", choices=("float16", "bfloat16"), action="append", default=[],
-        help="repeatable; by default bfloat16 where the GPU computes it",
+        help="default: bfloat16 where the GPU computes it, else float16; repeatable",
     )  # fmt: skip
-    command.add_argument("--seqlen", type=_seqlen, default=2048, metavar="N", help="rows and keys of a sequence: 2048")
-    command.add_argument("--json", metavar="FILE", help="write what is found, to send it")
+    command.add_argument("--seqlen", type=_seqlen, default=2048, metavar="N", help="rows and keys of a sequence (2048)")
+    command.add_argument("--json", metavar="FILE", help="write the result, to send it")
     command.set_defaults(action=_tune)
 
     command = commands.add_parser(
         "compile",
-        help="compile this package's CUDA kernels before they are wanted, with or without a GPU",
-        description="Compiles what models usually ask for into the cache folder: about 350 kernels for each GPU, each "
-        "of which takes one processor a second or two. It uses the NVRTC that programs will find here, too.",
+        help="compile this package's CUDA kernels beforehand, with or without a GPU",
+        description="Compiles what models usually ask for into the cache folder: about 350 kernels for each ARCH. Each "
+        "takes one processor a second or two. It uses the same NVRTC as programs here will.",
     )
     command.add_argument(
         "--for", dest="architectures", action="append", metavar="ARCH", required=True,
@@ -183,9 +183,9 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="N",
-        help="those of most models by default; repeatable",
+        help="default: those of most models; repeatable",
     )
-    command.add_argument("--dtype", choices=("float16", "bfloat16"), action="append", default=[], help="only for these")
+    command.add_argument("--dtype", choices=("float16", "bfloat16"), action="append", default=[], help="default: both")
     command.set_defaults(action=_compile)
     return parser
 
@@ -256,7 +256,7 @@ def _tune(options: argparse.Namespace) -> int:
         print("flash-attn-compat: nothing could be compared", file=sys.stderr)
         return 1
     if not tuning.keep():
-        print("flash-attn-compat: what was found could not be written, and counts for nothing", file=sys.stderr)
+        print("flash-attn-compat: the result could not be written, so later calls do not use it", file=sys.stderr)
         return 1
     return 0
 

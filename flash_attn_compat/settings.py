@@ -71,8 +71,8 @@ def _warn_of(name: str) -> None:
     import warnings
 
     like = difflib.get_close_matches(name, VARIABLES, 1)
-    meant = f", {like[0]} is known" if like else ""
-    warnings.warn(f"nobody reads the environment variable {name}{meant}: see docs/environment.md", stacklevel=3)
+    hint = f"did you mean {like[0]}?" if like else "docs/environment.md lists those that are read"
+    warnings.warn(f"unknown environment variable {name}: {hint}", stacklevel=3)
 
 
 def check() -> None:

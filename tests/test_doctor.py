@@ -125,7 +125,7 @@ def test_a_variable_that_nobody_reads_is_warned_about_at_the_first_call_and_once
     settings._warn_of.cache_clear()
     memory.forget()
     q = torch.randn(1, 4, 1, 8)
-    with pytest.warns(UserWarning, match="FLASH_ATTN_COMPAT_BAKEND, FLASH_ATTN_COMPAT_BACKEND is known") as told:
+    with pytest.warns(UserWarning, match="BAKEND: did you mean FLASH_ATTN_COMPAT_BACKEND") as told:
         flash_attn_compat.flash_attn_func(q, q, q)
         memory.forget()
         flash_attn_compat.flash_attn_func(q, q, q)

@@ -268,7 +268,7 @@ def test_a_flash_attn_that_is_switched_off_or_runs_on_ours_is_not_asked(
     assert reasons() == ["FLASH_ATTN_COMPAT_DISABLE_OFFICIAL is set"]
     monkeypatch.delenv("FLASH_ATTN_COMPAT_DISABLE_OFFICIAL")
     monkeypatch.setattr("flash_attn_compat.installed._swapped", object())
-    assert reasons() == ["the installed flash-attn runs on this package at present"]
+    assert reasons() == ["the installed flash-attn is patched to run on this package"]
 
 
 WRONG = {

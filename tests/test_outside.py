@@ -76,5 +76,5 @@ def test_lengths_that_would_be_read_during_a_capture_are_named(monkeypatch: pyte
     q, k, v = (torch.zeros(2, length, 1, 16, device="cuda") for length in (1, 8, 8))
     lengths = torch.tensor([3, 5], dtype=torch.int32, device="cuda")
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match="seqused_k lies on the GPU and would be read"), torch.cuda.graph(graph):
+    with pytest.raises(RuntimeError, match="seqused_k is on the GPU and must be read"), torch.cuda.graph(graph):
         flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths)

@@ -45,9 +45,8 @@ def hold(wish: Wish) -> None:
     Before PyTorch 2.5, whose operators know no grouped heads yet, this warns and nothing changes.
     """
     if "enable_gqa" not in str(torch.ops.aten.scaled_dot_product_attention.default._schema):
-        warnings.warn(
-            f"PyTorch {torch.__version__} keeps its own attention: sdpa needs 2.5", RuntimeWarning, stacklevel=3
-        )
+        told = f"sdpa needs PyTorch 2.5, and this is {torch.__version__}: its own attention stays"
+        warnings.warn(told, RuntimeWarning, stacklevel=3)
         return
     with _lock:
         _holders.append(wish)

@@ -50,7 +50,7 @@ class Official(FlashBackend):
         if torch.version.hip is not None:
             return ["flash-attn's kernels for ROCm are different and untested"]
         if installed.swapped() is not None:
-            return ["the installed flash-attn runs on this package at present"]
+            return ["the installed flash-attn is patched to run on this package"]
         return [] if installed.location() is not None else ["flash-attn is not installed"]
 
     def extra_reasons(self, traits: Traits) -> list[str]:

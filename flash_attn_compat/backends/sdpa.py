@@ -70,7 +70,7 @@ class Sdpa(BlockwiseBackend):
         if capture.is_capturing(capture.current_device() or 0):
             return ["cannot be tried while a graph is captured"]
         if not _has_fused_kernel(traits):
-            return ["PyTorch has its plain formula alone for this here, which keeps the whole score matrix in memory"]
+            return ["PyTorch has no fused kernel for this here; its plain formula keeps the whole score matrix"]
         lengths = _CAUSAL_TRIAL if traits.features & Feature.CAUSAL else _FULL_TRIAL
         wrong = small_trial.wrong_answer(self, torch.__version__, traits, lengths)
         return [wrong] if wrong else []
@@ -134,7 +134,7 @@ def _reasons_on_cuda(traits: Traits) -> list[str]:
     """Against calls on the GPUs that PyTorch calls cuda, but for what a trial finds."""
     if torch.version.hip is None:
         # The kernels behind the public function have better backends there, and crash on odd strides.
-        return ["of the GPUs that PyTorch calls cuda, serves AMD's only"]
+        return ["serves AMD GPUs only, of those that PyTorch calls cuda"]
     untried = traits.features & ~int(_LACKS | _TRIED)
     reasons = [f"on AMD GPUs, does not support {DESCRIPTIONS[feature]}" for feature in split(untried)]
     if traits.features & Feature.CAUSAL and traits.sq_vs_sk != "=":

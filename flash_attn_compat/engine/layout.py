@@ -355,8 +355,8 @@ def _packed_spans(name: str, cu_seqlens: Tensor, total: int) -> tuple[list[int],
 def _numbers(name: str, lengths: Tensor) -> list[int]:
     if lengths.is_cuda and capture.is_capturing(lengths.get_device()):
         raise RuntimeError(
-            f"{name} lies on the GPU and would be read, which a CUDA graph that is being captured forbids: "
-            "explain() says why no backend served that leaves it there"
+            f"{name} is on the GPU and must be read here, which the capture of a CUDA graph forbids: "
+            "explain() says why the backends that need not read it do not serve"
         )
     found: list[int] = lengths.tolist()
     return found

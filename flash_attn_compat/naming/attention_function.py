@@ -80,7 +80,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor, options: di
         rows = _Tokens.of(attention_mask[:, seqlen_k - seqlen_q : seqlen_k])  # the newest tokens
     else:
         raise ValueError(
-            f"{seqlen_q} queries are no tokens of an attention_mask of shape {tuple(attention_mask.shape)}"
+            f"attention_mask of shape {tuple(attention_mask.shape)} covers fewer tokens than the {seqlen_q} queries"
         )
     q, k, v = (index_first_axis(x.flatten(0, 1), of.indices) for x, of in ((q, rows), (k, keys), (v, keys)))
     out: Any = flash_attn_varlen_func(q, k, v, rows.cu_seqlens, keys.cu_seqlens, seqlen_q, seqlen_k, **options)

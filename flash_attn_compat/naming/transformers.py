@@ -217,7 +217,7 @@ def register_with_transformers(name: str = "fa2_compat") -> None:
     ImportError where transformers is missing or too old.
     """
     if "flash" in name:
-        raise ValueError(f"name must not contain 'flash', which transformers looks up on its hub, got {name!r}")
+        raise ValueError(f"name must not contain 'flash': transformers looks such names up on its hub; got {name!r}")
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 

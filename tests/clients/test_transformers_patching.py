@@ -182,7 +182,7 @@ class TestRegistry:
             alone = (slice(b, b + 1), slice(None), slice(length))
             right = attend(q[b : b + 1], k[alone], v[alone], None, is_causal=False)
             torch.testing.assert_close(out[b : b + 1], right)
-        with pytest.raises(ValueError, match="7 queries are no tokens of an attention_mask"):
+        with pytest.raises(ValueError, match="covers fewer tokens than the 7 queries"):
             attend(torch.randn(2, 2, 7, 8), k, v, torch.ones(2, 5), is_causal=True)
 
     def test_lengths_are_read_once_for_all_layers(self, monkeypatch):

@@ -21,7 +21,7 @@ def make_package_importable() -> None:
     root = os.path.abspath(os.path.join(os.path.dirname(os.path.abspath(__file__)), *[os.pardir] * 3))
     if not os.path.isfile(os.path.join(root, "flash_attn_compat", "__init__.py")):
         raise ModuleNotFoundError(
-            "flash_attn is answered here by flash-attn-compat, which is not installed (any more): "
+            "flash_attn stands for flash-attn-compat here, which is no longer installed: "
             "pip install flash-attn-compat, or pip uninstall flash-attn",
             name="flash_attn_compat",
         )
