@@ -15,7 +15,7 @@ from typing import NoReturn
 from flash_attn_compat import __version__, progress, settings
 from flash_attn_compat.naming import install as installation
 from flash_attn_compat.naming import patch
-from flash_attn_compat.naming.patch import Sdpa
+from flash_attn_compat.naming.patch import Sdpa, warn_of_xformers
 
 # How run and install spell patch's sdpa, and how run spells its api.
 _SDPA: dict[str, Sdpa] = {"--sdpa": True, "--sdpa=always": "always"}
@@ -210,6 +210,7 @@ def _install(options: argparse.Namespace) -> int:
     except installation.InstallError as error:
         print(f"flash-attn-compat: {error}", file=sys.stderr)
         return 1
+    warn_of_xformers(options.api)
     command = ["flash-attn-compat", "uninstall", *(["--target", options.target] if options.target else [])]
     print(f"installed {dist_info.name} in {dist_info.parent}; {shlex.join(command)} removes it")
     return 0

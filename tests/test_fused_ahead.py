@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from flash_attn_compat import cli
 from flash_attn_compat.backends.fused import ahead, cache, loader, variants
@@ -92,6 +93,16 @@ def test_an_architecture_that_nobody_has_kernels_for_is_refused(name: str, capsy
     check_refused_in_one_line(
         cli.main, ["compile", "--for", name], f"unknown architecture {name!r}; choose from sm_75, sm_90", capsys
     )
+
+
+@pytest.mark.parametrize(("cuda", "wheel"), [("12.8", "nvidia-cuda-nvrtc-cu12"), (None, "nvidia-cuda-nvrtc")])
+def test_without_nvrtc_the_package_to_install_is_named_before_anything_is_done(
+    cuda: str | None, wheel: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(loader, "places", lambda major: [])
+    monkeypatch.setattr(loader, "compiler", loader.compiler.__wrapped__)
+    check_refused_in_one_line(cli.main, ["compile", "--for", "sm_75"], f"pip install {wheel} brings it", capsys)
 
 
 def test_a_head_dim_and_a_dtype_are_enough_for_their_calls() -> None:

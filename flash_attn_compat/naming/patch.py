@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib.machinery import PathFinder
 from typing import Literal
 
 from flash_attn_compat import installed, settings
@@ -99,6 +101,17 @@ def patched(
             _let_go(block)
 
 
+def warn_of_xformers(api: str | None) -> None:
+    """It refuses the version that goes with the interface of 2.6, in its own words and at its import."""
+    if api == "2.6" and PathFinder.find_spec("xformers") is not None:
+        warnings.warn(
+            "xformers is installed here and cannot be imported beside the interface of 2.6: its version 0.0.35 accepts "
+            "flash-attn 2.7.1 to 2.8.4. If your code needs the old unpad_input alone, stay with 2.8 and give it that "
+            "function: see docs/monkeypatching.md",
+            stacklevel=4,
+        )
+
+
 def _apply(api: str | None, hub_kernels: bool, varlen_attn: bool, sdpa: Sdpa, interfaces: Sequence[str]) -> None:
     global _undo, _api
     if api is not None and api not in settings.APIS:
@@ -113,6 +126,7 @@ def _apply(api: str | None, hub_kernels: bool, varlen_attn: bool, sdpa: Sdpa, in
     with ExitStack() as added:
         if _undo is None:
             chosen = settings.api() if api is None else api
+            warn_of_xformers(chosen)
             if api is not None:
                 set_item(os.environ, settings.API, api, added)
             if _answer_to_the_name(added, chosen):

@@ -164,6 +164,18 @@ def test_a_real_package_is_put_aside_for_it(tmp_path: Path) -> None:
     assert answer.stdout.split() == ["2.6.3", "2.6.3", "True"], answer.stderr
 
 
+def test_who_chooses_it_beside_xformers_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "xformers").mkdir()
+    (tmp_path / "xformers/__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.warns(UserWarning, match=r"xformers.* accepts flash-attn 2\.7\.1 to 2\.8\.4") as told:
+        patch(api="2.6")
+        patch(api="2.6")
+        unpatch()
+        patch()
+    assert len(told) == 1 and told[0].filename == __file__
+
+
 def test_old_code_alone_can_have_the_old_unpad_input_beside_todays_version(tmp_path: Path) -> None:
     """As docs/monkeypatching.md says: for libraries that refuse the version 2.6.3, such as xformers."""
     (tmp_path / "old_code.py").write_text("from flash_attn.bert_padding import unpad_input")
