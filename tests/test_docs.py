@@ -21,6 +21,9 @@ PAGES = sorted(
     for path in ROOT.glob(pattern)
 )
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_FILE = re.compile(r"`((?:[\w/.-]+/|test_)[\w.-]+\.(?:py|cu|cuh|cpp|md|ipynb|jsonl|yml))`")
+# Where a file may be that a page names.
+FOLDERS = ROOT / "flash_attn_compat", ROOT / "flash_attn_compat/naming/site", ROOT / "tests"
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _VARIABLE = re.compile(r"FLASH_ATTN_COMPAT_[A-Z_]*[A-Z]")
 
@@ -65,6 +68,12 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+@each_page
+def test_files_that_are_named_are_there(page: Path) -> None:
+    for name in _FILE.findall(page.read_text(encoding="utf-8")):
+        assert any((folder / name).exists() for folder in (ROOT, page.parent, *FOLDERS)), name
 
 
 @pytest.mark.parametrize("name", ["README.md", "examples/t4.ipynb"])
