@@ -205,7 +205,7 @@ def _find(name: str) -> Backend:
     for backend in BACKENDS:
         if backend.name == name:
             return backend
-    raise ValueError(f"unknown backend {name!r}; known are {', '.join(_names())}")
+    raise ValueError(f"unknown backend {name!r}; choose from {', '.join(_names())}")
 
 
 def _names() -> list[str]:
