@@ -75,7 +75,7 @@ def _names(text: str) -> list[str]:
 def _chosen(text: str, there: dict[str, Contestant], what: str) -> list[Contestant]:
     for name in _names(text):
         if name not in there:
-            raise UsageError(f"unknown {what} {name!r}; there are {', '.join(there)}")
+            raise UsageError(f"unknown {what} {name!r}; choose from {', '.join(there)}")
     return [there[name] for name in _names(text)]
 
 
@@ -87,7 +87,7 @@ def _workloads(arguments: argparse.Namespace, kind: str) -> list[Workload]:
     wanted = [name for text in arguments.only for name in _names(text)]
     for name in wanted:
         if not any(name in workload.name for workload in there):
-            raise UsageError(f"no workload {name!r}; there are {', '.join(workload.name for workload in there)}")
+            raise UsageError(f"no workload {name!r}; choose from {', '.join(workload.name for workload in there)}")
     return [workload for workload in there if not wanted or any(name in workload.name for name in wanted)]
 
 

@@ -22,7 +22,7 @@ def checked_devices(wanted: list[str]) -> list[str]:
     known = {*present, *(f"cuda:{index}" for index in range(torch.cuda.device_count()))}
     for name in wanted:
         if name not in known:
-            raise UsageError(f"no device {name!r} here; there are {', '.join(present)}")
+            raise UsageError(f"no device {name!r} here; choose from {', '.join(present)}")
     return wanted or present
 
 

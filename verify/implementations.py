@@ -109,7 +109,7 @@ def backends(names: list[str]) -> list[Backend]:
     known = [backend.name for backend in BACKENDS]
     for name in names:
         if name not in known:
-            raise UsageError(f"unknown backend {name!r}; there are {', '.join(known)}")
+            raise UsageError(f"unknown backend {name!r}; choose from {', '.join(known)}")
     return [Backend(name) for name in names or known]
 
 
@@ -126,9 +126,9 @@ def imported(path: str) -> Imported:
             raise UsageError(f"module {module_name!r} has no {attribute!r}")
         target = getattr(target, part)
     if not callable(target) and not any(hasattr(target, name) for name in PUBLIC_FUNCTIONS):
-        raise UsageError(f"{path!r} is no function and has none of {', '.join(PUBLIC_FUNCTIONS)}")
+        raise UsageError(f"{path!r} is not a function and has none of {', '.join(PUBLIC_FUNCTIONS)}")
     if callable(target) and not isinstance(target, type) and not _takes_attention(target):
-        raise UsageError(f"{path!r} is no attention function: it does not make a tensor of q, k and v")
+        raise UsageError(f"{path!r} is not an attention function: it does not make a tensor of q, k and v")
     return Imported(path, target)
 
 

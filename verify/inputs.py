@@ -86,7 +86,7 @@ def check_picture(path: Path | None) -> None:
     if path is None:
         return
     if path.suffix.lower() != ".png":
-        raise UsageError(f"cannot draw {path}: a name that ends in .png is needed")
+        raise UsageError(f"cannot draw {path}: give a name that ends in .png")
     check_writable(path)
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError(f"matplotlib is not installed: {EXTRA}")
