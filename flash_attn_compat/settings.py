@@ -191,7 +191,7 @@ def _choice(name: str, choices: tuple[str, ...]) -> str | None:
     if not value:
         return None
     if value not in choices:
-        raise ValueError(f"{name} must be {' or '.join(choices)}, got {value!r}")
+        raise ValueError(f"{name} must be {', '.join(choices[:-1])} or {choices[-1]}, got {value!r}")
     return value
 
 

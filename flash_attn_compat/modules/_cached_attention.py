@@ -112,7 +112,7 @@ class CachedAttention(nn.Module):
         """Append kv to the cache, then attend; shapes as `_apply_rotary_update_kvcache_attention`."""
         if inference_params.seqlen_offset == 0 or not self.use_flash_attn:
             if inference_params.seqlen_offset > 0 and q.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("a CUDA graph follows the cache's lengths with use_flash_attn=True only")
+                raise RuntimeError("decoding in a CUDA graph needs use_flash_attn=True")
             context: Tensor = self.inner_cross_attn(q, self._update_kv_cache(kv, inference_params))
             return context
         return self._attend_to_cache(q, kv, inference_params)

@@ -84,7 +84,7 @@ def test_what_means_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match='sdpa must be False, True or "always"'):
         patch(sdpa="sometimes")  # type: ignore[arg-type]
     monkeypatch.setenv(settings.SDPA, "on")
-    with pytest.raises(ValueError, match="FLASH_ATTN_COMPAT_SDPA must be 0 or 1 or always, got 'on'"):
+    with pytest.raises(ValueError, match="FLASH_ATTN_COMPAT_SDPA must be 0, 1 or always, got 'on'"):
         patch()
 
 

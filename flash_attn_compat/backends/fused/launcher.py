@@ -134,8 +134,8 @@ class Plan:
             at = numbers.index(0)
             tensor = tensors[self._expected[at][0]] if at < len(self._expected) else made.get(self._given[at])
             raise RuntimeError(
-                f"{self._given[at]} must be a tensor with memory of its own; got {type(tensor).__name__}, as fake and "
-                "distributed tensors and pending collectives are"
+                f"{self._given[at]} must be a tensor with memory of its own; got {type(tensor).__name__}: fake and "
+                "distributed tensors and pending collectives have none"
             )
         length = self.seqlen_k if seqlen_k is None else seqlen_k
         head = self._head.pack(*numbers, length)
