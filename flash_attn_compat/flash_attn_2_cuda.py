@@ -1,4 +1,4 @@
-"""The compiled extension's five functions, by position, over the private functions and the KV cache.
+"""The compiled extension's five functions, by position, as flash_attn/flash_attn_interface.py calls them.
 
 Callers that go below flash_attn's Python layer (and that layer itself) work unchanged on top of this
 module. Nothing is computed here, and nothing is recorded for autograd.
@@ -13,13 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_compat.kvcache import flash_attn_with_kvcache
-from flash_attn_compat.private_interface import (
-    _flash_attn_backward,
-    _flash_attn_forward,
-    _flash_attn_varlen_backward,
-    _flash_attn_varlen_forward,
-)
+from flash_attn_compat.engine.build import Packing
+from flash_attn_compat.engine.call import Upstream
+from flash_attn_compat.unrecorded import attention, cache
 
 __all__ = ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]
 
@@ -59,10 +55,10 @@ def fwd(
     """
     _check_generator(gen_)
     _check_out(out_, q)
-    out, *rest = _flash_attn_forward(
-        q, k, v, p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, alibi_slopes_,
-        return_softmax,
-    )  # fmt: skip
+    options = attention.options_of(
+        p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, alibi_slopes_
+    )
+    out, *rest = attention.forward(q, k, v, options, return_softmax)
     return [_written(out, out_), *rest]
 
 
@@ -99,11 +95,11 @@ def varlen_fwd(
     """
     _check_generator(gen_)
     _check_out(out_, q)
-    out, *rest = _flash_attn_varlen_forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, p_dropout, softmax_scale, is_causal,
-        window_size_left, window_size_right, softcap, alibi_slopes_, return_softmax, block_table_, leftpad_k_,
-        seqused_k, zero_tensors, num_splits,
-    )  # fmt: skip
+    options = attention.options_of(
+        p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, alibi_slopes_
+    )
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table_, seqused_k, leftpad_k_)
+    out, *rest = attention.varlen_forward(q, k, v, options, return_softmax, packing, zero_tensors, num_splits)
     return [_written(out, out_), *rest]
 
 
@@ -136,11 +132,11 @@ def bwd(
     """
     _check_generator(gen_)
     dq, dk, dv = _gradients((q, k, v), (dq_, dk_, dv_))
-    softmax_d = _flash_attn_backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, p_dropout, softmax_scale, is_causal, window_size_left,
-        window_size_right, softcap, alibi_slopes_, deterministic, rng_state,
-    )  # fmt: skip
-    return [dq, dk, dv, softmax_d]
+    options = attention.options_of(
+        p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, alibi_slopes_, deterministic
+    )
+    upstream = Upstream(dout, out, softmax_lse, rng_state)
+    return [dq, dk, dv, attention.backward(q, k, v, options, upstream, (dq, dk, dv))]
 
 
 @_unrecorded
@@ -176,12 +172,12 @@ def varlen_bwd(
     """
     _check_generator(gen_)
     dq, dk, dv = _gradients((q, k, v), (dq_, dk_, dv_))
-    softmax_d = _flash_attn_varlen_backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, alibi_slopes_,
-        deterministic, rng_state, zero_tensors,
-    )  # fmt: skip
-    return [dq, dk, dv, softmax_d]
+    options = attention.options_of(
+        p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, alibi_slopes_, deterministic
+    )
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    upstream = Upstream(dout, out, softmax_lse, rng_state)
+    return [dq, dk, dv, attention.backward(q, k, v, options, upstream, (dq, dk, dv), packing)]
 
 
 @_unrecorded
@@ -212,12 +208,10 @@ def fwd_kvcache(
     Returns [out, softmax_lse]; out_ is written in place and returned, if given.
     """
     _check_out(out_, q)
-    out, softmax_lse = flash_attn_with_kvcache(
-        q, kcache, vcache, k_, v_, rotary_cos=rotary_cos_, rotary_sin=rotary_sin_, cache_seqlens=seqlens_k_,
-        cache_batch_idx=cache_batch_idx_, cache_leftpad=leftpad_k_, block_table=block_table_,
-        softmax_scale=softmax_scale, causal=is_causal, window_size=(window_size_left, window_size_right),
-        softcap=softcap, rotary_interleaved=is_rotary_interleaved, alibi_slopes=alibi_slopes_,
-        num_splits=num_splits, return_softmax_lse=True,
+    out, softmax_lse = cache.attend(
+        (q, kcache, vcache, alibi_slopes_, k_, v_, rotary_cos_, rotary_sin_), seqlens_k_, cache_batch_idx_, leftpad_k_,
+        block_table_, softmax_scale, is_causal, (window_size_left, window_size_right), softcap, is_rotary_interleaved,
+        num_splits, return_lse=True,
     )  # fmt: skip
     return [_written(out, out_), softmax_lse]
 

@@ -1,7 +1,7 @@
 """The attention functions of flash-attn 2.8: signatures, documentation and return shapes.
 
-What a call means is in engine/build.py, how gradients flow in serving/autograd.py, the private functions
-in private_interface.py, the KV cache in kvcache.py; all of them can be imported from here.
+What a call means is in engine/build.py, how gradients flow in serving/autograd.py. The private functions, of
+private_interface.py, and flash_attn_with_kvcache, of kvcache.py, can be imported from here too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import flash_attn_2_cuda as flash_attn_gpu
-from flash_attn_compat import sinks
+from flash_attn_compat.engine import sinks
 from flash_attn_compat.engine.build import Options, Packing, dense_request, packed_request
 from flash_attn_compat.kvcache import flash_attn_with_kvcache
 from flash_attn_compat.private_interface import (

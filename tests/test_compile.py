@@ -16,7 +16,6 @@ from flash_attn_compat import (
     flash_attn_varlen_func,
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
-    kvcache,
 )
 from flash_attn_compat.engine.build import Options, Packing
 from flash_attn_compat.flash_attn_interface import (
@@ -29,6 +28,7 @@ from flash_attn_compat.ops import activations as act
 from flash_attn_compat.ops.rms_norm import rms_norm
 from flash_attn_compat.ops.triton.layer_norm import layer_norm_fn
 from flash_attn_compat.serving import torch_ops
+from flash_attn_compat.unrecorded import cache
 from tests.support import Asked, close, cumulative, qkv, randn
 
 
@@ -215,7 +215,7 @@ def test_a_graph_holds_one_node_of_ours_per_call_and_serves_other_lengths() -> N
 
 
 def test_eager_calls_do_not_pass_through_custom_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((torch_ops, "_forward_op"), (torch_ops, "_backward_op"), (kvcache, "_kvcache_op")):
+    for module, name in ((torch_ops, "_forward_op"), (torch_ops, "_backward_op"), (cache, "_kvcache_op")):
         monkeypatch.setattr(module, name, None)
     q, k, v = (x.requires_grad_() for x in qkv())
     cu = cumulative(7, 7)

@@ -184,7 +184,7 @@ def cache_call(
     alibi_slopes: Tensor | None,
     values: tuple[Any, ...],
 ) -> AttentionCall:
-    """(batch, seqlen_q, nheads, headdim) queries over a cache; kvcache.py has checked everything but the values.
+    """(batch, seqlen_q, nheads, headdim) queries over a cache; unrecorded/cache.py has checked all but the values.
 
     The tensors are flash_attn_with_kvcache's; seqlen_new: how many keys are written behind cache_seqlens before.
     Lengths that are known to the host and equal become dense slices of the cache, any others seqused_k, with the new

@@ -1,0 +1,171 @@
+"""One forward, or one backward, outside of autograd: a gradient through their results is an error.
+
+The backward takes whatever ``out`` and ``softmax_lse`` it is given, those of a longer sequence included, and writes
+into the gradients it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.engine import checks, outside
+from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_request, packed_request
+from flash_attn_compat.engine.call import Gradients, Upstream
+from flash_attn_compat.engine.memory import Request
+from flash_attn_compat.engine.probabilities import round_up
+from flash_attn_compat.serving import dispatch, torch_ops
+from flash_attn_compat.serving.serve import backward_tensors, find, gradients, whole
+
+# rng_state describes the mask, and any backend may draw it again.
+_FORWARD = Purpose(return_lse=True, shares_dropout_mask=True)
+_WITH_DMASK = _FORWARD._replace(return_dmask=True)
+_BACKWARD = Purpose(given_lse=True, shares_dropout_mask=True)
+
+Results = tuple[Tensor, Tensor, Tensor, Tensor]
+Written = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def options_of(
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    deterministic: bool = False,
+) -> Options:
+    """In the order in which flash-attn's private functions have them."""
+    window_size = window_size_left, window_size_right
+    is_causal = checks.flag("causal", causal)
+    return Options(dropout_p, softmax_scale, is_causal, window_size, softcap, alibi_slopes, deterministic)
+
+
+# ---- forward ---------------------------------------------------------------------------------------------------------
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, return_softmax: bool, packing: Packing | None = None
+) -> Results:
+    """(out, softmax_lse, S_dmask, rng_state); S_dmask is empty without return_softmax."""
+    if return_softmax and checks.dropout(options.dropout_p) <= 0.0:
+        raise RuntimeError("return_softmax is only supported when p_dropout > 0.0")
+    if torch_ops.are_asked_for_without_derivatives(q, k, v):
+        return torch_ops.forward(q, k, v, options, packing, bool(return_softmax))
+    purpose = _WITH_DMASK if return_softmax else _FORWARD
+
+    def run() -> Results:
+        if packing is None:
+            return whole(dense_request(q, k, v, options, purpose))
+        return whole(packed_request(q, k, v, packing, options, purpose))
+
+    inputs = q, k, v, options.alibi_slopes
+    if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+        return run()
+    results: Results = _WithoutFormula.apply(run, *inputs)
+    return results
+
+
+def varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, return_softmax: bool, packing: Packing, zero_tensors: bool,
+    num_splits: int,
+) -> Results:  # fmt: skip
+    """zero_tensors, num_splits: as in _flash_attn_varlen_forward"""
+    if num_splits > 1 and packing.block_table is not None:
+        _check_num_splits(num_splits, q, k, options, packing)
+    out, lse, dmask, rng_state = forward(q, k, v, options, return_softmax, packing)
+    if zero_tensors:
+        lse = lse.masked_fill(outside.mask(packing.cu_seqlens_q, q.shape[0]), -torch.inf)
+    return out, lse, dmask, rng_state
+
+
+def _check_num_splits(num_splits: int, q: Tensor, k: Tensor, options: Options, packing: Packing) -> None:
+    checks.is_tensor("q", q)
+    checks.is_tensor("k", k)
+    is_plain = options.dropout_p <= 0.0 and options.alibi_slopes is None and max(options.window_size) < 0
+    if packing.max_seqlen_q != 1 or q.shape[-2] <= k.shape[-2] or not is_plain:
+        raise RuntimeError(f"num_splits > 1 is not supported with a block_table, got num_splits = {num_splits}")
+    if num_splits > 128:
+        raise RuntimeError(f"num_splits > 128 not supported, got {num_splits}")
+
+
+class _WithoutFormula(torch.autograd.Function):
+    """As an operator for which nobody registered a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[], Results], *inputs: object) -> Results:
+        return run()
+
+    @staticmethod
+    def backward(*unused: object) -> NoReturn:
+        raise RuntimeError(
+            "Trying to backward through flash-attn's private functions, but no autograd formula was registered for "
+            "them: call flash_attn_func or another public function, or _flash_attn_backward in a Function of your own"
+        )
+
+
+# ---- backward --------------------------------------------------------------------------------------------------------
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, upstream: Upstream, written: Written,
+    packing: Packing | None = None,
+) -> Tensor:  # fmt: skip
+    """Writes dq, dk and dv; returns softmax_d, as _flash_attn_backward and _flash_attn_varlen_backward."""
+    dout, out, lse = upstream[:3]
+    if torch_ops.are_asked_for_without_derivatives(dout, q, k, v, out, lse):
+        with torch.no_grad():
+            _write(torch_ops.backward(q, k, v, options, upstream, packing), written)
+    elif packing is None:
+        _backward(dense_request(q, k, v, options, _BACKWARD), upstream, written)
+    else:
+        _backward(packed_request(q, k, v, packing, options, _BACKWARD), upstream, written)
+    products = _row_products(dout, out, options.dropout_p)
+    if packing is not None:
+        return _packed_softmax_d(products, packing.cu_seqlens_q)
+    softmax_d = q.new_zeros((q.shape[0], q.shape[2], round_up(q.shape[1], 128)), dtype=torch.float32)
+    softmax_d[:, :, : q.shape[1]] = products.transpose(1, 2)
+    return softmax_d
+
+
+def _backward(request: Request, upstream: Upstream, written: Written) -> None:
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            _backward(request, upstream, written)
+        return
+    dq, dk, dv = written
+    known, request = find(request)
+    checks.upstream(known.call.with_tensors(*request.tensors[:9]), upstream, dq, dk, dv)
+    rng_state = upstream.rng_state if known.call.dropout_p else None
+    into = None if dq is None or dk is None or dv is None else Gradients(dq, dk, dv)
+    backend, found = gradients(known, backward_tensors(request.tensors, rng_state), upstream, into)
+    if backend is not None:
+        dispatch.count(backend)
+    if into is None:
+        _write(found, written)
+
+
+def _write(found: Gradients, targets: Written) -> None:
+    for target, value in zip(targets, found):
+        if target is not None:
+            target.copy_(value)
+
+
+def _row_products(dout: Tensor, out: Tensor, dropout_p: float) -> Tensor:
+    """rowsum(dout * out) * (1 - dropout_p) in fp32, without the head_dim axis."""
+    products = (dout.detach().float() * out.detach()).sum(-1, dtype=torch.float32)
+    return products * (1.0 - dropout_p) if dropout_p > 0.0 else products
+
+
+def _packed_softmax_d(products: Tensor, cu_seqlens_q: Tensor) -> Tensor:
+    """(total_q, nheads) as (nheads, total_q + 128 * batch), 128 more columns after each sequence."""
+    total_q, nheads = products.shape
+    batch = cu_seqlens_q.shape[0] - 1
+    softmax_d = products.new_zeros(nheads, total_q + 128 * batch)
+    sequence, _ = outside.token_places(cu_seqlens_q, total_q)
+    columns = torch.arange(total_q, device=products.device) + 128 * sequence
+    return softmax_d.index_copy_(1, columns, products.t())
