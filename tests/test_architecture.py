@@ -16,7 +16,8 @@ LAYERS = (
     ("backends",),
     ("serving",),
     ("unrecorded",),
-    ("private_interface", "kvcache", "flash_attn_2_cuda", "flash_attn_interface"),
+    ("private_interface", "kvcache", "flash_attn_2_cuda"),  # of which none knows another
+    ("flash_attn_interface",),
     ("api_2_6", "fa3", "flash_attn_triton", "layers", "losses", "modules", "ops", "utils"),
     ("aten",),
     ("naming",),
@@ -61,6 +62,11 @@ def layer(module: str) -> int:
 def test_nothing_imports_upwards() -> None:
     arrows = [(module, name) for module, path in MODULES.items() for name in imported(path)]
     assert arrows and not [(module, name) for module, name in arrows if layer(name) > layer(module)]
+
+
+def test_no_door_of_the_functions_leads_through_another() -> None:
+    doors = {"private_interface", "kvcache", "flash_attn_2_cuda"}
+    assert not [door for door in doors if doors & imported(MODULES[door])]
 
 
 def test_nothing_imports_in_a_circle() -> None:

@@ -19,7 +19,6 @@ from tests.support import close, randn
 B, S, D = 2, 5, 24
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 EPS = 1e-5
-both_norms = pytest.mark.parametrize("rms", [False, True])
 
 
 def norm(h: Tensor, weight: Tensor, bias: Tensor | None, rms: bool, eps: float = EPS) -> Tensor:
@@ -89,15 +88,6 @@ def test_the_triton_family_is_dropout_sum_and_norm(
     check_function(ours, plain, *inputs(dtype, names), rounds_once=True)
 
 
-KEPT0, KEPT1 = torch.tensor([True, False, True, True]), torch.tensor([False, True, True, False])  # of four samples
-
-
-def numbers(kept: Tensor) -> Tensor:
-    """1 + its number for each row of a kept sample, 0 for the others."""
-    rows = kept.repeat_interleave(S)
-    return torch.cumsum(rows, 0, dtype=torch.int32).masked_fill(~rows, 0).reshape(4, S)
-
-
 def added(x0: Tensor, residual: Tensor, mask: Tensor, dropout_p: float, *scales: Tensor) -> Tensor:
     branch = wide(x0)
     for scale in scales:
@@ -105,27 +95,17 @@ def added(x0: Tensor, residual: Tensor, mask: Tensor, dropout_p: float, *scales:
     return dropped(branch, mask, dropout_p) + residual
 
 
-# name: (functions, tensors, further arguments, the sum from masks and tensors, the rows that are wanted)
-DROPOUT_FAMILY: dict[str, tuple[Any, tuple[str, ...], dict[str, Any], Any, Any]] = {
+# name: (functions, tensors, the sum from masks and tensors)
+DROPOUT_FAMILY: dict[str, tuple[Any, tuple[str, ...], Any]] = {
     "dropout_add": (
         (ln.dropout_add_layer_norm, rn.dropout_add_rms_norm),
-        ("x0", "residual", "weight", "bias", "rowscale", "layerscale"), {},
+        ("x0", "residual", "weight", "bias", "rowscale", "layerscale"),
         lambda p, masks, t: added(t["x0"], t["residual"], masks[0], p, t["rowscale"][..., None], t["layerscale"]),
-        slice(None),
-    ),
-    "subset": (
-        (ln.dropout_add_layer_norm_subset, rn.dropout_add_rms_norm_subset),
-        ("x0", "residual", "weight", "bias", "layerscale"),
-        {"x0_subset": numbers(KEPT0), "out_subset": numbers(KEPT1), "rowscale_const": 1 / 0.9, "out_numrows": 2 * S},
-        lambda p, masks, t: t["residual"].index_add(
-            0, KEPT0.nonzero().flatten(), added(t["x0"], 0.0, masks[0], p, 1 / 0.9, t["layerscale"])  # type: ignore[arg-type]
-        ),
-        KEPT1,
     ),
     "parallel": (
         (ln.dropout_add_layer_norm_parallel_residual, rn.dropout_add_rms_norm_parallel_residual),
-        ("x0", "x1", "residual", "weight0", "bias0", "weight1", "bias1"), {},
-        lambda p, masks, t: added(t["x0"], added(t["x1"], t["residual"], masks[1], p), masks[0], p), slice(None),
+        ("x0", "x1", "residual", "weight0", "bias0", "weight1", "bias1"),
+        lambda p, masks, t: added(t["x0"], added(t["x1"], t["residual"], masks[1], p), masks[0], p),
     ),
 }  # fmt: skip
 
@@ -137,12 +117,11 @@ DROPOUT_FAMILY: dict[str, tuple[Any, tuple[str, ...], dict[str, Any], Any, Any]]
 def test_the_dropout_layer_norm_family_is_scales_dropout_sum_and_norm(
     form: str, dtype: torch.dtype, weight_dtype: torch.dtype, rms: bool, dropout_p: float
 ) -> None:
-    """The subset form drops whole samples, and its factor, 1 / 0.9, is not rounded to the weights' dtype."""
-    functions, names, options, total, wanted = DROPOUT_FAMILY[form]
+    functions, names, total = DROPOUT_FAMILY[form]
     masks: list[Tensor] = []
 
     def ours(*values: Tensor) -> Any:
-        given: dict[str, Any] = {**dict(zip(names, values, strict=True)), **options}
+        given: dict[str, Any] = dict(zip(names, values, strict=True))
         more: dict[str, Any] = {"dropout_p": dropout_p, "epsilon": EPS, "prenorm": True, "return_dropout_mask": True}
         outputs = functions[rms](**given, **more)
         number = 2 if form == "parallel" else 1
@@ -154,11 +133,9 @@ def test_the_dropout_layer_norm_family_is_scales_dropout_sum_and_norm(
         given = dict(zip(names, values, strict=True))
         h = total(dropout_p, masks, given)
         pairs = [("weight0", "bias0"), ("weight1", "bias1")] if form == "parallel" else [("weight", "bias")]
-        return [*(norm(h, given[w], given[b], rms)[wanted].to(given["x0"].dtype) for w, b in pairs), h]
+        return [*(norm(h, given[w], given[b], rms).to(given["x0"].dtype) for w, b in pairs), h]
 
     values = inputs(dtype, names)
-    if form == "subset":
-        values[:2] = randn(3, S, D, dtype=dtype), randn(4, S, D)
     kinds = ("x0", "x1", "residual", "rowscale")
     values = [value if name in kinds else value.to(weight_dtype) for name, value in zip(names, values)]
     check_function(ours, plain, *values, rounds_once=True)
@@ -223,33 +200,6 @@ def test_dropout_keeps_the_stated_share_follows_the_seed_and_may_drop_everything
     assert x.grad is not None and x.grad.abs().sum() == 0
 
 
-@both_norms
-def test_the_reference_functions_agree_with_the_fused_ones(rms: bool) -> None:
-    names = ("x", "weight", *PRESENT[4])
-    given: dict[str, Any] = dict(zip(names, inputs(torch.bfloat16, names), strict=True))
-    fused, ref = (rms_norm_fn, triton_norms.rms_norm_ref) if rms else (layer_norm_fn, triton_norms.layer_norm_ref)
-    *outputs, mask, mask1 = fused(**given, dropout_p=0.2, prenorm=True, return_dropout_mask=True)
-    expected = ref(**given, dropout_p=0.2, prenorm=True, dropout_mask=mask, dropout_mask1=mask1, upcast=True)
-    for actual, wanted in zip(outputs, expected, strict=True):
-        torch.testing.assert_close(actual.to(wanted.dtype), wanted, rtol=1e-2, atol=1e-3)
-    plain = ref(given["x"].float(), given["weight"], None)
-    torch.testing.assert_close(fused(given["x"].float(), given["weight"], None), plain)
-
-
-@both_norms
-@pytest.mark.parametrize("prenorm", [False, True])
-def test_norm_then_linear(rms: bool, prenorm: bool) -> None:
-    def ours(*given: Tensor) -> Any:
-        return triton_norms.layer_norm_linear_fn(*given, EPS, prenorm, is_rms_norm=rms)
-
-    def plain(x: Tensor, weight: Tensor, bias: Tensor, matrix: Tensor, offset: Tensor, residual: Tensor) -> Any:
-        out = F.linear(norm(x + residual, weight, bias, rms), matrix, offset)
-        return (out, x + residual) if prenorm else out
-
-    x, weight, bias, residual = inputs(torch.float32, ("x", "weight", "bias", "residual"))
-    check_function(ours, plain, x, weight, bias, randn(7, D), randn(7), residual)
-
-
 def test_the_triton_rms_norm_module_drops_only_in_training() -> None:
     module = triton_norms.RMSNorm(D, dropout_p=0.5, zero_centered_weight=True)
     x = randn(3, D)
@@ -277,9 +227,5 @@ def test_the_modules_hold_the_parameters_of_flash_attn() -> None:
     torch.testing.assert_close(z, F.layer_norm(x + residual, (D,), eps=1e-5))
     for y in (rms.eval()(x), plain(x), rn.rms_norm(x, weight, 1e-5)):
         torch.testing.assert_close(y, norm(x, weight, None, rms=True))
-    for y in (
-        ln.layer_norm(x, weight, weight, EPS),
-        ln.dropout_add_layer_norm_subset(x, None, weight, weight, 0.0, EPS),
-    ):
-        torch.testing.assert_close(y, norm(x, weight, weight, rms=False))
+    torch.testing.assert_close(ln.layer_norm(x, weight, weight, EPS), norm(x, weight, weight, rms=False))
     assert rms.bias is None and (rms.train()(x) == 0).any()

@@ -13,10 +13,8 @@ from torch import Tensor
 from flash_attn_compat import flash_attn_varlen_func, flash_attn_varlen_kvpacked_func
 from flash_attn_compat.flash_attn_interface import flash_attn_varlen_qkvpacked_func
 from flash_attn_compat.utils import benchmark
-from flash_attn_compat.utils.library import triton_op
 from flash_attn_compat.utils.pretrained import state_dict_from_pretrained
 from flash_attn_compat.utils.testing import attention_ref, generate_qkv, generate_random_padding_mask
-from flash_attn_compat.utils.torch import custom_bwd, custom_fwd
 from tests.plain import attention as plain_attention
 from tests.plain import check_function, pairwise
 from tests.support import randn
@@ -181,46 +179,6 @@ def test_the_profiler_prints_a_table_and_writes_a_trace(
     printed = capsys.readouterr().out
     assert "aten::mm" in printed and ("MmBackward0" in printed) == backward
     assert json.loads(trace.read_text())["traceEvents"]
-
-
-# torch, library
-
-
-def test_custom_forward_casts_and_custom_backward_has_the_forwards_autocast() -> None:
-    seen = {}
-
-    class Double(torch.autograd.Function):
-        @staticmethod
-        @custom_fwd(cast_inputs=torch.float32)
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            seen["forward"] = (x.dtype, torch.is_autocast_enabled(device))
-            return 2 * x
-
-        @staticmethod
-        @custom_bwd
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            seen["backward"] = torch.is_autocast_enabled(device)
-            return 2 * grad
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    x = torch.ones(2, dtype=torch.bfloat16, device=device, requires_grad=True)
-    with torch.autocast(device, torch.bfloat16):
-        out = Double.apply(x)
-        out.sum().backward()
-    assert seen == {"forward": (torch.float32, False), "backward": False}
-    assert (x.grad == 2).all()
-
-
-def test_a_triton_op_is_a_custom_operator_with_the_given_schema() -> None:
-    @triton_op("flash_attn_compat_test::scaled", mutates_args=(), schema="(Tensor x, float factor=3.0) -> Tensor")
-    def scaled(x: Tensor, factor: float = 3.0) -> Tensor:
-        return x * factor
-
-    x = randn(3)
-    assert torch.equal(torch.ops.flash_attn_compat_test.scaled(x), 3 * x)
-    assert torch.equal(torch.compile(scaled, backend="eager", fullgraph=True)(x, 2.0), 2 * x)
-    schema = torch.ops.flash_attn_compat_test.scaled.default._schema
-    assert schema.arguments[1].default_value == 3.0
 
 
 # pretrained

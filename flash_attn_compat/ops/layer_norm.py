@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from flash_attn_compat.ops._add_norm import NormInputs, NormOptions, add_norm, dropout_mask
-from flash_attn_compat.ops._casting import upcast
 
 Results = Tensor | tuple[Tensor | None, ...]
 
@@ -74,40 +73,6 @@ def dropout_add_layer_norm(
     how = How(dropout_p, epsilon, prenorm, residual_in_fp32, return_dropout_mask, is_rms_norm=False)
     inputs = NormInputs(x0, weight, bias, residual, rowscale=rowscale, colscale=layerscale)
     return _dropout_add_norm(inputs, how)
-
-
-def dropout_add_layer_norm_subset(
-    x0: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    dropout_p: float,
-    epsilon: float,
-    layerscale: Tensor | None = None,
-    x0_subset: Tensor | None = None,
-    out_subset: Tensor | None = None,
-    rowscale_const: float = 1.0,
-    out_numrows: int = 0,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    return_dropout_mask: bool = False,
-) -> Results:
-    """`dropout_add_layer_norm` where only some rows have an x0, and only some rows are wanted (drop path).
-
-    Args:
-        x0: (rows of x0, ..., n), the rows that take part.
-        residual: the rows of x, or None.
-        x0_subset: int32, one entry per row of x: 1 + its row of x0, or 0 if it has none. None: all rows.
-        out_subset: int32, one entry per row of x: 1 + its row of z, or 0 if it is not wanted. None: all rows.
-        rowscale_const: factor on x0, for instance 1 / (1 - drop path rate).
-        out_numrows: rows of z, with `out_subset`.
-        Others: as `dropout_add_layer_norm`.
-    Returns:
-        z, or (z[, x][, mask]); z and x have shape (-1, *x0.shape[1:]), the mask has x0's shape.
-    """
-    how = How(dropout_p, epsilon, prenorm, residual_in_fp32, return_dropout_mask, is_rms_norm=False)
-    inputs = NormInputs(x0, weight, bias, residual, colscale=layerscale)
-    return _dropout_add_norm_subset(inputs, x0_subset, out_subset, rowscale_const, out_numrows, how)
 
 
 def dropout_add_layer_norm_parallel_residual(
@@ -196,38 +161,6 @@ def _dropout_add_norm(inputs: NormInputs, how: How) -> Results:
     z, _, x = add_norm(inputs._replace(mask=mask), how.options(inputs))
     masks = (_as_uint8(mask, inputs.x),) if how.return_dropout_mask else ()
     return _results(z, *((x,) if how.prenorm else ()), *masks)
-
-
-def _dropout_add_norm_subset(
-    inputs: NormInputs,
-    x0_subset: Tensor | None,
-    out_subset: Tensor | None,
-    rowscale_const: float,
-    out_numrows: int,
-    how: How,
-) -> Results:
-    x0, residual, colscale = inputs.x, inputs.residual, inputs.colscale
-    features, shape = x0.shape[-1], (-1, *x0.shape[1:])
-    given_mask = dropout_mask(x0, how.dropout_p)
-    rows = x0.reshape(-1, features)
-    mask = None if given_mask is None else given_mask.reshape(-1, features)
-    if x0_subset is not None:
-        # Row 0 stands for "absent": nothing is added there.
-        source = x0_subset.reshape(-1).long()
-        rows = torch.cat((rows.new_zeros(1, features), rows))[source]
-        mask = None if mask is None else torch.cat((mask.new_zeros(1, features), mask))[source]
-    if rowscale_const != 1.0:
-        # In fp32 whatever the weights' dtype: it scales what may be a fp32 residual.
-        colscale = x0.new_ones(features, dtype=torch.float32) if colscale is None else upcast(colscale)
-        colscale = colscale * rowscale_const
-    flat_residual = None if residual is None else residual.reshape(-1, features)
-    flat = inputs._replace(x=rows, residual=flat_residual, colscale=colscale, mask=mask)
-    z, _, x = add_norm(flat, how.options(inputs))
-    if out_subset is not None:
-        # Row 0 collects what is not wanted.
-        z = z.new_zeros(out_numrows + 1, features).index_copy(0, out_subset.reshape(-1).long(), z)[1:]
-    masks = (_as_uint8(given_mask, x0),) if how.return_dropout_mask else ()
-    return _results(z.reshape(shape), *(() if x is None else (x.reshape(shape),)), *masks)
 
 
 def _dropout_add_norm_parallel(inputs: NormInputs, how: How) -> tuple[Tensor | None, ...]:

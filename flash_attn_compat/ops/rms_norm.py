@@ -12,7 +12,6 @@ from flash_attn_compat.ops.layer_norm import (
     Results,
     _dropout_add_norm,
     _dropout_add_norm_parallel,
-    _dropout_add_norm_subset,
     _norm,
 )
 
@@ -39,28 +38,6 @@ def dropout_add_rms_norm(
     how = How(dropout_p, epsilon, prenorm, residual_in_fp32, return_dropout_mask, is_rms_norm=True)
     inputs = NormInputs(x0, weight, bias, residual, rowscale=rowscale, colscale=layerscale)
     return _dropout_add_norm(inputs, how)
-
-
-def dropout_add_rms_norm_subset(
-    x0: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    dropout_p: float,
-    epsilon: float,
-    layerscale: Tensor | None = None,
-    x0_subset: Tensor | None = None,
-    out_subset: Tensor | None = None,
-    rowscale_const: float = 1.0,
-    out_numrows: int = 0,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    return_dropout_mask: bool = False,
-) -> Results:
-    """As `flash_attn_compat.ops.layer_norm.dropout_add_layer_norm_subset`, without centring."""
-    how = How(dropout_p, epsilon, prenorm, residual_in_fp32, return_dropout_mask, is_rms_norm=True)
-    inputs = NormInputs(x0, weight, bias, residual, colscale=layerscale)
-    return _dropout_add_norm_subset(inputs, x0_subset, out_subset, rowscale_const, out_numrows, how)
 
 
 def dropout_add_rms_norm_parallel_residual(

@@ -1,14 +1,11 @@
-"""Layer norm and RMS norm fused with dropout and residual addition, and their plain reference forms.
+"""Layer norm and RMS norm fused with dropout and residual addition.
 
 Signatures, masks and return shapes; the arithmetic is in `ops/_add_norm.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_attn_compat.ops._add_norm import NormInputs, NormOptions, add_norm, dropout_mask
@@ -132,41 +129,6 @@ def rms_norm_fn(
     )
 
 
-def layer_norm_linear_fn(
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor | None,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    residual: Tensor | None = None,
-    eps: float = 1e-6,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    is_rms_norm: bool = False,
-) -> Results:
-    """linear(norm(x + residual)): x (..., n), linear_weight (m, n), linear_bias (m,) or None.
-
-    Returns:
-        (..., m) in x's dtype (autocast's if it is on), or that and h = x + residual with `prenorm`,
-        in the dtype `layer_norm_fn` gives it.
-    """
-    normed = layer_norm_fn(
-        x,
-        norm_weight,
-        norm_bias,
-        residual=residual,
-        eps=eps,
-        prenorm=prenorm,
-        residual_in_fp32=residual_in_fp32,
-        is_rms_norm=is_rms_norm,
-    )
-    y = normed[0] if prenorm else normed
-    assert isinstance(y, Tensor)
-    linear_bias = None if linear_bias is None else linear_bias.to(y.dtype)
-    out = F.linear(y, linear_weight.to(y.dtype), linear_bias)
-    return (out, normed[1]) if prenorm else out
-
-
 class RMSNorm(nn.Module):
     """RMS norm over the last axis, with optional dropout and residual addition before it.
 
@@ -217,104 +179,6 @@ class RMSNorm(nn.Module):
             residual_in_fp32=residual_in_fp32,
             zero_centered_weight=self.zero_centered_weight,
         )
-
-
-def layer_norm_ref(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None = None,
-    x1: Tensor | None = None,
-    weight1: Tensor | None = None,
-    bias1: Tensor | None = None,
-    eps: float = 1e-6,
-    dropout_p: float = 0.0,
-    rowscale: Tensor | None = None,
-    prenorm: bool = False,
-    zero_centered_weight: bool = False,
-    dropout_mask: Tensor | None = None,
-    dropout_mask1: Tensor | None = None,
-    upcast: bool = False,
-) -> Results:
-    """`layer_norm_fn` step by step in the operands' own dtypes, or in fp32 if `upcast`; for comparisons.
-
-    Args as `layer_norm_fn`, and dropout_mask, dropout_mask1: bool, x's shape, True = kept; drawn if None.
-    Returns:
-        y, or (y[, y1][, h]) as there, in x's dtype.
-    """
-    inputs = NormInputs(x, weight, bias, residual, x1, weight1, bias1, rowscale, mask=dropout_mask, mask1=dropout_mask1)
-    return _norm_ref(_plain_layer_norm, inputs, eps, dropout_p, prenorm, zero_centered_weight, upcast)
-
-
-def rms_norm_ref(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None = None,
-    x1: Tensor | None = None,
-    weight1: Tensor | None = None,
-    bias1: Tensor | None = None,
-    eps: float = 1e-6,
-    dropout_p: float = 0.0,
-    rowscale: Tensor | None = None,
-    prenorm: bool = False,
-    zero_centered_weight: bool = False,
-    dropout_mask: Tensor | None = None,
-    dropout_mask1: Tensor | None = None,
-    upcast: bool = False,
-) -> Results:
-    """`rms_norm_fn` step by step in the operands' own dtypes, or in fp32 if `upcast`; see `layer_norm_ref`."""
-    inputs = NormInputs(x, weight, bias, residual, x1, weight1, bias1, rowscale, mask=dropout_mask, mask1=dropout_mask1)
-    return _norm_ref(_plain_rms_norm, inputs, eps, dropout_p, prenorm, zero_centered_weight, upcast)
-
-
-def _plain_layer_norm(h: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    bias = None if bias is None else bias.to(weight.dtype)
-    return F.layer_norm(h.to(weight.dtype), h.shape[-1:], weight, bias, eps)
-
-
-def _plain_rms_norm(h: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    y = h * torch.rsqrt(h.square().mean(dim=-1, keepdim=True) + eps) * weight
-    return y if bias is None else y + bias
-
-
-def _norm_ref(
-    norm: Callable[[Tensor, Tensor, Tensor | None, float], Tensor],
-    inputs: NormInputs,
-    eps: float,
-    dropout_p: float,
-    prenorm: bool,
-    zero_centered_weight: bool,
-    upcast: bool,
-) -> Results:
-    assert inputs.rowscale is None or inputs.x1 is None, "rowscale is not supported with parallel LayerNorm"
-    dtype = inputs.x.dtype
-    if upcast:
-        inputs = NormInputs._make(t.float() if t is not None and t.is_floating_point() else t for t in inputs)
-    h, weight, weight1 = inputs.x, inputs.weight, inputs.weight1
-    if zero_centered_weight:
-        weight = weight + 1.0
-        weight1 = None if weight1 is None else weight1 + 1.0
-    if inputs.rowscale is not None:
-        h = h * inputs.rowscale[..., None]
-    h = _plain_dropout(h, dropout_p, inputs.mask)
-    if inputs.x1 is not None:
-        h = h + _plain_dropout(inputs.x1, dropout_p, inputs.mask1)
-    if inputs.residual is not None:
-        h = (h + inputs.residual).to(h.dtype)
-    y = norm(h, weight, inputs.bias, eps).to(dtype)
-    results: tuple[Tensor | None, ...] = (y,)
-    if weight1 is not None:
-        results += (norm(h, weight1, inputs.bias1, eps).to(dtype),)
-    if prenorm:
-        results += (h.to(dtype),)
-    return results if len(results) > 1 else y
-
-
-def _plain_dropout(x: Tensor, dropout_p: float, mask: Tensor | None) -> Tensor:
-    if dropout_p <= 0.0:
-        return x
-    return F.dropout(x, dropout_p) if mask is None else x.masked_fill(~mask, 0.0) / (1.0 - dropout_p)
 
 
 def _written(value: Tensor, target: Tensor | None) -> Tensor:

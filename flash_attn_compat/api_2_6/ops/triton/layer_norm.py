@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.ops.triton import layer_norm as _current
-from flash_attn_compat.ops.triton.layer_norm import Results, layer_norm_linear_fn
+from flash_attn_compat.ops.triton.layer_norm import Results
 
-__all__ = ["RMSNorm", "layer_norm_fn", "layer_norm_linear_fn", "layer_norm_ref", "rms_norm_fn", "rms_norm_ref"]
+__all__ = ["RMSNorm", "layer_norm_fn", "rms_norm_fn"]
 
 
 def layer_norm_fn(
@@ -92,75 +92,3 @@ class RMSNorm(_current.RMSNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(hidden_size, eps, dropout_p, device=device, dtype=dtype)
-
-
-def layer_norm_ref(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None = None,
-    x1: Tensor | None = None,
-    weight1: Tensor | None = None,
-    bias1: Tensor | None = None,
-    eps: float = 1e-6,
-    dropout_p: float = 0.0,
-    rowscale: Tensor | None = None,
-    prenorm: bool = False,
-    dropout_mask: Tensor | None = None,
-    dropout_mask1: Tensor | None = None,
-    upcast: bool = False,
-) -> Results:
-    """`flash_attn_compat.ops.triton.layer_norm.layer_norm_ref` with the arguments in the order of 2.6."""
-    return _current.layer_norm_ref(
-        x,
-        weight,
-        bias,
-        residual,
-        x1,
-        weight1,
-        bias1,
-        eps,
-        dropout_p,
-        rowscale,
-        prenorm,
-        False,
-        dropout_mask,
-        dropout_mask1,
-        upcast,
-    )
-
-
-def rms_norm_ref(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None = None,
-    x1: Tensor | None = None,
-    weight1: Tensor | None = None,
-    bias1: Tensor | None = None,
-    eps: float = 1e-6,
-    dropout_p: float = 0.0,
-    rowscale: Tensor | None = None,
-    prenorm: bool = False,
-    dropout_mask: Tensor | None = None,
-    dropout_mask1: Tensor | None = None,
-    upcast: bool = False,
-) -> Results:
-    """`flash_attn_compat.ops.triton.layer_norm.rms_norm_ref` with the arguments in the order of 2.6."""
-    return _current.rms_norm_ref(
-        x,
-        weight,
-        bias,
-        residual,
-        x1,
-        weight1,
-        bias1,
-        eps,
-        dropout_p,
-        rowscale,
-        prenorm,
-        False,
-        dropout_mask,
-        dropout_mask1,
-        upcast,
-    )
