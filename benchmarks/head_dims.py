@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_attn_compat
-from benchmarks.kernel_tiles import milliseconds
+from verify.timing import fastest
 
 HEAD_DIMS = 40, 80, 96, 112, 160, 192, 256
 _CHANNELS = 2048  # of all heads together
@@ -67,8 +67,7 @@ def row(head_dim: int, seqlen: int, dtype: torch.dtype, causal: bool) -> Row:
     error = float((ours(q, k, v).float() - right.float()).abs().max())
     assert error < 0.05, f"the two differ by {error}"
     forward, training = (
-        (milliseconds(lambda: run(ours)), milliseconds(lambda: run(theirs)))
-        for run in (lambda attend: attend(q, k, v), train)
+        (fastest(lambda: run(ours)), fastest(lambda: run(theirs))) for run in (lambda attend: attend(q, k, v), train)
     )
     mask = "causal" if causal else "full"
     name = f"d{head_dim} {str(dtype).removeprefix('torch.')} {batch} x {seqlen}, {heads} heads {mask}"

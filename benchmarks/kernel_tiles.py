@@ -17,8 +17,8 @@ from flash_attn_compat import settings
 from flash_attn_compat.backends.fused import loader, variants
 from flash_attn_compat.backends.fused.variants import Tile
 from flash_attn_compat.engine import memory
+from verify.timing import fastest
 
-KERNELS = ("forward", "decode", "dkdv", "dq")
 # head dim: batch, seqlen, query heads, key heads
 SHAPES = {32: (16, 2048, 8, 8), 64: (8, 4096, 8, 8), 128: (4, 2048, 32, 8), 256: (4, 2048, 16, 16)}
 OPTIONS: dict[str, dict[str, object]] = {
@@ -30,6 +30,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "softcap": {"causal": True, "softcap": 30.0},
     "dropout": {"causal": True, "dropout_p": 0.1},
 }
+BACKWARD = "full", "causal", "ALiBi", "causal ALiBi", "softcap"  # of these
 FORWARD = {
     32: [Tile(64, 4, 1, 3), Tile(128, 4, 1, 3)],
     64: [Tile(64, 4, 1, 3), Tile(64, 4, 2, 2), Tile(128, 4, 1, 2), Tile(64, 8, 1, 1), Tile(32, 4, 2, 2)],
@@ -59,21 +60,10 @@ DQ = {
     256: [Tile(16, 4, 1, 1, s=False, p=False), Tile(16, 4, 1, 1, p=False), Tile(32, 4, 1, 1, s=False, p=False),
           Tile(32, 8, 1, 1, pairs=1)],
 }  # fmt: skip
-
-
-def milliseconds(run: Callable[[], object], repeats: int = 5) -> float:
-    """The fastest of some readings of about 4 ms each."""
-    run()
-    found = []
-    for _ in range(repeats):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(4):
-            run()
-        stop.record()
-        stop.synchronize()
-        found.append(start.elapsed_time(stop) / 4)
-    return min(found)
+TILES = {"forward": FORWARD, "dkdv": DKDV, "dq": DQ}
+# batch, keys, query heads, key heads, head dim
+DECODE = [(1, 8192, 32, 8, 128), (32, 4096, 32, 8, 128), (8, 16384, 32, 32, 128), (64, 2048, 32, 8, 128),
+          (8, 4096, 16, 16, 64), (32, 4096, 16, 16, 64), (1, 8192, 16, 16, 64), (8, 4096, 16, 8, 256)]  # fmt: skip
 
 
 def problem(head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,11 +91,11 @@ def label(tile: Tile | None) -> str:
 
 
 @contextmanager
-def chosen(function: str, tile: Tile | None) -> Iterator[None]:
-    """``variants.function`` answers ``tile``; what it answers by itself for None."""
+def chosen(function: str, answer: Tile | int | None) -> Iterator[None]:
+    """``variants.function`` answers this; what it answers by itself for None."""
     before = getattr(variants, function)
-    if tile is not None:
-        setattr(variants, function, lambda kind: tile)
+    if answer is not None:
+        setattr(variants, function, lambda *given: answer)
     memory.forget()
     try:
         yield
@@ -114,61 +104,50 @@ def chosen(function: str, tile: Tile | None) -> Iterator[None]:
         memory.forget()
 
 
-def scan_forward(head_dims: list[int], dtype: torch.dtype) -> None:
+def forward(qkv: tuple[Tensor, ...], options: dict[str, object]) -> Callable[[], object]:
+    return lambda: flash_attn_compat.flash_attn_func(*qkv, **options)
+
+
+def backward(qkv: tuple[Tensor, ...], options: dict[str, object]) -> Callable[[], object]:
+    """The whole of it; the other kernels are today's."""
+    leaves = [tensor.clone().requires_grad_() for tensor in qkv]
+    out = flash_attn_compat.flash_attn_func(*leaves, **options)
+    return lambda: torch.autograd.grad(out, leaves, out.detach(), retain_graph=True)
+
+
+def scan(entry: str, head_dims: list[int], dtype: torch.dtype) -> None:
+    newer = settings.capability(torch.device("cuda", 0)) >= (8, 0)
+    is_forward = entry == "forward"
+    made, names, readings = (forward, (*OPTIONS,), 5) if is_forward else (backward, BACKWARD, 3)
     for head_dim in head_dims:
-        q, k, v = problem(head_dim, dtype)
-        for name in OPTIONS:
-            options = arguments_of(name, q.shape[2])
-            cells = []
-            for tile in [None, *FORWARD[head_dim]]:
-                with chosen("forward_tile", tile):
+        tiles: list[Tile | None] = [None, *TILES[entry][head_dim]]
+        if newer and not is_forward:
+            tiles += [tile._replace(copies=True) for tile in TILES[entry][head_dim]]
+        compile_all(entry, tiles, head_dim, dtype)
+        qkv = problem(head_dim, dtype)
+        for name in names:
+            options, cells = arguments_of(name, qkv[0].shape[2]), []
+            for tile in tiles:
+                with chosen(f"{entry}_tile", tile):
                     try:
-                        ms = milliseconds(lambda: flash_attn_compat.flash_attn_func(q, k, v, **options))
-                        cells.append(f"{label(tile)} {ms:.3f}")
+                        cells.append(f"{label(tile)} {fastest(made(qkv, options), readings=readings):.3f}")
                     except RuntimeError as error:
                         cells.append(f"{label(tile)} {str(error)[:60]}")
-            print(f"d{head_dim:<4}{name:13}" + "  ".join(cells), flush=True)
+            print(f"{entry} d{head_dim:<4}{name:13}" + "  ".join(cells), flush=True)
 
 
 def compile_all(entry: str, tiles: list[Tile | None], head_dim: int, dtype: torch.dtype) -> None:
     """Side by side, before anything is timed."""
     target = loader.target(0)
     converted = variants.BF16 if target.number >= 80 else variants.BF16_AS_FP16
-    kind_dtype = variants.FP16 if dtype == torch.float16 else converted
+    kind = variants.Kind(target.number, variants.FP16 if dtype == torch.float16 else converted, head_dim)
+    masked = {"local": True}
     wanted: list[variants.Variant] = []
     for tile in tiles:
-        masked = {"local": True}
-        for flags in ({}, {"alibi": True}, masked, masked | {"alibi": True}, masked | {"softcap": True}):
-            kind = variants.Kind(target.number, kind_dtype, head_dim, **flags)
-            with chosen(f"{entry}_tile", tile):
-                wanted.append(getattr(variants, entry)(kind))
+        with chosen(f"{entry}_tile", tile):
+            for flags in ({}, {"alibi": True}, masked, masked | {"alibi": True}, masked | {"softcap": True}):
+                wanted.append(getattr(variants, entry)(kind._replace(**flags)))
     loader.load_together(wanted, 0)  # a tile that does not fit is told when it is its turn
-
-
-def scan_backward(entry: str, candidates: dict[int, list[Tile]], head_dims: list[int], dtype: torch.dtype) -> None:
-    """Times the whole backward; the other kernels are today's."""
-    newer = settings.capability(torch.device("cuda", 0)) >= (8, 0)
-    for head_dim in head_dims:
-        q, k, v = problem(head_dim, dtype)
-        tiles = candidates[head_dim] + [tile._replace(copies=True) for tile in candidates[head_dim] if newer]
-        compile_all(entry, [None, *tiles], head_dim, dtype)
-        for name in ("full", "causal", "ALiBi", "causal ALiBi", "softcap"):
-            options, cells = arguments_of(name, q.shape[2]), []
-            for tile in [None, *tiles]:
-                with chosen(f"{entry}_tile", tile):
-                    try:
-                        leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
-                        out = flash_attn_compat.flash_attn_func(*leaves, **options)
-                        ms = milliseconds(lambda: torch.autograd.grad(out, leaves, out.detach(), retain_graph=True), 3)
-                        cells.append(f"{label(tile)} {ms:.3f}")
-                    except RuntimeError as error:
-                        cells.append(f"{label(tile)} {str(error)[:60]}")
-            print(f"{entry} d{head_dim:<4}{name:13}" + "  ".join(cells), flush=True)
-
-
-# batch, keys, query heads, key heads, head dim
-DECODE = [(1, 8192, 32, 8, 128), (32, 4096, 32, 8, 128), (8, 16384, 32, 32, 128), (64, 2048, 32, 8, 128),
-          (8, 4096, 16, 16, 64), (32, 4096, 16, 16, 64), (1, 8192, 16, 16, 64), (8, 4096, 16, 8, 256)]  # fmt: skip
 
 
 def scan_decode(dtype: torch.dtype) -> None:
@@ -182,46 +161,32 @@ def scan_decode(dtype: torch.dtype) -> None:
         for name, cache, paged in (("", (k, v), None), ("paged", pages, table)):
             cells = []
             for count in (None, 1, 2, 3, 4, 6, 8, 16, 32):
-                with chosen_splits(count):
+                with chosen("splits", count):
                     graph = torch.cuda.CUDAGraph()
                     options = {"cache_seqlens": lengths, "block_table": paged}
                     flash_attn_compat.flash_attn_with_kvcache(q, *cache, **options)
                     torch.cuda.synchronize()
                     with torch.cuda.graph(graph):
                         flash_attn_compat.flash_attn_with_kvcache(q, *cache, **options)
-                    cells.append(f"{count or 'today'} {milliseconds(graph.replay) * 1e3:.1f}")
+                    cells.append(f"{count or 'today'} {fastest(graph.replay) * 1e3:.1f}")
             shape = f"{batch}x{seqlen} {nheads}/{nheads_k} d{head_dim}"
             print(f"decode {shape} {name:6} us: " + "  ".join(cells), flush=True)
 
 
-@contextmanager
-def chosen_splits(count: int | None) -> Iterator[None]:
-    before = variants.splits
-    if count is not None:
-        variants.splits = lambda *shapes: count
-    memory.forget()
-    try:
-        yield
-    finally:
-        variants.splits = before
-        memory.forget()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    kernels = ["forward", "decode", "dkdv", "dq"]
     parser.add_argument("--head-dims", type=int, nargs="+", default=list(SHAPES))
-    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
+    parser.add_argument("--kernels", nargs="+", choices=kernels, default=kernels)
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     arguments = parser.parse_args()
+    dtype = getattr(torch, arguments.dtype)
     with flash_attn_compat.use_backend("fused"):
-        dtype = getattr(torch, arguments.dtype)
-        if "forward" in arguments.kernels:
-            scan_forward(arguments.head_dims, dtype)
-        if "decode" in arguments.kernels:
-            scan_decode(dtype)
-        for entry, candidates in (("dkdv", DKDV), ("dq", DQ)):
-            if entry in arguments.kernels:
-                scan_backward(entry, candidates, arguments.head_dims, dtype)
+        for entry in (kernel for kernel in kernels if kernel in arguments.kernels):
+            if entry == "decode":
+                scan_decode(dtype)
+            else:
+                scan(entry, arguments.head_dims, dtype)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import torch
 from .errors import NotSupported
 
 Result = TypeVar("Result")
+Clock = Callable[[], float]  # seconds
 
 # One reading spans at least this long, so that launching the first call does not count much.
 CUDA_READING_MS, READING_MS = 8.0, 4.0
@@ -84,7 +85,9 @@ def attempt(device: str, work: Callable[..., Result], *arguments: object) -> Res
     return failed
 
 
-def time_together(jobs: Mapping[str, Job], device: str, repeats: int, budget_s: float) -> dict[str, Timing | Failed]:
+def time_together(
+    jobs: Mapping[str, Job], device: str, repeats: int, budget_s: float, clock: Clock = time.perf_counter
+) -> dict[str, Timing | Failed]:
     """Every job's timing, or how it failed: `repeats` readings, fewer once a job's took longer than `budget_s`."""
     reading_ms = CUDA_READING_MS if device.startswith("cuda") else READING_MS
     calls = dict.fromkeys(jobs, 1)
@@ -94,7 +97,7 @@ def time_together(jobs: Mapping[str, Job], device: str, repeats: int, budget_s: 
         for name in [name for name in jobs if name not in failed]:
             if sum(readings[name][WARM_UPS:]) * calls[name] > budget_s * 1e3:
                 continue
-            found = attempt(device, _read, jobs[name], calls[name], device)
+            found = attempt(device, reading, jobs[name], calls[name], device, clock)
             if isinstance(found, Failed):
                 failed[name] = found
                 continue
@@ -104,16 +107,22 @@ def time_together(jobs: Mapping[str, Job], device: str, repeats: int, budget_s: 
     return {name: failed.get(name) or Timing.of(readings[name][WARM_UPS:]) for name in jobs}
 
 
-def _read(job: Job, calls: int, device: str) -> float:
-    """Milliseconds of one call, the mean over `calls` issued back to back."""
+def fastest(run: Callable[[], object], device: str = "cuda", readings: int = 5, calls: int = 4) -> float:
+    """Milliseconds of one call in the fastest of some readings, after one that does not count."""
+    run()
+    return min(reading(Job(run), calls, device) for _ in range(readings))
+
+
+def reading(job: Job, calls: int, device: str, clock: Clock = time.perf_counter) -> float:
+    """Milliseconds of one call, the mean over `calls` issued back to back; on a GPU by its own clock."""
     with job.around():
         synchronize(device)
         if not device.startswith("cuda"):
-            start = time.perf_counter()
+            start = clock()
             for _ in range(calls):
                 job.run()
             synchronize(device)
-            return (time.perf_counter() - start) * 1e3 / calls
+            return (clock() - start) * 1e3 / calls
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.device(device):
             begin.record()

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import benchmarks.end_to_end
 from benchmarks.end_to_end.agreement import compared, reference
@@ -22,6 +20,8 @@ from benchmarks.end_to_end.program import Implementation, figure
 from benchmarks.end_to_end.programs import PROGRAMS
 from flash_attn_compat import settings
 from flash_attn_compat.installed import SITE
+from verify.output import add_output_arguments, check_output_arguments, console, deliver
+from verify.tables import Report, Table
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 Rows = dict[str, dict[str, Any]]  # program -> what was found
@@ -39,8 +39,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
                         "such a GPU has")  # fmt: skip
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--limit", type=float, default=120.0, help="seconds that one program may take")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there too")
+    add_output_arguments(parser)
     options = parser.parse_args(argv)
+    check_output_arguments(options)
     options.dtype = options.dtype or ("float16" if options.device.startswith("cuda") else "float32")
     options.implementations = options.implementations or _usual(options.device)
     for name in options.implementations:
@@ -100,21 +101,26 @@ def run(implementation: Implementation, options: argparse.Namespace, folder: Pat
 def main(argv: list[str] | None = None) -> int:
     """Prints; 0 if every program of ours ran and agrees, else 1."""
     options = _arguments(argv)
-    found: dict[str, Rows] = {}
-    absent: dict[str, str] = {}
+    data: dict[str, Any] = {"machine": _machine(options), "not_here": {}, "programs": {}}
+    found: dict[str, Rows] = data["programs"]
     with tempfile.TemporaryDirectory() as temporary:
         for name in options.implementations:
             folder = Path(temporary, name)
             folder.mkdir()
             found[name], why = run(Implementation(name), options, folder)
             if why:
-                absent[name] = why
+                data["not_here"][name] = why
             _compare(found, options, Path(temporary))
-            if options.json:
-                _write(found, absent, options)
-    _show(found, absent, options)
+            if options.json:  # should time run out
+                options.json.write_text(json.dumps(data, indent=1))
     ours = [row for name in found if Implementation(name).kind in ("ours", "switched") for row in found[name].values()]
-    return int(any(_is_wrong(row) for row in ours))
+    wrong = sum(map(_is_wrong, ours))
+    lines = [f"{name}: {why}" for name, why in data["not_here"].items()]
+    lines.append(f"FAIL: {wrong} programs of ours" if wrong else "PASS: every program of ours ran and agrees")
+    machine = {label: str(fact) for label, fact in data["machine"].items()}
+    table = _table(found, options.programs)
+    deliver(Report("benchmarks end_to_end", machine, [table], lines, not wrong), data, options, console())
+    return int(wrong > 0)
 
 
 def _is_wrong(row: dict[str, Any]) -> bool:
@@ -142,35 +148,22 @@ def _machine(options: argparse.Namespace) -> dict[str, Any]:
             "repeats": options.repeats, "threads": torch.get_num_threads(), "load": load}  # fmt: skip
 
 
-def _write(found: dict[str, Rows], absent: dict[str, str], options: argparse.Namespace) -> None:
-    told = {"machine": _machine(options), "not_here": absent, "programs": found}
-    Path(options.json).write_text(json.dumps(told, indent=1))
+def _table(found: dict[str, Rows], programs: list[str]) -> Table:
+    def cells(name: str, row: dict[str, Any]) -> list[str]:
+        if "error" in row:
+            return ["-", "-", row["error"][:90], "-", "not supported" if "not_here" in row else "FAIL"]
+        agreement = "the others' measure" if name == row["reference"] else row["difference"]
+        memory = f"{row['peak_bytes'] / 2**20:,.1f} MiB"
+        return [figure(row), memory, agreement, row["served_by"], "pass" if row["agrees"] else "FAIL"]
 
-
-def _show(found: dict[str, Rows], absent: dict[str, str], options: argparse.Namespace) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=170)
-    machine = ", ".join(f"{name} {value}" for name, value in _machine(options).items())
-    table = Table("program", "implementation", "speed", "peak memory", "agreement", "served by",
-                  title="Whole programs", caption=machine)  # fmt: skip
-    for program in options.programs:
-        table.add_section()
-        for name, rows in found.items():
-            row = rows.get(program)
-            if row is None:
-                continue
-            if "error" in row:
-                table.add_row(program, name, f"[red]{row['error'][:90]}[/]")
-                continue
-            agreement = row["difference"] if row["agrees"] else f"[red]{row['difference']}[/]"
-            if name == row["reference"]:
-                agreement = "the others' measure"
-            memory = f"{row['peak_bytes'] / 2**20:,.1f} MiB"
-            table.add_row(program, name, figure(row), memory, agreement, row["served_by"])
-    console.print(table)
-    for name, why in absent.items():
-        console.print(f"{name}: {why}")
+    rows = [
+        [program, name, *cells(name, of_one[program])]
+        for program in programs
+        for name, of_one in found.items()
+        if program in of_one
+    ]
+    columns = ("program", "implementation", "speed", "peak memory", "agreement", "served by", "")
+    return Table("Whole programs", columns, rows)
 
 
 if __name__ == "__main__":

@@ -5,20 +5,19 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import signal
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import flash_attn_compat
 from benchmarks.end_to_end.program import Implementation, NotHere, Prepared, Setting, figure
 from benchmarks.end_to_end.programs import PROGRAMS
-from verify.timing import allocations
+from verify.timing import Job, allocations, free_memory, reading
 
 
 def main(arguments: list[str]) -> None:
@@ -35,9 +34,7 @@ def main(arguments: list[str]) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         Path(folder, f"{program}.json").write_text(json.dumps(found))
         print(f"{name:10} {program:22} {figure(found)}", flush=True)
-        gc.collect()
-        if setting.device.startswith("cuda"):
-            torch.cuda.empty_cache()
+        free_memory()
 
 
 def _make_ready(setting: Setting) -> None:
@@ -45,8 +42,6 @@ def _make_ready(setting: Setting) -> None:
     if setting.tiny:
         torch.set_num_threads(1)
     if implementation.kind == "ours":
-        import flash_attn_compat
-
         flash_attn_compat.patch()
     if implementation.kind == "switched":
         from flash_attn_compat.aten import switch
@@ -66,8 +61,8 @@ def _make_ready(setting: Setting) -> None:
 
 def _measured(program: str, setting: Setting, repeats: int, folder: Path) -> dict[str, Any]:
     """What the table shows, or the error. The answer goes into a file beside."""
-    served = _Served(setting)
     try:
+        flash_attn_compat.reset_backend_counts()
         prepared = PROGRAMS[program](setting)
         first = prepared.run()
         answer = {part: value.detach().float().cpu() for part, value in prepared.answer(first).items()}
@@ -76,13 +71,13 @@ def _measured(program: str, setting: Setting, repeats: int, folder: Path) -> dic
             return {"error": "its answer is not finite"}
         torch.save(answer, folder / f"{program}.pt")
         held, peak = _memory(prepared, setting)
-        seconds = _median_seconds(prepared, setting, repeats)
+        ms = statistics.median(reading(Job(prepared.run), 1, setting.device) for _ in range(repeats))
         return {
-            "ms": 1e3 * seconds,
-            "tokens_per_second": prepared.tokens / seconds if prepared.tokens else None,
+            "ms": ms,
+            "tokens_per_second": prepared.tokens / ms * 1e3 if prepared.tokens else None,
             "peak_bytes": peak,
             "held_bytes": held,
-            "served_by": served.told(),
+            "served_by": _served_by(setting),
         }
     except NotHere as reason:
         return {"error": str(reason), "not_here": True}
@@ -98,36 +93,14 @@ def _memory(prepared: Prepared, setting: Setting) -> tuple[int, int]:
     return held, held + allocations(prepared.run, setting.device).peak
 
 
-def _median_seconds(prepared: Prepared, setting: Setting, repeats: int) -> float:
-    taken = []
-    for _ in range(repeats):
-        setting.synchronize()
-        start = time.perf_counter()
-        prepared.run()
-        setting.synchronize()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
-
-
-class _Served:
+def _served_by(setting: Setting) -> str:
     """Which of our backends served: a program that quietly computes in another way is no result of ours."""
-
-    def __init__(self, setting: Setting) -> None:
-        self.counted = setting.implementation.kind in ("ours", "switched")
-        if self.counted:
-            import flash_attn_compat
-
-            flash_attn_compat.reset_backend_counts()
-
-    def told(self) -> str:
-        if not self.counted:
-            return ""
-        import flash_attn_compat
-
-        counts = flash_attn_compat.backend_counts()
-        if not counts:
-            raise RuntimeError("no call of attention came to flash_attn_compat")
-        return ", ".join(sorted(counts, key=lambda name: -counts[name]))
+    if setting.implementation.kind not in ("ours", "switched"):
+        return ""
+    counts = flash_attn_compat.backend_counts()
+    if not counts:
+        raise RuntimeError("no call of attention came to flash_attn_compat")
+    return ", ".join(sorted(counts, key=lambda name: -counts[name]))
 
 
 if __name__ == "__main__":

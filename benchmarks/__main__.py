@@ -1,0 +1,34 @@
+"""What can be timed: `python -m benchmarks` lists it, `... NAME` runs one, as `python -m benchmarks.NAME` does."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+PROGRAMS = {
+    "bench": "speed and memory beside flash-attn and PyTorch, each answer checked: `python -m verify bench`",
+    "cpu": "speed on a CPU, as ratios to PyTorch's own attention",
+    "host_time": "what one small call costs the host, with our kernels; no GPU needed",
+    "sdpa": "F.scaled_dot_product_attention without and with our kernels under it",
+    "head_dims": "our kernels beside PyTorch's flash kernel, head dim by head dim",
+    "turing_peer": "our kernels beside flash-attention-turing's",
+    "end_to_end": "whole programs beside flash-attn, SDPA and plain formulas",
+    "fine_tuning": "whether a loss curve is eager attention's",
+    "kernel_tiles": "which tile of each kernel is the fastest on this GPU",
+    "kernel_report": "registers, spills and instructions of each kernel; no GPU needed",
+}
+
+
+def main(argv: list[str]) -> int:
+    if argv and argv[0] in PROGRAMS:
+        name, *options = argv
+        module = "verify" if name == "bench" else f"benchmarks.{name}"
+        sys.argv = [f"python -m {module}", *(argv if name == "bench" else options)]
+        runpy.run_module(module, run_name="__main__")
+        return 0
+    print("\n".join(f"{name:14} {what}" for name, what in PROGRAMS.items()))
+    return 0 if not argv or argv[0] in ("-h", "--help") else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
