@@ -6,8 +6,10 @@ Set FLASH_ATTN_COMPAT_CAPABILITY=7.5 for the PTX that Turing gets. The first can
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,16 +19,20 @@ from flash_attn_compat import settings
 from flash_attn_compat.backends.fused import loader, variants
 from flash_attn_compat.backends.fused.variants import Tile
 from flash_attn_compat.engine import memory
+from verify import workloads
+from verify.contestants import Attention, flash_attn_call, ours
+from verify.graphs import in_graph
 from verify.timing import fastest
+from verify.workloads import decoding, workload
 
-# head dim: batch, seqlen, query heads, key heads
-SHAPES = {32: (16, 2048, 8, 8), 64: (8, 4096, 8, 8), 128: (4, 2048, 32, 8), 256: (4, 2048, 16, 16)}
-OPTIONS: dict[str, dict[str, object]] = {
+# head dim: batch, seqlen, heads of queries and of keys
+SHAPES = {32: (16, 2048, (8, 8)), 64: (8, 4096, (8, 8)), 128: (4, 2048, (32, 8)), 256: (4, 2048, (16, 16))}
+MASKS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},
-    "ALiBi": {"alibi": True},
-    "causal ALiBi": {"alibi": True, "causal": True},
-    "window": {"window_size": (64, 64)},
+    "ALiBi": {"alibi": "powers"},
+    "causal ALiBi": {"alibi": "powers", "causal": True},
+    "window": {"window": (64, 64)},
     "softcap": {"causal": True, "softcap": 30.0},
     "dropout": {"causal": True, "dropout_p": 0.1},
 }
@@ -61,25 +67,8 @@ DQ = {
           Tile(32, 8, 1, 1, pairs=1)],
 }  # fmt: skip
 TILES = {"forward": FORWARD, "dkdv": DKDV, "dq": DQ}
-# batch, keys, query heads, key heads, head dim
-DECODE = [(1, 8192, 32, 8, 128), (32, 4096, 32, 8, 128), (8, 16384, 32, 32, 128), (64, 2048, 32, 8, 128),
-          (8, 4096, 16, 16, 64), (32, 4096, 16, 16, 64), (1, 8192, 16, 16, 64), (8, 4096, 16, 8, 256)]  # fmt: skip
-
-
-def problem(head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    batch, seqlen, nheads, nheads_k = SHAPES[head_dim]
-    generator = torch.Generator("cuda").manual_seed(0)
-    shapes = [(batch, seqlen, heads, head_dim) for heads in (nheads, nheads_k, nheads_k)]
-    q, k, v = (torch.randn(shape, generator=generator, device="cuda", dtype=dtype) for shape in shapes)
-    return q, k, v
-
-
-def arguments_of(name: str, nheads: int) -> dict[str, object]:
-    """Options of a call by name; slopes of ALiBi's paper"""
-    given = dict(OPTIONS[name])
-    if given.pop("alibi", False):
-        given["alibi_slopes"] = 2.0 ** (-8.0 * torch.arange(1, nheads + 1, device="cuda") / nheads)
-    return given
+SPLITS = None, 1, 2, 3, 4, 6, 8, 16, 32
+DECODE = (*workloads.DECODE, *decoding(32, 4096, (16, 16), 64), *decoding(1, 8192, (16, 16), 64))
 
 
 def label(tile: Tile | None) -> str:
@@ -104,36 +93,37 @@ def chosen(function: str, answer: Tile | int | None) -> Iterator[None]:
         memory.forget()
 
 
-def forward(qkv: tuple[Tensor, ...], options: dict[str, object]) -> Callable[[], object]:
-    return lambda: flash_attn_compat.flash_attn_func(*qkv, **options)
+def forward(run: Attention, qkv: list[Tensor]) -> Callable[[], object]:
+    return lambda: run(*qkv)
 
 
-def backward(qkv: tuple[Tensor, ...], options: dict[str, object]) -> Callable[[], object]:
+def backward(run: Attention, qkv: list[Tensor]) -> Callable[[], object]:
     """The whole of it; the other kernels are today's."""
-    leaves = [tensor.clone().requires_grad_() for tensor in qkv]
-    out = flash_attn_compat.flash_attn_func(*leaves, **options)
+    leaves = [tensor.detach().requires_grad_() for tensor in qkv]
+    out = run(*leaves)
     return lambda: torch.autograd.grad(out, leaves, out.detach(), retain_graph=True)
 
 
 def scan(entry: str, head_dims: list[int], dtype: torch.dtype) -> None:
     newer = settings.capability(torch.device("cuda", 0)) >= (8, 0)
     is_forward = entry == "forward"
-    made, names, readings = (forward, (*OPTIONS,), 5) if is_forward else (backward, BACKWARD, 3)
+    made, masks, readings = (forward, (*MASKS,), 5) if is_forward else (backward, BACKWARD, 3)
     for head_dim in head_dims:
+        batch, seqlen, heads = SHAPES[head_dim]
         tiles: list[Tile | None] = [None, *TILES[entry][head_dim]]
         if newer and not is_forward:
             tiles += [tile._replace(copies=True) for tile in TILES[entry][head_dim]]
         compile_all(entry, tiles, head_dim, dtype)
-        qkv = problem(head_dim, dtype)
-        for name in names:
-            options, cells = arguments_of(name, qkv[0].shape[2]), []
+        for mask in masks:
+            given, cells = workload(mask, (seqlen,) * batch, heads, head_dim, **MASKS[mask]).call("cuda", dtype), []
+            attend = flash_attn_call(flash_attn_compat, given)
             for tile in tiles:
                 with chosen(f"{entry}_tile", tile):
                     try:
-                        cells.append(f"{label(tile)} {fastest(made(qkv, options), readings=readings):.3f}")
+                        cells.append(f"{label(tile)} {fastest(made(attend, given.qkv), readings=readings):.3f}")
                     except RuntimeError as error:
                         cells.append(f"{label(tile)} {str(error)[:60]}")
-            print(f"{entry} d{head_dim:<4}{name:13}" + "  ".join(cells), flush=True)
+            print(f"{entry} d{head_dim:<4}{mask:13}" + "  ".join(cells), flush=True)
 
 
 def compile_all(entry: str, tiles: list[Tile | None], head_dim: int, dtype: torch.dtype) -> None:
@@ -151,26 +141,16 @@ def compile_all(entry: str, tiles: list[Tile | None], head_dim: int, dtype: torc
 
 
 def scan_decode(dtype: torch.dtype) -> None:
-    """How many blocks should share the keys of a tile: replays of a CUDA graph, contiguous and in pages of 256."""
-    for batch, seqlen, nheads, nheads_k, head_dim in DECODE:
-        q = torch.randn(batch, 1, nheads, head_dim, device="cuda", dtype=dtype)
-        k, v = (torch.randn(batch, seqlen, nheads_k, head_dim, device="cuda", dtype=dtype) for _ in range(2))
-        lengths = torch.full((batch,), seqlen, device="cuda", dtype=torch.int32)
-        table = torch.randperm(batch * seqlen // 256, device="cuda").int().view(batch, -1)
-        pages = [tensor.view(-1, 256, nheads_k, head_dim) for tensor in (k, v)]
-        for name, cache, paged in (("", (k, v), None), ("paged", pages, table)):
-            cells = []
-            for count in (None, 1, 2, 3, 4, 6, 8, 16, 32):
-                with chosen("splits", count):
-                    graph = torch.cuda.CUDAGraph()
-                    options = {"cache_seqlens": lengths, "block_table": paged}
-                    flash_attn_compat.flash_attn_with_kvcache(q, *cache, **options)
-                    torch.cuda.synchronize()
-                    with torch.cuda.graph(graph):
-                        flash_attn_compat.flash_attn_with_kvcache(q, *cache, **options)
-                    cells.append(f"{count or 'today'} {fastest(graph.replay) * 1e3:.1f}")
-            shape = f"{batch}x{seqlen} {nheads}/{nheads_k} d{head_dim}"
-            print(f"decode {shape} {name:6} us: " + "  ".join(cells), flush=True)
+    """How many blocks should share the keys of a tile: replays of a CUDA graph, contiguous and in pages."""
+    for each in DECODE:
+        if each.new_keys:
+            continue
+        given, cells = each.call("cuda", dtype), []
+        for count in SPLITS:
+            with chosen("splits", count):
+                replay = functools.partial(in_graph(ours(), each, given).run, *given.qkv)
+                cells.append(f"{count or 'today'} {fastest(replay) * 1e3:.1f}")
+        print(f"{each.name} {each.nheads}/{each.nheads_k} us: " + "  ".join(cells), flush=True)
 
 
 def main() -> None:

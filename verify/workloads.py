@@ -81,7 +81,7 @@ def workload(
     return Workload(kind, lengths, nheads_k=heads[1], group=heads[0] // heads[1], head_dim=head_dim, name=name, **given)
 
 
-def _decode(batch: int, seqlen: int, heads: tuple[int, int], head_dim: int = 128) -> list[Workload]:
+def decoding(batch: int, seqlen: int, heads: tuple[int, int], head_dim: int = 128) -> list[Workload]:
     """Reading a cache, reading pages, and a model's step: append, rotate and read, from either."""
     name = f"decode_{batch}x{seqlen}" + ("" if head_dim == 128 else f"_d{head_dim}")
     lengths, before = (seqlen,) * batch, (seqlen - 1,) * batch
@@ -116,12 +116,12 @@ FULL: tuple[Workload, ...] = (
 )
 
 DECODE: tuple[Workload, ...] = (
-    *_decode(1, 8192, (32, 8)),
-    *_decode(32, 4096, (32, 8)),
-    *_decode(8, 16384, (32, 32)),
-    *_decode(64, 2048, (32, 8)),
-    *_decode(8, 4096, (16, 16), head_dim=64),
-    *_decode(8, 4096, (16, 8), head_dim=256),
+    *decoding(1, 8192, (32, 8)),
+    *decoding(32, 4096, (32, 8)),
+    *decoding(8, 16384, (32, 32)),
+    *decoding(64, 2048, (32, 8)),
+    *decoding(8, 4096, (16, 16), head_dim=64),
+    *decoding(8, 4096, (16, 8), head_dim=256),
 )
 
 
