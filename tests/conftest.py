@@ -1,7 +1,9 @@
 """What every test needs: one thread per process (the suite runs one per core) and no backend forced from outside."""
 
+import gc
 import os
 
+gc.disable()  # until all tests are known: what importing and collecting make stays for good
 os.environ.pop("FLASH_ATTN_COMPAT_BACKEND", None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -9,17 +11,25 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 if TYPE_CHECKING:
     from tests.fused_on_cpu import Launches
     from tests.support import Asked
 
-torch.set_num_threads(1)
+
+def pytest_collection_finish() -> None:
+    """Not in the process that only hands tests out, which so needs no PyTorch."""
+    import torch
+
+    torch.set_num_threads(1)
+    gc.freeze()  # what is there by now: to look at it again took half a second each time
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Tests marked ``gpu`` need an NVIDIA GPU: `pytest -m gpu` runs them alone."""
+    import torch
+
     for marker in item.iter_markers("gpu"):
         lowest = marker.kwargs.get("capability", (7, 5))
         if not torch.cuda.is_available() or torch.cuda.get_device_capability() < lowest:

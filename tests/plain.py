@@ -179,14 +179,14 @@ def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     # Each process orders a set anew, and pytest-xdist's workers must name the same tests.
     assert not any(isinstance(axis, (set, frozenset)) for axis in axes), f"an axis without an order in {axes}"
     values = [list(axis) for axis in axes]
-
-    def pairs(row: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
-        return set(itertools.combinations(enumerate(row), 2))
-
     rows = list(itertools.product(*(range(len(axis)) for axis in values)))
-    missing = set().union(*map(pairs, rows))
-    found = []
+    bits: dict[tuple[tuple[int, int], ...], int] = {}  # of each pair of two axes' values
+    pairs = [
+        sum(bits.setdefault(pair, 1 << len(bits)) for pair in itertools.combinations(enumerate(row), 2)) for row in rows
+    ]
+    missing, found = (1 << len(bits)) - 1, []
     while missing:
-        found.append(max(rows, key=lambda row: len(pairs(row) & missing)))
-        missing -= pairs(found[-1])
-    return [tuple(axis[index] for axis, index in zip(values, row)) for row in found]
+        best = max(range(len(rows)), key=lambda index: (pairs[index] & missing).bit_count())
+        missing &= ~pairs[best]
+        found.append(tuple(axis[index] for axis, index in zip(values, rows[best])))
+    return found
