@@ -3,7 +3,6 @@
 import gc
 import os
 
-gc.disable()  # until all tests are known: what importing and collecting make stays for good
 os.environ.pop("FLASH_ATTN_COMPAT_BACKEND", None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -15,6 +14,8 @@ import pytest
 if TYPE_CHECKING:
     from tests.fused_on_cpu import Launches
     from tests.support import Asked
+
+gc.disable()  # until all tests are known: what importing and collecting make stays for good
 
 
 def pytest_collection_finish() -> None:
