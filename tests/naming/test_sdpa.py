@@ -13,7 +13,7 @@ import flash_attn_compat
 from flash_attn_compat import settings
 from flash_attn_compat.aten import switch
 from flash_attn_compat.naming import install, patch, patched, unpatch
-from tests.interpreters import fresh
+from tests.interpreters import forked, fresh
 from tests.naming.environment import Environment
 
 # What holds in a process: prints the wish in force, if this package was loaded at all.
@@ -89,7 +89,7 @@ def test_what_means_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_variable_alone_loads_nothing_of_it() -> None:
-    answer = fresh("-c", "import flash_attn_compat\n" + LOOK, FLASH_ATTN_COMPAT_SDPA="1")
+    answer = forked("import flash_attn_compat\n" + LOOK, FLASH_ATTN_COMPAT_SDPA="1")
     assert answer.stdout.strip() == "None", answer.stderr
 
 
@@ -99,9 +99,10 @@ import subprocess, sys
 import flash_attn_compat
 flash_attn_compat.patch(sdpa="always")
 assert "torch" not in sys.modules
+child = subprocess.Popen([sys.executable, "-c", {LOOK!r}])
 {LOOK}
 sys.stdout.flush()
-subprocess.run([sys.executable, "-c", {LOOK!r}])
+child.wait()
 flash_attn_compat.unpatch()
 print(m.wished())
 """
@@ -113,17 +114,21 @@ def test_run_takes_it_before_the_script(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(f"import sys\nprint(sys.argv[1:])\n{LOOK}")
     for option, wanted in ((["--sdpa=always"], "True"), ([], "None")):
-        answer = fresh("-m", "flash_attn_compat", "run", *option, str(script), "--sdpa")
+        arguments = ["run", *option, str(script), "--sdpa"]
+        answer = forked(f"from flash_attn_compat import cli; cli.main({arguments!r})")
         assert answer.stdout.splitlines() == ["['--sdpa']", wanted], answer.stderr
 
 
-def test_install_writes_it_for_every_process_and_the_variable_overrules(tmp_path: Path) -> None:
+def test_install_writes_it_for_every_process_and_the_variable_overrules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     environment = Environment(tmp_path / "env")
     assert environment.command("install", "--sdpa").returncode == 0
     assert environment.call("-c", LOOK).stdout.strip() == "False"
-    off = f"import os; os.environ['{settings.SDPA}'] = '0'; import subprocess, sys; "
-    off += f"print(subprocess.run([sys.executable, '-c', {LOOK!r}], capture_output=True, text=True).stdout)"
-    assert environment.call("-c", off).stdout.strip() == "None"
+    waits = "import _flash_attn_compat_startup as startup; print('torch' in startup._awaited)"
+    for value, wanted in (("1", "True"), ("0", "False")):
+        monkeypatch.setenv(settings.SDPA, value)
+        assert environment.call("-c", waits).stdout.strip() == wanted
 
 
 def test_the_line_that_install_writes(tmp_path: Path) -> None:
