@@ -58,8 +58,9 @@ static bool is_truncating;
 
 // As Fasi, Higham, Mikaitis and Pranesh (2021) found Volta's and Turing's: the sum and four products, each exact, are cut to the 24 bits
 // that the largest of the five has, added, and the result is cut to 24 bits again.
-static float add_products(float sum, const float *a, const float *b) {
-  double x[5] = {(double)a[0] * b[0], (double)a[1] * b[1], (double)a[2] * b[2], (double)a[3] * b[3], sum};
+static float add_products(float sum, const Operands &w, int row, int column, int k) {
+  double x[5] = {0, 0, 0, 0, sum};
+  for (int i = 0; i < 4; i++) x[i] = (double)w.a[k + i][row % 8][row / 8 * 2] * w.b[k + i][column];
   u64 largest = 0;
   for (double &one : x) {
     u64 bits;
@@ -80,26 +81,35 @@ static float add_products(float sum, const float *a, const float *b) {
   return (float)((double)(total / (1ll << carries) * (1ll << carries)) * down);
 }
 
-// The warp's operands are matrices of K columns (a) and of K rows (b, transposed); every lane reads them once all have come.
-void multiply(float (&c)[4], const u32 *a, const u32 *b, int K, int type) {
+// The warp's operands are matrices of K columns (a) and of K rows (b); every lane reads them once all have come.
+template <int K> static void multiply(float (&c)[4], const u32 *a, const u32 *b, int type) {
   Warp &w = warp();
-  auto &mine = w.operands[w.meetings % 2];
+  Operands &mine = w.operands[w.meetings % 2];
   const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-  for (int i = 0; i < K / 4; i++)
-    for (int e = 0; e < 2; e++) mine.a[g + i % 2 * 8][i / 2 * 8 + 2 * t + e] = operand_to_float((u16)(a[i] >> 16 * e), type);
-  for (int i = 0; i < K / 8; i++)
-    for (int e = 0; e < 2; e++) mine.b[g][i * 8 + 2 * t + e] = operand_to_float((u16)(b[i] >> 16 * e), type);
-  meet_warp(K == 8 ? "mma_k8" : "mma_k16");
-  for (int i = 0; i < 4; i++) {
-    const float *row = mine.a[g + i / 2 * 8], *column = mine.b[2 * t + i % 2];
-    if (is_truncating) {
-      for (int k = 0; k < K; k += 4) c[i] = add_products(c[i], row + k, column + k);
-      continue;
-    }
-    float sum = 0.f;
-    for (int k = 0; k < K; k++) sum += row[k] * column[k];
-    c[i] += sum;
+#pragma GCC unroll 8
+  for (int i = 0; i < K / 2; i++) {
+    const float x = operand_to_float((u16)(a[i / 2] >> 16 * (i % 2)), type);
+    float *const twice = (float *)&mine.a[i / 4 * 8 + 2 * t + i % 2][g] + i / 2 % 2 * 2;
+    twice[0] = twice[1] = x;
   }
+#pragma GCC unroll 4
+  for (int i = 0; i < K / 4; i++) mine.b[i / 2 * 8 + 2 * t + i % 2][g] = operand_to_float((u16)(b[i / 2] >> 16 * (i % 2)), type);
+  meet_warp(K == 8 ? "mma_k8" : "mma_k16");
+  if (is_truncating) {
+    for (int i = 0; i < 4; i++)
+      for (int k = 0; k < K; k += 4) c[i] = add_products(c[i], mine, g + i / 2 * 8, 2 * t + i % 2, k);
+    return;
+  }
+  Four sums = {};
+#pragma GCC unroll 16
+  for (int k = 0; k < K; k++) {
+    const float *const y = &mine.b[k][2 * t];
+    sums += mine.a[k][g] * Four{y[0], y[1], y[0], y[1]};
+  }
+  for (int i = 0; i < 4; i++) c[i] += sums[i];
+}
+void multiply(float (&c)[4], const u32 *a, const u32 *b, int K, int type) {
+  K == 8 ? multiply<8>(c, a, b, type) : multiply<16>(c, a, b, type);
 }
 
 }  // namespace emulator

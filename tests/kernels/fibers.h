@@ -69,11 +69,17 @@ struct Touch {
   u32 phase, warp_phase;
   u32 warps;    // as a set: those that have read in this phase
 };
+// Of a tensor core, by k: a's element of row g, twice, and that of row g + 8, twice; b's of each column.
+typedef float Four __attribute__((vector_size(16)));
+struct Operands {
+  Four a[16][8];
+  float b[16][8];
+};
 struct Warp {
   u32 arrived, meetings, phase;
   const char *what;
   u32 words[2][32];                             // by this collective and by the last one, which slow lanes may still read
-  struct { float a[16][16], b[8][16]; } operands[2];   // of a tensor core: a, and b transposed
+  Operands operands[2];
 };
 // Where a lane has touched shared memory since its warp's last meeting, one access after the other.
 struct Places {
