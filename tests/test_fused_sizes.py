@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch
 
 import flash_attn_compat
-from flash_attn_compat import flash_attn_func, use_backend
+from flash_attn_compat import use_backend
 from flash_attn_compat.backends.fused import variants
 from flash_attn_compat.backends.fused.variants import BF16_AS_FP16, FP16, HEAD_DIMS, Kind
 from tests import fused_on_cpu
@@ -59,6 +58,20 @@ def sizes_of(launches: Launches) -> set[tuple[int, int]]:
 
 
 @NEEDS_EMULATOR
+@pytest.mark.parametrize("number", [75])
+@pytest.mark.parametrize("head_dims", [*((D, D) for D in HEAD_DIMS), (192, 128)])
+def test_every_size_is_right_and_no_two_lanes_ask_one_bank_of_shared_memory_at_once(
+    head_dims: tuple[int, int], launches: Launches
+) -> None:
+    """Whole tiles alone, and rows on 16 bytes: lanes of a warp then do the same."""
+    lengths, (D, DV) = {"seqlens_q": (256,), "seqlens_k": (256,)}, head_dims
+    check(replace(TRAINED, **lengths, head_dim=D, head_dim_v=DV, group=1, causal=True))
+    assert sizes_of(launches) == {(D, DV)}
+    found = dict(zip(launches.entries, launches.conflicts, strict=True))
+    assert {entry: found[entry] for entry in ("forward", "dkdv", "dq")} == {"forward": 0, "dkdv": 0, "dq": 0}
+
+
+@NEEDS_EMULATOR
 @pytest.mark.parametrize(
     ("number", "D", "dtype", "mask", "missing"),
     some_of(
@@ -68,10 +81,10 @@ def sizes_of(launches: Launches) -> set[tuple[int, int]]:
                 GPUS, (80, 160), ("float16", "bfloat16"), [mask for mask in MASKS if mask not in OF_SIZES], MISSING
             ),
         ],
-        2,
+        3,
     ),
 )
-def test_every_size_is_right_forward_and_backward(
+def test_every_size_is_right_in_every_type_and_layout(
     D: int, dtype: str, mask: str, missing: int, launches: Launches
 ) -> None:
     check(replace(TRAINED, head_dim=D - missing, dtype=dtype, **MASKS[mask]))
@@ -128,27 +141,11 @@ def test_blocks_that_share_a_tile_add_up_what_they_have_of_any_size(
 ) -> None:
     monkeypatch.setattr(variants, "splits", lambda *shapes: splits)
     monkeypatch.setattr(variants, "head_splits", lambda *shapes: min(splits, 2))
-    check(replace(TRAINED, head_dim=head_dims[0], head_dim_v=head_dims[1], seqlens_k=(300,)))
+    check(replace(TRAINED, head_dim=head_dims[0], head_dim_v=head_dims[1], seqlens_k=(300,), causal=True))
     assert {one.fields["splits"] for one in launches.seen if one.variant.entry == "forward"} == {splits}
 
 
 # ---- shared memory
-
-
-@NEEDS_EMULATOR
-@pytest.mark.parametrize("number", [75])
-@pytest.mark.parametrize("head_dims", [*((D, D) for D in HEAD_DIMS), (192, 128)])
-def test_no_two_lanes_ask_one_bank_of_shared_memory_at_once(head_dims: tuple[int, int], launches: Launches) -> None:
-    """Whole tiles alone, and rows on 16 bytes: lanes of a warp then do the same."""
-    q, k, v = (
-        torch.randn(1, 256, 1, width, generator=torch.Generator().manual_seed(0)).half().requires_grad_()
-        for width in (head_dims[0], *head_dims)
-    )
-    with use_backend("fused"):
-        out = flash_attn_func(q, k, v)
-    torch.autograd.grad(out.float().sum(), (q, k, v))
-    found = dict(zip(launches.entries, launches.conflicts, strict=True))
-    assert {entry: found[entry] for entry in ("forward", "dkdv", "dq")} == {"forward": 0, "dkdv": 0, "dq": 0}
 
 
 @pytest.mark.parametrize("number", [75, 80, 90])
@@ -182,11 +179,14 @@ def test_what_a_split_leaves_has_room_for_values_of_another_head_dim() -> None:
 
 
 @NEEDS_EMULATOR
-@pytest.mark.parametrize("head_dims", [(16, 16), (77, 80), (192, 128), (256, 256)])
+@pytest.mark.parametrize(
+    ("head_dims", "dtype"),
+    [((16, 16), "float16"), ((77, 80), "bfloat16"), ((192, 128), "float16"), ((256, 256), "float16")],
+)
 def test_kernels_of_every_size_pass_their_trial(
-    head_dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+    head_dims: tuple[int, int], dtype: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     launches = fused_on_cpu.emulate(monkeypatch, tried=True)
     with use_backend("fused"):
-        check(replace(TRAINED, head_dim=head_dims[0], head_dim_v=head_dims[1], dtype="bfloat16"))
+        check(replace(TRAINED, head_dim=head_dims[0], head_dim_v=head_dims[1], dtype=dtype, causal=True))
     assert not recwarn.list and launches.entries.count("dkdv") == 2, "a trial and a call"
