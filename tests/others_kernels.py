@@ -31,10 +31,10 @@ calls: list[str] = []  # what was called since the list was cleared
 # The kernels' arguments in their order; those of no interest here are _.
 SIGNATURES = {
     "fwd": "q k v _ slopes dropout_p scale causal left right softcap _ _",
-    "varlen_fwd": "q k v _ cu_q cu_k _ _ _ slopes max_q max_k dropout_p scale _ causal left right softcap _ _",
+    "varlen_fwd": "q k v _ cu_q cu_k _ _ _ slopes max_q max_k dropout_p scale zeroes causal left right softcap _ _",
     "bwd": "dout q k v out lse dq dk dv slopes dropout_p scale causal left right softcap _ _ state",
-    "varlen_bwd": "dout q k v out lse dq dk dv cu_q cu_k slopes max_q max_k dropout_p scale _ causal left right "
-    "softcap _ _ state",
+    "varlen_bwd": "dout q k v out lse dq dk dv cu_q cu_k slopes max_q max_k dropout_p scale zeroes causal left "
+    "right softcap _ _ state",
     "_flash_attention_forward": "q k v cu_q cu_k max_q max_k dropout_p causal _",
     "_flash_attention_backward": "dout q k v out lse cu_q cu_k max_q max_k dropout_p causal state _",
     "_efficient_attention_forward": "q k v _ cu_q cu_k max_q max_k dropout_p mask _",
@@ -60,6 +60,7 @@ class Launch(NamedTuple):
     left: int = -1
     right: int = -1
     softcap: float = 0.0
+    zeroes: bool = False
     mask: int = 0
     dout: Any = None
     out: Any = None
@@ -162,10 +163,10 @@ def as_efficient_reads(given: Launch) -> Launch:
 
 
 def forward(given: Launch) -> tuple[Tensor, Tensor, Tensor]:
-    """out, LSE and the dropout's state; NaN outside of all sequences."""
+    """out, LSE and the dropout's state; NaN outside of all sequences, or 0 and -inf where that is asked for."""
     result = Reference().forward(as_call(given))
-    poison(result.out, given.cu_q)
-    poison(result.lse.t() if given.cu_q is not None else result.lse, given.cu_q)
+    leave(0.0 if given.zeroes else torch.nan, result.out, given.cu_q)
+    leave(-torch.inf if given.zeroes else torch.nan, result.lse.mT, given.cu_q)
     return result.out, result.lse, given.q.new_zeros(2) if result.rng_state is None else result.rng_state
 
 
@@ -176,7 +177,7 @@ def backward(given: Launch) -> Gradients:
     upstream = Upstream(given.dout, given.out, given.lse, given.state if given.dropout_p else None)
     found = Reference().backward(as_call(given), upstream, None)
     for gradient, starts in zip(found, (given.cu_q, given.cu_k, given.cu_k)):
-        poison(gradient, starts)
+        leave(0.0 if given.zeroes else torch.nan, gradient, starts)
     return found
 
 
@@ -201,11 +202,11 @@ def check_alignment(tensor: Tensor) -> None:
     assert all(stride % unit == 0 for stride in tensor.stride()[:-1]), tensor.stride()
 
 
-def poison(tensor: Tensor, starts: Tensor | None) -> None:
-    """NaN before the first sequence and behind the last."""
+def leave(value: float, tensor: Tensor, starts: Tensor | None) -> None:
+    """Before the first sequence and behind the last."""
     if starts is not None:
-        tensor[: starts[0]] = torch.nan
-        tensor[starts[-1] :] = torch.nan
+        tensor[: starts[0]] = value
+        tensor[starts[-1] :] = value
 
 
 def padded(lse: Tensor, given: Launch) -> Tensor:

@@ -25,13 +25,13 @@ def test_tokens_outside_are_those_of_the_present_numbers_however_they_came(where
         if lengths != (30, 50):
             UNSEEN[how](cu_seqlens, cumulative(*lengths))
         rows, lse = torch.ones(80, 2, 8), torch.ones(80, 3, 1)
-        outside.clear(cu_seqlens, rows, lse)
+        outside.clear(cu_seqlens, [rows, lse])
         for cleared in (rows, lse):
             assert cleared[: sum(lengths)].all() and not cleared[sum(lengths) :].any()
 
 
 def test_nobody_waits_for_the_numbers() -> None:
-    outside.clear(cumulative(30, 50).to("meta"), torch.ones(80, 2, 8, device="meta"))  # which has none to wait for
+    outside.clear(cumulative(30, 50).to("meta"), [torch.ones(80, 2, 8, device="meta")])  # which has none to wait for
 
 
 # ---------------------------------------------------------------- a capture asks of the GPU it is about

@@ -7,7 +7,7 @@ Nothing waits for the GPU.
 from __future__ import annotations
 
 import abc
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,11 +26,16 @@ class Launched(NamedTuple):
 
 
 class OneLaunch(Backend):
-    """A backend that launches; what goes in and what comes out is prepared here."""
+    """A backend that launches; what goes in and what comes out is prepared here.
+
+    zeroes_outside: whether its launches leave 0 in out and gradients at tokens outside of all sequences
+    """
+
+    zeroes_outside: ClassVar[bool] = False
 
     @abc.abstractmethod
     def launch_forward(self, call: AttentionCall) -> Launched:
-        """One forward launch of a call that is ready for it; tokens outside of all sequences may hold anything."""
+        """One forward launch of a call that is ready for it; tokens outside of all sequences may have any LSE."""
 
     @abc.abstractmethod
     def launch_backward(
@@ -59,7 +64,8 @@ class OneLaunch(Backend):
         launched = self.launch_forward(ready)
         lse = self.official_lse(ready, launched.lse) if call.return_lse else None
         if call.cu_seqlens_q is not None:
-            outside.clear(call.cu_seqlens_q, launched.out, *([] if lse is None else [lse.t().unsqueeze(-1)]))
+            rows = [] if self.zeroes_outside else [launched.out]
+            outside.clear(call.cu_seqlens_q, rows if lse is None else [*rows, lse.t().unsqueeze(-1)])
         saved = (launched.lse, *launched.state) if call.needs_grad else ()
         return Result(alignment.narrowed(launched.out, call.head_dim_v), lse, None, saved)
 
@@ -69,9 +75,12 @@ class OneLaunch(Backend):
         lse, *state = upstream.saved or (self.native_lse(ready, upstream.lse),)
         place = into if into is not None and all(map(is_readable, into)) else None
         found = self.launch_backward(ready, dout, Launched(out, lse, tuple(state)), place)
-        if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
-            outside.clear(call.cu_seqlens_q, found.dq)
-            outside.clear(call.cu_seqlens_k, found.dk, found.dv)
+        if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None and not self.zeroes_outside:
+            if call.cu_seqlens_q is call.cu_seqlens_k and call.q.shape[0] == call.k.shape[0]:
+                outside.clear(call.cu_seqlens_q, found)
+            else:
+                outside.clear(call.cu_seqlens_q, found[:1])
+                outside.clear(call.cu_seqlens_k, found[1:])
         if found is place:
             return found
         return deliver(Gradients(*map(_of_its_own_heads, found, (call.q, call.k, call.v))), call, into)

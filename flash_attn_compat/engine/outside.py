@@ -1,11 +1,14 @@
 """Which sequence a token of packed tensors belongs to, and what to do with those that belong to none: set them to 0.
 
-Kernels of others leave there whatever the memory held. The pass over the tensor costs a few per cent of the call. It is
-left out only where the host sees the numbers of this very call: what was seen before may have been changed through
-``.data``, by a CUDA graph or by somebody's kernel, of which PyTorch tells nobody. Nothing waits for the GPU.
+Kernels of others leave there whatever the memory held. The pass over the tensor costs a few per cent of the call, and
+the host nine operators. It is left out only where the host sees the numbers of this very call: what was seen before may
+have been changed through ``.data``, by a CUDA graph or by somebody's kernel, of which PyTorch tells nobody. Nothing
+waits for the GPU.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -39,12 +42,14 @@ def mask(cu_seqlens: Tensor, total: int) -> Tensor:
     return tokens.clamp(cu_seqlens[0], cu_seqlens[-1]) != tokens
 
 
-def clear(cu_seqlens: Tensor, *tensors: Tensor) -> None:
+def clear(cu_seqlens: Tensor, tensors: Sequence[Tensor]) -> None:
     """Set the tokens of each (total, heads, head_dim) that lie outside to 0, in place."""
+    if not tensors:
+        return
     total = tensors[0].shape[0]
     if cu_seqlens.is_cpu and cu_seqlens[0] == 0 and cu_seqlens[-1] == total:
         return
-    lies_outside = mask(cu_seqlens, total)[:, None, None]
+    lies_outside = mask(cu_seqlens, total).view(-1, 1, 1)
     for tensor in tensors:
         whole_words = tensor.shape[-1] * tensor.element_size() % 8 == 0
         # Eight bytes at a time, for speed.
