@@ -20,7 +20,7 @@ from flash_attn_compat import (
     settings,
     use_backend,
 )
-from flash_attn_compat.backends.fused import Fused, loader
+from flash_attn_compat.backends.fused import Fused, launcher, loader
 from flash_attn_compat.backends.fused.loader import Target
 from flash_attn_compat.engine import callers_state, memory
 from flash_attn_compat.engine.build import DENSE, Options, Packing, Purpose, dense_request, packed_request
@@ -355,6 +355,7 @@ def test_what_stands_in_the_place_of_pytorchs_flash_kernels_is_part_of_the_key(
 
 # ---- what a backward is known by
 
+OF_BACKWARD = 10  # tensors that a backward takes, before what comes from above
 OUT, LSE = LARGE.clone(), torch.zeros(2, 4, 9)
 APART = randn(2, 4, 9, 16, dtype=HALF).transpose(1, 2)
 PLACES = [torch.empty_like(LARGE) for _ in range(3)]
@@ -379,10 +380,10 @@ def test_a_backward_is_known_by_how_lies_what_comes_from_above(
 
     def mutant(tensors: Any) -> Any:
         found: Any = layouts(tensors)
-        if not any(tensors[0] is dout for dout in (LARGE, given[0])):  # of a request
+        if len(found) < OF_BACKWARD:
             return found
         if index is None:
-            return found[:4]
+            return found[: OF_BACKWARD + 4]
         return tuple(None if x is None else (*x[:index], *x[index + 1 :]) for x in found)
 
     memory.forget()
@@ -392,6 +393,25 @@ def test_a_backward_is_known_by_how_lies_what_comes_from_above(
         first()
         assert (second() != alone) == is_seen
         monkeypatch.setattr(memory, "layouts", mutant)
+
+
+def test_a_backward_is_known_by_how_lies_what_hooks_have_kept(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As copies of it do that were on a CPU meanwhile."""
+
+    def strides(unpack: Callable[[Tensor], Tensor]) -> Any:
+        with use_backend("fused"), torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+            flash_attn_func(APART.detach().requires_grad_(), LARGE, LARGE).sum().backward()
+        return launches.last.fields["q_s"]
+
+    expected = launcher.strides(APART), launcher.strides(LARGE)
+    assert (strides(lambda x: x), strides(Tensor.contiguous)) == expected
+    layouts = memory.layouts
+    monkeypatch.setattr(
+        memory, "layouts", lambda tensors: layouts(tensors)[len(tensors) // OF_BACKWARD * OF_BACKWARD :]
+    )
+    assert strides(lambda x: x) == strides(Tensor.contiguous), "nobody would see that the key lacks it"
 
 
 def test_a_backward_is_known_by_whether_the_lse_has_a_gradient(
@@ -407,7 +427,7 @@ def test_a_backward_is_known_by_whether_the_lse_has_a_gradient(
 
     assert not is_read(out) and is_read(lse) and not is_read(out)
     layouts = memory.layouts
-    monkeypatch.setattr(memory, "layouts", lambda tensors: layouts(tensors[:3]))
+    monkeypatch.setattr(memory, "layouts", lambda tensors: layouts(tensors[: OF_BACKWARD + 3]))
     assert not is_read(out) and not is_read(lse), "nobody would see that the key lacks it"
 
 

@@ -112,7 +112,8 @@ def gradients(
     if known.memory is not memory.current():  # forgotten, and held by an autograd graph
         known.memory, known.backward = memory.current(), {}
     dout, out, lse, _, saved, dlse = upstream
-    key = memory.layouts((dout, out, lse, dlse, *saved, *(into or ()))), memory.surroundings(dout)
+    given = *tensors, dout, out, lse, dlse, *saved, *(into or ())  # hooks on saved tensors may have laid them elsewhere
+    key = memory.layouts(given), memory.surroundings(dout)
     backend, run = known.backward.get(key) or _prepared_backward(known, key, tensors, upstream, into)
     while True:
         try:
