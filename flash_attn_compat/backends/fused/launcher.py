@@ -92,10 +92,14 @@ class Plan:
         self._appends_first = bool(launches) and launches[0].variant.entry == "append"
         like: dict[str, Any] = dict(zip(_CALL, call.tensors, strict=True))
         like |= dict(zip(_APPEND, () if new is None else new[:4])) | dict(others or {})
+        for name, tensor in like.items():
+            dtype = _DTYPES.get(name, call.q.dtype)
+            if tensor is not None and (tensor.dtype, tensor.device) != (dtype, self.place):
+                raise RuntimeError(f"{name} must be {dtype} on {self.place}, got {tensor.dtype} on {tensor.device}")
         sizes = {name: reach(tensor) for name, tensor in like.items()}
         sizes["rng_state"] = 16 if call.dropout_p else 0
         self._expected = [
-            (index, name, dtype := _DTYPES.get(name, call.q.dtype), dtype.itemsize, 0 if name in _MADE else size)
+            (index, name, _DTYPES.get(name, call.q.dtype).itemsize, 0 if name in _MADE else size)
             for index, (name, size) in enumerate(sizes.items())
             if size
         ]
@@ -154,21 +158,15 @@ class Plan:
         return made
 
     def addresses(self, tensors: Sequence[Any]) -> list[int]:
-        """Where each tensor begins, once it is known to be what the kernels expect and as large as the plan's."""
+        """Where each tensor begins: of the plan's layout, and in memory that is large enough for it now."""
         found: list[int] = []
-        device = self.device
-        for index, name, dtype, itemsize, size in self._expected:
+        for index, name, itemsize, size in self._expected:
             tensor = tensors[index]
-            if (
-                tensor.dtype is not dtype
-                or tensor.get_device() != device
-                or (size and tensor.storage_offset() * itemsize + size > tensor.untyped_storage().nbytes())
-            ):
+            if size and tensor.storage_offset() * itemsize + size > tensor.untyped_storage().nbytes():
                 raise RuntimeError(
-                    f"{name} must be {dtype} on device {device} with {size} bytes in its storage from its first "
-                    f"element on; got {tensor.dtype} on {tensor.device}, shape {tuple(tensor.shape)}, "
-                    f"strides {tensor.stride()}, storage of {tensor.untyped_storage().nbytes()} bytes, "
-                    f"offset {tensor.storage_offset()}"
+                    f"{name} must have {size} bytes in its storage from its first element on; got shape "
+                    f"{tuple(tensor.shape)}, strides {tensor.stride()}, storage of "
+                    f"{tensor.untyped_storage().nbytes()} bytes, offset {tensor.storage_offset()}"
                 )
             if tensor.is_neg():
                 raise Negated(f"{name} must not be a lazily negated view")
