@@ -73,7 +73,7 @@ def test_no_plan_is_made_for_another_dtype_or_device(tensor: Tensor) -> None:
 def test_an_address_of_too_little_memory_is_refused(tensor: Tensor) -> None:
     q = half(1, 1, 1, 8)
     plan = launcher.Plan(dense_call(q, q, q, Options()), [], [])
-    with pytest.raises(RuntimeError, match="q must have 16 bytes .*shape"):
+    with pytest.raises(RuntimeError, match=r"q must have 16 bytes .*shape"):
         plan.addresses((tensor, q, q))
 
 

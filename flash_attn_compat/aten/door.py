@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flash_attn_compat import settings
-from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_request, packed_request
+from flash_attn_compat.engine import build
+from flash_attn_compat.engine.build import Options, Packing, Purpose
 from flash_attn_compat.engine.call import Gradients, Result, Upstream
 from flash_attn_compat.engine.memory import Known, Request
 from flash_attn_compat.serving import autograd, dispatch, serve
@@ -29,7 +30,7 @@ def is_watched(*tensors: Tensor) -> bool:
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor | None:
     """out of dense attention, recorded for autograd; None where others would serve. Shapes as in flash_attn_func."""
     inputs = q, k, v
-    found = _ours(dense_request(q, k, v, options, autograd.purpose(inputs)))
+    found = _ours(build.request(q, k, v, options, None, autograd.purpose(inputs)))
     if found is None:
         return None
     out: Tensor = autograd.attend(inputs, *found)[0]
@@ -40,7 +41,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None, return_lse: bool
 ) -> Result | None:
     """out and the LSE outside of autograd, dense or packed; None where others would serve."""
-    found = _ours(_request(q, k, v, options, packing, Purpose(return_lse=return_lse)))
+    found = _ours(build.request(q, k, v, options, packing, Purpose(return_lse=return_lse)))
     return None if found is None else serve.run(*found)[1]
 
 
@@ -54,7 +55,7 @@ def backward(
     into: Gradients | None,
 ) -> Gradients | None:
     """Gradients from whoever's out and LSE, outside of autograd; None where others would serve."""
-    found = _ours(_request(q, k, v, options, packing, Purpose(given_lse=True)))
+    found = _ours(build.request(q, k, v, options, packing, Purpose(given_lse=True)))
     if found is None:
         return None
     known, request = found
@@ -63,14 +64,8 @@ def backward(
 
 def against(q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None = None) -> list[str]:
     """What speaks against our kernels for such a call."""
-    request = _request(q, k, v, options, packing, autograd.purpose((q, k, v)))
+    request = build.request(q, k, v, options, packing, autograd.purpose((q, k, v)))
     return dispatch.reasons_against(KERNELS, request.kind.build(request).call)
-
-
-def _request(q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None, purpose: Purpose) -> Request:
-    if packing is None:
-        return dense_request(q, k, v, options, purpose)
-    return packed_request(q, k, v, packing, options, purpose)
 
 
 def _ours(request: Request) -> tuple[Known, Request] | None:

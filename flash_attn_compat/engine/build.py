@@ -59,6 +59,15 @@ class Packing(NamedTuple):
     leftpad_k: Tensor | None = None
 
 
+def request(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None, purpose: Purpose = FORWARD
+) -> Request:
+    """Dense, or packed as that says."""
+    if packing is None:
+        return dense_request(q, k, v, options, purpose)
+    return packed_request(q, k, v, packing, options, purpose)
+
+
 def dense_request(q: Tensor, k: Tensor, v: Tensor, options: Options, purpose: Purpose = FORWARD) -> Request:
     """Of (batch, seqlen, heads, head_dim) tensors."""
     return Request(DENSE, (q, k, v, options.alibi_slopes), (plain(options), purpose))

@@ -192,11 +192,14 @@ def maxima(call: AttentionCall, kind: Kind, fields: dict[str, params.Value]) -> 
     return found, Launch(variants.absmax(kind), 3 * heads * splits, {**fields, "splits": splits})
 
 
+_increment_version = torch.autograd.graph.increment_version  # looked up once: each step of decoding tells it
+
+
 def note_written(*tensors: Tensor) -> None:
     """Tell autograd, as PyTorch's own operators do, that tensors of the caller's were written in place."""
     for tensor in tensors:
         if not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
+            _increment_version(tensor)
 
 
 def reach(tensor: Tensor | None) -> int:
@@ -402,7 +405,7 @@ def workspace(size: int, device: int, place: torch.device) -> Tensor:
     found = None if captures else _workspaces.get(key)
     if captures:
         return _cleared(size, place)
-    if found is None or found.shape[0] < size:
+    if found is None or found.numel() < size:
         found = _made_apart(size, device, place)
         if device < 0 or _POOLS_ARE_A_THREADS or not _is_in_a_pool(found):
             _workspaces[key] = found

@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from ctypes import byref, c_char_p
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,8 +52,8 @@ class Compiler:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         major, minor, count = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-        self._check(library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
-        self._check(library.nvrtcGetNumSupportedArchs(ctypes.byref(count)))
+        self._check(library.nvrtcVersion(byref(major), byref(minor)))
+        self._check(library.nvrtcGetNumSupportedArchs(byref(count)))
         known = (ctypes.c_int * count.value)()
         self._check(library.nvrtcGetSupportedArchs(known))
         self.version = major.value, minor.value
@@ -62,7 +63,7 @@ class Compiler:
         """cuda/``name`` as a cubin for --gpu-architecture=sm_XY among ``options``, as PTX for compute_XY."""
         program, library = ctypes.c_void_p(), self._library
         given = source(name).encode(), name.encode(), len(HEADERS), _texts(map(source, HEADERS)), _texts(HEADERS)
-        self._check(library.nvrtcCreateProgram(ctypes.byref(program), *given))
+        self._check(library.nvrtcCreateProgram(byref(program), *given))
         try:
             if library.nvrtcCompileProgram(program, len(options), _texts(options)):
                 log = self._text(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
@@ -72,27 +73,27 @@ class Compiler:
             is_binary = any("=sm_" in option for option in options)
             return self._text(program, "CUBIN" if is_binary else "PTX")
         finally:
-            library.nvrtcDestroyProgram(ctypes.byref(program))
+            library.nvrtcDestroyProgram(byref(program))
 
     def _text(self, program: ctypes.c_void_p, what: str) -> bytes:
         size = ctypes.c_size_t()
-        self._check(getattr(self._library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+        self._check(getattr(self._library, f"nvrtcGet{what}Size")(program, byref(size)))
         text = ctypes.create_string_buffer(size.value)
         self._check(getattr(self._library, f"nvrtcGet{what}")(program, text))
         return text.raw
 
     def _check(self, code: int) -> None:
         if code:
-            self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
+            self._library.nvrtcGetErrorString.restype = c_char_p
             raise KernelError(f"NVRTC: {self._library.nvrtcGetErrorString(code).decode()}")
 
 
 _pointer = functools.cache(ctypes.c_void_p)  # in a third of the time
 
 
-def _texts(strings: Iterable[str]) -> ctypes.Array[ctypes.c_char_p]:
+def _texts(strings: Iterable[str]) -> ctypes.Array[c_char_p]:
     encoded = [string.encode() for string in strings]
-    return (ctypes.c_char_p * len(encoded))(*encoded)
+    return (c_char_p * len(encoded))(*encoded)
 
 
 class Kernel(NamedTuple):
@@ -113,45 +114,45 @@ class Driver:
         self._launch = library.cuLaunchKernel
         self._contexts: dict[int, ctypes.c_void_p] = {}
         version = ctypes.c_int()
-        self.check(library.cuDriverGetVersion(ctypes.byref(version)))
+        self.check(library.cuDriverGetVersion(byref(version)))
         self.version = version.value // 1000, version.value % 1000 // 10
 
     def check(self, code: int) -> None:
         if not code:
             return
-        name, text = ctypes.c_char_p(), ctypes.c_char_p()
-        self.library.cuGetErrorName(code, ctypes.byref(name))
-        self.library.cuGetErrorString(code, ctypes.byref(text))
+        name, text = c_char_p(), c_char_p()
+        self.library.cuGetErrorName(code, byref(name))
+        self.library.cuGetErrorString(code, byref(text))
         raise KernelError(f"CUDA driver: {(name.value or b'').decode()} ({(text.value or b'').decode()})")
 
     def load(self, variant: Variant, code: bytes, device: int) -> Kernel:
         module, function, mode = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int(_RELAXED)
         with self.context(device):
             # Loading a module does not count as part of a graph that the thread may be recording.
-            self.check(self.library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+            self.check(self.library.cuThreadExchangeStreamCaptureMode(byref(mode)))
             try:
-                self.check(self.library.cuModuleLoadData(ctypes.byref(module), code))
-                self.check(self.library.cuModuleGetFunction(ctypes.byref(function), module, variant.entry.encode()))
+                self.check(self.library.cuModuleLoadData(byref(module), code))
+                self.check(self.library.cuModuleGetFunction(byref(function), module, variant.entry.encode()))
                 if variant.shared > _STATIC_LIMIT:
                     self.check(self.library.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, variant.shared))
                 # Turing may set 32 of its 64 KB aside: left to itself, the driver may make room for one block of two.
                 if 2 * variant.shared * dict(variant.macros).get("MINB", 1) > self._shared_memory():
                     self.check(self.library.cuFuncSetAttribute(function, _CARVEOUT, _MOST_SHARED))
             finally:
-                self.check(self.library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+                self.check(self.library.cuThreadExchangeStreamCaptureMode(byref(mode)))
         return Kernel(function, variant.threads, variant.shared)
 
     def _shared_memory(self) -> int:
         """Bytes that a multiprocessor of the current context's GPU has for its blocks."""
         ordinal, found = ctypes.c_int(), ctypes.c_int()
-        self.check(self.library.cuCtxGetDevice(ctypes.byref(ordinal)))
-        self.check(self.library.cuDeviceGetAttribute(ctypes.byref(found), _SHARED_OF_MULTIPROCESSOR, ordinal))
+        self.check(self.library.cuCtxGetDevice(byref(ordinal)))
+        self.check(self.library.cuDeviceGetAttribute(byref(found), _SHARED_OF_MULTIPROCESSOR, ordinal))
         return found.value
 
     def launch(self, kernel: Kernel, blocks: int, device: int, argument: bytes) -> None:
         """Launch on PyTorch's current stream of ``device``, whichever device is current; argument: struct Params."""
         handle, threads, shared = kernel
-        arguments = ctypes.byref(ctypes.c_char_p(argument))  # which the driver copies
+        arguments = byref(c_char_p(argument))  # which the driver copies
         given = handle, blocks, 1, 1, threads, 1, 1, shared, _pointer(stream(device)), arguments, None
         if device != capture.current_device():
             with self.context(device):
@@ -171,7 +172,7 @@ class Driver:
         try:
             yield
         finally:
-            self.check(self.library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p())))
+            self.check(self.library.cuCtxPopCurrent_v2(byref(ctypes.c_void_p())))
 
     def _primary_context(self, device: int) -> ctypes.c_void_p:
         """Retained once, for as long as the process lives: kernels are loaded into it."""
@@ -179,8 +180,8 @@ class Driver:
         if context is None:
             context, ordinal = ctypes.c_void_p(), ctypes.c_int()
             # CUDA_VISIBLE_DEVICES hides devices from the driver as from PyTorch: both count the same ones.
-            self.check(self.library.cuDeviceGet(ctypes.byref(ordinal), device))
-            self.check(self.library.cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal))
+            self.check(self.library.cuDeviceGet(byref(ordinal), device))
+            self.check(self.library.cuDevicePrimaryCtxRetain(byref(context), ordinal))
             self._contexts[device] = context
         return context
 
