@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flash_attn_compat import flash_attn_2_cuda as flash_attn_gpu
 from flash_attn_compat.engine import sinks
-from flash_attn_compat.engine.build import Options, Packing, request
+from flash_attn_compat.engine.build import Options, Packing, request_of
 from flash_attn_compat.kvcache import flash_attn_with_kvcache
 from flash_attn_compat.private_interface import (
     USE_TRITON_ROCM,
@@ -364,7 +364,7 @@ def _attend(
         wanted = purpose(inputs)
         if s_aux is not None:
             wanted = wanted._replace(return_lse=True, shares_dropout_mask=True)
-        outputs = attend(inputs, *find(request(q, k, v, options, packing, wanted)))
+        outputs = attend(inputs, *find(request_of(q, k, v, options, wanted, packing)))
     if s_aux is not None:
         outputs = (*sinks.absorb(*outputs[:2], s_aux), outputs[2])
     return outputs if options.return_attn_probs else outputs[0]

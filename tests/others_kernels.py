@@ -23,7 +23,7 @@ from torch import Tensor
 from flash_attn_compat.backends import base, official, small_trial, torch_efficient, torch_flash
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.engine import checks, memory
-from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_call, packed_call
+from flash_attn_compat.engine.build import Options, Packing, Purpose, call_of
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream
 from flash_attn_compat.engine.mask import Mask
 
@@ -188,11 +188,11 @@ def as_call(given: Launch) -> AttentionCall:
     assert given.scale is None or given.scale > 0
     options = Options(given.dropout_p, given.scale, softcap=given.softcap, alibi_slopes=given.slopes)
     if given.cu_q is None or given.cu_k is None:
-        call = dense_call(*tensors, options, Purpose(return_lse=True))
+        call = call_of(*tensors, options, Purpose(return_lse=True))
     else:
         assert int(given.cu_q.diff().max()) <= given.max_q, "rows from max_q on are not computed"
         packing = Packing(given.cu_q, given.cu_k, given.max_q, given.max_k)
-        call = packed_call(*tensors, packing, options, Purpose(return_lse=True))
+        call = call_of(*tensors, options, Purpose(return_lse=True), packing)
     return call._replace(mask=Mask(*(None if side < 0 else side for side in (given.left, given.right))))
 
 

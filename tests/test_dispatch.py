@@ -26,7 +26,7 @@ from flash_attn_compat import (
 from flash_attn_compat.backends import BACKENDS, Backend
 from flash_attn_compat.backends.base import FLOAT_DTYPES, Capabilities
 from flash_attn_compat.engine import memory
-from flash_attn_compat.engine.build import Options, dense_call
+from flash_attn_compat.engine.build import Options, call_of
 from flash_attn_compat.engine.features import DESCRIPTIONS, Feature, Traits, split
 from tests.support import cumulative, qkv
 
@@ -57,7 +57,7 @@ def test_use_backend_ends_with_its_block_even_after_an_error() -> None:
 def test_only_backends_whose_turn_comes_are_asked(forced: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is installed and not wanted costs nothing: the real flash-attn takes seconds to load."""
     q, k, v = qkv()
-    call = dense_call(q, k, v, Options())
+    call = call_of(q, k, v, Options())
     ordered = sorted(BACKENDS, key=lambda backend: backend.rank(call.traits()))
     served = forced or next(backend.name for backend in ordered if not backend.reasons(call.traits()))
     asked: list[str] = []
@@ -222,7 +222,7 @@ def beyond(table: Capabilities, features: Feature) -> Iterator[Change]:
 def test_whatever_a_table_lacks_is_a_reason(backend: Backend) -> None:
     table = backend.capabilities
     device = "cuda" if table.devices is None or "cuda" in table.devices else "cpu"
-    served = dense_call(*qkv(dtype=torch.float16), Options()).traits()
+    served = call_of(*qkv(dtype=torch.float16), Options()).traits()
     served = served._replace(device_type=device, capability=(9, 0) if device == "cuda" else None)
     usual = backend.reasons(served)
     for change, words in beyond(table, Feature(served.features)):
@@ -257,7 +257,7 @@ NARROW, WIDE = {"head_dim": 64, "head_dim_v": 64}, {"head_dim": 128, "head_dim_v
 def test_our_kernels_come_before_pytorchs_where_they_were_measured_to_be_faster(
     features: Feature, changes: dict[str, Any], first: str
 ) -> None:
-    traits = dense_call(*qkv(dtype=torch.float16), Options()).traits()
+    traits = call_of(*qkv(dtype=torch.float16), Options()).traits()
     traits = traits._replace(device_type="cuda", capability=(9, 0), features=int(features))._replace(**changes)
     ordered = sorted(BACKENDS, key=lambda backend: backend.rank(traits))
     assert [backend.name for backend in ordered][:2] == ["official", first]

@@ -17,7 +17,7 @@ from flash_attn_compat import backend_counts, flash_attn_func, flash_attn_with_k
 from flash_attn_compat.backends.fused import Fused, append, backward, forward, launcher, loader, trial, variants
 from flash_attn_compat.backends.fused.loader import KernelError
 from flash_attn_compat.backends.fused.variants import Kind
-from flash_attn_compat.engine.build import Options, dense_call
+from flash_attn_compat.engine.build import Options, call_of
 from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.features import Feature, Traits
 from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
@@ -29,7 +29,7 @@ HALF = torch.float16
 
 def traits(**changes: Any) -> Traits:
     q = torch.zeros(1, 2, 2, 64, dtype=HALF)
-    return dense_call(q, q, q, Options()).traits()._replace(**{"device_type": "cuda", "capability": (7, 5), **changes})
+    return call_of(q, q, q, Options()).traits()._replace(**{"device_type": "cuda", "capability": (7, 5), **changes})
 
 
 def qkv() -> tuple[Tensor, Tensor, Tensor]:

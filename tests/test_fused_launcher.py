@@ -28,7 +28,7 @@ from flash_attn_compat.backends.fused.loader import Target
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine import capture, memory
 from flash_attn_compat.engine.append import Append
-from flash_attn_compat.engine.build import Options, cache_call, dense_call, plain
+from flash_attn_compat.engine.build import Options, cache_call, call_of, plain
 from flash_attn_compat.engine.memory import alike_to
 from flash_attn_compat.flash_attn_interface import _flash_attn_backward
 from tests import fused_on_cpu
@@ -61,7 +61,7 @@ def freed(size: int) -> Tensor:
 def test_no_plan_is_made_for_another_dtype_or_device(tensor: Tensor) -> None:
     q, other = half(1, 1, 1, 8), tensor.view(1, 1, 1, 8)
     with pytest.raises(RuntimeError, match=rf"v must be torch.float16 on cpu, got {other.dtype} on {other.device}"):
-        launcher.Plan(dense_call(q, q, q, Options())._replace(v=other), [], [])
+        launcher.Plan(call_of(q, q, q, Options())._replace(v=other), [], [])
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_no_plan_is_made_for_another_dtype_or_device(tensor: Tensor) -> None:
 @pytest.mark.usefixtures("launches")
 def test_an_address_of_too_little_memory_is_refused(tensor: Tensor) -> None:
     q = half(1, 1, 1, 8)
-    plan = launcher.Plan(dense_call(q, q, q, Options()), [], [])
+    plan = launcher.Plan(call_of(q, q, q, Options()), [], [])
     with pytest.raises(RuntimeError, match=r"q must have 16 bytes .*shape"):
         plan.addresses((tensor, q, q))
 
@@ -104,7 +104,7 @@ WITHOUT_MEMORY = {"a wrapper": Wrapper, "a fake": lambda tensor: FakeTensorMode(
 @pytest.mark.parametrize("name", "qkv")
 def test_a_tensor_without_memory_is_never_launched(name: str, what: str, launches: Launches) -> None:
     q, variant = half(1, 90, 4, 64), variants.forward(Kind(75, variants.FP16, 64))
-    plan = launcher.Plan(dense_call(q, q, q, Options()), [Output("out", q.shape, HALF)], [Launch(variant, 1, {})])
+    plan = launcher.Plan(call_of(q, q, q, Options()), [Output("out", q.shape, HALF)], [Launch(variant, 1, {})])
     given = {"q": q, "k": q, "v": q}
     plan.run(tuple(given.values()))
     with pytest.raises(RuntimeError, match=rf"{name} must be a tensor with memory of its own; got (W|F)"):

@@ -23,7 +23,7 @@ from flash_attn_compat import (
 from flash_attn_compat.backends.fused import Fused, launcher, loader
 from flash_attn_compat.backends.fused.loader import Target
 from flash_attn_compat.engine import callers_state, memory
-from flash_attn_compat.engine.build import DENSE, Options, Packing, Purpose, dense_request, packed_request
+from flash_attn_compat.engine.build import DENSE, Options, Packing, Purpose, request_of
 from flash_attn_compat.engine.memory import Kind, Request
 from flash_attn_compat.private_interface import _flash_attn_backward
 from flash_attn_compat.serving import serve
@@ -113,7 +113,7 @@ def launched(launches: Launches, function: Callable[..., Any], *args: Any, **opt
 
 def test_requests_of_two_kinds_are_two() -> None:
     q = randn(1, 5, 2, 16)
-    given = dense_request(q, q, q, Options())
+    given = request_of(q, q, q, Options())
     kinds = [Kind(name, DENSE.build, None) for name in "ab"]
     found = [serve.find(given._replace(kind=kind))[0] for kind in (*kinds, *kinds)]
     assert found[0] is found[2] is not found[1] is found[3]
@@ -131,11 +131,11 @@ PACKED = (Purpose(), 7, 9, True)
 
 
 def dense_of(values: tuple[Any, ...], **purpose: bool) -> Request:
-    return dense_request(Q, Q, Q, Options())._replace(values=(values, Purpose(**purpose)))
+    return request_of(Q, Q, Q, Options())._replace(values=(values, Purpose(**purpose)))
 
 
 def packed_of(*others: Any) -> Request:
-    given = packed_request(Q[0], Q[0], Q[0], Packing(STARTS, STARTS, 7, 7), Options())
+    given = request_of(Q[0], Q[0], Q[0], Options(), packing=Packing(STARTS, STARTS, 7, 7))
     return given._replace(values=(given.values[0], *others))
 
 

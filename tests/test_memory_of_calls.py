@@ -25,7 +25,7 @@ from flash_attn_compat import (
 )
 from flash_attn_compat.backends.fused import Fused, launcher
 from flash_attn_compat.engine import capture, memory
-from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_call, packed_call
+from flash_attn_compat.engine.build import Options, Packing, Purpose, call_of
 from tests import fused_on_cpu, warm
 from tests.problems import DENSE, PACKED, PROBLEMS, STEP
 from tests.support import ints, qkv, randn
@@ -195,8 +195,8 @@ def test_calls_of_another_purpose_are_kept_apart(field: str) -> None:
     (q, k, v), starts = qkv(), ints(0, 1, 2)
     for purpose in (Purpose(), Purpose(**{field: True}), Purpose()):
         calls = (
-            dense_call(q, k, v, Options(), purpose),
-            packed_call(q[0], k[0], v[0], Packing(starts, starts, 9, 9), Options(), purpose=purpose),
+            call_of(q, k, v, Options(), purpose),
+            call_of(q[0], k[0], v[0], Options(), purpose, Packing(starts, starts, 9, 9)),
         )
         assert [getattr(call, field) for call in calls] == [getattr(purpose, field)] * 2
 
@@ -221,7 +221,7 @@ def test_a_step_is_not_for_a_length_whose_calls_another_backend_serves(monkeypat
 def test_packed_lengths_are_compared_at_every_call() -> None:
     q, starts = randn(10, 2, 16), ints(0, 5, 10)
     calls = [
-        packed_call(q, q, q, Packing(starts, others, 7, 7), Options())
+        call_of(q, q, q, Options(), packing=Packing(starts, others, 7, 7))
         for others in (ints(0, 5, 10), ints(0, 3, 10), ints(0, 5, 10))
     ]
     assert [call.equal_lengths for call in calls] == [True, False, True]

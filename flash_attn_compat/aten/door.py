@@ -7,8 +7,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flash_attn_compat import settings
-from flash_attn_compat.engine import build
-from flash_attn_compat.engine.build import Options, Packing, Purpose
+from flash_attn_compat.engine.build import Options, Packing, Purpose, request_of
 from flash_attn_compat.engine.call import Gradients, Result, Upstream
 from flash_attn_compat.engine.memory import Known, Request
 from flash_attn_compat.serving import autograd, dispatch, serve
@@ -30,7 +29,7 @@ def is_watched(*tensors: Tensor) -> bool:
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor | None:
     """out of dense attention, recorded for autograd; None where others would serve. Shapes as in flash_attn_func."""
     inputs = q, k, v
-    found = _ours(build.request(q, k, v, options, None, autograd.purpose(inputs)))
+    found = _ours(request_of(q, k, v, options, autograd.purpose(inputs)))
     if found is None:
         return None
     out: Tensor = autograd.attend(inputs, *found)[0]
@@ -41,7 +40,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None, return_lse: bool
 ) -> Result | None:
     """out and the LSE outside of autograd, dense or packed; None where others would serve."""
-    found = _ours(build.request(q, k, v, options, packing, Purpose(return_lse=return_lse)))
+    found = _ours(request_of(q, k, v, options, Purpose(return_lse=return_lse), packing))
     return None if found is None else serve.run(*found)[1]
 
 
@@ -55,7 +54,7 @@ def backward(
     into: Gradients | None,
 ) -> Gradients | None:
     """Gradients from whoever's out and LSE, outside of autograd; None where others would serve."""
-    found = _ours(build.request(q, k, v, options, packing, Purpose(given_lse=True)))
+    found = _ours(request_of(q, k, v, options, Purpose(given_lse=True), packing))
     if found is None:
         return None
     known, request = found
@@ -64,7 +63,7 @@ def backward(
 
 def against(q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None = None) -> list[str]:
     """What speaks against our kernels for such a call."""
-    request = build.request(q, k, v, options, packing, autograd.purpose((q, k, v)))
+    request = request_of(q, k, v, options, autograd.purpose((q, k, v)), packing)
     return dispatch.reasons_against(KERNELS, request.kind.build(request).call)
 
 

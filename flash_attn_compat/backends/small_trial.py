@@ -15,7 +15,7 @@ from flash_attn_compat import installed
 from flash_attn_compat.backends.base import Backend
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.engine import callers_state, capture
-from flash_attn_compat.engine.build import Options, Purpose, dense_call
+from flash_attn_compat.engine.build import Options, Purpose, call_of
 from flash_attn_compat.engine.call import AttentionCall, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
 
@@ -93,7 +93,7 @@ def _problem(kind: Traits, lengths: Lengths) -> tuple[AttentionCall, Tensor]:
         softcap=2.0 if features & Feature.SOFTCAP else 0.0,
         alibi_slopes=torch.tensor([0.3, 0.1], dtype=torch.float32, device=device) if features & Feature.ALIBI else None,
     )
-    return dense_call(q, k, v, options, Purpose(needs_grad=kind.needs_backward)), dout
+    return call_of(q, k, v, options, Purpose(needs_grad=kind.needs_backward)), dout
 
 
 def device_of(capability: tuple[int, int] | None) -> torch.device:

@@ -59,24 +59,15 @@ class Packing(NamedTuple):
     leftpad_k: Tensor | None = None
 
 
-def request(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None, purpose: Purpose = FORWARD
+def request_of(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, purpose: Purpose = FORWARD, packing: Packing | None = None
 ) -> Request:
-    """Dense, or packed as that says."""
+    """Of (batch, seqlen, heads, head_dim) tensors.
+
+    With ``packing`` of (total, heads, head_dim) ones, or paged k and v with a block table.
+    """
     if packing is None:
-        return dense_request(q, k, v, options, purpose)
-    return packed_request(q, k, v, packing, options, purpose)
-
-
-def dense_request(q: Tensor, k: Tensor, v: Tensor, options: Options, purpose: Purpose = FORWARD) -> Request:
-    """Of (batch, seqlen, heads, head_dim) tensors."""
-    return Request(DENSE, (q, k, v, options.alibi_slopes), (plain(options), purpose))
-
-
-def packed_request(
-    q: Tensor, k: Tensor, v: Tensor, packing: Packing, options: Options, purpose: Purpose = FORWARD
-) -> Request:
-    """Of (total, heads, head_dim) tensors, or paged k and v with a block table."""
+        return Request(DENSE, (q, k, v, options.alibi_slopes), (plain(options), purpose))
     starts_q, starts_k, max_seqlen_q, max_seqlen_k, table, used, leftpad = packing
     if type(max_seqlen_q) is not int or type(max_seqlen_k) is not int:
         max_seqlen_q, max_seqlen_k = integer("max_seqlen_q", max_seqlen_q), integer("max_seqlen_k", max_seqlen_k)
@@ -95,16 +86,12 @@ def packed_request(
     return Request(PACKED, tensors, given)
 
 
-def dense_call(q: Tensor, k: Tensor, v: Tensor, options: Options, purpose: Purpose = FORWARD) -> AttentionCall:
-    """As dense_request; raises as checks.dense does."""
-    return _build_dense(dense_request(q, k, v, options, purpose)).call
-
-
-def packed_call(
-    q: Tensor, k: Tensor, v: Tensor, packing: Packing, options: Options, purpose: Purpose = FORWARD
+def call_of(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, purpose: Purpose = FORWARD, packing: Packing | None = None
 ) -> AttentionCall:
-    """As packed_request; raises as checks.packed does."""
-    return _build_packed(packed_request(q, k, v, packing, options, purpose)).call
+    """As request_of; raises as checks.dense and checks.packed do."""
+    request = request_of(q, k, v, options, purpose, packing)
+    return request.kind.build(request).call
 
 
 def plain(options: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -283,8 +270,6 @@ def integer(name: str, value: object) -> int:
 
 def _hold_the_same(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> bool:
     """Whether the host can see without waiting that both hold the same numbers, as two tensors of a collator may."""
-    if cu_seqlens_q is cu_seqlens_k:
-        return True
     if not isinstance(cu_seqlens_q, Tensor) or not isinstance(cu_seqlens_k, Tensor):
         return False
     if cu_seqlens_q.is_nested or cu_seqlens_k.is_nested:

@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 
 from flash_attn_compat import settings
 from flash_attn_compat.engine import checks
-from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_request, packed_request
+from flash_attn_compat.engine.build import Options, Packing, Purpose, request_of
 from flash_attn_compat.engine.call import Gradients, Upstream, wants_transforms
 from flash_attn_compat.engine.layout import lse_dtype
 from flash_attn_compat.engine.memory import PLAIN, Request
@@ -181,13 +181,12 @@ class Arguments(NamedTuple):
             self.deterministic,
         )
         if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
-            return dense_request(q, k, v, options, purpose)
+            return request_of(q, k, v, options, purpose)
         longest_q = self.max_seqlen_q if self.max_seqlen_q_tensor is None else self.max_seqlen_q_tensor
         longest_k = self.max_seqlen_k if self.max_seqlen_k_tensor is None else self.max_seqlen_k_tensor
         others = self.block_table, self.seqused_k, self.leftpad_k
-        return packed_request(
-            q, k, v, Packing(self.cu_seqlens_q, self.cu_seqlens_k, longest_q, longest_k, *others), options, purpose
-        )
+        packing = Packing(self.cu_seqlens_q, self.cu_seqlens_k, longest_q, longest_k, *others)
+        return request_of(q, k, v, options, purpose, packing)
 
 
 SPELLINGS: dict[Any, str] = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool"}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.engine import checks, outside
-from flash_attn_compat.engine.build import Options, Packing, Purpose, dense_request, packed_request
+from flash_attn_compat.engine.build import Options, Packing, Purpose, request_of
 from flash_attn_compat.engine.call import Gradients, Upstream
 from flash_attn_compat.engine.memory import Request
 from flash_attn_compat.engine.probabilities import round_up
@@ -59,9 +59,7 @@ def forward(
     purpose = _WITH_DMASK if return_softmax else _FORWARD
 
     def run() -> Results:
-        if packing is None:
-            return whole(dense_request(q, k, v, options, purpose))
-        return whole(packed_request(q, k, v, packing, options, purpose))
+        return whole(request_of(q, k, v, options, purpose, packing))
 
     inputs = q, k, v, options.alibi_slopes
     if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
@@ -120,10 +118,8 @@ def backward(
     if torch_ops.are_asked_for_without_derivatives(dout, q, k, v, out, lse):
         with torch.no_grad():
             _write(torch_ops.backward(q, k, v, options, upstream, packing), written)
-    elif packing is None:
-        _backward(dense_request(q, k, v, options, _BACKWARD), upstream, written)
     else:
-        _backward(packed_request(q, k, v, packing, options, _BACKWARD), upstream, written)
+        _backward(request_of(q, k, v, options, _BACKWARD, packing), upstream, written)
     products = _row_products(dout, out, options.dropout_p)
     if packing is not None:
         return _packed_softmax_d(products, packing.cu_seqlens_q)
