@@ -140,7 +140,7 @@ class Backend(abc.ABC):
     def prepare_backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> BackwardRun:
         """The same for gradients: of all calls like this one, from what comes from above as this does."""
         described, backward = call.with_tensors(), self.backward
-        return lambda tensors, upstream, into: backward(described.with_tensors(*tensors[:10]), upstream, into)
+        return lambda tensors, upstream, into: backward(described.with_tensors(*tensors), upstream, into)
 
     @abc.abstractmethod
     def forward(self, call: AttentionCall) -> Result:

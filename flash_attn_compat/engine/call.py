@@ -153,22 +153,13 @@ class AttentionCall(NamedTuple):
         """What with_tensors takes."""
         return *self[:3], *self[9:16]
 
-    def with_tensors(
-        self,
-        q: Tensor | None = None,
-        k: Tensor | None = None,
-        v: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_k: Tensor | None = None,
-        seqused_k: Tensor | None = None,
-        leftpad_k: Tensor | None = None,
-        block_table: Tensor | None = None,
-        rng_state: Tensor | None = None,
-    ) -> AttentionCall:
-        """The call over other tensors of the same shapes and strides; without any, its description alone."""
-        tensors = alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, rng_state
-        return AttentionCall._make((q, k, v, *self[3:9], *tensors, *self[16:]))
+    def with_tensors(self, *tensors: Tensor | None) -> AttentionCall:
+        """The call over other tensors of the same shapes and strides, in that order; over none where there are fewer.
+
+        None at all leave the call's description alone. Those behind the tenth are no call's.
+        """
+        given: tuple[Any, ...] = (*tensors, *(None,) * 10)
+        return AttentionCall._make((*given[:3], *self[3:9], *given[3:10], *self[16:]))
 
 
 # Plain ints: combining members of an enum costs a microsecond each.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -55,7 +55,7 @@ class Alike(NamedTuple):
 def alike_to(call: AttentionCall) -> Alike:
     """All calls that take tensors like those of ``call``."""
     described = call.with_tensors()
-    return Alike(call, call, None, lambda tensors, length: (described.with_tensors(*tensors[:10]), None))
+    return Alike(call, call, None, lambda tensors, length: (described.with_tensors(*tensors), None))
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +84,7 @@ class Request(NamedTuple):
     length: int | None = None
 
 
+@dataclass(eq=False, slots=True)
 class Known:
     """All that follows from a request but for the numbers in its tensors.
 
@@ -92,11 +93,11 @@ class Known:
     is part of, as long as that is the current one
     """
 
-    __slots__ = "backend", "backward", "call", "memory", "run"
-
-    def __init__(self, call: AttentionCall, backend: Any, run: Run | None, memory: Memory) -> None:
-        self.call, self.backend, self.run, self.memory = call, backend, run, memory
-        self.backward: dict[Key, tuple[Any, BackwardRun]] = {}
+    call: AttentionCall
+    backend: Any
+    run: Run | None
+    memory: Memory
+    backward: dict[Key, tuple[Any, BackwardRun]] = field(default_factory=dict)
 
 
 class Memory:

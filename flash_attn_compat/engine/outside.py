@@ -51,7 +51,5 @@ def clear(cu_seqlens: Tensor, tensors: Sequence[Tensor]) -> None:
         return
     lies_outside = mask(cu_seqlens, total).view(-1, 1, 1)
     for tensor in tensors:
-        whole_words = tensor.shape[-1] * tensor.element_size() % 8 == 0
-        # Eight bytes at a time, for speed.
-        words = tensor.view(torch.int64) if whole_words else tensor
-        words.masked_fill_(lies_outside, 0)
+        is_of_words = tensor.shape[-1] * tensor.element_size() % 8 == 0  # for speed, eight bytes are filled at once
+        (tensor.view(torch.int64) if is_of_words else tensor).masked_fill_(lies_outside, 0)

@@ -60,7 +60,7 @@ def prepare(alike: Alike) -> Run | None:
             copy(index, launcher.aligned)
         vec = launcher.vector_size(tensors[:3], in_place)
     if copies:
-        call = call.with_tensors(*tensors[:10])
+        call = call.with_tensors(*tensors)
         new = new and new._replace(**dict(zip(Append._fields, tensors[10:])))
     tensor_cores.hint(call.q.get_device(), settings.gpu(call.q.device))
     attention = Attention(call, launcher.kind_of(call, vec), new)
