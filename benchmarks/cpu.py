@@ -1,7 +1,7 @@
 """CPU speed as ratios within one run: packed sequences against padding and against a bare loop, `chunked` against
 PyTorch's fused kernel, and the host time of a tiny call. `python -m benchmarks.cpu [--json FILE] [--only TEXT]`
 
-Exit code 1 where a ratio misses what is required of it. Who is timed, and how, is verify bench's.
+Exit code 1 if a ratio misses its bound. Contestants and timing are those of verify bench.
 """
 
 from __future__ import annotations

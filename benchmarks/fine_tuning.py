@@ -1,8 +1,8 @@
-"""Does training with this package learn as training with eager attention does? `python -m benchmarks.fine_tuning`
+"""Does training with this package learn as it does with eager attention? `python -m benchmarks.fine_tuning` compares.
 
 A small byte-level language model learns Python's own documentation, from one seed and in one order of batches, once
-with eager attention, once with ours, once with PyTorch's function on our kernels. Exit code 1 where one of the other
-loss curves, averaged over ten steps, is ever more than 1 % away from the first.
+with eager attention, once with ours, once with PyTorch's function on our kernels. Exit code 1 if another loss
+curve, averaged over ten steps, is ever more than 1 % away from eager's.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def furthest_apart(one: list[float], other: list[float]) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fine_tuning", description=__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=200)
     arguments = parser.parse_args()

@@ -82,7 +82,7 @@ def summary(rows: list[Row]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.head_dims", description=__doc__)
     parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEAD_DIMS))
     parser.add_argument("--dtype", nargs="+", choices=("float16", "bfloat16"), default=["float16"])
     parser.add_argument("--seqlen", type=int, nargs="+", default=[1024, 4096])

@@ -96,7 +96,8 @@ def _without_gpu() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    description = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.host_time", description=description)
     parser.add_argument("--profile", metavar="NAME", help="where one call's time goes, function by function")
     parser.add_argument("--only", default="", metavar="TEXT", help="calls whose name holds it")
     args = parser.parse_args()

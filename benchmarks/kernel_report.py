@@ -147,7 +147,7 @@ def table(compiler: str) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernel_report", description=__doc__)
     parser.add_argument("--every", action="store_true", help="all variants rather than each feature alone")
     parser.add_argument("--architecture", type=int, default=75, choices=(75, 80, 90))
     parser.add_argument("--entries", nargs="+", default=list(variants.MAKERS), choices=list(variants.MAKERS))

@@ -154,7 +154,7 @@ def scan_decode(dtype: torch.dtype) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernel_tiles", description=__doc__)
     kernels = ["forward", "decode", "dkdv", "dq"]
     parser.add_argument("--head-dims", type=int, nargs="+", default=list(SHAPES))
     parser.add_argument("--kernels", nargs="+", choices=kernels, default=kernels)

@@ -118,7 +118,7 @@ def judge(tool: str | None, jobs: int, seconds: float) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.sanitize", description=__doc__)
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument(
