@@ -46,7 +46,8 @@ def test_a_run_shows_and_saves_every_figure_with_where_it_was_obtained(cross_sho
     assert rows["default"]["served_by"]
     assert {"device cpu", "torch", "date", "dtype"} <= set(data["environment"])
     for text in (capsys.readouterr().out, markdown.read_text()):
-        assert "cross_short_q" in text and "pad_sdpa" in text and "geometric mean to the fastest way without it" in text
+        told = "geometric mean speed-up over the fastest way without flash-attn"
+        assert "cross_short_q" in text and "pad_sdpa" in text and told in text
 
 
 def test_against_names_what_became_slower_and_exits_with_1(cross_short_q, tmp_path, capsys):
@@ -325,7 +326,7 @@ def test_a_ratio_is_theirs_over_ours_and_of_the_fastest_that_is_right():
     table = bench_report.summary_table(rows)
     shown = dict(zip(table.columns, table.rows[0]))
     assert (shown["fastest other"], shown["speed-up"]) == ("plain / pad_sdpa", "0.50 / 2.00")
-    assert bench_report.mean_lines(rows)[0] == "geometric mean to flash-attn: forward 0.500 (1 workloads)"
+    assert bench_report.mean_lines(rows)[0] == "geometric mean speed-up over flash-attn: forward 0.500 (1 workloads)"
     (found,) = bench_report.compared([rows[0], pad, replace(plain, failed=True)])
     assert found.ratio(bench_report.WORKAROUNDS, "forward") == 4.0
 

@@ -16,7 +16,7 @@ from .timing import Timing
 from .workloads import DECODE, IN_GRAPH
 
 MODES = {"forward": "forward", "both": "forward + backward"}
-YARDSTICKS = {"flash-attn": FLASH, "the fastest way without it": WORKAROUNDS}
+YARDSTICKS = {"flash-attn": FLASH, "the fastest way without flash-attn": WORKAROUNDS}
 NONE = "-"
 
 
@@ -63,7 +63,7 @@ def mean_lines(rows: Sequence[Row]) -> list[str]:
     for label, names in YARDSTICKS.items():
         ratios = {what: [ratio for each in found if (ratio := each.ratio(names, mode))] for mode, what in MODES.items()}
         means = [f"{what} {geometric_mean(of):.3f} ({len(of)} workloads)" for what, of in ratios.items() if of]
-        lines += [f"geometric mean to {label}: {', '.join(means)}"] if means else []
+        lines += [f"geometric mean speed-up over {label}: {', '.join(means)}"] if means else []
     return lines
 
 
@@ -110,7 +110,7 @@ def summary_table(rows: Sequence[Row]) -> Table:
             _listed(to_flash, ".3f"),
             " / ".join(dict.fromkeys(row.contestant for row in others if row)), _listed(to_other, ".2f"), answer(mine),
         ])  # fmt: skip
-    return Table("Ours, forward / forward + backward, and as a multiple of the others' speed", columns, cells)
+    return Table("Ours, forward / forward + backward, and its speed-up over the others", columns, cells)
 
 
 def _listed(values: Sequence[float | None], form: str) -> str:
