@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 PREFIX = "FLASH_ATTN_COMPAT_"
 BACKEND = "FLASH_ATTN_COMPAT_BACKEND"
 CAPABILITY = "FLASH_ATTN_COMPAT_CAPABILITY"
+COMPILE = "FLASH_ATTN_COMPAT_COMPILE"
 DISABLE_OFFICIAL = "FLASH_ATTN_COMPAT_DISABLE_OFFICIAL"
 FUSED = "FLASH_ATTN_COMPAT_FUSED"
 CACHE = "FLASH_ATTN_COMPAT_CACHE"
@@ -29,7 +30,8 @@ VARLEN_ATTN = "FLASH_ATTN_COMPAT_VARLEN_ATTN"
 SDPA = "FLASH_ATTN_COMPAT_SDPA"
 DEBUG = "FLASH_ATTN_COMPAT_DEBUG"
 VARIABLES = (
-    BACKEND, CAPABILITY, DISABLE_OFFICIAL, FUSED, CACHE, TRUST_CACHE, API, HUB_KERNELS, VARLEN_ATTN, SDPA, DEBUG,
+    BACKEND, CAPABILITY, COMPILE, DISABLE_OFFICIAL, FUSED, CACHE, TRUST_CACHE, API, HUB_KERNELS, VARLEN_ATTN, SDPA,
+    DEBUG,
 )  # fmt: skip
 
 # The releases of flash-attn whose interface can stand under its name, and what each reports as its version.
@@ -37,9 +39,9 @@ API_VERSIONS = {"2.6": "2.6.3", "2.8": "2.8.3"}
 APIS = tuple(API_VERSIONS)
 
 # os.environ.get costs a microsecond for a variable that is not set, the mapping inside it a twentieth;
-# every call asks for four.
+# with five variables that is a fifth of the host time of a whole call.
 _variables = getattr(os.environ, "_data", None)
-_DECISIVE = (BACKEND, CAPABILITY, DISABLE_OFFICIAL, FUSED)
+_DECISIVE = (BACKEND, CAPABILITY, COMPILE, DISABLE_OFFICIAL, FUSED)
 _keys = tuple(os.environ.encodekey(name) for name in _DECISIVE)
 _debug_key, _capability_key = os.environ.encodekey(DEBUG), os.environ.encodekey(CAPABILITY)
 
@@ -54,8 +56,8 @@ def fingerprint() -> tuple[object, ...]:
     if _variables is None:
         return _asked.get(), *(os.environ.get(name) for name in _DECISIVE)
     get = _variables.get
-    first, second, third, fourth = _keys
-    return _asked.get(), get(first), get(second), get(third), get(fourth)
+    first, second, third, fourth, fifth = _keys
+    return _asked.get(), get(first), get(second), get(third), get(fourth), get(fifth)
 
 
 def unknown() -> list[str]:
@@ -80,7 +82,7 @@ def check() -> None:
     """
     for name in unknown():
         _warn_of(name)
-    for switch in (DISABLE_OFFICIAL, FUSED, TRUST_CACHE, HUB_KERNELS, VARLEN_ATTN, DEBUG):
+    for switch in (COMPILE, DISABLE_OFFICIAL, FUSED, TRUST_CACHE, HUB_KERNELS, VARLEN_ATTN, DEBUG):
         _switch(switch)
     forced_capability()
     api()
@@ -126,6 +128,11 @@ def _asking(name: str | None, explains: bool) -> Iterator[None]:
         yield
     finally:
         _asked.reset(token)
+
+
+def compilation_enabled() -> bool:
+    """FLASH_ATTN_COMPAT_COMPILE=1: allow torch.compile inside backends."""
+    return bool(_switch(COMPILE))
 
 
 def official_disabled() -> bool:

@@ -82,7 +82,7 @@ def states() -> Iterator[State]:
     yield State("cuda: another current GPU", lambda _: torch.cuda.device(1))
     settled = {
         settings.CAPABILITY: ("7.5",), settings.DISABLE_OFFICIAL: ("1",), settings.FUSED: ("0", "1"),
-        settings.DEBUG: ("1",), settings.BACKEND: tuple(backend.name for backend in BACKENDS),
+        settings.COMPILE: ("1",), settings.DEBUG: ("1",), settings.BACKEND: tuple(backend.name for backend in BACKENDS),
     }  # fmt: skip
     for variable, values in settled.items():
         for value in values:

@@ -20,6 +20,12 @@ DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda", 0), marks=pyte
 on_devices = pytest.mark.parametrize("device", DEVICES, ids=str)
 
 
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would be compiled runs as it is: minutes of compilation say nothing of the caller's state."""
+    monkeypatch.setattr(torch, "compile", lambda function=None, **options: function)
+
+
 @on_devices
 @pytest.mark.parametrize("state", STATES, ids=lambda state: state.name)
 def test_no_answer_depends_on_the_state_and_the_state_stays(state: State, device: torch.device) -> None:

@@ -95,7 +95,8 @@ def test_use_backend_does_not_reach_other_threads() -> None:
         ("BACKEND", "fast", "official.*chunked"),
         ("CAPABILITY", "turing", "7.5"),
         ("CAPABILITY", "7.5.1", "7.5"),
-        ("FUSED", "2", "0 or 1"),
+        ("COMPILE", "yes", "0 or 1"),
+        ("COMPILE", "2", "0 or 1"),
         ("DISABLE_OFFICIAL", "true", "0 or 1"),
         ("FUSED", "always", "0 or 1"),
     ],
@@ -114,7 +115,7 @@ def test_a_value_that_means_nothing_is_an_error_that_names_the_choices_on_any_ma
 @pytest.mark.parametrize("name", settings.VARIABLES)
 def test_an_empty_value_counts_as_not_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def answers() -> list[object]:
-        functions = (settings.official_disabled, settings.fused)
+        functions = (settings.compilation_enabled, settings.official_disabled, settings.fused)
         more = (settings.forced_capability, settings.cache_folder, settings.trusts_cache)
         return [explain(flash_attn_func, *qkv()), *(function() for function in (*functions, *more))]
 

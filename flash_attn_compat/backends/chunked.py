@@ -13,6 +13,7 @@ from torch import Tensor
 from flash_attn_compat.backends.base import BlockwiseBackend, Capabilities
 from flash_attn_compat.backends.chunked_tiles import SubBlock, sub_blocks
 from flash_attn_compat.engine.call import AttentionCall, Upstream
+from flash_attn_compat.engine.compilation import OptionallyCompiled
 from flash_attn_compat.engine.features import Feature
 from flash_attn_compat.engine.layout import Block, lse_dtype
 from flash_attn_compat.engine.mask import Range
@@ -92,11 +93,29 @@ def _weigh(
 
     That is finite where a row has seen nothing yet, too, or exp(-inf - maximum) would be nan.
     """
+    if _fused_weights.is_enabled and sub.block.slopes is None and sub.block.first_key is None:
+        raw, hidden = sub.raw_scores(queries, rows, columns), sub.hidden(rows, columns)
+        return _fused_weights(raw, hidden, sub.call.softcap, peak, sub.operand_dtype)
     scores = sub.scores(queries, rows, columns)
     tile_peak = scores.amax(-1, keepdim=True)
     new_peak = tile_peak.clamp_min(torch.finfo(scores.dtype).min) if peak is None else torch.maximum(peak, tile_peak)
     weights = scores.sub_(new_peak).exp_()
     return weights.to(sub.operand_dtype), weights.sum(-1, keepdim=True), new_peak
+
+
+@OptionallyCompiled
+def _fused_weights(
+    raw: Tensor, hidden: Tensor | None, softcap: float, peak: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What _weigh does after the matrix product, out of place and in one expression for the compiler to fuse."""
+    scores = torch.tanh(raw) * softcap if softcap else raw
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    tile_peak = scores.amax(-1, keepdim=True)
+    new_peak = tile_peak if peak is None else torch.maximum(peak, tile_peak)
+    new_peak = torch.where(new_peak == -torch.inf, torch.finfo(scores.dtype).min, new_peak)
+    weights = torch.exp(scores - new_peak)
+    return weights.to(dtype), weights.sum(-1, keepdim=True), new_peak
 
 
 def _backpropagate_rows(sub: SubBlock, rows: Range, upstream: Upstream, dk: Tensor, dv: Tensor) -> Tensor:

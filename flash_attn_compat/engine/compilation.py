@@ -1,0 +1,48 @@
+"""Optional torch.compile around a pure function: tried when the user allows it, given up after one failure."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Generic, ParamSpec, TypeVar
+
+import torch
+
+from flash_attn_compat import settings
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class OptionallyCompiled(Generic[P, R]):
+    """``function``, compiled while FLASH_ATTN_COMPAT_COMPILE=1 and as long as compiling works.
+
+    The function must not change its arguments: a call whose compilation fails is made again without.
+    """
+
+    def __init__(self, function: Callable[P, R]) -> None:
+        self._function = function
+        self._compiled: Callable[P, R] | None = None
+        self._has_failed = False
+
+    @property
+    def is_enabled(self) -> bool:
+        return settings.compilation_enabled() and not self._has_failed
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if not self.is_enabled:
+            return self._function(*args, **kwargs)
+        if self._compiled is None:
+            self._compiled = torch.compile(self._function, dynamic=True)
+        try:
+            return self._compiled(*args, **kwargs)
+        # Whatever the compiler stack raises: the uncompiled function is as right.
+        except Exception as error:  # noqa: BLE001
+            self._has_failed = True
+            warnings.warn(
+                f"{self._function.__name__} could not be compiled and runs uncompiled from now on: "
+                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return self._function(*args, **kwargs)
