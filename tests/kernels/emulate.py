@@ -143,9 +143,13 @@ def compile_kernel(source: str | Path, entry: str, macros: Macros) -> Kernel:
 
 @cache
 def _library(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
-    engine = _built(ENGINE, ENGINE_OPTIONS, ".o")
     options = *VARIANT_OPTIONS, *macros, "-include", "emulator.h"
-    return ctypes.CDLL(str(_built(source, options, ".so", "-x", "none", str(engine), *LIBRARIES)))
+    return ctypes.CDLL(str(_built(source, options, ".so", "-x", "none", str(_engine()), *LIBRARIES)))
+
+
+@cache
+def _engine() -> Path:
+    return _built(ENGINE, ENGINE_OPTIONS, ".o")
 
 
 def _built(source: Path, options: tuple[str, ...], suffix: str, *linked: str) -> Path:
@@ -171,9 +175,12 @@ def _folders(source: Path) -> tuple[Path, Path, Path]:
 def built_name(source: Path, options: tuple[str, ...]) -> str:
     """Another one for each byte of what may be compiled, wherever it lies; copies that are equal have one."""
     headers = (sorted(folder.glob("*.*h")) for folder in _folders(source))
-    files = [(file.name, file.read_bytes()) for file in (source, ENGINE, *itertools.chain(*headers))]
-    compiled = options, ENGINE_OPTIONS, LIBRARIES, compiler_version(), list(dict.fromkeys(files))
-    return f"{source.stem}_{hashlib.sha256(repr(compiled).encode()).hexdigest()[:24]}"
+    files = dict.fromkeys((file.name, file.read_bytes()) for file in (source, ENGINE, *itertools.chain(*headers)))
+    sizes = [(name, len(content)) for name, content in files]
+    compiled = hashlib.sha256(repr((options, ENGINE_OPTIONS, LIBRARIES, compiler_version(), sizes)).encode())
+    for _, content in files:
+        compiled.update(content)
+    return f"{source.stem}_{compiled.hexdigest()[:24]}"
 
 
 def _compile(command: list[str], target: Path) -> None:
