@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 
 os.environ.pop("FLASH_ATTN_COMPAT_BACKEND", None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from tests.support import Asked
 
 gc.disable()  # until all tests are known: what importing and collecting make stays for good
+MODULES = pytest.StashKey[int]()  # how many there were when garbage collections last left them out
 
 
 def pytest_collection_finish() -> None:
@@ -23,7 +25,6 @@ def pytest_collection_finish() -> None:
     import torch
 
     torch.set_num_threads(1)
-    gc.freeze()  # what is there by now: to look at it again took half a second each time
     gc.enable()
 
 
@@ -31,6 +32,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Tests marked ``gpu`` need an NVIDIA GPU: `pytest -m gpu` runs them alone."""
     import torch
 
+    if len(sys.modules) > item.config.stash.get(MODULES, 0) + 100:
+        gc.collect()
+        gc.freeze()  # libraries stay: to look at them again took half a second each time
+        item.config.stash[MODULES] = len(sys.modules)
     for marker in item.iter_markers("gpu"):
         lowest = marker.kwargs.get("capability", (7, 5))
         if not torch.cuda.is_available() or torch.cuda.get_device_capability() < lowest:

@@ -34,7 +34,8 @@ def main(arguments: list[str]) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         Path(folder, f"{program}.json").write_text(json.dumps(found))
         print(f"{name:10} {program:22} {figure(found)}", flush=True)
-        free_memory()
+        if setting.device.startswith("cuda"):
+            free_memory()
 
 
 def _make_ready(setting: Setting) -> None:
