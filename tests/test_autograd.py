@@ -308,13 +308,6 @@ def test_torch_func_transforms_are_served() -> None:
     assert tangent.shape == (1, 3, 2, 4)
 
 
-def test_vmap_over_a_batch_agrees_with_the_batch() -> None:
-    q, k, v = qkv(b=3)
-    right = flash_attn_func(q, k, v, causal=True)
-    mapped = torch.vmap(lambda *x: flash_attn_func(*(t[None] for t in x), causal=True)[0])(q, k, v)
-    torch.testing.assert_close(mapped, right)
-
-
 def test_checkpointing_gives_the_same_gradients_under_dropout() -> None:
     inputs, found = leaves(), []
     for again in (False, True):

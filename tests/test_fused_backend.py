@@ -235,44 +235,6 @@ def test_answers_are_right_whichever_part_fails_and_one_warning_says_so(
         close(two, right, 4.0)
 
 
-def broken_launch(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """From that launch on."""
-    driver, seen = loader.driver(), []
-    assert isinstance(driver, fused_on_cpu.Driver)
-    compute = driver.compute
-
-    def fail(*launch: Any) -> None:
-        seen.append(launch)
-        if len(seen) >= number:
-            raise KernelError("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
-        compute(*launch)
-
-    monkeypatch.setattr(driver, "compute", fail)
-
-
-@pytest.mark.parametrize(("seqlen_new", "number"), [(1, 1), (17, 1), (17, 2)])
-def test_a_kept_step_whose_launch_fails_is_served_by_the_next_backend_with_one_warning(
-    seqlen_new: int, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fused_on_cpu.emulate(monkeypatch)
-    reset_backend_counts()
-    decoding(seqlen_new)
-    assert backend_counts() == {"fused": 1}
-    broken_launch(monkeypatch, number)
-    with pytest.warns(RuntimeWarning, match="OUT_OF_RESOURCES"):
-        found = decoding(seqlen_new)
-    reset_backend_counts()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        again = decoding(seqlen_new)
-    assert "fused" not in backend_counts()
-    with flash_attn_compat.use_backend("chunked"):
-        expected = decoding(seqlen_new)
-    for one, two, right in zip(found, again, expected, strict=True):
-        close(one, right, 4.0)
-        close(two, right, 4.0)
-
-
 # ---- the trial
 
 

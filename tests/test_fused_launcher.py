@@ -18,19 +18,16 @@ from flash_attn_compat import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
     reset_backend_counts,
-    settings,
     use_backend,
 )
 from flash_attn_compat.backends import KernelsFailed
 from flash_attn_compat.backends.fused import forward, launcher, loader, trial, variants
 from flash_attn_compat.backends.fused.launcher import Launch, Output
-from flash_attn_compat.backends.fused.loader import Target
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine import capture, memory
 from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.build import Options, cache_call, call_of, plain
 from flash_attn_compat.engine.memory import alike_to
-from flash_attn_compat.flash_attn_interface import _flash_attn_backward
 from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches
 from tests.support import cumulative, randn
@@ -124,19 +121,6 @@ def test_steps_that_no_int_holds_cannot_be_read() -> None:
 
     assert not launcher.is_readable(far(1, 2, 1, 2**31)) and not launcher.is_readable(far(1, 1, 2, 2**31))
     assert launcher.is_readable(far(2, 1, 1, 2**33))  # 64 bits hold the steps between sequences
-
-
-def test_a_plan_is_for_the_settings_it_was_made_under(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    def target(device: int) -> Target:
-        return Target("compute_75", 75) if settings.forced_capability() else Target("sm_90", 90)
-
-    monkeypatch.setattr(loader, "target", target)
-    q, slopes = half(1, 90, 4, 32), torch.rand(8)[::2]  # which are copied
-    for forced, is_newer in (("", True), ("7.5", False), ("", True)):
-        monkeypatch.setenv("FLASH_ATTN_COMPAT_CAPABILITY", forced)
-        with use_backend("fused"):
-            flash_attn_func(q, q, q, alibi_slopes=slopes)
-        assert ("MMA16" in dict(launches.last.variant.macros)) == is_newer
 
 
 def test_small_problems_are_read_element_by_element_large_ones_copied(launches: Launches) -> None:
@@ -246,15 +230,6 @@ def test_the_lse_is_left_out_where_nobody_wants_it(launches: Launches) -> None:
         assert launches.last.fields["lse"] and not launches.last.fields["lse_true"]
         flash_attn_func(q.clone().requires_grad_(), q, q, causal=True, alibi_slopes=torch.rand(4))
     assert launches.last.fields["lse_true"] and launches.last.fields["lse_has_position"]
-
-
-def test_a_backward_takes_the_maxima_that_its_forward_found(launches: Launches) -> None:
-    q, lse = randn(1, 90, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 4, 90)
-    with use_backend("fused"):
-        flash_attn_func(q.requires_grad_(), q, q).sum().backward()
-        assert launches.entries == ["absmax", "forward", "delta", "dkdv", "dq"]
-        _flash_attn_backward(q, q, q, q, q, lse, None, None, None, 0.0, 0.125, False, -1, -1, 0.0, None, False)
-    assert launches.entries[5:] == ["absmax", "delta", "dkdv", "dq"]
 
 
 # ---- decode and append
@@ -397,14 +372,6 @@ def test_rows_too_far_apart_for_an_int_are_copied_and_a_cache_of_them_is_left_to
         assert run is None
     else:
         assert isinstance(getattr(run, "__self__", None), forward.Attention) == (far is None)
-
-
-def test_lengths_that_are_numbers_share_a_plan(launches: Launches) -> None:
-    for length in (5, 700, 5):
-        decode(cache_seqlens=length)
-        assert launches.last.fields["seqlen_k"] == length + 1 and launches.last.fields["seqused_k"] == 0
-    assert launches.entries == ["decode"] * 3 and len({launch.fields["splits"] for launch in launches.seen}) == 1
-    assert len(launches.variants) == 1
 
 
 def test_appending_is_known_to_autograd(launches: Launches) -> None:

@@ -25,7 +25,7 @@ from flash_attn_compat import (
 )
 from flash_attn_compat.backends.fused import Fused, launcher
 from flash_attn_compat.engine import capture, memory
-from flash_attn_compat.engine.build import Options, Packing, Purpose, call_of
+from flash_attn_compat.engine.build import Options, Packing, call_of
 from tests import fused_on_cpu, warm
 from tests.problems import DENSE, PACKED, PROBLEMS, STEP
 from tests.support import ints, qkv, randn
@@ -154,30 +154,6 @@ def test_launches_are_those_of_a_first_call(function: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("function", FIRST)
-def test_who_serves_is_asked_at_every_call(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fused_on_cpu.record(monkeypatch)
-    arguments = replace(FIRST[function], dtype="float16").build().args
-
-    def served() -> str:
-        reset_backend_counts()
-        getattr(flash_attn_interface, function)(**arguments)
-        return next(name for name, count in backend_counts().items() if count)
-
-    usual = served()
-    assert usual == "fused"
-    with use_backend("reference"):
-        assert served() == "reference"
-    assert served() == usual
-    monkeypatch.setenv("FLASH_ATTN_COMPAT_BACKEND", "reference")
-    assert served() == "reference"
-    monkeypatch.delenv("FLASH_ATTN_COMPAT_BACKEND")
-    assert served() == usual
-    monkeypatch.setenv("FLASH_ATTN_COMPAT_BACKEND", "none such")
-    with pytest.raises(ValueError, match="none such"):
-        served()
-
-
-@pytest.mark.parametrize("function", FIRST)
 def test_a_tensor_whose_value_counts_is_not_kept(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launches, scale = fused_on_cpu.record(monkeypatch), torch.tensor(0.5)
     arguments = replace(FIRST[function], dtype="float16").build().args | {"softmax_scale": scale}
@@ -188,17 +164,6 @@ def test_a_tensor_whose_value_counts_is_not_kept(function: str, monkeypatch: pyt
         getattr(flash_attn_interface, function)(**arguments)
     scales = [launch.fields["softmax_scale"] for launch in launches.seen]
     assert set(scales[:count]) == {0.5} and set(scales[count:]) == {2.0}
-
-
-@pytest.mark.parametrize("field", Purpose._fields)
-def test_calls_of_another_purpose_are_kept_apart(field: str) -> None:
-    (q, k, v), starts = qkv(), ints(0, 1, 2)
-    for purpose in (Purpose(), Purpose(**{field: True}), Purpose()):
-        calls = (
-            call_of(q, k, v, Options(), purpose),
-            call_of(q[0], k[0], v[0], Options(), purpose, Packing(starts, starts, 9, 9)),
-        )
-        assert [getattr(call, field) for call in calls] == [getattr(purpose, field)] * 2
 
 
 def test_a_step_is_not_for_a_length_whose_calls_another_backend_serves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,20 +99,6 @@ def test_gradients_through_an_operator_are_refused_as_in_flash_attn(operators: A
         out.sum().backward()
 
 
-def test_a_checkpointing_policy_can_name_the_operators(operators: Any) -> None:
-    from torch.utils import checkpoint as torch_checkpoint
-
-    if not hasattr(torch_checkpoint, "create_selective_checkpoint_contexts"):
-        pytest.skip("PyTorch has checkpointing policies from 2.5 on")
-    checkpoint, contexts = torch_checkpoint.checkpoint, torch_checkpoint.create_selective_checkpoint_contexts
-    saved = [operators._flash_attn_forward.default, operators._flash_attn_varlen_forward.default]
-    q, k, v = (t.requires_grad_() for t in qkv())
-    expected = torch.autograd.grad(ours.flash_attn_func(q, k, v).sum(), (q, k, v))
-    out = checkpoint(ours.flash_attn_func, q, k, v, use_reentrant=False, context_fn=lambda: contexts(saved))
-    for one, other in zip(torch.autograd.grad(out.sum(), (q, k, v)), expected, strict=True):
-        assert torch.equal(one, other)
-
-
 IN_A_PROCESS = {
     # Imported as flash_attn_compat, the name of the operators is left free.
     "nothing is registered without the name": """
