@@ -1,19 +1,37 @@
-"""benchmarks.end_to_end in tiny shapes: every program runs, and its table tells right from wrong."""
+"""benchmarks: its list; and end_to_end in tiny shapes: every program runs, and its table tells right from wrong."""
 
 from __future__ import annotations
 
 import json
+import pkgutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import benchmarks.__main__
 import flash_attn_compat
 from benchmarks.end_to_end import __main__ as command_line
 from benchmarks.end_to_end import worker
 from benchmarks.end_to_end.agreement import compared, reference
 from benchmarks.end_to_end.programs import PROGRAMS
 from tests.interpreters import forked_child
+
+
+def test_the_list_names_every_benchmark_and_verifys(capsys):
+    files = {module.name for module in pkgutil.iter_modules(benchmarks.__path__)} - {"__main__"}
+    assert {*benchmarks.__main__.PROGRAMS} == {*files, "bench"}
+    assert benchmarks.__main__.main([]) == 0 and benchmarks.__main__.main(["nothing"]) == 2
+    shown = capsys.readouterr().out
+    assert "\nend_to_end" in shown and "verify bench" in shown
+
+
+def test_a_name_runs_what_its_module_runs_with_its_options(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["pytest"])
+    for name, said in (("cpu", "--threads"), ("bench", "--rivals")):
+        with pytest.raises(SystemExit, match="0"):
+            benchmarks.__main__.main([name, "--help"])
+        assert said in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.end_to_end.program import Answer, NotHere, Prepared, Program, Setting, lengths, margins
+from benchmarks.end_to_end.program import Answer, NotHere, Prepared, Setting, lengths, margins
 
 Options = dict[str, Any]
 QWEN3_06B: Options = dict(
@@ -72,43 +72,35 @@ def _token_ids(vocabulary: int, *shape: int) -> Tensor:
     return torch.randint(3, vocabulary, shape, generator=torch.Generator().manual_seed(1))
 
 
-def prefill(family: str, real: Options) -> Program:
+def prefill(setting: Setting, family: str, real: Options) -> Prepared:
     """One long prompt up to the logits of its last token."""
+    model = _model(family, real, f"{family}ForCausalLM", setting)
+    ids = _token_ids(model.config.vocab_size, 1, 48 if setting.tiny else 8192).to(setting.device)
 
-    def prepare(setting: Setting) -> Prepared:
-        model = _model(family, real, f"{family}ForCausalLM", setting)
-        ids = _token_ids(model.config.vocab_size, 1, 48 if setting.tiny else 8192).to(setting.device)
+    @torch.inference_mode()
+    def run() -> Tensor:
+        return model(input_ids=ids, logits_to_keep=1).logits  # type: ignore[no-any-return]  # a model's output
 
-        @torch.inference_mode()
-        def run() -> Tensor:
-            return model(input_ids=ids, logits_to_keep=1).logits  # type: ignore[no-any-return]  # a model's output
-
-        return Prepared(run, lambda logits: {"logits": logits})
-
-    return prepare
+    return Prepared(run, lambda logits: {"logits": logits})
 
 
-def generation(prompts: list[int]) -> Program:
+def generation(setting: Setting, prompts: list[int]) -> Prepared:
     """Greedy decoding behind left-padded prompts of these lengths."""
+    model = _model("Qwen3", QWEN3_06B, "Qwen3ForCausalLM", setting)
+    taken = [max(1, prompt // 32) for prompt in prompts] if setting.tiny else prompts
+    new = 4 if setting.tiny else 48
+    longest = max(taken)
+    ids = _token_ids(model.config.vocab_size, len(taken), longest)
+    mask = torch.arange(longest) >= longest - torch.tensor(taken)[:, None]
+    inputs = {"input_ids": (ids * mask).to(setting.device), "attention_mask": mask.long().to(setting.device)}
+    model.generation_config.eos_token_id = None
+    options: Options = dict(max_new_tokens=new, do_sample=False, pad_token_id=0)
 
-    def prepare(setting: Setting) -> Prepared:
-        model = _model("Qwen3", QWEN3_06B, "Qwen3ForCausalLM", setting)
-        taken = [max(1, prompt // 32) for prompt in prompts] if setting.tiny else prompts
-        new = 4 if setting.tiny else 48
-        longest = max(taken)
-        ids = _token_ids(model.config.vocab_size, len(taken), longest)
-        mask = torch.arange(longest) >= longest - torch.tensor(taken)[:, None]
-        inputs = {"input_ids": (ids * mask).to(setting.device), "attention_mask": mask.long().to(setting.device)}
-        model.generation_config.eos_token_id = None
-        options: Options = dict(max_new_tokens=new, do_sample=False, pad_token_id=0)
+    def answer(_: Any) -> Answer:
+        told = model.generate(**inputs, **options, output_logits=True, return_dict_in_generate=True)
+        return {"tokens": told.sequences[:, longest:], "margins": margins(torch.stack(told.logits, 1))}
 
-        def answer(_: Any) -> Answer:
-            told = model.generate(**inputs, **options, output_logits=True, return_dict_in_generate=True)
-            return {"tokens": told.sequences[:, longest:], "margins": margins(torch.stack(told.logits, 1))}
-
-        return Prepared(lambda: model.generate(**inputs, **options), answer, tokens=new * len(taken))
-
-    return prepare
+    return Prepared(lambda: model.generate(**inputs, **options), answer, tokens=new * len(taken))
 
 
 def _packed(taken: list[int], vocabulary: int, with_lengths: bool) -> dict[str, Any]:
@@ -134,43 +126,35 @@ def _onto(device: str, batch: dict[str, Any]) -> dict[str, Any]:
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
-def encoder(with_backward: bool) -> Program:
+def encoder(setting: Setting, with_backward: bool) -> Prepared:
     """ModernBERT over 64 texts, packed by the collator; padded for SDPA and eager."""
+    model = _model("ModernBert", MODERNBERT, "ModernBertForMaskedLM", setting)
+    taken = lengths(96, 6) if setting.tiny else lengths(16384, 64)
+    batch = _packed(taken, model.config.vocab_size, with_lengths=True)
+    real = torch.ones(1, sum(taken), dtype=torch.bool)
+    if not setting.implementation.is_flash:
+        batch = _padded(batch, taken)
+        real = batch["attention_mask"].bool()
+    batch, real = _onto(setting.device, batch), real.to(setting.device)
+    if with_backward:
+        return _training_step(model, batch, model.model.layers[0].attn.Wqkv.weight)
 
-    def prepare(setting: Setting) -> Prepared:
-        model = _model("ModernBert", MODERNBERT, "ModernBertForMaskedLM", setting)
-        taken = lengths(96, 6) if setting.tiny else lengths(16384, 64)
-        batch = _packed(taken, model.config.vocab_size, with_lengths=True)
-        real = torch.ones(1, sum(taken), dtype=torch.bool)
-        if not setting.implementation.is_flash:
-            batch = _padded(batch, taken)
-            real = batch["attention_mask"].bool()
-        batch, real = _onto(setting.device, batch), real.to(setting.device)
-        if with_backward:
-            return _training_step(model, batch, model.model.layers[0].attn.Wqkv.weight)
+    @torch.inference_mode()
+    def run() -> Tensor:
+        return model(**batch).logits  # type: ignore[no-any-return]  # a model's output
 
-        @torch.inference_mode()
-        def run() -> Tensor:
-            return model(**batch).logits  # type: ignore[no-any-return]  # a model's output
-
-        return Prepared(run, lambda logits: {"logits": logits[real][::16, ::8]})
-
-    return prepare
+    return Prepared(run, lambda logits: {"logits": logits[real][::16, ::8]})
 
 
-def decoder_step(with_lengths: bool) -> Program:
+def decoder_step(setting: Setting, with_lengths: bool) -> Prepared:
     """Llama over 16k tokens of 16 texts, told apart by position_ids alone or by the collator's lengths as well.
 
     SDPA and eager build their mask from the position_ids.
     """
-
-    def prepare(setting: Setting) -> Prepared:
-        model = _model("Llama", LLAMA, "LlamaForCausalLM", setting)
-        taken = lengths(96, 4) if setting.tiny else lengths(16384, 16)
-        batch = _packed(taken, model.config.vocab_size, with_lengths and setting.implementation.is_flash)
-        return _training_step(model, _onto(setting.device, batch), model.model.layers[0].self_attn.q_proj.weight)
-
-    return prepare
+    model = _model("Llama", LLAMA, "LlamaForCausalLM", setting)
+    taken = lengths(96, 4) if setting.tiny else lengths(16384, 16)
+    batch = _packed(taken, model.config.vocab_size, with_lengths and setting.implementation.is_flash)
+    return _training_step(model, _onto(setting.device, batch), model.model.layers[0].self_attn.q_proj.weight)
 
 
 def _training_step(model: Any, batch: dict[str, Any], shown: Tensor) -> Prepared:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.end_to_end.program import Answer, Prepared, Program, Setting, margins
+from benchmarks.end_to_end.program import Answer, Prepared, Setting, margins
 
 PAGE = 256
 
@@ -267,23 +267,16 @@ class Server:
         return torch.stack(tokens, 1), torch.stack(ahead, 1)
 
 
-def prefix() -> Program:
+def prefix(setting: Setting) -> Prepared:
     """Prefill of prompts whose beginning is cached: varlen attention over pages."""
-
-    def prepare(setting: Setting) -> Prepared:
-        return Prepared(Server(setting).prefill, lambda logits: {"logits": logits})
-
-    return prepare
+    return Prepared(Server(setting).prefill, lambda logits: {"logits": logits})
 
 
-def decode() -> Program:
-    def prepare(setting: Setting) -> Prepared:
-        server = Server(setting)
-        first = server.prefill().argmax(-1)
+def decode(setting: Setting) -> Prepared:
+    server = Server(setting)
+    first = server.prefill().argmax(-1)
 
-        def answer(found: tuple[Tensor, Tensor]) -> Answer:
-            return {"tokens": found[0], "margins": found[1]}
+    def answer(found: tuple[Tensor, Tensor]) -> Answer:
+        return {"tokens": found[0], "margins": found[1]}
 
-        return Prepared(lambda: server.decode(first), answer, tokens=server.shape.batch * server.shape.new)
-
-    return prepare
+    return Prepared(lambda: server.decode(first), answer, tokens=server.shape.batch * server.shape.new)

@@ -51,10 +51,6 @@ class Setting:
     tiny: bool
     implementation: Implementation
 
-    def synchronize(self) -> None:
-        if self.device.startswith("cuda"):
-            torch.cuda.synchronize()
-
 
 class Prepared(NamedTuple):
     """run: what is timed; answer: what of its result, or of another run, must agree between implementations.
