@@ -18,37 +18,26 @@ def pictures(rows: Sequence[Row], workloads: Sequence[Workload]) -> list[Picture
     found = [*compared(rows)]
     made: list[Picture] = [*curves(rows, workloads)]
     for rival, names in (("flash-attn", FLASH), ("the fastest other way", WORKAROUNDS)):
-        if groups := [(each.mine.workload, bars) for each in found if any(bars := speed_bars(each, names))]:
-            made.append(Bars(f"Speed beside {rival}: longer is faster", rival, [*MODES.values()], groups))
-        if groups := [(each.mine.workload, bars) for each in found if any(bars := memory_bars(each, names))]:
-            made.append(Bars(f"Memory beside {rival}: longer is more", rival, [*MODES.values()], groups))
+        for title, bar in (
+            (f"Speed beside {rival}: longer is faster", speed),
+            (f"Memory beside {rival}: longer is more", memory),
+        ):
+            bars = [(each.mine.workload, [bar(each, names, mode) for mode in MODES]) for each in found]
+            if groups := [group for group in bars if any(group[1])]:
+                made.append(Bars(title, rival, [*MODES.values()], groups))
     return made
 
 
-def speed_bars(each: Compared, names: Sequence[str]) -> list[Bar | None]:
-    bars: list[Bar | None] = []
-    for mode in MODES:
-        ratio, ours = each.ratio(names, mode), each.mine.milliseconds(mode)
-        bars.append(Bar(ratio, f"{ratio:.2f} ({ours:.3g} ms)") if ratio and ours else None)
-    return bars
+def speed(each: Compared, names: Sequence[str], mode: str) -> Bar | None:
+    ratio, ours = each.ratio(names, mode), each.mine.milliseconds(mode)
+    return Bar(ratio, f"{ratio:.2f} ({ours:.3g} ms)") if ratio and ours else None
 
 
-def memory_bars(each: Compared, names: Sequence[str]) -> list[Bar | None]:
+def memory(each: Compared, names: Sequence[str], mode: str) -> Bar | None:
     """Beside the rival that is the fastest."""
-    bars: list[Bar | None] = []
-    for mode, held in zip(MODES, (_forward_memory, _both_memory)):
-        rival = each.fastest(names, mode)
-        ours, theirs = held(each.mine), held(rival) if rival else None
-        bars.append(Bar(ours / theirs, f"{ours / theirs:.2f} ({ours:.3g} MiB)") if ours and theirs else None)
-    return bars
-
-
-def _forward_memory(row: Row) -> float | None:
-    return row.memory_mib
-
-
-def _both_memory(row: Row) -> float | None:
-    return row.both_memory_mib
+    rival, ours = each.fastest(names, mode), each.mine.mebibytes(mode)
+    theirs = rival.mebibytes(mode) if rival else None
+    return Bar(ours / theirs, f"{ours / theirs:.2f} ({ours:.3g} MiB)") if ours and theirs else None
 
 
 def curves(rows: Sequence[Row], workloads: Sequence[Workload]) -> list[Curves]:
@@ -66,7 +55,7 @@ def curves(rows: Sequence[Row], workloads: Sequence[Workload]) -> list[Curves]:
                 found.setdefault(row.contestant, []).append((workload.max_seqlen_q, y))
         return [*found.items()]
 
-    def speed(mode: str, products: float) -> Callable[[Row, Workload], float | None]:
+    def rate(mode: str, products: float) -> Callable[[Row, Workload], float | None]:
         """Two operations for each number of a product over the half of the scores that the mask leaves."""
 
         def of_one(row: Row, workload: Workload) -> float | None:
@@ -77,8 +66,8 @@ def curves(rows: Sequence[Row], workloads: Sequence[Workload]) -> list[Curves]:
 
     x = "sequence length"
     made = [
-        Curves("Speed, forward", x, "TFLOP/s", lines(speed("forward", 2))),
-        Curves("Speed, forward + backward", x, "TFLOP/s", lines(speed("both", 7))),
+        Curves("Speed, forward", x, "TFLOP/s", lines(rate("forward", 2))),
+        Curves("Speed, forward + backward", x, "TFLOP/s", lines(rate("both", 7))),
         Curves("Peak memory, forward", x, "MiB", lines(lambda row, workload: row.memory_mib)),
         Curves("Peak memory, forward + backward", x, "MiB", lines(lambda row, workload: row.both_memory_mib)),
     ]

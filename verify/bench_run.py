@@ -50,6 +50,9 @@ class Row:
         timing: Timing | None = getattr(self, mode)
         return None if timing is None else timing.median_ms
 
+    def mebibytes(self, mode: str) -> float | None:
+        return self.memory_mib if mode == "forward" else self.both_memory_mib
+
     def but(self, failed: Failed) -> Row:
         """With what went wrong in it."""
         return replace(self, reason=failed.reason, failed=not failed.refused)

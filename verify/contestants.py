@@ -144,19 +144,22 @@ def _padded(workload: Workload, given: Call, attention: Callable[..., Tensor]) -
     return Prepared(run, prepared_bytes=0 if mask is None else mask.nbytes)
 
 
+def textbook(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout_p: float = 0.0, softcap: float = 0.0
+) -> Tensor:
+    """Matmul, softmax, matmul of (batch, nheads, seqlen, head_dim). mask: which keys are seen, or what to add."""
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    probabilities = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)
+    return (F.dropout(probabilities, dropout_p) if dropout_p else probabilities) @ v
+
+
 def plain(workload: Workload, given: Call) -> Prepared:
-    """Matmul, softmax, matmul, on padded tensors: the textbook formula, and the only way to a softcap."""
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool) -> Tensor:
-        scores = q @ k.transpose(-1, -2) * workload.head_dim**-0.5
-        if workload.softcap:
-            scores = torch.tanh(scores / workload.softcap) * workload.softcap
-        if mask is not None:
-            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-        probabilities = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)
-        return (F.dropout(probabilities, dropout_p) if dropout_p else probabilities) @ v
-
-    return _padded(workload, given, attention)
+    """The textbook formula, on padded tensors, and the only way to a softcap."""
+    return _padded(workload, given, lambda q, k, v, mask, p, _: textbook(q, k, v, mask, p, workload.softcap))
 
 
 def pad_sdpa(workload: Workload, given: Call) -> Prepared:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.end_to_end.program import Answer, Prepared, Setting, margins
+from verify.contestants import textbook
 
 PAGE = 256
 
@@ -95,12 +96,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
 
 
-def _eager(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    scores = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(~visible, -torch.inf)
-    out: Tensor = scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
-    return out
-
-
 class Layer(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -172,7 +167,7 @@ class Server:
         self.device = setting.device
         kind = setting.implementation.kind
         self.attend = by_flash_attn() if setting.implementation.is_flash else by_gathering(
-            _sdpa if kind in ("sdpa", "switched") else _eager
+            _sdpa if kind in ("sdpa", "switched") else textbook
         )  # fmt: skip
         own = -(-(shape.prompt + shape.new) // PAGE)
         shared = shape.prefix // PAGE
