@@ -1,12 +1,11 @@
 """A numeric self-check of the backends on the device at hand, for doctor: a few seconds, no test suite.
 
-Attention is computed plainly in fp64 here, by nothing that the package itself uses.
+What is right is computed in fp64 by plain products, of utils.testing, which nothing else in the package uses.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor
 
 import flash_attn_compat
 from flash_attn_compat.backends import BACKENDS
+from flash_attn_compat.utils.testing import attention_ref
 
 # The bound of the package: twice the error of the same computation done plainly in the dtype, thrice for gradients.
 _FORWARD, _BACKWARD = 2.0, 3.0
@@ -91,20 +91,9 @@ def _ours(case: _Case, q: Tensor, k: Tensor, v: Tensor) -> Any:
 
 
 def _plain(case: _Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    group = q.shape[2] // k.shape[2]
-    k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1])
-    if case.softcap:
-        scores = case.softcap * torch.tanh(scores / case.softcap)
-    seqlen_q, seqlen_k = scores.shape[-2:]
-    distance = torch.arange(seqlen_k, device=q.device) - torch.arange(seqlen_q, device=q.device)[:, None]
-    distance = distance - (seqlen_k - seqlen_q)  # of key j from row i's own position
-    visible = torch.ones_like(distance, dtype=torch.bool)
-    if case.causal:
-        visible &= distance <= 0
-    if case.window[0] >= 0:
-        visible &= distance >= -case.window[0]
-    return torch.einsum("bhij,bjhd->bihd", scores.masked_fill(~visible, -math.inf).softmax(-1), v)
+    left = case.window[0] if case.window[0] >= 0 else None
+    options: dict[str, Any] = {"causal": case.causal, "window_size": (left, None), "softcap": case.softcap}
+    return attention_ref(q, k, v, **options, upcast=False)[0]
 
 
 def _with_gradients(function: Callable[..., Tensor], inputs: list[Tensor], dout: Tensor) -> list[Tensor]:

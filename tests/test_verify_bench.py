@@ -17,7 +17,7 @@ from verify.contestants import RIVALS, Contestant, Prepared, ours, plain
 from verify.errors import NotSupported
 from verify.judge import Check
 from verify.spot_check import check, pieces
-from verify.timing import Allocations, Failed, Job, Timing, allocations, time_together
+from verify.timing import Allocations, Failed, Job, Timing, allocations, fastest, time_together
 from verify.workloads import DECODE, FULL, Workload, of_lengths, shrunk, workload
 
 TINY = {one.name: shrunk(one, batch=32, seqlen=64, heads=8) for one in (*FULL, *DECODE)}
@@ -290,6 +290,11 @@ def test_timings_come_with_a_median_between_their_quartiles_and_failures_with_a_
     assert found["broken"] == Failed("ValueError: not today")
     assert 2.0 <= found["sleep"].low_ms <= found["sleep"].median_ms <= found["sleep"].high_ms < 100
     assert found["sleep"].readings == 5
+
+
+def test_the_fastest_reading_counts_and_the_first_call_does_not():
+    waits = [0.0, 0.02, 0.02, 0.002, 0.004, 0.02, 0.02]
+    assert 3.0 <= fastest(lambda: timing.time.sleep(waits.pop(0)), "cpu", readings=3, calls=2) < 12 and not waits
 
 
 def test_a_call_that_stays_slow_is_read_once_and_within_its_context():
