@@ -191,7 +191,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _head_dim(text: str) -> int:
-    return _integer(text, 1, 256)
+    return _integer(text, 1, 512)
 
 
 def _seqlen(text: str) -> int:

@@ -12,7 +12,8 @@
 // The layout in which mma returns S is the one in which it takes P and dS: they never leave the registers.
 //
 // A block has NW warps of MT row tiles of 16, OWN = NW * MT * 16 rows. With PAIRS, two warps have the same own rows: each finds P and dS of half of a
-// tile's passing rows, both get both through shared memory, and each adds up every other 16 channels: half as many accumulators. Passing tiles have TL rows; the one of S has two buffers, since
+// tile's passing rows, both get both through shared memory, and each adds up every other 16 channels: half as many accumulators.
+// With SUMS, 2^SUMS warps have: each has every 2^SUMS-th 16 channels of the own operands too, so that all add up what each finds of S and dP. Passing tiles have TL rows; the one of S has two buffers, since
 // it is read again for dS. Own operands lie in registers (REG_S, REG_P) or in shared memory. Bytes of shared memory:
 //   OWN * 2 ([not REG_S] D + [not REG_P] DV) + max(TL * 2 (2 D + DV) + [dkdv] TL * 16, OWN * 2 max(D, DV))
 // Entries: delta (delta.cu), dkdv (dkdv.cu), dq (dq.cu), launched in this order; grids are said there, tiles chosen in
@@ -23,11 +24,12 @@
 #pragma once
 #include "splits.cuh"
 
-constexpr int THREADS = NW * 32, GROUPS = NW >> PAIRS, OWN = GROUPS * MT * 16, WARP_ROWS = MT * 16;
+constexpr int THREADS = NW * 32, SHARE = 1 << PAIRS + SUMS, GROUPS = NW / SHARE, OWN = GROUPS * MT * 16, WARP_ROWS = MT * 16;
 constexpr int SEEN = TL >> PAIRS, NB = SEEN / 8;   // passing rows of a tile whose scores a warp finds
-static_assert(!PAIRS || (D % 32 == 0 && DV % 32 == 0 && SEEN % 16 == 0), "what is shared out comes in 16s");
+static_assert(D % (16 * SHARE) == 0 && DV % (16 * SHARE) == 0 && SEEN % 16 == 0, "what is shared out comes in 16s");
+static_assert(!SUMS || (!PAIRS && PARTS == 1 && !CPA), "sums lie where the next tile will, until dP's are there");
 DEVICE int group_of(int thread) { return (thread >> 5) % GROUPS; }   // of warps with the same own rows
-DEVICE int side_of(int thread) { return PAIRS ? (thread >> 5) / GROUPS : 0; }
+DEVICE int side_of(int thread) { return SHARE > 1 ? (thread >> 5) / GROUPS : 0; }
 static_assert(!KEYS_STAY || 2 * TL <= THREADS, "a thread loads one of a tile's LSE and delta");
 // Rows of S's operands have D channels, those of dP's DV.
 typedef Layout<D> OfS;
@@ -43,7 +45,7 @@ constexpr int SLOPE_SHIFT = SOFTCAP ? 2 : 0;
 typedef float Scores[NB][MT][4];
 typedef u32 Packed[NB / 2][MT][4];         // scores as operands
 typedef u32 WholeTile[TL / 16][MT][4];
-typedef float GradientS[D / 8 >> PAIRS][MT][4], GradientP[DV / 8 >> PAIRS][MT][4];
+typedef float GradientS[D / 8 / SHARE][MT][4], GradientP[DV / 8 / SHARE][MT][4];
 
 // ---- Powers of two (converted bf16)
 DEVICE int exponent_of(float x) { return ((__float_as_int(x) >> 23) & 255) - 127; }
@@ -117,12 +119,12 @@ struct Scoring {
 // ---- c += a tile, along the passing rows. On Turing the addresses are product()'s, so that they are kept once: transposed, blocks and steps
 // change places. m16n8k16 wants its two steps in neighbouring registers, which a different order of addresses gives for nothing.
 template <int N, int C> DEVICE void accumulate(float (&c)[C][MT][4], const u32 (*a)[MT][4], u32 tile_at, int first = 0) {
-  typedef Layout<(C * 8 << PAIRS)> L;
+  typedef Layout<C * 8 * SHARE> L;
   UNROLLED(k, N / 2)
 #pragma unroll
     for (int n = 0; n < C; n += 2) {
       u32 b[4];
-      ldmatrix_transposed(b, L::along(tile_at, n << PAIRS) + (first + 2 * k) * 8 * L::ROW_BYTES);
+      ldmatrix_transposed(b, L::along(tile_at, n * SHARE) + (first + 2 * k) * 8 * L::ROW_BYTES);
       const u32 swapped[4] = {b[0], b[MMA16 ? 1 : 2], b[MMA16 ? 2 : 1], b[3]};
       multiply<MT>(c[n], c[n + 1], a[k], swapped);
     }
@@ -197,7 +199,7 @@ DEVICE void probabilities(Scores &S, Packed &packed, const Scoring &f, const Sig
 }
 
 // ---- Line 13: dS = P (dP - delta), packed. A dropped probability has dP = 0. Where nothing scales dP, it starts at -delta.
-constexpr bool FROM_DELTA = TYPE != 2 && !DROPOUT;
+constexpr bool FROM_DELTA = TYPE != 2 && !DROPOUT && !SUMS;
 // Blocks of 8 passing rows whose dP is in registers at once: all, where the own operand would be read again for each, or the scales of dP would.
 constexpr int AT_ONCE = REG_P && FROM_DELTA ? 2 : NB;
 
@@ -281,7 +283,7 @@ struct Passing {
 };
 
 struct Block {
-  u32 own_s[REG_S ? D / 16 : 1][MT][4], own_p[REG_P ? DV / 16 : 1][MT][4];
+  u32 own_s[REG_S ? D / 16 >> SUMS : 1][MT][4], own_p[REG_P ? DV / 16 >> SUMS : 1][MT][4];
   OwnRows own;
   Scoring scoring;
   float s_scale, p_scale;   // of what passes
@@ -299,7 +301,9 @@ struct Block {
     p_scale = power_of_two(KEYS_STAY ? e.dout : e.v);
   }
 
-  template <class L> static DEVICE u32 own_at(int thread) { return L::a_operand_at(thread) + group_of(thread) * WARP_ROWS * L::ROW_BYTES; }
+  template <class L> static DEVICE u32 own_at(int thread) {
+    return L::along(L::a_operand_at(thread) + group_of(thread) * WARP_ROWS * L::ROW_BYTES, SUMS ? side_of(thread) * 2 : 0);
+  }
 
   // Own rows to their place.
   template <bool REG, int W, int N> DEVICE void keep(u32 (&operand)[N][MT][4], u32 place, const uint4 *rows, int exponent) {
@@ -326,6 +330,12 @@ struct Block {
   // A tile's P or dS (`which`) as operands of all its rows: what a warp has found goes there, and comes back with what its partner has.
   static DEVICE u32 exchange_at(u32 shared, int which, int thread) {
     return shared + ROW_VALUES + (KEYS_STAY ? TL * 16 : 0) + ((which * GROUPS + group_of(thread)) * (TL / 16) * MT * 32 + (thread & 31)) * 16;
+  }
+  // SUMS: where the first of a group's warps leaves what it finds of S (in the next tile's place, where that has room) and of dP.
+  static constexpr u32 OF_SUMS = NW * NB * MT * 512, SUMS_END = ROW_VALUES + (KEYS_STAY ? TL * 16 : 0);
+  static DEVICE u32 sums_at(u32 shared, bool of_S, int buffer, int thread) {
+    const u32 place = !of_S ? SUMS_END : OF_SUMS <= TILE_BYTES ? TILES + (buffer ^ 1) * TILE_BYTES : SUMS_END + OF_SUMS;
+    return shared + place + (group_of(thread) * SHARE * NB * MT * 32 + (thread & 31)) * 16;
   }
   template <int N> static DEVICE void hand_over(const u32 (&found)[N][MT][4], u32 at, int first) {
     UNROLLED(k, N)
@@ -358,13 +368,14 @@ struct Block {
     for (int step = 0; step < steps; step++) {
       // A 0 that the compiler cannot see through: so it keeps nothing that follows from the thread's number over the loop.
       const int zero = step & p.zero, thread = threadIdx.x + zero, g = thread >> 2 & 7, t = thread & 3;
-      const int buffer = step & 1, side = side_of(thread), first = tile * TL, seen = first + side * SEEN;
+      const int buffer = step & 1, side = side_of(thread), half = PAIRS ? side : 0, first = tile * TL, seen = first + half * SEEN;
       const u32 s_tile = shared + TILES + buffer * TILE_BYTES, p_tile = shared + TILE_P;
-      const u32 s_at = s_tile + OfS::b_operand_at(thread) + side * SEEN * OfS::ROW_BYTES, p_at = p_tile + OfP::b_operand_at(thread) + side * SEEN * OfP::ROW_BYTES;
+      const u32 s_at = OfS::along(s_tile + OfS::b_operand_at(thread) + half * SEEN * OfS::ROW_BYTES, SUMS ? side * 2 : 0);
+      const u32 p_at = OfP::along(p_tile + OfP::b_operand_at(thread) + half * SEEN * OfP::ROW_BYTES, SUMS ? side * 2 : 0);
       // Where accumulate() reads.
       const u32 s_turned = OfS::along(s_tile + (MMA16 ? OfS::a_operand_at(thread) : OfS::b_operand_at(thread)), side * 2);
       const u32 p_turned = OfP::along(p_tile + (MMA16 ? OfP::a_operand_at(thread) : OfP::b_operand_at(thread)), side * 2);
-      const u32 rows_at = shared + ROW_VALUES + buffer * TL * 8 + side * SEEN * 4 + t * 8;
+      const u32 rows_at = shared + ROW_VALUES + buffer * TL * 8 + half * SEEN * 4 + t * 8;
       const Sight band = sight(p, owned.first + group_of(thread) * WARP_ROWS, passing.shift, passing.rows, zero);
       // Without a mask always true: the compiler then keeps the operands of one half of this loop out of the other, where registers are short.
       const bool active = LOCAL ? band.sees_some(first) || (PAIRS && band.sees_some(first + SEEN)) : KEYS_STAY || D > 128 ? zero == 0 : true, last = step + 1 == steps;
@@ -374,13 +385,17 @@ struct Block {
       float dP[AT_ONCE][MT][4];
       u32 dS[AT_ONCE / 2][MT][4];
       scoring.set_head(p, b, head + this_head);
-      if (active) {
-        set_zero(S);
-        product<REG_S, D, NB>(S, own_s, shared + own_at<OfS>(thread), s_at);
+      const auto find_probabilities = [&] {
         if (band.sees_all(seen) && (!DISTANCE_IS_SUM || band.is_behind(seen) || band.is_ahead(seen)))
           probabilities<false, GRAD_P>(S, P, scoring, band, own, rows_at, seen, p.dropout_limit, g, t);
         else probabilities<true, GRAD_P>(S, P, scoring, band, own, rows_at, seen, p.dropout_limit, g, t);
         if (PAIRS && GRAD_P) hand_over(P, exchange_at(shared, 0, thread), side * NB / 2);
+      };
+      if (active) {
+        set_zero(S);
+        product<REG_S, D, NB>(S, own_s, shared + own_at<OfS>(thread), s_at);
+        if (SUMS) leave_sums(S, sums_at(shared, true, buffer, thread), side);
+        else find_probabilities();
       }
       MoverP(thread).store(transit, shared + TILE_P, p_scale);
       __syncthreads();
@@ -391,6 +406,7 @@ struct Block {
         row_value = load_row_value(p, passing, tile, this_head, position_slope(p, b, head + this_head), thread);
       }
       if (active) {
+        if (SUMS) add_sums(S, sums_at(shared, true, buffer, thread), side), find_probabilities();
         if (GRAD_P && PAIRS) {
           WholeTile all;
           receive(all, exchange_at(shared, 0, thread));
@@ -403,10 +419,19 @@ struct Block {
           for (int n = 0; n < NB; n += AT_ONCE) {
             start(dP, own, rows_at + n * 32);
             product<REG_P, DV, AT_ONCE>(dP, own_p, shared + OWN_P + own_at<OfP>(thread), p_at, n);
-            score_gradients(dS, S + n, dP, own, rows_at + n * 32, p.dropout_scale, ds_exponent);
-            if (PAIRS) hand_over(dS, exchange_at(shared, KEYS_STAY, thread), (side * NB + n) / 2);
+            if (!SUMS) score_gradients(dS, S + n, dP, own, rows_at + n * 32, p.dropout_scale, ds_exponent);
+            if (SUMS) leave_sums(dP, sums_at(shared, false, buffer, thread), side);
+            else if (PAIRS) hand_over(dS, exchange_at(shared, KEYS_STAY, thread), (side * NB + n) / 2);
             else accumulate<AT_ONCE>(grad_s, dS, s_turned, n);
           }
+      }
+      if (SUMS && GRAD_S) {
+        __syncthreads();
+        if (active) {
+          add_sums(dP, sums_at(shared, false, buffer, thread), side);
+          score_gradients(dS, S, dP, own, rows_at, p.dropout_scale, ds_exponent);
+          accumulate<NB>(grad_s, dS, s_turned);
+        }
       }
       if (PAIRS && GRAD_S) {
         __syncthreads();
@@ -436,7 +461,7 @@ struct Block {
         factor[m][r] = scale * power_of_two(all - half);
       }
     const int first_row = group_of(threadIdx.x) * WARP_ROWS;
-    write_rows<1 + PAIRS>(c, factor, shared + first_row * larger(OfS::ROW_BYTES, OfP::ROW_BYTES), first_row, out, row_stride, rows, head_dim, side_of(threadIdx.x));
+    write_rows<SHARE>(c, factor, shared + first_row * larger(OfS::ROW_BYTES, OfP::ROW_BYTES), first_row, out, row_stride, rows, head_dim, side_of(threadIdx.x));
   }
 };
 

@@ -241,7 +241,7 @@ template <int W> struct Layout {
     return row * ROW_BYTES + ((chunk ^ (row >> (SPREAD == 8 ? 0 : SPREAD == 4 ? 1 : 2) & (SPREAD - 1))) << 4);
   }
   // From where one of a row's chunks lies to where the one an even number of `chunks` behind does. The widest rows leave no registers for parts of it.
-  static DEVICE u32 along(u32 at, int chunks) { return W == 256 ? at ^ chunks << 4 : (at ^ (chunks & (SPREAD - 1)) << 4) + ((chunks & -SPREAD) << 4); }
+  static DEVICE u32 along(u32 at, int chunks) { return W % 256 == 0 ? at ^ chunks << 4 : (at ^ (chunks & (SPREAD - 1)) << 4) + ((chunks & -SPREAD) << 4); }
   // Where a lane's ldmatrix rows lie. Of an A operand (and of a B operand that is read transposed): rows 0-7, 8-15, then the next chunk.
   // Of a B operand: rows 0-7, the next chunk, then rows 8-15.
   static DEVICE u32 a_operand_at(int thread) { return at(thread & 15, thread >> 4 & 1); }
@@ -316,10 +316,10 @@ template <int THREADS, int ROWS, int W> struct Mover {
   }
 };
 
-// A warp's own rows of W channels from there to registers: the tile is free again.
+// A warp's own rows of W channels from there to registers: the tile is free again. SUMS: as in product().
 template <int W, int N, int M> DEVICE void keep_rows(u32 (&operand)[N][M][4], u32 own_at) {
   UNROLLED(k, N)
-    UNROLLED(m, M) ldmatrix(operand[k][m], Layout<W>::along(own_at + m * 16 * Layout<W>::ROW_BYTES, 2 * k));
+    UNROLLED(m, M) ldmatrix(operand[k][m], Layout<W>::along(own_at + m * 16 * Layout<W>::ROW_BYTES, 2 * k << SUMS));
   __syncthreads();
 }
 
@@ -343,23 +343,42 @@ template <int N, int M> DEVICE void set_zero(float (&c)[N][M][4]) {
       UNROLLED(e, 4) c[n][m][e] = 0.f;
 }
 
-// c += own rows times a tile's rows, both along their W channels; own operands lie in registers (REG) or in shared memory.
+// c += own rows times a tile's rows, both along their W channels; own operands lie in registers (REG) or in shared memory. With SUMS, 2^SUMS warps have the
+// same own rows: each takes every 2^SUMS-th 16 channels, from both addresses on, and they add up what they find.
 template <bool REG, int W, int N, int M> DEVICE void product(float (*c)[M][4], const u32 (*own)[M][4], u32 own_at, u32 tile_at, int first = 0) {
   typedef Layout<W> L;
-  UNROLLED(k, W / 16) {
+  UNROLLED(k, W / 16 >> SUMS) {
     u32 a[M][4];
     UNROLLED(m, M) {
-      if (!REG) ldmatrix(a[m], L::along(own_at + m * 16 * L::ROW_BYTES, 2 * k));
+      if (!REG) ldmatrix(a[m], L::along(own_at + m * 16 * L::ROW_BYTES, 2 * k << SUMS));
       UNROLLED(i, 4)
         if (REG) a[m][i] = own[k][m][i];
     }
 #pragma unroll
     for (int n = 0; n < N; n += 2) {
       u32 b[4];
-      ldmatrix(b, L::along(tile_at, 2 * k) + (first + n) * 8 * L::ROW_BYTES);
+      ldmatrix(b, L::along(tile_at, 2 * k << SUMS) + (first + n) * 8 * L::ROW_BYTES);
       multiply<M>(c[n], c[n + 1], a, b);
     }
   }
+}
+
+// Sums of 2^SUMS warps to their places in shared memory; and from there, once all have come, to each of them: the same bits. `at`: this lane's of the first.
+template <int N, int M> DEVICE void leave_sums(const float (&c)[N][M][4], u32 at, int side) {
+  UNROLLED(n, N)
+    UNROLLED(m, M) shared_store_float4(at + ((side * N + n) * M + m) * 512, make_float4(c[n][m][0], c[n][m][1], c[n][m][2], c[n][m][3]));
+}
+template <int N, int M> DEVICE void add_sums(float (&c)[N][M][4], u32 at, int side) {
+  UNROLLED(pairs, SUMS)
+    UNROLLED(n, N)
+      UNROLLED(m, M) {
+        float4 x = shared_load_float4(at + (((side ^ (1 + pairs)) * N + n) * M + m) * 512);
+        if (pairs) {
+          const float4 y = shared_load_float4(at + (((side ^ 3) * N + n) * M + m) * 512);
+          x.x += y.x, x.y += y.y, x.z += y.z, x.w += y.w;
+        }
+        c[n][m][0] += x.x, c[n][m][1] += x.y, c[n][m][2] += x.z, c[n][m][3] += x.w;
+      }
 }
 
 // Online softmax: S becomes exp2(S * unit - m_new + P_SHIFT); row maxima m and this lane's share of the row sums l follow. Rescales O only
@@ -400,7 +419,7 @@ DEVICE void write_lse(const Params &p, i64 at, float m, float l, float slope, in
 }
 
 // The 16 * M rows of a warp (first_row.. of its block's tile) times `factor`, through shared memory of its own (from `place` on) to 16-byte stores.
-// SHARE = 2: two warps have the same rows, and of their channels every other 16; each writes half of the rows once both are there.
+// SHARE warps have the same rows, and of their channels every SHARE-th 16; each writes some of the rows once all are there.
 template <int SHARE, int N, int M>
 DEVICE void write_rows(float (&c)[N][M][4], const float (&factor)[M][2], u32 place, int first_row, u16 *out, int row_stride, int rows, int head_dim, int side = 0) {
   typedef Layout<N * 8 * SHARE> L;
@@ -408,11 +427,11 @@ DEVICE void write_rows(float (&c)[N][M][4], const float (&factor)[M][2], u32 pla
   UNROLLED(m, M)
     UNROLLED(r, 2)
       UNROLLED(n, N)
-        shared_store(place + L::at(m * 16 + g + r * 8, SHARE == 1 ? n : n / 2 * 4 + side * 2 + n % 2) + t * 4, pack_out(c[n][m][2 * r] * factor[m][r], c[n][m][2 * r + 1] * factor[m][r]));
+        shared_store(place + L::at(m * 16 + g + r * 8, SHARE == 1 ? n : (n / 2 * SHARE + side) * 2 + n % 2) + t * 4, pack_out(c[n][m][2 * r] * factor[m][r], c[n][m][2 * r + 1] * factor[m][r]));
   SHARE == 1 ? __syncwarp() : __syncthreads();
   UNROLLED(i, M * L::SPREAD / 2 / SHARE)
     UNROLLED(n, L::CHUNKS / L::SPREAD) {
-      const int row = lane / L::SPREAD + i * 32 / L::SPREAD + side * M * 8, chunk = lane % L::SPREAD + n * L::SPREAD;
+      const int row = lane / L::SPREAD + i * 32 / L::SPREAD + side * M * 16 / SHARE, chunk = lane % L::SPREAD + n * L::SPREAD;
       if (first_row + row < rows && chunk * 8 < head_dim)
         store_chunk(out + (i64)(first_row + row) * row_stride + chunk * 8, shared_load4(place + L::at(row, chunk)), head_dim - chunk * 8);
     }

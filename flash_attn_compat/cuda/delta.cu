@@ -1,10 +1,10 @@
 // FlashAttention-2, Algorithm 2, line 4: delta = rowsum(out * dout), in fp32, less the gradient of the LSE. Rows that see no key have 0.
 //
-// grid: tiles * nheads * batch blocks of 256 threads, PASSES rows for each D / 8 of them; tiles = ceil(longest rows of a sequence / ROWS);
+// grid: tiles * nheads * batch blocks of 256 threads, some rows for each D / 8 of them, 32 at most; tiles = ceil(longest rows of a sequence / ROWS);
 // SEATS: p.seats * nheads.
 #include "common.cuh"
 
-constexpr int THREADS = 256, CHUNKS = D / 8, PASSES = 4, ROWS = PASSES * THREADS / CHUNKS;
+constexpr int THREADS = 256, LANES = D > 256 ? 32 : D / 8, SHARES = D / 8 / LANES, PASSES = 4 / SHARES, ROWS = PASSES * THREADS / LANES;   // SHARES: of a row, a lane's chunks
 
 DEVICE float product_of_pairs(u32 a, u32 b) {
   return fmaf(bits_to_float((u16)a), bits_to_float((u16)b), bits_to_float((u16)(a >> 16)) * bits_to_float((u16)(b >> 16)));
@@ -16,29 +16,35 @@ KERNEL(THREADS, 4) delta(const Params p) {
   const int tile = seat.tile, b = seat.b;
   if (SEATS && b == p.batch) return;
   const Sequence seq = find_sequence(p, b);
-  const int first = tile * ROWS + threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS, channels = p.head_dim_v - chunk * 8;
+  const int first = tile * ROWS + threadIdx.x / LANES, chunk = threadIdx.x % LANES, channels = p.head_dim_v - chunk * 8;
   if (tile * ROWS >= seq.seqlen_q) return;
   const i64 values = b * p.lse_batch + head * p.lse_head + seq.first_q;
   const u16 *out = p.out + b * p.out_s.batch + (i64)seq.first_q * p.out_s.row + (i64)head * p.out_s.head + chunk * 8;
   const u16 *dout = p.dout + b * p.dout_s.batch + (i64)seq.first_q * p.dout_s.row + (i64)head * p.dout_s.head + chunk * 8;
-  uint4 x[PASSES], y[PASSES];
+  uint4 x[PASSES][SHARES], y[PASSES][SHARES];
   float lse[PASSES];
   UNROLLED(i, PASSES) {
-    const i64 row = first + i * (THREADS / CHUNKS);
-    x[i] = load_chunk_if(row < seq.seqlen_q, out + row * p.out_s.row, channels);
-    y[i] = load_chunk_if(row < seq.seqlen_q, dout + row * p.dout_s.row, channels);
+    const i64 row = first + i * (THREADS / LANES);
+    UNROLLED(j, SHARES) {
+      x[i][j] = load_chunk_if(row < seq.seqlen_q, out + row * p.out_s.row + j * 256, channels - j * 256);
+      y[i][j] = load_chunk_if(row < seq.seqlen_q, dout + row * p.dout_s.row + j * 256, channels - j * 256);
+    }
     lse[i] = row < seq.seqlen_q ? global_load(p.lse + values + row) : POS_INF;
   }
   int largest = 0;
   float largest_delta = 0.f;
   UNROLLED(i, PASSES) {
-    const int row = first + i * (THREADS / CHUNKS);
-    const float share = product_of_pairs(x[i].x, y[i].x) + product_of_pairs(x[i].y, y[i].y) + product_of_pairs(x[i].z, y[i].z) + product_of_pairs(x[i].w, y[i].w);
+    const int row = first + i * (THREADS / LANES);
+    float share = 0.f;
+    UNROLLED(j, SHARES) {
+      const uint4 &a = x[i][j], &b = y[i][j];
+      share += product_of_pairs(a.x, b.x) + product_of_pairs(a.y, b.y) + product_of_pairs(a.z, b.z) + product_of_pairs(a.w, b.w);
+      largest = finite_magnitude(largest, b);
+    }
     const float of_lse = p.dlse && row < seq.seqlen_q ? global_load(p.dlse + values + row) : 0.f;
-    const float sum = sum_of<CHUNKS>(share) - of_lse;
+    const float sum = sum_of<LANES>(share) - of_lse;
     const float delta = fabsf(lse[i]) == POS_INF ? 0.f : sum;
     if (chunk == 0 && row < seq.seqlen_q) global_store(p.delta + values + row, delta);
-    largest = finite_magnitude(largest, y[i]);
     if (fabsf(delta) < POS_INF) largest_delta = max(largest_delta, fabsf(delta));
   }
 #if TYPE == 2

@@ -7,18 +7,22 @@
 
 // The largest |dout| (scaled) of each own row: with a bound of its own a row is exact however small it is beside others.
 DEVICE void largest_of_rows(float (&largest)[MT][2], const Block &block) {
+  // With SUMS a warp has some of the channels, and the tile from which it took them all.
+  const u32 own_at = block.shared + (SUMS && REG_P ? Block::TILES : Block::OWN_P) + OfP::a_operand_at(threadIdx.x) + group_of(threadIdx.x) * WARP_ROWS * OfP::ROW_BYTES;
+  constexpr bool KEPT = REG_P && !SUMS;
   UNROLLED(m, MT) {
     u32 bits[2] = {0, 0};   // magnitudes of fp16 compare as integers do
     UNROLLED(k, DV / 16) {
       u32 a[4];
-      if (!REG_P) ldmatrix(a, OfP::along(block.shared + Block::OWN_P + Block::own_at<OfP>(threadIdx.x) + m * 16 * OfP::ROW_BYTES, 2 * k));
+      if (!KEPT) ldmatrix(a, OfP::along(own_at + m * 16 * OfP::ROW_BYTES, 2 * k));
       UNROLLED(i, 4) {
-        const u32 x = REG_P ? block.own_p[REG_P ? k : 0][m][i] : a[i];
+        const u32 x = KEPT ? block.own_p[KEPT ? k : 0][m][i] : a[i];
         bits[i & 1] = max(bits[i & 1], max(x & 0x7fff, x >> 16 & 0x7fff));
       }
     }
     UNROLLED(r, 2) largest[m][r] = max_of<4>(half_to_float((u16)bits[r]));
   }
+  if (SUMS) __syncthreads();
 }
 
 KERNEL(THREADS, MINB) dq(const Params p) {

@@ -1,21 +1,22 @@
 // FlashAttention-2, Algorithm 1 (Dao, 2023): attention of one tile of rows over all the keys it sees.
 //
-// A block holds BM = NW * MT * 16 rows of one head: NW warps, MT row tiles of 16 each. It walks over tiles of BN keys. While one tile
+// A block holds BM = NW / SHARE * MT * 16 rows of one head: NW warps, MT row tiles of 16 each; with SUMS, SHARE = 2^SUMS warps have the same rows, and of all
+// channels every SHARE-th 16. It walks over tiles of BN keys. While one tile
 // of K or V is multiplied, the next one is on its way from global memory; K and V have one tile of shared memory each, Q shares
 // theirs and lives in registers (QREG) or keeps its own. Scores and probabilities never leave the registers: the layout in which
 // mma returns S is the one in which it takes P.
 //
-// Macros: BN, NW, MT, QREG; MINB blocks a multiprocessor, which bounds the registers; D, DV, TYPE, VEC, LOCAL, ALIBI, SOFTCAP, DROPOUT, PAGED.
+// Macros: BN, NW, MT, SUMS, QREG; MINB blocks a multiprocessor, which bounds the registers; D, DV, TYPE, VEC, LOCAL, ALIBI, SOFTCAP, DROPOUT, PAGED.
 #include "splits.cuh"
 
-constexpr int THREADS = NW * 32, BM = NW * MT * 16, NB = BN / 8, WARP_ROWS = MT * 16;
+constexpr int THREADS = NW * 32, SHARE = 1 << SUMS, BM = NW / SHARE * MT * 16, NB = BN / 8, WARP_ROWS = MT * 16;
 // Probabilities times 2^15 use fp16's range below 1 as well: with dropout the largest ones may be gone, and bf16 keeps the rest.
 constexpr int P_SHIFT = TYPE == 2 ? 15 : 0;
 constexpr int SPLIT_UNIT = 128;   // keys: fewer are not worth a block of their own
 constexpr bool CAN_SPLIT = D <= 192 || MMA16;   // Turing has no registers left to merge the widest heads
 typedef Layout<D> OfK;    // and of Q
 typedef Layout<DV> OfV;
-constexpr int OUT_BLOCKS = DV / 8;
+constexpr int OUT_BLOCKS = DV / 8 / SHARE;
 typedef Mover<THREADS, BM, D> QueryMover;
 typedef Mover<THREADS, BN, D> KeyMover;
 typedef Mover<THREADS, BN, DV> ValueMover;
@@ -90,7 +91,7 @@ DEVICE void accumulate(float (&O)[OUT_BLOCKS][MT][4], const float (&P)[NB][MT][4
 #pragma unroll
     for (int n = 0; n < OUT_BLOCKS; n += 2) {
       u32 b[4];
-      ldmatrix_transposed(b, OfV::along(v_at, n) + k * 8 * OfV::ROW_BYTES);
+      ldmatrix_transposed(b, OfV::along(v_at, n * SHARE) + k * 8 * OfV::ROW_BYTES);
       multiply<MT>(O[n], O[n + 1], a, b);
     }
   }
@@ -98,7 +99,7 @@ DEVICE void accumulate(float (&O)[OUT_BLOCKS][MT][4], const float (&P)[NB][MT][4
 
 KERNEL(THREADS, MINB) forward(const Params p) {
   SHARED_MEMORY
-  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;
+  const int thread = threadIdx.x, lane = thread & 31, warp = (thread >> 5) / SHARE, side = SUMS ? thread >> 5 & SHARE - 1 : 0, g = lane >> 2, t = lane & 3;   // warp: of those with rows of their own
   // The last rows of a causal problem see most keys.
   const Turn turn(p, blockIdx.x, p.tiles * p.splits);
   const int head = turn.slab % p.nheads, head_k = head / p.group, split = turn.tile % p.splits;
@@ -152,12 +153,13 @@ KERNEL(THREADS, MINB) forward(const Params p) {
     UNROLLED(r, 2) row_words[m][r] = words.row(rows.first + m * 16 + g + r * 8);
 #endif
 
-  const u32 q_at = q_tile + OfK::a_operand_at(lane) + warp * WARP_ROWS * OfK::ROW_BYTES;
-  const u32 k_at = k_tile + OfK::b_operand_at(lane), v_at = v_tile + OfV::a_operand_at(lane);
+  const u32 q_at = OfK::along(q_tile + OfK::a_operand_at(lane) + warp * WARP_ROWS * OfK::ROW_BYTES, side * 2);
+  const u32 k_at = OfK::along(k_tile + OfK::b_operand_at(lane), side * 2), v_at = OfV::along(v_tile + OfV::a_operand_at(lane), side * 2);
+  const u32 sums_at = v_tile + BN * OfV::ROW_BYTES + (warp * SHARE * NB * MT * 32 + lane) * 16;
 
   queries.keep(own, q_tile, q_scale);
   __syncthreads();
-  u32 qf[QREG ? D / 16 : 1][MT][4];
+  u32 qf[QREG ? D / 16 / SHARE : 1][MT][4];
   if (QREG) keep_rows<D>(qf, q_at);
   if (!at_once && some) LOAD_KEYS(first_tile);
   if (some) of_k.store(transit, k_tile, k_scale);
@@ -176,11 +178,13 @@ KERNEL(THREADS, MINB) forward(const Params p) {
     if (active) {   // S = Q K^T
       set_zero(S);
       product<QREG, D, NB>(S, qf, q_at, k_at);
+      if (SUMS) leave_sums(S, sums_at, side);
     }
     of_v.store(transit, v_tile, v_scale);
     __syncthreads();
     if (j + 1 < last_tile) LOAD_KEYS(j + 1);
     if (active) {
+      if (SUMS) add_sums(S, sums_at, side);
       if (modified) modify(S, p, scale, slope, key, rows, g, t);
       if (!rows.sees_all(key)) hide(S, key, rows, g, t);
       online_softmax<P_SHIFT>(S, m, l, O, unit);
@@ -205,8 +209,8 @@ KERNEL(THREADS, MINB) forward(const Params p) {
     UNROLLED(r, 2) {
       factor[i][r] = reciprocal_of_sum(l[i][r]) * (DROPOUT ? p.dropout_scale : 1.f) * inverse_of_power(v_scale);
       const int row = rows.first + i * 16 + g + r * 8;
-      if (p.lse && t == 0 && row < seq.seqlen_q) write_lse(p, lse_at + row, m[i][r] - P_SHIFT, l[i][r], slope, row + rows.shift);
+      if (p.lse && t == 0 && side == 0 && row < seq.seqlen_q) write_lse(p, lse_at + row, m[i][r] - P_SHIFT, l[i][r], slope, row + rows.shift);
     }
   u16 *out = p.out + b * p.out_s.batch + (i64)(seq.first_q + first_row) * p.out_s.row + (i64)head * p.out_s.head;
-  write_rows<1>(O, factor, shared + warp * WARP_ROWS * OfV::ROW_BYTES, warp * WARP_ROWS, out, p.out_s.row, seq.seqlen_q - first_row, p.head_dim_v);
+  write_rows<SHARE>(O, factor, shared + warp * WARP_ROWS * OfV::ROW_BYTES, warp * WARP_ROWS, out, p.out_s.row, seq.seqlen_q - first_row, p.head_dim_v, side);
 }

@@ -21,7 +21,7 @@ class Fused(Backend):
         devices=frozenset({"cuda"}),
         dtypes=HALF_DTYPES,
         min_capability=(7, 5),
-        max_head_dim=256,
+        max_head_dim=512,
     )
 
     def reasons(self, traits: Traits) -> list[str]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 FP16, BF16, BF16_AS_FP16 = 0, 1, 2
 # Every multiple of 16 up to 128; then those that models have. Each is compiled only where it is asked for.
-HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # Windows of fewer keys than this leave most of a tall tile masked; sequences of no more rows leave half of it empty.
 _NARROW = 256
 FEW_ROWS = 64
@@ -34,7 +34,7 @@ _SHARED, _LEAST_SHARED = {75: 64, 80: 164, 87: 164, 90: 228, 100: 228, 103: 228}
 
 # What a kernel's macros are where its variant does not say.
 _OFF = ("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "APPEND", "SEATS", "MMA16", "CPA")
-DEFAULTS = {"D": 64, "TYPE": FP16, "VEC": 8, "PARTS": 1, "PAIRS": 0, **dict.fromkeys(_OFF, 0)}
+DEFAULTS = {"D": 64, "TYPE": FP16, "VEC": 8, "PARTS": 1, "PAIRS": 0, "SUMS": 0, **dict.fromkeys(_OFF, 0)}
 
 
 class Variant(NamedTuple):
@@ -109,6 +109,7 @@ class Tile(NamedTuple):
     copies: whether a backward loads by cp.async where the GPU has it
     parts: blocks that share one tile of dkdv's: dk and dv of the largest heads do not fit into one block's registers
     pairs: 1 where two warps of a backward have the same rows, and half of the channels of their gradients
+    sums: 2^sums warps have the same rows, and of all operands' channels a share: they add up the scores that they find
     """
 
     step: int
@@ -120,10 +121,11 @@ class Tile(NamedTuple):
     copies: bool = False
     parts: int = 1
     pairs: int = 0
+    sums: int = 0
 
     @property
     def rows(self) -> int:
-        return (self.NW >> self.pairs) * self.MT * 16
+        return (self.NW >> (self.pairs + self.sums)) * self.MT * 16
 
 
 class Choice(NamedTuple):
@@ -134,6 +136,7 @@ class Choice(NamedTuple):
 
 
 _PAIRS = Tile(32, 8, 1, 1, pairs=1)
+_HALVES, _QUARTERS = Tile(16, 8, 1, 1, sums=1), Tile(16, 8, 1, 1, sums=2)
 # For sm_75: those of which benchmarks.kernel_report expects most (docs/kernels.md), of those that hardly spill.
 _TURING: dict[str, dict[int, Choice]] = {
     "forward": {
@@ -149,6 +152,7 @@ _TURING: dict[str, dict[int, Choice]] = {
         192: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
         224: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
         256: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
+        512: Choice(_HALVES, _HALVES),
     },
     "dkdv": {
         16: Choice(Tile(64, 4, 1, 3), Tile(64, 4, 1, 3)),
@@ -161,8 +165,9 @@ _TURING: dict[str, dict[int, Choice]] = {
         128: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2, s=False)),
         160: Choice(_PAIRS, _PAIRS),
         192: Choice(_PAIRS, _PAIRS),
-        224: Choice(_PAIRS._replace(parts=2), _PAIRS._replace(parts=2)),
-        256: Choice(_PAIRS._replace(parts=2), _PAIRS._replace(parts=2)),
+        224: Choice(_HALVES, _HALVES),
+        256: Choice(_HALVES, _HALVES),
+        512: Choice(_QUARTERS, _QUARTERS),
     },
     "dq": {
         16: Choice(Tile(32, 4, 2, 2), Tile(64, 4, 1, 3)),
@@ -177,6 +182,7 @@ _TURING: dict[str, dict[int, Choice]] = {
         192: Choice(Tile(16, 8, 1, 1), _PAIRS),
         224: Choice(_PAIRS, _PAIRS),
         256: Choice(_PAIRS, _PAIRS),
+        512: Choice(_QUARTERS, _QUARTERS),
     },
 }
 
@@ -193,7 +199,7 @@ def _tile(entry: str, kind: Kind, table: Callable[[Kind], Tile]) -> Tile:
 
 def _timed(kind: Kind) -> int:
     """The next size of those that were timed on newer GPUs."""
-    return next(size for size in (32, 64, 128, 256) if kind.size <= size)
+    return next(size for size in (32, 64, 128, 256, 512) if kind.size <= size)
 
 
 def forward_tile(kind: Kind) -> Tile:
@@ -203,6 +209,8 @@ def forward_tile(kind: Kind) -> Tile:
         choice = _TURING["forward"][kind.size]
         small = _is_narrow(kind) or kind.few_rows or more_work
         return choice.small if small else Tile(64, 4, 2, 2) if D == 32 and kind.type == BF16_AS_FP16 else choice.usual
+    if D == 512:
+        return _HALVES
     if D == 32:
         return Tile(64 if _is_narrow(kind) or kind.dropout else 128, 4, 1, 3)
     if D == 64:
@@ -214,13 +222,25 @@ def forward_tile(kind: Kind) -> Tile:
 
 def forward(kind: Kind) -> Variant:
     tile = _tile("forward", kind, forward_tile)
+    kind = _rounded(kind, tile)
     macros = kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED")
     macros += [("BN", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB), ("QREG", int(tile.s))]
-    macros += kind.newer()
+    macros += [("SUMS", tile.sums)] * (tile.sums > 0) + kind.newer()
     row, row_v = 2 * kind.D, 2 * kind.DV
-    own, passing = tile.rows * row, tile.step * (row + row_v)
+    own, passing = tile.rows * row, tile.step * (row + row_v) + _sums(tile)
     shared = max(own if tile.s else own + passing, passing, tile.rows * row_v)
     return Variant("forward", "forward.cu", tuple(macros), tile.rows, tile.NW * 32, shared)
+
+
+def _rounded(kind: Kind, tile: Tile) -> Kind:
+    """Channels that warps share come in 16s."""
+    unit = 16 << (tile.pairs + tile.sums)
+    return kind._replace(head_dim=-(-kind.D // unit) * unit, head_dim_v=-(-kind.DV // unit) * unit)
+
+
+def _sums(tile: Tile) -> int:
+    """Bytes of what warps with the same rows leave for one another: scores of a tile."""
+    return tile.NW * tile.MT * 16 * tile.step * 4 * (tile.sums > 0)
 
 
 def decode(kind: Kind) -> Variant:
@@ -269,6 +289,8 @@ def dkdv_tile(kind: Kind) -> Tile:
     if kind.number < 80:
         return _turings("dkdv", kind)
     D = _timed(kind)
+    if D == 512:
+        return _QUARTERS
     if D == 64:
         return Tile(32, 4, 2, 2, s=False, p=False, copies=True)
     if D == 32:
@@ -282,6 +304,8 @@ def dq_tile(kind: Kind) -> Tile:
     if kind.number < 80:
         return _turings("dq", kind)
     D = _timed(kind)
+    if D == 512:
+        return _QUARTERS
     if D == 32:
         return Tile(32, 4, 2, 2)
     if D == 64:
@@ -304,15 +328,16 @@ def dq(kind: Kind) -> Variant:
 
 def _backward(entry: str, kind: Kind, tile: Tile, passing: int) -> Variant:
     """passing: bytes of what is known of a tile's passing rows"""
-    if tile.pairs:  # whose halves of the channels come in 16s
-        kind = kind._replace(head_dim=-(-kind.D // 32) * 32, head_dim_v=-(-kind.DV // 32) * 32)
+    kind = _rounded(kind, tile)
     macros = [*kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT"), *kind.newer(tile.copies)]
     macros += [("TL", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB)]
     macros += [("REG_S", int(tile.s)), ("REG_P", int(tile.p))]
     macros += [("PARTS", tile.parts)] * (tile.parts > 1) + [("PAIRS", 1)] * tile.pairs
+    macros += [("SUMS", tile.sums)] * (tile.sums > 0)
     row, row_v = 2 * kind.D, 2 * kind.DV
     own = tile.rows * ((not tile.s) * row + (not tile.p) * row_v)
     exchanged = tile.pairs * tile.rows * tile.step * 2 * (1 + (entry == "dkdv"))
+    exchanged += _sums(tile) * (1 + (tile.step * row < _sums(tile)))  # those of S lie where the next tile will
     shared = max(own + tile.step * (2 * row + row_v) + passing + exchanged, own + tile.rows * max(row, row_v))
     return Variant(entry, f"{entry}.cu", tuple(macros), tile.rows, tile.NW * 32, shared)
 
@@ -416,7 +441,7 @@ def part_bytes(variant: Variant) -> int:
     macros = dict(variant.macros)
     D = macros["D"]
     DV = macros.get("DV", D)
-    return 4 * variant.rows * (D + DV if variant.entry == "dkdv" else DV + 8)
+    return 4 * variant.rows * (D + DV if variant.entry == "dkdv" else DV + (8 << macros.get("SUMS", 0)))
 
 
 def absmax_splits(seqlen: int, heads: int, processors: int) -> int:
