@@ -8,11 +8,11 @@
 #include "append.cuh"
 #include "decode.cuh"
 
-constexpr int KEYS = D == 256 ? 8 : 16, NB = KEYS / 8;   // keys a warp takes at once, blocks of 8 of them
-constexpr int PIECES = D / 32;                           // of 32 channels in K
+constexpr int KEYS = W == 256 ? 8 : 16, NB = KEYS / 8;   // keys a warp takes at once, blocks of 8 of them
+constexpr int PIECES = W / 32;                           // of 32 channels in K
 typedef float Scores[NB][1][4], Result[CHUNKS][1][4];
-typedef Layout<D> OfQ;   // in shared memory
-constexpr bool Q_IN_REGISTERS = D == 64 || (D == 128 && TYPE != 2);
+typedef Layout<W> OfQ;   // in shared memory
+constexpr bool Q_IN_REGISTERS = W == 64 || (W == 128 && TYPE != 2);
 
 DEVICE u32 word(const uint4 &x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
 
@@ -85,7 +85,7 @@ struct ValueTile {
 
 // Of the keys, `left` are there; what is behind them reads as 0, so that nothing there can harm.
 template <class T> DEVICE void load(const Params &p, T &tile, const u16 *base, const Strides &s, const Places &places, int left, int head_dim) {
-  if (left >= KEYS && head_dim == D && places.neighbours) tile.template load<true>(p, base, s, places, left, head_dim);
+  if (left >= KEYS && head_dim >= W && places.neighbours) tile.template load<true>(p, base, s, places, left, head_dim);
   else tile.template load<false>(p, base, s, places, left, head_dim);
 }
 
@@ -125,8 +125,13 @@ struct Rows {
   float slope[2], scale[2];
 };
 
+DEVICE void scale(Scores &S, const Rows &rows, float key_unit) {
+  UNROLLED(n, NB)
+    UNROLLED(e, 4) S[n][0][e] *= (TYPE == 2 ? key_unit : 1.f) * rows.scale[e >> 1];
+}
+
 // Scores in units of log2.
-DEVICE void modify(Scores &S, const Params &p, const Rows &rows, float key_unit, int key) {
+DEVICE void modify(Scores &S, const Params &p, const Rows &rows, int key) {
   const int t = threadIdx.x & 3;
 #if SOFTCAP
   const float doubled = 2.f * LOG2E / p.softcap, cap = p.softcap * LOG2E;
@@ -134,10 +139,6 @@ DEVICE void modify(Scores &S, const Params &p, const Rows &rows, float key_unit,
   UNROLLED(n, NB)
     UNROLLED(e, 4) {
       float s = S[n][0][e];
-#if TYPE == 2
-      s *= key_unit;
-#endif
-      s *= rows.scale[e >> 1];
 #if SOFTCAP
       s = fmaf(half_below_one(s * doubled), -2.f * cap, cap);
 #else
@@ -179,15 +180,15 @@ DEVICE void accumulate(Result &O, const Scores &P, const ValueTile &v, float val
 }
 
 // ---- Rows of Q: lane 4 g + t holds channels 32 c + 8 t and the 7 behind them of rows g and g + 8.
-DEVICE void load_rows(const Params &p, const Tile &tile, uint4 (&q)[2][PIECES], Rows &rows) {
-  const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+DEVICE void load_rows(const Params &p, const Tile &tile, uint4 (&q)[2][PIECES], Rows &rows, int first) {   // first: of the warp's channels
+  const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3, mine = first + t * 8;
   UNROLLED(r, 2) {
     const int query = tile.query(p, g + r * 8), head = tile.head(p, g + r * 8);
-    const u16 *row = p.q + tile.sequence * p.q_s.batch + (i64)(tile.seq.first_q + query) * p.q_s.row + (i64)head * p.q_s.head + t * 8;
-    UNROLLED(c, PIECES) q[r][c] = load_chunk_if(true, row + c * 32, p.head_dim - t * 8 - c * 32);
+    const u16 *row = p.q + tile.sequence * p.q_s.batch + (i64)(tile.seq.first_q + query) * p.q_s.row + (i64)head * p.q_s.head;
+    UNROLLED(c, PIECES) q[r][c] = load_chunk_if(true, row + mine + c * 32, p.head_dim - mine - c * 32);
 #if APPEND
     Rotation rotations[PIECES];
-    UNROLLED(c, PIECES) rotations[c].load(p, row - t * 8, c * 4 + t, query_position(p, tile.sequence, query));
+    UNROLLED(c, PIECES) rotations[c].load(p, row, mine / 8 + c * 4, query_position(p, tile.sequence, query));
     UNROLLED(c, PIECES) q[r][c] = rotations[c].of(p, q[r][c]);
 #endif
     rows.scale[r] = p.softmax_scale * convert_all<4>(q[r]);
@@ -224,7 +225,7 @@ KERNEL(THREADS, MINB) decode(const Params p) {
   const int offset = seq.seqlen_k - seq.seqlen_q;
   const int left = window(p.window_left), right = window(p.window_right);
   const Range seen = visible_keys(tile.query(p, 0), tile.query(p, ROWS - 1) + 1, offset, seq.seqlen_k, left, right);
-  const int unit_keys = NW * KEYS;
+  const int unit_keys = WARPS * KEYS, group = warp / SIDES, side = warp % SIDES;
   const Share share(p, seen, unit_keys, split);
   const int splits = share.splits, first = share.keys.first, end = share.keys.end;
   if (split >= splits) return;
@@ -233,17 +234,17 @@ KERNEL(THREADS, MINB) decode(const Params p) {
   append_new(p, tile, split == splits - 1, seq.first_k + end);
 #endif
 
-  const u32 shared = SHARED_BASE, q_at = shared + g * OfQ::ROW_BYTES + ((t ^ (g & 1) << 2) << 4);
-  const u16 *k = p.k + (PAGED ? 0 : tile.sequence * p.k_s.batch) + (i64)tile.head_k * p.k_s.head;
-  const u16 *v = p.v + (PAGED ? 0 : tile.sequence * p.v_s.batch) + (i64)tile.head_k * p.v_s.head;
+  const u32 shared = SHARED_BASE, q_at = shared + (side * ROWS + g) * OfQ::ROW_BYTES + ((t ^ (g & 1) << 2) << 4);
+  const u16 *k = p.k + (PAGED ? 0 : tile.sequence * p.k_s.batch) + (i64)tile.head_k * p.k_s.head + side * W;
+  const u16 *v = p.v + (PAGED ? 0 : tile.sequence * p.v_s.batch) + (i64)tile.head_k * p.v_s.head + side * W;
   const int *pages = PAGED ? p.block_table + (i64)tile.sequence * p.table_stride : nullptr;
 
   Rows rows;
   uint4 q[2][PIECES];
-  load_rows(p, tile, q, rows);
+  load_rows(p, tile, q, rows, side * W);
   rows.position[0] = tile.query(p, g) + offset, rows.position[1] = tile.query(p, g + 8) + offset;
   if (!Q_IN_REGISTERS) {
-    if (warp == 0)
+    if (group == 0)
       UNROLLED(c, PIECES)
         UNROLLED(r, 2) shared_store(OfQ::along(q_at, c * 4) + r * 8 * OfQ::ROW_BYTES, q[r][c]);
     __syncthreads();
@@ -259,27 +260,37 @@ KERNEL(THREADS, MINB) decode(const Params p) {
   KeyTile key_tile;
   ValueTile value_tile;
   const int last_slot = seq.first_k + end - 1;
-  int key = first + warp * KEYS;
-  if (key < end) {
+  int key = first + group * KEYS, turn = 0;
+  const int stop = SUMS ? end + group * KEYS : end;   // warps that wait for one another take as many steps
+  const int k_channels = p.head_dim - side * W, v_channels = p.head_dim_v - side * W;
+  if (key < stop) {
     places.find(p, pages, seq.first_k + key, last_slot);
-    load(p, key_tile, k, p.k_s, places, end - key, p.head_dim);
-    load(p, value_tile, v, p.v_s, places, end - key, p.head_dim_v);
+    load(p, key_tile, k, p.k_s, places, end - key, k_channels);
+    load(p, value_tile, v, p.v_s, places, end - key, v_channels);
     places.find(p, pages, seq.first_k + key + unit_keys, last_slot);
   }
 #pragma unroll 1
-  for (; key < end; key += unit_keys) {
+  for (; key < stop; key += unit_keys) {
     const int next = key + unit_keys;
     following.find(p, pages, seq.first_k + next + unit_keys, last_slot);   // page numbers arrive while this step is computed
     Scores S;
     const float key_unit = convert_all<32>(reinterpret_cast<uint4 (&)[NB * PIECES]>(key_tile.x));
     scores(S, q, q_at, key_tile);
-    if (next < end) load(p, key_tile, k, p.k_s, places, end - next, p.head_dim);
-    if (modified) modify(S, p, rows, key_unit, key);
+    if (next < stop) load(p, key_tile, k, p.k_s, places, end - next, k_channels);
+    if (modified) scale(S, rows, key_unit);
+    if (SUMS) {
+      const u32 sums_at = shared + SHARES + turn + (group * SIDES * NB * 32 + lane) * 16;
+      leave_sums(S, sums_at, side);
+      __syncthreads();
+      add_sums(S, sums_at, side);
+      turn ^= NW * NB * 512;
+    }
+    if (modified) modify(S, p, rows, key);
     if (LOCAL || key + KEYS > end) hide(S, rows, key, end, left, right);
     online_softmax<0>(S, m, l, O, unit);
     const float value_unit = convert_all<32>(reinterpret_cast<uint4 (&)[NB * SLABS * 2]>(value_tile.x));
     accumulate(O, S, value_tile, value_unit);
-    if (next < end) load(p, value_tile, v, p.v_s, places, end - next, p.head_dim_v);
+    if (next < stop) load(p, value_tile, v, p.v_s, places, end - next, v_channels);
     places = following;
   }
 

@@ -2,11 +2,13 @@
 #pragma once
 #include "splits.cuh"
 
-constexpr int CHUNKS = D / 8, NW = 4, THREADS = NW * 32, ROWS = 16, MAX_SPLITS = 256;
+constexpr int NW = 4, THREADS = NW * 32, ROWS = 16, MAX_SPLITS = 256;
+// With SUMS two warps have the same keys, each of them half of the channels: they add up what they find of the scores.
+constexpr int SIDES = 1 << SUMS, WARPS = NW / SIDES, W = D / SIDES, CHUNKS = W / 8;
 constexpr int PART = ROWS * (D + 2);   // what a split leaves: its result, then for each row the maximum in units of log2 and the sum
-constexpr int SLABS = D / 64;   // of 64 channels in V and in the result
+constexpr int SLABS = W / 64;   // of 64 channels in a warp's V and result
 // Shared memory: the warps' shares of a slab of the result (before: Q, after: the splits' weights), then their maxima and sums, then
-// 1 / sum of each row.
+// 1 / sum of each row. With SUMS, before: what warps find of scores, twice.
 constexpr u32 SHARES = NW * ROWS * 64 * 4, STATISTICS_AT = SHARES, FACTORS_AT = STATISTICS_AT + NW * ROWS * 8;
 
 // The rows of a block's tile: row i is query i / group of head i % group.
@@ -63,18 +65,18 @@ DEVICE void combine_warps(const Params &p, const Tile &tile, float (&O)[CHUNKS][
                               make_float4(O[h * 8 + i][0][2 * r + e], O[h * 8 + i + 1][0][2 * r + e], O[h * 8 + i + 2][0][2 * r + e], O[h * 8 + i + 3][0][2 * r + e]));
     }
     __syncthreads();
-    for (int i = thread; i < tile.count() * 16; i += THREADS) {
-      const int row = i / 16, quad = i % 16, channel = h * 64 + quad * 4;
-      float statistics[NW][2], highest = NEG_INF, sum = 0.f;
-      UNROLLED(w, NW) {
-        shared_load_floats(statistics[w], shared + STATISTICS_AT + (w * ROWS + row) * 8);
+    for (int i = thread; i < tile.count() * 16 * SIDES; i += THREADS) {
+      const int row = i / 16 / SIDES, side = i / 16 % SIDES, quad = i % 16, channel = side * W + h * 64 + quad * 4;
+      float statistics[WARPS][2], highest = NEG_INF, sum = 0.f;
+      UNROLLED(w, WARPS) {
+        shared_load_floats(statistics[w], shared + STATISTICS_AT + ((w * SIDES + side) * ROWS + row) * 8);
         highest = fmaxf(highest, statistics[w][0]);
       }
       const float from = highest == NEG_INF ? 0.f : highest;
       float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
-      UNROLLED(w, NW) {
+      UNROLLED(w, WARPS) {
         const float weight = exp2_approx(statistics[w][0] - from);
-        const float4 x = shared_load_float4(share_at(shared, w, row, quad));
+        const float4 x = shared_load_float4(share_at(shared, w * SIDES + side, row, quad));
         sum += weight * statistics[w][1];
         total.x += weight * x.x, total.y += weight * x.y, total.z += weight * x.z, total.w += weight * x.w;
       }

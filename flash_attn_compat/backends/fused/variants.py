@@ -22,6 +22,8 @@ _DECODE_ROWS = 16
 _FEW_QUERIES, _FEW_FOLDED = 16, 128
 # Bytes: what 4 warps have found for 16 rows of 64 channels, maxima and sums of these, those of the tile.
 _DECODE_SHARED = 4 * 16 * 64 * 4 + 4 * 16 * 8 + 16 * 4
+# Of the widest heads two warps have half of the channels each, and leave scores of 16 rows and 8 keys, twice.
+_DECODE_SHARED_SUMS = 4 * 16 * 64 * 4 + 2 * 4 * 16 * 8 * 4
 # Keys that are worth a block of their own, and blocks that share a tile's keys at most.
 _SPLIT_KEYS = {"forward": 256, "decode": 64}
 _MOST_SPLITS = 256
@@ -250,7 +252,9 @@ def decode(kind: Kind) -> Variant:
     few_registers = D == 64 and kind.vec == 8
     # Of Turing's 64 KB a multiprocessor, three blocks have room.
     macros.append(("MINB", (4 if kind.number >= 80 else 3) if few_registers else 2))
-    return Variant("decode", "decode.cu", tuple(macros), _DECODE_ROWS, 128, _DECODE_SHARED)
+    sums = D > 256
+    macros += [("SUMS", 1)] * sums
+    return Variant("decode", "decode.cu", tuple(macros), _DECODE_ROWS, 128, _DECODE_SHARED_SUMS if sums else _DECODE_SHARED)
 
 
 def step(kind: Kind) -> Variant:
