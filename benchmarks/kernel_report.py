@@ -30,7 +30,7 @@ class Pipes(NamedTuple):
     """Cycles of a multiprocessor of sm_75 for 64 rows times 64 keys, by pipe; the largest is what bounds the kernel.
 
     Assumed: HMMA.1688.F32 8 cycles of a quarter, MUFU and F2F 8, FMA and ALU 2, issue 1; of the whole multiprocessor
-    LDSM.x4 and STS.128 8, smaller shared accesses 2. Every instruction of the loop counts, masks among them.
+    LDSM.x4, LDS.128 and STS.128 8, smaller shared accesses 2. Every instruction of the loop counts, masks among them.
     """
 
     tensor: float
@@ -65,9 +65,8 @@ def turing_pipes(loops: Sequence[Counter[str]], variant: Variant) -> Pipes:
 
     warps = variant.threads // 32
     quarter = warps / 4
-    wide_stores = sum(number for name, number in loop.items() if name.startswith("STS") and "128" in name)
-    wide = count("LDSM") + wide_stores
-    narrow = count("LDS") - count("LDSM") + count("STS") - wide_stores
+    wide = count("LDSM", "LDS.128", "LDS.U.128", "STS.128")
+    narrow = count("LDS", "STS") - wide
     units = variant.rows * step(variant) / 4096
     alu = ("FMNMX", "LOP3", "PRMT", "IADD3", "SHF", "LEA", "FSETP", "ISETP", "SEL", "FSEL")
     return Pipes(

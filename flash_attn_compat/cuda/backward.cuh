@@ -13,7 +13,7 @@
 //
 // A block has NW warps of MT row tiles of 16, OWN = NW * MT * 16 rows. With PAIRS, two warps have the same own rows: each finds P and dS of half of a
 // tile's passing rows, both get both through shared memory, and each adds up every other 16 channels: half as many accumulators.
-// With SUMS, 2^SUMS warps have: each has every 2^SUMS-th 16 channels of the own operands too, so that all add up what each finds of S and dP. Passing tiles have TL rows; the one of S has two buffers, since
+// With SUMS, 2^SUMS warps have; each has of the own operands as well every 2^SUMS-th 16 channels only, and all add up what they find of S and dP. Passing tiles have TL rows; the one of S has two buffers, since
 // it is read again for dS. Own operands lie in registers (REG_S, REG_P) or in shared memory. Bytes of shared memory:
 //   OWN * 2 ([not REG_S] D + [not REG_P] DV) + max(TL * 2 (2 D + DV) + [dkdv] TL * 16, OWN * 2 max(D, DV))
 // Entries: delta (delta.cu), dkdv (dkdv.cu), dq (dq.cu), launched in this order; grids are said there, tiles chosen in
@@ -25,9 +25,11 @@
 #include "splits.cuh"
 
 constexpr int THREADS = NW * 32, SHARE = 1 << PAIRS + SUMS, GROUPS = NW / SHARE, OWN = GROUPS * MT * 16, WARP_ROWS = MT * 16;
-constexpr int SEEN = TL >> PAIRS, NB = SEEN / 8;   // passing rows of a tile whose scores a warp finds
-static_assert(D % (16 * SHARE) == 0 && DV % (16 * SHARE) == 0 && SEEN % 16 == 0, "what is shared out comes in 16s");
-static_assert(!SUMS || (!PAIRS && PARTS == 1 && !CPA), "sums lie where the next tile will, until dP's are there");
+constexpr bool HALVES = PAIRS || SUMS;
+constexpr int SEEN = HALVES ? TL / 2 : TL, NB = SEEN / 8;   // passing rows of a tile whose probabilities a warp finds
+constexpr int SUMMED = SUMS ? TL / 8 : NB;                  // blocks of 8 whose products it sums up: its own come first
+static_assert(D % (16 * SHARE) == 0 && DV % (16 * SHARE) == 0 && SEEN % (SUMS ? 8 : 16) == 0, "what is shared out comes in 16s");
+static_assert(!SUMS || (!PAIRS && PARTS == 1 && TL == 16), "two warps or four find the scores of 16 rows");
 DEVICE int group_of(int thread) { return (thread >> 5) % GROUPS; }   // of warps with the same own rows
 DEVICE int side_of(int thread) { return SHARE > 1 ? (thread >> 5) / GROUPS : 0; }
 static_assert(!KEYS_STAY || 2 * TL <= THREADS, "a thread loads one of a tile's LSE and delta");
@@ -42,9 +44,8 @@ typedef Mover<THREADS, TL, DV> MoverP;
 constexpr int P_SHIFT = TYPE == 2 ? 12 : 0;
 // Softcap's slope comes divided by 4: probabilities are 4 times as large, and so is dv.
 constexpr int SLOPE_SHIFT = SOFTCAP ? 2 : 0;
-typedef float Scores[NB][MT][4];
-typedef u32 Packed[NB / 2][MT][4];         // scores as operands
-typedef u32 WholeTile[TL / 16][MT][4];
+typedef float Scores[SUMMED][MT][4];
+typedef u32 Packed[NB][MT][2];   // scores as operands
 typedef float GradientS[D / 8 / SHARE][MT][4], GradientP[DV / 8 / SHARE][MT][4];
 
 // ---- Powers of two (converted bf16)
@@ -118,16 +119,20 @@ struct Scoring {
 
 // ---- c += a tile, along the passing rows. On Turing the addresses are product()'s, so that they are kept once: transposed, blocks and steps
 // change places. m16n8k16 wants its two steps in neighbouring registers, which a different order of addresses gives for nothing.
-template <int N, int C> DEVICE void accumulate(float (&c)[C][MT][4], const u32 (*a)[MT][4], u32 tile_at, int first = 0) {
+template <int N, int C> DEVICE void accumulate(float (&c)[C][MT][4], const u32 (*a)[MT][2], u32 tile_at, int first = 0) {
   typedef Layout<C * 8 * SHARE> L;
-  UNROLLED(k, N / 2)
+  UNROLLED(k, N / 2) {
+    u32 both[MT][4];
+    UNROLLED(m, MT)
+      UNROLLED(i, 4) both[m][i] = a[2 * k + i / 2][m][i % 2];
 #pragma unroll
     for (int n = 0; n < C; n += 2) {
       u32 b[4];
       ldmatrix_transposed(b, L::along(tile_at, n * SHARE) + (first + 2 * k) * 8 * L::ROW_BYTES);
       const u32 swapped[4] = {b[0], b[MMA16 ? 1 : 2], b[MMA16 ? 2 : 1], b[3]};
-      multiply<MT>(c[n], c[n + 1], a[k], swapped);
+      multiply<MT>(c[n], c[n + 1], both, swapped);
     }
+  }
 }
 
 // ---- Line 11: P = exp(S - LSE) in S's place, what is hidden 0. Where softcap's slope 1 - tanh^2 comes in, it is a factor of P already;
@@ -185,7 +190,7 @@ DEVICE void probabilities(Scores &S, Packed &packed, const Scoring &f, const Sig
           const bool gone = false;
 #endif
           if (KEEP) {
-            u32 &pair = packed[n / 2][m][n % 2 * 2 + r];
+            u32 &pair = packed[n][m][r];
             const float kept = gone ? 0.f : s;
             pair = e ? pack(__int_as_float(pair), kept) : __float_as_int(kept);
           }
@@ -201,7 +206,7 @@ DEVICE void probabilities(Scores &S, Packed &packed, const Scoring &f, const Sig
 // ---- Line 13: dS = P (dP - delta), packed. A dropped probability has dP = 0. Where nothing scales dP, it starts at -delta.
 constexpr bool FROM_DELTA = TYPE != 2 && !DROPOUT && !SUMS;
 // Blocks of 8 passing rows whose dP is in registers at once: all, where the own operand would be read again for each, or the scales of dP would.
-constexpr int AT_ONCE = REG_P && FROM_DELTA ? 2 : NB;
+constexpr int AT_ONCE = SUMS ? SUMMED : REG_P && FROM_DELTA ? 2 : NB;
 
 DEVICE void start(float (*dP)[MT][4], const OwnRows &own, u32 rows_at) {
   UNROLLED(n, AT_ONCE) {
@@ -212,8 +217,8 @@ DEVICE void start(float (*dP)[MT][4], const OwnRows &own, u32 rows_at) {
   }
 }
 
-DEVICE void score_gradients(u32 (*dS)[MT][4], const float (*P)[MT][4], const float (*dP)[MT][4], const OwnRows &own, u32 rows_at, float dropout_scale, const int (&exponent)[MT][2]) {
-  UNROLLED(n, AT_ONCE) {
+DEVICE void score_gradients(u32 (*dS)[MT][2], const float (*P)[MT][4], const float (*dP)[MT][4], const OwnRows &own, u32 rows_at, float dropout_scale, const int (&exponent)[MT][2]) {
+  UNROLLED(n, SUMS ? NB : AT_ONCE) {
     float minus_delta[2];
     if (KEYS_STAY && !FROM_DELTA) shared_load_floats(minus_delta, rows_at + TL * 4 + n * 32);
     UNROLLED(m, MT)
@@ -224,7 +229,7 @@ DEVICE void score_gradients(u32 (*dS)[MT][4], const float (*P)[MT][4], const flo
           const float probability = P[n][m][2 * r + e], d = dP[n][m][2 * r + e], minus = KEYS_STAY ? minus_delta[e] : own.minus_delta[m][r];
           x[e] = probability * (FROM_DELTA ? d : DROPOUT && !(probability >= 0.f) ? -minus : fmaf(d, scale, minus));
         }
-        dS[n / 2][m][n % 2 * 2 + r] = pack(x[0], x[1]);
+        dS[n][m][r] = pack(x[0], x[1]);
       }
   }
 }
@@ -327,26 +332,53 @@ struct Block {
     return is_lse ? row_lse(p, global_load(p.lse + at), row, -passing.shift, slope) : times_power_of_two(-global_load(p.delta + at), delta_exponent);
   }
 
-  // A tile's P or dS (`which`) as operands of all its rows: what a warp has found goes there, and comes back with what its partner has.
-  static DEVICE u32 exchange_at(u32 shared, int which, int thread) {
-    return shared + ROW_VALUES + (KEYS_STAY ? TL * 16 : 0) + ((which * GROUPS + group_of(thread)) * (TL / 16) * MT * 32 + (thread & 31)) * 16;
+  // HALVES: a tile's P or dS (`which`), of which each warp has found some: where it leaves that for its partner, and where its partner does.
+  static constexpr u32 EXCHANGE = ROW_VALUES + (KEYS_STAY ? TL * 16 : 0), OF_HALF = NB * MT * 256;
+  static DEVICE u32 exchange_at(u32 shared, int which, int thread, int side) {
+    return shared + EXCHANGE + ((which * GROUPS + group_of(thread)) * SHARE + side) * OF_HALF + (thread & 31) * (NB % 2 ? 4 : 16);
   }
-  // SUMS: where the first of a group's warps leaves what it finds of S (in the next tile's place, where that has room) and of dP.
-  static constexpr u32 OF_SUMS = NW * NB * MT * 512, SUMS_END = ROW_VALUES + (KEYS_STAY ? TL * 16 : 0);
-  static DEVICE u32 sums_at(u32 shared, bool of_S, int buffer, int thread) {
-    const u32 place = !of_S ? SUMS_END : OF_SUMS <= TILE_BYTES ? TILES + (buffer ^ 1) * TILE_BYTES : SUMS_END + OF_SUMS;
-    return shared + place + (group_of(thread) * SHARE * NB * MT * 32 + (thread & 31)) * 16;
+  static DEVICE void hand_over(const u32 (*found)[MT][2], u32 at) {
+    UNROLLED(n, NB)
+      UNROLLED(m, MT)
+        if (NB % 2) shared_store(at + m * 256, found[n][m][0]), shared_store(at + m * 256 + 128, found[n][m][1]);
+        else if (n % 2) shared_store(at + (n / 2 * MT + m) * 512, make_uint4(found[n - 1][m][0], found[n - 1][m][1], found[n][m][0], found[n][m][1]));
   }
-  template <int N> static DEVICE void hand_over(const u32 (&found)[N][MT][4], u32 at, int first) {
-    UNROLLED(k, N)
-      UNROLLED(m, MT) shared_store(at + ((first + k) * MT + m) * 512, make_uint4(found[k][m][0], found[k][m][1], found[k][m][2], found[k][m][3]));
-  }
-  static DEVICE void receive(WholeTile &all, u32 at) {
-    UNROLLED(k, TL / 16)
+  // c += own and the partner's times a tile; the own rows' first one is at `turned`.
+  template <int C> static DEVICE void accumulate_both(float (&c)[C][MT][4], const u32 (*own)[MT][2], u32 at, u32 turned, int half) {
+    u32 all[2 * NB][MT][2];
+    UNROLLED(n, NB)
       UNROLLED(m, MT) {
-        const uint4 x = shared_load4(at + (k * MT + m) * 512);
-        all[k][m][0] = x.x, all[k][m][1] = x.y, all[k][m][2] = x.z, all[k][m][3] = x.w;
+        all[n][m][0] = own[n][m][0], all[n][m][1] = own[n][m][1];
+        if (NB % 2) {
+          all[NB + n][m][0] = __float_as_int(shared_load_float(at + m * 256)), all[NB + n][m][1] = __float_as_int(shared_load_float(at + m * 256 + 128));
+        } else if (n % 2) {
+          const uint4 x = shared_load4(at + (n / 2 * MT + m) * 512);
+          all[NB + n - 1][m][0] = x.x, all[NB + n - 1][m][1] = x.y, all[NB + n][m][0] = x.z, all[NB + n][m][1] = x.w;
+        }
       }
+    accumulate<SUMS ? 2 : NB>(c, all, turned);
+    if (PAIRS) accumulate<NB>(c, all + NB, turned + (1 - 2 * half) * SEEN * Layout<C * 8 * SHARE>::ROW_BYTES);
+  }
+  // SUMS: where a warp leaves what it finds for others, of S in the next tile's place if that has room, and of dP. Two warps have halves to find,
+  // of four, two have the same.
+  static constexpr u32 SUMS_END = EXCHANGE + 2 * NW * OF_HALF, OF_SUMS = NW * SUMS * MT * 512;
+  static DEVICE u32 sums_at(u32 shared, bool of_S, int buffer, int thread) {
+    const u32 place = !of_S ? SUMS_END : OF_SUMS <= TILE_BYTES && !CPA ? TILES + (buffer ^ 1) * TILE_BYTES : SUMS_END + OF_SUMS;
+    return shared + place + group_of(thread) * SHARE * SUMS * MT * 512 + (thread & 31) * 16;
+  }
+  static DEVICE void leave(const float (*c)[MT][4], u32 at, int side) {
+    UNROLLED(n, SUMS)
+      UNROLLED(m, MT) leave_sums(c[n + 2 - SUMS][m], at + ((side * SUMS + n) * MT + m) * 512);
+  }
+  static DEVICE void add(float (*c)[MT][4], u32 at, int side) {
+    UNROLLED(m, MT) {
+      add_sums(c[0][m], at + (((side ^ 1) * SUMS + SUMS - 1) * MT + m) * 512);
+      if (SUMS == 1) continue;
+      float others[4] = {0.f, 0.f, 0.f, 0.f};
+      add_sums(others, at + ((side ^ 2) * SUMS * MT + m) * 512);
+      add_sums(others, at + (((side ^ 3) * SUMS + 1) * MT + m) * 512);
+      UNROLLED(e, 4) c[0][m][e] += others[e];
+    }
   }
 
   // Lines 6 to 15: the inner loop. grad_s += dS S's passing operand, grad_p += P dP's passing operand; each where wanted.
@@ -368,33 +400,33 @@ struct Block {
     for (int step = 0; step < steps; step++) {
       // A 0 that the compiler cannot see through: so it keeps nothing that follows from the thread's number over the loop.
       const int zero = step & p.zero, thread = threadIdx.x + zero, g = thread >> 2 & 7, t = thread & 3;
-      const int buffer = step & 1, side = side_of(thread), half = PAIRS ? side : 0, first = tile * TL, seen = first + half * SEEN;
-      const u32 s_tile = shared + TILES + buffer * TILE_BYTES, p_tile = shared + TILE_P;
-      const u32 s_at = OfS::along(s_tile + OfS::b_operand_at(thread) + half * SEEN * OfS::ROW_BYTES, SUMS ? side * 2 : 0);
-      const u32 p_at = OfP::along(p_tile + OfP::b_operand_at(thread) + half * SEEN * OfP::ROW_BYTES, SUMS ? side * 2 : 0);
+      const int buffer = step & 1, side = side_of(thread), half = HALVES ? side & 1 : 0, first = tile * TL, seen = first + half * SEEN;
+      const u32 s_tile = shared + TILES + buffer * TILE_BYTES + half * (PAIRS ? SEEN : 0) * OfS::ROW_BYTES, p_tile = shared + TILE_P + half * (PAIRS ? SEEN : 0) * OfP::ROW_BYTES;
+      const int by_rows = SUMS ? thread ^ half << 4 : thread, turned = SUMS ? thread ^ half << 3 : thread;   // so that the rows whose scores it finds come first
+      const u32 s_at = OfS::along(s_tile + OfS::b_operand_at(by_rows), SUMS ? side * 2 : 0), p_at = OfP::along(p_tile + OfP::b_operand_at(by_rows), SUMS ? side * 2 : 0);
       // Where accumulate() reads.
-      const u32 s_turned = OfS::along(s_tile + (MMA16 ? OfS::a_operand_at(thread) : OfS::b_operand_at(thread)), side * 2);
-      const u32 p_turned = OfP::along(p_tile + (MMA16 ? OfP::a_operand_at(thread) : OfP::b_operand_at(thread)), side * 2);
+      const u32 s_turned = OfS::along(s_tile + (MMA16 ? OfS::a_operand_at(turned) : OfS::b_operand_at(by_rows)), side * 2);
+      const u32 p_turned = OfP::along(p_tile + (MMA16 ? OfP::a_operand_at(turned) : OfP::b_operand_at(by_rows)), side * 2);
       const u32 rows_at = shared + ROW_VALUES + buffer * TL * 8 + half * SEEN * 4 + t * 8;
       const Sight band = sight(p, owned.first + group_of(thread) * WARP_ROWS, passing.shift, passing.rows, zero);
       // Without a mask always true: the compiler then keeps the operands of one half of this loop out of the other, where registers are short.
-      const bool active = LOCAL ? band.sees_some(first) || (PAIRS && band.sees_some(first + SEEN)) : KEYS_STAY || D > 128 ? zero == 0 : true, last = step + 1 == steps;
+      const bool active = LOCAL ? band.sees_some(first) || (HALVES && band.sees_some(first + SEEN)) : KEYS_STAY || D > 128 ? zero == 0 : true, last = step + 1 == steps;
       load(p, transit, passing.p, p_strides, passing, tile, this_head, p.head_dim_v, MoverP(thread), shared + TILE_P);
       Scores S;
       Packed P;
       float dP[AT_ONCE][MT][4];
-      u32 dS[AT_ONCE / 2][MT][4];
+      u32 dS[AT_ONCE][MT][2];
       scoring.set_head(p, b, head + this_head);
       const auto find_probabilities = [&] {
         if (band.sees_all(seen) && (!DISTANCE_IS_SUM || band.is_behind(seen) || band.is_ahead(seen)))
           probabilities<false, GRAD_P>(S, P, scoring, band, own, rows_at, seen, p.dropout_limit, g, t);
         else probabilities<true, GRAD_P>(S, P, scoring, band, own, rows_at, seen, p.dropout_limit, g, t);
-        if (PAIRS && GRAD_P) hand_over(P, exchange_at(shared, 0, thread), side * NB / 2);
+        if (HALVES && GRAD_P) hand_over(P, exchange_at(shared, 0, thread, side));
       };
       if (active) {
         set_zero(S);
-        product<REG_S, D, NB>(S, own_s, shared + own_at<OfS>(thread), s_at);
-        if (SUMS) leave_sums(S, sums_at(shared, true, buffer, thread), side);
+        product<REG_S, D, SUMMED>(S, own_s, shared + own_at<OfS>(thread), s_at);
+        if (SUMS) leave(S, sums_at(shared, true, buffer, thread), side);
         else find_probabilities();
       }
       MoverP(thread).store(transit, shared + TILE_P, p_scale);
@@ -406,40 +438,32 @@ struct Block {
         row_value = load_row_value(p, passing, tile, this_head, position_slope(p, b, head + this_head), thread);
       }
       if (active) {
-        if (SUMS) add_sums(S, sums_at(shared, true, buffer, thread), side), find_probabilities();
-        if (GRAD_P && PAIRS) {
-          WholeTile all;
-          receive(all, exchange_at(shared, 0, thread));
-          accumulate<TL / 8>(grad_p, all, p_turned);
-        } else if (GRAD_P) {
-          accumulate<NB>(grad_p, P, p_turned);
-        }
+        if (SUMS) add(S, sums_at(shared, true, buffer, thread), side), find_probabilities();
+        if (GRAD_P && PAIRS) accumulate_both(grad_p, P, exchange_at(shared, 0, thread, side ^ 1), p_turned, half);
+        else if (GRAD_P && !SUMS) accumulate<NB>(grad_p, P, p_turned);
         if (GRAD_S)
 #pragma unroll
           for (int n = 0; n < NB; n += AT_ONCE) {
             start(dP, own, rows_at + n * 32);
             product<REG_P, DV, AT_ONCE>(dP, own_p, shared + OWN_P + own_at<OfP>(thread), p_at, n);
-            if (!SUMS) score_gradients(dS, S + n, dP, own, rows_at + n * 32, p.dropout_scale, ds_exponent);
-            if (SUMS) leave_sums(dP, sums_at(shared, false, buffer, thread), side);
-            else if (PAIRS) hand_over(dS, exchange_at(shared, KEYS_STAY, thread), (side * NB + n) / 2);
-            else accumulate<AT_ONCE>(grad_s, dS, s_turned, n);
+            if (SUMS) leave(dP, sums_at(shared, false, buffer, thread), side);
+            else score_gradients(dS, S + n, dP, own, rows_at + n * 32, p.dropout_scale, ds_exponent);
+            if (PAIRS) hand_over(dS, exchange_at(shared, KEYS_STAY, thread, side));
+            else if (!SUMS) accumulate<AT_ONCE>(grad_s, dS, s_turned, n);
           }
       }
-      if (SUMS && GRAD_S) {
+      if (SUMS) {
         __syncthreads();
         if (active) {
-          add_sums(dP, sums_at(shared, false, buffer, thread), side);
+          if (GRAD_P) accumulate_both(grad_p, P, exchange_at(shared, 0, thread, side ^ 1), p_turned, half);
+          add(dP, sums_at(shared, false, buffer, thread), side);
           score_gradients(dS, S, dP, own, rows_at, p.dropout_scale, ds_exponent);
-          accumulate<NB>(grad_s, dS, s_turned);
+          hand_over(dS, exchange_at(shared, KEYS_STAY, thread, side));
         }
       }
-      if (PAIRS && GRAD_S) {
+      if (HALVES && GRAD_S) {
         __syncthreads();
-        if (active) {
-          WholeTile all;
-          receive(all, exchange_at(shared, KEYS_STAY, thread));
-          accumulate<TL / 8>(grad_s, all, s_turned);
-        }
+        if (active) accumulate_both(grad_s, dS, exchange_at(shared, KEYS_STAY, thread, side ^ 1), s_turned, half);
       }
       if (!last) {
         MoverS(thread).store(transit, shared + TILES + (buffer ^ 1) * TILE_BYTES, s_scale);

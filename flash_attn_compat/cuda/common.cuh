@@ -363,22 +363,11 @@ template <bool REG, int W, int N, int M> DEVICE void product(float (*c)[M][4], c
   }
 }
 
-// Sums of 2^SUMS warps to their places in shared memory; and from there, once all have come, to each of them: the same bits. `at`: this lane's of the first.
-template <int N, int M> DEVICE void leave_sums(const float (&c)[N][M][4], u32 at, int side) {
-  UNROLLED(n, N)
-    UNROLLED(m, M) shared_store_float4(at + ((side * N + n) * M + m) * 512, make_float4(c[n][m][0], c[n][m][1], c[n][m][2], c[n][m][3]));
-}
-template <int N, int M> DEVICE void add_sums(float (&c)[N][M][4], u32 at, int side) {
-  UNROLLED(pairs, SUMS)
-    UNROLLED(n, N)
-      UNROLLED(m, M) {
-        float4 x = shared_load_float4(at + (((side ^ (1 + pairs)) * N + n) * M + m) * 512);
-        if (pairs) {
-          const float4 y = shared_load_float4(at + (((side ^ 3) * N + n) * M + m) * 512);
-          x.x += y.x, x.y += y.y, x.z += y.z, x.w += y.w;
-        }
-        c[n][m][0] += x.x, c[n][m][1] += x.y, c[n][m][2] += x.z, c[n][m][3] += x.w;
-      }
+// With SUMS: a lane's sums to shared memory, and added to those of another warp from there.
+DEVICE void leave_sums(const float (&c)[4], u32 at) { shared_store_float4(at, make_float4(c[0], c[1], c[2], c[3])); }
+DEVICE void add_sums(float (&c)[4], u32 at) {
+  const float4 x = shared_load_float4(at);
+  c[0] += x.x, c[1] += x.y, c[2] += x.z, c[3] += x.w;
 }
 
 // Online softmax: S becomes exp2(S * unit - m_new + P_SHIFT); row maxima m and this lane's share of the row sums l follow. Rescales O only

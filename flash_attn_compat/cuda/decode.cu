@@ -280,9 +280,9 @@ KERNEL(THREADS, MINB) decode(const Params p) {
     if (modified) scale(S, rows, key_unit);
     if (SUMS) {
       const u32 sums_at = shared + SHARES + turn + (group * SIDES * NB * 32 + lane) * 16;
-      leave_sums(S, sums_at, side);
+      UNROLLED(n, NB) leave_sums(S[n][0], sums_at + (side * NB + n) * 512);
       __syncthreads();
-      add_sums(S, sums_at, side);
+      UNROLLED(n, NB) add_sums(S[n][0], sums_at + ((side ^ 1) * NB + n) * 512);
       turn ^= NW * NB * 512;
     }
     if (modified) modify(S, p, rows, key);

@@ -340,8 +340,10 @@ def _backward(entry: str, kind: Kind, tile: Tile, passing: int) -> Variant:
     macros += [("SUMS", tile.sums)] * (tile.sums > 0)
     row, row_v = 2 * kind.D, 2 * kind.DV
     own = tile.rows * ((not tile.s) * row + (not tile.p) * row_v)
-    exchanged = tile.pairs * tile.rows * tile.step * 2 * (1 + (entry == "dkdv"))
-    exchanged += _sums(tile) * (1 + (tile.step * row < _sums(tile)))  # those of S lie where the next tile will
+    halves = tile.pairs or tile.sums
+    exchanged = (tile.NW * tile.MT * 16 * tile.step // 2 * 2 * 2) * (halves > 0)  # of P and dS
+    sums = tile.NW * tile.sums * tile.MT * 512
+    exchanged += sums * (1 + (tile.step * row < sums or ("CPA", 1) in macros))  # those of S lie where the next tile will
     shared = max(own + tile.step * (2 * row + row_v) + passing + exchanged, own + tile.rows * max(row, row_v))
     return Variant(entry, f"{entry}.cu", tuple(macros), tile.rows, tile.NW * 32, shared)
 
