@@ -12,7 +12,7 @@ import argparse
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from flash_attn_compat.backends.fused import variants
@@ -56,9 +56,8 @@ def useful(pipes: Pipes, variant: Variant, head_dim: int, head_dim_v: int) -> fl
     return 8 * (of_d * head_dim + of_dv * head_dim_v) / max(pipes)
 
 
-def turing_pipes(loops: Sequence[Counter[str]], variant: Variant) -> Pipes:
-    """loops: the main one, or those of the blocks that share a tile of dkdv"""
-    loop = sum(loops[: variants.parts(variant)], Counter[str]())
+def turing_pipes(loop: Counter[str], variant: Variant) -> Pipes:
+    """loop: the main one"""
 
     def count(*names: str) -> int:
         return sum(number for name, number in loop.items() if name.startswith(names))
@@ -102,8 +101,8 @@ def line(variant: Variant, number: int, compiler: str) -> tuple[str, bool]:
     shared = found.static_shared + variant.shared
     said = f"{variant.entry} {name}: {found.registers} registers, {found.spilled} bytes spilled, {shared} shared"
     if number == 75 and variant.entry in ("forward", "dkdv", "dq"):
-        loops = offline.main_loops(offline.instructions(found.cubin))
-        said += f"\n    {mix(loops[0])}\n    {model(loops, variant)}"
+        loop = offline.main_loop(offline.instructions(found.cubin))
+        said += f"\n    {mix(loop)}\n    {model(loop, variant)}"
     if number == 75 and found.spilled > offline.allowed_spills(variant):
         complaints.append(f"spills more than {offline.allowed_spills(variant)} bytes")
     return said + "".join(f"\n    DOES NOT FIT: {complaint}" for complaint in complaints), not complaints
@@ -116,8 +115,8 @@ def mix(loop: Counter[str]) -> str:
     )
 
 
-def model(loops: Sequence[Counter[str]], variant: Variant) -> str:
-    pipes = turing_pipes(loops, variant)
+def model(loop: Counter[str], variant: Variant) -> str:
+    pipes = turing_pipes(loop, variant)
     cycles = ", ".join(f"{name} {value:.0f}" for name, value in pipes._asdict().items())
     return f"T4, cycles for 64 x 64: {cycles}; tensor cores at most {pipes.tensor_share:.0%} busy"
 
@@ -136,10 +135,10 @@ def table(compiler: str) -> Iterator[str]:
         for kind in kinds:
             variant = variants.MAKERS[entry](kind._replace(head_dim=D))
             found = offline.compiled(offline.compilers()[compiler], variant, "sm_75")
-            loops = offline.main_loops(offline.instructions(found.cubin))[: variants.parts(variant)]
-            pipes, local = turing_pipes(loops, variant), max(map(offline.local_share, loops))
+            loop = offline.main_loop(offline.instructions(found.cubin))
+            pipes, local = turing_pipes(loop, variant), offline.local_share(loop)
             shares.append(f"{useful(pipes, variant, D, D):.2f}" + f" ({local:.1%})" * (local > 0))
-            tile = f"{variant.rows} x {step(variant)}, {variant.threads // 32}" + ", in two parts" * (len(loops) > 1)
+            tile = f"{variant.rows} x {step(variant)}, {variant.threads // 32}"
             cycles = " | ".join(f"{pipe:.0f}" for pipe in pipes[:3])
             first = first or f"{D} | {entry} | {tile} | {found.registers} | {cycles}"
         yield f"| {first} | {' | '.join(shares)} |"

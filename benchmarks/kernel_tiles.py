@@ -54,8 +54,7 @@ DKDV = {
          Tile(64, 4, 2, 2, s=False, p=False)],
     128: [Tile(16, 4, 1, 2, s=False), Tile(16, 4, 1, 2), Tile(32, 4, 1, 2, s=False, p=False),
           Tile(32, 4, 1, 1, s=False), Tile(32, 8, 1, 1, s=False, p=False), Tile(64, 4, 1, 1, s=False, p=False)],
-    256: [Tile(16, 4, 1, 1, s=False, p=False, parts=2), Tile(16, 4, 1, 1, s=False, parts=2),
-          Tile(32, 4, 1, 1, s=False, p=False, parts=2), Tile(32, 8, 1, 1, parts=2, pairs=1)],
+    256: [Tile(16, 8, 1, 1, sums=1), Tile(16, 8, 1, 1, s=False, p=False, sums=1), Tile(16, 8, 1, 1, sums=2)],
 }  # fmt: skip
 DQ = {
     32: [Tile(32, 4, 2, 2), Tile(64, 4, 2, 2), Tile(64, 4, 1, 3), Tile(32, 4, 1, 3)],
@@ -64,7 +63,7 @@ DQ = {
     128: [Tile(32, 4, 1, 2), Tile(64, 4, 1, 1), Tile(32, 4, 1, 2, p=False), Tile(32, 4, 2, 1, s=False, p=False),
           Tile(64, 4, 1, 2, s=False, p=False), Tile(32, 8, 1, 1), Tile(64, 4, 1, 1, p=False)],
     256: [Tile(16, 4, 1, 1, s=False, p=False), Tile(16, 4, 1, 1, p=False), Tile(32, 4, 1, 1, s=False, p=False),
-          Tile(32, 8, 1, 1, pairs=1)],
+          Tile(32, 8, 1, 1, pairs=1), Tile(16, 8, 1, 1, sums=1)],
 }  # fmt: skip
 TILES = {"forward": FORWARD, "dkdv": DKDV, "dq": DQ}
 SPLITS = None, 1, 2, 3, 4, 6, 8, 16, 32
@@ -75,7 +74,7 @@ def label(tile: Tile | None) -> str:
     if tile is None:
         return "today"
     marks = ("" if tile.s else "s") + ("" if tile.p else "p") + ("a" if tile.copies else "")
-    marks += "2" * (tile.parts > 1) + "h" * tile.pairs  # in parts; halves of the channels
+    marks += "h" * tile.pairs + f"+{tile.sums}" * (tile.sums > 0)  # what warps with the same rows share
     return f"{tile.step}x{tile.NW}x{tile.MT}/{tile.MINB}{marks}"
 
 

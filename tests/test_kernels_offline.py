@@ -131,22 +131,21 @@ def test_a_kernel_fits_its_gpu_and_splits_count_on_the_blocks_that_it_holds(row:
     if offline.cuobjdump() is None:
         return
     if number == 75 and variant.entry in MAIN_LOOPS:
-        check_turings_loop(row, offline.main_loops(offline.instructions(found.cubin)), version)
+        check_turings_loop(row, offline.main_loop(offline.instructions(found.cubin)), version)
     if variant == ORDERED:
         # The two steps of an operand lie in neighbouring registers: dkdv once moved each there, a move a product.
         loop = offline.main_loop(offline.instructions(found.cubin))
         assert count(loop, "MOV", "IMAD.MOV") < count(loop, "HMMA.16816") // 2, loop
 
 
-def check_turings_loop(row: Row, loops: list[Counter[str]], version: str) -> None:
-    loop = loops[0]
+def check_turings_loop(row: Row, loop: Counter[str], version: str) -> None:
     assert offline.local_share(loop) <= offline.LOCAL_SHARE, loop
     products = count(loop, "HMMA.1688")
     assert products >= 32, loop
     # Tensor cores without fp32 fused multiply-adds in their place; softcap and ALiBi have some of their own.
     assert count(loop, "FFMA") < 8 * products
     if row.share and version == VERSIONS[-1]:  # no pipe is much busier than needed products make one
-        pipes, D = kernel_report.turing_pipes(loops, row.variant), dict(row.variant.macros)["D"]
+        pipes, D = kernel_report.turing_pipes(loop, row.variant), dict(row.variant.macros)["D"]
         assert kernel_report.useful(pipes, row.variant, D, D) >= row.share, pipes
 
 

@@ -18,7 +18,6 @@
 //   OWN * 2 ([not REG_S] D + [not REG_P] DV) + max(TL * 2 (2 D + DV) + [dkdv] TL * 16, OWN * 2 max(D, DV))
 // Entries: delta (delta.cu), dkdv (dkdv.cu), dq (dq.cu), launched in this order; grids are said there, tiles chosen in
 // backends/fused/variants.py.
-// dk and dv of the largest heads do not fit into registers together: with PARTS = 2 one block has dk, the next one dv.
 // Macros: those above; MINB blocks a multiprocessor, which bounds the registers; D, DV, TYPE, VEC, LOCAL, ALIBI, SOFTCAP, DROPOUT (for delta D, TYPE,
 // VEC), and MMA16 and CPA for sm_80 and newer.
 #pragma once
@@ -29,7 +28,7 @@ constexpr bool HALVES = PAIRS || SUMS;
 constexpr int SEEN = HALVES ? TL / 2 : TL, NB = SEEN / 8;   // passing rows of a tile whose probabilities a warp finds
 constexpr int SUMMED = SUMS ? TL / 8 : NB;                  // blocks of 8 whose products it sums up: its own come first
 static_assert(D % (16 * SHARE) == 0 && DV % (16 * SHARE) == 0 && SEEN % (SUMS ? 8 : 16) == 0, "what is shared out comes in 16s");
-static_assert(!SUMS || (!PAIRS && PARTS == 1 && TL == 16), "two warps or four find the scores of 16 rows");
+static_assert(!SUMS || (!PAIRS && TL == 16), "two warps or four find the scores of 16 rows");
 DEVICE int group_of(int thread) { return (thread >> 5) % GROUPS; }   // of warps with the same own rows
 DEVICE int side_of(int thread) { return SHARE > 1 ? (thread >> 5) / GROUPS : 0; }
 static_assert(!KEYS_STAY || 2 * TL <= THREADS, "a thread loads one of a tile's LSE and delta");
@@ -146,7 +145,7 @@ struct OwnRows {   // of queries; keys need nothing but their dropout words
 // a sum, of what the own row and the passing one have of it.
 constexpr bool DISTANCE_IS_SUM = ALIBI && !(TYPE == 2 && DROPOUT);   // there registers are short
 
-template <bool MASKED, bool KEEP>
+template <bool MASKED>
 DEVICE void probabilities(Scores &S, Packed &packed, const Scoring &f, const Sight &band, const OwnRows &own, u32 rows_at, int tile, int limit, int g, int t) {
   int first[MT][2], last[MT][2];   // visible passing rows, from this lane's first one on
   float ahead[MT][2], along[MT][2];
@@ -189,7 +188,7 @@ DEVICE void probabilities(Scores &S, Packed &packed, const Scoring &f, const Sig
 #else
           const bool gone = false;
 #endif
-          if (KEEP) {
+          if (KEYS_STAY) {
             u32 &pair = packed[n][m][r];
             const float kept = gone ? 0.f : s;
             pair = e ? pack(__int_as_float(pair), kept) : __float_as_int(kept);
@@ -238,15 +237,15 @@ DEVICE void score_gradients(u32 (*dS)[MT][2], const float (*P)[MT][4], const flo
 
 // What a block owns. Computed again after the loop (`index` is blockIdx.x, which the compiler cannot see through): no registers keep it meanwhile.
 struct Owned {
-  int part, tile, tiles, head, b, first, rows, left;   // head: of keys, if these stay; the tile's first row, and how many there are in all and from there on
+  int tile, tiles, head, b, first, rows, left;   // head: of keys, if these stay; the tile's first row, and how many there are in all and from there on
   int split;   // of the group's heads, which blocks share where keys stay
   Sequence seq;
   DEVICE Owned(const Params &p, int index) {
     const Turn turn(p, index, p.tiles);
-    const int splits = KEYS_STAY ? p.splits : 1, slab = turn.slab / (PARTS * splits), heads = KEYS_STAY ? p.nheads_k : p.nheads;
+    const int splits = KEYS_STAY ? p.splits : 1, slab = turn.slab / splits, heads = KEYS_STAY ? p.nheads_k : p.nheads;
     // A causal problem's first keys are seen by most rows, its last rows see most keys.
     const Seat<OWN, !KEYS_STAY> seat(p, KEYS_STAY ? p.cu_seqlens_k : p.cu_seqlens_q, KEYS_STAY ? p.total_k : p.total_q, slab / heads, turn.tile);
-    part = turn.slab % PARTS, split = turn.slab / PARTS % splits, head = slab % heads, b = seat.b;
+    split = turn.slab % splits, head = slab % heads, b = seat.b;
     tile = seat.tile, tiles = seat.tiles, first = tile * OWN;
     if (b == p.batch) return;
     seq = find_sequence(p, b);
@@ -332,43 +331,32 @@ struct Block {
     return is_lse ? row_lse(p, global_load(p.lse + at), row, -passing.shift, slope) : times_power_of_two(-global_load(p.delta + at), delta_exponent);
   }
 
-  // HALVES: a tile's P or dS (`which`), of which each warp has found some: where it leaves that for its partner, and where its partner does.
+  // HALVES: where a warp leaves its half of a tile's P or dS (`which`) for its partner.
   static constexpr u32 EXCHANGE = ROW_VALUES + (KEYS_STAY ? TL * 16 : 0), OF_HALF = NB * MT * 256;
   static DEVICE u32 exchange_at(u32 shared, int which, int thread, int side) {
-    return shared + EXCHANGE + ((which * GROUPS + group_of(thread)) * SHARE + side) * OF_HALF + (thread & 31) * (NB % 2 ? 4 : 16);
+    return shared + EXCHANGE + ((which * GROUPS + group_of(thread)) * SHARE + side) * OF_HALF + (thread & 31) * 4;
   }
   static DEVICE void hand_over(const u32 (*found)[MT][2], u32 at) {
-    UNROLLED(n, NB)
-      UNROLLED(m, MT)
-        if (NB % 2) shared_store(at + m * 256, found[n][m][0]), shared_store(at + m * 256 + 128, found[n][m][1]);
-        else if (n % 2) shared_store(at + (n / 2 * MT + m) * 512, make_uint4(found[n - 1][m][0], found[n - 1][m][1], found[n][m][0], found[n][m][1]));
+    UNROLLED(i, NB * MT * 2) shared_store(at + i * 128, found[i / 2 / MT][i / 2 % MT][i % 2]);
   }
-  // c += own and the partner's times a tile; the own rows' first one is at `turned`.
-  template <int C> static DEVICE void accumulate_both(float (&c)[C][MT][4], const u32 (*own)[MT][2], u32 at, u32 turned, int half) {
+  // c += its own half and its partner's times a tile, of which `turned` is where its own rows begin.
+  template <int C> static DEVICE void accumulate_both(float (&c)[C][MT][4], const u32 (*own)[MT][2], u32 partners_at, u32 turned, int half) {
     u32 all[2 * NB][MT][2];
-    UNROLLED(n, NB)
-      UNROLLED(m, MT) {
-        all[n][m][0] = own[n][m][0], all[n][m][1] = own[n][m][1];
-        if (NB % 2) {
-          all[NB + n][m][0] = __float_as_int(shared_load_float(at + m * 256)), all[NB + n][m][1] = __float_as_int(shared_load_float(at + m * 256 + 128));
-        } else if (n % 2) {
-          const uint4 x = shared_load4(at + (n / 2 * MT + m) * 512);
-          all[NB + n - 1][m][0] = x.x, all[NB + n - 1][m][1] = x.y, all[NB + n][m][0] = x.z, all[NB + n][m][1] = x.w;
-        }
-      }
+    UNROLLED(i, NB * MT * 2) {
+      const int n = i / 2 / MT, m = i / 2 % MT;
+      all[n][m][i % 2] = own[n][m][i % 2], all[NB + n][m][i % 2] = __float_as_int(shared_load_float(partners_at + i * 128));
+    }
     accumulate<SUMS ? 2 : NB>(c, all, turned);
     if (PAIRS) accumulate<NB>(c, all + NB, turned + (1 - 2 * half) * SEEN * Layout<C * 8 * SHARE>::ROW_BYTES);
   }
-  // SUMS: where a warp leaves what it finds for others, of S in the next tile's place if that has room, and of dP. Two warps have halves to find,
-  // of four, two have the same.
+  // SUMS: what a warp leaves for others, of S in the next tile's place if that has room, and of dP. Of four warps, two have the same half to find.
   static constexpr u32 SUMS_END = EXCHANGE + 2 * NW * OF_HALF, OF_SUMS = NW * SUMS * MT * 512;
   static DEVICE u32 sums_at(u32 shared, bool of_S, int buffer, int thread) {
     const u32 place = !of_S ? SUMS_END : OF_SUMS <= TILE_BYTES && !CPA ? TILES + (buffer ^ 1) * TILE_BYTES : SUMS_END + OF_SUMS;
     return shared + place + group_of(thread) * SHARE * SUMS * MT * 512 + (thread & 31) * 16;
   }
   static DEVICE void leave(const float (*c)[MT][4], u32 at, int side) {
-    UNROLLED(n, SUMS)
-      UNROLLED(m, MT) leave_sums(c[n + 2 - SUMS][m], at + ((side * SUMS + n) * MT + m) * 512);
+    UNROLLED(i, SUMS * MT) leave_sums(c[i / MT + 2 - SUMS][i % MT], at + (side * SUMS * MT + i) * 512);
   }
   static DEVICE void add(float (*c)[MT][4], u32 at, int side) {
     UNROLLED(m, MT) {
@@ -381,8 +369,7 @@ struct Block {
     }
   }
 
-  // Lines 6 to 15: the inner loop. grad_s += dS S's passing operand, grad_p += P dP's passing operand; each where wanted.
-  template <bool GRAD_S, bool GRAD_P>
+  // Lines 6 to 15: the inner loop. grad_s += dS S's passing operand; where keys stay, grad_p += P dP's passing operand.
   DEVICE void walk(const Params &p, const Owned &owned, const Passing &passing, GradientS &grad_s, GradientP &grad_p) {
     const int b = owned.b, head = owned.first_head(p);
     const Strides &s_strides = KEYS_STAY ? p.q_s : p.k_s, &p_strides = KEYS_STAY ? p.dout_s : p.v_s;
@@ -419,9 +406,9 @@ struct Block {
       scoring.set_head(p, b, head + this_head);
       const auto find_probabilities = [&] {
         if (band.sees_all(seen) && (!DISTANCE_IS_SUM || band.is_behind(seen) || band.is_ahead(seen)))
-          probabilities<false, GRAD_P>(S, P, scoring, band, own, rows_at, seen, p.dropout_limit, g, t);
-        else probabilities<true, GRAD_P>(S, P, scoring, band, own, rows_at, seen, p.dropout_limit, g, t);
-        if (HALVES && GRAD_P) hand_over(P, exchange_at(shared, 0, thread, side));
+          probabilities<false>(S, P, scoring, band, own, rows_at, seen, p.dropout_limit, g, t);
+        else probabilities<true>(S, P, scoring, band, own, rows_at, seen, p.dropout_limit, g, t);
+        if (HALVES && KEYS_STAY) hand_over(P, exchange_at(shared, 0, thread, side));
       };
       if (active) {
         set_zero(S);
@@ -439,29 +426,28 @@ struct Block {
       }
       if (active) {
         if (SUMS) add(S, sums_at(shared, true, buffer, thread), side), find_probabilities();
-        if (GRAD_P && PAIRS) accumulate_both(grad_p, P, exchange_at(shared, 0, thread, side ^ 1), p_turned, half);
-        else if (GRAD_P && !SUMS) accumulate<NB>(grad_p, P, p_turned);
-        if (GRAD_S)
+        if (KEYS_STAY && PAIRS) accumulate_both(grad_p, P, exchange_at(shared, 0, thread, side ^ 1), p_turned, half);
+        else if (KEYS_STAY && !SUMS) accumulate<NB>(grad_p, P, p_turned);
 #pragma unroll
-          for (int n = 0; n < NB; n += AT_ONCE) {
-            start(dP, own, rows_at + n * 32);
-            product<REG_P, DV, AT_ONCE>(dP, own_p, shared + OWN_P + own_at<OfP>(thread), p_at, n);
-            if (SUMS) leave(dP, sums_at(shared, false, buffer, thread), side);
-            else score_gradients(dS, S + n, dP, own, rows_at + n * 32, p.dropout_scale, ds_exponent);
-            if (PAIRS) hand_over(dS, exchange_at(shared, KEYS_STAY, thread, side));
-            else if (!SUMS) accumulate<AT_ONCE>(grad_s, dS, s_turned, n);
-          }
+        for (int n = 0; n < NB; n += AT_ONCE) {
+          start(dP, own, rows_at + n * 32);
+          product<REG_P, DV, AT_ONCE>(dP, own_p, shared + OWN_P + own_at<OfP>(thread), p_at, n);
+          if (SUMS) leave(dP, sums_at(shared, false, buffer, thread), side);
+          else score_gradients(dS, S + n, dP, own, rows_at + n * 32, p.dropout_scale, ds_exponent);
+          if (PAIRS) hand_over(dS, exchange_at(shared, KEYS_STAY, thread, side));
+          else if (!SUMS) accumulate<AT_ONCE>(grad_s, dS, s_turned, n);
+        }
       }
       if (SUMS) {
         __syncthreads();
         if (active) {
-          if (GRAD_P) accumulate_both(grad_p, P, exchange_at(shared, 0, thread, side ^ 1), p_turned, half);
+          if (KEYS_STAY) accumulate_both(grad_p, P, exchange_at(shared, 0, thread, side ^ 1), p_turned, half);
           add(dP, sums_at(shared, false, buffer, thread), side);
           score_gradients(dS, S, dP, own, rows_at, p.dropout_scale, ds_exponent);
           hand_over(dS, exchange_at(shared, KEYS_STAY, thread, side));
         }
       }
-      if (HALVES && GRAD_S) {
+      if (HALVES) {
         __syncthreads();
         if (active) accumulate_both(grad_s, dS, exchange_at(shared, KEYS_STAY, thread, side ^ 1), s_turned, half);
       }

@@ -2,8 +2,8 @@
 //
 // Where key heads are few, blocks share the heads of a group (p.splits); the last one adds up what they have, in their order.
 //
-// grid: tiles * nheads_k * batch * splits * PARTS, and with cu_seqlens_k tiles * nheads_k * splits * PARTS more, which clear tokens outside of all
-// sequences; tiles = ceil(longest keys (or slots) of a sequence / OWN); SEATS: p.seats * nheads_k * PARTS in all.
+// grid: tiles * nheads_k * batch * splits, and with cu_seqlens_k tiles * nheads_k * splits more, which clear tokens outside of all sequences;
+// tiles = ceil(longest keys (or slots) of a sequence / OWN); SEATS: p.seats * nheads_k in all.
 #define KEYS_STAY 1
 #include "backward.cuh"
 
@@ -32,36 +32,32 @@ template <int C> DEVICE void add(float (&c)[C][MT][4], const float4 *part) {
     }
 }
 // Where a tile has several splits, the last block to come here gets the sums of what all have found, added in their order; the others get false.
-template <class... Gradients> DEVICE bool add_splits(const Params &p, Gradients &...gradients) {
+DEVICE bool add_splits(const Params &p, GradientS &dk, GradientP &dv) {
   if (p.splits == 1) return true;
   const Owned keys(p, blockIdx.x + p.zero);
   constexpr int OF_DK = sizeof(GradientS) / 16 * THREADS, BOTH = OF_DK + sizeof(GradientP) / 16 * THREADS;   // of a split: dk's share, then dv's
   const i64 tile = (i64)(keys.b * p.nheads_k + keys.head) * p.tiles + keys.tile;
-  float4 *parts = (float4 *)p.parts + tile * p.splits * BOTH + keys.part * OF_DK + threadIdx.x, *own = parts + keys.split * BOTH;
-  ((leave(own, gradients), own += OF_DK), ...);
-  if (!is_last(p, tile * PARTS + keys.part, p.splits)) return false;
-  (set_zero(gradients), ...);
+  float4 *parts = (float4 *)p.parts + tile * p.splits * BOTH + threadIdx.x, *own = parts + keys.split * BOTH;
+  leave(own, dk), leave(own + OF_DK, dv);
+  if (!is_last(p, tile, p.splits)) return false;
+  set_zero(dk), set_zero(dv);
 #pragma unroll 1
-  for (int s = 0; s < p.splits; s++, parts += BOTH) {
-    const float4 *part = parts;
-    ((add(gradients, part), part += OF_DK), ...);
-  }
+  for (int s = 0; s < p.splits; s++, parts += BOTH) add(dk, parts), add(dv, parts + OF_DK);
   return true;
 }
 
 KERNEL(THREADS, MINB) dkdv(const Params p) {
   SHARED_MEMORY
   const Owned keys(p, blockIdx.x);
-  const bool has_dk = PARTS == 1 || keys.part == 0, has_dv = PARTS == 1 || keys.part == 1;
-  if (has_dk) clear_unused(p, p.dk, p.dk_s, p.head_dim, keys);
-  if (has_dv) clear_unused(p, p.dv, p.dv_s, p.head_dim_v, keys);
+  clear_unused(p, p.dk, p.dk_s, p.head_dim, keys);
+  clear_unused(p, p.dv, p.dv_s, p.head_dim_v, keys);
   if (keys.b == p.batch || keys.left <= 0) return;
 
   const Exponents e(p, keys.b, keys.head);
   const float delta = TYPE == 2 ? __int_as_float(global_load(absmax_of_delta(p, keys.b, keys.head))) : 0.f;
   uint4 k[OwnMoverS::N], v[OwnMoverP::N];
   OwnMoverS(threadIdx.x).load_own(k, keys.of(p.k, p.k_s), p.k_s.row, keys.left, p.head_dim);
-  if (has_dk) OwnMoverP(threadIdx.x).load_own(v, keys.of(p.v, p.v_s), p.v_s.row, keys.left, p.head_dim_v);
+  OwnMoverP(threadIdx.x).load_own(v, keys.of(p.v, p.v_s), p.v_s.row, keys.left, p.head_dim_v);
   Block block(p, SHARED_BASE, e);
   const Passing queries(p, keys);
   const int exponent = exponent_of_ds(p, e, 32768.f, delta);
@@ -75,24 +71,14 @@ KERNEL(THREADS, MINB) dkdv(const Params p) {
 #endif
     }
   block.keep<REG_S, D>(block.own_s, 0, k, e.k);
-  if (has_dk) block.keep<REG_P, DV>(block.own_p, Block::OWN_P, v, e.v);
+  block.keep<REG_P, DV>(block.own_p, Block::OWN_P, v, e.v);
 
   GradientS dk;
   GradientP dv;
   set_zero(dk);
   set_zero(dv);
-  if (PARTS == 1) {
-    block.walk<true, true>(p, keys, queries, dk, dv);
-    if (!add_splits(p, dk, dv)) return;
-    write_dv(p, block, dv);
-    write_dk(p, block, dk);
-  } else if (has_dk) {
-    block.walk<true, false>(p, keys, queries, dk, dv);
-    if (!add_splits(p, dk)) return;
-    write_dk(p, block, dk);
-  } else {
-    block.walk<false, true>(p, keys, queries, dk, dv);
-    if (!add_splits(p, dv)) return;
-    write_dv(p, block, dv);
-  }
+  block.walk(p, keys, queries, dk, dv);
+  if (!add_splits(p, dk, dv)) return;
+  write_dv(p, block, dv);
+  write_dk(p, block, dk);
 }

@@ -63,7 +63,7 @@ KERNEL(THREADS, MINB) dq(const Params p) {
   GradientS dq;
   GradientP unused;
   set_zero(dq);
-  block.walk<true, false>(p, queries, keys, dq, unused);
+  block.walk(p, queries, keys, dq, unused);
   const Owned again(p, blockIdx.x + p.zero);
   const Exponents same(p, again.b, again.head_k(p));
   block.write(dq, -(P_SHIFT + same.v + same.dout + same.k), p.softmax_scale, again.of(p.dq, p.dq_s), p.dq_s.row, again.left, p.head_dim, true);

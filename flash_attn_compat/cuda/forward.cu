@@ -9,7 +9,6 @@
 // Macros: BN, NW, MT, SUMS, QREG; MINB blocks a multiprocessor, which bounds the registers; D, DV, TYPE, VEC, LOCAL, ALIBI, SOFTCAP, DROPOUT, PAGED.
 #include "splits.cuh"
 
-static_assert(SUMS <= 1, "two warps add up their sums");
 constexpr int THREADS = NW * 32, SHARE = 1 << SUMS, BM = NW / SHARE * MT * 16, NB = BN / 8, WARP_ROWS = MT * 16;
 // Probabilities times 2^15 use fp16's range below 1 as well: with dropout the largest ones may be gone, and bf16 keeps the rest.
 constexpr int P_SHIFT = TYPE == 2 ? 15 : 0;
@@ -179,17 +178,13 @@ KERNEL(THREADS, MINB) forward(const Params p) {
     if (active) {   // S = Q K^T
       set_zero(S);
       product<QREG, D, NB>(S, qf, q_at, k_at);
-      if (SUMS)
-        UNROLLED(n, NB)
-          UNROLLED(i, MT) leave_sums(S[n][i], sums_at + ((side * NB + n) * MT + i) * 512);
+      if (SUMS) UNROLLED(i, NB * MT) leave_sums(S[i / MT][i % MT], sums_at + (side * NB * MT + i) * 512);
     }
     of_v.store(transit, v_tile, v_scale);
     __syncthreads();
     if (j + 1 < last_tile) LOAD_KEYS(j + 1);
     if (active) {
-      if (SUMS)
-        UNROLLED(n, NB)
-          UNROLLED(i, MT) add_sums(S[n][i], sums_at + (((side ^ 1) * NB + n) * MT + i) * 512);
+      if (SUMS) UNROLLED(i, NB * MT) add_sums(S[i / MT][i % MT], sums_at + ((side ^ 1) * NB * MT + i) * 512);
       if (modified) modify(S, p, scale, slope, key, rows, g, t);
       if (!rows.sees_all(key)) hide(S, key, rows, g, t);
       online_softmax<P_SHIFT>(S, m, l, O, unit);

@@ -131,24 +131,13 @@ def instructions(cubin: bytes) -> list[tuple[int, str]]:
 
 def main_loop(code: list[tuple[int, str]]) -> Counter[str]:
     """Instructions of the loop that holds most tensor-core instructions (the innermost of equals), by name."""
-    return next(iter(main_loops(code)), Counter())
-
-
-def main_loops(code: list[tuple[int, str]]) -> list[Counter[str]]:
-    """Of each stretch of code with tensor-core instructions that repeats, the loop with most; most of all first."""
     branches = ((address, _BRANCH.search(text)) for address, text in code)
     ranges = [(int(found[1], 16), address) for address, found in branches if found and int(found[1], 16) < address]
     products = [place for place, text in code if "MMA" in text]
-    ranges.sort(key=lambda one: (-sum(one[0] <= place <= one[1] for place in products), one[1] - one[0]))
-    kept: list[tuple[int, int]] = []
-    for start, end in ranges:
-        has_products = any(start <= place <= end for place in products)
-        if has_products and all(end < other[0] or start > other[1] for other in kept):
-            kept.append((start, end))
-    return [
-        Counter(re.sub(r"^@!?U?P\w+ ", "", text).split()[0] for place, text in code if start <= place <= end)
-        for start, end in kept
-    ]
+    within = [(sum(start <= place <= end for place in products), start - end, start, end) for start, end in ranges]
+    count, _, start, end = max(within, default=(0, 0, 0, 0))
+    found = (text for place, text in code if count and start <= place <= end)
+    return Counter(re.sub(r"^@!?U?P\w+ ", "", text).split()[0] for text in found)
 
 
 def blocks(variant: Variant) -> int:

@@ -135,11 +135,9 @@ def _plan(
             launches.append(first)
         outputs.append(Output("absmax_dout", (2, call.batch, call.nheads_k), torch.int32, begins_as_zero=True))
     outputs.append(Output("delta", call.lse_shape, torch.float32))
-    dkdv = variants.dkdv(kind)
-    parts = variants.parts(dkdv)
     rows = launcher.longest_rows(call), call.nheads, None if call.cu_seqlens_q is None else call.q.shape[0]
-    keys = launcher.longest_keys(call), call.nheads_k * parts, None if call.cu_seqlens_k is None else call.k.shape[0]
-    kernels, workspace = (variants.delta(kind), dkdv, variants.dq(kind)), 0
+    keys = launcher.longest_keys(call), call.nheads_k, None if call.cu_seqlens_k is None else call.k.shape[0]
+    kernels, workspace = (variants.delta(kind), variants.dkdv(kind), variants.dq(kind)), 0
     for variant, (longest, heads, tokens), shares in zip(kernels, (rows, keys, rows), in_seats):
         clears, share = variant.entry != "delta", 1
         grid = grids.grid(longest, variant.rows, call.batch, heads, tokens, clears=clears, shares=shares)
@@ -148,7 +146,7 @@ def _plan(
         elif variant.entry == "dkdv":
             tiles = grid.tiles * heads * call.batch
             share = splits or launcher.head_splits_of(call, variant, tiles)
-            workspace = launcher.PARTS_AT + tiles // parts * share * variants.part_bytes(variant) if share > 1 else 0
+            workspace = launcher.PARTS_AT + tiles * share * variants.part_bytes(variant) if share > 1 else 0
         dealt = {"tiles": grid.tiles, "splits": share, "seats": grid.seats}
         if clears:
             dealt["resident"] = launcher.gpu_of(call).holds(variant)

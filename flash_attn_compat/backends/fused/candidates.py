@@ -30,9 +30,8 @@ _TURING: dict[str, dict[int, tuple[Tile, ...]]] = {
         96: (Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
         112: (Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
         128: (Tile(16, 8, 1, 1), Tile(16, 4, 1, 2, s=False), Tile(16, 4, 1, 2)),
-        160: (Tile(32, 8, 1, 1, pairs=1), Tile(16, 8, 1, 1, parts=2)),
-        192: (Tile(32, 8, 1, 1, pairs=1), Tile(16, 4, 1, 2, parts=2)),
-        256: (Tile(32, 8, 1, 1, parts=2, pairs=1), Tile(16, 4, 1, 1, s=False, parts=2)),
+        160: (Tile(32, 8, 1, 1, pairs=1), Tile(16, 8, 1, 1, sums=1)),
+        192: (Tile(32, 8, 1, 1, pairs=1), Tile(16, 8, 1, 1, sums=1)),
     },
     "dq": {
         32: (Tile(32, 4, 2, 2), Tile(64, 4, 1, 3)),

@@ -36,7 +36,7 @@ _SHARED, _LEAST_SHARED = {75: 64, 80: 164, 87: 164, 90: 228, 100: 228, 103: 228}
 
 # What a kernel's macros are where its variant does not say.
 _OFF = ("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "APPEND", "SEATS", "MMA16", "CPA")
-DEFAULTS = {"D": 64, "TYPE": FP16, "VEC": 8, "PARTS": 1, "PAIRS": 0, "SUMS": 0, **dict.fromkeys(_OFF, 0)}
+DEFAULTS = {"D": 64, "TYPE": FP16, "VEC": 8, "PAIRS": 0, "SUMS": 0, **dict.fromkeys(_OFF, 0)}
 
 
 class Variant(NamedTuple):
@@ -109,7 +109,6 @@ class Tile(NamedTuple):
 
     s, p: whether the block's own rows stay in registers: the operand of S = Q K^T, and in the backward that of dP
     copies: whether a backward loads by cp.async where the GPU has it
-    parts: blocks that share one tile of dkdv's: dk and dv of the largest heads do not fit into one block's registers
     pairs: 1 where two warps of a backward have the same rows, and half of the channels of their gradients
     sums: 2^sums warps have the same rows, and of all operands' channels a share: they add up the scores that they find
     """
@@ -121,7 +120,6 @@ class Tile(NamedTuple):
     s: bool = True
     p: bool = True
     copies: bool = False
-    parts: int = 1
     pairs: int = 0
     sums: int = 0
 
@@ -294,14 +292,14 @@ def dkdv_tile(kind: Kind) -> Tile:
         return _turings("dkdv", kind)
     D = _timed(kind)
     if D == 512:
-        return _QUARTERS
+        return _QUARTERS._replace(copies=True)
     if D == 64:
         return Tile(32, 4, 2, 2, s=False, p=False, copies=True)
     if D == 32:
         return Tile(64, 4, 1, 2, copies=True)
     if kind.size <= 160:  # where dk and dv fit into registers together
         return Tile(64 if D == 128 else 32, 4, 1, 1, s=False, p=False, copies=True)
-    return _PAIRS._replace(copies=True) if kind.size <= 192 else Tile(16, 4, 1, 1, s=False, p=False, parts=2)
+    return (_PAIRS if kind.size <= 192 else _HALVES)._replace(copies=True)
 
 
 def dq_tile(kind: Kind) -> Tile:
@@ -309,7 +307,7 @@ def dq_tile(kind: Kind) -> Tile:
         return _turings("dq", kind)
     D = _timed(kind)
     if D == 512:
-        return _QUARTERS
+        return _QUARTERS._replace(copies=True)
     if D == 32:
         return Tile(32, 4, 2, 2)
     if D == 64:
@@ -336,8 +334,7 @@ def _backward(entry: str, kind: Kind, tile: Tile, passing: int) -> Variant:
     macros = [*kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT"), *kind.newer(tile.copies)]
     macros += [("TL", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB)]
     macros += [("REG_S", int(tile.s)), ("REG_P", int(tile.p))]
-    macros += [("PARTS", tile.parts)] * (tile.parts > 1) + [("PAIRS", 1)] * tile.pairs
-    macros += [("SUMS", tile.sums)] * (tile.sums > 0)
+    macros += [("PAIRS", 1)] * tile.pairs + [("SUMS", tile.sums)] * (tile.sums > 0)
     row, row_v = 2 * kind.D, 2 * kind.DV
     own = tile.rows * ((not tile.s) * row + (not tile.p) * row_v)
     halves = tile.pairs or tile.sums
@@ -358,11 +355,6 @@ def is_in_seats(variant: Variant) -> bool:
 
 
 MAKERS = {make.__name__: make for make in (forward, decode, step, append, absmax, delta, dkdv, dq)}
-
-
-def parts(variant: Variant) -> int:
-    """Blocks that share one tile of keys of dkdv."""
-    return dict(variant.macros).get("PARTS", 1)
 
 
 def kinds(number: int) -> Iterator[Kind]:
