@@ -339,15 +339,15 @@ struct Block {
   static DEVICE void hand_over(const u32 (*found)[MT][2], u32 at) {
     UNROLLED(i, NB * MT * 2) shared_store(at + i * 128, found[i / 2 / MT][i / 2 % MT][i % 2]);
   }
-  // c += its own half and its partner's times a tile, of which `turned` is where its own rows begin.
-  template <int C> static DEVICE void accumulate_both(float (&c)[C][MT][4], const u32 (*own)[MT][2], u32 partners_at, u32 turned, int half) {
+  // c += its partner's half times a tile, whose rows that are its own begin at `turned`; with SUMS its own half too, since 8 rows are no operand.
+  template <int C> static DEVICE void accumulate_rest(float (&c)[C][MT][4], const u32 (*own)[MT][2], u32 partners_at, u32 turned, int half) {
     u32 all[2 * NB][MT][2];
     UNROLLED(i, NB * MT * 2) {
       const int n = i / 2 / MT, m = i / 2 % MT;
       all[n][m][i % 2] = own[n][m][i % 2], all[NB + n][m][i % 2] = __float_as_int(shared_load_float(partners_at + i * 128));
     }
-    accumulate<SUMS ? 2 : NB>(c, all, turned);
-    if (PAIRS) accumulate<NB>(c, all + NB, turned + (1 - 2 * half) * SEEN * Layout<C * 8 * SHARE>::ROW_BYTES);
+    if (SUMS) accumulate<2 * NB>(c, all, turned);
+    else accumulate<NB>(c, all + NB, turned + (1 - 2 * half) * SEEN * Layout<C * 8 * SHARE>::ROW_BYTES);
   }
   // SUMS: what a warp leaves for others, of S in the next tile's place if that has room, and of dP. Of four warps, two have the same half to find.
   static constexpr u32 SUMS_END = EXCHANGE + 2 * NW * OF_HALF, OF_SUMS = NW * SUMS * MT * 512;
@@ -426,8 +426,8 @@ struct Block {
       }
       if (active) {
         if (SUMS) add(S, sums_at(shared, true, buffer, thread), side), find_probabilities();
-        if (KEYS_STAY && PAIRS) accumulate_both(grad_p, P, exchange_at(shared, 0, thread, side ^ 1), p_turned, half);
-        else if (KEYS_STAY && !SUMS) accumulate<NB>(grad_p, P, p_turned);
+        if (KEYS_STAY && !SUMS) accumulate<NB>(grad_p, P, p_turned);
+        if (KEYS_STAY && PAIRS) accumulate_rest(grad_p, P, exchange_at(shared, 0, thread, side ^ 1), p_turned, half);
 #pragma unroll
         for (int n = 0; n < NB; n += AT_ONCE) {
           start(dP, own, rows_at + n * 32);
@@ -435,13 +435,13 @@ struct Block {
           if (SUMS) leave(dP, sums_at(shared, false, buffer, thread), side);
           else score_gradients(dS, S + n, dP, own, rows_at + n * 32, p.dropout_scale, ds_exponent);
           if (PAIRS) hand_over(dS, exchange_at(shared, KEYS_STAY, thread, side));
-          else if (!SUMS) accumulate<AT_ONCE>(grad_s, dS, s_turned, n);
+          if (!SUMS) accumulate<AT_ONCE>(grad_s, dS, s_turned, n);
         }
       }
       if (SUMS) {
         __syncthreads();
         if (active) {
-          if (KEYS_STAY) accumulate_both(grad_p, P, exchange_at(shared, 0, thread, side ^ 1), p_turned, half);
+          if (KEYS_STAY) accumulate_rest(grad_p, P, exchange_at(shared, 0, thread, side ^ 1), p_turned, half);
           add(dP, sums_at(shared, false, buffer, thread), side);
           score_gradients(dS, S, dP, own, rows_at, p.dropout_scale, ds_exponent);
           hand_over(dS, exchange_at(shared, KEYS_STAY, thread, side));
@@ -449,7 +449,7 @@ struct Block {
       }
       if (HALVES) {
         __syncthreads();
-        if (active) accumulate_both(grad_s, dS, exchange_at(shared, KEYS_STAY, thread, side ^ 1), s_turned, half);
+        if (active) accumulate_rest(grad_s, dS, exchange_at(shared, KEYS_STAY, thread, side ^ 1), s_turned, half);
       }
       if (!last) {
         MoverS(thread).store(transit, shared + TILES + (buffer ^ 1) * TILE_BYTES, s_scale);
