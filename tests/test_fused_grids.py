@@ -86,7 +86,7 @@ GROUPS = {
     "head_dim 128, two key heads, two sequences": replace(
         TRAINED, head_dim=128, nheads_k=2, seqlens_q=(33, 33), seqlens_k=(70, 70), window=(40, 10)
     ),
-    "head_dim 256, in parts": replace(TRAINED, head_dim=256, seqlens_q=(33,), causal=True),
+    "head_dim 256, sums of two warps": replace(TRAINED, head_dim=256, seqlens_q=(33,), causal=True),
     "packed": replace(
         TRAINED, kind="varlen", seqlens_q=(3, 0, 70, 65), seqlens_k=(66, 9, 0, 67), gap=(3, 2), poison="nan", group=3
     ),
@@ -160,7 +160,7 @@ SEATS = {
     "far outside": replace(SKEWED, gap=(70, 140), causal=True),
     "window": replace(SKEWED, window=(20, 3)),
     "all at once": replace(SKEWED, alibi="bh", softcap=3.0, dropout_p=0.2, window=(40, 10), head_dim=64),
-    "head_dim 256, in parts": replace(SKEWED, head_dim=256, causal=True),
+    "head_dim 512": replace(SKEWED, head_dim=512, causal=True),
     "odd channels": replace(SKEWED, head_dim=9, head_dim_v=17),
     "converted": replace(SKEWED, dtype="bfloat16", head_dim=64, sizes=((1.0, 1e4, 1e-8, 1e6), (1e-5, 1.0, 1e8, 1e-6))),
     "pages": replace(SKEWED, kind="paged", page_size=7, causal=True, gap=(0, 0), backward=False),

@@ -110,15 +110,18 @@ def test_values_of_another_head_dim_are_not_padded_to_that_of_q(
 
 @NEEDS_EMULATOR
 @pytest.mark.parametrize("number", GPUS)
-def test_what_warps_share_out_in_halves_may_be_an_odd_number_of_16_channels(number: int, launches: Launches) -> None:
+def test_what_warps_share_out_may_be_an_odd_number_of_16_channels(number: int, launches: Launches) -> None:
     check(replace(TRAINED, head_dim=192, head_dim_v=72, causal=True))
     assert sizes_of(launches) == {(192, 80), (192, 96)}, "forward; where halves are shared out"
+    del launches.seen[:]
+    check(replace(TRAINED, head_dim=16, head_dim_v=400, seqlens_q=(20,)))
+    assert sizes_of(launches) == {(32, 512), (64, 512)}, "halves; quarters"
 
 
 @NEEDS_EMULATOR
 @pytest.mark.parametrize(
     ("number", "head_dim", "dtype", "page_size"),
-    pairwise(GPUS, (72, 96, 136, 160, 192, 224), ("float16", "bfloat16"), (None, 7, 16)),
+    pairwise(GPUS, (72, 96, 136, 160, 192, 224, 504), ("float16", "bfloat16"), (None, 7, 16)),
 )
 def test_every_size_is_right_when_decoding(
     head_dim: int, dtype: str, page_size: int | None, launches: Launches
@@ -135,7 +138,9 @@ def test_every_size_is_right_when_decoding(
 
 @NEEDS_EMULATOR
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize(("number", "head_dims"), pairwise(GPUS, ((80, 80), (160, 160), (192, 128))))
+@pytest.mark.parametrize(
+    ("number", "head_dims"), [*pairwise(GPUS, ((80, 80), (160, 160), (192, 128))), (90, (512, 512))]
+)
 def test_blocks_that_share_a_tile_add_up_what_they_have_of_any_size(
     head_dims: tuple[int, int], splits: int, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,8 +170,8 @@ def test_tiles_of_every_size_fit_the_shared_memory_of_a_multiprocessor(D: int, f
 
 
 def test_a_head_dim_takes_the_next_size_and_no_larger_one() -> None:
-    assert [variants.size_of(head_dim) for head_dim in (1, 16, 17, 40, 72, 96, 104, 129, 200, 256)] == [
-        16, 16, 32, 48, 80, 96, 112, 160, 224, 256,
+    assert [variants.size_of(head_dim) for head_dim in (1, 16, 17, 40, 72, 96, 104, 129, 200, 256, 257)] == [
+        16, 16, 32, 48, 80, 96, 112, 160, 224, 256, 512,
     ]  # fmt: skip
     assert all(size % 16 == 0 and math.gcd(size, 128) >= 16 for size in HEAD_DIMS)
 
@@ -176,12 +181,14 @@ def test_what_a_split_leaves_has_room_for_values_of_another_head_dim() -> None:
     forward, dkdv = variants.forward(kind), variants.dkdv(kind)
     assert variants.part_bytes(forward) == 4 * forward.rows * (128 + 8)
     assert variants.part_bytes(dkdv) == 4 * dkdv.rows * (192 + 128)
+    widest = variants.forward(Kind(80, FP16, 512))
+    assert variants.part_bytes(widest) == 16 * widest.threads * (512 * widest.rows // widest.threads // 4 + 1)
 
 
 @NEEDS_EMULATOR
 @pytest.mark.parametrize(
     ("head_dims", "dtype"),
-    [((16, 16), "float16"), ((77, 80), "bfloat16"), ((192, 128), "float16"), ((256, 256), "float16")],
+    [((16, 16), "float16"), ((77, 80), "bfloat16"), ((192, 128), "float16"), ((504, 512), "float16")],
 )
 def test_kernels_of_every_size_pass_their_trial(
     head_dims: tuple[int, int], dtype: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder

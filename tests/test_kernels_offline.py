@@ -38,9 +38,9 @@ class Row(NamedTuple):
 
 CAUSAL = Kind(75, FP16, 64, local=True)
 SHARES = {
-    "forward": {80: 0.99, 96: 0.99, 128: 0.88, 160: 0.88, 256: 0.88},
-    "dkdv": {64: 0.86, 96: 0.86, 128: 0.89, 160: 0.78, 192: 0.81, 256: 0.62},
-    "dq": {48: 0.99, 128: 0.92, 160: 0.88, 256: 0.83},
+    "forward": {80: 0.99, 96: 0.99, 128: 0.88, 160: 0.88, 256: 0.88, 512: 0.72},
+    "dkdv": {64: 0.86, 96: 0.86, 128: 0.89, 160: 0.77, 192: 0.80, 224: 0.71, 256: 0.74, 512: 0.60},
+    "dq": {48: 0.99, 128: 0.92, 160: 0.88, 256: 0.82, 512: 0.55},
 }
 OF_SHARES = [
     Row(75, variants.MAKERS[entry](CAUSAL._replace(head_dim=D)), share)
@@ -68,6 +68,8 @@ KERNELS = [
             variants.dkdv(full(75, BF16_AS_FP16, 128)),
             variants.dq(Kind(75, BF16_AS_FP16, 256)),
             variants.dkdv(Kind(75, BF16_AS_FP16, 192, head_dim_v=128)),
+            *(variants.MAKERS[entry](full(75, BF16_AS_FP16, 512)) for entry in ("forward", "dkdv")),
+            variants.step(Kind(75, BF16_AS_FP16, 512)),
             variants.dq(CAUSAL._replace(head_dim=128, few_rows=True)),
             variants.decode(Kind(75, FP16, 64)),
             SPARE,

@@ -92,7 +92,7 @@ CASES = [
         ("heads first", "rows first", "channels apart", "one head", "unaligned"),
         (None, 0.3),
     )
-]
+] + [Case(lengths=(33, 70), heads=(4, 2), head_dim=512)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -147,7 +147,7 @@ LEFT: dict[str, Callable[[], tuple[tuple[Tensor, ...], dict[str, Any]]]] = {
     "three axes": lambda: (tuple(x[0] for x in qkv(Case())), {}),
     "five axes": lambda: (tuple(x[None] for x in qkv(Case())), {}),
     "a batch of one key": lambda: ((lambda q, k, v: (q, k[:1], v[:1]))(*qkv(Case())), {}),
-    "wide heads": lambda: (tuple(qkv(Case(head_dim=264, lengths=(8, 8)))), {}),
+    "wide heads": lambda: (tuple(qkv(Case(head_dim=520, lengths=(8, 8)))), {}),
     "no keys": lambda: (tuple(qkv(Case(lengths=(8, 0)))), {}),
     "no rows": lambda: (tuple(qkv(Case(lengths=(0, 8)))), {}),
 }
@@ -219,8 +219,8 @@ def test_explain_says_who_serves_and_why_not(served: Launches) -> None:
     assert str(explain(sdpa, q, k, v)) == "fused    serves the call\npytorch  could serve it too"
     left = explain(sdpa, q, k, v, attn_mask=mask())
     assert left.backend == "pytorch" and left.reasons == {"fused": ["it has a mask"], "pytorch": []}
-    wide = explain(sdpa, *qkv(Case(head_dim=264, lengths=(8, 8))))
-    assert wide.reasons["fused"] == ["head_dim is at most 256, got 264"]
+    wide = explain(sdpa, *qkv(Case(head_dim=520, lengths=(8, 8))))
+    assert wide.reasons["fused"] == ["head_dim is at most 512, got 520"]
     assert counted() == {} and not served.seen
 
 

@@ -401,11 +401,11 @@ class Gpu(NamedTuple):
     number: int
 
     def holds(self, variant: Variant) -> int:
-        """Blocks of a variant at once: as many as registers are bounded for, or two, if their shared memory fits."""
+        """Blocks of a variant at once: as many as registers are bounded for, or 8 warps, if their shared memory fits."""
         macros = dict(variant.macros)
         taken = variant.shared + 1024 * (self.number >= 80)  # the system has some of each block's there
         room = _SHARED.get(self.number, _LEAST_SHARED) * 1024 // max(taken, 1)
-        return self.processors * max(1, min(room, max(macros["MINB"], 1 + macros.get("MMA16", 0))))
+        return self.processors * max(1, min(room, max(macros["MINB"], 256 // variant.threads * macros.get("MMA16", 0))))
 
 
 def splits(variant: Variant, tiles: int, keys: int, gpu: Gpu) -> int:
