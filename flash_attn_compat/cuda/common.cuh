@@ -3,7 +3,7 @@
 // Macros, 0 where a call asks for nothing of the kind (DEFAULTS in backends/fused/variants.py): D, the head dim that registers and tiles are made
 // for, and DV that of values, where it is another one (the true ones are p.head_dim and p.head_dim_v); VEC, elements a global load may take at once,
 // 8 where every row starts on 16 bytes, else 1; LOCAL, causal or any window; ALIBI, SOFTCAP, DROPOUT; PAGED, keys and values through block_table;
-// APPEND, new keys come with the call; SEATS, sequences share a grid.
+// APPEND, new keys come with the call; SEATS, sequences share a grid; COPIED, what passes by is converted bf16 already.
 #pragma once
 #include "ptx.cuh"
 
@@ -168,16 +168,20 @@ DEVICE u32 pack_out(float a, float b) {
 // Converted bf16: every (sequence, key head) has powers of two of its own, which bring its largest finite magnitude to
 // [2^14, 2^15): nothing overflows, 29 binades below it keep all bits, and an inf or NaN affects no other head.
 // absmax finds those of q, k and v; delta that of dout, and the largest |delta|. They are bits of floats, which compare as the floats do.
+// Copies for the forward go by every fourth power, [2^12, 2^16): so that one is mostly right before all is known, and 29 binades keep all bits too.
 #define ABSMAX_Q 0
 #define ABSMAX_K 1
 #define ABSMAX_V 2
+#define ABSMAX_DOUT 3
 DEVICE int *absmax_of(const Params &p, int tensor, int b, int head_k) { return p.absmax + (i64)(tensor * p.batch + b) * p.nheads_k + head_k; }
 DEVICE int *absmax_of_dout(const Params &p, int b, int head_k) { return p.absmax_dout + b * p.nheads_k + head_k; }
 DEVICE int *absmax_of_delta(const Params &p, int b, int head_k) { return absmax_of_dout(p, b + p.batch, head_k); }
-// A maximum of what all lanes have: the same in whichever order warps come.
-DEVICE void raise(int *maximum, int x) {
+// A maximum of what all lanes have: the same in whichever order warps come. What is known of it then.
+DEVICE int raise(int *maximum, int x) {
+  const int known = global_load_fresh(maximum);
   x = max_of<32>(x);
-  if (threadIdx.x % 32 == 0 && x > global_load_fresh(maximum)) atomicMax(maximum, x);
+  if (threadIdx.x % 32 == 0 && x > known) atomicMax(maximum, x);
+  return max(x, known);
 }
 DEVICE int finite_magnitude(int largest, u32 pair) {   // of bf16; floats that are not negative compare as their bits do
   const int low = pair << 16 & 0x7fff0000, high = pair & 0x7fff0000;
@@ -186,13 +190,14 @@ DEVICE int finite_magnitude(int largest, u32 pair) {   // of bf16; floats that a
 DEVICE int finite_magnitude(int largest, const uint4 &x) {
   return finite_magnitude(finite_magnitude(finite_magnitude(finite_magnitude(largest, x.x), x.y), x.z), x.w);
 }
-DEVICE float scale_for(float largest) {
+DEVICE float scale_for(float largest, bool is_copied = false) {
   if (largest == 0.f) return 1.f;
   const int exponent = max((__float_as_int(largest) >> 23) - 127, -112);
-  return __int_as_float((14 - exponent + 127) << 23);
+  return __int_as_float(((is_copied ? 13 - (exponent + 1 & ~3) : 14 - exponent) + 127) << 23);
 }
+DEVICE float copy_scale(int largest) { return scale_for(__int_as_float(largest), true); }
 DEVICE float inverse_of_power(float scale) { return __int_as_float((254 << 23) - __float_as_int(scale)); }
-DEVICE float scale_of(const int *absmax) { return TYPE == 2 ? scale_for(__int_as_float(global_load(absmax))) : 1.f; }
+DEVICE float scale_of(const int *absmax, bool is_copied = false) { return TYPE == 2 ? scale_for(__int_as_float(global_load(absmax)), is_copied) : 1.f; }
 
 DEVICE uint4 convert(uint4 x, float scale) {
 #if TYPE == 2
@@ -301,7 +306,7 @@ template <int THREADS, int ROWS, int W> struct Mover {
 #if CPA
     copy_async_wait();
 #else
-    keep(x, tile, scale);
+    COPIED ? keep<false>(x, tile, scale) : keep(x, tile, scale);
 #endif
   }
 
@@ -310,9 +315,9 @@ template <int THREADS, int ROWS, int W> struct Mover {
     UNROLLED(i, N)
       x[i] = load_chunk_if(row + down(i) < left, rows + (i64)(row + down(i)) * row_stride + (chunk + along(i)) * 8, head_dim - (chunk + along(i)) * 8);
   }
-  DEVICE void keep(const uint4 *x, u32 tile, float scale) const {
+  template <bool CONVERTS = true> DEVICE void keep(const uint4 *x, u32 tile, float scale) const {
     UNROLLED(i, N)
-      if (has(i)) shared_store(tile + offset(i), convert(x[i], scale));
+      if (has(i)) shared_store(tile + offset(i), CONVERTS ? convert(x[i], scale) : x[i]);
   }
 };
 

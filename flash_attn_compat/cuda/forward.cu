@@ -131,8 +131,8 @@ KERNEL(THREADS, MINB) forward(const Params p) {
   const KeyMover of_k(thread);
   const ValueMover of_v(thread);
   const u32 shared = SHARED_BASE, q_tile = shared, k_tile = QREG ? shared : shared + BM * OfK::ROW_BYTES, v_tile = k_tile + BN * OfK::ROW_BYTES;
-  const float q_scale = scale_of(absmax_of(p, ABSMAX_Q, b, head_k)), k_scale = scale_of(absmax_of(p, ABSMAX_K, b, head_k));
-  const float v_scale = scale_of(absmax_of(p, ABSMAX_V, b, head_k));
+  const float q_scale = scale_of(absmax_of(p, ABSMAX_Q, b, head_k)), k_scale = scale_of(absmax_of(p, ABSMAX_K, b, head_k), COPIED);
+  const float v_scale = scale_of(absmax_of(p, ABSMAX_V, b, head_k), COPIED);
   uint4 own[QueryMover::N], transit[larger(KeyMover::N, ValueMover::N)];   // K and V take turns in it
 #define LOAD(mover, base, strides, j, dim, target) \
   mover.load(transit, p, base, strides, pages, seq.first_k + (j) * BN, seq.seqlen_k - (j) * BN, dim, target)

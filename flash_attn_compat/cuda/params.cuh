@@ -34,6 +34,8 @@ struct Params {
   int *absmax;       // converted bf16: (3, batch, nheads_k) largest finite magnitudes of q, k, v
   int *absmax_dout;  // backward of converted bf16: (2, batch, nheads_k) maxima that delta raises from 0
   float *delta;      // (.., like lse): rowsum(out * dout)
+  u16 *copies;       // converted bf16: k and v as fp16, in the backward q and dout first; all contiguous
+  int *marks;        // (2, nheads_k, ...): the maxima by which k and v have been copied before all were known; else null
   int *counters;     // splits: (tiles,), zero before a launch and after it
   float *parts;      // where tiles have several splits, what these hand to the last one: (tiles, splits, ...), as merge_splits or add_splits says
   int seqlen_k;      // keys of the longest sequence (capacity for a cache)
@@ -63,5 +65,5 @@ struct Params {
   int dropout_limit;                        // a word above it drops its probability (engine/dropout.py)
   float dropout_scale;                      // 1 / (1 - dropout_p)
   float softmax_scale, softcap;
-  int filler;                               // so that the struct ends on 8 bytes
+  int converts_rows;                        // to_half: q and dout, else k and v
 };

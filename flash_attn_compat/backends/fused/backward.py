@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused import grids, launcher, trial, variants
+from flash_attn_compat.backends.fused import converted, grids, launcher, trial, variants
 from flash_attn_compat.backends.fused.launcher import Launch, Output, Plan
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine import alignment
@@ -21,6 +21,7 @@ from flash_attn_compat.engine.memory import BackwardRun, Tensors
 
 # Launches for a request's tensors; writes the gradients, or some of them, into the last, and returns them.
 _Launch = Callable[[Sequence[Any], Upstream, Gradients], Gradients]
+_KERNELS = "delta", "dkdv", "dq"
 
 
 def prepare(call: AttentionCall, upstream: Upstream, into: Gradients | None) -> BackwardRun:
@@ -66,15 +67,15 @@ def _prepare(call: AttentionCall, upstream: Upstream, places: Gradients) -> _Lau
     vec = launcher.vector_size((*call[:3], upstream.dout, upstream.out, *places), in_place=False)
     if not vec or not all(map(_is_writable, places)):
         return _prepare_copies(call, upstream, places)
-    device, kind = call.q.get_device(), launcher.kind_of(call, vec)
+    device, kind = call.q.get_device(), converted.with_copies(call, launcher.kind_of(call, vec), True)
     plan = _plan(call, upstream, places, kind)
-
-    in_seats = tuple(map(variants.is_in_seats, plan.variants[-3:]))
+    kernels = tuple(variant for variant in plan.variants if variant.entry in _KERNELS)
+    in_seats = tuple(map(variants.is_in_seats, kernels))
 
     def run_tiny(call: AttentionCall, upstream: Upstream, places: Gradients) -> Gradients:
         return _launch(_plan(call, upstream, places, kind, 2, in_seats), call.tensors, upstream, places)
 
-    trial.check(plan.variants[-3:], device, lambda: trial.of_backward(kind, call.q.device, run_tiny))
+    trial.check(kernels, device, lambda: trial.of_backward(kind, call.q.device, run_tiny))
     return functools.partial(_launch, plan)
 
 
@@ -113,7 +114,8 @@ def _plan(
     splits: int | None = None,
     in_seats: Sequence[bool] = (False,) * 3,
 ) -> Plan:
-    """Three launches, four for bf16 that is converted and of which the forward kept no maxima.
+    """Three launches. For bf16 that is converted one more, if the forward kept no maxima, and two if it is copied: the
+    same memory holds q and dout for dkdv, then k and v for dq.
 
     upstream.saved: nothing; or the forward's true LSE; or that and maxima
     splits: blocks that share the query heads of a tile of keys, None: as many as pay
@@ -130,11 +132,14 @@ def _plan(
     outputs, launches = [], []
     if kind.type == variants.BF16_AS_FP16:
         if not kept:
-            found, first = launcher.maxima(call, kind, fields)
+            found, first = converted.maxima(call, kind._replace(copied=False), fields)
             outputs.append(found)
             launches.append(first)
         outputs.append(Output("absmax_dout", (2, call.batch, call.nheads_k), torch.int32, begins_as_zero=True))
     outputs.append(Output("delta", call.lse_shape, torch.float32))
+    if kind.copied:
+        most = max(call.q.numel() + upstream.dout.numel(), call.k.numel() + call.v.numel())
+        outputs.append(Output("copies", (most,), torch.float16))
     rows = launcher.longest_rows(call), call.nheads, None if call.cu_seqlens_q is None else call.q.shape[0]
     keys = launcher.longest_keys(call), call.nheads_k, None if call.cu_seqlens_k is None else call.k.shape[0]
     kernels, workspace = (variants.delta(kind), variants.dkdv(kind), variants.dq(kind)), 0
@@ -150,7 +155,12 @@ def _plan(
         dealt = {"tiles": grid.tiles, "splits": share, "seats": grid.seats}
         if clears:
             dealt["resident"] = launcher.gpu_of(call).holds(variant)
-        launches.append(Launch(variant, grid.tiles * grid.slabs * heads * share, {**fields, **dealt}))
+        launch = Launch(variant, grid.tiles * grid.slabs * heads * share, {**fields, **dealt})
+        if kind.copied and clears:
+            of_rows = variant.entry == "dkdv"
+            launches.append(converted.to_half(call, kind, fields, of_rows))
+            launch = converted.reads_copies(call, launch, of_rows)
+        launches.append(launch)
     return Plan(call, outputs, launches, others=others, workspace=workspace)
 
 

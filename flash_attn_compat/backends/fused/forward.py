@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import Negated
-from flash_attn_compat.backends.fused import append, grids, launcher, tensor_cores, trial, variants
+from flash_attn_compat.backends.fused import append, converted, grids, launcher, tensor_cores, trial, variants
 from flash_attn_compat.backends.fused.launcher import Launch, Output, Plan
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine import alignment, dropout
@@ -63,7 +63,8 @@ def prepare(alike: Alike) -> Run | None:
         call = call.with_tensors(*tensors)
         new = new and new._replace(**dict(zip(Append._fields, tensors[10:])))
     tensor_cores.hint(call.q.get_device(), settings.gpu(call.q.device))
-    attention = Attention(call, launcher.kind_of(call, vec), new)
+    kind = launcher.kind_of(call, vec)
+    attention = Attention(call, kind if few or alike.is_over_cache else converted.with_copies(call, kind, False), new)
     attention.try_first()
     if new is not None and attention.writes_first:
         append.try_first(call, new)
@@ -119,9 +120,15 @@ class Attention:
         # The decode kernel scales what it converts step by step.
         self.has_maxima = not self.is_decode and kind.type == variants.BF16_AS_FP16
         if self.has_maxima:
-            found, before = launcher.maxima(call, kind, fields)
+            found, before = converted.maxima(call, kind, fields)
             outputs.append(found)
             launches.append(before)
+            if kind.copied:
+                tokens = call.k.shape[:-2].numel()
+                marks = 2, call.nheads_k, variants.marks(kind, tokens, call.batch)
+                outputs.append(Output("copies", (call.k.numel() + call.v.numel(),), torch.float16))
+                outputs.append(Output("marks", marks, torch.int32))
+                launches.append(converted.to_half(call, kind, fields, of_rows=False))
         is_packed = call.cu_seqlens_q is not None
         if self.is_decode:  # the heads of a group are rows of one tile
             variant = variants.step(kind) if self.appends and not self.writes_first else variants.decode(kind)
@@ -137,7 +144,11 @@ class Attention:
         workspace = launcher.PARTS_AT + total * splits * variants.part_bytes(variant) if splits > 1 else 0
         fields |= {"tiles": grid.tiles, "splits": splits, "seats": grid.seats}
         fields["resident"] = launcher.gpu_of(call).holds(variant)
-        launches.append(Launch(variant, splits * grid.tiles * heads * grid.slabs, fields))
+        instead = {"q": ("q_rotated", 0)} if outputs[0].name == "q_rotated" else {}
+        if instead and self.has_maxima:
+            launches[-1] = launches[-1]._replace(instead=instead)
+        last = Launch(variant, splits * grid.tiles * heads * grid.slabs, fields, instead)
+        launches.append(converted.reads_copies(call, last, of_rows=False) if kind.copied else last)
         self.plan = Plan(call, outputs, launches, new, workspace=workspace)
 
     def try_first(self) -> None:

@@ -57,11 +57,15 @@ class Output(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel, its blocks, and the fields of struct Params behind the head."""
+    """A kernel, its blocks, and the fields of struct Params behind the head.
+
+    instead: addresses that it is given for others, by name: of an output, and how many bytes behind its start
+    """
 
     variant: Variant
     blocks: int
     fields: dict[str, params.Value]
+    instead: Mapping[str, tuple[str, int]] = {}
 
 
 class Plan:
@@ -88,7 +92,6 @@ class Plan:
         self.seqlen_k = longest_keys(call)
         self._workspace = workspace
         self.variants = tuple(launch.variant for launch in launches)
-        self._rotates = any(output.name == "q_rotated" for output in outputs)
         self._appends_first = bool(launches) and launches[0].variant.entry == "append"
         like: dict[str, Any] = dict(zip(_CALL, call.tensors, strict=True))
         like |= dict(zip(_APPEND, () if new is None else new[:4])) | dict(others or {})
@@ -110,8 +113,15 @@ class Plan:
         self._head = params.head(self._given)
         loader.load_together(self.variants, self.device)
         self._launch = loader.driver().launch
+        at = self._given.index
         self._launches = [
-            (loader.kernel(variant, self.device), blocks, params.rest(fields)) for variant, blocks, fields in launches
+            (
+                loader.kernel(variant, self.device),
+                blocks,
+                params.rest(fields),
+                [(at(name), at(output), behind) for name, (output, behind) in instead.items()],
+            )
+            for variant, blocks, fields, instead in launches
         ]
 
     def run(self, tensors: Sequence[Any], seqlen_k: int | None = None) -> dict[str, Tensor]:
@@ -145,11 +155,15 @@ class Plan:
         head = self._head.pack(*numbers, length)
         launched = 0
         try:
-            for kernel, blocks, rest in self._launches:
-                self._launch(kernel, blocks, self.device, head + rest)
+            for kernel, blocks, rest, instead in self._launches:
+                if instead:
+                    moved = numbers.copy()
+                    for index, output_at, behind in instead:
+                        moved[index] = numbers[output_at] + behind
+                    self._launch(kernel, blocks, self.device, self._head.pack(*moved, length) + rest)
+                else:
+                    self._launch(kernel, blocks, self.device, head + rest)
                 launched += 1
-                if self._rotates:  # which is what the first does: those behind it read what it made of q
-                    head = self._head.pack(made["q_rotated"].data_ptr(), *numbers[1:], length)
         except loader.KernelError as error:
             if launched and self._appends_first:
                 note_written(tensors[1], tensors[2])
@@ -179,17 +193,6 @@ def run_alone(variant: Variant, blocks: int, numbers: Tensor) -> None:
     head = params.head(["lse"]).pack(numbers.data_ptr(), 0)
     device = numbers.get_device()
     loader.driver().launch(loader.kernel(variant, device), blocks, device, head + params.rest({}))
-
-
-def maxima(call: AttentionCall, kind: Kind, fields: dict[str, params.Value]) -> tuple[Output, Launch]:
-    """The launch that finds by which powers of two bf16 is scaled where the tensor cores take fp16.
-
-    Its output are the largest finite magnitudes of q, k and v, as the bits of fp32 numbers.
-    """
-    heads, longest = call.batch * call.nheads_k, max(longest_rows(call), longest_keys(call))
-    splits = variants.absmax_splits(longest, heads, processors(call.q.get_device()))
-    found = Output("absmax", (3, call.batch, call.nheads_k), torch.int32, begins_as_zero=True)
-    return found, Launch(variants.absmax(kind), 3 * heads * splits, {**fields, "splits": splits})
 
 
 _increment_version = torch.autograd.graph.increment_version  # looked up once: each step of decoding tells it

@@ -13,7 +13,7 @@ from collections.abc import Collection
 _ADDRESSES = (
     "q", "k", "v", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table", "rng_state",
     "k_new", "v_new", "rotary_cos", "rotary_sin", "q_rotated", "dout", "out", "lse", "dlse", "dq", "dk", "dv",
-    "lse_true", "absmax", "absmax_dout", "delta", "counters", "parts",
+    "lse_true", "absmax", "absmax_dout", "delta", "copies", "marks", "counters", "parts",
 )  # fmt: skip
 _STRIDES = ("q_s", "k_s", "v_s", "out_s", "dout_s", "dq_s", "dk_s", "dv_s", "k_new_s", "v_new_s", "q_rotated_s")
 _LONGS = ("lse_batch", "lse_head")
@@ -31,7 +31,7 @@ REST: tuple[tuple[str, str], ...] = (
     *((name, "q") for name in _LONGS),
     *((name, "i") for name in _INTS),
     *((name, "f") for name in _FLOATS),
-    ("filler", "i"),
+    ("converts_rows", "i"),
 )
 _REST = struct.Struct("<" + "".join(kind for _, kind in REST))
 

@@ -30,12 +30,13 @@ _MOST_SPLITS = 256
 # Rows of queries worth a block of their own in dkdv: they cost as much as leaving its gradients and adding them up.
 _SPLIT_ROWS = 512
 _ABSMAX_ROWS = 512
+_CONVERSIONS = 12
 # KB of shared memory that a multiprocessor has for its blocks, by architecture; and of those that are not named here.
 _SHARED, _LEAST_SHARED = {75: 64, 80: 164, 87: 164, 90: 228, 100: 228, 103: 228}, 100
 
 
 # What a kernel's macros are where its variant does not say.
-_OFF = ("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "APPEND", "SEATS", "MMA16", "CPA")
+_OFF = ("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "APPEND", "SEATS", "COPIED", "MMA16", "CPA")
 DEFAULTS = {"D": 64, "TYPE": FP16, "VEC": 8, "PAIRS": 0, "SUMS": 0, **dict.fromkeys(_OFF, 0)}
 
 
@@ -59,7 +60,7 @@ class Kind(NamedTuple):
 
     number: the architecture's, as 75; head_dim_v: of values, None if it is head_dim
     window: keys in sight, None unbounded; few_rows: none of more than FEW_ROWS
-    tiles: what was the fastest on the GPU at hand, by entry
+    tiles: what was the fastest on the GPU at hand, by entry; copied: whether what passes by was turned into fp16 before
     """
 
     number: int
@@ -75,6 +76,7 @@ class Kind(NamedTuple):
     few_rows: bool = False
     tiles: tuple[tuple[str, Tile], ...] = ()
     head_dim_v: int | None = None
+    copied: bool = False
 
     @property
     def D(self) -> int:
@@ -223,7 +225,7 @@ def forward_tile(kind: Kind) -> Tile:
 def forward(kind: Kind) -> Variant:
     tile = _tile("forward", kind, forward_tile)
     kind = _rounded(kind, tile)
-    macros = kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED")
+    macros = kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "COPIED")
     macros += [("BN", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB), ("QREG", int(tile.s))]
     macros += [("SUMS", tile.sums)] * (tile.sums > 0) + kind.newer()
     row, row_v = 2 * kind.D, 2 * kind.DV
@@ -267,8 +269,25 @@ def append(kind: Kind) -> Variant:
 
 
 def absmax(kind: Kind) -> Variant:
-    macros = kind.macros("PAGED", D=_power_of_two(kind.size))
+    macros = kind.macros("PAGED", "COPIED", D=_power_of_two(kind.size))
     return Variant("absmax", "convert.cu", tuple(macros), _ABSMAX_ROWS, 256, 0)
+
+
+def to_half(kind: Kind) -> Variant:
+    return absmax(kind._replace(copied=False))._replace(entry="to_half")
+
+
+def marks(kind: Kind, tokens: int, batch: int) -> int:
+    """Of each head of keys and of values: one for each warp and as many rows as a block of absmax reads at once."""
+    return (tokens // (8192 // _power_of_two(kind.size)) + batch + 1) * 8
+
+
+def pays_to_copy(kind: Kind, variant: Variant, own: float, group: int = 1) -> bool:
+    """Whether ``own`` rows for each of a ``group`` of heads are so many tiles of ``variant`` that what passes by them
+    had better be turned into fp16 once: for a T4's memory, writing it is worth a dozen conversions at most.
+    """
+    seen = own if kind.window is None else min(own, kind.window)
+    return group * (seen / 2 if kind.local and kind.window is None else seen) >= _CONVERSIONS * variant.rows
 
 
 def delta(kind: Kind) -> Variant:
@@ -331,7 +350,7 @@ def dq(kind: Kind) -> Variant:
 def _backward(entry: str, kind: Kind, tile: Tile, passing: int) -> Variant:
     """passing: bytes of what is known of a tile's passing rows"""
     kind = _rounded(kind, tile)
-    macros = [*kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT"), *kind.newer(tile.copies)]
+    macros = [*kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "COPIED"), *kind.newer(tile.copies)]
     macros += [("TL", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB)]
     macros += [("REG_S", int(tile.s)), ("REG_P", int(tile.p))]
     macros += [("PAIRS", 1)] * tile.pairs + [("SUMS", tile.sums)] * (tile.sums > 0)
@@ -354,7 +373,7 @@ def is_in_seats(variant: Variant) -> bool:
     return ("SEATS", 1) in variant.macros
 
 
-MAKERS = {make.__name__: make for make in (forward, decode, step, append, absmax, delta, dkdv, dq)}
+MAKERS = {make.__name__: make for make in (forward, decode, step, append, absmax, to_half, delta, dkdv, dq)}
 
 
 def kinds(number: int) -> Iterator[Kind]:
