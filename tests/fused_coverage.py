@@ -48,6 +48,8 @@ def kinds(number: int) -> Iterator[Kind]:
             plain = Kind(number, type, D)
             yield plain
             yield plain._replace(local=True, alibi=True, softcap=True, dropout=True, window=104)
+            if type == BF16_AS_FP16:
+                yield plain._replace(copied=True)
             if D == 192:
                 yield plain._replace(head_dim_v=128)
             if D not in _USUAL:
@@ -74,6 +76,8 @@ def problems(kind: Kind) -> dict[str, Problem]:
     rows, keys, nheads_k = ((19, 150), (45, 171), 2) if kind.vec == 8 else ((9, 70), (21, 50), 1)
     if kind.few_rows:
         rows = 19, 60
+    if kind.copied:  # which takes many
+        rows, keys = (900, 700), (1700, 1500)
     common = Problem(
         "varlen", rows, keys, nheads_k, group=2,
         head_dim=kind.D if kind.vec == 8 else kind.D - 3,
@@ -88,7 +92,7 @@ def problems(kind: Kind) -> dict[str, Problem]:
         found["forward"] = replace(common, kind="paged", backward=False)
     else:
         found["forward and backward"] = replace(common, gap=(0, 3))
-    if not kind.dropout:
+    if not kind.dropout and not kind.copied:
         found["decode"] = replace(common, **few)
         rotary = common.head_dim // 2 // 16 * 16
         found["step"] = replace(common, **few, new_keys=2, rotary_dim=rotary)

@@ -111,7 +111,7 @@ def test_a_head_dim_and_a_dtype_are_enough_for_their_calls() -> None:
     assert {one["TYPE"] for one in macros} == {BF16_AS_FP16}
     assert {(one.entry, dict(one.macros)["D"]) for one in made if one.entry != "append"} == {
         *((entry, 80) for entry in ("forward", "dkdv", "dq")),
-        *((entry, 128) for entry in ("decode", "absmax", "delta")),
+        *((entry, 128) for entry in ("decode", "absmax", "to_half", "delta")),
     }
     assert {dict(one.macros)["D"] for one in variants.made_for(ahead.kinds(75, (), ())) if one.entry == "dq"} == {
         32, 64, 80, 96, 128, 256,

@@ -382,7 +382,10 @@ def kinds(number: int) -> Iterator[Kind]:
     flags = itertools.product((False, True), repeat=5)
     for (local, alibi, softcap, dropout, paged), type, D, vec in itertools.product(flags, types, HEAD_DIMS, (8, 1)):
         for window, few_rows in itertools.product((None, _NARROW - 1) if local else (None,), (False, True)):
-            yield Kind(number, type, D, local, alibi, softcap, dropout, paged, vec, window, few_rows)
+            kind = Kind(number, type, D, local, alibi, softcap, dropout, paged, vec, window, few_rows)
+            yield kind
+            if type == BF16_AS_FP16 and vec == 8 and window is None and not paged and not few_rows:
+                yield kind._replace(copied=True)
 
 
 def entries(kind: Kind) -> Iterator[str]:
@@ -394,6 +397,8 @@ def entries(kind: Kind) -> Iterator[str]:
         yield from ("delta", "dkdv", "dq")
     if kind.type == BF16_AS_FP16:
         yield "absmax"
+    if kind.copied:
+        yield "to_half"
 
 
 def made_for(kinds: Iterable[Kind]) -> dict[Variant, Kind]:
