@@ -167,21 +167,18 @@ DEVICE u32 pack_out(float a, float b) {
 
 // Converted bf16: every (sequence, key head) has powers of two of its own, which bring its largest finite magnitude to
 // [2^14, 2^15): nothing overflows, 29 binades below it keep all bits, and an inf or NaN affects no other head.
-// absmax finds those of q, k and v; delta that of dout, and the largest |delta|. They are bits of floats, which compare as the floats do.
+// absmax finds those of k and v, forward of q; delta that of dout, and the largest |delta|. They are bits of floats, which compare as the floats do.
 // Copies for the forward go by every fourth power, [2^12, 2^16): so that one is mostly right before all is known, and 29 binades keep all bits too.
-#define ABSMAX_Q 0
-#define ABSMAX_K 1
-#define ABSMAX_V 2
-#define ABSMAX_DOUT 3
+enum { ABSMAX_K, ABSMAX_V, ABSMAX_Q, ABSMAX_DOUT };
 DEVICE int *absmax_of(const Params &p, int tensor, int b, int head_k) { return p.absmax + (i64)(tensor * p.batch + b) * p.nheads_k + head_k; }
 DEVICE int *absmax_of_dout(const Params &p, int b, int head_k) { return p.absmax_dout + b * p.nheads_k + head_k; }
 DEVICE int *absmax_of_delta(const Params &p, int b, int head_k) { return absmax_of_dout(p, b + p.batch, head_k); }
 // A maximum of what all lanes have: the same in whichever order warps come. What is known of it then.
 DEVICE int raise(int *maximum, int x) {
-  const int known = global_load_fresh(maximum);
+  const int known = threadIdx.x % 32 == 0 ? global_load_fresh(maximum) : 0;
   x = max_of<32>(x);
   if (threadIdx.x % 32 == 0 && x > known) atomicMax(maximum, x);
-  return max(x, known);
+  return __shfl_sync(ALL_LANES, max(x, known), 0);
 }
 DEVICE int finite_magnitude(int largest, u32 pair) {   // of bf16; floats that are not negative compare as their bits do
   const int low = pair << 16 & 0x7fff0000, high = pair & 0x7fff0000;
@@ -190,14 +187,18 @@ DEVICE int finite_magnitude(int largest, u32 pair) {   // of bf16; floats that a
 DEVICE int finite_magnitude(int largest, const uint4 &x) {
   return finite_magnitude(finite_magnitude(finite_magnitude(finite_magnitude(largest, x.x), x.y), x.z), x.w);
 }
-DEVICE float scale_for(float largest, bool is_copied = false) {
-  if (largest == 0.f) return 1.f;
-  const int exponent = max((__float_as_int(largest) >> 23) - 127, -112);
+template <int N> DEVICE int finite_magnitude(const uint4 (&x)[N]) {
+  int largest = 0;
+  UNROLLED(i, N) largest = finite_magnitude(largest, x[i]);
+  return largest;
+}
+DEVICE float scale_for(int largest, bool is_copied = false) {
+  if (largest == 0) return 1.f;
+  const int exponent = max((largest >> 23) - 127, -112);
   return __int_as_float(((is_copied ? 13 - (exponent + 1 & ~3) : 14 - exponent) + 127) << 23);
 }
-DEVICE float copy_scale(int largest) { return scale_for(__int_as_float(largest), true); }
 DEVICE float inverse_of_power(float scale) { return __int_as_float((254 << 23) - __float_as_int(scale)); }
-DEVICE float scale_of(const int *absmax, bool is_copied = false) { return TYPE == 2 ? scale_for(__int_as_float(global_load(absmax)), is_copied) : 1.f; }
+DEVICE float scale_of(const int *absmax, bool is_copied = false) { return TYPE == 2 ? scale_for(global_load(absmax), is_copied) : 1.f; }
 
 DEVICE uint4 convert(uint4 x, float scale) {
 #if TYPE == 2

@@ -91,14 +91,9 @@ template <class T> DEVICE void load(const Params &p, T &tile, const u16 *base, c
 
 // Converted bf16: every step's keys, its values and every row of Q have a power of two of their own, so that nothing overflows and
 // small ones keep their bits whatever stands elsewhere. The accumulators are fp32 and hold true values.
-template <int N> DEVICE int finite_magnitude(const uint4 (&x)[N]) {
-  int largest = 0;
-  UNROLLED(i, N) largest = finite_magnitude(largest, x[i]);
-  return largest;
-}
 template <int LANES, int N> DEVICE float convert_all(uint4 (&x)[N]) {   // the inverse of the scale that LANES share
 #if TYPE == 2
-  const float scale = scale_for(__int_as_float(max_of<LANES>(finite_magnitude(x))));
+  const float scale = scale_for(max_of<LANES>(finite_magnitude(x)));
   UNROLLED(i, N) x[i] = convert(x[i], scale);
   return inverse_of_power(scale);
 #else

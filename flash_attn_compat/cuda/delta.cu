@@ -42,8 +42,7 @@ KERNEL(THREADS, 4) delta(const Params p) {
       largest = finite_magnitude(largest, b);
     }
     const float of_lse = p.dlse && row < seq.seqlen_q ? global_load(p.dlse + values + row) : 0.f;
-    const float sum = sum_of<LANES>(share) - of_lse;
-    const float delta = fabsf(lse[i]) == POS_INF ? 0.f : sum;
+    const float sum = sum_of<LANES>(share) - of_lse, delta = fabsf(lse[i]) == POS_INF ? 0.f : sum;
     if (chunk == 0 && row < seq.seqlen_q) global_store(p.delta + values + row, delta);
     if (fabsf(delta) < POS_INF) largest_delta = max(largest_delta, fabsf(delta));
   }

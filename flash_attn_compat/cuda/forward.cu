@@ -131,8 +131,7 @@ KERNEL(THREADS, MINB) forward(const Params p) {
   const KeyMover of_k(thread);
   const ValueMover of_v(thread);
   const u32 shared = SHARED_BASE, q_tile = shared, k_tile = QREG ? shared : shared + BM * OfK::ROW_BYTES, v_tile = k_tile + BN * OfK::ROW_BYTES;
-  const float q_scale = scale_of(absmax_of(p, ABSMAX_Q, b, head_k)), k_scale = scale_of(absmax_of(p, ABSMAX_K, b, head_k), COPIED);
-  const float v_scale = scale_of(absmax_of(p, ABSMAX_V, b, head_k), COPIED);
+  const float k_scale = scale_of(absmax_of(p, ABSMAX_K, b, head_k), COPIED), v_scale = scale_of(absmax_of(p, ABSMAX_V, b, head_k), COPIED);
   uint4 own[QueryMover::N], transit[larger(KeyMover::N, ValueMover::N)];   // K and V take turns in it
 #define LOAD(mover, base, strides, j, dim, target) \
   mover.load(transit, p, base, strides, pages, seq.first_k + (j) * BN, seq.seqlen_k - (j) * BN, dim, target)
@@ -140,6 +139,16 @@ KERNEL(THREADS, MINB) forward(const Params p) {
   const bool at_once = !(CPA && QREG), some = first_tile < last_tile;   // cp.async may write K only where Q is no more
   queries.load_own(own, q, p.q_s.row, seq.seqlen_q - first_row, p.head_dim);
   if (at_once && some) LOAD_KEYS(first_tile);
+  float q_scale = 1.f;
+#if TYPE == 2   // the block's rows have a power of their own; the backward is told the head's
+  int largest = max_of<32>(finite_magnitude(own));
+  raise(absmax_of(p, ABSMAX_Q, b, head_k), largest);
+  if (lane == 0) shared_store(shared + warp * 4, (u32)largest);
+  __syncthreads();
+  UNROLLED(i, NW) largest = max(largest, __float_as_int(shared_load_float(shared + i * 4)));
+  __syncthreads();
+  q_scale = scale_for(largest);
+#endif
 
   const float scale = p.softmax_scale * inverse_of_power(q_scale) * inverse_of_power(k_scale);
   // Scores are compared as they come and scaled inside exp2, where nothing else happens to them.

@@ -132,7 +132,7 @@ def _plan(
     outputs, launches = [], []
     if kind.type == variants.BF16_AS_FP16:
         if not kept:
-            found, first = converted.maxima(call, kind._replace(copied=False), fields)
+            found, first = converted.maxima(call, kind._replace(copied=False), fields, of_rows=True)
             outputs.append(found)
             launches.append(first)
         outputs.append(Output("absmax_dout", (2, call.batch, call.nheads_k), torch.int32, begins_as_zero=True))

@@ -15,13 +15,16 @@ from flash_attn_compat.backends.fused.variants import Kind, Variant
 from flash_attn_compat.engine.call import AttentionCall
 
 
-def maxima(call: AttentionCall, kind: Kind, fields: dict[str, params.Value]) -> tuple[Output, Launch]:
+def maxima(
+    call: AttentionCall, kind: Kind, fields: dict[str, params.Value], of_rows: bool = False
+) -> tuple[Output, Launch]:
     """The launch that finds by which powers of two bf16 is scaled where the tensor cores take fp16.
 
-    Its output are the largest finite magnitudes of q, k and v, as the bits of fp32 numbers.
+    Its output are the largest finite magnitudes of k, v and q, as the bits of fp32 numbers. The forward kernel finds
+    q's itself; of_rows: whether this does.
     """
     found = Output("absmax", (3, call.batch, call.nheads_k), torch.int32, begins_as_zero=True)
-    return found, _reading(call, variants.absmax(kind), fields, 3)
+    return found, _reading(call, variants.absmax(kind), fields, 2 + of_rows)
 
 
 def to_half(call: AttentionCall, kind: Kind, fields: dict[str, params.Value], of_rows: bool) -> Launch:

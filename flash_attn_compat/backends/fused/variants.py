@@ -30,7 +30,7 @@ _MOST_SPLITS = 256
 # Rows of queries worth a block of their own in dkdv: they cost as much as leaving its gradients and adding them up.
 _SPLIT_ROWS = 512
 _ABSMAX_ROWS = 512
-_CONVERSIONS = 12
+_CONVERSIONS = 10
 # KB of shared memory that a multiprocessor has for its blocks, by architecture; and of those that are not named here.
 _SHARED, _LEAST_SHARED = {75: 64, 80: 164, 87: 164, 90: 228, 100: 228, 103: 228}, 100
 
@@ -284,7 +284,7 @@ def marks(kind: Kind, tokens: int, batch: int) -> int:
 
 def pays_to_copy(kind: Kind, variant: Variant, own: float, group: int = 1) -> bool:
     """Whether ``own`` rows for each of a ``group`` of heads are so many tiles of ``variant`` that what passes by them
-    had better be turned into fp16 once: for a T4's memory, writing it is worth a dozen conversions at most.
+    had better be turned into fp16 once: for a T4's memory, writing it is worth some ten conversions.
     """
     seen = own if kind.window is None else min(own, kind.window)
     return group * (seen / 2 if kind.local and kind.window is None else seen) >= _CONVERSIONS * variant.rows
