@@ -147,6 +147,24 @@ def test_a_backward_takes_the_forwards_maxima_and_those_of_its_own_gradient(turi
         assert torch.equal(large, small * 2.0**120) and torch.equal(large, same)
 
 
+def test_copies_of_bf16_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, dout = torch.randn(2, 1, 20, 2, 32, generator=generator)
+    # Later keys, and earlier values, are larger: what was converted first goes by a power that turns out to be wrong.
+    sizes = torch.logspace(-4, 2, 1100)[:, None, None]
+    k, v = torch.randn(2, 1, 1100, 1, 32, generator=generator) * torch.stack([sizes / 1e2, sizes.flip(0)])[:, None]
+    leaves = [tensor.bfloat16().requires_grad_() for tensor in (q, k, v)]
+    found = []
+    for copies, seed in ((False, 1), (True, 2), (True, 3), (True, 6)):
+        monkeypatch.setattr(variants, "pays_to_copy", lambda *shapes, copies=copies: copies)
+        with flash_attn_compat.use_backend("fused"):
+            launches = fused_on_cpu.emulate(monkeypatch, 75, seed=seed)
+            out = flash_attn_compat.flash_attn_func(*leaves)
+            found.append([out, *torch.autograd.grad(out, leaves, dout.bfloat16())])
+        assert launches.entries.count("to_half") == 3 * copies
+    assert all(torch.equal(one, same) for others in found[1:] for one, same in zip(found[0], others))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
     "stray", [("q", 0, "nan"), ("q", 2, "inf"), ("k", 0, "inf"), ("k", 2, "nan"), ("v", 0, "nan"), ("v", 2, "inf"),

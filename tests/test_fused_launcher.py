@@ -232,6 +232,43 @@ def test_the_lse_is_left_out_where_nobody_wants_it(launches: Launches) -> None:
     assert launches.last.fields["lse_true"] and launches.last.fields["lse_has_position"]
 
 
+@pytest.mark.parametrize("case", ["dense", "packed", "fp16", "few rows", "cache", "pages"])
+def test_bf16_that_passes_by_often_is_copied_once_and_caches_never(case: str, launches: Launches) -> None:
+    dtype = HALF if case == "fp16" else torch.bfloat16
+    q = randn(1, 600 if case == "few rows" else 2600, 2, 64, dtype=dtype)
+    k, lengths, whole = q[:, :, :1], cumulative(1300, 1300), cumulative(2600)
+    with use_backend("fused"):
+        if case == "packed":
+            flash_attn_varlen_func(q[0], k[0], k[0], lengths, lengths, 1300, 1300)
+        elif case == "cache":
+            flash_attn_with_kvcache(q, k, k, cache_seqlens=2600)
+        elif case == "pages":
+            pages = torch.arange(13, dtype=torch.int32)[None]
+            slots = k.reshape(13, 200, 1, 64)
+            flash_attn_varlen_func(q[0], slots, slots, whole, whole, 2600, 2600, block_table=pages)
+        else:
+            flash_attn_func(q, k, k)
+    is_copied = case in ("dense", "packed")
+    assert launches.entries == ["absmax"] * (case != "fp16") + ["to_half"] * is_copied + ["forward"]
+    read = [launches.last.fields[name] for name in ("k", "v")]
+    start = launches.last.fields["copies"]
+    assert (read == [start, start + 2 * k.numel()]) == is_copied
+    if is_copied:  # contiguous, as k is not
+        assert launches.last.fields["k_s"] == (0 if case == "packed" else 2600 * 64, 64, 64)
+
+
+def test_a_backward_has_one_place_for_copies_of_rows_and_then_of_keys(launches: Launches) -> None:
+    q, k = randn(1, 2600, 4, 64, dtype=torch.bfloat16).requires_grad_(), randn(1, 2600, 2, 64, dtype=torch.bfloat16)
+    with use_backend("fused"):
+        flash_attn_func(q, k, k).sum().backward()
+    assert launches.entries[3:] == ["delta", "to_half", "dkdv", "to_half", "dq"]
+    dkdv, dq = launches.seen[5].fields, launches.seen[7].fields
+    start = dkdv["copies"]
+    assert [dkdv[name] for name in ("q", "dout")] == [start, start + 2 * q.numel()]
+    assert [dq[name] for name in ("k", "v")] == [start, start + 2 * k.numel()]
+    assert dkdv["k"] == k.data_ptr() and dq["q"] == q.data_ptr()  # what a block owns is converted once in any case
+
+
 # ---- decode and append
 
 

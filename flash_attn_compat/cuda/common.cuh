@@ -168,7 +168,7 @@ DEVICE u32 pack_out(float a, float b) {
 // Converted bf16: every (sequence, key head) has powers of two of its own, which bring its largest finite magnitude to
 // [2^14, 2^15): nothing overflows, 29 binades below it keep all bits, and an inf or NaN affects no other head.
 // absmax finds those of k and v, forward of q; delta that of dout, and the largest |delta|. They are bits of floats, which compare as the floats do.
-// Copies for the forward go by every fourth power, [2^12, 2^16): so that one is mostly right before all is known, and 29 binades keep all bits too.
+// The forward's copies go by every other power, to [2^14, 2^16): so that one is mostly right before all is known.
 enum { ABSMAX_K, ABSMAX_V, ABSMAX_Q, ABSMAX_DOUT };
 DEVICE int *absmax_of(const Params &p, int tensor, int b, int head_k) { return p.absmax + (i64)(tensor * p.batch + b) * p.nheads_k + head_k; }
 DEVICE int *absmax_of_dout(const Params &p, int b, int head_k) { return p.absmax_dout + b * p.nheads_k + head_k; }
@@ -194,8 +194,8 @@ template <int N> DEVICE int finite_magnitude(const uint4 (&x)[N]) {
 }
 DEVICE float scale_for(int largest, bool is_copied = false) {
   if (largest == 0) return 1.f;
-  const int exponent = max((largest >> 23) - 127, -112);
-  return __int_as_float(((is_copied ? 13 - (exponent + 1 & ~3) : 14 - exponent) + 127) << 23);
+  const int exponent = max((largest >> 23) - 127, -111);
+  return __int_as_float(((is_copied ? 15 - (exponent + 1 & ~1) : 14 - exponent) + 127) << 23);
 }
 DEVICE float inverse_of_power(float scale) { return __int_as_float((254 << 23) - __float_as_int(scale)); }
 DEVICE float scale_of(const int *absmax, bool is_copied = false) { return TYPE == 2 ? scale_for(global_load(absmax), is_copied) : 1.f; }
