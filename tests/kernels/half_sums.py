@@ -1,4 +1,6 @@
-"""What P V in fp16 accumulators, promoted to fp32 every 64 keys, would cost: `python -m tests.kernels.half_sums`, a minute.
+"""What P V in fp16 accumulators, promoted to fp32 every 64 keys, would cost: `python -m tests.kernels.half_sums`.
+
+It takes a minute.
 
 The forward's arithmetic on a CPU, step by step: P rounded to fp16, 8 keys a tensor-core instruction. Errors are against
 fp64, as multiples of what rounding the right result to fp16 costs: of the largest one, then of the root mean square.

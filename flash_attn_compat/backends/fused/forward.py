@@ -124,8 +124,7 @@ class Attention:
             outputs.append(found)
             launches.append(before)
             if kind.copied:
-                tokens = call.k.shape[:-2].numel()
-                marks = 2, call.nheads_k, variants.marks(kind, tokens, call.batch)
+                marks = 2, call.nheads_k, variants.marks(kind, call.k.shape[:-2].numel(), call.batch)
                 outputs.append(Output("copies", (call.k.numel() + call.v.numel(),), torch.float16))
                 outputs.append(Output("marks", marks, torch.int32))
                 launches.append(converted.to_half(call, kind, fields, of_rows=False))

@@ -254,7 +254,8 @@ def decode(kind: Kind) -> Variant:
     macros.append(("MINB", (4 if kind.number >= 80 else 3) if few_registers else 2))
     sums = D > 256
     macros += [("SUMS", 1)] * sums
-    return Variant("decode", "decode.cu", tuple(macros), _DECODE_ROWS, 128, _DECODE_SHARED_SUMS if sums else _DECODE_SHARED)
+    shared = _DECODE_SHARED_SUMS if sums else _DECODE_SHARED
+    return Variant("decode", "decode.cu", tuple(macros), _DECODE_ROWS, 128, shared)
 
 
 def step(kind: Kind) -> Variant:
@@ -359,7 +360,8 @@ def _backward(entry: str, kind: Kind, tile: Tile, passing: int) -> Variant:
     halves = tile.pairs or tile.sums
     exchanged = (tile.NW * tile.MT * 16 * tile.step // 2 * 2 * 2) * (halves > 0)  # of P and dS
     sums = tile.NW * tile.sums * tile.MT * 512
-    exchanged += sums * (1 + (tile.step * row < sums or ("CPA", 1) in macros))  # those of S lie where the next tile will
+    # Those of S lie where the next tile will.
+    exchanged += sums * (1 + (tile.step * row < sums or ("CPA", 1) in macros))
     shared = max(own + tile.step * (2 * row + row_v) + passing + exchanged, own + tile.rows * max(row, row_v))
     return Variant(entry, f"{entry}.cu", tuple(macros), tile.rows, tile.NW * 32, shared)
 
@@ -425,7 +427,7 @@ class Gpu(NamedTuple):
     number: int
 
     def holds(self, variant: Variant) -> int:
-        """Blocks of a variant at once: as many as registers are bounded for, or 8 warps, if their shared memory fits."""
+        """Blocks of a variant at once: as many as registers are bounded for, or 8 warps, if shared memory suffices."""
         macros = dict(variant.macros)
         taken = variant.shared + 1024 * (self.number >= 80)  # the system has some of each block's there
         room = _SHARED.get(self.number, _LEAST_SHARED) * 1024 // max(taken, 1)
