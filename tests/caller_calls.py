@@ -18,7 +18,7 @@ from flash_attn_compat.losses.cross_entropy import CrossEntropyLoss
 from flash_attn_compat.modules.embedding import GPT2Embeddings
 from flash_attn_compat.modules.mha import MHA, FlashSelfAttention
 from flash_attn_compat.modules.mlp import GatedMlp
-from flash_attn_compat.ops.activations import swiglu
+from flash_attn_compat.ops.activations import bias_gelu_impl, swiglu
 from flash_attn_compat.ops.layer_norm import dropout_add_layer_norm
 from flash_attn_compat.ops.triton.layer_norm import rms_norm_fn
 from flash_attn_compat.utils.generation import InferenceParams
@@ -229,7 +229,7 @@ TABLE: tuple[Row, ...] = (
     )),
     Row("cross entropy", _of(_cross_entropy, {"logits": _normal(20, 77)}, {"labels": torch.arange(20)})),
     Row("activations", _of(
-        lambda x, y, bias: swiglu(x, y + bias),
+        lambda x, y, bias: swiglu(x, y) + bias_gelu_impl(y, bias),
         {"x": _normal(9, 64), "y": _normal(9, 64, seed=1), "bias": _normal(64)},
     )),
     Row("attention module", _of_module(_mha, lambda module, x: module(x), x=_normal(2, 20, 64)), casts=True),

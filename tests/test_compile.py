@@ -90,7 +90,7 @@ CALLS: dict[str, Case] = {
     "norms": (norms, [randn(3, 24), randn(3, 24, seed=1), randn(24)], (), {}),
     "cross entropy": (lambda x, labels: LOSS(x * 1.0, labels), [randn(4, 7)], (torch.tensor([1, 4, -100, 0]),), {}),
     "activations": (
-        lambda x, y, b: act.swiglu(x, y + b),
+        lambda x, y, b: act.swiglu(x, y) + act.bias_gelu_impl(x, b) + act.fast_gelu_impl(y),
         [randn(4, 8), randn(4, 8, seed=1), randn(8)], (), {},
     ),
 }  # fmt: skip

@@ -20,12 +20,13 @@ from flash_attn_compat.modules.mha import MHA
 from flash_attn_compat.modules.mlp import FusedMLP
 from flash_attn_compat.ops.triton.cross_entropy import cross_entropy_loss
 from flash_attn_compat.ops.triton.layer_norm import layer_norm_fn
+from flash_attn_compat.ops.triton.linear import triton_dgrad_act, triton_linear_act
 from flash_attn_compat.ops.triton.mlp import FusedDenseSqreluDense
 from flash_attn_compat.utils import benchmark, testing
 from flash_attn_compat.utils.generation import GenerationMixin, InferenceParams
 from tests.support import randn
 
-X = randn(2, 8)
+X, W = randn(2, 8), randn(6, 8)
 LOGITS, LABELS = randn(12, 37), torch.arange(12)
 MASK = torch.ones(2, 6, dtype=torch.bool)
 
@@ -71,6 +72,11 @@ REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         (r"weight has shape \(23,\)", lambda: norm(weight=torch.ones(23))),
         (r"rowscale has shape \(2,\)", lambda: norm(rowscale=torch.ones(2))),
         ("rowscale is not supported with parallel", lambda: norm(x1=randn(3, 24), rowscale=torch.ones(3))),
+        ("'tanh'", lambda: triton_linear_act(X, W, activation="tanh")),
+        ("weight has dtype", lambda: triton_linear_act(X.half(), W)),
+        ("bias has dtype", lambda: triton_linear_act(X, W, randn(6).half())),
+        ("expected 8 in the last axis", lambda: triton_linear_act(X[:, :7], W)),
+        ("act_input is required", lambda: triton_dgrad_act(X[:, :6], W, "gelu")),
         ("without bias", lambda: FusedDenseSqreluDense(8, bias1=False)),
         ("at least 2 dimensions", lambda: bert_padding.IndexFirstAxis.apply(torch.zeros(4), torch.tensor([0]))),
         ("at least 2 dimensions", lambda: bert_padding.index_first_axis_residual(torch.zeros(4), torch.tensor([0]))),

@@ -1,4 +1,4 @@
-"""Activation functions and hand-written gradients, which keep only inputs.
+"""Activation functions with hand-written gradients that keep only their inputs.
 
 Arithmetic is in fp32 (fp64 for fp64 inputs) and rounded once to the input's dtype.
 The gelu here is the tanh approximation, with the constants flash-attn uses.
@@ -31,12 +31,25 @@ def swiglu_bwd(x: Tensor, y: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return cast(dx, x.dtype), cast(g32 * x32 * sigmoid, y.dtype)
 
 
+def gelu_fwd(x: Tensor) -> Tensor:
+    """Tanh-approximated gelu of x, in x's dtype."""
+    return cast(_gelu(upcast(x)), x.dtype)
+
+
 def gelu_bwd(g: Tensor, x: Tensor) -> Tensor:
-    """Gradient of the tanh-approximated gelu at x for the upstream gradient g, in x's dtype."""
-    x32 = upcast(x)
-    tanh = torch.tanh(_GELU_SLOPE * x32 * (1 + _GELU_CUBIC * x32 * x32))
-    inner = _GELU_SLOPE * (1 + 3 * _GELU_CUBIC * x32 * x32)
-    return cast((0.5 * x32 * (1 - tanh * tanh) * inner + 0.5 * (1 + tanh)) * upcast(g), x.dtype)
+    """Gradient of `gelu_fwd` at x for the upstream gradient g, in x's dtype."""
+    return cast(_gelu_slope(upcast(x)) * upcast(g), x.dtype)
+
+
+def bias_gelu(y: Tensor, bias: Tensor) -> Tensor:
+    """Tanh-approximated gelu of y + bias: y (..., d), bias (d,), result in y's dtype."""
+    return cast(_gelu(upcast(y) + upcast(bias)), y.dtype)
+
+
+def bias_gelu_back(g: Tensor, y: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients (dy (..., d), dbias (d,)) of `bias_gelu` for the upstream gradient g."""
+    dy = _gelu_slope(upcast(y) + upcast(bias)) * upcast(g)
+    return cast(dy, y.dtype), cast(dy.reshape(-1, bias.shape[-1]).sum(dim=0), bias.dtype)
 
 
 def relu_bwd(g: Tensor, x: Tensor) -> Tensor:
@@ -68,7 +81,57 @@ class SwiGLUFunction(torch.autograd.Function):
         return swiglu_bwd(x, y, dout)
 
 
+class GeLUFunction(torch.autograd.Function):
+    """`bias_gelu` with `bias_gelu_back` as its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(input, bias)
+        return bias_gelu(input, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+        input, bias = ctx.saved_tensors
+        return bias_gelu_back(grad_output, input, bias)
+
+
+class FastGeLUFunction(torch.autograd.Function):
+    """`gelu_fwd` with `gelu_bwd` as its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor) -> Tensor:
+        ctx.save_for_backward(input)
+        return gelu_fwd(input)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        (input,) = ctx.saved_tensors
+        return gelu_bwd(grad_output, input)
+
+
 def swiglu(x: Tensor, y: Tensor) -> Tensor:
     """silu(x) * y (Shazeer 2020), differentiable; x and y of one shape, result in x's dtype."""
     out: Tensor = SwiGLUFunction.apply(x, y)
     return out
+
+
+def bias_gelu_impl(input: Tensor, bias: Tensor) -> Tensor:
+    """`bias_gelu`, differentiable in input (..., d) and bias (d,)."""
+    out: Tensor = GeLUFunction.apply(input, bias)
+    return out
+
+
+def fast_gelu_impl(x: Tensor) -> Tensor:
+    """`gelu_fwd`, differentiable."""
+    out: Tensor = FastGeLUFunction.apply(x)
+    return out
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return x * 0.5 * (1.0 + torch.tanh(_GELU_SLOPE * x * (1 + _GELU_CUBIC * x * x)))
+
+
+def _gelu_slope(x: Tensor) -> Tensor:
+    tanh = torch.tanh(_GELU_SLOPE * x * (1 + _GELU_CUBIC * x * x))
+    inner = _GELU_SLOPE * (1 + 3 * _GELU_CUBIC * x * x)
+    return 0.5 * x * (1 - tanh * tanh) * inner + 0.5 * (1 + tanh)

@@ -38,9 +38,7 @@ ABSENT = [
     "flash_attn.backends",
     "flash_attn.naming",
     "flash_attn.cli",
-    "flash_attn.ops.triton.linear",  # nobody imports them but flash-attn's own modules
-    "flash_attn.ops.triton.k_activations",
-    "flash_attn.utils.library",
+    "flash_attn.utils.library",  # nobody imports them but flash-attn's own modules
     "flash_attn.utils.torch",
     "flash_attn.ops.not_there",
 ]
@@ -88,6 +86,8 @@ IMPORTS = [
     "from flash_attn.utils.pretrained import state_dict_from_pretrained",
     "from flash_attn.utils.testing import attention_ref, generate_qkv, generate_random_padding_mask",
     "from flash_attn.utils.generation import GenerationMixin, InferenceParams, sample, update_graph_cache",
+    "from flash_attn.ops.triton.linear import triton_dgrad_act, triton_linear_act",
+    "from flash_attn.ops.triton.k_activations import Activation, gelu, gelu_approx, gelu_approx_grad, gelu_grad",
     "from flash_attn.ops.triton.mlp import FusedDenseSqreluDense, fused_dense_sqrelu_dense_function",
     "from flash_attn.flash_attn_triton import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func",
 ]
