@@ -308,6 +308,17 @@ def test_torch_func_transforms_are_served() -> None:
     assert tangent.shape == (1, 3, 2, 4)
 
 
+def test_a_tensor_that_outlived_its_transform_has_no_graph() -> None:
+    left: list[Tensor] = []
+    q, k, v = qkv()
+    torch.func.grad(lambda x: (left.append(2 * x), left[0].sum())[1])(k)  # type: ignore[func-returns-value]  # unused
+    found = []
+    for doubled in (2 * k, left[0]):
+        flash_attn_func(leaf := q.clone().requires_grad_(), doubled, v).sum().backward()
+        found.append(leaf.grad)
+    assert torch.equal(*found)
+
+
 def test_checkpointing_gives_the_same_gradients_under_dropout() -> None:
     inputs, found = leaves(), []
     for again in (False, True):

@@ -73,7 +73,7 @@ def attend(inputs: tuple[Tensor, ...], known: Known, request: Request) -> Output
     S_dmask is None unless the call asks for it, softmax_lse may be None unless it asks for that.
     """
     if known.call.needs_grad:
-        outputs: Outputs = _Attention.apply(known, request, *inputs)
+        outputs: Outputs = _record(known, request, *map(_unwrapped, inputs))
         return outputs
     known, result = run(known, request)
     return _finish(known, request.tensors, result)
@@ -117,6 +117,10 @@ class _Attention(torch.autograd.Function):
         packed = tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
         gradients(ctx.known, tensors, upstream, into=Gradients(*unpack(packed)))
         return None, None, *packed
+
+
+# Function.apply does this in Python, and looks for transforms of torch.func, under which nothing is recorded.
+_record, _unwrapped = super(torch.autograd.Function, _Attention).apply, torch._C._functorch.unwrap_if_dead
 
 
 def _differentiable_gradients(
