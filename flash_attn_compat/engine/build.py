@@ -156,11 +156,9 @@ def _check_packed(request: Request) -> None:
     if not checks.may_read(starts_q):
         return
     table = others[2] if len(others) > 2 else None
-    if table is None:
-        checks.values_of_starts(starts_q, starts_k, q.shape[0], k.shape[0])
-        return
-    checks.values_of_starts(starts_q, others[4], q.shape[0], None)
-    if checks.may_read(table):
+    of_keys = (starts_k, k.shape[0]) if table is None else (others[4], None)
+    checks.values_of_starts(starts_q, of_keys[0], q.shape[0], of_keys[1])
+    if table is not None and checks.may_read(table):
         checks.values_of_pages(k, table, others[0])
 
 

@@ -211,8 +211,6 @@ def may_read(tensor: Tensor) -> bool:
 
 def values_of_starts(starts_q: Tensor, starts_k: Tensor, total_q: int, total_k: int | None) -> None:
     """Packed sequences lie one behind the other, from the first token on; total_k: None where keys lie in pages."""
-    if not may_read(starts_q):
-        return
     _values_of_starts("cu_seqlens_q", starts_q, "q", total_q)
     if starts_k is not starts_q or (total_k is not None and total_k < total_q):
         _values_of_starts("cu_seqlens_k", starts_k, "k", total_k)
