@@ -59,7 +59,7 @@ def serving(front: Front) -> Callable[..., Tensor]:
         out = ours(wish, *arguments, **named)
         if out is not None:
             return out
-        dispatch.count_left(door.PYTORCH)
+        dispatch.count(door.PYTORCH)
         return as_decided(_composed, _COMPOSITE, *arguments, **named)
 
     return attention

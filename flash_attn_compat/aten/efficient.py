@@ -109,7 +109,7 @@ def serving_forward(front: Front) -> Callable[..., Any]:
             _explain(against, problem)
         found = None if against else _forward(problem, compute_log_sumexp)
         if found is None:
-            dispatch.count_left(door.PYTORCH)
+            dispatch.count(door.PYTORCH)
         return found
 
     return _in_front(front, forward, torch.ops.aten._efficient_attention_forward.default)

@@ -121,13 +121,8 @@ def _check_settings() -> None:
         raise ValueError(f"{settings.BACKEND} must be one of {', '.join(_names())}, got {name!r}")
 
 
-def count(backend: Backend) -> None:
-    """It has served a call."""
-    _served[backend.name] += 1
-
-
-def count_left(name: str) -> None:
-    """A call that could have been ours was left to somebody else."""
+def count(name: str) -> None:
+    """The backend of this name, or whoever a call was left to that could have been ours, has served one."""
     _served[name] += 1
 
 

@@ -46,7 +46,7 @@ def run(known: Known, request: Request) -> tuple[Known, Result]:
             return run(*find(_stored(known, request)))
         else:
             if known.backend is not None:
-                dispatch.count(known.backend)
+                dispatch.count(known.backend.name)
             return known, result
 
 

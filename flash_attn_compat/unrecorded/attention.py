@@ -140,7 +140,7 @@ def _backward(request: Request, upstream: Upstream, written: Written) -> None:
     into = None if dq is None or dk is None or dv is None else Gradients(dq, dk, dv)
     backend, found = gradients(known, backward_tensors(request.tensors, rng_state), upstream, into)
     if backend is not None:
-        dispatch.count(backend)
+        dispatch.count(backend.name)
     if into is None:
         _write(found, written)
 
