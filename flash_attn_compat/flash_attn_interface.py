@@ -355,13 +355,13 @@ def flash_attn_varlen_qkvpacked_func(
 def _attend(
     inputs: tuple[Tensor, ...], options: Options, packing: Packing | None = None, s_aux: Tensor | None = None
 ) -> AttentionOutput:
+    wanted = None if torch_ops.are_asked_for(*inputs) else purpose(inputs)
     q, k, v = inputs if len(inputs) == 3 else unpack(inputs)
     if s_aux is not None:
         sinks.check(s_aux, q, options.alibi_slopes)
-    if torch_ops.are_asked_for(*inputs):
+    if wanted is None:
         outputs = torch_ops.attend(q, k, v, options, packing, s_aux is not None)
     else:
-        wanted = purpose(inputs)
         if s_aux is not None:
             wanted = wanted._replace(return_lse=True, shares_dropout_mask=True)
         outputs = attend(inputs, *find(request_of(q, k, v, options, wanted, packing)))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from flash_attn_compat import settings
@@ -218,12 +217,3 @@ def _given(softmax_lse: Tensor | None) -> Tensor:
     if softmax_lse is None:
         raise RuntimeError("softmax_lse is missing, although it was asked for")
     return softmax_lse
-
-
-def wants_transforms(*tensors: Tensor) -> bool:
-    """Whether forward-mode AD or a torch.func transform is watching, which no kernel can serve."""
-    if torch._C._are_functorch_transforms_active():
-        return True
-    if torch.autograd.forward_ad._current_level < 0:
-        return False
-    return any(torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)

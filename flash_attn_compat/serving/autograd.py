@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from flash_attn_compat import settings
 from flash_attn_compat.engine import callers_state, checks
 from flash_attn_compat.engine.build import FORWARD, RECORDED, TRANSFORMED, Purpose
-from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream, wants_transforms
+from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.memory import Known, Request, Tensors
 from flash_attn_compat.serving import at_exit, dispatch
 from flash_attn_compat.serving.serve import backward_tensors, dmask, gradients, run
@@ -65,6 +65,15 @@ def purpose(inputs: tuple[Tensor, ...]) -> Purpose:
             if isinstance(tensor, Tensor) and tensor.requires_grad:  # what is none, the checks refuse by name
                 return RECORDED
     return FORWARD
+
+
+def wants_transforms(*tensors: Tensor) -> bool:
+    """Whether forward-mode AD or a torch.func transform is watching, which no kernel can serve."""
+    if _transforms():
+        return True
+    if forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def attend(inputs: tuple[Tensor, ...], known: Known, request: Request) -> Outputs:

@@ -16,12 +16,12 @@ from torch.compiler import is_compiling
 from flash_attn_compat import settings
 from flash_attn_compat.engine import checks
 from flash_attn_compat.engine.build import Options, Packing, Purpose, request_of
-from flash_attn_compat.engine.call import Gradients, Upstream, wants_transforms
+from flash_attn_compat.engine.call import Gradients, Upstream
 from flash_attn_compat.engine.layout import lse_dtype
 from flash_attn_compat.engine.memory import PLAIN, Request
 from flash_attn_compat.engine.probabilities import round_up
 from flash_attn_compat.serving import flops, serve, sharding
-from flash_attn_compat.serving.autograd import gradient_of_lse
+from flash_attn_compat.serving.autograd import gradient_of_lse, wants_transforms
 
 # Looked up once: every call asks.
 _modes, _trace = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
