@@ -273,19 +273,26 @@ def alibi(slopes: Tensor, q: Tensor, batch: int) -> None:
         )
 
 
-def upstream(call: AttentionCall, given: Upstream, *gradients: Tensor | None) -> None:
-    """A backward's dout, out and softmax_lse, and the dq, dk, dv it is to write (each may be None)."""
+def places(given: Upstream, *gradients: Tensor | None) -> None:
+    """Of what ``upstream`` looks at: that there are tensors, and memory for what is to be written."""
     for name in ("dout", "out", "softmax_lse"):
         is_tensor(name, getattr(given, name))
-    if given.dout.dtype != call.q.dtype:
-        raise RuntimeError(f"query and dout must have the same dtype, got {call.q.dtype} and {given.dout.dtype}")
-    if given.out.dtype != call.q.dtype:
-        raise RuntimeError(f"query and out must have the same dtype, got {call.q.dtype} and {given.out.dtype}")
-    expected = {"dout": call.out_shape, "out": call.out_shape, "softmax_lse": call.lse_shape}
-    for name, shape in expected.items():
-        if getattr(given, name).shape != shape:
-            raise RuntimeError(f"{name} must have shape {shape}, got {tuple(getattr(given, name).shape)}")
-        is_on(name, getattr(given, name), call.q.device)
+    for name, gradient in zip("qkv", gradients):
+        try:
+            _ = gradient is None or gradient.as_strided(gradient.shape, gradient.stride())
+        except RuntimeError as error:
+            raise RuntimeError(f"d{name} reaches beyond its memory: {error}") from error
+
+
+def upstream(call: AttentionCall, given: Upstream, *gradients: Tensor | None) -> None:
+    """A backward's dout, out and softmax_lse, and the dq, dk, dv it is to write (each may be None), as they lie."""
+    expected = ("dout", given.dout, call.out_shape), ("out", given.out, call.out_shape)
+    for name, tensor, shape in (*expected, ("softmax_lse", given.lse, call.lse_shape)):
+        if name != "softmax_lse" and tensor.dtype != call.q.dtype:
+            raise RuntimeError(f"query and {name} must have the same dtype, got {call.q.dtype} and {tensor.dtype}")
+        if tensor.shape != shape:
+            raise RuntimeError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+        is_on(name, tensor, call.q.device)
     # Kernels read it through its address, as fp32.
     lse_dtypes = {torch.float32, torch.float64 if call.q.dtype == torch.float64 else torch.float32}
     if given.lse.dtype not in lse_dtypes:
@@ -297,10 +304,6 @@ def upstream(call: AttentionCall, given: Upstream, *gradients: Tensor | None) ->
             raise RuntimeError(f"d{name} must have the same dtype as q, got {gradient.dtype} for {source.dtype}")
         if gradient.shape != source.shape:
             raise RuntimeError(f"d{name} must have shape {tuple(source.shape)}, got {tuple(gradient.shape)}")
-        try:
-            gradient.as_strided(gradient.shape, gradient.stride())
-        except RuntimeError as error:
-            raise RuntimeError(f"d{name} reaches beyond its memory: {error}") from error
     if call.dropout_p and given.rng_state is None:
         raise RuntimeError("rng_state must be given when dropout_p > 0: it holds the forward's dropout mask")
 

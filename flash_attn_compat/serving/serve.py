@@ -6,6 +6,7 @@ the backend keeps the reason, all that is known is forgotten, and the next backe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -95,14 +96,17 @@ def backward_tensors(tensors: Tensors, rng_state: Tensor | None) -> Tensors:
 
 
 def gradients(
-    known: Known, tensors: Tensors, upstream: Upstream, into: Gradients | None = None
-) -> tuple[Backend | None, Gradients]:
+    known: Known, tensors: Tensors, upstream: Upstream, into: Gradients | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> tuple[Backend | None, Gradients]:  # fmt: skip
     """The gradients of a call, and who computed them: the call's backend, or another where its kernels failed.
 
     tensors: as backward_tensors gives them; into: written through their strides where given
+    check: raises for what is wrong with upstream and into; what lies as earlier ones did passed it
     """
     at_exit.wait_for_autograd(tensors[0])
     if known.backend is None:
+        check()
         found = into or Gradients(*map(torch.empty_like, tensors[:3]))
         for gradient in found:
             gradient.zero_()
@@ -114,7 +118,10 @@ def gradients(
     dout, out, lse, _, saved, dlse = upstream
     given = *tensors, dout, out, lse, dlse, *saved, *(into or ())  # hooks on saved tensors may have laid them elsewhere
     key = memory.layouts(given), memory.surroundings(dout)
-    backend, run = known.backward.get(key) or _prepared_backward(known, key, tensors, upstream, into)
+    kept = known.backward.get(key)
+    if kept is None or into is None:
+        check()
+    backend, run = kept or _prepared_backward(known, key, tensors, upstream, into)
     while True:
         try:
             return backend, run(tensors, upstream, into)

@@ -135,10 +135,13 @@ def _backward(request: Request, upstream: Upstream, written: Written) -> None:
         return
     dq, dk, dv = written
     known, request = find(request)
-    checks.upstream(known.call.with_tensors(*request.tensors[:9]), upstream, dq, dk, dv)
+    checks.places(upstream, *written)
     rng_state = upstream.rng_state if known.call.dropout_p else None
     into = None if dq is None or dk is None or dv is None else Gradients(dq, dk, dv)
-    backend, found = gradients(known, backward_tensors(request.tensors, rng_state), upstream, into)
+    backend, found = gradients(
+        known, backward_tensors(request.tensors, rng_state), upstream, into,
+        lambda: checks.upstream(known.call.with_tensors(*request.tensors[:9]), upstream, *written),
+    )  # fmt: skip
     if backend is not None:
         dispatch.count(backend.name)
     if into is None:
