@@ -23,6 +23,7 @@ from flash_attn_compat.backends.fused import Fused, candidates, loader, tensor_c
 from flash_attn_compat.backends.fused.variants import Kind, Tile
 from flash_attn_compat.backends.fused.verdicts import Card, Chosen, Times
 from flash_attn_compat.engine import memory
+from flash_attn_compat.engine.features import dtype_name
 
 _HEAD_DIMS = 64, 128
 _BATCH, _CHANNELS, _GROUP, _PAGE = 4, 1024, 4, 256
@@ -63,7 +64,7 @@ class Shape(NamedTuple):
         return Kind(75, variants.FP16, self.head_dim).size
 
     def __str__(self) -> str:
-        return f"head_dim {self.size}, {_name(self.dtype)}"
+        return f"head_dim {self.size}, {dtype_name(self.dtype)}"
 
     def random(self, rows: int, heads: int) -> Tensor:
         return torch.randn(_BATCH, rows, heads, self.head_dim, dtype=self.dtype, device=self.device)
@@ -147,7 +148,7 @@ class Tuning:
     def _with(self, entry: str, shape: Shape, tile: Tile | None) -> Card:
         if tile is None:
             return self.card
-        return self.card.updated(self.card._replace(tiles=(Chosen(entry, shape.size, _name(shape.dtype), tile),)))
+        return self.card.updated(self.card._replace(tiles=(Chosen(entry, shape.size, dtype_name(shape.dtype), tile),)))
 
     def _compile(self, shape: Shape) -> None:
         """Side by side: one takes a second."""
@@ -187,7 +188,7 @@ class Tuning:
         contenders = {name: Contender(run, partial(by, name, self.card)) for name in able}
         times = self._times(f"{case}, {shape}", contenders)
         if "fused" in times and len(times) > 1:
-            found = Times(case, shape.size, _name(shape.dtype), training, times)
+            found = Times(case, shape.size, dtype_name(shape.dtype), training, times)
             self.card = self.card.updated(self.card._replace(times=(found,)))
 
     def _times(self, label: str, contenders: Mapping[Any, Contender]) -> dict[Any, float]:
@@ -313,7 +314,3 @@ def ask_all(tuning: Tuning) -> None:
     """Time everything, and show how far it is."""
     for question in progress.shown(list(tuning.questions()), lambda question: question.label):
         question.ask()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -21,7 +21,7 @@ from torch import Tensor
 from flash_attn_compat.engine import alibi, dropout
 from flash_attn_compat.engine.append import by_operators
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
-from flash_attn_compat.engine.features import DESCRIPTIONS, Feature, Traits, split
+from flash_attn_compat.engine.features import DESCRIPTIONS, Feature, Traits, dtype_name, split
 from flash_attn_compat.engine.layout import Block, Layout, Places, whole_block
 from flash_attn_compat.engine.memory import Alike, BackwardRun, Run, Tensors
 
@@ -80,7 +80,7 @@ class Backend(abc.ABC):
             reasons.append(f"runs on {_named(table.devices)} only")
         reasons += _capability_reasons(table, traits)
         if traits.dtype not in table.dtypes:
-            reasons.append(f"does not compute {_name(traits.dtype)}")
+            reasons.append(f"does not compute {dtype_name(traits.dtype)}")
         largest = max(traits.head_dim, traits.head_dim_v)
         if table.max_head_dim is not None and largest > table.max_head_dim:
             reasons.append(f"head_dim is at most {table.max_head_dim}, got {largest}")
@@ -293,7 +293,3 @@ def _named(devices: frozenset[str]) -> str:
 
 def _dotted(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

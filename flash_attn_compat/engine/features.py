@@ -68,6 +68,10 @@ def split(features: int) -> list[Feature]:
     return [feature for feature in Feature if features & feature]
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 class Traits(NamedTuple):
     """Everything a dispatch decision may depend on.
 

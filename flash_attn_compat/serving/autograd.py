@@ -57,8 +57,7 @@ Outputs = tuple[Tensor, Any, Any]
 
 def purpose(inputs: tuple[Tensor, ...]) -> Purpose:
     """Whether autograd records a call of ``inputs``, or a transform of torch.func or forward-mode AD looks on."""
-    is_watched = _transforms() or forward_ad._current_level >= 0
-    if is_watched and wants_transforms(*[x for x in inputs if isinstance(x, Tensor)]):
+    if (_transforms() or forward_ad._current_level >= 0) and are_transformed(inputs):
         return TRANSFORMED
     if torch.is_grad_enabled():
         for tensor in inputs:
@@ -67,13 +66,9 @@ def purpose(inputs: tuple[Tensor, ...]) -> Purpose:
     return FORWARD
 
 
-def wants_transforms(*tensors: Tensor) -> bool:
-    """Whether forward-mode AD or a torch.func transform is watching, which no kernel can serve."""
-    if _transforms():
-        return True
-    if forward_ad._current_level < 0:
-        return False
-    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+def are_transformed(inputs: tuple[object, ...]) -> bool:
+    """Within a transform of torch.func or forward-mode AD: whether it looks on, which no kernel can serve."""
+    return _transforms() or any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in inputs)
 
 
 def attend(inputs: tuple[Tensor, ...], known: Known, request: Request) -> Outputs:

@@ -21,7 +21,7 @@ from flash_attn_compat.engine.layout import lse_dtype
 from flash_attn_compat.engine.memory import PLAIN, Request
 from flash_attn_compat.engine.probabilities import round_up
 from flash_attn_compat.serving import flops, serve, sharding
-from flash_attn_compat.serving.autograd import gradient_of_lse, wants_transforms
+from flash_attn_compat.serving.autograd import are_transformed, gradient_of_lse
 
 # Looked up once: every call asks.
 _modes, _trace = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
@@ -44,9 +44,7 @@ def are_asked_for_without_derivatives(*tensors: Any) -> bool:
     """The same, for functions outside autograd. They have no derivatives of any kind."""
     if is_compiling():
         return True
-    if (_transforms() or forward_ad._current_level >= 0) and wants_transforms(
-        *(tensor for tensor in tensors if isinstance(tensor, Tensor))
-    ):
+    if (_transforms() or forward_ad._current_level >= 0) and are_transformed(tensors):
         raise RuntimeError(
             "flash_attn_with_kvcache and the functions whose names begin with an underscore cannot be combined with "
             "forward-mode derivatives or torch.func transforms, since no autograd formula was registered for them: "

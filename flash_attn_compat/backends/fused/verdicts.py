@@ -18,7 +18,7 @@ import torch
 from flash_attn_compat import settings
 from flash_attn_compat.backends.fused import cache, candidates, loader, variants
 from flash_attn_compat.backends.fused.variants import Tile
-from flash_attn_compat.engine.features import Feature, Traits
+from flash_attn_compat.engine.features import Feature, Traits, dtype_name
 
 _SHIPPED = Path(__file__).with_name("cards.jsonl")
 # Of several, the first decides how a call is taken: its kernels are made for it.
@@ -143,7 +143,7 @@ def times_of(traits: Traits) -> Times | None:
         return None
     case, largest = _case_of(traits.features), max(traits.head_dim, traits.head_dim_v)
     size = next((size for size in variants.HEAD_DIMS if largest <= size), None)
-    wanted = case, size, _name(traits.dtype), traits.needs_backward
+    wanted = case, size, dtype_name(traits.dtype), traits.needs_backward
     return next((one for one in card.times if one[:4] == wanted), None)
 
 
@@ -152,7 +152,7 @@ def tiles_of(gpu: str | None, number: int, D: int, dtype: torch.dtype) -> tuple[
     card = of(gpu)
     if card is None:
         return ()
-    wanted = D, _name(dtype)
+    wanted = D, dtype_name(dtype)
     return tuple(
         (entry, tile) for entry, *of_what, tile in card.tiles
         if tuple(of_what) == wanted and tile in candidates.tiles(entry, number, D)
@@ -179,10 +179,6 @@ def _case_of(features: int) -> str | None:
     if features & Feature.WINDOW_RIGHT:
         return None
     return next((case for case, feature in _CASES.items() if features & feature), "full")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _kept(gpu: str) -> Card | None:
