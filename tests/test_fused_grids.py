@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -25,10 +26,9 @@ T4 = variants.Gpu(processors=40, number=75)
 TRAINED = Problem(seqlens_q=(70,), seqlens_k=(83,), nheads_k=1, group=5, head_dim=32, dtype="float16")
 
 
-@pytest.mark.parametrize("vec", [8, 1])
 @pytest.mark.parametrize("D", variants.HEAD_DIMS)
-def test_decode_asks_for_no_more_blocks_than_turings_shared_memory_holds(D: int, vec: int) -> None:
-    for type in (FP16, BF16_AS_FP16):
+def test_decode_asks_for_no_more_blocks_than_turings_shared_memory_holds(D: int) -> None:
+    for type, vec in itertools.product((FP16, BF16_AS_FP16), (8, 1)):
         variant = variants.decode(Kind(75, type, D, vec=vec))
         found = variants.splits(variant, 1, 2**20, T4)
         assert found % 40 == 0 and found // 40 * variant.shared <= offline.SHARED_MEMORY[75]
@@ -60,12 +60,10 @@ def test_keys_are_read_for_sixteen_rows_at_once_whatever_the_heads(
 # ---- few key heads: blocks share the query heads of a group
 
 
-@pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize("D", variants.HEAD_DIMS)
-@pytest.mark.parametrize("group", [2, 5, 32, 71])
-def test_no_block_is_without_a_head_and_their_work_is_even(group: int, D: int, local: bool) -> None:
-    variant = variants.dkdv(Kind(75, FP16, D, local=local))
-    for blocks in (1, 7, 32, 64, 500):
+def test_no_block_is_without_a_head_and_their_work_is_even(D: int) -> None:
+    for group, local, blocks in itertools.product((2, 5, 32, 71), (False, True), (1, 7, 32, 64, 500)):
+        variant = variants.dkdv(Kind(75, FP16, D, local=local))
         splits = variants.head_splits(variant, blocks, group, 2048, T4)
         each = -(-group // splits)
         assert 0 < group - (splits - 1) * each <= each
