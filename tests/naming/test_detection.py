@@ -6,7 +6,6 @@ import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
-import inspect
 import multiprocessing
 import os
 import pkgutil
@@ -157,17 +156,6 @@ def test_the_lines_by_which_a_client_decides_let_it_take_us(name: str, api: str)
 
 
 NEWER = "flash_attn_interface", "flash_attn_3", "flash_attn.cute"
-
-
-def test_arguments_and_defaults_of_private_functions_can_be_read_without_following_wrappers() -> None:
-    """As ring-flash-attn reads them."""
-    patch()
-    interface = importlib.import_module("flash_attn.flash_attn_interface")
-    for name in ("_flash_attn_forward", "_flash_attn_backward", "_flash_attn_varlen_forward"):
-        function = getattr(interface, name)
-        told = inspect.getfullargspec(function)
-        assert inspect.isfunction(function) and not told.kwonlyargs and not told.varargs
-        assert {"q", "k", "v", "dropout_p", "softmax_scale", "window_size_left", "softcap"} <= set(told.args)
 
 
 def test_a_pkg_resources_loaded_before_sees_the_distribution_and_forgets_it():
