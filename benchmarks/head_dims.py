@@ -1,12 +1,14 @@
 """Our kernels beside PyTorch's flash kernel over head dims: `python -m benchmarks.head_dims`, on a GPU of 8.0 or newer.
 
 Set FLASH_ATTN_COMPAT_CAPABILITY=7.5 for the PTX that Turing gets; PyTorch's kernel is the same either way. Prints
-milliseconds of both and how fast ours is beside theirs: above 1 it is faster.
+milliseconds of both and how fast ours is beside theirs: above 1 it is faster. With `--dtype float16 bfloat16` also how
+long ours takes in bf16 beside fp16.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -74,11 +76,19 @@ def row(head_dim: int, seqlen: int, dtype: torch.dtype, causal: bool) -> Row:
     return Row(name, forward, training)
 
 
-def summary(rows: list[Row]) -> Iterator[str]:
-    """The geometric mean of theirs over ours."""
+def summary(rows: list[list[Row]]) -> Iterator[str]:
+    """The geometric mean of theirs over ours; and of ours in bf16 over fp16, where each problem has a row of both."""
     for what in ("forward", "training"):
-        ratios = [math.log(theirs / ours) for ours, theirs in (getattr(one, what) for one in rows)]
+        ratios = [math.log(theirs / ours) for ours, theirs in (getattr(one, what) for row in rows for one in row)]
         yield f"{what}: {math.exp(sum(ratios) / len(ratios)):.3f}, worst {math.exp(min(ratios)):.3f}"
+    for what, means in zip(("forward", "training", "backward"), zip(*(map(math.log, beside(row)) for row in rows))):
+        yield f"{what}, bf16 / fp16: {math.exp(sum(means) / len(means)):.3f}, worst {math.exp(max(means)):.3f}"
+
+
+def beside(row: list[Row]) -> list[float]:
+    """How long ours takes in the second dtype beside the first: the forward, with the backward, the backward alone."""
+    times = [(one.forward[0], one.training[0], one.training[0] - one.forward[0]) for one in row]
+    return [bf16 / fp16 for fp16, bf16 in zip(*times)] if len(times) == 2 else []
 
 
 def main() -> None:
@@ -89,12 +99,9 @@ def main() -> None:
     arguments = parser.parse_args()
     print(f"{'':34}{'forward: ours, theirs, ratio':>24}  | with the backward")
     rows = []
-    for dtype in arguments.dtype:
-        for head_dim in arguments.head_dims:
-            for seqlen in arguments.seqlen:
-                for causal in (False, True):
-                    rows.append(row(head_dim, seqlen, getattr(torch, dtype), causal))
-                    print(rows[-1], flush=True)
+    for head_dim, seqlen, causal in itertools.product(arguments.head_dims, arguments.seqlen, (False, True)):
+        rows.append([row(head_dim, seqlen, getattr(torch, dtype), causal) for dtype in sorted(arguments.dtype)[::-1]])
+        print(*rows[-1], *(f"{ratio:.3f}" for ratio in beside(rows[-1])), sep="\n", flush=True)
     print(*summary(rows), sep="\n")
 
 

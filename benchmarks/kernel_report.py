@@ -1,6 +1,6 @@
 """What each kernel becomes, without a GPU: `python -m benchmarks.kernel_report`, with --every for all variants (hours).
 
---table prints the table of docs/kernels.md.
+--table prints the table of docs/kernels.md, --bf16 what conversions add to main loops.
 
 Registers, spills and shared memory by the assembler, the main loop's instructions by pipe, and what a T4 would be
 bound by (cycles of a multiprocessor for 64 rows times 64 keys). Needs NVRTC and cuobjdump, which the test extra brings.
@@ -144,6 +144,21 @@ def table(compiler: str) -> Iterator[str]:
         yield f"| {first} | {' | '.join(shares)} |"
 
 
+def bf16(compiler: str) -> Iterator[str]:
+    """Instructions of main loops for sm_75: in fp16, and how many times as many in bf16, converted or copied before."""
+    yield "| head_dim | kernel | fp16 | bf16 | bf16, copied |\n|---|---|---|---|---|"
+    plain = Kind(75, variants.FP16, 64)
+    converted = plain._replace(type=variants.BF16_AS_FP16)
+    for D, entry in itertools.product(variants.HEAD_DIMS, _PRODUCTS):
+        counts = []
+        for kind in (plain, converted, converted._replace(copied=True)):
+            variant = variants.MAKERS[entry](kind._replace(head_dim=D))
+            found = offline.compiled(offline.compilers()[compiler], variant, "sm_75")
+            loops = offline.main_loops(offline.instructions(found.cubin))[: variants.parts(variant)]
+            counts.append(sum(sum(loop.values()) for loop in loops) / variant.rows / step(variant) * variant.threads)
+        yield f"| {D} | {entry} | {counts[0]:.1f} | {counts[1] / counts[0]:.2f} | {counts[2] / counts[0]:.2f} |"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernel_report", description=__doc__)
     parser.add_argument("--every", action="store_true", help="all variants rather than each feature alone")
@@ -151,12 +166,14 @@ def main() -> int:
     parser.add_argument("--entries", nargs="+", default=list(variants.MAKERS), choices=list(variants.MAKERS))
     parser.add_argument("--compiler", default=next(reversed(offline.compilers()), None), help="NVRTC's version")
     parser.add_argument("--table", action="store_true", help="each size's plain kernels for sm_75 as a table")
+    parser.add_argument("--bf16", action="store_true", help="what conversions cost each size's plain kernels for sm_75")
     options = parser.parse_args()
     if options.compiler is None or offline.cuobjdump() is None:
         print("needs NVRTC and cuobjdump: pip install -e '.[test]' on x86-64 Linux")
         return 1
-    if options.table:
-        print(*table(options.compiler), sep="\n")
+    if options.table or options.bf16:
+        for line_of_table in (table if options.table else bf16)(options.compiler):
+            print(line_of_table, flush=True)
         return 0
     total = misfits = 0
     for variant in chosen(options.architecture, options.every, options.entries):

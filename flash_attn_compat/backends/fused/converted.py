@@ -27,6 +27,13 @@ def maxima(
     return found, _reading(call, variants.absmax(kind), fields, 2 + of_rows)
 
 
+def copies_of_keys(call: AttentionCall, kind: Kind) -> list[Output]:
+    """What ``maxima`` writes besides, for all that it then knows, and ``to_half`` mends."""
+    marks = 2, call.nheads_k, variants.marks(kind, call.k.shape[:-2].numel(), call.batch)
+    copies = Output("copies", (call.k.numel() + call.v.numel(),), torch.float16)
+    return [copies, Output("marks", marks, torch.int32)]
+
+
 def to_half(call: AttentionCall, kind: Kind, fields: dict[str, params.Value], of_rows: bool) -> Launch:
     """The launch that copies two tensors of bf16 as scaled fp16: q and dout (``of_rows``), or k and v."""
     return _reading(call, variants.to_half(kind), {**fields, "converts_rows": int(of_rows)}, 2)

@@ -124,9 +124,7 @@ class Attention:
             outputs.append(found)
             launches.append(before)
             if kind.copied:
-                marks = 2, call.nheads_k, variants.marks(kind, call.k.shape[:-2].numel(), call.batch)
-                outputs.append(Output("copies", (call.k.numel() + call.v.numel(),), torch.float16))
-                outputs.append(Output("marks", marks, torch.int32))
+                outputs += converted.copies_of_keys(call, kind)
                 launches.append(converted.to_half(call, kind, fields, of_rows=False))
         is_packed = call.cu_seqlens_q is not None
         if self.is_decode:  # the heads of a group are rows of one tile
@@ -144,8 +142,6 @@ class Attention:
         fields |= {"tiles": grid.tiles, "splits": splits, "seats": grid.seats}
         fields["resident"] = launcher.gpu_of(call).holds(variant)
         instead = {"q": ("q_rotated", 0)} if outputs[0].name == "q_rotated" else {}
-        if instead and self.has_maxima:
-            launches[-1] = launches[-1]._replace(instead=instead)
         last = Launch(variant, splits * grid.tiles * heads * grid.slabs, fields, instead)
         launches.append(converted.reads_copies(call, last, of_rows=False) if kind.copied else last)
         self.plan = Plan(call, outputs, launches, new, workspace=workspace)

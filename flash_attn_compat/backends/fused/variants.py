@@ -210,7 +210,10 @@ def forward_tile(kind: Kind) -> Tile:
     if kind.number < 80:
         choice = _TURING["forward"][kind.size]
         small = _is_narrow(kind) or kind.few_rows or more_work
-        return choice.small if small else Tile(64, 4, 2, 2) if D == 32 and kind.type == BF16_AS_FP16 else choice.usual
+        if small:
+            return choice.small
+        converts = kind.type == BF16_AS_FP16 and not kind.copied
+        return Tile(64, 4, 2, 2) if D == 32 and converts else choice.usual
     if D == 512:
         return _HALVES
     if D == 32:
