@@ -143,7 +143,7 @@ KERNEL(THREADS, MINB) forward(const Params p) {
 #if TYPE == 2   // the block's rows have a power of their own; the backward is told the head's
   int largest = max_of<32>(finite_magnitude(own));
   raise(absmax_of(p, ABSMAX_Q, b, head_k), largest);
-  if (lane == 0) shared_store(shared + warp * 4, (u32)largest);
+  if (lane == 0) shared_store(shared + (thread >> 5) * 4, (u32)largest);
   __syncthreads();
   UNROLLED(i, NW) largest = max(largest, __float_as_int(shared_load_float(shared + i * 4)));
   __syncthreads();
