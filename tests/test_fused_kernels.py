@@ -85,6 +85,7 @@ TRAINING = {
     "converted": replace(BF16, causal=True),
     "converted, head_dim 128": replace(BF16, head_dim=128, causal=True),
     "converted, head_dim 256": replace(BF16, head_dim=256, causal=True),
+    "converted, head_dim 512": replace(BF16, head_dim=512, seqlens_q=(20,), seqlens_k=(33,)),
     "converted, all at once": replace(TOGETHER, head_dim=64, dtype="bfloat16"),
 }
 NEWER = {
