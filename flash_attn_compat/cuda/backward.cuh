@@ -267,22 +267,24 @@ struct Owned {
 
 // What passes by: tiles [first, end) of a sequence's rows, for each of `heads` heads.
 struct Passing {
-  const u16 *s, *p;   // the operands of S and of dP: the sequence's first row, the first head
-  i64 row_values;     // where LSE and delta of the first head begin
+  int b, row, head;   // the sequence, its first row, the first head
   int rows, shift;    // how many pass; own row i stands at passing row i + shift
   int first, end, heads;
   DEVICE Passing(const Params &params, const Owned &own) : heads(own.heads(params)) {
-    const Strides &s_s = KEYS_STAY ? params.q_s : params.k_s, &p_s = KEYS_STAY ? params.dout_s : params.v_s;
-    const int row = KEYS_STAY ? own.seq.first_q : own.seq.first_k, head = KEYS_STAY ? own.first_head(params) : own.head_k(params);
-    s = (KEYS_STAY ? params.q : params.k) + own.b * s_s.batch + (i64)row * s_s.row + (i64)head * s_s.head;
-    p = (KEYS_STAY ? params.dout : params.v) + own.b * p_s.batch + (i64)row * p_s.row + (i64)head * p_s.head;
-    row_values = own.row_values(params);
+    b = own.b, row = KEYS_STAY ? own.seq.first_q : own.seq.first_k, head = KEYS_STAY ? own.first_head(params) : own.head_k(params);
     rows = KEYS_STAY ? own.seq.seqlen_q : own.seq.seqlen_k;
     shift = rows - own.rows;
     const Sight band = sight(params, own.first, shift, rows, 0);
     const Range seen = visible_keys(own.first, min(own.first + OWN, own.rows), shift, rows, band.before, band.after);
     first = seen.first / TL;
     end = (seen.end + TL - 1) / TL;
+  }
+  // Where a head's rows begin, and LSE and delta of them.
+  DEVICE const u16 *of(const u16 *x, const Strides &s, int which, int zero) const {
+    return x + (b + zero) * s.batch + (i64)(row + zero) * s.row + (i64)(head + which) * s.head;
+  }
+  DEVICE i64 row_values(const Params &params, int which, int zero) const {
+    return (b + zero) * params.lse_batch + (head + which) * params.lse_head + row + zero;
   }
 };
 
@@ -318,16 +320,16 @@ struct Block {
   }
 
   // One tile of one head on its way to shared memory.
-  template <class M> DEVICE void load(const Params &p, uint4 *transit, const u16 *base, const Strides &s, const Passing &passing, int tile, int head,
-                                      int head_dim, const M &mover, u32 target) const {
-    mover.load(transit, p, base + (KEYS_STAY ? (i64)head * s.head : 0), s, nullptr, tile * TL, passing.rows - tile * TL, head_dim, target);
+  template <class M> DEVICE void load(const Params &p, uint4 *transit, const u16 *x, const Strides &s, const Passing &passing, int tile, int head,
+                                      int head_dim, const M &mover, u32 target, int zero) const {
+    mover.load(transit, p, passing.of(x, s, head, zero), s, nullptr, tile * TL, passing.rows - tile * TL, head_dim, target);
   }
   // This thread's part of a tile's LSE and delta.
-  DEVICE float load_row_value(const Params &p, const Passing &passing, int tile, int head, float slope, int thread) const {
+  DEVICE float load_row_value(const Params &p, const Passing &passing, int tile, int head, float slope, int thread, int zero) const {
     const int row = tile * TL + thread % TL;
     const bool is_lse = thread < TL;
     if (!KEYS_STAY || thread >= 2 * TL || row >= passing.rows) return is_lse ? POS_INF : 0.f;
-    const i64 at = passing.row_values + head * p.lse_head + row;
+    const i64 at = passing.row_values(p, head, zero) + row;
     return is_lse ? row_lse(p, global_load(p.lse + at), row, -passing.shift, slope) : times_power_of_two(-global_load(p.delta + at), delta_exponent);
   }
 
@@ -373,12 +375,13 @@ struct Block {
   DEVICE void walk(const Params &p, const Owned &owned, const Passing &passing, GradientS &grad_s, GradientP &grad_p) {
     const int b = owned.b, head = owned.first_head(p);
     const Strides &s_strides = KEYS_STAY ? p.q_s : p.k_s, &p_strides = KEYS_STAY ? p.dout_s : p.v_s;
+    const u16 *const of_s = KEYS_STAY ? p.q : p.k, *const of_p = KEYS_STAY ? p.dout : p.v;
     const int steps = max(passing.end - passing.first, 0) * passing.heads;
     int tile = passing.first, this_head = 0;
     uint4 transit[larger(MoverS::N, MoverP::N)];   // both take turns in it
     if (steps) {
-      load(p, transit, passing.s, s_strides, passing, tile, 0, p.head_dim, MoverS(threadIdx.x), shared + TILES);
-      const float row_value = load_row_value(p, passing, tile, 0, position_slope(p, b, head), threadIdx.x);
+      load(p, transit, of_s, s_strides, passing, tile, 0, p.head_dim, MoverS(threadIdx.x), shared + TILES, 0);
+      const float row_value = load_row_value(p, passing, tile, 0, position_slope(p, b, head), threadIdx.x, 0);
       MoverS(threadIdx.x).store(transit, shared + TILES, s_scale);
       if (KEYS_STAY && threadIdx.x < 2 * TL) shared_store(shared + ROW_VALUES + threadIdx.x * 4, __float_as_int(row_value));
     }
@@ -387,6 +390,7 @@ struct Block {
     for (int step = 0; step < steps; step++) {
       // A 0 that the compiler cannot see through: so it keeps nothing that follows from the thread's number over the loop.
       const int zero = step & p.zero, thread = threadIdx.x + zero, g = thread >> 2 & 7, t = thread & 3;
+      const int anew = D > 64 && D < 128 ? zero : 0;   // addresses of what passes: kept, they take more registers; found anew, more at a time
       const int buffer = step & 1, side = side_of(thread), half = HALVES ? side & 1 : 0, first = tile * TL, seen = first + half * SEEN;
       const u32 s_tile = shared + TILES + buffer * TILE_BYTES + half * (PAIRS ? SEEN : 0) * OfS::ROW_BYTES, p_tile = shared + TILE_P + half * (PAIRS ? SEEN : 0) * OfP::ROW_BYTES;
       const int by_rows = SUMS ? thread ^ half << 4 : thread, turned = SUMS ? thread ^ half << 3 : thread;   // so that the rows whose scores it finds come first
@@ -398,7 +402,7 @@ struct Block {
       const Sight band = sight(p, owned.first + group_of(thread) * WARP_ROWS, passing.shift, passing.rows, zero);
       // Without a mask always true: the compiler then keeps the operands of one half of this loop out of the other, where registers are short.
       const bool active = LOCAL ? band.sees_some(first) || (HALVES && band.sees_some(first + SEEN)) : KEYS_STAY || D > 128 ? zero == 0 : true, last = step + 1 == steps;
-      load(p, transit, passing.p, p_strides, passing, tile, this_head, p.head_dim_v, MoverP(thread), shared + TILE_P);
+      load(p, transit, of_p, p_strides, passing, tile, this_head, p.head_dim_v, MoverP(thread), shared + TILE_P, anew);
       Scores S;
       Packed P;
       float dP[AT_ONCE][MT][4];
@@ -421,8 +425,8 @@ struct Block {
       if (++tile == passing.end) tile = passing.first, this_head++;
       float row_value;
       if (!last) {
-        load(p, transit, passing.s, s_strides, passing, tile, this_head, p.head_dim, MoverS(thread), shared + TILES + (buffer ^ 1) * TILE_BYTES);
-        row_value = load_row_value(p, passing, tile, this_head, position_slope(p, b, head + this_head), thread);
+        load(p, transit, of_s, s_strides, passing, tile, this_head, p.head_dim, MoverS(thread), shared + TILES + (buffer ^ 1) * TILE_BYTES, anew);
+        row_value = load_row_value(p, passing, tile, this_head, position_slope(p, b, head + this_head), thread, anew);
       }
       if (active) {
         if (SUMS) add(S, sums_at(shared, true, buffer, thread), side), find_probabilities();
