@@ -133,6 +133,7 @@ def as_flash_reads(given: Launch) -> Launch:
 def efficient_forward(*arguments: Any, **keywords: Any) -> tuple[Any, ...]:
     given = as_efficient_reads(given_to("_efficient_attention_forward", arguments, keywords))
     out, lse, state = forward(given)
+    leave_unwritten(given, out, lse.t() if given.cu_q is not None else None)
     out, lse = (out, lse) if given.cu_q is None else (out[None], padded(lse, given))
     return out, F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf), state, None, None, None
 
@@ -144,7 +145,20 @@ def efficient_backward(*arguments: Any, **keywords: Any) -> tuple[Tensor | None,
     if given.cu_q is None:
         return *backward(given._replace(lse=lse[:, :, : given.q.shape[1]].contiguous())), None
     given = given._replace(dout=given.dout[0], out=given.out[0], lse=packed(lse, given))
-    return *(gradient[None] for gradient in backward(given)), None
+    dq, dk, dv = backward(given)
+    leave_unwritten(given, dq)
+    leave_unwritten(given._replace(cu_q=given.cu_k, cu_k=given.cu_q), dk, dv)
+    return *(gradient[None] for gradient in (dq, dk, dv)), None
+
+
+def leave_unwritten(given: Launch, *tensors: Tensor | None) -> None:
+    """NaN in queries of sequences without keys."""
+    if given.cu_q is None or given.cu_k is None:
+        return
+    for start, stop, keys in zip(given.cu_q.tolist(), given.cu_q[1:].tolist(), given.cu_k.diff().tolist()):
+        for tensor in tensors:
+            if tensor is not None and not keys:
+                tensor[start:stop] = torch.nan
 
 
 def as_efficient_reads(given: Launch) -> Launch:
@@ -154,7 +168,10 @@ def as_efficient_reads(given: Launch) -> Launch:
     if given.cu_q is None:
         assert not causal or q.shape[1] <= k.shape[1], "wrong for more queries than keys"
     else:
-        assert given.cu_k is given.cu_q and q.shape[0] == 1 and 0 < given.max_q <= q.shape[1]
+        assert given.cu_k is not None and q.shape[0] == 1 and 0 < given.max_q <= q.shape[1]
+        lengths_q, lengths_k = given.cu_q.diff(), given.cu_k.diff()
+        assert not causal or ((lengths_q <= lengths_k) | (lengths_k == 0)).all(), "wrong for rows without a key"
+        assert lengths_k.max() <= given.max_k
         given = given._replace(q=q[0], k=k[0], v=v[0])
     return given._replace(right=0 if causal else -1)
 

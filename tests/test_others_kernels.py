@@ -69,11 +69,14 @@ FAR_PACKED = replace(FAR, kind="varlen", seqlens_q=(40, 3), seqlens_k=(5, 4))
 WINDOWS = ((3, -1), (0, -1), (-1, 10), (2, 20))
 SINGLE = Problem("varlen", (0, 1, 0, 0), (0, 1, 0, 0), group=3, dtype="bfloat16", causal=True, gap=(3, 0))
 GROUPED = Problem("varlen", (9, 0, 40), (9, 0, 40), group=2, nheads_k=2)
+LONELY = Problem("varlen", (9, 5, 0, 40, 70, 1), (9, 0, 7, 52, 33, 64), 2, 2, dtype="float16", gap=(3, 2))
 MORE_ROWS = Problem(seqlens_q=(90,), seqlens_k=(33,), group=2, nheads_k=2)
 SERVED = {
     **{f"rows far before the keys of window {window}": (FLASH, replace(FAR_PACKED, window=window))
        for window in WINDOWS},
     "single rows beside tokens outside": (ALL, SINGLE),
+    "packed, queries without keys and keys without queries": (ALL, LONELY),
+    "the same, causal": (ALL, replace(LONELY, causal=True)),
     "packed, fp32": (ALL[-1:], GROUPED),
     "packed, causal fp32": (ALL[-1:], replace(GROUPED, causal=True)),
     "more rows than keys, fp32": (ALL[-1:], MORE_ROWS),
@@ -123,8 +126,8 @@ def test_a_backward_takes_an_out_and_an_lse_that_another_forward_left(
 ) -> None:
     tensors, lengths, kind = qkv(b=2, sq=40, sk=40, h=4, hk=2, **HALF), (), "_flash_attn"
     if is_packed:
-        starts = cumulative(9, 71)
-        tensors, lengths, kind = [x.flatten(0, 1) for x in tensors], (starts, starts, 71, 71), "_flash_attn_varlen"
+        lengths = cumulative(9, 71), cumulative(30, 50), 71, 50
+        tensors, kind = [x.flatten(0, 1) for x in tensors], "_flash_attn_varlen"
     options = (0.0, 0.25, False, *window, 0.0, None, False)
     with use_backend("reference"):
         out, lse, *_ = getattr(flash_attn_interface, f"{kind}_forward")(*tensors, *lengths, *options)
@@ -191,7 +194,7 @@ COMBINED: list[tuple[str, Feature | int, dict[str, Any], str | None]] = [
     ("torch_flash", Feature.BACKWARD, WIDE | {"head_dim": 192, "head_dim_v": 192}, None),
     ("torch_flash", Feature.BACKWARD, WIDE | {"head_dim": 256, "head_dim_v": 256}, None),
     ("torch_flash", 0, WIDE, None),
-    ("torch_efficient", Feature.VARLEN, {"sq_vs_sk": "?"}, "cu_seqlens_q and cu_seqlens_k"),
+    ("torch_efficient", Feature.VARLEN | Feature.CAUSAL | Feature.BACKWARD, {"sq_vs_sk": "?"}, None),
     ("torch_efficient", Feature.VARLEN | Feature.CAUSAL | Feature.BACKWARD, {}, None),
     ("torch_efficient", Feature.CAUSAL, {"sq_vs_sk": "<"}, None),
     ("torch_efficient", 0, {"dtype": torch.bfloat16, "capability": (7, 5)}, "8.0"),

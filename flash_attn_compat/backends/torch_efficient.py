@@ -1,8 +1,8 @@
 """PyTorch's memory-efficient kernel (aten::_efficient_attention_*): where our own kernels cannot be compiled.
 
 One launch computes a dense or packed call, full or causal, with dropout; grouped heads get copies of their keys.
-Windows are left to chunked, and so are calls in which a row may see no key: the kernel leaves some of those unwritten
-and gets others wrong. Nothing waits for the GPU.
+Windows are left to chunked, and so are dense calls in which a row may see no key: the kernel gets those wrong. Packed
+rows without a key become sequences without keys, which it leaves unwritten. Nothing waits for the GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flash_attn_compat.backends.one_launch import Launched, OneLaunch
 from flash_attn_compat.engine.call import AttentionCall, Gradients
 from flash_attn_compat.engine.decided import as_decided
 from flash_attn_compat.engine.features import Feature, Traits
-from flash_attn_compat.engine.outside import packed_lse, padded_lse
+from flash_attn_compat.engine.outside import packed_lse, padded_lse, token_places
 
 _SERVES = (
     Feature.CAUSAL | Feature.DROPOUT | Feature.GQA | Feature.VALUE_HEAD_DIM | Feature.VARLEN | Feature.LSE
@@ -50,8 +50,6 @@ class TorchEfficient(OneLaunch):
         reasons = []
         if traits.dtype == torch.bfloat16 and traits.capability is not None and traits.capability < (8, 0):
             reasons.append("computes bfloat16 on GPUs of compute capability 8.0 and newer only")
-        if traits.sq_vs_sk == "?":
-            reasons.append("serves packed sequences only where cu_seqlens_q and cu_seqlens_k are known to be equal")
         if traits.sq_vs_sk == ">" and traits.features & Feature.CAUSAL:
             reasons.append("computes rows that see no key wrong: those of more queries than keys under a causal mask")
         return reasons
@@ -64,18 +62,20 @@ class TorchEfficient(OneLaunch):
         return call._replace(k=call.k.repeat_interleave(group, dim=-2), v=call.v.repeat_interleave(group, dim=-2))
 
     def launch_forward(self, call: AttentionCall) -> Launched:
-        starts, longest = call.cu_seqlens_q, _longest(call)
         out, lse, seed, offset, _, _ = as_decided(
-            operator("_efficient_attention_forward"), *_batched(call, call.q, call.k, call.v), None, starts, starts,
-            longest, longest, call.dropout_p, _mask(call), call.needs_grad or call.return_lse, scale=call.softmax_scale,
+            operator("_efficient_attention_forward"), *_batched(call, call.q, call.k, call.v), None, *_starts(call),
+            *_longest(call), call.dropout_p, _mask(call), call.needs_grad or call.return_lse, scale=call.softmax_scale,
         )  # fmt: skip
-        return Launched(out if starts is None else out.squeeze(0), lse, (seed, offset))
+        if call.cu_seqlens_q is not None:
+            out = out.squeeze(0)
+            _fill(call, 0.0, out)
+        return Launched(out, lse, (seed, offset))
 
     def launch_backward(
         self, call: AttentionCall, dout: Tensor, launched: Launched, into: Gradients | None
     ) -> Gradients:
-        starts, longest = call.cu_seqlens_q, _longest(call)
-        longest_q, longest_k = longest or call.q.shape[1], longest or call.k.shape[1]
+        longest_q, longest_k = _longest(call)
+        longest_q, longest_k = longest_q or call.q.shape[1], longest_k or call.k.shape[1]
         unused = torch.empty((), dtype=torch.int64, device=call.q.device)
         seed, offset = launched.state or (unused, unused)
         # The kernel reads ``out`` as if it were contiguous, whatever its strides say (2.11, fp16).
@@ -83,22 +83,27 @@ class TorchEfficient(OneLaunch):
         # Blocks that share a head's keys add to dq atomically. For few rows one alone took a tenth of the time.
         splits = 1 if longest_q <= 2 * _LSE_ROWS else None
         dq, dk, dv, _ = as_decided(
-            operator("_efficient_attention_backward"), dout, q, k, v, None, out, starts, starts, longest_q, longest_k,
+            operator("_efficient_attention_backward"), dout, q, k, v, None, out, *_starts(call), longest_q, longest_k,
             launched.lse, call.dropout_p, seed, offset, _mask(call), False, scale=call.softmax_scale,
             num_splits_key=splits,
         )  # fmt: skip
-        return Gradients(dq.view(call.q.shape), dk.view(call.k.shape), dv.view(call.v.shape))
+        found = Gradients(dq.view(call.q.shape), dk.view(call.k.shape), dv.view(call.v.shape))
+        _fill(call, 0.0, *found)
+        return found
 
     def official_lse(self, call: AttentionCall, lse: Tensor) -> Tensor:
-        if call.cu_seqlens_q is not None:
-            return packed_lse(lse, call.cu_seqlens_q, call.q.shape[0])
-        return lse[:, :, : call.q.shape[1]]
+        starts, _ = _starts(call)
+        if starts is None:
+            return lse[:, :, : call.q.shape[1]]
+        lse = packed_lse(lse, starts, call.q.shape[0])
+        _fill(call, torch.inf, lse.t()[..., None])
+        return lse
 
     def native_lse(self, call: AttentionCall, lse: Tensor) -> Tensor:
         """(n, heads, rows up to a multiple of _LSE_ROWS), contiguous, +inf behind the last row."""
-        longest = _longest(call)
-        if call.cu_seqlens_q is not None and longest is not None:
-            return padded_lse(lse, call.cu_seqlens_q, longest + -longest % _LSE_ROWS)
+        (starts, _), (longest, _) = _starts(call), _longest(call)
+        if starts is not None and longest is not None:
+            return padded_lse(lse, starts, longest + -longest % _LSE_ROWS)
         return F.pad(lse, (0, -lse.shape[-1] % _LSE_ROWS), value=torch.inf).contiguous()
 
 
@@ -107,9 +112,33 @@ def _batched(call: AttentionCall, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tensors if call.cu_seqlens_q is None else tuple(tensor[None] for tensor in tensors)
 
 
-def _longest(call: AttentionCall) -> int | None:
-    """The longest of packed sequences, whose queries and keys start alike."""
-    return None if call.cu_seqlens_q is None else max(1, min(call.max_seqlen_q, call.q.shape[0]))
+def _longest(call: AttentionCall) -> tuple[int | None, int | None]:
+    """Queries and keys of the longest packed sequences."""
+    if call.cu_seqlens_q is None:
+        return None, None
+    return max(1, min(call.max_seqlen_q, call.q.shape[0])), max(1, min(call.max_seqlen_k, call.k.shape[0]))
+
+
+def _starts(call: AttentionCall) -> tuple[Tensor | None, Tensor | None]:
+    """Where packed sequences start. Under a causal mask each is two: its first rows without a key, and the others."""
+    q, k = call.cu_seqlens_q, call.cu_seqlens_k
+    if q is None or k is None or call.equal_lengths:
+        return q, q
+    if call.mask.right is None:
+        return q, k
+    seeing = q[:-1] + (q.diff() - k.diff()).clamp_(min=0)
+    twice = torch.stack((q[:-1], seeing), dim=1).flatten(), k[:-1].repeat_interleave(2)
+    return torch.cat((twice[0], q[-1:])), torch.cat((twice[1], k[-1:]))
+
+
+def _fill(call: AttentionCall, value: float, queries: Tensor, *keys: Tensor) -> None:
+    """Write (total, heads, ...) tensors where the kernel does not: queries without keys, and keys without queries."""
+    q, k = _starts(call)
+    if q is None or k is None or q is k:
+        return
+    for tensor, own, others in ((queries, q, k), *((tensor, k, q) for tensor in keys)):
+        sequence, _ = token_places(own, tensor.shape[0])
+        tensor.masked_fill_((others.diff() == 0)[sequence][:, None, None], value)
 
 
 def _mask(call: AttentionCall) -> int:
