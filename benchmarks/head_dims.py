@@ -101,7 +101,7 @@ def main() -> None:
     rows = []
     for head_dim, seqlen, causal in itertools.product(arguments.head_dims, arguments.seqlen, (False, True)):
         rows.append([row(head_dim, seqlen, getattr(torch, dtype), causal) for dtype in sorted(arguments.dtype)[::-1]])
-        print(*rows[-1], *(f"{ratio:.3f}" for ratio in beside(rows[-1])), sep="\n", flush=True)
+        print(*rows[-1], sep="\n", flush=True)
     print(*summary(rows), sep="\n")
 
 
