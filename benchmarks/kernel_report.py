@@ -154,8 +154,8 @@ def bf16(compiler: str) -> Iterator[str]:
         for kind in (plain, converted, converted._replace(copied=True)):
             variant = variants.MAKERS[entry](kind._replace(head_dim=D))
             found = offline.compiled(offline.compilers()[compiler], variant, "sm_75")
-            loops = offline.main_loops(offline.instructions(found.cubin))[: variants.parts(variant)]
-            counts.append(sum(sum(loop.values()) for loop in loops) / variant.rows / step(variant) * variant.threads)
+            loop = offline.main_loop(offline.instructions(found.cubin))
+            counts.append(sum(loop.values()) / variant.rows / step(variant) * variant.threads)
         yield f"| {D} | {entry} | {counts[0]:.1f} | {counts[1] / counts[0]:.2f} | {counts[2] / counts[0]:.2f} |"
 
 

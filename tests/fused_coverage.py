@@ -26,7 +26,7 @@ def checks(place: torch.device) -> Iterator[tuple[str, Kind, Callable[[], None]]
     """A name, the kind of call, and what raises AssertionError where verify's judge finds something wrong."""
     for kind in kinds(loader.target(place.index).number):
         names = "".join(f" {name}" for name in _FEATURES if getattr(kind, name))
-        names += " narrow" * is_narrow(kind) + " few rows" * kind.few_rows
+        names += " narrow" * is_narrow(kind) + " few rows" * kind.few_rows + " short" * kind.short
         label = f"d{kind.D}/{kind.DV} type {kind.type} vec {kind.vec}{names}"
         for entry, problem in problems(kind).items():
             yield f"{entry} {label}", kind, partial(_check, problem, place)
@@ -60,6 +60,8 @@ def kinds(number: int) -> Iterator[Kind]:
                 yield plain._replace(**{name: True}, window=1000 if name == "local" else None)
             yield plain._replace(local=True, window=34)
             yield plain._replace(few_rows=True)
+            if number < 80 and D <= 64:
+                yield plain._replace(few_rows=True, short=True)
             yield plain._replace(local=True, alibi=True, softcap=True, paged=True, vec=1, window=104)
 
 
@@ -76,6 +78,8 @@ def problems(kind: Kind) -> dict[str, Problem]:
     rows, keys, nheads_k = ((19, 150), (45, 171), 2) if kind.vec == 8 else ((9, 70), (21, 50), 1)
     if kind.few_rows:
         rows = 19, 60
+    if kind.short:
+        rows = keys = 19, 30
     if kind.copied:  # which takes many
         rows, keys = (900, 700), (1700, 1500)
     common = Problem(

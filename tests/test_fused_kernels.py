@@ -70,6 +70,7 @@ TRAINING = {
     "large scores": replace(DENSE, magnitude=8.0, causal=True),
     "packed": PACKED,
     "packed, causal ALiBi": replace(PACKED, causal=True, alibi="h"),
+    "packed, short": replace(PACKED, seqlens_q=(3, 0, 32, 17), seqlens_k=(31, 9, 0, 32), head_dim=64),
     "packed in one tensor": replace(PACKED, kind="varlen_qkvpacked", seqlens_k=PACKED.seqlens_q, causal=True),
     "dense in one tensor": replace(DENSE, kind="qkvpacked", group=1, nheads_k=2, seqlens_k=(70,), causal=True),
     "head_dim 256, packed": replace(PACKED, head_dim=256, causal=True),

@@ -291,6 +291,7 @@ def kind_of(call: AttentionCall, vec: int) -> Kind:
         vec=vec,
         window=None if left is None or right is None else left + right + 1,
         few_rows=longest_rows(call) <= variants.FEW_ROWS,
+        short=max(longest_rows(call), longest_keys(call)) <= variants.SHORT,
     )
     return kind._replace(tiles=verdicts.tiles_of(settings.gpu(device), number, kind.size, call.q.dtype))
 

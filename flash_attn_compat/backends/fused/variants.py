@@ -17,6 +17,8 @@ HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # Windows of fewer keys than this leave most of a tall tile masked; sequences of no more rows leave half of it empty.
 _NARROW = 256
 FEW_ROWS = 64
+# Rows and keys of sequences for which tiles are halved, up to a head dim at which two such blocks fit in the place of one.
+SHORT, _SHORT_SIZE = 32, 64
 _DECODE_ROWS = 16
 # Rows of a sequence, and with every head of a group, up to which the decode kernel serves.
 _FEW_QUERIES, _FEW_FOLDED = 16, 128
@@ -59,7 +61,7 @@ class Kind(NamedTuple):
     """What of a call chooses a variant.
 
     number: the architecture's, as 75; head_dim_v: of values, None if it is head_dim
-    window: keys in sight, None unbounded; few_rows: none of more than FEW_ROWS
+    window: keys in sight, None unbounded; few_rows: none of more than FEW_ROWS; short: nor more rows or keys than SHORT
     tiles: what was the fastest on the GPU at hand, by entry; copied: whether what passes by was turned into fp16 before
     """
 
@@ -77,6 +79,7 @@ class Kind(NamedTuple):
     tiles: tuple[tuple[str, Tile], ...] = ()
     head_dim_v: int | None = None
     copied: bool = False
+    short: bool = False
 
     @property
     def D(self) -> int:
@@ -189,6 +192,11 @@ _TURING: dict[str, dict[int, Choice]] = {
 }
 
 
+def _halved(tile: Tile) -> Tile:
+    """For sequences that leave half of a tile's rows and keys empty."""
+    return tile._replace(step=min(tile.step, SHORT), NW=tile.NW // 2, MINB=tile.MINB * 2)
+
+
 def _is_narrow(kind: Kind) -> bool:
     return kind.window is not None and kind.window < _NARROW
 
@@ -210,6 +218,8 @@ def forward_tile(kind: Kind) -> Tile:
     if kind.number < 80:
         choice = _TURING["forward"][kind.size]
         small = _is_narrow(kind) or kind.few_rows or more_work
+        if kind.short and kind.size <= _SHORT_SIZE:
+            return _halved(choice.small)
         if small:
             return choice.small
         converts = kind.type == BF16_AS_FP16 and not kind.copied
@@ -306,6 +316,8 @@ def _power_of_two(D: int) -> int:
 
 def _turings(entry: str, kind: Kind) -> Tile:
     choice = _TURING[entry][kind.size]
+    if kind.short and kind.size <= _SHORT_SIZE:
+        return _halved(choice.small)
     return choice.small if _is_narrow(kind) or kind.few_rows else choice.usual
 
 
@@ -389,6 +401,8 @@ def kinds(number: int) -> Iterator[Kind]:
         for window, few_rows in itertools.product((None, _NARROW - 1) if local else (None,), (False, True)):
             kind = Kind(number, type, D, local, alibi, softcap, dropout, paged, vec, window, few_rows)
             yield kind
+            if few_rows and window is None and not paged and number < 80 and D <= _SHORT_SIZE:
+                yield kind._replace(short=True)
             if type == BF16_AS_FP16 and vec == 8 and window is None and not paged and not few_rows:
                 yield kind._replace(copied=True)
 
