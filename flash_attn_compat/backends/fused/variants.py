@@ -17,7 +17,7 @@ HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # Windows of fewer keys than this leave most of a tall tile masked; sequences of no more rows leave half of it empty.
 _NARROW = 256
 FEW_ROWS = 64
-# Rows and keys of sequences for which tiles are halved, up to a head dim at which two such blocks fit in the place of one.
+# Rows and keys for which tiles are halved, up to a head dim at which two such blocks fit in the place of one.
 SHORT, _SHORT_SIZE = 32, 64
 _DECODE_ROWS = 16
 # Rows of a sequence, and with every head of a group, up to which the decode kernel serves.
