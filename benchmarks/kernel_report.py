@@ -80,7 +80,11 @@ def turing_pipes(loop: Counter[str], variant: Variant) -> Pipes:
 
 def chosen(number: int, every: bool, entries: list[str]) -> dict[Variant, Kind]:
     """every: all there are, rather than each feature alone and all together"""
-    made = variants.made_for(variants.kinds(number) if every else fused_coverage.kinds(number))
+    masked = (
+        kind for kind in variants.kinds(number) if kind.bias and kind.vec == 8 and not kind.dropout + kind.few_rows
+    )
+    kinds = variants.kinds(number) if every else itertools.chain(fused_coverage.kinds(number), masked)
+    made = variants.made_for(kinds)
     return {variant: kind for variant, kind in made.items() if variant.entry in entries}
 
 

@@ -58,8 +58,16 @@ SHAPES = (
     Shape("small, 8 x 32", 8, (32, 32), (8, 8), 64),
     Shape("small, 8 x 64", 8, (64, 64), (8, 8), 64),
     Shape("small, 8 x 128", 8, (128, 128), (8, 8), 64),
-    Shape("a causal mask, 4 x 2048", 4, (2048, 2048), (32, 32), 128, mask="bool"),
-    Shape("a bias, 4 x 512", 4, (512, 512), (12, 12), 64, mask="bias"),
+    Shape("a causal mask, 4 x 2048", 4, (2048, 2048), (32, 32), 128, mask="causal"),
+    Shape("a packed step, 8192", 1, (8192, 8192), (32, 32), 128, mask="blocks"),
+    Shape("a packed step, grouped", 1, (8192, 8192), (32, 8), 128, mask="blocks"),
+    Shape("a packed step, -inf", 1, (8192, 8192), (32, 32), 128, mask="blocks as a bias"),
+    Shape("8 padded prompts, 1024", 8, (1024, 1024), (32, 8), 128, mask="padded", backward=False),
+    Shape("8 padded prompts, a step", 8, (1, 1024), (32, 8), 128, mask="padded", backward=False),
+    Shape("8 padded prompts, 32 heads", 8, (1, 1024), (32, 32), 128, mask="padded", backward=False),
+    Shape("BERT, padded 32 x 512", 32, (512, 512), (12, 12), 64, mask="keys"),
+    Shape("T5, 8 x 512", 8, (512, 512), (12, 12), 64, mask="bias of heads"),
+    Shape("Swin, 512 x 49", 512, (49, 49), (6, 6), 32, mask="bias of windows"),
 )
 
 
@@ -91,9 +99,8 @@ def job(shape: Shape, dtype: torch.dtype, device: str, backward: bool) -> Callab
     rows, keys = shape.lengths
     q, (k, v) = made(rows, shape.heads[0]), (made(keys, shape.heads[1]) for _ in range(2))
     options: dict[str, Any] = {"is_causal": shape.causal, "enable_gqa": shape.heads[0] != shape.heads[1]}
-    seen = torch.ones(rows, keys, dtype=torch.bool, device=device).tril() if shape.mask else None
-    if seen is not None:
-        options["attn_mask"] = seen if shape.mask == "bool" else torch.zeros_like(seen, dtype=dtype)
+    if shape.mask:
+        options["attn_mask"] = dense_mask(shape, dtype, device)
 
     def forward() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, **options)
@@ -102,6 +109,32 @@ def job(shape: Shape, dtype: torch.dtype, device: str, backward: bool) -> Callab
         return forward
     dout = torch.randn(shape.batch, rows, shape.heads[0], shape.head_dim, dtype=dtype, device=device).transpose(1, 2)
     return lambda: torch.autograd.grad(forward(), (q, k, v), dout)
+
+
+# Lengths of sequences that are packed into 8192 tokens, as a collator does; and what of 8 prompts is padding.
+PACKED, PADDED = (2100, 1500, 900, 1300, 400, 700, 850, 442), (0, 500, 120, 800, 30, 300, 620, 900)
+
+
+def dense_mask(shape: Shape, dtype: torch.dtype, device: str) -> Tensor:
+    """As programs make them: booleans, or biases in the dtype."""
+    rows, keys = shape.lengths
+    row, key = torch.arange(keys - rows, keys, device=device)[:, None], torch.arange(keys, device=device)
+    if shape.mask == "bias of heads":
+        return torch.randn(1, shape.heads[0], rows, keys, dtype=dtype, device=device)
+    if shape.mask == "bias of windows":  # one for each of 64 windows, for each picture the same
+        windows = torch.randn(64, shape.heads[0], rows, keys, dtype=dtype, device=device)
+        return windows.repeat(shape.batch // 64 or 1, 1, 1, 1)[: shape.batch]
+    if shape.mask == "keys":
+        return (key < torch.randint(keys // 4, keys + 1, (shape.batch, 1), device=device))[:, None, None]
+    seen = key <= row
+    if shape.mask == "padded":
+        return seen & (key >= torch.tensor(PADDED, device=device)[:, None, None])[:, None]
+    if shape.mask != "causal":
+        number = torch.repeat_interleave(torch.arange(len(PACKED)), torch.tensor(PACKED)).to(device)[:keys]
+        seen = seen & (number[:, None] == number)
+    if shape.mask == "blocks as a bias":
+        return torch.zeros(rows, keys, dtype=dtype, device=device).masked_fill(~seen, -torch.inf)
+    return seen
 
 
 def compare(shape: Shape, dtype: torch.dtype, device: str, backward: bool, always: bool) -> Row:
@@ -133,16 +166,17 @@ def host_times(device: str) -> None:
         torch.set_num_threads(1)
         wish = functools.partial(originals.on, Wish(device="cpu"))
     half = torch.randn(2, 4, 16, 64, device=device).half()
-    wide, mask = half.float(), torch.ones(16, 16, dtype=torch.bool, device=device)
-    rows_first = half.transpose(1, 2).contiguous()
+    wide, mask = half.float(), torch.zeros(16, 16, dtype=torch.float16, device=device, requires_grad=True)
+    rows_first, seen = half.transpose(1, 2).contiguous(), torch.ones(16, 16, dtype=torch.bool, device=device).tril()
     attend, ours = F.scaled_dot_product_attention, flash_attn_compat.flash_attn_func
     print(f"{'flash_attn_func':34} {microseconds(lambda: ours(rows_first, rows_first, rows_first), device):6.1f} us")
     grouped = half[:, :2]
     for name, call in {
         "left: fp32": lambda: attend(wide, wide, wide),
-        "left: a mask": lambda: attend(half, half, half, attn_mask=mask),
+        "left: a mask that wants a gradient": lambda: attend(half, half, half, attn_mask=mask),
         "left: small": lambda: attend(half, half, half),
         "served: grouped heads": lambda: attend(half, grouped, grouped, enable_gqa=True),
+        "served: grouped heads and a mask": lambda: attend(half, grouped, grouped, attn_mask=seen, enable_gqa=True),
     }.items():
         without = microseconds(call, device)
         with wish():

@@ -16,7 +16,7 @@ import pytest
 from benchmarks import kernel_report
 from flash_attn_compat.backends.fused import loader, variants
 from flash_attn_compat.backends.fused.loader import Compiler
-from flash_attn_compat.backends.fused.variants import BF16, BF16_AS_FP16, FP16, Kind, Variant
+from flash_attn_compat.backends.fused.variants import BF16, BF16_AS_FP16, BOOLEANS, FP16, HALF_BIAS, Kind, Variant
 from tests.kernels import offline
 from tests.plain import some_of
 
@@ -77,6 +77,9 @@ KERNELS = [
             variants.delta(Kind(75, FP16, 32)),
             variants.append(Kind(75, BF16_AS_FP16, 32, vec=1)),
             variants.absmax(Kind(75, BF16_AS_FP16, 128)),
+            variants.mask(Kind(75, FP16, 64, bias=BOOLEANS)),
+            variants.forward(Kind(75, BF16_AS_FP16, 96, bias=BOOLEANS)),
+            variants.dkdv(Kind(75, FP16, 96, bias=HALF_BIAS)),
             variants.in_seats(variants.forward(Kind(75, BF16_AS_FP16, 64, local=True))),
             variants.in_seats(variants.dkdv(Kind(75, FP16, 64, local=True))),
         )

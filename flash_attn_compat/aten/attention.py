@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.aten import door
-from flash_attn_compat.aten.wish import Front, Wish, against_size, against_tensors
+from flash_attn_compat.aten.wish import Front, Wish, against_mask, against_size, against_tensors
 from flash_attn_compat.engine.build import Options
 from flash_attn_compat.engine.decided import as_decided
 from flash_attn_compat.serving import dispatch
@@ -42,12 +42,13 @@ def serving(front: Front) -> Callable[..., Tensor]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor | None:
-        against = why_not(wish, query, key, value, attn_mask, dropout_p, enable_gqa)
+        against = why_not(wish, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
         if settings.explains():
-            _explain(against, query, key, value, dropout_p, is_causal, scale)
+            _explain(against, query, key, value, attn_mask, dropout_p, is_causal, scale)
         if against is not None:
             return None
-        out = door.attend(*_as_flash(query, key, value, dropout_p, is_causal, scale))
+        bias = door.expanded(attn_mask, query.shape[:3], key.shape[2])
+        out = _attend(*_as_flash(query, key, value, dropout_p, is_causal, scale), bias)
         return None if out is None else out.contiguous().transpose(1, 2)
 
     def attention(*arguments: Any, **named: Any) -> Any:
@@ -66,11 +67,18 @@ def serving(front: Front) -> Callable[..., Tensor]:
 
 
 def why_not(
-    wish: Wish, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, dropout_p: float, enable_gqa: bool
+    wish: Wish,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    enable_gqa: bool,
 ) -> str | None:
     """What keeps our kernels from such a call, besides their own reasons; None for nothing. Shapes as in PyTorch."""
-    if attn_mask is not None:
-        return "it has a mask"
+    if attn_mask is not None and is_causal:
+        return "it has a mask, and is causal besides"
     if not 0.0 <= dropout_p < 1.0:
         return "its dropout leaves nothing"
     against = against_tensors(wish, q, k, v)
@@ -85,6 +93,9 @@ def why_not(
         return "heads differ"
     if not (_has_efficient() or _has_flash()):
         return "the program forbids PyTorch's fused kernels, and so ours"
+    against = None if attn_mask is None else against_mask(wish, attn_mask, q, (batch, heads, rows, keys))
+    if against is not None:
+        return against
     # These would go to the plain formula, which is slower at any size.
     at_any_size = (heads != heads_k or q.dtype is torch.bfloat16) and not (wish.always and door.is_of_today(q.device))
     return against_size(wish, q, rows, keys, batch * heads, at_any_size)
@@ -101,6 +112,16 @@ def _as_flash(
         window, is_causal = (-1, rows - keys), False
     options = Options(dropout_p, scale, is_causal, window, deterministic=_is_deterministic())
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), options
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, options: Options, bias: Tensor | None) -> Tensor | None:
+    """door.attend. A group's heads of one row are rows where one mask is for all: so their keys are read once."""
+    (batch, rows, heads, _), heads_k = q.shape, k.shape[2]
+    if bias is None or rows > 1 or heads == heads_k or bias.stride(1):
+        return door.attend(q, k, v, options, bias)
+    grouped = q.unflatten(2, (heads_k, -1))[:, 0].transpose(1, 2)
+    out = door.attend(grouped, k, v, options, bias[:, :heads_k].expand(-1, -1, heads // heads_k, -1))
+    return None if out is None else out.transpose(1, 2).reshape(batch, 1, heads, -1)
 
 
 def _ungrouped(
@@ -122,8 +143,18 @@ def _ungrouped(
 
 
 def _explain(
-    against: str | None, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, scale: float | None
+    against: str | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
 ) -> None:
-    reasons = [against] if against else door.against(*_as_flash(q, k, v, dropout_p, is_causal, scale))
+    reasons = [against] if against else []
+    if not reasons:
+        bias = door.expanded(attn_mask, q.shape[:3], k.shape[2])
+        reasons = door.against(*_as_flash(q, k, v, dropout_p, is_causal, scale), bias=bias)
     served_by = door.PYTORCH if reasons else door.KERNELS
     dispatch.tell(dispatch.Explanation(served_by, {door.KERNELS: reasons, door.PYTORCH: []}))

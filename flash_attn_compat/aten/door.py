@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -26,10 +28,15 @@ def is_watched(*tensors: Tensor) -> bool:
     return not PLAIN.issuperset(map(type, tensors))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor | None:
+def expanded(mask: Tensor | None, leading: Sequence[int], keys: int) -> Tensor | None:
+    """A dense mask as the engine takes it. leading: of the shape, batch, heads and rows"""
+    return None if mask is None else mask.expand(*leading, keys)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, bias: Tensor | None = None) -> Tensor | None:
     """out of dense attention, recorded for autograd; None where others would serve. Shapes as in flash_attn_func."""
     inputs = q, k, v
-    found = _ours(request_of(q, k, v, options, autograd.purpose(inputs)))
+    found = _ours(request_of(q, k, v, options, autograd.purpose(inputs), bias=bias))
     if found is None:
         return None
     out: Tensor = autograd.attend(inputs, *found)[0]
@@ -37,10 +44,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor | None:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None, return_lse: bool
+    q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None, bias: Tensor | None, return_lse: bool
 ) -> Result | None:
     """out and the LSE outside of autograd, dense or packed; None where others would serve."""
-    found = _ours(request_of(q, k, v, options, Purpose(return_lse=return_lse), packing))
+    found = _ours(request_of(q, k, v, options, Purpose(return_lse=return_lse), packing, bias))
     return None if found is None else serve.run(*found)[1]
 
 
@@ -50,20 +57,23 @@ def backward(
     v: Tensor,
     options: Options,
     packing: Packing | None,
+    bias: Tensor | None,
     upstream: Upstream,
     into: Gradients | None,
 ) -> Gradients | None:
     """Gradients from whoever's out and LSE, outside of autograd; None where others would serve."""
-    found = _ours(request_of(q, k, v, options, Purpose(given_lse=True), packing))
+    found = _ours(request_of(q, k, v, options, Purpose(given_lse=True), packing, bias))
     if found is None:
         return None
     known, request = found
     return serve.gradients(known, serve.backward_tensors(request.tensors, None), upstream, into)[1]
 
 
-def against(q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None = None) -> list[str]:
+def against(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None = None, bias: Tensor | None = None
+) -> list[str]:
     """What speaks against our kernels for such a call."""
-    request = request_of(q, k, v, options, autograd.purpose((q, k, v)), packing)
+    request = request_of(q, k, v, options, autograd.purpose((q, k, v)), packing, bias)
     return dispatch.reasons_against(KERNELS, request.kind.build(request).call)
 
 

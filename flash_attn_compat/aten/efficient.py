@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.aten import door
-from flash_attn_compat.aten.wish import Front, Wish, against_size, against_tensors, is_at_home
+from flash_attn_compat.aten.wish import Front, Wish, against_mask, against_size, against_tensors, is_at_home
 from flash_attn_compat.engine import outside
 from flash_attn_compat.engine.build import Options, Packing
 from flash_attn_compat.engine.call import Gradients, Upstream
@@ -74,6 +74,8 @@ class Problem(NamedTuple):
     @property
     def may_see_nothing(self) -> bool:
         """Whether there may be rows without keys."""
+        if self.bias is not None:
+            return True
         if self.is_packed:
             return not self.has_equal_lengths
         return self.custom_mask_type == BOTTOM_RIGHT and self.query.shape[1] > self.key.shape[1]
@@ -142,7 +144,7 @@ def serving_backward(front: Front) -> Callable[..., Any]:
         window_size: int | None = None,
         shared_storage_dqdkdv: bool = False,
     ) -> Any:
-        if shared_storage_dqdkdv:
+        if shared_storage_dqdkdv or bias_requires_grad:
             return None
         problem = Problem(
             query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
@@ -171,8 +173,8 @@ def _in_front(front: Front, ours: Callable[..., Any], operator: Any) -> Callable
 
 def why_not(wish: Wish, p: Problem) -> str | None:
     """What keeps our kernels from a problem, besides their own reasons; None for nothing."""
-    if p.bias is not None:
-        return "it has a mask"
+    if p.bias is not None and (p.is_packed or p.seqlen_k is not None or p.custom_mask_type != NO_MASK):
+        return "it has a mask, and is causal or packed besides"
     if p.dropout_p != 0.0:
         return "its dropout mask is PyTorch's"
     against = against_tensors(wish, p.query, p.key, p.value)
@@ -182,6 +184,10 @@ def why_not(wish: Wish, p: Problem) -> str | None:
         return "shapes or heads differ"
     if p.key.shape[:3] != p.value.shape[:3] or p.query.shape[0] != p.key.shape[0]:
         return "shapes or heads differ"
+    if p.bias is not None:
+        against = against_mask(wish, p.bias, p.query, (p.query.shape[0], p.query.shape[2], p.rows, p.key.shape[1]))
+        if against is not None:
+            return against
     if p.custom_mask_type not in (NO_MASK, TOP_LEFT, BOTTOM_RIGHT):
         return "its mask is unknown"
     return _against_lengths(p) or against_size(wish, p.query, p.rows, p.keys, _heads(p))
@@ -237,7 +243,7 @@ def _as_flash(p: Problem) -> tuple[Tensor, Tensor, Tensor, Options, Packing | No
 
 def _forward(p: Problem, return_lse: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int] | None:
     q, k, v, options, packing = _as_flash(p)
-    result = door.forward(q, k, v, options, packing, return_lse)
+    result = door.forward(q, k, v, options, packing, _bias(p), return_lse)
     if result is None:
         return None
     out = result.out.contiguous()
@@ -245,6 +251,11 @@ def _forward(p: Problem, return_lse: bool) -> tuple[Tensor, Tensor, Tensor, Tens
     # Where PyTorch leaves them when nothing is dropped.
     seed, offset = (torch.empty((), dtype=torch.int64, device="cpu") for _ in range(2))
     return out if packing is None else out[None], lse, seed, offset, p.rows, p.keys
+
+
+def _bias(p: Problem) -> Tensor | None:
+    rows, heads = p.query.shape[1:3]
+    return door.expanded(p.bias, (p.query.shape[0], heads, rows), p.key.shape[1])
 
 
 def _sequences(p: Problem) -> int:
@@ -271,7 +282,7 @@ def _backward(p: Problem, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tenso
         dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (p.key, p.value))
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         into = Gradients(dq, dk[:, : k.shape[1]], dv[:, : k.shape[1]])
-    found = door.backward(q, k, v, options, packing, Upstream(dout, out, lse, None), into)
+    found = door.backward(q, k, v, options, packing, _bias(p), Upstream(dout, out, lse, None), into)
     if found is None:
         return None
     if into is not None:
@@ -281,6 +292,6 @@ def _backward(p: Problem, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tenso
 
 
 def _explain(against: str | None, p: Problem) -> None:
-    reasons = [against] if against else door.against(*_as_flash(p))
+    reasons = [against] if against else door.against(*_as_flash(p), _bias(p))
     served_by = door.PYTORCH if reasons else door.KERNELS
     dispatch.tell(dispatch.Explanation(served_by, {door.KERNELS: reasons, door.PYTORCH: []}))

@@ -55,6 +55,19 @@ def against_tensors(wish: Wish, q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
 
 
+def against_mask(wish: Wish, mask: Tensor, q: Tensor, shape: tuple[int, int, int, int]) -> str | None:
+    """Why a dense mask cannot be ours. shape: (batch, heads, rows, keys), to which it is broadcast"""
+    if mask.requires_grad and torch.is_grad_enabled():
+        return "its mask wants a gradient"
+    if type(mask) not in door.PLAIN or mask.device != q.device:
+        return "its mask is on another device, or no plain tensor"
+    if mask.dtype not in (torch.bool, torch.float32, q.dtype):
+        return f"its mask is {str(mask.dtype).removeprefix('torch.')}"
+    if not 2 <= mask.dim() <= 4 or any(own not in (1, size) for own, size in zip(mask.shape[::-1], shape[::-1])):
+        return "its mask has another shape"
+    return "its mask is too large" if max(mask.stride()) >= 2**31 else None
+
+
 def against_size(wish: Wish, q: Tensor, rows: int, keys: int, heads: int, at_any_size: bool = False) -> str | None:
     """Why a call is not worth our while. heads: in the whole batch"""
     products = rows * keys * heads * q.shape[-1]

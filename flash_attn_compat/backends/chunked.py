@@ -21,7 +21,7 @@ from flash_attn_compat.engine.mask import Range
 
 class Chunked(BlockwiseBackend):
     name = "chunked"
-    capabilities = Capabilities(features=~Feature.TRANSFORMS)
+    capabilities = Capabilities(features=~(Feature.TRANSFORMS | Feature.BIAS))
 
     def forward_block(
         self, call: AttentionCall, block: Block, rng_state: Tensor | None

@@ -15,6 +15,7 @@ from flash_attn_compat.engine.features import Feature, Traits
 LACKS = (
     Feature.SHARED_DROPOUT_MASK | Feature.VALUE_HEAD_DIM | Feature.TRANSFORMS | Feature.SCALE_NOT_POSITIVE
     | Feature.SEQUSED_K | Feature.LEFTPAD_K | Feature.PAGED | Feature.APPEND | Feature.LSE_GRADIENT
+    | Feature.BIAS
 )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from flash_attn_compat.engine.mask import ByDistance, Mask, Range
 
 _LACKS = (
     Feature.SOFTCAP | Feature.DROPOUT | Feature.SHARED_DROPOUT_MASK | Feature.VALUE_HEAD_DIM | Feature.TRANSFORMS
-    | Feature.LSE_GRADIENT
+    | Feature.LSE_GRADIENT | Feature.BIAS
 )  # fmt: skip
 # What is tried on AMD's GPUs, with more rows and keys than a tile has, and full calls with keys that no tile divides.
 _TRIED = Feature.CAUSAL | Feature.GQA | Feature.BACKWARD

@@ -18,7 +18,7 @@
 //   OWN * 2 ([not REG_S] D + [not REG_P] DV) + max(TL * 2 (2 D + DV) + [dkdv] TL * 16, OWN * 2 max(D, DV))
 // Entries: delta (delta.cu), dkdv (dkdv.cu), dq (dq.cu), launched in this order; grids are said there, tiles chosen in
 // backends/fused/variants.py.
-// Macros: those above; MINB blocks a multiprocessor, which bounds the registers; D, DV, TYPE, VEC, LOCAL, ALIBI, SOFTCAP, DROPOUT (for delta D, TYPE,
+// Macros: those above; MINB blocks a multiprocessor, which bounds the registers; D, DV, TYPE, VEC, LOCAL, ALIBI, SOFTCAP, DROPOUT, BIAS (for delta D, TYPE,
 // VEC), and MMA16 and CPA for sm_80 and newer.
 #pragma once
 #include "splits.cuh"
@@ -80,8 +80,9 @@ DEVICE Sight sight(const Params &p, int first, int shift, int passing, int zero)
 }
 
 DEVICE float alibi_slope(const Params &p, int b, int head) { return global_load(p.alibi_slopes + b * p.slopes_batch + head); }
-// What the given LSE has of a row's position.
+// What the given LSE has of a row's position; of its biases.
 DEVICE float position_slope(const Params &p, int b, int head) { return ALIBI && p.lse_has_position ? alibi_slope(p, b, head) : 0.f; }
+DEVICE float bias_top(const Params &p, int b, int head, int row) { return BIAS > 1 && p.lse_has_position ? DenseMask(p, b, head).top(p, row) : 0.f; }
 
 // ---- What is known of a query row: LSE in units of log2 (rows without keys have +inf: their probabilities are 0), and delta.
 // Less the cap, from which a capped score is reckoned down.
@@ -146,7 +147,7 @@ struct OwnRows {   // of queries; keys need nothing but their dropout words
 constexpr bool DISTANCE_IS_SUM = ALIBI && !(TYPE == 2 && DROPOUT);   // there registers are short
 
 template <bool MASKED>
-DEVICE void probabilities(Scores &S, Packed &packed, const Scoring &f, const Sight &band, const OwnRows &own, u32 rows_at, int tile, int limit, int g, int t) {
+DEVICE void probabilities(Scores &S, Packed &packed, const Params &p, const DenseMask &mask, const Scoring &f, const Sight &band, const OwnRows &own, u32 rows_at, int tile, int g, int t) {
   int first[MT][2], last[MT][2];   // visible passing rows, from this lane's first one on
   float ahead[MT][2], along[MT][2];
   const float per_row = band.is_behind(tile) ? f.slope : -f.slope;   // ALiBi's difference from one passing row to the next
@@ -169,22 +170,26 @@ DEVICE void probabilities(Scores &S, Packed &packed, const Scoring &f, const Sig
       UNROLLED(m, MT)
         UNROLLED(r, 2) {
           float &s = S[n][m][2 * r + e];
+          const int own_row = band.first + m * 16 + g + r * 8, passing = tile + n * 8 + 2 * t + e, row = KEYS_STAY ? passing : own_row;
           float minus_lse = KEYS_STAY ? -lse[e] : -own.lse[m][r];
           if (DISTANCE_IS_SUM && !MASKED) minus_lse += KEYS_STAY ? per_row * (n * 8 + e) : along[m][r];
 #if SOFTCAP
           const float below = half_below_one(s * f.doubled);
           s = fmaf(below, f.fall, minus_lse);
 #else
-          s = fmaf(s, f.unit, minus_lse);
+          if (MASKED && BIAS > 1) s = fmaf(fmaf(s, f.unit * LN2, mask.at(p, row, KEYS_STAY ? own_row : passing)) - mask.top(p, row), LOG2E, minus_lse);
+          else s = fmaf(s, f.unit, minus_lse);
 #endif
 #if ALIBI
           if (MASKED || !DISTANCE_IS_SUM) s = fmaf(-f.slope, fabsf(ahead[m][r] + (float)(n * 8 + e)), s);
           else s = KEYS_STAY ? s + along[m][r] : fmaf(per_row, (float)(n * 8 + e), s);
 #endif
           s = exp2_approx(s);
-          if (MASKED && (n * 8 + e > last[m][r] || (LOCAL && n * 8 + e < first[m][r]))) s = 0.f;
+          const bool hidden = BIAS == 1 ? !(KEYS_STAY ? mask.sees(p, row, band.first, m * 16 + g + r * 8) : mask.sees(p, row, tile + n / 4 * 32, n % 4 * 8 + 2 * t + e))
+                                        : !BIAS && (n * 8 + e > last[m][r] || (LOCAL && n * 8 + e < first[m][r]));
+          if (MASKED && hidden) s = 0.f;
 #if DROPOUT
-          const bool gone = KEYS_STAY ? dropped(word, own.word[m][r], limit) : dropped(own.word[m][r], word, limit);
+          const bool gone = KEYS_STAY ? dropped(word, own.word[m][r], p.dropout_limit) : dropped(own.word[m][r], word, p.dropout_limit);
 #else
           const bool gone = false;
 #endif
@@ -326,7 +331,7 @@ struct Block {
     const bool is_lse = thread < TL;
     if (!KEYS_STAY || thread >= 2 * TL || row >= passing.rows) return is_lse ? POS_INF : 0.f;
     const i64 at = passing.row_values(p, head, zero) + row;
-    return is_lse ? row_lse(p, global_load(p.lse + at), row, -passing.shift, slope) : times_power_of_two(-global_load(p.delta + at), delta_exponent);
+    return is_lse ? row_lse(p, global_load(p.lse + at) - bias_top(p, passing.b, passing.head + head, row), row, -passing.shift, slope) : times_power_of_two(-global_load(p.delta + at), delta_exponent);
   }
 
   // HALVES: where a warp leaves its half of a tile's P or dS (`which`) for its partner.
@@ -372,12 +377,21 @@ struct Block {
     const int b = owned.b, head = owned.first_head(p);
     const Strides &s_strides = KEYS_STAY ? p.q_s : p.k_s, &p_strides = KEYS_STAY ? p.dout_s : p.v_s;
     const u16 *const of_s = KEYS_STAY ? p.q : p.k, *const of_p = KEYS_STAY ? p.dout : p.v;
-    const int steps = max(passing.end - passing.first, 0) * passing.heads;
     int tile = passing.first, this_head = 0;
+    const auto skip = [&] {   // tiles of which a dense mask hides all
+      for (; BIAS && this_head < passing.heads; tile = passing.first, this_head++) {
+        const DenseMask mask(p, b, head + this_head);
+        if (!KEYS_STAY) tile = mask.next<OWN, TL>(p, owned.first, tile, passing.end);
+        while (KEYS_STAY && tile < passing.end && !mask.has<TL, OWN>(p, 0, tile * TL, owned.first)) tile = tile / (BAND / TL) * (BAND / TL) + BAND / TL;
+        if (tile < passing.end) return;
+      }
+    };
+    skip();
+    int steps = BIAS ? this_head < passing.heads : max(passing.end - passing.first, 0) * passing.heads;
     uint4 transit[larger(MoverS::N, MoverP::N)];   // both take turns in it
     if (steps) {
-      load(p, transit, of_s, s_strides, passing, tile, 0, p.head_dim, MoverS(threadIdx.x), shared + TILES, 0);
-      const float row_value = load_row_value(p, passing, tile, 0, position_slope(p, b, head), threadIdx.x, 0);
+      load(p, transit, of_s, s_strides, passing, tile, this_head, p.head_dim, MoverS(threadIdx.x), shared + TILES, 0);
+      const float row_value = load_row_value(p, passing, tile, this_head, position_slope(p, b, head), threadIdx.x, 0);
       MoverS(threadIdx.x).store(transit, shared + TILES, s_scale);
       if (KEYS_STAY && threadIdx.x < 2 * TL) shared_store(shared + ROW_VALUES + threadIdx.x * 4, __float_as_int(row_value));
     }
@@ -397,7 +411,8 @@ struct Block {
       const u32 rows_at = shared + ROW_VALUES + buffer * TL * 8 + half * SEEN * 4 + t * 8;
       const Sight band = sight(p, owned.first + group_of(thread) * WARP_ROWS, passing.shift, passing.rows, zero);
       // Without a mask always true: the compiler then keeps the operands of one half of this loop out of the other, where registers are short.
-      const bool active = LOCAL ? band.sees_some(first) || (HALVES && band.sees_some(first + SEEN)) : KEYS_STAY || D > 128 ? zero == 0 : true, last = step + 1 == steps;
+      const bool active = LOCAL ? band.sees_some(first) || (HALVES && band.sees_some(first + SEEN)) : KEYS_STAY || D > 128 ? zero == 0 : true;
+      const DenseMask mask(p, b, head + this_head);
       load(p, transit, of_p, p_strides, passing, tile, this_head, p.head_dim_v, MoverP(thread), shared + TILE_P, anew);
       Scores S;
       Packed P;
@@ -405,9 +420,9 @@ struct Block {
       u32 dS[AT_ONCE][MT][2];
       scoring.set_head(p, b, head + this_head);
       const auto find_probabilities = [&] {
-        if (band.sees_all(seen) && (!DISTANCE_IS_SUM || band.is_behind(seen) || band.is_ahead(seen)))
-          probabilities<false>(S, P, scoring, band, own, rows_at, seen, p.dropout_limit, g, t);
-        else probabilities<true>(S, P, scoring, band, own, rows_at, seen, p.dropout_limit, g, t);
+        if (BIAS ? !(KEYS_STAY ? mask.has<SEEN, WARP_ROWS>(p, 1, seen, band.first) : mask.has<WARP_ROWS, SEEN>(p, 1, band.first, seen)) : band.sees_all(seen) && (!DISTANCE_IS_SUM || band.is_behind(seen) || band.is_ahead(seen)))
+          probabilities<false>(S, P, p, mask, scoring, band, own, rows_at, seen, g, t);
+        else probabilities<true>(S, P, p, mask, scoring, band, own, rows_at, seen, g, t);
         if (HALVES && KEYS_STAY) hand_over(P, exchange_at(shared, 0, thread, side));
       };
       if (active) {
@@ -419,6 +434,9 @@ struct Block {
       MoverP(thread).store(transit, shared + TILE_P, p_scale);
       __syncthreads();
       if (++tile == passing.end) tile = passing.first, this_head++;
+      skip();
+      if (BIAS) steps = step + 1 + (this_head < passing.heads);
+      const bool last = step + 1 == steps;
       float row_value;
       if (!last) {
         load(p, transit, of_s, s_strides, passing, tile, this_head, p.head_dim, MoverS(thread), shared + TILES + (buffer ^ 1) * TILE_BYTES, anew);

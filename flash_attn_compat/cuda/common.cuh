@@ -388,13 +388,13 @@ DEVICE void online_softmax(float (&S)[N][M][4], float (&m)[M][2], float (&l)[M][
       UNROLLED(n, N) highest = fmaxf(highest, fmaxf(S[n][i][2 * r], S[n][i][2 * r + 1]));
       highest = max_of<4>(highest);
       rose = rose || highest > m[i][r];
-      const float top = highest == NEG_INF ? 0.f : highest, from = top * unit;
+      const float top = highest == NEG_INF ? 0.f : highest, from = BIAS > 1 ? 0.f : top * unit, less = BIAS > 1 ? top : 0.f;   // biases may be huge
       shrink[i][r] = exp2_approx((m[i][r] - top) * unit);   // exactly 1 where the maximum stays, or sums drift over many tiles
       m[i][r] = highest;
       float sum = l[i][r] * shrink[i][r];
       UNROLLED(n, N) {
-        S[n][i][2 * r] = exp2_approx(fmaf(S[n][i][2 * r], unit, P_SHIFT - from));
-        S[n][i][2 * r + 1] = exp2_approx(fmaf(S[n][i][2 * r + 1], unit, P_SHIFT - from));
+        S[n][i][2 * r] = exp2_approx(fmaf(S[n][i][2 * r] - less, unit, P_SHIFT - from));
+        S[n][i][2 * r + 1] = exp2_approx(fmaf(S[n][i][2 * r + 1] - less, unit, P_SHIFT - from));
         sum += S[n][i][2 * r] + S[n][i][2 * r + 1];
       }
       l[i][r] = sum;
@@ -409,7 +409,7 @@ DEVICE float reciprocal_of_sum(float l) { return l == 0.f ? 0.f : 1.f / l; }   /
 // LSE = ln(2) (m + log2(l)), +inf where a row sees no key; with the row's position where flash-attn adds it.
 DEVICE void write_lse(const Params &p, i64 at, float m, float l, float slope, int position) {
   const float lse = l == 0.f ? POS_INF : (m + __log2f(l)) * LN2;
-  global_store(p.lse + at, ALIBI && p.lse_has_position ? fmaf(slope, (float)position, lse) : lse);
+  global_store(p.lse + at, (ALIBI || BIAS > 1) && p.lse_has_position ? fmaf(slope, (float)position, lse) : lse);
   if (p.lse_true) global_store(p.lse_true + at, lse);
 }
 

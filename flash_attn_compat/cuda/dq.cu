@@ -52,7 +52,7 @@ KERNEL(THREADS, MINB) dq(const Params p) {
   UNROLLED(m, MT)
     UNROLLED(r, 2) {
       const int row = first_row + m * 16 + r * 8, ds = exponent_of_ds(p, e, largest[m][r], fabsf(delta[m][r]));
-      block.own.lse[m][r] = row_lse(p, lse[m][r], row, keys.shift, position_slope(p, queries.b, queries.head));
+      block.own.lse[m][r] = row_lse(p, lse[m][r] - bias_top(p, queries.b, queries.head, row), row, keys.shift, position_slope(p, queries.b, queries.head));
       block.own.minus_delta[m][r] = times_power_of_two(-delta[m][r], e.v + e.dout + ds);
       block.ds_exponent[m][r] = ds;
 #if DROPOUT

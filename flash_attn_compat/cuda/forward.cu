@@ -6,7 +6,7 @@
 // theirs and lives in registers (QREG) or keeps its own. Scores and probabilities never leave the registers: the layout in which
 // mma returns S is the one in which it takes P.
 //
-// Macros: BN, NW, MT, SUMS, QREG; MINB blocks a multiprocessor, which bounds the registers; D, DV, TYPE, VEC, LOCAL, ALIBI, SOFTCAP, DROPOUT, PAGED.
+// Macros: BN, NW, MT, SUMS, QREG; MINB blocks a multiprocessor, which bounds the registers; D, DV, TYPE, VEC, LOCAL, ALIBI, SOFTCAP, DROPOUT, PAGED, BIAS.
 #include "splits.cuh"
 
 constexpr int THREADS = NW * 32, SHARE = 1 << SUMS, BM = NW / SHARE * MT * 16, NB = BN / 8, WARP_ROWS = MT * 16;
@@ -24,20 +24,24 @@ typedef Mover<THREADS, BN, DV> ValueMover;
 typedef Band<WARP_ROWS, BN> Rows;
 
 // Softcap and ALiBi, after which scores are in units of log2; a softmax_scale that is not positive is applied here too.
-DEVICE void modify(float (&S)[NB][MT][4], const Params &p, float scale, float slope, int key, const Rows &rows, int g, int t) {
+// A dense mask's biases leave them in natural units.
+DEVICE void modify(float (&S)[NB][MT][4], const Params &p, const DenseMask &mask, bool mixed, float scale, float slope, int key, const Rows &rows, int g, int t) {
 #if SOFTCAP
   const float doubled = 2.f * LOG2E * scale / p.softcap, cap = p.softcap * LOG2E;
 #endif
   UNROLLED(m, MT)
     UNROLLED(r, 2) {
+      const int row = rows.first + m * 16 + g + r * 8;
 #if ALIBI
-      const float ahead = (float)(key + 2 * t - (rows.first + m * 16 + g + r * 8 + rows.shift));
+      const float ahead = (float)(key + 2 * t - (row + rows.shift));
 #endif
       UNROLLED(n, NB)
         UNROLLED(e, 2) {
           float &s = S[n][m][2 * r + e];
 #if SOFTCAP
           s = fmaf(half_below_one(s * doubled), -2.f * cap, cap);
+#elif BIAS > 1
+          s = mixed ? fmaf(s, scale, mask.at(p, row, key + n * 8 + 2 * t + e)) : s * scale;
 #else
           s *= scale * LOG2E;
 #endif
@@ -48,7 +52,7 @@ DEVICE void modify(float (&S)[NB][MT][4], const Params &p, float scale, float sl
     }
 }
 
-DEVICE void hide(float (&S)[NB][MT][4], int key, const Rows &rows, int g, int t) {
+DEVICE void hide(float (&S)[NB][MT][4], const Params &p, const DenseMask &mask, int key, const Rows &rows, int g, int t) {
   UNROLLED(m, MT)
     UNROLLED(r, 2) {
       int last = rows.passing - 1, first = 0;
@@ -61,7 +65,8 @@ DEVICE void hide(float (&S)[NB][MT][4], int key, const Rows &rows, int g, int t)
       first -= key + 2 * t;
       UNROLLED(n, NB)
         UNROLLED(e, 2)
-          if (n * 8 + e > last || (LOCAL && n * 8 + e < first)) S[n][m][2 * r + e] = NEG_INF;
+          if (BIAS ? !mask.sees(p, rows.first + m * 16 + g + r * 8, key + n / 4 * 32, n % 4 * 8 + 2 * t + e) : n * 8 + e > last || (LOCAL && n * 8 + e < first))
+            S[n][m][2 * r + e] = NEG_INF;
     }
 }
 
@@ -124,7 +129,8 @@ KERNEL(THREADS, MINB) forward(const Params p) {
     if (split >= share.splits) return;
     keys = share.keys, splits = share.splits;
   }
-  const int first_tile = keys.first / BN, last_tile = (keys.end + BN - 1) / BN;   // [first, last)
+  const DenseMask mask(p, b, head);
+  const int last_tile = (keys.end + BN - 1) / BN, first_tile = mask.next<BM, BN>(p, first_row, keys.first / BN, last_tile);   // [first, last)
 
   // Everything that the block has to wait for is asked for first.
   const QueryMover queries(thread);
@@ -152,8 +158,8 @@ KERNEL(THREADS, MINB) forward(const Params p) {
 
   const float scale = p.softmax_scale * inverse_of_power(q_scale) * inverse_of_power(k_scale);
   // Scores are compared as they come and scaled inside exp2, where nothing else happens to them.
-  const bool modified = SOFTCAP || ALIBI || !(scale > 0.f);
-  const float unit = modified ? 1.f : scale * LOG2E;
+  const bool modified = SOFTCAP || ALIBI || BIAS > 1 || !(scale > 0.f);
+  const float unit = BIAS > 1 ? LOG2E : modified ? 1.f : scale * LOG2E;
   const float slope = ALIBI ? global_load(p.alibi_slopes + b * p.slopes_batch + head) : 0.f;
 #if DROPOUT
   const DropoutWords words(p, b, head);
@@ -179,9 +185,10 @@ KERNEL(THREADS, MINB) forward(const Params p) {
   UNROLLED(i, MT) m[i][0] = m[i][1] = NEG_INF, l[i][0] = l[i][1] = 0.f;
 
 #pragma unroll 1
-  for (int j = first_tile; j < last_tile; j++) {
+  for (int j = first_tile, next; j < last_tile; j = next) {
     const int key = j * BN;
-    const bool active = !LOCAL || rows.sees_some(key);   // of this warp's rows
+    next = mask.next<BM, BN>(p, first_row, j + 1, last_tile);
+    const bool active = BIAS ? mask.has<WARP_ROWS, BN>(p, 0, rows.first, key) : !LOCAL || rows.sees_some(key);   // of this warp's rows
     LOAD(of_v, v, p.v_s, j, p.head_dim_v, v_tile);
     float S[NB][MT][4];
     if (active) {   // S = Q K^T
@@ -191,24 +198,25 @@ KERNEL(THREADS, MINB) forward(const Params p) {
     }
     of_v.store(transit, v_tile, v_scale);
     __syncthreads();
-    if (j + 1 < last_tile) LOAD_KEYS(j + 1);
+    if (next < last_tile) LOAD_KEYS(next);
     if (active) {
       if (SUMS) UNROLLED(i, NB * MT) add_sums(S[i / MT][i % MT], sums_at + ((side ^ 1) * NB * MT + i) * 512);
-      if (modified) modify(S, p, scale, slope, key, rows, g, t);
-      if (!rows.sees_all(key)) hide(S, key, rows, g, t);
+      const bool mixed = BIAS ? mask.has<WARP_ROWS, BN>(p, 1, rows.first, key) : !rows.sees_all(key);
+      if (modified) modify(S, p, mask, mixed, scale, slope, key, rows, g, t);
+      if (mixed && BIAS < 2) hide(S, p, mask, key, rows, g, t);
       online_softmax<P_SHIFT>(S, m, l, O, unit);
 #if DROPOUT
       drop(S, words, row_words, key, t, p.dropout_limit);
 #endif
       accumulate(O, S, v_at);
     }
-    if (j + 1 < last_tile) of_k.store(transit, k_tile, k_scale);
+    if (next < last_tile) of_k.store(transit, k_tile, k_scale);
     __syncthreads();
   }
 
   // out = O / l, LSE = m + ln(l); rows that see no key: 0 and +inf.
   UNROLLED(i, MT)
-    UNROLLED(r, 2) m[i][r] *= unit, l[i][r] = sum_of<4>(l[i][r]);
+    UNROLLED(r, 2) m[i][r] = (m[i][r] - (BIAS > 1 ? mask.top(p, rows.first + i * 16 + g + r * 8) : 0.f)) * unit, l[i][r] = sum_of<4>(l[i][r]);
   constexpr int AT_ONCE = OUT_BLOCKS * MT < 16 ? 16 / (OUT_BLOCKS * MT) : 1;
   const int numbered = (b * p.nheads + head) * p.tiles + tile;
   if (CAN_SPLIT && splits > 1 && !merge_splits<AT_ONCE>(p, O, m, l, rows.first < seq.seqlen_q, numbered, split, splits)) return;
@@ -218,7 +226,7 @@ KERNEL(THREADS, MINB) forward(const Params p) {
     UNROLLED(r, 2) {
       factor[i][r] = reciprocal_of_sum(l[i][r]) * (DROPOUT ? p.dropout_scale : 1.f) * inverse_of_power(v_scale);
       const int row = rows.first + i * 16 + g + r * 8;
-      if (p.lse && t == 0 && side == 0 && row < seq.seqlen_q) write_lse(p, lse_at + row, m[i][r] - P_SHIFT, l[i][r], slope, row + rows.shift);
+      if (p.lse && t == 0 && side == 0 && row < seq.seqlen_q) write_lse(p, lse_at + row, m[i][r] - P_SHIFT, l[i][r], BIAS > 1 ? mask.top(p, row) : slope, BIAS ? 1 : row + rows.shift);
     }
   u16 *out = p.out + b * p.out_s.batch + (i64)(seq.first_q + first_row) * p.out_s.row + (i64)head * p.out_s.head;
   write_rows<SHARE>(O, factor, shared + warp * WARP_ROWS * OfV::ROW_BYTES, warp * WARP_ROWS, out, p.out_s.row, seq.seqlen_q - first_row, p.head_dim_v, side);

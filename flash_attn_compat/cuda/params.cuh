@@ -20,6 +20,7 @@ struct Params {
   const int *seqused_k;                    // (batch,) or null: keys in use, counted from the sequence's first slot
   const int *leftpad_k;                    // (batch,) or null: slots skipped at the front
   const int *block_table;                  // (batch, pages_per_sequence) or null
+  const void *bias;                        // a dense mask, as mask.cuh says
   const i64 *rng_state;                    // (2,), for dropout
   // Append: new keys and values, rotated and written behind the cache's. Sequence b's first new slot is seqused_k[b], without seqused_k it
   // is seqlen_k - seqlen_new. rotary_dim = 0: nothing is rotated.
@@ -33,6 +34,7 @@ struct Params {
   float *lse_true;   // as lse without the position that flash-attn adds under causal ALiBi; may be null
   int *absmax;       // converted bf16: (3, batch, nheads_k) largest finite magnitudes of k, v, q, raised from 0
   int *absmax_dout;  // backward of converted bf16: (2, batch, nheads_k) maxima that delta raises from 0
+  u32 *bias_map, *bias_of_rows;   // what mask.cu has found in it
   float *delta;      // (.., like lse): rowsum(out * dout)
   u16 *copies;       // converted bf16: k and v as fp16, in the backward q and dout first; all contiguous
   int *marks;        // (2, nheads_k, ...): the maxima by which k and v have been copied before all were known; else null
@@ -41,7 +43,7 @@ struct Params {
   int seqlen_k;      // keys of the longest sequence (capacity for a cache)
   int zero;          // always 0, which the compiler cannot know
 
-  Strides q_s, k_s, v_s, out_s, dout_s, dq_s, dk_s, dv_s, k_new_s, v_new_s, q_rotated_s;
+  Strides q_s, k_s, v_s, out_s, dout_s, dq_s, dk_s, dv_s, k_new_s, v_new_s, q_rotated_s, bias_s;
   i64 lse_batch;     // lse, lse_true, delta: elements between sequences (0 when packed)
   i64 lse_head;      // and between heads
   int slopes_batch;
@@ -62,6 +64,7 @@ struct Params {
   int rotary_row_stride;                    // elements between rows of cos and sin
   int rotate_rows_apart;                    // q row i stands at seqused_k + i (else all at seqused_k)
   int lse_has_position;                     // reported LSE = true LSE + slope * row position
+  int bias_key, bias_batch, bias_head, bias_rows, bias_bands, bias_chunks;   // elements between keys; heads' masks from one sequence and head to the next; their sizes
   int dropout_limit;                        // a word above it drops its probability (engine/dropout.py)
   float dropout_scale;                      // 1 / (1 - dropout_p)
   float softmax_scale, softcap;

@@ -1,6 +1,6 @@
 // How the blocks that share the keys of one tile of rows put together what each has found (FlashDecoding: Dao, Haziza, Massa, Sizov, 2023).
 #pragma once
-#include "common.cuh"
+#include "mask.cuh"
 
 // The keys of one split: whole units, as many as of every other split but the last. Where few keys are seen, splits are fewer than p.splits.
 struct Share {

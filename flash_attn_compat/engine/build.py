@@ -60,14 +60,22 @@ class Packing(NamedTuple):
 
 
 def request_of(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, purpose: Purpose = FORWARD, packing: Packing | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    purpose: Purpose = FORWARD,
+    packing: Packing | None = None,
+    bias: Tensor | None = None,
 ) -> Request:
     """Of (batch, seqlen, heads, head_dim) tensors.
 
-    With ``packing`` of (total, heads, head_dim) ones, or paged k and v with a block table.
+    With ``packing`` of (total, heads, head_dim) ones, or paged k and v with a block table. bias: as AttentionCall has
+    it, of dense tensors; it is not checked
     """
     if packing is None:
-        return Request(DENSE, (q, k, v, options.alibi_slopes), (plain(options), purpose))
+        own = (q, k, v, options.alibi_slopes)
+        return Request(DENSE, own if bias is None else (*own, *(None,) * 5, bias), (plain(options), purpose))
     starts_q, starts_k, max_seqlen_q, max_seqlen_k, table, used, leftpad = packing
     if type(max_seqlen_q) is not int or type(max_seqlen_k) is not int:
         max_seqlen_q, max_seqlen_k = integer("max_seqlen_q", max_seqlen_q), integer("max_seqlen_k", max_seqlen_k)
@@ -81,7 +89,7 @@ def request_of(
         else:
             if used is None and isinstance(starts_k, Tensor) and starts_k.dim() == 1:
                 used = starts_k[1:] - starts_k[:-1]
-            tensors = (*tensors[:5], None, used, leftpad, table, None, starts_k)
+            tensors = (*tensors[:5], None, used, leftpad, table, None, None, starts_k)
     given = plain(options), purpose, max_seqlen_q, max_seqlen_k, equal_lengths
     return Request(PACKED, tensors, given)
 
@@ -114,15 +122,16 @@ def plain(options: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _build_dense(request: Request) -> Alike:
-    q, k, v, slopes = request.tensors
+    q, k, v, slopes, *others = request.tensors
     checks.dense(q, k, v)
     values, purpose = request.values
-    return alike_to(_call(q, k, v, slopes, values, purpose, q.shape[0], q.shape[1], k.shape[1], k.shape[1]))
+    lengths = q.shape[0], q.shape[1], k.shape[1], k.shape[1]
+    return alike_to(_call(q, k, v, slopes, values, purpose, *lengths, bias=others[5] if others else None))
 
 
 def _build_packed(request: Request) -> Alike:
     q, k, v, slopes, starts_q, starts_k, *others = request.tensors
-    used, leftpad, table, _, paged_starts = (*others, *(None,) * 5)[:5]
+    used, leftpad, table, _, _, paged_starts = (*others, *(None,) * 6)[:6]
     values, purpose, longest_q, longest_k, equal_lengths = request.values
     if table is None:
         checks.packed(q, k, v, starts_q, starts_k)
@@ -156,7 +165,7 @@ def _check_packed(request: Request) -> None:
     if not checks.may_read(starts_q):
         return
     table = others[2] if len(others) > 2 else None
-    of_keys = (starts_k, k.shape[0]) if table is None else (others[4], None)
+    of_keys = (starts_k, k.shape[0]) if table is None else (others[5], None)
     checks.values_of_starts(starts_q, of_keys[0], q.shape[0], of_keys[1])
     if table is not None and checks.may_read(table):
         checks.values_of_pages(k, table, others[0])
@@ -222,12 +231,12 @@ def _call(
     max_seqlen_q: int,
     max_seqlen_k: int,
     capacity: int,
-    **lengths: Any,
+    **others: Any,
 ) -> AttentionCall:
     """The call of checked tensors: the one place that reads ``values``, which are as ``plain`` gives them.
 
     capacity: the keys that windows are measured against
-    lengths: the call's fields that say how sequences lie in the tensors, for other than dense ones
+    others: the call's bias, or its fields that say how sequences lie in the tensors
     """
     dropout_p, softmax_scale, causal, left, right, softcap, deterministic, return_attn_probs = values
     is_causal = checks.flag("causal", causal)
@@ -249,7 +258,7 @@ def _call(
         given_lse=purpose.given_lse,
         shares_dropout_mask=(bool(return_attn_probs) and drops) or purpose.shares_dropout_mask,
         transformed=purpose.transformed,
-        **lengths,
+        **others,
     )  # fmt: skip
 
 

@@ -27,6 +27,8 @@ class AttentionCall(NamedTuple):
     leftpad_k: (batch,) int32, slots skipped at the front
     block_table: (batch, max_blocks) int32 pages of each sequence
     alibi_slopes: (batch, nheads) or (nheads,) fp32
+    bias: (batch, nheads, seqlen_q, seqlen_k) of any strides: boolean, True where a row sees a key; or what is added to
+        scores, in q's dtype or fp32. Only of dense tensors; it has no gradient
     rng_state: (2,) int64, the dropout mask to use; None draws a new one
     lse_gradient: whether the backward has a gradient of softmax_lse to count; the forward cannot know
     is_dense: whether every sequence is as long as the tensors: no lengths, no pages
@@ -49,6 +51,7 @@ class AttentionCall(NamedTuple):
     seqused_k: Tensor | None = None
     leftpad_k: Tensor | None = None
     block_table: Tensor | None = None
+    bias: Tensor | None = None
     rng_state: Tensor | None = None
     is_dense: bool = True
     equal_lengths: bool = False
@@ -125,6 +128,7 @@ class AttentionCall(NamedTuple):
             "TRANSFORMS": self.transformed,
             "DETERMINISTIC": self.deterministic and is_differentiated,
             "SCALE_NOT_POSITIVE": self.softmax_scale <= 0,
+            "BIAS": self.bias is not None,
         }
         return sum([_BITS[name] for name, is_asked in asked.items() if is_asked])
 
@@ -150,15 +154,15 @@ class AttentionCall(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """What with_tensors takes."""
-        return *self[:3], *self[9:16]
+        return *self[:3], *self[9:17]
 
     def with_tensors(self, *tensors: Tensor | None) -> AttentionCall:
         """The call over other tensors of the same shapes and strides, in that order; over none where there are fewer.
 
-        None at all leave the call's description alone. Those behind the tenth are no call's.
+        None at all leave the call's description alone. Those behind the eleventh are no call's.
         """
-        given: tuple[Any, ...] = (*tensors, *(None,) * 10)
-        return AttentionCall._make((*given[:3], *self[3:9], *given[3:10], *self[16:]))
+        given: tuple[Any, ...] = (*tensors, *(None,) * 11)
+        return AttentionCall._make((*given[:3], *self[3:9], *given[3:11], *self[17:]))
 
 
 # Plain ints: combining members of an enum costs a microsecond each.

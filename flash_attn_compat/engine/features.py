@@ -36,6 +36,7 @@ class Feature(enum.IntFlag):
     TRANSFORMS = enum.auto()
     DETERMINISTIC = enum.auto()
     SCALE_NOT_POSITIVE = enum.auto()
+    BIAS = enum.auto()
 
 
 DESCRIPTIONS: dict[Feature, str] = {
@@ -60,6 +61,7 @@ DESCRIPTIONS: dict[Feature, str] = {
     Feature.TRANSFORMS: "forward-mode or higher-order differentiation and torch.func transforms",
     Feature.DETERMINISTIC: "gradients that are the same to the bit in every run",
     Feature.SCALE_NOT_POSITIVE: "a softmax_scale that is not positive",
+    Feature.BIAS: "a dense mask",
 }
 
 

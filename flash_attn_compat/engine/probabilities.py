@@ -74,6 +74,9 @@ def scores_of(call: AttentionCall, block: Block, q: Tensor, k: Tensor) -> tuple[
         scores, softcap_slope = call.softcap * capped, 1 - capped**2
     if block.slopes is not None:
         scores = alibi.add_bias(scores, block.slopes, rows, keys, block.offset)
+    if call.bias is not None:  # of a dense call, which is one block
+        is_boolean = call.bias.dtype == torch.bool
+        scores = scores.masked_fill(~call.bias, -torch.inf) if is_boolean else scores + call.bias
     hidden = call.mask.hidden(rows, keys, block.offset, q.device)
     if hidden is not None:
         scores = scores.masked_fill(hidden, -torch.inf)

@@ -93,7 +93,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, known: Known, request: Request, *inputs: Tensor) -> Outputs:
         ctx.known, result = run(known, request)
         ctx.used, ctx.inputs = settings.used_backend(), len(inputs)
-        others = request.tensors[3:9]
+        others = request.tensors[3:10]
         ctx.others = len(others)
         ctx.save_for_backward(*inputs, result.out, result.softmax_lse, result.rng_state, *others, *result.saved)
         ctx.set_materialize_grads(False)

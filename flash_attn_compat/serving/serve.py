@@ -22,7 +22,7 @@ from flash_attn_compat.engine.memory import Alike, BackwardRun, Key, Known, Requ
 from flash_attn_compat.engine.probabilities import signed_probabilities
 from flash_attn_compat.serving import at_exit, dispatch
 
-_NONE = (None,) * 10
+_NONE = (None,) * 11
 
 
 def serve(request: Request) -> tuple[Known, Result]:
@@ -87,12 +87,12 @@ def dmask(known: Known, tensors: Tensors, rng_state: Tensor | None) -> Tensor:
     """S_dmask; no elements where the call does not ask for it."""
     if not known.call.return_dmask:
         return torch.empty(0, dtype=tensors[0].dtype, device=tensors[0].device)
-    return signed_probabilities(known.call.with_tensors(*tensors[:9]), rng_state)
+    return signed_probabilities(known.call.with_tensors(*tensors[:10]), rng_state)
 
 
 def backward_tensors(tensors: Tensors, rng_state: Tensor | None) -> Tensors:
     """A request's tensors with the dropout's state, as a backward takes them."""
-    return (*[x.resolve_neg() for x in tensors[:3]], *(*tensors[3:], *_NONE)[:6], rng_state)
+    return (*[x.resolve_neg() for x in tensors[:3]], *(*tensors[3:], *_NONE)[:7], rng_state)
 
 
 def gradients(

@@ -140,7 +140,7 @@ def _backward(request: Request, upstream: Upstream, written: Written) -> None:
     into = None if dq is None or dk is None or dv is None else Gradients(dq, dk, dv)
     backend, found = gradients(
         known, backward_tensors(request.tensors, rng_state), upstream, into,
-        lambda: checks.upstream(known.call.with_tensors(*request.tensors[:9]), upstream, *written),
+        lambda: checks.upstream(known.call.with_tensors(*request.tensors[:10]), upstream, *written),
     )  # fmt: skip
     if backend is not None:
         dispatch.count(backend.name)

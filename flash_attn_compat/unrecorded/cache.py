@@ -108,7 +108,7 @@ def _attend(
     if rows is not None and table is not None:
         raise RuntimeError("Paged KVcache does not support cache_batch_idx")
     pages = table if rows is None else rows
-    tensors = q, k_cache, v_cache, slopes, None, None, lengths, leftpad, pages, None, k, v, cos, sin
+    tensors = q, k_cache, v_cache, slopes, None, None, lengths, leftpad, pages, None, None, k, v, cos, sin
     if type(num_splits) is not int:
         num_splits = integer("num_splits", num_splits)
     others = bool(interleaved), num_splits, rows is not None, length is not None, side
@@ -126,7 +126,7 @@ def _side_of_rows(q: Any, k: Any, length: int) -> int | None:
 
 
 def _arguments(request: Request) -> _Arguments:
-    q, k_cache, v_cache, slopes, _, _, lengths, leftpad, pages, _, k, v, cos, sin = request.tensors
+    q, k_cache, v_cache, slopes, _, _, lengths, leftpad, pages, _, _, k, v, cos, sin = request.tensors
     (_, scale, causal, left, right, softcap, _, _), interleaved, num_splits, has_rows, has_length, _ = request.values
     rows, table = (pages, None) if has_rows else (None, pages)
     return _Arguments(
@@ -267,10 +267,10 @@ def _check_values(request: Request) -> None:
 
 def _appended(request: Request, q: Tensor) -> Request:
     """What is left to do once the new keys are in the cache."""
-    _, *others, lengths, leftpad, pages, rng_state, k, _, _, _ = request.tensors
+    _, *others, lengths, leftpad, pages, bias, rng_state, k, _, _, _ = request.tensors
     length = None if request.length is None else request.length + k.shape[1]
     lengths = None if lengths is None else lengths + k.shape[1]
-    tensors = q, *others, lengths, leftpad, pages, rng_state, None, None, None, None
+    tensors = q, *others, lengths, leftpad, pages, bias, rng_state, None, None, None, None
     return request._replace(tensors=tensors, length=length)
 
 

@@ -45,6 +45,7 @@ class Problem(NamedTuple):
     layouts: tuple[str, str, str]
     backward: bool
     seed: int
+    bias: str | None = None
 
 
 def draw(seed: int, dtype: str | None = None, longest: int = LARGE) -> Problem:
@@ -80,7 +81,47 @@ def draw(seed: int, dtype: str | None = None, longest: int = LARGE) -> Problem:
     layouts = tuple(source.choice(LAYOUTS) for _ in range(3))
     dtype = dtype or source.choice(("float16", "bfloat16"))
     backward = source.random() < 0.7
-    return Problem(operator, dtype, lengths, heads, dims, mask, window, scale, layouts, backward, seed)  # type: ignore[arg-type]
+    bias = None
+    if operator != "packed" and mask == originals.NO_MASK and source.random() < 0.6:
+        kinds = ("bool", "bool", "own", "fp32") if operator == "sdpa" else ("own",)
+        bias = " ".join(source.choice(choices) for choices in (kinds, SHARED, HIDDEN))
+    return Problem(operator, dtype, lengths, heads, dims, mask, window, scale, layouts, backward, seed, bias)  # type: ignore[arg-type]
+
+
+# Which of a dense mask's axes are 1, or made of one by a stride of 0; and what it hides.
+SHARED, HIDDEN = ("none", "heads", "batch", "rows", "all"), ("some", "blocks", "left", "nothing", "lowest")
+
+
+def dense_mask(p: Problem, device: str) -> Tensor | None:
+    """(batch or 1, heads or 1, rows, keys), booleans or biases of which some rows see nothing."""
+    if p.bias is None:
+        return None
+    kind, shared, hides = p.bias.split()
+    batch, (rows, keys), heads = len(p.lengths), p.lengths[0], p.heads[0]
+    shape = (
+        1 if shared in ("batch", "all") else batch,
+        1 if shared in ("heads", "all") else heads,
+        1 if shared == "rows" else rows,
+        keys,
+    )
+    generator = torch.Generator().manual_seed(p.seed + 2)
+    numbers, (row, key) = torch.randn(shape, generator=generator), (torch.arange(shape[2])[:, None], torch.arange(keys))
+    hidden = torch.zeros(shape, dtype=torch.bool)
+    if hides == "some":
+        hidden = numbers > 0.3
+    elif hides == "blocks":
+        hidden |= row * 3 // shape[2] != key * 3 // keys
+    elif hides == "left":
+        hidden |= (key < torch.rand(shape[0], 1, 1, 1, generator=generator) * keys) | (key > row + keys - 1)
+    if kind == "bool":
+        found = ~hidden
+    else:
+        dtype = torch.float32 if kind == "fp32" else getattr(torch, p.dtype)
+        found = numbers.to(dtype).masked_fill(hidden, -torch.inf)
+        if hides == "lowest":
+            # Where the LSE alone is handed on, it cannot say how many keys a row has that are all at -3e38.
+            found = found.masked_fill((numbers > 0.3) & ((key > 0) | (p.operator == "sdpa")), torch.finfo(dtype).min)
+    return found.expand(batch, heads, rows, keys).to(device) if p.operator == "efficient" else found.to(device)
 
 
 def tensors(p: Problem, device: str) -> list[Tensor]:
@@ -122,11 +163,18 @@ def plainly(p: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, list[T
 
 def one(p: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     seen = originals.visible(p.mask, p.window, q.shape[2], k.shape[2], q.device)
-    scores = (q @ k.mT * (q.shape[-1] ** -0.5 if p.scale is None else p.scale)).masked_fill(~seen, -torch.inf)
-    sees = seen.any(-1, keepdim=True)
+    scores = masked(p, q @ k.mT * (q.shape[-1] ** -0.5 if p.scale is None else p.scale), seen)
+    sees = (scores > -torch.inf).any(-1, keepdim=True)
     scores = torch.where(sees, scores, 0.0)  # no NaN in gradients
     out = torch.where(sees, scores.softmax(-1) @ v, 0.0)
-    return out, torch.where(sees[:, 0], scores.logsumexp(-1), 0.0)
+    return out, torch.where(sees[..., 0], scores.logsumexp(-1), 0.0)
+
+
+def masked(p: Problem, scores: Tensor, seen: Tensor) -> Tensor:
+    mask = dense_mask(p, str(scores.device))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
+    return scores.masked_fill(~seen, -torch.inf)
 
 
 def sums_of_terms(p: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, float]:
@@ -141,7 +189,7 @@ def sums_of_terms(p: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> 
     found = dict.fromkeys(("out", "dq", "dk", "dv"), 0.0)
     for one_q, one_k, one_v, one_dout in parts:
         seen = originals.visible(p.mask, p.window, one_q.shape[2], one_k.shape[2], one_q.device)
-        shares = (one_q @ one_k.mT * scale).masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num()
+        shares = masked(p, one_q @ one_k.mT * scale, seen).softmax(-1).nan_to_num()
         dshares = one_dout.abs() @ one_v.abs().mT
         dscores = shares * (dshares + (shares * dshares).sum(-1, keepdim=True)) * scale
         sums = shares @ one_v.abs(), dscores @ one_k.abs(), dscores.mT @ one_q.abs(), shares.mT @ one_dout.abs()
@@ -153,6 +201,7 @@ def sums_of_terms(p: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> 
 def by_operator(p: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, list[Tensor]]:
     if p.operator == "sdpa":
         options: dict[str, Any] = {"is_causal": p.mask == originals.TOP_LEFT, "scale": p.scale}
+        options["attn_mask"] = dense_mask(p, str(q.device))
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **options), []
     starts: list[Any] = [None] * 4
     if p.operator == "packed":
@@ -161,7 +210,14 @@ def by_operator(p: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, li
         is_square = all(rows == keys for rows, keys in p.lengths)
         starts = [starts_q, starts_q if is_square else starts_k, *map(int, lengths.amax(0))]
     out, lse, *_ = aten._efficient_attention_forward(
-        *(x.transpose(1, 2) for x in (q, k, v)), None, *starts, 0.0, p.mask, True, scale=p.scale, window_size=p.window
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        dense_mask(p, str(q.device)),
+        *starts,
+        0.0,
+        p.mask,
+        True,
+        scale=p.scale,
+        window_size=p.window,
     )
     rows = [pair[0] for pair in p.lengths]
     assert lse.shape[2] % 32 == 0

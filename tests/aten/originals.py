@@ -58,8 +58,8 @@ def dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None, bi
     wide = [x.double().transpose(1, 2) for x in (q, k, v)]
     scores = wide[0] @ wide[1].mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = (scores if bias is None else scores + bias).masked_fill(~seen, -torch.inf)
-    sees = seen.any(-1, keepdim=True)
-    lse = torch.where(sees[:, 0], scores.logsumexp(-1), 0.0)
+    sees = (scores > -torch.inf).any(-1, keepdim=True)
+    lse = torch.where(sees[..., 0], scores.logsumexp(-1), 0.0)
     out = torch.where(sees, scores.softmax(-1), 0.0).nan_to_num() @ wide[2]
     return out.transpose(1, 2), lse
 
@@ -106,7 +106,8 @@ def stand_in_backward(
     seen = visible(custom_mask_type, window_size, query.shape[1], key.shape[1])
     wide_q, wide_k, wide_v, wide_dout = (x.detach().double().transpose(1, 2) for x in (query, key, value, dout))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    shares = torch.where(seen, wide_q @ wide_k.mT * scale, -torch.inf).softmax(-1).nan_to_num()
+    scores = wide_q @ wide_k.mT * scale + (0.0 if bias is None else bias)
+    shares = torch.where(seen, scores, -torch.inf).softmax(-1).nan_to_num()
     dv = shares.mT @ wide_dout
     dshares = wide_dout @ wide_v.mT
     dscores = shares * (dshares - (dshares * shares).sum(-1, keepdim=True)) * scale

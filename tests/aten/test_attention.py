@@ -142,7 +142,7 @@ def mask(rows: int = 40, keys: int = 40) -> Tensor:
 
 
 LEFT: dict[str, Callable[[], tuple[tuple[Tensor, ...], dict[str, Any]]]] = {
-    "a mask": lambda: (tuple(qkv(Case())), {"attn_mask": mask()}),
+    "a mask that wants a gradient": lambda: (tuple(qkv(Case())), {"attn_mask": mask().half().requires_grad_()}),
     "fp32": lambda: (tuple(qkv(Case(torch.float32))), {}),
     "three axes": lambda: (tuple(x[0] for x in qkv(Case())), {}),
     "five axes": lambda: (tuple(x[None] for x in qkv(Case())), {}),
@@ -217,8 +217,8 @@ def test_one_row_is_worth_it_over_many_keys(monkeypatch: pytest.MonkeyPatch) -> 
 def test_explain_says_who_serves_and_why_not(served: Launches) -> None:
     q, k, v = qkv(Case())
     assert str(explain(sdpa, q, k, v)) == "fused    serves the call\npytorch  could serve it too"
-    left = explain(sdpa, q, k, v, attn_mask=mask())
-    assert left.backend == "pytorch" and left.reasons == {"fused": ["it has a mask"], "pytorch": []}
+    left = explain(sdpa, q, k, v, attn_mask=mask().half().requires_grad_())
+    assert left.backend == "pytorch" and left.reasons == {"fused": ["its mask wants a gradient"], "pytorch": []}
     wide = explain(sdpa, *qkv(Case(head_dim=520, lengths=(8, 8))))
     assert wide.reasons["fused"] == ["head_dim is at most 512, got 520"]
     assert counted() == {} and not served.seen

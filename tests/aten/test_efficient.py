@@ -231,7 +231,7 @@ def left(**changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 LEFT = {
-    "a bias": lambda: left(bias=torch.zeros(20, 30, dtype=HALF)),
+    "a bias under a causal mask": lambda: left(bias=torch.zeros(20, 30, dtype=HALF), custom_mask_type=1),
     "dropout": lambda: left(dropout_p=0.5),
     "a window from the top left": lambda: left(custom_mask_type=1, window_size=4),
     "fp32": lambda: left(**{name: x.float() for name, x in zip(("query", "key", "value"), left()[0])}),
@@ -291,8 +291,10 @@ def test_what_our_own_backend_launches_is_not_asked_about(served: Launches, monk
 
 
 def test_explain(served: Launches) -> None:
-    positional, named = left(bias=torch.zeros(20, 30, dtype=HALF))
-    assert explain(aten._efficient_attention_forward, *positional, **named).reasons["fused"] == ["it has a mask"]
+    positional, named = left(bias=torch.zeros(20, 30, dtype=HALF), custom_mask_type=1)
+    assert explain(aten._efficient_attention_forward, *positional, **named).reasons["fused"] == [
+        "it has a mask, and is causal or packed besides"
+    ]
     assert explain(aten._efficient_attention_forward, *left()[0]).backend == "fused"
 
 

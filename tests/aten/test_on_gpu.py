@@ -127,10 +127,11 @@ def test_no_score_matrix_is_made(dtype: torch.dtype, heads_k: int) -> None:
     assert served() == 2 and peak < 16 * q.nbytes < 2 * 4 * 4096 * 4096 * 2
 
 
-@pytest.mark.parametrize("name", ["a mask", "fp32", "three axes"])
+@pytest.mark.parametrize("name", ["a mask that wants a gradient", "fp32", "three axes"])
 def test_what_is_left_has_the_same_bits(name: str) -> None:
     q, k, v = (x.detach() for x in qkv(dtype=torch.float32 if name == "fp32" else HALF))
-    options = {"attn_mask": torch.ones(100, 100, dtype=torch.bool, device="cuda").tril()} if name == "a mask" else {}
+    bias = torch.zeros(100, 100, dtype=HALF, device="cuda", requires_grad=True)
+    options = {"attn_mask": bias} if name == "a mask that wants a gradient" else {}
     inputs = [x[0] for x in (q, k, v)] if name == "three axes" else [q, k, v]
     right = sdpa(*inputs, **options)
     with ours():
@@ -180,6 +181,100 @@ def test_captured_in_a_cuda_graph() -> None:
             graph.replay()
             close(out, sdpa(q, k, v, enable_gqa=True), 0.0)
     assert served() == 5
+
+
+# ---- dense masks
+
+
+def dense_mask(kind: str, rows: int, keys: int, batch: int = 2, heads: int = 4) -> Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    numbers, (row, key) = (
+        torch.randn(batch, heads, rows, keys, generator=generator),
+        (torch.arange(n) for n in (rows, keys)),
+    )
+    if kind == "padded":
+        seen = (key >= torch.tensor([0, keys // 3])[:, None]) & (key <= row[:, None] + keys - rows)[:, None]
+        return seen.transpose(0, 1)[:, None].cuda()
+    if kind == "blocks":
+        return ((key * 7 // keys) == (row * 7 // rows)[:, None]).cuda()
+    if kind == "bool":
+        return (numbers > 0).cuda()
+    dtype = torch.float32 if kind == "fp32" else HALF
+    found = numbers.masked_fill(numbers > 1, -torch.inf).to("cuda", dtype)
+    return found[:1].expand(batch, -1, -1, -1) if kind == "relative" else found
+
+
+@pytest.mark.parametrize("lengths", [(512, 512), (49, 49), (300, 1100), (1, 777)])
+@pytest.mark.parametrize("kind", ["padded", "blocks", "bool", "own", "fp32", "relative"])
+def test_dense_masks(kind: str, lengths: tuple[int, int]) -> None:
+    inputs, bias = qkv(*lengths), dense_mask(kind, *lengths)
+    plain = bias if bias.dtype in (torch.bool, HALF) else bias.half()
+
+    def both(mask: Tensor) -> list[Tensor]:
+        out = sdpa(*inputs, attn_mask=mask)
+        return [out, *torch.autograd.grad(out.float().square().sum(), inputs)]
+
+    right = both(plain)
+    with ours():
+        found = both(bias)
+    assert served() == 1
+    for got, wanted in zip(found, right):
+        close(got, wanted, 1e-2)
+
+
+def test_a_dense_mask_in_a_cuda_graph_may_change() -> None:
+    """What a mask hides is found on the GPU, at each replay."""
+    q, k, v = (x.detach() for x in qkv(256, 256))
+    seen = dense_mask("blocks", 256, 256)
+    with ours():
+        sdpa(q, k, v, attn_mask=seen)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = sdpa(q, k, v, attn_mask=seen)
+        for kind in ("blocks", "bool", "blocks"):
+            seen.copy_(dense_mask(kind, 256, 256)[..., :, :].reshape(-1, 256, 256)[0])
+            graph.replay()
+            close(out, sdpa(q, k, v, attn_mask=seen), 0.0)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_dense_masks_in_compiled_graphs(mode: str) -> None:
+    torch._dynamo.reset()
+    q, k, v = qkv(200, 200)
+    seen = dense_mask("padded", 200, 200)
+
+    def attend(*inputs: Tensor) -> Tensor:
+        return sdpa(*inputs, attn_mask=seen) * 2
+
+    right = torch.autograd.grad(attend(q, k, v).float().square().sum(), (q, k, v))
+    with ours():
+        compiled = torch.compile(attend, mode=mode, fullgraph=True)
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            found = [x.clone() for x in torch.autograd.grad(compiled(q, k, v).float().square().sum(), (q, k, v))]
+    assert served() >= 1
+    for got, wanted in zip(found, right):
+        close(got, wanted, 1e-2)
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.bfloat16])
+def test_left_padded_generation(dtype: torch.dtype) -> None:
+    """A batch of prompts of different lengths, by transformers: prefill and steps have a mask."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 500}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, attn_implementation="sdpa")
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).to("cuda", dtype).eval()
+    tokens = torch.randint(3, 500, (3, 70), device="cuda")
+    attended = (torch.arange(70, device="cuda") >= torch.tensor([[0], [20], [55]], device="cuda")).long()
+    options = {"attention_mask": attended, "max_new_tokens": 6, "do_sample": False, "output_logits": True}
+    options |= {"return_dict_in_generate": True, "pad_token_id": 0}
+    right = model.generate(tokens, **options)
+    with ours():
+        found = model.generate(tokens, **options)
+    assert served() >= 12
+    close(found.logits[0], right.logits[0], 2e-2)
+    assert (found.sequences == right.sequences).float().mean() > 0.95
 
 
 @pytest.mark.parametrize("variant", [causal_upper_left, causal_lower_right])

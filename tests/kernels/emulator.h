@@ -40,6 +40,7 @@ void copy_async(u32 address, const u16 *p, bool valid);
 void copy_async_wait();
 u32 exchanged(const char *what, u32 x, int lane);   // the x of a lane of this warp
 bool any_lane(bool x);
+u32 ballot(bool x);
 void others_may_run();   // blocks, before or after this one's atomics
 void multiply(float (&c)[4], const u32 *a, const u32 *b, int K, int type);
 float half_to_float(u16 x);
@@ -147,3 +148,5 @@ inline float __shfl_sync(u32 mask, float x, int lane) { return __int_as_float(__
 template <class T> inline T __shfl_xor_sync(u32 mask, T x, int other) { return __shfl_sync(mask, x, lane_id() ^ other); }
 inline bool __any_sync(u32, bool x) { return emulator::any_lane(x); }
 inline bool __all_sync(u32, bool x) { return !emulator::any_lane(!x); }
+inline u32 __ballot_sync(u32, bool x) { return emulator::ballot(x); }
+inline int __ffs(u32 x) { return __builtin_ffs(x); }

@@ -53,6 +53,13 @@ bool any_lane(bool x) {
   return false;
 }
 
+u32 ballot(bool x) {
+  const u32 *const all = exchange("ballot", x);
+  u32 found = 0;
+  for (int i = 0; i < 32; i++) found |= (u32)(all[i] != 0) << i;
+  return found;
+}
+
 // ---- Tensor cores
 static bool is_truncating;
 

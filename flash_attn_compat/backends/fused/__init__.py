@@ -13,6 +13,12 @@ from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upst
 from flash_attn_compat.engine.features import Feature, Traits
 from flash_attn_compat.engine.memory import Alike, BackwardRun, Run, alike_to
 
+# What a call with a dense mask may ask for besides.
+_WITH_BIAS = (
+    Feature.BIAS | Feature.DROPOUT | Feature.GQA | Feature.VALUE_HEAD_DIM | Feature.LSE | Feature.BACKWARD
+    | Feature.GIVEN_LSE | Feature.LSE_GRADIENT | Feature.DETERMINISTIC | Feature.SCALE_NOT_POSITIVE
+)  # fmt: skip
+
 
 class Fused(Backend):
     name = "fused"
@@ -53,6 +59,8 @@ class Fused(Backend):
     def extra_reasons(self, traits: Traits) -> list[str]:
         if traits.needs_backward and traits.features & Feature.PAGED:
             return ["does not compute gradients over pages"]
+        if traits.features & Feature.BIAS and traits.features & ~int(_WITH_BIAS):
+            return ["serves a dense mask of dense sequences only, with dropout at most"]
         return []
 
     def prepare(self, alike: Alike) -> Run:

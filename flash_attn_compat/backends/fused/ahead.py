@@ -25,14 +25,14 @@ def number(architecture: str) -> int:
 
 
 def kinds(number: int, head_dims: Collection[int], dtypes: Collection[str]) -> Iterator[Kind]:
-    """What models ask for: rows on 16 bytes, and at most one of ALiBi, softcap and dropout.
+    """What models ask for: rows on 16 bytes, no dense mask, and at most one of ALiBi, softcap and dropout.
 
     head_dims: empty for those of most models; dtypes: "float16" and "bfloat16", empty for both
     """
     sizes = {Kind(number, FP16, head_dim).D for head_dim in head_dims or _USUAL}
     for kind in variants.kinds(number):
         name = "float16" if kind.type == FP16 else "bfloat16"
-        is_usual = kind.vec == 8 and kind.alibi + kind.softcap + kind.dropout <= 1
+        is_usual = kind.vec == 8 and not kind.bias and kind.alibi + kind.softcap + kind.dropout <= 1
         if is_usual and kind.D in sizes and (name in dtypes or not dtypes):
             yield kind
 

@@ -129,14 +129,15 @@ def _plan(
     fields |= {f"{name}_s": launcher.strides(place) for name, place in places._asdict().items()}
     if upstream.saved:
         fields["lse_has_position"] = 0
-    outputs, launches = [], []
+    of_mask, launches = launcher.look_through(call, kind, fields)
+    outputs: list[Output] = []
     if kind.type == variants.BF16_AS_FP16:
         if not kept:
             found, first = converted.maxima(call, kind._replace(copied=False), fields, of_rows=True)
             outputs.append(found)
             launches.append(first)
         outputs.append(Output("absmax_dout", (2, call.batch, call.nheads_k), torch.int32, begins_as_zero=True))
-    outputs.append(Output("delta", call.lse_shape, torch.float32))
+    outputs += [*of_mask, Output("delta", call.lse_shape, torch.float32)]
     if kind.copied:
         most = max(call.q.numel() + upstream.dout.numel(), call.k.numel() + call.v.numel())
         outputs.append(Output("copies", (most,), torch.float16))

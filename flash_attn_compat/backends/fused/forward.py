@@ -20,7 +20,7 @@ from flash_attn_compat.engine.memory import Alike, Run, Tensors
 
 # Each block that sees new keys writes them all.
 _MOST_NEW = 16
-_NONE = (None,) * 10
+_NONE = (None,) * 11
 
 
 def prepare(alike: Alike) -> Run | None:
@@ -38,17 +38,17 @@ def prepare(alike: Alike) -> Run | None:
 
     for index in launcher.untidy(tensors):
         copy(index, Tensor.contiguous)
-    few = variants.takes_decode(launcher.longest_rows(call), call.nheads // call.nheads_k, False)
+    few = variants.takes_decode(launcher.longest_rows(call), call.nheads // call.nheads_k, call.bias is not None)
     read_at_once: tuple[int, ...] = ()
     if alike.is_over_cache:
         if not launcher.is_readable(call.q):
             copy(0, Tensor.contiguous)
         if new is not None and not launcher.is_tidy(new):
-            for index in range(10, len(tensors)):
+            for index in range(11, len(tensors)):
                 if tensors[index] is not None:
                     copy(index, Tensor.contiguous)
         if new is not None and few and new.k.shape[1] <= _MOST_NEW:
-            read_at_once = tuple(range(10, len(tensors)))
+            read_at_once = tuple(range(11, len(tensors)))
         in_place = few or not call.is_dense
     else:
         in_place = not call.is_dense and call.cu_seqlens_k is None
@@ -61,7 +61,7 @@ def prepare(alike: Alike) -> Run | None:
         vec = launcher.vector_size(tensors[:3], in_place)
     if copies:
         call = call.with_tensors(*tensors)
-        new = new and new._replace(**dict(zip(Append._fields, tensors[10:])))
+        new = new and new._replace(**dict(zip(Append._fields, tensors[11:])))
     tensor_cores.hint(call.q.get_device(), settings.gpu(call.q.device))
     kind = launcher.kind_of(call, vec)
     attention = Attention(call, kind if few or alike.is_over_cache else converted.with_copies(call, kind, False), new)
@@ -98,7 +98,7 @@ class Attention:
         in_seats: bool = False,
     ) -> None:
         rows, group = launcher.longest_rows(call), call.nheads // call.nheads_k
-        self.kind, self.is_decode = kind, variants.takes_decode(rows, group, kind.dropout)
+        self.kind, self.is_decode = kind, variants.takes_decode(rows, group, kind.dropout or kind.bias > 0)
         self.appends, self.seqlen_new = new is not None, 0 if new is None else new.k.shape[1]
         self.writes_first = self.appends and not (self.is_decode and self.seqlen_new <= _MOST_NEW)
         fields = launcher.described(call) | {"out_s": launcher.contiguous_strides(call.out_shape)}
@@ -115,7 +115,7 @@ class Attention:
         self.needs_grad, self.drops = call.needs_grad, call.dropout_p > 0.0
         if call.return_lse or call.needs_grad:
             outputs.append(Output("lse", call.lse_shape, torch.float32))
-        if call.needs_grad and call.lse_carries_alibi_position:
+        if call.needs_grad and fields["lse_has_position"]:
             outputs.append(Output("lse_true", call.lse_shape, torch.float32))
         # The decode kernel scales what it converts step by step.
         self.has_maxima = not self.is_decode and kind.type == variants.BF16_AS_FP16
@@ -123,9 +123,12 @@ class Attention:
             found, before = converted.maxima(call, kind, fields)
             outputs.append(found)
             launches.append(before)
-            if kind.copied:
-                outputs += converted.copies_of_keys(call, kind)
-                launches.append(converted.to_half(call, kind, fields, of_rows=False))
+        of_mask, pass_over_mask = launcher.look_through(call, kind, fields)
+        outputs += of_mask
+        launches += pass_over_mask
+        if self.has_maxima and kind.copied:
+            outputs += converted.copies_of_keys(call, kind)
+            launches.append(converted.to_half(call, kind, fields, of_rows=False))
         is_packed = call.cu_seqlens_q is not None
         if self.is_decode:  # the heads of a group are rows of one tile
             variant = variants.step(kind) if self.appends and not self.writes_first else variants.decode(kind)
@@ -167,9 +170,9 @@ class Attention:
         if self.drops:
             if any([x.is_neg() for x in tensors[:3]]):  # before a random number is taken
                 raise Negated("q, k and v must not be lazily negated views")
-            rng_state = (*tensors, *_NONE)[9]
+            rng_state = (*tensors, *_NONE)[10]
             rng_state = dropout.new_rng_state(self.plan.place) if rng_state is None else rng_state
-            tensors = (*(*tensors, *_NONE)[:9], rng_state)
+            tensors = (*(*tensors, *_NONE)[:10], rng_state)
         made = self.plan.run(tensors, None if length is None else length + self.seqlen_new)
         if self.appends:
             launcher.note_written(tensors[1], tensors[2])

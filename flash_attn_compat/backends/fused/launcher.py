@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import Negated
-from flash_attn_compat.backends.fused import loader, params, variants, verdicts
+from flash_attn_compat.backends.fused import loader, masks, params, variants, verdicts
 from flash_attn_compat.backends.fused.variants import Kind, Variant
 from flash_attn_compat.engine import alignment, capture, dropout
 from flash_attn_compat.engine.append import Append
@@ -33,7 +33,7 @@ PARTS_AT = 4 * _COUNTERS
 SMALL = 2**18
 
 # What a call and an append give, by its name in struct Params, in the order in which plans take them.
-_CALL = AttentionCall._fields[:3] + AttentionCall._fields[9:16]
+_CALL = AttentionCall._fields[:3] + AttentionCall._fields[9:17]
 _APPEND = "k_new", "v_new", "rotary_cos", "rotary_sin"
 # Of what is not in q's dtype.
 _DTYPES = {
@@ -95,14 +95,15 @@ class Plan:
         self._appends_first = bool(launches) and launches[0].variant.entry == "append"
         like: dict[str, Any] = dict(zip(_CALL, call.tensors, strict=True))
         like |= dict(zip(_APPEND, () if new is None else new[:4])) | dict(others or {})
+        dtypes = _DTYPES if call.bias is None else {**_DTYPES, "bias": call.bias.dtype}
         for name, tensor in like.items():
-            dtype = _DTYPES.get(name, call.q.dtype)
+            dtype = dtypes.get(name, call.q.dtype)
             if tensor is not None and (tensor.dtype, tensor.device) != (dtype, self.place):
                 raise RuntimeError(f"{name} must be {dtype} on {self.place}, got {tensor.dtype} on {tensor.device}")
         sizes = {name: reach(tensor) for name, tensor in like.items()}
         sizes["rng_state"] = 16 if call.dropout_p else 0
         self._expected = [
-            (index, name, _DTYPES.get(name, call.q.dtype).itemsize, 0 if name in _MADE else size)
+            (index, name, dtypes.get(name, call.q.dtype).itemsize, 0 if name in _MADE else size)
             for index, (name, size) in enumerate(sizes.items())
             if size
         ]
@@ -261,9 +262,13 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def untidy(tensors: Sequence[Any]) -> list[int]:
-    """Which of slopes and page table, a call's fourth and ninth, do not lie as the kernels step through them."""
-    given = [(index, tensors[index]) for index in (3, 8) if tensors[index] is not None]
-    return [index for index, tensor in given if tensor.stride(-1) != 1 and tensor.shape[-1] > 1]
+    """Which of slopes, page table and bias, a call's fourth, ninth and tenth, are not as the kernels step through them.
+
+    Booleans may lie anyhow.
+    """
+    given = [(index, tensors[index]) for index in (3, 8, 9) if tensors[index] is not None]
+    apart = [(index, x) for index, x in given if x.stride(-1) != 1 and x.shape[-1] > 1]
+    return [index for index, tensor in apart if tensor.dtype is not torch.bool]
 
 
 def is_tidy(new: Append) -> bool:
@@ -291,7 +296,8 @@ def kind_of(call: AttentionCall, vec: int) -> Kind:
         vec=vec,
         window=None if left is None or right is None else left + right + 1,
         few_rows=longest_rows(call) <= variants.FEW_ROWS,
-        short=max(longest_rows(call), longest_keys(call)) <= variants.SHORT,
+        short=call.bias is None and max(longest_rows(call), longest_keys(call)) <= variants.SHORT,
+        bias=masks.kind(call.bias),
     )
     return kind._replace(tiles=verdicts.tiles_of(settings.gpu(device), number, kind.size, call.q.dtype))
 
@@ -318,6 +324,8 @@ def described(call: AttentionCall) -> dict[str, params.Value]:
         "lse_batch": 0 if call.cu_seqlens_q is not None else call.nheads * q.shape[1],
         "lse_head": q.shape[0] if call.cu_seqlens_q is not None else q.shape[1],
     }
+    if call.bias is not None:
+        fields |= masks.described(call.bias)
     table, slopes = call.block_table, call.alibi_slopes
     if slopes is not None:
         fields["slopes_batch"] = slopes.stride(0) if slopes.dim() == 2 else 0
@@ -332,6 +340,18 @@ def described(call: AttentionCall) -> dict[str, params.Value]:
         fields["dropout_limit"] = dropout.word_limit(call.dropout_p)
         fields["dropout_scale"] = 1.0 / (1.0 - call.dropout_p)
     return fields
+
+
+def look_through(call: AttentionCall, kind: Kind, fields: dict[str, params.Value]) -> tuple[list[Output], list[Launch]]:
+    """The pass over a dense mask, if the call has one."""
+    if call.bias is None:
+        return [], []
+    found, of_rows = masks.found(call.bias)
+    outputs = [
+        Output("bias_map", found, torch.int32),
+        Output("bias_of_rows", of_rows, torch.int32, begins_as_zero=kind.bias != variants.BOOLEANS),
+    ]
+    return outputs, [Launch(variants.mask(kind), found[0], fields)]
 
 
 def described_new(new: Append) -> dict[str, params.Value]:

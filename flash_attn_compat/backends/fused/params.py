@@ -11,17 +11,21 @@ from collections.abc import Collection
 
 # Names in the order of the C struct; its types as struct spells them: Q an address, q a long long, i an int, f a float.
 _ADDRESSES = (
-    "q", "k", "v", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table", "rng_state",
-    "k_new", "v_new", "rotary_cos", "rotary_sin", "q_rotated", "dout", "out", "lse", "dlse", "dq", "dk", "dv",
-    "lse_true", "absmax", "absmax_dout", "delta", "copies", "marks", "counters", "parts",
+    "q", "k", "v", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table", "bias",
+    "rng_state", "k_new", "v_new", "rotary_cos", "rotary_sin", "q_rotated", "dout", "out", "lse", "dlse", "dq", "dk",
+    "dv", "lse_true", "absmax", "absmax_dout", "bias_map", "bias_of_rows", "delta", "copies", "marks",
+    "counters", "parts",
 )  # fmt: skip
-_STRIDES = ("q_s", "k_s", "v_s", "out_s", "dout_s", "dq_s", "dk_s", "dv_s", "k_new_s", "v_new_s", "q_rotated_s")
+_STRIDES = (
+    "q_s", "k_s", "v_s", "out_s", "dout_s", "dq_s", "dk_s", "dv_s", "k_new_s", "v_new_s", "q_rotated_s", "bias_s",
+)  # fmt: skip
 _LONGS = ("lse_batch", "lse_head")
 _INTS = (
     "slopes_batch", "table_stride", "batch", "nheads", "nheads_k", "group", "seqlen_q", "total_q", "total_k",
     "seqlen_new", "head_dim", "head_dim_v", "window_left", "window_right", "page_size", "pages_per_sequence",
     "num_pages", "tiles", "splits", "resident", "seats", "rotary_dim", "rotary_interleaved", "rotary_rows",
-    "rotary_row_stride", "rotate_rows_apart", "lse_has_position", "dropout_limit",
+    "rotary_row_stride", "rotate_rows_apart", "lse_has_position", "bias_key", "bias_batch", "bias_head",
+    "bias_rows", "bias_bands", "bias_chunks", "dropout_limit",
 )  # fmt: skip
 _FLOATS = ("dropout_scale", "softmax_scale", "softcap")
 

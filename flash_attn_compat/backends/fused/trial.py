@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused import cache, launcher, loader
+from flash_attn_compat.backends.fused import cache, launcher, loader, variants
 from flash_attn_compat.backends.fused.loader import KernelError
 from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
 from flash_attn_compat.backends.reference import Reference
@@ -99,13 +99,18 @@ def of_forward(
             counted = on_cpu._replace(q=by_operators(on_cpu, new), seqused_k=used)
         right = _JUDGE.forward(_in_fp32(counted))
         expected = {"q": counted.q, "out": right.out, "softmax_lse": right.lse}
-        pairs = [(name, got, expected[name]) for name, got in found.items()]
+        pairs = [(name, _finite(got), _finite(expected[name])) for name, got in found.items()]
         # NaN lies behind the keys in use.
         pairs += [(name, *(getattr(one, name).nan_to_num(9.0) for one in (call, on_cpu))) for name in "kv"]
         wrong = _difference(pairs, call.q.dtype)
         if wrong is not None:
             return wrong
     return None
+
+
+def _finite(result: Tensor) -> Tensor:
+    """With 9 for the LSE of a row that sees nothing; NaN stays."""
+    return result.masked_fill(result == torch.inf, 9.0)
 
 
 def of_backward(
@@ -120,7 +125,8 @@ def of_backward(
     given = Upstream(dout.float(), right.out, right.lse, exact.rng_state, dlse=dlse)
     expected = _JUDGE.backward(exact, given, None)
     out, lse = right.out.to(dout.dtype).to(place), right.lse.float().contiguous().to(place)
-    upstream = Upstream(dout.to(place), out, lse, call.rng_state, saved=(lse,), dlse=dlse.to(place))
+    saved = () if kind.bias else (lse,)  # which is not the reported one where there are biases
+    upstream = Upstream(dout.to(place), out, lse, call.rng_state, saved, dlse.to(place))
     found = run(call, upstream, Gradients(*map(torch.empty_like, call[:3])))
     return _difference([(f"d{n}", got, right) for n, got, right in zip("qkv", found, expected)], dout.dtype)
 
@@ -148,10 +154,13 @@ def _problem(kind: Kind, few_rows: bool, needs_grad: bool, is_rotated: bool = Fa
     pages = -(-max(_KEYS) // _PAGE)
     rows = (2, _FEW_ROWS) if few_rows else (sum(_ROWS) + _BEHIND,)
     keys = (2, pages * _PAGE) if has_slots else (sum(_KEYS) + _BEHIND,)
+    is_dense = kind.bias > 0
+    if is_dense:
+        rows, keys = (2, max(_ROWS)), (2, max(_KEYS))
     k, v = (_randn(seed, (*keys, _HEADS_K, width), dtype) for seed, width in ((2, dim), (4, dim_v)))
     q = _randn(0, (*rows, _HEADS, dim), dtype)
     if not is_rotated:  # in one head of each: the others' softmax stays as even as it was
-        for last_row in q[:, -1] if few_rows else (q[_ROWS[0] - 1], q[sum(_ROWS) - 1]):
+        for last_row in q[:, -1] if few_rows or is_dense else (q[_ROWS[0] - 1], q[sum(_ROWS) - 1]):
             last_row[0, -1] = _LOUD_Q
         k[..., ::5, 0, -1] = _LOUD_K
     slopes, table = [[0.02 * (head + 1 + 3 * index) for head in range(_HEADS)] for index in range(2)], None
@@ -167,20 +176,34 @@ def _problem(kind: Kind, few_rows: bool, needs_grad: bool, is_rotated: bool = Fa
         v=v,
         softmax_scale=dim**-0.5,
         mask=Mask(100 if kind.window is None else 30, 3) if kind.local else Mask(None, None),
-        max_seqlen_q=_FEW_ROWS if few_rows else max(_ROWS),
+        max_seqlen_q=rows[1] if len(rows) == 2 else max(_ROWS),
         max_seqlen_k=max(_KEYS),
         softcap=_SOFTCAP if kind.softcap else 0.0,
         dropout_p=_DROPOUT if kind.dropout else 0.0,
         alibi_slopes=torch.tensor(slopes, dtype=torch.float32, device="cpu") if kind.alibi else None,
-        cu_seqlens_q=None if few_rows else _ints(0, _ROWS[0], sum(_ROWS)),
-        cu_seqlens_k=None if has_slots else _ints(0, _KEYS[0], sum(_KEYS)),
+        cu_seqlens_q=None if few_rows or is_dense else _ints(0, _ROWS[0], sum(_ROWS)),
+        cu_seqlens_k=None if has_slots or is_dense else _ints(0, _KEYS[0], sum(_KEYS)),
         seqused_k=_ints(*_KEYS) if has_slots else None,
         block_table=table,
         rng_state=torch.tensor([2**40 + 5, 7], dtype=torch.int64, device="cpu") if kind.dropout else None,
-        is_dense=False,
+        bias=_mask(kind) if is_dense else None,
+        is_dense=is_dense,
         return_lse=True,
         needs_grad=needs_grad,
     )
+
+
+def _mask(kind: Kind) -> Tensor:
+    """With tiles that hide all or nothing, a row that sees nothing, and one whose biases are all far below 0."""
+    numbers = _randn(15, (2, _HEADS, max(_ROWS), max(_KEYS)), torch.float32)
+    hidden = numbers > 0.5
+    hidden[:, :, :70, 64:100], hidden[:, :, 128:, 64:128], hidden[:, :, 5] = True, True, True
+    hidden[:, :, 64:, :64] = False
+    if kind.bias == variants.BOOLEANS:
+        return ~hidden
+    numbers[:, :, 64:, :64], numbers[:, :, 6] = 0.0, -1000.0
+    numbers = numbers.masked_fill(hidden, -torch.inf)
+    return numbers if kind.bias == variants.FLOAT_BIAS else numbers.to(_dtype(kind))
 
 
 def _appends(kind: Kind) -> Iterator[Append]:

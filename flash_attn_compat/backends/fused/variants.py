@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 FP16, BF16, BF16_AS_FP16 = 0, 1, 2
+BOOLEANS, HALF_BIAS, FLOAT_BIAS = 1, 2, 4
+# Rows and keys of a word of what is found in a dense mask (cuda/mask.cuh).
+BAND, REACH = 64, 1024
 # Every multiple of 16 up to 128; then those that models have. Each is compiled only where it is asked for.
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # Windows of fewer keys than this leave most of a tall tile masked; sequences of no more rows leave half of it empty.
@@ -38,7 +41,7 @@ _SHARED, _LEAST_SHARED = {75: 64, 80: 164, 87: 164, 90: 228, 100: 228, 103: 228}
 
 
 # What a kernel's macros are where its variant does not say.
-_OFF = ("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "APPEND", "SEATS", "COPIED", "MMA16", "CPA")
+_OFF = ("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "APPEND", "SEATS", "COPIED", "MMA16", "CPA", "BIAS")
 DEFAULTS = {"D": 64, "TYPE": FP16, "VEC": 8, "PAIRS": 0, "SUMS": 0, **dict.fromkeys(_OFF, 0)}
 
 
@@ -63,6 +66,7 @@ class Kind(NamedTuple):
     number: the architecture's, as 75; head_dim_v: of values, None if it is head_dim
     window: keys in sight, None unbounded; few_rows: none of more than FEW_ROWS; short: nor more rows or keys than SHORT
     tiles: what was the fastest on the GPU at hand, by entry; copied: whether what passes by was turned into fp16 before
+    bias: of a dense mask, as cuda/mask.cuh says
     """
 
     number: int
@@ -80,6 +84,7 @@ class Kind(NamedTuple):
     head_dim_v: int | None = None
     copied: bool = False
     short: bool = False
+    bias: int = 0
 
     @property
     def D(self) -> int:
@@ -98,7 +103,7 @@ class Kind(NamedTuple):
         """names: the features that the kernel knows, LOCAL for ``local`` and so on; D: of one with no DV of its own"""
         found = [("D", D or self.D), *([] if D or self.DV == self.D else [("DV", self.DV)])]
         found += [("TYPE", self.type), ("VEC", self.vec)]
-        return found + [(name, 1) for name in names if getattr(self, name.lower())]
+        return found + [(name, int(value)) for name in names if (value := getattr(self, name.lower()))]
 
     def newer(self, copies: bool = True) -> list[tuple[str, int]]:
         """What builds for sm80 and newer have beyond Turing's instructions."""
@@ -217,17 +222,17 @@ def forward_tile(kind: Kind) -> Tile:
     more_work, D = kind.softcap or kind.dropout, _timed(kind)
     if kind.number < 80:
         choice = _TURING["forward"][kind.size]
-        small = _is_narrow(kind) or kind.few_rows or more_work
         if kind.short and kind.size <= _SHORT_SIZE:
             return _halved(choice.small)
-        if small:
+        if _is_narrow(kind) or kind.few_rows or more_work or (kind.bias > BOOLEANS and kind.size <= 96):
             return choice.small
         converts = kind.type == BF16_AS_FP16 and not kind.copied
         return Tile(64, 4, 2, 2) if D == 32 and converts else choice.usual
     if D == 512:
         return _HALVES
+    more_work = more_work or kind.bias > BOOLEANS
     if D == 32:
-        return Tile(64 if _is_narrow(kind) or kind.dropout else 128, 4, 1, 3)
+        return Tile(64 if _is_narrow(kind) or kind.dropout or kind.bias else 128, 4, 1, 3)
     if D == 64:
         return Tile(64, 4, 1, 3) if _is_narrow(kind) or kind.few_rows or more_work else Tile(64, 4, 2, 2)
     if D == 128:
@@ -238,7 +243,7 @@ def forward_tile(kind: Kind) -> Tile:
 def forward(kind: Kind) -> Variant:
     tile = _tile("forward", kind, forward_tile)
     kind = _rounded(kind, tile)
-    macros = kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "COPIED")
+    macros = kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "COPIED", "BIAS")
     macros += [("BN", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB), ("QREG", int(tile.s))]
     macros += [("SUMS", tile.sums)] * (tile.sums > 0) + kind.newer()
     row, row_v = 2 * kind.D, 2 * kind.DV
@@ -309,6 +314,12 @@ def delta(kind: Kind) -> Variant:
     return Variant("delta", "delta.cu", tuple(kind.macros(D=D)), 8192 // D, 256, 0)
 
 
+def mask(kind: Kind) -> Variant:
+    """The type matters where biases have it."""
+    macros = (("TYPE", kind.type if kind.bias == HALF_BIAS else FP16), ("BIAS", kind.bias))
+    return Variant("mask", "mask.cu", macros, BAND, 128, 0)
+
+
 def _power_of_two(D: int) -> int:
     """Lanes that share a row of a kernel that only reads: some have nothing to load."""
     return 1 << (D - 1).bit_length()
@@ -366,7 +377,7 @@ def dq(kind: Kind) -> Variant:
 def _backward(entry: str, kind: Kind, tile: Tile, passing: int) -> Variant:
     """passing: bytes of what is known of a tile's passing rows"""
     kind = _rounded(kind, tile)
-    macros = [*kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "COPIED"), *kind.newer(tile.copies)]
+    macros = [*kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "COPIED", "BIAS"), *kind.newer(tile.copies)]
     macros += [("TL", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB)]
     macros += [("REG_S", int(tile.s)), ("REG_P", int(tile.p))]
     macros += [("PAIRS", 1)] * tile.pairs + [("SUMS", tile.sums)] * (tile.sums > 0)
@@ -390,7 +401,7 @@ def is_in_seats(variant: Variant) -> bool:
     return ("SEATS", 1) in variant.macros
 
 
-MAKERS = {make.__name__: make for make in (forward, decode, step, append, absmax, to_half, delta, dkdv, dq)}
+MAKERS = {make.__name__: make for make in (forward, decode, step, append, absmax, to_half, mask, delta, dkdv, dq)}
 
 
 def kinds(number: int) -> Iterator[Kind]:
@@ -403,14 +414,20 @@ def kinds(number: int) -> Iterator[Kind]:
             yield kind
             if few_rows and window is None and not paged and number < 80 and D <= _SHORT_SIZE:
                 yield kind._replace(short=True)
-            if type == BF16_AS_FP16 and vec == 8 and window is None and not paged and not few_rows:
+            may_be_copied = type == BF16_AS_FP16 and vec == 8 and window is None and not paged and not few_rows
+            if may_be_copied:
                 yield kind._replace(copied=True)
+            if not (local or alibi or softcap or paged):
+                for bias, copied in itertools.product((BOOLEANS, HALF_BIAS, FLOAT_BIAS), {False, may_be_copied}):
+                    yield kind._replace(bias=bias, copied=copied)
 
 
 def entries(kind: Kind) -> Iterator[str]:
     """The kernels that calls of a kind may launch."""
     yield "forward"
-    if not kind.dropout:
+    if kind.bias:
+        yield "mask"
+    elif not kind.dropout:
         yield from ("decode", "step", "append")
     if not kind.paged:
         yield from ("delta", "dkdv", "dq")
@@ -429,12 +446,13 @@ def made_for(kinds: Iterable[Kind]) -> dict[Variant, Kind]:
     return found
 
 
-def takes_decode(seqlen_q: int, group: int, dropout: bool) -> bool:
+def takes_decode(seqlen_q: int, group: int, more: bool) -> bool:
     """Few query rows a key head: what counts is reading the keys once, by as many blocks as there are.
 
     The decode kernel reads them for 16 rows at once, the forward kernel for one head: never for more heads than these.
+    more: whether there is dropout or a dense mask, which it does not know
     """
-    return not dropout and seqlen_q <= _FEW_QUERIES and seqlen_q * group <= _FEW_FOLDED
+    return not more and seqlen_q <= _FEW_QUERIES and seqlen_q * group <= _FEW_FOLDED
 
 
 class Gpu(NamedTuple):

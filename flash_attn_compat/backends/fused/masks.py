@@ -1,0 +1,40 @@
+"""Dense masks, as cuda/mask.cuh has them: what a launch is told of one, and what a pass over it finds first."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_attn_compat.backends.fused import params, variants
+
+
+def kind(bias: Tensor | None) -> int:
+    """The macro BIAS of a call's mask."""
+    if bias is None:
+        return 0
+    kinds = {torch.bool: variants.BOOLEANS, torch.float32: variants.FLOAT_BIAS}
+    return kinds.get(bias.dtype, variants.HALF_BIAS)
+
+
+def described(bias: Tensor) -> dict[str, params.Value]:
+    """Fields of struct Params. What sequences, heads or rows share is looked through, and kept, once."""
+    batch, head, row, key = (stride if size > 1 else 0 for size, stride in zip(bias.shape, bias.stride()))
+    _, heads, rows, keys = bias.shape
+    return {
+        "bias_s": (batch, row, head),
+        "bias_key": key,
+        "bias_batch": 0 if not batch else heads if head else 1,
+        "bias_head": int(head > 0),
+        "bias_rows": rows if row else 1,
+        "bias_bands": -(-(rows if row else 1) // variants.BAND),
+        "bias_chunks": -(-keys // variants.REACH),
+        "lse_has_position": int(bias.dtype != torch.bool),
+    }
+
+
+def found(bias: Tensor) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """Shapes of the pass's results: the map, of which a block makes one place, and what is known of rows."""
+    batch, heads, rows, _ = (size if stride else 1 for size, stride in zip(bias.shape, bias.stride()))
+    chunks, slabs = -(-bias.shape[-1] // variants.REACH), batch * heads
+    of_rows = (slabs, rows, chunks * variants.REACH // 32) if bias.dtype == torch.bool else (slabs, rows)
+    return (slabs * -(-rows // variants.BAND) * chunks, 2), of_rows

@@ -1,0 +1,248 @@
+"""Dense masks in PyTorch's operators: every kind and layout, rows that see nothing, and tiles that are left out."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flash_attn_compat import explain
+from flash_attn_compat.backends.fused import loader
+from tests import fused_on_cpu
+from tests.aten import originals
+from tests.aten.originals import counted, stand_in_backward, stand_in_forward
+from tests.aten.test_attention import Case as Inputs
+from tests.aten.test_attention import qkv, with_gradients
+from tests.fused_on_cpu import Launches
+from tests.plain import pairwise
+from tests.support import randn
+from tests.test_fused_backend import mutated
+
+sdpa, aten = F.scaled_dot_product_attention, torch.ops.aten
+HALF, BF16 = torch.float16, torch.bfloat16
+
+
+class Case(NamedTuple):
+    """shape: of the mask, 0 for all that there are along an axis; hidden: what of it"""
+
+    dtype: torch.dtype
+    kind: str
+    lengths: tuple[int, int]
+    heads: tuple[int, int]
+    shape: tuple[int, ...]
+    hidden: str
+    layout: str
+    scale: float | None = None
+    head_dim: int = 32
+
+
+def sizes(case: Case) -> tuple[int, ...]:
+    return 2, case.heads[0], *case.lengths
+
+
+def mask(case: Case) -> Tensor:
+    """Numbers or truths, with rows that see nothing; tiles that hide all are larger than a kernel's."""
+    shape = [own or whole for own, whole in zip(case.shape, sizes(case)[-len(case.shape) :])]
+    rows, keys = case.lengths
+    numbers = randn(*shape, seed=7)
+    row, key = torch.arange(rows)[:, None], torch.arange(keys)
+    hidden = {
+        "some": numbers > 0.5,
+        "left": (key < keys * 2 // 3) | ((key > row + keys - rows) if shape[-2] > 1 else False),
+        "blocks": (key * 5 // keys != row * 5 // rows) if shape[-2] > 1 else key > keys // 2,
+    }[case.hidden].expand(shape).clone()  # fmt: skip
+    hidden[..., :1, :] |= shape[-2] > 1 and case.hidden != "blocks"
+    if case.kind == "bool":
+        found = ~hidden
+    else:
+        values = numbers if case.hidden == "some" else torch.zeros_like(numbers)
+        found = values.masked_fill(hidden, -torch.inf).to(torch.float32 if case.kind == "fp32" else case.dtype)
+    if case.layout == "keys apart":
+        return found.repeat_interleave(2, -1)[..., ::2]
+    if case.layout == "rows last":
+        return found.mT.contiguous().mT
+    return torch.cat([found, found], -1)[..., : shape[-1]] if case.layout == "a slice" else found
+
+
+def plainly(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float | None) -> Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else scores + bias.to(q.dtype)
+    sees = (scores > -torch.inf).any(-1, keepdim=True)
+    return torch.where(sees, torch.where(sees, scores, 0.0).softmax(-1), 0.0) @ v
+
+
+def check(ours: list[Tensor], attend: Callable[..., Tensor], inputs: list[Tensor]) -> None:
+    """As far from fp64 as twice the formula in the dtype, gradients three times."""
+    exact = with_gradients(attend, [x.detach().double().requires_grad_() for x in inputs])
+    rounded, dtype = with_gradients(attend, inputs), inputs[0].dtype
+    for name, got, right, beside, factor in zip(("out", "dq", "dk", "dv"), ours, exact, rounded, (2, 3, 3, 3)):
+        assert got.dtype == dtype and got.shape == right.shape
+        bound = factor * float((beside.double() - right).abs().max()) + torch.finfo(dtype).eps
+        assert float((got.double() - right).abs().max()) <= bound, name
+
+
+CASES = [
+    Case(*kind, *values)
+    for kind, *values in pairwise(
+        ((HALF, "bool"), (BF16, "bool"), (HALF, "own"), (BF16, "own"), (HALF, "fp32")),
+        ((40, 40), (33, 150), (150, 70), (1, 130), (70, 1)),
+        ((4, 4), (4, 2), (3, 1)),
+        ((0, 0), (0, 0, 0), (0, 0, 0, 0), (0, 1, 1, 0), (1, 0, 0, 0), (0, 1, 0, 0)),
+        ("some", "left", "blocks"),
+        ("as it is", "keys apart", "rows last", "a slice"),
+        (None, 0.3),
+    )
+]
+CASES += [CASES[0]._replace(lengths=(40, 1100), kind=kind, hidden="some") for kind in ("bool", "own")]
+# One with two tiles of rows a warp and several key heads a block, one off the 16 bytes, one with warps in pairs.
+CASES += [CASES[0]._replace(lengths=(150, 150), hidden="left", head_dim=head_dim) for head_dim in (64, 20, 136)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_answers_and_gradients_are_right(case: Case, served: Launches) -> None:
+    inputs = qkv(Inputs(case.dtype, case.lengths, case.heads, case.head_dim))
+    bias = mask(case)
+    attend = functools.partial(sdpa, attn_mask=bias, scale=case.scale, enable_gqa=True)
+    check(with_gradients(attend, inputs), functools.partial(plainly, bias=bias, scale=case.scale), inputs)
+    assert counted() == {"fused": 1} and served.entries.count("mask") == 2
+
+
+@pytest.mark.parametrize("value", [-torch.inf, -1000.0, -65504.0, -1e9, torch.finfo(BF16).min])
+@pytest.mark.parametrize("dtype", [HALF, BF16])
+def test_a_row_whose_biases_are_all_of_one_magnitude(dtype: torch.dtype, value: float, served: Launches) -> None:
+    """As PyTorch computes it in fp32, where the scores of such a row lose what is below the bias's last digit."""
+    q, k, v = (x.detach().requires_grad_() for x in qkv(Inputs(dtype, (70, 150))))
+    bias = torch.zeros(70, 150)
+    bias[5], bias[64:, :70], bias[6, 3:] = value, value, -torch.inf
+    found = with_gradients(functools.partial(sdpa, attn_mask=bias), [q, k, v])
+    in_fp32 = [x.detach().float().requires_grad_() for x in (q, k, v)]
+    right = with_gradients(functools.partial(plainly, bias=bias, scale=None), in_fp32)
+    for got, expected in zip(found, right):
+        assert float((got.float() - expected).abs().max()) <= 4 * torch.finfo(dtype).eps * float(expected.abs().max())
+    assert bool(found[0][:, :, 5].any()) == (value > -torch.inf) and counted() == {"fused": 1}
+
+
+def test_tiles_that_a_mask_hides_are_not_computed(served: Launches) -> None:
+    """Their keys are NaN: whoever computes with them has NaN in the result."""
+    q, k, v = (x.detach() for x in qkv(Inputs(HALF, (256, 256))))
+    block = torch.arange(256) // 128
+    k[:, :, 128:], v[:, :, 128:] = torch.nan, torch.nan
+    out = sdpa(q, k, v, attn_mask=block[:, None] == block)
+    assert out[:, :, :128].isfinite().all() and out[:, :, 128:].isnan().all()
+
+
+def test_dropout_is_one_mask_for_both_directions(served: Launches) -> None:
+    q, k, v = qkv(Inputs())
+    seen = torch.ones(40, 40, dtype=torch.bool).tril()
+    torch.manual_seed(1)
+    out = sdpa(q, k, v.detach().fill_(1.0), attn_mask=seen, dropout_p=0.5)
+    (dv,) = torch.autograd.grad(sdpa(q, k, v, attn_mask=seen, dropout_p=0.5).sum(), v)
+    assert 0.7 < float(out.detach().mean()) < 1.3 and out.detach().std() > 0.01 and dv.std() > 0.01
+
+
+def test_the_same_bits_come_back_and_a_kept_call_takes_another_mask(served: Launches) -> None:
+    q, k, v = (x.detach() for x in qkv(Inputs()))
+    first, second = (randn(40, 40, seed=seed) > 0 for seed in (1, 2))
+    found = [sdpa(q, k, v, attn_mask=seen) for seen in (first, second, first)]
+    assert torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])
+
+
+def test_second_derivatives(served: Launches) -> None:
+    q, k, v = (x[:1, :1, :4, :].detach().requires_grad_() for x in qkv(Inputs()))
+    bias = randn(4, 4, seed=3)
+
+    def twice(attend: Callable[..., Tensor]) -> Tensor:
+        (dq,) = torch.autograd.grad(attend(q, k, v).square().sum(), q, create_graph=True)
+        return torch.autograd.grad(dq.sum(), k)[0]
+
+    ours = twice(functools.partial(sdpa, attn_mask=bias))
+    right = twice(functools.partial(plainly, bias=bias, scale=None))
+    torch.testing.assert_close(ours, right, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 40, 50), (1, 1, 40, 50)])
+def test_the_operators_below_take_a_bias(shape: tuple[int, ...], served: Launches) -> None:
+    """And its gradients start from whoever's forward: rows that see nothing have an LSE of 0 there."""
+    q, k, v, dout = (randn(2, n, 3, 32, seed=i, dtype=HALF) for i, n in enumerate((40, 50, 50, 40)))
+    bias = randn(*shape, seed=9).masked_fill(randn(*shape, seed=8) > 0.5, -torch.inf).half()
+    bias[..., 5, :] = -torch.inf
+    bias = bias.expand(2, 3, 40, 50)
+    options = bias, None, None, None, None, 0.0, 0
+    out, lse, *_ = aten._efficient_attention_forward(q, k, v, *options, True)
+    right = stand_in_forward(q, k, v, *options, True)
+    torch.testing.assert_close(out, right[0], rtol=0, atol=4e-3)
+    torch.testing.assert_close(lse, right[1], rtol=1e-4, atol=1e-3)
+    seed = torch.zeros((), dtype=torch.int64)
+    rest = 40, 50, right[1], 0.0, seed, seed, 0, False
+    given = dout, q, k, v, bias, right[0], None, None
+    for got, exact in zip(aten._efficient_attention_backward(*given, *rest)[:3], stand_in_backward(*given, *rest)[:3]):
+        torch.testing.assert_close(got, exact, rtol=0, atol=1e-2)
+    assert counted() == {"fused": 1}
+    inner = [x.transpose(1, 2) for x in (q, k, v)]
+    above = aten._scaled_dot_product_efficient_attention(*inner, bias, True)[0]
+    assert torch.equal(above, out.transpose(1, 2)) and counted() == {"fused": 2}
+
+
+LEFT: dict[str, tuple[dict[str, object], str]] = {
+    "a mask that wants a gradient": ({"attn_mask": torch.zeros(40, 40, dtype=HALF).requires_grad_()}, "gradient"),
+    "another shape": ({"attn_mask": torch.zeros(1, 1, 1, 40, 40, dtype=HALF)}, "shape"),
+    "another dtype": ({"attn_mask": torch.zeros(40, 40, dtype=BF16)}, "bfloat16"),
+    "causal besides": ({"attn_mask": torch.zeros(40, 40, dtype=HALF), "is_causal": True}, "causal besides"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_says_why(name: str, served: Launches) -> None:
+    options, why = LEFT[name]
+    (reason,) = explain(sdpa, *qkv(Inputs()), **options).reasons["fused"]
+    assert why in reason
+
+
+def test_a_grouped_row_reads_its_keys_once(served: Launches) -> None:
+    """The heads of a group become rows of one tile, as the steps of a padded batch want it."""
+    q, k, v = (x.detach() for x in qkv(Inputs(lengths=(1, 130), heads=(8, 2))))
+    seen = torch.arange(130) >= torch.tensor([[3], [90]])
+    out = sdpa(q, k, v, attn_mask=seen[:, None, None], enable_gqa=True)
+    torch.testing.assert_close(out, plainly(q, k, v, seen[:, None, None], None), rtol=0, atol=4e-3)
+    fields = served.last.fields
+    assert (fields["nheads"], fields["seqlen_q"]) == (2, 4) and out.stride() == sdpa(q, q, q).stride()
+
+
+# ---- kernels are tried with a mask of their kind first
+
+
+def tried(monkeypatch: pytest.MonkeyPatch, sources: Path = loader.SOURCES, kind: str = "bool") -> None:
+    fused_on_cpu.emulate(monkeypatch, tried=True, sources=sources)
+    seen = randn(40, 40, seed=1) > 0
+    with originals.on():
+        with_gradients(functools.partial(sdpa, attn_mask=seen if kind == "bool" else seen.to(HALF)), qkv(Inputs()))
+
+
+@pytest.mark.parametrize("kind", ["bool", "own"])
+def test_right_kernels_pass_their_trial(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tried(monkeypatch, kind=kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "before", "after"),
+    [
+        ("bool", "mask.cu", "x == 0.f) << n", "true) << n"),
+        ("bool", "mask.cuh", "& (KEYS < 64 ? 1 :", "& (KEYS < 128 ? 1 :"),
+        ("own", "backward.cuh", "mask.at(p, row,", "mask.at(p, row + 1,"),
+    ],
+)
+def test_a_wrong_kernel_is_caught(
+    kind: str, file: str, before: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.warns(RuntimeWarning, match="computes wrong numbers on this GPU"):
+        tried(monkeypatch, mutated(tmp_path, file, before, after), kind)
