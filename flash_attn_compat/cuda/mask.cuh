@@ -21,11 +21,8 @@ struct DenseMask {
   template <int ROWS, int KEYS> DEVICE bool has(const Params &p, int what, int i, int key) const { return word<ROWS>(p, what, i, key) & (KEYS < 64 ? 1 : (1 << KEYS / 32) - 1); }
   // From `tile` on, the next one of KEYS keys of which some are seen.
   template <int ROWS, int KEYS> DEVICE int next(const Params &p, int i, int tile, int last) const {
-    while (BIAS && tile < last) {
-      const u32 found = word<ROWS>(p, 0, i, tile * KEYS);
-      if (found) return max(tile, (tile * KEYS / 32 + __ffs(found) - 1) * 32 / KEYS);
-      tile = (tile * KEYS / REACH + 1) * (REACH / KEYS);
-    }
+    for (u32 found; BIAS && tile < last; tile = (tile * KEYS / REACH + 1) * (REACH / KEYS))
+      if ((found = word<ROWS>(p, 0, i, tile * KEYS))) return max(tile, (tile * KEYS / 32 + __ffs(found) - 1) * 32 / KEYS);
     return tile;
   }
   DEVICE bool sees(const Params &p, int i, int key, int offset) const { return global_load(p.bias_of_rows + (i64)(row + own(p, i)) * p.bias_chunks * 32 + key / 32) >> (key % 32 + offset) & 1; }

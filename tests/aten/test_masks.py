@@ -93,8 +93,8 @@ CASES = [
     Case(*kind, *values)
     for kind, *values in pairwise(
         ((HALF, "bool"), (BF16, "bool"), (HALF, "own"), (BF16, "own"), (HALF, "fp32")),
-        ((40, 40), (33, 150), (150, 70), (1, 130), (70, 1)),
-        ((4, 4), (4, 2), (3, 1)),
+        ((40, 40), (33, 150), (150, 70), (1, 130)),
+        ((4, 4), (3, 1)),
         ((0, 0), (0, 0, 0), (0, 0, 0, 0), (0, 1, 1, 0), (1, 0, 0, 0), (0, 1, 0, 0)),
         ("some", "left", "blocks"),
         ("as it is", "keys apart", "rows last", "a slice"),
@@ -131,12 +131,14 @@ def test_a_row_whose_biases_are_all_of_one_magnitude(dtype: torch.dtype, value: 
 
 
 def test_tiles_that_a_mask_hides_are_not_computed(served: Launches) -> None:
-    """Their keys are NaN: whoever computes with them has NaN in the result."""
+    """Rows and keys of the second block are NaN: whoever computes with them has NaN in the first one's results."""
     q, k, v = (x.detach() for x in qkv(Inputs(HALF, (256, 256))))
+    for x in (q, k, v):
+        x[:, :, 128:] = torch.nan
     block = torch.arange(256) // 128
-    k[:, :, 128:], v[:, :, 128:] = torch.nan, torch.nan
-    out = sdpa(q, k, v, attn_mask=block[:, None] == block)
-    assert out[:, :, :128].isfinite().all() and out[:, :, 128:].isnan().all()
+    attend = functools.partial(sdpa, attn_mask=block[:, None] == block)
+    for found in with_gradients(attend, [x.requires_grad_() for x in (q, k, v)]):
+        assert found[:, :, :128].isfinite().all() and found[:, :, 128:].isnan().all()
 
 
 def test_dropout_is_one_mask_for_both_directions(served: Launches) -> None:
