@@ -98,7 +98,8 @@ def why_not(
         return against
     # These would go to the plain formula, which is slower at any size.
     at_any_size = (heads != heads_k or q.dtype is torch.bfloat16) and not (wish.always and door.is_of_today(q.device))
-    return against_size(wish, q, rows, keys, batch * heads, at_any_size)
+    is_recorded = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return against_size(wish, q, rows, keys, batch * heads, is_recorded, at_any_size)
 
 
 def _as_flash(

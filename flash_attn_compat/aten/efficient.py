@@ -106,7 +106,7 @@ def serving_forward(front: Front) -> Callable[..., Any]:
             query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
             custom_mask_type, scale, seqlen_k, window_size,
         )  # fmt: skip
-        against = why_not(wish, problem)
+        against = why_not(wish, problem, compute_log_sumexp)
         if settings.explains():
             _explain(against, problem)
         found = None if against else _forward(problem, compute_log_sumexp)
@@ -150,7 +150,7 @@ def serving_backward(front: Front) -> Callable[..., Any]:
             query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
             custom_mask_type, scale, None, window_size,
         )  # fmt: skip
-        found = None if why_not(wish, problem) else _backward(problem, grad_out_, out, logsumexp)
+        found = None if why_not(wish, problem, True) else _backward(problem, grad_out_, out, logsumexp)
         return None if found is None else (*found, None)
 
     return _in_front(front, backward, torch.ops.aten._efficient_attention_backward.default)
@@ -171,8 +171,8 @@ def _in_front(front: Front, ours: Callable[..., Any], operator: Any) -> Callable
     return serve
 
 
-def why_not(wish: Wish, p: Problem) -> str | None:
-    """What keeps our kernels from a problem, besides their own reasons; None for nothing."""
+def why_not(wish: Wish, p: Problem, is_recorded: bool) -> str | None:
+    """What keeps our kernels from a problem, besides their own reasons; None for nothing. is_recorded: as in wish"""
     if p.bias is not None and (p.is_packed or p.seqlen_k is not None or p.custom_mask_type != NO_MASK):
         return "it has a mask, and is causal or packed besides"
     if p.dropout_p != 0.0:
@@ -190,7 +190,7 @@ def why_not(wish: Wish, p: Problem) -> str | None:
             return against
     if p.custom_mask_type not in (NO_MASK, TOP_LEFT, BOTTOM_RIGHT):
         return "its mask is unknown"
-    return _against_lengths(p) or against_size(wish, p.query, p.rows, p.keys, _heads(p))
+    return _against_lengths(p) or against_size(wish, p.query, p.rows, p.keys, _heads(p), is_recorded)
 
 
 def _heads(p: Problem) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -10,16 +11,20 @@ from torch import Tensor
 from flash_attn_compat.aten import door
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
-# Below these a GPU is done before the host is, which takes some microseconds longer over our call than over PyTorch's.
-LEAST_PRODUCTS = 2**26
-LEAST_KEYS = 1024
+# Below these a GPU is done before the host is, which takes longer over our call than over PyTorch's. By an H200 as 7.5,
+# of 132 multiprocessors: forwards of 7e8 products were even and of 1e9 faster; with the backward, 2e9 slower and 6e9
+# faster; one row over 1,024 keys slower, over 8,192 six times as fast.
+LEAST_PRODUCTS = 3 * 2**21
+RECORDED = 4
+LEAST_KEYS = 2048
 
 
 class Wish(NamedTuple):
     """What was asked for.
 
     device: the type of device whose operators are served; always: on GPUs with flash kernels of PyTorch's own, too
-    least_products: of rows, keys, heads and channels, in a call that is worth serving; least_keys: the same of one row
+    least_products: of rows, keys, heads and channels, for each multiprocessor, in a call that is worth serving without
+        gradients; with gradients, RECORDED times as many; least_keys: of one row
     """
 
     device: str = "cuda"
@@ -68,11 +73,20 @@ def against_mask(wish: Wish, mask: Tensor, q: Tensor, shape: tuple[int, int, int
     return "its mask is too large" if max(mask.stride()) >= 2**31 else None
 
 
-def against_size(wish: Wish, q: Tensor, rows: int, keys: int, heads: int, at_any_size: bool = False) -> str | None:
-    """Why a call is not worth our while. heads: in the whole batch"""
+def against_size(
+    wish: Wish, q: Tensor, rows: int, keys: int, heads: int, is_recorded: bool, at_any_size: bool = False
+) -> str | None:
+    """Why a call is not worth our while. heads: in the whole batch; is_recorded: whether a backward will follow"""
     products = rows * keys * heads * q.shape[-1]
     if products == 0:
         return "it has no elements"
-    if not at_any_size and products < wish.least_products and (rows > 1 or keys < wish.least_keys):
-        return "it is so small that only the host's time counts"
-    return None
+    if at_any_size or (rows == 1 and keys >= wish.least_keys):
+        return None
+    least = wish.least_products * processors(q.device) * (RECORDED if is_recorded else 1)
+    return "it is so small that only the host's time counts" if products < least else None
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU, by which it takes longer or shorter; 1 of what is none."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -203,6 +203,16 @@ def test_small_calls_stay_unless_they_are_slow_there(monkeypatch: pytest.MonkeyP
         assert counted() == {"pytorch": 1, "fused": 2}
 
 
+def test_a_call_with_gradients_must_be_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = qkv(Case())
+    products = q.numel() * k.shape[2]
+    with originals.served(monkeypatch, originals.WISH._replace(least_products=products)):
+        for wants, wanted in ((False, "fused"), (True, "pytorch")):
+            reset_backend_counts()
+            sdpa(q.detach(), k.detach().requires_grad_(wants), v.detach())
+            assert counted() == {wanted: 1}
+
+
 def test_one_row_is_worth_it_over_many_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     with originals.served(monkeypatch, originals.WISH._replace(least_products=2**30, least_keys=64)):
         for keys, wanted in ((50, "pytorch"), (80, "fused")):
