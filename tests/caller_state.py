@@ -61,11 +61,11 @@ def _stream(device: torch.device) -> Iterator[None]:
 
 
 def states() -> Iterator[State]:
-    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+    for dtype in (torch.float16, torch.float64):
         yield State(
             f"default dtype {dtype}", lambda _, dtype=dtype: _switched(torch.set_default_dtype, dtype, torch.float32)
         )
-    for name in ("cpu", "meta", "cuda"):
+    for name in ("meta", "cuda"):
         yield State(f"default device {name}", lambda _, name=name: _switched(torch.set_default_device, name, None))
     yield State("with torch.device meta", lambda _: torch.device("meta"))
     yield State("no_grad", lambda _: torch.no_grad(), same_path=False, grads=False)
