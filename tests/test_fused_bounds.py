@@ -11,9 +11,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flash_attn_compat import flash_attn_interface, kvcache
+from flash_attn_compat import flash_attn_interface
 from flash_attn_compat.backends.fused import forward, grids, variants
 from flash_attn_compat.engine import memory
+from flash_attn_compat.unrecorded import cache
 from tests.fused_on_cpu import Launches
 from tests.kernels import emulate
 from tests.test_fused_kernels import APPENDS, BACKWARD, CACHES, FORWARD, PACKED, attend
@@ -45,7 +46,7 @@ def launch_unchecked(args: dict[str, object]) -> None:
     """The call without the checks that CPU tensors allow: on a GPU nobody reads lengths before the launch."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_check", "_check_values"):
-            patch.setattr(kvcache, name, lambda arguments: None)
+            patch.setattr(cache, name, lambda arguments: None)
         flash_attn_interface.flash_attn_with_kvcache(**args)  # type: ignore[arg-type]  # the keys are its parameters
 
 
