@@ -30,7 +30,12 @@ def dropping(*qkv: Tensor) -> Tensor:
     return flash_attn_func(*qkv, dropout_p=0.3)
 
 
-@pytest.mark.parametrize("attend", [flash_attn_func, packed, dropping])
+def sloping(*qkv: Tensor) -> Tensor:
+    slopes = torch.tensor([0.3, 0.1])
+    return flash_attn_func(*qkv, alibi_slopes=negated(slopes) if any(x.is_neg() for x in qkv) else slopes)
+
+
+@pytest.mark.parametrize("attend", [flash_attn_func, packed, dropping, sloping])
 @pytest.mark.parametrize("backend", ["fused", "sdpa", "chunked"])
 def test_answers_and_gradients_are_of_what_the_caller_sees(
     attend: Any, backend: str, monkeypatch: pytest.MonkeyPatch

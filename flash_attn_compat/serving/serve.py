@@ -92,7 +92,7 @@ def dmask(known: Known, tensors: Tensors, rng_state: Tensor | None) -> Tensor:
 
 def backward_tensors(tensors: Tensors, rng_state: Tensor | None) -> Tensors:
     """A request's tensors with the dropout's state, as a backward takes them."""
-    return (*[x.resolve_neg() for x in tensors[:3]], *(*tensors[3:], *_NONE)[:7], rng_state)
+    return (*[x if x is None else x.resolve_neg() for x in (*tensors, *_NONE)[:10]], rng_state)
 
 
 def gradients(
