@@ -60,8 +60,8 @@ def test_who_serves_pytorchs_attention_is_told(report, monkeypatch):
         assert report.sdpa.keys() == {"switched on", "here"}
     with originals.stand_ins(), originals.served(monkeypatch):
         told = doctor._sdpa(torch.device("cpu"))
-    ours = dict.fromkeys(("causal", "grouped heads", "a new token", "a mask"), "our kernels, where it is switched on")
-    assert told == {"switched on": "yes", **ours}
+    calls = "causal", "grouped heads", "a new token", "a mask"
+    assert told == {"switched on": "yes", **dict.fromkeys(calls, "our kernels, where it is switched on")}
 
 
 def test_a_backend_that_computes_wrong_is_told(monkeypatch):
