@@ -246,7 +246,7 @@ def _tune(options: argparse.Namespace) -> int:
         print(f"flash-attn-compat: {error}", file=sys.stderr)
         return 1
     tune.ask_all(tuning)
-    print(*tuning.told(), sep="\n")
+    print(*tuning.summary(), sep="\n")
     for failure in tuning.failures:
         print(f"flash-attn-compat: could not time {failure}", file=sys.stderr)
     if options.json:
@@ -280,8 +280,8 @@ def _compile(options: argparse.Namespace) -> int:
     print(f"{len(wanted)} kernels for {', '.join(numbers)}", file=sys.stderr, flush=True)
     made, errors = ahead.compile_all(wanted, lambda jobs: progress.shown(jobs, lambda job: ""))
     print(f"{made} kernels compiled, {len(wanted) - made - len(errors)} were there: {cache.folder()}")
-    for told in dict.fromkeys(errors):
-        print(f"flash-attn-compat: {told}", file=sys.stderr)
+    for message in dict.fromkeys(errors):
+        print(f"flash-attn-compat: {message}", file=sys.stderr)
     return 1 if errors else 0
 
 

@@ -122,7 +122,7 @@ def _machine_lines(machine: Machine) -> list[str]:
         "own kernels": machine.kernels[0],
         **machine.settings,
     }
-    return [*_columns(facts), *(f"    {told}" for told in machine.kernels[1:])]
+    return [*_columns(facts), *(f"    {line}" for line in machine.kernels[1:])]
 
 
 def _check_lines(checks: list[Check]) -> list[str]:
@@ -143,14 +143,14 @@ def _name_lines(name: Name) -> list[str]:
 
 def _about_backends(calls: list[TypicalCall]) -> dict[str, str]:
     """Of each backend how many of the calls it serves, and each reason against it once."""
-    told = {}
+    found = {}
     for name in dict.fromkeys(name for call in calls for name in call.reasons):
         reasons = dict.fromkeys(reason for call in calls for reason in call.reasons.get(name, []))
         served = sum(call.backend == name for call in calls)
         able = sum(not call.reasons.get(name, [""]) for call in calls)
         does = [f"serves {served} of these calls"] if served else [f"could serve {able} of them"] if able else []
-        told[name] = "; ".join([*does, *reasons])
-    return told
+        found[name] = "; ".join([*does, *reasons])
+    return found
 
 
 def _columns(rows: dict[str, str]) -> list[str]:
@@ -208,7 +208,7 @@ def kernels(device: torch.device) -> list[str]:
     nvrtc, driver = (".".join(map(str, version)) for version in (loader.compiler().version, loader.driver().version))
     made = f"for {loader.target(index).architecture} by NVRTC {nvrtc}, driver for CUDA {driver}"
     without = [] if tensor_cores.are_there(index) else ["this GPU has no tensor cores"]
-    return [f"{made}, kept in {cache.folder()}", *without, *verdicts.told(str(settings.gpu(device)))]
+    return [f"{made}, kept in {cache.folder()}", *without, *verdicts.summary(str(settings.gpu(device)))]
 
 
 def has_code_for(capability: tuple[int, int], built_for: list[str]) -> bool:
@@ -282,16 +282,16 @@ def _sdpa(device: torch.device) -> dict[str, str]:
         "a mask": lambda: sdpa(q, q, q, attn_mask=seen),
     }
     wish = switch.wished()
-    told = {"switched on": "no (patch(sdpa=True), run --sdpa, install --sdpa)" if wish is None else "yes"}
+    found = {"switched on": "no (patch(sdpa=True), run --sdpa, install --sdpa)" if wish is None else "yes"}
     with switch.sdpa():
         for name, call in calls.items():
             try:
                 explanation = flash_attn_compat.explain(call)
             except ValueError:  # nobody was asked
-                return {**told, "here": "PyTorch's own: ours is for NVIDIA GPUs"}
+                return {**found, "here": "PyTorch's own: ours is for NVIDIA GPUs"}
             because = "; ".join(explanation.reasons["fused"])
-            told[name] = f"PyTorch's own: {because}" if because else "our kernels, where it is switched on"
-    return told
+            found[name] = f"PyTorch's own: {because}" if because else "our kernels, where it is switched on"
+    return found
 
 
 def _name() -> Name:

@@ -82,7 +82,7 @@ def location() -> str | None:
     return _location_on(tuple(sys.path))
 
 
-def told(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """An error of somebody else's package in a line: its type, and the first line of what it says."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 

@@ -33,10 +33,10 @@ def shown(items: Sequence[Item], label: Callable[[Item], str]) -> Iterator[Item]
 
 
 def _in_lines(items: Sequence[Item], label: Callable[[Item], str]) -> Iterator[Item]:
-    told = -1
+    shown = -1
     for number, item in enumerate(items, 1):
         share = number * _LINES // len(items)
-        if share != told:
-            told = share
+        if share != shown:
+            shown = share
             print(f"{number}/{len(items)} {label(item)}".rstrip(), file=sys.stderr, flush=True)
         yield item

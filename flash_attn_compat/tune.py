@@ -1,7 +1,7 @@
 """flash-attn-compat tune: times this GPU's candidates at usual calls, and keeps what it finds for all later ones.
 
 First the tiles of our own kernels, each by the function that users call; then, with the fastest of them, our kernels
-beside the other backends. Whatever fails in between is left out and told.
+beside the other backends. Whatever fails in between is left out and named.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Tuning:
                         label = f"{case}, {shape}{', training' * training}"
                         yield self._question(label, self._compare, case, shape, training)
 
-    def told(self) -> list[str]:
+    def summary(self) -> list[str]:
         """A line for each verdict."""
         return [f"{self.card.gpu}, {self.card.made_with}", *verdicts.lines(self.card)]
 

@@ -19,7 +19,7 @@ from flash_attn_compat.backends.fused import cache
 @pytest.fixture(autouse=True)
 def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FLASH_ATTN_COMPAT_CACHE", str(tmp_path / "kernels"))
-    cache._tell.cache_clear()
+    cache._warn.cache_clear()
     return tmp_path / "kernels"
 
 

@@ -240,7 +240,7 @@ def test_the_command_shows_its_progress_keeps_prints_and_writes_what_it_found(
     assert err.splitlines()[0].startswith("1/") and "head_dim 64, float16" in err
     card = verdicts.from_row((tmp_path / "t4.json").read_text())
     in_another_process()
-    assert verdicts.of(GPU) == card and verdicts.told(GPU)[1:] == verdicts.lines(card)
+    assert verdicts.of(GPU) == card and verdicts.summary(GPU)[1:] == verdicts.lines(card)
 
 
 @pytest.mark.usefixtures("command")

@@ -158,4 +158,4 @@ def _explain(
         bias = door.expanded(attn_mask, q.shape[:3], k.shape[2])
         reasons = door.against(*_as_flash(q, k, v, dropout_p, is_causal, scale), bias=bias)
     served_by = door.PYTORCH if reasons else door.KERNELS
-    dispatch.tell(dispatch.Explanation(served_by, {door.KERNELS: reasons, door.PYTORCH: []}))
+    dispatch.raise_explanation(dispatch.Explanation(served_by, {door.KERNELS: reasons, door.PYTORCH: []}))

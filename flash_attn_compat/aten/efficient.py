@@ -294,4 +294,4 @@ def _backward(p: Problem, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tenso
 def _explain(against: str | None, p: Problem) -> None:
     reasons = [against] if against else door.against(*_as_flash(p), _bias(p))
     served_by = door.PYTORCH if reasons else door.KERNELS
-    dispatch.tell(dispatch.Explanation(served_by, {door.KERNELS: reasons, door.PYTORCH: []}))
+    dispatch.raise_explanation(dispatch.Explanation(served_by, {door.KERNELS: reasons, door.PYTORCH: []}))

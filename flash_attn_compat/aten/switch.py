@@ -45,8 +45,8 @@ def hold(wish: Wish) -> None:
     Before PyTorch 2.5, whose operators know no grouped heads yet, this warns and nothing changes.
     """
     if "enable_gqa" not in str(torch.ops.aten.scaled_dot_product_attention.default._schema):
-        told = f"sdpa needs PyTorch 2.5, and this is {torch.__version__}: its own attention stays"
-        warnings.warn(told, RuntimeWarning, stacklevel=3)
+        message = f"sdpa needs PyTorch 2.5, and this is {torch.__version__}: its own attention stays"
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
         return
     with _lock:
         _holders.append(wish)

@@ -1,4 +1,4 @@
-"""Which calls are ours: what a program wished for, and the reasons that can be told without the engine."""
+"""Which calls are ours: what a program wished for, and the reasons against a call that need no engine."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class SubBlock:
 
     def softcap_slope(self, queries: Tensor, rows: Range, columns: Range, scores: Tensor) -> Tensor:
         """The derivative of a score with regard to what softcap was applied to."""
-        # Without ALiBi's bias, scores tell the tanh; a hidden key's is -inf, and its gradient 0 whatever the slope.
+        # Without ALiBi's bias, scores give the tanh; a hidden key's is -inf, and its gradient 0 whatever the slope.
         of_scores = self.block.slopes is None
         tanh = scores / self.call.softcap if of_scores else self.raw_scores(queries, rows, columns).tanh_()
         return tanh.clamp_(-1.0, 1.0).square_().neg_().add_(1.0)

@@ -130,7 +130,7 @@ def _load(location: str) -> _Functions | str:
         module = _extension(location)
         return _Functions(*(getattr(module, name) for name in _Functions._fields))
     except Exception as error:  # noqa: BLE001  a broken installation raises anything
-        return f"loading flash-attn raises {installed.told(error)}"
+        return f"loading flash-attn raises {installed.error_line(error)}"
 
 
 def _extension(location: str) -> Any:

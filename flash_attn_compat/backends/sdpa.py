@@ -78,7 +78,7 @@ class Sdpa(BlockwiseBackend):
     def forward(self, call: AttentionCall) -> Result:
         may_be_causal = _may_be_causal(call) and call.q.shape[1] == call.k.shape[1]
         if call.is_dense and call.alibi_slopes is None and (call.mask.is_full or may_be_causal):
-            # The common case, told apart without blocks and tiles, which a small call would notice.
+            # The common case, found without blocks and tiles, which a small call would notice.
             q, k, v = _by_head(call.q), _by_head(call.k), _by_head(call.v)
             out, lse = _attend(q, k, v, call.mask.right == 0, None, call.softmax_scale)
             return Result(out.transpose(1, 2), lse)

@@ -44,7 +44,7 @@ def _tried(backend: Backend, binary: object, kind: Traits, lengths: Lengths) -> 
         with callers_state.set_aside(device_of(kind.capability)):
             right = _is_right(backend, kind, lengths)
     except Exception as error:  # noqa: BLE001  a build for other GPUs raises anything
-        return f"calling it raises {installed.told(error)}"
+        return f"calling it raises {installed.error_line(error)}"
     if right:
         return None
     return f"its build gives a wrong answer for head_dim {kind.head_dim} with these features on this GPU"

@@ -8,7 +8,7 @@ from typing import Generic, ParamSpec, TypeVar
 
 import torch
 
-from flash_attn_compat import settings
+from flash_attn_compat import installed, settings
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,7 +41,7 @@ class OptionallyCompiled(Generic[P, R]):
             self._has_failed = True
             warnings.warn(
                 f"{self._function.__name__} could not be compiled and runs uncompiled from now on: "
-                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                f"{installed.error_line(error)}",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -2,7 +2,7 @@
 
 Kernels of others leave there whatever the memory held. The pass over the tensor costs a few per cent of the call, and
 the host nine operators. It is left out only where the host sees the numbers of this very call: what was seen before may
-have been changed through ``.data``, by a CUDA graph or by somebody's kernel, of which PyTorch tells nobody. Nothing
+have been changed through ``.data``, by a CUDA graph or by somebody's kernel, unseen by PyTorch. Nothing
 waits for the GPU.
 """
 
@@ -37,7 +37,7 @@ def padded_lse(lse: Tensor, cu_seqlens: Tensor, rows: int) -> Tensor:
 
 def mask(cu_seqlens: Tensor, total: int) -> Tensor:
     """(total,) bool, True for tokens that lie outside."""
-    # Half a token more than its index tells the token at a sequence's end from the last one within.
+    # Half a token more than its index divides the token at a sequence's end from the last one within.
     tokens = torch.arange(0.5, total, dtype=torch.float64, device=cu_seqlens.device)
     return tokens.clamp(cu_seqlens[0], cu_seqlens[-1]) != tokens
 

@@ -10,15 +10,15 @@ from flash_attn_compat.naming import hub_kernels, sdpa, transformers, varlen_att
 _for_good = ExitStack()  # never closed
 
 
-def begins(package: str) -> None:
-    """Called when the import of `package` begins in an interpreter that has not called patch()."""
+def prepare(package: str) -> None:
+    """Called when the import of `package` prepare in an interpreter that has not called patch()."""
     if package == "transformers":
-        transformers.open_gates(_for_good)
+        transformers.allow_flash_attention_2(_for_good)
         if settings.hub_kernels():
-            hub_kernels.answer(_for_good)
+            hub_kernels.redirect(_for_good)
     elif package == "torch":
         wish = settings.sdpa()
         if wish:
-            sdpa.serve(_for_good, wish)
+            sdpa.switch_on(_for_good, wish)
     elif settings.varlen_attn():
-        varlen_attn.serve(_for_good)
+        varlen_attn.switch_on(_for_good)

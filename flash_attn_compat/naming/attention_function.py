@@ -91,7 +91,7 @@ class _Tokens(NamedTuple):
     """The order of (batch * seqlen) tokens in which padding stands behind all others, and the others' starts.
 
     Padding is carried along, since how much of it there is only the GPU knows. It belongs to no sequence, so it is not
-    attended to, and comes back as 0. Found anew for every layer: nobody tells when a mask was written to.
+    attended to, and comes back as 0. Found anew for every layer: nothing shows that a mask was written to.
     """
 
     indices: Tensor
@@ -128,10 +128,10 @@ def _packed(position_ids: Tensor) -> _Packed:
     """How many sequences there are decides what is called, so it is read from the GPU, once for all layers.
 
     The GPU itself checks in every layer that the sequences are still those, since ``.data``, CUDA graphs and kernels
-    change numbers without telling: a device assert then, rather than a wrong answer.
+    change numbers and leave no sign: a device assert then, rather than a wrong answer.
     """
     is_start = _starts(position_ids.flatten())
-    # Tensors of inference mode do not tell of any change.
+    # Tensors of inference mode do not count their changes.
     if not _is_waited_for(position_ids) or torch.compiler.is_compiling() or position_ids.is_inference():
         return _read(is_start)
     stream = torch.cuda.current_stream(position_ids.device) if position_ids.is_cuda else None

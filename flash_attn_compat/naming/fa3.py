@@ -12,7 +12,7 @@ from flash_attn_compat.naming import site_directory
 _NAME = "flash_attn_interface"
 
 
-def answer(undo: ExitStack) -> None:
+def redirect(undo: ExitStack) -> None:
     """Put the directory with the name and its metadata onto sys.path and children's PYTHONPATH.
 
     A module of that name which is there already, in a child ours, stays.

@@ -42,7 +42,7 @@ class MirrorFinder(importlib.abc.MetaPathFinder):
             )
         if below.partition(".")[0] not in MIRRORED:
             return None
-        source = importlib.util.find_spec(source_name(below, served_api()))
+        source = importlib.util.find_spec(source_name(below, stand_in_api()))
         if source is None:
             return None
         spec = importlib.machinery.ModuleSpec(
@@ -84,8 +84,8 @@ def remove_from_meta_path() -> None:
         sys.meta_path.remove(_FINDER)
 
 
-def served_api() -> str:
-    """The interface that the stand-in under the name flash_attn serves."""
+def stand_in_api() -> str:
+    """The interface of the stand-in under the name flash_attn."""
     api: str = getattr(sys.modules.get("flash_attn"), "_flash_attn_compat_api", "2.8")
     return api
 

@@ -26,7 +26,7 @@ FOLDER = Path(__file__).with_name("hub_flash_attn2")
 _LOADED = ("_loaded_implementation", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")
 
 
-def answer(undo: ExitStack) -> None:
+def redirect(undo: ExitStack) -> None:
     """Let NAMES lead to our functions in transformers 5, imported already or later; older ones are left alone.
 
     get_kernel("kernels-community/flash-attn2") does too, here and in children. The other names are FlashAttention-3's.
@@ -36,13 +36,13 @@ def answer(undo: ExitStack) -> None:
         ours = f"{NAMES[0]}={FOLDER}"
         set_item(os.environ, LOCAL_KERNELS, f"{given}:{ours}" if given else ours, undo)
     handlers = {
-        "transformers.modeling_flash_attention_utils": _answer_loader,
+        "transformers.modeling_flash_attention_utils": _redirect_loader,
         "transformers.modeling_utils": _register,
     }
     when_imported(handlers, undo)
 
 
-def _answer_loader(module: ModuleType, undo: ExitStack) -> None:
+def _redirect_loader(module: ModuleType, undo: ExitStack) -> None:
     original = getattr(module, "_lazy_imports", None)
     if original is not None and hasattr(module, "FLASH_ATTN_KERNEL_FALLBACK"):
         give_back(module, _LOADED, undo)

@@ -53,14 +53,14 @@ def _by_name(
     """A call that modes look on at, by flash-attn's operators; None where they are not ours or cannot say it."""
     name = "_flash_attn_forward" if arguments.cu_seqlens_q is None else "_flash_attn_varlen_forward"
     is_named = hasattr(sys.modules.get("flash_attn"), "_flash_attn_compat_api")
-    if not is_named or not _is_ours(name) or any(getattr(arguments, field) is not None for field in _NOT_TOLD):
+    if not is_named or not _is_ours(name) or any(getattr(arguments, field) is not None for field in _NOT_TAKEN):
         return None
     found: tuple[Tensor, Tensor, Tensor, Tensor] = _Named.apply(q, k, v, name, arguments, return_dmask)
     return found
 
 
 # What flash-attn's backward does not take, and lengths that it takes as numbers alone.
-_NOT_TOLD = "block_table", "seqused_k", "leftpad_k", "max_seqlen_q_tensor", "max_seqlen_k_tensor"
+_NOT_TAKEN = "block_table", "seqused_k", "leftpad_k", "max_seqlen_q_tensor", "max_seqlen_k_tensor"
 
 
 def _is_ours(name: str) -> bool:

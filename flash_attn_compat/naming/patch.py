@@ -16,10 +16,10 @@ from typing import Literal
 
 from flash_attn_compat import installed, settings
 from flash_attn_compat.naming import fa3, finder, real, site_directory, transformers
-from flash_attn_compat.naming.hub_kernels import answer as answer_hub_names
+from flash_attn_compat.naming.hub_kernels import redirect as redirect_hub_names
 from flash_attn_compat.naming.journal import set_item
-from flash_attn_compat.naming.sdpa import serve as serve_sdpa
-from flash_attn_compat.naming.varlen_attn import serve as serve_varlen_attn
+from flash_attn_compat.naming.sdpa import switch_on as switch_on_sdpa
+from flash_attn_compat.naming.varlen_attn import switch_on as switch_on_varlen_attn
 
 # Whether PyTorch's attention operators run on our kernels: on GPUs before 8.0, or on newer ones too.
 Sdpa = bool | Literal["always"]
@@ -129,8 +129,8 @@ def _apply(api: str | None, hub_kernels: bool, varlen_attn: bool, sdpa: Sdpa, in
             warn_of_xformers(chosen)
             if api is not None:
                 set_item(os.environ, settings.API, api, added)
-            if _answer_to_the_name(added, chosen):
-                transformers.open_gates(added)
+            if _take_the_name(added, chosen):
+                transformers.allow_flash_attention_2(added)
             hub_kernels, varlen_attn = hub_kernels or settings.hub_kernels(), varlen_attn or settings.varlen_attn()
             wanted = wanted or settings.sdpa()
             _api = chosen or "2.8"
@@ -144,11 +144,11 @@ def _apply(api: str | None, hub_kernels: bool, varlen_attn: bool, sdpa: Sdpa, in
 def _add_extras(
     hub_kernels: bool, varlen_attn: bool, sdpa: str | None, interfaces: Sequence[str], undo: ExitStack
 ) -> None:
-    """What has to be asked for, unless it is there already; the variables tell children."""
+    """What has to be asked for, unless it is there already; children go by the variables."""
     extras: tuple[tuple[str, str | None, Callable[[ExitStack], None]], ...] = (
-        (settings.HUB_KERNELS, "1" if hub_kernels else None, answer_hub_names),
-        (settings.VARLEN_ATTN, "1" if varlen_attn else None, serve_varlen_attn),
-        (settings.SDPA, sdpa, lambda undo: serve_sdpa(undo, sdpa or "")),
+        (settings.HUB_KERNELS, "1" if hub_kernels else None, redirect_hub_names),
+        (settings.VARLEN_ATTN, "1" if varlen_attn else None, switch_on_varlen_attn),
+        (settings.SDPA, sdpa, lambda undo: switch_on_sdpa(undo, sdpa or "")),
     )
     for variable, wanted, apply in extras:
         extra = f"{variable}={wanted}"
@@ -158,7 +158,7 @@ def _add_extras(
             _extras.add(extra)
             undo.callback(_extras.discard, extra)
     if "fa3" in interfaces:
-        fa3.answer(undo)
+        fa3.redirect(undo)
 
 
 def _let_go(holder: object) -> None:
@@ -173,14 +173,14 @@ def _let_go(holder: object) -> None:
 
 
 def _forget_decisions() -> None:
-    """Whether an installed flash-attn may serve depends on whether it runs on our functions."""
+    """Whether an installed flash-attn may compute calls depends on whether it runs on our functions."""
     memory = sys.modules.get("flash_attn_compat.engine.memory")
     if memory is not None:
         memory.forget()
 
 
-def _answer_to_the_name(undo: ExitStack, api: str | None) -> bool:
-    """Returns False where a real flash-attn serves."""
+def _take_the_name(undo: ExitStack, api: str | None) -> bool:
+    """Let the name lead to us; False where a real flash-attn keeps it."""
     first = installed.first_spec()
     is_ours = installed.is_stand_in_spec(first)
     if not is_ours and api != "2.6":  # whatever a real one is good for, it has not the interface of 2.6
@@ -191,7 +191,7 @@ def _answer_to_the_name(undo: ExitStack, api: str | None) -> bool:
             site_directory.add_to_pythonpath(undo, site_directory.entries(None))
             return True
     real.remember_modules(undo)
-    if not finder.is_stand_in(sys.modules.get("flash_attn")) or api not in (None, finder.served_api()):
+    if not finder.is_stand_in(sys.modules.get("flash_attn")) or api not in (None, finder.stand_in_api()):
         real.forget_modules()
     if is_ours and api is None:
         return True  # installed for good, or inherited from a patched parent: what the path leads to is right

@@ -18,7 +18,14 @@ from types import ModuleType
 from typing import Any
 
 from flash_attn_compat import installed, settings
-from flash_attn_compat.installed import EXTENSION, RealFlashAttn, is_stand_in_spec, real_spec, stated_version, told
+from flash_attn_compat.installed import (
+    EXTENSION,
+    RealFlashAttn,
+    error_line,
+    is_stand_in_spec,
+    real_spec,
+    stated_version,
+)
 from flash_attn_compat.naming.journal import set_attribute
 
 _PACKAGES = ("flash_attn", EXTENSION)
@@ -111,7 +118,7 @@ def _reason_against(spec: ModuleSpec, undo: ExitStack) -> str | None:
     try:
         package = _import_real(spec)
     except Exception as error:  # noqa: BLE001  a broken installation raises anything
-        return f"importing it raises {told(error)}"
+        return f"importing it raises {error_line(error)}"
     if not torch.cuda.is_available():
         return "it needs a CUDA device, and PyTorch sees none"
     forced = settings.forced_capability()
@@ -120,7 +127,7 @@ def _reason_against(spec: ModuleSpec, undo: ExitStack) -> str | None:
     try:
         _try_a_call(package, f"cuda:{_local_device(torch.cuda.device_count())}")
     except Exception as error:  # noqa: BLE001  so does one for other GPUs
-        return f"calling it raises {told(error)}"
+        return f"calling it raises {error_line(error)}"
     return None
 
 

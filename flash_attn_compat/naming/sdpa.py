@@ -11,7 +11,7 @@ from types import ModuleType
 from flash_attn_compat.naming.journal import when_imported
 
 
-def serve(undo: ExitStack, wish: str) -> None:
+def switch_on(undo: ExitStack, wish: str) -> None:
     """Hold the switch until `undo` is closed. wish: "1", or "always", as FLASH_ATTN_COMPAT_SDPA says it."""
 
     def hold(torch: ModuleType, undo: ExitStack) -> None:

@@ -16,7 +16,7 @@ from flash_attn_compat.installed import SITE, SITE_2_6
 
 
 def entries(api: str | None) -> list[str]:
-    """The directories that answer to the name with this interface."""
+    """The directories that have the name with this interface."""
     return [SITE_2_6, SITE] if api == "2.6" else [SITE]
 
 
@@ -69,7 +69,7 @@ def _restore_pythonpath(original: str | None, changed: str, added: list[str]) ->
 
 
 def _add_to_pkg_resources(undo: ExitStack, entry: str) -> None:
-    """pkg_resources reads sys.path once, at its import: one that is loaded already is told."""
+    """pkg_resources reads sys.path once, at its import: one that is loaded already gets the entry here."""
     pkg_resources = sys.modules.get("pkg_resources")
     working_set = getattr(pkg_resources, "working_set", None)
     if working_set is None or entry in working_set.entries:

@@ -1,6 +1,6 @@
-"""Open transformers' checks for flash-attn on devices that flash-attn does not know (CPU, MPS), and close them again.
+"""Let transformers' checks for flash-attn pass on devices that flash-attn does not know (CPU, MPS), until it is undone.
 
-With CUDA, the files of site/ alone satisfy every check, and nothing below changes an answer. Works on
+With CUDA, the files of site/ alone satisfy every check, and nothing below changes what they say. Works on
 4.48 and later, whether transformers is loaded already or comes later; never imports transformers itself.
 """
 
@@ -27,7 +27,7 @@ _ORIGINAL = "_flash_attn_compat_original"  # of our check: the one it replaces
 _GUARDS = {_AVAILABLE, "is_flash_attn_available"}
 
 # Answers that transformers keeps for the life of the process (which of them exist depends on the version).
-_CACHED_ANSWERS = (
+_CACHED_CHECKS = (
     _AVAILABLE,
     "is_flash_attn_greater_or_equal",
     "is_flash_attn_greater_or_equal_2_10",
@@ -52,57 +52,57 @@ _DEVICE_CHECKS = {
 }
 
 _lock = threading.Lock()
-_open = False
+_is_allowed = False
 
 
-def open_gates(undo: ExitStack) -> None:
+def allow_flash_attention_2(undo: ExitStack) -> None:
     """Let attn_implementation="flash_attention_2" through; `undo` takes back exactly what this call did."""
-    global _open
+    global _is_allowed
     with _lock:
-        if _open:
+        if _is_allowed:
             return
-        _open = True
-    undo.callback(_closed)
+        _is_allowed = True
+    undo.callback(_end)
     handlers = {  # in this order: the others build on what the first replaces
-        _IMPORT_UTILS: _open_import_utils,
-        _FLASH_UTILS: _open_flash_utils,
-        _MODELING_UTILS: _open_modeling_utils,
+        _IMPORT_UTILS: _allow_in_import_utils,
+        _FLASH_UTILS: _allow_in_flash_utils,
+        _MODELING_UTILS: _allow_in_modeling_utils,
     }
     if _IMPORT_UTILS not in when_imported(handlers, undo):
         _replay_guarded_code(undo)
 
 
-def _closed() -> None:
-    global _open
+def _end() -> None:
+    global _is_allowed
     with _lock:
-        _open = False
+        _is_allowed = False
 
 
-def _open_import_utils(module: ModuleType, undo: ExitStack) -> None:
+def _allow_in_import_utils(module: ModuleType, undo: ExitStack) -> None:
     original = getattr(module, _AVAILABLE, None)
     if original is None:
         return
-    undo.callback(_forget_answers, module, original)
+    undo.callback(_forget_checks, module, original)
     mapping = getattr(module, "PACKAGE_DISTRIBUTION_MAPPING", {})
     before = mapping.get("flash_attn", [])
     if mapping and "flash-attn" not in before:
         set_item(mapping, "flash_attn", [*before, "flash-attn"], undo)
-    _forget_answers(module)
+    _forget_checks(module)
     opened = _always_available(original)
     _replace_everywhere(original, opened)
     undo.callback(_replace_everywhere, opened, original)
 
 
-def _open_flash_utils(module: ModuleType, undo: ExitStack) -> None:
+def _allow_in_flash_utils(module: ModuleType, undo: ExitStack) -> None:
     give_back(module, _LOADED_FUNCTIONS, undo)
     entry = getattr(module, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", {}).get(2, {})
     checked = entry.get("general_availability_check")
-    if checked is not None:  # a module imported while the gates are open took our check into its table
+    if checked is not None:  # a module imported meanwhile took our check into its table
         undo.callback(entry.__setitem__, "general_availability_check", getattr(checked, _ORIGINAL, checked))
         entry["general_availability_check"] = getattr(module, _AVAILABLE, checked)
 
 
-def _open_modeling_utils(module: ModuleType, undo: ExitStack) -> None:
+def _allow_in_modeling_utils(module: ModuleType, undo: ExitStack) -> None:
     model_class = module.PreTrainedModel
     for name, (argument, value) in _DEVICE_CHECKS.items():
         original = model_class.__dict__.get(name)
@@ -132,9 +132,9 @@ def _replace_everywhere(old: Any, new: Any) -> None:
             setattr(module, _AVAILABLE, new)
 
 
-def _forget_answers(module: ModuleType, *more: Any) -> None:
-    answers: list[Any] = [getattr(module, name, None) for name in _CACHED_ANSWERS]
-    for function in [*answers, *more]:
+def _forget_checks(module: ModuleType, *more: Any) -> None:
+    checks: list[Any] = [getattr(module, name, None) for name in _CACHED_CHECKS]
+    for function in [*checks, *more]:
         if hasattr(function, "cache_clear"):
             function.cache_clear()
 
@@ -160,13 +160,13 @@ def _replay_guarded_code(undo: ExitStack) -> None:
     guarded = [name for name in list(sys.modules) if name.startswith(("transformers.models.", "transformers_modules."))]
     for name in [_FLASH_UTILS, *guarded]:
         module = sys.modules.get(name)
-        # Looked up in __dict__: a lazy module of transformers would import its content to answer for an attribute.
+        # Looked up in __dict__: a lazy module of transformers would import its content to find an attribute.
         skipped = _skipped_code(module) if _GUARDS & getattr(module, "__dict__", {}).keys() else []
         if module is None or not skipped:
             continue
         undo.callback(_restore_namespace, module, dict(vars(module)))
         if name == _FLASH_UTILS:
-            # Its own functions look these names up when they run, so executing it again serves earlier importers.
+            # Its own functions look these names up when they run, so executing it again reaches earlier importers.
             importlib.reload(module)
         else:
             exec(compile(ast.Module(skipped, []), module.__file__ or name, "exec"), vars(module))
@@ -210,7 +210,7 @@ def _restore_namespace(module: ModuleType, before: dict[str, Any]) -> None:
 def register_with_transformers(name: str = "fa2_compat") -> None:
     """Register our attention under `name`, for attn_implementation=name, through transformers' own registry.
 
-    Nothing is patched and nothing answers to the name flash_attn. Models that ask whether "flash" is requested (some
+    Nothing is patched and nothing takes the name flash_attn. Models that ask whether "flash" is requested (some
     vision towers) take their other branch: also right, but without packing. Needs transformers 4.53 or later.
 
     Raises ValueError for a name that contains "flash", which transformers takes for a kernel to download, and

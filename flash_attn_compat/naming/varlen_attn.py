@@ -15,25 +15,25 @@ from typing import Any
 from flash_attn_compat.naming.journal import when_imported
 
 MODULE = "torch.nn.attention.varlen"
-_serving = 0  # how many times serve() is in force
+_times_switched_on = 0  # calls of switch_on() whose undo is open
 _registered = False
 
 
-def serve(undo: ExitStack) -> None:
+def switch_on(undo: ExitStack) -> None:
     """Compute what torch cannot, from the import of torch.nn.attention.varlen on, until `undo` is closed."""
-    global _serving
-    _serving += 1
+    global _times_switched_on
+    _times_switched_on += 1
     undo.callback(_stop)
     when_imported({MODULE: _register}, undo)
 
 
 def _stop() -> None:
-    global _serving
-    _serving -= 1
+    global _times_switched_on
+    _times_switched_on -= 1
 
 
 def _register(module: ModuleType, undo: ExitStack) -> None:
-    """Once per process. An operator keeps its kernels, so ours hand over to torch's while nothing is served."""
+    """Once per process. An operator keeps its kernels, so ours hand over to torch's while none is switched on."""
     global _registered
     if _registered or not hasattr(module, "_varlen_attn"):
         return
@@ -54,7 +54,7 @@ def _either(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..
     def kernel(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        if _serving == 0 or _torch_can(bound.arguments["query"]):
+        if _times_switched_on == 0 or _torch_can(bound.arguments["query"]):
             return theirs(*args, **kwargs)
         return ours(**bound.arguments)
 

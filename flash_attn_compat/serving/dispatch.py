@@ -126,7 +126,7 @@ def count(name: str) -> None:
     _served[name] += 1
 
 
-def tell(explanation: Explanation) -> NoReturn:
+def raise_explanation(explanation: Explanation) -> NoReturn:
     """End the call in progress, which is only to be explained."""
     raise _Explained(explanation)
 

@@ -89,7 +89,7 @@ def forward(
     return_dmask: bool = False,
     return_lse: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out, softmax_lse, S_dmask, rng_state); an output nobody wants, as far as tracing tells, has no elements."""
+    """(out, softmax_lse, S_dmask, rng_state); an output nobody wants, as far as tracing shows, has no elements."""
     _check(q, k, v, options, packing)
     if under_flash_attns_name is not None and _only_modes_look_on(q, k, v):
         found = under_flash_attns_name(q, k, v, Arguments(*_flatten(options, packing)), return_dmask)

@@ -42,7 +42,7 @@ def compile_all(
 ) -> tuple[int, list[str]]:
     """Keep variants, each for an architecture, in the cache; how many were not there yet, and what went wrong.
 
-    watched: hands out one job after the other, to tell how far it is
+    watched: hands out one job after the other, to show how far it is
     """
 
     def make(variant: Variant, architecture: str) -> bool:

@@ -136,7 +136,7 @@ def _plan(
             found, first = converted.maxima(call, kind._replace(copied=False), fields, of_rows=True)
             outputs.append(found)
             launches.append(first)
-        outputs.append(Output("absmax_dout", (2, call.batch, call.nheads_k), torch.int32, begins_as_zero=True))
+        outputs.append(Output("absmax_dout", (2, call.batch, call.nheads_k), torch.int32, starts_as_zero=True))
     outputs += [*of_mask, Output("delta", call.lse_shape, torch.float32)]
     if kind.copied:
         most = max(call.q.numel() + upstream.dout.numel(), call.k.numel() + call.v.numel())

@@ -44,14 +44,14 @@ def read(name: str) -> bytes | None:
     try:
         place = folder()
         with open(place / name, "rb") as file:
-            against = _against(os.fstat(file.fileno()))  # of what was opened, whatever has the name by now
+            against = _reason_against_trust(os.fstat(file.fileno()))  # of what was opened, whatever has the name by now
             content = b"" if against else file.read()
     except PermissionError:
         against, content = "you may not read them", b""
     except (OSError, RuntimeError):  # RuntimeError: there is no home directory
         return None
     if against:
-        _tell(place, against)
+        _warn(place, against)
         return None
     digest, payload = content[:_DIGEST], content[_DIGEST:]
     return payload if digest == _digest(name, payload) else None
@@ -98,7 +98,7 @@ def _digest(name: str, payload: bytes) -> bytes:
     return hashlib.sha256(name.encode() + b"\0" + payload).digest()
 
 
-def _against(file: os.stat_result) -> str | None:
+def _reason_against_trust(file: os.stat_result) -> str | None:
     """Why somebody else may have written it: others' code is not run unasked."""
     if not hasattr(os, "getuid") or settings.trusts_cache():
         return None
@@ -108,7 +108,7 @@ def _against(file: os.stat_result) -> str | None:
 
 
 @functools.cache
-def _tell(place: Path, against: str) -> None:
+def _warn(place: Path, against: str) -> None:
     """Once in a process."""
     warnings.warn(
         f"kernels kept in {place} are not used but compiled anew: {against}. Set {settings.CACHE} to a folder of your "

@@ -23,7 +23,7 @@ def maxima(
     Its output are the largest finite magnitudes of k, v and q, as the bits of fp32 numbers. The forward kernel finds
     q's itself; of_rows: whether this does.
     """
-    found = Output("absmax", (3, call.batch, call.nheads_k), torch.int32, begins_as_zero=True)
+    found = Output("absmax", (3, call.batch, call.nheads_k), torch.int32, starts_as_zero=True)
     return found, _reading(call, variants.absmax(kind), fields, 2 + of_rows)
 
 

@@ -53,7 +53,7 @@ class Output(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    begins_as_zero: bool = False
+    starts_as_zero: bool = False
 
 
 class Launch(NamedTuple):
@@ -132,12 +132,12 @@ class Plan:
         """
         numbers, q = self.addresses(tensors), tensors[0]
         made: dict[str, Tensor] = {}
-        for name, shape, dtype, begins_as_zero, is_like_q in self._outputs:
+        for name, shape, dtype, starts_as_zero, is_like_q in self._outputs:
             if is_like_q and type(q) is Tensor:  # in half the time
                 output = torch.empty_like(q)
             else:
                 output = torch.empty(shape, dtype=dtype, device=self.place)
-            if begins_as_zero:
+            if starts_as_zero:
                 output.zero_()
             made[name] = output
             numbers.append(output.data_ptr())
@@ -196,7 +196,7 @@ def run_alone(variant: Variant, blocks: int, numbers: Tensor) -> None:
     loader.driver().launch(loader.kernel(variant, device), blocks, device, head + params.rest({}))
 
 
-_increment_version = torch.autograd.graph.increment_version  # looked up once: each step of decoding tells it
+_increment_version = torch.autograd.graph.increment_version  # looked up once: each step of decoding calls it
 
 
 def note_written(*tensors: Tensor) -> None:
@@ -349,7 +349,7 @@ def look_through(call: AttentionCall, kind: Kind, fields: dict[str, params.Value
     found, of_rows = masks.found(call.bias)
     outputs = [
         Output("bias_map", found, torch.int32),
-        Output("bias_of_rows", of_rows, torch.int32, begins_as_zero=kind.bias != variants.BOOLEANS),
+        Output("bias_of_rows", of_rows, torch.int32, starts_as_zero=kind.bias != variants.BOOLEANS),
     ]
     return outputs, [Launch(variants.mask(kind), found[0], fields)]
 

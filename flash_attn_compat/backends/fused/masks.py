@@ -1,4 +1,4 @@
-"""Dense masks, as cuda/mask.cuh has them: what a launch is told of one, and what a pass over it finds first."""
+"""Dense masks, as cuda/mask.cuh has them: what a launch is given of one, and what a pass over it finds first."""
 
 from __future__ import annotations
 

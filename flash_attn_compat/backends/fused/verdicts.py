@@ -44,8 +44,8 @@ class Times(NamedTuple):
 
     def __str__(self) -> str:
         ordered = sorted(self.milliseconds.items(), key=lambda one: one[1])
-        told = ", ".join(f"{name} {ms:.3g} ms" for name, ms in ordered)
-        return f"{self.case}, head_dim {self.head_dim}, {self.dtype}{', training' * self.training}: {told}"
+        listed = ", ".join(f"{name} {ms:.3g} ms" for name, ms in ordered)
+        return f"{self.case}, head_dim {self.head_dim}, {self.dtype}{', training' * self.training}: {listed}"
 
 
 class Chosen(NamedTuple):
@@ -159,7 +159,7 @@ def tiles_of(gpu: str | None, number: int, D: int, dtype: torch.dtype) -> tuple[
     )  # fmt: skip
 
 
-def told(gpu: str) -> list[str]:
+def summary(gpu: str) -> list[str]:
     """A line for each verdict on a GPU model, or what there is instead."""
     card = of(gpu)
     if card is None:

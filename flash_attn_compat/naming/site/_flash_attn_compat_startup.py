@@ -35,7 +35,7 @@ def put_ours_in_place(name: str) -> None:
     make_package_importable()
     from flash_attn_compat.naming import finder
 
-    sys.modules[name] = importlib.import_module(finder.source_name(name.partition(".")[2], finder.served_api()))
+    sys.modules[name] = importlib.import_module(finder.source_name(name.partition(".")[2], finder.stand_in_api()))
 
 
 def with_other_distributions(path: list[str]) -> list[str]:
@@ -53,7 +53,7 @@ def with_other_distributions(path: list[str]) -> list[str]:
 
 
 def wait_for_imports(sdpa: str = "") -> None:
-    """Do what patch() does to other packages once their import begins; until then only compare names.
+    """Do what patch() does to other packages once their import starts; until then only compare names.
 
     sdpa: what FLASH_ATTN_COMPAT_SDPA is where it is not set, as install --sdpa wrote it
     """
@@ -81,7 +81,7 @@ class _Wait:
             from flash_attn_compat.naming import at_start
         except ImportError:
             return None
-        at_start.begins(fullname)
+        at_start.prepare(fullname)
         # What has just been put before this finder would not be asked any more.
         finders: list[Any] = list(sys.meta_path)
         others = (finder for finder in finders if finder is not cls and hasattr(finder, "find_spec"))

@@ -1,4 +1,4 @@
-"""What a child process of a patched one runs at its start: transformers' checks are answered there as in the parent.
+"""What a child process of a patched one runs at its start: transformers' checks pass there as in the parent.
 
 Python imports one sitecustomize only, so the one that this file hides is run as well.
 """

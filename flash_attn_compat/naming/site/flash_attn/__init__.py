@@ -1,4 +1,4 @@
-"""flash_attn, answered by flash_attn_compat: the package that `import flash_attn` finds under patch() or install.
+"""flash_attn as flash_attn_compat has it: the package that `import flash_attn` finds under patch() or install.
 
 Its submodules are flash_attn_compat's own module objects, put here by naming.finder; nothing is computed here.
 """
