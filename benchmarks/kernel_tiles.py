@@ -49,20 +49,24 @@ FORWARD = {
 # Of each, some are tried with cp.async too where the GPU has it.
 DKDV = {
     32: [Tile(64, 4, 1, 2), Tile(64, 4, 1, 3), Tile(32, 4, 2, 2)],
-    64: [Tile(64, 4, 1, 2), Tile(32, 4, 1, 2), Tile(64, 8, 1, 1), Tile(64, 4, 1, 2, p=False),
-         Tile(32, 4, 2, 1, p=False), Tile(32, 4, 1, 3, s=False, p=False), Tile(32, 4, 2, 2, s=False, p=False),
-         Tile(64, 4, 2, 2, s=False, p=False)],
-    128: [Tile(16, 4, 1, 2, s=False), Tile(16, 4, 1, 2), Tile(32, 4, 1, 2, s=False, p=False),
-          Tile(32, 4, 1, 1, s=False), Tile(32, 8, 1, 1, s=False, p=False), Tile(64, 4, 1, 1, s=False, p=False)],
-    256: [Tile(16, 8, 1, 1, sums=1), Tile(16, 8, 1, 1, s=False, p=False, sums=1), Tile(16, 8, 1, 1, sums=2)],
+    64: [Tile(64, 4, 1, 2), Tile(32, 4, 1, 2), Tile(64, 8, 1, 1), Tile(64, 4, 1, 2, reg_p=False),
+         Tile(32, 4, 2, 1, reg_p=False), Tile(32, 4, 1, 3, reg_s=False, reg_p=False),
+         Tile(32, 4, 2, 2, reg_s=False, reg_p=False),
+         Tile(64, 4, 2, 2, reg_s=False, reg_p=False)],
+    128: [Tile(16, 4, 1, 2, reg_s=False), Tile(16, 4, 1, 2), Tile(32, 4, 1, 2, reg_s=False, reg_p=False),
+          Tile(32, 4, 1, 1, reg_s=False), Tile(32, 8, 1, 1, reg_s=False, reg_p=False),
+          Tile(64, 4, 1, 1, reg_s=False, reg_p=False)],
+    256: [Tile(16, 8, 1, 1, sums=1), Tile(16, 8, 1, 1, reg_s=False, reg_p=False, sums=1), Tile(16, 8, 1, 1, sums=2)],
 }  # fmt: skip
 DQ = {
     32: [Tile(32, 4, 2, 2), Tile(64, 4, 2, 2), Tile(64, 4, 1, 3), Tile(32, 4, 1, 3)],
-    64: [Tile(32, 4, 2, 2), Tile(64, 4, 1, 2), Tile(32, 4, 1, 3), Tile(64, 4, 2, 1), Tile(32, 4, 2, 2, p=False),
-         Tile(64, 4, 2, 1, p=False), Tile(64, 4, 2, 1, s=False, p=False)],
-    128: [Tile(32, 4, 1, 2), Tile(64, 4, 1, 1), Tile(32, 4, 1, 2, p=False), Tile(32, 4, 2, 1, s=False, p=False),
-          Tile(64, 4, 1, 2, s=False, p=False), Tile(32, 8, 1, 1), Tile(64, 4, 1, 1, p=False)],
-    256: [Tile(16, 4, 1, 1, s=False, p=False), Tile(16, 4, 1, 1, p=False), Tile(32, 4, 1, 1, s=False, p=False),
+    64: [Tile(32, 4, 2, 2), Tile(64, 4, 1, 2), Tile(32, 4, 1, 3), Tile(64, 4, 2, 1), Tile(32, 4, 2, 2, reg_p=False),
+         Tile(64, 4, 2, 1, reg_p=False), Tile(64, 4, 2, 1, reg_s=False, reg_p=False)],
+    128: [Tile(32, 4, 1, 2), Tile(64, 4, 1, 1), Tile(32, 4, 1, 2, reg_p=False),
+          Tile(32, 4, 2, 1, reg_s=False, reg_p=False),
+          Tile(64, 4, 1, 2, reg_s=False, reg_p=False), Tile(32, 8, 1, 1), Tile(64, 4, 1, 1, reg_p=False)],
+    256: [Tile(16, 4, 1, 1, reg_s=False, reg_p=False), Tile(16, 4, 1, 1, reg_p=False),
+          Tile(32, 4, 1, 1, reg_s=False, reg_p=False),
           Tile(32, 8, 1, 1, pairs=1), Tile(16, 8, 1, 1, sums=1)],
 }  # fmt: skip
 TILES = {"forward": FORWARD, "dkdv": DKDV, "dq": DQ}
@@ -73,7 +77,7 @@ DECODE = (*workloads.DECODE, *decoding(32, 4096, (16, 16), 64), *decoding(1, 819
 def label(tile: Tile | None) -> str:
     if tile is None:
         return "today"
-    marks = ("" if tile.s else "s") + ("" if tile.p else "p") + ("a" if tile.copies else "")
+    marks = ("" if tile.reg_s else "s") + ("" if tile.reg_p else "p") + ("a" if tile.copies else "")
     marks += "h" * tile.pairs + f"+{tile.sums}" * (tile.sums > 0)  # what warps with the same rows share
     return f"{tile.step}x{tile.NW}x{tile.MT}/{tile.MINB}{marks}"
 

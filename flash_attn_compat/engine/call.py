@@ -16,54 +16,41 @@ from flash_attn_compat.engine.mask import Mask
 
 
 class AttentionCall(NamedTuple):
-    """Attention of ``q`` over ``k`` and ``v``.
+    """Attention of ``q`` over ``k`` and ``v``."""
 
-    q: (batch, seqlen_q, nheads, head_dim), or (total_q, nheads, head_dim) with ``cu_seqlens_q``
-    k: (batch, seqlen_k, nheads_k, head_dim), (total_k, nheads_k, head_dim) with ``cu_seqlens_k``, or
-        (num_blocks, page_size, nheads_k, head_dim) with ``block_table``; v likewise with its own head_dim
-    cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 starts of packed sequences
-    seqused_k: (batch,) int32, one past the last key used, counted from the sequence's first slot
-    appends: whether Backend.append writes keys into the cache first, which seqused_k counts already
-    leftpad_k: (batch,) int32, slots skipped at the front
-    block_table: (batch, max_blocks) int32 pages of each sequence
-    alibi_slopes: (batch, nheads) or (nheads,) fp32
-    bias: (batch, nheads, seqlen_q, seqlen_k) of any strides: boolean, True where a row sees a key; or what is added to
-        scores, in q's dtype or fp32. Only of dense tensors; it has no gradient
-    rng_state: (2,) int64, the dropout mask to use; None draws a new one
-    lse_gradient: whether the backward has a gradient of softmax_lse to count; the forward cannot know
-    is_dense: whether every sequence is as long as the tensors: no lengths, no pages
-    equal_lengths: whether every packed sequence is known to have as many queries as keys
-    max_seqlen_q, max_seqlen_k: as the caller said for packed calls, the tensors' lengths for dense ones
-    """
-
+    # (batch, seqlen_q, nheads, head_dim), or (total_q, nheads, head_dim) with cu_seqlens_q
     q: Tensor
+    # (batch, seqlen_k, nheads_k, head_dim), (total_k, nheads_k, head_dim) with cu_seqlens_k, or
+    # (num_blocks, page_size, nheads_k, head_dim) with block_table; v likewise with its own head_dim
     k: Tensor
     v: Tensor
-    softmax_scale: float
-    mask: Mask
-    max_seqlen_q: int
+    softmax_scale: float  # what products of queries and keys are multiplied by
+    mask: Mask  # the band of keys that each row sees
+    max_seqlen_q: int  # as the caller said for packed calls, the tensors' lengths for dense ones
     max_seqlen_k: int
-    softcap: float = 0.0
-    dropout_p: float = 0.0
-    alibi_slopes: Tensor | None = None
-    cu_seqlens_q: Tensor | None = None
+    softcap: float = 0.0  # scores become softcap * tanh(score / softcap); 0 for none
+    dropout_p: float = 0.0  # the share of probabilities that is dropped
+    alibi_slopes: Tensor | None = None  # (batch, nheads) or (nheads,) fp32
+    cu_seqlens_q: Tensor | None = None  # (batch + 1,) int32, where packed sequences start, and the last one's end
     cu_seqlens_k: Tensor | None = None
-    seqused_k: Tensor | None = None
-    leftpad_k: Tensor | None = None
-    block_table: Tensor | None = None
+    seqused_k: Tensor | None = None  # (batch,) int32, one past the last key used, from the sequence's first slot on
+    leftpad_k: Tensor | None = None  # (batch,) int32, slots skipped at the front
+    block_table: Tensor | None = None  # (batch, max_blocks) int32, the pages of each sequence
+    # (batch, nheads, seqlen_q, seqlen_k) of any strides: boolean, True where a row sees a key; or what is added to
+    # scores, in q's dtype or fp32. Only of dense tensors; it has no gradient
     bias: Tensor | None = None
-    rng_state: Tensor | None = None
-    is_dense: bool = True
-    equal_lengths: bool = False
-    deterministic: bool = False
-    return_lse: bool = False
-    return_dmask: bool = False
-    needs_grad: bool = False
-    given_lse: bool = False
-    shares_dropout_mask: bool = False
-    transformed: bool = False
-    appends: bool = False
-    lse_gradient: bool = False
+    rng_state: Tensor | None = None  # (2,) int64, the dropout mask to use; None draws a new one
+    is_dense: bool = True  # every sequence is as long as the tensors: no lengths, no pages
+    equal_lengths: bool = False  # every packed sequence is known to have as many queries as keys
+    deterministic: bool = False  # gradients are to have the same bits in every run
+    return_lse: bool = False  # the caller gets softmax_lse
+    return_dmask: bool = False  # the caller gets S_dmask
+    needs_grad: bool = False  # autograd records the call: a backward follows
+    given_lse: bool = False  # a backward alone, from an out and softmax_lse of somebody else's forward
+    shares_dropout_mask: bool = False  # others must be able to draw the dropout mask again, from rng_state
+    transformed: bool = False  # torch.func or forward-mode AD differentiates the backend's own operators
+    appends: bool = False  # the backend's run writes keys into the cache first, which seqused_k counts already
+    lse_gradient: bool = False  # the backward has a gradient of softmax_lse to count; the forward cannot know
 
     @property
     def batch(self) -> int:

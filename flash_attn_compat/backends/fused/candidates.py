@@ -20,7 +20,7 @@ _TURING: dict[str, dict[int, tuple[Tile, ...]]] = {
         128: (Tile(64, 8, 1, 1), Tile(64, 4, 1, 2), Tile(32, 4, 1, 2)),
         160: (Tile(64, 8, 1, 1), Tile(32, 4, 1, 2)),
         192: (Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
-        256: (Tile(16, 8, 1, 1), Tile(16, 4, 1, 2), Tile(32, 4, 1, 1, s=False)),
+        256: (Tile(16, 8, 1, 1), Tile(16, 4, 1, 2), Tile(32, 4, 1, 1, reg_s=False)),
     },
     "dkdv": {
         32: (Tile(64, 4, 1, 2), Tile(32, 4, 2, 2)),
@@ -29,34 +29,41 @@ _TURING: dict[str, dict[int, tuple[Tile, ...]]] = {
         80: (Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
         96: (Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
         112: (Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
-        128: (Tile(16, 8, 1, 1), Tile(16, 4, 1, 2, s=False), Tile(16, 4, 1, 2)),
+        128: (Tile(16, 8, 1, 1), Tile(16, 4, 1, 2, reg_s=False), Tile(16, 4, 1, 2)),
         160: (Tile(32, 8, 1, 1, pairs=1), Tile(16, 8, 1, 1, sums=1)),
         192: (Tile(32, 8, 1, 1, pairs=1), Tile(16, 8, 1, 1, sums=1)),
     },
     "dq": {
         32: (Tile(32, 4, 2, 2), Tile(64, 4, 1, 3)),
-        64: (Tile(32, 4, 2, 2, p=False), Tile(64, 4, 1, 2), Tile(32, 4, 1, 3)),
+        64: (Tile(32, 4, 2, 2, reg_p=False), Tile(64, 4, 1, 2), Tile(32, 4, 1, 3)),
         80: (Tile(16, 4, 2, 2), Tile(64, 8, 1, 1), Tile(64, 4, 1, 2)),
         96: (Tile(64, 8, 1, 1), Tile(32, 4, 1, 2)),
         112: (Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
         128: (Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
         160: (Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
         192: (Tile(16, 8, 1, 1), Tile(32, 8, 1, 1, pairs=1)),
-        256: (Tile(32, 8, 1, 1, pairs=1), Tile(16, 4, 1, 1, p=False)),
+        256: (Tile(32, 8, 1, 1, pairs=1), Tile(16, 4, 1, 1, reg_p=False)),
     },
 }
 # A multiprocessor has 100 KB and more.
 _NEWER: dict[str, dict[int, tuple[Tile, ...]]] = {
     "forward": {
         64: (Tile(64, 4, 2, 2), Tile(64, 4, 1, 3), Tile(128, 4, 1, 2)),
-        128: (Tile(64, 4, 2, 1, s=False), Tile(64, 4, 1, 2)),
+        128: (Tile(64, 4, 2, 1, reg_s=False), Tile(64, 4, 1, 2)),
     },
     "dkdv": {
-        64: (Tile(32, 4, 2, 2, s=False, p=False, copies=True), Tile(64, 4, 1, 2, copies=True)),
-        128: (Tile(64, 4, 1, 1, s=False, p=False, copies=True), Tile(32, 4, 1, 2, s=False, p=False, copies=True)),
+        64: (Tile(32, 4, 2, 2, reg_s=False, reg_p=False, copies=True), Tile(64, 4, 1, 2, copies=True)),
+        128: (
+            Tile(64, 4, 1, 1, reg_s=False, reg_p=False, copies=True),
+            Tile(32, 4, 1, 2, reg_s=False, reg_p=False, copies=True),
+        ),
     },
     "dq": {
-        64: (Tile(64, 4, 2, 1, copies=True), Tile(64, 4, 2, 1, s=False, p=False, copies=True), Tile(64, 4, 1, 2)),
+        64: (
+            Tile(64, 4, 2, 1, copies=True),
+            Tile(64, 4, 2, 1, reg_s=False, reg_p=False, copies=True),
+            Tile(64, 4, 1, 2),
+        ),
         128: (Tile(64, 4, 1, 1, copies=True), Tile(32, 4, 1, 2, copies=True)),
     },
 }

@@ -115,23 +115,17 @@ class Kind(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Warps NW of MT times 16 rows; step: keys (rows for dkdv) that the main loop takes at once
+    """What a block works on at once, and how."""
 
-    s, p: whether the block's own rows stay in registers: the operand of S = Q K^T, and in the backward that of dP
-    copies: whether a backward loads by cp.async where the GPU has it
-    pairs: 1 where two warps of a backward have the same rows, and half of the channels of their gradients
-    sums: 2^sums warps have the same rows, and of all operands' channels a share: they add up the scores that they find
-    """
-
-    step: int
-    NW: int
-    MT: int
-    MINB: int
-    s: bool = True
-    p: bool = True
-    copies: bool = False
-    pairs: int = 0
-    sums: int = 0
+    step: int  # keys (rows for dkdv) that the main loop takes at once
+    NW: int  # warps
+    MT: int  # times 16 rows (keys for dkdv) of its own for each warp
+    MINB: int  # blocks of it that a multiprocessor has registers for
+    reg_s: bool = True  # the block's own operand of S = Q K^T stays in registers, else in shared memory
+    reg_p: bool = True  # the same of dP = dO V^T, in a backward
+    copies: bool = False  # a backward loads by cp.async where the GPU has it
+    pairs: int = 0  # 1 where two warps of a backward have the same rows, and half of the channels of their gradients
+    sums: int = 0  # 2^sums warps have the same rows, and of all operands' channels a share: they add up their scores
 
     @property
     def rows(self) -> int:
@@ -172,7 +166,7 @@ _TURING: dict[str, dict[int, Choice]] = {
         80: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
         96: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
         112: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2)),
-        128: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2, s=False)),
+        128: Choice(Tile(16, 8, 1, 1), Tile(16, 4, 1, 2, reg_s=False)),
         160: Choice(_PAIRS, _PAIRS),
         192: Choice(_PAIRS, _PAIRS),
         224: Choice(_HALVES, _HALVES),
@@ -183,7 +177,7 @@ _TURING: dict[str, dict[int, Choice]] = {
         16: Choice(Tile(32, 4, 2, 2), Tile(64, 4, 1, 3)),
         32: Choice(Tile(32, 4, 2, 2), Tile(64, 4, 1, 3)),
         48: Choice(Tile(32, 4, 2, 2), Tile(32, 4, 1, 3)),
-        64: Choice(Tile(32, 4, 2, 2, p=False), Tile(64, 4, 1, 2)),
+        64: Choice(Tile(32, 4, 2, 2, reg_p=False), Tile(64, 4, 1, 2)),
         80: Choice(Tile(16, 4, 2, 2), Tile(64, 4, 1, 2)),
         96: Choice(Tile(64, 8, 1, 1), Tile(32, 4, 1, 2)),
         112: Choice(Tile(32, 8, 1, 1), Tile(32, 4, 1, 2)),
@@ -236,19 +230,19 @@ def forward_tile(kind: Kind) -> Tile:
     if D == 64:
         return Tile(64, 4, 1, 3) if _is_narrow(kind) or kind.few_rows or more_work else Tile(64, 4, 2, 2)
     if D == 128:
-        return Tile(64, 4, 1, 2) if kind.few_rows or more_work else Tile(64, 4, 2, 1, s=False)
-    return Tile(64, 4, 1, 2) if kind.size <= 192 else Tile(64, 4, 1, 1, s=False)
+        return Tile(64, 4, 1, 2) if kind.few_rows or more_work else Tile(64, 4, 2, 1, reg_s=False)
+    return Tile(64, 4, 1, 2) if kind.size <= 192 else Tile(64, 4, 1, 1, reg_s=False)
 
 
 def forward(kind: Kind) -> Variant:
     tile = _tile("forward", kind, forward_tile)
     kind = _rounded(kind, tile)
     macros = kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "COPIED", "BIAS")
-    macros += [("BN", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB), ("QREG", int(tile.s))]
+    macros += [("BN", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB), ("QREG", int(tile.reg_s))]
     macros += [("SUMS", tile.sums)] * (tile.sums > 0) + kind.newer()
     row, row_v = 2 * kind.D, 2 * kind.DV
     own, passing = tile.rows * row, tile.step * (row + row_v) + _sums(tile)
-    shared = max(own if tile.s else own + passing, passing, tile.rows * row_v)
+    shared = max(own if tile.reg_s else own + passing, passing, tile.rows * row_v)
     return Variant("forward", "forward.cu", tuple(macros), tile.rows, tile.NW * 32, shared)
 
 
@@ -340,11 +334,11 @@ def dkdv_tile(kind: Kind) -> Tile:
     if D == 512:
         return _QUARTERS._replace(copies=True)
     if D == 64:
-        return Tile(32, 4, 2, 2, s=False, p=False, copies=True)
+        return Tile(32, 4, 2, 2, reg_s=False, reg_p=False, copies=True)
     if D == 32:
         return Tile(64, 4, 1, 2, copies=True)
     if kind.size <= 160:  # where dk and dv fit into registers together
-        return Tile(64 if D == 128 else 32, 4, 1, 1, s=False, p=False, copies=True)
+        return Tile(64 if D == 128 else 32, 4, 1, 1, reg_s=False, reg_p=False, copies=True)
     return (_PAIRS if kind.size <= 192 else _HALVES)._replace(copies=True)
 
 
@@ -359,10 +353,10 @@ def dq_tile(kind: Kind) -> Tile:
     if D == 64:
         # Own rows in shared memory take 56 KB: GPUs with 100 KB a multiprocessor would hold one block rather than two.
         kept = kind.local or kind.number not in (80, 90)
-        return Tile(64, 4, 2, 1, s=kept, p=kept, copies=True)
+        return Tile(64, 4, 2, 1, reg_s=kept, reg_p=kept, copies=True)
     if kind.size <= 192:
-        return Tile(64 if D == 128 else 32, 4, 1, 1, p=kind.size <= 160, copies=True)
-    return Tile(16, 4, 1, 1, s=False, p=False)
+        return Tile(64 if D == 128 else 32, 4, 1, 1, reg_p=kind.size <= 160, copies=True)
+    return Tile(16, 4, 1, 1, reg_s=False, reg_p=False)
 
 
 def dkdv(kind: Kind) -> Variant:
@@ -379,10 +373,10 @@ def _backward(entry: str, kind: Kind, tile: Tile, passing: int) -> Variant:
     kind = _rounded(kind, tile)
     macros = [*kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "COPIED", "BIAS"), *kind.newer(tile.copies)]
     macros += [("TL", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB)]
-    macros += [("REG_S", int(tile.s)), ("REG_P", int(tile.p))]
+    macros += [("REG_S", int(tile.reg_s)), ("REG_P", int(tile.reg_p))]
     macros += [("PAIRS", 1)] * tile.pairs + [("SUMS", tile.sums)] * (tile.sums > 0)
     row, row_v = 2 * kind.D, 2 * kind.DV
-    own = tile.rows * ((not tile.s) * row + (not tile.p) * row_v)
+    own = tile.rows * ((not tile.reg_s) * row + (not tile.reg_p) * row_v)
     halves = tile.pairs or tile.sums
     exchanged = (tile.NW * tile.MT * 16 * tile.step // 2 * 2 * 2) * (halves > 0)  # of P and dS
     sums = tile.NW * tile.sums * tile.MT * 512
