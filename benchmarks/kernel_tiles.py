@@ -9,6 +9,7 @@ import argparse
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 import flash_attn_compat
 from flash_attn_compat import settings
-from flash_attn_compat.backends.fused import loader, variants
+from flash_attn_compat.backends.fused import grids, loader, variants
 from flash_attn_compat.backends.fused.variants import Tile
 from flash_attn_compat.engine import memory
 from verify import workloads
@@ -83,16 +84,16 @@ def label(tile: Tile | None) -> str:
 
 
 @contextmanager
-def chosen(function: str, answer: Tile | int | None) -> Iterator[None]:
-    """``variants.function`` answers this; what it answers by itself for None."""
-    before = getattr(variants, function)
-    if answer is not None:
-        setattr(variants, function, lambda *given: answer)
+def chosen(module: ModuleType, function: str, result: Tile | int | None) -> Iterator[None]:
+    """A function of ``module`` returns this; what it returns by itself for None."""
+    before = getattr(module, function)
+    if result is not None:
+        setattr(module, function, lambda *given: result)
     memory.forget()
     try:
         yield
     finally:
-        setattr(variants, function, before)
+        setattr(module, function, before)
         memory.forget()
 
 
@@ -121,7 +122,7 @@ def scan(entry: str, head_dims: list[int], dtype: torch.dtype) -> None:
             given, cells = workload(mask, (seqlen,) * batch, heads, head_dim, **MASKS[mask]).call("cuda", dtype), []
             attend = flash_attn_call(flash_attn_compat, given)
             for tile in tiles:
-                with chosen(f"{entry}_tile", tile):
+                with chosen(variants, f"{entry}_tile", tile):
                     try:
                         cells.append(f"{label(tile)} {fastest(made(attend, given.qkv), readings=readings):.3f}")
                     except RuntimeError as error:
@@ -137,7 +138,7 @@ def compile_all(entry: str, tiles: list[Tile | None], head_dim: int, dtype: torc
     masked = {"local": True}
     wanted: list[variants.Variant] = []
     for tile in tiles:
-        with chosen(f"{entry}_tile", tile):
+        with chosen(variants, f"{entry}_tile", tile):
             for flags in ({}, {"alibi": True}, masked, masked | {"alibi": True}, masked | {"softcap": True}):
                 wanted.append(getattr(variants, entry)(kind._replace(**flags)))
     loader.load_together(wanted, 0)  # a tile that does not fit is told when it is its turn
@@ -150,7 +151,7 @@ def scan_decode(dtype: torch.dtype) -> None:
             continue
         given, cells = each.call("cuda", dtype), []
         for count in SPLITS:
-            with chosen("splits", count):
+            with chosen(grids, "splits", count):
                 replay = functools.partial(in_graph(ours(), each, given).run, *given.qkv)
                 cells.append(f"{count or 'today'} {fastest(replay) * 1e3:.1f}")
         print(f"{each.name} {each.nheads}/{each.nheads_k} us: " + "  ".join(cells), flush=True)

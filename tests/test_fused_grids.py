@@ -22,7 +22,7 @@ from tests.test_fused_kernels import check
 from verify.examination import Examination
 from verify.problems import Problem
 
-T4 = variants.Gpu(processors=40, number=75)
+T4 = grids.Gpu(processors=40, number=75)
 TRAINED = Problem(seqlens_q=(70,), seqlens_k=(83,), nheads_k=1, group=5, head_dim=32, dtype="float16")
 
 
@@ -30,7 +30,7 @@ TRAINED = Problem(seqlens_q=(70,), seqlens_k=(83,), nheads_k=1, group=5, head_di
 def test_decode_asks_for_no_more_blocks_than_turings_shared_memory_holds(D: int) -> None:
     for type, vec in itertools.product((FP16, BF16_AS_FP16), (8, 1)):
         variant = variants.decode(Kind(75, type, D, vec=vec))
-        found = variants.splits(variant, 1, 2**20, T4)
+        found = grids.splits(variant, 1, 2**20, T4)
         assert found % 40 == 0 and found // 40 * variant.shared <= offline.SHARED_MEMORY[75]
         assert found // 40 == offline.blocks(variant), "what the registers are bounded for"
 
@@ -64,7 +64,7 @@ def test_keys_are_read_for_sixteen_rows_at_once_whatever_the_heads(
 def test_no_block_is_without_a_head_and_their_work_is_even(D: int) -> None:
     for group, local, blocks in itertools.product((2, 5, 32, 71), (False, True), (1, 7, 32, 64, 500)):
         variant = variants.dkdv(Kind(75, FP16, D, local=local))
-        splits = variants.head_splits(variant, blocks, group, 2048, T4)
+        splits = grids.head_splits(variant, blocks, group, 2048, T4)
         each = -(-group // splits)
         assert 0 < group - (splits - 1) * each <= each
         assert splits == 1 or splits * blocks <= 40 * offline.blocks(variant) * (1 + local)
@@ -73,9 +73,9 @@ def test_no_block_is_without_a_head_and_their_work_is_even(D: int) -> None:
 def test_one_key_head_for_all_queries_fills_a_small_gpu() -> None:
     variant = variants.dkdv(Kind(75, FP16, 64))
     tiles = 2048 // variant.rows
-    assert variants.head_splits(variant, tiles, 16, 2048, T4) == 2
-    assert variants.head_splits(variant, tiles, 1, 2048, T4) == 1
-    assert variants.head_splits(variant, tiles, 16, 17, T4) == 1, "too few rows to be worth it"
+    assert grids.head_splits(variant, tiles, 16, 2048, T4) == 2
+    assert grids.head_splits(variant, tiles, 1, 2048, T4) == 1
+    assert grids.head_splits(variant, tiles, 16, 17, T4) == 1, "too few rows to be worth it"
 
 
 GROUPS = {
@@ -101,7 +101,7 @@ GROUPS = {
 def test_gradients_are_right_where_blocks_share_a_groups_heads(
     gpu: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(variants, "head_splits", lambda *shapes: 3)
+    monkeypatch.setattr(grids, "head_splits", lambda *shapes: 3)
     launches = fused_on_cpu.emulate(monkeypatch, gpu)
     with flash_attn_compat.use_backend("fused"):
         verdict = Examination(GROUPS[name]).judge("fused")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flash_attn_compat
 from flash_attn_compat import flash_attn_interface
-from flash_attn_compat.backends.fused import forward, launcher, variants
+from flash_attn_compat.backends.fused import forward, grids, launcher, variants
 from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches
 from tests.kernels import emulate
@@ -223,8 +223,8 @@ def test_the_largest_values_of_a_long_sequence_are_found_wherever_they_are(turin
 def test_the_same_bits_come_back_in_any_order_of_blocks_and_warps(
     dtype: str, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(variants, "splits", lambda *shapes: splits)
-    monkeypatch.setattr(variants, "head_splits", lambda *shapes: min(splits, 2))
+    monkeypatch.setattr(grids, "splits", lambda *shapes: splits)
+    monkeypatch.setattr(grids, "head_splits", lambda *shapes: min(splits, 2))
     call, found = replace(DENSE, causal=True, dtype=dtype, seqlens_k=(270,)).build(), []
     for seed in (1, 2, 3):
         with monkeypatch.context() as patch, flash_attn_compat.use_backend("fused"):
@@ -476,7 +476,7 @@ def test_blocks_may_share_the_keys_of_many_rows(
     gpu: str, name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches: Launches = request.getfixturevalue(gpu)
-    monkeypatch.setattr(variants, "splits", lambda *shapes: 3)
+    monkeypatch.setattr(grids, "splits", lambda *shapes: 3)
     check(SPLIT[name])
     (splits,) = (launch.fields["splits"] for launch in launches.seen if launch.variant.entry == "forward")
     assert splits == 3

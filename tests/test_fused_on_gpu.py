@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import flash_attn_func, flash_attn_interface, flash_attn_with_kvcache, use_backend
-from flash_attn_compat.backends.fused import launcher, loader, variants
+from flash_attn_compat.backends.fused import grids, launcher, loader, variants
 from flash_attn_compat.backends.fused.variants import FP16, HEAD_DIMS
 from flash_attn_compat.engine import memory
 from tests import fused_coverage
@@ -128,8 +128,8 @@ def test_blocks_that_share_keys_are_right_and_give_the_same_bits_in_fifty_repeat
     head_dim: int, half_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: list[int] = []
-    splits = variants.splits
-    monkeypatch.setattr(variants, "splits", lambda *shapes: counts.append(splits(*shapes)) or counts[-1])
+    splits = grids.splits
+    monkeypatch.setattr(grids, "splits", lambda *shapes: counts.append(splits(*shapes)) or counts[-1])
     problem = Problem(
         "kvcache", (70, 3, 40, 64), (5000, 1, 0, 300), 1, 4, head_dim, dtype=half_dtype, causal=True, capacity=5100,
         leftpad=(7, 0, 0, 290), poison="nan",

@@ -11,7 +11,7 @@ import pytest
 
 import flash_attn_compat
 from flash_attn_compat import use_backend
-from flash_attn_compat.backends.fused import variants
+from flash_attn_compat.backends.fused import grids, variants
 from flash_attn_compat.backends.fused.variants import BF16_AS_FP16, FP16, HEAD_DIMS, Kind
 from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches
@@ -144,8 +144,8 @@ def test_every_size_is_right_when_decoding(
 def test_blocks_that_share_a_tile_add_up_what_they_have_of_any_size(
     head_dims: tuple[int, int], launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(variants, "splits", lambda *shapes: 3)
-    monkeypatch.setattr(variants, "head_splits", lambda *shapes: 2)
+    monkeypatch.setattr(grids, "splits", lambda *shapes: 3)
+    monkeypatch.setattr(grids, "head_splits", lambda *shapes: 2)
     check(replace(TRAINED, head_dim=head_dims[0], head_dim_v=head_dims[1], seqlens_k=(300,), causal=True))
     assert {one.fields["splits"] for one in launches.seen if one.variant.entry == "forward"} == {3}
 
@@ -179,10 +179,10 @@ def test_a_head_dim_takes_the_next_size_and_no_larger_one() -> None:
 def test_what_a_split_leaves_has_room_for_values_of_another_head_dim() -> None:
     kind = Kind(75, BF16_AS_FP16, 192, head_dim_v=128)
     forward, dkdv = variants.forward(kind), variants.dkdv(kind)
-    assert variants.part_bytes(forward) == 4 * forward.rows * (128 + 8)
-    assert variants.part_bytes(dkdv) == 4 * dkdv.rows * (192 + 128)
+    assert grids.part_bytes(forward) == 4 * forward.rows * (128 + 8)
+    assert grids.part_bytes(dkdv) == 4 * dkdv.rows * (192 + 128)
     widest = variants.forward(Kind(80, FP16, 512))
-    assert variants.part_bytes(widest) == 16 * widest.threads * (512 * widest.rows // widest.threads // 4 + 1)
+    assert grids.part_bytes(widest) == 16 * widest.threads * (512 * widest.rows // widest.threads // 4 + 1)
 
 
 @NEEDS_EMULATOR

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from benchmarks import kernel_report
-from flash_attn_compat.backends.fused import loader, variants
+from flash_attn_compat.backends.fused import grids, loader, variants
 from flash_attn_compat.backends.fused.loader import Compiler
 from flash_attn_compat.backends.fused.variants import BF16, BF16_AS_FP16, BOOLEANS, FP16, HALF_BIAS, Kind, Variant
 from tests.kernels import offline
@@ -130,7 +130,7 @@ def test_a_kernel_fits_its_gpu_and_splits_count_on_the_blocks_that_it_holds(row:
     found = offline.compiled(compiler_of(version), variant, f"sm_{number}")
     assert list(offline.complaints(variant, found, number)) == []
     if variant.entry in offline.SPLITTING and variant != SPARE and version == VERSIONS[-1]:
-        assert offline.MULTIPROCESSORS[number].holds(variant, found) == variants.Gpu(1, number).holds(variant)
+        assert offline.MULTIPROCESSORS[number].holds(variant, found) == grids.Gpu(1, number).holds(variant)
     if number == 75:
         assert found.spilled <= offline.allowed_spills(variant), f"{found.spilled} bytes spilled, stack {found.stack}"
     if offline.cuobjdump() is None:

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flash_attn_compat.backends.fused import loader
+from flash_attn_compat.backends.fused.grids import Gpu
 from flash_attn_compat.backends.fused.loader import Compiler
-from flash_attn_compat.backends.fused.variants import Gpu, Variant
+from flash_attn_compat.backends.fused.variants import Variant
 
 FOLDERS = "NVRTC_FOLDERS"
 REGISTERS = 65536  # of a multiprocessor

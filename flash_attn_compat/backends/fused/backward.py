@@ -152,7 +152,7 @@ def _plan(
         elif variant.entry == "dkdv":
             tiles = grid.tiles * heads * call.batch
             share = splits or launcher.head_splits_of(call, variant, tiles)
-            workspace = launcher.PARTS_AT + tiles * share * variants.part_bytes(variant) if share > 1 else 0
+            workspace = launcher.PARTS_AT + tiles * share * grids.part_bytes(variant) if share > 1 else 0
         dealt = {"tiles": grid.tiles, "splits": share, "seats": grid.seats}
         if clears:
             dealt["resident"] = launcher.gpu_of(call).holds(variant)

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from flash_attn_compat.backends.fused import launcher, params, variants
+from flash_attn_compat.backends.fused import grids, launcher, params, variants
 from flash_attn_compat.backends.fused.launcher import Launch, Output
 from flash_attn_compat.backends.fused.variants import Kind, Variant
 from flash_attn_compat.engine.call import AttentionCall
@@ -41,7 +41,7 @@ def to_half(call: AttentionCall, kind: Kind, fields: dict[str, params.Value], of
 
 def _reading(call: AttentionCall, variant: Variant, fields: dict[str, params.Value], tensors: int) -> Launch:
     heads, longest = call.batch * call.nheads_k, max(launcher.longest_rows(call), launcher.longest_keys(call))
-    splits = variants.absmax_splits(longest, heads, launcher.processors(call.q.get_device()))
+    splits = grids.absmax_splits(longest, heads, launcher.processors(call.q.get_device()))
     return Launch(variant, tensors * heads * splits, {**fields, "splits": splits})
 
 

@@ -141,7 +141,7 @@ class Attention:
             variant, splits = variants.in_seats(variant), 1
         elif splits is None:
             splits = launcher.splits_of(call, variant, total)
-        workspace = launcher.PARTS_AT + total * splits * variants.part_bytes(variant) if splits > 1 else 0
+        workspace = launcher.PARTS_AT + total * splits * grids.part_bytes(variant) if splits > 1 else 0
         fields |= {"tiles": grid.tiles, "splits": splits, "seats": grid.seats}
         fields["resident"] = launcher.gpu_of(call).holds(variant)
         instead = {"q": ("q_rotated", 0)} if outputs[0].name == "q_rotated" else {}

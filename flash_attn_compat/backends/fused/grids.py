@@ -1,4 +1,5 @@
-"""How many blocks a launch has for the tiles of a head: as many as the longest sequence needs for each, or for all.
+"""How many blocks a launch has: for the tiles of a head, as many as the longest sequence needs, for each or for all; and
+splits, which share the keys, or the heads, of one tile where there are too few tiles for the GPU.
 
 Nothing is read from the GPU. Of packed sequences the host knows how many there are, all their tokens, and what the
 caller says of the longest. Where that is far above most of them, almost all of its blocks would have nothing to do.
@@ -8,10 +9,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from flash_attn_compat.backends.fused.variants import ABSMAX_ROWS, Variant
+
 # Neighbouring seats of one head whose blocks stand together, and so share its keys in the L2 cache.
 _TOGETHER = 64
 # Blocks that a GPU starts in no time, and more than it holds at once: splits pay with fewer alone.
 _FEW = 1024
+# Keys that are worth a block of their own, and blocks that share a tile's keys at most.
+_SPLIT_KEYS = {"forward": 256, "decode": 64}
+_MOST_SPLITS = 256
+# Rows of queries worth a block of their own in dkdv: they cost as much as leaving its gradients and adding them up.
+_SPLIT_ROWS = 512
+# KB of shared memory that a multiprocessor has for its blocks, by architecture; and of those that are not named here.
+_SHARED, _LEAST_SHARED = {75: 64, 80: 164, 87: 164, 90: 228, 100: 228, 103: 228}, 100
 
 
 class Grid(NamedTuple):
@@ -44,3 +54,56 @@ def grid(
 def apart(longest: int, rows: int, batch: int, clears: bool) -> Grid:
     """The same where each sequence has blocks of its own; with one slab more for what lies outside of all."""
     return Grid(-(-longest // rows), batch + clears)
+
+
+class Gpu(NamedTuple):
+    """Its multiprocessors, and the architecture's number, as 75."""
+
+    processors: int
+    number: int
+
+    def holds(self, variant: Variant) -> int:
+        """Blocks of a variant at once: as many as registers are bounded for, or 8 warps, if shared memory suffices."""
+        macros = dict(variant.macros)
+        taken = variant.shared + 1024 * (self.number >= 80)  # the system has some of each block's there
+        room = _SHARED.get(self.number, _LEAST_SHARED) * 1024 // max(taken, 1)
+        return self.processors * max(1, min(room, max(macros["MINB"], 256 // variant.threads * macros.get("MMA16", 0))))
+
+
+def splits(variant: Variant, tiles: int, keys: int, gpu: Gpu) -> int:
+    """Blocks for the keys of one tile of rows, as many as the GPU holds at once (benchmarks/kernel_tiles.py).
+
+    variant: of forward or decode; tiles: of the whole call; keys: that a tile can see, or the capacity. The kernel uses
+    fewer where a sequence turns out to be short.
+    """
+    macros = dict(variant.macros)
+    if variant.entry == "forward" and macros["D"] > 192 and not macros.get("MMA16", 0):
+        return 1  # the kernel has no registers left for it
+    return max(1, min(gpu.holds(variant) // tiles, -(-keys // _SPLIT_KEYS[variant.entry]), _MOST_SPLITS))
+
+
+def head_splits(variant: Variant, blocks: int, group: int, rows: int, gpu: Gpu) -> int:
+    """Blocks for the query heads of one tile of keys: all have as many of them, but for the last.
+
+    variant: of dkdv; blocks: of the whole call; group: heads; rows: queries of each
+    """
+    # Under a mask some blocks are short: with twice as many, others take their place.
+    room = gpu.holds(variant) * (1 + dict(variant.macros).get("LOCAL", 0))
+    most = max(1, min(room // blocks, group, group * rows // _SPLIT_ROWS))
+    return -(-group // -(-group // most))
+
+
+def part_bytes(variant: Variant) -> int:
+    """What one split of a tile leaves for the last one, at most, in fp32.
+
+    The result, with maxima and sums of its rows; of dkdv, two gradients.
+    """
+    macros = dict(variant.macros)
+    D = macros["D"]
+    DV = macros.get("DV", D)
+    return 4 * variant.rows * (D + DV if variant.entry == "dkdv" else DV + (8 << macros.get("SUMS", 0)))
+
+
+def absmax_splits(seqlen: int, heads: int, processors: int) -> int:
+    """Parts of a sequence whose maxima are found by blocks of their own; heads: key heads of all sequences."""
+    return max(1, min(-(-seqlen // ABSMAX_ROWS), -(-8 * processors // heads), 32))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import Negated
-from flash_attn_compat.backends.fused import loader, masks, params, variants, verdicts
+from flash_attn_compat.backends.fused import grids, loader, masks, params, variants, verdicts
 from flash_attn_compat.backends.fused.variants import Kind, Variant
 from flash_attn_compat.engine import alignment, capture, dropout
 from flash_attn_compat.engine.append import Append
@@ -397,7 +397,7 @@ def splits_of(call: AttentionCall, variant: Variant, tiles: int) -> int:
     keys = longest_keys(call)
     if left is not None and right is not None:
         keys = min(keys, left + min(longest_rows(call), variant.rows) + right)
-    return variants.splits(variant, tiles, keys, gpu_of(call))
+    return grids.splits(variant, tiles, keys, gpu_of(call))
 
 
 def head_splits_of(call: AttentionCall, variant: Variant, blocks: int) -> int:
@@ -405,12 +405,12 @@ def head_splits_of(call: AttentionCall, variant: Variant, blocks: int) -> int:
     if blocks > _COUNTERS:
         return 1
     group = call.nheads // call.nheads_k
-    return variants.head_splits(variant, blocks, group, longest_rows(call), gpu_of(call))
+    return grids.head_splits(variant, blocks, group, longest_rows(call), gpu_of(call))
 
 
-def gpu_of(call: AttentionCall) -> variants.Gpu:
+def gpu_of(call: AttentionCall) -> grids.Gpu:
     device = call.q.get_device()
-    return variants.Gpu(processors(device), loader.target(device).number)
+    return grids.Gpu(processors(device), loader.target(device).number)
 
 
 _workspaces: dict[tuple[int, int], Tensor] = {}

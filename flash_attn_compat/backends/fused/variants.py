@@ -1,8 +1,7 @@
 """Every kernel that is compiled: entry, source file, macros and tile, and which one a call takes.
 
 A variant is an entry with its macros. What the macros and grids mean is said in cuda/*.cu; the table here is also
-what the offline compile test, the trial and the documentation read. Numbers of splits and parts follow from shapes
-and the GPU's size alone: nothing is read from the GPU.
+what the offline compile test, the trial and the documentation read. How many blocks there are is in grids.py.
 """
 
 from __future__ import annotations
@@ -29,15 +28,8 @@ _FEW_QUERIES, _FEW_FOLDED = 16, 128
 _DECODE_SHARED = 4 * 16 * 64 * 4 + 4 * 16 * 8 + 16 * 4
 # Of the widest heads two warps have half of the channels each, and leave scores of 16 rows and 8 keys, twice.
 _DECODE_SHARED_SUMS = 4 * 16 * 64 * 4 + 2 * 4 * 16 * 8 * 4
-# Keys that are worth a block of their own, and blocks that share a tile's keys at most.
-_SPLIT_KEYS = {"forward": 256, "decode": 64}
-_MOST_SPLITS = 256
-# Rows of queries worth a block of their own in dkdv: they cost as much as leaving its gradients and adding them up.
-_SPLIT_ROWS = 512
-_ABSMAX_ROWS = 512
+ABSMAX_ROWS = 512
 _CONVERSIONS = 10
-# KB of shared memory that a multiprocessor has for its blocks, by architecture; and of those that are not named here.
-_SHARED, _LEAST_SHARED = {75: 64, 80: 164, 87: 164, 90: 228, 100: 228, 103: 228}, 100
 
 
 # What a kernel's macros are where its variant does not say.
@@ -283,7 +275,7 @@ def append(kind: Kind) -> Variant:
 
 def absmax(kind: Kind) -> Variant:
     macros = kind.macros("PAGED", "COPIED", D=_power_of_two(kind.size))
-    return Variant("absmax", "convert.cu", tuple(macros), _ABSMAX_ROWS, 256, 0)
+    return Variant("absmax", "convert.cu", tuple(macros), ABSMAX_ROWS, 256, 0)
 
 
 def to_half(kind: Kind) -> Variant:
@@ -447,56 +439,3 @@ def takes_decode(seqlen_q: int, group: int, more: bool) -> bool:
     more: whether there is dropout or a dense mask, which it does not know
     """
     return not more and seqlen_q <= _FEW_QUERIES and seqlen_q * group <= _FEW_FOLDED
-
-
-class Gpu(NamedTuple):
-    """Its multiprocessors, and the architecture's number, as 75."""
-
-    processors: int
-    number: int
-
-    def holds(self, variant: Variant) -> int:
-        """Blocks of a variant at once: as many as registers are bounded for, or 8 warps, if shared memory suffices."""
-        macros = dict(variant.macros)
-        taken = variant.shared + 1024 * (self.number >= 80)  # the system has some of each block's there
-        room = _SHARED.get(self.number, _LEAST_SHARED) * 1024 // max(taken, 1)
-        return self.processors * max(1, min(room, max(macros["MINB"], 256 // variant.threads * macros.get("MMA16", 0))))
-
-
-def splits(variant: Variant, tiles: int, keys: int, gpu: Gpu) -> int:
-    """Blocks for the keys of one tile of rows, as many as the GPU holds at once (benchmarks/kernel_tiles.py).
-
-    variant: of forward or decode; tiles: of the whole call; keys: that a tile can see, or the capacity. The kernel uses
-    fewer where a sequence turns out to be short.
-    """
-    macros = dict(variant.macros)
-    if variant.entry == "forward" and macros["D"] > 192 and not macros.get("MMA16", 0):
-        return 1  # the kernel has no registers left for it
-    return max(1, min(gpu.holds(variant) // tiles, -(-keys // _SPLIT_KEYS[variant.entry]), _MOST_SPLITS))
-
-
-def head_splits(variant: Variant, blocks: int, group: int, rows: int, gpu: Gpu) -> int:
-    """Blocks for the query heads of one tile of keys: all have as many of them, but for the last.
-
-    variant: of dkdv; blocks: of the whole call; group: heads; rows: queries of each
-    """
-    # Under a mask some blocks are short: with twice as many, others take their place.
-    room = gpu.holds(variant) * (1 + dict(variant.macros).get("LOCAL", 0))
-    most = max(1, min(room // blocks, group, group * rows // _SPLIT_ROWS))
-    return -(-group // -(-group // most))
-
-
-def part_bytes(variant: Variant) -> int:
-    """What one split of a tile leaves for the last one, at most, in fp32.
-
-    The result, with maxima and sums of its rows; of dkdv, two gradients.
-    """
-    macros = dict(variant.macros)
-    D = macros["D"]
-    DV = macros.get("DV", D)
-    return 4 * variant.rows * (D + DV if variant.entry == "dkdv" else DV + (8 << macros.get("SUMS", 0)))
-
-
-def absmax_splits(seqlen: int, heads: int, processors: int) -> int:
-    """Parts of a sequence whose maxima are found by blocks of their own; heads: key heads of all sequences."""
-    return max(1, min(-(-seqlen // _ABSMAX_ROWS), -(-8 * processors // heads), 32))
