@@ -269,13 +269,13 @@ def _compile(options: argparse.Namespace) -> int:
     if options.into:
         os.environ[settings.CACHE] = options.into
     try:
-        numbers = {architecture: ahead.number(architecture) for architecture in options.architectures}
+        numbers = {architecture: ahead.architecture_number(architecture) for architecture in options.architectures}
     except KernelError as error:
         print(f"flash-attn-compat: {error}", file=sys.stderr)
         return 2
     wanted = []
     for architecture, number in numbers.items():
-        kinds = ahead.kinds(number, options.head_dim, options.dtype)
+        kinds = ahead.usual_kinds(number, options.head_dim, options.dtype)
         wanted += [(variant, architecture) for variant in variants.made_for(kinds)]
     print(f"{len(wanted)} kernels for {', '.join(numbers)}", file=sys.stderr, flush=True)
     made, errors = ahead.compile_all(wanted, lambda jobs: progress.shown(jobs, lambda job: ""))

@@ -32,7 +32,7 @@ from flash_attn_compat.private_interface import (
 )
 from flash_attn_compat.serving import torch_ops
 from flash_attn_compat.serving.autograd import attend, purpose, unpack
-from flash_attn_compat.serving.serve import find
+from flash_attn_compat.serving.compute import find
 
 __all__ = [
     "USE_TRITON_ROCM",

@@ -112,7 +112,7 @@ def main() -> int:
     wanted = [
         (variant, name)
         for name in dict.fromkeys((architecture, "compute_75"))
-        for variant in variants.made_for(kinds(ahead.number(name)))
+        for variant in variants.made_for(kinds(ahead.architecture_number(name)))
     ]
     made, errors = ahead.compile_all(wanted)
     print(f"{made} kernels compiled, {len(wanted) - made - len(errors)} were there", *errors, sep="\n")

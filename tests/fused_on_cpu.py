@@ -107,7 +107,7 @@ def record(
     monkeypatch.setattr(loader, "load_together", lambda *what: None)
     monkeypatch.setattr(loader, "_kernels", {})
     monkeypatch.setattr(loader, "target", lambda device: Target(f"sm_{number}", number))
-    monkeypatch.setattr(loader, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(loader, "own_capability", lambda device: (9, 0))
     monkeypatch.setattr(loader, "device_name", lambda device: "CPU")
     monkeypatch.setattr(loader, "cache_name", lambda variant, architecture: repr(variant))
     driver = Driver(found, compute)

@@ -28,7 +28,7 @@ KNOWN = (75, 80, 86, 89, 90, 100)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine with a Turing GPU, as far as the loader can see."""
     monkeypatch.setattr(loader, "compiler", lambda: SimpleNamespace(version=(13, 0), architectures=KNOWN))
-    monkeypatch.setattr(loader, "capability", lambda device: (7, 5))
+    monkeypatch.setattr(loader, "own_capability", lambda device: (7, 5))
     monkeypatch.setattr(loader, "_kernels", {})
     monkeypatch.setattr(loader, "_locks", {})
     return monkeypatch
@@ -52,7 +52,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_kernels_are_made_for_the_gpu_or_the_forced_capability(
     real: tuple[int, int], forced: str | None, expected: Target, gpu: pytest.MonkeyPatch
 ) -> None:
-    gpu.setattr(loader, "capability", lambda device: real)
+    gpu.setattr(loader, "own_capability", lambda device: real)
     if forced:
         gpu.setenv("FLASH_ATTN_COMPAT_CAPABILITY", forced)
     assert loader.target(0) == expected

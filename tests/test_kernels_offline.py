@@ -172,13 +172,13 @@ def test_a_compiler_is_found_wherever_it_was_unpacked_and_once(
     tmp_path: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     major = str(compiler.version[0])
-    path = next(path for path in loader.places(major) if Path(path).is_file())
+    path = next(path for path in loader.nvrtc_paths(major) if Path(path).is_file())
     folders = [tmp_path / name for name in ("first", "second")]
     for folder in folders:
         (folder / "deep").mkdir(parents=True)
         (folder / "deep" / f"libnvrtc.so.{major}").symlink_to(path)
     (folders[1] / "libnvrtc.so.11.2").write_text("no library")
-    monkeypatch.setattr(loader, "places", lambda major: [])
+    monkeypatch.setattr(loader, "nvrtc_paths", lambda major: [])
     assert offline.compilers.__wrapped__() == {}
     monkeypatch.setenv(offline.FOLDERS, os.pathsep.join(map(str, folders)))
     (found,) = offline.compilers.__wrapped__().items()

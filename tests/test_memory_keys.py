@@ -24,9 +24,9 @@ from flash_attn_compat.backends.fused import Fused, launcher, loader
 from flash_attn_compat.backends.fused.loader import Target
 from flash_attn_compat.engine import callers_state, memory
 from flash_attn_compat.engine.build import DENSE, Options, Packing, Purpose, request_of
-from flash_attn_compat.engine.memory import Kind, Request
+from flash_attn_compat.engine.memory import Request, RequestKind
 from flash_attn_compat.private_interface import _flash_attn_backward
-from flash_attn_compat.serving import serve
+from flash_attn_compat.serving import compute
 from tests import fused_on_cpu, others_kernels
 from tests.fused_on_cpu import Launches
 from tests.support import ints, randn
@@ -114,11 +114,11 @@ def launched(launches: Launches, function: Callable[..., Any], *args: Any, **opt
 def test_requests_of_two_kinds_are_two() -> None:
     q = randn(1, 5, 2, 16)
     given = request_of(q, q, q, Options())
-    kinds = [Kind(name, DENSE.build, None) for name in "ab"]
-    found = [serve.find(given._replace(kind=kind))[0] for kind in (*kinds, *kinds)]
+    kinds = [RequestKind(name, DENSE.build, None) for name in "ab"]
+    found = [compute.find(given._replace(kind=kind))[0] for kind in (*kinds, *kinds)]
     assert found[0] is found[2] is not found[1] is found[3]
     with dropping(without(KIND)):
-        found = [serve.find(given._replace(kind=kind))[0] for kind in kinds]
+        found = [compute.find(given._replace(kind=kind))[0] for kind in kinds]
     assert found[0] is found[1]
 
 
@@ -140,7 +140,7 @@ def packed_of(*others: Any) -> Request:
 
 
 def described(request: Request) -> Job:
-    return lambda: serve.find(request)[0].call
+    return lambda: compute.find(request)[0].call
 
 
 @pytest.mark.parametrize("index", range(len(USUAL)))

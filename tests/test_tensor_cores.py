@@ -35,7 +35,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
     tensor_cores._are_there.cache_clear()
     tensor_cores._warn.cache_clear()
     monkeypatch.setattr(verdicts, "_cards", {})
-    monkeypatch.setattr(loader, "capability", lambda device: (7, 5))
+    monkeypatch.setattr(loader, "own_capability", lambda device: (7, 5))
     monkeypatch.setattr(loader, "device_name", lambda device: GPU)
     monkeypatch.setattr(settings, "gpu", lambda device: GPU)
     return found
@@ -129,7 +129,7 @@ def test_other_gpus_and_captures_are_not_asked(monkeypatch: pytest.MonkeyPatch) 
     with monkeypatch.context() as patch:
         patch.setattr(capture, "is_capturing", lambda device: True)
         assert tensor_cores.are_there(0)
-    monkeypatch.setattr(loader, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(loader, "own_capability", lambda device: (9, 0))
     call()
     assert tensor_cores.are_there(0) and not asked
 

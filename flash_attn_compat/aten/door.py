@@ -12,7 +12,7 @@ from flash_attn_compat import settings
 from flash_attn_compat.engine.build import Options, Packing, Purpose, request_of
 from flash_attn_compat.engine.call import Gradients, Result, Upstream
 from flash_attn_compat.engine.memory import Known, Request
-from flash_attn_compat.serving import autograd, dispatch, serve
+from flash_attn_compat.serving import autograd, compute, dispatch
 
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 KERNELS, PYTORCH = "fused", "pytorch"
@@ -34,7 +34,7 @@ def expanded(mask: Tensor | None, leading: Sequence[int], keys: int) -> Tensor |
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, bias: Tensor | None = None) -> Tensor | None:
-    """out of dense attention, recorded for autograd; None where others would serve. Shapes as in flash_attn_func."""
+    """out of dense attention, recorded for autograd; None where others would compute. Shapes as in flash_attn_func."""
     inputs = q, k, v
     found = _ours(request_of(q, k, v, options, autograd.purpose(inputs), bias=bias))
     if found is None:
@@ -46,9 +46,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, bias: Tensor | Non
 def forward(
     q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None, bias: Tensor | None, return_lse: bool
 ) -> Result | None:
-    """out and the LSE outside of autograd, dense or packed; None where others would serve."""
+    """out and the LSE outside of autograd, dense or packed; None where others would compute."""
     found = _ours(request_of(q, k, v, options, Purpose(return_lse=return_lse), packing, bias))
-    return None if found is None else serve.run(*found)[1]
+    return None if found is None else compute.run(*found)[1]
 
 
 def backward(
@@ -61,12 +61,12 @@ def backward(
     upstream: Upstream,
     into: Gradients | None,
 ) -> Gradients | None:
-    """Gradients from whoever's out and LSE, outside of autograd; None where others would serve."""
+    """Gradients from whoever's out and LSE, outside of autograd; None where others would compute."""
     found = _ours(request_of(q, k, v, options, Purpose(given_lse=True), packing, bias))
     if found is None:
         return None
     known, request = found
-    return serve.gradients(known, serve.backward_tensors(request.tensors, None), upstream, into)[1]
+    return compute.gradients(known, compute.backward_tensors(request.tensors, None), upstream, into)[1]
 
 
 def against(
@@ -80,7 +80,7 @@ def against(
 def _ours(request: Request) -> tuple[Known, Request] | None:
     """What is known of a request that our kernels compute."""
     try:
-        found = serve.find(request)
+        found = compute.find(request)
     except dispatch.BackendNotSupported:  # of a backend that the user named
         return None
     backend = found[0].backend

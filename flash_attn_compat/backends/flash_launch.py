@@ -42,7 +42,7 @@ class FlashBackend(OneLaunch):
         return call._replace(**changes) if changes else call
 
 
-def window(call: AttentionCall) -> tuple[bool, int, int]:
+def window_arguments(call: AttentionCall) -> tuple[bool, int, int]:
     """causal, left, right as the kernels take them: -1 for unbounded.
 
     The right one is -1 with causal: one row of grouped heads is only folded, and its keys read once, where the

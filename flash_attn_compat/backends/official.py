@@ -21,7 +21,7 @@ from torch import Tensor
 from flash_attn_compat import installed, settings
 from flash_attn_compat.backends import small_trial
 from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities
-from flash_attn_compat.backends.flash_launch import LACKS, FlashBackend, window
+from flash_attn_compat.backends.flash_launch import LACKS, FlashBackend, window_arguments
 from flash_attn_compat.backends.one_launch import Launched
 from flash_attn_compat.engine.call import AttentionCall, Gradients
 from flash_attn_compat.engine.features import Feature, Traits
@@ -64,7 +64,7 @@ class Official(FlashBackend):
 
     def launch_forward(self, call: AttentionCall) -> Launched:
         functions = _functions()
-        options = call.softmax_scale, *window(call), call.softcap
+        options = call.softmax_scale, *window_arguments(call), call.softcap
         q, k, v, slopes, starts = call.q, call.k, call.v, call.alibi_slopes, call.cu_seqlens_q
         if starts is None:
             found = functions.fwd(q, k, v, None, slopes, call.dropout_p, *options, False, None)
@@ -85,7 +85,7 @@ class Official(FlashBackend):
         gradients = into or Gradients(*(tensor.new_empty(tensor.shape) for tensor in (q, k, v)))
         rng_state = launched.state[0] if launched.state and call.dropout_p else None
         given = (dout, q, k, v, launched.out, launched.lse, *gradients)
-        others = *window(call), call.softcap, call.deterministic, None, rng_state
+        others = *window_arguments(call), call.softcap, call.deterministic, None, rng_state
         if starts_q is None:
             functions.bwd(*given, call.alibi_slopes, call.dropout_p, call.softmax_scale, *others)
         else:

@@ -47,7 +47,7 @@ class OneLaunch(Backend):
         """The call with its tensors as the kernel reads them."""
         changes: dict[str, Any] = {}
         for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v)):
-            if not is_readable(tensor) or tensor.is_neg():
+            if not is_as_read(tensor) or tensor.is_neg():
                 changes[name] = alignment.padded(tensor.resolve_neg())
         return call._replace(**changes) if changes else call
 
@@ -73,7 +73,7 @@ class OneLaunch(Backend):
         ready = self.as_read(call)
         dout, out = alignment.padded(upstream.dout), alignment.padded(upstream.out)
         lse, *state = upstream.saved or (self.native_lse(ready, upstream.lse),)
-        place = into if into is not None and all(map(is_readable, into)) else None
+        place = into if into is not None and all(map(is_as_read, into)) else None
         found = self.launch_backward(ready, dout, Launched(out, lse, tuple(state)), place)
         if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None and not self.zeroes_outside:
             if call.cu_seqlens_q is call.cu_seqlens_k and call.q.shape[0] == call.k.shape[0]:
@@ -86,7 +86,7 @@ class OneLaunch(Backend):
         return deliver(Gradients(*map(_of_its_own_heads, found, (call.q, call.k, call.v))), call, into)
 
 
-def is_readable(tensor: Tensor) -> bool:
+def is_as_read(tensor: Tensor) -> bool:
     """Whether the kernel reads, or writes, it as it is."""
     return tensor.shape[-1] % 8 == 0 and alignment.is_ready(tensor)
 

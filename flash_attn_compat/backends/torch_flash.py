@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities, lacking, operator
-from flash_attn_compat.backends.flash_launch import LACKS, FlashBackend, window
+from flash_attn_compat.backends.flash_launch import LACKS, FlashBackend, window_arguments
 from flash_attn_compat.backends.one_launch import Launched
 from flash_attn_compat.engine import callers_state
 from flash_attn_compat.engine.call import AttentionCall, Gradients
@@ -52,7 +52,7 @@ class TorchFlash(FlashBackend):
         return lacking(_ARGUMENTS)
 
     def launch_forward(self, call: AttentionCall) -> Launched:
-        causal, left, right = window(call)
+        causal, left, right = window_arguments(call)
         out, lse, seed, offset, _ = operator("_flash_attention_forward")(
             call.q, call.k, call.v, call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, call.max_seqlen_k,
             call.dropout_p, causal, False, scale=call.softmax_scale, window_size_left=left, window_size_right=right,
@@ -63,7 +63,7 @@ class TorchFlash(FlashBackend):
         self, call: AttentionCall, dout: Tensor, launched: Launched, into: Gradients | None
     ) -> Gradients:
         seed, offset = launched.state or (dout.new_empty(0), dout.new_empty(0))
-        causal, left, right = window(call)
+        causal, left, right = window_arguments(call)
         found = operator("_flash_attention_backward")(
             dout, call.q, call.k, call.v, launched.out, launched.lse, call.cu_seqlens_q, call.cu_seqlens_k,
             call.max_seqlen_q, call.max_seqlen_k, call.dropout_p, causal, seed, offset, scale=call.softmax_scale,

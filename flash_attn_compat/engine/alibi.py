@@ -16,7 +16,7 @@ from flash_attn_compat.engine.mask import Range
 _EXACT_INTEGERS = 2**24
 
 
-def per_sequence(slopes: Tensor, batch: int) -> Tensor:
+def slopes_per_sequence(slopes: Tensor, batch: int) -> Tensor:
     """(nheads,) or (batch, nheads) slopes as (batch, nheads), without a copy."""
     return slopes if slopes.dim() == 2 else slopes.expand(batch, -1)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from flash_attn_compat.engine import checks
 from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.mask import MOST_TOKENS, Mask
-from flash_attn_compat.engine.memory import Alike, Kind, Request, alike_to
+from flash_attn_compat.engine.memory import Alike, Request, RequestKind, alike_to
 
 
 class Options(NamedTuple):
@@ -108,7 +108,7 @@ def plain(options: tuple[Any, ...]) -> tuple[Any, ...]:
     try:
         left, right = window_size
     except (TypeError, ValueError):
-        left, right = checks.window(window_size)  # raises, and says what a window is
+        left, right = checks.two_bounds(window_size)  # raises, and says what a window is
     if type(left) is not int or type(right) is not int:  # 1.0 is no bound, and equals 1
         left, right = integer("window_size_left", left), integer("window_size_right", right)
     values = dropout_p, scale, causal, left, right, softcap, deterministic, return_attn_probs
@@ -171,8 +171,8 @@ def _check_packed(request: Request) -> None:
         checks.values_of_pages(k, table, others[0])
 
 
-DENSE = Kind("dense", _build_dense)
-PACKED = Kind("packed", _build_packed, _check_packed)
+DENSE = RequestKind("dense", _build_dense)
+PACKED = RequestKind("packed", _build_packed, _check_packed)
 
 
 def cache_call(

@@ -53,7 +53,7 @@ def number(name: str, value: Any) -> float:
     return float(value)
 
 
-def window(value: Any) -> tuple[Any, Any]:
+def two_bounds(value: Any) -> tuple[Any, Any]:
     """The two bounds of a window, of whatever type."""
     try:
         left, right = value
@@ -273,7 +273,7 @@ def alibi(slopes: Tensor, q: Tensor, batch: int) -> None:
         )
 
 
-def places(given: Upstream, *gradients: Tensor | None) -> None:
+def upstream_memory(given: Upstream, *gradients: Tensor | None) -> None:
     """Of what ``upstream`` looks at: that there are tensors, and memory for what is to be written."""
     for name in ("dout", "out", "softmax_lse"):
         is_tensor(name, getattr(given, name))

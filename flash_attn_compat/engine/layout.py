@@ -134,7 +134,7 @@ def whole_block(call: AttentionCall) -> Block | None:
     if not call.is_dense:
         return None
     batch = call.q.shape[0]
-    slopes = None if call.alibi_slopes is None else alibi.per_sequence(call.alibi_slopes, batch)
+    slopes = None if call.alibi_slopes is None else alibi.slopes_per_sequence(call.alibi_slopes, batch)
     return Block(call.q, call.k, call.v, slopes, range(batch))
 
 
@@ -281,7 +281,7 @@ class Layout:
             slopes = call.alibi_slopes
             if slopes is not None:
                 shared = slopes.dim() == 1
-                slopes = alibi.per_sequence(slopes, len(sequences)) if shared else slopes[sequences]
+                slopes = alibi.slopes_per_sequence(slopes, len(sequences)) if shared else slopes[sequences]
             q, k, v = rows.gather(call.q), keys.gather(call.k), keys.gather(call.v)
             yield Block(q, k, v, slopes, sequences, rows.missing, keys.missing), rows, keys
 

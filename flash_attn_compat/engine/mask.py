@@ -13,7 +13,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-Tile = TypeVar("Tile")
+Made = TypeVar("Made")
 
 # No sequence is longer. Kernels add bounds to positions in int32, so none of ours may be larger either.
 MOST_TOKENS = 2**30
@@ -107,14 +107,14 @@ class Mask(NamedTuple):
         return tile
 
 
-class ByDistance(Generic[Tile]):
+class ByDistance(Generic[Made]):
     """``make(rows, keys)``, the latest few kept: it depends on nothing but how many they are and how far apart."""
 
-    def __init__(self, make: Callable[[Range, Range], Tile], most: int) -> None:
+    def __init__(self, make: Callable[[Range, Range], Made], most: int) -> None:
         self._make, self._most = make, most
-        self._kept: dict[tuple[int, int, int], Tile] = {}
+        self._kept: dict[tuple[int, int, int], Made] = {}
 
-    def __call__(self, rows: Range, keys: Range) -> Tile:
+    def __call__(self, rows: Range, keys: Range) -> Made:
         found = rows.size, keys.size, keys.start - rows.start
         if found not in self._kept:
             if len(self._kept) >= self._most:

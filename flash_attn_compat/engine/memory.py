@@ -59,7 +59,7 @@ def alike_to(call: AttentionCall) -> Alike:
 
 
 @dataclass(frozen=True, eq=False)
-class Kind:
+class RequestKind:
     """A function's manner of asking.
 
     build: checks a request, but for the numbers in its tensors; check: those, as far as the host sees them
@@ -78,7 +78,7 @@ class Request(NamedTuple):
     values: plain ones, everything that is no tensor; length: a cache's, where the host knows it for all sequences
     """
 
-    kind: Kind
+    kind: RequestKind
     tensors: Tensors
     values: tuple[Any, ...]
     length: int | None = None
@@ -111,7 +111,7 @@ class Memory:
 _transforms = torch._C._are_functorch_transforms_active  # looked up once: every call asks
 _adding = threading.Lock()
 _current = Memory()
-Value = TypeVar("Value")
+Kept = TypeVar("Kept")
 
 
 def current() -> Memory:
@@ -127,7 +127,7 @@ def forget() -> None:
     _current = Memory()
 
 
-def keep(table: dict[Key, Value], key: Key, value: Value, most: int | None = None) -> None:
+def keep(table: dict[Key, Kept], key: Key, value: Kept, most: int | None = None) -> None:
     """In a table of what is known, of decisions, or of one call's backwards, of which there are few."""
     with _adding:
         while len(table) >= (most or MOST):

@@ -35,7 +35,7 @@ def padded_lse(lse: Tensor, cu_seqlens: Tensor, rows: int) -> Tensor:
     return torch.where(inside[:, None], gathered, torch.inf).contiguous()
 
 
-def mask(cu_seqlens: Tensor, total: int) -> Tensor:
+def is_outside(cu_seqlens: Tensor, total: int) -> Tensor:
     """(total,) bool, True for tokens that lie outside."""
     # Half a token more than its index divides the token at a sequence's end from the last one within.
     tokens = torch.arange(0.5, total, dtype=torch.float64, device=cu_seqlens.device)
@@ -49,7 +49,7 @@ def clear(cu_seqlens: Tensor, tensors: Sequence[Tensor]) -> None:
     total = tensors[0].shape[0]
     if cu_seqlens.is_cpu and cu_seqlens[0] == 0 and cu_seqlens[-1] == total:
         return
-    lies_outside = mask(cu_seqlens, total).view(-1, 1, 1)
+    lies_outside = is_outside(cu_seqlens, total).view(-1, 1, 1)
     for tensor in tensors:
         is_of_words = tensor.shape[-1] * tensor.element_size() % 8 == 0  # for speed, eight bytes are filled at once
         (tensor.view(torch.int64) if is_of_words else tensor).masked_fill_(lies_outside, 0)

@@ -17,7 +17,7 @@ from flash_attn_compat.engine.build import FORWARD, RECORDED, TRANSFORMED, Purpo
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.memory import Known, Request, Tensors
 from flash_attn_compat.serving import at_exit, dispatch
-from flash_attn_compat.serving.serve import backward_tensors, dmask, gradients, run
+from flash_attn_compat.serving.compute import backward_tensors, dmask, gradients, run
 
 
 def unpack(inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,7 +20,7 @@ from flash_attn_compat.engine.call import Gradients, Upstream
 from flash_attn_compat.engine.layout import lse_dtype
 from flash_attn_compat.engine.memory import PLAIN, Request
 from flash_attn_compat.engine.probabilities import round_up
-from flash_attn_compat.serving import flops, serve, sharding
+from flash_attn_compat.serving import compute, flops, sharding
 from flash_attn_compat.serving.autograd import are_transformed, gradient_of_lse
 
 # Looked up once: every call asks.
@@ -136,7 +136,7 @@ def _flatten(options: Options, packing: Packing | None) -> tuple[Any, ...]:
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, _ = options
     scalars = (
         checks.number("dropout_p", dropout_p), softmax_scale, checks.flag("causal", causal),
-        *checks.window(window_size), checks.softcap(softcap), bool(deterministic),
+        *checks.two_bounds(window_size), checks.softcap(softcap), bool(deterministic),
     )  # fmt: skip
     if packing is None:
         return None, None, None, None, None, alibi_slopes, 0, 0, None, None, *scalars
@@ -207,7 +207,7 @@ def _forward_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tenso
     *rest, return_lse, return_dmask, needs_grad = arguments
     # The backward finds its backend anew, so the dropout mask has to be one that any of them can draw.
     purpose = Purpose(needs_grad, return_lse, return_dmask, shares_dropout_mask=True)
-    out, lse, dmask, rng_state = serve.whole(Arguments(*rest).request(q, k, v, purpose))
+    out, lse, dmask, rng_state = compute.whole(Arguments(*rest).request(q, k, v, purpose))
     return out.contiguous(), lse, dmask, rng_state
 
 
@@ -255,9 +255,9 @@ def _backward_op(
     *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     purpose = Purpose(needs_grad=True, return_lse=True, shares_dropout_mask=True, given_lse=True)
-    known, request = serve.find(Arguments(*arguments).request(q, k, v, purpose))
+    known, request = compute.find(Arguments(*arguments).request(q, k, v, purpose))
     upstream = Upstream(dout, out, softmax_lse, rng_state, dlse=gradient_of_lse(dlse, softmax_lse))
-    _, (dq, dk, dv) = serve.gradients(known, serve.backward_tensors(request.tensors, rng_state), upstream)
+    _, (dq, dk, dv) = compute.gradients(known, compute.backward_tensors(request.tensors, rng_state), upstream)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 

@@ -18,7 +18,7 @@ from flash_attn_compat.engine.call import Gradients, Upstream
 from flash_attn_compat.engine.memory import Request
 from flash_attn_compat.engine.probabilities import round_up
 from flash_attn_compat.serving import dispatch, torch_ops
-from flash_attn_compat.serving.serve import backward_tensors, find, gradients, whole
+from flash_attn_compat.serving.compute import backward_tensors, find, gradients, whole
 
 # rng_state describes the mask, and any backend may draw it again.
 _FORWARD = Purpose(return_lse=True, shares_dropout_mask=True)
@@ -77,7 +77,7 @@ def varlen_forward(
         _check_num_splits(num_splits, q, k, options, packing)
     out, lse, dmask, rng_state = forward(q, k, v, options, return_softmax, packing)
     if zero_tensors:
-        lse = lse.masked_fill(outside.mask(packing.cu_seqlens_q, q.shape[0]), -torch.inf)
+        lse = lse.masked_fill(outside.is_outside(packing.cu_seqlens_q, q.shape[0]), -torch.inf)
     return out, lse, dmask, rng_state
 
 
@@ -135,7 +135,7 @@ def _backward(request: Request, upstream: Upstream, written: Written) -> None:
         return
     dq, dk, dv = written
     known, request = find(request)
-    checks.places(upstream, *written)
+    checks.upstream_memory(upstream, *written)
     rng_state = upstream.rng_state if known.call.dropout_p else None
     into = None if dq is None or dk is None or dv is None else Gradients(dq, dk, dv)
     backend, found = gradients(

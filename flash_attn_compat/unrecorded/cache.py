@@ -14,9 +14,9 @@ from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.build import cache_call, integer, plain
 from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.layout import lse_dtype
-from flash_attn_compat.engine.memory import Alike, Kind, Request, Tensors
+from flash_attn_compat.engine.memory import Alike, Request, RequestKind, Tensors
 from flash_attn_compat.serving import torch_ops
-from flash_attn_compat.serving.serve import serve
+from flash_attn_compat.serving.compute import find, run
 
 _CACHE_SHAPE = "(batch_size_cache, seqlen_cache, num_heads_k, head_size)"
 
@@ -55,8 +55,8 @@ def attend(
     if not torch.compiler.is_compiling():
         checks.are_dense(dict(zip(_Arguments._fields, tensors)))
     found: tuple[Tensor, Tensor] = _kvcache_op(
-        *tensors, softmax_scale, causal, *checks.window(window_size), softcap, rotary_interleaved, num_splits, number,
-        return_lse,
+        *tensors, softmax_scale, causal, *checks.two_bounds(window_size), softcap, rotary_interleaved, num_splits,
+        number, return_lse,
     )  # fmt: skip
     return found
 
@@ -112,7 +112,7 @@ def _attend(
     if type(num_splits) is not int:
         num_splits = integer("num_splits", num_splits)
     others = bool(interleaved), num_splits, rows is not None, length is not None, side
-    known, result = serve(Request(CACHE, tensors, (values, *others), length))
+    known, result = run(*find(Request(OVER_CACHE, tensors, (values, *others), length)))
     return result.out, result.lse.contiguous() if known.call.return_lse else None
 
 
@@ -274,7 +274,7 @@ def _appended(request: Request, q: Tensor) -> Request:
     return request._replace(tensors=tensors, length=length)
 
 
-CACHE = Kind("cache", _build, _check_values, _appended)
+OVER_CACHE = RequestKind("cache", _build, _check_values, _appended)
 
 
 def _check_capacity(arguments: _Arguments, lengths: int | Tensor) -> None:

@@ -78,7 +78,7 @@ def compilers() -> dict[str, Compiler]:
     Those that are installed, and those that lie anywhere below the folders in the environment variable NVRTC_FOLDERS.
     """
     folders = filter(None, os.environ.get(FOLDERS, "").split(os.pathsep))
-    paths = [path for major in ("13", "12", "11") for path in loader.places(major)]
+    paths = [path for major in ("13", "12", "11") for path in loader.nvrtc_paths(major)]
     paths += [str(path) for folder in folders for path in sorted(Path(folder).rglob("libnvrtc.so.*"))]
     found: dict[tuple[int, int], Compiler] = {}
     for path in paths:

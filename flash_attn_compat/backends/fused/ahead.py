@@ -14,7 +14,7 @@ _OLDEST = 75
 _USUAL = 32, 64, 80, 96, 128, 256
 
 
-def number(architecture: str) -> int:
+def architecture_number(architecture: str) -> int:
     """90 of sm_90 or compute_90; raises KernelError for what the NVRTC at hand, or this package, has no kernels for."""
     known: list[int] = [one for one in loader.compiler().architectures if one >= _OLDEST]
     numbers = {f"{kind}_{one}": one for kind in ("sm", "compute") for one in known}
@@ -24,7 +24,7 @@ def number(architecture: str) -> int:
     return numbers[architecture]
 
 
-def kinds(number: int, head_dims: Collection[int], dtypes: Collection[str]) -> Iterator[Kind]:
+def usual_kinds(number: int, head_dims: Collection[int], dtypes: Collection[str]) -> Iterator[Kind]:
     """What models ask for: rows on 16 bytes, no dense mask, and at most one of ALiBi, softcap and dropout.
 
     head_dims: empty for those of most models; dtypes: "float16" and "bfloat16", empty for both

@@ -36,10 +36,10 @@ def prepare(call: AttentionCall, upstream: Upstream, into: Gradients | None) -> 
 
     if untidy:
         call = call.with_tensors(*tidy(call.tensors))
-    launch = _prepare(call, _read(upstream), into or _new_places(call.tensors))
+    launch = _prepare(call, _read(upstream), into or _new_targets(call.tensors))
 
     def run(tensors: Tensors, upstream: Upstream, into: Gradients | None) -> Gradients:
-        found = launch(tidy(tensors) if untidy else tensors, _read(upstream), into or _new_places(tensors))
+        found = launch(tidy(tensors) if untidy else tensors, _read(upstream), into or _new_targets(tensors))
         if into is None:
             return found
         for target, gradient in zip(into, found):
@@ -59,49 +59,51 @@ def _read(upstream: Upstream) -> Upstream:
     return upstream._replace(softmax_lse=lse.contiguous(), dlse=dlse)
 
 
-def _new_places(tensors: Tensors) -> Gradients:
+def _new_targets(tensors: Tensors) -> Gradients:
     return Gradients(*map(_empty, tensors[:3]))
 
 
-def _prepare(call: AttentionCall, upstream: Upstream, places: Gradients) -> _Launch:
-    vec = launcher.vector_size((*call[:3], upstream.dout, upstream.out, *places), in_place=False)
-    if not vec or not all(map(_is_writable, places)):
-        return _prepare_copies(call, upstream, places)
+def _prepare(call: AttentionCall, upstream: Upstream, targets: Gradients) -> _Launch:
+    vec = launcher.vector_size((*call[:3], upstream.dout, upstream.out, *targets), in_place=False)
+    if not vec or not all(map(_is_writable, targets)):
+        return _prepare_copies(call, upstream, targets)
     device, kind = call.q.get_device(), converted.with_copies(call, launcher.kind_of(call, vec), True)
-    plan = _plan(call, upstream, places, kind)
+    plan = _plan(call, upstream, targets, kind)
     kernels = tuple(variant for variant in plan.variants if variant.entry in _KERNELS)
     in_seats = tuple(map(variants.is_in_seats, kernels))
 
-    def run_tiny(call: AttentionCall, upstream: Upstream, places: Gradients) -> Gradients:
-        return _launch(_plan(call, upstream, places, kind, 2, in_seats), call.tensors, upstream, places)
+    def run_tiny(call: AttentionCall, upstream: Upstream, targets: Gradients) -> Gradients:
+        return _launch(_plan(call, upstream, targets, kind, 2, in_seats), call.tensors, upstream, targets)
 
     trial.check(kernels, device, lambda: trial.of_backward(kind, call.q.device, run_tiny))
     return functools.partial(_launch, plan)
 
 
-def _launch(plan: Plan, tensors: Sequence[Any], upstream: Upstream, places: Gradients) -> Gradients:
+def _launch(plan: Plan, tensors: Sequence[Any], upstream: Upstream, targets: Gradients) -> Gradients:
     dout, out, lse, _, saved, dlse = upstream
-    plan.run((*tensors, dout, out, lse, dlse, *places, *saved[1:]))
-    return places
+    plan.run((*tensors, dout, out, lse, dlse, *targets, *saved[1:]))
+    return targets
 
 
-def _prepare_copies(call: AttentionCall, upstream: Upstream, places: Gradients) -> _Launch:
+def _prepare_copies(call: AttentionCall, upstream: Upstream, targets: Gradients) -> _Launch:
     """What is not on 16 bytes is copied into place first; gradients have the padding cut off."""
-    copied = _copied(call.tensors, upstream, places)
+    copied = _copied(call.tensors, upstream, targets)
     launch = _prepare(call.with_tensors(*copied[0]), *copied[1:])
 
-    def run(tensors: Sequence[Any], upstream: Upstream, places: Gradients) -> Gradients:
-        found = launch(*_copied(tensors, upstream, places))
+    def run(tensors: Sequence[Any], upstream: Upstream, targets: Gradients) -> Gradients:
+        found = launch(*_copied(tensors, upstream, targets))
         return Gradients(*(alignment.narrowed(one, x.shape[-1]) for one, x in zip(found, tensors)))
 
     return run
 
 
-def _copied(tensors: Sequence[Any], upstream: Upstream, places: Gradients) -> tuple[Sequence[Any], Upstream, Gradients]:
+def _copied(
+    tensors: Sequence[Any], upstream: Upstream, targets: Gradients
+) -> tuple[Sequence[Any], Upstream, Gradients]:
     q, k, v, dout, out = map(launcher.aligned, (*tensors[:3], upstream.dout, upstream.out))
     made = [
-        place if place.shape == tensor.shape and _is_writable(place) and launcher.is_aligned(place) else _empty(tensor)
-        for place, tensor in zip(places, (q, k, v))
+        target if target.shape == x.shape and _is_writable(target) and launcher.is_aligned(target) else _empty(x)
+        for target, x in zip(targets, (q, k, v))
     ]
     return (q, k, v, *tensors[3:]), upstream._replace(dout=dout, out=out), Gradients(*made)
 
@@ -109,7 +111,7 @@ def _copied(tensors: Sequence[Any], upstream: Upstream, places: Gradients) -> tu
 def _plan(
     call: AttentionCall,
     upstream: Upstream,
-    places: Gradients,
+    targets: Gradients,
     kind: Kind,
     splits: int | None = None,
     in_seats: Sequence[bool] = (False,) * 3,
@@ -123,10 +125,10 @@ def _plan(
     """
     kept = dict(zip(("absmax",), upstream.saved[1:]))
     results = {"dout": upstream.dout, "out": upstream.out, "lse": upstream.lse, "dlse": upstream.dlse}
-    others = {**results, **places._asdict(), **kept}
+    others = {**results, **targets._asdict(), **kept}
     fields = launcher.described(call)
     fields |= {"out_s": launcher.strides(upstream.out), "dout_s": launcher.strides(upstream.dout)}
-    fields |= {f"{name}_s": launcher.strides(place) for name, place in places._asdict().items()}
+    fields |= {f"{name}_s": launcher.strides(target) for name, target in targets._asdict().items()}
     if upstream.saved:
         fields["lse_has_position"] = 0
     of_mask, launches = launcher.look_through(call, kind, fields)

@@ -1,5 +1,6 @@
-"""How many blocks a launch has: for the tiles of a head, as many as the longest sequence needs, for each or for all; and
-splits, which share the keys, or the heads, of one tile where there are too few tiles for the GPU.
+"""How many blocks a launch has: as many as the longest sequence needs for the tiles of a head, for each or for all.
+
+Where a call has too few tiles for the GPU, splits share the keys, or the query heads, of one tile.
 
 Nothing is read from the GPU. Of packed sequences the host knows how many there are, all their tokens, and what the
 caller says of the longest. Where that is far above most of them, almost all of its blocks would have nothing to do.

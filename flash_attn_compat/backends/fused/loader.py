@@ -203,14 +203,14 @@ def device_name(device: int) -> str:
     return torch.cuda.get_device_name(device)
 
 
-def capability(device: int) -> tuple[int, int]:
+def own_capability(device: int) -> tuple[int, int]:
     """The GPU's own, whatever is forced."""
     return settings.device_capability(torch.device("cuda", device))
 
 
 def target(device: int) -> Target:
     """The GPU's own architecture where NVRTC knows it; PTX for the driver to assemble where it is too new or forced."""
-    real, forced = capability(device), settings.forced_capability()
+    real, forced = own_capability(device), settings.forced_capability()
     if forced is not None and forced < (8, 0) <= real:
         return Target("compute_75", 75)
     number, known = real[0] * 10 + real[1], compiler().architectures
@@ -335,7 +335,7 @@ def _nvrtc() -> ctypes.CDLL:
     own = (torch.version.cuda or "").partition(".")[0]
     majors.sort(key=lambda major: major != own)
     for major in majors:
-        for path in places(major):
+        for path in nvrtc_paths(major):
             with contextlib.suppress(OSError):
                 return opened(path)
     wheel = f"nvidia-cuda-nvrtc-cu{own}" if own in ("11", "12") else "nvidia-cuda-nvrtc"
@@ -344,7 +344,7 @@ def _nvrtc() -> ctypes.CDLL:
     )
 
 
-def places(major: str) -> Iterator[str]:
+def nvrtc_paths(major: str) -> Iterator[str]:
     """Where an NVRTC of that major version may lie, most likely first."""
     # PyTorch's older wheels carry a hash in the name: libnvrtc-<hash>.so.11.2.
     windows = sys.platform == "win32"

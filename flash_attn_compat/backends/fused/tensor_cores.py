@@ -25,7 +25,7 @@ VARIANT = Variant("tensor_cores", "tensor_cores.cu", (("TYPE", variants.FP16),),
 
 def are_there(device: int) -> bool:
     """True too where it cannot be found out, or not now."""
-    if loader.capability(device) != _DOUBTFUL:
+    if loader.own_capability(device) != _DOUBTFUL:
         return True
     return capture.is_capturing(device) or _are_there(loader.device_name(device), device)
 

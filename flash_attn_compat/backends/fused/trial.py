@@ -37,7 +37,7 @@ _GRADIENTS = frozenset({"dq", "dk", "dv"})
 _JUDGE = Reference()
 _CODE = Path(__file__).parent
 
-Value = TypeVar("Value", AttentionCall, Append)
+Moved = TypeVar("Moved", AttentionCall, Append)
 
 _right: set[tuple[tuple[Variant, ...], str, int]] = set()
 
@@ -238,7 +238,7 @@ def _in_fp32(call: AttentionCall) -> AttentionCall:
     return call._replace(q=call.q.float(), k=call.k.float(), v=call.v.float())
 
 
-def _on(place: torch.device, value: Value) -> Value:
+def _on(place: torch.device, value: Moved) -> Moved:
     """A copy there of a call, or of what is appended."""
     tensors = {name: part for name, part in value._asdict().items() if isinstance(part, Tensor)}
     copies: dict[str, Any] = {name: tensor.to(place, copy=True) for name, tensor in tensors.items()}

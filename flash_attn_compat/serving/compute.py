@@ -1,7 +1,7 @@
-"""The one door: a request finds what is known of calls like it, or has it prepared, and is computed by that.
+"""The only way in: a request finds what is known of calls like it, or has it prepared, and is computed by that.
 
 Whatever fails (compiling, loading, launching or trying a kernel), at a first call or a later one, forward or backward:
-the backend keeps the reason, all that is known is forgotten, and the next backend serves.
+the backend keeps the reason, all that is known is forgotten, and the next backend computes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,6 @@ from flash_attn_compat.engine.probabilities import signed_probabilities
 from flash_attn_compat.serving import at_exit, dispatch
 
 _NONE = (None,) * 11
-
-
-def serve(request: Request) -> tuple[Known, Result]:
-    """What is known of a request, and its result, outside autograd."""
-    return run(*find(request))
 
 
 def run(known: Known, request: Request) -> tuple[Known, Result]:
@@ -75,7 +70,7 @@ def _stored(known: Known, request: Request) -> Request:
 
 def whole(request: Request) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, softmax_lse, S_dmask, rng_state) outside autograd; what the request does not ask for has no elements."""
-    known, result = serve(request)
+    known, result = run(*find(request))
     out, rng_state = result.out, result.rng_state
     lse = result.lse.contiguous() if known.call.return_lse else out.new_empty(0, dtype=lse_dtype(out.dtype))
     if rng_state is None:
