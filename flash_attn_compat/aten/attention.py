@@ -27,7 +27,7 @@ _is_deterministic = torch._C._get_deterministic_algorithms
 _has_efficient, _has_flash = torch._C._get_mem_efficient_sdp_enabled, torch._C._get_flash_sdp_enabled
 
 
-def serving(front: Front) -> Callable[..., Tensor]:
+def implementation(front: Front) -> Callable[..., Tensor]:
     """The operator for the keys of the front's device. The dispatcher leaves out arguments that are the default."""
 
     def ours(
@@ -43,12 +43,15 @@ def serving(front: Front) -> Callable[..., Tensor]:
         enable_gqa: bool = False,
     ) -> Tensor | None:
         against = why_not(wish, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-        if settings.explains():
-            _explain(against, query, key, value, attn_mask, dropout_p, is_causal, scale)
         if against is not None:
+            if settings.explains():
+                door.explain([against])
             return None
         bias = door.expanded(attn_mask, query.shape[:3], key.shape[2])
-        out = _attend(*_as_flash(query, key, value, dropout_p, is_causal, scale), bias)
+        call = _as_flash(query, key, value, dropout_p, is_causal, scale)
+        if settings.explains():
+            door.explain(door.against(*call, bias=bias))
+        out = _attend(*call, bias)
         return None if out is None else out.contiguous().transpose(1, 2)
 
     def attention(*arguments: Any, **named: Any) -> Any:
@@ -97,7 +100,7 @@ def why_not(
     if against is not None:
         return against
     # These would go to the plain formula, which is slower at any size.
-    at_any_size = (heads != heads_k or q.dtype is torch.bfloat16) and not (wish.always and door.is_of_today(q.device))
+    at_any_size = (heads != heads_k or q.dtype is torch.bfloat16) and not (wish.always and door.has_flash(q.device))
     is_recorded = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return against_size(wish, q, rows, keys, batch * heads, is_recorded, at_any_size)
 
@@ -138,24 +141,6 @@ def _ungrouped(
     heads, heads_k = q.shape[1], k.shape[1]
     if q.dtype is not torch.float16 or heads == heads_k or heads_k != v.shape[1] or not heads_k or heads % heads_k:
         return given
-    if q.device.type != wish.device or door.is_of_today(q.device) or torch._guards.TracingContext.try_get() is None:
+    if q.device.type != wish.device or door.has_flash(q.device) or torch._guards.TracingContext.try_get() is None:
         return given
     return q, *(x.repeat_interleave(heads // heads_k, 1) for x in (k, v)), attn_mask, *rest
-
-
-def _explain(
-    against: str | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-) -> None:
-    reasons = [against] if against else []
-    if not reasons:
-        bias = door.expanded(attn_mask, q.shape[:3], k.shape[2])
-        reasons = door.against(*_as_flash(q, k, v, dropout_p, is_causal, scale), bias=bias)
-    served_by = door.PYTORCH if reasons else door.KERNELS
-    dispatch.raise_explanation(dispatch.Explanation(served_by, {door.KERNELS: reasons, door.PYTORCH: []}))

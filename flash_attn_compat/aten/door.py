@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -77,6 +78,12 @@ def against(
     return dispatch.reasons_against(KERNELS, request.kind.build(request).call)
 
 
+def explain(reasons: list[str]) -> NoReturn:
+    """End the call in progress, which is only to be explained: what speaks against our kernels, if anything."""
+    computed_by = PYTORCH if reasons else KERNELS
+    dispatch.raise_explanation(dispatch.Explanation(computed_by, {KERNELS: reasons, PYTORCH: []}))
+
+
 def _ours(request: Request) -> tuple[Known, Request] | None:
     """What is known of a request that our kernels compute."""
     try:
@@ -87,6 +94,6 @@ def _ours(request: Request) -> tuple[Known, Request] | None:
     return found if backend is not None and backend.name == KERNELS else None
 
 
-def is_of_today(device: torch.device) -> bool:
+def has_flash(device: torch.device) -> bool:
     """Whether PyTorch has flash kernels of its own for this GPU."""
     return device.type == "cuda" and settings.capability(device) >= (8, 0)

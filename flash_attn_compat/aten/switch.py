@@ -98,9 +98,9 @@ def _others_may_call() -> bool:
 def _register(front: Front) -> Library:
     library = Library("aten", "IMPL")
     for key in _KEYS[front.device]:
-        library.impl(attention.NAME, attention.serving(front), key)
-    library.impl(efficient.FORWARD, efficient.serving_forward(front), efficient.KEY, with_keyset=True)
-    library.impl(efficient.BACKWARD, efficient.serving_backward(front), efficient.KEY, with_keyset=True)
+        library.impl(attention.NAME, attention.implementation(front), key)
+    library.impl(efficient.FORWARD, efficient.forward_implementation(front), efficient.KEY, with_keyset=True)
+    library.impl(efficient.BACKWARD, efficient.backward_implementation(front), efficient.KEY, with_keyset=True)
     return library
 
 

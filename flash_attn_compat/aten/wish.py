@@ -41,7 +41,7 @@ class Front:
         self.wish: Wish | None = wish
 
 
-def is_at_home(wish: Wish, tensor: Tensor) -> bool:
+def is_ordinary(wish: Wish, tensor: Tensor) -> bool:
     """Whether it is an ordinary tensor on the wish's kind of device, and not a fake one or one without memory."""
     return type(tensor) in door.PLAIN and tensor.device.type == wish.device
 
@@ -55,7 +55,7 @@ def against_tensors(wish: Wish, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"it is on {device.type}, not on {wish.device}"
     if not (dtype is k.dtype is v.dtype and device == k.device == v.device):
         return "dtypes or devices differ"
-    if not wish.always and door.is_of_today(device):
+    if not wish.always and door.has_flash(device):
         return 'PyTorch has flash kernels for this GPU: sdpa="always" asks for ours all the same'
     return None
 
