@@ -62,8 +62,8 @@ def against_tensors(wish: Wish, q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 def against_mask(wish: Wish, mask: Tensor, q: Tensor, shape: tuple[int, int, int, int]) -> str | None:
     """Why a dense mask cannot be ours. shape: (batch, heads, rows, keys), to which it is broadcast"""
-    if mask.requires_grad and torch.is_grad_enabled():
-        return "its mask wants a gradient"
+    if torch.is_grad_enabled() and (mask.requires_grad or mask.is_inference()):
+        return "its mask wants a gradient" if mask.requires_grad else "autograd keeps no mask of inference mode"
     if type(mask) not in door.PLAIN or mask.device != q.device:
         return "its mask is on another device, or no plain tensor"
     if mask.dtype not in (torch.bool, torch.float32, q.dtype):
