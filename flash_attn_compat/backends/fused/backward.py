@@ -32,7 +32,7 @@ def prepare(call: AttentionCall, upstream: Upstream, into: Gradients | None) -> 
     untidy = launcher.untidy(call.tensors)
 
     def tidy(tensors: Tensors) -> Sequence[Any]:
-        return [tensor.contiguous() if index in untidy else tensor for index, tensor in enumerate(tensors)]
+        return [launcher.tidied(tensor) if index in untidy else tensor for index, tensor in enumerate(tensors)]
 
     if untidy:
         call = call.with_tensors(*tidy(call.tensors))

@@ -37,7 +37,7 @@ def prepare(alike: Alike) -> Run | None:
         tensors[index] = how(tensors[index])
 
     for index in launcher.untidy(tensors):
-        copy(index, Tensor.contiguous)
+        copy(index, launcher.tidied)
     few = variants.takes_decode(launcher.longest_rows(call), call.nheads // call.nheads_k, call.bias is not None)
     read_at_once: tuple[int, ...] = ()
     if alike.is_over_cache:

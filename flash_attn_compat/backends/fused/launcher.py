@@ -271,6 +271,12 @@ def untidy(tensors: Sequence[Any]) -> list[int]:
     return [index for index, tensor in apart if tensor.dtype is not torch.bool]
 
 
+def tidied(tensor: Tensor) -> Tensor:
+    """A copy of one that is ``untidy``; what its sequences, heads or rows share is copied once."""
+    own = tensor[tuple([slice(None if stride else 1) for stride in tensor.stride()[:-1]])]
+    return own.contiguous().expand(tensor.shape)
+
+
 def is_tidy(new: Append) -> bool:
     """Whether what is appended lies as the kernels read it: cos and sin by the same steps."""
     cos, sin = new.rotary_cos, new.rotary_sin
