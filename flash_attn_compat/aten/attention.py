@@ -96,7 +96,7 @@ def why_not(
         return "heads differ"
     if not (_has_efficient() or _has_flash()):
         return "the program forbids PyTorch's fused kernels, and so ours"
-    against = None if attn_mask is None else against_mask(wish, attn_mask, q, (batch, heads, rows, keys))
+    against = None if attn_mask is None else against_mask(attn_mask, q, (batch, heads, rows, keys))
     if against is not None:
         return against
     # These would go to the plain formula, which is slower at any size.

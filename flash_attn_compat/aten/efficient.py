@@ -197,7 +197,7 @@ def why_not(wish: Wish, problem: Problem, is_recorded: bool) -> str | None:
     if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0]:
         return "shapes or heads differ"
     rows, heads = problem.rows, q.shape[2]
-    against = None if bias is None else against_mask(wish, bias, q, (q.shape[0], heads, rows, k.shape[1]))
+    against = None if bias is None else against_mask(bias, q, (q.shape[0], heads, rows, k.shape[1]))
     if against is not None:
         return against
     if problem.custom_mask_type not in (NO_MASK, TOP_LEFT, BOTTOM_RIGHT):

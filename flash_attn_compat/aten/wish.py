@@ -60,7 +60,7 @@ def against_tensors(wish: Wish, q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def against_mask(wish: Wish, mask: Tensor, q: Tensor, shape: tuple[int, int, int, int]) -> str | None:
+def against_mask(mask: Tensor, q: Tensor, shape: tuple[int, int, int, int]) -> str | None:
     """Why a dense mask cannot be ours. shape: (batch, heads, rows, keys), to which it is broadcast"""
     if torch.is_grad_enabled() and (mask.requires_grad or mask.is_inference()):
         return "its mask wants a gradient" if mask.requires_grad else "autograd keeps no mask of inference mode"

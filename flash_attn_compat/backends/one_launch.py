@@ -47,8 +47,9 @@ class OneLaunch(Backend):
         """The call with its tensors as the kernel reads them."""
         changes: dict[str, Any] = {}
         for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v)):
-            if not is_as_read(tensor) or tensor.is_neg():
-                changes[name] = alignment.padded(tensor.resolve_neg())
+            read = alignment.padded(tensor.resolve_neg())
+            if read is not tensor:
+                changes[name] = read
         return call._replace(**changes) if changes else call
 
     def official_lse(self, call: AttentionCall, lse: Tensor) -> Tensor:

@@ -116,7 +116,7 @@ def plain(options: tuple[Any, ...]) -> tuple[Any, ...]:
         return values
     return (
         checks.number("dropout_p", dropout_p), None if scale is None else checks.number("softmax_scale", scale),
-        checks.flag("causal", causal), left, right, checks.softcap(softcap), bool(deterministic),
+        checks.causal(causal), left, right, checks.softcap(softcap), bool(deterministic),
         bool(return_attn_probs),
     )  # fmt: skip
 
@@ -239,7 +239,7 @@ def _call(
     others: the call's bias, or its fields that say how sequences lie in the tensors
     """
     dropout_p, softmax_scale, causal, left, right, softcap, deterministic, return_attn_probs = values
-    is_causal = checks.flag("causal", causal)
+    is_causal = checks.causal(causal)
     if left == -1 and right == -1:
         mask = _CAUSAL if is_causal else _FULL
     else:

@@ -32,15 +32,15 @@ def wrong_type(name: str, expected: str, value: object, hint: str = "") -> Runti
     )
 
 
-def flag(name: str, value: object) -> bool:
+def causal(value: object) -> bool:
     """A bool as flash-attn's operators take it: a number, None, or a tensor of one element, too."""
     if isinstance(value, bool):
         return value
     if isinstance(value, Tensor) and value.numel() != 1:
         hint = f" of shape {tuple(value.shape)}: no mask is taken; see causal, window_size and cu_seqlens"
-        raise wrong_type(name, "bool", value, hint)
+        raise wrong_type("causal", "bool", value, hint)
     if not hasattr(value, "__bool__") or not _is_one(value):
-        raise wrong_type(name, "bool", value, f": {value!r}")
+        raise wrong_type("causal", "bool", value, f": {value!r}")
     return bool(value)
 
 
@@ -130,7 +130,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
     are_tensors(q, k, v)
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
     if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
-        raise _rank_error(next(tensor for tensor in (q, k, v) if tensor.dim() != 4), 4, q, k, v)
+        raise _rank_error(next(tensor for tensor in (q, k, v) if tensor.dim() != 4), q, k, v)
     tensors(q, k, v)
     batch, head_dim = q_shape[0], q_shape[3]
     if batch == 0:
@@ -355,11 +355,11 @@ def _must_be_on(name: str, device: torch.device) -> str:
     return f"{name} must be on {where}, the device of q ({device})"
 
 
-def _rank_error(tensor: Tensor, rank: int, q: Tensor, k: Tensor, v: Tensor) -> Exception:
-    if tensor.dim() >= rank:
-        return _error(f"q, k and v must have {rank} dimensions, as q: {_DENSE['q']}", q, k, v)
+def _rank_error(tensor: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Exception:
+    if tensor.dim() > 4:
+        return _error(f"q, k and v must have 4 dimensions, as q: {_DENSE['q']}", q, k, v)
     last = tensor.dim() - 1
-    message = f"Dimension out of range (expected to be in range of [{-last - 1}, {last}], but got {rank - 1})"
+    message = f"Dimension out of range (expected to be in range of [{-last - 1}, {last}], but got 3)"
     return IndexError(_with_shapes(f"{message}: q must have shape {_DENSE['q']}", q, k, v))
 
 

@@ -49,11 +49,8 @@ def word_limit(dropout_p: float) -> int:
     flash-attn compares one random byte with floor(255 * (1 - p)), so p is honoured to 1/256. The top byte of the word
     is the random byte; comparing the signed word compares it.
     """
-    return ((_byte_threshold(dropout_p) + 1 - 128) << 24) - 1
-
-
-def _byte_threshold(dropout_p: float) -> int:
-    return int((1.0 - dropout_p) * 255.0)
+    byte = int((1.0 - dropout_p) * 255.0)
+    return ((byte + 1 - 128) << 24) - 1
 
 
 def _seed(rng_state: Tensor) -> Tensor:

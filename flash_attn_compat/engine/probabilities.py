@@ -19,11 +19,8 @@ from flash_attn_compat.engine.mask import Range
 def signed_probabilities(call: AttentionCall, rng_state: Tensor | None) -> Tensor:
     """(batch, nheads, max_seqlen_q, max_seqlen_k rounded up to 128) in q's dtype: kept >= 0, dropped negative.
 
-    Each sequence starts at [0, 0] of its own matrix; everything outside what a row sees is 0. No elements where the
-    call does not ask for it.
+    Each sequence starts at [0, 0] of its own matrix; everything outside what a row sees is 0.
     """
-    if not call.return_dmask:
-        return call.q.new_empty(0)
     shape = (call.batch, call.nheads, round_up(call.max_seqlen_q, 128), round_up(call.max_seqlen_k, 128))
     signed = call.q.new_zeros(shape)
     if call.is_empty:

@@ -135,11 +135,14 @@ def backward(
 def _flatten(options: Options, packing: Packing | None) -> tuple[Any, ...]:
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, _ = options
     scalars = (
-        checks.number("dropout_p", dropout_p), softmax_scale, checks.flag("causal", causal),
+        checks.number("dropout_p", dropout_p), softmax_scale, checks.causal(causal),
         *checks.two_bounds(window_size), checks.softcap(softcap), bool(deterministic),
     )  # fmt: skip
     if packing is None:
-        return None, None, None, None, None, alibi_slopes, 0, 0, None, None, *scalars
+        cu_q = cu_k = block_table = seqused_k = leftpad_k = max_q_tensor = max_k_tensor = None
+        return (
+            cu_q, cu_k, block_table, seqused_k, leftpad_k, alibi_slopes, 0, 0, max_q_tensor, max_k_tensor, *scalars
+        )  # fmt: skip
     cu_q, cu_k, max_q, max_k, block_table, seqused_k, leftpad_k = packing
     # A longest length given as a tensor stays one, so that tracing does not have to read it.
     numbers = [0 if isinstance(value, Tensor) else value for value in (max_q, max_k)]

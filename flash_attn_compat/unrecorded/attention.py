@@ -41,8 +41,7 @@ def options_of(
 ) -> Options:
     """In the order in which flash-attn's private functions have them."""
     window_size = window_size_left, window_size_right
-    is_causal = checks.flag("causal", causal)
-    return Options(dropout_p, softmax_scale, is_causal, window_size, softcap, alibi_slopes, deterministic)
+    return Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
