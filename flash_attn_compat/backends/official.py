@@ -64,15 +64,17 @@ class Official(FlashBackend):
 
     def launch_forward(self, call: AttentionCall) -> Launched:
         functions = _functions()
+        out = seqused_k = leftpad_k = block_table = generator = None
+        return_softmax = False
         options = call.softmax_scale, *window_arguments(call), call.softcap
         q, k, v, slopes, starts = call.q, call.k, call.v, call.alibi_slopes, call.cu_seqlens_q
         if starts is None:
-            found = functions.fwd(q, k, v, None, slopes, call.dropout_p, *options, False, None)
+            found = functions.fwd(q, k, v, out, slopes, call.dropout_p, *options, return_softmax, generator)
         else:
             scale, *others = options
             found = functions.varlen_fwd(
-                q, k, v, None, starts, call.cu_seqlens_k, None, None, None, slopes, call.max_seqlen_q,
-                call.max_seqlen_k, call.dropout_p, scale, self.zeroes_outside, *others, False, None,
+                q, k, v, out, starts, call.cu_seqlens_k, seqused_k, leftpad_k, block_table, slopes, call.max_seqlen_q,
+                call.max_seqlen_k, call.dropout_p, scale, self.zeroes_outside, *others, return_softmax, generator,
             )  # fmt: skip
         out, lse, _, rng_state = found
         return Launched(out, lse, (rng_state,))
@@ -85,7 +87,8 @@ class Official(FlashBackend):
         gradients = into or Gradients(*(tensor.new_empty(tensor.shape) for tensor in (q, k, v)))
         rng_state = launched.state[0] if launched.state and call.dropout_p else None
         given = (dout, q, k, v, launched.out, launched.lse, *gradients)
-        others = *window_arguments(call), call.softcap, call.deterministic, None, rng_state
+        generator = None
+        others = *window_arguments(call), call.softcap, call.deterministic, generator, rng_state
         if starts_q is None:
             functions.bwd(*given, call.alibi_slopes, call.dropout_p, call.softmax_scale, *others)
         else:

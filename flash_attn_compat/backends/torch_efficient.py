@@ -62,8 +62,9 @@ class TorchEfficient(OneLaunch):
         return call._replace(k=call.k.repeat_interleave(group, dim=-2), v=call.v.repeat_interleave(group, dim=-2))
 
     def launch_forward(self, call: AttentionCall) -> Launched:
+        bias = None
         out, lse, seed, offset, _, _ = as_decided(
-            operator("_efficient_attention_forward"), *_batched(call, call.q, call.k, call.v), None, *_starts(call),
+            operator("_efficient_attention_forward"), *_batched(call, call.q, call.k, call.v), bias, *_starts(call),
             *_longest(call), call.dropout_p, _mask(call), call.needs_grad or call.return_lse, scale=call.softmax_scale,
         )  # fmt: skip
         if call.cu_seqlens_q is not None:
@@ -82,9 +83,10 @@ class TorchEfficient(OneLaunch):
         dout, q, k, v, out = _batched(call, dout, call.q, call.k, call.v, launched.out.contiguous())
         # Blocks that share a head's keys add to dq atomically. For few rows one alone took a tenth of the time.
         splits = 1 if longest_q <= 2 * _LSE_ROWS else None
+        bias, bias_requires_grad = None, False
         dq, dk, dv, _ = as_decided(
-            operator("_efficient_attention_backward"), dout, q, k, v, None, out, *_starts(call), longest_q, longest_k,
-            launched.lse, call.dropout_p, seed, offset, _mask(call), False, scale=call.softmax_scale,
+            operator("_efficient_attention_backward"), dout, q, k, v, bias, out, *_starts(call), longest_q, longest_k,
+            launched.lse, call.dropout_p, seed, offset, _mask(call), bias_requires_grad, scale=call.softmax_scale,
             num_splits_key=splits,
         )  # fmt: skip
         found = Gradients(dq.view(call.q.shape), dk.view(call.k.shape), dv.view(call.v.shape))

@@ -108,7 +108,11 @@ def _attend(
     if rows is not None and table is not None:
         raise RuntimeError("Paged KVcache does not support cache_batch_idx")
     pages = table if rows is None else rows
-    tensors = q, k_cache, v_cache, slopes, None, None, lengths, leftpad, pages, None, None, k, v, cos, sin
+    cu_seqlens_q = cu_seqlens_k = bias = rng_state = None
+    tensors = (
+        q, k_cache, v_cache, slopes, cu_seqlens_q, cu_seqlens_k, lengths, leftpad, pages, bias, rng_state, k, v, cos,
+        sin,
+    )  # fmt: skip
     if type(num_splits) is not int:
         num_splits = integer("num_splits", num_splits)
     others = bool(interleaved), num_splits, rows is not None, length is not None, side

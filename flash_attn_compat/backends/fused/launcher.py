@@ -128,7 +128,11 @@ class Plan:
     def run(self, tensors: Sequence[Any], seqlen_k: int | None = None) -> dict[str, Tensor]:
         """Launch on the current stream of the plan's device; returns the outputs by name.
 
-        tensors: the call's, then what is appended, then the others; seqlen_k: instead of the plan's own
+        tensors: as the plan was made for: AttentionCall.tensors, then k to rotary_sin of an Append if there is one, and
+            the ``others`` in their order; each may be None where the plan's was
+        seqlen_k: the keys of each sequence where calls that are alike differ in it; None for the plan's own
+        Raises RuntimeError for a tensor without memory or with too little, Negated for a lazily negated view, and
+        KernelError, with ``appended`` where new keys are in their cache already.
         """
         numbers, q = self.addresses(tensors), tensors[0]
         made: dict[str, Tensor] = {}

@@ -197,11 +197,14 @@ def _mask(kind: Kind) -> Tensor:
     """With tiles that hide all or nothing, a row that sees nothing, and one whose biases are all far below 0."""
     numbers = _randn(15, (2, _HEADS, max(_ROWS), max(_KEYS)), torch.float32)
     hidden = numbers > 0.5
-    hidden[:, :, :70, 64:100], hidden[:, :, 128:, 64:128], hidden[:, :, 5] = True, True, True
+    hidden[:, :, :70, 64:100] = True
+    hidden[:, :, 128:, 64:128] = True
+    hidden[:, :, 5] = True
     hidden[:, :, 64:, :64] = False
     if kind.bias == variants.BOOLEANS:
         return ~hidden
-    numbers[:, :, 64:, :64], numbers[:, :, 6] = 0.0, -1000.0
+    numbers[:, :, 64:, :64] = 0.0
+    numbers[:, :, 6] = -1000.0
     numbers = numbers.masked_fill(hidden, -torch.inf)
     return numbers if kind.bias == variants.FLOAT_BIAS else numbers.to(_dtype(kind))
 
