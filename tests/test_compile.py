@@ -215,7 +215,7 @@ def test_a_graph_holds_one_node_of_ours_per_call_and_serves_other_lengths() -> N
 
 
 def test_eager_calls_do_not_pass_through_custom_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((torch_ops, "_forward_op"), (torch_ops, "_backward_op"), (cache, "_kvcache_op")):
+    for module, name in ((torch_ops, "_forward_op"), (torch_ops, "backward_op"), (cache, "_kvcache_op")):
         monkeypatch.setattr(module, name, None)
     q, k, v = (x.requires_grad_() for x in qkv())
     cu = cumulative(7, 7)
@@ -246,4 +246,4 @@ def test_the_fake_kernels_know_shapes_dtypes_and_strides(option: str, layout: st
     out, lse, _, rng_state = torch_ops._forward_op(*arguments, True, False, True)
     for dlse in (None, torch.ones_like(lse)):
         given = (torch.ones_like(out), out, lse, rng_state, dlse, *arguments)
-        torch.library.opcheck(torch_ops._backward_op, given, test_utils=checks)
+        torch.library.opcheck(torch_ops.backward_op, given, test_utils=checks)

@@ -96,8 +96,8 @@ class _Named(torch.autograd.Function):
         arguments = ctx.numbers._replace(cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, alibi_slopes=slopes)
         dout = torch.zeros_like(out) if dout is None else dout
         with settings.using_backend(ctx.used):
-            if dlse is not None:
-                gradients = torch_ops.gradients_with_lse(dout, out, lse, rng_state, dlse, q, k, v, arguments)
+            if dlse is not None:  # which flash-attn's operators do not take
+                gradients = torch_ops.backward_op(dout, out, lse, rng_state, dlse, q, k, v, *arguments)
                 return *gradients, None, None, None
             gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
             options = _options(arguments, q.shape[-1])

@@ -129,7 +129,7 @@ def backward(
     _check(q, k, v, options, packing, upstream)
     # Unpacked, for in PyTorch 2.6 Dynamo can't slice a NamedTuple.
     dout, out, softmax_lse, rng_state, _, _ = upstream
-    return Gradients(*_backward_op(dout, out, softmax_lse, rng_state, None, q, k, v, *_flatten(options, packing)))
+    return Gradients(*backward_op(dout, out, softmax_lse, rng_state, None, q, k, v, *_flatten(options, packing)))
 
 
 def _flatten(options: Options, packing: Packing | None) -> tuple[Any, ...]:
@@ -246,7 +246,7 @@ def _rounded_length(number: int, tensor: Tensor | None) -> Any:
     schema="(Tensor dout, Tensor out, Tensor softmax_lse, Tensor? rng_state, Tensor? dlse, Tensor q, Tensor k, "
     f"Tensor v, {schema(Arguments)}) -> (Tensor, Tensor, Tensor)",
 )
-def _backward_op(
+def backward_op(
     dout: Tensor,
     out: Tensor,
     softmax_lse: Tensor,
@@ -264,7 +264,7 @@ def _backward_op(
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
-@_backward_op.register_fake
+@backward_op.register_fake
 def _(
     dout: Tensor,
     out: Tensor,
@@ -301,17 +301,8 @@ def _compiled_backward(
     inputs = [scalar if tensor is None else tensor for scalar, tensor in zip(ctx.scalars, tensors)]
     with settings.using_backend(ctx.used):
         dout = torch.zeros_like(out) if dout is None else dout
-        gradients = _backward_op(dout, out, lse, rng_state, dlse, *inputs)
+        gradients = backward_op(dout, out, lse, rng_state, dlse, *inputs)
     return *gradients, *(None for _ in ctx.scalars)
-
-
-def gradients_with_lse(
-    dout: Tensor, out: Tensor, lse: Tensor, rng_state: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    arguments: Arguments,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv where the LSE has a gradient too, which flash-attn's operators do not take."""
-    found: tuple[Tensor, Tensor, Tensor] = _backward_op(dout, out, lse, rng_state, dlse, q, k, v, *arguments)
-    return found
 
 
 _forward_op.register_autograd(_compiled_backward, setup_context=_setup_context)
