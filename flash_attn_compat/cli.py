@@ -15,10 +15,10 @@ from typing import NoReturn
 from flash_attn_compat import __version__, progress, settings
 from flash_attn_compat.naming import install as installation
 from flash_attn_compat.naming import patch
-from flash_attn_compat.naming.patch import Sdpa, warn_of_xformers
+from flash_attn_compat.naming.patch import SdpaWish, warn_of_xformers
 
 # How run and install spell patch's sdpa, and how run spells its api.
-_SDPA: dict[str, Sdpa] = {"--sdpa": True, "--sdpa=always": "always"}
+_SDPA: dict[str, SdpaWish] = {"--sdpa": True, "--sdpa=always": "always"}
 _API = {f"--api={api}": api for api in settings.APIS}
 
 
@@ -44,9 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return action(options)
 
 
-def _options_of_run(arguments: list[str]) -> tuple[Sdpa, str | None]:
+def _options_of_run(arguments: list[str]) -> tuple[SdpaWish, str | None]:
     """Taken out of `run OPTIONS... SCRIPT ...`: what follows the script is the script's."""
-    sdpa: Sdpa = False
+    sdpa: SdpaWish = False
     api = None
     while len(arguments) > 1:
         if arguments[1] == "--api" and len(arguments) > 2:
@@ -63,7 +63,7 @@ def _options_of_run(arguments: list[str]) -> tuple[Sdpa, str | None]:
     return sdpa, api
 
 
-def run(arguments: Sequence[str], sdpa: Sdpa = False, api: str | None = None) -> NoReturn:
+def run(arguments: Sequence[str], sdpa: SdpaWish = False, api: str | None = None) -> NoReturn:
     """Become `python ARGUMENTS...` in an environment that finds flash_attn. sdpa, api: as patch's
 
     A fresh interpreter, so that __main__, sys.path, exit code, signals and tracebacks are those of a direct run.

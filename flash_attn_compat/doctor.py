@@ -207,7 +207,7 @@ def kernels(device: torch.device) -> list[str]:
     index = torch.cuda.current_device() if device.index is None else device.index
     nvrtc, driver = (".".join(map(str, version)) for version in (loader.compiler().version, loader.driver().version))
     made = f"for {loader.target(index).architecture} by NVRTC {nvrtc}, driver for CUDA {driver}"
-    without = [] if tensor_cores.are_there(index) else ["this GPU has no tensor cores"]
+    without = [] if tensor_cores.exist(index) else ["this GPU has no tensor cores"]
     return [f"{made}, kept in {cache.folder()}", *without, *verdicts.summary(str(settings.gpu(device)))]
 
 

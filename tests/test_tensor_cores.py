@@ -32,7 +32,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
 def launches(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Launches:
     found = fused_on_cpu.record(monkeypatch)
     request.getfixturevalue("kept")
-    tensor_cores._are_there.cache_clear()
+    tensor_cores._exist.cache_clear()
     tensor_cores._warn.cache_clear()
     monkeypatch.setattr(verdicts, "_cards", {})
     monkeypatch.setattr(loader, "own_capability", lambda device: (7, 5))
@@ -59,11 +59,11 @@ def test_the_time_of_a_product_tells_and_is_taken_once_for_all_processes(
     cycles: float, has: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = takes(monkeypatch, cycles)
-    assert [tensor_cores.are_there(0) for _ in range(2)] == [has, has] and asked == [0]
-    tensor_cores._are_there.cache_clear()
-    assert tensor_cores.are_there(0) is has and asked == [0]
+    assert [tensor_cores.exist(0) for _ in range(2)] == [has, has] and asked == [0]
+    tensor_cores._exist.cache_clear()
+    assert tensor_cores.exist(0) is has and asked == [0]
     monkeypatch.setattr(loader, "device_name", lambda device: "Tesla T4")
-    tensor_cores.are_there(1)
+    tensor_cores.exist(1)
     assert asked == [0, 1], "another model is another question"
 
 
@@ -78,7 +78,7 @@ def test_ranks_that_ask_at_once_have_the_answer_that_was_kept_first(
         return 60.0
 
     monkeypatch.setattr(tensor_cores, "cycles", meanwhile)
-    assert tensor_cores.are_there(0) and kept == {name: b"8.0"}
+    assert tensor_cores.exist(0) and kept == {name: b"8.0"}
 
 
 def test_what_is_kept_first_stays(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_what_goes_wrong_is_no_answer_and_fails_no_call(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         call()
-    assert tensor_cores.are_there(0)
+    assert tensor_cores.exist(0)
 
 
 def test_a_card_without_them_is_told_of_tune_once_and_not_after_it(
@@ -128,10 +128,10 @@ def test_other_gpus_and_captures_are_not_asked(monkeypatch: pytest.MonkeyPatch) 
     asked = takes(monkeypatch, 64.0)
     with monkeypatch.context() as patch:
         patch.setattr(capture, "is_capturing", lambda device: True)
-        assert tensor_cores.are_there(0)
+        assert tensor_cores.exist(0)
     monkeypatch.setattr(loader, "own_capability", lambda device: (9, 0))
     call()
-    assert tensor_cores.are_there(0) and not asked
+    assert tensor_cores.exist(0) and not asked
 
 
 @pytest.mark.usefixtures("launches")

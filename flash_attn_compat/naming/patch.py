@@ -22,7 +22,7 @@ from flash_attn_compat.naming.sdpa import switch_on as switch_on_sdpa
 from flash_attn_compat.naming.varlen_attn import switch_on as switch_on_varlen_attn
 
 # Whether PyTorch's attention operators run on our kernels: on GPUs before 8.0, or on newer ones too.
-Sdpa = bool | Literal["always"]
+SdpaWish = bool | Literal["always"]
 
 # Of other packages than flash_attn, that can be asked for.
 INTERFACES = ("fa3",)
@@ -39,7 +39,7 @@ def patch(
     *,
     hub_kernels: bool = False,
     varlen_attn: bool = False,
-    sdpa: Sdpa = False,
+    sdpa: SdpaWish = False,
     interfaces: Sequence[str] = (),
 ) -> None:
     """Make `import flash_attn` find flash_attn_compat, here and in child processes started later.
@@ -86,7 +86,7 @@ def patched(
     *,
     hub_kernels: bool = False,
     varlen_attn: bool = False,
-    sdpa: Sdpa = False,
+    sdpa: SdpaWish = False,
     interfaces: Sequence[str] = (),
 ) -> Iterator[None]:
     """patch(...) for the length of a block; blocks may nest and overlap, and the last one to end undoes it."""
@@ -112,7 +112,7 @@ def warn_of_xformers(api: str | None) -> None:
         )
 
 
-def _apply(api: str | None, hub_kernels: bool, varlen_attn: bool, sdpa: Sdpa, interfaces: Sequence[str]) -> None:
+def _apply(api: str | None, hub_kernels: bool, varlen_attn: bool, sdpa: SdpaWish, interfaces: Sequence[str]) -> None:
     global _undo, _api
     if api is not None and api not in settings.APIS:
         raise ValueError(f"api must be {' or '.join(settings.APIS)}, got {api!r}")

@@ -131,7 +131,7 @@ def _plan(
     fields |= {f"{name}_s": launcher.strides(target) for name, target in targets._asdict().items()}
     if upstream.saved:
         fields["lse_has_position"] = 0
-    of_mask, launches = launcher.look_through(call, kind, fields)
+    of_mask, launches = launcher.mask_pass(call, kind, fields)
     outputs: list[Output] = []
     if kind.type == variants.BF16_AS_FP16:
         if not kept:

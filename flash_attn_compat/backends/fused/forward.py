@@ -62,7 +62,7 @@ def prepare(alike: Alike) -> Run | None:
     if copies:
         call = call.with_tensors(*tensors)
         new = new and new._replace(**dict(zip(Append._fields, tensors[11:])))
-    tensor_cores.hint(call.q.get_device(), settings.gpu(call.q.device))
+    tensor_cores.warn_where_missing(call.q.get_device(), settings.gpu(call.q.device))
     kind = launcher.kind_of(call, vec)
     attention = Attention(call, kind if few or alike.is_over_cache else converted.with_copies(call, kind, False), new)
     attention.try_first()
@@ -123,7 +123,7 @@ class Attention:
             found, before = converted.maxima(call, kind, fields)
             outputs.append(found)
             launches.append(before)
-        of_mask, pass_over_mask = launcher.look_through(call, kind, fields)
+        of_mask, pass_over_mask = launcher.mask_pass(call, kind, fields)
         outputs += of_mask
         launches += pass_over_mask
         if self.has_maxima and kind.copied:

@@ -352,7 +352,7 @@ def described(call: AttentionCall) -> dict[str, params.Value]:
     return fields
 
 
-def look_through(call: AttentionCall, kind: Kind, fields: dict[str, params.Value]) -> tuple[list[Output], list[Launch]]:
+def mask_pass(call: AttentionCall, kind: Kind, fields: dict[str, params.Value]) -> tuple[list[Output], list[Launch]]:
     """The pass over a dense mask, if the call has one."""
     if call.bias is None:
         return [], []

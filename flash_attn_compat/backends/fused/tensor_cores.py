@@ -23,16 +23,16 @@ _BLOCKS = 8
 VARIANT = Variant("tensor_cores", "tensor_cores.cu", (("TYPE", variants.FP16),), 1, 256, 0)
 
 
-def are_there(device: int) -> bool:
+def exist(device: int) -> bool:
     """True too where it cannot be found out, or not now."""
     if loader.own_capability(device) != _DOUBTFUL:
         return True
-    return capture.is_capturing(device) or _are_there(loader.device_name(device), device)
+    return capture.is_capturing(device) or _exist(loader.device_name(device), device)
 
 
-def hint(device: int, gpu: str | None) -> None:
+def warn_where_missing(device: int, gpu: str | None) -> None:
     """Once, where a GPU without them was not tuned: who is the fastest there does not follow from others."""
-    if gpu is not None and not are_there(device) and verdicts.of(gpu) is None:
+    if gpu is not None and not exist(device) and verdicts.of(gpu) is None:
         _warn(gpu)
 
 
@@ -47,7 +47,7 @@ def _warn(gpu: str) -> None:
 
 
 @functools.cache
-def _are_there(name: str, device: int) -> bool:
+def _exist(name: str, device: int) -> bool:
     file = cache.name_of("tensor-cores", name)
     try:
         kept = cache.read(file)
