@@ -37,7 +37,7 @@ _swapped: RealFlashAttn | None = None
 
 
 def swapped() -> RealFlashAttn | None:
-    """The real package that runs on our functions at present: asking it to serve them would go in circles."""
+    """The real package that runs on our functions at present: to call it would go in circles."""
     return _swapped
 
 
@@ -57,7 +57,7 @@ def is_stand_in_spec(spec: ModuleSpec | None) -> bool:
 
 
 def first_spec(path: list[str] | None = None) -> ModuleSpec | None:
-    """What the finders answer for flash_attn, whatever sys.modules holds; `path` stands in for sys.path."""
+    """What the finders find for flash_attn, whatever sys.modules holds; `path` stands in for sys.path."""
     for finder in sys.meta_path:
         if hasattr(finder, "find_spec"):
             spec = finder.find_spec("flash_attn", path if finder is PathFinder else None)

@@ -1,8 +1,8 @@
 """aten::scaled_dot_product_attention: what F.scaled_dot_product_attention calls.
 
 PyTorch composes it of other operators, behind a choice that on Turing takes the plain formula for grouped heads and for
-bfloat16. Where ours serves, it is one call of the engine, recorded by the engine's own autograd function. Modes, traces
-and transforms see PyTorch's operators; efficient.py serves those that they execute.
+bfloat16. Where ours compute it, it is one call of the engine, recorded by the engine's own autograd function. Modes,
+traces and transforms see PyTorch's operators; efficient.py takes those that they execute.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _ungrouped(
 ) -> tuple[Any, ...]:
     """The arguments by position. In a graph that is compiled, keys and values are repeated for the heads of a group.
 
-    The graph then holds an operator that efficient.py serves, instead of the plain formula.
+    The graph then holds an operator that efficient.py takes, instead of the plain formula.
     """
     given = q, k, v, attn_mask, *rest
     if attn_mask is not None or not named.get("enable_gqa") or not q.dim() == k.dim() == v.dim() == 4:

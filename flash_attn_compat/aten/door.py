@@ -1,4 +1,4 @@
-"""Where this room meets the engine: a call is built, and computed if our kernels are who would serve it."""
+"""The only file of aten that calls the engine: a call is built, and computed if our kernels are chosen for it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Puts our implementations in front of PyTorch's, and takes them away again: while anybody holds the switch.
 
-PyTorch's dispatcher belongs to the whole process, so what one holder switches on serves every thread.
+PyTorch's dispatcher belongs to the whole process, so what one holder switches on holds for every thread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _in_front: tuple[Front, Library] | None = None
 
 @contextlib.contextmanager
 def sdpa(always: bool = False) -> Iterator[None]:
-    """PyTorch's attention operators are served for the length of a block, in all threads; blocks may nest and overlap.
+    """PyTorch's attention operators run on our kernels during a block, in all threads; blocks may nest and overlap.
 
     always: on GPUs of compute capability 8.0 and newer too
     """

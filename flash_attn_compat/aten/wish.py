@@ -22,7 +22,7 @@ LEAST_KEYS = 2048
 class Wish(NamedTuple):
     """What was asked for.
 
-    device: the type of device whose operators are served; always: on GPUs with flash kernels of PyTorch's own, too
+    device: the type of device whose operators are ours; always: on GPUs with flash kernels of PyTorch's own, too
     least_products: of rows, keys, heads and channels, for each multiprocessor, in a call that is worth serving without
         gradients; with gradients, RECORDED times as many; least_keys: of one row
     """

@@ -1,6 +1,6 @@
 """The real flash-attn 2, used call by call where it is installed, works on this GPU and accepts the call.
 
-Its compiled extension is called directly, under whatever name answers to ``flash_attn`` at present: the
+Its compiled extension is called directly, whatever has the name ``flash_attn`` at present: the
 package's own functions may be running on ours. What it refuses is a reason; a build that computes something
 else (some are limited to a few head dims) is found out by a tiny call before it gets its first real one.
 """
@@ -148,7 +148,7 @@ def _extension(location: str) -> Any:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     finally:
-        # Loading an extension module may enter it under its name, which may be another's to answer.
+        # Loading an extension module may enter it under its name, which may be another's.
         sys.modules.pop(installed.EXTENSION, None)
         if before is not None:
             sys.modules[installed.EXTENSION] = before

@@ -1,6 +1,6 @@
-"""The answer everything else is checked against: all scores at once, in fp64 where the device has it.
+"""The result that everything else is checked against: all scores at once, in fp64 where the device has it.
 
-Written out of place in differentiable operations, so that it also serves forward-mode AD, torch.func and
+Written out of place in differentiable operations, so that it also computes forward-mode AD, torch.func and
 double backward. Memory grows with the product of the lengths; never chosen before another backend.
 """
 

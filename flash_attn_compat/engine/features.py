@@ -1,4 +1,4 @@
-"""The vocabulary in which calls ask and backends answer: features of a call, and its traits.
+"""The vocabulary in which calls and backends are described: features of a call, and its traits.
 
 Traits hold everything a backend may decide by, so a decision can be remembered per traits. They are
 properties of shapes, dtypes and flags, never of values: computing them does not wait for a GPU.

@@ -101,7 +101,7 @@ class Known:
 
 
 class Memory:
-    """What is known, by requests' keys; and who serves, by traits, for requests of new shapes."""
+    """What is known, by requests' keys; and which backend is chosen, by traits, for requests of new shapes."""
 
     def __init__(self) -> None:
         self.known: dict[Key, Known] = {}

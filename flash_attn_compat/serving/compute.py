@@ -149,7 +149,7 @@ def _prepared(
 
 
 def _note(failed: Backend | None, call: AttentionCall, failure: KernelsFailed | None) -> Backend | None:
-    """Keep why kernels failed, and forget all that rested on them; who serves instead, if that is not to be decided."""
+    """Keep why kernels failed, and forget all that rested on them; who computes instead, if that is known already."""
     if failed is None or failure is None:
         return None
     if isinstance(failure, CallRefused):  # for this very call's sizes

@@ -157,7 +157,7 @@ def _decide(call: AttentionCall, heeds_name: bool = True) -> Backend:
 
 
 def _first_able(traits: Traits, forced: str | None, besides: Backend | None = None) -> Backend | None:
-    """Stops at the first that can: those behind it may load libraries before they answer, which takes seconds."""
+    """Stops at the first that can: those behind it may load libraries before they give reasons, which takes seconds."""
     candidates = [_find(forced)] if forced is not None else _ordered(traits)
     return next((backend for backend in candidates if backend is not besides and not backend.reasons(traits)), None)
 

@@ -1,4 +1,4 @@
-"""How DTensors are served: each process computes its share of the batch or of the heads; else all is brought together.
+"""How DTensors are computed: each process has its share of the batch or of the heads; else all is brought together.
 
 PyTorch asks for the rules as soon as an operator meets a DTensor. They are registered then, for importing
 torch.distributed.tensor takes seconds. PyTorch has them from 2.5 on.

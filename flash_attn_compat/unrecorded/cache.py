@@ -121,7 +121,7 @@ def _attend(
 
 
 def _side_of_rows(q: Any, k: Any, length: int) -> int | None:
-    """Whether there are fewer (-1), as many (0) or more (1) keys than rows, on which it depends who serves; or none."""
+    """Whether there are fewer (-1), as many (0) or more (1) keys than rows, on which the backend depends; or none."""
     try:
         keys, rows = length + (0 if k is None else k.shape[1]), q.shape[1]
     except (AttributeError, IndexError, RuntimeError):

@@ -1,7 +1,7 @@
 """Whether a GPU has tensor cores. Of capability 7.5, GeForce GTX 16, T600 and T1000 have none, and only time tells.
 
 A bare loop of their instructions is timed once for each GPU model, in cycles of the GPU, so that no clock rate and no
-other process counts. The first answer that is kept is everybody's.
+other process counts. The first figure that is kept is everybody's.
 """
 
 from __future__ import annotations
