@@ -38,6 +38,17 @@ def test_parts_of_a_longer_sequence_add_up(turing: Launches) -> None:
         assert (ours.double() - right.grads[name]).abs().max() <= 2**-9 * right.magnitude(name)
 
 
+def test_dropouts_state_may_be_one_column_of_several(turing: Launches) -> None:
+    q, k, v = torch.randn(3, 1, 20, 2, 32, generator=torch.Generator().manual_seed(0)).half()
+    options = 0.3, q.shape[-1] ** -0.5, False, -1, -1, 0.0, None, False
+    out, lse, _, state = flash_attn_interface._flash_attn_forward(q, k, v, *options)
+    found = []
+    for given in (state, torch.stack([state, state], 1)[:, 0]):
+        found.append([torch.empty_like(x) for x in (q, k, v)])
+        flash_attn_interface._flash_attn_backward(q, q, k, v, out, lse, *found[-1], *options, given)
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf])
 def test_rows_with_an_infinite_lse_have_no_gradient_and_send_none(turing: Launches, value: float) -> None:
     call = DENSE.build()

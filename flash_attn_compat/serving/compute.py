@@ -87,7 +87,8 @@ def dmask(known: Known, tensors: Tensors, rng_state: Tensor | None) -> Tensor:
 
 def backward_tensors(tensors: Tensors, rng_state: Tensor | None) -> Tensors:
     """A request's tensors with the dropout's state, as a backward takes them."""
-    return (*[x if x is None else x.resolve_neg() for x in (*tensors, *_NONE)[:10]], rng_state)
+    state = None if rng_state is None else rng_state.contiguous()  # kernels read two neighbours
+    return (*[x if x is None else x.resolve_neg() for x in (*tensors, *_NONE)[:10]], state)
 
 
 def gradients(
