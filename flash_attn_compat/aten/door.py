@@ -12,19 +12,16 @@ from torch.autograd import forward_ad
 from flash_attn_compat import settings
 from flash_attn_compat.engine.build import Options, Packing, Purpose, request_of
 from flash_attn_compat.engine.call import Gradients, Result, Upstream
-from flash_attn_compat.engine.memory import Known, Request
+from flash_attn_compat.engine.callers_state import count_modes, tracing_state, transforms_are_on
+from flash_attn_compat.engine.memory import PLAIN, Known, Request
 from flash_attn_compat.serving import autograd, compute, dispatch
 
-PLAIN = frozenset({Tensor, torch.nn.Parameter})
 KERNELS, PYTORCH = "fused", "pytorch"
-# Looked up once: every call asks.
-_modes, _trace = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
-_transforms = torch._C._are_functorch_transforms_active
 
 
 def is_watched(*tensors: Tensor) -> bool:
     """Whether somebody must see PyTorch's own operators: a mode, a trace, a transform, a tensor's class."""
-    if _modes() or _trace() is not None or _transforms() or forward_ad._current_level >= 0:
+    if count_modes() or tracing_state() is not None or transforms_are_on() or forward_ad._current_level >= 0:
         return True
     return not PLAIN.issuperset(map(type, tensors))
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.aten import door
+from flash_attn_compat.engine.memory import PLAIN
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 # Below these a GPU is done before the host is, which takes longer over our call than over PyTorch's. By an H200 as 7.5,
@@ -43,7 +44,7 @@ class Front:
 
 def is_ordinary(wish: Wish, tensor: Tensor) -> bool:
     """Whether it is an ordinary tensor on the wish's kind of device, and not a fake one or one without memory."""
-    return type(tensor) in door.PLAIN and tensor.device.type == wish.device
+    return type(tensor) in PLAIN and tensor.device.type == wish.device
 
 
 def against_tensors(wish: Wish, q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -64,7 +65,7 @@ def against_mask(mask: Tensor, q: Tensor, shape: tuple[int, int, int, int]) -> s
     """Why a dense mask cannot be ours. shape: (batch, heads, rows, keys), to which it is broadcast"""
     if torch.is_grad_enabled() and (mask.requires_grad or mask.is_inference()):
         return "its mask wants a gradient" if mask.requires_grad else "autograd keeps no mask of inference mode"
-    if type(mask) not in door.PLAIN or mask.device != q.device:
+    if type(mask) not in PLAIN or mask.device != q.device:
         return "its mask is on another device, or no plain tensor"
     if mask.dtype not in (torch.bool, torch.float32, q.dtype):
         return f"its mask is {str(mask.dtype).removeprefix('torch.')}"

@@ -16,6 +16,9 @@ flash_implementation: Callable[[], str | None] = getattr(
     torch.nn.attention, "current_flash_attention_impl", lambda: None
 )
 
+# Looked up once: every call asks. How many modes look on; jit.trace's state or None; whether torch.func transforms.
+count_modes, tracing_state = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
+transforms_are_on = torch._C._are_functorch_transforms_active
 _is_any_on = torch._C._is_any_autocast_enabled
 
 

@@ -20,6 +20,7 @@ from flash_attn_compat import settings
 from flash_attn_compat.engine import callers_state
 from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
+from flash_attn_compat.engine.callers_state import transforms_are_on
 
 MOST = 4096
 # Types whose objects have memory of their own, and nothing but what a key holds.
@@ -108,7 +109,6 @@ class Memory:
         self.decisions: dict[Key, Any] = {}
 
 
-_transforms = torch._C._are_functorch_transforms_active  # looked up once: every call asks
 _adding = threading.Lock()
 _current = Memory()
 Kept = TypeVar("Kept")
@@ -138,7 +138,7 @@ def keep(table: dict[Key, Kept], key: Key, value: Kept, most: int | None = None)
 def look_up(request: Request) -> tuple[Key | None, Known | None]:
     """The key of a request, equal for those that are alike, and what is known of them; no key where nothing is kept."""
     kind, tensors, values, _ = request
-    if not PLAIN.issuperset(map(type, tensors)) or _transforms():
+    if not PLAIN.issuperset(map(type, tensors)) or transforms_are_on():
         return None, None
     try:
         key = kind, values, layouts(tensors), surroundings(tensors[0])

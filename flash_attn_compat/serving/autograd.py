@@ -15,6 +15,7 @@ from flash_attn_compat import settings
 from flash_attn_compat.engine import callers_state, checks
 from flash_attn_compat.engine.build import FORWARD, RECORDED, TRANSFORMED, Purpose
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
+from flash_attn_compat.engine.callers_state import transforms_are_on
 from flash_attn_compat.engine.memory import Known, Request, Tensors
 from flash_attn_compat.serving import at_exit, dispatch
 from flash_attn_compat.serving.compute import backward_tensors, dmask, gradients, run
@@ -50,14 +51,13 @@ def _check_packed(packed: Tensor, expected: int) -> None:
         raise RuntimeError(f"{name} must hold {expected} tensors along axis {axis}, got shape {tuple(packed.shape)}")
 
 
-_transforms = torch._C._are_functorch_transforms_active  # looked up once: every call asks
 # out, softmax_lse, S_dmask. Any, because what the call does not ask for is None, and what it asks for is not.
 Outputs = tuple[Tensor, Any, Any]
 
 
 def purpose(inputs: tuple[Tensor, ...]) -> Purpose:
     """Whether autograd records a call of ``inputs``, or a transform of torch.func or forward-mode AD looks on."""
-    if (_transforms() or forward_ad._current_level >= 0) and are_transformed(inputs):
+    if (transforms_are_on() or forward_ad._current_level >= 0) and are_transformed(inputs):
         return TRANSFORMED
     if torch.is_grad_enabled():
         for tensor in inputs:
@@ -68,7 +68,9 @@ def purpose(inputs: tuple[Tensor, ...]) -> Purpose:
 
 def are_transformed(inputs: tuple[object, ...]) -> bool:
     """Within a transform of torch.func or forward-mode AD: whether it looks on, which no kernel can serve."""
-    return _transforms() or any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in inputs)
+    return transforms_are_on() or any(
+        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in inputs
+    )
 
 
 def attend(inputs: tuple[Tensor, ...], known: Known, request: Request) -> Outputs:

@@ -17,15 +17,12 @@ from flash_attn_compat import settings
 from flash_attn_compat.engine import checks
 from flash_attn_compat.engine.build import Options, Packing, Purpose, request_of
 from flash_attn_compat.engine.call import Gradients, Upstream
+from flash_attn_compat.engine.callers_state import count_modes, tracing_state, transforms_are_on
 from flash_attn_compat.engine.layout import lse_dtype
 from flash_attn_compat.engine.memory import PLAIN, Request
 from flash_attn_compat.engine.probabilities import round_up
 from flash_attn_compat.serving import compute, flops, sharding
 from flash_attn_compat.serving.autograd import are_transformed, gradient_of_lse
-
-# Looked up once: every call asks.
-_modes, _trace = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
-_transforms = torch._C._are_functorch_transforms_active
 
 
 def are_asked_for(*tensors: Any) -> bool:
@@ -36,7 +33,7 @@ def are_asked_for(*tensors: Any) -> bool:
     """
     if is_compiling():
         return True
-    is_seen = _modes() or _trace() is not None or not PLAIN.issuperset(map(type, tensors))
+    is_seen = count_modes() or tracing_state() is not None or not PLAIN.issuperset(map(type, tensors))
     return bool(is_seen) and _are_seen(tensors)
 
 
@@ -44,23 +41,23 @@ def are_asked_for_without_derivatives(*tensors: Any) -> bool:
     """The same, for functions outside autograd. They have no derivatives of any kind."""
     if is_compiling():
         return True
-    if (_transforms() or forward_ad._current_level >= 0) and are_transformed(tensors):
+    if (transforms_are_on() or forward_ad._current_level >= 0) and are_transformed(tensors):
         raise RuntimeError(
             "flash_attn_with_kvcache and the functions whose names begin with an underscore cannot be combined with "
             "forward-mode derivatives or torch.func transforms, since no autograd formula was registered for them: "
             "call flash_attn_func or another public function"
         )
-    is_seen = _modes() or _trace() is not None or not PLAIN.issuperset(map(type, tensors))
+    is_seen = count_modes() or tracing_state() is not None or not PLAIN.issuperset(map(type, tensors))
     return bool(is_seen) and _are_seen(tensors)
 
 
 def _are_seen(tensors: tuple[object, ...]) -> bool:
     """Whether operators go to a mode, a trace, or a tensor's class; where to none, tensors have memory of their own."""
-    if _transforms() or any([isinstance(tensor, Tensor) and tensor.is_nested for tensor in tensors]):
+    if transforms_are_on() or any([isinstance(tensor, Tensor) and tensor.is_nested for tensor in tensors]):
         return False  # nested ones are refused by name, which no operator would do
     flops.register_if_needed()
     sharding.register_if_needed()
-    return _modes() > 0 or _trace() is not None or any(map(_has_dispatch, tensors))
+    return count_modes() > 0 or tracing_state() is not None or any(map(_has_dispatch, tensors))
 
 
 def _has_dispatch(tensor: object) -> bool:
@@ -109,13 +106,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, *others: Options | Packing | Upstrea
 
 
 def _only_modes_look_on(*tensors: Tensor) -> bool:
-    return not is_compiling() and _trace() is None and PLAIN.issuperset(map(type, tensors))
+    return not is_compiling() and tracing_state() is None and PLAIN.issuperset(map(type, tensors))
 
 
 def _gradients_follow(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """As far as is known: of torch.jit.trace's recording, other tensors in another mode may ask for gradients."""
     asks = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return asks or (not is_compiling() and _trace() is not None)
+    return asks or (not is_compiling() and tracing_state() is not None)
 
 
 # Set by naming/operators.py: ``forward`` by the operators of torch.ops.flash_attn, or None where these cannot say it.
