@@ -114,8 +114,7 @@ class Sdpa(BlockwiseBackend):
         bias_of = _biases(call.mask, block)
         if _is_whole(tiles, q, k):
             upstream = Upstream(dout, out, upstream.softmax_lse, None)
-            found = _gradients(q, k, v, upstream, tiles[0].causal, bias_of(tiles[0]), call.softmax_scale)
-            dq, dk, dv = found
+            dq, dk, dv = _gradients(q, k, v, upstream, tiles[0].causal, bias_of(tiles[0]), call.softmax_scale)
             return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
         totals = [torch.zeros(t.shape, dtype=lse_dtype(dtype), device=t.device) for t in (q, k, v)]
         for tile in tiles:
