@@ -99,7 +99,7 @@ def problems(kind: Kind) -> dict[str, Problem]:
     if not kind.dropout and not kind.copied:
         found["decode"] = replace(common, **few)
         rotary = common.head_dim // 2 // 16 * 16
-        found["step"] = replace(common, **few, new_keys=2, rotary_dim=rotary)
+        found["decode_append"] = replace(common, **few, new_keys=2, rotary_dim=rotary)
         found["append"] = replace(common, **few, new_keys=20, rotary_dim=rotary, rotary_interleaved=False)
     return found
 

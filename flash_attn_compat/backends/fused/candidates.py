@@ -9,7 +9,7 @@ from flash_attn_compat.backends.fused.variants import Tile
 
 ENTRIES = ("forward", "dkdv", "dq")
 
-_TURING: dict[str, dict[int, tuple[Tile, ...]]] = {
+_FOR_TURING: dict[str, dict[int, tuple[Tile, ...]]] = {
     "forward": {
         32: (Tile(64, 4, 2, 2), Tile(128, 4, 1, 3)),
         48: (Tile(64, 4, 2, 2), Tile(64, 8, 1, 1)),
@@ -46,7 +46,7 @@ _TURING: dict[str, dict[int, tuple[Tile, ...]]] = {
     },
 }
 # A multiprocessor has 100 KB and more.
-_NEWER: dict[str, dict[int, tuple[Tile, ...]]] = {
+_FOR_NEWER: dict[str, dict[int, tuple[Tile, ...]]] = {
     "forward": {
         64: (Tile(64, 4, 2, 2), Tile(64, 4, 1, 3), Tile(128, 4, 1, 2)),
         128: (Tile(64, 4, 2, 1, reg_s=False), Tile(64, 4, 1, 2)),
@@ -71,5 +71,5 @@ _NEWER: dict[str, dict[int, tuple[Tile, ...]]] = {
 
 def tiles(entry: str, number: int, D: int) -> tuple[Tile, ...]:
     """number: the architecture's, as 75; D: a size that kernels are made for. Today's may be among them."""
-    table = _NEWER if number >= 80 else _TURING
+    table = _FOR_NEWER if number >= 80 else _FOR_TURING
     return table.get(entry, {}).get(D, ())

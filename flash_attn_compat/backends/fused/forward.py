@@ -131,7 +131,7 @@ class Attention:
             launches.append(converted.to_half(call, kind, fields, of_rows=False))
         is_packed = call.cu_seqlens_q is not None
         if self.is_decode:  # the heads of a group are rows of one tile
-            variant = variants.step(kind) if self.appends and not self.writes_first else variants.decode(kind)
+            variant = variants.decode_append(kind) if self.appends and not self.writes_first else variants.decode(kind)
             heads, grid = call.nheads_k, grids.apart(rows * group, variant.rows, call.batch, is_packed)
         else:
             variant, heads, tokens = variants.forward(kind), call.nheads, call.q.shape[0] if is_packed else None

@@ -262,7 +262,7 @@ def decode(kind: Kind) -> Variant:
     return Variant("decode", "decode.cu", tuple(macros), _DECODE_ROWS, 128, shared)
 
 
-def step(kind: Kind) -> Variant:
+def decode_append(kind: Kind) -> Variant:
     """decode, with new keys that come with the call."""
     variant = decode(kind)
     return variant._replace(macros=(*variant.macros, ("APPEND", 1)))
@@ -387,7 +387,9 @@ def is_in_seats(variant: Variant) -> bool:
     return ("SEATS", 1) in variant.macros
 
 
-MAKERS = {make.__name__: make for make in (forward, decode, step, append, absmax, to_half, mask, delta, dkdv, dq)}
+MAKERS = {
+    make.__name__: make for make in (forward, decode, decode_append, append, absmax, to_half, mask, delta, dkdv, dq)
+}
 
 
 def kinds(number: int) -> Iterator[Kind]:
@@ -414,7 +416,7 @@ def entries(kind: Kind) -> Iterator[str]:
     if kind.bias:
         yield "mask"
     elif not kind.dropout:
-        yield from ("decode", "step", "append")
+        yield from ("decode", "decode_append", "append")
     if not kind.paged:
         yield from ("delta", "dkdv", "dq")
     if kind.type == BF16_AS_FP16:
