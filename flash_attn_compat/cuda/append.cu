@@ -29,8 +29,8 @@ KERNEL(THREADS, 8) append(const Params p) {
   // From the other end, so that few rows of Q and few new keys are different threads' work.
   for (Walk walk(threads - 1 - thread, q_pieces * p.nheads); walk.token < (u32)p.batch * p.seqlen_q; walk.advance()) {
     const int b = walk.token / p.seqlen_q, row = walk.token % p.seqlen_q, head = walk.piece / q_pieces, piece = walk.piece % q_pieces;
-    const u16 *source = p.q + b * p.q_s.batch + (i64)row * p.q_s.row + (i64)head * p.q_s.head;
-    u16 *target = p.q_rotated + b * p.q_rotated_s.batch + (i64)row * p.q_rotated_s.row + (i64)head * p.q_rotated_s.head;
+    const u16 *source = row_at(p.q, p.q_s, b, row, head);
+    u16 *target = row_at(p.q_rotated, p.q_rotated_s, b, row, head);
     const uint4 x = load_chunk(source + piece * 8, p.head_dim - piece * 8);
     Rotation rotation;
     rotation.load(p, source, piece, query_position(p, b, row));

@@ -8,21 +8,19 @@ DEVICE int first_new_slot(const Params &p, int b) { return p.seqused_k ? min(glo
 
 // Where a slot of sequence b lies in a cache; null where there is no such slot, which is left alone.
 DEVICE u16 *writable_slot(const Params &p, const u16 *cache, const Strides &s, int b, int slot) {
-#if PAGED
+  if (!PAGED) return slot < 0 || slot >= p.seqlen_k ? nullptr : (u16 *)cache + b * s.batch + (i64)slot * s.row;
   const int page = slot / p.page_size;
   if (slot < 0 || page >= p.pages_per_sequence) return nullptr;
   const int index = global_load(p.block_table + (i64)b * p.table_stride + page);
   if (index < 0 || index >= p.num_pages) return nullptr;
   return (u16 *)cache + index * s.batch + (i64)(slot - page * p.page_size) * s.row;
-#else
-  return slot < 0 || slot >= p.seqlen_k ? nullptr : (u16 *)cache + b * s.batch + (i64)slot * s.row;
-#endif
 }
 
-// Of the pair of numbers that word `i` of a piece holds.
-DEVICE void numbers(const uint4 &x, int i, float &first, float &second) {
-  const u32 pair = i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
-  first = bits_to_float((u16)pair), second = bits_to_float((u16)(pair >> 16));
+// The two numbers that word `i` of a piece holds.
+DEVICE void numbers(const uint4 &x, int i, float *two) {
+  const u32 pair = word(x, i);
+  two[0] = bits_to_float((u16)pair);
+  two[1] = bits_to_float((u16)(pair >> 16));
 }
 
 // What a piece of a row needs to be rotated: loads of several pieces wait for one another only when they are used. rotary_dim is a
@@ -36,14 +34,17 @@ struct Rotation {
     is_second = p.rotary_interleaved ? piece & 1 : piece >= half;
     const int column = p.rotary_interleaved ? piece / 2 : is_second ? piece - half : piece;
     const i64 at = (i64)position * p.rotary_row_stride + column * 8;
-    cos = load_chunk_if(applies, p.rotary_cos + at, 8), sin = load_chunk_if(applies, p.rotary_sin + at, 8);
+    cos = load_chunk_if(applies, p.rotary_cos + at, 8);
+    sin = load_chunk_if(applies, p.rotary_sin + at, 8);
     other = load_chunk_if(applies && !p.rotary_interleaved, row + (is_second ? column : column + half) * 8, 8);
   }
   DEVICE uint4 of(const Params &p, const uint4 &x) const {
     float c[8], s[8], a[8], b[8], y[8];
     UNROLLED(i, 4) {
-      numbers(cos, i, c[2 * i], c[2 * i + 1]), numbers(sin, i, s[2 * i], s[2 * i + 1]);
-      numbers(x, i, a[2 * i], a[2 * i + 1]), numbers(other, i, b[2 * i], b[2 * i + 1]);
+      numbers(cos, i, c + 2 * i);
+      numbers(sin, i, s + 2 * i);
+      numbers(x, i, a + 2 * i);
+      numbers(other, i, b + 2 * i);
     }
     if (p.rotary_interleaved) {
       UNROLLED(i, 4) {   // a piece of the tables is for two of the row
@@ -68,7 +69,7 @@ DEVICE void append_piece(const Params &p, int b, int row, int head, int piece) {
   const Strides &cache_s = is_k ? p.k_s : p.v_s, &new_s = is_k ? p.k_new_s : p.v_new_s;
   u16 *target = writable_slot(p, is_k ? p.k : p.v, cache_s, b, slot);
   if (!target) return;
-  const u16 *source = (is_k ? p.k_new : p.v_new) + b * new_s.batch + (i64)row * new_s.row + (i64)head * new_s.head;
+  const u16 *source = row_at(is_k ? p.k_new : p.v_new, new_s, b, row, head);
   const int channels = (is_k ? p.head_dim : p.head_dim_v) - piece * 8;
   const uint4 x = load_chunk(source + piece * 8, channels);
   Rotation rotation;

@@ -63,13 +63,10 @@ struct Exponents {   // tensors are multiplied by 2 to these, on the way to shar
 // dS is multiplied by 2 to this besides: then it stays below 2^15 whatever v, dout and out are. `largest_dout` is scaled, and v below 2^15;
 // delta has a bound of its own, since a given out may be of other values than these.
 DEVICE int exponent_of_ds(const Params &p, const Exponents &e, float largest_dout, float largest_delta) {
-#if TYPE == 2
+  if (TYPE != 2) return 0;
   const int of_dP = exponent_of(p.head_dim_v * 32768.f * largest_dout * (DROPOUT ? p.dropout_scale : 1.f));
   const int of_delta = largest_delta == 0.f ? of_dP : exponent_of(largest_delta) + e.v + e.dout;
   return 13 - P_SHIFT - max(of_dP, of_delta);   // |dP - delta| is below 2^(1 + one more than the larger of them)
-#else
-  return 0;
-#endif
 }
 
 // ---- Which passing rows a warp's own rows see. Queries from a key's own position - right to it + left see it.
@@ -79,7 +76,6 @@ DEVICE Sight sight(const Params &p, int first, int shift, int passing, int zero)
   return {first + zero, shift + zero, passing, KEYS_STAY ? right : left, KEYS_STAY ? left : right};
 }
 
-DEVICE float alibi_slope(const Params &p, int b, int head) { return global_load(p.alibi_slopes + b * p.slopes_batch + head); }
 // What the given LSE has of a row's position; of its biases.
 DEVICE float position_slope(const Params &p, int b, int head) { return ALIBI && p.lse_has_position ? alibi_slope(p, b, head) : 0.f; }
 DEVICE float bias_top(const Params &p, int b, int head, int row) { return BIAS > 1 && p.lse_has_position ? DenseMask(p, b, head).top(p, row) : 0.f; }
@@ -100,20 +96,15 @@ struct Scoring {
   u32 row_base, key_base;  // dropout
   DEVICE void set_scale(const Params &p, const Exponents &e) {
     unit = times_power_of_two(p.softmax_scale * LOG2E, -(e.q + e.k));
-#if SOFTCAP
     doubled = 2.f * unit / p.softcap;
     fall = -2.f * p.softcap * LOG2E;
-#endif
   }
   DEVICE void set_head(const Params &p, int b, int head) {
-#if ALIBI
-    slope = alibi_slope(p, b, head) * LOG2E;
-#endif
-#if DROPOUT
+    slope = ALIBI ? alibi_slope(p, b, head) * LOG2E : 0.f;
+    if (!DROPOUT) return;
     const DropoutWords words(p, b, head);
     row_base = words.row_base;
     key_base = words.key_base;
-#endif
   }
 };
 
@@ -173,17 +164,12 @@ DEVICE void probabilities(Scores &S, Packed &packed, const Params &p, const Dens
           const int own_row = band.first + m * 16 + g + r * 8, passing = tile + n * 8 + 2 * t + e, row = KEYS_STAY ? passing : own_row;
           float minus_lse = KEYS_STAY ? -lse[e] : -own.lse[m][r];
           if (DISTANCE_IS_SUM && !MASKED) minus_lse += KEYS_STAY ? per_row * (n * 8 + e) : along[m][r];
-#if SOFTCAP
-          const float below = half_below_one(s * f.doubled);
-          s = fmaf(below, f.fall, minus_lse);
-#else
-          if (MASKED && BIAS > 1) s = fmaf(fmaf(s, f.unit * LN2, mask.at(p, row, KEYS_STAY ? own_row : passing)) - mask.top(p, row), LOG2E, minus_lse);
+          const float below = SOFTCAP ? half_below_one(s * f.doubled) : 0.f;
+          if (SOFTCAP) s = fmaf(below, f.fall, minus_lse);
+          else if (MASKED && BIAS > 1) s = fmaf(fmaf(s, f.unit * LN2, mask.at(p, row, KEYS_STAY ? own_row : passing)) - mask.top(p, row), LOG2E, minus_lse);
           else s = fmaf(s, f.unit, minus_lse);
-#endif
-#if ALIBI
-          if (MASKED || !DISTANCE_IS_SUM) s = fmaf(-f.slope, fabsf(ahead[m][r] + (float)(n * 8 + e)), s);
-          else s = KEYS_STAY ? s + along[m][r] : fmaf(per_row, (float)(n * 8 + e), s);
-#endif
+          if (ALIBI && (MASKED || !DISTANCE_IS_SUM)) s = fmaf(-f.slope, fabsf(ahead[m][r] + (float)(n * 8 + e)), s);
+          else if (ALIBI) s = KEYS_STAY ? s + along[m][r] : fmaf(per_row, (float)(n * 8 + e), s);
           s = exp2_approx(s);
           const bool hidden = BIAS == 1 ? !(KEYS_STAY ? mask.sees(p, row, band.first, m * 16 + g + r * 8) : mask.sees(p, row, tile + n / 4 * 32, n % 4 * 8 + 2 * t + e))
                                         : !BIAS && (n * 8 + e > last[m][r] || (LOCAL && n * 8 + e < first[m][r]));
@@ -198,9 +184,7 @@ DEVICE void probabilities(Scores &S, Packed &packed, const Params &p, const Dens
             const float kept = gone ? 0.f : s;
             pair = e ? pack(__int_as_float(pair), kept) : __float_as_int(kept);
           }
-#if SOFTCAP
-          s *= fmaf(-below, below, below);   // (1 - tanh^2) / 4
-#endif
+          if (SOFTCAP) s *= fmaf(-below, below, below);   // (1 - tanh^2) / 4
           if (gone) s = -s;
         }
     }
@@ -263,8 +247,8 @@ struct Owned {
   DEVICE int first_head(const Params &p) const { return KEYS_STAY ? head * p.group + split * heads_each(p) : head; }
   DEVICE int heads(const Params &p) const { return KEYS_STAY ? min(heads_each(p), p.group - split * heads_each(p)) : 1; }
   // Where the own rows of a tensor begin.
-  template <typename T> DEVICE T *of(T *x, const Strides &s) const {
-    return x + b * s.batch + (i64)((KEYS_STAY ? seq.first_k : seq.first_q) + first) * s.row + (i64)head * s.head;
+  template <class T> DEVICE T *of(T *x, const Strides &s) const {
+    return row_at(x, s, b, (KEYS_STAY ? seq.first_k : seq.first_q) + first, head);
   }
   // Where LSE and delta of the sequence begin.
   DEVICE i64 row_values(const Params &p) const { return b * p.lse_batch + first_head(p) * p.lse_head + seq.first_q; }
@@ -285,7 +269,7 @@ struct Passing {
     end = (seen.end + TL - 1) / TL;
   }
   // Where a head's rows begin, and LSE and delta of them.
-  DEVICE const u16 *of(const u16 *x, const Strides &s, int which, int zero) const { return x + (b + zero) * s.batch + (i64)(row + zero) * s.row + (i64)(head + which) * s.head; }
+  DEVICE const u16 *of(const u16 *x, const Strides &s, int which, int zero) const { return row_at(x, s, b + zero, row + zero, head + which); }
   DEVICE i64 row_values(const Params &params, int which, int zero) const { return (b + zero) * params.lse_batch + (head + which) * params.lse_head + row + zero; }
 };
 

@@ -57,12 +57,8 @@ struct Range {
 #define UNBOUNDED (1 << 29)
 
 DEVICE Range visible_keys(int row, int row_end, int offset, int seqlen_k, int left, int right) {
-  Range r = {0, seqlen_k};
-#if LOCAL
-  r.first = max(0, row + offset - left);
-  r.end = min(seqlen_k, row_end - 1 + offset + right + 1);
-#endif
-  return r;
+  if (!LOCAL) return {0, seqlen_k};
+  return {max(0, row + offset - left), min(seqlen_k, row_end - 1 + offset + right + 1)};
 }
 
 DEVICE int window(int size) { return LOCAL && size >= 0 ? size : UNBOUNDED; }
@@ -103,7 +99,7 @@ struct Turn {
 template <int ROWS, bool LAST_FIRST> struct Seat {
   int b, tile, tiles;   // tiles: for which the sequence has blocks
   DEVICE Seat(const Params &p, const int *starts, int total, int slab, int turn) : b(slab), tile(LAST_FIRST ? p.tiles - 1 - turn : turn), tiles(p.tiles) {
-#if SEATS
+    if (!SEATS) return;
     const int index = slab * p.tiles + turn, number = LAST_FIRST ? p.seats - 1 - index : index;
     int first = 0, end = p.seats, beyond = p.batch + 1;
     b = 0;
@@ -114,19 +110,19 @@ template <int ROWS, bool LAST_FIRST> struct Seat {
       else beyond = middle, end = its_first;
     }
     tile = number - first, tiles = end - first;
-#endif
   }
 };
 
+// Where a row of one head begins.
+template <class T> DEVICE T *row_at(T *x, const Strides &s, int b, int row, int head) { return x + b * s.batch + (i64)row * s.row + (i64)head * s.head; }
+DEVICE float alibi_slope(const Params &p, int b, int head) { return global_load(p.alibi_slopes + b * p.slopes_batch + head); }
+
 // A slot of a sequence's cache: contiguous, or through its pages.
 DEVICE const u16 *key_row(const Params &p, const u16 *base, const Strides &s, const int *pages, int slot) {
-#if PAGED
+  if (!PAGED) return base + (i64)slot * s.row;
   const u32 page = (u32)slot / (u32)p.page_size, within = slot - page * p.page_size;
   const u32 index = min((u32)global_load(pages + min(page, (u32)(p.pages_per_sequence - 1))), (u32)(p.num_pages - 1));
   return base + (i64)index * s.batch + (i64)within * s.row;
-#else
-  return base + (i64)slot * s.row;
-#endif
 }
 
 // Tokens of packed rows before the first and behind the last sequence get out 0 and LSE 0: this block's share of them, `part` of `parts`.
@@ -145,24 +141,16 @@ DEVICE void clear_outside(const Params &p, int head, int part, int parts) {
 }
 
 // ---- 16-bit numbers
-DEVICE float bits_to_float(u16 x) {  // of the caller's dtype
-#if TYPE == 0
-  return half_to_float(x);
-#else
-  return __int_as_float((u32)x << 16);
-#endif
-}
+DEVICE u32 word(const uint4 &x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
+DEVICE float bits_to_float(u16 x) { return TYPE == 0 ? half_to_float(x) : __int_as_float((u32)x << 16); }   // of the caller's dtype
 
 // Two floats rounded to the caller's dtype.
 DEVICE u32 pack_out(float a, float b) {
-#if TYPE == 2
+  if (TYPE != 2) return pack(a, b);
   u32 x = __float_as_int(a), y = __float_as_int(b);
   x = (x & 0x7fffffff) > 0x7f800000 ? 0x7fffffff : x + 0x7fff + ((x >> 16) & 1);
   y = (y & 0x7fffffff) > 0x7f800000 ? 0x7fffffff : y + 0x7fff + ((y >> 16) & 1);
   return (x >> 16) | (y & 0xffff0000u);
-#else
-  return pack(a, b);
-#endif
 }
 
 // Converted bf16: every (sequence, key head) has powers of two of its own, which bring its largest finite magnitude to
@@ -200,43 +188,28 @@ DEVICE float scale_for(int largest, bool is_copied = false) {
 DEVICE float inverse_of_power(float scale) { return __int_as_float((254 << 23) - __float_as_int(scale)); }
 DEVICE float scale_of(const int *absmax, bool is_copied = false) { return TYPE == 2 ? scale_for(global_load(absmax), is_copied) : 1.f; }
 
+DEVICE u32 convert(u32 x, float scale) { return pack(__int_as_float(x << 16) * scale, __int_as_float(x & 0xffff0000u) * scale); }
 DEVICE uint4 convert(uint4 x, float scale) {
-#if TYPE == 2
-  x.x = pack(__int_as_float(x.x << 16) * scale, __int_as_float(x.x & 0xffff0000u) * scale);
-  x.y = pack(__int_as_float(x.y << 16) * scale, __int_as_float(x.y & 0xffff0000u) * scale);
-  x.z = pack(__int_as_float(x.z << 16) * scale, __int_as_float(x.z & 0xffff0000u) * scale);
-  x.w = pack(__int_as_float(x.w << 16) * scale, __int_as_float(x.w & 0xffff0000u) * scale);
-#endif
-  return x;
+  return TYPE == 2 ? make_uint4(convert(x.x, scale), convert(x.y, scale), convert(x.z, scale), convert(x.w, scale)) : x;
 }
 
 // Eight channels of a row, of which `channels` exist.
 DEVICE uint4 load_chunk(const u16 *p, int channels) {
-#if VEC == 8
-  return global_load16(p);
-#else
+  if (VEC == 8) return global_load16(p);
   u32 x[8];
   UNROLLED(i, 8) x[i] = i < channels ? global_load2(p + i) : 0;
   return make_uint4(x[0] | x[1] << 16, x[2] | x[3] << 16, x[4] | x[5] << 16, x[6] | x[7] << 16);
-#endif
 }
 
 DEVICE uint4 load_chunk_if(bool there, const u16 *p, int channels) {   // else zeros
-#if VEC == 8
-  return global_load16_if(there && channels > 0, p);
-#else
-  return load_chunk(p, there ? channels : 0);
-#endif
+  return VEC == 8 ? global_load16_if(there && channels > 0, p) : load_chunk(p, there ? channels : 0);
 }
 
 DEVICE void store_chunk(u16 *p, uint4 v, int channels) {
-#if VEC == 8
-  global_store16(p, v);
-#else
+  if (VEC == 8) return global_store16(p, v);
   const u32 x[4] = {v.x, v.y, v.z, v.w};
   UNROLLED(i, 8)
     if (i < channels) global_store2(p + i, (u16)(x[i / 2] >> (i % 2 * 16)));
-#endif
 }
 
 // ---- Tiles in shared memory: rows of W channels, a multiple of 16, in chunks of 16 bytes. An ldmatrix reads one chunk of 8 rows, which must lie in
@@ -275,18 +248,14 @@ template <int THREADS, int ROWS, int W> struct Mover {
   // Rows from first_slot on, of which `left` are there; channels past head_dim and rows past the end are 0.
   DEVICE void load(uint4 *x, const Params &p, const u16 *base, const Strides &s, const int *pages, int first_slot, int left, int head_dim, u32 tile) const {
     const int rows = left - row;
-#if PAGED
-    if ((u32)first_slot % (u32)p.page_size + ROWS > (u32)p.page_size) {   // each row is looked up
+    if (PAGED && (u32)first_slot % (u32)p.page_size + ROWS > (u32)p.page_size) {   // each row is looked up
       UNROLLED(i, N) {
         const bool there = down(i) < rows;
         take(x, i, there, there ? key_row(p, base, s, pages, first_slot + row + down(i)) + (chunk + along(i)) * 8 : base, base, head_dim, tile);
       }
       return;
     }
-    const u16 *from = key_row(p, base, s, pages, first_slot) + (i64)row * s.row + chunk * 8;
-#else
-    const u16 *from = base + (i64)(first_slot + row) * s.row + chunk * 8;
-#endif
+    const u16 *from = PAGED ? key_row(p, base, s, pages, first_slot) + (i64)row * s.row + chunk * 8 : base + (i64)(first_slot + row) * s.row + chunk * 8;
     if (!CPA && left >= ROWS && head_dim >= W) {
       UNROLLED(i, N)
         if (has(i)) x[i] = load_chunk(from + (i64)down(i) * s.row + along(i) * 8, 8);
@@ -296,19 +265,11 @@ template <int THREADS, int ROWS, int W> struct Mover {
   }
   DEVICE void take(uint4 *x, int i, bool there, const u16 *from, const u16 *readable, int head_dim, u32 tile) const {
     const int channels = head_dim - (chunk + along(i)) * 8;
-#if CPA
-    there = there && channels > 0;
-    if (has(i)) copy_async(tile + offset(i), there ? from : readable, there);
-#else
-    x[i] = load_chunk_if(there, from, channels);
-#endif
+    if (!CPA) x[i] = load_chunk_if(there, from, channels);
+    else if (has(i)) copy_async(tile + offset(i), there && channels > 0 ? from : readable, there && channels > 0);
   }
   DEVICE void store(const uint4 *x, u32 tile, float scale) const {
-#if CPA
-    copy_async_wait();
-#else
-    COPIED ? keep<false>(x, tile, scale) : keep(x, tile, scale);
-#endif
+    CPA ? copy_async_wait() : COPIED ? keep<false>(x, tile, scale) : keep(x, tile, scale);
   }
 
   // The same for a block's own rows, which nothing has to wait for: `left` of them are there.
@@ -332,15 +293,15 @@ template <int W, int N, int M> DEVICE void keep_rows(u32 (&operand)[N][M][4], u3
 // Two steps of 8 along the inner dimension for two neighbouring 8-wide column blocks: b[0], b[1] are block 0's steps, b[2], b[3] block 1's.
 // a[m]: the 16 x 16 operand of row tile m (steps a0, a1 and a2, a3).
 template <int M> DEVICE void multiply(float (&c0)[M][4], float (&c1)[M][4], const u32 (&a)[M][4], const u32 (&b)[4]) {
-#if MMA16
-  UNROLLED(m, M) mma_k16(c0[m], a[m][0], a[m][1], a[m][2], a[m][3], b[0], b[1]);
-  UNROLLED(m, M) mma_k16(c1[m], a[m][0], a[m][1], a[m][2], a[m][3], b[2], b[3]);
-#else
+  if (MMA16) {
+    UNROLLED(m, M) mma_k16(c0[m], a[m][0], a[m][1], a[m][2], a[m][3], b[0], b[1]);
+    UNROLLED(m, M) mma_k16(c1[m], a[m][0], a[m][1], a[m][2], a[m][3], b[2], b[3]);
+    return;
+  }
   UNROLLED(step, 2) {
     UNROLLED(m, M) mma_k8(c0[m], a[m][2 * step], a[m][2 * step + 1], b[step]);
     UNROLLED(m, M) mma_k8(c1[m], a[m][2 * step], a[m][2 * step + 1], b[2 + step]);
   }
-#endif
 }
 
 template <int N, int M> DEVICE void set_zero(float (&c)[N][M][4]) {
@@ -369,12 +330,16 @@ template <bool REG, int W, int N, int M> DEVICE void product(float (*c)[M][4], c
   }
 }
 
-// With SUMS: a lane's sums to shared memory, and added to those of another warp from there.
-DEVICE void leave_sums(const float (&c)[4], u32 at) { shared_store_float4(at, make_float4(c[0], c[1], c[2], c[3])); }
-DEVICE void add_sums(float (&c)[4], u32 at) {
-  const float4 x = shared_load_float4(at);
-  c[0] += x.x, c[1] += x.y, c[2] += x.z, c[3] += x.w;
+DEVICE float4 together(const float (&c)[4]) { return make_float4(c[0], c[1], c[2], c[3]); }
+DEVICE void add(float (&c)[4], const float4 &x) {
+  c[0] += x.x;
+  c[1] += x.y;
+  c[2] += x.z;
+  c[3] += x.w;
 }
+// With SUMS: a lane's sums to shared memory, and added to those of another warp from there.
+DEVICE void leave_sums(const float (&c)[4], u32 at) { shared_store_float4(at, together(c)); }
+DEVICE void add_sums(float (&c)[4], u32 at) { add(c, shared_load_float4(at)); }
 
 // Online softmax: S becomes exp2(S * unit - m_new + P_SHIFT); row maxima m and this lane's share of the row sums l follow. Rescales O only
 // where some maximum of the warp rose.

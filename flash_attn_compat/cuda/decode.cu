@@ -14,8 +14,6 @@ typedef float Scores[NB][1][4], Result[CHUNKS][1][4];
 typedef Layout<W> OfQ;   // in shared memory
 constexpr bool Q_IN_REGISTERS = W == 64 || (W == 128 && TYPE != 2);
 
-DEVICE u32 word(const uint4 &x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
-
 // ---- Keys and values on their way to the tensor cores
 
 // Where the keys of one step lie. In pages every lane looks up one of them; where they are neighbours, the first one's row tells where
@@ -92,13 +90,10 @@ template <class T> DEVICE void load(const Params &p, T &tile, const u16 *base, c
 // Converted bf16: every step's keys, its values and every row of Q have a power of two of their own, so that nothing overflows and
 // small ones keep their bits whatever stands elsewhere. The accumulators are fp32 and hold true values.
 template <int LANES, int N> DEVICE float convert_all(uint4 (&x)[N]) {   // the inverse of the scale that LANES share
-#if TYPE == 2
+  if (TYPE != 2) return 1.f;
   const float scale = scale_for(max_of<LANES>(finite_magnitude(x)));
   UNROLLED(i, N) x[i] = convert(x[i], scale);
   return inverse_of_power(scale);
-#else
-  return 1.f;
-#endif
 }
 
 // ---- One step of Algorithm 1 (forward.cu) for a warp's KEYS keys
@@ -128,21 +123,12 @@ DEVICE void scale(Scores &S, const Rows &rows, float key_unit) {
 // Scores in units of log2.
 DEVICE void modify(Scores &S, const Params &p, const Rows &rows, int key) {
   const int t = threadIdx.x & 3;
-#if SOFTCAP
   const float doubled = 2.f * LOG2E / p.softcap, cap = p.softcap * LOG2E;
-#endif
   UNROLLED(n, NB)
     UNROLLED(e, 4) {
-      float s = S[n][0][e];
-#if SOFTCAP
-      s = fmaf(half_below_one(s * doubled), -2.f * cap, cap);
-#else
-      s *= LOG2E;
-#endif
-#if ALIBI
-      s = fmaf(-rows.slope[e >> 1] * LOG2E, fabsf((float)(key + n * 8 + 2 * t + (e & 1) - rows.position[e >> 1])), s);
-#endif
-      S[n][0][e] = s;
+      float &s = S[n][0][e];
+      s = SOFTCAP ? fmaf(half_below_one(s * doubled), -2.f * cap, cap) : s * LOG2E;
+      if (ALIBI) s = fmaf(-rows.slope[e >> 1] * LOG2E, fabsf((float)(key + n * 8 + 2 * t + (e & 1) - rows.position[e >> 1])), s);
     }
 }
 
@@ -161,16 +147,12 @@ DEVICE void accumulate(Result &O, const Scores &P, const ValueTile &v, float val
   UNROLLED(n, NB) a[n][0] = pack(P[n][0][0], P[n][0][1]), a[n][1] = pack(P[n][0][2], P[n][0][3]);
   UNROLLED(h, SLABS)
     UNROLLED(i, 8) {
-#if TYPE == 2
-      float o[4] = {0.f, 0.f, 0.f, 0.f};
-#else
-      float (&o)[4] = O[h * 8 + i][0];
-#endif
+      float zeros[4] = {0.f, 0.f, 0.f, 0.f};
+      float (&o)[4] = TYPE == 2 ? zeros : O[h * 8 + i][0];
       UNROLLED(n, NB)
         mma_k8(o, a[n][0], a[n][1], __byte_perm(word(v.x[n][h][0], i / 2), word(v.x[n][h][1], i / 2), i % 2 ? 0x7632 : 0x5410));
-#if TYPE == 2
-      UNROLLED(e, 4) O[h * 8 + i][0][e] = fmaf(o[e], value_unit, O[h * 8 + i][0][e]);
-#endif
+      if (TYPE == 2)
+        UNROLLED(e, 4) O[h * 8 + i][0][e] = fmaf(o[e], value_unit, O[h * 8 + i][0][e]);
     }
 }
 
@@ -181,15 +163,13 @@ DEVICE void load_rows(const Params &p, const Tile &tile, uint4 (&q)[2][PIECES], 
     const int query = tile.query(p, g + r * 8), head = tile.head(p, g + r * 8);
     const u16 *row = p.q + tile.sequence * p.q_s.batch + (i64)(tile.seq.first_q + query) * p.q_s.row + (i64)head * p.q_s.head;
     UNROLLED(c, PIECES) q[r][c] = load_chunk_if(true, row + mine + c * 32, p.head_dim - mine - c * 32);
-#if APPEND
-    Rotation rotations[PIECES];
-    UNROLLED(c, PIECES) rotations[c].load(p, row, mine / 8 + c * 4, query_position(p, tile.sequence, query));
-    UNROLLED(c, PIECES) q[r][c] = rotations[c].of(p, q[r][c]);
-#endif
+    if (APPEND) {
+      Rotation rotations[PIECES];
+      UNROLLED(c, PIECES) rotations[c].load(p, row, mine / 8 + c * 4, query_position(p, tile.sequence, query));
+      UNROLLED(c, PIECES) q[r][c] = rotations[c].of(p, q[r][c]);
+    }
     rows.scale[r] = p.softmax_scale * convert_all<4>(q[r]);
-#if ALIBI
-    rows.slope[r] = global_load(p.alibi_slopes + tile.sequence * p.slopes_batch + head);
-#endif
+    rows.slope[r] = ALIBI ? alibi_slope(p, tile.sequence, head) : 0.f;
   }
 }
 
@@ -225,10 +205,7 @@ KERNEL(THREADS, MINB) decode(const Params p) {
   const int splits = share.splits, first = share.keys.first, end = share.keys.end;
   if (split >= splits) return;
 
-#if APPEND
-  append_new(p, tile, split == splits - 1, seq.first_k + end);
-#endif
-
+  if (APPEND) append_new(p, tile, split == splits - 1, seq.first_k + end);
   const u32 shared = SHARED_BASE, q_at = shared + (side * ROWS + g) * OfQ::ROW_BYTES + ((t ^ (g & 1) << 2) << 4);
   const u16 *k = p.k + (PAGED ? 0 : tile.sequence * p.k_s.batch) + (i64)tile.head_k * p.k_s.head + side * W;
   const u16 *v = p.v + (PAGED ? 0 : tile.sequence * p.v_s.batch) + (i64)tile.head_k * p.v_s.head + side * W;

@@ -27,21 +27,25 @@ DEVICE void write_out(const Params &p, const Tile &tile, int row, int channel, f
   u16 *out = p.out + tile.sequence * p.out_s.batch + (i64)(tile.seq.first_q + tile.query(p, row)) * p.out_s.row +
              (i64)tile.head(p, row) * p.out_s.head + channel;
   const uint2 bits = make_uint2(pack_out(x.x * factor, x.y * factor), pack_out(x.z * factor, x.w * factor));
-#if VEC == 8
-  global_store((uint2 *)out, bits);
-#else
+  if (VEC == 8) return global_store((uint2 *)out, bits);
   const u32 pairs[2] = {bits.x, bits.y};
   UNROLLED(i, 4)
     if (i < channels) global_store2(out + i, (u16)(pairs[i / 2] >> (i % 2 * 16)));
-#endif
 }
 
 DEVICE void write_lse(const Params &p, const Tile &tile, int row, float m, float l) {
   if (!p.lse) return;
   const int head = tile.head(p, row), query = tile.query(p, row);
-  const float slope = ALIBI ? global_load(p.alibi_slopes + tile.sequence * p.slopes_batch + head) : 0.f;
+  const float slope = ALIBI ? alibi_slope(p, tile.sequence, head) : 0.f;
   const i64 at = tile.sequence * p.lse_batch + head * p.lse_head + tile.seq.first_q + query;
   write_lse(p, at, m, l, slope, query + tile.seq.seqlen_k - tile.seq.seqlen_q);
+}
+
+DEVICE void add_weighted(float4 &sum, float weight, const float4 &x) {
+  sum.x += weight * x.x;
+  sum.y += weight * x.y;
+  sum.z += weight * x.z;
+  sum.w += weight * x.w;
 }
 
 // Four channels of a row as one warp left them; spread over the banks.
@@ -78,7 +82,7 @@ DEVICE void combine_warps(const Params &p, const Tile &tile, float (&O)[CHUNKS][
         const float weight = exp2_approx(statistics[w][0] - from);
         const float4 x = shared_load_float4(share_at(shared, w * SIDES + side, row, quad));
         sum += weight * statistics[w][1];
-        total.x += weight * x.x, total.y += weight * x.y, total.z += weight * x.z, total.w += weight * x.w;
+        add_weighted(total, weight, x);
       }
       if (splits == 1) {
         write_out(p, tile, row, channel, total, reciprocal_of_sum(sum));
@@ -91,6 +95,7 @@ DEVICE void combine_warps(const Params &p, const Tile &tile, float (&O)[CHUNKS][
   }
 }
 
+// The last block of a tile: the parts that its splits have left, put together.
 DEVICE void combine_splits(const Params &p, const Tile &tile, u32 shared, int splits, i64 first_part) {
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
   for (int row = warp; row < tile.count(); row += NW) {
@@ -120,7 +125,7 @@ DEVICE void combine_splits(const Params &p, const Tile &tile, u32 shared, int sp
     for (int s = 0; s < splits; s++) {
       const float weight = shared_load_float(shared + (row * MAX_SPLITS + s) * 4);
       const float4 x = global_load_fresh((const float4 *)(part + (i64)s * PART));
-      total.x += weight * x.x, total.y += weight * x.y, total.z += weight * x.z, total.w += weight * x.w;
+      add_weighted(total, weight, x);
     }
     write_out(p, tile, row, channel, total, shared_load_float(shared + FACTORS_AT + row * 4));
   }

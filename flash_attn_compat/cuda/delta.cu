@@ -19,8 +19,7 @@ KERNEL(THREADS, 4) delta(const Params p) {
   const int first = tile * ROWS + threadIdx.x / LANES, chunk = threadIdx.x % LANES, channels = p.head_dim_v - chunk * 8;
   if (tile * ROWS >= seq.seqlen_q) return;
   const i64 values = b * p.lse_batch + head * p.lse_head + seq.first_q;
-  const u16 *out = p.out + b * p.out_s.batch + (i64)seq.first_q * p.out_s.row + (i64)head * p.out_s.head + chunk * 8;
-  const u16 *dout = p.dout + b * p.dout_s.batch + (i64)seq.first_q * p.dout_s.row + (i64)head * p.dout_s.head + chunk * 8;
+  const u16 *out = row_at(p.out, p.out_s, b, seq.first_q, head) + chunk * 8, *dout = row_at(p.dout, p.dout_s, b, seq.first_q, head) + chunk * 8;
   uint4 x[PASSES][SHARES], y[PASSES][SHARES];
   float lse[PASSES];
   UNROLLED(i, PASSES) {
@@ -46,8 +45,7 @@ KERNEL(THREADS, 4) delta(const Params p) {
     if (chunk == 0 && row < seq.seqlen_q) global_store(p.delta + values + row, delta);
     if (fabsf(delta) < POS_INF) largest_delta = max(largest_delta, fabsf(delta));
   }
-#if TYPE == 2
+  if (TYPE != 2) return;
   raise(absmax_of_dout(p, b, head / p.group), largest);
   raise(absmax_of_delta(p, b, head / p.group), __float_as_int(largest_delta));
-#endif
 }

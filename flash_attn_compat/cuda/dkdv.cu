@@ -22,14 +22,11 @@ DEVICE void write_dv(const Params &p, Block &block, GradientP &dv) {
 // What a thread has of a gradient, to its place in memory and added to another from there.
 template <int C> DEVICE void leave(float4 *part, const float (&c)[C][MT][4]) {
   UNROLLED(n, C)
-    UNROLLED(m, MT) global_store(part + (n * MT + m) * THREADS, make_float4(c[n][m][0], c[n][m][1], c[n][m][2], c[n][m][3]));
+    UNROLLED(m, MT) global_store(part + (n * MT + m) * THREADS, together(c[n][m]));
 }
 template <int C> DEVICE void add(float (&c)[C][MT][4], const float4 *part) {
   UNROLLED(n, C)
-    UNROLLED(m, MT) {
-      const float4 x = global_load_fresh(part + (n * MT + m) * THREADS);
-      c[n][m][0] += x.x, c[n][m][1] += x.y, c[n][m][2] += x.z, c[n][m][3] += x.w;
-    }
+    UNROLLED(m, MT) add(c[n][m], global_load_fresh(part + (n * MT + m) * THREADS));
 }
 // Where a tile has several splits, the last block to come here gets the sums of what all have found, added in their order; the others get false.
 DEVICE bool add_splits(const Params &p, GradientS &dk, GradientP &dv) {
@@ -65,10 +62,8 @@ KERNEL(THREADS, MINB) dkdv(const Params p) {
   UNROLLED(m, MT)
     UNROLLED(r, 2) {
       block.ds_exponent[m][r] = exponent;
-#if DROPOUT
       const int key = keys.first + group_of(threadIdx.x) * WARP_ROWS + m * 16 + ((threadIdx.x & 31) >> 2) + r * 8;
-      block.own.word[m][r] = DropoutWords(p, keys.b, keys.first_head(p)).key(key);
-#endif
+      if (DROPOUT) block.own.word[m][r] = DropoutWords(p, keys.b, keys.first_head(p)).key(key);
     }
   block.keep<REG_S, D>(block.own_s, 0, k, e.k);
   block.keep<REG_P, DV>(block.own_p, Block::OWN_P, v, e.v);

@@ -55,9 +55,7 @@ KERNEL(THREADS, MINB) dq(const Params p) {
       block.own.lse[m][r] = row_lse(p, lse[m][r] - bias_top(p, queries.b, queries.head, row), row, keys.shift, position_slope(p, queries.b, queries.head));
       block.own.minus_delta[m][r] = times_power_of_two(-delta[m][r], e.v + e.dout + ds);
       block.ds_exponent[m][r] = ds;
-#if DROPOUT
-      block.own.word[m][r] = DropoutWords(p, queries.b, queries.head).row(row);
-#endif
+      if (DROPOUT) block.own.word[m][r] = DropoutWords(p, queries.b, queries.head).row(row);
     }
 
   GradientS dq;

@@ -26,28 +26,18 @@ typedef Band<WARP_ROWS, BN> Rows;
 // Softcap and ALiBi, after which scores are in units of log2; a softmax_scale that is not positive is applied here too.
 // A dense mask's biases leave them in natural units.
 DEVICE void modify(float (&S)[NB][MT][4], const Params &p, const DenseMask &mask, bool mixed, float scale, float slope, int key, const Rows &rows, int g, int t) {
-#if SOFTCAP
   const float doubled = 2.f * LOG2E * scale / p.softcap, cap = p.softcap * LOG2E;
-#endif
   UNROLLED(m, MT)
     UNROLLED(r, 2) {
       const int row = rows.first + m * 16 + g + r * 8;
-#if ALIBI
       const float ahead = (float)(key + 2 * t - (row + rows.shift));
-#endif
       UNROLLED(n, NB)
         UNROLLED(e, 2) {
           float &s = S[n][m][2 * r + e];
-#if SOFTCAP
-          s = fmaf(half_below_one(s * doubled), -2.f * cap, cap);
-#elif BIAS > 1
-          s = mixed ? fmaf(s, scale, mask.at(p, row, key + n * 8 + 2 * t + e)) : s * scale;
-#else
-          s *= scale * LOG2E;
-#endif
-#if ALIBI
-          s = fmaf(-slope * LOG2E, fabsf(ahead + (float)(n * 8 + e)), s);
-#endif
+          if (SOFTCAP) s = fmaf(half_below_one(s * doubled), -2.f * cap, cap);
+          else if (BIAS > 1) s = mixed ? fmaf(s, scale, mask.at(p, row, key + n * 8 + 2 * t + e)) : s * scale;
+          else s *= scale * LOG2E;
+          if (ALIBI) s = fmaf(-slope * LOG2E, fabsf(ahead + (float)(n * 8 + e)), s);
         }
     }
 }
@@ -70,7 +60,6 @@ DEVICE void hide(float (&S)[NB][MT][4], const Params &p, const DenseMask &mask, 
     }
 }
 
-#if DROPOUT
 DEVICE void drop(float (&P)[NB][MT][4], const DropoutWords &words, const u32 (&row_words)[MT][2], int key, int t, int limit) {
   UNROLLED(n, NB)
     UNROLLED(e, 2) {
@@ -80,7 +69,6 @@ DEVICE void drop(float (&P)[NB][MT][4], const DropoutWords &words, const u32 (&r
           if (dropped(row_words[m][r], key_word, limit)) P[n][m][2 * r + e] = 0.f;
     }
 }
-#endif
 
 // O += P V
 DEVICE void accumulate(float (&O)[OUT_BLOCKS][MT][4], const float (&P)[NB][MT][4], u32 v_at) {
@@ -115,7 +103,7 @@ KERNEL(THREADS, MINB) forward(const Params p) {
   const int first_row = tile * BM;
   if (first_row >= seq.seqlen_q) return;
 
-  const u16 *q = p.q + b * p.q_s.batch + (i64)(seq.first_q + first_row) * p.q_s.row + (i64)head * p.q_s.head;
+  const u16 *q = row_at(p.q, p.q_s, b, seq.first_q + first_row, head);
   const u16 *k = p.k + (PAGED ? 0 : b * p.k_s.batch) + (i64)head_k * p.k_s.head;
   const u16 *v = p.v + (PAGED ? 0 : b * p.v_s.batch) + (i64)head_k * p.v_s.head;
   const int *pages = PAGED ? p.block_table + (i64)b * p.table_stride : nullptr;
@@ -160,7 +148,7 @@ KERNEL(THREADS, MINB) forward(const Params p) {
   // Scores are compared as they come and scaled inside exp2, where nothing else happens to them.
   const bool modified = SOFTCAP || ALIBI || BIAS > 1 || !(scale > 0.f);
   const float unit = BIAS > 1 ? LOG2E : modified ? 1.f : scale * LOG2E;
-  const float slope = ALIBI ? global_load(p.alibi_slopes + b * p.slopes_batch + head) : 0.f;
+  const float slope = ALIBI ? alibi_slope(p, b, head) : 0.f;
 #if DROPOUT
   const DropoutWords words(p, b, head);
   u32 row_words[MT][2];
@@ -228,6 +216,6 @@ KERNEL(THREADS, MINB) forward(const Params p) {
       const int row = rows.first + i * 16 + g + r * 8;
       if (p.lse && t == 0 && side == 0 && row < seq.seqlen_q) write_lse(p, lse_at + row, m[i][r] - P_SHIFT, l[i][r], BIAS > 1 ? mask.top(p, row) : slope, BIAS ? 1 : row + rows.shift);
     }
-  u16 *out = p.out + b * p.out_s.batch + (i64)(seq.first_q + first_row) * p.out_s.row + (i64)head * p.out_s.head;
+  u16 *out = row_at(p.out, p.out_s, b, seq.first_q + first_row, head);
   write_rows<SHARE>(O, factor, shared + warp * WARP_ROWS * OfV::ROW_BYTES, warp * WARP_ROWS, out, p.out_s.row, seq.seqlen_q - first_row, p.head_dim_v, side);
 }

@@ -32,22 +32,15 @@ DEVICE u32 pack(float a, float b) {
 #endif
   return r;
 }
-DEVICE float half_to_float(u16 x) {
-  float r;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(x));
-  return r;
-}
-// exp2 and 1/x of the special function unit, 2 ulp and 1 ulp.
-DEVICE float exp2_approx(float x) {
-  float r;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return r;
-}
-DEVICE float reciprocal_approx(float x) {
-  float r;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return r;
-}
+#define FUNCTION(name, instruction, type, constraint) \
+  DEVICE float name(type x) { \
+    float r; \
+    asm(instruction " %0, %1;" : "=f"(r) : constraint(x)); \
+    return r; \
+  }
+FUNCTION(half_to_float, "cvt.f32.f16", u16, "h")
+FUNCTION(exp2_approx, "ex2.approx.ftz.f32", float, "f")         // of the special function unit, within 2 ulp
+FUNCTION(reciprocal_approx, "rcp.approx.ftz.f32", float, "f")   // within 1 ulp
 // Four 8 x 8 matrices from shared memory; lane l gives the address of row l % 8 of matrix l / 8.
 DEVICE void ldmatrix(u32 (&r)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -73,12 +66,10 @@ DEVICE u32 cycles_so_far() {
   asm volatile("mov.u32 %0, %%clock;" : "=r"(r)::"memory");
   return r;
 }
-#if MMA16
 DEVICE void mma_k16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32." OPERANDS ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-#endif
 DEVICE void shared_store(u32 address, uint4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
@@ -134,10 +125,8 @@ template <class T> DEVICE T global_load(const T *p) { return *p; }
 template <class T> DEVICE void global_store(T *p, T v) { *p = v; }
 // What other blocks of this launch have written: past L1, which may hold older values.
 template <class T> DEVICE T global_load_fresh(const T *p) { return __ldcg(p); }
-#if CPA
 DEVICE void copy_async(u32 address, const u16 *p, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(p), "r"(valid ? 16 : 0));
 }
 DEVICE void copy_async_wait() { asm volatile("cp.async.wait_all;"); }
-#endif
 #endif  // EMULATED

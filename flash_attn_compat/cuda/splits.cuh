@@ -33,7 +33,7 @@ DEVICE bool merge_splits(const Params &p, float (&O)[N][M][4], float (&m)[M][2],
   if (is_used)
     UNROLLED(i, M) {
       global_store(own + i * (N + 1) * stride, make_float4(m[i][0], l[i][0], m[i][1], l[i][1]));
-      UNROLLED(n, N) global_store(own + (i * (N + 1) + n + 1) * stride, make_float4(O[n][i][0], O[n][i][1], O[n][i][2], O[n][i][3]));
+      UNROLLED(n, N) global_store(own + (i * (N + 1) + n + 1) * stride, together(O[n][i]));
     }
   if (!is_last(p, tile, splits)) return false;
   if (!is_used) return true;
