@@ -1,8 +1,8 @@
 // What forward, decode and backward share: where a sequence lies, tiles in shared memory, loads with conversion, dropout's words.
 //
 // Macros, 0 where a call asks for nothing of the kind (DEFAULTS in backends/fused/variants.py): D, the head dim that registers and tiles are made
-// for, and DV that of values, where it is another one (the true ones are p.head_dim and p.head_dim_v); VEC, elements a global load may take at once,
-// 8 where every row starts on 16 bytes, else 1; LOCAL, causal or any window; ALIBI, SOFTCAP, DROPOUT; PAGED, keys and values through block_table;
+// for, and DV that of values, where it is another one (the true ones are p.head_dim and p.head_dim_v); MINB, blocks that a multiprocessor is to hold,
+// which bounds the registers; VEC, elements a global load may take at once, 8 where every row starts on 16 bytes, else 1; BIAS, as mask.cuh says; LOCAL, causal or any window; ALIBI, SOFTCAP, DROPOUT; PAGED, keys and values through block_table;
 // APPEND, new keys come with the call; SEATS, sequences share a grid; COPIED, what passes by is converted bf16 already.
 #pragma once
 #include "ptx.cuh"
@@ -217,10 +217,16 @@ DEVICE void store_chunk(u16 *p, uint4 v, int channels) {
 template <int W> struct Layout {
   static constexpr int CHUNKS = W / 8, ROW_BYTES = W * 2, SPREAD = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;
   static DEVICE u32 at(int row, int chunk) {
+    // Rows that would lie in one place differ in the bits that XOR takes of their number: it sends a chunk of each to another place,
+    // and since XOR is its own inverse, no two chunks of a row to the same.
     return row * ROW_BYTES + ((chunk ^ (row >> (SPREAD == 8 ? 0 : SPREAD == 4 ? 1 : 2) & (SPREAD - 1))) << 4);
   }
-  // From where one of a row's chunks lies to where the one an even number of `chunks` behind does. The widest rows leave no registers for parts of it.
-  static DEVICE u32 along(u32 at, int chunks) { return W % 256 == 0 ? at ^ chunks << 4 : (at ^ (chunks & (SPREAD - 1)) << 4) + ((chunks & -SPREAD) << 4); }
+  // From where one of a row's first chunks lies to where the one an even number of `chunks` behind does. (c ^ r) ^ n = (c ^ n) ^ r: whatever the row
+  // is, XOR with n leads from chunk c to chunk c ^ n, which is c + n where they have no bits in common: for c of 0 or 1 and even n.
+  static DEVICE u32 along(u32 at, int chunks) {
+    if (W % 256 == 0) return at ^ chunks << 4;   // compiler steering: the widest rows leave no registers for parts of it
+    return (at ^ (chunks & (SPREAD - 1)) << 4) + ((chunks & -SPREAD) << 4);
+  }
   // Where a lane's ldmatrix rows lie. Of an A operand (and of a B operand that is read transposed): rows 0-7, 8-15, then the next chunk.
   // Of a B operand: rows 0-7, the next chunk, then rows 8-15.
   static DEVICE u32 a_operand_at(int thread) { return at(thread & 15, thread >> 4 & 1); }

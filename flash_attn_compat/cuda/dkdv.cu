@@ -66,7 +66,7 @@ KERNEL(THREADS, MINB) dkdv(const Params p) {
       if (DROPOUT) block.own.word[m][r] = DropoutWords(p, keys.b, keys.first_head(p)).key(key);
     }
   block.keep<REG_S, D>(block.own_s, 0, k, e.k);
-  block.keep<REG_P, DV>(block.own_p, Block::OWN_P, v, e.v);
+  block.keep<REG_P, DV>(block.own_p, OWN_P, v, e.v);
 
   GradientS dk;
   GradientP dv;

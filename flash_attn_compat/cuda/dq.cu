@@ -8,7 +8,7 @@
 // The largest |dout| (scaled) of each own row: with a bound of its own a row is exact however small it is beside others.
 DEVICE void largest_of_rows(float (&largest)[MT][2], const Block &block) {
   // With SUMS a warp has some of the channels, and the tile from which it took them all.
-  const u32 own_at = block.shared + (SUMS && REG_P ? Block::TILES : Block::OWN_P) + OfP::a_operand_at(threadIdx.x) + group_of(threadIdx.x) * WARP_ROWS * OfP::ROW_BYTES;
+  const u32 own_at = block.shared + (SUMS && REG_P ? TILES : OWN_P) + OfP::a_operand_at(threadIdx.x) + group_of(threadIdx.x) * WARP_ROWS * OfP::ROW_BYTES;
   constexpr bool KEPT = REG_P && !SUMS;
   UNROLLED(m, MT) {
     u32 bits[2] = {0, 0};   // magnitudes of fp16 compare as integers do
@@ -47,7 +47,7 @@ KERNEL(THREADS, MINB) dq(const Params p) {
   Block block(p, SHARED_BASE, e);
   const Passing keys(p, queries);
   block.keep<REG_S, D>(block.own_s, 0, q, e.q);
-  block.keep<REG_P, DV>(block.own_p, Block::OWN_P, dout, e.dout);
+  block.keep<REG_P, DV>(block.own_p, OWN_P, dout, e.dout);
   if (TYPE == 2) largest_of_rows(largest, block);
   UNROLLED(m, MT)
     UNROLLED(r, 2) {

@@ -1,12 +1,12 @@
 // FlashAttention-2, Algorithm 1 (Dao, 2023): attention of one tile of rows over all the keys it sees.
 //
-// A block holds BM = NW / SHARE * MT * 16 rows of one head: NW warps, MT row tiles of 16 each; with SUMS, SHARE = 2^SUMS warps have the same rows, and of all
-// channels every SHARE-th 16. It walks over tiles of BN keys. While one tile
+// A block holds BM = NW / SHARE * MT * 16 rows of one head, the paper's Q_i: NW warps, MT row tiles of 16 each; with SUMS, SHARE = 2^SUMS
+// warps have the same rows, and of all channels every SHARE-th 16. It walks over tiles of BN keys, the paper's K_j and V_j. While one tile
 // of K or V is multiplied, the next one is on its way from global memory; K and V have one tile of shared memory each, Q shares
 // theirs and lives in registers (QREG) or keeps its own. Scores and probabilities never leave the registers: the layout in which
 // mma returns S is the one in which it takes P.
 //
-// Macros: BN, NW, MT, SUMS, QREG; MINB blocks a multiprocessor, which bounds the registers; D, DV, TYPE, VEC, LOCAL, ALIBI, SOFTCAP, DROPOUT, PAGED, BIAS.
+// Macros (others: common.cuh): BN, NW, MT, SUMS, QREG.
 #include "splits.cuh"
 
 constexpr int THREADS = NW * 32, SHARE = 1 << SUMS, BM = NW / SHARE * MT * 16, NB = BN / 8, WARP_ROWS = MT * 16;
@@ -172,6 +172,8 @@ KERNEL(THREADS, MINB) forward(const Params p) {
   set_zero(O);
   UNROLLED(i, MT) m[i][0] = m[i][1] = NEG_INF, l[i][0] = l[i][1] = 0.f;
 
+  // For row i and tile j: S_ij = Q_i K_j^T; m' = max(m, rowmax(S_ij)); P = exp(S_ij - m'); l' = exp(m - m') l + rowsum(P);
+  // O' = exp(m - m') O + P V_j. Behind the last one, out = O / l and LSE = m + ln(l).
 #pragma unroll 1
   for (int j = first_tile, next; j < last_tile; j = next) {
     const int key = j * BN;

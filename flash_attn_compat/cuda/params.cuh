@@ -41,7 +41,7 @@ struct Params {
   int *counters;     // splits: (tiles,), zero before a launch and after it
   float *parts;      // where tiles have several splits, what these hand to the last one: (tiles, splits, ...), as merge_splits or add_splits says
   int seqlen_k;      // keys of the longest sequence (capacity for a cache)
-  int zero;          // always 0, which the compiler cannot know
+  int zero;          // always 0, which the compiler cannot know: for compiler steering
 
   Strides q_s, k_s, v_s, out_s, dout_s, dq_s, dk_s, dv_s, k_new_s, v_new_s, q_rotated_s, bias_s;
   i64 lse_batch;     // lse, lse_true, delta: elements between sequences (0 when packed)
