@@ -71,7 +71,7 @@ struct Passing {
     end = (seen.end + TL - 1) / TL;
   }
   // Where a head's rows begin, and LSE and delta of them.
-  DEVICE const u16 *of(const u16 *x, const Strides &s, int which, int zero) const { return row_at(x, s, b + zero, row + zero, head + which); }
+  DEVICE const u16 *of(const u16 *x, const Strides &s, int which, int zero) const { return x + (b + zero) * s.batch + (i64)(row + zero) * s.row + (i64)(head + which) * s.head; }
   DEVICE i64 row_values(const Params &params, int which, int zero) const { return (b + zero) * params.lse_batch + (head + which) * params.lse_head + row + zero; }
 };
 

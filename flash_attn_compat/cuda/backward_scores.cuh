@@ -76,15 +76,20 @@ struct Scoring {
   u32 row_base, key_base;  // dropout
   DEVICE void set_scale(const Params &p, const Exponents &e) {
     unit = times_power_of_two(p.softmax_scale * LOG2E, -(e.q + e.k));
+#if SOFTCAP
     doubled = 2.f * unit / p.softcap;
     fall = -2.f * p.softcap * LOG2E;
+#endif
   }
   DEVICE void set_head(const Params &p, int b, int head) {
-    slope = ALIBI ? alibi_slope(p, b, head) * LOG2E : 0.f;
-    if (!DROPOUT) return;
+#if ALIBI
+    slope = alibi_slope(p, b, head) * LOG2E;
+#endif
+#if DROPOUT
     const DropoutWords words(p, b, head);
     row_base = words.row_base;
     key_base = words.key_base;
+#endif
   }
 };
 

@@ -338,10 +338,7 @@ template <bool REG, int W, int N, int M> DEVICE void product(float (*c)[M][4], c
 
 DEVICE float4 together(const float (&c)[4]) { return make_float4(c[0], c[1], c[2], c[3]); }
 DEVICE void add(float (&c)[4], const float4 &x) {
-  c[0] += x.x;
-  c[1] += x.y;
-  c[2] += x.z;
-  c[3] += x.w;
+  c[0] += x.x, c[1] += x.y, c[2] += x.z, c[3] += x.w;
 }
 // With SUMS: a lane's sums to shared memory, and added to those of another warp from there.
 DEVICE void leave_sums(const float (&c)[4], u32 at) { shared_store_float4(at, together(c)); }

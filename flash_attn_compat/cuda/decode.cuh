@@ -42,10 +42,7 @@ DEVICE void write_lse(const Params &p, const Tile &tile, int row, float m, float
 }
 
 DEVICE void add_weighted(float4 &sum, float weight, const float4 &x) {
-  sum.x += weight * x.x;
-  sum.y += weight * x.y;
-  sum.z += weight * x.z;
-  sum.w += weight * x.w;
+  sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
 }
 
 // Four channels of a row as one warp left them; spread over the banks.
