@@ -307,7 +307,7 @@ WRONG = {
     "gradients of some heads left out": ("dkdv.cu", "s < p.splits;", "s + 1 < p.splits;", train()),
     "no delta": ("delta.cu", ": sum;", ": 0.f;", train()),
     "a rotation the wrong way": ("append.cuh", "a[2 * i] * cosine -", "a[2 * i] * cosine +", decode_step(1)),
-    "values of another sequence": ("append.cuh", "p.v_new) + b *", "p.v_new) + (b ^ 1) *", decode_step(17)),
+    "values of another sequence": ("append.cuh", "p.v_new, new_s, b,", "p.v_new, new_s, b ^ !is_k,", decode_step(17)),
     "the same rotation of many keys": ("append.cuh", "a[2 * i] * cosine -", "a[2 * i] * cosine +", decode_step(17)),
 }  # fmt: skip
 

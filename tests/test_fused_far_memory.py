@@ -105,7 +105,7 @@ def check(launches: Launches, name: str, dim: int) -> None:
 
 
 WRONG = {
-    "rows of Q": ("forward.cu", "(i64)(seq.first_q + first_row) * p.q_s.row", "packed", -3),
+    "rows of Q": ("common.cuh", "x + b * s.batch + (i64)row * s.row", "packed", -3),
     "heads of the backward": ("backward.cuh", "(i64)(head + which) * s.head", "trained", -2),
     "rows of keys": ("common.cuh", "(i64)(first_slot + row) * s.row", "many rows", -3),
     "rows of gradients": ("common.cuh", "out + (i64)(first_row + row) * row_stride", "gradients given", -3),

@@ -245,7 +245,7 @@ def test_right_kernels_pass_their_trial(kind: str, monkeypatch: pytest.MonkeyPat
     [
         ("bool", "mask.cu", "x == 0.f) << n", "true) << n"),
         ("bool", "mask.cuh", "& (KEYS < 64 ? 1 :", "& (KEYS < 128 ? 1 :"),
-        ("own", "backward.cuh", "mask.at(p, row,", "mask.at(p, row + 1,"),
+        ("own", "backward_scores.cuh", "mask.at(p, row,", "mask.at(p, row + 1,"),
     ],
 )
 def test_a_wrong_kernel_is_caught(
