@@ -48,7 +48,10 @@ _MADE = frozenset({"dq", "dk", "dv"})
 
 
 class Output(NamedTuple):
-    """Memory that a plan's launches write, by its name in struct Params."""
+    """Memory that a plan's launches write: a new tensor of ``shape`` and ``dtype`` for each run.
+
+    name: its address's in struct Params; begins_as_zero: whether the launches add to it, or raise what is there
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -57,8 +60,9 @@ class Output(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel, its blocks, and the fields of struct Params behind the head.
+    """A kernel (``variant``) and how many ``blocks`` of it.
 
+    fields: of struct Params behind the head, by name; 0 where there is none
     instead: addresses that it is given for others, by name: of an output, and how many bytes behind its start
     """
 

@@ -38,7 +38,10 @@ DEFAULTS = {"D": 64, "TYPE": FP16, "VEC": 8, "PAIRS": 0, "SUMS": 0, **dict.fromk
 
 
 class Variant(NamedTuple):
-    """One compiled kernel. rows: that a block works on (keys for dkdv); shared: bytes of dynamic shared memory"""
+    """One compiled kernel: the function ``entry`` of the file ``source``, compiled with ``macros``, by name.
+
+    rows: that a block works on (keys for dkdv); threads: of a block; shared: its bytes of dynamic shared memory
+    """
 
     entry: str
     source: str
@@ -55,10 +58,14 @@ def size_of(head_dim: int) -> int:
 class Kind(NamedTuple):
     """What of a call chooses a variant.
 
-    number: the architecture's, as 75; head_dim_v: of values, None if it is head_dim
-    window: keys in sight, None unbounded; few_rows: none of more than FEW_ROWS; short: nor more rows or keys than SHORT
+    number: the architecture's, as 75; type: FP16, BF16 or BF16_AS_FP16
+    head_dim: of queries and keys; head_dim_v: of values, None if it is head_dim
+    local: whether positions hide keys: causal, or a window; window: keys in sight, None unbounded
+    alibi, softcap, dropout, paged: whether the call asks for it
+    vec: elements that a load takes at once, 8 where every row starts on 16 bytes, else 1
+    few_rows: no sequence has more than FEW_ROWS; short: none has more rows or keys than SHORT
     tiles: what was the fastest on the GPU at hand, by entry; copied: whether what passes by was turned into fp16 before
-    bias: of a dense mask, as cuda/mask.cuh says
+    bias: of a dense mask, as cuda/mask.cuh says; 0 without one
     """
 
     number: int
