@@ -194,22 +194,22 @@ DEVICE uint4 convert(uint4 x, float scale) {
 }
 
 // Eight channels of a row, of which `channels` exist.
-DEVICE uint4 load_chunk(const u16 *p, int channels) {
-  if (VEC == 8) return global_load16(p);
+DEVICE uint4 load_chunk(const u16 *from, int channels) {
+  if (VEC == 8) return global_load16(from);
   u32 x[8];
-  UNROLLED(i, 8) x[i] = i < channels ? global_load2(p + i) : 0;
+  UNROLLED(i, 8) x[i] = i < channels ? global_load2(from + i) : 0;
   return make_uint4(x[0] | x[1] << 16, x[2] | x[3] << 16, x[4] | x[5] << 16, x[6] | x[7] << 16);
 }
 
-DEVICE uint4 load_chunk_if(bool there, const u16 *p, int channels) {   // else zeros
-  return VEC == 8 ? global_load16_if(there && channels > 0, p) : load_chunk(p, there ? channels : 0);
+DEVICE uint4 load_chunk_if(bool there, const u16 *from, int channels) {   // else zeros
+  return VEC == 8 ? global_load16_if(there && channels > 0, from) : load_chunk(from, there ? channels : 0);
 }
 
-DEVICE void store_chunk(u16 *p, uint4 v, int channels) {
-  if (VEC == 8) return global_store16(p, v);
+DEVICE void store_chunk(u16 *to, uint4 v, int channels) {
+  if (VEC == 8) return global_store16(to, v);
   const u32 x[4] = {v.x, v.y, v.z, v.w};
   UNROLLED(i, 8)
-    if (i < channels) global_store2(p + i, (u16)(x[i / 2] >> (i % 2 * 16)));
+    if (i < channels) global_store2(to + i, (u16)(x[i / 2] >> (i % 2 * 16)));
 }
 
 // ---- Tiles in shared memory: rows of W channels, a multiple of 16, in chunks of 16 bytes. An ldmatrix reads one chunk of 8 rows, which must lie in

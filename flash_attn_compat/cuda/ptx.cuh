@@ -102,31 +102,31 @@ DEVICE void shared_load_floats(float (&x)[2], u32 address) {
 #else
 #define READ "ld.global.nc."
 #endif
-DEVICE uint4 global_load16(const u16 *p) {
+DEVICE uint4 global_load16(const u16 *from) {
   uint4 v;
-  asm volatile(READ "v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  asm volatile(READ "v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
   return v;
 }
-DEVICE uint4 global_load16_if(bool there, const u16 *p) {   // else zeros; no branch
+DEVICE uint4 global_load16_if(bool there, const u16 *from) {   // else zeros; no branch
   uint4 v = make_uint4(0, 0, 0, 0);
   asm volatile("{.reg .pred there; setp.ne.s32 there, %5, 0; @there " READ "v4.b32 {%0, %1, %2, %3}, [%4];}"
-               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(p), "r"((int)there));
+               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(from), "r"((int)there));
   return v;
 }
-DEVICE u16 global_load2(const u16 *p) {
+DEVICE u16 global_load2(const u16 *from) {
   u16 v;
-  asm volatile(READ "u16 %0, [%1];" : "=h"(v) : "l"(p));
+  asm volatile(READ "u16 %0, [%1];" : "=h"(v) : "l"(from));
   return v;
 }
-DEVICE void global_store16(u16 *p, uint4 v) { *(uint4 *)p = v; }
-DEVICE void global_store2(u16 *p, u16 v) { *p = v; }
+DEVICE void global_store16(u16 *to, uint4 v) { *(uint4 *)to = v; }
+DEVICE void global_store2(u16 *to, u16 v) { *to = v; }
 // Lengths, page numbers, statistics: plain accesses, which the emulator checks.
-template <class T> DEVICE T global_load(const T *p) { return *p; }
-template <class T> DEVICE void global_store(T *p, T v) { *p = v; }
+template <class T> DEVICE T global_load(const T *from) { return *from; }
+template <class T> DEVICE void global_store(T *to, T v) { *to = v; }
 // What other blocks of this launch have written: past L1, which may hold older values.
-template <class T> DEVICE T global_load_fresh(const T *p) { return __ldcg(p); }
-DEVICE void copy_async(u32 address, const u16 *p, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(p), "r"(valid ? 16 : 0));
+template <class T> DEVICE T global_load_fresh(const T *from) { return __ldcg(from); }
+DEVICE void copy_async(u32 address, const u16 *from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(valid ? 16 : 0));
 }
 DEVICE void copy_async_wait() { asm volatile("cp.async.wait_all;"); }
 #endif  // EMULATED
