@@ -1,4 +1,4 @@
-"""Who may import whom: the layers, and that nothing imports upwards or in a circle."""
+"""Who may import whom: the layers, and that nothing imports upwards or in a circle; how long files may be."""
 
 from __future__ import annotations
 
@@ -99,3 +99,12 @@ def test_a_backend_never_looks_at_another_one() -> None:
         if home is not None:
             others = homes - {home, "backends.reference"}
             assert not [name for name in imported(path) if any(f"{name}.".startswith(f"{other}.") for other in others)]
+
+
+def test_no_source_file_is_longer_than_500_lines() -> None:
+    root = PACKAGE.parent
+    files = [
+        path for folder in ("flash_attn_compat", "verify", "benchmarks", "tests") for path in (root / folder).rglob("*")
+    ]
+    sources = [path for path in files if path.suffix in {".py", ".cu", ".cuh"}]
+    assert sources and not [path.name for path in sources if path.read_bytes().count(b"\n") > 500]
