@@ -146,10 +146,16 @@ class AttentionCall(NamedTuple):
     def with_tensors(self, *tensors: Tensor | None) -> AttentionCall:
         """The call over other tensors of the same shapes and strides, in that order; over none where there are fewer.
 
-        None at all leave the call's description alone. Those behind the eleventh are no call's.
+        None at all leave the call's description alone. Those behind as many as TENSORS are no call's.
         """
-        given: tuple[Any, ...] = (*tensors, *(None,) * 11)
-        return AttentionCall._make((*given[:3], *self[3:9], *given[3:11], *self[17:]))
+        given: tuple[Any, ...] = (*tensors, *NO_TENSORS)
+        return AttentionCall._make((*given[:3], *self[3:9], *given[3 : len(TENSORS)], *self[17:]))
+
+
+# The fields of ``tensors``, the dropout's state last. A request's tensors go on behind them with what a cache is given.
+TENSORS = AttentionCall._fields[:3] + AttentionCall._fields[9:17]
+NO_TENSORS = (None,) * len(TENSORS)
+RNG_STATE = TENSORS.index("rng_state")
 
 
 # Plain ints: combining members of an enum costs a microsecond each.

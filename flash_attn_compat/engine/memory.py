@@ -31,7 +31,7 @@ Key = Hashable
 Tensors = tuple[Any, ...]
 # Computes every call that is alike; takes a request's tensors and length.
 Run = Callable[[Tensors, int | None], Result]
-# The same for gradients, which are written into the last where that is given; tensors[10] is the dropout's rng_state.
+# The same for gradients, which are written into the last where that is given; tensors[RNG_STATE] is the dropout's.
 BackwardRun = Callable[[Tensors, Upstream, Gradients | None], Gradients]
 
 

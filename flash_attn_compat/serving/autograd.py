@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from flash_attn_compat import settings
 from flash_attn_compat.engine import callers_state, checks
 from flash_attn_compat.engine.build import FORWARD, RECORDED, TRANSFORMED, Purpose
-from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
+from flash_attn_compat.engine.call import RNG_STATE, AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.callers_state import transforms_are_on
 from flash_attn_compat.engine.memory import Known, Request, Tensors
 from flash_attn_compat.serving import at_exit, dispatch
@@ -95,7 +95,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, known: Known, request: Request, *inputs: Tensor) -> Outputs:
         ctx.known, result = run(known, request)
         ctx.used, ctx.inputs = settings.used_backend(), len(inputs)
-        others = request.tensors[3:10]
+        others = request.tensors[3:RNG_STATE]
         ctx.others = len(others)
         ctx.save_for_backward(*inputs, result.out, result.softmax_lse, result.rng_state, *others, *result.saved)
         ctx.set_materialize_grads(False)

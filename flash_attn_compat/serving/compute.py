@@ -15,14 +15,12 @@ from torch import Tensor
 from flash_attn_compat.backends import Backend, CallRefused, KernelsFailed, Negated
 from flash_attn_compat.engine import callers_state, capture, memory
 from flash_attn_compat.engine.append import by_operators
-from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
+from flash_attn_compat.engine.call import NO_TENSORS, RNG_STATE, AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import Feature
 from flash_attn_compat.engine.layout import lse_dtype
 from flash_attn_compat.engine.memory import Alike, BackwardRun, Key, Known, Request, Run, Tensors
 from flash_attn_compat.engine.probabilities import signed_probabilities
 from flash_attn_compat.serving import at_exit, dispatch
-
-_NONE = (None,) * 11
 
 
 def run(known: Known, request: Request) -> tuple[Known, Result]:
@@ -82,13 +80,13 @@ def dmask(known: Known, tensors: Tensors, rng_state: Tensor | None) -> Tensor:
     """S_dmask; no elements where the call does not ask for it."""
     if not known.call.return_dmask:
         return torch.empty(0, dtype=tensors[0].dtype, device=tensors[0].device)
-    return signed_probabilities(known.call.with_tensors(*tensors[:10]), rng_state)
+    return signed_probabilities(known.call.with_tensors(*tensors[:RNG_STATE]), rng_state)
 
 
 def backward_tensors(tensors: Tensors, rng_state: Tensor | None) -> Tensors:
     """A request's tensors with the dropout's state, as a backward takes them."""
     state = None if rng_state is None else rng_state.contiguous()  # kernels read two neighbours
-    return (*[x if x is None else x.resolve_neg() for x in (*tensors, *_NONE)[:10]], state)
+    return (*[x if x is None else x.resolve_neg() for x in (*tensors, *NO_TENSORS)[:RNG_STATE]], state)
 
 
 def gradients(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flash_attn_compat.engine import checks, outside
 from flash_attn_compat.engine.build import Options, Packing, Purpose, request_of
-from flash_attn_compat.engine.call import Gradients, Upstream
+from flash_attn_compat.engine.call import RNG_STATE, Gradients, Upstream
 from flash_attn_compat.engine.memory import Request
 from flash_attn_compat.engine.probabilities import round_up
 from flash_attn_compat.serving import dispatch, torch_ops
@@ -139,7 +139,7 @@ def _backward(request: Request, upstream: Upstream, written: Written) -> None:
     into = None if dq is None or dk is None or dv is None else Gradients(dq, dk, dv)
     backend, found = gradients(
         known, backward_tensors(request.tensors, rng_state), upstream, into,
-        lambda: checks.upstream(known.call.with_tensors(*request.tensors[:10]), upstream, *written),
+        lambda: checks.upstream(known.call.with_tensors(*request.tensors[:RNG_STATE]), upstream, *written),
     )  # fmt: skip
     if backend is not None:
         dispatch.count(backend.name)

@@ -15,12 +15,11 @@ from flash_attn_compat.backends.fused.launcher import Launch, Output, Plan
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine import alignment, dropout
 from flash_attn_compat.engine.append import Append
-from flash_attn_compat.engine.call import AttentionCall, Result
+from flash_attn_compat.engine.call import NO_TENSORS, RNG_STATE, TENSORS, AttentionCall, Result
 from flash_attn_compat.engine.memory import Alike, Run, Tensors
 
 # Each block that sees new keys writes them all.
 _MOST_NEW = 16
-_NONE = (None,) * 11
 
 
 def prepare(alike: Alike) -> Run | None:
@@ -44,11 +43,11 @@ def prepare(alike: Alike) -> Run | None:
         if not launcher.is_readable(call.q):
             copy(0, Tensor.contiguous)
         if new is not None and not launcher.is_tidy(new):
-            for index in range(11, len(tensors)):
+            for index in range(len(TENSORS), len(tensors)):
                 if tensors[index] is not None:
                     copy(index, Tensor.contiguous)
         if new is not None and few and new.k.shape[1] <= _MOST_NEW:
-            read_at_once = tuple(range(11, len(tensors)))
+            read_at_once = tuple(range(len(TENSORS), len(tensors)))
         in_place = few or not call.is_dense
     else:
         in_place = not call.is_dense and call.cu_seqlens_k is None
@@ -61,7 +60,7 @@ def prepare(alike: Alike) -> Run | None:
         vec = launcher.vector_size(tensors[:3], in_place)
     if copies:
         call = call.with_tensors(*tensors)
-        new = new and new._replace(**dict(zip(Append._fields, tensors[11:])))
+        new = new and new._replace(**dict(zip(Append._fields, tensors[len(TENSORS) :])))
     tensor_cores.warn_where_missing(call.q.get_device(), settings.gpu(call.q.device))
     kind = launcher.kind_of(call, vec)
     attention = Attention(call, kind if few or alike.is_over_cache else converted.with_copies(call, kind, False), new)
@@ -170,9 +169,9 @@ class Attention:
         if self.drops:
             if any([x.is_neg() for x in tensors[:3]]):  # before a random number is taken
                 raise Negated("q, k and v must not be lazily negated views")
-            rng_state = (*tensors, *_NONE)[10]
+            rng_state = (*tensors, *NO_TENSORS)[RNG_STATE]
             rng_state = dropout.new_rng_state(self.plan.place) if rng_state is None else rng_state
-            tensors = (*(*tensors, *_NONE)[:10], rng_state)
+            tensors = (*(*tensors, *NO_TENSORS)[:RNG_STATE], rng_state)
         made = self.plan.run(tensors, None if length is None else length + self.seqlen_new)
         if self.appends:
             launcher.note_written(tensors[1], tensors[2])

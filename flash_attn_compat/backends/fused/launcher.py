@@ -20,7 +20,7 @@ from flash_attn_compat.backends.fused import grids, loader, masks, params, varia
 from flash_attn_compat.backends.fused.variants import Kind, Variant
 from flash_attn_compat.engine import alignment, capture, dropout
 from flash_attn_compat.engine.append import Append
-from flash_attn_compat.engine.call import AttentionCall
+from flash_attn_compat.engine.call import TENSORS, AttentionCall
 
 _LARGEST_INT = 2**31 - 1
 _MOST_BLOCKS = 2**31 - 1
@@ -32,8 +32,7 @@ PARTS_AT = 4 * _COUNTERS
 # Elements up to which loading one by one costs less than copying into place first.
 SMALL = 2**18
 
-# What a call and an append give, by its name in struct Params, in the order in which plans take them.
-_CALL = AttentionCall._fields[:3] + AttentionCall._fields[9:17]
+# What an append gives, by its name in struct Params; plans take it behind a call's TENSORS.
 _APPEND = "k_new", "v_new", "rotary_cos", "rotary_sin"
 # Of what is not in q's dtype.
 _DTYPES = {
@@ -50,7 +49,7 @@ _MADE = frozenset({"dq", "dk", "dv"})
 class Output(NamedTuple):
     """Memory that a plan's launches write: a new tensor of ``shape`` and ``dtype`` for each run.
 
-    name: its address's in struct Params; begins_as_zero: whether the launches add to it, or raise what is there
+    name: its address's in struct Params; starts_as_zero: whether the launches add to it, or raise what is there
     """
 
     name: str
@@ -97,7 +96,7 @@ class Plan:
         self._workspace = workspace
         self.variants = tuple(launch.variant for launch in launches)
         self._appends_first = bool(launches) and launches[0].variant.entry == "append"
-        like: dict[str, Any] = dict(zip(_CALL, call.tensors, strict=True))
+        like: dict[str, Any] = dict(zip(TENSORS, call.tensors, strict=True))
         like |= dict(zip(_APPEND, () if new is None else new[:4])) | dict(others or {})
         dtypes = _DTYPES if call.bias is None else {**_DTYPES, "bias": call.bias.dtype}
         for name, tensor in like.items():
