@@ -40,9 +40,10 @@ class Plan:
     backends: tuple[str, ...]
     kinds: tuple[str, ...] | None
     dtypes: tuple[str, ...] | None
+    mixes: int | None = None
 
     def problem(self, seed: int) -> Problem:
-        return random_problem(seed, self.kinds, self.dtypes)
+        return random_problem(seed, self.kinds, self.dtypes, self.mixes)
 
 
 @dataclass
@@ -287,6 +288,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kind", action="append", choices=KINDS)
     parser.add_argument("--dtype", action="append", choices=list(DTYPES))
     parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--mixes", type=int, help="mixtures of features, where compiling kernels would take the time")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after as long, and report")
     parser.add_argument("--json", metavar="FILE", help="write every failure there, and the summary")
     parser.add_argument("--show", type=int, default=5, help="failures to shrink and print")
@@ -296,6 +298,7 @@ def main(argv: list[str] | None = None) -> int:
         tuple(options.backend or names),
         tuple(options.kind) if options.kind else None,
         tuple(options.dtype) if options.dtype else None,
+        options.mixes,
     )
     if options.device == "cpu":
         torch.set_num_threads(1)

@@ -21,12 +21,19 @@ _HEAD_DIMS = (8, 16, 32, 64, 40, 24, 1, 5, 100, 128) * 2 + (48, 80, 96, 112, 72,
 _LAYOUTS = ("contiguous",) * 4 + ("sliced", "heads_first", "wide_rows", "offset", "strided_dim", "one_head")
 
 
-def random_problem(seed: int, kinds: Sequence[str] | None = None, dtypes: Sequence[str] | None = None) -> Problem:
-    """Problem number `seed`, always the same one."""
+def random_problem(
+    seed: int, kinds: Sequence[str] | None = None, dtypes: Sequence[str] | None = None, mixes: int | None = None
+) -> Problem:
+    """Problem number `seed`, always the same one.
+
+    mixes: how many mixtures of features there are, and so about how many kernels are compiled; lengths, numbers and
+    values go on being different in each problem.
+    """
     source = Random(seed)
-    kind = source.choice(kinds or _KINDS)
+    features = Random(seed % mixes) if mixes else source
+    kind = features.choice(kinds or _KINDS)
     packed = kind.endswith("packed")
-    dtype = source.choice(dtypes or _DTYPES)
+    dtype = features.choice(dtypes or _DTYPES)
     seqlens_q, seqlens_k = _lengths(source, kind)
     work = sum(q * k for q, k in zip(seqlens_q, seqlens_k))
     small = work > 20_000
@@ -34,30 +41,30 @@ def random_problem(seed: int, kinds: Sequence[str] | None = None, dtypes: Sequen
         kind=kind, dtype=dtype, seqlens_q=seqlens_q, seqlens_k=seqlens_k,
         nheads_k=1 if small else source.randint(1, 3),
         group=1 if small or kind.endswith("qkvpacked") else source.choice((1, 1, 2, 3)),
-        head_dim=source.choice((8, 16)) if small else source.choice(_HEAD_DIMS),
-        causal=source.choice((False, True)),
-        window=_window(source, max(seqlens_k, default=0)),
+        head_dim=source.choice((8, 16)) if small else features.choice(_HEAD_DIMS),
+        causal=features.choice((False, True)),
+        window=_window(features, max(seqlens_k, default=0)),
         window_as=source.choice(("tuple", "tuple", "list", "tensor", "scalars")),
-        alibi=source.choice(("", "", "", "h", "bh")),
+        alibi=features.choice(("", "", "", "h", "bh")),
         softmax_scale=source.choice((None, None, None, 0.05, 0.3, 1.0)),
         magnitude=source.choice((1.0, 1.0, 1.0, 3.0, 0.1)),
         return_attn_probs=source.choice((True, True, False)),
         poison=source.choice(("", "nan")),
         seed=source.randint(0, 2**31 - 1),
     )  # fmt: skip
-    if not packed and _chance(source, 15):
-        found["head_dim_v"] = source.choice((8, 16, 33))
-    if _chance(source, 20):
+    if not packed and _chance(features, 15):
+        found["head_dim_v"] = features.choice((8, 16, 33))
+    if _chance(features, 20):
         found["softcap"] = source.choice((30.0, 5.0, 0.5))
-    if kind != "kvcache" and _chance(source, 20):
+    if kind != "kvcache" and _chance(features, 20):
         found["dropout_p"] = source.choice((0.1, 0.17, 0.5, 0.9))
     if kind in WITH_GRADIENTS:
         found["deterministic"] = source.choice((False, True))
-    found["layouts"] = _layouts(source, kind)
+    found["layouts"] = _layouts(features, kind)
     if kind == "kvcache":
-        found |= _cache_fields(source, found)
+        found |= _cache_fields(source, features, found)
     elif "varlen" in kind or kind == "paged":
-        found |= _varlen_fields(source, found)
+        found |= _varlen_fields(source, features, found)
     return Problem(**found | _hurtful_fields(source, found))
 
 
@@ -107,7 +114,7 @@ def _layouts(source: Random, kind: str) -> tuple[str, str, str, str]:
     return q, k, v, dout
 
 
-def _varlen_fields(source: Random, fields: dict[str, Any]) -> dict[str, Any]:
+def _varlen_fields(source: Random, features: Random, fields: dict[str, Any]) -> dict[str, Any]:
     lengths = fields["seqlens_k"]
     found: dict[str, Any] = dict(
         gap=source.choice(((0, 0), (0, 0), (0, 0), (3, 0), (0, 5), (2, 2))),
@@ -120,7 +127,7 @@ def _varlen_fields(source: Random, fields: dict[str, Any]) -> dict[str, Any]:
             found["head_dim_v"] = 16
         if _chance(source, 70):
             found["seqused"] = tuple(source.randint(0, n) for n in lengths)
-        if _chance(source, 30):
+        if _chance(features, 30):
             found["page_size"] = source.choice((16, 7, 64, 256))
         elif _chance(source, 60):
             found["leftpad"] = tuple(source.randint(0, n) for n in found.get("seqused", lengths))
@@ -129,7 +136,7 @@ def _varlen_fields(source: Random, fields: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _cache_fields(source: Random, fields: dict[str, Any]) -> dict[str, Any]:
+def _cache_fields(source: Random, features: Random, fields: dict[str, Any]) -> dict[str, Any]:
     sq, lengths = fields["seqlens_q"][0], fields["seqlens_k"]
     found: dict[str, Any] = dict(
         lengths_as=source.choice(("tensor", "tensor", "int", "none")),
@@ -143,7 +150,7 @@ def _cache_fields(source: Random, fields: dict[str, Any]) -> dict[str, Any]:
         lengths = (max(lengths),) * len(lengths)
     reach = max(lengths) + (found["new_keys"] or 0)
     found["capacity"] = max(reach, sq, fields["group"], 1) + source.choice((0, 0, 1, 40))
-    if _chance(source, 30):
+    if _chance(features, 30):
         found["page_size"] = source.choice((16, 1, 7, 64, 256))
     if found["lengths_as"] == "none":
         page = found.get("page_size", 1)

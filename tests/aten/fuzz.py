@@ -48,43 +48,45 @@ class Problem(NamedTuple):
     bias: str | None = None
 
 
-def draw(seed: int, dtype: str | None = None, longest: int = LARGE) -> Problem:
+def draw(seed: int, dtype: str | None = None, longest: int = LARGE, mixes: int | None = None) -> Problem:
+    """mixes: how many mixtures of features there are; lengths and numbers go on being different."""
     source = random.Random(seed)
-    operator = source.choice(("sdpa", "sdpa", "efficient", "packed"))
+    features = random.Random(seed % mixes) if mixes else source
+    operator = features.choice(("sdpa", "sdpa", "efficient", "packed"))
 
     def length() -> int:
         return min(longest, source.choice((1, 2, 17, 32, 64, 65, 128, source.randint(1, longest), longest)))
 
     if operator == "packed":
-        count, mask = source.randint(1, 4), source.randint(0, 2)
+        count, mask = source.randint(1, 4), features.randint(0, 2)
         lengths = tuple((length(), length()) for _ in range(count))
         if mask == originals.TOP_LEFT or source.random() < 0.4:
             lengths = tuple((rows, rows) for rows, _ in lengths)
         elif source.random() < 0.2:
             lengths = (*lengths, (length(), 0))
     else:
-        mask = source.randint(0, 1 if operator == "sdpa" else 2)
+        mask = features.randint(0, 1 if operator == "sdpa" else 2)
         lengths = ((length(), length()),) * source.randint(1, 3)
         if source.random() < 0.5:
             lengths = tuple((rows, rows) for rows, _ in lengths)
     heads = source.choice(((1, 1), (3, 3), (4, 4), (4, 2), (6, 1))) if operator == "sdpa" else source.choice(
         ((1, 1), (3, 3), (4, 4))
     )  # fmt: skip
-    dim = source.choice((8, 16, 32, 40, 64, 72, 80, 96, 128, 160, 256, source.randint(1, 256)))
-    dims = dim, dim if source.random() < 0.85 else source.choice((8, 32, 64, 128))
+    dim = features.choice((8, 16, 32, 40, 64, 72, 80, 96, 128, 160, 256, features.randint(1, 256)))
+    dims = dim, dim if features.random() < 0.85 else features.choice((8, 32, 64, 128))
     window = (
         source.choice((1, 5, source.randint(1, longest)))
-        if mask == 2 and operator != "sdpa" and source.random() < 0.3
+        if mask == 2 and operator != "sdpa" and features.random() < 0.3
         else None
     )
     scale = None if source.random() < 0.7 else source.choice((0.05, 0.5, 1.0))
-    layouts = tuple(source.choice(LAYOUTS) for _ in range(3))
-    dtype = dtype or source.choice(("float16", "bfloat16"))
+    layouts = tuple(features.choice(LAYOUTS) for _ in range(3))
+    dtype = dtype or features.choice(("float16", "bfloat16"))
     backward = source.random() < 0.7
     bias = None
-    if operator != "packed" and mask == originals.NO_MASK and source.random() < 0.6:
+    if operator != "packed" and mask == originals.NO_MASK and features.random() < 0.6:
         kinds = ("bool", "bool", "own", "fp32") if operator == "sdpa" else ("own",)
-        bias = " ".join(source.choice(choices) for choices in (kinds, SHARED, HIDDEN))
+        bias = " ".join(features.choice(choices) for choices in (kinds, SHARED, HIDDEN))
     return Problem(operator, dtype, lengths, heads, dims, mask, window, scale, layouts, backward, seed, bias)  # type: ignore[arg-type]
 
 
@@ -276,7 +278,7 @@ class Tally(NamedTuple):
     served: Counter[str]
 
 
-def solve(seeds: range, dtype: str | None, device: str, end: float) -> Tally:
+def solve(seeds: range, dtype: str | None, device: str, end: float, mixes: int | None = None) -> Tally:
     """Those that begin before ``end``, a time; each failure is what is wrong, and the problem's line."""
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     reset_backend_counts()
@@ -285,7 +287,7 @@ def solve(seeds: range, dtype: str | None, device: str, end: float) -> Tally:
         for seed in seeds:
             if time.time() > end:
                 break
-            problem = draw(seed, dtype)
+            problem = draw(seed, dtype, mixes=mixes)
             try:
                 complaints = examine(problem, device)
             except Exception as error:  # noqa: BLE001  an answer like another
@@ -302,6 +304,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first problem's number")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), help="both, unless given")
     parser.add_argument("--seconds", type=float, default=1e6, help="stop after as long")
+    parser.add_argument("--mixes", type=int, help="mixtures of features, where compiling kernels would take the time")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     options = parser.parse_args(argv)
     begun, last = time.time(), options.seed + options.problems
@@ -309,7 +312,7 @@ def main(argv: list[str] | None = None) -> int:
     total = Tally(0, [], Counter())
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
         for tally in pool.map(
-            solve, parts, *([x] * len(parts) for x in (options.dtype, "cuda", begun + options.seconds))
+            solve, parts, *([x] * len(parts) for x in (options.dtype, "cuda", begun + options.seconds, options.mixes))
         ):
             print(*tally.failures[:5], sep="\n", end="\n" if tally.failures else "", flush=True)
             total = Tally(*(one + other for one, other in zip(total, tally)))

@@ -24,7 +24,7 @@ def test_problems_are_drawn_alike_everywhere_and_of_every_kind() -> None:
 
 
 def test_parts_are_solved_and_failures_told(served: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuzz, "draw", lambda seed, dtype: original(seed, dtype, longest=12))
+    monkeypatch.setattr(fuzz, "draw", lambda seed, dtype, mixes: original(seed, dtype, longest=12))
     assert fuzz.solve(range(0, 8, 4), "float16", "cpu", time.time() + 60)[:2] == (2, [])
     assert fuzz.solve(range(4), None, "cpu", time.time() - 1).problems == 0
     monkeypatch.setattr(fuzz, "examine", lambda problem, device: [f"{problem.seed} is off"])
