@@ -379,4 +379,15 @@ def test_a_judge_sees_nothing_of_what_lies_on_the_gpu(name: str) -> None:
     assert wrong is not None and "is off by" in wrong
 
 
+@pytest.mark.parametrize("shape", [(20, 2, 8), (2, 10, 2, 8)], ids=["packed", "dense"])
+def test_a_trial_forgives_each_row_of_a_gradient_the_rounding_of_a_loud_one(shape: tuple[int, ...]) -> None:
+    right = torch.zeros(shape)
+    right.view(-1, 2, 8)[3, 1, 7] = 5.0
+    quiet, other_head = right.clone(), right.clone()
+    quiet.view(-1, 2, 8)[4, 1, 7] = 0.05
+    other_head.view(-1, 2, 8)[4, 0, 7] = 0.05
+    assert trial._difference([("dq", quiet, right)], torch.float16) is None
+    assert trial._difference([("dq", other_head, right)], torch.float16) is not None
+
+
 _check = trial.check

@@ -84,6 +84,22 @@ def test_only_a_probability_that_the_arithmetic_cannot_hold_may_be_lost(
     )
 
 
+@pytest.mark.parametrize(("steps", "is_right"), [(1.0, True), (4.0, False)])
+def test_a_probability_may_be_rounded_before_it_is_divided_by_what_dropout_keeps(steps: float, is_right: bool) -> None:
+    """The first key, whose probability is nearly 1, is dropped; the second's is some steps of 2^-24."""
+    problem = Problem(seqlens_q=(1,), seqlens_k=(2,), dtype="float16", dropout_p=0.9, backward=False)
+    examination = Examination(problem)
+    examination.call.q.fill_(1.0)
+    examination.call.args["k"].copy_(torch.tensor([[[[0.0]], [[-15.0 * 8**-0.5]]]]))
+    examination.call.args["v"].fill_(1.0)
+    examination = Examination(examination.call)
+    answer = examination.ask(flash_attn_interface.flash_attn_func)
+    right = right_answer(examination.untouched, torch.tensor([False, True]).view(1, 1, 1, 2))
+    rounded = right.exact.parts["out"] + steps * 2.0**-24 / (1 - problem.dropout_p)
+    checks = against_fp64(right, replace(answer, out=rounded.half(), softmax_lse=None))
+    assert [check.ok for check in checks if check.quantity == "out"] == [is_right]
+
+
 def test_an_exception_is_a_failure_and_not_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(**kwargs: object) -> torch.Tensor:
         raise ZeroDivisionError("broken")

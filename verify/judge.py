@@ -130,19 +130,20 @@ def right_answer(
     # exp gives 0, or a number with few digits, below the normal numbers of what it is computed in.
     lost = torch.finfo(torch.promote_types(call.dtype, torch.float32)).smallest_normal + CONVERTED * converted
     names = ("out", *(f"d{name}" for name in exact.grads))
-    found = {name: _bounds(name, plain[name], exact, lost / (1 - call.dropout_p)) for name in names}
+    found = {name: _bounds(name, plain[name], exact, lost, 1 - call.dropout_p) for name in names}
     return Right(call, exact, found, bool(exact.tainted.any()))
 
 
-def _bounds(name: str, plain: Tensor, exact: Truth, lost: float) -> Tensor:
+def _bounds(name: str, plain: Tensor, exact: Truth, lost: float, kept: float) -> Tensor:
     """In proportion to what is summed in that head of that sequence, never in another.
 
     lost: what may be missing from each probability, whatever its size, and so, times the largest dP, from each dS
+    kept: the share that dropout keeps, by which probabilities are divided after they were rounded
     """
     of, eps = name.removeprefix("d"), torch.finfo(plain.dtype).eps
     # Where the plain computation overflows it says nothing, and the floor has to do.
     plain_errors = _errors(plain, exact.parts[name], plain.dtype).nan_to_num(nan=0.0, posinf=0.0)
-    size, spacing = exact.magnitudes[of], exact.spacings[of]
+    size, spacing = exact.magnitudes[of], exact.spacings[of] / kept
     if plain.dtype in (torch.float32, torch.float64):
         # Only where scores are computed in the dtype itself does their size add to the error of the probabilities.
         size = size * (2 + exact.magnitudes["score"].unflatten(1, (size.shape[1], -1)).amax(2))

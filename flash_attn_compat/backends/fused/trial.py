@@ -136,7 +136,7 @@ def _difference(pairs: Sequence[tuple[str, Tensor, Tensor]], dtype: torch.dtype)
         tolerance = _LSE_TOLERANCE if name == "softmax_lse" else _TOLERANCE[dtype]
         size = right.float().abs()
         if name in _GRADIENTS:  # of rows: a loud one's rounding reaches all that it is multiplied by
-            size = size.amax(0, keepdim=True)
+            size = size.amax(tuple(range(size.dim() - 2)), keepdim=True)
         error = (got.to("cpu", torch.float32) - right.float()).abs() - tolerance * size
         worst = float(error.max())
         if not worst <= tolerance:  # NaN is wrong too
