@@ -17,7 +17,7 @@ from torch import Tensor
 from flash_attn_compat import settings
 from flash_attn_compat.aten import door
 from flash_attn_compat.aten.wish import Front, Wish, against_mask, against_size, against_tensors, is_ordinary
-from flash_attn_compat.engine import outside
+from flash_attn_compat.engine import capture, outside
 from flash_attn_compat.engine.build import Options, Packing
 from flash_attn_compat.engine.call import Gradients, Upstream
 from flash_attn_compat.engine.decided import is_decided
@@ -262,8 +262,9 @@ def _forward(problem: Problem, return_lse: bool) -> tuple[Tensor, Tensor, Tensor
         if return_lse
         else q.new_empty((problem.sequences, q.shape[-2], 0), dtype=torch.float32)
     )
-    # Where PyTorch leaves them when nothing is dropped.
-    seed, offset = (torch.empty((), dtype=torch.int64, device="cpu") for _ in range(2))
+    # Where PyTorch leaves them when nothing is dropped: a graph's results are all on the GPU.
+    place = q.device if capture.is_capturing(q.get_device()) else "cpu"
+    seed, offset = (torch.empty((), dtype=torch.int64, device=place) for _ in range(2))
     return out if packing is None else out[None], lse, seed, offset, problem.rows, problem.keys
 
 
