@@ -32,13 +32,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Tests marked ``gpu`` need an NVIDIA GPU: `pytest -m gpu` runs them alone."""
     import torch
 
+    from flash_attn_compat import settings
+
     if len(sys.modules) > item.config.stash.get(MODULES, 0) + 100:
         gc.collect()
         gc.freeze()  # libraries stay: to look at them again took half a second each time
         item.config.stash[MODULES] = len(sys.modules)
     for marker in item.iter_markers("gpu"):
         lowest = marker.kwargs.get("capability", (7, 5))
-        if not torch.cuda.is_available() or torch.cuda.get_device_capability() < lowest:
+        if (
+            not torch.cuda.is_available()
+            or settings.capability(torch.device("cuda", torch.cuda.current_device())) < lowest
+        ):
             pytest.skip(f"needs an NVIDIA GPU of compute capability {lowest[0]}.{lowest[1]}")
 
 
