@@ -45,7 +45,8 @@ def attention(
     """
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(f"attention_mask must have shape (batch, seqlen_k), got {tuple(attention_mask.shape)}")
-    q, k, v = (states.transpose(1, 2) for states in (query, key, value))
+    # Rotary embeddings leave queries and keys in fp32 where autocast has made the values half.
+    q, k, v = (states.transpose(1, 2).to(value.dtype) for states in (query, key, value))
     window = -1 if sliding_window is None or k.shape[1] <= sliding_window else sliding_window - 1
     options: dict[str, Any] = {
         "dropout_p": dropout,

@@ -121,6 +121,18 @@ def test_greedy_generation_from_left_padded_prompts_gives_the_same_tokens(name, 
     assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("way", [NAMED, models.REGISTERED])
+def test_a_model_in_fp32_trains_under_autocast(way, calls):
+    if reason := models.why_not("llama", way):
+        pytest.skip(str(reason))
+    eager, flash = pair("llama", torch.float32, way)
+    ids = token_ids(2, 12)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, got = (run(model, {"input_ids": ids}) for model in (eager, flash))
+    assert calls() == MODELS["llama"].attention_calls
+    check(flash, got, eager, expected, 4e-2)
+
+
 # For fp32 transformers logs a warning from inside the graph, which breaks it with any flash-attn.
 @pytest.mark.skipif(
     version < (4, 57),
