@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import runpy
+import importlib
 import sys
 
 PROGRAMS = {
@@ -22,10 +22,9 @@ PROGRAMS = {
 def main(argv: list[str]) -> int:
     if argv and argv[0] in PROGRAMS:
         name, *options = argv
-        module = "verify" if name == "bench" else f"benchmarks.{name}"
-        sys.argv = [f"python -m {module}", *(argv if name == "bench" else options)]
-        runpy.run_module(module, run_name="__main__")
-        return 0
+        module = importlib.import_module("verify.__main__" if name == "bench" else f"benchmarks.{name}")
+        code: int = module.main(argv if name == "bench" else options)
+        return code
     print("\n".join(f"{name:14} {what}" for name, what in PROGRAMS.items()))
     return 0 if not argv or argv[0] in ("-h", "--help") else 2
 

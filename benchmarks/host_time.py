@@ -8,23 +8,26 @@ what is left is Python and the allocation of results: a figure to hold against a
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import importlib.util
 import pstats
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
+from benchmarks.runner import Row, one_by_one, parser, run
 from flash_attn_compat import flash_attn_interface, use_backend
+from verify.timing import Job, synchronize
 
-Job = Callable[[], object]
-_BATCHES, _CALLS = 600, 10
+Call = Callable[[], object]
+BATCHES, CALLS = 600, 10
 
 
-def jobs(device: str, interface: Any) -> dict[str, Job]:
+def calls(device: str, interface: Any) -> dict[str, Call]:
     """Calls of so few tokens that a GPU has next to nothing to do; interface: ours or flash-attn's own."""
     flash_attn_func, flash_attn_varlen_func = interface.flash_attn_func, interface.flash_attn_varlen_func
     flash_attn_with_kvcache, _flash_attn_forward = interface.flash_attn_with_kvcache, interface._flash_attn_forward
@@ -69,21 +72,32 @@ def jobs(device: str, interface: Any) -> dict[str, Job]:
     }  # fmt: skip
 
 
-def microseconds(job: Job, device: str) -> float:
+def rows(device: str) -> Iterator[Row]:
+    """Ours, and where flash-attn is installed its own, and ours through it."""
+    ours = calls(device, flash_attn_interface)
+    own: dict[str, Call] = {}
+    if device == "cuda" and importlib.util.find_spec("flash_attn"):
+        own = calls(device, importlib.import_module("flash_attn.flash_attn_interface"))
+    for name, call in ours.items():
+        jobs = {"ours": Job(call, partial(use_backend, "fused"))}
+        jobs |= {"flash-attn": Job(own[name]), "ours by flash-attn": Job(call)} if own else {}
+        yield Row(name, partial(dict, jobs), "on the host")
+
+
+def milliseconds(job: Job, device: str) -> float:
     """Of one call, in the fastest batch: the others met somebody else on the machine."""
     fastest = float("inf")
-    job()
-    for _ in range(_BATCHES):
+    job.run()
+    for _ in range(BATCHES):
         begin = time.perf_counter()
-        for _ in range(_CALLS):
-            job()
+        for _ in range(CALLS):
+            job.run()
         fastest = min(fastest, time.perf_counter() - begin)
-        if device == "cuda":
-            torch.cuda.synchronize()
-    return fastest / _CALLS * 1e6
+        synchronize(device)
+    return fastest / CALLS * 1e3
 
 
-def _without_gpu() -> None:
+def without_gpu() -> None:
     """Let the fused backend serve CPU tensors for the rest of this process, with launches that do nothing."""
     import pytest
 
@@ -95,46 +109,31 @@ def _without_gpu() -> None:
     patch.setattr(loader.driver(), "launch", lambda kernel, blocks, device, arguments: None)
 
 
-def main() -> None:
-    description = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.host_time", description=description)
-    parser.add_argument("--profile", metavar="NAME", help="where one call's time goes, function by function")
-    parser.add_argument("--only", default="", metavar="TEXT", help="calls whose name holds it")
-    args = parser.parse_args()
+def profiled(call: Call) -> None:
+    profile = cProfile.Profile()
+    with use_backend("fused"):
+        call()
+        profile.enable()
+        for _ in range(2000):
+            call()
+        profile.disable()
+    pstats.Stats(profile).sort_stats("tottime").print_stats(30)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser("host_time", __doc__)
+    arguments.add_argument("--profile", metavar="NAME", help="where one call's time goes, function by function")
+    options = arguments.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
-        _without_gpu()
+        without_gpu()
     torch.set_grad_enabled(True)
-    found = jobs(device, flash_attn_interface)
-    if args.profile:
-        profile = cProfile.Profile()
-        job = found[args.profile]
-        with use_backend("fused"):
-            job()
-            profile.enable()
-            for _ in range(2000):
-                job()
-            profile.disable()
-        pstats.Stats(profile).sort_stats("tottime").print_stats(30)
-        return
-    rivals = _flash_attn(device)
-    for name, job in found.items():
-        if args.only not in name:
-            continue
-        with use_backend("fused"):
-            line = f"{name:24} {microseconds(job, device):6.1f} us"
-        for rival, theirs in rivals.items():
-            line += f", {rival} {microseconds(theirs[name], device):6.1f} us"
-        print(line, flush=True)
-
-
-def _flash_attn(device: str) -> dict[str, dict[str, Job]]:
-    """The same calls by flash-attn, and by ours through it, where it is installed."""
-    if device == "cpu" or importlib.util.find_spec("flash_attn") is None:
-        return {}
-    own = importlib.import_module("flash_attn.flash_attn_interface")
-    return {"flash-attn": jobs(device, own), "ours by flash-attn": jobs(device, flash_attn_interface)}
+    if options.profile:
+        profiled(calls(device, flash_attn_interface)[options.profile])
+        return 0
+    clock = one_by_one(device, partial(milliseconds, device=device))
+    return run("host_time", rows(device), options, device, clock)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

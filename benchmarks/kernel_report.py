@@ -125,6 +125,22 @@ def model(loop: Counter[str], variant: Variant) -> str:
     return f"T4, cycles for 64 x 64: {cycles}; tensor cores at most {pipes.tensor_share:.0%} busy"
 
 
+PLAIN = Kind(75, variants.FP16, 64)
+CONVERTED = PLAIN._replace(type=variants.BF16_AS_FP16)
+
+
+Loops = list[tuple[Variant, offline.Compiled, Counter[str]]]
+
+
+def main_loops(compiler: str, *kinds: Kind) -> Iterator[tuple[int, str, Loops]]:
+    """Each kernel and size of sm_75: its variant of each kind, compiled, with the main loop's instructions."""
+    nvrtc = offline.compilers()[compiler]
+    for D, entry in itertools.product(variants.HEAD_DIMS, _PRODUCTS):
+        made = [variants.MAKERS[entry](kind._replace(head_dim=D)) for kind in kinds]
+        found = [(variant, offline.compiled(nvrtc, variant, "sm_75")) for variant in made]
+        yield D, entry, [(*each, offline.main_loop(offline.instructions(each[1].cubin))) for each in found]
+
+
 def table(compiler: str) -> Iterator[str]:
     """What turing_pipes expects of each kernel and size of sm_75, as rows of Markdown.
 
@@ -132,38 +148,26 @@ def table(compiler: str) -> Iterator[str]:
     """
     yield "| head_dim | kernel | rows x step, warps | registers | tensor | shared | special | fp16 | causal | bf16 |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
-    plain = Kind(75, variants.FP16, 64)
-    kinds = plain, plain._replace(local=True), plain._replace(type=variants.BF16_AS_FP16)
-    for D, entry in itertools.product(variants.HEAD_DIMS, _PRODUCTS):
-        shares, first = [], ""
-        for kind in kinds:
-            variant = variants.MAKERS[entry](kind._replace(head_dim=D))
-            found = offline.compiled(offline.compilers()[compiler], variant, "sm_75")
-            loop = offline.main_loop(offline.instructions(found.cubin))
-            pipes, local = turing_pipes(loop, variant), offline.local_share(loop)
-            shares.append(f"{useful(pipes, variant, D, D):.2f}" + f" ({local:.1%})" * (local > 0))
-            tile = f"{variant.rows} x {step(variant)}, {variant.threads // 32}"
-            cycles = " | ".join(f"{pipe:.0f}" for pipe in pipes[:3])
-            first = first or f"{D} | {entry} | {tile} | {found.registers} | {cycles}"
-        yield f"| {first} | {' | '.join(shares)} |"
+    for D, entry, found in main_loops(compiler, PLAIN, PLAIN._replace(local=True), CONVERTED):
+        shares = []
+        for variant, _, loop in found:
+            local = offline.local_share(loop)
+            shares.append(f"{useful(turing_pipes(loop, variant), variant, D, D):.2f}" + f" ({local:.1%})" * (local > 0))
+        variant, compiled, loop = found[0]
+        tile = f"{variant.rows} x {step(variant)}, {variant.threads // 32}"
+        cycles = " | ".join(f"{pipe:.0f}" for pipe in turing_pipes(loop, variant)[:3])
+        yield f"| {D} | {entry} | {tile} | {compiled.registers} | {cycles} | {' | '.join(shares)} |"
 
 
 def bf16(compiler: str) -> Iterator[str]:
     """Instructions of main loops for sm_75: in fp16, and how many times as many in bf16, converted or copied before."""
     yield "| head_dim | kernel | fp16 | bf16 | bf16, copied |\n|---|---|---|---|---|"
-    plain = Kind(75, variants.FP16, 64)
-    converted = plain._replace(type=variants.BF16_AS_FP16)
-    for D, entry in itertools.product(variants.HEAD_DIMS, _PRODUCTS):
-        counts = []
-        for kind in (plain, converted, converted._replace(copied=True)):
-            variant = variants.MAKERS[entry](kind._replace(head_dim=D))
-            found = offline.compiled(offline.compilers()[compiler], variant, "sm_75")
-            loop = offline.main_loop(offline.instructions(found.cubin))
-            counts.append(sum(loop.values()) / variant.rows / step(variant) * variant.threads)
+    for D, entry, found in main_loops(compiler, PLAIN, CONVERTED, CONVERTED._replace(copied=True)):
+        counts = [sum(loop.values()) / variant.rows / step(variant) * variant.threads for variant, _, loop in found]
         yield f"| {D} | {entry} | {counts[0]:.1f} | {counts[1] / counts[0]:.2f} | {counts[2] / counts[0]:.2f} |"
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernel_report", description=__doc__)
     parser.add_argument("--every", action="store_true", help="all variants rather than each feature alone")
     parser.add_argument("--architecture", type=int, default=75, choices=(75, 80, 90))
@@ -171,7 +175,7 @@ def main() -> int:
     parser.add_argument("--compiler", default=next(reversed(offline.compilers()), None), help="NVRTC's version")
     parser.add_argument("--table", action="store_true", help="each size's plain kernels for sm_75 as a table")
     parser.add_argument("--bf16", action="store_true", help="what conversions cost each size's plain kernels for sm_75")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.compiler is None or offline.cuobjdump() is None:
         print("needs NVRTC and cuobjdump: pip install -e '.[test]' on x86-64 Linux")
         return 1

@@ -8,11 +8,10 @@ instead: what the switch adds to a call that is left alone, and what a served ca
 
 from __future__ import annotations
 
-import argparse
-import functools
-import json
-from collections.abc import Callable
-from contextlib import nullcontext
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flash_attn_compat
+from benchmarks import host_time
+from benchmarks.runner import DTYPES, Jobs, Row, one_by_one, parser, run
 from flash_attn_compat.aten.wish import Wish
-from verify.timing import Allocations, Job, Timing, allocations, time_together
+from verify.timing import Job
+
+On = Callable[[], AbstractContextManager[object]]  # switches our kernels on
 
 
 class Shape(NamedTuple):
@@ -71,25 +74,11 @@ SHAPES = (
 )
 
 
-class Row(NamedTuple):
-    name: str
-    part: str
-    without_ms: float | None
-    with_ms: float | None
-    without_mib: float | None
-    with_mib: float | None
-    served: dict[str, int]
-
-    def __str__(self) -> str:
-        if self.without_ms is None or self.with_ms is None:
-            return f"{self.name:26} {self.part:8} failed"
-        ratio = self.without_ms / self.with_ms
-        times = f"{self.without_ms:9.4f} {self.with_ms:9.4f} {ratio:6.2f}"
-        memory = f"{self.without_mib or 0:9.1f} {self.with_mib or 0:9.1f}"
-        return f"{self.name:26} {self.part:8} {times} {memory}  {self.served}"
+def both(call: Callable[[], object], on: On) -> Jobs:
+    return {"with": Job(call, on), "without": Job(call)}
 
 
-def job(shape: Shape, dtype: torch.dtype, device: str, backward: bool) -> Callable[[], object]:
+def jobs(shape: Shape, dtype: torch.dtype, device: str, on: On, backward: bool) -> Jobs:
     """The call, forward or both ways, over tensors as projections leave them: rows before heads."""
 
     def made(length: int, heads: int) -> Tensor:
@@ -106,9 +95,9 @@ def job(shape: Shape, dtype: torch.dtype, device: str, backward: bool) -> Callab
         return F.scaled_dot_product_attention(q, k, v, **options)
 
     if not backward:
-        return forward
+        return both(forward, on)
     dout = torch.randn(shape.batch, rows, shape.heads[0], shape.head_dim, dtype=dtype, device=device).transpose(1, 2)
-    return lambda: torch.autograd.grad(forward(), (q, k, v), dout)
+    return both(lambda: torch.autograd.grad(forward(), (q, k, v), dout), on)
 
 
 # Lengths of sequences that are packed into 8192 tokens, as a collator does; and what of 8 prompts is padding.
@@ -137,40 +126,30 @@ def dense_mask(shape: Shape, dtype: torch.dtype, device: str) -> Tensor:
     return seen
 
 
-def compare(shape: Shape, dtype: torch.dtype, device: str, backward: bool, always: bool) -> Row:
-    run, ways = job(shape, dtype, device, backward), {"without": nullcontext, "with": on(always)}
-    flash_attn_compat.reset_backend_counts()
-    with on(always)():
-        run()
-    served = flash_attn_compat.backend_counts()
-    found = time_together({name: Job(run, around) for name, around in ways.items()}, device, 20, 3.0)
-    times = [one.median_ms if isinstance(one, Timing) else None for one in found.values()]
-    held = [allocations(run, device, around) for around in ways.values()]
-    memory = [one.peak / 2**20 if isinstance(one, Allocations) else None for one in held]
-    return Row(shape.name, "both" if backward else "forward", *times, *memory, served)
+def rows(dtype: torch.dtype, device: str, on: On, longest: int | None) -> Iterator[Row]:
+    for shape in SHAPES:
+        if longest:
+            shape = shape._replace(lengths=tuple(min(length, longest) for length in shape.lengths))
+        for backward in (False, True) if shape.backward else (False,):
+            group = "forward + backward" if backward else "forward"
+            yield Row(shape.name, partial(jobs, shape, dtype, device, on, backward), group, dtype)
 
 
-def on(always: bool) -> Callable[[], Any]:
-    return lambda: flash_attn_compat.sdpa(always=always)
-
-
-def host_times(device: str) -> None:
-    """Microseconds of small calls on the host. On a CPU launches do nothing, and PyTorch's own calls compute."""
-    from benchmarks.host_time import _without_gpu, microseconds
-
-    wish: Any = flash_attn_compat.sdpa
+def on_the_host(device: str) -> Iterator[Row]:
+    """Small calls. On a CPU launches do nothing, and PyTorch's own calls compute."""
+    on: On = flash_attn_compat.sdpa
     if device == "cpu":
         from tests.aten import originals
 
-        _without_gpu()
+        host_time.without_gpu()
         torch.set_num_threads(1)
-        wish = functools.partial(originals.on, Wish(device="cpu"))
+        on = partial(originals.on, Wish(device="cpu"))
     half = torch.randn(2, 4, 16, 64, device=device).half()
     wide, mask = half.float(), torch.zeros(16, 16, dtype=torch.float16, device=device, requires_grad=True)
     rows_first, seen = half.transpose(1, 2).contiguous(), torch.ones(16, 16, dtype=torch.bool, device=device).tril()
-    attend, ours = F.scaled_dot_product_attention, flash_attn_compat.flash_attn_func
-    print(f"{'flash_attn_func':34} {microseconds(lambda: ours(rows_first, rows_first, rows_first), device):6.1f} us")
-    grouped = half[:, :2]
+    attend, grouped = F.scaled_dot_product_attention, half[:, :2]
+    ours = partial(flash_attn_compat.flash_attn_func, rows_first, rows_first, rows_first)
+    yield Row("flash_attn_func", lambda: {"ours": Job(ours)}, "on the host")
     for name, call in {
         "left: fp32": lambda: attend(wide, wide, wide),
         "left: a mask that wants a gradient": lambda: attend(half, half, half, attn_mask=mask),
@@ -178,43 +157,32 @@ def host_times(device: str) -> None:
         "served: grouped heads": lambda: attend(half, grouped, grouped, enable_gqa=True),
         "served: grouped heads and a mask": lambda: attend(half, grouped, grouped, attn_mask=seen, enable_gqa=True),
     }.items():
-        without = microseconds(call, device)
-        with wish():
-            within = microseconds(call, device)
-        print(f"{name:34} {without:6.1f} us without, {within:6.1f} with: {within - without:+.1f}")
+        yield Row(name, partial(both, call, on), "on the host")
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sdpa", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", metavar="TEXT", help="shapes whose name holds it")
-    parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--always", action="store_true", help="on a GPU that PyTorch has flash kernels for, too")
-    parser.add_argument("--longest", type=int, help="cut lengths to this, to try the script itself")
-    parser.add_argument("--host", action="store_true", help="the host's time of small calls instead")
-    parser.add_argument("--json", metavar="FILE")
-    options = parser.parse_args(argv)
+    arguments = parser("sdpa", __doc__)
+    arguments.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
+    arguments.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    arguments.add_argument("--always", action="store_true", help="on a GPU that PyTorch has flash kernels for, too")
+    arguments.add_argument("--longest", type=int, help="cut lengths to this, to try the script itself")
+    arguments.add_argument("--host", action="store_true", help="the host's time of small calls instead")
+    options = arguments.parse_args(argv)
+    device = options.device
+    without_flash_kernels()
+    if options.host:
+        clock = one_by_one(device, partial(host_time.milliseconds, device=device))
+        return run("sdpa --host", on_the_host(device), options, device, clock)
+    on = partial(flash_attn_compat.sdpa, always=options.always)
+    return run("sdpa", rows(DTYPES[options.dtype], device, on, options.longest), options, device, weigh=True)
+
+
+def without_flash_kernels() -> None:
+    """PyTorch's flash and cuDNN kernels are off, as GPUs before 8.0 have neither."""
     torch.backends.cuda.enable_flash_sdp(False)
     if hasattr(torch.backends.cuda, "enable_cudnn_sdp"):
         torch.backends.cuda.enable_cudnn_sdp(False)
-    if options.host:
-        host_times(options.device)
-        return 0
-    print(f"{'':26} {'':8} {'without':>9} {'with ms':>9} {'times':>6} {'without':>9} {'with MiB':>9}  served by")
-    rows = []
-    for shape in SHAPES:
-        if options.only not in shape.name:
-            continue
-        if options.longest:
-            shape = shape._replace(lengths=tuple(min(length, options.longest) for length in shape.lengths))
-        for backward in (False, True) if shape.backward else (False,):
-            rows.append(compare(shape, getattr(torch, options.dtype), options.device, backward, options.always))
-            print(rows[-1], flush=True)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"torch": torch.__version__, "rows": [row._asdict() for row in rows]}, file, indent=1)
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

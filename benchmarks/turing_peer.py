@@ -1,21 +1,22 @@
 """Our kernels beside flash-attention-turing's: `FLASH_ATTN_COMPAT_CAPABILITY=7.5 python -m benchmarks.turing_peer`.
 
-Needs that package (`import flash_attn_turing`) and a GPU that runs its PTX. Prints milliseconds of the forward and of
-the backward alone, ours and theirs, and how fast ours is beside theirs: above 1 it is faster.
+Needs that package (`import flash_attn_turing`) and a GPU that runs its PTX. Times the forward, and the backward alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import math
-from typing import NamedTuple
+import itertools
+import sys
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 
+from benchmarks.runner import Jobs, Row, parser, run
 from flash_attn_compat import use_backend
 from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
-from verify.timing import fastest
+from verify.timing import Job
 
 # batch, seqlen, heads
 SHAPES = {
@@ -24,57 +25,40 @@ SHAPES = {
 }
 
 
-class Times(NamedTuple):
-    """Milliseconds."""
-
-    forward: float
-    backward: float
-
-
-def times(head_dim: int, batch: int, seqlen: int, heads: int, causal: bool) -> tuple[Times, Times]:
-    """Ours and theirs."""
+def jobs(head_dim: int, shape: tuple[int, int, int], causal: bool, backward: bool) -> Jobs:
     theirs = importlib.import_module("flash_attn_turing")
     generator = torch.Generator("cuda").manual_seed(0)
-    shape = batch, seqlen, heads, head_dim
-    q, k, v, dout = (torch.randn(shape, generator=generator, device="cuda", dtype=torch.half) for _ in range(4))
+    size = (*shape, head_dim)
+    q, k, v, dout = (torch.randn(size, generator=generator, device="cuda", dtype=torch.half) for _ in range(4))
+    mask = (0.0, head_dim**-0.5, causal, -1, -1, 0.0, None, False)
+    fused = partial(use_backend, "fused")
+    if not backward:
+        return {"ours": Job(lambda: _flash_attn_forward(q, k, v, *mask)[0], fused),
+                "flash-attention-turing": Job(lambda: theirs.fwd(q, k, v, causal)[0])}  # fmt: skip
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    scale = head_dim**-0.5
+    with fused():
+        out, lse = _flash_attn_forward(q, k, v, *mask)[:2]
     right, right_lse = theirs.fwd(q, k, v, causal)
 
-    def forward() -> tuple[torch.Tensor, torch.Tensor]:
-        return _flash_attn_forward(q, k, v, 0.0, scale, causal, -1, -1, 0.0, None, False)[:2]
+    def ours() -> tuple[torch.Tensor, ...]:
+        _flash_attn_backward(dout, q, k, v, out, lse, dq, dk, dv, *mask)
+        return dq, dk, dv
 
-    def backward() -> object:
-        return _flash_attn_backward(
-            dout, q, k, v, out, lse, dq, dk, dv, 0.0, scale, causal, -1, -1, 0.0, None, False
-        )  # fmt: skip
-
-    with use_backend("fused"):
-        out, lse = forward()
-        assert float((out.float() - right.float()).abs().max()) < 0.05, "the two differ"
-        ours = Times(fastest(forward), fastest(backward))
-    return ours, Times(
-        fastest(lambda: theirs.fwd(q, k, v, causal)),
-        fastest(lambda: theirs.bwd(q, k, v, right, right_lse, dout, causal)),
-    )
+    return {"ours": Job(ours, fused),
+            "flash-attention-turing": Job(lambda: theirs.bwd(q, k, v, right, right_lse, dout, causal))}  # fmt: skip
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    ratios: list[Times] = []
-    print(f"{'batch x seqlen x heads':36} forward: ours, theirs, ratio | backward")
+def rows() -> Iterator[Row]:
     for head_dim, shapes in SHAPES.items():
-        for shape in shapes:
-            for causal in (False, True):
-                ours, theirs = times(head_dim, *shape, causal)
-                ratios.append(Times(theirs.forward / ours.forward, theirs.backward / ours.backward))
-                cells = [f"{a:8.3f} {b:8.3f} {b / a:5.2f}" for a, b in zip(ours, theirs)]
-                name = f"d{head_dim} {'x'.join(map(str, shape))} {'causal' if causal else 'full'}"
-                print(f"{name:36}" + " | ".join(cells), flush=True)
-    for what, found in zip(Times._fields, zip(*ratios)):
-        mean = math.exp(sum(map(math.log, found)) / len(found))
-        print(f"{what}: {mean:.3f}, worst {min(found):.3f}")
+        for shape, causal, backward in itertools.product(shapes, (False, True), (False, True)):
+            name = f"d{head_dim} {' x '.join(map(str, shape))} {'causal' if causal else 'full'}"
+            yield Row(name, partial(jobs, head_dim, shape, causal, backward), "backward" if backward else "forward",
+                      torch.half)  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run("turing_peer", rows(), parser("turing_peer", __doc__).parse_args(argv), "cuda")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

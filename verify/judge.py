@@ -222,7 +222,7 @@ def _worst(quantity: str, against: str, errors: Tensor, bounds: Tensor) -> Check
 
 def _lse_check(right: Right, mine: Tensor, exact: Tensor, device: str, approximate: bool) -> Check:
     # NaN: nothing is promised there.
-    apart = _difference(mine, exact).masked_fill(exact.isnan(), 0.0)
+    apart = difference(mine, exact).masked_fill(exact.isnan(), 0.0)
     errors = worst("softmax_lse", apart, right.exact.tokens)[:-1]
     # An fp32 LSE of an fp64 call is no more than that.
     dtype = mine.dtype if right.call.dtype == torch.float64 else right.call.dtype
@@ -251,7 +251,7 @@ def _cache_check(call: Call, name: str, ours: Tensor, right: Tensor) -> Check:
     """
     if name == "k_cache" and call.args.get("rotary_cos") is not None:
         new = call.args["k"].double().abs().nan_to_num(posinf=0.0).amax((1, 3)).amax(0)
-        apart = _difference(ours, right)
+        apart = difference(ours, right)
         errors = apart.amax((0, 1, 3)) if apart.numel() else apart.new_zeros(len(new))
         return _worst(name, "fp64", errors[None], 2 * torch.finfo(ours.dtype).eps * new[None])
     return Check(name, "fp64", 0.0, 0.0) if same(ours, right) else broken(name, "not left as it must be")
@@ -262,7 +262,7 @@ def _errors(ours: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return (ours.double() - right).abs().masked_fill(right.abs() > torch.finfo(dtype).max, 0.0)
 
 
-def _difference(got: Tensor, expected: Tensor) -> Tensor:
+def difference(got: Tensor, expected: Tensor) -> Tensor:
     """|got - expected| in fp64; 0 where both are the same infinity or both NaN, infinite where only one is a number."""
     got, expected = got.double(), expected.double()
     apart = torch.where((got == expected) | (got.isnan() & expected.isnan()), 0.0, (got - expected).abs())
@@ -317,7 +317,7 @@ def against_official(call: Call, got: Answer, official: Answer) -> list[Check]:
             checks += [] if mine is None and name == "softmax_lse" else [_other_form(name, mine, expected, "official")]
             continue
         sizes = worst(name, expected.double().abs().nan_to_num(nan=0.0, posinf=0.0), tokens)
-        errors = worst(name, _difference(mine, expected), tokens)
+        errors = worst(name, difference(mine, expected), tokens)
         if name == "softmax_lse":  # nothing is defined outside of all sequences
             errors[-1] = 0.0
         roundings, absolute = OFFICIAL.get(name, OFFICIAL_GRADIENT)
