@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from verify.page import Verdict, to_html
-from verify.tables import Bar, Bars, Cells, Curves, Report, Table
+from verify.tables import Bar, Bars, Curves, Report, Table
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -48,8 +48,6 @@ PICTURES = (
     Curves("Time", "N (sequence length)", "ms",
            [(f"step {i}: FlashAttention, algorithm 0 by blocks", [(n, n * i) for n in (128, 512, 2048)])
             for i in range(1, 7)]),
-    Cells(f"Softmax weights of the tiles, {NAME}", "key", "query row",
-          ["right", "wrong", "nothing counted", "hidden by the mask"], [[0, 3, 3], [2, 1, 3], [2, 2, 1]], 64, 64),
 )  # fmt: skip
 FACTS = {"device cuda": "NVIDIA H200, capability 9.0 treated as 7.5 (forced)", "inputs": LONG}
 VERDICTS = [Verdict("flash_attn_compat", "PASS: 3 of 3 answers right", True), Verdict(NAME, f"FAIL: {NOTE}", False)]

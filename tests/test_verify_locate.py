@@ -10,10 +10,9 @@ import torch
 
 from tests import mutants
 from verify.cli import main
-from verify.diagnosis import which
-from verify.locate import Located, heat_map, locate, report, tile_pictures
+from verify.diagnosis import Setting, which
+from verify.locate import Located, heat_map, locate, report
 from verify.planted import bfloat16_throughout, half_inputs, half_output, half_weights, planted, right
-from verify.probe import Setting
 from verify.problems import Problem
 
 SMALL = ["--n", "96", "--br", "32", "--bc", "32", "--batch", "1", "--heads", "2", "--head-dim", "16"]
@@ -30,7 +29,7 @@ def located(
 
 def named(found: Located) -> str:
     """The last of the findings about A: what the mistake is called."""
-    return found.findings["A"][-1]
+    return found.wrong["A"].sentences[-1]
 
 
 # ---- the classical bug ----------------------------------------------------------------------------------------------
@@ -129,7 +128,7 @@ def test_a_kernel_of_one_length_only_is_still_located():
 
     found = located(of_96)
     assert found.first is not None and found.key_tile is None
-    assert "grown key tile by key tile: it does not take smaller problems" in found.findings["A"]
+    assert "grown key tile by key tile: it does not take smaller problems" in found.wrong["A"].sentences
 
 
 def test_a_compiled_function_that_tells_no_parameters_is_asked_too(capsys):
@@ -270,25 +269,11 @@ def test_each_shade_of_the_heat_map_is_ten_times_worse_and_shows_the_worst_of_it
     assert "2 rows in each character" in table.columns[1]
 
 
-def test_the_matrix_of_scores_shows_what_is_right_wrong_left_out_and_hidden():
-    found = located(partial(planted("maximum without tile offset"), block_rows=32, block_columns=32), causal=True)
-    (picture,) = tile_pictures(found)
-    right, wrong, nothing, hidden = range(4)
-    assert picture.states == ("right", "wrong", "nothing counted", "hidden by the mask")
-    assert picture.cells == [[right, hidden, hidden], [nothing, wrong, hidden], [nothing, nothing, wrong]]
-    assert (picture.height, picture.width) == (32, 32)
-
-
-def test_a_right_kernel_has_a_heat_map_and_no_matrix():
-    made = report(located(right), {})
-    assert [picture.title.partition(" (")[0] for picture in made.pictures] == ["Error over"]
-    assert made.subject == "mine" and set(made.pictures[0].cells[0]) == {0}
-
-
 def test_a_report_is_about_the_kernel_that_is_wrong():
-    spoilt = located(of(change_out=torch.zeros_like))
-    call, kernels = spoilt.setting, [REFERENCE, ("theirs", of(change_out=torch.zeros_like))]
-    assert report(locate(kernels, call), {}).subject == "theirs"
+    spoilt, correct = located(of(change_out=torch.zeros_like)), located(right)
+    kernels = [REFERENCE, ("theirs", of(change_out=torch.zeros_like))]
+    assert report(locate(kernels, spoilt.setting), {}).subject == "theirs"
+    assert report(correct, {}).subject == "mine"
 
 
 @pytest.mark.parametrize(

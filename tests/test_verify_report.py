@@ -14,7 +14,7 @@ from verify import page
 from verify.cli import main
 from verify.page import to_html
 from verify.pictures import svg
-from verify.tables import Bar, Bars, Cells, Curves, Report, Table, picture_from_json
+from verify.tables import Bar, Bars, Curves, Report, Table, picture_from_json
 
 HERE = {"device cpu": "A Processor, 2 threads", "torch": "2.13.0", "date": "2026-11-21 00:00 UTC"}
 ANSWERS = Table("Every answer", ("case", "backend", "vs fp64"), [("window", "chunked", "out 8.0e-04 (0.80)")])
@@ -47,7 +47,6 @@ GROUPS = [("small", [Bar(0.5, "2 ms"), None]), ("large", [Bar(9.0, "1"), Bar(1.0
 PICTURES = (
     Bars("Speed", "flash-attn", ["forward", "both"], GROUPS),
     Curves("Time", "N", "ms", [("naive", [(1, 2.0), (2, 8.0)]), ("online", [(1, 1.0)])]),
-    Cells("Tiles", "key", "row", ["right", "wrong"], [[0, 1], [1, 1]], 32, 32),
 )
 
 
@@ -133,15 +132,9 @@ def test_a_picture_is_the_same_after_a_trip_through_a_file_and_is_drawn_into_the
     assert svg(picture) == svg(picture)
 
 
-def test_a_table_that_a_picture_shows_is_left_to_terminals(tmp_path):
-    run = replace(LOCATED, tables=[replace(HEAT, drawn=True)])
-    assert "··▒█" in written(tmp_path, run)[1]
-    assert "··▒█" not in written(tmp_path, replace(run, pictures=[PICTURES[2]]))[1]
-
-
 def test_without_matplotlib_a_page_says_what_brings_its_pictures(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "can_draw", lambda: False)
-    text = written(tmp_path, replace(LOCATED, tables=[replace(HEAT, drawn=True)], pictures=PICTURES))[1]
+    text = written(tmp_path, replace(LOCATED, pictures=PICTURES))[1]
     assert "There would be pictures here: pip install" in text and "<svg" not in text and "··▒█" in text
 
 

@@ -21,7 +21,6 @@ from . import bench_report as tables
 from . import implementations as impl
 from .bench_run import Plan, Row, run
 from .contestants import RIVALS, USUAL_RIVALS, Contestant, ours
-from .doubts import settled
 from .environment import checked_devices, describe
 from .errors import UsageError
 from .graphs import graphed
@@ -110,8 +109,7 @@ def main(arguments: argparse.Namespace) -> int:
         lines += [*conclusion, *tables.differing_devices(saved, environment)]
     wrong = [f"WRONG OR FAILED  {row.workload} {row.contestant}: {tables.remarks(row)}"
              for row in rows if row.ours and row.wrong]  # fmt: skip
-    doubts = dict.fromkeys(f"{row.contestant} on {row.workload}: {row.doubt}" for row in rows if row.doubt)
-    lines += [*wrong, *doubts, *([lost] if lost else [])]
+    lines += [*wrong, *([lost] if lost else [])]
     bad = [what for what, there in (("wrong", wrong), ("slower", regressed), ("unfinished", lost)) if there]
     lines.append(f"FAIL: {', '.join(bad)}" if bad else "PASS: every answer of ours is right")
 
@@ -143,8 +141,6 @@ def measured(plan: Plan, terminal: Console) -> tuple[list[Row], str]:
                 rows += found
                 _print_rows(workload, found, terminal)
                 progress.advance(task)
-            step("what contradicts itself, once more")
-            rows = settled(rows, plan, step)
         except DeviceLost as reason:
             return rows, f"the CUDA device gave up, nothing could be measured after: {reason}"
         except KeyboardInterrupt:

@@ -88,7 +88,8 @@ def answer(row: Row) -> str:
 
 def remarks(row: Row) -> str:
     verdict = "" if row.verdict is None or row.verdict.ok else f"{row.verdict.quantity}: {row.verdict.note}"
-    return "; ".join(filter(None, [row.reason, verdict, row.doubt]))
+    doubt = "DOUBTFUL: the forward takes longer than with its backward" if row.doubtful else ""
+    return "; ".join(filter(None, [row.reason, verdict, doubt]))
 
 
 def detail_table(rows: Sequence[Row], title: str, folded: bool = False) -> Table:

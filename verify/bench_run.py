@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from . import spot_check
 from .call import Call
 from .contestants import Contestant, Prepared
 from .judge import Check
-from .timing import Allocations, Clock, Failed, Job, Timing, allocations, attempt, free_memory, time_together
+from .timing import Allocations, Failed, Job, Timing, allocations, attempt, free_memory, time_together
 from .workloads import Workload
 
 MIB = 2**20
@@ -21,7 +20,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant on one workload. reason: why there are no figures, or not all; doubt: why not to believe them."""
+    """One contestant on one workload. reason: why there are no figures, or not all."""
 
     workload: str
     contestant: str
@@ -34,15 +33,14 @@ class Row:
     verdict: Check | None = None
     reason: str = ""
     failed: bool = False
-    doubt: str = ""
 
     @property
     def wrong(self) -> bool:
         return self.failed or (self.verdict is not None and not self.verdict.ok)
 
     @property
-    def impossible(self) -> bool:
-        """Whether the forward alone took longer than with its backward."""
+    def doubtful(self) -> bool:
+        """Whether the forward alone took longer than with its backward: something else uses the machine."""
         return bool(self.forward and self.both and self.forward.median_ms > self.both.median_ms)
 
     def milliseconds(self, mode: str) -> float | None:
@@ -74,7 +72,6 @@ class Plan:
     backward: bool = True
     graphs: bool = False
     seed: int = 0
-    clock: Clock = time.perf_counter  # of a CPU
 
 
 def run(plan: Plan, step: Callable[[str], None] = lambda what: None) -> Iterator[list[Row]]:
@@ -98,12 +95,13 @@ def _rows(workload: Workload, plan: Plan, step: Callable[[str], None]) -> list[R
     for contestant in plan.contestants:
         name = contestant.name
         step(f"{workload.name}: checking {name}")
-        prepared = attempt(plan.device, contestant.prepare, workload, given)
-        if isinstance(prepared, Failed):
-            rows[name] = rows[name].but(prepared)
+        pair = attempt(plan.device, _prepared, contestant, workload, given)
+        if isinstance(pair, Failed):
+            rows[name] = rows[name].but(pair)
             continue
+        prepared, judged = pair
         for gradients in ways:
-            verdict = attempt(plan.device, spot_check.check, prepared, given, pieces, gradients)
+            verdict = attempt(plan.device, spot_check.check, judged, given, pieces, gradients)
             if isinstance(verdict, Failed):
                 rows[name] = rows[name].but(verdict)
                 continue
@@ -112,29 +110,28 @@ def _rows(workload: Workload, plan: Plan, step: Callable[[str], None]) -> list[R
             able[True] |= {name: prepared} if gradients else {}
             break
 
-    def measure(gradients: bool, timing: str, memory: str, names: Collection[str]) -> None:
+    for gradients, timing, memory in ((False, "forward", "memory_mib"), (True, "both", "both_memory_mib")):
         step(f"{workload.name}: {timing}")
         make = training_job if gradients else forward_job
-        jobs = {name: make(prepared, given) for name, prepared in able[gradients].items() if name in names}
+        jobs = {name: make(prepared, given) for name, prepared in able[gradients].items()}
         for name, job in jobs.items():
             held = attempt(plan.device, allocations, job.run, plan.device, job.around)
             if isinstance(held, Allocations):
                 most: dict[str, Any] = {memory: (held.peak + able[gradients][name].prepared_bytes) / MIB}
                 rows[name] = replace(rows[name], **most)
-        for name, found in time_together(jobs, plan.device, plan.repeats, plan.budget_s, plan.clock).items():
+        for name, found in time_together(jobs, plan.device, plan.repeats, plan.budget_s).items():
             timed: dict[str, Any] = {timing: found}
             rows[name] = rows[name].but(found) if isinstance(found, Failed) else replace(rows[name], **timed)
-
-    names: Collection[str] = rows
-    for _ in range(2):
-        measure(False, "forward", "memory_mib", names)
-        measure(True, "both", "both_memory_mib", names)
-        names = [name for name, row in rows.items() if row.impossible]
-        if not names:
-            break
-    for name in names:
-        rows[name] = replace(rows[name], doubt="DOUBTFUL, timed twice: the forward takes longer than with its backward")
     return list(rows.values())
+
+
+def _prepared(contestant: Contestant, workload: Workload, given: Call) -> tuple[Prepared, Prepared]:
+    """As it is timed, and as it is checked: a call with dropout without it, for which there is one right answer."""
+    timed = contestant.prepare(workload, given)
+    if not workload.dropout_p:
+        return timed, timed
+    undropped = replace(given, args={**given.args, "dropout_p": 0.0})
+    return timed, contestant.prepare(replace(workload, dropout_p=0.0), undropped)
 
 
 def forward_job(prepared: Prepared, given: Call) -> Job:

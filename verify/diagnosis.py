@@ -1,84 +1,196 @@
-"""What kind of mistake it is: what is asked of a kernel that is wrong, from outside, and rules over what it answers.
+"""What kind of mistake a kernel makes: it is asked from outside, and rules say what its answers look like.
 
 Attention is linear in v, so v = 1 on the keys of one tile and 0 elsewhere makes the output that tile's softmax weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from enum import Enum
-from functools import cached_property
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .call import SHORT
+from . import oracle
+from .call import SHORT, Answer, Call, accepted, parts_of, same
 from .errors import UsageError
-from .judge import COARSER, LARGER, at_random
-from .probe import Kernel, Setting, ask, gap
+from .judge import COARSER, LARGER, Check, Right, against_fp64, at_random, right_answer
 
 # A key tile of a row matters to these rules if it should get at least this share of the row's weight.
 MATTERS = 0.01
+# What is wrong with the softmax weights that the rows give the key tiles.
+RIGHT = "each key tile gets its right share of the softmax weight"
+NORMALISED = "key tiles get wrong shares of the weight, which still sums to 1"
+ROW_SUM = "all key tiles of a row are off by the same factor, so only the row sum is wrong"
+UNEVEN = "key tiles get wrong shares of the weight, and it does not sum to 1"
+NOTHING = "the rows get nothing from any key tile"
+NOT_FINITE = "the softmax weights are NaN or infinite"
 
-
-class Weights(Enum):
-    """What is wrong with the softmax weights that the rows give the key tiles."""
-
-    RIGHT = "each key tile gets its right share of the softmax weight"
-    NORMALISED = "key tiles get wrong shares of the weight, which still sums to 1"
-    ROW_SUM = "all key tiles of a row are off by the same factor, so only the row sum is wrong"
-    UNEVEN = "key tiles get wrong shares of the weight, and it does not sum to 1"
-    NOTHING = "the rows get nothing from any key tile"
-    NONE = "the softmax weights are NaN or infinite"
+# What is carried from key tile to key tile wrongly, by what the weights are then.
+CARRIED = {
+    NORMALISED: "the running maximum m of the key tiles before is not what it was: stored at, or read from, the wrong "
+    "index",
+    ROW_SUM: "the row sum l is not brought to the new maximum as the output is (FA2 algorithm 1, line 9)",
+    UNEVEN: "the output O is not brought to the new maximum as the row sum is (FA2 algorithm 1, line 10)",
+}
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """What is found out about a kernel that is wrong. wrong: (batch, nheads, row, channel) against fp64.
+class Setting:
+    """A call of flash_attn_func on the CPU, the device to make it on, and the rows and keys of a kernel's tiles."""
 
-    growth: for problems of 1, 2, ... key tiles, whether it is wrong; empty if it does not take smaller problems
-    weights: (batch, nheads, row, key tiles) as measured
-    right_unmasked: whether it is right without its causal mask, None if it has none
-    as_near_as: the dtypes coarser than the call's to which it may round, and does nothing else wrong
-    """
+    call: Call
+    block_rows: int
+    block_columns: int
+    device: str
+
+    def but(self, **args: Any) -> Setting:
+        """With other arguments."""
+        return replace(self, call=replace(self.call, args={**self.call.args, **args}))
+
+    @functools.cached_property
+    def right(self) -> Right:
+        return right_answer(self.call)
+
+    @property
+    def key_tiles(self) -> list[slice]:
+        n, size = self.call.args["k"].shape[1], self.block_columns
+        return [slice(start, min(start + size, n)) for start in range(0, n, size)]
+
+    @functools.cached_property
+    def shares(self) -> Tensor:
+        """(batch, nheads, row, key tiles, head_dim + 1) in fp64: what each key tile adds to each row of the output, and
+        behind it the tile's softmax weight. Each tile has channels of its own in v.
+        """
+        v = self.call.args["v"]
+        values = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+        tile = torch.arange(values.shape[1]) // self.block_columns
+        of_tile = torch.nn.functional.one_hot(tile)[:, None, :, None] * values[..., None, :]
+        out = oracle.answer(self.call.fn, {**self.call.args, "v": of_tile.flatten(-2)}).out
+        return torch.unflatten(out.transpose(1, 2), -1, of_tile.shape[-2:])
+
+    def judged(self, out: Tensor, dtype: torch.dtype | None = None) -> Check:
+        """An output held against fp64; dtype: as if a computation in it had been asked for."""
+        right = self.right if dtype is None else right_answer(self.call, dtype=dtype)
+        return against_fp64(right, Answer(out))[0]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A function by its import path, called as function(q, k, v, causal=...) on (batch, seqlen, heads, head_dim)."""
+
+    name: str
+    function: Callable[..., Any]
+
+    def ask(self, setting: Setting) -> tuple[Tensor, list[str]]:
+        """The output on the CPU, and the inputs that were written to; UsageError if it raises or answers no output."""
+        given, call = setting.call, setting.call.to(setting.device)
+        q, k, v = call.qkv
+        try:
+            with torch.no_grad():
+                causal = accepted(self.function, {"causal": given.args["causal"]})
+                out, *_ = parts_of(self.function(q, k, v, **causal))
+                found = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+                out = out.cpu() if isinstance(out, Tensor) else out
+        except Exception as error:  # whatever someone's kernel raises
+            shapes = ", ".join(f"{name} {tuple(given.args[name].shape)}" for name in "qkv")
+            first_line = (str(error).splitlines() or [""])[0]
+            raise UsageError(f"{self.name} raised {type(error).__name__} for {shapes}: {first_line}") from error
+        expected = f"shape {(*q.shape[:-1], v.shape[-1])}"
+        if found != expected:
+            raise UsageError(f"{self.name} returned {found}, expected {expected}: batch, seqlen, heads, head_dim")
+        return out, [name for name in "qkv" if not same(given.args[name], call.args[name].cpu())]
+
+    def is_right(self, setting: Setting) -> bool:
+        return setting.judged(self.ask(setting)[0]).ok
+
+    def answered(self, setting: Setting) -> Found:
+        """Its answer, asked for twice."""
+        out, changed = self.ask(setting)
+        once, again = (x.nan_to_num(nan=0.0) for x in (out, self.ask(setting)[0]))
+        return Found(self, out, setting.judged(out), changed, gap(once, again).max().item())
+
+
+@dataclass(frozen=True)
+class Found:
+    """A kernel's answer held against fp64. repeats: how far a second call was from the first."""
 
     kernel: Kernel
-    setting: Setting
-    wrong: Tensor
-    growth: Sequence[bool]
-    weights: Tensor
-    right_unmasked: bool | None
-    as_near_as: Sequence[torch.dtype] = ()
+    out: Tensor
+    check: Check
+    changed_inputs: Sequence[str]
+    repeats: float
 
     @property
-    def rows(self) -> Tensor:
-        """Those that are wrong, which is where the rules look: (batch, nheads, row) bool."""
-        return self.wrong.any(-1)
+    def remarks(self) -> list[str]:
+        """What is worth knowing of a right answer too."""
+        lines = [f"it changed its input {name}" for name in self.changed_inputs]
+        return lines + [f"a second call gave another answer, {self.repeats:.1e} off the first"] * (self.repeats > 0)
 
-    @cached_property
-    def measured(self) -> Tensor:
-        """(rows, key tiles), and so is `right`."""
-        return self.weights[self.rows]
 
-    @cached_property
-    def right(self) -> Tensor:
-        return self.setting.shares[self.rows][..., -1]
+def gap(a: Tensor, b: Tensor) -> Tensor:
+    """|a - b| as (batch, nheads, row, channel) in fp64; 0 for equal infinities, inf where one of them is no number."""
+    a, b = (x.double().transpose(1, 2) for x in (a, b))
+    return torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
 
-    @property
-    def slack(self) -> float:
-        """How far off a weight may be."""
-        return max(1e-3, 4 * self._eps)
 
-    @cached_property
-    def weighed(self) -> Weights:
+# ---- what is found out about a kernel that is wrong -----------------------------------------------------------------
+
+
+class Diagnosis:
+    """wrong: (batch, nheads, row, channel) against fp64.
+
+    growth: for problems of 1, 2, ... key tiles, whether it is wrong; empty if it does not take smaller problems
+    weights: the softmax weight each row gives each key tile, (batch, nheads, row, key tiles), measured through v
+    """
+
+    def __init__(self, found: Found, setting: Setting) -> None:
+        self.found, self.setting = found, setting
+        self.wrong = gap(found.out, setting.right.exact.out) > found.check.widest_bound
+        self.growth = self._grown()
+        self.weights = torch.stack([*self._weights()], -1).transpose(1, 2)
+        causal = setting.call.args["causal"]
+        self.right_unmasked = found.kernel.is_right(setting.but(causal=False)) if causal else None
+        # Where the rules look.
+        rows, eps = self.wrong.any(-1), torch.finfo(found.out.dtype).eps
+        self.measured, self.right = self.weights[rows], setting.shares[rows][..., -1]
+        self.slack = max(1e-3, 4 * eps)  # how far off a weight may be
+        # Whether out is what the measured weights make of the right output of each key tile alone.
+        of_one = torch.where(self.right > 0, self.measured / self.right, 0.0)
+        mixed = (of_one[..., None] * setting.shares[rows][..., :-1]).sum(-2)
+        apart = (mixed - found.out.double().transpose(1, 2)[rows]).abs()
+        self.inside = bool((apart <= max(1e-3, 16 * eps) * max(1.0, mixed.abs().max().item())).all())
+        self.weighed = self._weighed()
+
+    def _grown(self) -> list[bool]:
+        """The same problem with its first key tiles; a square one stays so, since many kernels need that."""
+        q, k, v = self.setting.call.qkv
+        wrong = []
+        with suppress(UsageError):
+            for tile in self.setting.key_tiles:
+                rows = slice(tile.stop if q.shape[1] == k.shape[1] else None)
+                smaller = self.setting.but(q=q[:, rows], k=k[:, : tile.stop], v=v[:, : tile.stop])
+                wrong.append(not self.found.kernel.is_right(smaller))
+        return wrong if len(wrong) == len(self.setting.key_tiles) else []
+
+    def _weights(self) -> Iterator[Tensor]:
+        for columns in self.setting.key_tiles:
+            v = torch.zeros_like(self.setting.call.args["v"])
+            v[:, columns] = 1
+            # Every channel says the same, unless it is the channels that are mixed up.
+            yield self.found.kernel.ask(self.setting.but(v=v))[0].double().median(dim=-1).values
+
+    def _weighed(self) -> str:
         measured, right, slack = self.measured, self.right, self.slack
         if not measured.isfinite().all():
-            return Weights.NONE
+            return NOT_FINITE
         off = (measured - right).abs() > slack
         if not off.any():
-            return Weights.RIGHT
+            return RIGHT
         # Rows with one key tile, or already right, say nothing.
         telling = ((right > MATTERS).sum(-1) > 1) & off.any(-1)
         if telling.any():
@@ -86,154 +198,95 @@ class Evidence:
         # A running maximum lost before a tile that is all masked leaves a row with nothing: no matter of the row sum.
         empty = measured.sum(-1).abs() <= slack
         if empty.all():
-            return Weights.NOTHING
+            return NOTHING
         measured, right = measured[~empty], right[~empty]
         if _mostly((measured.sum(-1) - 1).abs() <= measured.shape[-1] * slack):
-            return Weights.NORMALISED
+            return NORMALISED
         factors = torch.where(right > MATTERS, measured / right, torch.nan)
         low, high = factors.nan_to_num(nan=torch.inf).amin(-1), factors.nan_to_num(nan=-torch.inf).amax(-1)
-        even = telling.any() and _mostly(high - low <= 0.05 * high.abs() + slack)
-        return Weights.ROW_SUM if even else Weights.UNEVEN
+        return ROW_SUM if telling.any() and _mostly(high - low <= 0.05 * high.abs() + slack) else UNEVEN
 
-    @cached_property
-    def inside(self) -> bool:
-        """Whether out is what the measured weights make of the right output of each key tile alone."""
-        of_one = torch.where(self.right > 0, self.measured / self.right, 0.0)
-        mixed = (of_one[..., None] * self.setting.shares[self.rows][..., :-1]).sum(-2)
-        out = self.kernel.out.double().transpose(1, 2)[self.rows]
-        slack = max(1e-3, 16 * self._eps) * max(1.0, mixed.abs().max().item())
-        return bool(((mixed - out).abs() <= slack).all())
-
-    @property
+    @functools.cached_property
     def rounded(self) -> torch.dtype | None:
-        """The dtype to which it rounds something, and does nothing else wrong."""
-        written = [dtype for dtype in self.as_near_as if holds_all(dtype, self.kernel.out)]
-        return written[-1] if written else next(iter(self.as_near_as), None)
+        """The dtype, coarser than the call's, to which it rounds something, and does nothing else wrong: its errors are
+        others where q, k and v are a little larger. Those of a mistake are nearly the same.
+        """
+        found, setting = self.found, self.setting
+        near = [dtype for dtype in COARSER[found.out.dtype] if setting.judged(found.out, dtype).ok]
+        if not near:
+            return None
+        larger = setting.but(**{name: LARGER * setting.call.args[name] for name in "qkv"})
+        errors = [out.double() - of.right.exact.out
+                  for of, out in ((setting, found.out), (larger, found.kernel.ask(larger)[0]))]  # fmt: skip
+        if not at_random(*errors):
+            return None
+        return next((dtype for dtype in reversed(near) if holds_all(dtype, found.out)), near[0])
 
     @property
-    def _eps(self) -> float:
-        return torch.finfo(self.kernel.out.dtype).eps
+    def mistake(self) -> str:
+        """What it looks like, by the first rule that holds."""
+        if self.found.repeats > self.found.check.widest_bound:
+            return "two calls differ: a race between threads, or memory read before it is written"
+        if self.rounded is not None:
+            return self._rounding(self.rounded)
+        if self.right_unmasked:
+            return "the causal mask: its diagonal, or the tiles it skips"
+        if self.weighed == NOT_FINITE:
+            return "NaN or infinity: no maximum subtracted before exp, -inf minus -inf in a masked row, or a sum of 0"
+        if self.weighed == NOTHING:
+            return "rows that are zero: nothing was added up, or it was written elsewhere"
+        if self.weighed == RIGHT:
+            return "the softmax is right, so the product with V is wrong: its rows or heads, or the output's place"
+        # Carried wrongly: one key tile alone is right, every problem of more is wrong, each tile is right in itself.
+        if len(self.growth) > 1 and not self.growth[0] and all(self.growth[1:]) and self.inside:
+            if self.measured[:, 0].any() and not self.measured[:, 1].any():
+                return "key tile 1 is never counted"
+            return CARRIED.get(self.weighed, CARRIED[UNEVEN])
+        if self.growth and all(self.growth):
+            return "the scores themselves: scale, mask, or rows of Q and K of another head or tile"
+        if self.growth and self.growth[-1] and sum(self.growth) == 1:
+            return "the last key tile: keys beyond the end counted, or a remainder left out"
+        if self.inside:
+            return "single key tiles are counted with the wrong weight, twice or not at all: compare the weights"
+        return "not one of the mistakes known here; another tile's K or V, or stale memory, looks like this"
+
+    def _rounding(self, dtype: torch.dtype) -> str:
+        """What of it is rounded, as far as that shows."""
+        inputs = {name: self.setting.call.args[name].to(dtype).to(self.found.out.dtype) for name in "qkv"}
+        notes = []
+        if holds_all(dtype, self.found.out):
+            notes.append("its output holds no other numbers")
+        elif self.setting.but(**inputs).judged(self.found.out).ok:
+            notes.append("its inputs, and nothing else")
+        if dtype == torch.float16:
+            notes.append("TF32 has as many digits")
+        elif self.found.out.dtype == torch.float16:
+            notes.append("sums kept in fp16 look like this too")
+        said = f" ({'; '.join(notes)})" if notes else ""
+        short = SHORT[dtype]
+        return f"rounded to {short} somewhere{said}: no other mistake, it is as near to fp64 as {short} comes"
 
     @property
-    def carried_wrongly(self) -> bool:
-        """One key tile alone is right, every problem of more tiles is wrong, and each tile is right in itself."""
-        return len(self.growth) > 1 and not self.growth[0] and all(self.growth[1:]) and self.inside
-
-
-def evidence(kernel: Kernel, setting: Setting, done: Callable[[str], None]) -> Evidence:
-    """Everything there is to find out about a kernel that is wrong. `done` hears what is being asked."""
-
-    def is_right(problem: Setting) -> bool:
-        return problem.judged(ask(kernel.name, kernel.function, problem)[0]).ok
-
-    growth: list[bool] = []
-    with suppress(UsageError):
-        for smaller, tile in zip(setting.grown, setting.key_tiles):
-            done(f"{kernel.name}: problem of {tile.stop} keys")
-            growth.append(not is_right(smaller))
-    growth = growth if len(growth) == len(setting.key_tiles) else []
-    done(f"{kernel.name}: weights of key tiles")
-    weights = key_weights(kernel, setting)
-    wrong = gap(kernel.out, setting.right.exact.out) > kernel.check.widest_bound
-    right_unmasked = is_right(setting.but(causal=False)) if setting.call.args["causal"] else None
-    near = [dtype for dtype in COARSER[kernel.out.dtype] if setting.as_near_as(kernel.out, dtype)]
-    near = near if near and errs_at_random(kernel, setting) else []
-    return Evidence(kernel, setting, wrong, growth, weights, right_unmasked, near)
-
-
-def errs_at_random(kernel: Kernel, setting: Setting) -> bool:
-    """Whether its errors are others where q, k and v are a little larger. Those of a mistake are nearly the same."""
-    q, k, v = (LARGER * x for x in setting.call.qkv)
-    larger = setting.but(q=q, k=k, v=v)
-    out, _ = ask(kernel.name, kernel.function, larger)
-    return at_random(kernel.out.double() - setting.right.exact.out, out.double() - larger.right.exact.out)
+    def sentences(self) -> list[str]:
+        """From where it is to what it is called."""
+        tiles = self.wrong.split(self.setting.block_rows, dim=2)
+        lines = [which([bool(tile.any()) for tile in tiles], "query tile")]
+        for axis, noun in ((1, "head"), (0, "batch element")):
+            wrong = [bool(part.any()) for part in self.wrong.unbind(axis)]
+            lines += [] if all(wrong) else [which(wrong, noun)]
+        growth = which(self.growth, "key tile") if self.growth else "it does not take smaller problems"
+        lines += [f"grown key tile by key tile: {growth}", self.weighed]
+        if self.right_unmasked is not None:
+            lines.append("without the causal mask it is " + ("right" if self.right_unmasked else "wrong, too"))
+        return [*lines, *self.found.remarks, f"=> {self.mistake}"]
 
 
 def holds_all(dtype: torch.dtype, out: Tensor) -> bool:
     return torch.equal(out.to(dtype).to(out.dtype), out)
 
 
-def key_weights(kernel: Kernel, setting: Setting) -> Tensor:
-    """(batch, nheads, seqlen_q, key tiles): the softmax weight each row gives each key tile, measured through v."""
-    found = []
-    for columns in setting.key_tiles:
-        v = torch.zeros_like(setting.call.args["v"])
-        v[:, columns] = 1
-        out, _ = ask(kernel.name, kernel.function, setting.but(v=v))
-        # Every channel says the same, unless it is the channels that are mixed up.
-        found.append(out.double().median(dim=-1).values)
-    return torch.stack(found, dim=-1).transpose(1, 2)
-
-
 def _mostly(what: Tensor) -> bool:
     return what.double().mean().item() >= 0.9
-
-
-def mistake(it: Evidence) -> str:
-    """What it looks like, by the first rule that holds."""
-    if it.kernel.repeats > it.kernel.check.widest_bound:
-        return "two calls differ: a race between threads, or memory read before it is written"
-    if it.rounded is not None:
-        return rounding(it, it.rounded)
-    if it.right_unmasked:
-        return "the causal mask: its diagonal, or the tiles it skips"
-    if it.weighed is Weights.NONE:
-        return "NaN or infinity: a maximum not subtracted before exp, -inf minus -inf in a masked row, or a sum of 0"
-    if it.weighed is Weights.NOTHING:
-        return "rows that are zero: nothing was added up, or it was written elsewhere"
-    if it.weighed is Weights.RIGHT:
-        return (
-            "the softmax is right, so the product with V is wrong: V's rows, channels or heads, or the output's place"
-        )
-    if it.carried_wrongly:
-        if it.measured[:, 0].any() and not it.measured[:, 1].any():
-            return "key tile 1 is never counted"
-        if it.weighed is Weights.NORMALISED:
-            return (
-                "the running maximum m of the key tiles before is not what it was: stored at, or read from, "
-                "the wrong index"
-            )
-        if it.weighed is Weights.ROW_SUM:
-            return "the row sum l is not brought to the new maximum as the output is (FA2 algorithm 1, line 9)"
-        return "the output O is not brought to the new maximum as the row sum is (FA2 algorithm 1, line 10)"
-    if it.growth and all(it.growth):
-        return "the scores themselves: scale, mask, or rows of Q and K of another head or tile"
-    if it.growth and it.growth[-1] and sum(it.growth) == 1:
-        return "the last key tile: keys beyond the end counted, or a remainder left out"
-    if it.inside:
-        return "single key tiles are counted with the wrong weight, twice or not at all: compare the weights"
-    return "not one of the mistakes known here; another tile's K or V, or stale memory, looks like this"
-
-
-def rounding(it: Evidence, dtype: torch.dtype) -> str:
-    """What of it is rounded, as far as that shows."""
-    q, k, v = (x.to(dtype).to(x.dtype) for x in it.setting.call.qkv)
-    notes = []
-    if holds_all(dtype, it.kernel.out):
-        notes.append("its output holds no other numbers")
-    elif it.setting.but(q=q, k=k, v=v).judged(it.kernel.out).ok:
-        notes.append("its inputs, and nothing else")
-    if dtype == torch.float16:
-        notes.append("TF32 has as many digits")
-    elif it.kernel.out.dtype == torch.float16:
-        notes.append("sums kept in fp16 look like this too")
-    short = SHORT[dtype]
-    said = f" ({'; '.join(notes)})" if notes else ""
-    return f"rounded to {short} somewhere{said}: no other mistake, it is as near to fp64 as {short} comes"
-
-
-def findings(evidence: Evidence) -> list[str]:
-    """Sentences, from where it is to what it is called."""
-    tiles = evidence.wrong.split(evidence.setting.block_rows, dim=2)
-    lines = [which([bool(tile.any()) for tile in tiles], "query tile")]
-    for axis, noun in ((1, "head"), (0, "batch element")):
-        wrong = [bool(part.any()) for part in evidence.wrong.unbind(axis)]
-        lines += [] if all(wrong) else [which(wrong, noun)]
-    growth = which(evidence.growth, "key tile") if evidence.growth else "it does not take smaller problems"
-    lines += [f"grown key tile by key tile: {growth}", evidence.weighed.value]
-    if evidence.right_unmasked is not None:
-        lines.append("without the causal mask it is " + ("right" if evidence.right_unmasked else "wrong, too"))
-    return [*lines, *evidence.kernel.remarks, f"=> {mistake(evidence)}"]
 
 
 def which(wrong: Sequence[bool], noun: str) -> str:

@@ -294,9 +294,9 @@ def _s_dmask_shape(call: Call) -> tuple[int, ...]:
     return (len(tokens.rows), args["q"].shape[-2], *(-(-int(n) // 128) * 128 for n in longest))
 
 
-def kept_fraction(call: Call, s_dmask: Tensor, slack: float = 0.0) -> Check:
+def kept_fraction(call: Call, s_dmask: Tensor) -> Check:
     """The share of kept probabilities against flash-attn's own, (floor(255 (1 - p)) + 1) / 256, within five standard
-    deviations and `slack`.
+    deviations.
     """
     parts = [s_dmask[i, :, : sees.shape[0], : sees.shape[1]][:, sees] for i, sees in enumerate(oracle.visible(call))]
     drawn = torch.cat([part.flatten() for part in parts])
@@ -305,7 +305,7 @@ def kept_fraction(call: Call, s_dmask: Tensor, slack: float = 0.0) -> Check:
         return Check("kept", "fp64", 0.0, 0.0) if not drawn.numel() else broken("kept", "S_dmask is zero everywhere")
     expected = (math.floor(255 * (1 - call.dropout_p)) + 1) / 256
     deviation = math.sqrt(expected * (1 - expected) / kept.numel())
-    return Check("kept", "fp64", abs(kept.mean().item() - expected), 5 * deviation + slack)
+    return Check("kept", "fp64", abs(kept.mean().item() - expected), 5 * deviation)
 
 
 def against_official(call: Call, got: Answer, official: Answer) -> list[Check]:

@@ -1,6 +1,6 @@
 """`python -m verify locate A B`: says where two attention kernels differ, and what mistake that looks like.
 
-Presents what is found; the measuring is probe.py's, the words are diagnosis.py's.
+Presents what is found; the measuring and the words for it are diagnosis.py's.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from torch import Tensor
 
 from . import inputs
 from .call import SHORT, parameters
-from .diagnosis import Evidence, evidence, findings
+from .diagnosis import Diagnosis, Found, Kernel, Setting, gap
 from .environment import describe
 from .errors import UsageError
 from .implementations import backends, imported
 from .output import announce, console, deliver, progress_bar
-from .probe import Kernel, Setting, answered, gap
-from .tables import SHADES, Cells, Report, Table
+from .tables import Report, Table
 from .workloads import workload
 
 REFERENCE = "flash_attn_compat:flash_attn_func"
@@ -36,6 +35,8 @@ CELLS = 64  # of the heat map's lines
 # Of a tile (row, channel) that differs at all, this share differs where the whole of it is wrong: by chance some
 # elements come out near the right value.
 WHOLE = 0.8
+# From within tolerance up, each ten times worse than the one before.
+SHADES = "·░▒▓█"
 LEGEND = f"{SHADES[0]} within tolerance, {SHADES[1]} up to 10x, {SHADES[2]} 100x, {SHADES[3]} 1000x, {SHADES[4]} beyond"
 
 
@@ -53,46 +54,35 @@ class Place(NamedTuple):
 class Located:
     """All that was found of two kernels, "A" and "B". error: |A - B| as (batch, nheads, row, channel).
 
-    evidence, findings: of those that are wrong
+    wrong: what is known of those that are wrong
     """
 
     setting: Setting
-    kernels: Mapping[str, Kernel]
+    kernels: Mapping[str, Found]
     error: Tensor
     tolerance: float
     first: Place | None
-    evidence: Mapping[str, Evidence] = field(default_factory=dict)
-    findings: Mapping[str, Sequence[str]] = field(default_factory=dict)
-
-    @property
-    def differs(self) -> Tensor:
-        return self.error > self.tolerance
+    wrong: Mapping[str, Diagnosis] = field(default_factory=dict)
 
     @property
     def key_tile(self) -> int | None:
         """The first key tile with which one of them is wrong."""
-        return min((each.growth.index(True) for each in self.evidence.values() if True in each.growth), default=None)
+        return min((each.growth.index(True) for each in self.wrong.values() if True in each.growth), default=None)
 
 
-def locate(
-    functions: Sequence[tuple[str, Callable[..., Any]]],
-    setting: Setting,
-    atol: float | None = None,
-    done: Callable[[str], None] = lambda what: None,
-) -> Located:
+def locate(functions: Sequence[tuple[str, Callable[..., Any]]], setting: Setting, atol: float | None = None) -> Located:
     """Everything there is to know about the difference of two kernels; probes only where there is one.
 
     atol: what counts as a difference; if not given, more than twice the bound of verify, within which both should be
     """
-    done("both kernels")
-    kernels = {label: answered(*each, setting) for label, each in zip("AB", functions)}
+    kernels = {label: Kernel(*each).answered(setting) for label, each in zip("AB", functions)}
     error = gap(*(kernel.out for kernel in kernels.values()))
     tolerance = 2 * kernels["A"].check.widest_bound if atol is None else atol
     first = first_place(error > tolerance, setting.block_rows)
-    wrong = {} if first is None else {label: each for label, each in kernels.items() if not each.check.ok}
-    found = {label: evidence(kernel, setting, done) for label, kernel in wrong.items()}
-    said = {label: findings(each) for label, each in found.items()}
-    return Located(setting, kernels, error, tolerance, first, found, said)
+    wrong = {} if first is None else {
+        label: Diagnosis(each, setting) for label, each in kernels.items() if not each.check.ok
+    }  # fmt: skip
+    return Located(setting, kernels, error, tolerance, first, wrong)
 
 
 def first_place(differs: Tensor, block_rows: int) -> Place | None:
@@ -119,51 +109,48 @@ def texture(differs: Tensor, block_rows: int) -> str:
 
 def report(found: Located, environment: dict[str, str]) -> Report:
     rows = [
-        (label, each.name, f"{each.check.error:.1e}", f"{each.check.bound:.1e}", "pass" if each.check.ok else "FAIL")
+        (label, each.kernel.name, f"{each.check.error:.1e}", f"{each.check.bound:.1e}",
+         "pass" if each.check.ok else "FAIL")
         for label, each in found.kernels.items()
-    ]
+    ]  # fmt: skip
     tables = [Table("Kernels", ("", "function", "error", "allowed", "verdict"), rows)]
-    if found.first is not None:
-        tables.append(_key_table(found, found.first))
-    tables.append(replace(heat_map(found.error, found.tolerance), drawn=True))
-    judged = [found.kernels[label].name for label in found.evidence] or [found.kernels["A"].name]
-    pictures = [error_picture(found.error, found.tolerance), *tile_pictures(found)]
-    return Report(
-        "verify locate", environment, tables, conclusion(found), found.first is None, " and ".join(judged), pictures
-    )
+    tables += [] if found.first is None else [key_table(found, found.first)]
+    tables.append(heat_map(found.error, found.tolerance))
+    judged = " and ".join(found.kernels[label].kernel.name for label in found.wrong or "A")
+    return Report("verify locate", environment, tables, conclusion(found), found.first is None, judged)
 
 
 def conclusion(found: Located) -> list[str]:
     if found.first is None:
         kernels = found.kernels.items()
-        remarks = [f"{label} ({each.name}): {remark}" for label, each in kernels for remark in each.remarks]
+        remarks = [f"{label} ({each.kernel.name}): {remark}" for label, each in kernels for remark in each.remarks]
         return [*remarks, f"SAME: no element differs by more than {found.tolerance:.1e}"]
-    count, total, first = int(found.differs.sum()), found.differs.numel(), found.first
-    kind = texture(found.differs, found.setting.block_rows)
+    differs, first = found.error > found.tolerance, found.first
+    count, total = int(differs.sum()), differs.numel()
     outs = {**{label: each.out for label, each in found.kernels.items()}, "fp64": found.setting.right.exact.out}
     values = [f"{label} {out[first.batch, first.row, first.head, first.channel]:.6g}" for label, out in outs.items()]
     tile = "" if found.key_tile is None else f", key tile {found.key_tile}"
     place = f"batch element {first.batch}, head {first.head}, row {first.row}, channel {first.channel}"
+    kind = texture(differs, found.setting.block_rows)
     lines = [
         f"DIFFERENT: {count} of {total} elements ({count / total:.1%}), in {kind}",
         f"  first at {place} (query tile {first.query_tile}{tile}): {', '.join(values)}",
     ]
-    for label, sentences in found.findings.items():
-        rounded, name = found.evidence[label].rounded, found.kernels[label].name
-        what = f"right in {SHORT[rounded]} only" if rounded else "wrong"
-        lines += [f"{label} ({name}) is {what}:", *(f"  {line}" for line in sentences)]
+    for label, each in found.wrong.items():
+        what = f"right in {SHORT[each.rounded]} only" if each.rounded else "wrong"
+        lines += [f"{label} ({each.found.kernel.name}) is {what}:", *(f"  {line}" for line in each.sentences)]
     return lines
 
 
-def _key_table(found: Located, first: Place) -> Table:
+def key_table(found: Located, first: Place) -> Table:
     """By key tile: whether a problem that ends there is right, and the weight that the first differing row gives it."""
     at = first.batch, first.head, first.row
     columns, right, rows = ["tile", "keys"], found.setting.shares[at][:, -1], []
-    for label in found.evidence:
+    for label in found.wrong:
         columns += [f"{label} up to here", f"weight in {label}"]
     for index, tile in enumerate(found.setting.key_tiles):
         row = [str(index), f"{tile.start} .. {tile.stop - 1}"]
-        for each in found.evidence.values():
+        for each in found.wrong.values():
             up_to_here = ("wrong" if each.growth[index] else "right") if each.growth else "not tried"
             row += [up_to_here, f"{each.weights[at][index].item():.4f}"]
         rows.append([*row, f"{right[index].item():.4f}"])
@@ -171,65 +158,19 @@ def _key_table(found: Located, first: Place) -> Table:
     return Table(title, (*columns, "right weight"), rows)
 
 
-def to_json(found: Located) -> dict[str, Any]:
-    """What the tables say in words."""
-    return {
-        "first": None if found.first is None else {**found.first._asdict(), "key_tile": found.key_tile},
-        "growth": {label: each.growth for label, each in found.evidence.items()},
-    }
-
-
-def error_levels(error: Tensor, tolerance: float) -> tuple[list[list[int]], int]:
-    """The largest error over batch and channel by (head, row), in powers of ten over the tolerance; and how many rows
-    are in each of at most CELLS columns.
-    """
+def heat_map(error: Tensor, tolerance: float) -> Table:
+    """By (head, row), the largest over batch and channel: a line for each head, of at most CELLS characters."""
     by_row = error.amax(dim=(0, 3))
     height = max(1, -(-by_row.shape[1] // CELLS))
     bins = torch.stack([rows.amax(-1) for rows in by_row.split(height, dim=1)], dim=1)
 
-    def level(error: float) -> int:
+    def shade(error: float) -> str:
         if error <= tolerance:
-            return 0
+            return SHADES[0]
         worse = math.log10(error / tolerance) if tolerance > 0 and math.isfinite(error) else math.inf
-        return len(SHADES) - 1 if worse >= len(SHADES) - 2 else 1 + int(worse)
+        return SHADES[-1] if worse >= len(SHADES) - 2 else SHADES[1 + int(worse)]
 
-    return [[*map(level, line)] for line in bins.tolist()], height
-
-
-def error_picture(error: Tensor, tolerance: float) -> Cells:
-    levels, height = error_levels(error, tolerance)
-    states = ("within tolerance", "up to 10 times", "up to 100 times", "up to 1000 times", "beyond")
-    return Cells(f"Error over (head, row), tolerance {tolerance:.1e}", "query row", "head", states, levels, 1, height)
-
-
-TILE_STATES = ("right", "wrong", "nothing counted", "hidden by the mask")
-
-
-def tile_pictures(found: Located) -> list[Cells]:
-    """The matrix of scores of each wrong kernel, by what its tiles' softmax weights are in the worst head."""
-    right, rows = found.setting.shares[..., -1], found.setting.block_rows
-    pictures = []
-    for label, each in found.evidence.items():
-        off = ~((each.weights - right).abs() <= each.slack)
-        parts = [x.transpose(-1, -2).split(rows, -1) for x in (off, right > each.slack, each.weights != 0, right == 0)]
-        cells = [[_state(*(x[:, :, key] for x in tile)) for key in range(right.shape[-1])] for tile in zip(*parts)]
-        title = f"Softmax weights of the tiles, {found.kernels[label].name}"
-        width = found.setting.block_columns
-        pictures.append(Cells(title, "key", "query row", TILE_STATES, cells, rows, width))
-    return pictures
-
-
-def _state(off: Tensor, counts: Tensor, counted: Tensor, hidden: Tensor) -> int:
-    """Of one tile, by (batch, head, row)."""
-    if not off.any():
-        return 3 if hidden.all() else 0
-    return 2 if counts.any() and not counted.any() else 1
-
-
-def heat_map(error: Tensor, tolerance: float) -> Table:
-    """By (head, row): a line for each head, of at most CELLS characters."""
-    levels, height = error_levels(error, tolerance)
-    lines = [(str(head), "".join(SHADES[level] for level in line)) for head, line in enumerate(levels)]
+    lines = [(str(head), "".join(map(shade, line))) for head, line in enumerate(bins.tolist())]
     each = "a row" if height == 1 else f"{height} rows"
     return Table(f"Error over (head, row): {LEGEND}", ("head", f"query rows, {each} in each character"), lines)
 
@@ -280,9 +221,13 @@ def main(arguments: argparse.Namespace) -> int:
     problem = f"seqlen {arguments.n} x {arguments.seqlen_k or arguments.n}, {inputs.described(arguments)}"
     environment = {"problem": problem, "inputs": inputs.recipe(arguments.dtype, arguments.seed), **describe([device])}
     with progress_bar(terminal) as progress:
-        task = progress.add_task("", total=None)
-        done = functools.partial(progress.update, task, advance=1)
-        found = locate(kernels, setting, arguments.atol, lambda what: done(description=what))
+        progress.add_task("asking both kernels", total=None)
+        found = locate(kernels, setting, arguments.atol)
     announce(environment, terminal)
-    deliver(report(found, environment), {"problem": problem, **to_json(found)}, arguments, terminal)
+    data = {
+        "problem": problem,
+        "first": found.first and {**found.first._asdict(), "key_tile": found.key_tile},
+        "growth": {label: each.growth for label, each in found.wrong.items()},
+    }
+    deliver(report(found, environment), data, arguments, terminal)
     return 0 if found.first is None else 1

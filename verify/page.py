@@ -83,8 +83,7 @@ def to_html(report: Report, about: str = "", verdicts: Sequence[Verdict] = ()) -
     body += [f"<p>{_breakable(line)}</p>" for line in (*remarks, about) if line]
     if report.pictures:
         body.append(_pictures(report.pictures))
-    drawn = bool(report.pictures) and can_draw()
-    tables = [table.used for table in report.tables if not (table.drawn and drawn)]
+    tables = [table.used for table in report.tables]
     if tables:
         body.append('<input id="filter" type="search" hidden aria-label="filter" placeholder="Only rows with: FAIL">')
     body += map(_table, sorted(tables, key=_is_folded))  # what has to be opened comes last

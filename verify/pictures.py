@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .tables import Bars, Cells, Curves, Picture
+from .tables import Bars, Curves, Picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 INK = "#0a0b0c"  # becomes the colour of the page's text
 # Told apart by those who see no red or green, on white and on black.
 COLOURS = ("#3d85c6", "#e08a2e", "#2f9e6e", "#c75a9b", "#8a74d6", "#9a9a2e", "#8c8c8c")
-# Within tolerance or hidden, then worse and worse.
-SHADES = ("#8c8c8c40", "#f2d16b", "#f0a24a", "#e0652f", "#b3202c")
-STATES = {"right": COLOURS[0], "wrong": "#d5482a", "nothing counted": "#e6b84a", "hidden by the mask": SHADES[0]}
 WIDTH = 4.4  # inches: about a phone's width, so that letters keep their size there
 LONGEST = 4.0  # a bar; what is more says so in its text
 
@@ -70,20 +67,14 @@ def _style(ink: str) -> Any:
 def _height(picture: Picture) -> float:
     if isinstance(picture, Bars):
         return 0.8 + len(picture.groups) * (0.22 + 0.17 * len(picture.series))
-    if isinstance(picture, Cells):
-        return min(4.4, 1.8 + 0.3 * len(picture.cells))
     return 2.6 + 0.16 * len(picture.lines)
 
 
 def _draw(axes: Axes, picture: Picture) -> None:
-    ways: dict[type, Callable[[Axes, Any], None]] = {Bars: _bars, Curves: _curves, Cells: _cells}
-    ways[type(picture)](axes, picture)
-
-
-def _below(axes: Axes, columns: int = 2) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0, -0.16), "borderaxespad": 0}
-    axes.legend(handles, labels, ncols=columns, fontsize=8, handlelength=1.4, **place)
+    if isinstance(picture, Bars):
+        _bars(axes, picture)
+    else:
+        _curves(axes, picture)
 
 
 def _bars(axes: Axes, picture: Bars) -> None:
@@ -123,23 +114,3 @@ def _curves(axes: Axes, picture: Curves) -> None:
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, handlelength=1.8, loc="upper left", bbox_to_anchor=(0, -0.22))
-
-
-def _cells(axes: Axes, picture: Cells) -> None:
-    from matplotlib.colors import ListedColormap
-    from matplotlib.patches import Patch
-
-    colours = [STATES.get(state, SHADES[index % len(SHADES)]) for index, state in enumerate(picture.states)]
-    rows, columns = len(picture.cells), len(picture.cells[0])
-    extent = (0, columns * picture.width, rows * picture.height, 0)
-    shown: dict[str, Any] = {"cmap": ListedColormap(colours), "vmin": -0.5, "vmax": len(colours) - 0.5}
-    axes.imshow(picture.cells, aspect="auto", interpolation="nearest", extent=extent, **shown)
-    axes.set(xlabel=picture.x, ylabel=picture.y)
-    axes.locator_params(integer=True)
-    if picture.height == 1:  # a number for each row, in its middle
-        numbers = range(0, rows, max(1, rows // 8))
-        axes.set_yticks([number + 0.5 for number in numbers], [str(number) for number in numbers])
-    there = {state for line in picture.cells for state in line}
-    patches = [Patch(color=colour, label=state) for index, (state, colour) in enumerate(zip(picture.states, colours))
-               if index in there]  # fmt: skip
-    axes.legend(handles=patches, ncols=2, fontsize=8, handlelength=1.2, loc="upper left", bbox_to_anchor=(0, -0.25))

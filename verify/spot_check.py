@@ -2,12 +2,12 @@
 
 The last rows of a sequence are a call of their own, since attention is aligned to the bottom right: as many of them are
 judged as fp64 has room for. dout is 0 outside of what is looked at, so that dk and dv are of these rows, too. The
-oracle and the judge are those of compare. Under dropout each contestant is asked which probabilities it kept.
+oracle and the judge are those of compare. A call with dropout is checked without it: what is dropped, compare judges.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,18 +17,16 @@ from torch import Tensor
 from . import oracle
 from .call import Answer, Call
 from .contestants import Prepared
-from .judge import Check, Right, against_fp64, broken, kept_fraction, right_answer
+from .judge import Check, Right, against_fp64, broken, right_answer
 
 MOST_SCORES = 16 * 2**20  # of a piece, for all its query heads: 128 MiB in fp64
-SEED = 7  # before every call: under dropout the mask is the same
 
 
 @dataclass(frozen=True)
 class Piece:
     """The last rows of one sequence, with one key head and the query heads that read it, as a dense call.
 
-    rows, keys: which of all tokens of q, and of k, these are; right: None under dropout, when each contestant has
-    another mask
+    rows, keys: which of all tokens of q, and of k, these are
     """
 
     call: Call
@@ -36,7 +34,7 @@ class Piece:
     keys: Tensor
     heads: slice
     head: slice
-    right: Right | None
+    right: Right
 
     def of_rows(self, x: Tensor) -> Tensor:
         """The piece of what is like q, as (1, rows, group, head_dim)."""
@@ -70,41 +68,28 @@ def _piece(args: dict[str, Any], dout: Tensor | None, rows: Tensor, keys: Tensor
     group = q.shape[1] // k.shape[1]
     rows = rows[-max(1, MOST_SCORES // (group * max(1, len(keys)))) :]
     heads, one = slice(head * group, (head + 1) * group), slice(head, head + 1)
-    mine: dict[str, Any] = {
-        name: args[name] for name in ("causal", "window_size", "softcap", "dropout_p") if name in args
-    }
+    mine: dict[str, Any] = {name: args[name] for name in ("causal", "window_size", "softcap") if name in args}
     mine |= {"q": q[rows, heads][None], "k": k[keys, one][None], "v": v[keys, one][None]}
     if args.get("alibi_slopes") is not None:
         mine["alibi_slopes"] = args["alibi_slopes"][heads]
     call = Call("flash_attn_func", mine, None if dout is None else _tokens(dout)[rows, heads][None])
-    return Piece(call, rows, keys, heads, one, None if call.dropout_p else right_answer(call))
+    return Piece(call, rows, keys, heads, one, right_answer(call))
 
 
 def check(prepared: Prepared, given: Call, judged: Sequence[Piece], backward: bool) -> Check:
     """One call held against what is right: the quantity nearest to its bound, or furthest beyond it."""
-    q, k, v = leaves = [tensor.detach().requires_grad_(backward) for tensor in given.qkv]
-
-    def run(v: Tensor) -> Tensor:
-        torch.manual_seed(SEED)
-        return prepared.run(q, k, v)
-
-    checks, rights = [], [piece.right for piece in judged]
+    leaves = [tensor.detach().requires_grad_(backward) for tensor in given.qkv]
     with torch.set_grad_enabled(backward), prepared.around():
-        out = run(v)
+        out = prepared.run(*leaves)
         if out.shape != given.q.shape:
             return broken("out", f"of shape {tuple(out.shape)}")
         gradients = torch.autograd.grad(out, leaves, _dout(judged, given)) if backward else ()
-        masks = _kept(run, judged, v) if given.dropout_p else []
-    for index, (piece, keep) in enumerate(zip(judged, masks)):
-        # What one byte for each probability makes of p, as in flash-attn, is as good as p itself.
-        checks.append(kept_fraction(piece.call, torch.where(keep, 1, -1), slack=1 / 256))
-        rights[index] = right_answer(piece.call, keep)
-    for piece, right in zip(judged, rights):
-        assert right is not None
+    checks: list[Check] = []
+    for piece in judged:
         grads = {n: (piece.of_rows if n == "q" else piece.of_keys)(x) for n, x in zip("qkv", gradients)}
-        answer = Answer(piece.of_rows(out.detach()), grads=grads).to(right.exact.out.device)
+        answer = Answer(piece.of_rows(out.detach()), grads=grads).to(piece.right.exact.out.device)
         # Without the backward only out is there to be judged.
-        checks += against_fp64(right, answer, out.device.type)[: 1 + len(grads)]
+        checks += against_fp64(piece.right, answer, out.device.type)[: 1 + len(grads)]
     return max(checks, key=lambda found: found.ratio)
 
 
@@ -114,20 +99,3 @@ def _dout(judged: Sequence[Piece], given: Call) -> Tensor:
     for piece in judged:
         _tokens(dout)[piece.rows, piece.heads] = _tokens(given.dout)[piece.rows, piece.heads]
     return dout
-
-
-def _kept(run: Callable[[Tensor], Tensor], judged: Sequence[Piece], v: Tensor) -> list[Tensor]:
-    """The probabilities that were kept, (1, group, rows, seqlen_k) bool for each piece. Attention is linear in v:
-    with v = 1 at one key and channel, and 0 elsewhere, that channel of out is the key's weight, 0 where it was dropped.
-    """
-    found: list[list[Tensor]] = [[] for _ in judged]
-    width = v.shape[-1]
-    for start in range(0, max(len(piece.keys) for piece in judged), width):
-        probe = torch.zeros_like(v, memory_format=torch.contiguous_format)
-        for piece in judged:
-            keys = piece.keys[start : start + width]
-            _tokens(probe)[keys, piece.head] = torch.eye(len(keys), width).to(v)[:, None]
-        weights = run(probe.requires_grad_(v.requires_grad)).detach()
-        for piece, parts in zip(judged, found):
-            parts.append(piece.of_rows(weights).transpose(1, 2) != 0)
-    return [torch.cat(parts, -1)[..., : len(piece.keys)].to(piece.rows.device) for piece, parts in zip(judged, found)]

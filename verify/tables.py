@@ -10,19 +10,16 @@ from typing import Any, NamedTuple
 
 # Cells that say how something went, and how a terminal shows them.
 COLOURS = {"pass": "green", "FAIL": "bold red", "declined": "yellow", "not supported": "yellow"}
-# The characters of a heat map, from within tolerance up, each ten times worse than the one before.
-SHADES = "·░▒▓█"
 
 
 @dataclass(frozen=True)
 class Table:
-    """folded: for those who ask: not on a terminal, and on a page to be opened; drawn: a picture says it on a page."""
+    """folded: for those who ask: not on a terminal, and on a page to be opened."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     folded: bool = False
-    drawn: bool = False
 
     @property
     def used(self) -> Table:
@@ -64,24 +61,8 @@ class Curves:
     kind: str = "curves"
 
 
-@dataclass(frozen=True)
-class Cells:
-    """A grid of cells, each coloured by which of the `states` it is in. `height` rows of the problem are in a row of
-    cells, `width` in a column.
-    """
-
-    title: str
-    x: str
-    y: str
-    states: Sequence[str]
-    cells: Sequence[Sequence[int]]
-    height: int = 1
-    width: int = 1
-    kind: str = "cells"
-
-
-Picture = Bars | Curves | Cells
-_PICTURES: dict[str, Any] = {each.kind: each for each in (Bars, Curves, Cells)}
+Picture = Bars | Curves
+_PICTURES: dict[str, Any] = {each.kind: each for each in (Bars, Curves)}
 
 
 def picture_from_json(saved: Mapping[str, Any]) -> Picture:
