@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 import flash_attn_compat
-from benchmarks.runner import DTYPES, Jobs, Row, parser, run
+from benchmarks.runner import DTYPES, Contest, alone, parser, run
 from benchmarks.sdpa import without_flash_kernels
 from flash_attn_compat import settings
+from verify.bench_run import Jobs
 from verify.errors import NotSupported
 from verify.implementations import official
 from verify.timing import Job
@@ -105,8 +106,8 @@ def attending(model: Any, attention: Attention) -> Iterator[None]:
         yield
 
 
-def by_each(model: Any, call: Callable[[], object], names: Sequence[str]) -> Jobs:
-    return {name: Job(call, partial(attending, model, ATTENTIONS[name])) for name in names}
+def by_each(model: Any, call: Callable[[], object], names: Sequence[str]) -> Mapping[str, Jobs]:
+    return alone(**{name: Job(call, partial(attending, model, ATTENTIONS[name])) for name in names})
 
 
 def token_ids(model: Any, *shape: int) -> Tensor:
@@ -117,14 +118,14 @@ def token_ids(model: Any, *shape: int) -> Tensor:
 # ---- the programs ----------------------------------------------------------------------------------------------------
 
 
-def prefill(setting: Setting) -> Jobs:
+def prefill(setting: Setting) -> Mapping[str, Jobs]:
     """One prompt of 8k tokens up to the logits of its last token."""
     model = language_model("Qwen3", TINY if setting.tiny else QWEN3_06B, setting.device, setting.dtype)
     ids = token_ids(model, 1, setting.size(8192))
     return by_each(model, torch.inference_mode()(lambda: model(input_ids=ids, logits_to_keep=1).logits), setting.names)
 
 
-def generation(setting: Setting, prompts: Sequence[int]) -> Jobs:
+def generation(setting: Setting, prompts: Sequence[int]) -> Mapping[str, Jobs]:
     """Greedy decoding behind left-padded prompts of these lengths. What is compared are the first logits: behind two
     that are as good as equal the texts are others.
     """
@@ -137,7 +138,7 @@ def generation(setting: Setting, prompts: Sequence[int]) -> Jobs:
     return by_each(model, lambda: model.generate(**inputs, **options).logits[0], setting.names)
 
 
-def packed_step(setting: Setting) -> Jobs:
+def packed_step(setting: Setting) -> Mapping[str, Jobs]:
     """Forward and backward of Llama over packed texts, told apart by their position_ids; the optimizer, which has no
     attention, is left out. SDPA has a dense mask made of them.
     """
@@ -155,7 +156,7 @@ def packed_step(setting: Setting) -> Jobs:
     return by_each(model, call, setting.names)
 
 
-def diffusion_step(setting: Setting) -> Jobs:
+def diffusion_step(setting: Setting) -> Mapping[str, Jobs]:
     """One step of a UNet as Stable Diffusion 1.5's: 64 x 64 latents, 77 words. diffusers calls SDPA."""
     if importlib.util.find_spec("diffusers") is None:
         raise NotSupported("diffusers is not installed")
@@ -172,11 +173,11 @@ def diffusion_step(setting: Setting) -> Jobs:
         sample: Tensor = model(x, 500, words).sample
         return sample
 
-    return {name: Job(torch.inference_mode()(call), ATTENTIONS[name].around)
-            for name in setting.names if ATTENTIONS[name].in_transformers == "sdpa"}  # fmt: skip
+    there = {name: ATTENTIONS[name] for name in setting.names if ATTENTIONS[name].in_transformers == "sdpa"}
+    return alone(**{name: Job(torch.inference_mode()(call), each.around) for name, each in there.items()})
 
 
-PROGRAMS: dict[str, Callable[[Setting], Jobs]] = {
+PROGRAMS: dict[str, Callable[[Setting], Mapping[str, Jobs]]] = {
     "qwen3-prefill": prefill,
     "qwen3-generate-1": partial(generation, prompts=[512]),
     "qwen3-generate-8": partial(generation, prompts=PADDED),
@@ -199,8 +200,8 @@ def main(argv: list[str] | None = None) -> int:
         without_flash_kernels()
     there = [name for name in options.implementations if name != "flash-attn" or official()[0]]
     setting = Setting(options.device, DTYPES[options.dtype], options.tiny, there)
-    rows = [Row(name, partial(PROGRAMS[name], setting), "", setting.dtype) for name in options.programs]
-    return run("end_to_end", rows, options, options.device, weigh=True)
+    contests = [Contest(name, partial(PROGRAMS[name], setting), setting.dtype) for name in options.programs]
+    return run("end_to_end", contests, options, options.device, weigh=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,9 @@ from functools import partial
 
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.runner import DTYPES, Found, Row, on_workload, parser, run
+from benchmarks.runner import DTYPES, Contest, on_workload, parser, run
+from verify.bench_report import MODES
+from verify.bench_run import Row
 from verify.call import Call
 from verify.contestants import Contestant, Prepared, ours, pad_sdpa
 from verify.workloads import Workload, workload
@@ -31,23 +33,24 @@ def flash_of_torch(workload: Workload, given: Call) -> Prepared:
 CONTESTANTS = ours("fused"), Contestant("PyTorch's flash kernel", flash_of_torch)
 
 
-def rows(head_dims: Sequence[int], dtypes: Sequence[str], seqlens: Sequence[int], device: str) -> Iterator[Row]:
+def contests(head_dims: Sequence[int], dtypes: Sequence[str], seqlens: Sequence[int], device: str) -> Iterator[Contest]:
     for head_dim, seqlen, causal in itertools.product(head_dims, seqlens, (False, True)):
         heads, batch = max(1, CHANNELS // head_dim), max(1, TOKENS // seqlen)
-        for dtype, backward in itertools.product(dtypes, (False, True)):
+        for dtype in dtypes:
             name = f"d{head_dim} {dtype} {batch} x {seqlen}, {heads} heads {'causal' if causal else 'full'}"
             problem = workload(name, (seqlen,) * batch, (heads, heads), head_dim, causal=causal)
-            yield on_workload(problem, CONTESTANTS, device, DTYPES[dtype], backward)
+            yield on_workload(problem, CONTESTANTS, device, DTYPES[dtype])
 
 
-def bf16_beside_fp16(found: Sequence[Found]) -> Iterator[str]:
+def bf16_beside_fp16(rows: Sequence[Row]) -> Iterator[str]:
     """Geometric means of our own times, of the problems that there are in both."""
-    mine = {each.label: ms for each in found if (ms := each.ms("fused"))}
-    for group in ("forward", "forward + backward"):
-        ratios = [mine[pair] / ms for label, ms in mine.items() if label.endswith(f" {group}") and " float16 " in label
-                  and (pair := label.replace(" float16 ", " bfloat16 ")) in mine]  # fmt: skip
+    mine = {row.workload: row for row in rows if row.ours}
+    for mode, what in MODES.items():
+        pairs = [(row.milliseconds(mode), mine[bf16].milliseconds(mode)) for name, row in mine.items()
+                 if (bf16 := name.replace(" float16 ", " bfloat16 ")) in mine and bf16 != name]  # fmt: skip
+        ratios = [bf16 / fp16 for fp16, bf16 in pairs if fp16 and bf16]
         if ratios:
-            yield f"{group}, bf16 / fp16: {statistics.geometric_mean(ratios):.3f}, worst {max(ratios):.3f}"
+            yield f"{what}, bf16 / fp16: {statistics.geometric_mean(ratios):.3f}, worst {max(ratios):.3f}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("--dtype", nargs="+", choices=("float16", "bfloat16"), default=["float16"])
     arguments.add_argument("--seqlen", type=int, nargs="+", default=[1024, 4096])
     options = arguments.parse_args(argv)
-    given = rows(options.head_dims, options.dtype, options.seqlen, "cuda")
+    given = contests(options.head_dims, options.dtype, options.seqlen, "cuda")
     return run("head_dims", given, options, "cuda", closing=bf16_beside_fp16)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.runner import Row, one_by_one, parser, run
+from benchmarks.runner import Contest, alone, one_by_one, parser, run
 from flash_attn_compat import flash_attn_interface, use_backend
 from verify.timing import Job, synchronize
 
@@ -72,7 +72,7 @@ def calls(device: str, interface: Any) -> dict[str, Call]:
     }  # fmt: skip
 
 
-def rows(device: str) -> Iterator[Row]:
+def contests(device: str) -> Iterator[Contest]:
     """Ours, and where flash-attn is installed its own, and ours through it."""
     ours = calls(device, flash_attn_interface)
     own: dict[str, Call] = {}
@@ -81,7 +81,7 @@ def rows(device: str) -> Iterator[Row]:
     for name, call in ours.items():
         jobs = {"ours": Job(call, partial(use_backend, "fused"))}
         jobs |= {"flash-attn": Job(own[name]), "ours by flash-attn": Job(call)} if own else {}
-        yield Row(name, partial(dict, jobs), "on the host")
+        yield Contest(name, partial(alone, **jobs))
 
 
 def milliseconds(job: Job, device: str) -> float:
@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
         profiled(calls(device, flash_attn_interface)[options.profile])
         return 0
     clock = one_by_one(device, partial(milliseconds, device=device))
-    return run("host_time", rows(device), options, device, clock)
+    return run("host_time", contests(device), options, device, clock)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -18,16 +18,18 @@ import torch
 from torch import Tensor
 
 import flash_attn_compat
-from benchmarks.runner import DTYPES, Jobs, Row, one_by_one, parser, run
+from benchmarks.runner import DTYPES, Contest, alone, one_by_one, parser, run
 from flash_attn_compat.backends.fused import candidates, grids, loader, variants
 from flash_attn_compat.backends.fused.variants import Tile
 from flash_attn_compat.engine import memory
 from verify import workloads
+from verify.bench_run import Jobs
 from verify.contestants import Attention, flash_attn_call, ours
 from verify.graphs import in_graph
 from verify.timing import Job
 from verify.workloads import Workload, decoding, workload
 
+Tiles = tuple[Tile | None, ...]  # None: today's
 # head dim: batch, seqlen, heads of queries and of keys
 SHAPES = {32: (16, 2048, (8, 8)), 64: (8, 4096, (8, 8)), 128: (4, 2048, (32, 8)), 256: (4, 2048, (16, 16))}
 MASKS: dict[str, dict[str, Any]] = {
@@ -78,26 +80,16 @@ def backward(attend: Attention, qkv: list[Tensor]) -> Callable[[], object]:
     return alone
 
 
-def of_tiles(entry: str, tiles: list[Tile | None], problem: Workload, dtype: torch.dtype) -> Jobs:
+def of_tiles(entry: str, tiles: Tiles, problem: Workload, dtype: torch.dtype) -> Mapping[str, Jobs]:
+    compile_all(entry, tiles, problem.head_dim, dtype)
     given = problem.call("cuda", dtype)
     attend = flash_attn_call(flash_attn_compat, given)
     call = partial(attend, *given.qkv) if entry == "forward" else backward(attend, given.qkv)
-    return {label(tile): Job(call, partial(chosen, variants, f"{entry}_tile", tile)) for tile in tiles}
+    return alone(**{label(tile): Job(call, partial(chosen, variants, f"{entry}_tile", tile)) for tile in tiles})
 
 
-def tile_rows(entry: str, head_dim: int, dtype: torch.dtype) -> Iterator[Row]:
-    number = loader.target(0).number
-    tiles: list[Tile | None] = [None, *candidates.tiles(entry, number, head_dim)]
-    compile_all(entry, tiles, head_dim, dtype)
-    batch, seqlen, heads = SHAPES[head_dim]
-    for mask in MASKS if entry == "forward" else BACKWARD:
-        name = f"{entry} d{head_dim} {mask}"
-        problem = workload(name, (seqlen,) * batch, heads, head_dim, **MASKS[mask])
-        same = None if mask == "dropout" else dtype  # each call drops others
-        yield Row(name, partial(of_tiles, entry, tiles, problem, dtype), entry, same)
-
-
-def compile_all(entry: str, tiles: list[Tile | None], head_dim: int, dtype: torch.dtype) -> None:
+@cache
+def compile_all(entry: str, tiles: Tiles, head_dim: int, dtype: torch.dtype) -> None:
     """Side by side, before anything is timed."""
     target = loader.target(0)
     converted = variants.BF16 if target.number >= 80 else variants.BF16_AS_FP16
@@ -111,22 +103,26 @@ def compile_all(entry: str, tiles: list[Tile | None], head_dim: int, dtype: torc
     loader.load_together(wanted, 0)  # a tile that does not fit is told when it is its turn
 
 
-def of_splits(problem: Workload, dtype: torch.dtype) -> Jobs:
+def of_splits(problem: Workload, dtype: torch.dtype) -> Mapping[str, Jobs]:
     """How many blocks should share the keys of a tile: replays of a CUDA graph."""
-    given, jobs = problem.call("cuda", dtype), {}
+    given, jobs = problem.call("cuda", dtype), dict[str, Job]()
     for count in SPLITS:
         with chosen(grids, "splits", count):
             jobs[f"{count or 'today'}"] = Job(partial(in_graph(ours(), problem, given).run, *given.qkv))
-    return jobs
+    return alone(**jobs)
 
 
-def rows(kernels: list[str], head_dims: list[int], dtype: torch.dtype) -> Iterator[Row]:
+def contests(kernels: list[str], head_dims: list[int], dtype: torch.dtype) -> Iterator[Contest]:
     for entry, head_dim in itertools.product(candidates.ENTRIES, head_dims):
-        if entry in kernels:
-            yield from tile_rows(entry, head_dim, dtype)
+        tiles: Tiles = (None, *candidates.tiles(entry, loader.target(0).number, head_dim))
+        batch, seqlen, heads = SHAPES[head_dim]
+        for mask in () if entry not in kernels else MASKS if entry == "forward" else BACKWARD:
+            problem = workload(f"{entry} d{head_dim} {mask}", (seqlen,) * batch, heads, head_dim, **MASKS[mask])
+            same = None if mask == "dropout" else dtype  # each call drops others
+            yield Contest(problem.name, partial(of_tiles, entry, tiles, problem, dtype), same)
     for each in DECODE if "decode" in kernels else ():
         if not each.new_keys:
-            yield Row(f"{each.name} {each.nheads}/{each.nheads_k}", partial(of_splits, each, dtype), "splits", dtype)
+            yield Contest(f"{each.name} {each.nheads}/{each.nheads_k}", partial(of_splits, each, dtype), dtype)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -135,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("--kernels", nargs="+", choices=kernels, default=kernels)
     arguments.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     options = arguments.parse_args(argv)
-    given = rows(options.kernels, options.head_dims, DTYPES[options.dtype])
+    given = contests(options.kernels, options.head_dims, DTYPES[options.dtype])
     return run("kernel_tiles", given, options, "cuda", one_by_one("cuda"))
 
 

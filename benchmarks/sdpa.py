@@ -9,7 +9,7 @@ instead: what the switch adds to a call that is left alone, and what a served ca
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,8 +20,9 @@ from torch import Tensor
 
 import flash_attn_compat
 from benchmarks import host_time
-from benchmarks.runner import DTYPES, Jobs, Row, one_by_one, parser, run
+from benchmarks.runner import DTYPES, Contest, alone, one_by_one, parser, run
 from flash_attn_compat.aten.wish import Wish
+from verify.bench_run import Jobs
 from verify.timing import Job
 
 On = Callable[[], AbstractContextManager[object]]  # switches our kernels on
@@ -74,30 +75,35 @@ SHAPES = (
 )
 
 
-def both(call: Callable[[], object], on: On) -> Jobs:
-    return {"with": Job(call, on), "without": Job(call)}
+def both_ways(on: On, **calls: Callable[[], object]) -> Mapping[str, Jobs]:
+    """Calls by mode, with our kernels and without."""
+    return {"with": {mode: Job(call, on) for mode, call in calls.items()},
+            "without": {mode: Job(call) for mode, call in calls.items()}}  # fmt: skip
 
 
-def jobs(shape: Shape, dtype: torch.dtype, device: str, on: On, backward: bool) -> Jobs:
-    """The call, forward or both ways, over tensors as projections leave them: rows before heads."""
+def jobs(shape: Shape, dtype: torch.dtype, device: str, on: On) -> Mapping[str, Jobs]:
+    """The call, over tensors as projections leave them: rows before heads."""
 
     def made(length: int, heads: int) -> Tensor:
-        x = torch.randn(shape.batch, length, heads, shape.head_dim, dtype=dtype, device=device).transpose(1, 2)
-        return x.requires_grad_(backward)
+        return torch.randn(shape.batch, length, heads, shape.head_dim, dtype=dtype, device=device).transpose(1, 2)
 
     rows, keys = shape.lengths
-    q, (k, v) = made(rows, shape.heads[0]), (made(keys, shape.heads[1]) for _ in range(2))
+    qkv = made(rows, shape.heads[0]), made(keys, shape.heads[1]), made(keys, shape.heads[1])
+    leaves = [x.detach().requires_grad_() for x in qkv]
     options: dict[str, Any] = {"is_causal": shape.causal, "enable_gqa": shape.heads[0] != shape.heads[1]}
     if shape.mask:
         options["attn_mask"] = dense_mask(shape, dtype, device)
 
     def forward() -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, **options)
+        return F.scaled_dot_product_attention(*qkv, **options)
 
-    if not backward:
-        return both(forward, on)
-    dout = torch.randn(shape.batch, rows, shape.heads[0], shape.head_dim, dtype=dtype, device=device).transpose(1, 2)
-    return both(lambda: torch.autograd.grad(forward(), (q, k, v), dout), on)
+    def training() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(F.scaled_dot_product_attention(*leaves, **options), leaves, dout)
+
+    if not shape.backward:
+        return both_ways(on, forward=forward)
+    dout = made(rows, shape.heads[0])
+    return both_ways(on, forward=forward, both=training)
 
 
 # Lengths of sequences that are packed into 8192 tokens, as a collator does; and what of 8 prompts is padding.
@@ -126,16 +132,13 @@ def dense_mask(shape: Shape, dtype: torch.dtype, device: str) -> Tensor:
     return seen
 
 
-def rows(dtype: torch.dtype, device: str, on: On, longest: int | None) -> Iterator[Row]:
+def contests(dtype: torch.dtype, device: str, on: On, longest: int | None) -> Iterator[Contest]:
     for shape in SHAPES:
-        if longest:
-            shape = shape._replace(lengths=tuple(min(length, longest) for length in shape.lengths))
-        for backward in (False, True) if shape.backward else (False,):
-            group = "forward + backward" if backward else "forward"
-            yield Row(shape.name, partial(jobs, shape, dtype, device, on, backward), group, dtype)
+        rows, keys = (min(length, longest or length) for length in shape.lengths)
+        yield Contest(shape.name, partial(jobs, shape._replace(lengths=(rows, keys)), dtype, device, on), dtype)
 
 
-def on_the_host(device: str) -> Iterator[Row]:
+def on_the_host(device: str) -> Iterator[Contest]:
     """Small calls. On a CPU launches do nothing, and PyTorch's own calls compute."""
     on: On = flash_attn_compat.sdpa
     if device == "cpu":
@@ -149,7 +152,7 @@ def on_the_host(device: str) -> Iterator[Row]:
     rows_first, seen = half.transpose(1, 2).contiguous(), torch.ones(16, 16, dtype=torch.bool, device=device).tril()
     attend, grouped = F.scaled_dot_product_attention, half[:, :2]
     ours = partial(flash_attn_compat.flash_attn_func, rows_first, rows_first, rows_first)
-    yield Row("flash_attn_func", lambda: {"ours": Job(ours)}, "on the host")
+    yield Contest("flash_attn_func", lambda: alone(ours=Job(ours)))
     for name, call in {
         "left: fp32": lambda: attend(wide, wide, wide),
         "left: a mask that wants a gradient": lambda: attend(half, half, half, attn_mask=mask),
@@ -157,7 +160,7 @@ def on_the_host(device: str) -> Iterator[Row]:
         "served: grouped heads": lambda: attend(half, grouped, grouped, enable_gqa=True),
         "served: grouped heads and a mask": lambda: attend(half, grouped, grouped, attn_mask=seen, enable_gqa=True),
     }.items():
-        yield Row(name, partial(both, call, on), "on the host")
+        yield Contest(name, partial(both_ways, on, forward=call))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -174,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
         clock = one_by_one(device, partial(host_time.milliseconds, device=device))
         return run("sdpa --host", on_the_host(device), options, device, clock)
     on = partial(flash_attn_compat.sdpa, always=options.always)
-    return run("sdpa", rows(DTYPES[options.dtype], device, on, options.longest), options, device, weigh=True)
+    return run("sdpa", contests(DTYPES[options.dtype], device, on, options.longest), options, device, weigh=True)
 
 
 def without_flash_kernels() -> None:

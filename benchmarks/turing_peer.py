@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 
-from benchmarks.runner import Jobs, Row, parser, run
+from benchmarks.runner import Contest, alone, parser, run
 from flash_attn_compat import use_backend
 from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
+from verify.bench_report import compared
+from verify.bench_run import Jobs, Row
 from verify.timing import Job
 
 # batch, seqlen, heads
@@ -25,7 +28,7 @@ SHAPES = {
 }
 
 
-def jobs(head_dim: int, shape: tuple[int, int, int], causal: bool, backward: bool) -> Jobs:
+def jobs(head_dim: int, shape: tuple[int, int, int], causal: bool, backward: bool) -> Mapping[str, Jobs]:
     theirs = importlib.import_module("flash_attn_turing")
     generator = torch.Generator("cuda").manual_seed(0)
     size = (*shape, head_dim)
@@ -33,8 +36,8 @@ def jobs(head_dim: int, shape: tuple[int, int, int], causal: bool, backward: boo
     mask = (0.0, head_dim**-0.5, causal, -1, -1, 0.0, None, False)
     fused = partial(use_backend, "fused")
     if not backward:
-        return {"ours": Job(lambda: _flash_attn_forward(q, k, v, *mask)[0], fused),
-                "flash-attention-turing": Job(lambda: theirs.fwd(q, k, v, causal)[0])}  # fmt: skip
+        return alone(ours=Job(lambda: _flash_attn_forward(q, k, v, *mask)[0], fused),
+                     peer=Job(lambda: theirs.fwd(q, k, v, causal)[0]))  # fmt: skip
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     with fused():
         out, lse = _flash_attn_forward(q, k, v, *mask)[:2]
@@ -44,20 +47,28 @@ def jobs(head_dim: int, shape: tuple[int, int, int], causal: bool, backward: boo
         _flash_attn_backward(dout, q, k, v, out, lse, dq, dk, dv, *mask)
         return dq, dk, dv
 
-    return {"ours": Job(ours, fused),
-            "flash-attention-turing": Job(lambda: theirs.bwd(q, k, v, right, right_lse, dout, causal))}  # fmt: skip
+    return alone(ours=Job(ours, fused), peer=Job(lambda: theirs.bwd(q, k, v, right, right_lse, dout, causal)))
 
 
-def rows() -> Iterator[Row]:
+def contests() -> Iterator[Contest]:
     for head_dim, shapes in SHAPES.items():
         for shape, causal, backward in itertools.product(shapes, (False, True), (False, True)):
             name = f"d{head_dim} {' x '.join(map(str, shape))} {'causal' if causal else 'full'}"
-            yield Row(name, partial(jobs, head_dim, shape, causal, backward), "backward" if backward else "forward",
-                      torch.half)  # fmt: skip
+            name += " backward" if backward else " forward"
+            yield Contest(name, partial(jobs, head_dim, shape, causal, backward), torch.half)
+
+
+def means(rows: Sequence[Row]) -> Iterator[str]:
+    """Of the forward and of the backward alone: the peer's time over ours."""
+    for way in ("forward", "backward"):
+        ratios = [ratio for each in compared(rows) if each.mine.workload.endswith(way)
+                  and (ratio := each.ratio(["peer"], "forward"))]  # fmt: skip
+        if ratios:
+            yield f"{way}: {statistics.geometric_mean(ratios):.3f}, worst {min(ratios):.3f}"
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run("turing_peer", rows(), parser("turing_peer", __doc__).parse_args(argv), "cuda")
+    return run("turing_peer", contests(), parser("turing_peer", __doc__).parse_args(argv), "cuda", closing=means)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pkgutil
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 import benchmarks.__main__
 from benchmarks import cpu, end_to_end, head_dims, host_time, sdpa
 from benchmarks.fine_tuning import furthest_apart
-from benchmarks.runner import Found, Row, disagreement, means, parser, run
+from benchmarks.runner import Contest, alone, apart, parser, run
+from verify.bench_run import Row
 from verify.timing import Job, Timing
 
 
@@ -38,56 +40,48 @@ def give(*values: float) -> Job:
     return Job(lambda: torch.tensor(values))
 
 
-def ran(tmp_path, *rows: Row, clock=None) -> tuple[int, dict]:
-    """The exit code, and what is saved."""
+def ran(tmp_path, *contests: Contest, clock=None) -> tuple[int, list[dict]]:
+    """The exit code, and the rows that are saved."""
     saved = tmp_path / "a.json"
     options = parser("test", "A test.").parse_args(["--repeats", "1", "--json", str(saved)])
-    return run("test", rows, options, "cpu", clock), json.loads(saved.read_text())
+    return run("test", contests, options, "cpu", clock), json.loads(saved.read_text())["rows"]
 
 
-def test_a_row_has_each_contestants_time_and_the_rivals_over_ours(tmp_path, capsys):
+def test_a_contest_has_each_contestants_time_and_the_rivals_over_ours(tmp_path, capsys):
     times = {"ours": Timing(2.0, 2.0, 2.0, 1), "theirs": Timing(3.0, 3.0, 3.0, 1)}
-    row = Row("one", lambda: {"ours": give(1.0), "theirs": give(1.0)}, dtype=torch.float32)
-    code, data = ran(tmp_path, row, clock=lambda jobs: times)
-    assert code == 0 and data["rows"][0]["contestants"]["ours"]["median_ms"] == 2.0
-    assert data["rows"][0]["ratios"] == {"theirs": 1.5}
-    shown = capsys.readouterr().out
-    assert "theirs 3 ms (1.50 x ours)" in shown and "theirs takes 1.500 of our time" in shown
+    contest = Contest("one", lambda: alone(ours=give(1.0), theirs=give(1.0)), torch.float32)
+    code, rows = ran(tmp_path, contest, clock=lambda jobs: times if jobs else {})
+    assert code == 0
+    found = [(row["contestant"], row["ours"], row["forward"]["median_ms"]) for row in rows]
+    assert found == [("ours", True, 2.0), ("theirs", False, 3.0)]
+    assert "geometric mean speed-up over theirs: forward 1.500 (1 workloads)" in capsys.readouterr().out
 
 
 def test_contestants_that_do_not_agree_or_fail_or_are_too_slow_give_exit_code_1(tmp_path):
     def broken():
         raise ValueError("planted")
 
-    rows = (
-        Row("other", lambda: {"ours": give(1.0), "theirs": give(1.1)}, dtype=torch.float16),
-        Row("broken", lambda: {"ours": Job(broken), "theirs": give(1.0)}, dtype=torch.float16),
-        Row("no tensors", broken),
-        Row("slow", lambda: {"ours": give(1.0), "theirs": give(1.0)}, at_least={"theirs": 1e6}),
-        Row("right", lambda: {"ours": give(1.0), "theirs": give(1.001)}, dtype=torch.float16),
-    )
-    code, data = ran(tmp_path, *rows)
-    wrong = {row["name"].removesuffix(" forward"): row["wrong"] for row in data["rows"]}
-    assert code == 1
-    assert wrong == {"other": "ours is 9.1e-02 off theirs", "broken": "ours: ValueError: planted",
-                     "no tensors": "ValueError: planted", "slow": "theirs below 1e+06", "right": ""}  # fmt: skip
+    contests = {
+        "other": Contest("other", lambda: alone(ours=give(1.0), theirs=give(1.1)), torch.float16),
+        "broken": Contest("broken", lambda: alone(ours=Job(broken), theirs=give(1.0)), torch.float16),
+        "no tensors": Contest("no tensors", broken),
+        "slow": Contest("slow", lambda: alone(ours=give(1.0), theirs=give(1.0)), at_least={"theirs": 1e6}),
+        "right": Contest("right", lambda: alone(ours=give(1.0), theirs=give(1.001)), torch.float16),
+    }
+    for name, contest in contests.items():
+        code, rows = ran(tmp_path, contest)
+        mine, *others = rows
+        assert code == (name != "right"), name
+        assert (mine["failed"] or not mine["verdict"]["ok"]) is (name != "right")
+        assert not any(row["failed"] for row in others)
+        assert mine["reason"] == {"broken": "ValueError: planted", "no tensors": "ValueError: planted"}.get(
+            name, mine["reason"]
+        )
 
 
 def test_a_nan_agrees_with_a_nan_alone():
-    nan, one = [torch.tensor([torch.nan, 1.0])], [torch.tensor([1.0, 1.0])]
-    assert disagreement({"ours": nan, "theirs": nan}, torch.float16) == ""
-    assert disagreement({"ours": nan, "theirs": one}, torch.float16)
-    assert disagreement({"ours": one, "theirs": nan}, torch.float16)
-
-
-def test_means_are_of_one_group_and_of_right_rows():
-    def found(group, theirs, wrong=""):
-        times = {"ours": Timing(1.0, 1.0, 1.0, 1), "theirs": Timing(theirs, theirs, theirs, 1)}
-        return Found("row", group, times, {}, wrong=wrong)
-
-    lines = [*means([found("a", 2.0), found("a", 8.0), found("b", 3.0), found("b", 9.0, "wrong")])]
-    assert [line.partition(" (")[0] for line in lines] == ["a: theirs takes 4.000 of our time",
-                                                           "b: theirs takes 3.000 of our time"]  # fmt: skip
+    nan, one = torch.tensor([torch.nan, 1.0]), torch.tensor([1.0, 1.0])
+    assert apart(nan, nan) == 0 and apart(nan, one) == apart(one, nan) == math.inf
 
 
 # ---- the benchmarks --------------------------------------------------------------------------------------------------
@@ -99,11 +93,12 @@ def test_each_program_runs_by_every_implementation_and_agrees(tmp_path, monkeypa
     command = ["--tiny", "--device", "cpu", "--dtype", "float32", "--repeats", "1"]
     assert end_to_end.main([*command, "--json", str(saved)]) == 0
     rows = json.loads(saved.read_text())["rows"]
-    assert [row["name"] for row in rows] == [*end_to_end.PROGRAMS]
+    assert [*dict.fromkeys(row["workload"] for row in rows)] == [*end_to_end.PROGRAMS]
     for row in rows:
-        if row["contestants"]:  # else the client is not installed
-            assert all(figures["median_ms"] > 0 and figures["mib"] for figures in row["contestants"].values())
-            assert row["served_by"] or "ours" not in row["contestants"]
+        if row["reason"].endswith("is not installed"):
+            continue
+        assert row["verdict"]["ok"] and row["forward"]["median_ms"] > 0 and row["memory_mib"] > 0
+        assert row["served_by"] or row["contestant"] != "ours"
 
 
 @pytest.mark.parametrize("name", ["BERT, padded", "Swin", "8 padded prompts, a step"])
@@ -114,23 +109,23 @@ def test_the_operators_shapes_run_with_and_without_our_kernels(name, tmp_path):
     assert sdpa.main([*command, "--json", str(saved)]) == 0
     torch.backends.cuda.enable_flash_sdp(flags)
     rows = json.loads(saved.read_text())["rows"]
-    assert rows and all({*row["contestants"]} == {"with", "without"} for row in rows)
+    assert {row["contestant"] for row in rows} == {"with", "without"} and all(row["memory_mib"] for row in rows)
 
 
-def test_the_cpus_rows_are_packed_chunked_and_the_hosts():
-    labels = [row.label for row in cpu.rows()]
-    assert "skewed float32 forward + backward" in labels and len(labels) == 28 == len({*labels})
-    assert sum("host" in label for label in labels) == 6 and sum("chunked" in label for label in labels) == 4
-    assert all(row.at_least for row in cpu.rows())
+def test_on_a_cpu_packing_chunked_and_the_hosts_time_have_bounds():
+    contests = [*cpu.contests()]
+    names = [each.name for each in contests]
+    assert "skewed float32" in names and len(names) == 17 == len({*names})
+    assert sum("host" in name for name in names) == 6 and sum("chunked" in name for name in names) == 2
+    assert all(each.at_least for each in contests)
 
 
 def test_head_dims_are_timed_in_each_dtype_and_compared_between_them():
-    labels = [row.label for row in head_dims.rows([40], ["float16", "bfloat16"], [1024], "cpu")]
-    assert len(labels) == 8 == len({*labels})
-    took = [Timing(ms, ms, ms, 1) for ms in (1.0, 1.2)]
-    pair = [label for label in labels if "full forward" in label and "backward" not in label]
-    found = [Found(label, "forward", {"fused": timing}, {}) for label, timing in zip(pair, took)]
-    assert [*head_dims.bf16_beside_fp16(found)] == ["forward, bf16 / fp16: 1.200, worst 1.200"]
+    names = [each.name for each in head_dims.contests([40], ["float16", "bfloat16"], [1024], "cpu")]
+    assert len(names) == 4 == len({*names})
+    took = dict(zip([name for name in names if "full" in name], (1.0, 1.2)))
+    rows = [Row(name, "fused", True, forward=Timing(ms, ms, ms, 1)) for name, ms in took.items()]
+    assert [*head_dims.bf16_beside_fp16(rows)] == ["forward, bf16 / fp16: 1.200, worst 1.200"]
 
 
 def test_the_hosts_time_is_that_of_the_fastest_batch(monkeypatch):

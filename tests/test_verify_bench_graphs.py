@@ -44,7 +44,7 @@ def _refused(call, device):
 def _graphed(names, backward=False, contestants=BOTH) -> dict[tuple[str, str], Row]:
     settings = {"device": "cpu", "dtype": torch.float32, "repeats": 1, "budget_s": 0.01, "graphs": True}
     plan = graphs.graphed(Plan([TINY[name] for name in names], contestants, **settings, backward=backward))
-    return {(row.workload, row.contestant): row for found in run(plan) for row in found}
+    return {(row.workload, row.contestant): row for each in plan.workloads for row in run(plan, each)}
 
 
 def test_what_wants_neither_gradients_nor_dropout_is_timed_in_a_graph_too(monkeypatch):

@@ -62,7 +62,7 @@ def test_a_wrong_step_fails_and_one_without_memory_is_noted(monkeypatch, capsys)
     _with(monkeypatch, ("wrong", lambda q, k, v, causal: q), ("right", STEPS["naive"]), ("broken", broken))
     assert main(["ladder", "--n", "32", *QUICK]) == 1
     shown = capsys.readouterr().out
-    assert "FAIL: broken, wrong" in shown and "ZeroDivisionError: planted" in shown
+    assert "WRONG OR FAILED  N = 32 wrong" in shown and "N = 32 broken: ZeroDivisionError: planted" in shown
     _with(monkeypatch, ("greedy", greedy))
     assert main(["ladder", "--n", "32", *QUICK]) == 0
     assert "out of memory" in capsys.readouterr().out
@@ -73,9 +73,11 @@ def test_the_command_writes_every_step_at_every_length_and_draws_it(tmp_path, ca
     arguments = ["--n", "24", "--br", "7", "--bc", "9", *QUICK, "--json", str(saved), "--plot", str(picture)]
     assert main(["ladder", *arguments]) == 0
     data = json.loads(saved.read_text())
-    found = {(row["contestant"], row["n"]): row for row in data["rows"]}
+    found = {(row["contestant"], row["workload"]): row for row in data["rows"]}
     names = [*STEPS, "PyTorch SDPA", "flash_attn_compat"]
-    assert set(found) == {(name, n) for name in names for n in (6, 12, 24)}  # a curve needs more than one length
+    assert set(found) == {
+        (name, f"N = {n}") for name in names for n in (6, 12, 24)
+    }  # a curve needs more than one length
     for row in found.values():
         assert row["verdict"]["ok"] and row["forward"]["median_ms"] > 0 and row["memory_mib"] > 0
     assert "tiles of 7 rows x 9 keys" in data["environment"]["problem"]

@@ -6,9 +6,10 @@ Options and the order of events; what is timed is in workloads.py, by whom in co
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from itertools import chain
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -26,9 +27,12 @@ from .errors import UsageError
 from .graphs import graphed
 from .inputs import dtype, number, positive
 from .output import announce, console, deliver, progress_bar
-from .tables import COLOURS, Report
+from .tables import COLOURS, OURS, Picture, Report
 from .timing import DeviceLost
 from .workloads import DECODE, FULL, SMALL, Workload, of_lengths
+
+Step = Callable[[str], None]
+Problem = tuple[str, Callable[[Step], list[Row]]]  # what it is called, and what gives its rows
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,51 +99,37 @@ def _workloads(arguments: argparse.Namespace, kind: str) -> list[Workload]:
 
 def main(arguments: argparse.Namespace) -> int:
     plan, terminal = plan_from(arguments), console()
-    saved = tables.load(arguments.against) if arguments.against else None
     environment = {**describe([plan.device]), "dtype": str(plan.dtype).removeprefix("torch."),
                    "official flash-attn": impl.official()[1]}  # fmt: skip
+    saved = tables.load(arguments.against) if arguments.against else None
     announce(environment, terminal)
-    rows, lost = measured(plan, terminal)
-    summary = [tables.summary_table(rows)]
-    lines = tables.mean_lines(rows)
-    regressed = False
-    if saved:
-        table, conclusion, regressed = tables.against(saved, rows, arguments.tolerance)
-        summary.append(table)
-        lines += [*conclusion, *tables.differing_devices(saved, environment)]
-    wrong = [f"WRONG OR FAILED  {row.workload} {row.contestant}: {tables.remarks(row)}"
-             for row in rows if row.ours and row.wrong]  # fmt: skip
-    lines += [*wrong, *([lost] if lost else [])]
-    bad = [what for what, there in (("wrong", wrong), ("slower", regressed), ("unfinished", lost)) if there]
-    lines.append(f"FAIL: {', '.join(bad)}" if bad else "PASS: every answer of ours is right")
-
-    data = {
-        "rows": [row.to_json() for row in rows],
-        "workloads": {workload.name: workload.describe() for workload in plan.workloads},
-    }
-    summary.append(tables.detail_table(rows, "Every contestant", folded=True))
-    pictures = bench_pictures.pictures(rows, plan.workloads)
-    found = Report("verify bench", environment, summary, lines, not bad, pictures=pictures)
-    deliver(found, data, arguments, terminal)
-    return 1 if bad else 0
+    rows, lost = gathered(problems(plan), terminal)
+    data = {"workloads": {workload.name: workload.describe() for workload in plan.workloads}}
+    pictures = bench_pictures.curves(rows, plan.workloads)
+    return conclude("verify bench", environment, rows, lost, arguments, saved, data=data, pictures=pictures)
 
 
-def measured(plan: Plan, terminal: Console) -> tuple[list[Row], str]:
+def problems(plan: Plan) -> list[Problem]:
+    in_graphs = graphed(plan)
+    return [(f"{workload.name}: {workload.describe()}", functools.partial(run, each, workload))
+            for each in (plan, in_graphs) for workload in each.workloads]  # fmt: skip
+
+
+def gathered(given: Sequence[Problem], terminal: Console) -> tuple[list[Row], str]:
     """The rows, shown as they come, and why the run ended early, if it did."""
     rows: list[Row] = []
-    in_graphs = graphed(plan)
-    workloads = [*plan.workloads, *in_graphs.workloads]
     terminal.print(Text(f"  {'':28} {'forward':>13} {'and backward':>13} ms {'peak':>8} MiB  answer", style="dim"))
     with progress_bar(terminal) as progress:
-        task = progress.add_task("", total=len(workloads))
+        task = progress.add_task("", total=len(given))
 
         def step(what: str) -> None:
             progress.update(task, description=what)
 
         try:
-            for workload, found in zip(workloads, chain(run(plan, step), run(in_graphs, step))):
+            for heading, of_one in given:
+                found = of_one(step)
                 rows += found
-                _print_rows(workload, found, terminal)
+                _print_rows(heading, found, terminal)
                 progress.advance(task)
         except DeviceLost as reason:
             return rows, f"the CUDA device gave up, nothing could be measured after: {reason}"
@@ -148,11 +138,47 @@ def measured(plan: Plan, terminal: Console) -> tuple[list[Row], str]:
     return rows, ""
 
 
-def _print_rows(workload: Workload, rows: Sequence[Row], terminal: Console) -> None:
-    terminal.print(Text(f"{workload.name}: {workload.describe()}", style="bold"))
+def _print_rows(heading: str, rows: Sequence[Row], terminal: Console) -> None:
+    terminal.print(Text(heading, style="bold"))
     for row in rows:
         _, name, forward, both, memory, *_, verdict, remarks = tables.detail(row)
         line = Text(f"  {name:28} {forward:>13} {both:>13} ms {memory:>8} MiB  ")
         line.append(verdict, style=COLOURS.get(verdict, "")).append(f"  {remarks}", style="dim")
         terminal.print(line, soft_wrap=True)
     terminal.file.flush()
+
+
+def conclude(
+    title: str,
+    environment: Mapping[str, str],
+    rows: Sequence[Row],
+    lost: str,
+    arguments: argparse.Namespace,
+    saved: tables.Saved | None = None,
+    yardsticks: tables.Yardsticks = tables.YARDSTICKS,
+    closing: Sequence[str] = (),
+    data: Mapping[str, Any] | None = None,
+    pictures: Sequence[Picture] = (),
+    subject: str = OURS,
+) -> int:
+    """Shows and writes what came of it, and gives the exit code.
+
+    yardsticks: without any there is nothing to sum up; closing: lines behind the means; data: what JSON has too
+    """
+    summary = [tables.summary_table(rows, yardsticks)] if yardsticks else []
+    lines = tables.mean_lines(rows, yardsticks)
+    regressed = False
+    if saved:
+        table, conclusion, regressed = tables.against(saved, rows, arguments.tolerance)
+        summary.append(table)
+        lines += [*conclusion, *tables.differing_devices(saved, environment)]
+    wrong = [f"WRONG OR FAILED  {row.workload} {row.contestant}: {tables.remarks(row)}"
+             for row in rows if row.ours and row.wrong]  # fmt: skip
+    lines += [*closing, *wrong, *([lost] if lost else [])]
+    bad = [what for what, there in (("wrong", wrong), ("slower", regressed), ("unfinished", lost)) if there]
+    lines.append(f"FAIL: {', '.join(bad)}" if bad else "PASS: every answer of ours is right")
+    summary.append(tables.detail_table(rows, "Every contestant", folded=bool(yardsticks)))
+    drawn = [*pictures, *bench_pictures.bars(rows, yardsticks)]
+    found = Report(title, environment, summary, lines, not bad, pictures=drawn, subject=subject)
+    deliver(found, {"rows": [row.to_json() for row in rows], **(data or {})}, arguments, console())
+    return 1 if bad else 0

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .bench_report import MODES, Compared, compared
+from .bench_report import MODES, Compared, Yardsticks, compared
 from .bench_run import Row
-from .contestants import FLASH, WORKAROUNDS
 from .tables import Bar, Bars, Curves, Picture
 from .workloads import Workload
 
 Lines = list[tuple[str, list[tuple[float, float]]]]
 
 
-def pictures(rows: Sequence[Row], workloads: Sequence[Workload]) -> list[Picture]:
-    """Bars of speed and memory beside each rival, and for a run over lengths its curves."""
-    found = [*compared(rows)]
-    made: list[Picture] = [*curves(rows, workloads)]
-    for rival, names in (("flash-attn", FLASH), ("the fastest other way", WORKAROUNDS)):
+def bars(rows: Sequence[Row], yardsticks: Yardsticks) -> list[Picture]:
+    """Speed and memory beside each rival."""
+    found, made = [*compared(rows)], list[Picture]()
+    for rival, names in yardsticks.items():
         for title, bar in (
             (f"Speed beside {rival}: longer is faster", speed),
             (f"Memory beside {rival}: longer is more", memory),
         ):
-            bars = [(each.mine.workload, [bar(each, names, mode) for mode in MODES]) for each in found]
-            if groups := [group for group in bars if any(group[1])]:
+            groups = [(each.mine.workload, [bar(each, names, mode) for mode in MODES]) for each in found]
+            if groups := [group for group in groups if any(group[1])]:
                 made.append(Bars(title, rival, [*MODES.values()], groups))
     return made
 

@@ -16,7 +16,8 @@ from .timing import Timing
 from .workloads import DECODE, IN_GRAPH
 
 MODES = {"forward": "forward", "both": "forward + backward"}
-YARDSTICKS = {"flash-attn": FLASH, "the fastest way without flash-attn": WORKAROUNDS}
+Yardsticks = Mapping[str, Sequence[str]]  # contestants that are compared with: the fastest of them
+YARDSTICKS: Yardsticks = {"flash-attn": FLASH, "the fastest way without flash-attn": WORKAROUNDS}
 NONE = "-"
 
 
@@ -54,13 +55,13 @@ def compared(rows: Sequence[Row]) -> Iterator[Compared]:
             yield Compared(mine[0], rivals)
 
 
-def mean_lines(rows: Sequence[Row]) -> list[str]:
-    """Geometric means of our speed as a multiple of flash-attn's and of the fastest other way's, decoding aside."""
+def mean_lines(rows: Sequence[Row], yardsticks: Yardsticks = YARDSTICKS) -> list[str]:
+    """Geometric means of our speed as a multiple of each yardstick's, decoding aside."""
     decoding = {workload.name for workload in DECODE}
     found = [each for each in compared(rows) if each.mine.workload not in decoding]
     found = [each for each in found if not each.mine.workload.endswith(IN_GRAPH)]
     lines = []
-    for label, names in YARDSTICKS.items():
+    for label, names in yardsticks.items():
         ratios = {what: [ratio for each in found if (ratio := each.ratio(names, mode))] for mode, what in MODES.items()}
         means = [f"{what} {geometric_mean(of):.3f} ({len(of)} workloads)" for what, of in ratios.items() if of]
         lines += [f"geometric mean speed-up over {label}: {', '.join(means)}"] if means else []
@@ -81,9 +82,9 @@ def detail(row: Row) -> list[str]:
 
 
 def answer(row: Row) -> str:
-    if row.verdict is None:
-        return "FAIL" if row.failed else "not supported"
-    return "pass" if row.verdict.ok else "FAIL"
+    if row.verdict is None and not row.failed:
+        return NONE if row.forward else "not supported"
+    return "FAIL" if row.wrong else "pass"
 
 
 def remarks(row: Row) -> str:
@@ -96,22 +97,23 @@ def detail_table(rows: Sequence[Row], title: str, folded: bool = False) -> Table
     return Table(f"{title}: median ± half the quartile distance", DETAIL_COLUMNS, [detail(row) for row in rows], folded)
 
 
-def summary_table(rows: Sequence[Row]) -> Table:
-    """Ours in one line for each workload, beside flash-attn and the fastest way without it."""
-    columns = ["workload", "served by", "ms", "MiB", "flash-attn ms", "speed-up", "fastest other", "speed-up", "answer"]
+def summary_table(rows: Sequence[Row], yardsticks: Yardsticks = YARDSTICKS) -> Table:
+    """Ours in one line for each workload, beside each yardstick."""
+    columns = ["workload", "served by", "ms", "MiB"]
+    for rival in yardsticks:
+        columns += [f"{rival}, ms", "speed-up"]
     cells = []
     for each in compared(rows):
         mine, modes = each.mine, ("forward", "both") if each.mine.both else ("forward",)
-        flash, others = ([each.fastest(names, mode) for mode in modes] for names in (FLASH, WORKAROUNDS))
-        to_flash, to_other = ([each.ratio(names, mode) for mode in modes] for names in (FLASH, WORKAROUNDS))
-        cells.append([
-            mine.workload, mine.served_by, _listed([mine.milliseconds(mode) for mode in modes], ".3g"),
-            _listed([mine.memory_mib, mine.both_memory_mib], ".3g"),
-            _listed([row.milliseconds(mode) if row else None for row, mode in zip(flash, modes)], ".3g"),
-            _listed(to_flash, ".3f"),
-            " / ".join(dict.fromkeys(row.contestant for row in others if row)), _listed(to_other, ".2f"), answer(mine),
-        ])  # fmt: skip
-    return Table("Ours, forward / forward + backward, and its speed-up over the others", columns, cells)
+        row = [mine.workload, mine.served_by, _listed([mine.milliseconds(mode) for mode in modes], ".3g"),
+               _listed([mine.memory_mib, mine.both_memory_mib], ".3g")]  # fmt: skip
+        for names in yardsticks.values():
+            rivals = [each.fastest(names, mode) for mode in modes]
+            who = " / ".join(dict.fromkeys(rival.contestant for rival in rivals if rival)) if len(names) > 1 else ""
+            taken = [rival.milliseconds(mode) if rival else None for rival, mode in zip(rivals, modes)]
+            row += [f"{_listed(taken, '.3g')} {who}".strip(), _listed([each.ratio(names, m) for m in modes], ".3f")]
+        cells.append([*row, answer(mine)])
+    return Table("Ours, forward / forward + backward, and its speed-up over the others", [*columns, "answer"], cells)
 
 
 def _listed(values: Sequence[float | None], form: str) -> str:

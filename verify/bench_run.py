@@ -1,9 +1,9 @@
-"""One workload after the other: every contestant checked, weighed and timed, whatever happens to one of them."""
+"""Every contestant checked, weighed and timed, whatever happens to one of them: verify's and those of benchmarks/."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from .timing import Allocations, Failed, Job, Timing, allocations, attempt, free
 from .workloads import Workload
 
 MIB = 2**20
+Jobs = Mapping[str, Job]
+Timings = Mapping[str, Timing | Failed]
 
 
 @dataclass(frozen=True)
@@ -74,55 +76,74 @@ class Plan:
     seed: int = 0
 
 
-def run(plan: Plan, step: Callable[[str], None] = lambda what: None) -> Iterator[list[Row]]:
-    """The rows of each workload as soon as they are there; `step` hears what is being done. Raises DeviceLost."""
-    for workload in plan.workloads:
-        free_memory()
-        yield _rows(workload, plan, step)
+@dataclass(frozen=True)
+class Entry:
+    """A contestant's row as far as it is known, and what is to be timed of it: jobs by "forward" and "both".
+
+    held_mib: what was prepared beforehand, which counts as its memory
+    """
+
+    row: Row
+    jobs: Mapping[str, Job] = field(default_factory=dict)
+    held_mib: float = 0.0
 
 
-def _rows(workload: Workload, plan: Plan, step: Callable[[str], None]) -> list[Row]:
-    rows = {each.name: Row(workload.name, each.name, each.ours) for each in plan.contestants}
-    able: dict[bool, dict[str, Prepared]] = {False: {}, True: {}}  # with gradients or without: who can do it
+def measured(entries: Sequence[Entry], device: str, clock: Callable[[Jobs], Timings], weigh: bool = True) -> list[Row]:
+    """The rows with times and, where asked, peak memory. The entries take turns, in one mode after the other."""
+    rows = {entry.row.contestant: entry.row for entry in entries}
+    for mode, memory in (("forward", "memory_mib"), ("both", "both_memory_mib")):
+        jobs = {entry.row.contestant: entry.jobs[mode] for entry in entries if mode in entry.jobs}
+        for entry in entries if weigh else ():
+            name = entry.row.contestant
+            held = attempt(device, allocations, jobs[name].run, device, jobs[name].around) if name in jobs else None
+            if isinstance(held, Allocations):
+                most: dict[str, Any] = {memory: held.peak / MIB + entry.held_mib}
+                rows[name] = replace(rows[name], **most)
+        for name, found in clock(jobs).items():
+            timed: dict[str, Any] = {mode: found}
+            rows[name] = rows[name].but(found) if isinstance(found, Failed) else replace(rows[name], **timed)
+    return list(rows.values())
+
+
+def run(plan: Plan, workload: Workload, step: Callable[[str], None] = lambda what: None) -> list[Row]:
+    """The rows of one of its workloads; `step` hears what is being done. Raises DeviceLost."""
+    free_memory()
+    entries = [*_entries(workload, plan, step)]
+    step(f"{workload.name}: timing")
+    return measured(entries, plan.device, lambda jobs: time_together(jobs, plan.device, plan.repeats, plan.budget_s))
+
+
+def _entries(workload: Workload, plan: Plan, step: Callable[[str], None]) -> Iterator[Entry]:
+    """Every contestant, checked."""
     step(f"{workload.name}: tensors")
     given = attempt(plan.device, workload.call, plan.device, plan.dtype, plan.seed)
     pieces = given if isinstance(given, Failed) else attempt(plan.device, spot_check.pieces, given)
     if isinstance(pieces, Failed):
-        return [row.but(pieces) for row in rows.values()]
+        yield from (Entry(Row(workload.name, each.name, each.ours).but(pieces)) for each in plan.contestants)
+        return
     assert isinstance(given, Call)
     # The call with gradients is what is checked. Where it fails, of memory mostly, the forward may still be possible.
     ways = (True, False) if plan.backward and not workload.decode else (False,)
     for contestant in plan.contestants:
-        name = contestant.name
-        step(f"{workload.name}: checking {name}")
+        row = Row(workload.name, contestant.name, contestant.ours)
+        step(f"{workload.name}: checking {contestant.name}")
         pair = attempt(plan.device, _prepared, contestant, workload, given)
         if isinstance(pair, Failed):
-            rows[name] = rows[name].but(pair)
+            yield Entry(row.but(pair))
             continue
         prepared, judged = pair
         for gradients in ways:
             verdict = attempt(plan.device, spot_check.check, judged, given, pieces, gradients)
             if isinstance(verdict, Failed):
-                rows[name] = rows[name].but(verdict)
+                row = row.but(verdict)
                 continue
-            rows[name] = replace(rows[name], served_by=prepared.served_by, verdict=verdict)
-            able[False][name] = prepared
-            able[True] |= {name: prepared} if gradients else {}
+            jobs = {"forward": forward_job(prepared, given)}
+            jobs |= {"both": training_job(prepared, given)} if gradients else {}
+            checked = replace(row, served_by=prepared.served_by, verdict=verdict)
+            yield Entry(checked, jobs, prepared.prepared_bytes / MIB)
             break
-
-    for gradients, timing, memory in ((False, "forward", "memory_mib"), (True, "both", "both_memory_mib")):
-        step(f"{workload.name}: {timing}")
-        make = training_job if gradients else forward_job
-        jobs = {name: make(prepared, given) for name, prepared in able[gradients].items()}
-        for name, job in jobs.items():
-            held = attempt(plan.device, allocations, job.run, plan.device, job.around)
-            if isinstance(held, Allocations):
-                most: dict[str, Any] = {memory: (held.peak + able[gradients][name].prepared_bytes) / MIB}
-                rows[name] = replace(rows[name], **most)
-        for name, found in time_together(jobs, plan.device, plan.repeats, plan.budget_s).items():
-            timed: dict[str, Any] = {timing: found}
-            rows[name] = rows[name].but(found) if isinstance(found, Failed) else replace(rows[name], **timed)
-    return list(rows.values())
+        else:
+            yield Entry(row)
 
 
 def _prepared(contestant: Contestant, workload: Workload, given: Call) -> tuple[Prepared, Prepared]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,17 +17,16 @@ from torch import Tensor
 from flash_attn_compat import flash_attn_func
 
 from . import inputs
-from .bench import measured
+from .bench import conclude, gathered, problems
 from .bench_pictures import Lines
-from .bench_report import detail_table
 from .bench_run import Plan, Row
 from .call import Call
 from .contestants import Contestant, Prepared
 from .environment import describe
-from .output import announce, console, deliver
+from .output import announce, console
 from .pictures import png
 from .steps import PAPER, STEPS
-from .tables import Curves, Report
+from .tables import Curves
 from .workloads import Workload, workload
 
 DEFAULT_LENGTHS = (128, 256, 512, 1024)
@@ -54,15 +53,14 @@ def rungs(block_rows: int, block_columns: int) -> list[Contestant]:
     return [*steps, rung("PyTorch SDPA", torch_attention), rung("flash_attn_compat", flash_attn_func)]
 
 
-def pictures(by_length: dict[int, list[Row]]) -> list[Curves]:
+def pictures(rows: Sequence[tuple[int, Row]]) -> list[Curves]:
     """Time and peak memory against N, one line for each step."""
 
     def lines(value: Callable[[Row], float | None]) -> Lines:
         points: dict[str, list[tuple[float, float]]] = {}
-        for n, rows in by_length.items():
-            for row in rows:
-                if y := value(row):
-                    points.setdefault(PAPER.get(row.contestant, row.contestant), []).append((n, y))
+        for n, row in rows:
+            if y := value(row):
+                points.setdefault(PAPER.get(row.contestant, row.contestant), []).append((n, y))
         return [*points.items()]
 
     x = "N (sequence length)"
@@ -97,18 +95,13 @@ def main(arguments: argparse.Namespace) -> int:
     terminal, problem = console(), inputs.described(arguments)
     environment = {"problem": problem, **describe([device])}
     announce(environment, terminal)
-    rows, lost = measured(plan, terminal)
+    rows, lost = gathered(problems(plan), terminal)
     # A step that finds no memory at this length is not wrong.
     rows = [replace(row, failed=False) if "memory" in row.reason else row for row in rows]
-    by_length = {n: [row for row in rows if row.workload == each.name] for n, each in zip(lengths, workloads)}
-    tables = [detail_table(found, f"N = {n}") for n, found in by_length.items()]
-    wrong = sorted({row.contestant for row in rows if row.wrong}) + [lost] * bool(lost)
-    closing = [f"FAIL: {', '.join(wrong)}"] if wrong else ["PASS: every step is as near to fp64 as plain PyTorch"]
-    drawn = [picture for picture in pictures(by_length) if picture.lines]
+    n_of = {each.name: n for n, each in zip(lengths, workloads)}
+    drawn = [picture for picture in pictures([(n_of[row.workload], row) for row in rows]) if picture.lines]
     if arguments.plot and drawn:
         png(drawn, f"{problem}\n{environment[f'device {device}']}", arguments.plot)
         terminal.print(f"wrote {arguments.plot}")
-    data = {"problem": problem, "rows": [{"n": n, **row.to_json()} for n, found in by_length.items() for row in found]}
-    found = Report("verify ladder", environment, tables, closing, not wrong, "verify's ladder", drawn)
-    deliver(found, data, arguments, terminal)
-    return 1 if wrong else 0
+    return conclude("verify ladder", environment, rows, lost, arguments, yardsticks={}, pictures=drawn,
+                    data={"problem": problem}, subject="verify's ladder")  # fmt: skip
