@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 from flash_attn_compat import (
@@ -28,14 +27,11 @@ from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.engine.build import Options
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.serving import torch_ops
-from tests import fused_on_cpu, plain
+from tests import fused_on_cpu
 from tests.support import GENERAL, close, cumulative, on_backend, on_general_backends, qkv, serve_by
 
 FEATURES = {
     "plain": {},
-    "causal": dict(causal=True),
-    "window": dict(window_size=(3, 1)),
-    "softcap": dict(softcap=2.0),
     "alibi": dict(alibi_slopes=torch.tensor([0.3, 0.1, 0.2, 0.0])),
     "dropout": dict(dropout_p=0.3),
 }
@@ -133,50 +129,7 @@ def test_with_gradients_only_tensors_of_the_inputs_size_are_saved(backend: str, 
     assert saved and max(x.numel() for x in saved) <= inputs[0].numel()
 
 
-# ---------------------------------------------------------------- higher derivatives
-
-
-def _in_fp64(**kwargs: Any) -> list[Tensor]:
-    return [x.requires_grad_() for x in qkv(b=1, sq=3, sk=4, h=2, hk=1, d=4, dtype=torch.float64, **kwargs)]
-
-
-def _attention(feature: str) -> Callable[..., Tensor]:
-    kwargs = dict(FEATURES[feature])
-    if feature == "alibi":
-        kwargs["alibi_slopes"] = kwargs["alibi_slopes"][:2]
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        torch.manual_seed(0)
-        return flash_attn_func(q, k, v, **kwargs)
-
-    return attention
-
-
-@pytest.mark.parametrize("feature", FEATURES)
-def test_second_derivatives_and_forward_mode_agree_with_finite_differences(feature: str) -> None:
-    assert torch.autograd.gradgradcheck(_attention(feature), _in_fp64(), fast_mode=True)
-    assert torch.autograd.gradcheck(
-        _attention(feature),
-        _in_fp64(),
-        check_forward_ad=True,
-        check_backward_ad=False,
-        check_undefined_grad=False,
-        fast_mode=True,
-    )
-
-
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 3), (3, 0)], ids=["no rows", "no keys"])
-def test_zeros_of_an_empty_call_have_derivatives_in_both_modes_at_once(seqlen_q: int, seqlen_k: int) -> None:
-    q, kv = torch.ones(1, seqlen_q, 2, 16, requires_grad=True), torch.ones(1, seqlen_k, 2, 16)
-    with forward_ad.dual_level():
-        out = flash_attn_func(forward_ad.make_dual(q, torch.ones_like(q)), kv, kv)
-        primal, tangent = forward_ad.unpack_dual(out)
-        assert tangent is not None and not tangent.any()
-        (gradient,) = torch.autograd.grad(primal.sum(), q)
-    assert not gradient.any()
-
-
-SUBSETS = [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)]
+# ---------------------------------------------------------------- of what, and by whom
 
 
 def _of_packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -190,41 +143,6 @@ def _packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _kv_packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return flash_attn_kvpacked_func(q, torch.stack([k, v], 2), causal=True)
-
-
-def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return flash_attn_func(q, k, v, causal=True)
-
-
-@pytest.mark.parametrize("attention", [_dense, _packed, _kv_packed])
-@pytest.mark.parametrize("wanted", SUBSETS)
-def test_any_inputs_that_ask_for_gradients_get_some_that_can_be_differentiated(
-    attention: Callable[..., Tensor], wanted: tuple[int, ...]
-) -> None:
-    def twice(function: Callable[..., Tensor]) -> list[Tensor]:
-        inputs = [x.detach().requires_grad_(index in wanted) for index, x in enumerate(_in_fp64())]
-        asked = [inputs[index] for index in wanted]
-        first = torch.autograd.grad(function(*inputs).pow(3).sum(), asked, create_graph=True)
-        second = torch.autograd.grad(sum(x.pow(2).sum() for x in first), asked)
-        return [*first, *second]
-
-    for ours, right in zip(twice(attention), twice(functools.partial(plain.attention, window=(-1, 0))), strict=True):
-        torch.testing.assert_close(ours, right)
-
-
-@pytest.mark.parametrize("attention", [_dense, _packed])
-@pytest.mark.parametrize("wanted", SUBSETS[::3])
-@pytest.mark.parametrize(("rows", "keys"), [(3, 0), (0, 4), (0, 0)])
-def test_without_rows_or_keys_gradients_are_zeros_that_can_be_differentiated(
-    attention: Callable[..., Tensor], wanted: tuple[int, ...], rows: int, keys: int
-) -> None:
-    q, k, v = (x.detach() for x in _in_fp64())
-    inputs = [q[:, :rows], k[:, :keys], v[:, :keys]]
-    asked = [inputs[index].requires_grad_() for index in wanted]
-    first = torch.autograd.grad(attention(*inputs).square().sum(), asked, create_graph=True)
-    second = torch.autograd.grad(sum(x.square().sum() for x in first), asked)
-    for x, *gradients in zip(asked, first, second, strict=True):
-        assert all(gradient.shape == x.shape and not gradient.any() for gradient in gradients)
 
 
 def test_a_mask_that_cannot_be_drawn_again_is_an_error_under_create_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,17 +215,6 @@ def test_a_backward_sees_what_the_forward_saw_wherever_it_runs(
     assert backend.named == [named] * 4
 
 
-def test_torch_func_transforms_are_served() -> None:
-    q, k, v = (x.detach() for x in _in_fp64())
-    jacobian = torch.func.jacrev(lambda x: flash_attn_func(x, k, v, causal=True).sum((0, 1, 2)))(q)
-    assert jacobian.shape == (4, *q.shape)
-    leaf = q.requires_grad_()
-    right = torch.autograd.grad(flash_attn_func(leaf, k, v, causal=True)[..., 1].sum(), leaf)[0]
-    torch.testing.assert_close(jacobian[1], right)
-    tangent = torch.func.jvp(lambda x: flash_attn_func(x, k, v), (q.detach(),), (torch.ones_like(q),))[1]
-    assert tangent.shape == (1, 3, 2, 4)
-
-
 def test_a_tensor_that_outlived_its_transform_has_no_graph() -> None:
     left: list[Tensor] = []
     q, k, v = qkv()
@@ -317,17 +224,6 @@ def test_a_tensor_that_outlived_its_transform_has_no_graph() -> None:
         flash_attn_func(leaf := q.clone().requires_grad_(), doubled, v).sum().backward()
         found.append(leaf.grad)
     assert torch.equal(*found)
-
-
-def test_checkpointing_gives_the_same_gradients_under_dropout() -> None:
-    inputs, found = leaves(), []
-    for again in (False, True):
-        torch.manual_seed(0)
-        options = dict(use_reentrant=False) if again else {}
-        call = functools.partial(torch.utils.checkpoint.checkpoint, flash_attn_func) if again else flash_attn_func
-        found.append(torch.autograd.grad(call(*inputs, dropout_p=0.3, **options).square().sum(), inputs))
-    for ours, wanted in zip(*found, strict=True):
-        close(ours, wanted, 4)
 
 
 class Failing(Reference):

@@ -1,0 +1,275 @@
+"""Derivatives of out, LSE and sinks, in every way there is to ask for them, against the plain formula in fp64."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from flash_attn_compat import flash_attn_func, flash_attn_kvpacked_func, flash_attn_varlen_func, use_backend
+from tests import fused_on_cpu, others_kernels
+from tests.plain import attention_and_lse, check_function, pairwise
+from tests.support import GENERAL, cumulative, on_backend, qkv, randn
+
+SLOPES = torch.tensor([0.3, 0.1, 0.2, 0.0])
+SINKS = torch.tensor([-2.0, 0.0, 1.5, 6.0])
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (3, 1)},
+    "softcap": {"softcap": 1.5, "softmax_scale": 0.7},
+    "ALiBi": {"alibi_slopes": SLOPES},
+    "causal ALiBi": {"alibi_slopes": SLOPES, "causal": True},
+    "dropout": {"dropout_p": 0.3},
+}
+# Those with sinks, which are a fourth input.
+OPTIONS |= {
+    "sinks": {},
+    "sinks, causal window": {"causal": True, "window_size": (2, 0)},
+    "sinks, softcap": {"softcap": 1.5, "softmax_scale": 0.7},
+    "sinks, dropout": {"dropout_p": 0.5},
+}
+HALF, FLOAT = torch.float16, torch.float32
+FORMS = "dense", "packed"
+WITHOUT_SINKS = [name for name in OPTIONS if "sinks" not in name]
+# Backend, dtype, form, options. Few of our kernels: where they count a gradient of the LSE, no mask matters.
+CASES = [
+    *pairwise(("chunked", "reference"), (HALF, FLOAT, torch.bfloat16), FORMS, OPTIONS),
+    *pairwise(("sdpa",), (FLOAT,), FORMS, [name for name in OPTIONS if not name.endswith(("softcap", "dropout"))]),
+    *pairwise(("official",), (HALF,), FORMS, [name for name in WITHOUT_SINKS if name != "dropout"]),
+    *pairwise(("torch_flash",), (HALF,), FORMS, ("plain", "causal", "window")),
+    *pairwise(("torch_efficient",), (HALF,), ("dense",), ("plain", "causal")),
+    *pairwise(("fused",), (HALF, torch.bfloat16), FORMS, ("causal",)),
+    ("fused", HALF, "packed", "causal ALiBi"),
+]
+# So many short ones that they are padded to common lengths.
+LENGTHS_Q, LENGTHS_K = (3, 9, 2, *(1, 2, 3, 4) * 3), (5, 9, 30, *(2, 4, 3, 5) * 3)
+
+
+def serve(backend: str, patch: pytest.MonkeyPatch, folder: Path) -> contextlib.AbstractContextManager[None]:
+    if backend == "fused":
+        fused_on_cpu.emulate(patch)
+    elif backend not in GENERAL:
+        others_kernels.install(patch, backend, folder)
+    return use_backend(backend)
+
+
+def right(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, *, keep: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """out and the LSE as flash-attn reports it, of dense tensors; keep: (batch, nheads, >= seqlen_q, >= seqlen_k)"""
+    named = {"softmax_scale": "scale", "alibi_slopes": "slopes", "window_size": "window"}
+    given = {named.get(name, name): value for name, value in options.items()}
+    causal, window = given.pop("causal", False), given.pop("window", (-1, -1))
+    window = window[0], 0 if causal else window[1]
+    if keep is not None:
+        keep = keep[..., : q.shape[1], : k.shape[1]]
+    out, lse = attention_and_lse(q, k, v, window=window, sinks=sinks, keep=keep, **given)
+    if causal and "slopes" in given:
+        positions = torch.arange(q.shape[1]) + k.shape[1] - q.shape[1]
+        lse = lse + given["slopes"][:, None] * positions
+    return out, lse
+
+
+def right_of_each(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, *, keep: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """The same of packed tensors."""
+    found = [
+        right(*(x[None] for x in parts), sinks, keep=None if keep is None else keep[[index]], **options)
+        for index, parts in enumerate(zip(q.split(LENGTHS_Q), k.split(LENGTHS_K), v.split(LENGTHS_K)))
+    ]
+    return torch.cat([out[0] for out, _ in found]), torch.cat([lse[0] for _, lse in found], dim=-1)
+
+
+def seed(dropout_p: float = 0.0, **others: Any) -> None:
+    if dropout_p:  # a compiler does not know how
+        torch.manual_seed(0)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, **options: Any) -> tuple[Tensor, ...]:
+    seed(**options)
+    return flash_attn_func(q, k, v, **options, return_attn_probs=True, s_aux=sinks)  # type: ignore[return-value]
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, **options: Any) -> tuple[Tensor, ...]:
+    seed(**options)
+    lengths = cumulative(*LENGTHS_Q), cumulative(*LENGTHS_K), max(LENGTHS_Q), max(LENGTHS_K)
+    return flash_attn_varlen_func(q, k, v, *lengths, **options, return_attn_probs=True, s_aux=sinks)  # type: ignore[return-value]
+
+
+def pairs(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    seed(**options)
+    return flash_attn_kvpacked_func(q, torch.stack([k, v], 2), **options, return_attn_probs=True)  # type: ignore[return-value]
+
+
+def one(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """One packed sequence."""
+    lengths = cumulative(q.shape[1]), cumulative(k.shape[1]), q.shape[1], k.shape[1]
+    out, *rest = flash_attn_varlen_func(q[0], k[0], v[0], *lengths, **options, return_attn_probs=True)
+    return out[None], *rest
+
+
+ATTENTION: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "dense": (dense, right), "packed": (packed, right_of_each), "pairs": (pairs, right)
+}  # fmt: skip
+EMPTY = {"no rows": (0, 4), "no keys": (3, 0), "neither": (0, 0)}
+ATTENTION |= {f"dense, {name}": (dense, right) for name in EMPTY} | {f"packed, {name}": (one, right) for name in EMPTY}
+
+
+def inputs(form: str, name: str, dtype: torch.dtype) -> list[Tensor]:
+    """q, k and v, and sinks where the options' name says so."""
+    rows, keys = EMPTY.get(form.partition(", ")[2], (7, 11))
+    given = list(qkv(b=2 if (rows, keys) == (7, 11) else 1, sq=rows, sk=keys, h=4, hk=2, dtype=dtype))
+    if form == "packed":
+        totals = (sum(LENGTHS_Q), 4), (sum(LENGTHS_K), 2), (sum(LENGTHS_K), 2)
+        given = [randn(*shape, 16, seed=seed, dtype=dtype) for seed, shape in enumerate(totals)]
+    return [*given, SINKS.to(dtype)] if "sinks" in name else given
+
+
+def name_of(value: Any) -> str:
+    return str(value).removeprefix("torch.")
+
+
+@pytest.mark.parametrize(("backend", "dtype", "form", "name"), CASES, ids=name_of)
+def test_gradients_of_out_and_lse_are_those_of_the_formula(
+    backend: str, dtype: torch.dtype, form: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (ours, plain), options, given = ATTENTION[form], OPTIONS[name], inputs(form, name, dtype)
+    with serve(backend, monkeypatch, tmp_path):
+        keep = ours(*given, **options)[2] >= 0 if "dropout" in name else None
+        # Gradients of sinks are sums over all rows, in which larger terms cancel.
+        check_function(
+            lambda *x: ours(*x, **options)[:2], lambda *x: plain(*x, keep=keep, **options), *given, epsilons=16
+        )
+
+
+@pytest.mark.parametrize("backend", [*GENERAL, "fused"])
+@pytest.mark.parametrize("poison", [0.0, torch.nan])
+def test_rows_without_keys_have_no_gradient_whatever_a_loss_makes_of_their_infinite_lse(
+    backend: str, poison: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of 11 rows over 7 keys, under a causal mask."""
+    q, k, v = (x.half().requires_grad_() for x in qkv(sq=11, sk=7, h=4, hk=2))
+    with serve(backend, monkeypatch, tmp_path):
+        out, lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+        assert lse[..., :4].isposinf().all()
+        weights = torch.ones_like(lse)
+        weights[..., :4] = poison
+        found = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), weights))
+    alive = [x.detach().double().requires_grad_() for x in (q[:, 4:], k, v)]
+    plain_out, plain_lse = attention_and_lse(*alive, window=(-1, 0))
+    expected = torch.autograd.grad(plain_out.sum() + plain_lse.sum(), alive)
+    assert not found[0][:, :4].any()
+    for ours, wanted in zip((found[0][:, 4:], *found[1:]), expected, strict=True):
+        torch.testing.assert_close(ours.double(), wanted, rtol=4e-3, atol=4e-3)
+
+
+# ---------------------------------------------------------------- every way to differentiate
+
+Loss = Callable[..., Tensor]
+Wanted = tuple[int, ...]  # the inputs that ask
+
+
+def losses(name: str, form: str, of: str, given: list[Tensor]) -> list[Loss]:
+    """Of out, of the LSE or of both: ours, and the formula's."""
+    options = OPTIONS[name]
+    keep = ATTENTION[form][0](*given, **options)[2] >= 0 if "dropout" in name else None
+
+    def loss(attention: Callable[..., Any], **more: Any) -> Loss:
+        def computed(*x: Tensor) -> Tensor:
+            out, lse, *_ = attention(*x, **options, **more)
+            return (out.pow(3).sum() if of != "lse" else 0) + (lse.sin().sum() if of != "out" else 0)
+
+        return computed
+
+    ours, plain = ATTENTION[form]
+    return [loss(ours), loss(plain, keep=keep)]
+
+
+def leaves(given: list[Tensor], wanted: Wanted) -> tuple[list[Tensor], list[Tensor]]:
+    """Copies, and those of them that ask for gradients."""
+    copies = [x.detach().requires_grad_(index in wanted) for index, x in enumerate(given)]
+    return copies, [copies[index] for index in wanted]
+
+
+def once(loss: Loss, given: list[Tensor], wanted: Wanted) -> tuple[Tensor, ...]:
+    copies, asked = leaves(given, wanted)
+    return torch.autograd.grad(loss(*copies), asked, materialize_grads=True)
+
+
+def compiled(loss: Loss, given: list[Tensor], wanted: Wanted) -> tuple[Tensor, ...]:
+    torch._dynamo.reset()
+    return once(torch.compile(loss, fullgraph=True, backend="aot_eager"), given, wanted)
+
+
+def twice(loss: Loss, given: list[Tensor], wanted: Wanted) -> tuple[Tensor, ...]:
+    copies, asked = leaves(given, wanted)
+    first = torch.autograd.grad(loss(*copies), asked, create_graph=True, materialize_grads=True)
+    return *first, *torch.autograd.grad(sum(x.square().sum() for x in first), asked, materialize_grads=True)
+
+
+def transformed(loss: Loss, given: list[Tensor], wanted: Wanted) -> tuple[Tensor, ...]:
+    found: tuple[Tensor, ...] = torch.func.grad(loss, wanted)(*given)
+    return found
+
+
+def along_a_tangent(loss: Loss, given: list[Tensor], wanted: Wanted) -> tuple[Tensor, ...]:
+    def of_wanted(*some: Tensor) -> Tensor:
+        return loss(*(some[wanted.index(index)] if index in wanted else x for index, x in enumerate(given)))
+
+    some = tuple(given[index] for index in wanted)
+    return (torch.func.jvp(of_wanted, some, tuple(x.cos() for x in some))[1],)
+
+
+def in_both_modes(loss: Loss, given: list[Tensor], wanted: Wanted) -> tuple[Tensor, ...]:
+    copies, asked = leaves(given, wanted)
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(x, x.detach().cos()) if x.requires_grad else x for x in copies]
+        primal, tangent = forward_ad.unpack_dual(loss(*duals))
+        return tangent, *torch.autograd.grad(primal, asked, materialize_grads=True)
+
+
+def row_by_row(loss: Loss, given: list[Tensor], wanted: Wanted) -> tuple[Tensor, ...]:
+    """Of two losses, by a backward under vmap."""
+    found: tuple[Tensor, ...] = torch.func.jacrev(lambda *x: torch.stack([loss(*x), 2 * loss(*x)]), wanted)(*given)
+    return found
+
+
+SUBSETS = [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)]
+WAYS = once, twice, transformed, along_a_tangent, row_by_row, in_both_modes
+IN_EVERY_WAY = [
+    *pairwise(WAYS, OPTIONS, ("dense", "packed"), ("out", "lse", "both"), SUBSETS),
+    *pairwise(WAYS, ("causal",), ("pairs",), ("out", "lse", "both"), SUBSETS),
+    *pairwise(WAYS, ("causal",), [f"dense, {name}" for name in EMPTY], ("out",), SUBSETS),
+    *pairwise(WAYS[:4], ("causal",), [f"packed, {name}" for name in EMPTY], ("out",), SUBSETS),
+    *((compiled, *row, (0, 1, 2)) for row in (("causal", "dense", "lse"), ("causal", "pairs", "both"))),
+]
+
+
+@pytest.mark.parametrize(("derive", "name", "form", "of", "wanted"), IN_EVERY_WAY)
+def test_every_way_to_differentiate_gives_the_formulas_derivatives(
+    derive: Callable[..., tuple[Tensor, ...]], name: str, form: str, of: str, wanted: Wanted
+) -> None:
+    given = inputs(form, name, torch.float64)
+    wanted = (*wanted, 3) if "sinks" in name else wanted
+    ours, plain = losses(name, form, of, given)
+    torch.testing.assert_close(derive(ours, given, wanted), derive(plain, given, wanted), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["fused", "torch_flash", "torch_efficient", "official", "chunked"])
+def test_on_a_gpu_too_where_the_backward_runs_in_a_thread_of_its_own(backend: str) -> None:
+    def ours(*given: Tensor) -> list[Tensor]:
+        found = on_backend(backend, flash_attn_func, *(x.cuda() for x in given), causal=True, return_attn_probs=True)
+        return [x.cpu() for x in found[:2]]
+
+    with use_backend(backend):
+        given = qkv(sq=70, sk=110, h=4, hk=2, d=64, dtype=HALF)
+        check_function(ours, lambda *x: right(*x, causal=True), *given, epsilons=16)
