@@ -42,22 +42,26 @@ def linear(params: Parameters, name: str, x: Tensor) -> Tensor:
     return F.linear(x, params[f"{name}.weight"], params[f"{name}.bias"])
 
 
-def made(block_cls: Any, kind: str, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
-    return scrambled(block_cls(D, norm_cls=NORMS[kind], **PARTS, **options), dtype)
+class Pair(nn.Linear):
+    """A branch with a residual of its own."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), 2 * x
 
 
 def plain_prenorm(kind: str, fp32: bool, params: Parameters, hidden: Tensor, residual: Tensor | None = None) -> Any:
     dtype = params["norm1.weight"].dtype
-    for norm_name, part in (("norm1", "mixer"), ("norm2", "mlp")):
+    halves = [("norm1", "mixer"), ("norm2", "mlp")] if "mlp.weight" in params else [("norm1", "mixer")]
+    for norm_name, part in halves:
         residual = hidden if residual is None else hidden + residual
         hidden = linear(params, part, norm(params, norm_name, kind, residual.to(dtype)))
         residual = residual.float() if fp32 and dtype != torch.float64 else residual
     return hidden, residual
 
 
-def plain_postnorm(kind: str, params: Parameters, hidden: Tensor) -> Tensor:
-    hidden = norm(params, "norm1", kind, linear(params, "mixer", hidden) + hidden)
-    return norm(params, "norm2", kind, linear(params, "mlp", hidden) + hidden)
+def plain_postnorm(kind: str, kept: int, params: Parameters, hidden: Tensor) -> Tensor:
+    hidden = norm(params, "norm1", kind, linear(params, "mixer", hidden) + kept * hidden)
+    return norm(params, "norm2", kind, linear(params, "mlp", hidden) + kept * hidden)
 
 
 def plain_parallel(kind: str, tied: bool, params: Parameters, first: Tensor, *rest: Tensor) -> Any:
@@ -68,38 +72,32 @@ def plain_parallel(kind: str, tied: bool, params: Parameters, first: Tensor, *re
     return linear(params, "mixer", normed), linear(params, "mlp", second), residual
 
 
-@pytest.mark.parametrize(("dtype", "kind", "fused", "fp32"), pairwise(DTYPES, NORMS, (False, True), (False, True)))
-def test_a_prenorm_block_adds_then_normalises(dtype: torch.dtype, kind: str, fused: bool, fp32: bool) -> None:
-    """Keeping the residual in fp32 or not."""
-    block = made(Block, kind, dtype, fused_dropout_add_ln=fused, residual_in_fp32=fp32)
-    hidden = randn(2, 5, D, dtype=dtype)
-    plain = partial(plain_prenorm, kind, fp32)
-    check_module(block, plain, hidden)
-    check_module(block, plain, hidden, randn(2, 5, D, seed=1, dtype=torch.float32 if fp32 else dtype))
+PAIRS: dict[str, Any] = {name: partial(Pair, out_features=D) for name in PARTS}
+# name: (class, options, plain with the kind of norm and one more, that one, numbers of inputs)
+FORMS: dict[str, tuple[Any, dict[str, Any], Any, Any, tuple[int, ...]]] = {
+    "adds, then normalises": (Block, {}, plain_prenorm, False, (1, 2)),
+    "the residual in fp32": (Block, {"residual_in_fp32": True}, plain_prenorm, True, (1, 2)),
+    "fp32 inputs": (Block, {"fused_dropout_add_ln": False}, plain_prenorm, False, (2,)),
+    "no MLP": (Block, {"mlp_cls": nn.Identity}, plain_prenorm, False, (1, 2)),
+    "normalises after each branch": (Block, {"prenorm": False}, plain_postnorm, 1, (1,)),
+    "branches that return what they are added to": (
+        Block, {"prenorm": False, "return_residual": True, **PAIRS}, plain_postnorm, 2, (1,)
+    ),
+    "parallel": (ParallelBlock, {}, plain_parallel, False, (1, 3)),
+    "parallel, one norm": (ParallelBlock, {"tied_norm": True}, plain_parallel, True, (1, 3)),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", NORMS)
-def test_a_block_of_fp16_weights_takes_fp32_inputs_and_keeps_the_residual_in_fp32(kind: str) -> None:
-    block = made(Block, kind, torch.float16)
-    check_module(block, partial(plain_prenorm, kind, False), randn(2, 5, D), randn(2, 5, D, seed=1))
-
-
-@pytest.mark.parametrize(("dtype", "kind", "fused"), pairwise(DTYPES, NORMS, (False, True)))
-def test_a_postnorm_block_normalises_after_each_branch(dtype: torch.dtype, kind: str, fused: bool) -> None:
-    block = made(Block, kind, dtype, prenorm=False, fused_dropout_add_ln=fused)
-    check_module(block, partial(plain_postnorm, kind), randn(2, 5, D, dtype=dtype))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "kind", "fused", "tied", "inputs"), pairwise(DTYPES, NORMS, (False, True), (False, True), (1, 3))
-)
-def test_a_parallel_block_feeds_both_branches_from_one_sum(
-    dtype: torch.dtype, kind: str, fused: bool, tied: bool, inputs: int
-) -> None:
-    block = made(ParallelBlock, kind, dtype, tied_norm=tied, fused_dropout_add_ln=fused)
-    check_module(
-        block, partial(plain_parallel, kind, tied), *(randn(2, 5, D, seed=seed, dtype=dtype) for seed in range(inputs))
-    )
+@pytest.mark.parametrize(("form", "dtype", "kind", "fused"), pairwise(FORMS, DTYPES, NORMS, (False, True)))
+def test_a_block_is_sums_norms_and_branches(form: str, dtype: torch.dtype, kind: str, fused: bool) -> None:
+    block_cls, options, plain, more, numbers = FORMS[form]
+    block = block_cls(D, **{"norm_cls": NORMS[kind], "fused_dropout_add_ln": fused, **PARTS, **options})
+    of_hidden = torch.float32 if form == "fp32 inputs" else dtype
+    of_residual = torch.float32 if form in ("fp32 inputs", "the residual in fp32") else dtype
+    for number in numbers:
+        kinds = [of_hidden, *[of_residual] * (number - 1)]
+        inputs = [randn(2, 5, D, seed=seed, dtype=each) for seed, each in enumerate(kinds)]
+        check_module(scrambled(block, dtype), partial(plain, kind, more), *inputs)
 
 
 @pytest.mark.parametrize("block_cls", [Block, ParallelBlock])
@@ -114,30 +112,6 @@ def test_the_default_parts_are_attention_with_heads_of_64_and_a_fourfold_mlp(blo
     }
     assert block(randn(1, 3, 128))[-1].shape == (1, 3, 128)
     assert block.allocate_inference_cache(2, 7).shape == (2, 7, 2, 2, 64)
-
-
-def test_without_an_mlp_the_second_half_is_left_out() -> None:
-    block = scrambled(Block(D, mixer_cls=PARTS["mixer_cls"], mlp_cls=nn.Identity))
-    hidden, residual = block(randn(1, 3, D))
-    params = dict(block.named_parameters())
-    assert not hasattr(block, "norm2") and torch.equal(residual, randn(1, 3, D))
-    torch.testing.assert_close(hidden, linear(params, "mixer", norm(params, "norm1", "layer", residual)))
-
-
-class Pair(nn.Linear):
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x), 2 * x
-
-
-def test_branches_that_return_a_residual_decide_what_they_are_added_to() -> None:
-    block = Block(D, partial(Pair, out_features=D), partial(Pair, out_features=D), prenorm=False, return_residual=True)
-    scrambled(block)
-
-    def plain(params: Parameters, x: Tensor) -> Tensor:
-        x = norm(params, "norm1", "layer", linear(params, "mixer", x) + 2 * x)
-        return norm(params, "norm2", "layer", linear(params, "mlp", x) + 2 * x)
-
-    check_module(block, plain, randn(2, 3, D))
 
 
 def test_a_mixer_subset_cuts_the_residual_and_the_callers_options_stay_as_they_are() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,40 +26,36 @@ PLACES = torch.tensor([[3, 3, 0, 8], [1, 2, 5, 5]])
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-def plain_gpt2(params: Parameters, ids: Tensor, places: Tensor | None = None) -> Tensor:
+def plain_sum(params: Parameters, ids: Tensor, places: Tensor | None = None, types: Tensor | None = None) -> Tensor:
+    """Of tokens, projected, and their positions and types."""
     out = params["word_embeddings.weight"][ids]
     if "project_in.weight" in params:
         out = out @ params["project_in.weight"].T
     if "position_embeddings.weight" in params:
         out = out + params["position_embeddings.weight"][torch.arange(ids.shape[1]) if places is None else places]
-    return out
-
-
-def plain_bert(params: Parameters, ids: Tensor, places: Tensor | None = None, types: Tensor | None = None) -> Tensor:
-    out = plain_gpt2(params, ids, places)
     if "token_type_embeddings.weight" in params:
         out = out + params["token_type_embeddings.weight"][torch.zeros_like(ids) if types is None else types]
     return out
 
 
-@pytest.mark.parametrize(("dtype", "positions", "word_dim"), pairwise(DTYPES, (POSITIONS, 0), (None, 3)))
-def test_gpt2_embeddings_are_tokens_projected_plus_positions(
-    dtype: torch.dtype, positions: int, word_dim: int | None
+@pytest.mark.parametrize(
+    ("module_class", "dtype", "positions", "more"),
+    pairwise((GPT2Embeddings, BertEmbeddings), DTYPES, (POSITIONS, 0), (False, True)),
+)
+def test_embeddings_are_tokens_plus_positions_plus_types(
+    module_class: Any, dtype: torch.dtype, positions: int, more: bool
 ) -> None:
-    module = GPT2Embeddings(D, VOCAB, positions, word_embed_proj_dim=word_dim, dtype=dtype)
-    names = {"word_embeddings", *(["position_embeddings"] if positions else []), *(["project_in"] if word_dim else [])}
+    """GPT-2's may be projected, BERT's may have types."""
+    if module_class is GPT2Embeddings:
+        module: Any = GPT2Embeddings(D, VOCAB, positions, word_embed_proj_dim=3 if more else None, dtype=dtype)
+        names, inputs = ["project_in"] * more, [IDS, PLACES]
+    else:
+        module = BertEmbeddings(D, VOCAB, positions, 2 if more else 0, dtype=dtype)
+        names, inputs = ["token_type_embeddings"] * more, [IDS, PLACES, torch.tensor([[0, 1, 1, 0], [1, 1, 0, 0]])]
+    names += ["word_embeddings", *["position_embeddings"] * bool(positions)]
     assert set(module.state_dict()) == {f"{name}.weight" for name in names}
-    check_module(module, plain_gpt2, IDS)
-    check_module(module, plain_gpt2, IDS, PLACES)
-
-
-@pytest.mark.parametrize(("dtype", "positions", "types"), pairwise(DTYPES, (POSITIONS, 0), (2, 0)))
-def test_bert_embeddings_are_tokens_plus_positions_plus_types(dtype: torch.dtype, positions: int, types: int) -> None:
-    module = BertEmbeddings(D, VOCAB, positions, types, dtype=dtype)
-    names = {"word_embeddings", *(["position_embeddings"] if positions else [])}
-    assert set(module.state_dict()) == {f"{n}.weight" for n in names | ({"token_type_embeddings"} if types else set())}
-    check_module(module, plain_bert, IDS)
-    check_module(module, plain_bert, IDS, PLACES, torch.tensor([[0, 1, 1, 0], [1, 1, 0, 0]]))
+    check_module(module, plain_sum, IDS)
+    check_module(module, plain_sum, *inputs)
 
 
 def test_the_padding_token_starts_at_zero_and_gets_no_gradient() -> None:

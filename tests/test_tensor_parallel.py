@@ -13,24 +13,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_attn_compat.modules.embedding import ParallelGPT2Embeddings, VocabParallelEmbedding
-from flash_attn_compat.modules.mha import ParallelMHA, get_alibi_slopes
-from flash_attn_compat.modules.mlp import ParallelFusedMLP, ParallelGatedMlp, ParallelMLP
+from flash_attn_compat.modules.embedding import GPT2Embeddings, ParallelGPT2Embeddings, VocabParallelEmbedding
+from flash_attn_compat.modules.mha import MHA, ParallelMHA
+from flash_attn_compat.modules.mlp import GatedMlp, Mlp, ParallelFusedMLP, ParallelGatedMlp, ParallelMLP
 from flash_attn_compat.ops.fused_dense import ColumnParallelLinear, FusedDense, FusedMLP, RowParallelLinear
 from flash_attn_compat.utils import distributed
 from flash_attn_compat.utils.generation import InferenceParams
 from tests.interpreters import forked_group
-from tests.plain import (
-    Parameters,
-    assert_as_good_as_plain,
-    attention,
-    gated,
-    gelu_approx,
-    results,
-    squared_relu,
-    two_layers,
-    upstream,
-)
+from tests.plain import assert_as_good_as_plain, results, upstream
 from tests.support import end_worker, randn
 
 WORLD = 2
@@ -57,9 +47,8 @@ class Case(NamedTuple):
     """A layer of this rank beside the undivided one, and what of everything belongs to this rank."""
 
     layer: nn.Module
-    shapes: dict[str, tuple[int, ...]]  # of the undivided layer's parameters
+    undivided: nn.Module
     mine: Callable[[str, Tensor], Tensor]  # of a parameter
-    plain: Callable[[Parameters, Tensor], Tensor]  # the undivided layer
     x: Tensor
     given: Part  # of x
     kept: Part  # of the output
@@ -68,12 +57,13 @@ class Case(NamedTuple):
 
 def check(case: Case, dtype: torch.dtype) -> None:
     """Output and gradients of this rank are its parts of the undivided layer's."""
-    names = list(case.shapes)
-    values = [(randn(*case.shapes[name], seed=seed) / case.shapes[name][-1] ** 0.5) for seed, name in enumerate(names)]
+    names = [name for name, _ in case.undivided.named_parameters()]
+    shapes = [parameter.shape for parameter in case.undivided.parameters()]
+    values = [randn(*shape, seed=seed) / shape[-1] ** 0.5 for seed, shape in enumerate(shapes)]
     inputs = [value.to(dtype) for value in values], case.x.to(dtype) if case.x.is_floating_point() else case.x
 
     def plain(values: list[Tensor], x: Tensor) -> Tensor:
-        return case.plain(dict(zip(names, values)), x)
+        return torch.func.functional_call(case.undivided, dict(zip(names, values)), (x,))  # type: ignore[no-any-return]
 
     rounded, exact = results(plain, inputs), results(plain, inputs, torch.float64)
     layer = case.layer.to(dtype)
@@ -90,23 +80,17 @@ def check(case: Case, dtype: torch.dtype) -> None:
         assert_as_good_as_plain(value, part(rounded[index]), part(exact[index]))  # type: ignore[arg-type]
 
 
-def linear(p: Parameters, x: Tensor) -> Tensor:
-    return F.linear(x, p["weight"], p["bias"])
-
-
 def linears(parts: Part) -> Iterator[Case]:
     assert shared(9, 3).stop == (6, 9)[dist.get_rank()]  # uneven on purpose
     part, options = shared(9, 3), {"sequence_parallel": parts is chunk, "multiple_of": 3}
     column = ColumnParallelLinear(D, 9, dist.group.WORLD, **options)
-    shapes = {"weight": (9, D), "bias": (9,)}
     x = randn(2 * BATCH, SEQLEN, D)
-    yield Case(column, shapes, lambda _, t: t[part], linear, x, parts, lambda t: t[..., part])
+    yield Case(column, nn.Linear(D, 9), lambda _, t: t[part], x, parts, lambda t: t[..., part])
 
     row = RowParallelLinear(9, D, dist.group.WORLD, **options)
     assert (row.bias is not None) == (dist.get_rank() == 0)
-    shapes = {"weight": (D, 9), "bias": (D,)}
     share = lambda name, t: t[:, part] if name == "weight" else t  # noqa: E731
-    yield Case(row, shapes, share, linear, randn(BATCH, SEQLEN, 9), lambda t: t[..., part], parts)
+    yield Case(row, nn.Linear(9, D), share, randn(BATCH, SEQLEN, 9), lambda t: t[..., part], parts)
 
 
 def dense_layers_called_with_a_group() -> Iterator[Case]:
@@ -118,11 +102,9 @@ def dense_layers_called_with_a_group() -> Iterator[Case]:
         assert residual is x
         return out  # type: ignore[no-any-return]
 
-    shapes: dict[str, tuple[int, ...]] = {"weight": (8, D), "bias": (8,)}
-    yield Case(dense, shapes, lambda _, t: t[part], linear, x, chunk, lambda t: t[..., part], call)
-    shapes = {"fc1.weight": (8, D), "fc1.bias": (8,), "fc2.weight": (D, 8)}
-    by_group = partial(mlp, process_group=dist.group.WORLD)
-    yield Case(mlp, shapes, hidden_share(part), two_layers(squared_relu), x, chunk, chunk, by_group)
+    yield Case(dense, nn.Linear(D, 8), lambda _, t: t[part], x, chunk, lambda t: t[..., part], call)
+    undivided = FusedMLP(D, 8, bias2=False, activation="sqrelu")
+    yield Case(mlp, undivided, hidden_share(part), x, chunk, chunk, partial(mlp, process_group=dist.group.WORLD))
 
 
 def hidden_share(part: slice, gates: int = 1) -> Callable[[str, Tensor], Tensor]:
@@ -138,17 +120,21 @@ def hidden_share(part: slice, gates: int = 1) -> Callable[[str, Tensor], Tensor]
 
 def mlps(parts: Part) -> Iterator[Case]:
     group, options = dist.group.WORLD, {"sequence_parallel": parts is chunk}
-    gate = partial(ParallelGatedMlp, D, group, 9, multiple_of=3, **options)
-    fused = partial(ParallelFusedMLP, D, 9, None, process_group=group, **options)
-    for layer, plain, gates in (
-        (ParallelMLP(D, 9, process_group=group, **options), F.gelu, 1),
-        (fused(activation="gelu_approx", checkpoint_lvl=0), gelu_approx, 1),
-        (fused(activation="sqrelu", checkpoint_lvl=2), squared_relu, 1),
-        *((gate(activation=activation), gated(activation), 2) for activation in (F.sigmoid, F.silu, F.gelu)),
-    ):
-        shapes = {"fc1.weight": (9 * gates, D), "fc1.bias": (9 * gates,), "fc2.weight": (D, 9), "fc2.bias": (D,)}
-        x = randn(BATCH, SEQLEN, D)
-        yield Case(layer, shapes, hidden_share(shared(9), gates), two_layers(plain), x, parts, parts)
+    pairs: list[tuple[nn.Module, nn.Module, int]] = [(ParallelMLP(D, 9, process_group=group, **options), Mlp(D, 9), 1)]
+    for more in ({"activation": "gelu_approx", "checkpoint_lvl": 0}, {"activation": "sqrelu", "checkpoint_lvl": 2}):
+        pairs.append((ParallelFusedMLP(D, 9, process_group=group, **more, **options), FusedMLP(D, 9, **more), 1))
+    for activation in (F.sigmoid, F.silu, F.gelu):
+        gate: dict[str, Any] = {"activation": activation, "multiple_of": 3}
+        pairs.append((ParallelGatedMlp(D, group, 9, **gate, **options), GatedMlp(D, 9, **gate), 2))
+    for layer, undivided, gates in pairs:
+        yield Case(layer, undivided, hidden_share(shared(9), gates), randn(BATCH, SEQLEN, D), parts, parts)
+
+
+class OfTokens(MHA):
+    """Of (batch, seqlen, embed_dim), or of (batch * seqlen, embed_dim)."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x.view(-1, SEQLEN, D)).view_as(x)
 
 
 def attention_case(heads: int, heads_kv: int, parts: Part, by_tokens: bool = False, **options: Any) -> Case:
@@ -166,19 +152,10 @@ def attention_case(heads: int, heads_kv: int, parts: Part, by_tokens: bool = Fal
             return torch.cat([t[part] for t, part in zip(t.split(sizes), (rows, rows_kv, rows_kv))])
         return t if name == "out_proj.bias" else t[:, rows]
 
-    def plain(p: Parameters, x: Tensor) -> Tensor:
-        projected = F.linear(x.view(-1, SEQLEN, D), p["Wqkv.weight"], p["Wqkv.bias"])
-        q, k, v = (t.unflatten(-1, (-1, d)) for t in projected.split(sizes, -1))
-        slopes = get_alibi_slopes(heads) if "use_alibi" in options else None
-        window = options.get("window_size", (-1, 0))[0], 0
-        context = attention(q, k, v, window=window, slopes=slopes).flatten(2)
-        return F.linear(context, p["out_proj.weight"], p["out_proj.bias"]).view_as(x)
-
-    layer = ParallelMHA(D, heads, dist.group.WORLD, heads_kv, causal=True, sequence_parallel=parts is chunk, **options)
-    shapes: dict[str, tuple[int, ...]] = {"Wqkv.weight": (sum(sizes), D), "Wqkv.bias": (sum(sizes),)}
-    shapes |= {"out_proj.weight": (D, D), "out_proj.bias": (D,)}
+    options |= {"num_heads_kv": heads_kv, "causal": True}
+    layer = ParallelMHA(D, heads, dist.group.WORLD, sequence_parallel=parts is chunk, **options)
     x, call = (randn(SEQLEN, D), partial(layer, seqlen=SEQLEN)) if by_tokens else (randn(BATCH, SEQLEN, D), None)
-    return Case(layer, shapes, share, plain, x, parts, parts, call)
+    return Case(layer, OfTokens(D, heads, **options), share, x, parts, parts, call)
 
 
 def attentions(parts: Part) -> Iterator[Case]:
@@ -189,18 +166,11 @@ def attentions(parts: Part) -> Iterator[Case]:
 
 
 def embeddings(parts: Part) -> Iterator[Case]:
-    vocab, positions, ids = 10, 6, torch.tensor([[1, 4, 4, 0], [9, 2, 5, 7]])
-    layer = ParallelGPT2Embeddings(D, vocab, positions, dist.group.WORLD, sequence_parallel=parts is chunk)
-    shapes = {"word_embeddings.weight": (vocab, D), "position_embeddings.weight": (positions, D)}
-    rows, columns, kept = shared(vocab), shared(D), ids.clone()
-
-    def share(name: str, t: Tensor) -> Tensor:
-        return t[rows] if name.startswith("word") else t[:, columns]
-
-    def plain(p: Parameters, ids: Tensor) -> Tensor:
-        return p["word_embeddings.weight"][ids] + p["position_embeddings.weight"][: ids.shape[1]]
-
-    yield Case(layer, shapes, share, plain, ids, whole, parts)
+    sizes, ids = (D, 10, 6), torch.tensor([[1, 4, 4, 0], [9, 2, 5, 7]])
+    layer = ParallelGPT2Embeddings(*sizes, dist.group.WORLD, sequence_parallel=parts is chunk)
+    rows, columns, kept = shared(10), shared(D), ids.clone()
+    share = lambda name, t: t[rows] if name.startswith("word") else t[:, columns]  # noqa: E731
+    yield Case(layer, GPT2Embeddings(*sizes), share, ids, whole, parts)
     assert torch.equal(ids, kept)
     torch.testing.assert_close(layer(ids, combine_batch_seqlen_dim=True), layer(ids).flatten(0, 1))
 
