@@ -280,41 +280,25 @@ def recorded(values: dict[str, Any]) -> dict[str, Any]:
 def test_nothing_is_recorded_and_gradients_through_a_forward_are_flash_attns_error(
     backend: str, form: str, mask: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The callers' gradients stay leaves, of a compiled backward too."""
     if backend == "fused":
         fused_on_cpu.emulate(monkeypatch)
-    dtype = torch.float16 if backend == "fused" else torch.float32
-    function, saved = getattr(flash_attn_interface, f"_flash_attn{form}_forward"), []
-    values: dict[str, Any] = FORMS[form] | {name: FORMS[form][name].to(dtype) for name in "qkv"}
-    values |= RULES | {"return_softmax": False} | MASKS[mask]
-    right = on_backend(backend, function, **values)
-    with saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        found = on_backend(backend, function, **recorded(values))
-    assert not saved and all(map(torch.equal, found[:3], right[:3]))
-    for result in found[:2]:
-        with pytest.raises(RuntimeError, match=r"[Tt]rying to backward through .* no autograd formula was registered"):
-            result.sum().backward()
-
-
-@pytest.mark.parametrize("backend", [*GENERAL, "fused"])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("mask", ["plain", "causal_alibi"])
-def test_a_backward_records_nothing_and_the_callers_gradients_stay_leaves(
-    backend: str, form: str, mask: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if backend == "fused":
-        fused_on_cpu.emulate(monkeypatch)
-    dtype = torch.float16 if backend == "fused" else torch.float32
-    values: dict[str, Any] = FORMS[form] | {name: FORMS[form][name].to(dtype) for name in "qkv"}
-    values |= RULES | MASKS[mask]
     forward, backward = (getattr(flash_attn_interface, f"_flash_attn{form}_{name}") for name in ("forward", "backward"))
-    out, lse, *_ = on_backend(backend, forward, **values, return_softmax=False)
-    values |= dict(dout=randn(*out.shape, seed=5).to(dtype), out=out, softmax_lse=lse, deterministic=False)
-    saved, answers = [], []
-    compiled = torch.compile(backward, backend="eager")
-    for function, given in ((backward, values), (backward, recorded(values)), (compiled, recorded(values))):
-        gradients = dict(zip(("dq", "dk", "dv"), empty_grads(*(values[name] for name in "qkv"))))
-        with saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-            softmax_d = on_backend(backend, function, **given, **gradients)
-        assert not any(x.requires_grad for x in (softmax_d, *gradients.values()))
-        answers.append((softmax_d, *gradients.values()))
-    assert not saved and all(map(torch.equal, *answers[:2])) and all(map(torch.equal, *answers[::2]))
+    dtype, saved = torch.float16 if backend == "fused" else torch.float32, []
+    values: dict[str, Any] = FORMS[form] | {name: FORMS[form][name].to(dtype) for name in "qkv"} | RULES | MASKS[mask]
+
+    def run(values: dict[str, Any], backward: Any = backward) -> tuple[Tensor, ...]:
+        out, lse, *rest = on_backend(backend, forward, **values, return_softmax=False)
+        grads = dict(zip(("dq", "dk", "dv"), empty_grads(*(values[name].detach() for name in "qkv"))))
+        upstream = recorded({"dout": out.detach().cos(), "out": out, "softmax_lse": lse, "deterministic": False})
+        return out, lse, rest[0], on_backend(backend, backward, **values, **upstream, **grads), *grads.values()
+
+    right = run(values)
+    with saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        answers = run(recorded(values)), run(recorded(values), torch.compile(backward, backend="eager"))
+    for found in answers:
+        assert all(map(torch.equal, found, right)) and not any(x.requires_grad for x in found[3:])
+        for result in found[:2]:
+            with pytest.raises(RuntimeError, match=r"[Tt]rying to backward through .* no autograd formula was regist"):
+                result.sum().backward()
+    assert not saved
