@@ -5,8 +5,6 @@ What it computes, and every derivative, is in test_derivatives.py.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -51,24 +49,3 @@ def test_pages_are_read_with_sinks_and_their_gradients_too() -> None:
     ]
     for found, right in zip(*([x, *torch.autograd.grad(x.sin().sum(), leaves)] for x in (out, torch.cat(each)))):
         torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("s_aux", "options", "part"),
-    [
-        (torch.zeros(3), {}, r"shape \(nheads,\) = \(4,\), got torch.float32 of shape \(3,\)"),
-        (torch.zeros(4, dtype=torch.int64), {}, "floating-point"),
-        (0.5, {}, "got float"),
-        (torch.zeros(4, device="meta"), {}, "on q's device"),
-        (torch.zeros(4), {"alibi_slopes": torch.ones(4)}, "alibi_slopes cannot be combined"),
-    ],
-)
-def test_what_does_not_fit_is_refused_before_anything_is_written(
-    s_aux: Any, options: dict[str, Any], part: str
-) -> None:
-    with pytest.raises(RuntimeError, match=part):
-        flash_attn_func(Q, K, V, **options, s_aux=s_aux)
-    caches = torch.zeros(2, 5, 2, 16), torch.zeros(2, 5, 2, 16)
-    with pytest.raises(RuntimeError, match=part):
-        flash_attn_with_kvcache(Q, *caches, K[:, :1], V[:, :1], cache_seqlens=0, **options, s_aux=s_aux)
-    assert not any(cache.any() for cache in caches)
