@@ -18,10 +18,6 @@ from flash_attn_compat import (
     flash_attn_with_kvcache,
 )
 from flash_attn_compat.engine.build import Options, Packing
-from flash_attn_compat.flash_attn_interface import (
-    _flash_attn_varlen_backward,
-    _flash_attn_varlen_forward,
-)
 from flash_attn_compat.layers.rotary import RotaryEmbedding, apply_rotary_emb
 from flash_attn_compat.losses.cross_entropy import CrossEntropyLoss
 from flash_attn_compat.ops import activations as act
@@ -29,7 +25,7 @@ from flash_attn_compat.ops.rms_norm import rms_norm
 from flash_attn_compat.ops.triton.layer_norm import layer_norm_fn
 from flash_attn_compat.serving import torch_ops
 from flash_attn_compat.unrecorded import cache
-from tests.support import Asked, close, cumulative, qkv, randn
+from tests.support import Asked, close, cumulative, ints, qkv, randn
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +42,7 @@ def compiled(function: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
 
 def both(function: Callable[..., Any], inputs: list[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
     """Output and gradients."""
+    torch.manual_seed(0)
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     out = function(*leaves, *args, **kwargs)
     return [out, *torch.autograd.grad((out * out.detach().cos()).sum(), leaves)]
@@ -80,6 +77,7 @@ CALLS: dict[str, Case] = {
     ),
     "varlen window": (flash_attn_varlen_func, *packed(), dict(window_size=(3, 1), deterministic=True)),
     "varlen, lengths of a mask": (of_a_mask, [randn(8, 2, 16, seed=s) for s in range(3)], (torch.tensor([3, 5]),), {}),
+    "dropout": (flash_attn_func, DENSE, (), dict(dropout_p=0.4)),
     "qkv": (flash_attn_varlen_qkvpacked_func, [randn(8, 3, 2, 16)], (cumulative(3, 5), 5), dict(causal=True)),
     "rotary": (lambda x: apply_rotary_emb(x * 2, **TABLES), [randn(2, 5, 3, 16)], (), {}),
     "rotary of packed sequences in place": (
@@ -141,60 +139,23 @@ def test_a_compiled_call_asks_for_what_its_eager_one_asks_for(asked: Asked, need
     assert [call.return_lse for call in asked.computed] == [False, needs_grad, False]
 
 
-def test_dropout_uses_one_mask_forward_and_backward() -> None:
-    q, k, v = (x.requires_grad_() for x in qkv())
-    out, _, s_dmask = compiled(flash_attn_func)(q, k, v, dropout_p=0.4, return_attn_probs=True)
-    (dv,) = torch.autograd.grad(out.sum(), v)
-    keep = (s_dmask[:, :, :7, :7] >= 0).double()
-    probs = torch.softmax(torch.einsum("bqhd,bkhd->bhqk", q, k).double() / 4, -1) * keep / 0.6
-    close(out, torch.einsum("bhqk,bkhd->bqhd", probs, v.double()), 4)
-    close(dv, probs.sum(2)[..., None].transpose(1, 2).expand(-1, -1, -1, 16), 4)
-
-
 def step(call: Callable[..., Any], cache: list[Tensor], length: int | Tensor, **options: Any) -> tuple[Tensor, ...]:
     q, k, v = randn(2, 3, 4, 16, seed=1), randn(2, 3, 2, 16, seed=2), randn(2, 3, 2, 16, seed=3)
     return call(q, *cache, k, v, cache_seqlens=length, causal=True, return_softmax_lse=True, **options)
 
 
-def check_steps(call: Callable[..., Any], lengths: list[int | Tensor], **options: Any) -> None:
-    """One after the other, each by the compiled function and the eager one."""
-    caches = [[randn(2, 20, 2, 16, seed=seed) for seed in (5, 6)] for _ in range(2)]
+ROTATED = {"rotary_cos": randn(20, 8, seed=4).cos(), "rotary_sin": randn(20, 8, seed=4).sin()}
+
+
+@pytest.mark.parametrize(("lengths", "options"), [([ints(4, 9)], ROTATED), ([4, 7, 10, 17], {})])
+def test_steps_that_append_write_the_same_cache_and_an_int_length_may_grow(lengths: Any, options: Any) -> None:
+    call, caches = compiled(flash_attn_with_kvcache), [[randn(2, 20, 2, 16, seed=s) for s in (5, 6)] for _ in range(2)]
     for length in lengths:
         found, right = (step(c, cache, length, **options) for c, cache in zip((call, flash_attn_with_kvcache), caches))
-        for x, y in zip(found, right, strict=True):
+        for x, y in zip((*found, *caches[0]), (*right, *caches[1]), strict=True):
             close(x, y)
-        assert all(map(torch.equal, *caches))
-
-
-def test_a_step_with_an_append_and_rotary_writes_the_same_cache() -> None:
-    tables = {"rotary_cos": randn(20, 8, seed=4).cos(), "rotary_sin": randn(20, 8, seed=4).sin()}
-    check_steps(compiled(flash_attn_with_kvcache), [torch.tensor([4, 9], dtype=torch.int32)], **tables)
-
-
-def test_an_int_length_may_grow() -> None:
-    whole = compiled(flash_attn_with_kvcache, dynamic=None)
-    check_steps(whole, [4, 7, 10, 17])
     with pytest.raises(RuntimeError, match="exceeds the capacity"):
-        step(whole, [torch.zeros(2, 20, 2, 16) for _ in range(2)], 20)
-
-
-def test_the_private_functions() -> None:
-    """As ring attention calls them: a forward and a backward that writes into given gradients."""
-    (q, k, v), lengths = packed()
-    options = dict(dropout_p=0.0, softmax_scale=0.25, causal=True, window_size_left=-1, window_size_right=-1)
-    more = dict(softcap=0.0, alibi_slopes=None)
-
-    def step(*given: Tensor) -> tuple[Tensor, ...]:
-        out, lse, _, rng_state = _flash_attn_varlen_forward(*given[:3], *lengths, **options, **more)
-        backward = (out.cos(), *given[:3], out, lse, *given[3:], *lengths)
-        softmax_d = _flash_attn_varlen_backward(*backward, **options, **more, deterministic=False, rng_state=rng_state)
-        return out, lse, softmax_d, *given[3:]
-
-    grads = [tuple(torch.zeros_like(x) for x in (q, k, v)) for _ in range(2)]
-    ours, right = compiled(step)(q, k, v, *grads[0]), step(q, k, v, *grads[1])
-    for a, b in zip((*ours, *grads[0]), (*right, *grads[1]), strict=True):
-        close(a, b, 4)
-    assert all(grad.any() for grad in grads[0])
+        step(call, caches[0], 20)
 
 
 def test_a_graph_holds_one_node_of_ours_per_call_and_serves_other_lengths() -> None:
