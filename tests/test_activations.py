@@ -16,7 +16,7 @@ from flash_attn_compat.ops.triton import k_activations as K
 from flash_attn_compat.ops.triton.linear import triton_dgrad_act, triton_linear_act
 from flash_attn_compat.ops.triton.mlp import FusedDenseSqreluDense
 from tests import plain
-from tests.plain import assert_as_good_as_plain, check_function, check_module, pairwise, rounded_once
+from tests.plain import assert_as_good_as_plain, check_function, pairwise, rounded_once
 from tests.support import randn
 
 PLAIN: dict[str, Any] = {
@@ -77,14 +77,6 @@ def test_linear_with_an_activation_and_the_gradient_through_it(activation: str, 
     weight, grad, hidden = weight.detach(), randn(2, 5, 6, seed=3, dtype=dtype), 2 * randn(2, 5, 8, seed=4, dtype=dtype)
     expected = [(grad.to(d) @ weight.to(d)) * derivative(activation, hidden.to(d)) for d in (dtype, torch.float64)]
     assert_as_good_as_plain(triton_dgrad_act(grad, weight, activation, hidden), *expected)
-
-
-@pytest.mark.parametrize(("checkpoint_lvl", "dtype"), list(zip((0, 1, 2), DTYPES)))
-def test_the_squared_relu_mlp_is_two_layers(checkpoint_lvl: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    module = FusedDenseSqreluDense(8, 12, 5, checkpoint_lvl=checkpoint_lvl, dtype=dtype)
-    check_module(module, plain.two_layers(plain.squared_relu), randn(3, 8, dtype=dtype))
-    assert FusedDenseSqreluDense(8).fc1.out_features == 32
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.float16, torch.float32])

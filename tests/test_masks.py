@@ -47,11 +47,6 @@ def test_masks_are_aligned_to_the_bottom_right_and_windows_count_inclusively(
     assert visible_keys(backend, sq, sk, **options) == seen
 
 
-def test_window_size_may_be_numpy_integers() -> None:
-    np = pytest.importorskip("numpy")
-    assert visible_keys("chunked", 3, 3, window_size=tuple(np.array([1, 0]))) == [[0], [0, 1], [1, 2]]
-
-
 def test_alibi_slopes_get_no_gradient() -> None:
     q, k, v = (x.requires_grad_() for x in qkv())
     slopes = torch.tensor([0.5, 1.0], requires_grad=True)

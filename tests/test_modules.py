@@ -21,6 +21,7 @@ from flash_attn_compat.modules.mha import (
 )
 from flash_attn_compat.modules.mlp import FusedMLP, GatedMlp, Mlp
 from flash_attn_compat.ops.fused_dense import FusedDense, fused_dense_func
+from flash_attn_compat.ops.triton.mlp import FusedDenseSqreluDense
 from flash_attn_compat.utils.generation import InferenceParams
 from tests.plain import (
     Parameters,
@@ -29,6 +30,7 @@ from tests.plain import (
     check_module,
     gated,
     gelu_approx,
+    pairwise,
     squared_relu,
     two_layers,
 )
@@ -66,7 +68,7 @@ QKV, Q, KV = randn(B, S, 3, H, D), randn(B, SQ, H, D, seed=1), randn(B, S, 2, HK
 # name: (module, of its inputs, plain); the two flash modules take slopes and window in another order
 INNER: dict[str, tuple[Callable[..., Any], Callable[..., Tensor], list[Tensor]]] = {
     "flash self": (
-        FlashSelfAttention(False, 0.3, 0.0, (3, -1), SLOPES),
+        FlashSelfAttention(False, 0.3, 0.0, (3, -1), SLOPES.bfloat16()),  # which are used in fp32
         lambda qkv: of_self(qkv, scale=0.3, slopes=SLOPES, window=(3, -1)), [QKV],
     ),
     "flash self, causal where it is called": (
@@ -106,14 +108,8 @@ INNER: dict[str, tuple[Callable[..., Any], Callable[..., Tensor], list[Tensor]]]
 @pytest.mark.parametrize("name", INNER)
 def test_an_inner_attention_is_softmax_attention(name: str, dtype: torch.dtype) -> None:
     module, plain, inputs = INNER[name]
+    assert not (isinstance(module, nn.Module) and module.state_dict())
     check_function(module, plain, *(x.to(dtype) for x in inputs), epsilons=4)
-
-
-def test_flash_modules_use_slopes_in_fp32_and_keep_no_state() -> None:
-    module = FlashSelfAttention(alibi_slopes=SLOPES.bfloat16())
-    assert not module.state_dict()
-    slopes = SLOPES.bfloat16().double()
-    check_function(module, lambda qkv: of_self(qkv, slopes=slopes.to(qkv.dtype)), QKV, epsilons=4)
 
 
 @pytest.mark.parametrize("flash", [False, True])
@@ -138,13 +134,13 @@ def plain_mha(options: dict[str, Any], p: Parameters, x: Tensor, x_kv: Tensor | 
     heads_kv = options.get("num_heads_kv", H)
     given, x = x, x.reshape(B, -1, 64)
     sizes = (64, heads_kv * D, heads_kv * D)
-    if "Wq.weight" in p:
+    if options.get("cross_attn"):
         projected = F.linear(x if x_kv is None else x_kv, p["Wkv.weight"], p["Wkv.bias"])
         parts = F.linear(x, p["Wq.weight"], p["Wq.bias"]), *projected.chunk(2, -1)
     else:
         parts = F.linear(x, p["Wqkv.weight"], p.get("Wqkv.bias")).split(sizes, -1)
-    convolutions = [name.removesuffix(".weight") for name in p if name.startswith("dwconv") and name.endswith("weight")]
-    if convolutions:
+    if options.get("dwconv"):
+        convolutions = ("dwconv_q", "dwconv_kv") if "num_heads_kv" in options else ("dwconv_qkv",)
         weight, bias = (torch.cat([p[f"{name}.{kind}"] for name in convolutions]) for kind in ("weight", "bias"))
         channels = F.pad(torch.cat(parts, -1).transpose(1, 2), (2, 0))
         parts = F.conv1d(channels, weight, bias, groups=len(weight)).transpose(1, 2).split(sizes, -1)
@@ -186,17 +182,6 @@ def test_mha_is_projections_around_attention(options: dict[str, Any]) -> None:
         forms.append((randn(B * S, 64), None, None, cumulative(S, S), S))
     for inputs in forms:
         check_module(module, lambda *given: plain_mha(options, *given), *inputs)
-
-
-def test_mha_names_its_projections_as_flash_attn_does() -> None:
-    for options, names in (
-        ({}, {"Wqkv", "out_proj"}),
-        ({"rotary_emb_dim": 8}, {"Wqkv", "out_proj"}),
-        ({"cross_attn": True}, {"Wq", "Wkv", "out_proj"}),
-        ({"dwconv": True}, {"Wqkv", "dwconv_qkv", "out_proj"}),
-        ({"num_heads_kv": HK, "dwconv": True}, {"Wqkv", "dwconv_q", "dwconv_kv", "out_proj"}),
-    ):
-        assert {name.rsplit(".", 1)[0] for name in MHA(64, H, **options).state_dict()} == names  # type: ignore[arg-type]
 
 
 CACHED: list[dict[str, Any]] = [
@@ -257,15 +242,18 @@ MLPS: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Tensor], int]]
     "fused gelu_approx, recomputed": (lambda: FusedMLP(8, 12, 5, checkpoint_lvl=2), gelu_approx, 12),
     "fused relu": (lambda: FusedMLP(8, activation="relu", checkpoint_lvl=2), F.relu, 32),
     "fused sqrelu": (lambda: FusedMLP(8, 12, 5, activation="sqrelu"), squared_relu, 12),
-}
+    **{f"squared relu in one, {level}": (
+        lambda level=level: FusedDenseSqreluDense(8, out_features=5, checkpoint_lvl=level), squared_relu, 32
+    ) for level in (0, 1, 2)},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MLPS)
-def test_an_mlp_is_two_layers_around_its_activation(name: str) -> None:
+@pytest.mark.parametrize(("name", "dtype"), pairwise(MLPS, (torch.float32, torch.float16, torch.bfloat16)))
+def test_an_mlp_is_two_layers_around_its_activation(name: str, dtype: torch.dtype) -> None:
     make, activation, hidden_features = MLPS[name]
-    module = make()
-    assert module.fc2.in_features == hidden_features
-    check_module(module, two_layers(activation), randn(3, 8))
+    module = make().to(dtype)
+    assert module.fc2.in_features == hidden_features  # type: ignore[union-attr]
+    check_module(module, two_layers(activation), randn(3, 8, dtype=dtype))
 
 
 def test_layers_return_their_input() -> None:
