@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -20,6 +21,7 @@ from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.call import AttentionCall, Result
 from flash_attn_compat.engine.memory import Alike, Run
 from flash_attn_compat.serving import dispatch
+from tests.interpreters import forked_group, free_port
 
 GENERAL = ("reference", "chunked", "sdpa")  # the backends of any device
 on_general_backends = pytest.mark.parametrize("backend", GENERAL)
@@ -110,12 +112,18 @@ def close(ours: Tensor, right: Tensor, magnitude: Tensor | float = 1.0, epsilons
     torch.testing.assert_close(ours.double(), right.double(), rtol=epsilons * torch.finfo(ours.dtype).eps, atol=atol)
 
 
-def end_worker() -> NoReturn:
-    """The last line of a spawned process with a gloo group, once all is asserted and written.
+def in_group(function: Callable[..., object], *arguments: Any) -> None:
+    """function(rank, *arguments) of a test module in each of two processes of a gloo group."""
+    forked_group(_member, function.__module__, function.__name__, free_port(), *arguments)
 
-    Seen in PyTorch 2.4 and 2.6: the group's destructor, holding the GIL, waits for a thread that wants it
-    to free a tensor.
-    """
+
+def _member(rank: int, module: str, name: str, port: int, *arguments: Any) -> NoReturn:
+    os.environ.update({"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)})
+    dist.init_process_group("gloo")
+    getattr(importlib.import_module(module), name)(rank, *arguments)
+    dist.barrier()
+    # Seen in PyTorch 2.4 and 2.6: the group's destructor, holding the GIL, waits for a thread that wants it
+    # to free a tensor.
     dist.destroy_process_group()
     os._exit(0)
 

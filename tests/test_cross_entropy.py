@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +13,8 @@ from torch import Tensor
 from flash_attn_compat.losses.cross_entropy import CrossEntropyLoss
 from flash_attn_compat.ops.triton import cross_entropy
 from flash_attn_compat.ops.triton.cross_entropy import cross_entropy_loss
-from tests.interpreters import forked_group
 from tests.plain import check_function, pairwise
-from tests.support import end_worker
+from tests.support import in_group
 
 N, V = 12, 37
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -164,8 +162,7 @@ def test_a_mean_over_no_rows_is_nan() -> None:
     assert CrossEntropyLoss()(logits, torch.full_like(labels, -100)).isnan()
 
 
-def _vocab_parallel_worker(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def _vocab_parallel_worker(rank: int) -> None:
     logits, labels = problem(2 * V)
     labels[4] = 0
     masked = logits.clone()
@@ -185,8 +182,7 @@ def _vocab_parallel_worker(rank: int, store: str) -> None:
         pairs = (losses, expected), (z_losses, expected_z), (x.grad, leaf.grad.chunk(2, dim=-1)[rank])
         for found, right in pairs:
             torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
-    end_worker()
 
 
-def test_vocab_parallel_ranks_agree_with_one_process(tmp_path: Path) -> None:
-    forked_group(_vocab_parallel_worker, str(tmp_path / "store"))
+def test_vocab_parallel_ranks_agree_with_one_process() -> None:
+    in_group(_vocab_parallel_worker)

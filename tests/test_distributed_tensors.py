@@ -1,23 +1,29 @@
-"""DTensors over gloo: shards of batch and heads are computed where they are; the answer is that of whole tensors."""
+"""DTensors and data parallel training over gloo: parts are computed where they are; the answer is that of the whole."""
 
 from __future__ import annotations
 
-import os
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from tests.interpreters import forked_group, free_port
-from tests.support import cumulative, randn
-
-pytestmark = pytest.mark.skipif(
-    TorchVersion(torch.__version__) < "2.5", reason="PyTorch has register_sharding from 2.5 on"
+import flash_attn_compat
+from flash_attn_compat import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
 )
+from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
+from tests.support import cumulative, in_group, randn
+
 Axes = tuple[int | None, ...]  # of a tensor, by which each axis of the mesh cuts it
 
 
@@ -37,13 +43,6 @@ class Case(NamedTuple):
 
 
 def cases() -> dict[str, Case]:
-    from flash_attn_compat import (
-        flash_attn_func,
-        flash_attn_kvpacked_func,
-        flash_attn_varlen_func,
-        flash_attn_varlen_qkvpacked_func,
-    )
-
     def dense(q: Tensor, k: Tensor, v: Tensor, **extra: Tensor) -> Tensor:
         found = flash_attn_func(q, k, v, causal=True, **extra)
         assert isinstance(found, Tensor)
@@ -115,8 +114,6 @@ def check(case: Case) -> None:
 def check_errors() -> None:
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-    from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-
     q = distribute_tensor(randn(4, 8, 2, 16), init_device_mesh("cpu", (2,)), [Shard(2)])
     with pytest.raises(RuntimeError, match="dropout_p must be 0 for DTensors"):
         flash_attn_func(q, q, q, dropout_p=0.1)
@@ -129,8 +126,6 @@ def check_errors() -> None:
 def check_private() -> None:
     """The private functions by heads; the gradients are written into DTensors too."""
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-
-    from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 
     def run(*given: Any) -> tuple[Any, ...]:
         options = (0.0, 0.25, True, -1, -1, 0.0, None)
@@ -148,8 +143,6 @@ def check_private() -> None:
 def check_pending() -> None:
     from torch.distributed import _functional_collectives as collectives
 
-    from flash_attn_compat import flash_attn_func
-
     q = randn(2, 8, 2, 16)
     pending = collectives.all_reduce(q, "sum", dist.group.WORLD)
     assert isinstance(pending, collectives.AsyncCollectiveTensor)
@@ -158,9 +151,7 @@ def check_pending() -> None:
     torch.testing.assert_close(out, flash_attn_func(2 * q, 2 * q, 2 * q))
 
 
-def process(rank: int, port: int) -> None:
-    os.environ.update({"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)})
-    dist.init_process_group("gloo")
+def shards(rank: int) -> None:
     for name, case in cases().items():
         try:
             check(case)
@@ -169,9 +160,68 @@ def process(rank: int, port: int) -> None:
     check_errors()
     check_private()
     check_pending()
-    dist.barrier()
-    dist.destroy_process_group()
 
 
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.5", reason="PyTorch has register_sharding from 2.5 on")
 def test_two_processes_compute_their_shards() -> None:
-    forked_group(process, free_port())
+    in_group(shards)
+
+
+# ---------------------------------------------------------------- data parallel training
+
+BATCH, SEQLEN, HEADS, HEAD_DIM = 4, 6, 2, 8
+WIDTH = HEADS * HEAD_DIM
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = flash_attn_qkvpacked_func(self.qkv(x).unflatten(-1, (3, HEADS, HEAD_DIM)), causal=True)
+        assert isinstance(out, Tensor)
+        return self.out(out.flatten(-2))
+
+
+def layer() -> Layer:
+    torch.manual_seed(0)
+    return Layer().double()
+
+
+def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
+    module(x).square().mean().backward()
+    return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+
+
+def ddp() -> nn.Module:
+    return nn.parallel.DistributedDataParallel(layer())
+
+
+def fsdp2() -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    module = layer()
+    fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    return module
+
+
+WAYS = {"DDP": ddp, "FSDP2": fsdp2}
+
+
+def train(rank: int, way: str) -> None:
+    x = randn(BATCH, SEQLEN, WIDTH, dtype=torch.float64)
+    expected = gradients(layer(), x)
+    flash_attn_compat.reset_backend_counts()
+    found = gradients(WAYS[way](), x[rank * BATCH // 2 :][: BATCH // 2])
+    assert sum(flash_attn_compat.backend_counts().values()) == 1
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.full_tensor() if hasattr(one, "full_tensor") else one, other)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_gradients_are_those_of_the_whole_batch(way: str) -> None:
+    if way == "FSDP2" and not hasattr(importlib.import_module("torch.distributed.fsdp"), "fully_shard"):
+        pytest.skip("PyTorch has this name from 2.6 on")
+    in_group(train, way)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,9 +18,8 @@ from flash_attn_compat.modules.mlp import GatedMlp, Mlp, ParallelFusedMLP, Paral
 from flash_attn_compat.ops.fused_dense import ColumnParallelLinear, FusedDense, FusedMLP, RowParallelLinear
 from flash_attn_compat.utils import distributed
 from flash_attn_compat.utils.generation import InferenceParams
-from tests.interpreters import forked_group
 from tests.plain import assert_as_good_as_plain, results, upstream
-from tests.support import end_worker, randn
+from tests.support import in_group, randn
 
 WORLD = 2
 BATCH, SEQLEN, D = 2, 4, 24
@@ -246,8 +244,7 @@ def check_refusals() -> None:
             linear(7, 7, group, multiple_of=2)
 
 
-def _worker(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+def _worker(rank: int) -> None:
     for dtype, parts in ((torch.float32, chunk), (torch.float16, chunk), (torch.bfloat16, whole)):
         for cases in (linears, mlps, attentions, embeddings):
             for case in cases(parts):
@@ -259,11 +256,10 @@ def _worker(rank: int, store: str) -> None:
     check_collectives()
     check_marked_parameters()
     check_refusals()
-    end_worker()
 
 
-def test_tensor_parallel_layers_are_the_undivided_ones(tmp_path: Path) -> None:
-    forked_group(_worker, str(tmp_path / "store"))
+def test_tensor_parallel_layers_are_the_undivided_ones() -> None:
+    in_group(_worker)
 
 
 def test_local_dimensions_add_up_and_stay_multiples() -> None:

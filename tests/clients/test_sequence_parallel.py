@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import flash_attn_compat
 from tests.clients import ring_worker
 from tests.clients.ring_worker import NHEADS, Case, contiguous, zigzag
-from tests.interpreters import forked_group, free_port
+from tests.support import in_group
 
 SEQLEN, HEAD_DIM = [64], 16
 
@@ -51,17 +52,10 @@ def ulysses(rank: int) -> None:
     ring_worker.check(case, SEQLEN, HEAD_DIM, torch.float64, (1e-9, 1e-9), nheads_k=NHEADS)
 
 
-def process(rank: int, name: str, port: int) -> None:
-    """As torchrun starts it under `flash-attn-compat run`."""
-    import flash_attn_compat
-
-    os.environ.update({"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)})
+def process(rank: int, name: str) -> None:
     flash_attn_compat.patch()
-    dist.init_process_group("gloo")
     WORKERS[name](rank)
     assert sum(flash_attn_compat.backend_counts().values()) > 0
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 WORKERS = {"ring_flash_attn": ring, "yunchang": yunchang, "deepspeed": ulysses}
@@ -71,4 +65,4 @@ WORKERS = {"ring_flash_attn": ring, "yunchang": yunchang, "deepspeed": ulysses}
 def test_every_variant_gives_output_and_gradients_of_the_whole_sequence(name: str) -> None:
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
-    forked_group(process, name, free_port())
+    in_group(process, name)
