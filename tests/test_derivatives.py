@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flash_attn_compat import flash_attn_func, flash_attn_kvpacked_func, flash_attn_varlen_func, use_backend
+from flash_attn_compat import flash_attn_func, flash_attn_kvpacked_func, flash_attn_varlen_func, settings, use_backend
 from tests import fused_on_cpu, others_kernels
 from tests.plain import attention_and_lse, check_function, pairwise
-from tests.support import GENERAL, cumulative, on_backend, qkv, randn
+from tests.support import GENERAL, close, cumulative, on_backend, qkv, randn
 
 SLOPES = torch.tensor([0.3, 0.1, 0.2, 0.0])
 SINKS = torch.tensor([-2.0, 0.0, 1.5, 6.0])
@@ -261,6 +261,22 @@ def test_every_way_to_differentiate_gives_the_formulas_derivatives(
     wanted = (*wanted, 3) if "sinks" in name else wanted
     ours, plain = losses(name, form, of, given)
     torch.testing.assert_close(derive(ours, given, wanted), derive(plain, given, wanted), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", [*GENERAL, "fused"])
+@pytest.mark.parametrize("by_variable", [False, True], ids=["use_backend", "environment variable"])
+def test_gradients_of_a_named_backend_can_be_differentiated(
+    backend: str, by_variable: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given = inputs("dense", "causal", HALF)
+    ours, _ = losses("causal", "dense", "out", given)
+    right = twice(ours, given, (0, 1, 2))
+    named = serve(backend, monkeypatch, tmp_path)
+    if by_variable:
+        monkeypatch.setenv(settings.BACKEND, backend)
+    with contextlib.nullcontext() if by_variable else named:
+        for found, expected in zip(twice(ours, given, (0, 1, 2)), right, strict=True):
+            close(found.detach(), expected.detach(), float(expected.detach().abs().max()))
 
 
 @pytest.mark.gpu
