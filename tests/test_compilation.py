@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,17 +34,12 @@ def compiled_step(monkeypatch):
 
 
 def test_random_problems_are_right_with_the_compiled_step(compiled_step):
-    for number in range(60):
-        problem = random_problem(9000 + number, dtypes=("float32", "float64"))
+    long = Problem(seqlens_q=(1100,), seqlens_k=(1100,), head_dim=16, causal=True, dtype="float64")
+    problems = [random_problem(9000 + number, dtypes=("float32", "float64")) for number in range(60)]
+    for problem in (*problems, *(replace(long, window=(left, 0)) for left in (12, 200))):
         verdict = Examination(problem).judge("chunked")
         assert not verdict.failures, (problem, verdict)
     assert compiled_step
-
-
-@pytest.mark.parametrize("left", [12, 200])
-def test_the_compiled_step_is_right_for_a_long_causal_window(compiled_step, left):
-    problem = Problem(seqlens_q=(1100,), seqlens_k=(1100,), head_dim=16, causal=True, window=(left, 0), dtype="float64")
-    assert Examination(problem).judge("chunked").failures == [] and compiled_step
 
 
 @pytest.mark.parametrize("at_the_end", [False, True])

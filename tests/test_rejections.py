@@ -73,11 +73,6 @@ def same(call: Call, before: list[Tensor]) -> bool:
     return all(torch.equal(call.args[cache].nan_to_num(7), x.nan_to_num(7)) for cache, x in zip(call.caches, before))
 
 
-@pytest.mark.parametrize("label", CALLS)
-def test_the_same_calls_are_served_with_what_they_ask_for(label: str) -> None:
-    ask(CALLS[label].to("cpu"))
-
-
 NO_BOOLS = ("no", "", [True], object(), torch.ones(4, 4), numpy.ones(2))
 NO_NUMBERS = ("x", [0.5], torch.ones(2), 1j)
 # By the words of the error: values of a wrong type, and numbers that mean nothing.
