@@ -37,112 +37,79 @@ def dropped(x: Tensor, mask: Tensor | None, dropout_p: float) -> Tensor:
     return x if mask is None else x * mask / (1 - dropout_p)
 
 
-def inputs(dtype: torch.dtype, names: tuple[str, ...]) -> list[Tensor]:
-    """Of the activations' dtype or fp32 (parameters and residuals), all different."""
+def inputs(dtype: torch.dtype, weight_dtype: torch.dtype, names: tuple[str, ...]) -> list[Tensor]:
+    """All different; residuals are in fp32."""
     shapes = dict.fromkeys(("x", "x0", "x1", "residual"), (B, S, D)) | {"rowscale": (B, S)}
-    kinds = dict.fromkeys(("x", "x0", "x1", "rowscale"), dtype)
+    kinds = dict.fromkeys(("x", "x0", "x1", "rowscale"), dtype) | {"residual": torch.float32}
     return [
-        randn(*shapes.get(name, (D,)), seed=seed, dtype=kinds.get(name, torch.float32))
+        randn(*shapes.get(name, (D,)), seed=seed, dtype=kinds.get(name, weight_dtype))
         for seed, name in enumerate(names)
     ]
 
 
-PRESENT = [
-    ("bias",),
-    (),
-    ("bias", "residual"),
-    ("residual", "rowscale"),
-    ("bias", "residual", "x1", "weight1", "bias1"),
-    ("x1", "weight1"),
-]
-
-
-@pytest.mark.parametrize(("dtype", "rms", "present", "dropout_p"), pairwise(DTYPES, (False, True), PRESENT, (0.0, 0.3)))
-def test_the_triton_family_is_dropout_sum_and_norm(
-    dtype: torch.dtype, rms: bool, present: tuple[str, ...], dropout_p: float
-) -> None:
-    names = ("x", "weight", *present)
-    masks: list[Tensor | None] = []
-
-    def ours(*values: Tensor) -> Any:
-        given: dict[str, Any] = {"bias": None, **dict(zip(names, values, strict=True))}
-        options: dict[str, Any] = dict(eps=EPS, prenorm=True, return_dropout_mask=True, zero_centered_weight=True)
-        *outputs, mask, mask1 = (rms_norm_fn if rms else layer_norm_fn)(**given, dropout_p=dropout_p, **options)
-        assert (mask is None) == (dropout_p == 0) and (mask1 is None) == (dropout_p == 0 or "x1" not in given)
-        masks[:] = mask, mask1
-        return outputs
-
-    def plain(*values: Tensor) -> Any:
-        given = dict(zip(names, values, strict=True))
-        x = given["x"]
-        scaled = wide(x) * given["rowscale"][..., None] if "rowscale" in given else wide(x)
-        h = dropped(scaled, masks[0], dropout_p)
-        if "x1" in given:
-            h = h + dropped(wide(given["x1"]), masks[1], dropout_p)
-        h = h + given.get("residual", 0.0)
-        outputs = [norm(h, given["weight"] + 1, given.get("bias"), rms)]
-        if "weight1" in given:
-            outputs.append(norm(h, given["weight1"] + 1, given.get("bias1"), rms))
-        return [*(y.to(x.dtype) for y in outputs), h if "residual" in given else h.to(x.dtype)]
-
-    check_function(ours, plain, *inputs(dtype, names), rounds_once=True)
-
-
-def added(x0: Tensor, residual: Tensor, mask: Tensor, dropout_p: float, *scales: Tensor) -> Tensor:
-    branch = wide(x0)
-    for scale in scales:
-        branch = branch * scale
-    return dropped(branch, mask, dropout_p) + residual
-
-
-# name: (functions, tensors, the sum from masks and tensors)
-DROPOUT_FAMILY: dict[str, tuple[Any, tuple[str, ...], Any]] = {
+TRITON = layer_norm_fn, rms_norm_fn
+# name: (functions of the layer norm and of the RMS norm, what they are given)
+FORMS: dict[str, tuple[tuple[Any, Any], tuple[str, ...]]] = {
     "dropout_add": (
         (ln.dropout_add_layer_norm, rn.dropout_add_rms_norm),
         ("x0", "residual", "weight", "bias", "rowscale", "layerscale"),
-        lambda p, masks, t: added(t["x0"], t["residual"], masks[0], p, t["rowscale"][..., None], t["layerscale"]),
     ),
     "parallel": (
         (ln.dropout_add_layer_norm_parallel_residual, rn.dropout_add_rms_norm_parallel_residual),
         ("x0", "x1", "residual", "weight0", "bias0", "weight1", "bias1"),
-        lambda p, masks, t: added(t["x0"], added(t["x1"], t["residual"], masks[1], p), masks[0], p),
     ),
-}  # fmt: skip
+    "plain": (TRITON, ("x", "weight")),
+    "bias": (TRITON, ("x", "weight", "bias")),
+    "residual": (TRITON, ("x", "weight", "bias", "residual")),
+    "rowscale": (TRITON, ("x", "weight", "residual", "rowscale")),
+    "x1 and residual": (TRITON, ("x", "weight", "bias", "residual", "x1", "weight1", "bias1")),
+    "x1": (TRITON, ("x", "weight", "x1", "weight1")),
+}
 
 
 @pytest.mark.parametrize(
     ("form", "dtype", "weight_dtype", "rms", "dropout_p"),
-    pairwise(DROPOUT_FAMILY, DTYPES, DTYPES, (False, True), (0.0, 0.3)),
+    pairwise(FORMS, DTYPES, DTYPES, (False, True), (0.0, 0.3)),
 )
-def test_the_dropout_layer_norm_family_is_scales_dropout_sum_and_norm(
+def test_a_fused_norm_is_scales_dropout_sum_and_norm(
     form: str, dtype: torch.dtype, weight_dtype: torch.dtype, rms: bool, dropout_p: float
 ) -> None:
-    functions, names, total = DROPOUT_FAMILY[form]
-    masks: list[Tensor] = []
+    """Triton's functions with weights centred at zero."""
+    functions, names = FORMS[form]
+    is_triton, masks = functions is TRITON, [None, None]
+    number = 2 if is_triton or form == "parallel" else 1
+    options: dict[str, Any] = dict(dropout_p=dropout_p, prenorm=True, return_dropout_mask=True)
+    options |= dict(eps=EPS, zero_centered_weight=True) if is_triton else dict(epsilon=EPS)
 
     def ours(*values: Tensor) -> Any:
-        given: dict[str, Any] = dict(zip(names, values, strict=True))
-        more: dict[str, Any] = {"dropout_p": dropout_p, "epsilon": EPS, "prenorm": True, "return_dropout_mask": True}
-        outputs = functions[rms](**given, **more)
-        number = 2 if form == "parallel" else 1
-        masks[:] = outputs[-number:]
-        assert all(mask.dtype == torch.uint8 and (dropout_p > 0 or mask.all()) for mask in masks)
+        given: dict[str, Any] = {"bias": None} if is_triton else {}
+        outputs = functions[rms](**given | dict(zip(names, values, strict=True)), **options)
+        masks[:number] = outputs[-number:]
+        for mask, x in zip(masks, ("x", "x1")):
+            if is_triton:
+                assert (mask is None) == (dropout_p == 0 or (x == "x1" and x not in names))
+            elif mask is not None:
+                assert mask.dtype == torch.uint8 and (dropout_p > 0 or mask.all())
         return outputs[:-number]
 
     def plain(*values: Tensor) -> Any:
         given = dict(zip(names, values, strict=True))
-        h = total(dropout_p, masks, given)
-        pairs = [("weight0", "bias0"), ("weight1", "bias1")] if form == "parallel" else [("weight", "bias")]
-        return [*(norm(h, given[w], given[b], rms).to(given["x0"].dtype) for w, b in pairs), h]
+        h = wide(values[0])
+        h = h * given["rowscale"][..., None] if "rowscale" in given else h
+        h = dropped(h * given.get("layerscale", 1.0), masks[0], dropout_p)
+        h = h + dropped(wide(given["x1"]), masks[1], dropout_p) if "x1" in given else h
+        h = h + given.get("residual", 0.0)
+        pairs = [(f"weight{i}", f"bias{i}") for i in ("", 0, 1) if f"weight{i}" in given]
+        normed = [norm(h, given[w] + is_triton, given.get(b), rms).to(values[0].dtype) for w, b in pairs]
+        return [*normed, h if "residual" in given else h.to(values[0].dtype)]
 
-    values = inputs(dtype, names)
-    kinds = ("x0", "x1", "residual", "rowscale")
-    values = [value if name in kinds else value.to(weight_dtype) for name, value in zip(names, values)]
-    check_function(ours, plain, *values, rounds_once=True)
+    check_function(ours, plain, *inputs(dtype, weight_dtype, names), rounds_once=True)
 
 
 def test_an_output_that_nobody_uses_costs_no_gradient() -> None:
-    x, residual, weight, bias = (t.requires_grad_() for t in inputs(torch.float32, ("x", "residual", "weight", "bias")))
+    x, residual, weight, bias = (
+        t.requires_grad_() for t in inputs(torch.float32, torch.float32, ("x", "residual", "weight", "bias"))
+    )
     _, h = layer_norm_fn(x, weight, bias, residual=residual, prenorm=True)
     assert torch.autograd.grad(h.sum(), (weight, bias), allow_unused=True) == (None, None)  # type: ignore[union-attr]
 
