@@ -107,9 +107,8 @@ def test_a_fused_norm_is_scales_dropout_sum_and_norm(
 
 
 def test_an_output_that_nobody_uses_costs_no_gradient() -> None:
-    x, residual, weight, bias = (
-        t.requires_grad_() for t in inputs(torch.float32, torch.float32, ("x", "residual", "weight", "bias"))
-    )
+    names = "x", "residual", "weight", "bias"
+    x, residual, weight, bias = (t.requires_grad_() for t in inputs(torch.float32, torch.float32, names))
     _, h = layer_norm_fn(x, weight, bias, residual=residual, prenorm=True)
     assert torch.autograd.grad(h.sum(), (weight, bias), allow_unused=True) == (None, None)  # type: ignore[union-attr]
 
@@ -167,14 +166,6 @@ def test_dropout_keeps_the_stated_share_follows_the_seed_and_may_drop_everything
     assert x.grad is not None and x.grad.abs().sum() == 0
 
 
-def test_the_triton_rms_norm_module_drops_only_in_training() -> None:
-    module = triton_norms.RMSNorm(D, dropout_p=0.5, zero_centered_weight=True)
-    x = randn(3, D)
-    assert module.eps == 1e-5 and module.bias is None and module.weight.abs().sum() == 0
-    close(module.eval()(x).detach(), norm(x.double(), torch.ones(D), None, rms=True))
-    assert (module.train()(x) == 0).any()
-
-
 # The rest of the dropout_layer_norm family
 
 
@@ -185,14 +176,17 @@ def test_without_a_second_weight_the_parallel_form_has_one_output() -> None:
     close(z, norm(2 * x.double(), weight, None, rms=False))
 
 
-def test_the_modules_hold_the_parameters_of_flash_attn() -> None:
+def test_modules_hold_the_parameters_of_flash_attn_and_drop_in_training_only() -> None:
     x, residual, weight = randn(3, D), randn(3, D, seed=1), torch.ones(D)
     layer, rms, plain = ln.DropoutAddLayerNorm(D, prenorm=True, p=0.5), rn.DropoutAddRMSNorm(D, p=0.5), rn.RMSNorm(D)
-    assert [set(m.state_dict()) for m in (layer, rms, plain)] == [{"weight", "bias"}, {"weight"}, {"weight"}]
+    triton = triton_norms.RMSNorm(D, dropout_p=0.5, zero_centered_weight=True)
+    names = [set(m.state_dict()) for m in (layer, rms, plain, triton)]
+    assert names == [{"weight", "bias"}, {"weight"}, {"weight"}, {"weight"}]
+    assert triton.eps == 1e-5 and triton.bias is None and triton.weight.abs().sum() == 0
     z, h = layer.eval()(x, residual)
     torch.testing.assert_close(h, x + residual)
     torch.testing.assert_close(z, F.layer_norm(x + residual, (D,), eps=1e-5))
-    for y in (rms.eval()(x), plain(x), rn.rms_norm(x, weight, 1e-5)):
+    for y in (rms.eval()(x), plain(x), rn.rms_norm(x, weight, 1e-5), triton.eval()(x)):
         torch.testing.assert_close(y, norm(x, weight, None, rms=True))
     torch.testing.assert_close(ln.layer_norm(x, weight, weight, EPS), norm(x, weight, weight, rms=False))
-    assert rms.bias is None and (rms.train()(x) == 0).any()
+    assert rms.bias is None and (rms.train()(x) == 0).any() and (triton.train()(x) == 0).any()
