@@ -1,4 +1,4 @@
-"""examples/distributed: each script runs in two processes over gloo and finds its answers right."""
+"""examples: those of examples/distributed in two processes over gloo, and chunks beside the whole sequence."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from torch.torch_version import TorchVersion
 
 from tests.interpreters import forked, forked_group, free_port
+from tests.plain import attention, check_function
+from tests.support import randn
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples" / "distributed"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+FOLDER = EXAMPLES / "distributed"
 NEEDS = {
     "data_parallel": (),
     "gathered_keys": (),
@@ -44,11 +48,8 @@ def test_two_processes_find_the_answer_of_one(name: str) -> None:
     for package in NEEDS[name]:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
-    if name == "data_parallel":
-        import torch
-
-        if TorchVersion(torch.__version__) < "2.6":
-            pytest.skip("PyTorch has fully_shard from 2.6 on")
+    if name == "data_parallel" and TorchVersion(torch.__version__) < "2.6":
+        pytest.skip("PyTorch has fully_shard from 2.6 on")
     forked_group(process, name, free_port())
 
 
@@ -63,3 +64,32 @@ except SystemExit as stop:
     print(stop.code)
 """
     assert "no operator for a CPU" in forked(code, CUDA_VISIBLE_DEVICES="").stdout
+
+
+# ---------------------------------------------------------------- blockwise_attention.py
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("blockwise_attention_example", EXAMPLES / "blockwise_attention.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("chunks", [(16, 16), (16, 7), (5, 16), (100, 100)], ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_chunks_give_output_and_gradients_of_the_whole_sequence(example, chunks, causal, dtype):
+    """Each block rounds its part of a gradient, hence some epsilons more."""
+    check_function(
+        lambda *qkv: example.blockwise_attention(*qkv, causal, *chunks),
+        lambda *qkv: attention(*qkv, window=(-1, 0 if causal else -1)),
+        *(randn(2, 45, heads, 16, seed=heads, dtype=dtype) for heads in (4, 2, 2)),
+        epsilons=4,
+    )
+
+
+def test_the_example_runs_as_a_script(example, capsys):
+    example.main()
+    assert len(capsys.readouterr().out.splitlines()) == 2
