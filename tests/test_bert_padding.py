@@ -15,24 +15,16 @@ KEPT = [0, 1, 9, 10, 11]
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.float32])
 @pytest.mark.parametrize("hidden", [randn(3, 4, 2, 5), torch.arange(12).reshape(3, 4, 1)], ids=["floats", "integers"])
 def test_unpad_input_returns_five_values_for_every_kind_of_mask(hidden: torch.Tensor, dtype: torch.dtype) -> None:
-    packed, indices, cu_seqlens, max_seqlen, seqused = unpad_input(hidden, MASK.to(dtype))
-    assert torch.equal(packed, hidden.flatten(0, 1)[KEPT]) and packed.dtype == hidden.dtype
-    assert indices.dtype == torch.int64 and indices.tolist() == KEPT
-    assert cu_seqlens.dtype == torch.int32 and cu_seqlens.tolist() == [0, 2, 2, 5]
-    assert type(max_seqlen) is int and max_seqlen == 3
-    assert seqused.dtype == torch.int32 and seqused.tolist() == [2, 0, 3]
+    """Unused tokens are packed but not counted as used, and those in both masks count once."""
+    unused = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0]])
+    for masks, kept, starts in (((MASK,), KEPT, [0, 2, 2, 5]), ((MASK, unused), [0, 1, 2, 7, 9, 10, 11], [0, 3, 4, 7])):
+        packed, indices, cu_seqlens, max_seqlen, seqused = unpad_input(hidden, *(mask.to(dtype) for mask in masks))
+        assert torch.equal(packed, hidden.flatten(0, 1)[kept]) and packed.dtype == hidden.dtype
+        assert indices.dtype == torch.int64 and indices.tolist() == kept
+        assert cu_seqlens.dtype == torch.int32 and cu_seqlens.tolist() == starts
+        assert type(max_seqlen) is int and max_seqlen == 3
+        assert seqused.dtype == torch.int32 and seqused.tolist() == [2, 0, 3]
     assert bert_padding.rearrange is einops.rearrange and bert_padding.repeat is einops.repeat
-
-
-def test_unused_tokens_are_packed_but_not_counted_as_used_and_those_in_both_masks_count_once() -> None:
-    x = randn(3, 3, 4)
-    attention_mask = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 1, 1]])
-    unused_mask = torch.tensor([[0, 1, 0], [0, 0, 1], [1, 1, 1]])
-    packed, indices, cu_seqlens, max_seqlen, seqused = unpad_input(x, attention_mask, unused_mask)
-    assert indices.tolist() == [0, 1, 3, 4, 5, 6, 7, 8]
-    assert torch.equal(packed, x.flatten(0, 1)[indices])
-    assert cu_seqlens.tolist() == [0, 2, 5, 8] and max_seqlen == 3
-    assert seqused.tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("integers", [torch.int32, torch.int64])
