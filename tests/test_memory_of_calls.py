@@ -15,145 +15,42 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import (
-    backend_counts,
     flash_attn_func,
     flash_attn_interface,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
-    reset_backend_counts,
     use_backend,
 )
 from flash_attn_compat.backends.fused import Fused, launcher
 from flash_attn_compat.engine import capture, memory
 from flash_attn_compat.engine.build import Options, Packing, call_of
 from tests import fused_on_cpu, warm
-from tests.problems import DENSE, PACKED, PROBLEMS, STEP
+from tests.problems import PACKED, STEP
 from tests.support import ints, qkv, randn
-from verify.call import DTYPES, Call, moved, same, solve
-from verify.problems import FUNCTIONS
+from tests.warm import FIRST, Answer, Tally, WarmCall
+from verify.call import solve
 
-Changes = dict[str, Any]
-
-
-FIRST = {"flash_attn_func": DENSE, "flash_attn_varlen_func": PACKED, "flash_attn_with_kvcache": STEP}
-# What problems do not say, one change each of the first call of their function.
-SCALE, SLOPES = {"softmax_scale": torch.tensor(0.5)}, torch.tensor([0.5, 0.1, 0.3, 0.2])
-APART = torch.stack([SLOPES, SLOPES], -1)[:, 0]  # which are copied
-FURTHER: dict[str, list[Changes]] = {
-    "flash_attn_func": [
-        SCALE, {"return_attn_probs": False}, {"q": randn(2, 7, 16, 4).transpose(2, 3)},
-        {"q": randn(1 + 2 * 7 * 4 * 16)[1:].view(2, 7, 4, 16)},
-        {"alibi_slopes": SLOPES}, {"alibi_slopes": APART},
-        {"q": randn(1 + 2 * 7 * 4 * 16)[1:].view(2, 7, 4, 16), "alibi_slopes": APART},
-        {"window_size": (1, 1)}, {"window_size": (1.0, 1)}, {"window_size": 3}, {"k": randn(2, 11, 3, 16)},
-        {"v": randn(2, 11, 2, 16).double()},
-        {"q": None}, {"k": torch.empty(2, 11, 2, 16, device="meta")}, {"alibi_slopes": SLOPES[:3]},
-        {"alibi_slopes": SLOPES.double()}, {"softmax_scale": "wide"}, {"dropout_p": 1.5}, {"softmax_scale": [1.0]},
-    ],
-    "flash_attn_varlen_func": [
-        SCALE, {"return_attn_probs": False}, {"cu_seqlens_q": ints(0, 5, 22, 23, 30)},
-        {"cu_seqlens_k": ints(0, 11, 13, 43, 52)},
-        {"cu_seqlens_q": ints(0, 5, 22, 23, 32).long()}, {"cu_seqlens_k": ints(0, 1, 9, 2, 13, 3, 43, 4, 52)[::2]},
-        {"max_seqlen_q": 17.0}, {"cu_seqlens_k": ints(0, 52)}, {"cu_seqlens_q": [0, 5, 22, 23, 32]},
-        {"max_seqlen_k": 2**31},
-    ],
-    "flash_attn_with_kvcache": [
-        SCALE, {"cache_seqlens": ints(29, 0)}, {"cache_seqlens": 7}, {"rotary_interleaved": False},
-        {"cache_seqlens": 29}, {"k": randn(2, 2, 3, 32).transpose(1, 2)}, {"q": randn(2, 3, 4, 32)[:, :2]},
-        {"q": randn(1 + 2 * 3 * 4 * 32)[1:].view(2, 3, 4, 32)}, {"k": randn(1 + 2 * 3 * 2 * 32)[1:].view(2, 3, 2, 32)},
-        {"cache_seqlens": ints(4, 30)}, {"cache_seqlens": ints(4, -1)}, {"cache_seqlens": 30}, {"cache_seqlens": 4.0},
-        {"cache_seqlens": ints(4, 9).long()}, {"num_splits": 200}, {"rotary_sin": randn(32, 8)}, {"v": None},
-        {"k": randn(2, 3, 2, 8)}, {"rotary_cos": randn(19, 8), "rotary_sin": randn(19, 8)}, {"window_size": (1.0, 1)},
-        {"v_cache": randn(2, 32, 2, 32).bfloat16()}, {"k": randn(2, 3, 2, 32).double()},
-        {"rotary_cos": randn(32, 8), "rotary_sin": randn(32, 8).bfloat16()}, {"cache_leftpad": ints(1, 3).long()},
-        {"rotary_cos": randn(32, 16)[:, ::2], "rotary_sin": randn(32, 8)},
-        {"rotary_cos": randn(1 + 32 * 8)[1:].view(32, 8), "rotary_sin": randn(32, 8)},
-        {"v": torch.empty(2, 3, 2, 32, device="meta")},
-    ],
-}  # fmt: skip
+functions = pytest.mark.parametrize("function", FIRST)
 
 
-def calls_of(function: str, dtype: str = "") -> list[Call]:
-    """Every short problem of it, the first one first, and changes of that one. dtype: of what is not half precision."""
-    names = [name for name, x in PROBLEMS.items() if FUNCTIONS[x.kind] == function and not name.startswith("long")]
-    problems = [FIRST[function], *(PROBLEMS[name] for name in names)]
-    calls = [(replace(x, dtype=dtype) if dtype and "16" not in x.dtype else x).build() for x in problems]
-    changes = FURTHER[function]
-    if dtype:
-        changes = [{name: of_dtype(name, x, DTYPES[dtype]) for name, x in change.items()} for change in changes]
-    return [*calls, *(Call(function, calls[0].args | change) for change in ({}, *changes))]
-
-
-def of_dtype(name: str, x: Any, dtype: torch.dtype) -> Any:
-    """Data, as it lies in memory."""
-    if not isinstance(x, Tensor) or x.dtype != torch.float32 or name in ("alibi_slopes", "softmax_scale"):
-        return x
-    memory = x.new_empty(0).set_(x.untyped_storage()).to(dtype)
-    return memory.as_strided(x.shape, x.stride(), x.storage_offset())
-
-
-def unwritten(call: Call) -> Call:
-    return replace(call, args=call.args | {name: moved(call.args[name], "cpu") for name in call.caches})
-
-
-def outcome(call: Call) -> list[Any]:
-    """What a call returns, its gradients and what it writes into its cache, or its error."""
-    try:
-        found = solve(getattr(flash_attn_interface, call.fn), unwritten(call))
-    except Exception as error:  # noqa: BLE001  whatever a first call raises
-        return [type(error), str(error)]
-    return [*found.parts.values(), found.s_dmask]
-
-
-def alike(one: list[Any], two: list[Any]) -> bool:
-    return len(one) == len(two) and all(
-        isinstance(y, Tensor) and x.shape == y.shape and same(x, y) if isinstance(x, Tensor) else x == y
-        for x, y in zip(one, two)
-    )
-
-
-def check_warm(run: Callable[[Call], list[Any]], calls: list[Call]) -> None:
-    """Behind any other call, each call gives what it gave as the first one."""
-    expected = []
-    for call in calls:
-        memory.forget()
-        expected.append(run(call))
-    assert len(memory.current().known) <= 2
-    for index in (*range(len(calls)), *reversed(range(len(calls))), 0):
-        assert alike(run(calls[index]), expected[index]), calls[index]
-    assert len(memory.current().known) > 2
-
-
-@pytest.mark.parametrize("function", FIRST)
+@functions
 def test_calls_that_differ_in_one_argument_get_answers_and_errors_of_their_own(function: str) -> None:
-    check_warm(outcome, calls_of(function))
+    check_table(function, lambda call: call.run())
 
 
-def without_addresses(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: x if isinstance(x, tuple) else x > 2**32 or x for name, x in fields.items()}
-
-
-@pytest.mark.parametrize("function", FIRST)
+@functions
 def test_launches_are_those_of_a_first_call(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = fused_on_cpu.record(monkeypatch)
-
-    def launched(call: Call) -> list[Any]:
-        before = len(launches.seen)
-        reset_backend_counts()
-        with torch.no_grad(), use_backend("fused"):
-            try:
-                getattr(flash_attn_interface, call.fn)(**unwritten(call).args)
-            except Exception as error:  # noqa: BLE001  whatever a first call raises
-                return [type(error), str(error), sum(backend_counts().values())]
-        assert backend_counts() == {"fused": 1} or not launches.seen[before:]
-        return [(launch.variant, launch.blocks, without_addresses(launch.fields)) for launch in launches.seen[before:]]
-
-    # The device "meta" has the number of the GPU that is acted out.
-    calls = calls_of(function, "float16")
-    check_warm(launched, [call for call in calls if not any(getattr(x, "is_meta", False) for x in call.args.values())])
+    check_table(function, warm.launched(fused_on_cpu.record(monkeypatch)), "float16")
 
 
-@pytest.mark.parametrize("function", FIRST)
+def check_table(function: str, answer: Callable[[WarmCall], Answer], dtype: str = "") -> None:
+    """Behind any other call."""
+    calls = list(warm.calls_of(function, dtype))
+    tally = warm.compare((*calls, *reversed(calls)), answer)
+    assert not tally.differing and 2 * tally.found > tally.calls - tally.errors
+
+
+@functions
 def test_a_tensor_whose_value_counts_is_not_kept(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launches, scale = fused_on_cpu.record(monkeypatch), torch.tensor(0.5)
     arguments = replace(FIRST[function], dtype="float16").build().args | {"softmax_scale": scale}
@@ -192,7 +89,7 @@ def test_packed_lengths_are_compared_at_every_call() -> None:
     assert [call.equal_lengths for call in calls] == [True, False, True]
 
 
-@pytest.mark.parametrize("function", FIRST)
+@functions
 def test_nothing_of_a_capture_is_kept(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels may not have been tried in it."""
     fused_on_cpu.record(monkeypatch)
@@ -222,7 +119,7 @@ def test_a_scale_of_any_type_finds_the_step_of_the_call_before(scale: Any, monke
 
 @pytest.mark.parametrize("head_dim", [32, 12])  # as it lies, and by copies
 @pytest.mark.parametrize("backend", ["fused", "chunked"])
-@pytest.mark.parametrize("function", FIRST)
+@functions
 def test_nothing_is_kept_alive(function: str, backend: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fused_on_cpu.record(monkeypatch)
     monkeypatch.setattr(launcher, "SMALL", 0)
@@ -259,28 +156,31 @@ def test_subclasses_of_tensors_are_not_kept() -> None:
     assert not memory.current().known
 
 
-def test_random_calls_of_all_functions_are_answered_alike_with_and_without_memory() -> None:
+@pytest.mark.parametrize("by_kernels", [False, True])
+def test_random_calls_are_answered_alike_with_and_without_memory(
+    by_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`python -m tests.warm` asks for as many as one has time for."""
-    tally = warm.compare(range(60), lambda call: call.run(), warm.ON_CPU)
-    assert not tally.differing and tally.found > 10 and 4 * tally.errors < 60
+    tally = random_calls(monkeypatch, by_kernels)
+    assert not tally.differing and tally.found > 30 and 4 * tally.errors < 100
 
 
-def test_random_calls_launch_alike_with_and_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def random_calls(monkeypatch: pytest.MonkeyPatch, by_kernels: bool) -> Tally:
+    if not by_kernels:
+        return warm.compare(warm.random_call(number, warm.ON_CPU) for number in range(100))
     launches = fused_on_cpu.record(monkeypatch)
-    tally = warm.compare(range(100), warm.launched(launches), warm.ON_CPU[1:])
-    assert not tally.differing and tally.found > 20 and 4 * tally.errors < 100
+    return warm.compare((warm.random_call(number, warm.ON_CPU[1:]) for number in range(100)), warm.launched(launches))
 
 
 def test_a_key_too_coarse_is_found_by_random_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches, layouts = fused_on_cpu.record(monkeypatch), memory.layouts
+    layouts = memory.layouts
     monkeypatch.setattr(memory, "layouts", lambda tensors: tuple([x and x[:1] for x in layouts(tensors)]))
-    assert warm.compare(range(100), warm.launched(launches), warm.ON_CPU[1:]).differing
+    assert random_calls(monkeypatch, by_kernels=True).differing
 
 
 def test_threads_are_answered_right_while_another_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "MOST", 3)  # so that something goes all the time
-    calls = [warm.random_call(number, warm.ON_CPU[:1]) for number in range(200)]
-    calls = [call for call in calls if not call.state and call.name.startswith(("cache", "pages", "extension"))][:16]
+    calls = list(warm.calls_of("flash_attn_with_kvcache"))[:16]
     expected = [call.run() for call in calls]
     stopped, wrong = threading.Event(), []
 

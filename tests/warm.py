@@ -1,7 +1,7 @@
 """Random calls of all functions, answered by what is known of earlier ones and by nothing: `python -m tests.warm`.
 
-Shapes, layouts, options and states come from few, so that most calls are like an earlier one, or differ from it in one
-thing. Both answers are equal bit for bit, errors too; of our own kernels, that is what is launched.
+Each differs in a thing or two from the first problem of its function, so that most are like an earlier one, or nearly.
+Both answers are equal bit for bit, errors too; of our own kernels, that is what is launched.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import contextlib
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,19 +24,102 @@ from flash_attn_compat import flash_attn_2_cuda as raw
 from flash_attn_compat import flash_attn_interface, settings, use_backend
 from flash_attn_compat.engine import memory
 from tests import fused_on_cpu
-from tests.support import ints
-from verify.call import same
+from tests.problems import DENSE, PACKED, PROBLEMS, STEP
+from tests.support import ints, randn
+from verify.call import Call, moved, same, solve
+from verify.problems import FUNCTIONS, Problem
 
 Answer = list[Any]
+Changes = dict[str, Any]
 State = Callable[[], contextlib.AbstractContextManager[object]]
 
 
-class RandomCall(NamedTuple):
-    """run: makes the call, over tensors of its own, and returns all that it returns and writes"""
+class WarmCall(NamedTuple):
+    """run: makes the call, over tensors of its own, and returns all that it returns and writes, or its error"""
 
     name: str
-    state: str
     run: Callable[[], Answer]
+
+
+# ---- one change each of the first call of a function, of what problems do not say
+
+FIRST = {"flash_attn_func": DENSE, "flash_attn_varlen_func": PACKED, "flash_attn_with_kvcache": STEP}
+SCALE, SLOPES = {"softmax_scale": torch.tensor(0.5)}, torch.tensor([0.5, 0.1, 0.3, 0.2])
+APART = torch.stack([SLOPES, SLOPES], -1)[:, 0]  # which are copied
+FURTHER: dict[str, list[Changes]] = {
+    "flash_attn_func": [
+        SCALE, {"return_attn_probs": False}, {"q": randn(2, 7, 16, 4).transpose(2, 3)},
+        {"q": randn(1 + 2 * 7 * 4 * 16)[1:].view(2, 7, 4, 16)}, {"q": torch._neg_view(randn(2, 7, 4, 16))},
+        {"alibi_slopes": SLOPES}, {"alibi_slopes": APART},
+        {"q": randn(1 + 2 * 7 * 4 * 16)[1:].view(2, 7, 4, 16), "alibi_slopes": APART},
+        {"window_size": (1, 1)}, {"window_size": (1.0, 1)}, {"window_size": 3}, {"k": randn(2, 11, 3, 16)},
+        {"v": randn(2, 11, 2, 16).double()},
+        {"q": None}, {"k": torch.empty(2, 11, 2, 16, device="meta")}, {"alibi_slopes": SLOPES[:3]},
+        {"alibi_slopes": SLOPES.double()}, {"softmax_scale": "wide"}, {"dropout_p": 1.5}, {"softmax_scale": [1.0]},
+    ],
+    "flash_attn_varlen_func": [
+        SCALE, {"return_attn_probs": False}, {"cu_seqlens_q": ints(0, 5, 22, 23, 30)},
+        {"cu_seqlens_k": ints(0, 11, 13, 43, 52)},
+        {"cu_seqlens_q": ints(0, 5, 22, 23, 32).long()}, {"cu_seqlens_k": ints(0, 1, 9, 2, 13, 3, 43, 4, 52)[::2]},
+        {"max_seqlen_q": 17.0}, {"cu_seqlens_k": ints(0, 52)}, {"cu_seqlens_q": [0, 5, 22, 23, 32]},
+        {"max_seqlen_k": 2**31}, {"max_seqlen_q": 16},
+    ],
+    "flash_attn_with_kvcache": [
+        SCALE, {"cache_seqlens": ints(29, 0)}, {"cache_seqlens": 7}, {"rotary_interleaved": False},
+        {"cache_seqlens": 29}, {"k": randn(2, 2, 3, 32).transpose(1, 2)}, {"q": randn(2, 3, 4, 32)[:, :2]},
+        {"q": randn(1 + 2 * 3 * 4 * 32)[1:].view(2, 3, 4, 32)}, {"k": randn(1 + 2 * 3 * 2 * 32)[1:].view(2, 3, 2, 32)},
+        {"cache_seqlens": ints(4, 30)}, {"cache_seqlens": ints(4, -1)}, {"cache_seqlens": 30}, {"cache_seqlens": 4.0},
+        {"cache_seqlens": ints(4, 9).long()}, {"num_splits": 200}, {"rotary_sin": randn(32, 8)}, {"v": None},
+        {"k": randn(2, 3, 2, 8)}, {"rotary_cos": randn(19, 8), "rotary_sin": randn(19, 8)}, {"window_size": (1.0, 1)},
+        {"v_cache": randn(2, 32, 2, 32).bfloat16()}, {"k": randn(2, 3, 2, 32).double()},
+        {"rotary_cos": randn(32, 8), "rotary_sin": randn(32, 8).bfloat16()}, {"cache_leftpad": ints(1, 3).long()},
+        {"rotary_cos": randn(32, 16)[:, ::2], "rotary_sin": randn(32, 8)},
+        {"rotary_cos": randn(1 + 32 * 8)[1:].view(32, 8), "rotary_sin": randn(32, 8)},
+        {"v": torch.empty(2, 3, 2, 32, device="meta")},
+    ],
+}  # fmt: skip
+
+
+def calls_of(function: str, dtype: str = "") -> Iterator[WarmCall]:
+    """Every short problem of it, the first one first, and changes of that one. dtype: of what is not half precision."""
+    first = FIRST[function]
+    problems = [x for name, x in PROBLEMS.items() if FUNCTIONS[x.kind] == function and not name.startswith("long")]
+    for problem in (first, *problems):
+        whole = replace(problem, dtype=dtype) if dtype and "16" not in problem.dtype else problem
+        yield WarmCall(repr(problem), partial(outcome, whole.build()))
+    call = replace(first, dtype=dtype or first.dtype).build()
+    for change in ({}, *FURTHER[function]):
+        yield WarmCall(f"{function} {list(change)}", partial(outcome, changed(call, change)))
+
+
+def changed(call: Call, change: Changes) -> Call:
+    """dout stays where out has its shape."""
+    lasts = "q" not in change and "return_attn_probs" not in change
+    args = {name: _of_dtype(name, x, call.dtype) for name, x in change.items()}
+    return Call(call.fn, call.args | args, call.dout if lasts else None)
+
+
+def _of_dtype(name: str, x: Any, dtype: torch.dtype) -> Any:
+    """Data, as it lies in memory."""
+    if not isinstance(x, Tensor) or x.dtype != torch.float32 or x.is_neg():
+        return x
+    if name in ("alibi_slopes", "softmax_scale"):
+        return x
+    memory = x.new_empty(0).set_(x.untyped_storage()).to(dtype)
+    return memory.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def outcome(call: Call) -> Answer:
+    """What a call returns, its gradients and what it writes into its cache, or its error."""
+    fresh = replace(call, args=call.args | {name: moved(call.args[name], "cpu") for name in call.caches})
+    try:
+        found = solve(getattr(flash_attn_interface, call.fn), fresh)
+    except Exception as error:  # noqa: BLE001  whatever a first call raises
+        return [type(error), str(error)]
+    return [*found.parts.values(), found.s_dmask]
+
+
+# ---- random calls
 
 
 def variable(name: str, value: str) -> State:
@@ -47,11 +132,7 @@ def variable(name: str, value: str) -> State:
     return enter
 
 
-_USUAL = 0.9  # how often nothing is special
-
 STATES: dict[str, State] = {
-    "": contextlib.nullcontext,
-    "no_grad": torch.no_grad,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "chunked": lambda: use_backend("chunked"),
     "reference": lambda: use_backend("reference"),
@@ -59,165 +140,80 @@ STATES: dict[str, State] = {
     "CAPABILITY=7.5": variable(settings.CAPABILITY, "7.5"),
     "CAPABILITY=x": variable(settings.CAPABILITY, "x"),
 }
+KINDS = (
+    DENSE, replace(DENSE, kind="kvpacked"), PACKED, replace(PACKED, kind="paged", page_size=8),
+    replace(PACKED, kind="private_varlen"), STEP, replace(STEP, page_size=8), replace(STEP, batch_idx=True),
+    replace(PACKED, kind="varlen_qkvpacked", seqlens_k=PACKED.seqlens_q, group=1),
+)  # fmt: skip
+FIELDS: dict[str, tuple[Any, ...]] = {
+    "causal": (True, False), "window": ((2, 1), (3, 0)), "softcap": (2.0,), "softmax_scale": (0.5, 1),
+    "alibi": ("h", "bh"), "head_dim": (8, 12, 32), "dropout_p": (0.2,), "return_attn_probs": (False,),
+    "deterministic": (True,), "backward": (False,), "nheads_k": (1, 4),
+    "layouts": (("offset",) * 4, ("heads_first",) * 4, ("sliced", "offset", "contiguous", "one_value")),
+}  # fmt: skip
+OF_CACHES: dict[str, tuple[Any, ...]] = {
+    "new_keys": (None, 1, 5), "rotary_dim": (8, 0), "rotary_interleaved": (False,), "lengths_as": ("int", "none"),
+    "seqlens_k": ((0, 20), (3, 9), (9, 9)), "seqlens_q": ((1, 1), (7, 7)), "num_splits": (3,), "leftpad": ((1, 2),),
+}  # fmt: skip
 
 
-class Draw:
-    """What one call is made of: equal numbers, equal calls."""
+def random_call(number: int, dtypes: tuple[str, ...]) -> WarmCall:
+    chosen = random.Random(number)
+    dtype, state = chosen.choice((dtypes[0],) * 8 + dtypes), chosen.choice(["", *[""] * 20, *STATES])
+    name, run = chosen.choice((random_problem, random_problem, random_problem, private, extension))(chosen, dtype)
 
-    def __init__(self, number: int, dtypes: tuple[torch.dtype, ...]) -> None:
-        self.random, self.numbers = random.Random(number), torch.Generator().manual_seed(number)
-        self.dtype = self.any(*dtypes)
-        self.batch, self.rows, self.keys = self.any(2, 2, 1), self.any(5, 7, 1), self.any(7, 9)
-        self.heads, self.heads_k = self.any((4, 2), (2, 2), (4, 1))
-        self.dim = self.any(16, 16, 8, 12)
-        self.grad = self.any(True, False)
-
-    def any(self, *choices: Any) -> Any:
-        """The first one mostly."""
-        return choices[0] if self.random.random() < _USUAL else self.random.choice(choices)
-
-    def tensor(self, *shape: int) -> Tensor:
-        """Now and then laid out in another way, or of another dtype."""
-        size, how = torch.Size(shape).numel(), self.random.randrange(30)
-        memory = torch.randn(size + 1, generator=self.numbers).to(self.dtype)
-        if how == 0:
-            return memory[1:].view(shape)
-        if how == 1 and len(shape) > 2:
-            return memory[:-1].view(*shape[:-3], shape[-2], shape[-3], shape[-1]).transpose(-3, -2)
-        if how == 2:
-            return torch.cat([memory[:-1].view(shape)] * 2)[: shape[0]]
-        if how == 3:
-            return torch._neg_view(-memory[:-1].view(shape))
-        if how == 4 and self.random.randrange(4) == 0:
-            return memory[:-1].view(shape).double()
-        return memory[:-1].view(shape)
-
-    def leaf(self, *shape: int) -> Tensor:
-        return self.tensor(*shape).requires_grad_(self.grad)
-
-    def slopes(self) -> Tensor | None:
-        return self.any(None, None, torch.linspace(0.1, 0.9, self.heads), torch.linspace(0.1, 0.9, 2 * self.heads)[::2])
-
-    def options(self) -> dict[str, Any]:
-        return {
-            "causal": self.any(True, False), "window_size": self.any((-1, -1), (2, 1), (3, 0), (1.0, 1)),
-            "softcap": self.any(0.0, 0.0, 2.0), "softmax_scale": self.any(None, 0.5, 1, torch.tensor(0.5)),
-            "alibi_slopes": self.slopes(),
-        }  # fmt: skip
-
-    def with_dropout(self) -> dict[str, Any]:
-        probs = {"return_attn_probs": self.any(True, False), "deterministic": self.any(True, False)}
-        return self.options() | {"dropout_p": self.any(0.0, 0.0, 0.2)} | probs
-
-    def starts(self, total: int) -> Tensor:
-        return ints(0, self.any(2, 3), self.any(total, total - 1))
-
-
-def gradients(returned: Any, *leaves: Tensor) -> Answer:
-    found = [x for x in (returned if isinstance(returned, tuple) else (returned,)) if x is not None]
-    if not found[0].requires_grad:
-        return found
-    total = found[0].float().square().sum() + (found[1].clamp(max=9.0).sum() if len(found) > 1 else 0.0)
-    return [*found, *torch.autograd.grad(total, leaves)]
-
-
-def dense(d: Draw) -> Answer:
-    k_shape = d.batch, d.keys, d.heads_k, d.dim
-    q, k, v = d.leaf(d.batch, d.rows, d.heads, d.dim), d.leaf(*k_shape), d.leaf(*k_shape)
-    return gradients(flash_attn_interface.flash_attn_func(q, k, v, **d.with_dropout()), q, k, v)
-
-
-def kvpacked(d: Draw) -> Answer:
-    q, kv = d.leaf(d.batch, d.rows, d.heads, d.dim), d.leaf(d.batch, d.keys, 2, d.heads_k, d.dim)
-    return gradients(flash_attn_interface.flash_attn_kvpacked_func(q, kv, **d.with_dropout()), q, kv)
-
-
-def varlen(d: Draw) -> Answer:
-    k_shape = d.keys, d.heads_k, d.dim
-    q, k, v = d.leaf(d.rows + 3, d.heads, d.dim), d.leaf(*k_shape), d.leaf(*k_shape)
-    starts = d.starts(d.rows + 3), d.starts(d.keys)
-    given = q, k, v, *starts, d.any(10, 8), d.any(9, 8)
-    return gradients(flash_attn_interface.flash_attn_varlen_func(*given, **d.with_dropout()), q, k, v)
-
-
-def qkvpacked(d: Draw) -> Answer:
-    qkv, starts = d.leaf(d.keys, 3, d.heads, d.dim), d.starts(d.keys)
-    return gradients(flash_attn_interface.flash_attn_varlen_qkvpacked_func(qkv, starts, 9, **d.with_dropout()), qkv)
-
-
-def pages(d: Draw) -> Answer:
-    q, k, v = d.tensor(d.rows + 3, d.heads, d.dim), *(d.tensor(4, 8, d.heads_k, d.dim) for _ in "kv")
-    given = q, k, v, d.starts(d.rows + 3), ints(0, 9, d.any(20, 25)), 10, 16
-    table = d.any(ints(0, 1, 2, 3).view(2, 2), ints(0, 9, 1, 9, 2, 9, 3, 9).view(2, 4)[:, ::2])
-    return gradients(flash_attn_interface.flash_attn_varlen_func(*given, **d.options(), block_table=table))
-
-
-def private(d: Draw) -> Answer:
-    k_shape = d.batch, d.keys, d.heads_k, d.dim
-    q, k, v = d.tensor(d.batch, d.rows, d.heads, d.dim), d.tensor(*k_shape), d.tensor(*k_shape)
-    p = d.any(0.0, 0.2)
-    rules = p, 0.5, d.any(True, False), *d.any((-1, -1), (2, 1)), d.any(0.0, 2.0), d.slopes()
-    found = flash_attn_interface._flash_attn_forward(q, k, v, *rules, p > 0)
-    out, lse, _, rng_state = found
-    places = [d.any(None, torch.empty_like(x)) for x in (q, k, v)]
-    dout = d.tensor(*out.shape)
-    sums = flash_attn_interface._flash_attn_backward(
-        dout, q, k, v, out, lse, *places, *rules, d.any(True, False), rng_state
-    )
-    return [*found, *places, sums]
-
-
-def extension(d: Draw) -> Answer:
-    k_shape = d.batch, d.keys, d.heads_k, d.dim
-    q, k, v = d.tensor(d.batch, d.rows, d.heads, d.dim), d.tensor(*k_shape), d.tensor(*k_shape)
-    rules = 0.0, 0.5, d.any(True, False), -1, -1, 0.0
-    out, lse, *_ = raw.fwd(q, k, v, d.any(None, torch.empty_like(q)), None, *rules, False)
-    return [out, lse, *raw.bwd(out, q, k, v, out, lse, None, None, None, None, *rules, False)]
-
-
-def cache(d: Draw) -> Answer:
-    paged, seqlen_new = d.any(True, False), d.any(None, 1, 3)
-    shape = (4, 12, d.heads_k, d.dim) if paged else (3, 24, d.heads_k, d.dim)
-    caches = [torch.randn(shape, generator=d.numbers).to(d.dtype) for _ in "kv"]
-    q, batch = d.tensor(2, d.rows, d.heads, d.dim), 2
-    new = [None if seqlen_new is None else d.tensor(batch, seqlen_new, d.heads_k, d.dim) for _ in "kv"]
-    tables: dict[str, Any] = {}
-    if seqlen_new is not None and d.dim == 16 and d.any(True, False):
-        cos, sin = (torch.randn(24, 8, generator=d.numbers).to(d.dtype) for _ in "cs")
-        tables = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": d.any(True, False)}
-    lengths = d.any(ints(3, 9), ints(0, 20), 4, 9, 12, 30)
-    if seqlen_new is None:
-        lengths = d.any(lengths, None, 0)
-    where: dict[str, Any] = {}
-    if paged:
-        where = {"block_table": ints(0, 1, 2, 3).view(2, 2)}
-    elif d.any(True, False):
-        where = {"cache_batch_idx": ints(2, 0)}
-    elif d.any(True, False, False):
-        where = {"cache_leftpad": ints(1, 2)}
-    found = flash_attn_interface.flash_attn_with_kvcache(
-        q, *caches, *new, **tables, cache_seqlens=lengths, **where, **d.options(), return_softmax_lse=d.any(True, False)
-    )
-    return [*(found if isinstance(found, tuple) else (found,)), *caches]
-
-
-FUNCTIONS = dense, kvpacked, varlen, qkvpacked, pages, private, extension, cache
-ON_CPU = torch.float32, torch.float16, torch.bfloat16
-
-
-def random_call(number: int, dtypes: tuple[torch.dtype, ...]) -> RandomCall:
-    chosen = random.Random(-1 - number)
-    function, state = chosen.choice(FUNCTIONS), chosen.choice([*STATES, *[""] * 16])
-
-    def run() -> Answer:
+    def run_in_state() -> Answer:
         torch.manual_seed(number)
         try:
-            with STATES[state]():
-                return function(Draw(number, dtypes))
+            with STATES.get(state, contextlib.nullcontext)():
+                return run()
         except Exception as error:  # noqa: BLE001  whatever a first call raises
             return [type(error), str(error)]
 
-    return RandomCall(f"{function.__name__} {number}", state, run)
+    return WarmCall(f"{number} {state}: {name}", run_in_state)
+
+
+def random_problem(chosen: random.Random, dtype: str) -> tuple[str, Callable[[], Answer]]:
+    kind = chosen.choice(KINDS)
+    fields = FIELDS | OF_CACHES if kind.kind == "kvcache" else FIELDS
+    names = chosen.sample(list(fields), chosen.choice((0, 1, 1, 2)))
+    problem = replace(kind, dtype=dtype, **{name: chosen.choice(fields[name]) for name in names})
+    return repr(problem), partial(outcome, problem.build())
+
+
+def _drawn(chosen: random.Random, dtype: str) -> Problem:
+    kind = replace(DENSE, dtype=dtype, causal=chosen.random() < 0.8, return_attn_probs=False)
+    return replace(kind, **chosen.choice(({}, {}, {"head_dim": 12}, {"alibi": "h"}, {"layouts": ("offset",) * 4})))
+
+
+def private(chosen: random.Random, dtype: str) -> tuple[str, Callable[[], Answer]]:
+    problem, p, places = _drawn(chosen, dtype), chosen.choice((0.0, 0.0, 0.2)), chosen.choice((True, True, False))
+
+    def run() -> Answer:
+        args, dout = (call := problem.build()).args, call.dout
+        q, k, v = call.qkv
+        rules = p, 0.5, problem.causal, *problem.window, problem.softcap, args.get("alibi_slopes")
+        out, lse, dmask, state = flash_attn_interface._flash_attn_forward(q, k, v, *rules, p > 0)
+        into = [torch.empty_like(x) if places else None for x in (q, k, v)]
+        sums = flash_attn_interface._flash_attn_backward(dout, q, k, v, out, lse, *into, *rules, False, state)
+        return [out, lse, dmask, *into, sums]
+
+    return f"private {problem} {p} {places}", run
+
+
+def extension(chosen: random.Random, dtype: str) -> tuple[str, Callable[[], Answer]]:
+    problem, has_place = _drawn(chosen, dtype), chosen.choice((True, False))
+
+    def run() -> Answer:
+        q, k, v = problem.build().qkv
+        rules = 0.0, 0.5, problem.causal, -1, -1, 0.0
+        out, lse, *_ = raw.fwd(q, k, v, torch.empty_like(q) if has_place else None, None, *rules, False)
+        return [out, lse, *raw.bwd(out, q, k, v, out, lse, None, None, None, None, *rules, False)]
+
+    return f"extension {problem} {has_place}", run
+
+
+# ---- with and without memory
 
 
 def equal(one: Answer, two: Answer) -> bool:
@@ -229,13 +225,14 @@ def equal(one: Answer, two: Answer) -> bool:
 
 class Tally(NamedTuple):
     differing: list[str]
+    calls: int
     found: int  # requests of which something was known from other calls
     errors: int
 
 
-def compare(numbers: range, answer: Callable[[RandomCall], Answer], dtypes: tuple[torch.dtype, ...]) -> Tally:
+def compare(calls: Iterable[WarmCall], answer: Callable[[WarmCall], Answer] = lambda call: call.run()) -> Tally:
     """Each call by an empty memory, and twice by one that remembers all the calls before it."""
-    differing, errors, hits, counts = [], 0, 0, False
+    differing, made, errors, hits, counts = [], 0, 0, 0, False
     with pytest.MonkeyPatch.context() as patch:
         lasting, look_up = memory.Memory(), memory.look_up
 
@@ -246,8 +243,8 @@ def compare(numbers: range, answer: Callable[[RandomCall], Answer], dtypes: tupl
             return found
 
         patch.setattr(memory, "look_up", seen)
-        for number in numbers:
-            call = random_call(number, dtypes)
+        for call in calls:
+            made += 1
             patch.setattr(memory, "_current", memory.Memory())
             expected = answer(call)
             errors += expected[:1] != [] and isinstance(expected[0], type)
@@ -256,14 +253,14 @@ def compare(numbers: range, answer: Callable[[RandomCall], Answer], dtypes: tupl
             found = answer(call)
             counts = False
             if not (equal(found, expected) and equal(answer(call), expected)):
-                differing.append(f"{call.name} {call.state}")
-    return Tally(differing, hits, errors)
+                differing.append(call.name)
+    return Tally(differing, made, hits, errors)
 
 
-def launched(launches: fused_on_cpu.Launches) -> Callable[[RandomCall], Answer]:
+def launched(launches: fused_on_cpu.Launches) -> Callable[[WarmCall], Answer]:
     """What is launched of a call, but for addresses; or its error."""
 
-    def answer(call: RandomCall) -> Answer:
+    def answer(call: WarmCall) -> Answer:
         launches.seen.clear()
         returned = call.run()
         error = returned if returned[:1] and isinstance(returned[0], type) else []
@@ -276,6 +273,9 @@ def launched(launches: fused_on_cpu.Launches) -> Callable[[RandomCall], Answer]:
     return answer
 
 
+ON_CPU = "float32", "float16", "bfloat16"
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.warm", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--calls", type=int, default=20_000, help="how many; half of them by our own kernels")
@@ -283,15 +283,14 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     begun, numbers = time.monotonic(), range(options.seed, options.seed + options.calls // 2)
-    tallies = {"on a CPU": compare(numbers, lambda call: call.run(), ON_CPU)}
+    tallies = {"on a CPU": compare(random_call(number, ON_CPU) for number in numbers)}
     with pytest.MonkeyPatch.context() as patch:
         launches = fused_on_cpu.record(patch)
-        tallies["by our own kernels"] = compare(numbers, launched(launches), ON_CPU[1:])
+        calls = (random_call(number, ON_CPU[1:]) for number in numbers)
+        tallies["by our own kernels"] = compare(calls, launched(launches))
     for name, tally in tallies.items():
-        print(
-            f"{name}: {len(numbers)} calls, {tally.found} requests like an earlier one, {tally.errors} errors: ", end=""
-        )
-        print(f"{len(tally.differing)} differ {tally.differing[:10]}")
+        counts = f"{tally.calls} calls, {tally.found} requests like an earlier one, {tally.errors} errors"
+        print(f"{name}: {counts}: {len(tally.differing)} differ {tally.differing[:10]}")
     print(f"{time.monotonic() - begun:.0f} s")
     return 1 if any(tally.differing for tally in tallies.values()) else 0
 
