@@ -68,6 +68,7 @@ class Driver:
         self.found, self.compute = found, compute
 
     def launch(self, kernel: Kernel, blocks: int, device: int, content: bytes) -> None:
+        assert device == -1, "which is that of CPU tensors"
         launch = Launch(self.found.variants[(kernel.handle.value or 0) - 1], blocks, unpack(content))
         self.found.seen.append(launch)
         self.compute(launch, content)

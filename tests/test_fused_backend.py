@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 import flash_attn_compat
-from flash_attn_compat import backend_counts, flash_attn_func, flash_attn_with_kvcache, reset_backend_counts
-from flash_attn_compat.backends.fused import Fused, append, backward, forward, launcher, loader, trial, variants
-from flash_attn_compat.backends.fused.loader import KernelError
+from flash_attn_compat import flash_attn_func, flash_attn_with_kvcache
+from flash_attn_compat.backends.fused import Fused, launcher, loader, trial, variants
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine.build import Options, call_of
 from flash_attn_compat.engine.call import AttentionCall
@@ -141,98 +140,6 @@ def test_what_kernels_cannot_read_as_it_lies_is_copied_and_only_that(
     assert len(launches.seen) == (2 if seqlen_q == 1 else 4)
     close(found["fused"][0], found["chunked"][0], 4.0)
     assert all(map(torch.equal, found["fused"][1:], found["chunked"][1:]))
-
-
-# ---- kernels that cannot be used
-
-
-def broken(monkeypatch: pytest.MonkeyPatch, module: Any, name: str = "prepare") -> None:
-    def fail(*arguments: Any, **options: Any) -> None:
-        raise KernelError("NVRTC refuses it")
-
-    monkeypatch.setattr(module, name, fail)
-
-
-@pytest.mark.parametrize("failing", [(forward.Attention, "try_first"), (append, "try_first")])
-def test_a_call_over_a_cache_that_fails_leaves_it_unwritten(
-    failing: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launches = fused_on_cpu.record(monkeypatch)
-    broken(monkeypatch, *failing)
-    q, k_cache, new = (
-        randn(2, 20, 4, 64, dtype=HALF),
-        torch.zeros(2, 50, 2, 64, dtype=HALF),
-        randn(2, 20, 2, 64, dtype=HALF),
-    )
-    for lengths in (torch.tensor([3, 30], dtype=torch.int32), 7):
-        with (
-            flash_attn_compat.use_backend("fused"),
-            pytest.warns(RuntimeWarning, match="NVRTC refuses it"),
-            pytest.raises(RuntimeError, match=r"cannot serve(.|\n)*fused .*failed before: NVRTC refuses it"),
-        ):
-            flash_attn_with_kvcache(q, k_cache, k_cache.clone(), new, new, cache_seqlens=lengths, causal=True)
-        monkeypatch.setattr(fused_on_cpu.FUSED, "_failures", {})
-    assert not launches.seen and not k_cache.any()
-
-
-def test_a_private_backward_counts_for_who_served_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    fused_on_cpu.record(monkeypatch)
-    broken(monkeypatch, backward)
-    q, k, v = qkv()
-    options = (0.0, 0.125, True, -1, -1, 0.0, None)
-    with flash_attn_compat.use_backend("chunked"):
-        out, lse, *_ = _flash_attn_forward(q, k, v, *options, False)
-    reset_backend_counts()
-    with pytest.warns(RuntimeWarning, match="NVRTC refuses it"):
-        _flash_attn_backward(out, q, k, v, out, lse, None, None, None, *options, False)
-    assert backend_counts() == {"sdpa": 1}
-
-
-def training(dropout_p: float) -> list[Tensor]:
-    """S_dmask, out and gradients."""
-    torch.manual_seed(0)
-    leaves, slopes = [tensor.requires_grad_() for tensor in qkv()], torch.tensor([0.5, 0.25, 0.125, 1.0])
-    out, _, dmask = flash_attn_func(*leaves, dropout_p, None, True, (-1, -1), 0.0, slopes, False, True)
-    return [dmask, out, *torch.autograd.grad(out, leaves, randn(*out.shape, dtype=HALF))]
-
-
-def decoding(seqlen_new: int) -> list[Tensor]:
-    """out and the cache."""
-    caches = [randn(2, 50, 2, 64, seed=seed, dtype=HALF) for seed in (1, 2)]
-    new = [randn(2, seqlen_new, 2, 64, seed=seed, dtype=HALF) for seed in (3, 4)]
-    tables = [randn(50, 16, seed=seed, dtype=HALF) for seed in (5, 6)]
-    lengths = torch.tensor([3, 30], dtype=torch.int32)
-    return [
-        flash_attn_with_kvcache(randn(2, 1, 4, 64, dtype=HALF), *caches, *new, *tables, lengths, causal=True),
-        *caches,
-    ]
-
-
-FAILING: list[tuple[Callable[[Any], list[Tensor]], Any, tuple[Any, ...]]] = [
-    *((training, dropout_p, (module,)) for dropout_p in (0.0, 0.4) for module in (forward, backward)),
-    *((decoding, seqlen_new, (forward.Attention, "try_first")) for seqlen_new in (1, 17)),
-    (decoding, 17, (append, "try_first")),
-]
-
-
-@pytest.mark.parametrize(("call", "value", "failing"), FAILING)
-def test_answers_are_right_whichever_part_fails_and_one_warning_says_so(
-    call: Callable[[Any], list[Tensor]], value: float, failing: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fused_on_cpu.emulate(monkeypatch)
-    broken(monkeypatch, *failing)
-    with pytest.warns(RuntimeWarning, match="NVRTC refuses it"):
-        found = call(value)
-    reset_backend_counts()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        again = call(value)
-    assert backend_counts().get("fused", 0) == (failing == (backward,))  # its forward serves on
-    with flash_attn_compat.use_backend("chunked"):
-        expected = call(value)
-    for one, two, right in zip(found, again, expected, strict=True):
-        close(one, right, 4.0)
-        close(two, right, 4.0)
 
 
 # ---- the trial

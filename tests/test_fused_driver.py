@@ -6,21 +6,14 @@ import ctypes
 import shutil
 import struct
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
 from flash_attn_compat.backends.fused import loader, params, variants
 from flash_attn_compat.backends.fused.loader import Kernel, KernelError
-from flash_attn_compat.backends.fused.variants import BF16_AS_FP16, FP16, Kind, Variant
+from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
 from flash_attn_compat.engine import capture
-from tests import fused_on_cpu
-from tests.support import cumulative, randn
 
 SMALL = variants.forward(Kind(75, FP16, 64))
 TWO_BLOCKS = variants.forward(Kind(75, FP16, 128, few_rows=True))  # of 32 KB each on a multiprocessor
@@ -169,80 +162,3 @@ def test_a_launch_that_fails_is_an_error_and_leaves_the_threads_context(device: 
     with pytest.raises(KernelError, match="INVALID_VALUE"):
         stub.driver.launch(kernel, 1, device, b"\0" * PARAMS)
     assert stub.state == (OWN_CONTEXT, GLOBAL)
-
-
-# ---- whole calls
-
-
-def half(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
-    return randn(*shape, dtype=dtype)
-
-
-def dense(dtype: torch.dtype, head_dim: int) -> None:
-    flash_attn_func(*(half(2, 90, 4, head_dim, dtype=dtype) for _ in range(3)), causal=True)
-
-
-def backward(dtype: torch.dtype, head_dim: int) -> None:
-    q, k, v = (half(2, 90, 4, head_dim, dtype=dtype).requires_grad_() for _ in range(3))
-    flash_attn_func(q, k, v, dropout_p=0.2).sum().backward()
-
-
-def packed(dtype: torch.dtype, head_dim: int) -> None:
-    q, starts = half(300, 4, head_dim, dtype=dtype), cumulative(100, 200)
-    flash_attn_varlen_func(q, q, q, starts, starts, 200, 200)
-
-
-def step(dtype: torch.dtype, head_dim: int, rows: int = 1) -> None:
-    q, cache, new = (half(2, *shape, head_dim, dtype=dtype) for shape in ((rows, 8), (500, 2), (rows, 2)))
-    flash_attn_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=7, causal=True)
-
-
-def steps(dtype: torch.dtype, head_dim: int) -> None:
-    step(dtype, head_dim, 30)
-
-
-@pytest.mark.parametrize("head_dim", [64, 256])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("call", [dense, backward, packed, step, steps])
-def test_the_driver_takes_every_launch_of_a_call_as_it_was_planned(
-    call: Callable[[torch.dtype, int], None],
-    dtype: torch.dtype,
-    head_dim: int,
-    stub: Stub,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """CPU tensors, which lie on device -1 here."""
-    launches, structs = fused_on_cpu.record(monkeypatch), []
-    kernels: dict[int, tuple[Kernel, Variant]] = {}
-    named, planned = loader.kernel, loader.driver().launch
-
-    def load(variant: Variant, device: int) -> Kernel:
-        known = named(variant, device)
-        assert known.handle.value is not None
-        kernels[known.handle.value] = stub.driver.load(variant, b"code", device), variant
-        return known
-
-    def launch(kernel: Kernel, blocks: int, device: int, content: bytes) -> None:
-        assert kernel.handle.value is not None
-        planned(kernel, blocks, device, content)
-        stub.driver.launch(kernels[kernel.handle.value][0], blocks, device, content)
-        structs.append((stub.argument(), content))
-
-    driver: Any = loader.driver()
-    monkeypatch.setattr(loader, "kernel", load)
-    monkeypatch.setattr(loader, "stream", lambda device: STREAM)
-    monkeypatch.setattr(driver, "launch", launch)
-    monkeypatch.setattr(capture, "current_device", lambda: -1)
-    with use_backend("fused"):
-        call(dtype, head_dim)
-    expected = [
-        f"cuLaunchKernel {variant.entry} blocks {blocks} threads {variant.threads} shared {variant.shared} "
-        f"stream {STREAM}"
-        for variant, blocks, _ in launches.seen
-    ]
-    first, *others = [said for said in stub.told() if said.startswith("cuLaunch")]
-    # In a thread without a context, the first says so.
-    assert first == f"{expected[0]} = 201" and others == expected and len(expected) >= 1
-    assert all(given == meant and len(meant) == PARAMS for given, meant in structs)
-    kinds = {variant.macros for _, variant in kernels.values()}
-    assert kinds and (dtype == torch.float16 or any(("TYPE", BF16_AS_FP16) in macros for macros in kinds))

@@ -1,4 +1,4 @@
-"""Whichever launch of a call fails, at a first call or a later one: the next backend serves it right and it is told."""
+"""Whichever kernel of a call fails, as it is loaded or launched: the next backend serves it right and it is told."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from flash_attn_compat import (
 from flash_attn_compat.backends import base
 from flash_attn_compat.backends.fused import loader
 from flash_attn_compat.backends.fused.loader import KernelError
+from flash_attn_compat.backends.fused.variants import Variant
 from flash_attn_compat.engine import memory
 from flash_attn_compat.private_interface import _flash_attn_backward, _flash_attn_varlen_forward
 from tests import fused_on_cpu
@@ -50,8 +51,8 @@ def packed(dtype: torch.dtype) -> list[Tensor]:
     return [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
 
 
-def decode(seqlen_new: int, lengths: Any) -> list[Tensor]:
-    caches = [randn(2, 50, 2, 32, seed=seed, dtype=HALF) for seed in (1, 2)]
+def decode(seqlen_new: int, lengths: Any, given: list[Tensor] | None = None) -> list[Tensor]:
+    caches = given or [randn(2, 50, 2, 32, seed=seed, dtype=HALF) for seed in (1, 2)]
     new = [randn(2, seqlen_new, 2, 32, seed=seed, dtype=HALF) if seqlen_new else None for seed in (3, 4)]
     tables = [randn(50, 16, seed=seed, dtype=HALF) if seqlen_new else None for seed in (5, 6)]
     out, lse = flash_attn_with_kvcache(
@@ -77,77 +78,106 @@ def private_backward() -> list[Tensor]:
     return places
 
 
-CASES: dict[str, tuple[int, Case]] = {
-    "dense": (4, functools.partial(dense, 0.0, False)),
-    "dense with the gradient of the LSE": (4, functools.partial(dense, 0.0, True)),
-    "dense with dropout": (4, functools.partial(dense, 0.3, False)),
-    "packed": (4, functools.partial(packed, HALF)),
-    "packed, converted": (5, functools.partial(packed, torch.bfloat16)),
-    "decode": (1, functools.partial(decode, 0, ints(3, 30))),
-    "decode with a number": (1, functools.partial(decode, 0, 30)),
-    "append": (1, functools.partial(decode, 1, ints(3, 30))),
-    "append first": (2, functools.partial(decode, 17, ints(3, 30))),
-    "append first, with a number": (2, functools.partial(decode, 17, 30)),
-    "private forward": (1, private_forward),
-    "private backward": (3, private_backward),
+BACKWARD = ("delta", "dkdv", "dq")
+TRAINING = ("forward", *BACKWARD)
+# What each launches.
+CASES: dict[str, tuple[tuple[str, ...], Case]] = {
+    "dense": (TRAINING, functools.partial(dense, 0.0, False)),
+    "dense with the gradient of the LSE": (TRAINING, functools.partial(dense, 0.0, True)),
+    "dense with dropout": (TRAINING, functools.partial(dense, 0.3, False)),
+    "packed": (TRAINING, functools.partial(packed, HALF)),
+    "packed, converted": (("absmax", *TRAINING), functools.partial(packed, torch.bfloat16)),
+    "decode": (("decode",), functools.partial(decode, 0, ints(3, 30))),
+    "decode with a number": (("decode",), functools.partial(decode, 0, 30)),
+    "append": (("decode",), functools.partial(decode, 1, ints(3, 30))),
+    "append first": (("append", "decode"), functools.partial(decode, 17, ints(3, 30))),
+    "append first, with a number": (("append", "decode"), functools.partial(decode, 17, 30)),
+    "private forward": (("forward",), private_forward),
+    "private backward": (BACKWARD, private_backward),
 }
-
-
-# But for a forward with dropout: whoever serves it instead draws a mask of its own.
-LAUNCHES = [
-    (name, number)
-    for name, (count, _) in CASES.items()
-    for number in range(1 + (name == "dense with dropout"), count + 1)
+LOADED, FIRST, LATER = "as it is loaded", "at a first call", "at a later call"
+FAILURES = [
+    (name, entry, when)
+    for name, (entries, _) in CASES.items()
+    for entry in entries
+    for when in (LOADED, FIRST, LATER)
+    # Whoever serves a forward with dropout behind a launch draws a mask of its own.
+    if (name, entry) != ("dense with dropout", "forward") or when == LOADED
 ]
 
 
-def failing_from(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """The kernel of that launch fails from then on."""
-    driver, seen, failing = loader.driver(), [], set()
+def fail(monkeypatch: pytest.MonkeyPatch, entry: str, when: str = FIRST) -> None:
+    """The kernel of that name fails from now on."""
+    driver, load = loader.driver(), loader.kernel
     assert isinstance(driver, fused_on_cpu.Driver)
     compute = driver.compute
 
     def launch(which: fused_on_cpu.Launch, content: bytes) -> None:
-        seen.append(which)
-        if len(seen) == number:
-            failing.add(which.variant.entry)
-        if which.variant.entry in failing:
-            raise KernelError("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
+        if which.variant.entry == entry:
+            raise KernelError("OUT_OF_RESOURCES")
         compute(which, content)
 
-    monkeypatch.setattr(driver, "compute", launch)
+    def kernel(variant: Variant, device: int) -> loader.Kernel:
+        if variant.entry == entry:
+            raise KernelError("OUT_OF_RESOURCES")
+        return load(variant, device)
+
+    if when == LOADED:
+        monkeypatch.setattr(loader, "kernel", kernel)
+    else:
+        monkeypatch.setattr(driver, "compute", launch)
 
 
-@pytest.mark.parametrize("is_warm", [False, True], ids=["first call", "later call"])
-@pytest.mark.parametrize(("name", "number"), LAUNCHES)
-def test_whichever_launch_fails_the_answer_and_the_cache_are_right(
-    name: str, number: int, is_warm: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "entry", "when"), FAILURES)
+def test_whichever_kernel_fails_the_answer_and_the_cache_are_right(
+    name: str, entry: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    count, case = CASES[name]
+    entries, case = CASES[name]
     launches = fused_on_cpu.emulate(monkeypatch)
     with use_backend("chunked"):
         expected = case()
     memory.forget()
-    if is_warm:
+    if when == LATER:
         case()
-        assert len(launches.seen) == count
-    failing_from(monkeypatch, number)
+        assert launches.entries == [*entries]
+    fail(monkeypatch, entry, when)
     with pytest.warns(RuntimeWarning, match="OUT_OF_RESOURCES") as told:
         found = case()
     assert len(told) == 1
+    reset_backend_counts()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = case()
+    is_private_backward = name == "private backward"  # whose forward is chunked's
+    assert sum(backend_counts().values()) == 1 + is_private_backward
+    assert backend_counts().get("fused", 0) == (entry in BACKWARD and not is_private_backward), "its forward serves on"
     for one, two, right in zip(found, again, expected, strict=True):
         close(one, right, 8.0)
         close(two, right, 8.0)
+
+
+@pytest.mark.parametrize("when", [LOADED, FIRST])
+@pytest.mark.parametrize(("seqlen_new", "entry"), [(1, "decode"), (17, "append")])
+def test_where_no_other_backend_may_serve_the_cache_stays_as_it_was(
+    seqlen_new: int, entry: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused_on_cpu.emulate(monkeypatch)
+    fail(monkeypatch, entry, when)
+    caches = [torch.zeros(2, 50, 2, 32, dtype=HALF) for _ in "kv"]
+    with (
+        use_backend("fused"),
+        pytest.warns(RuntimeWarning, match="OUT_OF_RESOURCES"),
+        pytest.raises(RuntimeError, match=r"cannot serve(.|\n)*fused .*failed before: OUT_OF_RESOURCES"),
+    ):
+        decode(seqlen_new, ints(3, 30), caches)
+    assert not any(cache.any() for cache in caches)
 
 
 @pytest.mark.parametrize("name", ["append first", "append first, with a number"])
 def test_new_keys_are_written_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever attends instead of a kernel that fails behind the one that appends."""
     fused_on_cpu.emulate(monkeypatch)
-    failing_from(monkeypatch, 2)
+    fail(monkeypatch, "decode")
     written: list[object] = []
     monkeypatch.setattr(base, "by_operators", lambda *given: written.append(given))
     reset_backend_counts()
@@ -159,7 +189,7 @@ def test_new_keys_are_written_once(name: str, monkeypatch: pytest.MonkeyPatch) -
 def test_what_failed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = fused_on_cpu.emulate(monkeypatch)
     case = CASES["dense"][1]
-    failing_from(monkeypatch, 3)
+    fail(monkeypatch, "dkdv")
     with pytest.warns(RuntimeWarning, match="OUT_OF_RESOURCES"):
         case()
     assert launches.entries == ["forward", "delta", "dkdv"]

@@ -64,23 +64,6 @@ def test_an_nvrtc_that_has_forgotten_turing_is_an_error(gpu: pytest.MonkeyPatch)
         loader.target(0)
 
 
-# ---- under which name
-
-
-def test_a_name_changes_with_everything_that_matters(gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    other = variants.forward(Kind(75, variants.FP16, 64, local=True))
-    names = [loader.cache_name(VARIANT, architecture) for architecture in ("sm_75", "compute_75")]
-    names.append(loader.cache_name(other, "sm_75"))
-    gpu.setattr(loader, "compiler", lambda: SimpleNamespace(version=(12, 9), architectures=KNOWN))
-    names.append(loader.cache_name(VARIANT, "sm_75"))
-    texts = {name: loader.source(name) for name in (VARIANT.source, *loader.HEADERS)}
-    for changed in texts:
-        with gpu.context() as patch:
-            patch.setattr(loader, "source", lambda name, changed=changed: texts[name] + " " * (name == changed))
-            names.append(loader.cache_name(VARIANT, "sm_75"))
-    assert len(set(names)) == len(names) == 4 + len(texts)
-
-
 # ---- once
 
 
