@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,25 +18,25 @@ from flash_attn_compat.backends.fused.variants import FP16, Kind
 from tests.kernels import emulate
 
 KIND = Kind(75, FP16, 64, local=True)
-HEADERS = {path.name for path in loader.SOURCES.glob("*.cuh")}
+HEADERS = {f"cuda/{path.name}" for path in loader.SOURCES.glob("*.cuh")}
 MACROS = ("-DD=64", "-DLOCAL=1")
+Change = Callable[[pytest.MonkeyPatch], object]
 
 
 class Cache(NamedTuple):
-    """How what is kept is named, from which files of the copy, and what else goes into it."""
+    """How what is kept is named, from which files of the copies, and what else goes into it."""
 
-    name: Callable[[], str]
+    name: Callable[[Path], str]
     files: set[str]
-    options: dict[str, Callable[[pytest.MonkeyPatch], object]]
-    folder: str = "cuda"
+    options: dict[str, Change]
 
 
 def compiler(*version: int) -> Callable[[], Any]:
     return lambda: SimpleNamespace(version=version)
 
 
-def other_compiler(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(loader, "compiler", compiler(12, 9))
+def other(module: Any, name: str, value: Any) -> Change:
+    return lambda patch: patch.setattr(module, name, value)
 
 
 def other_option(patch: pytest.MonkeyPatch) -> None:
@@ -43,42 +44,56 @@ def other_option(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(loader, "options", lambda *given: (*options(*given), "--use_fast_math"))
 
 
-def other_target(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(loader, "target", lambda device: Target("compute_75", 75))
-
-
-def other_gpu(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(loader, "device_name", lambda device: "Tesla T4x")
-
-
-def other_driver(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(loader, "driver", lambda: SimpleNamespace(version=(12, 8)))
-
-
-def other_pytorch(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(torch, "__version__", "2.99")
-
-
-COMPILED = {"compiler": other_compiler, "option": other_option, "architecture": other_target}
+COMPILED: dict[str, Change] = {
+    "compiler": other(loader, "compiler", compiler(12, 9)),
+    "option": other_option,
+    "architecture": other(loader, "target", lambda device: Target("compute_75", 75)),
+}
+OF_A_GPU: dict[str, Change] = {
+    "GPU": other(loader, "device_name", lambda device: "Tesla T4x"),
+    "driver": other(loader, "driver", lambda: SimpleNamespace(version=(12, 8))),
+}
+EMULATED: dict[str, Change] = {
+    "engine's options": other(emulate, "ENGINE_OPTIONS", ("-O3",)),
+    "libraries": other(emulate, "LIBRARIES", ("-lc",)),
+    "compiler": other(emulate, "compiler_version", lambda: "g++ 99"),
+}
+EMULATOR = {f"kernels/{path.name}" for path in emulate.HERE.glob("*.h")} | {"kernels/engine.cpp"}
+BACKWARD = tuple(make(KIND) for make in (variants.delta, variants.dkdv, variants.dq))
 CACHES = {
     "kernel": Cache(
-        lambda: loader.cache_name(variants.forward(KIND), loader.target(0).architecture),
-        {"forward.cu", *HEADERS},
+        lambda copies: loader.cache_name(variants.forward(KIND), loader.target(0).architecture),
+        {"cuda/forward.cu", *HEADERS},
         COMPILED,
     ),
     "trial of a backward": Cache(
-        lambda: trial._file(tuple(make(KIND) for make in (variants.delta, variants.dkdv, variants.dq)), 0),
-        {"delta.cu", "dkdv.cu", "dq.cu", *HEADERS},
-        {**COMPILED, "GPU": other_gpu, "driver": other_driver},
+        lambda copies: trial._file(BACKWARD, 0),
+        {"cuda/delta.cu", "cuda/dkdv.cu", "cuda/dq.cu", *HEADERS},
+        COMPILED | OF_A_GPU,
     ),
     "what a trial asks": Cache(
-        lambda: trial._file((variants.forward(KIND),), 0), {path.name for path in trial._CODE.glob("*.py")}, {}, "fused"
+        lambda copies: trial._file((variants.forward(KIND),), 0),
+        {f"fused/{path.name}" for path in trial._CODE.glob("*.py")},
+        {},
     ),
     "what was tuned": Cache(
-        lambda: verdicts._file("Tesla T4"),
-        {path.name for path in loader.SOURCES.glob("*.cu*")},
-        {"PyTorch": other_pytorch},
+        lambda copies: verdicts._file("Tesla T4"),
+        {f"cuda/{path.name}" for path in loader.SOURCES.glob("*.cu*")},
+        {"PyTorch": other(torch, "__version__", "2.99")},
     ),
+    # Wherever its source lies: a library is kept for the next run of the tests.
+    **{
+        f"emulated library of {source}": Cache(
+            lambda copies, source=source: emulate.built_name(copies / source, MACROS),
+            {source, *files, *HEADERS, *EMULATOR},
+            EMULATED,
+        )
+        for source, files in {
+            "cuda/forward.cu": (),
+            "kernels/machine.cu": (),
+            "copy/forward.cu": ("copy/splits.cuh",),
+        }.items()
+    },
 }
 
 
@@ -87,6 +102,9 @@ def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with copies of all that something is made from, which count instead of the originals."""
     for name, original in (("cuda", loader.SOURCES), ("fused", trial._CODE), ("kernels", emulate.HERE)):
         shutil.copytree(original, tmp_path / name)
+    (tmp_path / "copy").mkdir()
+    for name in ("forward.cu", "splits.cuh"):
+        shutil.copy(loader.SOURCES / name, tmp_path / "copy")
     monkeypatch.setattr(loader, "SOURCES", tmp_path / "cuda")
     monkeypatch.setattr(trial, "_CODE", tmp_path / "fused")
     monkeypatch.setattr(emulate, "SOURCES", tmp_path / "cuda")
@@ -124,10 +142,13 @@ def with_a_byte_flipped(path: Path, place: float, name: Callable[[], str]) -> st
 def test_each_file_and_option_is_in_the_name_of_what_is_kept(
     what: str, copies: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, files, options, folder = CACHES[what]
+    if what.startswith("emulated") and emulate.why_not():
+        pytest.skip(emulate.why_not())
+    of, files, options = CACHES[what]
+    name = functools.partial(of, copies)
     names = [name()]
     for file in sorted(files):
-        names += [with_a_byte_flipped(copies / folder / file, place, name) for place in (0.0, 0.5, 1.0)]
+        names += [with_a_byte_flipped(copies / file, place, name) for place in (0.0, 0.5, 1.0)]
     assert names[0] == name()
     for change in options.values():
         with monkeypatch.context() as patch:
@@ -136,44 +157,8 @@ def test_each_file_and_option_is_in_the_name_of_what_is_kept(
     assert len(set(names)) == len(names)
 
 
-def test_a_kernels_macros_are_in_its_name(copies: Path) -> None:
+def test_macros_are_in_the_names_of_kernels_and_libraries(copies: Path) -> None:
     made = variants.made_for(variants.kinds(75))
     assert len({loader.cache_name(variant, "sm_75") for variant in made}) == len(made)
-
-
-@pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not())
-@pytest.mark.parametrize("source", ["cuda/forward.cu", "copy/forward.cu", "kernels/machine.cu"])
-def test_each_file_and_option_is_in_the_name_of_an_emulated_library(
-    source: str, copies: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Wherever its source lies: a library is kept for the next run of the tests."""
-    (copies / "copy").mkdir()
-    shutil.copy(copies / "cuda/forward.cu", copies / "copy")
-    shutil.copy(copies / "cuda/splits.cuh", copies / "copy")
-
-    def name() -> str:
-        return emulate.built_name(copies / source, MACROS)
-
-    files = [copies / source, emulate.ENGINE]
-    files += [path for pattern in ("cuda/*.cuh", "copy/*.cuh", "kernels/*.h") for path in copies.glob(pattern)]
-    if source.startswith(("cuda", "kernels")):
-        files.remove(copies / "copy/splits.cuh")
-    names = [name()]
-    names += [with_a_byte_flipped(file, place, name) for file in files for place in (0.0, 0.5, 1.0)]
-    assert names[0] == name()
-    names += [emulate.built_name(copies / source, (*MACROS, "-DX=1"))]
-    others = ("ENGINE_OPTIONS", ("-O3",)), ("LIBRARIES", ("-lc",)), ("compiler_version", lambda: "g++ 99")
-    for option, value in others:
-        with monkeypatch.context() as patch:
-            patch.setattr(emulate, option, value)
-            names.append(name())
-    assert len(set(names)) == len(names)
-
-
-@pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not())
-def test_a_copy_of_the_sources_shares_the_libraries_of_what_did_not_change_in_it(tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(emulate.SOURCES, copy)
-    (copy / "dq.cu").write_text("")
-    names = [emulate.built_name(folder / "forward.cu", MACROS) for folder in (copy, emulate.SOURCES)]
-    assert names[0] == names[1]
+    if not emulate.why_not():
+        assert len({emulate.built_name(copies / "cuda/dq.cu", macros) for macros in ((), MACROS)}) == 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -30,6 +29,7 @@ from flash_attn_compat.engine.build import Options, cache_call, call_of, plain
 from flash_attn_compat.engine.memory import alike_to
 from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches
+from tests.kinds import Wrapper
 from tests.support import cumulative, randn
 
 HALF = torch.float16
@@ -72,25 +72,6 @@ def test_an_address_of_too_little_memory_is_refused(tensor: Tensor) -> None:
     plan = launcher.Plan(call_of(q, q, q, Options()), [], [])
     with pytest.raises(RuntimeError, match=r"q must have 16 bytes .*shape"):
         plan.addresses((tensor, q, q))
-
-
-class Wrapper(Tensor):
-    """Has what it wraps, and no memory of its own."""
-
-    wrapped: Tensor
-
-    @staticmethod
-    def __new__(cls, wrapped: Tensor) -> Wrapper:
-        self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, wrapped.shape, wrapped.stride(), dtype=wrapped.dtype, device=wrapped.device
-        )
-        self.wrapped = wrapped
-        return self
-
-    @classmethod
-    def __torch_dispatch__(cls, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = operator(*(one.wrapped if isinstance(one, cls) else one for one in args), **(kwargs or {}))
-        return cls(found) if isinstance(found, Tensor) else found
 
 
 WITHOUT_MEMORY = {"a wrapper": Wrapper, "a fake": lambda tensor: FakeTensorMode().from_tensor(tensor)}
@@ -155,37 +136,12 @@ def test_results_lie_as_the_kernels_write_them_however_q_does(view: str, rows: i
         assert out.is_contiguous() and launches.last.fields["out"] == out.data_ptr()
 
 
-class OwnMemory(Tensor):
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func is not torch.empty_like, "a subclass may answer with memory of any layout"
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-def test_a_subclass_of_tensors_is_not_asked_for_the_result(launches: Launches) -> None:
-    q = half(1, 90, 4, 64)
-    with use_backend("fused"):
-        flash_attn_func(q.as_subclass(OwnMemory), q, q)
-    assert launches.entries == ["forward"]
-
-
-def test_lengths_beyond_the_tokens_launch_no_tiles_for_them(launches: Launches) -> None:
-    q, starts = half(300, 1, 64), cumulative(300)
-    with use_backend("fused"):
-        flash_attn_varlen_func(q, q, q, starts, starts, 2**30, 2**30)
-    assert launches.last.fields["seqlen_q"] == 300
-
-
-def many_tokens_and_heads() -> tuple[Any, ...]:
+def test_more_blocks_than_a_launch_has_are_refused_before_anything_is_loaded(launches: Launches) -> None:
     """2^30 tokens of 256 heads in 65,536 sequences; shapes without the memory."""
     q = torch.zeros(1, 1, 64, dtype=HALF).expand(2**30, 256, 64)
     starts = torch.arange(2**16 + 1, dtype=torch.int32) * 2**14
-    return q, q, q, starts, starts, 2**20, 2**20
-
-
-def test_more_blocks_than_a_launch_has_are_refused_before_anything_is_loaded(launches: Launches) -> None:
     with use_backend("fused"), pytest.raises(KernelsFailed, match=r"need 2164277248 blocks, .* batch 65536, 256 heads"):
-        flash_attn_varlen_func(*many_tokens_and_heads())
+        flash_attn_varlen_func(q, q, q, starts, starts, 2**20, 2**20)
     assert not launches.seen and not launches.variants
 
 
@@ -305,20 +261,14 @@ def test_a_stream_keeps_the_memory_in_which_splits_meet(launches: Launches, monk
     assert set(map(id, kept)).isdisjoint(map(id, launcher._workspaces.values()))
 
 
-@pytest.fixture
-def _dirty_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(0x5B))
-
-
 def is_clear(workspace: Tensor) -> bool:
     return not workspace[: 4 * launcher._COUNTERS].any()
 
 
-@pytest.mark.usefixtures("launches", "_dirty_memory")
 def test_a_workspace_is_clear_and_serves_until_one_is_larger_but_for_captured_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    fused_on_cpu.emulate(monkeypatch)  # where memory comes with rubbish in it
     place = torch.device("cpu")
     small, large = launcher.workspace(9000, -1, place), launcher.workspace(90000, -1, place)
     assert large.nbytes == 90000 and launcher.workspace(9000, -1, place) is large is not small
