@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from flash_attn_compat.engine.features import Feature, Traits
 from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 from tests import fused_on_cpu, support
 from tests.support import close, randn
+from verify.examination import Examination
+from verify.problems import Problem
 
 HALF = torch.float16
 
@@ -66,17 +69,6 @@ def test_a_machine_without_nvrtc_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 # ---- answers
-
-
-CALLS: dict[str, dict[str, Any]] = {
-    "causal": {"causal": True},
-    "window, softcap, alibi": {
-        "window_size": (7, 3),
-        "softcap": 2.0,
-        "alibi_slopes": torch.tensor([0.1, 0.3, 0.02, 0.5]),
-    },
-    "dropout": {"dropout_p": 0.4},
-}
 
 
 @pytest.mark.parametrize(("head_dim", "small"), [(20, 0), (20, launcher.SMALL), (32, 0), (32, launcher.SMALL)])
@@ -145,16 +137,30 @@ def test_what_kernels_cannot_read_as_it_lies_is_copied_and_only_that(
 # ---- the trial
 
 
-@pytest.mark.parametrize(("name", "number"), [*((name, 75) for name in CALLS), ("causal", 80)])
-def test_right_kernels_pass_their_trial(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = fused_on_cpu.emulate(monkeypatch, tried=True)
-    q, k, v = qkv()
-    with warnings.catch_warnings(), flash_attn_compat.use_backend("fused"):
+TRIED = Problem(seqlens_q=(40,), seqlens_k=(50,), nheads_k=2, group=2, head_dim=64, dtype="float16", causal=True)
+FULL = replace(TRIED, causal=False)
+TRIALS = {
+    "causal": (75, TRIED),
+    "causal, on a newer GPU": (80, TRIED),
+    "window, softcap, ALiBi": (75, replace(FULL, window=(7, 3), softcap=2.0, alibi="h")),
+    "dropout": (75, replace(FULL, dropout_p=0.4)),
+    "16 channels": (75, replace(TRIED, head_dim=16)),
+    "converted, values of another head_dim": (75, replace(TRIED, head_dim=77, head_dim_v=80, dtype="bfloat16")),
+    "192 and 128 channels": (75, replace(TRIED, head_dim=192, head_dim_v=128)),
+    "504 and 512 channels": (75, replace(TRIED, head_dim=504, head_dim_v=512)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRIALS)
+def test_right_kernels_pass_their_trial(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    number, problem = TRIALS[name]
+    launches = fused_on_cpu.emulate(monkeypatch, number, tried=True)
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
-        flash_attn_func(q.requires_grad_(), k, v, **CALLS[name]).sum().backward()
-        tried = len(launches.seen)
-        flash_attn_func(q, k, v, **CALLS[name]).sum().backward()
-    assert tried == 8 and len(launches.seen) == 12
+        for kernels in (8, 12):  # those of a trial and of a call, then of another call
+            verdict = Examination(problem).judge("fused")
+            assert not verdict.failures and not verdict.refused, verdict
+            assert len([entry for entry in launches.entries if entry != "absmax"]) == kernels
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])
@@ -163,10 +169,9 @@ def test_what_tensor_cores_cut_off_large_sums_is_far_below_what_a_trial_allows(
 ) -> None:
     fused_on_cpu.emulate(monkeypatch, tried=True, truncates=True)
     monkeypatch.setattr(trial, "_TOLERANCE", {HALF: 0.25 * trial._TOLERANCE[HALF]})
-    q, k, v = (randn(1, 9, 2, head_dim, dtype=HALF) for _ in "qkv")
-    with warnings.catch_warnings(), flash_attn_compat.use_backend("fused"):
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
-        flash_attn_func(q.requires_grad_(), k, v, dropout_p=0.3).sum().backward()
+        assert not Examination(replace(FULL, head_dim=head_dim, group=1, dropout_p=0.3)).judge("fused").refused
 
 
 def mutated(folder: Path, file: str, before: str, after: str) -> Path:

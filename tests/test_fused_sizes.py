@@ -10,14 +10,13 @@ from dataclasses import replace
 import pytest
 
 import flash_attn_compat
-from flash_attn_compat import use_backend
 from flash_attn_compat.backends.fused import grids, variants
 from flash_attn_compat.backends.fused.variants import BF16_AS_FP16, FP16, HEAD_DIMS, Kind
 from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches
 from tests.kernels import emulate, offline
 from tests.plain import pairwise, some_of
-from verify.examination import Examination
+from tests.test_fused_kernels import check
 from verify.problems import Problem
 
 NEEDS_EMULATOR = pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not())
@@ -35,8 +34,8 @@ OF_SIZES = "causal", "few rows", "packed"  # by which a size's tiles differ
 OF_SCORES = [mask for mask in MASKS if mask not in OF_SIZES]  # by what becomes of a score
 # What is missing of the size: nothing, rows' last 16 bytes, or so that no row begins on 16 bytes.
 MISSING = 0, 8, 3
-NEW = tuple(size for size in HEAD_DIMS if size not in (32, 64, 128))
-
+NEW = tuple((size, size) for size in HEAD_DIMS if size not in (32, 64, 128))
+OTHER_VALUES = (192, 128), (48, 96), (80, 16), (56, 200)
 
 GPUS = 75, 90
 
@@ -45,11 +44,6 @@ GPUS = 75, 90
 def launches(number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     with flash_attn_compat.use_backend("fused"):
         yield fused_on_cpu.emulate(monkeypatch, number)
-
-
-def check(problem: Problem) -> None:
-    verdict = Examination(problem.build() if problem.gap[0] else problem).judge("fused")
-    assert not verdict.failures and not verdict.refused, verdict
 
 
 def sizes_of(launches: Launches) -> set[tuple[int, int]]:
@@ -72,41 +66,22 @@ def test_every_size_is_right_and_no_two_lanes_ask_one_bank_of_shared_memory_at_o
     assert {entry: found[entry] for entry in ("forward", "dkdv", "dq")} == {"forward": 0, "dkdv": 0, "dq": 0}
 
 
-@NEEDS_EMULATOR
-@pytest.mark.parametrize(
-    ("number", "D", "dtype", "mask", "missing"),
-    some_of(
-        [
-            *pairwise(GPUS, NEW, ("float16", "bfloat16"), OF_SIZES, MISSING),
-            *pairwise(
-                GPUS, (80, 160), ("float16", "bfloat16"), [mask for mask in MASKS if mask not in OF_SIZES], MISSING
-            ),
-        ],
-        3,
-    ),
-)
-def test_every_size_is_right_in_every_type_and_layout(
-    D: int, dtype: str, mask: str, missing: int, launches: Launches
-) -> None:
-    check(replace(TRAINED, head_dim=D - missing, dtype=dtype, **MASKS[mask]))
-    assert sizes_of(launches) == {(D, D)}
+# (GPU, head_dim of q and k and of v, dtype, mask)
+TRAINED_IN = [
+    *some_of(pairwise(GPUS, NEW, ("float16", "bfloat16"), OF_SIZES, MISSING), 3),
+    *some_of(pairwise(GPUS, ((80, 80), (160, 160)), ("float16", "bfloat16"), OF_SCORES, MISSING), 3),
+    *some_of(pairwise(GPUS, OTHER_VALUES, ("float16", "bfloat16"), ("full", "causal", "packed"), (0,)), 2),
+]
 
 
 @NEEDS_EMULATOR
-@pytest.mark.parametrize(
-    ("number", "head_dims", "dtype", "mask"),
-    some_of(
-        pairwise(
-            GPUS, ((192, 128), (48, 96), (80, 16), (56, 200)), ("float16", "bfloat16"), ("full", "causal", "packed")
-        ),
-        2,
-    ),
-)
-def test_values_of_another_head_dim_are_not_padded_to_that_of_q(
-    head_dims: tuple[int, int], dtype: str, mask: str, launches: Launches
+@pytest.mark.parametrize(("number", "head_dims", "dtype", "mask", "missing"), TRAINED_IN)
+def test_every_size_is_right_in_every_type_and_layout_and_values_are_not_padded_to_that_of_q(
+    head_dims: tuple[int, int], dtype: str, mask: str, missing: int, launches: Launches
 ) -> None:
-    check(replace(TRAINED, head_dim=head_dims[0], head_dim_v=head_dims[1], dtype=dtype, **MASKS[mask]))
-    assert sizes_of(launches) == {(variants.size_of(head_dims[0]), variants.size_of(head_dims[1]))}
+    D, DV = (head_dim - missing for head_dim in head_dims)
+    check(replace(TRAINED, head_dim=D, head_dim_v=DV, dtype=dtype, **MASKS[mask]))
+    assert sizes_of(launches) == {(variants.size_of(D), variants.size_of(DV))}
 
 
 @NEEDS_EMULATOR
@@ -183,17 +158,3 @@ def test_what_a_split_leaves_has_room_for_values_of_another_head_dim() -> None:
     assert grids.part_bytes(dkdv) == 4 * dkdv.rows * (192 + 128)
     widest = variants.forward(Kind(80, FP16, 512))
     assert grids.part_bytes(widest) == 16 * widest.threads * (512 * widest.rows // widest.threads // 4 + 1)
-
-
-@NEEDS_EMULATOR
-@pytest.mark.parametrize(
-    ("head_dims", "dtype"),
-    [((16, 16), "float16"), ((77, 80), "bfloat16"), ((192, 128), "float16"), ((504, 512), "float16")],
-)
-def test_kernels_of_every_size_pass_their_trial(
-    head_dims: tuple[int, int], dtype: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
-    launches = fused_on_cpu.emulate(monkeypatch, tried=True)
-    with use_backend("fused"):
-        check(replace(TRAINED, head_dim=head_dims[0], head_dim_v=head_dims[1], dtype=dtype, causal=True))
-    assert not recwarn.list and launches.entries.count("dkdv") == 2, "a trial and a call"
