@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import mmap
 import struct
 import threading
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends import BACKENDS
-from flash_attn_compat.backends.fused import Fused, cache, launcher, loader, params, trial
+from flash_attn_compat.backends.fused import Fused, cache, grids, launcher, loader, params, trial, verdicts
 from flash_attn_compat.backends.fused.loader import Kernel, Target
 from flash_attn_compat.backends.fused.variants import Variant
 from flash_attn_compat.engine import checks, memory
@@ -41,7 +42,7 @@ class Launch(NamedTuple):
 class Launches:
     """Everything launched since the start, in order, and the variants that were loaded.
 
-    conflicts: of banks of shared memory, in each that was emulated
+    conflicts: of banks of shared memory, in each that was emulated; files: what was written for other processes
     rows_overlap: set where lengths are no lengths, so that blocks write where others do
     """
 
@@ -49,6 +50,13 @@ class Launches:
     variants: list[Variant] = field(default_factory=list)
     rows_overlap: bool = False
     conflicts: list[int] = field(default_factory=list)
+    files: dict[str, bytes] = field(default_factory=dict)
+
+    def write(self, name: str, payload: bytes, only_first: bool = False) -> bool:
+        if only_first and name in self.files:
+            return False
+        self.files[name] = payload
+        return True
 
     @property
     def last(self) -> Launch:
@@ -116,8 +124,9 @@ def record(
     monkeypatch.setattr(loader, "stream", lambda device: 0)
     monkeypatch.setattr(launcher, "_workspaces", {})
     monkeypatch.setattr(launcher, "processors", lambda device: 40)
-    monkeypatch.setattr(cache, "read", lambda name: None)
-    monkeypatch.setattr(cache, "write", lambda name, payload: False)
+    monkeypatch.setattr(cache, "read", found.files.get)
+    monkeypatch.setattr(cache, "write", found.write)
+    monkeypatch.setattr(verdicts, "_cards", {})
     monkeypatch.setattr(trial, "_right", set())
     if not tried:
         monkeypatch.setattr(trial, "check", lambda *what: None)
@@ -184,6 +193,12 @@ def emulate(
     monkeypatch.setattr(torch, "empty", known_empty)
     monkeypatch.setattr(torch, "empty_like", known_empty_like)
     return found
+
+
+def share_grids(monkeypatch: pytest.MonkeyPatch, shares: bool = True) -> None:
+    """Packed sequences share a grid, whether that pays or not, or none does."""
+    grid = functools.partial(grids.grid, shares=shares)
+    monkeypatch.setattr(grids, "grid", lambda *shape, clears=True, shares=False: grid(*shape, clears=clears))
 
 
 def sparse(elements: int, dtype: torch.dtype) -> Tensor:

@@ -125,6 +125,14 @@ def test_an_empty_value_counts_as_not_set(name: str, monkeypatch: pytest.MonkeyP
     assert answers() == unset
 
 
+def test_a_forced_capability_is_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "_device_name", lambda device: "Tesla T4")
+    monkeypatch.delenv("FLASH_ATTN_COMPAT_CAPABILITY", raising=False)
+    assert settings.gpu(torch.device("cuda", 1)) == "Tesla T4" and settings.gpu(torch.device("cpu")) is None
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_CAPABILITY", "7.5")
+    assert settings.gpu(torch.device("cuda", 1)) == "Tesla T4 as 7.5"
+
+
 # ---------------------------------------------------------------- refusals
 
 

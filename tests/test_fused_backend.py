@@ -238,17 +238,14 @@ def test_a_wrong_kernel_is_caught_before_its_first_real_call(
 
 
 def test_what_is_found_right_is_remembered_for_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: dict[str, bytes] = {}
-    fused_on_cpu.record(monkeypatch)
-    monkeypatch.setattr(trial.cache, "read", kept.get)
-    monkeypatch.setattr(trial.cache, "write", lambda name, payload: kept.update({name: payload}) or True)
+    launches = fused_on_cpu.record(monkeypatch)
     monkeypatch.setattr(trial, "check", _check)
     tries = []
     kernels = (variants.forward(Kind(75, 0, 64)),)
     for _ in range(2):
         trial.check(kernels, -1, lambda: tries.append("tried"))
         trial._right.clear()
-    assert tries == ["tried"] and list(kept.values()) == [b"right"]
+    assert tries == ["tried"] and list(launches.files.values()) == [b"right"]
 
 
 def test_a_trial_depends_on_nothing_the_caller_set(monkeypatch: pytest.MonkeyPatch) -> None:

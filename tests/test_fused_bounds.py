@@ -5,16 +5,16 @@ The emulator raises where memory outside of a call's tensors is.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import pytest
 import torch
 
 from flash_attn_compat import flash_attn_interface
-from flash_attn_compat.backends.fused import forward, grids, variants
+from flash_attn_compat.backends.fused import forward, variants
 from flash_attn_compat.engine import memory
 from flash_attn_compat.unrecorded import cache
+from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches
 from tests.kernels import emulate
 from tests.test_fused_kernels import APPENDS, BACKWARD, CACHES, FORWARD, PACKED, attend
@@ -27,8 +27,7 @@ def test_lengths_that_are_no_lengths_reach_nothing_outside(
     shares: bool, turing: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """shares: whether sequences share a grid, by these very lengths"""
-    grid = functools.partial(grids.grid, shares=shares)
-    monkeypatch.setattr(grids, "grid", lambda *shape, clears=True, shares=False: grid(*shape, clears=clears))
+    fused_on_cpu.share_grids(monkeypatch, shares)
     call = PACKED.build()
     args = call.args | {name: call.args[name].requires_grad_() for name in "qkv"}
     out = flash_attn_interface.flash_attn_varlen_func(**args | {"return_attn_probs": False})

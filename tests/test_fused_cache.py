@@ -42,6 +42,15 @@ def test_what_was_written_is_read_and_what_was_damaged_or_renamed_is_not(damage:
     assert cache.write("name", b"shorter") and cache.read("name") == b"shorter"
 
 
+def test_what_is_kept_first_stays(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache.keep_first("answer", b"first") == b"first"
+    assert cache.keep_first("answer", b"second") == b"first" == cache.read("answer")
+    assert not cache.write("answer", b"third", only_first=True) and cache.read("answer") == b"first"
+    assert len(list(kernels.iterdir())) == 1, "nothing is left beside it"
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_CACHE", "/dev/null")
+    assert cache.keep_first("answer", b"mine") == b"mine"
+
+
 def test_a_write_that_fails_leaves_nothing_behind(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*paths: object) -> None:
         raise PermissionError

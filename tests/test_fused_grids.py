@@ -168,8 +168,7 @@ SEATS = {
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Packed sequences share a grid whether that pays or not."""
-    grid = functools.partial(grids.grid, shares=True)
-    monkeypatch.setattr(grids, "grid", lambda *shape, clears=True, shares=False: grid(*shape, clears=clears))
+    fused_on_cpu.share_grids(monkeypatch)
     with flash_attn_compat.use_backend("fused"):
         yield
 

@@ -37,21 +37,9 @@ SLOW, FAST = {"fused": 2.0, "torch_efficient": 1.0}, {"fused": 1.0, "torch_effic
 
 
 @pytest.fixture(autouse=True)
-def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    files: dict[str, bytes] = {}
-    monkeypatch.setattr(verdicts, "_cards", {})
-    monkeypatch.setattr(verdicts.cache, "read", files.get)
-    monkeypatch.setattr(verdicts.cache, "write", lambda name, payload: files.update({name: payload}) or True)
-    return files
-
-
-@pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launches:
     """A Turing GPU, as far as the backends can see."""
-    read, write = verdicts.cache.read, verdicts.cache.write
     found = fused_on_cpu.record(monkeypatch)
-    monkeypatch.setattr(verdicts.cache, "read", read)
-    monkeypatch.setattr(verdicts.cache, "write", write)
     others_kernels.install(monkeypatch, "torch_efficient", tmp_path)
     monkeypatch.setattr(settings, "gpu", lambda device: GPU)
     reset_backend_counts()
@@ -79,7 +67,6 @@ def server(function: Any, *args: Any, **options: Any) -> str | None:
 # ---- who serves
 
 
-@pytest.mark.usefixtures("launches")
 def test_the_faster_one_serves_what_was_timed_and_no_other_call() -> None:
     known(timed("full", SLOW), timed("causal", SLOW, training=True), timed("causal", FAST), timed("ALiBi", FAST))
     assert server(flash_attn_func, *qkv()) == "torch_efficient"
@@ -104,7 +91,6 @@ def test_the_faster_one_serves_what_was_timed_and_no_other_call() -> None:
         ("pages", {"cache_seqlens": torch.tensor([30, 40], dtype=torch.int32), "block_table": True}),
     ],
 )
-@pytest.mark.usefixtures("launches")
 def test_calls_of_every_kind_can_be_left_to_plain_pytorch(case: str, options: dict[str, Any]) -> None:
     """As on cards without tensor cores."""
     function = flash_attn_with_kvcache if "cache_seqlens" in options else flash_attn_func
@@ -115,7 +101,6 @@ def test_calls_of_every_kind_can_be_left_to_plain_pytorch(case: str, options: di
     assert server(function, *qkv(), **options) in ("sdpa", "chunked")  # a GPU has no sdpa
 
 
-@pytest.mark.usefixtures("launches")
 def test_a_call_that_the_faster_backend_refuses_stays() -> None:
     known(timed("causal", SLOW))
     q, k, v = qkv()
@@ -140,7 +125,6 @@ def test_nobody_is_moved_past_those_that_were_not_timed() -> None:
     assert order() == ["official", "torch_flash", "torch_efficient", "fused"]
 
 
-@pytest.mark.usefixtures("launches")
 def test_the_user_can_have_a_slow_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     known(timed("full", SLOW))
     with use_backend("fused"):
@@ -149,20 +133,11 @@ def test_the_user_can_have_a_slow_kernel(monkeypatch: pytest.MonkeyPatch) -> Non
     assert server(flash_attn_func, *qkv()) == "fused"
 
 
-@pytest.mark.usefixtures("launches")
 def test_a_verdict_is_one_models_and_not_its_capabilitys(monkeypatch: pytest.MonkeyPatch) -> None:
     known(timed("full", SLOW), gpu="GeForce RTX 2080")
     assert server(flash_attn_func, *qkv()) == "fused"
     monkeypatch.setattr(settings, "gpu", lambda device: "GeForce RTX 2080")
     assert server(flash_attn_func, *qkv()) == "torch_efficient"
-
-
-def test_a_forced_capability_is_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "_device_name", lambda device: GPU)
-    monkeypatch.delenv("FLASH_ATTN_COMPAT_CAPABILITY", raising=False)
-    assert settings.gpu(torch.device("cuda", 1)) == GPU and settings.gpu(torch.device("cpu")) is None
-    monkeypatch.setenv("FLASH_ATTN_COMPAT_CAPABILITY", "7.5")
-    assert settings.gpu(torch.device("cuda", 1)) == f"{GPU} as 7.5"
 
 
 # ---- steps of training
@@ -214,13 +189,8 @@ def card() -> Card:
     return Card(GPU, "torch 2.11", (timed("causal", FAST), timed("full", SLOW, training=True)), tiles)
 
 
-def test_a_row_says_all_of_a_card() -> None:
-    row = verdicts.to_row(card())
-    assert "\n" not in row and verdicts.from_row(row) == card()
-
-
-def test_later_processes_decide_alike(kept: dict[str, bytes]) -> None:
-    assert verdicts.keep(card()) and len(kept) == 1
+def test_later_processes_decide_alike(launches: Launches) -> None:
+    assert verdicts.keep(card()) and len(launches.files) == 1
     verdicts._cards.clear()
     assert verdicts.of(GPU) == card()
     verdicts.keep(Card(GPU, "torch 2.12", (timed("causal", SLOW),), card().tiles[:1]))
@@ -244,10 +214,9 @@ BROKEN = {
 }
 
 
-@pytest.mark.usefixtures("launches")
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_file_is_no_verdict_and_no_error(name: str, kept: dict[str, bytes]) -> None:
-    kept[verdicts._file(GPU)] = BROKEN[name]
+def test_a_broken_file_is_no_verdict_and_no_error(name: str, launches: Launches) -> None:
+    launches.files[verdicts._file(GPU)] = BROKEN[name]
     assert verdicts.of(GPU) is None
     assert server(flash_attn_func, *qkv()) == "fused"
     flash_attn_func(*qkv())
@@ -263,6 +232,8 @@ def test_every_shipped_row_is_a_card_and_adding_one_is_all_that_is_needed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     rows = verdicts._SHIPPED.read_text().splitlines()
+    timed_by = {name for row in verdicts._shipped().values() for times in row.times for name in times.milliseconds}
+    assert timed_by <= {backend.name for backend in BACKENDS}
     assert [verdicts.from_row(row).gpu for row in rows] == list(verdicts._shipped())
     monkeypatch.setattr(verdicts, "_SHIPPED", tmp_path / "cards.jsonl")
     verdicts._SHIPPED.write_text("".join(f"{row}\n" for row in (*rows, verdicts.to_row(card()))))
@@ -273,7 +244,6 @@ def test_every_shipped_row_is_a_card_and_adding_one_is_all_that_is_needed(
     assert mine is not None and mine.times[0].milliseconds == SLOW and mine.tiles == card().tiles
 
 
-@pytest.mark.usefixtures("launches")
 def test_nothing_is_timed_at_a_users_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def clock(*given: Any, **options: Any) -> None:
         raise AssertionError("somebody looks at the time")
@@ -284,8 +254,3 @@ def test_nothing_is_timed_at_a_users_call(monkeypatch: pytest.MonkeyPatch) -> No
     q, k, v = qkv(grad=True)
     flash_attn_func(q, k, v).sum().backward()
     assert backend_counts() == {"fused": 1}
-
-
-def test_every_backend_with_times_is_one_of_the_list() -> None:
-    timed_by = {name for row in verdicts._shipped().values() for times in row.times for name in times.milliseconds}
-    assert timed_by <= {backend.name for backend in BACKENDS}

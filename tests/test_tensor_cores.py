@@ -20,21 +20,11 @@ from tests.support import randn
 GPU = "GeForce GTX 1650"
 
 
-@pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    files: dict[str, bytes] = {}
-    monkeypatch.setattr(cache, "read", files.get)
-    monkeypatch.setattr(cache, "write", lambda name, payload, only_first=False: bool(files.setdefault(name, payload)))
-    return files
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Launches:
+@pytest.fixture(autouse=True)
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     found = fused_on_cpu.record(monkeypatch)
-    request.getfixturevalue("kept")
     tensor_cores._exist.cache_clear()
     tensor_cores._warn.cache_clear()
-    monkeypatch.setattr(verdicts, "_cards", {})
     monkeypatch.setattr(loader, "own_capability", lambda device: (7, 5))
     monkeypatch.setattr(loader, "device_name", lambda device: GPU)
     monkeypatch.setattr(settings, "gpu", lambda device: GPU)
@@ -53,7 +43,6 @@ def call(*, length: int = 20) -> None:
     flash_attn_func(q, k, v)
 
 
-@pytest.mark.usefixtures("launches")
 @pytest.mark.parametrize(("cycles", "has"), [(8.1, True), (16.3, True), (32.0, False), (70.0, False)])
 def test_the_time_of_a_product_tells_and_is_taken_once_for_all_processes(
     cycles: float, has: bool, monkeypatch: pytest.MonkeyPatch
@@ -67,11 +56,10 @@ def test_the_time_of_a_product_tells_and_is_taken_once_for_all_processes(
     assert asked == [0, 1], "another model is another question"
 
 
-@pytest.mark.usefixtures("launches")
 def test_ranks_that_ask_at_once_have_the_answer_that_was_kept_first(
-    kept: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = cache.name_of("tensor-cores", GPU)
+    kept, name = launches.files, cache.name_of("tensor-cores", GPU)
 
     def meanwhile(device: int) -> float:
         kept[name] = b"8.0"
@@ -81,27 +69,16 @@ def test_ranks_that_ask_at_once_have_the_answer_that_was_kept_first(
     assert tensor_cores.exist(0) and kept == {name: b"8.0"}
 
 
-def test_what_is_kept_first_stays(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASH_ATTN_COMPAT_CACHE", str(tmp_path))
-    assert cache.keep_first("answer", b"first") == b"first"
-    assert cache.keep_first("answer", b"second") == b"first" == cache.read("answer")
-    assert not cache.write("answer", b"third", only_first=True) and cache.read("answer") == b"first"
-    assert len(list(cache.folder().iterdir())) == 1, "nothing is left beside it"
-    monkeypatch.setenv("FLASH_ATTN_COMPAT_CACHE", "/dev/null")
-    assert cache.keep_first("answer", b"mine") == b"mine"
-
-
-@pytest.mark.usefixtures("launches")
 @pytest.mark.parametrize("failing", ["time", "file"])
 def test_what_goes_wrong_is_no_answer_and_fails_no_call(
-    failing: str, kept: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    failing: str, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(device: int) -> float:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(tensor_cores, "cycles", fail)
     if failing == "file":
-        kept[cache.name_of("tensor-cores", GPU)] = b"many"
+        launches.files[cache.name_of("tensor-cores", GPU)] = b"many"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         call()
@@ -123,7 +100,6 @@ def test_a_card_without_them_is_told_of_tune_once_and_not_after_it(
     assert asked == [-1] and launches.entries == ["forward"] * 3
 
 
-@pytest.mark.usefixtures("launches")
 def test_other_gpus_and_captures_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = takes(monkeypatch, 64.0)
     with monkeypatch.context() as patch:
@@ -134,7 +110,6 @@ def test_other_gpus_and_captures_are_not_asked(monkeypatch: pytest.MonkeyPatch) 
     assert tensor_cores.exist(0) and not asked
 
 
-@pytest.mark.usefixtures("launches")
 def test_doctor_says_that_there_are_none_and_what_is_known_of_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "compiler", lambda: SimpleNamespace(version=(13, 0)))
     takes(monkeypatch, 64.0)

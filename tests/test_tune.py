@@ -36,10 +36,6 @@ Clock = Callable[[str, Sequence[Variant]], float]
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launches:
     found = fused_on_cpu.record(monkeypatch)
-    files: dict[str, bytes] = {}
-    monkeypatch.setattr(verdicts, "_cards", {})
-    monkeypatch.setattr(verdicts.cache, "read", files.get)
-    monkeypatch.setattr(verdicts.cache, "write", lambda name, payload, **how: files.update({name: payload}) or True)
     monkeypatch.setattr(settings, "gpu", lambda device: GPU)
     others_kernels.install(monkeypatch, "torch_efficient", tmp_path)
     monkeypatch.setattr(Sdpa, "capabilities", replace(Sdpa.capabilities, devices=frozenset({"mps"})))
