@@ -46,11 +46,14 @@ def test_the_backends_have_their_documented_order() -> None:
     assert NAMES == ["official", "torch_flash", "fused", "torch_efficient", "sdpa", "chunked", "reference"]
 
 
-def test_use_backend_ends_with_its_block_even_after_an_error() -> None:
+def test_use_backend_ends_with_its_block_and_does_not_reach_other_threads() -> None:
     with pytest.raises(ZeroDivisionError), use_backend("reference"):
+        thread = threading.Thread(target=lambda: flash_attn_func(*qkv()))
+        thread.start()
+        thread.join()
         raise ZeroDivisionError
     flash_attn_func(*qkv())
-    assert "reference" not in counted()
+    assert sum(counted().values()) == 2 and "reference" not in counted()
 
 
 @pytest.mark.parametrize("forced", [None, "chunked", "reference"])
@@ -76,17 +79,8 @@ def test_only_backends_whose_turn_comes_are_asked(forced: str | None, monkeypatc
 
 
 def test_use_backend_of_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="chunked") as error, use_backend("fast"):
+    with pytest.raises(ValueError, match=".*".join(("'fast'", *NAMES))), use_backend("fast"):
         pass
-    assert "'fast'" in str(error.value) and all(name in str(error.value) for name in NAMES)
-
-
-def test_use_backend_does_not_reach_other_threads() -> None:
-    with use_backend("reference"):
-        thread = threading.Thread(target=lambda: flash_attn_func(*qkv()))
-        thread.start()
-        thread.join()
-    assert "reference" not in counted()
 
 
 @pytest.mark.parametrize(
@@ -141,14 +135,6 @@ def test_the_refusal_says_all_that_every_backend_has_against_the_call() -> None:
         flash_attn_func(*qkv(), softcap=2.0, dropout_p=0.1)
     told = dict(line.split(maxsplit=1) for line in str(refusal.value).splitlines()[1:])
     assert list(told) == NAMES and "softcap" in told["sdpa"] and "dropout" in told["sdpa"]
-
-
-def test_a_refused_cache_call_leaves_the_cache_alone() -> None:
-    q, k, v = qkv()
-    k_cache, v_cache = torch.zeros(2, 20, 2, 16), torch.zeros(2, 20, 2, 16)
-    with use_backend("sdpa"), pytest.raises(BackendNotSupported):
-        flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=4, softcap=2.0)
-    assert not k_cache.any() and not v_cache.any()
 
 
 # ---------------------------------------------------------------- explain and counts
