@@ -2,88 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
-from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
+from flash_attn_compat import flash_attn_interface, use_backend
 from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches, sparse
 from tests.kernels import emulate
 from tests.kernels.emulate import EmulationError
 from tests.test_fused_backend import mutated
+from verify.call import Call, solve
+from verify.problems import Problem
 
 pytestmark = pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not())
 
-HEADS, DIM, ROWS = 4, 32, 70
-Move = Callable[[Tensor], Tensor]
+TRAINED = Problem(seqlens_q=(70, 70), seqlens_k=(70, 70), nheads_k=4, head_dim=32, dtype="float16", causal=True)
+CACHED = replace(TRAINED, kind="kvcache", seqlens_q=(1, 1), seqlens_k=(150, 9), capacity=192, new_keys=2, rotary_dim=32)
+PROMPT = replace(CACHED, seqlens_q=(30, 30), new_keys=30)
+CALLS = {
+    "trained": TRAINED,
+    "trained, converted": replace(TRAINED, dtype="bfloat16"),
+    "trained, odd channels": replace(TRAINED, head_dim=31),
+    "gradients given": TRAINED,
+    "packed": replace(TRAINED, kind="varlen", seqlens_q=(61, 79), seqlens_k=(61, 79)),
+    "decoding": CACHED,
+    "many new keys": replace(CACHED, new_keys=20),
+    "many rows": PROMPT,
+    "decoding over pages": replace(CACHED, page_size=16),
+    "many rows over pages": replace(PROMPT, page_size=16),
+}
 
 
 def far(x: Tensor, dim: int) -> Tensor:
     """A copy whose last element along ``dim`` lies nearly 2^32 elements behind the first."""
+    dim = max(dim, -x.ndim)
+    if not x.is_floating_point() or x.shape[dim] < 2:
+        return x.clone()
     strides = list(x.contiguous().stride())
     strides[dim] = 2**32 // (x.shape[dim] - 1) // 8 * 8
     last = sum((size - 1) * stride for size, stride in zip(x.shape, strides, strict=True))
     return sparse(last + 1, x.dtype).as_strided(x.shape, strides).copy_(x)
 
 
-def randn(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape) + sum(shape)), dtype=dtype)
-
-
-def trained(move: Move, dim: int = DIM, dtype: torch.dtype = torch.float16) -> Iterator[Tensor]:
-    q, k, v, dout = (move(x) for x in randn(4, 2, ROWS, HEADS, dim, dtype=dtype).unbind())
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = flash_attn_func(*leaves, causal=True)
-    yield out.detach()
-    yield from torch.autograd.grad(out, leaves, dout)
-
-
-def packed(move: Move) -> Iterator[Tensor]:
-    q, k, v, dout = (move(x) for x in randn(4, 2 * ROWS, HEADS, DIM).unbind())
-    leaves, starts = [x.requires_grad_() for x in (q, k, v)], torch.tensor([0, ROWS - 9, 2 * ROWS], dtype=torch.int32)
-    out = flash_attn_varlen_func(*leaves, starts, starts, ROWS + 9, ROWS + 9, causal=True)
-    yield out.detach()
-    yield from torch.autograd.grad(out, leaves, dout)
-
-
-def given(move: Move) -> Iterator[Tensor]:
-    """What the caller gives to be written."""
-    q, k, v, dout, *found = (move(x) for x in randn(7, 2, ROWS, HEADS, DIM).unbind())
-    options = dict(dropout_p=0.0, softmax_scale=0.2, causal=True, window_size_left=-1, window_size_right=-1)
-    options |= dict(softcap=0.0, alibi_slopes=None)
-    out, lse, *_ = _flash_attn_forward(q, k, v, **options, return_softmax=False)
-    _flash_attn_backward(dout, q, k, v, move(out), lse, *found, **options, deterministic=False)
-    yield from found
-
-
-def cached(move: Move, rows: int = 1, new_keys: int = 2, page_size: int | None = None) -> Iterator[Tensor]:
-    lengths = torch.tensor([150, 9], dtype=torch.int32)
-    slots = (2, 192) if page_size is None else (384 // page_size, page_size)
-    table = None if page_size is None else torch.arange(slots[0], dtype=torch.int32).flip(0).view(2, -1)
-    k_cache, v_cache = (move(randn(*slots, HEADS, DIM) + extra) for extra in (0, 1))
-    q, *new = (move(randn(2, count, HEADS, DIM)) for count in (rows, new_keys, new_keys))
-    tables = (move(randn(192, 1, DIM // 2)).squeeze(1) for _ in range(2))
-    yield flash_attn_with_kvcache(q, k_cache, v_cache, *new, *tables, lengths, block_table=table, causal=True)
-    yield from (k_cache, v_cache)
-
-
-CALLS: dict[str, Callable[[Move], Iterator[Tensor]]] = {
-    "trained": trained,
-    "trained, converted": lambda move: trained(move, dtype=torch.bfloat16),
-    "trained, odd channels": lambda move: trained(move, dim=31),
-    "gradients given": given,
-    "packed": packed,
-    "decoding": lambda move: cached(move, new_keys=2),
-    "many new keys": lambda move: cached(move, new_keys=20),
-    "many rows": lambda move: cached(move, rows=30, new_keys=30),
-    "decoding over pages": lambda move: cached(move, page_size=16),
-    "many rows over pages": lambda move: cached(move, rows=30, new_keys=30, page_size=16),
-}
+def answers(name: str, move: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    call = CALLS[name].build()
+    args = {name: move(x) if isinstance(x, Tensor) else x for name, x in call.args.items()}
+    dout = None if call.dout is None else move(call.dout)
+    if name != "gradients given":
+        return list(solve(getattr(flash_attn_interface, call.fn), Call(call.fn, args, dout)).parts.values())
+    q, k, v = (args[name] for name in "qkv")
+    rules: tuple[Any, ...] = (0.0, 0.2, True, -1, -1, 0.0, None, False)
+    out, lse, *_ = flash_attn_interface._flash_attn_forward(q, k, v, *rules)
+    places = [move(torch.full_like(x, torch.nan)) for x in (q, k, v)]
+    flash_attn_interface._flash_attn_backward(dout, q, k, v, move(out), lse, *places, *rules)
+    return places
 
 
 # Along a tensor's first dimension, its rows (the second one where there are four) and its heads.
@@ -94,11 +72,7 @@ def test_answers_have_the_same_bits_however_far_their_tensors_reach(turing: Laun
 
 
 def check(launches: Launches, name: str, dim: int) -> None:
-    def move(x: Tensor) -> Tensor:
-        along = max(dim, -x.ndim)
-        return far(x, along) if x.shape[along] > 1 else x
-
-    expected, found = list(CALLS[name](torch.clone)), list(CALLS[name](move))
+    expected, found = answers(name, torch.clone), answers(name, lambda x: far(x, dim))
     assert all(map(torch.equal, found, expected))
     half = len(launches.entries) // 2
     assert launches.entries[:half] == launches.entries[half:]
