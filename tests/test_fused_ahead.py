@@ -48,21 +48,17 @@ def test_a_gpu_finds_what_was_compiled_for_it(
             assert kept == f"{variant.entry} for {architecture}".encode()
 
 
-def test_what_is_there_is_not_compiled_again(compiled: list[Variant], capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_shows_how_far_it_is_and_what_is_there_is_not_compiled_again(
+    compiled: list[Variant], capsys: pytest.CaptureFixture[str]
+) -> None:
     for _ in range(2):
         assert cli.main(["compile", "--for", "sm_75", *ONLY]) == 0
-    told = capsys.readouterr().out.splitlines()
-    count = len(set(compiled))
+    said, count = capsys.readouterr(), len(set(compiled))
+    first, *lines = said.err.splitlines()[: said.err.splitlines().index(f"{count}/{count}") + 1]
+    assert first.startswith(f"{count} ") and 3 < len(lines) <= 21 and lines[0].startswith("1/")
+    told = said.out.splitlines()
     assert count == len(compiled) and told[0].startswith(f"{count} kernels compiled, 0 were there")
     assert told[1].startswith(f"0 kernels compiled, {count} were there")
-
-
-@pytest.mark.usefixtures("compiled")
-def test_it_shows_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["compile", "--for", "sm_75", *ONLY]) == 0
-    told, *lines = capsys.readouterr().err.splitlines()
-    count = told.partition(" ")[0]
-    assert 3 < len(lines) <= 21 and lines[0].startswith("1/") and lines[-1] == f"{count}/{count}"
 
 
 def test_a_kernel_that_does_not_compile_is_told_and_the_others_are_kept(

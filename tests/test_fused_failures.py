@@ -184,18 +184,3 @@ def test_new_keys_are_written_once(name: str, monkeypatch: pytest.MonkeyPatch) -
     with pytest.warns(RuntimeWarning, match="OUT_OF_RESOURCES"):
         CASES[name][1]()
     assert not written and list(backend_counts().values()) == [1]
-
-
-def test_what_failed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = fused_on_cpu.emulate(monkeypatch)
-    case = CASES["dense"][1]
-    fail(monkeypatch, "dkdv")
-    with pytest.warns(RuntimeWarning, match="OUT_OF_RESOURCES"):
-        case()
-    assert launches.entries == ["forward", "delta", "dkdv"]
-    reset_backend_counts()
-    driver = loader.driver()
-    assert isinstance(driver, fused_on_cpu.Driver)
-    monkeypatch.setattr(driver, "compute", lambda *given: None)
-    case()
-    assert launches.entries[3:] == ["forward"] and backend_counts() == {"fused": 1}, "the forward is still ours"

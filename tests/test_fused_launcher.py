@@ -20,7 +20,7 @@ from flash_attn_compat import (
     use_backend,
 )
 from flash_attn_compat.backends import KernelsFailed
-from flash_attn_compat.backends.fused import forward, launcher, loader, trial, variants
+from flash_attn_compat.backends.fused import forward, launcher, loader, variants
 from flash_attn_compat.backends.fused.launcher import Launch, Output
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine import capture, memory
@@ -322,21 +322,6 @@ def test_a_workspace_lives_until_its_launch_whatever_other_threads_do(monkeypatc
     monkeypatch.setattr(launcher, "workspace", replaced)
     flash_attn_func(half(1, 1, 2, 64), half(1, 512, 2, 64), half(1, 512, 2, 64))
     assert alive == [True] and launches.last.fields["splits"] > 1
-
-
-def test_a_plan_that_was_made_in_a_capture_is_made_anew_behind_it(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its kernels have not been tried."""
-    tried: list[object] = []
-    monkeypatch.setattr(trial, "check", lambda *what: tried.append(what))
-    q = half(1, 40, 4, 64)
-    with use_backend("fused"):
-        for captures, expected in ((True, 1), (True, 2), (False, 3), (False, 3)):
-            monkeypatch.setattr(capture, "is_capturing", lambda device, captures=captures: captures)
-            flash_attn_func(q, q, q)
-            assert len(tried) == expected
-    assert launches.entries == ["forward"] * 4
 
 
 @pytest.mark.usefixtures("launches")

@@ -21,7 +21,7 @@ from flash_attn_compat import (
     flash_attn_with_kvcache,
     use_backend,
 )
-from flash_attn_compat.backends.fused import Fused, launcher
+from flash_attn_compat.backends.fused import launcher
 from flash_attn_compat.engine import capture, memory
 from flash_attn_compat.engine.build import Options, Packing, call_of
 from tests import fused_on_cpu, warm
@@ -61,23 +61,6 @@ def test_a_tensor_whose_value_counts_is_not_kept(function: str, monkeypatch: pyt
         getattr(flash_attn_interface, function)(**arguments)
     scales = [launch.fields["softmax_scale"] for launch in launches.seen]
     assert set(scales[:count]) == {0.5} and set(scales[count:]) == {2.0}
-
-
-def test_a_step_is_not_for_a_length_whose_calls_another_backend_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers share a step but for whether they are fewer, as many or more than the rows."""
-    launches = fused_on_cpu.record(monkeypatch)
-    refused: list[str] = []
-    monkeypatch.setattr(Fused, "extra_reasons", lambda self, traits: refused * (traits.sq_vs_sk in refused))
-    q, cache = (randn(2, length, 2, 16, dtype=torch.float16) for length in (5, 20))
-    for side in "><=":
-        refused[:] = side
-        memory.forget()
-        launches.seen.clear()
-        for _ in range(2):
-            for length in (3, 4, 5, 6, 20):
-                flash_attn_with_kvcache(q, cache, cache, cache_seqlens=length)
-        kept_away = {">": 2, "=": 1, "<": 2}[side]
-        assert len(launches.seen) == 2 * (5 - kept_away), side
 
 
 def test_packed_lengths_are_compared_at_every_call() -> None:
