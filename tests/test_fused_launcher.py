@@ -136,6 +136,13 @@ def test_results_lie_as_the_kernels_write_them_however_q_does(view: str, rows: i
         assert out.is_contiguous() and launches.last.fields["out"] == out.data_ptr()
 
 
+def test_lengths_beyond_the_tokens_launch_no_tiles_for_them(launches: Launches) -> None:
+    q, starts = half(300, 1, 64), cumulative(300)
+    with use_backend("fused"):
+        flash_attn_varlen_func(q, q, q, starts, starts, 2**30, 2**30)
+    assert launches.last.fields["seqlen_q"] == 300
+
+
 def test_more_blocks_than_a_launch_has_are_refused_before_anything_is_loaded(launches: Launches) -> None:
     """2^30 tokens of 256 heads in 65,536 sequences; shapes without the memory."""
     q = torch.zeros(1, 1, 64, dtype=HALF).expand(2**30, 256, 64)
