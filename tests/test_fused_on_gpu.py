@@ -190,16 +190,19 @@ GRAPHS = [
 ]
 
 
+@pytest.mark.parametrize("is_known", [True, False])
 @pytest.mark.parametrize(("backend", "name"), GRAPHS)
-def test_a_graph_is_captured_after_one_call_and_replayed_over_other_numbers_and_lengths(
-    backend: str, name: str
-) -> None:
+def test_a_graph_is_replayed_over_other_numbers_and_lengths(backend: str, name: str, is_known: bool) -> None:
+    """is_known: before the capture, which lets nobody know of it"""
     call, args = on_gpu(PROBLEMS[name])
-    on_backend(backend, call)
+    on_backend(backend, call)  # compiles and loads
+    if not is_known:
+        memory.forget()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.graph(graph, stream=stream):
         out = by(backend, call)
+    assert bool(memory.current().known) == bool(memory.current().decisions) == is_known
     for x in args.values():
         if isinstance(x, Tensor) and x.dtype == torch.float16:
             x.mul_(0.5)
@@ -207,36 +210,12 @@ def test_a_graph_is_captured_after_one_call_and_replayed_over_other_numbers_and_
         args["cu_seqlens_q"][-1] -= 30  # the last tokens are outside of all sequences then
     if "cache_seqlens" in args:
         args["cache_seqlens"] //= 2
+    right = by("chunked", call)
     for _ in range(3):
         graph.replay()
-    torch.cuda.synchronize()
-    close(out, by("chunked", call))
-
-
-@pytest.mark.parametrize(("backend", "name"), GRAPHS)
-def test_a_first_call_inside_a_capture_is_replayed_and_known_by_nobody_before_an_eager_one(
-    backend: str, name: str
-) -> None:
-    call, args = on_gpu(PROBLEMS[name])
-    on_backend(backend, call)  # compiles and loads
-    memory.forget()
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.graph(graph, stream=stream):
-        out = by(backend, call)
-    assert not memory.current().known and not memory.current().decisions
-    for x in args.values():
-        if isinstance(x, Tensor) and x.dtype == torch.float16:
-            x.mul_(0.5)
-    graph.replay()
-    torch.cuda.synchronize()
-    right = by("chunked", call)
-    close(out, right)
-    close(by(backend, call), right)
-    assert memory.current().known
-    graph.replay()  # behind an eager call, whose workspace is another
-    torch.cuda.synchronize()
-    close(out, right)
+        torch.cuda.synchronize()
+        close(out, right)
+        close(by(backend, call), right)  # between replays, by a workspace of its own
 
 
 def test_a_graph_of_a_variant_that_is_not_loaded_loads_it_or_says_what_to_do_before() -> None:
