@@ -35,6 +35,7 @@ class Capabilities:
     """What a backend computes exactly.
 
     devices: device types, None for any; min_capability, max_capability: CUDA compute capabilities, inclusive
+    not_on_rocm: why it does not serve AMD's GPUs, which PyTorch calls cuda too; None if it does
     """
 
     features: Feature
@@ -43,6 +44,7 @@ class Capabilities:
     min_capability: tuple[int, int] | None = None
     max_capability: tuple[int, int] | None = None
     max_head_dim: int | None = None
+    not_on_rocm: str | None = None
 
 
 class KernelsFailed(RuntimeError):
@@ -75,7 +77,8 @@ class Backend(abc.ABC):
     def reasons(self, traits: Traits) -> list[str]:
         """Every reason why this backend cannot serve calls of these traits; empty when it can."""
         table = self.capabilities
-        reasons = list(self.unavailable_reasons())
+        refuses_rocm = torch.version.hip is not None and table.not_on_rocm
+        reasons = [refuses_rocm] if refuses_rocm else list(self.unavailable_reasons())
         if table.devices is not None and traits.device_type not in table.devices:
             reasons.append(f"runs on {_named(table.devices)} only")
         reasons += _capability_reasons(table, traits)
@@ -89,7 +92,7 @@ class Backend(abc.ABC):
         reasons += self.extra_reasons(traits)
         if traits in self._failures:
             reasons.append(f"failed before: {self._failures[traits]}")
-        return reasons
+        return reasons or self.late_reasons(traits)
 
     def rank(self, traits: Traits) -> int:
         """Where it stands among the others for such calls: lower goes first, equals in the order of the list."""
@@ -122,6 +125,10 @@ class Backend(abc.ABC):
 
     def extra_reasons(self, traits: Traits) -> list[str]:
         """Reasons that the table cannot express, such as combinations."""
+        return []
+
+    def late_reasons(self, traits: Traits) -> list[str]:
+        """What takes a library or a trial to find out: asked only where nothing else speaks against."""
         return []
 
     def prepare(self, alike: Alike) -> Run:

@@ -15,14 +15,12 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from flash_attn_compat import installed, settings
 from flash_attn_compat.backends import small_trial
 from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities
-from flash_attn_compat.backends.flash_launch import LACKS, FlashBackend, window_arguments
-from flash_attn_compat.backends.one_launch import Launched
+from flash_attn_compat.backends.one_launch import FLASH_LACKS, FlashBackend, Launched, window_arguments
 from flash_attn_compat.engine.call import AttentionCall, Gradients
 from flash_attn_compat.engine.features import Feature, Traits
 
@@ -30,11 +28,12 @@ from flash_attn_compat.engine.features import Feature, Traits
 class Official(FlashBackend):
     name = "official"
     capabilities = Capabilities(
-        features=~LACKS,
+        features=~FLASH_LACKS,
         devices=frozenset({"cuda"}),
         dtypes=HALF_DTYPES,
         min_capability=(8, 0),
         max_head_dim=256,
+        not_on_rocm="flash-attn's kernels for ROCm are different and untested",
     )
     # By zero_tensors: launches in C++ alone, where a mask takes operators that cost the host more than the call.
     zeroes_outside = True
@@ -42,25 +41,23 @@ class Official(FlashBackend):
     def rank(self, traits: Traits) -> int:
         return -2  # whatever is faster
 
-    def reasons(self, traits: Traits) -> list[str]:
-        # Only a call that nothing else speaks against is worth loading the extension for.
-        return super().reasons(traits) or self._loading_reasons(traits)
-
     def unavailable_reasons(self) -> list[str]:
         if settings.official_disabled():
             return [f"{settings.DISABLE_OFFICIAL} is set"]
-        if torch.version.hip is not None:
-            return ["flash-attn's kernels for ROCm are different and untested"]
         if installed.swapped() is not None:
             return ["the installed flash-attn is patched to run on this package"]
         return [] if installed.location() is not None else ["flash-attn is not installed"]
 
     def extra_reasons(self, traits: Traits) -> list[str]:
-        features = Feature(traits.features)
         reasons = super().extra_reasons(traits)
-        if features & Feature.SOFTCAP and features & Feature.DROPOUT:
+        if traits.features & Feature.SOFTCAP and traits.features & Feature.DROPOUT:
             reasons.append("does not support softcap with dropout")
         return reasons
+
+    def late_reasons(self, traits: Traits) -> list[str]:
+        loaded = _load(installed.location())
+        wrong = loaded if isinstance(loaded, str) else small_trial.wrong_answer(self, loaded, traits)
+        return [wrong] if wrong else []
 
     def launch_forward(self, call: AttentionCall) -> Launched:
         functions = _functions()
@@ -97,13 +94,6 @@ class Official(FlashBackend):
                 call.softmax_scale, self.zeroes_outside, *others,
             )  # fmt: skip
         return gradients
-
-    def _loading_reasons(self, traits: Traits) -> list[str]:
-        loaded = _load(installed.location())
-        if isinstance(loaded, str):
-            return [loaded]
-        wrong = small_trial.wrong_answer(self, loaded, traits)
-        return [wrong] if wrong else []
 
 
 class _Functions(NamedTuple):

@@ -7,7 +7,7 @@ Nothing waits for the GPU.
 from __future__ import annotations
 
 import abc
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,15 @@ from torch import Tensor
 from flash_attn_compat.backends.base import Backend, deliver
 from flash_attn_compat.engine import alignment, outside
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
+from flash_attn_compat.engine.features import Feature, Traits
+
+# What neither carrier of FlashAttention-2's kernels is asked for. Calls over a cache are left to fused, which appends
+# and attends in one launch.
+FLASH_LACKS = (
+    Feature.SHARED_DROPOUT_MASK | Feature.VALUE_HEAD_DIM | Feature.TRANSFORMS | Feature.SCALE_NOT_POSITIVE
+    | Feature.SEQUSED_K | Feature.LEFTPAD_K | Feature.PAGED | Feature.APPEND | Feature.LSE_GRADIENT
+    | Feature.BIAS
+)  # fmt: skip
 
 
 class Launched(NamedTuple):
@@ -45,12 +54,7 @@ class OneLaunch(Backend):
 
     def as_read(self, call: AttentionCall) -> AttentionCall:
         """The call with its tensors as the kernel reads them."""
-        changes: dict[str, Any] = {}
-        for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v)):
-            read = alignment.padded(tensor.resolve_neg())
-            if read is not tensor:
-                changes[name] = read
-        return call._replace(**changes) if changes else call
+        return AttentionCall._make((*(alignment.padded(tensor.resolve_neg()) for tensor in call[:3]), *call[3:]))
 
     def official_lse(self, call: AttentionCall, lse: Tensor) -> Tensor:
         """The kernel's LSE as flash-attn lays it out: (batch, heads, seqlen_q), packed (heads, total_q)."""
@@ -74,7 +78,8 @@ class OneLaunch(Backend):
         ready = self.as_read(call)
         dout, out = alignment.padded(upstream.dout), alignment.padded(upstream.out)
         lse, *state = upstream.saved or (self.native_lse(ready, upstream.lse),)
-        place = into if into is not None and all(map(is_as_read, into)) else None
+        can_be_written = into is not None and all(x.shape[-1] % 8 == 0 and alignment.is_ready(x) for x in into)
+        place = into if can_be_written else None
         found = self.launch_backward(ready, dout, Launched(out, lse, tuple(state)), place)
         if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None and not self.zeroes_outside:
             if call.cu_seqlens_q is call.cu_seqlens_k and call.q.shape[0] == call.k.shape[0]:
@@ -87,13 +92,55 @@ class OneLaunch(Backend):
         return deliver(Gradients(*map(_of_its_own_heads, found, (call.q, call.k, call.v))), call, into)
 
 
-def is_as_read(tensor: Tensor) -> bool:
-    """Whether the kernel reads, or writes, it as it is."""
-    return tensor.shape[-1] % 8 == 0 and alignment.is_ready(tensor)
-
-
 def _of_its_own_heads(gradient: Tensor, source: Tensor) -> Tensor:
     """In the shape of ``source``: gradients of copies of a head summed in fp32, channels that were added cut off."""
     if gradient.shape[-2] != source.shape[-2]:
         gradient = torch.unflatten(gradient, -2, (source.shape[-2], -1)).sum(-2, dtype=torch.float32).to(source.dtype)
     return alignment.narrowed(gradient, source.shape[-1])
+
+
+class FlashBackend(OneLaunch):
+    """A carrier of FlashAttention-2's kernels: PyTorch (torch_flash) or flash-attn (official)."""
+
+    def extra_reasons(self, traits: Traits) -> list[str]:
+        features = traits.features
+        reasons = []
+        is_open = features & Feature.WINDOW_LEFT and not features & Feature.CAUSAL
+        if traits.sq_vs_sk == ">" and (is_open or features & Feature.WINDOW_RIGHT):
+            reasons.append("clamps windows to seqlen_k, which hides keys from rows that stand far before the first one")
+        if traits.needs_backward and _backward_exceeds_shared_memory(traits):
+            reasons.append(f"its backward does not fit this GPU's shared memory at head_dim {traits.head_dim}")
+        return reasons
+
+    def as_read(self, call: AttentionCall) -> AttentionCall:
+        call = super().as_read(call)
+        if call.alibi_slopes is not None and call.alibi_slopes.stride(-1) != 1:
+            call = call._replace(alibi_slopes=call.alibi_slopes.contiguous())
+        if call.cu_seqlens_q is None:
+            return call
+        # Windows are clamped to max_seqlen_k, which is wrong for rows that stand further before the first key.
+        clamps = call.mask.right != 0 and not call.mask.is_full
+        longest_k = max(1, call.max_seqlen_q if clamps else 0, call.max_seqlen_k)
+        # With one row per sequence the kernels fold grouped heads into rows, and count on a row in every sequence.
+        # Whether each has one is in cu_seqlens_q, on the GPU.
+        longest_q = max(2, call.max_seqlen_q)
+        if (longest_q, longest_k) == (call.max_seqlen_q, call.max_seqlen_k):
+            return call
+        return call._replace(max_seqlen_q=longest_q, max_seqlen_k=longest_k)
+
+
+def window_arguments(call: AttentionCall) -> tuple[bool, int, int]:
+    """causal, left, right as the kernels take them: -1 for unbounded.
+
+    The right one is -1 with causal: one row of grouped heads is only folded, and its keys read once, where the
+    kernels find both sides unbounded.
+    """
+    left, right = (-1 if bound is None else bound for bound in call.mask)
+    return right == 0, left, -1 if right == 0 else right
+
+
+def _backward_exceeds_shared_memory(traits: Traits) -> bool:
+    """From 193 channels on only the data-center GPUs have room for every variant of the backward."""
+    if traits.capability not in {(8, 6), (8, 9), (12, 0), (12, 1)}:
+        return False
+    return traits.head_dim > 192 and (traits.head_dim <= 224 or bool(traits.features & Feature.DROPOUT))

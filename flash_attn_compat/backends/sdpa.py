@@ -47,10 +47,6 @@ class Sdpa(BlockwiseBackend):
     name = "sdpa"
     capabilities = Capabilities(features=~_LACKS, devices=frozenset({"cpu", "cuda", "mps", "xpu"}))
 
-    def reasons(self, traits: Traits) -> list[str]:
-        # Only a call that nothing else speaks against is worth a trial.
-        return super().reasons(traits) or (self._trial_reasons(traits) if traits.device_type == "cuda" else [])
-
     def extra_reasons(self, traits: Traits) -> list[str]:
         if traits.device_type == "cuda":
             return _reasons_on_cuda(traits)
@@ -66,7 +62,9 @@ class Sdpa(BlockwiseBackend):
             reasons.append("this PyTorch has no fused attention kernel for the CPU with an attn_mask")
         return reasons
 
-    def _trial_reasons(self, traits: Traits) -> list[str]:
+    def late_reasons(self, traits: Traits) -> list[str]:
+        if traits.device_type != "cuda":
+            return []
         if capture.is_capturing(capture.current_device() or 0):
             return ["cannot be tried while a graph is captured"]
         if not _has_fused_kernel(traits):

@@ -39,11 +39,10 @@ class TorchEfficient(OneLaunch):
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
         min_capability=(5, 0),
+        not_on_rocm="its LSE layout on ROCm differs and is untested",
     )
 
     def unavailable_reasons(self) -> list[str]:
-        if torch.version.hip is not None:
-            return ["its LSE layout on ROCm differs and is untested"]
         return lacking(_ARGUMENTS)
 
     def extra_reasons(self, traits: Traits) -> list[str]:

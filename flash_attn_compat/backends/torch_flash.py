@@ -1,7 +1,7 @@
 """PyTorch's own copy of FlashAttention-2: the path for GPUs of compute capability 8.0 and newer without flash-attn.
 
 The operators' schemas grew over PyTorch's versions; what the installed one lacks is a reason. How a call
-becomes a launch is in flash_launch.py.
+becomes a launch is in one_launch.py.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.base import HALF_DTYPES, Capabilities, lacking, operator
-from flash_attn_compat.backends.flash_launch import LACKS, FlashBackend, window_arguments
-from flash_attn_compat.backends.one_launch import Launched
+from flash_attn_compat.backends.one_launch import FLASH_LACKS, FlashBackend, Launched, window_arguments
 from flash_attn_compat.engine import callers_state
 from flash_attn_compat.engine.call import AttentionCall, Gradients
 from flash_attn_compat.engine.features import Feature
@@ -21,7 +20,7 @@ from flash_attn_compat.engine.outside import packed_lse, padded_lse
 
 # PyTorch builds its kernels without slopes, whatever the operator's schema says. Deterministic gradients depend on a
 # switch of the whole process.
-_LACKS = LACKS | Feature.SOFTCAP | Feature.ALIBI | Feature.DETERMINISTIC
+_LACKS = FLASH_LACKS | Feature.SOFTCAP | Feature.ALIBI | Feature.DETERMINISTIC
 _BOTH = {"cum_seq_q", "cum_seq_k", "scale", "window_size_left", "window_size_right"}
 _ARGUMENTS = {
     "_flash_attention_forward": _BOTH | {"max_q", "max_k"},
@@ -38,11 +37,10 @@ class TorchFlash(FlashBackend):
         min_capability=(8, 0),
         max_capability=(12, 1),
         max_head_dim=256,
+        not_on_rocm="PyTorch's flash kernels for ROCm are different and untested",
     )
 
     def unavailable_reasons(self) -> list[str]:
-        if torch.version.hip is not None:
-            return ["PyTorch's flash kernels for ROCm are different and untested"]
         is_built = getattr(torch.backends.cuda, "is_flash_attention_available", None)
         if torch.version.cuda is not None and is_built is not None and not is_built():
             return ["this PyTorch was built without its flash kernels"]

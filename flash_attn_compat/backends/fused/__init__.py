@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import HALF_DTYPES, Backend, Capabilities
 from flash_attn_compat.backends.fused import backward, forward, loader, verdicts
@@ -28,13 +26,8 @@ class Fused(Backend):
         dtypes=HALF_DTYPES,
         min_capability=(7, 5),
         max_head_dim=512,
+        not_on_rocm="its kernels are for NVIDIA GPUs",
     )
-
-    def reasons(self, traits: Traits) -> list[str]:
-        # Only a call that nothing else speaks against is worth looking for NVRTC.
-        against = super().reasons(traits)
-        lacking = None if against else loader.why_not()
-        return against if lacking is None else [lacking]
 
     def rank(self, traits: Traits) -> int:
         """Ahead of PyTorch's flash kernels where it was the faster one on an H200 (docs/dispatch.md)."""
@@ -52,9 +45,7 @@ class Fused(Backend):
         return None if found is None else found.milliseconds
 
     def unavailable_reasons(self) -> list[str]:
-        if settings.fused() is False:
-            return [f"{settings.FUSED}=0 forbids it"]
-        return ["its kernels are for NVIDIA GPUs"] if torch.version.hip is not None else []
+        return [f"{settings.FUSED}=0 forbids it"] if settings.fused() is False else []
 
     def extra_reasons(self, traits: Traits) -> list[str]:
         if traits.needs_backward and traits.features & Feature.PAGED:
@@ -62,6 +53,10 @@ class Fused(Backend):
         if traits.features & Feature.BIAS and traits.features & ~int(_WITH_BIAS):
             return ["serves a dense mask of dense sequences only, with dropout at most"]
         return []
+
+    def late_reasons(self, traits: Traits) -> list[str]:
+        lacking = loader.why_not()
+        return [] if lacking is None else [lacking]
 
     def prepare(self, alike: Alike) -> Run:
         return forward.prepare(alike) or super().prepare(alike)
