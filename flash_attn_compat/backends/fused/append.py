@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flash_attn_compat.backends.fused import launcher, params, trial, variants
-from flash_attn_compat.backends.fused.launcher import Launch, Output, Plan
+from flash_attn_compat.backends.fused import launcher, trial, variants
+from flash_attn_compat.backends.fused.launches import Launches
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.call import AttentionCall
@@ -13,18 +13,20 @@ from flash_attn_compat.engine.call import AttentionCall
 _THREADS, _PIECE = 128, 8
 
 
-def launch(call: AttentionCall, new: Append, fields: dict[str, params.Value]) -> tuple[list[Output], Launch]:
-    """What writes ``new`` keys, with q rotated as its output where that is asked for.
+def add(launches: Launches, new: Append) -> None:
+    """What writes ``new`` keys, and leaves q for later launches rotated where that is asked for.
 
-    call: has the lengths before the append, if any; fields: of struct Params, as the call and the new keys give them
+    launches: of a call with the lengths before the append, if any; with the fields of the new keys
     """
-    rotates, (batch, seqlen_new) = new.rotary_cos is not None, new.k.shape[:2]
+    call, rotates, (batch, seqlen_new) = launches.call, new.rotary_cos is not None, new.k.shape[:2]
     rows = 2 * batch * seqlen_new * call.nheads_k + rotates * batch * call.nheads * call.q.shape[1]
     pieces = rows * -(-max(call.q.shape[-1], call.v.shape[-1]) // _PIECE)
     blocks = max(1, min(-(-pieces // _THREADS), 32 * launcher.processors(call.q.get_device())))
-    fields = {**fields, "q_rotated_s": launcher.contiguous_strides(call.q.shape)}
-    outputs = [Output("q_rotated", call.q.shape, call.q.dtype)] if rotates else []
-    return outputs, Launch(variants.append(_kind(call, new)), blocks, fields)
+    strides = launcher.contiguous_strides(call.q.shape)
+    launches.add(variants.append(_kind(call, new)), blocks, q_rotated_s=strides)
+    if rotates:
+        launches.leave("q_rotated", call.q.shape, call.q.dtype)
+        launches.fields["q_s"], launches.instead["q"] = strides, ("q_rotated", 0)
 
 
 def try_first(call: AttentionCall, new: Append) -> None:
@@ -32,8 +34,9 @@ def try_first(call: AttentionCall, new: Append) -> None:
     kind, place = _kind(call, new), call.q.device
 
     def run_tiny(call: AttentionCall, new: Append) -> dict[str, Tensor]:
-        outputs, first = launch(call, new, launcher.described(call) | launcher.described_new(new))
-        made = Plan(call, outputs, [first], new).run((*call.tensors, *new[:4]))
+        launches = Launches(call, kind, launcher.described(call) | launcher.described_new(new))
+        add(launches, new)
+        made = launches.plan(new).run((*call.tensors, *new[:4]))
         return {"q": made.get("q_rotated", call.q)}
 
     def wrong() -> str | None:

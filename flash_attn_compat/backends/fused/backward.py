@@ -6,21 +6,20 @@ Nothing is added by atomics: the same bits each time.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused import converted, grids, launcher, trial, variants
-from flash_attn_compat.backends.fused.launcher import Launch, Output, Plan
+from flash_attn_compat.backends.fused import grids, launcher, trial, variants
+from flash_attn_compat.backends.fused.launcher import Plan
+from flash_attn_compat.backends.fused.launches import Launches, with_copies
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine import alignment
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream
 from flash_attn_compat.engine.memory import BackwardRun, Tensors
 
-# Launches for a request's tensors; writes the gradients, or some of them, into the last, and returns them.
-_Launch = Callable[[Sequence[Any], Upstream, Gradients], Gradients]
 _KERNELS = "delta", "dkdv", "dq"
 
 
@@ -29,83 +28,67 @@ def prepare(call: AttentionCall, upstream: Upstream, into: Gradients | None) -> 
 
     Raises KernelError where a kernel cannot be used.
     """
-    untidy = launcher.untidy(call.tensors)
+    read = functools.partial(_read, launcher.untidy(call.tensors), False)
+    tensors, given, targets = read(call.tensors, upstream, into)
+    vec = launcher.vector_size((*tensors[:3], given.dout, given.out, *targets), in_place=False)
+    copies = not vec or not all(map(_is_writable, targets))
+    if copies:
+        read = functools.partial(_read, launcher.untidy(call.tensors), True)
+        (tensors, given, targets), vec = read(call.tensors, upstream, into), 8
+    call = call.with_tensors(*tensors)
+    device, kind = call.q.get_device(), with_copies(call, launcher.kind_of(call, vec), True)
+    plan = _plan(call, given, targets, kind)
+    kernels = tuple(variant for variant in plan.variants if variant.entry in _KERNELS)
+    in_seats = tuple(map(variants.is_in_seats, kernels))
 
-    def tidy(tensors: Tensors) -> Sequence[Any]:
-        return [launcher.tidied(tensor) if index in untidy else tensor for index, tensor in enumerate(tensors)]
+    def run_tiny(call: AttentionCall, upstream: Upstream, targets: Gradients) -> Gradients:
+        _launch(_plan(call, upstream, targets, kind, 2, in_seats), call.tensors, upstream, targets)
+        return targets
 
-    if untidy:
-        call = call.with_tensors(*tidy(call.tensors))
-    launch = _prepare(call, _read(upstream), into or _new_targets(call.tensors))
+    trial.check(kernels, device, lambda: trial.of_backward(kind, call.q.device, run_tiny))
 
     def run(tensors: Tensors, upstream: Upstream, into: Gradients | None) -> Gradients:
-        found = launch(tidy(tensors) if untidy else tensors, _read(upstream), into or _new_targets(tensors))
+        readable, upstream, targets = read(tensors, upstream, into)
+        _launch(plan, readable, upstream, targets)
+        if copies:
+            targets = Gradients(*(alignment.narrowed(one, x.shape[-1]) for one, x in zip(targets, tensors)))
         if into is None:
-            return found
-        for target, gradient in zip(into, found):
-            if gradient is target:
-                launcher.note_written(target)
+            return targets
+        for place, gradient in zip(into, targets):
+            if gradient is place:
+                launcher.note_written(place)
             else:
-                target.copy_(gradient)
+                place.copy_(gradient)
         return into
 
     return run
 
 
-def _read(upstream: Upstream) -> Upstream:
-    """As kernels read it. Under causal ALiBi the LSE has a position, maybe a large one, added: the true one is kept."""
-    lse = upstream.saved[0] if upstream.saved else upstream.lse
-    dlse = None if upstream.dlse is None else upstream.dlse.contiguous()
-    return upstream._replace(softmax_lse=lse.contiguous(), dlse=dlse)
-
-
-def _new_targets(tensors: Tensors) -> Gradients:
-    return Gradients(*map(_empty, tensors[:3]))
-
-
-def _prepare(call: AttentionCall, upstream: Upstream, targets: Gradients) -> _Launch:
-    vec = launcher.vector_size((*call[:3], upstream.dout, upstream.out, *targets), in_place=False)
-    if not vec or not all(map(_is_writable, targets)):
-        return _prepare_copies(call, upstream, targets)
-    device, kind = call.q.get_device(), converted.with_copies(call, launcher.kind_of(call, vec), True)
-    plan = _plan(call, upstream, targets, kind)
-    kernels = tuple(variant for variant in plan.variants if variant.entry in _KERNELS)
-    in_seats = tuple(map(variants.is_in_seats, kernels))
-
-    def run_tiny(call: AttentionCall, upstream: Upstream, targets: Gradients) -> Gradients:
-        return _launch(_plan(call, upstream, targets, kind, 2, in_seats), call.tensors, upstream, targets)
-
-    trial.check(kernels, device, lambda: trial.of_backward(kind, call.q.device, run_tiny))
-    return functools.partial(_launch, plan)
-
-
-def _launch(plan: Plan, tensors: Sequence[Any], upstream: Upstream, targets: Gradients) -> Gradients:
+def _launch(plan: Plan, tensors: Sequence[Any], upstream: Upstream, targets: Gradients) -> None:
+    """Writes the gradients, or some of them, into ``targets``."""
     dout, out, lse, _, saved, dlse = upstream
     plan.run((*tensors, dout, out, lse, dlse, *targets, *saved[1:]))
-    return targets
 
 
-def _prepare_copies(call: AttentionCall, upstream: Upstream, targets: Gradients) -> _Launch:
-    """What is not on 16 bytes is copied into place first; gradients have the padding cut off."""
-    copied = _copied(call.tensors, upstream, targets)
-    launch = _prepare(call.with_tensors(*copied[0]), *copied[1:])
-
-    def run(tensors: Sequence[Any], upstream: Upstream, targets: Gradients) -> Gradients:
-        found = launch(*_copied(tensors, upstream, targets))
-        return Gradients(*(alignment.narrowed(one, x.shape[-1]) for one, x in zip(found, tensors)))
-
-    return run
-
-
-def _copied(
-    tensors: Sequence[Any], upstream: Upstream, targets: Gradients
+def _read(
+    untidy: Collection[int], copies: bool, tensors: Tensors, upstream: Upstream, into: Gradients | None
 ) -> tuple[Sequence[Any], Upstream, Gradients]:
-    q, k, v, dout, out = map(launcher.aligned, (*tensors[:3], upstream.dout, upstream.out))
-    made = [
-        target if target.shape == x.shape and _is_writable(target) and launcher.is_aligned(target) else _empty(x)
-        for target, x in zip(targets, (q, k, v))
+    """All as kernels read it, and what they write. copies: what is not on 16 bytes is copied into place"""
+    given: Sequence[Any] = tensors
+    if untidy:
+        given = [launcher.tidied(tensor) if index in untidy else tensor for index, tensor in enumerate(tensors)]
+    # Under causal ALiBi the LSE has a position, maybe a large one, added: the true one is kept.
+    lse = upstream.saved[0] if upstream.saved else upstream.lse
+    dlse = None if upstream.dlse is None else upstream.dlse.contiguous()
+    upstream = upstream._replace(softmax_lse=lse.contiguous(), dlse=dlse)
+    if not copies:
+        return given, upstream, into or Gradients(*map(_empty, given[:3]))
+    q, k, v, dout, out = map(launcher.aligned, (*given[:3], upstream.dout, upstream.out))
+    targets = [
+        place if place is not None and _is_writable(place) and launcher.is_aligned(place) else _empty(x)
+        for place, x in zip(into or (None, None, None), (q, k, v))
     ]
-    return (q, k, v, *tensors[3:]), upstream._replace(dout=dout, out=out), Gradients(*made)
+    return (q, k, v, *given[3:]), upstream._replace(dout=dout, out=out), Gradients(*targets)
 
 
 def _plan(
@@ -125,46 +108,28 @@ def _plan(
     """
     kept = dict(zip(("absmax",), upstream.saved[1:]))
     results = {"dout": upstream.dout, "out": upstream.out, "lse": upstream.lse, "dlse": upstream.dlse}
-    others = {**results, **targets._asdict(), **kept}
     fields = launcher.described(call)
     fields |= {"out_s": launcher.strides(upstream.out), "dout_s": launcher.strides(upstream.dout)}
     fields |= {f"{name}_s": launcher.strides(target) for name, target in targets._asdict().items()}
     if upstream.saved:
         fields["lse_has_position"] = 0
-    of_mask, launches = launcher.mask_pass(call, kind, fields)
-    outputs: list[Output] = []
+    launches = Launches(call, kind, fields)
     if kind.type == variants.BF16_AS_FP16:
         if not kept:
-            found, first = converted.maxima(call, kind._replace(copied=False), fields, of_rows=True)
-            outputs.append(found)
-            launches.append(first)
-        outputs.append(Output("absmax_dout", (2, call.batch, call.nheads_k), torch.int32, starts_as_zero=True))
-    outputs += [*of_mask, Output("delta", call.lse_shape, torch.float32)]
+            launches.find_maxima(of_rows=True)
+        launches.leave("absmax_dout", (2, call.batch, call.nheads_k), torch.int32, starts_as_zero=True)
+    launches.leave("delta", call.lse_shape, torch.float32)
     if kind.copied:
         most = max(call.q.numel() + upstream.dout.numel(), call.k.numel() + call.v.numel())
-        outputs.append(Output("copies", (most,), torch.float16))
+        launches.leave("copies", (most,), torch.float16)
     rows = launcher.longest_rows(call), call.nheads, None if call.cu_seqlens_q is None else call.q.shape[0]
     keys = launcher.longest_keys(call), call.nheads_k, None if call.cu_seqlens_k is None else call.k.shape[0]
-    kernels, workspace = (variants.delta(kind), variants.dkdv(kind), variants.dq(kind)), 0
+    kernels = variants.delta(kind), variants.dkdv(kind), variants.dq(kind)
     for variant, (longest, heads, tokens), shares in zip(kernels, (rows, keys, rows), in_seats):
-        clears, share = variant.entry != "delta", 1
+        clears = variant.entry != "delta"
         grid = grids.grid(longest, variant.rows, call.batch, heads, tokens, clears=clears, shares=shares)
-        if grid.seats:
-            variant = variants.in_seats(variant)
-        elif variant.entry == "dkdv":
-            tiles = grid.tiles * heads * call.batch
-            share = splits or launcher.head_splits_of(call, variant, tiles)
-            workspace = launcher.PARTS_AT + tiles * share * grids.part_bytes(variant) if share > 1 else 0
-        dealt = {"tiles": grid.tiles, "splits": share, "seats": grid.seats}
-        if clears:
-            dealt["resident"] = launcher.gpu_of(call).holds(variant)
-        launch = Launch(variant, grid.tiles * grid.slabs * heads * share, {**fields, **dealt})
-        if kind.copied and clears:
-            of_rows = variant.entry == "dkdv"
-            launches.append(converted.to_half(call, kind, fields, of_rows))
-            launch = converted.reads_copies(call, launch, of_rows)
-        launches.append(launch)
-    return Plan(call, outputs, launches, others=others, workspace=workspace)
+        launches.add_tiles(variant, grid, heads, splits if variant.entry == "dkdv" else 1)
+    return launches.plan(others={**results, **targets._asdict(), **kept})
 
 
 def _empty(like: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import Negated
-from flash_attn_compat.backends.fused import append, converted, grids, launcher, tensor_cores, trial, variants
-from flash_attn_compat.backends.fused.launcher import Launch, Output, Plan
+from flash_attn_compat.backends.fused import append, grids, launcher, tensor_cores, trial, variants
+from flash_attn_compat.backends.fused.launches import Launches, with_copies
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine import alignment, dropout
 from flash_attn_compat.engine.append import Append
@@ -20,6 +20,8 @@ from flash_attn_compat.engine.memory import Alike, Run, Tensors
 
 # Each block that sees new keys writes them all.
 _MOST_NEW = 16
+# How some of a request's tensors are copied, by their places there.
+_Copies = dict[int, Callable[[Tensor], Tensor]]
 
 
 def prepare(alike: Alike) -> Run | None:
@@ -28,42 +30,33 @@ def prepare(alike: Alike) -> Run | None:
     What kernels cannot read otherwise is copied into place at each call. Raises KernelError where a kernel cannot be
     used.
     """
-    tensors, call, new = list(alike.tensors), alike.whole, alike.new
-    copies: list[tuple[int, Callable[[Tensor], Tensor]]] = []
-
-    def copy(index: int, how: Callable[[Tensor], Tensor]) -> None:
-        copies.append((index, how))
-        tensors[index] = how(tensors[index])
-
-    for index in launcher.untidy(tensors):
-        copy(index, launcher.tidied)
+    tensors, call, new = alike.tensors, alike.whole, alike.new
     few = variants.takes_decode(launcher.longest_rows(call), call.nheads // call.nheads_k, call.bias is not None)
-    read_at_once: tuple[int, ...] = ()
+    in_place = not call.is_dense and call.cu_seqlens_k is None
+    appended = range(len(TENSORS), len(tensors))
+    read = [0, 1, 2]
+    copies: _Copies = dict.fromkeys(launcher.untidy(tensors), launcher.tidied)
     if alike.is_over_cache:
+        in_place = in_place or few
         if not launcher.is_readable(call.q):
-            copy(0, Tensor.contiguous)
+            copies[0] = Tensor.contiguous
         if new is not None and not launcher.is_tidy(new):
-            for index in range(len(TENSORS), len(tensors)):
-                if tensors[index] is not None:
-                    copy(index, Tensor.contiguous)
+            copies |= {index: Tensor.contiguous for index in appended if tensors[index] is not None}
         if new is not None and few and new.k.shape[1] <= _MOST_NEW:
-            read_at_once = tuple(range(len(TENSORS), len(tensors)))
-        in_place = few or not call.is_dense
-    else:
-        in_place = not call.is_dense and call.cu_seqlens_k is None
-    vec = launcher.vector_size([tensors[index] for index in (0, 1, 2, *read_at_once)], in_place)
+            read += appended
+    tensors = _copied(tensors, copies)
+    vec = launcher.vector_size([tensors[index] for index in read], in_place)
     if not vec:
         if alike.is_over_cache:
             return None
-        for index in range(3):
-            copy(index, launcher.aligned)
-        vec = launcher.vector_size(tensors[:3], in_place)
+        copies |= dict.fromkeys(read, launcher.aligned)
+        tensors, vec = _copied(alike.tensors, copies), 8
     if copies:
         call = call.with_tensors(*tensors)
         new = new and new._replace(**dict(zip(Append._fields, tensors[len(TENSORS) :])))
     tensor_cores.warn_where_missing(call.q.get_device(), settings.gpu(call.q.device))
     kind = launcher.kind_of(call, vec)
-    attention = Attention(call, kind if few or alike.is_over_cache else converted.with_copies(call, kind, False), new)
+    attention = Attention(call, kind if few or alike.is_over_cache else with_copies(call, kind, False), new)
     attention.try_first()
     if new is not None and attention.writes_first:
         append.try_first(call, new)
@@ -72,13 +65,14 @@ def prepare(alike: Alike) -> Run | None:
     width = alike.call.head_dim_v
 
     def run(tensors: Tensors, length: int | None) -> Result:
-        copied = list(tensors)
-        for index, how in copies:
-            copied[index] = how(copied[index])
-        result = attention.run(copied, length)
+        result = attention.run(_copied(tensors, copies), length)
         return result._replace(out=alignment.narrowed(result.out, width))
 
     return run
+
+
+def _copied(tensors: Tensors, copies: _Copies) -> Tensors:
+    return tuple([copies[index](tensor) if index in copies else tensor for index, tensor in enumerate(tensors)])
 
 
 class Attention:
@@ -98,36 +92,24 @@ class Attention:
     ) -> None:
         rows, group = launcher.longest_rows(call), call.nheads // call.nheads_k
         self.kind, self.is_decode = kind, variants.takes_decode(rows, group, kind.dropout or kind.bias > 0)
-        self.appends, self.seqlen_new = new is not None, 0 if new is None else new.k.shape[1]
-        self.writes_first = self.appends and not (self.is_decode and self.seqlen_new <= _MOST_NEW)
+        self.seqlen_new = 0 if new is None else new.k.shape[1]
+        self.appends, self.writes_first = new is not None, False
+        self.needs_grad, self.drops = call.needs_grad, call.dropout_p > 0.0
         fields = launcher.described(call) | {"out_s": launcher.contiguous_strides(call.out_shape)}
-        outputs: list[Output] = []
-        launches: list[Launch] = []
+        launches = Launches(call, kind, fields)
         if new is not None:
             fields |= launcher.described_new(new)
+            self.writes_first = not (self.is_decode and self.seqlen_new <= _MOST_NEW)
             if self.writes_first:
-                outputs, first = append.launch(call, new, fields)
-                launches.append(first)
-        if outputs:
-            fields["q_s"] = launcher.contiguous_strides(call.q.shape)
-        outputs.append(Output("out", call.out_shape, call.q.dtype))
-        self.needs_grad, self.drops = call.needs_grad, call.dropout_p > 0.0
+                append.add(launches, new)
+        launches.leave("out", call.out_shape, call.q.dtype)
         if call.return_lse or call.needs_grad:
-            outputs.append(Output("lse", call.lse_shape, torch.float32))
+            launches.leave("lse", call.lse_shape, torch.float32)
         if call.needs_grad and fields["lse_has_position"]:
-            outputs.append(Output("lse_true", call.lse_shape, torch.float32))
+            launches.leave("lse_true", call.lse_shape, torch.float32)
         # The decode kernel scales what it converts step by step.
-        self.has_maxima = not self.is_decode and kind.type == variants.BF16_AS_FP16
-        if self.has_maxima:
-            found, before = converted.maxima(call, kind, fields)
-            outputs.append(found)
-            launches.append(before)
-        of_mask, pass_over_mask = launcher.mask_pass(call, kind, fields)
-        outputs += of_mask
-        launches += pass_over_mask
-        if self.has_maxima and kind.copied:
-            outputs += converted.copies_of_keys(call, kind)
-            launches.append(converted.to_half(call, kind, fields, of_rows=False))
+        if kind.type == variants.BF16_AS_FP16 and not self.is_decode:
+            launches.find_maxima(of_rows=False)
         is_packed = call.cu_seqlens_q is not None
         if self.is_decode:  # the heads of a group are rows of one tile
             variant = variants.decode_append(kind) if self.appends and not self.writes_first else variants.decode(kind)
@@ -135,18 +117,8 @@ class Attention:
         else:
             variant, heads, tokens = variants.forward(kind), call.nheads, call.q.shape[0] if is_packed else None
             grid = grids.grid(rows, variant.rows, call.batch, heads, tokens, shares=in_seats)
-        total = grid.tiles * heads * call.batch
-        if grid.seats:
-            variant, splits = variants.in_seats(variant), 1
-        elif splits is None:
-            splits = launcher.splits_of(call, variant, total)
-        workspace = launcher.PARTS_AT + total * splits * grids.part_bytes(variant) if splits > 1 else 0
-        fields |= {"tiles": grid.tiles, "splits": splits, "seats": grid.seats}
-        fields["resident"] = launcher.gpu_of(call).holds(variant)
-        instead = {"q": ("q_rotated", 0)} if outputs[0].name == "q_rotated" else {}
-        last = Launch(variant, splits * grid.tiles * heads * grid.slabs, fields, instead)
-        launches.append(converted.reads_copies(call, last, of_rows=False) if kind.copied else last)
-        self.plan = Plan(call, outputs, launches, new, workspace=workspace)
+        launches.add_tiles(variant, grid, heads, splits)
+        self.plan = launches.plan(new)
 
     def try_first(self) -> None:
         """Raises KernelError if the kernel turns out to be wrong."""
