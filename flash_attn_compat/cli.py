@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from flash_attn_compat import __version__, progress, settings
 from flash_attn_compat.naming import install as installation
@@ -32,8 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         settings.check()
     except ValueError as error:
-        print(f"flash-attn-compat: {error}", file=sys.stderr)
-        return 2
+        return _complain(error, 2)
     if verifies:
         return verify(arguments[1:])
     if options is None:
@@ -42,6 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _parser().error("run: name a script, or -m and a module")
     action: Callable[[argparse.Namespace], int] = options.action
     return action(options)
+
+
+def _complain(why: object, code: int = 1) -> int:
+    """Say why on stderr; returns the exit code."""
+    print(f"flash-attn-compat: {why}", file=sys.stderr)
+    return code
 
 
 def _options_of_run(arguments: list[str]) -> tuple[SdpaWish, str | None]:
@@ -103,11 +108,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--target", metavar="DIR", help="instead of this interpreter's site-packages")
     command.add_argument(
-        "--api",
-        choices=settings.APIS,
-        default="2.8",
+        "--api", choices=settings.APIS, default="2.8",
         help="the interface to serve: 2.6 is for code written before flash-attn 2.7",
-    )
+    )  # fmt: skip
     command.add_argument(
         "--sdpa", nargs="?", const="1", choices=("1", "always"), metavar="always",
         help="let this package's kernels compute F.scaled_dot_product_attention too: on GPUs before compute capability "
@@ -155,14 +158,10 @@ def _parser() -> argparse.ArgumentParser:
         description="Times the tiles of this package's CUDA kernels and the other backends at usual calls, for "
         "some minutes at most. Keeps the result beside the compiled kernels. Let nothing else use the GPU meanwhile.",
     )
+    _add_sizes(command, "64 and 128", "bfloat16 where the GPU computes it, else float16")
     command.add_argument(
-        "--head-dim", type=_head_dim, action="append", default=[], metavar="N", help="default: 64 and 128; repeatable"
+        "--seqlen", type=_integer(128, 2**20), default=2048, metavar="N", help="rows and keys of a sequence (2048)"
     )
-    command.add_argument(
-        "--dtype", choices=("float16", "bfloat16"), action="append", default=[],
-        help="default: bfloat16 where the GPU computes it, else float16; repeatable",
-    )  # fmt: skip
-    command.add_argument("--seqlen", type=_seqlen, default=2048, metavar="N", help="rows and keys of a sequence (2048)")
     command.add_argument("--json", metavar="FILE", help="write the result, to send it")
     command.set_defaults(action=_tune)
 
@@ -177,39 +176,36 @@ def _parser() -> argparse.ArgumentParser:
         help="sm_75, sm_80, sm_90, ...: the compute capability of the GPUs; repeatable",
     )  # fmt: skip
     command.add_argument("--into", metavar="DIR", help=f"the folder that {settings.CACHE} will name there")
-    command.add_argument(
-        "--head-dim",
-        type=_head_dim,
-        action="append",
-        default=[],
-        metavar="N",
-        help="default: those of most models; repeatable",
-    )
-    command.add_argument("--dtype", choices=("float16", "bfloat16"), action="append", default=[], help="default: both")
+    _add_sizes(command, "those of most models", "both")
     command.set_defaults(action=_compile)
     return parser
 
 
-def _head_dim(text: str) -> int:
-    return _integer(text, 1, 512)
+def _add_sizes(command: argparse.ArgumentParser, head_dims: str, dtypes: str) -> None:
+    """What kernels are asked for; head_dims, dtypes: in words, those without these options"""
+    repeatable: dict[str, Any] = {"action": "append", "default": []}
+    command.add_argument(
+        "--head-dim", type=_integer(1, 512), metavar="N", help=f"default: {head_dims}; repeatable", **repeatable
+    )
+    command.add_argument(
+        "--dtype", choices=("float16", "bfloat16"), help=f"default: {dtypes}; repeatable", **repeatable
+    )
 
 
-def _seqlen(text: str) -> int:
-    return _integer(text, 128, 2**20)
+def _integer(least: int, most: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"must be an integer from {least} to {most}, got {text!r}")
+        return int(text)
 
-
-def _integer(text: str, least: int, most: int) -> int:
-    if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
-        raise argparse.ArgumentTypeError(f"must be an integer from {least} to {most}, got {text!r}")
-    return int(text)
+    return parse
 
 
 def _install(options: argparse.Namespace) -> int:
     try:
         dist_info = installation.install(options.target, options.api, options.sdpa)
     except installation.InstallError as error:
-        print(f"flash-attn-compat: {error}", file=sys.stderr)
-        return 1
+        return _complain(error)
     warn_of_xformers(options.api)
     command = ["flash-attn-compat", "uninstall", *(["--target", options.target] if options.target else [])]
     print(f"installed {dist_info.name} in {dist_info.parent}; {shlex.join(command)} removes it")
@@ -231,8 +227,7 @@ def _doctor(options: argparse.Namespace) -> int:
     try:
         report = doctor.examine()
     except ValueError as error:  # the name of a backend, which only the backends know
-        print(f"flash-attn-compat: {error}", file=sys.stderr)
-        return 2
+        return _complain(error, 2)
     print(doctor.to_json(report) if options.json else doctor.to_text(report))
     return 0 if report.healthy else 1
 
@@ -243,23 +238,18 @@ def _tune(options: argparse.Namespace) -> int:
     try:
         tuning = tune.of_this_gpu(options.head_dim, options.dtype, options.seqlen)
     except tune.CannotTune as error:
-        print(f"flash-attn-compat: {error}", file=sys.stderr)
-        return 1
+        return _complain(error)
     tune.ask_all(tuning)
     print(*tuning.summary(), sep="\n")
     for failure in tuning.failures:
-        print(f"flash-attn-compat: could not time {failure}", file=sys.stderr)
+        _complain(f"could not time {failure}")
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
             file.write(tuning.row() + "\n")
         print(f"wrote {options.json}")
     if not tuning.card.times:
-        print("flash-attn-compat: nothing could be compared", file=sys.stderr)
-        return 1
-    if not tuning.keep():
-        print("flash-attn-compat: the result could not be written, so later calls do not use it", file=sys.stderr)
-        return 1
-    return 0
+        return _complain("nothing could be compared")
+    return 0 if tuning.keep() else _complain("the result could not be written, so later calls do not use it")
 
 
 def _compile(options: argparse.Namespace) -> int:
@@ -271,17 +261,17 @@ def _compile(options: argparse.Namespace) -> int:
     try:
         numbers = {architecture: ahead.architecture_number(architecture) for architecture in options.architectures}
     except KernelError as error:
-        print(f"flash-attn-compat: {error}", file=sys.stderr)
-        return 2
-    wanted = []
-    for architecture, number in numbers.items():
-        kinds = ahead.usual_kinds(number, options.head_dim, options.dtype)
-        wanted += [(variant, architecture) for variant in variants.made_for(kinds)]
+        return _complain(error, 2)
+    wanted = [
+        (variant, architecture)
+        for architecture, number in numbers.items()
+        for variant in variants.made_for(ahead.usual_kinds(number, options.head_dim, options.dtype))
+    ]
     print(f"{len(wanted)} kernels for {', '.join(numbers)}", file=sys.stderr, flush=True)
     made, errors = ahead.compile_all(wanted, lambda jobs: progress.shown(jobs, lambda job: ""))
     print(f"{made} kernels compiled, {len(wanted) - made - len(errors)} were there: {cache.folder()}")
     for message in dict.fromkeys(errors):
-        print(f"flash-attn-compat: {message}", file=sys.stderr)
+        _complain(message)
     return 1 if errors else 0
 
 

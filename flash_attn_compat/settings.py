@@ -90,7 +90,7 @@ def check() -> None:
 
 
 def backend_variable() -> str | None:
-    """FLASH_ATTN_COMPAT_BACKEND: the only backend allowed to serve, unless use_backend names another."""
+    """The only backend allowed to serve, unless use_backend names another."""
     return os.environ.get(BACKEND) or None
 
 
@@ -104,11 +104,9 @@ def named_backend() -> str | None:
     return used_backend() or backend_variable()
 
 
-@contextlib.contextmanager
-def using_backend(name: str | None) -> Iterator[None]:
+def using_backend(name: str | None) -> contextlib.AbstractContextManager[None]:
     """Let ``name``, or the variable's, be the named backend for the length of a block."""
-    with _asking(name, explains()):
-        yield
+    return _asking(name, explains())
 
 
 def explains() -> bool:
@@ -130,62 +128,6 @@ def _asking(name: str | None, explains: bool) -> Iterator[None]:
         _asked.reset(token)
 
 
-def compilation_enabled() -> bool:
-    """FLASH_ATTN_COMPAT_COMPILE=1: allow torch.compile inside backends."""
-    return bool(_switch(COMPILE))
-
-
-def official_disabled() -> bool:
-    """FLASH_ATTN_COMPAT_DISABLE_OFFICIAL=1: leave an installed flash-attn aside."""
-    return bool(_switch(DISABLE_OFFICIAL))
-
-
-def fused() -> bool | None:
-    """FLASH_ATTN_COMPAT_FUSED: 0 forbids this package's own kernels, 1 uses them even where others were faster."""
-    return _switch(FUSED)
-
-
-def cache_folder() -> str | None:
-    """FLASH_ATTN_COMPAT_CACHE: where compiled kernels are kept; by default the user's cache directory."""
-    return os.environ.get(CACHE) or None
-
-
-def trusts_cache() -> bool:
-    """FLASH_ATTN_COMPAT_TRUST_CACHE=1: use kept kernels whoever wrote them."""
-    return bool(_switch(TRUST_CACHE))
-
-
-def api() -> str | None:
-    """FLASH_ATTN_COMPAT_API: the flash-attn whose interface stands under its name, "2.6" or "2.8"."""
-    return _choice(API, APIS)
-
-
-def hub_kernels() -> bool:
-    """FLASH_ATTN_COMPAT_HUB_KERNELS=1: transformers' names of flash kernels on its hub lead to our functions."""
-    return bool(_switch(HUB_KERNELS))
-
-
-def varlen_attn() -> bool:
-    """FLASH_ATTN_COMPAT_VARLEN_ATTN=1: torch.nn.attention.varlen runs where torch's kernels do not."""
-    return bool(_switch(VARLEN_ATTN))
-
-
-def sdpa() -> str | None:
-    """FLASH_ATTN_COMPAT_SDPA: "1" or "always" where PyTorch's attention operators are to run on our kernels."""
-    wish = _choice(SDPA, ("0", "1", "always"))
-    return None if wish == "0" else wish
-
-
-def debugs() -> bool:
-    """FLASH_ATTN_COMPAT_DEBUG=1: values of lengths and pages on a GPU are checked, too, which waits for it."""
-    return (_variables is None or bool(_variables.get(_debug_key))) and bool(_switch(DEBUG))
-
-
-def _switch(name: str) -> bool | None:
-    chosen = _choice(name, ("0", "1"))
-    return None if chosen is None else chosen == "1"
-
-
 def _choice(name: str, choices: tuple[str, ...]) -> str | None:
     value = os.environ.get(name)
     if not value:
@@ -195,13 +137,53 @@ def _choice(name: str, choices: tuple[str, ...]) -> str | None:
     return value
 
 
+def _switch(name: str) -> bool | None:
+    chosen = _choice(name, ("0", "1"))
+    return None if chosen is None else chosen == "1"
+
+
+def _is_on(name: str) -> bool:
+    return bool(_switch(name))
+
+
+# Allow torch.compile inside backends.
+compilation_enabled = functools.partial(_is_on, COMPILE)
+# Leave an installed flash-attn aside.
+official_disabled = functools.partial(_is_on, DISABLE_OFFICIAL)
+# 0 forbids this package's own kernels, 1 uses them even where others were faster.
+fused = functools.partial(_switch, FUSED)
+# Use kept kernels whoever wrote them.
+trusts_cache = functools.partial(_is_on, TRUST_CACHE)
+# The flash-attn whose interface stands under its name, "2.6" or "2.8".
+api = functools.partial(_choice, API, APIS)
+# transformers' names of flash kernels on its hub lead to our functions.
+hub_kernels = functools.partial(_is_on, HUB_KERNELS)
+# torch.nn.attention.varlen runs where torch's kernels do not.
+varlen_attn = functools.partial(_is_on, VARLEN_ATTN)
+
+
+def cache_folder() -> str | None:
+    """Where compiled kernels are kept; by default the user's cache directory."""
+    return os.environ.get(CACHE) or None
+
+
+def sdpa() -> str | None:
+    """ "1" or "always" where PyTorch's attention operators are to run on our kernels."""
+    wish = _choice(SDPA, ("0", "1", "always"))
+    return None if wish == "0" else wish
+
+
+def debugs() -> bool:
+    """Whether values of lengths and pages on a GPU are checked, too, which waits for it."""
+    return (_variables is None or bool(_variables.get(_debug_key))) and _is_on(DEBUG)
+
+
 def capability(device: torch.device) -> tuple[int, int]:
-    """The CUDA compute capability dispatch goes by: FLASH_ATTN_COMPAT_CAPABILITY (such as 7.5) or the GPU's own."""
+    """The CUDA compute capability dispatch goes by: the forced one (such as 7.5) or the GPU's own."""
     return forced_capability() or device_capability(device)
 
 
 def forced_capability() -> tuple[int, int] | None:
-    """FLASH_ATTN_COMPAT_CAPABILITY."""
     if _variables is not None and _capability_key not in _variables:
         return None
     forced = os.environ.get(CAPABILITY)

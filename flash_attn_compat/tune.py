@@ -19,7 +19,7 @@ from torch import Tensor
 import flash_attn_compat
 from flash_attn_compat import progress, settings
 from flash_attn_compat.backends import BACKENDS
-from flash_attn_compat.backends.fused import Fused, candidates, loader, tensor_cores, variants, verdicts
+from flash_attn_compat.backends.fused import candidates, loader, tensor_cores, variants, verdicts
 from flash_attn_compat.backends.fused.variants import Kind, Tile
 from flash_attn_compat.backends.fused.verdicts import Card, Chosen, Times
 from flash_attn_compat.engine import memory
@@ -33,14 +33,9 @@ _GAIN = 0.98
 _WITH_GRADIENTS = "full", "causal", "window", "softcap", "ALiBi"
 
 Run = Callable[[], object]
+# What is entered while a run is timed.
+Way = Callable[[], contextlib.AbstractContextManager[None]]
 _attend: Callable[..., Tensor] = flash_attn_compat.flash_attn_func
-
-
-class Contender(NamedTuple):
-    """What is timed, and the circumstances in which it is."""
-
-    run: Run
-    setting: Callable[[], contextlib.AbstractContextManager[None]]
 
 
 class Question(NamedTuple):
@@ -93,22 +88,24 @@ class Tuning:
         made_with = f"torch {torch.__version__}, flash_attn_compat {flash_attn_compat.__version__}"
         self.card = Card(str(settings.gpu(self.device)), made_with)
 
+        self._index = self.device.index or 0
+
     @property
-    def _index(self) -> int:
-        return self.device.index or 0
+    def _number(self) -> int:
+        return loader.target(self._index).number
 
     def questions(self) -> Iterator[Question]:
         for head_dim in self.head_dims:
             for dtype in self.dtypes:
                 shape = Shape(head_dim, dtype, self.seqlen, self.device)
-                yield self._question(f"compiling for {shape}", self._compile, shape)
+                yield Question(f"compiling for {shape}", partial(self._compile, shape))
                 for entry in candidates.ENTRIES:
                     if len(self._tiles(entry, shape)) > 1:
-                        yield self._question(f"tiles of {entry}, {shape}", self._choose_tile, entry, shape)
+                        yield Question(f"tiles of {entry}, {shape}", partial(self._choose_tile, entry, shape))
                 for case in verdicts.CASES:
                     for training in (False, True) if case in _WITH_GRADIENTS else (False,):
                         label = f"{case}, {shape}{', training' * training}"
-                        yield self._question(label, self._compare, case, shape, training)
+                        yield Question(label, partial(self._compare, case, shape, training))
 
     def summary(self) -> list[str]:
         """A line for each verdict."""
@@ -122,14 +119,11 @@ class Tuning:
         """For all later calls; False where the folder cannot be written."""
         return verdicts.keep(self.card)
 
-    def _question(self, label: str, ask: Callable[..., None], *given: Any) -> Question:
-        def guarded() -> None:
-            try:
-                ask(*given)
-            except Exception as error:  # noqa: BLE001  whatever goes wrong, the rest is worth asking
-                self._failed(label, error)
-
-        return Question(label, guarded)
+    def ask(self, question: Question) -> None:
+        try:
+            question.ask()
+        except Exception as error:  # noqa: BLE001  whatever goes wrong, the rest is worth asking
+            self._failed(question.label, error)
 
     def _failed(self, label: str, error: Exception) -> None:
         torch.cuda.empty_cache()
@@ -140,10 +134,9 @@ class Tuning:
 
     def _tiles(self, entry: str, shape: Shape) -> tuple[Tile | None, ...]:
         """None: the table's, which may be another one for each kind of call."""
-        number = loader.target(self._index).number
-        kind = Kind(number, variants.FP16, shape.head_dim)
+        kind = Kind(self._number, variants.FP16, shape.head_dim)
         todays = getattr(variants, f"{entry}_tile")(kind)
-        return None, *(tile for tile in candidates.tiles(entry, number, kind.D) if tile != todays)
+        return None, *(tile for tile in candidates.tiles(entry, self._number, kind.D) if tile != todays)
 
     def _with(self, entry: str, shape: Shape, tile: Tile | None) -> Card:
         if tile is None:
@@ -152,9 +145,8 @@ class Tuning:
 
     def _compile(self, shape: Shape) -> None:
         """Side by side: one takes a second."""
-        number = loader.target(self._index).number
-        half = variants.BF16 if number >= 80 else variants.BF16_AS_FP16
-        kind = Kind(number, variants.FP16 if shape.dtype == torch.float16 else half, shape.head_dim)
+        half = variants.BF16 if self._number >= 80 else variants.BF16_AS_FP16
+        kind = Kind(self._number, variants.FP16 if shape.dtype == torch.float16 else half, shape.head_dim)
         wanted = [
             getattr(variants, entry)(kind._replace(local=local, tiles=((entry, tile),) if tile else ()))
             for entry in candidates.ENTRIES
@@ -165,13 +157,9 @@ class Tuning:
 
     def _choose_tile(self, entry: str, shape: Shape) -> None:
         runs = problem if entry == "forward" else backward_alone
-        tiles = {tile: partial(ours, self._with(entry, shape, tile)) for tile in self._tiles(entry, shape)}
-        found = []
-        for case in ("full", "causal"):
-            run = runs(case, shape)
-            contenders = {tile: Contender(run, setting) for tile, setting in tiles.items()}
-            found.append(self._times(f"{entry}, {case}, {shape}", contenders))
-        totals = {tile: sum(times[tile] for times in found) for tile in tiles if all(tile in times for times in found)}
+        ways = {tile: partial(ours, self._with(entry, shape, tile)) for tile in self._tiles(entry, shape)}
+        found = [self._times(f"{entry}, {case}, {shape}", runs(case, shape), ways) for case in ("full", "causal")]
+        totals = {tile: sum(times[tile] for times in found) for tile in ways if all(tile in times for times in found)}
         best = min(totals, key=lambda tile: totals[tile])
         if totals[best] < _GAIN * totals.get(None, math.inf):
             self.card = self._with(entry, shape, best)
@@ -179,27 +167,28 @@ class Tuning:
     def _compare(self, case: str, shape: Shape, training: bool) -> None:
         run = problem(case, shape, training)
         reasons = flash_attn_compat.explain(run).reasons
-        not_wanted = {"reference"} if self.all_cases else {"reference", "chunked"}
-        able = [name for name, against in reasons.items() if not against and name not in not_wanted]
         if reasons["fused"]:
             raise RuntimeError("; ".join(reasons["fused"]))
+        not_wanted = {"reference"} if self.all_cases else {"reference", "chunked"}
+        able = [name for name, against in reasons.items() if not against and name not in not_wanted]
         if able == ["fused"]:
             return
-        contenders = {name: Contender(run, partial(by, name, self.card)) for name in able}
-        times = self._times(f"{case}, {shape}", contenders)
+        ways: dict[str, Way] = {name: partial(flash_attn_compat.use_backend, name) for name in able}
+        ways["fused"] = partial(ours, self.card)
+        times = self._times(f"{case}, {shape}", run, ways)
         if "fused" in times and len(times) > 1:
             found = Times(case, shape.size, dtype_name(shape.dtype), training, times)
             self.card = self.card.updated(self.card._replace(times=(found,)))
 
-    def _times(self, label: str, contenders: Mapping[Any, Contender]) -> dict[Any, float]:
-        """The fastest of some readings each, taken in turns; without those that fail."""
+    def _times(self, label: str, run: Run, ways: Mapping[Any, Way]) -> dict[Any, float]:
+        """The fastest of some readings in each of the ways, taken in turns; without those that fail."""
         times: dict[Any, float] = {}
-        left = dict(contenders)
+        left = dict(ways)
         for _ in range(_ROUNDS):
-            for name, contender in list(left.items()):
+            for name, way in list(left.items()):
                 try:
-                    with contender.setting():
-                        times[name] = min(reading(contender.run), times.get(name, math.inf))
+                    with way():
+                        times[name] = min(reading(run), times.get(name, math.inf))
                 except Exception as error:  # noqa: BLE001  it is out
                     left.pop(name), times.pop(name, None)
                     self._failed(f"{label}, {name}", error)
@@ -269,12 +258,7 @@ def _forget() -> None:
     """What was decided with other tiles, and what failed with them."""
     memory.forget()
     for backend in BACKENDS:
-        if isinstance(backend, Fused):
-            backend.forget_failures()
-
-
-def by(name: str, card: Card) -> contextlib.AbstractContextManager[None]:
-    return ours(card) if name == "fused" else flash_attn_compat.use_backend(name)
+        backend.forget_failures()
 
 
 def reading(run: Run) -> float:
@@ -313,4 +297,4 @@ def of_this_gpu(head_dims: Sequence[int], dtypes: Sequence[str], seqlen: int) ->
 def ask_all(tuning: Tuning) -> None:
     """Time everything, and show how far it is."""
     for question in progress.shown(list(tuning.questions()), lambda question: question.label):
-        question.ask()
+        tuning.ask(question)

@@ -64,7 +64,7 @@ def tell(monkeypatch: pytest.MonkeyPatch, launches: Launches, clock: Clock) -> N
 def tuned(head_dim: int = 64, all_cases: bool = False) -> Tuning:
     found = Tuning(CPU, [head_dim], [HALF], 128, all_cases)
     for question in found.questions():
-        question.ask()
+        found.ask(question)
     return found
 
 
