@@ -87,7 +87,7 @@ def of_forward(
     few_rows: whether the kernel is one for few rows over a cache
     """
     for new in _appends(kind) if appends else (None,):
-        on_cpu = counted = _problem(kind, few_rows, needs_grad=False, is_rotated=new is not None)
+        on_cpu = counted = _problem(kind, few_rows, is_rotated=new is not None)
         if new is None:
             call = _on(place, on_cpu)
             found = run(call, None)
@@ -117,7 +117,7 @@ def of_backward(
     kind: Kind, place: torch.device, run: Callable[[AttentionCall, Upstream, Gradients], Gradients]
 ) -> str | None:
     """What is wrong with gradients, computed from a right out and LSE; None if all is right."""
-    on_cpu = _problem(kind, few_rows=False, needs_grad=True)
+    on_cpu = _problem(kind, few_rows=False)._replace(needs_grad=True)
     exact, call = _in_fp32(on_cpu), _on(place, on_cpu)
     right = _JUDGE.forward(exact)
     dout = _randn(7, right.out.shape, call.q.dtype)
@@ -144,17 +144,16 @@ def _difference(pairs: Sequence[tuple[str, Tensor, Tensor]], dtype: torch.dtype)
     return None
 
 
-def _problem(kind: Kind, few_rows: bool, needs_grad: bool, is_rotated: bool = False) -> AttentionCall:
+def _problem(kind: Kind, few_rows: bool, is_rotated: bool = False) -> AttentionCall:
     """A tiny call on the CPU that takes the kernels of ``kind``. few_rows: over the slots of a cache
 
     Each sequence's last row has scores beyond fp16's numbers, before they are scaled. Not where it is to be rotated:
     the bits in which two rotations differ would be large then.
     """
     (dim, dim_v), dtype, has_slots = _head_dims(kind), _dtype(kind), few_rows or kind.paged
-    pages = -(-max(_KEYS) // _PAGE)
+    pages, is_dense = -(-max(_KEYS) // _PAGE), kind.bias > 0
     rows = (2, _FEW_ROWS) if few_rows else (sum(_ROWS) + _BEHIND,)
     keys = (2, pages * _PAGE) if has_slots else (sum(_KEYS) + _BEHIND,)
-    is_dense = kind.bias > 0
     if is_dense:
         rows, keys = (2, max(_ROWS)), (2, max(_KEYS))
     k, v = (_randn(seed, (*keys, _HEADS_K, width), dtype) for seed, width in ((2, dim), (4, dim_v)))
@@ -189,7 +188,6 @@ def _problem(kind: Kind, few_rows: bool, needs_grad: bool, is_rotated: bool = Fa
         bias=_mask(kind) if is_dense else None,
         is_dense=is_dense,
         return_lse=True,
-        needs_grad=needs_grad,
     )
 
 

@@ -125,23 +125,22 @@ def keep(card: Card) -> bool:
 @contextlib.contextmanager
 def assuming(card: Card) -> Iterator[None]:
     """In this process, ``card`` is all that is known of its GPU model."""
-    had, before = card.gpu in _cards, _cards.get(card.gpu)
+    before = dict(_cards)
     _cards[card.gpu] = card
     try:
         yield
     finally:
-        if had:
-            _cards[card.gpu] = before
-        else:
-            del _cards[card.gpu]
+        _cards.clear()
+        _cards.update(before)
 
 
 def times_of(traits: Traits) -> Times | None:
     """What was timed for calls of such traits, unless the user wants our kernels whatever they take."""
     card = of(traits.gpu)
-    if card is None or settings.fused():
+    if card is None or settings.fused() or traits.features & Feature.WINDOW_RIGHT:  # which was not timed
         return None
-    case, largest = _case_of(traits.features), max(traits.head_dim, traits.head_dim_v)
+    case = next((case for case, feature in _CASES.items() if traits.features & feature), "full")
+    largest = max(traits.head_dim, traits.head_dim_v)
     size = next((size for size in variants.HEAD_DIMS if largest <= size), None)
     wanted = case, size, dtype_name(traits.dtype), traits.needs_backward
     return next((one for one in card.times if one[:4] == wanted), None)
@@ -174,17 +173,8 @@ def lines(card: Card) -> list[str]:
     return [f"{of_what:{width}}  {found}" for of_what, found in rows]
 
 
-def _case_of(features: int) -> str | None:
-    """None for what was not timed: windows to the right."""
-    if features & Feature.WINDOW_RIGHT:
-        return None
-    return next((case for case, feature in _CASES.items() if features & feature), "full")
-
-
 def _kept(gpu: str) -> Card | None:
-    content = cache.read(_file(gpu))
-    cards = _read([] if content is None else [content.decode(errors="replace")])
-    return cards.get(gpu)
+    return _read([(cache.read(_file(gpu)) or b"").decode(errors="replace")]).get(gpu)
 
 
 @functools.cache
