@@ -60,11 +60,6 @@ def fingerprint() -> tuple[object, ...]:
     return _asked.get(), get(first), get(second), get(third), get(fourth), get(fifth)
 
 
-def unknown() -> list[str]:
-    """Variables with this package's prefix that nobody reads: misspelt ones, most likely."""
-    return sorted(name for name in os.environ if name.startswith(PREFIX) and name not in VARIABLES)
-
-
 @functools.cache
 def _warn_of(name: str) -> None:
     import difflib
@@ -78,9 +73,9 @@ def _warn_of(name: str) -> None:
 def check() -> None:
     """Raise for a value that means nothing, whether or not this machine or call would ask for it.
 
-    Warns of variables that nobody reads.
+    Warns of variables with this package's prefix that nobody reads: misspelt ones, most likely.
     """
-    for name in unknown():
+    for name in sorted(name for name in os.environ if name.startswith(PREFIX) and name not in VARIABLES):
         _warn_of(name)
     for switch in (COMPILE, DISABLE_OFFICIAL, FUSED, TRUST_CACHE, HUB_KERNELS, VARLEN_ATTN, DEBUG):
         _switch(switch)

@@ -130,7 +130,7 @@ class Tuning:
         cause: BaseException = error
         while cause.__context__ is not None:  # that others cannot serve either says nothing
             cause = cause.__context__
-        self.failures.append(f"{label}: {(str(cause).strip().splitlines() or [type(cause).__name__])[0][:200]}")
+        self.failures.append(f"{label}: {loader.first_line(cause)[:200]}")
 
     def _tiles(self, entry: str, shape: Shape) -> tuple[Tile | None, ...]:
         """None: the table's, which may be another one for each kind of call."""

@@ -210,40 +210,34 @@ class BlockwiseBackend(Backend):
     def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
         block = whole_block(call)
         if block is not None:
-            lse = _true_lse(call, block, upstream, _kept_lse(upstream))
-            found = self.backward_block(call, block, upstream._replace(softmax_lse=lse))
+            found = self.backward_block(call, block, upstream._replace(softmax_lse=_true_lse(call, block, upstream)))
             return deliver(Gradients(*found), call, into)
         layout = Layout(call)
         totals = into or Gradients(*map(torch.empty_like, (call.q, call.k, call.v)))
         for total in totals:
             total.zero_()
         for block, rows, keys in layout.blocks(layout.plans()):
-            found = self.backward_block(call, block, _block_upstream(call, block, rows, upstream))
+            # A kernel that makes its probabilities anew has some for rows of padding, too.
+            dout = rows.with_padding(rows.gather(upstream.dout), 0.0)
+            lse = _true_lse(call, block, upstream, rows)
+            dlse = None if upstream.dlse is None else rows.gather_lse(upstream.dlse, 0.0)
+            of_block = Upstream(dout, rows.gather(upstream.out), lse, upstream.rng_state, dlse=dlse)
+            found = self.backward_block(call, block, of_block)
             for total, places, gradient in zip(totals, (rows, keys, keys), found):
                 places.scatter(total, gradient)
         return totals
 
 
-def _block_upstream(call: AttentionCall, block: Block, rows: Places, upstream: Upstream) -> Upstream:
-    """The rows of one block out of the whole call's, with the true LSE."""
-    known = _kept_lse(upstream)
-    lse = None if known is None else _true_lse(call, block, upstream, rows.gather_lse(known))
-    # A kernel that makes its probabilities anew has some for rows of padding, too.
-    dout = rows.with_padding(rows.gather(upstream.dout), 0.0)
-    dlse = None if upstream.dlse is None else rows.gather_lse(upstream.dlse, 0.0)
-    return Upstream(dout, rows.gather(upstream.out), lse, upstream.rng_state, dlse=dlse)
-
-
-def _kept_lse(upstream: Upstream) -> Tensor | None:
-    """The true LSE if the forward kept it, else what was reported; None from kernels that have none."""
-    return upstream.saved[0] if upstream.saved else upstream.softmax_lse
-
-
-def _true_lse(call: AttentionCall, block: Block, upstream: Upstream, lse: Tensor | None) -> Tensor | None:
-    """The LSE of a block without the position that flash-attn adds under causal ALiBi."""
-    if lse is None or not call.lse_carries_alibi_position or upstream.saved:
-        return lse
-    return lse - _lse_shift(block, lse.dtype)
+def _true_lse(call: AttentionCall, block: Block, upstream: Upstream, rows: Places | None = None) -> Tensor | None:
+    """A block's, whose ``rows`` these are: as the forward kept it, or as it was reported, without the position that
+    flash-attn adds under causal ALiBi; None from kernels that have none.
+    """
+    lse = upstream.saved[0] if upstream.saved else upstream.softmax_lse
+    if lse is None:
+        return None
+    lse = lse if rows is None else rows.gather_lse(lse)
+    is_shifted = call.lse_carries_alibi_position and not upstream.saved
+    return lse - _lse_shift(block, lse.dtype) if is_shifted else lse
 
 
 def _lse_shift(block: Block, dtype: torch.dtype) -> Tensor:

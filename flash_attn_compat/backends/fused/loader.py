@@ -240,7 +240,7 @@ def kernel(variant: Variant, device: int) -> Kernel:
             if isinstance(found, KernelError) and capture.is_capturing(device):
                 raise RuntimeError(
                     f"the {variant.entry} kernel of this call could not be loaded while a CUDA graph is captured: "
-                    f"make the same call once before the capture ({_first_line(found)})"
+                    f"make the same call once before the capture ({first_line(found)})"
                 )
             _kernels[key] = found
     if isinstance(found, KernelError):
@@ -325,7 +325,7 @@ def why_not() -> str | None:
         try:
             find()
         except KernelError as error:
-            return f"{what} cannot be used: {_first_line(error)}"
+            return f"{what} cannot be used: {first_line(error)}"
     return None
 
 
@@ -372,5 +372,5 @@ def opened(path: str) -> ctypes.CDLL:
     return ctypes.CDLL(path)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
