@@ -310,11 +310,7 @@ def _attend_on_cpu(
         return _attend_behind(q, k, v, scale)
     if not _SHARES_KEY_HEADS:
         k, v = _repeated(q, k, v)
-    found: tuple[Tensor, Tensor]
-    if bias is None:
-        found = _FORWARD(q, k, v, 0.0, causal, scale=scale)
-    else:
-        found = _FORWARD(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    found: tuple[Tensor, Tensor] = _FORWARD(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     return found
 
 
