@@ -234,22 +234,25 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _tune(options: argparse.Namespace) -> int:
     from flash_attn_compat import tune
+    from flash_attn_compat.backends.fused import verdicts
 
     try:
         tuning = tune.of_this_gpu(options.head_dim, options.dtype, options.seqlen)
     except tune.CannotTune as error:
         return _complain(error)
-    tune.ask_all(tuning)
+    tuning.ask_all()
     print(*tuning.summary(), sep="\n")
     for failure in tuning.failures:
         _complain(f"could not time {failure}")
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
-            file.write(tuning.row() + "\n")
+            file.write(verdicts.to_row(tuning.card) + "\n")
         print(f"wrote {options.json}")
     if not tuning.card.times:
         return _complain("nothing could be compared")
-    return 0 if tuning.keep() else _complain("the result could not be written, so later calls do not use it")
+    return (
+        0 if verdicts.keep(tuning.card) else _complain("the result could not be written, so later calls do not use it")
+    )
 
 
 def _compile(options: argparse.Namespace) -> int:

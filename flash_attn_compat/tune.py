@@ -38,13 +38,6 @@ Way = Callable[[], contextlib.AbstractContextManager[None]]
 _attend: Callable[..., Tensor] = flash_attn_compat.flash_attn_func
 
 
-class Question(NamedTuple):
-    """What is to be found out, and how."""
-
-    label: str
-    ask: Callable[[], None]
-
-
 class Shape(NamedTuple):
     """Of usual problems; there are as many heads as fill 1024 channels."""
 
@@ -94,36 +87,31 @@ class Tuning:
     def _number(self) -> int:
         return loader.target(self._index).number
 
-    def questions(self) -> Iterator[Question]:
+    def ask_all(self) -> None:
+        """Time everything, and show how far it is."""
+        for label, ask in progress.shown(list(self._questions()), lambda question: question[0]):
+            try:
+                ask()
+            except Exception as error:  # noqa: BLE001  whatever goes wrong, the rest is worth asking
+                self._failed(label, error)
+
+    def _questions(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        """What is to be found out, and how."""
         for head_dim in self.head_dims:
             for dtype in self.dtypes:
                 shape = Shape(head_dim, dtype, self.seqlen, self.device)
-                yield Question(f"compiling for {shape}", partial(self._compile, shape))
+                yield f"compiling for {shape}", partial(self._compile, shape)
                 for entry in candidates.ENTRIES:
                     if len(self._tiles(entry, shape)) > 1:
-                        yield Question(f"tiles of {entry}, {shape}", partial(self._choose_tile, entry, shape))
+                        yield f"tiles of {entry}, {shape}", partial(self._choose_tile, entry, shape)
                 for case in verdicts.CASES:
                     for training in (False, True) if case in _WITH_GRADIENTS else (False,):
                         label = f"{case}, {shape}{', training' * training}"
-                        yield Question(label, partial(self._compare, case, shape, training))
+                        yield label, partial(self._compare, case, shape, training)
 
     def summary(self) -> list[str]:
         """A line for each verdict."""
         return [f"{self.card.gpu}, {self.card.made_with}", *verdicts.lines(self.card)]
-
-    def row(self) -> str:
-        """One line of JSON: a row of cards.jsonl."""
-        return verdicts.to_row(self.card)
-
-    def keep(self) -> bool:
-        """For all later calls; False where the folder cannot be written."""
-        return verdicts.keep(self.card)
-
-    def ask(self, question: Question) -> None:
-        try:
-            question.ask()
-        except Exception as error:  # noqa: BLE001  whatever goes wrong, the rest is worth asking
-            self._failed(question.label, error)
 
     def _failed(self, label: str, error: Exception) -> None:
         torch.cuda.empty_cache()
@@ -292,9 +280,3 @@ def of_this_gpu(head_dims: Sequence[int], dtypes: Sequence[str], seqlen: int) ->
     wanted = [getattr(torch, dtype) for dtype in dtypes]
     all_cases = not tensor_cores.exist(device.index)
     return Tuning(device, list(head_dims) or list(_HEAD_DIMS), wanted or usual, seqlen, all_cases)
-
-
-def ask_all(tuning: Tuning) -> None:
-    """Time everything, and show how far it is."""
-    for question in progress.shown(list(tuning.questions()), lambda question: question.label):
-        tuning.ask(question)

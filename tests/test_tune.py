@@ -63,8 +63,7 @@ def tell(monkeypatch: pytest.MonkeyPatch, launches: Launches, clock: Clock) -> N
 
 def tuned(head_dim: int = 64, all_cases: bool = False) -> Tuning:
     found = Tuning(CPU, [head_dim], [HALF], 128, all_cases)
-    for question in found.questions():
-        found.ask(question)
+    found.ask_all()
     return found
 
 
@@ -104,7 +103,7 @@ def test_the_fastest_tile_and_backend_serve_all_later_calls(
         for training in (False, True)
     }
     assert verdicts.of(GPU) is None, "nothing counts before it is kept"
-    assert found.keep()
+    assert verdicts.keep(found.card)
     in_another_process()
     q, k, v = (randn(2, 80, 4, 64, seed=seed, dtype=HALF) for seed in range(3))
     assert explain(flash_attn_func, q, k, v).backend == "fused"

@@ -130,10 +130,8 @@ class Attention:
             result = attention.run((*call.tensors, *(() if new is None else new[:4])))
             return {"out": result.out, "softmax_lse": result.lse}
 
-        def wrong() -> str | None:
-            return trial.of_forward(kind, plan.place, run_tiny, self.is_decode, appends)
-
-        trial.check(plan.variants[-1:], plan.device, wrong)
+        asked = kind, plan.place, run_tiny, self.is_decode, appends
+        trial.check(plan.variants[-1:], plan.device, lambda: trial.of_forward(*asked))
 
     def run(self, tensors: Sequence[Any], length: int | None = None) -> Result:
         """As Run of engine/memory.py."""
