@@ -25,6 +25,7 @@ import flash_attn_compat
 from flash_attn_compat import installed, self_check, settings
 from flash_attn_compat.aten import switch
 from flash_attn_compat.backends.fused import cache, loader, tensor_cores, verdicts
+from flash_attn_compat.engine.features import dtype_name
 from flash_attn_compat.installed import SITE, RealFlashAttn, is_stand_in_spec
 from flash_attn_compat.naming import install, real
 from flash_attn_compat.self_check import Check
@@ -193,7 +194,7 @@ def _machine(device: torch.device) -> Machine:
         built_for=built_for,
         has_code_for_device=has_code,
         kernels=kernels(device),
-        settings={name: value for name, value in sorted(os.environ.items()) if name.startswith("FLASH_ATTN_COMPAT_")},
+        settings={name: value for name, value in sorted(os.environ.items()) if name.startswith(settings.PREFIX)},
     )
 
 
@@ -259,13 +260,8 @@ def _typical_calls(device: torch.device) -> list[TypicalCall]:
             q, q, q, dropout_p=0.1, causal=True, alibi_slopes=slopes
         ),
     }
-    found = []
-    for name, call in calls.items():
-        explanation = flash_attn_compat.explain(call)
-        found.append(
-            TypicalCall(f"{name} ({str(half).removeprefix('torch.')})", explanation.backend, explanation.reasons)
-        )
-    return found
+    explained = {f"{name} ({dtype_name(half)})": flash_attn_compat.explain(call) for name, call in calls.items()}
+    return [TypicalCall(name, found.backend, found.reasons) for name, found in explained.items()]
 
 
 def _sdpa(device: torch.device) -> dict[str, str]:
@@ -296,13 +292,12 @@ def _sdpa(device: torch.device) -> dict[str, str]:
 
 def _name() -> Name:
     found = real.find_real()
-    places = [str(dist_info.parent) for dist_info in install.installed()]
     return Name(
         answered_by=_who_answers(found),
         real_location=found.location if found else None,
         real_version=found.version if found else None,
         real_unusable_because=found.unusable_because if found else None,
-        installed_in=places,
+        installed_in=[str(dist_info.parent) for dist_info in install.installed()],
         looks=_looks(),
     )
 
