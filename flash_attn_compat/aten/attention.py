@@ -12,17 +12,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from flash_attn_compat import settings
 from flash_attn_compat.aten import door
-from flash_attn_compat.aten.wish import Front, Wish, against_mask, against_size, against_tensors
+from flash_attn_compat.aten.wish import HALF, Front, Wish, against_mask, against_size, against_tensors, not_half
 from flash_attn_compat.engine.build import Options
-from flash_attn_compat.engine.decided import as_decided
-from flash_attn_compat.serving import dispatch
+from flash_attn_compat.engine.callers_state import count_modes, tracing_state, transforms_are_on
+from flash_attn_compat.engine.decided import DECIDED
+from flash_attn_compat.engine.memory import PLAIN
+from flash_attn_compat.serving.dispatch import count
+from flash_attn_compat.settings import explains
 
 NAME = "scaled_dot_product_attention"
-_composed = torch.ops.aten.scaled_dot_product_attention.default._op_dk
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+# PyTorch's composition is what the operator has where no device is known; this way of calling it parses the least.
+_compose = torch.ops.aten.scaled_dot_product_attention.default._handle.redispatch_boxed
+_NOWHERE = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
 _is_deterministic = torch._C._get_deterministic_algorithms
 _has_efficient, _has_flash = torch._C._get_mem_efficient_sdp_enabled, torch._C._get_flash_sdp_enabled
 
@@ -30,41 +34,32 @@ _has_efficient, _has_flash = torch._C._get_mem_efficient_sdp_enabled, torch._C._
 def implementation(front: Front) -> Callable[..., Tensor]:
     """The operator for the keys of the front's device. The dispatcher leaves out arguments that are the default."""
 
-    def ours(
-        wish: Wish,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor | None:
-        against = why_not(wish, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-        if against is not None:
-            if settings.explains():
-                door.explain([against])
-            return None
-        bias = door.expanded(attn_mask, query.shape[:3], key.shape[2])
-        call = _as_flash(query, key, value, dropout_p, is_causal, scale)
-        if settings.explains():
-            door.explain(door.against(*call, bias=bias))
-        out = _attend(*call, bias)
-        return None if out is None else out.contiguous().transpose(1, 2)
-
     def attention(*arguments: Any, **named: Any) -> Any:
         wish = front.wish
         if wish is None:
-            return _composed(_COMPOSITE, *arguments, **named)
-        if door.is_watched(*arguments[:3]):
-            return _composed(_COMPOSITE, *_ungrouped(wish, *arguments, **named), **named)
-        out = ours(wish, *arguments, **named)
-        if out is not None:
-            return out
-        dispatch.count(door.PYTORCH)
-        return as_decided(_composed, _COMPOSITE, *arguments, **named)
+            return _compose(_NOWHERE, *arguments, **named)
+        q, k, v = arguments[:3]
+        if (  # somebody must see PyTorch's own operators: a tensor's class, a mode, a trace, a transform
+            type(q) not in PLAIN
+            or type(k) not in PLAIN
+            or type(v) not in PLAIN
+            or count_modes()
+            or tracing_state() is not None
+            or transforms_are_on()
+            or forward_ad._current_level >= 0
+        ):
+            return _compose(_NOWHERE, *_ungrouped(wish, *arguments, **named), **named)
+        against = why_not(wish, *arguments, **named)
+        if against is None or explains():
+            out = _ours(against, *arguments, **named)
+            if out is not None:
+                return out
+        count(door.PYTORCH)
+        before, DECIDED.yet = DECIDED.yet, True  # as_decided, without the time that its frame takes
+        try:
+            return _compose(_NOWHERE, *arguments, **named)
+        finally:
+            DECIDED.yet = before
 
     return attention
 
@@ -74,12 +69,29 @@ def why_not(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    enable_gqa: bool,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> str | None:
-    """What keeps our kernels from such a call, besides their own reasons; None for nothing. Shapes as in PyTorch."""
+    """What keeps our kernels from such a call, besides their own reasons; None for nothing. Shapes as in PyTorch.
+
+    A call that is left pays for each look that is taken at it, so what decides most calls comes first.
+    """
+    dtype = q.dtype
+    if dtype not in HALF:
+        return not_half(dtype)
+    if not q.dim() == k.dim() == v.dim() == 4:
+        return "our kernels compute four axes: (batch, heads, rows, channels)"
+    (batch, heads, rows, width), (batch_k, heads_k, keys, width_k) = q.shape, k.shape
+    # These would go to the plain formula, which is slower at any size.
+    at_any_size = (heads != heads_k or dtype is torch.bfloat16) and not (wish.always and door.has_flash(q.device))
+    is_recorded = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
+    against = against_size(wish, q, rows, keys, batch * heads * width, is_recorded, at_any_size)
+    if against is not None:
+        return against
     if attn_mask is not None and is_causal:
         return "it has a mask, and is causal besides"
     if not 0.0 <= dropout_p < 1.0:
@@ -87,22 +99,36 @@ def why_not(
     against = against_tensors(wish, q, k, v)
     if against is not None:
         return against
-    if not q.dim() == k.dim() == v.dim() == 4:
-        return "our kernels compute four axes: (batch, heads, rows, channels)"
-    (batch, heads, rows, width), (batch_k, heads_k, keys, width_k) = q.shape, k.shape
     if v.shape[:3] != k.shape[:3] or batch != batch_k or width != width_k:
         return "shapes differ"
     if heads != heads_k and not (enable_gqa and heads_k and heads % heads_k == 0):
         return "heads differ"
     if not (_has_efficient() or _has_flash()):
         return "the program forbids PyTorch's fused kernels, and so ours"
-    against = None if attn_mask is None else against_mask(attn_mask, q, (batch, heads, rows, keys))
+    return None if attn_mask is None else against_mask(attn_mask, q, (batch, heads, rows, keys))
+
+
+def _ours(
+    against: str | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """The answer of our kernels, or what speaks against them where only that is asked; None if others would compute."""
     if against is not None:
-        return against
-    # These would go to the plain formula, which is slower at any size.
-    at_any_size = (heads != heads_k or q.dtype is torch.bfloat16) and not (wish.always and door.has_flash(q.device))
-    is_recorded = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return against_size(wish, q, rows, keys, batch * heads, is_recorded, at_any_size)
+        door.explain([against])
+    bias = door.expanded(attn_mask, query.shape[:3], key.shape[2])
+    call = _as_flash(query, key, value, dropout_p, is_causal, scale)
+    if explains():
+        door.explain(door.against(*call, bias=bias))
+    out = _attend(*call, bias)
+    return None if out is None else out.contiguous().transpose(1, 2)
 
 
 def _as_flash(

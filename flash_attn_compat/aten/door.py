@@ -7,23 +7,14 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from flash_attn_compat import settings
 from flash_attn_compat.engine.build import Options, Packing, Purpose, request_of
 from flash_attn_compat.engine.call import Gradients, Result, Upstream
-from flash_attn_compat.engine.callers_state import count_modes, tracing_state, transforms_are_on
-from flash_attn_compat.engine.memory import PLAIN, Known, Request
+from flash_attn_compat.engine.memory import Known, Request
 from flash_attn_compat.serving import autograd, compute, dispatch
 
 KERNELS, PYTORCH = "fused", "pytorch"
-
-
-def is_watched(*tensors: Tensor) -> bool:
-    """Whether somebody must see PyTorch's own operators: a mode, a trace, a transform, a tensor's class."""
-    if count_modes() or tracing_state() is not None or transforms_are_on() or forward_ad._current_level >= 0:
-        return True
-    return not PLAIN.issuperset(map(type, tensors))
 
 
 def expanded(mask: Tensor | None, leading: Sequence[int], keys: int) -> Tensor | None:

@@ -20,7 +20,7 @@ from flash_attn_compat.aten.wish import Front, Wish, against_mask, against_size,
 from flash_attn_compat.engine import capture, outside
 from flash_attn_compat.engine.build import Options, Packing
 from flash_attn_compat.engine.call import Gradients, Upstream
-from flash_attn_compat.engine.decided import is_decided
+from flash_attn_compat.engine.decided import DECIDED
 from flash_attn_compat.serving import dispatch
 
 FORWARD, BACKWARD = "_efficient_attention_forward", "_efficient_attention_backward"
@@ -169,11 +169,11 @@ def backward_implementation(front: Front) -> Callable[..., Any]:
 
 def _in_front(front: Front, ours: Callable[..., Any], operator: Any) -> Callable[..., Any]:
     """``operator`` for the dispatcher, which hands its keys over first: what ``ours`` leaves goes on to those below."""
-    redispatch = operator.redispatch
+    redispatch = operator._handle.redispatch_boxed
 
     def implementation(keys: Any, *arguments: Any, **named: Any) -> Any:
         wish = front.wish
-        if wish is not None and not is_decided() and is_ordinary(wish, arguments[0]):
+        if wish is not None and not DECIDED.yet and is_ordinary(wish, arguments[0]):
             found = ours(wish, *arguments, **named)
             if found is not None:
                 return found
@@ -185,25 +185,25 @@ def _in_front(front: Front, ours: Callable[..., Any], operator: Any) -> Callable
 def why_not(wish: Wish, problem: Problem, is_recorded: bool) -> str | None:
     """What keeps our kernels from a problem, besides their own reasons; None for nothing. is_recorded: as in wish"""
     q, k, v, bias = problem[:4]
+    against = against_tensors(wish, q, k, v)
+    if against is not None:
+        return against
+    if not q.dim() == k.dim() == v.dim() == 4:
+        return "shapes or heads differ"
+    (batch, _, heads, width), rows = q.shape, problem.rows
+    against = against_size(wish, q, rows, problem.keys, problem.sequences * heads * width, is_recorded)
+    if against is not None:
+        return against
     if bias is not None and (problem.is_packed or problem.seqlen_k is not None or problem.custom_mask_type != NO_MASK):
         return "it has a mask, and is causal or packed besides"
     if problem.dropout_p != 0.0:
         return "its dropout mask is PyTorch's"
-    against = against_tensors(wish, q, k, v)
-    if against is not None:
-        return against
-    if not q.dim() == k.dim() == v.dim() == 4 or q.shape[2:] != k.shape[2:]:
+    if k.shape[2:] != (heads, width) or k.shape[:3] != v.shape[:3] or k.shape[0] != batch:
         return "shapes or heads differ"
-    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0]:
-        return "shapes or heads differ"
-    rows, heads = problem.rows, q.shape[2]
-    against = None if bias is None else against_mask(bias, q, (q.shape[0], heads, rows, k.shape[1]))
-    if against is not None:
-        return against
     if problem.custom_mask_type not in (NO_MASK, TOP_LEFT, BOTTOM_RIGHT):
         return "its mask is unknown"
-    against = _against_lengths(problem)
-    return against or against_size(wish, q, rows, problem.keys, problem.sequences * heads, is_recorded)
+    against = None if bias is None else against_mask(bias, q, (batch, heads, rows, k.shape[1]))
+    return against or _against_lengths(problem)
 
 
 def _against_lengths(problem: Problem) -> str | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from flash_attn_compat.aten import door
 from flash_attn_compat.engine.memory import PLAIN
 
-_HALF = frozenset({torch.float16, torch.bfloat16})
+HALF = frozenset({torch.float16, torch.bfloat16})
 # Below these a GPU is done before the host is, which takes longer over our call than over PyTorch's. By an H200 as 7.5,
 # of 132 multiprocessors: forwards of 7e8 products were even and of 1e9 faster; with the backward, 2e9 slower and 6e9
 # faster; one row over 1,024 keys slower, over 8,192 six times as fast.
@@ -50,8 +50,8 @@ def is_ordinary(wish: Wish, tensor: Tensor) -> bool:
 def against_tensors(wish: Wish, q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why plain tensors of (batch, ..., head_dim) cannot be ours, whatever their axes mean."""
     dtype, device = q.dtype, q.device
-    if dtype not in _HALF:
-        return f"our kernels compute float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if dtype not in HALF:
+        return not_half(dtype)
     if device.type != wish.device:
         return f"it is on {device.type}, not on {wish.device}"
     if not (dtype is k.dtype is v.dtype and device == k.device == v.device):
@@ -59,6 +59,12 @@ def against_tensors(wish: Wish, q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if not wish.always and door.has_flash(device):
         return 'PyTorch has flash kernels for this GPU: sdpa="always" asks for ours all the same'
     return None
+
+
+@functools.cache
+def not_half(dtype: torch.dtype) -> str:
+    """Why a call in another dtype cannot be ours."""
+    return f"our kernels compute float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
 
 
 def against_mask(mask: Tensor, q: Tensor, shape: tuple[int, int, int, int]) -> str | None:
@@ -75,19 +81,19 @@ def against_mask(mask: Tensor, q: Tensor, shape: tuple[int, int, int, int]) -> s
 
 
 def against_size(
-    wish: Wish, q: Tensor, rows: int, keys: int, heads: int, is_recorded: bool, at_any_size: bool = False
+    wish: Wish, q: Tensor, rows: int, keys: int, channels: int, is_recorded: bool, at_any_size: bool = False
 ) -> str | None:
-    """Why a call is not worth our while. heads: in the whole batch; is_recorded: whether a backward will follow"""
-    products = rows * keys * heads * q.shape[-1]
+    """Why a call is not worth our while. channels: of all heads of the batch; is_recorded: if a backward will follow"""
+    products = rows * keys * channels
     if products == 0:
         return "it has no elements"
     if at_any_size or (rows == 1 and keys >= wish.least_keys):
         return None
-    least = wish.least_products * processors(q.device) * (RECORDED if is_recorded else 1)
+    least = wish.least_products * processors(q.get_device()) * (RECORDED if is_recorded else 1)
     return "it is so small that only the host's time counts" if products < least else None
 
 
 @functools.cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU, by which it takes longer or shorter; 1 of what is none."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+def processors(index: int) -> int:
+    """Multiprocessors of a GPU, by which it takes longer or shorter; 1 of what is none, whose index is -1."""
+    return torch.cuda.get_device_properties(index).multi_processor_count if index >= 0 else 1

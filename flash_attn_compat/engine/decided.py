@@ -14,18 +14,14 @@ class _Decided(threading.local):
     yet = False
 
 
-_decided = _Decided()
-
-
-def is_decided() -> bool:
-    return _decided.yet
+# Its ``yet``: whether this thread is within such a call.
+DECIDED = _Decided()
 
 
 def as_decided(compute: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """``compute(*arguments, **named)``, whose operators are PyTorch's own."""
-    before = _decided.yet
-    _decided.yet = True
+    before, DECIDED.yet = DECIDED.yet, True
     try:
         return compute(*arguments, **named)
     finally:
-        _decided.yet = before
+        DECIDED.yet = before

@@ -181,6 +181,14 @@ def test_bad_input_gets_the_same_error(bad: Callable[..., Tensor], monkeypatch: 
     assert str(after.value).splitlines()[0] == str(before.value).splitlines()[0]
 
 
+def test_an_error_of_a_call_that_is_left_leaves_the_next_one_to_ours(served: Launches) -> None:
+    q, k, v = qkv(Case())
+    with pytest.raises(RuntimeError):
+        sdpa(q.float(), k, v)
+    sdpa(q, k, v)
+    assert counted() == {"pytorch": 1, "fused": 1}
+
+
 def test_who_allows_the_plain_formula_alone_gets_it(served: Launches) -> None:
     q, k, v = qkv(Case())
     with sdpa_kernel(SDPBackend.MATH):
