@@ -9,17 +9,14 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.machinery import PathFinder
 from typing import Literal
 
 from flash_attn_compat import installed, settings
-from flash_attn_compat.naming import fa3, finder, real, site_directory, transformers
-from flash_attn_compat.naming.hub_kernels import redirect as redirect_hub_names
+from flash_attn_compat.naming import extras, finder, real, site_directory, transformers
 from flash_attn_compat.naming.journal import set_item
-from flash_attn_compat.naming.sdpa import switch_on as switch_on_sdpa
-from flash_attn_compat.naming.varlen_attn import switch_on as switch_on_varlen_attn
 
 # Whether PyTorch's attention operators run on our kernels: on GPUs before 8.0, or on newer ones too.
 SdpaWish = bool | Literal["always"]
@@ -31,7 +28,6 @@ _lock = threading.RLock()
 _undo: ExitStack | None = None
 _holders: set[object] = set()  # patch until unpatch(), and each open block of patched(), in any thread
 _api = ""  # the interface in force
-_extras: set[str] = set()  # in force, by their variables
 
 
 def patch(
@@ -120,7 +116,8 @@ def _apply(api: str | None, hub_kernels: bool, varlen_attn: bool, sdpa: SdpaWish
         raise ValueError(f"interfaces must be a sequence of names among {', '.join(INTERFACES)}, got {interfaces!r}")
     if sdpa not in (False, True, "always"):
         raise ValueError(f'sdpa must be False, True or "always", got {sdpa!r}')
-    wanted = "always" if sdpa == "always" else "1" if sdpa else None
+    wanted: dict[str, bool | str | None]
+    wanted = {settings.HUB_KERNELS: hub_kernels, settings.VARLEN_ATTN: varlen_attn, settings.SDPA: sdpa}
     if _undo is not None and api not in (None, _api):
         raise RuntimeError(f"patched already with the interface of {_api}: unpatch() first")
     with ExitStack() as added:
@@ -131,34 +128,15 @@ def _apply(api: str | None, hub_kernels: bool, varlen_attn: bool, sdpa: SdpaWish
                 set_item(os.environ, settings.API, api, added)
             if _take_the_name(added, chosen):
                 transformers.allow_flash_attention_2(added)
-            hub_kernels, varlen_attn = hub_kernels or settings.hub_kernels(), varlen_attn or settings.varlen_attn()
-            wanted = wanted or settings.sdpa()
+            wanted = {variable: asked or extras.EXTRAS[variable].asked() for variable, asked in wanted.items()}
             _api = chosen or "2.8"
-        _add_extras(hub_kernels, varlen_attn, wanted, interfaces, added)
+        extras.switch_on(wanted, added)
+        if "fa3" in interfaces:
+            extras.redirect_fa3(added)
         if _undo is None:
             _undo = ExitStack()
             _forget_decisions()
         _undo.push(added.pop_all())
-
-
-def _add_extras(
-    hub_kernels: bool, varlen_attn: bool, sdpa: str | None, interfaces: Sequence[str], undo: ExitStack
-) -> None:
-    """What has to be asked for, unless it is there already; children go by the variables."""
-    extras: tuple[tuple[str, str | None, Callable[[ExitStack], None]], ...] = (
-        (settings.HUB_KERNELS, "1" if hub_kernels else None, redirect_hub_names),
-        (settings.VARLEN_ATTN, "1" if varlen_attn else None, switch_on_varlen_attn),
-        (settings.SDPA, sdpa, lambda undo: switch_on_sdpa(undo, sdpa or "")),
-    )
-    for variable, wanted, apply in extras:
-        extra = f"{variable}={wanted}"
-        if wanted and not _extras & {extra, f"{variable}=always"}:
-            set_item(os.environ, variable, wanted, undo)
-            apply(undo)
-            _extras.add(extra)
-            undo.callback(_extras.discard, extra)
-    if "fa3" in interfaces:
-        fa3.redirect(undo)
 
 
 def _let_go(holder: object) -> None:

@@ -1,40 +1,34 @@
 """torch.nn.attention.varlen (torch >= 2.10) on CPUs and GPUs that its kernels do not run on.
 
 Its operators get an implementation of ours for those devices; shapes, gradients and compilation stay theirs. Needs
-torch, unlike the rest of naming, from the moment that module is imported.
+torch, unlike the rest of naming, and is imported behind that module.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
-from flash_attn_compat.naming.journal import when_imported
+import torch
+from torch import Tensor
 
-MODULE = "torch.nn.attention.varlen"
-_times_switched_on = 0  # calls of switch_on() whose undo is open
+from flash_attn_compat import settings
+
+_holders: list[ModuleType] = []
 _registered = False
 
 
-def switch_on(undo: ExitStack) -> None:
-    """Compute what torch cannot, from the import of torch.nn.attention.varlen on, until `undo` is closed."""
-    global _times_switched_on
-    _times_switched_on += 1
-    undo.callback(_stop)
-    when_imported({MODULE: _register}, undo)
+def hold(module: ModuleType, undo: ExitStack) -> None:
+    """Compute what torch cannot, from now on until ``undo`` is closed.
 
-
-def _stop() -> None:
-    global _times_switched_on
-    _times_switched_on -= 1
-
-
-def _register(module: ModuleType, undo: ExitStack) -> None:
-    """Once per process. An operator keeps its kernels, so ours hand over to torch's while none is switched on."""
+    Registered once per process: an operator keeps its kernels, so ours hand over to torch's while nobody holds them.
+    """
     global _registered
+    _holders.append(module)
+    undo.callback(_holders.pop)
     if _registered or not hasattr(module, "_varlen_attn"):
         return
     _registered = True
@@ -54,52 +48,34 @@ def _either(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..
     def kernel(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        if _times_switched_on == 0 or _torch_can(bound.arguments["query"]):
+        if not _holders or _torch_can(bound.arguments["query"].device):
             return theirs(*args, **kwargs)
         return ours(**bound.arguments)
 
     return kernel
 
 
-def _torch_can(query: Any) -> bool:
-    from flash_attn_compat import settings
-
-    return query.device.type == "cuda" and settings.capability(query.device) >= (8, 0)
+def _torch_can(device: torch.device) -> bool:
+    return device.type == "cuda" and settings.capability(device) >= (8, 0)
 
 
-def _forward(query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, **options: Any) -> tuple[Any, Any, Any]:
-    import torch
-
-    out, lse = _attend(query, key, value, cu_seq_q, cu_seq_k, **options)
+def _forward(query: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse = _attend(query, **options)
     return _like(query, out), lse.float(), torch.zeros(2, dtype=torch.uint64, device=query.device)
 
 
-def _forward_into(out: Any, query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, **options: Any) -> Any:
-    found, lse = _attend(query, key, value, cu_seq_q, cu_seq_k, **options)
+def _forward_into(out: Tensor, **options: Any) -> Tensor:
+    found, lse = _attend(**options)
     out.copy_(found)
     return lse.float()
 
 
 def _attend(
-    query: Any,
-    key: Any,
-    value: Any,
-    cu_seq_q: Any,
-    cu_seq_k: Any,
-    max_q: int,
-    max_k: int,
-    is_causal: bool = False,
-    scale: float | None = None,
-    window_size: list[int] | None = None,
-    enable_gqa: bool = False,
-    seqused_k: Any = None,
-    block_table: Any = None,
-    num_splits: int | None = None,
-    **unknown: Any,
-) -> tuple[Any, Any]:
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Any, max_q: int, max_k: int,
+    is_causal: bool, scale: float | None, window_size: Sequence[int] | None = None, enable_gqa: bool = False,
+    seqused_k: Any = None, block_table: Tensor | None = None, num_splits: int | None = None, **unknown: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out (total_q, nheads, headdim), lse (nheads, total_q) in fp32 at least)."""
-    import torch
-
     from flash_attn_compat.private_interface import _flash_attn_varlen_forward
 
     _refuse_unknown(unknown)
@@ -118,24 +94,10 @@ def _attend(
 
 
 def _backward(
-    grad_out: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    out: Any,
-    lse: Any,
-    cu_seq_q: Any,
-    cu_seq_k: Any,
-    max_q: int,
-    max_k: int,
-    is_causal: bool,
-    rng_state: Any,
-    scale: float | None = None,
-    window_size: list[int] | None = None,
-    **unknown: Any,
-) -> tuple[Any, Any, Any]:
-    import torch
-
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, cu_seq_q: Tensor,
+    cu_seq_k: Tensor, max_q: int, max_k: int, is_causal: bool, rng_state: Tensor, scale: float | None,
+    window_size: Sequence[int] | None = None, **unknown: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from flash_attn_compat.private_interface import _flash_attn_varlen_backward
 
     _refuse_unknown(unknown)
@@ -157,9 +119,7 @@ def _refuse_unknown(options: dict[str, Any]) -> None:
         raise NotImplementedError(f"flash_attn_compat does not support {asked} of this torch.nn.attention.varlen")
 
 
-def _like(query: Any, out: Any) -> Any:
+def _like(query: Tensor, out: Tensor) -> Tensor:
     """out in the strides of torch.empty_like(query), as the operator promises to compilers."""
-    import torch
-
     wanted = torch.empty_like(query)
     return out if out.stride() == wanted.stride() else wanted.copy_(out)

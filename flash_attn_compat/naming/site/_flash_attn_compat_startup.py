@@ -29,7 +29,10 @@ def make_package_importable() -> None:
 
 
 def put_ours_in_place(name: str) -> None:
-    """Let the module called flash_attn.X be flash_attn_compat's X, where its file is run although there is a finder."""
+    """Let the module called flash_attn.X be flash_attn_compat's X, where its file is run although there is a finder.
+
+    The files of the package are for tools that look for files, and hold nothing but this call.
+    """
     import importlib
 
     make_package_importable()
@@ -78,10 +81,10 @@ class _Wait:
         _awaited.discard(fullname)
         try:
             make_package_importable()
-            from flash_attn_compat.naming import at_start
+            from flash_attn_compat.naming import extras
         except ImportError:
             return None
-        at_start.prepare(fullname)
+        extras.prepare(fullname)
         # What has just been put before this finder would not be asked any more.
         finders: list[Any] = list(sys.meta_path)
         others = (finder for finder in finders if finder is not cls and hasattr(finder, "find_spec"))

@@ -1,5 +1,3 @@
-"""A file for tools that look for files: what is imported is flash_attn_compat's module of this name."""
+from _flash_attn_compat_startup import put_ours_in_place
 
-import _flash_attn_compat_startup
-
-_flash_attn_compat_startup.put_ours_in_place(__name__)
+put_ours_in_place(__name__)
