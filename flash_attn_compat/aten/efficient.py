@@ -91,87 +91,12 @@ class Problem(NamedTuple):
         return self.custom_mask_type == BOTTOM_RIGHT and self.query.shape[1] > self.key.shape[1]
 
 
-def forward_implementation(front: Front) -> Callable[..., Any]:
-    """The forward, for all devices' tensors."""
+def implementation(front: Front, name: str) -> Callable[..., Any]:
+    """One of the operators for the dispatcher, which hands its keys over first: those below get what we leave."""
+    ours = forward if name == FORWARD else backward
+    redispatch = getattr(torch.ops.aten, name).default._handle.redispatch_boxed
 
-    def forward(
-        wish: Wish,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bias: Tensor | None,
-        cu_seqlens_q: Tensor | None,
-        cu_seqlens_k: Tensor | None,
-        max_seqlen_q: int | None,
-        max_seqlen_k: int | None,
-        dropout_p: float,
-        custom_mask_type: int,
-        compute_log_sumexp: bool = False,
-        *,
-        scale: float | None = None,
-        seqlen_k: Tensor | None = None,
-        window_size: int | None = None,
-    ) -> Any:
-        problem = Problem(
-            query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-            custom_mask_type, scale, seqlen_k, window_size,
-        )  # fmt: skip
-        against = why_not(wish, problem, compute_log_sumexp)
-        if settings.explains():
-            reasons = [against] if against else door.against(*_as_flash(problem), problem.expanded_bias)
-            door.explain(reasons)
-        found = None if against else _forward(problem, compute_log_sumexp)
-        if found is None:
-            dispatch.count(door.PYTORCH)
-        return found
-
-    return _in_front(front, forward, torch.ops.aten._efficient_attention_forward.default)
-
-
-def backward_implementation(front: Front) -> Callable[..., Any]:
-    """The backward: of forwards that were ours and of others."""
-
-    def backward(
-        wish: Wish,
-        grad_out_: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bias: Tensor | None,
-        out: Tensor,
-        cu_seqlens_q: Tensor | None,
-        cu_seqlens_k: Tensor | None,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        logsumexp: Tensor,
-        dropout_p: float,
-        philox_seed: Tensor,
-        philox_offset: Tensor,
-        custom_mask_type: int,
-        bias_requires_grad: bool,
-        *,
-        scale: float | None = None,
-        num_splits_key: int | None = None,
-        window_size: int | None = None,
-        shared_storage_dqdkdv: bool = False,
-    ) -> Any:
-        if shared_storage_dqdkdv or bias_requires_grad:
-            return None
-        problem = Problem(
-            query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-            custom_mask_type, scale, None, window_size,
-        )  # fmt: skip
-        found = None if why_not(wish, problem, True) else _backward(problem, grad_out_, out, logsumexp)
-        return None if found is None else (*found, None)
-
-    return _in_front(front, backward, torch.ops.aten._efficient_attention_backward.default)
-
-
-def _in_front(front: Front, ours: Callable[..., Any], operator: Any) -> Callable[..., Any]:
-    """``operator`` for the dispatcher, which hands its keys over first: what ``ours`` leaves goes on to those below."""
-    redispatch = operator._handle.redispatch_boxed
-
-    def implementation(keys: Any, *arguments: Any, **named: Any) -> Any:
+    def attention(keys: Any, *arguments: Any, **named: Any) -> Any:
         wish = front.wish
         if wish is not None and not DECIDED.yet and is_ordinary(wish, arguments[0]):
             found = ours(wish, *arguments, **named)
@@ -179,7 +104,38 @@ def _in_front(front: Front, ours: Callable[..., Any], operator: Any) -> Callable
                 return found
         return redispatch(keys & _BELOW, *arguments, **named)
 
-    return implementation
+    return attention
+
+
+def forward(
+    wish: Wish, *given: Any, scale: float | None = None, seqlen_k: Tensor | None = None, window_size: int | None = None
+) -> Any:
+    """The forward, given what ``Problem`` begins with and, where that is True, compute_log_sumexp."""
+    problem = Problem._make((*given[:10], scale, seqlen_k, window_size))
+    return_lse = given[10] if len(given) > 10 else False
+    against = why_not(wish, problem, return_lse)
+    if settings.explains():
+        door.explain([against] if against else door.against(*_as_flash(problem), problem.expanded_bias))
+    found = None if against else _forward(problem, return_lse)
+    if found is None:
+        dispatch.count(door.PYTORCH)
+    return found
+
+
+def backward(
+    wish: Wish, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, lse: Tensor,
+    dropout_p: float, seed: Tensor, offset: Tensor, custom_mask_type: int, bias_requires_grad: bool,
+    *, scale: float | None = None, num_splits_key: int | None = None, window_size: int | None = None,
+    shared_storage_dqdkdv: bool = False,
+) -> Any:  # fmt: skip
+    """The backward: of forwards that were ours and of others."""
+    if shared_storage_dqdkdv or bias_requires_grad:
+        return None
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    problem = Problem(q, k, v, bias, *lengths, dropout_p, custom_mask_type, scale, None, window_size)
+    found = None if why_not(wish, problem, True) else _backward(problem, dout, out, lse)
+    return None if found is None else (*found, None)
 
 
 def why_not(wish: Wish, problem: Problem, is_recorded: bool) -> str | None:

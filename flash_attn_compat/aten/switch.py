@@ -99,8 +99,8 @@ def _register(front: Front) -> Library:
     library = Library("aten", "IMPL")
     for key in _KEYS[front.device]:
         library.impl(attention.NAME, attention.implementation(front), key)
-    library.impl(efficient.FORWARD, efficient.forward_implementation(front), efficient.KEY, with_keyset=True)
-    library.impl(efficient.BACKWARD, efficient.backward_implementation(front), efficient.KEY, with_keyset=True)
+    for name in (efficient.FORWARD, efficient.BACKWARD):
+        library.impl(name, efficient.implementation(front, name), efficient.KEY, with_keyset=True)
     return library
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flash_attn_compat import private_interface, settings
 from flash_attn_compat.engine.layout import lse_dtype
+from flash_attn_compat.naming import real
 from flash_attn_compat.private_interface import round_multiple
 from flash_attn_compat.serving import torch_ops
 from flash_attn_compat.serving.torch_ops import SPELLINGS, Arguments
@@ -32,7 +33,7 @@ def register() -> None:
     They stay for the life of the process, since code may hold them; a flash-attn imported later replaces them,
     as `torch.library.custom_op` lets it.
     """
-    for name, fake in _FAKES.items():
+    for name in real.OPERATORS:
         if hasattr(torch.ops.flash_attn, name):
             continue
         function = getattr(private_interface, name)
@@ -42,7 +43,7 @@ def register() -> None:
             mutates_args=_WRITTEN if name.endswith("backward") else (),
             schema=_schema(function),
         )
-        operator.register_fake(fake)
+        operator.register_fake(_fake(function))
         _ours[f"flash_attn::{name}"] = operator
     torch_ops.under_flash_attns_name = _by_name
 
@@ -139,46 +140,30 @@ def _contiguous(function: Callable[..., Any]) -> Callable[..., Any]:
     return contiguous
 
 
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, ...]:
-    batch, seqlen_q, nheads, _ = q.shape
-    return _fake_outputs(q, v, (batch, nheads, seqlen_q), (batch, nheads, seqlen_q, k.shape[1]), options[-1])
+def _fake(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What compilers are told of the results: their shapes and dtypes."""
+    signature = inspect.signature(function)
 
+    def fake(*arguments: Any, **named: Any) -> Any:
+        bound = signature.bind(*arguments, **named)
+        bound.apply_defaults()
+        given = bound.arguments
+        q, k, starts = given["q"], given["k"], given.get("cu_seqlens_q")
+        heads, lse_shape = q.shape[-2], [q.shape[-2], q.shape[0]]
+        if starts is None:
+            batch, rows, keys = q.shape[0], q.shape[1], k.shape[1]
+            lse_shape = [batch, heads, rows]
+        else:
+            batch, rows, keys = starts.shape[0] - 1, given["max_seqlen_q"], given["max_seqlen_k"]
+        if "dout" in given:
+            padded = round_multiple(rows, 128) if starts is None else q.shape[0] + 128 * batch
+            return q.new_empty((*lse_shape[:-1], padded), dtype=torch.float32)
+        dmask_shape = (batch, heads, round_multiple(rows, 128), round_multiple(keys, 128))
+        return (
+            q.new_empty((*q.shape[:-1], given["v"].shape[-1])),
+            q.new_empty(lse_shape, dtype=lse_dtype(q.dtype)),
+            q.new_empty(dmask_shape if given["return_softmax"] else 0),
+            q.new_empty(2, dtype=torch.int64),
+        )
 
-def _fake_varlen_forward(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
-    bound = inspect.signature(private_interface._flash_attn_varlen_forward).bind(*arguments, **named)
-    bound.apply_defaults()
-    given = bound.arguments
-    total_q, nheads, _ = given["q"].shape
-    scores = given["cu_seqlens_q"].shape[0] - 1, nheads, given["max_seqlen_q"], given["max_seqlen_k"]
-    return _fake_outputs(given["q"], given["v"], (nheads, total_q), scores, given["return_softmax"])
-
-
-def _fake_outputs(
-    q: Tensor, v: Tensor, lse_shape: tuple[int, ...], scores: tuple[int, int, int, int], return_softmax: bool
-) -> tuple[Tensor, ...]:
-    batch, nheads, rows, columns = scores
-    dmask_shape = (batch, nheads, round_multiple(rows, 128), round_multiple(columns, 128)) if return_softmax else (0,)
-    return (
-        q.new_empty((*q.shape[:-1], v.shape[-1])),
-        q.new_empty(lse_shape, dtype=lse_dtype(q.dtype)),
-        q.new_empty(dmask_shape),
-        q.new_empty((2,), dtype=torch.int64),
-    )
-
-
-def _fake_backward(dout: Tensor, q: Tensor, *rest: Any) -> Tensor:
-    batch, seqlen_q, nheads, _ = q.shape
-    return q.new_empty((batch, nheads, round_multiple(seqlen_q, 128)), dtype=torch.float32)
-
-
-def _fake_varlen_backward(dout: Tensor, q: Tensor, *rest: Any) -> Tensor:
-    cu_seqlens_q, (total_q, nheads, _) = rest[7], q.shape
-    return q.new_empty((nheads, total_q + 128 * (cu_seqlens_q.shape[0] - 1)), dtype=torch.float32)
-
-
-_FAKES: dict[str, Callable[..., Any]] = {
-    "_flash_attn_forward": _fake_forward,
-    "_flash_attn_varlen_forward": _fake_varlen_forward,
-    "_flash_attn_backward": _fake_backward,
-    "_flash_attn_varlen_backward": _fake_varlen_backward,
-}
+    return fake

@@ -31,7 +31,8 @@ from flash_attn_compat.naming.journal import set_attribute
 _PACKAGES = ("flash_attn", EXTENSION)
 RAW_FUNCTIONS = ("fwd", "varlen_fwd", "bwd", "varlen_bwd", "fwd_kvcache")
 _FIRST_VERSION_WITH_THESE_RAW_FUNCTIONS = (2, 7)
-_OPERATORS = (
+# That flash-attn registers, named after its functions.
+OPERATORS = (
     "_flash_attn_forward",
     "_flash_attn_varlen_forward",
     "_flash_attn_backward",
@@ -177,7 +178,7 @@ def _add_kernels_off_cuda(interface: ModuleType) -> None:
 
     They stay: what they call later is whatever extension is in place then.
     """
-    for name in _OPERATORS:
+    for name in OPERATORS:
         operator: Any = getattr(interface, name, None)
         if not hasattr(operator, "register_kernel"):
             continue
