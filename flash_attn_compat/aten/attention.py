@@ -65,17 +65,9 @@ def implementation(front: Front) -> Callable[..., Tensor]:
 
 
 def why_not(
-    wish: Wish,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> str | None:
+    wish: Wish, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> str | None:  # fmt: skip
     """What keeps our kernels from such a call, besides their own reasons; None for nothing. Shapes as in PyTorch.
 
     A call that is left pays for each look that is taken at it, so what decides most calls comes first.
@@ -109,22 +101,14 @@ def why_not(
 
 
 def _ours(
-    against: str | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor | None:
+    against: str | None, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor | None:  # fmt: skip
     """The answer of our kernels, or what speaks against them where only that is asked; None if others would compute."""
     if against is not None:
         door.explain([against])
-    bias = door.expanded(attn_mask, query.shape[:3], key.shape[2])
-    call = _as_flash(query, key, value, dropout_p, is_causal, scale)
+    bias = door.expanded(attn_mask, q.shape[:3], k.shape[2])
+    call = _as_flash(q, k, v, dropout_p, is_causal, scale)
     if explains():
         door.explain(door.against(*call, bias=bias))
     out = _attend(*call, bias)

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
+from flash_attn_compat.naming.journal import remove
+
 # The part of flash_attn_compat that mirrors flash_attn. What is not listed (engine, backends, naming, ...) is ours
 # alone and stays absent under flash_attn's name, as do the names of FlashAttention 1, 3 and 4.
 MIRRORED = frozenset(
@@ -45,15 +47,12 @@ class MirrorFinder(importlib.abc.MetaPathFinder):
         source = importlib.util.find_spec(source_name(below, stand_in_api()))
         if source is None:
             return None
-        spec = importlib.machinery.ModuleSpec(
-            fullname,
-            MirrorLoader(source.name),
-            origin=source.origin,
-            is_package=source.submodule_search_locations is not None,
-        )
+        folders = source.submodule_search_locations
+        loader = MirrorLoader(source.name)
+        spec = importlib.machinery.ModuleSpec(fullname, loader, origin=source.origin, is_package=folders is not None)
         spec.has_location = source.has_location
-        if source.submodule_search_locations is not None:
-            spec.submodule_search_locations = list(source.submodule_search_locations)
+        if folders is not None:
+            spec.submodule_search_locations = list(folders)
         return spec
 
 
@@ -80,8 +79,7 @@ def add_to_meta_path() -> bool:
 
 
 def remove_from_meta_path() -> None:
-    if _FINDER in sys.meta_path:
-        sys.meta_path.remove(_FINDER)
+    remove(sys.meta_path, _FINDER)
 
 
 def stand_in_api() -> str:

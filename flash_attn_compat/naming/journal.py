@@ -33,6 +33,18 @@ def set_attribute(target: Any, name: str, value: Any, undo: ExitStack) -> None:
         undo.callback(setattr, target, name, before)
 
 
+def insert(entries: list[Any], index: int, entry: Any, undo: ExitStack) -> None:
+    """entries.insert(index, entry), until `undo` is closed, or until somebody else takes it out."""
+    entries.insert(index, entry)
+    undo.callback(remove, entries, entry)
+
+
+def remove(entries: list[Any], entry: Any) -> None:
+    """The first of its kind, if there is one."""
+    if entry in entries:
+        entries.remove(entry)
+
+
 def give_back(module: ModuleType, names: Iterable[str], undo: ExitStack) -> None:
     """What the module may rebind by itself has its present value again when `undo` is closed."""
     for name in names:
@@ -50,8 +62,7 @@ def when_imported(handlers: Mapping[str, Handler], undo: ExitStack) -> list[str]
     waiting = {name: handler for name, handler in handlers.items() if name not in sys.modules}
     if waiting:
         watcher = _AfterImport(waiting, steps)
-        sys.meta_path.insert(0, watcher)
-        steps.callback(_remove, sys.meta_path, watcher)
+        insert(sys.meta_path, 0, watcher, steps)
     for name, handler in handlers.items():
         if name not in waiting:
             handler(sys.modules[name], steps)
@@ -88,8 +99,3 @@ class _AfterImport:
             handler(module, self._steps)
 
         loader.exec_module = exec_module
-
-
-def _remove(finders: list[Any], finder: Any) -> None:
-    if finder in finders:
-        finders.remove(finder)

@@ -62,9 +62,7 @@ def patch(
     Calling it again adds what is newly asked for and changes nothing else; another api raises RuntimeError. Threads
     may call it at the same time.
     """
-    with _lock:
-        _apply(api, hub_kernels, varlen_attn, sdpa, interfaces)
-        _holders.add(patch)
+    _apply(patch, api, hub_kernels, varlen_attn, sdpa, interfaces)
 
 
 def unpatch() -> None:
@@ -72,8 +70,7 @@ def unpatch() -> None:
 
     Functions that were imported meanwhile keep working. Inside a patched() block the effect comes at its end.
     """
-    with _lock:
-        _let_go(patch)
+    _let_go(patch)
 
 
 @contextmanager
@@ -87,14 +84,11 @@ def patched(
 ) -> Iterator[None]:
     """patch(...) for the length of a block; blocks may nest and overlap, and the last one to end undoes it."""
     block = object()
-    with _lock:
-        _apply(api, hub_kernels, varlen_attn, sdpa, interfaces)
-        _holders.add(block)
+    _apply(block, api, hub_kernels, varlen_attn, sdpa, interfaces)
     try:
         yield
     finally:
-        with _lock:
-            _let_go(block)
+        _let_go(block)
 
 
 def warn_of_xformers(api: str | None) -> None:
@@ -108,7 +102,9 @@ def warn_of_xformers(api: str | None) -> None:
         )
 
 
-def _apply(api: str | None, hub_kernels: bool, varlen_attn: bool, sdpa: SdpaWish, interfaces: Sequence[str]) -> None:
+def _apply(
+    holder: object, api: str | None, hub_kernels: bool, varlen_attn: bool, sdpa: SdpaWish, interfaces: Sequence[str]
+) -> None:
     global _undo, _api
     if api is not None and api not in settings.APIS:
         raise ValueError(f"api must be {' or '.join(settings.APIS)}, got {api!r}")
@@ -118,9 +114,9 @@ def _apply(api: str | None, hub_kernels: bool, varlen_attn: bool, sdpa: SdpaWish
         raise ValueError(f'sdpa must be False, True or "always", got {sdpa!r}')
     wanted: dict[str, bool | str | None]
     wanted = {settings.HUB_KERNELS: hub_kernels, settings.VARLEN_ATTN: varlen_attn, settings.SDPA: sdpa}
-    if _undo is not None and api not in (None, _api):
-        raise RuntimeError(f"patched already with the interface of {_api}: unpatch() first")
-    with ExitStack() as added:
+    with _lock, ExitStack() as added:
+        if _undo is not None and api not in (None, _api):
+            raise RuntimeError(f"patched already with the interface of {_api}: unpatch() first")
         if _undo is None:
             chosen = settings.api() if api is None else api
             warn_of_xformers(chosen)
@@ -137,17 +133,19 @@ def _apply(api: str | None, hub_kernels: bool, varlen_attn: bool, sdpa: SdpaWish
             _undo = ExitStack()
             _forget_decisions()
         _undo.push(added.pop_all())
+        _holders.add(holder)
 
 
 def _let_go(holder: object) -> None:
     """Undo everything once nobody holds it."""
     global _undo
-    _holders.discard(holder)
-    if _holders or _undo is None:
-        return
-    undo, _undo = _undo, None
-    undo.close()
-    _forget_decisions()
+    with _lock:
+        _holders.discard(holder)
+        if _holders or _undo is None:
+            return
+        undo, _undo = _undo, None
+        undo.close()
+        _forget_decisions()
 
 
 def _forget_decisions() -> None:

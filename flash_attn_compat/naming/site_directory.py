@@ -13,6 +13,7 @@ import sys
 from contextlib import ExitStack
 
 from flash_attn_compat.installed import SITE, SITE_2_6
+from flash_attn_compat.naming.journal import insert, remove
 
 
 def entries(api: str | None) -> list[str]:
@@ -39,8 +40,7 @@ def _add_to_sys_path(undo: ExitStack, entry: str, before: str | None) -> None:
         return
     # At the end, so that anything really installed wins; children get it by PYTHONPATH, which comes first there.
     follower = before if before is not None else SITE
-    sys.path.insert(sys.path.index(follower) if follower in sys.path else len(sys.path), entry)
-    undo.callback(_remove_once, sys.path, entry)
+    insert(sys.path, sys.path.index(follower) if follower in sys.path else len(sys.path), entry, undo)
 
 
 def add_to_pythonpath(undo: ExitStack, wanted: list[str]) -> None:
@@ -77,14 +77,9 @@ def _add_to_pkg_resources(undo: ExitStack, entry: str) -> None:
     working_set.add_entry(entry)
 
     def forget() -> None:
-        _remove_once(working_set.entries, entry)
+        remove(working_set.entries, entry)
         for key in working_set.entry_keys.pop(entry, []):
             if getattr(working_set.by_key.get(key), "location", None) == entry:
                 del working_set.by_key[key]
 
     undo.callback(forget)
-
-
-def _remove_once(entries: list[str], entry: str) -> None:
-    if entry in entries:
-        entries.remove(entry)

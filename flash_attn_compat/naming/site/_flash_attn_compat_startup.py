@@ -29,16 +29,18 @@ def make_package_importable() -> None:
 
 
 def put_ours_in_place(name: str) -> None:
-    """Let the module called flash_attn.X be flash_attn_compat's X, where its file is run although there is a finder.
+    """Let the module called flash_attn.X, or the raw extension's name, be flash_attn_compat's X.
 
-    The files of the package are for tools that look for files, and hold nothing but this call.
+    The files of the package are for tools that look for files; one is run where no finder of ours came before it.
     """
     import importlib
 
     make_package_importable()
     from flash_attn_compat.naming import finder
 
-    sys.modules[name] = importlib.import_module(finder.source_name(name.partition(".")[2], finder.stand_in_api()))
+    sys.modules[name] = importlib.import_module(
+        finder.source_name(name.removeprefix("flash_attn."), finder.stand_in_api())
+    )
 
 
 def with_other_distributions(path: list[str]) -> list[str]:
