@@ -117,15 +117,12 @@ def test_a_function_pickled_under_the_name_comes_back_as_the_same_object():
     assert pickle.loads(pickle.dumps(flash_attn_func)) is flash_attn_func
 
 
-def file_of(module: str) -> Path:
-    source = ROOT / module.replace(".", "/")
-    return Path(module.replace(".", "/")) / "__init__.py" if source.is_dir() else Path(module.replace(".", "/") + ".py")
-
-
-def test_every_module_has_a_file_under_the_name_and_each_file_is_listed() -> None:
-    public = [module for module in MIRRORED_MODULES if not any(part.startswith("_") for part in module.split("."))]
+def test_every_module_beside_the_package_has_a_file_and_each_file_is_listed() -> None:
+    """Below those nobody looks: a package's path is that of our own."""
     files = {path.relative_to(SITE_FILES) for path in SITE_FILES.rglob("*.py")}
-    assert files == {Path("__init__.py"), *map(file_of, public)}, "copy a neighbour, add it to SOURCES.txt"
+    folders = {name for name in MIRRORED if (ROOT / name).is_dir()}
+    wanted = {Path(name, "__init__.py") if name in folders else Path(f"{name}.py") for name in MIRRORED}
+    assert files == {Path("__init__.py"), *wanted}, "copy a neighbour, add it to SOURCES.txt"
     contents = {(SITE_FILES / path).read_text() for path in files - {Path("__init__.py")}}
     assert len(contents) == 1, "they are all alike"
     for site in (SITE, SITE_2_6):
@@ -137,14 +134,17 @@ def test_every_module_has_a_file_under_the_name_and_each_file_is_listed() -> Non
 
 def test_a_file_that_is_run_although_there_is_a_finder_leads_to_our_module() -> None:
     code = """
-        import flash_attn_compat.layers.rotary, sys
+        import flash_attn_compat, sys
         flash_attn_compat.patch()
         import flash_attn
         from flash_attn_compat.naming import finder
         finder.remove_from_meta_path()
-        sys.modules.pop("flash_attn.layers", None)
-        import flash_attn.layers.rotary
-        assert flash_attn.layers.rotary is flash_attn_compat.layers.rotary
+        for name in ("bert_padding", "layers", "layers.rotary"):
+            assert sys.modules.pop("flash_attn." + name, None) is None
+        import flash_attn.bert_padding, flash_attn.layers, flash_attn_2_cuda
+        assert sys.modules["flash_attn.bert_padding"] is flash_attn_compat.bert_padding
+        assert sys.modules["flash_attn.layers"] is flash_attn_compat.layers
+        assert flash_attn_2_cuda is flash_attn_compat.flash_attn_2_cuda
         """
     answer = forked(textwrap.dedent(code))
     assert answer.returncode == 0, answer.stderr

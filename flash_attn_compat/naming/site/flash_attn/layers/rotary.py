@@ -1,3 +1,0 @@
-from _flash_attn_compat_startup import put_ours_in_place
-
-put_ours_in_place(__name__)
