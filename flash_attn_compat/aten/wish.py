@@ -77,7 +77,17 @@ def against_mask(mask: Tensor, q: Tensor, shape: tuple[int, int, int, int]) -> s
         return f"its mask is {str(mask.dtype).removeprefix('torch.')}"
     if not 2 <= mask.dim() <= 4 or any(own not in (1, size) for own, size in zip(mask.shape[::-1], shape[::-1])):
         return "its mask has another shape"
-    return "its mask is too large" if max(mask.stride()) >= 2**31 else None
+    batch, heads, rows, keys = shape
+    if max(*mask.stride(), batch * heads * rows, rows * keys) < 2**31:  # at most; most are far below
+        return None
+    return "its mask is too large" if _largest(mask, rows * keys) >= 2**31 else None
+
+
+def _largest(mask: Tensor, of_a_copy: int) -> int:
+    """Of what kernels hold in an int: strides of heads and rows, in the mask or in a copy of it, and how many rows."""
+    strides = [stride for size, stride in zip(mask.shape[-3:], mask.stride()[-3:]) if size > 1]
+    is_copied = mask.stride(-1) != 1 and mask.dtype is not torch.bool
+    return max(*strides, mask.shape[:-1].numel(), of_a_copy * is_copied)
 
 
 def against_size(

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn_compat import explain
+from flash_attn_compat.aten.wish import against_mask
 from flash_attn_compat.backends.fused import loader
 from tests import fused_on_cpu
 from tests.aten import originals
@@ -117,6 +118,97 @@ def test_answers_and_gradients_are_right(case: Case, served: Launches) -> None:
     blocks = math.prod(slabs) * -(-rows // 64) * -(-keys // 1024)
     assert counted() == {"fused": 1}
     assert [launch.blocks for launch in served.seen if launch.variant.entry == "mask"] == [blocks] * 2
+
+
+def bytes_as_truths(keys: int) -> Tensor:
+    """As C programs and NumPy views leave them: 0, or anything else."""
+    numbers = torch.randint(1, 256, (40, keys), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    return (numbers * (randn(40, keys, seed=2) > 0)).view(torch.bool)
+
+
+def diagonals() -> Tensor:
+    """A bias of distances, each number in many places."""
+    return randn(4, 89, seed=3, dtype=HALF).as_strided((1, 4, 40, 50), (0, 89, 1, 1))
+
+
+ODD: dict[str, Callable[[], Tensor]] = {
+    "bytes": lambda: bytes_as_truths(50),
+    "bytes, keys apart": lambda: bytes_as_truths(100)[:, ::2],
+    "diagonals": diagonals,
+    "one for all": lambda: randn(1, 1, seed=4),
+    "one truth for all": lambda: torch.ones(1, 1, dtype=torch.bool),
+    "one for all keys": lambda: randn(2, 4, 40, 1, seed=4, dtype=HALF),
+    "one truth for all keys": lambda: randn(2, 4, 40, 1, seed=4) > 0,
+    "begins amid a row of odd length": lambda: randn(2, 4, 41, 53, seed=5, dtype=HALF)[:, :, 1:, 3:],
+    "truths that begin so": lambda: (randn(2, 4, 41, 53, seed=5) > 0)[:, :, 1:, 3:],
+    "rows of odd length in fp32": lambda: randn(2, 4, 40, 51, seed=6)[..., 1:],
+    "heads first": lambda: randn(4, 2, 40, 50, seed=6, dtype=HALF).transpose(0, 1),
+    "smallest numbers": lambda: randn(40, 50, seed=6, dtype=HALF) * 6e-8,
+    "nothing seen": lambda: torch.zeros(40, 50, dtype=torch.bool),
+    "nothing seen, as numbers": lambda: torch.full((40, 50), -torch.inf),
+    "negated lazily": lambda: torch._neg_view(randn(40, 50, seed=6, dtype=HALF)),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_masks_as_programs_leave_them(name: str, served: Launches) -> None:
+    inputs, bias = qkv(Inputs(HALF, (40, 50), (4, 2))), ODD[name]()
+    attend = functools.partial(sdpa, attn_mask=bias, enable_gqa=True)
+    plain = bias.view(torch.uint8) != 0 if bias.dtype == torch.bool else bias
+    check(with_gradients(attend, inputs), functools.partial(plainly, bias=plain, scale=None), inputs)
+    assert counted() == {"fused": 1}
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_no_number_in_a_row_makes_that_row_none(value: float, served: Launches) -> None:
+    """As in PyTorch: a softmax over +inf or NaN is NaN. Other rows are as they were."""
+    q, k, v = (x.detach() for x in qkv(Inputs(HALF, (70, 150))))
+    bias = torch.zeros(70, 150)
+    without = sdpa(q, k, v, attn_mask=bias)
+    bias[5, 3] = bias[69, 149] = value
+    out = sdpa(q, k, v, attn_mask=bias)
+    assert out[:, :, [5, 69]].isnan().all() and counted() == {"fused": 2}
+    others = [row for row in range(70) if row not in (5, 69)]
+    torch.testing.assert_close(out[:, :, others], without[:, :, others], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["bool", "own"])
+def test_a_mask_that_changes_before_the_backward_is_an_error(kind: str, served: Launches) -> None:
+    q, k, v = qkv(Inputs())
+    bias = mask(CASES[0]._replace(kind=kind, shape=(0, 0)))
+    out = sdpa(q, k, v, attn_mask=bias)
+    bias.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["bool", "own", "fp32"])
+@pytest.mark.parametrize("dim", [-4, -3, -2])
+def test_a_mask_may_reach_farther_than_32_bits(kind: str, dim: int, served: Launches) -> None:
+    inputs = qkv(Inputs(HALF, (40, 50), (4, 4)))
+    near = mask(CASES[0]._replace(kind=kind, lengths=(40, 50), heads=(4, 4), shape=(0, 0, 0, 0), layout="as it is"))
+    strides = list(near.stride())
+    strides[dim] = 2**32 if dim == -4 else 2**32 // (near.shape[dim] - 1) // 8 * 8
+    last = sum((size - 1) * stride for size, stride in zip(near.shape, strides))
+    far = fused_on_cpu.sparse(last + 1, near.dtype).as_strided(near.shape, strides).copy_(near)
+    found, expected = (with_gradients(functools.partial(sdpa, attn_mask=bias), inputs) for bias in (far, near))
+    assert all(map(torch.equal, found, expected)) and counted() == {"fused": 2}
+
+
+LARGE = {
+    "rows": ((1, 1, 2**15, 2**17), (2**32, 2**32, 2**17, 1), None),
+    "heads": ((1, 2, 2**15, 2**16), (2**32, 2**31, 2**16, 1), "too large"),
+    "heads of a copy": ((1, 2, 2**15, 2**16), (0, 1, 2, 2**16), "too large"),
+    "as many rows": ((2, 2**15, 2**15, 2), (2**31, 2**16, 2, 1), "too large"),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_what_an_int_cannot_hold_is_left(name: str) -> None:
+    shape, strides, why = LARGE[name]
+    large = torch.empty_strided(shape, strides, dtype=HALF, device="meta")
+    reason = against_mask(large, large, shape)
+    assert reason is None if why is None else why in str(reason)
 
 
 @pytest.mark.parametrize("value", [-torch.inf, -1000.0, -65504.0, -1e9, torch.finfo(BF16).min])
