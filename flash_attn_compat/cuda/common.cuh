@@ -2,7 +2,7 @@
 //
 // Macros, 0 where a call asks for nothing of the kind (DEFAULTS in backends/fused/variants.py): D, the head dim that registers and tiles are made
 // for, and DV that of values, where it is another one (the true ones are p.head_dim and p.head_dim_v); MINB, blocks that a multiprocessor is to hold,
-// which bounds the registers; VEC, elements a global load may take at once, 8 where every row starts on 16 bytes, else 1; BIAS, as mask.cuh says; LOCAL, causal or any window; ALIBI, SOFTCAP, DROPOUT; PAGED, keys and values through block_table;
+// which bounds the registers; VEC, elements a global load may take at once, 8 where every row starts on 16 bytes, else 1; BIAS and BIAS_PAIRS, as mask.cuh says; LOCAL, causal or any window; ALIBI, SOFTCAP, DROPOUT; PAGED, keys and values through block_table;
 // APPEND, new keys come with the call; SEATS, sequences share a grid; COPIED, what passes by is converted bf16 already.
 #pragma once
 #include "ptx.cuh"

@@ -1,5 +1,6 @@
 // A dense mask of (batch, nheads, rows, keys), as mask.cu has looked through it. BIAS 1: booleans, true where a key is seen, which are read as bits;
 // 2: what is added to scores, in the caller's dtype; 4: the same in fp32. What sequences, heads or rows share is there once.
+// BIAS_PAIRS: two neighbouring keys, the first one even, are loaded together.
 #pragma once
 #include "common.cuh"
 
@@ -29,6 +30,20 @@ struct DenseMask {
   DEVICE float at(const Params &p, int i, int key) const {
     const i64 place = values + (i64)own(p, i) * p.bias_s.row + key;
     return key >= p.seqlen_k ? NEG_INF : BIAS == 4 ? global_load((const float *)p.bias + place) : bits_to_float(global_load2((const u16 *)p.bias + place));
+  }
+  // Of two neighbouring keys.
+  DEVICE void pair(float (&x)[2], const Params &p, int i, int key) const {
+    const i64 place = values + (i64)own(p, i) * p.bias_s.row + key;
+    x[0] = x[1] = NEG_INF;
+    if (!BIAS_PAIRS) {
+      x[0] = at(p, i, key), x[1] = at(p, i, key + 1);
+    } else if (key < p.seqlen_k && BIAS == 4) {
+      const float2 both = global_load((const float2 *)((const float *)p.bias + place));
+      x[0] = both.x, x[1] = both.y;
+    } else if (key < p.seqlen_k) {
+      const u32 both = global_load((const u32 *)((const u16 *)p.bias + place));
+      x[0] = bits_to_float((u16)both), x[1] = bits_to_float((u16)(both >> 16));
+    }
   }
   // A row's largest bias if it is below 0: taken off once the score is rounded, it spoils nothing by its magnitude.
   DEVICE float top(const Params &p, int i) const {

@@ -95,7 +95,7 @@ CASES = [
     Case(*kind, *values)
     for kind, *values in pairwise(
         ((HALF, "bool"), (BF16, "bool"), (HALF, "own"), (BF16, "own"), (HALF, "fp32")),
-        ((40, 40), (33, 150), (150, 70), (1, 130)),
+        ((40, 40), (33, 150), (150, 71), (1, 130)),
         ((4, 4), (3, 1)),
         ((0, 0), (0, 0, 0), (0, 0, 0, 0), (0, 1, 1, 0), (1, 0, 0, 0), (0, 1, 0, 0)),
         ("some", "left", "blocks"),
@@ -157,6 +157,30 @@ def test_masks_as_programs_leave_them(name: str, served: Launches) -> None:
     plain = bias.view(torch.uint8) != 0 if bias.dtype == torch.bool else bias
     check(with_gradients(attend, inputs), functools.partial(plainly, bias=plain, scale=None), inputs)
     assert counted() == {"fused": 1}
+
+
+PAIRS: dict[str, tuple[Callable[[torch.dtype], Tensor], bool]] = {
+    "rows of even length": (lambda dtype: randn(40, 50, seed=1, dtype=dtype), True),
+    "keys apart, so a copy": (lambda dtype: randn(40, 100, seed=1, dtype=dtype)[:, ::2], True),
+    "one row of odd stride": (lambda dtype: randn(1, 61, seed=1, dtype=dtype)[:, :50], True),
+    "an odd number of keys": (lambda dtype: randn(40, 52, seed=1, dtype=dtype)[:, :49], False),
+    "rows of odd stride": (lambda dtype: randn(40, 51, seed=1, dtype=dtype)[:, :50], False),
+    "from an odd one on": (lambda dtype: randn(40, 52, seed=1, dtype=dtype)[:, 1:51], False),
+    "truths": (lambda dtype: randn(40, 50, seed=1) > 0, False),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_two_biases_are_loaded_at_once_where_all_pairs_are_aligned(
+    name: str, dtype: torch.dtype, served: Launches
+) -> None:
+    make, has_pairs = PAIRS[name]
+    bias = make(dtype)
+    q, k, v = qkv(Inputs(HALF, (40, bias.shape[-1])))
+    sdpa(q, k, v, attn_mask=bias).sum().backward()
+    found = {launch.variant.entry for launch in served.seen if ("BIAS_PAIRS", 1) in launch.variant.macros}
+    assert found == ({"forward", "dq"} if has_pairs else set())
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
@@ -320,12 +344,14 @@ def test_a_grouped_row_reads_its_keys_once(served: Launches) -> None:
 
 def tried(monkeypatch: pytest.MonkeyPatch, sources: Path = loader.SOURCES, kind: str = "bool") -> None:
     fused_on_cpu.emulate(monkeypatch, tried=True, sources=sources)
-    seen = randn(40, 40, seed=1) > 0
+    keys = 39 if "odd" in kind else 40
+    seen = randn(40, keys, seed=1) > 0
+    bias = seen if kind == "bool" else seen.to(HALF)
     with originals.on():
-        with_gradients(functools.partial(sdpa, attn_mask=seen if kind == "bool" else seen.to(HALF)), qkv(Inputs()))
+        with_gradients(functools.partial(sdpa, attn_mask=bias), qkv(Inputs(lengths=(40, keys))))
 
 
-@pytest.mark.parametrize("kind", ["bool", "own"])
+@pytest.mark.parametrize("kind", ["bool", "own", "own, odd"])
 def test_right_kernels_pass_their_trial(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -337,7 +363,9 @@ def test_right_kernels_pass_their_trial(kind: str, monkeypatch: pytest.MonkeyPat
     [
         ("bool", "mask.cu", "x == 0.f) << n", "true) << n"),
         ("bool", "mask.cuh", "& (KEYS < 64 ? 1 :", "& (KEYS < 128 ? 1 :"),
-        ("own", "backward_scores.cuh", "mask.at(p, row,", "mask.at(p, row + 1,"),
+        ("own, odd", "backward_scores.cuh", "mask.at(p, row,", "mask.at(p, row + 1,"),
+        ("own", "backward_scores.cuh", "BIAS_PAIRS ? bias[m][r][e]", "BIAS_PAIRS ? bias[m][r][0]"),
+        ("own", "mask.cuh", "bits_to_float((u16)(both >> 16))", "bits_to_float((u16)both)"),
     ],
 )
 def test_a_wrong_kernel_is_caught(

@@ -311,6 +311,7 @@ def kind_of(call: AttentionCall, vec: int) -> Kind:
         few_rows=longest_rows(call) <= variants.FEW_ROWS,
         short=call.bias is None and max(longest_rows(call), longest_keys(call)) <= variants.SHORT,
         bias=masks.kind(call.bias),
+        bias_pairs=masks.has_pairs(call.bias),
     )
     return kind._replace(tiles=verdicts.tiles_of(settings.gpu(device), number, kind.size, call.q.dtype))
 

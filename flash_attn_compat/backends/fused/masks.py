@@ -16,6 +16,14 @@ def kind(bias: Tensor | None) -> int:
     return kinds.get(bias.dtype, variants.HALF_BIAS)
 
 
+def has_pairs(bias: Tensor | None) -> bool:
+    """Whether two neighbouring keys of it can be loaded together, wherever the first one is even."""
+    if bias is None or bias.dtype == torch.bool or bias.data_ptr() % (2 * bias.element_size()):
+        return False
+    apart = [stride for size, stride in zip(bias.shape[:-1], bias.stride()) if size > 1]
+    return not any(number % 2 for number in (bias.shape[-1], *apart))
+
+
 def described(bias: Tensor) -> dict[str, params.Value]:
     """Fields of struct Params. What sequences, heads or rows share is looked through, and kept, once."""
     batch, head, row, key = (stride if size > 1 else 0 for size, stride in zip(bias.shape, bias.stride()))

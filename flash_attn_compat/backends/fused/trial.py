@@ -155,7 +155,7 @@ def _problem(kind: Kind, few_rows: bool, is_rotated: bool = False) -> AttentionC
     rows = (2, _FEW_ROWS) if few_rows else (sum(_ROWS) + _BEHIND,)
     keys = (2, pages * _PAGE) if has_slots else (sum(_KEYS) + _BEHIND,)
     if is_dense:
-        rows, keys = (2, max(_ROWS)), (2, max(_KEYS))
+        rows, keys = (2, max(_ROWS)), (2, max(_KEYS) + kind.bias_pairs)
     k, v = (_randn(seed, (*keys, _HEADS_K, width), dtype) for seed, width in ((2, dim), (4, dim_v)))
     q = _randn(0, (*rows, _HEADS, dim), dtype)
     if not is_rotated:  # in one head of each: the others' softmax stays as even as it was
@@ -176,7 +176,7 @@ def _problem(kind: Kind, few_rows: bool, is_rotated: bool = False) -> AttentionC
         softmax_scale=dim**-0.5,
         mask=Mask(100 if kind.window is None else 30, 3) if kind.local else Mask(None, None),
         max_seqlen_q=rows[1] if len(rows) == 2 else max(_ROWS),
-        max_seqlen_k=max(_KEYS),
+        max_seqlen_k=keys[1] if is_dense else max(_KEYS),
         softcap=_SOFTCAP if kind.softcap else 0.0,
         dropout_p=_DROPOUT if kind.dropout else 0.0,
         alibi_slopes=torch.tensor(slopes, dtype=torch.float32, device="cpu") if kind.alibi else None,
@@ -193,7 +193,7 @@ def _problem(kind: Kind, few_rows: bool, is_rotated: bool = False) -> AttentionC
 
 def _mask(kind: Kind) -> Tensor:
     """With tiles that hide all or nothing, a row that sees nothing, and one whose biases are all far below 0."""
-    numbers = _randn(15, (2, _HEADS, max(_ROWS), max(_KEYS)), torch.float32)
+    numbers = _randn(15, (2, _HEADS, max(_ROWS), max(_KEYS) + kind.bias_pairs), torch.float32)
     hidden = numbers > 0.5
     hidden[:, :, :70, 64:100] = True
     hidden[:, :, 128:, 64:128] = True

@@ -33,7 +33,7 @@ _CONVERSIONS = 10
 
 
 # What a kernel's macros are where its variant does not say.
-_OFF = ("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "APPEND", "SEATS", "COPIED", "MMA16", "CPA", "BIAS")
+_OFF = ("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "APPEND", "SEATS", "COPIED", "MMA16", "CPA", "BIAS", "BIAS_PAIRS")
 DEFAULTS = {"D": 64, "TYPE": FP16, "VEC": 8, "PAIRS": 0, "SUMS": 0, **dict.fromkeys(_OFF, 0)}
 
 
@@ -65,7 +65,7 @@ class Kind(NamedTuple):
     vec: elements that a load takes at once, 8 where every row starts on 16 bytes, else 1
     few_rows: no sequence has more than FEW_ROWS; short: none has more rows or keys than SHORT
     tiles: what was the fastest on the GPU at hand, by entry; copied: whether what passes by was turned into fp16 before
-    bias: of a dense mask, as cuda/mask.cuh says; 0 without one
+    bias, bias_pairs: of a dense mask, as cuda/mask.cuh says; 0 without one
     """
 
     number: int
@@ -84,6 +84,7 @@ class Kind(NamedTuple):
     copied: bool = False
     short: bool = False
     bias: int = 0
+    bias_pairs: bool = False
 
     @property
     def D(self) -> int:
@@ -236,7 +237,7 @@ def forward_tile(kind: Kind) -> Tile:
 def forward(kind: Kind) -> Variant:
     tile = _tile("forward", kind, forward_tile)
     kind = _rounded(kind, tile)
-    macros = kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "COPIED", "BIAS")
+    macros = kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "COPIED", "BIAS", "BIAS_PAIRS")
     macros += [("BN", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB), ("QREG", int(tile.reg_s))]
     macros += [("SUMS", tile.sums)] * (tile.sums > 0) + kind.newer()
     row, row_v = 2 * kind.D, 2 * kind.DV
@@ -360,7 +361,7 @@ def dq_tile(kind: Kind) -> Tile:
 
 def dkdv(kind: Kind) -> Variant:
     tile = _tile("dkdv", kind, dkdv_tile)
-    return _backward("dkdv", kind, tile, passing=tile.step * 16)
+    return _backward("dkdv", kind._replace(bias_pairs=False), tile, passing=tile.step * 16)  # has keys apart
 
 
 def dq(kind: Kind) -> Variant:
@@ -370,7 +371,7 @@ def dq(kind: Kind) -> Variant:
 def _backward(entry: str, kind: Kind, tile: Tile, passing: int) -> Variant:
     """passing: bytes of what is known of a tile's passing rows"""
     kind = _rounded(kind, tile)
-    macros = [*kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "COPIED", "BIAS"), *kind.newer(tile.copies)]
+    macros = [*kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "COPIED", "BIAS", "BIAS_PAIRS"), *kind.newer(tile.copies)]
     macros += [("TL", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB)]
     macros += [("REG_S", int(tile.reg_s)), ("REG_P", int(tile.reg_p))]
     macros += [("PAIRS", 1)] * tile.pairs + [("SUMS", tile.sums)] * (tile.sums > 0)
@@ -415,6 +416,8 @@ def kinds(number: int) -> Iterator[Kind]:
             if not (local or alibi or softcap or paged):
                 for bias, copied in itertools.product((BOOLEANS, HALF_BIAS, FLOAT_BIAS), {False, may_be_copied}):
                     yield kind._replace(bias=bias, copied=copied)
+                    if bias > BOOLEANS:
+                        yield kind._replace(bias=bias, copied=copied, bias_pairs=True)
 
 
 def entries(kind: Kind) -> Iterator[str]:
