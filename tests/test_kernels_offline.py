@@ -16,7 +16,16 @@ import pytest
 from benchmarks import kernel_report
 from flash_attn_compat.backends.fused import grids, loader, variants
 from flash_attn_compat.backends.fused.loader import Compiler
-from flash_attn_compat.backends.fused.variants import BF16, BF16_AS_FP16, BOOLEANS, FP16, HALF_BIAS, Kind, Variant
+from flash_attn_compat.backends.fused.variants import (
+    BF16,
+    BF16_AS_FP16,
+    BOOLEANS,
+    FLOAT_BIAS,
+    FP16,
+    HALF_BIAS,
+    Kind,
+    Variant,
+)
 from tests.kernels import offline
 from tests.plain import some_of
 
@@ -80,6 +89,7 @@ KERNELS = [
             variants.mask(Kind(75, FP16, 64, bias=BOOLEANS)),
             variants.forward(Kind(75, BF16_AS_FP16, 96, bias=BOOLEANS)),
             variants.dkdv(Kind(75, FP16, 96, bias=HALF_BIAS)),
+            variants.forward(Kind(75, FP16, 64, bias=HALF_BIAS, bias_pairs=True)),
             variants.in_seats(variants.forward(Kind(75, BF16_AS_FP16, 64, local=True))),
             variants.in_seats(variants.dkdv(Kind(75, FP16, 64, local=True))),
         )
@@ -166,6 +176,18 @@ def test_turings_code_asks_nothing_of_newer_gpus(make: object, compiler: Compile
     text = compiler.compile(variant.source, loader.options(variant, "compute_75")).decode(errors="replace")
     assert ".target sm_75" in text and "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32" in text
     assert not any(word in text for word in ("cp.async", "m16n8k16", ".bf16"))
+
+
+@pytest.mark.parametrize("bias", [BOOLEANS, HALF_BIAS, FLOAT_BIAS])
+def test_the_pass_over_a_mask_waits_for_many_loads_at_once(bias: int, compiler: Compiler) -> None:
+    """Compilers branch around a load that is behind a condition, and then each waits for memory alone."""
+    if offline.cuobjdump() is None:
+        pytest.skip("no cuobjdump here: it comes with the test extra on x86-64 Linux")
+    found = offline.compiled(compiler, variants.mask(Kind(75, FP16, 64, bias=bias)), "sm_75")
+    texts = [text for _, text in offline.instructions(found.cubin)]
+    loads = [place for place, text in enumerate(texts) if "LDG" in text]
+    between = texts[loads[0] : loads[-1]]
+    assert len(loads) == 32 and not any("BRA" in text or "VOTE" in text for text in between)
 
 
 def test_a_compiler_is_found_wherever_it_was_unpacked_and_once(

@@ -139,10 +139,10 @@ DEVICE void probabilities(Scores &S, Packed &packed, const Params &p, const Dens
   UNROLLED(n, NB) {
     float lse[2];
     if (KEYS_STAY) shared_load_floats(lse, rows_at + n * 32);
-    float bias[MT][2][2];   // of an own row and two keys
+    float2 bias[MT][2];   // of an own row and two keys
     if (MASKED && BIAS_PAIRS)
       UNROLLED(m, MT)
-        UNROLLED(r, 2) mask.pair(bias[m][r], p, band.first + m * 16 + g + r * 8, tile + n * 8 + 2 * t);
+        UNROLLED(r, 2) bias[m][r] = mask.pair(p, band.first + m * 16 + g + r * 8, tile + n * 8 + 2 * t);
     UNROLLED(e, 2) {
 #if DROPOUT
       const u32 word = mix((KEYS_STAY ? f.row_base : f.key_base) + tile + n * 8 + 2 * t + e);
@@ -155,7 +155,7 @@ DEVICE void probabilities(Scores &S, Packed &packed, const Params &p, const Dens
           if (DISTANCE_IS_SUM && !MASKED) minus_lse += KEYS_STAY ? per_row * (n * 8 + e) : along[m][r];
           const float below = SOFTCAP ? half_below_one(s * f.doubled) : 0.f;
           if (SOFTCAP) s = fmaf(below, f.fall, minus_lse);
-          else if (MASKED && BIAS > 1) s = fmaf(fmaf(s, f.unit * LN2, BIAS_PAIRS ? bias[m][r][e] : mask.at(p, row, KEYS_STAY ? own_row : passing)) - mask.top(p, row), LOG2E, minus_lse);
+          else if (MASKED && BIAS > 1) s = fmaf(fmaf(s, f.unit * LN2, BIAS_PAIRS ? e ? bias[m][r].y : bias[m][r].x : mask.at(p, row, KEYS_STAY ? own_row : passing)) - mask.top(p, row), LOG2E, minus_lse);
           else s = fmaf(s, f.unit, minus_lse);
           if (ALIBI && (MASKED || !DISTANCE_IS_SUM)) s = fmaf(-f.slope, fabsf(ahead[m][r] + (float)(n * 8 + e)), s);
           else if (ALIBI) s = KEYS_STAY ? s + along[m][r] : fmaf(per_row, (float)(n * 8 + e), s);

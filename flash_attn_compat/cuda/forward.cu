@@ -32,12 +32,11 @@ DEVICE void modify(float (&S)[NB][MT][4], const Params &p, const DenseMask &mask
       const int row = rows.first + m * 16 + g + r * 8;
       const float ahead = (float)(key + 2 * t - (row + rows.shift));
       UNROLLED(n, NB) {
-        float bias[2] = {0.f, 0.f};
-        if (BIAS > 1 && mixed) mask.pair(bias, p, row, key + n * 8 + 2 * t);
+        const float2 bias = BIAS > 1 ? mask.pair(p, row, key + n * 8 + 2 * t, mixed) : make_float2(0.f, 0.f);
         UNROLLED(e, 2) {
           float &s = S[n][m][2 * r + e];
           if (SOFTCAP) s = fmaf(half_below_one(s * doubled), -2.f * cap, cap);
-          else if (BIAS > 1) s = mixed ? fmaf(s, scale, bias[e]) : s * scale;
+          else if (BIAS > 1) s = fmaf(s, scale, e ? bias.y : bias.x);
           else s *= scale * LOG2E;
           if (ALIBI) s = fmaf(-slope * LOG2E, fabsf(ahead + (float)(n * 8 + e)), s);
         }

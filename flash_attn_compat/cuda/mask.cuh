@@ -5,6 +5,7 @@
 #include "common.cuh"
 
 constexpr int BAND = 64, REACH = 1024;   // rows and keys of a word of the map, whose bits are for 32 keys
+constexpr u32 HIDDEN = TYPE == 0 ? 0xfc00 : 0xff80;   // -inf
 
 struct DenseMask {
   i64 values;      // where this head's begin
@@ -27,23 +28,29 @@ struct DenseMask {
     return tile;
   }
   DEVICE bool sees(const Params &p, int i, int key, int offset) const { return global_load(p.bias_of_rows + (i64)(row + own(p, i)) * p.bias_chunks * 32 + key / 32) >> (key % 32 + offset) & 1; }
-  DEVICE float at(const Params &p, int i, int key) const {
+  // What is added to a score; to one behind the last key -inf; and 0 where the mask need not be read.
+  DEVICE float at(const Params &p, int i, int key, bool is_read = true) const {
     const i64 place = values + (i64)own(p, i) * p.bias_s.row + key;
-    return key >= p.seqlen_k ? NEG_INF : BIAS == 4 ? global_load((const float *)p.bias + place) : bits_to_float(global_load2((const u16 *)p.bias + place));
+    const bool there = is_read && key < p.seqlen_k;
+    return BIAS == 4 ? global_load_if(there, (const float *)p.bias + place, is_read ? NEG_INF : 0.f)
+                     : bits_to_float(global_load_if(there, (const u16 *)p.bias + place, (u16)(is_read ? HIDDEN : 0)));
   }
-  // Of two neighbouring keys.
-  DEVICE void pair(float (&x)[2], const Params &p, int i, int key) const {
+  // The same for two neighbouring keys.
+  DEVICE float2 pair(const Params &p, int i, int key, bool is_read = true) const {
+    if (!BIAS_PAIRS) return make_float2(at(p, i, key, is_read), at(p, i, key + 1, is_read));
     const i64 place = values + (i64)own(p, i) * p.bias_s.row + key;
-    x[0] = x[1] = NEG_INF;
-    if (!BIAS_PAIRS) {
-      x[0] = at(p, i, key), x[1] = at(p, i, key + 1);
-    } else if (key < p.seqlen_k && BIAS == 4) {
-      const float2 both = global_load((const float2 *)((const float *)p.bias + place));
-      x[0] = both.x, x[1] = both.y;
-    } else if (key < p.seqlen_k) {
-      const u32 both = global_load((const u32 *)((const u16 *)p.bias + place));
-      x[0] = bits_to_float((u16)both), x[1] = bits_to_float((u16)(both >> 16));
-    }
+    const bool there = is_read && key < p.seqlen_k;
+    const float none = is_read ? NEG_INF : 0.f;
+    if (BIAS == 4) return global_load_if(there, (const float2 *)((const float *)p.bias + place), make_float2(none, none));
+    const u32 both = global_load_if(there, (const u32 *)((const u16 *)p.bias + place), (u32)(is_read ? HIDDEN << 16 | HIDDEN : 0));
+    return make_float2(bits_to_float((u16)both), bits_to_float((u16)(both >> 16)));
+  }
+  // A number of a row that there is, of booleans too: 0, or what hides. Those may lie anyhow; behind the last key it loads that one.
+  DEVICE float number(const Params &p, int i, int key) const {
+    if (BIAS > 1) return at(p, i, key);
+    const i64 place = values + (i64)i * p.bias_s.row + (i64)min(key, p.seqlen_k - 1) * p.bias_key;
+    const bool seen = global_load((const unsigned char *)p.bias + place);
+    return key < p.seqlen_k && seen ? 0.f : NEG_INF;
   }
   // A row's largest bias if it is below 0: taken off once the score is rounded, it spoils nothing by its magnitude.
   DEVICE float top(const Params &p, int i) const {

@@ -118,6 +118,19 @@ DEVICE u16 global_load2(const u16 *from) {
   asm volatile(READ "u16 %0, [%1];" : "=h"(v) : "l"(from));
   return v;
 }
+// Or what is given; no branch either, at which a warp would wait for each load alone.
+#define LOAD_IF(type, instruction, constraint) \
+  DEVICE type global_load_if(bool there, const type *from, type x) { \
+    asm volatile("{.reg .pred there; setp.ne.s32 there, %2, 0; @there " READ instruction " %0, [%1];}" : "+" constraint(x) : "l"(from), "r"((int)there)); \
+    return x; \
+  }
+LOAD_IF(u16, "u16", "h")
+LOAD_IF(u32, "b32", "r")
+LOAD_IF(float, "f32", "f")
+DEVICE float2 global_load_if(bool there, const float2 *from, float2 x) {
+  asm volatile("{.reg .pred there; setp.ne.s32 there, %3, 0; @there " READ "v2.f32 {%0, %1}, [%2];}" : "+f"(x.x), "+f"(x.y) : "l"(from), "r"((int)there));
+  return x;
+}
 DEVICE void global_store16(u16 *to, uint4 v) { *(uint4 *)to = v; }
 DEVICE void global_store2(u16 *to, u16 v) { *to = v; }
 // Lengths, page numbers, statistics: plain accesses, which the emulator checks.

@@ -361,10 +361,10 @@ def test_right_kernels_pass_their_trial(kind: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("kind", "file", "before", "after"),
     [
-        ("bool", "mask.cu", "x == 0.f) << n", "true) << n"),
+        ("bool", "mask.cu", "x[r][n] == 0.f) << n", "true) << n"),
         ("bool", "mask.cuh", "& (KEYS < 64 ? 1 :", "& (KEYS < 128 ? 1 :"),
         ("own, odd", "backward_scores.cuh", "mask.at(p, row,", "mask.at(p, row + 1,"),
-        ("own", "backward_scores.cuh", "BIAS_PAIRS ? bias[m][r][e]", "BIAS_PAIRS ? bias[m][r][0]"),
+        ("own", "backward_scores.cuh", "? e ? bias[m][r].y", "? e ? bias[m][r].x"),
         ("own", "mask.cuh", "bits_to_float((u16)(both >> 16))", "bits_to_float((u16)both)"),
     ],
 )

@@ -98,6 +98,7 @@ constexpr emulator::Access OPERANDS_READ = APPEND ? emulator::READ : emulator::R
 inline uint4 global_load16(const u16 *p) { return *checked((const uint4 *)p, OPERANDS_READ); }
 inline uint4 global_load16_if(bool there, const u16 *p) { return there ? global_load16(p) : make_uint4(0, 0, 0, 0); }
 inline u16 global_load2(const u16 *p) { return *checked(p, OPERANDS_READ); }
+template <class T> inline T global_load_if(bool there, const T *p, T x) { return there ? *checked(p, OPERANDS_READ) : x; }
 #endif
 template <class T> inline T global_load(const T *p) { return *checked(p, emulator::READ); }
 template <class T> inline void global_store(T *p, T v) { *(T *)emulator::global(p, sizeof(T), sizeof(T), emulator::WRITE, &v) = v; }

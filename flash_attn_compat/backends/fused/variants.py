@@ -33,7 +33,20 @@ _CONVERSIONS = 10
 
 
 # What a kernel's macros are where its variant does not say.
-_OFF = ("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "APPEND", "SEATS", "COPIED", "MMA16", "CPA", "BIAS", "BIAS_PAIRS")
+_OFF = (
+    "LOCAL",
+    "ALIBI",
+    "SOFTCAP",
+    "DROPOUT",
+    "PAGED",
+    "APPEND",
+    "SEATS",
+    "COPIED",
+    "MMA16",
+    "CPA",
+    "BIAS",
+    "BIAS_PAIRS",
+)
 DEFAULTS = {"D": 64, "TYPE": FP16, "VEC": 8, "PAIRS": 0, "SUMS": 0, **dict.fromkeys(_OFF, 0)}
 
 
@@ -311,7 +324,8 @@ def delta(kind: Kind) -> Variant:
 def mask(kind: Kind) -> Variant:
     """The type matters where biases have it."""
     macros = (("TYPE", kind.type if kind.bias == HALF_BIAS else FP16), ("BIAS", kind.bias))
-    return Variant("mask", "mask.cu", macros, BAND, 128, 0)
+    warps = REACH // 256 * 4
+    return Variant("mask", "mask.cu", macros, BAND, warps * 32, warps * 4)
 
 
 def _power_of_two(D: int) -> int:
@@ -371,7 +385,10 @@ def dq(kind: Kind) -> Variant:
 def _backward(entry: str, kind: Kind, tile: Tile, passing: int) -> Variant:
     """passing: bytes of what is known of a tile's passing rows"""
     kind = _rounded(kind, tile)
-    macros = [*kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "COPIED", "BIAS", "BIAS_PAIRS"), *kind.newer(tile.copies)]
+    macros = [
+        *kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "COPIED", "BIAS", "BIAS_PAIRS"),
+        *kind.newer(tile.copies),
+    ]
     macros += [("TL", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB)]
     macros += [("REG_S", int(tile.reg_s)), ("REG_P", int(tile.reg_p))]
     macros += [("PAIRS", 1)] * tile.pairs + [("SUMS", tile.sums)] * (tile.sums > 0)
