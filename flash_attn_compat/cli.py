@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,23 +25,26 @@ _API = {f"--api={api}": api for api in settings.APIS}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 done, 1 refused or failed, 2 wrong usage)."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    sdpa, api = _options_of_run(arguments) if arguments[:1] == ["run"] else (False, None)
-    runs = arguments[:1] == ["run"] and len(arguments) > 1 and arguments[1] not in ("-h", "--help")
-    verifies = arguments[:1] == ["verify"]
-    options = None if runs or verifies else _parser().parse_args(arguments)
+    action = _action(list(sys.argv[1:] if arguments is None else arguments))
     try:
         settings.check()
     except ValueError as error:
         return _complain(error, 2)
-    if verifies:
-        return verify(arguments[1:])
-    if options is None:
-        run(arguments[1:], sdpa, api)
+    return action()
+
+
+def _action(arguments: list[str]) -> Callable[[], int]:
+    """What the arguments ask for; those of run and verify are others' and are not looked at."""
+    if arguments[:1] == ["verify"]:
+        return partial(verify, arguments[1:])
+    if arguments[:1] == ["run"]:
+        sdpa, api = _options_of_run(arguments)
+        if len(arguments) > 1 and arguments[1] not in ("-h", "--help"):
+            return partial(run, arguments[1:], sdpa, api)
+    options = _parser().parse_args(arguments)
     if options.command == "run":
         _parser().error("run: name a script, or -m and a module")
-    action: Callable[[argparse.Namespace], int] = options.action
-    return action(options)
+    return partial(options.action, options)
 
 
 def _complain(why: object, code: int = 1) -> int:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import Negated
-from flash_attn_compat.backends.fused import append, grids, launcher, tensor_cores, trial, variants
-from flash_attn_compat.backends.fused.launches import Launches, with_copies
+from flash_attn_compat.backends.fused import grids, launcher, tensor_cores, trial, variants
+from flash_attn_compat.backends.fused.launches import Launches, kind_of_append, with_copies
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine import alignment, dropout
 from flash_attn_compat.engine.append import Append
@@ -59,7 +59,7 @@ def prepare(alike: Alike) -> Run | None:
     attention = Attention(call, kind if few or alike.is_over_cache else with_copies(call, kind, False), new)
     attention.try_first()
     if new is not None and attention.writes_first:
-        append.try_first(call, new)
+        try_append(call, new)
     if not copies:
         return attention.run
     width = alike.call.head_dim_v
@@ -73,6 +73,22 @@ def prepare(alike: Alike) -> Run | None:
 
 def _copied(tensors: Tensors, copies: _Copies) -> Tensors:
     return tuple([copies[index](tensor) if index in copies else tensor for index, tensor in enumerate(tensors)])
+
+
+def try_append(call: AttentionCall, new: Append) -> None:
+    """Raises KernelError if the kernel that only appends turns out to be wrong."""
+    kind, place = kind_of_append(call, new), call.q.device
+
+    def run_tiny(call: AttentionCall, new: Append) -> dict[str, Tensor]:
+        launches = Launches(call, kind, launcher.described(call) | launcher.described_new(new))
+        launches.append(new)
+        made = launches.plan(new).run((*call.tensors, *new[:4]))
+        return {"q": made.get("q_rotated", call.q)}
+
+    def wrong() -> str | None:
+        return trial.of_forward(kind, place, run_tiny, few_rows=True, appends=True)
+
+    trial.check((variants.append(kind),), call.q.get_device(), wrong)
 
 
 class Attention:
@@ -101,7 +117,7 @@ class Attention:
             fields |= launcher.described_new(new)
             self.writes_first = not (self.is_decode and self.seqlen_new <= _MOST_NEW)
             if self.writes_first:
-                append.add(launches, new)
+                launches.append(new)
         launches.leave("out", call.out_shape, call.q.dtype)
         if call.return_lse or call.needs_grad:
             launches.leave("lse", call.lse_shape, torch.float32)

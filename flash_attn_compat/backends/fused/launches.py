@@ -19,6 +19,8 @@ from flash_attn_compat.backends.fused.variants import Kind, Variant
 from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.call import AttentionCall
 
+# Of the append kernel: of a block, and elements that one of its threads copies at once.
+_THREADS, _PIECE = 128, 8
 _PLACES = {name: place for place, (name, _) in enumerate(params.HEAD)}
 
 
@@ -42,6 +44,21 @@ class Launches:
     def add(self, variant: Variant, blocks: int, **fields: params.Value) -> None:
         """fields: beside those of all"""
         self.launches.append(Launch(variant, blocks, {**self.fields, **fields}))
+
+    def append(self, new: Append) -> None:
+        """A kernel of its own writes ``new`` keys, and leaves q for later launches rotated where that is asked for.
+
+        The call has the lengths before the append, if any; ``fields`` those of the new keys.
+        """
+        call, rotates, (batch, seqlen_new) = self.call, new.rotary_cos is not None, new.k.shape[:2]
+        rows = 2 * batch * seqlen_new * call.nheads_k + rotates * batch * call.nheads * call.q.shape[1]
+        pieces = rows * -(-max(call.q.shape[-1], call.v.shape[-1]) // _PIECE)
+        blocks = max(1, min(-(-pieces // _THREADS), 32 * launcher.processors(call.q.get_device())))
+        strides = launcher.contiguous_strides(call.q.shape)
+        self.add(variants.append(kind_of_append(call, new)), blocks, q_rotated_s=strides)
+        if rotates:
+            self.leave("q_rotated", call.q.shape, call.q.dtype)
+            self.fields["q_s"], self.instead["q"] = strides, ("q_rotated", 0)
 
     def find_maxima(self, of_rows: bool) -> None:
         """The largest finite magnitudes of k, v and q, as the bits of fp32 numbers: what bf16 is scaled by.
@@ -90,6 +107,11 @@ class Launches:
                     instead[name] = "copies", behind
                     behind += 2 * math.prod(shape)
         self.launches.append(Launch(variant, splits * grid.tiles * heads * grid.slabs, fields, instead))
+
+
+def kind_of_append(call: AttentionCall, new: Append) -> Kind:
+    read = call.q if new.rotary_cos is not None else None, call.k, call.v, *new[:4]
+    return launcher.kind_of(call, launcher.vector_size(read, in_place=True))
 
 
 def with_copies(call: AttentionCall, kind: Kind, backward: bool) -> Kind:
