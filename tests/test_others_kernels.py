@@ -210,6 +210,12 @@ def test_what_its_kernels_get_wrong_or_lack_is_a_reason(
     assert reasons == [] if words is None else any(words in reason for reason in reasons)
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+def test_what_they_are_on_amds_gpus_is_unknown_and_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert any("ROCm" in reason for reason in BACKENDS[name]().reasons(PLAIN))
+
+
 @pytest.mark.parametrize("name", ["torch_flash", "torch_efficient"])
 def test_the_installed_pytorch_has_operators_with_every_argument(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert BACKENDS[name]().unavailable_reasons() == []
