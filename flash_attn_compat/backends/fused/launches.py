@@ -21,11 +21,12 @@ from flash_attn_compat.engine.call import AttentionCall
 
 # Of the append kernel: of a block, and elements that one of its threads copies at once.
 _THREADS, _PIECE = 128, 8
+# Plans take their outputs in this order.
 _PLACES = {name: place for place, (name, _) in enumerate(params.HEAD)}
 
 
 class Launches:
-    """fields, instead: as Launch has them, of every launch that is added from now on, and of kernels with tiles"""
+    """fields: of every launch that is added from now on; instead: as Launch has it, of those with tiles"""
 
     def __init__(self, call: AttentionCall, kind: Kind, fields: dict[str, params.Value]) -> None:
         self.call, self.kind, self.fields = call, kind, fields
@@ -72,9 +73,10 @@ class Launches:
             marks = variants.marks(kind, call.k.shape[:-2].numel(), call.batch)
             self.leave("copies", (call.k.numel() + call.v.numel(),), torch.float16)
             self.leave("marks", (2, call.nheads_k, marks), torch.int32)
-        self._read(variants.absmax(kind), 2 + of_rows)
+        self._pass_over(variants.absmax(kind), 2 + of_rows)
 
-    def _read(self, variant: Variant, tensors: int, **fields: params.Value) -> None:
+    def _pass_over(self, variant: Variant, tensors: int, **fields: params.Value) -> None:
+        """A pass over so many ``tensors`` of a call's heads."""
         call = self.call
         heads, longest = call.batch * call.nheads_k, max(launcher.longest_rows(call), launcher.longest_keys(call))
         splits = grids.absmax_splits(longest, heads, launcher.processors(call.q.get_device()))
@@ -97,12 +99,10 @@ class Launches:
         if variant.entry != "delta":  # which has nothing pass by
             fields["resident"] = launcher.gpu_of(call).holds(variant)
             if self.kind.copied:
-                self._read(variants.to_half(self.kind), 2, converts_rows=int(of_keys))
-                passing = (
-                    {"q": call.q.shape, "dout": call.out_shape} if of_keys else {"k": call.k.shape, "v": call.v.shape}
-                )
+                self._pass_over(variants.to_half(self.kind), 2, converts_rows=int(of_keys))
+                rows, keys = {"q": call.q.shape, "dout": call.out_shape}, {"k": call.k.shape, "v": call.v.shape}
                 behind = 0
-                for name, shape in passing.items():
+                for name, shape in (rows if of_keys else keys).items():
                     fields[f"{name}_s"] = launcher.contiguous_strides(shape)
                     instead[name] = "copies", behind
                     behind += 2 * math.prod(shape)
