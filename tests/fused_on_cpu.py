@@ -153,14 +153,11 @@ def emulate(
     if emulator.why_not():
         pytest.skip(emulator.why_not())
     by_thread: dict[int, list[Tensor]] = defaultdict(list)  # or they would push each other's out
-    addresses, empty, empty_like, workspace = (
-        launcher.Plan.addresses, torch.empty, torch.empty_like, launcher.workspace,
-    )  # fmt: skip
+    run, empty, empty_like, workspace = launcher.Plan.run, torch.empty, torch.empty_like, launcher.workspace
 
-    def known_addresses(plan: launcher.Plan, tensors: Sequence[Any]) -> list[int]:
-        found = addresses(plan, tensors)
+    def known_run(plan: launcher.Plan, tensors: Sequence[Any], *length: int | None) -> dict[str, Tensor]:
         by_thread[threading.get_ident()].extend(tensor for tensor in tensors if tensor is not None)
-        return found
+        return run(plan, tensors, *length)
 
     def known_empty(*args: Any, **kwargs: Any) -> Tensor:
         found: Tensor = empty(*args, **kwargs)
@@ -188,7 +185,7 @@ def emulate(
         found.conflicts.append(compiled.launch(content, launch.blocks, variant.threads, variant.shared, memory, rules))
 
     found = record(monkeypatch, number, tried, compute)
-    monkeypatch.setattr(launcher.Plan, "addresses", known_addresses)
+    monkeypatch.setattr(launcher.Plan, "run", known_run)
     monkeypatch.setattr(launcher, "workspace", known_workspace)
     monkeypatch.setattr(torch, "empty", known_empty)
     monkeypatch.setattr(torch, "empty_like", known_empty_like)

@@ -56,7 +56,7 @@ def prepare(call: AttentionCall, upstream: Upstream, into: Gradients | None) -> 
             return targets
         for place, gradient in zip(into, targets):
             if gradient is place:
-                launcher.note_written(place)
+                launcher.note_written((place,))
             else:
                 place.copy_(gradient)
         return into

@@ -7,7 +7,7 @@ calls that are alike. What is left for each call are the addresses.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -106,7 +106,7 @@ class Plan:
         sizes = {name: reach(tensor) for name, tensor in like.items()}
         sizes["rng_state"] = 16 if call.dropout_p else 0
         self._expected = [
-            (index, name, dtypes.get(name, call.q.dtype).itemsize, 0 if name in _MADE else size)
+            (index, dtypes.get(name, call.q.dtype).itemsize, 0 if name in _MADE else size)
             for index, (name, size) in enumerate(sizes.items())
             if size
         ]
@@ -137,8 +137,14 @@ class Plan:
         Raises RuntimeError for a tensor without memory or with too little, Negated for a lazily negated view, and
         KernelError, with ``appended`` where new keys are in their cache already.
         """
-        numbers, q = self.addresses(tensors), tensors[0]
-        made: dict[str, Tensor] = {}
+        numbers: list[int] = []
+        for index, itemsize, size in self._expected:
+            tensor = tensors[index]
+            reaches_beyond = size and tensor.storage_offset() * itemsize + size > tensor.untyped_storage().nbytes()
+            if reaches_beyond or tensor.is_neg():
+                raise self._refusal(tensor, len(numbers))
+            numbers.append(tensor.data_ptr())
+        made, q = {}, tensors[0]
         for name, shape, dtype, starts_as_zero, is_like_q in self._outputs:
             if is_like_q and type(q) is Tensor:  # in half the time
                 output = torch.empty_like(q)
@@ -174,26 +180,21 @@ class Plan:
                 launched += 1
         except loader.KernelError as error:
             if launched and self._appends_first:
-                note_written(tensors[1], tensors[2])
+                note_written(tensors[1:3])
                 error.appended = made.get("q_rotated", q)
             raise
         return made
 
-    def addresses(self, tensors: Sequence[Any]) -> list[int]:
-        """Where each tensor begins: of the plan's layout, and in memory that is large enough for it now."""
-        found: list[int] = []
-        for index, name, itemsize, size in self._expected:
-            tensor = tensors[index]
-            if size and tensor.storage_offset() * itemsize + size > tensor.untyped_storage().nbytes():
-                raise RuntimeError(
-                    f"{name} must have {size} bytes in its storage from its first element on; got shape "
-                    f"{tuple(tensor.shape)}, strides {tensor.stride()}, storage of "
-                    f"{tensor.untyped_storage().nbytes()} bytes, offset {tensor.storage_offset()}"
-                )
-            if tensor.is_neg():
-                raise Negated(f"{name} must not be a lazily negated view")
-            found.append(tensor.data_ptr())
-        return found
+    def _refusal(self, tensor: Tensor, at: int) -> RuntimeError:
+        """Of a tensor, one of those expected, which reaches beyond its storage or is negated."""
+        name, (_, itemsize, size), storage = self._given[at], self._expected[at], tensor.untyped_storage().nbytes()
+        if size and tensor.storage_offset() * itemsize + size > storage:
+            return RuntimeError(
+                f"{name} must have {size} bytes in its storage from its first element on; got shape "
+                f"{tuple(tensor.shape)}, strides {tensor.stride()}, storage of {storage} bytes, "
+                f"offset {tensor.storage_offset()}"
+            )
+        return Negated(f"{name} must not be a lazily negated view")
 
 
 def run_alone(variant: Variant, blocks: int, numbers: Tensor) -> None:
@@ -203,14 +204,24 @@ def run_alone(variant: Variant, blocks: int, numbers: Tensor) -> None:
     loader.driver().launch(loader.kernel(variant, device), blocks, device, head + params.rest({}))
 
 
-_increment_version = torch.autograd.graph.increment_version  # looked up once: each step of decoding calls it
-
-
-def note_written(*tensors: Tensor) -> None:
-    """Tell autograd, as PyTorch's own operators do, that tensors of the caller's were written in place."""
+def _note_each(tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         if not tensor.is_inference():
-            _increment_version(tensor)
+            torch.autograd.graph.increment_version(tensor)
+
+
+def _note_all() -> Callable[[Sequence[Tensor]], None]:
+    """PyTorch's own where it takes several tensors, those of inference mode among them."""
+    try:
+        with torch.inference_mode():
+            torch._C._increment_version((torch.empty(0, device="cpu"),))
+    except (AttributeError, RuntimeError, TypeError):
+        return _note_each
+    return torch._C._increment_version
+
+
+# Tells autograd, as PyTorch's own operators do, that tensors of the caller's were written in place.
+note_written = _note_all()
 
 
 def reach(tensor: Tensor | None) -> int:
@@ -438,11 +449,10 @@ def workspace(size: int, device: int, place: torch.device) -> Tensor:
     Launches on one stream follow one another, and share it. What is captured has its own, for a graph's replays follow
     nobody.
     """
-    captures = capture.is_capturing(device)
-    key = device, loader.stream(device)
-    found = None if captures else _workspaces.get(key)
-    if captures:
+    if capture.is_capturing(device):
         return _cleared(size, place)
+    key = device, loader.stream(device)
+    found = _workspaces.get(key)
     if found is None or found.numel() < size:
         found = _made_apart(size, device, place)
         if device < 0 or _POOLS_ARE_A_THREADS or not _is_in_a_pool(found):
