@@ -176,7 +176,7 @@ def _problem(kind: Kind, few_rows: bool, is_rotated: bool = False) -> AttentionC
         softmax_scale=dim**-0.5,
         mask=Mask(100 if kind.window is None else 30, 3) if kind.local else Mask(None, None),
         max_seqlen_q=rows[1] if len(rows) == 2 else max(_ROWS),
-        max_seqlen_k=keys[1] if is_dense else max(_KEYS),
+        max_seqlen_k=keys[-1] if is_dense else max(_KEYS),
         softcap=_SOFTCAP if kind.softcap else 0.0,
         dropout_p=_DROPOUT if kind.dropout else 0.0,
         alibi_slopes=torch.tensor(slopes, dtype=torch.float32, device="cpu") if kind.alibi else None,
