@@ -172,8 +172,8 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "compile",
         help="compile this package's CUDA kernels beforehand, with or without a GPU",
-        description="Compiles what models usually ask for into the cache folder: about 350 kernels for each ARCH. Each "
-        "takes one processor a second or two. It uses the same NVRTC as programs here will.",
+        description="Compiles what models usually ask for into the cache folder: some 600 to 1,200 kernels for each "
+        "ARCH. Each takes one processor a second or two. It uses the same NVRTC as programs here will.",
     )
     command.add_argument(
         "--for", dest="architectures", action="append", metavar="ARCH", required=True,
@@ -181,6 +181,11 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     command.add_argument("--into", metavar="DIR", help=f"the folder that {settings.CACHE} will name there")
     _add_sizes(command, "those of most models", "both")
+    command.add_argument(
+        "--sdpa",
+        action="store_true",
+        help=f"what F.scaled_dot_product_attention asks for under masks, too; as {settings.SDPA}=1 says",
+    )
     command.set_defaults(action=_compile)
     return parser
 
@@ -269,10 +274,11 @@ def _compile(options: argparse.Namespace) -> int:
         numbers = {architecture: ahead.architecture_number(architecture) for architecture in options.architectures}
     except KernelError as error:
         return _complain(error, 2)
+    masks = options.sdpa or bool(settings.sdpa())
     wanted = [
         (variant, architecture)
         for architecture, number in numbers.items()
-        for variant in variants.made_for(ahead.usual_kinds(number, options.head_dim, options.dtype))
+        for variant in variants.made_for(ahead.usual_kinds(number, options.head_dim, options.dtype, masks))
     ]
     print(f"{len(wanted)} kernels for {', '.join(numbers)}", file=sys.stderr, flush=True)
     made, errors = ahead.compile_all(wanted, lambda jobs: progress.shown(jobs, lambda job: ""))

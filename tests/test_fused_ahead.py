@@ -48,6 +48,20 @@ def test_a_gpu_finds_what_was_compiled_for_it(
             assert kept == f"{variant.entry} for {architecture}".encode()
 
 
+@pytest.mark.parametrize("asks", ["option", "variable", "nobody"])
+def test_kernels_for_dense_masks_are_compiled_where_sdpa_is_asked_for(
+    asks: str, compiled: list[Variant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if asks == "variable":
+        monkeypatch.setenv("FLASH_ATTN_COMPAT_SDPA", "1")
+    assert cli.main(["compile", "--for", "sm_75", *ONLY, *(["--sdpa"] if asks == "option" else [])]) == 0
+    kinds = [Kind(75, FP16, 64, bias=variants.BOOLEANS), Kind(75, FP16, 64, bias=variants.HALF_BIAS, bias_pairs=True)]
+    kinds += [kind._replace(few_rows=True) for kind in kinds]
+    of_masks = {variant for variant in variants.made_for(kinds) if "BIAS" in dict(variant.macros)}
+    assert {variant.entry for variant in of_masks} == {"mask", "forward", "dkdv", "dq"}
+    assert of_masks <= set(compiled) if asks != "nobody" else of_masks.isdisjoint(compiled)
+
+
 def test_it_shows_how_far_it_is_and_what_is_there_is_not_compiled_again(
     compiled: list[Variant], capsys: pytest.CaptureFixture[str]
 ) -> None:

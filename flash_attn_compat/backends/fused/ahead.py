@@ -24,15 +24,19 @@ def architecture_number(architecture: str) -> int:
     return numbers[architecture]
 
 
-def usual_kinds(number: int, head_dims: Collection[int], dtypes: Collection[str]) -> Iterator[Kind]:
-    """What models ask for: rows on 16 bytes, no dense mask, and at most one of ALiBi, softcap and dropout.
+def usual_kinds(
+    number: int, head_dims: Collection[int], dtypes: Collection[str], masks: bool = False
+) -> Iterator[Kind]:
+    """What models ask for: rows on 16 bytes, and at most one of ALiBi, softcap, dropout and a dense mask.
 
     head_dims: empty for those of most models; dtypes: "float16" and "bfloat16", empty for both
+    masks: whether those with a dense mask too, of booleans or biases in the dtype: PyTorch's operators bring them
     """
     sizes = {Kind(number, FP16, head_dim).D for head_dim in head_dims or _USUAL}
     for kind in variants.kinds(number):
         name = "float16" if kind.type == FP16 else "bfloat16"
-        is_usual = kind.vec == 8 and not kind.bias and kind.alibi + kind.softcap + kind.dropout <= 1
+        is_usual = kind.vec == 8 and kind.alibi + kind.softcap + kind.dropout + (kind.bias > 0) <= 1
+        is_usual = is_usual and (not kind.bias or (masks and kind.bias != variants.FLOAT_BIAS))
         if is_usual and kind.D in sizes and (name in dtypes or not dtypes):
             yield kind
 
