@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,8 +15,11 @@ from typing import Any
 
 import torch
 
+from flash_attn_compat import backend_counts, use_backend
+from flash_attn_compat.aten.wish import Wish
 from flash_attn_compat.backends.fused import ahead, loader, variants
 from flash_attn_compat.backends.fused.variants import BF16, BF16_AS_FP16, FP16, HEAD_DIMS, Kind
+from tests.aten import fuzz, originals
 from verify.examination import Examination
 from verify.problems import Problem
 
@@ -24,7 +28,11 @@ _FEATURES = ("local", "alibi", "softcap", "dropout", "paged")
 
 def checks(place: torch.device) -> Iterator[tuple[str, Kind, Callable[[], None]]]:
     """A name, the kind of call, and what raises AssertionError where verify's judge finds something wrong."""
-    for kind in kinds(loader.target(place.index).number):
+    number = loader.target(place.index).number
+    for kind in masked_kinds(number):
+        label = f"d{kind.D} type {kind.type} vec {kind.vec} bias {kind.bias}" + " pairs" * kind.bias_pairs
+        yield f"masked {label}", kind, partial(_check_masked, masked_problem(kind), place)
+    for kind in kinds(number):
         names = "".join(f" {name}" for name in _FEATURES if getattr(kind, name))
         names += " narrow" * is_narrow(kind) + " few rows" * kind.few_rows + " short" * kind.short
         label = f"d{kind.D}/{kind.DV} type {kind.type} vec {kind.vec}{names}"
@@ -35,6 +43,13 @@ def checks(place: torch.device) -> Iterator[tuple[str, Kind, Callable[[], None]]
 def _check(problem: Problem, place: torch.device) -> None:
     verdict = Examination(problem, place).judge("fused")
     assert not verdict.failures and not verdict.refused, verdict
+
+
+def _check_masked(problem: fuzz.Problem, place: torch.device) -> None:
+    with originals.on(Wish(place.type, always=True, least_products=0)), use_backend("fused"):
+        before = backend_counts()
+        complaints = fuzz.examine(problem, str(place))
+    assert not complaints and backend_counts().get("fused", 0) > before.get("fused", 0), complaints
 
 
 # Which have each feature alone, too.
@@ -63,6 +78,45 @@ def kinds(number: int) -> Iterator[Kind]:
             if number < 80 and D <= 64:
                 yield plain._replace(few_rows=True, short=True)
             yield plain._replace(local=True, alibi=True, softcap=True, paged=True, vec=1, window=104)
+
+
+def masked_kinds(number: int) -> Iterator[Kind]:
+    """With each sort of dense mask: at usual head dims, off the 16 bytes, and where warps have the same rows."""
+    for type in (FP16, BF16 if number >= 80 else BF16_AS_FP16):
+        for bias, D in (
+            *itertools.product((variants.BOOLEANS, variants.HALF_BIAS), (64, 128)),
+            (variants.BOOLEANS, 160), (variants.HALF_BIAS, 256), (variants.FLOAT_BIAS, 64),
+        ):  # fmt: skip
+            kind = Kind(number, type, D, bias=bias)
+            yield kind
+            if bias > variants.BOOLEANS:
+                yield kind._replace(bias_pairs=True)
+        truths = Kind(number, type, 64, bias=variants.BOOLEANS)
+        yield truths._replace(few_rows=True)
+        yield truths._replace(head_dim=48, vec=1)
+        yield truths._replace(head_dim=48, vec=1, bias=variants.HALF_BIAS)
+        if type == BF16_AS_FP16:
+            yield truths._replace(copied=True)
+
+
+_MASKS = {
+    variants.BOOLEANS: "bool none blocks", variants.HALF_BIAS: "own heads some", variants.FLOAT_BIAS: "fp32 batch left",
+}  # fmt: skip
+
+
+def masked_problem(kind: Kind) -> fuzz.Problem:
+    """A call of that kind, for PyTorch's operator; of keys in pairs there is an even number."""
+    rows, keys = (150, 170) if kind.vec == 8 else (70, 60)
+    if kind.few_rows:
+        rows = 60
+    if kind.copied:  # which takes many
+        rows, keys = 1300, 1500
+    dtype, dim = "float16" if kind.type == FP16 else "bfloat16", kind.D if kind.vec == 8 else kind.D - 3
+    lengths = ((rows, keys + (not kind.bias_pairs)),) * 2
+    return fuzz.Problem(
+        "sdpa", dtype, lengths, heads=(4, 2), dims=(dim, dim), mask=originals.NO_MASK, window=None, scale=None,
+        layouts=("rows first",) * 3, backward=True, seed=1, bias=_MASKS[kind.bias],
+    )  # fmt: skip
 
 
 def is_narrow(kind: Kind) -> bool:
@@ -112,7 +166,8 @@ def main() -> int:
     wanted = [
         (variant, name)
         for name in dict.fromkeys((architecture, "compute_75"))
-        for variant in variants.made_for(kinds(ahead.architecture_number(name)))
+        for number in (ahead.architecture_number(name),)
+        for variant in variants.made_for((*kinds(number), *masked_kinds(number)))
     ]
     made, errors = ahead.compile_all(wanted)
     print(f"{made} kernels compiled, {len(wanted) - made - len(errors)} were there", *errors, sep="\n")

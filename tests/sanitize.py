@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
-ENTRIES = "forward|decode|append|absmax|to_half|delta|dkdv|dq"
+ENTRIES = "forward|decode|append|absmax|to_half|mask|delta|dkdv|dq"
 FINDING = re.compile(rf"=========\s+(?:at|by|Error|Warning|Invalid|Uninitialized|Race).*\b(?:{ENTRIES})\b")
 
 # A shard that is still at work then is killed.

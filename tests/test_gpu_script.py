@@ -10,11 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import flash_attn_compat
 from flash_attn_compat import flash_attn_interface
 from flash_attn_compat.backends.fused import variants
 from tests import fused_coverage, fused_on_cpu, gpu, sanitize
+from tests.aten import fuzz, originals
 from tests.gpu import Part
 from verify.call import solve
 
@@ -108,3 +110,27 @@ def test_the_coverage_launches_every_variant_that_it_compiles(number: int, monke
                 call = problem.build()
                 solve(getattr(flash_attn_interface, call.fn), call)
     assert {launch.variant for launch in launches.seen} == set(variants.made_for(kinds))
+
+
+@pytest.mark.parametrize("number", [75, 90])
+def test_so_it_does_of_masks(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = fused_on_cpu.record(monkeypatch, number)
+    kinds = list(fused_coverage.masked_kinds(number))
+    with originals.on(), flash_attn_compat.use_backend("fused"):
+        for kind in kinds:
+            problem = fused_coverage.masked_problem(kind)
+            out, _ = fuzz.by_operator(problem, *(x.requires_grad_() for x in fuzz.tensors(problem, "cpu")))
+            out.backward(torch.ones_like(out))
+    assert {launch.variant for launch in launches.seen} == set(variants.made_for(kinds))
+
+
+def test_the_sanitizers_entries_are_all_there_are() -> None:
+    entries = {variant.entry for variant in variants.made_for(variants.kinds(75))}
+    assert set(sanitize.ENTRIES.split("|")) >= entries - {"decode_append"}
+
+
+def test_a_wrong_answer_under_a_mask_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused_on_cpu.record(monkeypatch)  # where nobody computes anything
+    kind = next(iter(fused_coverage.masked_kinds(75)))
+    with pytest.raises(AssertionError, match="out"):
+        fused_coverage._check_masked(fused_coverage.masked_problem(kind), torch.device("cpu"))
