@@ -371,14 +371,6 @@ def test_a_prefill_over_a_cache_sees_nothing_behind_a_length_that_is_a_number(
     assert len({launch.variant for launch in turing.seen}) == len(turing.variants)
 
 
-def test_copies_into_rows_of_16_bytes_change_neither_answers_nor_gradients(
-    turing: Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launcher, "SMALL", 0)
-    check(replace(DENSE, head_dim=20, softcap=3.0))
-    assert dict(turing.last.variant.macros)["VEC"] == 8
-
-
 def test_launches_leave_the_workspace_as_the_next_one_wants_it(turing: Launches) -> None:
     for name in ("split keys", "causal", "split keys"):
         check(CACHES[name])

@@ -11,7 +11,7 @@ import pytest
 
 import flash_attn_compat
 from flash_attn_compat.backends.fused import grids, variants
-from flash_attn_compat.backends.fused.variants import BF16_AS_FP16, FP16, HEAD_DIMS, Kind
+from flash_attn_compat.backends.fused.variants import FP16, HEAD_DIMS, Kind
 from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches
 from tests.kernels import emulate, offline
@@ -149,12 +149,3 @@ def test_a_head_dim_takes_the_next_size_and_no_larger_one() -> None:
         16, 16, 32, 48, 80, 96, 112, 160, 224, 256, 512,
     ]  # fmt: skip
     assert all(size % 16 == 0 and math.gcd(size, 128) >= 16 for size in HEAD_DIMS)
-
-
-def test_what_a_split_leaves_has_room_for_values_of_another_head_dim() -> None:
-    kind = Kind(75, BF16_AS_FP16, 192, head_dim_v=128)
-    forward, dkdv = variants.forward(kind), variants.dkdv(kind)
-    assert grids.part_bytes(forward) == 4 * forward.rows * (128 + 8)
-    assert grids.part_bytes(dkdv) == 4 * dkdv.rows * (192 + 128)
-    widest = variants.forward(Kind(80, FP16, 512))
-    assert grids.part_bytes(widest) == 16 * widest.threads * (512 * widest.rows // widest.threads // 4 + 1)

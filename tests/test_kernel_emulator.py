@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.fused import params
-from tests.fused_on_cpu import sparse
 from tests.kernels import emulate
 from tests.kernels.emulate import EmulationError, Kernel, Rules, compile_kernel
 
@@ -173,13 +172,6 @@ def test_blocks_come_between_the_atomics_of_another(blocks: int) -> None:
     assert min(found[8:]) < blocks and len(set(found[8:])) > 1
 
 
-def test_memory_may_lie_farther_away_than_32_bits_count() -> None:
-    q, lse = sparse(2**32 + 64, torch.float16), torch.empty(32)
-    q[2**32 + 5] = 3.0
-    launch("far_away", q=q, lse=lse, fields={"k_s": (0, 2**12, 0)})
-    assert lse.tolist() == [3.0] * 32
-
-
 @pytest.mark.parametrize(("number", "most"), [(75, 64 * 1024), (80, 163 * 1024), (90, 227 * 1024)])
 def test_a_block_gets_no_more_shared_memory_than_its_architecture_has(number: int, most: int) -> None:
     sums, rules = torch.empty(128), RULES._replace(number=number)
@@ -188,12 +180,6 @@ def test_a_block_gets_no_more_shared_memory_than_its_architecture_has(number: in
         with raises:
             launch("sum", q=torch.arange(128).half(), lse=sums.zero_(), threads=128, shared=shared, rules=rules)
         assert bool(sums.any()) == (shared == most)
-
-
-@pytest.mark.parametrize(("entry", "said"), [("wrong_no_barrier", "race"), ("wrong_address", "fault")])
-def test_the_next_launch_after_an_error_is_none_the_worse(entry: str, said: str) -> None:
-    test_a_mistake_is_an_error(entry, said)
-    test_all_warps_meet_at_a_barrier()
 
 
 def test_a_tensor_without_memory_is_an_error() -> None:

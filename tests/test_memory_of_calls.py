@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,16 +16,18 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import (
+    backend_counts,
     flash_attn_func,
     flash_attn_interface,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
+    reset_backend_counts,
     use_backend,
 )
 from flash_attn_compat.backends.fused import launcher
-from flash_attn_compat.engine import capture, memory
+from flash_attn_compat.engine import callers_state, capture, memory
 from flash_attn_compat.engine.build import Options, Packing, call_of
-from tests import fused_on_cpu, warm
+from tests import fused_on_cpu, others_kernels, warm
 from tests.problems import PACKED, STEP
 from tests.support import ints, qkv, randn
 from tests.warm import FIRST, Answer, Tally, WarmCall
@@ -33,21 +36,45 @@ from verify.call import solve
 functions = pytest.mark.parametrize("function", FIRST)
 
 
-@functions
-def test_calls_that_differ_in_one_argument_get_answers_and_errors_of_their_own(function: str) -> None:
-    check_table(function, lambda call: call.run())
+TABLES = (*FIRST, "further")
 
 
-@functions
-def test_launches_are_those_of_a_first_call(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_table(function, warm.launched(fused_on_cpu.record(monkeypatch)), "float16")
-
-
-def check_table(function: str, answer: Callable[[WarmCall], Answer], dtype: str = "") -> None:
-    """Behind any other call."""
-    calls = list(warm.calls_of(function, dtype))
+def check_table(name: str, answer: Callable[[WarmCall], Answer], dtype: str = "float32") -> None:
+    """Behind any other call of it."""
+    calls = list(warm.further_calls(dtype) if name == "further" else warm.calls_of(name, dtype))
     tally = warm.compare((*calls, *reversed(calls)), answer)
     assert not tally.differing and 2 * tally.found > tally.calls - tally.errors
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_calls_that_differ_in_one_thing_get_answers_and_errors_of_their_own(table: str) -> None:
+    check_table(table, lambda call: call.run())
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_launches_are_those_of_a_first_call(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_table(table, warm.launched(fused_on_cpu.record(monkeypatch)), "float16")
+
+
+def test_what_stands_in_the_place_of_pytorchs_flash_kernels_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    others_kernels.install(monkeypatch, "torch_flash", tmp_path)
+    for implementation, served in ((None, "torch_flash"), ("FA4", "sdpa"), (None, "torch_flash")):
+        monkeypatch.setattr(callers_state, "flash_implementation", lambda implementation=implementation: implementation)
+        reset_backend_counts()
+        flash_attn_func(*qkv(dtype=torch.float16))
+        assert backend_counts() == {served: 1}
+
+
+def test_calls_over_a_cache_whose_lengths_are_numbers_are_known_by_their_side_of_the_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fused_on_cpu.record(monkeypatch)
+    q, cache = (randn(2, length, 2, 16, dtype=torch.float16) for length in (5, 20))
+    for length, known in ((3, 1), (4, 1), (5, 2), (7, 3), (9, 3)):
+        flash_attn_with_kvcache(q, cache, cache, cache_seqlens=length)
+        assert len(memory.current().known) == known
 
 
 @functions

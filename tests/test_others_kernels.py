@@ -141,37 +141,12 @@ def test_a_backward_takes_an_out_and_an_lse_that_another_forward_left(
         torch.testing.assert_close(ours.float(), right.float(), rtol=4e-3, atol=4e-3)
 
 
-@on(*FLASH, "torch_efficient")
-def test_the_dropout_mask_of_the_forward_is_handed_to_the_backward(backend: str) -> None:
-    q, k, v = (x.requires_grad_() for x in qkv(b=1, sq=1, sk=400, h=1, **HALF))
-    with torch.no_grad():
-        k.zero_()
-    with use_backend(backend):
-        out = flash_attn_func(q, k, v, dropout_p=0.5)
-    (dv,) = torch.autograd.grad(out.sum(), v)
-    kept = dv[0, :, 0, 0] > 0
-    assert 100 < kept.sum() < 300
-    assert torch.allclose((v[0, :, 0] * kept[:, None]).float().sum(0) / 200, out[0, 0, 0].float(), atol=5e-3)
-
-
 @on(*ALL)
 def test_the_lse_of_tokens_outside_of_all_sequences_is_zero(backend: str) -> None:
     starts, tensors = torch.tensor([2, 5, 9], dtype=torch.int32), [x.flatten(0, 1) for x in qkv(**HALF)]
     with use_backend(backend):
         _, lse, _ = flash_attn_varlen_func(*tensors, starts, starts, 4, 4, return_attn_probs=True)
     assert lse[:, 2:9].all() and not lse[:, :2].any() and not lse[:, 9:].any()
-
-
-@on("torch_flash")
-def test_single_rows_are_folded_by_nobody_since_which_sequence_has_one_is_on_the_gpu(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked, read = [], others_kernels.as_flash_reads
-    monkeypatch.setattr(others_kernels, "as_flash_reads", lambda given: asked.append(given) or read(given))
-    q, k, v = (torch.randn(total, heads, 16, **HALF) for total, heads in ((2, 4), (9, 2), (9, 2)))
-    with use_backend(backend):
-        flash_attn_varlen_func(q, k, v, cumulative(1, 1), cumulative(4, 5), 1, 5)
-    assert [given.max_q for given in asked] == [2]
 
 
 @on("official")

@@ -20,14 +20,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from flash_attn_compat import explain, flash_attn_interface, settings, use_backend
 from flash_attn_compat import flash_attn_2_cuda as raw
-from flash_attn_compat import flash_attn_interface, settings, use_backend
 from flash_attn_compat.engine import memory
 from tests import fused_on_cpu
 from tests.problems import DENSE, PACKED, PROBLEMS, STEP
 from tests.support import ints, randn
 from verify.call import Call, moved, same, solve
-from verify.problems import FUNCTIONS, Problem
+from verify.problems import FUNCTIONS, Problem, laid_out
 
 Answer = list[Any]
 Changes = dict[str, Any]
@@ -136,9 +136,8 @@ STATES: dict[str, State] = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "chunked": lambda: use_backend("chunked"),
     "reference": lambda: use_backend("reference"),
-    "FUSED=0": variable(settings.FUSED, "0"),
     "CAPABILITY=7.5": variable(settings.CAPABILITY, "7.5"),
-    "CAPABILITY=x": variable(settings.CAPABILITY, "x"),
+    **{f"{name}=x": variable(name, "x") for name in settings._DECISIVE},
 }
 KINDS = (
     DENSE, replace(DENSE, kind="kvpacked"), PACKED, replace(PACKED, kind="paged", page_size=8),
@@ -160,57 +159,101 @@ OF_CACHES: dict[str, tuple[Any, ...]] = {
 def random_call(number: int, dtypes: tuple[str, ...]) -> WarmCall:
     chosen = random.Random(number)
     dtype, state = chosen.choice((dtypes[0],) * 8 + dtypes), chosen.choice(["", *[""] * 20, *STATES])
-    name, run = chosen.choice((random_problem, random_problem, random_problem, private, extension))(chosen, dtype)
+    kind = chosen.choice((*KINDS, *KINDS, private, private, extension, extension))
+    if isinstance(kind, Problem):
+        fields = FIELDS | OF_CACHES if kind.kind == "kvcache" else FIELDS
+        names = chosen.sample(list(fields), chosen.choice((0, 1, 1, 2)))
+        problem = replace(kind, dtype=dtype, **{name: chosen.choice(fields[name]) for name in names})
+        run = partial(outcome, problem.build())
+    else:
+        changes = chosen.choice(({}, {}, {"head_dim": 12}, {"alibi": "h"}, {"layouts": ("offset",) * 4}))
+        problem = replace(DENSE, dtype=dtype, causal=chosen.random() < 0.8, return_attn_probs=False, **changes)
+        run = partial(kind, problem, chosen.choice((0.0, 0.0, 0.2)), chosen.choice((True, True, False)))
+    return WarmCall(f"{number} {state}: {problem}", in_state(run, state, seed=number))
 
+
+def in_state(run: Callable[[], Answer], *states: str, seed: int = 0) -> Callable[[], Answer]:
     def run_in_state() -> Answer:
-        torch.manual_seed(number)
+        torch.manual_seed(seed)
         try:
-            with STATES.get(state, contextlib.nullcontext)():
+            with contextlib.ExitStack() as stack:
+                for state in filter(None, states):
+                    stack.enter_context(STATES[state]())
                 return run()
         except Exception as error:  # noqa: BLE001  whatever a first call raises
             return [type(error), str(error)]
 
-    return WarmCall(f"{number} {state}: {name}", run_in_state)
+    return run_in_state
 
 
-def random_problem(chosen: random.Random, dtype: str) -> tuple[str, Callable[[], Answer]]:
-    kind = chosen.choice(KINDS)
-    fields = FIELDS | OF_CACHES if kind.kind == "kvcache" else FIELDS
-    names = chosen.sample(list(fields), chosen.choice((0, 1, 1, 2)))
-    problem = replace(kind, dtype=dtype, **{name: chosen.choice(fields[name]) for name in names})
-    return repr(problem), partial(outcome, problem.build())
+def private(problem: Problem, dropout_p: float = 0.0, has_places: bool = True, return_softmax: bool = False) -> Answer:
+    """has_places: whether the caller gives those of the gradients, which lie as dout does"""
+    call = problem.build()
+    q, k, v = call.qkv
+    rules = dropout_p, 0.5, problem.causal, *problem.window, problem.softcap, call.args.get("alibi_slopes")
+    drawn = flash_attn_interface._flash_attn_forward(q, k, v, *rules, return_softmax)
+    places = [laid_out(x, problem.layouts[3]) if has_places else None for x in (q, k, v)]
+    given = call.dout, q, k, v, *drawn[:2], *places, *rules, False, drawn[3]
+    return [*drawn, flash_attn_interface._flash_attn_backward(*given), *places]
 
 
-def _drawn(chosen: random.Random, dtype: str) -> Problem:
-    kind = replace(DENSE, dtype=dtype, causal=chosen.random() < 0.8, return_attn_probs=False)
-    return replace(kind, **chosen.choice(({}, {}, {"head_dim": 12}, {"alibi": "h"}, {"layouts": ("offset",) * 4})))
+def extension(problem: Problem, _: float = 0.0, has_place: bool = True) -> Answer:
+    q, k, v = problem.build().qkv
+    rules = 0.0, 0.5, problem.causal, -1, -1, 0.0
+    out, lse, *_ = raw.fwd(q, k, v, torch.empty_like(q) if has_place else None, None, *rules, False)
+    return [out, lse, *raw.bwd(out, q, k, v, out, lse, None, None, None, None, *rules, False)]
 
 
-def private(chosen: random.Random, dtype: str) -> tuple[str, Callable[[], Answer]]:
-    problem, p, places = _drawn(chosen, dtype), chosen.choice((0.0, 0.0, 0.2)), chosen.choice((True, True, False))
-
-    def run() -> Answer:
-        args, dout = (call := problem.build()).args, call.dout
-        q, k, v = call.qkv
-        rules = p, 0.5, problem.causal, *problem.window, problem.softcap, args.get("alibi_slopes")
-        out, lse, dmask, state = flash_attn_interface._flash_attn_forward(q, k, v, *rules, p > 0)
-        into = [torch.empty_like(x) if places else None for x in (q, k, v)]
-        sums = flash_attn_interface._flash_attn_backward(dout, q, k, v, out, lse, *into, *rules, False, state)
-        return [out, lse, dmask, *into, sums]
-
-    return f"private {problem} {p} {places}", run
+def recorded(
+    problem: Problem, unpack: Callable[[Tensor], Tensor] = Tensor.detach, of_lse: bool = False, around: str = ""
+) -> Answer:
+    """unpack: of what is saved; of_lse: which result has a gradient; around: the backward's state"""
+    leaves = [x.detach().requires_grad_() for x in problem.build().qkv]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+        results = flash_attn_interface.flash_attn_func(*leaves, return_attn_probs=True)
+    with STATES.get(around, contextlib.nullcontext)():
+        return list(torch.autograd.grad(results[of_lse], leaves, torch.ones_like(results[of_lse])))
 
 
-def extension(chosen: random.Random, dtype: str) -> tuple[str, Callable[[], Answer]]:
-    problem, has_place = _drawn(chosen, dtype), chosen.choice((True, False))
+def further_calls(dtype: str = "float32") -> Iterator[WarmCall]:
+    """Private functions, hooks, and one call in every state."""
+    plain = replace(DENSE, dtype=dtype)
+    lying = replace(plain, layouts=("heads_first",) * 3 + ("contiguous",))
+    q = plain.build().q
 
-    def run() -> Answer:
-        q, k, v = problem.build().qkv
-        rules = 0.0, 0.5, problem.causal, -1, -1, 0.0
-        out, lse, *_ = raw.fwd(q, k, v, torch.empty_like(q) if has_place else None, None, *rules, False)
-        return [out, lse, *raw.bwd(out, q, k, v, out, lse, None, None, None, None, *rules, False)]
+    def attended() -> Answer:
+        return [flash_attn_interface.flash_attn_func(q, q, q)]
 
-    return f"extension {problem} {has_place}", run
+    runs: dict[str, Callable[[], Answer]] = {
+        "attended": attended,
+        "explained": lambda: [explain(flash_attn_interface.flash_attn_func, q, q, q).backend],
+        **{state: in_state(attended, state) for state in STATES},
+        "chunked, autocast": in_state(attended, "chunked", "autocast"),
+        **{
+            f"public, as private ones are, {p}": partial(
+                outcome, replace(plain, softmax_scale=0.5, dropout_p=p, return_attn_probs=False, backward=False).build()
+            )
+            for p in (0.0, 0.2)
+        },
+        "private": partial(private, plain),
+        "private, dropout": partial(private, plain, 0.2),
+        "private, dropout and its mask": partial(private, plain, 0.2, return_softmax=True),
+        "private, without places": partial(private, plain, has_places=False),
+        **{
+            f"private, {layout}, {has_places}": partial(
+                private, replace(plain, layouts=("contiguous",) * 3 + (layout,)), has_places=has_places
+            )
+            for layout in ("heads_first", "offset")
+            for has_places in (True, False)
+        },
+        "extension": partial(extension, plain),
+        "recorded": partial(recorded, lying),
+        "recorded, of the LSE": partial(recorded, lying, of_lse=True),
+        "recorded, kept otherwise": partial(recorded, lying, Tensor.contiguous),
+        "recorded, backward in a state": partial(recorded, lying, around="reference"),
+    }
+    for name, run in runs.items():
+        yield WarmCall(name, in_state(run))
 
 
 # ---- with and without memory
@@ -223,37 +266,50 @@ def equal(one: Answer, two: Answer) -> bool:
     )
 
 
+def is_error(answer: Answer) -> bool:
+    return bool(answer) and isinstance(answer[0], type)
+
+
 class Tally(NamedTuple):
     differing: list[str]
     calls: int
-    found: int  # requests of which something was known from other calls
+    found: int  # requests of which something was known
     errors: int
 
 
 def compare(calls: Iterable[WarmCall], answer: Callable[[WarmCall], Answer] = lambda call: call.run()) -> Tally:
-    """Each call by an empty memory, and twice by one that remembers all the calls before it."""
-    differing, made, errors, hits, counts = [], 0, 0, 0, False
+    """Each call by an empty memory, and twice by one that remembers all the calls before it.
+
+    Both by what it answers and by what its requests are taken for.
+    """
+    differing, made, errors, hits = [], 0, 0, 0
     with pytest.MonkeyPatch.context() as patch:
         lasting, look_up = memory.Memory(), memory.look_up
+        asked: list[tuple[memory.Request, Any, bool]] = []
 
         def seen(request: memory.Request) -> Any:
-            nonlocal hits
-            found = look_up(request)
-            hits += found[1] is not None and counts
-            return found
+            key, known = look_up(request)
+            asked.append((request, key, known is not None))
+            return key, known
+
+        def answered(call: WarmCall, kept: memory.Memory) -> tuple[Answer, list[Any]]:
+            asked.clear()
+            patch.setattr(memory, "_current", kept)
+            found = answer(call)
+            # Of lengths that are a cache's number, that of the first one is kept.
+            taken = [kept.known[key].call for one, key, _ in asked if key in kept.known and one.length is None]
+            return found, [] if is_error(found) else taken
 
         patch.setattr(memory, "look_up", seen)
         for call in calls:
             made += 1
-            patch.setattr(memory, "_current", memory.Memory())
-            expected = answer(call)
-            errors += expected[:1] != [] and isinstance(expected[0], type)
-            patch.setattr(memory, "_current", lasting)
-            counts = True
-            found = answer(call)
-            counts = False
-            if not (equal(found, expected) and equal(answer(call), expected)):
-                differing.append(call.name)
+            expected, requests = answered(call, memory.Memory())
+            errors += is_error(expected)
+            for _ in range(2):
+                found, taken_for = answered(call, lasting)
+                hits += sum(was_known for *_, was_known in asked)
+                if not equal(found, expected) or taken_for != requests:
+                    differing.append(call.name)
     return Tally(differing, made, hits, errors)
 
 
@@ -263,7 +319,7 @@ def launched(launches: fused_on_cpu.Launches) -> Callable[[WarmCall], Answer]:
     def answer(call: WarmCall) -> Answer:
         launches.seen.clear()
         returned = call.run()
-        error = returned if returned[:1] and isinstance(returned[0], type) else []
+        error = returned if is_error(returned) else []
         without = [
             (one.variant, one.blocks, {n: x if isinstance(x, tuple) else x > 2**32 or x for n, x in one.fields.items()})
             for one in launches.seen
