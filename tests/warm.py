@@ -63,9 +63,11 @@ FURTHER: dict[str, list[Changes]] = {
         {"cu_seqlens_q": ints(0, 5, 22, 23, 32).long()}, {"cu_seqlens_k": ints(0, 1, 9, 2, 13, 3, 43, 4, 52)[::2]},
         {"max_seqlen_q": 17.0}, {"cu_seqlens_k": ints(0, 52)}, {"cu_seqlens_q": [0, 5, 22, 23, 32]},
         {"max_seqlen_k": 2**31}, {"max_seqlen_q": 16},
+        *({"k": randn(32, 2, 16), "v": randn(32, 2, 16), "cu_seqlens_k": ints(0, n, 22, 23, 32)} for n in (5, 6)),
     ],
     "flash_attn_with_kvcache": [
         SCALE, {"cache_seqlens": ints(29, 0)}, {"cache_seqlens": 7}, {"rotary_interleaved": False},
+        *({"k": None, "v": None, "cache_seqlens": length} for length in (None, 0, 7)),
         {"cache_seqlens": 29}, {"k": randn(2, 2, 3, 32).transpose(1, 2)}, {"q": randn(2, 3, 4, 32)[:, :2]},
         {"q": randn(1 + 2 * 3 * 4 * 32)[1:].view(2, 3, 4, 32)}, {"k": randn(1 + 2 * 3 * 2 * 32)[1:].view(2, 3, 2, 32)},
         {"cache_seqlens": ints(4, 30)}, {"cache_seqlens": ints(4, -1)}, {"cache_seqlens": 30}, {"cache_seqlens": 4.0},
