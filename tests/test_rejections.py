@@ -315,7 +315,7 @@ ELSEWHERE: dict[str, Callable[[Tensor], object]] = {
 @pytest.mark.parametrize("kind", NOT_DENSE)
 @pytest.mark.parametrize("name", ELSEWHERE)
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, Operators])
-def test_sparse_and_nested_tensors_are_named_by_way_of_the_operator_too(
+def test_sparse_and_nested_tensors_are_named_by_way_of_an_operator_too(
     mode: Callable[[], Any], name: str, kind: str
 ) -> None:
     make, words = NOT_DENSE[kind]
