@@ -22,6 +22,7 @@ from flash_attn_compat.ops.triton.cross_entropy import cross_entropy_loss
 from flash_attn_compat.ops.triton.layer_norm import layer_norm_fn
 from flash_attn_compat.ops.triton.linear import triton_dgrad_act, triton_linear_act
 from flash_attn_compat.ops.triton.mlp import FusedDenseSqreluDense
+from flash_attn_compat.ops.triton.rotary import apply_rotary
 from flash_attn_compat.utils import benchmark, testing
 from flash_attn_compat.utils.generation import GenerationMixin, InferenceParams
 from tests.support import randn
@@ -47,6 +48,16 @@ def norm(**given: Any) -> Any:
 def biased(**given: Any) -> Any:
     q, k, v = randn(2, 4, 3, 16), randn(2, 6, 3, 16), randn(2, 6, 3, 16)
     return flash_attn_triton.flash_attn_func(**{"q": q, "k": k, "v": v, **given})
+
+
+def rotated(**given: Any) -> None:
+    cos, sin = randn(9, 8).cos(), randn(9, 8).sin()
+    arguments: dict[str, Any] = {"x": randn(2, 5, 4, 16), "cos": cos, "sin": sin, "inplace": True} | given
+    kept = arguments["x"].clone()
+    try:
+        apply_rotary(**arguments)
+    finally:
+        assert torch.equal(arguments["x"], kept), "written to"
 
 
 def too_long_for_its_cache() -> Any:
@@ -81,6 +92,15 @@ REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         ("at least 2 dimensions", lambda: bert_padding.IndexFirstAxis.apply(torch.zeros(4), torch.tensor([0]))),
         ("at least 2 dimensions", lambda: bert_padding.index_first_axis_residual(torch.zeros(4), torch.tensor([0]))),
         ("values has shape", lambda: bert_padding.IndexPutFirstAxis.apply(torch.zeros(4), torch.tensor([0]), 4)),
+        ("rotary_dim must be <= headdim", lambda: rotated(x=randn(2, 5, 4, 8))),
+        ("seqlen_ro must be >= seqlen", lambda: rotated(x=randn(2, 10, 4, 16))),
+        ("sin has shape", lambda: rotated(sin=randn(9, 4))),
+        ("seqlen_offsets", lambda: rotated(seqlen_offsets=5)),
+        ("seqlen_offsets", lambda: rotated(seqlen_offsets=-1)),
+        ("seqlen_offsets has shape", lambda: rotated(seqlen_offsets=torch.zeros(3, dtype=torch.int32))),
+        ("seqlen_offsets has dtype", lambda: rotated(seqlen_offsets=torch.zeros(2))),
+        ("If cu_seqlens is passed in, then max_seqlen must be", lambda: rotated(cu_seqlens=torch.tensor([0, 3]))),
+        (r"expected \(total, nheads, headdim", lambda: rotated(cu_seqlens=torch.tensor([0, 3]), max_seqlen=3)),
         ("num_heads_q must be passed", lambda: apply_rotary_emb_qkv_(randn(2, 5, 8, 16), *randn(2, 9, 8))),
         (
             r"nheads_q \+ 2 nheads_k",
