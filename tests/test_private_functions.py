@@ -101,16 +101,17 @@ def without_memory(x: Tensor) -> Tensor:
         ("lse", lambda x: x.to("meta"), "softmax_lse must"),
         ("dk", as_half, "dk must have the same dtype as q"),
         ("dv", without_memory, "dv reaches beyond its memory"),
+        ("dout", torch.Tensor.to_sparse, "dout must be a dense tensor, got layout torch.sparse_coo"),
     ],
 )
 def test_what_kernels_would_misread_is_refused_before_anything_is_written(name: str, change: Any, message: str) -> None:
     q, k, v = qkv()
     out, lse, _, _ = forward(q, k, v)
     backward(q, q, k, v, out, lse, *empty_grads(q, k, v))  # whose like is known from then on
-    given = dict(lse=lse, **{f"d{name}": grad for name, grad in zip("qkv", empty_grads(q, k, v))})
+    given = dict(dout=q, lse=lse, **{f"d{name}": grad for name, grad in zip("qkv", empty_grads(q, k, v))})
     given[name] = change(given[name])
     with pytest.raises(RuntimeError, match=message):
-        backward(q, q, k, v, out, *given.values())
+        backward(given.pop("dout"), q, k, v, out, *given.values())
     assert all(given[name].isnan().all() for name in ("dq", "dk", "dv") if given[name].untyped_storage().nbytes())
 
 

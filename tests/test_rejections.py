@@ -18,7 +18,7 @@ from flash_attn_compat import flash_attn_interface, settings
 from flash_attn_compat.engine import capture, checks
 from tests.kinds import Operators
 from tests.problems import DENSE, PACKED, PROBLEMS, STEP
-from tests.support import OnGpu, cumulative
+from tests.support import OnGpu
 from verify.call import Call
 
 
@@ -291,33 +291,17 @@ NOT_DENSE: dict[str, tuple[Callable[[], Tensor], str]] = {
 }
 
 
-_DENSE, _ROWS, _STARTS, _OPTIONS = torch.zeros(2, 5, 2, 16), torch.zeros(7, 2, 16), cumulative(3, 4), (0.0, 0.2, True)
-_PRIVATE = (*_OPTIONS, -1, -1, 0.0, None, False)
-# What may be no dense tensor, by its name.
-ELSEWHERE: dict[str, Callable[[Tensor], object]] = {
-    "q": lambda x: flash_attn_interface.flash_attn_func(x, _DENSE, _DENSE),
-    "v": lambda x: flash_attn_interface._flash_attn_forward(_DENSE, _DENSE, x, *_PRIVATE),
-    "k": lambda x: flash_attn_interface.flash_attn_with_kvcache(
-        _DENSE[:, :1], _DENSE.clone(), _DENSE.clone(), x, _DENSE[:, :1], cache_seqlens=2
-    ),
-    "k_cache": lambda x: flash_attn_interface.flash_attn_with_kvcache(_DENSE, x, _DENSE),
-    "v_cache": lambda x: flash_attn_interface.flash_attn_with_kvcache(_DENSE, _DENSE, x),
-    "cu_seqlens_q": lambda x: flash_attn_interface.flash_attn_varlen_func(_ROWS, _ROWS, _ROWS, x, _STARTS, 4, 4),
-    "cu_seqlens_k": lambda x: flash_attn_interface.flash_attn_varlen_func(_ROWS, _ROWS, _ROWS, _STARTS, x, 4, 4),
-    "alibi_slopes": lambda x: flash_attn_interface.flash_attn_func(_DENSE, _DENSE, _DENSE, alibi_slopes=x),
-    "dout": lambda x: flash_attn_interface._flash_attn_backward(
-        x, _DENSE, _DENSE, _DENSE, _DENSE, torch.zeros(2, 2, 5), None, None, None, *_PRIVATE
-    ),
-}
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", NOT_DENSE)
-@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.parametrize("label", CALLS)
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, Operators])
 def test_sparse_and_nested_tensors_are_named_by_way_of_an_operator_too(
-    mode: Callable[[], Any], name: str, kind: str
+    mode: Callable[[], Any], label: str, kind: str
 ) -> None:
     make, words = NOT_DENSE[kind]
-    with pytest.raises(RuntimeError, match=f"{name} must be a dense tensor, got {words}"), mode():
-        ELSEWHERE[name](make())
+    for name, value in CALLS[label].args.items():
+        if isinstance(value, Tensor):
+            named = {"cache_seqlens": "(cache_seqlens|seqlens_k)", "cache_leftpad": "(cache_leftpad|leftpad_k)"}
+            told = f"{named.get(name, _named(name))} must be a dense tensor, got {words}"
+            with pytest.raises(RuntimeError, match=told), mode():
+                ask(CALLS[label], **{name: make()})
