@@ -34,10 +34,11 @@ ENOUGH_S = 10.0
 def tiny_call(dtype: torch.dtype, causal: bool) -> Mapping[str, Jobs]:
     q, k, v = (torch.randn(1, 4, 2, 16).to(dtype) for _ in range(3))
     by_head = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
-    return alone(
-        ours=Job(lambda: flash_attn_func(q, k, v, causal=causal)),
-        SDPA=Job(lambda: F.scaled_dot_product_attention(*by_head, is_causal=causal).transpose(1, 2)),
-    )
+    jobs = {
+        "ours": Job(lambda: flash_attn_func(q, k, v, causal=causal)),
+        "SDPA": Job(lambda: F.scaled_dot_product_attention(*by_head, is_causal=causal).transpose(1, 2)),
+    }
+    return alone(jobs)
 
 
 def contests() -> Iterator[Contest]:

@@ -107,7 +107,7 @@ def attending(model: Any, attention: Attention) -> Iterator[None]:
 
 
 def by_each(model: Any, call: Callable[[], object], names: Sequence[str]) -> Mapping[str, Jobs]:
-    return alone(**{name: Job(call, partial(attending, model, ATTENTIONS[name])) for name in names})
+    return alone({name: Job(call, partial(attending, model, ATTENTIONS[name])) for name in names})
 
 
 def token_ids(model: Any, *shape: int) -> Tensor:
@@ -174,7 +174,7 @@ def diffusion_step(setting: Setting) -> Mapping[str, Jobs]:
         return sample
 
     there = {name: ATTENTIONS[name] for name in setting.names if ATTENTIONS[name].in_transformers == "sdpa"}
-    return alone(**{name: Job(torch.inference_mode()(call), each.around) for name, each in there.items()})
+    return alone({name: Job(torch.inference_mode()(call), each.around) for name, each in there.items()})
 
 
 PROGRAMS: dict[str, Callable[[Setting], Mapping[str, Jobs]]] = {

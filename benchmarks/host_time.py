@@ -81,7 +81,7 @@ def contests(device: str) -> Iterator[Contest]:
     for name, call in ours.items():
         jobs = {"ours": Job(call, partial(use_backend, "fused"))}
         jobs |= {"flash-attn": Job(own[name]), "ours by flash-attn": Job(call)} if own else {}
-        yield Contest(name, partial(alone, **jobs))
+        yield Contest(name, partial(alone, jobs))
 
 
 def milliseconds(job: Job, device: str) -> float:

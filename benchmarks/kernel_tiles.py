@@ -85,7 +85,7 @@ def of_tiles(entry: str, tiles: Tiles, problem: Workload, dtype: torch.dtype) ->
     given = problem.call("cuda", dtype)
     attend = flash_attn_call(flash_attn_compat, given)
     call = partial(attend, *given.qkv) if entry == "forward" else backward(attend, given.qkv)
-    return alone(**{label(tile): Job(call, partial(chosen, variants, f"{entry}_tile", tile)) for tile in tiles})
+    return alone({label(tile): Job(call, partial(chosen, variants, f"{entry}_tile", tile)) for tile in tiles})
 
 
 @cache
@@ -109,7 +109,7 @@ def of_splits(problem: Workload, dtype: torch.dtype) -> Mapping[str, Jobs]:
     for count in SPLITS:
         with chosen(grids, "splits", count):
             jobs[f"{count or 'today'}"] = Job(partial(in_graph(ours(), problem, given).run, *given.qkv))
-    return alone(**jobs)
+    return alone(jobs)
 
 
 def contests(kernels: list[str], head_dims: list[int], dtype: torch.dtype) -> Iterator[Contest]:

@@ -49,7 +49,7 @@ class Contest:
     at_least: Mapping[str, float] = field(default_factory=dict)
 
 
-def alone(**jobs: Job) -> Mapping[str, Jobs]:
+def alone(jobs: Jobs) -> Mapping[str, Jobs]:
     """Contestants of one job each."""
     return {name: {"forward": job} for name, job in jobs.items()}
 
@@ -122,14 +122,15 @@ def rows_of(contest: Contest, device: str, clock: Clock, weigh: bool, step: Step
     made = attempt(device, contest.jobs)
     if isinstance(made, Failed):
         return [Row(contest.name, "ours", True).but(made)]
-    entries, results = [], []
+    entries: list[Entry] = []
+    results: list[Any] = []
     for name, jobs in made.items():
         step(f"{contest.name}: {name}")
         flash_attn_compat.reset_backend_counts()
         results.append(attempt(device, _results, jobs) if contest.dtype else None)
         served_by = ", ".join(flash_attn_compat.backend_counts())
         entries.append(Entry(Row(contest.name, name, not entries, served_by), jobs))
-    if contest.dtype:
+    if contest.dtype and results:
         right, limit = results[-1], ROUNDING[SHORT[contest.dtype]]
         for index, (entry, result) in enumerate(zip(entries, results)):
             if isinstance(result, list) and isinstance(right, list):
@@ -138,9 +139,8 @@ def rows_of(contest: Contest, device: str, clock: Clock, weigh: bool, step: Step
                 entries[index] = replace(entry, row=replace(entry.row, verdict=check))
     results.clear()
     rows = measured(entries, device, clock, weigh)
-    (found,) = compared(rows)
     slow = [f"{name} takes {ratio:.2f} of our time in {MODES[mode]}, not {least:g}"
-            for name, least in contest.at_least.items() for mode in MODES
+            for found in compared(rows) for name, least in contest.at_least.items() for mode in MODES
             if (ratio := found.ratio([name], mode)) and ratio < least]  # fmt: skip
     return [replace(rows[0], failed=True, reason="; ".join(slow)), *rows[1:]] if slow else rows
 

@@ -152,7 +152,7 @@ def on_the_host(device: str) -> Iterator[Contest]:
     rows_first, seen = half.transpose(1, 2).contiguous(), torch.ones(16, 16, dtype=torch.bool, device=device).tril()
     attend, grouped = F.scaled_dot_product_attention, half[:, :2]
     ours = partial(flash_attn_compat.flash_attn_func, rows_first, rows_first, rows_first)
-    yield Contest("flash_attn_func", lambda: alone(ours=Job(ours)))
+    yield Contest("flash_attn_func", lambda: alone({"ours": Job(ours)}))
     for name, call in {
         "left: fp32": lambda: attend(wide, wide, wide),
         "left: a mask that wants a gradient": lambda: attend(half, half, half, attn_mask=mask),

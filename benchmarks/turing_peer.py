@@ -36,8 +36,8 @@ def jobs(head_dim: int, shape: tuple[int, int, int], causal: bool, backward: boo
     mask = (0.0, head_dim**-0.5, causal, -1, -1, 0.0, None, False)
     fused = partial(use_backend, "fused")
     if not backward:
-        return alone(ours=Job(lambda: _flash_attn_forward(q, k, v, *mask)[0], fused),
-                     peer=Job(lambda: theirs.fwd(q, k, v, causal)[0]))  # fmt: skip
+        return alone({"ours": Job(lambda: _flash_attn_forward(q, k, v, *mask)[0], fused),
+                      "peer": Job(lambda: theirs.fwd(q, k, v, causal)[0])})  # fmt: skip
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     with fused():
         out, lse = _flash_attn_forward(q, k, v, *mask)[:2]
@@ -47,7 +47,8 @@ def jobs(head_dim: int, shape: tuple[int, int, int], causal: bool, backward: boo
         _flash_attn_backward(dout, q, k, v, out, lse, dq, dk, dv, *mask)
         return dq, dk, dv
 
-    return alone(ours=Job(ours, fused), peer=Job(lambda: theirs.bwd(q, k, v, right, right_lse, dout, causal)))
+    peer = Job(lambda: theirs.bwd(q, k, v, right, right_lse, dout, causal))
+    return alone({"ours": Job(ours, fused), "peer": peer})
 
 
 def contests() -> Iterator[Contest]:

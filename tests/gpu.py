@@ -64,8 +64,9 @@ def parts(jobs: int, out: Path) -> Iterator[Part]:
         yield Part(name, [*python, *bench], {**variables, "FLASH_ATTN_COMPAT_DISABLE_OFFICIAL": "1"}, 400)
     ends = ["tests.exits", "--runs", "40", "--at-once", str(jobs)]
     yield Part("ends", [*python, *ends], {}, 240)
-    programs = ["benchmarks.end_to_end", "--device", "cuda", "--json", str(out / "programs.json")]
-    yield Part("programs", [*python, *programs], {}, 400)
+    for mode, variables in MODES.items():
+        programs = ["benchmarks.end_to_end", "--device", "cuda", "--json", str(out / f"programs{mode}.json")]
+        yield Part(f"programs{mode}", [*python, *programs], variables, 400)
     for tool in ("memcheck", "racecheck", "initcheck"):
         for mode, variables in MODES.items():
             sanitize = ["tests.sanitize", "--cached", "--tools", tool, "--jobs", str(jobs)]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from verify.page import Verdict, to_html
+from verify.page import to_html
 from verify.tables import Bar, Bars, Curves, Report, Table
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -50,14 +50,14 @@ PICTURES = (
             for i in range(1, 7)]),
 )  # fmt: skip
 FACTS = {"device cuda": "NVIDIA H200, capability 9.0 treated as 7.5 (forced)", "inputs": LONG}
-VERDICTS = [Verdict("flash_attn_compat", "PASS: 3 of 3 answers right", True), Verdict(NAME, f"FAIL: {NOTE}", False)]
 
 
 def page() -> str:
     lines = ["A REMARK " + NOTE, "PASS: 3 of 3 answers right"]
     title = "Is flash_attn_compat right on this machine?"
-    report = Report(title, FACTS, [EVERY, SPEED], lines, True, pictures=PICTURES)
-    return to_html(report, verdicts=VERDICTS)
+    ours = Report("verify compare", FACTS, [EVERY, SPEED], lines, True, pictures=PICTURES)
+    theirs = Report("verify compare", FACTS, [], [f"FAIL: {NOTE}"], False, NAME)
+    return to_html(title, {"ours.json": ours, "theirs.json": theirs})
 
 
 # What is looked for: words that go on in another line, cells narrower than their longest word, a page that scrolls

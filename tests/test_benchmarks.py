@@ -40,6 +40,10 @@ def give(*values: float) -> Job:
     return Job(lambda: torch.tensor(values))
 
 
+def two(ours: Job, theirs: Job):
+    return alone({"ours": ours, "theirs": theirs})
+
+
 def ran(tmp_path, *contests: Contest, clock=None) -> tuple[int, list[dict]]:
     """The exit code, and the rows that are saved."""
     saved = tmp_path / "a.json"
@@ -49,7 +53,7 @@ def ran(tmp_path, *contests: Contest, clock=None) -> tuple[int, list[dict]]:
 
 def test_a_contest_has_each_contestants_time_and_the_rivals_over_ours(tmp_path, capsys):
     times = {"ours": Timing(2.0, 2.0, 2.0, 1), "theirs": Timing(3.0, 3.0, 3.0, 1)}
-    contest = Contest("one", lambda: alone(ours=give(1.0), theirs=give(1.0)), torch.float32)
+    contest = Contest("one", lambda: two(give(1.0), give(1.0)), torch.float32)
     code, rows = ran(tmp_path, contest, clock=lambda jobs: times if jobs else {})
     assert code == 0
     found = [(row["contestant"], row["ours"], row["forward"]["median_ms"]) for row in rows]
@@ -62,11 +66,11 @@ def test_contestants_that_do_not_agree_or_fail_or_are_too_slow_give_exit_code_1(
         raise ValueError("planted")
 
     contests = {
-        "other": Contest("other", lambda: alone(ours=give(1.0), theirs=give(1.1)), torch.float16),
-        "broken": Contest("broken", lambda: alone(ours=Job(broken), theirs=give(1.0)), torch.float16),
+        "other": Contest("other", lambda: two(give(1.0), give(1.1)), torch.float16),
+        "broken": Contest("broken", lambda: two(Job(broken), give(1.0)), torch.float16),
         "no tensors": Contest("no tensors", broken),
-        "slow": Contest("slow", lambda: alone(ours=give(1.0), theirs=give(1.0)), at_least={"theirs": 1e6}),
-        "right": Contest("right", lambda: alone(ours=give(1.0), theirs=give(1.001)), torch.float16),
+        "slow": Contest("slow", lambda: two(give(1.0), give(1.0)), at_least={"theirs": 1e6}),
+        "right": Contest("right", lambda: two(give(1.0), give(1.001)), torch.float16),
     }
     for name, contest in contests.items():
         code, rows = ran(tmp_path, contest)

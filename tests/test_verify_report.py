@@ -79,8 +79,8 @@ def test_the_page_is_well_formed_fetches_nothing_and_says_what_the_runs_say(tmp_
     assert code == 0
     assert reader.open == [] and reader.fetched == []
     assert not re.search(r"https?:|@import|url\((?!#)|<script src|<link", text)
-    about, dates = "one calculation, called attention", (HERE["date"], f"date, 1.json{THERE['date']}")
-    for part in ("out 8.0e-04 (0.80)", ABSENT, MEAN, about, "saved run 0.json", HERE["device cpu"], *dates):
+    about, names = "one calculation, called attention", ("0.json: verify compare", "1.json: verify bench")
+    for part in ("out 8.0e-04 (0.80)", ABSENT, MEAN, about, *names, HERE["device cpu"], HERE["date"], THERE["date"]):
         assert part in reader.words, part
     both = "PASS: 3 of 3 answers right; PASS: every answer of ours is right"
     assert f'<p class="verdict pass">flash_attn_compat: {both}</p>' in text
@@ -180,7 +180,7 @@ def test_names_from_a_file_cannot_become_markup(tmp_path):
 def test_the_verdict_comes_first_then_the_short_tables_then_the_folded_ones():
     long = Table("Every case", ("case", "verdict"), [(f"case {i}", "pass") for i in range(50)] + [("odd", "FAIL")])
     short = Table("Summary", ("backend", "verdict"), [("chunked", "FAIL")])
-    text = to_html(Report("verify", HERE, [long, short], ["a remark", "FAIL: 50 of 51"], ok=False))
+    text = to_html("verify", {"": Report("verify", HERE, [long, short], ["a remark", "FAIL: 50 of 51"], ok=False)})
     places = [text.index(part) for part in (
         '"verdict FAIL">flash_attn_compat: FAIL: 50', "a remark", "<details open><summary>Summary",
         "<details><summary>Every case", "Where and how",

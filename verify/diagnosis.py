@@ -18,7 +18,7 @@ from torch import Tensor
 from . import oracle
 from .call import SHORT, Answer, Call, accepted, parts_of, same
 from .errors import UsageError
-from .judge import COARSER, LARGER, Check, Right, against_fp64, at_random, right_answer
+from .judge import Check, Right, against_fp64, right_answer, rounded_to
 
 # A key tile of a row matters to these rules if it should get at least this share of the row's weight.
 MATTERS = 0.01
@@ -48,9 +48,13 @@ class Setting:
     block_columns: int
     device: str
 
+    def of(self, call: Call) -> Setting:
+        """With another call."""
+        return replace(self, call=call)
+
     def but(self, **args: Any) -> Setting:
         """With other arguments."""
-        return replace(self, call=replace(self.call, args={**self.call.args, **args}))
+        return self.of(replace(self.call, args={**self.call.args, **args}))
 
     @functools.cached_property
     def right(self) -> Right:
@@ -73,10 +77,9 @@ class Setting:
         out = oracle.answer(self.call.fn, {**self.call.args, "v": of_tile.flatten(-2)}).out
         return torch.unflatten(out.transpose(1, 2), -1, of_tile.shape[-2:])
 
-    def judged(self, out: Tensor, dtype: torch.dtype | None = None) -> Check:
-        """An output held against fp64; dtype: as if a computation in it had been asked for."""
-        right = self.right if dtype is None else right_answer(self.call, dtype=dtype)
-        return against_fp64(right, Answer(out))[0]
+    def judged(self, out: Tensor) -> Check:
+        """An output held against fp64."""
+        return against_fp64(self.right, Answer(out))[0]
 
 
 @dataclass(frozen=True)
@@ -208,19 +211,10 @@ class Diagnosis:
 
     @functools.cached_property
     def rounded(self) -> torch.dtype | None:
-        """The dtype, coarser than the call's, to which it rounds something, and does nothing else wrong: its errors are
-        others where q, k and v are a little larger. Those of a mistake are nearly the same.
-        """
-        found, setting = self.found, self.setting
-        near = [dtype for dtype in COARSER[found.out.dtype] if setting.judged(found.out, dtype).ok]
-        if not near:
-            return None
-        larger = setting.but(**{name: LARGER * setting.call.args[name] for name in "qkv"})
-        errors = [out.double() - of.right.exact.out
-                  for of, out in ((setting, found.out), (larger, found.kernel.ask(larger)[0]))]  # fmt: skip
-        if not at_random(*errors):
-            return None
-        return next((dtype for dtype in reversed(near) if holds_all(dtype, found.out)), near[0])
+        """The dtype to which it rounds something, and does nothing else wrong."""
+        out, call = self.found.out, self.setting.call
+        near = rounded_to(call, Answer(out), lambda other: Answer(self.found.kernel.ask(self.setting.of(other))[0]))
+        return next((dtype for dtype in reversed(near) if holds_all(dtype, out)), next(iter(near), None))
 
     @property
     def mistake(self) -> str:

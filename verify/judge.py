@@ -13,7 +13,7 @@ than its neighbour has to be as right as that one, and a NaN or infinity may spo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -107,15 +107,6 @@ COARSER = {
 }
 
 
-LARGER = 1.03  # some neighbouring numbers of bf16 further, so that all are rounded another way
-
-
-def at_random(errors: Tensor, of_larger: Tensor) -> bool:
-    """Whether two sets of errors have nothing in common, as roundings have not."""
-    a, b = errors.flatten(), of_larger.flatten()
-    return bool(abs(a @ b) <= 0.5 * a.norm() * b.norm())
-
-
 def right_answer(
     call: Call, keep: Tensor | None = None, converted: bool = False, dtype: torch.dtype | None = None
 ) -> Right:
@@ -188,6 +179,28 @@ def against_fp64(right: Right, got: Answer, device: str = "cpu", approximate: bo
                 allowed = allowed + 2 * softcap * _smallest(dtype) * exact.spacings[of]
             checks.append(_worst(name, "fp64", _untainted(right, errors[:-1]), allowed))
     return checks
+
+
+LARGER = 1.03  # some neighbouring numbers of bf16 further, so that all are rounded another way
+
+
+def rounded_to(call: Call, got: Answer, again: Callable[[Call], Answer], device: str = "cpu") -> list[torch.dtype]:
+    """The dtypes, coarser than the call's, to which it may round if it does nothing else wrong: it is as near as they
+    come, and its errors are others where q, k and v are a little larger. Those of a mistake are nearly the same.
+
+    again: what is answered to another call
+    """
+    near = [dtype for dtype in COARSER[call.dtype]
+            if all(check.ok for check in against_fp64(right_answer(call, dtype=dtype), got, device))]  # fmt: skip
+    if not near:
+        return []
+    larger = call.times(LARGER)
+    errors = [
+        {name: x.double() - right_answer(of).exact.parts[name] for name, x in found.parts.items() if name not in CACHES}
+        for of, found in ((call, got), (larger, again(larger)))
+    ]
+    pairs = [(x.flatten(), errors[1][name].flatten()) for name, x in errors[0].items()]
+    return near if all(abs(a @ b) <= 0.5 * a.norm() * b.norm() for a, b in pairs) else []
 
 
 def _other_form(quantity: str, mine: Tensor | None, expected: Tensor, against: str) -> Check:

@@ -70,7 +70,7 @@ def deliver(report: Report, data: Mapping[str, Any], arguments: argparse.Namespa
     ways: dict[str, Callable[[], str]] = {
         "json": lambda: json.dumps(whole, indent=1) + "\n",
         "markdown": lambda: to_markdown(report),
-        "html": lambda: to_html(report),
+        "html": lambda: to_html(report.title, {"": report}),
     }
     for kind, content in ways.items():
         if path := getattr(arguments, kind):

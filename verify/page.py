@@ -1,4 +1,4 @@
-"""A Report as one HTML page: whose answers and the verdict first, then pictures, then tables to filter and unfold.
+"""Reports as one HTML page: the verdicts first, then pictures and tables of each, to filter and unfold.
 
 Nothing comes from the network, and without its few lines of script only the filter is missing.
 """
@@ -9,11 +9,12 @@ import html
 import importlib.util
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from . import EXTRA
-from .tables import COLOURS, Picture, Report, Table
+from .tables import COLOURS, OURS, Picture, Report, Table
 
 MANY = 12  # rows, beyond which a table is folded
 LONG = 44  # characters, beyond which what a cell says goes under its row
@@ -24,7 +25,7 @@ _PAGE = """<!doctype html>
 <style>
 :root {{ color-scheme: light dark }}
 body {{ margin: 0 auto; padding: 1rem; max-width: 74rem; font: 1rem/1.5 system-ui, sans-serif }}
-h1 {{ font-size: 1.5rem; line-height: 1.2 }}
+h1 {{ font-size: 1.5rem; line-height: 1.2 }} h2 {{ font-size: 1.1rem }}
 p {{ margin: .5rem 0 }} .number {{ white-space: nowrap }}
 summary {{ font-weight: bold; padding: .5rem 0; cursor: pointer }}
 details {{ border-top: 1px solid #8888; overflow-x: auto }}
@@ -72,24 +73,44 @@ class Verdict(NamedTuple):
     ok: bool
 
 
-def to_html(report: Report, about: str = "", verdicts: Sequence[Verdict] = ()) -> str:
-    """One self-contained page. about: a paragraph for everybody, behind the verdicts, which are the report's own if not
-    given.
-    """
-    *remarks, last = report.conclusion
-    body = [f"<h1>{_breakable(report.title)}</h1>"]
-    for subject, words, ok in verdicts or [Verdict(report.subject, last.strip(), report.ok)]:
+def verdicts(runs: Iterable[Report]) -> list[Verdict]:
+    """One on each whose answers were judged, the package first: that of the runs that found something wrong, if any."""
+    found = []
+    for subject, same in groupby(sorted(runs, key=_ours_first), key=lambda run: run.subject):
+        mine = [*same]
+        deciding = [run for run in mine if not run.ok] or mine
+        words = "; ".join(dict.fromkeys(run.conclusion[-1].strip() for run in deciding))
+        found.append(Verdict(subject, words, all(run.ok for run in mine)))
+    return found
+
+
+def _ours_first(run: Report) -> tuple[bool, str]:
+    return run.subject != OURS, run.subject
+
+
+def to_html(title: str, runs: Mapping[str, Report], about: Sequence[str] = ()) -> str:
+    """One self-contained page of runs by their names; about: paragraphs for everybody, behind the verdicts."""
+    body = [f"<h1>{_breakable(title)}</h1>"]
+    for subject, words, ok in verdicts(runs.values()):
         body.append(f'<p class="verdict {"pass" if ok else "FAIL"}">{_breakable(subject)}: {_breakable(words)}</p>')
-    body += [f"<p>{_breakable(line)}</p>" for line in (*remarks, about) if line]
-    if report.pictures:
-        body.append(_pictures(report.pictures))
-    tables = [table.used for table in report.tables]
-    if tables:
+    body += [f"<p>{_breakable(line)}</p>" for line in about]
+    if any(run.tables for run in runs.values()):
         body.append('<input id="filter" type="search" hidden aria-label="filter" placeholder="Only rows with: FAIL">')
-    body += map(_table, sorted(tables, key=_is_folded))  # what has to be opened comes last
-    facts = [f"<dt>{_breakable(name)}</dt><dd>{_breakable(fact)}</dd>" for name, fact in report.environment.items()]
-    body.append(f"<details><summary>Where and how this was obtained</summary><dl>{''.join(facts)}</dl></details>")
-    return _PAGE.format(title=_text(report.title), body="\n".join(body))
+    for name, run in sorted(runs.items(), key=lambda each: _ours_first(each[1])):
+        body += _run(name if len(runs) > 1 else "", run)
+    return _PAGE.format(title=_text(title), body="\n".join(body))
+
+
+def _run(name: str, run: Report) -> Iterator[str]:
+    """Its remarks, pictures and tables, and where and how it was obtained."""
+    if name:
+        yield f"<h2>{_breakable(f'{name}: {run.title}, of {run.subject}')}</h2>"
+    yield from (f"<p>{_breakable(line)}</p>" for line in run.conclusion[:-1])
+    if run.pictures:
+        yield _pictures(run.pictures)
+    yield from map(_table, sorted((table.used for table in run.tables), key=_is_folded))  # what has to be opened last
+    facts = [f"<dt>{_breakable(label)}</dt><dd>{_breakable(fact)}</dd>" for label, fact in run.environment.items()]
+    yield f"<details><summary>Where and how this was obtained</summary><dl>{''.join(facts)}</dl></details>"
 
 
 def can_draw() -> bool:
