@@ -105,7 +105,7 @@ def main(arguments: argparse.Namespace) -> int:
     announce(environment, terminal)
     rows, lost = gathered(problems(plan), terminal)
     data = {"workloads": {workload.name: workload.describe() for workload in plan.workloads}}
-    pictures = bench_pictures.curves(rows, plan.workloads)
+    pictures = bench_pictures.curves(rows, plan.workloads if arguments.lengths else ())
     return conclude("verify bench", environment, rows, lost, arguments, saved, data=data, pictures=pictures)
 
 

@@ -9,8 +9,6 @@ from .bench_run import Row
 from .tables import Bar, Bars, Curves, Picture
 from .workloads import Workload
 
-Lines = list[tuple[str, list[tuple[float, float]]]]
-
 
 def bars(rows: Sequence[Row], yardsticks: Yardsticks) -> list[Picture]:
     """Speed and memory beside each rival."""
@@ -38,13 +36,13 @@ def memory(each: Compared, names: Sequence[str], mode: str) -> Bar | None:
     return Bar(ours / theirs, f"{ours / theirs:.2f} ({ours:.3g} MiB)") if ours and theirs else None
 
 
-def curves(rows: Sequence[Row], workloads: Sequence[Workload]) -> list[Curves]:
+def curves(rows: Sequence[Row], workloads: Sequence[Workload]) -> list[Picture]:
     """Speed and memory over the sequence length, of workloads that are alike but for it."""
-    by_name = {each.name: each for each in workloads if each.name == f"causal_{each.max_seqlen_q}"}
+    by_name = {each.name: each for each in workloads}
     if len(by_name) < 2:
         return []
 
-    def lines(value: Callable[[Row, Workload], float | None]) -> Lines:
+    def lines(value: Callable[[Row, Workload], float | None]) -> list[tuple[str, list[tuple[float, float]]]]:
         found: dict[str, list[tuple[float, float]]] = {}
         for row in rows:
             workload = by_name.get(row.workload)
@@ -53,12 +51,13 @@ def curves(rows: Sequence[Row], workloads: Sequence[Workload]) -> list[Curves]:
                 found.setdefault(row.contestant, []).append((workload.max_seqlen_q, y))
         return [*found.items()]
 
-    def rate(mode: str, products: float) -> Callable[[Row, Workload], float | None]:
-        """Two operations for each number of a product over the half of the scores that the mask leaves."""
+    def rate(mode: str, products: int) -> Callable[[Row, Workload], float | None]:
+        """Two operations for each number of a product, over the half of the scores that a causal mask leaves."""
 
         def of_one(row: Row, workload: Workload) -> float | None:
+            operations = (1 if workload.causal else 2) * products * workload.scores * workload.head_dim
             ms = row.milliseconds(mode)
-            return products * workload.scores * workload.head_dim / ms / 1e9 if ms else None
+            return operations / ms / 1e9 if ms else None
 
         return of_one
 

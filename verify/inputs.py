@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
-from pathlib import Path
 
 import torch
 
-from . import EXTRA
 from .call import DTYPES, SHORT
 from .environment import checked_devices
 from .errors import UsageError
-from .output import check_writable
 
 NAMES = {short: dtype for dtype, short in SHORT.items()} | DTYPES
 
@@ -79,14 +75,3 @@ def recipe(kind: torch.dtype, seed: int) -> str:
         f"q, k, v in this order: torch.randn(batch, seqlen, heads, head_dim, generator=g).to({kind}), "
         f'g = torch.Generator("cpu").manual_seed({seed})'
     )
-
-
-def check_picture(path: Path | None) -> None:
-    """Before the work, like the other files."""
-    if path is None:
-        return
-    if path.suffix.lower() != ".png":
-        raise UsageError(f"cannot draw {path}: give a name that ends in .png")
-    check_writable(path)
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError(f"matplotlib is not installed: {EXTRA}")

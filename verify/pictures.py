@@ -1,11 +1,9 @@
-"""Pictures of a Report as SVG that takes its ink from the page, so that it reads in light and dark; or as one PNG."""
+"""Pictures of a Report as SVG that takes its ink from the page, so that it reads in light and dark."""
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .tables import Bars, Curves, Picture
@@ -25,7 +23,7 @@ def svg(picture: Picture) -> str:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    with rc_context(_style(INK)):
+    with rc_context(_style()):
         figure = Figure(figsize=(WIDTH, _height(picture)), layout="constrained")
         _draw(figure.subplots(), picture)
         file = io.StringIO()
@@ -36,25 +34,11 @@ def svg(picture: Picture) -> str:
     return re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1))
 
 
-def png(pictures: Sequence[Picture], title: str, path: Path) -> None:
-    """All beside each other, under a title."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    with rc_context(_style("black")):
-        size = WIDTH * 1.25 * len(pictures), 1.4 * max(map(_height, pictures))
-        figure = Figure(figsize=size, layout="constrained", facecolor="white")
-        for axes, picture in zip(figure.subplots(1, len(pictures), squeeze=False)[0], pictures):
-            _draw(axes, picture)
-        figure.suptitle(title, fontsize=9)
-        figure.savefig(path, dpi=150)
-
-
-def _style(ink: str) -> Any:
+def _style() -> Any:
     """matplotlib's settings, whose names its own types list one by one."""
     inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
     return {
-        **dict.fromkeys(inked, ink),
+        **dict.fromkeys(inked, INK),
         **{f"axes.spines.{side}": False for side in ("top", "right")},
         "svg.fonttype": "none",
         "svg.hashsalt": "verify",  # the same picture gives the same page
