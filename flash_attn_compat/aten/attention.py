@@ -107,7 +107,7 @@ def _ours(
     """The answer of our kernels, or what speaks against them where only that is asked; None if others would compute."""
     if against is not None:
         door.explain([against])
-    bias = door.expanded(attn_mask, q.shape[:3], k.shape[2])
+    bias = None if attn_mask is None else attn_mask.expand(*q.shape[:3], k.shape[2])
     call = _as_flash(q, k, v, dropout_p, is_causal, scale)
     if explains():
         door.explain(door.against(*call, bias=bias))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
@@ -15,11 +14,6 @@ from flash_attn_compat.engine.memory import Known, Request
 from flash_attn_compat.serving import autograd, compute, dispatch
 
 KERNELS, PYTORCH = "fused", "pytorch"
-
-
-def expanded(mask: Tensor | None, leading: Sequence[int], keys: int) -> Tensor | None:
-    """A dense mask as the engine takes it. leading: of the shape, batch, heads and rows"""
-    return None if mask is None else mask.expand(*leading, keys)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, bias: Tensor | None = None) -> Tensor | None:

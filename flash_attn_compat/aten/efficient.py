@@ -78,8 +78,8 @@ class Problem(NamedTuple):
     @property
     def expanded_bias(self) -> Tensor | None:
         """The bias as the engine takes it."""
-        rows, heads = self.query.shape[1:3]
-        return door.expanded(self.bias, (self.query.shape[0], heads, rows), self.key.shape[1])
+        batch, rows, heads, _ = self.query.shape
+        return None if self.bias is None else self.bias.expand(batch, heads, rows, self.key.shape[1])
 
     @property
     def may_see_nothing(self) -> bool:

@@ -59,7 +59,7 @@ EXTRAS = {
 def switch_on(wanted: Mapping[str, bool | str | None], undo: ExitStack) -> None:
     """Those that are wanted, by their variables, and are not there already; children go by the variables."""
     for variable, asked in wanted.items():
-        wish = "1" if asked is True else asked
+        wish = asked if isinstance(asked, str) else "1" if asked else None
         if wish and not _in_force & {(variable, wish), (variable, "always")}:
             set_item(os.environ, variable, wish, undo)
             EXTRAS[variable].switch_on(undo, wish)
