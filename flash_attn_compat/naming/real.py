@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
-import re
 import sys
 from contextlib import ExitStack
 from importlib.machinery import ModuleSpec
@@ -188,7 +187,5 @@ def _add_kernels_off_cuda(interface: ModuleType) -> None:
 
 
 def _installed_version(location: str) -> str | None:
-    for distribution in importlib.metadata.distributions(path=[str(Path(location).parent)]):
-        if re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower() == "flash-attn":
-            return distribution.version
-    return None
+    found = importlib.metadata.distributions(name="flash-attn", path=[str(Path(location).parent)])
+    return next((distribution.version for distribution in found), None)

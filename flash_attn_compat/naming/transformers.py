@@ -161,8 +161,10 @@ def _replay_guarded_code(undo: ExitStack) -> None:
     for name in [_FLASH_UTILS, *guarded]:
         module = sys.modules.get(name)
         # Looked up in __dict__: a lazy module of transformers would import its content to find an attribute.
-        skipped = _skipped_code(module) if _GUARDS & getattr(module, "__dict__", {}).keys() else []
-        if module is None or not skipped:
+        if module is None or not _GUARDS & vars(module).keys():
+            continue
+        skipped = _skipped_code(module)
+        if not skipped:
             continue
         undo.callback(_restore_namespace, module, dict(vars(module)))
         if name == _FLASH_UTILS:
@@ -172,10 +174,8 @@ def _replay_guarded_code(undo: ExitStack) -> None:
             exec(compile(ast.Module(skipped, []), module.__file__ or name, "exec"), vars(module))
 
 
-def _skipped_code(module: ModuleType | None) -> list[ast.stmt]:
+def _skipped_code(module: ModuleType) -> list[ast.stmt]:
     """The guarded imports of a module, and its classes that have an imported class as base (ModernBERT's rotary)."""
-    if module is None:
-        return []
     try:
         tree = ast.parse(inspect.getsource(module))
     except (OSError, TypeError, SyntaxError):
