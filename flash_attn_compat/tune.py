@@ -49,7 +49,7 @@ class Shape(NamedTuple):
     @property
     def size(self) -> int:
         """That kernels are made for."""
-        return Kind(75, variants.FP16, self.head_dim).size
+        return variants.size_of(self.head_dim)
 
     def __str__(self) -> str:
         return f"head_dim {self.size}, {dtype_name(self.dtype)}"

@@ -32,7 +32,7 @@ def usual_kinds(
     head_dims: empty for those of most models; dtypes: "float16" and "bfloat16", empty for both
     masks: whether those with a dense mask too, of booleans or biases in the dtype: PyTorch's operators bring them
     """
-    sizes = {Kind(number, FP16, head_dim).D for head_dim in head_dims or _USUAL}
+    sizes = set(map(variants.size_of, head_dims or _USUAL))
     for kind in variants.kinds(number):
         name = "float16" if kind.type == FP16 else "bfloat16"
         is_usual = kind.vec == 8 and kind.alibi + kind.softcap + kind.dropout + (kind.bias > 0) <= 1
