@@ -33,10 +33,10 @@ _CONVERSIONS = 10
 
 
 # What a kernel's macros are where its variant does not say.
-_OFF = (
-    "LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "APPEND", "SEATS", "COPIED", "MMA16", "CPA", "BIAS", "BIAS_PAIRS",
-)  # fmt: skip
-DEFAULTS = {"D": 64, "TYPE": FP16, "VEC": 8, "PAIRS": 0, "SUMS": 0, **dict.fromkeys(_OFF, 0)}
+_OFF = "PAIRS", "SUMS", "APPEND", "SEATS", "MMA16", "CPA"
+# Those that a kind may have on, of kernels with tiles of rows and keys; pages are the forward's alone.
+_FEATURES = "LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "COPIED", "BIAS", "BIAS_PAIRS"
+DEFAULTS = {"D": 64, "TYPE": FP16, "VEC": 8, **dict.fromkeys((*_OFF, *_FEATURES), 0)}
 
 
 class Variant(NamedTuple):
@@ -220,11 +220,8 @@ def forward_tile(kind: Kind) -> Tile:
         choice = _TURING["forward"][kind.size]
         if kind.short and kind.size <= _SHORT_SIZE:
             return _halved(choice.small)
-        loads_single = kind.bias > BOOLEANS and not kind.bias_pairs and kind.size <= 96  # and has no registers for more
-        if _is_narrow(kind) or kind.few_rows or more_work or loads_single:
+        if _is_narrow(kind) or kind.few_rows or more_work or (kind.bias > BOOLEANS and kind.size <= 96):
             return choice.small
-        if kind.bias > BOOLEANS and kind.size <= 32:
-            return Tile(64, 4, 2, 2)
         converts = kind.type == BF16_AS_FP16 and not kind.copied
         return Tile(64, 4, 2, 2) if D == 32 and converts else choice.usual
     if D == 512:
@@ -242,7 +239,7 @@ def forward_tile(kind: Kind) -> Tile:
 def forward(kind: Kind) -> Variant:
     tile = _tile("forward", kind, forward_tile)
     kind = _rounded(kind, tile)
-    macros = kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "PAGED", "COPIED", "BIAS", "BIAS_PAIRS")
+    macros = kind.macros(*_FEATURES)
     macros += [("BN", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB), ("QREG", int(tile.reg_s))]
     macros += [("SUMS", tile.sums)] * (tile.sums > 0) + kind.newer()
     row, row_v = 2 * kind.D, 2 * kind.DV
@@ -376,9 +373,8 @@ def dq(kind: Kind) -> Variant:
 
 def _backward(entry: str, kind: Kind, tile: Tile, passing: int) -> Variant:
     """passing: bytes of what is known of a tile's passing rows"""
-    kind = _rounded(kind, tile)
-    macros = kind.macros("LOCAL", "ALIBI", "SOFTCAP", "DROPOUT", "COPIED", "BIAS", "BIAS_PAIRS")
-    macros += kind.newer(tile.copies)
+    kind = _rounded(kind._replace(paged=False), tile)
+    macros = [*kind.macros(*_FEATURES), *kind.newer(tile.copies)]
     macros += [("TL", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB)]
     macros += [("REG_S", int(tile.reg_s)), ("REG_P", int(tile.reg_p))]
     macros += [("PAIRS", 1)] * tile.pairs + [("SUMS", tile.sums)] * (tile.sums > 0)
