@@ -163,7 +163,7 @@ def cache_folder() -> str | None:
 
 
 def sdpa() -> str | None:
-    """ "1" or "always" where PyTorch's attention operators are to run on our kernels."""
+    """Where PyTorch\'s attention operators run on our kernels: "1" before capability 8.0, "always" on every GPU."""
     wish = _choice(SDPA, ("0", "1", "always"))
     return None if wish == "0" else wish
 
