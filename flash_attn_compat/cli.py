@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _action(arguments: list[str]) -> Callable[[], int]:
-    """What the arguments ask for; those of run and verify are others' and are not looked at."""
+    """What the arguments ask for; those behind run and verify are not the command's own."""
     if arguments[:1] == ["verify"]:
         return partial(verify, arguments[1:])
     if arguments[:1] == ["run"]:
@@ -259,9 +259,9 @@ def _tune(options: argparse.Namespace) -> int:
         print(f"wrote {options.json}")
     if not tuning.card.times:
         return _complain("nothing could be compared")
-    return (
-        0 if verdicts.keep(tuning.card) else _complain("the result could not be written, so later calls do not use it")
-    )
+    if not verdicts.keep(tuning.card):
+        return _complain("the result could not be written, so later calls do not use it")
+    return 0
 
 
 def _compile(options: argparse.Namespace) -> int:
