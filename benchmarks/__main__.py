@@ -12,7 +12,7 @@ PROGRAMS = {
     "sdpa": "F.scaled_dot_product_attention without and with our kernels under it",
     "head_dims": "our kernels beside PyTorch's flash kernel, head dim by head dim",
     "turing_peer": "our kernels beside flash-attention-turing's",
-    "end_to_end": "whole programs beside flash-attn, SDPA and plain formulas",
+    "end_to_end": "whole programs beside flash-attn and SDPA",
     "fine_tuning": "whether a loss curve is eager attention's",
     "kernel_tiles": "which tile of each kernel is the fastest on this GPU",
     "kernel_report": "registers, spills and instructions of each kernel; no GPU needed",
