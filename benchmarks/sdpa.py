@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,6 @@ from torch import Tensor
 import flash_attn_compat
 from benchmarks import host_time
 from benchmarks.runner import DTYPES, Contest, alone, one_by_one, parser, run
-from flash_attn_compat.aten import switch
 from flash_attn_compat.aten.wish import Wish
 from verify.bench_run import Jobs
 from verify.timing import Job
@@ -175,13 +173,11 @@ def main(argv: list[str] | None = None) -> int:
     options = arguments.parse_args(argv)
     device = options.device
     without_flash_kernels()
-    # The thread that draws the tables calls nothing; where others may, ours stay in front, and "without" would pay it.
-    with mock.patch.object(switch, "_others_may_call", return_value=False):
-        if options.host:
-            clock = one_by_one(device, partial(host_time.milliseconds, device=device))
-            return run("sdpa --host", on_the_host(device), options, device, clock)
-        on = partial(flash_attn_compat.sdpa, always=options.always)
-        return run("sdpa", contests(DTYPES[options.dtype], device, on, options.longest), options, device, weigh=True)
+    if options.host:
+        clock = one_by_one(device, partial(host_time.milliseconds, device=device))
+        return run("sdpa --host", on_the_host(device), options, device, clock)
+    on = partial(flash_attn_compat.sdpa, always=options.always)
+    return run("sdpa", contests(DTYPES[options.dtype], device, on, options.longest), options, device, weigh=True)
 
 
 def without_flash_kernels() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pkgutil
+import threading
 
 import pytest
 import torch
@@ -81,6 +82,14 @@ def test_contestants_that_do_not_agree_or_fail_or_are_too_slow_give_exit_code_1(
         assert mine["reason"] == {"broken": "ValueError: planted", "no tensors": "ValueError: planted"}.get(
             name, mine["reason"]
         )
+
+
+def test_no_other_thread_runs_beside_what_is_timed(tmp_path):
+    threads = []
+    watch = Job(lambda: threads.append(threading.active_count()))
+    before = threading.active_count()
+    assert ran(tmp_path, Contest("watched", lambda: alone({"ours": watch})))[0] == 0
+    assert {*threads} == {before}
 
 
 def test_a_nan_agrees_with_a_nan_alone():

@@ -119,11 +119,11 @@ def gathered(given: Sequence[Problem], terminal: Console) -> tuple[list[Row], st
     """The rows, shown as they come, and why the run ended early, if it did."""
     rows: list[Row] = []
     terminal.print(Text(f"  {'':28} {'forward':>13} {'and backward':>13} ms {'peak':>8} MiB  answer", style="dim"))
-    with progress_bar(terminal) as progress:
+    with progress_bar(terminal, in_a_thread=False) as progress:
         task = progress.add_task("", total=len(given))
 
         def step(what: str) -> None:
-            progress.update(task, description=what)
+            progress.update(task, description=what, refresh=True)
 
         try:
             for heading, of_one in given:

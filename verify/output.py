@@ -38,10 +38,13 @@ def announce(environment: Mapping[str, str], terminal: Console) -> None:
         terminal.print(Text(f"{label}: {fact}", style="dim"), soft_wrap=True)
 
 
-def progress_bar(terminal: Console) -> Progress:
-    """For everything longer than two seconds."""
+def progress_bar(terminal: Console, in_a_thread: bool = True) -> Progress:
+    """For everything longer than two seconds.
+
+    in_a_thread: or drawn when told to, lest a process with one thread is timed as one with two
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=terminal, transient=True)
+    return Progress(*columns, console=terminal, transient=True, auto_refresh=in_a_thread)
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
