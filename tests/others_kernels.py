@@ -287,6 +287,7 @@ def lay_flash_attn(
     package = folder / "flash_attn"
     package.mkdir(exist_ok=True)
     (package / "__init__.py").write_text(f"__version__ = '{version}'\nraise ImportError('the wrapper is not needed')\n")
+    (folder / "flash_attn_2_cuda.py").unlink(missing_ok=True)
     if extension is not None:
         (folder / "flash_attn_2_cuda.py").write_text(extension)
     importlib.invalidate_caches()

@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from flash_attn_compat import settings
 from tests import caller_state, fused_on_cpu, others_kernels
-from tests.caller_calls import PROBLEMS, TABLE, Found, Prepared, Row
+from tests.caller_calls import PROBLEMS, TABLE, Prepared, Row
 from tests.caller_state import State, examine, same, states
 
 STATES = tuple(states())
@@ -82,33 +84,28 @@ def test_every_variable_that_calls_read_is_in_the_table() -> None:
     assert {name for name in told if any(f"{name}=" in state.name for state in STATES)} == told - elsewhere
 
 
-def _faulty(run: str) -> Row:
-    """A row with a mistake of each kind that the table is there to find."""
-
-    def prepare(device: torch.device) -> Prepared:
-        x = torch.arange(3.0)
-
-        def body() -> Found:
-            if run == "default dtype":
-                return {"out": x + torch.tensor(0.1, dtype=torch.get_default_dtype())}
-            if run == "random numbers":
-                torch.rand(1, dtype=torch.float32, device="cpu")
-            if run == "input":
-                x.add_(1)
-            if run == "deterministic":
-                torch.use_deterministic_algorithms(not torch.are_deterministic_algorithms_enabled())
-            return {"out": x + 1}
-
-        return Prepared({"x": x}, body)
-
-    return Row(run, prepare)
+def _with_deterministic_algorithms(x: Tensor) -> Tensor:
+    torch.use_deterministic_algorithms(not torch.are_deterministic_algorithms_enabled())
+    return x + 1
 
 
-@pytest.mark.parametrize("mistake", ["default dtype", "random numbers", "input", "deterministic"])
+MISTAKES: dict[str, Callable[[Tensor], Tensor]] = {
+    "default dtype": lambda x: x + torch.tensor(0.1, dtype=torch.get_default_dtype()),
+    "random numbers": lambda x: x + 0 * torch.rand(1, dtype=torch.float32, device="cpu"),
+    "input": lambda x: x.add_(1),
+    "deterministic": _with_deterministic_algorithms,
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_table_finds_a_planted_mistake(mistake: str) -> None:
+    def row(change: Callable[[Tensor], Tensor]) -> Row:
+        x = torch.arange(3.0)
+        return Row(mistake, lambda device: Prepared({"x": x}, lambda: {"out": change(x)}))
+
     fp16 = STATES[0]
     try:
-        assert examine(fp16, torch.device("cpu"), [_faulty(mistake)])
-        assert not examine(fp16, torch.device("cpu"), [_faulty("")])
+        assert examine(fp16, torch.device("cpu"), [row(MISTAKES[mistake])])
+        assert not examine(fp16, torch.device("cpu"), [row(lambda x: x + 1)])
     finally:
         torch.use_deterministic_algorithms(False)

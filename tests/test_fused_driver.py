@@ -80,13 +80,16 @@ def stub(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Stub:
 # ---- loading
 
 
-ATTRIBUTES = {SMALL: [], TWO_BLOCKS: ["9 100"], LARGE: ["8 65536", "9 100"]}
+TURING, HOPPER = 64 * 1024, 227 * 1024  # bytes of shared memory
+ATTRIBUTES = [(SMALL, TURING, []), (TWO_BLOCKS, TURING, ["9 100"]), (TWO_BLOCKS, HOPPER, []),
+              (LARGE, TURING, ["8 65536", "9 100"])]  # fmt: skip
 
 
-@pytest.mark.parametrize("variant", ATTRIBUTES, ids=["16 KB", "twice 32 KB", "64 KB"])
+@pytest.mark.parametrize(("variant", "shared", "attributes"), ATTRIBUTES)
 def test_a_kernel_is_loaded_into_the_gpus_context_and_asks_for_the_shared_memory_its_blocks_need(
-    variant: Variant, stub: Stub
+    variant: Variant, shared: int, attributes: list[str], stub: Stub
 ) -> None:
+    stub.expect(shared=shared)
     stub.thread(OTHER_CONTEXT)
     kernel = stub.driver.load(variant, b"code", 0)
     assert (kernel.threads, kernel.shared) == (variant.threads, variant.shared)
@@ -97,17 +100,11 @@ def test_a_kernel_is_loaded_into_the_gpus_context_and_asks_for_the_shared_memory
         f"cuThreadExchangeStreamCaptureMode {RELAXED}",
         "cuModuleLoadData code",
         "cuModuleGetFunction forward",
-        *(f"cuFuncSetAttribute {attribute}" for attribute in ATTRIBUTES[variant]),
+        *(f"cuFuncSetAttribute {attribute}" for attribute in attributes),
         f"cuThreadExchangeStreamCaptureMode {GLOBAL}",
         "cuCtxPopCurrent",
     ]
     assert stub.state == (OTHER_CONTEXT, GLOBAL)
-
-
-def test_a_gpu_with_room_for_both_blocks_is_asked_for_no_more(stub: Stub) -> None:
-    stub.expect(shared=227 * 1024)
-    stub.driver.load(TWO_BLOCKS, b"code", 0)
-    assert not any("cuFuncSetAttribute" in call for call in stub.told())
 
 
 @pytest.mark.parametrize("name", ["cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"])
