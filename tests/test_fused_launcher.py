@@ -71,7 +71,7 @@ def test_an_address_of_too_little_memory_is_refused(tensor: Tensor) -> None:
     q = half(1, 1, 1, 8)
     plan = launcher.Plan(call_of(q, q, q, Options()), [], [])
     with pytest.raises(RuntimeError, match=r"q must have 16 bytes .*shape"):
-        plan.addresses((tensor, q, q))
+        plan.run((tensor, q, q))
 
 
 WITHOUT_MEMORY = {"a wrapper": Wrapper, "a fake": lambda tensor: FakeTensorMode().from_tensor(tensor)}
