@@ -16,11 +16,12 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.aten import door
-from flash_attn_compat.aten.wish import Front, Wish, against_mask, against_size, against_tensors, is_ordinary
+from flash_attn_compat.aten.wish import HALF, Front, Wish, against_mask, against_size, against_tensors, not_half
 from flash_attn_compat.engine import capture, outside
 from flash_attn_compat.engine.build import Options, Packing
 from flash_attn_compat.engine.call import Gradients, Upstream
 from flash_attn_compat.engine.decided import DECIDED
+from flash_attn_compat.engine.memory import PLAIN
 from flash_attn_compat.serving import dispatch
 
 FORWARD, BACKWARD = "_efficient_attention_forward", "_efficient_attention_backward"
@@ -97,8 +98,9 @@ def implementation(front: Front, name: str) -> Callable[..., Any]:
     redispatch = getattr(torch.ops.aten, name).default._handle.redispatch_boxed
 
     def attention(keys: Any, *arguments: Any, **named: Any) -> Any:
-        wish = front.wish
-        if wish is not None and not DECIDED.yet and is_ordinary(wish, arguments[0]):
+        wish, first = front.wish, arguments[0]
+        # Not of fake tensors, or of those on another device: the operator's key is one for all of them.
+        if wish is not None and not DECIDED.yet and type(first) in PLAIN and first.device.type == wish.device:
             found = ours(wish, *arguments, **named)
             if found is not None:
                 return found
@@ -141,9 +143,8 @@ def backward(
 def why_not(wish: Wish, problem: Problem, is_recorded: bool) -> str | None:
     """What keeps our kernels from a problem, besides their own reasons; None for nothing. is_recorded: as in wish"""
     q, k, v, bias = problem[:4]
-    against = against_tensors(wish, q, k, v)
-    if against is not None:
-        return against
+    if q.dtype not in HALF:
+        return not_half(q.dtype)
     if not q.dim() == k.dim() == v.dim() == 4:
         return "shapes or heads differ"
     (batch, _, heads, width), rows = q.shape, problem.rows
@@ -154,6 +155,9 @@ def why_not(wish: Wish, problem: Problem, is_recorded: bool) -> str | None:
         return "it has a mask, and is causal or packed besides"
     if problem.dropout_p != 0.0:
         return "its dropout mask is PyTorch's"
+    against = against_tensors(wish, q, k, v)
+    if against is not None:
+        return against
     if k.shape[2:] != (heads, width) or k.shape[:3] != v.shape[:3] or k.shape[0] != batch:
         return "shapes or heads differ"
     if problem.custom_mask_type not in (NO_MASK, TOP_LEFT, BOTTOM_RIGHT):

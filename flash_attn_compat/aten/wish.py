@@ -42,11 +42,6 @@ class Front:
         self.wish: Wish | None = wish
 
 
-def is_ordinary(wish: Wish, tensor: Tensor) -> bool:
-    """Whether it is an ordinary tensor on the wish's kind of device, and not a fake one or one without memory."""
-    return type(tensor) in PLAIN and tensor.device.type == wish.device
-
-
 def against_tensors(wish: Wish, q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why plain tensors of (batch, ..., head_dim) cannot be ours, whatever their axes mean."""
     dtype, device = q.dtype, q.device
