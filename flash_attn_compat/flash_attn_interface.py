@@ -130,9 +130,9 @@ def flash_attn_func(
         RuntimeError: shapes, dtypes or devices do not fit together, dropout_p >= 1
         IndexError: a tensor has too few dimensions
     """
-    options = Options(
+    options = (
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+    )  # fmt: skip
     return _attend((q, k, v), options, s_aux=s_aux)
 
 
@@ -167,9 +167,9 @@ def flash_attn_kvpacked_func(
         kv: (batch_size, seqlen_k, 2, nheads_k, headdim), k first
     The other arguments, results and errors are those of flash_attn_func.
     """
-    options = Options(
+    options = (
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+    )  # fmt: skip
     return _attend((q, kv), options)
 
 
@@ -202,9 +202,9 @@ def flash_attn_qkvpacked_func(
         qkv: (batch_size, seqlen, 3, nheads, headdim), in the order q, k, v
     The other arguments, results and errors are those of flash_attn_func.
     """
-    options = Options(
+    options = (
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+    )  # fmt: skip
     return _attend((qkv,), options)
 
 
@@ -262,10 +262,11 @@ def flash_attn_varlen_func(
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit together, cu_seqlens not int32 or not contiguous
     """
-    options = Options(
+    options = (
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
+    )  # fmt: skip
+    seqused_k = leftpad_k = None
+    packing = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_k, leftpad_k
     return _attend((q, k, v), options, packing, s_aux)
 
 
@@ -305,9 +306,9 @@ def flash_attn_varlen_kvpacked_func(
         kv: (total_k, 2, nheads_k, headdim), k first
     The other arguments, results and errors are those of flash_attn_varlen_func.
     """
-    options = Options(
+    options = (
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+    )  # fmt: skip
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _attend((q, kv), options, packing)
 
@@ -345,29 +346,35 @@ def flash_attn_varlen_qkvpacked_func(
         max_seqlen: the longest length
     The other arguments, results and errors are those of flash_attn_varlen_func.
     """
-    options = Options(
+    options = (
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+    )  # fmt: skip
     packing = Packing(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     return _attend((qkv,), options, packing)
 
 
 def _attend(
-    inputs: tuple[Tensor, ...], options: Options, packing: Packing | None = None, s_aux: Tensor | None = None
+    inputs: tuple[Tensor, ...],
+    options: tuple[Any, ...],
+    packing: tuple[Any, ...] | None = None,
+    s_aux: Tensor | None = None,
 ) -> AttentionOutput:
-    wanted = None if torch_ops.are_asked_for(*inputs) else purpose(inputs)
+    """options, packing: the fields of Options and Packing, which take longer to make than a tuple"""
+    wanted = None if torch_ops.are_asked_for(inputs) else purpose(inputs)
     q, k, v = inputs if len(inputs) == 3 else unpack(inputs)
     if s_aux is not None:
-        sinks.check(s_aux, q, options.alibi_slopes)
+        sinks.check(s_aux, q, Options(*options).alibi_slopes)
     if wanted is None:
-        outputs = torch_ops.attend(q, k, v, options, packing, s_aux is not None)
+        named = Options(*options), None if packing is None else Packing(*packing)
+        outputs = torch_ops.attend(q, k, v, *named, s_aux is not None)
     else:
         if s_aux is not None:
             wanted = wanted._replace(return_lse=True, shares_dropout_mask=True)
-        outputs = attend(inputs, *find(request_of(q, k, v, options, wanted, packing)))
+        request = request_of(q, k, v, options, wanted, packing)
+        outputs = attend(inputs, find(request), request)
     if s_aux is not None:
         outputs = (*sinks.absorb(*outputs[:2], s_aux), outputs[2])
-    return outputs if options.return_attn_probs else outputs[0]
+    return outputs if options[-1] else outputs[0]  # return_attn_probs
 
 
 class _Applied(torch.autograd.Function):

@@ -66,7 +66,7 @@ def flash_attn_with_kvcache(
     out, lse = cache.attend(
         (q, k_cache, v_cache, alibi_slopes, k, v, rotary_cos, rotary_sin), cache_seqlens, cache_batch_idx,
         cache_leftpad, block_table, softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits,
-        return_softmax_lse or s_aux is not None,
+        return_softmax_lse if s_aux is None else True,
     )  # fmt: skip
     if s_aux is not None:
         out, lse = sinks.absorb(out, lse, s_aux.detach())

@@ -10,8 +10,8 @@ import contextlib
 import contextvars
 import functools
 import os
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -39,11 +39,11 @@ API_VERSIONS = {"2.6": "2.6.3", "2.8": "2.8.3"}
 APIS = tuple(API_VERSIONS)
 
 # os.environ.get costs a microsecond for a variable that is not set, the mapping inside it a twentieth;
-# with five variables that is a fifth of the host time of a whole call.
-_variables = getattr(os.environ, "_data", None)
-_DECISIVE = (BACKEND, CAPABILITY, COMPILE, DISABLE_OFFICIAL, FUSED)
-_keys = tuple(os.environ.encodekey(name) for name in _DECISIVE)
-_debug_key, _capability_key = os.environ.encodekey(DEBUG), os.environ.encodekey(CAPABILITY)
+# with six variables that is half of the host time of a whole call.
+_variables: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
+_DECISIVE = (BACKEND, CAPABILITY, COMPILE, DISABLE_OFFICIAL, FUSED, DEBUG)
+_keys = tuple(name if _variables is os.environ else os.environ.encodekey(name) for name in _DECISIVE)
+_are_unset, _UNSET = _variables.keys().isdisjoint, (None,) * len(_keys)
 
 # The backend that use_backend names, and whether calls are explained instead of served: one, for every call asks.
 _asked: contextvars.ContextVar[tuple[str | None, bool]] = contextvars.ContextVar(
@@ -53,11 +53,7 @@ _asked: contextvars.ContextVar[tuple[str | None, bool]] = contextvars.ContextVar
 
 def fingerprint() -> tuple[object, ...]:
     """Equal for equal settings: what a remembered decision is valid for."""
-    if _variables is None:
-        return _asked.get(), *(os.environ.get(name) for name in _DECISIVE)
-    get = _variables.get
-    first, second, third, fourth, fifth = _keys
-    return _asked.get(), get(first), get(second), get(third), get(fourth), get(fifth)
+    return _asked.get(), _UNSET if _are_unset(_keys) else tuple(map(_variables.get, _keys))
 
 
 @functools.cache
@@ -170,7 +166,7 @@ def sdpa() -> str | None:
 
 def debugs() -> bool:
     """Whether values of lengths and pages on a GPU are checked, too, which waits for it."""
-    return (_variables is None or bool(_variables.get(_debug_key))) and _is_on(DEBUG)
+    return not _are_unset(_keys) and _is_on(DEBUG)
 
 
 def capability(device: torch.device) -> tuple[int, int]:
@@ -179,7 +175,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def forced_capability() -> tuple[int, int] | None:
-    if _variables is not None and _capability_key not in _variables:
+    if _are_unset(_keys):
         return None
     forced = os.environ.get(CAPABILITY)
     return _parse_capability(forced) if forced else None

@@ -19,10 +19,11 @@ KERNELS, PYTORCH = "fused", "pytorch"
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, bias: Tensor | None = None) -> Tensor | None:
     """out of dense attention, recorded for autograd; None where others would compute. Shapes as in flash_attn_func."""
     inputs = q, k, v
-    found = _ours(request_of(q, k, v, options, autograd.purpose(inputs), bias=bias))
-    if found is None:
+    request = request_of(q, k, v, options, autograd.purpose(inputs), bias=bias)
+    known = _ours(request)
+    if known is None:
         return None
-    out: Tensor = autograd.attend(inputs, *found)[0]
+    out: Tensor = autograd.attend(inputs, known, request)[0]
     return out
 
 
@@ -30,8 +31,9 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None, bias: Tensor | None, return_lse: bool
 ) -> Result | None:
     """out and the LSE outside of autograd, dense or packed; None where others would compute."""
-    found = _ours(request_of(q, k, v, options, Purpose(return_lse=return_lse), packing, bias))
-    return None if found is None else compute.run(*found)[1]
+    request = request_of(q, k, v, options, Purpose(return_lse=return_lse), packing, bias)
+    known = _ours(request)
+    return None if known is None else compute.run(known, request)[1]
 
 
 def backward(
@@ -45,10 +47,10 @@ def backward(
     into: Gradients | None,
 ) -> Gradients | None:
     """Gradients from whoever's out and LSE, outside of autograd; None where others would compute."""
-    found = _ours(request_of(q, k, v, options, Purpose(given_lse=True), packing, bias))
-    if found is None:
+    request = request_of(q, k, v, options, Purpose(given_lse=True), packing, bias)
+    known = _ours(request)
+    if known is None:
         return None
-    known, request = found
     return compute.gradients(known, compute.backward_tensors(request.tensors, None), upstream, into)[1]
 
 
@@ -66,14 +68,13 @@ def explain(reasons: list[str]) -> NoReturn:
     dispatch.raise_explanation(dispatch.Explanation(computed_by, {KERNELS: reasons, PYTORCH: []}))
 
 
-def _ours(request: Request) -> tuple[Known, Request] | None:
+def _ours(request: Request) -> Known | None:
     """What is known of a request that our kernels compute."""
     try:
-        found = compute.find(request)
+        known = compute.find(request)
     except dispatch.BackendNotSupported:  # of a backend that the user named
         return None
-    backend = found[0].backend
-    return found if backend is not None and backend.name == KERNELS else None
+    return known if known.backend is not None and known.backend.name == KERNELS else None
 
 
 def has_flash(device: torch.device) -> bool:

@@ -63,23 +63,25 @@ def request_of(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    options: Options,
+    options: tuple[Any, ...],
     purpose: Purpose = FORWARD,
-    packing: Packing | None = None,
+    packing: tuple[Any, ...] | None = None,
     bias: Tensor | None = None,
 ) -> Request:
-    """Of (batch, seqlen, heads, head_dim) tensors.
+    """Of (batch, seqlen, heads, head_dim) tensors, with the fields of Options.
 
-    With ``packing`` of (total, heads, head_dim) ones, or paged k and v with a block table. bias: as AttentionCall has
-    it, of dense tensors; it is not checked
+    With those of Packing, of (total, heads, head_dim) tensors, or paged k and v with a block table. bias: as
+    AttentionCall has it, of dense tensors; it is not checked
     """
+    dropout_p, scale, causal, window_size, softcap, slopes, deterministic, return_attn_probs = options
+    values = plain(dropout_p, scale, causal, window_size, softcap, deterministic, return_attn_probs)
     if packing is None:
-        own = (q, k, v, options.alibi_slopes)
-        return Request(DENSE, own if bias is None else (*own, *(None,) * 5, bias), (plain(options), purpose))
+        own = (q, k, v, slopes)
+        return Request(DENSE, own if bias is None else (*own, *(None,) * 5, bias), (values, purpose))
     starts_q, starts_k, max_seqlen_q, max_seqlen_k, table, used, leftpad = packing
     if type(max_seqlen_q) is not int or type(max_seqlen_k) is not int:
         max_seqlen_q, max_seqlen_k = integer("max_seqlen_q", max_seqlen_q), integer("max_seqlen_k", max_seqlen_k)
-    tensors: tuple[Any, ...] = (q, k, v, options.alibi_slopes, starts_q, starts_k)
+    tensors: tuple[Any, ...] = (q, k, v, slopes, starts_q, starts_k)
     if table is None and used is None and leftpad is None:
         equal_lengths = starts_q is starts_k or _hold_the_same(starts_q, starts_k)
     else:
@@ -90,8 +92,7 @@ def request_of(
             if used is None and isinstance(starts_k, Tensor) and starts_k.dim() == 1:
                 used = starts_k[1:] - starts_k[:-1]
             tensors = (*tensors[:5], None, used, leftpad, table, None, None, starts_k)
-    given = plain(options), purpose, max_seqlen_q, max_seqlen_k, equal_lengths
-    return Request(PACKED, tensors, given)
+    return Request(PACKED, tensors, (values, purpose, max_seqlen_q, max_seqlen_k, equal_lengths))
 
 
 def call_of(
@@ -102,9 +103,16 @@ def call_of(
     return request.kind.build(request).call
 
 
-def plain(options: tuple[Any, ...]) -> tuple[Any, ...]:
+def plain(
+    dropout_p: Any,
+    scale: Any,
+    causal: Any,
+    window_size: Any,
+    softcap: Any,
+    deterministic: Any = False,
+    return_attn_probs: Any = False,
+) -> tuple[Any, ...]:
     """Options without their slopes, window_size as two, as values to know a call by: equal ones mean the same."""
-    dropout_p, scale, causal, window_size, softcap, _, deterministic, return_attn_probs = options
     try:
         left, right = window_size
     except (TypeError, ValueError):
@@ -112,7 +120,11 @@ def plain(options: tuple[Any, ...]) -> tuple[Any, ...]:
     if type(left) is not int or type(right) is not int:  # 1.0 is no bound, and equals 1
         left, right = integer("window_size_left", left), integer("window_size_right", right)
     values = dropout_p, scale, causal, left, right, softcap, deterministic, return_attn_probs
-    if _VALUES.issuperset(map(type, values)):
+    if (
+        (scale is None or type(scale) is float)
+        and type(dropout_p) is type(softcap) is float
+        and type(causal) is type(deterministic) is type(return_attn_probs) is bool
+    ) or _VALUES.issuperset(map(type, values)):  # the usual types are known in half the time
         return values
     return (
         checks.number("dropout_p", dropout_p), None if scale is None else checks.number("softmax_scale", scale),
@@ -157,12 +169,12 @@ def _build_packed(request: Request) -> Alike:
         is_dense=False,
         equal_lengths=equal_lengths,
     )  # fmt: skip
-    return alike_to(call)
+    return alike_to(call, _check_packed if checks.may_read(starts_q) else None)
 
 
 def _check_packed(request: Request) -> None:
     q, k, _, _, starts_q, starts_k, *others = request.tensors
-    if not checks.may_read(starts_q):
+    if not checks.may_read(starts_q):  # which a capture forbids
         return
     table = others[2] if len(others) > 2 else None
     of_keys = (starts_k, k.shape[0]) if table is None else (others[5], None)
@@ -172,7 +184,7 @@ def _check_packed(request: Request) -> None:
 
 
 DENSE = RequestKind("dense", _build_dense)
-PACKED = RequestKind("packed", _build_packed, _check_packed)
+PACKED = RequestKind("packed", _build_packed)
 
 
 def cache_call(

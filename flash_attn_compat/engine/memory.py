@@ -40,6 +40,7 @@ class Alike(NamedTuple):
 
     whole: ``call`` over all of a cache's slots, where its length is a number, which may differ among the calls
     new: what it appends; bind: makes another one, and what that appends, of a request's tensors and length
+    check: raises for numbers that do not fit; None where the host sees none of them
     """
 
     call: AttentionCall
@@ -47,34 +48,35 @@ class Alike(NamedTuple):
     new: Append | None
     bind: Callable[[Tensors, int | None], tuple[AttentionCall, Append | None]]
     is_over_cache: bool = False
+    check: Callable[[Request], None] | None = None
 
     @property
     def tensors(self) -> Tensors:
         return self.whole.tensors if self.new is None else (*self.whole.tensors, *self.new[:4])
 
 
-def alike_to(call: AttentionCall) -> Alike:
+def alike_to(call: AttentionCall, check: Callable[[Request], None] | None = None) -> Alike:
     """All calls that take tensors like those of ``call``."""
     described = call.with_tensors()
-    return Alike(call, call, None, lambda tensors, length: (described.with_tensors(*tensors), None))
+    return Alike(call, call, None, lambda tensors, length: (described.with_tensors(*tensors), None), check=check)
 
 
 @dataclass(frozen=True, eq=False)
 class RequestKind:
     """A function's manner of asking.
 
-    build: checks a request, but for the numbers in its tensors; check: those, as far as the host sees them
+    build: checks a request, but for the numbers in its tensors, which the check of what it returns looks at
     appended: the rest of a request whose new keys have been written, with another q
     """
 
     name: str
     build: Callable[[Request], Alike]
-    check: Callable[[Request], None] | None = None
     appended: Callable[[Request, Tensor], Request] | None = None
 
 
-class Request(NamedTuple):
-    """What every function makes of its arguments.
+@dataclass(eq=False, slots=True)
+class Request:
+    """What every function makes of its arguments; it is not changed.
 
     values: plain ones, everything that is no tensor; length: a cache's, where the host knows it for all sequences
     """
@@ -90,13 +92,14 @@ class Known:
     """All that follows from a request but for the numbers in its tensors.
 
     call: checked, without its tensors; backend: None where there is nothing to compute; run: None where the call is
-    a backward alone; backward: who computes gradients and how, by the layout of what comes from above; memory: what it
-    is part of, as long as that is the current one
+    a backward alone; check: as Alike has it; backward: who computes gradients and how, by the layout of what comes from
+    above; memory: what it is part of, as long as that is the current one
     """
 
     call: AttentionCall
     backend: Any
     run: Run | None
+    check: Callable[[Request], None] | None
     memory: Memory
     backward: dict[Key, tuple[Any, BackwardRun]] = field(default_factory=dict)
 
@@ -137,19 +140,38 @@ def keep(table: dict[Key, Kept], key: Key, value: Kept, most: int | None = None)
 
 def look_up(request: Request) -> tuple[Key | None, Known | None]:
     """The key of a request, equal for those that are alike, and what is known of them; no key where nothing is kept."""
-    kind, tensors, values, _ = request
-    if not PLAIN.issuperset(map(type, tensors)) or transforms_are_on():
+    if transforms_are_on():
         return None, None
+    tensors = request.tensors
     try:
-        key = kind, values, layouts(tensors), surroundings(tensors[0])
+        key = request.kind, request.values, layouts(tensors), surroundings(tensors[0])
     except (AttributeError, RuntimeError):
         return None, None  # q is none, or a tensor has no address: the checks say it better
     return key, _current.known.get(key)
 
 
+def key_of(tensors: Tensors) -> Key | None:
+    """Of a backward's, behind those of its request; None where nothing is kept."""
+    try:
+        return layouts(tensors), surroundings(tensors[0])
+    except RuntimeError:
+        return None
+
+
 def layouts(tensors: Iterable[Tensor | None]) -> Key:
-    """All of tensors but their numbers, and where beyond 16 bytes they lie."""
-    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15) for x in tensors])
+    """All of tensors but their numbers, and where beyond 16 bytes they lie. Raises RuntimeError for types not PLAIN."""
+    return tuple([
+        None if x is None
+        else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15) if type(x) is Tensor
+        else _layout(x)
+        for x in tensors
+    ])  # fmt: skip
+
+
+def _layout(tensor: Tensor) -> Key:
+    if type(tensor) not in PLAIN:
+        raise RuntimeError("a subclass may see shapes and memory its own way")
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & 15
 
 
 def surroundings(tensor: Tensor) -> Key:

@@ -60,9 +60,12 @@ def purpose(inputs: tuple[Tensor, ...]) -> Purpose:
     if (transforms_are_on() or forward_ad._current_level >= 0) and are_transformed(inputs):
         return TRANSFORMED
     if torch.is_grad_enabled():
-        for tensor in inputs:
-            if isinstance(tensor, Tensor) and tensor.requires_grad:  # what is none, the checks refuse by name
-                return RECORDED
+        try:
+            for tensor in inputs:
+                if tensor.requires_grad:
+                    return RECORDED
+        except AttributeError:  # of what is no tensor, which the checks refuse by name
+            pass
     return FORWARD
 
 
@@ -82,7 +85,7 @@ def attend(inputs: tuple[Tensor, ...], known: Known, request: Request) -> Output
         outputs: Outputs = _record(known, request, *map(_unwrapped, inputs))
         return outputs
     known, result = run(known, request)
-    return _finish(known, request.tensors, result)
+    return _outputs(known, request.tensors, result) if known.call.return_lse else (result.out, None, None)
 
 
 def gradient_of_lse(dlse: Tensor | None, lse: Tensor | None) -> Tensor | None:
@@ -99,7 +102,7 @@ class _Attention(torch.autograd.Function):
         ctx.others = len(others)
         ctx.save_for_backward(*inputs, result.out, result.softmax_lse, result.rng_state, *others, *result.saved)
         ctx.set_materialize_grads(False)
-        return _finish(ctx.known, request.tensors, result)
+        return _outputs(ctx.known, request.tensors, result) if ctx.known.call.return_lse else (result.out, None, None)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
@@ -165,7 +168,5 @@ def _or_zeros(gradient: Tensor | None, tensor: Tensor) -> Tensor:
     return tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), 0)
 
 
-def _finish(known: Known, tensors: Tensors, result: Result) -> Outputs:
-    if not known.call.return_lse:
-        return result.out, None, None
+def _outputs(known: Known, tensors: Tensors, result: Result) -> Outputs:
     return result.out, result.lse.contiguous(), dmask(known, tensors, result.rng_state)

@@ -7,6 +7,7 @@ the backend keeps the reason, all that is known is forgotten, and the next backe
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,25 +36,28 @@ def run(known: Known, request: Request) -> tuple[Known, Result]:
                 known = _prepared(memory.look_up(request)[0], alike, known.backend, failure)
             else:  # nothing is written twice
                 _note(known.backend, alike.call, failure)
-                known, request = find(request.kind.appended(request, failure.appended))
+                request = request.kind.appended(request, failure.appended)
+                known = find(request)
         except Negated:
-            return run(*find(_stored(known, request)))
+            request = _stored(known, request)
+            known = find(request)
         else:
             if known.backend is not None:
-                dispatch.count(known.backend.name)
+                dispatch.served[known.backend.name] += 1
             return known, result
 
 
-def find(request: Request) -> tuple[Known, Request]:
-    """What is known of a request, which passed its checks, and the request."""
-    (key, known), check = memory.look_up(request), request.kind.check
-    alike = None if known is not None else request.kind.build(request)
-    if check is not None:
-        check(request)
+def find(request: Request) -> Known:
+    """What is known of a request, which has passed its checks then."""
+    key, known = memory.look_up(request)
     if known is None:
-        assert alike is not None
-        known = _prepared(key, alike)
-    return known, request
+        alike = request.kind.build(request)
+        if alike.check is not None:
+            alike.check(request)
+        return _prepared(key, alike)
+    if known.check is not None:
+        known.check(request)
+    return known
 
 
 def _stored(known: Known, request: Request) -> Request:
@@ -63,12 +67,12 @@ def _stored(known: Known, request: Request) -> Request:
     stored = tuple([x if x is None or index in written else x.resolve_neg() for index, x in given])
     if all([one is other for one, other in zip(stored, request.tensors)]):
         raise Negated("a negated view of a cache cannot be written by a kernel: give it the cache itself, or a copy")
-    return request._replace(tensors=stored)
+    return replace(request, tensors=stored)
 
 
 def whole(request: Request) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, softmax_lse, S_dmask, rng_state) outside autograd; what the request does not ask for has no elements."""
-    known, result = run(*find(request))
+    known, result = run(find(request), request)
     out, rng_state = result.out, result.rng_state
     lse = result.lse.contiguous() if known.call.return_lse else out.new_empty(0, dtype=lse_dtype(out.dtype))
     if rng_state is None:
@@ -111,8 +115,8 @@ def gradients(
         known.memory, known.backward = memory.current(), {}
     dout, out, lse, _, saved, dlse = upstream
     given = *tensors, dout, out, lse, dlse, *saved, *(into or ())  # hooks on saved tensors may have laid them elsewhere
-    key = memory.layouts(given), memory.surroundings(dout)
-    kept = known.backward.get(key)
+    key = memory.key_of(given)
+    kept = None if key is None else known.backward.get(key)
     if kept is None or into is None:
         check()
     backend, run = kept or _prepared_backward(known, key, tensors, upstream, into)
@@ -141,7 +145,7 @@ def _prepared(
             return _prepared(key, alike, backend, error)
     if run is not None and callers_state.autocasts(call.q):
         run = _without_autocast(run, call.q.device)
-    known = Known(call.with_tensors(), backend, run, current)
+    known = Known(call.with_tensors(), backend, run, alike.check, current)
     if key is not None and not capture.is_capturing(call.q.get_device()):  # in which kernels may not have been tried
         memory.keep(current.known, key, known)
     return known
@@ -160,7 +164,7 @@ def _note(failed: Backend | None, call: AttentionCall, failure: KernelsFailed | 
 
 def _prepared_backward(
     known: Known,
-    key: Key,
+    key: Key | None,
     tensors: Tensors,
     upstream: Upstream,
     into: Gradients | None,
@@ -190,7 +194,7 @@ def _prepared_backward(
         run = _from_given_results(run)
     if callers_state.autocasts(call.q):
         run = _without_autocast(run, call.q.device)
-    if not capture.is_capturing(call.q.get_device()) and known.memory is current:
+    if key is not None and not capture.is_capturing(call.q.get_device()) and known.memory is current:
         memory.keep(known.backward, key, (backend, run), most=16)
     return backend, run
 

@@ -25,7 +25,7 @@ from flash_attn_compat.serving import compute, flops, sharding
 from flash_attn_compat.serving.autograd import are_transformed, gradient_of_lse
 
 
-def are_asked_for(*tensors: Any) -> bool:
+def are_asked_for(tensors: tuple[Any, ...]) -> bool:
     """Whether a call must be one operator: somebody looks on, or a tensor may have no memory that a kernel could read.
 
     Those who look on are torch.compile, torch.jit.trace and modes (fake tensors, selective checkpointing, counters).
@@ -255,7 +255,8 @@ def backward_op(
     *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     purpose = Purpose(needs_grad=True, return_lse=True, shares_dropout_mask=True, given_lse=True)
-    known, request = compute.find(Arguments(*arguments).request(q, k, v, purpose))
+    request = Arguments(*arguments).request(q, k, v, purpose)
+    known = compute.find(request)
     upstream = Upstream(dout, out, softmax_lse, rng_state, dlse=gradient_of_lse(dlse, softmax_lse))
     _, (dq, dk, dv) = compute.gradients(known, compute.backward_tensors(request.tensors, rng_state), upstream)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()

@@ -133,7 +133,7 @@ def _backward(request: Request, upstream: Upstream, written: Written) -> None:
             _backward(request, upstream, written)
         return
     dq, dk, dv = written
-    known, request = find(request)
+    known = find(request)
     checks.upstream_memory(upstream, *written)
     rng_state = upstream.rng_state if known.call.dropout_p else None
     into = None if dq is None or dk is None or dv is None else Gradients(dq, dk, dv)

@@ -3,7 +3,8 @@
 Everything is checked, and the backend chosen, before the cache is touched. Positions stay on the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +24,10 @@ _CACHE_SHAPE = "(batch_size_cache, seqlen_cache, num_heads_k, head_size)"
 
 def attend(
     given: tuple[Any, ...],
-    cache_seqlens: int | Tensor | None,
-    cache_batch_idx: Tensor | None,
-    cache_leftpad: Tensor | None,
-    block_table: Tensor | None,
+    lengths: int | Tensor | None,
+    rows: Tensor | None,
+    leftpad: Tensor | None,
+    table: Tensor | None,
     softmax_scale: float | None,
     causal: bool,
     window_size: Sequence[int],
@@ -34,31 +35,42 @@ def attend(
     rotary_interleaved: bool,
     num_splits: int,
     return_lse: bool,
+    within_operator: bool = False,
 ) -> tuple[Tensor, Any]:
     """(out, softmax_lse, or what is nothing if not asked for); arguments as in flash_attn_with_kvcache.
 
-    given: q, k_cache, v_cache, alibi_slopes, k, v, rotary_cos, rotary_sin
+    given: q, k_cache, v_cache, alibi_slopes, k, v, rotary_cos, rotary_sin; lengths to table: cache_seqlens,
+    cache_batch_idx, cache_leftpad, block_table; within_operator: as that asks, which hides who looks on
     """
-    q, k_cache, v_cache, alibi_slopes, k, v, rotary_cos, rotary_sin = given
-    if not torch_ops.are_asked_for_without_derivatives(q, k_cache, v_cache, k, v):
-        values = plain((0.0, softmax_scale, causal, window_size, softcap, None, False, return_lse))
-        return _attend(
-            given, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, values, rotary_interleaved, num_splits
-        )
-    lengths, number = cache_seqlens, None
+    q, k_cache, v_cache, slopes, k, v, cos, sin = given
+    length = None  # one that is a number is no value of a request: it differs in each step
     if lengths is not None and not isinstance(lengths, Tensor):
-        lengths, number = None, integer("cache_seqlens", lengths)
+        lengths, length = None, integer("cache_seqlens", lengths)
+    if not within_operator and torch_ops.are_asked_for_without_derivatives(q, k_cache, v_cache, k, v):
+        left, right = checks.two_bounds(window_size)
+        arguments = (
+            q, k_cache, v_cache, k, v, cos, sin, lengths, rows, leftpad, table, slopes, softmax_scale, causal, left,
+            right, softcap, rotary_interleaved, num_splits,
+        )  # fmt: skip
+        if not torch.compiler.is_compiling():
+            checks.are_dense(dict(zip(_Arguments._fields, arguments)))
+        found: tuple[Tensor, Tensor] = _kvcache_op(*arguments, length, return_lse)
+        return found
+    values = plain(0.0, softmax_scale, causal, window_size, softcap, False, return_lse)
+    if rows is not None and table is not None:
+        raise RuntimeError("Paged KVcache does not support cache_batch_idx")
+    if type(num_splits) is not int:
+        num_splits = integer("num_splits", num_splits)
+    cu_seqlens_q = cu_seqlens_k = bias = rng_state = None
     tensors = (
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, lengths, cache_batch_idx, cache_leftpad, block_table,
-        alibi_slopes,
+        q, k_cache, v_cache, slopes, cu_seqlens_q, cu_seqlens_k, lengths, leftpad, table if rows is None else rows,
+        bias, rng_state, k, v, cos, sin,
     )  # fmt: skip
-    if not torch.compiler.is_compiling():
-        checks.are_dense(dict(zip(_Arguments._fields, tensors)))
-    found: tuple[Tensor, Tensor] = _kvcache_op(
-        *tensors, softmax_scale, causal, *checks.two_bounds(window_size), softcap, rotary_interleaved, num_splits,
-        number, return_lse,
-    )  # fmt: skip
-    return found
+    side = None if length is None else _side_of_rows(q, k, length)
+    others = values, bool(rotary_interleaved), num_splits, rows is not None, length is not None, side
+    request = Request(OVER_CACHE, tensors, others, length)
+    known, result = run(find(request), request)
+    return result.out, result.lse.contiguous() if known.call.return_lse else None
 
 
 class _Arguments(NamedTuple):
@@ -95,31 +107,6 @@ class _Arguments(NamedTuple):
         return 0 if self.k is None or self.k.is_nested else self.k.shape[1]  # the checks name what is nested
 
 
-def _attend(
-    given: tuple[Any, ...], lengths: Any, rows: Any, leftpad: Any, table: Any, values: tuple[Any, ...],
-    interleaved: Any, num_splits: Any,
-) -> tuple[Tensor, Any]:  # fmt: skip
-    """(out, softmax_lse or None). given: the tensors that are nothing else; values: as engine/build.py has them"""
-    q, k_cache, v_cache, slopes, k, v, cos, sin = given
-    length, side = None, None  # a length that is a number is no value: it differs in each step
-    if lengths is not None and not isinstance(lengths, Tensor):
-        lengths, length = None, integer("cache_seqlens", lengths)
-        side = _side_of_rows(q, k, length)
-    if rows is not None and table is not None:
-        raise RuntimeError("Paged KVcache does not support cache_batch_idx")
-    pages = table if rows is None else rows
-    cu_seqlens_q = cu_seqlens_k = bias = rng_state = None
-    tensors = (
-        q, k_cache, v_cache, slopes, cu_seqlens_q, cu_seqlens_k, lengths, leftpad, pages, bias, rng_state, k, v, cos,
-        sin,
-    )  # fmt: skip
-    if type(num_splits) is not int:
-        num_splits = integer("num_splits", num_splits)
-    others = bool(interleaved), num_splits, rows is not None, length is not None, side
-    known, result = run(*find(Request(OVER_CACHE, tensors, (values, *others), length)))
-    return result.out, result.lse.contiguous() if known.call.return_lse else None
-
-
 def _side_of_rows(q: Any, k: Any, length: int) -> int | None:
     """Whether there are fewer (-1), as many (0) or more (1) keys than rows, on which the backend depends; or none."""
     try:
@@ -140,17 +127,18 @@ def _arguments(request: Request) -> _Arguments:
 
 
 def _build(request: Request) -> Alike:
-    _check(_arguments(request))
-    description = request._replace(tensors=(), length=None)
+    kind, values = request.kind, request.values
+    given = _arguments(request)
+    _check(given)
 
     def bind(tensors: Tensors, length: int | None) -> tuple[AttentionCall, Append | None]:
-        arguments = _arguments(description._replace(tensors=tensors, length=length))
-        call = _call(arguments, description.values[0])
+        arguments = _arguments(Request(kind, tensors, values, length))
+        call = _call(arguments, values[0])
         return call, _new_keys(arguments, call)
 
     call, new = bind(request.tensors, request.length)
-    whole = call if request.length is None else _call(_arguments(request._replace(length=None)), request.values[0])
-    return Alike(call, whole, new, bind, is_over_cache=True)
+    whole = call if request.length is None else _call(given._replace(cache_seqlens=None), values[0])
+    return Alike(call, whole, new, bind, True, _number_check(given))
 
 
 def _call(arguments: _Arguments, values: tuple[Any, ...]) -> AttentionCall:
@@ -249,24 +237,32 @@ def _check_new_keys(arguments: _Arguments) -> None:
         checks.is_on(name, new, q.device)
 
 
-def _check_values(request: Request) -> None:
+def _number_check(given: _Arguments) -> Callable[[Request], None] | None:
     """New keys must fit, pages and rows exist. Only what the host knows, or can read for free, is checked here."""
-    length, lengths, pages = request.length, request.tensors[6], request.tensors[8]
-    reads_lengths = lengths is not None and checks.may_read(lengths)
-    reads_pages = pages is not None and checks.may_read(pages)
-    if length is None and not reads_lengths and not reads_pages:
-        return
+    numbers = given.cache_seqlens, given.cache_batch_idx, given.block_table
+    if any([isinstance(x, Tensor) and checks.may_read(x) for x in numbers]):
+        return _check_numbers
+    if not isinstance(given.cache_seqlens, int):
+        return None
+    most = given.capacity - given.seqlen_new
+
+    def check_length(request: Request) -> None:
+        if request.length is None or not 0 <= request.length <= most:
+            _check_numbers(request)
+
+    return check_length
+
+
+def _check_numbers(request: Request) -> None:
     arguments = _arguments(request)
-    if length is not None or reads_lengths:
-        _check_capacity(arguments, lengths if length is None else length)
-    if not reads_pages:
-        return
-    if arguments.cache_batch_idx is not None:
-        checks.values_of_rows(arguments.k_cache, pages)
-        return
-    given = arguments.cache_seqlens
-    keys = arguments.capacity if given is None else given + arguments.seqlen_new
-    checks.values_of_pages(arguments.k_cache, pages, keys)
+    lengths, rows, pages = arguments.cache_seqlens, arguments.cache_batch_idx, arguments.block_table
+    if lengths is not None and (isinstance(lengths, int) or checks.may_read(lengths)):
+        _check_capacity(arguments, lengths)
+    if rows is not None and checks.may_read(rows):
+        checks.values_of_rows(arguments.k_cache, rows)
+    if pages is not None and checks.may_read(pages):
+        keys = arguments.capacity if lengths is None else lengths + arguments.seqlen_new
+        checks.values_of_pages(arguments.k_cache, pages, keys)
 
 
 def _appended(request: Request, q: Tensor) -> Request:
@@ -275,10 +271,10 @@ def _appended(request: Request, q: Tensor) -> Request:
     length = None if request.length is None else request.length + k.shape[1]
     lengths = None if lengths is None else lengths + k.shape[1]
     tensors = q, *others, lengths, leftpad, pages, bias, rng_state, None, None, None, None
-    return request._replace(tensors=tensors, length=length)
+    return replace(request, tensors=tensors, length=length)
 
 
-OVER_CACHE = RequestKind("cache", _build, _check_values, _appended)
+OVER_CACHE = RequestKind("cache", _build, _appended)
 
 
 def _check_capacity(arguments: _Arguments, lengths: int | Tensor) -> None:
@@ -339,14 +335,11 @@ _SCHEMA = torch_ops.schema(_Arguments).replace(
 def _kvcache_op(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     *rest, cache_seqlen, return_softmax_lse = others
     x = _Arguments(q, *rest)
-    out, lse = _attend(
+    out, lse = attend(
         (q, x.k_cache, x.v_cache, x.alibi_slopes, x.k, x.v, x.rotary_cos, x.rotary_sin),
         x.cache_seqlens if cache_seqlen is None else cache_seqlen, x.cache_batch_idx, x.cache_leftpad, x.block_table,
-        plain((
-            0.0, x.softmax_scale, x.causal, (x.window_size_left, x.window_size_right), x.softcap, None, False,
-            return_softmax_lse,
-        )),
-        x.rotary_interleaved, x.num_splits,
+        x.softmax_scale, x.causal, (x.window_size_left, x.window_size_right), x.softcap, x.rotary_interleaved,
+        x.num_splits, return_softmax_lse, within_operator=True,
     )  # fmt: skip
     return out.contiguous(), q.new_empty(0, dtype=lse_dtype(q.dtype)) if lse is None else lse
 
