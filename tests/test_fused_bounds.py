@@ -44,7 +44,7 @@ def test_lengths_that_are_no_lengths_reach_nothing_outside(
 def launch_unchecked(args: dict[str, object]) -> None:
     """The call without the checks that CPU tensors allow: on a GPU nobody reads lengths before the launch."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_check", "_check_values"):
+        for name in ("_check", "_number_check"):
             patch.setattr(cache, name, lambda arguments: None)
         flash_attn_interface.flash_attn_with_kvcache(**args)  # type: ignore[arg-type]  # the keys are its parameters
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import flash_attn_interface, use_backend
+from flash_attn_compat.engine import memory
 from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches, sparse
 from tests.kernels import emulate
@@ -39,6 +40,12 @@ CALLS = {
 }
 
 
+ALONE = {
+    "one sequence of one head": replace(TRAINED, seqlens_q=(9,), seqlens_k=(9,), nheads_k=1, alibi="bh"),
+    "a step of one sequence": replace(CACHED, seqlens_q=(1,), seqlens_k=(9,), nheads_k=1, new_keys=1, page_size=16),
+}
+
+
 def far(x: Tensor, dim: int) -> Tensor:
     """A copy whose last element along ``dim`` lies nearly 2^32 elements behind the first."""
     dim = max(dim, -x.ndim)
@@ -51,7 +58,7 @@ def far(x: Tensor, dim: int) -> Tensor:
 
 
 def answers(name: str, move: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    call = CALLS[name].build()
+    call = (CALLS | ALONE)[name].build()
     args = {name: move(x) if isinstance(x, Tensor) else x for name, x in call.args.items()}
     dout = None if call.dout is None else move(call.dout)
     if name != "gradients given":
@@ -76,6 +83,19 @@ def check(launches: Launches, name: str, dim: int) -> None:
     assert all(map(torch.equal, found, expected))
     half = len(launches.entries) // 2
     assert launches.entries[:half] == launches.entries[half:]
+
+
+@pytest.mark.usefixtures("turing")
+@pytest.mark.parametrize("stride", [0, 3, 2**33])
+@pytest.mark.parametrize("name", ALONE)
+def test_calls_that_differ_in_strides_that_lead_nowhere_are_alike(name: str, stride: int) -> None:
+    def moved(x: Tensor) -> Tensor:
+        return x.as_strided(x.shape, [own if size > 1 else stride for size, own in zip(x.shape, x.stride())])
+
+    for moves in (torch.clone, moved), (moved, torch.clone):
+        memory.forget()
+        assert all(map(torch.equal, *(answers(name, move) for move in moves)))
+        assert len(memory.current().known) == 1
 
 
 WRONG = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from flash_attn_compat.backends import KernelsFailed
 from flash_attn_compat.backends.fused import forward, launcher, loader, variants
 from flash_attn_compat.backends.fused.launcher import Launch, Output
 from flash_attn_compat.backends.fused.variants import Kind
-from flash_attn_compat.engine import capture, memory
+from flash_attn_compat.engine import callers_state, capture, memory
 from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.build import Options, cache_call, call_of, plain
 from flash_attn_compat.engine.memory import alike_to
@@ -110,7 +111,7 @@ def test_small_problems_are_read_element_by_element_large_ones_copied(launches: 
         assert dict(launches.last.variant.macros)["VEC"] == 1 and out.shape[-1] == 20 == out.stride(-2)
         out = flash_attn_func(*(half(1, 9000, 2, 20) for _ in range(3)))
         assert dict(launches.last.variant.macros)["VEC"] == 8 and out.shape[-1] == 20 and out.stride(-2) == 24
-        assert launches.last.fields["q_s"] == (9000 * 48, 48, 24)
+        assert launches.last.fields["q_s"] == (0, 48, 24)
 
 
 # ---- what kernels are told
@@ -361,3 +362,16 @@ def test_appending_is_known_to_autograd(launches: Launches) -> None:
     with use_backend("fused"):
         flash_attn_with_kvcache(half(2, 1, 8, 64), cache, cache, new, new, cache_seqlens=3)
     assert cache._version > before
+
+
+@pytest.mark.parametrize(
+    "note", [callers_state.note_written, callers_state._note_each], ids=["PyTorch's", "older ones'"]
+)
+def test_what_was_written_is_noted_but_for_tensors_of_inference_mode(
+    note: Callable[[tuple[Tensor, ...]], None],
+) -> None:
+    with torch.inference_mode():
+        without = half(3)
+    given = [half(3), without, half(3)]
+    note(tuple(given))
+    assert [x._version for x in given if not x.is_inference()] == [1, 1]

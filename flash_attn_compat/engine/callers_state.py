@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 # The name of what torch.nn.attention.activate_flash_attention_impl put in the place of PyTorch's own flash kernels.
 flash_implementation: Callable[[], str | None] = getattr(
@@ -52,3 +53,23 @@ def _knows_autocast(device_type: str) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def _note_each(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+
+
+def _note_all() -> Callable[[Sequence[Tensor]], None]:
+    """PyTorch's own where it takes several tensors, those of inference mode among them."""
+    try:
+        with torch.inference_mode():
+            torch._C._increment_version((torch.empty(0, device="cpu"),))
+    except (AttributeError, RuntimeError, TypeError):
+        return _note_each
+    return torch._C._increment_version
+
+
+# Tells autograd, as PyTorch's own operators do, that tensors of the caller's were written in place.
+note_written = _note_all()

@@ -159,19 +159,23 @@ def key_of(tensors: Tensors) -> Key | None:
 
 
 def layouts(tensors: Iterable[Tensor | None]) -> Key:
-    """All of tensors but their numbers, and where beyond 16 bytes they lie. Raises RuntimeError for types not PLAIN."""
-    return tuple([
-        None if x is None
-        else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15) if type(x) is Tensor
-        else _layout(x)
-        for x in tensors
-    ])  # fmt: skip
+    """All of tensors but their numbers, and where beyond 16 bytes they lie. Raises RuntimeError for types not PLAIN.
+
+    Strides follow from the shape of what is contiguous, but for those along axes of one element, which lead nowhere.
+    """
+    return tuple(
+        [
+            x if x is None else (x.shape, x.is_contiguous() or x.stride(), x.dtype, x.device, x.data_ptr() & 15)
+            for x in tensors
+            if x is None or type(x) is Tensor or _is_plain(x)
+        ]
+    )
 
 
-def _layout(tensor: Tensor) -> Key:
-    if type(tensor) not in PLAIN:
+def _is_plain(x: object) -> bool:
+    if type(x) not in PLAIN:
         raise RuntimeError("a subclass may see shapes and memory its own way")
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & 15
+    return True
 
 
 def surroundings(tensor: Tensor) -> Key:

@@ -18,6 +18,7 @@ from flash_attn_compat.backends.fused.launches import Launches, with_copies
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine import alignment
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream
+from flash_attn_compat.engine.callers_state import note_written
 from flash_attn_compat.engine.memory import BackwardRun, Tensors
 
 _KERNELS = "delta", "dkdv", "dq"
@@ -56,7 +57,7 @@ def prepare(call: AttentionCall, upstream: Upstream, into: Gradients | None) -> 
             return targets
         for place, gradient in zip(into, targets):
             if gradient is place:
-                launcher.note_written((place,))
+                note_written((place,))
             else:
                 place.copy_(gradient)
         return into

@@ -16,6 +16,7 @@ from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine import alignment, dropout
 from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.call import NO_TENSORS, RNG_STATE, TENSORS, AttentionCall, Result
+from flash_attn_compat.engine.callers_state import note_written
 from flash_attn_compat.engine.memory import Alike, Run, Tensors
 
 # Each block that sees new keys writes them all.
@@ -160,7 +161,7 @@ class Attention:
             tensors = (*(*tensors, *NO_TENSORS)[:RNG_STATE], rng_state)
         made = self.plan.run(tensors, None if length is None else length + self.seqlen_new)
         if self.appends:
-            launcher.note_written(tensors[1:3])
+            note_written(tensors[1:3])
         out, lse = made["out"], made.get("lse")
         if not self.needs_grad:
             return tuple.__new__(Result, (out, lse, rng_state, ()))  # Result() takes three times as long

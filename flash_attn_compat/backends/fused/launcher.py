@@ -7,7 +7,7 @@ calls that are alike. What is left for each call are the addresses.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from flash_attn_compat.backends.fused.variants import Kind, Variant
 from flash_attn_compat.engine import alignment, capture, dropout
 from flash_attn_compat.engine.append import Append
 from flash_attn_compat.engine.call import TENSORS, AttentionCall
+from flash_attn_compat.engine.callers_state import note_written
 
 _LARGEST_INT = 2**31 - 1
 _MOST_BLOCKS = 2**31 - 1
@@ -204,26 +205,6 @@ def run_alone(variant: Variant, blocks: int, numbers: Tensor) -> None:
     loader.driver().launch(loader.kernel(variant, device), blocks, device, head + params.rest({}))
 
 
-def _note_each(tensors: Sequence[Tensor]) -> None:
-    for tensor in tensors:
-        if not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
-
-
-def _note_all() -> Callable[[Sequence[Tensor]], None]:
-    """PyTorch's own where it takes several tensors, those of inference mode among them."""
-    try:
-        with torch.inference_mode():
-            torch._C._increment_version((torch.empty(0, device="cpu"),))
-    except (AttributeError, RuntimeError, TypeError):
-        return _note_each
-    return torch._C._increment_version
-
-
-# Tells autograd, as PyTorch's own operators do, that tensors of the caller's were written in place.
-note_written = _note_all()
-
-
 def reach(tensor: Tensor | None) -> int:
     """Bytes from the first element to the last one that shape and strides can reach, both included."""
     if tensor is None or not tensor.numel():
@@ -233,9 +214,14 @@ def reach(tensor: Tensor | None) -> int:
 
 
 def strides(tensor: Tensor) -> tuple[int, int, int]:
-    """(batch or page, row, head) in elements; 0 for the batch of packed tensors."""
-    *batch, row, head, _ = tensor.stride()
+    """(batch or page, row, head) in elements; 0 for the batch of packed tensors, and where there is one element."""
+    *batch, row, head, _ = (step(tensor, axis) for axis in range(tensor.dim()))
     return batch[0] if batch else 0, row, head
+
+
+def step(tensor: Tensor, axis: int) -> int:
+    """The stride along an axis; 0 where it leads nowhere, and may be any number."""
+    return tensor.stride(axis) if tensor.shape[axis] > 1 else 0
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, int, int]:
@@ -353,10 +339,10 @@ def described(call: AttentionCall) -> dict[str, params.Value]:
         fields |= masks.described(call.bias)
     table, slopes = call.block_table, call.alibi_slopes
     if slopes is not None:
-        fields["slopes_batch"] = slopes.stride(0) if slopes.dim() == 2 else 0
+        fields["slopes_batch"] = step(slopes, 0) if slopes.dim() == 2 else 0
     if table is not None:
         fields |= {
-            "table_stride": table.stride(0),
+            "table_stride": step(table, 0),
             "page_size": k.shape[1],
             "pages_per_sequence": table.shape[1],
             "num_pages": k.shape[0],
@@ -392,7 +378,7 @@ def described_new(new: Append) -> dict[str, params.Value]:
             "rotary_dim": 2 * cos.shape[1],
             "rotary_interleaved": int(new.rotary_interleaved),
             "rotary_rows": cos.shape[0],
-            "rotary_row_stride": cos.stride(0),
+            "rotary_row_stride": step(cos, 0),
             "rotate_rows_apart": int(new.rows_have_own_position),
         }
     return fields
