@@ -65,7 +65,7 @@ def _note_all() -> Callable[[Sequence[Tensor]], None]:
     """PyTorch's own where it takes several tensors, those of inference mode among them."""
     try:
         with torch.inference_mode():
-            torch._C._increment_version((torch.empty(0, device="cpu"),))
+            torch._C._increment_version((torch.empty(0, dtype=torch.float32, device="cpu"),))
     except (AttributeError, RuntimeError, TypeError):
         return _note_each
     return torch._C._increment_version
