@@ -40,7 +40,8 @@ FORMS = "dense", "packed"
 WITHOUT_SINKS = [name for name in OPTIONS if "sinks" not in name]
 # Backend, dtype, form, options. Few of our kernels: where they count a gradient of the LSE, no mask matters.
 CASES = [
-    *pairwise(("chunked", "reference"), (HALF, FLOAT, torch.bfloat16), FORMS, OPTIONS),
+    *pairwise(("chunked", "reference"), (HALF, FLOAT), FORMS, OPTIONS),
+    *pairwise(("chunked", "reference"), (torch.bfloat16,), FORMS, ("causal", "sinks, causal window")),
     *pairwise(("sdpa",), (FLOAT,), FORMS, [name for name in OPTIONS if not name.endswith(("softcap", "dropout"))]),
     *pairwise(("official",), (HALF,), FORMS, [name for name in WITHOUT_SINKS if name != "dropout"]),
     *pairwise(("torch_flash",), (HALF,), FORMS, ("plain", "causal", "window")),
