@@ -7,6 +7,7 @@ computing something else. `--json`, `--markdown` and `--html` write what verify'
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -134,7 +135,8 @@ def rows_of(contest: Contest, device: str, clock: Clock, weigh: bool, step: Step
         right, limit = results[-1], ROUNDING[SHORT[contest.dtype]]
         for index, (entry, result) in enumerate(zip(entries, results)):
             if isinstance(result, list) and isinstance(right, list):
-                off = max(apart(*pair) for pair in zip(result, right))
+                is_alike = bool(right) and len(result) == len(right)
+                off = max(map(apart, result, right)) if is_alike else math.inf
                 check = Check("result", entries[-1].row.contestant, off, limit, "" if off <= limit else "another")
                 entries[index] = replace(entry, row=replace(entry.row, verdict=check))
     results.clear()
@@ -150,7 +152,7 @@ def _results(jobs: Jobs) -> list[Tensor]:
     for job in jobs.values():
         with job.around():
             result = job.run()
-        parts = result if isinstance(result, tuple) else (result,)
+        parts = result if isinstance(result, (tuple, list)) else (result,)
         found += [part.detach() for part in parts if isinstance(part, Tensor)]
     return found
 

@@ -68,6 +68,10 @@ def test_contestants_that_do_not_agree_or_fail_or_are_too_slow_give_exit_code_1(
 
     contests = {
         "other": Contest("other", lambda: two(give(1.0), give(1.1)), torch.float16),
+        "fewer": Contest("fewer", lambda: two(give(1.0), Job(lambda: None)), torch.float16),
+        "another of a list": Contest(
+            "another of a list", lambda: two(give(1.0), Job(lambda: [torch.ones(1) * 2])), torch.half
+        ),
         "broken": Contest("broken", lambda: two(Job(broken), give(1.0)), torch.float16),
         "no tensors": Contest("no tensors", broken),
         "slow": Contest("slow", lambda: two(give(1.0), give(1.0)), at_least={"theirs": 1e6}),

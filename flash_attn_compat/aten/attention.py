@@ -81,7 +81,7 @@ def why_not(
     # These would go to the plain formula, which is slower at any size.
     at_any_size = (heads != heads_k or dtype is torch.bfloat16) and not (wish.always and door.has_flash(q.device))
     is_recorded = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
-    against = against_size(wish, q, rows, keys, batch * heads * width, is_recorded, at_any_size)
+    against = against_size(wish, q, rows, keys, batch * heads * width, attn_mask, is_recorded, at_any_size)
     if against is not None:
         return against
     if attn_mask is not None and is_causal:

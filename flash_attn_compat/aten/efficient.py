@@ -148,7 +148,7 @@ def why_not(wish: Wish, problem: Problem, is_recorded: bool) -> str | None:
     if not q.dim() == k.dim() == v.dim() == 4:
         return "shapes or heads differ"
     (batch, _, heads, width), rows = q.shape, problem.rows
-    against = against_size(wish, q, rows, problem.keys, problem.sequences * heads * width, is_recorded)
+    against = against_size(wish, q, rows, problem.keys, problem.sequences * heads * width, bias, is_recorded)
     if against is not None:
         return against
     if bias is not None and (problem.is_packed or problem.seqlen_k is not None or problem.custom_mask_type != NO_MASK):

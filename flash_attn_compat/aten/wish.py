@@ -17,6 +17,8 @@ HALF = frozenset({torch.float16, torch.bfloat16})
 # faster; one row over 1,024 keys slower, over 8,192 six times as fast.
 LEAST_PRODUCTS = 3 * 2**21
 RECORDED = 4
+# Biases are read from memory: at twice the least products, 0.95 of the speed of PyTorch's kernel.
+BIASED = 2
 LEAST_KEYS = 2048
 
 
@@ -25,7 +27,7 @@ class Wish(NamedTuple):
 
     device: the type of device whose operators are ours; always: on GPUs with flash kernels of PyTorch's own, too
     least_products: of rows, keys, heads and channels, for each multiprocessor, in a call that is worth serving without
-        gradients; with gradients, RECORDED times as many; least_keys: of one row
+        gradients; with gradients, RECORDED times as many, with biases BIASED times; least_keys: of one row
     """
 
     device: str = "cuda"
@@ -86,7 +88,14 @@ def _largest(mask: Tensor, of_a_copy: int) -> int:
 
 
 def against_size(
-    wish: Wish, q: Tensor, rows: int, keys: int, channels: int, is_recorded: bool, at_any_size: bool = False
+    wish: Wish,
+    q: Tensor,
+    rows: int,
+    keys: int,
+    channels: int,
+    mask: Tensor | None,
+    is_recorded: bool,
+    at_any_size: bool = False,
 ) -> str | None:
     """Why a call is not worth our while. channels: of all heads of the batch; is_recorded: if a backward will follow"""
     products = rows * keys * channels
@@ -95,6 +104,7 @@ def against_size(
     if at_any_size or (rows == 1 and keys >= wish.least_keys):
         return None
     least = wish.least_products * processors(q.get_device()) * (RECORDED if is_recorded else 1)
+    least *= 1 if mask is None or mask.dtype is torch.bool else BIASED
     return "it is so small that only the host's time counts" if products < least else None
 
 

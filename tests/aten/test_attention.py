@@ -202,6 +202,15 @@ def test_another_named_backend_leaves_the_call(served: Launches) -> None:
     assert counted() == {"pytorch": 1}
 
 
+@pytest.mark.parametrize(("mask", "who"), [("none", "fused"), ("booleans", "fused"), ("biases", "pytorch")])
+def test_a_call_with_biases_must_be_larger(mask: str, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q = randn(1, 2, 8, 16, dtype=HALF)
+    masks = {"none": None, "booleans": torch.ones(8, 8, dtype=torch.bool), "biases": torch.zeros(8, 8, dtype=HALF)}
+    with originals.served(monkeypatch, originals.WISH._replace(least_products=8 * 8 * 2 * 16)):
+        sdpa(q, q, q, attn_mask=masks[mask])
+    assert counted() == {who: 1}
+
+
 def test_small_calls_stay_unless_they_are_slow_there(monkeypatch: pytest.MonkeyPatch) -> None:
     with originals.served(monkeypatch, originals.WISH._replace(least_products=2**30)):
         sdpa(*qkv(Case()))
