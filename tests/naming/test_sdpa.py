@@ -43,8 +43,9 @@ def test_patch_alone_switches_nothing_on() -> None:
     assert wish() is None and settings.SDPA not in os.environ
 
 
-def test_patch_switches_it_on_and_unpatch_off() -> None:
-    patch(sdpa=True)
+@pytest.mark.parametrize("wanted", [True, 1])
+def test_patch_switches_it_on_and_unpatch_off(wanted: bool) -> None:
+    patch(sdpa=wanted)
     assert wish() is False and os.environ[settings.SDPA] == "1"
     unpatch()
     assert wish() is None and settings.SDPA not in os.environ
