@@ -45,10 +45,8 @@ class Front:
 
 
 def against_tensors(wish: Wish, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why plain tensors of (batch, ..., head_dim) cannot be ours, whatever their axes mean."""
+    """Why plain tensors of (batch, ..., head_dim) cannot be ours, whatever their axes mean. q's dtype is in HALF."""
     dtype, device = q.dtype, q.device
-    if dtype not in HALF:
-        return not_half(dtype)
     if device.type != wish.device:
         return f"it is on {device.type}, not on {wish.device}"
     if not (dtype is k.dtype is v.dtype and device == k.device == v.device):
