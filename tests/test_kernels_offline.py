@@ -201,6 +201,7 @@ def test_a_compiler_is_found_wherever_it_was_unpacked_and_once(
         (folder / "deep" / f"libnvrtc.so.{major}").symlink_to(path)
     (folders[1] / "libnvrtc.so.11.2").write_text("no library")
     monkeypatch.setattr(loader, "nvrtc_paths", lambda major: [])
+    monkeypatch.delenv(offline.FOLDERS, raising=False)
     assert offline.compilers.__wrapped__() == {}
     monkeypatch.setenv(offline.FOLDERS, os.pathsep.join(map(str, folders)))
     (found,) = offline.compilers.__wrapped__().items()
