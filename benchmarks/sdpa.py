@@ -4,6 +4,8 @@
 
 PyTorch's flash and cuDNN kernels are switched off, as they are on a Turing GPU. `--host` times small calls on the host
 instead: what the switch adds to a call that is left alone, and what a served call costs beside flash_attn_func.
+`--graphs` replays each call from a CUDA graph, served at any size: what the GPU alone takes, as where a slower GPU is
+never kept waiting by the host.
 """
 
 from __future__ import annotations
@@ -21,8 +23,11 @@ from torch import Tensor
 import flash_attn_compat
 from benchmarks import host_time
 from benchmarks.runner import DTYPES, Contest, alone, one_by_one, parser, run
+from flash_attn_compat.aten import switch
 from flash_attn_compat.aten.wish import Wish
 from verify.bench_run import Jobs
+from verify.errors import NotSupported
+from verify.graphs import capture
 from verify.timing import Job
 
 On = Callable[[], AbstractContextManager[object]]  # switches our kernels on
@@ -106,6 +111,25 @@ def jobs(shape: Shape, dtype: torch.dtype, device: str, on: On) -> Mapping[str, 
     return both_ways(on, forward=forward, both=training)
 
 
+def in_graphs(made: Mapping[str, Jobs], device: str) -> Mapping[str, Jobs]:
+    """The same calls, replayed. Raises NotSupported if ours did not serve what is captured as "with"."""
+    flash_attn_compat.reset_backend_counts()
+    replayed = {name: {mode: in_graph(job, device) for mode, job in by_mode.items()} for name, by_mode in made.items()}
+    if not flash_attn_compat.backend_counts():
+        raise NotSupported("left alone")
+    return replayed
+
+
+def in_graph(job: Job, device: str) -> Job:
+    replay, results = capture(job, device)
+
+    def again(kept: Job = job) -> object:  # the graph reads the tensors of the job
+        replay()
+        return results
+
+    return Job(again)
+
+
 # Lengths of sequences that are packed into 8192 tokens, as a collator does; and what of 8 prompts is padding.
 PACKED, PADDED = (2100, 1500, 900, 1300, 400, 700, 850, 442), (0, 500, 120, 800, 30, 300, 620, 900)
 
@@ -132,21 +156,20 @@ def dense_mask(shape: Shape, dtype: torch.dtype, device: str) -> Tensor:
     return seen
 
 
-def contests(dtype: torch.dtype, device: str, on: On, longest: int | None) -> Iterator[Contest]:
+def contests(dtype: torch.dtype, device: str, on: On, longest: int | None, graphs: bool) -> Iterator[Contest]:
     for shape in SHAPES:
         rows, keys = (min(length, longest or length) for length in shape.lengths)
-        yield Contest(shape.name, partial(jobs, shape._replace(lengths=(rows, keys)), dtype, device, on), dtype)
+        made = partial(jobs, shape._replace(lengths=(rows, keys)), dtype, device, on)
+        yield Contest(shape.name, (lambda made=made: in_graphs(made(), device)) if graphs else made, dtype)
 
 
 def on_the_host(device: str) -> Iterator[Contest]:
     """Small calls. On a CPU launches do nothing, and PyTorch's own calls compute."""
     on: On = flash_attn_compat.sdpa
     if device == "cpu":
-        from tests.aten import originals
-
         host_time.without_gpu()
         torch.set_num_threads(1)
-        on = partial(originals.on, Wish(device="cpu"))
+        on = partial(switch.switched, Wish(device="cpu"))
     half = torch.randn(2, 4, 16, 64, device=device).half()
     wide, mask = half.float(), torch.zeros(16, 16, dtype=torch.float16, device=device, requires_grad=True)
     rows_first, seen = half.transpose(1, 2).contiguous(), torch.ones(16, 16, dtype=torch.bool, device=device).tril()
@@ -169,15 +192,19 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments.add_argument("--always", action="store_true", help="on a GPU that PyTorch has flash kernels for, too")
     arguments.add_argument("--longest", type=int, help="cut lengths to this, to try the script itself")
-    arguments.add_argument("--host", action="store_true", help="the host's time of small calls instead")
+    instead = arguments.add_mutually_exclusive_group()
+    instead.add_argument("--host", action="store_true", help="the host's time of small calls instead")
+    instead.add_argument("--graphs", action="store_true", help="the GPU's time alone, of calls of any size, instead")
     options = arguments.parse_args(argv)
     device = options.device
     without_flash_kernels()
     if options.host:
         clock = one_by_one(device, partial(host_time.milliseconds, device=device))
         return run("sdpa --host", on_the_host(device), options, device, clock)
-    on = partial(flash_attn_compat.sdpa, always=options.always)
-    return run("sdpa", contests(DTYPES[options.dtype], device, on, options.longest), options, device, weigh=True)
+    wish = Wish(always=options.always)
+    on = partial(switch.switched, wish._replace(least_products=0, least_keys=0) if options.graphs else wish)
+    given = contests(DTYPES[options.dtype], device, on, options.longest, options.graphs)
+    return run("sdpa", given, options, device, weigh=not options.graphs)
 
 
 def without_flash_kernels() -> None:

@@ -14,7 +14,9 @@ import benchmarks.__main__
 from benchmarks import cpu, end_to_end, head_dims, host_time, sdpa
 from benchmarks.fine_tuning import furthest_apart
 from benchmarks.runner import Contest, alone, apart, parser, run
+from flash_attn_compat import flash_attn_func
 from verify.bench_run import Row
+from verify.errors import NotSupported
 from verify.timing import Job, Timing
 
 
@@ -127,6 +129,25 @@ def test_the_operators_shapes_run_with_and_without_our_kernels(name, tmp_path):
     torch.backends.cuda.enable_flash_sdp(flags)
     rows = json.loads(saved.read_text())["rows"]
     assert {row["contestant"] for row in rows} == {"with", "without"} and all(row["memory_mib"] for row in rows)
+
+
+def test_what_is_replayed_from_a_graph_was_captured_with_our_kernels(monkeypatch):
+    captured = []
+
+    def capture(job, device):
+        captured.append(job)
+        result = job.run()
+        return (lambda: result.add_(1)), result
+
+    monkeypatch.setattr(sdpa, "capture", capture)
+    q = torch.randn(1, 3, 2, 8)
+    ours, other = Job(lambda: flash_attn_func(q, q, q)), Job(lambda: q * 0)
+    made = sdpa.in_graphs({"with": {"forward": ours}, "without": {"forward": other}}, "cpu")
+    assert captured == [ours, other]
+    assert torch.equal(made["without"]["forward"].run(), torch.ones_like(q))
+    assert torch.equal(made["with"]["forward"].run(), flash_attn_func(q, q, q) + 1)
+    with pytest.raises(NotSupported, match="left alone"):
+        sdpa.in_graphs({"with": {"forward": other}, "without": {"forward": other}}, "cpu")
 
 
 def test_on_a_cpu_packing_chunked_and_the_hosts_time_have_bounds():

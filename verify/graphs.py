@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,9 +74,9 @@ def other_inputs(given: Call) -> Iterator[None]:
             given.args[name].copy_(values)
 
 
-def capture(call: Job, device: str) -> tuple[Callable[[], None], Tensor]:
-    """What repeats the call on whatever its inputs hold by then, and where it leaves the result. Warms up on a stream
-    of its own, as PyTorch asks.
+def capture(call: Job, device: str) -> tuple[Callable[[], None], Any]:
+    """What repeats the call on whatever its inputs hold by then, and what the call gave, where each repetition leaves
+    its own results. Warms up on a stream of its own, as PyTorch asks.
     """
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream(device)
@@ -94,5 +95,4 @@ def capture(call: Job, device: str) -> tuple[Callable[[], None], Tensor]:
             raise
         graph.capture_end()
     torch.cuda.current_stream(device).wait_stream(stream)
-    assert isinstance(out, Tensor)
     return graph.replay, out

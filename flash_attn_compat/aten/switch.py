@@ -9,6 +9,7 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,13 +26,17 @@ _holders: list[Wish] = []
 _in_front: tuple[Front, Library] | None = None
 
 
-@contextlib.contextmanager
-def sdpa(always: bool = False) -> Iterator[None]:
+def sdpa(always: bool = False) -> AbstractContextManager[None]:
     """PyTorch's attention operators run on our kernels during a block, in all threads; blocks may nest and overlap.
 
     always: on GPUs of compute capability 8.0 and newer too
     """
-    wish = Wish(always=always)
+    return switched(Wish(always=always))
+
+
+@contextlib.contextmanager
+def switched(wish: Wish) -> Iterator[None]:
+    """A wish is in force during a block."""
     hold(wish)
     try:
         yield

@@ -25,11 +25,8 @@ WISH = Wish(device="cpu", least_products=0)
 @contextlib.contextmanager
 def on(wish: Wish = WISH) -> Iterator[None]:
     """Ours are in front for a block."""
-    switch.hold(wish)
-    try:
+    with switch.switched(wish):
         yield
-    finally:
-        switch.let_go(wish)
 
 
 @contextlib.contextmanager
