@@ -293,7 +293,10 @@ def test_nothing_is_recorded_and_gradients_through_a_forward_are_flash_attns_err
     with saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         answers = run(recorded(values)), run(recorded(values), torch.compile(backward, backend="eager"))
     for found in answers:
-        assert all(map(torch.equal, found, right)) and not any(x.requires_grad for x in found[3:])
+        close(found[3], right[3], 16)  # softmax_d: kernels and operators add up in another order
+        alike = [index for index in range(len(right)) if index != 3]
+        assert all(torch.equal(found[index], right[index]) for index in alike)
+        assert not any(x.requires_grad for x in found[3:])
         for result in found[:2]:
             with pytest.raises(RuntimeError, match=r"[Tt]rying to backward through .* no autograd formula was regist"):
                 result.sum().backward()

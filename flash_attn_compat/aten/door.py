@@ -51,7 +51,7 @@ def backward(
     known = _ours(request)
     if known is None:
         return None
-    return compute.gradients(known, compute.backward_tensors(request.tensors, None), upstream, into)[1]
+    return compute.gradients(known, compute.backward_tensors(request.tensors, None), upstream, into)[1].gradients
 
 
 def against(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flash_attn_compat.engine import alibi, dropout
 from flash_attn_compat.engine.append import by_operators
-from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
+from flash_attn_compat.engine.call import AttentionCall, Derived, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import DESCRIPTIONS, Feature, Traits, dtype_name, split
 from flash_attn_compat.engine.layout import Block, Layout, Places, whole_block
 from flash_attn_compat.engine.memory import Alike, BackwardRun, Run, Tensors
@@ -147,7 +147,7 @@ class Backend(abc.ABC):
     def prepare_backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> BackwardRun:
         """The same for gradients: of all calls like this one, from what comes from above as this does."""
         described, backward = call.with_tensors(), self.backward
-        return lambda tensors, upstream, into: backward(described.with_tensors(*tensors), upstream, into)
+        return lambda tensors, upstream, into: Derived(backward(described.with_tensors(*tensors), upstream, into))
 
     @abc.abstractmethod
     def forward(self, call: AttentionCall) -> Result:

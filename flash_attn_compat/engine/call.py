@@ -189,6 +189,17 @@ class Gradients(NamedTuple):
     dv: Tensor
 
 
+class Derived(NamedTuple):
+    """What a backward computes.
+
+    delta: rowsum(dout * out) less the gradient of the LSE and laid out as that, where the backend has it; fp32, 0 for
+        rows whose LSE is infinite
+    """
+
+    gradients: Gradients
+    delta: Tensor | None = None
+
+
 class Upstream(NamedTuple):
     """What a backward starts from: dout, and a forward's results.
 

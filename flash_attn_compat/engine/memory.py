@@ -19,7 +19,7 @@ from torch import Tensor
 from flash_attn_compat import settings
 from flash_attn_compat.engine import callers_state
 from flash_attn_compat.engine.append import Append
-from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
+from flash_attn_compat.engine.call import AttentionCall, Derived, Gradients, Result, Upstream
 from flash_attn_compat.engine.callers_state import transforms_are_on
 
 MOST = 4096
@@ -32,7 +32,7 @@ Tensors = tuple[Any, ...]
 # Computes every call that is alike; takes a request's tensors and length.
 Run = Callable[[Tensors, int | None], Result]
 # The same for gradients, which are written into the last where that is given; tensors[RNG_STATE] is the dropout's.
-BackwardRun = Callable[[Tensors, Upstream, Gradients | None], Gradients]
+BackwardRun = Callable[[Tensors, Upstream, Gradients | None], Derived]
 
 
 class Alike(NamedTuple):

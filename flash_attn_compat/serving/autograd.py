@@ -122,7 +122,7 @@ class _Attention(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout
         upstream = Upstream(dout, out, lse, rng_state, tuple(rest[ctx.others :]), gradient_of_lse(dlse, lse))
         if len(inputs) == 3:
-            return None, None, *gradients(ctx.known, tensors, upstream)[1]
+            return None, None, *gradients(ctx.known, tensors, upstream)[1].gradients
         packed = tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
         gradients(ctx.known, tensors, upstream, into=Gradients(*unpack(packed)))
         return None, None, *packed

@@ -16,7 +16,7 @@ from torch import Tensor
 from flash_attn_compat.backends import Backend, CallRefused, KernelsFailed, Negated
 from flash_attn_compat.engine import callers_state, capture, memory
 from flash_attn_compat.engine.append import by_operators
-from flash_attn_compat.engine.call import NO_TENSORS, RNG_STATE, AttentionCall, Gradients, Result, Upstream
+from flash_attn_compat.engine.call import NO_TENSORS, RNG_STATE, AttentionCall, Derived, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import Feature
 from flash_attn_compat.engine.layout import lse_dtype
 from flash_attn_compat.engine.memory import Alike, BackwardRun, Key, Known, Request, Run, Tensors
@@ -96,7 +96,7 @@ def backward_tensors(tensors: Tensors, rng_state: Tensor | None) -> Tensors:
 def gradients(
     known: Known, tensors: Tensors, upstream: Upstream, into: Gradients | None = None,
     check: Callable[[], None] = lambda: None,
-) -> tuple[Backend | None, Gradients]:  # fmt: skip
+) -> tuple[Backend | None, Derived]:  # fmt: skip
     """The gradients of a call, and who computed them: the call's backend, or another where its kernels failed.
 
     tensors: as backward_tensors gives them; into: written through their strides where given
@@ -108,7 +108,7 @@ def gradients(
         found = into or Gradients(*map(torch.empty_like, tensors[:3]))
         for gradient in found:
             gradient.zero_()
-        return None, found
+        return None, Derived(found)
     if upstream.dout.is_neg():
         upstream = upstream._replace(dout=upstream.dout.resolve_neg())
     if known.memory is not memory.current():  # forgotten, and held by an autograd graph

@@ -258,7 +258,8 @@ def backward_op(
     request = Arguments(*arguments).request(q, k, v, purpose)
     known = compute.find(request)
     upstream = Upstream(dout, out, softmax_lse, rng_state, dlse=gradient_of_lse(dlse, softmax_lse))
-    _, (dq, dk, dv) = compute.gradients(known, compute.backward_tensors(request.tensors, rng_state), upstream)
+    _, derived = compute.gradients(known, compute.backward_tensors(request.tensors, rng_state), upstream)
+    dq, dk, dv = derived.gradients
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 

@@ -117,21 +117,25 @@ def backward(
     if torch_ops.are_asked_for_without_derivatives(dout, q, k, v, out, lse):
         with torch.no_grad():
             _write(torch_ops.backward(q, k, v, options, upstream, packing), written)
+        delta = None
     else:
-        _backward(request_of(q, k, v, options, _BACKWARD, packing), upstream, written)
-    products = _row_products(dout, out, options.dropout_p)
+        delta = _backward(request_of(q, k, v, options, _BACKWARD, packing), upstream, written)
+    if delta is None:
+        delta = (dout.detach().float() * out.detach()).sum(-1, dtype=torch.float32).transpose(-1, -2)
+    if options.dropout_p > 0.0:
+        delta = delta * (1.0 - options.dropout_p)
     if packing is not None:
-        return _packed_softmax_d(products, packing.cu_seqlens_q)
-    softmax_d = q.new_zeros((q.shape[0], q.shape[2], round_up(q.shape[1], 128)), dtype=torch.float32)
-    softmax_d[:, :, : q.shape[1]] = products.transpose(1, 2)
-    return softmax_d
+        return _packed_softmax_d(delta, packing.cu_seqlens_q)
+    seqlen_q = q.shape[1]
+    behind = round_up(seqlen_q, 128) - seqlen_q
+    return torch.nn.functional.pad(delta, (0, behind)) if behind else delta.contiguous()
 
 
-def _backward(request: Request, upstream: Upstream, written: Written) -> None:
+def _backward(request: Request, upstream: Upstream, written: Written) -> Tensor | None:
+    """Writes dq, dk and dv; returns delta where it is known."""
     if torch.is_grad_enabled():
         with torch.no_grad():
-            _backward(request, upstream, written)
-        return
+            return _backward(request, upstream, written)
     dq, dk, dv = written
     known = find(request)
     checks.upstream_memory(upstream, *written)
@@ -144,7 +148,8 @@ def _backward(request: Request, upstream: Upstream, written: Written) -> None:
     if backend is not None:
         dispatch.count(backend.name)
     if into is None:
-        _write(found, written)
+        _write(found.gradients, written)
+    return found.delta
 
 
 def _write(found: Gradients, targets: Written) -> None:
@@ -153,17 +158,11 @@ def _write(found: Gradients, targets: Written) -> None:
             target.copy_(value)
 
 
-def _row_products(dout: Tensor, out: Tensor, dropout_p: float) -> Tensor:
-    """rowsum(dout * out) * (1 - dropout_p) in fp32, without the head_dim axis."""
-    products = (dout.detach().float() * out.detach()).sum(-1, dtype=torch.float32)
-    return products * (1.0 - dropout_p) if dropout_p > 0.0 else products
-
-
-def _packed_softmax_d(products: Tensor, cu_seqlens_q: Tensor) -> Tensor:
-    """(total_q, nheads) as (nheads, total_q + 128 * batch), 128 more columns after each sequence."""
-    total_q, nheads = products.shape
+def _packed_softmax_d(delta: Tensor, cu_seqlens_q: Tensor) -> Tensor:
+    """(nheads, total_q) as (nheads, total_q + 128 * batch), 128 more columns after each sequence."""
+    nheads, total_q = delta.shape
     batch = cu_seqlens_q.shape[0] - 1
-    softmax_d = products.new_zeros(nheads, total_q + 128 * batch)
+    softmax_d = delta.new_zeros(nheads, total_q + 128 * batch)
     sequence, _ = outside.token_places(cu_seqlens_q, total_q)
-    columns = torch.arange(total_q, device=products.device) + 128 * sequence
-    return softmax_d.index_copy_(1, columns, products.t())
+    columns = torch.arange(total_q, device=delta.device) + 128 * sequence
+    return softmax_d.index_copy_(1, columns, delta)

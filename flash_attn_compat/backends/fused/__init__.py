@@ -69,4 +69,4 @@ class Fused(Backend):
         return self.prepare(alike)(alike.tensors, None)
 
     def backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> Gradients:
-        return backward.prepare(call, upstream, into)(call.tensors, upstream, into)
+        return backward.prepare(call, upstream, into)(call.tensors, upstream, into).gradients

@@ -17,7 +17,7 @@ from flash_attn_compat.backends.fused.launcher import Plan
 from flash_attn_compat.backends.fused.launches import Launches, with_copies
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine import alignment
-from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream
+from flash_attn_compat.engine.call import AttentionCall, Derived, Gradients, Upstream
 from flash_attn_compat.engine.callers_state import note_written
 from flash_attn_compat.engine.memory import BackwardRun, Tensors
 
@@ -48,27 +48,27 @@ def prepare(call: AttentionCall, upstream: Upstream, into: Gradients | None) -> 
 
     trial.check(kernels, device, lambda: trial.of_backward(kind, call.q.device, run_tiny))
 
-    def run(tensors: Tensors, upstream: Upstream, into: Gradients | None) -> Gradients:
+    def run(tensors: Tensors, upstream: Upstream, into: Gradients | None) -> Derived:
         readable, upstream, targets = read(tensors, upstream, into)
-        _launch(plan, readable, upstream, targets)
+        delta = _launch(plan, readable, upstream, targets)
         if copies:
             targets = Gradients(*(alignment.narrowed(one, x.shape[-1]) for one, x in zip(targets, tensors)))
         if into is None:
-            return targets
+            return Derived(targets, delta)
         for place, gradient in zip(into, targets):
             if gradient is place:
                 note_written((place,))
             else:
                 place.copy_(gradient)
-        return into
+        return Derived(into, delta)
 
     return run
 
 
-def _launch(plan: Plan, tensors: Sequence[Any], upstream: Upstream, targets: Gradients) -> None:
-    """Writes the gradients, or some of them, into ``targets``."""
+def _launch(plan: Plan, tensors: Sequence[Any], upstream: Upstream, targets: Gradients) -> Tensor:
+    """Writes the gradients, or some of them, into ``targets``; returns delta."""
     dout, out, lse, _, saved, dlse = upstream
-    plan.run((*tensors, dout, out, lse, dlse, *targets, *saved[1:]))
+    return plan.run((*tensors, dout, out, lse, dlse, *targets, *saved[1:]))["delta"]
 
 
 def _read(
