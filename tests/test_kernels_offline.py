@@ -19,6 +19,7 @@ from flash_attn_compat.backends.fused.loader import Compiler
 from flash_attn_compat.backends.fused.variants import (
     BF16,
     BF16_AS_FP16,
+    BIAS_WORDS,
     BOOLEANS,
     FLOAT_BIAS,
     FP16,
@@ -86,7 +87,7 @@ KERNELS = [
             variants.delta(Kind(75, FP16, 32)),
             variants.append(Kind(75, BF16_AS_FP16, 32, vec=1)),
             variants.absmax(Kind(75, BF16_AS_FP16, 128)),
-            variants.mask(Kind(75, FP16, 64, bias=BOOLEANS)),
+            *(variants.mask(Kind(75, FP16, 64, bias=BOOLEANS, bias_words=words)) for words in BIAS_WORDS),
             variants.forward(Kind(75, BF16_AS_FP16, 96, bias=BOOLEANS)),
             variants.dkdv(Kind(75, FP16, 96, bias=HALF_BIAS)),
             variants.forward(Kind(75, FP16, 64, bias=HALF_BIAS, bias_pairs=True)),
@@ -178,16 +179,18 @@ def test_turings_code_asks_nothing_of_newer_gpus(make: object, compiler: Compile
     assert not any(word in text for word in ("cp.async", "m16n8k16", ".bf16"))
 
 
-@pytest.mark.parametrize("bias", [BOOLEANS, HALF_BIAS, FLOAT_BIAS])
-def test_the_pass_over_a_mask_waits_for_many_loads_at_once(bias: int, compiler: Compiler) -> None:
+@pytest.mark.parametrize(("bias", "words", "number"), [(BOOLEANS, 16, 32), (HALF_BIAS, 8, 32), (FLOAT_BIAS, 2, 8)])
+def test_the_pass_over_a_mask_waits_for_many_loads_at_once(
+    bias: int, words: int, number: int, compiler: Compiler
+) -> None:
     """Compilers branch around a load that is behind a condition, and then each waits for memory alone."""
     if offline.cuobjdump() is None:
         pytest.skip("no cuobjdump here: it comes with the test extra on x86-64 Linux")
-    found = offline.compiled(compiler, variants.mask(Kind(75, FP16, 64, bias=bias)), "sm_75")
+    found = offline.compiled(compiler, variants.mask(Kind(75, FP16, 64, bias=bias, bias_words=words)), "sm_75")
     texts = [text for _, text in offline.instructions(found.cubin)]
     loads = [place for place, text in enumerate(texts) if "LDG" in text]
     between = texts[loads[0] : loads[-1]]
-    assert len(loads) == 32 and not any("BRA" in text or "VOTE" in text for text in between)
+    assert len(loads) == number and not any("BRA" in text or "VOTE" in text for text in between)
 
 
 def test_a_compiler_is_found_wherever_it_was_unpacked_and_once(

@@ -4,7 +4,7 @@
 #pragma once
 #include "common.cuh"
 
-constexpr int BAND = 64, REACH = 1024;   // rows and keys of a word of the map, whose bits are for 32 keys
+constexpr int BAND = 64, REACH = 1024, PART_KEYS = REACH / 2;   // rows and keys of a word of the map, whose bits are for 32 keys
 constexpr u32 HIDDEN = TYPE == 0 ? 0xfc00 : 0xff80;   // -inf
 
 struct DenseMask {

@@ -357,12 +357,12 @@ def mask_pass(call: AttentionCall, kind: Kind, fields: dict[str, params.Value]) 
     """The pass over a dense mask, if the call has one."""
     if call.bias is None:
         return [], []
-    found, of_rows = masks.found(call.bias)
+    blocks, found, of_rows = masks.found(call.bias)
     outputs = [
         Output("bias_map", found, torch.int32),
         Output("bias_of_rows", of_rows, torch.int32, starts_as_zero=kind.bias != variants.BOOLEANS),
     ]
-    return outputs, [Launch(variants.mask(kind), found[0], fields)]
+    return outputs, [Launch(variants.mask(kind._replace(bias_words=masks.words(call.bias))), blocks, fields)]
 
 
 def described_new(new: Append) -> dict[str, params.Value]:

@@ -24,6 +24,11 @@ def has_pairs(bias: Tensor | None) -> bool:
     return not any(number % 2 for number in (bias.shape[-1], *apart))
 
 
+def words(bias: Tensor) -> int:
+    """Of 32 keys, that a block of the pass looks at: all, or as many as it can."""
+    return next((words for words in variants.BIAS_WORDS if 32 * words >= bias.shape[-1]), variants.BIAS_WORDS[-1])
+
+
 def described(bias: Tensor) -> dict[str, params.Value]:
     """Fields of struct Params. What sequences, heads or rows share is looked through, and kept, once."""
     batch, head, row, key = (stride if size > 1 else 0 for size, stride in zip(bias.shape, bias.stride()))
@@ -40,9 +45,10 @@ def described(bias: Tensor) -> dict[str, params.Value]:
     }
 
 
-def found(bias: Tensor) -> tuple[tuple[int, int], tuple[int, ...]]:
-    """Shapes of the pass's results: the map, of which a block makes one place, and what is known of rows."""
+def found(bias: Tensor) -> tuple[int, tuple[int, int], tuple[int, ...]]:
+    """Of the pass: its blocks, and the shapes of what it finds, the map and what is known of rows."""
     batch, heads, rows, _ = (size if stride else 1 for size, stride in zip(bias.shape, bias.stride()))
-    chunks, slabs = -(-bias.shape[-1] // variants.REACH), batch * heads
+    slabs, keys = batch * heads, bias.shape[-1]
+    bands, parts, chunks = slabs * -(-rows // variants.BAND), -(-keys // variants.PART_KEYS), -(-keys // variants.REACH)
     of_rows = (slabs, rows, chunks * variants.REACH // 32) if bias.dtype == torch.bool else (slabs, rows)
-    return (slabs * -(-rows // variants.BAND) * chunks, 2), of_rows
+    return bands * parts, (bands * chunks, 2), of_rows

@@ -13,7 +13,8 @@ from typing import NamedTuple
 FP16, BF16, BF16_AS_FP16 = 0, 1, 2
 BOOLEANS, HALF_BIAS, FLOAT_BIAS = 1, 2, 4
 # Rows and keys of a word of what is found in a dense mask (cuda/mask.cuh).
-BAND, REACH = 64, 1024
+BAND, REACH, PART_KEYS = 64, 1024, 512
+BIAS_WORDS = 2, 8, PART_KEYS // 32
 # Every multiple of 16 up to 128; then those that models have. Each is compiled only where it is asked for.
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # Windows of fewer keys than this leave most of a tall tile masked; sequences of no more rows leave half of it empty.
@@ -68,6 +69,7 @@ class Kind(NamedTuple):
     few_rows: no sequence has more than FEW_ROWS; short: none has more rows or keys than SHORT
     tiles: what was the fastest on the GPU at hand, by entry; copied: whether what passes by was turned into fp16 before
     bias, bias_pairs: of a dense mask, as cuda/mask.cuh says; 0 without one
+    bias_words: one of BIAS_WORDS, of 32 keys: what a block of the pass over the mask looks at
     """
 
     number: int
@@ -87,6 +89,7 @@ class Kind(NamedTuple):
     short: bool = False
     bias: int = 0
     bias_pairs: bool = False
+    bias_words: int = PART_KEYS // 32
 
     @property
     def D(self) -> int:
@@ -312,8 +315,9 @@ def delta(kind: Kind) -> Variant:
 
 def mask(kind: Kind) -> Variant:
     """The type matters where biases have it."""
-    macros = (("TYPE", kind.type if kind.bias == HALF_BIAS else FP16), ("BIAS", kind.bias))
-    warps = REACH // 256 * 4
+    type = kind.type if kind.bias == HALF_BIAS else FP16
+    macros = (("TYPE", type), ("BIAS", kind.bias), ("WORDS", kind.bias_words))
+    warps = 4 * -(-kind.bias_words // 8)
     return Variant("mask", "mask.cu", macros, BAND, warps * 32, warps * 4)
 
 
@@ -418,7 +422,7 @@ def kinds(number: int) -> Iterator[Kind]:
                 yield kind._replace(copied=True)
             if not (local or alibi or softcap or paged):
                 for bias, copied in itertools.product((BOOLEANS, HALF_BIAS, FLOAT_BIAS), {False, may_be_copied}):
-                    yield kind._replace(bias=bias, copied=copied)
+                    yield from (kind._replace(bias=bias, copied=copied, bias_words=words) for words in BIAS_WORDS)
                     if bias > BOOLEANS:
                         yield kind._replace(bias=bias, copied=copied, bias_pairs=True)
 
