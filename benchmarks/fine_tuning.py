@@ -1,8 +1,9 @@
 """Does training with this package learn as it does with eager attention? `python -m benchmarks.fine_tuning` compares.
 
 A small byte-level Llama learns Python's own documentation, from one seed and in one order of batches, once with eager
-attention, once with ours, once with PyTorch's function on our kernels. Exit code 1 if another loss curve, averaged over
-ten steps, is ever more than 1 % away from eager's. Needs transformers.
+attention, once with ours, once with PyTorch's function on our kernels and once on its own, which says how far apart
+roundings alone lead. Exit code 1 if another loss curve, averaged over ten steps, is ever more than 1 % away from
+eager's. Needs transformers.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     for dtype in (torch.float16, torch.bfloat16):
         right = train(Attention("eager"), arguments.device, dtype, arguments.steps)
         print(f"{dtype}: eager {right[0]:.4f} -> {right[-1]:.4f}")
-        for name in ("ours", "switched"):
+        for name in ("ours", "switched", "sdpa"):
             flash_attn_compat.reset_backend_counts()
             found = train(ATTENTIONS[name], arguments.device, dtype, arguments.steps)
             apart, served = furthest_apart(right, found), ", ".join(flash_attn_compat.backend_counts())
