@@ -230,6 +230,38 @@ def test_a_call_with_gradients_must_be_larger(monkeypatch: pytest.MonkeyPatch) -
             assert counted() == {wanted: 1}
 
 
+@pytest.mark.parametrize(
+    ("tokens", "has_mask", "who"),
+    [(32, False, "fused"), (32, True, "pytorch"), (33, False, "pytorch"), (96, True, "pytorch"), (97, True, "fused")],
+)
+def test_with_gradients_short_sequences_stay(
+    tokens: int, has_mask: bool, who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = randn(1, 1, tokens, 16, dtype=HALF).requires_grad_()
+    mask = torch.ones(tokens, tokens, dtype=torch.bool) if has_mask else None
+    with originals.served(monkeypatch, originals.WISH._replace(least_products=1)):
+        sdpa(q, q, q, attn_mask=mask)
+        assert counted() == {who: 1}
+        with torch.no_grad():
+            sdpa(q, q, q, attn_mask=mask)
+        assert counted()["fused"] == 1 + (who == "fused")
+
+
+@pytest.mark.parametrize(
+    ("shape", "who"), [((2, 2), "pytorch"), ((1, 2), "fused"), ((2, 1), "fused"), ((0, 2), "fused")]
+)
+def test_biases_stay_that_no_two_scores_share(
+    shape: tuple[int, int], who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, (batch, heads) = randn(2, 2, 8, 16, dtype=HALF), shape
+    bias = randn(batch or 1, heads, 8, 8, dtype=HALF)
+    with originals.served(monkeypatch, originals.WISH._replace(least_products=1)):
+        sdpa(q, q, q, attn_mask=bias if batch else bias.expand(2, -1, -1, -1))
+        assert counted() == {who: 1}
+        sdpa(q, q, q, attn_mask=torch.ones(2, 2, 8, 8, dtype=torch.bool))
+        assert counted()["fused"] == 1 + (who == "fused")
+
+
 def test_one_row_is_worth_it_over_many_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     with originals.served(monkeypatch, originals.WISH._replace(least_products=2**30, least_keys=64)):
         for keys, wanted in ((50, "pytorch"), (80, "fused")):
