@@ -23,6 +23,14 @@ transforms_are_on = torch._C._are_functorch_transforms_active
 _is_any_on = torch._C._is_any_autocast_enabled
 
 
+def numbers_of(lengths: Tensor) -> list[int]:
+    """The values of integers, wherever they are."""
+    if transforms_are_on():  # in which tolist() fails before PyTorch 2.5
+        return [int(number.item()) for number in lengths.cpu()]
+    found: list[int] = lengths.tolist()
+    return found
+
+
 def autocasts(tensor: torch.Tensor) -> bool:
     """Whether autocast is on for operators on a tensor's device: it would round the products of what is wider."""
     if (tensor.is_cuda or tensor.is_cpu) and not _is_any_on():

@@ -17,6 +17,7 @@ from torch import Tensor
 from flash_attn_compat import settings
 from flash_attn_compat.engine import capture
 from flash_attn_compat.engine.call import AttentionCall, Upstream
+from flash_attn_compat.engine.callers_state import numbers_of
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _DENSE = {"q": "(batch_size, seqlen_q, num_heads, head_size)", "k": "(batch_size, seqlen_k, num_heads_k, head_size)"}
@@ -217,7 +218,7 @@ def values_of_starts(starts_q: Tensor, starts_k: Tensor, total_q: int, total_k: 
 
 
 def _values_of_starts(name: str, starts: Tensor, tensor: str, total: int | None) -> None:
-    found = starts.tolist()
+    found = numbers_of(starts)
     if found[0] != 0:
         raise RuntimeError(
             f"{name} must start with 0, got {_first_of(found)}: it holds where each sequence starts and where the last "

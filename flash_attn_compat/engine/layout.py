@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flash_attn_compat.engine import alibi, capture, dropout
 from flash_attn_compat.engine.call import AttentionCall
-from flash_attn_compat.engine.callers_state import transforms_are_on
+from flash_attn_compat.engine.callers_state import numbers_of
 from flash_attn_compat.engine.mask import Range
 
 
@@ -359,10 +359,7 @@ def _numbers(name: str, lengths: Tensor) -> list[int]:
             f"{name} is on the GPU and must be read here, which the capture of a CUDA graph forbids: "
             "explain() says why the backends that need not read it do not serve"
         )
-    if transforms_are_on():  # in which tolist() fails before PyTorch 2.5
-        return [int(number.item()) for number in lengths.cpu()]
-    found: list[int] = lengths.tolist()
-    return found
+    return numbers_of(lengths)
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
