@@ -27,7 +27,7 @@ from flash_attn_compat.backends import BACKENDS, Backend
 from flash_attn_compat.backends.base import FLOAT_DTYPES, Capabilities
 from flash_attn_compat.engine import memory
 from flash_attn_compat.engine.build import Options, call_of
-from flash_attn_compat.engine.features import DESCRIPTIONS, Feature, Traits, split
+from flash_attn_compat.engine.features import Feature, Traits, split
 from tests.support import cumulative, qkv
 
 NAMES = [backend.name for backend in BACKENDS]
@@ -200,7 +200,7 @@ Change = tuple[dict[str, Any], str]
 def beyond(table: Capabilities, features: Feature) -> Iterator[Change]:
     """Changes of traits that a backend serves into such as its table lacks, and words of the reason."""
     for feature in split(~int(table.features)):
-        yield {"features": int(features | feature)}, DESCRIPTIONS[feature]
+        yield {"features": int(features | feature)}, feature.description
     for dtype in FLOAT_DTYPES - table.dtypes:
         yield {"dtype": dtype}, f"does not compute {str(dtype).removeprefix('torch.')}"
     if table.devices is not None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from flash_attn_compat.engine import alibi, dropout
 from flash_attn_compat.engine.append import by_operators
 from flash_attn_compat.engine.call import AttentionCall, Derived, Gradients, Result, Upstream
-from flash_attn_compat.engine.features import DESCRIPTIONS, Feature, Traits, dtype_name, split
+from flash_attn_compat.engine.features import Feature, Traits, dtype_name, split
 from flash_attn_compat.engine.layout import Block, Layout, Places, whole_block
 from flash_attn_compat.engine.memory import Alike, BackwardRun, Run, Tensors
 
@@ -88,7 +88,7 @@ class Backend(abc.ABC):
         if table.max_head_dim is not None and largest > table.max_head_dim:
             reasons.append(f"head_dim is at most {table.max_head_dim}, got {largest}")
         missing = traits.features & ~int(table.features)
-        reasons += [f"does not support {DESCRIPTIONS[feature]}" for feature in split(missing)]
+        reasons += [f"does not support {feature.description}" for feature in split(missing)]
         reasons += self.extra_reasons(traits)
         if traits in self._failures:
             reasons.append(f"failed before: {self._failures[traits]}")

@@ -23,7 +23,7 @@ from flash_attn_compat.backends import small_trial
 from flash_attn_compat.backends.base import BlockwiseBackend, Capabilities, arguments_of, operator
 from flash_attn_compat.engine import alibi, alignment, capture
 from flash_attn_compat.engine.call import AttentionCall, Result, Upstream
-from flash_attn_compat.engine.features import DESCRIPTIONS, Feature, Traits, split
+from flash_attn_compat.engine.features import Feature, Traits, split
 from flash_attn_compat.engine.layout import Block, lse_dtype
 from flash_attn_compat.engine.mask import ByDistance, Mask, Range
 
@@ -133,7 +133,7 @@ def _reasons_on_cuda(traits: Traits) -> list[str]:
         # The kernels behind the public function have better backends there, and crash on odd strides.
         return ["serves AMD GPUs only, of those that PyTorch calls cuda"]
     untried = traits.features & ~int(_LACKS | _TRIED)
-    reasons = [f"on AMD GPUs, does not support {DESCRIPTIONS[feature]}" for feature in split(untried)]
+    reasons = [f"on AMD GPUs, does not support {feature.description}" for feature in split(untried)]
     if traits.features & Feature.CAUSAL and traits.sq_vs_sk != "=":
         reasons.append("on AMD GPUs, serves causal masking only of as many queries as keys")
     if traits.head_dim % 8 or traits.head_dim > 256:

@@ -7,62 +7,43 @@ properties of shapes, dtypes and flags, never of values: computing them does not
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 
 class Feature(enum.IntFlag):
-    """What a call may ask for beyond dense attention of equal heads. A backend serves what its table lists."""
+    """What a call may ask for beyond dense attention of equal heads, and in words. A backend serves what it lists."""
 
-    CAUSAL = enum.auto()
-    WINDOW_LEFT = enum.auto()
-    WINDOW_RIGHT = enum.auto()
-    SOFTCAP = enum.auto()
-    ALIBI = enum.auto()
-    DROPOUT = enum.auto()
-    SHARED_DROPOUT_MASK = enum.auto()
-    GQA = enum.auto()
-    VALUE_HEAD_DIM = enum.auto()
-    VARLEN = enum.auto()
-    SEQUSED_K = enum.auto()
-    LEFTPAD_K = enum.auto()
-    PAGED = enum.auto()
-    APPEND = enum.auto()
-    LSE = enum.auto()
-    BACKWARD = enum.auto()
-    GIVEN_LSE = enum.auto()
-    LSE_GRADIENT = enum.auto()
-    TRANSFORMS = enum.auto()
-    DETERMINISTIC = enum.auto()
-    SCALE_NOT_POSITIVE = enum.auto()
-    BIAS = enum.auto()
+    description: str
 
+    def __new__(cls, description: Any) -> Feature:  # Any: combinations are looked up by their number
+        feature = int.__new__(cls, 1 << len(cls.__members__))
+        feature._value_, feature.description = int(feature), description
+        return feature
 
-DESCRIPTIONS: dict[Feature, str] = {
-    Feature.CAUSAL: "causal masking",
-    Feature.WINDOW_LEFT: "a left window",
-    Feature.WINDOW_RIGHT: "a right window",
-    Feature.SOFTCAP: "softcap",
-    Feature.ALIBI: "ALiBi slopes",
-    Feature.DROPOUT: "dropout",
-    Feature.SHARED_DROPOUT_MASK: "a dropout mask that S_dmask or rng_state describes",
-    Feature.GQA: "fewer key/value heads than query heads",
-    Feature.VALUE_HEAD_DIM: "a value head_dim other than the key's",
-    Feature.VARLEN: "packed sequences (cu_seqlens)",
-    Feature.SEQUSED_K: "key lengths given per sequence (seqused_k, cache_seqlens)",
-    Feature.LEFTPAD_K: "leftpad_k",
-    Feature.PAGED: "paged keys and values (block_table, cache_batch_idx)",
-    Feature.APPEND: "new keys and values for a cache",
-    Feature.LSE: "returning softmax_lse",
-    Feature.BACKWARD: "gradients",
-    Feature.GIVEN_LSE: "a backward from an out and softmax_lse of the caller's",
-    Feature.LSE_GRADIENT: "gradients of softmax_lse",
-    Feature.TRANSFORMS: "forward-mode or higher-order differentiation and torch.func transforms",
-    Feature.DETERMINISTIC: "gradients that are the same to the bit in every run",
-    Feature.SCALE_NOT_POSITIVE: "a softmax_scale that is not positive",
-    Feature.BIAS: "a dense mask",
-}
+    CAUSAL = "causal masking"
+    WINDOW_LEFT = "a left window"
+    WINDOW_RIGHT = "a right window"
+    SOFTCAP = "softcap"
+    ALIBI = "ALiBi slopes"
+    DROPOUT = "dropout"
+    SHARED_DROPOUT_MASK = "a dropout mask that S_dmask or rng_state describes"
+    GQA = "fewer key/value heads than query heads"
+    VALUE_HEAD_DIM = "a value head_dim other than the key's"
+    VARLEN = "packed sequences (cu_seqlens)"
+    SEQUSED_K = "key lengths given per sequence (seqused_k, cache_seqlens)"
+    LEFTPAD_K = "leftpad_k"
+    PAGED = "paged keys and values (block_table, cache_batch_idx)"
+    APPEND = "new keys and values for a cache"
+    LSE = "returning softmax_lse"
+    BACKWARD = "gradients"
+    GIVEN_LSE = "a backward from an out and softmax_lse of the caller's"
+    LSE_GRADIENT = "gradients of softmax_lse"
+    TRANSFORMS = "forward-mode or higher-order differentiation and torch.func transforms"
+    DETERMINISTIC = "gradients that are the same to the bit in every run"
+    SCALE_NOT_POSITIVE = "a softmax_scale that is not positive"
+    BIAS = "a dense mask"
 
 
 def split(features: int) -> list[Feature]:

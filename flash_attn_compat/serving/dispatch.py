@@ -15,7 +15,7 @@ from flash_attn_compat import settings
 from flash_attn_compat.backends import BACKENDS, Backend, CallRefused
 from flash_attn_compat.engine import capture, memory
 from flash_attn_compat.engine.call import AttentionCall
-from flash_attn_compat.engine.features import DESCRIPTIONS, Traits, split
+from flash_attn_compat.engine.features import Traits, split
 
 
 class BackendNotSupported(RuntimeError):
@@ -192,7 +192,7 @@ def _explain(traits: Traits, forced: str | None) -> Explanation:
 
 
 def _refusal(traits: Traits, explanation: Explanation, forced: str | None) -> str:
-    asked = ", ".join(DESCRIPTIONS[feature] for feature in split(traits.features)) or "dense attention"
+    asked = ", ".join(feature.description for feature in split(traits.features)) or "dense attention"
     head = f"backend {forced!r} cannot serve this call" if forced else "no backend can serve this call"
     return f"{head}: {traits.dtype} on {traits.device_type}, head_dim {traits.head_dim}, {asked}\n{explanation}"
 
