@@ -20,7 +20,7 @@ from flash_attn_compat.engine.build import Options
 from flash_attn_compat.engine.callers_state import count_modes, tracing_state, transforms_are_on
 from flash_attn_compat.engine.decided import DECIDED
 from flash_attn_compat.engine.memory import PLAIN
-from flash_attn_compat.serving.dispatch import count
+from flash_attn_compat.serving.dispatch import served
 from flash_attn_compat.settings import explains
 
 NAME = "scaled_dot_product_attention"
@@ -54,7 +54,7 @@ def implementation(front: Front) -> Callable[..., Tensor]:
             out = _ours(against, *arguments, **named)
             if out is not None:
                 return out
-        count(door.PYTORCH)
+        served[door.PYTORCH] += 1
         before, DECIDED.yet = DECIDED.yet, True  # as_decided, without the time that its frame takes
         try:
             return _compose(_NOWHERE, *arguments, **named)

@@ -65,7 +65,7 @@ def against(
 def explain(reasons: list[str]) -> NoReturn:
     """End the call in progress, which is only to be explained: what speaks against our kernels, if anything."""
     computed_by = PYTORCH if reasons else KERNELS
-    dispatch.raise_explanation(dispatch.Explanation(computed_by, {KERNELS: reasons, PYTORCH: []}))
+    raise dispatch.Explained(dispatch.Explanation(computed_by, {KERNELS: reasons, PYTORCH: []}))
 
 
 def _ours(request: Request) -> Known | None:

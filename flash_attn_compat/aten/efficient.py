@@ -120,7 +120,7 @@ def forward(
         door.explain([against] if against else door.against(*_as_flash(problem), problem.expanded_bias))
     found = None if against else _forward(problem, return_lse)
     if found is None:
-        dispatch.count(door.PYTORCH)
+        dispatch.served[door.PYTORCH] += 1
     return found
 
 

@@ -9,7 +9,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends import BACKENDS, Backend, CallRefused
@@ -43,7 +43,7 @@ class Explanation:
         return "\n".join(lines)
 
 
-class _Explained(BaseException):
+class Explained(BaseException):
     """Carries an explanation out of the call it was asked about, past any ``except Exception``."""
 
     def __init__(self, explanation: Explanation) -> None:
@@ -72,7 +72,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     try:
         with settings.explaining():
             function(*args, **kwargs)
-    except _Explained as found:
+    except Explained as found:
         return found.explanation
     raise ValueError(f"{function!r} made no attention call to explain")
 
@@ -94,7 +94,7 @@ def choose(call: AttentionCall) -> Backend | None:
     """
     if settings.explains():
         _check_settings()
-        raise _Explained(_explain(call.traits(), settings.named_backend()))
+        raise Explained(_explain(call.traits(), settings.named_backend()))
     if call.is_empty and not call.transformed:
         return None
     return _decide(call)
@@ -121,15 +121,6 @@ def _check_settings() -> None:
     name = settings.backend_variable()
     if name is not None and name not in _names():
         raise ValueError(f"{settings.BACKEND} must be one of {', '.join(_names())}, got {name!r}")
-
-
-def count(name: str) -> None:
-    served[name] += 1
-
-
-def raise_explanation(explanation: Explanation) -> NoReturn:
-    """End the call in progress, which is only to be explained."""
-    raise _Explained(explanation)
 
 
 def reasons_against(name: str, call: AttentionCall) -> list[str]:

@@ -146,7 +146,7 @@ def _backward(request: Request, upstream: Upstream, written: Written) -> Tensor 
         lambda: checks.upstream(known.call.with_tensors(*request.tensors[:RNG_STATE]), upstream, *written),
     )  # fmt: skip
     if backend is not None:
-        dispatch.count(backend.name)
+        dispatch.served[backend.name] += 1
     if into is None:
         _write(found.gradients, written)
     return found.delta
