@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import private_interface, settings
-from flash_attn_compat.engine.layout import lse_dtype
 from flash_attn_compat.naming import real
 from flash_attn_compat.private_interface import round_multiple
 from flash_attn_compat.serving import torch_ops
@@ -148,22 +147,13 @@ def _fake(function: Callable[..., Any]) -> Callable[..., Any]:
         bound = signature.bind(*arguments, **named)
         bound.apply_defaults()
         given = bound.arguments
-        q, k, starts = given["q"], given["k"], given.get("cu_seqlens_q")
-        heads, lse_shape = q.shape[-2], [q.shape[-2], q.shape[0]]
-        if starts is None:
-            batch, rows, keys = q.shape[0], q.shape[1], k.shape[1]
-            lse_shape = [batch, heads, rows]
-        else:
-            batch, rows, keys = starts.shape[0] - 1, given["max_seqlen_q"], given["max_seqlen_k"]
+        q, starts = given["q"], given.get("cu_seqlens_q")
+        if "dout" in given and starts is not None:
+            return q.new_empty((q.shape[1], q.shape[0] + 128 * (starts.shape[0] - 1)), dtype=torch.float32)
+        rows = round_multiple(q.shape[1] if starts is None else given["max_seqlen_q"], 128)
         if "dout" in given:
-            padded = round_multiple(rows, 128) if starts is None else q.shape[0] + 128 * batch
-            return q.new_empty((*lse_shape[:-1], padded), dtype=torch.float32)
-        dmask_shape = (batch, heads, round_multiple(rows, 128), round_multiple(keys, 128))
-        return (
-            q.new_empty((*q.shape[:-1], given["v"].shape[-1])),
-            q.new_empty(lse_shape, dtype=lse_dtype(q.dtype)),
-            q.new_empty(dmask_shape if given["return_softmax"] else 0),
-            q.new_empty(2, dtype=torch.int64),
-        )
+            return q.new_empty((q.shape[0], q.shape[2], rows), dtype=torch.float32)
+        keys = round_multiple(given["k"].shape[1] if starts is None else given["max_seqlen_k"], 128)
+        return torch_ops.unwritten(q, given["v"], starts, True, (rows, keys) if given["return_softmax"] else None)
 
     return fake

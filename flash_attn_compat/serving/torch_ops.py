@@ -129,18 +129,16 @@ def backward(
     return Gradients(*backward_op(dout, out, softmax_lse, rng_state, None, q, k, v, *_flatten(options, packing)))
 
 
+_UNPACKED = None, None, 0, 0, None, None, None  # as Packing
+
+
 def _flatten(options: Options, packing: Packing | None) -> tuple[Any, ...]:
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, _ = options
     scalars = (
         checks.number("dropout_p", dropout_p), softmax_scale, checks.causal(causal),
         *checks.two_bounds(window_size), checks.softcap(softcap), bool(deterministic),
     )  # fmt: skip
-    if packing is None:
-        cu_q = cu_k = block_table = seqused_k = leftpad_k = max_q_tensor = max_k_tensor = None
-        return (
-            cu_q, cu_k, block_table, seqused_k, leftpad_k, alibi_slopes, 0, 0, max_q_tensor, max_k_tensor, *scalars
-        )  # fmt: skip
-    cu_q, cu_k, max_q, max_k, block_table, seqused_k, leftpad_k = packing
+    cu_q, cu_k, max_q, max_k, block_table, seqused_k, leftpad_k = _UNPACKED if packing is None else packing
     # A longest length given as a tensor stays one, so that tracing does not have to read it.
     numbers = [0 if isinstance(value, Tensor) else value for value in (max_q, max_k)]
     tensors = [value if isinstance(value, Tensor) else None for value in (max_q, max_k)]
@@ -169,15 +167,11 @@ class Arguments(NamedTuple):
     deterministic: bool
 
     def request(self, q: Tensor, k: Tensor, v: Tensor, purpose: Purpose) -> Request:
+        window_size = self.window_size_left, self.window_size_right
         options = Options(
-            self.dropout_p,
-            self.softmax_scale,
-            self.causal,
-            (self.window_size_left, self.window_size_right),
-            self.softcap,
-            self.alibi_slopes,
+            self.dropout_p, self.softmax_scale, self.causal, window_size, self.softcap, self.alibi_slopes,
             self.deterministic,
-        )
+        )  # fmt: skip
         if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
             return request_of(q, k, v, options, purpose)
         longest_q = self.max_seqlen_q if self.max_seqlen_q_tensor is None else self.max_seqlen_q_tensor
@@ -214,27 +208,31 @@ def _forward_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tenso
 @_forward_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *rest, return_lse, return_dmask, _needs_grad = arguments
-    known = Arguments(*rest)
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    lse_shape: tuple[int, ...] = (q.shape[1], q.shape[0])
-    if known.cu_seqlens_q is None:
-        lse_shape = (q.shape[0], q.shape[2], q.shape[1])
-    lse = q.new_empty(lse_shape if return_lse else 0, dtype=lse_dtype(q.dtype))
-    dmask = q.new_empty(_dmask_shape(q, k, known)) if return_dmask else q.new_empty(0)
-    return out, lse, dmask, q.new_empty(2, dtype=torch.int64)
-
-
-def _dmask_shape(q: Tensor, k: Tensor, known: Arguments) -> tuple[int, ...]:
-    if known.cu_seqlens_q is None:
-        return q.shape[0], q.shape[2], round_up(q.shape[1], 128), round_up(k.shape[1], 128)
-    rows = _rounded_length(known.max_seqlen_q, known.max_seqlen_q_tensor)
-    keys = _rounded_length(known.max_seqlen_k, known.max_seqlen_k_tensor)
-    return known.cu_seqlens_q.shape[0] - 1, q.shape[1], rows, keys
+    x = Arguments(*rest)
+    rows, keys = (x.max_seqlen_q, x.max_seqlen_q_tensor), (x.max_seqlen_k, x.max_seqlen_k_tensor)
+    if x.cu_seqlens_q is None:
+        rows, keys = (q.shape[1], None), (k.shape[1], None)
+    lengths = (_rounded_length(*rows), _rounded_length(*keys)) if return_dmask else None
+    return unwritten(q, v, x.cu_seqlens_q, return_lse, lengths)
 
 
 def _rounded_length(number: int, tensor: Tensor | None) -> Any:
     """A length that a tensor holds is known at run time only; a symbolic size stands for it until then."""
     return round_up(number, 128) if tensor is None else torch.library.get_ctx().new_dynamic_size()
+
+
+def unwritten(
+    q: Tensor, v: Tensor, starts_q: Tensor | None, return_lse: bool, dmask: tuple[Any, Any] | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A forward's results, as compilers are told of them. dmask: the rows and keys of S_dmask, None without it"""
+    per_sequence = (q.shape[0] if starts_q is None else starts_q.shape[0] - 1, q.shape[-2])
+    lse_shape = (*per_sequence, q.shape[1]) if starts_q is None else (q.shape[1], q.shape[0])
+    return (
+        q.new_empty((*q.shape[:-1], v.shape[-1])),
+        q.new_empty(lse_shape if return_lse else 0, dtype=lse_dtype(q.dtype)),
+        q.new_empty(0 if dmask is None else (*per_sequence, *dmask)),
+        q.new_empty(2, dtype=torch.int64),
+    )
 
 
 @torch.library.custom_op(
