@@ -346,7 +346,7 @@ def test_rows_too_far_apart_for_an_int_are_copied_and_a_cache_of_them_is_left_to
     }
     q, k_cache, v_cache, *new = given.values()
     lengths = torch.zeros(2, dtype=torch.int32, device="meta")
-    values = plain(0.0, None, True, (-1, -1), 0.0)
+    values = plain(0.0, None, True, (-1, -1), 0.0, False, False)
     call = cache_call(q, k_cache, v_cache, lengths, seqlen_new, None, None, None, None, values)
     alike = alike_to(call)._replace(new=Append(*new, True, lengths, True), is_over_cache=True)
     run = forward.prepare(alike)

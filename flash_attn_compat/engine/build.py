@@ -104,13 +104,7 @@ def call_of(
 
 
 def plain(
-    dropout_p: Any,
-    scale: Any,
-    causal: Any,
-    window_size: Any,
-    softcap: Any,
-    deterministic: Any = False,
-    return_attn_probs: Any = False,
+    dropout_p: Any, scale: Any, causal: Any, window_size: Any, softcap: Any, deterministic: Any, return_attn_probs: Any
 ) -> tuple[Any, ...]:
     """Options without their slopes, window_size as two, as values to know a call by: equal ones mean the same."""
     try:
@@ -161,13 +155,8 @@ def _build_packed(request: Request) -> Alike:
             raise RuntimeError(f"{name} must be the longest sequence's length, at most {MOST_TOKENS}, got {longest}")
     call = _call(
         q, k, v, slopes, values, purpose, batch, longest_q, longest_k, longest_k,
-        cu_seqlens_q=starts_q,
-        cu_seqlens_k=starts_k,
-        block_table=table,
-        seqused_k=used,
-        leftpad_k=leftpad,
-        is_dense=False,
-        equal_lengths=equal_lengths,
+        cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, block_table=table, seqused_k=used, leftpad_k=leftpad,
+        is_dense=False, equal_lengths=equal_lengths,
     )  # fmt: skip
     return alike_to(call, _check_packed if checks.may_read(starts_q) else None)
 
@@ -224,11 +213,8 @@ def cache_call(
         used = torch.full((batch,), used, dtype=torch.int32, device=q.device)
     return _call(
         q, k_cache, v_cache, *given, capacity, capacity,
-        seqused_k=used,
-        leftpad_k=leftpad,
-        block_table=table,
+        seqused_k=used, leftpad_k=leftpad, block_table=table, appends=appends,
         is_dense=used is None and leftpad is None and table is None,
-        appends=appends,
     )  # fmt: skip
 
 

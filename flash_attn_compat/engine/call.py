@@ -134,10 +134,6 @@ class AttentionCall(NamedTuple):
         dims, features, gpu = (q_shape[-1], self.v.shape[-1]), self.features(), settings.gpu(device)
         return Traits(device_type, capability, q.dtype, *dims, sq_vs_sk, features, gpu)
 
-    def from_given_results(self, lse_gradient: bool = False) -> AttentionCall:
-        """The backward alone, as a backend computes it from another one's results."""
-        return self._replace(given_lse=True, shares_dropout_mask=self.dropout_p > 0, lse_gradient=lse_gradient)
-
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """What with_tensors takes."""

@@ -78,11 +78,7 @@ class BlockPlan(NamedTuple):
         return len(self.sequences) * max(self.seqlen_q, self.seqlen_k)
 
     def join(self, other: BlockPlan) -> BlockPlan:
-        return BlockPlan(
-            self.sequences + other.sequences,
-            max(self.seqlen_q, other.seqlen_q),
-            max(self.seqlen_k, other.seqlen_k),
-        )
+        return BlockPlan(self.sequences + other.sequences, *map(max, self[1:], other[1:]))
 
 
 class Block(NamedTuple):
@@ -291,10 +287,8 @@ class Layout:
         call = self.call
         out = call.q.new_zeros(call.out_shape)
         lse = torch.zeros(call.lse_shape, dtype=lse_dtype(call.q.dtype), device=call.q.device)
-        for index, (start, seqlen_q, seqlen_k) in enumerate(
-            zip(self.rows.starts, self.rows.lengths, self.keys.lengths)
-        ):
-            if not seqlen_k:
+        for index, (start, seqlen_q) in enumerate(zip(self.rows.starts, self.rows.lengths)):
+            if not self.keys.lengths[index]:
                 (lse[:, start : start + seqlen_q] if self.rows.size is None else lse[index]).fill_(torch.inf)
         return out, lse
 

@@ -173,7 +173,8 @@ def _prepared_backward(
 ) -> tuple[Backend, BackwardRun]:
     """As ``_prepared``, for a backward of a call that ``known`` has served."""
     call, has_dlse, own = known.call.with_tensors(*tensors), upstream.dlse is not None, known.backend
-    given = call.from_given_results(has_dlse)
+    # As a backend computes it from another one's results.
+    given = call._replace(given_lse=True, shares_dropout_mask=call.dropout_p > 0, lse_gradient=has_dlse)
     backend = _note(failed, given, failure)
     current = memory.current()
     if failed is not None:
@@ -214,10 +215,8 @@ def _without_autocast(run: Any, device: torch.device) -> Any:
 def _nothing(alike: Alike) -> Run:
     """No rows or no keys anywhere: zeros, and +inf for rows without keys; new keys are written all the same."""
 
-    bind = alike.bind
-
     def run(tensors: Tensors, length: int | None) -> Result:
-        call, new = bind(tensors, length)
+        call, new = alike.bind(tensors, length)
         if new is not None:
             with torch.no_grad():
                 by_operators(call, new)
