@@ -45,25 +45,19 @@ _FOR_TURING: dict[str, dict[int, tuple[Tile, ...]]] = {
         256: (Tile(32, 8, 1, 1, pairs=1), Tile(16, 4, 1, 1, reg_p=False)),
     },
 }
-# A multiprocessor has 100 KB and more.
+# A multiprocessor has 100 KB and more: room for a block's own operands.
+_SHARED = {"reg_s": False, "reg_p": False, "copies": True}
 _FOR_NEWER: dict[str, dict[int, tuple[Tile, ...]]] = {
     "forward": {
         64: (Tile(64, 4, 2, 2), Tile(64, 4, 1, 3), Tile(128, 4, 1, 2)),
         128: (Tile(64, 4, 2, 1, reg_s=False), Tile(64, 4, 1, 2)),
     },
     "dkdv": {
-        64: (Tile(32, 4, 2, 2, reg_s=False, reg_p=False, copies=True), Tile(64, 4, 1, 2, copies=True)),
-        128: (
-            Tile(64, 4, 1, 1, reg_s=False, reg_p=False, copies=True),
-            Tile(32, 4, 1, 2, reg_s=False, reg_p=False, copies=True),
-        ),
+        64: (Tile(32, 4, 2, 2, **_SHARED), Tile(64, 4, 1, 2, copies=True)),
+        128: (Tile(64, 4, 1, 1, **_SHARED), Tile(32, 4, 1, 2, **_SHARED)),
     },
     "dq": {
-        64: (
-            Tile(64, 4, 2, 1, copies=True),
-            Tile(64, 4, 2, 1, reg_s=False, reg_p=False, copies=True),
-            Tile(64, 4, 1, 2),
-        ),
+        64: (Tile(64, 4, 2, 1, copies=True), Tile(64, 4, 2, 1, **_SHARED), Tile(64, 4, 1, 2)),
         128: (Tile(64, 4, 1, 1, copies=True), Tile(32, 4, 1, 2, copies=True)),
     },
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flash_attn_compat.backends.fused.variants import ABSMAX_ROWS, Variant
+from flash_attn_compat.backends.fused.variants import Variant
 
 # Neighbouring seats of one head whose blocks stand together, and so share its keys in the L2 cache.
 _TOGETHER = 64
@@ -103,8 +103,3 @@ def part_bytes(variant: Variant) -> int:
     D = macros["D"]
     DV = macros.get("DV", D)
     return 4 * variant.rows * (D + DV if variant.entry == "dkdv" else DV + (8 << macros.get("SUMS", 0)))
-
-
-def absmax_splits(seqlen: int, heads: int, processors: int) -> int:
-    """Parts of a sequence whose maxima are found by blocks of their own; heads: key heads of all sequences."""
-    return max(1, min(-(-seqlen // ABSMAX_ROWS), -(-8 * processors // heads), 32))

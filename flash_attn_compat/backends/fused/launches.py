@@ -76,10 +76,11 @@ class Launches:
         self._pass_over(variants.absmax(kind), 2 + of_rows)
 
     def _pass_over(self, variant: Variant, tensors: int, **fields: params.Value) -> None:
-        """A pass over so many ``tensors`` of a call's heads."""
+        """A pass over so many ``tensors`` of a call's heads; parts of a sequence have blocks of their own."""
         call = self.call
         heads, longest = call.batch * call.nheads_k, max(launcher.longest_rows(call), launcher.longest_keys(call))
-        splits = grids.absmax_splits(longest, heads, launcher.processors(call.q.get_device()))
+        processors = launcher.processors(call.q.get_device())
+        splits = max(1, min(-(-longest // variants.ABSMAX_ROWS), -(-8 * processors // heads), 32))
         self.add(variant, tensors * heads * splits, **fields, splits=splits)
 
     def add_tiles(self, variant: Variant, grid: Grid, heads: int, splits: int | None = 1) -> None:

@@ -246,7 +246,9 @@ def forward(kind: Kind) -> Variant:
     macros += [("BN", tile.step), ("NW", tile.NW), ("MT", tile.MT), ("MINB", tile.MINB), ("QREG", int(tile.reg_s))]
     macros += [("SUMS", tile.sums)] * (tile.sums > 0) + kind.newer()
     row, row_v = 2 * kind.D, 2 * kind.DV
-    own, passing = tile.rows * row, tile.step * (row + row_v) + _sums(tile)
+    # Warps with the same rows leave the scores of a tile for one another.
+    sums = tile.NW * tile.MT * 16 * tile.step * 4 * (tile.sums > 0)
+    own, passing = tile.rows * row, tile.step * (row + row_v) + sums
     shared = max(own if tile.reg_s else own + passing, passing, tile.rows * row_v)
     return Variant("forward", "forward.cu", tuple(macros), tile.rows, tile.NW * 32, shared)
 
@@ -255,11 +257,6 @@ def _rounded(kind: Kind, tile: Tile) -> Kind:
     """Channels that warps share come in 16s."""
     unit = 16 << (tile.pairs + tile.sums)
     return kind._replace(head_dim=-(-kind.D // unit) * unit, head_dim_v=-(-kind.DV // unit) * unit)
-
-
-def _sums(tile: Tile) -> int:
-    """Bytes of what warps with the same rows leave for one another: scores of a tile."""
-    return tile.NW * tile.MT * 16 * tile.step * 4 * (tile.sums > 0)
 
 
 def decode(kind: Kind) -> Variant:
