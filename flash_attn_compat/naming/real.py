@@ -31,12 +31,7 @@ _PACKAGES = ("flash_attn", EXTENSION)
 RAW_FUNCTIONS = ("fwd", "varlen_fwd", "bwd", "varlen_bwd", "fwd_kvcache")
 _FIRST_VERSION_WITH_THESE_RAW_FUNCTIONS = (2, 7)
 # That flash-attn registers, named after its functions.
-OPERATORS = (
-    "_flash_attn_forward",
-    "_flash_attn_varlen_forward",
-    "_flash_attn_backward",
-    "_flash_attn_varlen_backward",
-)
+OPERATORS = ("_flash_attn_forward", "_flash_attn_varlen_forward", "_flash_attn_backward", "_flash_attn_varlen_backward")
 
 
 def find_real() -> RealFlashAttn | None:

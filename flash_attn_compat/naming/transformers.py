@@ -28,22 +28,14 @@ _GUARDS = {_AVAILABLE, "is_flash_attn_available"}
 
 # Answers that transformers keeps for the life of the process (which of them exist depends on the version).
 _CACHED_CHECKS = (
-    _AVAILABLE,
-    "is_flash_attn_greater_or_equal",
-    "is_flash_attn_greater_or_equal_2_10",
+    _AVAILABLE, "is_flash_attn_greater_or_equal", "is_flash_attn_greater_or_equal_2_10",
     "_package_distribution_mapping",
-)
+)  # fmt: skip
 # What it keeps of a flash-attn once loaded.
 _LOADED_FUNCTIONS = (
-    "_loaded_implementation",
-    "_flash_fn",
-    "_flash_varlen_fn",
-    "_flash_with_kvcache_fn",
-    "_pad_fn",
-    "_unpad_fn",
-    "_process_flash_kwargs_fn",
-    "_process_with_kvcache_kwargs_fn",
-)
+    "_loaded_implementation", "_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn", "_pad_fn", "_unpad_fn",
+    "_process_flash_kwargs_fn", "_process_with_kvcache_kwargs_fn",
+)  # fmt: skip
 # Methods of PreTrainedModel that refuse a model on the CPU, and the argument that turns that refusal alone off.
 _DEVICE_CHECKS = {
     "_check_and_enable_flash_attn_2": ("check_device_map", False),  # to 4.53
@@ -117,12 +109,9 @@ def _always_available(original: Callable[..., bool]) -> Callable[..., bool]:
         return True
 
     setattr(is_flash_attn_2_available, _ORIGINAL, original)
-    # Its callers clear the cache that newer versions keep.
-    return (
-        functools.lru_cache(is_flash_attn_2_available)
-        if hasattr(original, "cache_clear")
-        else is_flash_attn_2_available
-    )
+    if not hasattr(original, "cache_clear"):
+        return is_flash_attn_2_available
+    return functools.lru_cache(is_flash_attn_2_available)  # whose callers clear the cache that newer versions keep
 
 
 def _replace_everywhere(old: Any, new: Any) -> None:

@@ -32,11 +32,9 @@ def hold(module: ModuleType, undo: ExitStack) -> None:
     if _registered or not hasattr(module, "_varlen_attn"):
         return
     _registered = True
-    for name, ours in (
-        ("_varlen_attn", _forward),
-        ("_varlen_attn_backward", _backward),
-        ("_varlen_attn_out", _forward_into),
-    ):
+    kernels: dict[str, Callable[..., Any]]
+    kernels = {"_varlen_attn": _forward, "_varlen_attn_backward": _backward, "_varlen_attn_out": _forward_into}
+    for name, ours in kernels.items():
         operator: Any = getattr(module, name, None)
         for device in () if operator is None else ("cpu", "cuda", "mps"):
             operator.register_kernel(device)(_either(ours, operator._init_fn))
@@ -48,15 +46,12 @@ def _either(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..
     def kernel(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        if not _holders or _torch_can(bound.arguments["query"].device):
+        device = bound.arguments["query"].device
+        if not _holders or (device.type == "cuda" and settings.capability(device) >= (8, 0)):  # which torch's serve
             return theirs(*args, **kwargs)
         return ours(**bound.arguments)
 
     return kernel
-
-
-def _torch_can(device: torch.device) -> bool:
-    return device.type == "cuda" and settings.capability(device) >= (8, 0)
 
 
 def _forward(query: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:

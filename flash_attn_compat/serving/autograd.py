@@ -133,11 +133,7 @@ _record, _unwrapped = super(torch.autograd.Function, _Attention).apply, torch._C
 
 
 def _differentiable_gradients(
-    inputs: tuple[Tensor, ...],
-    wanted: tuple[bool, ...],
-    call: AttentionCall,
-    dout: Tensor | None,
-    dlse: Tensor | None,
+    inputs: tuple[Tensor, ...], wanted: tuple[bool, ...], call: AttentionCall, dout: Tensor | None, dlse: Tensor | None
 ) -> list[Tensor | None]:
     """Gradients that can be differentiated again: the forward once more in differentiable operations."""
     if call.dropout_p and call.rng_state is None:
