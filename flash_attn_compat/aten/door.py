@@ -37,15 +37,9 @@ def forward(
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: Options,
-    packing: Packing | None,
-    bias: Tensor | None,
-    upstream: Upstream,
-    into: Gradients | None,
-) -> Gradients | None:
+    q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None, bias: Tensor | None,
+    upstream: Upstream, into: Gradients | None,
+) -> Gradients | None:  # fmt: skip
     """Gradients from whoever's out and LSE, outside of autograd; None where others would compute."""
     request = request_of(q, k, v, options, Purpose(given_lse=True), packing, bias)
     known = _ours(request)

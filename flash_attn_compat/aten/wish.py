@@ -92,15 +92,9 @@ def _largest(mask: Tensor, of_a_copy: int) -> int:
 
 
 def against_size(
-    wish: Wish,
-    q: Tensor,
-    rows: int,
-    keys: int,
-    channels: int,
-    mask: Tensor | None,
-    is_recorded: bool,
+    wish: Wish, q: Tensor, rows: int, keys: int, channels: int, mask: Tensor | None, is_recorded: bool,
     at_any_size: bool = False,
-) -> str | None:
+) -> str | None:  # fmt: skip
     """Why a call is not worth our while. channels: of all heads of the batch; is_recorded: if a backward will follow"""
     products = rows * keys * channels
     if products == 0:

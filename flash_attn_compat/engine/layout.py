@@ -314,8 +314,7 @@ def _row_spans(call: AttentionCall) -> Spans:
     if call.cu_seqlens_q is None:
         batch, seqlen_q = call.q.shape[:2]
         return Spans([0] * batch, [seqlen_q] * batch, seqlen_q)
-    starts, lengths = _packed_spans("cu_seqlens_q", call.cu_seqlens_q, call.q.shape[0])
-    return Spans(starts, lengths)
+    return Spans(*_packed_spans("cu_seqlens_q", call.cu_seqlens_q, call.q.shape[0]))
 
 
 def _key_spans(call: AttentionCall) -> Spans:

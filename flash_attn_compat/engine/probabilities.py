@@ -48,14 +48,10 @@ def key_block_size(device: torch.device, head_dim: int, is_dropout: bool, is_cau
         return 128
     if head_dim <= 64:
         return 64 if is_dropout else 128
-    if head_dim <= 96:
+    if not 96 < head_dim <= 128:
         return 64
-    if head_dim <= 128:
-        is_small = device.type == "cuda" and torch.cuda.get_device_capability(device) in ((8, 6), (8, 9))
-        if is_small:
-            return 64 if is_causal and not is_dropout else 32
-        return 32 if is_dropout else 64
-    return 64
+    is_small = device.type == "cuda" and torch.cuda.get_device_capability(device) in ((8, 6), (8, 9))
+    return 64 if not is_dropout and (is_causal or not is_small) else 32
 
 
 def scores_of(call: AttentionCall, block: Block, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:

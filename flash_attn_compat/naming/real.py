@@ -42,9 +42,11 @@ def find_real() -> RealFlashAttn | None:
     spec = real_spec()
     if installed.swapped() is not None or spec is None:
         return installed.swapped()
-    location = str(Path(spec.origin or "").parent)
+    package = Path(spec.origin or "").parent
+    found = importlib.metadata.distributions(name="flash-attn", path=[str(package.parent)])
+    version = next((distribution.version for distribution in found), None)
     with ExitStack() as undo:
-        real = RealFlashAttn(location, _installed_version(location), _reason_against(spec, undo))
+        real = RealFlashAttn(str(package), version, _reason_against(spec, undo))
         if real.usable:
             undo.pop_all()
     return real
@@ -179,8 +181,3 @@ def _add_kernels_off_cuda(interface: ModuleType) -> None:
         for device in ("cpu", "mps"):
             if device not in getattr(operator, "_backend_fns", {}):
                 operator.register_kernel(device)(operator._init_fn)
-
-
-def _installed_version(location: str) -> str | None:
-    found = importlib.metadata.distributions(name="flash-attn", path=[str(Path(location).parent)])
-    return next((distribution.version for distribution in found), None)

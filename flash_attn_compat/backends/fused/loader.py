@@ -331,10 +331,8 @@ def why_not() -> str | None:
 
 def _nvrtc() -> ctypes.CDLL:
     """PyTorch's own NVRTC if possible: the driver that runs PyTorch understands what it makes."""
-    majors = ["13", "12", "11"]
     own = (torch.version.cuda or "").partition(".")[0]
-    majors.sort(key=lambda major: major != own)
-    for major in majors:
+    for major in sorted(("13", "12", "11"), key=lambda major: major != own):
         for path in nvrtc_paths(major):
             with contextlib.suppress(OSError):
                 return opened(path)
