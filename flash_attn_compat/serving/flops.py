@@ -65,15 +65,11 @@ def _pairs(given: Given) -> int:
     q, k, starts_q = given["q"], given["k"], given.get("cu_seqlens_q")
     if starts_q is None:
         return int(q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1])
-    rows, keys, used = _lengths(starts_q), _lengths(given["cu_seqlens_k"]), _values(given.get("seqused_k"))
-    keys = keys if used is None else used
+    rows, keys = _values(starts_q.diff()), _values(given.get("seqused_k"))
+    keys = _values(given["cu_seqlens_k"].diff()) if keys is None else keys
     if rows is None or keys is None:  # values that nobody has: the most that they can be
         return int(q.shape[1] * (starts_q.shape[0] - 1) * given["max_seqlen_q"] * given["max_seqlen_k"])
     return int(q.shape[1] * sum(row * key for row, key in zip(rows, keys)))
-
-
-def _lengths(starts: Tensor) -> list[int] | None:
-    return _values(starts.diff())
 
 
 def _values(tensor: Tensor | None) -> list[int] | None:
