@@ -217,11 +217,8 @@ def _forward(problem: Problem, return_lse: bool) -> tuple[Tensor, Tensor, Tensor
     if result is None:
         return None
     out = result.out.contiguous()
-    lse = (
-        _padded(problem, result.lse)
-        if return_lse
-        else q.new_empty((problem.sequences, q.shape[-2], 0), dtype=torch.float32)
-    )
+    no_rows = problem.sequences, q.shape[-2], 0
+    lse = _padded(problem, result.lse) if return_lse else q.new_empty(no_rows, dtype=torch.float32)
     # Where PyTorch leaves them when nothing is dropped: a graph's results are all on the GPU.
     place = q.device if capture.is_capturing(q.get_device()) else "cpu"
     seed, offset = (torch.empty((), dtype=torch.int64, device=place) for _ in range(2))

@@ -43,18 +43,14 @@ _DEVICE_CHECKS = {
     "_flash_attn_can_dispatch": ("is_init_check", True),  # 5.1 and later
 }
 
-_lock = threading.Lock()
-_is_allowed = False
+_allowed = threading.Lock()  # held while it is let through
 
 
 def allow_flash_attention_2(undo: ExitStack) -> None:
     """Let attn_implementation="flash_attention_2" through; `undo` takes back exactly what this call did."""
-    global _is_allowed
-    with _lock:
-        if _is_allowed:
-            return
-        _is_allowed = True
-    undo.callback(_end)
+    if not _allowed.acquire(blocking=False):
+        return
+    undo.callback(_allowed.release)
     handlers = {  # in this order: the others build on what the first replaces
         _IMPORT_UTILS: _allow_in_import_utils,
         _FLASH_UTILS: _allow_in_flash_utils,
@@ -62,12 +58,6 @@ def allow_flash_attention_2(undo: ExitStack) -> None:
     }
     if _IMPORT_UTILS not in when_imported(handlers, undo):
         _replay_guarded_code(undo)
-
-
-def _end() -> None:
-    global _is_allowed
-    with _lock:
-        _is_allowed = False
 
 
 def _allow_in_import_utils(module: ModuleType, undo: ExitStack) -> None:
