@@ -197,6 +197,32 @@ def test_the_varlen_backward_writes_each_sequences_gradients_and_zeros_outside(b
     close(softmax_d[:, 3 + 128 : 8 + 128], products[:, 3:8], 16)
 
 
+@pytest.mark.parametrize("backend", [*GENERAL, "fused"])
+def test_softmax_d_is_0_wherever_no_token_of_a_sequence_stands(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels leave what the memory held at tokens outside of all sequences."""
+    if backend == "fused":
+        fused_on_cpu.emulate(monkeypatch)
+    starts = cumulative(3, 0, 130, 0)
+    q, k, v, dout = randn(4, 140, 2, 16).half()
+    call = (starts, starts, 130, 130, 0.0, 0.25, True, -1, -1, 0.0, None)
+    out, lse, *_ = on_backend(backend, _flash_attn_varlen_forward, q, k, v, *call)
+    dout[133:], out[133:] = torch.nan, 1.0
+    given = dout, q, k, v, out, lse, None, None, None, *call, False
+    softmax_d = on_backend(backend, _flash_attn_varlen_backward, *given)
+    products, expected = (dout.float() * out).sum(-1).t(), torch.zeros(2, 140 + 4 * 128)
+    expected[:, :3], expected[:, 3 + 2 * 128 : 133 + 2 * 128] = products[:, :3], products[:, 3:133]
+    close(softmax_d, expected, 16)
+
+
+def test_softmax_d_is_fp32_whatever_number_the_dropout_is() -> None:
+    q, k, v = qkv()
+    for dropout_p in (0.5, torch.tensor([0.5], dtype=torch.float64)):
+        out, lse, _, rng_state = forward(q, k, v, dropout_p=dropout_p)
+        softmax_d = backward(out, q, k, v, out, lse, None, None, None, dropout_p=dropout_p, rng_state=rng_state)
+        assert softmax_d.dtype == torch.float32
+        close(softmax_d[:, :, :7], (out * out).sum(-1).transpose(1, 2) / 2, 16)
+
+
 # ---------------------------------------------------------------- the autograd Functions
 
 

@@ -122,8 +122,9 @@ def backward(
         delta = _backward(request_of(q, k, v, options, _BACKWARD, packing), upstream, written)
     if delta is None:
         delta = (dout.detach().float() * out.detach()).sum(-1, dtype=torch.float32).transpose(-1, -2)
-    if options.dropout_p > 0.0:
-        delta = delta * (1.0 - options.dropout_p)
+    dropout_p = checks.dropout(options.dropout_p)
+    if dropout_p > 0.0:
+        delta = delta * (1.0 - dropout_p)
     if packing is not None:
         return _packed_softmax_d(delta, packing.cu_seqlens_q)
     seqlen_q = q.shape[1]
@@ -159,10 +160,14 @@ def _write(found: Gradients, targets: Written) -> None:
 
 
 def _packed_softmax_d(delta: Tensor, cu_seqlens_q: Tensor) -> Tensor:
-    """(nheads, total_q) as (nheads, total_q + 128 * batch), 128 more columns after each sequence."""
+    """(nheads, total_q) as (nheads, total_q + 128 * batch), 128 more columns after each sequence.
+
+    0 for tokens outside of all sequences, where kernels leave whatever the memory held.
+    """
     nheads, total_q = delta.shape
     batch = cu_seqlens_q.shape[0] - 1
     softmax_d = delta.new_zeros(nheads, total_q + 128 * batch)
-    sequence, _ = outside.token_places(cu_seqlens_q, total_q)
-    columns = torch.arange(total_q, device=delta.device) + 128 * sequence
-    return softmax_d.index_copy_(1, columns, delta)
+    tokens = torch.arange(total_q, device=delta.device)
+    sequence = torch.searchsorted(cu_seqlens_q[1:], tokens, right=True)  # batch behind the last one
+    lies_outside = (sequence == batch) | (tokens < cu_seqlens_q[0])
+    return softmax_d.index_copy_(1, tokens + 128 * sequence, delta.masked_fill(lies_outside, 0.0))
