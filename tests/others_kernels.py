@@ -83,15 +83,22 @@ def given_to(name: str, arguments: tuple[Any, ...], keywords: dict[str, Any] | N
 
 
 def extension_forward(name: str, *arguments: Any) -> list[Tensor | None]:
+    check_signs(arguments)
     out, lse, state = forward(as_flash_reads(given_to(name, arguments)))
     return [out, lse, None, state]
 
 
 def extension_backward(name: str, *arguments: Any) -> None:
+    check_signs(arguments)
     given = as_flash_reads(given_to(name, arguments))
     for place, gradient in zip((given.dq, given.dk, given.dv), backward(given)):
         check_alignment(place)
         place.copy_(gradient)
+
+
+def check_signs(arguments: tuple[Any, ...]) -> None:
+    """PyTorch resolves lazily negated views for its own operators, not for what is given their addresses."""
+    assert not any(isinstance(x, Tensor) and x.is_neg() for x in arguments)
 
 
 fwd, varlen_fwd = (functools.partial(extension_forward, name) for name in ("fwd", "varlen_fwd"))

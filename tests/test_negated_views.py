@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
-from tests import fused_on_cpu
+from flash_attn_compat.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
+from tests import fused_on_cpu, others_kernels
 from tests.support import cumulative, randn
 
 STARTS = cumulative(20)
@@ -57,6 +59,34 @@ def test_answers_and_gradients_are_of_what_the_caller_sees(
         for _ in range(2):  # the second one by what was kept of the first
             found = answers(*(negated(x) if index == which else x.clone() for index, x in enumerate(tensors)))
             assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("backend", ["fused", "official", "chunked"])
+def test_a_private_backward_reads_and_writes_what_the_caller_sees(
+    backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if backend == "official":
+        others_kernels.install(monkeypatch, backend, tmp_path)
+    else:
+        fused_on_cpu.emulate(monkeypatch)
+    dout, q, k, v = (randn(1, 20, 2, 32, seed=seed, dtype=torch.float16) for seed in range(4))
+    options = 0.0, 0.2, True, -1, -1, 0.0
+    slopes = torch.tensor([0.3, 0.1])
+
+    def answers(which: int = -1) -> list[Tensor]:
+        def seen(*tensors: Tensor) -> list[Tensor]:
+            return [negated(x) if index == which else x for index, x in enumerate(tensors)]
+
+        with use_backend(backend):
+            out, lse, _, _ = _flash_attn_forward(q, k, v, *options, seen(slopes)[0], False)
+            given = seen(slopes, dout, q, k, v, out, lse, *map(torch.zeros_like, (q, k, v)))
+            softmax_d = _flash_attn_backward(*given[1:], *options, given[0], False)
+        return [softmax_d, *given[7:]]
+
+    expected = answers()
+    for which in range(10):
+        for _ in range(2):  # the second one by what was kept of the first
+            assert all(map(torch.equal, answers(which), expected)), which
 
 
 def test_a_negated_cache_is_written_by_pytorch_and_refused_for_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,8 +114,9 @@ class FlashBackend(OneLaunch):
 
     def as_read(self, call: AttentionCall) -> AttentionCall:
         call = super().as_read(call)
-        if call.alibi_slopes is not None and call.alibi_slopes.stride(-1) != 1:
-            call = call._replace(alibi_slopes=call.alibi_slopes.contiguous())
+        slopes = call.alibi_slopes
+        if slopes is not None and (slopes.stride(-1) != 1 or slopes.is_neg()):
+            call = call._replace(alibi_slopes=slopes.resolve_neg().contiguous())
         if call.cu_seqlens_q is None:
             return call
         # Windows are clamped to max_seqlen_k, which is wrong for rows that stand further before the first key.

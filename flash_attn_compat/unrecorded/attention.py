@@ -137,11 +137,12 @@ def _backward(request: Request, upstream: Upstream, written: Written) -> Tensor 
     if torch.is_grad_enabled():
         with torch.no_grad():
             return _backward(request, upstream, written)
-    dq, dk, dv = written
     known = find(request)
     checks.upstream_memory(upstream, *written)
-    rng_state = upstream.rng_state if known.call.dropout_p else None
-    into = None if dq is None or dk is None or dv is None else Gradients(dq, dk, dv)
+    dout, out, lse, given_state = upstream.dout, upstream.out, upstream.lse, upstream.rng_state
+    upstream = Upstream(dout.resolve_neg(), out.resolve_neg(), lse.resolve_neg(), given_state)
+    rng_state = given_state if known.call.dropout_p else None
+    into = _places_for_kernels(written)
     backend, found = gradients(
         known, backward_tensors(request.tensors, rng_state), upstream, into,
         lambda: checks.upstream(known.call.with_tensors(*request.tensors[:RNG_STATE]), upstream, *written),
@@ -151,6 +152,14 @@ def _backward(request: Request, upstream: Upstream, written: Written) -> Tensor 
     if into is None:
         _write(found.gradients, written)
     return found.delta
+
+
+def _places_for_kernels(written: Written) -> Gradients | None:
+    """All three, if there are, over memory that holds numbers with their own sign: others are PyTorch's to write."""
+    dq, dk, dv = written
+    if dq is None or dk is None or dv is None or dq.is_neg() or dk.is_neg() or dv.is_neg():
+        return None
+    return Gradients(dq, dk, dv)
 
 
 def _write(found: Gradients, targets: Written) -> None:
