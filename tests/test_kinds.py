@@ -27,7 +27,6 @@ ERRORS: dict[tuple[str, str], str] = {
     **{(kind, call): _DERIVATIVES for kind in (*_TRANSFORMS, "dual") for call in ("cache", "private")},
     **{(kind, "backward"): _WITHIN for kind in (*_TRANSFORMS, "compile", "strict export")},
     **{("jit.script", call): "keyword-only arguments|NamedTuple|Lambda" for call in CALLS},
-    **{("meta", call): "no data" for call in ("varlen", "cache")},
     ("jit.trace", "backward"): "sym_eq",
     ("export", "backward"): "fake tensor in the exported program|does not require grad",
 }
@@ -92,6 +91,15 @@ def test_every_backend_is_right_or_gives_one_clear_error(backend: str, kind: str
 @cells(["meta"])
 def test_a_device_without_memory_is_served_as_others(kind: str, name: str) -> None:
     check(kind, name, torch.device("cpu"))
+
+
+def test_packed_calls_of_a_device_without_memory_have_gradients_and_an_s_dmask() -> None:
+    q, k, v, starts = (x.to("meta") for x in CALLS["varlen"].make())
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    rules: dict[str, Any] = dict(dropout_p=0.1, return_attn_probs=True)
+    out, lse, s_dmask = flash_attn_varlen_func(*inputs, starts, starts, 5, 130, **rules)
+    assert lse.shape == out.shape[1::-1] and s_dmask.shape == (starts.shape[0] - 1, out.shape[1], 128, 256)
+    compare(torch.autograd.grad(out.sum(), inputs), (q, k, v), are_fake=True)
 
 
 @cells()

@@ -23,7 +23,7 @@ def signed_probabilities(call: AttentionCall, rng_state: Tensor | None) -> Tenso
     """
     shape = (call.batch, call.nheads, round_up(call.max_seqlen_q, 128), round_up(call.max_seqlen_k, 128))
     signed = call.q.new_zeros(shape)
-    if call.is_empty:
+    if call.is_empty or call.q.is_meta:
         return signed
     layout = Layout(call)
     with callers_state.without_autocast(call.q.device):

@@ -89,13 +89,13 @@ def reset_backend_counts() -> None:
 def choose(call: AttentionCall) -> Backend | None:
     """The first backend that can serve ``call`` exactly, or the forced one; None where nothing is to be computed.
 
-    That is where there are no rows or no keys, but under a transform, whose zeros have derivatives. Raises
-    BackendNotSupported with every backend's reasons.
+    That is where there are no rows or no keys, or tensors on the meta device, but under a transform, whose zeros have
+    derivatives. Raises BackendNotSupported with every backend's reasons.
     """
     if settings.explains():
         _check_settings()
         raise Explained(_explain(call.traits(), settings.named_backend()))
-    if call.is_empty and not call.transformed:
+    if (call.is_empty or call.q.is_meta) and not call.transformed:
         return None
     return _decide(call)
 
