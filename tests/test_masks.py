@@ -69,6 +69,14 @@ def test_zero_tensors_marks_tokens_outside_every_sequence_with_minus_inf_lse() -
     assert not out[5:].any() and (lse[:, 5:] == -torch.inf).all() and lse[:, :5].isfinite().all()
 
 
+def test_zero_tensors_finds_no_token_where_there_is_none() -> None:
+    q, k = randn(0, 2, 16), randn(10, 2, 16)
+    out, lse, _, _ = _flash_attn_varlen_forward(
+        q, k, k, cumulative(0, 0), cumulative(4, 4), 0, 4, 0.0, 0.25, False, zero_tensors=True
+    )
+    assert out.shape == (0, 2, 16) and lse.shape == (2, 0)
+
+
 def test_a_row_whose_scores_are_all_minus_infinity_is_one_without_keys_to_chunked() -> None:
     q, k = torch.full((1, 3, 1, 8), 1e20), torch.full((1, 20_000, 1, 8), -1e20)  # more keys than a tile has
     leaves = [tensor.bfloat16().requires_grad_() for tensor in (q, k, torch.ones_like(k))]

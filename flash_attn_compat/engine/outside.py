@@ -38,7 +38,7 @@ def padded_lse(lse: Tensor, cu_seqlens: Tensor, rows: int) -> Tensor:
 def is_outside(cu_seqlens: Tensor, total: int) -> Tensor:
     """(total,) bool, True for tokens that lie outside."""
     # Half a token more than its index divides the token at a sequence's end from the last one within.
-    tokens = torch.arange(0.5, total, dtype=torch.float64, device=cu_seqlens.device)
+    tokens = torch.arange(0.5, total + 0.5, dtype=torch.float64, device=cu_seqlens.device)
     return tokens.clamp(cu_seqlens[0], cu_seqlens[-1]) != tokens
 
 
