@@ -251,8 +251,8 @@ WAYS = once, twice, transformed, along_a_tangent, row_by_row, in_both_modes
 IN_EVERY_WAY = [
     *pairwise(WAYS, OPTIONS, ("dense", "packed"), ("out", "lse", "both"), SUBSETS),
     *pairwise(WAYS, ("causal",), ("pairs",), ("out", "lse", "both"), SUBSETS),
-    *pairwise(WAYS, ("causal",), [f"dense, {name}" for name in EMPTY], ("out",), SUBSETS),
-    *pairwise(WAYS[:4], ("causal",), [f"packed, {name}" for name in EMPTY], ("out",), SUBSETS),
+    *pairwise(WAYS, ("causal", "dropout"), [f"dense, {name}" for name in EMPTY], ("out",), SUBSETS),
+    *pairwise(WAYS[:4], ("causal", "dropout"), [f"packed, {name}" for name in EMPTY], ("out",), SUBSETS),
     *((compiled, *row, (0, 1, 2)) for row in (("causal", "dense", "lse"), ("causal", "pairs", "both"))),
 ]
 
@@ -265,6 +265,24 @@ def test_every_way_to_differentiate_gives_the_formulas_derivatives(
     wanted = (*wanted, 3) if "sinks" in name else wanted
     ours, plain = losses(name, form, of, given)
     torch.testing.assert_close(derive(ours, given, wanted), derive(plain, given, wanted), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 0, None), (None, None, 0)], ids=str)
+@pytest.mark.parametrize("lengths", [(4, 4), (1, 7)])
+def test_packed_calls_under_vmap_are_those_of_one_after_the_other(
+    in_dims: tuple[int | None, ...], lengths: tuple[int, ...]
+) -> None:
+    starts, given = cumulative(*lengths), [randn(2, 9, 2, 8, seed=seed).double() for seed in range(3)]
+    given = [x[0] if axis is None else x for x, axis in zip(given, in_dims)]
+
+    def call(*qkv: Tensor) -> tuple[Tensor, ...]:
+        return flash_attn_varlen_func(*qkv, starts, starts, 7, 7, causal=True, return_attn_probs=True)[:2]
+
+    found = torch.func.vmap(call, in_dims)(*given)
+    for index in range(2):
+        expected = call(*(x if axis is None else x[index] for x, axis in zip(given, in_dims)))
+        for ours, right in zip(found, expected, strict=True):
+            close(ours[index], right)
 
 
 @pytest.mark.parametrize("backend", [*GENERAL, "fused"])

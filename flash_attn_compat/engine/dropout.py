@@ -33,8 +33,8 @@ def keep_tile(
         raise ValueError("dropout needs the call's rng_state, got None")
     seed = _seed(rng_state)
     per_head = _mix(_mix(seed + sequences)[:, None] + heads)
-    row_words = _mix(per_head[:, :, None] + rows.reshape(-1, 1, rows.shape[-1]))
-    key_words = _mix(_mix(seed ^ _MULTIPLIER_A) + keys.reshape(-1, 1, keys.shape[-1]))
+    row_words = _mix(per_head[:, :, None] + rows[..., None, :])
+    key_words = _mix(_mix(seed ^ _MULTIPLIER_A) + keys[..., None, :])
     word = _as_int32(row_words)[..., None] + _as_int32(key_words)[..., None, :]
     word ^= word >> 16
     word *= _MULTIPLIER_A
