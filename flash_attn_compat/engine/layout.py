@@ -285,8 +285,11 @@ class Layout:
     def empty_result(self) -> tuple[Tensor, Tensor]:
         """``out`` and ``softmax_lse`` to scatter into: 0 and +inf where a sequence has no keys."""
         call = self.call
-        out = call.q.new_zeros(call.out_shape)
-        lse = torch.zeros(call.lse_shape, dtype=lse_dtype(call.q.dtype), device=call.q.device)
+        like = call.q
+        if call.transformed:  # what is written into needs the axis that vmap hides, be it of k or v alone
+            like = call.q.new_zeros(()) + call.k.new_zeros(()) + call.v.new_zeros(())
+        out = like.new_zeros(call.out_shape)
+        lse = like.new_zeros(call.lse_shape, dtype=lse_dtype(call.q.dtype))
         for index, (start, seqlen_q) in enumerate(zip(self.rows.starts, self.rows.lengths)):
             if not self.keys.lengths[index]:
                 (lse[:, start : start + seqlen_q] if self.rows.size is None else lse[index]).fill_(torch.inf)
