@@ -170,6 +170,9 @@ def _check_packed(request: Request) -> None:
     checks.values_of_starts(starts_q, of_keys[0], q.shape[0], of_keys[1])
     if table is not None and checks.may_read(table):
         checks.values_of_pages(k, table, others[0])
+    leftpad = others[1] if len(others) > 1 else None
+    if leftpad is not None and checks.may_read(leftpad):
+        checks.values_of_leftpad("leftpad_k", leftpad)
 
 
 DENSE = RequestKind("dense", _build_dense)

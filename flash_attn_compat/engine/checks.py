@@ -256,6 +256,12 @@ def values_of_rows(k_cache: Tensor, cache_batch_idx: Tensor) -> None:
         raise RuntimeError(f"cache_batch_idx must be below the kcache's {rows} rows, got {cache_batch_idx.tolist()}")
 
 
+def values_of_leftpad(name: str, leftpad: Tensor) -> None:
+    """How many slots are skipped: fewer than none would be another sequence's, or no memory of the tensor's."""
+    if bool((leftpad < 0).any()):
+        raise RuntimeError(f"{name} must not be negative, got {_first_of(leftpad.tolist())}")
+
+
 def _first_of(found: list[int]) -> str:
     return str(found) if len(found) <= 8 else f"[{', '.join(map(str, found[:8]))}, ...]"
 

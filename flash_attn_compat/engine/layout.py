@@ -335,7 +335,7 @@ def _key_spans(call: AttentionCall) -> Spans:
         if any(not 0 <= used <= most for used, most in zip(lengths, capacity)):
             raise RuntimeError(f"seqused_k must lie between 0 and the keys each sequence has: {lengths} of {capacity}")
     if call.leftpad_k is not None:
-        leftpad = _numbers("leftpad_k", call.leftpad_k)
+        leftpad = [max(0, skipped) for skipped in _numbers("leftpad_k", call.leftpad_k)]  # as our kernels read them
         starts = [start + skipped for start, skipped in zip(starts, leftpad)]
         lengths = [max(0, length - skipped) for length, skipped in zip(lengths, leftpad)]
     return Spans(starts, lengths, None if cu_seqlens is not None else call.k.shape[1], table)

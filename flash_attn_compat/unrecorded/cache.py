@@ -239,7 +239,7 @@ def _check_new_keys(arguments: _Arguments) -> None:
 
 def _number_check(given: _Arguments) -> Callable[[Request], None] | None:
     """New keys must fit, pages and rows exist. Only what the host knows, or can read for free, is checked here."""
-    numbers = given.cache_seqlens, given.cache_batch_idx, given.block_table
+    numbers = given.cache_seqlens, given.cache_batch_idx, given.block_table, given.cache_leftpad
     if any([isinstance(x, Tensor) and checks.may_read(x) for x in numbers]):
         return _check_numbers
     if not isinstance(given.cache_seqlens, int):
@@ -260,6 +260,9 @@ def _check_numbers(request: Request) -> None:
         _check_capacity(arguments, lengths)
     if rows is not None and checks.may_read(rows):
         checks.values_of_rows(arguments.k_cache, rows)
+    leftpad = arguments.cache_leftpad
+    if leftpad is not None and checks.may_read(leftpad):
+        checks.values_of_leftpad("cache_leftpad", leftpad)
     if pages is not None and checks.may_read(pages):
         keys = arguments.capacity if lengths is None else lengths + arguments.seqlen_new
         checks.values_of_pages(arguments.k_cache, pages, keys)
