@@ -174,6 +174,18 @@ def test_what_tensor_cores_cut_off_large_sums_is_far_below_what_a_trial_allows(
         assert not Examination(replace(FULL, head_dim=head_dim, group=1, dropout_p=0.3)).judge("fused").refused
 
 
+@pytest.mark.parametrize("softcap", [1024.0, 1025.0, 1e30])
+def test_a_softcap_beside_which_its_tanh_is_too_coarse_is_left_to_others(
+    softcap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = fused_on_cpu.emulate(monkeypatch, 80)
+    examination = Examination(replace(TRIED, softcap=softcap))
+    verdict = examination.judge("fused")
+    assert not verdict.failures and bool(verdict.refused) == (softcap > 1024.0)
+    assert bool(launches.seen) != bool(verdict.refused)
+    assert not examination.judge("chunked").failures
+
+
 def mutated(folder: Path, file: str, before: str, after: str) -> Path:
     """The kernels' sources with one change."""
     shutil.copytree(loader.SOURCES, folder / "cuda")

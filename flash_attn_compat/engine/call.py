@@ -116,6 +116,7 @@ class AttentionCall(NamedTuple):
             "DETERMINISTIC": self.deterministic and is_differentiated,
             "SCALE_NOT_POSITIVE": self.softmax_scale <= 0,
             "BIAS": self.bias is not None,
+            "WIDE_SOFTCAP": self.softcap > 1024.0,
         }
         return sum([_BITS[name] for name, is_asked in asked.items() if is_asked])
 

@@ -44,6 +44,7 @@ class Feature(enum.IntFlag):
     DETERMINISTIC = "gradients that are the same to the bit in every run"
     SCALE_NOT_POSITIVE = "a softmax_scale that is not positive"
     BIAS = "a dense mask"
+    WIDE_SOFTCAP = "a softcap above 1024"
 
 
 def split(features: int) -> list[Feature]:
