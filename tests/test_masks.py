@@ -77,6 +77,14 @@ def test_zero_tensors_finds_no_token_where_there_is_none() -> None:
     assert out.shape == (0, 2, 16) and lse.shape == (2, 0)
 
 
+@on_general_backends
+def test_a_scale_that_is_no_number_gives_none(backend: str) -> None:
+    leaves = [tensor.requires_grad_() for tensor in qkv(sq=40, sk=40)]
+    out = on_backend(backend, flash_attn_func, *leaves, softmax_scale=torch.nan)
+    found = out, *torch.autograd.grad(out.sum(), leaves[:2])
+    assert all(bool(x.isnan().all()) for x in found)
+
+
 def test_a_row_whose_scores_are_all_minus_infinity_is_one_without_keys_to_chunked() -> None:
     q, k = torch.full((1, 3, 1, 8), 1e20), torch.full((1, 20_000, 1, 8), -1e20)  # more keys than a tile has
     leaves = [tensor.bfloat16().requires_grad_() for tensor in (q, k, torch.ones_like(k))]

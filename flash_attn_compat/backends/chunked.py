@@ -8,6 +8,7 @@ maxima only where it does not. Query heads that share a key head are rows of the
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -249,11 +250,13 @@ class SubBlock:
     def product(self, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
         """a @ b * scale with fp32 (fp64) accumulation and result, whatever precision the operands are in."""
         if a.dtype == self.dtype:
-            return torch.baddbmm(
-                a.new_empty(1, 1, 1).expand(a.shape[0], a.shape[1], b.shape[2]), a, b, beta=0, alpha=scale
+            applied = 1.0 if math.isnan(scale) else scale  # a CPU's library takes nan for 0
+            found = torch.baddbmm(
+                a.new_empty(1, 1, 1).expand(a.shape[0], a.shape[1], b.shape[2]), a, b, beta=0, alpha=applied
             )
-        found = torch.bmm(a, b, out_dtype=self.dtype)
-        return found if scale == 1.0 else found.mul_(scale)
+        else:
+            applied, found = 1.0, torch.bmm(a, b, out_dtype=self.dtype)
+        return found if scale == applied else found.mul_(scale)
 
     def keep(self, rows: Range, columns: Range) -> Tensor | None:
         """Surviving probabilities of a tile as 0 and 1, (n, q heads, rows, columns); None without dropout."""
