@@ -116,7 +116,7 @@ class _Attention(torch.autograd.Function):
         if dout is not None and type(dout) is not Tensor:
             dout = dout.clone()  # of a pending collective, that is its result
         tensors = backward_tensors((*unpack(inputs), *rest[: ctx.others]), rng_state)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or _are_wrapped(dout, dlse):
             call = ctx.known.call.with_tensors(*tensors)
             return None, None, *_differentiable_gradients(inputs, ctx.needs_input_grad[2:], call, dout, dlse)
         dout = torch.zeros_like(out) if dout is None else dout
@@ -128,7 +128,14 @@ class _Attention(torch.autograd.Function):
         return None, None, *packed
 
 
+def _are_wrapped(dout: Tensor | None, dlse: Tensor | None) -> bool:
+    """Whether a transform of torch.func or is_grads_batched=True looks on: no memory can be read of what they give."""
+    return any(x is not None and (_is_transformed(x) or _is_batched(x)) for x in (dout, dlse))
+
+
 # Function.apply does this in Python, and looks for transforms of torch.func, under which nothing is recorded.
+_is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 _record, _unwrapped = super(torch.autograd.Function, _Attention).apply, torch._C._functorch.unwrap_if_dead
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import warnings
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from flash_attn_compat import explain
 from flash_attn_compat.aten.wish import against_mask
-from flash_attn_compat.backends.fused import loader
+from flash_attn_compat.backends.fused import candidates, loader, variants
 from tests import fused_on_cpu
 from tests.aten import originals
 from tests.aten.originals import counted, stand_in_backward, stand_in_forward
@@ -194,6 +195,31 @@ def test_no_number_in_a_row_makes_that_row_none(value: float, served: Launches) 
     assert out[:, :, [5, 69]].isnan().all() and counted() == {"fused": 2}
     others = [row for row in range(70) if row not in (5, 69)]
     torch.testing.assert_close(out[:, :, others], without[:, :, others], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["bool", "own", "fp32"])
+@pytest.mark.parametrize("keys", [32, 64, 256, 512])
+def test_keys_behind_the_last_one_count_for_nothing(kind: str, keys: int, served: Launches) -> None:
+    """Where a mask hides nothing, a tile that reaches beyond the keys has to be known for it all the same."""
+    inputs = qkv(Inputs(HALF, (70, keys)))
+    bias = torch.zeros(70, keys, dtype={"own": HALF}.get(kind, torch.float32))
+    found = with_gradients(functools.partial(sdpa, attn_mask=bias == 0 if kind == "bool" else bias), inputs)
+    for got, right in zip(found, with_gradients(functools.partial(plainly, bias=bias, scale=None), inputs)):
+        torch.testing.assert_close(got, right, rtol=0, atol=8e-3)
+
+
+def test_no_tile_is_wider_than_a_pass_over_a_mask_expects() -> None:
+    found = [
+        tile
+        for entry in ("forward", "dkdv", "dq")
+        for number, kind in itertools.product((75, 80), variants.HEAD_DIMS)
+        for tile in candidates.tiles(entry, number, kind)
+    ]
+    for number in (75, 80):
+        for kind in variants.kinds(number):
+            found += [table(kind) for table in (variants.forward_tile, variants.dkdv_tile, variants.dq_tile)]
+    assert all(variants.WIDEST_TILE % tile.step == 0 for tile in found)
+    assert all(variants.WIDEST_TILE % tile.rows == 0 for tile in found)
 
 
 @pytest.mark.parametrize("kind", ["bool", "own"])

@@ -25,8 +25,13 @@ def has_pairs(bias: Tensor | None) -> bool:
 
 
 def words(bias: Tensor) -> int:
-    """Of 32 keys, that a block of the pass looks at: all, or as many as it can."""
-    return next((words for words in variants.BIAS_WORDS if 32 * words >= bias.shape[-1]), variants.BIAS_WORDS[-1])
+    """Of 32 keys, that a block of the pass looks at: all, or as many as it can.
+
+    And one more where the last tile reaches behind the last key: a tile without hidden keys is computed as it is.
+    """
+    keys = bias.shape[-1]
+    keys += keys % variants.WIDEST_TILE > 0
+    return next((words for words in variants.BIAS_WORDS if 32 * words >= keys), variants.BIAS_WORDS[-1])
 
 
 def described(bias: Tensor) -> dict[str, params.Value]:

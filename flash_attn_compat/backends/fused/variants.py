@@ -15,6 +15,8 @@ BOOLEANS, HALF_BIAS, FLOAT_BIAS = 1, 2, 4
 # Rows and keys of a word of what is found in a dense mask (cuda/mask.cuh).
 BAND, REACH, PART_KEYS = 64, 1024, 512
 BIAS_WORDS = 2, 8, PART_KEYS // 32
+# Keys of the widest tile of any kernel, of which the others are parts.
+WIDEST_TILE = 128
 # Every multiple of 16 up to 128; then those that models have. Each is compiled only where it is asked for.
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # Windows of fewer keys than this leave most of a tall tile masked; sequences of no more rows leave half of it empty.
