@@ -116,7 +116,7 @@ class _Attention(torch.autograd.Function):
         if dout is not None and type(dout) is not Tensor:
             dout = dout.clone()  # of a pending collective, that is its result
         tensors = backward_tensors((*unpack(inputs), *rest[: ctx.others]), rng_state)
-        if torch.is_grad_enabled() or _are_wrapped(dout, dlse):
+        if torch.is_grad_enabled() or _is_wrapped(dout) or _is_wrapped(dlse):
             call = ctx.known.call.with_tensors(*tensors)
             return None, None, *_differentiable_gradients(inputs, ctx.needs_input_grad[2:], call, dout, dlse)
         dout = torch.zeros_like(out) if dout is None else dout
@@ -128,9 +128,9 @@ class _Attention(torch.autograd.Function):
         return None, None, *packed
 
 
-def _are_wrapped(dout: Tensor | None, dlse: Tensor | None) -> bool:
-    """Whether a transform of torch.func or is_grads_batched=True looks on: no memory can be read of what they give."""
-    return any(x is not None and (_is_transformed(x) or _is_batched(x)) for x in (dout, dlse))
+def _is_wrapped(gradient: Tensor | None) -> bool:
+    """Whether a transform of torch.func or is_grads_batched=True looks on: what they give has no memory to read."""
+    return gradient is not None and (_is_transformed(gradient) or _is_batched(gradient))
 
 
 # Function.apply does this in Python, and looks for transforms of torch.func, under which nothing is recorded.
@@ -142,11 +142,13 @@ _record, _unwrapped = super(torch.autograd.Function, _Attention).apply, torch._C
 def _differentiable_gradients(
     inputs: tuple[Tensor, ...], wanted: tuple[bool, ...], call: AttentionCall, dout: Tensor | None, dlse: Tensor | None
 ) -> list[Tensor | None]:
-    """Gradients that can be differentiated again: the forward once more in differentiable operations."""
+    """Gradients that can be differentiated again, or transformed: the forward once more in differentiable operations."""
+    create_graph = torch.is_grad_enabled()
     if call.dropout_p and call.rng_state is None:
         raise RuntimeError(
-            "create_graph=True needs a dropout mask that can be drawn again, and the kernel that served this call "
-            'keeps its own: use dropout_p=0, or compute the forward under flash_attn_compat.use_backend("chunked")'
+            "create_graph=True needs a dropout mask that can be drawn again, as is_grads_batched=True does, and the "
+            "kernel that served this call keeps its own: use dropout_p=0, or compute the forward under "
+            'flash_attn_compat.use_backend("chunked")'
         )
     at_exit.wait_for_autograd(call.q)
     again = call._replace(transformed=True, needs_grad=False)
@@ -159,7 +161,11 @@ def _differentiable_gradients(
             if output is not None and gradient is not None and output.requires_grad
         ]
         outputs, upstreams = [output for output, _ in given], [gradient for _, gradient in given]
-        found = torch.autograd.grad(outputs, leaves, upstreams, create_graph=True, allow_unused=True) if given else ()
+        found = (
+            torch.autograd.grad(outputs, leaves, upstreams, create_graph=create_graph, allow_unused=True)
+            if given
+            else ()
+        )
         gradients = iter(found or [None] * len(leaves))
         return [_or_zeros(next(gradients), tensor) if is_wanted else None for tensor, is_wanted in zip(inputs, wanted)]
 
