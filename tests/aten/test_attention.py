@@ -134,6 +134,14 @@ def test_dropout_is_one_mask_for_both_directions(served: Launches) -> None:
     assert torch.equal(sdpa(q, k, v.detach().fill_(1.0), dropout_p=0.5), out)
 
 
+@pytest.mark.parametrize("dropout_p", [0.001, 0.1, 0.9, 0.95, 0.999])
+def test_dropout_leaves_the_mean_as_it_was(dropout_p: float, served: Launches) -> None:
+    q, k, _ = (x.detach() for x in qkv(Case(lengths=(64, 512))))
+    torch.manual_seed(1)
+    mean = float(sdpa(q, k, torch.ones_like(k), dropout_p=dropout_p).mean())
+    assert abs(mean - 1) < 0.1 and counted() == {"fused" if dropout_p <= 0.9 else "pytorch": 1}
+
+
 # ---- what is left to PyTorch
 
 
@@ -148,6 +156,7 @@ LEFT: dict[str, Callable[[], tuple[tuple[Tensor, ...], dict[str, Any]]]] = {
     "five axes": lambda: (tuple(x[None] for x in qkv(Case())), {}),
     "a batch of one key": lambda: ((lambda q, k, v: (q, k[:1], v[:1]))(*qkv(Case())), {}),
     "wide heads": lambda: (tuple(qkv(Case(head_dim=520, lengths=(8, 8)))), {}),
+    "values of no width": lambda: ((lambda q, k, v: (q, k, v[..., :0]))(*qkv(Case())), {}),
     "no keys": lambda: (tuple(qkv(Case(lengths=(8, 0)))), {}),
     "no rows": lambda: (tuple(qkv(Case(lengths=(0, 8)))), {}),
 }
@@ -315,6 +324,36 @@ def test_second_derivatives(served: Launches) -> None:
     ours = twice(sdpa)
     assert counted() == {"fused": 1}
     torch.testing.assert_close(ours, twice(lambda *x: formula(*x, False, None)), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": torch.ones(6, 6).tril() > 0}], ids=str)
+def test_many_gradients_at_once(options: dict[str, Any], served: Launches) -> None:
+    """As torch.autograd.functional.jacobian(vectorize=True) and torch.func.vmap ask for them."""
+    inputs = qkv(Case(lengths=(6, 6)))
+    out = sdpa(*inputs, **options)
+
+    def gradients(dout: Tensor, **named: Any) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, inputs, dout, retain_graph=True, **named)
+
+    douts = randn(3, *out.shape, seed=5, dtype=HALF)
+    right = [torch.stack(alike) for alike in zip(*map(gradients, douts))]
+    for found in (gradients(douts, is_grads_batched=True), torch.func.vmap(gradients)(douts)):
+        for got, expected in zip(found, right):
+            torch.testing.assert_close(got, expected, rtol=0, atol=8e-3)
+            assert not got.requires_grad
+    assert counted() == {"fused": 1}
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1)])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_an_answer_may_be_written_to(rows: int, heads: tuple[int, int], served: Launches) -> None:
+    """As PyTorch's, it is no view: autograd refuses to write into those that are made without it."""
+    q, k, v = (x.detach() for x in qkv(Case(lengths=(rows, 40), heads=heads)))
+    more = torch.ones_like(q).requires_grad_()
+    with torch.no_grad():
+        out = sdpa(q, k, v, torch.ones(rows, 40, dtype=torch.bool), enable_gqa=True)
+    out += more
+    assert out.requires_grad and counted() == {"fused": 1}
 
 
 @pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
