@@ -62,7 +62,7 @@ class Problem(NamedTuple):
 
     @property
     def keys(self) -> int:
-        return self.max_seqlen_k if self.max_seqlen_k is not None else self.key.shape[1]
+        return self.max_seqlen_k if self.is_packed and self.max_seqlen_k is not None else self.key.shape[1]
 
     @property
     def has_equal_lengths(self) -> bool:
@@ -136,8 +136,18 @@ def backward(
         return None
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     problem = Problem(q, k, v, bias, *lengths, dropout_p, custom_mask_type, scale, None, window_size)
-    found = None if why_not(wish, problem, True) else _backward(problem, dout, out, lse)
+    if why_not(wish, problem, True) or not _is_of_a_forward(problem, dout, out, lse):
+        return None
+    found = _backward(problem, dout, out, lse)
     return None if found is None else (*found, None)
+
+
+def _is_of_a_forward(problem: Problem, dout: Tensor, out: Tensor, lse: Tensor) -> bool:
+    """Whether these are a forward's results and the gradient of one: no kernel looks where they end."""
+    q, heads = problem.query, problem.query.shape[2]
+    shape = (*q.shape[:3], problem.value.shape[3])
+    is_right = dout.shape == out.shape == shape and dout.dtype is out.dtype is q.dtype and lse.dtype is torch.float32
+    return is_right and lse.dim() == 3 and lse.shape[:2] == (problem.sequences, heads) and lse.shape[2] >= problem.rows
 
 
 def why_not(wish: Wish, problem: Problem, is_recorded: bool) -> str | None:
@@ -158,8 +168,8 @@ def why_not(wish: Wish, problem: Problem, is_recorded: bool) -> str | None:
     against = against_tensors(wish, q, k, v)
     if against is not None:
         return against
-    if k.shape[2:] != (heads, width) or k.shape[:3] != v.shape[:3] or k.shape[0] != batch:
-        return "shapes or heads differ"
+    if k.shape[2:] != (heads, width) or k.shape[:3] != v.shape[:3] or k.shape[0] != batch or not v.shape[3]:
+        return "shapes or heads differ, or values have no channels"
     if problem.custom_mask_type not in (NO_MASK, TOP_LEFT, BOTTOM_RIGHT):
         return "its mask is unknown"
     against = None if bias is None else against_mask(bias, q, (batch, heads, rows, k.shape[1]))
@@ -179,6 +189,7 @@ def _against_lengths(problem: Problem) -> str | None:
         or starts_q.dtype is not torch.int32
         or starts_k.dtype is not torch.int32
         or starts_q.shape != starts_k.shape
+        or not (starts_q.is_contiguous() and starts_k.is_contiguous())
     ):
         return "it has starts that make no sequences"
     is_top_left_apart = problem.custom_mask_type == TOP_LEFT and not problem.has_equal_lengths

@@ -142,7 +142,7 @@ _record, _unwrapped = super(torch.autograd.Function, _Attention).apply, torch._C
 def _differentiable_gradients(
     inputs: tuple[Tensor, ...], wanted: tuple[bool, ...], call: AttentionCall, dout: Tensor | None, dlse: Tensor | None
 ) -> list[Tensor | None]:
-    """Gradients that can be differentiated again, or transformed: the forward once more in differentiable operations."""
+    """Gradients to differentiate again, or that are transformed: the forward once more in differentiable operations."""
     create_graph = torch.is_grad_enabled()
     if call.dropout_p and call.rng_state is None:
         raise RuntimeError(

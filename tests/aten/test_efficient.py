@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -103,6 +104,12 @@ def backward(operator: Any, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: 
 def test_no_lse_unless_it_is_asked_for(served: Launches) -> None:
     q, k, v, _ = inputs(Case())
     assert aten._efficient_attention_forward(q, k, v, *arguments(Case())[0])[1].shape == (2, 3, 0)
+
+
+def test_lengths_of_dense_tensors_are_their_own(served: Launches) -> None:
+    q, k, v, _ = inputs(Case(lengths=(40, 50)))
+    found = aten._efficient_attention_forward(q, k, v, None, None, None, 7, 9, 0.0, 0)
+    assert found[4:] == (40, 50) and counted() == {"fused": 1}
 
 
 def test_the_operator_above_is_served_below_with_its_layout(served: Launches) -> None:
@@ -235,6 +242,12 @@ LEFT = {
     "dropout": lambda: left(dropout_p=0.5),
     "a window from the top left": lambda: left(custom_mask_type=1, window_size=4),
     "fp32": lambda: left(**{name: x.float() for name, x in zip(("query", "key", "value"), left()[0])}),
+    "values without channels": lambda: left(value=randn(2, 30, 3, 0, dtype=HALF)),
+    "starts apart": lambda: left(
+        **{name: randn(1, 20, 3, 32, dtype=HALF) for name in ("query", "key", "value")},
+        **dict(zip(("cu_q", "cu_k"), (lambda starts: (starts[:3], starts[::2]))(ints(0, 10, 20, 20, 20)))),
+        max_q=10, max_k=20,
+    ),
     "packed top left of other lengths": lambda: left(
         query=randn(1, 20, 3, 32, dtype=HALF), key=randn(1, 30, 3, 32, dtype=HALF),
         value=randn(1, 30, 3, 32, dtype=HALF), cu_q=cumulative(10, 10), cu_k=cumulative(20, 10), max_q=10, max_k=20,
@@ -260,6 +273,39 @@ def test_gradients_in_shared_storage_are_left(served: Launches) -> None:
         dout, q, k, v, None, q, None, None, 40, 40, torch.zeros(2, 3, 64), 0.0, seed, seed, 0, False,
         shared_storage_dqdkdv=True,
     )  # fmt: skip
+    assert not served.seen
+
+
+UPSTREAM = {
+    "no LSE": lambda dout, out, lse: (dout, out, lse[:, :, :0]),
+    "too few rows of the LSE": lambda dout, out, lse: (dout, out, lse[:, :, :32]),
+    "one head of the LSE": lambda dout, out, lse: (dout, out, lse[:, :1]),
+    "an LSE without a batch": lambda dout, out, lse: (dout, out, lse[0]),
+    "an LSE in fp64": lambda dout, out, lse: (dout, out, lse.double()),
+    "too few rows of out": lambda dout, out, lse: (dout, out[:, :30], lse),
+    "out in fp32": lambda dout, out, lse: (dout, out.float(), lse),
+    "a gradient of one head": lambda dout, out, lse: (dout[:, :, :1], out, lse),
+    "a gradient of fewer channels": lambda dout, out, lse: (dout[..., :16], out, lse),
+    "a gradient in fp32": lambda dout, out, lse: (dout.float(), out, lse),
+}
+
+
+@pytest.mark.parametrize("name", UPSTREAM)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_gradients_from_what_is_no_forwards_are_left(is_packed: bool, name: str, served: Launches) -> None:
+    """Kernels would read behind what they are given."""
+    q, k, v, dout = inputs(Case())
+    starts: tuple[Any, ...] = None, None, None, None
+    if is_packed:
+        q, k, v, dout = (x.flatten(0, 1)[None] for x in (q, k, v, dout))
+        starts = cumulative(40, 40), cumulative(40, 40), 40, 40
+    out, lse, seed, offset, *_ = aten._efficient_attention_forward(q, k, v, None, *starts, 0.0, 0, True)
+    served.seen.clear()
+    dout, out, lse = UPSTREAM[name](dout, out, lse)
+    with contextlib.suppress(RuntimeError, IndexError):  # whatever the kernel below says to it
+        aten._efficient_attention_backward(
+            dout, q, k, v, None, out, *starts[:2], 40, 40, lse, 0.0, seed, offset, 0, False
+        )
     assert not served.seen
 
 
