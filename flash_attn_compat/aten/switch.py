@@ -55,7 +55,11 @@ def hold(wish: Wish) -> None:
         return
     with _lock:
         _holders.append(wish)
-        _renew()
+        try:
+            _renew()
+        except BaseException:  # nobody would ever let go
+            _holders.remove(wish)
+            raise
 
 
 def let_go(wish: Wish) -> None:

@@ -115,6 +115,16 @@ def test_an_error_in_a_block_ends_it() -> None:
         raise KeyError
 
 
+def test_a_switch_that_could_not_be_turned_is_held_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(front: object) -> None:
+        raise KeyError
+
+    with monkeypatch.context() as patched, pytest.raises(KeyError):
+        patched.setattr(switch, "_register", fail)
+        switch.hold(Wish())
+    assert switch.wished() is None and not switch._holders
+
+
 def test_calls_are_served_in_all_threads(served: Launches) -> None:
     q = randn(1, 2, 20, 32, dtype=torch.float16)
     errors: list[BaseException] = []
