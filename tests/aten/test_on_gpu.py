@@ -222,6 +222,15 @@ def test_dense_masks(kind: str, lengths: tuple[int, int]) -> None:
         close(got, wanted, 1e-2)
 
 
+@pytest.mark.parametrize("keys", [64, 256, 512])
+def test_keys_behind_the_last_one_count_for_nothing(keys: int) -> None:
+    """Where a mask hides nothing: tiles of 128 keys, as Turing has them at 32 channels, reach beyond 64."""
+    q, k, v = qkv(200, keys, dim=32)
+    with ours():
+        close(sdpa(q, k, v, attn_mask=torch.ones(200, keys, dtype=torch.bool, device="cuda")), sdpa(q, k, v))
+    assert served() == 2
+
+
 def test_a_dense_mask_in_a_cuda_graph_may_change() -> None:
     """What a mask hides is found on the GPU, at each replay."""
     q, k, v = (x.detach() for x in qkv(256, 256))
