@@ -120,9 +120,8 @@ def _ours(
     out = out.contiguous()
     if out.requires_grad:
         return out.transpose(1, 2)
-    return (out.data if out._is_view() else out).transpose_(
-        1, 2
-    )  # autograd lets nobody write into a view made unrecorded
+    # Autograd lets nobody write into a view that was made while nothing was recorded.
+    return (out.data if out._is_view() else out).transpose_(1, 2)
 
 
 def _as_flash(

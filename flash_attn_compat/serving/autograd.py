@@ -161,11 +161,8 @@ def _differentiable_gradients(
             if output is not None and gradient is not None and output.requires_grad
         ]
         outputs, upstreams = [output for output, _ in given], [gradient for _, gradient in given]
-        found = (
-            torch.autograd.grad(outputs, leaves, upstreams, create_graph=create_graph, allow_unused=True)
-            if given
-            else ()
-        )
+        options = {"create_graph": create_graph, "allow_unused": True}
+        found = torch.autograd.grad(outputs, leaves, upstreams, **options) if given else ()
         gradients = iter(found or [None] * len(leaves))
         return [_or_zeros(next(gradients), tensor) if is_wanted else None for tensor, is_wanted in zip(inputs, wanted)]
 
