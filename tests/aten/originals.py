@@ -138,6 +138,21 @@ def composed_backward(
 
 
 @contextlib.contextmanager
+def as_on_turing() -> Iterator[None]:
+    """F.scaled_dot_product_attention ends in the efficient operator, for a block."""
+
+    def efficient(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Any:
+        return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, False, 0.0, True)[:2]
+
+    library = Library("aten", "IMPL")
+    library.impl("_scaled_dot_product_flash_attention_for_cpu", efficient, "CPU")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+@contextlib.contextmanager
 def stand_ins() -> Iterator[None]:
     """Operators that no CPU has, for a block."""
     library = Library("aten", "IMPL")

@@ -61,24 +61,28 @@ def with_gradients(attend: Callable[..., Tensor], inputs: list[Tensor]) -> list[
     return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
 
 
-def formula(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
+def plainly(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, scale: float | None = None) -> Tensor:
+    """bias: truths or numbers; rows that see nothing are 0"""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if causal:
-        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
-    return scores.softmax(-1) @ v
+    if bias is not None:
+        scores = scores.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else scores + bias.to(q.dtype)
+    sees = (scores > -torch.inf).any(-1, keepdim=True)
+    return torch.where(sees, torch.where(sees, scores, 0.0).softmax(-1), 0.0) @ v
 
 
-def check(case: Case, attend: Callable[..., Tensor]) -> None:
+def check(ours: list[Tensor], plain: Callable[..., Tensor], inputs: list[Tensor]) -> None:
     """Ours is at most twice, for gradients three times, as far from fp64 as the formula in the dtype."""
-    inputs = qkv(case)
-    plain = functools.partial(formula, causal=case.causal, scale=case.scale)
     exact = with_gradients(plain, [x.detach().double().requires_grad_() for x in inputs])
-    rounded, ours = with_gradients(plain, inputs), with_gradients(attend, inputs)
+    rounded, dtype = with_gradients(plain, inputs), inputs[0].dtype
     for name, got, right, beside, factor in zip(("out", "dq", "dk", "dv"), ours, exact, rounded, (2, 3, 3, 3)):
-        assert got.dtype == case.dtype and got.shape == right.shape
-        bound = factor * float((beside.double() - right).abs().max()) + torch.finfo(case.dtype).eps
+        assert got.dtype == dtype and got.shape == right.shape
+        bound = factor * float((beside.double() - right).abs().max()) + torch.finfo(dtype).eps
         assert float((got.double() - right).abs().max()) <= bound, name
+
+
+def mask(rows: int = 40, keys: int = 40) -> Tensor:
+    return torch.ones(rows, keys, dtype=torch.bool).tril()
 
 
 CASES = [
@@ -97,14 +101,16 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_answers_and_gradients_are_right(case: Case, served: Launches) -> None:
-    check(case, functools.partial(sdpa, is_causal=case.causal, scale=case.scale, enable_gqa=True))
+    inputs, bias = qkv(case), mask(*case.lengths) if case.causal else None
+    ours = with_gradients(functools.partial(sdpa, is_causal=case.causal, scale=case.scale, enable_gqa=True), inputs)
+    check(ours, functools.partial(plainly, bias=bias, scale=case.scale), inputs)
     assert counted() == {"fused": 1}
 
 
 def test_another_width_of_the_values(served: Launches) -> None:
     q, k, v = qkv(Case())
     out = sdpa(q, k, v[..., :24])
-    torch.testing.assert_close(out, formula(q, k, v[..., :24], False, None), rtol=0, atol=4e-3)
+    torch.testing.assert_close(out, plainly(q, k, v[..., :24]), rtol=0, atol=4e-3)
     assert counted() == {"fused": 1} and out.stride() == (40 * 4 * 24, 24, 4 * 24, 1)
 
 
@@ -123,15 +129,17 @@ def test_few_rows_go_to_the_decode_kernel(served: Launches) -> None:
     assert served.entries == ["decode"]
 
 
-def test_dropout_is_one_mask_for_both_directions(served: Launches) -> None:
+@pytest.mark.parametrize("bias", [None, mask()], ids=["plain", "masked"])
+def test_dropout_is_one_mask_for_both_directions(bias: Tensor | None, served: Launches) -> None:
     q, k, v = qkv(Case())
+    attend = functools.partial(sdpa, attn_mask=bias, dropout_p=0.5)
     torch.manual_seed(1)
-    out = sdpa(q, k, v.detach().fill_(1.0), dropout_p=0.5)
-    (dv,) = torch.autograd.grad(sdpa(q, k, v, dropout_p=0.5).sum(), v)
+    out = attend(q, k, v.detach().fill_(1.0))
+    (dv,) = torch.autograd.grad(attend(q, k, v).sum(), v)
     assert counted() == {"fused": 2}
     assert 0.7 < float(out.detach().mean()) < 1.3 and out.detach().std() > 0.01 and dv.std() > 0.01
     torch.manual_seed(1)
-    assert torch.equal(sdpa(q, k, v.detach().fill_(1.0), dropout_p=0.5), out)
+    assert torch.equal(attend(q, k, v.detach().fill_(1.0)), out)
 
 
 @pytest.mark.parametrize("dropout_p", [0.001, 0.1, 0.9, 0.95, 0.999])
@@ -143,10 +151,6 @@ def test_dropout_leaves_the_mean_as_it_was(dropout_p: float, served: Launches) -
 
 
 # ---- what is left to PyTorch
-
-
-def mask(rows: int = 40, keys: int = 40) -> Tensor:
-    return torch.ones(rows, keys, dtype=torch.bool).tril()
 
 
 LEFT: dict[str, Callable[[], tuple[tuple[Tensor, ...], dict[str, Any]]]] = {
@@ -314,16 +318,17 @@ def test_checkpointing(served: Launches) -> None:
     assert torch.equal(found[0], right[0])
 
 
-def test_second_derivatives(served: Launches) -> None:
+@pytest.mark.parametrize("bias", [None, randn(4, 4, seed=3)], ids=["plain", "masked"])
+def test_second_derivatives(bias: Tensor | None, served: Launches) -> None:
     q, k, v = (x[:1, :1, :4].detach().requires_grad_() for x in qkv(Case()))
 
     def twice(attend: Callable[..., Tensor]) -> Tensor:
         (dq,) = torch.autograd.grad(attend(q, k, v).square().sum(), q, create_graph=True)
         return torch.autograd.grad(dq.sum(), k)[0]
 
-    ours = twice(sdpa)
+    ours = twice(functools.partial(sdpa, attn_mask=bias))
     assert counted() == {"fused": 1}
-    torch.testing.assert_close(ours, twice(lambda *x: formula(*x, False, None)), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(ours, twice(functools.partial(plainly, bias=bias)), rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": torch.ones(6, 6).tril() > 0}], ids=str)

@@ -311,17 +311,9 @@ def test_gradients_from_what_is_no_forwards_are_left(is_packed: bool, name: str,
 
 @pytest.mark.filterwarnings("ignore:.*Overriding a previously registered kernel")
 def test_what_a_call_that_is_left_calls_is_not_asked_about_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def as_on_turing(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, None]:
-        return aten._scaled_dot_product_efficient_attention(q, k, v, None, False)[0], None
-
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_scaled_dot_product_flash_attention_for_cpu", as_on_turing, "CPU")
     small = originals.WISH._replace(least_products=2**40)
-    try:
-        with originals.stand_ins(), originals.served(monkeypatch, small) as launches:
-            F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in inputs(Case())[:3]))
-    finally:
-        library._destroy()
+    with originals.as_on_turing(), originals.stand_ins(), originals.served(monkeypatch, small) as launches:
+        F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in inputs(Case())[:3]))
     assert counted() == {"pytorch": 1} and not launches.seen
 
 

@@ -12,12 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from tests.aten import originals
 from tests.aten.originals import counted
 from tests.fused_on_cpu import Launches
+from tests.kinds import Operators, Wrapper
 from tests.support import randn
 
 HALF = torch.float16
@@ -45,21 +44,11 @@ def close(found: Tensor, right: Tensor) -> None:
     torch.testing.assert_close(found, right, rtol=0, atol=4e-3)
 
 
-class Seen(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_mode_sees_pytorchs_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     def seen() -> list[str]:
-        with Seen() as mode:
+        with Operators() as mode:
             F.scaled_dot_product_attention(*qkv())
-        return mode.names
+        return mode.seen
 
     before = seen()
     with originals.served(monkeypatch):
@@ -68,43 +57,19 @@ def test_a_mode_sees_pytorchs_operators(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_what_a_mode_executes_is_served(served: Launches) -> None:
     inputs = qkv()
-    with Seen() as mode:
+    with Operators() as mode:
         out = efficient(*inputs)
-    assert mode.names[0] == "aten._scaled_dot_product_efficient_attention.default" and counted() == {"fused": 1}
+    assert mode.seen[0] == "aten._scaled_dot_product_efficient_attention.default" and counted() == {"fused": 1}
     close(out, F.scaled_dot_product_attention(*qkv(), is_causal=True))
-
-
-class Wrapped(Tensor):
-    """A tensor around another one, as DTensors are."""
-
-    inner: Tensor
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Any:
-        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype)
-        made.inner = inner
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inner = [x.inner if isinstance(x, Wrapped) else x for x in args]
-        return tree_map(lambda x: Wrapped(x) if isinstance(x, Tensor) else x, func(*inner, **(kwargs or {})))
 
 
 @pytest.mark.filterwarnings("ignore:.*Overriding a previously registered kernel")
 def test_what_a_class_of_tensors_makes_of_the_function_is_served(served: Launches) -> None:
-    def as_on_turing(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Any:
-        return aten._scaled_dot_product_efficient_attention(q, k, v, None, False, 0.0, True)[:2]
-
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_scaled_dot_product_flash_attention_for_cpu", as_on_turing, "CPU")
     inputs = [x.detach() for x in qkv()]
-    try:
-        out = F.scaled_dot_product_attention(*map(Wrapped, inputs), is_causal=True)
-    finally:
-        library._destroy()
-    assert isinstance(out, Wrapped) and counted() == {"fused": 1}
-    close(out.inner, F.scaled_dot_product_attention(*inputs, is_causal=True))
+    with originals.as_on_turing():
+        out = F.scaled_dot_product_attention(*map(Wrapper, inputs), is_causal=True)
+    assert isinstance(out, Wrapper) and counted() == {"fused": 1}
+    close(out._held, F.scaled_dot_product_attention(*inputs, is_causal=True))
 
 
 def test_a_compiled_graph_calls_the_operators_that_are_served(served: Launches) -> None:
