@@ -17,7 +17,7 @@ import torch
 
 from flash_attn_compat import backend_counts, use_backend
 from flash_attn_compat.aten.wish import Wish
-from flash_attn_compat.backends.fused import ahead, loader, variants
+from flash_attn_compat.backends.fused import ahead, loader, masks, variants
 from flash_attn_compat.backends.fused.variants import BF16, BF16_AS_FP16, FP16, HEAD_DIMS, Kind
 from tests.aten import fuzz, originals
 from verify.examination import Examination
@@ -82,6 +82,12 @@ def kinds(number: int) -> Iterator[Kind]:
 
 def masked_kinds(number: int) -> Iterator[Kind]:
     """With each sort of dense mask: at usual head dims, off the 16 bytes, and where warps have the same rows."""
+    for kind in _masked_kinds(number):
+        (_, keys), *_ = masked_problem(kind).lengths
+        yield kind._replace(bias_words=masks.words(torch.empty(1, keys, device="meta")))
+
+
+def _masked_kinds(number: int) -> Iterator[Kind]:
     for type in (FP16, BF16 if number >= 80 else BF16_AS_FP16):
         for bias, D in (
             *itertools.product((variants.BOOLEANS, variants.HALF_BIAS), (64, 128)),
