@@ -2,6 +2,8 @@
 
 import gc
 import os
+import shutil
+import subprocess
 import sys
 
 os.environ.pop("FLASH_ATTN_COMPAT_BACKEND", None)
@@ -15,6 +17,27 @@ import pytest
 if TYPE_CHECKING:
     from tests.fused_on_cpu import Launches
     from tests.support import Asked
+
+MOST_PROCESSES = 14  # each takes about 1 GB, and 0.7 GB of a GPU that it uses
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """The number of processes for ``-n auto``."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MOST_PROCESSES)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Beside a GPU, compile the kernels of the whole suite before its processes start.
+
+    Each process compiles a kernel that it does not find, so without this several would compile the same ones.
+    """
+    is_whole = session.config.args == [str(path) for path in session.config.getini("testpaths")]
+    is_worker = hasattr(session.config, "workerinput")
+    excludes_gpu = "not gpu" in session.config.option.markexpr
+    if is_whole and not is_worker and not excludes_gpu and shutil.which("nvidia-smi"):
+        subprocess.run([sys.executable, "-m", "tests.fused_coverage", "--only"], check=False)
+
 
 gc.disable()  # until all tests are known: what importing and collecting make stays for good
 MODULES = pytest.StashKey[int]()  # how many there were when garbage collections last left them out

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import multiprocessing
+import os
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -167,15 +170,18 @@ def problems(kind: Kind) -> dict[str, Problem]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--for", dest="architecture", help="sm_90, say; the GPU's by default")
+    parser.add_argument("--only", action="store_true", help="for this architecture alone")
     options = parser.parse_args()
     architecture = options.architecture or loader.target(torch.cuda.current_device()).architecture
     wanted = [
         (variant, name)
-        for name in dict.fromkeys((architecture, "compute_75"))
+        for name in dict.fromkeys((architecture,) if options.only else (architecture, "compute_75"))
         for number in (ahead.architecture_number(name),)
         for variant in variants.made_for((*kinds(number), *masked_kinds(number)))
     ]
-    made, errors = ahead.compile_all(wanted)
+    # Threads of one process wait for one another within NVRTC.
+    pool = ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"))
+    made, errors = ahead.compile_all(wanted, pool=pool)
     print(f"{made} kernels compiled, {len(wanted) - made - len(errors)} were there", *errors, sep="\n")
     return 1 if errors else 0
 

@@ -31,7 +31,7 @@ def _on(index: int) -> Any:
 def test_a_device_is_waited_for_once_and_a_cpu_never(monkeypatch: pytest.MonkeyPatch) -> None:
     registered: list[tuple[Any, ...]] = []
     monkeypatch.setattr(atexit, "register", lambda *given: registered.append(given))
-    monkeypatch.setattr(at_exit, "_seen", set(at_exit._seen))
+    monkeypatch.setattr(at_exit, "_seen", {at_exit._CPU})
     for tensor in (torch.ones(1), _on(1), _on(0), torch.ones(1), _on(1), _on(0)):
         at_exit.wait_for_autograd(tensor)
     assert [device for _, device in registered] == [torch.device("cuda", 1), torch.device("cuda", 0)]

@@ -70,6 +70,9 @@ def cells(kinds: Any = KINDS) -> Any:
 def skip_unless_possible(kind: str, name: str) -> None:
     if kind == "fake, on a GPU" and name in ("private", "backward") and not torch.backends.cuda.is_built():
         pytest.skip("PyTorch without CUDA cannot compute these even in thought")
+    lacks_driver = torch.backends.cuda.is_built() and not torch.cuda.is_available()
+    if (kind, name) == ("fake, on a GPU", "backward") and lacks_driver:
+        pytest.skip("autograd of PyTorch with CUDA looks for a driver before it computes this")
 
 
 @cells(kind for kind in KINDS if kind != "meta")  # which our kernels do not serve

@@ -43,6 +43,8 @@ def amd(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         AttentionCall, "traits", lambda call: of_cpu(call)._replace(device_type="cuda", capability=(9, 4))
     )
     monkeypatch.setattr(small_trial, "device_of", lambda capability: torch.device("cpu"))
+    monkeypatch.setattr(capture, "current_device", lambda: None)
+    monkeypatch.setattr(capture, "is_capturing", lambda device: False)
     monkeypatch.setattr(small_trial, "_tried", functools.cache(small_trial._tried.__wrapped__))
     monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda params: False)
     monkeypatch.setattr(torch.backends.cuda, "can_use_efficient_attention", is_half)

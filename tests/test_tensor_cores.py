@@ -28,6 +28,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(loader, "own_capability", lambda device: (7, 5))
     monkeypatch.setattr(loader, "device_name", lambda device: GPU)
     monkeypatch.setattr(settings, "gpu", lambda device: GPU)
+    monkeypatch.setattr(capture, "is_capturing", lambda device: False)
     return found
 
 

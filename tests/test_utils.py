@@ -174,7 +174,7 @@ def test_the_profiler_prints_a_table_and_writes_a_trace(
 ) -> None:
     trace = tmp_path / "trace.json"
     benchmark.pytorch_profiler(
-        torch.mm, randn(4, 4).requires_grad_(), randn(4, 4), trace_filename=str(trace), backward=backward
+        torch.mm, randn(4, 4).requires_grad_(), randn(4, 4), trace_filename=str(trace), backward=backward, cpu=True
     )
     printed = capsys.readouterr().out
     assert "aten::mm" in printed and ("MmBackward0" in printed) == backward

@@ -31,7 +31,8 @@ _TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4, to
 
 def wrong_answer(backend: Backend, binary: object, traits: Traits, lengths: Lengths = _LENGTHS) -> str | None:
     """Why ``backend`` is not to be trusted with calls of these traits; remembered per ``binary`` and kind of call."""
-    if torch.cuda.is_available() and capture.is_capturing(device_of(traits.capability).index):
+    device = device_of(traits.capability)
+    if device.type == "cuda" and capture.is_capturing(device.index):
         return None  # a capture allows no look at results
     head_dim = traits.head_dim + -traits.head_dim % 8
     kind = traits._replace(head_dim=head_dim, head_dim_v=head_dim, sq_vs_sk="<", features=traits.features & _VARIANTS)

@@ -68,9 +68,13 @@ def _forward_into(out: Tensor, **options: Any) -> Tensor:
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Any, max_q: int, max_k: int,
     is_causal: bool, scale: float | None, window_size: Sequence[int] | None = None, enable_gqa: bool = False,
-    seqused_k: Any = None, block_table: Tensor | None = None, num_splits: int | None = None, **unknown: Any,
+    seqused_k: Any = None, block_table: Tensor | None = None, num_splits: int | None = None,
+    backend: int | None = None, **unknown: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out (total_q, nheads, headdim), lse (nheads, total_q) in fp32 at least)."""
+    """(out (total_q, nheads, headdim), lse (nheads, total_q) in fp32 at least).
+
+    backend: PyTorch's choice between kernels of its own (from 2.15 on), none of which this device has
+    """
     from flash_attn_compat.private_interface import _flash_attn_varlen_forward
 
     _refuse_unknown(unknown)
@@ -91,7 +95,7 @@ def _attend(
 def _backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, cu_seq_q: Tensor,
     cu_seq_k: Tensor, max_q: int, max_k: int, is_causal: bool, rng_state: Tensor, scale: float | None,
-    window_size: Sequence[int] | None = None, **unknown: Any,
+    window_size: Sequence[int] | None = None, backend: int | None = None, **unknown: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from flash_attn_compat.private_interface import _flash_attn_varlen_backward
 

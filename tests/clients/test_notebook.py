@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import flash_attn_compat
 from flash_attn_compat import cli
@@ -81,6 +82,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("NOTEBOOK_MODEL", str(folder / "tiny"))
+        patch.setattr(torch.cuda, "is_available", lambda: False)  # a GPU takes minutes for the cells that measure it
         try:
             for name, source in notebook.cells().items():
                 notebook.run(name, source, names)

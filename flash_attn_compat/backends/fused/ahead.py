@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 from flash_attn_compat.backends.fused import cache, loader, variants
 from flash_attn_compat.backends.fused.loader import KernelError
@@ -42,25 +42,23 @@ def usual_kinds(
 
 
 def compile_all(
-    wanted: Iterable[tuple[Variant, str]], watched: Callable[[list[Future[bool]]], Iterable[Future[bool]]] = iter
+    wanted: Iterable[tuple[Variant, str]],
+    watched: Callable[[list[Future[bool]]], Iterable[Future[bool]]] = iter,
+    pool: Executor | None = None,
 ) -> tuple[int, list[str]]:
-    """Keep variants, each for an architecture, in the cache; how many were not there yet, and what went wrong.
+    """Compile variants, each for an architecture, into the cache.
 
-    watched: hands out one job after the other, to show how far it is
+    Args:
+        watched: yields the jobs in order, to show progress
+        pool: runs the jobs and is shut down; threads by default
+
+    Returns:
+        the number of kernels that were not in the cache yet, and the errors
     """
-
-    def make(variant: Variant, architecture: str) -> bool:
-        name = loader.cache_name(variant, architecture)
-        if cache.read(name) is not None:
-            return False
-        if not cache.write(name, loader.binary(variant, architecture)):
-            raise KernelError(f"{cache.folder()} cannot be written")
-        return True
-
     made, errors = 0, []
-    pool = ThreadPoolExecutor(os.cpu_count())
+    pool = pool or ThreadPoolExecutor(os.cpu_count())
     try:
-        for job in watched([pool.submit(make, *one) for one in wanted]):
+        for job in watched([pool.submit(_compile, *one) for one in wanted]):
             try:
                 made += job.result()
             except KernelError as error:
@@ -68,3 +66,13 @@ def compile_all(
     finally:  # whoever interrupts it waits for what is being compiled, not for all
         pool.shutdown(cancel_futures=True)
     return made, errors
+
+
+def _compile(variant: Variant, architecture: str) -> bool:
+    """Whether the kernel was not in the cache yet."""
+    name = loader.cache_name(variant, architecture)
+    if cache.read(name) is not None:
+        return False
+    if not cache.write(name, loader.binary(variant, architecture)):
+        raise KernelError(f"{cache.folder()} cannot be written")
+    return True

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Collection
 
 # Names in the order of the C struct; its types as struct spells them: Q an address, q a long long, i an int, f a float.
-_ADDRESSES = (
+ADDRESSES = (
     "q", "k", "v", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table", "bias",
     "rng_state", "k_new", "v_new", "rotary_cos", "rotary_sin", "q_rotated", "dout", "out", "lse", "dlse", "dq", "dk",
     "dv", "lse_true", "absmax", "absmax_dout", "bias_map", "bias_of_rows", "delta", "copies", "marks",
@@ -29,7 +29,7 @@ _INTS = (
 )  # fmt: skip
 _FLOATS = ("dropout_scale", "softmax_scale", "softcap")
 
-HEAD: tuple[tuple[str, str], ...] = (*((name, "Q") for name in _ADDRESSES), ("seqlen_k", "i"), ("zero", "i"))
+HEAD: tuple[tuple[str, str], ...] = (*((name, "Q") for name in ADDRESSES), ("seqlen_k", "i"), ("zero", "i"))
 REST: tuple[tuple[str, str], ...] = (
     *((name, "qii") for name in _STRIDES),
     *((name, "q") for name in _LONGS),
@@ -44,9 +44,9 @@ Value = int | float | tuple[int, int, int]
 
 def head(given: Collection[str]) -> struct.Struct:
     """Packs the head from the addresses that are ``given``, in the struct's order, and seqlen_k; others are null."""
-    if [name for name in _ADDRESSES if name in given] != list(given):
+    if [name for name in ADDRESSES if name in given] != list(given):
         raise ValueError(f"addresses are given in the order of struct Params, got {', '.join(given)}")
-    return struct.Struct("<" + "".join("Q" if name in given else "8x" for name in _ADDRESSES) + "i4x")
+    return struct.Struct("<" + "".join("Q" if name in given else "8x" for name in ADDRESSES) + "i4x")
 
 
 def rest(fields: dict[str, Value]) -> bytes:
