@@ -96,6 +96,8 @@ CALLS: dict[str, Case] = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_output_and_gradients_are_those_of_the_eager_call(name: str) -> None:
+    if name == "rotary module" and TorchVersion(torch.__version__) < "2.5":
+        pytest.skip("PyTorch 2.4 traces no .data in a backward, by which the rotation writes into its input")
     function, inputs, args, options = CALLS[name]
     found, expected = (both(each, inputs, *args, **options) for each in (compiled(function), function))
     for ours, right in zip(found, expected, strict=True):
