@@ -23,6 +23,7 @@ from flash_attn_compat.backends.fused import grids, launcher, loader, variants
 from flash_attn_compat.backends.fused.variants import FP16, HEAD_DIMS
 from flash_attn_compat.engine import memory
 from tests import fused_coverage
+from tests.plain import pairwise
 from tests.support import on_backend
 from verify.examination import Examination
 from verify.problems import Problem
@@ -144,11 +145,16 @@ def test_blocks_that_share_keys_are_right_and_give_the_same_bits_in_fifty_repeat
         assert torch.equal(by("fused", lambda: flash_attn_with_kvcache(**call.args)[0]), first)
 
 
-@pytest.mark.parametrize("half_dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"alibi": "h", "softcap": 2.0, "window": (30, 3)}])
+@pytest.mark.parametrize(
+    ("head_dim", "half_dtype", "options"),
+    pairwise(
+        HEAD_DIMS,
+        ("float16", "bfloat16"),
+        ({}, {"causal": True}, {"alibi": "h", "softcap": 2.0, "window": (30, 3)}),
+    ),
+)
 def test_sequences_of_very_different_lengths_share_a_grid(
-    options: dict[str, Any], head_dim: int, half_dtype: str
+    head_dim: int, half_dtype: str, options: dict[str, Any]
 ) -> None:
     lengths = (0, 2, 1, 0) * 150 + (1200,)
     problem = Problem(

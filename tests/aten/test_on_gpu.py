@@ -67,13 +67,15 @@ def close(got: Tensor, right: Tensor, bound: float = 4e-3) -> None:
     assert error <= bound * max(1.0, float(right.detach().abs().max())), error
 
 
+@pytest.mark.parametrize("first", range(0, 150, 15))
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_random_problems(dtype: str) -> None:
+def test_random_problems(dtype: str, first: int) -> None:
+    """Of 50 mixtures of features: each compiles kernels of its own."""
     with ours():
-        for seed in range(150):
-            problem = fuzz.draw(seed, dtype)
+        for seed in range(first, first + 15):
+            problem = fuzz.draw(seed, dtype, mixes=50)
             assert not fuzz.examine(problem, "cuda"), problem
-    assert served() > 100
+    assert served() > 3
 
 
 SHAPES = [(100, 100, False), (128, 64, True), (64, 128, True), (1, 300, False), (257, 257, True)]
