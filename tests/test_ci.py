@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -111,3 +112,40 @@ def test_all_steps_of_ci_run_in_the_fresh_folders() -> None:
     """The script hands itself over before its first step."""
     script = (ROOT / ".ci/run").read_text()
     assert "exec .ci/fresh .ci/run --here" in script.partition("\nstep ")[0]
+
+
+# ---------------------------------------------------------------- the workflows
+
+WORKFLOWS = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / ".github/workflows").glob("*.yml"))}
+each_workflow = pytest.mark.parametrize("name", WORKFLOWS)
+
+
+@each_workflow
+def test_a_workflow_may_only_read_unless_one_of_its_jobs_says_otherwise(name: str) -> None:
+    assert "\npermissions:\n  contents: read\njobs:\n" in WORKFLOWS[name]
+
+
+@each_workflow
+def test_a_workflow_runs_each_action_at_one_commit_and_says_its_version(name: str) -> None:
+    used = re.findall(r"uses: (.*)", WORKFLOWS[name])
+    assert used and not [one for one in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", one)]
+
+
+def test_all_workflows_run_the_same_commit_of_an_action() -> None:
+    used = {one for text in WORKFLOWS.values() for one in re.findall(r"uses: (.*)", text)}
+    assert len(used) == len({one.partition("@")[0] for one in used})
+
+
+def test_a_change_starts_ci_once_and_a_tag_starts_the_release_alone() -> None:
+    """A push to a branch with a pull request would otherwise run everything twice."""
+    triggers = {name: text.partition("\non:\n")[2].partition("\npermissions:")[0] for name, text in WORKFLOWS.items()}
+    assert triggers["ci.yml"] == "  push:\n    branches: [main]\n  pull_request:"
+    assert [name for name, text in triggers.items() if "push:" in text] == ["ci.yml", "release.yml"]
+    assert '  push:\n    tags: ["v*"]\n' in triggers["release.yml"]
+
+
+def test_the_weekly_workflow_runs_all_tests_with_a_cuda_build_of_the_newest_torch_and_no_driver() -> None:
+    weekly = [text for text in WORKFLOWS.values() if "schedule:" in text]
+    (job,) = [job for text in weekly for job in re.split(r"\n  (?=\w)", text) if "--upgrade torch" in job]
+    assert "assert torch.version.cuda and not torch.cuda.is_available()" in job and "constraints" not in job
+    assert "run: python -m pytest\n" in job and "run: python -m verify --quick\n" in job
