@@ -37,6 +37,11 @@ VARIABLES = (
 # The releases of flash-attn whose interface can stand under its name, and what each reports as its version.
 API_VERSIONS = {"2.6": "2.6.3", "2.8": "2.8.3"}
 APIS = tuple(API_VERSIONS)
+# The compute capabilities of the GPUs that a supported PyTorch may run on, and of the next ones that NVRTC compiles for.
+CAPABILITIES = (
+    "5.0", "5.2", "5.3", "6.0", "6.1", "6.2", "7.0", "7.2", "7.5", "8.0", "8.6", "8.7", "8.8", "8.9", "9.0",
+    "10.0", "10.1", "10.3", "11.0", "12.0", "12.1",
+)  # fmt: skip
 
 # os.environ.get costs a microsecond for a variable that is not set, the mapping inside it a twentieth;
 # with six variables that is half of the host time of a whole call.
@@ -205,7 +210,22 @@ def _device_name(device: torch.device) -> str:
 
 @functools.cache
 def _parse_capability(text: str) -> tuple[int, int]:
+    if text not in CAPABILITIES:
+        raise ValueError(
+            f"{CAPABILITY} must be a compute capability that GPUs have, one of {', '.join(CAPABILITIES)}; "
+            f"got {text!r}{_likely_capability(text)}"
+        )
     major, _, minor = text.partition(".")
-    if not (major.isdigit() and (minor or "0").isdigit()):
-        raise ValueError(f"{CAPABILITY} must be a compute capability such as 7.5, got {text!r}")
-    return int(major), int(minor or 0)
+    return int(major), int(minor)
+
+
+def _likely_capability(text: str) -> str:
+    """A question that names the capabilities probably meant: 7.5 for 75, sm_75, 7.55 and other scripts' digits."""
+    import difflib
+    import unicodedata
+
+    digits = "".join(str(unicodedata.digit(letter)) for letter in text if letter.isdigit())
+    like = [one for one in CAPABILITIES if one.replace(".", "") == digits]
+    like = like or [one for one in CAPABILITIES if one.partition(".")[0] == digits]
+    like = like or difflib.get_close_matches(text, CAPABILITIES, 1)
+    return f": did you mean {' or '.join(like)}?" if like else ""

@@ -106,6 +106,34 @@ def test_a_value_that_means_nothing_is_an_error_that_names_the_choices_on_any_ma
             call(*qkv())
 
 
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("75", "did you mean 7.5?"),
+        ("sm_90", "did you mean 9.0?"),
+        ("7.55", "did you mean 7.5?"),
+        ("\u0667.\u0665", "did you mean 7.5?"),  # as Arabic writes it
+        ("7", "did you mean 7.0 or 7.2 or 7.5?"),
+        ("7.5.1", "did you mean 7.5?"),
+        ("0", ""),
+        ("99.9", ""),
+    ],
+)
+def test_a_capability_that_no_gpu_has_is_refused_with_those_that_exist(
+    text: str, meant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_CAPABILITY", text)
+    with pytest.raises(ValueError, match="one of 5.0, 5.2, .* 7.5, .* 12.1; got") as refused:
+        flash_attn_func(*qkv())
+    assert str(refused.value).endswith(meant or repr(text))
+
+
+@pytest.mark.parametrize("text", settings.CAPABILITIES)
+def test_every_capability_that_exists_can_be_forced(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_CAPABILITY", text)
+    assert settings.forced_capability() == tuple(map(int, text.split(".")))
+
+
 @pytest.mark.parametrize("name", settings.VARIABLES)
 def test_an_empty_value_counts_as_not_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def answers() -> list[object]:
