@@ -17,9 +17,12 @@ from flash_attn_compat import __version__, progress, settings
 from flash_attn_compat.naming import install as installation
 from flash_attn_compat.naming import patch
 from flash_attn_compat.naming.patch import SdpaWish, warn_of_xformers
+from flash_attn_compat.output_path import output_path
 
 # How run and install spell patch's sdpa, and how run spells its api.
 _SDPA: dict[str, SdpaWish] = {"--sdpa": True, "--sdpa=always": "always"}
+# What pip installs with this package, unless it was told not to; the doctor, tune and compile need both.
+_REQUIRED = "torch", "einops"
 _API = {f"--api={api}": api for api in settings.APIS}
 
 
@@ -30,7 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings.check()
     except ValueError as error:
         return _complain(error, 2)
-    return action()
+    try:
+        return action()
+    except ModuleNotFoundError as error:
+        if error.name not in _REQUIRED:
+            raise
+        return _complain(f"{error.name} is not installed: pip install {error.name}", 2)
 
 
 def _action(arguments: list[str]) -> Callable[[], int]:
@@ -166,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--seqlen", type=_integer(128, 2**20), default=2048, metavar="N", help="rows and keys of a sequence (2048)"
     )
-    command.add_argument("--json", metavar="FILE", help="write the result, to send it")
+    command.add_argument("--json", type=output_path, metavar="FILE", help="write the result, to send it")
     command.set_defaults(action=_tune)
 
     command = commands.add_parser(
@@ -243,24 +251,35 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _tune(options: argparse.Namespace) -> int:
     from flash_attn_compat import tune
-    from flash_attn_compat.backends.fused import verdicts
+    from flash_attn_compat.backends.fused import cache, verdicts
 
     try:
         tuning = tune.of_this_gpu(options.head_dim, options.dtype, options.seqlen)
     except tune.CannotTune as error:
         return _complain(error)
+    cannot_keep = cache.write_error()
+    if cannot_keep and not options.json:
+        return _complain(cannot_keep)
     tuning.ask_all()
+    is_kept = bool(tuning.card.times) and verdicts.keep(tuning.card)  # before anything that may end the process
     print(*tuning.summary(), sep="\n")
     for failure in tuning.failures:
         _complain(f"could not time {failure}")
-    if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            file.write(verdicts.to_row(tuning.card) + "\n")
-        print(f"wrote {options.json}")
+    code = _write(options.json, verdicts.to_row(tuning.card)) if options.json else 0
     if not tuning.card.times:
         return _complain("nothing could be compared")
-    if not verdicts.keep(tuning.card):
+    if not is_kept:
         return _complain("the result could not be written, so later calls do not use it")
+    return code
+
+
+def _write(path: Path, line: str) -> int:
+    """Write a file of one line; returns the exit code."""
+    try:
+        path.write_text(line + "\n", encoding="utf-8")
+    except OSError as error:
+        return _complain(f"cannot write {path}: {error.strerror}")
+    print(f"wrote {path}")
     return 0
 
 
@@ -274,6 +293,8 @@ def _compile(options: argparse.Namespace) -> int:
         numbers = {architecture: ahead.architecture_number(architecture) for architecture in options.architectures}
     except KernelError as error:
         return _complain(error, 2)
+    if cannot_keep := cache.write_error():
+        return _complain(cannot_keep)
     masks = options.sdpa or bool(settings.sdpa())
     wanted = [
         (variant, architecture)
@@ -282,7 +303,7 @@ def _compile(options: argparse.Namespace) -> int:
     ]
     print(f"{len(wanted)} kernels for {', '.join(numbers)}", file=sys.stderr, flush=True)
     made, errors = ahead.compile_all(wanted, lambda jobs: progress.shown(jobs, lambda job: ""))
-    print(f"{made} kernels compiled, {len(wanted) - made - len(errors)} were there: {cache.folder()}")
+    print(f"{made} kernels compiled, {len(wanted) - made - len(errors)} were there: {cache.described()}")
     for message in dict.fromkeys(errors):
         _complain(message)
     return 1 if errors else 0

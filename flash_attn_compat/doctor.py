@@ -209,7 +209,7 @@ def kernels(device: torch.device) -> list[str]:
     nvrtc, driver = (".".join(map(str, version)) for version in (loader.compiler().version, loader.driver().version))
     made = f"for {loader.target(index).architecture} by NVRTC {nvrtc}, driver for CUDA {driver}"
     without = [] if tensor_cores.exist(index) else ["this GPU has no tensor cores"]
-    return [f"{made}, kept in {cache.folder()}", *without, *verdicts.summary(str(settings.gpu(device)))]
+    return [f"{made}, kept in {cache.described()}", *without, *verdicts.summary(str(settings.gpu(device)))]
 
 
 def has_code_for(capability: tuple[int, int], built_for: list[str]) -> bool:

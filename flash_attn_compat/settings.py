@@ -37,7 +37,7 @@ VARIABLES = (
 # The releases of flash-attn whose interface can stand under its name, and what each reports as its version.
 API_VERSIONS = {"2.6": "2.6.3", "2.8": "2.8.3"}
 APIS = tuple(API_VERSIONS)
-# The compute capabilities of the GPUs that a supported PyTorch may run on, and of the next ones that NVRTC compiles for.
+# The compute capabilities of all GPUs that a supported PyTorch, or its NVRTC, compiles for.
 CAPABILITIES = (
     "5.0", "5.2", "5.3", "6.0", "6.1", "6.2", "7.0", "7.2", "7.5", "8.0", "8.6", "8.7", "8.8", "8.9", "9.0",
     "10.0", "10.1", "10.3", "11.0", "12.0", "12.1",

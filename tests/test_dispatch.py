@@ -123,7 +123,7 @@ def test_a_capability_that_no_gpu_has_is_refused_with_those_that_exist(
     text: str, meant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASH_ATTN_COMPAT_CAPABILITY", text)
-    with pytest.raises(ValueError, match="one of 5.0, 5.2, .* 7.5, .* 12.1; got") as refused:
+    with pytest.raises(ValueError, match=r"one of 5\.0, 5\.2, .* 7\.5, .* 12\.1; got") as refused:
         flash_attn_func(*qkv())
     assert str(refused.value).endswith(meant or repr(text))
 

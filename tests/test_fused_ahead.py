@@ -90,11 +90,22 @@ def test_a_kernel_that_does_not_compile_is_told_and_the_others_are_kept(
     assert len(list(cache.folder().iterdir())) > 10
 
 
-@pytest.mark.usefixtures("compiled")
-def test_a_folder_that_keeps_nothing_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_keeps_nothing_is_an_error_before_anything_is_compiled(
+    compiled: list[Variant], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("")
     assert cli.main(["compile", "--for", "sm_75", *ONLY, "--into", str(tmp_path / "file")]) == 1
-    assert "cannot be written" in capsys.readouterr().err
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith(f"flash-attn-compat: {tmp_path / 'file'} cannot be written: ") and not compiled
+
+
+def test_without_a_home_directory_the_variable_that_names_a_folder_is_told_before_anything_is_compiled(
+    compiled: list[Variant], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_CACHE", "~nobody-of-this-name/kernels")
+    assert cli.main(["compile", "--for", "sm_75", *ONLY]) == 1
+    (told,) = capsys.readouterr().err.splitlines()
+    assert "there is no home directory: set FLASH_ATTN_COMPAT_CACHE to a folder" in told and not compiled
 
 
 @pytest.mark.usefixtures("compiled")

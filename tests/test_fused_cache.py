@@ -109,6 +109,24 @@ def test_what_others_could_write_is_not_used_unless_they_are_trusted_and_one_war
     assert cache.read("name") == b"payload"
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+@pytest.mark.parametrize("trusts", ["0", "1"])
+def test_a_named_pipe_is_neither_waited_for_nor_read_and_a_kernel_takes_its_place(
+    trusts: str, kernels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may write in a shared folder could otherwise stop every process that looks for a kernel."""
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_TRUST_CACHE", trusts)
+    kernels.mkdir()
+    os.mkfifo(kernels / "name")
+    found: list[bytes | None] = []
+    with pytest.warns(RuntimeWarning, match="they are no regular files"):
+        reader = threading.Thread(target=lambda: found.append(cache.read("name")), daemon=True)
+        reader.start()
+        reader.join(10)
+    assert found == [None]
+    assert cache.write("name", b"payload") and cache.read("name") == b"payload"
+
+
 @has_owners
 def test_what_may_not_be_read_is_told_once_and_what_is_not_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object, **options: object) -> None:
@@ -151,6 +169,17 @@ def test_the_default_folder_is_the_users_cache_and_to_have_none_is_no_error(monk
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", homeless)
     assert not cache.write("name", b"payload") and cache.read("name") is None
+    told = "there is no home directory: set FLASH_ATTN_COMPAT_CACHE to a folder"
+    assert cache.described() == f"nowhere: {told}" and cache.write_error() == f"kernels cannot be kept: {told}"
+
+
+def test_whether_files_can_be_kept_is_known_before_one_is_and_leaves_nothing(
+    kernels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cache.write_error() is None and list(kernels.iterdir()) == []
+    (kernels / "file").touch()
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_CACHE", str(kernels / "file"))
+    assert (cache.write_error() or "").startswith(f"{kernels / 'file'} cannot be written: ")
 
 
 def test_writers_at_once_leave_one_whole_file() -> None:

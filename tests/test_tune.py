@@ -249,6 +249,48 @@ def test_the_command_fails_where_nothing_could_be_timed_or_kept(
     assert "FLASH_ATTN_COMPAT_FUSED=0 forbids it" in capsys.readouterr().err
 
 
+@pytest.fixture
+def questions(command: Launches, monkeypatch: pytest.MonkeyPatch) -> list[Tuning]:
+    """Of each tuning that began."""
+    begun: list[Tuning] = []
+    ask_all = Tuning.ask_all
+    monkeypatch.setattr(Tuning, "ask_all", lambda tuning: begun.append(tuning) or ask_all(tuning))
+    return begun
+
+
+@pytest.mark.parametrize("name", ["", "missing/t4.json", "x" * 300, "null\0byte"])
+def test_a_result_that_has_no_place_is_told_before_anything_is_timed(
+    name: str, questions: list[Tuning], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["tune", "--seqlen", "128", "--json", str(tmp_path / name)])
+    assert "argument --json: cannot write" in capsys.readouterr().err.splitlines()[-1]
+    assert not questions and not list(tmp_path.glob("*.json"))
+
+
+def test_a_cache_that_keeps_nothing_is_told_before_anything_is_timed_unless_a_file_is_written(
+    questions: list[Tuning], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_CACHE", str(tmp_path / "file"))
+    assert cli.main(["tune", "--seqlen", "128"]) == 1
+    assert f"{tmp_path / 'file'} cannot be written" in capsys.readouterr().err and not questions
+    cli.main(["tune", "--seqlen", "128", "--json", str(tmp_path / "t4.json")])
+    assert len(questions) == 1 and verdicts.from_row((tmp_path / "t4.json").read_text()).gpu == GPU
+
+
+@pytest.mark.usefixtures("command")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_file_that_becomes_unwritable_meanwhile_costs_nothing_of_what_was_found(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["tune", "--seqlen", "128", "--json", "/dev/full"]) == 1
+    out, err = capsys.readouterr()
+    assert "causal, head_dim 64" in out and "cannot write /dev/full: No space left on device" in err
+    in_another_process()
+    assert verdicts.of(GPU) is not None
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tune"]) == 1 and "no GPU of CUDA is here" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import pytest
 
 import flash_attn_compat
 from flash_attn_compat import cli
-from tests.interpreters import Answer, fresh
+from tests.interpreters import Answer, forked, fresh
 
 SCRIPT = """
 import importlib.metadata, json, sys
@@ -117,3 +117,16 @@ def test_run_takes_the_interface_that_the_script_wants(script, tmp_path, options
 def test_an_interface_that_nobody_knows_ends_in_one_line(capsys):
     assert stopped(["run", "--api", "1.0", "job.py"]) == 2
     assert "--api must be 2.6 or 2.8, got '1.0'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["tune"], ["compile", "--for", "sm_75"]])
+def test_without_torch_a_command_that_needs_it_ends_in_one_line(command):
+    code = f"import sys; sys.modules['torch'] = None; from flash_attn_compat import cli; sys.exit(cli.main({command}))"
+    answer = fresh("-c", code)
+    assert (answer.returncode, answer.stderr) == (2, "flash-attn-compat: torch is not installed: pip install torch\n")
+
+
+def test_without_einops_the_doctor_ends_in_one_line():
+    code = "import sys; sys.modules['einops'] = None; from flash_attn_compat import cli; sys.exit(cli.main(['doctor']))"
+    answer = forked(code)
+    assert (answer.returncode, answer.stderr) == (2, "flash-attn-compat: einops is not installed: pip install einops\n")

@@ -74,5 +74,5 @@ def _compile(variant: Variant, architecture: str) -> bool:
     if cache.read(name) is not None:
         return False
     if not cache.write(name, loader.binary(variant, architecture)):
-        raise KernelError(f"{cache.folder()} cannot be written")
+        raise KernelError(f"{cache.described()} cannot be written")
     return True

@@ -1,7 +1,8 @@
 """Files that outlive the process: compiled kernels, and what was found out about them.
 
-A file is trusted only as far as it can be checked: nobody but this user and root could write it, and it begins with a
-digest of its name and of what was written. Whatever goes wrong on the way, the caller makes its content anew.
+A file is trusted only as far as it can be checked: it is a regular file, nobody but this user and root could write it,
+and it begins with a digest of its name and of what was written. Whatever goes wrong on the way, the caller makes its
+content anew.
 """
 
 from __future__ import annotations
@@ -11,17 +12,23 @@ import functools
 import hashlib
 import os
 import secrets
+import stat
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
 from flash_attn_compat import settings
 
 _DIGEST = hashlib.sha256().digest_size
+_NO_HOME = f"there is no home directory: set {settings.CACHE} to a folder"
 
 
 def folder() -> Path:
-    """FLASH_ATTN_COMPAT_CACHE, or the user's cache directory of this platform."""
+    """FLASH_ATTN_COMPAT_CACHE, or the user's cache directory of this platform.
+
+    Raises RuntimeError where that is in a home directory, and there is none.
+    """
     chosen = settings.cache_folder()
     if chosen:
         return Path(chosen).expanduser()
@@ -34,6 +41,25 @@ def folder() -> Path:
     return Path(base) / "flash_attn_compat"
 
 
+def described() -> str:
+    """The folder's path, or why there is no folder."""
+    try:
+        return str(folder())
+    except RuntimeError:
+        return f"nowhere: {_NO_HOME}"
+
+
+def write_error() -> str | None:
+    """Why no file can be kept; None if one can. Creates the folder, as the first file that is kept does."""
+    try:
+        with tempfile.TemporaryFile(dir=_created()):
+            return None
+    except RuntimeError:
+        return f"kernels cannot be kept: {_NO_HOME}"
+    except OSError as error:
+        return f"{described()} cannot be written: {error.strerror}"
+
+
 def name_of(prefix: str, *parts: str) -> str:
     """The name of a file for what follows from ``parts``: another one if any of them differs."""
     return f"{prefix}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:40]}"
@@ -43,7 +69,7 @@ def read(name: str) -> bytes | None:
     """What was written under ``name``; None where there is nothing that can be trusted."""
     try:
         place = folder()
-        with open(place / name, "rb") as file:
+        with open(place / name, "rb", opener=_without_waiting) as file:
             against = _reason_against_trust(os.fstat(file.fileno()))  # of what was opened, whatever has the name by now
             content = b"" if against else file.read()
     except PermissionError:
@@ -72,9 +98,7 @@ def write(name: str, payload: bytes, only_first: bool = False) -> bool:
     only_first: what is there already stays
     """
     try:
-        place = folder()
-        # A folder that somebody chose may be one to share.
-        place.mkdir(parents=True, exist_ok=True, mode=0o755 if settings.cache_folder() else 0o700)
+        place = _created()
     except (OSError, RuntimeError):
         return False
     temporary = place / f".{name}.{secrets.token_hex(8)}"
@@ -90,6 +114,18 @@ def write(name: str, payload: bytes, only_first: bool = False) -> bool:
             os.unlink(temporary)
 
 
+def _created() -> Path:
+    place = folder()
+    # A folder that somebody chose may be one to share.
+    place.mkdir(parents=True, exist_ok=True, mode=0o755 if settings.cache_folder() else 0o700)
+    return place
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a file at once: a named pipe would wait for somebody to write, and a terminal become this process's own."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
+
+
 def _for_others_to_read(path: str, flags: int) -> int:
     return os.open(path, flags, 0o644)
 
@@ -99,7 +135,9 @@ def _digest(name: str, payload: bytes) -> bytes:
 
 
 def _reason_against_trust(file: os.stat_result) -> str | None:
-    """Why somebody else may have written it: others' code is not run unasked."""
+    """Why it is no file, or somebody else may have written it: others' code is not run unasked."""
+    if not stat.S_ISREG(file.st_mode):
+        return "they are no regular files"
     if not hasattr(os, "getuid") or settings.trusts_cache():
         return None
     if file.st_uid not in (0, os.getuid()):
