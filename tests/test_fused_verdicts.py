@@ -201,17 +201,64 @@ def test_later_processes_decide_alike(launches: Launches) -> None:
 
 
 ROW = json.loads(verdicts.to_row(card()))
+TIMES, TILE = ROW["times"][0], ROW["tiles"][0]
+
+
+def changed(times: dict[str, Any] | None = None, tile: dict[int, Any] | None = None, **row: Any) -> bytes:
+    """The row, but for these fields of it, of its first times and of its first tile (by its place)."""
+    tiles = [(tile or {}).get(place, value) for place, value in enumerate(TILE)]
+    return json.dumps(ROW | {"times": [TIMES | (times or {})], "tiles": [tiles]} | row).encode()
+
+
 BROKEN = {
     "no JSON": b"\xff{",
     "no object": b"[1, 2]",
-    "another field": json.dumps(ROW | {"times": [{"fused": 1.0, "rival": "x", "other": 2.0}]}).encode(),
+    "a word": b'"gpu"',
+    "another field": changed({"other": 2.0}),
     "a field missing": json.dumps({name: value for name, value in ROW.items() if name != "tiles"}).encode(),
-    "no figures": json.dumps(ROW | {"times": [ROW["times"][0] | {"milliseconds": {"fused": "fast"}}]}).encode(),
-    "nothing of ours": json.dumps(ROW | {"times": [ROW["times"][0] | {"milliseconds": {"sdpa": 1.0}}]}).encode(),
-    "no tile": json.dumps(ROW | {"tiles": [["forward", 64, "float16", [64, 4]]]}).encode(),
-    "a tile of words": json.dumps(ROW | {"tiles": [["forward", 64, "float16", ["64", 4, 1, 1]]]}).encode(),
+    "no figures": changed({"milliseconds": {"fused": "fast"}}),
+    "a list of figures": changed({"milliseconds": [1.0]}),
+    "nothing of ours": changed({"milliseconds": {"sdpa": 1.0}}),
+    "a figure of nothing": changed({"milliseconds": {"fused": 1.0, "sdpa": 0}}),
+    "a figure that is none": changed({"milliseconds": {"fused": float("nan")}}),
+    "an infinite figure": changed({"milliseconds": {"fused": float("inf")}}),
+    "a figure of 400 digits": changed({"milliseconds": {"fused": 10**400}}),
+    "a figure of 10,000 digits": changed().replace(b'"fused": 1.0', b'"fused": ' + b"9" * 10_000),
+    "a figure that is true": changed({"milliseconds": {"fused": True}}),
+    "a case that is a list": changed({"case": ["causal"]}),
+    "a dtype that is an object": changed({"dtype": {}}),
+    "words for whether it is training": changed({"training": "yes"}),
+    "times that are no rows": changed(times=None).replace(b'"times": [', b'"times": [7, '),
+    "no tile": changed(tile={3: [64, 4]}),
+    "a tile of words": changed(tile={3: ["64", 4, 1, 1]}),
+    "a tile of 400 digits": changed(tile={3: [10**400, 4, 1, 1]}),
+    "a kernel that is a list": changed(tile={0: ["forward"]}),
+    "tiles that are a number": changed(tiles=7),
+    "a model that is a list": changed(gpu=[GPU]),
+    "a model that is an object": changed(gpu={GPU: 1}),
+    "escapes in the model": changed(gpu=f"\x1b]0;owned\x07{GPU}"),
+    "escapes in the versions": changed(made_with="\x1b[2Jtorch"),
+    "an escape in a case": changed({"case": "\x1b[31mcausal"}),
+    "half a surrogate": changed(made_with="\ud800"),
+    "deep nesting": b"[" * 200_000,
+    "deep nesting within": changed(made_with=0).replace(b'"made_with": 0', b'"made_with": ' + b'{"a":' * 100_000),
     "of another version": json.dumps({"fused": 1.0, "rival": "torch_efficient", "other": 2.0}).encode(),
 }
+
+
+def test_the_row_that_the_broken_ones_are_made_of_is_a_verdict() -> None:
+    assert verdicts.from_row(changed().decode()) == card()._replace(times=card().times[:1], tiles=card().tiles[:1])
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_row_among_those_that_were_sent_costs_no_other_its_verdict(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(verdicts, "_SHIPPED", tmp_path / "cards.jsonl")
+    rows = BROKEN[name].decode(errors="replace"), json.dumps(ROW), BROKEN[name].decode(errors="replace")
+    verdicts._SHIPPED.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+    monkeypatch.setattr(verdicts, "_shipped", verdicts._shipped.__wrapped__)
+    assert verdicts.of(GPU) == card()
 
 
 @pytest.mark.parametrize("name", BROKEN)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,18 +85,48 @@ def to_row(card: Card) -> str:
 
 
 def from_row(row: str) -> Card:
-    """Raises ValueError, TypeError or KeyError for what is no such line."""
-    given: dict[str, Any] = json.loads(row)
-    times = (Times(**one) for one in given["times"])
-    tiles = (Chosen(entry, head_dim, dtype, Tile(*tile)) for entry, head_dim, dtype, tile in given["tiles"])
-    card = Card(given["gpu"], given["made_with"], tuple(times), tuple(tiles))
-    for one in card.times:
-        if not all(ms > 0 for ms in one.milliseconds.values()) or "fused" not in one.milliseconds:
-            raise ValueError(f"no times: {one}")
-    for chosen in card.tiles:
-        if not all(isinstance(part, int) for part in chosen.tile):
-            raise TypeError(f"no tile: {chosen}")
-    return card
+    """The card of one line of JSON; raises ValueError for every other text."""
+    try:
+        given: dict[str, Any] = json.loads(row)
+        times = tuple(_times(**one) for one in given["times"])
+        tiles = tuple(_chosen(*one) for one in given["tiles"])
+        return Card(_words(given["gpu"]), _words(given["made_with"]), times, tiles)
+    # Of another shape, too deep for the parser, or with numbers that no float holds.
+    except (TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+        raise ValueError(f"no card: {type(error).__name__}: {error}") from error
+
+
+def _times(case: str, head_dim: int, dtype: str, training: bool, milliseconds: dict[str, float]) -> Times:
+    figures = {_words(name): float(_number(ms)) for name, ms in milliseconds.items()}
+    if "fused" not in figures or not all(0 < ms < math.inf for ms in figures.values()):
+        raise ValueError(f"no times: {milliseconds!r:.200}")
+    if not isinstance(training, bool):
+        raise TypeError(f"neither true nor false: {training!r:.200}")
+    return Times(_words(case), _whole(head_dim), _words(dtype), training, figures)
+
+
+def _chosen(entry: str, head_dim: int, dtype: str, tile: list[int]) -> Chosen:
+    parts: list[Any] = [part if isinstance(part, bool) else _whole(part) for part in tile]
+    return Chosen(_words(entry), _whole(head_dim), _words(dtype), Tile(*parts))
+
+
+def _words(value: Any) -> str:
+    """Text that a terminal shows and does not obey."""
+    if not isinstance(value, str) or not value.isprintable():
+        raise TypeError(f"no words: {value!r:.200}")
+    return value
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"no number: {value!r:.200}")
+    return value
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+        raise TypeError(f"no whole number of this size: {value!r:.200}")
+    return value
 
 
 _cards: dict[str, Card | None] = {}
@@ -187,7 +218,7 @@ def _read(rows: Iterable[str]) -> dict[str, Card]:
     for row in rows:
         try:
             card = from_row(row)
-        except (ValueError, TypeError, KeyError, AttributeError):  # of another version, say
+        except ValueError:  # of another version, say
             continue
         cards[card.gpu] = card
     return cards
