@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import shlex
@@ -100,7 +101,10 @@ def verify(arguments: Sequence[str]) -> int:
     name = "flash_attn_compat.verify" if (package / "verify").is_dir() else "verify"
     sys.path.insert(0, str(package.parent))
     program = importlib.import_module(f"{name}.__main__")
-    sys.path[0] = os.getcwd()  # as `python -m` has it: there lie the kernels to be judged
+    del sys.path[0]
+    with contextlib.suppress(FileNotFoundError):  # the folder was deleted
+        # For the kernels to be judged. Behind all libraries: a torch.py, or a rich.py, of this folder is not run.
+        sys.path.append(os.getcwd())
     code: int = program.main(list(arguments))
     return code
 

@@ -76,6 +76,32 @@ sys.exit(0 if codes == [0, 0, 1, 0] and main(["verify", "--nonsense"]) else 7)
     assert " ".join(done.stdout.split()).count(ABSENT) == 3
 
 
+def test_a_file_of_the_current_folder_that_is_named_like_a_library_is_not_run(wheel, tmp_path):
+    """Somebody who judges a kernel in a folder of downloads runs that kernel, and nothing else there."""
+    for name in ("torch", "rich", "einops"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the downloaded file ran')")
+    code = f"""
+import os, sys
+sys.path[:] = [{str(wheel)!r}, *(p for p in sys.path if p not in ("", {REPOSITORY!r}))]
+before = list(sys.path)
+class Watch:
+    def find_spec(name, path=None, target=None):
+        if name == "flash_attn_compat.verify.cli":  # which imports torch
+            assert sys.path == [*before, {str(tmp_path)!r}], sys.path
+sys.meta_path.insert(0, Watch)
+os.chdir({str(tmp_path)!r})
+from flash_attn_compat.cli import main
+sys.exit(0 if main(["verify", "--device", "tpu"]) == 2 else 7)
+"""
+    done = forked(code)
+    assert done.returncode == 0 and "no device 'tpu' here" in done.stderr, done.stderr
+
+
+def test_a_folder_of_a_judged_file_is_searched_last_once_the_file_is_loaded(kernel):
+    imported(f"{kernel}:right")
+    assert sys.path[-1] == str(Path(kernel).parent) not in sys.path[:-1]
+
+
 def test_a_clone_holds_kernels_against_the_recorded_answers_and_says_nothing_of_their_absence(capsys):
     assert main([*CASES, "--implementation", "tests.mutants:correct"]) == 0
     shown = capsys.readouterr().out

@@ -133,12 +133,19 @@ def imported(path: str) -> Imported:
 
 
 def _of_file(path: Path) -> ModuleType:
-    """The module that a file holds. What lies beside it can be imported, as from a script."""
+    """The module that a file holds. What lies beside it can be imported, as from a script, while the file is loaded;
+    afterwards behind all libraries, lest one that is loaded later is taken from there.
+    """
     spec = importlib.util.spec_from_file_location(f"judged_{path.stem}", path.resolve(strict=True))
     assert spec is not None and spec.loader is not None  # it ends in .py
-    sys.path.insert(0, str(path.resolve().parent))
+    folder = str(path.resolve().parent)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(folder)
+        sys.path.append(folder)
     return module
 
 
