@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,8 +24,9 @@ from verify.bench_run import Entry, Jobs, Row, Timings, forward_job, measured, t
 from verify.call import SHORT
 from verify.contestants import Contestant
 from verify.environment import describe
+from verify.errors import UsageError
 from verify.judge import Check, difference
-from verify.output import add_output_arguments, announce, check_output_arguments, console
+from verify.output import add_output_arguments, announce, console
 from verify.timing import Failed, Job, Timing, attempt, fastest, free_memory, time_together
 from verify.workloads import Workload
 
@@ -106,7 +108,6 @@ def run(
 
     clock: other than medians of readings that take turns; weigh: peak memory too; closing: lines beside the means
     """
-    check_output_arguments(options)
     clock = clock or (lambda jobs: time_together(jobs, device, options.repeats, ENOUGH_S))
     terminal, environment = console(), describe([device])
     announce(environment, terminal)
@@ -115,7 +116,12 @@ def run(
     rows, lost = gathered(chosen, terminal)
     rivals = [*dict.fromkeys(row.contestant for row in rows if not row.ours)]
     yardsticks = {name: [name] for name in rivals} if len(rivals) < 4 else {"the fastest other": rivals}
-    return conclude(f"benchmarks {title}", environment, rows, lost, options, None, yardsticks, [*closing(rows)])
+    name = f"benchmarks {title}"
+    try:
+        return conclude(name, environment, rows, lost, options, None, yardsticks, [*closing(rows)])
+    except UsageError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
 
 
 def rows_of(contest: Contest, device: str, clock: Clock, weigh: bool, step: Step) -> list[Row]:

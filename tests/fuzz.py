@@ -27,6 +27,7 @@ import torch
 from rich.console import Console
 
 from flash_attn_compat.backends import BACKENDS
+from flash_attn_compat.output_path import output_path
 from verify.call import DTYPES
 from verify.drawing import random_problem
 from verify.examination import Examination
@@ -290,7 +291,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--mixes", type=int, help="mixtures of features, where compiling kernels would take the time")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after as long, and report")
-    parser.add_argument("--json", metavar="FILE", help="write every failure there, and the summary")
+    parser.add_argument("--json", type=output_path, metavar="FILE", help="write every failure there, and the summary")
     parser.add_argument("--show", type=int, default=5, help="failures to shrink and print")
     options = parser.parse_args(argv)
     plan = Plan(

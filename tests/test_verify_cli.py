@@ -32,6 +32,10 @@ CORRECT = ["--quick", "--implementation", "tests.mutants:correct", "--device", "
         (["-k", "no such case"], "no case has 'no such case' in its name"),
         (["--json", "/no/such/folder/file.json"], "there is no folder /no/such/folder"),
         (["--html", "."], "it is a folder"),
+        (["--markdown", "x" * 300], "File name too long"),
+        (["locate", "verify.planted:right", "--json", "null\0byte"], "embedded null"),
+        (["ladder", "--html", "\x1b[2Jmissing/page.html"], r"there is no folder"),
+        (["bench", "--json", "/no/such/folder/file.json"], "there is no folder /no/such/folder"),
         (["--no-such-option"], "unrecognized arguments: --no-such-option"),
         (["no-such-command"], "invalid choice"),
         (["bench", "--gpu", "--device", "cpu"], "--gpu means --device cuda, not cpu"),
@@ -50,6 +54,7 @@ CORRECT = ["--quick", "--implementation", "tests.mutants:correct", "--device", "
         (["locate", "verify.planted:right", "--n", "100000"], "GiB"),
         (["locate"], "required: A"),
         (["report", "a.json", "-o", "/no/such/folder/r.html"], "there is no folder"),
+        (["report", "a.json", "-o", "."], "it is a folder"),
     ],
 )
 def test_a_bad_argument_ends_in_one_line_and_exit_code_2(arguments, part, capsys):
@@ -77,6 +82,15 @@ def test_json_holds_every_check_and_where_it_was_obtained(tmp_path):
         ("v_cache", "official"),
         ("softmax_lse", "official"),
     } <= against
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_disk_that_fills_up_meanwhile_costs_that_file_alone(tmp_path, capsys):
+    page = tmp_path / "a.html"
+    assert main([*CORRECT, "-k", "mqa_cross", "--json", "/dev/full", "--html", str(page)]) == 2
+    out, err = capsys.readouterr()
+    assert err == "python -m verify: cannot write /dev/full: No space left on device\n"
+    assert "PASS: 1 of 1 answers right" in out and "PASS: 1 of 1 answers right" in page.read_text()
 
 
 def test_markdown_and_html_hold_the_same_rows_as_the_terminal(tmp_path, capsys):

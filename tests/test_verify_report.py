@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from verify import page
+from verify import bench_report, output, page
+from verify.bench_run import Row
 from verify.cli import main
 from verify.page import to_html
 from verify.pictures import svg
-from verify.tables import Bar, Bars, Curves, Report, Table, picture_from_json
+from verify.reading import value_of
+from verify.tables import Bar, Bars, Curves, Report, Table
+from verify.timing import Timing
 
 HERE = {"device cpu": "A Processor, 2 threads", "torch": "2.13.0", "date": "2026-11-21 00:00 UTC"}
 ANSWERS = Table("Every answer", ("case", "backend", "vs fp64"), [("window", "chunked", "out 8.0e-04 (0.80)")])
@@ -61,7 +64,7 @@ class Reader(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
-        if tag not in ("meta", "input"):
+        if tag not in ("meta", "input", "wbr"):
             self.open.append(tag)
         self.fetched += [value for name, value in attrs if name in ("src", "href")]
 
@@ -125,8 +128,8 @@ def test_a_file_of_before_there_were_pictures_is_still_read(tmp_path):
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.kind)
 def test_a_picture_is_the_same_after_a_trip_through_a_file_and_is_drawn_into_the_page(picture, tmp_path):
     text = written(tmp_path, replace(COMPARED, pictures=[picture]))[1]
-    kept = json.dumps(asdict(picture))
-    assert json.dumps(asdict(picture_from_json(json.loads(kept)))) == kept
+    kept = json.loads(json.dumps(asdict(picture)))
+    assert json.loads(json.dumps(asdict(value_of(type(picture), kept)))) == kept
     assert text.count("<figure>") == 1 and "<svg" in text and "currentColor" in text and picture.title in text
     assert not re.search(r"https?:|url\((?!#)|xmlns|<metadata", text)
     assert svg(picture) == svg(picture)
@@ -177,6 +180,62 @@ def test_names_from_a_file_cannot_become_markup(tmp_path):
     assert "<script>alert" not in text and "<img src=x" not in text and "&lt;script&gt;" in text
 
 
+HOSTILE = "\x1b]0;owned\x07\x1b[2J[red]x[/red] :bomb: <img src=x> $\\nothing$ \u202egnp \ud800 `a` | *b* __c__ &lt;"
+SHOWN = r"\x1b]0;owned\x07\x1b[2J[red]x[/red] :bomb: <img src=x> $\nothing$ \u202egnp \ud800 `a` | *b* __c__ &lt;"
+
+
+def hostile() -> Report:
+    """One that holds such text wherever text can be."""
+    table = Table(HOSTILE, (HOSTILE, "b"), [(HOSTILE, "pass")])
+    bars = Bars(HOSTILE, HOSTILE, [HOSTILE], [(HOSTILE, [Bar(1.0, HOSTILE)])])
+    curves = Curves(HOSTILE, HOSTILE, HOSTILE, [(HOSTILE, [(1.0, 2.0), (2.0, 4.0)])])
+    facts = {HOSTILE: HOSTILE, "date": HOSTILE}
+    return Report("verify compare", facts, [table], [HOSTILE], True, HOSTILE, [bars, curves])
+
+
+@pytest.mark.filterwarnings("ignore:constrained_layout not applied")
+@pytest.mark.parametrize("as_saved", [True, False])
+def test_a_page_shows_escapes_and_markup_of_names_as_text(as_saved, tmp_path):
+    text = written(tmp_path, hostile())[1] if as_saved else to_html("Right?", {"": hostile()})
+    assert not [letter for letter in "\x1b\x07\u202e\ud800" if letter in text] and "<img" not in text
+    assert Reader(text).words.count(SHOWN) >= 10
+
+
+def test_a_terminal_shows_escapes_and_markup_of_names_as_text(capsys):
+    terminal = output.console()
+    terminal.width = 1000
+    output.announce(hostile().environment, terminal)
+    output._show(hostile(), terminal)
+    shown = capsys.readouterr().out
+    assert shown.count(SHOWN) == 7 and not set("\x1b\x07\u202e\ud800") & set(shown)
+
+
+def test_the_date_of_a_saved_run_is_shown_as_text(capsys):
+    then, row = Timing(**TIMING), Row("small", "default", True, forward=Timing(**TIMING))
+    found = bench_report.Saved({("small", "default", True, "forward"): then}, {"date": HOSTILE})
+    table, *_ = bench_report.against(found, [row], 0.1)
+    output._show(Report("verify bench", HERE, [table], ["PASS"], True), output.console())
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"Against the run of {SHOWN} (now / saved)" in shown
+
+
+def test_markdown_reads_as_the_text_does():
+    """As GitHub shows it: what a backslash stands before is that character."""
+    text = output.to_markdown(hostile())
+    plain = re.sub(r"\\([!-/:-@\[-`{-~])", r"\1", text)
+    assert plain.count(SHOWN) == 7 and not re.search(r"(?<!\\)[<`*&\[]", text)
+
+
+def test_a_name_in_an_error_is_shown_as_text(capsys):
+    assert main(["report", "\x1b[2Jmissing.json"]) == 2
+    assert capsys.readouterr().err.endswith("cannot read \\x1b[2Jmissing.json: No such file or directory\n")
+
+
+def test_a_table_without_anything_in_it_is_left_out(tmp_path):
+    code, text = written(tmp_path, replace(COMPARED, tables=[Table("Nothing", ("a",), [("-",)]), ANSWERS]))
+    assert code == 0 and "Nothing" not in text and ANSWERS.title in text
+
+
 def test_the_verdict_comes_first_then_the_short_tables_then_the_folded_ones():
     long = Table("Every case", ("case", "verdict"), [(f"case {i}", "pass") for i in range(50)] + [("odd", "FAIL")])
     short = Table("Summary", ("backend", "verdict"), [("chunked", "FAIL")])
@@ -191,9 +250,91 @@ def test_the_verdict_comes_first_then_the_short_tables_then_the_folded_ones():
     assert '<meta name="viewport" content="width=device-width' in text
 
 
+WHOLE = json.loads(json.dumps(asdict(replace(COMPARED, pictures=PICTURES))))
+TIMING = {"median_ms": 2.0, "low_ms": 1.0, "high_ms": 3.0, "readings": 5}
+TIMED = {"workload": "small", "contestant": "default", "ours": True, "forward": TIMING, "both": None}
+
+
+def report_with(**changed) -> dict:
+    return WHOLE | changed
+
+
+def table_with(**changed) -> dict:
+    return report_with(tables=[WHOLE["tables"][0] | changed])
+
+
+def picture_with(number: int, **changed) -> dict:
+    return report_with(pictures=[WHOLE["pictures"][number] | changed])
+
+
+def timing_with(**changed) -> dict:
+    return run_with(forward=TIMING | changed)
+
+
+def run_with(**changed) -> dict:
+    return {"title": "verify bench", "environment": HERE, "rows": [TIMED | changed]}
+
+
+# Files of other programs, of other versions, and of people who mean no good, by the command that wants them.
+FOREIGN = {
+    "COMMAND": {
+        "a title that is a list": report_with(title=["verify compare"]),
+        "no verdict": report_with(conclusion=[]),
+        "a verdict that is text": report_with(conclusion="PASS"),
+        "a verdict that is a number": report_with(conclusion=[1]),
+        "words for whether all is right": report_with(ok="no"),
+        "facts in a list": report_with(environment=["torch"]),
+        "a fact that is a number": report_with(environment={"torch": 2.13}),
+        "a subject that is an object": report_with(subject={}),
+        "tables that are text": report_with(tables="tables"),
+        "a short row": table_with(rows=[["window", "chunked"]]),
+        "a row that is text": table_with(rows=["abc"]),
+        "a cell that is a number": table_with(rows=[["window", "chunked", 0.8]]),
+        "columns that are text": table_with(columns="abc"),
+        "a word for whether a table is folded": table_with(folded="no"),
+        "a picture of no kind": picture_with(0, kind="pie"),
+        "a bar without a length": picture_with(0, groups=[["small", [[None, "2 ms"], None]]]),
+        "a bar of no number": picture_with(0, groups=[["small", [[float("nan"), "2 ms"], None]]]),
+        "an infinite bar": picture_with(0, groups=[["small", [[float("inf"), "2 ms"], None]]]),
+        "a bar of 400 digits": picture_with(0, groups=[["small", [[10**400, "2 ms"], None]]]),
+        "a bar of three": picture_with(0, groups=[["small", [[1.0, "2 ms", 3], None]]]),
+        "a group of too many bars": picture_with(0, groups=[["small", [None] * 9]]),
+        "a curve below zero": picture_with(1, lines=[["naive", [[1.0, -2.0]]]]),
+        "a point of text": picture_with(1, lines=[["naive", ["ab"]]]),
+        "nested too deeply": '{"title": "verify compare", "tables": ' + "[" * 200_000,
+        "a number of 10,000 digits": '{"title": "verify compare", "ok": ' + "9" * 10_000 + "}",
+    },
+    "bench": {
+        "rows that are text": run_with() | {"rows": "rows"},
+        "a timing that is a number": run_with(forward=2.0),
+        "a median in words": timing_with(median_ms="fast"),
+        "a median of 0": timing_with(median_ms=0),
+        "a median that is none": timing_with(median_ms=float("nan")),
+        "a quartile that is nothing": timing_with(high_ms=None),
+        "a half reading": timing_with(readings=0.5),
+        "a workload that is a list": run_with(workload=["small"]),
+        "words for whose it is": run_with(ours="yes"),
+        "facts in a list": run_with() | {"environment": [["date", "today"]]},
+        "a date that is a number": run_with() | {"environment": {"date": 20261121}},
+        "nested too deeply": '{"title": "verify bench", "rows": ' + "[" * 200_000,
+    },
+}
+
+
+def test_the_files_that_the_foreign_ones_are_made_of_are_read(tmp_path):
+    assert written(tmp_path, WHOLE)[0] == 0
+    found = bench_report.load(Path(saved(tmp_path, "bench.json", run_with())))
+    assert found.timings == {("small", "default", True, "forward"): Timing(**TIMING)} and found.environment == HERE
+
+
 @pytest.mark.parametrize(
     ("command", "content"),
     [
+        *(
+            pytest.param(command, content, id=f"{command}: {name}")
+            for command, files in FOREIGN.items()
+            for name, content in files.items()
+        ),
         ("COMMAND", "not json"),
         ("COMMAND", "[]"),
         ("COMMAND", {"title": "another program"}),

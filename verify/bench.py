@@ -26,7 +26,7 @@ from .environment import checked_devices, describe
 from .errors import UsageError
 from .graphs import graphed
 from .inputs import dtype, number, positive
-from .output import announce, console, deliver, progress_bar
+from .output import announce, console, deliver, progress_bar, shown
 from .tables import COLOURS, OURS, Picture, Report
 from .timing import DeviceLost
 from .workloads import DECODE, FULL, SMALL, Workload, of_lengths
@@ -139,11 +139,11 @@ def gathered(given: Sequence[Problem], terminal: Console) -> tuple[list[Row], st
 
 
 def _print_rows(heading: str, rows: Sequence[Row], terminal: Console) -> None:
-    terminal.print(Text(heading, style="bold"))
+    terminal.print(shown(heading, "bold"))
     for row in rows:
         _, name, forward, both, memory, *_, verdict, remarks = tables.detail(row)
-        line = Text(f"  {name:28} {forward:>13} {both:>13} ms {memory:>8} MiB  ")
-        line.append(verdict, style=COLOURS.get(verdict, "")).append(f"  {remarks}", style="dim")
+        line = shown(f"  {name:28} {forward:>13} {both:>13} ms {memory:>8} MiB  ")
+        line.append(verdict, style=COLOURS.get(verdict, "")).append(shown(f"  {remarks}", "dim"))
         terminal.print(line, soft_wrap=True)
     terminal.file.flush()
 

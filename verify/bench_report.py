@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from . import output
 from .bench_run import Row
 from .contestants import FLASH, WORKAROUNDS
+from .reading import value_of
 from .tables import Table
 from .timing import Timing
 from .workloads import DECODE, IN_GRAPH
@@ -135,11 +136,31 @@ class Saved(NamedTuple):
     environment: Mapping[str, str]
 
 
+@dataclass(frozen=True)
+class _SavedRow:
+    """Of a Row, as far as another run is compared with it."""
+
+    workload: str
+    contestant: str
+    ours: bool
+    forward: Timing | None
+    both: Timing | None
+
+
+@dataclass(frozen=True)
+class _SavedRun:
+    rows: Sequence[_SavedRow]
+    environment: Mapping[str, str]
+
+
 def load(path: Path) -> Saved:
     def read(data: dict[str, Any]) -> Saved:
-        modes = [(row, mode) for row in data["rows"] for mode in MODES if row[mode]]
-        timings = {(row["workload"], row["contestant"], row["ours"], mode): Timing(**row[mode]) for row, mode in modes}
-        return Saved(timings, dict(data["environment"]))
+        run = value_of(_SavedRun, data)
+        timings = {(row.workload, row.contestant, row.ours, mode): timing
+                   for row in run.rows for mode in MODES if (timing := getattr(row, mode))}  # fmt: skip
+        if not all(timing.median_ms > 0 for timing in timings.values()):
+            raise ValueError("a call that took no time")
+        return Saved(timings, run.environment)
 
     return output.load(path, read, "bench")
 

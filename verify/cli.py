@@ -13,7 +13,8 @@ from typing import NoReturn
 
 from . import COMMAND, bench, compare, ladder, locate, report
 from .errors import UsageError
-from .output import add_output_arguments, check_output_arguments
+from .output import add_output_arguments
+from .reading import printable
 
 SUBCOMMANDS = (compare, bench, ladder, locate, report)  # the first is what no command means
 EXIT_CODES = (
@@ -23,7 +24,7 @@ EXIT_CODES = (
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (--help shows what there is)\n")
+        self.exit(2, f"{self.prog}: {printable(message)} (--help shows what there is)\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -53,9 +54,8 @@ def main(argv: list[str] | None = None) -> int:
         argv.insert(0, "compare")
     arguments = build_parser().parse_args(argv)
     try:
-        check_output_arguments(arguments)
         code: int = arguments.run(arguments)
         return code
     except UsageError as error:
-        print(f"{COMMAND}: {error}", file=sys.stderr)
+        print(f"{COMMAND}: {printable(str(error))}", file=sys.stderr)
         return 2

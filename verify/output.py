@@ -6,7 +6,9 @@ Knows nothing of attention. A command adds the arguments with `add_output_argume
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,9 +20,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from flash_attn_compat.output_path import output_path
+
 from . import COMMAND
 from .errors import UsageError
 from .page import to_html
+from .reading import printable
 from .tables import COLOURS, Report
 
 Read = TypeVar("Read")
@@ -28,14 +33,20 @@ Read = TypeVar("Read")
 
 def console() -> Console:
     """The terminal; wide enough for a table's row where output goes to a file or a log."""
-    terminal = Console(highlight=False)
-    return terminal if terminal.is_terminal else Console(highlight=False, width=140)
+    make = functools.partial(Console, highlight=False, markup=False, emoji=False)  # names are text, whatever is in them
+    terminal = make()
+    return terminal if terminal.is_terminal else make(width=140)
+
+
+def shown(text: str, style: str = "") -> Text:
+    """Text that a terminal shows and does not obey."""
+    return Text(printable(text), style)
 
 
 def announce(environment: Mapping[str, str], terminal: Console) -> None:
     """Where and with what, before the work."""
     for label, fact in environment.items():
-        terminal.print(Text(f"{label}: {fact}", style="dim"), soft_wrap=True)
+        terminal.print(shown(f"{label}: {fact}", "dim"), soft_wrap=True)
 
 
 def progress_bar(terminal: Console, in_a_thread: bool = True) -> Progress:
@@ -43,31 +54,20 @@ def progress_bar(terminal: Console, in_a_thread: bool = True) -> Progress:
 
     in_a_thread: or drawn when told to, lest a process with one thread is timed as one with two
     """
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=terminal, transient=True, auto_refresh=in_a_thread)
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     for kind, what in (("json", "everything measured"), ("markdown", "the tables"), ("html", "the tables as one page")):
-        parser.add_argument(f"--{kind}", metavar="FILE", type=Path, help=f"write {what} to FILE")
-
-
-def check_output_arguments(arguments: argparse.Namespace) -> None:
-    """Before the work: a file that cannot be written must not be found out about after it."""
-    for kind in ("json", "markdown", "html"):
-        if path := getattr(arguments, kind, None):
-            check_writable(path)
-
-
-def check_writable(path: Path) -> None:
-    if path.is_dir():
-        raise UsageError(f"cannot write {path}: it is a folder")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"cannot write {path}: there is no folder {path.absolute().parent}")
+        parser.add_argument(f"--{kind}", metavar="FILE", type=output_path, help=f"write {what} to FILE")
 
 
 def deliver(report: Report, data: Mapping[str, Any], arguments: argparse.Namespace, terminal: Console) -> None:
-    """Shows the report and writes the files asked for. JSON gets `data` beside the report."""
+    """Shows the report and writes the files asked for. JSON gets `data` beside the report.
+
+    Raises UsageError at the end if a file could not be written.
+    """
     _show(report, terminal)
     whole = {**asdict(report), **data}
     ways: dict[str, Callable[[], str]] = {
@@ -75,10 +75,23 @@ def deliver(report: Report, data: Mapping[str, Any], arguments: argparse.Namespa
         "markdown": lambda: to_markdown(report),
         "html": lambda: to_html(report.title, {"": report}),
     }
+    errors = []
     for kind, content in ways.items():
         if path := getattr(arguments, kind):
-            path.write_text(content(), encoding="utf-8")
-            terminal.print(f"wrote {path}")
+            try:
+                write(path, content(), terminal)
+            except UsageError as error:
+                errors.append(str(error))
+    if errors:
+        raise UsageError("; ".join(errors))
+
+
+def write(path: Path, content: str, terminal: Console) -> None:
+    try:
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    terminal.print(shown(f"wrote {path}"))
 
 
 def load(path: Path, read: Callable[[dict[str, Any]], Read], command: str = "COMMAND") -> Read:
@@ -86,30 +99,39 @@ def load(path: Path, read: Callable[[dict[str, Any]], Read], command: str = "COM
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if not data["title"].startswith("verify ") or command not in ("COMMAND", data["title"][7:]):
-            raise ValueError(data["title"])
+            raise ValueError("the title of another file")
         return read(data)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    # Of another shape, with numbers that no float holds, or too deep for the parser.
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UsageError(f"{path} is not a file that `{COMMAND} {command} --json` wrote") from error
 
 
 def _show(report: Report, terminal: Console) -> None:
     for table in (table.used for table in report.tables if not table.folded):
-        shown = rich.table.Table(*table.columns, title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
+        drawn = rich.table.Table(*map(printable, table.columns), title=printable(table.title), title_justify="left",
+                                 box=box.SIMPLE_HEAD)  # fmt: skip
         for row in table.rows:
-            shown.add_row(*(Text(cell, style=COLOURS.get(cell, "")) for cell in row))
-        terminal.print(shown)
+            drawn.add_row(*(shown(cell, COLOURS.get(cell, "")) for cell in row))
+        terminal.print(drawn)
     for line in report.conclusion:
-        terminal.print(Text(line, style="bold"))
+        terminal.print(shown(line, "bold"))
 
 
 def to_markdown(report: Report) -> str:
     def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        return "| " + " | ".join(map(_unmarked, cells)) + " |"
 
-    parts = [f"# {report.title}", "\n".join(f"- {label}: {fact}" for label, fact in report.environment.items())]
+    facts = (f"- {_unmarked(label)}: {_unmarked(fact)}" for label, fact in report.environment.items())
+    parts = [f"# {_unmarked(report.title)}", "\n".join(facts)]
     for table in (table.used for table in report.tables):
-        parts.append(f"## {table.title}")
+        parts.append(f"## {_unmarked(table.title)}")
         parts.append("\n".join([line(table.columns), line(["---"] * len(table.columns)), *map(line, table.rows)]))
-    return "\n\n".join([*parts, *report.conclusion]) + "\n"
+    return "\n\n".join([*parts, *map(_unmarked, report.conclusion)]) + "\n"
+
+
+def _unmarked(text: str) -> str:
+    """One line of Markdown that reads as the text does, whatever is in it."""
+    line = printable(text).replace("\n", " ")
+    return re.sub(r"[\\|<>`*#&~\[\]]|\b_\B|\B_\b", r"\\\g<0>", line)

@@ -14,6 +14,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from . import EXTRA
+from .reading import printable
 from .tables import COLOURS, OURS, Picture, Report, Table
 
 MANY = 12  # rows, beyond which a table is folded
@@ -108,7 +109,8 @@ def _run(name: str, run: Report) -> Iterator[str]:
     yield from (f"<p>{_breakable(line)}</p>" for line in run.conclusion[:-1])
     if run.pictures:
         yield _pictures(run.pictures)
-    yield from map(_table, sorted((table.used for table in run.tables), key=_is_folded))  # what has to be opened last
+    tables = (used for table in run.tables if (used := table.used).columns)
+    yield from map(_table, sorted(tables, key=_is_folded))  # what has to be opened last
     facts = [f"<dt>{_breakable(label)}</dt><dd>{_breakable(fact)}</dd>" for label, fact in run.environment.items()]
     yield f"<details><summary>Where and how this was obtained</summary><dl>{''.join(facts)}</dl></details>"
 
@@ -169,14 +171,14 @@ def _cell(cell: str, label: str) -> str:
 
 
 def _text(value: object) -> str:
-    return html.escape(str(value))
+    return html.escape(printable(str(value)))
 
 
 def _breakable(value: str) -> str:
     """Names too long for a line may go on behind a sign, numbers and words never."""
 
     def word(text: str) -> str:
-        text = re.sub(r"\d[\d.]*e-\d+", r'<span class="number">\g<0></span>', html.escape(text))
+        text = re.sub(r"\d[\d.]*e-\d+", r'<span class="number">\g<0></span>', _text(text))
         return re.sub(r"([/\\:_=,(]+)(?=\w)", r"\1<wbr>", text) if len(text) > 20 and "<" not in text else text
 
     return " ".join(map(word, str(value).split(" ")))

@@ -6,6 +6,7 @@ import io
 import re
 from typing import TYPE_CHECKING, Any
 
+from .reading import printable
 from .tables import Bars, Curves, Picture
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ def svg(picture: Picture) -> str:
         _draw(figure.subplots(), picture)
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True)
-    text = re.sub(r"<metadata>.*?</metadata>", "", file.getvalue()[file.getvalue().index("<svg") :], flags=re.DOTALL)
+    text = file.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     # Within a page these are known, or would look like something to fetch.
     text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href", "href").replace(INK, "currentColor")
     return re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1))
@@ -41,11 +43,16 @@ def _style() -> Any:
         **dict.fromkeys(inked, INK),
         **{f"axes.spines.{side}": False for side in ("top", "right")},
         "svg.fonttype": "none",
+        "text.parse_math": False,  # a name with two dollars in it is no formula
         "svg.hashsalt": "verify",  # the same picture gives the same page
         "font.family": "sans-serif",
         "font.size": 9,
         "legend.frameon": False,
     }
+
+
+def _colour(index: int) -> str:
+    return COLOURS[index % len(COLOURS)]
 
 
 def _height(picture: Picture) -> float:
@@ -65,17 +72,18 @@ def _bars(axes: Axes, picture: Bars) -> None:
     step, height = len(picture.series) + 1.3, 0.9
     ink = axes.xaxis.label.get_color()
     for group, (label, bars) in enumerate(picture.groups):
-        axes.text(0, group * step, label, va="center")
+        axes.text(0, group * step, printable(label), va="center")
         axes.vlines(1, group * step + 0.6, (group + 1) * step - 0.6, color=ink, linewidth=1.5)
         for index, bar in enumerate(bars):
             if bar is not None:
                 y, length = group * step + 1.1 + index * height, min(bar.value, LONGEST)
-                axes.barh(y, length, height * 0.9, color=COLOURS[index])
+                axes.barh(y, length, height * 0.9, color=_colour(index))
                 text = f"\N{RIGHTWARDS ARROW} {bar.text}" if bar.value > LONGEST else bar.text
-                axes.text(max(1, length) + 0.04, y, text, va="center", fontsize=8)
+                axes.text(max(1, length) + 0.04, y, printable(text), va="center", fontsize=8)
     for index, name in enumerate(picture.series):
-        axes.barh(0, 0, color=COLOURS[index], label=name)
-    axes.plot([], [], color=ink, marker="|", markersize=8, markeredgewidth=1.5, linestyle="", label=picture.mark)
+        axes.barh(0, 0, color=_colour(index), label=printable(name))
+    mark: dict[str, Any] = {"marker": "|", "markersize": 8, "markeredgewidth": 1.5, "linestyle": ""}
+    axes.plot([], [], color=ink, label=printable(picture.mark), **mark)
     axes.set_ylim(len(picture.groups) * step - 0.3, -0.8)
     longest = max((min(bar.value, LONGEST) for _, bars in picture.groups for bar in bars if bar), default=1.0)
     axes.set_xlim(0, max(1.2, longest) * 1.45)
@@ -87,13 +95,13 @@ def _bars(axes: Axes, picture: Bars) -> None:
 def _curves(axes: Axes, picture: Curves) -> None:
     for index, (name, points) in enumerate(picture.lines):
         style: dict[str, Any] = {
-            "color": COLOURS[index % len(COLOURS)],
+            "color": _colour(index),
             "marker": "osD^v*P"[index % 7],
             "markersize": 4,
         }
-        axes.plot(*zip(*points), label=name, linestyle="-" if index < 4 else "--", **style)
+        axes.plot(*zip(*points), label=printable(name), linestyle="-" if index < 4 else "--", **style)
     ticks = sorted({x for _, points in picture.lines for x, _ in points})
-    axes.set(xlabel=picture.x, ylabel=picture.y, xscale="log", yscale="log")
+    axes.set(xlabel=printable(picture.x), ylabel=printable(picture.y), xscale="log", yscale="log")
     axes.set_xticks(ticks, [f"{x:g}" for x in ticks], rotation=45 if len(ticks) > 5 else 0)
     axes.minorticks_off()
     axes.grid(alpha=0.3)

@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
+from flash_attn_compat.output_path import output_path
+
 from . import output
 from .page import to_html, verdicts
 from .tables import OURS, Report
@@ -25,11 +27,10 @@ FORCED = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("files", nargs="+", type=Path, metavar="FILE", help="what a command of verify wrote with --json")
-    add("-o", "--output", type=Path, default=Path("verify-report.html"), metavar="FILE", help="verify-report.html")
+    add("-o", "--output", type=output_path, default="verify-report.html", metavar="FILE", help="verify-report.html")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    output.check_writable(arguments.output)
     names = [path.name for path in arguments.files]
     # Paths say more of the user's machine than a page needs, unless names alone would hide a run behind another.
     labels = [str(path) if names.count(path.name) > 1 else path.name for path in arguments.files]
@@ -39,8 +40,7 @@ def main(arguments: argparse.Namespace) -> int:
     facts = " ".join(fact for run in runs.values() for fact in run.environment.values())
     about += [FORCED] if "FLASH_ATTN_COMPAT_CAPABILITY=" in facts or "(forced)" in facts else []
     page = to_html(f"Is {subject} right on this machine?", runs, about)
-    arguments.output.write_text(page, encoding="utf-8")
-    output.console().print(f"wrote {arguments.output}")
+    output.write(arguments.output, page, output.console())
     return 0 if all(run.ok for run in runs.values()) else 1
 
 

@@ -5,8 +5,10 @@ page.py and pictures.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from .reading import value_of
 
 # Cells that say how something went, and how a terminal shows them.
 COLOURS = {"pass": "green", "FAIL": "bold red", "declined": "yellow", "not supported": "yellow"}
@@ -47,7 +49,11 @@ class Bars:
     mark: str
     series: Sequence[str]
     groups: Sequence[tuple[str, Sequence[Bar | None]]]
-    kind: str = "bars"
+    kind: Literal["bars"] = "bars"
+
+    @property
+    def can_be_drawn(self) -> bool:
+        return all(len(bars) == len(self.series) for _, bars in self.groups)
 
 
 @dataclass(frozen=True)
@@ -58,20 +64,14 @@ class Curves:
     x: str
     y: str
     lines: Sequence[tuple[str, Sequence[tuple[float, float]]]]
-    kind: str = "curves"
+    kind: Literal["curves"] = "curves"
+
+    @property
+    def can_be_drawn(self) -> bool:
+        return all(number > 0 for _, points in self.lines for point in points for number in point)
 
 
 Picture = Bars | Curves
-_PICTURES: dict[str, Any] = {each.kind: each for each in (Bars, Curves)}
-
-
-def picture_from_json(saved: Mapping[str, Any]) -> Picture:
-    """Raises KeyError or TypeError for what is none."""
-    made: Picture = _PICTURES[saved["kind"]](**saved)
-    if isinstance(made, Bars):
-        groups = [(label, [bar and Bar(*bar) for bar in bars]) for label, bars in made.groups]
-        return replace(made, groups=groups)
-    return made
 
 
 # ---- reports ---------------------------------------------------------------------------------------------------------
@@ -95,8 +95,9 @@ class Report:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Report:
-        """Raises KeyError or TypeError for what is no report."""
-        there = [field.name for field in fields(cls) if field.default is MISSING or field.name in saved]
-        values = {name: saved[name] for name in there}
-        tables = [Table(**table) for table in saved["tables"]]
-        return cls(**values | {"tables": tables, "pictures": [*map(picture_from_json, saved.get("pictures", ()))]})
+        """Raises TypeError, KeyError, ValueError or OverflowError for what is no report."""
+        found = value_of(cls, saved)
+        are_whole = all(len(row) == len(table.columns) for table in found.tables for row in table.rows)
+        if not (found.conclusion and are_whole and all(picture.can_be_drawn for picture in found.pictures)):
+            raise ValueError("no verdict, a row of another length than its table's, or a picture that cannot be drawn")
+        return found
