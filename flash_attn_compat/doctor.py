@@ -114,12 +114,13 @@ def to_text(report: Report) -> str:
 
 def _machine_lines(machine: Machine) -> list[str]:
     code = "yes" if machine.has_code_for_device else "NO: this PyTorch cannot run on this GPU"
+    without = "; no GPU or no driver found" if machine.built_for and machine.device == "cpu" else ""
     facts = {
         "python": f"{machine.python}, {machine.system}",
         "torch": machine.torch,
         "device": f"{machine.device} ({machine.device_name})",
         "capability": machine.capability or "none (not a CUDA device)",
-        "code for it": f"{code} (built for {', '.join(machine.built_for) or 'CPU only'})",
+        "code for it": f"{code} (built for {', '.join(machine.built_for) or 'CPU only'}{without})",
         "own kernels": machine.kernels[0],
         **machine.settings,
     }
@@ -173,12 +174,11 @@ def _device() -> torch.device:
 
 def _machine(device: torch.device) -> Machine:
     build = (torch.version.cuda and f"CUDA {torch.version.cuda}") or (torch.version.hip and f"ROCm {torch.version.hip}")
-    capability, built_for, has_code = None, [], True
+    capability, built_for, has_code = None, _built_for(), True
     device_name = platform.processor() or platform.machine()
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         device_name = properties.name
-        built_for = torch.cuda.get_arch_list()
         if torch.version.hip:
             has_code = getattr(properties, "gcnArchName", "").split(":")[0] in built_for
         else:
@@ -196,6 +196,16 @@ def _machine(device: torch.device) -> Machine:
         kernels=kernels(device),
         settings={name: value for name, value in sorted(os.environ.items()) if name.startswith(settings.PREFIX)},
     )
+
+
+def _built_for() -> list[str]:
+    """The GPU architectures of this PyTorch build, with or without a driver here; empty for a build for CPUs."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_arch_list()
+    architectures = getattr(torch._C, "_cuda_getArchFlags", None)  # get_arch_list answers none without a driver
+    if architectures is not None:
+        return str(architectures() or "").split()
+    return ["MPS"] if torch.backends.mps.is_built() else []
 
 
 def kernels(device: torch.device) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn_compat import (
@@ -166,6 +167,13 @@ def test_the_refusal_says_all_that_every_backend_has_against_the_call() -> None:
 
 
 # ---------------------------------------------------------------- explain and counts
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shown where PyTorch alone computes it")
+def test_explaining_pytorchs_attention_on_a_cpu_says_that_it_was_left_to_pytorch() -> None:
+    q = torch.zeros(1, 2, 8, 16)
+    with pytest.raises(ValueError, match=r"PyTorch alone computes it: calls of F\.scaled_dot_product_attention are"):
+        explain(F.scaled_dot_product_attention, q, q, q)
 
 
 def test_explain_names_the_backend_that_then_serves() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.torch_version import TorchVersion
 
 import flash_attn_compat
 from flash_attn_compat import backends, doctor, self_check, settings
+from flash_attn_compat.backends.fused import loader
 from flash_attn_compat.engine import memory
 from tests.aten import originals
 from tests.interpreters import REPOSITORY, forked_child
@@ -79,6 +81,36 @@ def test_a_backend_that_raises_is_told(monkeypatch, report):
     assert {check.detail for check in checks} == {"MemoryError: no room"}
     sick = dataclasses.replace(report, checks=checks)
     assert not sick.healthy and "FAIL" in doctor.to_text(sick)
+
+
+def test_a_cuda_build_without_a_driver_is_told_with_the_gpus_that_it_is_built_for(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    monkeypatch.setattr(torch._C, "_cuda_getArchFlags", lambda: "sm_75 sm_80", raising=False)
+    machine = doctor._machine(torch.device("cpu"))
+    (line,) = [line for line in doctor._machine_lines(machine) if "code for it" in line]
+    assert line.endswith("yes (built for sm_75, sm_80; no GPU or no driver found)")
+
+
+@pytest.mark.skipif(torch.version.cuda is not None or torch.version.hip is not None, reason="shown by a CPU build")
+@pytest.mark.parametrize(("has_mps", "told"), [(False, "CPU only"), (True, "MPS; no GPU or no driver found")])
+def test_a_build_without_cuda_is_told_as_what_it_is(has_mps, told, monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_built", lambda: has_mps)
+    machine = doctor._machine(torch.device("cpu"))
+    assert any(line.endswith(f"yes (built for {told})") for line in doctor._machine_lines(machine))
+
+
+def test_without_a_home_directory_the_doctor_says_where_kernels_could_be_kept(monkeypatch):
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_CACHE", "~nobody-of-this-name/kernels")
+    monkeypatch.setattr(torch.version, "hip", None)
+    compiler, driver = SimpleNamespace(version=(12, 9)), SimpleNamespace(version=(13, 0))
+    found = {"why_not": None, "compiler": compiler, "driver": driver, "target": loader.Target("sm_75", 75)}
+    for name, value in found.items():
+        monkeypatch.setattr(loader, name, lambda *device, value=value: value)
+    monkeypatch.setattr(doctor.tensor_cores, "exist", lambda device: True)
+    monkeypatch.setattr(settings, "gpu", lambda device: "Tesla T4")
+    (first, *_) = doctor.kernels(torch.device("cuda", 0))
+    assert first.endswith("kept in no folder: there is no home directory: set FLASH_ATTN_COMPAT_CACHE to a folder")
 
 
 @pytest.mark.parametrize(

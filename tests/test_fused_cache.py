@@ -170,7 +170,7 @@ def test_the_default_folder_is_the_users_cache_and_to_have_none_is_no_error(monk
     monkeypatch.setattr(Path, "home", homeless)
     assert not cache.write("name", b"payload") and cache.read("name") is None
     told = "there is no home directory: set FLASH_ATTN_COMPAT_CACHE to a folder"
-    assert cache.described() == f"nowhere: {told}" and cache.write_error() == f"kernels cannot be kept: {told}"
+    assert cache.described() == f"no folder: {told}" and cache.write_error() == f"kernels cannot be kept: {told}"
 
 
 def test_whether_files_can_be_kept_is_known_before_one_is_and_leaves_nothing(

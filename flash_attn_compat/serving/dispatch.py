@@ -74,7 +74,10 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
             function(*args, **kwargs)
     except Explained as found:
         return found.explanation
-    raise ValueError(f"{function!r} made no attention call to explain")
+    raise ValueError(
+        f"{function!r} made no attention call to explain, or PyTorch alone computes it: calls of "
+        "F.scaled_dot_product_attention are asked about on CUDA GPUs only, while sdpa is switched on"
+    )
 
 
 def backend_counts() -> dict[str, int]:

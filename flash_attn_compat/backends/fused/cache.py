@@ -46,7 +46,7 @@ def described() -> str:
     try:
         return str(folder())
     except RuntimeError:
-        return f"nowhere: {_NO_HOME}"
+        return f"no folder: {_NO_HOME}"
 
 
 def write_error() -> str | None:
