@@ -163,6 +163,18 @@ def test_right_kernels_pass_their_trial(name: str, monkeypatch: pytest.MonkeyPat
             assert len([entry for entry in launches.entries if entry != "absmax"]) == kernels
 
 
+@pytest.mark.parametrize("number", [75, 80])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(16, HALF), (77, torch.bfloat16), (256, torch.bfloat16)])
+def test_right_steps_that_append_pass_their_trial(
+    number: int, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = fused_on_cpu.emulate(monkeypatch, number, tried=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        decode_step(1, head_dim, dtype)()
+    assert launches.last.variant.entry == "decode" and len(launches.files) == 1
+
+
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_what_tensor_cores_cut_off_large_sums_is_far_below_what_a_trial_allows(
     head_dim: int, monkeypatch: pytest.MonkeyPatch
@@ -201,11 +213,11 @@ def train(**options: Any) -> Callable[[], object]:
     return lambda: flash_attn_func(q.requires_grad_(), k, v, **options).sum().backward()
 
 
-def decode_step(seqlen_new: int) -> Callable[[], object]:
-    caches, new = (randn(2, 50, 2, 64, dtype=HALF) for _ in "kv"), randn(2, seqlen_new, 2, 64, dtype=HALF)
-    (k_cache, v_cache), tables = caches, randn(50, 16, dtype=HALF)
+def decode_step(seqlen_new: int, dim: int = 64, dtype: torch.dtype = HALF) -> Callable[[], object]:
+    caches, new = (randn(2, 50, 2, dim, dtype=dtype) for _ in "kv"), randn(2, seqlen_new, 2, dim, dtype=dtype)
+    (k_cache, v_cache), tables = caches, randn(50, 16 if dim > 16 else 8, dtype=dtype)
     lengths = torch.tensor([3, 30], dtype=torch.int32)
-    q = randn(2, 1, 4, 64, dtype=HALF)
+    q = randn(2, 1, 4, dim, dtype=dtype)
     if seqlen_new == 0:
         return lambda: flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, causal=True)
     return lambda: flash_attn_with_kvcache(q, k_cache, v_cache, new, new, tables, tables, lengths, causal=True)
@@ -221,6 +233,9 @@ WRONG = {
     "a window one key too wide": ("forward.cu", "position + rows.after)", "position + rows.after + 1)", WINDOW),
     "scores kept in fp16": ("forward.cu", "k_at);\n", f"k_at);\n{IN_FP16}", train()),
     "scores kept in fp16 by a decode": ("decode.cu", "w));\n  }\n", f"w));\n  }}\n{IN_FP16}", decode_step(0)),
+    "scores kept in fp16 by a step that appends": (
+        "decode.cu", "w));\n  }\n", f"w));\n  }}\n{IN_FP16}", decode_step(1)
+    ),
     "scores kept in fp16 by gradients": ("backward.cuh", "s_at);\n", f"s_at);\n{IN_FP16}", train()),
     "a key too few": ("forward.cu", "int last = rows.passing - 1, ", "int last = rows.passing - 2, ", train()),
     "scores not rescaled": ("common.cuh", "O[n][i][e] *= shrink[i][e >> 1];", ";", train()),

@@ -6,6 +6,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -267,6 +268,21 @@ def test_a_stream_keeps_the_memory_in_which_splits_meet(launches: Launches, monk
     launcher.forget_workspaces()
     counters()
     assert set(map(id, kept)).isdisjoint(map(id, launcher._workspaces.values()))
+
+
+@pytest.mark.parametrize(("stream", "shared"), [(0, True), (1, True), (2, False), (64, True)])
+def test_threads_share_a_streams_workspace_but_for_the_per_thread_default_stream(
+    stream: int, shared: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Handle 2 (cudaStreamPerThread) is another stream in each thread: their launches may run at once."""
+    monkeypatch.setattr(loader, "stream", lambda device: stream)
+
+    def ask() -> Tensor:
+        return launcher.workspace(9000, -1, torch.device("cpu"))
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(ask).result()
+    assert (ask() is other) == shared and ask() is ask()
 
 
 def is_clear(workspace: Tensor) -> bool:

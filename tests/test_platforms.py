@@ -87,7 +87,11 @@ def test_the_driver_has_the_name_of_the_platform(
 
 @pytest.fixture
 def windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Windows machine without any NVRTC; the folder holds torch, the wheels' nvidia, and a toolkit."""
+    """A Windows machine without any NVRTC; the folder holds torch, the wheels' nvidia, and a toolkit.
+
+    Its name has brackets, which mean something else in a pattern.
+    """
+    tmp_path = tmp_path / "[old] env"
     monkeypatch.setattr(loader, "sys", SimpleNamespace(platform="win32"))
     monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
     wheels = SimpleNamespace(submodule_search_locations=[str(tmp_path / "nvidia")])

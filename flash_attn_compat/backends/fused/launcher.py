@@ -7,6 +7,7 @@ calls that are alike. What is left for each call are the addresses.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -424,7 +425,8 @@ def gpu_of(call: AttentionCall) -> grids.Gpu:
     return grids.Gpu(processors(device), loader.target(device).number)
 
 
-_workspaces: dict[tuple[int, int], Tensor] = {}
+# By device, stream and, on the per-thread default stream (handle 2 in every thread), thread.
+_workspaces: dict[tuple[int, int, int], Tensor] = {}
 # Before PyTorch 2.8 other threads allocate in a caller's pool as well.
 _POOLS_ARE_A_THREADS = hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool")
 
@@ -437,7 +439,8 @@ def workspace(size: int, device: int, place: torch.device) -> Tensor:
     """
     if capture.is_capturing(device):
         return _cleared(size, place)
-    key = device, loader.stream(device)
+    stream = loader.stream(device)
+    key = device, stream, threading.get_ident() if stream == 2 else 0
     found = _workspaces.get(key)
     if found is None or found.numel() < size:
         found = _made_apart(size, device, place)

@@ -348,11 +348,12 @@ def nvrtc_paths(major: str) -> Iterator[str]:
     windows = sys.platform == "win32"
     name = f"nvrtc64_{major}*.dll" if windows else f"libnvrtc[-.]*so.{major}*"
     spec = importlib.util.find_spec("nvidia")
-    wheels = (spec.submodule_search_locations or ()) if spec is not None else ()
+    wheels = map(glob.escape, (spec.submodule_search_locations or ()) if spec is not None else ())
     toolkits = os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"
-    folders = [os.path.join(os.path.dirname(torch.__file__), "lib")]
+    folders = [os.path.join(glob.escape(os.path.dirname(torch.__file__)), "lib")]
     folders += [os.path.join(base, "*", inner) for base in wheels for inner in ("lib", os.path.join("bin", "**"))]
-    folders += [os.path.join(root, *(("bin", "**") if windows else ("lib64",))) for root in toolkits if root]
+    inner = ("bin", "**") if windows else ("lib64",)
+    folders += [os.path.join(glob.escape(root), *inner) for root in toolkits if root]
     for folder in folders:
         found = sorted(glob.glob(os.path.join(folder, name), recursive=True))
         yield from (path for path in found if not _OTHERS.search(path))
@@ -364,7 +365,7 @@ def opened(path: str) -> ctypes.CDLL:
     folder = os.path.dirname(path)
     if folder:
         # NVRTC opens these by name, and finds them anywhere once they are loaded.
-        for builtins in glob.glob(os.path.join(folder, "*nvrtc-builtins*")):
+        for builtins in glob.glob(os.path.join(glob.escape(folder), "*nvrtc-builtins*")):
             with contextlib.suppress(OSError):
                 ctypes.CDLL(builtins)
     return ctypes.CDLL(path)

@@ -87,7 +87,7 @@ def of_forward(
     few_rows: whether the kernel is one for few rows over a cache
     """
     for new in _appends(kind) if appends else (None,):
-        on_cpu = counted = _problem(kind, few_rows, is_rotated=new is not None)
+        on_cpu = counted = _problem(kind, few_rows)
         if new is None:
             call = _on(place, on_cpu)
             found = run(call, None)
@@ -144,11 +144,11 @@ def _difference(pairs: Sequence[tuple[str, Tensor, Tensor]], dtype: torch.dtype)
     return None
 
 
-def _problem(kind: Kind, few_rows: bool, is_rotated: bool = False) -> AttentionCall:
+def _problem(kind: Kind, few_rows: bool) -> AttentionCall:
     """A tiny call on the CPU that takes the kernels of ``kind``. few_rows: over the slots of a cache
 
-    Each sequence's last row has scores beyond fp16's numbers, before they are scaled. Not where it is to be rotated:
-    the bits in which two rotations differ would be large then.
+    Each sequence's last row has scores beyond fp16's numbers, before they are scaled. They come from the last channel,
+    which no Append of ``_appends`` rotates.
     """
     (dim, dim_v), dtype, has_slots = _head_dims(kind), _dtype(kind), few_rows or kind.paged
     pages, is_dense = -(-max(_KEYS) // _PAGE), kind.bias > 0
@@ -158,10 +158,10 @@ def _problem(kind: Kind, few_rows: bool, is_rotated: bool = False) -> AttentionC
         rows, keys = (2, max(_ROWS)), (2, max(_KEYS) + kind.bias_pairs)
     k, v = (_randn(seed, (*keys, _HEADS_K, width), dtype) for seed, width in ((2, dim), (4, dim_v)))
     q = _randn(0, (*rows, _HEADS, dim), dtype)
-    if not is_rotated:  # in one head of each: the others' softmax stays as even as it was
-        for last_row in q[:, -1] if few_rows or is_dense else (q[_ROWS[0] - 1], q[sum(_ROWS) - 1]):
-            last_row[0, -1] = _LOUD_Q
-        k[..., ::5, 0, -1] = _LOUD_K
+    # In one head of each: the others' softmax stays as even as it was.
+    for last_row in q[:, -1] if few_rows or is_dense else (q[_ROWS[0] - 1], q[sum(_ROWS) - 1]):
+        last_row[0, -1] = _LOUD_Q
+    k[..., ::5, 0, -1] = _LOUD_K
     slopes, table = [[0.02 * (head + 1 + 3 * index) for head in range(_HEADS)] for index in range(2)], None
     if has_slots:
         for sequence, length in enumerate(_KEYS):
