@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy
@@ -25,6 +28,15 @@ from tests.interpreters import forked_group, free_port
 
 GENERAL = ("reference", "chunked", "sdpa")  # the backends of any device
 on_general_backends = pytest.mark.parametrize("backend", GENERAL)
+
+
+def driver_stand_in(folder: Path) -> str:
+    """The library that answers as the CUDA driver does without a GPU, compiled into ``folder``."""
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is not installed: the stand-in for the driver cannot be compiled")
+    target, source = folder / "driver.so", Path(__file__).parent / "kernels" / "driver.cpp"
+    subprocess.run(["g++", "-std=c++17", "-O0", "-shared", "-fPIC", "-o", str(target), str(source)], check=True)
+    return str(target)
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

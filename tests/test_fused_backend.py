@@ -270,7 +270,7 @@ def test_what_is_found_right_is_remembered_for_other_processes(monkeypatch: pyte
     tries = []
     kernels = (variants.forward(Kind(75, 0, 64)),)
     for _ in range(2):
-        trial.check(kernels, -1, lambda: tries.append("tried"))
+        trial.check(kernels, -1, lambda watch: tries.append("tried"))
         trial._right.clear()
     assert tries == ["tried"] and list(launches.files.values()) == [b"right"]
 

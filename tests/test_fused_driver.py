@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
 import struct
-import subprocess
-from pathlib import Path
 
 import pytest
 
 from flash_attn_compat.backends.fused import loader, params, variants
-from flash_attn_compat.backends.fused.loader import Kernel, KernelError
+from flash_attn_compat.backends.fused.loader import ContextLost, Kernel, KernelError
 from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
 from flash_attn_compat.engine import capture
+from tests.support import driver_stand_in
 
 SMALL = variants.forward(Kind(75, FP16, 64))
 TWO_BLOCKS = variants.forward(Kind(75, FP16, 128, few_rows=True))  # of 32 KB each on a multiprocessor
@@ -26,12 +24,7 @@ GLOBAL, RELAXED = 0, 2
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    if shutil.which("g++") is None:
-        pytest.skip("g++ is not installed: the stand-in for the driver cannot be compiled")
-    target = tmp_path_factory.mktemp("driver") / "driver.so"
-    source = Path(__file__).parent / "kernels" / "driver.cpp"
-    subprocess.run(["g++", "-std=c++17", "-O0", "-shared", "-fPIC", "-o", str(target), str(source)], check=True)
-    return ctypes.CDLL(str(target))
+    return ctypes.CDLL(driver_stand_in(tmp_path_factory.mktemp("driver")))
 
 
 class Stub:
@@ -159,3 +152,25 @@ def test_a_launch_that_fails_is_an_error_and_leaves_the_threads_context(device: 
     with pytest.raises(KernelError, match="INVALID_VALUE"):
         stub.driver.launch(kernel, 1, device, b"\0" * PARAMS)
     assert stub.state == (OWN_CONTEXT, GLOBAL)
+
+
+@pytest.mark.parametrize("device", [0, 1])
+@pytest.mark.parametrize(("code", "lasts"), [(1, False), (701, False), (700, True), (702, True), (719, True)])
+def test_an_error_that_lasts_says_that_the_context_is_lost_and_any_other_is_a_kernels(
+    code: int, lasts: bool, device: int, stub: Stub
+) -> None:
+    kernel = loaded(stub, device)
+    stub.thread(OWN_CONTEXT)
+    stub.fail_once("cuLaunchKernel", code)
+    with pytest.raises(ContextLost if lasts else KernelError, match="CUDA_LAUNCH_BLOCKING=1" if lasts else "driver"):
+        stub.driver.launch(kernel, 1, device, b"\0" * PARAMS)
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, None), (1, None), (700, "ILLEGAL_ADDRESS (said by the driver)")])
+def test_whether_a_context_is_broken_is_known_after_waiting_for_pytorchs_stream(
+    code: int, expected: str | None, stub: Stub
+) -> None:
+    stub.thread(OTHER_CONTEXT)
+    stub.fail_once("cuStreamSynchronize", code)
+    assert stub.driver.broken(0) == (expected and f"CUDA driver: {expected}")
+    assert f"cuStreamSynchronize {STREAM}" in "\n".join(stub.told()) and stub.state == (OTHER_CONTEXT, GLOBAL)

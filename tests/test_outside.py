@@ -66,7 +66,7 @@ def test_kernels_are_tried_unless_their_own_gpus_work_is_captured(monkeypatch: p
     fused_on_cpu.record(monkeypatch, tried=True)
     monkeypatch.setattr(capture, "is_capturing", lambda asked: asked == 1)
     tries: list[int] = []
-    trial.check((), device, lambda: tries.append(device))
+    trial.check((), device, lambda watch: tries.append(device))
     assert tries == ([0] if device == 0 else [])
     assert bool(trial._right) == (device == 0)
 

@@ -25,6 +25,8 @@ static std::map<Handle, Handle> modules;    // and the context that each was loa
 static std::map<Handle, Function> functions;
 static std::string log, answer, argument;
 static std::map<std::string, int> failing;
+static std::string faulting;   // the kernel that breaks the context, and with which code
+static int fault = 0, lasting = 0, is_blocking = 0;
 static int shared_of_multiprocessor = 65536, argument_bytes = 0;
 
 template <class... Values> static int note(int code, const char *name, const char *format, Values... values) {
@@ -42,6 +44,9 @@ extern "C" const char *told() { return answer = log, log.clear(), answer.c_str()
 extern "C" const char *last_argument() { return argument.data(); }
 extern "C" void expect(int bytes, int shared) { argument_bytes = bytes, shared_of_multiprocessor = shared; }
 extern "C" void fail_once(const char *name, int code) { failing[name] = code; }
+extern "C" void fault_in(const char *kernel, int code, int blocking) {   // blocking: as CUDA_LAUNCH_BLOCKING=1 says
+  faulting = kernel, fault = code, is_blocking = blocking, lasting = 0;
+}
 extern "C" void set_thread(Handle context, int mode) {   // 0: no context
   current.assign(context ? 1 : 0, context), capture_mode = mode;
 }
@@ -50,7 +55,7 @@ extern "C" int mode_of_thread() { return capture_mode; }
 
 // ---- The driver's
 CALL cuDriverGetVersion(int *version) { return *version = 13020, OK; }
-CALL cuGetErrorName(int code, const char **name) { return *name = code == INVALID_VALUE ? "INVALID_VALUE" : "SOME_ERROR", OK; }
+CALL cuGetErrorName(int code, const char **name) { return *name = code == INVALID_VALUE ? "INVALID_VALUE" : code == 700 ? "ILLEGAL_ADDRESS" : "SOME_ERROR", OK; }
 CALL cuGetErrorString(int, const char **text) { return *text = "said by the driver", OK; }
 CALL cuDeviceGet(int *device, int ordinal) { return *device = ordinal + 1000, note(OK, "cuDeviceGet", "%d", ordinal); }
 CALL cuDevicePrimaryCtxRetain(Handle *context, int device) {
@@ -100,5 +105,8 @@ CALL cuLaunchKernel(Handle function, unsigned x, unsigned y, unsigned z, unsigne
   else if (shared > 49152 && (int)shared > f.attributes[MAX_DYNAMIC_SHARED]) code = INVALID_VALUE;
   else if (!arguments || !arguments[0] || extra) code = INVALID_VALUE;
   else argument.assign((const char *)arguments[0], argument_bytes);
+  if (!code) code = lasting;
+  if (!code && f.name == faulting) lasting = fault, code = is_blocking ? fault : OK;
   return note(code, "cuLaunchKernel", "%s blocks %u threads %u shared %u stream %llu", f.name.c_str(), x, threads, shared, (unsigned long long)stream);
 }
+CALL cuStreamSynchronize(Handle stream) { return note(current.empty() ? INVALID_CONTEXT : lasting, "cuStreamSynchronize", "%llu", (unsigned long long)stream); }

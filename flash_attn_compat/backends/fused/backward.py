@@ -46,7 +46,7 @@ def prepare(call: AttentionCall, upstream: Upstream, into: Gradients | None) -> 
         _launch(_plan(call, upstream, targets, kind, 2, in_seats), call.tensors, upstream, targets)
         return targets
 
-    trial.check(kernels, device, lambda: trial.of_backward(kind, call.q.device, run_tiny))
+    trial.check(kernels, device, lambda watch: trial.of_backward(kind, call.q.device, run_tiny, watch))
 
     def run(tensors: Tensors, upstream: Upstream, into: Gradients | None) -> Derived:
         readable, upstream, targets = read(tensors, upstream, into)

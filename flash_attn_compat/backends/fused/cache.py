@@ -104,7 +104,7 @@ def write(name: str, payload: bytes, only_first: bool = False) -> bool:
     temporary = place / f".{name}.{secrets.token_hex(8)}"
     try:
         with open(temporary, "xb", opener=_for_others_to_read) as file:
-            file.write(_digest(name, payload) + payload)
+            file.write(sealed(name, payload))
         (os.link if only_first else os.replace)(temporary, place / name)  # readers see the old file or the new one
         return True
     except OSError:
@@ -128,6 +128,11 @@ def _without_waiting(path: str, flags: int) -> int:
 
 def _for_others_to_read(path: str, flags: int) -> int:
     return os.open(path, flags, 0o644)
+
+
+def sealed(name: str, payload: bytes) -> bytes:
+    """The bytes of the file ``name``, from which ``read`` takes ``payload``."""
+    return _digest(name, payload) + payload
 
 
 def _digest(name: str, payload: bytes) -> bytes:

@@ -86,8 +86,8 @@ def try_append(call: AttentionCall, new: Append) -> None:
         made = launches.plan(new).run((*call.tensors, *new[:4]))
         return {"q": made.get("q_rotated", call.q)}
 
-    def wrong() -> str | None:
-        return trial.of_forward(kind, place, run_tiny, few_rows=True, appends=True)
+    def wrong(watch: trial.Watch) -> str | None:
+        return trial.of_forward(kind, place, run_tiny, few_rows=True, appends=True, watch=watch)
 
     trial.check((variants.append(kind),), call.q.get_device(), wrong)
 
@@ -148,7 +148,7 @@ class Attention:
             return {"out": result.out, "softmax_lse": result.lse}
 
         asked = kind, plan.place, run_tiny, self.is_decode, appends
-        trial.check(plan.variants[-1:], plan.device, lambda: trial.of_forward(*asked))
+        trial.check(plan.variants[-1:], plan.device, lambda watch: trial.of_forward(*asked, watch))
 
     def run(self, tensors: Sequence[Any], length: int | None = None) -> Result:
         """As Run of engine/memory.py."""

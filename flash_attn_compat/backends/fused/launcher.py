@@ -180,6 +180,8 @@ class Plan:
                 else:
                     self._launch(kernel, blocks, self.device, head + rest)
                 launched += 1
+        except loader.ContextLost as error:
+            raise loader.ContextLost(f"launching {self.variants[launched].entry}: {error}") from None
         except loader.KernelError as error:
             if launched and self._appends_first:
                 note_written(tensors[1:3])

@@ -46,6 +46,14 @@ class TooManyBlocks(KernelError, CallRefused):
     """A call needs more blocks than a launch has: no defect."""
 
 
+class ContextLost(RuntimeError):
+    """A kernel, of this package or another, has broken this process's CUDA context: nothing can run on the GPU."""
+
+
+# CUresult after which every call in the context fails: a memory error, a launch timeout, an illegal instruction, ...
+_LASTING = frozenset({214, 700, 702, 710, 714, 715, 716, 717, 718, 719})
+
+
 class Compiler:
     """NVRTC. ``version`` is (major, minor), ``architectures`` the compute capabilities it knows, as 75 or 90."""
 
@@ -118,12 +126,30 @@ class Driver:
         self.version = version.value // 1000, version.value % 1000 // 10
 
     def check(self, code: int) -> None:
-        if not code:
-            return
+        """Raise ContextLost for an error that lasts, KernelError for any other."""
+        if code in _LASTING:
+            raise ContextLost(
+                f"{self._told(code)}: a kernel, of this package or another, has broken this process's use of the GPU. "
+                "Start the program again, with CUDA_LAUNCH_BLOCKING=1 to learn which kernel it was, or with "
+                f"{settings.FUSED}=0 to do without this package's own"
+            )
+        if code:
+            raise KernelError(self._told(code))
+
+    def broken(self, device: int) -> str | None:
+        """Wait for PyTorch's current stream; returns the error that has broken the context for good, if one has."""
+        try:
+            with self.context(device):
+                code = self.library.cuStreamSynchronize(_pointer(stream(device)))
+        except ContextLost as error:
+            return str(error)
+        return self._told(code) if code in _LASTING else None
+
+    def _told(self, code: int) -> str:
         name, text = c_char_p(), c_char_p()
         self.library.cuGetErrorName(code, byref(name))
         self.library.cuGetErrorString(code, byref(text))
-        raise KernelError(f"CUDA driver: {(name.value or b'').decode()} ({(text.value or b'').decode()})")
+        return f"CUDA driver: {(name.value or b'').decode()} ({(text.value or b'').decode()})"
 
     def load(self, variant: Variant, code: bytes, device: int) -> Kernel:
         module, function, mode = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int(_RELAXED)

@@ -6,6 +6,7 @@ dtype, gradient or inference mode. What was found right is remembered beside the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused import cache, launcher, loader, variants
+from flash_attn_compat.backends.fused import cache, faults, launcher, loader, variants
 from flash_attn_compat.backends.fused.loader import KernelError
 from flash_attn_compat.backends.fused.variants import FP16, Kind, Variant
 from flash_attn_compat.backends.reference import Reference
@@ -37,15 +38,18 @@ _GRADIENTS = frozenset({"dq", "dk", "dv"})
 _JUDGE = Reference()
 _CODE = Path(__file__).parent
 
+Watch = Callable[[], contextlib.AbstractContextManager[None]]
 Moved = TypeVar("Moved", AttentionCall, Append)
 
 _right: set[tuple[tuple[Variant, ...], str, int]] = set()
 
 
-def check(variants: tuple[Variant, ...], device: int, wrong: Callable[[], str | None]) -> None:
+def check(variants: tuple[Variant, ...], device: int, wrong: Callable[[Watch], str | None]) -> None:
     """Try kernels that work together, once: raises KernelError with what ``wrong`` finds wrong, if anything.
 
-    Nothing is tried in a capture, where nobody can look at results, but at the first call after it.
+    wrong: launches the kernels within the context that it is given
+    Nothing is tried in a capture, where nobody can look at results, but at the first call after it. Raises KernelError
+    too for kernels that have ended an earlier process, and ContextLost where they end this one's use of the GPU.
     """
     architecture = loader.target(device).architecture
     key = variants, architecture, device
@@ -53,17 +57,32 @@ def check(variants: tuple[Variant, ...], device: int, wrong: Callable[[], str | 
         return
     name = _file(variants, device)
     if cache.read(name) is None:
+        kernels = _named(variants)
+        refused = faults.reason_against(name)
+        if refused is not None:
+            raise _rejected(variants, device, refused)
+        driver = loader.driver()
         with callers_state.set_aside(torch.device("cpu")):
-            found = wrong()
+            found = wrong(lambda: faults.watched(name, kernels, lambda: driver.broken(device)))
         if found is not None:
             launcher.forget_workspaces()
-            entries = " and ".join(variant.entry for variant in variants)
-            error = KernelError(f"{entries} ({dict(variants[-1].macros)}) computes wrong numbers on this GPU: {found}")
-            for variant in variants:
-                loader.reject(variant, device, error)
-            raise error
+            raise _rejected(variants, device, f"{kernels} computes wrong numbers on this GPU: {found}")
         cache.write(name, b"right")
     _right.add(key)
+
+
+def _named(variants: tuple[Variant, ...]) -> str:
+    """The kernels in words, with the macros of the last one."""
+    macros = [f" ({dict(variant.macros)})" for variant in variants[-1:]]
+    return " and ".join(variant.entry for variant in variants) + "".join(macros)
+
+
+def _rejected(variants: tuple[Variant, ...], device: int, reason: str) -> KernelError:
+    """The error that each of them raises from now on."""
+    error = KernelError(reason)
+    for variant in variants:
+        loader.reject(variant, device, error)
+    return error
 
 
 def _file(variants: tuple[Variant, ...], device: int) -> str:
@@ -79,22 +98,30 @@ def _asked() -> tuple[str, ...]:
 
 
 def of_forward(
-    kind: Kind, place: torch.device, run: Callable[..., dict[str, Tensor]], few_rows: bool, appends: bool
+    kind: Kind,
+    place: torch.device,
+    run: Callable[..., dict[str, Tensor]],
+    few_rows: bool,
+    appends: bool,
+    watch: Watch = contextlib.nullcontext,
 ) -> str | None:
     """What is wrong with a forward or an append, or with the cache that it wrote; None if all is right.
 
     run: takes a call, and an Append or None; returns out and softmax_lse, or the rotated q, by name
     few_rows: whether the kernel is one for few rows over a cache
+    watch: entered while it runs
     """
     for new in _appends(kind) if appends else (None,):
         on_cpu = counted = _problem(kind, few_rows)
         if new is None:
             call = _on(place, on_cpu)
-            found = run(call, None)
+            with watch():
+                found = run(call, None)
         else:
             assert isinstance(new.cache_seqlens, Tensor)
-            call = _on(place, on_cpu._replace(seqused_k=new.cache_seqlens))
-            found = run(call, _on(place, new))
+            call, new_there = _on(place, on_cpu._replace(seqused_k=new.cache_seqlens)), _on(place, new)
+            with watch():
+                found = run(call, new_there)
             used = new.cache_seqlens + new.k.shape[1]
             counted = on_cpu._replace(q=by_operators(on_cpu, new), seqused_k=used)
         right = _JUDGE.forward(_in_fp32(counted))
@@ -114,7 +141,10 @@ def _finite(result: Tensor) -> Tensor:
 
 
 def of_backward(
-    kind: Kind, place: torch.device, run: Callable[[AttentionCall, Upstream, Gradients], Gradients]
+    kind: Kind,
+    place: torch.device,
+    run: Callable[[AttentionCall, Upstream, Gradients], Gradients],
+    watch: Watch = contextlib.nullcontext,
 ) -> str | None:
     """What is wrong with gradients, computed from a right out and LSE; None if all is right."""
     on_cpu = _problem(kind, few_rows=False)._replace(needs_grad=True)
@@ -127,7 +157,8 @@ def of_backward(
     out, lse = right.out.to(dout.dtype).to(place), right.lse.float().contiguous().to(place)
     saved = () if kind.bias else (lse,)  # which is not the reported one where there are biases
     upstream = Upstream(dout.to(place), out, lse, call.rng_state, saved, dlse.to(place))
-    found = run(call, upstream, Gradients(*map(torch.empty_like, call[:3])))
+    with watch():
+        found = run(call, upstream, Gradients(*map(torch.empty_like, call[:3])))
     return _difference([(f"d{n}", got, right) for n, got, right in zip("qkv", found, expected)], dout.dtype)
 
 
