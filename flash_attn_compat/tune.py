@@ -278,5 +278,5 @@ def of_this_gpu(head_dims: Sequence[int], dtypes: Sequence[str], seqlen: int) ->
         raise CannotTune("our kernels need compute capability 7.5")
     usual = [torch.bfloat16 if capability >= (8, 0) else torch.float16]
     wanted = [getattr(torch, dtype) for dtype in dtypes]
-    all_cases = not tensor_cores.exist(device.index)
+    all_cases = not tensor_cores.measure_again(device.index)
     return Tuning(device, list(head_dims) or list(_HEAD_DIMS), wanted or usual, seqlen, all_cases)

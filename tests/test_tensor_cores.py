@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from flash_attn_compat import doctor, flash_attn_func, settings
-from flash_attn_compat.backends.fused import cache, loader, tensor_cores, verdicts
+from flash_attn_compat.backends import chunked
+from flash_attn_compat.backends.fused import cache, faults, loader, tensor_cores, verdicts
 from flash_attn_compat.backends.fused.verdicts import Card
-from flash_attn_compat.engine import capture
+from flash_attn_compat.engine import arithmetic, capture
+from flash_attn_compat.engine.features import Feature, Traits
+from flash_attn_compat.serving import dispatch
 from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches
 from tests.kernels import emulate, offline
@@ -25,6 +30,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     found = fused_on_cpu.record(monkeypatch)
     tensor_cores._exist.cache_clear()
     tensor_cores._warn.cache_clear()
+    monkeypatch.setattr(arithmetic, "_without_tensor_cores", set())
     monkeypatch.setattr(loader, "own_capability", lambda device: (7, 5))
     monkeypatch.setattr(loader, "device_name", lambda device: GPU)
     monkeypatch.setattr(settings, "gpu", lambda device: GPU)
@@ -99,6 +105,106 @@ def test_a_card_without_them_is_told_of_tune_once_and_not_after_it(
         verdicts.keep(Card(GPU, ""))
         call(length=40)
     assert asked == [-1] and launches.entries == ["forward"] * 3
+
+
+@pytest.mark.parametrize(
+    ("features", "dtype", "variable", "first"),
+    [
+        (Feature.CAUSAL | Feature.BACKWARD, torch.float16, None, "chunked"),
+        (Feature.CAUSAL, torch.bfloat16, None, "chunked"),
+        (Feature.APPEND | Feature.CAUSAL, torch.float16, None, "fused"),
+        (Feature.SEQUSED_K, torch.float16, None, "fused"),
+        (Feature.CAUSAL, torch.float16, "1", "fused"),
+    ],
+)
+@pytest.mark.parametrize("cycles", [8.0, 64.0])
+def test_without_tensor_cores_chunked_goes_first_but_for_steps_over_a_cache(
+    cycles: float, features: Feature, dtype: torch.dtype, variable: str | None, first: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    takes(monkeypatch, cycles)
+    if variable:
+        monkeypatch.setenv("FLASH_ATTN_COMPAT_FUSED", variable)
+    traits = Traits("cuda", (7, 5), dtype, 64, 64, "=", int(features), GPU)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        order = [backend.name for backend in dispatch._ordered(traits)]
+    ours = order.index("chunked" if first == "chunked" and cycles > 10 else "fused")
+    assert all(ours < order.index(name) for name in ("torch_efficient", "sdpa"))
+    assert len(told) == (first == "chunked" and cycles > 10)
+    for warning in told:
+        assert "use float32 there" in str(warning.message)
+
+
+def test_what_was_timed_there_counts_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    takes(monkeypatch, 64.0)
+    traits = Traits("cuda", (7, 5), torch.float16, 64, 64, "=", int(Feature.CAUSAL), GPU)
+    found = {"fused": 2.0, "chunked": 3.0, "torch_efficient": 1.0, "sdpa": 4.0}
+    verdicts.keep(Card(GPU, "", (verdicts.Times("causal", 64, "float16", False, found),)))
+    order = [backend.name for backend in dispatch._ordered(traits)]
+    assert [name for name in order if name in found] == ["torch_efficient", "fused", "chunked", "sdpa"]
+
+
+@pytest.mark.parametrize(("cycles", "expected"), [(8.0, torch.float16), (64.0, torch.float32)])
+def test_chunked_multiplies_in_fp32_where_tensor_cores_are_known_to_be_missing(
+    cycles: float, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked, "_BMM_HAS_OUT_DTYPE", True)
+    q: Any = SimpleNamespace(is_cuda=True, dtype=torch.float16, device=torch.device("cuda", 1))
+    assert chunked._operand_dtype(q) == torch.float16, "nobody has asked"
+    takes(monkeypatch, cycles)
+    tensor_cores.exist(1)
+    assert chunked._operand_dtype(q) == expected
+    q.device = torch.device("cuda", 0)
+    assert chunked._operand_dtype(q) == torch.float16, "another GPU"
+
+
+def test_the_fastest_of_several_launches_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy GPU one figure may be anything."""
+    figures = iter((70.0, 64.0, 8.1, 66.0, 90.0))
+
+    def compute(launch: fused_on_cpu.Launch, content: bytes) -> None:
+        place = (ctypes.c_float * launch.blocks).from_address(launch.fields["lse"])
+        place[:] = [next(figures)] * launch.blocks
+
+    fused_on_cpu.record(monkeypatch, compute=compute)
+    assert tensor_cores.cycles(-1) == pytest.approx(8.1)
+
+
+def test_tune_asks_again_and_what_it_finds_replaces_what_was_kept(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    takes(monkeypatch, 64.0)
+    assert not tensor_cores.exist(0)
+    asked = takes(monkeypatch, 8.0)
+    assert not tensor_cores.exist(0) and not asked
+    assert tensor_cores.measure_again(0) and asked == [0]
+    assert tensor_cores.exist(0) and not arithmetic.lacks_tensor_cores(torch.device("cuda", 0))
+    assert launches.files[cache.name_of("tensor-cores", GPU)] == b"8.0"
+
+
+def test_where_our_kernels_are_forbidden_none_is_launched_to_find_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ATTN_COMPAT_FUSED", "0")
+    asked = takes(monkeypatch, 64.0)
+    assert tensor_cores.exist(0) and not asked
+    cache.write(cache.name_of("tensor-cores", GPU), b"64.0")
+    assert not tensor_cores.exist(0), "it is known"
+
+
+def test_a_timing_that_has_ended_a_process_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons = {cache.name_of("tensor-cores", GPU): "tensor_cores ended a process"}
+    monkeypatch.setattr(faults, "reason_against", reasons.get)
+    asked = takes(monkeypatch, 64.0)
+    assert tensor_cores.exist(0) and not asked
+    reasons.clear()
+    tensor_cores._exist.cache_clear()
+
+    def fault(device: int) -> float:
+        raise loader.ContextLost("ILLEGAL_ADDRESS")
+
+    monkeypatch.setattr(tensor_cores, "cycles", fault)
+    with pytest.raises(loader.ContextLost):
+        tensor_cores.exist(0)
 
 
 def test_other_gpus_and_captures_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -311,7 +311,7 @@ def test_usual_shapes_are_those_of_the_gpus_models(
     monkeypatch.setattr(loader, "why_not", lambda: None)
     monkeypatch.setattr(settings, "capability", lambda device: capability)
     monkeypatch.setattr(settings, "gpu", lambda device: GPU)
-    monkeypatch.setattr(tune, "tensor_cores", SimpleNamespace(exist=lambda device: capability > (7, 5)))
+    monkeypatch.setattr(tune, "tensor_cores", SimpleNamespace(measure_again=lambda device: capability > (7, 5)))
     found: Any = tune.of_this_gpu([], [], 2048)
     assert (found.device.index, found.head_dims, found.dtypes) == (1, [64, 128], [dtype])
     assert found.all_cases == (capability == (7, 5))

@@ -101,7 +101,7 @@ class Backend(abc.ABC):
     def times(self, traits: Traits) -> Mapping[str, float] | None:
         """Milliseconds of such calls by the backends that were timed on this GPU, itself among them.
 
-        It then stands right behind those that are faster, and before those that are slower, whatever its rank.
+        These backends change places among themselves, the fastest first, whatever their rank; the others stay.
         """
         return None
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from flash_attn_compat.backends.base import HALF_DTYPES, BlockwiseBackend, Capabilities
 from flash_attn_compat.engine import alibi
 from flash_attn_compat.engine.alignment import ready
+from flash_attn_compat.engine.arithmetic import lacks_tensor_cores
 from flash_attn_compat.engine.call import AttentionCall, Upstream
 from flash_attn_compat.engine.compilation import OptionallyCompiled
 from flash_attn_compat.engine.features import Feature
@@ -164,6 +165,16 @@ def _backpropagate_rows(sub: SubBlock, rows: Range, upstream: Upstream, dk: Tens
 # ---- what is worked on at once
 
 
+def _operand_dtype(q: Tensor) -> torch.dtype:
+    """The dtype that products are computed from: halves for tensor cores, which give a result in fp32, else fp32.
+
+    A CPU's products of halves can be hundreds of times slower than of fp32.
+    """
+    if not q.is_cuda or q.dtype not in HALF_DTYPES or not _BMM_HAS_OUT_DTYPE or lacks_tensor_cores(q.device):
+        return lse_dtype(q.dtype)
+    return q.dtype
+
+
 class SubBlock:
     """Some sequences and heads of a block in working precision, worked on one tile at a time."""
 
@@ -184,9 +195,7 @@ class SubBlock:
         self.count, self.seqlen_q = self.block.q.shape[:2]
         self.seqlen_k, self.offset = self.block.k.shape[1], block.offset
         self.dtype = lse_dtype(block.q.dtype)
-        # Tensor cores give a result in fp32. A CPU's products of halves can be hundreds of times slower than of fp32.
-        multiplies_half = block.q.is_cuda and block.q.dtype in HALF_DTYPES and _BMM_HAS_OUT_DTYPE
-        self.operand_dtype = block.q.dtype if multiplies_half else self.dtype
+        self.operand_dtype = _operand_dtype(block.q)
         self.hidden = hidden
         self.keys = self._fold_keys(self.block.k)
         self.values = self._fold_keys(self.block.v)

@@ -162,18 +162,16 @@ def _ordered(traits: Traits) -> list[Backend]:
     for backend in BACKENDS:
         times = backend.times(traits)
         if times is not None:
-            _move(backend, times, ordered)
+            _sort_timed(ordered, times)
     return ordered
 
 
-def _move(backend: Backend, times: Mapping[str, float], ordered: list[Backend]) -> None:
-    """Right behind the last one that is faster; those that were not timed stay on their side of it."""
-    own = ordered.index(backend)
-    ordered.remove(backend)
-    is_ahead = [
-        times[one.name] < times[backend.name] if one.name in times else place < own for place, one in enumerate(ordered)
-    ]
-    ordered.insert(max((place + 1 for place, ahead in enumerate(is_ahead) if ahead), default=0), backend)
+def _sort_timed(ordered: list[Backend], times: Mapping[str, float]) -> None:
+    """Sort the timed backends by their times, in the places that they have; those that were not timed stay."""
+    places = [place for place, backend in enumerate(ordered) if backend.name in times]
+    by_time = sorted((ordered[place] for place in places), key=lambda backend: times[backend.name])
+    for place, backend in zip(places, by_time):
+        ordered[place] = backend
 
 
 def _explain(traits: Traits, forced: str | None) -> Explanation:

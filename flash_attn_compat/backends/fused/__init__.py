@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import HALF_DTYPES, Backend, Capabilities
-from flash_attn_compat.backends.fused import backward, forward, loader, verdicts
+from flash_attn_compat.backends.fused import backward, forward, loader, tensor_cores, verdicts
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
 from flash_attn_compat.engine.memory import Alike, BackwardRun, Run, alike_to
@@ -43,7 +43,7 @@ class Fused(Backend):
 
     def times(self, traits: Traits) -> Mapping[str, float] | None:
         found = verdicts.times_of(traits)
-        return None if found is None else found.milliseconds
+        return tensor_cores.assumed_times(traits) if found is None else found.milliseconds
 
     def unavailable_reasons(self) -> list[str]:
         return [f"{settings.FUSED}=0 forbids it"] if settings.fused() is False else []
