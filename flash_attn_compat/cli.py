@@ -157,11 +157,15 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "doctor",
         help="describe this machine, say what serves typical calls, and check the answers",
-        description="Looks at this machine for some seconds and changes nothing. Exit code 0: every backend that "
-        "can run computes right, and each typical call finds one; 1: not so; 2: an environment variable has a value "
-        "that it cannot have.",
+        description="Looks at this machine for some seconds and changes nothing. What runs on a GPU runs in child "
+        "processes, so that a kernel that breaks one is named. Exit code 0: every backend that can run computes right, "
+        "and each typical call finds one; 1: not so; 2: an environment variable has a value that it cannot have.",
     )
     command.add_argument("--json", action="store_true", help="the report as one JSON object")
+    command.add_argument(
+        "--again", action="store_true",
+        help="forget which kernels ended a process here, so that they are tried again",
+    )  # fmt: skip
     command.set_defaults(action=_doctor)
 
     commands.add_parser(
@@ -244,12 +248,20 @@ def _uninstall(options: argparse.Namespace) -> int:
 
 def _doctor(options: argparse.Namespace) -> int:
     from flash_attn_compat import doctor
+    from flash_attn_compat.backends.fused import faults
+
+    if options.again:
+        faults.forget()
+
+    def tell(machine: doctor.Machine) -> None:
+        if not options.json:
+            print(doctor.head(machine), flush=True)
 
     try:
-        report = doctor.examine()
+        report = doctor.examine(tell)
     except ValueError as error:  # the name of a backend, which only the backends know
         return _complain(error, 2)
-    print(doctor.to_json(report) if options.json else doctor.to_text(report))
+    print(doctor.to_json(report) if options.json else f"\n{doctor.rest(report)}")
     return 0 if report.healthy else 1
 
 

@@ -1,6 +1,7 @@
 """flash-attn-compat doctor: what this machine is, what serves here, whether it computes right, who sees flash_attn.
 
-examine() gathers a Report of plain values; to_text and to_json show it. Nothing is changed or installed.
+examine() gathers a Report of plain values; to_text and to_json show it. Nothing is changed or installed. What may break
+a GPU's context runs in child processes, after the machine is known.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import platform
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,14 @@ import torch.nn.functional as F
 import flash_attn_compat
 from flash_attn_compat import installed, self_check, settings
 from flash_attn_compat.aten import switch
-from flash_attn_compat.backends.fused import cache, loader, tensor_cores, verdicts
+from flash_attn_compat.backends.fused import cache, faults, loader, tensor_cores, verdicts
 from flash_attn_compat.engine.features import dtype_name
 from flash_attn_compat.installed import SITE, RealFlashAttn, is_stand_in_spec
+from flash_attn_compat.isolation import Ended, in_children, may_break
 from flash_attn_compat.naming import install, real
 from flash_attn_compat.self_check import Check
+
+_ADVICE = "What to do: docs/troubleshooting.md"
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,7 @@ class Report:
     calls: list[TypicalCall]
     sdpa: dict[str, str]  # F.scaled_dot_product_attention: whether it is switched on, who would serve typical calls
     checks: list[Check]
+    faults: list[str]  # kernels that ended a process here, and so are refused
     name: Name
 
     @property
@@ -81,17 +87,42 @@ class Report:
         return all(check.passed for check in self.checks) and all(call.backend for call in self.calls)
 
 
-def examine() -> Report:
-    """Look at this machine; takes a few seconds."""
+def examine(tell: Callable[[Machine], None] = lambda machine: None) -> Report:
+    """Look at this machine; takes a few seconds. tell: gets the machine before anything runs on its GPU"""
     device = _device()
-    return Report(
-        version=flash_attn_compat.__version__,
-        machine=_machine(device),
-        calls=_typical_calls(device),
-        sdpa=_sdpa(device),
-        checks=self_check.run(device),
-        name=_name(),
-    )
+    machine = _machine(device)
+    tell(machine)
+    calls: list[TypicalCall] = []
+    sdpa: dict[str, str] = {}
+    checks: list[Check] = []
+    labels = _labels(device)
+    results = in_children(len(labels), _steps, device) if may_break(device.type) else _steps(0, device)
+    for (asked, what), result in zip(labels, results):
+        if isinstance(result, Ended):
+            checks.append(Check(asked, what, False, result.how))
+        elif isinstance(result, list):
+            calls = result
+        elif isinstance(result, dict):
+            sdpa = result
+        elif result is not None:
+            checks.append(result)
+    return Report(flash_attn_compat.__version__, machine, calls, sdpa, checks, faults.reasons(), _name())
+
+
+_Result = list[TypicalCall] | dict[str, str] | Check | None
+
+
+def _labels(device: torch.device) -> list[tuple[str, str]]:
+    """Of each of ``_steps``: who is asked, and what."""
+    whole = [("dispatch", "typical calls"), ("dispatch", "F.scaled_dot_product_attention")]
+    return [*whole, *((part.backend, part.name) for part in self_check.parts(device))]
+
+
+def _steps(first: int, device: torch.device) -> Iterator[_Result]:
+    """What a report says that may take a GPU, from number ``first`` on."""
+    parts = [partial(self_check.check_part, part, device) for part in self_check.parts(device)]
+    steps: list[Callable[[], _Result]] = [partial(_typical_calls, device), partial(_sdpa, device), *parts]
+    yield from (step() for step in steps[first:])
 
 
 def to_json(report: Report) -> str:
@@ -99,16 +130,33 @@ def to_json(report: Report) -> str:
 
 
 def to_text(report: Report) -> str:
-    sections = {
-        f"flash-attn-compat {report.version}": [],
-        "Machine": _machine_lines(report.machine),
-        "What would serve": _columns({call.name: call.backend or "NOTHING" for call in report.calls}),
-        "Backends, in the order in which they are asked": _columns(_about_backends(report.calls)),
-        "F.scaled_dot_product_attention": _columns(report.sdpa),
-        "Self-check: error against fp64 (in brackets: of plain PyTorch in the same dtype)": _check_lines(report.checks),
-        "The name flash_attn": _name_lines(report.name),
-        "All well." if report.healthy else "Something is wrong: see NOTHING and FAIL above.": [],
-    }
+    return f"{head(report.machine)}\n\n{rest(report)}"
+
+
+def head(machine: Machine) -> str:
+    """The first part of the text."""
+    return _sections({f"flash-attn-compat {flash_attn_compat.__version__}": [], "Machine": _machine_lines(machine)})
+
+
+def rest(report: Report) -> str:
+    """The text behind ``head``."""
+    refused = {"Kernels that are refused here": [line for fault in report.faults for line in _wrapped("  ", fault)]}
+    return _sections(
+        {
+            "What would serve": _columns({call.name: call.backend or "NOTHING" for call in report.calls}),
+            "Backends, in the order in which they are asked": _columns(_about_backends(report.calls)),
+            "F.scaled_dot_product_attention": _columns(report.sdpa),
+            "Self-check: error against fp64 (in brackets: of plain PyTorch in the same dtype)": _check_lines(
+                report.checks
+            ),
+            **(refused if report.faults else {}),
+            "The name flash_attn": _name_lines(report.name),
+            "All well." if report.healthy else f"Something is wrong: see NOTHING and FAIL above. {_ADVICE}": [],
+        }
+    )
+
+
+def _sections(sections: dict[str, list[str]]) -> str:
     return "\n\n".join("\n".join([title, *lines]) for title, lines in sections.items())
 
 
@@ -160,8 +208,12 @@ def _columns(rows: dict[str, str]) -> list[str]:
     lines = []
     for label, text in rows.items():
         head = f"  {label:{width}}  "
-        lines += textwrap.wrap(text, 110, initial_indent=head, subsequent_indent=" " * len(head)) or [head]
+        lines += _wrapped(head, text) or [head]
     return lines
+
+
+def _wrapped(head: str, text: str) -> list[str]:
+    return textwrap.wrap(text, 110, initial_indent=head, subsequent_indent=" " * len(head))
 
 
 def _device() -> torch.device:
@@ -218,7 +270,7 @@ def kernels(device: torch.device) -> list[str]:
     index = torch.cuda.current_device() if device.index is None else device.index
     nvrtc, driver = (".".join(map(str, version)) for version in (loader.compiler().version, loader.driver().version))
     made = f"for {loader.target(index).architecture} by NVRTC {nvrtc}, driver for CUDA {driver}"
-    without = [] if tensor_cores.exist(index) else ["this GPU has no tensor cores"]
+    without = [] if tensor_cores.known(index) is not False else ["this GPU has no tensor cores: use float32 there"]
     return [f"{made}, kept in {cache.described()}", *without, *verdicts.summary(str(settings.gpu(device)))]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -12,12 +13,14 @@ import torch
 from torch.torch_version import TorchVersion
 
 import flash_attn_compat
-from flash_attn_compat import backends, doctor, self_check, settings
-from flash_attn_compat.backends.fused import loader
+from flash_attn_compat import backends, cli, doctor, isolation, self_check, settings
+from flash_attn_compat.backends.fused import faults, loader
 from flash_attn_compat.engine import memory
 from tests.aten import originals
-from tests.interpreters import REPOSITORY, forked_child
+from tests.interpreters import CAN_FORK, REPOSITORY, forked_child
 from tests.naming.environment import write_package
+
+needs_fork = pytest.mark.skipif(not CAN_FORK, reason="processes cannot be copied here")
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +110,62 @@ def test_without_a_home_directory_the_doctor_says_where_kernels_could_be_kept(mo
     found = {"why_not": None, "compiler": compiler, "driver": driver, "target": loader.Target("sm_75", 75)}
     for name, value in found.items():
         monkeypatch.setattr(loader, name, lambda *device, value=value: value)
-    monkeypatch.setattr(doctor.tensor_cores, "exist", lambda device: True)
+    monkeypatch.setattr(doctor.tensor_cores, "known", lambda device: True)
     monkeypatch.setattr(settings, "gpu", lambda device: "Tesla T4")
     (first, *_) = doctor.kernels(torch.device("cuda", 0))
     assert first.endswith("kept in no folder: there is no home directory: set FLASH_ATTN_COMPAT_CACHE to a folder")
+
+
+@needs_fork
+def test_what_ends_a_process_is_named_after_the_machine_and_the_rest_is_checked(monkeypatch, capsys):
+    """As on a GPU, where a kernel that faults ends the process's use of it."""
+    check_part = self_check.check_part
+
+    def fault(part, device):
+        if (part.backend, part.case.name) == ("chunked", "full"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return check_part(part, device)
+
+    monkeypatch.setattr(isolation, "_START", "fork")
+    monkeypatch.setattr(doctor, "may_break", lambda device_type: True)
+    monkeypatch.setattr(self_check, "check_part", fault)
+    monkeypatch.setattr(faults, "reasons", lambda: ["dkdv broke a process's use of this GPU when tried: " + 30 * "x "])
+    assert cli.main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    lines = [line.split() for line in text.splitlines()]
+    assert text.index("Machine") < text.index("What would serve") < text.index("Kernels that are refused here")
+    failed = [line for line in lines if line[:1] == ["FAIL"]]
+    assert [line[1:3] for line in failed] == [["chunked", "full,"]] * 2, "bf16 and fp32"
+    assert all(line[-1] == "SIGKILL" for line in failed)
+    passed = {line[1] for line in lines if line[:1] == ["ok"]}
+    assert passed >= {"chunked", "sdpa", "reference"} and "docs/troubleshooting.md" in text.splitlines()[-1]
+
+
+def test_the_machine_is_told_before_anything_runs(monkeypatch):
+    class Stopped(Exception):
+        pass
+
+    def stop(device):
+        raise Stopped
+
+    told = []
+    monkeypatch.setattr(doctor, "_typical_calls", stop)
+    with pytest.raises(Stopped):
+        doctor.examine(told.append)
+    assert [machine.device for machine in told] == [str(doctor._device())]
+
+
+def test_what_ended_a_process_is_forgotten_on_request(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(faults, "forget", lambda: asked.append("forget") or 1)
+    monkeypatch.setattr(doctor, "examine", lambda tell: asked.append("examine") or report_of_nothing())
+    assert [cli.main(["doctor"]), cli.main(["doctor", "--again", "--json"])] == [0, 0]
+    assert asked == ["examine", "forget", "examine"]
+
+
+def report_of_nothing():
+    machine = doctor.Machine("3", "Linux", "2", "cpu", "a CPU", None, [], True, ["none"], {})
+    return doctor.Report("1", machine, [], {}, [], [], doctor.Name("nothing", None, None, None, [], {}))
 
 
 @pytest.mark.parametrize(

@@ -221,8 +221,10 @@ def test_doctor_says_that_there_are_none_and_what_is_known_of_speed(monkeypatch:
     monkeypatch.setattr(loader, "compiler", lambda: SimpleNamespace(version=(13, 0)))
     takes(monkeypatch, 64.0)
     first, *others = doctor.kernels(torch.device("cuda", 0))
-    assert "for sm_75 by NVRTC 13.0" in first
-    assert others[0] == "this GPU has no tensor cores" and "not tuned" in others[1] and len(others) == 2
+    assert "for sm_75 by NVRTC 13.0" in first and len(others) == 1, "nothing is launched to find out"
+    tensor_cores.exist(0)
+    _, *others = doctor.kernels(torch.device("cuda", 0))
+    assert "no tensor cores: use float32" in others[0] and "not tuned" in others[1] and len(others) == 2
     times = verdicts.Times("causal", 64, "float16", True, {"fused": 2.0, "chunked": 1.0})
     verdicts.keep(Card(GPU, "torch 2.11", (times,)))
     assert doctor.kernels(torch.device("cuda", 0))[2:] == [

@@ -41,6 +41,13 @@ def exist(device: int) -> bool:
     return found
 
 
+def known(device: int) -> bool | None:
+    """As ``exist``, of what is kept already: nothing is launched. None where nothing is."""
+    if loader.own_capability(device) != _DOUBTFUL:
+        return True
+    return None if cache.read(_file(device)) is None else exist(device)
+
+
 def measure_again(device: int) -> bool:
     """``exist``, measured now where only time tells; the new figure replaces the one that was kept."""
     if loader.own_capability(device) == _DOUBTFUL:

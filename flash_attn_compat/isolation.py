@@ -1,0 +1,106 @@
+"""Work that may break the GPU's context, done in child processes: what breaks one is named, and another one goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+# Child processes that may end before their work is done; each takes seconds to start.
+MOST_ENDED = 12
+_START = "spawn"  # a copy of this process could not use its GPU
+
+
+class Ended:
+    """Instead of a step's result: the child process ended in the middle of the step. ``how``, in words"""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+
+def may_break(device_type: str) -> bool:
+    """Whether a wrong kernel ends a process's use of such a device."""
+    return device_type == "cuda"
+
+
+def in_children(count: int, steps: Callable[..., Iterable[Result]], *arguments: Any) -> Iterator[Result | Ended]:
+    """The results of ``steps(first, *arguments)``, which yields those of ``count`` steps from number ``first`` on.
+
+    steps: a function that a new interpreter can import; with its arguments and results it must be picklable
+    A step that leaves the GPU unusable is the last of its child; another child takes the steps behind it. After
+    MOST_ENDED children the rest is not done, and is Ended too. Raises what ``steps`` raises.
+    """
+    done = ended = 0
+    while done < count and ended < MOST_ENDED:
+        for result in _of_one_child(steps, done, arguments):
+            done += 1
+            yield result
+        ended += 1
+    for _ in range(done, count):
+        yield Ended(f"not done: {MOST_ENDED} processes ended before")
+
+
+def _of_one_child(
+    steps: Callable[..., Iterable[Result]], first: int, arguments: tuple[Any, ...]
+) -> Iterator[Result | Ended]:
+    context: Any = multiprocessing.get_context(_START)
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_serve, args=(sender, steps, first, arguments), daemon=True)
+    child.start()
+    sender.close()
+    try:
+        while True:
+            said, value = receiver.recv()
+            if said == "over":
+                return
+            if said == "raised":
+                raise value
+            yield value
+    except (EOFError, ConnectionResetError):
+        child.join()
+        yield Ended(_in_words(child.exitcode))
+    finally:
+        receiver.close()
+        child.terminate()
+        child.join()
+
+
+def _serve(sender: Connection, steps: Callable[..., Iterable[Any]], first: int, arguments: tuple[Any, ...]) -> None:
+    """In the child."""
+    try:
+        for result in steps(first, *arguments):
+            sender.send(("result", result))
+            if _gpu_is_lost():
+                sender.send(("over", None))
+                sender.close()
+                os._exit(1)  # what runs at exit would fail, or abort
+        sender.send(("over", None))
+    except (KeyboardInterrupt, BrokenPipeError):  # the parent is told as well, or has gone
+        pass
+    except Exception as error:  # noqa: BLE001  the parent raises it
+        sender.send(("raised", error))
+
+
+def _gpu_is_lost() -> bool:
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def _in_words(code: int | None) -> str:
+    if code is not None and code < 0:
+        with contextlib.suppress(ValueError):
+            return f"its process ended by {signal.Signals(-code).name}"
+    return f"its process ended with exit code {code}"

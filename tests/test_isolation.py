@@ -1,0 +1,118 @@
+"""Steps in child processes: one that ends its process, or leaves the GPU broken, is told and the others are taken."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from flash_attn_compat import isolation
+from flash_attn_compat.isolation import Ended, in_children
+from tests.interpreters import CAN_FORK
+
+needs_fork = pytest.mark.skipif(not CAN_FORK, reason="processes cannot be copied here")
+lost = False
+
+
+def steps(first: int, plan: list[str]) -> Iterator[tuple[str, int]]:
+    """What each step does; its result has the process in which it was taken."""
+    global lost  # noqa: PLW0603
+    for what in plan[first:]:
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "exit":
+            os._exit(3)
+        if what == "raise":
+            raise ValueError("no such backend")
+        lost = what == "lose"
+        yield what, os.getpid()
+
+
+@pytest.fixture
+def forking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolation, "_START", "fork")
+    monkeypatch.setattr(isolation, "_gpu_is_lost", lambda: lost)
+
+
+def told(plan: list[str]) -> tuple[list[str], int]:
+    """What came of each step, and how many processes took part."""
+    found: list[Any] = list(in_children(len(plan), steps, plan))
+    processes = {one[1] for one in found if not isinstance(one, Ended)}
+    return [one.how if isinstance(one, Ended) else one[0] for one in found], len(processes)
+
+
+KILLED, EXITED = "its process ended by SIGKILL", "its process ended with exit code 3"
+
+
+@needs_fork
+@pytest.mark.usefixtures("forking")
+@pytest.mark.parametrize(
+    ("plan", "expected", "processes"),
+    [
+        (["right"] * 3, ["right"] * 3, 1),
+        (["right", "kill", "right"], ["right", KILLED, "right"], 2),
+        (["kill", "exit", "right"], [KILLED, EXITED, "right"], 1),
+        (["right", "lose", "right", "right"], ["right", "lose", "right", "right"], 2),
+        (["right", "lose"], ["right", "lose"], 1),
+        (["right", "kill"], ["right", KILLED], 1),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, list) else str(value),
+)
+def test_each_step_has_a_result_whatever_becomes_of_its_process(
+    plan: list[str], expected: list[str], processes: int
+) -> None:
+    assert told(plan) == (expected, processes)
+
+
+@needs_fork
+@pytest.mark.usefixtures("forking")
+def test_after_so_many_ended_processes_the_rest_is_told_as_not_done() -> None:
+    found, _ = told(["exit"] * (isolation.MOST_ENDED + 2))
+    assert found == [EXITED] * isolation.MOST_ENDED + ["not done: 12 processes ended before"] * 2
+
+
+@needs_fork
+@pytest.mark.usefixtures("forking")
+def test_an_error_of_a_step_is_raised_here() -> None:
+    with pytest.raises(ValueError, match="no such backend"):
+        told(["right", "raise", "right"])
+
+
+@needs_fork
+@pytest.mark.usefixtures("forking")
+def test_whoever_takes_no_more_results_leaves_no_process() -> None:
+    results = in_children(3, steps, ["right"] * 3)
+    _, child = next(results)  # type: ignore[misc]
+    results.close()  # type: ignore[attr-defined]
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+def test_children_are_new_interpreters_and_not_copies_that_could_not_use_the_gpu() -> None:
+    found, processes = told(["right", "exit" if os.name == "nt" else "kill"])
+    assert found[0] == "right" and found[1].startswith("its process ended") and processes == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [(-signal.SIGTERM, "ended by SIGTERM"), (1, "exit code 1"), (-999, "exit code -999"), (None, "exit code None")],
+)
+def test_the_end_of_a_process_in_words(code: int | None, expected: str) -> None:
+    assert isolation._in_words(code).endswith(expected)
+
+
+@pytest.mark.parametrize(("error", "expected"), [(None, False), (RuntimeError("CUDA error"), True)])
+def test_a_gpu_is_lost_where_waiting_for_it_fails(
+    error: Exception | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait() -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr("torch.cuda.synchronize", wait)
+    assert not isolation._gpu_is_lost(), "nobody used one"
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    assert isolation._gpu_is_lost() == expected
