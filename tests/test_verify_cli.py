@@ -5,14 +5,23 @@ from __future__ import annotations
 import ast
 import graphlib
 import json
+import os
+import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
+from flash_attn_compat import isolation
+from flash_attn_compat.backends.fused import faults
+from flash_attn_compat.utils.testing import attention_ref
+from tests import fused_on_cpu
+from tests.interpreters import CAN_FORK
 from tests.support import check_refused_in_one_line
+from verify import compare
 from verify.cli import main
 
 ROOT = Path(__file__).parent.parent
@@ -180,3 +189,42 @@ def test_no_module_of_verify_imports_itself_in_a_circle():
     }
     assert "diagnosis" in imports["locate"]
     graphlib.TopologicalSorter(imports).prepare()
+
+
+# ---- on a GPU
+
+
+def ends_its_process(q, k, v, causal=False):
+    """A kernel that is right but for one size, at which it ends its process."""
+    if q.shape[-1] == 256:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return attention_ref(q, k, v, causal=causal)[0].to(q.dtype)
+
+
+@pytest.mark.skipif(not CAN_FORK, reason="processes cannot be copied here")
+@pytest.mark.parametrize(("on_gpu", "refused"), [(True, []), (True, ["dq ended a process"]), (False, [])])
+def test_a_kernel_that_ends_its_process_is_one_wrong_answer_on_a_gpu(on_gpu, refused, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(isolation, "_START", "fork")
+    monkeypatch.setattr(compare, "may_break", lambda device_type: on_gpu)
+    monkeypatch.setattr(faults, "reasons", lambda: refused)
+    saved = tmp_path / "rows.json"
+    wanted = ["-k", "head_dim 256,head_dim 264" if on_gpu else "head_dim 264", "--json", str(saved)]
+    name = "tests.test_verify_cli:ends_its_process"
+    code = main(["--quick", "--device", "cpu", "--forward-only", "--implementation", name, *wanted])
+    rows = {row["case"]: row for row in json.loads(saved.read_text())["rows"]}
+    wrong = [row["note"] for row in rows.values() if row["verdict"] == "FAIL"]
+    assert wrong == ["its process ended by SIGKILL"] * on_gpu and code == on_gpu
+    assert len(rows) == 1 + on_gpu
+    told = " ".join(capsys.readouterr().out.split())
+    assert ("CUDA_LAUNCH_BLOCKING=1" in told) == on_gpu and ("refused: dq ended" in told) == bool(refused)
+
+
+def test_a_kernel_that_its_trial_has_rejected_is_wrong_and_not_declined(monkeypatch, capsys, tmp_path):
+    launches = fused_on_cpu.record(monkeypatch, tried=True)  # whose kernels compute nothing
+    saved = tmp_path / "rows.json"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wanted = ["--quick", "--device", "cpu", "--forward-only", "--backend", "fused"]
+        assert main([*wanted, "-k", "head_dim 52", "--json", str(saved)]) == 1
+    (row,) = json.loads(saved.read_text())["rows"]
+    assert launches.seen and row["verdict"] == "FAIL" and "computes wrong numbers on this GPU" in row["note"]

@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+from flash_attn_compat.backends.fused import faults
+from flash_attn_compat.isolation import Ended, in_children, may_break
+
 from . import implementations as impl
 from .cases import Case, generated
 from .environment import checked_devices, describe
@@ -69,17 +72,63 @@ class Row:
         return {**named, **asked, "verdict": self.outcome, "note": self.note, "checks": checks}
 
 
-def run(judged: Sequence[impl.Implementation], devices: Sequence[str], cases: Sequence[Case]) -> Iterator[Row]:
-    """Row after row, case by case: a case's tensors live no longer than its turn."""
+def run(
+    judged: Sequence[impl.Implementation], devices: Sequence[str], cases: Sequence[Case], first: int = 0
+) -> Iterator[Row]:
+    """Row after row, case by case: a case's tensors live no longer than its turn. first: rows to leave out"""
     for case in cases:
         for device in devices:
+            skipped, first = judged[:first], max(0, first - len(judged))
+            asked = judged[len(skipped) :]
             if device.startswith("mps") and case.dtype == "fp64":
                 refusal = Verdict(refused="the device has no fp64")
-                yield from (Row(case, each.name, device, refusal) for each in judged)
+                yield from (Row(case, each.name, device, refusal) for each in asked)
                 continue
-            examination = Examination(case.problem, device)
-            for each in judged:
+            examination = Examination(case.problem, device) if asked else None
+            for each in asked:
+                assert examination is not None
                 yield _judged(case, each, device, examination)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asks for, in a form that another process can be told."""
+
+    implementation: str | None
+    backends: Sequence[str]
+    devices: Sequence[str]
+    quick: bool
+    texts: Sequence[str]  # in the names of cases
+    forward_only: bool
+
+    @property
+    def judged(self) -> list[impl.Implementation]:
+        return [impl.imported(self.implementation)] if self.implementation else [*impl.backends([*self.backends])]
+
+    @property
+    def cases(self) -> list[Case]:
+        return [
+            case.forward_only() if self.forward_only else case
+            for case in (*recorded_cases(), *generated(self.quick))
+            if not self.texts or any(text in f"{case.function} {case.name}" for text in self.texts)
+        ]
+
+
+def steps(first: int, asked: Asked) -> Iterator[tuple[Verdict, str, bool]]:
+    """What rows from number ``first`` on hold beside their place: verdict, remark and bypassed."""
+    torch.set_num_threads(1)
+    for row in run(asked.judged, asked.devices, asked.cases, first):
+        yield row.verdict, row.remark, row.bypassed
+
+
+def rows_of(asked: Asked, judged: Sequence[impl.Implementation], cases: Sequence[Case]) -> Iterator[Row]:
+    """All rows. On a GPU they are made in child processes, so that a kernel that breaks one is named."""
+    if not any(may_break(device.partition(":")[0]) for device in asked.devices):
+        yield from run(judged, asked.devices, cases)
+        return
+    places = [(case, each.name, device) for case in cases for device in asked.devices for each in judged]
+    for place, found in zip(places, in_children(len(places), steps, asked)):
+        yield Row(*place, Verdict(errors=[found.how])) if isinstance(found, Ended) else Row(*place, *found)
 
 
 def _judged(case: Case, implementation: impl.Implementation, device: str, examination: Examination) -> Row:
@@ -92,6 +141,17 @@ def _judged(case: Case, implementation: impl.Implementation, device: str, examin
             verdict, remark = alone, f"without softmax_lse: {verdict.refused}"
     bypassed = before is not None and not verdict.refused and implementation.calls_served() == before
     return Row(case, implementation.name, device, verdict, remark, bypassed)
+
+
+BROKEN = (
+    "a kernel broke the GPU or its process: the first row that says so names it if CUDA_LAUNCH_BLOCKING=1 is set. "
+    "docs/troubleshooting.md says what to do"
+)
+
+
+def is_of_a_broken_gpu(error: str) -> bool:
+    """Whether an error says that a process's use of the GPU is over."""
+    return "its process ended" in error or "CUDA error" in error or error.startswith("ContextLost")
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
@@ -218,35 +278,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-v", "--verbose", action="store_true", help="a row for every problem")
 
 
-def _cases(arguments: argparse.Namespace) -> list[Case]:
-    wanted = [text.strip() for text in arguments.filter.split(",") if text.strip()]
-    cases = [
-        case.forward_only() if arguments.forward_only else case
-        for case in (*recorded_cases(), *generated(arguments.quick))
-        if not wanted or any(text in f"{case.function} {case.name}" for text in wanted)
-    ]
-    if not cases:
-        raise UsageError(f"no case has {arguments.filter!r} in its name")
-    return cases
-
-
 def main(arguments: argparse.Namespace) -> int:
     if arguments.implementation and arguments.backend:
         raise UsageError("--backend and --implementation exclude each other")
-    judged: list[impl.Implementation] = (
-        [impl.imported(arguments.implementation)] if arguments.implementation else [*impl.backends(arguments.backend)]
-    )
-    cases, devices = _cases(arguments), checked_devices(arguments.device)
+    texts = [text.strip() for text in arguments.filter.split(",") if text.strip()]
+    devices = checked_devices(arguments.device)
+    asked = Asked(arguments.implementation, arguments.backend, devices, arguments.quick, texts, arguments.forward_only)
+    judged, cases = asked.judged, asked.cases
+    if not cases:
+        raise UsageError(f"no case has {arguments.filter!r} in its name")
     torch.set_num_threads(1)  # thousands of small problems: more threads cost more than they give
     terminal, environment = console(), describe(devices)
     announce(environment, terminal)
     rows: list[Row] = []
     with progress_bar(terminal) as progress:
         task = progress.add_task("comparing", total=len(cases) * len(judged) * len(devices))
-        for row in run(judged, devices, cases):
+        for row in rows_of(asked, judged, cases):
             rows.append(row)
             progress.advance(task)
     remarks = [*([] if recorded_cases() else [ABSENT]), *(own_words(rows) if arguments.implementation else [])]
+    if any(is_of_a_broken_gpu(error) for row in rows for error in row.verdict.errors):
+        remarks.append(BROKEN)
+    remarks += [f"refused: {reason}" for reason in faults.reasons()]
     summary = report(rows, environment, arguments.verbose, remarks, arguments.implementation or OURS)
     deliver(summary, {"rows": [row.to_json() for row in rows]}, arguments, terminal)
     return 0 if summary.ok else 1

@@ -44,7 +44,10 @@ class Backend:
             try:
                 yield getattr(flash_attn_interface, call.fn)
             except flash_attn_compat.BackendNotSupported as refusal:
-                raise NotSupported(self._reason(refusal)) from refusal
+                reason = self._reason(refusal)
+                if reason.startswith("failed before: "):  # as its trial has found on this GPU
+                    raise RuntimeError(reason) from refusal
+                raise NotSupported(reason) from refusal
 
     def flash_attn_func(self, *args: Any, **kwargs: Any) -> Any:
         with flash_attn_compat.use_backend(self.name):
