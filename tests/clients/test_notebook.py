@@ -38,7 +38,7 @@ def commands() -> Iterator[list[str]]:
 
 def test_commands_of_all_cells_exist() -> None:
     assert [words[:2] for words in commands()] == [
-        ["doctor"], ["tune", "--json"], ["verify", "--quick"], ["verify", "bench"], ["verify", "report"]
+        ["verify", "--quick"], ["doctor"], ["tune", "--json"], ["verify", "bench"], ["verify", "report"]
     ]  # fmt: skip
     for name, *words in commands():
         if name == "verify":
@@ -65,6 +65,62 @@ def test_a_command_that_fails_stops_the_notebook_or_is_told_after_what_it_said(
     assert said == "said" and len(told) == (not stop) and all("exit code 3" in line for line in told)
 
 
+def test_its_first_command_can_name_a_kernel_that_faults() -> None:
+    calls = [node for node in ast.walk(ast.parse(notebook.cells()["cell-4"])) if isinstance(node, ast.Call)]
+    first, second = (ast.unparse(call) for call in calls)
+    assert "'--quick'" in first and "CUDA_LAUNCH_BLOCKING='1'" in first and "'doctor'" in second
+
+
+def test_a_command_gets_the_memory_that_this_process_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: dict[str, Any] = {}
+    notebook.run("install", next(iter(notebook.cells().values())), names)
+    done: list[str] = []
+    monkeypatch.setattr(names["gc"], "collect", lambda: done.append("collect"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("empty"))
+    monkeypatch.setattr(names["subprocess"], "Popen", lambda *given, **options: done.append("start") or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        names["shell"]("anything")
+    assert done == ["collect", "empty", "start"]
+
+
+def executed(sources: list[str], folder: Path) -> list[str]:
+    """What cells print in a kernel, as a notebook runs them; each one's output."""
+    nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
+    pytest.importorskip("ipykernel", reason="ipykernel is not installed")
+    import nbformat
+
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    book = nbformat.v4.new_notebook(cells=cells)
+    nbclient.NotebookClient(book, timeout=1200, resources={"metadata": {"path": str(folder)}}).execute()
+    return ["".join(output.get("text", "") for output in cell["outputs"]) for cell in book["cells"]]
+
+
+def test_in_a_notebook_commands_print_few_lines_of_progress_and_no_escapes(tmp_path: Path) -> None:
+    """A kernel sets FORCE_COLOR, by which rich takes a pipe for a terminal."""
+    command = (
+        "import time; from flash_attn_compat import progress\n"
+        "for _ in progress.shown(range(60), str): time.sleep(0.02)\n"
+        "from rich.console import Console; print(Console().width)"
+    )
+    look = "print(os.environ.get('FORCE_COLOR'))"
+    run = f"print(len(shell(sys.executable, '-c', {command!r}).splitlines()))"
+    found = executed([notebook.cells()["cell-2"], look, run], tmp_path)
+    assert found[1] != "None\n", "else this test shows nothing"
+    *progress, width, count = found[2].splitlines()
+    assert len(progress) == 21 and width == "120" and count == "22" and "\x1b" not in found[2]
+
+
+@pytest.mark.thorough
+def test_all_cells_run_in_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook.save_tiny_model(tmp_path / "tiny")
+    monkeypatch.setenv("NOTEBOOK_MODEL", str(tmp_path / "tiny"))
+    found = executed([*notebook.cells().values()], tmp_path)
+    assert "All well." in found[1] and "PASS" in found[1]
+    with zipfile.ZipFile(tmp_path / "t4-report.zip") as report:
+        assert {"t4-answers.json", "t4-doctor.txt", "t4-lora.json"} <= {*report.namelist()}
+
+
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The names that its cells leave behind, and what they told other programs to do as `told`."""
@@ -72,7 +128,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     notebook.save_tiny_model(folder / "tiny")
     names: dict[str, Any] = {"folder": folder, "told": []}
 
-    def shell(*command: str, stop: bool = True) -> str:
+    def shell(*command: str, stop: bool = True, **variables: str) -> str:
         names["told"].append(command)
         for file in command:
             if file.endswith(".json"):
@@ -94,7 +150,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_cells_run_from_top_to_bottom_and_install_nothing_that_is_there(ran: dict[str, Any]) -> None:
     assert ran["missing"] == []
-    assert [command[1:4] for command in ran["told"]] == [("-m", "flash_attn_compat", at) for at in ("doctor", "verify")]
+    assert [command[1:4] for command in ran["told"]] == [("-m", "flash_attn_compat", at) for at in ("verify", "doctor")]
 
 
 def test_its_lora_computes_attention_by_this_package_and_learns_what_sdpa_learns(ran: dict[str, Any]) -> None:
