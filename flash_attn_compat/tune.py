@@ -22,6 +22,7 @@ from flash_attn_compat.backends import BACKENDS
 from flash_attn_compat.backends.fused import candidates, loader, tensor_cores, variants, verdicts
 from flash_attn_compat.backends.fused.variants import Kind, Tile
 from flash_attn_compat.backends.fused.verdicts import Card, Chosen, Times
+from flash_attn_compat.card import Limits, flops, measure
 from flash_attn_compat.engine import memory
 from flash_attn_compat.engine.features import dtype_name
 
@@ -45,6 +46,7 @@ class Shape(NamedTuple):
     dtype: torch.dtype
     seqlen: int
     device: torch.device
+    batch: int = _BATCH
 
     @property
     def size(self) -> int:
@@ -55,7 +57,7 @@ class Shape(NamedTuple):
         return f"head_dim {self.size}, {dtype_name(self.dtype)}"
 
     def random(self, rows: int, heads: int) -> Tensor:
-        return torch.randn(_BATCH, rows, heads, self.head_dim, dtype=self.dtype, device=self.device)
+        return torch.randn(self.batch, rows, heads, self.head_dim, dtype=self.dtype, device=self.device)
 
     @property
     def heads(self) -> int:
@@ -75,6 +77,7 @@ class Tuning:
     dtypes: Sequence[torch.dtype]
     seqlen: int
     all_cases: bool = False  # also those in which plain PyTorch alone is the alternative
+    batch: int = _BATCH
     failures: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -92,6 +95,10 @@ class Tuning:
         for label, ask in progress.shown(list(self._questions()), lambda question: question[0]):
             try:
                 ask()
+            except loader.ContextLost as error:
+                self.failures.append(f"{label}: {error}")
+                self.failures.append("what follows it. Run tune once more: the kernel that faulted is left out then")
+                return
             except Exception as error:  # noqa: BLE001  whatever goes wrong, the rest is worth asking
                 self._failed(label, error)
 
@@ -99,7 +106,7 @@ class Tuning:
         """What is to be found out, and how."""
         for head_dim in self.head_dims:
             for dtype in self.dtypes:
-                shape = Shape(head_dim, dtype, self.seqlen, self.device)
+                shape = Shape(head_dim, dtype, self.seqlen, self.device, self.batch)
                 yield f"compiling for {shape}", partial(self._compile, shape)
                 for entry in candidates.ENTRIES:
                     if len(self._tiles(entry, shape)) > 1:
@@ -177,6 +184,8 @@ class Tuning:
                 try:
                     with way():
                         times[name] = min(reading(run), times.get(name, math.inf))
+                except loader.ContextLost:
+                    raise
                 except Exception as error:  # noqa: BLE001  it is out
                     left.pop(name), times.pop(name, None)
                     self._failed(f"{label}, {name}", error)
@@ -209,11 +218,11 @@ def decoding(shape: Shape, paged: bool) -> Run:
     pages = max(1, shape.seqlen // _PAGE)
     q = shape.random(1, shape.heads)
     caches = [shape.random(pages * _PAGE, shape.heads // _GROUP) for _ in "kv"]
-    lengths = torch.full((_BATCH,), pages * _PAGE, dtype=torch.int32, device=shape.device)
+    lengths = torch.full((shape.batch,), pages * _PAGE, dtype=torch.int32, device=shape.device)
     table = None
     if paged:
-        caches = [cache.view(_BATCH * pages, _PAGE, *cache.shape[2:]) for cache in caches]
-        table = torch.arange(_BATCH * pages, dtype=torch.int32, device=shape.device).view(_BATCH, pages)
+        caches = [cache.view(shape.batch * pages, _PAGE, *cache.shape[2:]) for cache in caches]
+        table = torch.arange(shape.batch * pages, dtype=torch.int32, device=shape.device).view(shape.batch, pages)
     k, v = caches
     return lambda: flash_attn_compat.flash_attn_with_kvcache(
         q, k, v, cache_seqlens=lengths, block_table=table, causal=True
@@ -279,4 +288,15 @@ def of_this_gpu(head_dims: Sequence[int], dtypes: Sequence[str], seqlen: int) ->
     usual = [torch.bfloat16 if capability >= (8, 0) else torch.float16]
     wanted = [getattr(torch, dtype) for dtype in dtypes]
     all_cases = not tensor_cores.measure_again(device.index)
-    return Tuning(device, list(head_dims) or list(_HEAD_DIMS), wanted or usual, seqlen, all_cases)
+    batch = fitting_batch(seqlen, measure(device, (wanted or usual)[0]))
+    return Tuning(device, list(head_dims) or list(_HEAD_DIMS), wanted or usual, seqlen, all_cases, batch)
+
+
+def fitting_batch(seqlen: int, limits: Limits) -> int:
+    """How many sequences a problem has on a GPU with these limits, ``_BATCH`` at most. Raises CannotTune"""
+    for batch in (_BATCH, _BATCH // 2, 1):
+        numbers = batch * seqlen * _CHANNELS
+        takes = 3 * 8 * 2 * numbers, flops(1, _CHANNELS, float(numbers) / _CHANNELS * seqlen, training=True)
+        if takes[0] <= limits.memory and takes[1] <= limits.flops_of_launch:
+            return batch
+    raise CannotTune(f"{seqlen} tokens take too much memory or time on this GPU: choose a smaller --seqlen")

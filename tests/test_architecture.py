@@ -21,7 +21,7 @@ LAYERS = (
     ("api_2_6", "fa3", "flash_attn_triton", "layers", "losses", "modules", "ops", "utils"),
     ("aten",),
     ("naming",),
-    ("", "progress", "output_path", "isolation", "self_check", "doctor", "tune", "cli", "__main__"),
+    ("", "progress", "output_path", "isolation", "card", "self_check", "doctor", "tune", "cli", "__main__"),
 )
 LAYER_OF = {name: number for number, layer in enumerate(LAYERS) for name in layer}
 # Stand-ins that other interpreters find; their imports are those of a client.

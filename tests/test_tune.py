@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from flash_attn_compat.backends.fused.loader import KernelError
 from flash_attn_compat.backends.fused.variants import FP16, Kind, Tile, Variant
 from flash_attn_compat.backends.fused.verdicts import Card, Chosen
 from flash_attn_compat.backends.sdpa import Sdpa
+from flash_attn_compat.card import NO_LIMITS, Limits
 from flash_attn_compat.engine import memory
 from flash_attn_compat.tune import Tuning
 from tests import fused_on_cpu, others_kernels
@@ -45,7 +47,6 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launches:
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "_CHANNELS", 256)
-    monkeypatch.setattr(tune, "_BATCH", 1)
 
 
 def tell(monkeypatch: pytest.MonkeyPatch, launches: Launches, clock: Clock) -> None:
@@ -62,7 +63,7 @@ def tell(monkeypatch: pytest.MonkeyPatch, launches: Launches, clock: Clock) -> N
 
 
 def tuned(head_dim: int = 64, all_cases: bool = False) -> Tuning:
-    found = Tuning(CPU, [head_dim], [HALF], 128, all_cases)
+    found = Tuning(CPU, [head_dim], [HALF], 128, all_cases, batch=1)
     found.ask_all()
     return found
 
@@ -217,7 +218,8 @@ def test_turings_candidates_fit_its_registers() -> None:
 @pytest.fixture
 def command(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> Launches:
     tell(monkeypatch, launches, by_warps)
-    monkeypatch.setattr(tune, "of_this_gpu", lambda dims, dtypes, seqlen: Tuning(CPU, dims or [64], [HALF], seqlen))
+    small = functools.partial(Tuning, batch=1)
+    monkeypatch.setattr(tune, "of_this_gpu", lambda dims, dtypes, seqlen: small(CPU, dims or [64], [HALF], seqlen))
     return launches
 
 
@@ -312,7 +314,46 @@ def test_usual_shapes_are_those_of_the_gpus_models(
     monkeypatch.setattr(settings, "capability", lambda device: capability)
     monkeypatch.setattr(settings, "gpu", lambda device: GPU)
     monkeypatch.setattr(tune, "tensor_cores", SimpleNamespace(measure_again=lambda device: capability > (7, 5)))
+    monkeypatch.setattr(tune, "measure", lambda device, dtype: NO_LIMITS)
     found: Any = tune.of_this_gpu([], [], 2048)
     assert (found.device.index, found.head_dims, found.dtypes) == (1, [64, 128], [dtype])
     assert found.all_cases == (capability == (7, 5))
     assert tune.of_this_gpu([96], ["bfloat16"], 512).dtypes == [torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    ("gib", "teraflops", "seqlen", "expected"),
+    [
+        (16, 10.0, 2048, 4),
+        (16, 0.3, 2048, 4),
+        (16, 0.04, 2048, 1),
+        (1, 10.0, 4096, 4),
+        (1, 10.0, 16384, 1),
+        (1, 10.0, 2**20, None),
+        (16, 0.001, 2048, None),
+    ],
+)
+def test_a_batch_fits_the_gpus_memory_and_no_launch_takes_longer_than_it_may(
+    gib: int, teraflops: float, seqlen: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune, "_CHANNELS", 1024)
+    limits = Limits(gib * 2.0**30, teraflops * 1e12)
+    if expected is None:
+        with pytest.raises(tune.CannotTune, match="choose a smaller --seqlen"):
+            tune.fitting_batch(seqlen, limits)
+    else:
+        assert tune.fitting_batch(seqlen, limits) == expected
+
+
+def test_a_fault_ends_the_tuning_which_says_to_run_it_again(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def clock(served: str, seen: Sequence[Variant]) -> float:
+        if any(map(has_four_warps, seen)):
+            raise loader.ContextLost("dkdv broke this process's use of the GPU")
+        return 1.0
+
+    tell(monkeypatch, launches, clock)
+    found = tuned()
+    assert len(found.failures) == 2 and found.failures[0].startswith("tiles of dkdv") and not found.card.times
+    assert "dkdv broke" in found.failures[0] and "Run tune once more" in found.failures[1]

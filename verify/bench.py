@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from flash_attn_compat.backends import BACKENDS
+from flash_attn_compat.card import measure
 
 from . import bench_pictures
 from . import bench_report as tables
@@ -28,8 +30,8 @@ from .graphs import graphed
 from .inputs import dtype, number, positive
 from .output import announce, console, deliver, progress_bar, shown
 from .tables import COLOURS, OURS, Picture, Report
-from .timing import DeviceLost
-from .workloads import DECODE, FULL, SMALL, Workload, of_lengths
+from .timing import DeviceLost, Failed, attempt
+from .workloads import DECODE, FULL, SMALL, Workload, fitted, of_lengths
 
 Step = Callable[[str], None]
 Problem = tuple[str, Callable[[Step], list[Row]]]  # what it is called, and what gives its rows
@@ -103,10 +105,22 @@ def main(arguments: argparse.Namespace) -> int:
                    "official flash-attn": impl.official()[1]}  # fmt: skip
     saved = tables.load(arguments.against) if arguments.against else None
     announce(environment, terminal)
-    rows, lost = gathered(problems(plan), terminal)
+    try:
+        plan = on_card(plan)
+        rows, lost = gathered(problems(plan), terminal)
+    except DeviceLost as reason:
+        rows, lost = [], f"the CUDA device gave up at the first call: {reason}"
     data = {"workloads": {workload.name: workload.describe() for workload in plan.workloads}}
     pictures = bench_pictures.curves(rows, plan.workloads if arguments.lengths else ())
     return conclude("verify bench", environment, rows, lost, arguments, saved, data=data, pictures=pictures)
+
+
+def on_card(plan: Plan) -> Plan:
+    """With workloads that the device has the memory and the speed for. Raises DeviceLost"""
+    limits = attempt(plan.device, measure, torch.device(plan.device), plan.dtype)
+    if isinstance(limits, Failed):  # the workloads will say why
+        return plan
+    return replace(plan, workloads=[fitted(workload, limits) for workload in plan.workloads])
 
 
 def problems(plan: Plan) -> list[Problem]:

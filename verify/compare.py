@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from flash_attn_compat.backends.fused import faults
+from flash_attn_compat.card import cap_memory
 from flash_attn_compat.isolation import Ended, in_children, may_break
 
 from . import implementations as impl
@@ -117,6 +118,8 @@ class Asked:
 def steps(first: int, asked: Asked) -> Iterator[tuple[Verdict, str, bool]]:
     """What rows from number ``first`` on hold beside their place: verdict, remark and bypassed."""
     torch.set_num_threads(1)
+    for device in asked.devices:
+        cap_memory(torch.device(device))
     for row in run(asked.judged, asked.devices, asked.cases, first):
         yield row.verdict, row.remark, row.bypassed
 

@@ -10,10 +10,12 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn_compat import flash_attn_func
+from flash_attn_compat.card import cap_memory
 
 from . import inputs
 from .bench import conclude, gathered, problems
@@ -62,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     device, problem, batch = inputs.checked_device(arguments), inputs.described(arguments), arguments.batch
+    cap_memory(torch.device(device))
     heads, options = (arguments.heads, arguments.heads), {"causal": arguments.causal}
     workloads = [workload(f"N = {n}", (n,) * batch, heads, arguments.head_dim, **options)
                  for n in sorted(set(arguments.n))]  # fmt: skip

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from flash_attn_compat.card import Limits, flops
+
 from .call import Call
 from .problems import Problem
 
@@ -141,6 +143,44 @@ def shrunk(workload: Workload, batch: int = 8, seqlen: int = 8, heads: int = 4) 
         window=(left, right),
         capacity=workload.capacity // seqlen,
     )
+
+
+def visible_scores(workload: Workload) -> float:
+    """Scores that the mask leaves, of one head."""
+    left, right = workload.window
+    right = 0 if workload.causal else right
+    band = math.inf if left < 0 or right < 0 else left + right + 1
+    share = 0.5 if workload.causal and band == math.inf else 1.0
+    return sum(share * sq * min(sk, band) for sq, sk in zip(workload.seqlens_q, workload.seqlens_k))
+
+
+def bytes_of(workload: Workload) -> float:
+    """About what our call takes: its tensors and as many again, in half precision or, drawn first, in fp32."""
+    keys = workload.capacity * workload.batch if workload.decode else sum(workload.seqlens_k)
+    tensors = 2 * (sum(workload.seqlens_q) * workload.nheads + keys * workload.nheads_k) * workload.head_dim
+    return 2.0 * tensors * (2 if workload.decode else 4) + 4.0 * tensors
+
+
+def fitted(workload: Workload, limits: Limits) -> Workload:
+    """As it is, or a half, a quarter, ... of it where the card has not the memory or a launch would take too long."""
+    share, given = 1, workload
+    while (workload.batch > 1 or workload.max_seqlen_k > 1) and (
+        bytes_of(workload) > limits.memory
+        or flops(workload.nheads, workload.head_dim, visible_scores(workload), not workload.decode)
+        > limits.flops_of_launch
+    ):
+        share, workload = 2 * share, _halved(workload)
+    return given if share == 1 else replace(workload, name=f"{given.name} (1/{share})")
+
+
+def _halved(workload: Workload) -> Workload:
+    """Half the sequences; of a single one, half its rows and keys, and with them half of a window."""
+    kept = workload.batch // 2
+    if kept:
+        return replace(workload, seqlens_q=workload.seqlens_q[:kept], seqlens_k=workload.seqlens_k[:kept])
+    left, right = (bound if bound <= 0 else max(1, bound // 2) for bound in workload.window)
+    rows, keys = (tuple(max(1, n // 2) for n in lengths) for lengths in (workload.seqlens_q, workload.seqlens_k))
+    return replace(workload, seqlens_q=rows, seqlens_k=keys, window=(left, right), capacity=workload.capacity // 2)
 
 
 def of_lengths(lengths: Sequence[int], small: bool = False) -> list[Workload]:

@@ -175,6 +175,13 @@ class Driver:
         self.check(self.library.cuDeviceGetAttribute(byref(found), _SHARED_OF_MULTIPROCESSOR, ordinal))
         return found.value
 
+    def attribute(self, device: int, number: int) -> int:
+        """An attribute of a GPU, by its number in CUdevice_attribute."""
+        ordinal, found = ctypes.c_int(), ctypes.c_int()
+        self.check(self.library.cuDeviceGet(byref(ordinal), device))
+        self.check(self.library.cuDeviceGetAttribute(byref(found), number, ordinal))
+        return found.value
+
     def launch(self, kernel: Kernel, blocks: int, device: int, argument: bytes) -> None:
         """Launch on PyTorch's current stream of ``device``, whichever device is current; argument: struct Params."""
         handle, threads, shared = kernel
