@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -53,7 +56,8 @@ def _of_one_child(
 ) -> Iterator[Result | Ended]:
     context: Any = multiprocessing.get_context(_START)
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_serve, args=(sender, steps, first, arguments), daemon=True)
+    asked = pickle.dumps((steps, first, arguments))
+    child = context.Process(target=_serve, args=(sender, _home(steps), asked), daemon=True)
     child.start()
     sender.close()
     try:
@@ -73,9 +77,17 @@ def _of_one_child(
         child.join()
 
 
-def _serve(sender: Connection, steps: Callable[..., Iterable[Any]], first: int, arguments: tuple[Any, ...]) -> None:
-    """In the child."""
+def _home(function: Callable[..., Any]) -> str:
+    """The folder from which its module was imported, which need not be on sys.path any more."""
+    file = Path(str(sys.modules[function.__module__.partition(".")[0]].__file__))
+    return str(file.parents[file.name == "__init__.py"])
+
+
+def _serve(sender: Connection, folder: str, asked: bytes) -> None:
+    """In the child. folder: where to find what ``asked`` names, behind all others; asked: steps, first, arguments"""
+    sys.path.append(folder)
     try:
+        steps, first, arguments = pickle.loads(asked)
         for result in steps(first, *arguments):
             sender.send(("result", result))
             if _gpu_is_lost():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,9 +93,22 @@ def test_whoever_takes_no_more_results_leaves_no_process() -> None:
         os.kill(child, 0)
 
 
-def test_children_are_new_interpreters_and_not_copies_that_could_not_use_the_gpu() -> None:
-    found, processes = told(["right", "exit" if os.name == "nt" else "kill"])
-    assert found[0] == "right" and found[1].startswith("its process ended") and processes == 1
+def test_children_are_new_interpreters_that_find_the_steps_module_where_it_was_imported_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy could not use the GPU. `flash-attn-compat verify` takes the clone from sys.path again."""
+    (tmp_path / "far_steps.py").write_text(
+        "import os\n"
+        "def steps(first, parent):\n"
+        "    for number in range(first, 2):\n"
+        "        if number: os._exit(3)\n"
+        "        yield number, os.getpid() != parent\n"
+    )
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        module = importlib.import_module("far_steps")
+    first, second = in_children(2, module.steps, os.getpid())
+    assert first == (0, True) and isinstance(second, Ended) and second.how == EXITED
 
 
 @pytest.mark.parametrize(
