@@ -18,7 +18,7 @@ import torch
 from flash_attn_compat import backend_counts, explain, flash_attn_func, reset_backend_counts, use_backend
 from flash_attn_compat.backends.fused import cache, faults, loader, params, trial
 from flash_attn_compat.backends.fused.loader import ContextLost
-from flash_attn_compat.engine import memory
+from flash_attn_compat.engine import capture, memory
 from tests import fused_on_cpu
 from tests.interpreters import CAN_FORK, forked, forked_each
 from tests.support import close, driver_stand_in, randn
@@ -59,6 +59,7 @@ def start(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     fused_on_cpu.record(monkeypatch, tried=True)
     for (module, name), function in real.items():
         monkeypatch.setattr(module, name, function)
+    monkeypatch.setattr(capture, "current_device", lambda: None)
     monkeypatch.setattr(loader, "binary", lambda variant, architecture: b"code")
     library.expect(PARAMS, 65536)
 
