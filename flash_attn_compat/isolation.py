@@ -19,6 +19,7 @@ Result = TypeVar("Result")
 
 # Child processes that may end before their work is done; each takes seconds to start.
 MOST_ENDED = 12
+_SAFE_PATH = "PYTHONSAFEPATH"
 _START = "spawn"  # a copy of this process could not use its GPU
 
 
@@ -58,7 +59,8 @@ def _of_one_child(
     receiver, sender = context.Pipe(duplex=False)
     asked = pickle.dumps((steps, first, arguments))
     child = context.Process(target=_serve, args=(sender, _home(steps), asked), daemon=True)
-    child.start()
+    with _without_current_folder():
+        child.start()
     sender.close()
     try:
         while True:
@@ -75,6 +77,23 @@ def _of_one_child(
         receiver.close()
         child.terminate()
         child.join()
+
+
+@contextlib.contextmanager
+def _without_current_folder() -> Iterator[None]:
+    """Interpreters that start inside import nothing from the current folder, until they have this one's sys.path.
+
+    From Python 3.11 on.
+    """
+    before = os.environ.get(_SAFE_PATH)
+    os.environ[_SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_SAFE_PATH]
+        else:
+            os.environ[_SAFE_PATH] = before
 
 
 def _home(function: Callable[..., Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,14 @@ def test_whoever_takes_no_more_results_leaves_no_process() -> None:
 def test_children_are_new_interpreters_that_find_the_steps_module_where_it_was_imported_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy could not use the GPU. `flash-attn-compat verify` takes the clone from sys.path again."""
+    """A copy could not use the GPU. `flash-attn-compat verify` takes the clone from sys.path again.
+
+    What lies in the current folder under the name of a library is not run.
+    """
+    if sys.version_info >= (3, 11):
+        for name in ("pickle.py", "multiprocessing.py"):
+            (tmp_path / name).write_text("raise SystemExit(9)")
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "far_steps.py").write_text(
         "import os\n"
         "def steps(first, parent):\n"
