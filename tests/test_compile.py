@@ -203,10 +203,10 @@ def test_the_fake_kernels_know_shapes_dtypes_and_strides(option: str, layout: st
         q, k, v, packing = *(x.flatten(0, 1) for x in (q, k, v)), Packing(cumulative(3, 7), cumulative(9, 9), 7, 9)
     arguments = (q, k, v, *torch_ops._flatten(OPTIONS[option], packing))
     checks = ("test_schema", "test_faketensor")
-    # The first check runs the operator twice, which draws different dropout.
-    forward = checks[1:] if option == "dropout" else checks
-    torch.library.opcheck(torch_ops._forward_op, (*arguments, True, option == "dropout", True), test_utils=forward)
-    out, lse, _, rng_state = torch_ops._forward_op(*arguments, True, False, True)
+    rng_state = torch.tensor([5, 7]) if option == "dropout" else None
+    asked = True, option == "dropout", True, rng_state
+    torch.library.opcheck(torch_ops._forward_op, (*arguments, *asked), test_utils=checks)
+    out, lse, _, rng_state = torch_ops._forward_op(*arguments, *asked)
     for dlse in (None, torch.ones_like(lse)):
         given = (torch.ones_like(out), out, lse, rng_state, dlse, *arguments)
         torch.library.opcheck(torch_ops.backward_op, given, test_utils=checks)

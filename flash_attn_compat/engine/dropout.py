@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_SEEDS = 2**62
 _WORD = 0xFFFFFFFF
 _MULTIPLIER_A = 0x7FEB352D
 _MULTIPLIER_B = -0x7B935975  # 0x846CA68B as a signed 32-bit number
@@ -17,7 +18,15 @@ _MULTIPLIER_B = -0x7B935975  # 0x846CA68B as a signed 32-bit number
 
 def new_rng_state(device: torch.device) -> Tensor:
     """(2,) int64 drawn from PyTorch's default generator of ``device``: torch.manual_seed fixes it."""
-    return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
+    return torch.randint(0, _SEEDS, (2,), dtype=torch.int64, device=device)
+
+
+def rng_state_beside(tensor: Tensor) -> Tensor:
+    """As new_rng_state, on the tensor's device, which torch.jit.trace then records as the tensor's, not by name.
+
+    Not for compilers: they merge two calls of randint_like.
+    """
+    return torch.randint_like(tensor.new_empty(2, dtype=torch.int64), _SEEDS)
 
 
 def keep_tile(

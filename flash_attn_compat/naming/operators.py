@@ -23,6 +23,9 @@ from flash_attn_compat.serving import torch_ops
 from flash_attn_compat.serving.torch_ops import SPELLINGS, Arguments
 
 _WRITTEN = ("dq", "dk", "dv")
+# Compiled checkpoints then recompute a forward with its own dropout mask. Early versions of PyTorch take no tags.
+TAKES_TAGS = "tags" in inspect.signature(torch.library.custom_op).parameters
+_DRAWS: dict[str, Any] = {"tags": (torch.Tag.nondeterministic_seeded,)} if TAKES_TAGS else {}
 _ours: dict[str, object] = {}  # by name, as PyTorch keeps them
 
 
@@ -41,6 +44,7 @@ def register() -> None:
             _contiguous(function),
             mutates_args=_WRITTEN if name.endswith("backward") else (),
             schema=_schema(function),
+            **_DRAWS if name.endswith("forward") else {},
         )
         operator.register_fake(_fake(function))
         _ours[f"flash_attn::{name}"] = operator

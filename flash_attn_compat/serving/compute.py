@@ -87,6 +87,13 @@ def dmask(known: Known, tensors: Tensors, rng_state: Tensor | None) -> Tensor:
     return signed_probabilities(known.call.with_tensors(*tensors[:RNG_STATE]), rng_state)
 
 
+def with_rng_state(request: Request, rng_state: Tensor) -> Request:
+    """The request with the dropout mask that ``rng_state`` describes, instead of a new one."""
+    tensors = *request.tensors, *NO_TENSORS
+    behind = tensors[RNG_STATE + 1 : len(request.tensors)]
+    return replace(request, tensors=(*tensors[:RNG_STATE], rng_state, *behind))
+
+
 def backward_tensors(tensors: Tensors, rng_state: Tensor | None) -> Tensors:
     """A request's tensors with the dropout's state, as a backward takes them."""
     state = None if rng_state is None else rng_state.contiguous()  # kernels read two neighbours

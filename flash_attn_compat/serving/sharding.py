@@ -51,7 +51,7 @@ def _rule(
     names: tuple[str, ...], outputs: Callable[[dict[str, Any], str | None], list[Any]], *arguments: Any
 ) -> list[tuple[list[Any], list[Any]]]:
     """Pairs of outputs' and arguments' placements that are right, in the order of preference."""
-    given = dict(zip(names, arguments, strict=True))
+    given = dict(zip(names, arguments))  # PyTorch leaves out the last argument if it has its default
     if given["dropout_p"] > 0.0:
         raise RuntimeError("dropout_p must be 0 for DTensors: each process would draw a mask of its own")
     found = []

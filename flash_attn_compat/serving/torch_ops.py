@@ -2,7 +2,9 @@
 
 Each op makes the same request as an eager call, so a graph holds one opaque node per
 attention, with shapes known beforehand. Gradients and the LSE are left out where tracing shows that nobody asks for
-them. Names live in our own namespace: flash_attn:: belongs to flash-attn. All other calls go past them.
+them. The forward takes the dropout's rng_state as a tensor drawn by torch.randint. Compilers, checkpoints and vmap know
+that torch.randint is random: a recomputation gets the same numbers, and two draws are never merged into one.
+Names live in our own namespace: flash_attn:: belongs to flash-attn. All other calls go past them.
 """
 
 from collections.abc import Callable
@@ -14,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from flash_attn_compat import settings
-from flash_attn_compat.engine import checks
+from flash_attn_compat.engine import checks, dropout
 from flash_attn_compat.engine.build import Options, Packing, Purpose, request_of
 from flash_attn_compat.engine.call import Gradients, Upstream
 from flash_attn_compat.engine.callers_state import count_modes, tracing_state, transforms_are_on
@@ -88,14 +90,26 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, softmax_lse, S_dmask, rng_state); an output nobody wants, as far as tracing shows, has no elements."""
     _check(q, k, v, options, packing)
-    if under_flash_attns_name is not None and _only_modes_look_on(q, k, v):
-        found = under_flash_attns_name(q, k, v, Arguments(*_flatten(options, packing)), return_dmask)
+    arguments = _flatten(options, packing)
+    drops = arguments[_DROPOUT_P] > 0.0
+    if under_flash_attns_name is not None and _only_modes_look_on(q, k, v) and not (drops and _goes_into_graph()):
+        found = under_flash_attns_name(q, k, v, Arguments(*arguments), return_dmask)
         if found is not None:
             return found
     needs_grad = _gradients_follow(q, k, v)
     asked = return_lse or needs_grad, return_dmask, needs_grad
-    outputs: tuple[Tensor, Tensor, Tensor, Tensor] = _forward_op(q, k, v, *_flatten(options, packing), *asked)
+    rng_state = _draw_rng_state(q) if drops else None
+    outputs: tuple[Tensor, Tensor, Tensor, Tensor] = _forward_op(q, k, v, *arguments, *asked, rng_state)
     return outputs
+
+
+def _draw_rng_state(q: Tensor) -> Tensor | None:
+    """The rng_state of a new dropout mask, (2,) int64; None for DTensors, whose sharding rule refuses dropout."""
+    if hasattr(q, "placements"):
+        return None
+    if not is_compiling() and tracing_state() is not None:  # a saved module may go to another device
+        return dropout.rng_state_beside(q)
+    return dropout.new_rng_state(q.device)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, *others: Options | Packing | Upstream | None) -> None:
@@ -107,6 +121,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, *others: Options | Packing | Upstrea
 
 def _only_modes_look_on(*tensors: Tensor) -> bool:
     return not is_compiling() and tracing_state() is None and PLAIN.issuperset(map(type, tensors))
+
+
+def _goes_into_graph() -> bool:
+    """Whether make_fx records the call. flash-attn's operators draw inside, so a compiler may merge two of them."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def _gradients_follow(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -181,6 +200,28 @@ class Arguments(NamedTuple):
         return request_of(q, k, v, options, purpose, packing)
 
 
+_DROPOUT_P = Arguments._fields.index("dropout_p")
+
+
+class Asked(NamedTuple):
+    """The forward's arguments after those.
+
+    rng_state: (2,) int64, describes the dropout mask. With None the operator draws one: graphs saved by earlier
+        versions lack the argument.
+    """
+
+    return_lse: bool
+    return_dmask: bool
+    needs_grad: bool
+    rng_state: Tensor | None = None
+
+
+def _split(arguments: tuple[Any, ...]) -> tuple[Arguments, Asked]:
+    """The operator's arguments after q, k and v. PyTorch leaves out the last one if it has its default."""
+    count = len(Arguments._fields)
+    return Arguments(*arguments[:count]), Asked(*arguments[count:])
+
+
 SPELLINGS: dict[Any, str] = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool"}
 SPELLINGS |= {kind | None: f"{spelling}?" for kind, spelling in SPELLINGS.items()}
 SPELLINGS[int | Tensor | None] = "Tensor?"  # the int goes by an argument of its own
@@ -194,21 +235,23 @@ def schema(arguments: type) -> str:
 @torch.library.custom_op(
     "flash_attn_compat::attention",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {schema(Arguments)}, bool return_lse, bool return_dmask, bool needs_grad)"
+    schema=f"(Tensor q, Tensor k, Tensor v, {schema(Arguments)}, {schema(Asked)}=None)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _forward_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *rest, return_lse, return_dmask, needs_grad = arguments
+    given, (return_lse, return_dmask, needs_grad, rng_state) = _split(arguments)
     # The backward finds its backend anew, so the dropout mask has to be one that any of them can draw.
     purpose = Purpose(needs_grad, return_lse, return_dmask, shares_dropout_mask=True)
-    out, lse, dmask, rng_state = compute.whole(Arguments(*rest).request(q, k, v, purpose))
+    request = given.request(q, k, v, purpose)
+    if rng_state is not None:  # copied, since an operator must not return its argument
+        request = compute.with_rng_state(request, rng_state.clone(memory_format=torch.contiguous_format))
+    out, lse, dmask, rng_state = compute.whole(request)
     return out.contiguous(), lse, dmask, rng_state
 
 
 @_forward_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *rest, return_lse, return_dmask, _needs_grad = arguments
-    x = Arguments(*rest)
+    x, (return_lse, return_dmask, _, _) = _split(arguments)
     rows, keys = (x.max_seqlen_q, x.max_seqlen_q_tensor), (x.max_seqlen_k, x.max_seqlen_k_tensor)
     if x.cu_seqlens_q is None:
         rows, keys = (q.shape[1], None), (k.shape[1], None)
@@ -277,8 +320,10 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
-    *inputs, _, _, ctx.is_expected = inputs  # return_lse, return_dmask, needs_grad
-    ctx.used = settings.used_backend()
+    arguments, asked = _split(inputs[3:])
+    ctx.count, ctx.is_expected, ctx.used = len(inputs), asked.needs_grad, settings.used_backend()
+    inputs = *inputs[:3], *arguments
+    # The returned rng_state, not the argument: a checkpoint may keep ``out`` and draw the argument anew.
     out, lse, _, rng_state = output
     ctx.scalars = tuple(None if isinstance(value, Tensor) else value for value in inputs)
     ctx.save_for_backward(out, lse, rng_state, *(value if isinstance(value, Tensor) else None for value in inputs))
@@ -289,7 +334,7 @@ def _compiled_backward(
     ctx: Any, dout: Tensor | None, dlse: Tensor | None, *unused: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     if dout is None and dlse is None:
-        return (None,) * (len(ctx.scalars) + 3)
+        return tuple([None] * ctx.count)
     if not ctx.is_expected:
         raise RuntimeError(
             "this graph was traced where no gradients were recorded, and kept nothing to compute them from"
@@ -299,7 +344,7 @@ def _compiled_backward(
     with settings.using_backend(ctx.used):
         dout = torch.zeros_like(out) if dout is None else dout
         gradients = backward_op(dout, out, lse, rng_state, dlse, *inputs)
-    return *gradients, *(None for _ in ctx.scalars)
+    return *gradients, *(None,) * (ctx.count - 3)
 
 
 _forward_op.register_autograd(_compiled_backward, setup_context=_setup_context)
