@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flash_attn_compat import flash_attn_func, flash_attn_varlen_func
+from flash_attn_compat.engine.build import FORWARD, RECORDED, Options, Packing, call_of
 from flash_attn_compat.flash_attn_interface import _get_block_size_n
 from tests.support import cumulative, on_backend, qkv, randn
 from verify import oracle
@@ -28,6 +29,20 @@ def test_the_mask_is_that_of_the_seed_whether_it_is_asked_for_or_not(backend: st
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert not torch.equal(other, on_backend(backend, flash_attn_func, q, k, v, dropout_p=0.3))
     assert torch.equal(first, dropped(backend, 1, q, k, v, dropout_p=0.3, return_attn_probs=True)[0])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_call_that_is_not_recorded_goes_to_the_backend_of_its_recorded_one(
+    is_packed: bool, deterministic: bool
+) -> None:
+    """A reentrant checkpoint records its recomputation only, and two backends may draw two masks."""
+    (q, k, v), packing = qkv(), None
+    if is_packed:
+        q, k, v, packing = *(x.flatten(0, 1) for x in (q, k, v)), Packing(cumulative(7, 7), cumulative(7, 7), 7, 7)
+    options = Options(dropout_p=0.1, deterministic=deterministic)
+    unrecorded, recorded = (call_of(q, k, v, options, purpose, packing).traits() for purpose in (FORWARD, RECORDED))
+    assert unrecorded == recorded
 
 
 @DROPPING

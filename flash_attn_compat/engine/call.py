@@ -92,7 +92,10 @@ class AttentionCall(NamedTuple):
     def features(self) -> int:
         """The combination of Feature values this call asks for."""
         left, right = self.mask
-        is_differentiated = self.needs_grad or self.given_lse
+        # A reentrant checkpoint records its recomputation only, and backends may draw masks of their own: both passes
+        # must go to one backend. Pages have no gradient in any such backend.
+        is_drawn_again = self.dropout_p != 0 and not self.shares_dropout_mask and self.block_table is None
+        is_recorded = self.needs_grad or is_drawn_again
         asked = {
             "CAUSAL": right == 0,
             "WINDOW_LEFT": left is not None,
@@ -109,11 +112,11 @@ class AttentionCall(NamedTuple):
             "PAGED": self.block_table is not None,
             "APPEND": self.appends,
             "LSE": self.return_lse,
-            "BACKWARD": self.needs_grad,
+            "BACKWARD": is_recorded,
             "GIVEN_LSE": self.given_lse,
             "LSE_GRADIENT": self.lse_gradient,
             "TRANSFORMS": self.transformed,
-            "DETERMINISTIC": self.deterministic and is_differentiated,
+            "DETERMINISTIC": self.deterministic and (is_recorded or self.given_lse),
             "SCALE_NOT_POSITIVE": self.softmax_scale <= 0,
             "BIAS": self.bias is not None,
             "WIDE_SOFTCAP": self.softcap > 1024.0,
