@@ -181,10 +181,10 @@ COMPILED: list[Any] = [  # the checkpoint, the backend, whether the checkpoint i
     ("reentrant", "aot_eager", False, FEW),
     ("saves attention", "aot_eager", False, FEW),
     *[
-        pytest.param(kind, "inductor", True, NAMES, marks=pytest.mark.thorough)
-        for kind in ("none", "plain", "reentrant", "saves attention", "saves nothing")
+        pytest.param(kind, backend, True, names, marks=pytest.mark.thorough)
+        for kind in ("plain", "reentrant", "saves attention", "saves nothing")
+        for backend, names in (("inductor", FEW), ("aot_eager", NAMES))
     ],
-    *[pytest.param(kind, "aot_eager", True, NAMES, marks=pytest.mark.thorough) for kind in CHECKPOINTS],
 ]
 
 
