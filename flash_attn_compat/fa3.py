@@ -155,6 +155,106 @@ def flash_attn_with_kvcache(
     return (*_pair(found, k_cache), None, None) if return_softmax_lse else found
 
 
+def _flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_new: Tensor | None,
+    v_new: Tensor | None,
+    qv: Tensor | None,
+    out: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    cu_seqlens_k_new: Tensor | None,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    page_table: Tensor | None,
+    kv_batch_idx: Tensor | None,
+    leftpad_k: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    seqlens_rotary: Tensor | None,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Sequence[int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> tuple[Tensor, Tensor, None, None]:
+    """(out, softmax_lse, None, None) of dense attention, or of packed with cu_seqlens, outside of autograd.
+
+    out: where to write the result. What concerns a cache is refused: `flash_attn_with_kvcache` takes it.
+    """
+    _refuse(k_new=k_new, v_new=v_new, qv=qv, cu_seqlens_k_new=cu_seqlens_k_new, seqused_q=seqused_q,
+            seqused_k=seqused_k, page_table=page_table, kv_batch_idx=kv_batch_idx, leftpad_k=leftpad_k,
+            rotary_cos=rotary_cos, rotary_sin=rotary_sin, seqlens_rotary=seqlens_rotary, q_descale=q_descale,
+            k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)  # fmt: skip
+    options: Any = (0.0, softmax_scale, causal, *window_size, softcap, None, False)
+    lengths: Any = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    forward: Any = fa2._flash_attn_varlen_forward if lengths else fa2._flash_attn_forward
+    found, lse = _pair(forward(q, k, v, *lengths, *options), k)
+    return found if out is None else out.copy_(found), lse, None, None
+
+
+def _flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    sequed_q: Tensor | None,
+    sequed_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, softmax_d) from a forward's out and softmax_lse; dq, dk and dv are written, or made if None."""
+    _refuse(sequed_q=sequed_q, sequed_k=sequed_k)
+    gradients = [torch.empty_like(x) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv))]
+    lse = softmax_lse.masked_fill(softmax_lse == -torch.inf, torch.inf)  # as flash-attn 2 has rows without keys
+    options: Any = (0.0, softmax_scale, causal, *window_size, softcap, None, deterministic)
+    lengths: Any = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    backward: Any = fa2._flash_attn_varlen_backward if lengths else fa2._flash_attn_backward
+    softmax_d = backward(dout, q, k, v, out, lse, *gradients, *lengths, *options)
+    return gradients[0], gradients[1], gradients[2], softmax_d
+
+
+def _lengths(
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None
+) -> tuple[Tensor, Tensor, int, int] | tuple[()]:
+    """Of packed sequences; empty for dense tensors."""
+    if cu_seqlens_q is None and cu_seqlens_k is None:
+        return ()
+    if cu_seqlens_q is None or cu_seqlens_k is None or max_seqlen_q is None or max_seqlen_k is None:
+        raise ValueError(
+            "packed sequences need cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k, or none of them, got "
+            f"max_seqlen_q={max_seqlen_q}, max_seqlen_k={max_seqlen_k}, cu_seqlens_q "
+            f"{'given' if cu_seqlens_q is not None else 'None'}, cu_seqlens_k "
+            f"{'given' if cu_seqlens_k is not None else 'None'}"
+        )
+    return cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+
+
 def _refuse(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None and not (name == "attention_chunk" and value == 0):

@@ -27,7 +27,7 @@ from flash_attn_compat.modules.mha import (
     get_alibi_slopes,
 )
 from flash_attn_compat.modules.mlp import FusedMLP, GatedMlp, Mlp
-from flash_attn_compat.ops.fused_dense import FusedDense, fused_dense_func
+from flash_attn_compat.ops.fused_dense import FusedDense, FusedDenseFunc, fused_dense_func
 from flash_attn_compat.ops.triton.mlp import FusedDenseSqreluDense
 from flash_attn_compat.utils.generation import InferenceParams
 from tests.plain import (
@@ -274,6 +274,45 @@ def test_layers_return_their_input() -> None:
         ((layer.weight,), fused_dense_func(x, layer.weight, return_residual=True)),
     ):
         assert residual is x and torch.equal(out, F.linear(x, *weights))
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_the_function_of_the_dense_layer_has_gradients_of_everything(with_bias: bool) -> None:
+    x, weight, bias = randn(2, 3, 8), randn(5, 8, seed=1), randn(5, seed=2)
+    given = (x, weight, bias) if with_bias else (x, weight)
+
+    def ours(*given: Tensor) -> Any:
+        x, weight, *bias = given
+        return FusedDenseFunc.apply(x, weight, *(bias or [None]), True)
+
+    check_function(ours, lambda x, *weights: (F.linear(x, *weights), x), *given)
+
+
+class InternLMs(FusedDenseFunc):
+    """As its utils have it: another backward, over what ctx holds."""
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad_output: Tensor, *args: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        held = ctx.compute_weight_gradient, ctx.return_residual, ctx.process_group, ctx.sequence_parallel
+        assert held == (True, False, None, True)
+        return grad_output @ weight, grad_output.t() @ x, None, None, None, None
+
+
+def test_a_subclass_of_the_function_finds_in_ctx_what_flash_attns_has() -> None:
+    x, weight = (randn(4, 4, seed=seed).requires_grad_() for seed in (0, 1))
+    found = torch.autograd.grad(InternLMs.apply(x, weight, None).sum(), (x, weight))
+    torch.testing.assert_close(found, torch.autograd.grad(F.linear(x, weight).sum(), (x, weight)))
+
+
+def test_the_function_of_the_dense_layer_heeds_autocast_and_weights_without_gradients() -> None:
+    x, weight = randn(4, 8).requires_grad_(), randn(5, 8, seed=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = FusedDenseFunc.apply(x, weight, None)
+    assert out.dtype == torch.bfloat16 and len(out.grad_fn.saved_tensors) == 1
+    out.sum().backward()
+    torch.testing.assert_close(x.grad, weight.sum(0).expand_as(x), atol=0.05, rtol=0.05)
 
 
 # Embeddings of tokens, positions, types and image patches

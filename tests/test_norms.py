@@ -12,6 +12,7 @@ from torch import Tensor
 from flash_attn_compat.ops import layer_norm as ln
 from flash_attn_compat.ops import rms_norm as rn
 from flash_attn_compat.ops.triton import layer_norm as triton_norms
+from flash_attn_compat.ops.triton import layernorm
 from flash_attn_compat.ops.triton.layer_norm import layer_norm_fn, rms_norm_fn
 from tests.plain import check_function, pairwise
 from tests.support import close, randn
@@ -104,6 +105,54 @@ def test_a_fused_norm_is_scales_dropout_sum_and_norm(
         return [*normed, h if "residual" in given else h.to(values[0].dtype)]
 
     check_function(ours, plain, *inputs(dtype, weight_dtype, names), rounds_once=True)
+
+
+REFERENCES = triton_norms.layer_norm_ref, triton_norms.rms_norm_ref
+
+
+@pytest.mark.parametrize(("form", "rms", "dropout_p"), pairwise(list(FORMS)[2:], (False, True), (0.0, 0.3)))
+def test_a_reference_computes_what_the_fused_norm_does(form: str, rms: bool, dropout_p: float) -> None:
+    names = FORMS[form][1]
+    given: dict[str, Any] = {"bias": None} | dict(zip(names, inputs(torch.float32, torch.float32, names)))
+    options: dict[str, Any] = dict(eps=EPS, prenorm=True, zero_centered_weight=True, dropout_p=dropout_p)
+    *expected, mask, mask1 = TRITON[rms](**given, **options, return_dropout_mask=True)
+    for upcast in (False, True):
+        found = REFERENCES[rms](**given, **options, dropout_mask=mask, dropout_mask1=mask1, upcast=upcast)
+        torch.testing.assert_close(found, tuple(expected))
+
+
+def test_a_reference_rounds_to_its_inputs_dtype_unless_it_is_asked_to_upcast() -> None:
+    x, weight = (t.bfloat16() for t in (randn(3, D), randn(D, seed=1)))
+    for reference in REFERENCES:
+        assert reference(x, weight, None, residual=x, prenorm=True)[1].dtype == torch.bfloat16
+        out, h = reference(x, weight, None, residual=x, prenorm=True, upcast=True)
+        assert (out.dtype, h.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_the_old_name_of_the_module_takes_eps_behind_the_residual() -> None:
+    x, residual, weight = randn(3, D), randn(3, D, seed=1), randn(D, seed=2)
+    for index, old in enumerate((layernorm.layer_norm_fn, layernorm.rms_norm_fn)):
+        torch.testing.assert_close(
+            old(x, weight, None, residual, 0.5), norm(x + residual, weight, None, bool(index), 0.5)
+        )
+        y, h, mask = old(x, weight, None, residual, 0.5, 0.3, True, return_dropout_mask=True)
+        reference = (layernorm.layer_norm_ref, layernorm.rms_norm_ref)[index]
+        torch.testing.assert_close((y, h), reference(x, weight, None, residual, 0.5, 0.3, True, mask))
+
+
+@pytest.mark.parametrize("rms", [False, True])
+def test_the_function_of_the_extension_is_served_by_its_apply(rms: bool) -> None:
+    x, residual, weight, scale = randn(3, D), randn(3, D, seed=1), randn(D, seed=2), randn(D, seed=3)
+
+    def ours(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
+        apply = ln.DropoutAddLayerNormFn.apply
+        return apply(x, residual, weight, None, None, scale, 0.0, EPS, False, True, rms)
+
+    def plain(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
+        h = x * scale + residual
+        return norm(h, weight, None, rms), h
+
+    check_function(ours, plain, x, residual, weight, scale)
 
 
 def test_an_output_that_nobody_uses_costs_no_gradient() -> None:

@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from flash_attn_compat.modules.embedding import GPT2Embeddings, ParallelGPT2Embeddings, VocabParallelEmbedding
 from flash_attn_compat.modules.mha import MHA, ParallelMHA
 from flash_attn_compat.modules.mlp import GatedMlp, Mlp, ParallelFusedMLP, ParallelGatedMlp, ParallelMLP
-from flash_attn_compat.ops.fused_dense import ColumnParallelLinear, FusedDense, FusedMLP, RowParallelLinear
+from flash_attn_compat.ops.fused_dense import (
+    ColumnParallelLinear,
+    FusedDense,
+    FusedDenseFunc,
+    FusedMLP,
+    RowParallelLinear,
+)
 from flash_attn_compat.utils import distributed
 from flash_attn_compat.utils.generation import InferenceParams
 from tests.plain import assert_as_good_as_plain, results, upstream
@@ -101,6 +107,11 @@ def dense_layers_called_with_a_group() -> Iterator[Case]:
         return out  # type: ignore[no-any-return]
 
     yield Case(dense, nn.Linear(D, 8), lambda _, t: t[part], x, chunk, lambda t: t[..., part], call)
+    for parts in (chunk, whole):
+        layer = nn.Linear(D, 4)
+        options = False, dist.group.WORLD, parts is chunk
+        apply = lambda x, layer=layer, options=options: FusedDenseFunc.apply(x, layer.weight, layer.bias, *options)  # noqa: E731
+        yield Case(layer, nn.Linear(D, 8), lambda _, t: t[part], x, parts, lambda t: t[..., part], apply)
     undivided = FusedMLP(D, 8, bias2=False, activation="sqrelu")
     yield Case(mlp, undivided, hidden_share(part), x, chunk, chunk, partial(mlp, process_group=dist.group.WORLD))
 

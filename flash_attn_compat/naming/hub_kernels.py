@@ -23,18 +23,21 @@ NAMES = ("kernels-community/flash-attn2", "kernels-community/flash-attn3", "kern
 # Where `kernels` looks for builds of a kernel instead of downloading it: NAME=FOLDER:NAME=FOLDER
 LOCAL_KERNELS = "LOCAL_KERNELS"
 FOLDER = Path(__file__).with_name("hub_flash_attn2")
+FOLDERS = {NAMES[0]: FOLDER, NAMES[1]: Path(__file__).with_name("hub_flash_attn3")}
 _LOADED = ("_loaded_implementation", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")
 
 
 def redirect(undo: ExitStack) -> None:
     """Let NAMES lead to our functions in transformers 5, imported already or later; older ones are left alone.
 
-    get_kernel("kernels-community/flash-attn2") does too, here and in children. The other names are FlashAttention-3's.
+    get_kernel does so for flash-attn2, and gives FlashAttention-3's functions for flash-attn3, here and in children.
+    vllm-flash-attn3 has other functions.
     """
-    given = os.environ.get(LOCAL_KERNELS, "")
-    if f"{NAMES[0]}=" not in given and os.name != "nt":  # whose paths contain what separates the entries
-        ours = f"{NAMES[0]}={FOLDER}"
-        set_item(os.environ, LOCAL_KERNELS, f"{given}:{ours}" if given else ours, undo)
+    given = [entry for entry in os.environ.get(LOCAL_KERNELS, "").split(":") if entry]
+    theirs = {entry.partition("=")[0] for entry in given}
+    ours = [f"{name}={folder}" for name, folder in FOLDERS.items() if name not in theirs]
+    if ours and os.name != "nt":  # whose paths contain what separates the entries
+        set_item(os.environ, LOCAL_KERNELS, ":".join([*given, *ours]), undo)
     handlers = {
         "transformers.modeling_flash_attention_utils": _redirect_loader,
         "transformers.modeling_utils": _register,

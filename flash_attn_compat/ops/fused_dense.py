@@ -17,11 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from flash_attn_compat.engine.callers_state import autocasts
 from flash_attn_compat.utils.distributed import (
     all_gather,
+    all_gather_raw,
     all_reduce,
+    all_reduce_raw,
     get_dim_for_local_rank,
     reduce_scatter,
+    reduce_scatter_raw,
 )
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -49,6 +53,57 @@ def fused_dense_func(
     """
     out = F.linear(_of_all_ranks(x, process_group, sequence_parallel), weight, bias)
     return (out, x) if return_residual else out
+
+
+class FusedDenseFunc(torch.autograd.Function):
+    """`fused_dense_func` as one step of autograd, for programs that apply it, subclass it, or read its ctx.
+
+    ctx has compute_weight_gradient, return_residual, process_group, sequence_parallel, and saves x and weight: weight
+    alone if that needs no gradient.
+    """
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda")  # type: ignore[untyped-decorator]  # notes what custom_bwd reads
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        return_residual: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+        sequence_parallel: bool = True,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        ctx.compute_weight_gradient = weight.requires_grad
+        ctx.return_residual = return_residual
+        ctx.process_group = process_group
+        ctx.sequence_parallel = sequence_parallel
+        if autocasts(x):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, weight = x.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        x = x.contiguous()
+        ctx.save_for_backward(*((x, weight) if ctx.compute_weight_gradient else (weight,)))
+        out = F.linear(_gathered(x, process_group, sequence_parallel), weight, bias)
+        return (out, x) if return_residual else out
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad_output: Tensor, *of_residual: Tensor) -> tuple[Tensor | None, ...]:
+        *x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        dx = dweight = None
+        if needs_x:
+            dx = grad_output @ weight
+            if ctx.process_group is not None:
+                reduce = reduce_scatter_raw if ctx.sequence_parallel else all_reduce_raw
+                dx = reduce(dx, ctx.process_group)[0]
+            if ctx.return_residual:
+                dx = dx + of_residual[0]
+        rows = grad_output.reshape(-1, grad_output.shape[-1])
+        if needs_weight:
+            total = _gathered(x[0], ctx.process_group, ctx.sequence_parallel)
+            dweight = rows.t() @ total.reshape(-1, total.shape[-1])
+        return dx, dweight, rows.sum(dim=0) if needs_bias else None, None, None, None
 
 
 class FusedDense(nn.Linear):
@@ -298,6 +353,11 @@ def _of_all_ranks(x: Tensor, process_group: dist.ProcessGroup | None, sequence_p
         return all_gather(x, process_group)
     same: Tensor = _GradientOfAllRanks.apply(x, process_group)
     return same
+
+
+def _gathered(x: Tensor, process_group: dist.ProcessGroup | None, sequence_parallel: bool) -> Tensor:
+    """The input of a column-parallel layer, outside of autograd."""
+    return x if process_group is None or not sequence_parallel else all_gather_raw(x, process_group)[0]
 
 
 def _summed(x: Tensor, process_group: dist.ProcessGroup, sequence_parallel: bool) -> Tensor:

@@ -5,7 +5,7 @@ The arithmetic is in `ops/_add_norm.py`; `ops/rms_norm.py` is the same without c
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +100,33 @@ def dropout_add_layer_norm_parallel_residual(
     """
     how = How(dropout_p, epsilon, prenorm, residual_in_fp32, return_dropout_mask, is_rms_norm=False)
     return _dropout_add_norm_parallel(NormInputs(x0, weight0, bias0, residual, x1, weight1, bias1), how)
+
+
+class DropoutAddLayerNormFn(torch.autograd.Function):
+    """`dropout_add_layer_norm`, or the same without centring, by its `apply`, which some programs call."""
+
+    @classmethod
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls.forward(None, *args, **kwargs)
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x0: Tensor,
+        residual: Tensor | None,
+        gamma: Tensor,
+        beta: Tensor | None,
+        rowscale: Tensor | None,
+        colscale: Tensor | None,
+        dropout_p: float,
+        epsilon: float,
+        residual_in_fp32: bool = False,
+        prenorm: bool = False,
+        is_rms_norm: bool = False,
+        return_dmask: bool = False,
+    ) -> Results:
+        how = How(dropout_p, epsilon, prenorm, residual_in_fp32, return_dmask, is_rms_norm)
+        return _dropout_add_norm(NormInputs(x0, gamma, beta, residual, rowscale=rowscale, colscale=colscale), how)
 
 
 class DropoutAddLayerNorm(nn.Module):

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import flash_attn_compat
-from flash_attn_compat import flash_attn_func
-from flash_attn_compat.naming.hub_kernels import FOLDER, LOCAL_KERNELS, NAMES
+from flash_attn_compat import fa3, flash_attn_func
+from flash_attn_compat.naming.hub_kernels import FOLDERS, LOCAL_KERNELS, NAMES
 from tests.interpreters import forked_child
 
 GET = """
@@ -30,39 +30,59 @@ def test_get_kernel_gives_our_functions_in_a_child_too(which: str) -> None:
     assert answer.returncode == 0, answer.stderr[-3000:]
 
 
+GET_FA3 = """
+import kernels
+fa3 = kernels.get_kernel("kernels-community/flash-attn3", revision="main").flash_attn_interface
+from flash_attn_compat import fa3 as ours
+assert fa3.flash_attn_func is ours.flash_attn_func
+"""
+
+
+def test_get_kernel_gives_flash_attention_3s_interface() -> None:
+    pytest.importorskip("kernels", reason="kernels is not installed")
+    with flash_attn_compat.patched(hub_kernels=True):
+        answer = forked_child(GET_FA3)
+    assert answer.returncode == 0, answer.stderr[-3000:]
+
+
+ENTRIES = [f"{name}={folder}" for name, folder in FOLDERS.items()]
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (None, f"{NAMES[0]}={FOLDER}"),
-        ("another/kernel=/there", f"another/kernel=/there:{NAMES[0]}={FOLDER}"),
-        (f"{NAMES[0]}=/theirs", f"{NAMES[0]}=/theirs"),
+        (None, ENTRIES),
+        ("another/kernel=/there", ["another/kernel=/there", *ENTRIES]),
+        (f"{NAMES[0]}=/theirs", [f"{NAMES[0]}=/theirs", ENTRIES[1]]),
+        (f"{NAMES[1]}=/theirs:{NAMES[0]}=/theirs", [f"{NAMES[1]}=/theirs", f"{NAMES[0]}=/theirs"]),
     ],
 )
 def test_the_setting_keeps_what_it_was_given_and_is_given_back(
-    given: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+    given: str | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(LOCAL_KERNELS, raising=False)
     if given is not None:
         monkeypatch.setenv(LOCAL_KERNELS, given)
     with flash_attn_compat.patched(hub_kernels=True):
-        assert os.environ[LOCAL_KERNELS] == expected
+        assert os.environ[LOCAL_KERNELS] == ":".join(expected)
     assert os.environ.get(LOCAL_KERNELS) == given
     with flash_attn_compat.patched():
         assert os.environ.get(LOCAL_KERNELS) == given
 
 
-BUILDS = sorted(FOLDER.glob("torch-*"))
+BUILDS = [build for folder in FOLDERS.values() for build in sorted(folder.glob("torch-*"))]
 
 
-@pytest.mark.parametrize("build", BUILDS, ids=[build.name for build in BUILDS])
+@pytest.mark.parametrize("build", BUILDS, ids=[f"{build.parent.name}-{build.name}" for build in BUILDS])
 def test_a_build_for_each_kind_of_torch_says_what_it_is(build: Path) -> None:
-    assert len(BUILDS) == 5
+    assert len(BUILDS) == 10
     told = json.loads((build / "metadata.json").read_text())
-    backend = told["backend"]["type"]
-    assert build.name == f"torch-{backend}" and told["id"].endswith(backend) and told["name"] == "flash-attn2"
+    backend, version = told["backend"]["type"], build.parent.name[-1]
+    assert build.name == f"torch-{backend}" and told["id"].endswith(backend) and told["name"] == f"flash-attn{version}"
     found: dict[str, Any] = {}
     exec((build / "__init__.py").read_text(), found)
-    assert found["flash_attn_func"] is flash_attn_func
+    assert found["flash_attn_func"] is found["flash_attn_interface"].flash_attn_func
+    assert found["flash_attn_func"] is (fa3.flash_attn_func if version == "3" else flash_attn_func)
 
 
 @pytest.mark.usefixtures("patched")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import inspect
@@ -99,3 +100,64 @@ def test_what_is_not_served_is_refused_by_its_name(function, name):
     given = 4 if name in ("attention_chunk", "num_heads_q") else torch.ones(1)
     with pytest.raises(NotImplementedError, match=f"^{name} of FlashAttention-3 is not served"):
         getattr(fa3, function)(**required, **{name: given})
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("options", [{}, {"window_size": (2, 0), "softcap": 3.0}], ids=str)
+def test_private_functions_compute_what_those_of_flash_attn_2_do(packed, options):
+    q, k, v = (t.flatten(0, 1) for t in qkv()) if packed else qkv()
+    starts = torch.tensor([0, 5, 10], dtype=torch.int32) if packed else None
+    longest = 5 if packed else None
+    causal = not options
+    out = torch.full_like(q, 7.0)
+    found = fa3._flash_attn_forward(
+        q, k, v, k_new=None, v_new=None, qv=None, out=out, cu_seqlens_q=starts, cu_seqlens_k=starts,
+        cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=longest, max_seqlen_k=longest,
+        page_table=None, kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None, seqlens_rotary=None,
+        q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=causal, **options,
+    )  # fmt: skip
+    lengths = (starts, starts, longest, longest) if packed else ()
+    public = fa2.flash_attn_varlen_func if packed else fa2.flash_attn_func
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected, lse, _ = public(*leaves, *lengths, causal=causal, return_attn_probs=True, **options)
+    assert found[0] is out and found[2:] == (None, None)
+    torch.testing.assert_close(found[:2], (expected.detach(), lse.detach()))
+
+    given = [torch.empty_like(q), None, torch.empty_like(v)]
+    *gradients, softmax_d = fa3._flash_attn_backward(
+        torch.ones_like(out), q, k, v, *found[:2], *(lengths[:2] or (None, None)), None, None, longest, longest,
+        *given, None, causal, **options,
+    )  # fmt: skip
+    assert gradients[0] is given[0] and gradients[2] is given[2] and softmax_d.dtype == torch.float32
+    torch.testing.assert_close(tuple(gradients), torch.autograd.grad(expected.sum(), leaves))
+
+
+def test_the_private_backward_takes_minus_infinity_of_rows_that_see_no_key():
+    q, k, v = qkv(seqlen_q=5, seqlen_k=3)
+    out, lse = fa3.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    nothing = dict.fromkeys(list(inspect.signature(fa3._flash_attn_backward).parameters)[6:16])
+    gradients = fa3._flash_attn_backward(torch.ones_like(out), q, k, v, out, lse, **nothing, causal=True)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("name", ["k_new", "seqused_k", "page_table", "leftpad_k", "rotary_cos", "q_descale"])
+def test_the_private_forward_refuses_what_concerns_a_cache(name):
+    names = list(inspect.signature(fa3._flash_attn_forward).parameters)[3:24]
+    arguments = dict.fromkeys(names) | {name: torch.ones(1), "causal": False}
+    with pytest.raises(NotImplementedError, match=f"^{name} of FlashAttention-3"):
+        fa3._flash_attn_forward(*qkv(), **arguments)
+
+
+def test_packed_sequences_without_their_longest_are_refused():
+    starts = torch.tensor([0, 5, 10], dtype=torch.int32)
+    names = list(inspect.signature(fa3._flash_attn_forward).parameters)[3:24]
+    arguments = dict.fromkeys(names) | {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "causal": False}
+    with pytest.raises(ValueError, match=r"packed sequences need .* got max_seqlen_q=None"):
+        fa3._flash_attn_forward(*(x.flatten(0, 1) for x in qkv()), **arguments)
+
+
+def test_the_private_functions_stand_under_the_name():
+    with flash_attn_compat.patched(interfaces=("fa3",)):
+        module = importlib.import_module(NAME)
+    assert module._flash_attn_forward is fa3._flash_attn_forward
+    assert module._flash_attn_backward is fa3._flash_attn_backward

@@ -1,6 +1,7 @@
 """Layer norm and RMS norm fused with dropout and residual addition.
 
-Signatures, masks and return shapes; the arithmetic is in `ops/_add_norm.py`.
+Signatures, masks and return shapes; the arithmetic is in `ops/_add_norm.py`, that of the plain references in
+`ops/triton/_norm_ref.py`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from flash_attn_compat.ops._add_norm import NormInputs, NormOptions, add_norm, dropout_mask
+from flash_attn_compat.ops.triton._norm_ref import layer_norm_ref, rms_norm_ref
+
+__all__ = ["RMSNorm", "layer_norm_fn", "layer_norm_ref", "rms_norm_fn", "rms_norm_ref"]
 
 Results = Tensor | tuple[Tensor | None, ...]
 

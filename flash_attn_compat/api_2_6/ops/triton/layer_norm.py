@@ -8,7 +8,7 @@ from torch import Tensor
 from flash_attn_compat.ops.triton import layer_norm as _current
 from flash_attn_compat.ops.triton.layer_norm import Results
 
-__all__ = ["RMSNorm", "layer_norm_fn", "rms_norm_fn"]
+__all__ = ["RMSNorm", "layer_norm_fn", "layer_norm_ref", "rms_norm_fn", "rms_norm_ref"]
 
 
 def layer_norm_fn(
@@ -78,6 +78,52 @@ def rms_norm_fn(
         is_rms_norm=True,
         return_dropout_mask=return_dropout_mask,
     )
+
+
+def layer_norm_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Tensor | None = None,
+    prenorm: bool = False,
+    dropout_mask: Tensor | None = None,
+    dropout_mask1: Tensor | None = None,
+    upcast: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
+    """`flash_attn_compat.ops.triton.layer_norm.layer_norm_ref` with the arguments in the order of 2.6."""
+    return _current.layer_norm_ref(
+        x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, dropout_mask=dropout_mask,
+        dropout_mask1=dropout_mask1, upcast=upcast,
+    )  # fmt: skip
+
+
+def rms_norm_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Tensor | None = None,
+    prenorm: bool = False,
+    dropout_mask: Tensor | None = None,
+    dropout_mask1: Tensor | None = None,
+    upcast: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
+    """`flash_attn_compat.ops.triton.layer_norm.rms_norm_ref` with the arguments in the order of 2.6."""
+    return _current.rms_norm_ref(
+        x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, dropout_mask=dropout_mask,
+        dropout_mask1=dropout_mask1, upcast=upcast,
+    )  # fmt: skip
 
 
 class RMSNorm(_current.RMSNorm):
