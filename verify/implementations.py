@@ -178,7 +178,7 @@ def official() -> tuple[Imported | None, str]:
     except Exception as error:  # noqa: BLE001  a broken installation raises anything
         return None, f"not importable ({type(error).__name__})"
     function = getattr(flash_attn, "flash_attn_func", None)
-    if function is None or getattr(function, "__module__", "").startswith("flash_attn_compat"):
+    if function is None or getattr(function, "__globals__", {}).get("__name__", "").startswith("flash_attn_compat"):
         return None, "the name flash_attn is answered by flash_attn_compat"
     if not torch.cuda.is_available():
         return None, "installed, but there is no CUDA device"

@@ -5,7 +5,6 @@ The inner attentions are in `modules/_inner_attention.py`, what surrounds them i
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +56,7 @@ __all__ = [
 
 
 class LinearResidual(nn.Linear):
-    """nn.Linear that returns its input beside its output."""
+    """nn.Linear that returns its input beside its output; `MHA` held it before flash-attn 2.8."""
 
     def forward(self, input: Tensor) -> Any:
         """(..., in_features) to ((..., out_features), input)."""
@@ -137,14 +136,12 @@ class MHA(CachedAttention):
                 device=device,
             )
 
-        linear: Any = FusedDense if fused_bias_fc else nn.Linear
-        returning: Any = partial(FusedDense, return_residual=True) if fused_bias_fc else LinearResidual
-        first: Any = returning if return_residual else linear
+        # Plain layers, as in flash-attn 2.8: a pickled model then needs no other class than those of its modules.
         if cross_attn:
-            self.Wq = linear(embed_dim, embed_dim, bias=qkv_proj_bias, **where)
-            self.Wkv = first(embed_dim, kv_dim, bias=qkv_proj_bias, **where)
+            self.Wq = nn.Linear(embed_dim, embed_dim, bias=qkv_proj_bias, **where)
+            self.Wkv = nn.Linear(embed_dim, kv_dim, bias=qkv_proj_bias, **where)
         else:
-            self.Wqkv = first(embed_dim, embed_dim + kv_dim, bias=qkv_proj_bias, **where)
+            self.Wqkv = nn.Linear(embed_dim, embed_dim + kv_dim, bias=qkv_proj_bias, **where)
         if dwconv:
             if self.num_heads_kv == num_heads and not cross_attn:
                 self.dwconv_qkv = _depthwise(embed_dim + kv_dim, where)
@@ -155,7 +152,7 @@ class MHA(CachedAttention):
         inner |= {"causal": causal, "softmax_scale": softmax_scale, "attention_dropout": dropout}
         self.inner_attn = FlashSelfAttention(**inner) if use_flash_attn else SelfAttention(**inner)
         self.inner_cross_attn = FlashCrossAttention(**inner) if use_flash_attn else CrossAttention(**inner)
-        self.out_proj = linear(embed_dim, embed_dim, bias=out_proj_bias, **where)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=out_proj_bias, **where)
 
     def allocate_inference_cache(self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None) -> Tensor:
         """An uninitialised cache (batch_size, max_seqlen, 2, num_heads_kv, headdim)."""

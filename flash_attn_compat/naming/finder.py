@@ -12,17 +12,10 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from types import ModuleType
 
 from flash_attn_compat.naming.journal import remove
-
-# The part of flash_attn_compat that mirrors flash_attn. What is not listed (engine, backends, naming, ...) is ours
-# alone and stays absent under flash_attn's name, as do the names of FlashAttention 1, 3 and 4.
-MIRRORED = frozenset(
-    {"bert_padding", "flash_attn_interface", "flash_attn_triton", "layers", "losses", "modules", "ops", "utils"}
-)
-_ROOT = Path(__file__).resolve().parents[1]
+from flash_attn_compat.naming.mirror import MIRRORED, give_flash_attns_names, source_name
 
 
 class MirrorFinder(importlib.abc.MetaPathFinder):
@@ -64,7 +57,18 @@ class MirrorLoader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         # The import system returns what sys.modules holds once this returns.
-        sys.modules[module.__name__] = importlib.import_module(self.source_name)
+        put_in_place(module.__name__, self.source_name)
+
+
+def put_in_place(name: str, source: str | None = None) -> None:
+    """Let the module `name` be our module `source`, its classes and functions pickled under flash_attn's names.
+
+    source: by default the module of ours that stands for flash_attn.X, or for the raw extension
+    """
+    if source is None:
+        source = source_name(name.removeprefix("flash_attn."), stand_in_api())
+    sys.modules[name] = importlib.import_module(source)
+    give_flash_attns_names(stand_in_api())
 
 
 _FINDER = MirrorFinder()
@@ -86,14 +90,6 @@ def stand_in_api() -> str:
     """The interface of the stand-in under the name flash_attn."""
     api: str = getattr(sys.modules.get("flash_attn"), "_flash_attn_compat_api", "2.8")
     return api
-
-
-def source_name(below: str, api: str) -> str:
-    """The module of flash_attn_compat that stands for flash_attn.<below> in that interface."""
-    old = _ROOT / "api_2_6" / below.replace(".", "/")
-    if api == "2.6" and (old.with_suffix(".py").is_file() or (old / "__init__.py").is_file()):
-        return f"flash_attn_compat.api_2_6.{below}"
-    return f"flash_attn_compat.{below}"
 
 
 def is_stand_in(module: ModuleType | None) -> bool:

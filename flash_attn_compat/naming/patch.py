@@ -15,7 +15,7 @@ from importlib.machinery import PathFinder
 from typing import Literal
 
 from flash_attn_compat import installed, settings
-from flash_attn_compat.naming import extras, finder, real, site_directory, transformers
+from flash_attn_compat.naming import extras, finder, mirror, real, site_directory, transformers
 from flash_attn_compat.naming.journal import set_item
 
 # Whether PyTorch's attention operators run on our kernels: on GPUs before 8.0, or on newer ones too.
@@ -167,8 +167,10 @@ def _take_the_name(undo: ExitStack, api: str | None) -> bool:
             site_directory.add_to_pythonpath(undo, site_directory.entries(None))
             return True
     real.remember_modules(undo)
+    mirror.remember_names(undo)
     if not finder.is_stand_in(sys.modules.get("flash_attn")) or api not in (None, finder.stand_in_api()):
         real.forget_modules()
+        mirror.take_names_back()
     if is_ours and api is None:
         return True  # installed for good, or inherited from a patched parent: what the path leads to is right
     replaced = first if is_ours else installed.real_spec()
