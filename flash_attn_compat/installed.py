@@ -10,8 +10,10 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 EXTENSION = "flash_attn_2_cuda"
-# The stand-in: a package, its metadata and a sitecustomize.
+# The stand-in: a package and its metadata.
 SITE = str(Path(__file__).resolve().parent / "naming" / "site")
+# A sitecustomize, for child processes.
+SITE_START = str(Path(__file__).resolve().parent / "naming" / "site_start")
 # Metadata of flash-attn 2.6.3 alone: it precedes SITE where that interface is asked for.
 SITE_2_6 = str(Path(__file__).resolve().parent / "naming" / "site_2_6")
 # FlashAttention-3's name.
@@ -59,7 +61,8 @@ def is_stand_in_spec(spec: ModuleSpec | None) -> bool:
 def first_spec(path: list[str] | None = None) -> ModuleSpec | None:
     """What the finders find for flash_attn, whatever sys.modules holds; `path` stands in for sys.path."""
     for finder in sys.meta_path:
-        if hasattr(finder, "find_spec"):
+        leads_to_stand_in = path is not None and hasattr(finder, "stand_in")
+        if hasattr(finder, "find_spec") and not leads_to_stand_in:
             spec = finder.find_spec("flash_attn", path if finder is PathFinder else None)
             # A directory without __init__ (a stray folder, FlashAttention 4 by itself) is no flash-attn 2.
             if spec is not None and spec.origin is not None:

@@ -25,7 +25,14 @@ LAYERS = (
 )
 LAYER_OF = {name: number for number, layer in enumerate(LAYERS) for name in layer}
 # Stand-ins that other interpreters find; their imports are those of a client.
-SITES = ("naming.site.", "naming.site_2_6.", "naming.site_fa3.", "naming.hub_flash_attn2.")
+SITES = (
+    "naming.site.",
+    "naming.site_start.",
+    "naming.site_2_6.",
+    "naming.site_fa3.",
+    "naming.hub_flash_attn2.",
+    "naming.hub_flash_attn3.",
+)
 
 
 def module_name(path: Path) -> str:

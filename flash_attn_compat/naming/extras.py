@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from types import ModuleType
 from typing import NamedTuple
 
-from flash_attn_compat import settings
+from flash_attn_compat import installed, settings
 from flash_attn_compat.installed import SITE_FA3
 from flash_attn_compat.naming import hub_kernels, site_directory, transformers
 from flash_attn_compat.naming.journal import set_item, when_imported
@@ -62,6 +62,7 @@ def switch_on(wanted: Mapping[str, bool | str | None], undo: ExitStack) -> None:
         wish = asked if isinstance(asked, str) else "1" if asked else None
         if wish and not _in_force & {(variable, wish), (variable, "always")}:
             set_item(os.environ, variable, wish, undo)
+            site_directory.add_to_pythonpath(undo, [])
             EXTRAS[variable].switch_on(undo, wish)
             _in_force.add((variable, wish))
             undo.callback(_in_force.discard, (variable, wish))
@@ -69,7 +70,7 @@ def switch_on(wanted: Mapping[str, bool | str | None], undo: ExitStack) -> None:
 
 def prepare(package: str) -> None:
     """Called when the import of ``package`` begins in an interpreter that has not called patch()."""
-    if package == "transformers":
+    if package == "transformers" and installed.is_stand_in_spec(installed.first_spec()):
         transformers.allow_flash_attention_2(_for_good)
     for extra in EXTRAS.values():
         wish = extra.asked() if extra.package == package else None

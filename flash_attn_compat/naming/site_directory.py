@@ -1,8 +1,8 @@
 """The directory that holds the name flash_attn, and putting it on the path of this process and of its children.
 
-site/ is an ordinary directory with a package, its metadata and a sitecustomize, so that everything that looks for
-flash_attn finds real files: find_spec, pkgutil, importlib.metadata, pkg_resources, interpreters started later. The
-metadata list their files in SOURCES.txt: by a RECORD, a pip in a child of a patched process would remove them.
+site/ is an ordinary directory with a package and its metadata, so that everything that looks for flash_attn finds real
+files: find_spec, pkgutil, importlib.metadata, pkg_resources, interpreters started later. The metadata list their files
+in SOURCES.txt: by a RECORD, a pip in a child of a patched process would remove them. site_start/ holds a sitecustomize.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import sys
 from contextlib import ExitStack
 
-from flash_attn_compat.installed import SITE, SITE_2_6
+from flash_attn_compat.installed import SITE, SITE_2_6, SITE_START
 from flash_attn_compat.naming.journal import insert, remove
 
 
@@ -44,16 +44,19 @@ def _add_to_sys_path(undo: ExitStack, entry: str, before: str | None) -> None:
 
 
 def add_to_pythonpath(undo: ExitStack, wanted: list[str]) -> None:
-    """For child processes alone, where PYTHONPATH comes before anything installed."""
+    """For child processes alone: `wanted` and our sitecustomize, before everything else on PYTHONPATH.
+
+    A sitecustomize behind ours is run by it; a broken flash_attn behind ours is hidden.
+    """
     original = os.environ.get("PYTHONPATH")
     entries = original.split(os.pathsep) if original else []
-    missing = [entry for entry in wanted if entry not in entries]
-    if not missing:
+    kept = [entry for entry in entries if entry not in (SITE_START, *wanted)]
+    changed = os.pathsep.join([SITE_START, *wanted, *kept])
+    if changed == original:
         return
-    first = entries.index(SITE) if SITE in entries else len(entries)
-    changed = os.pathsep.join([*entries[:first], *missing, *entries[first:]])
     os.environ["PYTHONPATH"] = changed
-    undo.callback(_restore_pythonpath, original, changed, missing)
+    added = [entry for entry in (SITE_START, *wanted) if entry not in entries]
+    undo.callback(_restore_pythonpath, original, changed, added)
 
 
 def _restore_pythonpath(original: str | None, changed: str, added: list[str]) -> None:

@@ -33,7 +33,8 @@ def test_unpatch_restores_paths_finders_environment_and_modules_and_patch_can_fo
     once = state()
     assert all(one != other for one, other in zip(once[:3], before))
     theirs = pythonpath.split(os.pathsep) if pythonpath else []  # "" among them is the current directory
-    assert os.environ["PYTHONPATH"].split(os.pathsep)[: len(theirs)] == theirs
+    entries = os.environ["PYTHONPATH"].split(os.pathsep)
+    assert entries[len(entries) - len(theirs) :] == theirs  # behind ours
     patch()
     assert state() == once
     use_the_name()

@@ -33,14 +33,10 @@ def put_ours_in_place(name: str) -> None:
 
     The files of the package are for tools that look for files; one is run where no finder of ours came before it.
     """
-    import importlib
-
     make_package_importable()
     from flash_attn_compat.naming import finder
 
-    sys.modules[name] = importlib.import_module(
-        finder.source_name(name.removeprefix("flash_attn."), finder.stand_in_api())
-    )
+    finder.put_in_place(name)
 
 
 def with_other_distributions(path: list[str]) -> list[str]:
@@ -57,10 +53,11 @@ def with_other_distributions(path: list[str]) -> list[str]:
     return [entry for entry in pkgutil.extend_path(path, "flash_attn") if belongs(entry)]
 
 
-def wait_for_imports(sdpa: str = "") -> None:
+def wait_for_imports(sdpa: str = "", stand_in: str = "") -> None:
     """Do what patch() does to other packages once their import starts; until then only compare names.
 
     sdpa: what FLASH_ATTN_COMPAT_SDPA is where it is not set, as install --sdpa wrote it
+    stand_in: the directory to which the name flash_attn leads whatever comes before it on sys.path; "" for none
     """
     import os
 
@@ -68,27 +65,78 @@ def wait_for_imports(sdpa: str = "") -> None:
     if wish not in ("", "0"):
         os.environ["FLASH_ATTN_COMPAT_SDPA"] = wish
         _awaited.add("torch")
+    if stand_in:
+        _Wait.stand_in = stand_in
     if _Wait not in sys.meta_path:
         sys.meta_path.insert(0, _Wait)
+
+
+def catch_up() -> None:
+    """Begin to wait at `import flash_attn`, in a child of a patched process where another sitecustomize hid ours."""
+    patch = sys.modules.get("flash_attn_compat.naming.patch")
+    if _Wait in sys.meta_path or getattr(patch, "_undo", None) is not None:
+        return
+    wait_for_imports()
+    for name in _awaited & sys.modules.keys():
+        _prepare(name)
 
 
 _awaited = {"transformers", "torch.nn.attention.varlen"}
 
 
+def _prepare(name: str) -> None:
+    """What patch() does to this package."""
+    _awaited.discard(name)
+    try:
+        make_package_importable()
+        from flash_attn_compat.naming import extras
+    except ImportError:
+        return
+    extras.prepare(name)
+
+
 class _Wait:
+    """The finder that looks at what is imported: others find it."""
+
+    stand_in = ""
+    told = False
+
     @classmethod
     def find_spec(cls, fullname: str, path: "Any" = None, target: "Any" = None) -> "Any":
+        if fullname == "flash_attn" and cls.stand_in:
+            return cls._find_stand_in(path, target)
         if fullname not in _awaited:
             return None
-        _awaited.discard(fullname)
-        try:
-            make_package_importable()
-            from flash_attn_compat.naming import extras
-        except ImportError:
-            return None
-        extras.prepare(fullname)
+        _prepare(fullname)
         # What has just been put before this finder would not be asked any more.
+        return cls._found_by_others(fullname, path, target)
+
+    @classmethod
+    def _found_by_others(cls, fullname: str, path: "Any", target: "Any") -> "Any":
         finders: list[Any] = list(sys.meta_path)
         others = (finder for finder in finders if finder is not cls and hasattr(finder, "find_spec"))
         found = (finder.find_spec(fullname, path, target) for finder in others)
         return next((spec for spec in found if spec is not None), None)
+
+    @classmethod
+    def _find_stand_in(cls, path: "Any", target: "Any") -> "Any":
+        """The spec of the stand-in, with a warning of another flash_attn that comes before it, beside a script say."""
+        import os
+        from importlib.machinery import PathFinder
+
+        first = cls._found_by_others("flash_attn", path, target)
+        ours = PathFinder.find_spec("flash_attn", [cls.stand_in])
+        if ours is None or first is None or not first.origin:
+            return ours or first
+        if os.path.realpath(first.origin) == os.path.realpath(ours.origin or ""):
+            return first
+        if not cls.told:
+            import warnings
+
+            cls.told = True
+            warnings.warn(
+                f"{first.origin} is not used: flash_attn_compat stands for flash_attn here, in a process started under "
+                "flash_attn_compat.patch() or flash-attn-compat run. Rename it unless it is meant to be flash-attn",
+                stacklevel=2,
+            )
+        return ours

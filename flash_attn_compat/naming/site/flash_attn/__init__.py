@@ -8,6 +8,7 @@ import _flash_attn_compat_startup
 _INSTALLED_API = None  # install --api writes its own here
 
 _flash_attn_compat_startup.make_package_importable()
+_flash_attn_compat_startup.catch_up()
 __path__ = _flash_attn_compat_startup.with_other_distributions(__path__)
 
 from flash_attn_compat import settings as _settings  # noqa: E402

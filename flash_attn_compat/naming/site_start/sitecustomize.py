@@ -1,4 +1,4 @@
-"""What a child process of a patched one runs at its start: transformers' checks pass there as in the parent.
+"""What a child process of a patched one runs at its start: what patch() did to other packages is done there too.
 
 Python imports one sitecustomize only, so the one that this file hides is run as well.
 """
@@ -8,11 +8,17 @@ import importlib.util
 import os
 import sys
 
-import _flash_attn_compat_startup
-
-_flash_attn_compat_startup.wait_for_imports()
-
 _here = os.path.dirname(os.path.abspath(__file__))
+_site = os.path.join(os.path.dirname(_here), "site")
+# It is not where a flash-attn that works keeps the name.
+_has_the_name = _site in map(os.path.abspath, sys.path)
+
+sys.path.append(_site)
+import _flash_attn_compat_startup  # noqa: E402
+
+sys.path.pop()
+_flash_attn_compat_startup.wait_for_imports(stand_in=_site if _has_the_name else "")
+
 _elsewhere = [entry for entry in sys.path if os.path.abspath(entry) != _here]
 _hidden = importlib.machinery.PathFinder.find_spec("sitecustomize", _elsewhere)
 if _hidden is not None and _hidden.loader is not None:
