@@ -28,6 +28,7 @@ KEY_WORDS = {
     "dropout_1": "p_dropout < 1",
     "alibi_shape": "Expected alibi_slopes.sizes() ==",
     "cu_cpu": "cu_seqlens_q must be on",
+    "varlen_4d": "This looks like a batch",  # flash-attn speaks of multiples of 8, which it is
 }
 NO_PROBABILITY = "dropout_negative"  # which flash-attn takes for none
 DENSE, VARLEN, CACHE = "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"

@@ -237,6 +237,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("dense", heads_first((2, 8, 100, 64), (2, 2, 300, 64)), TRANSPOSED),
     ("dense", heads_first((2, 8, 1, 64), (2, 8, 300, 64)), r"transpose\(1, 2\) them"),
     ("dense", heads_first((2, 100, 3, 64), (2, 300, 2, 64)), r"\(batch_size, seqlen, num_heads, head_size\)"),
+    ("dense", heads_first((2, 64, 8, 32), (2, 64, 3, 32)), r"got 3 and 8 of tensors [^\n]*\n  q: \(2, 64, 8, 32\)"),
     ("cache", {"q": torch.zeros(2, 3, 3, 32), "alibi_slopes": None}, "must divide number of heads in query"),
     ("packed", {"max_seqlen_q": 2**32}, "max_seqlen_q must be the longest"),
     ("packed", {"max_seqlen_k": 2**32}, "max_seqlen_k must be the longest"),

@@ -342,7 +342,9 @@ def heads(q: Tensor, k: Tensor, v: Tensor) -> None:
     nheads, nheads_k = q.shape[-2], k.shape[-2]
     if nheads_k == 0 or nheads % nheads_k:
         hint = ""
-        if q.dim() == k.dim() and k.shape[-3] and q.shape[-3] % k.shape[-3] == 0:
+        # Swapped axes: heads that divide, and fewer of them than rows.
+        is_swapped = 0 < k.shape[-3] < nheads_k and q.shape[-3] % k.shape[-3] == 0
+        if q.dim() == k.dim() and is_swapped:
             hint = "\n  These look like (batch_size, num_heads, seqlen, head_size): transpose(1, 2) them"
             hint = hint if q.dim() == 4 else "\n  These look like (num_heads, total, head_size): transpose(0, 1) them"
         expected = "(batch_size, seqlen, num_heads, head_size), or packed (total, num_heads, head_size)"
@@ -371,11 +373,9 @@ def _rank_error(tensor: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Exception:
 
 
 def _packed_rank_error(q: Tensor, k: Tensor, v: Tensor) -> RuntimeError:
-    return _error(
-        f"q must have shape {_PACKED['q']} when cu_seqlens_q is given (flash-attn says: query, key, value, "
-        "and out_ must have a head_size that is a multiple of 8)",
-        q, k, v,
-    )  # fmt: skip
+    hint = "\n  This looks like a batch: pack it by bert_padding.unpad_input, or by flatten(0, 1) if nothing is padded"
+    message = f"q must have shape {_PACKED['q']} when cu_seqlens_q is given"
+    return _error(message + (hint if q.dim() == 4 else ""), q, k, v)
 
 
 def _error(message: str, q: Tensor, k: Tensor, v: Tensor) -> RuntimeError:
