@@ -137,7 +137,8 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "uninstall",
         help="remove what install put there",
-        description="Removes the files that install wrote and no others. This package itself stays.",
+        description="Removes the files that install wrote into this environment and no others. This package itself "
+        "stays.",
     )
     command.add_argument("--target", metavar="DIR", help="the directory given to install")
     command.set_defaults(action=_uninstall)
@@ -238,11 +239,16 @@ def _install(options: argparse.Namespace) -> int:
 
 
 def _uninstall(options: argparse.Namespace) -> int:
-    removed = installation.uninstall(options.target)
+    try:
+        removed = installation.uninstall(options.target)
+    except installation.InstallError as error:
+        return _complain(error)
     for dist_info in removed:
         print(f"removed {dist_info.name} from {dist_info.parent}")
     if not removed:
         print("nothing to remove: flash-attn-compat install was not run here")
+    for dist_info in [] if options.target else installation.installed():
+        print(f"another one stays: flash-attn-compat uninstall --target {shlex.quote(str(dist_info.parent))}")
     return 0
 
 
