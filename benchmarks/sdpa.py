@@ -67,6 +67,7 @@ SHAPES = (
     Shape("small, 8 x 32", 8, (32, 32), (8, 8), 64),
     Shape("small, 8 x 64", 8, (64, 64), (8, 8), 64),
     Shape("small, 8 x 128", 8, (128, 128), (8, 8), 64),
+    *(Shape(f"short, 512 x {length}", 512, (length, length), (12, 12), 64) for length in (32, 64, 100, 144)),
     Shape("a causal mask, 4 x 2048", 4, (2048, 2048), (32, 32), 128, mask="causal"),
     Shape("a packed step, 8192", 1, (8192, 8192), (32, 32), 128, mask="blocks"),
     Shape("a packed step, grouped", 1, (8192, 8192), (32, 8), 128, mask="blocks"),
