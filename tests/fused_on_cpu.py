@@ -147,10 +147,11 @@ def emulate(
     sources: Path = loader.SOURCES,
     seed: int = 1,
     truncates: bool = False,
+    held: float = torch.nan,
 ) -> Launches:
     """As ``record``, and the emulator computes every launch; it allows no access outside of the call's tensors.
 
-    Memory comes filled with NaN and other rubbish. sources: the folder of the kernels' sources; seed: orders a
+    Memory comes filled with ``held`` and other rubbish. sources: the folder of the kernels' sources; seed: orders a
     launch's blocks and warps; truncates: whether tensor cores do as Turing's do
     """
     from tests.kernels import emulate as emulator
@@ -168,7 +169,7 @@ def emulate(
         found: Tensor = empty(*args, **kwargs)
         if found.is_cpu and type(found) is Tensor:  # a fake one has no memory
             rubbish = int.from_bytes(b"\x5b" * found.element_size(), "little")  # a large number, as floats go, too
-            filling = torch.nan if found.is_floating_point() else rubbish
+            filling = held if found.is_floating_point() else rubbish
             by_thread[threading.get_ident()].append(found.detach().fill_(filling))  # it may be a leaf
         return found
 

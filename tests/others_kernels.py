@@ -1,8 +1,9 @@
 """Kernels of others acted out on a CPU: strict about what they are given, careless where the real ones are.
 
 They are those of flash-attn's extension and of two pairs of PyTorch's operators. Tokens outside of all sequences come
-back as NaN, windows are clamped to the longest key length, and single rows of grouped heads are taken for one in each
-sequence. So a backend that relies on more than the kernels promise fails here. The reference backend computes.
+back as NaN, and so do those of a sequence behind the longest length that is stated. Windows are clamped to the longest
+key length, and single rows of grouped heads are taken for one in each sequence. So a backend that relies on more than
+the kernels promise fails here. The reference backend computes.
 """
 
 from __future__ import annotations
@@ -187,10 +188,10 @@ def as_efficient_reads(given: Launch) -> Launch:
 
 
 def forward(given: Launch) -> tuple[Tensor, Tensor, Tensor]:
-    """out, LSE and the dropout's state; NaN outside of all sequences, or 0 and -inf where that is asked for."""
+    """out, LSE and the dropout's state; NaN in unwritten tokens, or 0 and -inf where that is asked for."""
     result = Reference().forward(as_call(given))
-    leave(0.0 if given.zeroes else torch.nan, result.out, given.cu_q)
-    leave(-torch.inf if given.zeroes else torch.nan, result.lse.mT, given.cu_q)
+    leave(0.0 if given.zeroes else torch.nan, result.out, given.cu_q, given.max_q)
+    leave(-torch.inf if given.zeroes else torch.nan, result.lse.mT, given.cu_q, given.max_q)
     return result.out, result.lse, given.q.new_zeros(2) if result.rng_state is None else result.rng_state
 
 
@@ -200,8 +201,9 @@ def backward(given: Launch) -> Gradients:
     check_alignment(given.out)
     upstream = Upstream(given.dout, given.out, given.lse, given.state if given.dropout_p else None)
     found = Reference().backward(as_call(given), upstream, None)
-    for gradient, starts in zip(found, (given.cu_q, given.cu_k, given.cu_k)):
-        leave(0.0 if given.zeroes else torch.nan, gradient, starts)
+    own = (given.cu_q, given.max_q), (given.cu_k, given.max_k), (given.cu_k, given.max_k)
+    for gradient, (starts, longest) in zip(found, own):
+        leave(0.0 if given.zeroes else torch.nan, gradient, starts, longest)
     return found
 
 
@@ -214,7 +216,6 @@ def as_call(given: Launch) -> AttentionCall:
     if given.cu_q is None or given.cu_k is None:
         call = call_of(*tensors, options, Purpose(return_lse=True))
     else:
-        assert int(given.cu_q.diff().max()) <= given.max_q, "rows from max_q on are not computed"
         packing = Packing(given.cu_q, given.cu_k, given.max_q, given.max_k)
         call = call_of(*tensors, options, Purpose(return_lse=True), packing)
     return call._replace(mask=Mask(*(None if side < 0 else side for side in (given.left, given.right))))
@@ -226,11 +227,13 @@ def check_alignment(tensor: Tensor) -> None:
     assert all(stride % unit == 0 for stride in tensor.stride()[:-1]), tensor.stride()
 
 
-def leave(value: float, tensor: Tensor, starts: Tensor | None) -> None:
-    """Before the first sequence and behind the last."""
+def leave(value: float, tensor: Tensor, starts: Tensor | None, longest: int) -> None:
+    """Before the first sequence, behind the last, and in each from ``longest`` tokens on."""
     if starts is not None:
         tensor[: starts[0]] = value
         tensor[starts[-1] :] = value
+        for start, stop in itertools.pairwise(starts.tolist()):
+            tensor[min(start + longest, stop) : stop] = value
 
 
 def padded(lse: Tensor, given: Launch) -> Tensor:
@@ -239,7 +242,8 @@ def padded(lse: Tensor, given: Launch) -> Tensor:
         return lse
     found = lse.new_full((given.cu_q.shape[0] - 1, lse.shape[0], given.max_q), torch.inf)
     for index, (start, stop) in enumerate(itertools.pairwise(given.cu_q.tolist())):
-        found[index, :, : stop - start] = lse[:, start:stop]
+        rows = min(stop - start, given.max_q)
+        found[index, :, :rows] = lse[:, start : start + rows]
     return found
 
 
@@ -249,7 +253,8 @@ def packed(lse: Tensor, given: Launch) -> Tensor:
         return lse
     found = lse.new_full((lse.shape[1], given.q.shape[0]), torch.nan)
     for index, (start, stop) in enumerate(itertools.pairwise(given.cu_q.tolist())):
-        found[:, start:stop] = lse[index, :, : stop - start]
+        rows = min(stop - start, lse.shape[2])
+        found[:, start : start + rows] = lse[index, :, :rows]
     return found
 
 

@@ -106,6 +106,21 @@ def test_what_their_kernels_do_otherwise_is_made_good(backend: str, problem: Pro
     assert not verdict.failures and not verdict.refused, verdict
 
 
+@on("official", "torch_flash", "torch_efficient")
+def test_rows_behind_the_stated_length_are_zero(backend: str) -> None:
+    """Of 50 rows where max_seqlen_q is 20: out, LSE and dq."""
+    q, k, v = (x[0].requires_grad_() for x in qkv(b=1, sq=60, sk=60, d=16, **HALF))
+    starts, found = cumulative(50, 10), []
+    with use_backend(backend):
+        for longest in (20, 50):
+            out, lse, _ = flash_attn_varlen_func(q, k, v, starts, starts, longest, 50, return_attn_probs=True)
+            (dq,) = torch.autograd.grad(out.sum(), q)
+            found.append([x.detach().flatten(1) for x in (out, lse.t(), dq)])
+    for short, full in zip(*found, strict=True):
+        assert not short[20:50].any()
+        assert torch.equal(short[:20], full[:20]) and torch.equal(short[50:], full[50:])
+
+
 @cases(REFUSED)
 def test_what_cannot_be_made_good_is_refused(backend: str, problem: Problem) -> None:
     assert Examination(problem).judge(backend).refused

@@ -25,13 +25,24 @@ def test_tokens_outside_are_those_of_the_present_numbers_however_they_came(where
         if lengths != (30, 50):
             UNSEEN[how](cu_seqlens, cumulative(*lengths))
         rows, lse = torch.ones(80, 2, 8), torch.ones(80, 3, 1)
-        outside.clear(cu_seqlens, [rows, lse])
+        outside.clear(cu_seqlens, [rows, lse], 50)
         for cleared in (rows, lse):
             assert cleared[: sum(lengths)].all() and not cleared[sum(lengths) :].any()
 
 
-def test_nobody_waits_for_the_numbers() -> None:
-    outside.clear(cumulative(30, 50).to("meta"), [torch.ones(80, 2, 8, device="meta")])  # which has none to wait for
+@pytest.mark.parametrize("where", [Tensor, OnGpu])
+@pytest.mark.parametrize("longest", [0, 1, 20, 30, 49, 50, 100])
+def test_tokens_behind_the_longest_length_count_as_outside(where: type[Tensor], longest: int) -> None:
+    rows = torch.ones(90, 2, 8)
+    outside.clear(cumulative(30, 0, 50).as_subclass(where), [rows], longest)
+    written = [*range(min(longest, 30)), *range(30, 30 + min(longest, 50))]
+    assert rows[written].all() and int(rows.any(2).any(1).sum()) == len(written)
+
+
+@pytest.mark.parametrize("longest", [30, 100])
+def test_nobody_waits_for_the_numbers(longest: int) -> None:
+    starts = cumulative(30, 50).to("meta")  # which has none to wait for
+    outside.clear(starts, [torch.ones(80, 2, 8, device="meta")], longest)
 
 
 # ---------------------------------------------------------------- a capture asks of the GPU it is about

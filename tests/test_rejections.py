@@ -164,6 +164,11 @@ WRONG_VALUES: dict[str, tuple[Any, dict[str, Any], str]] = {
         packed, {"k": ROWS["k"][:12], "v": ROWS["v"][:12], "cu_seqlens_q": LONGER, "cu_seqlens_k": LONGER},
         "cu_seqlens_k must end within the 12 tokens of k",
     ),
+    "rows behind max_seqlen_q": (packed, {"max_seqlen_q": 10}, "max_seqlen_q must be at least .* is 11, got 10"),
+    "keys behind max_seqlen_k": (packed, {"max_seqlen_k": 0}, "max_seqlen_k must be at least .* is 11, got 0"),
+    "keys behind max_seqlen_k, starts of their own": (
+        packed, {"cu_seqlens_k": ints(0, 3, 15), "max_seqlen_k": 11}, "max_seqlen_k must be at least .* is 12, got 11",
+    ),
     "packed: no such page": (packed_pages, {"block_table": ints([2, 0], [1, 4])}, r"block_table\[1, 1\] must be one"),
     "packed: more keys than pages": (packed_pages, {"cu_seqlens_k": ints(0, 3, 20)}, "need up to 3 pages of 8 keys"),
     "packed: lengths of keys": (packed_pages, {"cu_seqlens_k": ints(3, 12, 15)}, "cu_seqlens_k must start with 0"),
@@ -199,6 +204,14 @@ def test_values_on_a_gpu_are_read_while_debugging_alone(debug: str, monkeypatch:
     assert checks.may_read(ints(0, 5).as_subclass(OnGpu)) == (debug == "1")
     monkeypatch.setattr(capture, "is_capturing", lambda device: True)
     assert not checks.may_read(ints(0, 5).as_subclass(OnGpu)) and checks.may_read(ints(0, 5))
+
+
+@pytest.mark.gpu
+def test_sequences_longer_than_max_seqlen_are_found_on_a_gpu_while_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {name: tensor.cuda() for name, tensor in (ROWS | {"cu_seqlens_q": STARTS, "cu_seqlens_k": STARTS}).items()}
+    monkeypatch.setenv(settings.DEBUG, "1")
+    with pytest.raises(RuntimeError, match="max_seqlen_q must be at least the longest sequence's length, which is 11"):
+        packed(**given, max_seqlen_q=2)
 
 
 @pytest.mark.gpu

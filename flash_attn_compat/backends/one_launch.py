@@ -70,7 +70,8 @@ class OneLaunch(Backend):
         lse = self.official_lse(ready, launched.lse) if call.return_lse else None
         if call.cu_seqlens_q is not None:
             rows = [] if self.zeroes_outside else [launched.out]
-            outside.clear(call.cu_seqlens_q, rows if lse is None else [*rows, lse.t().unsqueeze(-1)])
+            unwritten = rows if lse is None else [*rows, lse.t().unsqueeze(-1)]
+            outside.clear(call.cu_seqlens_q, unwritten, ready.max_seqlen_q)
         saved = (launched.lse, *launched.state) if call.needs_grad else ()
         return Result(alignment.narrowed(launched.out, call.head_dim_v), lse, None, saved)
 
@@ -82,11 +83,12 @@ class OneLaunch(Backend):
         place = into if can_be_written else None
         found = self.launch_backward(ready, dout, Launched(out, lse, tuple(state)), place)
         if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None and not self.zeroes_outside:
-            if call.cu_seqlens_q is call.cu_seqlens_k and call.q.shape[0] == call.k.shape[0]:
-                outside.clear(call.cu_seqlens_q, found)
+            longest_q, longest_k = ready.max_seqlen_q, ready.max_seqlen_k
+            if call.cu_seqlens_q is call.cu_seqlens_k and call.q.shape[0] == call.k.shape[0] and longest_q == longest_k:
+                outside.clear(call.cu_seqlens_q, found, longest_q)
             else:
-                outside.clear(call.cu_seqlens_q, found[:1])
-                outside.clear(call.cu_seqlens_k, found[1:])
+                outside.clear(call.cu_seqlens_q, found[:1], longest_q)
+                outside.clear(call.cu_seqlens_k, found[1:], longest_k)
         if found is place:
             return found
         return deliver(Gradients(*map(_of_its_own_heads, found, (call.q, call.k, call.v))), call, into)

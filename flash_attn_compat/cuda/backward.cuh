@@ -237,6 +237,13 @@ struct Block {
   }
 };
 
+// Gradients of rows for which there are no blocks become NaN, by blocks that have no sequence.
+DEVICE void mark_missing(const Params &p, u16 *x, const Strides &s, int head_dim, const Owned &own) {
+  const int splits = KEYS_STAY ? p.splits : 1;
+  for_missing_rows(p, KEYS_STAY ? p.cu_seqlens_k : p.cu_seqlens_q, KEYS_STAY ? p.total_k : p.total_q, p.tiles * OWN, own.tile * splits + own.split,
+                   own.tiles * splits, [&](int, int first, int rows) { write_nan(x + (i64)first * s.row + (i64)own.head * s.head, s.row, rows, head_dim); });
+}
+
 // Tokens outside of all sequences (b = batch), and this sequence's slots that hold no key, have no gradient: rows [first, end) and [behind, last)
 // get 0. The blocks of a head share them out.
 DEVICE void clear_unused(const Params &p, u16 *x, const Strides &s, int head_dim, const Owned &own) {

@@ -140,6 +140,47 @@ DEVICE void clear_outside(const Params &p, int head, int part, int parts) {
   }
 }
 
+// ---- Sequences that are longer than the caller said have rows for which there is no block: these become NaN.
+// Blocks that have no sequence look for them, so that others have nothing to do with it.
+
+// Whether a causal sequence has several rows where the caller said one, by which the kernel has no mask: all of its rows are missing then.
+DEVICE bool lacks_mask(const Params &p, int rows) { return !LOCAL && p.window_right >= 0 && rows > 1; }
+
+// write(b, first, rows): a sequence and its rows from `first` on; `covered` of each sequence have blocks. This block looks at some sequences, as
+// `part` of `parts`.
+template <class Write> DEVICE void for_missing_rows(const Params &p, const int *starts, int total, int covered, int part, int parts, const Write &write) {
+  if (SEATS) return;
+#pragma unroll 1
+  for (int group = part * blockDim.x; group < p.batch; group += parts * blockDim.x) {
+    const int mine = group + threadIdx.x;
+    const auto rows_of = [&](int b) { return b < p.batch ? clamp(global_load(starts + b + 1), 0, total) - clamp(global_load(starts + b), 0, total) : 0; };
+    const int found = rows_of(mine);
+    if (!__syncthreads_or(found > covered || lacks_mask(p, found))) continue;
+#pragma unroll 1
+    for (int b = group; b < min(p.batch, group + (int)blockDim.x); b++) {
+      const int rows = rows_of(b), first = lacks_mask(p, rows) ? 0 : covered;
+      if (first < rows) write(b, clamp(global_load(starts + b), 0, total) + first, rows - first);
+    }
+  }
+}
+DEVICE void write_nan(u16 *row, int row_stride, int rows, int channels) {
+#pragma unroll 1
+  for (int i = 0; i < rows; i++, row += row_stride)
+    for (int c = threadIdx.x; c < channels; c += blockDim.x) global_store2(row + c, 0x7fff);   // NaN as fp16 and as bf16
+}
+
+// Those of out and LSE, of one head.
+DEVICE void mark_missing_rows(const Params &p, int head, int covered, int part, int parts) {
+  for_missing_rows(p, p.cu_seqlens_q, p.total_q, covered, part, parts, [&](int, int first, int rows) {
+    write_nan(p.out + (i64)first * p.out_s.row + (i64)head * p.out_s.head, p.out_s.row, rows, p.head_dim_v);
+    for (int i = threadIdx.x; p.lse && i < rows; i += blockDim.x) {
+      const i64 at = (i64)head * p.lse_head + first + i;
+      global_store(p.lse + at, __int_as_float(0x7fffffff));
+      if (p.lse_true) global_store(p.lse_true + at, __int_as_float(0x7fffffff));
+    }
+  });
+}
+
 // ---- 16-bit numbers
 DEVICE u32 word(const uint4 &x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
 DEVICE float bits_to_float(u16 x) { return TYPE == 0 ? half_to_float(x) : __int_as_float((u32)x << 16); }   // of the caller's dtype

@@ -189,12 +189,16 @@ KERNEL(THREADS, MINB) decode(const Params p) {
   Tile tile;
   tile.sequence = head_index / p.nheads_k, tile.head_k = head_index % p.nheads_k, tile.first = tile_index % p.tiles * ROWS;
   if (tile.sequence == p.batch) {
-    for (int i = 0; i < p.group; i++) clear_outside(p, tile.head_k * p.group + i, tile_index % p.tiles * p.splits + split, p.tiles * p.splits);
+    const int part = tile_index % p.tiles * p.splits + split, parts = p.tiles * p.splits;
+    for (int i = 0; i < p.group; i++) {
+      clear_outside(p, tile.head_k * p.group + i, part, parts);
+      mark_missing_rows(p, tile.head_k * p.group + i, (p.tiles * ROWS - i + p.group - 1) / p.group, part, parts);
+    }
     return;
   }
   const Sequence seq = tile.seq = find_sequence(p, tile.sequence);
   tile.rows = seq.seqlen_q * p.group;
-  if (tile.first >= tile.rows) return;
+  if (tile.first >= tile.rows || lacks_mask(p, seq.seqlen_q)) return;
 
   // The keys that some row of the tile sees, and this block's share of them.
   const int offset = seq.seqlen_k - seq.seqlen_q;

@@ -10,14 +10,14 @@ DEVICE float product_of_pairs(u32 a, u32 b) {
   return fmaf(bits_to_float((u16)a), bits_to_float((u16)b), bits_to_float((u16)(a >> 16)) * bits_to_float((u16)(b >> 16)));
 }
 
-KERNEL(THREADS, 4) delta(const Params p) {
-  const int head = blockIdx.x / p.tiles % p.nheads;
-  const Seat<ROWS, false> seat(p, p.cu_seqlens_q, p.total_q, blockIdx.x / p.tiles / p.nheads, blockIdx.x % p.tiles);
-  const int tile = seat.tile, b = seat.b;
-  if (SEATS && b == p.batch) return;
-  const Sequence seq = find_sequence(p, b);
+// What lanes have found of all their rows, as absmax takes it.
+struct Largest {
+  int of_dout;
+  float of_delta;
+};
+
+DEVICE void find(const Params &p, const Sequence &seq, int b, int head, int tile, Largest &largest) {
   const int first = tile * ROWS + threadIdx.x / LANES, chunk = threadIdx.x % LANES, channels = p.head_dim_v - chunk * 8;
-  if (tile * ROWS >= seq.seqlen_q) return;
   const i64 values = b * p.lse_batch + head * p.lse_head + seq.first_q;
   const u16 *out = row_at(p.out, p.out_s, b, seq.first_q, head) + chunk * 8, *dout = row_at(p.dout, p.dout_s, b, seq.first_q, head) + chunk * 8;
   uint4 x[PASSES][SHARES], y[PASSES][SHARES];
@@ -30,22 +30,33 @@ KERNEL(THREADS, 4) delta(const Params p) {
     }
     lse[i] = row < seq.seqlen_q ? global_load(p.lse + values + row) : POS_INF;
   }
-  int largest = 0;
-  float largest_delta = 0.f;
   UNROLLED(i, PASSES) {
     const int row = first + i * (THREADS / LANES);
     float share = 0.f;
     UNROLLED(j, SHARES) {
       const uint4 &a = x[i][j], &b = y[i][j];
       share += product_of_pairs(a.x, b.x) + product_of_pairs(a.y, b.y) + product_of_pairs(a.z, b.z) + product_of_pairs(a.w, b.w);
-      largest = finite_magnitude(largest, b);
+      largest.of_dout = finite_magnitude(largest.of_dout, b);
     }
     const float of_lse = p.dlse && row < seq.seqlen_q ? global_load(p.dlse + values + row) : 0.f;
     const float sum = sum_of<LANES>(share) - of_lse, delta = fabsf(lse[i]) == POS_INF ? 0.f : sum;
     if (chunk == 0 && row < seq.seqlen_q) global_store(p.delta + values + row, delta);
-    if (fabsf(delta) < POS_INF) largest_delta = max(largest_delta, fabsf(delta));
+    if (fabsf(delta) < POS_INF) largest.of_delta = max(largest.of_delta, fabsf(delta));
   }
+}
+
+KERNEL(THREADS, 4) delta(const Params p) {
+  const int head = blockIdx.x / p.tiles % p.nheads;
+  const Seat<ROWS, false> seat(p, p.cu_seqlens_q, p.total_q, blockIdx.x / p.tiles / p.nheads, blockIdx.x % p.tiles);
+  const int b = seat.b;
+  if (SEATS && b == p.batch) return;
+  const Sequence seq = find_sequence(p, b);
+  if (seat.tile * ROWS >= seq.seqlen_q) return;
+  Largest largest = {0, 0.f};
+  // A sequence that is longer than the caller said has tiles behind the grid's.
+#pragma unroll 1
+  for (int tile = seat.tile; tile * ROWS < seq.seqlen_q; tile += p.tiles) find(p, seq, b, head, tile, largest);
   if (TYPE != 2) return;
-  raise(absmax_of_dout(p, b, head / p.group), largest);
-  raise(absmax_of_delta(p, b, head / p.group), __float_as_int(largest_delta));
+  raise(absmax_of_dout(p, b, head / p.group), largest.of_dout);
+  raise(absmax_of_delta(p, b, head / p.group), __float_as_int(largest.of_delta));
 }

@@ -46,6 +46,7 @@ DEVICE bool add_splits(const Params &p, GradientS &dk, GradientP &dv) {
 KERNEL(THREADS, MINB) dkdv(const Params p) {
   SHARED_MEMORY
   const Owned keys(p, blockIdx.x);
+  if (keys.b == p.batch) mark_missing(p, p.dk, p.dk_s, p.head_dim, keys), mark_missing(p, p.dv, p.dv_s, p.head_dim_v, keys);
   clear_unused(p, p.dk, p.dk_s, p.head_dim, keys);
   clear_unused(p, p.dv, p.dv_s, p.head_dim_v, keys);
   if (keys.b == p.batch || keys.left <= 0) return;

@@ -28,6 +28,7 @@ DEVICE void largest_of_rows(float (&largest)[MT][2], const Block &block) {
 KERNEL(THREADS, MINB) dq(const Params p) {
   SHARED_MEMORY
   const Owned queries(p, blockIdx.x);
+  if (queries.b == p.batch) mark_missing(p, p.dq, p.dq_s, p.head_dim, queries);
   clear_unused(p, p.dq, p.dq_s, p.head_dim, queries);
   if (queries.b == p.batch || queries.left <= 0) return;
 

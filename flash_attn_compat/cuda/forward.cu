@@ -100,7 +100,10 @@ KERNEL(THREADS, MINB) forward(const Params p) {
   const int head = turn.slab % p.nheads, head_k = head / p.group, split = turn.tile % p.splits;
   const Seat<BM, true> seat(p, p.cu_seqlens_q, p.total_q, turn.slab / p.nheads, turn.tile / p.splits);
   const int tile = seat.tile, b = seat.b;
-  if (b == p.batch) return clear_outside(p, head, SEATS ? tile : turn.tile, seat.tiles * p.splits);
+  if (b == p.batch) {
+    mark_missing_rows(p, head, p.tiles * BM, turn.tile, p.tiles * p.splits);
+    return clear_outside(p, head, SEATS ? tile : turn.tile, seat.tiles * p.splits);
+  }
   const Sequence seq = find_sequence(p, b);
   const int first_row = tile * BM;
   if (first_row >= seq.seqlen_q) return;

@@ -163,11 +163,15 @@ def _build_packed(request: Request) -> Alike:
 
 def _check_packed(request: Request) -> None:
     q, k, _, _, starts_q, starts_k, *others = request.tensors
+    _, _, longest_q, longest_k, _ = request.values
     if not checks.may_read(starts_q):  # which a capture forbids
         return
     table = others[2] if len(others) > 2 else None
     of_keys = (starts_k, k.shape[0]) if table is None else (others[5], None)
-    checks.values_of_starts(starts_q, of_keys[0], q.shape[0], of_keys[1])
+    if table is not None:
+        longest_k = MOST_TOKENS  # nothing is launched by it: the table says how many keys there may be
+    used = others[0] if others else None
+    checks.values_of_starts(starts_q, of_keys[0], q.shape[0], of_keys[1], longest_q, longest_k, used)
     if table is not None and checks.may_read(table):
         checks.values_of_pages(k, table, others[0])
     leftpad = others[1] if len(others) > 1 else None

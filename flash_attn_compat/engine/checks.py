@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -210,14 +210,33 @@ def may_read(tensor: Tensor) -> bool:
     return settings.debugs() and tensor.is_cuda and not capture.is_capturing(tensor.get_device())
 
 
-def values_of_starts(starts_q: Tensor, starts_k: Tensor, total_q: int, total_k: int | None) -> None:
-    """Packed sequences lie one behind the other, from the first token on; total_k: None where keys lie in pages."""
-    _values_of_starts("cu_seqlens_q", starts_q, "q", total_q)
+def values_of_starts(
+    starts_q: Tensor, starts_k: Tensor, total_q: int, total_k: int | None, longest_q: int, longest_k: int,
+    used: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Packed sequences lie one behind the other, from the first token on, and none is longer than the caller says.
+
+    Args:
+        total_k: None where keys lie in pages
+        used: (batch,), how many of a sequence's keys count, where not all do
+    """
+    found = _values_of_starts("cu_seqlens_q", starts_q, "q", total_q)
+    _check_longest("max_seqlen_q", longest_q, map(operator.sub, found[1:], found))
     if starts_k is not starts_q or (total_k is not None and total_k < total_q):
-        _values_of_starts("cu_seqlens_k", starts_k, "k", total_k)
+        found = _values_of_starts("cu_seqlens_k", starts_k, "k", total_k)
+    elif longest_q <= longest_k and used is None:
+        return
+    _check_longest("max_seqlen_k", longest_k, map(operator.sub, found[1:], found) if used is None else numbers_of(used))
 
 
-def _values_of_starts(name: str, starts: Tensor, tensor: str, total: int | None) -> None:
+def _check_longest(name: str, longest: int, lengths: Iterable[int]) -> None:
+    """Kernels have no blocks for rows that lie behind."""
+    found = max(lengths, default=0)
+    if found > longest:
+        raise RuntimeError(f"{name} must be at least the longest sequence's length, which is {found}, got {longest}")
+
+
+def _values_of_starts(name: str, starts: Tensor, tensor: str, total: int | None) -> list[int]:
     found = numbers_of(starts)
     if found[0] != 0:
         raise RuntimeError(
@@ -228,6 +247,7 @@ def _values_of_starts(name: str, starts: Tensor, tensor: str, total: int | None)
         raise RuntimeError(f"{name} must not decrease, got {_first_of(found)}")
     if total is not None and found[-1] > total:
         raise RuntimeError(f"{name} must end within the {total} tokens of {tensor}, got {_first_of(found)}")
+    return found
 
 
 def values_of_pages(k: Tensor, block_table: Tensor, lengths: Tensor | int) -> None:

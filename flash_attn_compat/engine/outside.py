@@ -1,9 +1,9 @@
 """Which sequence a token of packed tensors belongs to, and what to do with those that belong to none: set them to 0.
 
-Kernels of others leave there whatever the memory held. The pass over the tensor costs a few per cent of the call, and
-the host nine operators. It is left out only where the host sees the numbers of this very call: what was seen before may
-have been changed through ``.data``, by a CUDA graph or by somebody's kernel, unseen by PyTorch. Nothing
-waits for the GPU.
+Kernels of others leave there whatever the memory held. They do so, too, at the tokens of a sequence that is longer than
+the caller said. The pass over the tensor costs a few per cent of the call, and the host some fourteen operators. It is
+left out only where the host sees the numbers of this very call: what was seen before may have been changed through
+``.data``, by a CUDA graph or by somebody's kernel, unseen by PyTorch. Nothing waits for the GPU.
 """
 
 from __future__ import annotations
@@ -42,14 +42,25 @@ def is_outside(cu_seqlens: Tensor, total: int) -> Tensor:
     return tokens.clamp(cu_seqlens[0], cu_seqlens[-1]) != tokens
 
 
-def clear(cu_seqlens: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Set the tokens of each (total, heads, head_dim) that lie outside to 0, in place."""
+def is_unwritten(cu_seqlens: Tensor, total: int, longest: int) -> Tensor:
+    """(total,) bool, True for tokens that lie outside, and for those of a sequence from its ``longest`` on."""
+    if longest >= total:
+        return is_outside(cu_seqlens, total)
+    starts, stops = cu_seqlens[:-1], cu_seqlens[1:]
+    # Where a sequence's written tokens begin and end, by turns: an even number of bounds up to a token is none of them.
+    bounds = torch.stack((starts, torch.minimum(starts + longest, stops)), dim=1).flatten()
+    tokens = torch.arange(total, dtype=bounds.dtype, device=bounds.device)
+    return torch.searchsorted(bounds, tokens, right=True).bitwise_and_(1) == 0
+
+
+def clear(cu_seqlens: Tensor, tensors: Sequence[Tensor], longest: int) -> None:
+    """Set the tokens of each (total, heads, head_dim) that are unwritten to 0, in place."""
     if not tensors:
         return
     total = tensors[0].shape[0]
-    if cu_seqlens.is_cpu and cu_seqlens[0] == 0 and cu_seqlens[-1] == total:
+    if cu_seqlens.is_cpu and cu_seqlens[0] == 0 and cu_seqlens[-1] == total and int(cu_seqlens.diff().max()) <= longest:
         return
-    lies_outside = is_outside(cu_seqlens, total).view(-1, 1, 1)
+    lies_outside = is_unwritten(cu_seqlens, total, longest).view(-1, 1, 1)
     for tensor in tensors:
         is_of_words = tensor.shape[-1] * tensor.element_size() % 8 == 0  # for speed, eight bytes are filled at once
         (tensor.view(torch.int64) if is_of_words else tensor).masked_fill_(lies_outside, 0)

@@ -56,7 +56,7 @@ def prepare(alike: Alike) -> Run | None:
         call = call.with_tensors(*tensors)
         new = new and new._replace(**dict(zip(Append._fields, tensors[len(TENSORS) :])))
     tensor_cores.warn_where_missing(call.q.get_device(), settings.gpu(call.q.device))
-    kind = launcher.kind_of(call, vec)
+    kind = launcher.kind_of(call, vec, decodes=few and not call.dropout_p)
     attention = Attention(call, kind if few or alike.is_over_cache else with_copies(call, kind, False), new)
     attention.try_first()
     if new is not None and attention.writes_first:

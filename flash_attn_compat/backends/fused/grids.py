@@ -38,7 +38,8 @@ def grid(
 ) -> Grid:
     """Of tiles of ``rows`` in sequences of up to ``longest``.
 
-    heads: or whatever else there are such blocks for; total: tokens of packed sequences
+    heads: or whatever else there are such blocks for; total: tokens of packed sequences. Where they are more than so
+        many sequences hold, one is longer: seats are enough for any lengths
     clears: whether blocks set the tokens to 0 that lie outside of all; shares: seats even where they do not pay
     """
     found = apart(longest, rows, batch, total is not None and clears)
@@ -46,7 +47,7 @@ def grid(
         return found
     # Seat in cuda/common.cuh: sequence i has those from its first token // rows + i on; and one is left for none.
     seats, blocks = total // rows + batch + 1, found.tiles * batch
-    if not shares and (blocks * heads <= _FEW or blocks <= 2 * seats):
+    if not shares and total <= longest * batch and (blocks * heads <= _FEW or blocks <= 2 * seats):
         return found
     slabs = -(-seats // _TOGETHER)
     return Grid(_TOGETHER, slabs, _TOGETHER * slabs)

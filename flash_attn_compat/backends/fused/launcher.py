@@ -291,8 +291,10 @@ def is_tidy(new: Append) -> bool:
     return all_readable and (cos is None or sin is None or cos.stride() == sin.stride())
 
 
-def kind_of(call: AttentionCall, vec: int) -> Kind:
+def kind_of(call: AttentionCall, vec: int, decodes: bool = False) -> Kind:
+    """decodes: whether the decode kernel, which refuses longer sequences, may rely on rows being one a sequence."""
     left, right = call.mask
+    is_alone = longest_rows(call) == 1 and (decodes or call.cu_seqlens_q is None)
     device, number = call.q.device, loader.target(call.q.get_device()).number
     half = variants.FP16 if call.q.dtype == torch.float16 else variants.BF16
     kind = Kind(
@@ -301,7 +303,7 @@ def kind_of(call: AttentionCall, vec: int) -> Kind:
         head_dim=call.q.shape[-1],
         head_dim_v=call.v.shape[-1],
         # One row stands at the last key: nothing is to its right.
-        local=left is not None or (right is not None and longest_rows(call) > 1),
+        local=left is not None or (right is not None and not is_alone),
         alibi=call.alibi_slopes is not None,
         softcap=call.softcap > 0.0,
         dropout=call.dropout_p > 0.0,
