@@ -4,7 +4,8 @@ They follow from an ordinary call. With lse the log of its softmax denominator,
 
     out' = out * sigmoid(lse - sink),   lse' = log(exp(lse) + exp(sink)),
 
-and so do the gradients, for those of lse are computed as those of out are.
+and so do the gradients, for those of lse are computed as those of out are. A row that sees no key has the sink alone:
+out' = 0, lse' = sink, although its lse is +inf.
 Not part of flash-attn 2; the argument's name, s_aux, is that of FlashAttention 3's forks.
 """
 
@@ -32,4 +33,5 @@ def absorb(out: Tensor, lse: Tensor, s_aux: Tensor) -> tuple[Tensor, Tensor]:
     """
     sink = s_aux.to(lse.dtype)
     share = torch.sigmoid(lse.transpose(-2, -1) - sink)[..., None]
-    return (out * share).to(out.dtype), torch.logaddexp(lse, sink[:, None])
+    of_both = torch.logaddexp(lse, sink[:, None])
+    return (out * share).to(out.dtype), torch.where(lse.isposinf(), sink[:, None], of_both)
