@@ -31,7 +31,7 @@ from flash_attn_compat.private_interface import (
     round_multiple,
 )
 from flash_attn_compat.serving import torch_ops
-from flash_attn_compat.serving.autograd import attend, purpose, unpack
+from flash_attn_compat.serving.autograd import attend, purpose, unpack, with_scale_in_queries
 from flash_attn_compat.serving.compute import find
 
 __all__ = [
@@ -100,7 +100,7 @@ def flash_attn_func(
     *,
     s_aux: Tensor | None = None,
 ) -> AttentionOutput:
-    """softmax(q @ k^T * softmax_scale) @ v, differentiable in q, k and v.
+    """softmax(q @ k^T * softmax_scale) @ v, differentiable in q, k and v, alibi_slopes and a tensor as softmax_scale.
 
     Arguments:
         q: (batch_size, seqlen_q, nheads, headdim), fp16, bf16, fp32 or fp64
@@ -118,7 +118,8 @@ def flash_attn_func(
         deterministic: the same gradients to the bit in every run
         return_attn_probs: also return softmax_lse and S_dmask
         s_aux [not in flash-attn]: (nheads,), attention sinks: logits that take part in the softmax of every row
-            and have no value; differentiable, softmax_lse counts them; not together with alibi_slopes
+            and have no value; differentiable, softmax_lse counts them (it is the sink where a row sees no key); not
+            together with alibi_slopes
     Returns:
         out: (batch_size, seqlen_q, nheads, headdim of v) in q's dtype; rows that see no key are 0
         softmax_lse [with return_attn_probs]: (batch_size, nheads, seqlen_q) fp32, the natural log of the
@@ -250,7 +251,8 @@ def flash_attn_varlen_func(
             block_table
         cu_seqlens_q, cu_seqlens_k: (batch_size + 1,) int32, where each sequence starts and the last ends;
             sequences may be empty on either side
-        max_seqlen_q, max_seqlen_k: the longest lengths
+        max_seqlen_q, max_seqlen_k: the longest lengths. Rows of longer sequences may be NaN or 0 where lengths are on a
+            GPU; on a CPU, and under FLASH_ATTN_COMPAT_DEBUG=1, they are an error
         block_table: (batch_size, max_num_blocks_per_seq) int32, the pages of each sequence in order;
             cu_seqlens_k then gives lengths only
     The other arguments are those of flash_attn_func, applied to each sequence with its own lengths.
@@ -360,7 +362,9 @@ def _attend(
     s_aux: Tensor | None = None,
 ) -> AttentionOutput:
     """options, packing: the fields of Options and Packing, which take longer to make than a tuple"""
-    wanted = None if torch_ops.are_asked_for(inputs) else purpose(inputs)
+    if isinstance(options[1], Tensor):
+        inputs, options = with_scale_in_queries(inputs, options)
+    wanted = None if torch_ops.are_asked_for(inputs) else purpose(inputs, options[5])
     q, k, v = inputs if len(inputs) == 3 else unpack(inputs)
     if s_aux is not None:
         sinks.check(s_aux, q, Options(*options).alibi_slopes)

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flash_attn_compat import flash_attn_func, flash_attn_kvpacked_func, flash_attn_varlen_func, settings, use_backend
+from flash_attn_compat import (
+    explain,
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_varlen_func,
+    settings,
+    use_backend,
+)
+from flash_attn_compat.serving.autograd import gradient_of_lse
 from tests import fused_on_cpu, others_kernels
 from tests.plain import attention_and_lse, check_function, pairwise
 from tests.support import GENERAL, close, cumulative, on_backend, qkv, randn
@@ -32,6 +40,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 OPTIONS |= {
     "sinks": {},
     "sinks, causal window": {"causal": True, "window_size": (2, 0)},
+    "sinks, causal": {"causal": True},
     "sinks, softcap": {"softcap": 1.5, "softmax_scale": 0.7},
     "sinks, dropout": {"dropout_p": 0.5},
 }
@@ -48,6 +57,9 @@ CASES = [
     *pairwise(("torch_efficient",), (HALF,), ("dense",), ("plain", "causal")),
     *pairwise(("fused",), (HALF, torch.bfloat16), FORMS, ("causal",)),
     ("fused", HALF, "packed", "causal ALiBi"),
+    # Rows without keys have the sink as their LSE.
+    *pairwise(GENERAL, (FLOAT,), ("dense, more rows", "packed, more rows"), ("sinks, causal window",)),
+    *(("fused", HALF, form, "sinks, causal") for form in ("dense, more rows", "packed, more rows")),
 ]
 # So many short ones that they are padded to common lengths.
 LENGTHS_Q, LENGTHS_K = (3, 9, 2, *(1, 2, 3, 4) * 3), (5, 9, 30, *(2, 4, 3, 5) * 3)
@@ -110,23 +122,26 @@ def pairs(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, ...]
     return flash_attn_kvpacked_func(q, torch.stack([k, v], 2), **options, return_attn_probs=True)  # type: ignore[return-value]
 
 
-def one(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, ...]:
+def one(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, **options: Any) -> tuple[Tensor, ...]:
     """One packed sequence."""
     lengths = cumulative(q.shape[1]), cumulative(k.shape[1]), q.shape[1], k.shape[1]
-    out, *rest = flash_attn_varlen_func(q[0], k[0], v[0], *lengths, **options, return_attn_probs=True)
-    return out[None], *rest
+    out, lse, s_dmask = flash_attn_varlen_func(
+        q[0], k[0], v[0], *lengths, **options, return_attn_probs=True, s_aux=sinks
+    )  # fmt: skip
+    return out[None], lse[None], s_dmask
 
 
 ATTENTION: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "dense": (dense, right), "packed": (packed, right_of_each), "pairs": (pairs, right)
 }  # fmt: skip
 EMPTY = {"no rows": (0, 4), "no keys": (3, 0), "neither": (0, 0)}
-ATTENTION |= {f"dense, {name}": (dense, right) for name in EMPTY} | {f"packed, {name}": (one, right) for name in EMPTY}
+SIZES = EMPTY | {"more rows": (11, 7)}
+ATTENTION |= {f"dense, {name}": (dense, right) for name in SIZES} | {f"packed, {name}": (one, right) for name in SIZES}
 
 
 def inputs(form: str, name: str, dtype: torch.dtype) -> list[Tensor]:
     """q, k and v, and sinks where the options' name says so."""
-    rows, keys = EMPTY.get(form.partition(", ")[2], (7, 11))
+    rows, keys = SIZES.get(form.partition(", ")[2], (7, 11))
     given = list(qkv(b=2 if (rows, keys) == (7, 11) else 1, sq=rows, sk=keys, h=4, hk=2, dtype=dtype))
     if form == "packed":
         totals = (sum(LENGTHS_Q), 4), (sum(LENGTHS_K), 2), (sum(LENGTHS_K), 2)
@@ -170,6 +185,131 @@ def test_rows_without_keys_have_no_gradient_whatever_a_loss_makes_of_their_infin
     assert not found[0][:, :4].any()
     for ours, wanted in zip((found[0][:, 4:], *found[1:]), expected, strict=True):
         torch.testing.assert_close(ours.double(), wanted, rtol=4e-3, atol=4e-3)
+
+
+def test_without_any_key_the_lse_is_the_sink_and_so_is_its_gradient() -> None:
+    q, k, v, sinks = inputs("dense, no keys", "sinks", FLOAT)
+    lse = dense(q, k, v, sinks.requires_grad_())[1]
+    assert torch.equal(lse, sinks[:, None].expand_as(lse))
+    assert torch.autograd.grad(lse.sum(), sinks)[0].tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("weight", [1.0, torch.inf, torch.nan])
+def test_the_gradient_of_an_infinite_lse_is_taken_as_zero(weight: float) -> None:
+    found = gradient_of_lse(torch.tensor([2.0, weight]), torch.tensor([0.5, torch.inf]))
+    assert found is not None and found.tolist() == [2.0, 0.0]
+
+
+@pytest.mark.parametrize("backend", GENERAL)
+def test_the_operator_of_compiled_calls_gives_rows_without_keys_no_gradient(backend: str) -> None:
+    """Whatever a loss made of their LSE."""
+    q, k, v = (x.requires_grad_() for x in qkv(sq=11, sk=7, h=4, hk=2))
+    found = []
+    with use_backend(backend):
+        compiled = torch.compile(flash_attn_func, backend="aot_eager")
+        for weight in (0.0, torch.nan):
+            out, lse, _ = compiled(q, k, v, causal=True, return_attn_probs=True)
+            weights = torch.ones_like(lse).index_fill_(-1, torch.arange(4), weight)
+            found.append(torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), weights)))
+    assert all(map(torch.equal, *found))
+
+
+# ---------------------------------------------------------------- trained slopes and scales
+
+COMPILED = "compiled"
+SLOPES_CASES = [
+    *pairwise((*GENERAL, COMPILED), (FLOAT,), ("dense", "packed", "pairs"), ("ALiBi", "causal ALiBi")),
+    *pairwise((*GENERAL, COMPILED), (FLOAT,), ("packed, no keys",), ("ALiBi",)),
+    *pairwise(("fused", "official"), (HALF,), ("packed",), ("causal ALiBi",)),
+]
+SCALE_CASES = [
+    *pairwise((*GENERAL, COMPILED), (FLOAT,), ("dense", "packed", "pairs"), ("causal",)),
+    ("chunked", FLOAT, "packed", "softcap"),
+    ("fused", HALF, "packed", "causal"),
+]
+
+
+def way(backend: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, backend="aot_eager", fullgraph=True) if backend == COMPILED else function
+
+
+@pytest.mark.parametrize(("backend", "dtype", "form", "name"), SLOPES_CASES, ids=name_of)
+def test_trained_slopes_have_the_formulas_gradient(
+    backend: str, dtype: torch.dtype, form: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (ours, plain), causal = ATTENTION[form], name.startswith("causal")
+    given = *inputs(form, name, dtype), SLOPES
+
+    def ours_of(*x: Tensor) -> Any:
+        return ours(*x[:3], alibi_slopes=x[3], causal=causal)[:2]
+
+    def plain_of(*x: Tensor) -> Any:
+        return plain(*x[:3], alibi_slopes=x[3], causal=causal)
+
+    if "no keys" in form:  # where the formula has an LSE of -inf
+        leaves = [x.requires_grad_() for x in given[:3]]
+        slopes = SLOPES.clone().requires_grad_()
+        assert not torch.autograd.grad(way(backend, ours_of)(*leaves, slopes)[0].sum(), slopes)[0].any()
+        return
+    with serve(backend, monkeypatch, tmp_path) if backend != COMPILED else contextlib.nullcontext():
+        check_function(way(backend, ours_of), plain_of, *given, epsilons=16)
+
+
+def test_slopes_alone_may_be_trained_and_their_dropout_mask_is_the_forwards() -> None:
+    """Of each sequence its own; q, k and v want no gradient."""
+    (q, k, v), slopes = qkv(sq=7, sk=11, h=4, hk=2), torch.stack([SLOPES, SLOPES + 1]).requires_grad_()
+    torch.manual_seed(0)
+    out, _, s_dmask = flash_attn_func(q, k, v, 0.3, alibi_slopes=slopes, return_attn_probs=True)
+    found = torch.autograd.grad(out.sin().sum(), slopes)[0]
+    for index in range(2):
+        keep = s_dmask[[index]] >= 0
+        one = slopes.detach()[index].requires_grad_()
+        plain, _ = right(*(x[[index]] for x in (q, k, v)), alibi_slopes=one, keep=keep, dropout_p=0.3)
+        torch.testing.assert_close(found[index], torch.autograd.grad(plain.sin().sum(), one)[0], rtol=2e-2, atol=2e-2)
+
+
+def test_explain_names_who_computes_the_gradient_of_slopes() -> None:
+    given = qkv(sq=7, sk=11, h=4, hk=2)
+    asked = explain(flash_attn_func, *given, alibi_slopes=SLOPES.clone().requires_grad_())
+    assert asked.slopes_gradient == "reference" and "computes the gradient of alibi_slopes" in str(asked)
+    unasked = explain(flash_attn_func, *given, alibi_slopes=SLOPES)
+    assert unasked.slopes_gradient is None and "gradient of alibi_slopes" not in str(unasked)
+
+
+@pytest.mark.parametrize(("backend", "dtype", "form", "name"), SCALE_CASES, ids=name_of)
+def test_a_trained_scale_has_the_formulas_gradient(
+    backend: str, dtype: torch.dtype, form: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (ours, plain), options = ATTENTION[form], OPTIONS[name] | {"softmax_scale": None}
+    given = *inputs(form, name, dtype), torch.tensor(0.3)
+
+    def ours_of(*x: Tensor) -> Any:
+        return ours(*x[:3], **options | {"softmax_scale": x[3]})[:2]
+
+    def plain_of(*x: Tensor) -> Any:
+        return plain(*x[:3], **options | {"softmax_scale": x[3]})
+
+    with serve(backend, monkeypatch, tmp_path) if backend != COMPILED else contextlib.nullcontext():
+        # The scale's gradient, in fp32, sums gradients of queries in half precision.
+        epsilons = 16 if dtype is FLOAT else torch.finfo(dtype).eps / torch.finfo(FLOAT).eps
+        check_function(way(backend, ours_of), plain_of, *given, epsilons=epsilons)
+
+
+@pytest.mark.parametrize("name", ["alibi_slopes", "softmax_scale"])
+def test_slopes_and_scale_are_differentiated_by_transforms_and_twice(name: str) -> None:
+    q, k, v = (x.double() for x in qkv(sq=5, sk=6, h=4, hk=2))
+    value = SLOPES.clone() if name == "alibi_slopes" else torch.tensor(0.3)
+
+    def loss(attention: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
+        return lambda x: attention(q, k, v, **{name: x})[0].sin().sum()
+
+    for derive in (torch.func.grad, lambda f: torch.func.jacrev(torch.func.grad(f))):
+        torch.testing.assert_close(derive(loss(dense))(value), derive(loss(right))(value), rtol=1e-5, atol=1e-5)
+    ours, plain = (loss(attention) for attention in (dense, right))
+    leaf = value.clone().requires_grad_()
+    once = [torch.autograd.grad(function(leaf), leaf, create_graph=True)[0] for function in (ours, plain)]
+    twice = [torch.autograd.grad(gradient.sum(), leaf)[0] for gradient in once]
+    torch.testing.assert_close(*twice, rtol=1e-5, atol=1e-5)
 
 
 # ---------------------------------------------------------------- every way to differentiate

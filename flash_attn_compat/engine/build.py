@@ -37,9 +37,12 @@ class Purpose(NamedTuple):
     shares_dropout_mask: bool = False
     given_lse: bool = False
     transformed: bool = False
+    slopes_gradient: bool = False
 
 
 FORWARD, RECORDED, TRANSFORMED = Purpose(), Purpose(needs_grad=True), Purpose(transformed=True)
+# The slopes' gradient comes from another backend's operators, which draw the same dropout mask.
+RECORDED_WITH_SLOPES = Purpose(needs_grad=True, shares_dropout_mask=True, slopes_gradient=True)
 _VALUES = frozenset({bool, int, float, str, type(None)})
 
 
@@ -263,6 +266,7 @@ def _call(
         given_lse=purpose.given_lse,
         shares_dropout_mask=(bool(return_attn_probs) and drops) or purpose.shares_dropout_mask,
         transformed=purpose.transformed,
+        slopes_gradient=purpose.slopes_gradient,
         **others,
     )  # fmt: skip
 

@@ -51,6 +51,7 @@ class AttentionCall(NamedTuple):
     transformed: bool = False  # torch.func or forward-mode AD differentiates the backend's own operators
     appends: bool = False  # the backend's run writes keys into the cache first, which seqused_k counts already
     lse_gradient: bool = False  # the backward has a gradient of softmax_lse to count; the forward cannot know
+    slopes_gradient: bool = False  # autograd wants the gradient of alibi_slopes, which no kernel computes
 
     @property
     def batch(self) -> int:

@@ -31,6 +31,15 @@ def numbers_of(lengths: Tensor) -> list[int]:
     return found
 
 
+def with_autograd() -> contextlib.AbstractContextManager[None]:
+    """Let autograd see operators again inside a custom operator, where compiled graphs hide them from it."""
+    hidden = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+        hidden = hidden.remove(getattr(torch._C.DispatchKey, key))
+    seen = torch._C._dispatch_tls_local_include_set()
+    return torch._C._ForceDispatchKeyGuard(seen, hidden)
+
+
 def autocasts(tensor: torch.Tensor) -> bool:
     """Whether autocast is on for operators on a tensor's device: it would round the products of what is wider."""
     if (tensor.is_cuda or tensor.is_cpu) and not _is_any_on():

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from flash_attn_compat import settings
 from flash_attn_compat.engine import callers_state, checks
-from flash_attn_compat.engine.build import FORWARD, RECORDED, TRANSFORMED, Purpose
+from flash_attn_compat.engine.build import FORWARD, RECORDED, RECORDED_WITH_SLOPES, TRANSFORMED, Purpose
 from flash_attn_compat.engine.call import RNG_STATE, AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.callers_state import transforms_are_on
 from flash_attn_compat.engine.memory import Known, Request, Tensors
@@ -55,11 +55,13 @@ def _check_packed(packed: Tensor, expected: int) -> None:
 Outputs = tuple[Tensor, Any, Any]
 
 
-def purpose(inputs: tuple[Tensor, ...]) -> Purpose:
+def purpose(inputs: tuple[Tensor, ...], slopes: Tensor | None = None) -> Purpose:
     """Whether autograd records a call of ``inputs``, or a transform of torch.func or forward-mode AD looks on."""
-    if (transforms_are_on() or forward_ad._current_level >= 0) and are_transformed(inputs):
+    if (transforms_are_on() or forward_ad._current_level >= 0) and are_transformed((*inputs, slopes)):
         return TRANSFORMED
     if torch.is_grad_enabled():
+        if are_trained(slopes):
+            return RECORDED_WITH_SLOPES
         try:
             for tensor in inputs:
                 if tensor.requires_grad:
@@ -67,6 +69,28 @@ def purpose(inputs: tuple[Tensor, ...]) -> Purpose:
         except AttributeError:  # of what is no tensor, which the checks refuse by name
             pass
     return FORWARD
+
+
+def are_trained(slopes: object) -> bool:
+    """Whether ALiBi slopes want a gradient where autograd records."""
+    return slopes is not None and getattr(slopes, "requires_grad", False) and torch.is_grad_enabled()
+
+
+def with_scale_in_queries(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """A call whose softmax_scale is a tensor to differentiate by, as one whose queries are multiplied by it.
+
+    Kernels take a number. They get the usual one, head_dim ** -0.5, and the queries the rest, which is about 1.
+    inputs, options: as a public function has them; they are returned unchanged where the scale wants no derivative
+    """
+    scale, queries = options[1], inputs[0]
+    wants_gradient = scale.requires_grad and torch.is_grad_enabled()
+    if not (wants_gradient or torch.compiler.is_compiling() or are_transformed((scale,))):
+        return inputs, options
+    if scale.numel() != 1 or not isinstance(queries, Tensor):
+        return inputs, options  # the checks say what is wrong
+    q, *others = inputs if len(inputs) > 1 else unpack(inputs)
+    wide = q.to(torch.promote_types(q.dtype, torch.float32))  # in which the scale's gradient is summed
+    return ((wide * (scale.reshape(()) * q.shape[-1] ** 0.5)).to(q.dtype), *others), (options[0], None, *options[2:])
 
 
 def are_transformed(inputs: tuple[object, ...]) -> bool:
@@ -82,7 +106,8 @@ def attend(inputs: tuple[Tensor, ...], known: Known, request: Request) -> Output
     S_dmask is None unless the call asks for it, softmax_lse may be None unless it asks for that.
     """
     if known.call.needs_grad:
-        outputs: Outputs = _record(known, request, *map(_unwrapped, inputs))
+        slopes = _unwrapped(request.tensors[3]) if known.call.slopes_gradient else None
+        outputs: Outputs = _record(known, request, slopes, *map(_unwrapped, inputs))
         return outputs
     known, result = run(known, request)
     return _outputs(known, request.tensors, result) if known.call.return_lse else (result.out, None, None)
@@ -95,7 +120,7 @@ def gradient_of_lse(dlse: Tensor | None, lse: Tensor | None) -> Tensor | None:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, known: Known, request: Request, *inputs: Tensor) -> Outputs:
+    def forward(ctx: Any, known: Known, request: Request, slopes: Tensor | None, *inputs: Tensor) -> Outputs:
         ctx.known, result = run(known, request)
         ctx.used, ctx.inputs = settings.used_backend(), len(inputs)
         others = request.tensors[3:RNG_STATE]
@@ -112,20 +137,35 @@ class _Attention(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: activation checkpointing recomputes them at the first look only
         inputs, (out, lse, rng_state, *rest) = saved[: ctx.inputs], saved[ctx.inputs :]
         if dout is None and dlse is None:
-            return None, None, *(None for _ in inputs)
+            return (None,) * (3 + len(inputs))
         if dout is not None and type(dout) is not Tensor:
             dout = dout.clone()  # of a pending collective, that is its result
         tensors = backward_tensors((*unpack(inputs), *rest[: ctx.others]), rng_state)
         if torch.is_grad_enabled() or _is_wrapped(dout) or _is_wrapped(dlse):
             call = ctx.known.call.with_tensors(*tensors)
-            return None, None, *_differentiable_gradients(inputs, ctx.needs_input_grad[2:], call, dout, dlse)
+            leaves = (call.alibi_slopes, *inputs)
+            return None, None, *_differentiable_gradients(leaves, ctx.needs_input_grad[2:], call, dout, dlse)
+        of_slopes = None
+        if ctx.needs_input_grad[2]:
+            of_slopes = gradient_of_slopes(ctx.known.call.with_tensors(*tensors), dout, dlse)
         dout = torch.zeros_like(out) if dout is None else dout
         upstream = Upstream(dout, out, lse, rng_state, tuple(rest[ctx.others :]), gradient_of_lse(dlse, lse))
         if len(inputs) == 3:
-            return None, None, *gradients(ctx.known, tensors, upstream)[1].gradients
+            return None, None, of_slopes, *gradients(ctx.known, tensors, upstream)[1].gradients
         packed = tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
         gradients(ctx.known, tensors, upstream, into=Gradients(*unpack(packed)))
-        return None, None, *packed
+        return None, None, of_slopes, *packed
+
+
+def gradient_of_slopes(call: AttentionCall, dout: Tensor | None, dlse: Tensor | None) -> Tensor:
+    """In the shape of ``call.alibi_slopes``: the forward once more in differentiable operations."""
+    q, k, v, slopes = call.q.detach(), call.k.detach(), call.v.detach(), call.alibi_slopes
+    assert slopes is not None
+    leaf = slopes.detach().requires_grad_()
+    call = call._replace(q=q, k=k, v=v, alibi_slopes=leaf, given_lse=False)
+    (found,) = _differentiable_gradients((leaf,), (True,), call, dout, dlse)
+    assert found is not None  # it was wanted
+    return found
 
 
 def _is_wrapped(gradient: Tensor | None) -> bool:
@@ -140,7 +180,11 @@ _record, _unwrapped = super(torch.autograd.Function, _Attention).apply, torch._C
 
 
 def _differentiable_gradients(
-    inputs: tuple[Tensor, ...], wanted: tuple[bool, ...], call: AttentionCall, dout: Tensor | None, dlse: Tensor | None
+    inputs: tuple[Tensor | None, ...],
+    wanted: tuple[bool, ...],
+    call: AttentionCall,
+    dout: Tensor | None,
+    dlse: Tensor | None,
 ) -> list[Tensor | None]:
     """Gradients to differentiate again, or that are transformed: the forward once more in differentiable operations."""
     create_graph = torch.is_grad_enabled()
@@ -151,10 +195,12 @@ def _differentiable_gradients(
             'flash_attn_compat.use_backend("chunked")'
         )
     at_exit.wait_for_autograd(call.q)
-    again = call._replace(transformed=True, needs_grad=False)
-    leaves = [tensor for tensor, is_wanted in zip(inputs, wanted) if is_wanted]
+    again = dispatch.in_differentiable_operators(call)
+    leaves = [tensor for tensor, is_wanted in zip(inputs, wanted) if is_wanted and tensor is not None]
     with torch.enable_grad(), callers_state.without_autocast(call.q.device):
         result = dispatch.choose_whoever_is_named(again).forward(again)
+        if dlse is not None and result.softmax_lse is not None:
+            dlse = dlse.masked_fill(result.softmax_lse.isinf(), 0.0)
         given = [
             (output, gradient)
             for output, gradient in ((result.out, dout), (result.softmax_lse, dlse))
@@ -164,7 +210,10 @@ def _differentiable_gradients(
         options = {"create_graph": create_graph, "allow_unused": True}
         found = torch.autograd.grad(outputs, leaves, upstreams, **options) if given else ()
         gradients = iter(found or [None] * len(leaves))
-        return [_or_zeros(next(gradients), tensor) if is_wanted else None for tensor, is_wanted in zip(inputs, wanted)]
+        return [
+            _or_zeros(next(gradients), tensor) if is_wanted and tensor is not None else None
+            for tensor, is_wanted in zip(inputs, wanted)
+        ]
 
 
 def _or_zeros(gradient: Tensor | None, tensor: Tensor) -> Tensor:

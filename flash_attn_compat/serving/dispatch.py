@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flash_attn_compat import settings
@@ -29,17 +29,23 @@ served: defaultdict[str, int] = defaultdict(int)
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which backend a call would get, and what speaks against each (an empty list: it could serve)."""
+    """Which backend a call would get, and what speaks against each (an empty list: it could serve).
+
+    slopes_gradient: the backend whose differentiable operators compute the gradient of alibi_slopes; None where nobody
+        asks for it
+    """
 
     backend: str | None
     reasons: dict[str, list[str]]
+    slopes_gradient: str | None = None
 
     def __str__(self) -> str:
         width = max(len(name) for name in self.reasons)
         lines = []
         for name, reasons in self.reasons.items():
             chosen = "serves the call" if name == self.backend else "could serve it too"
-            lines.append(f"{name:{width}}  {'; '.join(reasons) or chosen}")
+            also = "; computes the gradient of alibi_slopes, in PyTorch's operators" * (name == self.slopes_gradient)
+            lines.append(f"{name:{width}}  {'; '.join(reasons) or chosen}{also}")
         return "\n".join(lines)
 
 
@@ -97,7 +103,11 @@ def choose(call: AttentionCall) -> Backend | None:
     """
     if settings.explains():
         _check_settings()
-        raise Explained(_explain(call.traits(), settings.named_backend()))
+        explanation = _explain(call.traits(), settings.named_backend())
+        if call.slopes_gradient:
+            other = _first_able(in_differentiable_operators(call).traits(), None)
+            explanation = replace(explanation, slopes_gradient=None if other is None else other.name)
+        raise Explained(explanation)
     if (call.is_empty or call.q.is_meta) and not call.transformed:
         return None
     return _decide(call)
@@ -117,6 +127,11 @@ def choose_whoever_is_named(call: AttentionCall) -> Backend:
     They are those that can be differentiated again, and those of softmax_lse.
     """
     return _decide(call, heeds_name=False)
+
+
+def in_differentiable_operators(call: AttentionCall) -> AttentionCall:
+    """``call``, of which every operator is differentiated on its own."""
+    return call._replace(transformed=True, needs_grad=False)
 
 
 def _check_settings() -> None:

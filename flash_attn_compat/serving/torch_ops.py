@@ -19,12 +19,12 @@ from flash_attn_compat import settings
 from flash_attn_compat.engine import checks, dropout
 from flash_attn_compat.engine.build import Options, Packing, Purpose, request_of
 from flash_attn_compat.engine.call import Gradients, Upstream
-from flash_attn_compat.engine.callers_state import count_modes, tracing_state, transforms_are_on
+from flash_attn_compat.engine.callers_state import count_modes, tracing_state, transforms_are_on, with_autograd
 from flash_attn_compat.engine.layout import lse_dtype
 from flash_attn_compat.engine.memory import PLAIN, Request
 from flash_attn_compat.engine.probabilities import round_up
 from flash_attn_compat.serving import compute, flops, sharding
-from flash_attn_compat.serving.autograd import are_transformed, gradient_of_lse
+from flash_attn_compat.serving.autograd import are_trained, are_transformed, gradient_of_lse, gradient_of_slopes
 
 
 def are_asked_for(tensors: tuple[Any, ...]) -> bool:
@@ -90,13 +90,14 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, softmax_lse, S_dmask, rng_state); an output nobody wants, as far as tracing shows, has no elements."""
     _check(q, k, v, options, packing)
-    arguments = _flatten(options, packing)
+    arguments, trains_slopes = _flatten(options, packing), are_trained(options.alibi_slopes)
     drops = arguments[_DROPOUT_P] > 0.0
-    if under_flash_attns_name is not None and _only_modes_look_on(q, k, v) and not (drops and _goes_into_graph()):
+    is_ours_alone = trains_slopes or (drops and _goes_into_graph())
+    if under_flash_attns_name is not None and _only_modes_look_on(q, k, v) and not is_ours_alone:
         found = under_flash_attns_name(q, k, v, Arguments(*arguments), return_dmask)
         if found is not None:
             return found
-    needs_grad = _gradients_follow(q, k, v)
+    needs_grad = trains_slopes or _gradients_follow(q, k, v)
     asked = return_lse or needs_grad, return_dmask, needs_grad
     rng_state = _draw_rng_state(q) if drops else None
     outputs: tuple[Tensor, Tensor, Tensor, Tensor] = _forward_op(q, k, v, *arguments, *asked, rng_state)
@@ -319,6 +320,35 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+@torch.library.custom_op(
+    "flash_attn_compat::alibi_slopes_backward",
+    mutates_args=(),
+    schema=f"(Tensor dout, Tensor? rng_state, Tensor? dlse, Tensor q, Tensor k, Tensor v, {schema(Arguments)})"
+    " -> Tensor",
+)
+def slopes_backward_op(
+    dout: Tensor, rng_state: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *arguments: Any
+) -> Tensor:
+    purpose = Purpose(needs_grad=True, return_lse=True, shares_dropout_mask=True, given_lse=True)
+    request = Arguments(*arguments).request(q, k, v, purpose)
+    call = compute.find(request).call
+    call = call.with_tensors(*compute.backward_tensors(request.tensors, rng_state))
+    with with_autograd():
+        return gradient_of_slopes(call, dout, dlse).detach()
+
+
+@slopes_backward_op.register_fake
+def _(
+    dout: Tensor, rng_state: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *arguments: Any
+) -> Tensor:
+    slopes = Arguments(*arguments).alibi_slopes
+    assert slopes is not None
+    return slopes.new_empty(slopes.shape)
+
+
+_SLOPES = 3 + Arguments._fields.index("alibi_slopes")  # behind q, k and v
+
+
 def _setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
     arguments, asked = _split(inputs[3:])
     ctx.count, ctx.is_expected, ctx.used = len(inputs), asked.needs_grad, settings.used_backend()
@@ -344,7 +374,10 @@ def _compiled_backward(
     with settings.using_backend(ctx.used):
         dout = torch.zeros_like(out) if dout is None else dout
         gradients = backward_op(dout, out, lse, rng_state, dlse, *inputs)
-    return *gradients, *(None,) * (ctx.count - 3)
+        others: list[Tensor | None] = [None] * (ctx.count - 3)
+        if ctx.needs_input_grad[_SLOPES]:
+            others[_SLOPES - 3] = slopes_backward_op(dout, rng_state, dlse, *inputs)
+    return *gradients, *others
 
 
 _forward_op.register_autograd(_compiled_backward, setup_context=_setup_context)
