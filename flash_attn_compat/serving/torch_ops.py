@@ -92,8 +92,8 @@ def forward(
     _check(q, k, v, options, packing)
     arguments, trains_slopes = _flatten(options, packing), are_trained(options.alibi_slopes)
     drops = arguments[_DROPOUT_P] > 0.0
-    is_ours_alone = trains_slopes or (drops and _goes_into_graph())
-    if under_flash_attns_name is not None and _only_modes_look_on(q, k, v) and not is_ours_alone:
+    may_be_theirs = not trains_slopes and _only_modes_look_on(q, k, v)
+    if under_flash_attns_name is not None and may_be_theirs and not (drops and _goes_into_graph()):
         found = under_flash_attns_name(q, k, v, Arguments(*arguments), return_dmask)
         if found is not None:
             return found
