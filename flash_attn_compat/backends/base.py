@@ -149,6 +149,13 @@ class Backend(abc.ABC):
         described, backward = call.with_tensors(), self.backward
         return lambda tensors, upstream, into: Derived(backward(described.with_tensors(*tensors), upstream, into))
 
+    def kept_mask(self, mask: Tensor, saved: tuple[Any, ...]) -> Tensor | None:
+        """The dense mask that a forward saw, shaped as ``mask`` is, if ``saved`` holds it; None if not.
+
+        A backend that keeps it does not read the mask's own memory in its backward.
+        """
+        return None
+
     @abc.abstractmethod
     def forward(self, call: AttentionCall) -> Result:
         """Compute out, softmax_lse (+inf for rows without keys) and the dropout's rng_state."""

@@ -33,8 +33,8 @@ struct Params {
   u16 *dq, *dk, *dv;
   float *lse_true;   // as lse without the position that flash-attn adds under causal ALiBi; may be null
   int *absmax;       // converted bf16: (3, batch, nheads_k) largest finite magnitudes of k, v, q, raised from 0
-  int *absmax_dout;  // backward of converted bf16: (2, batch, nheads_k) maxima that delta raises from 0
   u32 *bias_map, *bias_of_rows;   // what mask.cu has found in it
+  int *absmax_dout;  // backward of converted bf16: (2, batch, nheads_k) maxima that delta raises from 0
   float *delta;      // (.., like lse): rowsum(out * dout)
   u16 *copies;       // converted bf16: k and v as fp16, in the backward q and dout first; all contiguous
   int *marks;        // (2, nheads_k, ...): the maxima by which k and v have been copied before all were known; else null

@@ -106,8 +106,8 @@ def attend(inputs: tuple[Tensor, ...], known: Known, request: Request) -> Output
     S_dmask is None unless the call asks for it, softmax_lse may be None unless it asks for that.
     """
     if known.call.needs_grad:
-        slopes = _unwrapped(request.tensors[3]) if known.call.slopes_gradient else None
-        outputs: Outputs = _record(known, request, slopes, *map(_unwrapped, inputs))
+        slopes = unwrapped(request.tensors[3]) if known.call.slopes_gradient else None
+        outputs: Outputs = _record(known, request, slopes, *map(unwrapped, inputs))
         return outputs
     known, result = run(known, request)
     return _outputs(known, request.tensors, result) if known.call.return_lse else (result.out, None, None)
@@ -141,7 +141,7 @@ class _Attention(torch.autograd.Function):
         if dout is not None and type(dout) is not Tensor:
             dout = dout.clone()  # of a pending collective, that is its result
         tensors = backward_tensors((*unpack(inputs), *rest[: ctx.others]), rng_state)
-        if torch.is_grad_enabled() or _is_wrapped(dout) or _is_wrapped(dlse):
+        if torch.is_grad_enabled() or is_wrapped(dout) or is_wrapped(dlse):
             call = ctx.known.call.with_tensors(*tensors)
             leaves = (call.alibi_slopes, *inputs)
             return None, None, *_differentiable_gradients(leaves, ctx.needs_input_grad[2:], call, dout, dlse)
@@ -168,7 +168,7 @@ def gradient_of_slopes(call: AttentionCall, dout: Tensor | None, dlse: Tensor | 
     return found
 
 
-def _is_wrapped(gradient: Tensor | None) -> bool:
+def is_wrapped(gradient: Tensor | None) -> bool:
     """Whether a transform of torch.func or is_grads_batched=True looks on: what they give has no memory to read."""
     return gradient is not None and (_is_transformed(gradient) or _is_batched(gradient))
 
@@ -176,7 +176,9 @@ def _is_wrapped(gradient: Tensor | None) -> bool:
 # Function.apply does this in Python, and looks for transforms of torch.func, under which nothing is recorded.
 _is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
-_record, _unwrapped = super(torch.autograd.Function, _Attention).apply, torch._C._functorch.unwrap_if_dead
+_record, unwrapped = super(torch.autograd.Function, _Attention).apply, torch._C._functorch.unwrap_if_dead
+# Its backward, for other functions: of a context with the same fields, and the gradients of its three results.
+differentiate = _Attention.backward
 
 
 def _differentiable_gradients(

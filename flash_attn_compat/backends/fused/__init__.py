@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import HALF_DTYPES, Backend, Capabilities
-from flash_attn_compat.backends.fused import backward, forward, loader, tensor_cores, verdicts
+from flash_attn_compat.backends.fused import backward, forward, loader, masks, tensor_cores, verdicts
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import Feature, Traits
 from flash_attn_compat.engine.memory import Alike, BackwardRun, Run, alike_to
@@ -64,6 +67,9 @@ class Fused(Backend):
 
     def prepare_backward(self, call: AttentionCall, upstream: Upstream, into: Gradients | None) -> BackwardRun:
         return backward.prepare(call, upstream, into)
+
+    def kept_mask(self, mask: Tensor, saved: tuple[Any, ...]) -> Tensor | None:
+        return masks.kept_booleans(mask, saved)
 
     def forward(self, call: AttentionCall) -> Result:
         alike = alike_to(call)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn_compat.backends.fused import grids, launcher, trial, variants
+from flash_attn_compat.backends.fused import grids, launcher, masks, trial, variants
 from flash_attn_compat.backends.fused.launcher import Plan
 from flash_attn_compat.backends.fused.launches import Launches, with_copies
 from flash_attn_compat.backends.fused.variants import Kind
@@ -103,20 +103,20 @@ def _plan(
     """Three launches. For bf16 that is converted one more, if the forward kept no maxima, and two if it is copied: the
     same memory holds q and dout for dkdv, then k and v for dq.
 
-    upstream.saved: nothing; or the forward's true LSE; or that and maxima
+    upstream.saved: nothing; or the forward's true LSE; or that and what it kept besides, as masks.names_of_kept has it
     splits: blocks that share the query heads of a tile of keys, None: as many as pay
     in_seats: as shares in grids.py, for each of the three
     """
-    kept = dict(zip(("absmax",), upstream.saved[1:]))
+    kept = dict(zip(masks.names_of_kept(upstream.saved), upstream.saved[1:]))
     results = {"dout": upstream.dout, "out": upstream.out, "lse": upstream.lse, "dlse": upstream.dlse}
     fields = launcher.described(call)
     fields |= {"out_s": launcher.strides(upstream.out), "dout_s": launcher.strides(upstream.dout)}
     fields |= {f"{name}_s": launcher.strides(target) for name, target in targets._asdict().items()}
     if upstream.saved:
         fields["lse_has_position"] = 0
-    launches = Launches(call, kind, fields)
+    launches = Launches(call, kind, fields, has_mask="bias_map" in kept)
     if kind.type == variants.BF16_AS_FP16:
-        if not kept:
+        if "absmax" not in kept:
             launches.find_maxima(of_rows=True)
         launches.leave("absmax_dout", (2, call.batch, call.nheads_k), torch.int32, starts_as_zero=True)
     launches.leave("delta", call.lse_shape, torch.float32)

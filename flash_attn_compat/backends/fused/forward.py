@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_attn_compat import settings
 from flash_attn_compat.backends.base import Negated
-from flash_attn_compat.backends.fused import grids, launcher, tensor_cores, trial, variants
+from flash_attn_compat.backends.fused import grids, launcher, masks, tensor_cores, trial, variants
 from flash_attn_compat.backends.fused.launches import Launches, kind_of_append, with_copies
 from flash_attn_compat.backends.fused.variants import Kind
 from flash_attn_compat.engine import alignment, dropout
@@ -112,6 +112,7 @@ class Attention:
         self.seqlen_new = 0 if new is None else new.k.shape[1]
         self.appends, self.writes_first = new is not None, False
         self.needs_grad, self.drops = call.needs_grad, call.dropout_p > 0.0
+        self.kept = masks.KEPT[: 3 if kind.bias == variants.BOOLEANS else 1]
         fields = launcher.described(call) | {"out_s": launcher.contiguous_strides(call.out_shape)}
         launches = Launches(call, kind, fields)
         if new is not None:
@@ -165,8 +166,8 @@ class Attention:
         out, lse = made["out"], made.get("lse")
         if not self.needs_grad:
             return tuple.__new__(Result, (out, lse, rng_state, ()))  # Result() takes three times as long
-        # The backward takes the true LSE first, then the maxima.
-        true_lse, maxima = made.get("lse_true"), made.get("absmax")
-        if maxima is not None:
-            return Result(out, lse, rng_state, (lse if true_lse is None else true_lse, maxima))
+        # The backward takes the true LSE first, then the maxima, then what was found in a mask of booleans.
+        true_lse, found = made.get("lse_true"), [made[name] for name in self.kept if name in made]
+        if found:
+            return Result(out, lse, rng_state, (lse if true_lse is None else true_lse, *found))
         return Result(out, lse, rng_state, () if true_lse is None else (true_lse,))

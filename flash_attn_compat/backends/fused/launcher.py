@@ -39,7 +39,8 @@ _APPEND = "k_new", "v_new", "rotary_cos", "rotary_sin"
 # Of what is not in q's dtype.
 _DTYPES = {
     **dict.fromkeys(("alibi_slopes", "lse", "dlse"), torch.float32),
-    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table", "absmax"), torch.int32),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table"), torch.int32),
+    **dict.fromkeys(("absmax", "bias_map", "bias_of_rows"), torch.int32),
     "rng_state": torch.int64,
 }
 

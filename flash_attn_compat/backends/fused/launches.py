@@ -26,12 +26,17 @@ _PLACES = {name: place for place, (name, _) in enumerate(params.HEAD)}
 
 
 class Launches:
-    """fields: of every launch that is added from now on; instead: as Launch has it, of those with tiles"""
+    """fields: of every launch that is added from now on; instead: as Launch has it, of those with tiles
 
-    def __init__(self, call: AttentionCall, kind: Kind, fields: dict[str, params.Value]) -> None:
+    has_mask: whether the launches are given what a pass over the dense mask found
+    """
+
+    def __init__(
+        self, call: AttentionCall, kind: Kind, fields: dict[str, params.Value], has_mask: bool = False
+    ) -> None:
         self.call, self.kind, self.fields = call, kind, fields
         self.instead: dict[str, tuple[str, int]] = {}
-        self.outputs, self.launches = launcher.mask_pass(call, kind, fields)
+        self.outputs, self.launches = ([], []) if has_mask else launcher.mask_pass(call, kind, fields)
         self.workspace = 0
 
     def plan(self, new: Append | None = None, others: Mapping[str, Any] | None = None) -> Plan:

@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from flash_attn_compat.backends.fused import params, variants
+
+# What a forward may keep for its backward behind the LSE, in this order. Of a mask of booleans the kernels read nothing
+# but what the pass found, so its memory may be written to in between.
+KEPT = "absmax", "bias_map", "bias_of_rows"
+
+
+def names_of_kept(saved: Sequence[Tensor]) -> tuple[str, ...]:
+    """The names of ``saved[1:]``: the maxima, what was found in a mask, both or nothing."""
+    return KEPT[1:] if len(saved) == 3 else KEPT[: len(saved) - 1] if saved else ()
+
+
+def kept_booleans(bias: Tensor, saved: Sequence[Tensor]) -> Tensor | None:
+    """The mask that a forward saw, of bias's shape and strides of 0, if it kept that."""
+    if "bias_of_rows" not in names_of_kept(saved):
+        return None
+    own, keys = [size if stride else 1 for size, stride in zip(bias.shape[:3], bias.stride())], bias.shape[-1]
+    each = 1 << torch.arange(8, dtype=torch.uint8, device=bias.device)
+    seen = (saved[-1].view(torch.uint8)[..., None] & each).bool().flatten(-2)[..., :keys]
+    return seen.reshape(*own, keys).expand(bias.shape)
 
 
 def kind(bias: Tensor | None) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Collection
 ADDRESSES = (
     "q", "k", "v", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table", "bias",
     "rng_state", "k_new", "v_new", "rotary_cos", "rotary_sin", "q_rotated", "dout", "out", "lse", "dlse", "dq", "dk",
-    "dv", "lse_true", "absmax", "absmax_dout", "bias_map", "bias_of_rows", "delta", "copies", "marks",
+    "dv", "lse_true", "absmax", "bias_map", "bias_of_rows", "absmax_dout", "delta", "copies", "marks",
     "counters", "parts",
 )  # fmt: skip
 _STRIDES = (
