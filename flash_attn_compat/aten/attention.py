@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flash_attn_compat.aten import door
+from flash_attn_compat.aten import door, graphs
 from flash_attn_compat.aten.wish import HALF, Front, Wish, against_mask, against_size, against_tensors, not_half
 from flash_attn_compat.engine.build import Options
 from flash_attn_compat.engine.callers_state import count_modes, tracing_state, transforms_are_on
@@ -27,11 +27,15 @@ NAME = "scaled_dot_product_attention"
 # How many keys are left is rounded, and what makes up for the others is not: at 0.9 answers are 1.6 % too large on
 # average, at 0.999 four times as large.
 MOST_DROPOUT = 0.9
-# PyTorch's composition is what the operator has where no device is known; this way of calling it parses the least.
-_compose = torch.ops.aten.scaled_dot_product_attention.default._handle.redispatch_boxed
-_NOWHERE = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+BROADCAST = "batches or heads are broadcast"
 _is_deterministic = torch._C._get_deterministic_algorithms
 _has_efficient, _has_flash = torch._C._get_mem_efficient_sdp_enabled, torch._C._get_flash_sdp_enabled
+_has_formula = torch._C._get_math_sdp_enabled
+_FORMULA, _FLASH, _EFFICIENT = (
+    int(getattr(torch._C._SDPBackend, name)) for name in ("MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")
+)
+# Before PyTorch 2.6 programs have no say in it.
+_order: Callable[[], list[int]] = getattr(torch._C, "_get_sdp_priority_order", lambda: [_FLASH, _EFFICIENT, _FORMULA])
 
 
 def implementation(front: Front) -> Callable[..., Tensor]:
@@ -40,7 +44,7 @@ def implementation(front: Front) -> Callable[..., Tensor]:
     def attention(*arguments: Any, **named: Any) -> Any:
         wish = front.wish
         if wish is None:
-            return _compose(_NOWHERE, *arguments, **named)
+            return graphs.trace(*arguments, **named)
         q, k, v = arguments[:3]
         if (  # somebody must see PyTorch's own operators: a tensor's class, a mode, a trace, a transform
             type(q) not in PLAIN
@@ -51,16 +55,18 @@ def implementation(front: Front) -> Callable[..., Tensor]:
             or transforms_are_on()
             or forward_ad._current_level >= 0
         ):
-            return _compose(_NOWHERE, *_ungrouped(wish, *arguments, **named), **named)
-        against = why_not(wish, *arguments, **named)
+            return graphs.trace(*_ungrouped(wish, *arguments, **named), **named)
+        against, given = why_not(wish, *arguments, **named), arguments
+        if against is BROADCAST:
+            against, given = None, (*_broadcast(q, k, v, **named), *arguments[3:])
         if against is None or explains():
-            out = _ours(against, *arguments, **named)
+            out = _ours(against, *given, **named)
             if out is not None:
                 return out
         served[door.PYTORCH] += 1
         before, DECIDED.yet = DECIDED.yet, True  # as_decided, without the time that its frame takes
         try:
-            return _compose(_NOWHERE, *arguments, **named)
+            return graphs.compose(*arguments, **named)
         finally:
             DECIDED.yet = before
 
@@ -73,7 +79,10 @@ def why_not(
 ) -> str | None:  # fmt: skip
     """What keeps our kernels from such a call, besides their own reasons; None for nothing. Shapes as in PyTorch.
 
-    A call that is left pays for each look that is taken at it, so what decides most calls comes first.
+    BROADCAST where the same call is ours once its tensors are of one batch and of heads that fit.
+
+    A call that is left pays for each look that is taken at it, so what decides most calls comes first. What autograd
+    records decides about no call with dropout: its recomputation under a checkpoint has to drop the same.
     """
     dtype = q.dtype
     if dtype not in HALF:
@@ -82,8 +91,10 @@ def why_not(
         return "our kernels compute four axes: (batch, heads, rows, channels)"
     (batch, heads, rows, width), (batch_k, heads_k, keys, width_k) = q.shape, k.shape
     # These would go to the plain formula, which is slower at any size.
-    at_any_size = (heads != heads_k or dtype is torch.bfloat16) and not (wish.always and door.has_flash(q.device))
-    is_recorded = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
+    goes_to_formula = heads != heads_k or batch != batch_k or dtype is torch.bfloat16
+    at_any_size = goes_to_formula and not (wish.always and door.has_flash(q.device))
+    drops = dropout_p != 0.0
+    is_recorded = drops or ((q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled())
     against = against_size(wish, q, rows, keys, batch * heads * width, attn_mask, is_recorded, at_any_size)
     if against is not None:
         return against
@@ -94,13 +105,51 @@ def why_not(
     against = against_tensors(wish, q, k, v)
     if against is not None:
         return against
-    if v.shape[:3] != k.shape[:3] or batch != batch_k or width != width_k or not v.shape[3]:
+    batch_v, heads_v, keys_v, width_v = v.shape
+    if keys != keys_v or width != width_k or not width_v:
         return "shapes differ, or values have no channels"
-    if heads != heads_k and not (enable_gqa and heads_k and heads % heads_k == 0):
-        return "heads differ"
-    if not (_has_efficient() or _has_flash()):
-        return "the program forbids PyTorch's fused kernels, and so ours"
-    return None if attn_mask is None else against_mask(attn_mask, q, (batch, heads, rows, keys))
+    if not _allows_fused():
+        return "the program forbids PyTorch's fused kernels or asks for the formula first, and so forbids ours"
+    is_grouped = enable_gqa and heads_k > 0 and heads % heads_k == 0
+    fits = batch == batch_k == batch_v and heads_k == heads_v and (heads == heads_k or is_grouped)
+    if not fits:
+        if not _can_broadcast(q, k, v, enable_gqa):
+            return "batches or heads differ"
+        batch, heads = max(batch, batch_k, batch_v), heads if enable_gqa else max(heads, heads_k, heads_v)
+    if attn_mask is not None:
+        against = against_mask(attn_mask, q, (batch, heads, rows, keys), drops)
+    return against or (None if fits else BROADCAST)
+
+
+def _allows_fused() -> bool:
+    """Whether the program, by torch.nn.attention.sdpa_kernel, prefers a fused kernel to the plain formula."""
+    if not _has_formula():
+        return _has_efficient() or _has_flash()
+    for backend in _order():
+        if backend == _FORMULA:
+            return False
+        if (backend == _FLASH and _has_flash()) or (backend == _EFFICIENT and _has_efficient()):
+            return True
+    return False
+
+
+def _can_broadcast(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
+    """Whether the plain formula would compute it: sizes are equal but for those of 1, or heads are grouped."""
+    batches, heads = {x.shape[0] for x in (q, k, v)} - {1}, {x.shape[1] for x in (q, k, v)} - {1}
+    if enable_gqa:
+        heads_k = k.shape[1]
+        return len(batches) < 2 and heads_k == v.shape[1] > 0 and q.shape[1] % heads_k == 0
+    return len(batches) < 2 and len(heads) < 2
+
+
+def _broadcast(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, enable_gqa: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All with as many sequences, keys with as many heads as values, queries with a multiple of that."""
+    batch = max(x.shape[0] for x in (q, k, v))
+    heads = q.shape[1] if enable_gqa else max(x.shape[1] for x in (q, k, v))
+    heads_k = k.shape[1] if enable_gqa or k.shape[1] == v.shape[1] else heads
+    return q.expand(batch, heads, -1, -1), k.expand(batch, heads_k, -1, -1), v.expand(batch, heads_k, -1, -1)
 
 
 def _ours(
@@ -110,41 +159,46 @@ def _ours(
     """The answer of our kernels, or what speaks against them where only that is asked; None if others would compute."""
     if against is not None:
         door.explain([against])
-    bias = None if attn_mask is None else attn_mask.expand(*q.shape[:3], k.shape[2])
+    bias = None
+    if attn_mask is not None:
+        (batch, heads, rows, _), keys = q.shape, k.shape[2]
+        bias = attn_mask.expand(batch, heads, rows, keys)
     call = _as_flash(q, k, v, dropout_p, is_causal, scale)
     if explains():
-        door.explain(door.against(*call, bias=bias))
-    out = _attend(*call, bias)
-    if out is None:
-        return None
-    out = out.contiguous()
-    if out.requires_grad:
-        return out.transpose(1, 2)
-    # Autograd lets nobody write into a view that was made while nothing was recorded.
-    return (out.data if out._is_view() else out).transpose_(1, 2)
+        q, k, v, options = call
+        door.explain(door.against(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), options, bias=bias))
+    return _attend(*call, bias)
 
 
 def _as_flash(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Options]:
-    """The same call in flash-attn's axes, whose causal mask stands at the last key instead of the first."""
-    rows, keys, window = q.shape[2], k.shape[2], (-1, -1)
-    if is_causal and rows < keys:  # nobody sees the others
-        k, v = k[:, :, :rows], v[:, :, :rows]
-    elif is_causal and rows > keys:
-        window, is_causal = (-1, rows - keys), False
-    options = Options(dropout_p, scale, is_causal, window, deterministic=_is_deterministic())
-    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), options
+    """The same call with flash-attn's options, whose causal mask stands at the last key instead of the first."""
+    window = -1, -1
+    if is_causal:
+        rows, keys = q.shape[2], k.shape[2]
+        if rows < keys:  # nobody sees the others
+            k, v = k[:, :, :rows], v[:, :, :rows]
+        elif rows > keys:
+            window, is_causal = (-1, rows - keys), False
+    return q, k, v, Options(dropout_p, scale, is_causal, window, deterministic=_is_deterministic())
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, options: Options, bias: Tensor | None) -> Tensor | None:
-    """door.attend. A group's heads of one row are rows where one mask is for all: so their keys are read once."""
-    (batch, rows, heads, _), heads_k = q.shape, k.shape[2]
-    if bias is None or rows > 1 or heads == heads_k or bias.stride(1):
+    """door.attend. A group's heads of one row are rows where one mask is for all: so their keys are read once.
+
+    But not with dropout or gradients: a forward and its recomputation have to drop the same.
+    """
+    if bias is None or options.dropout_p:
         return door.attend(q, k, v, options, bias)
-    grouped = q.unflatten(2, (heads_k, -1))[:, 0].transpose(1, 2)
+    (_, heads, rows, _), heads_k = q.shape, k.shape[1]
+    if rows > 1 or heads == heads_k or bias.stride(1):
+        return door.attend(q, k, v, options, bias)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return door.attend(q, k, v, options, bias)
+    grouped = q[:, :, 0].unflatten(1, (heads_k, -1))
     out = door.attend(grouped, k, v, options, bias[:, :heads_k].expand(-1, -1, heads // heads_k, -1))
-    return None if out is None else out.transpose(1, 2).reshape(batch, 1, heads, -1)
+    return None if out is None else door.as_own(out.flatten(1, 2)[:, None])
 
 
 def _ungrouped(
@@ -160,6 +214,8 @@ def _ungrouped(
     heads, heads_k = q.shape[1], k.shape[1]
     if q.dtype is not torch.float16 or heads == heads_k or heads_k != v.shape[1] or not heads_k or heads % heads_k:
         return given
-    if q.device.type != wish.device or door.has_flash(q.device) or torch._guards.TracingContext.try_get() is None:
+    if q.device.type != wish.device or door.has_flash(q.device) or not _allows_fused():
+        return given
+    if torch._guards.TracingContext.try_get() is None:
         return given
     return q, *(x.repeat_interleave(heads // heads_k, 1) for x in (k, v)), attn_mask, *rest

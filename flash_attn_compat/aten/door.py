@@ -8,23 +8,37 @@ import torch
 from torch import Tensor
 
 from flash_attn_compat import settings
-from flash_attn_compat.engine.build import Options, Packing, Purpose, request_of
+from flash_attn_compat.engine.build import RECORDED, Options, Packing, Purpose, request_of
 from flash_attn_compat.engine.call import Gradients, Result, Upstream
 from flash_attn_compat.engine.memory import Known, Request
-from flash_attn_compat.serving import autograd, compute, dispatch
+from flash_attn_compat.serving import autograd, compute, dispatch, heads_first
 
 KERNELS, PYTORCH = "fused", "pytorch"
+as_own = heads_first.as_own
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, bias: Tensor | None = None) -> Tensor | None:
-    """out of dense attention, recorded for autograd; None where others would compute. Shapes as in flash_attn_func."""
-    inputs = q, k, v
-    request = request_of(q, k, v, options, autograd.purpose(inputs), bias=bias)
+    """out of dense attention, recorded for autograd; None where others would compute. (batch, heads, rows, channels)
+
+    The memory behind out is that of (batch, rows, heads, channels), contiguous.
+    """
+    purpose = autograd.purpose((q, k, v))
+    rows_first = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    request = request_of(*rows_first, options, _decisive(purpose, options), bias=bias)
     known = _ours(request)
     if known is None:
         return None
-    out: Tensor = autograd.attend(inputs, known, request)[0]
-    return out
+    if purpose.needs_grad:
+        return heads_first.record(known, request)
+    return heads_first.as_own(compute.run(known, request)[1].out)
+
+
+def _decisive(purpose: Purpose, options: Options) -> Purpose:
+    """Dropout's calls are decided about as if they were recorded.
+
+    The forward under a reentrant checkpoint is not recorded, and its recomputation, which must drop the same, is.
+    """
+    return RECORDED if options.dropout_p else purpose
 
 
 def forward(
@@ -51,8 +65,8 @@ def backward(
 def against(
     q: Tensor, k: Tensor, v: Tensor, options: Options, packing: Packing | None = None, bias: Tensor | None = None
 ) -> list[str]:
-    """What speaks against our kernels for such a call."""
-    request = request_of(q, k, v, options, autograd.purpose((q, k, v)), packing, bias)
+    """What speaks against our kernels for such a call. Shapes as in flash_attn_func."""
+    request = request_of(q, k, v, options, _decisive(autograd.purpose((q, k, v)), options), packing, bias)
     return dispatch.reasons_against(KERNELS, request.kind.build(request).call)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.library import Library
 
-from flash_attn_compat.aten import attention, efficient
+from flash_attn_compat.aten import attention, efficient, graphs
 from flash_attn_compat.aten.wish import Front, Wish
 
 _KEYS = {"cuda": ("CUDA", "AutogradCUDA"), "cpu": ("CPU", "AutogradCPU")}
@@ -76,6 +76,13 @@ def wished() -> Wish | None:
 
 
 def _renew() -> None:
+    try:
+        _place()
+    finally:
+        graphs.turn(wished())
+
+
+def _place() -> None:
     global _in_front
     wanted = max(_holders, key=lambda wish: (wish.always, -wish.least_products), default=None)
     if _in_front is not None:

@@ -68,9 +68,14 @@ def not_half(dtype: torch.dtype) -> str:
     return f"our kernels compute float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
 
 
-def against_mask(mask: Tensor, q: Tensor, shape: tuple[int, int, int, int]) -> str | None:
-    """Why a dense mask cannot be ours. shape: (batch, heads, rows, keys), to which it is broadcast"""
-    if torch.is_grad_enabled() and (mask.requires_grad or mask.is_inference()):
+def against_mask(mask: Tensor, q: Tensor, shape: tuple[int, int, int, int], drops: bool = False) -> str | None:
+    """Why a dense mask cannot be ours. shape: (batch, heads, rows, keys), to which it is broadcast
+
+    drops: whether there is dropout. The answer is then one for calls that are recorded and for those that are not.
+    """
+    if drops and mask.dtype is not torch.bool:
+        return "its dropout must be drawn alike where a checkpoint makes its mask anew, which may want a gradient then"
+    if (drops or torch.is_grad_enabled()) and (mask.requires_grad or mask.is_inference()):
         return "its mask wants a gradient" if mask.requires_grad else "autograd keeps no mask of inference mode"
     if type(mask) not in PLAIN or mask.device != q.device:
         return "its mask is on another device, or no plain tensor"
@@ -95,7 +100,7 @@ def against_size(
     wish: Wish, q: Tensor, rows: int, keys: int, channels: int, mask: Tensor | None, is_recorded: bool,
     at_any_size: bool = False,
 ) -> str | None:  # fmt: skip
-    """Why a call is not worth our while. channels: of all heads of the batch; is_recorded: if a backward will follow"""
+    """Why a call is not worth our while. channels: of all heads of the batch; is_recorded: if a backward may follow"""
     products = rows * keys * channels
     if products == 0:
         return "it has no elements"

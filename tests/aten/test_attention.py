@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -158,7 +159,7 @@ LEFT: dict[str, Callable[[], tuple[tuple[Tensor, ...], dict[str, Any]]]] = {
     "fp32": lambda: (tuple(qkv(Case(torch.float32))), {}),
     "three axes": lambda: (tuple(x[0] for x in qkv(Case())), {}),
     "five axes": lambda: (tuple(x[None] for x in qkv(Case())), {}),
-    "a batch of one key": lambda: ((lambda q, k, v: (q, k[:1], v[:1]))(*qkv(Case())), {}),
+    "groups of two sizes": lambda: ((lambda q, k, v: (q, k[:, :2], v))(*qkv(Case())), {"enable_gqa": True}),
     "wide heads": lambda: (tuple(qkv(Case(head_dim=520, lengths=(8, 8)))), {}),
     "values of no width": lambda: ((lambda q, k, v: (q, k, v[..., :0]))(*qkv(Case())), {}),
     "no keys": lambda: (tuple(qkv(Case(lengths=(8, 0)))), {}),
@@ -349,16 +350,57 @@ def test_many_gradients_at_once(options: dict[str, Any], served: Launches) -> No
     assert counted() == {"fused": 1}
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (4, 1)])
-@pytest.mark.parametrize("rows", [1, 40])
-def test_an_answer_may_be_written_to(rows: int, heads: tuple[int, int], served: Launches) -> None:
-    """As PyTorch's, it is no view: autograd refuses to write into those that are made without it."""
-    q, k, v = (x.detach() for x in qkv(Case(lengths=(rows, 40), heads=heads)))
-    more = torch.ones_like(q).requires_grad_()
-    with torch.no_grad():
-        out = sdpa(q, k, v, torch.ones(rows, 40, dtype=torch.bool), enable_gqa=True)
-    out += more
-    assert out.requires_grad and counted() == {"fused": 1}
+@pytest.mark.parametrize("order", ["MATH EFFICIENT_ATTENTION", "CUDNN_ATTENTION MATH FLASH_ATTENTION"])
+def test_the_formula_first_is_the_formula(order: str, served: Launches) -> None:
+    if "set_priority" not in inspect.signature(sdpa_kernel).parameters:
+        pytest.skip("PyTorch 2.6 brought it")
+    backends, inputs = [getattr(SDPBackend, name) for name in order.split()], qkv(Case())
+    with sdpa_kernel(backends, set_priority=True):
+        sdpa(*inputs)
+        assert counted() == {"pytorch": 1} and "formula first" in explain(sdpa, *inputs).reasons["fused"][0]
+    for options in ({}, {"set_priority": True}):
+        reset_backend_counts()
+        with sdpa_kernel(backends[::-1] if options else backends, **options):
+            sdpa(*inputs)
+        assert counted() == {"fused": 1}
+
+
+BROADCAST: dict[str, tuple[tuple[int, int], tuple[int, int], tuple[int, int], bool]] = {
+    "one head of keys": ((2, 4), (2, 1), (2, 1), False),
+    "one head of keys, not of values": ((2, 4), (2, 1), (2, 4), False),
+    "one batch of keys": ((2, 4), (1, 4), (1, 4), False),
+    "one batch of keys, grouped": ((2, 4), (1, 2), (1, 2), True),
+    "one batch and head of keys": ((2, 4), (1, 1), (1, 1), False),
+    "one batch of values": ((2, 4), (2, 4), (1, 4), False),
+    "one head of queries": ((2, 1), (2, 4), (2, 4), False),
+    "one batch of queries": ((1, 4), (2, 4), (2, 4), False),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": mask(33, 40)}], ids=["", "causal", "mask"])
+@pytest.mark.parametrize("name", BROADCAST)
+def test_batches_and_heads_of_one_are_broadcast(name: str, options: dict[str, Any], served: Launches) -> None:
+    *shapes, is_grouped = BROADCAST[name]
+    lengths = zip(shapes, (33, 40, 40))
+    inputs = [randn(*shape, rows, 32, seed=rows, dtype=HALF).requires_grad_() for shape, rows in lengths]
+    found = with_gradients(functools.partial(sdpa, **options, enable_gqa=is_grouped), inputs)
+    assert counted() == {"fused": 1}
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads = max(x.shape[1] for x in (q, k, v))
+        return plainly(q.expand(-1, heads, -1, -1), k, v, mask(33, 40) if options else None)
+
+    check(found, plain, inputs)
+
+
+def test_what_the_formula_broadcasts_is_served_at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = randn(2, 4, 8, 16, dtype=HALF)
+    with originals.served(monkeypatch, originals.WISH._replace(least_products=2**40)):
+        for keys in (q[:1], q[:, :1]):
+            sdpa(q, keys, keys)
+        assert counted() == {"fused": 2}
+        sdpa(q, q, q)
+        assert counted() == {"fused": 2, "pytorch": 1}
 
 
 @pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])

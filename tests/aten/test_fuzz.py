@@ -46,7 +46,7 @@ MISTAKES: dict[str, Any] = {
     "the window stands at the first key": (efficient, "_as_flash", lambda found, p: (
         *found[:3], found[3]._replace(window_size=(-1, -1)), found[4])),
     "bottom right for top left": (attention, "_as_flash", lambda found, q, k, v, p, causal, scale: (
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), found[3]._replace(causal=causal))),
+        q, k, v, found[3]._replace(causal=causal))),
     "the scale is lost": (attention, "_as_flash", lambda found, *_: (
         *found[:3], found[3]._replace(softmax_scale=None))),
 }  # fmt: skip

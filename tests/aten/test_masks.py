@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flash_attn_compat import explain
 from flash_attn_compat.aten.wish import against_mask
-from flash_attn_compat.backends.fused import candidates, loader, variants
+from flash_attn_compat.backends.fused import Fused, candidates, loader, variants
 from tests import fused_on_cpu
 from tests.aten import originals
 from tests.aten.originals import counted, stand_in_backward, stand_in_forward
@@ -100,7 +100,8 @@ def test_answers_and_gradients_are_right(case: Case, served: Launches) -> None:
     *slabs, rows, keys = bias.shape  # what is shared is looked through once, and so copied once
     blocks = math.prod(slabs) * -(-rows // 64) * -(-keys // 512)
     assert counted() == {"fused": 1}
-    assert [launch.blocks for launch in served.seen if launch.variant.entry == "mask"] == [blocks] * 2
+    passes = 1 if case.kind == "bool" else 2  # the backward takes what the forward found in booleans
+    assert [launch.blocks for launch in served.seen if launch.variant.entry == "mask"] == [blocks] * passes
 
 
 def bytes_as_truths(keys: int) -> Tensor:
@@ -204,8 +205,46 @@ def test_no_tile_is_wider_than_a_pass_over_a_mask_expects() -> None:
     assert all(variants.WIDEST_TILE % tile.rows == 0 for tile in found)
 
 
-@pytest.mark.parametrize("kind", ["bool", "own"])
-def test_a_mask_that_changes_before_the_backward_is_an_error(kind: str, served: Launches) -> None:
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("dtype", [HALF, BF16])
+@pytest.mark.parametrize("shape", [(0, 0), (0, 1, 0, 0), (1, 0, 1, 0)])
+def test_booleans_may_be_refilled_before_the_backward(
+    shape: tuple[int, ...], dtype: torch.dtype, writes: bool, create_graph: bool, served: Launches
+) -> None:
+    """As programs with static buffers do. What the forward saw counts, in all that may come after it."""
+    inputs = qkv(Inputs(dtype, (40, 150), (4, 2)))
+    bias = mask(CASES[0]._replace(kind="bool", shape=shape, lengths=(40, 150), heads=(4, 2)))
+
+    def gradients(refills: bool) -> tuple[Tensor, ...]:
+        seen = bias.clone()
+        out = sdpa(*inputs, attn_mask=seen, enable_gqa=True)
+        result = out.mul_(2) if writes else out * 2
+        if refills:
+            seen.logical_not_()
+        return torch.autograd.grad(result.float().square().sum(), inputs, create_graph=create_graph)
+
+    assert all(map(torch.equal, gradients(True), gradients(False)))
+
+
+def test_a_backward_does_not_look_through_booleans_again(served: Launches) -> None:
+    sdpa(*qkv(Inputs(HALF, (70, 150))), attn_mask=torch.ones(70, 150, dtype=torch.bool)).sum().backward()
+    assert served.entries.count("mask") == 1
+
+
+def test_refilled_booleans_that_a_backend_did_not_keep_are_an_error(
+    served: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Fused, "kept_mask", lambda *_: None)
+    bias = mask(CASES[0]._replace(kind="bool", shape=(0, 0)))
+    out = sdpa(*qkv(Inputs()), attn_mask=bias)
+    bias.zero_()
+    with pytest.raises(RuntimeError, match=r"attn_mask .*modified by an inplace operation.*give the forward a copy"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["own", "fp32"])
+def test_biases_that_change_before_the_backward_are_an_error(kind: str, served: Launches) -> None:
     q, k, v = qkv(Inputs())
     bias = mask(CASES[0]._replace(kind=kind, shape=(0, 0)))
     out = sdpa(q, k, v, attn_mask=bias)
