@@ -22,7 +22,7 @@ from flash_attn_compat import (
     settings,
     use_backend,
 )
-from flash_attn_compat.backends import KernelsFailed
+from flash_attn_compat.backends import KernelsFailed, sdpa
 from flash_attn_compat.backends.reference import Reference
 from flash_attn_compat.engine.build import Options
 from flash_attn_compat.engine.call import AttentionCall, Gradients, Result, Upstream
@@ -78,6 +78,8 @@ def test_gradients_of_an_input_with_several_consumers_are_summed_in_place(
     backend: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Autograd adds to the first gradient where nobody else uses its memory, which it tells by counting."""
+    if backend == "sdpa" and torch.float16 not in sdpa._slow():
+        pytest.skip("on a CPU with units for fp16, PyTorch's kernel returns views, which autograd copies to add")
     if backend == "fused":
         fused_on_cpu.record(monkeypatch)  # the emulator keeps what it is given
     q, k, v = (x.half() for x in qkv(b=1))

@@ -29,6 +29,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Variant]:
     monkeypatch.setattr(loader, "compiler", lambda: SimpleNamespace(version=(12, 9), architectures=(70, 75, 90)))
     monkeypatch.setattr(loader, "binary", binary)
     monkeypatch.setenv("FLASH_ATTN_COMPAT_CACHE", str(tmp_path / "kernels"))
+    monkeypatch.delenv("FLASH_ATTN_COMPAT_CAPABILITY", raising=False)
     return asked
 
 

@@ -29,6 +29,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine with a Turing GPU, as far as the loader can see."""
     monkeypatch.setattr(loader, "compiler", lambda: SimpleNamespace(version=(13, 0), architectures=KNOWN))
     monkeypatch.setattr(loader, "own_capability", lambda device: (7, 5))
+    monkeypatch.delenv("FLASH_ATTN_COMPAT_CAPABILITY", raising=False)
     monkeypatch.setattr(loader, "_kernels", {})
     monkeypatch.setattr(loader, "_locks", {})
     return monkeypatch

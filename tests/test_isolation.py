@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from flash_attn_compat import isolation
 from flash_attn_compat.isolation import Ended, in_children
@@ -36,6 +37,8 @@ def steps(first: int, plan: list[str]) -> Iterator[tuple[str, int]]:
 
 @pytest.fixture
 def forking(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_initialized():
+        pytest.skip("a process that has used a GPU cannot be copied")
     monkeypatch.setattr(isolation, "_START", "fork")
     monkeypatch.setattr(isolation, "_gpu_is_lost", lambda: lost)
 
@@ -136,6 +139,7 @@ def test_a_gpu_is_lost_where_waiting_for_it_fails(
             raise error
 
     monkeypatch.setattr("torch.cuda.synchronize", wait)
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
     assert not isolation._gpu_is_lost(), "nobody used one"
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     assert isolation._gpu_is_lost() == expected

@@ -164,8 +164,8 @@ WRONG_VALUES: dict[str, tuple[Any, dict[str, Any], str]] = {
         packed, {"k": ROWS["k"][:12], "v": ROWS["v"][:12], "cu_seqlens_q": LONGER, "cu_seqlens_k": LONGER},
         "cu_seqlens_k must end within the 12 tokens of k",
     ),
-    "rows behind max_seqlen_q": (packed, {"max_seqlen_q": 10}, "max_seqlen_q must be at least .* is 11, got 10"),
-    "keys behind max_seqlen_k": (packed, {"max_seqlen_k": 0}, "max_seqlen_k must be at least .* is 11, got 0"),
+    "rows behind max_seqlen_q": (packed, {"max_seqlen_q": 5}, "max_seqlen_q must be at least .* is 6, got 5"),
+    "keys behind max_seqlen_k": (packed, {"max_seqlen_k": 0}, "max_seqlen_k must be at least .* is 6, got 0"),
     "keys behind max_seqlen_k, starts of their own": (
         packed, {"cu_seqlens_k": ints(0, 3, 15), "max_seqlen_k": 11}, "max_seqlen_k must be at least .* is 12, got 11",
     ),
@@ -210,7 +210,7 @@ def test_values_on_a_gpu_are_read_while_debugging_alone(debug: str, monkeypatch:
 def test_sequences_longer_than_max_seqlen_are_found_on_a_gpu_while_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {name: tensor.cuda() for name, tensor in (ROWS | {"cu_seqlens_q": STARTS, "cu_seqlens_k": STARTS}).items()}
     monkeypatch.setenv(settings.DEBUG, "1")
-    with pytest.raises(RuntimeError, match="max_seqlen_q must be at least the longest sequence's length, which is 11"):
+    with pytest.raises(RuntimeError, match="max_seqlen_q must be at least the longest sequence's length, which is 6"):
         packed(**given, max_seqlen_q=2)
 
 

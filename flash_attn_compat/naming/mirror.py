@@ -113,4 +113,4 @@ def _name(value: Any, name: str) -> None:
 
 def _as_instance_of(replacement: type, instance: Any) -> tuple[Any, ...]:
     """How to pickle an instance: as one of the class that stands under flash-attn's name."""
-    return copyreg._reconstructor, (replacement, object, None), instance.__reduce_ex__(2)[2]  # type: ignore[attr-defined]
+    return copyreg._reconstructor, (replacement, object, None), instance.__reduce_ex__(2)[2]  # type: ignore[attr-defined]  # of no stub

@@ -87,7 +87,7 @@ class FusedDenseFunc(torch.autograd.Function):
         return (out, x) if return_residual else out
 
     @staticmethod
-    @torch.amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]
+    @torch.amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]  # PyTorch gives it no types
     def backward(ctx: Any, grad_output: Tensor, *of_residual: Tensor) -> tuple[Tensor | None, ...]:
         *x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad

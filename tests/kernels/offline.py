@@ -14,7 +14,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,8 +102,8 @@ def compiled(compiler: Compiler, variant: Variant, architecture: str) -> Compile
             return super()._text(program, what)
 
     # Beside a driver, NVRTC from 12.9 on keeps results on disk, and the assembler says nothing of one taken from there.
-    new = f"--define-macro=COMPILED_AT_{time.time_ns()}"
-    cubin = Telling().compile(variant.source, (*loader.options(variant, architecture), "--ptxas-options=-v", new))
+    anew = ("--no-cache",) if compiler.version >= (12, 9) else ()
+    cubin = Telling().compile(variant.source, (*loader.options(variant, architecture), "--ptxas-options=-v", *anew))
     used, spilled, static = _USED.search(log[0]), _SPILLED.search(log[0]), _STATIC.search(log[0])
     assert used is not None and spilled is not None, log[0]
     stack, stores, loads = map(int, spilled.groups())

@@ -142,6 +142,7 @@ def test_a_child_process_is_served_too(fake):
 
 @pytest.fixture
 def gpu(monkeypatch):
+    monkeypatch.delenv("FLASH_ATTN_COMPAT_CAPABILITY", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch, "zeros", lambda *shape, device, zeros=torch.zeros, **named: zeros(*shape, **named))
