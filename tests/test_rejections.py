@@ -164,8 +164,12 @@ WRONG_VALUES: dict[str, tuple[Any, dict[str, Any], str]] = {
         packed, {"k": ROWS["k"][:12], "v": ROWS["v"][:12], "cu_seqlens_q": LONGER, "cu_seqlens_k": LONGER},
         "cu_seqlens_k must end within the 12 tokens of k",
     ),
-    "rows behind max_seqlen_q": (packed, {"max_seqlen_q": 5}, "max_seqlen_q must be at least .* is 6, got 5"),
-    "keys behind max_seqlen_k": (packed, {"max_seqlen_k": 0}, "max_seqlen_k must be at least .* is 6, got 0"),
+    "rows behind max_seqlen_q": (
+        packed, {"cu_seqlens_q": LONGER, "max_seqlen_q": 8}, "max_seqlen_q must be at least .* is 9, got 8",
+    ),
+    "keys behind max_seqlen_k": (
+        packed, {"cu_seqlens_k": LONGER, "max_seqlen_k": 8}, "max_seqlen_k must be at least .* is 9, got 8",
+    ),
     "keys behind max_seqlen_k, starts of their own": (
         packed, {"cu_seqlens_k": ints(0, 3, 15), "max_seqlen_k": 11}, "max_seqlen_k must be at least .* is 12, got 11",
     ),
