@@ -284,10 +284,10 @@ def test_a_trained_scale_has_the_formulas_gradient(
     given = *inputs(form, name, dtype), torch.tensor(0.3)
 
     def ours_of(*x: Tensor) -> Any:
-        return ours(*x[:3], **options | {"softmax_scale": x[3]})[:2]
+        return ours(*x[:3], **{**options, "softmax_scale": x[3]})[:2]
 
     def plain_of(*x: Tensor) -> Any:
-        return plain(*x[:3], **options | {"softmax_scale": x[3]})
+        return plain(*x[:3], **{**options, "softmax_scale": x[3]})
 
     with serve(backend, monkeypatch, tmp_path) if backend != COMPILED else contextlib.nullcontext():
         # The scale's gradient, in fp32, sums gradients of queries in half precision.

@@ -73,7 +73,7 @@ def purpose(inputs: tuple[Tensor, ...], slopes: Tensor | None = None) -> Purpose
 
 def are_trained(slopes: object) -> bool:
     """Whether ALiBi slopes want a gradient where autograd records."""
-    return slopes is not None and getattr(slopes, "requires_grad", False) and torch.is_grad_enabled()
+    return isinstance(slopes, Tensor) and slopes.requires_grad and torch.is_grad_enabled()
 
 
 def with_scale_in_queries(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
