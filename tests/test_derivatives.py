@@ -407,6 +407,30 @@ def test_every_way_to_differentiate_gives_the_formulas_derivatives(
     torch.testing.assert_close(derive(ours, given, wanted), derive(plain, given, wanted), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("call", [
+    lambda x: flash_attn_func(x, x, x),
+    lambda x: flash_attn_func(x, x, x.cos()),
+    lambda x: flash_attn_kvpacked_func(x, torch.stack([x, x.cos()], 2)),
+], ids=["one tensor", "one of another", "a pair of the queries"])  # fmt: skip
+def test_create_graph_leaves_the_gradient_of_tensors_that_follow_from_each_other_as_it_is(
+    call: Callable[..., Any],
+) -> None:
+    """It had counted what flows through the others as well."""
+    x = randn(1, 5, 2, 8).double().requires_grad_()
+    found, right = (torch.autograd.grad(call(x).sin().sum(), x, create_graph=create) for create in (True, False))
+    torch.testing.assert_close(found, right)
+
+
+@pytest.mark.parametrize("form", ["dense", "packed", "pairs"])
+def test_batched_gradients_are_those_of_one_after_the_other(form: str) -> None:
+    given = [x.requires_grad_() for x in inputs(form, "causal", torch.float64)]
+    out = ATTENTION[form][0](*given, causal=True)[0]
+    upstream = torch.stack([out.detach().sin(), out.detach().cos()])
+    found = torch.autograd.grad(out, given, upstream, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(out, given, one, retain_graph=True) for one in upstream]
+    torch.testing.assert_close(found, tuple(map(torch.stack, zip(*each, strict=True))), rtol=1e-7, atol=1e-9)
+
+
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 0, None), (None, None, 0)], ids=str)
 @pytest.mark.parametrize("lengths", [(4, 4), (1, 7)])
 def test_packed_calls_under_vmap_are_those_of_one_after_the_other(

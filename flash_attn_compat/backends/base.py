@@ -22,6 +22,7 @@ from flash_attn_compat.engine import alibi, dropout
 from flash_attn_compat.engine.append import by_operators
 from flash_attn_compat.engine.call import AttentionCall, Derived, Gradients, Result, Upstream
 from flash_attn_compat.engine.features import Feature, Traits, dtype_name, split
+from flash_attn_compat.engine.hidden import HiddenLayout, has_hidden_lengths
 from flash_attn_compat.engine.layout import Block, Layout, Places, whole_block
 from flash_attn_compat.engine.memory import Alike, BackwardRun, Run, Tensors
 
@@ -198,7 +199,7 @@ class BlockwiseBackend(Backend):
                 return Result(out, lse, rng_state)
             return Result(out, lse + _lse_shift(block, lse.dtype), rng_state, saved=(lse,))
         has_lse = call.return_lse or call.needs_grad
-        layout = Layout(call)
+        layout = _layout_of(call)
         out, lse = layout.empty_result()
         # The reported LSE can be large beside the true one, which the backward needs to its last digit.
         saved = (lse.clone(),) if call.lse_carries_alibi_position else ()
@@ -219,10 +220,8 @@ class BlockwiseBackend(Backend):
         if block is not None:
             found = self.backward_block(call, block, upstream._replace(softmax_lse=_true_lse(call, block, upstream)))
             return deliver(Gradients(*found), call, into)
-        layout = Layout(call)
-        totals = into or Gradients(*map(torch.empty_like, (call.q, call.k, call.v)))
-        for total in totals:
-            total.zero_()
+        layout = _layout_of(call)
+        totals = _zero_gradients(call, layout, upstream, into)
         for block, rows, keys in layout.blocks(layout.plans()):
             # A kernel that makes its probabilities anew has some for rows of padding, too.
             dout = rows.with_padding(rows.gather(upstream.dout), 0.0)
@@ -233,6 +232,21 @@ class BlockwiseBackend(Backend):
             for total, places, gradient in zip(totals, (rows, keys, keys), found):
                 places.scatter(total, gradient)
         return totals
+
+
+def _layout_of(call: AttentionCall) -> Layout:
+    return HiddenLayout(call) if has_hidden_lengths(call) else Layout(call)
+
+
+def _zero_gradients(call: AttentionCall, layout: Layout, upstream: Upstream, into: Gradients | None) -> Gradients:
+    """Gradients to scatter into: ``into`` where it is given."""
+    if call.transformed:
+        others = [x for x in (upstream.dout, upstream.out, upstream.softmax_lse, upstream.dlse) if x is not None]
+        return Gradients(*[layout.zeros(tuple(x.shape), x.dtype, *others) for x in (call.q, call.k, call.v)])
+    totals = into or Gradients(*map(torch.empty_like, (call.q, call.k, call.v)))
+    for total in totals:
+        total.zero_()
+    return totals
 
 
 def _true_lse(call: AttentionCall, block: Block, upstream: Upstream, rows: Places | None = None) -> Tensor | None:

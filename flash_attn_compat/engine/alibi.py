@@ -24,7 +24,8 @@ def slopes_per_sequence(slopes: Tensor, batch: int) -> Tensor:
 def add_bias(scores: Tensor, slopes: Tensor, rows: Range, keys: Range, offset: int) -> Tensor:
     """The bias on top of ``scores`` (batch or 1, nheads or 1, rows, keys), without materialising it."""
     distance = gap(rows, keys, offset, scores.device, scores.dtype)
-    return scores.addcmul(slopes.to(scores.dtype)[:, :, None, None], distance, value=-1)
+    # With value=-1 PyTorch 2.4 to 2.15 crash where a mode sees a tangent.
+    return scores.addcmul(slopes.to(scores.dtype)[:, :, None, None].neg(), distance)
 
 
 def add_bias_(scores: Tensor, slopes: Tensor, rows: Range, keys: Range, offset: int) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_compat.engine import checks
+from flash_attn_compat.engine import callers_state, checks
 from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.mask import MOST_TOKENS, Mask
 from flash_attn_compat.engine.memory import Alike, Request, RequestKind, alike_to
@@ -86,7 +86,7 @@ def request_of(
         max_seqlen_q, max_seqlen_k = integer("max_seqlen_q", max_seqlen_q), integer("max_seqlen_k", max_seqlen_k)
     tensors: tuple[Any, ...] = (q, k, v, slopes, starts_q, starts_k)
     if table is None and used is None and leftpad is None:
-        equal_lengths = starts_q is starts_k or _hold_the_same(starts_q, starts_k)
+        equal_lengths = starts_q is starts_k or (not purpose.transformed and _hold_the_same(starts_q, starts_k))
     else:
         equal_lengths = False
         if table is None:
@@ -161,7 +161,13 @@ def _build_packed(request: Request) -> Alike:
         cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, block_table=table, seqused_k=used, leftpad_k=leftpad,
         is_dense=False, equal_lengths=equal_lengths,
     )  # fmt: skip
-    return alike_to(call, _check_packed if checks.may_read(starts_q) else None)
+    check = _check_packed_if_not_hidden if purpose.transformed else _check_packed
+    return alike_to(call, check if checks.may_read(starts_q) else None)
+
+
+def _check_packed_if_not_hidden(request: Request) -> None:
+    if not any(isinstance(x, Tensor) and callers_state.is_hidden(x) for x in request.tensors[4:]):
+        _check_packed(request)
 
 
 def _check_packed(request: Request) -> None:
@@ -278,6 +284,11 @@ def integer(name: str, value: object) -> int:
     """An int, or what converts to one without loss: a 0-dim tensor of integers, a NumPy integer."""
     if type(value) is int:
         return value
+    if isinstance(value, Tensor) and callers_state.is_hidden(value):
+        raise RuntimeError(
+            f"{name} must be an int here: it is a tensor that a compiler traces, or that vmap gives another axis, so "
+            "its number cannot be read"
+        )
     try:
         return operator.index(value)  # type: ignore[arg-type]  # or TypeError
     except TypeError:

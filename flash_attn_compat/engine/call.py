@@ -136,7 +136,8 @@ class AttentionCall(NamedTuple):
         else:
             sq_vs_sk = "=" if self.equal_lengths else "?"
         capability = settings.capability(device) if device_type == "cuda" else None
-        dims, features, gpu = (q_shape[-1], self.v.shape[-1]), self.features(), settings.gpu(device)
+        # A compiler's symbols cannot be hashed.
+        dims, features, gpu = (int(q_shape[-1]), int(self.v.shape[-1])), self.features(), settings.gpu(device)
         return Traits(device_type, capability, q.dtype, *dims, sq_vs_sk, features, gpu)
 
     @property

@@ -21,6 +21,10 @@ flash_implementation: Callable[[], str | None] = getattr(
 count_modes, tracing_state = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
 transforms_are_on = torch._C._are_functorch_transforms_active
 _is_any_on = torch._C._is_any_autocast_enabled
+_is_wrapped, _is_batched = torch._C._functorch.is_functorch_wrapped_tensor, torch._C._functorch.is_batchedtensor
+_unwrapped, _mode_of = torch._C._functorch.get_unwrapped, torch._C._get_dispatch_mode
+# Modes under which even ordinary tensors cannot be read.
+_HIDING = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
 
 
 def numbers_of(lengths: Tensor) -> list[int]:
@@ -38,6 +42,17 @@ def with_autograd() -> contextlib.AbstractContextManager[None]:
         hidden = hidden.remove(getattr(torch._C.DispatchKey, key))
     seen = torch._C._dispatch_tls_local_include_set()
     return torch._C._ForceDispatchKeyGuard(seen, hidden)
+
+
+def is_hidden(tensor: Tensor) -> bool:
+    """Whether nobody can read a tensor's numbers: it is fake, is traced, or has another axis under vmap."""
+    if tracing_state() is not None or any(_mode_of(kind) is not None for kind in _HIDING):
+        return True
+    while _is_wrapped(tensor):
+        if _is_batched(tensor):
+            return True
+        tensor = _unwrapped(tensor)
+    return tensor.is_meta or type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
 def autocasts(tensor: torch.Tensor) -> bool:

@@ -282,14 +282,18 @@ class Layout:
             q, k, v = rows.gather(call.q), keys.gather(call.k), keys.gather(call.v)
             yield Block(q, k, v, slopes, sequences, rows.missing, keys.missing), rows, keys
 
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, *others: Tensor) -> Tensor:
+        """Zeros to scatter into; under a transform with every axis that vmap hides in the call, or in ``others``."""
+        like = self.call.q
+        if self.call.transformed:
+            given = (*self.call.tensors, *others)
+            like = sum((x.new_zeros(()) for x in given if x is not None), like.new_zeros(()))
+        return like.new_zeros(shape, dtype=dtype)
+
     def empty_result(self) -> tuple[Tensor, Tensor]:
         """``out`` and ``softmax_lse`` to scatter into: 0 and +inf where a sequence has no keys."""
         call = self.call
-        like = call.q
-        if call.transformed:  # what is written into needs the axis that vmap hides, be it of k or v alone
-            like = call.q.new_zeros(()) + call.k.new_zeros(()) + call.v.new_zeros(())
-        out = like.new_zeros(call.out_shape)
-        lse = like.new_zeros(call.lse_shape, dtype=lse_dtype(call.q.dtype))
+        out, lse = self.zeros(call.out_shape, call.q.dtype), self.zeros(call.lse_shape, lse_dtype(call.q.dtype))
         for index, (start, seqlen_q) in enumerate(zip(self.rows.starts, self.rows.lengths)):
             if not self.keys.lengths[index]:
                 (lse[:, start : start + seqlen_q] if self.rows.size is None else lse[index]).fill_(torch.inf)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flash_attn_compat.engine import alibi, callers_state
 from flash_attn_compat.engine.call import AttentionCall
+from flash_attn_compat.engine.hidden import has_hidden_lengths
 from flash_attn_compat.engine.layout import Block, Layout
 from flash_attn_compat.engine.mask import Range
 
@@ -25,6 +26,11 @@ def signed_probabilities(call: AttentionCall, rng_state: Tensor | None) -> Tenso
     signed = call.q.new_zeros(shape)
     if call.is_empty or call.q.is_meta:
         return signed
+    if has_hidden_lengths(call):
+        raise RuntimeError(
+            "S_dmask of packed sequences needs their lengths, which cannot be read in a traced graph or under vmap: "
+            "use return_attn_probs=False, or dropout_p=0"
+        )
     layout = Layout(call)
     with callers_state.without_autocast(call.q.device):
         for block, _, _ in layout.blocks(layout.alone()):

@@ -19,7 +19,8 @@ from torch import Tensor
 from flash_attn_compat import private_interface, settings
 from flash_attn_compat.naming import real
 from flash_attn_compat.private_interface import round_multiple
-from flash_attn_compat.serving import torch_ops
+from flash_attn_compat.serving import derived_ops, torch_ops
+from flash_attn_compat.serving.autograd import is_wrapped
 from flash_attn_compat.serving.torch_ops import SPELLINGS, Arguments
 
 _WRITTEN = ("dq", "dk", "dv")
@@ -47,6 +48,7 @@ def register() -> None:
             **_DRAWS if name.endswith("forward") else {},
         )
         operator.register_fake(_fake(function))
+        derived_ops.refuse_derivatives(operator, derived_ops.refuse_private)
         _ours[f"flash_attn::{name}"] = operator
     torch_ops.under_flash_attns_name = _by_name
 
@@ -100,7 +102,12 @@ class _Named(torch.autograd.Function):
         arguments = ctx.numbers._replace(cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, alibi_slopes=slopes)
         dout = torch.zeros_like(out) if dout is None else dout
         with settings.using_backend(ctx.used):
-            if dlse is not None:  # which flash-attn's operators do not take
+            # Flash-attn's operators take no gradient of the LSE, and have none of their own.
+            if torch.is_grad_enabled():
+                wanted = False, *ctx.needs_input_grad[:3]  # slopes that are trained go another way
+                derived = torch_ops.differentiable(dout, dlse, rng_state, (q, k, v, *arguments), wanted)
+                return *derived[1:], None, None, None
+            if dlse is not None or is_wrapped(dout):
                 gradients = torch_ops.backward_op(dout, out, lse, rng_state, dlse, q, k, v, *arguments)
                 return *gradients, None, None, None
             gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

@@ -19,6 +19,7 @@ from flash_attn_compat.engine.callers_state import transforms_are_on
 from flash_attn_compat.engine.memory import Known, Request, Tensors
 from flash_attn_compat.serving import at_exit, dispatch
 from flash_attn_compat.serving.compute import backward_tensors, dmask, gradients, run
+from flash_attn_compat.serving.derived_ops import have_tangents
 
 
 def unpack(inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,7 +85,8 @@ def with_scale_in_queries(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> 
     """
     scale, queries = options[1], inputs[0]
     wants_gradient = scale.requires_grad and torch.is_grad_enabled()
-    if not (wants_gradient or torch.compiler.is_compiling() or are_transformed((scale,))):
+    is_traced = torch.compiler.is_compiling() or callers_state.tracing_state() is not None
+    if not (wants_gradient or is_traced or are_transformed((scale,))):
         return inputs, options
     if scale.numel() != 1 or not isinstance(queries, Tensor):
         return inputs, options  # the checks say what is wrong
@@ -95,9 +97,7 @@ def with_scale_in_queries(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> 
 
 def are_transformed(inputs: tuple[object, ...]) -> bool:
     """Within a transform of torch.func or forward-mode AD: whether it looks on, which no kernel can serve."""
-    return transforms_are_on() or any(
-        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in inputs
-    )
+    return transforms_are_on() or have_tangents(inputs)
 
 
 def attend(inputs: tuple[Tensor, ...], known: Known, request: Request) -> Outputs:
@@ -144,7 +144,7 @@ class _Attention(torch.autograd.Function):
         if torch.is_grad_enabled() or is_wrapped(dout) or is_wrapped(dlse):
             call = ctx.known.call.with_tensors(*tensors)
             leaves = (call.alibi_slopes, *inputs)
-            return None, None, *_differentiable_gradients(leaves, ctx.needs_input_grad[2:], call, dout, dlse)
+            return None, None, *differentiable_gradients(leaves, ctx.needs_input_grad[2:], call, dout, dlse)
         of_slopes = None
         if ctx.needs_input_grad[2]:
             of_slopes = gradient_of_slopes(ctx.known.call.with_tensors(*tensors), dout, dlse)
@@ -162,8 +162,8 @@ def gradient_of_slopes(call: AttentionCall, dout: Tensor | None, dlse: Tensor | 
     q, k, v, slopes = call.q.detach(), call.k.detach(), call.v.detach(), call.alibi_slopes
     assert slopes is not None
     leaf = slopes.detach().requires_grad_()
-    call = call._replace(q=q, k=k, v=v, alibi_slopes=leaf, given_lse=False)
-    (found,) = _differentiable_gradients((leaf,), (True,), call, dout, dlse)
+    wanted = True, False, False, False
+    found, *_ = differentiable_gradients((leaf, q, k, v), wanted, call._replace(given_lse=False), dout, dlse)
     assert found is not None  # it was wanted
     return found
 
@@ -181,14 +181,17 @@ _record, unwrapped = super(torch.autograd.Function, _Attention).apply, torch._C.
 differentiate = _Attention.backward
 
 
-def _differentiable_gradients(
+def differentiable_gradients(
     inputs: tuple[Tensor | None, ...],
     wanted: tuple[bool, ...],
     call: AttentionCall,
     dout: Tensor | None,
     dlse: Tensor | None,
 ) -> list[Tensor | None]:
-    """Gradients to differentiate again, or that are transformed: the forward once more in differentiable operations."""
+    """Gradients to differentiate again, or that are transformed: the forward once more in differentiable operations.
+
+    inputs: the call's slopes, and its tensors as unpack takes them; wanted: whose gradients are
+    """
     create_graph = torch.is_grad_enabled()
     if call.dropout_p and call.rng_state is None:
         raise RuntimeError(
@@ -197,9 +200,13 @@ def _differentiable_gradients(
             'flash_attn_compat.use_backend("chunked")'
         )
     at_exit.wait_for_autograd(call.q)
-    again = dispatch.in_differentiable_operators(call)
-    leaves = [tensor for tensor, is_wanted in zip(inputs, wanted) if is_wanted and tensor is not None]
     with torch.enable_grad(), callers_state.without_autocast(call.q.device):
+        # Views, of which none was computed from another: flash_attn_func(x, x, x) has three gradients in x.
+        slopes = None if inputs[0] is None else inputs[0].view_as(inputs[0])
+        tensors = tuple([tensor.view_as(tensor) for tensor in inputs[1:] if tensor is not None])
+        (q, k, v), inputs = unpack(tensors), (slopes, *tensors)
+        leaves = [tensor for tensor, is_wanted in zip(inputs, wanted) if is_wanted and tensor is not None]
+        again = dispatch.in_differentiable_operators(call._replace(q=q, k=k, v=v, alibi_slopes=slopes))
         result = dispatch.choose_whoever_is_named(again).forward(again)
         if dlse is not None and result.softmax_lse is not None:
             dlse = dlse.masked_fill(result.softmax_lse.isinf(), 0.0)

@@ -134,6 +134,20 @@ def gradients(
             backend, run = _prepared_backward(known, key, tensors, upstream, into, backend, failure)
 
 
+def differentiable_call(request: Request, rng_state: Tensor | None) -> AttentionCall:
+    """The checked call of a transformed request. No backend is chosen: one that is named may lack derivatives."""
+    alike = request.kind.build(request)
+    if alike.check is not None:
+        alike.check(request)
+    return alike.call.with_tensors(*backward_tensors(request.tensors, rng_state))
+
+
+def plain_gradients(call: AttentionCall, upstream: Upstream) -> Gradients:
+    """The gradients of a differentiable call from a forward's results, of operators that a transform may look at."""
+    with callers_state.without_autocast(call.q.device):
+        return dispatch.choose_whoever_is_named(call).backward(call, upstream, None)
+
+
 def _prepared(
     key: Key | None, alike: Alike, failed: Backend | None = None, failure: KernelsFailed | None = None
 ) -> Known:

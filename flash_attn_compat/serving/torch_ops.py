@@ -7,8 +7,8 @@ that torch.randint is random: a recomputation gets the same numbers, and two dra
 Names live in our own namespace: flash_attn:: belongs to flash-attn. All other calls go past them.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,14 +17,20 @@ from torch.compiler import is_compiling
 
 from flash_attn_compat import settings
 from flash_attn_compat.engine import checks, dropout
-from flash_attn_compat.engine.build import Options, Packing, Purpose, request_of
-from flash_attn_compat.engine.call import Gradients, Upstream
+from flash_attn_compat.engine.build import TRANSFORMED, Options, Packing, Purpose, request_of
+from flash_attn_compat.engine.call import AttentionCall, Gradients, Upstream
 from flash_attn_compat.engine.callers_state import count_modes, tracing_state, transforms_are_on, with_autograd
 from flash_attn_compat.engine.layout import lse_dtype
 from flash_attn_compat.engine.memory import PLAIN, Request
 from flash_attn_compat.engine.probabilities import round_up
-from flash_attn_compat.serving import compute, flops, sharding
-from flash_attn_compat.serving.autograd import are_trained, are_transformed, gradient_of_lse, gradient_of_slopes
+from flash_attn_compat.serving import compute, derived_ops, flops, sharding
+from flash_attn_compat.serving.autograd import (
+    are_trained,
+    are_transformed,
+    differentiable_gradients,
+    gradient_of_lse,
+    gradient_of_slopes,
+)
 
 
 def are_asked_for(tensors: tuple[Any, ...]) -> bool:
@@ -44,18 +50,16 @@ def are_asked_for_without_derivatives(*tensors: Any) -> bool:
     if is_compiling():
         return True
     if (transforms_are_on() or forward_ad._current_level >= 0) and are_transformed(tensors):
-        raise RuntimeError(
-            "flash_attn_with_kvcache and the functions whose names begin with an underscore cannot be combined with "
-            "forward-mode derivatives or torch.func transforms, since no autograd formula was registered for them: "
-            "call flash_attn_func or another public function"
-        )
+        derived_ops.refuse_private()
     is_seen = count_modes() or tracing_state() is not None or not PLAIN.issuperset(map(type, tensors))
     return bool(is_seen) and _are_seen(tensors)
 
 
 def _are_seen(tensors: tuple[object, ...]) -> bool:
     """Whether operators go to a mode, a trace, or a tensor's class; where to none, tensors have memory of their own."""
-    if transforms_are_on() or any([isinstance(tensor, Tensor) and tensor.is_nested for tensor in tensors]):
+    if (transforms_are_on() or forward_ad._current_level >= 0) and are_transformed(tensors):
+        return False
+    if any([isinstance(tensor, Tensor) and tensor.is_nested for tensor in tensors]):
         return False  # nested ones are refused by name, which no operator would do
     flops.register_if_needed()
     sharding.register_if_needed()
@@ -373,13 +377,77 @@ def _compiled_backward(
     inputs = [scalar if tensor is None else tensor for scalar, tensor in zip(ctx.scalars, tensors)]
     with settings.using_backend(ctx.used):
         dout = torch.zeros_like(out) if dout is None else dout
-        gradients = backward_op(dout, out, lse, rng_state, dlse, *inputs)
-        others: list[Tensor | None] = [None] * (ctx.count - 3)
-        if ctx.needs_input_grad[_SLOPES]:
-            others[_SLOPES - 3] = slopes_backward_op(dout, rng_state, dlse, *inputs)
+        if torch.is_grad_enabled():  # they are differentiated again
+            wanted = ctx.needs_input_grad[_SLOPES], *ctx.needs_input_grad[:3]
+            of_slopes, *gradients = differentiable(dout, dlse, rng_state, inputs, wanted)
+        else:
+            of_slopes, gradients = None, list(backward_op(dout, out, lse, rng_state, dlse, *inputs))
+            if ctx.needs_input_grad[_SLOPES]:
+                of_slopes = slopes_backward_op(dout, rng_state, dlse, *inputs)
+    others: list[Tensor | None] = [None] * (ctx.count - 3)
+    others[_SLOPES - 3] = of_slopes
     return *gradients, *others
 
 
 _forward_op.register_autograd(_compiled_backward, setup_context=_setup_context)
+
+
+def differentiable(
+    dout: Tensor, dlse: Tensor | None, rng_state: Tensor | None, inputs: Sequence[Any], wanted: tuple[bool, ...]
+) -> list[Tensor | None]:
+    """Gradients of the slopes, q, k and v, where each is wanted, that can be differentiated again.
+
+    inputs: q, k, v and the fields of Arguments
+    """
+    call = _differentiable_call(inputs, rng_state)
+    return differentiable_gradients((call.alibi_slopes, *call[:3]), wanted, call, dout, dlse)
+
+
+def _differentiable_call(inputs: Sequence[Any], rng_state: Tensor | None) -> AttentionCall:
+    q, k, v, *rest = inputs
+    return compute.differentiable_call(
+        Arguments(*rest).request(q, k, v, TRANSFORMED._replace(return_lse=True)), rng_state
+    )
+
+
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As the operator, of differentiable operators."""
+    given, (return_lse, return_dmask, _, rng_state) = _split(arguments)
+    purpose = TRANSFORMED._replace(return_lse=return_lse, return_dmask=return_dmask)
+    request = given.request(q, k, v, purpose)
+    if rng_state is not None:
+        request = compute.with_rng_state(request, rng_state)
+    out, lse, dmask, rng_state = compute.whole(request)
+    return out.contiguous(), lse, dmask, rng_state
+
+
+def _plain_backward(
+    dout: Tensor, out: Tensor, softmax_lse: Tensor, rng_state: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor,
+    v: Tensor, *arguments: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The same of the backward."""
+    upstream = Upstream(dout, out, softmax_lse, rng_state, dlse=gradient_of_lse(dlse, softmax_lse))
+    call = _differentiable_call((q, k, v, *arguments), rng_state)
+    dq, dk, dv = compute.plain_gradients(call, upstream)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+def _plain_slopes_backward(dout: Tensor, rng_state: Tensor | None, dlse: Tensor | None, *inputs: Any) -> Tensor:
+    """The same of the slopes' backward."""
+    return gradient_of_slopes(_differentiable_call(inputs, rng_state), dout, dlse).detach()
+
+
+def _refuse_joint_graph(*arguments: Any, **named: Any) -> NoReturn:
+    """A traced out has lost what it was computed from, so that derivatives would silently miss a part."""
+    raise RuntimeError(
+        "a traced graph that computes gradients of attention (flash_attn_compat::attention_backward) cannot be "
+        "differentiated again: trace the forward alone and differentiate that, or differentiate without tracing"
+    )
+
+
+derived_ops.serve_transforms(_forward_op, _plain_forward)
+for operator, plain in ((backward_op, _plain_backward), (slopes_backward_op, _plain_slopes_backward)):
+    operator.register_autograd(_refuse_joint_graph)
+    derived_ops.refuse_derivatives(operator, _refuse_joint_graph, under_vmap=plain)
 
 sharding.register_if_needed()  # for compiled calls, which cannot while they are traced

@@ -16,7 +16,7 @@ from flash_attn_compat.engine.build import cache_call, integer, plain
 from flash_attn_compat.engine.call import AttentionCall
 from flash_attn_compat.engine.layout import lse_dtype
 from flash_attn_compat.engine.memory import Alike, Request, RequestKind, Tensors
-from flash_attn_compat.serving import torch_ops
+from flash_attn_compat.serving import derived_ops, torch_ops
 from flash_attn_compat.serving.compute import find, run
 
 _CACHE_SHAPE = "(batch_size_cache, seqlen_cache, num_heads_k, head_size)"
@@ -354,3 +354,6 @@ def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, *arguments: object) -> tuple[
     *_, return_softmax_lse = arguments
     lse_shape = (batch, nheads, seqlen_q) if return_softmax_lse else (0,)
     return out, q.new_empty(lse_shape, dtype=lse_dtype(q.dtype))
+
+
+derived_ops.refuse_derivatives(_kvcache_op, derived_ops.refuse_private)

@@ -261,3 +261,34 @@ MODES = (
 @pytest.mark.parametrize("name", CALLS)
 def test_every_mode_is_right_under_the_name(operators: Any, kind: str, name: str) -> None:
     check(kind, name, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64])
+def test_calls_under_modes_can_be_differentiated_twice_and_in_batches(operators: Any, dtype: torch.dtype) -> None:
+    def derivatives() -> list[Tensor]:
+        inputs = [x.to(dtype).requires_grad_() for x in qkv()]
+        out = flash_attn_compat.flash_attn_func(*inputs, causal=True)
+        assert isinstance(out, Tensor)
+        first = torch.autograd.grad(out.sin().sum(), inputs, create_graph=True)
+        upstream = torch.stack([out.detach().sin(), out.detach().cos()])
+        batched = torch.autograd.grad(out, inputs, upstream, is_grads_batched=True, retain_graph=True)
+        return [*batched, *torch.autograd.grad(sum(x.square().sum() for x in first), inputs)]
+
+    right = derivatives()
+    with Operators() as mode:
+        found = derivatives()
+    assert "flash_attn._flash_attn_forward.default" in mode.seen
+    torch.testing.assert_close(found, right)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_operators_refuse_tangents_and_transforms(operators: Any, name: str) -> None:
+    given = arguments(name, operators)
+
+    def call(q: Tensor) -> Any:
+        found = getattr(operators, name)(q, *given[1:])
+        return (found if isinstance(found, Tensor) else found[0]).sum()
+
+    for transform in (torch.func.grad, torch.func.vmap, torch.func.jacfwd):
+        with pytest.raises(RuntimeError, match="cannot be combined with forward-mode derivatives"):
+            transform(call)(given[0] if transform is not torch.func.vmap else given[0][None])
