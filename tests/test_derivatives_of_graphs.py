@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.torch_version import TorchVersion
 from torch.utils.flop_counter import FlopCounterMode
 
 from flash_attn_compat import (
@@ -219,6 +220,8 @@ CASES = [
 
 @pytest.mark.parametrize(("graph", "derive", "call"), CASES, ids=lambda x: getattr(x, "__name__", x))
 def test_a_graph_has_the_derivatives_of_its_eager_call(graph: str, derive: Function, call: Function) -> None:
+    if graph in COMPILED and derive is recorded_dual and TorchVersion(torch.__version__) < "2.13":
+        pytest.skip("Dynamo of PyTorch 2.11 traces no requires_grad_()")
     x, tangent = doubles(*SHAPES[call]), doubles(*SHAPES[call], seed=5)
     found = GRAPHS[graph](derive, flat(call), x.clone(), tangent)
     bound = 1e-5 if call is slopes else 1e-9  # slopes are fp32

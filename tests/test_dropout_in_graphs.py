@@ -88,6 +88,7 @@ def layers(device: str = "cpu") -> dict[str, Layer]:
     starts = torch.tensor([0, SIZE], dtype=torch.int32, device=device)
     lengths = starts, starts, SIZE, SIZE
     itself, cross, mha = FlashSelfAttention(attention_dropout=P), FlashCrossAttention(attention_dropout=P), _mha()
+    mha.to(device, torch.float16 if device == "cuda" else torch.float32)
     return {
         "dense": lambda x: flash_attn_func(*_three(x), P),
         "the same once more": lambda x: flash_attn_func(*_three(x), P),
@@ -102,7 +103,7 @@ def layers(device: str = "cpu") -> dict[str, Layer]:
         "private, packed": lambda x: _Private.apply(_by(private_interface, "varlen_"), lengths, *_three(x[0]))[None],
         "FlashSelfAttention": lambda x: itself(torch.stack(_three(x), 2)),
         "FlashCrossAttention": lambda x: cross(x * 0, torch.stack(_three(x)[1:], 2)),
-        "MHA": lambda x: mha.to(x)(x[:, :, 0])[:, :, None],
+        "MHA": lambda x: mha(x[:, :, 0])[:, :, None],
     }
 
 

@@ -110,7 +110,7 @@ def forward(
 
 def _draw_rng_state(q: Tensor) -> Tensor | None:
     """The rng_state of a new dropout mask, (2,) int64; None for DTensors, whose sharding rule refuses dropout."""
-    if hasattr(q, "placements"):
+    if type(q) not in PLAIN and hasattr(q, "placements"):  # in this order: Dynamo of PyTorch 2.4 cannot trace hasattr
         return None
     if not is_compiling() and tracing_state() is not None:  # a saved module may go to another device
         return dropout.rng_state_beside(q)
