@@ -88,7 +88,8 @@ def layers(device: str = "cpu") -> dict[str, Layer]:
     starts = torch.tensor([0, SIZE], dtype=torch.int32, device=device)
     lengths = starts, starts, SIZE, SIZE
     itself, cross, mha = FlashSelfAttention(attention_dropout=P), FlashCrossAttention(attention_dropout=P), _mha()
-    mha.to(device, torch.float16 if device == "cuda" else torch.float32)
+    # A CUDA graph's replay overwrites the gradients of an earlier one, to which those of parameters would be added.
+    mha.requires_grad_(False).to(device, torch.float16 if device == "cuda" else torch.float32)
     return {
         "dense": lambda x: flash_attn_func(*_three(x), P),
         "the same once more": lambda x: flash_attn_func(*_three(x), P),
