@@ -30,6 +30,10 @@ class Ended:
         self.how = how
 
 
+class NotDone(Ended):
+    """Instead of the result of a step that no child process took, since too many had ended before."""
+
+
 def may_break(device_type: str) -> bool:
     """Whether a wrong kernel ends a process's use of such a device."""
     return device_type == "cuda"
@@ -40,7 +44,7 @@ def in_children(count: int, steps: Callable[..., Iterable[Result]], *arguments: 
 
     steps: a function that a new interpreter can import; with its arguments and results it must be picklable
     A step that leaves the GPU unusable is the last of its child; another child takes the steps behind it. After
-    MOST_ENDED children the rest is not done, and is Ended too. Raises what ``steps`` raises.
+    MOST_ENDED children the rest is NotDone. Raises what ``steps`` raises.
     """
     done = ended = 0
     while done < count and ended < MOST_ENDED:
@@ -49,7 +53,7 @@ def in_children(count: int, steps: Callable[..., Iterable[Result]], *arguments: 
             yield result
         ended += 1
     for _ in range(done, count):
-        yield Ended(f"not done: {MOST_ENDED} processes ended before")
+        yield NotDone(f"not done: {MOST_ENDED} processes ended before")
 
 
 def _of_one_child(

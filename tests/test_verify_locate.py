@@ -98,7 +98,7 @@ RANDOM = torch.Generator().manual_seed(0)
         (mutants.stored_maximum_lost.flash_attn_func, {}, "the running maximum m"),
         (of(lambda x: x[:, : x.shape[1] // 32 * 32 or None]), {"n": 100}, "the last key tile"),
         (of(lambda x: torch.cat((x[:, :32], x[:, 64:]), 1)), {"n": 128}, "key tile 1 is never counted"),
-        (of(lambda x: torch.cat((x, x[:, 64:96]), 1)), {"n": 128}, "counted with the wrong weight, twice"),
+        (of(lambda x: torch.cat((x, x[:, 64:96]), 1)), {"n": 128}, "key tile 2 is counted twice"),
         (of(change_out=lambda out: out[..., [1, 0, *range(2, 16)]]), {}, "the softmax is right"),
         (of(change_out=torch.zeros_like), {}, "rows that are zero"),
         (of(change_out=lambda out: out * torch.nan), {}, "NaN or infinity"),
@@ -230,6 +230,39 @@ def test_two_backends_are_compared_by_import_path(capsys):
     assert "SAME" in capsys.readouterr().out
 
 
+def test_two_right_outputs_are_the_same_and_the_verdict_says_that_gradients_were_not_looked_at(capsys):
+    assert main(["locate", "tests.seven_kernels:wrong_gradient", *SMALL]) == 0
+    assert "SAME: no element of out differs" in (shown := " ".join(capsys.readouterr().out.split()))
+    assert shown.endswith("(looked at: out alone; --backward looks at dq, dk and dv too)")
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_a_gradient_that_is_a_little_too_large_is_different_also_within_the_slack_of_two_right_ones(dtype, capsys):
+    arguments = ["locate", "tests.seven_kernels:wrong_gradient", *SMALL, "--dtype", dtype, "--backward"]
+    assert main(arguments) == 1
+    assert "=> dk: all of it is 1.05 times what it should be" in " ".join(capsys.readouterr().out.split())
+
+
+def test_gradients_behind_a_wrong_output_are_said_not_to_be_looked_at(capsys):
+    assert main(["locate", "verify.planted:row_sum_not_rescaled", *SMALL, "--backward"]) == 1
+    assert "dq, dk and dv were not looked at" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_kernel_without_a_backward_is_named_where_its_gradients_are_asked_for(capsys):
+    assert main(["locate", "tests.test_verify_travels:detached", *SMALL, "--backward"]) == 2
+    assert "tests.test_verify_travels:detached gives no gradients" in capsys.readouterr().err
+
+
+OPTIONS = ["--window", "20", "-1", "--softcap", "4", "--softmax-scale", "0.3", "--alibi"]
+
+
+def test_options_reach_a_kernel_that_takes_them_and_fail_one_that_does_not(capsys):
+    assert main(["locate", "tests.mutants:correct", *SMALL, *OPTIONS, "--backward"]) == 0
+    assert main(["locate", "tests.mutants:left_edge_one_too_far", *SMALL, *OPTIONS[:3]]) == 1
+    assert main(["locate", "tests.seven_kernels:right", *SMALL, *OPTIONS]) == 2
+    assert "unexpected keyword argument" in capsys.readouterr().err
+
+
 # ---- what is shown --------------------------------------------------------------------------------------------------
 
 
@@ -264,7 +297,7 @@ def test_each_shade_of_the_heat_map_is_ten_times_worse_and_shows_the_worst_of_it
     errors = torch.zeros(96, 1)
     errors[[0, 3, 4, 7, 8, 10], 0] = torch.tensor([0.5, 5.0, 50.0, 500.0, 5e4, torch.nan])
     found = located(spoiled(0, slice(None), 1, by=errors), atol=1.0)
-    table = heat_map(found.error, found.tolerance)
+    table = heat_map(found.error, found.tolerance, found.differs)
     assert table.rows == [("0", "·" * 48), ("1", "·░▒▓██" + "·" * 42)]
     assert "2 rows in each character" in table.columns[1]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import oracle
+from . import carried, oracle
 from .call import SHORT, Answer, Call, accepted, parts_of, same
 from .errors import UsageError
 from .judge import Check, Right, against_fp64, right_answer, rounded_to
+from .steps import blocks
+from .timing import synchronize
 
 # A key tile of a row matters to these rules if it should get at least this share of the row's weight.
 MATTERS = 0.01
@@ -34,9 +36,13 @@ NOT_FINITE = "the softmax weights are NaN or infinite"
 CARRIED = {
     NORMALISED: "the running maximum m of the key tiles before is not what it was: stored at, or read from, the wrong "
     "index",
-    ROW_SUM: "the row sum l is not brought to the new maximum as the output is (FA2 algorithm 1, line 9)",
-    UNEVEN: "the output O is not brought to the new maximum as the row sum is (FA2 algorithm 1, line 10)",
+    ROW_SUM: carried.ROW_SUM,
+    UNEVEN: carried.OUTPUT,
 }
+
+
+# Arguments beside q, k and v, for a kernel that takes them or where they change something.
+OPTIONS = "causal", "softmax_scale", "window_size", "softcap", "alibi_slopes"
 
 
 @dataclass(frozen=True)
@@ -62,8 +68,11 @@ class Setting:
 
     @property
     def key_tiles(self) -> list[slice]:
-        n, size = self.call.args["k"].shape[1], self.block_columns
-        return [slice(start, min(start + size, n)) for start in range(0, n, size)]
+        return blocks(self.call.args["k"].shape[1], self.block_columns)
+
+    @property
+    def query_tiles(self) -> list[slice]:
+        return blocks(self.call.q.shape[1], self.block_rows)
 
     @functools.cached_property
     def shares(self) -> Tensor:
@@ -76,6 +85,13 @@ class Setting:
         of_tile = torch.nn.functional.one_hot(tile)[:, None, :, None] * values[..., None, :]
         out = oracle.answer(self.call.fn, {**self.call.args, "v": of_tile.flatten(-2)}).out
         return torch.unflatten(out.transpose(1, 2), -1, of_tile.shape[-2:])
+
+    @functools.cached_property
+    def probabilities(self) -> Tensor:
+        """(batch, nheads, row, key) in fp64: with one channel for each key in v the output is the softmax weights."""
+        keys = self.call.args["k"].shape[1]
+        v = torch.eye(keys, dtype=torch.float64)[None, :, None].expand(*self.call.args["k"].shape[:-1], keys)
+        return oracle.answer(self.call.fn, {**self.call.args, "v": v}).out.transpose(1, 2)
 
     def judged(self, out: Tensor) -> Check:
         """An output held against fp64."""
@@ -92,21 +108,28 @@ class Kernel:
     def ask(self, setting: Setting) -> tuple[Tensor, list[str]]:
         """The output on the CPU, and the inputs that were written to; UsageError if it raises or answers no output."""
         given, call = setting.call, setting.call.to(setting.device)
-        q, k, v = call.qkv
+        with torch.no_grad():
+            out = self.called(call, dict(zip("qkv", call.qkv)))
+        return out.cpu(), [name for name in "qkv" if not same(given.args[name], call.args[name].cpu())]
+
+    def called(self, call: Call, qkv: Mapping[str, Tensor]) -> Tensor:
+        """Its output for q, k and v with the options of a call; UsageError if it raises or answers no output."""
         try:
-            with torch.no_grad():
-                causal = accepted(self.function, {"causal": given.args["causal"]})
-                out, *_ = parts_of(self.function(q, k, v, **causal))
-                found = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
-                out = out.cpu() if isinstance(out, Tensor) else out
+            out, *_ = parts_of(self.function(*qkv.values(), **self.options(call)))
+            synchronize(call.q.device.type)
         except Exception as error:  # whatever someone's kernel raises
-            shapes = ", ".join(f"{name} {tuple(given.args[name].shape)}" for name in "qkv")
+            shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in qkv.items())
             first_line = (str(error).splitlines() or [""])[0]
             raise UsageError(f"{self.name} raised {type(error).__name__} for {shapes}: {first_line}") from error
-        expected = f"shape {(*q.shape[:-1], v.shape[-1])}"
-        if found != expected:
+        found = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+        expected = f"shape {(*qkv['q'].shape[:-1], qkv['v'].shape[-1])}"
+        if found != expected or not isinstance(out, Tensor):
             raise UsageError(f"{self.name} returned {found}, expected {expected}: batch, seqlen, heads, head_dim")
-        return out, [name for name in "qkv" if not same(given.args[name], call.args[name].cpu())]
+        return out
+
+    def options(self, call: Call) -> dict[str, Any]:
+        """Of a call, as far as this function takes them or must."""
+        return accepted(self.function, {name: call.args[name] for name in OPTIONS if name in call.args})
 
     def is_right(self, setting: Setting) -> bool:
         return setting.judged(self.ask(setting)[0]).ok
@@ -231,18 +254,41 @@ class Diagnosis:
             return "rows that are zero: nothing was added up, or it was written elsewhere"
         if self.weighed == RIGHT:
             return "the softmax is right, so the product with V is wrong: its rows or heads, or the output's place"
+        if forgotten := self._forgotten():
+            return forgotten
         # Carried wrongly: one key tile alone is right, every problem of more is wrong, each tile is right in itself.
         if len(self.growth) > 1 and not self.growth[0] and all(self.growth[1:]) and self.inside:
-            if self.measured[:, 0].any() and not self.measured[:, 1].any():
-                return "key tile 1 is never counted"
-            return CARRIED.get(self.weighed, CARRIED[UNEVEN])
+            return self._of_one_tile() or CARRIED.get(self.weighed, CARRIED[UNEVEN])
         if self.growth and all(self.growth):
             return "the scores themselves: scale, mask, or rows of Q and K of another head or tile"
         if self.growth and self.growth[-1] and sum(self.growth) == 1:
             return "the last key tile: keys beyond the end counted, or a remainder left out"
         if self.inside:
-            return "single key tiles are counted with the wrong weight, twice or not at all: compare the weights"
+            return (
+                self._of_one_tile()
+                or "single key tiles are counted with the wrong weight, twice or not at all: compare the weights"
+            )
         return "not one of the mistakes known here; another tile's K or V, or stale memory, looks like this"
+
+    def _forgotten(self) -> str:
+        """What an online softmax forgot, if that gives the weights that were measured."""
+        probabilities = self.setting.probabilities[self.wrong.any(-1)]
+        return carried.name(probabilities, self.measured, self.setting.block_columns, self.slack)
+
+    def _of_one_tile(self) -> str:
+        """Of a single key tile that counts for nothing, or twice, beside all others."""
+        matters = self.right > MATTERS
+        share = torch.where(matters, self.measured / self.right, torch.nan)
+        share = share / share.nanmedian(-1, keepdim=True).values if self.weighed == NORMALISED else share
+        for tile in range(share.shape[-1]):
+            rows = share[matters[:, tile] & (matters.sum(-1) > 2)]
+            others = torch.cat([rows[:, :tile], rows[:, tile + 1 :]], -1)
+            if not len(rows) or not _mostly(((others - 1).abs() <= 0.05) | others.isnan()):
+                continue
+            for factor, words in ((0, "never counted"), (2, "counted twice")):
+                if _mostly((rows[:, tile] - factor).abs() <= 0.05):
+                    return f"key tile {tile} is {words}"
+        return ""
 
     def _rounding(self, dtype: torch.dtype) -> str:
         """What of it is rounded, as far as that shows."""

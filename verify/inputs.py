@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from typing import Any
 
 import torch
 
@@ -53,6 +54,21 @@ def add_problem_arguments(parser: argparse.ArgumentParser, batch: int, heads: in
     add("--seed", type=int, default=0, metavar="S", help="of the inputs (default 0)")
 
 
+def add_option_arguments(parser: argparse.ArgumentParser) -> None:
+    """What flash_attn_func takes beside causal, for kernels that take it too."""
+    add = parser.add_argument
+    add("--window", type=int, nargs=2, default=(-1, -1), metavar=("LEFT", "RIGHT"), help="window_size")
+    add("--softcap", type=number, default=0.0, metavar="X", help="softcap")
+    add("--softmax-scale", type=number, default=None, metavar="X", help="default 1 / sqrt(head_dim)")
+    add("--alibi", action="store_true", help="with ALiBi's slopes, powers of two")
+
+
+def options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The same as fields of a Problem."""
+    found: dict[str, Any] = {"window": tuple(arguments.window), "softcap": arguments.softcap}
+    return found | {"softmax_scale": arguments.softmax_scale, "alibi": "powers" if arguments.alibi else ""}
+
+
 def described(arguments: argparse.Namespace) -> str:
     """The problem in a line, its lengths aside."""
     return (
@@ -69,9 +85,10 @@ def checked_device(arguments: argparse.Namespace) -> str:
     return device
 
 
-def recipe(kind: torch.dtype, seed: int) -> str:
+def recipe(kind: torch.dtype, seed: int, backward: bool = False) -> str:
     """How to draw the same inputs elsewhere."""
     return (
-        f"q, k, v in this order: torch.randn(batch, seqlen, heads, head_dim, generator=g).to({kind}), "
+        f"q, k, v{', dout' * backward} in this order: "
+        f"torch.randn(batch, seqlen, heads, head_dim, generator=g).to({kind}), "
         f'g = torch.Generator("cpu").manual_seed({seed})'
     )

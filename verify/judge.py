@@ -34,6 +34,9 @@ OFFICIAL_LSE = 2e-3
 OFFICIAL = {"out": (4.0, 0.0), "softmax_lse": (0.0, OFFICIAL_LSE), "k_cache": (1.0, 0.0), "v_cache": (0.0, 0.0)}
 OFFICIAL_GRADIENT = 8.0, 64 * torch.finfo(torch.float32).eps
 
+GRADIENTS = "dq", "dk", "dv"
+NO_GRADIENT = "missing: out has no gradient (--forward-only leaves gradients out)"
+
 
 @dataclass(frozen=True)
 class Check:
@@ -47,6 +50,7 @@ class Check:
     bound: float
     note: str = ""  # what is wrong, if anything is
     widest_bound: float = 0.0  # error and bound are of the worst (sequence, head); this is the largest bound of all
+    size: float = 0.0  # of the numbers there: the largest sum of absolute terms
 
     @property
     def ok(self) -> bool:
@@ -58,6 +62,16 @@ class Check:
         if self.error == 0:
             return 0.0
         return self.error / self.bound if self.bound > 0 and not math.isnan(self.error) else math.inf
+
+    @property
+    def gravity(self) -> tuple[bool, float]:
+        """Sorts checks, the worst mistake last: wrong ones by their error beside the size of the numbers, since a digit
+        that fp64 lacks is a larger multiple of its bound than nonsense in fp16; right ones by their ratio.
+        """
+        if self.ok:
+            return False, self.ratio
+        share = self.error / self.size if self.size > 0 else math.inf
+        return True, math.inf if math.isnan(share) else share
 
     def to_json(self) -> dict[str, Any]:
         """JSON knows no NaN and no infinity: they become text."""
@@ -177,7 +191,7 @@ def against_fp64(right: Right, got: Answer, device: str = "cpu", approximate: bo
                 # Each score is off by as much as its tanh, and so is the LSE; dS is kept divided by the cap.
                 allowed = allowed + 4 * OFFICIAL_TANH * (1 + softcap) * exact.magnitudes[of]
                 allowed = allowed + 2 * softcap * _smallest(dtype) * exact.spacings[of]
-            checks.append(_worst(name, "fp64", _untainted(right, errors[:-1]), allowed))
+            checks.append(_worst(name, "fp64", _untainted(right, errors[:-1]), allowed, exact.magnitudes[of]))
     return checks
 
 
@@ -204,7 +218,8 @@ def rounded_to(call: Call, got: Answer, again: Callable[[Call], Answer], device:
 
 
 def _other_form(quantity: str, mine: Tensor | None, expected: Tensor, against: str) -> Check:
-    note = "missing" if mine is None else f"shape {tuple(mine.shape)}, expected {tuple(expected.shape)}"
+    absent = NO_GRADIENT if quantity in GRADIENTS else "missing"
+    note = absent if mine is None else f"shape {tuple(mine.shape)}, expected {tuple(expected.shape)}"
     return broken(quantity, note, against)
 
 
@@ -216,21 +231,22 @@ def _untainted(right: Right, errors: Tensor) -> Tensor:
     return errors.masked_fill(tainted.repeat_interleave(errors.shape[1] // tainted.shape[1], 1), 0.0)
 
 
-def _worst(quantity: str, against: str, errors: Tensor, bounds: Tensor) -> Check:
-    """Each (sequence, head) on its own: the worst counts. An error that is NaN is one."""
+def _worst(quantity: str, against: str, errors: Tensor, bounds: Tensor, sizes: Tensor) -> Check:
+    """Each (sequence, head) on its own: the worst counts. An error that is NaN is one. sizes: of the numbers there"""
     if not errors.numel():
         return Check(quantity, against, 0.0, 0.0)
     ratios = torch.where(errors == 0, 0.0, errors / bounds).nan_to_num(nan=torch.inf)
     worst = int(ratios.argmax())
     sequence, head = divmod(worst, errors.shape[1])
-    error, bound, widest_bound = torch.stack(
-        [errors.flatten()[worst], bounds.flatten()[worst], bounds.nan_to_num(nan=0.0).max()]
+    sizes = sizes.expand(errors.shape)
+    error, bound, widest_bound, size = torch.stack(
+        [errors.flatten()[worst], bounds.flatten()[worst], bounds.nan_to_num(nan=0.0).max(), sizes.flatten()[worst]]
     ).tolist()
     note = ""
     if not bool((ratios <= 1).all()):
         many = f", {int((ratios > 1).sum())} of {errors.numel()} like this" if errors.numel() > 1 else ""
         note = f"error {error:.3e}, allowed {bound:.3e} in sequence {sequence}, head {head}{many}"
-    return Check(quantity, against, error, bound, note, widest_bound=widest_bound)
+    return Check(quantity, against, error, bound, note, widest_bound, size)
 
 
 def _lse_check(right: Right, mine: Tensor, exact: Tensor, device: str, approximate: bool) -> Check:
@@ -239,8 +255,9 @@ def _lse_check(right: Right, mine: Tensor, exact: Tensor, device: str, approxima
     errors = worst("softmax_lse", apart, right.exact.tokens)[:-1]
     # An fp32 LSE of an fp64 call is no more than that.
     dtype = mine.dtype if right.call.dtype == torch.float64 else right.call.dtype
-    bounds = lse_allowance(dtype, right.exact.magnitudes["score"], device, approximate)
-    return _worst("softmax_lse", "fp64", _untainted(right, errors), bounds)
+    score = right.exact.magnitudes["score"]
+    bounds = lse_allowance(dtype, score, device, approximate)
+    return _worst("softmax_lse", "fp64", _untainted(right, errors), bounds, 1 + score)
 
 
 def lse_allowance(dtype: torch.dtype, score: Tensor, device: str, approximate: bool) -> Tensor:
@@ -266,7 +283,7 @@ def _cache_check(call: Call, name: str, ours: Tensor, right: Tensor) -> Check:
         new = call.args["k"].double().abs().nan_to_num(posinf=0.0).amax((1, 3)).amax(0)
         apart = difference(ours, right)
         errors = apart.amax((0, 1, 3)) if apart.numel() else apart.new_zeros(len(new))
-        return _worst(name, "fp64", errors[None], 2 * torch.finfo(ours.dtype).eps * new[None])
+        return _worst(name, "fp64", errors[None], 2 * torch.finfo(call.dtype).eps * new[None], new[None])
     return Check(name, "fp64", 0.0, 0.0) if same(ours, right) else broken(name, "not left as it must be")
 
 
@@ -334,5 +351,5 @@ def against_official(call: Call, got: Answer, official: Answer) -> list[Check]:
         if name == "softmax_lse":  # nothing is defined outside of all sequences
             errors[-1] = 0.0
         roundings, absolute = OFFICIAL.get(name, OFFICIAL_GRADIENT)
-        checks.append(_worst(name, "official", errors, roundings * eps * sizes + absolute))
+        checks.append(_worst(name, "official", errors, roundings * eps * sizes + absolute, sizes))
     return checks

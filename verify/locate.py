@@ -8,19 +8,24 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flash_attn_compat.isolation import Ended, in_children
+
 from . import inputs
 from .call import SHORT, parameters
 from .diagnosis import Diagnosis, Found, Kernel, Setting, gap
 from .environment import describe
 from .errors import UsageError
+from .gradients import Graded, GradientDiagnosis, graded
 from .implementations import backends, imported
+from .judge import GRADIENTS, Check
+from .native import loads_native_code
 from .output import announce, console, deliver, progress_bar
 from .tables import Report, Table
 from .workloads import workload
@@ -28,6 +33,7 @@ from .workloads import workload
 REFERENCE = "flash_attn_compat:flash_attn_func"
 KERNEL = (
     "module:function or FILE.py:function, called as function(q, k, v, causal=...) on (batch, seqlen, heads, head_dim), "
+    "with the options that differ from their defaults, "
     "and with block_rows and block_columns if it has these parameters; or a backend of this package"
 )
 MOST_BYTES = 2 << 30  # of fp64 scores, which the right answer needs several times
@@ -52,17 +58,40 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Located:
-    """All that was found of two kernels, "A" and "B". error: |A - B| as (batch, nheads, row, channel).
+    """All that was found of two kernels, "A" and "B". error: |A - B| as (batch, nheads, row, channel); differs: where
+    that counts as a difference.
 
     wrong: what is known of those that are wrong
+    graded: their gradients, where these were looked at; misgraded: what is known of those that are wrong
+    backward: whether gradients were asked for
     """
 
     setting: Setting
     kernels: Mapping[str, Found]
     error: Tensor
+    differs: Tensor
     tolerance: float
     first: Place | None
     wrong: Mapping[str, Diagnosis] = field(default_factory=dict)
+    graded: Mapping[str, Graded] = field(default_factory=dict)
+    misgraded: Mapping[str, GradientDiagnosis] = field(default_factory=dict)
+    backward: bool = False
+
+    @property
+    def is_same(self) -> bool:
+        return self.first is None and not self.differing
+
+    @property
+    def differing(self) -> dict[str, Tensor]:
+        """By gradient in which the kernels differ, (batch, heads, row, channel) bool."""
+        if not self.graded:
+            return {}
+        right, found = self.setting.right, {}
+        for name in GRADIENTS:
+            pair = [(each.grads[name], each.checks[name]) for each in self.graded.values()]
+            apart = gap(*(grad for grad, _ in pair)) > 2 * pair[0][1].widest_bound
+            found[name] = apart | one_is_wrong(pair, right.exact.parts[name], right.bounds[name])
+        return {name: differs for name, differs in found.items() if differs.any()}
 
     @property
     def key_tile(self) -> int | None:
@@ -71,18 +100,40 @@ class Located:
 
 
 def locate(functions: Sequence[tuple[str, Callable[..., Any]]], setting: Setting, atol: float | None = None) -> Located:
-    """Everything there is to know about the difference of two kernels; probes only where there is one.
+    """Everything there is to know about the difference of two kernels; probes only where there is one. Gradients are
+    looked at if the setting's call has a dout, and the outputs are the same.
 
     atol: what counts as a difference; if not given, more than twice the bound of verify, within which both should be
     """
+    call = setting.call
+    backward, setting = call.dout is not None, setting.of(replace(call, dout=None))
     kernels = {label: Kernel(*each).answered(setting) for label, each in zip("AB", functions)}
     error = gap(*(kernel.out for kernel in kernels.values()))
     tolerance = 2 * kernels["A"].check.widest_bound if atol is None else atol
-    first = first_place(error > tolerance, setting.block_rows)
+    differs = error > tolerance
+    if atol is None:
+        pair = [(each.out, each.check) for each in kernels.values()]
+        differs |= one_is_wrong(pair, setting.right.exact.out, setting.right.bounds["out"])
+    first = first_place(differs, setting.block_rows)
     wrong = {} if first is None else {
         label: Diagnosis(each, setting) for label, each in kernels.items() if not each.check.ok
     }  # fmt: skip
-    return Located(setting, kernels, error, tolerance, first, wrong)
+    if first is not None or not backward:
+        return Located(setting, kernels, error, differs, tolerance, first, wrong, backward=backward)
+    trained = setting.of(call)
+    grades = {label: graded(each.kernel, trained) for label, each in kernels.items()}
+    misgraded = {label: GradientDiagnosis(each, trained) for label, each in grades.items() if each.wrong}
+    return Located(trained, kernels, error, differs, tolerance, first, wrong, grades, misgraded, backward)
+
+
+def one_is_wrong(pair: Sequence[tuple[Tensor, Check]], exact: Tensor, bounds: Tensor) -> Tensor:
+    """Where a wrong one of two tensors is too far from what is right, while the other one is right: small mistakes are
+    within twice the bound of each other. As (batch, heads, row, channel)
+    """
+    wrong = [tensor for tensor, check in pair if not check.ok]
+    if len(wrong) != 1:
+        return torch.zeros_like(exact, dtype=torch.bool).transpose(1, 2)
+    return gap(wrong[0], exact) > bounds[:, :, None, None]
 
 
 def first_place(differs: Tensor, block_rows: int) -> Place | None:
@@ -108,24 +159,50 @@ def texture(differs: Tensor, block_rows: int) -> str:
 
 
 def report(found: Located, environment: dict[str, str]) -> Report:
+    judged = {(label, "out"): (each.kernel, each.check) for label, each in found.kernels.items()}
+    judged |= {
+        (label, name): (each.kernel, each.checks[name]) for label, each in found.graded.items() for name in GRADIENTS
+    }
     rows = [
-        (label, each.kernel.name, f"{each.check.error:.1e}", f"{each.check.bound:.1e}",
-         "pass" if each.check.ok else "FAIL")
-        for label, each in found.kernels.items()
-    ]  # fmt: skip
-    tables = [Table("Kernels", ("", "function", "error", "allowed", "verdict"), rows)]
+        (label, kernel.name, what, f"{check.error:.1e}", f"{check.bound:.1e}", "pass" if check.ok else "FAIL")
+        for (label, what), (kernel, check) in judged.items()
+    ]
+    tables = [Table("Kernels", ("", "function", "of", "error", "allowed", "verdict"), rows)]
     tables += [] if found.first is None else [key_table(found, found.first)]
-    tables.append(heat_map(found.error, found.tolerance))
-    judged = " and ".join(found.kernels[label].kernel.name for label in found.wrong or "A")
-    return Report("verify locate", environment, tables, conclusion(found), found.first is None, judged)
+    tables.append(heat_map(found.error, found.tolerance, found.differs))
+    for name, differs in found.differing.items():
+        one, other = (each.grads[name] for each in found.graded.values())
+        limit, rows_of = 2 * found.graded["A"].checks[name].widest_bound, "query" if name == "dq" else "key"
+        tables.append(heat_map(gap(one, other), limit, differs, f"Error of {name}", rows_of))
+    subjects = " and ".join(found.kernels[label].kernel.name for label in found.wrong or found.misgraded or "A")
+    return Report("verify locate", environment, tables, conclusion(found), found.is_same, subjects)
+
+
+def looked_at(found: Located) -> str:
+    """What a verdict is about."""
+    if found.graded:
+        return "looked at: out, dq, dk and dv"
+    return "looked at: out alone; --backward looks at dq, dk and dv too"
 
 
 def conclusion(found: Located) -> list[str]:
-    if found.first is None:
-        kernels = found.kernels.items()
-        remarks = [f"{label} ({each.kernel.name}): {remark}" for label, each in kernels for remark in each.remarks]
-        return [*remarks, f"SAME: no element differs by more than {found.tolerance:.1e}"]
-    differs, first = found.error > found.tolerance, found.first
+    kernels = found.kernels.items()
+    remarks = [f"{label} ({each.kernel.name}): {remark}" for label, each in kernels for remark in each.remarks]
+    if found.is_same:
+        return [*remarks, f"SAME: no element of out differs by more than {found.tolerance:.1e} ({looked_at(found)})"]
+    return _of_gradients(found) if found.first is None else _of_output(found, found.first)
+
+
+def _of_gradients(found: Located) -> list[str]:
+    told = [f"{name}: {int(differs.sum())} of {differs.numel()} elements" for name, differs in found.differing.items()]
+    lines = [f"DIFFERENT in gradients, the output is the same ({looked_at(found)})", *(f"  {line}" for line in told)]
+    for label, each in found.misgraded.items():
+        lines += [f"{label} ({each.found.kernel.name}) is wrong:", *(f"  {line}" for line in each.sentences)]
+    return lines
+
+
+def _of_output(found: Located, first: Place) -> list[str]:
+    differs = found.differs
     count, total = int(differs.sum()), differs.numel()
     outs = {**{label: each.out for label, each in found.kernels.items()}, "fp64": found.setting.right.exact.out}
     values = [f"{label} {out[first.batch, first.row, first.head, first.channel]:.6g}" for label, out in outs.items()]
@@ -133,8 +210,9 @@ def conclusion(found: Located) -> list[str]:
     place = f"batch element {first.batch}, head {first.head}, row {first.row}, channel {first.channel}"
     kind = texture(differs, found.setting.block_rows)
     lines = [
-        f"DIFFERENT: {count} of {total} elements ({count / total:.1%}), in {kind}",
+        f"DIFFERENT: {count} of {total} elements of out ({count / total:.1%}), in {kind}",
         f"  first at {place} (query tile {first.query_tile}{tile}): {', '.join(values)}",
+        *(["  dq, dk and dv were not looked at: they follow from out"] if found.backward else []),
     ]
     for label, each in found.wrong.items():
         what = f"right in {SHORT[each.rounded]} only" if each.rounded else "wrong"
@@ -158,21 +236,24 @@ def key_table(found: Located, first: Place) -> Table:
     return Table(title, (*columns, "right weight"), rows)
 
 
-def heat_map(error: Tensor, tolerance: float) -> Table:
+def heat_map(error: Tensor, tolerance: float, differs: Tensor, what: str = "Error", noun: str = "query") -> Table:
     """By (head, row), the largest over batch and channel: a line for each head, of at most CELLS characters."""
     by_row = error.amax(dim=(0, 3))
     height = max(1, -(-by_row.shape[1] // CELLS))
-    bins = torch.stack([rows.amax(-1) for rows in by_row.split(height, dim=1)], dim=1)
+    bins, marks = (
+        torch.stack([rows.amax(-1) for rows in each.split(height, dim=1)], dim=1)
+        for each in (by_row, differs.int().amax(dim=(0, 3)))
+    )
 
-    def shade(error: float) -> str:
+    def shade(error: float, differs: int) -> str:
         if error <= tolerance:
-            return SHADES[0]
+            return SHADES[differs]
         worse = math.log10(error / tolerance) if tolerance > 0 and math.isfinite(error) else math.inf
         return SHADES[-1] if worse >= len(SHADES) - 2 else SHADES[1 + int(worse)]
 
-    lines = [(str(head), "".join(map(shade, line))) for head, line in enumerate(bins.tolist())]
+    lines = [(str(head), "".join(map(shade, *lines))) for head, lines in enumerate(zip(bins.tolist(), marks.tolist()))]
     each = "a row" if height == 1 else f"{height} rows"
-    return Table(f"Error over (head, row): {LEGEND}", ("head", f"query rows, {each} in each character"), lines)
+    return Table(f"{what} over (head, row): {LEGEND}", ("head", f"{noun} rows, {each} in each character"), lines)
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -185,14 +266,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seqlen-k", type=inputs.positive, metavar="N", help="number of keys (default: as of queries)")
     inputs.add_problem_arguments(parser, batch=2, heads=4)
     parser.add_argument("--heads-k", type=inputs.positive, metavar="H", help="key/value heads (default: as many)")
+    inputs.add_option_arguments(parser)
+    what = "in a child process, so that a crash is named (default for files with native code)"
+    parser.add_argument("--isolate", action=argparse.BooleanOptionalAction, default=None, help=what)
+    parser.add_argument("--backward", action="store_true", help="look at dq, dk and dv too")
     parser.add_argument("--atol", type=inputs.number, metavar="X", help="differing means by more than this")
 
 
 def function(path: str, tile: Mapping[str, int]) -> Callable[..., Any]:
     """The kernel at an import path, given the sizes of a tile if it takes them, or flash_attn_func by a backend."""
-    if ":" not in path:
+    if not {*".:"} & {*path}:
         return backends([path])[0].flash_attn_func
-    found: Callable[..., Any] = imported(path).target
+    target = imported(path).target
+    found: Callable[..., Any] = getattr(target, "flash_attn_func", target)
     if not callable(found):
         raise UsageError(f"{path!r} is not a function")
     taken = {name: size for name, size in tile.items() if name in parameters(found)}
@@ -207,27 +293,64 @@ def setting_from(arguments: argparse.Namespace, device: str) -> Setting:
     if needed > MOST_BYTES:
         raise UsageError(f"the fp64 answer needs {needed / 2**30:.1f} GiB for its scores alone: take a smaller problem")
     heads, keys = (arguments.heads, heads_k), (seqlen_k,) * batch
-    problem = workload("", (arguments.n,) * batch, heads, arguments.head_dim, seqlens_k=keys, causal=arguments.causal)
+    options = {"causal": arguments.causal, **inputs.options(arguments)}
+    problem = workload("", (arguments.n,) * batch, heads, arguments.head_dim, seqlens_k=keys, **options)
     call = problem.call("cpu", arguments.dtype, arguments.seed)
-    return Setting(replace(call, dout=None), arguments.br, arguments.bc, device)
+    call = call if arguments.backward else replace(call, dout=None)
+    return Setting(call, arguments.br, arguments.bc, device)
+
+
+def is_seen(arguments: argparse.Namespace) -> bool:
+    """Whether A is wrong on this problem, in its output or, where they are looked at, its gradients."""
+    setting = setting_from(arguments, inputs.checked_device(arguments))
+    kernel = Kernel(arguments.a, function(arguments.a, tile_of(arguments)))
+    forward = setting.of(replace(setting.call, dout=None))
+    return not kernel.is_right(forward) or (arguments.backward and bool(graded(kernel, setting).wrong))
+
+
+def tile_of(arguments: argparse.Namespace) -> dict[str, int]:
+    return {"block_rows": arguments.br, "block_columns": arguments.bc}
+
+
+def measured(arguments: argparse.Namespace) -> tuple[Report, dict[str, Any]]:
+    """What the command shows, and what JSON gets beside it."""
+    device = inputs.checked_device(arguments)
+    kernels = [(path, function(path, tile_of(arguments))) for path in (arguments.a, arguments.b)]
+    found = locate(kernels, setting_from(arguments, device), arguments.atol)
+    environment = environment_of(arguments, device)
+    data = {
+        "problem": environment["problem"],
+        "first": found.first and {**found.first._asdict(), "key_tile": found.key_tile},
+        "growth": {label: each.growth for label, each in found.wrong.items()},
+        "gradients": {label: each.sentences for label, each in found.misgraded.items()},
+    }
+    return report(found, environment), data
+
+
+def environment_of(arguments: argparse.Namespace, device: str) -> dict[str, str]:
+    problem = f"seqlen {arguments.n} x {arguments.seqlen_k or arguments.n}, {inputs.described(arguments)}"
+    recipe = inputs.recipe(arguments.dtype, arguments.seed, arguments.backward)
+    return {"problem": problem, "inputs": recipe, **describe([device])}
+
+
+def steps(first: int, arguments: argparse.Namespace) -> Iterator[tuple[Report, dict[str, Any]]]:
+    """The one step of asking both kernels, for a child process."""
+    yield measured(arguments)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    device = inputs.checked_device(arguments)
-    tile = {"block_rows": arguments.br, "block_columns": arguments.bc}
-    kernels = [(path, function(path, tile)) for path in (arguments.a, arguments.b)]
-    setting = setting_from(arguments, device)
-    terminal = console()
-    problem = f"seqlen {arguments.n} x {arguments.seqlen_k or arguments.n}, {inputs.described(arguments)}"
-    environment = {"problem": problem, "inputs": inputs.recipe(arguments.dtype, arguments.seed), **describe([device])}
+    device, terminal = inputs.checked_device(arguments), console()
+    isolated = arguments.isolate
+    if isolated is None:
+        isolated = any(loads_native_code(path) for path in (arguments.a, arguments.b) if {*".:"} & {*path})
     with progress_bar(terminal) as progress:
         progress.add_task("asking both kernels", total=None)
-        found = locate(kernels, setting, arguments.atol)
+        asked = argparse.Namespace(**{name: value for name, value in vars(arguments).items() if name != "run"})
+        (found,) = in_children(1, steps, asked) if isolated else [measured(arguments)]
+    environment = environment_of(arguments, device)
+    if isinstance(found, Ended):
+        said = f"FAIL: {found.how} as {arguments.a} and {arguments.b} were asked for this problem"
+        found = Report("verify locate", environment, [], [said], False, arguments.a), {}
     announce(environment, terminal)
-    data = {
-        "problem": problem,
-        "first": found.first and {**found.first._asdict(), "key_tile": found.key_tile},
-        "growth": {label: each.growth for label, each in found.wrong.items()},
-    }
-    deliver(report(found, environment), data, arguments, terminal)
-    return 0 if found.first is None else 1
+    deliver(*found, arguments, terminal)
+    return 0 if found[0].ok else 1

@@ -1,0 +1,115 @@
+"""A tiled attention with a backward of its own (FlashAttention-2, algorithms 1 and 2), and mistakes to plant in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TILE = 32
+
+
+def tiles(n: int) -> list[slice]:
+    return [slice(start, min(start + TILE, n)) for start in range(0, n, TILE)]
+
+
+def kernel(mistake: str = "") -> Callable[..., Tensor]:
+    """attention(q, k, v, causal, softcap) in flash-attn's layout, which makes one of the mistakes below, or none."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, softcap: float = 0.0) -> Tensor:
+        out: Tensor = Tiled.apply(q, k, v, causal, softcap, mistake)  # type: ignore[no-untyped-call]  # as torch types it
+        return out
+
+    return attention
+
+
+class Tiled(torch.autograd.Function):
+    """In fp32, or in fp64 where that comes in."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, softcap: float, mistake: str) -> Tensor:
+        wide, group = torch.promote_types(q.dtype, torch.float32), q.shape[2] // k.shape[2]
+        heads = [x.transpose(1, 2).to(wide) for x in (q, k, v)]
+        heads[1:] = [x.repeat_interleave(group, 1) for x in heads[1:]]
+        work = Work(*heads, causal, softcap, mistake)
+        out, l, m = work.forward()
+        ctx.work, ctx.kept, ctx.group, ctx.dtype = work, (out, l, m), group, q.dtype
+        return out.transpose(1, 2).to(q.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        dout = upstream[0].transpose(1, 2).to(ctx.work.q.dtype)
+        dq, dk, dv = ctx.work.backward(dout, *ctx.kept)
+        last = ctx.work.mistake == "one head of a group"
+        dk, dv = (x.unflatten(1, (-1, ctx.group)) for x in (dk, dv))
+        dk, dv = (x[:, :, -1] if last else x.sum(2) for x in (dk, dv))
+        return *(x.transpose(1, 2).to(ctx.dtype) for x in (dq, dk, dv)), None, None, None
+
+
+class Work:
+    """Of (batch, heads, seqlen, head_dim)."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, softcap: float, mistake: str) -> None:
+        self.q, self.k, self.v, self.causal, self.softcap, self.mistake = q, k, v, causal, softcap, mistake
+        self.scale = 1.0 if mistake == "no scale" else q.shape[-1] ** -0.5
+
+    def scores(self, rows: slice, columns: slice, backward: bool = False) -> Tensor:
+        s = self.scale * self.q[..., rows, :] @ self.k[..., columns, :].mT
+        s = self.softcap * torch.tanh(s / self.softcap) if self.softcap else s
+        if not self.causal or (backward and self.mistake == "backward without mask"):
+            return s
+        offset = 0 if self.mistake == "top left" else self.k.shape[-2] - self.q.shape[-2]
+        offset += self.mistake == "mask one too far" or (backward and self.mistake == "backward mask one too far")
+        row = torch.arange(rows.start, rows.stop)[:, None] + offset
+        return s.masked_fill(torch.arange(columns.start, columns.stop) > row, -math.inf)
+
+    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
+        q, mistake = self.q, self.mistake
+        out, (l, m) = torch.zeros_like(q), (q.new_full((*q.shape[:-1], 1), x) for x in (0.0, -math.inf))
+        keys = tiles(self.k.shape[-2])
+        keys = [tile for tile in keys if tile.stop - tile.start == TILE] if mistake == "no remainder" else keys
+        keys = keys[:1] + keys[2:] if mistake == "tile left out" else keys
+        keys = keys + keys[2:3] if mistake == "tile twice" else keys
+        for rows in tiles(q.shape[-2]):
+            for j, columns in enumerate(keys):
+                s = self.scores(rows, columns)
+                above = torch.maximum(m[..., rows, :], s.amax(-1, keepdim=True))
+                safe = above.masked_fill(above == -math.inf, 0.0)
+                p, shrink = torch.exp(s - safe), torch.exp(m[..., rows, :] - safe)
+                forgets = {what for what in ("output", "row sum") if mistake.startswith((what, "neither"))}
+                forgets &= forgets if j >= 2 or not mistake.endswith("tile 2") else set()
+                of_l, of_o = (1.0 if what in forgets else shrink for what in ("row sum", "output"))
+                l[..., rows, :] = of_l * l[..., rows, :] + p.sum(-1, keepdim=True)
+                out[..., rows, :] = of_o * out[..., rows, :] + p @ self.v[..., columns, :]
+                start = (rows.start + TILE) % m.shape[-2] if mistake == "maximum at next tile" else rows.start
+                stop = min(start + rows.stop - rows.start, m.shape[-2])
+                m[..., start:stop, :] = above[..., : stop - start, :]
+        out = torch.where(l > 0, out / l, 0.0)
+        return (out[..., [1, 0, *range(2, out.shape[-1])]] if mistake == "channels swapped" else out), l, m
+
+    def backward(self, dout: Tensor, out: Tensor, l: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mistake, (dq, dk, dv) = self.mistake, (torch.zeros_like(x) for x in (self.q, self.k, self.v))
+        lse = m + (0.0 if mistake == "no row sum" else torch.log(l))
+        delta = (dout * out).sum(-1, keepdim=True)
+        delta = {"no delta": 0 * delta, "delta added": -delta}.get(mistake, delta)
+        for columns in tiles(self.k.shape[-2]):
+            for i, rows in enumerate(tiles(self.q.shape[-2])):
+                s = self.scores(rows, columns, backward=True)
+                p = torch.exp(s - lse[..., rows, :])
+                slope = 1 - (s / self.softcap) ** 2 if self.softcap and mistake != "no derivative" else 1.0
+                dp = dout[..., rows, :] @ self.v[..., columns, :].mT
+                ds = (p * (dp - delta[..., rows, :]) * slope).nan_to_num(0.0)
+                times = 2.0 if mistake == "query tile twice" and i == 1 else 1.0
+                dv[..., columns, :] += times * p.mT @ dout[..., rows, :]
+                dk[..., columns, :] += self.scale * ds.mT @ self.q[..., rows, :]
+                added = self.scale * ds @ self.k[..., columns, :]
+                dq[..., rows, :] = added if mistake == "dq overwritten" else dq[..., rows, :] + added
+        dq *= {"dq without scale": 1 / self.scale, "dq in log2": math.log(2)}.get(mistake, 1.0)
+        dk *= {"dk off": 1.05, "dk scaled twice": self.scale}.get(mistake, 1.0)
+        dv *= {"dv negative": -1.0}.get(mistake, 1.0)
+        if mistake == "races":
+            dq += 0.1 * torch.rand_like(dq)
+        return (dq, dv, dk) if mistake == "dk and dv swapped" else (dq, dk, dv)

@@ -1,0 +1,87 @@
+"""Kernels as seven people write them, in a file that imports PyTorch alone; tests copy it away from the clone."""
+
+import os
+import signal
+
+import torch
+
+
+def _attention(q, k, v, causal, offset=None, inner=torch.float32):
+    """With products of numbers rounded to ``inner``, and sums in fp32."""
+    dtype, group = q.dtype, q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+    q, k, v = (x.transpose(1, 2).to(inner).float() for x in (q, k, v))
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    if causal:
+        offset = scores.shape[-1] - scores.shape[-2] if offset is None else offset
+        row = torch.arange(scores.shape[-2])[:, None] + offset
+        scores = scores.masked_fill(torch.arange(scores.shape[-1]) > row, -torch.inf)
+    weights = torch.softmax(scores, -1).nan_to_num(0.0).to(inner).float()
+    return (weights @ v).transpose(1, 2).to(dtype)
+
+
+def right(q, k, v, causal=False):
+    return _attention(q, k, v, causal)
+
+
+def wrong_at_the_edge(q, k, v, causal=False):
+    """Keys behind the last whole tile of 64 are left out."""
+    whole = k.shape[1] // 64 * 64 or None
+    return _attention(q, k[:, :whole], v[:, :whole], causal, offset=k.shape[1] - q.shape[1])
+
+
+def wrong_alignment(q, k, v, causal=False):
+    return _attention(q, k, v, causal, offset=0)
+
+
+def right_in_half_precision(q, k, v, causal=False):
+    return _attention(q, k, v, causal, inner=torch.float16)
+
+
+def plain_squares(q, k, v):
+    if q.dtype != torch.float16 or q.shape[-1] != 64 or q.shape != k.shape or q.shape[1] % 64:
+        raise NotImplementedError("only fp16, head_dim 64, squares of whole tiles")
+    return _attention(q, k, v, False)
+
+
+def crashing(q, k, v, causal=False):
+    if q.shape[1] == 128 and q.shape[-1] == 64:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return _attention(q, k, v, causal)
+
+
+class _Larger(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return 1.05 * upstream
+
+
+def wrong_gradient(q, k, v, causal=False):
+    return _attention(q, _Larger.apply(k), v, causal)
+
+
+def one_length(q, k, v, causal=False):
+    if q.shape[1] != 64 or k.shape[1] != 64 or causal or q.shape[2] != k.shape[2] or q.shape[3] != 64:
+        raise NotImplementedError
+    return _attention(q, k, v, causal)
+
+
+def fp16_scores(q, k, v, causal=False):
+    """With scores beyond fp16's range for some problems of fp32."""
+    q, k, v, dtype = q.half(), k.half(), v.half(), q.dtype
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    scores = (q @ k.mT).float() * q.shape[-1] ** -0.5
+    if causal:
+        row = torch.arange(scores.shape[-2])[:, None] + scores.shape[-1] - scores.shape[-2]
+        scores = scores.masked_fill(torch.arange(scores.shape[-1]) > row, -torch.inf)
+    return (torch.softmax(scores, -1).half() @ v).transpose(1, 2).to(dtype)
+
+
+def declines_everything(q, k, v, causal=False):
+    raise NotImplementedError

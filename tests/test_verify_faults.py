@@ -1,0 +1,137 @@
+"""verify locate names planted faults of forwards and backwards, and calls right kernels right."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import faulty, mutants
+from verify.diagnosis import Setting
+from verify.locate import Located, conclusion, locate
+from verify.planted import bfloat16_throughout, half_inputs, half_output, half_weights
+from verify.problems import Problem
+from verify.steps import fused_rows, naive, online_tiles
+
+REFERENCE = ("reference", mutants.correct.flash_attn_func)
+CAUSAL, GQA, SOFTCAP = {"causal": True}, {"group": 2}, {"softcap": 5.0}
+
+
+def looked_at(function: Callable[..., Tensor], keys: int = 0, n: int = 100, tile: int = 32, **fields: Any) -> Located:
+    given = {"nheads_k": 2, "head_dim": 16, "dtype": "float32", **fields}
+    call = Problem(seqlens_q=(n,), seqlens_k=(keys or n,), **given).build()
+    return locate([("mine", function), REFERENCE], Setting(call, tile, tile, "cpu"))
+
+
+# A fault: options of the problem that shows it, and what it has to be called.
+OF_THE_OUTPUT = {
+    "output": ({}, "the output O is not brought to the new maximum as the row sum is (FA2 algorithm 1, line 10)"),
+    "output from tile 2": ({}, "the output O is not brought to the new maximum", ", from key tile 2 on"),
+    "row sum": (CAUSAL, "the row sum l is not brought to the new maximum as the output is (FA2 algorithm 1, line 9)"),
+    "row sum from tile 2": ({}, "the row sum l is not brought to the new maximum", ", from key tile 2 on"),
+    "neither": ({}, "neither the row sum l nor the output O is brought to the new maximum"),
+    "neither from tile 2": (CAUSAL, "neither the row sum l nor the output O", ", from key tile 2 on"),
+    "maximum at next tile": ({}, "the running maximum m of the key tiles before is not what it was"),
+    "no remainder": ({}, "the last key tile: keys beyond the end counted, or a remainder left out"),
+    "tile left out": ({"n": 128}, "key tile 1 is never counted"),
+    "tile twice": ({"n": 128}, "key tile 2 is counted twice"),
+    "no scale": ({}, "the scores themselves: scale, mask"),
+    "mask one too far": (CAUSAL, "the causal mask: its diagonal, or the tiles it skips"),
+    "top left": ({"keys": 130, **CAUSAL}, "the causal mask: its diagonal, or the tiles it skips"),
+    "channels swapped": ({}, "the softmax is right, so the product with V is wrong"),
+}
+OF_THE_GRADIENTS = {
+    "no delta": ({}, "dq and dk: rowsum(dout * out) is not subtracted from dP"),
+    "delta added": (CAUSAL, "dq and dk: rowsum(dout * out) is added to dP, not subtracted"),
+    "no row sum": ({}, "dq and dk and dv: P is exp(S - m) and lacks the row sum"),
+    "no derivative": (SOFTCAP, "dq and dk: the softcap's derivative, 1 - tanh^2, is missing"),
+    "one head of a group": (GQA, "dk and dv: only one query head of each group counts"),
+    "backward without mask": (CAUSAL, "dq and dk and dv: the backward knows no causal mask"),
+    "backward mask one too far": (CAUSAL, "dq and dk and dv: the backward's causal mask shows one key too many"),
+    "dq without scale": ({}, "dq: all of it is 4 times what it should be: the softmax scale is missing"),
+    "dq in log2": ({}, "dq: all of it is 0.6931 times what it should be: ln 2 too many"),
+    "dq overwritten": ({}, "dq: what key tiles 0, 1, 2 adds is lost"),
+    "dk off": ({}, "dk: all of it is 1.05 times what it should be"),
+    "dk scaled twice": (GQA, "dk: all of it is 0.25 times what it should be: the softmax scale is applied twice"),
+    "dv negative": ({}, "dv: all of it is -1 times what it should be: the sign is wrong"),
+    "query tile twice": (CAUSAL, "dv: what query tile 1 adds is counted twice"),
+    "dk and dv swapped": ({}, "dk: it is what dv should be"),
+    "races": ({}, "dq: two calls differ: a race between blocks"),
+}
+
+
+@pytest.mark.parametrize("mistake", OF_THE_OUTPUT)
+def test_a_mistake_of_the_forward_is_named(mistake: str) -> None:
+    settings, *parts = OF_THE_OUTPUT[mistake]
+    found = looked_at(faulty.kernel(mistake), backward=False, **settings)
+    assert all(part in found.wrong["A"].sentences[-1] for part in parts) and set(found.wrong) == {"A"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("mistake", OF_THE_GRADIENTS)
+def test_a_mistake_of_the_backward_is_named(mistake: str, dtype: str) -> None:
+    settings, part = OF_THE_GRADIENTS[mistake]
+    found = looked_at(faulty.kernel(mistake), dtype=dtype, **settings)
+    assert found.first is None and set(found.misgraded) == {"A"}
+    assert f"=> {part}" in " ".join(found.misgraded["A"].sentences)
+
+
+def test_a_mistake_is_named_for_key_tiles_of_another_size_than_was_told() -> None:
+    found = looked_at(faulty.kernel("output from tile 2"), n=160, tile=64, backward=False)
+    assert found.wrong["A"].sentences[-1].endswith("from key tile 2 on (key tiles of 32)")
+
+
+@pytest.mark.parametrize("settings", [{}, {"keys": 130, **CAUSAL}, GQA, SOFTCAP, {"dtype": "float16"}], ids=str)
+def test_a_right_kernel_is_the_same_in_its_output_and_its_gradients(settings: dict[str, Any]) -> None:
+    found = looked_at(faulty.kernel(), **settings)
+    assert found.is_same and conclusion(found)[-1].endswith("(looked at: out, dq, dk and dv)")
+
+
+@pytest.mark.parametrize("step", [naive, fused_rows, functools.partial(online_tiles, block_columns=24)], ids=repr)
+def test_a_right_step_of_the_ladder_is_the_same(step: Callable[..., Tensor]) -> None:
+    assert looked_at(step, **CAUSAL, backward=False).is_same
+
+
+def in_fp32(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    """With the sums of a kernel that knows fp32 alone."""
+    return faulty.kernel()(*(x.float() for x in (q, k, v)), causal=causal).to(q.dtype)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "said"),
+    [
+        (half_inputs, "float32", "rounded to fp16 somewhere (its inputs"),
+        (half_output, "float32", "rounded to fp16 somewhere (its output"),
+        (half_weights, "float32", "rounded to fp16 somewhere (TF32"),
+        (bfloat16_throughout, "float32", "rounded to bf16 somewhere"),
+        (in_fp32, "float64", "rounded to fp32 somewhere"),
+    ],
+)
+def test_a_right_kernel_of_another_precision_is_said_to_round(
+    kernel: Callable[..., Tensor], dtype: str, said: str
+) -> None:
+    found = looked_at(kernel, dtype=dtype)
+    assert said in found.wrong["A"].sentences[-1] and "no other mistake" in found.wrong["A"].sentences[-1]
+
+
+class _HalfGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Tensor:
+        return upstream[0].half().float()
+
+
+def test_gradients_that_are_rounded_and_otherwise_right_are_said_to_be() -> None:
+    def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rounded = (_HalfGradients.apply(x) for x in (q, k, v))  # type: ignore[no-untyped-call]  # as torch types it
+        return faulty.kernel()(*rounded)
+
+    found = looked_at(kernel)
+    assert found.misgraded["A"].sentences == ["=> dq and dk and dv: rounded to fp16 somewhere, and no other mistake"]

@@ -1,0 +1,64 @@
+"""Does a kernel's file load native code, a mistake in which ends the whole process? Found without running any of it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from importlib.machinery import EXTENSION_SUFFIXES, PathFinder
+from pathlib import Path
+
+# Libraries whose users run native code of their own, names that load or compile it, and libraries whose own
+# native code is not judged.
+_LIBRARIES = frozenset(("cffi", "ctypes", "cuda", "cupy", "numba", "pycuda", "pyopencl", "tilelang", "triton"))
+_LOADERS = frozenset(("CDLL", "cpp_extension", "load_inline", "load_library"))
+_TRUSTED = frozenset(("flash_attn_compat", "torch", "verify"))
+
+
+def loads_native_code(path: str) -> bool:
+    """Whether the file at ``FILE.py[:ATTRIBUTE]`` or ``module[:ATTRIBUTE]``, or one beside it that it imports, does."""
+    file = re.fullmatch(r"(.*\.py)(?::.*)?", path)
+    if not file and re.split("[.:]", path)[0] in _TRUSTED:
+        return False
+    found = Path(file[1]) if file else _file_of(path.partition(":")[0])
+    return found is not None and _loads(found, set())
+
+
+def _loads(file: Path, seen: set[Path]) -> bool:
+    if file in seen:
+        return False
+    seen.add(file)
+    if file.name.endswith(tuple(EXTENSION_SUFFIXES)):
+        return True
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):  # the import will say what is wrong
+        return False
+    imported = {name for node in ast.walk(tree) for name in _imports(node)}
+    packages = {name.partition(".")[0] for name in imported}
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    if packages & _LIBRARIES or used & _LOADERS or {part for name in imported for part in name.split(".")} & _LOADERS:
+        return True
+    beside = (_file_of(name, [str(file.parent)]) for name in packages)
+    return any(_loads(other, seen) for other in beside if other is not None)
+
+
+def _imports(node: ast.AST) -> Iterator[str]:
+    """The modules, or names in modules, that it imports."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        module = [node.module] if node.module else []
+        yield from (".".join([*module, alias.name]) for alias in node.names)
+
+
+def _file_of(module: str, path: list[str] | None = None) -> Path | None:
+    """The file of a module, whose packages are not run for it."""
+    spec, folders = None, [*sys.path] if path is None else path
+    for part in filter(None, module.split(".")):
+        spec = PathFinder.find_spec(part, folders)
+        if spec is None:
+            return None
+        folders = [*(spec.submodule_search_locations or ())]
+    return Path(spec.origin) if spec is not None and spec.origin and spec.has_location else None
