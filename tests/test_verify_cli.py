@@ -118,10 +118,10 @@ def judged(name: str, cases: str, tmp_path: Path, *more: str) -> tuple[int, dict
     return code, {row["case"]: row for row in json.loads(saved.read_text())["rows"]}
 
 
-def test_a_single_function_stands_for_flash_attn_func_and_the_rest_is_not_supported(tmp_path):
+def test_a_single_function_stands_for_flash_attn_func_and_the_rest_is_not_supported(tmp_path, capsys):
     code, rows = judged("only_plain_attention", "mqa_cross,window_zero,varlen0", tmp_path)
     verdicts = {case: (row["verdict"], row["note"]) for case, row in rows.items()}
-    assert code == 0
+    assert code == 1 and "TOO LITTLE TO SAY: 1 of 1 answers right, 2 declined" in capsys.readouterr().out
     assert verdicts["mqa_cross"][0] == "pass"
     assert verdicts["window_zero"] == ("declined", "got an unexpected keyword argument 'window_size'")
     assert verdicts["varlen0"] == ("declined", "has no flash_attn_varlen_func")

@@ -14,6 +14,7 @@ from verify import bench_report, output, page
 from verify.bench_run import Row
 from verify.cli import main
 from verify.page import to_html
+from verify.pictures import WRONG as WRONG_COLOUR
 from verify.pictures import svg
 from verify.reading import value_of
 from verify.tables import Bar, Bars, Curves, Report, Table
@@ -349,3 +350,45 @@ def test_a_file_of_another_kind_ends_in_one_line_and_exit_code_2(command, conten
     assert main(["bench", "--against", path] if command == "bench" else ["report", path]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"is not a file that `python -m verify {command} --json` wrote" in line
+
+
+# ---- what a page need not make its reader guess ----------------------------------------------------------------------
+
+
+def words_of(picture) -> list[str]:
+    """What is written in it, from first to last."""
+    return re.findall(r"<text[^>]*>(.*?)</text>", svg(picture))
+
+
+def test_a_legend_names_only_what_has_a_bar():
+    bars = Bars("Speed", "flash-attn", ["forward", "both"], [("small", [Bar(0.5, "2 ms"), None])])
+    assert "forward" in words_of(bars) and "both" not in words_of(bars)
+
+
+def test_a_wrong_answers_bar_is_red_and_hatched_and_says_so_whichever_colour_its_series_has():
+    bars = Bars("Error", "allowed", ["official", "fp64"], [("mine", [Bar(0.5, "out"), Bar(9.0, "dv", True)])])
+    drawn = svg(bars)
+    assert WRONG_COLOUR in drawn and "<pattern" in drawn and "\N{RIGHTWARDS ARROW} dv, wrong fp64" in words_of(bars)
+    right = svg(replace(bars, groups=[("mine", [Bar(0.5, "out"), Bar(0.9, "dv")])]))
+    assert WRONG_COLOUR not in right and "<pattern" not in right
+
+
+def test_a_single_row_is_not_called_rows_and_a_note_says_what_its_figures_are(tmp_path, capsys):
+    table = replace(ANSWERS, note="in brackets: error / bound")
+    code, text = written(tmp_path, replace(COMPARED, tables=[table]))
+    assert code == 0 and "Every answer (1 row)" in text and "<p>in brackets: error / bound</p>" in text
+    output._show(replace(COMPARED, tables=[table]), output.console())
+    assert "in brackets: error / bound" in capsys.readouterr().out
+    assert "in brackets: error / bound" in output.to_markdown(replace(COMPARED, tables=[table]))
+
+
+def test_a_verdict_on_too_little_is_neither_green_nor_red(tmp_path):
+    code, text = written(tmp_path, replace(WRONG, conclusion=["TOO LITTLE TO SAY: 1 of 1 answers right, 9 declined"]))
+    assert code == 1 and '<p class="verdict declined">flash_attn_compat: TOO LITTLE TO SAY: 1 of 1' in text
+
+
+def test_the_table_under_a_verdict_is_open_however_long_it_is_and_comes_before_all_else(tmp_path):
+    under = Table("By feature", ("feature", "verdict"), [(f"feature {index}", "pass") for index in range(40)])
+    text = written(tmp_path, replace(COMPARED, under=[under]), BENCHED)[1]
+    places = [text.index(part) for part in ('<p class="verdict', "<details open><summary>By feature", 'id="filter"')]
+    assert places == sorted(places) and "Every answer" not in text[: places[1]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -87,8 +88,32 @@ MQA: dict[str, Any] = {"nheads_k": 1, "group": 3}
 DROPOUT: dict[str, Any] = {"dropout_p": 0.17}
 
 
+# Kernels as people write them: half precision, one head_dim, lengths that their tiles divide.
+SQUARES, FEW_SQUARES = (64, 128, 256, 512, 1024), (80, 144, 208)
+
+
+def plain(quick: bool = False) -> Iterator[Case]:
+    """What the commonest kernels serve; first of all, so that they are judged at once. quick: few of the long ones"""
+    fp16, bf16, fp32 = EVERY
+
+    def square(n: int, dtype: str, d: int, causal: bool, heads: dict[str, Any], name: str = "") -> Case:
+        feature = " ".join(filter(None, ["plain", str(n), f"d{d}", name, "causal" * causal]))
+        return _dense(feature, dtype, (n, n), head_dim=d, causal=causal, batch=2 if n <= 128 else 1, **heads)
+
+    mha: dict[str, Any] = {"nheads_k": 2}
+    for name, heads in (("", mha), ("gqa", GQA)):
+        for n, d, causal in itertools.product(SQUARES, (64, 128), (False, True)):
+            if n <= 256 or not quick or (not name and (n < 1024 or (d == 64 and causal))):
+                yield square(n, fp16, d, causal, heads, name)
+    for n in FEW_SQUARES:
+        yield square(n, fp16, 64, n != FEW_SQUARES[0], mha)
+    for dtype in (bf16, fp32):
+        for d, causal in ((64, True), (128, False)):
+            yield square(128, dtype, d, causal, mha)
+
+
 def named() -> Iterator[Case]:
-    """The quick set."""
+    """One for each feature and each mistake that people make with it."""
     fp16, bf16, fp32 = EVERY
     for dtype in (*EVERY, "float64"):
         yield _dense("causal gqa", dtype, causal=True, **GQA)

@@ -1,76 +1,32 @@
 """`python -m verify compare`: holds every backend, or your kernel, against what flash-attn answered and fp64.
 
-Runs and tabulates. What is compared is made in recorded.py and cases.py, how near it must come is judge.py's business.
+Runs, in child processes where a kernel may break this one. What is compared is made in recorded.py and cases.py, how
+near it must come is judge.py's business, and compare_report.py shows it.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from flash_attn_compat.backends.fused import faults
 from flash_attn_compat.card import cap_memory
-from flash_attn_compat.isolation import Ended, in_children, may_break
+from flash_attn_compat.isolation import Ended, NotDone, in_children, may_break
 
 from . import implementations as impl
-from .cases import Case, generated
+from .advice import locate_words
+from .cases import Case, generated, plain
+from .compare_report import Row, crash_words, own_words, report
 from .environment import checked_devices, describe
 from .errors import UsageError
 from .examination import Examination, Verdict
-from .judge import Check
+from .native import loads_native_code
 from .output import announce, console, deliver, progress_bar
 from .recorded import ABSENT, recorded_cases
-from .tables import OURS, Bar, Bars, Report, Table
-
-PASS, FAIL, DECLINED = "pass", "FAIL", "declined"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One case through one implementation on one device.
-
-    bypassed: answered without the backend, since there was nothing to compute, as with no keys at all
-    """
-
-    case: Case
-    implementation: str
-    device: str
-    verdict: Verdict
-    remark: str = ""
-    bypassed: bool = False
-
-    @property
-    def refused(self) -> bool:
-        return bool(self.verdict.refused) and not self.verdict.errors
-
-    @property
-    def outcome(self) -> str:
-        return DECLINED if self.refused else FAIL if self.verdict.failures else PASS
-
-    @property
-    def note(self) -> str:
-        if self.refused:
-            return self.verdict.refused
-        errors = [error.partition("\n")[0] for error in self.verdict.errors]
-        beyond = [f"{check.quantity} {check.note}" for check in self.verdict.checks if check.note]
-        near = self.verdict.as_near_as
-        return "; ".join(filter(None, [self.remark, *errors, *beyond, f"as near as {near} comes" * bool(near)]))
-
-    def worst(self, against: str) -> Check | None:
-        """The check nearest to (or furthest beyond) its bound."""
-        checks = (check for check in self.verdict.checks if check.against == against)
-        return max(checks, key=lambda check: check.ratio, default=None)
-
-    def to_json(self) -> dict[str, Any]:
-        case, checks = self.case, [check.to_json() for check in self.verdict.checks]
-        named = {"case": case.name, "function": case.function, "dtype": case.dtype, "recorded": bool(case.official)}
-        asked = {"implementation": self.implementation, "device": self.device, "bypassed": self.bypassed}
-        return {**named, **asked, "verdict": self.outcome, "note": self.note, "checks": checks}
+from .tables import OURS
 
 
 def run(
@@ -103,6 +59,11 @@ class Asked:
     forward_only: bool
 
     @property
+    def names(self) -> list[str]:
+        """Of all who are judged; nothing is imported for them."""
+        return [self.implementation] if self.implementation else [each.name for each in impl.backends([*self.backends])]
+
+    @property
     def judged(self) -> list[impl.Implementation]:
         return [impl.imported(self.implementation)] if self.implementation else [*impl.backends([*self.backends])]
 
@@ -110,7 +71,7 @@ class Asked:
     def cases(self) -> list[Case]:
         return [
             case.forward_only() if self.forward_only else case
-            for case in (*recorded_cases(), *generated(self.quick))
+            for case in (*plain(self.quick), *recorded_cases(), *generated(self.quick))
             if not self.texts or any(text in f"{case.function} {case.name}" for text in self.texts)
         ]
 
@@ -124,14 +85,33 @@ def steps(first: int, asked: Asked) -> Iterator[tuple[Verdict, str, bool]]:
         yield row.verdict, row.remark, row.bypassed
 
 
-def rows_of(asked: Asked, judged: Sequence[impl.Implementation], cases: Sequence[Case]) -> Iterator[Row]:
-    """All rows. On a GPU they are made in child processes, so that a kernel that breaks one is named."""
-    if not any(may_break(device.partition(":")[0]) for device in asked.devices):
-        yield from run(judged, asked.devices, cases)
+def load(first: int, path: str) -> Iterator[bool]:
+    """The one step of finding out whether a kernel can be imported and called at all."""
+    impl.imported(path)
+    yield True
+
+
+def rows_of(asked: Asked, cases: Sequence[Case], isolated: bool) -> Iterator[Row]:
+    """All rows; isolated: made in child processes, so that a kernel that breaks one is named."""
+    if not isolated:
+        yield from run(asked.judged, asked.devices, cases)
         return
-    places = [(case, each.name, device) for case in cases for device in asked.devices for each in judged]
-    for place, found in zip(places, in_children(len(places), steps, asked)):
-        yield Row(*place, Verdict(errors=[found.how])) if isinstance(found, Ended) else Row(*place, *found)
+    places = [(case, name, device) for case in cases for device in asked.devices for name in asked.names]
+    for index, (place, found) in enumerate(zip(places, in_children(len(places), steps, asked))):
+        if not isinstance(found, Ended):
+            yield Row(*place, *found)
+            continue
+        if index == 0 and asked.implementation:
+            _check_loads(asked.implementation)
+        is_crash = not isinstance(found, NotDone)
+        yield Row(*place, Verdict(errors=[found.how]), crashed=is_crash, unasked=not is_crash)
+
+
+def _check_loads(path: str) -> None:
+    """Raises UsageError if a process ends where it only imports the kernel and tries whether that takes q, k and v."""
+    (found,) = in_children(1, load, path)
+    if isinstance(found, Ended):
+        raise UsageError(f"{path!r} cannot be judged: where it was imported and called with four rows, {found.how}")
 
 
 def _judged(case: Case, implementation: impl.Implementation, device: str, examination: Examination) -> Row:
@@ -157,115 +137,6 @@ def is_of_a_broken_gpu(error: str) -> bool:
     return "its process ended" in error or "CUDA error" in error or error.startswith("ContextLost")
 
 
-# ---- tables ---------------------------------------------------------------------------------------------------------
-
-
-MOST_REASONS = 5
-AGAINST = {"official": "flash-attn", "fp64": "fp64"}
-# Which quantity came nearest to its bound, its error, and that error as a multiple of the bound.
-LEGEND = "(worst quantity, its error, in brackets that error / its bound)"
-
-
-def _figure(check: Check | None) -> str:
-    if check is None:
-        return ""
-    return f"{check.quantity} {check.error:.1e} ({_times(check.ratio)})"
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:.2f}" if ratio < 1000 else f"{ratio:.0e}"
-
-
-def _every_row(title: str, rows: Iterable[Row], folded: bool = False) -> Table:
-    columns = ("case", "backend", "device", "vs official", "vs fp64", "verdict", "note")
-    cells = [
-        (row.case.name, row.implementation, row.device, _figure(row.worst("official")), _figure(row.worst("fp64")),
-         row.outcome, row.note)
-        for row in rows
-    ]  # fmt: skip
-    return Table(f"{title} {LEGEND}", columns, cells, folded)
-
-
-def _summary(rows: Iterable[Row]) -> Table:
-    """A line for each implementation, device and kind of problem."""
-    groups: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
-    for row in rows:
-        kind = "recorded answers" if row.case.official else "generated problems"
-        groups[row.implementation, row.device, kind].append(row)
-    cells = []
-    for parts, members in groups.items():
-        ran = [row for row in members if not row.refused]
-        worst = [
-            max((check for row in ran if (check := row.worst(name))), key=lambda check: check.ratio, default=None)
-            for name in AGAINST
-        ]
-        passed = sum(row.outcome == PASS for row in ran)
-        right, refused = f"{passed} of {len(ran)}", str(len(members) - len(ran) or "")
-        cells.append((*parts, right, refused, *map(_figure, worst), PASS if passed == len(ran) else FAIL))
-    columns = ("backend", "device", "problems", "right", "declined", "vs official", "vs fp64", "verdict")
-    return Table(f"Summary {LEGEND}", columns, cells)
-
-
-def idle_backends(rows: Sequence[Row]) -> dict[tuple[str, str], str]:
-    """(implementation, device) of which no case ran, and why."""
-    found: dict[tuple[str, str], str] = {}
-    for who in dict.fromkeys((row.implementation, row.device) for row in rows):
-        members = [row for row in rows if (row.implementation, row.device) == who]
-        if all(row.refused or (row.bypassed and row.outcome == PASS) for row in members):
-            found[who] = next((row.note for row in members if row.refused), "nothing to compute")
-    return found
-
-
-def own_words(rows: Sequence[Row]) -> list[str]:
-    """For whoever wrote the kernel: what it declined, and which errors are no more than that."""
-    raised = any(row.verdict.errors for row in rows)
-    reasons = Counter(row.note for row in rows if row.refused).most_common()
-    told = [f"{count} x {reason}" for reason, count in reasons[:MOST_REASONS]]
-    more = sum(count for _, count in reasons[MOST_REASONS:])
-    told += [f"{more} x for other reasons"] if more else []
-    lines = [f"declined: {'; '.join(told)}"] if told else []
-    near = {row.verdict.as_near_as for row in rows if row.outcome == FAIL and row.case.dtype in ("fp32", "fp64")}
-    if near and "" not in near:
-        coarse = " and ".join(sorted(near))
-        lines.append(f"wrong in fp32, but as near as {coarse} comes: it computes in half precision, or rounds to it")
-    return lines + ([f"declined, which is not wrong, counts for {impl.DECLINES}"] if told or raised else [])
-
-
-def report(
-    rows: Sequence[Row], environment: Mapping[str, str], verbose: bool, remarks: Sequence[str], subject: str
-) -> Report:
-    idle = idle_backends(rows)
-    shown = [row for row in rows if (row.implementation, row.device) not in idle]
-    ran = [row for row in shown if not row.refused]
-    wrong = [row for row in ran if row.outcome == FAIL]
-    tables = [_every_row("Every answer", shown, folded=not verbose), _summary(shown)]
-    tables += [_every_row("Wrong answers", wrong)] if wrong and not verbose else []
-    lines = [*remarks]
-    lines += [f"{name} on {device}: no case ran ({reason})" for (name, device), reason in idle.items()]
-    verdict = f"{'FAIL' if wrong else 'PASS'}: {len(ran) - len(wrong)} of {len(ran)} answers right"
-    lines.append(verdict if ran else "FAIL: no case ran on any backend")
-    ok = bool(ran) and not wrong
-    pictures = [bounds_picture(shown)] if ran else []
-    return Report("verify compare", environment, tables, lines, ok, subject, pictures)
-
-
-def bounds_picture(rows: Sequence[Row]) -> Bars:
-    """How near each implementation came to what is allowed."""
-    groups: list[tuple[str, list[Bar | None]]] = []
-    for name, device in dict.fromkeys((row.implementation, row.device) for row in rows):
-        bars: list[Bar | None] = []
-        for against in AGAINST:
-            mine = (row.worst(against) for row in rows if (row.implementation, row.device) == (name, device))
-            worst = max((check for check in mine if check), key=lambda check: check.ratio, default=None)
-            # JSON knows no infinity.
-            text = f"{worst.quantity}, {_times(worst.ratio)}" if worst else ""
-            bars.append(Bar(min(worst.ratio, 1e9), text) if worst else None)
-        errors = sum(bool(row.verdict.errors) for row in rows if (row.implementation, row.device) == (name, device))
-        groups.append((f"{name} on {device}" + (f" (and {errors} x an error was raised)" if errors else ""), bars))
-    title = "Largest error, as a share of what is allowed"
-    return Bars(title, "allowed", [f"against {words}" for words in AGAINST.values()], groups)
-
-
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
@@ -278,16 +149,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--quick", action="store_true", help="the recorded answers and one generated problem for each feature")
     add("-k", dest="filter", default="", metavar="TEXT[,TEXT]", help="only cases with one of these in their name")
     add("--forward-only", action="store_true", help="leave gradients out")
+    what = "cases run in a child process, so that a crash is named (default on a GPU and for files with native code)"
+    add("--isolate", action=argparse.BooleanOptionalAction, default=None, help=what)
     add("-v", "--verbose", action="store_true", help="a row for every problem")
 
 
+def is_isolated(arguments: argparse.Namespace, devices: Sequence[str]) -> bool:
+    if arguments.isolate is not None:
+        return bool(arguments.isolate)
+    on_gpu = any(may_break(device.partition(":")[0]) for device in devices)
+    return on_gpu or (bool(arguments.implementation) and loads_native_code(arguments.implementation))
+
+
 def main(arguments: argparse.Namespace) -> int:
-    if arguments.implementation and arguments.backend:
+    own: str | None = arguments.implementation
+    if own and arguments.backend:
         raise UsageError("--backend and --implementation exclude each other")
     texts = [text.strip() for text in arguments.filter.split(",") if text.strip()]
     devices = checked_devices(arguments.device)
-    asked = Asked(arguments.implementation, arguments.backend, devices, arguments.quick, texts, arguments.forward_only)
-    judged, cases = asked.judged, asked.cases
+    asked = Asked(own, arguments.backend, devices, arguments.quick, texts, arguments.forward_only)
+    isolated = is_isolated(arguments, devices)
+    cases, names = asked.cases, asked.names
+    if not isolated:
+        _ = asked.judged  # before the work
     if not cases:
         raise UsageError(f"no case has {arguments.filter!r} in its name")
     torch.set_num_threads(1)  # thousands of small problems: more threads cost more than they give
@@ -295,14 +179,21 @@ def main(arguments: argparse.Namespace) -> int:
     announce(environment, terminal)
     rows: list[Row] = []
     with progress_bar(terminal) as progress:
-        task = progress.add_task("comparing", total=len(cases) * len(judged) * len(devices))
-        for row in rows_of(asked, judged, cases):
+        task = progress.add_task("comparing", total=len(cases) * len(names) * len(devices))
+        for row in rows_of(asked, cases, isolated):
             rows.append(row)
             progress.advance(task)
-    remarks = [*([] if recorded_cases() else [ABSENT]), *(own_words(rows) if arguments.implementation else [])]
-    if any(is_of_a_broken_gpu(error) for row in rows for error in row.verdict.errors):
+    remarks = [*([] if recorded_cases() else [ABSENT]), *(own_words(rows) if own else [])]
+    remarks += crash_words(rows, own or OURS)
+    if any(
+        is_of_a_broken_gpu(error)
+        for row in rows
+        if may_break(row.device.partition(":")[0])
+        for error in row.verdict.errors
+    ):
         remarks.append(BROKEN)
     remarks += [f"refused: {reason}" for reason in faults.reasons()]
-    summary = report(rows, environment, arguments.verbose, remarks, arguments.implementation or OURS)
+    remarks += locate_words(rows, isolated)
+    summary = report(rows, environment, arguments.verbose, remarks, own or OURS, bool(own), bool(texts))
     deliver(summary, {"rows": [row.to_json() for row in rows]}, arguments, terminal)
     return 0 if summary.ok else 1

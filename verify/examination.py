@@ -41,6 +41,7 @@ class Verdict:
     checks: Sequence[Check] = ()
     errors: Sequence[str] = ()  # beside the checks: what was raised, or written before a refusal
     as_near_as: str = ""  # wrong, but no further off than this dtype, which is coarser than the call's, would be
+    right_to: str = ""  # not wrong for somebody else's kernel: an fp64 call answered as well as fp32 can
 
     def __repr__(self) -> str:
         return f"Verdict(refused={self.refused!r}, ratio={self.ratio:.3g}, failures={self.failures})"
@@ -101,7 +102,7 @@ class Examination:
         return checks
 
     def coarser(self, who: Implementation, answer: Answer) -> str:
-        """The half precision to which it rounds a call that asks for more, and does nothing else wrong."""
+        """The dtype, coarser than the call's, to which it rounds, and does nothing else wrong."""
         if (
             self.call.dtype.itemsize == 2
             or self.call.dropout_p > 0
@@ -116,7 +117,15 @@ class Examination:
                 return larger.ask(function).to(self.judges)
 
         near = rounded_to(self.untouched, answer.to(self.judges), again, self.device)
-        return next((SHORT[dtype] for dtype in near if dtype.itemsize == 2), "")
+        return next((SHORT[dtype] for dtype in near), "")
+
+    def as_of_fp32(self, answer: Answer, checks: Sequence[Check]) -> list[Check]:
+        """The checks of an answer to an fp64 call, with what fp32 may be off by."""
+        here = answer.to(self.judges)
+        keep = None if here.s_dmask is None or not self.call.dropout_p else here.s_dmask >= 0
+        allowed = right_answer(self.untouched, keep, dtype=torch.float32)
+        others = (check for check in checks if check.quantity not in allowed.exact.parts)
+        return [*against_fp64(allowed, here, self.device, approximate=True), *others]
 
     def written(self) -> list[Check]:
         """Inputs that the call only had to read, and wrote to."""
@@ -169,8 +178,13 @@ class Examination:
                     checks.append(broken("same seed, same mask", "another answer"))
             if official is not None:
                 checks += against_official(self.host, answer.to("cpu"), official)
-            wrong = any(not check.ok for check in checks)
-            return Verdict(checks=checks, as_near_as=self.coarser(who, answer) if wrong else "")
+            if all(check.ok for check in checks):
+                return Verdict(checks=checks)
+            if self.call.dtype == torch.float64 and not (isinstance(who, Backend) or of_other_form(self.call, answer)):
+                checks = self.as_of_fp32(answer, checks)
+                if all(check.ok for check in checks):
+                    return Verdict(checks=checks, right_to=SHORT[torch.float32])
+            return Verdict(checks=checks, as_near_as=self.coarser(who, answer))
         except NotSupported as refusal:
             touched = [n for n in self.call.caches if not self._as_it_was(n)]
             return Verdict(refused=str(refusal), errors=[f"{n} was written before the refusal" for n in touched])

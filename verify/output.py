@@ -9,7 +9,7 @@ import argparse
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from . import COMMAND
 from .errors import UsageError
 from .page import to_html
 from .reading import printable
-from .tables import COLOURS, Report
+from .tables import COLOURS, Report, Table
 
 Read = TypeVar("Read")
 
@@ -109,14 +109,20 @@ def load(path: Path, read: Callable[[dict[str, Any]], Read], command: str = "COM
 
 
 def _show(report: Report, terminal: Console) -> None:
-    for table in (table.used for table in report.tables if not table.folded):
+    _show_tables(report.tables, terminal)
+    for line in report.conclusion:
+        terminal.print(shown(line, "bold"))
+    _show_tables(report.under, terminal)
+
+
+def _show_tables(tables: Iterable[Table], terminal: Console) -> None:
+    for table in (table.used for table in tables if not table.folded):
         drawn = rich.table.Table(*map(printable, table.columns), title=printable(table.title), title_justify="left",
                                  box=box.SIMPLE_HEAD)  # fmt: skip
+        drawn.caption, drawn.caption_justify = shown(table.note, "dim") if table.note else None, "left"
         for row in table.rows:
             drawn.add_row(*(shown(cell, COLOURS.get(cell, "")) for cell in row))
         terminal.print(drawn)
-    for line in report.conclusion:
-        terminal.print(shown(line, "bold"))
 
 
 def to_markdown(report: Report) -> str:
@@ -125,10 +131,17 @@ def to_markdown(report: Report) -> str:
 
     facts = (f"- {_unmarked(label)}: {_unmarked(fact)}" for label, fact in report.environment.items())
     parts = [f"# {_unmarked(report.title)}", "\n".join(facts)]
-    for table in (table.used for table in report.tables):
-        parts.append(f"## {_unmarked(table.title)}")
-        parts.append("\n".join([line(table.columns), line(["---"] * len(table.columns)), *map(line, table.rows)]))
-    return "\n\n".join([*parts, *map(_unmarked, report.conclusion)]) + "\n"
+
+    def add(tables: Iterable[Table]) -> None:
+        for table in (table.used for table in tables):
+            parts.append(f"## {_unmarked(table.title)}")
+            parts.extend([_unmarked(table.note)] if table.note else [])
+            parts.append("\n".join([line(table.columns), line(["---"] * len(table.columns)), *map(line, table.rows)]))
+
+    add(report.tables)
+    parts += map(_unmarked, report.conclusion)
+    add(report.under)
+    return "\n\n".join(parts) + "\n"
 
 
 def _unmarked(text: str) -> str:

@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 from . import EXTRA
 from .reading import printable
-from .tables import COLOURS, OURS, Picture, Report, Table
+from .tables import COLOURS, OURS, TOO_LITTLE, Picture, Report, Table
 
 MANY = 12  # rows, beyond which a table is folded
+NARROW = 60  # characters in a row that a phone shows side by side
 LONG = 44  # characters, beyond which what a cell says goes under its row
 
 _PAGE = """<!doctype html>
@@ -31,7 +32,8 @@ p {{ margin: .5rem 0 }} .number {{ white-space: nowrap }}
 summary {{ font-weight: bold; padding: .5rem 0; cursor: pointer }}
 details {{ border-top: 1px solid #8888; overflow-x: auto }}
 .verdict {{ border: 2px solid; border-radius: .6rem; padding: .7rem 1rem; margin: .5rem 0; font-weight: bold }}
-.pass {{ color: #187a4b }} .FAIL {{ color: #c9252d }} .declined, .not-supported {{ color: #9a5b00 }}
+.pass, .right-to-fp32 {{ color: #187a4b }} .FAIL {{ color: #c9252d }}
+.declined, .not-supported, .not-asked {{ color: #9a5b00 }}
 .pictures {{ display: flex; flex-wrap: wrap; gap: 1rem 2rem; align-items: flex-start }}
 figure {{ flex: 1 1 26rem; max-width: 34rem; min-width: 0; margin: 0 }}
 figcaption {{ font-weight: bold }}
@@ -42,12 +44,15 @@ th, td {{ text-align: left; padding: .2rem .9rem .2rem .3rem; vertical-align: to
 tbody {{ border-bottom: 1px solid #8884 }}
 .under {{ padding-left: 1.5rem; opacity: .85 }}
 @media (prefers-color-scheme: dark) {{
-  .pass {{ color: #3fbf85 }} .FAIL {{ color: #ff7a7d }} .declined, .not-supported {{ color: #e5a13d }}
+  .pass, .right-to-fp32 {{ color: #3fbf85 }} .FAIL {{ color: #ff7a7d }}
+  .declined, .not-supported, .not-asked {{ color: #e5a13d }}
 }}
 @media (max-width: 40rem) {{
-  thead {{ display: none }} table, tbody, tr, td {{ display: block }} td:empty {{ display: none }}
-  tbody {{ padding: .3rem 0 }} td {{ padding-right: 0 }}
-  td[data-label]::before {{ content: attr(data-label) ": "; color: CanvasText; opacity: .7 }}
+  .wide thead, .wide td:empty {{ display: none }}
+  .wide, .wide tbody, .wide tr, .wide td {{ display: block }}
+  .wide tbody {{ padding: .3rem 0 }} .wide td {{ padding-right: 0 }}
+  .narrow {{ font-size: .8rem }} .narrow th, .narrow td {{ padding-right: .4rem; padding-left: 0 }}
+  .wide td[data-label]::before {{ content: attr(data-label) ": "; color: CanvasText; opacity: .7 }}
 }}
 </style></head><body>
 {body}
@@ -93,7 +98,10 @@ def to_html(title: str, runs: Mapping[str, Report], about: Sequence[str] = ()) -
     """One self-contained page of runs by their names; about: paragraphs for everybody, behind the verdicts."""
     body = [f"<h1>{_breakable(title)}</h1>"]
     for subject, words, ok in verdicts(runs.values()):
-        body.append(f'<p class="verdict {"pass" if ok else "FAIL"}">{_breakable(subject)}: {_breakable(words)}</p>')
+        kind = "pass" if ok else "declined" if words.startswith(TOO_LITTLE) else "FAIL"
+        body.append(f'<p class="verdict {kind}">{_breakable(subject)}: {_breakable(words)}</p>')
+        under = (table for run in runs.values() if run.subject == subject for table in run.under)
+        body += (_table(used, True) for table in under if (used := table.used).columns)
     body += [f"<p>{_breakable(line)}</p>" for line in about]
     if any(run.tables for run in runs.values()):
         body.append('<input id="filter" type="search" hidden aria-label="filter" placeholder="Only rows with: FAIL">')
@@ -110,7 +118,7 @@ def _run(name: str, run: Report) -> Iterator[str]:
     if run.pictures:
         yield _pictures(run.pictures)
     tables = (used for table in run.tables if (used := table.used).columns)
-    yield from map(_table, sorted(tables, key=_is_folded))  # what has to be opened last
+    yield from (_table(table, not _is_folded(table)) for table in sorted(tables, key=_is_folded))  # the open ones first
     facts = [f"<dt>{_breakable(label)}</dt><dd>{_breakable(fact)}</dd>" for label, fact in run.environment.items()]
     yield f"<details><summary>Where and how this was obtained</summary><dl>{''.join(facts)}</dl></details>"
 
@@ -135,17 +143,27 @@ def _is_folded(table: Table) -> bool:
     return table.folded or len(table.rows) > MANY
 
 
-def _table(table: Table) -> str:
+def _is_narrow(table: Table) -> bool:
+    return (
+        sum(max(len(row[index]) for row in (table.columns, *table.rows)) for index in range(len(table.columns)))
+        <= NARROW
+    )
+
+
+def _table(table: Table, is_open: bool) -> str:
     below = {
         index for index in range(1, len(table.columns)) if any(len(row[index]) > LONG for row in table.rows)
     }  # whole columns: half of one would be read as the whole
     head = "".join(f"<th>{_text(column)}</th>" for index, column in enumerate(table.columns) if index not in below)
     rows = "\n".join(_row(row, table.columns, below) for row in table.rows)
     wrong = sum(any(cell == "FAIL" for cell in row) for row in table.rows)
-    count = f"{len(table.rows)} rows" + (f', <span class="FAIL">{wrong} FAIL</span>' if wrong else "")
+    count = "1 row" if len(table.rows) == 1 else f"{len(table.rows)} rows"
+    count += f', <span class="FAIL">{wrong} FAIL</span>' if wrong else ""
+    note = f"<p>{_breakable(table.note)}</p>" if table.note else ""
+    title, width = _breakable(table.title), "narrow" if _is_narrow(table) else "wide"
     return (
-        f"<details{'' if _is_folded(table) else ' open'}><summary>{_breakable(table.title)} ({count})</summary>"
-        f"<table><thead><tr>{head}</tr></thead>\n{rows}</table></details>"
+        f"<details{' open' if is_open else ''}><summary>{title} ({count})</summary>{note}"
+        f'<table class="{width}"><thead><tr>{head}</tr></thead>\n{rows}</table></details>'
     )
 
 

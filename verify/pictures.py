@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 INK = "#0a0b0c"  # becomes the colour of the page's text
 # Told apart by those who see no red or green, on white and on black.
 COLOURS = ("#3d85c6", "#e08a2e", "#2f9e6e", "#c75a9b", "#8a74d6", "#9a9a2e", "#8c8c8c")
+WRONG = "#c9252d"
 WIDTH = 4.4  # inches: about a phone's width, so that letters keep their size there
 LONGEST = 4.0  # a bar; what is more says so in its text
 
@@ -77,11 +78,18 @@ def _bars(axes: Axes, picture: Bars) -> None:
         for index, bar in enumerate(bars):
             if bar is not None:
                 y, length = group * step + 1.1 + index * height, min(bar.value, LONGEST)
-                axes.barh(y, length, height * 0.9, color=_colour(index))
+                style: dict[str, Any] = {"color": _colour(index)}
+                if bar.wrong:
+                    style = {"color": WRONG, "hatch": "///", "edgecolor": "white"}
+                axes.barh(y, length, height * 0.9, **style)
                 text = f"\N{RIGHTWARDS ARROW} {bar.text}" if bar.value > LONGEST else bar.text
+                text += f", wrong {picture.series[index]}" * bar.wrong
                 axes.text(max(1, length) + 0.04, y, printable(text), va="center", fontsize=8)
-    for index, name in enumerate(picture.series):
-        axes.barh(0, 0, color=_colour(index), label=printable(name))
+    there = [bar for _, bars in picture.groups for bar in enumerate(bars) if bar[1] is not None]
+    for index in sorted({index for index, bar in there if bar and not bar.wrong}):
+        axes.barh(0, 0, color=_colour(index), label=printable(picture.series[index]))
+    if any(bar.wrong for _, bar in there if bar):
+        axes.barh(0, 0, color=WRONG, hatch="///", edgecolor="white", label="wrong")
     mark: dict[str, Any] = {"marker": "|", "markersize": 8, "markeredgewidth": 1.5, "linestyle": ""}
     axes.plot([], [], color=ink, label=printable(picture.mark), **mark)
     axes.set_ylim(len(picture.groups) * step - 0.3, -0.8)

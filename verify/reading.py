@@ -50,7 +50,9 @@ def _value(kind: Any, given: Any) -> Any:
         return {_value(names, name): _value(values, each) for name, each in pairs}
     _checked(given, type(given) is list)
     if hasattr(kind, "_fields"):  # a NamedTuple
-        return kind(*_each(get_type_hints(kind).values(), given))
+        hints = [*get_type_hints(kind).values()]
+        needed = len(hints) - len(kind._field_defaults)
+        return kind(*_each(hints[: max(needed, len(given))], given))
     if origin is tuple:
         return tuple(_each(arguments, given))
     assert issubclass(origin, Sequence), kind

@@ -11,17 +11,22 @@ from typing import Any, Literal, NamedTuple
 from .reading import value_of
 
 # Cells that say how something went, and how a terminal shows them.
-COLOURS = {"pass": "green", "FAIL": "bold red", "declined": "yellow", "not supported": "yellow"}
+COLOURS = {
+    "pass": "green", "FAIL": "bold red", "declined": "yellow", "not supported": "yellow", "right to fp32": "green",
+    "not asked": "yellow",
+}  # fmt: skip
+TOO_LITTLE = "TOO LITTLE TO SAY"  # begins a verdict that is none
 
 
 @dataclass(frozen=True)
 class Table:
-    """folded: for those who ask: not on a terminal, and on a page to be opened."""
+    """folded: for those who ask: not on a terminal, and on a page to be opened; note: what its figures are."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     folded: bool = False
+    note: str = ""
 
     @property
     def used(self) -> Table:
@@ -35,10 +40,11 @@ class Table:
 
 
 class Bar(NamedTuple):
-    """value: its length; text: what is written behind it."""
+    """value: its length; text: what is written behind it; wrong: that of a wrong answer."""
 
     value: float
     text: str
+    wrong: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ OURS = "flash_attn_compat"
 @dataclass(frozen=True)
 class Report:
     """What `verify COMMAND` found, titled so: where it was obtained, tables, closing lines, the last the verdict on the
-    subject, which is whose answers were judged.
+    subject, which is whose answers were judged; and what stands right under the verdict.
     """
 
     title: str
@@ -92,12 +98,13 @@ class Report:
     ok: bool
     subject: str = OURS
     pictures: Sequence[Picture] = ()
+    under: Sequence[Table] = ()
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Report:
         """Raises TypeError, KeyError, ValueError or OverflowError for what is no report."""
         found = value_of(cls, saved)
-        are_whole = all(len(row) == len(table.columns) for table in found.tables for row in table.rows)
+        are_whole = all(len(row) == len(table.columns) for table in (*found.tables, *found.under) for row in table.rows)
         if not (found.conclusion and are_whole and all(picture.can_be_drawn for picture in found.pictures)):
             raise ValueError("no verdict, a row of another length than its table's, or a picture that cannot be drawn")
         return found

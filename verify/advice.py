@@ -1,0 +1,98 @@
+"""Which `locate` command shows a fault that compare has found: of its shape and options, tried before it is told."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+from collections.abc import Iterator, Sequence
+
+from flash_attn_compat.isolation import Ended, in_children
+
+from . import COMMAND, locate
+from .call import Call
+from .compare_report import FAIL, Row
+from .errors import UsageError
+from .implementations import backends
+from .judge import GRADIENTS
+from .problems import Problem
+
+BACKENDS = [backend.name for backend in backends([])]
+MOST_TRIED = 4
+FEW_TILES = 160  # a length that shows more than one tile
+# Scores of a call, more of which take too long to be worth a line of advice.
+MOST_SCORES = 2**20
+
+
+def locate_words(rows: Sequence[Row], isolated: bool) -> list[str]:
+    """At most a line for each implementation and device with wrong answers."""
+    lines = []
+    for who in dict.fromkeys((row.implementation, row.device) for row in rows):
+        wrong = [row for row in rows if (row.implementation, row.device) == who and row.outcome == FAIL]
+        if wrong:
+            lines += _of_one(wrong, isolated)
+    return lines
+
+
+def _of_one(wrong: Sequence[Row], isolated: bool) -> list[str]:
+    commands = list(dict.fromkeys(filter(None, map(arguments_of, sorted(wrong, key=_size)))))[:MOST_TRIED]
+    if not commands:
+        return [
+            "locate shows nothing of this: it asks flash_attn_func alone, without dropout and NaN, for dense inputs"
+        ]
+    found = in_children(1, try_each, commands) if isolated else try_each(0, commands)
+    shows = next(iter(found))
+    if isinstance(shows, Ended) or shows is None:
+        return []
+    return [f"look closer: {COMMAND} locate {shlex.join(shows)}"]
+
+
+def _size(row: Row) -> tuple[bool, float]:
+    """Those with a wrong output before those with wrong gradients; of each, those of a few tiles first."""
+    problem = row.case.problem
+    lengths = [problem.seqlens_q[0], problem.seqlens_k[0]] if isinstance(problem, Problem) else [1]
+    return not _is_output_wrong(row), sum(abs(math.log2(max(n, 1) / FEW_TILES)) for n in lengths)
+
+
+def _is_output_wrong(row: Row) -> bool:
+    return any(check.quantity == "out" and not check.ok for check in row.verdict.checks)
+
+
+def arguments_of(row: Row) -> tuple[str, ...] | None:
+    """The arguments of `locate` for a wrong answer, or None if it cannot be asked for like that."""
+    p = row.case.problem
+    wrong = {check.quantity for check in row.verdict.checks if not check.ok}
+    if isinstance(p, Call) or p.kind != "dense" or not wrong & {"out", *GRADIENTS} or row.verdict.errors:
+        return None
+    if p.dropout_p or p.sizes or p.stray or p.alibi == "bh" or p.value_dim != p.head_dim or not min(p.seqlens_k):
+        return None
+    if p.scores > MOST_SCORES:
+        return None
+    name = row.implementation
+    given = [name, "reference"] if name in BACKENDS else [name if ":" in name else f"{name}:flash_attn_func"]
+    given += ["--n", str(p.seqlens_q[0]), "--batch", str(len(p.seqlens_q)), "--heads", str(p.nheads)]
+    given += ["--head-dim", str(p.head_dim), "--dtype", row.case.dtype]
+    given += ["--seqlen-k", str(p.seqlens_k[0])] * (p.seqlens_k != p.seqlens_q)
+    given += ["--heads-k", str(p.nheads_k)] if p.group > 1 else []
+    given += ["--causal"] * p.causal
+    given += ["--window", *map(str, p.window)] if p.window != (-1, -1) else []
+    given += ["--softcap", f"{p.softcap:g}"] if p.softcap else []
+    given += ["--softmax-scale", f"{p.softmax_scale:g}"] if p.softmax_scale else []
+    given += ["--alibi"] if p.alibi else []
+    given += ["--backward"] if not _is_output_wrong(row) else []
+    given += ["--device", row.device] if row.device != "cpu" else []
+    return tuple(given)
+
+
+def try_each(first: int, commands: Sequence[Sequence[str]]) -> Iterator[Sequence[str] | None]:
+    """The one step of finding the first command that shows a difference."""
+    yield next((command for command in commands if _shows(command)), None)
+
+
+def _shows(command: Sequence[str]) -> bool:
+    parser = argparse.ArgumentParser()
+    locate.add_arguments(parser)
+    try:
+        return locate.is_seen(parser.parse_args(command))
+    except UsageError:
+        return False

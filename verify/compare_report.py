@@ -1,0 +1,333 @@
+"""What compare found, as tables, a picture and a verdict that says how much was asked."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import implementations as impl
+from .cases import Case
+from .examination import Verdict
+from .features import FEATURES, PARTS, features_of, shared_by
+from .judge import GRADIENTS, Check
+from .tables import TOO_LITTLE, Bar, Bars, Report, Table
+
+PASS, FAIL, DECLINED, RIGHT_TO, NOT_ASKED = "pass", "FAIL", "declined", "right to fp32", "not asked"
+ENOUGH = 3  # answers, fewer of which allow no verdict
+HALF = ("fp16", "bf16")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case through one implementation on one device.
+
+    bypassed: answered without the backend, since there was nothing to compute, as with no keys at all
+    crashed: the process ended in the middle of it; unasked: too many had ended before
+    """
+
+    case: Case
+    implementation: str
+    device: str
+    verdict: Verdict
+    remark: str = ""
+    bypassed: bool = False
+    crashed: bool = False
+    unasked: bool = False
+
+    @property
+    def refused(self) -> bool:
+        return bool(self.verdict.refused) and not self.verdict.errors
+
+    @property
+    def outcome(self) -> str:
+        if self.unasked:
+            return NOT_ASKED
+        if self.refused:
+            return DECLINED
+        if self.verdict.right_to:
+            return RIGHT_TO
+        return FAIL if self.verdict.failures else PASS
+
+    @property
+    def note(self) -> str:
+        if self.refused:
+            return self.verdict.refused
+        errors = [error.partition("\n")[0] for error in self.verdict.errors]
+        beyond = [f"{check.quantity} {check.note}" for check in self.verdict.checks if check.note]
+        near = self.verdict.as_near_as or self.verdict.right_to
+        return "; ".join(filter(None, [self.remark, *errors, *beyond, f"as near as {near} comes" * bool(near)]))
+
+    def worst(self, against: str) -> Check | None:
+        """The worst mistake, or, where there is none, the check nearest to its bound."""
+        return worst_of(check for check in self.verdict.checks if check.against == against)
+
+    def to_json(self) -> dict[str, Any]:
+        case, checks = self.case, [check.to_json() for check in self.verdict.checks]
+        named = {"case": case.name, "function": case.function, "dtype": case.dtype, "recorded": bool(case.official)}
+        asked = {"implementation": self.implementation, "device": self.device, "bypassed": self.bypassed}
+        said = {"verdict": self.outcome, "note": self.note, "features": features_of(case)}
+        return {**named, **asked, **said, "checks": checks}
+
+
+def worst_of(checks: Iterable[Check | None]) -> Check | None:
+    return max(filter(None, checks), key=lambda check: check.gravity, default=None)
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+MOST_REASONS = 5
+AGAINST = {"official": "flash-attn", "fp64": "fp64"}
+NOTE = (
+    "vs official, vs fp64: the worst mistake, or else the quantity nearest to its bound; its error; in brackets that "
+    "error as a multiple of what is allowed. out is the output, softmax_lse the logarithm of each row's sum, dq, dk "
+    "and dv are the gradients of q, k and v, k_cache and v_cache the cache afterwards, kept is the share that dropout "
+    "keeps."
+)
+
+
+def _figure(check: Check | None) -> str:
+    if check is None:
+        return ""
+    return f"{check.quantity} {check.error:.1e} ({_times(check.ratio)})"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 1000 else f"{ratio:.0e}"
+
+
+def _every_row(title: str, rows: Iterable[Row], folded: bool = False) -> Table:
+    columns = ("case", "backend", "device", "vs official", "vs fp64", "verdict", "note")
+    cells = [
+        (row.case.name, row.implementation, row.device, _figure(row.worst("official")), _figure(row.worst("fp64")),
+         row.outcome, row.note)
+        for row in rows
+    ]  # fmt: skip
+    return Table(title, columns, cells, folded, NOTE)
+
+
+def _summary(rows: Iterable[Row]) -> Table:
+    """A line for each implementation, device and kind of problem."""
+    groups: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        kind = "recorded answers" if row.case.official else "generated problems"
+        groups[row.implementation, row.device, kind].append(row)
+    cells = []
+    for parts, members in groups.items():
+        count = Counter(row.outcome for row in members)
+        ran = [row for row in members if row.outcome in (PASS, FAIL)]
+        worst = [worst_of(row.worst(name) for row in ran) for name in AGAINST]
+        verdict = FAIL if count[FAIL] else PASS if count[PASS] else DECLINED
+        right, refused = f"{count[PASS]} of {len(ran)}", str(count[DECLINED] or "")
+        cells.append((*parts, right, refused, *map(_figure, worst), verdict))
+    columns = ("backend", "device", "problems", "right", "declined", "vs official", "vs fp64", "verdict")
+    return Table("Summary", columns, cells, note=NOTE)
+
+
+def _wrong_rows(rows: Sequence[Row]) -> Table:
+    """One line for all that are wrong alike, but for numbers: the first of them, and how many there are."""
+    alike: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        said = (
+            row.note
+            if row.verdict.errors
+            else ", ".join(check.quantity for check in row.verdict.checks if not check.ok)
+        )
+        alike[row.implementation, row.device, re.sub(r"[\d.]+", "", said)].append(row)
+    cells = []
+    for (name, device, _), members in alike.items():
+        first = max(members, key=lambda row: max((check.gravity for check in row.verdict.checks), default=(False, 0.0)))
+        worst = worst_of(first.worst(against) for against in AGAINST)
+        more = f" and {len(members) - 1} more like it" if len(members) > 1 else ""
+        cells.append((first.case.name + more, name, device, _figure(worst), FAIL, first.note))
+    columns = ("case", "backend", "device", "worst", "verdict", "note")
+    return Table("Wrong answers, those that are wrong alike in one line", columns, cells)
+
+
+def feature_counts(rows: Iterable[Row]) -> dict[str, Counter[str]]:
+    """By feature, and by part of an answer: how many rows came to which outcome. An fp64 answer that is right to fp32
+    says nothing of the other features.
+    """
+    found: dict[str, Counter[str]] = {name: Counter() for name in (*FEATURES, *PARTS)}
+    for row in rows:
+        asked = features_of(row.case)
+        for name in ["fp64"] if row.outcome == RIGHT_TO else asked:
+            found[name][row.outcome] += 1
+        for part, quantities in PARTS.items():
+            checks = [check for check in row.verdict.checks if check.quantity in quantities]
+            if checks and row.outcome != RIGHT_TO:
+                found[part][PASS if all(check.ok for check in checks) else FAIL] += 1
+    return found
+
+
+def _standing(count: Counter[str]) -> str:
+    """One word for a feature's rows."""
+    return next((outcome for outcome in (FAIL, PASS, RIGHT_TO, DECLINED) if count[outcome]), NOT_ASKED)
+
+
+def feature_table(rows: Sequence[Row]) -> Table:
+    counts = feature_counts(rows)
+    cells = [
+        (
+            name,
+            str(count[PASS] + count[RIGHT_TO] or ""),
+            *(str(count[each] or "") for each in (FAIL, DECLINED)),
+            _standing(count),
+        )
+        for name, count in counts.items()
+        if _standing(count) != NOT_ASKED or count[NOT_ASKED]
+    ]
+    return Table("What was asked, by feature: an answer has several",
+                 ("feature", "right", "wrong", "declined", "verdict"), cells)  # fmt: skip
+
+
+def idle_backends(rows: Sequence[Row]) -> dict[tuple[str, str], str]:
+    """(implementation, device) of which no case ran, and why."""
+    found: dict[tuple[str, str], str] = {}
+    for who in dict.fromkeys((row.implementation, row.device) for row in rows):
+        members = [row for row in rows if (row.implementation, row.device) == who]
+        if all(row.refused or (row.bypassed and row.outcome == PASS) for row in members):
+            found[who] = next((row.note for row in members if row.refused), "nothing to compute")
+    return found
+
+
+# ---- words ----------------------------------------------------------------------------------------------------------
+
+
+def own_words(rows: Sequence[Row]) -> list[str]:
+    """For whoever wrote the kernel: what it declined, and which errors are no more than that."""
+    raised = any(row.verdict.errors for row in rows)
+    reasons = Counter(row.note for row in rows if row.refused).most_common()
+    told = [f"{count} x {reason}" for reason, count in reasons[:MOST_REASONS]]
+    more = sum(count for _, count in reasons[MOST_REASONS:])
+    told += [f"{more} x for other reasons"] if more else []
+    lines = [f"declined: {'; '.join(told)}"] if told else []
+    lines += _of_precision(rows)
+    return lines + ([f"declined, which is not wrong, counts for {impl.DECLINES}"] if told or raised else [])
+
+
+def _of_precision(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    if apart := [row for row in rows if row.outcome == RIGHT_TO]:
+        many = "1 answer is" if len(apart) == 1 else f"{len(apart)} answers are"
+        lines.append(f"fp64, judged apart: {many} right to fp32, as of a kernel that adds up in fp32")
+    wrong = [row for row in rows if row.outcome == FAIL and row.case.dtype in ("fp32", "fp64")]
+    near = [row for row in wrong if row.verdict.as_near_as in HALF]
+    if 2 * len(near) >= len(wrong) > 0:
+        coarse = " and ".join(sorted({row.verdict.as_near_as for row in near}))
+        many = "" if len(near) == len(wrong) else f" {len(near)} of {len(wrong)} times"
+        lines.append(
+            f"wrong in fp32, but{many} as near as {coarse} comes: it computes in half precision, or rounds to it"
+        )
+    return lines
+
+
+def worst_words(rows: Sequence[Row]) -> list[str]:
+    """The worst mistake of all, and the features that all wrong answers share and no right one has."""
+    wrong, right = ([row for row in rows if row.outcome == outcome] for outcome in (FAIL, PASS))
+    found = [(check, row) for row in wrong for name in AGAINST if (check := row.worst(name)) and not check.ok]
+    lines = []
+    if found:
+        check, row = max(found, key=lambda each: each[0].gravity)
+        what = f"off by {check.error:.2g} where {check.bound:.2g} is allowed" if check.bound else check.note
+        lines.append(f"the worst mistake: {check.quantity} {what}, in {row.case.name}")
+    where = shared_by(*([features_of(row.case) for row in some] for some in (wrong, right)))
+    if where and right:
+        lines.append(f"wrong are all problems with {' and '.join(where)}, and no others")
+    off = {check.quantity for row in wrong for check in row.verdict.checks if not check.ok}
+    if off and off <= {*GRADIENTS} and not any(row.verdict.errors for row in wrong):
+        lines.append(f"only gradients are wrong: {', '.join(sorted(off))}")
+    return lines
+
+
+def crash_words(rows: Sequence[Row], implementation: str) -> list[str]:
+    """Where a process ended in the middle of a case, and how often."""
+    crashed = [row for row in rows if row.crashed]
+    if not crashed:
+        return []
+    first, unasked = crashed[0], sum(row.unasked for row in rows)
+    rest = f"; {unasked} problems were not asked any more" if unasked else ""
+    said = f"{implementation}: {len(crashed)} times the process ended, first in {first.case.name}"
+    return [f"{said} on {first.device} ({first.note}){rest}"]
+
+
+def verdict_words(rows: Sequence[Row], is_narrowed: bool) -> str:
+    """The verdict, how many answers it rests on, and which features these had.
+
+    is_narrowed: somebody chose the cases, so that few are enough unless others were declined
+    """
+    count = Counter(row.outcome for row in rows)
+    right, wrong = count[PASS], count[FAIL]
+    answers = right + wrong
+    more = [f"{count[outcome]} {words}" for outcome, words in (
+        (RIGHT_TO, "more of fp64 right to fp32"), (DECLINED, "declined"), (NOT_ASKED, "not asked"),
+    ) if count[outcome]]  # fmt: skip
+    few = answers < ENOUGH and (bool(count[DECLINED] or count[RIGHT_TO]) or not is_narrowed)
+    label = "FAIL" if wrong else TOO_LITTLE if few else "PASS"
+    said = f"{right} of {answers} answers right" if answers else "no case ran"
+    return ", ".join([f"{label}: {said}", *more])
+
+
+def scope_words(rows: Sequence[Row]) -> list[str]:
+    """Which features were judged, which declined altogether, and which nobody asked for."""
+    standing = {name: _standing(count) for name, count in feature_counts(rows).items()}
+    told = [
+        (words, [name for name, found in standing.items() if found in outcomes])
+        for words, outcomes in (
+            ("judged", (PASS, FAIL, RIGHT_TO)),
+            ("declined", (DECLINED,)),
+            ("not judged", (NOT_ASKED,)),
+        )
+    ]
+    return [f"{words}: {', '.join(names)}" for words, names in told if names]
+
+
+# ---- the report -----------------------------------------------------------------------------------------------------
+
+
+def report(
+    rows: Sequence[Row],
+    environment: Mapping[str, str],
+    verbose: bool,
+    remarks: Sequence[str],
+    subject: str,
+    is_own: bool = False,
+    is_narrowed: bool = False,
+) -> Report:
+    """is_own: somebody's kernel, whose author learns what was asked of it, rather than our backends"""
+    idle = idle_backends(rows)
+    shown = [row for row in rows if (row.implementation, row.device) not in idle]
+    wrong = [row for row in shown if row.outcome == FAIL]
+    tables = [_every_row("Every answer", shown, folded=not verbose), _summary(shown)]
+    tables += [_wrong_rows(wrong)] if wrong and not verbose else []
+    lines = [*remarks]
+    lines += [f"{name} on {device}: no case ran ({reason})" for (name, device), reason in idle.items()]
+    lines += worst_words(shown)
+    judged = rows if is_own else shown  # of ours, a backend that is not for this machine has declined nothing
+    words = verdict_words(judged, is_narrowed)
+    if not shown:
+        words = f"{TOO_LITTLE}: no case ran, {len(rows)} declined"
+    scope = scope_words(judged)
+    lines.append("; ".join([words, *(scope if len(scope) > 1 and (is_own or not is_narrowed) else [])]))
+    pictures = [bounds_picture(shown)] if any(row.verdict.checks for row in shown) else []
+    ok = words.startswith("PASS")
+    return Report("verify compare", environment, tables, lines, ok, subject, pictures, [feature_table(judged)])
+
+
+def bounds_picture(rows: Sequence[Row]) -> Bars:
+    """How near each implementation came to what is allowed."""
+    groups: list[tuple[str, list[Bar | None]]] = []
+    for name, device in dict.fromkeys((row.implementation, row.device) for row in rows):
+        mine = [row for row in rows if (row.implementation, row.device) == (name, device)]
+        bars: list[Bar | None] = []
+        for against in AGAINST:
+            worst = worst_of(row.worst(against) for row in mine if row.outcome in (PASS, FAIL))
+            # JSON knows no infinity.
+            text = f"{worst.quantity}, {_times(worst.ratio)}" if worst else ""
+            bars.append(Bar(min(worst.ratio, 1e9), text, not worst.ok) if worst else None)
+        errors = sum(bool(row.verdict.errors) for row in mine)
+        groups.append((f"{name} on {device}" + (f" (and {errors} x an error was raised)" if errors else ""), bars))
+    title = "Largest error, as a share of what is allowed"
+    return Bars(title, "allowed", [f"against {words}" for words in AGAINST.values()], groups)

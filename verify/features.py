@@ -1,0 +1,113 @@
+"""Which features a case asks for, in the words that a verdict uses; and which features all wrong answers share."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from .call import SHORT, Call
+from .cases import Case
+from .problems import Problem
+
+DTYPES = tuple(SHORT.values())
+DIMS = ("head_dim 64", "head_dim 128", "another head_dim")
+HEADS = ("MHA", "GQA or MQA")
+MASKS = ("no mask", "causal", "window")
+LENGTHS = ("lengths in 64s", "other lengths", "seqlen_q other than seqlen_k")
+CALLS = ("dense", "packed", "cache")
+OPTIONS = (
+    "softmax_scale", "softcap", "ALiBi", "dropout", "pages", "rotary", "strided inputs", "sizes far apart",
+    "NaN or infinity",
+)  # fmt: skip
+FEATURES = (*DTYPES, *DIMS, *HEADS, *MASKS, *LENGTHS, *CALLS, *OPTIONS)
+# What one answer consists of, and the quantities of its checks.
+PARTS: Mapping[str, Collection[str]] = {
+    "output": ("out", "same seed, same mask", "kept", "S_dmask"),
+    "softmax_lse": ("softmax_lse",),
+    "gradients": ("dq", "dk", "dv"),
+    "cache as left": ("k_cache", "v_cache"),
+}
+
+
+def features_of(case: Case) -> list[str]:
+    """The features of a case, in the order of FEATURES."""
+    wanted = {case.dtype, *(_of_problem(case.problem) if isinstance(case.problem, Problem) else _of_call(case.problem))}
+    return [feature for feature in FEATURES if feature in wanted]
+
+
+def _of_problem(p: Problem) -> set[str]:
+    kinds = {"paged": "packed", "kvcache": "cache"}
+    found = {kinds.get(p.kind, "packed" if "varlen" in p.kind else "dense")}
+    found |= _of_shape(p.head_dim, p.value_dim, p.group, p.seqlens_q, p.seqlens_k)
+    found |= _of_options(p.causal, p.window, p.softcap, p.softmax_scale)
+    there = {
+        "ALiBi": p.alibi,
+        "dropout": p.dropout_p,
+        "pages": p.page_size,
+        "rotary": p.rotary_dim,
+        "strided inputs": set(p.layouts) != {"contiguous"},
+        "sizes far apart": p.sizes,
+        "NaN or infinity": p.stray or p.poison,
+    }
+    return found | {name for name, is_there in there.items() if is_there}
+
+
+def _of_call(call: Call) -> set[str]:
+    """Of a recorded call: by its arguments."""
+    args = call.args
+    kind = "cache" if "k_cache" in args else "packed" if "varlen" in call.fn else "dense"
+    q, k = call.q, args[next(name for name in ("qkv", "kv", "k_cache", "k") if name in args)]
+    packed = next((name for name in ("qkv", "kv") if name in args), "")
+    heads, keys = q.shape[-2], k.shape[-2]
+    seqlens_q, seqlens_k = (
+        [x.shape[1]] if start is None else start.diff().tolist()
+        for x, start in ((q, args.get("cu_seqlens_q", args.get("cu_seqlens"))),
+                         (k, args.get("cu_seqlens_k", args.get("cu_seqlens"))))
+    )  # fmt: skip
+    v = k if packed else args["v_cache" if "v_cache" in args else "v"]
+    found = {kind} | _of_shape(q.shape[-1], v.shape[-1], heads // keys, seqlens_q, seqlens_k)
+    window = args.get("window_size", (-1, -1))
+    found |= _of_options(args.get("causal"), window, args.get("softcap"), args.get("softmax_scale"))
+    there: dict[str, Any] = {
+        "ALiBi": args.get("alibi_slopes") is not None,
+        "dropout": call.dropout_p,
+        "pages": args.get("block_table") is not None,
+        "rotary": args.get("rotary_cos") is not None,
+        "strided inputs": not all(args[name].is_contiguous() for name in ("q", "k", "v", "qkv", "kv") if name in args),
+    }
+    return found | {name for name, is_there in there.items() if is_there}
+
+
+def _of_shape(
+    head_dim: int, value_dim: int, group: int, seqlens_q: Sequence[int], seqlens_k: Sequence[int]
+) -> set[str]:
+    dim = f"head_dim {head_dim}"
+    lengths = "other lengths" if any(n % 64 for n in (*seqlens_q, *seqlens_k)) else "lengths in 64s"
+    found = {dim if dim in DIMS and value_dim == head_dim else "another head_dim", HEADS[group > 1], lengths}
+    return found | ({"seqlen_q other than seqlen_k"} if [*seqlens_q] != [*seqlens_k] else set())
+
+
+def _of_options(causal: Any, window: Any, softcap: Any, scale: Any) -> set[str]:
+    sides = [int(side) for side in window]
+    has_window = max(sides) > 0 or sides[0] == 0 if causal else sides != [-1, -1]
+    found = {name for name, is_there in (("causal", causal), ("window", has_window)) if is_there} or {"no mask"}
+    return found | {name for name, is_there in (("softcap", softcap), ("softmax_scale", scale)) if is_there}
+
+
+def shared_by(wrong: Sequence[Collection[str]], right: Sequence[Collection[str]]) -> list[str]:
+    """The fewest features that every wrong answer has and no right answer has together; none if there are none such."""
+    if not wrong:
+        return []
+    shared = [feature for feature in FEATURES if all(feature in each for each in wrong)]
+
+    def explain(features: Collection[str]) -> bool:
+        return bool(features) and not any(set(features) <= set(each) for each in right)
+
+    if not explain(shared):
+        return []
+    # Rare features say more than dtypes, so these are tried last.
+    for feature in [*shared]:
+        without = [each for each in shared if each != feature]
+        if explain(without):
+            shared = without
+    return shared
