@@ -17,6 +17,7 @@ from verify.contestants import RIVALS, Contestant, Prepared, ours, plain
 from verify.errors import NotSupported
 from verify.judge import Check
 from verify.spot_check import check, pieces
+from verify.tables import Bar
 from verify.timing import Allocations, Failed, Job, Timing, allocations, fastest, time_together
 from verify.workloads import DECODE, FULL, Workload, of_lengths, shrunk
 
@@ -342,10 +343,10 @@ def test_bars_say_how_fast_ours_is_beside_each_rival_and_how_much_it_holds():
         for picture in bench_pictures.bars(rows, bench_report.YARDSTICKS)
     }
     assert made == {
-        "Speed beside flash-attn": [("w", [(0.5, "0.50 (2 ms)"), None])],
-        "Memory beside flash-attn": [("w", [(3.0, "3.00 (30 MiB)"), None])],
-        "Speed beside the fastest way without flash-attn": [("w", [(4.0, "4.00 (2 ms)"), (2.0, "2.00 (6 ms)")])],
-        "Memory beside the fastest way without flash-attn": [("w", [(0.5, "0.50 (30 MiB)"), None])],
+        "Speed beside flash-attn": [("w", [Bar(0.5, "0.50 (2 ms)"), None])],
+        "Memory beside flash-attn": [("w", [Bar(3.0, "3.00 (30 MiB)"), None])],
+        "Speed beside the fastest way without flash-attn": [("w", [Bar(4.0, "4.00 (2 ms)"), Bar(2.0, "2.00 (6 ms)")])],
+        "Memory beside the fastest way without flash-attn": [("w", [Bar(0.5, "0.50 (30 MiB)"), None])],
     }
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from rich.text import Text
 
 from flash_attn_compat.backends import BACKENDS
 from flash_attn_compat.card import measure
+from flash_attn_compat.isolation import Ended, in_children
 
 from . import bench_pictures
 from . import bench_report as tables
@@ -28,11 +29,14 @@ from .environment import checked_devices, describe
 from .errors import UsageError
 from .graphs import graphed
 from .inputs import dtype, number, positive
+from .native import loads_native_code
 from .output import announce, console, deliver, progress_bar, shown
-from .tables import COLOURS, OURS, Picture, Report
+from .own import own
+from .tables import COLOURS, OURS, TOO_LITTLE, Picture, Report
 from .timing import DeviceLost, Failed, attempt
-from .workloads import DECODE, FULL, SMALL, Workload, fitted, of_lengths
+from .workloads import DECODE, FULL, PLAIN, SMALL, Workload, fitted, of_lengths, shrunk
 
+LADDER = "verify's ladder"
 Step = Callable[[str], None]
 Problem = tuple[str, Callable[[Step], list[Row]]]  # what it is called, and what gives its rows
 
@@ -44,6 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", type=dtype, help="fp16 (default), bf16, fp32 (default on a CPU)")
     add("--only", action="append", default=[], metavar="NAME[,NAME]", help="workloads with this in their name")
     add("--lengths", type=positive, nargs="+", metavar="N", help="causal problems of these sequence lengths instead")
+    what = "time this kernel beside the package and the others, on plain squares first"
+    add("--implementation", metavar="MODULE_OR_FILE.py[:ATTRIBUTE]", help=what)
+    what = "each workload in a child process, so that a crash is named (default for files with native code)"
+    add("--isolate", action=argparse.BooleanOptionalAction, default=None, help=what)
     add("--backends", default="default", metavar="A,B", help="of ours these: 'default' is what dispatch chooses, 'all'")
     add("--rivals", default="", metavar="A,B", help=f"only these of the others ('none': nobody): {', '.join(RIVALS)}")
     add("--repeats", type=positive, default=7, metavar="N", help="readings of each figure (default 7)")
@@ -61,10 +69,13 @@ def plan_from(arguments: argparse.Namespace) -> Plan:
     kind = device.partition(":")[0]
     mine = {name or "default": ours(name) for name in (None, *(backend.name for backend in BACKENDS))}
     backends = ",".join(mine) if arguments.backends == "all" else arguments.backends
+    package = _chosen(backends, mine, "backend")
+    if arguments.implementation:
+        package = [own(arguments.implementation), *(replace(each, ours=False) for each in package)]
     rivals = "" if arguments.rivals == "none" else arguments.rivals or ",".join(USUAL_RIVALS[kind])
     return Plan(
         workloads=_workloads(arguments, kind),
-        contestants=[*_chosen(backends, mine, "backend"), *_chosen(rivals, RIVALS, "rival")],
+        contestants=[*package, *_chosen(rivals, RIVALS, "rival")],
         device=device,
         dtype=arguments.dtype or (torch.float32 if kind == "cpu" else torch.float16),
         repeats=arguments.repeats,
@@ -88,7 +99,8 @@ def _workloads(arguments: argparse.Namespace, kind: str) -> list[Workload]:
     small = arguments.small or kind != "cuda"
     if arguments.lengths:
         return of_lengths(sorted(set(arguments.lengths)), small)
-    there = SMALL if small else (*FULL, *DECODE)
+    plain = PLAIN if arguments.implementation else ()
+    there = (*map(shrunk, plain), *SMALL) if small else (*plain, *FULL, *DECODE)
     wanted = [name for text in arguments.only for name in _names(text)]
     for name in wanted:
         if not any(name in workload.name for workload in there):
@@ -100,6 +112,10 @@ def _workloads(arguments: argparse.Namespace, kind: str) -> list[Workload]:
 
 
 def main(arguments: argparse.Namespace) -> int:
+    kernel: str | None = arguments.implementation
+    isolated = loads_native_code(kernel) if kernel and arguments.isolate is None else bool(arguments.isolate)
+    if kernel and not isolated:
+        impl.imported(kernel)  # before the work
     plan, terminal = plan_from(arguments), console()
     environment = {**describe([plan.device]), "dtype": str(plan.dtype).removeprefix("torch."),
                    "official flash-attn": impl.official()[1]}  # fmt: skip
@@ -107,12 +123,17 @@ def main(arguments: argparse.Namespace) -> int:
     announce(environment, terminal)
     try:
         plan = on_card(plan)
-        rows, lost = gathered(problems(plan), terminal)
+        rows, lost = gathered(isolated_problems(plan) if isolated else problems(plan), terminal)
     except DeviceLost as reason:
         rows, lost = [], f"the CUDA device gave up at the first call: {reason}"
     data = {"workloads": {workload.name: workload.describe() for workload in plan.workloads}}
     pictures = bench_pictures.curves(rows, plan.workloads if arguments.lengths else ())
-    return conclude("verify bench", environment, rows, lost, arguments, saved, data=data, pictures=pictures)
+    yardsticks = tables.YARDSTICKS
+    if kernel:
+        package = [each.name for each in plan.contestants if not each.ours and each.name not in RIVALS]
+        yardsticks = {OURS: package, **yardsticks}
+    return conclude("verify bench", environment, rows, lost, arguments, saved, yardsticks, data=data,
+                    pictures=pictures, subject=kernel or OURS)  # fmt: skip
 
 
 def on_card(plan: Plan) -> Plan:
@@ -127,6 +148,26 @@ def problems(plan: Plan) -> list[Problem]:
     in_graphs = graphed(plan)
     return [(f"{workload.name}: {workload.describe()}", functools.partial(run, each, workload))
             for each in (plan, in_graphs) for workload in each.workloads]  # fmt: skip
+
+
+def isolated_problems(plan: Plan) -> list[Problem]:
+    """The same, in child processes: if one ends, the plan's own contestants have failed in that workload."""
+    given = problems(plan)
+    results = in_children(len(given), steps, plan)
+
+    def of_next(each: Contestant, name: str, step: Step) -> list[Row]:
+        step(name)
+        found = next(results)
+        return [Row(name, each.name, True).but(Failed(found.how))] if isinstance(found, Ended) else found
+
+    mine = next(each for each in plan.contestants if each.ours)
+    return [(heading, functools.partial(of_next, mine, heading.partition(":")[0])) for heading, _ in given]
+
+
+def steps(first: int, plan: Plan) -> Iterator[list[Row]]:
+    """The rows of problems from number ``first`` on."""
+    for _, of_one in problems(plan)[first:]:
+        yield of_one(lambda what: None)
 
 
 def gathered(given: Sequence[Problem], terminal: Console) -> tuple[list[Row], str]:
@@ -179,7 +220,7 @@ def conclude(
 
     yardsticks: without any there is nothing to sum up; closing: lines behind the means; data: what JSON has too
     """
-    summary = [tables.summary_table(rows, yardsticks)] if yardsticks else []
+    summary = [tables.summary_table(rows, yardsticks, subject)] if yardsticks else []
     lines = tables.mean_lines(rows, yardsticks)
     regressed = False
     if saved:
@@ -189,10 +230,18 @@ def conclude(
     wrong = [f"WRONG OR FAILED  {row.workload} {row.contestant}: {tables.remarks(row)}"
              for row in rows if row.ours and row.wrong]  # fmt: skip
     lines += [*closing, *wrong, *([lost] if lost else [])]
+    whose = "ours" if subject in (OURS, LADDER) else subject
+    answers = sum(row.ours and row.verdict is not None for row in rows)
+    declined = sum(row.ours and row.verdict is None and not row.failed for row in rows) if whose == subject else 0
     bad = [what for what, there in (("wrong", wrong), ("slower", regressed), ("unfinished", lost)) if there]
-    lines.append(f"FAIL: {', '.join(bad)}" if bad else "PASS: every answer of ours is right")
+    if whose == subject and not (bad or answers):
+        lines.append(f"{TOO_LITTLE}: no workload ran, {declined} declined")
+    else:
+        told = f", in {answers} of {answers + declined} workloads; it declined the others" if declined else ""
+        lines.append(f"FAIL: {', '.join(bad)}" if bad else f"PASS: every answer of {whose} is right{told}")
+    ok = lines[-1].startswith("PASS")
     summary.append(tables.detail_table(rows, "Every contestant", folded=bool(yardsticks)))
     drawn = [*pictures, *bench_pictures.bars(rows, yardsticks)]
-    found = Report(title, environment, summary, lines, not bad, pictures=drawn, subject=subject)
+    found = Report(title, environment, summary, lines, ok, pictures=drawn, subject=subject)
     deliver(found, {"rows": [row.to_json() for row in rows], **(data or {})}, arguments, console())
-    return 1 if bad else 0
+    return 0 if ok else 1

@@ -12,7 +12,7 @@ from . import output
 from .bench_run import Row
 from .contestants import FLASH, WORKAROUNDS
 from .reading import value_of
-from .tables import Table
+from .tables import OURS, Table
 from .timing import Timing
 from .workloads import DECODE, IN_GRAPH
 
@@ -73,6 +73,10 @@ def mean_lines(rows: Sequence[Row], yardsticks: Yardsticks = YARDSTICKS) -> list
 
 DETAIL_COLUMNS = ("workload", "contestant", "forward ms", "fwd+bwd ms", "peak MiB", "error", "allowed", "answer",
                   "remarks")  # fmt: skip
+DETAIL_NOTE = (
+    "ms: median ± half the distance of the quartiles. peak: memory beyond the inputs, of the forward. error, allowed: "
+    "of the worst quantity of the answer, against fp64."
+)
 
 
 def detail(row: Row) -> list[str]:
@@ -95,11 +99,17 @@ def remarks(row: Row) -> str:
 
 
 def detail_table(rows: Sequence[Row], title: str, folded: bool = False) -> Table:
-    return Table(f"{title}: median ± half the quartile distance", DETAIL_COLUMNS, [detail(row) for row in rows], folded)
+    return Table(title, DETAIL_COLUMNS, [detail(row) for row in rows], folded, DETAIL_NOTE)
 
 
-def summary_table(rows: Sequence[Row], yardsticks: Yardsticks = YARDSTICKS) -> Table:
-    """Ours in one line for each workload, beside each yardstick."""
+SUMMARY_NOTE = (
+    "Each cell: forward / forward + backward. MiB: peak memory beyond the inputs. speed-up: their time / this one's, "
+    "so that 2 is twice as fast."
+)
+
+
+def summary_table(rows: Sequence[Row], yardsticks: Yardsticks = YARDSTICKS, subject: str = OURS) -> Table:
+    """Ours, or the subject's, in one line for each workload, beside each yardstick."""
     columns = ["workload", "served by", "ms", "MiB"]
     for rival in yardsticks:
         columns += [f"{rival}, ms", "speed-up"]
@@ -114,7 +124,9 @@ def summary_table(rows: Sequence[Row], yardsticks: Yardsticks = YARDSTICKS) -> T
             taken = [rival.milliseconds(mode) if rival else None for rival, mode in zip(rivals, modes)]
             row += [f"{_listed(taken, '.3g')} {who}".strip(), _listed([each.ratio(names, m) for m in modes], ".3f")]
         cells.append([*row, answer(mine)])
-    return Table("Ours, forward / forward + backward, and its speed-up over the others", [*columns, "answer"], cells)
+    whose = "Ours" if subject == OURS else subject
+    title = f"{whose}, forward / forward + backward, and its speed-up over the others"
+    return Table(title, [*columns, "answer"], cells, note=SUMMARY_NOTE)
 
 
 def _listed(values: Sequence[float | None], form: str) -> str:

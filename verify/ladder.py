@@ -18,13 +18,15 @@ from flash_attn_compat import flash_attn_func
 from flash_attn_compat.card import cap_memory
 
 from . import inputs
-from .bench import conclude, gathered, problems
+from .bench import LADDER, conclude, gathered, problems
 from .bench_pictures import curves
 from .bench_run import Plan
 from .call import Call
 from .contestants import Contestant, Prepared
 from .environment import describe
+from .implementations import imported
 from .output import announce, console
+from .own import own
 from .steps import PAPER, STEPS
 from .workloads import Workload, workload
 
@@ -59,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = f"sequence lengths (default {' '.join(map(str, DEFAULT_LENGTHS))})"
     parser.add_argument("--n", type=inputs.positive, nargs="+", metavar="N", default=DEFAULT_LENGTHS, help=what)
     inputs.add_problem_arguments(parser, batch=1, heads=2)
+    what = "a kernel of your own as another step"
+    parser.add_argument("--implementation", metavar="MODULE_OR_FILE.py[:ATTRIBUTE]", help=what)
     parser.add_argument("--repeats", type=inputs.positive, default=5, metavar="R", help="readings of each time")
 
 
@@ -68,7 +72,11 @@ def main(arguments: argparse.Namespace) -> int:
     heads, options = (arguments.heads, arguments.heads), {"causal": arguments.causal}
     workloads = [workload(f"N = {n}", (n,) * batch, heads, arguments.head_dim, **options)
                  for n in sorted(set(arguments.n))]  # fmt: skip
-    plan = Plan(workloads, rungs(arguments.br, arguments.bc), device, arguments.dtype, arguments.repeats, ENOUGH_S,
+    contestants = rungs(arguments.br, arguments.bc)
+    if kernel := arguments.implementation:
+        imported(kernel)  # before the work
+        contestants.append(own(kernel, {"block_rows": arguments.br, "block_columns": arguments.bc}))
+    plan = Plan(workloads, contestants, device, arguments.dtype, arguments.repeats, ENOUGH_S,
                 backward=False, seed=arguments.seed)  # fmt: skip
     terminal, environment = console(), {"problem": problem, **describe([device])}
     announce(environment, terminal)
@@ -77,4 +85,4 @@ def main(arguments: argparse.Namespace) -> int:
     rows = [replace(row, failed=False) if "memory" in row.reason else row for row in rows]
     drawn = curves([replace(row, contestant=PAPER.get(row.contestant, row.contestant)) for row in rows], workloads)
     return conclude("verify ladder", environment, rows, lost, arguments, yardsticks={}, pictures=drawn,
-                    data={"problem": problem}, subject="verify's ladder")  # fmt: skip
+                    data={"problem": problem}, subject=kernel or LADDER)  # fmt: skip

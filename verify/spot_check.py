@@ -77,7 +77,7 @@ def _piece(args: dict[str, Any], dout: Tensor | None, rows: Tensor, keys: Tensor
 
 
 def check(prepared: Prepared, given: Call, judged: Sequence[Piece], backward: bool) -> Check:
-    """One call held against what is right: the quantity nearest to its bound, or furthest beyond it."""
+    """One call held against what is right: the worst mistake, or the quantity nearest to its bound."""
     leaves = [tensor.detach().requires_grad_(backward) for tensor in given.qkv]
     with torch.set_grad_enabled(backward), prepared.around():
         out = prepared.run(*leaves)
@@ -90,7 +90,7 @@ def check(prepared: Prepared, given: Call, judged: Sequence[Piece], backward: bo
         answer = Answer(piece.of_rows(out.detach()), grads=grads).to(piece.right.exact.out.device)
         # Without the backward only out is there to be judged.
         checks += against_fp64(piece.right, answer, out.device.type)[: 1 + len(grads)]
-    return max(checks, key=lambda found: found.ratio)
+    return max(checks, key=lambda found: found.gravity)
 
 
 def _dout(judged: Sequence[Piece], given: Call) -> Tensor:

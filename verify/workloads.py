@@ -117,6 +117,13 @@ FULL: tuple[Workload, ...] = (
     workload("cross_short_q", (64,) * 16, (16, 16), 64, seqlens_k=(4096,) * 16),
 )
 
+# For somebody's kernel, which may serve these alone.
+PLAIN: tuple[Workload, ...] = tuple(
+    workload(f"plain_d{d}" + "_causal" * causal, (1024,) * 8, (16, 16), d, causal=causal)
+    for d in (64, 128)
+    for causal in (False, True)
+)
+
 DECODE: tuple[Workload, ...] = (
     *decoding(1, 8192, (32, 8)),
     *decoding(32, 4096, (32, 8)),
