@@ -24,6 +24,10 @@ def plain(q, k, v):
 PACKAGE = "import flash_attn_compat as package; print(package.__file__)"
 
 
+def verdict(told: str) -> str:
+    return next(line for line in told.splitlines() if line.startswith("PASS"))
+
+
 def main() -> None:
     distribution = Path(sys.argv[1]).resolve()
     with tempfile.TemporaryDirectory() as temporary:
@@ -50,9 +54,9 @@ def main() -> None:
             sys.exit(f"{distribution.name} was installed, but flash_attn_compat is imported from {origin}")
         command = scripts / "flash-attn-compat"
         print(run(command, "--version").strip(), "from", distribution.name)
-        print(run(command, "verify", "--quick").strip().splitlines()[-1])
+        print(verdict(run(command, "verify", "--quick")))
         Path(temporary, "kernel.py").write_text(KERNEL)
-        print(run(command, "verify", "--quick", "--implementation", "kernel.py:plain").strip().splitlines()[-1])
+        print(verdict(run(command, "verify", "--quick", "--implementation", "kernel.py:plain")))
 
 
 if __name__ == "__main__":
