@@ -91,7 +91,11 @@ def test_a_right_kernel_is_the_same_in_its_output_and_its_gradients(settings: di
     assert found.is_same and conclusion(found)[-1].endswith("(looked at: out, dq, dk and dv)")
 
 
-@pytest.mark.parametrize("step", [naive, fused_rows, functools.partial(online_tiles, block_columns=24)], ids=repr)
+@pytest.mark.parametrize(
+    "step",
+    [naive, fused_rows, functools.partial(online_tiles, block_columns=24)],
+    ids=["naive", "fused_rows", "online_tiles"],
+)
 def test_a_right_step_of_the_ladder_is_the_same(step: Callable[..., Tensor]) -> None:
     assert looked_at(step, **CAUSAL, backward=False).is_same
 
