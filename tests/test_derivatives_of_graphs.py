@@ -175,7 +175,8 @@ def of(trace: Callable[[Function, Tensor], Function]) -> Function:
 
 
 def traced(function: Function, x: Tensor) -> Function:
-    with torch.no_grad(), warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
         found: Function = torch.jit.trace(function, x, check_trace=False)
     return found
 
@@ -186,7 +187,7 @@ def exported(function: Function, x: Tensor) -> Function:
             found: Tensor = function(x)
             return found
 
-    return torch.export.export(Module(), (x.requires_grad_(),), strict=True).module()
+    return torch.export.export(Module(), (x.requires_grad_(),), strict=False).module()
 
 
 def under_a_mode(derive: Function, function: Function, x: Tensor, tangent: Tensor) -> Tensor:
@@ -220,8 +221,9 @@ CASES = [
 
 @pytest.mark.parametrize(("graph", "derive", "call"), CASES, ids=lambda x: getattr(x, "__name__", x))
 def test_a_graph_has_the_derivatives_of_its_eager_call(graph: str, derive: Function, call: Function) -> None:
-    if graph in COMPILED and derive is recorded_dual and TorchVersion(torch.__version__) < "2.13":
-        pytest.skip("Dynamo of PyTorch 2.11 traces no requires_grad_()")
+    version = TorchVersion(torch.__version__)
+    if graph in COMPILED and ((derive is recorded_dual and version < "2.13") or (derive is jacrev and version < "2.5")):
+        pytest.skip("Dynamo of PyTorch 2.11 traces no requires_grad_(), that of 2.4 no torch.func.jacrev")
     x, tangent = doubles(*SHAPES[call]), doubles(*SHAPES[call], seed=5)
     found = GRAPHS[graph](derive, flat(call), x.clone(), tangent)
     bound = 1e-5 if call is slopes else 1e-9  # slopes are fp32
@@ -352,7 +354,8 @@ def test_vmap_over_cu_seqlens_names_what_it_cannot_read(
 
 
 def cached(q: Tensor) -> Any:
-    return flash_attn_with_kvcache(q, K.float(), V.float(), cache_seqlens=3, causal=True)
+    cache = q.repeat(1, 3, 1, 1)
+    return flash_attn_with_kvcache(q, cache, cache.cos(), cache_seqlens=3, causal=True)
 
 
 PRIVATE = r"cannot be combined with forward-mode derivatives or torch\.func transforms"

@@ -51,7 +51,8 @@ def _before_autograd(operator: Any, is_met: Callable[[tuple[object, ...]], bool]
 
 def _is_recorded(arguments: tuple[object, ...]) -> bool:
     """Whether a transform of torch.func records what is computed of them, as torch.func.grad does."""
-    return transforms_are_on() and torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
+    recording = transforms_are_on() and torch.is_grad_enabled()
+    return recording and any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
 
 
 def have_tangents(values: tuple[object, ...]) -> bool:
