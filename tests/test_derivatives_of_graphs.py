@@ -365,6 +365,8 @@ PRIVATE = r"cannot be combined with forward-mode derivatives or torch\.func tran
     ["compiled", "compiled, may break", "make_fx", "export", "mode"], [jvp, dual, grad, vmap_of_grad]
 ), ids=lambda x: getattr(x, "__name__", x))  # fmt: skip
 def test_derivatives_over_a_cache_are_refused_by_name(graph: str, derive: Function) -> None:
+    if graph == "export" and TorchVersion(torch.__version__) < "2.5":
+        pytest.skip("PyTorch 2.4 wraps operators that write, and transforms nothing that is wrapped")
     x = randn(1, 2, 4, 8)
     with pytest.raises(Exception, match=PRIVATE):
         GRAPHS[graph](derive, flat(cached), x, x.cos())

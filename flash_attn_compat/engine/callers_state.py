@@ -23,8 +23,7 @@ transforms_are_on = torch._C._are_functorch_transforms_active
 _is_any_on = torch._C._is_any_autocast_enabled
 _is_wrapped, _is_batched = torch._C._functorch.is_functorch_wrapped_tensor, torch._C._functorch.is_batchedtensor
 _unwrapped, _mode_of = torch._C._functorch.get_unwrapped, torch._C._get_dispatch_mode
-# Modes under which even ordinary tensors cannot be read.
-_HIDING = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
+_MODES = torch._C._TorchDispatchModeKey
 
 
 def numbers_of(lengths: Tensor) -> list[int]:
@@ -44,9 +43,13 @@ def with_autograd() -> contextlib.AbstractContextManager[None]:
     return torch._C._ForceDispatchKeyGuard(seen, hidden)
 
 
+def is_fake_mode_on() -> bool:
+    return _mode_of(_MODES.FAKE) is not None
+
+
 def is_hidden(tensor: Tensor) -> bool:
     """Whether nobody can read a tensor's numbers: it is fake, is traced, or has another axis under vmap."""
-    if tracing_state() is not None or any(_mode_of(kind) is not None for kind in _HIDING):
+    if tracing_state() is not None or is_fake_mode_on() or _mode_of(_MODES.PROXY) is not None:
         return True
     while _is_wrapped(tensor):
         if _is_batched(tensor):

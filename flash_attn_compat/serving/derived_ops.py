@@ -14,7 +14,10 @@ from torch import Tensor
 from torch._library.autograd import make_autograd_impl
 from torch.autograd import forward_ad
 
-from flash_attn_compat.engine.callers_state import transforms_are_on
+from flash_attn_compat.engine.callers_state import is_fake_mode_on, transforms_are_on
+
+# Whether a graph was traced within a dual level. It may enter one by itself, which forward_ad does not hear of.
+_graphs_hold_levels = False
 
 # More specific than Autograd, which torch.library.custom_op takes for itself.
 _AUTOGRAD = [f"Autograd{device}" for device in ("CPU", "CUDA", "XPU", "MPS", "HPU", "XLA", "Meta", "PrivateUse1")]
@@ -22,7 +25,7 @@ _AUTOGRAD = [f"Autograd{device}" for device in ("CPU", "CUDA", "XPU", "MPS", "HP
 
 def serve_transforms(operator: Any, plain: Callable[..., Any]) -> None:
     """Let ``plain``, of the same arguments and results, compute where a transform or a tangent meets ``operator``."""
-    _before_autograd(operator, have_tangents, plain)
+    _before_autograd(operator, _have_tangents, plain)
     operator._lib.impl(operator._name, plain, "FuncTorchDynamicLayerFrontMode")
 
 
@@ -33,7 +36,7 @@ def refuse_derivatives(
 
     under_vmap: computes under vmap alone; None for an operator that refuses that too
     """
-    _before_autograd(operator, lambda arguments: _is_recorded(arguments) or have_tangents(arguments), refuse)
+    _before_autograd(operator, lambda arguments: _is_recorded(arguments) or _have_tangents(arguments), refuse)
     operator._lib.impl(operator._name, under_vmap or refuse, "FuncTorchBatched")
 
 
@@ -53,6 +56,16 @@ def _is_recorded(arguments: tuple[object, ...]) -> bool:
     """Whether a transform of torch.func records what is computed of them, as torch.func.grad does."""
     recording = transforms_are_on() and torch.is_grad_enabled()
     return recording and any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
+
+
+def _have_tangents(arguments: tuple[object, ...]) -> bool:
+    """As have_tangents, at no cost where no dual level can be open: looking takes as long as a small operator."""
+    global _graphs_hold_levels  # noqa: PLW0603
+    if forward_ad._current_level >= 0:
+        _graphs_hold_levels = _graphs_hold_levels or is_fake_mode_on()
+    elif not _graphs_hold_levels:
+        return False
+    return have_tangents(arguments)
 
 
 def have_tangents(values: tuple[object, ...]) -> bool:
