@@ -71,6 +71,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture
+def copied_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Child processes are copies of this one, which start at once, unless autograd's threads wait for a GPU here."""
+    import torch
+
+    from flash_attn_compat import isolation
+    from tests.interpreters import CAN_FORK
+
+    if CAN_FORK and not torch.cuda.is_available():
+        monkeypatch.setattr(isolation, "_START", "fork")
+
+
+@pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> "Asked":
     """Serves every call, and knows them."""
     from tests.support import Asked, serve_by

@@ -174,6 +174,11 @@ def some_of(rows: Iterable[tuple[Any, ...]], every: int) -> list[Any]:
     return [pytest.param(*row, marks=[pytest.mark.thorough] if index % every else []) for index, row in enumerate(rows)]
 
 
+def some(values: Iterable[Any], every: int) -> list[Any]:
+    """``some_of`` for a test of one parameter."""
+    return some_of(((value,) for value in values), every)
+
+
 def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Rows of one value from each axis, so few that each two values of two axes still meet in one of them."""
     # Each process orders a set anew, and pytest-xdist's workers must name the same tests.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches, sparse
 from tests.kernels import emulate
 from tests.kernels.emulate import EmulationError
+from tests.plain import some, some_of
 from tests.test_fused_backend import mutated
 from verify.call import Call, solve
 from verify.problems import Problem
@@ -72,8 +74,7 @@ def answers(name: str, move: Callable[[Tensor], Tensor]) -> list[Tensor]:
 
 
 # Along a tensor's first dimension, its rows (the second one where there are four) and its heads.
-@pytest.mark.parametrize("dim", [-4, -3, -2])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("name", "dim"), some_of(itertools.product(CALLS, (-4, -3, -2)), 2))
 def test_answers_have_the_same_bits_however_far_their_tensors_reach(turing: Launches, name: str, dim: int) -> None:
     check(turing, name, dim)
 
@@ -106,7 +107,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", some(WRONG, 2))
 def test_an_offset_of_32_bits_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, offset, call, dim = WRONG[name]
     sources = mutated(tmp_path, file, offset, offset.replace("(i64)", ""))

@@ -15,7 +15,7 @@ from flash_attn_compat.backends.fused.variants import FP16, HEAD_DIMS, Kind
 from tests import fused_on_cpu
 from tests.fused_on_cpu import Launches
 from tests.kernels import emulate, offline
-from tests.plain import pairwise, some_of
+from tests.plain import pairwise, some, some_of
 from tests.test_fused_kernels import check
 from verify.problems import Problem
 
@@ -54,7 +54,7 @@ def sizes_of(launches: Launches) -> set[tuple[int, int]]:
 
 @NEEDS_EMULATOR
 @pytest.mark.parametrize("number", [75])
-@pytest.mark.parametrize("head_dims", [*((D, D) for D in HEAD_DIMS), (192, 128)])
+@pytest.mark.parametrize("head_dims", some([*((D, D) for D in HEAD_DIMS), (192, 128)], 3))
 def test_every_size_is_right_and_no_two_lanes_ask_one_bank_of_shared_memory_at_once(
     head_dims: tuple[int, int], launches: Launches
 ) -> None:
@@ -68,9 +68,9 @@ def test_every_size_is_right_and_no_two_lanes_ask_one_bank_of_shared_memory_at_o
 
 # (GPU, head_dim of q and k and of v, dtype, mask)
 TRAINED_IN = [
-    *some_of(pairwise(GPUS, NEW, ("float16", "bfloat16"), OF_SIZES, MISSING), 3),
-    *some_of(pairwise(GPUS, ((80, 80), (160, 160)), ("float16", "bfloat16"), OF_SCORES, MISSING), 3),
-    *some_of(pairwise(GPUS, OTHER_VALUES, ("float16", "bfloat16"), ("full", "causal", "packed"), (0,)), 2),
+    *some_of(pairwise(GPUS, NEW, ("float16", "bfloat16"), OF_SIZES, MISSING), 15),
+    *some_of(pairwise(GPUS, ((80, 80), (160, 160)), ("float16", "bfloat16"), OF_SCORES, MISSING), 15),
+    *some_of(pairwise(GPUS, OTHER_VALUES, ("float16", "bfloat16"), ("full", "causal", "packed"), (0,)), 4),
 ]
 
 
@@ -97,7 +97,7 @@ def test_what_warps_share_out_may_be_an_odd_number_of_16_channels(number: int, l
 @NEEDS_EMULATOR
 @pytest.mark.parametrize(
     ("number", "head_dim", "dtype", "page_size"),
-    pairwise(GPUS, (72, 96, 136, 160, 192, 224, 504), ("float16", "bfloat16"), (None, 7, 16)),
+    some_of(pairwise(GPUS, (72, 96, 136, 160, 192, 224, 504), ("float16", "bfloat16"), (None, 7, 16)), 3),
 )
 def test_every_size_is_right_when_decoding(
     head_dim: int, dtype: str, page_size: int | None, launches: Launches
@@ -114,7 +114,7 @@ def test_every_size_is_right_when_decoding(
 
 @NEEDS_EMULATOR
 @pytest.mark.parametrize(
-    ("number", "head_dims"), [*pairwise(GPUS, ((80, 80), (160, 160), (192, 128))), (90, (512, 512))]
+    ("number", "head_dims"), some_of([*pairwise(GPUS, ((80, 80), (160, 160), (192, 128))), (90, (512, 512))], 3)
 )
 def test_blocks_that_share_a_tile_add_up_what_they_have_of_any_size(
     head_dims: tuple[int, int], launches: Launches, monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,7 @@ from flash_attn_compat.backends.fused import variants
 from tests import fused_coverage, fused_on_cpu, gpu, sanitize
 from tests.aten import fuzz, originals
 from tests.gpu import Part
+from tests.plain import some
 from verify.call import solve
 
 
@@ -100,7 +101,7 @@ def test_the_sanitizers_states_are_states() -> None:
     assert set(sanitize.STATES) <= {state.name for state in states()}
 
 
-@pytest.mark.parametrize("number", [75, 90])
+@pytest.mark.parametrize("number", some([75, 90], 2))
 def test_the_coverage_launches_every_variant_that_it_compiles(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = fused_on_cpu.record(monkeypatch, number)
     kinds = list(fused_coverage.kinds(number))

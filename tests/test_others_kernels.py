@@ -49,18 +49,18 @@ def on(*names: str) -> pytest.MarkDecorator:
 @on(*ALL)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_agrees_with_the_oracle_wherever_it_serves(backend: str, kind: str) -> None:
-    served = 0
-    for seed in range(60 if kind == "paged" else 400):
+    served, most = 0, 6 if kind == "private_varlen" else 3
+    for seed in range(30 if kind == "paged" else 400):
         problem = random_problem(seed, (kind,), ("float16", "bfloat16"))
         verdict = Examination(problem).judge(backend)
         assert not verdict.failures, (problem, verdict)
         served += not verdict.refused
-        if served == 6:
+        if served == most:
             break
     if kind == "paged":  # which is left to others, unless there is nothing to compute
         assert not others_kernels.calls
     else:
-        assert served == 6 and others_kernels.calls
+        assert served == most and others_kernels.calls
 
 
 # Queries far before the first key, under windows that end on one side only.

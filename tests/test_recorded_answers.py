@@ -7,6 +7,7 @@ import pytest
 from flash_attn_compat.backends import BACKENDS
 from tests import fused_on_cpu
 from tests.fuzz import must_serve
+from tests.plain import some
 from verify.cases import Case
 from verify.drawing import random_problem
 from verify.errors import NotSupported
@@ -41,7 +42,7 @@ def test_a_backend_gives_the_recorded_answer(case: Case, backend: str) -> None:
         pytest.skip(f"{backend}: {refusal}")
 
 
-@cases
+@pytest.mark.parametrize("case", some(recorded_cases(), 6), ids=lambda case: case.name)
 def test_the_kernels_give_the_recorded_answer(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = fused_on_cpu.emulate(monkeypatch)
     assert wrong(case, "fused") == []
@@ -59,10 +60,10 @@ FIRST = 10_000  # numbers that test_judge.py and the fuzzer's first minutes do n
 
 
 def _problems(kind: str) -> int:
-    return 40 if kind in ("dense", "varlen", "kvcache") else 24
+    return 24 if kind in ("dense", "varlen", "kvcache") else 12
 
 
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("part", some(range(2), 2))
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_backend_agrees_with_the_oracle(kind: str, part: int) -> None:
     complaints = []

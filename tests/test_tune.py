@@ -189,7 +189,7 @@ CANDIDATES = [
 
 
 @pytest.mark.skipif(bool(emulate.why_not()), reason=emulate.why_not())
-@pytest.mark.parametrize(("number", "entry", "D", "tile"), some_of(CANDIDATES, 3), ids=str)
+@pytest.mark.parametrize(("number", "entry", "D", "tile"), some_of(CANDIDATES, 12), ids=str)
 def test_candidates_fit_and_are_right(
     number: int, entry: str, D: int, tile: Tile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,11 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from flash_attn_compat import isolation
 from flash_attn_compat.backends.fused import faults
 from flash_attn_compat.utils.testing import attention_ref
 from tests import fused_on_cpu
-from tests.interpreters import CAN_FORK
 from tests.support import check_refused_in_one_line
 from verify import compare
 from verify.cli import main
@@ -201,10 +199,9 @@ def ends_its_process(q, k, v, causal=False):
     return attention_ref(q, k, v, causal=causal)[0].to(q.dtype)
 
 
-@pytest.mark.skipif(not CAN_FORK, reason="processes cannot be copied here")
+@pytest.mark.usefixtures("copied_children")
 @pytest.mark.parametrize(("on_gpu", "refused"), [(True, []), (True, ["dq ended a process"]), (False, [])])
 def test_a_kernel_that_ends_its_process_is_one_wrong_answer_on_a_gpu(on_gpu, refused, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(isolation, "_START", "fork")
     monkeypatch.setattr(compare, "may_break", lambda device_type: on_gpu)
     monkeypatch.setattr(faults, "reasons", lambda: refused)
     saved = tmp_path / "rows.json"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flash_attn_compat import isolation
-from tests.interpreters import CAN_FORK, REPOSITORY, forked
+from tests.interpreters import REPOSITORY, forked
 from verify import COMMAND
 from verify.cases import Case, generated, plain
 from verify.cli import main
@@ -245,9 +245,8 @@ def test_alike_wrong_answers_are_one_line_on_the_terminal(tmp_path, capsys) -> N
 # ---- crashes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not CAN_FORK, reason="processes cannot be copied here")
-def test_a_crash_leaves_the_name_of_the_case_the_file_and_how_often(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(isolation, "_START", "fork")
+@pytest.mark.usefixtures("copied_children")
+def test_a_crash_leaves_the_name_of_the_case_the_file_and_how_often(tmp_path, capsys) -> None:
     judged = judge("crashing", tmp_path, capsys, PLAIN, "--isolate", "--forward-only")
     assert judged.code == 1
     assert (
@@ -259,9 +258,8 @@ def test_a_crash_leaves_the_name_of_the_case_the_file_and_how_often(tmp_path, ca
     )
 
 
-@pytest.mark.skipif(not CAN_FORK, reason="processes cannot be copied here")
+@pytest.mark.usefixtures("copied_children")
 def test_problems_that_are_not_asked_after_many_crashes_are_no_wrong_answers(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(isolation, "_START", "fork")
     monkeypatch.setattr(isolation, "MOST_ENDED", 2)
     judged = judge("crashing", tmp_path, capsys, "plain 128 d64", "--isolate", "--forward-only")
     assert (
@@ -270,9 +268,8 @@ def test_problems_that_are_not_asked_after_many_crashes_are_no_wrong_answers(tmp
     )
 
 
-@pytest.mark.skipif(not CAN_FORK, reason="processes cannot be copied here")
-def test_a_file_that_crashes_when_it_is_loaded_ends_in_one_line(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(isolation, "_START", "fork")
+@pytest.mark.usefixtures("copied_children")
+def test_a_file_that_crashes_when_it_is_loaded_ends_in_one_line(tmp_path, capsys) -> None:
     kernel = tmp_path / "kernel.py"
     kernel.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
     chosen = ["--quick", "--device", "cpu", "-k", "plain 64", "--isolate"]
@@ -280,9 +277,8 @@ def test_a_file_that_crashes_when_it_is_loaded_ends_in_one_line(tmp_path, capsys
     assert "cannot be judged: where it was imported" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not CAN_FORK, reason="processes cannot be copied here")
-def test_locate_and_bench_name_a_crash_too(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(isolation, "_START", "fork")
+@pytest.mark.usefixtures("copied_children")
+def test_locate_and_bench_name_a_crash_too(tmp_path, capsys) -> None:
     shape = ["--n", "128", "--head-dim", "64", "--batch", "1", "--heads", "1"]
     assert main(["locate", f"{FILE}:crashing", *shape, "--isolate"]) == 1
     assert f"FAIL: its process ended by SIGSEGV as {FILE}:crashing" in " ".join(capsys.readouterr().out.split())
@@ -371,6 +367,7 @@ def test_ladder_has_a_kernel_of_somebodys_as_another_step(tmp_path, capsys) -> N
 # ---- away from the clone ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_wheel_says_the_same_of_the_seven_kernels(tmp_path: Path) -> None:
     site, left = tmp_path / "site-packages", shutil.ignore_patterns("__pycache__", "recorded_answers")
     shutil.copytree(Path(REPOSITORY, "flash_attn_compat"), site / "flash_attn_compat", ignore=left)

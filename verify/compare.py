@@ -97,18 +97,16 @@ def rows_of(asked: Asked, cases: Sequence[Case], isolated: bool) -> Iterator[Row
         yield from run(asked.judged, asked.devices, cases)
         return
     places = [(case, name, device) for case in cases for device in asked.devices for name in asked.names]
-    for index, (place, found) in enumerate(zip(places, in_children(len(places), steps, asked))):
+    for place, found in zip(places, in_children(len(places), steps, asked)):
         if not isinstance(found, Ended):
             yield Row(*place, *found)
             continue
-        if index == 0 and asked.implementation:
-            _check_loads(asked.implementation)
         is_crash = not isinstance(found, NotDone)
         yield Row(*place, Verdict(errors=[found.how]), crashed=is_crash, unasked=not is_crash)
 
 
 def _check_loads(path: str) -> None:
-    """Raises UsageError if a process ends where it only imports the kernel and tries whether that takes q, k and v."""
+    """Raises UsageError if a child process cannot import the kernel, or ends as it calls it with four rows."""
     (found,) = in_children(1, load, path)
     if isinstance(found, Ended):
         raise UsageError(f"{path!r} cannot be judged: where it was imported and called with four rows, {found.how}")
@@ -170,10 +168,12 @@ def main(arguments: argparse.Namespace) -> int:
     asked = Asked(own, arguments.backend, devices, arguments.quick, texts, arguments.forward_only)
     isolated = is_isolated(arguments, devices)
     cases, names = asked.cases, asked.names
-    if not isolated:
-        _ = asked.judged  # before the work
     if not cases:
         raise UsageError(f"no case has {arguments.filter!r} in its name")
+    if not isolated:
+        _ = asked.judged  # before the work
+    elif own:
+        _check_loads(own)
     torch.set_num_threads(1)  # thousands of small problems: more threads cost more than they give
     terminal, environment = console(), describe(devices)
     announce(environment, terminal)

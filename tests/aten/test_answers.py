@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.aten.originals import counted
 from tests.aten.test_attention import Case, mask, qkv
 from tests.fused_on_cpu import Launches
+from tests.plain import pairwise
 
 sdpa, aten = F.scaled_dot_product_attention, torch.ops.aten
 
@@ -62,18 +63,20 @@ def doubled(out: Tensor, how: str) -> Tensor:
     return rows.unflatten(-1, (out.shape[1], -1)).transpose(1, 2)
 
 
-@pytest.mark.parametrize("under", ["nothing", "hooks", "a checkpoint", "create_graph"])
-@pytest.mark.parametrize("how", ["in place", "reshaped"])
-@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.3}, {"attn_mask": mask()}], ids=["plain", "dropout", "mask"])
-def test_an_answer_may_be_written_to_before_its_backward(
-    options: dict[str, Any], how: str, under: str, served: Launches
-) -> None:
+OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "dropout": {"dropout_p": 0.3}, "mask": {"attn_mask": mask()}}
+
+
+@pytest.mark.parametrize(
+    ("options", "how", "under"),
+    pairwise(OPTIONS, ("in place", "reshaped"), ("nothing", "hooks", "a checkpoint", "create_graph")),
+)
+def test_an_answer_may_be_written_to_before_its_backward(options: str, how: str, under: str, served: Launches) -> None:
     """As the one of the plain formula, which grouped heads and bf16 get on Turing without us."""
     inputs = qkv(Case(heads=(4, 2)))
 
     def gradients(how: str) -> tuple[Tensor, ...]:
         def attend(*inputs: Tensor) -> Tensor:
-            return doubled(sdpa(*inputs, **options, enable_gqa=True), how)
+            return doubled(sdpa(*inputs, **OPTIONS[options], enable_gqa=True), how)
 
         torch.manual_seed(3)
         with torch.autograd.graph.save_on_cpu() if under == "hooks" else contextlib.nullcontext():

@@ -88,6 +88,7 @@ def test_graphs_that_the_switch_does_not_change_serve_both(compiled: list[bool])
 
 
 @torch.no_grad()
+@pytest.mark.thorough  # compiles C++ twice, which takes half a minute
 @pytest.mark.skipif(not getattr(torch._functorch.config, "enable_autograd_cache", False), reason="no such cache")
 def test_a_cache_on_disk_holds_a_graph_for_each_state_of_the_switch(
     compiled: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -24,7 +24,7 @@ from tests.aten.originals import counted, stand_in_backward, stand_in_forward
 from tests.aten.test_attention import Case as Inputs
 from tests.aten.test_attention import check, plainly, qkv, with_gradients
 from tests.fused_on_cpu import Launches
-from tests.plain import pairwise
+from tests.plain import pairwise, some, some_of
 from tests.support import randn
 from tests.test_fused_backend import mutated
 
@@ -91,7 +91,7 @@ CASES += [CASES[0]._replace(lengths=(40, 1100), kind=kind, hidden="some") for ki
 CASES += [CASES[0]._replace(lengths=(150, 150), hidden="left", head_dim=head_dim) for head_dim in (64, 20, 136)]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", some(CASES, 5), ids=str)
 def test_answers_and_gradients_are_right(case: Case, served: Launches) -> None:
     inputs = qkv(Inputs(case.dtype, case.lengths, case.heads, case.head_dim))
     bias = mask(case)
@@ -180,8 +180,7 @@ def test_no_number_in_a_row_makes_that_row_none(value: float, served: Launches) 
     torch.testing.assert_close(out[:, :, others], without[:, :, others], rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["bool", "own", "fp32"])
-@pytest.mark.parametrize("keys", [32, 64, 256, 512])
+@pytest.mark.parametrize(("keys", "kind"), some_of(itertools.product((32, 64, 256, 512), ("bool", "own", "fp32")), 4))
 def test_keys_behind_the_last_one_count_for_nothing(kind: str, keys: int, served: Launches) -> None:
     """Where a mask hides nothing, a tile that reaches beyond the keys has to be known for it all the same."""
     inputs = qkv(Inputs(HALF, (70, keys)))
@@ -205,10 +204,10 @@ def test_no_tile_is_wider_than_a_pass_over_a_mask_expects() -> None:
     assert all(variants.WIDEST_TILE % tile.rows == 0 for tile in found)
 
 
-@pytest.mark.parametrize("create_graph", [False, True])
-@pytest.mark.parametrize("writes", [False, True])
-@pytest.mark.parametrize("dtype", [HALF, BF16])
-@pytest.mark.parametrize("shape", [(0, 0), (0, 1, 0, 0), (1, 0, 1, 0)])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "writes", "create_graph"),
+    pairwise(((0, 0), (0, 1, 0, 0), (1, 0, 1, 0)), (HALF, BF16), (False, True), (False, True)),
+)
 def test_booleans_may_be_refilled_before_the_backward(
     shape: tuple[int, ...], dtype: torch.dtype, writes: bool, create_graph: bool, served: Launches
 ) -> None:
@@ -282,8 +281,10 @@ def test_what_an_int_cannot_hold_is_left(name: str) -> None:
     assert reason is None if why is None else why in str(reason)
 
 
-@pytest.mark.parametrize("value", [-torch.inf, -1000.0, -65504.0, -1e9, torch.finfo(BF16).min])
-@pytest.mark.parametrize("dtype", [HALF, BF16])
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    some_of(itertools.product((-torch.inf, -1000.0, -65504.0, -1e9, torch.finfo(BF16).min), (HALF, BF16)), 3),
+)
 def test_a_row_whose_biases_are_all_of_one_magnitude(dtype: torch.dtype, value: float, served: Launches) -> None:
     """As PyTorch computes it in fp32, where the scores of such a row lose what is below the bias's last digit."""
     q, k, v = (x.detach().requires_grad_() for x in qkv(Inputs(dtype, (70, 150))))
