@@ -152,7 +152,7 @@ TRIALS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", some(TRIALS, 2))
+@pytest.mark.parametrize("name", some(TRIALS, 4))
 def test_right_kernels_pass_their_trial(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     number, problem = TRIALS[name]
     launches = fused_on_cpu.emulate(monkeypatch, number, tried=True)
@@ -252,7 +252,7 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", some(WRONG, 2))
+@pytest.mark.parametrize("name", some(WRONG, 4))
 def test_a_wrong_kernel_is_caught_before_its_first_real_call(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

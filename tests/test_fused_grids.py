@@ -99,7 +99,7 @@ GROUPS = {
 
 
 @pytest.mark.parametrize(
-    ("gpu", "name"), some_of([*((75, name) for name in GROUPS), (90, "causal"), (90, "packed")], 2)
+    ("gpu", "name"), some_of([*((75, name) for name in GROUPS), (90, "causal"), (90, "packed")], 4)
 )
 def test_gradients_are_right_where_blocks_share_a_groups_heads(
     gpu: int, name: str, monkeypatch: pytest.MonkeyPatch
@@ -181,7 +181,7 @@ def are_in_seats(launches: Launches) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "name"), some_of([*((75, name) for name in SEATS), (90, "causal"), (90, "all at once")], 2)
+    ("gpu", "name"), some_of([*((75, name) for name in SEATS), (90, "causal"), (90, "all at once")], 4)
 )
 def test_answers_and_gradients_are_right_where_sequences_share_a_grid(
     gpu: int, name: str, shared: None, monkeypatch: pytest.MonkeyPatch

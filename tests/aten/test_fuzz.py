@@ -40,7 +40,7 @@ def test_random_problems(first: int, served: Launches) -> None:
     for seed in SEEDS[first : first + 4]:
         problem = fuzz.draw(seed, longest=fuzz.SMALL)
         assert not fuzz.examine(problem, "cpu"), problem
-    assert counted().get("fused", 0) > 5
+    assert counted().get("fused", 0) > 2
 
 
 MISTAKES: dict[str, Any] = {
